@@ -1,0 +1,54 @@
+"""Cold-cache timing in a CUDA graph: what a kernel costs inside a model, where every layer's weights come from memory.
+
+One graph holds many calls that cycle over copies of the weights, together more than four times the L2 cache; the time
+of a replay over the number of calls is the time of one call, launch included.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+L2_BYTES = 60 << 20
+MIN_CALLS = 48
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """Microseconds a call over all replays."""
+
+    median: float
+    low: float
+    high: float
+
+
+def copies_needed(bytes_a_copy: int) -> int:
+    """Copies of a layer whose sum exceeds four times the L2 cache (at least 2, at most 512)."""
+    return min(512, max(2, -(-4 * L2_BYTES // bytes_a_copy)))
+
+
+def cold_time(calls: list[Callable[[], object]], *, replays: int = 11) -> Timing:
+    """Time of one call, cycling over `calls`, each with weights of its own."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for call in calls[:2]:
+            call()
+            call()
+    torch.cuda.synchronize()
+    count = max(MIN_CALLS, len(calls))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(count):
+            calls[i % len(calls)]()
+    graph.replay()
+    torch.cuda.synchronize()
+    times = []
+    for _ in range(replays):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / count)
+    return Timing(median=median(times), low=min(times), high=max(times))

@@ -1,0 +1,138 @@
+"""Running calibration tokens through a model: forward passes, backward passes, and what each may keep in memory.
+
+The loss is `F = mean over all windows and positions of the next-token cross-entropy`, nats. A backward pass hands each
+matrix's gradient to its receiver the moment it is complete and frees it: no gradient of the whole model ever exists.
+With `recompute` each transformer block keeps only its input and is run again in the backward pass (activation
+checkpointing), so activations cost one hidden state a block.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
+
+from requant.errors import NumericalError
+from requant.models import LinearSite, find_blocks
+
+RECOMPUTE_ABOVE = 1_000_000_000  # parameters; below it activations are cheaper than a second forward pass
+Receiver = Callable[[LinearSite, Float[Tensor, "n k"]], None]
+
+
+def batches(
+    windows: Int64[Tensor, "b t"], model: nn.Module, *, label: str | None
+) -> Iterator[Int64[Tensor, "c t"]]:
+    """Windows in chunks whose logits stay near 1 GB, on the model's device, under a progress bar."""
+    vocabulary = (
+        model.get_output_embeddings().weight.shape[0] if model.get_output_embeddings() is not None else 50_000
+    )
+    parameter = next(model.parameters())
+    tokens = min(8192 if parameter.is_cuda else 2048, 300_000_000 // vocabulary)
+    chunks = windows.split(max(1, tokens // windows.shape[1]))
+    for chunk in tqdm(chunks, desc=label or "", disable=label is None, leave=True, unit="batch"):
+        yield chunk.to(parameter.device)
+
+
+def summed_loss(model: nn.Module, tokens: Int64[Tensor, "b t"]) -> Float[Tensor, ""]:
+    """Sum of the next-token cross-entropies of a batch, float32, nats."""
+    logits = model(input_ids=tokens, use_cache=False).logits[:, :-1]
+    return functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="sum")
+
+
+@torch.no_grad()
+def mean_loss(model: nn.Module, windows: Int64[Tensor, "b t"], *, label: str | None = None) -> float:
+    """F of the model as it stands, nats a token."""
+    total = sum(summed_loss(model, tokens).double().item() for tokens in batches(windows, model, label=label))
+    return _finite(total / scored_tokens(windows), "the loss")
+
+
+def gradient_pass(
+    model: nn.Module,
+    windows: Int64[Tensor, "b t"],
+    sites: Sequence[LinearSite],
+    receive: Receiver,
+    *,
+    label: str | None = None,
+    recompute: bool | None = None,
+) -> float:
+    """One backward pass over all windows; `receive(site, gradient [n, k])` is called per batch with dF/dw.
+
+    The gradients of all batches add up to the gradient of F. Returns F.
+    """
+    total = 0.0
+    with ExitStack() as stack:
+        for site in sites:
+            stack.enter_context(_gradient_to(site, receive))
+        stack.enter_context(recomputed_blocks(model, recompute))
+        for tokens in batches(windows, model, label=label):
+            loss = summed_loss(model, tokens) / scored_tokens(windows)
+            total += loss.item()
+            loss.backward()
+    return _finite(total, "the loss")
+
+
+def scored_tokens(windows: Int64[Tensor, "b t"]) -> int:
+    """Positions of `windows` that have a next token to predict."""
+    return windows.shape[0] * (windows.shape[1] - 1)
+
+
+@contextmanager
+def recomputed_blocks(model: nn.Module, recompute: bool | None) -> Iterator[None]:
+    """Activation checkpointing of every transformer block while the context lasts; None decides by model size.
+
+    Reentrant, because then the first forward pass builds no graph and a hook on a linear's output sees each token
+    once, in the recomputation.
+    """
+    if recompute is None:
+        recompute = sum(p.numel() for p in model.parameters()) >= RECOMPUTE_ABOVE
+    embedding = model.get_input_embeddings().register_forward_hook(lambda _m, _i, out: out.requires_grad_())
+    blocks = list(find_blocks(model)[1]) if recompute else []
+    originals = [block.forward for block in blocks]
+    for block, forward in zip(blocks, originals, strict=True):
+        block.forward = _recomputing(forward)
+    try:
+        yield
+    finally:
+        embedding.remove()
+        for block in blocks:
+            del block.forward  # uncovers the class's own method
+
+
+def _recomputing(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(lambda h: forward(h, *args, **kwargs), hidden, use_reentrant=True)
+
+    return run
+
+
+@contextmanager
+def _gradient_to(site: LinearSite, receive: Receiver) -> Iterator[None]:
+    parameter = site.parameter
+
+    def fold(p: Tensor) -> None:
+        assert p.grad is not None
+        receive(site, site.oriented(p.grad))
+        p.grad = None
+
+    parameter.requires_grad_(True)
+    handle = parameter.register_post_accumulate_grad_hook(fold)
+    try:
+        yield
+    finally:
+        handle.remove()
+        parameter.requires_grad_(False)
+        parameter.grad = None
+
+
+def _finite(value: float, what: str) -> float:
+    if not torch.isfinite(torch.tensor(value)):
+        raise NumericalError(
+            f"{what} is {value}: the model overflows on the calibration text; "
+            "use --dtype float32 or bfloat16."
+        )
+    return value

@@ -1,0 +1,41 @@
+"""The statistics of a list of linears in one forward or one backward pass: see `calibration.LinearStats`."""
+
+from collections.abc import Sequence
+
+from jaxtyping import Int64
+from torch import Tensor, nn
+
+from requant.calibration import LinearStats
+from requant.calibration.fisher import position_fisher
+from requant.calibration.hessian import input_statistics
+from requant.models import LinearSite
+
+
+def collect(
+    model: nn.Module,
+    windows: Int64[Tensor, "b t"],
+    sites: Sequence[LinearSite],
+    *,
+    needs: frozenset[str],
+    label: str | None = None,
+) -> dict[str, LinearStats]:
+    """The fields named in `needs` for every site, by the site's name."""
+    inputs = (
+        input_statistics(model, windows, sites, label=label) if needs & {"hessian", "input_mean_abs"} else {}
+    )
+    fisher = position_fisher(model, windows, sites, label=label) if "fisher" in needs else {}
+    return {
+        site.name: LinearStats(
+            hessian=inputs[site.name].hessian if "hessian" in needs else None,
+            input_mean_abs=inputs[site.name].mean_abs if "input_mean_abs" in needs else None,
+            fisher=fisher.get(site.name),
+            tokens=windows.numel(),
+        )
+        for site in sites
+    }
+
+
+def bytes_needed(site: LinearSite, needs: frozenset[str]) -> int:
+    """Float32 bytes that `collect` holds for one site (siblings that share an input share its Hessian)."""
+    n, k = site.shape
+    return 4 * (n * k * ("fisher" in needs) + k * k * ("hessian" in needs) + k * ("input_mean_abs" in needs))

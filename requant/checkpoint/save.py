@@ -1,0 +1,215 @@
+"""Write a checkpoint: a Hugging Face folder that appears whole or not at all.
+
+Everything goes to a hidden sibling folder first; the rename at the end is the only moment at which the output
+changes.
+"""
+
+import errno
+import fnmatch
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from requant.checkpoint.header import read_shard
+from requant.checkpoint.layout import MatrixLayout
+from requant.checkpoint.packing import pack
+from requant.checkpoint.validate import FORMAT_VERSION, flaw
+from requant.checkpoint.writer import write_bytes, write_shards
+from requant.errors import NumericalError, OutputError
+from requant.formats import QuantizedWeight
+
+MAX_SHARD_BYTES = 5_000_000_000
+CHECKSUMS_FILE = "checksums.json"
+_WEIGHTS = ("safetensors", "bin", "pt", "pth", "ckpt", "pkl", "gguf", "msgpack", "h5", "onnx", "npz")
+NOT_COPIED = (*(f"*.{suffix}" for suffix in _WEIGHTS), "*.index.json", "config.json", CHECKSUMS_FILE, ".*")
+COPIED_FOLDERS = ("additional_chat_templates",)
+_RESERVED = {"quant_method", "format_version", "modules"}
+
+
+def check_output(output: str | Path) -> Path:
+    """Raise OutputError unless `output` can be created; to be asked before any long work."""
+    output = Path(output).expanduser().absolute()
+    if output.exists() or output.is_symlink():
+        raise OutputError(f"{output} exists already; remove it, or choose another --output.")
+    ancestor = next(parent for parent in output.parents if parent.exists())
+    if not ancestor.is_dir() or not os.access(ancestor, os.W_OK | os.X_OK):
+        raise OutputError(
+            f"{ancestor} cannot be written to; choose another --output, or change its permissions."
+        )
+    return output
+
+
+def save_checkpoint(
+    output: str | Path,
+    *,
+    source: str | Path | None,
+    model: nn.Module,
+    weights: Mapping[str, QuantizedWeight] | Iterable[tuple[str, QuantizedWeight]],
+    manifest: Mapping[str, Any],
+    extra_files: Mapping[str, str | bytes] | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> Path:
+    """Write `model`, with the matrices in `weights` quantized, to the new folder `output`.
+
+    `source` is the folder the model was loaded from: its tokenizer and other small files are copied, its
+    config.json is kept, and tensors that stay as they are go back to the dtype they have there; None takes
+    all from the model. `weights` is consumed once, in order, and written as it comes. `manifest` (version,
+    recipe hash, calibration, ...) joins `quantization_config`. Raises OutputError, or NumericalError for a
+    matrix that holds NaN or infinity.
+    """
+    if clash := sorted(_RESERVED & manifest.keys()):
+        raise ValueError(f"manifest has the reserved key {clash[0]!r}")
+    if wrong := [name for name in extra_files or {} if Path(name).name != name]:
+        raise ValueError(f"extra file {wrong[0]!r} is no plain file name")
+    output = check_output(output)
+    partial: Path | None = None
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{output.name}.partial-", dir=output.parent))
+        modules: dict[str, MatrixLayout] = {}
+        pairs: Iterable[Any] = weights.items() if isinstance(weights, Mapping) else weights
+        units = _units(model, pairs, _source_dtypes(source), modules)
+        checksums = write_shards(partial, units, max_shard_bytes=max_shard_bytes)
+        if not modules:
+            raise ValueError("weights is empty: nothing was quantized")
+        if source is not None:
+            _copy_files(Path(source), partial)
+        for name, content in (extra_files or {}).items():
+            write_bytes(partial / name, content.encode() if isinstance(content, str) else content)
+        _write_json(partial / "config.json", _config(source, model, modules, manifest))
+        _write_json(partial / CHECKSUMS_FILE, {"algorithm": "sha256", "files": checksums})
+        _publish(partial, output)
+    except OSError as error:
+        raise OutputError(_sentence(error, output)) from error
+    finally:
+        if partial is not None:
+            shutil.rmtree(partial, ignore_errors=True)  # gone already where all went well
+    return output
+
+
+def _units(
+    model: nn.Module,
+    weights: Iterable[tuple[str, QuantizedWeight]],
+    dtypes: Mapping[str, torch.dtype],
+    modules: dict[str, MatrixLayout],
+) -> Iterator[dict[str, Tensor]]:
+    """Quantized matrices as they come, then every other tensor of the model once; fills `modules`."""
+    state = model.state_dict()
+    for name, weight in weights:
+        original = state.get(f"{name}.weight")
+        if original is None or sorted(original.shape) != sorted(weight.shape):
+            have = "no such matrix" if original is None else f"shape {list(original.shape)}"
+            raise ValueError(f"{name}: quantized to {list(weight.shape)}, but the model has {have}")
+        layout, tensors = pack(weight)
+        if what := flaw(layout, tensors):
+            raise NumericalError(
+                f"{name}: {what} after quantization; use another method or more bits for this matrix."
+            )
+        modules[name] = layout
+        yield {f"{name}.{suffix}": tensor for suffix, tensor in tensors.items()}
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    for name, tensor in _plain_tensors(model, state, modules):
+        # Older checkpoints name the tensors of the body without its prefix ("h.0..." of GPT-2).
+        dtype = dtypes.get(name) or dtypes.get(name.removeprefix(prefix)) or tensor.dtype
+        yield {name: tensor.to(dtype)}
+
+
+def _plain_tensors(
+    model: nn.Module, state: Mapping[str, Tensor], quantized: Mapping[str, MatrixLayout]
+) -> Iterator[tuple[str, Tensor]]:
+    """Tensors that stay as they are; of those that share memory (tied heads) only the one the others are tied
+    to."""
+    tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    rest = {name: tensor for name, tensor in state.items() if name.removesuffix(".weight") not in quantized}
+    seen: set[tuple[Any, ...]] = set()
+    for name in sorted(
+        rest, key=lambda name: name in tied
+    ):  # the sources of ties first, else the model's order
+        tensor = rest[name]
+        place = (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
+        if tensor.numel() and place in seen:
+            continue
+        seen.add(place)
+        yield name, tensor
+
+
+def _source_dtypes(source: str | Path | None) -> dict[str, torch.dtype]:
+    """Dtype of every tensor in the source's safetensors files; a model computed in float32 is saved as it
+    came."""
+    files = [] if source is None else sorted(Path(source).glob("model*.safetensors"))
+    return {name: stored.dtype for file in files for name, stored in read_shard(file).items()}
+
+
+def _config(
+    source: str | Path | None,
+    model: nn.Module,
+    modules: Mapping[str, MatrixLayout],
+    manifest: Mapping[str, Any],
+) -> dict[str, Any]:
+    if source is not None:
+        config = json.loads((Path(source) / "config.json").read_text(encoding="utf-8"))
+    else:
+        config = json.loads(model.config.to_json_string())  # type: ignore[union-attr]
+    tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    if any(name.removesuffix(".weight") in modules for pair in tied.items() for name in pair):
+        config["tie_word_embeddings"] = False  # a quantized head no longer shares the embedding's memory
+    config["quantization_config"] = {
+        "quant_method": "requant",
+        "format_version": FORMAT_VERSION,
+        **manifest,
+        "modules": {name: layout.to_json() for name, layout in modules.items()},
+    }
+    return config
+
+
+def _copy_files(source: Path, target: Path) -> None:
+    for folder in (source, *(source / name for name in COPIED_FOLDERS)):
+        for file in sorted(folder.iterdir()) if folder.is_dir() else ():
+            if file.is_file() and not any(
+                fnmatch.fnmatch(file.name.lower(), pattern) for pattern in NOT_COPIED
+            ):
+                copy = target / file.relative_to(source)
+                copy.parent.mkdir(exist_ok=True)
+                write_bytes(copy, file.read_bytes())
+
+
+def _write_json(path: Path, value: Any) -> None:
+    write_bytes(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+
+
+def _publish(partial: Path, output: Path) -> None:
+    """Make the finished folder visible under its name; durable when this returns."""
+    umask = os.umask(0)
+    os.umask(umask)
+    partial.chmod(0o777 & ~umask)  # mkdtemp made it private
+    _sync(partial)
+    partial.rename(output)
+    _sync(output.parent)
+
+
+def _sync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _sentence(error: OSError, output: Path) -> str:
+    match error.errno:
+        case errno.ENOSPC | errno.EDQUOT:
+            return f"{output}: the disk is full; free some space or choose another --output."
+        case errno.EACCES | errno.EPERM | errno.EROFS:
+            return f"{output}: no permission to write here; choose another --output."
+        case errno.EEXIST | errno.ENOTEMPTY:
+            return (
+                f"{output} appeared while the checkpoint was written; remove it, or choose another --output."
+            )
+    return f"{output} cannot be written ({error.strerror or error}); choose another --output."

@@ -1,0 +1,188 @@
+"""A checkpoint folder judged before use: strangers write them, disks damage them.
+
+In order, each step trusting only what the ones before established: names of files, JSON of bounded size, the
+version, the module table, the headers of the weight files against the sizes of the files, every matrix
+against its entry, and last the values (finite scales, sparse entries in order and in range). Nothing is
+allocated from a number that a file header has not confirmed, and nothing but JSON and safetensors is ever
+opened.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from requant.checkpoint.header import StoredTensor, read_folder, read_json
+from requant.checkpoint.layout import MatrixLayout
+from requant.checkpoint.packing import entry_tiles
+from requant.errors import CheckpointError
+from requant.formats import INDEX_TILE
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointHeader:
+    """All there is to know of a checkpoint without reading weights."""
+
+    path: Path
+    config: dict[str, Any]
+    modules: dict[str, MatrixLayout]
+    tensors: dict[str, StoredTensor]
+
+    @property
+    def quantization(self) -> dict[str, Any]:
+        """`quantization_config` of config.json: version, recipe hash, calibration."""
+        return self.config["quantization_config"]
+
+    @property
+    def files(self) -> list[Path]:
+        return sorted({stored.file for stored in self.tensors.values()})
+
+
+def read_header(path: str | Path, *, trust_remote_code: bool = False) -> CheckpointHeader:
+    """Read and check everything but the values; costs milliseconds whatever the size of the weights."""
+    path = Path(path)
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is no folder; give the folder that `requant quantize` wrote.")
+    config = read_json(path / "config.json")
+    if not trust_remote_code and _mentions_code(config):
+        raise CheckpointError(
+            f"{path / 'config.json'}: auto_map asks to run Python code of the checkpoint's author; "
+            "read that code, then pass trust_remote_code=True if you trust it."
+        )
+    modules = parse_quantization(config.get("quantization_config"), where=path)
+    tensors = read_folder(path)
+    check_matrices(modules, tensors)
+    return CheckpointHeader(path=path, config=config, modules=modules, tensors=tensors)
+
+
+def parse_quantization(entry: Any, *, where: str | Path) -> dict[str, MatrixLayout]:
+    """Check method and version of a `quantization_config`; returns its module table."""
+    if not isinstance(entry, dict):
+        raise CheckpointError(
+            f"{where} is not quantized (config.json has no quantization_config); "
+            "run `requant quantize` on it first."
+        )
+    if entry.get("quant_method") != "requant":
+        method = repr(entry.get("quant_method"))[:60]
+        raise CheckpointError(
+            f"{where} was written by another tool (quant_method {method}, not 'requant'); "
+            "load it with that tool."
+        )
+    version = entry.get("format_version")
+    if type(version) is not int:
+        raise CheckpointError(f"{where}: config.json names no format_version; quantize the model again.")
+    if version > FORMAT_VERSION:
+        raise CheckpointError(
+            f"{where} has format version {version}, newer than the {FORMAT_VERSION} that this requant reads; "
+            "upgrade with `pip install --upgrade requant`."
+        )
+    if version < FORMAT_VERSION:
+        raise CheckpointError(
+            f"{where} has format version {version}, older than the {FORMAT_VERSION} that this requant reads; "
+            f"write it again with `requant quantize --recipe {where}/recipe.yaml`."
+        )
+    modules = entry.get("modules")
+    if not isinstance(modules, dict) or not modules:
+        raise CheckpointError(f"{where}: config.json lists no quantized modules; quantize the model again.")
+    return {name: MatrixLayout.from_json(name, layout) for name, layout in modules.items()}
+
+
+def check_matrices(modules: Mapping[str, MatrixLayout], tensors: Mapping[str, StoredTensor]) -> None:
+    """Dtypes and shapes of every matrix's tensors are those of its entry; no tensor is missing or left
+    over."""
+    expected: set[str] = set()
+    for name, layout in modules.items():
+        for suffix, spec in layout.tensors().items():
+            key = f"{name}.{suffix}"
+            stored = tensors.get(key)
+            if stored is None:
+                raise CheckpointError(
+                    f"{key} is missing from the weight files; download the checkpoint again."
+                )
+            if stored.shape != spec.shape or stored.dtype != spec.dtype:
+                raise CheckpointError(
+                    f"{key} is {stored.dtype} {list(stored.shape)} in {stored.file.name}, but config.json "
+                    f"asks for {spec.dtype} {list(spec.shape)}; download the checkpoint again."
+                )
+            expected.add(key)
+    for key in tensors.keys() - expected:
+        parent, _, suffix = key.rpartition(".")
+        if parent in modules and suffix != "bias":
+            raise CheckpointError(
+                f"{key} is in {tensors[key].file.name}, but the entry of {parent} in config.json "
+                "has no such tensor; download the checkpoint again."
+            )
+
+
+def check_all_values(modules: Mapping[str, MatrixLayout], tensors: Mapping[str, StoredTensor]) -> None:
+    """`flaw` of every matrix, read from the files; packed codes are not read, since any bits are valid
+    codes."""
+    for name, layout in modules.items():
+        suffixes = [suffix for suffix, spec in layout.tensors().items() if spec.dtype != torch.int32]
+        check_values(name, layout, read_matrix(name, suffixes, tensors))
+
+
+def check_values(name: str, layout: MatrixLayout, tensors: Mapping[str, Tensor]) -> None:
+    if what := flaw(layout, tensors):
+        raise CheckpointError(
+            f"{name}: {what}; the checkpoint is damaged, download it again or quantize again."
+        )
+
+
+def read_matrix(name: str, suffixes: Iterable[str], tensors: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
+    """Tensors of one matrix by suffix, on the CPU."""
+    values: dict[str, Tensor] = {}
+    for suffix in suffixes:
+        stored = tensors[f"{name}.{suffix}"]
+        try:
+            with safe_open(stored.file, framework="pt") as file:
+                values[suffix] = file.get_tensor(f"{name}.{suffix}")
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{stored.file} cannot be read ({error}); download it again.") from error
+    return values
+
+
+def flaw(layout: MatrixLayout, tensors: Mapping[str, Tensor]) -> str | None:
+    """What is wrong with the values of a matrix whose dtypes and shapes are right, or None."""
+    for suffix, tensor in tensors.items():
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            return f"{suffix} holds NaN or infinity"
+    if layout.column_scales and (tensors["column_scales"] == 0).any():
+        return "column_scales holds a zero, by which columns are divided"
+    if not layout.sparse:
+        return None
+    counts = tensors["sparse_counts"].long()
+    total = int(counts.sum())
+    if total != layout.sparse:
+        return f"sparse_counts sums to {total}, but {layout.sparse} sparse entries are stored"
+    width = torch.full((layout.tiles,), INDEX_TILE, device=counts.device)
+    width[-1] = layout.shape[1] - (layout.tiles - 1) * INDEX_TILE
+    if (counts > width).any():
+        return "sparse_counts has more entries in a 256-column tile than the tile has columns"
+    tile = entry_tiles(counts)
+    index = tensors["sparse_indices"].long()
+    if (index >= width[tile % layout.tiles]).any():
+        return f"sparse_indices points past the last of {layout.shape[1]} columns"
+    if ((tile * INDEX_TILE + index).diff() <= 0).any():
+        return "sparse_indices is not strictly ascending within a row (unsorted or duplicate entries)"
+    return None
+
+
+def _mentions_code(config: dict[str, Any]) -> bool:
+    """`auto_map` on any level: sub-configurations can name code too."""
+    pending: list[Any] = [config]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, dict):
+            if value.get("auto_map"):
+                return True
+            pending.extend(value.values())
+        elif isinstance(value, list):
+            pending.extend(value)
+    return False

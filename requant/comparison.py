@@ -1,0 +1,161 @@
+"""Models and checkpoints as a user names them: opened, scored side by side, asked for text, inspected."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, PreTrainedModel
+
+from requant.checkpoint import ByteTable, byte_table, load, read_header, verify_checksums
+from requant.evaluation import Candidate, Row, compare, format_table
+from requant.models import DEMO, load_model, read_config, resolve_source
+from requant.pipeline import WIKITEXT, pick_device
+from requant.report import format_bytes
+from requant.text import read_text, token_windows
+
+
+def evaluate_all(
+    models: Sequence[str],
+    *,
+    text: Sequence[str] | None = None,
+    context: int = 2048,
+    windows: int | None = None,
+    against: str | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    quiet: bool = True,
+) -> list[Row]:
+    """One row a model, in order, all on the first model's tokens; KL and agreement where `against` is given."""
+    folders = [resolve_source(model) for model in models]
+    original = None if against is None else resolve_source(against)
+    where = pick_device(device)
+    names = (
+        list(text) if text else ["demo-eval" if str(DEMO) in (folders[0], original) else f"{WIKITEXT}:test"]
+    )
+    scored = read_text(names)
+    tokens = token_windows(
+        scored, AutoTokenizer.from_pretrained(folders[0]), num_samples=None, seq_len=context
+    )
+    reference = None if original is None else open_model(original, device=where, dtype=dtype)
+    candidates = [
+        _candidate(name, folder, where, dtype) for name, folder in zip(models, folders, strict=True)
+    ]
+    return compare(candidates, tokens[:windows], text=scored, reference=reference, progress=not quiet)
+
+
+def open_model(folder: str, *, device: str, dtype: str) -> PreTrainedModel:
+    """A checkpoint of ours with its weights as floats, or any other model as it is."""
+    if is_checkpoint(folder):
+        wanted: Any = torch.float32 if dtype == "auto" and device == "cpu" else dtype
+        return load(folder, device=device, dtype=wanted, dequantize=True)
+    return load_model(folder, device=device, dtype=dtype)[0]
+
+
+def is_checkpoint(folder: str) -> bool:
+    """Whether a folder says that requant wrote it."""
+    if not Path(folder).is_dir():
+        return False
+    entry = read_config(folder).get("quantization_config")
+    return isinstance(entry, dict) and entry.get("quant_method") == "requant"
+
+
+def generate_text(
+    checkpoint: str,
+    prompt: str,
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
+    device: str,
+    dtype: str,
+) -> str:
+    """`prompt` and what the model goes on with, as text."""
+    folder, where = resolve_source(checkpoint), pick_device(device)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = open_model(folder, device=where, dtype=dtype)
+    tokens = tokenizer(prompt, return_tensors="pt").to(where)
+    sampling: dict[str, Any] = (
+        {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+    )
+    with torch.random.fork_rng(
+        devices=[where] if where != "cpu" else []
+    ):  # the caller's generator stays as it was
+        torch.manual_seed(seed)
+        written = model.generate(**tokens, max_new_tokens=max_new_tokens, use_cache=True, **sampling)
+    return tokenizer.decode(written[0], skip_special_tokens=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspection:
+    """What a checkpoint holds; its checksums were verified."""
+
+    path: Path
+    header: dict[str, Any]  # quantization_config without the table of matrices
+    table: ByteTable
+    checksums: dict[str, str]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "path": str(self.path),
+            "quantization_config": self.header,
+            "bits_per_weight": self.table.bits_per_weight,
+            "bytes": self.table.bytes,
+            "parts": self.table.parts,
+            "matrices": self._matrices(),
+            "sha256": self.checksums,
+        }
+
+    def text(self) -> str:
+        """Three tables: the checkpoint, its bytes by part, its matrices."""
+        calibration = self.header.get("calibration", {})
+        head = [
+            f"{self.path}: format {self.header['format_version']}, requant {self.header.get('requant_version', '?')}",
+            f"recipe          sha256 {str(self.header.get('recipe_sha256', '?'))[:16]} (recipe.yaml)",
+            f"calibration     {calibration.get('name', '?')}, sha256 {str(calibration.get('sha256', '?'))[:16]}, "
+            f"{calibration.get('num_samples', '?')} x {calibration.get('seq_len', '?')} tokens",
+            f"bits per weight {self.table.bits_per_weight:.4f} of what is quantized",
+            f"weight files    {format_bytes(self.table.bytes)}, checksums verified: {', '.join(self.checksums)}",
+        ]
+        parts = [{"part": part, "bytes": size} for part, size in self.table.parts.items() if size]
+        parts.append({"part": "file headers", "bytes": self.table.file_headers})
+        return "\n".join([*head, "", format_table(parts), "", format_table(self._matrices())])
+
+    def _matrices(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "matrix": name,
+                "format": matrix.layout.format,
+                "n": matrix.layout.shape[0],
+                "k": matrix.layout.shape[1],
+                "code bits": matrix.layout.bits,
+                "bits/weight": matrix.bits_per_weight,
+                "sparse": matrix.layout.sparse / matrix.weights,
+                "bytes": matrix.bytes,
+            }
+            for name, matrix in self.table.matrices.items()
+        ]
+
+
+def inspection(checkpoint: str | Path) -> Inspection:
+    """Read the headers, count the bytes, verify the checksums. Raises CheckpointError."""
+    header = read_header(checkpoint)
+    settings = {key: value for key, value in header.quantization.items() if key != "modules"}
+    return Inspection(
+        path=Path(checkpoint),
+        header=settings,
+        table=byte_table(header),
+        checksums=verify_checksums(checkpoint),
+    )
+
+
+def _candidate(name: str, folder: str, device: str, dtype: str) -> Candidate:
+    bits = byte_table(folder).bits_per_weight if is_checkpoint(folder) else None
+    size = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors")) or None
+    return Candidate(
+        name=name,
+        load=lambda: open_model(folder, device=device, dtype=dtype),
+        bits_per_weight=bits,
+        size_bytes=size,
+    )

@@ -1,0 +1,47 @@
+"""Every error a user can meet, with the remedy in the message.
+
+    RequantError                 exit code 1: the run failed
+    ├── InputError               exit code 2: what was asked for cannot be done; found before any long work
+    │   ├── RecipeError          an unknown key, a value out of range
+    │   ├── TextError            no text, too little text, a wrong field
+    │   ├── ModelError           a model that cannot be read, or holds what requant does not quantize
+    │   ├── CheckpointError      a damaged, foreign or hostile checkpoint
+    │   └── OutputError          the output folder exists, or cannot be written
+    └── NumericalError           NaN or infinity in weights, gradients or statistics
+
+A message is one sentence (two at most) that says what, where (layer, file, key), both values, and what to do.
+"""
+
+
+class RequantError(Exception):
+    """Base of all errors raised on purpose; `exit_code` is what the command line returns."""
+
+    exit_code = 1
+
+
+class InputError(RequantError):
+    exit_code = 2
+
+
+class RecipeError(InputError):
+    pass
+
+
+class TextError(InputError):
+    pass
+
+
+class ModelError(InputError):
+    pass
+
+
+class CheckpointError(InputError):
+    pass
+
+
+class OutputError(InputError):
+    pass
+
+
+class NumericalError(RequantError):
+    pass

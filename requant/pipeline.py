@@ -1,0 +1,280 @@
+"""The order of stages: model + text -> codes + sparse part -> measured, saved.
+
+prepare      load, find the matrices, check everything that can be checked before work begins
+quantize     one of MODES: `dense` (codes only) or `paper` (ReQuant as published)
+diagnose     predicted against measured dF
+evaluate     perplexity and KL, the original beside the quantized model
+save         checkpoint, report, model card (saving.py)
+"""
+
+import copy
+import logging
+import resource
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from requant.diagnosis import DISAGREEMENT, Diagnosis, diagnose
+from requant.errors import RequantError, TextError
+from requant.evaluation import Quality, perplexity_and_kl
+from requant.models import (
+    DEMO,
+    LinearSite,
+    check_finite,
+    context_limit,
+    find_linears,
+    load_model,
+    resolve_source,
+)
+from requant.paper import requant_as_published
+from requant.recipe import Recipe
+from requant.run import Run, Weights, fingerprint, quantize_linears
+from requant.sensitivity import originals
+from requant.text import SELF, Text, overlap, read_text, sample_self, token_windows
+from requant.workspace import Workspace
+
+logger = logging.getLogger(__name__)
+
+MODES: dict[str, Callable[[Run], Weights]] = {
+    "dense": lambda run: quantize_linears(run, None, label="quantize"),
+    "paper": requant_as_published,
+}
+DIAGNOSED_TOKENS = 8192  # enough for signed sums within 2 %, and cheap beside the run itself
+OVERLAP_TOLERATED = 0.01
+WIKITEXT = (
+    "Salesforce/wikitext:wikitext-2-raw-v1"  # what the paper calibrates on, where nothing else is named
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A model and its texts, checked."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    source: Path  # the model's folder
+    sites: Sequence[LinearSite]
+    calibration: Text
+    windows: Int64[Tensor, "b t"]
+    evaluation: Text
+    scored: Int64[Tensor, "e c"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizedModel:
+    """The outcome of a run: `model` holds the quantized weights as floats, `weights` the codes."""
+
+    prepared: Prepared
+    weights: Weights
+    recipe: Recipe
+    before: Quality
+    after: Quality
+    diagnosis: Diagnosis
+    seconds: dict[str, float]
+    peak_memory: int  # bytes, of the GPU where there is one, else of the process
+
+    @property
+    def model(self) -> PreTrainedModel:
+        return self.prepared.model
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return self.prepared.tokenizer
+
+    @property
+    def warnings(self) -> list[str]:
+        share = self.diagnosis.disagreement
+        if share is None or share <= DISAGREEMENT:
+            return []
+        return [
+            f"The sum of PQI differs from the measured dF by {share:.1%}: use more nodes "
+            "(sensitivity.nodes: gauss4) or more calibration text before trusting the ranking."
+        ]
+
+    def save(self, output: str | Path) -> Path:
+        """Write the checkpoint folder, whole or not at all."""
+        from requant.saving import save_quantized
+
+        return save_quantized(self, output)
+
+
+def quantize(
+    model: str | PreTrainedModel,
+    recipe: Recipe,
+    text: str | Path | Sequence[str] | None = None,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    workspace: Workspace | None = None,
+    quiet: bool = True,
+) -> QuantizedModel:
+    """Quantize a model as the recipe says and measure what it cost; nothing is written.
+
+    `model` is a source (folder, hub name, alias, `demo`) or a loaded model, whose weights are then overwritten;
+    `text` replaces the recipe's calibration text. Raises RequantError.
+    """
+    prepared = prepare(model, recipe, text, tokenizer=tokenizer, device=device, dtype=dtype)
+    run = start(prepared, recipe, workspace=workspace or Workspace(None), quiet=quiet)
+    weights = MODES[recipe.mode](run)
+    run.statistics.clear()
+    diagnosis = diagnose(run, weights, diagnosed_windows(prepared), names=("gradient", "hessian", "pqi"))
+    before, after = evaluate(run, prepared, weights)
+    return QuantizedModel(
+        prepared=prepared,
+        weights=weights,
+        recipe=recipe,
+        before=before,
+        after=after,
+        diagnosis=diagnosis,
+        seconds=dict(run.seconds),
+        peak_memory=peak_memory(prepared.model.device),
+    )
+
+
+def prepare(
+    model: str | PreTrainedModel,
+    recipe: Recipe,
+    text: str | Path | Sequence[str] | None = None,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+) -> Prepared:
+    """Load what the run needs and refuse what cannot work."""
+    if isinstance(model, str):
+        source = Path(resolve_source(model))
+        model, tokenizer = load_model(str(source), device=pick_device(device), dtype=dtype)
+    else:
+        source = Path(model.name_or_path)
+        model.requires_grad_(False).eval()
+        if tokenizer is None:
+            from transformers import AutoTokenizer
+
+            tokenizer = AutoTokenizer.from_pretrained(source)
+    sites = find_linears(model, skip=recipe.skip)
+    check_finite(sites)
+    _check_context(model, recipe)
+    given = [str(t) for t in ([text] if isinstance(text, str | Path) else text or recipe.calibration.text)]
+    calibration, evaluation = _texts(model, tokenizer, source, recipe, given)
+    windows = token_windows(
+        calibration,
+        tokenizer,
+        num_samples=recipe.calibration.num_samples,
+        seq_len=recipe.calibration.seq_len,
+        seed=recipe.seed,
+    )
+    scored = token_windows(evaluation, tokenizer, num_samples=None, seq_len=recipe.evaluation.context)
+    shared = overlap(calibration, evaluation)
+    if shared > OVERLAP_TOLERATED:
+        logger.warning(
+            "%.0f%% of the evaluation text %s also stands in the calibration text %s: the perplexity will "
+            "flatter; give another --eval-text.",
+            100 * shared,
+            evaluation.name,
+            calibration.name,
+        )
+    return Prepared(
+        model=model,
+        tokenizer=tokenizer,
+        source=source,
+        sites=sites,
+        calibration=calibration,
+        windows=windows,
+        evaluation=evaluation,
+        scored=scored[: recipe.evaluation.windows],
+    )
+
+
+def start(prepared: Prepared, recipe: Recipe, *, workspace: Workspace, quiet: bool) -> Run:
+    """The context of the stages."""
+    if prepared.model.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(prepared.model.device)
+    return Run(
+        model=prepared.model,
+        sites=prepared.sites,
+        original=originals(prepared.sites),
+        windows=prepared.windows,
+        recipe=recipe,
+        workspace=workspace,
+        fingerprint=fingerprint(prepared.model, prepared.windows),
+        quiet=quiet,
+    )
+
+
+def diagnosed_windows(prepared: Prepared) -> Int64[Tensor, "d t"]:
+    """The calibration windows that sums are predicted and measured on."""
+    return prepared.windows[: max(1, DIAGNOSED_TOKENS // prepared.windows.shape[1])]
+
+
+def evaluate(run: Run, prepared: Prepared, weights: Weights) -> tuple[Quality, Quality]:
+    """Quality of the original and of the quantized model on the evaluation text."""
+    with run.stage("evaluation"):
+        path = run.path(weights)
+        path.place(0.0)
+        reference = copy.deepcopy(prepared.model)
+        path.place(1.0)
+        after = perplexity_and_kl(
+            prepared.model,
+            prepared.scored,
+            text=prepared.evaluation,
+            reference=reference,
+            progress=not run.quiet,
+        )
+    assert after.reference_perplexity is not None
+    return Quality(protocol=after.protocol, perplexity=after.reference_perplexity), after
+
+
+def pick_device(name: str) -> str:
+    """`auto` is the GPU where torch sees one."""
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise RequantError(f"--device {name}: torch sees no GPU here; use --device cpu.")
+    return name
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: allocated at most on the GPU, else resident at most in this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _check_context(model: PreTrainedModel, recipe: Recipe) -> None:
+    limit = context_limit(model)
+    for option, length in (
+        ("--seq-len", recipe.calibration.seq_len),
+        ("--context", recipe.evaluation.context),
+    ):
+        if limit is not None and length > limit:
+            raise TextError(
+                f"{option} {length} is longer than the model's {limit} positions; use {option} {limit}."
+            )
+
+
+def _texts(
+    model: PreTrainedModel, tokenizer: Any, source: Path, recipe: Recipe, given: Sequence[str]
+) -> tuple[Text, Text]:
+    """Calibration and evaluation text; with one text for both, its last tenth is held out and scored."""
+    demo = source == DEMO
+    names = given or ["demo" if demo else f"{WIKITEXT}:train"]
+    if list(names) == [SELF]:
+        tokens = recipe.calibration.num_samples * recipe.calibration.seq_len
+        calibration = sample_self(model, tokenizer, num_tokens=tokens, seed=recipe.seed)
+    else:
+        calibration = read_text(names, field=recipe.calibration.field)
+    scored = recipe.evaluation.text or (("demo-eval",) if demo else () if given else (f"{WIKITEXT}:test",))
+    if scored:
+        return calibration, read_text(scored, field=recipe.evaluation.field)
+    cut = len(calibration.text) * 9 // 10
+    return (
+        Text.from_documents(calibration.name, [calibration.text[:cut]]),
+        Text.from_documents(f"{calibration.name} (last tenth, held out)", [calibration.text[cut:]]),
+    )

@@ -1,0 +1,74 @@
+"""Predicted beside measured loss, block by block, as SVG or PNG.
+
+Drawn without pyplot, so that no global state of matplotlib is read or changed. An SVG takes its ink from the
+page (`currentColor`), which makes it readable on a light and on a dark one, and is the same bytes for the
+same numbers.
+"""
+
+import io
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import matplotlib
+from matplotlib.figure import Figure
+
+INK = "#0b0c0d"  # stands for the page's own colour in an SVG, no plotted colour uses it
+BAR = "#9aa4ae"
+MARKERS = {  # colours of Okabe and Ito, told apart by the colour-blind, and readable on white and on black
+    "pqi": ("PQI", "o", "#0a84d0"),
+    "hessian": ("Hessian diagonal", "D", "#e08a00"),
+    "gradient": ("gradient", "^", "#009e73"),
+    "marginal": ("marginal", "s", "#cc79a7"),
+}
+STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "requant",
+    "font.size": 11,
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
+
+
+def plot_width(blocks: int) -> int:
+    """Width of the plot in CSS pixels; it grows with the blocks so that they stay apart."""
+    return max(480, 26 * blocks + 110)
+
+
+def sensitivity_plot(
+    predicted: Mapping[str, Mapping[int, float]],
+    measured: Mapping[int, float],
+    *,
+    format: Literal["svg", "png"] = "svg",
+) -> bytes:
+    """dF of every block: measured as bars, one marker a score. Nats a token.
+
+    `predicted` is score -> block -> signed sum, `measured` block -> dF with that block alone quantized (may
+    be empty).
+    """
+    blocks = sorted({block for values in predicted.values() for block in values} | set(measured))
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(plot_width(len(blocks)) / 96, 3.3), dpi=96, layout="constrained")
+        axes = figure.add_subplot()
+        axes.axhline(0, color=INK, linewidth=0.8)
+        if measured:
+            axes.bar(list(measured), list(measured.values()), width=0.7, color=BAR, label="measured")
+        for score, values in predicted.items():
+            label, marker, color = MARKERS.get(score, (score, "x", BAR))
+            axes.plot(list(values), list(values.values()), marker, color=color, label=label, markersize=6)
+        step = max(1, round(len(blocks) / 24))
+        axes.set_xticks(blocks[::step])
+        axes.set_xlabel("block")
+        axes.set_ylabel("dF, nats a token")
+        figure.legend(loc="outside upper left", ncols=2, frameon=False)
+        buffer = io.BytesIO()
+        if format == "png":
+            figure.savefig(buffer, format="png", dpi=192, facecolor="white")
+            return buffer.getvalue()
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    svg = buffer.getvalue().decode().replace(INK, "currentColor")
+    return svg[svg.index("<svg") :].encode()  # without the XML prologue a page can hold it

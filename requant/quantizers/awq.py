@@ -1,0 +1,128 @@
+"""Column scales that protect the weights which meet large inputs, then round to nearest.
+
+    w~ = round_to_grid(w * s) / s        s_j = (mean_t |x_jt|)^alpha, over sqrt(max s * min s)
+
+with alpha from a grid by the error that the layer's output makes, tr((W~ - W) H (W~ - W)'). Lin et al., "AWQ:
+Activation-aware Weight Quantization for LLM Compression and Acceleration" (2023, arXiv 2306.00978), equations 4 and 5.
+Afterwards the range of every group is shrunk by the factor that makes its own part of that error, d H_gg d', least.
+
+Deviations: every matrix has scales of its own, stored in float16 with it (16 / n bits a weight), where the paper folds
+one scale for all readers of an input into the layer before; the error is exact under H, not measured on samples;
+both ends of a range shrink alike, where the paper's code clips at plus and minus the same value.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Float16
+from torch import Tensor
+
+from requant.calibration import LinearStats
+from requant.errors import RecipeError
+from requant.formats import Grid, QuantizedWeight, group_count, sparse_residual
+from requant.quantizers.checks import check_bits, check_group_size, check_weight, statistic
+from requant.quantizers.rtn import columns_of_group, encode, fit_grid
+
+NEEDS: frozenset[str] = frozenset({"hessian", "input_mean_abs"})
+
+INPUT_FLOOR = 1e-4  # of the largest mean |x|: keeps scales of dead columns within float16
+SHRINK_STEP = 0.05  # of the range of a group
+
+
+@dataclass(frozen=True, kw_only=True)
+class AwqConfig:
+    """`alphas` exponents 0, 1/alphas, ... are tried, and `clip_steps` ranges of 1, 0.95, 0.9, ... (1: no clipping)."""
+
+    bits: int = 4
+    group_size: int = 128
+    symmetric: bool = False
+    alphas: int = 20
+    clip_steps: int = 10
+
+    def __post_init__(self) -> None:
+        check_bits(self.bits)
+        check_group_size(self.group_size)
+        if not 1 <= self.alphas <= 1000:
+            raise RecipeError(f"alphas is {self.alphas}, but 1 to 1000 exponents can be tried: 20 is usual.")
+        if not 1 <= self.clip_steps <= 20:
+            raise RecipeError(
+                f"clip_steps is {self.clip_steps}, but a range shrinks in 1 to 20 steps of {SHRINK_STEP}: "
+                "choose 10, or 1 for no clipping."
+            )
+
+
+def quantize(
+    weight: Float[Tensor, "n k"],
+    stats: LinearStats,
+    config: AwqConfig,
+    *,
+    detached: Bool[Tensor, "n k"] | None = None,
+) -> QuantizedWeight:
+    """Search column scales and ranges under `stats.hessian`, then round; detached places make no error.
+
+    Raises InputError without `stats.hessian` and `stats.input_mean_abs`, NumericalError if a value is not finite.
+    """
+    check_weight(weight)
+    k = weight.shape[1]
+    hessian = statistic(stats.hessian, "hessian", (k, k))
+    mean_abs = statistic(stats.input_mean_abs, "input_mean_abs", (k,))
+    values, free = (
+        weight.float(),
+        torch.zeros_like(weight, dtype=torch.bool) if detached is None else detached,
+    )
+    group_size = columns_of_group(config.group_size, k)
+
+    def grid_at(scales: Float16[Tensor, " k"], shrink: Float[Tensor, "n g"] | float) -> Grid:
+        scaled = values * scales.float()
+        fit = fit_grid(
+            scaled,
+            bits=config.bits,
+            group_size=group_size,
+            symmetric=config.symmetric,
+            detached=free,
+            shrink=shrink,
+        )
+        return encode(scaled, fit, bits=config.bits, group_size=group_size, column_scales=scales)
+
+    def error_of(grid: Grid) -> Float[Tensor, "n k"]:
+        return (grid.dequantize() - values).masked_fill_(free, 0)
+
+    candidates = [column_scales(mean_abs, step / config.alphas) for step in range(config.alphas)]
+    losses = [output_error(error_of(grid_at(scales, 1.0)), hessian) for scales in candidates]
+    best = candidates[int(torch.stack(losses).argmin())]
+
+    shrink = torch.ones((values.shape[0], group_count(k, group_size)), device=values.device)
+    lowest = torch.full_like(shrink, float("inf"))
+    for step in range(config.clip_steps):
+        factor = 1 - step * SHRINK_STEP
+        errors = group_errors(error_of(grid_at(best, factor)), hessian, group_size=group_size)
+        shrink = torch.where(errors < lowest, factor, shrink)
+        lowest = torch.minimum(errors, lowest)
+
+    grid = grid_at(best, shrink)
+    sparse = None if detached is None else sparse_residual(values, grid.dequantize(), detached)
+    return QuantizedWeight(dense=grid, sparse=sparse)
+
+
+def column_scales(mean_abs: Float[Tensor, " k"], alpha: float) -> Float16[Tensor, " k"]:
+    """mean|x|^alpha, with the largest and the smallest scale at equal distance from one."""
+    largest = mean_abs.amax()
+    inputs = torch.where(largest > 0, mean_abs / largest, torch.ones_like(mean_abs))
+    scales = inputs.clamp(min=INPUT_FLOOR).pow(alpha)
+    return (scales / (scales.amax() * scales.amin()).sqrt()).half()
+
+
+def output_error(error: Float[Tensor, "n k"], hessian: Float[Tensor, "k k"]) -> Float[Tensor, ""]:
+    """tr(D H D'): the mean squared error of the layer's output."""
+    return (error @ hessian * error).sum()
+
+
+def group_errors(
+    error: Float[Tensor, "n k"], hessian: Float[Tensor, "k k"], *, group_size: int
+) -> Float[Tensor, "n g"]:
+    """d H_gg d' of every row and group: its output error, were it alone."""
+    parts = [
+        (part @ hessian[start : start + group_size, start : start + group_size] * part).sum(1)
+        for start, part in zip(range(0, error.shape[1], group_size), error.split(group_size, 1), strict=True)
+    ]
+    return torch.stack(parts, 1)

@@ -1,0 +1,207 @@
+"""Rounding column by column, each error passed on to the columns that are still free.
+
+    minimize  tr((W~ - W) H (W~ - W)')      H = mean_t x_t x_t' + damp mean(diag H) I
+
+Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers" (2022,
+arXiv 2210.17323), algorithm 1: with H^-1 = U'U, U upper triangular, column j is rounded and the columns l > j take
+
+    W_l  -=  (W_j - W~_j) / U_jj * U_jl
+
+in blocks of at most 128 columns, so that most of the work is one matrix product a block. The grid of a group
+is fitted when its first column is due, to the weights as the errors of earlier columns have left them.
+
+`act_order` takes the columns by falling diag H. The grids are then fitted beforehand, to the original weights
+(static groups), so that groups stay neighbouring columns and no index of groups is stored.
+
+Deviations: U comes from one Cholesky factorization of the reversed H, not from factorizing H and its inverse;
+dead columns (no input ever) are rounded to nearest rather than zeroed, for other text may use them; detached
+places keep whatever the errors have made of them, as free values: they have no error to pass on.
+"""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, UInt8
+from torch import Tensor
+
+from requant.calibration import LinearStats
+from requant.errors import NumericalError
+from requant.formats import Grid, QuantizedWeight, group_count, sparse_residual
+from requant.quantizers.checks import (
+    check_bits,
+    check_fraction,
+    check_group_size,
+    check_weight,
+    statistic,
+)
+from requant.quantizers.rtn import GridFit, columns_of_group, fit_grid, nearest_codes, zero_points_as_floats
+
+NEEDS: frozenset[str] = frozenset({"hessian"})
+
+BLOCK = 128  # columns between two large updates
+MAX_DAMP = 1.0
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GptqConfig:
+    """`damp`, a fraction of the mean diagonal of H, grows tenfold, with a warning, while H is not positive."""
+
+    bits: int = 4
+    group_size: int = 128
+    symmetric: bool = False
+    act_order: bool = False
+    damp: float = 0.01
+
+    def __post_init__(self) -> None:
+        check_bits(self.bits)
+        check_group_size(self.group_size)
+        check_fraction("damp", self.damp)
+
+
+def quantize(
+    weight: Float[Tensor, "n k"],
+    stats: LinearStats,
+    config: GptqConfig,
+    *,
+    detached: Bool[Tensor, "n k"] | None = None,
+) -> QuantizedWeight:
+    """Round `weight` with error compensation under `stats.hessian`.
+
+    The sparse part holds the compensated weights at detached places, not the original ones. Raises InputError
+    without `stats.hessian`, NumericalError if it or the weight is not finite, or if no damping makes it positive
+    definite.
+    """
+    check_weight(weight)
+    k = weight.shape[1]
+    hessian = statistic(stats.hessian, "hessian", (k, k))
+    group_size = columns_of_group(config.group_size, k)
+    grid_options = {"bits": config.bits, "group_size": group_size, "symmetric": config.symmetric}
+    if config.act_order:
+        order = hessian.diagonal().argsort(descending=True, stable=True)
+        whole = fit_grid(weight.float(), **grid_options, detached=detached)
+        fits = [group_of(whole, group) for group in range(group_count(k, group_size))]
+    else:
+        order = torch.arange(k, device=weight.device)
+        fits = []
+    upper = inverse_factor(hessian[order][:, order], damp=config.damp)
+    work = round_columns(
+        weight.float()[:, order],
+        upper,
+        fits,
+        groups=(order // group_size).tolist(),
+        detached=None if detached is None else detached[:, order],
+        **grid_options,
+    )
+    back = order.argsort()
+    grid = Grid(
+        codes=work.codes[:, back],
+        scales=work.fit.scales,
+        zero_points=work.fit.zero_points,
+        column_scales=None,
+        bits=config.bits,
+        group_size=group_size,
+    )
+    sparse = None if detached is None else sparse_residual(work.weight[:, back], grid.dequantize(), detached)
+    return QuantizedWeight(dense=grid, sparse=sparse)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rounded:
+    """What the column loop leaves: codes, their grids, and every weight as it stood when its turn came."""
+
+    codes: UInt8[Tensor, "n k"]
+    fit: GridFit
+    weight: Float[Tensor, "n k"]
+
+
+def inverse_factor(hessian: Float[Tensor, "k k"], *, damp: float) -> Float[Tensor, "k k"]:
+    """Upper triangular U with U'U = (H + damp mean(diag H) I)^-1; `damp` grows tenfold until H is positive.
+
+    Raises NumericalError if it is not at a damping of 1.
+    """
+    mean = hessian.diagonal().mean()
+    mean = torch.where(mean > 0, mean, torch.ones_like(mean))  # an H of zeros: nothing to compensate
+    identity = torch.eye(hessian.shape[0], device=hessian.device)
+    while damp <= MAX_DAMP:
+        # With J the reversal, J H J = L L' gives H = M M' for the upper triangular M = J L J, and U = M^-1.
+        lower, failed = torch.linalg.cholesky_ex((hessian + damp * mean * identity).flip(0, 1))
+        if not failed:
+            return torch.linalg.solve_triangular(lower.flip(0, 1), identity, upper=True)
+        logger.warning("The Hessian is not positive definite at damp %g: trying %g.", damp, 10 * damp)
+        damp *= 10
+    raise NumericalError(
+        f"The Hessian is not positive definite even at damp {damp / 10:g}: calibrate with more tokens "
+        "(--num-samples) or in float32 (--dtype float32)."
+    )
+
+
+def blocks(k: int, group_size: int) -> Iterator[tuple[int, int]]:
+    """Column ranges of about BLOCK columns in which no group begins before the block and ends inside it.
+
+    So the weights of a group that begins in a block are up to date: it lies inside, or begins with the block.
+    """
+    if group_size <= BLOCK:
+        size = BLOCK // group_size * group_size
+        yield from ((start, min(start + size, k)) for start in range(0, k, size))
+        return
+    for group in range(0, k, group_size):
+        end = min(group + group_size, k)
+        yield from ((start, min(start + BLOCK, end)) for start in range(group, end, BLOCK))
+
+
+def group_of(fit: GridFit, group: int) -> GridFit:
+    """The fit of one group alone."""
+    zero_points = None if fit.zero_points is None else fit.zero_points[:, group, None]
+    return GridFit(scales=fit.scales[:, group, None], zero_points=zero_points)
+
+
+def round_columns(
+    weight: Float[Tensor, "n k"],
+    upper: Float[Tensor, "k k"],
+    fits: list[GridFit],
+    *,
+    groups: list[int],
+    bits: int,
+    group_size: int,
+    symmetric: bool,
+    detached: Bool[Tensor, "n k"] | None,
+) -> Rounded:
+    """Round the columns from left to right, column j on the grid of group `groups[j]`.
+
+    `fits` holds one fit a group, or is empty: then each is made when the first column of its group is due.
+    """
+    k = weight.shape[1]
+    left, fits = weight.clone(), list(fits)
+    static = bool(fits)
+    codes = torch.empty_like(left, dtype=torch.uint8)
+    for start, stop in blocks(k, group_size):
+        errors = torch.empty_like(left[:, start:stop])
+        for j in range(start, stop):
+            if not static and j % group_size == 0:
+                group = slice(j, j + group_size)
+                free = None if detached is None else detached[:, group]
+                fits.append(
+                    fit_grid(
+                        left[:, group], bits=bits, group_size=group_size, symmetric=symmetric, detached=free
+                    )
+                )
+            fit, column = fits[groups[j]], left[:, j, None]
+            scales, zero_points = fit.scales.float(), zero_points_as_floats(fit, bits)
+            code = nearest_codes(column, scales, zero_points, bits=bits)
+            error = (column - (code - zero_points) * scales) / upper[j, j]
+            if detached is not None:
+                error.masked_fill_(detached[:, j, None], 0)
+            left[:, j + 1 : stop] -= error * upper[j, j + 1 : stop]
+            errors[:, j - start, None] = error
+            codes[:, j, None] = code.to(torch.uint8)
+        left[:, stop:] -= errors @ upper[start:stop, stop:]
+    zero_points = [fit.zero_points for fit in fits if fit.zero_points is not None]
+    whole = GridFit(
+        scales=torch.cat([fit.scales for fit in fits], 1),
+        zero_points=torch.cat(zero_points, 1) if zero_points else None,
+    )
+    return Rounded(codes=codes, fit=whole, weight=left)

@@ -1,0 +1,145 @@
+"""Round to nearest on a uniform grid per group: the baseline that needs no calibration.
+
+A group of `group_size` neighbouring columns of a row spans [lo, hi], which always holds zero:
+
+    scale = (hi - lo) / (2^bits - 1)        zero_point = round(-lo / scale)
+    code  = clamp(round(w / scale) + zero_point, 0, 2^bits - 1)
+
+Symmetric grids take hi = -lo = max |w| and a zero point fixed at 2^(bits - 1). This is the grid of Frantar et
+al., "GPTQ" (2022, arXiv 2210.17323); `gptq` and `awq` take it from here. One deviation: the scale is rounded to
+float16 before zero points and codes are chosen, so that they fit the scale that is stored.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Float16, UInt8
+from torch import Tensor
+
+from requant.calibration import LinearStats
+from requant.errors import NumericalError
+from requant.formats import Grid, QuantizedWeight, group_count, sparse_residual
+from requant.quantizers.checks import check_bits, check_group_size, check_weight
+
+NEEDS: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RtnConfig:
+    """`group_size` in columns, -1 for one group a row; `symmetric` stores no zero points."""
+
+    bits: int = 4
+    group_size: int = 128
+    symmetric: bool = False
+
+    def __post_init__(self) -> None:
+        check_bits(self.bits)
+        check_group_size(self.group_size)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GridFit:
+    """Where the grid of every group lies; `zero_points` None means symmetric."""
+
+    scales: Float16[Tensor, "n g"]
+    zero_points: UInt8[Tensor, "n g"] | None
+
+
+def quantize(
+    weight: Float[Tensor, "n k"],
+    stats: LinearStats,
+    config: RtnConfig,
+    *,
+    detached: Bool[Tensor, "n k"] | None = None,
+) -> QuantizedWeight:
+    """Round every weight to the grid of its group; detached places do not widen it. `stats` is not read.
+
+    Raises NumericalError if a weight is not finite.
+    """
+    check_weight(weight)
+    group_size = columns_of_group(config.group_size, weight.shape[1])
+    values = weight.float()
+    fit = fit_grid(
+        values, bits=config.bits, group_size=group_size, symmetric=config.symmetric, detached=detached
+    )
+    grid = encode(values, fit, bits=config.bits, group_size=group_size)
+    sparse = None if detached is None else sparse_residual(values, grid.dequantize(), detached)
+    return QuantizedWeight(dense=grid, sparse=sparse)
+
+
+def columns_of_group(group_size: int, k: int) -> int:
+    """The group size in columns; -1 stands for the whole row."""
+    return k if group_size == -1 else group_size
+
+
+def fit_grid(
+    weight: Float[Tensor, "n k"],
+    *,
+    bits: int,
+    group_size: int,
+    symmetric: bool,
+    detached: Bool[Tensor, "n k"] | None = None,
+    shrink: Float[Tensor, "n g"] | float = 1.0,
+) -> GridFit:
+    """The min/max grid of every group, its range multiplied by `shrink`; the last group may be shorter."""
+    n, k = weight.shape
+    groups = group_count(k, group_size)
+    kept = weight if detached is None else weight.masked_fill(detached, 0)
+    # Zero belongs to every grid, so detached places and the padding of the last group may stand at zero.
+    grouped = torch.nn.functional.pad(kept, (0, groups * group_size - k)).view(n, groups, group_size)
+    low, high = grouped.amin(2).clamp(max=0), grouped.amax(2).clamp(min=0)
+    if symmetric:
+        high = torch.maximum(high, -low)
+        low = -high
+    scales = ((high - low) * shrink / (2**bits - 1)).half()
+    if not scales.isfinite().all():
+        raise NumericalError(
+            "The scale of a group is beyond float16, for the weights grew too large on the way to the grid: "
+            "use rtn or kmeans for this matrix, or more damping in gptq."
+        )
+    # A group without a range that float16 can hold is all zero; any scale serves it.
+    scales = torch.where(scales > 0, scales, torch.ones_like(scales))
+    if symmetric:
+        return GridFit(scales=scales, zero_points=None)
+    zero_points = (-low * shrink / scales.float()).round().clamp(0, 2**bits - 1)
+    return GridFit(scales=scales, zero_points=zero_points.to(torch.uint8))
+
+
+def encode(
+    weight: Float[Tensor, "n k"],
+    fit: GridFit,
+    *,
+    bits: int,
+    group_size: int,
+    column_scales: Float16[Tensor, " k"] | None = None,
+) -> Grid:
+    """The nearest code of every weight; `weight` is already multiplied by `column_scales`."""
+    columns = torch.arange(weight.shape[1], device=weight.device) // group_size
+    zeros = zero_points_as_floats(fit, bits)
+    codes = nearest_codes(weight, fit.scales.float()[:, columns], zeros[:, columns], bits=bits)
+    return Grid(
+        codes=codes.to(torch.uint8),
+        scales=fit.scales,
+        zero_points=fit.zero_points,
+        column_scales=column_scales,
+        bits=bits,
+        group_size=group_size,
+    )
+
+
+def zero_points_as_floats(fit: GridFit, bits: int) -> Float[Tensor, "n g"]:
+    """The code at which zero sits, for both kinds of grid."""
+    if fit.zero_points is None:
+        return torch.full_like(fit.scales, 2 ** (bits - 1), dtype=torch.float32)
+    return fit.zero_points.float()
+
+
+def nearest_codes(
+    weight: Float[Tensor, "n k"],
+    scales: Float[Tensor, "n k"],
+    zero_points: Float[Tensor, "n k"],
+    *,
+    bits: int,
+) -> Float[Tensor, "n k"]:
+    """The codes, still as floats, with scale and zero point given for every place."""
+    return ((weight / scales).round() + zero_points).clamp(0, 2**bits - 1)

@@ -1,0 +1,144 @@
+"""The cheapest walk through the bitshift trellis (Viterbi 1967; the trellis of Tseng et al. 2024, arXiv 2406.11235).
+
+A sequence of 256 weights is a ring of 256 `bits` bits; a weight's state is the window of 16 bits that ends with its own, so
+neighbours share 16 - bits of them and a weight costs `bits` bits, with 2**16 values to choose from. A code of v weights
+a step moves v `bits` bits a step.
+
+The ring has no first state, which would make an exact search 2**(16 - bits) times dearer. As in the paper, two walks
+do nearly as well: one freely through the sequence rotated by half, which tells the state where the ring closes, and
+one pinned to it. Our first walk sees only `OVERLAP` weights on either side of the seam: farther ones have no
+influence on it (no difference in the error, a quarter of the time).
+
+CUDA tensors go to the Triton kernel; here is the torch twin. It keeps the costs of all steps and finds the winners
+along one path only, since torch has no argmin that vectorizes. To keep the long axis innermost, a step writes the
+new bits where the dropped ones stood, and only every few steps are the bits brought back into order.
+"""
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from requant.trellis_codes import STATE_BITS, STATES
+
+OVERLAP = 64  # weights
+_INNERMOST_BITS = 4  # of the vectorized axis, at least, before the bits are brought back into order
+_GROUP_BYTES = 1 << 28  # of costs kept at once
+
+
+def tail_biting_states(
+    targets: Float[Tensor, "b t v"], values: Float[Tensor, "s v"], *, bits: int
+) -> Int64[Tensor, "b t"]:
+    """The state of every step, a ring: the window of step 0 begins in the last steps.
+
+    Args:
+        targets: b sequences of t steps of v weights.
+        values: what each of the 65536 states stands for.
+        bits: bits a weight; v * bits is at most 8.
+    """
+    shift = bits * targets.shape[2]
+    steps = targets.shape[1]
+    reach = min(OVERLAP // targets.shape[2], steps // 2)
+    seam = torch.cat([targets[:, steps - reach :], targets[:, :reach]], dim=1)
+    pinned = _paths(seam, values, shift, None)[:, reach - 1] & ((STATES >> shift) - 1)
+    return _paths(targets, values, shift, pinned)
+
+
+def _paths(
+    targets: Float[Tensor, "b t v"],
+    values: Float[Tensor, "s v"],
+    shift: int,
+    pinned: Int64[Tensor, " b"] | None,
+) -> Int64[Tensor, "b t"]:
+    if targets.is_cuda:
+        from requant_kernels.viterbi import viterbi_paths  # Triton is imported only where it can run
+
+        return viterbi_paths(targets, values, shift=shift, pinned=pinned).long()
+    b, steps, _ = targets.shape
+    phases = _Phases(values, shift)
+    width = STATES >> shift
+    states = torch.empty(b, steps, dtype=torch.int64)
+    group = max(1, _GROUP_BYTES // (4 * steps * width))
+    for low in range(0, b, group):
+        part = targets[low : low + group]
+        ends = None if pinned is None else pinned[low : low + group]
+        costs = torch.empty(part.shape[0], steps, width)
+        for i, sequence in enumerate(part):
+            phases.forward(sequence, None if ends is None else int(ends[i]), costs[i])
+        states[low : low + group] = phases.trace(part, costs, ends)
+    return states
+
+
+class _Phases:
+    """The tables of one code, permuted for each of the orders in which the bits of a state may stand in memory.
+
+    After phase j the costs of u = (rest, new bits of j + 1 steps) lie at (new bits, rest). In phase j a state
+    (p, rest, new bits, q) has its place at (new bits, q, p, rest): the minimum over p leaves (new bits, q, rest).
+    """
+
+    def __init__(self, values: Float[Tensor, "s v"], shift: int) -> None:
+        self.values, self.shift = values, shift
+        free = STATE_BITS - 2 * shift
+        self.count = max(1, (free - _INNERMOST_BITS) // shift + 1)
+        self.shapes = [(1 << j * shift, 1 << shift, 1 << shift, 1 << free - j * shift) for j in range(self.count)]
+        self.tables = [
+            [
+                values[:, v].reshape(p, rest, new, q).permute(2, 3, 0, 1).contiguous()
+                for v in range(values.shape[1])
+            ]
+            for new, q, p, rest in self.shapes
+        ]
+        self.squares = [torch.stack(tables).square().sum(0) for tables in self.tables]
+
+    def forward(self, sequence: Float[Tensor, "t v"], pinned: int | None, costs: Float[Tensor, "t u"]) -> None:
+        """Write the costs after each step, each row in the order of its phase."""
+        width = STATES >> self.shift
+        if pinned is None:
+            before = torch.zeros(width)
+        else:
+            before = torch.full((width,), torch.inf)
+            before[pinned] = 0
+        total = torch.empty(STATES)
+        for step, weights in enumerate((-2 * sequence).tolist()):
+            phase = step % self.count
+            new, q, p, rest = self.shapes[phase]
+            view = total.view(new, q, p, rest)
+            tables = self.tables[phase]
+            torch.add(self.squares[phase], tables[0], alpha=weights[0], out=view)
+            for table, weight in zip(tables[1:], weights[1:], strict=True):
+                view.add_(table, alpha=weight)
+            view.add_(before.view(new, 1, p, rest))
+            torch.amin(view, dim=2, out=costs[step].view(new, q, rest))
+            before = costs[step]
+            if phase == self.count - 1:
+                before = before.view(new * q, rest).t().contiguous()
+
+    def _place(self, u: Int64[Tensor, "*i"], step: int) -> Int64[Tensor, "*i"]:
+        """Where the cost of u lies in the row of `step`."""
+        phase = step % self.count
+        new_bits = (phase + 1) * self.shift
+        return (u & ((1 << new_bits) - 1)) * self.shapes[phase][3] + (u >> new_bits)
+
+    def trace(
+        self, targets: Float[Tensor, "b t v"], costs: Float[Tensor, "b t u"], ends: Int64[Tensor, " b"] | None
+    ) -> Int64[Tensor, "b t"]:
+        """The states of the best paths that end in `ends` (None: wherever it is cheapest)."""
+        b, steps, width = costs.shape
+        order = torch.arange(width)
+        rows = torch.arange(b)[:, None]
+        if ends is None:
+            u = costs[:, -1, self._place(order, steps - 1)].argmin(1)
+        else:
+            u = ends
+        states = torch.empty(b, steps, dtype=torch.int64)
+        dropped = torch.arange(1 << self.shift) * width
+        for step in range(steps - 1, -1, -1):
+            candidates = dropped + u[:, None]
+            earlier = candidates >> self.shift
+            total = (self.values[candidates] - targets[:, step, None]).square().sum(-1)
+            if step:
+                total += costs[rows, step - 1, self._place(earlier, step - 1)]
+            elif ends is not None:
+                total[earlier != ends[:, None]] = torch.inf
+            states[:, step] = candidates.gather(1, total.argmin(1, keepdim=True))[:, 0]
+            u = states[:, step] >> self.shift
+        return states

@@ -1,0 +1,231 @@
+"""A run, written down: frozen dataclasses, the one home of defaults, and their YAML form.
+
+Loading is strict: an unknown key answers "did you mean", a value of another type is refused, `load(dump(r)) == r`.
+No field is inferred from another. The recipe is stored in the checkpoint, so `requant quantize --recipe
+CHECKPOINT/recipe.yaml` makes it again.
+"""
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import yaml
+
+from requant.errors import RecipeError
+from requant.quantizers import METHODS
+
+Score = Literal["pqi", "hessian", "gradient", "marginal"]
+Nodes = Literal["gauss2", "gauss4", "midpoint", "simpson", "plain32"]
+RECIPES = (Path(__file__).parent / "recipes", Path(__file__).parents[1] / "recipes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """The text that statistics are measured on."""
+
+    text: tuple[
+        str, ...
+    ] = ()  # files, a datasets name, `demo`, or `self`; empty: `demo` for the demo model, else refused
+    field: str = "text"
+    num_samples: int = 128
+    seq_len: int = 2048
+
+    def __post_init__(self) -> None:
+        _require(self.num_samples >= 1, "calibration.num_samples", self.num_samples, "1 or more")
+        _require(self.seq_len >= 8, "calibration.seq_len", self.seq_len, "8 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sensitivity:
+    """Which score ranks weights, and the nodes of the path integral."""
+
+    score: Score = "pqi"
+    nodes: Nodes = "gauss2"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Detach:
+    """The sparse part (paper: r_o, r_s and beta), as fractions of all quantized weights.
+
+    `outlier_rule`: `adaptive` is Algorithm 1, `uniform` gives every matrix the same share, `iqr` is SqueezeLLM's
+    (largest |w| over the matrix's interquartile range, over all matrices).
+    """
+
+    outlier_fraction: float = 0.0045
+    outlier_rule: Literal["adaptive", "uniform", "iqr"] = "adaptive"
+    temperatures: tuple[float, ...] = (0.5, 1.0, 2.0)
+    significant_fraction: float = 0.0005
+    steps: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("outlier_fraction", "significant_fraction"):
+            _require(0 <= getattr(self, name) <= 0.2, f"detach.{name}", getattr(self, name), "0 to 0.2")
+        _require(1 <= self.steps <= 64, "detach.steps", self.steps, "1 to 64")
+        _require(
+            len(self.temperatures) > 0 and min(self.temperatures) > 0,
+            "detach.temperatures",
+            list(self.temperatures),
+            "a list of positive numbers",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """The text that quality is measured on; `demo-eval` for the demo model when empty."""
+
+    text: tuple[str, ...] = ()
+    field: str = "text"
+    context: int = 2048
+    windows: int = 40
+
+    def __post_init__(self) -> None:
+        _require(self.context >= 8, "evaluation.context", self.context, "8 or more")
+        _require(self.windows >= 1, "evaluation.windows", self.windows, "1 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """One run of `requant quantize`."""
+
+    model: str = "demo"
+    mode: Literal["paper", "dense"] = "paper"
+    method: str = "kmeans"
+    quantizer: Any = field(default_factory=METHODS["kmeans"].config)  # the method's own config
+    calibration: Calibration = field(default_factory=Calibration)
+    sensitivity: Sensitivity = field(default_factory=Sensitivity)
+    detach: Detach = field(default_factory=Detach)
+    evaluation: Evaluation = field(default_factory=Evaluation)
+    skip: tuple[str, ...] = ()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        expected = _method(self.method).config
+        if type(self.quantizer) is not expected:
+            raise RecipeError(
+                f"method '{self.method}' takes a {expected.__name__}, not {type(self.quantizer).__name__}."
+            )
+
+
+def load_recipe(name: str) -> Recipe:
+    """A recipe from a YAML file, or by the name of one that ships with requant."""
+    path = Path(name)
+    if not path.is_file():
+        shipped = available_recipes()
+        if name not in shipped:
+            raise RecipeError(
+                f"'{name}' is neither a file nor a recipe{did_you_mean(name, shipped)}; "
+                f"there are: {', '.join(sorted(shipped))}."
+            )
+        path = shipped[name]
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path} is not valid YAML: {str(error).splitlines()[0]}.") from error
+    return from_dict(data, where=path.name)
+
+
+def available_recipes() -> dict[str, Path]:
+    """Name -> file of every recipe that ships with requant."""
+    return {
+        file.stem: file for folder in RECIPES if folder.is_dir() for file in sorted(folder.glob("*.yaml"))
+    }
+
+
+def from_dict(data: Any, *, where: str = "recipe") -> Recipe:
+    """Build a recipe from plain data, strictly."""
+    if not isinstance(data, dict):
+        raise RecipeError(f"{where} holds no mapping of keys to values.")
+    method = data.get("method", "kmeans")
+    config = _method(method).config
+    quantizer = _build(config, data.get("quantizer", {}), f"{where}: quantizer")
+    rest = {key: value for key, value in data.items() if key != "quantizer"}
+    return dataclasses.replace(_build(Recipe, {**rest, "method": method}, where, quantizer=quantizer))
+
+
+def to_dict(recipe: Recipe) -> dict[str, Any]:
+    """Plain data that YAML and JSON can hold; tuples become lists."""
+    return cast(dict[str, Any], _plain(dataclasses.asdict(recipe)))
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    return yaml.safe_dump(to_dict(recipe), sort_keys=False, allow_unicode=True)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """`, did you mean 'x'?`-clause, or nothing where no known word is close."""
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f" (did you mean '{close[0]}'?)" if close else ""
+
+
+def _method(name: Any) -> Any:
+    if name not in METHODS:
+        raise RecipeError(
+            f"method '{name}' is unknown{did_you_mean(str(name), METHODS)}; there are: {', '.join(METHODS)}."
+        )
+    return METHODS[name]
+
+
+def _build(cls: type, data: Any, where: str, **given: Any) -> Any:
+    if not isinstance(data, dict):
+        raise RecipeError(f"{where} must be a mapping, not {type(data).__name__}.")
+    hints = typing.get_type_hints(cls)
+    known = {f.name for f in dataclasses.fields(cls)}
+    for key in data:
+        if key not in known:
+            raise RecipeError(
+                f"{where}: unknown key '{key}'{did_you_mean(str(key), known)}; "
+                f"known: {', '.join(sorted(known))}."
+            )
+    values = {
+        key: _coerce(hints[key], value, f"{where}: {key}") for key, value in data.items() if key not in given
+    }
+    return cls(**values, **given)
+
+
+def _coerce(kind: Any, value: Any, where: str) -> Any:
+    """`value` as the annotated type, or a RecipeError that names the key and what it takes."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if kind is Any:
+        return value
+    if dataclasses.is_dataclass(kind):
+        return _build(cast(type, kind), value, where)
+    if origin is Literal:
+        if value not in args:
+            raise RecipeError(
+                f"{where} is '{value}'{did_you_mean(str(value), map(str, args))}; "
+                f"it takes one of: {', '.join(map(str, args))}."
+            )
+        return value
+    if origin in (types.UnionType, typing.Union):
+        if value is None and type(None) in args:
+            return None
+        inner = next(arg for arg in args if arg is not type(None))
+        return _coerce(inner, value, where)
+    if origin is tuple:
+        items = [value] if isinstance(value, str | int | float) else value
+        if not isinstance(items, list | tuple):
+            raise RecipeError(f"{where} must be a list, not {type(value).__name__}.")
+        return tuple(_coerce(args[0], item, where) for item in items)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise RecipeError(f"{where} is {value!r}; it takes a {kind.__name__}.")
+    return value
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _require(condition: bool, key: str, value: Any, takes: str) -> None:
+    if not condition:
+        raise RecipeError(f"{key} is {value}; it takes {takes}.")

@@ -1,0 +1,176 @@
+"""The context of one run and the two things every mode does with it: quantize all linears, measure the loss.
+
+A mode (`paper.py`) is a function of a `Run`. Results go through the workspace, matrix by matrix, so an interrupted run
+resumes at the matrix where it stopped; statistics are gathered again when some matrix still needs them.
+"""
+
+import dataclasses
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+import torch
+from jaxtyping import Bool, Int64
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+import requant
+from requant.calibration import LinearStats
+from requant.calibration.passes import mean_loss
+from requant.calibration.statistics import bytes_needed, collect
+from requant.checkpoint.layout import MatrixLayout
+from requant.checkpoint.packing import pack, unpack
+from requant.formats import QuantizedWeight
+from requant.models import LinearSite
+from requant.quantizers import METHODS
+from requant.recipe import Recipe, to_dict
+from requant.sensitivity import QuantizedPath, Scores
+from requant.sensitivity.scores import score
+from requant.workspace import Workspace, digest, model_digest
+
+logger = logging.getLogger(__name__)
+Weights = dict[str, QuantizedWeight]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What every stage needs; `statistics` and `seconds` fill up as the run goes."""
+
+    model: PreTrainedModel
+    sites: Sequence[LinearSite]
+    original: Mapping[str, Tensor]  # [n, k], CPU, the source's dtype
+    windows: Int64[Tensor, "b t"]
+    recipe: Recipe
+    workspace: Workspace
+    fingerprint: str  # of the model's weights, the windows and the version
+    quiet: bool
+    statistics: dict[str, LinearStats] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def total_weights(self) -> int:
+        return sum(site.size for site in self.sites)
+
+    def path(self, weights: Weights) -> QuantizedPath:
+        return QuantizedPath(model=self.model, sites=self.sites, original=self.original, quantized=weights)
+
+    def label(self, text: str) -> str | None:
+        return None if self.quiet else text
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Adds the wall time of the body to `seconds[name]`."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+def fingerprint(model: PreTrainedModel, windows: Int64[Tensor, "b t"]) -> str:
+    return digest(
+        requant.__version__, model_digest(model), windows, str(next(model.parameters()).device.type)
+    )
+
+
+def quantize_linears(run: Run, detached: Mapping[str, Bool[Tensor, "n k"]] | None, *, label: str) -> Weights:
+    """Every linear through the recipe's quantizer, in the order of the model; `detached` places go to the sparse part."""
+    method = METHODS[run.recipe.method]
+    config = dataclasses.asdict(run.recipe.quantizer)
+    done: Weights = {}
+    keys: dict[str, str] = {}
+    for site in run.sites:
+        mask = None if detached is None else detached[site.name]
+        keys[site.name] = digest(
+            run.fingerprint, site.name, run.recipe.method, config, "" if mask is None else mask
+        )
+        stored = run.workspace.get("linear", keys[site.name])
+        if stored is not None:
+            layout = MatrixLayout.from_json(site.name, stored.value)
+            done[site.name] = unpack(layout, stored.tensors).to(site.parameter.device)
+    pending = [site for site in run.sites if site.name not in done]
+    bar = tqdm(total=len(pending), desc=label, unit="matrix", disable=run.quiet or not pending)
+    for chunk in chunks_that_fit(run, pending, method.needs):
+        statistics = gather(run, chunk, method.needs)
+        for site in chunk:
+            with run.stage("quantize"):
+                done[site.name] = method.quantize(
+                    run.original[site.name].to(site.parameter.device, torch.float32),
+                    statistics[site.name],
+                    run.recipe.quantizer,
+                    detached=None if detached is None else detached[site.name].to(site.parameter.device),
+                )
+            layout, tensors = pack(done[site.name])
+            run.workspace.put("linear", keys[site.name], tensors=tensors, value=layout.to_json())
+            bar.update()
+    bar.close()
+    return {site.name: done[site.name] for site in run.sites}
+
+
+def gather(run: Run, chunk: Sequence[LinearSite], needs: frozenset[str]) -> dict[str, LinearStats]:
+    """Statistics of a chunk at the original weights; kept for the next quantization when the chunk is the whole model."""
+    if not needs:
+        return {site.name: LinearStats() for site in chunk}
+    if all(site.name in run.statistics for site in chunk):
+        return run.statistics
+    with run.stage("statistics"):
+        run.path({}).place(0.0)
+        gathered = collect(run.model, run.windows, chunk, needs=needs, label=run.label("statistics"))
+    if len(chunk) == len(run.sites):
+        run.statistics.update(gathered)
+    return gathered
+
+
+def chunks_that_fit(run: Run, sites: Sequence[LinearSite], needs: frozenset[str]) -> list[list[LinearSite]]:
+    """Sites in runs of whole blocks whose statistics take at most half of the free memory."""
+    if not sites or all(site.name in run.statistics for site in sites):
+        return [list(sites)] if sites else []
+    budget = free_memory(sites[0].parameter.device) / 2
+    chunks: list[list[LinearSite]] = [[]]
+    used = 0
+    for block in dict.fromkeys(site.block for site in sites):
+        members = [site for site in sites if site.block == block]
+        size = sum(bytes_needed(site, needs) for site in members)
+        if chunks[-1] and used + size > budget:
+            chunks.append([])
+            used = 0
+        chunks[-1].extend(members)
+        used += size
+    return chunks
+
+
+def scores(run: Run, name: str, weights: Weights, *, label: str) -> Scores:
+    """Signed scores of every weight for the step from the originals to `weights`."""
+    with run.stage("sensitivity"):
+        return score(
+            name, run.path(weights), run.windows, nodes=run.recipe.sensitivity.nodes, label=run.label(label)
+        )
+
+
+def loss(
+    run: Run, weights: Weights, *, windows: Int64[Tensor, "b t"] | None = None, label: str | None = None
+) -> float:
+    """F on the calibration windows with `weights` in the model; the originals for an empty dict."""
+    with run.stage("loss"):
+        run.path(weights).place(1.0 if weights else 0.0)
+        return mean_loss(
+            run.model, run.windows if windows is None else windows, label=run.label(label) if label else None
+        )
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can still be had on a device."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return psutil.virtual_memory().available
+
+
+def recipe_part(recipe: Recipe, *names: str) -> dict[str, Any]:
+    """The sections of a recipe that a stage depends on, for its key."""
+    data = to_dict(recipe)
+    return {name: data[name] for name in names}

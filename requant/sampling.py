@@ -1,0 +1,62 @@
+"""Text written by a model: nucleus sampling with a key-value cache and a generator of its own.
+
+The next token is drawn from the smallest set of tokens that holds `top_p` of `softmax(logits / temperature)`
+(Holtzman et al. 2019, arXiv:1904.09751). The global random state is neither read nor changed, so the same
+seed on the same machine writes the same text whatever ran before.
+"""
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from requant.errors import NumericalError
+
+
+def sample_next(
+    logits: Float[Tensor, "b v"], *, temperature: float = 1.0, top_p: float = 1.0, generator: torch.Generator
+) -> Int64[Tensor, "b 1"]:
+    """One token a row; temperature 0 takes the likeliest."""
+    if not logits.isfinite().all():
+        raise NumericalError(
+            "the model's next-token logits hold NaN or infinity, so nothing can be sampled: load it in "
+            "float32 or bfloat16, and check the checkpoint with `requant inspect`"
+        )
+    if temperature == 0:
+        return logits.argmax(-1, keepdim=True)
+    probabilities, order = (logits.float() / temperature).softmax(-1).sort(-1, descending=True)
+    mass_before = probabilities.cumsum(-1) - probabilities
+    probabilities[mass_before >= top_p] = 0.0
+    return order.gather(-1, torch.multinomial(probabilities, 1, generator=generator))
+
+
+@torch.inference_mode()
+def sample_documents(
+    model: PreTrainedModel,
+    *,
+    start: int,
+    end: int | None,
+    batch_size: int,
+    max_tokens: int,
+    generator: torch.Generator,
+    top_p: float = 1.0,
+    progress: bool = False,
+) -> list[list[int]]:
+    """`batch_size` documents of at most `max_tokens` tokens, each begun from the token `start`.
+
+    A document that reaches `end` stops before it, whatever its row goes on to hold.
+    """
+    tokens = torch.full((batch_size, 1), start, device=model.device)
+    finished = torch.zeros(batch_size, dtype=torch.bool, device=model.device)
+    columns, cache = [], None
+    for _ in tqdm(range(max_tokens), desc="sampling text", unit="token", leave=False, disable=not progress):
+        output = model(tokens, past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        tokens = sample_next(output.logits[:, -1], top_p=top_p, generator=generator)
+        columns.append(tokens)
+        finished |= tokens[:, 0] == (-1 if end is None else end)
+        if finished.all():
+            break
+    rows = torch.cat(columns, dim=1).tolist()
+    return [row[: row.index(end)] if end in row else row for row in rows]

@@ -1,0 +1,162 @@
+"""From a finished run to a folder: the checkpoint, its report and its model card, and the rows that the terminal shows."""
+
+import dataclasses
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import requant
+from requant.checkpoint import ByteTable, byte_table, save_checkpoint
+from requant.checkpoint.packing import pack
+from requant.checkpoint.sizes import MatrixBytes, matrix_parts
+from requant.pipeline import QuantizedModel
+from requant.recipe import dump_recipe
+from requant.report import (
+    CalibrationText,
+    MatrixRow,
+    RunSummary,
+    format_bytes,
+    format_seconds,
+    model_card,
+    render_report,
+)
+
+
+def save_quantized(result: QuantizedModel, output: str | Path) -> Path:
+    """Write the checkpoint folder of a run, with recipe.yaml, report.html and README.md; whole or not at all."""
+    recipe = dump_recipe(result.recipe)
+    summary = run_summary(result, Path(output))
+    return save_checkpoint(
+        output,
+        source=result.prepared.source,
+        model=result.model,
+        weights=result.weights,
+        manifest={
+            "requant_version": requant.__version__,
+            "recipe_sha256": hashlib.sha256(recipe.encode()).hexdigest(),
+            "calibration": dataclasses.asdict(summary.calibration),
+        },
+        extra_files={
+            "recipe.yaml": recipe,
+            "report.html": render_report(summary),
+            "README.md": model_card(summary),
+        },
+    )
+
+
+def run_summary(result: QuantizedModel, output: Path) -> RunSummary:
+    """Everything the report says, in plain values."""
+    prepared, diagnosis = result.prepared, result.diagnosis
+    stored = {
+        name: MatrixBytes(layout=layout, parts=matrix_parts(layout))
+        for name, layout in ((name, pack(weight)[0]) for name, weight in result.weights.items())
+    }
+    before = sum(file.stat().st_size for file in prepared.source.glob("*.safetensors"))
+    sizes = _sizes(result, stored)
+    weights = sum(matrix.weights for matrix in stored.values())
+    return RunSummary(
+        model=result.recipe.model,
+        base_model=result.recipe.model
+        if "/" in result.recipe.model and not Path(result.recipe.model).exists()
+        else None,
+        checkpoint=output.name,
+        version=requant.__version__,
+        method=result.recipe.method,
+        mode=result.recipe.mode,
+        bits=result.recipe.quantizer.bits,
+        bits_per_weight=8 * sum(matrix.bytes for matrix in stored.values()) / weights,
+        bytes_before=before,
+        bytes_after=sum(sizes.values()),
+        sizes=sizes,
+        matrices=[
+            MatrixRow(
+                name=site.name,
+                block=site.block,
+                kind=site.kind,
+                n=site.shape[0],
+                k=site.shape[1],
+                bits=stored[site.name].bits_per_weight,
+                sparse_fraction=stored[site.name].layout.sparse / site.size,
+                size_bytes=stored[site.name].bytes,
+                predicted={score: sums[site.name] for score, sums in diagnosis.predicted.items()},
+            )
+            for site in prepared.sites
+        ],
+        calibration=CalibrationText(
+            name=prepared.calibration.name,
+            sha256=prepared.calibration.sha256,
+            num_samples=prepared.windows.shape[0],
+            seq_len=prepared.windows.shape[1],
+        ),
+        recipe=dump_recipe(result.recipe),
+        before=result.before,
+        after=result.after,
+        original_loss=diagnosis.original_loss,
+        measured=diagnosis.measured,
+        measured_blocks=diagnosis.measured_blocks,
+        seconds=result.seconds,
+        peak_memory=result.peak_memory,
+        device=_device_name(result),
+        warnings=result.warnings,
+    )
+
+
+def result_rows(result: QuantizedModel, output: Path) -> list[dict[str, object]]:
+    """The closing table: one row a quantity, the original beside the quantized model."""
+    table: ByteTable = byte_table(output)
+    summary_bytes = sum(file.stat().st_size for file in result.prepared.source.glob("*.safetensors"))
+    before, after = result.before, result.after
+    rows: list[tuple[str, object, object]] = [
+        ("perplexity", f"{before.perplexity:.3f}", f"{after.perplexity:.3f}"),
+        ("KL to the original, nats", "0", f"{after.mean_kl:.4f}"),
+        ("top-1 agreement", "1", f"{after.top1_agreement:.4f}"),
+        ("bits per quantized weight", "16", f"{table.bits_per_weight:.3f}"),
+        ("weight files", format_bytes(summary_bytes), format_bytes(table.bytes)),
+        ("peak memory", "", format_bytes(result.peak_memory)),
+        ("time", "", format_seconds(sum(result.seconds.values()))),
+        ("checkpoint", "", str(output)),
+        ("report", "", str(output / "report.html")),
+        (
+            "scored on",
+            "",
+            f"{after.protocol.text}, {after.protocol.windows} x {after.protocol.context} tokens",
+        ),
+    ]
+    return [{"": name, "before": original, "after": quantized} for name, original, quantized in rows]
+
+
+def _sizes(result: QuantizedModel, stored: dict[str, MatrixBytes]) -> dict[str, int]:
+    """Bytes by part of the checkpoint, as `byte_table` will read them from its headers (without those headers)."""
+    parts: dict[str, int] = {}
+    for matrix in stored.values():
+        for part, size in matrix.parts.items():
+            parts[part] = parts.get(part, 0) + size
+    model: Any = result.model
+    head = model.get_output_embeddings()
+    embedding = model.get_input_embeddings().weight
+    quantized = {id(site.parameter) for site in result.prepared.sites}
+    scale = _source_element_size(result)
+    parts["embedding"] = embedding.numel() * scale
+    if head is not None and head.weight is not embedding:
+        parts["head"] = head.weight.numel() * scale
+    rest = [
+        p
+        for p in model.parameters()
+        if id(p) not in quantized and p is not embedding and (head is None or p is not head.weight)
+    ]
+    parts["other"] = sum(p.numel() for p in rest) * scale
+    return parts
+
+
+def _source_element_size(result: QuantizedModel) -> int:
+    """Bytes of a number in the source's files, where a run in float32 may have widened it."""
+    total = sum(file.stat().st_size for file in result.prepared.source.glob("*.safetensors"))
+    return 4 if total >= 3 * sum(p.numel() for p in result.model.parameters()) else 2
+
+
+def _device_name(result: QuantizedModel) -> str:
+    if result.model.device.type == "cuda":
+        import torch
+
+        return torch.cuda.get_device_name(result.model.device)
+    return "cpu"

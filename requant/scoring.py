@@ -1,0 +1,100 @@
+"""`requant sensitivity`: every score of every weight on disk, and how well each predicts the loss.
+
+Writes a folder: `SCORE/model*.safetensors` (one float32 tensor a matrix, signed, sharded above 5 GB, with an index),
+`table.json` and `plot.svg`.
+"""
+
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from requant.checkpoint.save import MAX_SHARD_BYTES, check_output
+from requant.checkpoint.writer import write_shards
+from requant.diagnosis import Diagnosis, diagnose
+from requant.models import LinearSite
+from requant.pipeline import prepare, start
+from requant.plots import sensitivity_plot
+from requant.recipe import Recipe
+from requant.run import quantize_linears
+from requant.sensitivity import Scores
+from requant.workspace import Workspace
+
+SCORES = ("gradient", "hessian", "pqi")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sensitivities:
+    """The table: predicted dF by every score beside the measured dF, by block and for the model."""
+
+    sites: Sequence[LinearSite]
+    diagnosis: Diagnosis
+
+    def by_block(self, score: str) -> dict[int, float]:
+        """Block -> signed sum of a score."""
+        sums: dict[int, float] = {}
+        for site in self.sites:
+            sums[site.block] = sums.get(site.block, 0.0) + self.diagnosis.predicted[score][site.name]
+        return sums
+
+    def rows(self) -> list[dict[str, object]]:
+        """One row a block, then the whole model; nats a token."""
+        sums = {score: self.by_block(score) for score in self.diagnosis.predicted}
+        rows: list[dict[str, object]] = [
+            {"block": str(block), **{score: sums[score][block] for score in sums}, "measured": measured}
+            for block, measured in self.diagnosis.measured_blocks.items()
+        ]
+        whole = {score: self.diagnosis.total(score) for score in sums}
+        return [*rows, {"block": "model", **whole, "measured": self.diagnosis.measured}]
+
+
+def sensitivity(
+    model: str | PreTrainedModel,
+    recipe: Recipe,
+    text: str | Path | Sequence[str] | None = None,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    output: str | Path | None = None,
+    quiet: bool = True,
+) -> Sensitivities:
+    """Score the step that the recipe's quantizer takes (codes only, no sparse part) at every weight.
+
+    With `output`, the scores of every weight, the table and the plot are written there. Raises RequantError.
+    """
+    prepared = prepare(model, recipe, text, tokenizer=tokenizer, device=device, dtype=dtype)
+    run = start(prepared, recipe, workspace=Workspace(None), quiet=quiet)
+    weights = quantize_linears(run, None, label="quantize")
+    run.statistics.clear()
+    if output is None:
+        return Sensitivities(
+            sites=prepared.sites, diagnosis=diagnose(run, weights, prepared.windows, names=SCORES)
+        )
+    output = check_output(output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{output.name}.partial-", dir=output.parent) as folder:
+
+        def keep(name: str, scores: Scores) -> None:
+            (Path(folder) / name).mkdir()
+            write_shards(
+                Path(folder) / name,
+                ({matrix: values} for matrix, values in scores.items()),
+                max_shard_bytes=MAX_SHARD_BYTES,
+            )
+
+        found = Sensitivities(
+            sites=prepared.sites, diagnosis=diagnose(run, weights, prepared.windows, names=SCORES, keep=keep)
+        )
+        (Path(folder) / "table.json").write_text(json.dumps(found.rows(), indent=2), encoding="utf-8")
+        predicted = {score: found.by_block(score) for score in found.diagnosis.predicted}
+        plot = sensitivity_plot(predicted, found.diagnosis.measured_blocks, format="svg")
+        (Path(folder) / "plot.svg").write_bytes(plot)
+        os.chmod(folder, 0o755)  # temporary folders are private
+        os.rename(folder, output)
+        os.mkdir(folder)  # what the context manager removes
+    return found

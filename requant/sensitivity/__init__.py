@@ -1,0 +1,71 @@
+"""One score a weight: what the step from `w` to `w~` does to the loss, `d = w~ - w`, in nats.
+
+| name | formula | backward passes | sum over the model |
+| --- | --- | --- | --- |
+| `gradient` | `g(w) d` | 1 | first-order Taylor |
+| `hessian` | `1/2 F d^2`, F by position | 1 | second-order, diagonal |
+| `pqi` | `d * integral_0^1 g(w + t d) dt` | nodes | the true dF |
+| `marginal` | `g(w~) d` | 1 | none: the slope at the end of the path |
+
+All are signed; `|score|` ranks weights, signed sums over a row, a matrix or a block predict dF. 96 % of the mass of
+`|pqi|` cancels in the sum, so `|pqi|` is no share of the loss.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+
+from requant.formats import QuantizedWeight
+from requant.models import LinearSite
+
+Scores = dict[str, Float[Tensor, "n k"]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizedPath:
+    """The straight line from the original weights (t = 0) to the quantized ones (t = 1).
+
+    Holds the originals in the model's own dtype on the CPU and the quantized weights as codes; `place(t)` writes the
+    weights of one point of the line into the model, matrix by matrix, so no second model in floats exists.
+    """
+
+    model: nn.Module
+    sites: Sequence[LinearSite]
+    original: Mapping[str, Tensor]
+    quantized: Mapping[str, QuantizedWeight]
+
+    def start(self, site: LinearSite) -> Float[Tensor, "n k"]:
+        """w, float32."""
+        return self.original[site.name].to(site.parameter.device, torch.float32)
+
+    def step(self, site: LinearSite) -> Float[Tensor, "n k"]:
+        """d = w~ - w, float32."""
+        return self.quantized[site.name].dequantize() - self.start(site)
+
+    def place(self, t: float) -> None:
+        """Write w + t d into every matrix of the model."""
+        for site in self.sites:
+            site.set_weight(self.start(site) if t == 0 else self.start(site) + t * self.step(site))
+
+    @contextmanager
+    def at(self, t: float):
+        """The model at t; back at the quantized weights afterwards."""
+        self.place(t)
+        try:
+            yield
+        finally:
+            self.place(1.0)
+
+
+def originals(sites: Sequence[LinearSite]) -> dict[str, Tensor]:
+    """A copy of every weight, [n, k], in its own dtype, on the CPU."""
+    return {s.name: s.oriented(s.parameter.detach()).to("cpu", copy=True).contiguous() for s in sites}
+
+
+def signed_sum(score: Float[Tensor, "n k"]) -> float:
+    """Sum in float64: 96 % of the terms cancel."""
+    return score.double().sum().item()

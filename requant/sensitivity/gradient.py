@@ -1,0 +1,29 @@
+"""First-order scores: the loss's slope at one end of the path, times the step.
+
+`gradient`: `g(w) d`, the first Taylor term at the original weights, close to zero in sum because w is near a minimum.
+`marginal`: `g(w~) d`, the slope at the quantized weights. It says what undoing a small share of the step would gain,
+which is the question when weights are put back, and ranks them better than PQI in 10 of 12 comparisons
+(`../shared/reference/pqi-study.md`, Q2); summed over all weights it overshoots dF about twofold.
+"""
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from requant.calibration.passes import gradient_pass
+from requant.models import LinearSite
+from requant.sensitivity import QuantizedPath, Scores
+
+
+def gradient_score(
+    path: QuantizedPath, windows: Int64[Tensor, "b t"], *, at: float, label: str | None = None
+) -> Scores:
+    """`g(w + at d) d` of every weight, signed, nats; the model is left at the quantized weights."""
+    total = {site.name: torch.zeros(site.shape, device=site.parameter.device) for site in path.sites}
+
+    def fold(site: LinearSite, gradient: Float[Tensor, "n k"]) -> None:
+        total[site.name].add_(gradient)
+
+    with path.at(at):
+        gradient_pass(path.model, windows, path.sites, fold, label=label)
+    return {site.name: total[site.name].mul_(path.step(site)) for site in path.sites}

@@ -1,0 +1,31 @@
+"""The scores by name, as recipes and the command line know them."""
+
+from jaxtyping import Int64
+from torch import Tensor
+
+from requant.errors import RecipeError
+from requant.sensitivity import QuantizedPath, Scores
+from requant.sensitivity.gradient import gradient_score
+from requant.sensitivity.hessian_diagonal import hessian_diagonal
+from requant.sensitivity.pqi import pqi
+
+
+def score(
+    name: str,
+    path: QuantizedPath,
+    windows: Int64[Tensor, "b t"],
+    *,
+    nodes: str = "gauss2",
+    label: str | None = None,
+) -> Scores:
+    """The score `name` of every weight, signed, nats; `nodes` matters to `pqi` alone."""
+    match name:
+        case "pqi":
+            return pqi(path, windows, nodes=nodes, label=label)
+        case "hessian":
+            return hessian_diagonal(path, windows, label=label)
+        case "gradient":
+            return gradient_score(path, windows, at=0.0, label=label)
+        case "marginal":
+            return gradient_score(path, windows, at=1.0, label=label)
+    raise RecipeError(f"score '{name}' is unknown; there are: pqi, hessian, gradient, marginal.")

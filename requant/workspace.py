@@ -1,0 +1,112 @@
+"""Results of finished stages on disk, so that a run that died goes on where it stopped.
+
+Each result is one safetensors file (tensors, and a JSON value in its metadata) named `STAGE-KEY.safetensors`. The key
+is a hash of everything the result depends on: the model's weights, the calibration tokens, the part of the recipe that
+matters, the version of requant. So a changed recipe never meets an old result. Files are written aside and renamed:
+a result exists whole or not at all.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+from jaxtyping import Shaped
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from requant.errors import OutputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """What a stage left: tensors by name (CPU) and one JSON value."""
+
+    tensors: Mapping[str, Tensor]
+    value: Any
+
+
+class Workspace:
+    """A folder of stage results; None keeps nothing, for runs from Python that need no resuming."""
+
+    def __init__(self, folder: Path | None, *, resume: bool = False) -> None:
+        self.folder = folder
+        if folder is None:
+            return
+        if folder.exists() and not resume:
+            shutil.rmtree(folder)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OutputError(
+                f"{folder} cannot be made ({error.strerror}); choose another --output."
+            ) from error
+
+    def get(self, stage: str, key: str) -> Stored | None:
+        """The result of a stage, or None where it was not finished with this key."""
+        file = self._file(stage, key)
+        if file is None or not file.is_file():
+            return None
+        with safetensors.safe_open(file, framework="pt") as opened:
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
+            return Stored(tensors=tensors, value=json.loads(opened.metadata()["value"]))
+
+    def put(
+        self, stage: str, key: str, *, tensors: Mapping[str, Tensor] | None = None, value: Any = None
+    ) -> None:
+        """Keep the result of a stage."""
+        file = self._file(stage, key)
+        if file is None:
+            return
+        aside = file.with_suffix(".writing")
+        # An empty file has no place for metadata in the format's library, hence the one dummy byte.
+        kept = {name: t.detach().cpu().contiguous() for name, t in (tensors or {}).items()} or {
+            "none": torch.zeros(1, dtype=torch.uint8)
+        }
+        try:
+            save_file(kept, aside, metadata={"value": json.dumps(value)})
+            os.replace(aside, file)
+        except (OSError, safetensors.SafetensorError) as error:
+            raise OutputError(
+                f"{self.folder} cannot be written ({error}); free some space and run again with --resume."
+            ) from error
+
+    def remove(self) -> None:
+        """Delete everything: the run is complete."""
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _file(self, stage: str, key: str) -> Path | None:
+        return None if self.folder is None else self.folder / f"{stage}-{key[:32]}.safetensors"
+
+
+def digest(*parts: Any) -> str:
+    """SHA-256 of tensors, bytes and JSON values, in order; floats by their shortest exact form."""
+    state = hashlib.sha256()
+    for part in parts:
+        if isinstance(part, Tensor):
+            state.update(f"{part.dtype}{tuple(part.shape)}".encode())
+            state.update(raw_bytes(part))
+        else:
+            state.update(part if isinstance(part, bytes) else json.dumps(part, sort_keys=True).encode())
+    return state.hexdigest()
+
+
+def model_digest(model: nn.Module) -> str:
+    """SHA-256 over every parameter and buffer of a model, by name."""
+    state = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        state.update(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode())
+        state.update(raw_bytes(tensor))
+    return state.hexdigest()
+
+
+def raw_bytes(tensor: Shaped[Tensor, "..."]) -> memoryview:
+    """The bytes of a tensor in row-major order, without a copy where it is on the CPU."""
+    return memoryview(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())

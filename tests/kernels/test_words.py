@@ -1,0 +1,165 @@
+"""The words of a block and the PTX that reads them: a model of the few PTX instructions, in numpy, runs the asm text."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from requant_kernels.layouts import pack_codebook, pack_words, unpack_words
+from requant_kernels.words import (
+    MANTISSA,
+    PLANES,
+    UNIT,
+    bit_positions,
+    codebook_asm,
+    constraints,
+    grid_asm,
+)
+
+KINDS = [(kind, bits) for kind in ("grid", "codebook") for bits in range(2, 9)]
+
+
+def floats(pair: np.ndarray, dtype: str) -> np.ndarray:
+    """A 32-bit register as its two 16-bit floats, in float64, subnormals included: [.., 2]."""
+    halves = np.stack([pair & 0xFFFF, pair >> 16], -1).astype(np.uint16)
+    if dtype == "fp16":
+        return halves.view(np.float16).astype(np.float64)
+    return (halves.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+
+
+def pair_of(values: np.ndarray, dtype: str) -> np.ndarray:
+    """The inverse of `floats`; every value here is exact in 16 bits."""
+    if dtype == "fp16":
+        halves = values.astype(np.float16).view(np.uint16).astype(np.uint32)
+    else:
+        halves = values.astype(np.float32).view(np.uint32) >> 16
+    return halves[..., 0] | halves[..., 1] << 16
+
+
+def permute_bytes(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
+    """PRMT: each of four nibbles picks one of eight bytes, or with bit 3 spreads its sign."""
+    out = np.zeros_like(a)
+    table = (b.astype(np.uint64) << np.uint64(32)) | a
+    for i in range(4):
+        nibble = (selector >> np.uint32(4 * i)) & 0xF
+        byte = ((table >> ((nibble & 7).astype(np.uint64) * np.uint64(8))) & np.uint64(0xFF)).astype(np.uint32)
+        sign = np.where(byte & 0x80, np.uint32(0xFF), np.uint32(0))
+        out |= np.where(nibble & 8, sign, byte) << np.uint32(8 * i)
+    return out
+
+
+def run_ptx(text: str, operands: dict[str, np.ndarray], shape: tuple[int, ...]) -> list[np.ndarray]:
+    """Run an asm block on arrays of 32-bit registers; returns its 16 outputs."""
+    registers = dict(operands)
+
+    def read(name: str) -> np.ndarray:
+        if name[0] in "$t":
+            return registers[name]
+        return np.full(shape, int(name, 0), np.uint32)
+
+    body = text[text.index(";") + 1 : text.rindex("}")]
+    for line in filter(None, (part.strip() for part in body.split(";"))):
+        opcode, rest = line.split(None, 1)
+        target, *names = [name.strip() for name in rest.split(",")]
+        a = [read(name) for name in names]
+        match opcode:
+            case "mov.b32":
+                value = a[0]
+            case "and.b32":
+                value = a[0] & a[1]
+            case "shr.b32":
+                value = a[0] >> a[1]
+            case "shl.b32":
+                value = a[0] << a[1]
+            case "shf.r.wrap.b32":
+                value = (a[0] >> a[2]) | (a[1] << (32 - a[2]))
+            case "prmt.b32":
+                value = permute_bytes(*a)
+            case "lop3.b32":
+                table = int(names[3], 0)
+                value = np.zeros(shape, np.uint32)
+                for minterm in range(8):
+                    if table >> minterm & 1:
+                        bits = [x if minterm >> (2 - i) & 1 else ~x for i, x in enumerate(a[:3])]
+                        value |= bits[0] & bits[1] & bits[2]
+            case "fma.rn.f16x2" | "fma.rn.bf16x2":
+                dtype = "fp16" if "bf16" not in opcode else "bf16"
+                x, y, z = (floats(v, dtype) for v in a)
+                value = pair_of(x * y + z, dtype)
+            case _:
+                raise AssertionError(f"the model does not know {opcode}")
+        registers[target] = value.astype(np.uint32)
+    return [registers[f"${i}"] for i in range(PLANES)]
+
+
+def random_words(bits: int, kind: str) -> tuple[np.ndarray, np.ndarray]:
+    """Codes [16 rows, 256 columns] and their words [bits, g, t, kh, rh] as registers."""
+    codes = torch.randint(0, 1 << bits, (16, 256), dtype=torch.uint8)
+    words = pack_words(codes, kind=kind, bits=bits).view(torch.int32).view(bits, 8, 4, 2, 2)
+    return codes.numpy(), words.numpy().view(np.uint32)
+
+
+def planes_of(matrix: np.ndarray) -> np.ndarray:
+    """[16, 256] -> [plane, g, t, kh, rh, e], by the formula in the docstring of `words.py`."""
+    j, g, t, kh, rh, e = np.meshgrid(*map(np.arange, (16, 8, 4, 2, 2, 2)), indexing="ij")
+    return matrix[8 * rh + g, 32 * (j // 2) + 8 * t + 4 * (j % 2) + 2 * kh + e]
+
+
+@pytest.mark.parametrize(("kind", "bits"), KINDS)
+def test_every_bit_of_the_words_is_used_once(kind: str, bits: int) -> None:
+    places = [place for half in bit_positions(kind, bits) for plane in half for place in plane]
+    assert sorted(places) == [(word, bit) for word in range(bits) for bit in range(32)]
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data(), kind_bits=st.sampled_from(KINDS), n=st.integers(1, 40), k=st.integers(1, 600))
+def test_words_round_trip(data: st.DataObject, kind_bits: tuple[str, int], n: int, k: int) -> None:
+    kind, bits = kind_bits
+    seed = data.draw(st.integers(0, 2**31))
+    codes = torch.randint(0, 1 << bits, (n, k), dtype=torch.uint8, generator=torch.manual_seed(seed))
+    assert torch.equal(unpack_words(pack_words(codes, kind=kind, bits=bits), kind=kind, bits=bits, k=k)[:n], codes)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_grid_asm_is_exact(bits: int, dtype: str) -> None:
+    codes, words = random_words(bits, "grid")
+    for groups in (0, 1, 2, 8):
+        zeros = np.random.randint(0, 1 << bits, (max(groups, 1), 16)) if groups else np.full((1, 16), 1 << bits - 1)
+        operands = {f"${PLANES + w}": words[w] for w in range(bits)}
+        rows = np.arange(2)[None, None, None, :] * 8 + np.arange(8)[:, None, None, None] + 0 * words[0].astype(int)
+        for group in range(groups):
+            z = -zeros[group][rows] * UNIT[dtype]
+            operands[f"${PLANES + bits + 2 * group}"] = pair_of(np.stack([z, z], -1), dtype)
+        planes = run_ptx(grid_asm(bits, dtype, groups), operands, words[0].shape)
+        got = np.stack([floats(plane, dtype) for plane in planes]) / UNIT[dtype]
+        zero_of_column = zeros[np.arange(256) * max(groups, 1) // 256].T  # [16, 256]
+        assert np.array_equal(got, planes_of(codes.astype(np.float64) - zero_of_column))
+    assert MANTISSA[dtype] in (7, 10)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_codebook_asm_is_exact(bits: int, dtype: str) -> None:
+    codes, words = random_words(bits, "codebook")
+    levels = torch.randn(16, 1 << bits).half()
+    layout = pack_codebook(torch.from_numpy(codes), levels, bits=bits)
+    assert layout.tables is not None
+    tables = layout.tables[int(dtype == "bf16"), 0].numpy().view(np.uint32)  # [word, g, rh]
+    operands = {f"${PLANES + w}": words[w] for w in range(bits)}
+    for i, table in enumerate(tables):
+        operands[f"${PLANES + bits + 2 * i}"] = table[:, None, None, :] + 0 * words[0]
+    planes = run_ptx(codebook_asm(bits), operands, words[0].shape)
+    held = levels.float() if dtype == "fp16" else levels.bfloat16().float()
+    want = planes_of(held.gather(1, torch.from_numpy(codes).long()).double().numpy())
+    assert np.array_equal(np.stack([floats(plane, dtype) for plane in planes]), want)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_constraints_name_every_operand(bits: int) -> None:
+    pairs = 1 << (bits - 1)
+    highest = max(int(i) for i in re.findall(r"\$(\d+)", codebook_asm(bits)))
+    assert highest < len(constraints(bits, pairs).split(",")) == PLANES + bits + 2 * pairs

@@ -1,0 +1,307 @@
+"""Damaged and hostile folders: one sentence, no model, no large allocation."""
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from requant.checkpoint import load, load_weights, read_header, verify_checksums
+from requant.errors import CheckpointError
+
+UP = "model.layers.0.mlp.up_proj"
+DOWN = "model.layers.0.mlp.down_proj"
+
+
+def edit_config(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    config = json.loads((path / "config.json").read_text())
+    change(config)
+    (path / "config.json").write_text(json.dumps(config))
+
+
+def edit_module(path: Path, name: str = UP, **values: Any) -> None:
+    edit_config(path, lambda config: config["quantization_config"]["modules"][name].update(values))
+
+
+def edit_tensors(path: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    """Rewrite all shards as one file with changed tensors."""
+    shards = sorted(path.glob("model*.safetensors"))
+    tensors = {name: tensor for file in shards for name, tensor in load_file(file).items()}
+    change(tensors)
+    for file in [*shards, path / "model.safetensors.index.json"]:
+        file.unlink(missing_ok=True)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def refuse(path: Path, sentence: str) -> None:
+    """Both ways in answer with the sentence, and nothing else than CheckpointError comes out."""
+    for read in (lambda: load(path), lambda: list(load_weights(path))):
+        with pytest.raises(CheckpointError, match=sentence) as caught:
+            read()
+        assert "\n" not in str(caught.value) and len(str(caught.value)) < 700
+
+
+def refuse_load(path: Path, sentence: str) -> None:
+    with pytest.raises(CheckpointError, match=sentence):
+        load(path)
+
+
+def test_the_copy_itself_loads(checkpoint: Path) -> None:
+    assert load(checkpoint) is not None
+    assert len(verify_checksums(checkpoint)) == 2
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"bits": 20}, "bits = 20, not a whole number from 1 to 8"),  # a codebook of a million levels
+        ({"bits": 2.5}, r"bits = 2\.5"),
+        ({"bits": True}, "bits = True"),
+        ({"shape": [172]}, r"where \[n, k\] belongs"),
+        ({"shape": [172, -64]}, "shape = -64"),
+        ({"shape": [10**12, 10**12]}, "shape = 1000000000000, not a whole number from 1 to 2147483648"),
+        ({"shape": [2**30, 2**30]}, "but config.json asks for"),
+        ({"shape": [64, 172]}, "but config.json asks for"),
+        ({"group_size": 0}, "group_size = 0"),
+        ({"group_size": 16}, "but config.json asks for"),
+        ({"format": "pickle"}, "format = 'pickle', not one of 'grid', 'codebook', 'trellis'"),
+        ({"format": "codebook"}, "unknown key 'column_scales'"),
+        ({"zero_points": False}, "has no such tensor"),
+        ({"zero_points": 1}, "zero_points = 1, not one of False, True"),
+        ({"column_scales": True}, "column_scales is missing"),
+        ({"sparse": 10**9}, "sparse = 1000000000, not a whole number from 0 to 11008"),
+        ({"sparse": 7}, "but config.json asks for"),
+        ({"sparse": 0}, "unknown key 'sparse_counts'"),
+        ({"sparse_values": "float64"}, "sparse_values = 'float64'"),
+        ({"surprise": "x" * 10**6}, "unknown key 'surprise'"),
+    ],
+)
+def test_wrong_entries(checkpoint: Path, values: dict[str, Any], sentence: str) -> None:
+    edit_module(checkpoint, **values)
+    refuse(checkpoint, sentence)
+
+
+@pytest.mark.parametrize(
+    ("version", "sentence"),
+    [
+        (2, "format version 2, newer than the 1 .*pip install --upgrade requant"),
+        (0, "format version 0, older than the 1 .*requant quantize --recipe .*/copy/recipe.yaml"),
+        ("1", "names no format_version"),
+        (None, "names no format_version"),
+    ],
+)
+def test_versions(checkpoint: Path, version: object, sentence: str) -> None:
+    edit_config(checkpoint, lambda config: config["quantization_config"].update(format_version=version))
+    refuse(checkpoint, sentence)
+
+
+def test_other_methods_and_plain_models_are_told_apart(checkpoint: Path) -> None:
+    edit_config(checkpoint, lambda config: config["quantization_config"].update(quant_method="gptq"))
+    refuse(checkpoint, "written by another tool .quant_method 'gptq'")
+    edit_config(checkpoint, lambda config: config.pop("quantization_config"))
+    refuse(checkpoint, "is not quantized .*run `requant quantize`")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "\xff", "[" * 100_000])
+def test_unreadable_config(checkpoint: Path, text: str) -> None:
+    (checkpoint / "config.json").write_bytes(text.encode("latin-1"))
+    refuse(checkpoint, "config.json (cannot be read as JSON|holds a JSON list)")
+
+
+def test_missing_folder_and_config(tmp_path: Path) -> None:
+    refuse(tmp_path / "nowhere", "is no folder")
+    refuse(tmp_path, "config.json is missing")
+
+
+def test_remote_code_is_refused_unless_asked(checkpoint: Path) -> None:
+    edit_config(
+        checkpoint, lambda config: config.update(text={"auto_map": {"AutoModelForCausalLM": "evil.Model"}})
+    )
+    refuse_load(checkpoint, "auto_map asks to run Python code .*trust_remote_code=True")
+    assert read_header(checkpoint, trust_remote_code=True).modules
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"hidden_size": 128}, "but .* by the rest of config.json"),
+        ({"vocab_size": 10**9}, "model.embed_tokens.weight has shape .* by config.json"),
+        ({"num_hidden_layers": 10**9}, "asks for 1000000000 blocks, but the weight files hold"),
+        ({"num_hidden_layers": 3}, "model.layers.2.* is missing from the weight files"),
+        ({"num_hidden_layers": 1}, "but LlamaForCausalLM has no such layer"),
+        ({"num_hidden_layers": "two"}, "cannot build the model of config.json"),
+        ({"model_type": "no-such-model"}, "cannot build the model of config.json"),
+        ({"attention_bias": True}, "q_proj.bias is missing from the weight files"),
+    ],
+)
+def test_an_architecture_that_does_not_fit(checkpoint: Path, values: dict[str, Any], sentence: str) -> None:
+    edit_config(checkpoint, lambda config: config.update(values))
+    refuse_load(checkpoint, sentence)
+
+
+def test_truncated_shard(checkpoint: Path) -> None:
+    shard = checkpoint / "model-00002-of-00002.safetensors"
+    for size in (shard.stat().st_size - 1, 1000, 9, 3, 0):
+        with open(shard, "r+b") as file:
+            file.truncate(size)
+        refuse(checkpoint, "00002-of-00002.safetensors .*(truncated|no safetensors file)")
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"[]",
+        b'{"a": 1}',
+        b'{"a": {"dtype": "F32", "shape": [1000000000000, 1000000], "data_offsets": [0, 4]}}',
+        b'{"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}',
+        b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}',
+        b'{"a": {"dtype": "F99", "shape": [1], "data_offsets": [0, 4]}}',
+        b'{"a": {"dtype": "F32", "shape": "1", "data_offsets": "04"}}',
+        b"{" * 50_000,
+    ],
+)
+def test_hostile_safetensors_headers(checkpoint: Path, header: bytes) -> None:
+    (checkpoint / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
+    refuse(checkpoint, "model.safetensors has an unreadable safetensors header")
+
+
+def test_header_that_claims_to_be_huge(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").write_bytes(struct.pack("<Q", 2**62) + b"{}")
+    refuse(checkpoint, "truncated or no safetensors file")
+
+
+@pytest.mark.parametrize(
+    "name", ["../model.safetensors", "/etc/passwd", "a/b.safetensors", "..safetensors", "x.bin"]
+)
+def test_shard_names_cannot_leave_the_folder(checkpoint: Path, name: str) -> None:
+    index = checkpoint / "model.safetensors.index.json"
+    table = json.loads(index.read_text())
+    table["weight_map"]["model.norm.weight"] = name
+    index.write_text(json.dumps(table))
+    refuse(checkpoint, "which is no plain file name")
+
+
+def test_missing_shard_and_wrong_index(checkpoint: Path) -> None:
+    index = checkpoint / "model.safetensors.index.json"
+    table = json.loads(index.read_text())
+    del table["weight_map"]["model.norm.weight"]
+    index.write_text(json.dumps(table))
+    refuse(checkpoint, "says that model.norm.weight is in no shard, but it is in model-0000")
+    (checkpoint / "model-00002-of-00002.safetensors").unlink()
+    refuse(
+        checkpoint, "model-00002-of-00002.safetensors is missing, but model.safetensors.index.json names it"
+    )
+
+
+def test_pickles_are_never_opened(checkpoint: Path) -> None:
+    for file in checkpoint.glob("model*"):
+        file.unlink()
+    refuse(checkpoint, "has neither model.safetensors nor")
+    (checkpoint / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch pwned'\ntR.")
+    refuse(checkpoint, "pickled weights only .pytorch_model.bin.*ask its author for safetensors")
+
+
+@pytest.mark.parametrize("name", [f"{UP}.codes", f"{UP}.sparse_counts", f"{DOWN}.scales"])
+def test_missing_tensor_of_a_matrix(checkpoint: Path, name: str) -> None:
+    edit_tensors(checkpoint, lambda tensors: tensors.pop(name))
+    refuse(checkpoint, f"{name} is missing from the weight files")
+
+
+def test_tensors_the_model_does_not_have_or_lacks(checkpoint: Path) -> None:
+    edit_tensors(checkpoint, lambda tensors: tensors.update({"model.extra.weight": torch.zeros(2)}))
+    refuse_load(checkpoint, "holds model.extra.weight, which LlamaForCausalLM does not have")
+    edit_tensors(
+        checkpoint, lambda tensors: [tensors.pop("model.extra.weight"), tensors.pop("model.norm.weight")]
+    )
+    refuse_load(checkpoint, "model.norm.weight is missing")
+
+
+def test_a_plain_weight_beside_the_codes(checkpoint: Path) -> None:
+    edit_tensors(checkpoint, lambda tensors: tensors.update({f"{UP}.weight": torch.zeros(172, 64)}))
+    refuse(checkpoint, f"{UP}.weight is in model.safetensors, but the entry of {UP} .* has no such tensor")
+
+
+@pytest.mark.parametrize("suffix", ["codes", "scales", "zero_points", "sparse_indices", "sparse_values"])
+def test_wrong_shapes_and_dtypes(checkpoint: Path, suffix: str) -> None:
+    name = f"{UP}.{suffix}"
+    edit_tensors(checkpoint, lambda tensors: tensors.update({name: tensors[name][:-1].contiguous()}))
+    refuse(checkpoint, f"{name} is .* but config.json asks for")
+    edit_tensors(checkpoint, lambda tensors: tensors.update({name: tensors[name].double()}))
+    refuse(checkpoint, f"{name} is torch.float64")
+
+
+def change_values(path: Path, name: str, change: Callable[[torch.Tensor], Any]) -> None:
+    edit_tensors(path, lambda tensors: change(tensors[name]))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("suffix", ["scales", "sparse_values"])
+def test_values_must_be_finite(checkpoint: Path, suffix: str, value: float) -> None:
+    change_values(checkpoint, f"{UP}.{suffix}", lambda tensor: tensor.view(-1)[3:4].fill_(value))
+    refuse(checkpoint, f"{UP}: {suffix} holds NaN or infinity")
+
+
+def test_sparse_counts_must_sum_to_the_entries(checkpoint: Path) -> None:
+    change_values(checkpoint, f"{UP}.sparse_counts", lambda counts: counts[0].add_(1))
+    refuse(checkpoint, "sparse_counts sums to .* but .* sparse entries are stored")
+
+
+def test_sparse_counts_must_fit_their_tile(checkpoint: Path) -> None:
+    def move_to_one_row(counts: torch.Tensor) -> None:
+        total = int(counts.long().sum())
+        counts.zero_()
+        counts[0, 0] = min(total, 255)
+        counts[1, 0] = total - min(total, 255)
+
+    change_values(checkpoint, f"{UP}.sparse_counts", move_to_one_row)
+    refuse(checkpoint, "more entries in a 256-column tile than the tile has columns")
+
+
+def test_sparse_indices_must_be_columns(checkpoint: Path) -> None:
+    change_values(checkpoint, f"{UP}.sparse_indices", lambda indices: indices[-1:].fill_(64))
+    refuse(checkpoint, "points past the last of 64 columns")
+
+
+def test_sparse_indices_must_ascend(checkpoint: Path) -> None:
+    def duplicate(tensors: dict[str, torch.Tensor]) -> None:
+        row = int((tensors[f"{UP}.sparse_counts"][:, 0] >= 2).nonzero()[0])
+        start = int(tensors[f"{UP}.sparse_counts"][:row].long().sum())
+        indices = tensors[f"{UP}.sparse_indices"]
+        indices[start + 1] = indices[start]
+
+    edit_tensors(checkpoint, duplicate)
+    refuse(checkpoint, "not strictly ascending")
+
+
+def test_column_scales_must_not_be_zero(make_checkpoint) -> None:
+    path, _ = make_checkpoint("llama", kind="awq")
+    change_values(path, f"{UP}.column_scales", lambda scales: scales[0:1].zero_())
+    refuse(path, "column_scales holds a zero")
+
+
+def test_a_codebook_with_too_few_levels(make_checkpoint) -> None:
+    path, _ = make_checkpoint("llama", kind="codebook")
+    name = f"{UP}.levels"
+    edit_tensors(path, lambda tensors: tensors.update({name: tensors[name][:, :7].contiguous()}))
+    refuse(
+        path,
+        r"levels is torch.float16 \[172, 7\] .* asks for torch.float16 \[172, 8\]",
+    )
+
+
+def test_checksums(checkpoint: Path) -> None:
+    shard = checkpoint / "model-00001-of-00002.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(
+        CheckpointError, match=r"00001-of-00002.safetensors has sha256 .* but checksums.json says"
+    ):
+        verify_checksums(checkpoint)
+    (checkpoint / "checksums.json").unlink()
+    with pytest.raises(CheckpointError, match=r"checksums\.json is missing"):
+        verify_checksums(checkpoint)

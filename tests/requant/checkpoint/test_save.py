@@ -1,0 +1,254 @@
+import errno
+import hashlib
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from requant.checkpoint import (
+    byte_table,
+    check_output,
+    load,
+    load_weights,
+    read_header,
+    save_checkpoint,
+    writer,
+)
+from requant.checkpoint.packing import pack
+from requant.errors import NumericalError, OutputError
+from requant.formats import Grid, QuantizedWeight
+from requant.models import find_linears
+
+
+def save(model, output: Path, weights, **kwargs) -> Path:
+    return save_checkpoint(
+        output, **{"source": None, "model": model, "weights": weights, "manifest": {}} | kwargs
+    )
+
+
+@pytest.fixture
+def parts(make_checkpoint, random_weight):
+    """A plain model and quantized weights for it."""
+    _, model = make_checkpoint("llama-tied")
+    return model, {site.name: random_weight(*site.shape) for site in find_linears(model)}
+
+
+def test_files_of_the_folder(pristine: Path) -> None:
+    names = {file.name for file in pristine.iterdir()}
+    shards = {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"}
+    copied = {"generation_config.json", "tokenizer.json"}
+    ours = {"config.json", "checksums.json", "recipe.yaml", "model.safetensors.index.json"}
+    assert names == shards | copied | ours
+    sums = json.loads((pristine / "checksums.json").read_text())["files"]
+    assert sums == {name: hashlib.sha256((pristine / name).read_bytes()).hexdigest() for name in shards}
+    config = json.loads((pristine / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"] and config["tie_word_embeddings"] is True
+    quantization = config["quantization_config"]
+    assert quantization["quant_method"] == "requant" and quantization["format_version"] == 1
+    assert quantization["recipe_hash"] == "abc" and len(quantization["modules"]) == 14
+
+
+def test_shards_are_plain_safetensors_with_every_tensor_once(pristine: Path) -> None:
+    tensors = {}
+    for file in sorted(pristine.glob("*.safetensors")):
+        shard = load_file(file)
+        assert not tensors.keys() & shard.keys()
+        tensors |= shard
+    assert "model.embed_tokens.weight" in tensors and "lm_head.weight" not in tensors
+    assert tensors.keys() == read_header(pristine).tensors.keys()
+    index = json.loads((pristine / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
+
+
+def test_weights_come_back(make_checkpoint, random_weight) -> None:
+    path, model = make_checkpoint("llama", kind="codebook", shard=50_000)
+    sites = {site.name: site for site in find_linears(model)}
+    loaded = dict(load_weights(path))
+    assert loaded.keys() == sites.keys()
+    for name, weight in loaded.items():
+        assert torch.equal(weight.dequantize(), sites[name].weight())
+
+
+def test_one_matrix_is_in_one_shard_and_shards_keep_their_size(make_checkpoint) -> None:
+    path, _ = make_checkpoint("llama", shard=30_000)
+    header = read_header(path)
+    assert len(header.files) > 2
+    for name, layout in header.modules.items():
+        assert len({header.tensors[f"{name}.{suffix}"].file for suffix in layout.tensors()}) == 1
+    assert all(file.stat().st_size < 30_000 + 8_000 for file in header.files)
+
+
+def test_weights_are_consumed_one_at_a_time(parts, tmp_path: Path, monkeypatch) -> None:
+    model, weights = parts
+    waiting = []
+    written = []
+    original = writer.write_safetensors
+
+    def watch(path, tensors):
+        written.append(len(waiting))
+        return original(path, tensors)
+
+    def stream():
+        for pair in weights.items():
+            waiting.append(pair[0])
+            yield pair
+
+    monkeypatch.setattr(writer, "write_safetensors", watch)
+    save(model, tmp_path / "streamed", stream(), max_shard_bytes=10_000)
+    assert written[0] <= 5 < len(weights)  # the first shard was on disk before later matrices were asked for
+
+
+def test_same_input_gives_the_same_bytes(parts, tmp_path: Path) -> None:
+    model, weights = parts
+    for name in ("a", "b"):
+        save(model, tmp_path / name, weights, max_shard_bytes=40_000)
+    for file in (tmp_path / "a").iterdir():
+        assert file.read_bytes() == (tmp_path / "b" / file.name).read_bytes()
+
+
+def test_tensors_that_stay_return_to_the_dtype_of_the_source(
+    make_checkpoint, random_weight, tmp_path: Path
+) -> None:
+    make_checkpoint("llama", dtype=torch.bfloat16)
+    source = tmp_path / "source"
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)  # computed in float32
+    weights = {site.name: random_weight(*site.shape) for site in find_linears(model)}
+    path = save(model, tmp_path / "again", weights, source=source)
+    stored = read_header(path).tensors
+    assert stored["model.norm.weight"].dtype == stored["lm_head.weight"].dtype == torch.bfloat16
+    assert load(path).dtype == torch.bfloat16
+    original = load_file(source / "model.safetensors")
+    assert torch.equal(load_file(path / "model.safetensors")["lm_head.weight"], original["lm_head.weight"])
+
+
+def test_a_quantized_tied_head_is_untied(parts, random_weight, tmp_path: Path) -> None:
+    model, weights = parts
+    path = save(model, tmp_path / "head", {**weights, "lm_head": random_weight(96, 64)})
+    assert read_header(path).config["tie_word_embeddings"] is False
+    loaded = load(path, dequantize=True)
+    assert torch.equal(loaded.lm_head.weight, random_weight(96, 64).dequantize())
+    assert torch.equal(loaded.model.embed_tokens.weight, model.model.embed_tokens.weight)
+
+
+def test_weight_files_and_hidden_files_of_the_source_are_not_copied(parts, tmp_path: Path) -> None:
+    model, weights = parts
+    source = tmp_path / "source"
+    for name in ("pytorch_model.bin", "x.gguf", "old.onnx", "pytorch_model.bin.index.json", ".gitattributes"):
+        (source / name).write_text("no")
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tool.jinja").write_text("yes")
+    path = save(model, tmp_path / "copied", weights, source=source)
+    names = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()}
+    assert names == {
+        "config.json",
+        "checksums.json",
+        "model.safetensors",
+        "generation_config.json",
+        "tokenizer.json",
+        "additional_chat_templates/tool.jinja",
+    }
+
+
+def test_an_existing_output_is_kept(parts, tmp_path: Path) -> None:
+    model, weights = parts
+    (tmp_path / "there").mkdir()
+    with pytest.raises(OutputError, match="there exists already; remove it, or choose another --output"):
+        save(model, tmp_path / "there", weights)
+    with pytest.raises(OutputError, match="exists already"):
+        check_output(tmp_path / "there")
+    assert check_output(tmp_path / "new" / "deeper") == tmp_path / "new" / "deeper"
+
+
+@pytest.mark.parametrize(
+    ("code", "sentence"),
+    [(errno.ENOSPC, "the disk is full"), (errno.EACCES, "no permission"), (errno.EIO, "cannot be written")],
+)
+def test_a_failed_write_leaves_nothing(parts, tmp_path: Path, monkeypatch, code: int, sentence: str) -> None:
+    model, weights = parts
+    calls = iter([False, True])
+
+    def fsync(handle: int) -> None:
+        if next(calls, True):
+            raise OSError(code, os.strerror(code))
+
+    before = set(tmp_path.iterdir())
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(OutputError, match=sentence):
+        save(model, tmp_path / "out", weights, max_shard_bytes=20_000)
+    assert set(tmp_path.iterdir()) == before
+
+
+def test_too_little_space_is_said_before_the_shard_is_written(parts, tmp_path: Path, monkeypatch) -> None:
+    model, weights = parts
+    monkeypatch.setattr(writer.shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
+    with pytest.raises(OutputError, match="has 10 bytes free, but the next weight file needs"):
+        save(model, tmp_path / "out", weights)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_unwritable_parent_is_named_before_any_work(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(
+        os, "access", lambda path, mode: False
+    )  # root may write anywhere, so ask in its place
+    with pytest.raises(OutputError, match="cannot be written to; choose another --output"):
+        check_output(tmp_path / "out")
+
+
+def test_interruption_leaves_nothing(parts, tmp_path: Path) -> None:
+    model, weights = parts
+
+    def interrupted():
+        yield next(iter(weights.items()))
+        raise KeyboardInterrupt
+
+    before = set(tmp_path.iterdir())
+    with pytest.raises(KeyboardInterrupt):
+        save(model, tmp_path / "out", interrupted())
+    assert set(tmp_path.iterdir()) == before
+
+
+def test_infinite_scales_are_refused_with_the_name_of_the_matrix(parts, tmp_path: Path) -> None:
+    model, weights = parts
+    name = "model.layers.1.mlp.up_proj"
+    dense = weights[name].dense
+    scales = dense.scales.clone()
+    scales[3, 0] = float("inf")
+    bad = Grid(
+        codes=dense.codes,
+        scales=scales,
+        zero_points=dense.zero_points,
+        column_scales=None,
+        bits=dense.bits,
+        group_size=dense.group_size,
+    )
+    with pytest.raises(NumericalError, match=r"model\.layers\.1\.mlp\.up_proj: scales holds NaN or infinity"):
+        save(model, tmp_path / "out", weights | {name: QuantizedWeight(dense=bad, sparse=None)})
+
+
+def test_byte_table_accounts_for_every_byte(pristine: Path) -> None:
+    table = byte_table(pristine)
+    assert table.bytes == sum(file.stat().st_size for file in pristine.glob("*.safetensors"))
+    header = read_header(pristine)
+    for name, matrix in table.matrices.items():
+        stored = sum(header.tensors[f"{name}.{suffix}"].bytes for suffix in header.modules[name].tensors())
+        n, k = header.modules[name].shape
+        assert matrix.bytes == stored and matrix.bits_per_weight == 8 * stored / (n * k)
+    assert table.parts["embedding"] == 96 * 64 * 4 and table.parts["head"] == 0
+    assert table.parts["codes"] == sum(-(-3 * m.weights // 8) for m in table.matrices.values())
+    norms = 5 * 64 * 4
+    assert table.parts["other"] == norms
+
+
+@pytest.mark.parametrize("kind", ["symmetric", "codebook", "trellis"])
+def test_bits_per_weight_in_closed_form(random_weight, kind: str) -> None:
+    from requant.checkpoint import matrix_parts
+
+    n, k, bits = 32, 512, 2
+    layout, _ = pack(random_weight(n, k, kind=kind, bits=bits, density=0))
+    scales = {"symmetric": 16 * 11 * n, "codebook": 16 * 4 * n, "trellis": 16 * n + 16 + k}[kind]
+    assert 8 * sum(matrix_parts(layout).values()) == bits * n * k + scales

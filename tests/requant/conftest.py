@@ -1,0 +1,145 @@
+"""Random quantized matrices and tiny models, shared by the tests of checkpoint, linear and integrations."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig, Qwen2Config
+
+from requant.checkpoint import save_checkpoint
+from requant.formats import Codebook, Grid, QuantizedWeight, Sparse, Trellis, group_count, sparse_residual
+from requant.models import find_linears
+
+LLAMA = {
+    "hidden_size": 64,
+    "intermediate_size": 172,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 96,
+    "max_position_embeddings": 64,
+}
+
+
+def config_of(name: str) -> PretrainedConfig:
+    match name:
+        case "llama":
+            return LlamaConfig(**LLAMA, tie_word_embeddings=False)
+        case "llama-tied":
+            return LlamaConfig(**LLAMA, tie_word_embeddings=True)
+        case "qwen2":
+            return Qwen2Config(**LLAMA, tie_word_embeddings=False)
+        case "gpt2":
+            return GPT2Config(
+                n_embd=64, n_layer=2, n_head=4, n_positions=64, vocab_size=96, bos_token_id=0, eos_token_id=0
+            )
+    raise ValueError(name)
+
+
+def build_weight(
+    n: int,
+    k: int,
+    *,
+    kind: str = "asymmetric",
+    bits: int = 3,
+    density: float = 0.02,
+    int8: bool = False,
+    seed: int = 0,
+) -> QuantizedWeight:
+    """A random matrix of any container, with a share `density` of sparse entries (1: full rows)."""
+    g = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 1 << bits, (n, k), generator=g, dtype=torch.uint8)
+    groups = group_count(k, 48)
+    match kind:
+        case "codebook":
+            levels = torch.randn(n, 1 << bits, generator=g).mul(0.05).sort(1).values.half()
+            dense = Codebook(codes=codes, levels=levels, bits=bits)
+        case "trellis":
+            padded = (-(-n // 16) * 16, -(-k // 16) * 16)
+            dense = Trellis(
+                codes=torch.randint(0, 1 << bits, padded, generator=g, dtype=torch.uint8),
+                input_scales=(torch.randint(0, 2, (k,), generator=g) * 2 - 1).half(),
+                output_scales=(torch.rand(n, generator=g) * 0.1).half(),
+                bits=bits,
+                code="3inst",
+            )
+        case _:
+            zero_points = torch.randint(0, 1 << bits, (n, groups), generator=g, dtype=torch.uint8)
+            dense = Grid(
+                codes=codes,
+                scales=(torch.rand(n, groups, generator=g) * 0.02).half(),
+                zero_points=None if kind == "symmetric" else zero_points,
+                column_scales=(torch.rand(k, generator=g) + 0.5).half() if kind == "awq" else None,
+                bits=bits,
+                group_size=48,
+            )
+    target = torch.randn(n, k, generator=g) * 0.05
+    sparse = sparse_residual(target, dense.dequantize(), torch.rand(n, k, generator=g) < density)
+    if int8 and sparse is not None:
+        sparse = Sparse(
+            indptr=sparse.indptr,
+            indices=sparse.indices,
+            values=torch.randint(-127, 128, sparse.values.shape, generator=g, dtype=torch.int8),
+            row_scales=(torch.rand(n, generator=g) * 1e-3).half(),
+            shape=(n, k),
+        )
+    return QuantizedWeight(dense=dense, sparse=sparse)
+
+
+def build_checkpoint(
+    folder: Path,
+    name: str = "llama",
+    *,
+    dtype: torch.dtype = torch.float32,
+    kind: str = "asymmetric",
+    shard: int = 10**9,
+) -> tuple[Path, nn.Module]:
+    """A saved checkpoint, and the plain model that holds the same floats."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config_of(name), dtype=dtype).eval()
+    model.save_pretrained(folder / "source")
+    (folder / "source" / "tokenizer.json").write_text("{}")
+    sites = find_linears(model)
+    weights = {site.name: build_weight(*site.shape, kind=kind, seed=i) for i, site in enumerate(sites)}
+    path = save_checkpoint(
+        folder / "checkpoint",
+        source=folder / "source",
+        model=model,
+        weights=weights,
+        manifest={"requant_version": "0.1.0", "recipe_hash": "abc"},
+        extra_files={"recipe.yaml": "bits: 3\n"},
+        max_shard_bytes=shard,
+    )
+    for site in sites:
+        site.set_weight(weights[site.name].dequantize())
+    return path, model
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def random_weight() -> Callable[..., QuantizedWeight]:
+    return build_weight
+
+
+@pytest.fixture
+def make_checkpoint(tmp_path: Path) -> Callable[..., tuple[Path, nn.Module]]:
+    return lambda *args, **kwargs: build_checkpoint(tmp_path, *args, **kwargs)
+
+
+@pytest.fixture(scope="session")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of a tied Llama in two shards; not to be changed."""
+    return build_checkpoint(tmp_path_factory.mktemp("pristine"), "llama-tied", shard=60_000)[0]
+
+
+@pytest.fixture
+def checkpoint(pristine: Path, tmp_path: Path) -> Path:
+    """A copy to damage."""
+    return Path(shutil.copytree(pristine, tmp_path / "copy"))
