@@ -24,62 +24,63 @@ from requant_kernels.words import UNIT, bit_positions, codebook_asm, constraints
 
 
 @triton.jit
-def load_block(w_ptr, s_ptr, z_ptr, tile, block, blocks, BITS: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
-                W: tl.constexpr):  # fmt: skip
-    """The words of one block a warp, then the scales of its groups, then their zero points."""
+def load_block(w_ptr, s_ptr, z_ptr, tiles, block, blocks, BITS: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
+               W: tl.constexpr):  # fmt: skip
+    """The words of one block a warp and tile, then the scales of its groups, then their zero points."""
     lane, eight = tl.arange(0, 32), tl.arange(0, 8)
-    base = (tile * blocks + block)[None, :, None] * (BITS * 256) + lane[:, None, None] * 8 + eight[None, None, :]
-    inside = (block < blocks)[None, :, None]
+    at = (tiles[None, :] * blocks + block[:, None])[None, :, :, None] * (BITS * 256)
+    at += lane[:, None, None, None] * 8 + eight[None, None, None, :]
     loaded = ()
     for i in tl.static_range(BITS):
         if EVEN:
-            word = tl.load(w_ptr + base + i * 256, eviction_policy="evict_first")
+            word = tl.load(w_ptr + at + i * 256, eviction_policy="evict_first")
         else:
-            word = tl.load(w_ptr + base + i * 256, mask=inside, other=0, eviction_policy="evict_first")
+            inside = (block < blocks)[None, :, None, None]
+            word = tl.load(w_ptr + at + i * 256, mask=inside, other=0, eviction_policy="evict_first")
         loaded = loaded + (word,)
     if GROUP > 0:
-        loaded = loaded + _load_groups(s_ptr, tile, block, blocks, GROUP, EVEN, W)
+        loaded = loaded + _load_groups(s_ptr, tiles, block, blocks, GROUP, EVEN, W)
     if GROUP > 0 and z_ptr is not None:
-        loaded = loaded + _load_groups(z_ptr, tile, block, blocks, GROUP, EVEN, W)
+        loaded = loaded + _load_groups(z_ptr, tiles, block, blocks, GROUP, EVEN, W)
     return loaded
 
 
 @triton.jit
-def _load_groups(pointer, tile, block, blocks, GROUP: tl.constexpr, EVEN: tl.constexpr, W: tl.constexpr):
-    """A scale (or zero point) a row and group of one block a warp, each `[t, g, warp, rh]`."""
+def _load_groups(pointer, tiles, block, blocks, GROUP: tl.constexpr, EVEN: tl.constexpr, W: tl.constexpr):
+    """A scale (or zero point) a row and group of one block a warp, each `[t, g, warp, tile, rh]`."""
     a_block: tl.constexpr = 256 // GROUP if GROUP < 256 else 1
     a_group: tl.constexpr = GROUP // 256 if GROUP > 256 else 1
     loaded = ()
     for i in tl.static_range(a_block):
         groups = tl.cdiv(blocks, a_group) * a_block
-        at = row_offsets((tile * groups + block // a_group * a_block + i) * 16, W)
+        at = row_offsets(tiles[None, :] * groups + (block // a_group * a_block + i)[:, None])
         if EVEN:
             loaded = loaded + (tl.load(pointer + at),)
         else:
-            loaded = loaded + (tl.load(pointer + at, mask=(block < blocks)[None, None, :, None], other=0.0),)
+            loaded = loaded + (tl.load(pointer + at, mask=(block < blocks)[None, None, :, None, None], other=0.0),)
     return loaded
 
 
 @triton.jit
-def row_offsets(base, W: tl.constexpr):
-    """`[t, g, warp, rh]`: where a lane finds what belongs to its rows g and g + 8 (the four t read the same)."""
+def row_offsets(base):
+    """`[t, g, warp, tile, rh]`: where a lane finds what belongs to its rows g and g + 8 (the four t read the same)."""
     t, g, rh = tl.arange(0, 4), tl.arange(0, 8), tl.arange(0, 2)
-    same = t[:, None, None, None] * 0 + g[None, :, None, None] * 2 + rh[None, None, None, :]
-    return same + base[None, None, :, None]
+    same = t[:, None, None, None, None] * 0 + g[None, :, None, None, None] * 2 + rh[None, None, None, None, :]
+    return same + base[None, None, :, :, None] * 16
 
 
 @triton.jit
-def _like_words(rows, W: tl.constexpr):
-    """A value a row `[t, g, warp, rh]` -> `[lane, warp, 8]`, the shape of words."""
-    rows = tl.reshape(tl.permute(rows, (1, 0, 2, 3)), [32, W, 1, 2, 1])
-    return tl.reshape(tl.broadcast_to(rows, [32, W, 2, 2, 2]), [32, W, 8])
+def _like_words(rows, W: tl.constexpr, R: tl.constexpr):
+    """A value a row `[t, g, warp, tile, rh]` -> `[lane, warp, tile, 8]`, the shape of words."""
+    rows = tl.reshape(tl.permute(rows, (1, 0, 2, 3, 4)), [32, W, R, 1, 2, 1])
+    return tl.reshape(tl.broadcast_to(rows, [32, W, R, 2, 2, 2]), [32, W, R, 8])
 
 
 @triton.jit
-def _like_products(rows, W: tl.constexpr, N: tl.constexpr):
-    """A value a row `[t, g, warp, rh]` -> `[warp, 16, N]`, the shape of products."""
-    rows = tl.reshape(tl.permute(rows, (2, 3, 1, 0)), [W, 2, 8, 1, 4, 1])
-    return tl.reshape(tl.broadcast_to(rows, [W, 2, 8, N // 8, 4, 2]), [W, 16, N])
+def _like_products(rows, W: tl.constexpr, R: tl.constexpr, N: tl.constexpr):
+    """A value a row `[t, g, warp, tile, rh]` -> `[warp, rows, N]`, the shape of products."""
+    rows = tl.reshape(tl.permute(rows, (2, 3, 4, 1, 0)), [W, R, 2, 8, 1, 4, 1])
+    return tl.reshape(tl.broadcast_to(rows, [W, R, 2, 8, N // 8, 4, 2]), [W, 16 * R, N])
 
 
 @triton.jit
@@ -94,26 +95,27 @@ def _code(words, POSITIONS: tl.constexpr, e: tl.constexpr, plane: tl.constexpr, 
 
 
 @triton.jit
-def _decode_plain(loaded, rows_zero, levels_ptr, tile, dtype, POSITIONS: tl.constexpr, CODEBOOK: tl.constexpr,
-                  BITS: tl.constexpr, GROUPS: tl.constexpr, ZEROS: tl.constexpr, W: tl.constexpr):  # fmt: skip
+def _decode_plain(loaded, rows_zero, levels_ptr, tiles, dtype, POSITIONS: tl.constexpr, CODEBOOK: tl.constexpr,
+                  BITS: tl.constexpr, GROUPS: tl.constexpr, ZEROS: tl.constexpr, W: tl.constexpr, R: tl.constexpr):  # fmt: skip
     """The 16 planes of weights without assembly; one step of a grid is worth 1."""
     words = ()
     for i in tl.static_range(BITS):
-        low, high = tl.split(tl.reshape(loaded[i].to(tl.int32) & 0xFFFF, [32, W, 4, 2]))
+        low, high = tl.split(tl.reshape(loaded[i].to(tl.int32) & 0xFFFF, [32, W, R, 4, 2]))
         words = words + (low | (high << 16),)
-    row = tl.arange(0, 32)[:, None, None] // 4 + 8 * (tl.arange(0, 4)[None, None, :] % 2)
+    row = tl.arange(0, 32)[:, None, None, None] // 4 + 8 * (tl.arange(0, 4)[None, None, None, :] % 2)
+    row = tiles[None, None, :, None] * 16 + row
     planes = ()
     for plane in tl.static_range(16):
         low = _code(words, POSITIONS, 0, plane, BITS)
         high = _code(words, POSITIONS, 1, plane, BITS)
         if CODEBOOK:
-            at = levels_ptr + (tile * 16 + row) * (1 << BITS)
+            at = levels_ptr + row * (1 << BITS)
             value = tl.join(tl.load(at + low), tl.load(at + high)).to(dtype)
-            planes = planes + (tl.reshape(value, [32, W, 8]),)
+            planes = planes + (tl.reshape(value, [32, W, R, 8]),)
         else:
-            value = tl.reshape(tl.join(low, high), [32, W, 8]).to(tl.float32)
+            value = tl.reshape(tl.join(low, high), [32, W, R, 8]).to(tl.float32)
             if ZEROS:
-                value -= _like_words(rows_zero[plane * GROUPS // 16], W).to(tl.float32)
+                value -= _like_words(rows_zero[plane * GROUPS // 16], W, R).to(tl.float32)
             else:
                 value -= 1 << (BITS - 1)
             planes = planes + (value.to(dtype),)
@@ -121,29 +123,29 @@ def _decode_plain(loaded, rows_zero, levels_ptr, tile, dtype, POSITIONS: tl.cons
 
 
 @triton.jit
-def _zero_pairs(zero, UNIT: tl.constexpr, dtype, W: tl.constexpr):
-    """Zero points `[t, g, warp, rh]` -> the pair -zero * UNIT in 32 bits, in the shape of words."""
+def _zero_pairs(zero, UNIT: tl.constexpr, dtype, W: tl.constexpr, R: tl.constexpr):
+    """Zero points `[t, g, warp, tile, rh]` -> the pair -zero * UNIT in 32 bits, in the shape of words."""
     half = (zero.to(tl.float32) * (-UNIT)).to(dtype).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-    return _like_words(half * 0x10001, W)
+    return _like_words(half * 0x10001, W, R)
 
 
 @triton.jit
-def decode_block(loaded, tables, levels_ptr, tile, like_ptr, ASM: tl.constexpr, CONSTRAINTS: tl.constexpr,
+def decode_block(loaded, tables, levels_ptr, tiles, like_ptr, ASM: tl.constexpr, CONSTRAINTS: tl.constexpr,
                  POSITIONS: tl.constexpr, CODEBOOK: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
-                 ZEROS: tl.constexpr, UNIT: tl.constexpr, W: tl.constexpr):  # fmt: skip
-    """The 16 planes `[lane, warp, (kh rh e)]` of a block: levels, or steps of the grid times UNIT."""
+                 ZEROS: tl.constexpr, UNIT: tl.constexpr, W: tl.constexpr, R: tl.constexpr):  # fmt: skip
+    """The 16 planes `[lane, warp, tile, (kh rh e)]` of a block: levels, or steps of the grid times UNIT."""
     dtype = like_ptr.dtype.element_ty
     GROUPS: tl.constexpr = 256 // GROUP if GROUP > 0 and GROUP < 256 else 1
     zero = tables if GROUP == 0 else loaded[BITS + GROUPS :]  # a zero point a row rides in `tables`
     if ASM is None:
-        planes = _decode_plain(loaded, zero, levels_ptr, tile, dtype, POSITIONS, CODEBOOK, BITS, GROUPS, ZEROS, W)
+        planes = _decode_plain(loaded, zero, levels_ptr, tiles, dtype, POSITIONS, CODEBOOK, BITS, GROUPS, ZEROS, W, R)
     else:
         operands = ()
         if CODEBOOK:
             operands = tables
         elif ZEROS:
             for i in tl.static_range(GROUPS):
-                operands = operands + (_zero_pairs(zero[i], UNIT, dtype, W),)
+                operands = operands + (_zero_pairs(zero[i], UNIT, dtype, W, R),)
         planes = tl.inline_asm_elementwise(
             ASM, CONSTRAINTS, loaded[:BITS] + operands, dtype=(dtype,) * 16, is_pure=True, pack=2
         )
@@ -151,94 +153,101 @@ def decode_block(loaded, tables, levels_ptr, tile, like_ptr, ASM: tl.constexpr, 
 
 
 @triton.jit
-def load_tables(s_ptr, z_ptr, tile, CODEBOOK: tl.constexpr, TABLES: tl.constexpr, GROUP: tl.constexpr, W: tl.constexpr):
+def load_tables(s_ptr, z_ptr, tiles, CODEBOOK: tl.constexpr, TABLES: tl.constexpr, GROUP: tl.constexpr,
+                W: tl.constexpr, R: tl.constexpr):  # fmt: skip
     """What belongs to the rows for the whole launch: byte tables of a codebook, or one zero point a row."""
     tables = ()
-    same = tl.arange(0, W) * 0
+    same = tl.arange(0, W)[:, None] * 0 + tiles[None, :]
     if CODEBOOK:
         for i in tl.static_range(TABLES):
-            tables = tables + (_like_words(tl.load(s_ptr + row_offsets((tile * TABLES + i) * 16 + same, W)), W),)
+            tables = tables + (_like_words(tl.load(s_ptr + row_offsets(same * TABLES + i)), W, R),)
     elif z_ptr is not None and GROUP == 0:
-        tables = (tl.load(z_ptr + row_offsets(tile * 16 + same, W)),)
+        tables = (tl.load(z_ptr + row_offsets(same)),)
     return tables
 
 
 @triton.jit
-def _multiply_block(acc, loaded, tables, x_ptr, levels_ptr, tile, column, token, stride_x, K,
+def _multiply_block(acc, loaded, tables, x_ptr, levels_ptr, tiles, column, token, stride_x, K,
                     ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, POSITIONS: tl.constexpr, CODEBOOK: tl.constexpr,
                     BITS: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, UNIT: tl.constexpr, EVEN: tl.constexpr,
-                    W: tl.constexpr, N: tl.constexpr):  # fmt: skip
-    """acc `[warp, 16, N]` += block @ tokens."""
+                    W: tl.constexpr, R: tl.constexpr, N: tl.constexpr):  # fmt: skip
+    """acc `[warp, rows, N]` += block @ tokens."""
     GROUPS: tl.constexpr = 0 if GROUP == 0 else (256 // GROUP if GROUP < 256 else 1)
-    planes = decode_block(loaded, tables, levels_ptr, tile, x_ptr, ASM, CONSTRAINTS, POSITIONS,
-                          CODEBOOK, BITS, GROUP, ZEROS, UNIT, W)  # fmt: skip
     t, eight = tl.arange(0, 4), tl.arange(0, 8)
-    within = t[:, None, None, None, None] * 8 + eight[None, None, None, None, :]
-    column = column[None, None, :, None, None] + within
+    column = column[None, None, :, None, None]
+    column += t[:, None, None, None, None] * 8 + eight[None, None, None, None, :]
     pointer = x_ptr + token[None, :, None, :, None].to(tl.int64) * stride_x + column
-    part = acc
+    tokens = ()
     for slab in tl.static_range(8):
         if EVEN:
             x = tl.load(pointer + slab * 32)
         else:
             x = tl.load(pointer + slab * 32, mask=column + slab * 32 < K, other=0.0)
         x = tl.permute(tl.reshape(x, [4, 8, W, N // 8, 2, 2, 2]), (2, 5, 0, 6, 3, 1, 4))
-        first, second = tl.split(tl.reshape(x, [W, 16, N, 2]))  # w (kh t e) (nt g) j
-        if GROUP > 0 and slab * GROUPS % 8 == 0:
-            part = tl.zeros([W, 16, N], tl.float32)
-        for j in tl.static_range(2):
-            plane = tl.reshape(planes[2 * slab + j], [8, 4, W, 2, 2, 2])  # g t w kh rh e
-            plane = tl.reshape(tl.permute(plane, (2, 4, 0, 3, 1, 5)), [W, 16, 16])  # w (rh g) (kh t e)
-            part = tl.dot(plane, first if j == 0 else second, part)
-        if GROUP > 0 and (slab + 1) * GROUPS % 8 == 0:
-            scale = loaded[BITS + slab * GROUPS // 8].to(tl.float32)
-            acc += part * _like_products(scale, W, N)
+        tokens = tokens + (tl.split(tl.reshape(x, [W, 16, N, 2])),)  # w (kh t e) (nt g), one for each j
+    planes = decode_block(loaded, tables, levels_ptr, tiles, x_ptr, ASM, CONSTRAINTS, POSITIONS,
+                          CODEBOOK, BITS, GROUP, ZEROS, UNIT, W, R)  # fmt: skip
+    part = acc
+    for i in tl.static_range(16):
+        if GROUP > 0 and i * GROUPS % 16 == 0:
+            part = tl.zeros([W, 16 * R, N], tl.float32)
+        plane = tl.reshape(planes[i], [8, 4, W, R, 2, 2, 2])  # g t w tile kh rh e
+        plane = tl.reshape(tl.permute(plane, (2, 3, 5, 0, 4, 1, 6)), [W, 16 * R, 16])  # w (tile rh g) (kh t e)
+        part = tl.dot(plane, tokens[i // 2][i % 2], part)
+        if GROUP > 0 and (i + 1) * GROUPS % 16 == 0:
+            scale = loaded[BITS + i * GROUPS // 16].to(tl.float32)
+            acc += part * _like_products(scale, W, R, N)
     return acc if GROUP > 0 else part
 
 
 @triton.jit
-def load_slots(si_ptr, sv_ptr, first, last, W: tl.constexpr):
-    """Columns and residuals of `2 W` chunks of 8 slots from chunk `first` on: `[16, 2 W, 8]`."""
-    row, chunk, eight = tl.arange(0, 16), tl.arange(0, 2 * W), tl.arange(0, 8)
-    at = (first + chunk)[None, :, None].to(tl.int64) * 128 + row[:, None, None] * 8 + eight[None, None, :]
-    inside = (first + chunk < last)[None, :, None]
+def load_slots(si_ptr, sv_ptr, first, last, SLOTS: tl.constexpr):
+    """Columns and residuals of `SLOTS` chunks of 8 from chunk `first` of every row on: `[rows, SLOTS, 8]`."""
+    row, chunk, eight = tl.arange(0, first.shape[0]), tl.arange(0, SLOTS), tl.arange(0, 8)
+    chunks = first[:, None] + chunk[None, :]
+    at = chunks[:, :, None].to(tl.int64) * 128 + (row % 16)[:, None, None] * 8 + eight[None, None, :]
+    inside = (chunks < last[:, None])[:, :, None]
     column = tl.load(si_ptr + at, mask=inside, other=0, eviction_policy="evict_first").to(tl.int32) & 0xFFFF
     return column, tl.load(sv_ptr + at, mask=inside, other=0, eviction_policy="evict_first")
 
 
 @triton.jit
 def _gather(xs_ptr, column, MS: tl.constexpr):
-    """Activations at `column`: `[16, chunks, 8, MS]`, MS neighbouring tokens of the transposed activations."""
+    """Activations at `column`: `[rows, chunks, 8, MS]`, MS neighbouring tokens of the transposed activations."""
     return tl.load(xs_ptr + column[:, :, :, None] * MS + tl.arange(0, MS)[None, None, None, :])
 
 
 @triton.jit
 def _sparse_sums(value, x):
-    """Sums over the slots of a row: `[16, MS]`."""
+    """Sums over the slots of a row: `[rows, MS]`."""
     return tl.sum(tl.sum(value.to(tl.float32)[:, :, :, None] * x.to(tl.float32), 2), 1)
 
 
 @triton.jit
 def decode_kernel(
     x_ptr, xs_ptr, w_ptr, s_ptr, z_ptr, levels_ptr, rows_ptr, sp_ptr, si_ptr, sv_ptr, sr_ptr, bias_ptr, y_ptr,
-    M, K, n, stride_x, stride_y,
+    M, K, n, last_tile, stride_x, stride_y,
     ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, POSITIONS: tl.constexpr, CODEBOOK: tl.constexpr, BITS: tl.constexpr,
     TABLES: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr, EVEN: tl.constexpr, MS: tl.constexpr,
-    W: tl.constexpr, UNROLL: tl.constexpr, CHUNKS: tl.constexpr, N: tl.constexpr, PDL: tl.constexpr,
+    SLOTS: tl.constexpr, W: tl.constexpr, R: tl.constexpr, UNROLL: tl.constexpr, CHUNKS: tl.constexpr,
+    N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """y `[M, n]` = x `[M, K]` @ weight^T; grid: tiles of 16 rows. GROUP 0: one scale a row."""
-    tile = tl.program_id(0).to(tl.int64)
+    """y `[M, n]` = x `[M, K]` @ weight^T; grid: R tiles of 16 rows each. GROUP 0: one scale a row."""
+    # where the number of tiles is odd, the last tile is computed, and written, twice alike
+    tiles = tl.minimum(tl.program_id(0) * R + tl.arange(0, R), last_tile).to(tl.int64)
+    position = tl.minimum(tl.program_id(0) * R + tl.arange(0, 16 * R) // 16, last_tile).to(tl.int64)
+    row = position * 16 + tl.arange(0, 16 * R) % 16
     ZEROS: tl.constexpr = z_ptr is not None
     SPARSE: tl.constexpr = sp_ptr is not None
     blocks = tl.cdiv(K, 256)
     warp = tl.arange(0, W)
-    tables = load_tables(s_ptr, z_ptr, tile, CODEBOOK, TABLES, GROUP, W)
+    tables = load_tables(s_ptr, z_ptr, tiles, CODEBOOK, TABLES, GROUP, W, R)
     if SPARSE:
-        chunk, last = tl.load(sp_ptr + tile), tl.load(sp_ptr + tile + 1)
-        column, value = load_slots(si_ptr, sv_ptr, chunk, last, W)
+        chunk, last = tl.load(sp_ptr + position), tl.load(sp_ptr + position + 1)
+        column, value = load_slots(si_ptr, sv_ptr, chunk, last, SLOTS)
     ahead = ()
     for u in tl.static_range(UNROLL):
-        ahead = ahead + (load_block(w_ptr, s_ptr, z_ptr, tile, u * W + warp, blocks, BITS, GROUP, EVEN, W),)
+        ahead = ahead + (load_block(w_ptr, s_ptr, z_ptr, tiles, u * W + warp, blocks, BITS, GROUP, EVEN, W),)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -246,36 +255,34 @@ def decode_kernel(
         gathered = _gather(xs_ptr, column, MS)
     token = tl.arange(0, 8)[:, None] + 8 * tl.arange(0, N // 8)[None, :]
     token = tl.minimum(token, M - 1)  # the surplus columns are computed and never stored
-    acc = tl.zeros([W, 16, N], tl.float32)
+    acc = tl.zeros([W, 16 * R, N], tl.float32)
     for c in range(CHUNKS):
         now = ahead
         if CHUNKS > 1:
             ahead = ()
             for u in tl.static_range(UNROLL):
                 block = ((c + 1) * UNROLL + u) * W + warp
-                ahead = ahead + (load_block(w_ptr, s_ptr, z_ptr, tile, block, blocks, BITS, GROUP, False, W),)
+                ahead = ahead + (load_block(w_ptr, s_ptr, z_ptr, tiles, block, blocks, BITS, GROUP, False, W),)
         for u in tl.static_range(UNROLL):
             first = ((c * UNROLL + u) * W + warp) * 256
-            acc = _multiply_block(acc, now[u], tables, x_ptr, levels_ptr, tile, first, token, stride_x, K, ASM,
-                                  CONSTRAINTS, POSITIONS, CODEBOOK, BITS, GROUP, ZEROS, UNIT, EVEN, W, N)  # fmt: skip
+            acc = _multiply_block(acc, now[u], tables, x_ptr, levels_ptr, tiles, first, token, stride_x, K, ASM,
+                                  CONSTRAINTS, POSITIONS, CODEBOOK, BITS, GROUP, ZEROS, UNIT, EVEN, W, R, N)  # fmt: skip
     y = tl.sum(acc, 0)
-    row = tile * 16 + tl.arange(0, 16)
     if not CODEBOOK:
         if GROUP == 0:
-            at = tl.arange(0, 16)
-            y *= tl.load(s_ptr + tile * 16 + at % 8 * 2 + at // 8).to(tl.float32)[:, None]
+            y *= tl.load(s_ptr + position * 16 + row % 8 * 2 + row % 16 // 8).to(tl.float32)[:, None]
         y *= 1.0 / UNIT
     if SPARSE:
         sums = _sparse_sums(value, gathered)
-        chunk += 2 * W
-        while chunk < last:
-            column, value = load_slots(si_ptr, sv_ptr, chunk, last, W)
+        chunk += SLOTS
+        while tl.max(last - chunk, 0) > 0:
+            column, value = load_slots(si_ptr, sv_ptr, chunk, last, SLOTS)
             sums += _sparse_sums(value, _gather(xs_ptr, column, MS))
-            chunk += 2 * W
+            chunk += SLOTS
         if sr_ptr is not None:
             sums *= tl.load(sr_ptr + row).to(tl.float32)[:, None]
         if MS < N:
-            sums = tl.broadcast_to(sums, [16, N])  # one token: the other columns are never stored
+            sums = tl.broadcast_to(sums, [16 * R, N])  # one token: the other columns are never stored
         y += sums
     out = row
     if rows_ptr is not None:
@@ -304,7 +311,7 @@ def transpose_kernel(x_ptr, xt_ptr, M, K, stride_x, MS: tl.constexpr, BLOCK: tl.
 
 
 def decode(
-    x: Tensor, layout: Layout, bias: Tensor | None, *, warps: int, unroll: int, asm: bool, pdl: bool
+    x: Tensor, layout: Layout, bias: Tensor | None, *, warps: int, tiles: int, unroll: int, slots: int = 16, asm: bool, pdl: bool
 ) -> Tensor:
     """y [m, n] of x [m, k], 1 <= m <= 16, contiguous rows."""
     m, k = x.shape
@@ -331,15 +338,15 @@ def decode(
     dense_x = x if codebook or layout.column_scales is None else x / layout.column_scales.to(x.dtype)
     blocks = triton.cdiv(k, 256)
     options = {"launch_pdl": True} if pdl else {}
-    decode_kernel[(layout.words.shape[0],)](
+    decode_kernel[(triton.cdiv(layout.words.shape[0], tiles),)](
         dense_x, gathered, layout.words, scales, zero_points, layout.levels if codebook else None, layout.rows,
         None if sparse is None else sparse.starts, None if sparse is None else sparse.columns,
         None if sparse is None else sparse.values, None if sparse is None else sparse.row_scales, bias, y,
-        m, k, layout.n, dense_x.stride(0), y.stride(0),
+        m, k, layout.n, layout.words.shape[0] - 1, dense_x.stride(0), y.stride(0),
         ASM=text, CONSTRAINTS=constraints(layout.bits, tables or groups) if use_asm else None,
         POSITIONS=None if use_asm else bit_positions("codebook" if codebook else "grid", layout.bits),
         CODEBOOK=codebook, BITS=layout.bits, TABLES=tables, GROUP=group, UNIT=UNIT[dtype] if use_asm else 1.0,
-        EVEN=k % (256 * warps * unroll) == 0, MS=width, W=warps, UNROLL=unroll,
+        EVEN=k % (256 * warps * unroll) == 0, MS=width, SLOTS=slots, W=warps, R=tiles, UNROLL=unroll,
         CHUNKS=triton.cdiv(blocks, warps * unroll), N=n_tokens, PDL=pdl, num_warps=warps, num_stages=1, **options,
     )  # fmt: skip
     return y

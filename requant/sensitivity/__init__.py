@@ -40,16 +40,22 @@ class QuantizedPath:
 
     def start(self, site: LinearSite) -> Float[Tensor, "n k"]:
         """w, float32."""
-        return self.original[site.name].to(site.parameter.device, torch.float32)
+        return self.original[site.name].to(site.parameter.device, non_blocking=True).float()
 
     def step(self, site: LinearSite) -> Float[Tensor, "n k"]:
         """d = w~ - w, float32."""
         return self.quantized[site.name].dequantize() - self.start(site)
 
+    def point(self, site: LinearSite, t: float) -> Float[Tensor, "n k"]:
+        """w + t d, float32; exactly w~ at t = 1, where the sum would round."""
+        if t == 1:
+            return self.quantized[site.name].dequantize()
+        return self.start(site) if t == 0 else self.start(site) + t * self.step(site)
+
     def place(self, t: float) -> None:
         """Write w + t d into every matrix of the model."""
         for site in self.sites:
-            site.set_weight(self.start(site) if t == 0 else self.start(site) + t * self.step(site))
+            site.set_weight(self.point(site, t))
 
     @contextmanager
     def at(self, t: float):
@@ -62,8 +68,11 @@ class QuantizedPath:
 
 
 def originals(sites: Sequence[LinearSite]) -> dict[str, Tensor]:
-    """A copy of every weight, [n, k], in its own dtype, on the CPU."""
-    return {s.name: s.oriented(s.parameter.detach()).to("cpu", copy=True).contiguous() for s in sites}
+    """A copy of every weight, [n, k], in its own dtype, on the CPU; page-locked for a GPU, which reads it often."""
+    copies = {s.name: s.oriented(s.parameter.detach()).to("cpu", copy=True).contiguous() for s in sites}
+    if sites and sites[0].parameter.is_cuda:
+        return {name: copy.pin_memory() for name, copy in copies.items()}
+    return copies
 
 
 def signed_sum(score: Float[Tensor, "n k"]) -> float:

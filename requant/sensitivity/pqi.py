@@ -41,12 +41,15 @@ def pqi(
     on the CPU, and one float32 per weight.
     """
     mean_gradient = {site.name: torch.zeros(site.shape, device=site.parameter.device) for site in path.sites}
-    for index, (t, weight) in enumerate(NODES[nodes]):
+    try:
+        for index, (t, weight) in enumerate(NODES[nodes]):
 
-        def fold(site: LinearSite, gradient: Float[Tensor, "n k"], weight: float = weight) -> None:
-            mean_gradient[site.name].add_(gradient, alpha=weight)
+            def fold(site: LinearSite, gradient: Float[Tensor, "n k"], weight: float = weight) -> None:
+                mean_gradient[site.name].add_(gradient, alpha=weight)
 
-        with path.at(t):
+            path.place(t)
             name = None if label is None else f"{label}, node {index + 1}/{len(NODES[nodes])}"
             gradient_pass(path.model, windows, path.sites, fold, label=name)
+    finally:
+        path.place(1.0)
     return {site.name: mean_gradient[site.name].mul_(path.step(site)) for site in path.sites}
