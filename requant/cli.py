@@ -4,6 +4,7 @@ Exit codes: 0 done, 1 the run failed, 2 what was asked for cannot be done, 130 i
 """
 
 import dataclasses
+import errno
 import json
 import logging
 import sys
@@ -13,7 +14,13 @@ from typing import Annotated, Any
 import typer
 
 import requant
-from requant.errors import RequantError
+from requant.errors import RequantError, is_out_of_memory
+
+INTERRUPTED = "interrupted; `requant quantize` goes on where it stopped with --resume."
+OUT_OF_MEMORY = (
+    "memory is exhausted; lower --seq-len or --num-samples, use --dtype bfloat16, or --device cpu where the GPU is "
+    "too small."
+)
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -39,7 +46,10 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 
 @app.command()
 def quantize(
-    model: Annotated[str, typer.Option(help="Folder, hub name, alias (llama-3.2-1b), or demo.")] = "demo",
+    model: Annotated[
+        str | None,
+        typer.Option(help="Folder, hub name, alias (llama-3.2-1b), or demo. [the recipe's, or demo]"),
+    ] = None,
     bits: Annotated[str | None, typer.Option(help="Bits of a code, 2 to 8.")] = None,
     recipe: Annotated[
         str | None, typer.Option(help="A recipe by name or YAML file; other options override it.")
@@ -91,7 +101,7 @@ def quantize(
         skip=skip,
         seed=seed,
     )
-    folder = output if output is not None else output_folder(run)
+    folder = (output if output is not None else output_folder(run)).expanduser()
     if dry_run:
         plan = make_plan(prepare(run.model, run, device=device, dtype=dtype), run)
         print(json.dumps(dataclasses.asdict(plan), indent=2) if as_json else "\n".join(plan.lines()))
@@ -109,7 +119,9 @@ def quantize(
 
 @app.command()
 def sensitivity(
-    model: Annotated[str, typer.Option(help="Folder, hub name, alias, or demo.")] = "demo",
+    model: Annotated[
+        str | None, typer.Option(help="Folder, hub name, alias, or demo. [the recipe's, or demo]")
+    ] = None,
     bits: Annotated[str | None, typer.Option(help="Bits of a code, 2 to 8.")] = None,
     recipe: Annotated[str | None, typer.Option(help="A recipe by name or YAML file.")] = None,
     method: Annotated[str | None, typer.Option(help="The quantizer whose step is scored.")] = None,
@@ -165,8 +177,10 @@ def evaluate(
     text: Annotated[
         list[str] | None, typer.Option(help="Text to score. [demo-eval for demo, else WikiText-2 test]")
     ] = None,
-    context: Annotated[int, typer.Option(help="Tokens of a window.")] = 2048,
-    windows: Annotated[int | None, typer.Option(help="Score the first windows only.")] = None,
+    context: Annotated[
+        int | None, typer.Option(min=8, help="Tokens of a window. [2048, or the model's positions]")
+    ] = None,
+    windows: Annotated[int | None, typer.Option(min=1, help="Score the first windows only.")] = None,
     against: Annotated[str | None, typer.Option(help="The original, for KL and agreement.")] = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -209,8 +223,8 @@ def inspect(
 def generate(
     checkpoint: Annotated[str, typer.Argument(help="A checkpoint or model.")],
     prompt: Annotated[str, typer.Option(help="Text to go on from.")],
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens to write at most.")] = 100,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write at most.")] = 100,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -252,22 +266,23 @@ def recipes() -> None:
 
 
 def main() -> None:
-    """Entry point: every error that requant raises on purpose becomes one sentence and an exit code."""
-    import torch
-
+    """Entry point: every failure that a user can mend becomes one sentence and an exit code."""
     try:
         app()
     except RequantError as error:
         _fail(str(error), error.exit_code)
-    except torch.OutOfMemoryError:
-        _fail(
-            "the GPU is out of memory; lower --seq-len or --num-samples, use --dtype bfloat16, or --device cpu.",
-            1,
-        )
-    except MemoryError:
-        _fail("memory is exhausted; lower --seq-len or --num-samples, or use a smaller model.", 1)
-    except KeyboardInterrupt:
-        _fail("interrupted; run the same command with --resume to go on.", 130)
+    except KeyboardInterrupt:  # outside a command
+        _fail(INTERRUPTED, 130)
+    except SystemExit as exit:
+        if exit.code == 130:  # typer's answer to Ctrl-C, which says nothing
+            _fail(INTERRUPTED, 130)
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            _fail(OUT_OF_MEMORY, 1)
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            _fail(f"the disk is full ({error.filename or 'a temporary file'}); free some space.", 1)
+        raise
 
 
 def _fail(message: str, code: int) -> None:

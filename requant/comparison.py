@@ -6,28 +6,43 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from requant.checkpoint import ByteTable, byte_table, load, read_header, verify_checksums
+from requant.errors import TextError
 from requant.evaluation import Candidate, Row, compare, format_table
-from requant.models import DEMO, load_model, read_config, resolve_source
+from requant.models import (
+    DEMO,
+    context_limit,
+    folder_bytes,
+    load_config,
+    load_model,
+    load_tokenizer,
+    read_config,
+    resolve_source,
+)
 from requant.pipeline import WIKITEXT, pick_device
 from requant.report import format_bytes
 from requant.text import read_text, token_windows
+
+CONTEXT = 2048  # of a window, where the model has as many positions
 
 
 def evaluate_all(
     models: Sequence[str],
     *,
     text: Sequence[str] | None = None,
-    context: int = 2048,
+    context: int | None = None,
     windows: int | None = None,
     against: str | None = None,
     device: str = "auto",
     dtype: str = "auto",
     quiet: bool = True,
 ) -> list[Row]:
-    """One row a model, in order, all on the first model's tokens; KL and agreement where `against` is given."""
+    """One row a model, in order, all on the first model's tokens; KL and agreement where `against` is given.
+
+    `context` None takes 2048 tokens, or all that the first model has positions for. Raises RequantError.
+    """
     folders = [resolve_source(model) for model in models]
     original = None if against is None else resolve_source(against)
     where = pick_device(device)
@@ -35,9 +50,9 @@ def evaluate_all(
         list(text) if text else ["demo-eval" if str(DEMO) in (folders[0], original) else f"{WIKITEXT}:test"]
     )
     scored = read_text(names)
-    tokens = token_windows(
-        scored, AutoTokenizer.from_pretrained(folders[0]), num_samples=None, seq_len=context
-    )
+    if context is None:
+        context = min(CONTEXT, context_limit(load_config(folders[0])) or CONTEXT)
+    tokens = token_windows(scored, load_tokenizer(folders[0]), num_samples=None, seq_len=context)
     reference = None if original is None else open_model(original, device=where, dtype=dtype)
     candidates = [
         _candidate(name, folder, where, dtype) for name, folder in zip(models, folders, strict=True)
@@ -71,17 +86,26 @@ def generate_text(
     device: str,
     dtype: str,
 ) -> str:
-    """`prompt` and what the model goes on with, as text."""
+    """`prompt` and what the model goes on with, as text. Raises RequantError."""
     folder, where = resolve_source(checkpoint), pick_device(device)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = open_model(folder, device=where, dtype=dtype)
+    tokenizer = load_tokenizer(folder)
     tokens = tokenizer(prompt, return_tensors="pt").to(where)
+    length = tokens["input_ids"].shape[1]
+    if length == 0:
+        raise TextError("--prompt holds no token; give the text to go on from.")
+    limit = context_limit(load_config(folder))
+    if limit is not None and length + max_new_tokens > limit:
+        raise TextError(
+            f"the prompt's {length} tokens and --max-new-tokens {max_new_tokens} exceed the model's {limit} "
+            "positions; shorten one of them."
+        )
+    model = open_model(folder, device=where, dtype=dtype)
     sampling: dict[str, Any] = (
         {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
     )
-    with torch.random.fork_rng(
-        devices=[where] if where != "cpu" else []
-    ):  # the caller's generator stays as it was
+    if tokenizer.pad_token_id is None:
+        sampling["pad_token_id"] = tokenizer.eos_token_id  # one row needs no padding; silences a warning
+    with torch.random.fork_rng(devices=[where] if where != "cpu" else []):  # the caller's generator stays
         torch.manual_seed(seed)
         written = model.generate(**tokens, max_new_tokens=max_new_tokens, use_cache=True, **sampling)
     return tokenizer.decode(written[0], skip_special_tokens=True)
@@ -152,7 +176,7 @@ def inspection(checkpoint: str | Path) -> Inspection:
 
 def _candidate(name: str, folder: str, device: str, dtype: str) -> Candidate:
     bits = byte_table(folder).bits_per_weight if is_checkpoint(folder) else None
-    size = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors")) or None
+    size = folder_bytes(folder)
     return Candidate(
         name=name,
         load=lambda: open_model(folder, device=device, dtype=dtype),

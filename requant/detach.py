@@ -28,13 +28,27 @@ Masks = dict[str, Bool[Tensor, "n k"]]
 def outlier_shares(
     mean_scores: Mapping[str, float], sizes: Mapping[str, int], *, fraction: float, temperature: float
 ) -> dict[str, float]:
-    """Algorithm 1: the share r_m of every matrix, at most 1, that spends `fraction` of all weights."""
+    """Algorithm 1: the share r_m of every matrix that spends `fraction` of all weights.
+
+    A matrix takes no share above 1; what it cannot take goes to the others. Without any score all shares are equal.
+    """
     # Scaled by the largest score first: a small temperature would underflow.
-    largest = max(mean_scores.values()) or 1.0
-    power = {name: (score / largest) ** (1 / temperature) for name, score in mean_scores.items()}
-    total = sum(sizes[name] * power[name] for name in sizes) or 1.0
+    largest = max(mean_scores.values())
+    power = {
+        name: (mean_scores[name] / largest) ** (1 / temperature) if largest > 0 else 1.0 for name in sizes
+    }
     budget = fraction * sum(sizes.values())
-    return {name: min(1.0, budget * power[name] / total) for name in sizes}
+    shares = dict.fromkeys(sizes, 1.0)
+    open_to = list(sizes)  # a list: the order of a sum is part of its bits
+    while open_to:
+        total = sum(sizes[name] * power[name] for name in open_to)
+        rate = budget / total if total > 0 else 0.0
+        full = [name for name in open_to if rate * power[name] > 1]
+        if not full:
+            return shares | {name: rate * power[name] for name in open_to}
+        budget -= sum(sizes[name] for name in full)
+        open_to = [name for name in open_to if name not in full]
+    return shares
 
 
 def largest_weights(weight: Float[Tensor, "n k"], count: int) -> Bool[Tensor, "n k"]:

@@ -45,3 +45,15 @@ class OutputError(InputError):
 
 class NumericalError(RequantError):
     pass
+
+
+def first_line(error: BaseException, limit: int = 200) -> str:
+    """What a library's error says, short enough to stand inside a sentence."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".:")[:limit]
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out; torch raises a plain RuntimeError on the CPU and a class of its own on a GPU."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)

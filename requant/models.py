@@ -9,7 +9,9 @@ refused: their experts would silently stay unquantized.
 
 import fnmatch
 import json
+import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from requant.errors import ModelError, NumericalError
+from requant.errors import ModelError, NumericalError, RequantError, first_line, is_out_of_memory
 
 ALIASES: dict[str, str] = {
     "llama-3.2-1b": "meta-llama/Llama-3.2-1B",
@@ -35,6 +37,9 @@ ALIASES: dict[str, str] = {
     "phi-3-mini": "microsoft/Phi-3-mini-4k-instruct",
 }
 DEMO = Path(__file__).parent / "data" / "demo"
+DTYPES = ("float32", "bfloat16", "float16")
+WEIGHT_FILES = "model*.safetensors"  # as transformers names them; other files may hold the same weights again
+HUB_FILES = (WEIGHT_FILES, "*.json", "*.jinja", "tokenizer*", "*.model", "merges.txt", "vocab.txt")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,55 +85,95 @@ def load_model(source: str, *, device: str, dtype: str) -> tuple[nn.Module, Any]
     `source` is a folder, a hub name, an alias or `demo`; `dtype` a torch dtype's name, or `auto`: float32 on the CPU,
     the dtype of the weights on a GPU.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # a second bar for a second of work, above ours
+    if dtype not in ("auto", *DTYPES):
+        raise ModelError(f"--dtype {dtype} is unknown; give auto, {', '.join(DTYPES)}.")
     path = resolve_source(source)
-    try:
-        config = AutoConfig.from_pretrained(path)
-        if getattr(config, "quantization_config", None) is not None:
-            raise ModelError(f"{source} is quantized already; give the original model.")
-        wanted = torch.float32 if dtype == "auto" and device == "cpu" else dtype
-        if isinstance(wanted, str) and wanted != "auto":
-            wanted = getattr(torch, wanted)
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=wanted, use_safetensors=True)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelError(
-            f"{source}: the model cannot be loaded ({first.rstrip('.')}); give a Hugging Face "
-            "causal-LM folder with safetensors weights, a hub name, or 'demo'."
-        ) from error
+    if getattr(load_config(path), "quantization_config", None) is not None:
+        raise ModelError(f"{source} is quantized already; give the original model.")
+    tokenizer = load_tokenizer(path)
+    with _refusing(path, "a Hugging Face causal LM with safetensors weights"):
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype="float32" if dtype == "auto" and device == "cpu" else dtype,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    if missing := sorted(report["missing_keys"]):  # transformers would fill them with random numbers
+        raise ModelError(f"{path}: the weight files lack {missing[0]}; download the model again.")
     model = model.to(device).eval().requires_grad_(False)
     model.config.use_cache = False
     return model, tokenizer
 
 
+def load_config(path: str) -> Any:
+    """The configuration of a folder, as transformers reads it."""
+    from transformers import AutoConfig
+
+    with _refusing(path, "a model that transformers knows"):
+        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+
+
+def load_tokenizer(path: str) -> Any:
+    """The tokenizer of a folder."""
+    from transformers import AutoTokenizer
+
+    with _refusing(path, "a folder with its tokenizer files"):
+        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+
+
+@contextmanager
+def _refusing(path: str, takes: str) -> Iterator[None]:
+    """Whatever transformers raises on a stranger's folder becomes one sentence; running out of memory stays itself."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, RequantError) or is_out_of_memory(error):
+            raise
+        raise ModelError(f"{path} cannot be loaded ({first_line(error)}); give {takes}.") from error
+
+
 def resolve_source(source: str) -> str:
-    """A folder that exists, or a name for the hub."""
+    """The folder of a model; one that is named by its hub name or alias is downloaded, unless the cache has it."""
     if source == "demo":
         return str(DEMO)
-    path = Path(source).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
+    path = os.path.expanduser(source)
+    if os.path.isdir(path):
+        if not os.path.isfile(os.path.join(path, "config.json")):
             raise ModelError(f"{path} has no config.json; give the folder of a Hugging Face causal LM.")
-        return str(path)
+        return path
     if source in ALIASES:
-        return ALIASES[source]
+        return _download(ALIASES[source])
     if source.startswith((".", "/", "~")) or source.count("/") > 1:
         raise ModelError(
-            f"{source} is no folder; check the path, or give a hub name or one of: "
-            f"demo, {', '.join(ALIASES)}."
+            f"{source} is no folder; check the path, or give a hub name or one of: demo, {', '.join(ALIASES)}."
         )
     if "/" not in source:
         from requant.recipe import did_you_mean
 
         raise ModelError(
-            f"'{source}' is neither a folder nor an alias"
-            f"{did_you_mean(source, ['demo', *ALIASES])}; hub names have the form owner/name."
+            f"'{source}' is neither a folder nor an alias{did_you_mean(source, ['demo', *ALIASES])}; "
+            "hub names have the form owner/name."
         )
-    return source
+    return _download(source)
+
+
+def _download(name: str) -> str:
+    """The local folder of a hub model: weights in safetensors, configuration and tokenizer, nothing that holds code."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return str(snapshot_download(name, allow_patterns=list(HUB_FILES)))
+    except Exception as error:  # the library passes on whatever its network and file layers raise
+        raise ModelError(
+            f"{name} did not come from the hub ({first_line(error)}); check the name and the network, run "
+            "`hf auth login` for a gated model, or give a folder."
+        ) from error
 
 
 def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
@@ -151,7 +196,7 @@ def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
 
 
 def find_linears(model: nn.Module, *, skip: Sequence[str] = ()) -> list[LinearSite]:
-    """Every matrix to quantize, in the order of the forward pass; `skip` holds shell patterns on the dotted path."""
+    """Every matrix to quantize, in the model's order; `skip` holds shell patterns on the dotted path."""
     path, blocks = find_blocks(model)
     _refuse_fused_experts(path, blocks)
     sites = [
@@ -175,30 +220,36 @@ def find_linears(model: nn.Module, *, skip: Sequence[str] = ()) -> list[LinearSi
     return kept
 
 
-def check_finite(sites: Sequence[LinearSite]) -> None:
+def check_finite(model: nn.Module) -> None:
     """Refuse a model whose weights hold NaN or infinity, before any work."""
-    for site in sites:
-        if not torch.isfinite(site.parameter).all():
+    for name, parameter in model.named_parameters():
+        if not torch.isfinite(parameter).all():
             raise NumericalError(
-                f"{site.name}: the weight holds NaN or infinity; the source model is damaged, "
-                "download it again."
+                f"{name} holds NaN or infinity; the source model is damaged, download it again."
             )
 
 
-def model_bytes(source: str) -> int:
-    """Bytes of the safetensors files of a folder (0 where it is a hub name not on disk)."""
-    return sum(file.stat().st_size for file in Path(source).glob("*.safetensors"))
+def folder_bytes(folder: str | Path) -> int:
+    """Bytes of a folder's weight files."""
+    return sum(file.stat().st_size for file in Path(folder).glob(WEIGHT_FILES))
 
 
-def read_config(source: str) -> dict[str, Any]:
-    with open(Path(source) / "config.json", encoding="utf-8") as file:
-        return json.load(file)
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """config.json as it stands."""
+    try:
+        config = json.loads((Path(folder) / "config.json").read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(
+            f"{folder}/config.json cannot be read ({first_line(error)}); download it again."
+        ) from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{folder}/config.json holds no object; download it again.")
+    return config
 
 
-def context_limit(model: nn.Module) -> int | None:
-    """Longest sequence the model has positions for, if its config says so."""
-    config: Any = model.config
-    limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+def context_limit(config: Any) -> int | None:
+    """Longest sequence the model has positions for, if its configuration says so."""
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     return int(limit) if limit else None
 
 

@@ -27,7 +27,7 @@ PAPER_DETACH = {
 
 def recipe_from_options(
     *,
-    model: str,
+    model: str | None,
     bits: str | None,
     recipe: str | None,
     method: str | None,
@@ -44,10 +44,10 @@ def recipe_from_options(
     """One checked recipe; options that are None leave what the recipe says."""
     if recipe is None and bits is None:
         raise RecipeError("say how many bits: --bits 2 to 8, or name a --recipe.")
-    base = to_dict(default_recipe(model, method) if recipe is None else load_recipe(recipe))
+    base = to_dict(default_recipe(model or "demo", method) if recipe is None else load_recipe(recipe))
     if method is not None and method != base["method"]:
         base |= {"method": method, "quantizer": {"bits": base["quantizer"]["bits"]}}
-    if recipe is None or model != "demo":
+    if model is not None:
         base["model"] = model
     if bits is not None:
         base["quantizer"]["bits"] = whole_bits(bits)
@@ -89,10 +89,10 @@ def whole_bits(bits: str) -> int:
         value = float(bits)
     except ValueError:
         raise RecipeError(f"--bits {bits} is no number; give 2 to 8.") from None
-    if value != int(value):
-        raise RecipeError(f"--bits {bits} is a fraction; this version takes whole bits, 2 to 8.")
-    if not 2 <= value <= 8:
+    if not 2 <= value <= 8:  # so neither is NaN
         raise RecipeError(f"--bits {bits} is out of range; give 2 to 8.")
+    if not value.is_integer():
+        raise RecipeError(f"--bits {bits} is a fraction; this version takes whole bits, 2 to 8.")
     return int(value)
 
 

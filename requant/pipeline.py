@@ -8,6 +8,7 @@ save         checkpoint, report, model card (saving.py)
 """
 
 import copy
+import dataclasses
 import logging
 import resource
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from requant.diagnosis import DISAGREEMENT, Diagnosis, diagnose
-from requant.errors import RequantError, TextError
+from requant.errors import InputError, ModelError, TextError
 from requant.evaluation import Quality, perplexity_and_kl
 from requant.models import (
     DEMO,
@@ -30,6 +31,7 @@ from requant.models import (
     context_limit,
     find_linears,
     load_model,
+    load_tokenizer,
     resolve_source,
 )
 from requant.paper import requant_as_published
@@ -45,7 +47,7 @@ MODES: dict[str, Callable[[Run], Weights]] = {
     "dense": lambda run: quantize_linears(run, None, label="quantize"),
     "paper": requant_as_published,
 }
-DIAGNOSED_TOKENS = 8192  # enough for signed sums within 2 %, and cheap beside the run itself
+DIAGNOSED_TOKENS = 4096  # the prediction holds on any text: it is an identity; few tokens keep it cheap
 OVERLAP_TOLERATED = 0.01
 WIKITEXT = (
     "Salesforce/wikitext:wikitext-2-raw-v1"  # what the paper calibrates on, where nothing else is named
@@ -58,7 +60,7 @@ class Prepared:
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
-    source: Path  # the model's folder
+    source: Path | None  # the model's folder; None for one that was built in memory
     sites: Sequence[LinearSite]
     calibration: Text
     windows: Int64[Tensor, "b t"]
@@ -120,7 +122,12 @@ def quantize(
     `model` is a source (folder, hub name, alias, `demo`) or a loaded model, whose weights are then overwritten;
     `text` replaces the recipe's calibration text. Raises RequantError.
     """
-    prepared = prepare(model, recipe, text, tokenizer=tokenizer, device=device, dtype=dtype)
+    if not isinstance(model, str):
+        recipe = dataclasses.replace(recipe, model=model.name_or_path or type(model).__name__)
+    if text is not None:  # the recipe in the checkpoint says what was done
+        names = (str(text),) if isinstance(text, str | Path) else tuple(map(str, text))
+        recipe = dataclasses.replace(recipe, calibration=dataclasses.replace(recipe.calibration, text=names))
+    prepared = prepare(model, recipe, tokenizer=tokenizer, device=device, dtype=dtype)
     run = start(prepared, recipe, workspace=workspace or Workspace(None), quiet=quiet)
     weights = MODES[recipe.mode](run)
     run.statistics.clear()
@@ -152,14 +159,13 @@ def prepare(
         source = Path(resolve_source(model))
         model, tokenizer = load_model(str(source), device=pick_device(device), dtype=dtype)
     else:
-        source = Path(model.name_or_path)
+        source = Path(resolve_source(model.name_or_path)) if model.name_or_path else None
+        if tokenizer is None and source is None:
+            raise ModelError("a model that was built in memory needs its tokenizer; give tokenizer=.")
+        tokenizer = tokenizer or load_tokenizer(str(source))
         model.requires_grad_(False).eval()
-        if tokenizer is None:
-            from transformers import AutoTokenizer
-
-            tokenizer = AutoTokenizer.from_pretrained(source)
     sites = find_linears(model, skip=recipe.skip)
-    check_finite(sites)
+    check_finite(model)
     _check_context(model, recipe)
     given = [str(t) for t in ([text] if isinstance(text, str | Path) else text or recipe.calibration.text)]
     calibration, evaluation = _texts(model, tokenizer, source, recipe, given)
@@ -203,7 +209,7 @@ def start(prepared: Prepared, recipe: Recipe, *, workspace: Workspace, quiet: bo
         windows=prepared.windows,
         recipe=recipe,
         workspace=workspace,
-        fingerprint=fingerprint(prepared.model, prepared.windows),
+        fingerprint=fingerprint(prepared.model, prepared.sites, prepared.windows),
         quiet=quiet,
     )
 
@@ -235,8 +241,16 @@ def pick_device(name: str) -> str:
     """`auto` is the GPU where torch sees one."""
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise RequantError(f"--device {name}: torch sees no GPU here; use --device cpu.")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise InputError(f"--device {name} is unknown; give auto, cpu, cuda or cuda:NUMBER.")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise InputError(
+            f"--device {name}: torch sees {torch.cuda.device_count()} GPUs here; use --device cpu."
+        )
     return name
 
 
@@ -248,10 +262,10 @@ def peak_memory(device: torch.device) -> int:
 
 
 def _check_context(model: PreTrainedModel, recipe: Recipe) -> None:
-    limit = context_limit(model)
+    limit = context_limit(model.config)
     for option, length in (
         ("--seq-len", recipe.calibration.seq_len),
-        ("--context", recipe.evaluation.context),
+        ("evaluation.context", recipe.evaluation.context),
     ):
         if limit is not None and length > limit:
             raise TextError(
@@ -260,7 +274,7 @@ def _check_context(model: PreTrainedModel, recipe: Recipe) -> None:
 
 
 def _texts(
-    model: PreTrainedModel, tokenizer: Any, source: Path, recipe: Recipe, given: Sequence[str]
+    model: PreTrainedModel, tokenizer: Any, source: Path | None, recipe: Recipe, given: Sequence[str]
 ) -> tuple[Text, Text]:
     """Calibration and evaluation text; with one text for both, its last tenth is held out and scored."""
     demo = source == DEMO

@@ -18,6 +18,7 @@ from requant.models import LinearSite
 from requant.pipeline import Prepared
 from requant.quantizers import METHODS
 from requant.recipe import Recipe
+from requant.saving import bytes_before
 from requant.sensitivity.pqi import NODES
 
 FRACTION_OF_PEAK = 0.35  # of a plain matrix product's rate, as whole passes through small models reach it
@@ -59,7 +60,7 @@ def make_plan(prepared: Prepared, recipe: Recipe) -> Plan:
     weights = sum(site.size for site in sites)
     fraction = _sparse_fraction(recipe)
     parts = sum(_bytes(site, recipe, fraction) for site in sites)
-    model_bytes = sum(file.stat().st_size for file in prepared.source.glob("*.safetensors"))
+    model_bytes = bytes_before(prepared)
     stored = sum(site.size for site in sites) * _source_bytes_per_weight(prepared, model_bytes)
     kinds: dict[str, int] = {}
     for site in sites:

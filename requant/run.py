@@ -47,7 +47,7 @@ class Run:
     windows: Int64[Tensor, "b t"]
     recipe: Recipe
     workspace: Workspace
-    fingerprint: str  # of the model's weights, the windows and the version
+    fingerprint: str  # of the model, its matrices to quantize, the windows and the versions
     quiet: bool
     statistics: dict[str, LinearStats] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -72,14 +72,19 @@ class Run:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
 
-def fingerprint(model: PreTrainedModel, windows: Int64[Tensor, "b t"]) -> str:
+def fingerprint(model: PreTrainedModel, sites: Sequence[LinearSite], windows: Int64[Tensor, "b t"]) -> str:
+    """A hash of what every stage depends on, whatever the recipe."""
     return digest(
-        requant.__version__, model_digest(model), windows, str(next(model.parameters()).device.type)
+        [requant.__version__, torch.__version__, next(model.parameters()).device.type],
+        model.config.to_json_string(),
+        model_digest(model),
+        [site.name for site in sites],
+        windows,
     )
 
 
 def quantize_linears(run: Run, detached: Mapping[str, Bool[Tensor, "n k"]] | None, *, label: str) -> Weights:
-    """Every linear through the recipe's quantizer, in the order of the model; `detached` places go to the sparse part."""
+    """Every linear through the recipe's quantizer, in the model's order; `detached` places go to the sparse part."""
     method = METHODS[run.recipe.method]
     config = dataclasses.asdict(run.recipe.quantizer)
     done: Weights = {}
@@ -113,7 +118,7 @@ def quantize_linears(run: Run, detached: Mapping[str, Bool[Tensor, "n k"]] | Non
 
 
 def gather(run: Run, chunk: Sequence[LinearSite], needs: frozenset[str]) -> dict[str, LinearStats]:
-    """Statistics of a chunk at the original weights; kept for the next quantization when the chunk is the whole model."""
+    """Statistics of a chunk at the original weights; kept for the next quantization if the chunk is the whole model."""
     if not needs:
         return {site.name: LinearStats() for site in chunk}
     if all(site.name in run.statistics for site in chunk):

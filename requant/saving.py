@@ -1,7 +1,8 @@
-"""From a finished run to a folder: the checkpoint, its report and its model card, and the rows that the terminal shows."""
+"""From a finished run to a folder: the checkpoint, its report and its model card, and the terminal's closing table."""
 
 import dataclasses
 import hashlib
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import requant
 from requant.checkpoint import ByteTable, byte_table, save_checkpoint
 from requant.checkpoint.packing import pack
 from requant.checkpoint.sizes import MatrixBytes, matrix_parts
-from requant.pipeline import QuantizedModel
+from requant.models import ALIASES, folder_bytes
+from requant.pipeline import Prepared, QuantizedModel
 from requant.recipe import dump_recipe
 from requant.report import (
     CalibrationText,
@@ -40,8 +42,16 @@ def save_quantized(result: QuantizedModel, output: str | Path) -> Path:
             "recipe.yaml": recipe,
             "report.html": render_report(summary),
             "README.md": model_card(summary),
+            **(_tokenizer_files(result) if result.prepared.source is None else {}),
         },
     )
+
+
+def _tokenizer_files(result: QuantizedModel) -> dict[str, bytes]:
+    """What would be copied from the model's folder, if it had one."""
+    with tempfile.TemporaryDirectory() as folder:
+        result.tokenizer.save_pretrained(folder)
+        return {file.name: file.read_bytes() for file in Path(folder).iterdir() if file.is_file()}
 
 
 def run_summary(result: QuantizedModel, output: Path) -> RunSummary:
@@ -51,14 +61,12 @@ def run_summary(result: QuantizedModel, output: Path) -> RunSummary:
         name: MatrixBytes(layout=layout, parts=matrix_parts(layout))
         for name, layout in ((name, pack(weight)[0]) for name, weight in result.weights.items())
     }
-    before = sum(file.stat().st_size for file in prepared.source.glob("*.safetensors"))
+    before = bytes_before(prepared)
     sizes = _sizes(result, stored)
     weights = sum(matrix.weights for matrix in stored.values())
     return RunSummary(
         model=result.recipe.model,
-        base_model=result.recipe.model
-        if "/" in result.recipe.model and not Path(result.recipe.model).exists()
-        else None,
+        base_model=_hub_name(result.recipe.model),
         checkpoint=output.name,
         version=requant.__version__,
         method=result.recipe.method,
@@ -104,14 +112,14 @@ def run_summary(result: QuantizedModel, output: Path) -> RunSummary:
 def result_rows(result: QuantizedModel, output: Path) -> list[dict[str, object]]:
     """The closing table: one row a quantity, the original beside the quantized model."""
     table: ByteTable = byte_table(output)
-    summary_bytes = sum(file.stat().st_size for file in result.prepared.source.glob("*.safetensors"))
     before, after = result.before, result.after
+    source_bits = 8 * _source_element_size(result)
     rows: list[tuple[str, object, object]] = [
         ("perplexity", f"{before.perplexity:.3f}", f"{after.perplexity:.3f}"),
         ("KL to the original, nats", "0", f"{after.mean_kl:.4f}"),
         ("top-1 agreement", "1", f"{after.top1_agreement:.4f}"),
-        ("bits per quantized weight", "16", f"{table.bits_per_weight:.3f}"),
-        ("weight files", format_bytes(summary_bytes), format_bytes(table.bytes)),
+        ("bits per quantized weight", f"{source_bits}", f"{table.bits_per_weight:.3f}"),
+        ("weight files", format_bytes(bytes_before(result.prepared)), format_bytes(table.bytes)),
         ("peak memory", "", format_bytes(result.peak_memory)),
         ("time", "", format_seconds(sum(result.seconds.values()))),
         ("checkpoint", "", str(output)),
@@ -123,6 +131,13 @@ def result_rows(result: QuantizedModel, output: Path) -> list[dict[str, object]]
         ),
     ]
     return [{"": name, "before": original, "after": quantized} for name, original, quantized in rows]
+
+
+def bytes_before(prepared: Prepared) -> int:
+    """Bytes of the original's weight files, or of its parameters where it was built in memory."""
+    if prepared.source is not None:
+        return folder_bytes(prepared.source)
+    return sum(p.numel() * p.element_size() for p in prepared.model.parameters())
 
 
 def _sizes(result: QuantizedModel, stored: dict[str, MatrixBytes]) -> dict[str, int]:
@@ -150,8 +165,14 @@ def _sizes(result: QuantizedModel, stored: dict[str, MatrixBytes]) -> dict[str, 
 
 def _source_element_size(result: QuantizedModel) -> int:
     """Bytes of a number in the source's files, where a run in float32 may have widened it."""
-    total = sum(file.stat().st_size for file in result.prepared.source.glob("*.safetensors"))
-    return 4 if total >= 3 * sum(p.numel() for p in result.model.parameters()) else 2
+    return 4 if bytes_before(result.prepared) >= 3 * sum(p.numel() for p in result.model.parameters()) else 2
+
+
+def _hub_name(model: str) -> str | None:
+    """`owner/name` where the model came from the hub."""
+    if Path(model).exists():
+        return None
+    return ALIASES.get(model, model if "/" in model else None)
 
 
 def _device_name(result: QuantizedModel) -> str:

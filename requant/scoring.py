@@ -5,7 +5,6 @@ Writes a folder: `SCORE/model*.safetensors` (one float32 tensor a matrix, signed
 """
 
 import json
-import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,11 +15,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from requant.checkpoint.save import MAX_SHARD_BYTES, check_output
 from requant.checkpoint.writer import write_shards
 from requant.diagnosis import Diagnosis, diagnose
+from requant.errors import OutputError
 from requant.models import LinearSite
 from requant.pipeline import prepare, start
 from requant.plots import sensitivity_plot
 from requant.recipe import Recipe
-from requant.run import quantize_linears
+from requant.run import Run, Weights, quantize_linears
 from requant.sensitivity import Scores
 from requant.workspace import Workspace
 
@@ -67,34 +67,42 @@ def sensitivity(
 
     With `output`, the scores of every weight, the table and the plot are written there. Raises RequantError.
     """
+    target = None if output is None else check_output(output)
     prepared = prepare(model, recipe, text, tokenizer=tokenizer, device=device, dtype=dtype)
     run = start(prepared, recipe, workspace=Workspace(None), quiet=quiet)
     weights = quantize_linears(run, None, label="quantize")
     run.statistics.clear()
-    if output is None:
+    if target is None:
         return Sensitivities(
             sites=prepared.sites, diagnosis=diagnose(run, weights, prepared.windows, names=SCORES)
         )
-    output = check_output(output)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{output.name}.partial-", dir=output.parent) as folder:
+    try:
+        return _written(run, weights, target)
+    except OSError as error:
+        raise OutputError(
+            f"{target} cannot be written ({error.strerror or error}); free some space, or choose another --output."
+        ) from error
 
-        def keep(name: str, scores: Scores) -> None:
-            (Path(folder) / name).mkdir()
-            write_shards(
-                Path(folder) / name,
-                ({matrix: values} for matrix, values in scores.items()),
-                max_shard_bytes=MAX_SHARD_BYTES,
-            )
+
+def _written(run: Run, weights: Weights, output: Path) -> Sensitivities:
+    """The scores, each written to disk as it comes; the folder appears whole or not at all."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{output.name}.partial-", dir=output.parent) as name:
+        folder = Path(name)
+
+        def keep(score: str, values: Scores) -> None:
+            (folder / score).mkdir()
+            units = ({matrix: tensor} for matrix, tensor in values.items())
+            write_shards(folder / score, units, max_shard_bytes=MAX_SHARD_BYTES)
 
         found = Sensitivities(
-            sites=prepared.sites, diagnosis=diagnose(run, weights, prepared.windows, names=SCORES, keep=keep)
+            sites=run.sites, diagnosis=diagnose(run, weights, run.windows, names=SCORES, keep=keep)
         )
-        (Path(folder) / "table.json").write_text(json.dumps(found.rows(), indent=2), encoding="utf-8")
+        (folder / "table.json").write_text(json.dumps(found.rows(), indent=2), encoding="utf-8")
         predicted = {score: found.by_block(score) for score in found.diagnosis.predicted}
         plot = sensitivity_plot(predicted, found.diagnosis.measured_blocks, format="svg")
-        (Path(folder) / "plot.svg").write_bytes(plot)
-        os.chmod(folder, 0o755)  # temporary folders are private
-        os.rename(folder, output)
-        os.mkdir(folder)  # what the context manager removes
+        (folder / "plot.svg").write_bytes(plot)
+        folder.chmod(0o755)  # temporary folders are private
+        folder.rename(output)
+        folder.mkdir()  # what the context manager removes
     return found

@@ -3,12 +3,15 @@
 Each result is one safetensors file (tensors, and a JSON value in its metadata) named `STAGE-KEY.safetensors`. The key
 is a hash of everything the result depends on: the model's weights, the calibration tokens, the part of the recipe that
 matters, the version of requant. So a changed recipe never meets an old result. Files are written aside and renamed:
-a result exists whole or not at all.
+a result exists whole or not at all. The folder is made, and an old one cleared, only when the first result is asked
+for: a command that is refused before it works destroys nothing.
 """
 
 import hashlib
 import json
+import logging
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,6 +25,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from requant.errors import OutputError
+
+logger = logging.getLogger(__name__)
+RESULT = re.compile(r"[a-z-]+-[0-9a-f]{32}\.(safetensors|writing)")  # finished, and not
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,25 +43,21 @@ class Workspace:
 
     def __init__(self, folder: Path | None, *, resume: bool = False) -> None:
         self.folder = folder
-        if folder is None:
-            return
-        if folder.exists() and not resume:
-            shutil.rmtree(folder)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise OutputError(
-                f"{folder} cannot be made ({error.strerror}); choose another --output."
-            ) from error
+        self.resume = resume
+        self.opened = False
 
     def get(self, stage: str, key: str) -> Stored | None:
         """The result of a stage, or None where it was not finished with this key."""
         file = self._file(stage, key)
         if file is None or not file.is_file():
             return None
-        with safetensors.safe_open(file, framework="pt") as opened:
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
-            return Stored(tensors=tensors, value=json.loads(opened.metadata()["value"]))
+        try:
+            with safetensors.safe_open(file, framework="pt") as opened:
+                tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
+                return Stored(tensors=tensors, value=json.loads(opened.metadata()["value"]))
+        except (OSError, safetensors.SafetensorError) as error:  # a machine that went down while writing
+            logger.warning("%s is damaged (%s) and is made again.", file, error)
+            return None
 
     def put(
         self, stage: str, key: str, *, tensors: Mapping[str, Tensor] | None = None, value: Any = None
@@ -73,23 +75,47 @@ class Workspace:
             save_file(kept, aside, metadata={"value": json.dumps(value)})
             os.replace(aside, file)
         except (OSError, safetensors.SafetensorError) as error:
+            aside.unlink(missing_ok=True)
             raise OutputError(
                 f"{self.folder} cannot be written ({error}); free some space and run again with --resume."
             ) from error
 
     def remove(self) -> None:
         """Delete everything: the run is complete."""
-        if self.folder is not None:
+        if self.folder is not None and self.opened:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _file(self, stage: str, key: str) -> Path | None:
-        return None if self.folder is None else self.folder / f"{stage}-{key[:32]}.safetensors"
+        if self.folder is None:
+            return None
+        if not self.opened:
+            self._open(self.folder)
+        return self.folder / f"{stage}-{key[:32]}.safetensors"
+
+    def _open(self, folder: Path) -> None:
+        """Make the folder; clear what an earlier run left, unless this one resumes it."""
+        try:
+            for entry in folder.iterdir() if folder.is_dir() else ():
+                if not RESULT.fullmatch(entry.name):
+                    raise OutputError(
+                        f"{folder} holds {entry.name}, which no run of requant wrote; move that folder away, "
+                        "or choose another --output."
+                    )
+            if folder.exists() and not self.resume:
+                shutil.rmtree(folder)
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OutputError(
+                f"{folder} cannot be made ({error.strerror}); choose another --output."
+            ) from error
+        self.opened = True
 
 
 def digest(*parts: Any) -> str:
     """SHA-256 of tensors, bytes and JSON values, in order; floats by their shortest exact form."""
     state = hashlib.sha256()
     for part in parts:
+        state.update(b"\0")  # 1, 23 is not 12, 3
         if isinstance(part, Tensor):
             state.update(f"{part.dtype}{tuple(part.shape)}".encode())
             state.update(raw_bytes(part))

@@ -20,23 +20,23 @@ import triton.language as tl
 from torch import Tensor
 
 from requant_kernels.layouts import CodebookLayout, Layout
-from requant_kernels.words import UNIT, bit_positions, codebook_asm, constraints, grid_asm
+from requant_kernels.words import UNIT, codebook_asm, constraints, flat_positions, grid_asm
 
 
 @triton.jit
 def load_block(w_ptr, s_ptr, z_ptr, tiles, block, blocks, BITS: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
                W: tl.constexpr):  # fmt: skip
     """The words of one block a warp and tile, then the scales of its groups, then their zero points."""
-    lane, eight = tl.arange(0, 32), tl.arange(0, 8)
-    at = (tiles[None, :] * blocks + block[:, None])[None, :, :, None] * (BITS * 256)
-    at += lane[:, None, None, None] * 8 + eight[None, None, None, :]
+    lane, four = tl.arange(0, 32), tl.arange(0, 4)
+    at = (tiles[None, :] * blocks + block[:, None])[None, :, :, None] * (BITS * 128)
+    at += lane[:, None, None, None] * 4 + four[None, None, None, :]
     loaded = ()
     for i in tl.static_range(BITS):
         if EVEN:
-            word = tl.load(w_ptr + at + i * 256, eviction_policy="evict_first")
+            word = tl.load(w_ptr + at + i * 128, eviction_policy="evict_first")
         else:
             inside = (block < blocks)[None, :, None, None]
-            word = tl.load(w_ptr + at + i * 256, mask=inside, other=0, eviction_policy="evict_first")
+            word = tl.load(w_ptr + at + i * 128, mask=inside, other=0, eviction_policy="evict_first")
         loaded = loaded + (word,)
     if GROUP > 0:
         loaded = loaded + _load_groups(s_ptr, tiles, block, blocks, GROUP, EVEN, W)
@@ -71,9 +71,9 @@ def row_offsets(base):
 
 @triton.jit
 def _like_words(rows, W: tl.constexpr, R: tl.constexpr):
-    """A value a row `[t, g, warp, tile, rh]` -> `[lane, warp, tile, 8]`, the shape of words."""
-    rows = tl.reshape(tl.permute(rows, (1, 0, 2, 3, 4)), [32, W, R, 1, 2, 1])
-    return tl.reshape(tl.broadcast_to(rows, [32, W, R, 2, 2, 2]), [32, W, R, 8])
+    """A value a row `[t, g, warp, tile, rh]` -> `[lane, warp, tile, 4]`, the shape of words."""
+    rows = tl.reshape(tl.permute(rows, (1, 0, 2, 3, 4)), [32, W, R, 1, 2])
+    return tl.reshape(tl.broadcast_to(rows, [32, W, R, 2, 2]), [32, W, R, 4])
 
 
 @triton.jit
@@ -88,36 +88,27 @@ def _code(words, POSITIONS: tl.constexpr, e: tl.constexpr, plane: tl.constexpr, 
     """Plain Triton: one code of every 32-bit word, by the table of bit positions."""
     code = tl.zeros_like(words[0])
     for c in tl.static_range(BITS):
-        word: tl.constexpr = POSITIONS[e][plane][c][0]
-        bit: tl.constexpr = POSITIONS[e][plane][c][1]
-        code += ((words[word] >> bit) & 1) << c
+        place: tl.constexpr = POSITIONS[(e * 16 + plane) * BITS + c]
+        code += ((words[place // 32] >> (place % 32)) & 1) << c
     return code
 
 
 @triton.jit
-def _decode_plain(loaded, rows_zero, levels_ptr, tiles, dtype, POSITIONS: tl.constexpr, CODEBOOK: tl.constexpr,
+def _decode_plain(words, rows_zero, levels_ptr, tiles, dtype, POSITIONS: tl.constexpr, CODEBOOK: tl.constexpr,
                   BITS: tl.constexpr, GROUPS: tl.constexpr, ZEROS: tl.constexpr, W: tl.constexpr, R: tl.constexpr):  # fmt: skip
-    """The 16 planes of weights without assembly; one step of a grid is worth 1."""
-    words = ()
-    for i in tl.static_range(BITS):
-        low, high = tl.split(tl.reshape(loaded[i].to(tl.int32) & 0xFFFF, [32, W, R, 4, 2]))
-        words = words + (low | (high << 16),)
+    """`decode_block` without assembly; one step of a grid is worth 1."""
     row = tl.arange(0, 32)[:, None, None, None] // 4 + 8 * (tl.arange(0, 4)[None, None, None, :] % 2)
     row = tiles[None, None, :, None] * 16 + row
     planes = ()
     for plane in tl.static_range(16):
-        low = _code(words, POSITIONS, 0, plane, BITS)
-        high = _code(words, POSITIONS, 1, plane, BITS)
-        if CODEBOOK:
-            at = levels_ptr + row * (1 << BITS)
-            value = tl.join(tl.load(at + low), tl.load(at + high)).to(dtype)
-            planes = planes + (tl.reshape(value, [32, W, R, 8]),)
-        else:
-            value = tl.reshape(tl.join(low, high), [32, W, R, 8]).to(tl.float32)
-            if ZEROS:
-                value -= _like_words(rows_zero[plane * GROUPS // 16], W, R).to(tl.float32)
+        for e in tl.static_range(2):
+            code = _code(words, POSITIONS, e, plane, BITS)
+            if CODEBOOK:
+                value = tl.load(levels_ptr + row * (1 << BITS) + code)
+            elif ZEROS:
+                value = code.to(tl.float32) - _like_words(rows_zero[plane * GROUPS // 16], W, R).to(tl.float32)
             else:
-                value -= 1 << (BITS - 1)
+                value = code.to(tl.float32) - (1 << (BITS - 1))
             planes = planes + (value.to(dtype),)
     return planes
 
@@ -133,7 +124,7 @@ def _zero_pairs(zero, UNIT: tl.constexpr, dtype, W: tl.constexpr, R: tl.constexp
 def decode_block(loaded, tables, levels_ptr, tiles, like_ptr, ASM: tl.constexpr, CONSTRAINTS: tl.constexpr,
                  POSITIONS: tl.constexpr, CODEBOOK: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
                  ZEROS: tl.constexpr, UNIT: tl.constexpr, W: tl.constexpr, R: tl.constexpr):  # fmt: skip
-    """The 16 planes `[lane, warp, tile, (kh rh e)]` of a block: levels, or steps of the grid times UNIT."""
+    """Weights at e = 0 and 1 of each of the 16 planes, `[lane, warp, tile, (kh rh)]`: levels, or grid steps times UNIT."""
     dtype = like_ptr.dtype.element_ty
     GROUPS: tl.constexpr = 256 // GROUP if GROUP > 0 and GROUP < 256 else 1
     zero = tables if GROUP == 0 else loaded[BITS + GROUPS :]  # a zero point a row rides in `tables`
@@ -146,9 +137,13 @@ def decode_block(loaded, tables, levels_ptr, tiles, like_ptr, ASM: tl.constexpr,
         elif ZEROS:
             for i in tl.static_range(GROUPS):
                 operands = operands + (_zero_pairs(zero[i], UNIT, dtype, W, R),)
-        planes = tl.inline_asm_elementwise(
-            ASM, CONSTRAINTS, loaded[:BITS] + operands, dtype=(dtype,) * 16, is_pure=True, pack=2
+        pairs = tl.inline_asm_elementwise(
+            ASM, CONSTRAINTS, loaded[:BITS] + operands, dtype=(tl.int32,) * 16, is_pure=True, pack=1
         )
+        planes = ()
+        for i in tl.static_range(16):
+            low, high = pairs[i].to(tl.int16), (pairs[i] >> 16).to(tl.int16)
+            planes = planes + (low.to(dtype, bitcast=True), high.to(dtype, bitcast=True))
     return planes
 
 
@@ -183,19 +178,21 @@ def _multiply_block(acc, loaded, tables, x_ptr, levels_ptr, tiles, column, token
             x = tl.load(pointer + slab * 32)
         else:
             x = tl.load(pointer + slab * 32, mask=column + slab * 32 < K, other=0.0)
-        x = tl.permute(tl.reshape(x, [4, 8, W, N // 8, 2, 2, 2]), (2, 5, 0, 6, 3, 1, 4))
-        tokens = tokens + (tl.split(tl.reshape(x, [W, 16, N, 2])),)  # w (kh t e) (nt g), one for each j
+        x = tl.permute(tl.reshape(x, [4, 8, W, N // 8, 2, 4]), (2, 4, 0, 5, 3, 1))
+        tokens = tokens + (tl.reshape(x, [W, 32, N]),)  # w (j t kh e) (nt g)
     planes = decode_block(loaded, tables, levels_ptr, tiles, x_ptr, ASM, CONSTRAINTS, POSITIONS,
                           CODEBOOK, BITS, GROUP, ZEROS, UNIT, W, R)  # fmt: skip
     part = acc
-    for i in tl.static_range(16):
-        if GROUP > 0 and i * GROUPS % 16 == 0:
+    for slab in tl.static_range(8):
+        if GROUP > 0 and slab * GROUPS % 8 == 0:
             part = tl.zeros([W, 16 * R, N], tl.float32)
-        plane = tl.reshape(planes[i], [8, 4, W, R, 2, 2, 2])  # g t w tile kh rh e
-        plane = tl.reshape(tl.permute(plane, (2, 3, 5, 0, 4, 1, 6)), [W, 16 * R, 16])  # w (tile rh g) (kh t e)
-        part = tl.dot(plane, tokens[i // 2][i % 2], part)
-        if GROUP > 0 and (i + 1) * GROUPS % 16 == 0:
-            scale = loaded[BITS + i * GROUPS // 16].to(tl.float32)
+        even = tl.join(planes[4 * slab], planes[4 * slab + 1])
+        odd = tl.join(planes[4 * slab + 2], planes[4 * slab + 3])
+        plane = tl.reshape(tl.join(even, odd), [8, 4, W, R, 2, 2, 2, 2])  # g t w tile kh rh e j
+        plane = tl.permute(plane, (2, 3, 5, 0, 7, 1, 4, 6))
+        part = tl.dot(tl.reshape(plane, [W, 16 * R, 32]), tokens[slab], part)  # w (tile rh g) (j t kh e)
+        if GROUP > 0 and (slab + 1) * GROUPS % 8 == 0:
+            scale = loaded[BITS + slab * GROUPS // 8].to(tl.float32)
             acc += part * _like_products(scale, W, R, N)
     return acc if GROUP > 0 else part
 
@@ -343,8 +340,8 @@ def decode(
         None if sparse is None else sparse.starts, None if sparse is None else sparse.columns,
         None if sparse is None else sparse.values, None if sparse is None else sparse.row_scales, bias, y,
         m, k, layout.n, layout.words.shape[0] - 1, dense_x.stride(0), y.stride(0),
-        ASM=text, CONSTRAINTS=constraints(layout.bits, tables or groups) if use_asm else None,
-        POSITIONS=None if use_asm else bit_positions("codebook" if codebook else "grid", layout.bits),
+        ASM=text, CONSTRAINTS=constraints(layout.bits + (tables or groups)) if use_asm else None,
+        POSITIONS=None if use_asm else flat_positions("codebook" if codebook else "grid", layout.bits),
         CODEBOOK=codebook, BITS=layout.bits, TABLES=tables, GROUP=group, UNIT=UNIT[dtype] if use_asm else 1.0,
         EVEN=k % (256 * warps * unroll) == 0, MS=width, SLOTS=slots, W=warps, R=tiles, UNROLL=unroll,
         CHUNKS=triton.cdiv(blocks, warps * unroll), N=n_tokens, PDL=pdl, num_warps=warps, num_stages=1, **options,

@@ -6,7 +6,7 @@ most first, so that the 16 rows of a tile share a rectangle of slots with little
 
 | tensor | shape | |
 | --- | --- | --- |
-| words | int16 [tiles, blocks, bits, 32, 8] | lane 4 g + t holds (kh, rh, e) |
+| words | int32 [tiles, blocks, bits, 32, 4] | lane 4 g + t holds (kh, rh) |
 | scales, zero_points | float16 [tiles, groups, 8, 2] | (g, rh) |
 | tables | int32 [2, tiles, 2^(bits-1), 8, 2] | bytes of the levels for PRMT, in fp16 and in bf16; 2 to 4 bits |
 | levels | float16 [16 tiles, 2^bits] | |
@@ -183,14 +183,13 @@ def pack_words(codes: Tensor, *, kind: str, bits: int) -> Tensor:
             code = parts[e, plane].int()
             for c, (word, bit) in enumerate(places):
                 words[word] |= ((code >> c) & 1) << bit
-    words = words.view(bits, -1, blocks, 32, 4).permute(1, 2, 0, 3, 4).contiguous()
-    return words.view(torch.int16)
+    return words.view(bits, -1, blocks, 32, 4).permute(1, 2, 0, 3, 4).contiguous()
 
 
 def unpack_words(words: Tensor, *, kind: str, bits: int, k: int) -> Tensor:
     """The inverse of `pack_words`, with the rows still padded: uint8 [16 tiles, k]."""
     tiles, blocks = words.shape[:2]
-    flat = words.view(torch.int32).permute(2, 0, 1, 3, 4).reshape(bits, -1)
+    flat = words.permute(2, 0, 1, 3, 4).reshape(bits, -1)
     parts = torch.zeros(2, PLANES, flat.shape[1], dtype=torch.uint8, device=words.device)
     for e, planes in enumerate(bit_positions(kind, bits)):
         for plane, places in enumerate(planes):

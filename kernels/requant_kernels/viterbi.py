@@ -109,7 +109,7 @@ def viterbi_paths(targets: Tensor, values: Tensor, *, shift: int, pinned: Tensor
             VECTOR=vector,
             SHIFT=shift,
             PINNED=pinned is not None,
-            num_warps=16 if vector == 1 else 32,
+            num_warps=32 if shift <= 2 else 16,  # more spill; fewer wait (measured on an H200)
         )
         if ends is None:
             ends = final.argmin(1).to(torch.int32)

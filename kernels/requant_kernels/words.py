@@ -101,6 +101,13 @@ def bit_positions(kind: str, bits: int) -> tuple[tuple[tuple[tuple[int, int], ..
     )
 
 
+def flat_positions(kind: str, bits: int) -> tuple[int, ...]:
+    """`bit_positions` as one tuple of `32 word + bit`, what a kernel can take as a constant."""
+    return tuple(
+        32 * word + bit for half in bit_positions(kind, bits) for plane in half for word, bit in plane
+    )
+
+
 class _Ptx:
     """Lines of one asm block; rotated words are made once."""
 
@@ -121,6 +128,10 @@ class _Ptx:
             source = self.rotated[word, 0]
             self.rotated[word, amount] = self.new(f"shf.r.wrap.b32 {{d}}, {source}, {source}, {amount};")
         return self.rotated[word, amount]
+
+    def give(self, plane: int, text: str) -> None:
+        """One instruction that leaves a plane's weights at e = 0 and 1 in an output."""
+        self.lines.append(text.format(d=f"${plane}"))
 
     def text(self) -> str:
         body = "\n".join(self.lines)
@@ -148,13 +159,13 @@ def _unit_zero(dtype: str, zero: int) -> int:
 def grid_asm(bits: int, dtype: str, groups: int) -> str:
     """16 planes `(code - zero) * UNIT` from `bits` words; `groups` zero points a block, or 0 for symmetric.
 
-    Operands: 16 outputs, `bits` words, then for each group two registers of which the first holds the pair -zero * UNIT.
+    Operands: 16 outputs (a plane's weights at e = 0 and 1), `bits` words, then for each group the pair -zero * UNIT.
     """
     ptx = _Ptx({w: f"${PLANES + w}" for w in range(bits)})
     room = MANTISSA[dtype]
     for plane, fields in enumerate(grid_fields(bits)):
         if groups:
-            addend = f"${PLANES + bits + 2 * (plane * groups // PLANES)}"
+            addend = f"${PLANES + bits + plane * groups // PLANES}"
         else:
             addend = f"0x{_unit_zero(dtype, 1 << (bits - 1)):08x}"
         pieces = [fields] if bits <= room else [fields[:1], fields[1:]]
@@ -173,12 +184,11 @@ def grid_asm(bits: int, dtype: str, groups: int) -> str:
             multiplier = ptx.new(f"mov.b32 {{d}}, 0x{_multiplier(dtype, low.bit - drop - low.lsb):08x};")
             if not groups and i == 0:
                 addend = ptx.new(f"mov.b32 {{d}}, {addend};")
-            out = f"${plane}" if i == len(pieces) - 1 else None
-            line = f"fma.rn.{dtype.replace('fp', 'f')}x2 {{}}, {value}, {multiplier}, {addend};"
-            if out:
-                ptx.lines.append(line.format(out))
+            line = f"fma.rn.{dtype.replace('fp', 'f')}x2 {{d}}, {value}, {multiplier}, {addend};"
+            if i == len(pieces) - 1:
+                ptx.give(plane, line)
             else:
-                addend = ptx.new(line.format("{d}"))
+                addend = ptx.new(line)
     return ptx.text()
 
 
@@ -186,9 +196,9 @@ def grid_asm(bits: int, dtype: str, groups: int) -> str:
 def codebook_asm(bits: int) -> str:
     """16 planes of levels from `bits` words and a row's byte tables: high bytes first, then low bytes, four a word.
 
-    Operands: 16 outputs, `bits` words, then for each table word two registers of which the first counts.
+    Operands: 16 outputs (a plane's weights at e = 0 and 1), `bits` words, the table words.
     """
-    tables = [f"${PLANES + bits + 2 * i}" for i in range(1 << (bits - 1))]
+    tables = [f"${PLANES + bits + i}" for i in range(1 << (bits - 1))]
     half = len(tables) // 2
     ptx = _Ptx({w: f"${PLANES + w}" for w in range(bits)})
 
@@ -201,8 +211,8 @@ def codebook_asm(bits: int) -> str:
 
     def weave(selector: str, mask: str, plane: int) -> None:
         high, low = lookup(tables[:half], selector, mask), lookup(tables[half:], selector, mask)
-        ptx.lines.append(f"prmt.b32 ${plane}, {low}, {high}, 0x5140;")
-        ptx.lines.append(f"prmt.b32 ${plane + 1}, {low}, {high}, 0x7362;")
+        ptx.give(plane, f"prmt.b32 {{d}}, {low}, {high}, 0x5140;")
+        ptx.give(plane + 1, f"prmt.b32 {{d}}, {low}, {high}, 0x7362;")
 
     for word in range(2 if bits == 3 else bits):
         register = ptx.rotate(word, 0)
@@ -226,6 +236,6 @@ def codebook_asm(bits: int) -> str:
     return ptx.text()
 
 
-def constraints(bits: int, pairs: int) -> str:
-    """Of an asm block with 16 outputs, `bits` words and `pairs` operands of which each takes two registers."""
-    return ",".join(["=r"] * PLANES + ["r"] * (bits + 2 * pairs))
+def constraints(inputs: int) -> str:
+    """Of an asm block with 16 registers out and `inputs` in."""
+    return ",".join(["=r"] * PLANES + ["r"] * inputs)

@@ -114,11 +114,14 @@ def _units(
             )
         modules[name] = layout
         yield {f"{name}.{suffix}": tensor for suffix, tensor in tensors.items()}
+    from requant.integrations.transformers import disk_name
+
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     for name, tensor in _plain_tensors(model, state, modules):
-        # Older checkpoints name the tensors of the body without its prefix ("h.0..." of GPT-2).
-        dtype = dtypes.get(name) or dtypes.get(name.removeprefix(prefix)) or tensor.dtype
-        yield {name: tensor.to(dtype)}
+        stored = disk_name(model, name, tensor)
+        # Some checkpoints name the tensors of the body without its prefix ("h.0..." of GPT-2).
+        dtype = dtypes.get(stored) or dtypes.get(stored.removeprefix(prefix)) or tensor.dtype
+        yield {stored: tensor.to(dtype)}
 
 
 def _plain_tensors(

@@ -140,23 +140,53 @@ def check_architecture(model: Any, tensors: Mapping[str, StoredTensor]) -> None:
     warning.
     """
     state = model.state_dict()
+    stored = {module_name(model, name, state): tensor for name, tensor in tensors.items()}
     tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     partners = dict(tied) | {source: target for target, source in tied.items()}
     for name, tensor in state.items():
-        stored = tensors.get(name)
-        if stored is None and partners.get(name) not in tensors and not _ignored(model, "missing", name):
-            raise CheckpointError(f"{name} is missing from the weight files; download the checkpoint again.")
-        if stored is not None and stored.shape != tuple(tensor.shape):
+        if name not in stored:
+            if partners.get(name) not in stored and not _ignored(model, "missing", name):
+                raise CheckpointError(
+                    f"{name} is missing from the weight files; download the checkpoint again."
+                )
+        elif stored[name].shape != tuple(tensor.shape):
             raise CheckpointError(
-                f"{name} has shape {list(stored.shape)} in {stored.file.name}, but {list(tensor.shape)} by "
-                "config.json; download the checkpoint again."
+                f"{name} has shape {list(stored[name].shape)} in {stored[name].file.name}, but "
+                f"{list(tensor.shape)} by config.json; download the checkpoint again."
             )
-    for name in sorted(tensors.keys() - state.keys()):
+    for name in sorted(stored.keys() - state.keys()):
         if not _ignored(model, "unexpected", name):
             raise CheckpointError(
-                f"{tensors[name].file.name} holds {name}, which {type(model).__name__} does not have; "
+                f"{stored[name].file.name} holds {name}, which {type(model).__name__} does not have; "
                 "download the checkpoint again."
             )
+
+
+def module_name(model: Any, name: str, state: Mapping[str, Any]) -> str:
+    """Where the model looks for a tensor that is called `name` on disk (GPT-NeoX: embed_out is lm_head today)."""
+    if name in state:
+        return name
+    # Imported late: this file is loaded while transformers is still importing its registry of quantizers.
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    conversions = get_model_conversion_mapping(model)
+    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
+    return rename_source_key(name, renamings, [], model.base_model_prefix, dict(state))[0]
+
+
+def disk_name(model: Any, name: str, tensor: torch.Tensor) -> str:
+    """The inverse: what the checkpoint that `model` was loaded from calls its tensor `name`.
+
+    Newer transformers know the names of older ones, but not the other way round, so this is the name to save.
+    """
+    from transformers import PreTrainedModel
+    from transformers.core_model_loading import revert_weight_conversion
+
+    if not isinstance(model, PreTrainedModel):
+        return name
+    names = list(revert_weight_conversion(model, {name: tensor}))
+    return names[0] if len(names) == 1 else name
 
 
 def _ignored(model: Any, kind: str, name: str) -> bool:

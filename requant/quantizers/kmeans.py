@@ -35,7 +35,6 @@ NEEDS: frozenset[str] = frozenset({"fisher"})
 
 ATOMS = 128
 ATOM_BITS = 6  # widest code of which a level still has two atoms
-EXACT_BITS = 4  # widest code for which atoms and Lloyd's iteration come within 0.2 % of the optimum
 REACH = 4  # strides an edge may move in one step of the refinement of wide codes
 MAX_ITERATIONS = 200  # of Lloyd; rows of 1408 columns settle in 10 to 60
 
@@ -110,12 +109,12 @@ def fit_levels(
     rows = sort_rows(weight, row_weights(fisher, detached))
     k, count = weight.shape[1], 2**bits
     if k > ATOMS and bits > ATOM_BITS:
-        edges = density_edges(rows, count)
+        edges = shift_edges(rows, density_edges(rows, count), strides=(16, 16, 8, 8, 4, 4, 2, 2, 1, 1))
     else:
         atoms = density_edges(rows, ATOMS)
         edges = atoms if atoms.shape[1] <= count + 1 else atoms.gather(1, optimal_edges(rows, atoms, count))
-    if k > ATOMS and bits > EXACT_BITS:
-        edges = shift_edges(rows, edges)
+        if k > ATOMS:
+            edges = shift_edges(rows, edges, strides=(4, 2, 1))
     levels = centroids(rows, edges, torch.full_like(rows.mass[:, :1], float("nan")))
     return lloyd(rows, fill_empty(levels, count))
 
@@ -200,47 +199,55 @@ def optimal_edges(rows: SortedRows, atoms: Int64[Tensor, "n e"], count: int) -> 
 
 def interval_costs(rows: SortedRows, chunk: slice, atoms: Int64[Tensor, "b e"]) -> Float[Tensor, "b e e"]:
     """Cost of one level for the atoms i to j - 1, float32; infinite where i > j."""
-    at = [total[chunk].gather(1, atoms) for total in (rows.mass, rows.moment, rows.energy)]
-    cost = run_cost(*(total[:, None, :] - total[:, :, None] for total in at)).float()
+    at = torch.stack([total[chunk].gather(1, atoms) for total in (rows.mass, rows.moment, rows.energy)])
+    cost = run_cost(at[:, :, None, :] - at[:, :, :, None]).float()
     index = torch.arange(atoms.shape[1], device=atoms.device)
     return cost.masked_fill_(index[:, None] > index, float("inf"))
 
 
-def run_cost(mass: Tensor, moment: Tensor, energy: Tensor) -> Tensor:
-    """sum F (w - mean)^2 of a run, from its sums."""
-    return (energy - moment.square() / mass.clamp(min=torch.finfo(mass.dtype).tiny)).clamp(min=0)
+def run_cost(sums: Float[Tensor, "3 *s"]) -> Float[Tensor, "*s"]:
+    """sum F (w - mean)^2 of runs with these sums of F, F w, F w^2."""
+    return (sums[2] - sums[1].square() / sums[0].clamp(min=torch.finfo(sums.dtype).tiny)).clamp_(min=0)
 
 
-def shift_edges(rows: SortedRows, edges: Int64[Tensor, "n e"]) -> Int64[Tensor, "n e"]:
-    """Move all edges of a row together by up to REACH strides each, as is cheapest; strides fall from 16 to 1."""
-    offsets = torch.arange(-REACH, REACH + 1, device=edges.device)
-    for stride in (16, 16, 8, 8, 4, 4, 2, 2, 1, 1):
-        choices = (edges[:, 1:-1, None] + stride * offsets).clamp(0, rows.values.shape[1])
-        edges = with_ends(best_choices(rows, choices), rows.values.shape[1])
-    return edges
+def shift_edges(
+    rows: SortedRows, edges: Int64[Tensor, "n e"], *, strides: tuple[int, ...]
+) -> Int64[Tensor, "n e"]:
+    """Move all edges of a row together, each by up to REACH strides, as is cheapest; one stride after another."""
+    k = rows.values.shape[1]
+    offsets = torch.arange(-REACH, REACH + 1, device=edges.device)[:, None]
+    shifted = []
+    for chunk in row_chunks(edges, elements=1 << (25 if edges.is_cuda else 16), width=len(offsets) ** 2):
+        sums = torch.stack([rows.mass[chunk], rows.moment[chunk], rows.energy[chunk]])
+        part = edges[chunk]
+        for stride in strides:
+            choices = (part.T[1:-1, None] + stride * offsets).clamp(0, k)
+            part = with_ends(best_choices(sums, choices).T, k)
+        shifted.append(part)
+    return torch.cat(shifted)
 
 
-def best_choices(rows: SortedRows, choices: Int64[Tensor, "n i o"]) -> Int64[Tensor, "n i"]:
-    """One of o positions for each of the i inner edges, at the least total cost of the runs between them."""
-    at = [
-        total.gather(1, choices.flatten(1)).view(choices.shape)
-        for total in (rows.mass, rows.moment, rows.energy)
-    ]
-    best = run_cost(*(total[:, 0] for total in at))
-    origins = []
-    for i in range(1, choices.shape[1]):
-        cost = run_cost(*(total[:, i, None, :] - total[:, i - 1, :, None] for total in at))
-        crossed = choices[:, i, None, :] < choices[:, i - 1, :, None]
-        best, origin = (best[:, :, None] + cost.masked_fill_(crossed, float("inf"))).min(1)
-        origins.append(origin)
-    whole = (rows.mass, rows.moment, rows.energy)
-    last = run_cost(*(total[:, -1:] - inner[:, -1] for total, inner in zip(whole, at, strict=True)))
-    choice = (best + last).argmin(1, keepdim=True)
-    path = [choice]
-    for origin in reversed(origins):
-        choice = origin.gather(1, choice)
-        path.append(choice)
-    return choices.gather(2, torch.cat(path[::-1], 1)[:, :, None])[:, :, 0]
+def best_choices(sums: Float[Tensor, "3 n j"], choices: Int64[Tensor, "i o n"]) -> Int64[Tensor, "i n"]:
+    """One of o positions for each of the i inner edges, at the least total cost of the runs between them.
+
+    Rows come last here: the loops inside torch run over them.
+    """
+    inner, offsets, n = choices.shape
+    at = sums.gather(2, choices.permute(2, 0, 1).reshape(n, -1).expand(3, -1, -1))
+    at = at.view(3, n, inner, offsets).permute(0, 2, 3, 1).contiguous()
+    best = [run_cost(at[:, 0])]  # best[i][o]: the runs up to inner edge i, if it takes its choice o
+    for i in range(1, inner):
+        cost = run_cost(at[:, i, None, :] - at[:, i - 1, :, None])
+        cost.masked_fill_(choices[i, None, :] < choices[i - 1, :, None], float("inf"))
+        best.append(cost.add_(best[-1][:, None]).amin(0))
+    choice = (best[-1] + run_cost(sums[:, None, :, -1] - at[:, -1])).argmin(0, keepdim=True)
+    path = [choices[-1].gather(0, choice)]
+    for i in range(inner - 1, 0, -1):
+        reached = at[:, i].gather(1, choice.expand(3, -1, -1))
+        cost = run_cost(reached - at[:, i - 1]).masked_fill_(path[-1] < choices[i - 1], float("inf"))
+        choice = (best[i - 1] + cost).argmin(0, keepdim=True)
+        path.append(choices[i - 1].gather(0, choice))
+    return torch.cat(path[::-1])
 
 
 def centroids(

@@ -3,7 +3,7 @@
 from jaxtyping import Int64
 from torch import Tensor
 
-from requant.errors import RecipeError
+from requant.errors import NumericalError, RecipeError
 from requant.sensitivity import QuantizedPath, Scores
 from requant.sensitivity.gradient import gradient_score
 from requant.sensitivity.hessian_diagonal import hessian_diagonal
@@ -18,14 +18,19 @@ def score(
     nodes: str = "gauss2",
     label: str | None = None,
 ) -> Scores:
-    """The score `name` of every weight, signed, nats; `nodes` matters to `pqi` alone."""
+    """The score `name` of every weight, signed, nats; `nodes` matters to `pqi` alone. Raises NumericalError."""
     match name:
         case "pqi":
-            return pqi(path, windows, nodes=nodes, label=label)
+            scores = pqi(path, windows, nodes=nodes, label=label)
         case "hessian":
-            return hessian_diagonal(path, windows, label=label)
+            scores = hessian_diagonal(path, windows, label=label)
         case "gradient":
-            return gradient_score(path, windows, at=0.0, label=label)
+            scores = gradient_score(path, windows, at=0.0, label=label)
         case "marginal":
-            return gradient_score(path, windows, at=1.0, label=label)
-    raise RecipeError(f"score '{name}' is unknown; there are: pqi, hessian, gradient, marginal.")
+            scores = gradient_score(path, windows, at=1.0, label=label)
+        case _:
+            raise RecipeError(f"score '{name}' is unknown; there are: pqi, hessian, gradient, marginal.")
+    for matrix, values in scores.items():
+        if not values.isfinite().all():
+            raise NumericalError(f"{matrix}: its gradients overflow; use --dtype float32 or bfloat16.")
+    return scores

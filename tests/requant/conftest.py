@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen2Config,
+)
 
 from requant.checkpoint import save_checkpoint
 from requant.formats import Codebook, Grid, QuantizedWeight, Sparse, Trellis, group_count, sparse_residual
@@ -36,6 +43,8 @@ def config_of(name: str) -> PretrainedConfig:
             return GPT2Config(
                 n_embd=64, n_layer=2, n_head=4, n_positions=64, vocab_size=96, bos_token_id=0, eos_token_id=0
             )
+        case "gpt-neox":  # its head has one name on disk and another in the module
+            return GPTNeoXConfig(**LLAMA)
     raise ValueError(name)
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -93,6 +94,15 @@ def test_device_map(make_checkpoint) -> None:
     assert torch.equal(logits(model), logits(plain))
 
 
+def test_tensors_keep_the_names_of_the_source(make_checkpoint, tmp_path: Path) -> None:
+    path, plain = make_checkpoint("gpt-neox", dtype=torch.bfloat16)
+    source = load_file(tmp_path / "source" / "model.safetensors")
+    stored = read_header(path).tensors
+    assert {name for name in source if "layers" not in name} == {n for n in stored if "layers" not in n}
+    assert all(stored[name].dtype == torch.bfloat16 for name in source if name in stored)
+    assert torch.equal(logits(load(path)), logits(plain))
+
+
 def test_generate(make_checkpoint) -> None:
     path, plain = make_checkpoint("llama")
     arguments = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
@@ -150,6 +160,7 @@ def test_import_order_does_not_matter_and_import_is_light(order: tuple[str, str]
         f"import sys, {order[0]}\n"
         "assert 'transformers' in sys.modules or 'torch' not in sys.modules, 'import requant is slow'\n"
         f"import {order[1]}\n"
+        "import transformers.modeling_utils\n"  # imports the registry while it is itself half imported
         "from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING as m\n"
         "assert 'requant' in m\n"
         "assert not any(type(f).__name__ == '_RegistryFinder' for f in sys.meta_path)\n"

@@ -1,0 +1,118 @@
+"""Every method at 4, 3 and 2 bits under the peers' protocol (`common.py`), by the product's own functions.
+
+    python -m eval.baselines [--model FOLDER] [--data FOLDER] [--out FOLDER]
+
+Writes `baselines.json`; `peers.json` holds what the peers' own code, or a re-implementation of it, measured on the same
+model, texts and windows. SqueezeLLM's own sparse part is the one ReQuant is compared with, at equal entries.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from eval.common import DATA, MODEL, RESULTS, Study, bits_per_weight, header, open_study, quality, row_of, write_json
+from requant.detach import global_top
+from requant.paper import iqr_outliers, requant_as_published
+from requant.quantizers import METHODS
+from requant.recipe import Detach, Sensitivity
+from requant.run import Run, Weights, gather, quantize_linears
+
+BITS = (4, 3, 2)
+
+
+def dense(run: Run) -> Weights:
+    """Codes only."""
+    return quantize_linears(run, None, label="quantize")
+
+
+def squeezellm(run: Run) -> Weights:
+    """SqueezeLLM's own sparse part: outliers in units of the interquartile range, then the largest Fisher values."""
+    outliers = iqr_outliers(run, {})
+    statistics = gather(run, run.sites, METHODS["kmeans"].needs)
+    fisher = {name: stats.fisher for name, stats in statistics.items() if stats.fisher is not None}
+    count = round(run.recipe.detach.significant_fraction * run.total_weights)
+    sensitive = global_top(fisher, count, taken=outliers)
+    detached = {name: outliers[name].to(mask.device) | mask for name, mask in sensitive.items()}
+    return quantize_linears(run, detached, label="quantize")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One line of the table at one width."""
+
+    label: str
+    method: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    make: Callable[[Run], Weights] = dense
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+
+SPARSE = Detach(outlier_fraction=0.0045, significant_fraction=0.0005)
+PLANS = (
+    Plan(label="RTN g128", method="rtn"),
+    Plan(label="GPTQ g128", method="gptq"),
+    Plan(label="GPTQ g128 act-order", method="gptq", options={"act_order": True}),
+    Plan(label="AWQ g128", method="awq"),
+    Plan(
+        label="AWQ g256 + ReQuant 0.25%",
+        method="awq",
+        options={"group_size": 256},
+        make=requant_as_published,
+        changes={"mode": "paper", "detach": Detach(outlier_fraction=0.0025, significant_fraction=0.0)},
+    ),
+    Plan(label="SqueezeLLM dense", method="kmeans"),
+    Plan(
+        label="SqueezeLLM 0.45%+0.05% sparse", method="kmeans", make=squeezellm, changes={"detach": SPARSE}
+    ),
+    *(
+        Plan(
+            label=f"SqueezeLLM + ReQuant ({score})",
+            method="kmeans",
+            make=requant_as_published,
+            changes={"mode": "paper", "detach": SPARSE, "sensitivity": Sensitivity(score=score)},
+        )
+        for score in ("pqi", "marginal")
+    ),
+)
+
+
+def rows(study: Study) -> Iterator[dict[str, Any]]:
+    """One row a plan and width."""
+    for bits in BITS:
+        for plan in PLANS:
+            started = time.perf_counter()
+            run = study.run(plan.method, options={"bits": bits, **plan.options}, **{"mode": "dense", **plan.changes})
+            weights = plan.make(run)
+            found = quality(study, run, weights, second=True)
+            yield row_of(plan.label, run, started, bits=bits, **bits_per_weight(weights), **found)
+
+
+def main(
+    model: Annotated[Path, typer.Option(help="Folder of the model.")] = MODEL,
+    data: Annotated[Path, typer.Option(help="Folder with the texts of the protocol.")] = DATA,
+    out: Annotated[Path, typer.Option(help="Folder of the results.")] = RESULTS,
+    num_samples: Annotated[int, typer.Option(help="Calibration windows.")] = 128,
+    seq_len: Annotated[int, typer.Option(help="Tokens of a window.")] = 1024,
+    windows: Annotated[int | None, typer.Option(help="Windows to score; all if not given.")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
+) -> None:
+    study = open_study(model, data, num_samples=num_samples, seq_len=seq_len, windows=windows, device=device)
+    original = quality(study, study.base, {}, second=True)
+    results: dict[str, Any] = {**header(study), "original": original, "rows": []}
+    for row in rows(study):
+        results["rows"].append(row)
+        write_json(out / "baselines.json", results)
+        print(
+            f"{row['bits']} {row['label']:32s} {row['bits_per_weight']:.3f} bits  ppl {row['perplexity']:.3f}  "
+            f"KL {row['kl']:.4f}  second: ppl {row['second']['perplexity']:.2f} KL {row['second']['kl']:.4f}  "
+            f"{row['wall_seconds']:.1f} s",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    typer.run(main)

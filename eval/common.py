@@ -1,0 +1,228 @@
+"""What every study shares: a model with its texts, one protocol of quality, honest bits, a file of results.
+
+The protocol is that of `../shared/reference/quality-peers.md`: 128 windows of 1024 tokens of `wikitext-like.raw`
+calibrate; perplexity over all 318 windows of 1024 of the WikiText-2 raw test; KL to the original over the first 40 of
+them; everything in float32. `c4-sample.txt`, its last quarter, is a second domain that nothing is chosen by.
+"""
+
+import copy
+import dataclasses
+import hashlib
+import json
+import os
+import subprocess
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from jaxtyping import Int64
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import requant
+from requant.calibration import LinearStats
+from requant.checkpoint import matrix_parts
+from requant.checkpoint.packing import pack
+from requant.errors import TextError
+from requant.evaluation import Protocol, perplexity_and_kl
+from requant.pipeline import Prepared, prepare, start
+from requant.quantizers import METHODS
+from requant.recipe import Calibration, Evaluation, Recipe, to_dict
+from requant.run import Run, Weights
+from requant.text import Text, read_text, token_windows
+from requant.workspace import Workspace
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "eval" / "results"
+MODEL = ROOT.parent / "shared" / "models" / "bench-32m"
+DATA = ROOT.parent / "shared" / "data"
+CALIBRATION, TEST, SECOND = "wikitext-like.raw", "wiki.test.raw", "c4-sample.txt"
+KL_WINDOWS = 40
+SECOND_SHARE = 4  # the last 1/4 of the second text is scored
+BATCH = 8  # windows a forward pass; 8 x 1024 x 16384 float32 logits are half a GiB
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """A model, its texts, and the context from which every row's run is made."""
+
+    prepared: Prepared
+    reference: PreTrainedModel
+    second: Text
+    second_windows: Int64[Tensor, "s t"]
+    base: Run
+    statistics: dict[frozenset[str], dict[str, LinearStats]] = field(default_factory=dict)
+
+    def run(self, method: str, *, options: Mapping[str, Any], **changes: Any) -> Run:
+        """A run of `method` with these options of its quantizer; rows share the statistics of the originals."""
+        chosen = METHODS[method]
+        recipe = dataclasses.replace(
+            self.base.recipe, method=method, quantizer=chosen.config(**options), **changes
+        )
+        shared = self.statistics.setdefault(chosen.needs, {})
+        return dataclasses.replace(self.base, recipe=recipe, statistics=shared, seconds={})
+
+
+def open_study(
+    model: Path, data: Path, *, num_samples: int, seq_len: int, windows: int | None, device: str
+) -> Study:
+    """Load everything once; `windows` None scores the whole test text."""
+    recipe = Recipe(
+        model=str(model),
+        calibration=Calibration(text=(find(data, CALIBRATION),), num_samples=num_samples, seq_len=seq_len),
+        evaluation=Evaluation(text=(find(data, TEST),), context=seq_len, windows=windows or 10**6),
+    )
+    prepared = prepare(recipe.model, recipe, device=device, dtype="float32")
+    named = dataclasses.replace(  # what results say: names, no folders
+        recipe,
+        model=model.name,
+        calibration=dataclasses.replace(recipe.calibration, text=(CALIBRATION,)),
+        evaluation=dataclasses.replace(recipe.evaluation, text=(TEST,), windows=len(prepared.scored)),
+    )
+    second = read_text(find(data, SECOND))
+    rest = token_windows(second, prepared.tokenizer, num_samples=None, seq_len=seq_len)
+    return Study(
+        prepared=prepared,
+        reference=copy.deepcopy(prepared.model),
+        second=second,
+        second_windows=rest[-(len(rest) // SECOND_SHARE) :][:windows],
+        base=start(prepared, named, workspace=Workspace(None), quiet=True),
+    )
+
+
+def find(folder: Path, name: str) -> str:
+    """The file of that name in a folder or below it."""
+    found = sorted(folder.rglob(name))
+    if not found:
+        raise TextError(f"{folder} holds no {name}; give --data a folder with the texts of the protocol.")
+    return str(found[0])
+
+
+def quality(study: Study, run: Run, weights: Weights, *, second: bool = False) -> dict[str, Any]:
+    """Perplexity on the whole test, KL on its first windows; with `second` both on the second domain too."""
+    prepared = study.prepared
+    run.path(weights).place(1.0 if weights else 0.0)
+    whole = perplexity_and_kl(prepared.model, prepared.scored, text=prepared.evaluation, batch_size=BATCH)
+    near = _against_original(study, prepared.scored[:KL_WINDOWS], prepared.evaluation)
+    found = {"perplexity": whole.perplexity, "perplexity_first": near["perplexity"]}
+    found |= {key: near[key] for key in ("kl", "p99_kl", "top1")}
+    if second:
+        found["second"] = _against_original(study, study.second_windows, study.second)
+    return found
+
+
+def _against_original(study: Study, windows: Int64[Tensor, "s t"], text: Text) -> dict[str, Any]:
+    found = perplexity_and_kl(
+        study.prepared.model, windows, text=text, reference=study.reference, batch_size=BATCH
+    )
+    return {
+        "perplexity": found.perplexity,
+        "original_perplexity": found.reference_perplexity,
+        "kl": found.mean_kl,
+        "p99_kl": found.p99_kl,
+        "top1": found.top1_agreement,
+    }
+
+
+def bits_per_weight(weights: Weights) -> dict[str, Any]:
+    """Bits of everything a checkpoint stores for the matrices, over their weights; by part, and the sparse share."""
+    parts: dict[str, int] = {}
+    count = entries = 0
+    for weight in weights.values():
+        layout = pack(weight)[0]
+        count += layout.shape[0] * layout.shape[1]
+        entries += layout.sparse
+        for part, size in matrix_parts(layout).items():
+            parts[part] = parts.get(part, 0) + size
+    return {
+        "bits_per_weight": 8 * sum(parts.values()) / count,
+        "bits_by_part": {part: 8 * size / count for part, size in parts.items() if size},
+        "sparse_fraction": entries / count,
+    }
+
+
+def row_of(label: str, run: Run, started: float, **values: Any) -> dict[str, Any]:
+    """One line of results: what was run, what was found, how long each stage took."""
+    return {
+        "label": label,
+        **values,
+        "seconds": {name: round(value, 3) for name, value in run.seconds.items()},
+        "wall_seconds": round(time.perf_counter() - started, 3),
+        "recipe": to_dict(run.recipe),
+    }
+
+
+def header(study: Study) -> dict[str, Any]:
+    """Where numbers come from: code, machine, model, texts."""
+    prepared = study.prepared
+
+    def of(text: Text, windows: Tensor, share: str) -> dict[str, Any]:
+        protocol = Protocol(
+            text=text.name,
+            sha256=text.sha256,
+            context=windows.shape[1],
+            windows=len(windows),
+            tokens=len(windows) * (windows.shape[1] - 1),
+        )
+        return {**dataclasses.asdict(protocol), "share": share}
+
+    return {
+        **environment(prepared.model.device),
+        "model": {"name": study.base.recipe.model, "fingerprint": study.base.fingerprint[:16]},
+        "protocol": {
+            "calibration": of(prepared.calibration, prepared.windows, "spread evenly"),
+            "perplexity": of(prepared.evaluation, prepared.scored, "all whole windows"),
+            "kl": of(prepared.evaluation, prepared.scored[:KL_WINDOWS], "the first windows"),
+            "second": of(study.second, study.second_windows, f"the last 1/{SECOND_SHARE}"),
+        },
+    }
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    return {
+        "requant": requant.__version__,
+        "commit": _commit(),
+        "sources": sources_hash(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "device": name,
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+    }
+
+
+def sources_hash() -> str:
+    """SHA-256 over the package's Python files: says which code ran where there is no git."""
+    state = hashlib.sha256()
+    for file in sorted((ROOT / "requant").rglob("*.py")):
+        state.update(str(file.relative_to(ROOT)).encode() + file.read_bytes())
+    return state.hexdigest()
+
+
+def _commit() -> str | None:
+    """The commit that is checked out; None in a copy without history."""
+    if not (ROOT / ".git").exists():
+        return None
+    shown = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
+    return shown.stdout.strip()
+
+
+def write_json(file: Path, data: Mapping[str, Any]) -> None:
+    """Write aside and rename: a study that is stopped leaves the rows it finished."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    aside = file.with_suffix(".writing")
+    aside.write_text(json.dumps(_rounded(data), indent=1) + "\n", encoding="utf-8")
+    os.replace(aside, file)
+
+
+def _rounded(value: Any) -> Any:
+    """Six significant digits, enough for every table and easy to compare."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, Mapping):
+        return {key: _rounded(item) for key, item in value.items()}
+    return [_rounded(item) for item in value] if isinstance(value, list | tuple) else value

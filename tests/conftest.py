@@ -1,0 +1,155 @@
+"""Tiny models of every architecture, a byte tokenizer and a text, shared by all tests; folders are made once."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch.nn import functional
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from requant.text import Text, read_text, token_windows
+
+VOCABULARY = 264  # 256 bytes, an end token, and rows that no token uses
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 172,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+COMMON = {"vocab_size": VOCABULARY, "max_position_embeddings": 128, "eos_token_id": 256, "bos_token_id": 256, "pad_token_id": None}
+
+# name -> (model type, what differs from SIZES); the names are those of the tests
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", SIZES | {"tie_word_embeddings": False}),
+    "llama-tied": ("llama", SIZES | {"tie_word_embeddings": True}),
+    "llama-bias": ("llama", SIZES | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}),
+    "llama-520": ("llama", SIZES | {"intermediate_size": 520}),
+    "llama-1216": ("llama", SIZES | {"intermediate_size": 1216, "num_hidden_layers": 1}),
+    "mistral": ("mistral", SIZES | {"sliding_window": 32}),
+    "qwen2": ("qwen2", SIZES | {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", SIZES),
+    "gemma2": ("gemma2", SIZES | {"sliding_window": 32, "query_pre_attn_scalar": 16}),
+    "gemma3": ("gemma3_text", SIZES | {"sliding_window": 32, "query_pre_attn_scalar": 16}),
+    "phi3": ("phi3", SIZES),
+    "opt": (
+        "opt",
+        {"hidden_size": 64, "ffn_dim": 172, "num_hidden_layers": 2, "num_attention_heads": 4, "word_embed_proj_dim": 64},
+    ),
+    "gpt2": ("gpt2", {"n_embd": 64, "n_inner": 172, "n_layer": 2, "n_head": 4}),
+    "gpt-neox": (
+        "gpt_neox",
+        {"hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 2, "num_attention_heads": 4},
+    ),
+}
+DENSE = tuple(ARCHITECTURES)
+EXPERTS = {
+    "mixtral": ("mixtral", SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3-moe": ("qwen3_moe", SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}),
+}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test that takes `architecture` runs on each of them."""
+    if "architecture" in metafunc.fixturenames:
+        metafunc.parametrize("architecture", DENSE)
+
+
+def build_model(name: str, *, seed: int = 0) -> Any:
+    """A random tiny model in float32, in eval mode, frozen; its biases and norms are random too."""
+    kind, sizes = (ARCHITECTURES | EXPERTS)[name]
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(kind, **(COMMON | sizes))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte, and an end of text."""
+    alphabet = {character: index for index, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", bos_token="<end>")
+
+
+@pytest.fixture(autouse=True)
+def one_seed() -> None:
+    random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> Callable[..., Any]:
+    """`tiny_model(name, seed=0)`: a fresh model of an architecture."""
+    return build_model
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return build_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def tiny_text() -> Text:
+    """40,000 characters of English."""
+    return Text.from_documents("tiny", [read_text("demo").text[:40_000]])
+
+
+@pytest.fixture(scope="session")
+def tiny_text_file(tiny_text: Text, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("text") / "tiny.txt"
+    file.write_text(tiny_text.text)
+    return file
+
+
+@pytest.fixture(scope="session")
+def tiny_windows(tiny_text: Text, tokenizer: PreTrainedTokenizerFast) -> torch.Tensor:
+    """Four windows of 32 tokens."""
+    return token_windows(tiny_text, tokenizer, num_samples=4, seq_len=32)
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`tiny_folder(name)`: the folder of a model, as the hub has it; not to be changed."""
+    made: dict[str, Path] = {}
+
+    def folder_of(name: str) -> Path:
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp(name)
+            build_model(name).save_pretrained(made[name])
+            tokenizer.save_pretrained(made[name])
+        return made[name]
+
+    return folder_of
+
+
+@pytest.fixture(scope="session")
+def trained_state(tiny_text: Text, tokenizer: PreTrainedTokenizerFast) -> dict[str, torch.Tensor]:
+    torch.set_num_threads(1)
+    windows = token_windows(tiny_text, tokenizer, num_samples=None, seq_len=32)
+    model = build_model("llama").requires_grad_(True)
+    optimizer = torch.optim.Adam(model.parameters(), lr=4e-3)
+    for step in range(120):
+        tokens = windows[torch.arange(16) * 7 % 97 + step * 8 % (len(windows) - 97)]
+        logits = model(input_ids=tokens, use_cache=False).logits[:, :-1]
+        functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+@pytest.fixture
+def trained_model(trained_state: dict[str, torch.Tensor]) -> Any:
+    """A tiny Llama that has learned some English: its loss has the curvature that random weights lack."""
+    model = build_model("llama")
+    model.load_state_dict(trained_state)
+    return model
