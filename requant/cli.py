@@ -68,6 +68,9 @@ def quantize(
     skip: Annotated[
         list[str] | None, typer.Option(help="Pattern of matrices to leave alone; repeatable.")
     ] = None,
+    tune: Annotated[
+        int | None, typer.Option(help="Steps of training for scales, levels and residuals. [0]")
+    ] = None,
     output: Annotated[Path | None, typer.Option(help="Folder to write. [./MODEL-METHOD-BITSbit]")] = None,
     device: Device = "auto",
     dtype: Dtype = "auto",

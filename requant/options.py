@@ -40,6 +40,7 @@ def recipe_from_options(
     skip: Sequence[str] | None,
     seed: int | None,
     nodes: str | None = None,
+    tune: int | None = None,
 ) -> Recipe:
     """One checked recipe; options that are None leave what the recipe says."""
     if recipe is None and bits is None:
@@ -54,6 +55,7 @@ def recipe_from_options(
     overrides: dict[str, dict[str, Any]] = {
         "calibration": {"text": calibration, "num_samples": num_samples, "seq_len": seq_len},
         "sensitivity": {"score": sensitivity, "nodes": nodes},
+        "tuning": {"steps": tune},
         "evaluation": {"text": eval_text, "context": seq_len},
     }
     for section, values in overrides.items():

@@ -39,6 +39,7 @@ from requant.recipe import Recipe
 from requant.run import Run, Weights, fingerprint, quantize_linears
 from requant.sensitivity import originals
 from requant.text import SELF, Text, overlap, read_text, sample_self, token_windows
+from requant.tuning import tune
 from requant.workspace import Workspace
 
 logger = logging.getLogger(__name__)
@@ -131,6 +132,9 @@ def quantize(
     run = start(prepared, recipe, workspace=workspace or Workspace(None), quiet=quiet)
     weights = MODES[recipe.mode](run)
     run.statistics.clear()
+    if recipe.tuning.steps:
+        with run.stage("tuning"):
+            weights = tune(run, weights, recipe.tuning)
     diagnosis = diagnose(run, weights, diagnosed_windows(prepared), names=("gradient", "hessian", "pqi"))
     before, after = evaluate(run, prepared, weights)
     return QuantizedModel(

@@ -74,6 +74,24 @@ class Detach:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """Training of scales, levels and residuals against the original's outputs (`tuning.py`); `steps` 0 is off."""
+
+    steps: int = 0
+    tokens_per_step: int = 16384
+    rate: float = 3e-3  # of Adam, in units of each tensor's root mean square
+    warm_up: int = 10
+    held_out: int = 8  # windows of the calibration text that only judge
+    check_every: int = 20
+
+    def __post_init__(self) -> None:
+        _require(self.steps >= 0, "tuning.steps", self.steps, "0 or more")
+        _require(self.rate > 0, "tuning.rate", self.rate, "a positive number")
+        for name in ("tokens_per_step", "warm_up", "held_out", "check_every"):
+            _require(getattr(self, name) >= 1, f"tuning.{name}", getattr(self, name), "1 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Evaluation:
     """The text that quality is measured on."""
 
@@ -99,6 +117,7 @@ class Recipe:
     calibration: Calibration = field(default_factory=Calibration)
     sensitivity: Sensitivity = field(default_factory=Sensitivity)
     detach: Detach = field(default_factory=Detach)
+    tuning: Tuning = field(default_factory=Tuning)
     evaluation: Evaluation = field(default_factory=Evaluation)
     skip: tuple[str, ...] = ()
     seed: int = 0

@@ -88,8 +88,7 @@ def _code(words, POSITIONS: tl.constexpr, e: tl.constexpr, plane: tl.constexpr, 
     """Plain Triton: one code of every 32-bit word, by the table of bit positions."""
     code = tl.zeros_like(words[0])
     for c in tl.static_range(BITS):
-        place: tl.constexpr = POSITIONS[(e * 16 + plane) * BITS + c]
-        code += ((words[place // 32] >> (place % 32)) & 1) << c
+        code += ((words[POSITIONS[(e * 16 + plane) * BITS + c] // 32] >> (POSITIONS[(e * 16 + plane) * BITS + c] % 32)) & 1) << c
     return code
 
 
@@ -162,14 +161,10 @@ def load_tables(s_ptr, z_ptr, tiles, CODEBOOK: tl.constexpr, TABLES: tl.constexp
 
 
 @triton.jit
-def _multiply_block(acc, loaded, tables, x_ptr, levels_ptr, tiles, column, token, stride_x, K,
-                    ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, POSITIONS: tl.constexpr, CODEBOOK: tl.constexpr,
-                    BITS: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, UNIT: tl.constexpr, EVEN: tl.constexpr,
-                    W: tl.constexpr, R: tl.constexpr, N: tl.constexpr):  # fmt: skip
-    """acc `[warp, rows, N]` += block @ tokens."""
-    GROUPS: tl.constexpr = 0 if GROUP == 0 else (256 // GROUP if GROUP < 256 else 1)
+def load_tokens(x_ptr, token, stride_x, block, blocks, K, EVEN: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
+    """Activations of one block a warp, eight right operands `[warp, 32, N]` of two planes each."""
     t, eight = tl.arange(0, 4), tl.arange(0, 8)
-    column = column[None, None, :, None, None]
+    column = (tl.minimum(block, blocks - 1) if EVEN else block)[None, None, :, None, None] * 256
     column += t[:, None, None, None, None] * 8 + eight[None, None, None, None, :]
     pointer = x_ptr + token[None, :, None, :, None].to(tl.int64) * stride_x + column
     tokens = ()
@@ -180,6 +175,16 @@ def _multiply_block(acc, loaded, tables, x_ptr, levels_ptr, tiles, column, token
             x = tl.load(pointer + slab * 32, mask=column + slab * 32 < K, other=0.0)
         x = tl.permute(tl.reshape(x, [4, 8, W, N // 8, 2, 4]), (2, 4, 0, 5, 3, 1))
         tokens = tokens + (tl.reshape(x, [W, 32, N]),)  # w (j t kh e) (nt g)
+    return tokens
+
+
+@triton.jit
+def _multiply_block(acc, loaded, tables, tokens, x_ptr, levels_ptr, tiles, ASM: tl.constexpr, CONSTRAINTS: tl.constexpr,
+                    POSITIONS: tl.constexpr, CODEBOOK: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+                    ZEROS: tl.constexpr, UNIT: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
+                    N: tl.constexpr):  # fmt: skip
+    """acc `[warp, rows, N]` += block @ tokens."""
+    GROUPS: tl.constexpr = 0 if GROUP == 0 else (256 // GROUP if GROUP < 256 else 1)
     planes = decode_block(loaded, tables, levels_ptr, tiles, x_ptr, ASM, CONSTRAINTS, POSITIONS,
                           CODEBOOK, BITS, GROUP, ZEROS, UNIT, W, R)  # fmt: skip
     part = acc
@@ -253,6 +258,7 @@ def decode_kernel(
     token = tl.arange(0, 8)[:, None] + 8 * tl.arange(0, N // 8)[None, :]
     token = tl.minimum(token, M - 1)  # the surplus columns are computed and never stored
     acc = tl.zeros([W, 16 * R, N], tl.float32)
+    tokens = load_tokens(x_ptr, token, stride_x, warp, blocks, K, EVEN, W, N)
     for c in range(CHUNKS):
         now = ahead
         if CHUNKS > 1:
@@ -261,9 +267,13 @@ def decode_kernel(
                 block = ((c + 1) * UNROLL + u) * W + warp
                 ahead = ahead + (load_block(w_ptr, s_ptr, z_ptr, tiles, block, blocks, BITS, GROUP, False, W),)
         for u in tl.static_range(UNROLL):
-            first = ((c * UNROLL + u) * W + warp) * 256
-            acc = _multiply_block(acc, now[u], tables, x_ptr, levels_ptr, tiles, first, token, stride_x, K, ASM,
-                                  CONSTRAINTS, POSITIONS, CODEBOOK, BITS, GROUP, ZEROS, UNIT, EVEN, W, R, N)  # fmt: skip
+            at_hand = tokens
+            if CHUNKS > 1 or u + 1 < UNROLL:
+                block = (c * UNROLL + u + 1) * W + warp
+                tokens = load_tokens(x_ptr, token, stride_x, block, blocks, K, EVEN, W, N)
+            if (c * UNROLL + u) * W < blocks:  # always; the branch keeps the loads above from sinking below
+                acc = _multiply_block(acc, now[u], tables, at_hand, x_ptr, levels_ptr, tiles, ASM, CONSTRAINTS,
+                                      POSITIONS, CODEBOOK, BITS, GROUP, ZEROS, UNIT, W, R, N)  # fmt: skip
     y = tl.sum(acc, 0)
     if not CODEBOOK:
         if GROUP == 0:

@@ -90,17 +90,19 @@ def recomputed_blocks(model: nn.Module, recompute: bool | None) -> Iterator[None
     """
     if recompute is None:
         recompute = sum(p.numel() for p in model.parameters()) >= RECOMPUTE_ABOVE
-    embedding = model.get_input_embeddings().register_forward_hook(lambda _m, _i, out: out.requires_grad_())
     blocks = list(find_blocks(model)[1]) if recompute else []
-    originals = [block.forward for block in blocks]
-    for block, forward in zip(blocks, originals, strict=True):
-        block.forward = _recomputing(forward)
+    originals = [block.__dict__.get("forward") for block in blocks]  # accelerate puts its own before the class's
+    embedding = model.get_input_embeddings().register_forward_hook(lambda _m, _i, out: out.requires_grad_())
+    for block in blocks:
+        block.forward = _recomputing(block.forward)
     try:
         yield
     finally:
         embedding.remove()
-        for block in blocks:
+        for block, original in zip(blocks, originals, strict=True):
             del block.forward  # uncovers the class's own method
+            if original is not None:
+                block.forward = original
 
 
 def _recomputing(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -175,7 +175,7 @@ def with_ends(inner: Int64[Tensor, "n _"], k: int) -> Int64[Tensor, "n _"]:
     return torch.cat([ends, inner, ends + k], 1)
 
 
-def optimal_edges(rows: SortedRows, atoms: Int64[Tensor, "n e"], count: int) -> Int64[Tensor, "n c+1"]:
+def optimal_edges(rows: SortedRows, atoms: Int64[Tensor, "n e"], count: int) -> Int64[Tensor, "n p"]:
     """The cheapest cut of the atoms into `count` runs, as indices into `atoms`, by dynamic programming."""
     end = atoms.shape[1] - 1
     # On a CPU the cost tables of a chunk should stay in cache, on a GPU they should fill it.

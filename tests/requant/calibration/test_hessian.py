@@ -1,0 +1,85 @@
+import pytest
+import torch
+
+from requant.calibration.hessian import input_statistics
+from requant.calibration.statistics import bytes_needed, collect
+from requant.errors import NumericalError
+from requant.models import find_linears
+
+SIBLINGS = {
+    "llama": [{"q_proj", "k_proj", "v_proj"}, {"o_proj"}, {"gate_proj", "up_proj"}, {"down_proj"}],
+    "gemma3": [{"q_proj", "k_proj", "v_proj"}, {"o_proj"}, {"gate_proj", "up_proj"}, {"down_proj"}],
+    "phi3": [{"qkv_proj"}, {"o_proj"}, {"gate_up_proj"}, {"down_proj"}],
+    "opt": [{"q_proj", "k_proj", "v_proj"}, {"out_proj"}, {"fc1"}, {"fc2"}],
+    "gpt-neox": [{"query_key_value"}, {"dense"}, {"dense_h_to_4h"}, {"dense_4h_to_h"}],
+}
+
+
+@torch.no_grad()
+def inputs_of(model, windows: torch.Tensor) -> dict[str, torch.Tensor]:
+    found: dict[str, list[torch.Tensor]] = {}
+
+    def hook_of(name: str):
+        return lambda _module, inputs: found.setdefault(name, []).append(inputs[0].flatten(0, -2).double())
+
+    handles = [site.module.register_forward_pre_hook(hook_of(site.name)) for site in find_linears(model)]
+    for window in windows:
+        model(input_ids=window[None], use_cache=False)
+    for handle in handles:
+        handle.remove()
+    return {name: torch.cat(parts) for name, parts in found.items()}
+
+
+@pytest.mark.parametrize("name", [*SIBLINGS, "gpt2"])
+def test_hessian_is_the_second_moment(tiny_model, tiny_windows, monkeypatch, name: str) -> None:
+    model = tiny_model(name)
+    monkeypatch.setattr("requant.calibration.hessian.batches", lambda windows, model, *, label: windows.split(3))
+    found = input_statistics(model, tiny_windows, find_linears(model))
+    for matrix, x in inputs_of(model, tiny_windows).items():
+        hessian = x.T @ x / len(x)
+        scale = hessian.abs().max().item()
+        torch.testing.assert_close(found[matrix].hessian.double(), hessian, rtol=1e-4, atol=1e-5 * scale)
+        torch.testing.assert_close(found[matrix].mean_abs.double(), x.abs().mean(0), rtol=1e-4, atol=1e-6)
+        assert len(x) == tiny_windows.numel()
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("name", SIBLINGS)
+def test_siblings_share_one_hessian(tiny_model, tiny_windows, name: str) -> None:
+    model = tiny_model(name)
+    found = input_statistics(model, tiny_windows, find_linears(model))
+    for block in range(model.config.num_hidden_layers):
+        sites = [site for site in find_linears(model) if site.block == block]
+        groups: dict[int, set[str]] = {}
+        for site in sites:
+            groups.setdefault(id(found[site.name]), set()).add(site.kind)
+        assert sorted(map(sorted, groups.values())) == sorted(map(sorted, SIBLINGS[name]))
+
+
+def test_collect_gives_what_is_needed_and_no_more(tiny_model, tiny_windows) -> None:
+    model = tiny_model("llama")
+    sites = find_linears(model)
+    fields = {"hessian", "input_mean_abs", "fisher"}
+    for needs in ({"fisher"}, {"hessian"}, {"input_mean_abs"}, {"hessian", "fisher"}, fields):
+        found = collect(model, tiny_windows, sites, needs=frozenset(needs))
+        for site in sites:
+            stats = found[site.name]
+            assert stats.tokens == tiny_windows.numel()
+            for name in fields:
+                assert (getattr(stats, name) is not None) == (name in needs)
+            size = sum(4 * getattr(stats, name).numel() for name in needs)
+            assert bytes_needed(site, frozenset(needs)) == size
+
+
+def test_a_matrix_that_never_runs_is_named(tiny_model, tiny_windows) -> None:
+    model = tiny_model("llama")
+    model.model.layers[1].mlp.forward = lambda x: x
+    with pytest.raises(NumericalError, match=r"model\.layers\.1\.mlp\.gate_proj was never called .* --skip model"):
+        input_statistics(model, tiny_windows, find_linears(model))
+
+
+def test_an_overflow_is_an_error(tiny_model, tiny_windows) -> None:
+    model = tiny_model("llama")
+    model.model.layers[0].mlp.up_proj.weight.mul_(1e38)
+    with pytest.raises(NumericalError, match="inputs overflow; use --dtype"):
+        input_statistics(model, tiny_windows, find_linears(model))

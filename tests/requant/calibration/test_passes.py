@@ -1,0 +1,131 @@
+import pytest
+import torch
+from torch.nn import functional
+
+from requant.calibration import passes
+from requant.calibration.passes import gradient_pass, mean_loss, scored_tokens, summed_loss
+from requant.errors import NumericalError
+from requant.models import find_blocks, find_linears
+
+ARCHITECTURES = ("llama", "llama-bias", "gemma3", "phi3", "opt", "gpt2", "gpt-neox")
+
+
+def plain_loss(model, windows: torch.Tensor) -> torch.Tensor:
+    """F by its definition: every window alone, every next token."""
+    losses = [
+        functional.cross_entropy(model(input_ids=window[None]).logits[0, :-1], window[1:], reduction="none")
+        for window in windows
+    ]
+    return torch.cat(losses).mean()
+
+
+def plain_gradients(model, windows: torch.Tensor) -> tuple[float, dict[str, torch.Tensor]]:
+    sites = find_linears(model)
+    for site in sites:
+        site.parameter.requires_grad_(True)
+    loss = plain_loss(model, windows)
+    gradients = torch.autograd.grad(loss, [site.parameter for site in sites])
+    model.requires_grad_(False)
+    return loss.item(), {s.name: s.oriented(g) for s, g in zip(sites, gradients, strict=True)}
+
+
+def gathered(model, windows: torch.Tensor, **options) -> tuple[float, dict[str, torch.Tensor], list[str]]:
+    sites = find_linears(model)
+    total = {site.name: torch.zeros(site.shape) for site in sites}
+    calls: list[str] = []
+
+    def receive(site, gradient: torch.Tensor) -> None:
+        calls.append(site.name)
+        total[site.name] += gradient
+
+    return gradient_pass(model, windows, sites, receive, **options), total, calls
+
+
+@pytest.fixture
+def small_batches(monkeypatch) -> None:
+    """One window a batch."""
+    monkeypatch.setattr(passes, "batches", lambda windows, model, *, label: iter(windows.split(1)))
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_gradients_are_those_of_autograd(tiny_model, tiny_windows, small_batches, name: str, recompute: bool) -> None:
+    model = tiny_model(name)
+    loss, expected = plain_gradients(model, tiny_windows)
+    found, gradients, calls = gathered(model, tiny_windows, recompute=recompute)
+    assert found == pytest.approx(loss, rel=1e-6)
+    assert len(calls) == len(tiny_windows) * len(expected)  # once a batch
+    for matrix, gradient in expected.items():
+        torch.testing.assert_close(gradients[matrix], gradient, rtol=1e-4, atol=1e-6 * gradient.abs().max().item())
+
+
+def test_batches_cover_all_windows_in_order(tiny_model, tiny_windows) -> None:
+    model = tiny_model("llama")
+    long = tiny_windows.repeat(40, 1)[:, :32]
+    chunks = list(passes.batches(long, model, label=None))
+    assert len(chunks) > 1 and torch.equal(torch.cat(chunks), long)
+    assert max(chunk.numel() for chunk in chunks) <= 2048
+    one = torch.randint(0, 256, (2, 4000))
+    assert [tuple(chunk.shape) for chunk in passes.batches(one, model, label=None)] == [(1, 4000), (1, 4000)]
+
+
+def test_losses(tiny_model, tiny_windows) -> None:
+    model = tiny_model("llama")
+    with torch.no_grad():
+        expected = plain_loss(model, tiny_windows).item()
+        assert summed_loss(model, tiny_windows).item() == pytest.approx(expected * scored_tokens(tiny_windows))
+    assert scored_tokens(tiny_windows) == 4 * 31
+    assert mean_loss(model, tiny_windows) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_is_left_behind(tiny_model, tiny_windows, recompute: bool, fails: bool) -> None:
+    model = tiny_model("llama")
+    blocks = find_blocks(model)[1]
+    before = model(input_ids=tiny_windows).logits
+
+    def receive(site, gradient: torch.Tensor) -> None:
+        if fails:
+            raise KeyboardInterrupt
+
+    try:
+        gradient_pass(model, tiny_windows, find_linears(model), receive, recompute=recompute)
+    except KeyboardInterrupt:
+        assert fails
+    assert not any(p.requires_grad or p.grad is not None for p in model.parameters())
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+    assert not any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in model.modules())
+    assert not any("forward" in block.__dict__ for block in blocks)
+    after = model(input_ids=tiny_windows).logits
+    assert torch.equal(after, before) and not after.requires_grad
+
+
+def test_a_forward_that_was_replaced_before_comes_back(tiny_model, tiny_windows) -> None:
+    """As accelerate does where it spreads a model over devices."""
+    model = tiny_model("llama")
+    block = find_blocks(model)[1][0]
+    own = block.forward
+    block.forward = lambda *args, **kwargs: own(*args, **kwargs)
+    replaced = block.forward
+    gradient_pass(model, tiny_windows, find_linears(model), lambda *_: None, recompute=True)
+    assert block.__dict__.get("forward") is replaced
+
+
+def test_recompute_is_on_above_a_billion_parameters(tiny_model, monkeypatch) -> None:
+    model = tiny_model("llama")
+    block = find_blocks(model)[1][0]
+    with passes.recomputed_blocks(model, None):
+        assert "forward" not in block.__dict__
+    monkeypatch.setattr(passes, "RECOMPUTE_ABOVE", 1000)
+    with passes.recomputed_blocks(model, None):
+        assert "forward" in block.__dict__
+
+
+def test_an_overflow_is_an_error(tiny_model, tiny_windows) -> None:
+    model = tiny_model("llama")
+    model.lm_head.weight[0, 0] = float("inf")
+    with pytest.raises(NumericalError, match="the loss is nan: the model overflows .* use --dtype float32"):
+        mean_loss(model, tiny_windows)
+    with pytest.raises(NumericalError, match="the loss is nan"):
+        gathered(model, tiny_windows)

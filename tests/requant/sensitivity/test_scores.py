@@ -1,0 +1,172 @@
+import math
+
+import pytest
+import torch
+
+from requant.calibration.passes import gradient_pass, mean_loss
+from requant.errors import NumericalError, RecipeError
+from requant.formats import QuantizedWeight
+from requant.models import find_linears, load_model
+from requant.quantizers.rtn import RtnConfig
+from requant.quantizers.rtn import quantize as round_to_nearest
+from requant.calibration import LinearStats
+from requant.calibration.fisher import position_fisher
+from requant.sensitivity import QuantizedPath, originals, signed_sum
+from requant.sensitivity.pqi import NODES
+from requant.sensitivity.scores import score
+from requant.text import read_text, token_windows
+
+
+def path_of(model, bits: int = 4) -> QuantizedPath:
+    sites = find_linears(model)
+    quantized: dict[str, QuantizedWeight] = {
+        site.name: round_to_nearest(site.weight(), LinearStats(), RtnConfig(bits=bits)) for site in sites
+    }
+    return QuantizedPath(model=model, sites=sites, original=originals(sites), quantized=quantized)
+
+
+def gradients(path: QuantizedPath, windows: torch.Tensor, t: float) -> dict[str, torch.Tensor]:
+    total = {site.name: torch.zeros(site.shape) for site in path.sites}
+    with path.at(t):
+        gradient_pass(path.model, windows, path.sites, lambda site, g: total[site.name].add_(g))
+    return total
+
+
+def measured(path: QuantizedPath, windows: torch.Tensor) -> float:
+    path.place(0.0)
+    before = mean_loss(path.model, windows)
+    path.place(1.0)
+    return mean_loss(path.model, windows) - before
+
+
+@pytest.mark.parametrize("nodes", NODES)
+def test_node_weights_sum_to_one(nodes: str) -> None:
+    assert math.fsum(weight for _, weight in NODES[nodes]) == pytest.approx(1, abs=1e-15)
+    assert all(0 <= t <= 1 for t, _ in NODES[nodes])
+    assert [t for t, _ in NODES[nodes]] == pytest.approx([1 - t for t, _ in reversed(NODES[nodes])], abs=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "degree", "passes"), [("midpoint", 1, 1), ("gauss2", 3, 2), ("gauss4", 7, 4), ("simpson", 3, 5), ("plain32", 1, 32)]
+)
+def test_nodes_integrate_polynomials_exactly_to_their_degree(nodes: str, degree: int, passes: int) -> None:
+    def integral(power: int) -> float:
+        return math.fsum(weight * t**power for t, weight in NODES[nodes])
+
+    for power in range(degree + 1):
+        assert integral(power) == pytest.approx(1 / (power + 1), abs=1e-14)
+    assert abs(integral(degree + 1) - 1 / (degree + 2)) > 1e-6
+    assert len(NODES[nodes]) == passes
+
+
+def test_the_path(trained_model) -> None:
+    path = path_of(trained_model)
+    for site in path.sites:
+        w, quantized = path.original[site.name], path.quantized[site.name].dequantize()
+        assert torch.equal(path.start(site), w) and torch.equal(path.step(site), quantized - w)
+    for t in (0.0, 0.3, 1.0):
+        path.place(t)
+        for site in path.sites:
+            torch.testing.assert_close(site.weight(), path.start(site) + t * path.step(site))
+    path.place(0.0)
+    assert all(torch.equal(site.weight(), path.original[site.name]) for site in path.sites)
+    path.place(1.0)  # w + (w~ - w) would be w~ only nearly, and the checkpoint holds w~
+    assert all(torch.equal(site.weight(), path.quantized[site.name].dequantize()) for site in path.sites)
+    with path.at(0.5):
+        assert not torch.equal(path.sites[0].weight(), path.quantized[path.sites[0].name].dequantize())
+    assert torch.equal(path.sites[0].weight(), path.quantized[path.sites[0].name].dequantize())
+
+
+def test_a_bfloat16_path_starts_and_ends_exactly(trained_model) -> None:
+    path = path_of(trained_model.to(torch.bfloat16))
+    assert all(w.dtype == torch.bfloat16 for w in path.original.values())
+    path.place(0.37)
+    path.place(0.0)
+    assert all(torch.equal(site.parameter, path.original[site.name]) for site in path.sites)
+
+
+def test_gradient_marginal_and_hessian_against_their_formulas(trained_model, tiny_windows) -> None:
+    path = path_of(trained_model)
+    found = {name: score(name, path, tiny_windows) for name in ("gradient", "marginal", "hessian")}
+    for t, name in ((0.0, "gradient"), (1.0, "marginal")):
+        for matrix, g in gradients(path, tiny_windows, t).items():
+            d = path.quantized[matrix].dequantize() - path.original[matrix]
+            torch.testing.assert_close(found[name][matrix], g * d)
+    with path.at(0.0):
+        fisher = position_fisher(trained_model, tiny_windows, path.sites)
+    for matrix, f in fisher.items():
+        d = path.quantized[matrix].dequantize() - path.original[matrix]
+        torch.testing.assert_close(found["hessian"][matrix], f * d**2 / 2)
+
+
+@pytest.mark.parametrize("nodes", ["gauss2", "simpson"])
+def test_pqi_is_the_weighted_mean_of_gradients_times_the_step(trained_model, tiny_windows, nodes: str) -> None:
+    path = path_of(trained_model)
+    found = score("pqi", path, tiny_windows, nodes=nodes)
+    mean = {site.name: torch.zeros(site.shape) for site in path.sites}
+    for t, weight in NODES[nodes]:
+        for matrix, g in gradients(path, tiny_windows, t).items():
+            mean[matrix] += weight * g
+    for site in path.sites:
+        torch.testing.assert_close(found[site.name], mean[site.name] * path.step(site))
+
+
+@pytest.mark.parametrize("name", ["pqi", "hessian", "gradient", "marginal"])
+def test_the_model_is_left_at_the_quantized_weights(trained_model, tiny_windows, name: str) -> None:
+    path = path_of(trained_model)
+    score(name, path, tiny_windows)
+    assert all(torch.equal(site.weight(), path.quantized[site.name].dequantize()) for site in path.sites)
+
+
+@pytest.mark.parametrize(("bits", "nodes", "error"), [(4, "gauss4", 2e-3), (3, "gauss4", 2e-3), (4, "gauss2", 2e-2)])
+def test_the_sum_of_pqi_is_the_measured_loss(trained_model, tiny_windows, bits: int, nodes: str, error: float) -> None:
+    path = path_of(trained_model, bits)
+    predicted = sum(signed_sum(values) for values in score("pqi", path, tiny_windows, nodes=nodes).values())
+    actual = measured(path, tiny_windows)
+    assert actual > 0.005
+    assert predicted == pytest.approx(actual, rel=error)
+
+
+def test_the_sum_over_any_set_of_matrices_is_its_own_path(trained_model, tiny_windows) -> None:
+    """With one matrix moved, PQI of that matrix is the loss of that matrix."""
+    path = path_of(trained_model, 2)
+    site = path.sites[6]
+    alone = QuantizedPath(
+        model=trained_model, sites=[site], original=path.original, quantized={site.name: path.quantized[site.name]}
+    )
+    path.place(0.0)
+    found = score("pqi", alone, tiny_windows, nodes="gauss4")
+    assert signed_sum(found[site.name]) == pytest.approx(measured(alone, tiny_windows), rel=5e-3)
+
+
+def test_nothing_moved_costs_nothing(trained_model, tiny_windows) -> None:
+    path = path_of(trained_model)
+    path.place(1.0)
+    still = QuantizedPath(
+        model=trained_model, sites=path.sites, original=originals(path.sites), quantized=path.quantized
+    )
+    for name in ("pqi", "hessian", "gradient", "marginal"):
+        assert all((values == 0).all() for values in score(name, still, tiny_windows).values())
+
+
+def test_signed_sums_do_not_lose_small_terms() -> None:
+    values = torch.tensor([[1e8, 1.0], [-1e8, 1.0]])
+    assert signed_sum(values) == 2.0
+
+
+def test_an_unknown_score_and_an_overflow(trained_model, tiny_windows) -> None:
+    path = path_of(trained_model)
+    with pytest.raises(RecipeError, match="score 'fisher' is unknown; there are: pqi, hessian, gradient, marginal"):
+        score("fisher", path, tiny_windows)
+    path.quantized[path.sites[2].name].dense.scales[0, 0] = float("inf")
+    with pytest.raises(NumericalError):
+        score("gradient", path, tiny_windows)
+
+
+def test_gauss2_on_the_demo_model() -> None:
+    """Two windows of real text, 4 bits: dF within 2 %."""
+    model, tokenizer = load_model("demo", device="cpu", dtype="auto")
+    windows = token_windows(read_text("demo"), tokenizer, num_samples=2, seq_len=256)
+    path = path_of(model)
+    predicted = sum(signed_sum(values) for values in score("pqi", path, windows).values())
+    assert predicted == pytest.approx(measured(path, windows), rel=0.02)
