@@ -14,7 +14,18 @@ from typing import Annotated, Any
 
 import typer
 
-from eval.common import DATA, MODEL, RESULTS, Study, bits_per_weight, header, open_study, quality, row_of, write_json
+from eval.common import (
+    DATA,
+    MODEL,
+    RESULTS,
+    Study,
+    bits_per_weight,
+    header,
+    open_study,
+    quality,
+    row_of,
+    write_json,
+)
 from requant.detach import global_top
 from requant.paper import iqr_outliers, requant_as_published
 from requant.quantizers import METHODS
@@ -65,9 +76,7 @@ PLANS = (
         changes={"mode": "paper", "detach": Detach(outlier_fraction=0.0025, significant_fraction=0.0)},
     ),
     Plan(label="SqueezeLLM dense", method="kmeans"),
-    Plan(
-        label="SqueezeLLM 0.45%+0.05% sparse", method="kmeans", make=squeezellm, changes={"detach": SPARSE}
-    ),
+    Plan(label="SqueezeLLM 0.45%+0.05% sparse", method="kmeans", make=squeezellm, changes={"detach": SPARSE}),
     *(
         Plan(
             label=f"SqueezeLLM + ReQuant ({score})",
@@ -85,7 +94,9 @@ def rows(study: Study) -> Iterator[dict[str, Any]]:
     for bits in BITS:
         for plan in PLANS:
             started = time.perf_counter()
-            run = study.run(plan.method, options={"bits": bits, **plan.options}, **{"mode": "dense", **plan.changes})
+            run = study.run(
+                plan.method, options={"bits": bits, **plan.options}, **{"mode": "dense", **plan.changes}
+            )
             weights = plan.make(run)
             found = quality(study, run, weights, second=True)
             yield row_of(plan.label, run, started, bits=bits, **bits_per_weight(weights), **found)

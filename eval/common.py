@@ -183,7 +183,11 @@ def header(study: Study) -> dict[str, Any]:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    name = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"CPU, {torch.get_num_threads()} threads"
+    )
     return {
         "requant": requant.__version__,
         "commit": _commit(),

@@ -77,16 +77,16 @@ def global_top(
         ranking = values.abs().masked_fill(taken[name].to(values.device), -1.0).flatten()
         top = ranking.topk(min(count, ranking.numel()))
         free = top.values >= 0
-        offers.append((name, top.values[free].cpu(), top.indices[free].cpu()))
+        offers.append((name, top.values[free], top.indices[free]))
     merged = torch.cat([values for _, values, _ in offers])
-    chosen = torch.zeros(merged.numel(), dtype=torch.bool)
+    chosen = torch.zeros(merged.numel(), dtype=torch.bool, device=merged.device)
     chosen[merged.sort(descending=True, stable=True).indices[:count]] = True
     masks: Masks = {}
     for (name, values, indices), mine in zip(
         offers, chosen.split([v.numel() for _, v, _ in offers]), strict=True
     ):
-        mask = torch.zeros(scores[name].numel(), dtype=torch.bool)
+        mask = torch.zeros(scores[name].numel(), dtype=torch.bool, device=merged.device)
         mask[indices[mine]] = True
-        masks[name] = mask.view(scores[name].shape).to(scores[name].device)
+        masks[name] = mask.view(scores[name].shape)
         assert values.numel() == mine.numel()
     return masks

@@ -1,6 +1,6 @@
 """Random Hadamard rotations: every weight becomes a sum of many, so all are nearly Gaussian and none stands out.
 
-    rotate(x) = H (signs * x),   H = H_b / sqrt(b) on each block of b neighbours,   H_1 = 1,  H_2b = [[H_b, H_b], [H_b, -H_b]]
+    rotate(x) = H (signs * x),   H = S_b / sqrt(b) on each block of b neighbours,   S_1 = 1,  S_2b = S_2 (x) S_b
 
 Incoherence by signed Hadamard matrices is from Tseng et al. 2024 (QuIP#, arXiv 2402.04396). H is symmetric and its
 own inverse. The width is made a multiple of 16 by zeros, and b is the largest power of two that divides it: 2048 is

@@ -82,7 +82,7 @@ def outliers_at(run: Run, means: Mapping[str, float], temperature: float) -> Mas
         temperature=temperature,
     )
     return {
-        site.name: largest_weights(run.original[site.name].float(), round(shares[site.name] * site.size))
+        site.name: largest_weights(run.path({}).start(site), round(shares[site.name] * site.size))
         for site in run.sites
     }
 
@@ -91,7 +91,7 @@ def uniform_outliers(run: Run, _weights: Weights) -> Masks:
     """The same share of largest |w| in every matrix."""
     fraction = run.recipe.detach.outlier_fraction
     return {
-        site.name: largest_weights(run.original[site.name].float(), round(fraction * site.size))
+        site.name: largest_weights(run.path({}).start(site), round(fraction * site.size))
         for site in run.sites
     }
 

@@ -36,11 +36,19 @@ from requant.models import (
 )
 from requant.paper import requant_as_published
 from requant.recipe import Recipe
-from requant.run import Run, Weights, fingerprint, quantize_linears
+from requant.run import (
+    Run,
+    Weights,
+    fingerprint,
+    quantize_linears,
+    recipe_part,
+    store_weight,
+    stored_weight,
+)
 from requant.sensitivity import originals
 from requant.text import SELF, Text, overlap, read_text, sample_self, token_windows
 from requant.tuning import tune
-from requant.workspace import Workspace
+from requant.workspace import Workspace, digest
 
 logger = logging.getLogger(__name__)
 
@@ -133,8 +141,7 @@ def quantize(
     weights = MODES[recipe.mode](run)
     run.statistics.clear()
     if recipe.tuning.steps:
-        with run.stage("tuning"):
-            weights = tune(run, weights, recipe.tuning)
+        weights = tuned(run, weights)
     diagnosis = diagnose(run, weights, diagnosed_windows(prepared), names=("gradient", "hessian", "pqi"))
     before, after = evaluate(run, prepared, weights)
     return QuantizedModel(
@@ -216,6 +223,21 @@ def start(prepared: Prepared, recipe: Recipe, *, workspace: Workspace, quiet: bo
         fingerprint=fingerprint(prepared.model, prepared.sites, prepared.windows),
         quiet=quiet,
     )
+
+
+def tuned(run: Run, weights: Weights) -> Weights:
+    """The weights after tuning, through the workspace."""
+    parts = recipe_part(run.recipe, "mode", "method", "quantizer", "sensitivity", "detach", "tuning", "seed")
+    keys = {site.name: digest(run.fingerprint, parts, "tuned", site.name) for site in run.sites}
+    found = {site.name: stored_weight(run, "tuned", keys[site.name], site) for site in run.sites}
+    kept = {name: weight for name, weight in found.items() if weight is not None}
+    if len(kept) == len(found):
+        return kept
+    with run.stage("tuning"):
+        learned = tune(run, weights, run.recipe.tuning)
+    for name, weight in learned.items():
+        store_weight(run, "tuned", keys[name], weight)
+    return learned
 
 
 def diagnosed_windows(prepared: Prepared) -> Int64[Tensor, "d t"]:

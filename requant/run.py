@@ -94,10 +94,9 @@ def quantize_linears(run: Run, detached: Mapping[str, Bool[Tensor, "n k"]] | Non
         keys[site.name] = digest(
             run.fingerprint, site.name, run.recipe.method, config, "" if mask is None else mask
         )
-        stored = run.workspace.get("linear", keys[site.name])
+        stored = stored_weight(run, "linear", keys[site.name], site)
         if stored is not None:
-            layout = MatrixLayout.from_json(site.name, stored.value)
-            done[site.name] = unpack(layout, stored.tensors).to(site.parameter.device)
+            done[site.name] = stored
     pending = [site for site in run.sites if site.name not in done]
     bar = tqdm(total=len(pending), desc=label, unit="matrix", disable=run.quiet or not pending)
     for chunk in chunks_that_fit(run, pending, method.needs):
@@ -110,11 +109,26 @@ def quantize_linears(run: Run, detached: Mapping[str, Bool[Tensor, "n k"]] | Non
                     run.recipe.quantizer,
                     detached=None if detached is None else detached[site.name].to(site.parameter.device),
                 )
-            layout, tensors = pack(done[site.name])
-            run.workspace.put("linear", keys[site.name], tensors=tensors, value=layout.to_json())
+            store_weight(run, "linear", keys[site.name], done[site.name])
             bar.update()
     bar.close()
     return {site.name: done[site.name] for site in run.sites}
+
+
+def stored_weight(run: Run, stage: str, key: str, site: LinearSite) -> QuantizedWeight | None:
+    """A matrix that a finished stage left, on the model's device."""
+    stored = run.workspace.get(stage, key)
+    if stored is None:
+        return None
+    layout = MatrixLayout.from_json(site.name, stored.value)
+    return unpack(layout, stored.tensors).to(site.parameter.device)
+
+
+def store_weight(run: Run, stage: str, key: str, weight: QuantizedWeight) -> None:
+    """Keep a matrix for a run that resumes."""
+    if run.workspace.folder is not None:
+        layout, tensors = pack(weight)
+        run.workspace.put(stage, key, tensors=tensors, value=layout.to_json())
 
 
 def gather(run: Run, chunk: Sequence[LinearSite], needs: frozenset[str]) -> dict[str, LinearStats]:

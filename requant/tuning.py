@@ -13,7 +13,7 @@ al. 2024, arXiv 2401.06118; Tseng et al. 2024, arXiv 2406.11235), reduced to wha
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
@@ -102,8 +102,11 @@ def tune(run: Run, weights: Weights, settings: Tuning) -> Weights:
     run.path(weights).place(0.0)
     teacher = copy.deepcopy(run.model)
     thetas = {name: learnable(weight) for name, weight in weights.items()}
-    groups = [_group(value, settings.rate * (3 if name == "values" else 1))
-              for theta in thetas.values() for name, value in theta.items()]
+    groups = [
+        _group(value, settings.rate * (3 if name == "values" else 1))
+        for theta in thetas.values()
+        for name, value in theta.items()
+    ]
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, settings))
     leaves = [group["params"][0] for group in groups]

@@ -22,7 +22,13 @@ SIZES = {
     "num_key_value_heads": 2,
     "head_dim": 16,
 }
-COMMON = {"vocab_size": VOCABULARY, "max_position_embeddings": 128, "eos_token_id": 256, "bos_token_id": 256, "pad_token_id": None}
+COMMON = {
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 128,
+    "eos_token_id": 256,
+    "bos_token_id": 256,
+    "pad_token_id": None,
+}
 
 # name -> (model type, what differs from SIZES); the names are those of the tests
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -39,7 +45,13 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("phi3", SIZES),
     "opt": (
         "opt",
-        {"hidden_size": 64, "ffn_dim": 172, "num_hidden_layers": 2, "num_attention_heads": 4, "word_embed_proj_dim": 64},
+        {
+            "hidden_size": 64,
+            "ffn_dim": 172,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "word_embed_proj_dim": 64,
+        },
     ),
     "gpt2": ("gpt2", {"n_embd": 64, "n_inner": 172, "n_layer": 2, "n_head": 4}),
     "gpt-neox": (
@@ -50,7 +62,10 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 DENSE = tuple(ARCHITECTURES)
 EXPERTS = {
     "mixtral": ("mixtral", SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "qwen3-moe": ("qwen3_moe", SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}),
+    "qwen3-moe": (
+        "qwen3_moe",
+        SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    ),
 }
 
 
@@ -74,7 +89,9 @@ def build_model(name: str, *, seed: int = 0) -> Any:
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """One token a byte, and an end of text."""
-    alphabet = {character: index for index, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    alphabet = {
+        character: index for index, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    }
     tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -118,7 +135,9 @@ def tiny_windows(tiny_text: Text, tokenizer: PreTrainedTokenizerFast) -> torch.T
 
 
 @pytest.fixture(scope="session")
-def tiny_folder(tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def tiny_folder(
+    tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
     """`tiny_folder(name)`: the folder of a model, as the hub has it; not to be changed."""
     made: dict[str, Path] = {}
 

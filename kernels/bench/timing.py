@@ -31,16 +31,18 @@ def copies_needed(bytes_a_copy: int) -> int:
 def cold_time(calls: list[Callable[[], object]], *, replays: int = 11) -> Timing:
     """Time of one call, cycling over `calls`, each with weights of its own."""
     stream = torch.cuda.Stream()
+    count = max(MIN_CALLS, len(calls))
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         for call in calls[:2]:
             call()
             call()
-    torch.cuda.synchronize()
-    count = max(MIN_CALLS, len(calls))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+        torch.cuda.synchronize()
+        graph.capture_begin()  # torch.cuda.graph() would empty the allocator's cache, which costs more than the timing
         for i in range(count):
             calls[i % len(calls)]()
+        graph.capture_end()
     graph.replay()
     torch.cuda.synchronize()
     times = []

@@ -100,15 +100,14 @@ def _decode_plain(words, rows_zero, levels_ptr, tiles, dtype, POSITIONS: tl.cons
     row = tiles[None, None, :, None] * 16 + row
     planes = ()
     for plane in tl.static_range(16):
-        for e in tl.static_range(2):
-            code = _code(words, POSITIONS, e, plane, BITS)
-            if CODEBOOK:
-                value = tl.load(levels_ptr + row * (1 << BITS) + code)
-            elif ZEROS:
-                value = code.to(tl.float32) - _like_words(rows_zero[plane * GROUPS // 16], W, R).to(tl.float32)
-            else:
-                value = code.to(tl.float32) - (1 << (BITS - 1))
-            planes = planes + (value.to(dtype),)
+        low, high = _code(words, POSITIONS, 0, plane, BITS), _code(words, POSITIONS, 1, plane, BITS)
+        if CODEBOOK:
+            at = levels_ptr + row * (1 << BITS)
+            low, high = tl.load(at + low), tl.load(at + high)
+        else:
+            zero = _like_words(rows_zero[plane * GROUPS // 16], W, R).to(tl.float32) if ZEROS else 1 << (BITS - 1)
+            low, high = low - zero, high - zero
+        planes = planes + (tl.join(low.to(dtype), high.to(dtype)),)
     return planes
 
 
@@ -123,7 +122,7 @@ def _zero_pairs(zero, UNIT: tl.constexpr, dtype, W: tl.constexpr, R: tl.constexp
 def decode_block(loaded, tables, levels_ptr, tiles, like_ptr, ASM: tl.constexpr, CONSTRAINTS: tl.constexpr,
                  POSITIONS: tl.constexpr, CODEBOOK: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
                  ZEROS: tl.constexpr, UNIT: tl.constexpr, W: tl.constexpr, R: tl.constexpr):  # fmt: skip
-    """Weights at e = 0 and 1 of each of the 16 planes, `[lane, warp, tile, (kh rh)]`: levels, or grid steps times UNIT."""
+    """The 16 planes `[lane, warp, tile, (kh rh), e]` of a block: levels, or steps of the grid times UNIT."""
     dtype = like_ptr.dtype.element_ty
     GROUPS: tl.constexpr = 256 // GROUP if GROUP > 0 and GROUP < 256 else 1
     zero = tables if GROUP == 0 else loaded[BITS + GROUPS :]  # a zero point a row rides in `tables`
@@ -141,8 +140,7 @@ def decode_block(loaded, tables, levels_ptr, tiles, like_ptr, ASM: tl.constexpr,
         )
         planes = ()
         for i in tl.static_range(16):
-            low, high = pairs[i].to(tl.int16), (pairs[i] >> 16).to(tl.int16)
-            planes = planes + (low.to(dtype, bitcast=True), high.to(dtype, bitcast=True))
+            planes = planes + (halves(pairs[i], dtype),)
     return planes
 
 
@@ -161,41 +159,46 @@ def load_tables(s_ptr, z_ptr, tiles, CODEBOOK: tl.constexpr, TABLES: tl.constexp
 
 
 @triton.jit
-def load_tokens(x_ptr, token, stride_x, block, blocks, K, EVEN: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
-    """Activations of one block a warp, eight right operands `[warp, 32, N]` of two planes each."""
-    t, eight = tl.arange(0, 4), tl.arange(0, 8)
-    column = (tl.minimum(block, blocks - 1) if EVEN else block)[None, None, :, None, None] * 256
-    column += t[:, None, None, None, None] * 8 + eight[None, None, None, None, :]
-    pointer = x_ptr + token[None, :, None, :, None].to(tl.int64) * stride_x + column
+def load_tokens(x_ptr, token, stride_x, block, blocks, K, EVEN: tl.constexpr):
+    """Activations of one block a warp, in pairs: eight int32 `[t, g, warp, token / 8, (j kh)]`, two planes each."""
+    t, four = tl.arange(0, 4), tl.arange(0, 4)
+    pair = (tl.minimum(block, blocks - 1) if EVEN else block)[None, None, :, None, None] * 128
+    pair += t[:, None, None, None, None] * 4 + four[None, None, None, None, :]
+    pointer = x_ptr + token[None, :, None, :, None].to(tl.int64) * stride_x + pair
     tokens = ()
     for slab in tl.static_range(8):
         if EVEN:
-            x = tl.load(pointer + slab * 32)
+            tokens = tokens + (tl.load(pointer + slab * 16),)
         else:
-            x = tl.load(pointer + slab * 32, mask=column + slab * 32 < K, other=0.0)
-        x = tl.permute(tl.reshape(x, [4, 8, W, N // 8, 2, 4]), (2, 4, 0, 5, 3, 1))
-        tokens = tokens + (tl.reshape(x, [W, 32, N]),)  # w (j t kh e) (nt g)
+            tokens = tokens + (tl.load(pointer + slab * 16, mask=(pair + slab * 16) * 2 < K, other=0),)
     return tokens
 
 
 @triton.jit
-def _multiply_block(acc, loaded, tables, tokens, x_ptr, levels_ptr, tiles, ASM: tl.constexpr, CONSTRAINTS: tl.constexpr,
+def halves(pair, dtype):
+    """int32 -> the two 16-bit floats that it holds, in a new last dimension."""
+    low, high = pair.to(tl.int16), (pair >> 16).to(tl.int16)
+    return tl.join(low.to(dtype, bitcast=True), high.to(dtype, bitcast=True))
+
+
+@triton.jit
+def _multiply_block(acc, loaded, tables, tokens, like_ptr, levels_ptr, tiles, ASM: tl.constexpr, CONSTRAINTS: tl.constexpr,
                     POSITIONS: tl.constexpr, CODEBOOK: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
                     ZEROS: tl.constexpr, UNIT: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
                     N: tl.constexpr):  # fmt: skip
     """acc `[warp, rows, N]` += block @ tokens."""
     GROUPS: tl.constexpr = 0 if GROUP == 0 else (256 // GROUP if GROUP < 256 else 1)
-    planes = decode_block(loaded, tables, levels_ptr, tiles, x_ptr, ASM, CONSTRAINTS, POSITIONS,
+    planes = decode_block(loaded, tables, levels_ptr, tiles, like_ptr, ASM, CONSTRAINTS, POSITIONS,
                           CODEBOOK, BITS, GROUP, ZEROS, UNIT, W, R)  # fmt: skip
     part = acc
     for slab in tl.static_range(8):
         if GROUP > 0 and slab * GROUPS % 8 == 0:
             part = tl.zeros([W, 16 * R, N], tl.float32)
-        even = tl.join(planes[4 * slab], planes[4 * slab + 1])
-        odd = tl.join(planes[4 * slab + 2], planes[4 * slab + 3])
-        plane = tl.reshape(tl.join(even, odd), [8, 4, W, R, 2, 2, 2, 2])  # g t w tile kh rh e j
-        plane = tl.permute(plane, (2, 3, 5, 0, 7, 1, 4, 6))
-        part = tl.dot(tl.reshape(plane, [W, 16 * R, 32]), tokens[slab], part)  # w (tile rh g) (j t kh e)
+        weight = tl.reshape(tl.join(planes[2 * slab], planes[2 * slab + 1]), [8, 4, W, R, 2, 2, 2, 2])
+        weight = tl.permute(weight, (2, 3, 5, 0, 7, 1, 4, 6))  # g t w tile kh rh e j -> w (tile rh g) (j t kh e)
+        x = tl.reshape(halves(tokens[slab], like_ptr.dtype.element_ty), [4, 8, W, N // 8, 2, 4])
+        x = tl.permute(x, (2, 4, 0, 5, 3, 1))  # t g w nt j (kh e) -> w (j t kh e) (nt g)
+        part = tl.dot(tl.reshape(weight, [W, 16 * R, 32]), tl.reshape(x, [W, 32, N]), part)
         if GROUP > 0 and (slab + 1) * GROUPS % 8 == 0:
             scale = loaded[BITS + slab * GROUPS // 8].to(tl.float32)
             acc += part * _like_products(scale, W, R, N)
@@ -258,7 +261,7 @@ def decode_kernel(
     token = tl.arange(0, 8)[:, None] + 8 * tl.arange(0, N // 8)[None, :]
     token = tl.minimum(token, M - 1)  # the surplus columns are computed and never stored
     acc = tl.zeros([W, 16 * R, N], tl.float32)
-    tokens = load_tokens(x_ptr, token, stride_x, warp, blocks, K, EVEN, W, N)
+    tokens = load_tokens(x_ptr, token, stride_x, warp, blocks, K, EVEN)
     for c in range(CHUNKS):
         now = ahead
         if CHUNKS > 1:
@@ -270,9 +273,9 @@ def decode_kernel(
             at_hand = tokens
             if CHUNKS > 1 or u + 1 < UNROLL:
                 block = (c * UNROLL + u + 1) * W + warp
-                tokens = load_tokens(x_ptr, token, stride_x, block, blocks, K, EVEN, W, N)
+                tokens = load_tokens(x_ptr, token, stride_x, block, blocks, K, EVEN)
             if (c * UNROLL + u) * W < blocks:  # always; the branch keeps the loads above from sinking below
-                acc = _multiply_block(acc, now[u], tables, at_hand, x_ptr, levels_ptr, tiles, ASM, CONSTRAINTS,
+                acc = _multiply_block(acc, now[u], tables, at_hand, y_ptr, levels_ptr, tiles, ASM, CONSTRAINTS,
                                       POSITIONS, CODEBOOK, BITS, GROUP, ZEROS, UNIT, W, R, N)  # fmt: skip
     y = tl.sum(acc, 0)
     if not CODEBOOK:
@@ -343,6 +346,9 @@ def decode(
         gathered = torch.empty(k, width, dtype=x.dtype, device=x.device)
         transpose_kernel[(triton.cdiv(k, 256),)](x, gathered, m, k, x.stride(0), MS=width, BLOCK=256, PDL=pdl)
     dense_x = x if codebook or layout.column_scales is None else x / layout.column_scales.to(x.dtype)
+    if k % 2 or dense_x.stride(0) % 2 or dense_x.data_ptr() % 4:  # activations are read in pairs
+        dense_x = torch.nn.functional.pad(dense_x, (0, k % 2)).contiguous()
+    dense_x = dense_x.view(torch.int32)
     blocks = triton.cdiv(k, 256)
     options = {"launch_pdl": True} if pdl else {}
     decode_kernel[(triton.cdiv(layout.words.shape[0], tiles),)](

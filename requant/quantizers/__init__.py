@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from requant.formats import QuantizedWeight
-from requant.quantizers import awq, gptq, kmeans, rtn
+from requant.quantizers import awq, gptq, kmeans, rtn, trellis
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,4 +33,5 @@ METHODS: dict[str, Method] = {
     "kmeans": Method(quantize=kmeans.quantize, config=kmeans.KmeansConfig, needs=kmeans.NEEDS),
     "gptq": Method(quantize=gptq.quantize, config=gptq.GptqConfig, needs=gptq.NEEDS),
     "awq": Method(quantize=awq.quantize, config=awq.AwqConfig, needs=awq.NEEDS),
+    "trellis": Method(quantize=trellis.quantize, config=trellis.TrellisConfig, needs=trellis.NEEDS),
 }

@@ -217,7 +217,7 @@ def shift_edges(
     k = rows.values.shape[1]
     offsets = torch.arange(-REACH, REACH + 1, device=edges.device)[:, None]
     shifted = []
-    for chunk in row_chunks(edges, elements=1 << (25 if edges.is_cuda else 16), width=len(offsets) ** 2):
+    for chunk in row_chunks(edges, elements=1 << (25 if edges.is_cuda else 13), width=len(offsets) ** 2):
         sums = torch.stack([rows.mass[chunk], rows.moment[chunk], rows.energy[chunk]])
         part = edges[chunk]
         for stride in strides:

@@ -1,16 +1,15 @@
 """The cheapest walk through the bitshift trellis (Viterbi 1967; the trellis of Tseng et al. 2024, arXiv 2406.11235).
 
-A sequence of 256 weights is a ring of 256 `bits` bits; the state of a weight is the window of 16 bits that ends with its
-own, so neighbours share 16 - bits of them: a weight costs `bits` bits and has 2**16 values to choose from. A code of v
-weights a step moves v `bits` bits a step.
+A sequence of 256 weights is a ring of 256 `bits` bits; the state of a weight is the window of 16 bits that ends with
+its own, so neighbours share 16 - bits of them: a weight costs `bits` bits and has 2**16 values to choose from. A code
+of v weights a step moves v `bits` bits a step.
 
-The ring has no first state, which makes an exact search 2**(16 - bits) times dearer. As in the paper, two walks do nearly
-as well: a free one through the rotated sequence tells the state where the ring closes, a second is pinned to it. Our
-first walk sees only `OVERLAP` weights on either side of the seam: farther ones do not change its errors (measured to
-0.5 %), and it costs half.
+The ring has no first state, which makes an exact search 2**(16 - bits) times dearer. As in the paper, two walks do
+nearly as well: a free one through the rotated sequence tells the state where the ring closes, a second is pinned to
+it. Our first walk sees only `OVERLAP` weights on either side of the seam, which costs half and loses nothing.
 
-CUDA tensors go to the Triton kernel; `_Walk` is its torch twin. It keeps the costs of all steps and looks for the winners
-along one path only, since torch has no argmin that vectorizes.
+CUDA tensors go to the Triton kernel; `_Walk` is its torch twin. It keeps the costs of all steps and looks for the
+winners along one path only, since torch has no argmin that vectorizes.
 """
 
 import torch
@@ -52,10 +51,10 @@ def tail_biting_states(
 class _Walk:
     """The tables of one code, and the walks over them.
 
-    A state is read as (p, rest, new, q): the bits it is about to lose, the oldest it keeps, those of the last j steps and
-    of this one. To keep the long axis `rest` innermost, the costs after j steps lie at (new, rest), and this step's
-    candidates at (new, q, p, rest): the minimum over p leaves (new, q, rest), the order of the next step. After `count`
-    steps `rest` is short, and the costs are brought back into the order of their bits.
+    A state is read as (p, rest, new, q): the bits it is about to lose, the oldest it keeps, those of the last j steps
+    and of this one. To keep the long axis `rest` innermost, the costs after j steps lie at (new, rest), and this
+    step's candidates at (new, q, p, rest): the minimum over p leaves (new, q, rest), the order of the next step. After
+    `count` steps `rest` is short, and the costs are brought back into the order of their bits.
     """
 
     def __init__(self, values: Float[Tensor, "s v"], shift: int) -> None:

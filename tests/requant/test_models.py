@@ -38,7 +38,8 @@ KINDS = {
     "llama-520": LLAMA_KINDS | {"gate_proj": (520, 64), "up_proj": (520, 64), "down_proj": (64, 520)},
     "llama-1216": LLAMA_KINDS | {"gate_proj": (1216, 64), "up_proj": (1216, 64), "down_proj": (64, 1216)},
     "phi3": {"qkv_proj": (128, 64), "o_proj": (64, 64), "gate_up_proj": (344, 64), "down_proj": (64, 172)},
-    "opt": {kind: (64, 64) for kind in ("q_proj", "k_proj", "v_proj", "out_proj")} | {"fc1": (172, 64), "fc2": (64, 172)},
+    "opt": {kind: (64, 64) for kind in ("q_proj", "k_proj", "v_proj", "out_proj")}
+    | {"fc1": (172, 64), "fc2": (64, 172)},
     "gpt-neox": {
         "query_key_value": (192, 64),
         "dense": (64, 64),
@@ -122,7 +123,9 @@ def test_skip(tiny_model, pattern: str) -> None:
 
 
 def test_skip_that_matches_nothing_or_everything_is_refused(tiny_model) -> None:
-    with pytest.raises(ModelError, match=r"--skip donw_proj matches no matrix; names look like model\.layers\.0"):
+    with pytest.raises(
+        ModelError, match=r"--skip donw_proj matches no matrix; names look like model\.layers\.0"
+    ):
         find_linears(tiny_model("llama"), skip=["donw_proj"])
     with pytest.raises(ModelError, match="every matrix is skipped"):
         find_linears(tiny_model("llama"), skip=["*"])
@@ -130,7 +133,9 @@ def test_skip_that_matches_nothing_or_everything_is_refused(tiny_model) -> None:
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
 def test_fused_experts_are_refused_by_name(tiny_model, name: str) -> None:
-    with pytest.raises(ModelError, match=r"^model\.layers\.0\.mlp\.experts fuses its experts in one 3-D tensor \(4, "):
+    with pytest.raises(
+        ModelError, match=r"^model\.layers\.0\.mlp\.experts fuses its experts in one 3-D tensor \(4, "
+    ):
         find_linears(tiny_model(name))
 
 
@@ -171,7 +176,9 @@ def test_every_method_on_odd_widths(
     assert torch.equal(logits(model), logits(result.model))
 
 
-def test_a_model_built_in_memory(tiny_model, tokenizer, tiny_text_file: Path, tmp_path: Path, monkeypatch) -> None:
+def test_a_model_built_in_memory(
+    tiny_model, tokenizer, tiny_text_file: Path, tmp_path: Path, monkeypatch
+) -> None:
     """No folder to copy from: nothing of the working directory may end in the checkpoint."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "secret.txt").write_text("secret")
@@ -187,7 +194,9 @@ def test_a_model_built_in_memory(tiny_model, tokenizer, tiny_text_file: Path, tm
     assert requant.load_recipe(str(path / "recipe.yaml")).calibration.text == (str(tiny_text_file),)
 
 
-def test_half_precision_sources_keep_their_dtype(tiny_model, tokenizer, tiny_text_file: Path, tmp_path: Path) -> None:
+def test_half_precision_sources_keep_their_dtype(
+    tiny_model, tokenizer, tiny_text_file: Path, tmp_path: Path
+) -> None:
     tiny_model("llama").to(torch.bfloat16).save_pretrained(tmp_path / "source")
     tokenizer.save_pretrained(tmp_path / "source")
     result = requant.quantize(str(tmp_path / "source"), tiny_recipe("rtn"), tiny_text_file)
@@ -260,7 +269,9 @@ def test_pickled_weights_are_not_opened(copy: Path) -> None:
 
 
 def test_a_quantized_source_is_refused(copy: Path) -> None:
-    config = read_config(copy) | {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}}
+    config = read_config(copy) | {
+        "quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}
+    }
     (copy / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match="quantized already; give the original model"):
         load_model(str(copy), device="cpu", dtype="auto")
@@ -304,7 +315,7 @@ def test_what_is_fetched_from_the_hub() -> None:
 
     fetched = ["model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "config.json",
                "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.txt",
-               "merges.txt", "special_tokens_map.json", "chat_template.jinja", "spiece.model", "vocab.json"]  # fmt: skip
+               "merges.txt", "special_tokens_map.json", "chat_template.jinja", "vocab.json"]  # fmt: skip
     left = ["pytorch_model.bin", "consolidated.safetensors", "consolidated.00.pth", "modeling_x.py", "README.md",
             "original/params.pt", "model.gguf", "flax_model.msgpack", "tf_model.h5"]  # fmt: skip
     assert [name for name in fetched if not wanted(name)] == []
@@ -316,6 +327,8 @@ def test_a_hub_that_does_not_answer_is_one_sentence(monkeypatch) -> None:
         raise ConnectionError("cannot reach the server\nsecond line")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    with pytest.raises(ModelError, match=r"^meta-llama/Llama-3.2-1B did not come from the hub \(cannot reach the server\)") as e:
+    with pytest.raises(
+        ModelError, match=r"^meta-llama/Llama-3.2-1B did not come from the hub \(cannot reach the server\)"
+    ) as e:
         resolve_source("llama-3.2-1b")
     assert "\n" not in str(e.value)

@@ -36,10 +36,14 @@ def fisher_by_loops(model, windows: torch.Tensor) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gpt-neox", "opt"])
 @pytest.mark.parametrize("recompute", [False, True])
-def test_fisher_is_a_loop_over_tokens(tiny_model, tiny_windows, monkeypatch, name: str, recompute: bool) -> None:
+def test_fisher_is_a_loop_over_tokens(
+    tiny_model, tiny_windows, monkeypatch, name: str, recompute: bool
+) -> None:
     model, windows = tiny_model(name), tiny_windows[:3, :12]
     expected = fisher_by_loops(model, windows)
-    monkeypatch.setattr("requant.calibration.fisher.batches", lambda windows, model, *, label: windows.split(2))
+    monkeypatch.setattr(
+        "requant.calibration.fisher.batches", lambda windows, model, *, label: windows.split(2)
+    )
     found = position_fisher(model, windows, find_linears(model), recompute=recompute)
     assert found.keys() == expected.keys()
     for matrix, fisher in expected.items():
@@ -71,5 +75,7 @@ def test_it_is_the_mean_of_squares_not_the_square_of_the_mean(tiny_model, tiny_w
 def test_an_overflow_names_the_matrix(tiny_model, tiny_windows) -> None:
     model = tiny_model("llama")
     model.lm_head.weight[0, 0] = float("inf")
-    with pytest.raises(NumericalError, match=r"^model\.layers\.0\.self_attn\.q_proj: its gradients overflow; use --dtype"):
+    with pytest.raises(
+        NumericalError, match=r"^model\.layers\.0\.self_attn\.q_proj: its gradients overflow; use --dtype"
+    ):
         position_fisher(model, tiny_windows, find_linears(model))

@@ -33,7 +33,9 @@ def inputs_of(model, windows: torch.Tensor) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", [*SIBLINGS, "gpt2"])
 def test_hessian_is_the_second_moment(tiny_model, tiny_windows, monkeypatch, name: str) -> None:
     model = tiny_model(name)
-    monkeypatch.setattr("requant.calibration.hessian.batches", lambda windows, model, *, label: windows.split(3))
+    monkeypatch.setattr(
+        "requant.calibration.hessian.batches", lambda windows, model, *, label: windows.split(3)
+    )
     found = input_statistics(model, tiny_windows, find_linears(model))
     for matrix, x in inputs_of(model, tiny_windows).items():
         hessian = x.T @ x / len(x)
@@ -74,7 +76,9 @@ def test_collect_gives_what_is_needed_and_no_more(tiny_model, tiny_windows) -> N
 def test_a_matrix_that_never_runs_is_named(tiny_model, tiny_windows) -> None:
     model = tiny_model("llama")
     model.model.layers[1].mlp.forward = lambda x: x
-    with pytest.raises(NumericalError, match=r"model\.layers\.1\.mlp\.gate_proj was never called .* --skip model"):
+    with pytest.raises(
+        NumericalError, match=r"model\.layers\.1\.mlp\.gate_proj was never called .* --skip model"
+    ):
         input_statistics(model, tiny_windows, find_linears(model))
 
 

@@ -49,14 +49,18 @@ def small_batches(monkeypatch) -> None:
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("recompute", [False, True])
-def test_gradients_are_those_of_autograd(tiny_model, tiny_windows, small_batches, name: str, recompute: bool) -> None:
+def test_gradients_are_those_of_autograd(
+    tiny_model, tiny_windows, small_batches, name: str, recompute: bool
+) -> None:
     model = tiny_model(name)
     loss, expected = plain_gradients(model, tiny_windows)
     found, gradients, calls = gathered(model, tiny_windows, recompute=recompute)
     assert found == pytest.approx(loss, rel=1e-6)
     assert len(calls) == len(tiny_windows) * len(expected)  # once a batch
     for matrix, gradient in expected.items():
-        torch.testing.assert_close(gradients[matrix], gradient, rtol=1e-4, atol=1e-6 * gradient.abs().max().item())
+        torch.testing.assert_close(
+            gradients[matrix], gradient, rtol=1e-4, atol=1e-6 * gradient.abs().max().item()
+        )
 
 
 def test_batches_cover_all_windows_in_order(tiny_model, tiny_windows) -> None:
@@ -73,7 +77,9 @@ def test_losses(tiny_model, tiny_windows) -> None:
     model = tiny_model("llama")
     with torch.no_grad():
         expected = plain_loss(model, tiny_windows).item()
-        assert summed_loss(model, tiny_windows).item() == pytest.approx(expected * scored_tokens(tiny_windows))
+        assert summed_loss(model, tiny_windows).item() == pytest.approx(
+            expected * scored_tokens(tiny_windows)
+        )
     assert scored_tokens(tiny_windows) == 4 * 31
     assert mean_loss(model, tiny_windows) == pytest.approx(expected)
 
@@ -125,7 +131,7 @@ def test_recompute_is_on_above_a_billion_parameters(tiny_model, monkeypatch) -> 
 def test_an_overflow_is_an_error(tiny_model, tiny_windows) -> None:
     model = tiny_model("llama")
     model.lm_head.weight[0, 0] = float("inf")
-    with pytest.raises(NumericalError, match="the loss is nan: the model overflows .* use --dtype float32"):
+    with pytest.raises(NumericalError, match=r"the loss is nan: the model overflows .* use --dtype float32"):
         mean_loss(model, tiny_windows)
     with pytest.raises(NumericalError, match="the loss is nan"):
         gathered(model, tiny_windows)

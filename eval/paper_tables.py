@@ -1,0 +1,287 @@
+"""Tables 1 to 5 and 8 of the ReQuant paper (arXiv 2503.01901) in form, on our model, over k-means codes.
+
+    python -m eval.paper_tables [--model FOLDER] [--data FOLDER] [--out FOLDER] [--bits 4 --bits 3]
+
+| key in the results | the paper's table |
+| --- | --- |
+| `predicted` | 1: predicted against measured dF, by block |
+| `interpolation` | 2: the same at w + lambda d |
+| `nodes` | 3: nodes of the path integral against its error |
+| `kinds` | 4: mean abs PQI by kind of matrix and block |
+| `shares` | 5: share of abs PQI that the top weights hold |
+| `ablation` | 8: r_o, r_s and steps |
+
+Tables 1 to 3 use the first 8 calibration windows, 4 to 8 all of them. The paper's second-order column is the square of
+the gradient of a sequence's *mean* loss; ours sums squares by position (`requant/calibration/fisher.py`). Both are
+shown, and `1/2 d'Hd`, taken from the slope along the path, beside them.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from jaxtyping import Int64
+from torch import Tensor
+
+from eval.common import (
+    DATA,
+    MODEL,
+    RESULTS,
+    Study,
+    bits_per_weight,
+    header,
+    open_study,
+    quality,
+    row_of,
+    write_json,
+)
+from requant.calibration.passes import gradient_pass, mean_loss
+from requant.detach import Masks, global_top
+from requant.diagnosis import diagnose
+from requant.paper import OUTLIER_RULES, detach_significant, with_places
+from requant.recipe import Detach
+from requant.run import Run, Weights, loss, quantize_linears, scores
+from requant.sensitivity import QuantizedPath, Scores, signed_sum
+from requant.sensitivity.gradient import gradient_score
+from requant.sensitivity.pqi import NODES
+
+PATH_WINDOWS = 8
+LAMBDAS = (1.0, 0.1, 0.05, 0.01, 0.005, 0.001)
+PLAIN = (4, 8, 16, 32)
+TOP_SHARES = (0.0005, 0.0015, 0.005, 0.0071, 0.01, 0.0525)
+SPARSE = Detach(outlier_fraction=0.0045, significant_fraction=0.0005)
+Windows = Int64[Tensor, "b t"]
+
+
+def predicted(run: Run, weights: Weights, windows: Windows) -> dict[str, Any]:
+    """Table 1: signed sums by block beside dF with that block alone, and with all, quantized."""
+    found = diagnose(run, weights, windows, names=("gradient", "hessian", "pqi"))
+    sums = {**found.predicted, "hessian_of_means": _sums(hessian_of_means(run.path(weights), windows))}
+    rows = [
+        {
+            "block": block,
+            **{
+                name: sum(values[site.name] for site in run.sites if site.block == block)
+                for name, values in sums.items()
+            },
+            "measured": measured,
+        }
+        for block, measured in found.measured_blocks.items()
+    ]
+    whole = {name: sum(values.values()) for name, values in sums.items()}
+    return {"blocks": rows, "model": {**whole, "measured": found.measured}, "tokens": found.tokens}
+
+
+def hessian_of_means(path: QuantizedPath, windows: Windows) -> Scores:
+    """The paper's scaling: `1/2 mean_s (dF_s/dw)^2 d^2`, F_s the mean loss of sequence s."""
+    squares = {site.name: torch.zeros(site.shape, device=site.parameter.device) for site in path.sites}
+
+    def fold(site: Any, gradient: Tensor) -> None:
+        squares[site.name].addcmul_(gradient.float(), gradient.float(), value=1 / len(windows))
+
+    with path.at(0.0):
+        for window in windows.split(1):
+            gradient_pass(path.model, window, path.sites, fold)
+    return {site.name: squares[site.name].mul_(path.step(site).square()).mul_(0.5) for site in path.sites}
+
+
+def slope_along(path: QuantizedPath, windows: Windows) -> Callable[[float], float]:
+    """d . g(w + t d) as a function of t, each point computed once."""
+    known: dict[float, float] = {}
+
+    def slope(t: float) -> float:
+        if t not in known:
+            known[t] = sum(_sums(gradient_score(path, windows, at=t)).values())
+        return known[t]
+
+    return slope
+
+
+def interpolation(
+    run: Run,
+    path: QuantizedPath,
+    windows: Windows,
+    slope: Callable[[float], float],
+    found: Mapping[str, float],
+) -> list[dict[str, float]]:
+    """Table 2: predictions and measured dF at w + lambda d."""
+    path.place(0.0)
+    start = mean_loss(run.model, windows)
+    curvature = (slope(0.01) - slope(-0.01)) / 0.02
+    rows = []
+    for factor in LAMBDAS:
+        path.place(factor)
+        rows.append(
+            {
+                "lambda": factor,
+                "gradient": factor * found["gradient"],
+                "hessian": factor**2 * found["hessian"],
+                "hessian_of_means": factor**2 * found["hessian_of_means"],
+                "half_dHd": factor**2 * curvature / 2,
+                "measured": mean_loss(run.model, windows) - start,
+            }
+        )
+    return rows
+
+
+def nodes(slope: Callable[[float], float], measured: float) -> list[dict[str, Any]]:
+    """Table 3: what each rule predicts, its error in % of the measured dF, and its backward passes."""
+    plain = {f"plain{n}": tuple((i / (n - 1), 1 / n) for i in range(n)) for n in PLAIN}
+    rows = []
+    for name, rule in (NODES | plain).items():
+        total = sum(weight * slope(t) for t, weight in rule)
+        error = 100 * (total - measured) / measured
+        rows.append({"nodes": name, "passes": len(rule), "predicted": total, "error_percent": error})
+    return rows
+
+
+def kinds(run: Run, pqi: Scores) -> list[dict[str, Any]]:
+    """Table 4: mean |PQI| of a weight, by block and kind of matrix."""
+    rows: dict[int, dict[str, Any]] = {}
+    for site in run.sites:
+        mean = pqi[site.name].abs().mean(dtype=torch.float64).item()
+        rows.setdefault(site.block, {"block": site.block})[site.kind] = mean
+    return list(rows.values())
+
+
+def shares(pqi: Scores) -> dict[str, Any]:
+    """Table 5: share of the sum of |PQI| in the top weights, and how much of that sum cancels."""
+    values = torch.cat([tensor.abs().flatten() for tensor in pqi.values()])
+    total = values.sum(dtype=torch.float64).item()
+    ordered = values.sort(descending=True).values
+    top = {
+        f"{100 * share:g}%": ordered[: round(share * len(ordered))].sum(dtype=torch.float64).item() / total
+        for share in TOP_SHARES
+    }
+    signed = sum(_sums(pqi).values())
+    return {"top": top, "sum_of_absolutes": total, "signed_sum": signed}
+
+
+def ablation(study: Study, base: Run) -> Iterator[dict[str, Any]]:
+    """Table 8: where the outliers come from, significant weights or none, in how many steps."""
+    started = time.perf_counter()
+    start = quantize_linears(base, None, label="quantize")
+    yield measured_row(study, base, start, started, outliers="none", significant="none")
+    parts = {"none": start}
+    for rule in ("random", *OUTLIER_RULES):
+        run = study.run("kmeans", options={"bits": base.recipe.quantizer.bits}, mode="paper", detach=SPARSE)
+        started = time.perf_counter()
+        masks = random_places(run, 0.0045) if rule == "random" else OUTLIER_RULES[rule](run, start)
+        parts[rule] = quantize_linears(run, masks, label=rule)
+        yield measured_row(study, run, parts[rule], started, outliers=rule, significant="none")
+    for rule, steps in (
+        ("none", 2),
+        ("uniform", 2),
+        ("iqr", 2),
+        ("adaptive", 1),
+        ("adaptive", 2),
+        ("adaptive", 4),
+    ):
+        detach = Detach(outlier_fraction=0.0045, significant_fraction=0.0005, steps=steps)
+        run = study.run("kmeans", options={"bits": base.recipe.quantizer.bits}, mode="paper", detach=detach)
+        started = time.perf_counter()
+        weights = parts[rule]
+        for step in range(steps):
+            weights = detach_significant(run, weights, step)
+        yield measured_row(study, run, weights, started, outliers=rule, significant=f"PQI, {steps} steps")
+    started = time.perf_counter()
+    both = random_significant(base, parts["random"])
+    yield measured_row(study, base, both, started, outliers="random", significant="random")
+
+
+def measured_row(
+    study: Study, run: Run, weights: Weights, started: float, *, outliers: str, significant: str
+) -> dict[str, Any]:
+    """Quality on the test, and perplexity on the calibration text, as the paper's two columns."""
+    trained = math.exp(loss(run, weights))
+    found = quality(study, run, weights)
+    return row_of(
+        f"outliers {outliers}, significant {significant}",
+        run,
+        started,
+        outliers=outliers,
+        significant=significant,
+        calibration_perplexity=trained,
+        **bits_per_weight(weights),
+        **found,
+    )
+
+
+def random_places(run: Run, fraction: float, *, seed: int = 0) -> Masks:
+    """The global top of uniform noise."""
+    generator = torch.Generator().manual_seed(seed)
+    noise = {site.name: torch.rand(site.shape, generator=generator) for site in run.sites}
+    nothing = {site.name: torch.zeros(site.shape, dtype=torch.bool) for site in run.sites}
+    return global_top(noise, round(fraction * run.total_weights), taken=nothing)
+
+
+def random_significant(run: Run, weights: Weights) -> Weights:
+    """Random outliers with as many random weights put back as the paper's r_s."""
+    more = random_places(run, 0.0005, seed=1)
+    held = {
+        name: weight.sparse.dequantize() != 0 for name, weight in weights.items() if weight.sparse is not None
+    }
+    return {
+        name: with_places(
+            weight, run.original[name], more[name].to(weight.dense.codes.device) | held.get(name, False)
+        )
+        for name, weight in weights.items()
+    }
+
+
+def tables(study: Study, bits: int) -> Iterator[tuple[str, Any]]:
+    """Name and content of every table at one width, as they are finished."""
+    run = study.run("kmeans", options={"bits": bits}, mode="dense")
+    weights = quantize_linears(run, None, label="quantize")
+    few = run.windows[:PATH_WINDOWS]
+    found = predicted(run, weights, few)
+    yield "predicted", found
+    path = run.path(weights)
+    slope = slope_along(path, few)
+    yield "nodes", nodes(slope, found["model"]["measured"])
+    yield "interpolation", interpolation(run, path, few, slope, found["model"])
+    pqi = scores(run, "pqi", weights, label="pqi")
+    yield "kinds", kinds(run, pqi)
+    yield "shares", shares(pqi)
+    del pqi
+    rows: list[dict[str, Any]] = []
+    for row in ablation(study, run):
+        rows.append(row)
+        print(
+            f"{bits} {row['label']:46s} {row['bits_per_weight']:.3f} bits  ppl {row['perplexity']:.3f}  "
+            f"KL {row['kl']:.4f}  {row['wall_seconds']:.1f} s",
+            flush=True,
+        )
+        yield "ablation", rows
+
+
+def _sums(found: Scores) -> dict[str, float]:
+    return {name: signed_sum(values) for name, values in found.items()}
+
+
+def main(
+    model: Annotated[Path, typer.Option(help="Folder of the model.")] = MODEL,
+    data: Annotated[Path, typer.Option(help="Folder with the texts of the protocol.")] = DATA,
+    out: Annotated[Path, typer.Option(help="Folder of the results.")] = RESULTS,
+    bits: Annotated[list[int] | None, typer.Option(help="Widths. [4 3 2]")] = None,
+    num_samples: Annotated[int, typer.Option(help="Calibration windows.")] = 128,
+    seq_len: Annotated[int, typer.Option(help="Tokens of a window.")] = 1024,
+    windows: Annotated[int | None, typer.Option(help="Windows to score; all if not given.")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
+) -> None:
+    study = open_study(model, data, num_samples=num_samples, seq_len=seq_len, windows=windows, device=device)
+    results: dict[str, Any] = {**header(study), "path_windows": PATH_WINDOWS, "bits": {}}
+    for width in bits or (4, 3, 2):
+        for name, table in tables(study, width):
+            results["bits"].setdefault(str(width), {})[name] = table
+            write_json(out / f"paper_tables-{model.name}.json", results)
+            if name != "ablation":
+                print(width, name, table["model"] if name == "predicted" else table, flush=True)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,165 @@
+"""Seconds by stage and peak memory: the targets of speed, measured.
+
+    python -m eval.speed [--model FOLDER] [--data FOLDER] [--out FOLDER] [--num-samples 64] [--nodes] [--large]
+
+`--nodes` times PQI with 2 Gauss nodes against 32 plain ones. `--large` builds a Llama of the shape of Llama 3.2 1B with
+random weights, for time and memory alone: hidden 2048, 16 blocks, intermediate 8192, 32 heads over 8 kv heads,
+vocabulary 128256, tied, bfloat16.
+"""
+
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+from eval.common import CALIBRATION, DATA, MODEL, RESULTS, TEST, environment, find, write_json
+from requant.checkpoint import byte_table
+from requant.pipeline import QuantizedModel, peak_memory, pick_device, prepare, quantize, start
+from requant.quantizers import METHODS
+from requant.recipe import Calibration, Evaluation, Recipe, to_dict
+from requant.run import Run, Weights, quantize_linears
+from requant.sensitivity.scores import score
+from requant.workspace import Workspace
+
+LARGE = {
+    "hidden_size": 2048,
+    "num_hidden_layers": 16,
+    "intermediate_size": 8192,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "vocab_size": 128256,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+}
+
+
+def recipe_for(model: Path, data: Path, *, num_samples: int, seq_len: int) -> Recipe:
+    """3 bits, k-means, mode `paper`, at its defaults."""
+    return Recipe(
+        model=str(model),
+        quantizer=METHODS["kmeans"].config(bits=3),
+        calibration=Calibration(text=(find(data, CALIBRATION),), num_samples=num_samples, seq_len=seq_len),
+        evaluation=Evaluation(text=(find(data, TEST),), context=seq_len),
+    )
+
+
+def whole_run(recipe: Recipe, device: str, dtype: str) -> dict[str, Any]:
+    """What `requant quantize` does, from loading to the saved checkpoint."""
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        workspace = Workspace(Path(folder) / "partial")
+        result: QuantizedModel = quantize(
+            recipe.model, recipe, device=device, dtype=dtype, workspace=workspace
+        )
+        finished = time.perf_counter()
+        saved = result.save(Path(folder) / "checkpoint")
+        seconds = {**result.seconds, "save": time.perf_counter() - finished}
+        bits = byte_table(saved).bits_per_weight
+    total = time.perf_counter() - started
+    return {
+        "wall_seconds": total,
+        "seconds": {**seconds, "load, hashes and the rest": total - sum(seconds.values())},
+        "bits_per_weight": bits,
+        "perplexity": result.after.perplexity,
+        "kl": result.after.mean_kl,
+        **memory(result.peak_memory, result.model),
+        "recipe": _named(recipe),
+    }
+
+
+def integral(recipe: Recipe, device: str, dtype: str, names: tuple[str, ...]) -> dict[str, Any]:
+    """PQI alone, by rule, over all windows of the recipe: seconds and peak memory."""
+    prepared = prepare(recipe.model, recipe, device=device, dtype=dtype)
+    run = start(prepared, recipe, workspace=Workspace(None), quiet=True)
+    weights = quantize_linears(run, None, label="quantize")
+    run.statistics.clear()
+    pass_once(run, weights, "midpoint")  # compiles and picks kernels
+    found: dict[str, Any] = {"tokens": prepared.windows.numel()}
+    for name in names:
+        if prepared.model.device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        seconds = timed(lambda name=name: pass_once(run, weights, name), prepared.model.device)
+        found[name] = {"seconds": seconds, **memory(peak_memory(prepared.model.device), prepared.model)}
+    return found
+
+
+def pass_once(run: Run, weights: Weights, nodes: str) -> None:
+    score("pqi", run.path(weights), run.windows, nodes=nodes)
+
+
+def timed(call: Callable[[], None], device: torch.device) -> float:
+    """Wall seconds, the device's queue drained at both ends."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    started = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - started
+
+
+def memory(peak: int, model: torch.nn.Module) -> dict[str, Any]:
+    """Peak bytes, and in units of the model in bfloat16."""
+    parameters = sum(p.numel() for p in model.parameters())
+    return {"peak_bytes": peak, "peak_in_bf16_models": peak / (2 * parameters)}
+
+
+def build_large(folder: Path, tokenizer: Path) -> None:
+    """The 1B shape with random weights, on disk, with a tokenizer whose tokens it knows."""
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**LARGE), dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
+
+
+def _named(recipe: Recipe) -> dict[str, Any]:
+    """The recipe with names in place of folders."""
+    plain = to_dict(recipe)
+    plain["model"] = Path(recipe.model).name
+    for section in ("calibration", "evaluation"):
+        plain[section]["text"] = [Path(text).name for text in plain[section]["text"]]
+    return plain
+
+
+def main(
+    model: Annotated[Path, typer.Option(help="Folder of the model.")] = MODEL,
+    data: Annotated[Path, typer.Option(help="Folder with the texts.")] = DATA,
+    out: Annotated[Path, typer.Option(help="Folder of the results.")] = RESULTS,
+    num_samples: Annotated[int, typer.Option(help="Calibration windows of 1024 tokens.")] = 64,
+    nodes: Annotated[bool, typer.Option(help="Time gauss2 against plain32 too.")] = False,
+    large: Annotated[bool, typer.Option(help="The 1B shape too: 128 x 2048 tokens.")] = False,
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
+) -> None:
+    where = pick_device(device)
+    file = out / f"speed-{where}.json"
+    results: dict[str, Any] = environment(torch.device(where))
+
+    def keep(name: str, value: Any) -> None:
+        results[name] = value
+        write_json(file, results)
+        print(name, {key: item for key, item in value.items() if key != "recipe"}, flush=True)
+
+    recipe = recipe_for(model, data, num_samples=num_samples, seq_len=1024)
+    keep("run", whole_run(recipe, where, "float32"))
+    if nodes:
+        keep("nodes", integral(recipe, where, "float32", ("gauss2", "plain32")))
+    if large:
+        folder = Path(tempfile.mkdtemp()) / "llama-1b-shape"
+        build_large(folder, model)
+        shaped = recipe_for(folder, data, num_samples=128, seq_len=2048)
+        keep("large_pqi", integral(shaped, where, "bfloat16", ("gauss2",)))
+        keep("large_run", whole_run(shaped, where, "bfloat16"))
+        shutil.rmtree(folder.parent)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,97 @@
+"""Tuning: theta stands for the same floats as the matrix, learns, and leaves codes and bytes alone."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from requant.errors import RecipeError
+from requant.pipeline import prepare, start
+from requant.quantizers import METHODS
+from requant.recipe import Calibration, Evaluation, Recipe, Tuning
+from requant.run import Run, quantize_linears
+from requant.tuning import learnable, tune, weight_function, with_theta
+from requant.workspace import Workspace
+
+
+@pytest.mark.parametrize("kind", ["symmetric", "asymmetric", "awq", "codebook", "trellis"])
+@pytest.mark.parametrize("int8", [False, True])
+def test_theta_stands_for_the_same_floats(random_weight, kind, int8):
+    weight = random_weight(20, 70, kind=kind, int8=int8)
+    floats = weight_function(weight)(learnable(weight))
+    torch.testing.assert_close(floats, weight.dequantize(), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", ["asymmetric", "codebook", "trellis"])
+@pytest.mark.parametrize("int8", [False, True])
+def test_a_round_trip_through_theta_changes_nothing(random_weight, kind, int8):
+    weight = random_weight(20, 70, kind=kind, int8=int8)
+    again = with_theta(weight, learnable(weight))
+    assert torch.equal(again.dequantize(), weight.dequantize())
+    assert again.sparse.values.dtype == weight.sparse.values.dtype  # the bytes stay what the budget counted
+
+
+@pytest.mark.parametrize("kind", ["asymmetric", "codebook", "trellis"])
+def test_gradients_reach_every_field(random_weight, kind):
+    weight = random_weight(20, 70, kind=kind)
+    theta = {name: value.requires_grad_(True) for name, value in learnable(weight).items()}
+    weight_function(weight)(theta).square().sum().backward()
+    for name, value in theta.items():
+        assert value.grad is not None and value.grad.abs().sum() > 0, name
+
+
+def prepared_run(folder: Path, text: Path, method: str, tuning: Tuning) -> tuple[Run, Recipe]:
+    recipe = Recipe(
+        model=str(folder),
+        mode="dense",
+        method=method,
+        quantizer=METHODS[method].config(bits=2),
+        calibration=Calibration(text=(str(text),), num_samples=12, seq_len=32),
+        evaluation=Evaluation(context=32, windows=2),
+        tuning=tuning,
+    )
+    return start(prepare(str(folder), recipe), recipe, workspace=Workspace(None), quiet=True), recipe
+
+
+@pytest.mark.parametrize("method", ["kmeans", "rtn"])
+def test_tuning_lowers_the_divergence_and_keeps_the_codes(tiny_folder, tiny_text_file, method):
+    run, recipe = prepared_run(
+        tiny_folder("llama"),
+        tiny_text_file,
+        method,
+        Tuning(steps=12, tokens_per_step=128, rate=3e-2, warm_up=2, held_out=1, check_every=4),
+    )
+    weights = quantize_linears(run, None, label="quantize")
+    tuned = tune(run, weights, recipe.tuning)
+
+    def distance(of):
+        run.path(weights).place(0.0)
+        original = run.model(input_ids=run.windows).logits.log_softmax(-1)
+        run.path(of).place(1.0)
+        return (original.exp() * (original - run.model(input_ids=run.windows).logits.log_softmax(-1))).sum()
+
+    assert distance(tuned) < 0.97 * distance(weights)
+    for name, weight in tuned.items():
+        assert torch.equal(weight.dense.codes, weights[name].dense.codes)
+    assert "forward" not in run.sites[0].module.__dict__
+
+
+def test_a_hopeless_rate_keeps_the_start(tiny_folder, tiny_text_file):
+    """The best theta on held-out windows wins, and the start is one of the candidates."""
+    run, recipe = prepared_run(
+        tiny_folder("llama"),
+        tiny_text_file,
+        "kmeans",
+        Tuning(steps=2, tokens_per_step=64, rate=50.0, warm_up=1, held_out=1, check_every=1),
+    )
+    weights = quantize_linears(run, None, label="quantize")
+    for name, weight in tune(run, weights, recipe.tuning).items():
+        assert torch.equal(weight.dequantize(), weights[name].dequantize())
+
+
+def test_one_window_is_too_little(tiny_folder, tiny_text_file):
+    run, recipe = prepared_run(tiny_folder("llama"), tiny_text_file, "rtn", Tuning(steps=1))
+    weights = quantize_linears(run, None, label="quantize")
+    one = Run(**{**{f: getattr(run, f) for f in run.__dataclass_fields__}, "windows": run.windows[:1]})
+    with pytest.raises(RecipeError, match="at least 2 calibration windows"):
+        tune(one, weights, recipe.tuning)
