@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import time
 from collections.abc import Mapping
@@ -209,10 +210,10 @@ def sources_hash() -> str:
 
 def _commit() -> str | None:
     """The commit that is checked out; None in a copy without history."""
-    if not (ROOT / ".git").exists():
+    if shutil.which("git") is None:
         return None
-    shown = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
-    return shown.stdout.strip()
+    shown = subprocess.run(["git", "rev-parse", "--verify", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return shown.stdout.strip() or None
 
 
 def write_json(file: Path, data: Mapping[str, Any]) -> None:

@@ -100,7 +100,8 @@ def whole_bits(bits: str) -> int:
 
 def output_folder(recipe: Recipe) -> Path:
     """`./MODEL-METHOD-BITSbit`."""
-    name = Path(recipe.model.rstrip("/")).name or "model"
+    path = Path(recipe.model).expanduser()
+    name = path.resolve().name or "model" if path.is_dir() else path.name  # `.` and `..` have names too
     return Path(f"{name}-{recipe.method}-{recipe.quantizer.bits}bit")
 
 

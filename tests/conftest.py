@@ -172,3 +172,24 @@ def trained_model(trained_state: dict[str, torch.Tensor]) -> Any:
     model = build_model("llama")
     model.load_state_dict(trained_state)
     return model
+
+
+@pytest.fixture
+def cli(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    """`cli("quantize", "--bits", 3)`: exit code, stdout and stderr of the command line, in this process."""
+    from requant.cli import main
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["requant", *map(str, arguments)])
+        capsys.readouterr()
+        try:
+            main()
+            code = 0
+        except SystemExit as done:
+            code = done.code if isinstance(done.code, int) else int(bool(done.code))
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run

@@ -20,22 +20,23 @@ import triton.language as tl
 from torch import Tensor
 
 from requant_kernels.layouts import CodebookLayout, Layout
+from requant_kernels.tuning import DecodeConfig
 from requant_kernels.words import UNIT, codebook_asm, constraints, flat_positions, grid_asm
 
 
 @triton.jit
 def load_block(w_ptr, s_ptr, z_ptr, tiles, block, blocks, BITS: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
                W: tl.constexpr):  # fmt: skip
-    """The words of one block a warp and tile, then the scales of its groups, then their zero points."""
+    """The words of one block a warp and tile (`tiles`, `block`: `[warp, tile]`), its scales, its zero points."""
     lane, four = tl.arange(0, 32), tl.arange(0, 4)
-    at = (tiles[None, :] * blocks + block[:, None])[None, :, :, None] * (BITS * 128)
+    at = (tiles * blocks + block)[None, :, :, None] * (BITS * 128)
     at += lane[:, None, None, None] * 4 + four[None, None, None, :]
     loaded = ()
     for i in tl.static_range(BITS):
         if EVEN:
             word = tl.load(w_ptr + at + i * 128, eviction_policy="evict_first")
         else:
-            inside = (block < blocks)[None, :, None, None]
+            inside = (block < blocks)[None, :, :, None]
             word = tl.load(w_ptr + at + i * 128, mask=inside, other=0, eviction_policy="evict_first")
         loaded = loaded + (word,)
     if GROUP > 0:
@@ -53,11 +54,11 @@ def _load_groups(pointer, tiles, block, blocks, GROUP: tl.constexpr, EVEN: tl.co
     loaded = ()
     for i in tl.static_range(a_block):
         groups = tl.cdiv(blocks, a_group) * a_block
-        at = row_offsets(tiles[None, :] * groups + (block // a_group * a_block + i)[:, None])
+        at = row_offsets(tiles * groups + block // a_group * a_block + i)
         if EVEN:
             loaded = loaded + (tl.load(pointer + at),)
         else:
-            loaded = loaded + (tl.load(pointer + at, mask=(block < blocks)[None, None, :, None, None], other=0.0),)
+            loaded = loaded + (tl.load(pointer + at, mask=(block < blocks)[None, None, :, :, None], other=0.0),)
     return loaded
 
 
@@ -97,7 +98,7 @@ def _decode_plain(words, rows_zero, levels_ptr, tiles, dtype, POSITIONS: tl.cons
                   BITS: tl.constexpr, GROUPS: tl.constexpr, ZEROS: tl.constexpr, W: tl.constexpr, R: tl.constexpr):  # fmt: skip
     """`decode_block` without assembly; one step of a grid is worth 1."""
     row = tl.arange(0, 32)[:, None, None, None] // 4 + 8 * (tl.arange(0, 4)[None, None, None, :] % 2)
-    row = tiles[None, None, :, None] * 16 + row
+    row = tiles[None, :, :, None] * 16 + row
     planes = ()
     for plane in tl.static_range(16):
         low, high = _code(words, POSITIONS, 0, plane, BITS), _code(words, POSITIONS, 1, plane, BITS)
@@ -149,7 +150,7 @@ def load_tables(s_ptr, z_ptr, tiles, CODEBOOK: tl.constexpr, TABLES: tl.constexp
                 W: tl.constexpr, R: tl.constexpr):  # fmt: skip
     """What belongs to the rows for the whole launch: byte tables of a codebook, or one zero point a row."""
     tables = ()
-    same = tl.arange(0, W)[:, None] * 0 + tiles[None, :]
+    same = tl.arange(0, W)[:, None] * 0 + tiles
     if CODEBOOK:
         for i in tl.static_range(TABLES):
             tables = tables + (_like_words(tl.load(s_ptr + row_offsets(same * TABLES + i)), W, R),)
@@ -228,7 +229,7 @@ def _sparse_sums(value, x):
     return tl.sum(tl.sum(value.to(tl.float32)[:, :, :, None] * x.to(tl.float32), 2), 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["last_tile"])
 def decode_kernel(
     x_ptr, xs_ptr, w_ptr, s_ptr, z_ptr, levels_ptr, rows_ptr, sp_ptr, si_ptr, sv_ptr, sr_ptr, bias_ptr, y_ptr,
     M, K, n, last_tile, stride_x, stride_y,
@@ -240,6 +241,7 @@ def decode_kernel(
     """y `[M, n]` = x `[M, K]` @ weight^T; grid: R tiles of 16 rows each. GROUP 0: one scale a row."""
     # where the number of tiles is odd, the last tile is computed, and written, twice alike
     tiles = tl.minimum(tl.program_id(0) * R + tl.arange(0, R), last_tile).to(tl.int64)
+    tiles = tiles[None, :]
     position = tl.minimum(tl.program_id(0) * R + tl.arange(0, 16 * R) // 16, last_tile).to(tl.int64)
     row = position * 16 + tl.arange(0, 16 * R) % 16
     ZEROS: tl.constexpr = z_ptr is not None
@@ -252,7 +254,7 @@ def decode_kernel(
         column, value = load_slots(si_ptr, sv_ptr, chunk, last, SLOTS)
     ahead = ()
     for u in tl.static_range(UNROLL):
-        ahead = ahead + (load_block(w_ptr, s_ptr, z_ptr, tiles, u * W + warp, blocks, BITS, GROUP, EVEN, W),)
+        ahead = ahead + (load_block(w_ptr, s_ptr, z_ptr, tiles, (u * W + warp)[:, None], blocks, BITS, GROUP, EVEN, W),)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -268,7 +270,7 @@ def decode_kernel(
             ahead = ()
             for u in tl.static_range(UNROLL):
                 block = ((c + 1) * UNROLL + u) * W + warp
-                ahead = ahead + (load_block(w_ptr, s_ptr, z_ptr, tiles, block, blocks, BITS, GROUP, False, W),)
+                ahead = ahead + (load_block(w_ptr, s_ptr, z_ptr, tiles, block[:, None], blocks, BITS, GROUP, False, W),)
         for u in tl.static_range(UNROLL):
             at_hand = tokens
             if CHUNKS > 1 or u + 1 < UNROLL:
@@ -320,46 +322,73 @@ def transpose_kernel(x_ptr, xt_ptr, M, K, stride_x, MS: tl.constexpr, BLOCK: tl.
     tl.store(xt_ptr + column[:, None] * MS + token[None, :], x, mask=(column < K)[:, None])
 
 
-def decode(
-    x: Tensor, layout: Layout, bias: Tensor | None, *, warps: int, tiles: int, unroll: int, slots: int = 16, asm: bool, pdl: bool
-) -> Tensor:
-    """y [m, n] of x [m, k], 1 <= m <= 16, contiguous rows."""
-    m, k = x.shape
-    y = torch.empty(m, layout.n, dtype=x.dtype, device=x.device)
+def operands(layout: Layout, dtype: torch.dtype, asm: bool) -> tuple[tuple[Tensor | None, ...], dict[str, object]]:
+    """The weight's arguments of a kernel (words, scales or tables, zero points, levels) and its decoding constants."""
+    name = "fp16" if dtype == torch.float16 else "bf16"
     codebook = isinstance(layout, CodebookLayout)
-    dtype = "fp16" if x.dtype == torch.float16 else "bf16"
     use_asm = asm and not (codebook and layout.bits > 4)
-    group = 0 if codebook else layout.kernel_group
-    zero_points = None if codebook else layout.zero_points
-    groups = 0 if zero_points is None else max(1, 256 // group) if group else 1
-    tables = 1 << (layout.bits - 1) if codebook and use_asm else 0
     if codebook:
-        scales = layout.tables[int(dtype == "bf16")] if layout.tables is not None else layout.levels
+        tables = 1 << (layout.bits - 1) if use_asm else 0
+        group, inputs = 0, tables
+        scales = layout.levels if layout.tables is None else layout.tables[int(name == "bf16")]
+        tensors = (layout.words, scales, None, layout.levels)
         text = codebook_asm(layout.bits) if use_asm else None
     else:
-        scales = layout.scales
-        text = grid_asm(layout.bits, dtype, groups) if use_asm else None
-    sparse, gathered, width = layout.sparse, x, 1
+        tables, group = 0, layout.kernel_group
+        inputs = 0 if layout.zero_points is None else max(1, 256 // group) if group else 1
+        tensors = (layout.words, layout.scales, layout.zero_points, None)
+        text = grid_asm(layout.bits, name, inputs) if use_asm else None
+    return tensors, {
+        "ASM": text,
+        "CONSTRAINTS": constraints(layout.bits + inputs) if use_asm else None,
+        "POSITIONS": None if use_asm else flat_positions("codebook" if codebook else "grid", layout.bits),
+        "CODEBOOK": codebook,
+        "BITS": layout.bits,
+        "TABLES": tables,
+        "GROUP": group,
+        "UNIT": UNIT[name] if use_asm else 1.0,
+    }
+
+
+def sparse_operands(layout: Layout) -> tuple[Tensor | None, ...]:
+    """rows, starts, columns, values and row scales; None where the layout has no sparse part."""
+    sparse = layout.sparse
+    if sparse is None:
+        return layout.rows, None, None, None, None
+    return layout.rows, sparse.starts, sparse.columns, sparse.values, sparse.row_scales
+
+
+def dense_tokens(x: Tensor, layout: Layout) -> Tensor:
+    """The activations that meet the dense part: divided by `column_scales` where there are any."""
+    if isinstance(layout, CodebookLayout) or layout.column_scales is None:
+        return x
+    return x / layout.column_scales.to(x.dtype)
+
+
+def decode(x: Tensor, layout: Layout, bias: Tensor | None, config: DecodeConfig, *, asm: bool) -> Tensor:
+    """y [m, n] of x [m, k], 1 <= m <= 16, rows contiguous."""
+    m, k = x.shape
+    y = torch.empty(m, layout.n, dtype=x.dtype, device=x.device)
+    tensors, constants = operands(layout, x.dtype, asm)
+    launch = {"launch_pdl": True} if config.pdl else {}
     n_tokens = 8 if m <= 8 else 16
-    if sparse is not None and m > 1:
-        width = n_tokens
+    width = 1 if m == 1 or layout.sparse is None else n_tokens
+    gathered = x
+    if width > 1:
         gathered = torch.empty(k, width, dtype=x.dtype, device=x.device)
-        transpose_kernel[(triton.cdiv(k, 256),)](x, gathered, m, k, x.stride(0), MS=width, BLOCK=256, PDL=pdl)
-    dense_x = x if codebook or layout.column_scales is None else x / layout.column_scales.to(x.dtype)
-    if k % 2 or dense_x.stride(0) % 2 or dense_x.data_ptr() % 4:  # activations are read in pairs
-        dense_x = torch.nn.functional.pad(dense_x, (0, k % 2)).contiguous()
-    dense_x = dense_x.view(torch.int32)
-    blocks = triton.cdiv(k, 256)
-    options = {"launch_pdl": True} if pdl else {}
-    decode_kernel[(triton.cdiv(layout.words.shape[0], tiles),)](
-        dense_x, gathered, layout.words, scales, zero_points, layout.levels if codebook else None, layout.rows,
-        None if sparse is None else sparse.starts, None if sparse is None else sparse.columns,
-        None if sparse is None else sparse.values, None if sparse is None else sparse.row_scales, bias, y,
-        m, k, layout.n, layout.words.shape[0] - 1, dense_x.stride(0), y.stride(0),
-        ASM=text, CONSTRAINTS=constraints(layout.bits + (tables or groups)) if use_asm else None,
-        POSITIONS=None if use_asm else flat_positions("codebook" if codebook else "grid", layout.bits),
-        CODEBOOK=codebook, BITS=layout.bits, TABLES=tables, GROUP=group, UNIT=UNIT[dtype] if use_asm else 1.0,
-        EVEN=k % (256 * warps * unroll) == 0, MS=width, SLOTS=slots, W=warps, R=tiles, UNROLL=unroll,
-        CHUNKS=triton.cdiv(blocks, warps * unroll), N=n_tokens, PDL=pdl, num_warps=warps, num_stages=1, **options,
+        grid = (triton.cdiv(k, 256),)
+        transpose_kernel[grid](x, gathered, m, k, x.stride(0), MS=width, BLOCK=256, PDL=config.pdl, **launch)
+    dense = dense_tokens(x, layout)
+    if k % 2 or dense.stride(0) % 2 or dense.data_ptr() % 4:  # the kernel reads activations in pairs
+        dense = torch.nn.functional.pad(dense, (0, k % 2)).clone(memory_format=torch.contiguous_format)
+    pairs = dense.view(torch.int32)
+    tiles, span = layout.words.shape[0], config.warps * config.unroll
+    if config.max_registers:
+        launch["maxnreg"] = config.max_registers
+    decode_kernel[(triton.cdiv(tiles, config.tiles),)](
+        pairs, gathered, *tensors, *sparse_operands(layout), bias, y, m, k, layout.n, tiles - 1, pairs.stride(0),
+        y.stride(0), **constants, EVEN=k % (256 * span) == 0, MS=width, SLOTS=config.slots, W=config.warps,
+        R=config.tiles, UNROLL=config.unroll, CHUNKS=triton.cdiv(triton.cdiv(k, 256), span), N=n_tokens,
+        PDL=config.pdl, num_warps=config.warps, num_stages=1, **launch,
     )  # fmt: skip
     return y

@@ -85,7 +85,7 @@ def viterbi_paths(targets: Tensor, values: Tensor, *, shift: int, pinned: Tensor
         pinned: Int64 [b] or None: the last 16 - shift bits of the state before the first step and of the last state.
 
     Returns:
-        Int32 [b, t], the state at each step.
+        Int64 [b, t], the state at each step.
     """
     b, steps, vector = targets.shape
     table = values.half().contiguous()
@@ -123,4 +123,4 @@ def viterbi_paths(targets: Tensor, values: Tensor, *, shift: int, pinned: Tensor
             BLOCK=_TRACE_BLOCK,
             num_warps=1,
         )
-    return states
+    return states.long()

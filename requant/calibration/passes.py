@@ -91,7 +91,9 @@ def recomputed_blocks(model: nn.Module, recompute: bool | None) -> Iterator[None
     if recompute is None:
         recompute = sum(p.numel() for p in model.parameters()) >= RECOMPUTE_ABOVE
     blocks = list(find_blocks(model)[1]) if recompute else []
-    originals = [block.__dict__.get("forward") for block in blocks]  # accelerate puts its own before the class's
+    originals = [
+        block.__dict__.get("forward") for block in blocks
+    ]  # accelerate puts its own before the class's
     embedding = model.get_input_embeddings().register_forward_hook(lambda _m, _i, out: out.requires_grad_())
     for block in blocks:
         block.forward = _recomputing(block.forward)

@@ -1,4 +1,4 @@
-"""The statistics of a list of linears in one forward or one backward pass: see `calibration.LinearStats`."""
+"""The statistics of a list of linears, by one pass over the text a kind: see `calibration.LinearStats`."""
 
 from collections.abc import Sequence
 
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from requant.calibration import LinearStats
 from requant.calibration.fisher import position_fisher
 from requant.calibration.hessian import input_statistics
+from requant.calibration.output_hessian import output_hessians
 from requant.models import LinearSite
 
 
@@ -24,11 +25,13 @@ def collect(
         input_statistics(model, windows, sites, label=label) if needs & {"hessian", "input_mean_abs"} else {}
     )
     fisher = position_fisher(model, windows, sites, label=label) if "fisher" in needs else {}
+    outputs = output_hessians(model, windows, sites, label=label) if "output_hessian" in needs else {}
     return {
         site.name: LinearStats(
             hessian=inputs[site.name].hessian if "hessian" in needs else None,
             input_mean_abs=inputs[site.name].mean_abs if "input_mean_abs" in needs else None,
             fisher=fisher.get(site.name),
+            output_hessian=outputs.get(site.name),
             tokens=windows.numel(),
         )
         for site in sites
@@ -38,4 +41,5 @@ def collect(
 def bytes_needed(site: LinearSite, needs: frozenset[str]) -> int:
     """Float32 bytes that `collect` holds for one site (siblings that share an input share its Hessian)."""
     n, k = site.shape
-    return 4 * (n * k * ("fisher" in needs) + k * k * ("hessian" in needs) + k * ("input_mean_abs" in needs))
+    floats = {"fisher": n * k, "hessian": k * k, "output_hessian": n * n, "input_mean_abs": k}
+    return 4 * sum(floats[field] for field in needs)

@@ -2,13 +2,15 @@
 
     w~ = round_to_grid(w * s) / s        s_j = (mean_t |x_jt|)^alpha, over sqrt(max s * min s)
 
-with alpha from a grid by the error that the layer's output makes, tr((W~ - W) H (W~ - W)'). Lin et al., "AWQ:
-Activation-aware Weight Quantization for LLM Compression and Acceleration" (2023, arXiv 2306.00978), equations 4 and 5.
-Afterwards the range of every group is shrunk by the factor that makes its own part of that error, d H_gg d', least.
+with alpha from a grid by the error of the layer's output, tr((W~ - W) H (W~ - W)'). Lin et al., "AWQ:
+Activation-aware Weight Quantization for LLM Compression and Acceleration" (2023, arXiv 2306.00978), equations 4
+and 5. Then the range of every group shrinks by the factor that makes its own part of that error, d H_gg d',
+least.
 
-Deviations: every matrix has scales of its own, stored in float16 with it (16 / n bits a weight), where the paper folds
-one scale for all readers of an input into the layer before; the error is exact under H, not measured on samples;
-both ends of a range shrink alike, where the paper's code clips at plus and minus the same value.
+Deviations: every matrix has scales of its own, stored in float16 with it (16 / n bits a weight), where the
+paper folds one scale for all readers of an input into the layer before; the error is exact under H, not
+measured on samples; both ends of a range shrink alike, where the paper's code clips at plus and minus the same
+value.
 """
 
 from dataclasses import dataclass
@@ -31,7 +33,10 @@ SHRINK_STEP = 0.05  # of the range of a group
 
 @dataclass(frozen=True, kw_only=True)
 class AwqConfig:
-    """`alphas` exponents 0, 1/alphas, ... are tried, and `clip_steps` ranges of 1, 0.95, 0.9, ... (1: no clipping)."""
+    """`alphas` exponents 0, 1/alphas, ... below 1 are tried, and `clip_steps` ranges 1, 0.95, 0.9, ... of a group.
+
+    One step leaves the ranges alone.
+    """
 
     bits: int = 4
     group_size: int = 128
@@ -60,7 +65,8 @@ def quantize(
 ) -> QuantizedWeight:
     """Search column scales and ranges under `stats.hessian`, then round; detached places make no error.
 
-    Raises InputError without `stats.hessian` and `stats.input_mean_abs`, NumericalError if a value is not finite.
+    Raises InputError without `stats.hessian` and `stats.input_mean_abs`, NumericalError if a value is not
+    finite.
     """
     check_weight(weight)
     k = weight.shape[1]

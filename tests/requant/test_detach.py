@@ -42,7 +42,9 @@ def test_what_a_full_matrix_cannot_take_goes_to_the_others() -> None:
 def test_scores_of_any_magnitude() -> None:
     expected = outlier_shares(MEANS, SIZES, fraction=0.004, temperature=0.5)
     for scale in (1e-30, 1e-200, 1e30):
-        shares = outlier_shares({n: s * scale for n, s in MEANS.items()}, SIZES, fraction=0.004, temperature=0.5)
+        shares = outlier_shares(
+            {n: s * scale for n, s in MEANS.items()}, SIZES, fraction=0.004, temperature=0.5
+        )
         assert shares == pytest.approx(expected)
     nothing = outlier_shares(dict.fromkeys(SIZES, 0.0), SIZES, fraction=0.004, temperature=0.5)
     assert list(nothing.values()) == pytest.approx([0.004] * 3)
@@ -60,7 +62,9 @@ def test_largest_weights(count: int) -> None:
 def test_exact_counts_among_equals() -> None:
     assert largest_weights(torch.ones(8, 8), 5).sum() == 5
     scores = {"a": torch.ones(8, 8), "b": torch.ones(3, 4)}
-    masks = global_top(scores, 70, taken={name: torch.zeros_like(s, dtype=torch.bool) for name, s in scores.items()})
+    masks = global_top(
+        scores, 70, taken={name: torch.zeros_like(s, dtype=torch.bool) for name, s in scores.items()}
+    )
     assert sum(int(mask.sum()) for mask in masks.values()) == 70
 
 

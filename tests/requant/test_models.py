@@ -47,6 +47,7 @@ KINDS = {
         "dense_4h_to_h": (64, 172),
     },
 }
+SLOW = {"trellis": pytest.mark.slow}  # 2**16 states a step
 IDS = torch.arange(40)[None] * 7 % 256
 
 
@@ -165,7 +166,7 @@ def test_quantize_save_load(tiny_folder, tiny_text_file: Path, tmp_path: Path, a
     assert any(weight.sparse is not None for weight in result.weights.values())
 
 
-@pytest.mark.parametrize("method", [method for method in METHODS if method != "kmeans"])
+@pytest.mark.parametrize("method", [pytest.param(m, marks=SLOW.get(m, ())) for m in METHODS if m != "kmeans"])
 @pytest.mark.parametrize("name", ["llama-bias", "llama-520", "llama-1216", "gpt2"])
 def test_every_method_on_odd_widths(
     tiny_folder, tiny_text_file: Path, tmp_path: Path, method: str, name: str

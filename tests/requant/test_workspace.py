@@ -64,7 +64,9 @@ def test_remove(tmp_path: Path) -> None:
 def test_a_folder_of_somebody_else_is_not_deleted(tmp_path: Path, name: str, resume: bool) -> None:
     (tmp_path / "w").mkdir()
     (tmp_path / "w" / name).write_text("precious")
-    with pytest.raises(OutputError, match=f"holds {name}, which no run of requant wrote; move that folder away"):
+    with pytest.raises(
+        OutputError, match=f"holds {name}, which no run of requant wrote; move that folder away"
+    ):
         Workspace(tmp_path / "w", resume=resume).get("linear", KEY)
     assert (tmp_path / "w" / name).read_text() == "precious"
 
@@ -95,7 +97,9 @@ def test_a_full_disk_is_one_sentence(tmp_path: Path, monkeypatch) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(workspace, "save_file", full)
-    with pytest.raises(OutputError, match=r"cannot be written \(.*No space left.*\); free some space and run again"):
+    with pytest.raises(
+        OutputError, match=r"cannot be written \(.*No space left.*\); free some space and run again"
+    ):
         kept.put("linear", KEY, value=1)
     assert list((tmp_path / "w").iterdir()) == []
 

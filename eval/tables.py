@@ -1,0 +1,255 @@
+"""Renders `eval/results/*.json` as the tables of README, between `<!-- results:NAME -->` and `<!-- /results -->`.
+
+    python -m eval.tables          # rewrites README.md
+
+A table whose results do not exist yet is empty. A test keeps README equal to what this would write.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from eval.common import RESULTS, ROOT
+
+PEERS = ROOT / "eval" / "peers.json"
+BLOCK = re.compile(r"(<!-- results:([a-z-]+) -->\n).*?(<!-- /results -->)", re.DOTALL)
+PAPER_ERRORS = {"plain4": 1.68, "plain8": 0.82, "plain16": 0.38, "plain32": 0.16}  # its Table 3, % of dF
+NODE_NAMES = {
+    "midpoint": "midpoint",
+    "gauss2": "Gauss 2 (default)",
+    "gauss4": "Gauss 4",
+    "simpson": "Simpson",
+    "plain4": "plain 4",
+    "plain8": "plain 8",
+    "plain16": "plain 16",
+    "plain32": "plain 32 (the paper's)",
+}
+
+
+def render(text: str, results: Path = RESULTS) -> str:
+    """`text` with every block between markers made new."""
+
+    def fill(match: re.Match[str]) -> str:
+        name = match[2]
+        if name not in TABLES:
+            raise KeyError(f"README asks for results:{name}; there are: {', '.join(TABLES)}.")
+        table = TABLES[name](results)
+        return match[1] + (table + "\n" if table else "") + match[3]
+
+    return BLOCK.sub(fill, text)
+
+
+def read(results: Path, name: str) -> dict[str, Any]:
+    """A study's results; empty where it has not been run."""
+    file = results / f"{name}.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+
+def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    if not rows:
+        return ""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def demo_table(results: Path) -> str:
+    """What the first command prints last."""
+    rows = read(results, "demo").get("rows", [])
+    return markdown(["", "before", "after"], [[row[""], row["before"], row["after"]] for row in rows])
+
+
+def baselines_table(results: Path) -> str:
+    """Ours by width, with the peers' figure for the same method; then the peers' best of the width."""
+    found, peers = read(results, "baselines"), json.loads(PEERS.read_text(encoding="utf-8"))["rows"]
+    comparable = [peer for peer in peers if peer["calibration"] == "wikitext-like.raw"]
+    theirs = {(peer["bits"], peer["label"]): peer for peer in comparable}
+    rows: list[list[str]] = []
+    for width in dict.fromkeys(row["bits"] for row in found.get("rows", [])):
+        for row in (row for row in found["rows"] if row["bits"] == width):
+            peer = theirs.get((width, row["label"]))
+            rows.append(
+                [
+                    row["label"],
+                    f"{row['bits_per_weight']:.3f}",
+                    f"{row['perplexity']:.2f}",
+                    f"{row['kl']:.4f}",
+                    f"{row['second']['kl']:.4f}",
+                    "" if peer is None else f"{peer['perplexity']:.2f}",
+                    "" if peer is None else f"{peer['kl']:.4f}",
+                ]
+            )
+        best = min((peer for peer in comparable if peer["bits"] == width), key=lambda peer: peer["kl"])
+        name = f"*{best['label']} (peer, {best['bits_per_weight']:.3f} bits)*"
+        rows.append([name, "", "", "", "", f"{best['perplexity']:.2f}", f"{best['kl']:.4f}"])
+    if not rows:
+        return ""
+    original = found["original"]
+    rows.insert(0, ["original", "16", f"{original['perplexity']:.2f}", "0", "0", "24.35", "0"])
+    columns = ["method", "bits", "perplexity", "KL", "KL on C4", "peer's perplexity", "peer's KL"]
+    return markdown(columns, rows)
+
+
+def predicted_table(results: Path) -> str:
+    """The paper's Table 1, whole model, with the two scalings of the Hessian diagonal."""
+    rows = []
+    for model in ("bench-32m", "demo-4m"):
+        for bits, tables in read(results, f"paper_tables-{model}").get("bits", {}).items():
+            if "predicted" not in tables:
+                continue
+            sums = tables["predicted"]["model"]
+            exact = next(
+                (row["half_dHd"] for row in tables.get("interpolation", []) if row["lambda"] == 1), None
+            )
+            names = ("gradient", "hessian_of_means", "hessian")
+            rows.append(
+                [
+                    f"{model}, {bits} bits",
+                    *(f"{sums[name]:.2g}" for name in names),
+                    "" if exact is None else f"{exact:.4f}",
+                    f"{sums['pqi']:.4f}",
+                    f"{sums['measured']:.4f}",
+                    f"{100 * (sums['pqi'] / sums['measured'] - 1):+.2f} %",
+                ]
+            )
+    columns = [
+        "k-means codes",
+        "gradient",
+        "Hessian diagonal, the paper's scaling",
+        "Hessian diagonal by position",
+        "1/2 d'Hd",
+        "PQI, 2 nodes",
+        "measured dF",
+        "PQI's error",
+    ]
+    return markdown(columns, rows)
+
+
+def nodes_table(results: Path) -> str:
+    """The paper's Table 3: error in % of the measured dF, by rule and width."""
+    widths = read(results, "paper_tables-bench-32m").get("bits", {})
+    tables = {bits: {row["nodes"]: row for row in t["nodes"]} for bits, t in widths.items() if "nodes" in t}
+    if not tables:
+        return ""
+    first = next(iter(tables.values()))
+    rows = [
+        [
+            label,
+            str(first[name]["passes"]),
+            *(f"{table[name]['error_percent']:+.3f}" for table in tables.values()),
+            f"{PAPER_ERRORS[name]:+.2f}" if name in PAPER_ERRORS else "",
+        ]
+        for name, label in NODE_NAMES.items()
+    ]
+    return markdown(
+        ["nodes", "backward passes", *(f"{bits} bits" for bits in tables), "paper (1B, 4 bits)"], rows
+    )
+
+
+def kinds_table(results: Path) -> str:
+    """The paper's Table 4 at 3 bits."""
+    table = read(results, "paper_tables-bench-32m").get("bits", {}).get("3", {}).get("kinds", [])
+    if not table:
+        return ""
+    kinds = [key for key in table[0] if key != "block"]
+    rows = [[str(row["block"]), *(f"{row[kind]:.2e}" for kind in kinds)] for row in table]
+    return markdown(["block", *(kind.removesuffix("_proj") for kind in kinds)], rows)
+
+
+def shares_table(results: Path) -> str:
+    """The paper's Table 5: share of the sum of |PQI| in the top weights."""
+    widths = read(results, "paper_tables-bench-32m").get("bits", {})
+    tables = {bits: t["shares"]["top"] for bits, t in widths.items() if "shares" in t}
+    paper = {"0.15%": "4.53 %", "0.71%": "11.29 %", "5.25%": "34.06 %"}
+    rows = [
+        [share, *(f"{100 * table[share]:.1f} %" for table in tables.values()), paper.get(share, "")]
+        for share in next(iter(tables.values()), {})
+    ]
+    return markdown(["top weights", *(f"{bits} bits" for bits in tables), "paper (1B, 4 bits)"], rows)
+
+
+def ablation_table(results: Path) -> str:
+    """The paper's Table 8: perplexity and KL by width."""
+    widths = read(results, "paper_tables-bench-32m").get("bits", {})
+    tables = {
+        bits: {row["label"]: row for row in t["ablation"]} for bits, t in widths.items() if "ablation" in t
+    }
+    if not tables:
+        return ""
+    rows = []
+    for label, row in next(iter(tables.values())).items():
+        cells = [row["outliers"], row["significant"]]
+        for table in tables.values():
+            other = table.get(label)
+            cells.append("" if other is None else f"{other['perplexity']:.2f} / {other['kl']:.4f}")
+        rows.append(cells)
+    columns = [
+        "outliers, 0.45 %",
+        "significant, 0.05 %",
+        *(f"{bits} bits: perplexity / KL" for bits in tables),
+    ]
+    return markdown(columns, rows)
+
+
+def speed_table(results: Path) -> str:
+    """Targets beside what was measured."""
+    rows: list[list[str]] = []
+    cpu, gpu = read(results, "speed-cpu"), read(results, "speed-cuda")
+    whole = "bench-32m, 3 bits, k-means, `paper`"
+    for found, target in ((cpu, "480 s"), (gpu, "60 s")):
+        if "run" in found:
+            samples = found["run"]["recipe"]["calibration"]["num_samples"]
+            rows.append([f"{whole}, {samples} x 1024 tokens", found["device"], *_run(found["run"]), target])
+    if "nodes" in gpu:
+        ratio = gpu["nodes"]["plain32"]["seconds"] / gpu["nodes"]["gauss2"]["seconds"]
+        rows.append(
+            [
+                "PQI, 2 Gauss against 32 plain nodes",
+                gpu["device"],
+                f"{ratio:.1f} times cheaper",
+                "",
+                "12 times",
+            ]
+        )
+    if "large_pqi" in gpu:
+        found = gpu["large_pqi"]["gauss2"]
+        memory = f"{found['peak_bytes'] / 2**30:.1f} GiB ({found['peak_in_bf16_models']:.1f} x the model)"
+        rows.append(
+            [
+                "1B shape, PQI over 128 x 2048 tokens",
+                gpu["device"],
+                f"{found['seconds']:.1f} s",
+                memory,
+                "30 s",
+            ]
+        )
+    if "large_run" in gpu:
+        rows.append(["1B shape, the whole `paper` run", gpu["device"], *_run(gpu["large_run"]), "300 s"])
+    return markdown(["what", "machine", "measured", "peak memory", "target"], rows)
+
+
+def _run(found: Mapping[str, Any]) -> list[str]:
+    memory = f"{found['peak_bytes'] / 2**30:.1f} GiB ({found['peak_in_bf16_models']:.1f} x the model)"
+    return [f"{found['wall_seconds']:.0f} s", memory]
+
+
+TABLES: dict[str, Callable[[Path], str]] = {
+    "demo": demo_table,
+    "baselines": baselines_table,
+    "predicted": predicted_table,
+    "nodes": nodes_table,
+    "kinds": kinds_table,
+    "shares": shares_table,
+    "ablation": ablation_table,
+    "speed": speed_table,
+}
+
+
+def main() -> None:
+    readme = ROOT / "README.md"
+    readme.write_text(render(readme.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""Other people's kernels behind one signature: `build(n, k, dtype) -> call(x)`, each with weights of its own.
+
+A peer that cannot be imported, built or captured is reported as failing, with its error; none is required.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """`bits_per_weight` counts what the peer reads: codes, scales, zero points, residuals."""
+
+    build: Callable[[int, int], Callable[[Tensor], Tensor]]
+    dtype: torch.dtype
+    bits_per_weight: float
+    tokens: int = 1 << 30  # the most that the peer takes
+
+
+def torch_linear(dtype: torch.dtype) -> Callable[[int, int], Callable[[Tensor], Tensor]]:
+    """The baseline: `F.linear` with a full matrix."""
+
+    def build(n: int, k: int) -> Callable[[Tensor], Tensor]:
+        weight = torch.randn(n, k, device="cuda", dtype=dtype) * 0.02
+        return lambda x: torch.nn.functional.linear(x, weight)
+
+    return build
+
+
+def torch_int4(n: int, k: int) -> Callable[[Tensor], Tensor]:
+    """torch's tinygemm: 4 bits, groups of 128, bfloat16."""
+    codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device="cuda")
+    packed = torch.ops.aten._convert_weight_to_int4pack(codes, 8)
+    scales = torch.rand(k // 128, n, 2, device="cuda", dtype=torch.bfloat16)
+    return lambda x: torch.ops.aten._weight_int4pack_mm(x, packed, 128, scales)
+
+
+def humming(bits: int) -> Callable[[int, int], Callable[[Tensor], Tensor]]:
+    """humming-kernels, groups of 128."""
+
+    def build(n: int, k: int) -> Callable[[Tensor], Tensor]:
+        from humming.layer import HummingLayer
+
+        config = {"dtype": f"int{bits}", "group_size": 128}
+        layer = HummingLayer(shape_n=n, shape_k=k, weight_config=config, torch_dtype=torch.float16).cuda()
+        layer.load_from_unquantized(torch.randn(n, k, device="cuda", dtype=torch.float16) * 0.02)
+        layer.transform()
+        return layer
+
+    return build
+
+
+def gemlite(bits: int) -> Callable[[int, int], Callable[[Tensor], Tensor]]:
+    """gemlite's A16Wn, groups of 128 with zero points."""
+
+    def build(n: int, k: int) -> Callable[[Tensor], Tensor]:
+        from gemlite.helper import A16Wn
+
+        codes = torch.randint(0, 1 << bits, (n, k), dtype=torch.uint8, device="cuda")
+        scales = torch.rand(n, k // 128, device="cuda", dtype=torch.float16)
+        zeros = torch.full_like(scales, 1 << (bits - 1))
+        maker = A16Wn(device="cuda:0", dtype=torch.float16)
+        return maker.from_weights(codes, scales, zeros, W_nbits=bits, group_size=128)
+
+    return build
+
+
+def nf4(n: int, k: int) -> Callable[[Tensor], Tensor]:
+    """bitsandbytes' NF4, blocks of 64."""
+    import bitsandbytes.functional as functional
+
+    weight = torch.randn(n, k, device="cuda", dtype=torch.float16)
+    codes, state = functional.quantize_4bit(weight, blocksize=64, quant_type="nf4")
+    shape, absmax = list(state.shape), state.absmax
+    gemm = torch.ops.bitsandbytes.gemm_4bit.default
+    return lambda x: gemm(x, codes.view(-1, 1), shape, absmax, 64, "nf4")
+
+
+PEERS: dict[str, Peer] = {
+    "torch int4 g128": Peer(build=torch_int4, dtype=torch.bfloat16, bits_per_weight=4.25),
+    "humming 2-bit g128": Peer(build=humming(2), dtype=torch.float16, bits_per_weight=2.125),
+    "humming 3-bit g128": Peer(build=humming(3), dtype=torch.float16, bits_per_weight=3.125),
+    "humming 4-bit g128": Peer(build=humming(4), dtype=torch.float16, bits_per_weight=4.125),
+    "gemlite 2-bit g128": Peer(build=gemlite(2), dtype=torch.float16, bits_per_weight=2.25),
+    "gemlite 4-bit g128": Peer(build=gemlite(4), dtype=torch.float16, bits_per_weight=4.25),
+    "bitsandbytes NF4": Peer(build=nf4, dtype=torch.float16, bits_per_weight=4.5),
+}

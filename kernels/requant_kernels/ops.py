@@ -1,0 +1,151 @@
+"""The public operations: a linear layer, its fused siblings, and its matrix, from a packed layout on any device.
+
+One custom operator behind each, with a fake implementation, so that `torch.compile` sees no graph break. By the number
+of tokens the CUDA path takes
+
+    1 .. 16      decode.py       every byte once, one launch
+    17 .. 128    tall.py         the same words against many tokens
+    beyond       dense.py        then cuBLAS
+
+and every other device takes blockwise.py, except HIP, where the same kernels run without their assembly.
+"""
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor
+
+from requant_kernels import blockwise
+from requant_kernels.layouts import CodebookLayout, GridLayout, Layout, SparseSlots
+from requant_kernels.tuning import DECODE_TOKENS, TALL_TOKENS, decode_config
+
+DTYPES = (torch.float16, torch.bfloat16)
+
+
+def linear(
+    x: Float[Tensor, "*tokens k"], layout: Layout, bias: Float[Tensor, " n"] | None = None
+) -> Float[Tensor, "*tokens n"]:
+    """`x @ weight^T + bias`, in x's dtype: float16 or bfloat16 on a GPU, any float on the CPU.
+
+    Raises ValueError where x does not fit the layout.
+    """
+    if x.shape[-1] != layout.k:
+        raise ValueError(f"x has {x.shape[-1]} features, but the packed matrix takes {layout.k}")
+    if x.device != layout.words.device:
+        raise ValueError(f"x is on {x.device}, but the packed matrix is on {layout.words.device}: move one of them")
+    if x.is_cuda and x.dtype not in DTYPES:
+        raise ValueError(f"the kernels take float16 or bfloat16 activations, not {x.dtype}: cast them")
+    y = torch.ops.requant.linear(x.reshape(-1, layout.k), bias, *flatten(layout))
+    return y.view(*x.shape[:-1], layout.n)
+
+
+def linear_siblings(
+    x: Float[Tensor, "*tokens k"], layout: Layout, sizes: tuple[int, ...], bias: Float[Tensor, " n"] | None = None
+) -> tuple[Float[Tensor, "*tokens _"], ...]:
+    """Layers that share x (q, k and v; gate and up), packed as one matrix of `sum(sizes)` rows: one launch, views out."""
+    if sum(sizes) != layout.n:
+        raise ValueError(f"siblings of {sizes} rows make {sum(sizes)}, but the packed matrix has {layout.n}")
+    return linear(x, layout, bias).split(sizes, dim=-1)
+
+
+def dequantize(layout: Layout, dtype: torch.dtype = torch.float16) -> Shaped[Tensor, "n k"]:
+    """The matrix that the layout stands for."""
+    return torch.ops.requant.dequantize(dtype, *flatten(layout))
+
+
+def flatten(layout: Layout) -> tuple[Any, ...]:
+    """A layout as operator arguments, in the order of `_layout`."""
+    sparse = layout.sparse
+    slots = (None,) * 5
+    if sparse is not None:
+        slots = (sparse.starts, sparse.columns, sparse.values, sparse.row_scales, sparse.counts)
+    if isinstance(layout, CodebookLayout):
+        own = (None, None, None, layout.levels, layout.tables)
+        sizes = (layout.n, layout.k, layout.bits, 0, 0)
+    else:
+        own = (layout.scales, layout.zero_points, layout.column_scales, None, None)
+        sizes = (layout.n, layout.k, layout.bits, layout.group_size, layout.kernel_group)
+    return layout.words, *own, layout.rows, *slots, *sizes
+
+
+def _layout(
+    words: Tensor, scales: Tensor | None, zero_points: Tensor | None, column_scales: Tensor | None,
+    levels: Tensor | None, tables: Tensor | None, rows: Tensor | None, starts: Tensor | None, columns: Tensor | None,
+    values: Tensor | None, row_scales: Tensor | None, counts: Tensor | None, n: int, k: int, bits: int,
+    group_size: int, kernel_group: int,
+) -> Layout:  # fmt: skip
+    """The inverse of `flatten`."""
+    sparse = None
+    if starts is not None and columns is not None and values is not None and counts is not None:
+        sparse = SparseSlots(starts=starts, columns=columns, values=values, row_scales=row_scales, counts=counts)
+    if scales is None:
+        assert levels is not None
+        return CodebookLayout(
+            words=words, levels=levels, tables=tables, rows=rows, sparse=sparse, n=n, k=k, bits=bits
+        )
+    return GridLayout(
+        words=words, scales=scales, zero_points=zero_points, column_scales=column_scales, rows=rows, sparse=sparse,
+        n=n, k=k, bits=bits, group_size=group_size, kernel_group=kernel_group,
+    )  # fmt: skip
+
+
+def _uses_asm(device: torch.device) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+@torch.library.custom_op("requant::linear", mutates_args=())
+def _linear(
+    x: Tensor, bias: Tensor | None, words: Tensor, scales: Tensor | None, zero_points: Tensor | None,
+    column_scales: Tensor | None, levels: Tensor | None, tables: Tensor | None, rows: Tensor | None,
+    starts: Tensor | None, columns: Tensor | None, values: Tensor | None, row_scales: Tensor | None,
+    counts: Tensor | None, n: int, k: int, bits: int, group_size: int, kernel_group: int,
+) -> Tensor:  # fmt: skip
+    layout = _layout(
+        words, scales, zero_points, column_scales, levels, tables, rows, starts, columns, values, row_scales, counts,
+        n, k, bits, group_size, kernel_group,
+    )  # fmt: skip
+    if x.shape[0] == 0:
+        return x.new_empty(0, n)
+    if not x.is_cuda:
+        return blockwise.linear(x, layout, bias)
+    x, asm = x if x.stride(1) == 1 else x.contiguous(), _uses_asm(x.device)
+    if x.shape[0] <= DECODE_TOKENS:
+        from requant_kernels.decode import decode
+
+        return decode(x, layout, bias, decode_config(layout, x.device), asm=asm)
+    if x.shape[0] <= TALL_TOKENS:
+        from requant_kernels.tall import tall
+
+        return tall(x, layout, bias, asm=asm)
+    from requant_kernels.dense import dequantize as dequantize_cuda
+
+    return torch.nn.functional.linear(x, dequantize_cuda(layout, x.dtype, asm=asm), bias)
+
+
+@_linear.register_fake
+def _(x: Tensor, bias: Tensor | None, words: Tensor, *rest: Any) -> Tensor:
+    return x.new_empty(x.shape[0], rest[-5])
+
+
+@torch.library.custom_op("requant::dequantize", mutates_args=())
+def _dequantize(
+    dtype: torch.dtype, words: Tensor, scales: Tensor | None, zero_points: Tensor | None,
+    column_scales: Tensor | None, levels: Tensor | None, tables: Tensor | None, rows: Tensor | None,
+    starts: Tensor | None, columns: Tensor | None, values: Tensor | None, row_scales: Tensor | None,
+    counts: Tensor | None, n: int, k: int, bits: int, group_size: int, kernel_group: int,
+) -> Tensor:  # fmt: skip
+    layout = _layout(
+        words, scales, zero_points, column_scales, levels, tables, rows, starts, columns, values, row_scales, counts,
+        n, k, bits, group_size, kernel_group,
+    )  # fmt: skip
+    if not words.is_cuda or dtype not in DTYPES:
+        return blockwise.dequantize(layout, dtype)
+    from requant_kernels.dense import dequantize as dequantize_cuda
+
+    return dequantize_cuda(layout, dtype, asm=_uses_asm(words.device))
+
+
+@_dequantize.register_fake
+def _(dtype: torch.dtype, words: Tensor, *rest: Any) -> Tensor:
+    return words.new_empty(rest[-5], rest[-4], dtype=dtype)

@@ -1,0 +1,60 @@
+"""README shows what the results say."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from eval.tables import PEERS, RESULTS, ROOT, TABLES, baselines_table, markdown, nodes_table, render
+
+QUALITY = {"bits": 3, "bits_per_weight": 3.2104, "perplexity": 27.421, "kl": 0.27551, "second": {"kl": 0.2}}
+
+
+def write(folder: Path, name: str, data: object) -> None:
+    (folder / f"{name}.json").write_text(json.dumps(data), encoding="utf-8")
+
+
+def test_readme_is_up_to_date() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert render(readme) == readme, "run `python -m eval.tables`"
+
+
+def test_results_hold_names_and_no_folders() -> None:
+    for file in [*RESULTS.glob("*.json"), PEERS]:
+        text = file.read_text(encoding="utf-8")
+        assert '"/' not in text and "\\\\" not in text, file.name
+
+
+def test_a_block_without_results_is_empty(tmp_path: Path) -> None:
+    text = "a\n<!-- results:speed -->\nold\n<!-- /results -->\nb\n"
+    assert render(text, tmp_path) == "a\n<!-- results:speed -->\n<!-- /results -->\nb\n"
+
+
+def test_an_unknown_block_is_named() -> None:
+    with pytest.raises(KeyError, match="results:sped"):
+        render("<!-- results:sped -->\n<!-- /results -->")
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_every_table_survives_missing_results(name: str, tmp_path: Path) -> None:
+    assert TABLES[name](tmp_path) == ""
+
+
+def test_a_row_stands_beside_its_peer_and_the_best_of_the_width(tmp_path: Path) -> None:
+    rows = [{"label": "SqueezeLLM dense", **QUALITY}, {"label": "ours alone", **QUALITY}]
+    write(tmp_path, "baselines", {"original": {"perplexity": 24.347}, "rows": rows})
+    lines = baselines_table(tmp_path).splitlines()
+    assert lines[3] == "| SqueezeLLM dense | 3.210 | 27.42 | 0.2755 | 0.2000 | 27.42 | 0.2755 |"
+    assert lines[4].endswith("| 0.2000 |  |  |")
+    assert "EXL3-like (peer, 3.051 bits)" in lines[5] and "0.1145" in lines[5]
+
+
+def test_nodes_stand_beside_the_papers_error(tmp_path: Path) -> None:
+    rules = ("midpoint", "gauss2", "gauss4", "simpson", "plain4", "plain8", "plain16", "plain32")
+    nodes = [{"nodes": name, "passes": 1, "error_percent": 0.5} for name in rules]
+    write(tmp_path, "paper_tables-bench-32m", {"bits": {"4": {"nodes": nodes}}})
+    assert "| plain 32 (the paper's) | 1 | +0.500 | +0.16 |" in nodes_table(tmp_path)
+
+
+def test_markdown() -> None:
+    assert markdown(["a", "b"], [["1", "2"]]) == "| a | b |\n| --- | --- |\n| 1 | 2 |"

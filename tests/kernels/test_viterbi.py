@@ -1,0 +1,67 @@
+"""The Triton search against its torch twin: interpreted in a process of its own, and on a GPU."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from requant.quantizers.viterbi import _Walk, tail_biting_states
+from requant.trellis_codes import CODES, code_values
+
+INTERPRETED = """
+import torch
+from requant.quantizers.viterbi import _Walk
+from requant.trellis_codes import code_values
+from requant_kernels.viterbi import viterbi_paths
+
+torch.set_num_threads(1)
+for name, bits in (("3inst", 2), ("pair", 2), ("mul1", 4)):
+    values = code_values(name)
+    shift = bits * values.shape[1]
+    targets = torch.randn(2, 8, values.shape[1], generator=torch.Generator().manual_seed(bits))
+    walk = _Walk(values, shift)
+    for pinned in (None, torch.tensor([5, 77])):
+        found = viterbi_paths(targets, values, shift=shift, pinned=pinned)
+        assert torch.equal(found, walk.paths(targets, pinned=pinned)), (name, bits, pinned)
+"""
+
+
+def test_interpreted_kernel_is_its_twin() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("name", "bits"), [("mul1", b) for b in range(1, 9)] + [("3inst", 2)] + [("pair", b) for b in range(1, 5)]
+)
+def test_gpu_finds_rings_as_good_as_the_twin(name: str, bits: int) -> None:
+    values = code_values(name)
+    vector = CODES[name].weights_per_step
+    targets = torch.randn(5, 256 // vector, vector, generator=torch.Generator().manual_seed(bits))
+    mine = tail_biting_states(targets, values, bits=bits)
+    theirs = tail_biting_states(targets.cuda(), values.cuda(), bits=bits).cpu()
+    shift = bits * vector
+    assert torch.equal(theirs >> shift, theirs.roll(1, dims=1) & (65536 >> shift) - 1)
+    errors = [(values[states] - targets).square().sum() for states in (mine, theirs)]
+    torch.testing.assert_close(errors[0], errors[1], rtol=2e-3, atol=0)
+
+
+@pytest.mark.gpu
+def test_gpu_walks_many_sequences() -> None:
+    targets = torch.randn(300, 64, 1, generator=torch.Generator().manual_seed(0))
+    values = code_values("mul1")
+    from requant_kernels.viterbi import viterbi_paths
+
+    found = viterbi_paths(targets.cuda(), values.cuda(), shift=2, pinned=None).cpu()
+    some = torch.tensor([0, 131, 299])
+    errors = [
+        (values[states] - targets[some]).square().sum((1, 2))
+        for states in (found[some], _Walk(values, 2).paths(targets[some], pinned=None))
+    ]
+    torch.testing.assert_close(errors[0], errors[1], rtol=1e-3, atol=0)

@@ -1,0 +1,49 @@
+import pytest
+import torch
+from torch.nn import functional
+
+from requant.calibration.output_hessian import output_hessians
+from requant.calibration.statistics import bytes_needed, collect
+from requant.errors import NumericalError
+from requant.models import find_linears
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_is_the_mean_outer_product_of_the_gradients(tiny_model, tiny_windows, recompute: bool) -> None:
+    model, windows = tiny_model("llama"), tiny_windows[:3, :12]
+    site = find_linears(model)[5]
+    seen: list[torch.Tensor] = []
+    handle = site.module.register_forward_hook(lambda _m, _i, output: seen.append(output))
+    expected = torch.zeros(site.shape[0], site.shape[0])
+    for window in windows:
+        embedded = model.get_input_embeddings()(window[None]).detach().requires_grad_()
+        logits = model(inputs_embeds=embedded, use_cache=False).logits[0, :-1]
+        loss = functional.cross_entropy(logits, window[1:], reduction="sum")
+        (gradient,) = torch.autograd.grad(loss, [seen.pop()])
+        expected += torch.einsum("btn,btm->nm", gradient, gradient)
+    handle.remove()
+    found = output_hessians(model, windows, [site], recompute=recompute)
+    assert list(found) == [site.name]
+    expected /= windows.numel()
+    torch.testing.assert_close(found[site.name], expected, rtol=1e-4, atol=1e-6 * float(expected.max()))
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_collect_gathers_what_the_trellis_needs(tiny_model, tiny_windows) -> None:
+    model = tiny_model("llama")
+    site = find_linears(model)[0]
+    needs = frozenset({"hessian", "output_hessian"})
+    stats = collect(model, tiny_windows, [site], needs=needs)[site.name]
+    n, k = site.shape
+    assert stats.hessian is not None and stats.hessian.shape == (k, k)
+    assert stats.output_hessian is not None and stats.output_hessian.shape == (n, n)
+    assert stats.fisher is None and stats.input_mean_abs is None
+    assert bytes_needed(site, needs) == 4 * (n * n + k * k)
+
+
+def test_gradients_that_overflow_are_refused(tiny_model, tiny_windows) -> None:
+    model = tiny_model("llama")
+    site = find_linears(model)[0]
+    site.parameter.data.fill_(float("nan"))
+    with pytest.raises(NumericalError, match="its gradients overflow"):
+        output_hessians(model, tiny_windows, [site])

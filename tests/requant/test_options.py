@@ -1,0 +1,141 @@
+from pathlib import Path
+
+import pytest
+
+from requant.errors import RecipeError
+from requant.options import PAPER_DETACH, default_recipe, output_folder, recipe_from_options, whole_bits
+from requant.quantizers import METHODS
+from requant.recipe import Calibration, Detach, Evaluation, Recipe, dump_recipe, load_recipe
+
+NONE = dict.fromkeys(
+    ["model", "bits", "recipe", "method", "mode", "sensitivity", "calibration", "eval_text", "num_samples",
+     "seq_len", "skip", "seed"]
+)  # fmt: skip
+
+
+def options(**given) -> Recipe:
+    return recipe_from_options(**(NONE | given))
+
+
+def test_bits_alone() -> None:
+    recipe = options(bits="3")
+    assert (recipe.model, recipe.method, recipe.quantizer.bits, recipe.mode) == ("demo", "kmeans", 3, "paper")
+    assert recipe.calibration == Calibration(num_samples=16, seq_len=512)
+    other = options(bits="3", model="llama-3.2-1b")
+    assert other.calibration == Calibration() and other.evaluation == Evaluation()
+
+
+def test_neither_bits_nor_recipe() -> None:
+    with pytest.raises(RecipeError, match="say how many bits: --bits 2 to 8, or name a --recipe"):
+        options(model="demo")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_has_defaults(method: str) -> None:
+    recipe = default_recipe("demo", method)
+    assert recipe.quantizer == METHODS[method].config()
+    assert recipe.detach == PAPER_DETACH.get(method, Detach())
+    assert options(bits="4", method=method).quantizer == METHODS[method].config(bits=4)
+
+
+def test_every_option_reaches_the_recipe() -> None:
+    recipe = options(
+        bits="2", method="gptq", mode="dense", sensitivity="marginal", calibration=["a.txt", "b.txt"],
+        eval_text=["c.txt"], num_samples=3, seq_len=65, skip=["down_proj"], seed=9, nodes="gauss4", model="x/y",
+    )  # fmt: skip
+    assert recipe == Recipe(
+        model="x/y",
+        mode="dense",
+        method="gptq",
+        quantizer=METHODS["gptq"].config(bits=2),
+        calibration=Calibration(text=("a.txt", "b.txt"), num_samples=3, seq_len=65),
+        sensitivity=recipe.sensitivity,
+        detach=Detach(),
+        evaluation=Evaluation(text=("c.txt",), context=65),
+        skip=("down_proj",),
+        seed=9,
+    )
+    assert (recipe.sensitivity.score, recipe.sensitivity.nodes) == ("marginal", "gauss4")
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    recipe = Recipe(
+        model="some/model",
+        method="gptq",
+        quantizer=METHODS["gptq"].config(bits=3, damp=0.05),
+        calibration=Calibration(text=("own.txt",), num_samples=5),
+        skip=("o_proj",),
+        seed=4,
+    )
+    (tmp_path / "own.yaml").write_text(dump_recipe(recipe))
+    return str(tmp_path / "own.yaml")
+
+
+def test_a_recipe_alone_is_taken_as_it_is(file: str) -> None:
+    assert options(recipe=file) == load_recipe(file)
+
+
+def test_options_override_a_recipe_and_leave_the_rest(file: str) -> None:
+    recipe = options(recipe=file, bits="4", num_samples=9)
+    assert recipe.quantizer == METHODS["gptq"].config(bits=4, damp=0.05)
+    assert recipe.calibration == Calibration(text=("own.txt",), num_samples=9)
+    assert (recipe.model, recipe.skip, recipe.seed) == ("some/model", ("o_proj",), 4)
+    assert options(recipe=file, model="demo").model == "demo"  # said, not defaulted
+    assert options(recipe=file, seed=0).seed == 0
+
+
+def test_another_method_keeps_the_bits_and_drops_settings_it_does_not_have(file: str) -> None:
+    recipe = options(recipe=file, method="kmeans")
+    assert recipe.quantizer == METHODS["kmeans"].config(bits=3)
+    assert options(recipe=file, method="gptq").quantizer.damp == 0.05
+
+
+@pytest.mark.parametrize("recipe", [None, "demo-3bit"])
+def test_typing_errors_get_a_hint(recipe: str | None) -> None:
+    with pytest.raises(RecipeError, match=r"method 'kmaens' is unknown \(did you mean 'kmeans'\?\)"):
+        options(bits="3", method="kmaens", recipe=recipe)
+    with pytest.raises(RecipeError, match=r"mode is 'papr' \(did you mean 'paper'\?\)"):
+        options(bits="3", mode="papr", recipe=recipe)
+    with pytest.raises(RecipeError, match=r"score is 'hesian' \(did you mean 'hessian'\?\)"):
+        options(bits="3", sensitivity="hesian", recipe=recipe)
+
+
+@pytest.mark.parametrize(("bits", "value"), [("2", 2), ("8", 8), ("4.0", 4), ("03", 3)])
+def test_whole_bits(bits: str, value: int) -> None:
+    assert whole_bits(bits) == value
+
+
+@pytest.mark.parametrize(
+    ("bits", "message"),
+    [
+        ("2.5", "is a fraction; this version takes whole bits, 2 to 8"),
+        ("9", "is out of range; give 2 to 8"),
+        ("1", "is out of range"),
+        ("-3", "is out of range"),
+        ("0", "is out of range"),
+        ("nan", "is out of range"),
+        ("inf", "is out of range"),
+        ("three", "is no number; give 2 to 8"),
+        ("", "is no number"),
+    ],
+)
+def test_other_bits_are_refused(bits: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=f"--bits {bits} {message}"):
+        whole_bits(bits)
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("demo", "demo"),
+        ("/a/b/Model-1B/", "Model-1B"),
+        ("owner/name", "name"),
+        ("llama-3.2-1b", "llama-3.2-1b"),
+        ("..", ".."),
+    ],
+)
+def test_output_folder(model: str, name: str) -> None:
+    if name == "..":
+        name = Path.cwd().parent.name
+    assert output_folder(Recipe(model=model)) == Path(f"{name}-kmeans-4bit")
