@@ -42,7 +42,7 @@ from eval.common import (
 from requant.calibration.passes import gradient_pass, mean_loss
 from requant.detach import Masks, global_top
 from requant.diagnosis import diagnose
-from requant.paper import OUTLIER_RULES, detach_significant, with_places
+from requant.paper import OUTLIER_RULES, detach_places, detach_significant
 from requant.recipe import Detach
 from requant.run import Run, Weights, loss, quantize_linears, scores
 from requant.sensitivity import QuantizedPath, Scores, signed_sum
@@ -222,13 +222,8 @@ def random_places(run: Run, fraction: float, *, seed: int = 0) -> Masks:
 def random_significant(run: Run, weights: Weights) -> Weights:
     """Random outliers with as many random weights put back as the paper's r_s."""
     more = random_places(run, 0.0005, seed=1)
-    held = {
-        name: weight.sparse.dequantize() != 0 for name, weight in weights.items() if weight.sparse is not None
-    }
     return {
-        name: with_places(
-            weight, run.original[name], more[name].to(weight.dense.codes.device) | held.get(name, False)
-        )
+        name: detach_places(weight, run.original[name], more[name].to(weight.dense.codes.device))
         for name, weight in weights.items()
     }
 

@@ -54,7 +54,7 @@ def quantize(
     recipe: Annotated[
         str | None, typer.Option(help="A recipe by name or YAML file; other options override it.")
     ] = None,
-    method: Annotated[str | None, typer.Option(help="rtn, kmeans, gptq or awq.")] = None,
+    method: Annotated[str | None, typer.Option(help="rtn, kmeans, gptq, awq or trellis.")] = None,
     mode: Annotated[str | None, typer.Option(help="paper: ReQuant as published; dense: codes only.")] = None,
     sensitivity: Annotated[str | None, typer.Option(help="pqi, hessian, gradient or marginal.")] = None,
     calibration: Annotated[

@@ -184,18 +184,22 @@ def sparse_residual(
     weight: Float[Tensor, "n k"], dense: Float[Tensor, "n k"], places: Bool[Tensor, "n k"]
 ) -> Sparse | None:
     """`weight - dense` at `places`, in float16; None where no place is chosen."""
+    return sparse_at(weight.float() - dense.float(), places)
+
+
+def sparse_at(values: Float[Tensor, "n k"], places: Bool[Tensor, "n k"]) -> Sparse | None:
+    """The entries of `values` at `places`, in float16; None where no place is chosen."""
     rows, columns = places.nonzero(as_tuple=True)  # row-major, so columns ascend within a row
     if rows.numel() == 0:
         return None
-    residual = (weight[rows, columns].float() - dense[rows, columns].float()).half()
-    indptr = torch.zeros(weight.shape[0] + 1, dtype=torch.int64, device=weight.device)
+    indptr = torch.zeros(values.shape[0] + 1, dtype=torch.int64, device=values.device)
     indptr[1:] = places.sum(1).cumsum(0)
     return Sparse(
         indptr=indptr,
         indices=columns.int(),
-        values=residual,
+        values=values[rows, columns].half(),
         row_scales=None,
-        shape=(weight.shape[0], weight.shape[1]),
+        shape=(values.shape[0], values.shape[1]),
     )
 
 

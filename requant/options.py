@@ -22,6 +22,7 @@ from requant.recipe import (
 PAPER_DETACH = {
     "awq": Detach(outlier_fraction=0.0025, significant_fraction=0.0),
     "kmeans": Detach(outlier_fraction=0.0045, significant_fraction=0.0005),
+    "trellis": Detach(outlier_fraction=0.0, significant_fraction=0.005),
 }
 
 

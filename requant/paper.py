@@ -5,7 +5,7 @@
     3. its outliers: the largest |w|                              detach.largest_weights
     4. quantize the rest again                                    quantize_linears
     5. recover significant weights in steps (Algorithm 2)         detach.global_top
-    6. dense + outliers + significant weights                     sparse_residual
+    6. dense + outliers + significant weights                     detach_places
 
 With `sensitivity.score: marginal` step 5 ranks by `|g(w~) d|`, which costs one gradient and is better in 10 of 12
 comparisons; `pqi` is the published choice.
@@ -18,7 +18,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from requant.detach import Masks, global_top, interquartile_range, largest_weights, outlier_shares
-from requant.formats import QuantizedWeight, detached_mask, sparse_residual
+from requant.formats import QuantizedWeight, detached_mask, sparse_at
 from requant.run import Run, Weights, loss, quantize_linears, recipe_part, scores
 from requant.workspace import digest
 
@@ -42,7 +42,7 @@ def adaptive_outliers(run: Run, weights: Weights) -> Masks:
     for temperature in run.recipe.detach.temperatures:
         key = digest(
             run.fingerprint,
-            recipe_part(run.recipe, "method", "quantizer"),
+            recipe_part(run.recipe, "calibration", "method", "quantizer"),
             means,
             temperature,
             run.recipe.detach.outlier_fraction,
@@ -61,7 +61,7 @@ def adaptive_outliers(run: Run, weights: Weights) -> Masks:
 def mean_scores(run: Run, weights: Weights) -> dict[str, float]:
     """mean |score| of every matrix, the statistic of the paper's Table 4."""
     key = digest(
-        run.fingerprint, recipe_part(run.recipe, "method", "quantizer", "sensitivity"), "mean scores"
+        run.fingerprint, recipe_part(run.recipe, "calibration", "method", "quantizer", "sensitivity"), "mean scores"
     )
     stored = run.workspace.get("mean-scores", key)
     if stored is not None:
@@ -112,7 +112,7 @@ def detach_significant(run: Run, weights: Weights, step: int) -> Weights:
     done = round(detach.significant_fraction * run.total_weights * step / detach.steps)
     count = round(detach.significant_fraction * run.total_weights * (step + 1) / detach.steps) - done
     key = digest(
-        run.fingerprint, recipe_part(run.recipe, "method", "quantizer", "sensitivity", "detach"), step
+        run.fingerprint, recipe_part(run.recipe, "calibration", "method", "quantizer", "sensitivity", "detach"), step
     )
     taken = {name: detached_mask(w.sparse, w.shape, w.dense.codes.device) for name, w in weights.items()}
     stored = run.workspace.get("significant", key)
@@ -124,17 +124,20 @@ def detach_significant(run: Run, weights: Weights, step: int) -> Weights:
         run.workspace.put("significant", key, tensors={n: m.nonzero().int() for n, m in chosen.items()})
     else:
         chosen = {name: _mask_of(places, weights[name]) for name, places in stored.tensors.items()}
-    return {
-        name: with_places(weights[name], run.original[name], taken[name] | chosen[name]) for name in weights
-    }
+    return {name: detach_places(weights[name], run.original[name], chosen[name]) for name in weights}
 
 
-def with_places(weight: QuantizedWeight, original: Tensor, places: Bool[Tensor, "n k"]) -> QuantizedWeight:
-    """The same dense codes with the residual to `original` at `places`."""
+def detach_places(weight: QuantizedWeight, original: Tensor, places: Bool[Tensor, "n k"]) -> QuantizedWeight:
+    """The same dense codes with the residual to `original` at `places`, beside the residuals it has.
+
+    Those stay as they are: a quantizer that compensates errors (gptq) chose them to differ from the original.
+    """
     exact = original.to(places.device, torch.float32)
-    return QuantizedWeight(
-        dense=weight.dense, sparse=sparse_residual(exact, weight.dense.dequantize(), places)
-    )
+    taken = detached_mask(weight.sparse, weight.shape, places.device)
+    residual = torch.where(places & ~taken, exact - weight.dense.dequantize(), 0.0)
+    if weight.sparse is not None:
+        residual += weight.sparse.dequantize()
+    return QuantizedWeight(dense=weight.dense, sparse=sparse_at(residual, taken | places))
 
 
 def _mask_of(places: Tensor, weight: QuantizedWeight) -> Bool[Tensor, "n k"]:

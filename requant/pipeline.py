@@ -227,7 +227,7 @@ def start(prepared: Prepared, recipe: Recipe, *, workspace: Workspace, quiet: bo
 
 def tuned(run: Run, weights: Weights) -> Weights:
     """The weights after tuning, through the workspace."""
-    parts = recipe_part(run.recipe, "mode", "method", "quantizer", "sensitivity", "detach", "tuning", "seed")
+    parts = recipe_part(run.recipe, "mode", "calibration", "method", "quantizer", "sensitivity", "detach", "tuning", "seed")
     keys = {site.name: digest(run.fingerprint, parts, "tuned", site.name) for site in run.sites}
     found = {site.name: stored_weight(run, "tuned", keys[site.name], site) for site in run.sites}
     kept = {name: weight for name, weight in found.items() if weight is not None}

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from requant.calibration.statistics import bytes_needed
 from requant.checkpoint.layout import MatrixLayout
 from requant.checkpoint.sizes import matrix_parts
 from requant.formats import INDEX_TILE
@@ -22,12 +23,13 @@ from requant.saving import bytes_before
 from requant.sensitivity.pqi import NODES
 
 FRACTION_OF_PEAK = 0.35  # of a plain matrix product's rate, as whole passes through small models reach it
-QUANTIZER_SECONDS = {
-    "rtn": 1e-8,
-    "kmeans": 6e-7,
-    "gptq": 4e-7,
-    "awq": 5e-7,
-}  # per weight, one CPU core; a GPU: / 50
+QUANTIZER_SECONDS = {  # per weight: one CPU core, one H200; measured on bench-32m
+    "rtn": (1e-8, 1e-9),
+    "kmeans": (4e-7, 2e-8),
+    "gptq": (4e-7, 2e-7),
+    "awq": (5e-7, 4e-8),
+    "trellis": (1e-4, 4e-7),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,21 +86,34 @@ def _sparse_fraction(recipe: Recipe) -> float:
 
 def _bytes(site: LinearSite, recipe: Recipe, fraction: float) -> float:
     n, k = site.shape
-    config: Any = recipe.quantizer
-    if recipe.method == "kmeans":
-        layout = MatrixLayout(format="codebook", bits=config.bits, shape=(n, k))
-    else:
-        group = k if config.group_size == -1 else config.group_size
-        layout = MatrixLayout(
-            format="grid",
-            bits=config.bits,
-            shape=(n, k),
-            group_size=group,
-            zero_points=not getattr(config, "symmetric", False),
-            column_scales=recipe.method == "awq",
-        )
     sparse = 3 * fraction * n * k + (n * -(-k // INDEX_TILE) if fraction else 0)
-    return sum(matrix_parts(layout).values()) + sparse
+    return sum(matrix_parts(_layout(recipe, (n, k))).values()) + sparse
+
+
+def _layout(recipe: Recipe, shape: tuple[int, int]) -> MatrixLayout:
+    """What the method's container will store for a matrix without residuals."""
+    config: Any = recipe.quantizer
+    match recipe.method:
+        case "kmeans":
+            return MatrixLayout(format="codebook", bits=config.bits, shape=shape)
+        case "trellis":
+            learned = recipe.tuning.steps > 0
+            return MatrixLayout(
+                format="trellis",
+                bits=config.bits,
+                shape=shape,
+                code=config.code,
+                input_signs=not learned,
+                output_signs=not learned,
+            )
+    return MatrixLayout(
+        format="grid",
+        bits=config.bits,
+        shape=shape,
+        group_size=shape[1] if config.group_size == -1 else config.group_size,
+        zero_points=not config.symmetric,
+        column_scales=recipe.method == "awq",
+    )
 
 
 def _source_bytes_per_weight(prepared: Prepared, model_bytes: int) -> float:
@@ -112,11 +127,9 @@ def _peak_memory(prepared: Prepared, recipe: Recipe) -> int:
     model = sum(p.numel() * p.element_size() for p in prepared.model.parameters())
     own = weights * prepared.sites[0].parameter.element_size() if prepared.model.device.type == "cpu" else 0
     needs = METHODS[recipe.method].needs
-    hessians = sum(4 * site.shape[1] ** 2 for site in prepared.sites) if "hessian" in needs else 0
+    statistics = sum(bytes_needed(site, needs) for site in prepared.sites)
     activations = 6 * 4 * 2048 * prepared.model.get_input_embeddings().weight.shape[0]
-    return (
-        model + own + weights + max(4 * weights, hessians + 4 * weights * ("fisher" in needs)) + activations
-    )
+    return model + own + weights + max(4 * weights, statistics) + activations
 
 
 def _seconds(prepared: Prepared, recipe: Recipe) -> float:
@@ -124,20 +137,19 @@ def _seconds(prepared: Prepared, recipe: Recipe) -> float:
     parameters = sum(p.numel() for p in prepared.model.parameters())
     backward = 6 * parameters * prepared.windows.numel()
     nodes = len(NODES[recipe.sensitivity.nodes]) if recipe.sensitivity.score == "pqi" else 1
-    passes, quantizations, forwards = float("fisher" in METHODS[recipe.method].needs), 1, 0
+    needs = METHODS[recipe.method].needs
+    passes, quantizations, forwards = len(needs & {"fisher", "output_hessian"}), 1, len(needs & {"hessian"})
     if recipe.mode == "paper" and recipe.detach.outlier_fraction:
         passes += nodes
         quantizations += len(recipe.detach.temperatures)
         forwards += len(recipe.detach.temperatures)
     if recipe.mode == "paper" and recipe.detach.significant_fraction:
         passes += nodes * recipe.detach.steps
+    passes += recipe.tuning.steps * recipe.tuning.tokens_per_step / prepared.windows.numel() * 4 / 3
     scored = 3 * 2 * parameters * prepared.scored.numel()
     work = backward * (passes + forwards / 3) + scored
-    speed = 50 if prepared.model.device.type == "cuda" else 1
-    return (
-        work / (FRACTION_OF_PEAK * _rate(prepared.model))
-        + quantizations * weights * QUANTIZER_SECONDS[recipe.method] / speed
-    )
+    quantizer = QUANTIZER_SECONDS[recipe.method][prepared.model.device.type == "cuda"]
+    return work / (FRACTION_OF_PEAK * _rate(prepared.model)) + quantizations * weights * quantizer
 
 
 def _rate(model: torch.nn.Module) -> float:

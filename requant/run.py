@@ -84,23 +84,21 @@ def fingerprint(model: PreTrainedModel, sites: Sequence[LinearSite], windows: In
 
 
 def quantize_linears(run: Run, detached: Mapping[str, Bool[Tensor, "n k"]] | None, *, label: str) -> Weights:
-    """Every linear through the recipe's quantizer, in the model's order; `detached` places go to the sparse part."""
+    """Every linear through the recipe's quantizer, in the model's order; `detached` places go to the sparse part.
+
+    Statistics come from the original model or, where the recipe says `inputs: quantized`, for each block from a model
+    whose earlier blocks are quantized already (the order of Frantar et al. 2022), so that it may mend their errors.
+    """
     method = METHODS[run.recipe.method]
-    config = dataclasses.asdict(run.recipe.quantizer)
-    done: Weights = {}
-    keys: dict[str, str] = {}
-    for site in run.sites:
-        mask = None if detached is None else detached[site.name]
-        keys[site.name] = digest(
-            run.fingerprint, site.name, run.recipe.method, config, "" if mask is None else mask
-        )
-        stored = stored_weight(run, "linear", keys[site.name], site)
-        if stored is not None:
-            done[site.name] = stored
+    sequential = run.recipe.calibration.inputs == "quantized" and bool(method.needs)
+    keys = _keys(run, detached, sequential=sequential)
+    found = {site.name: stored_weight(run, "linear", keys[site.name], site) for site in run.sites}
+    done: Weights = {name: weight for name, weight in found.items() if weight is not None}
     pending = [site for site in run.sites if site.name not in done]
     bar = tqdm(total=len(pending), desc=label, unit="matrix", disable=run.quiet or not pending)
-    for chunk in chunks_that_fit(run, pending, method.needs):
-        statistics = gather(run, chunk, method.needs)
+    for chunk in by_block(pending) if sequential else chunks_that_fit(run, pending, method.needs):
+        before = [site for site in run.sites if site.block < chunk[0].block] if sequential else []
+        statistics = gather(run, chunk, method.needs, after={site.name: done[site.name] for site in before})
         for site in chunk:
             with run.stage("quantize"):
                 done[site.name] = method.quantize(
@@ -113,6 +111,20 @@ def quantize_linears(run: Run, detached: Mapping[str, Bool[Tensor, "n k"]] | Non
             bar.update()
     bar.close()
     return {site.name: done[site.name] for site in run.sites}
+
+
+def _keys(
+    run: Run, detached: Mapping[str, Bool[Tensor, "n k"]] | None, *, sequential: bool
+) -> dict[str, str]:
+    """A workspace key a matrix; in a sequential run it depends on all that came before."""
+    config = dataclasses.asdict(run.recipe.quantizer)
+    keys: dict[str, str] = {}
+    chain = ""
+    for site in run.sites:
+        mask = "" if detached is None else detached[site.name]
+        keys[site.name] = digest(run.fingerprint, site.name, run.recipe.method, config, mask, chain)
+        chain = keys[site.name] if sequential else ""
+    return keys
 
 
 def stored_weight(run: Run, stage: str, key: str, site: LinearSite) -> QuantizedWeight | None:
@@ -131,18 +143,32 @@ def store_weight(run: Run, stage: str, key: str, weight: QuantizedWeight) -> Non
         run.workspace.put(stage, key, tensors=tensors, value=layout.to_json())
 
 
-def gather(run: Run, chunk: Sequence[LinearSite], needs: frozenset[str]) -> dict[str, LinearStats]:
-    """Statistics of a chunk at the original weights; kept for the next quantization if the chunk is the whole model."""
+def gather(
+    run: Run, chunk: Sequence[LinearSite], needs: frozenset[str], *, after: Weights | None = None
+) -> dict[str, LinearStats]:
+    """Statistics of a chunk, with the matrices in `after` quantized and all others original.
+
+    Those of the original model are kept for the next quantization if the chunk is the whole model.
+    """
     if not needs:
         return {site.name: LinearStats() for site in chunk}
-    if all(site.name in run.statistics for site in chunk):
+    if not after and all(site.name in run.statistics for site in chunk):
         return run.statistics
     with run.stage("statistics"):
         run.path({}).place(0.0)
+        for site in run.sites:
+            if after and site.name in after:
+                site.set_weight(after[site.name].dequantize())
         gathered = collect(run.model, run.windows, chunk, needs=needs, label=run.label("statistics"))
-    if len(chunk) == len(run.sites):
+    if not after and len(chunk) == len(run.sites):
         run.statistics.update(gathered)
     return gathered
+
+
+def by_block(sites: Sequence[LinearSite]) -> list[list[LinearSite]]:
+    """Sites in one list a transformer block."""
+    blocks = dict.fromkeys(site.block for site in sites)
+    return [[site for site in sites if site.block == block] for block in blocks]
 
 
 def chunks_that_fit(run: Run, sites: Sequence[LinearSite], needs: frozenset[str]) -> list[list[LinearSite]]:
@@ -152,8 +178,7 @@ def chunks_that_fit(run: Run, sites: Sequence[LinearSite], needs: frozenset[str]
     budget = free_memory(sites[0].parameter.device) / 2
     chunks: list[list[LinearSite]] = [[]]
     used = 0
-    for block in dict.fromkeys(site.block for site in sites):
-        members = [site for site in sites if site.block == block]
+    for members in by_block(sites):
         size = sum(bytes_needed(site, needs) for site in members)
         if chunks[-1] and used + size > budget:
             chunks.append([])

@@ -11,9 +11,12 @@ All are signed; `|score|` ranks weights, signed sums over a row, a matrix or a b
 `|pqi|` cancels in the sum, so `|pqi|` is no share of the loss.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
 
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -77,3 +80,15 @@ def originals(sites: Sequence[LinearSite]) -> dict[str, Tensor]:
 def signed_sum(score: Float[Tensor, "n k"]) -> float:
     """Sum in float64: 96 % of the terms cancel."""
     return score.double().sum().item()
+
+
+class _CallableModule(ModuleType):
+    """`requant.sensitivity(...)` is public, but an imported subpackage hides a function of its name: so it is called."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        from requant.scoring import sensitivity
+
+        return sensitivity(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _CallableModule

@@ -27,11 +27,8 @@ def test_scores_on_disk_add_up_to_the_table(tiny_folder, tiny_text_file: Path, t
     found = requant.sensitivity(source, RECIPE, tiny_text_file, output=tmp_path / "deep" / "out")
     folder = tmp_path / "deep" / "out"
     names = sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
-    assert names == [
-        *(f"{score}/model.safetensors" for score in ("gradient", "hessian", "pqi")),
-        "plot.svg",
-        "table.json",
-    ]
+    scores = [f"{score}/model.safetensors" for score in ("gradient", "hessian", "pqi")]
+    assert names == sorted([*scores, "plot.svg", "table.json"])
     rows = json.loads((folder / "table.json").read_text())
     assert rows == json.loads(json.dumps(found.rows())) and [row["block"] for row in rows] == [
         "0",
@@ -50,7 +47,15 @@ def test_scores_on_disk_add_up_to_the_table(tiny_folder, tiny_text_file: Path, t
             assert rows[block][score] == pytest.approx(part)
     assert (tmp_path / "deep").stat().st_mode & 0o077 and folder.stat().st_mode & 0o777 == 0o755
     assert [entry.name for entry in (tmp_path / "deep").iterdir()] == ["out"]
-    assert (folder / "plot.svg").read_text().startswith("<?xml")
+    assert (folder / "plot.svg").read_text().startswith("<svg")
+
+
+def test_it_can_be_called_whatever_was_imported() -> None:
+    """The subpackage of the same name takes the function's place in the package as soon as it is imported."""
+    import requant.sensitivity as package
+    from requant.sensitivity import pqi
+
+    assert package is requant.sensitivity and callable(package) and pqi.NODES
 
 
 def test_pqi_predicts_what_is_measured(trained_model, tokenizer, tiny_text_file: Path) -> None:

@@ -1,0 +1,63 @@
+"""Layouts of random content, shared by the kernel tests."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from requant_kernels import Layout, pack_codebook, pack_grid
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    kind: str
+    bits: int
+    n: int
+    k: int
+    m: int
+    group_size: int = 128
+    zero_points: bool = False
+    density: float = 0.0
+    int8_residuals: bool = False
+    column_scales: bool = False
+    bias: bool = False
+    dtype: torch.dtype = torch.float16
+
+
+def random_csr(n: int, k: int, density: float, int8: bool, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Residuals at random places; row 3 is full, row 5 empty."""
+    places = torch.rand(n, k, device=device) < density
+    if n > 5:
+        places[3], places[5] = True, False
+    rows, columns = places.nonzero(as_tuple=True)
+    indptr = torch.zeros(n + 1, dtype=torch.int64, device=device)
+    indptr[1:] = places.sum(1).cumsum(0)
+    if int8:
+        values = torch.randint(-127, 128, (len(rows),), dtype=torch.int8, device=device)
+        return indptr, columns.int(), values, (torch.rand(n, device=device) * 0.01).half()
+    return indptr, columns.int(), torch.randn(len(rows), device=device).half(), None
+
+
+def random_layout(case: Case, device: str) -> Layout:
+    codes = torch.randint(0, 1 << case.bits, (case.n, case.k), dtype=torch.uint8, device=device)
+    sparse = None
+    if case.density:
+        sparse = random_csr(case.n, case.k, case.density, case.int8_residuals, device)
+    if case.kind == "codebook":
+        levels = torch.randn(case.n, 1 << case.bits, device=device).half()
+        return pack_codebook(codes, levels, bits=case.bits, sparse=sparse)
+    groups = -(-case.k // case.group_size)
+    zeros = torch.randint(0, 1 << case.bits, (case.n, groups), dtype=torch.uint8, device=device)
+    return pack_grid(
+        codes,
+        (torch.rand(case.n, groups, device=device) + 0.1).half(),
+        zeros if case.zero_points else None,
+        bits=case.bits,
+        group_size=case.group_size,
+        column_scales=(torch.rand(case.k, device=device) + 0.5).half() if case.column_scales else None,
+        sparse=sparse,
+    )
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    return ((got.double() - want).norm() / want.norm()).item()

@@ -1,0 +1,91 @@
+"""Every kernel on the GPU against float64 of the dequantized weights, and what a server needs of it."""
+
+import pytest
+import torch
+
+from requant_kernels import dequantize, linear, naive
+from requant_kernels.decode import decode
+from requant_kernels.ops import flatten
+from requant_kernels.tall import tall
+from requant_kernels.tuning import DecodeConfig
+
+from .cases import Case, random_layout, relative_error
+
+pytestmark = pytest.mark.gpu
+LIMIT = {torch.float16: 3e-3, torch.bfloat16: 1.2e-2}
+
+CASES = [
+    Case(kind=kind, bits=bits, n=37, k=600, m=1, density=0.02, bias=True, dtype=dtype)
+    for kind in ("grid", "codebook")
+    for bits in range(2, 9)
+    for dtype in LIMIT
+]
+CASES += [
+    Case(kind=kind, bits=bits, n=100, k=1500, m=m, zero_points=True, density=density, int8_residuals=True)
+    for kind, bits in (("grid", 3), ("codebook", 3))
+    for m, density in ((3, 0.01), (7, 0.0), (8, 0.01), (9, 0.01), (16, 0.01), (17, 0.01), (33, 0.0), (64, 0.01), (100, 0.0), (300, 0.01))
+]
+CASES += [
+    Case(kind="grid", bits=4, n=64, k=k, m=m, group_size=group, zero_points=zeros, dtype=dtype, column_scales=True)
+    for k, group in ((1024, 32), (1024, 64), (1024, 256), (2048, 512), (777, 777), (5000, 96))
+    for m, zeros, dtype in ((1, True, torch.float16), (5, False, torch.bfloat16))
+]
+CASES += [
+    Case(kind=kind, bits=bits, n=n, k=k, m=1, density=0.01)
+    for kind, bits in (("grid", 2), ("codebook", 3), ("codebook", 4))
+    for n, k in ((4096, 4096), (80, 8192), (48, 14336), (1, 256), (16, 1))
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_linear(case: Case) -> None:
+    torch.manual_seed(0)
+    layout = random_layout(case, "cuda")
+    x = torch.randn(case.m, case.k, device="cuda", dtype=case.dtype)
+    bias = torch.randn(case.n, device="cuda", dtype=case.dtype) if case.bias else None
+    poison = torch.full((case.m, case.n), torch.nan, device="cuda", dtype=case.dtype)
+    del poison  # its memory is what the output most likely gets
+    y = linear(x, layout, bias)
+    assert relative_error(y, naive.linear(x, layout, bias)) < LIMIT[case.dtype]
+    assert torch.equal(y, linear(x, layout, bias))
+    weight = dequantize(layout, case.dtype)
+    assert relative_error(weight, naive.weight(layout)) < LIMIT[case.dtype]
+
+
+@pytest.mark.parametrize("kind", ["grid", "codebook"])
+@pytest.mark.parametrize("m", [1, 9, 40])
+def test_without_assembly(kind: str, m: int) -> None:
+    layout = random_layout(Case(kind=kind, bits=3, n=32, k=600, m=m, density=0.02), "cuda")
+    x = torch.randn(m, 600, device="cuda", dtype=torch.float16)
+    config = DecodeConfig(warps=4)
+    y = decode(x, layout, None, config, asm=False) if m <= 16 else tall(x, layout, None, asm=False)
+    assert relative_error(y, naive.linear(x, layout)) < LIMIT[torch.float16]
+
+
+@pytest.mark.parametrize("warps,tiles,unroll", [(2, 1, 1), (4, 2, 1), (8, 1, 2), (4, 4, 1), (16, 1, 1)])
+def test_every_launch_shape_agrees(warps: int, tiles: int, unroll: int) -> None:
+    layout = random_layout(Case(kind="codebook", bits=3, n=100, k=5000, m=1, density=0.01), "cuda")
+    x = torch.randn(1, 5000, device="cuda", dtype=torch.float16)
+    config = DecodeConfig(warps=warps, tiles=tiles, unroll=unroll, pdl=True)
+    assert relative_error(decode(x, layout, None, config, asm=True), naive.linear(x, layout)) < 3e-3
+
+
+@pytest.mark.parametrize("m", [1, 8, 40, 200])
+def test_graph_capture_replays_on_new_activations(m: int) -> None:
+    layout = random_layout(Case(kind="grid", bits=2, n=256, k=1024, m=m, density=0.01), "cuda")
+    x = torch.randn(m, 1024, device="cuda", dtype=torch.float16)
+    linear(x, layout)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = linear(linear(x, layout).repeat(1, 4) * 1e-2, layout)
+    x.normal_()
+    graph.replay()
+    assert torch.equal(y, linear(linear(x, layout).repeat(1, 4) * 1e-2, layout))
+
+
+def test_operator_contract_and_compile() -> None:
+    layout = random_layout(Case(kind="grid", bits=3, n=64, k=512, m=2, density=0.02), "cuda")
+    x = torch.randn(2, 512, device="cuda", dtype=torch.float16)
+    torch.library.opcheck(torch.ops.requant.linear, (x, None, *flatten(layout)))
+    compiled = torch.compile(lambda t: linear(t, layout) * 2, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), linear(x, layout) * 2)
