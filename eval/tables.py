@@ -47,6 +47,12 @@ def read(results: Path, name: str) -> dict[str, Any]:
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
+def widths_of(results: Path, model: str) -> dict[str, Any]:
+    """The tables of the paper by width, widest first."""
+    found = read(results, f"paper_tables-{model}").get("bits", {})
+    return {bits: found[bits] for bits in sorted(found, key=int, reverse=True)}
+
+
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     if not rows:
         return ""
@@ -95,7 +101,7 @@ def predicted_table(results: Path) -> str:
     """The paper's Table 1, whole model, with the two scalings of the Hessian diagonal."""
     rows = []
     for model in ("bench-32m", "demo-4m"):
-        for bits, tables in read(results, f"paper_tables-{model}").get("bits", {}).items():
+        for bits, tables in widths_of(results, model).items():
             if "predicted" not in tables:
                 continue
             sums = tables["predicted"]["model"]
@@ -128,7 +134,7 @@ def predicted_table(results: Path) -> str:
 
 def nodes_table(results: Path) -> str:
     """The paper's Table 3: error in % of the measured dF, by rule and width."""
-    widths = read(results, "paper_tables-bench-32m").get("bits", {})
+    widths = widths_of(results, "bench-32m")
     tables = {bits: {row["nodes"]: row for row in t["nodes"]} for bits, t in widths.items() if "nodes" in t}
     if not tables:
         return ""
@@ -149,7 +155,7 @@ def nodes_table(results: Path) -> str:
 
 def kinds_table(results: Path) -> str:
     """The paper's Table 4 at 3 bits."""
-    table = read(results, "paper_tables-bench-32m").get("bits", {}).get("3", {}).get("kinds", [])
+    table = widths_of(results, "bench-32m").get("3", {}).get("kinds", [])
     if not table:
         return ""
     kinds = [key for key in table[0] if key != "block"]
@@ -159,7 +165,7 @@ def kinds_table(results: Path) -> str:
 
 def shares_table(results: Path) -> str:
     """The paper's Table 5: share of the sum of |PQI| in the top weights."""
-    widths = read(results, "paper_tables-bench-32m").get("bits", {})
+    widths = widths_of(results, "bench-32m")
     tables = {bits: t["shares"]["top"] for bits, t in widths.items() if "shares" in t}
     paper = {"0.15%": "4.53 %", "0.71%": "11.29 %", "5.25%": "34.06 %"}
     rows = [
@@ -171,14 +177,14 @@ def shares_table(results: Path) -> str:
 
 def ablation_table(results: Path) -> str:
     """The paper's Table 8: perplexity and KL by width."""
-    widths = read(results, "paper_tables-bench-32m").get("bits", {})
+    widths = widths_of(results, "bench-32m")
     tables = {
         bits: {row["label"]: row for row in t["ablation"]} for bits, t in widths.items() if "ablation" in t
     }
     if not tables:
         return ""
     rows = []
-    for label, row in next(iter(tables.values())).items():
+    for label, row in max(tables.values(), key=len).items():
         cells = [row["outliers"], row["significant"]]
         for table in tables.values():
             other = table.get(label)
@@ -196,42 +202,32 @@ def speed_table(results: Path) -> str:
     """Targets beside what was measured."""
     rows: list[list[str]] = []
     cpu, gpu = read(results, "speed-cpu"), read(results, "speed-cuda")
-    whole = "bench-32m, 3 bits, k-means, `paper`"
     for found, target in ((cpu, "480 s"), (gpu, "60 s")):
         if "run" in found:
             samples = found["run"]["recipe"]["calibration"]["num_samples"]
-            rows.append([f"{whole}, {samples} x 1024 tokens", found["device"], *_run(found["run"]), target])
+            what = f"bench-32m, 3 bits, k-means, `paper`, {samples} x 1024 tokens"
+            rows.append([what, found["device"], _seconds(found["run"]), _memory(found["run"]), target])
     if "nodes" in gpu:
         ratio = gpu["nodes"]["plain32"]["seconds"] / gpu["nodes"]["gauss2"]["seconds"]
-        rows.append(
-            [
-                "PQI, 2 Gauss against 32 plain nodes",
-                gpu["device"],
-                f"{ratio:.1f} times cheaper",
-                "",
-                "12 times",
-            ]
-        )
-    if "large_pqi" in gpu:
-        found = gpu["large_pqi"]["gauss2"]
-        memory = f"{found['peak_bytes'] / 2**30:.1f} GiB ({found['peak_in_bf16_models']:.1f} x the model)"
-        rows.append(
-            [
-                "1B shape, PQI over 128 x 2048 tokens",
-                gpu["device"],
-                f"{found['seconds']:.1f} s",
-                memory,
-                "30 s",
-            ]
-        )
-    if "large_run" in gpu:
-        rows.append(["1B shape, the whole `paper` run", gpu["device"], *_run(gpu["large_run"]), "300 s"])
+        what = "the same model, PQI: 2 Gauss nodes against 32 plain ones"
+        rows.append([what, gpu["device"], f"{ratio:.1f} times cheaper", "", "12 times"])
+    for key, what, target in (
+        ("large_pqi", "1B shape, PQI over 128 x 2048 tokens", "30 s"),
+        ("large_run", "1B shape, the whole `paper` run", "300 s"),
+    ):
+        if key in gpu:
+            found = gpu[key].get("gauss2", gpu[key])
+            times = f"{_memory(found)}, {found['peak_in_bf16_models']:.1f} x the model"
+            rows.append([what, gpu["device"], _seconds(found), times, target])
     return markdown(["what", "machine", "measured", "peak memory", "target"], rows)
 
 
-def _run(found: Mapping[str, Any]) -> list[str]:
-    memory = f"{found['peak_bytes'] / 2**30:.1f} GiB ({found['peak_in_bf16_models']:.1f} x the model)"
-    return [f"{found['wall_seconds']:.0f} s", memory]
+def _seconds(found: Mapping[str, Any]) -> str:
+    return f"{found.get('wall_seconds', found.get('seconds')):.0f} s"
+
+
+def _memory(found: Mapping[str, Any]) -> str:
+    return f"{found['peak_bytes'] / 2**30:.1f} GiB"
 
 
 TABLES: dict[str, Callable[[Path], str]] = {

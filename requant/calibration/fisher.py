@@ -9,14 +9,12 @@ tokens: the reason why second-order estimates looked orders of magnitude too sma
 """
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from requant.calibration.passes import batches, recomputed_blocks, summed_loss
-from requant.errors import NumericalError
+from requant.calibration.passes import finite, output_gradient_pass
 from requant.models import LinearSite
 
 
@@ -31,25 +29,8 @@ def position_fisher(
     """F of every site, float32, on the model's device."""
     fisher = {site.name: torch.zeros(site.shape, device=site.parameter.device) for site in sites}
 
-    def hook_of(site: LinearSite):
-        def fold(x: Tensor, gradient: Tensor) -> None:
-            g2, x2 = gradient.flatten(0, -2).float().square(), x.flatten(0, -2).float().square()
-            fisher[site.name].addmm_(g2.T, x2, alpha=1 / windows.numel())
+    def fold(site: LinearSite, x: Float[Tensor, "m k"], gradient: Float[Tensor, "m n"]) -> None:
+        fisher[site.name].addmm_(gradient.square().T, x.square(), alpha=1 / windows.numel())
 
-        def hook(_module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            if output.requires_grad:  # not in the graph-less first pass of a recomputed block
-                x = inputs[0].detach()
-                output.register_hook(lambda gradient: fold(x, gradient))
-
-        return hook
-
-    with ExitStack() as stack:
-        for site in sites:
-            stack.callback(site.module.register_forward_hook(hook_of(site)).remove)
-        stack.enter_context(recomputed_blocks(model, recompute))
-        for tokens in batches(windows, model, label=label):
-            summed_loss(model, tokens).backward()
-    for name, values in fisher.items():
-        if not torch.isfinite(values).all():
-            raise NumericalError(f"{name}: its gradients overflow; use --dtype float32 or bfloat16.")
-    return fisher
+    output_gradient_pass(model, windows, sites, fold, label=label, recompute=recompute)
+    return finite(fisher)

@@ -9,14 +9,12 @@ samples of the model's: no difference was measured.
 """
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from requant.calibration.passes import batches, recomputed_blocks, summed_loss
-from requant.errors import NumericalError
+from requant.calibration.passes import finite, output_gradient_pass
 from requant.models import LinearSite
 
 
@@ -33,24 +31,8 @@ def output_hessians(
         site.name: torch.zeros(site.shape[0], site.shape[0], device=site.parameter.device) for site in sites
     }
 
-    def hook_of(site: LinearSite):
-        def fold(gradient: Tensor) -> None:
-            rows = gradient.flatten(0, -2).float()
-            totals[site.name].addmm_(rows.T, rows, alpha=1 / windows.numel())
+    def fold(site: LinearSite, _x: Float[Tensor, "m k"], gradient: Float[Tensor, "m n"]) -> None:
+        totals[site.name].addmm_(gradient.T, gradient, alpha=1 / windows.numel())
 
-        def hook(_module: nn.Module, _inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            if output.requires_grad:  # not in the graph-less first pass of a recomputed block
-                output.register_hook(fold)
-
-        return hook
-
-    with ExitStack() as stack:
-        for site in sites:
-            stack.callback(site.module.register_forward_hook(hook_of(site)).remove)
-        stack.enter_context(recomputed_blocks(model, recompute))
-        for tokens in batches(windows, model, label=label):
-            summed_loss(model, tokens).backward()
-    for name, total in totals.items():
-        if not torch.isfinite(total).all():
-            raise NumericalError(f"{name}: its gradients overflow; use --dtype float32 or bfloat16.")
-    return totals
+    output_gradient_pass(model, windows, sites, fold, label=label, recompute=recompute)
+    return finite(totals)

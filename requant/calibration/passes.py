@@ -22,6 +22,7 @@ from requant.models import LinearSite, find_blocks
 
 RECOMPUTE_ABOVE = 1_000_000_000  # parameters; below it activations are cheaper than a second forward pass
 Receiver = Callable[[LinearSite, Float[Tensor, "n k"]], None]
+OutputReceiver = Callable[[LinearSite, Float[Tensor, "m k"], Float[Tensor, "m n"]], None]
 
 
 def batches(
@@ -74,6 +75,46 @@ def gradient_pass(
             total += loss.item()
             loss.backward()
     return _finite(total, "the loss")
+
+
+def output_gradient_pass(
+    model: nn.Module,
+    windows: Int64[Tensor, "b t"],
+    sites: Sequence[LinearSite],
+    receive: OutputReceiver,
+    *,
+    label: str | None = None,
+    recompute: bool | None = None,
+) -> None:
+    """One backward pass of the summed loss; `receive(site, x [m, k], g [m, n])` is called per batch, float32.
+
+    Row t of g is the gradient of the loss of the whole text at the linear's output for token t, row t of x its input.
+    """
+
+    def hook_of(site: LinearSite) -> Callable[..., None]:
+        def hook(_module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            if output.requires_grad:  # not in the graph-less first pass of a recomputed block
+                x = inputs[0].detach()
+                output.register_hook(
+                    lambda g: receive(site, x.flatten(0, -2).float(), g.flatten(0, -2).float())
+                )
+
+        return hook
+
+    with ExitStack() as stack:
+        for site in sites:
+            stack.callback(site.module.register_forward_hook(hook_of(site)).remove)
+        stack.enter_context(recomputed_blocks(model, recompute))
+        for tokens in batches(windows, model, label=label):
+            summed_loss(model, tokens).backward()
+
+
+def finite(statistics: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The statistics by matrix, once all of them are finite."""
+    for name, values in statistics.items():
+        if not torch.isfinite(values).all():
+            raise NumericalError(f"{name}: its gradients overflow; use --dtype float32 or bfloat16.")
+    return statistics
 
 
 def scored_tokens(windows: Int64[Tensor, "b t"]) -> int:
