@@ -228,7 +228,7 @@ def random_significant(run: Run, weights: Weights) -> Weights:
     }
 
 
-def tables(study: Study, bits: int) -> Iterator[tuple[str, Any]]:
+def tables(study: Study, bits: int, *, with_ablation: bool) -> Iterator[tuple[str, Any]]:
     """Name and content of every table at one width, as they are finished."""
     run = study.run("kmeans", options={"bits": bits}, mode="dense")
     weights = quantize_linears(run, None, label="quantize")
@@ -243,6 +243,8 @@ def tables(study: Study, bits: int) -> Iterator[tuple[str, Any]]:
     yield "kinds", kinds(run, pqi)
     yield "shares", shares(pqi)
     del pqi
+    if not with_ablation:
+        return
     rows: list[dict[str, Any]] = []
     for row in ablation(study, run):
         rows.append(row)
@@ -267,11 +269,12 @@ def main(
     seq_len: Annotated[int, typer.Option(help="Tokens of a window.")] = 1024,
     windows: Annotated[int | None, typer.Option(help="Windows to score; all if not given.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
+    ablate: Annotated[bool, typer.Option(help="Table 8, the dear one, too.")] = True,
 ) -> None:
     study = open_study(model, data, num_samples=num_samples, seq_len=seq_len, windows=windows, device=device)
     results: dict[str, Any] = {**header(study), "path_windows": PATH_WINDOWS, "bits": {}}
     for width in bits or (4, 3, 2):
-        for name, table in tables(study, width):
+        for name, table in tables(study, width, with_ablation=ablate):
             results["bits"].setdefault(str(width), {})[name] = table
             write_json(out / f"paper_tables-{model.name}.json", results)
             if name != "ablation":

@@ -7,6 +7,7 @@ random weights, for time and memory alone: hidden 2048, 16 blocks, intermediate 
 vocabulary 128256, tied, bfloat16.
 """
 
+import os
 import shutil
 import tempfile
 import time
@@ -52,7 +53,7 @@ def recipe_for(model: Path, data: Path, *, num_samples: int, seq_len: int) -> Re
 
 def whole_run(recipe: Recipe, device: str, dtype: str) -> dict[str, Any]:
     """What `requant quantize` does, from loading to the saved checkpoint."""
-    started = time.perf_counter()
+    started, worked = time.perf_counter(), time.process_time()
     with tempfile.TemporaryDirectory() as folder:
         workspace = Workspace(Path(folder) / "partial")
         result: QuantizedModel = quantize(
@@ -65,6 +66,8 @@ def whole_run(recipe: Recipe, device: str, dtype: str) -> dict[str, Any]:
     total = time.perf_counter() - started
     return {
         "wall_seconds": total,
+        "cpu_seconds": time.process_time() - worked,
+        "load_average": os.getloadavg()[0],  # a busy machine's seconds are no measurement
         "seconds": {**seconds, "load, hashes and the rest": total - sum(seconds.values())},
         "bits_per_weight": bits,
         "perplexity": result.after.perplexity,

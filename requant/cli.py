@@ -106,7 +106,7 @@ def quantize(
     )
     folder = (output if output is not None else output_folder(run)).expanduser()
     if dry_run:
-        plan = make_plan(prepare(run.model, run, device=device, dtype=dtype), run)
+        plan = make_plan(prepare(run.model, run, device=device, dtype=dtype, quiet=quiet), run)
         print(json.dumps(dataclasses.asdict(plan), indent=2) if as_json else "\n".join(plan.lines()))
         return
     check_output(folder)

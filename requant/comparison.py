@@ -99,7 +99,7 @@ def generate_text(
             f"the prompt's {length} tokens and --max-new-tokens {max_new_tokens} exceed the model's {limit} "
             "positions; shorten one of them."
         )
-    model = open_model(folder, device=where, dtype=dtype)
+    model: Any = open_model(folder, device=where, dtype=dtype)
     sampling: dict[str, Any] = (
         {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
     )
@@ -108,7 +108,7 @@ def generate_text(
     with torch.random.fork_rng(devices=[where] if where != "cpu" else []):  # the caller's generator stays
         torch.manual_seed(seed)
         written = model.generate(**tokens, max_new_tokens=max_new_tokens, use_cache=True, **sampling)
-    return tokenizer.decode(written[0], skip_special_tokens=True)
+    return str(tokenizer.decode(written[0], skip_special_tokens=True))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from requant.errors import ModelError, NumericalError, RequantError, first_line, is_out_of_memory
 
@@ -79,7 +80,7 @@ class LinearSite:
         self.parameter.copy_(self.oriented(weight))
 
 
-def load_model(source: str, *, device: str, dtype: str) -> tuple[nn.Module, Any]:
+def load_model(source: str, *, device: str, dtype: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model in eval mode, all parameters frozen, and its tokenizer.
 
     `source` is a folder, a hub name, an alias or `demo`; `dtype` a torch dtype's name, or `auto`: float32 on the CPU,
@@ -96,7 +97,7 @@ def load_model(source: str, *, device: str, dtype: str) -> tuple[nn.Module, Any]
         raise ModelError(f"{source} is quantized already; give the original model.")
     tokenizer = load_tokenizer(path)
     with _refusing(path, "a Hugging Face causal LM with safetensors weights"):
-        model, report = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
             dtype="float32" if dtype == "auto" and device == "cpu" else dtype,
             use_safetensors=True,
@@ -104,9 +105,10 @@ def load_model(source: str, *, device: str, dtype: str) -> tuple[nn.Module, Any]
             trust_remote_code=False,
             output_loading_info=True,
         )
+    model, report = loaded
     if missing := sorted(report["missing_keys"]):  # transformers would fill them with random numbers
         raise ModelError(f"{path}: the weight files lack {missing[0]}; download the model again.")
-    model = model.to(device).eval().requires_grad_(False)
+    model.to(device).eval().requires_grad_(False)
     model.config.use_cache = False
     return model, tokenizer
 
@@ -119,7 +121,7 @@ def load_config(path: str) -> Any:
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
 
 
-def load_tokenizer(path: str) -> Any:
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder."""
     from transformers import AutoTokenizer
 

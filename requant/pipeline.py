@@ -14,7 +14,6 @@ import resource
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from jaxtyping import Int64
@@ -136,7 +135,7 @@ def quantize(
     if text is not None:  # the recipe in the checkpoint says what was done
         names = (str(text),) if isinstance(text, str | Path) else tuple(map(str, text))
         recipe = dataclasses.replace(recipe, calibration=dataclasses.replace(recipe.calibration, text=names))
-    prepared = prepare(model, recipe, tokenizer=tokenizer, device=device, dtype=dtype)
+    prepared = prepare(model, recipe, tokenizer=tokenizer, device=device, dtype=dtype, quiet=quiet)
     run = start(prepared, recipe, workspace=workspace or Workspace(None), quiet=quiet)
     weights = MODES[recipe.mode](run)
     run.statistics.clear()
@@ -164,22 +163,15 @@ def prepare(
     tokenizer: PreTrainedTokenizerBase | None = None,
     device: str = "auto",
     dtype: str = "auto",
+    quiet: bool = True,
 ) -> Prepared:
     """Load what the run needs and refuse what cannot work."""
-    if isinstance(model, str):
-        source = Path(resolve_source(model))
-        model, tokenizer = load_model(str(source), device=pick_device(device), dtype=dtype)
-    else:
-        source = Path(resolve_source(model.name_or_path)) if model.name_or_path else None
-        if tokenizer is None and source is None:
-            raise ModelError("a model that was built in memory needs its tokenizer; give tokenizer=.")
-        tokenizer = tokenizer or load_tokenizer(str(source))
-        model.requires_grad_(False).eval()
+    model, tokenizer, source = _opened(model, tokenizer, device=device, dtype=dtype)
     sites = find_linears(model, skip=recipe.skip)
     check_finite(model)
     _check_context(model, recipe)
     given = [str(t) for t in ([text] if isinstance(text, str | Path) else text or recipe.calibration.text)]
-    calibration, evaluation = _texts(model, tokenizer, source, recipe, given)
+    calibration, evaluation = _texts(model, tokenizer, source, recipe, given, quiet=quiet)
     windows = token_windows(
         calibration,
         tokenizer,
@@ -227,7 +219,9 @@ def start(prepared: Prepared, recipe: Recipe, *, workspace: Workspace, quiet: bo
 
 def tuned(run: Run, weights: Weights) -> Weights:
     """The weights after tuning, through the workspace."""
-    parts = recipe_part(run.recipe, "mode", "calibration", "method", "quantizer", "sensitivity", "detach", "tuning", "seed")
+    parts = recipe_part(
+        run.recipe, "mode", "calibration", "method", "quantizer", "sensitivity", "detach", "tuning", "seed"
+    )
     keys = {site.name: digest(run.fingerprint, parts, "tuned", site.name) for site in run.sites}
     found = {site.name: stored_weight(run, "tuned", keys[site.name], site) for site in run.sites}
     kept = {name: weight for name, weight in found.items() if weight is not None}
@@ -287,6 +281,20 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def _opened(
+    model: str | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, *, device: str, dtype: str
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Path | None]:
+    """The model, frozen, with its tokenizer and its folder if it has one."""
+    if isinstance(model, str):
+        folder = resolve_source(model)
+        return *load_model(folder, device=pick_device(device), dtype=dtype), Path(folder)
+    source = Path(resolve_source(model.name_or_path)) if model.name_or_path else None
+    if tokenizer is None and source is None:
+        raise ModelError("a model that was built in memory needs its tokenizer; give tokenizer=.")
+    found = load_tokenizer(str(source)) if tokenizer is None else tokenizer
+    return model.requires_grad_(False).eval(), found, source
+
+
 def _check_context(model: PreTrainedModel, recipe: Recipe) -> None:
     limit = context_limit(model.config)
     for option, length in (
@@ -300,14 +308,20 @@ def _check_context(model: PreTrainedModel, recipe: Recipe) -> None:
 
 
 def _texts(
-    model: PreTrainedModel, tokenizer: Any, source: Path | None, recipe: Recipe, given: Sequence[str]
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    source: Path | None,
+    recipe: Recipe,
+    given: Sequence[str],
+    *,
+    quiet: bool,
 ) -> tuple[Text, Text]:
     """Calibration and evaluation text; with one text for both, its last tenth is held out and scored."""
     demo = source == DEMO
     names = given or ["demo" if demo else f"{WIKITEXT}:train"]
     if list(names) == [SELF]:
         tokens = recipe.calibration.num_samples * recipe.calibration.seq_len
-        calibration = sample_self(model, tokenizer, num_tokens=tokens, seed=recipe.seed)
+        calibration = sample_self(model, tokenizer, num_tokens=tokens, seed=recipe.seed, progress=not quiet)
     else:
         calibration = read_text(names, field=recipe.calibration.field)
     scored = recipe.evaluation.text or (("demo-eval",) if demo else () if given else (f"{WIKITEXT}:test",))

@@ -128,7 +128,8 @@ def _peak_memory(prepared: Prepared, recipe: Recipe) -> int:
     own = weights * prepared.sites[0].parameter.element_size() if prepared.model.device.type == "cpu" else 0
     needs = METHODS[recipe.method].needs
     statistics = sum(bytes_needed(site, needs) for site in prepared.sites)
-    activations = 6 * 4 * 2048 * prepared.model.get_input_embeddings().weight.shape[0]
+    embedding: Any = prepared.model.get_input_embeddings()
+    activations = 6 * 4 * 2048 * embedding.weight.shape[0]
     return model + own + weights + max(4 * weights, statistics) + activations
 
 
@@ -157,10 +158,10 @@ def _rate(model: torch.nn.Module) -> float:
     parameter = next(model.parameters())
     size = 4096 if parameter.is_cuda else 768
     a = torch.randn(size, size, device=parameter.device, dtype=parameter.dtype)
-    a @ a
+    torch.mm(a, a)
     runs, start = 0, time.perf_counter()
     while time.perf_counter() - start < 0.1:
-        a @ a
+        torch.mm(a, a)
         runs += 1
         if parameter.is_cuda:
             torch.cuda.synchronize()

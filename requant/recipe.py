@@ -104,7 +104,7 @@ class Evaluation:
     text: tuple[str, ...] = ()
     field: str = "text"
     context: int = 2048
-    windows: int = 40
+    windows: int = 20
 
     def __post_init__(self) -> None:
         _require(self.context >= 8, "evaluation.context", self.context, "8 or more")

@@ -68,7 +68,7 @@ def sensitivity(
     With `output`, the scores of every weight, the table and the plot are written there. Raises RequantError.
     """
     target = None if output is None else check_output(output)
-    prepared = prepare(model, recipe, text, tokenizer=tokenizer, device=device, dtype=dtype)
+    prepared = prepare(model, recipe, text, tokenizer=tokenizer, device=device, dtype=dtype, quiet=quiet)
     run = start(prepared, recipe, workspace=Workspace(None), quiet=quiet)
     weights = quantize_linears(run, None, label="quantize")
     run.statistics.clear()

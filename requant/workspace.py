@@ -133,6 +133,6 @@ def model_digest(model: nn.Module) -> str:
     return state.hexdigest()
 
 
-def raw_bytes(tensor: Shaped[Tensor, "..."]) -> memoryview:
-    """The bytes of a tensor in row-major order, without a copy where it is on the CPU."""
-    return memoryview(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+def raw_bytes(tensor: Shaped[Tensor, "..."]) -> Any:
+    """The bytes of a tensor in row-major order, as a buffer, without a copy where it is on the CPU."""
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()

@@ -17,10 +17,9 @@ from pathlib import Path
 import torch
 import triton
 from peers import PEERS, Peer, torch_linear
+from requant_kernels import Layout, linear, naive, pack_codebook, pack_grid
 from timing import cold_time, copies_needed
 from torch import Tensor
-
-from requant_kernels import Layout, linear, naive, pack_codebook, pack_grid
 
 SHAPES = [
     (28672, 8192), (8192, 8192), (14336, 4096), (4096, 14336), (4096, 4096), (2048, 8192), (8192, 2048), (2048, 2048),
@@ -73,7 +72,7 @@ def clone(layout: Layout) -> Layout:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--peers", action="store_true", help="also time the peers that are installed")
     parser.add_argument("--seconds", type=float, default=1e9, help="stop starting new rows after this long")
@@ -82,7 +81,9 @@ def main() -> None:
     rows: list[dict[str, object]] = []
     base: dict[tuple[int, int, int], float] = {}
 
-    def record(name: str, n: int, k: int, m: int, bits: float, calls: list[Callable[[], object]], error: float | None):
+    def record(
+        name: str, n: int, k: int, m: int, bits: float, calls: list[Callable[[], object]], error: float | None
+    ):
         timing = cold_time(calls)
         rows.append(
             {"kernel": name, "n": n, "k": k, "m": m, "bits_per_weight": bits, "us": timing.median, "low": timing.low,
@@ -96,7 +97,11 @@ def main() -> None:
             for dtype in (torch.float16, torch.bfloat16):
                 weights = [torch_linear(dtype)(n, k) for _ in range(copies_needed(2 * n * k))]
                 x = torch.randn(m, k, device="cuda", dtype=dtype)
-                times.append(record(f"torch {dtype}"[6:], n, k, m, 16.0, [lambda w=w, x=x: w(x) for w in weights], None))
+                times.append(
+                    record(
+                        f"torch {dtype}"[6:], n, k, m, 16.0, [lambda w=w, x=x: w(x) for w in weights], None
+                    )
+                )
             base[n, k, m] = min(times)
     for row in rows:
         row["ratio"] = base[row["n"], row["k"], row["m"]] / row["us"]  # type: ignore[index,operator]
@@ -111,20 +116,34 @@ def main() -> None:
             stored = sum(t.numel() * t.element_size() for t in tensors_of(layout))
             weight = naive.weight(layout, torch.float32)
             copies = [layout] + [clone(layout) for _ in range(copies_needed(stored) - 1)]
-            for m in TOKENS if (n, k) in SHAPES[:2] and not density else TOKENS[:1] if density else (1, 8, 64):
+            for m in (
+                TOKENS if (n, k) in SHAPES[:2] and not density else TOKENS[:1] if density else (1, 8, 64)
+            ):
                 x = torch.randn(m, k, device="cuda", dtype=torch.float16)
                 want = x.double() @ weight[:2048].double().T
                 error = ((linear(x, layout)[:, :2048].double() - want).norm() / want.norm()).item()
                 if not error < GATE:
-                    rows.append({"kernel": name, "n": n, "k": k, "m": m, "failed": f"relative error {error:.1e}"})
+                    rows.append(
+                        {"kernel": name, "n": n, "k": k, "m": m, "failed": f"relative error {error:.1e}"}
+                    )
                     continue
-                record(name, n, k, m, 8 * stored / (n * k), [lambda c=c, x=x: linear(x, c) for c in copies], error)
+                record(
+                    name,
+                    n,
+                    k,
+                    m,
+                    8 * stored / (n * k),
+                    [lambda c=c, x=x: linear(x, c) for c in copies],
+                    error,
+                )
     for name, peer in PEERS.items() if args.peers else ():
         for n, k in SHAPES:
             try:
                 _time_peer(name, peer, n, k, record)
             except Exception as error:  # a peer may fail in any way; the report says how
-                rows.append({"kernel": name, "n": n, "k": k, "failed": f"{type(error).__name__}: {error}"[:200]})
+                rows.append(
+                    {"kernel": name, "n": n, "k": k, "failed": f"{type(error).__name__}: {error}"[:200]}
+                )
     about = {
         "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
         "method": "CUDA graph over weight copies of more than 4 x L2, programmatic dependent launch, median of 11",

@@ -5,76 +5,33 @@ are the left operand of the tensor cores, tokens the right one. The batch dimens
 the warp: every warp multiplies its own blocks and nothing is exchanged before the end, where one `tl.sum` over the warps,
 in a fixed order, makes the result the same in every run.
 
-- All loads of `UNROLL` blocks are issued before the first is used: short matrices are read in one breath.
-- The shapes of the loads look odd on purpose. Triton gives lanes to the contiguous dimension first and then to dimension
-  0, 1, ..: `[lane, warp, 8]` makes a lane load the 16 bytes that it will multiply, so that all reshapes and permutes below
-  are renamings of registers. Another compiler may move data instead; it will be slower, and right.
+- Words and activations of the next blocks are requested before the present ones are multiplied. A branch that is always
+  taken separates the two: without it, ptxas moves the loads behind the arithmetic to save registers, and a warp waits
+  for memory in every block (measured: 14.1 -> 10.6 us at 8192 x 8192, 2 bits).
 - Sparse residuals: rows are sorted by their number (`layouts.py`), so 16 rows have about equal lengths and share one
   rectangle of slots. Slots are fetched first, the activations are gathered while the dense part runs, sums come last.
-- `USE_ASM` selects the PTX of `words.py`; without it the same bits are taken apart by plain Triton (interpreter, AMD).
 """
+
+# pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none, reportAttributeAccessIssue=none
+# pyright: reportPossiblyUnboundVariable=none, reportGeneralTypeIssues=none, reportAssignmentType=none, reportReturnType=none, reportOptionalMemberAccess=none
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from requant_kernels.layouts import CodebookLayout, Layout
+from requant_kernels.blocks import (
+    decode_block,
+    dense_tokens,
+    halves,
+    load_block,
+    load_slots,
+    load_tables,
+    operands,
+    sparse_operands,
+)
+from requant_kernels.layouts import Layout
 from requant_kernels.tuning import DecodeConfig
-from requant_kernels.words import UNIT, codebook_asm, constraints, flat_positions, grid_asm
-
-
-@triton.jit
-def load_block(w_ptr, s_ptr, z_ptr, tiles, block, blocks, BITS: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
-               W: tl.constexpr):  # fmt: skip
-    """The words of one block a warp and tile (`tiles`, `block`: `[warp, tile]`), its scales, its zero points."""
-    lane, four = tl.arange(0, 32), tl.arange(0, 4)
-    at = (tiles * blocks + block)[None, :, :, None] * (BITS * 128)
-    at += lane[:, None, None, None] * 4 + four[None, None, None, :]
-    loaded = ()
-    for i in tl.static_range(BITS):
-        if EVEN:
-            word = tl.load(w_ptr + at + i * 128, eviction_policy="evict_first")
-        else:
-            inside = (block < blocks)[None, :, :, None]
-            word = tl.load(w_ptr + at + i * 128, mask=inside, other=0, eviction_policy="evict_first")
-        loaded = loaded + (word,)
-    if GROUP > 0:
-        loaded = loaded + _load_groups(s_ptr, tiles, block, blocks, GROUP, EVEN, W)
-    if GROUP > 0 and z_ptr is not None:
-        loaded = loaded + _load_groups(z_ptr, tiles, block, blocks, GROUP, EVEN, W)
-    return loaded
-
-
-@triton.jit
-def _load_groups(pointer, tiles, block, blocks, GROUP: tl.constexpr, EVEN: tl.constexpr, W: tl.constexpr):
-    """A scale (or zero point) a row and group of one block a warp, each `[t, g, warp, tile, rh]`."""
-    a_block: tl.constexpr = 256 // GROUP if GROUP < 256 else 1
-    a_group: tl.constexpr = GROUP // 256 if GROUP > 256 else 1
-    loaded = ()
-    for i in tl.static_range(a_block):
-        groups = tl.cdiv(blocks, a_group) * a_block
-        at = row_offsets(tiles * groups + block // a_group * a_block + i)
-        if EVEN:
-            loaded = loaded + (tl.load(pointer + at),)
-        else:
-            loaded = loaded + (tl.load(pointer + at, mask=(block < blocks)[None, None, :, :, None], other=0.0),)
-    return loaded
-
-
-@triton.jit
-def row_offsets(base):
-    """`[t, g, warp, tile, rh]`: where a lane finds what belongs to its rows g and g + 8 (the four t read the same)."""
-    t, g, rh = tl.arange(0, 4), tl.arange(0, 8), tl.arange(0, 2)
-    same = t[:, None, None, None, None] * 0 + g[None, :, None, None, None] * 2 + rh[None, None, None, None, :]
-    return same + base[None, None, :, :, None] * 16
-
-
-@triton.jit
-def _like_words(rows, W: tl.constexpr, R: tl.constexpr):
-    """A value a row `[t, g, warp, tile, rh]` -> `[lane, warp, tile, 4]`, the shape of words."""
-    rows = tl.reshape(tl.permute(rows, (1, 0, 2, 3, 4)), [32, W, R, 1, 2])
-    return tl.reshape(tl.broadcast_to(rows, [32, W, R, 2, 2]), [32, W, R, 4])
 
 
 @triton.jit
@@ -82,81 +39,6 @@ def _like_products(rows, W: tl.constexpr, R: tl.constexpr, N: tl.constexpr):
     """A value a row `[t, g, warp, tile, rh]` -> `[warp, rows, N]`, the shape of products."""
     rows = tl.reshape(tl.permute(rows, (2, 3, 4, 1, 0)), [W, R, 2, 8, 1, 4, 1])
     return tl.reshape(tl.broadcast_to(rows, [W, R, 2, 8, N // 8, 4, 2]), [W, 16 * R, N])
-
-
-@triton.jit
-def _code(words, POSITIONS: tl.constexpr, e: tl.constexpr, plane: tl.constexpr, BITS: tl.constexpr):
-    """Plain Triton: one code of every 32-bit word, by the table of bit positions."""
-    code = tl.zeros_like(words[0])
-    for c in tl.static_range(BITS):
-        code += ((words[POSITIONS[(e * 16 + plane) * BITS + c] // 32] >> (POSITIONS[(e * 16 + plane) * BITS + c] % 32)) & 1) << c
-    return code
-
-
-@triton.jit
-def _decode_plain(words, rows_zero, levels_ptr, tiles, dtype, POSITIONS: tl.constexpr, CODEBOOK: tl.constexpr,
-                  BITS: tl.constexpr, GROUPS: tl.constexpr, ZEROS: tl.constexpr, W: tl.constexpr, R: tl.constexpr):  # fmt: skip
-    """`decode_block` without assembly; one step of a grid is worth 1."""
-    row = tl.arange(0, 32)[:, None, None, None] // 4 + 8 * (tl.arange(0, 4)[None, None, None, :] % 2)
-    row = tiles[None, :, :, None] * 16 + row
-    planes = ()
-    for plane in tl.static_range(16):
-        low, high = _code(words, POSITIONS, 0, plane, BITS), _code(words, POSITIONS, 1, plane, BITS)
-        if CODEBOOK:
-            at = levels_ptr + row * (1 << BITS)
-            low, high = tl.load(at + low), tl.load(at + high)
-        else:
-            zero = _like_words(rows_zero[plane * GROUPS // 16], W, R).to(tl.float32) if ZEROS else 1 << (BITS - 1)
-            low, high = low - zero, high - zero
-        planes = planes + (tl.join(low.to(dtype), high.to(dtype)),)
-    return planes
-
-
-@triton.jit
-def _zero_pairs(zero, UNIT: tl.constexpr, dtype, W: tl.constexpr, R: tl.constexpr):
-    """Zero points `[t, g, warp, tile, rh]` -> the pair -zero * UNIT in 32 bits, in the shape of words."""
-    half = (zero.to(tl.float32) * (-UNIT)).to(dtype).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-    return _like_words(half * 0x10001, W, R)
-
-
-@triton.jit
-def decode_block(loaded, tables, levels_ptr, tiles, like_ptr, ASM: tl.constexpr, CONSTRAINTS: tl.constexpr,
-                 POSITIONS: tl.constexpr, CODEBOOK: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
-                 ZEROS: tl.constexpr, UNIT: tl.constexpr, W: tl.constexpr, R: tl.constexpr):  # fmt: skip
-    """The 16 planes `[lane, warp, tile, (kh rh), e]` of a block: levels, or steps of the grid times UNIT."""
-    dtype = like_ptr.dtype.element_ty
-    GROUPS: tl.constexpr = 256 // GROUP if GROUP > 0 and GROUP < 256 else 1
-    zero = tables if GROUP == 0 else loaded[BITS + GROUPS :]  # a zero point a row rides in `tables`
-    if ASM is None:
-        planes = _decode_plain(loaded, zero, levels_ptr, tiles, dtype, POSITIONS, CODEBOOK, BITS, GROUPS, ZEROS, W, R)
-    else:
-        operands = ()
-        if CODEBOOK:
-            operands = tables
-        elif ZEROS:
-            for i in tl.static_range(GROUPS):
-                operands = operands + (_zero_pairs(zero[i], UNIT, dtype, W, R),)
-        pairs = tl.inline_asm_elementwise(
-            ASM, CONSTRAINTS, loaded[:BITS] + operands, dtype=(tl.int32,) * 16, is_pure=True, pack=1
-        )
-        planes = ()
-        for i in tl.static_range(16):
-            planes = planes + (halves(pairs[i], dtype),)
-    return planes
-
-
-@triton.jit
-def load_tables(s_ptr, z_ptr, tiles, CODEBOOK: tl.constexpr, TABLES: tl.constexpr, GROUP: tl.constexpr,
-                W: tl.constexpr, R: tl.constexpr):  # fmt: skip
-    """What belongs to the rows for the whole launch: byte tables of a codebook, or one zero point a row."""
-    tables = ()
-    same = tl.arange(0, W)[:, None] * 0 + tiles
-    if CODEBOOK:
-        for i in tl.static_range(TABLES):
-            tables = tables + (_like_words(tl.load(s_ptr + row_offsets(same * TABLES + i)), W, R),)
-    elif z_ptr is not None and GROUP == 0:
-        tables = (tl.load(z_ptr + row_offsets(same)),)
-    return tables
 
 
 @triton.jit
@@ -176,13 +58,6 @@ def load_tokens(x_ptr, token, stride_x, block, blocks, K, EVEN: tl.constexpr):
 
 
 @triton.jit
-def halves(pair, dtype):
-    """int32 -> the two 16-bit floats that it holds, in a new last dimension."""
-    low, high = pair.to(tl.int16), (pair >> 16).to(tl.int16)
-    return tl.join(low.to(dtype, bitcast=True), high.to(dtype, bitcast=True))
-
-
-@triton.jit
 def _multiply_block(acc, loaded, tables, tokens, like_ptr, levels_ptr, tiles, ASM: tl.constexpr, CONSTRAINTS: tl.constexpr,
                     POSITIONS: tl.constexpr, CODEBOOK: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
                     ZEROS: tl.constexpr, UNIT: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
@@ -196,7 +71,9 @@ def _multiply_block(acc, loaded, tables, tokens, like_ptr, levels_ptr, tiles, AS
         if GROUP > 0 and slab * GROUPS % 8 == 0:
             part = tl.zeros([W, 16 * R, N], tl.float32)
         weight = tl.reshape(tl.join(planes[2 * slab], planes[2 * slab + 1]), [8, 4, W, R, 2, 2, 2, 2])
-        weight = tl.permute(weight, (2, 3, 5, 0, 7, 1, 4, 6))  # g t w tile kh rh e j -> w (tile rh g) (j t kh e)
+        weight = tl.permute(
+            weight, (2, 3, 5, 0, 7, 1, 4, 6)
+        )  # g t w tile kh rh e j -> w (tile rh g) (j t kh e)
         x = tl.reshape(halves(tokens[slab], like_ptr.dtype.element_ty), [4, 8, W, N // 8, 2, 4])
         x = tl.permute(x, (2, 4, 0, 5, 3, 1))  # t g w nt j (kh e) -> w (j t kh e) (nt g)
         part = tl.dot(tl.reshape(weight, [W, 16 * R, 32]), tl.reshape(x, [W, 32, N]), part)
@@ -204,17 +81,6 @@ def _multiply_block(acc, loaded, tables, tokens, like_ptr, levels_ptr, tiles, AS
             scale = loaded[BITS + slab * GROUPS // 8].to(tl.float32)
             acc += part * _like_products(scale, W, R, N)
     return acc if GROUP > 0 else part
-
-
-@triton.jit
-def load_slots(si_ptr, sv_ptr, first, last, SLOTS: tl.constexpr):
-    """Columns and residuals of `SLOTS` chunks of 8 from chunk `first` of every row on: `[rows, SLOTS, 8]`."""
-    row, chunk, eight = tl.arange(0, first.shape[0]), tl.arange(0, SLOTS), tl.arange(0, 8)
-    chunks = first[:, None] + chunk[None, :]
-    at = chunks[:, :, None].to(tl.int64) * 128 + (row % 16)[:, None, None] * 8 + eight[None, None, :]
-    inside = (chunks < last[:, None])[:, :, None]
-    column = tl.load(si_ptr + at, mask=inside, other=0, eviction_policy="evict_first").to(tl.int32) & 0xFFFF
-    return column, tl.load(sv_ptr + at, mask=inside, other=0, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -254,29 +120,38 @@ def decode_kernel(
         column, value = load_slots(si_ptr, sv_ptr, chunk, last, SLOTS)
     ahead = ()
     for u in tl.static_range(UNROLL):
-        ahead = ahead + (load_block(w_ptr, s_ptr, z_ptr, tiles, (u * W + warp)[:, None], blocks, BITS, GROUP, EVEN, W),)
+        ahead = ahead + (
+            load_block(w_ptr, s_ptr, z_ptr, tiles, (u * W + warp)[:, None], blocks, BITS, GROUP, EVEN, W),
+        )
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    if SPARSE:
-        gathered = _gather(xs_ptr, column, MS)
+    if SPARSE and MS == 1:
+        gathered = _gather(xs_ptr, column, MS)  # arrives while the dense part runs
     token = tl.arange(0, 8)[:, None] + 8 * tl.arange(0, N // 8)[None, :]
     token = tl.minimum(token, M - 1)  # the surplus columns are computed and never stored
     acc = tl.zeros([W, 16 * R, N], tl.float32)
-    tokens = load_tokens(x_ptr, token, stride_x, warp, blocks, K, EVEN)
+    AHEAD: tl.constexpr = N == 8  # more tokens would not fit into the registers twice
+    if AHEAD:
+        tokens = load_tokens(x_ptr, token, stride_x, warp, blocks, K, EVEN)
     for c in range(CHUNKS):
         now = ahead
         if CHUNKS > 1:
             ahead = ()
             for u in tl.static_range(UNROLL):
                 block = ((c + 1) * UNROLL + u) * W + warp
-                ahead = ahead + (load_block(w_ptr, s_ptr, z_ptr, tiles, block[:, None], blocks, BITS, GROUP, False, W),)
+                ahead = ahead + (
+                    load_block(w_ptr, s_ptr, z_ptr, tiles, block[:, None], blocks, BITS, GROUP, False, W),
+                )
         for u in tl.static_range(UNROLL):
-            at_hand = tokens
-            if CHUNKS > 1 or u + 1 < UNROLL:
-                block = (c * UNROLL + u + 1) * W + warp
-                tokens = load_tokens(x_ptr, token, stride_x, block, blocks, K, EVEN)
-            if (c * UNROLL + u) * W < blocks:  # always; the branch keeps the loads above from sinking below
+            block = (c * UNROLL + u) * W + warp
+            if AHEAD:
+                at_hand = tokens
+                if CHUNKS > 1 or u + 1 < UNROLL:
+                    tokens = load_tokens(x_ptr, token, stride_x, block + W, blocks, K, EVEN)
+            else:
+                at_hand = load_tokens(x_ptr, token, stride_x, block, blocks, K, EVEN)
+            if (c * UNROLL + u) * W < blocks:  # always; without the branch the compiler sinks the loads below
                 acc = _multiply_block(acc, now[u], tables, at_hand, y_ptr, levels_ptr, tiles, ASM, CONSTRAINTS,
                                       POSITIONS, CODEBOOK, BITS, GROUP, ZEROS, UNIT, W, R, N)  # fmt: skip
     y = tl.sum(acc, 0)
@@ -285,6 +160,8 @@ def decode_kernel(
             y *= tl.load(s_ptr + position * 16 + row % 8 * 2 + row % 16 // 8).to(tl.float32)[:, None]
         y *= 1.0 / UNIT
     if SPARSE:
+        if MS > 1:
+            gathered = _gather(xs_ptr, column, MS)  # too many registers to hold any longer
         sums = _sparse_sums(value, gathered)
         chunk += SLOTS
         while tl.max(last - chunk, 0) > 0:
@@ -322,49 +199,6 @@ def transpose_kernel(x_ptr, xt_ptr, M, K, stride_x, MS: tl.constexpr, BLOCK: tl.
     tl.store(xt_ptr + column[:, None] * MS + token[None, :], x, mask=(column < K)[:, None])
 
 
-def operands(layout: Layout, dtype: torch.dtype, asm: bool) -> tuple[tuple[Tensor | None, ...], dict[str, object]]:
-    """The weight's arguments of a kernel (words, scales or tables, zero points, levels) and its decoding constants."""
-    name = "fp16" if dtype == torch.float16 else "bf16"
-    codebook = isinstance(layout, CodebookLayout)
-    use_asm = asm and not (codebook and layout.bits > 4)
-    if codebook:
-        tables = 1 << (layout.bits - 1) if use_asm else 0
-        group, inputs = 0, tables
-        scales = layout.levels if layout.tables is None else layout.tables[int(name == "bf16")]
-        tensors = (layout.words, scales, None, layout.levels)
-        text = codebook_asm(layout.bits) if use_asm else None
-    else:
-        tables, group = 0, layout.kernel_group
-        inputs = 0 if layout.zero_points is None else max(1, 256 // group) if group else 1
-        tensors = (layout.words, layout.scales, layout.zero_points, None)
-        text = grid_asm(layout.bits, name, inputs) if use_asm else None
-    return tensors, {
-        "ASM": text,
-        "CONSTRAINTS": constraints(layout.bits + inputs) if use_asm else None,
-        "POSITIONS": None if use_asm else flat_positions("codebook" if codebook else "grid", layout.bits),
-        "CODEBOOK": codebook,
-        "BITS": layout.bits,
-        "TABLES": tables,
-        "GROUP": group,
-        "UNIT": UNIT[name] if use_asm else 1.0,
-    }
-
-
-def sparse_operands(layout: Layout) -> tuple[Tensor | None, ...]:
-    """rows, starts, columns, values and row scales; None where the layout has no sparse part."""
-    sparse = layout.sparse
-    if sparse is None:
-        return layout.rows, None, None, None, None
-    return layout.rows, sparse.starts, sparse.columns, sparse.values, sparse.row_scales
-
-
-def dense_tokens(x: Tensor, layout: Layout) -> Tensor:
-    """The activations that meet the dense part: divided by `column_scales` where there are any."""
-    if isinstance(layout, CodebookLayout) or layout.column_scales is None:
-        return x
-    return x / layout.column_scales.to(x.dtype)
-
-
 def decode(x: Tensor, layout: Layout, bias: Tensor | None, config: DecodeConfig, *, asm: bool) -> Tensor:
     """y [m, n] of x [m, k], 1 <= m <= 16, rows contiguous."""
     m, k = x.shape
@@ -383,11 +217,12 @@ def decode(x: Tensor, layout: Layout, bias: Tensor | None, config: DecodeConfig,
         dense = torch.nn.functional.pad(dense, (0, k % 2)).clone(memory_format=torch.contiguous_format)
     pairs = dense.view(torch.int32)
     tiles, span = layout.words.shape[0], config.warps * config.unroll
+    slots = config.slots if width == 1 else max(2, min(config.slots, 64 // width))
     if config.max_registers:
         launch["maxnreg"] = config.max_registers
     decode_kernel[(triton.cdiv(tiles, config.tiles),)](
         pairs, gathered, *tensors, *sparse_operands(layout), bias, y, m, k, layout.n, tiles - 1, pairs.stride(0),
-        y.stride(0), **constants, EVEN=k % (256 * span) == 0, MS=width, SLOTS=config.slots, W=config.warps,
+        y.stride(0), **constants, EVEN=k % (256 * span) == 0, MS=width, SLOTS=slots, W=config.warps,
         R=config.tiles, UNROLL=config.unroll, CHUNKS=triton.cdiv(triton.cdiv(k, 256), span), N=n_tokens,
         PDL=config.pdl, num_warps=config.warps, num_stages=1, **launch,
     )  # fmt: skip

@@ -4,12 +4,22 @@ A program owns 16 rows and takes their blocks through the same decoder as `decod
 adds the residuals of its rows in place. The dense value is rounded to the matrix's type before the residual is added.
 """
 
+# pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none, reportAttributeAccessIssue=none
+# pyright: reportPossiblyUnboundVariable=none, reportGeneralTypeIssues=none, reportAssignmentType=none, reportReturnType=none, reportOptionalMemberAccess=none
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from requant_kernels.decode import decode_block, load_block, load_slots, load_tables, operands, sparse_operands
+from requant_kernels.blocks import (
+    decode_block,
+    load_block,
+    load_slots,
+    load_tables,
+    operands,
+    sparse_operands,
+)
 from requant_kernels.layouts import CodebookLayout, Layout
 
 
@@ -46,7 +56,11 @@ def dequantize_kernel(
                 if GROUP > 0:
                     scale = tl.reshape(loaded[BITS + slab * GROUPS // 8], [4, 8, W, 2, 1])
                 else:
-                    at = tile.to(tl.int64) * 16 + g[None, :, None, None, None] * 2 + rh[None, None, None, :, None]
+                    at = (
+                        tile.to(tl.int64) * 16
+                        + g[None, :, None, None, None] * 2
+                        + rh[None, None, None, :, None]
+                    )
                     scale = tl.load(s_ptr + at)
                 value *= scale.to(tl.float32) * (1.0 / UNIT)
                 if cs_ptr is not None:
@@ -65,7 +79,9 @@ def dequantize_kernel(
                 residual *= tl.load(sr_ptr + at).to(tl.float32)[:, None, None]
             held = out_ptr + own * K + column
             filled = (value != 0) & (own < n)  # an empty slot points at column 0, which may be someone's
-            tl.store(held, (tl.load(held, mask=filled, other=0.0).to(tl.float32) + residual).to(dtype), mask=filled)
+            tl.store(
+                held, (tl.load(held, mask=filled, other=0.0).to(tl.float32) + residual).to(dtype), mask=filled
+            )
             chunk += SLOTS
 
 

@@ -92,7 +92,7 @@ def pack_grid(
             f"scales have shape {tuple(scales.shape)}; {n} rows and {groups} groups of {group_size} columns are expected"
         )
     kernel_group = _kernel_group(k, group_size)
-    order = _row_order(sparse, n, codes.device)
+    order = None if sparse is None else _row_order(sparse[0].to(codes.device))
     return GridLayout(
         words=pack_words(_take(codes, order), kind="grid", bits=bits),
         scales=_pack_groups(_take(scales, order).half(), k, group_size, kernel_group),
@@ -121,8 +121,10 @@ def pack_codebook(
     n, k = codes.shape
     _check(codes, bits)
     if levels.shape != (n, 1 << bits):
-        raise ValueError(f"levels have shape {tuple(levels.shape)}; {bits} bits and {n} rows need {(n, 1 << bits)}")
-    order = _row_order(sparse, n, codes.device)
+        raise ValueError(
+            f"levels have shape {tuple(levels.shape)}; {bits} bits and {n} rows need {(n, 1 << bits)}"
+        )
+    order = None if sparse is None else _row_order(sparse[0].to(codes.device))
     padded = _pad_rows(_take(levels, order).half()).contiguous()
     return CodebookLayout(
         words=pack_words(_take(codes, order), kind="codebook", bits=bits),
@@ -176,7 +178,9 @@ def pack_words(codes: Tensor, *, kind: str, bits: int) -> Tensor:
     padded = torch.nn.functional.pad(_pad_rows(codes), (0, blocks * BLOCK - codes.shape[1]))
     # row = 16 tile + 8 rh + g;  column = 256 block + 32 pair + 8 t + 4 j + 2 kh + e
     parts = padded.view(-1, 2, 8, blocks, 8, 4, 2, 2, 2)
-    parts = parts.permute(8, 4, 6, 0, 3, 2, 5, 7, 1).reshape(2, PLANES, -1)  # e, (pair j), (tile block g t kh rh)
+    parts = parts.permute(8, 4, 6, 0, 3, 2, 5, 7, 1).reshape(
+        2, PLANES, -1
+    )  # e, (pair j), (tile block g t kh rh)
     words = torch.zeros(bits, parts.shape[2], dtype=torch.int32, device=codes.device)
     for e, planes in enumerate(bit_positions(kind, bits)):
         for plane, places in enumerate(planes):
@@ -212,7 +216,11 @@ def _kernel_group(k: int, group_size: int) -> int:
     """The coarsest group that the kernels can follow; 0 means one scale a row."""
     if group_size >= k:
         return 0
-    group = group_size if group_size % BLOCK == 0 else torch.gcd(torch.tensor(group_size), torch.tensor(BLOCK)).item()
+    group = (
+        group_size
+        if group_size % BLOCK == 0
+        else torch.gcd(torch.tensor(group_size), torch.tensor(BLOCK)).item()
+    )
     if group < FINEST_GROUP:
         raise ValueError(
             f"group_size {group_size} is not a multiple of {FINEST_GROUP}, the finest group of the kernels: "
@@ -244,11 +252,9 @@ def _byte_tables(levels: Tensor) -> Tensor:
     return packed.permute(0, 3, 2, 1).contiguous()
 
 
-def _row_order(sparse: tuple[Tensor, ...] | None, n: int, device: torch.device) -> Tensor | None:
+def _row_order(indptr: Tensor) -> Tensor:
     """Rows by falling number of residuals, equal ones in their own order."""
-    if sparse is None:
-        return None
-    return torch.argsort(sparse[0].to(device).diff(), descending=True, stable=True)
+    return torch.argsort(indptr.diff(), descending=True, stable=True)
 
 
 def _padded_order(order: Tensor | None, n: int) -> Tensor | None:
@@ -274,7 +280,9 @@ def _pack_sparse(
     if sparse is None or order is None:
         return None
     if k > 1 << 16:
-        raise ValueError(f"the sparse kernels address 65536 columns, the matrix has {k}: drop the sparse part")
+        raise ValueError(
+            f"the sparse kernels address 65536 columns, the matrix has {k}: drop the sparse part"
+        )
     indptr, indices, values, row_scales = sparse
     device, n = order.device, len(order)
     counts = torch.nn.functional.pad(indptr.to(device).diff()[order], (0, -n % ROWS))

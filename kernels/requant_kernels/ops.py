@@ -16,8 +16,9 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from requant_kernels import blockwise
+from requant_kernels import blockwise, naive
 from requant_kernels.layouts import CodebookLayout, GridLayout, Layout, SparseSlots
+from requant_kernels.rings import TrellisLayout
 from requant_kernels.tuning import DECODE_TOKENS, TALL_TOKENS, decode_config
 
 DTYPES = (torch.float16, torch.bfloat16)
@@ -33,7 +34,9 @@ def linear(
     if x.shape[-1] != layout.k:
         raise ValueError(f"x has {x.shape[-1]} features, but the packed matrix takes {layout.k}")
     if x.device != layout.words.device:
-        raise ValueError(f"x is on {x.device}, but the packed matrix is on {layout.words.device}: move one of them")
+        raise ValueError(
+            f"x is on {x.device}, but the packed matrix is on {layout.words.device}: move one of them"
+        )
     if x.is_cuda and x.dtype not in DTYPES:
         raise ValueError(f"the kernels take float16 or bfloat16 activations, not {x.dtype}: cast them")
     y = torch.ops.requant.linear(x.reshape(-1, layout.k), bias, *flatten(layout))
@@ -41,12 +44,27 @@ def linear(
 
 
 def linear_siblings(
-    x: Float[Tensor, "*tokens k"], layout: Layout, sizes: tuple[int, ...], bias: Float[Tensor, " n"] | None = None
+    x: Float[Tensor, "*tokens k"],
+    layout: Layout,
+    sizes: tuple[int, ...],
+    bias: Float[Tensor, " n"] | None = None,
 ) -> tuple[Float[Tensor, "*tokens _"], ...]:
     """Layers that share x (q, k and v; gate and up), packed as one matrix of `sum(sizes)` rows: one launch, views out."""
     if sum(sizes) != layout.n:
         raise ValueError(f"siblings of {sizes} rows make {sum(sizes)}, but the packed matrix has {layout.n}")
     return linear(x, layout, bias).split(sizes, dim=-1)
+
+
+def trellis_linear(
+    x: Float[Tensor, "*tokens k"], layout: TrellisLayout, bias: Float[Tensor, " n"] | None = None
+) -> Float[Tensor, "*tokens n"]:
+    """`linear` of a trellis layout: on a GPU three launches, elsewhere by its twin in float32."""
+    if x.shape[-1] != layout.k:
+        raise ValueError(f"x has {x.shape[-1]} features, but the packed matrix takes {layout.k}")
+    y = torch.ops.requant.trellis_linear(
+        x.reshape(-1, layout.k), bias, layout.words, layout.input_scales, layout.output_scales, layout.bits, layout.code
+    )
+    return y.view(*x.shape[:-1], layout.n)
 
 
 def dequantize(layout: Layout, dtype: torch.dtype = torch.float16) -> Shaped[Tensor, "n k"]:
@@ -78,7 +96,9 @@ def _layout(
     """The inverse of `flatten`."""
     sparse = None
     if starts is not None and columns is not None and values is not None and counts is not None:
-        sparse = SparseSlots(starts=starts, columns=columns, values=values, row_scales=row_scales, counts=counts)
+        sparse = SparseSlots(
+            starts=starts, columns=columns, values=values, row_scales=row_scales, counts=counts
+        )
     if scales is None:
         assert levels is not None
         return CodebookLayout(
@@ -149,3 +169,26 @@ def _dequantize(
 @_dequantize.register_fake
 def _(dtype: torch.dtype, words: Tensor, *rest: Any) -> Tensor:
     return words.new_empty(rest[-5], rest[-4], dtype=dtype)
+
+
+@torch.library.custom_op("requant::trellis_linear", mutates_args=())
+def _trellis_linear(
+    x: Tensor, bias: Tensor | None, words: Tensor, input_scales: Tensor, output_scales: Tensor, bits: int, code: str
+) -> Tensor:
+    layout = TrellisLayout(
+        words=words, input_scales=input_scales, output_scales=output_scales, n=len(output_scales), k=len(input_scales),
+        bits=bits, code=code,
+    )  # fmt: skip
+    if x.shape[0] == 0:
+        return x.new_empty(0, layout.n)
+    if not x.is_cuda:
+        y = x.float() @ naive.trellis_weight(layout, torch.float32).T
+        return (y if bias is None else y + bias.float()).to(x.dtype)
+    from requant_kernels.trellis import trellis_linear as trellis_cuda
+
+    return trellis_cuda(x if x.stride(1) == 1 else x.contiguous(), layout, bias, asm=_uses_asm(x.device))
+
+
+@_trellis_linear.register_fake
+def _(x: Tensor, bias: Tensor | None, words: Tensor, input_scales: Tensor, output_scales: Tensor, *rest: Any) -> Tensor:
+    return x.new_empty(x.shape[0], output_scales.shape[0])

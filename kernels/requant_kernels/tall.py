@@ -5,12 +5,15 @@ laid out in the order in which words are decoded (`arrange`), partial products a
 they are summed in a fixed order, with residuals and bias (`finish`).
 """
 
+# pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none, reportAttributeAccessIssue=none
+# pyright: reportPossiblyUnboundVariable=none, reportGeneralTypeIssues=none, reportAssignmentType=none, reportReturnType=none, reportOptionalMemberAccess=none
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from requant_kernels.decode import (
+from requant_kernels.blocks import (
     decode_block,
     dense_tokens,
     load_block,
@@ -19,8 +22,8 @@ from requant_kernels.decode import (
     operands,
     row_offsets,
     sparse_operands,
-    transpose_kernel,
 )
+from requant_kernels.decode import transpose_kernel
 from requant_kernels.layouts import Layout
 
 WARPS = 8
@@ -46,7 +49,6 @@ def multiply_kernel(
     W: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """partial `[SPLIT, N, 16 tiles]`; grid: (tiles / W, SPLIT). Steps of the grid are in units of UNIT until the end."""
-    dtype = xa_ptr.dtype.element_ty
     GROUPS: tl.constexpr = 0 if GROUP == 0 else (256 // GROUP if GROUP < 256 else 1)
     tiles = tl.minimum(tl.program_id(0) * W + tl.arange(0, W), last_tile).to(tl.int64)[:, None]
     row = tl.program_id(0) * W * 16 + tl.arange(0, 16 * W)
@@ -69,7 +71,9 @@ def multiply_kernel(
             x = tl.load(xa_ptr + at, mask=block < blocks, other=0.0)
             part = tl.dot(tl.reshape(weight, [16 * W, 32]), x, part)
             if GROUP > 0 and (slab + 1) * GROUPS % 8 == 0:
-                scale = tl.reshape(tl.permute(loaded[BITS + slab * GROUPS // 8], (2, 3, 4, 1, 0)), [16 * W, 4])
+                scale = tl.reshape(
+                    tl.permute(loaded[BITS + slab * GROUPS // 8], (2, 3, 4, 1, 0)), [16 * W, 4]
+                )
                 acc += part * (tl.sum(scale.to(tl.float32), 1) * 0.25)[:, None]
         if GROUP == 0:
             acc = part
@@ -136,7 +140,9 @@ def tall(x: Tensor, layout: Layout, bias: Tensor | None, *, asm: bool, split: in
     transposed = None
     if layout.sparse is not None:
         transposed = torch.empty(k, n_tokens, dtype=x.dtype, device=x.device)
-        transpose_kernel[(triton.cdiv(k, 64),)](x, transposed, m, k, x.stride(0), MS=n_tokens, BLOCK=64, PDL=False)
+        transpose_kernel[(triton.cdiv(k, 64),)](
+            x, transposed, m, k, x.stride(0), MS=n_tokens, BLOCK=64, PDL=False
+        )
     y = torch.empty(m, layout.n, dtype=x.dtype, device=x.device)
     finish_kernel[(tiles,)](
         partial, transposed, *sparse_operands(layout), bias, y, m, layout.n, tiles - 1, y.stride(0), SPLIT=split,

@@ -2,7 +2,7 @@
 
 The decode kernel needs enough bytes in flight and few enough registers that 16 warps fit a multiprocessor; everything
 else follows from the shape. Settings are chosen from shapes alone, never by timing inside a call, so a captured graph
-and an eager call run the same kernel. `tune` in `kernels/bench` measures and prints new rows for `MEASURED`.
+and an eager call run the same kernel. `kernels/bench/tune.py` measures launch shapes and prints rows for `MEASURED`.
 """
 
 import math
@@ -26,11 +26,17 @@ class DecodeConfig:
     unroll: int = 1
     slots: int = 16
     pdl: bool = False
-    max_registers: int | None = None
+    max_registers: int | None = None  # 128: 16 warps fit a multiprocessor
 
 
-# (kind, bits, rows, columns) -> (warps, tiles, unroll), one token, H200
-MEASURED: dict[str, dict[tuple[str, int, int, int], tuple[int, int, int]]] = {"NVIDIA H200": {}}
+# (kind, bits, rows, columns) -> (warps, tiles, unroll), one token
+MEASURED: dict[str, dict[tuple[str, int, int, int], tuple[int, int, int]]] = {
+    "NVIDIA H200": {
+        ("grid", 2, 8192, 8192): (4, 1, 1),
+        ("codebook", 2, 8192, 8192): (4, 1, 1),
+        ("codebook", 3, 8192, 8192): (4, 1, 1),
+    }
+}
 
 
 def decode_config(layout: Layout, device: torch.device) -> DecodeConfig:
@@ -46,11 +52,14 @@ def _config(kind: str, bits: int, n: int, k: int, slots: int, device: torch.devi
     blocks, tiles = -(-k // 256), -(-n // 16)
     properties = torch.cuda.get_device_properties(device)
     pdl = (properties.major, properties.minor) >= (9, 0) and torch.version.hip is None
+    registers = 128 if torch.version.hip is None else None
     measured = MEASURED.get(properties.name, {}).get((kind, bits, n, k))
     if measured is not None:
         warps, rows, unroll = measured
-        return DecodeConfig(warps=warps, tiles=rows, unroll=unroll, slots=slots, pdl=pdl)
+        return DecodeConfig(
+            warps=warps, tiles=rows, unroll=unroll, slots=slots, pdl=pdl, max_registers=registers
+        )
     warps = 4  # small matrices: more warps a tile, so that every multiprocessor has some
     while warps < 16 and tiles * warps < 12 * properties.multi_processor_count and 2 * warps <= blocks:
         warps *= 2
-    return DecodeConfig(warps=warps, slots=slots, pdl=pdl)
+    return DecodeConfig(warps=warps, slots=slots, pdl=pdl, max_registers=registers)

@@ -221,7 +221,9 @@ def codebook_asm(bits: int) -> str:
             shifted = ptx.new(f"shl.b32 {{d}}, {register}, 4;")
             for i, (source, shift) in enumerate(((register, 0), (shifted, 16))):
                 mask = ptx.new(f"prmt.b32 {{d}}, {source}, {source}, 0xBA98;")
-                weave(ptx.new(f"shr.b32 {{d}}, {selector}, 16;") if shift else selector, mask, 4 * word + 2 * i)
+                weave(
+                    ptx.new(f"shr.b32 {{d}}, {selector}, 16;") if shift else selector, mask, 4 * word + 2 * i
+                )
             continue
         for high in range(2):
             source = ptx.rotate(word, 2 * high)
@@ -239,3 +241,42 @@ def codebook_asm(bits: int) -> str:
 def constraints(inputs: int) -> str:
     """Of an asm block with 16 registers out and `inputs` in."""
     return ",".join(["=r"] * PLANES + ["r"] * inputs)
+
+
+@cache
+def trellis_asm(code: str, bits: int) -> tuple[str, str]:
+    """Text and constraints: two pairs of float16 (columns 0, 1 and 2, 3) from a lane's low and high word and its shift."""
+    ptx = _Ptx({})
+    window = ptx.new("shf.r.wrap.b32 {d}, $2, $3, $4;")
+    steps = 2 if code == "pair" else 4
+    hashes = []
+    for step in range(steps):
+        shift = (steps - 1 - step) * bits * (4 // steps)
+        x = ptx.new(f"shr.b32 {{d}}, {window}, {shift};") if shift else window
+        x = ptx.new(f"and.b32 {{d}}, {x}, 0xffff;")
+        match code:
+            case "mul1":
+                hashes.append(ptx.new(f"mul.lo.u32 {{d}}, {x}, 0x83DCD12D;"))
+            case "pair":
+                hashes.append(ptx.new(f"mad.lo.u32 {{d}}, {x}, 0x4E6DA66B, 0x3C6EF35F;"))
+            case _:
+                h = ptx.new(f"mad.lo.u32 {{d}}, {x}, 89226354, 64248484;")
+                hashes.append(ptx.new(f"lop3.b32 {{d}}, {h}, 0x8FFF8FFF, 0x3B603B60, 0x6A;"))
+    for pair in range(2):
+        if code == "3inst":
+            first, second = hashes[2 * pair], hashes[2 * pair + 1]
+            low = ptx.new(f"prmt.b32 {{d}}, {first}, {second}, 0x5410;")
+            high = ptx.new(f"prmt.b32 {{d}}, {first}, {second}, 0x7632;")
+            ptx.give(pair, f"add.rn.f16x2 {{d}}, {low}, {high};")
+            continue
+        if code == "pair":
+            first = ptx.new(f"dp4a.u32.u32 {{d}}, {hashes[pair]}, 0x01010101, 0x6400;")
+            second = ptx.new(f"dp4a.u32.s32 {{d}}, {hashes[pair]}, 0x01FFFF01, 0x65FE;")
+        else:
+            first, second = (
+                ptx.new(f"dp4a.u32.u32 {{d}}, {hashes[2 * pair + i]}, 0x01010101, 0x6400;") for i in range(2)
+            )
+        both = ptx.new(f"prmt.b32 {{d}}, {first}, {second}, 0x5410;")
+        offset = ptx.new("mov.b32 {d}, 0xE5FEE5FE;")  # -1534 twice
+        ptx.give(pair, f"add.rn.f16x2 {{d}}, {both}, {offset};")
+    return ptx.text(), "=r,=r,r,r,r"

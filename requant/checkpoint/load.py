@@ -47,10 +47,12 @@ def load(
     header = read_header(path, trust_remote_code=trust_remote_code)
     dtype = _dtype(dtype)
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
 
     from requant.integrations.transformers import register
 
     register()
+    logging.disable_progress_bar()  # a bar for a second of work
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
         depth = getattr(config.get_text_config(), "num_hidden_layers", 0)

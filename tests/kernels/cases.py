@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
-
 from requant_kernels import Layout, pack_codebook, pack_grid
+from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +23,9 @@ class Case:
     dtype: torch.dtype = torch.float16
 
 
-def random_csr(n: int, k: int, density: float, int8: bool, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def random_csr(
+    n: int, k: int, density: float, int8: bool, device: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Residuals at random places; row 3 is full, row 5 empty."""
     places = torch.rand(n, k, device=device) < density
     if n > 5:

@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from requant_kernels.layouts import pack_codebook, pack_words, unpack_words
 from requant_kernels.words import (
     MANTISSA,
@@ -45,7 +44,9 @@ def permute_bytes(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndar
     table = (b.astype(np.uint64) << np.uint64(32)) | a
     for i in range(4):
         nibble = (selector >> np.uint32(4 * i)) & 0xF
-        byte = ((table >> ((nibble & 7).astype(np.uint64) * np.uint64(8))) & np.uint64(0xFF)).astype(np.uint32)
+        byte = ((table >> ((nibble & 7).astype(np.uint64) * np.uint64(8))) & np.uint64(0xFF)).astype(
+            np.uint32
+        )
         sign = np.where(byte & 0x80, np.uint32(0xFF), np.uint32(0))
         out |= np.where(nibble & 8, sign, byte) << np.uint32(8 * i)
     return out
@@ -120,7 +121,9 @@ def test_words_round_trip(data: st.DataObject, kind_bits: tuple[str, int], n: in
     kind, bits = kind_bits
     seed = data.draw(st.integers(0, 2**31))
     codes = torch.randint(0, 1 << bits, (n, k), dtype=torch.uint8, generator=torch.manual_seed(seed))
-    assert torch.equal(unpack_words(pack_words(codes, kind=kind, bits=bits), kind=kind, bits=bits, k=k)[:n], codes)
+    assert torch.equal(
+        unpack_words(pack_words(codes, kind=kind, bits=bits), kind=kind, bits=bits, k=k)[:n], codes
+    )
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
@@ -128,9 +131,17 @@ def test_words_round_trip(data: st.DataObject, kind_bits: tuple[str, int], n: in
 def test_grid_asm_is_exact(bits: int, dtype: str) -> None:
     codes, words = random_words(bits, "grid")
     for groups in (0, 1, 2, 8):
-        zeros = np.random.randint(0, 1 << bits, (max(groups, 1), 16)) if groups else np.full((1, 16), 1 << bits - 1)
+        zeros = (
+            np.random.randint(0, 1 << bits, (max(groups, 1), 16))
+            if groups
+            else np.full((1, 16), 1 << bits - 1)
+        )
         operands = {f"${PLANES + w}": words[w] for w in range(bits)}
-        rows = np.arange(2)[None, None, None, :] * 8 + np.arange(8)[:, None, None, None] + 0 * words[0].astype(int)
+        rows = (
+            np.arange(2)[None, None, None, :] * 8
+            + np.arange(8)[:, None, None, None]
+            + 0 * words[0].astype(int)
+        )
         for group in range(groups):
             z = -zeros[group][rows] * UNIT[dtype]
             operands[f"${PLANES + bits + group}"] = pair_of(np.stack([z, z], -1), dtype)

@@ -1,5 +1,6 @@
 """A run that dies goes on where it stopped, and ends with the bytes of one that was left alone."""
 
+import dataclasses
 import hashlib
 import os
 import signal
@@ -12,7 +13,7 @@ import pytest
 import requant
 from requant import quantizers
 from requant.quantizers import METHODS
-from requant.recipe import Calibration, Detach, Evaluation, Recipe, dump_recipe, load_recipe
+from requant.recipe import Calibration, Detach, Evaluation, Recipe, Tuning, dump_recipe, load_recipe
 from requant.workspace import Workspace
 
 KILLED = """
@@ -137,6 +138,23 @@ def test_wherever_it_stops(
     stored = stop - (stop > 14) - (stop > 29) - (stop > 44) - (stop > 45) - (stop > 46)
     assert len(quantized) == 42 - min(stored, 42)
     assert sha256(output) == undisturbed
+
+
+@pytest.mark.parametrize("stop", [STAGES + 3, pytest.param(STAGES + 14, marks=pytest.mark.slow)])
+def test_a_tuned_run_resumes(cli, arguments, stop_after, tmp_path: Path, stop: int) -> None:
+    """Tuning ends in one result a matrix; some of them are not enough, and it is done again."""
+    tuning = Tuning(steps=2, tokens_per_step=64, held_out=2, check_every=1)
+    recipe = dataclasses.replace(load_recipe(arguments[2]), tuning=tuning)
+    recipe = dataclasses.replace(recipe, calibration=dataclasses.replace(recipe.calibration, num_samples=6))
+    (tmp_path / "tuned.yaml").write_text(dump_recipe(recipe))
+    command = ["quantize", "--recipe", tmp_path / "tuned.yaml", "--quiet", "--output"]
+    stop_after(stop)
+    with pytest.raises(Stopped):
+        cli(*command, tmp_path / "out")
+    stop_after(0)
+    assert cli(*command, tmp_path / "out", "--resume")[0] == 0
+    assert cli(*command, tmp_path / "alone")[0] == 0
+    assert sha256(tmp_path / "out") == sha256(tmp_path / "alone")
 
 
 def test_without_resume_it_starts_over(

@@ -1,0 +1,87 @@
+"""Compile a kernel for a GPU that is not there, and read what came out."""
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+POINTERS = {  # argument -> type, where the argument is not None
+    "x_ptr": "*i32", "w_ptr": "*i32", "levels_ptr": "*fp16", "rows_ptr": "*i32", "sp_ptr": "*i32", "si_ptr": "*i16",
+    "z_ptr": "*fp16", "cs_ptr": "*fp16", "partial_ptr": "*fp32",
+}  # fmt: skip
+ALIGNED = ("K", "n", "stride_x", "stride_y")
+INTEGERS = ("M", "last_tile", *ALIGNED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What ptxas made: registers, bytes of stack (spills), static instructions by opcode."""
+
+    registers: int
+    stack: int
+    opcodes: Counter[str]
+    layout_ir: str
+
+    @property
+    def instructions(self) -> int:
+        return sum(self.opcodes.values())
+
+
+def compile_kernel(
+    kernel: Any,
+    constants: dict[str, Any],
+    *,
+    capability: int,
+    dtype: str = "fp16",
+    pointers: dict[str, str],
+    absent: tuple[str, ...] = (),
+    warps: int,
+    stages: int = 1,
+) -> Machine:
+    types = {
+        **dict.fromkeys(INTEGERS, "i32"),
+        **POINTERS,
+        "y_ptr": f"*{dtype}",
+        "xs_ptr": f"*{dtype}",
+        **pointers,
+    }
+    signature = {
+        name: "constexpr" if name in constants or name in absent else types[name] for name in kernel.arg_names
+    }
+    position = {name: i for i, name in enumerate(kernel.arg_names)}
+    source = ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs={(position[n],): constants.get(n) for n, kind in signature.items() if kind == "constexpr"},
+        attrs={
+            (position[n],): [["tt.divisibility", 16]]
+            for n, kind in signature.items()
+            if kind[0] == "*" or (kind == "i32" and n in ALIGNED)
+        },
+    )
+    options = {"num_warps": warps, "num_stages": stages}
+    built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(built.asm["cubin"])
+        file.flush()
+        usage = subprocess.run(
+            [TOOLS / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+        sass = subprocess.run(
+            [TOOLS / "nvdisasm", "-c", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found is not None
+    opcodes = Counter(re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+ )?\s*([A-Z0-9_]+)", sass))
+    del opcodes["NOP"]
+    return Machine(
+        registers=int(found[1]), stack=int(found[2]), opcodes=opcodes, layout_ir=str(built.asm["ttgir"])
+    )

@@ -1,0 +1,84 @@
+"""The public operations on the CPU: values, operator contract, tracing, messages, memory."""
+
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from requant_kernels import blockwise, dequantize, linear, linear_siblings, naive
+from requant_kernels.ops import flatten
+
+from .cases import Case, random_layout, relative_error
+
+CASES = [
+    Case(kind="grid", bits=2, n=37, k=300, m=1, density=0.02, bias=True),
+    Case(
+        kind="grid",
+        bits=5,
+        n=20,
+        k=700,
+        m=5,
+        zero_points=True,
+        column_scales=True,
+        density=0.02,
+        int8_residuals=True,
+    ),
+    Case(kind="codebook", bits=3, n=33, k=515, m=3, density=0.05),
+    Case(kind="codebook", bits=8, n=16, k=256, m=2),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_linear_and_dequantize(case: Case) -> None:
+    torch.manual_seed(0)
+    layout = random_layout(case, "cpu")
+    x, bias = torch.randn(2, case.m, case.k), torch.randn(case.n) if case.bias else None
+    assert relative_error(linear(x, layout, bias), naive.linear(x, layout, bias)) < 1e-5
+    assert relative_error(dequantize(layout, torch.float32), naive.weight(layout)) < 1e-6
+
+
+def test_bands_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = random_layout(CASES[0], "cpu")
+    x = torch.randn(4, 300)
+    whole = linear(x, layout)
+    monkeypatch.setattr(blockwise, "BAND_WEIGHTS", 16 * 300)
+    monkeypatch.setattr(blockwise, "BAND_RESIDUALS", 7)
+    assert relative_error(linear(x, layout), whole.double()) < 1e-6
+
+
+def test_siblings_are_views_of_one_launch() -> None:
+    layout = random_layout(CASES[2], "cpu")
+    x = torch.randn(2, 3, 515)
+    whole = linear(x, layout)
+    parts = linear_siblings(x, layout, (16, 10, 7))
+    assert [part.shape[-1] for part in parts] == [16, 10, 7]
+    assert torch.equal(torch.cat(parts, -1), whole)
+    with pytest.raises(ValueError, match="make 20, but the packed matrix has 33"):
+        linear_siblings(x, layout, (10, 10))
+
+
+def test_operator_contract_and_tracing() -> None:
+    layout = random_layout(CASES[0], "cpu")
+    x = torch.randn(3, 300)
+    torch.library.opcheck(torch.ops.requant.linear, (x, None, *flatten(layout)))
+    torch.library.opcheck(torch.ops.requant.dequantize, (torch.float32, *flatten(layout)))
+    plain = inspect.unwrap(linear)  # the type checks of the tests are no part of a server's graph
+    traced = torch.compile(lambda t: plain(t, layout) + 1, fullgraph=True, backend="eager")
+    assert torch.equal(traced(x), linear(x, layout) + 1)
+    assert linear(x[:0], layout).shape == (0, 37)
+
+
+def test_refusals_name_both_values() -> None:
+    layout = random_layout(CASES[0], "cpu")
+    with pytest.raises(ValueError, match="x has 12 features, but the packed matrix takes 300"):
+        linear(torch.randn(1, 12), layout)
+
+
+def test_import_needs_no_triton() -> None:
+    """Importing the package must not import Triton, which is not there on every platform."""
+    code = "import sys; sys.modules['triton'] = None; import requant_kernels"
+    root = Path(__file__).parents[2] / "kernels"
+    run = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
