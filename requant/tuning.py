@@ -16,10 +16,11 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int64
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from tqdm import tqdm
 from transformers import PreTrainedModel
@@ -133,7 +134,7 @@ def tune(run: Run, weights: Weights, settings: Tuning) -> Weights:
     return {name: with_theta(weight, thetas[name]) for name, weight in weights.items()}
 
 
-def _group(leaf: Tensor, rate: float) -> dict[str, object]:
+def _group(leaf: Tensor, rate: float) -> dict[str, Any]:
     leaf.requires_grad_(True)
     return {"params": [leaf], "lr": rate * leaf.detach().float().square().mean().sqrt().item()}
 
@@ -152,7 +153,7 @@ def _draw(train: Int64[Tensor, "b t"], step: int, settings: Tuning, seed: int) -
     return train[order[first : first + count]]
 
 
-def _kl(model: nn.Module, teacher: nn.Module, tokens: Int64[Tensor, "b t"]) -> Float[Tensor, ""]:
+def _kl(model: PreTrainedModel, teacher: PreTrainedModel, tokens: Int64[Tensor, "b t"]) -> Float[Tensor, ""]:
     """Sum of KL(teacher || model) over the positions of a batch, nats."""
     with torch.no_grad():
         expected = teacher(input_ids=tokens, use_cache=False).logits.float().log_softmax(-1)

@@ -62,7 +62,13 @@ def trellis_linear(
     if x.shape[-1] != layout.k:
         raise ValueError(f"x has {x.shape[-1]} features, but the packed matrix takes {layout.k}")
     y = torch.ops.requant.trellis_linear(
-        x.reshape(-1, layout.k), bias, layout.words, layout.input_scales, layout.output_scales, layout.bits, layout.code
+        x.reshape(-1, layout.k),
+        bias,
+        layout.words,
+        layout.input_scales,
+        layout.output_scales,
+        layout.bits,
+        layout.code,
     )
     return y.view(*x.shape[:-1], layout.n)
 
@@ -173,7 +179,13 @@ def _(dtype: torch.dtype, words: Tensor, *rest: Any) -> Tensor:
 
 @torch.library.custom_op("requant::trellis_linear", mutates_args=())
 def _trellis_linear(
-    x: Tensor, bias: Tensor | None, words: Tensor, input_scales: Tensor, output_scales: Tensor, bits: int, code: str
+    x: Tensor,
+    bias: Tensor | None,
+    words: Tensor,
+    input_scales: Tensor,
+    output_scales: Tensor,
+    bits: int,
+    code: str,
 ) -> Tensor:
     layout = TrellisLayout(
         words=words, input_scales=input_scales, output_scales=output_scales, n=len(output_scales), k=len(input_scales),
@@ -190,5 +202,7 @@ def _trellis_linear(
 
 
 @_trellis_linear.register_fake
-def _(x: Tensor, bias: Tensor | None, words: Tensor, input_scales: Tensor, output_scales: Tensor, *rest: Any) -> Tensor:
+def _(
+    x: Tensor, bias: Tensor | None, words: Tensor, input_scales: Tensor, output_scales: Tensor, *rest: Any
+) -> Tensor:
     return x.new_empty(x.shape[0], output_scales.shape[0])

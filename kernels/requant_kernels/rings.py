@@ -36,7 +36,9 @@ def pack_trellis(
         held = ", ".join(f"{name} to {most} bits" for name, most in CODES.items())
         raise ValueError(f"no trellis kernel decodes {code!r} at {bits} bits; there are {held}")
     if codes.shape != (-(-n // TILE) * TILE, -(-k // TILE) * TILE):
-        raise ValueError(f"codes have shape {tuple(codes.shape)}; {n} x {k} padded to multiples of {TILE} is expected")
+        raise ValueError(
+            f"codes have shape {tuple(codes.shape)}; {n} x {k} padded to multiples of {TILE} is expected"
+        )
     padded = torch.nn.functional.pad(codes, (0, -codes.shape[1] % (GROUP_TILES * TILE)))
     tiles = padded.view(codes.shape[0] // TILE, TILE, -1, GROUP_TILES, TILE).permute(0, 2, 3, 1, 4)
     shifts = torch.arange(bits - 1, -1, -1, device=codes.device, dtype=torch.uint8)

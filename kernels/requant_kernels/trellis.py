@@ -46,7 +46,11 @@ def _window(words_ptr, tile, group, groups, BITS: tl.constexpr):
 def _shift(BITS: tl.constexpr, W: tl.constexpr):
     """How far the end of the four columns is from the end of its word, `[t, g, warp, rh, tile]`."""
     t, g, rh = tl.arange(0, 4), tl.arange(0, 8), tl.arange(0, 2)
-    end = 16 * (8 * rh[None, None, None, :, None] + g[None, :, None, None, None]) + 4 * t[:, None, None, None, None] + 4
+    end = (
+        16 * (8 * rh[None, None, None, :, None] + g[None, :, None, None, None])
+        + 4 * t[:, None, None, None, None]
+        + 4
+    )
     return tl.broadcast_to((32 - end * BITS % 32) % 32, [4, 8, W, 2, 4])
 
 
@@ -56,7 +60,9 @@ def _plain_value(x, CODE: tl.constexpr, second: tl.constexpr):
     if CODE == "3inst":
         h = ((x * 89226354 + 64248484) & 0x8FFF8FFF) ^ 0x3B603B60
         low, high = (h & 0xFFFF).to(tl.uint16), (h >> 16).to(tl.uint16)
-        value = low.to(tl.float16, bitcast=True).to(tl.float32) + high.to(tl.float16, bitcast=True).to(tl.float32)
+        value = low.to(tl.float16, bitcast=True).to(tl.float32) + high.to(tl.float16, bitcast=True).to(
+            tl.float32
+        )
         value = value.to(tl.float16).to(tl.float32)
     else:
         h = x * 0x83DCD12D if CODE == "mul1" else x * 0x4E6DA66B + 0x3C6EF35F
@@ -67,10 +73,16 @@ def _plain_value(x, CODE: tl.constexpr, second: tl.constexpr):
 
 
 @triton.jit
-def _values(low, high, shift, ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, CODE: tl.constexpr, BITS: tl.constexpr):
+def _values(
+    low, high, shift, ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, CODE: tl.constexpr, BITS: tl.constexpr
+):
     """Weights `[t, g, warp, rh, tile, e, kh]` of columns 4 t + 2 kh + e."""
     if ASM is None:
-        low, high, shift = low.to(tl.uint32, bitcast=True), high.to(tl.uint32, bitcast=True), shift.to(tl.uint32)
+        low, high, shift = (
+            low.to(tl.uint32, bitcast=True),
+            high.to(tl.uint32, bitcast=True),
+            shift.to(tl.uint32),
+        )
         window = (low >> shift) | ((high << 1) << (31 - shift))
         values = ()
         for i in tl.static_range(4):
@@ -96,7 +108,10 @@ def trellis_kernel(
 ):  # fmt: skip
     """y float32 `[M, rows]` = x @ V^T * SCALE; x: int32 pairs of float16 `[M, 32 groups]`. Grid: tiles of 16 rows."""
     tile = tl.program_id(0).to(tl.int64)
-    t, two = tl.arange(0, 4)[:, None, None, None, None, None], tl.arange(0, 2)[None, None, None, None, None, :]
+    t, two = (
+        tl.arange(0, 4)[:, None, None, None, None, None],
+        tl.arange(0, 2)[None, None, None, None, None, :],
+    )
     four = tl.arange(0, 4)[None, None, None, None, :, None]
     token = tl.minimum(tl.arange(0, 8)[:, None] + 8 * tl.arange(0, N // 8)[None, :], M - 1)
     pairs = x_ptr + token[None, :, None, :, None, None].to(tl.int64) * stride_x + 8 * four + 2 * t + two
@@ -136,7 +151,9 @@ def expand_kernel(
     row = tile * 16 + 8 * rh[None, None, None, :, None, None] + g[None, :, None, None, None, None]
     column = group[None, None, :, None, None, None] * 64 + 16 * four[None, None, None, None, :, None]
     column += 4 * t[:, None, None, None, None, None] + four[None, None, None, None, None, :]
-    tl.store(out_ptr + row * columns + column, (value.to(tl.float32) * SCALE).to(tl.float16), mask=column < columns)
+    tl.store(
+        out_ptr + row * columns + column, (value.to(tl.float32) * SCALE).to(tl.float16), mask=column < columns
+    )
 
 
 @triton.jit
@@ -162,7 +179,14 @@ def rotate_kernel(
 
 
 def _rotate(
-    x: Tensor, y: Tensor, *, width: int, out_width: int, before: Tensor | None, after: Tensor | None, bias: Tensor | None
+    x: Tensor,
+    y: Tensor,
+    *,
+    width: int,
+    out_width: int,
+    before: Tensor | None,
+    after: Tensor | None,
+    bias: Tensor | None,
 ) -> Tensor:
     """Hadamard blocks of the padded width, the larger of the two widths rounded up to 16."""
     padded = -(-max(width, out_width) // 16) * 16
@@ -183,7 +207,9 @@ def _constants(layout: TrellisLayout, asm: bool) -> dict[str, object]:
 def expand(layout: TrellisLayout, *, asm: bool) -> Tensor:
     """V float16 [r, c], in the rotated basis."""
     row_tiles, groups = layout.words.shape[:2]
-    out = torch.empty(row_tiles * 16, -(-layout.k // 16) * 16, dtype=torch.float16, device=layout.words.device)
+    out = torch.empty(
+        row_tiles * 16, -(-layout.k // 16) * 16, dtype=torch.float16, device=layout.words.device
+    )
     grid = (row_tiles, triton.cdiv(groups, 4))
     expand_kernel[grid](layout.words, out, groups, out.shape[1], **_constants(layout, asm), W=4, num_warps=4)
     return out
@@ -206,4 +232,6 @@ def trellis_linear(x: Tensor, layout: TrellisLayout, bias: Tensor | None, *, asm
             num_stages=1,
         )  # fmt: skip
     y = torch.empty(m, layout.n, dtype=x.dtype, device=x.device)
-    return _rotate(product, y, width=rows, out_width=layout.n, before=None, after=layout.output_scales, bias=bias)
+    return _rotate(
+        product, y, width=rows, out_width=layout.n, before=None, after=layout.output_scales, bias=bias
+    )

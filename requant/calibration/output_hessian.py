@@ -12,14 +12,15 @@ from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float, Int64
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from requant.calibration.passes import finite, output_gradient_pass
 from requant.models import LinearSite
 
 
 def output_hessians(
-    model: nn.Module,
+    model: PreTrainedModel,
     windows: Int64[Tensor, "b t"],
     sites: Sequence[LinearSite],
     *,

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
+from transformers import PreTrainedModel
 
 from requant.errors import NumericalError
 from requant.models import LinearSite, find_blocks
@@ -26,12 +27,11 @@ OutputReceiver = Callable[[LinearSite, Float[Tensor, "m k"], Float[Tensor, "m n"
 
 
 def batches(
-    windows: Int64[Tensor, "b t"], model: nn.Module, *, label: str | None
+    windows: Int64[Tensor, "b t"], model: PreTrainedModel, *, label: str | None
 ) -> Iterator[Int64[Tensor, "c t"]]:
     """Windows in chunks whose logits stay near 1 GB, on the model's device, under a progress bar."""
-    vocabulary = (
-        model.get_output_embeddings().weight.shape[0] if model.get_output_embeddings() is not None else 50_000
-    )
+    head = model.get_output_embeddings()
+    vocabulary = 50_000 if head is None else head.weight.shape[0]
     parameter = next(model.parameters())
     tokens = min(8192 if parameter.is_cuda else 2048, 300_000_000 // vocabulary)
     chunks = windows.split(max(1, tokens // windows.shape[1]))
@@ -39,21 +39,21 @@ def batches(
         yield chunk.to(parameter.device)
 
 
-def summed_loss(model: nn.Module, tokens: Int64[Tensor, "b t"]) -> Float[Tensor, ""]:
+def summed_loss(model: PreTrainedModel, tokens: Int64[Tensor, "b t"]) -> Float[Tensor, ""]:
     """Sum of the next-token cross-entropies of a batch, float32, nats."""
     logits = model(input_ids=tokens, use_cache=False).logits[:, :-1]
     return functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="sum")
 
 
 @torch.no_grad()
-def mean_loss(model: nn.Module, windows: Int64[Tensor, "b t"], *, label: str | None = None) -> float:
+def mean_loss(model: PreTrainedModel, windows: Int64[Tensor, "b t"], *, label: str | None = None) -> float:
     """F of the model as it stands, nats a token."""
     total = sum(summed_loss(model, tokens).double().item() for tokens in batches(windows, model, label=label))
     return _finite(total / scored_tokens(windows), "the loss")
 
 
 def gradient_pass(
-    model: nn.Module,
+    model: PreTrainedModel,
     windows: Int64[Tensor, "b t"],
     sites: Sequence[LinearSite],
     receive: Receiver,
@@ -78,7 +78,7 @@ def gradient_pass(
 
 
 def output_gradient_pass(
-    model: nn.Module,
+    model: PreTrainedModel,
     windows: Int64[Tensor, "b t"],
     sites: Sequence[LinearSite],
     receive: OutputReceiver,
@@ -123,7 +123,7 @@ def scored_tokens(windows: Int64[Tensor, "b t"]) -> int:
 
 
 @contextmanager
-def recomputed_blocks(model: nn.Module, recompute: bool | None) -> Iterator[None]:
+def recomputed_blocks(model: PreTrainedModel, recompute: bool | None) -> Iterator[None]:
     """Activation checkpointing of every transformer block while the context lasts; None decides by model size.
 
     Reentrant, because then the first forward pass builds no graph and a hook on a linear's output sees each token

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from jaxtyping import Int64
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from requant.calibration import LinearStats
 from requant.calibration.fisher import position_fisher
@@ -13,7 +14,7 @@ from requant.models import LinearSite
 
 
 def collect(
-    model: nn.Module,
+    model: PreTrainedModel,
     windows: Int64[Tensor, "b t"],
     sites: Sequence[LinearSite],
     *,

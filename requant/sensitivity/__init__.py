@@ -19,7 +19,8 @@ from types import ModuleType
 from typing import Any
 
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from requant.formats import QuantizedWeight
 from requant.models import LinearSite
@@ -35,7 +36,7 @@ class QuantizedPath:
     weights of one point of the line into the model, matrix by matrix, so no second model in floats exists.
     """
 
-    model: nn.Module
+    model: PreTrainedModel
     sites: Sequence[LinearSite]
     original: Mapping[str, Tensor]
     quantized: Mapping[str, QuantizedWeight]

@@ -62,3 +62,10 @@ def random_layout(case: Case, device: str) -> Layout:
 
 def relative_error(got: Tensor, want: Tensor) -> float:
     return ((got.double() - want).norm() / want.norm()).item()
+
+
+def random_trellis(n: int, k: int, bits: int, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes padded to tiles, input and output scales."""
+    rows, columns = -(-n // 16) * 16, -(-k // 16) * 16
+    codes = torch.randint(0, 1 << bits, (rows, columns), dtype=torch.uint8, device=device)
+    return codes, (torch.rand(k, device=device) + 0.5).half(), (torch.rand(n, device=device) + 0.5).half()

@@ -1,11 +1,12 @@
 """Run under TRITON_INTERPRET=1 by `test_interpreter.py`: every kernel, without assembly, against its twin."""
 
 import torch
-from cases import Case, random_layout, relative_error
-from requant_kernels import naive
+from cases import Case, random_layout, random_trellis, relative_error
+from requant_kernels import naive, pack_trellis
 from requant_kernels.decode import decode
 from requant_kernels.dense import dequantize
 from requant_kernels.tall import tall
+from requant_kernels.trellis import expand, trellis_linear
 from requant_kernels.tuning import DecodeConfig
 
 CASES = [
@@ -39,6 +40,13 @@ def main() -> None:
         assert error < 3e-3, f"{case}: linear is off by {error:.1e}"
         error = relative_error(dequantize(layout, torch.float16, asm=False), naive.weight(layout))
         assert error < 2e-3, f"{case}: dequantize is off by {error:.1e}"
+    for code, bits, n, k, m in (("mul1", 2, 30, 200, 1), ("pair", 2, 16, 96, 3), ("3inst", 3, 16, 64, 17)):
+        layout = pack_trellis(*random_trellis(n, k, bits, "cpu"), bits=bits, code=code)
+        x, bias = torch.randn(m, k).half(), torch.randn(n).half()
+        want = x.double() @ naive.trellis_weight(layout).T + bias.double()
+        error = relative_error(trellis_linear(x, layout, bias, asm=False), want)
+        assert error < 3e-3, f"trellis {code} at {bits} bits is off by {error:.1e}"
+        assert torch.equal(expand(layout, asm=False).double(), naive.trellis_values(layout))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ from requant_kernels.blocks import operands  # noqa: E402
 from requant_kernels.decode import decode_kernel  # noqa: E402
 from requant_kernels.dense import dequantize_kernel  # noqa: E402
 from requant_kernels.tall import multiply_kernel  # noqa: E402
+from requant_kernels.trellis import trellis_kernel  # noqa: E402
+from requant_kernels.words import trellis_asm  # noqa: E402
 
 from .cases import Case, random_layout  # noqa: E402
 from .compile_offline import Machine, compile_kernel  # noqa: E402
@@ -98,3 +100,17 @@ def test_dense_compiles() -> None:
         dequantize_kernel, constants, capability=90, pointers=pointers, absent=absent, warps=8
     )
     assert machine.stack == 0
+
+
+@pytest.mark.parametrize("code", ["mul1", "pair"])
+def test_trellis_compiles(code: str) -> None:
+    text, names = trellis_asm(code, 2)
+    constants = {
+        "ASM": text, "CONSTRAINTS": names, "CODE": code, "BITS": 2, "SCALE": 1.0, "W": 8, "STEPS": 16, "EVEN": True, "N": 8,
+    }  # fmt: skip
+    pointers = {"words_ptr": "*i32", "y_ptr": "*fp32", "groups": "i32", "rows": "i32"}
+    machine = compile_kernel(trellis_kernel, constants, capability=90, pointers=pointers, warps=8)
+    assert machine.stack == 0
+    assert machine.registers <= 64  # 32 warps a multiprocessor
+    assert machine.opcodes["IDP"] == 32  # one byte sum a weight: a lane has 32 in a step
+    assert machine.instructions < 420

@@ -4,13 +4,13 @@ import inspect
 
 import pytest
 import torch
-from requant_kernels import dequantize, linear, naive
+from requant_kernels import dequantize, linear, naive, pack_trellis, trellis_linear
 from requant_kernels.decode import decode
 from requant_kernels.ops import flatten
 from requant_kernels.tall import tall
 from requant_kernels.tuning import DecodeConfig
 
-from .cases import Case, random_layout, relative_error
+from .cases import Case, random_layout, random_trellis, relative_error
 
 pytestmark = pytest.mark.gpu
 LIMIT = {torch.float16: 3e-3, torch.bfloat16: 1.2e-2}
@@ -112,3 +112,14 @@ def test_operator_contract_and_compile() -> None:
     plain = inspect.unwrap(linear)
     compiled = torch.compile(lambda t: plain(t, layout) * 2, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(x), linear(x, layout) * 2)
+
+
+@pytest.mark.parametrize(("code", "bits"), [("mul1", 2), ("mul1", 3), ("mul1", 4), ("pair", 2), ("3inst", 2)])
+@pytest.mark.parametrize(("n", "k", "m"), [(37, 200, 1), (512, 4096, 8), (64, 1408, 16), (48, 2048, 40)])
+def test_trellis(code: str, bits: int, n: int, k: int, m: int) -> None:
+    layout = pack_trellis(*random_trellis(n, k, bits, "cuda"), bits=bits, code=code)
+    x = torch.randn(m, k, device="cuda", dtype=torch.float16)
+    want = x.double() @ naive.trellis_weight(layout).T
+    y = trellis_linear(x, layout)
+    assert relative_error(y, want) < LIMIT[torch.float16]
+    assert torch.equal(y, trellis_linear(x, layout))
