@@ -2,8 +2,8 @@
 
     python -m eval.baselines [--model FOLDER] [--data FOLDER] [--out FOLDER]
 
-Writes `baselines.json`; `peers.json` holds what the peers' own code, or a re-implementation of it, measured on the same
-model, texts and windows. SqueezeLLM's own sparse part is the one ReQuant is compared with, at equal entries.
+Writes `baselines-MODEL.json`; `peers.json` holds what the peers' own code, or a re-implementation of it, measured on
+the same model, texts and windows. SqueezeLLM's own sparse part is the one ReQuant is compared with, at equal entries.
 """
 
 import time
@@ -116,7 +116,7 @@ def main(
     results: dict[str, Any] = {**header(study), "original": original, "rows": []}
     for row in rows(study):
         results["rows"].append(row)
-        write_json(out / "baselines.json", results)
+        write_json(out / f"baselines-{model.name}.json", results)
         print(
             f"{row['bits']} {row['label']:32s} {row['bits_per_weight']:.3f} bits  ppl {row['perplexity']:.3f}  "
             f"KL {row['kl']:.4f}  second: ppl {row['second']['perplexity']:.2f} KL {row['second']['kl']:.4f}  "

@@ -68,7 +68,7 @@ def demo_table(results: Path) -> str:
 
 def baselines_table(results: Path) -> str:
     """Ours by width, with the peers' figure for the same method; then the peers' best of the width."""
-    found, peers = read(results, "baselines"), json.loads(PEERS.read_text(encoding="utf-8"))["rows"]
+    found, peers = read(results, "baselines-bench-32m"), json.loads(PEERS.read_text(encoding="utf-8"))["rows"]
     comparable = [peer for peer in peers if peer["calibration"] == "wikitext-like.raw"]
     theirs = {(peer["bits"], peer["label"]): peer for peer in comparable}
     rows: list[list[str]] = []
@@ -94,6 +94,31 @@ def baselines_table(results: Path) -> str:
     original = found["original"]
     rows.insert(0, ["original", "16", f"{original['perplexity']:.2f}", "0", "0", "24.35", "0"])
     columns = ["method", "bits", "perplexity", "KL", "KL on C4", "peer's perplexity", "peer's KL"]
+    return markdown(columns, rows)
+
+
+def gains_table(results: Path) -> str:
+    """ReQuant beside SqueezeLLM's own choice of the same number of entries."""
+    own = "SqueezeLLM 0.45%+0.05% sparse"
+    ours = ("SqueezeLLM + ReQuant (pqi)", "SqueezeLLM + ReQuant (marginal)")
+    rows = []
+    for model in ("bench-32m", "demo-4m"):
+        found = {
+            (row["bits"], row["label"]): row for row in read(results, f"baselines-{model}").get("rows", [])
+        }
+        for bits in dict.fromkeys(bits for bits, label in found if label == ours[-1]):
+            base = found[bits, own]
+            cells = [f"{base['perplexity']:.2f} / {base['kl']:.4f}"]
+            for row in (found[bits, label] for label in ours):
+                change = 100 * (row["kl"] / base["kl"] - 1)
+                cells.append(f"{row['perplexity']:.2f} / {row['kl']:.4f} ({change:+.1f} %)")
+            rows.append([f"{model}, {bits} bits", *cells])
+    columns = [
+        "perplexity / KL at 0.50 % entries",
+        "SqueezeLLM's own",
+        "ReQuant, PQI",
+        "ReQuant, marginal score",
+    ]
     return markdown(columns, rows)
 
 
@@ -233,6 +258,7 @@ def _memory(found: Mapping[str, Any]) -> str:
 TABLES: dict[str, Callable[[Path], str]] = {
     "demo": demo_table,
     "baselines": baselines_table,
+    "gains": gains_table,
     "predicted": predicted_table,
     "nodes": nodes_table,
     "kinds": kinds_table,

@@ -16,9 +16,17 @@ from pathlib import Path
 
 import torch
 import triton
-from peers import PEERS, Peer, torch_linear
-from requant_kernels import Layout, linear, naive, pack_codebook, pack_grid
-from timing import cold_time, copies_needed
+from peers import PEERS, Peer, torch_linear  # pyright: ignore[reportMissingImports]
+from requant_kernels import (
+    Layout,
+    TrellisLayout,
+    linear,
+    naive,
+    pack_codebook,
+    pack_grid,
+    pack_trellis,
+)
+from timing import cold_time, copies_needed  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 SHAPES = [
@@ -37,9 +45,12 @@ def random_sparse(n: int, k: int, density: float) -> tuple[Tensor, Tensor, Tenso
     return indptr, columns.int(), torch.randn(len(rows), device="cuda").half() * 0.1, None
 
 
-def random_layout(kind: str, bits: int, n: int, k: int, density: float) -> Layout:
-    """A packed matrix of random codes; groups of 128 for a grid."""
+def random_layout(kind: str, bits: int, n: int, k: int, density: float) -> Layout | TrellisLayout:
+    """A packed matrix of random codes; groups of 128 for a grid; `kind` may name a trellis code."""
     codes = torch.randint(0, 1 << bits, (n, k), dtype=torch.uint8, device="cuda")
+    if kind in ("mul1", "pair"):
+        scales = [(torch.randn(width, device="cuda").sign() * 0.02).half() for width in (k, n)]
+        return pack_trellis(codes, *scales, bits=bits, code=kind)
     sparse = random_sparse(n, k, density) if density else None
     if kind == "codebook":
         levels = torch.randn(n, 1 << bits, device="cuda").sort(1).values.half()
@@ -48,22 +59,22 @@ def random_layout(kind: str, bits: int, n: int, k: int, density: float) -> Layou
     return pack_grid(codes, scales, None, bits=bits, group_size=128, sparse=sparse)
 
 
-def tensors_of(layout: Layout) -> list[Tensor]:
+def tensors_of(layout: Layout | TrellisLayout) -> list[Tensor]:
     """Every tensor that a call reads (the unused dtype's tables and the row counts are not read)."""
     own = [getattr(layout, f.name) for f in fields(layout) if f.name not in ("levels", "sparse")]
-    if layout.sparse is not None:
+    if not isinstance(layout, TrellisLayout) and layout.sparse is not None:
         own += [getattr(layout.sparse, f.name) for f in fields(layout.sparse) if f.name != "counts"]
     return [value for value in own if isinstance(value, Tensor)]
 
 
-def clone(layout: Layout) -> Layout:
+def clone(layout: Layout | TrellisLayout) -> Layout | TrellisLayout:
     """A copy with memory of its own."""
     copied = {
         f.name: getattr(layout, f.name).clone()
         for f in fields(layout)
         if isinstance(getattr(layout, f.name), Tensor)
     }
-    if layout.sparse is not None:
+    if not isinstance(layout, TrellisLayout) and layout.sparse is not None:
         values = {f.name: getattr(layout.sparse, f.name) for f in fields(layout.sparse)}
         copied["sparse"] = replace(
             layout.sparse, **{name: v.clone() for name, v in values.items() if isinstance(v, Tensor)}
@@ -106,6 +117,7 @@ def main() -> None:
     for row in rows:
         row["ratio"] = base[row["n"], row["k"], row["m"]] / row["us"]  # type: ignore[index,operator]
     formats = [(kind, bits, 0.0) for kind in ("grid", "codebook") for bits in (2, 3, 4)]
+    formats += [("mul1", 2, 0.0), ("pair", 2, 0.0), ("mul1", 4, 0.0)]
     formats += [("grid", 2, 0.01), ("grid", 3, 0.01), ("grid", 4, 0.01), ("codebook", 3, 0.01)]
     for n, k in SHAPES:
         for kind, bits, density in formats:

@@ -8,8 +8,8 @@ import sys
 import torch
 from requant_kernels.decode import decode
 from requant_kernels.tuning import DecodeConfig
-from run import clone, random_layout
-from timing import cold_time, copies_needed
+from run import clone, random_layout  # pyright: ignore[reportMissingImports]
+from timing import cold_time, copies_needed  # pyright: ignore[reportMissingImports]
 
 SHAPES = [
     (4, 1, 1),

@@ -173,20 +173,18 @@ def unpack_sparse(layout: Layout) -> tuple[Tensor, Tensor, Tensor, Tensor | None
 
 
 def pack_words(codes: Tensor, *, kind: str, bits: int) -> Tensor:
-    """codes uint8 [n, k] -> words int16 [tiles, blocks, bits, 32, 8]; bits beyond the matrix are zero."""
+    """codes uint8 [n, k] -> words int32 [tiles, blocks, bits, 32, 4]; bits beyond the matrix are zero."""
     blocks = -(-codes.shape[1] // BLOCK)
     padded = torch.nn.functional.pad(_pad_rows(codes), (0, blocks * BLOCK - codes.shape[1]))
     # row = 16 tile + 8 rh + g;  column = 256 block + 32 pair + 8 t + 4 j + 2 kh + e
     parts = padded.view(-1, 2, 8, blocks, 8, 4, 2, 2, 2)
-    parts = parts.permute(8, 4, 6, 0, 3, 2, 5, 7, 1).reshape(
-        2, PLANES, -1
-    )  # e, (pair j), (tile block g t kh rh)
-    words = torch.zeros(bits, parts.shape[2], dtype=torch.int32, device=codes.device)
-    for e, planes in enumerate(bit_positions(kind, bits)):
-        for plane, places in enumerate(planes):
-            code = parts[e, plane].int()
-            for c, (word, bit) in enumerate(places):
-                words[word] |= ((code >> c) & 1) << bit
+    parts = parts.permute(8, 4, 6, 0, 3, 2, 5, 7, 1)  # e pair j, tile block g t kh rh
+    parts = parts.reshape(2 * PLANES, -1)
+    words = torch.zeros(bits, parts.shape[1], dtype=torch.int32, device=codes.device)
+    for word in range(bits):
+        for index, lsb, mask, bit in _fields(kind, bits, word, codes.device):
+            field = (parts[index].int() >> lsb & mask) << bit
+            words[word] |= field.sum(0, dtype=torch.int32)  # no two fields share a bit, so a sum joins them
     return words.view(bits, -1, blocks, 32, 4).permute(1, 2, 0, 3, 4).contiguous()
 
 
@@ -194,13 +192,33 @@ def unpack_words(words: Tensor, *, kind: str, bits: int, k: int) -> Tensor:
     """The inverse of `pack_words`, with the rows still padded: uint8 [16 tiles, k]."""
     tiles, blocks = words.shape[:2]
     flat = words.permute(2, 0, 1, 3, 4).reshape(bits, -1)
-    parts = torch.zeros(2, PLANES, flat.shape[1], dtype=torch.uint8, device=words.device)
-    for e, planes in enumerate(bit_positions(kind, bits)):
-        for plane, places in enumerate(planes):
-            for c, (word, bit) in enumerate(places):
-                parts[e, plane] |= (((flat[word] >> bit) & 1) << c).to(torch.uint8)
+    parts = torch.zeros(2 * PLANES, flat.shape[1], dtype=torch.uint8, device=words.device)
+    for word in range(bits):
+        for index, lsb, mask, bit in _fields(kind, bits, word, words.device):
+            parts[index] |= ((flat[word] >> bit & mask) << lsb).to(torch.uint8)
     parts = parts.view(2, 8, 2, tiles, blocks, 8, 4, 2, 2).permute(3, 8, 5, 4, 1, 6, 2, 7, 0)
     return parts.reshape(tiles * ROWS, blocks * BLOCK)[:, :k]
+
+
+def _fields(
+    kind: str, bits: int, word: int, device: torch.device
+) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """What a word holds: columns of (16 e + plane), lowest code bit, mask and bit; a plane comes once in each entry."""
+    rounds: list[list[tuple[int, int, int, int]]] = []
+    for e, planes in enumerate(bit_positions(kind, bits)):
+        for plane, places in enumerate(planes):
+            runs: list[list[int]] = []
+            for c, (held, bit) in enumerate(places):
+                if held == word and runs and runs[-1][2] + runs[-1][1] == bit:
+                    runs[-1][1] += 1
+                elif held == word:
+                    runs.append([c, 1, bit])
+            for i, (lsb, width, bit) in enumerate(runs):
+                if i == len(rounds):
+                    rounds.append([])
+                rounds[i].append((PLANES * e + plane, lsb, (1 << width) - 1, bit))
+    table = [torch.tensor(entry, device=device).T for entry in rounds]
+    return [(i, lsb.int()[:, None], mask.int()[:, None], bit.int()[:, None]) for i, lsb, mask, bit in table]
 
 
 def _check(codes: Tensor, bits: int) -> None:

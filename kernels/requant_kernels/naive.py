@@ -30,8 +30,10 @@ def sparse(layout: Layout, dtype: torch.dtype = torch.float64) -> Tensor:
     return matrix
 
 
-def weight(layout: Layout, dtype: torch.dtype = torch.float64) -> Tensor:
+def weight(layout: Layout | TrellisLayout, dtype: torch.dtype = torch.float64) -> Tensor:
     """The whole matrix [n, k] that the layout stands for."""
+    if isinstance(layout, TrellisLayout):
+        return trellis_weight(layout, dtype)
     matrix = dense(layout, dtype)
     scales = None if isinstance(layout, CodebookLayout) else layout.column_scales
     if scales is not None:

@@ -7,7 +7,8 @@ of tokens the CUDA path takes
     17 .. 128    tall.py         the same words against many tokens
     beyond       dense.py        then cuBLAS
 
-and every other device takes blockwise.py, except HIP, where the same kernels run without their assembly.
+A trellis takes trellis.py to 16 tokens, beyond them its expansion and cuBLAS. Every other device takes blockwise.py,
+except HIP, where the same kernels run without their assembly.
 """
 
 from typing import Any
@@ -25,7 +26,7 @@ DTYPES = (torch.float16, torch.bfloat16)
 
 
 def linear(
-    x: Float[Tensor, "*tokens k"], layout: Layout, bias: Float[Tensor, " n"] | None = None
+    x: Float[Tensor, "*tokens k"], layout: Layout | TrellisLayout, bias: Float[Tensor, " n"] | None = None
 ) -> Float[Tensor, "*tokens n"]:
     """`x @ weight^T + bias`, in x's dtype: float16 or bfloat16 on a GPU, any float on the CPU.
 
@@ -39,7 +40,12 @@ def linear(
         )
     if x.is_cuda and x.dtype not in DTYPES:
         raise ValueError(f"the kernels take float16 or bfloat16 activations, not {x.dtype}: cast them")
-    y = torch.ops.requant.linear(x.reshape(-1, layout.k), bias, *flatten(layout))
+    if isinstance(layout, TrellisLayout):
+        scales = layout.input_scales, layout.output_scales
+        flat = x.reshape(-1, layout.k)
+        y = torch.ops.requant.trellis_linear(flat, bias, layout.words, *scales, layout.bits, layout.code)
+    else:
+        y = torch.ops.requant.linear(x.reshape(-1, layout.k), bias, *flatten(layout))
     return y.view(*x.shape[:-1], layout.n)
 
 
@@ -55,26 +61,10 @@ def linear_siblings(
     return linear(x, layout, bias).split(sizes, dim=-1)
 
 
-def trellis_linear(
-    x: Float[Tensor, "*tokens k"], layout: TrellisLayout, bias: Float[Tensor, " n"] | None = None
-) -> Float[Tensor, "*tokens n"]:
-    """`linear` of a trellis layout: on a GPU three launches, elsewhere by its twin in float32."""
-    if x.shape[-1] != layout.k:
-        raise ValueError(f"x has {x.shape[-1]} features, but the packed matrix takes {layout.k}")
-    y = torch.ops.requant.trellis_linear(
-        x.reshape(-1, layout.k),
-        bias,
-        layout.words,
-        layout.input_scales,
-        layout.output_scales,
-        layout.bits,
-        layout.code,
-    )
-    return y.view(*x.shape[:-1], layout.n)
-
-
-def dequantize(layout: Layout, dtype: torch.dtype = torch.float16) -> Shaped[Tensor, "n k"]:
-    """The matrix that the layout stands for."""
+def dequantize(layout: Layout | TrellisLayout, dtype: torch.dtype = torch.float16) -> Shaped[Tensor, "n k"]:
+    """The matrix that the layout stands for; a trellis is rotated back by full matrices, which is slow."""
+    if isinstance(layout, TrellisLayout):
+        return naive.trellis_weight(layout, torch.float32).to(dtype)
     return torch.ops.requant.dequantize(dtype, *flatten(layout))
 
 

@@ -25,6 +25,7 @@ from requant_kernels.blocks import (
 )
 from requant_kernels.decode import transpose_kernel
 from requant_kernels.layouts import Layout
+from requant_kernels.tuning import tall_stages
 
 WARPS = 8
 
@@ -135,7 +136,7 @@ def tall(x: Tensor, layout: Layout, bias: Tensor | None, *, asm: bool, split: in
     tensors, constants = operands(layout, x.dtype, asm)
     multiply_kernel[(programs, split)](
         arranged, *tensors, partial, k, tiles - 1, **constants, SPLIT=split, STEPS=steps, W=WARPS, N=n_tokens,
-        num_warps=WARPS, num_stages=1,
+        num_warps=WARPS, num_stages=tall_stages(n_tokens, x.device),
     )  # fmt: skip
     transposed = None
     if layout.sparse is not None:

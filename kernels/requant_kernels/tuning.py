@@ -63,3 +63,12 @@ def _config(kind: str, bits: int, n: int, k: int, slots: int, device: torch.devi
     while warps < 16 and tiles * warps < 12 * properties.multi_processor_count and 2 * warps <= blocks:
         warps *= 2
     return DecodeConfig(warps=warps, slots=slots, pdl=pdl, max_registers=registers)
+
+
+@cache
+def tall_stages(tokens: int, device: torch.device) -> int:
+    """How many blocks of activations the tall kernel keeps under way in shared memory, 512 bytes a token each."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return 1
+    room = torch.cuda.get_device_properties(device).shared_memory_per_block_optin // (512 * tokens)
+    return min(3, max(1, room - 1))

@@ -42,7 +42,7 @@ def test_every_table_survives_missing_results(name: str, tmp_path: Path) -> None
 
 def test_a_row_stands_beside_its_peer_and_the_best_of_the_width(tmp_path: Path) -> None:
     rows = [{"label": "SqueezeLLM dense", **QUALITY}, {"label": "ours alone", **QUALITY}]
-    write(tmp_path, "baselines", {"original": {"perplexity": 24.347}, "rows": rows})
+    write(tmp_path, "baselines-bench-32m", {"original": {"perplexity": 24.347}, "rows": rows})
     lines = baselines_table(tmp_path).splitlines()
     assert lines[3] == "| SqueezeLLM dense | 3.210 | 27.42 | 0.2755 | 0.2000 | 27.42 | 0.2755 |"
     assert lines[4].endswith("| 0.2000 |  |  |")

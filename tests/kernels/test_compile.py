@@ -58,7 +58,13 @@ CEILING = {
 }
 
 
-@pytest.mark.parametrize(("kind", "bits"), CEILING)
+@pytest.mark.parametrize(
+    ("kind", "bits"),
+    [
+        pytest.param(*key, marks=() if key in (("grid", 2), ("codebook", 3)) else pytest.mark.slow)
+        for key in CEILING
+    ],
+)
 def test_decode_instructions_a_weight(kind: str, bits: int) -> None:
     one, two = (decode_machine(kind, bits, unroll=unroll) for unroll in (1, 2))
     assert one.stack == two.stack == 0

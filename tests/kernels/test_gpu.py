@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 import torch
-from requant_kernels import dequantize, linear, naive, pack_trellis, trellis_linear
+from requant_kernels import dequantize, linear, naive, pack_trellis
 from requant_kernels.decode import decode
 from requant_kernels.ops import flatten
 from requant_kernels.tall import tall
@@ -120,6 +120,6 @@ def test_trellis(code: str, bits: int, n: int, k: int, m: int) -> None:
     layout = pack_trellis(*random_trellis(n, k, bits, "cuda"), bits=bits, code=code)
     x = torch.randn(m, k, device="cuda", dtype=torch.float16)
     want = x.double() @ naive.trellis_weight(layout).T
-    y = trellis_linear(x, layout)
+    y = linear(x, layout)
     assert relative_error(y, want) < LIMIT[torch.float16]
-    assert torch.equal(y, trellis_linear(x, layout))
+    assert torch.equal(y(x, layout))

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from requant_kernels import naive, pack_trellis, trellis_linear, unpack_trellis
+from requant_kernels import linear, naive, pack_trellis, unpack_trellis
 from requant_kernels.words import trellis_asm
 
 from requant.formats import Trellis
@@ -34,7 +34,7 @@ def test_round_trip_and_weight(code: str, bits: int) -> None:
     held = Trellis(codes=codes, input_scales=input_scales, output_scales=output_scales, bits=bits, code=code)
     assert relative_error(held.dequantize(), naive.trellis_weight(layout)) < 1e-6
     x = torch.randn(2, 3, 200)
-    assert relative_error(trellis_linear(x, layout), x.double() @ naive.trellis_weight(layout).T) < 1e-5
+    assert relative_error(linear(x, layout), x.double() @ naive.trellis_weight(layout).T) < 1e-5
 
 
 @pytest.mark.parametrize(("code", "bits"), KINDS)
