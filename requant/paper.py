@@ -61,7 +61,9 @@ def adaptive_outliers(run: Run, weights: Weights) -> Masks:
 def mean_scores(run: Run, weights: Weights) -> dict[str, float]:
     """mean |score| of every matrix, the statistic of the paper's Table 4."""
     key = digest(
-        run.fingerprint, recipe_part(run.recipe, "calibration", "method", "quantizer", "sensitivity"), "mean scores"
+        run.fingerprint,
+        recipe_part(run.recipe, "calibration", "method", "quantizer", "sensitivity"),
+        "mean scores",
     )
     stored = run.workspace.get("mean-scores", key)
     if stored is not None:
@@ -112,7 +114,9 @@ def detach_significant(run: Run, weights: Weights, step: int) -> Weights:
     done = round(detach.significant_fraction * run.total_weights * step / detach.steps)
     count = round(detach.significant_fraction * run.total_weights * (step + 1) / detach.steps) - done
     key = digest(
-        run.fingerprint, recipe_part(run.recipe, "calibration", "method", "quantizer", "sensitivity", "detach"), step
+        run.fingerprint,
+        recipe_part(run.recipe, "calibration", "method", "quantizer", "sensitivity", "detach"),
+        step,
     )
     taken = {name: detached_mask(w.sparse, w.shape, w.dense.codes.device) for name, w in weights.items()}
     stored = run.workspace.get("significant", key)
