@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import requant
+from requant.recipe import load_recipe
 
 TINY = ("--num-samples", 2, "--seq-len", 64, "--quiet")
 
@@ -89,10 +90,11 @@ def test_sensitivity(cli, tiny_folder, tiny_text_file: Path, tmp_path: Path) -> 
 def test_quantize_prints_json(cli, tiny_folder, tiny_text_file: Path) -> None:
     code, out, error = cli(
         "quantize", "--model", tiny_folder("llama"), "--bits", 4, "--method", "rtn", "--mode", "dense",
-        "--calibration", tiny_text_file, "--output", "out", "--json", *TINY
+        "--calibration", tiny_text_file, "--output", "out", "--json", "--tune", 1, *TINY
     )  # fmt: skip
     assert code == 0, error
     assert {row[""]: row["after"] for row in json.loads(out)}["checkpoint"] == "out"
+    assert load_recipe("out/recipe.yaml").tuning.steps == 1
 
 
 def test_recipes_and_version(cli) -> None:

@@ -1,0 +1,77 @@
+"""The command line: parse, call the same functions that Python users call, print.
+
+A command is a function in one of the files here, and a line of COMMANDS.
+Exit codes: 0 done, 1 the run failed, 2 what was asked for cannot be done, 130 interrupted.
+"""
+
+import errno
+import sys
+from collections.abc import Callable
+from typing import Annotated
+
+import typer
+
+import requant
+from requant.cli.listing import recipes
+from requant.cli.measuring import evaluate, inspect
+from requant.cli.quantizing import quantize, sensitivity
+from requant.cli.serving import generate
+from requant.errors import RequantError, is_out_of_memory
+
+INTERRUPTED = "interrupted; `requant quantize` goes on where it stopped with --resume."
+OUT_OF_MEMORY = (
+    "memory is exhausted; lower --seq-len or --num-samples, use --dtype bfloat16, or --device cpu where the GPU is "
+    "too small."
+)
+COMMANDS: dict[str, Callable[..., None]] = {
+    "quantize": quantize,
+    "sensitivity": sensitivity,
+    "eval": evaluate,
+    "inspect": inspect,
+    "generate": generate,
+    "recipes": recipes,
+}
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Post-training quantization with sensitivity metrics.",
+)
+
+
+@app.callback(invoke_without_command=True)
+def root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        print(f"requant {requant.__version__}")
+        raise typer.Exit
+
+
+for _name, _command in COMMANDS.items():
+    app.command(name=_name)(_command)
+
+
+def main() -> None:
+    """Entry point: every failure that a user can mend becomes one sentence and an exit code."""
+    try:
+        app()
+    except RequantError as error:
+        _fail(str(error), error.exit_code)
+    except KeyboardInterrupt:  # outside a command
+        _fail(INTERRUPTED, 130)
+    except SystemExit as exit:
+        if exit.code == 130:  # typer's answer to Ctrl-C, which says nothing
+            _fail(INTERRUPTED, 130)
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            _fail(OUT_OF_MEMORY, 1)
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            _fail(f"the disk is full ({error.filename or 'a temporary file'}); free some space.", 1)
+        raise
+
+
+def _fail(message: str, code: int) -> None:
+    print(f"requant: {message}", file=sys.stderr)
+    sys.exit(code)

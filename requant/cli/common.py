@@ -1,0 +1,24 @@
+"""What the commands share: options of one meaning, the table, the log."""
+
+import logging
+from typing import Annotated, Any
+
+import typer
+
+Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: the GPU where there is one.")]
+Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: float32 on the CPU.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log what the quantizers report.")]
+
+
+def table(rows: Any) -> str:
+    from requant.evaluation import format_table
+
+    return format_table(rows)
+
+
+def log_to_stderr(verbose: bool) -> None:
+    logging.basicConfig(format="requant: %(message)s", level=logging.INFO if verbose else logging.WARNING)
+    for noisy in ("transformers", "datasets", "httpx"):
+        logging.getLogger(noisy).setLevel(logging.ERROR)

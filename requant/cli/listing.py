@@ -1,0 +1,22 @@
+"""`requant recipes`."""
+
+from requant.cli.common import table
+
+
+def recipes() -> None:
+    """List the recipes that ship with requant."""
+    from requant.recipe import available_recipes, load_recipe
+
+    rows: list[dict[str, object]] = []
+    for name in available_recipes():
+        found = load_recipe(name)
+        rows.append(
+            {
+                "recipe": name,
+                "model": found.model,
+                "mode": found.mode,
+                "method": found.method,
+                "bits": str(found.quantizer.bits),
+            }
+        )
+    print(table(rows))

@@ -1,0 +1,140 @@
+"""`requant quantize` and `requant sensitivity`."""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from requant.cli.common import AsJson, Device, Dtype, Quiet, Verbose, log_to_stderr, table
+
+
+def quantize(
+    model: Annotated[
+        str | None,
+        typer.Option(help="Folder, hub name, alias (llama-3.2-1b), or demo. [the recipe's, or demo]"),
+    ] = None,
+    bits: Annotated[str | None, typer.Option(help="Bits of a code, 2 to 8.")] = None,
+    recipe: Annotated[
+        str | None, typer.Option(help="A recipe by name or YAML file; other options override it.")
+    ] = None,
+    method: Annotated[str | None, typer.Option(help="rtn, kmeans, gptq, awq or trellis.")] = None,
+    mode: Annotated[str | None, typer.Option(help="paper: ReQuant as published; dense: codes only.")] = None,
+    sensitivity: Annotated[str | None, typer.Option(help="pqi, hessian, gradient or marginal.")] = None,
+    calibration: Annotated[
+        list[str] | None, typer.Option(help="Text files, a datasets name, demo, or self.")
+    ] = None,
+    eval_text: Annotated[list[str] | None, typer.Option(help="Text to score; else a held-out part.")] = None,
+    num_samples: Annotated[int | None, typer.Option(help="Calibration windows. [128; demo: 16]")] = None,
+    seq_len: Annotated[
+        int | None, typer.Option(help="Tokens of a calibration window. [2048; demo: 512]")
+    ] = None,
+    skip: Annotated[
+        list[str] | None, typer.Option(help="Pattern of matrices to leave alone; repeatable.")
+    ] = None,
+    tune: Annotated[
+        int | None, typer.Option(help="Steps of training for scales, levels and residuals. [0]")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder to write. [./MODEL-METHOD-BITSbit]")] = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    seed: Annotated[int | None, typer.Option(help="Shifts the calibration windows.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last finished stage.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Quantize a model, measure what it cost, write a checkpoint and a report."""
+    from requant.checkpoint import check_output
+    from requant.options import output_folder, recipe_from_options
+    from requant.pipeline import prepare, quantize
+    from requant.plan import make_plan
+    from requant.saving import result_rows
+    from requant.workspace import Workspace
+
+    log_to_stderr(verbose)
+    run = recipe_from_options(
+        model=model,
+        bits=bits,
+        recipe=recipe,
+        method=method,
+        mode=mode,
+        sensitivity=sensitivity,
+        calibration=calibration,
+        eval_text=eval_text,
+        num_samples=num_samples,
+        seq_len=seq_len,
+        skip=skip,
+        seed=seed,
+        tune=tune,
+    )
+    folder = (output if output is not None else output_folder(run)).expanduser()
+    if dry_run:
+        plan = make_plan(prepare(run.model, run, device=device, dtype=dtype, quiet=quiet), run)
+        print(json.dumps(dataclasses.asdict(plan), indent=2) if as_json else "\n".join(plan.lines()))
+        return
+    check_output(folder)
+    workspace = Workspace(folder.with_name(folder.name + ".partial"), resume=resume)
+    result = quantize(run.model, run, device=device, dtype=dtype, workspace=workspace, quiet=quiet)
+    result.save(folder)
+    workspace.remove()
+    rows = result_rows(result, folder)
+    print(json.dumps(rows, indent=2) if as_json else table(rows))
+    for warning in result.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+
+
+def sensitivity(
+    model: Annotated[
+        str | None, typer.Option(help="Folder, hub name, alias, or demo. [the recipe's, or demo]")
+    ] = None,
+    bits: Annotated[str | None, typer.Option(help="Bits of a code, 2 to 8.")] = None,
+    recipe: Annotated[str | None, typer.Option(help="A recipe by name or YAML file.")] = None,
+    method: Annotated[str | None, typer.Option(help="The quantizer whose step is scored.")] = None,
+    calibration: Annotated[
+        list[str] | None, typer.Option(help="Text files, a datasets name, demo, or self.")
+    ] = None,
+    num_samples: Annotated[int | None, typer.Option(help="Calibration windows.")] = None,
+    seq_len: Annotated[int | None, typer.Option(help="Tokens of a window.")] = None,
+    nodes: Annotated[str | None, typer.Option(help="gauss2, gauss4, midpoint, simpson or plain32.")] = None,
+    skip: Annotated[
+        list[str] | None, typer.Option(help="Pattern of matrices to leave alone; repeatable.")
+    ] = None,
+    output: Annotated[Path, typer.Option(help="Folder to write.")] = Path("sensitivity"),
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    seed: Annotated[int | None, typer.Option(help="Shifts the calibration windows.")] = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Score every weight by gradient, Hessian diagonal and PQI; compare predicted with measured dF."""
+    from requant.checkpoint import check_output
+    from requant.options import recipe_from_options
+    from requant.scoring import sensitivity
+
+    log_to_stderr(verbose)
+    run = recipe_from_options(
+        model=model,
+        bits=bits,
+        recipe=recipe,
+        method=method,
+        mode="dense",
+        sensitivity=None,
+        calibration=calibration,
+        eval_text=None,
+        num_samples=num_samples,
+        seq_len=seq_len,
+        skip=skip,
+        seed=seed,
+        nodes=nodes,
+    )
+    check_output(output)
+    found = sensitivity(run.model, run, device=device, dtype=dtype, output=output, quiet=quiet)
+    rows = found.rows()
+    print(json.dumps(rows, indent=2) if as_json else table(rows))
+    if not as_json:
+        print(f"scores, table and plot: {output}")
