@@ -6,11 +6,12 @@ Writes `baselines-MODEL.json`; `peers.json` holds what the peers' own code, or a
 the same model, texts and windows. SqueezeLLM's own sparse part is the one ReQuant is compared with, at equal entries.
 """
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -60,13 +61,14 @@ class Plan:
     options: Mapping[str, Any] = field(default_factory=dict)
     make: Callable[[Run], Weights] = dense
     changes: Mapping[str, Any] = field(default_factory=dict)
+    inputs: Literal["original", "quantized"] = "original"  # whose activations calibrate a block
 
 
 SPARSE = Detach(outlier_fraction=0.0045, significant_fraction=0.0005)
 PLANS = (
     Plan(label="RTN g128", method="rtn"),
-    Plan(label="GPTQ g128", method="gptq"),
-    Plan(label="GPTQ g128 act-order", method="gptq", options={"act_order": True}),
+    Plan(label="GPTQ g128", method="gptq", inputs="quantized"),  # block by block, as published
+    Plan(label="GPTQ g128 act-order", method="gptq", options={"act_order": True}, inputs="quantized"),
     Plan(label="AWQ g128", method="awq"),
     Plan(
         label="AWQ g256 + ReQuant 0.25%",
@@ -94,9 +96,9 @@ def rows(study: Study) -> Iterator[dict[str, Any]]:
     for bits in BITS:
         for plan in PLANS:
             started = time.perf_counter()
-            run = study.run(
-                plan.method, options={"bits": bits, **plan.options}, **{"mode": "dense", **plan.changes}
-            )
+            calibration = dataclasses.replace(study.base.recipe.calibration, inputs=plan.inputs)
+            changes = {"mode": "dense", "calibration": calibration, **plan.changes}
+            run = study.run(plan.method, options={"bits": bits, **plan.options}, **changes)
             weights = plan.make(run)
             found = quality(study, run, weights, second=True)
             yield row_of(plan.label, run, started, bits=bits, **bits_per_weight(weights), **found)
