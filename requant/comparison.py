@@ -1,6 +1,6 @@
 """Models and checkpoints as a user names them: opened, scored side by side, asked for text, inspected."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from requant.checkpoint import ByteTable, byte_table, load, read_header, verify_checksums
+from requant.checkpoint import ByteTable, MatrixBytes, byte_table, load, read_header, verify_checksums
+from requant.decoding import write_tokens
 from requant.errors import TextError
 from requant.evaluation import Candidate, Row, compare, format_table
 from requant.models import (
@@ -68,6 +69,13 @@ def open_model(folder: str, *, device: str, dtype: str) -> PreTrainedModel:
     return load_model(folder, device=device, dtype=dtype)[0]
 
 
+def open_served(folder: str, *, device: str, dtype: str) -> Any:
+    """A model as it is served: a checkpoint of ours by the kernels on a GPU, by its floats on a CPU."""
+    if device == "cpu" or not is_checkpoint(folder):
+        return open_model(folder, device=device, dtype=dtype)
+    return load(folder, device=device, dtype=dtype)
+
+
 def is_checkpoint(folder: str) -> bool:
     """Whether a folder says that requant wrote it."""
     if not Path(folder).is_dir():
@@ -99,16 +107,17 @@ def generate_text(
             f"the prompt's {length} tokens and --max-new-tokens {max_new_tokens} exceed the model's {limit} "
             "positions; shorten one of them."
         )
-    model: Any = open_model(folder, device=where, dtype=dtype)
-    sampling: dict[str, Any] = (
-        {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+    model: Any = open_served(folder, device=where, dtype=dtype)
+    ends = model.generation_config.eos_token_id
+    written = write_tokens(
+        model,
+        tokens["input_ids"],
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        generator=torch.Generator(where).manual_seed(seed),  # the caller's generator stays
+        end=frozenset([] if ends is None else [ends] if isinstance(ends, int) else ends),
     )
-    if tokenizer.pad_token_id is None:
-        sampling["pad_token_id"] = tokenizer.eos_token_id  # one row needs no padding; silences a warning
-    with torch.random.fork_rng(devices=[where] if where != "cpu" else []):  # the caller's generator stays
-        torch.manual_seed(seed)
-        written = model.generate(**tokens, max_new_tokens=max_new_tokens, use_cache=True, **sampling)
-    return str(tokenizer.decode(written[0], skip_special_tokens=True))
+    return str(tokenizer.decode(tokens["input_ids"][0].tolist() + written, skip_special_tokens=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +125,7 @@ class Inspection:
     """What a checkpoint holds; its checksums were verified."""
 
     path: Path
-    header: dict[str, Any]  # quantization_config without the table of matrices
+    header: dict[str, Any]  # quantization_config without its tables of matrices
     table: ByteTable
     checksums: dict[str, str]
 
@@ -127,7 +136,8 @@ class Inspection:
             "bits_per_weight": self.table.bits_per_weight,
             "bytes": self.table.bytes,
             "parts": self.table.parts,
-            "matrices": self._matrices(),
+            "matrices": _rows(self.table.matrices),
+            "vocabulary": _rows(self.table.vocabulary),
             "sha256": self.checksums,
         }
 
@@ -139,33 +149,41 @@ class Inspection:
             f"recipe          sha256 {str(self.header.get('recipe_sha256', '?'))[:16]} (recipe.yaml)",
             f"calibration     {calibration.get('name', '?')}, sha256 {str(calibration.get('sha256', '?'))[:16]}, "
             f"{calibration.get('num_samples', '?')} x {calibration.get('seq_len', '?')} tokens",
-            f"bits per weight {self.table.bits_per_weight:.4f} of what is quantized",
+            f"bits per weight {self.table.bits_per_weight:.4f} of the quantized matrices",
+            *(
+                f"                {table.bits_per_weight:.4f} of {name}, beside them"
+                for name, table in self.table.vocabulary.items()
+            ),
             f"weight files    {format_bytes(self.table.bytes)}, checksums verified: {', '.join(self.checksums)}",
         ]
         parts = [{"part": part, "bytes": size} for part, size in self.table.parts.items() if size]
         parts.append({"part": "file headers", "bytes": self.table.file_headers})
-        return "\n".join([*head, "", format_table(parts), "", format_table(self._matrices())])
+        matrices = {**self.table.matrices, **self.table.vocabulary}
+        return "\n".join([*head, "", format_table(parts), "", format_table(_rows(matrices))])
 
-    def _matrices(self) -> list[dict[str, Any]]:
-        return [
-            {
-                "matrix": name,
-                "format": matrix.layout.format,
-                "n": matrix.layout.shape[0],
-                "k": matrix.layout.shape[1],
-                "code bits": matrix.layout.bits,
-                "bits/weight": matrix.bits_per_weight,
-                "sparse": matrix.layout.sparse / matrix.weights,
-                "bytes": matrix.bytes,
-            }
-            for name, matrix in self.table.matrices.items()
-        ]
+
+def _rows(matrices: Mapping[str, MatrixBytes]) -> list[dict[str, Any]]:
+    return [
+        {
+            "matrix": name,
+            "format": matrix.layout.format,
+            "n": matrix.layout.shape[0],
+            "k": matrix.layout.shape[1],
+            "code bits": matrix.layout.bits,
+            "bits/weight": matrix.bits_per_weight,
+            "sparse": matrix.layout.sparse / matrix.weights,
+            "bytes": matrix.bytes,
+        }
+        for name, matrix in matrices.items()
+    ]
 
 
 def inspection(checkpoint: str | Path) -> Inspection:
     """Read the headers, count the bytes, verify the checksums. Raises CheckpointError."""
     header = read_header(checkpoint)
-    settings = {key: value for key, value in header.quantization.items() if key != "modules"}
+    settings = {
+        key: value for key, value in header.quantization.items() if key not in ("modules", "vocabulary")
+    }
     return Inspection(
         path=Path(checkpoint),
         header=settings,

@@ -13,6 +13,7 @@ KL, and adapting to the calibration text improves a perplexity, not a KL.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int64
@@ -226,7 +227,8 @@ def _check_windows(model: PreTrainedModel, windows: Int64[Tensor, "s t"]) -> Non
             f"a context of {windows.shape[1]} tokens is longer than the model's {positions} positions: "
             f"set --context {positions} or less"
         )
-    rows = model.get_input_embeddings().get_parameter("weight").shape[0]
+    embedding: Any = model.get_input_embeddings()
+    rows: int = embedding.num_embeddings
     if (largest := int(windows.max())) >= rows:
         raise TextError(
             f"the text holds token {largest}, and the model's embedding has {rows} rows: "

@@ -1,4 +1,4 @@
-"""Predicted beside measured loss, block by block, as SVG or PNG.
+"""The plots of the pages: predicted beside measured loss, other budgets, size against quality; SVG or PNG.
 
 Drawn without pyplot, so that no global state of matplotlib is read or changed. An SVG takes its ink from the
 page (`currentColor`), which makes it readable on a light and on a dark one, and is the same bytes for the
@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 
 INK = "#0b0c0d"  # stands for the page's own colour in an SVG, no plotted colour uses it
 BAR = "#9aa4ae"
+CHOSEN = "#d55e00"
 MARKERS = {  # colours of Okabe and Ito, told apart by the colour-blind, and readable on white and on black
     "pqi": ("PQI", "o", "#0a84d0"),
     "hessian": ("Hessian diagonal", "D", "#e08a00"),
@@ -65,10 +66,46 @@ def sensitivity_plot(
         axes.set_xlabel("block")
         axes.set_ylabel("dF, nats a token")
         figure.legend(loc="outside upper left", ncols=2, frameon=False)
-        buffer = io.BytesIO()
         if format == "png":
+            buffer = io.BytesIO()
             figure.savefig(buffer, format="png", dpi=192, facecolor="white")
             return buffer.getvalue()
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+        return _svg(figure)
+
+
+def alternatives_plot(curve: Mapping[int, float], chosen: tuple[int, float]) -> bytes:
+    """SVG: the loss that the allocator predicted at other budgets (bytes -> dF), and at the one that was taken."""
+    points = sorted({**curve, chosen[0]: chosen[1]}.items())
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(5, 3), dpi=96, layout="constrained")
+        axes = figure.add_subplot()
+        color = MARKERS["pqi"][2]
+        axes.plot([size / 2**20 for size, _ in points], [loss for _, loss in points], "-o", color=color)
+        axes.plot(chosen[0] / 2**20, chosen[1], "D", color=CHOSEN, markersize=9)
+        axes.set_xlabel("MiB")
+        axes.set_ylabel("predicted dF, nats a token")
+        return _svg(figure)
+
+
+def quality_plot(points: Mapping[str, tuple[int, float]], *, measure: str) -> bytes:
+    """SVG: size against quality, a named marker a checkpoint. Points are (bytes of the weight files, measure)."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(5, 3), dpi=96, layout="constrained")
+        axes = figure.add_subplot()
+        axes.margins(0.15)
+        for name, (size, value) in points.items():
+            axes.plot(size / 2**20, value, "o", color=MARKERS["pqi"][2], markersize=7)
+            axes.annotate(
+                name, (size / 2**20, value), xytext=(6, 6), textcoords="offset points", parse_math=False
+            )
+        axes.set_xlabel("weight files, MiB")
+        axes.set_ylabel(measure)
+        return _svg(figure)
+
+
+def _svg(figure: Figure) -> bytes:
+    """Without the XML prologue, so that a page can hold it; the same bytes for the same numbers."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     svg = buffer.getvalue().decode().replace(INK, "currentColor")
-    return svg[svg.index("<svg") :].encode()  # without the XML prologue a page can hold it
+    return svg[svg.index("<svg") :].encode()

@@ -5,22 +5,39 @@ in it may come from a stranger (names of models, of matrices, of files), so the 
 """
 
 import dataclasses
-import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from requant.evaluation import Quality
-from requant.plots import plot_width, sensitivity_plot
+from requant.pages import (
+    QUANTIZED,
+    budget_parts,
+    environment,
+    format_bytes,
+    format_seconds,
+    one_line,
+)
+from requant.plots import alternatives_plot, plot_width, sensitivity_plot
+from requant.samples import Sample
 
-TEMPLATES = Path(__file__).parent / "templates"
+__all__ = [
+    "CalibrationText",
+    "MatrixRow",
+    "RunSummary",
+    "HeatMap",
+    "heat_map",
+    "render_report",
+    "write_report",
+    "model_card",
+    "format_bytes",
+    "format_seconds",
+]
 PREFERRED_SCORES = ("pqi", "hessian", "gradient")  # the first one that was computed fills the heat map
-SCORE_NAMES = {"pqi": "PQI", "hessian": "Hessian diagonal", "gradient": "gradient", "marginal": "marginal"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +55,7 @@ class MatrixRow:
     predicted: Mapping[str, float] = field(
         default_factory=dict
     )  # score -> its signed sum: dF in nats a token
+    measured: float | None = None  # dF with this matrix alone quantized
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +66,20 @@ class CalibrationText:
     sha256: str
     num_samples: int
     seq_len: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetSummary:
+    """What might be paid, what was, and what the allocation expected of it."""
+
+    asked: str  # 2.25bit, 600MB
+    bytes: int
+    written: int
+    predictor: str
+    predicted: float | None  # nats a token
+    curve: Mapping[int, float]  # bytes of other budgets -> predicted loss
+    embedding_bits: int
+    head_bits: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,10 +100,12 @@ class RunSummary:
     matrices: Sequence[MatrixRow]
     calibration: CalibrationText
     recipe: str  # YAML
+    budget: BudgetSummary | None = None
     before: Quality | None = None
     after: Quality | None = None
     original_loss: float | None = None  # F on the calibration text, nats a token
     measured: float | None = None  # dF of the whole model, there
+    measured_vocabulary: float | None = None  # dF of embedding and head, where they were quantized
     measured_blocks: Mapping[int, float] = field(
         default_factory=dict
     )  # block -> dF with that block alone quantized
@@ -79,6 +113,17 @@ class RunSummary:
     peak_memory: int = 0  # bytes
     device: str = "cpu"
     warnings: Sequence[str] = ()
+    samples: Sequence[Sample] = ()
+
+    @property
+    def spending(self) -> dict[str, int]:
+        """What the bytes are spent on."""
+        return budget_parts(self.sizes)
+
+    @property
+    def weights(self) -> int:
+        """Of all quantized matrices."""
+        return sum(row.n * row.k for row in self.matrices)
 
     @property
     def scores(self) -> list[str]:
@@ -103,12 +148,15 @@ class RunSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class HeatMap:
-    """Signed sums of one score: a row a block, a column a kind; None where a block lacks it."""
+    """dF by block (rows) and kind (columns), None where a block lacks it: signed sums of one score, and measured."""
 
     score: str
     kinds: list[str]
     rows: dict[int, list[float | None]]
-    largest: float  # |value|, the full colour
+    measured: dict[
+        int, list[float | None]
+    ]  # with that matrix alone quantized; empty where that was not measured
+    largest: float  # |value| of either, the full colour
 
 
 def heat_map(summary: RunSummary) -> HeatMap | None:
@@ -117,16 +165,24 @@ def heat_map(summary: RunSummary) -> HeatMap | None:
         return None
     score = summary.scores[0]
     kinds = list(dict.fromkeys(row.kind for row in summary.matrices))
-    sums: dict[tuple[int, str], float] = {}
+    blocks = sorted({row.block for row in summary.matrices})
+    predicted: dict[tuple[int, str], float] = {}
+    measured: dict[tuple[int, str], float] = {}
     for row in summary.matrices:
         place = (row.block, row.kind)
-        sums[place] = sums.get(place, 0.0) + row.predicted.get(score, 0.0)
-    blocks = sorted({row.block for row in summary.matrices})
+        predicted[place] = predicted.get(place, 0.0) + row.predicted.get(score, 0.0)
+        if row.measured is not None:
+            measured[place] = measured.get(place, 0.0) + row.measured
+
+    def grid(values: Mapping[tuple[int, str], float]) -> dict[int, list[float | None]]:
+        return {block: [values.get((block, kind)) for kind in kinds] for block in blocks}
+
     return HeatMap(
         score=score,
         kinds=kinds,
-        rows={block: [sums.get((block, kind)) for kind in kinds] for block in blocks},
-        largest=max(map(abs, sums.values())) or 1.0,
+        rows=grid(predicted),
+        measured=grid(measured) if measured else {},
+        largest=max(map(abs, [*predicted.values(), *measured.values()])) or 1.0,
     )
 
 
@@ -136,15 +192,20 @@ def render_report(summary: RunSummary) -> str:
     if summary.scores:
         predicted = {score: summary.predicted_blocks(score) for score in summary.scores}
         plot = Markup(sensitivity_plot(predicted, summary.measured_blocks, format="svg").decode())
+    curve = None
+    if summary.budget is not None and summary.budget.curve and summary.budget.predicted is not None:
+        chosen = (summary.budget.written, summary.budget.predicted)
+        curve = Markup(alternatives_plot(summary.budget.curve, chosen).decode())
     return (
-        _environment(escape=True)
+        environment(escape=True)
         .get_template("report.html")
         .render(
             run=summary,
             heat=heat_map(summary),
             plot=plot,
             plot_width=plot_width(len({row.block for row in summary.matrices})),
-            score_names=SCORE_NAMES,
+            curve=curve,
+            quantized_parts=QUANTIZED,
         )
     )
 
@@ -171,77 +232,15 @@ def model_card(summary: RunSummary) -> str:
         summary.checkpoint,
     ]
     return (
-        _environment(escape=False)
+        environment(escape=False)
         .get_template("model_card.md")
         .render(
             run=summary,
             front_matter=yaml.safe_dump(front, sort_keys=False, allow_unicode=False).strip(),
-            command=shlex.join(_one_line(word) for word in command),
+            command=shlex.join(one_line(word) for word in command),
         )
     )
 
 
 def _rank(score: str) -> int:
     return PREFERRED_SCORES.index(score) if score in PREFERRED_SCORES else len(PREFERRED_SCORES)
-
-
-def _environment(*, escape: bool) -> Environment:
-    environment = Environment(
-        loader=FileSystemLoader(TEMPLATES),
-        autoescape=escape,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    environment.filters |= {
-        "size": format_bytes,
-        "duration": format_seconds,
-        "signed": _signed,
-        "code": _code,
-        "fence": _fence,
-        "percent": lambda fraction: f"{100 * fraction:.2f} %",
-        "python": lambda text: ascii(_one_line(text)),
-    }
-    return environment
-
-
-def format_bytes(count: int | float) -> str:
-    """Bytes in binary units: 8397312 -> 8.0 MiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
-
-
-def format_seconds(seconds: int | float) -> str:
-    """3.21 -> 3.2 s; 92 -> 1 min 32 s; 7380 -> 2 h 03 min."""
-    if seconds < 59.95:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest:02d} s"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min"
-
-
-def _signed(value: int | float) -> str:
-    """A difference of losses: a sign, and enough digits to see it."""
-    text = f"{value:+.4f}" if abs(value) >= 0.00005 or value == 0 else f"{value:+.0e}"
-    return text.replace("-", "−")
-
-
-def _one_line(text: str) -> str:
-    return "".join(char if char.isprintable() else "?" for char in text)
-
-
-def _code(text: str) -> str:
-    """A code span of Markdown that nothing in the text can leave, inside a table too."""
-    return "`" + _one_line(text).replace("`", "'").replace("|", "¦") + "`"
-
-
-def _fence(text: str) -> str:
-    """A fence of Markdown longer than any in the text."""
-    longest = max((len(run) for run in re.findall("`+", text)), default=0)
-    return "`" * max(3, longest + 1)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from requant.allocation import allocate_bits, with_allocation
 from requant.checkpoint.save import MAX_SHARD_BYTES, check_output
 from requant.checkpoint.writer import write_shards
 from requant.diagnosis import Diagnosis, diagnose
@@ -70,6 +71,7 @@ def sensitivity(
     target = None if output is None else check_output(output)
     prepared = prepare(model, recipe, text, tokenizer=tokenizer, device=device, dtype=dtype, quiet=quiet)
     run = start(prepared, recipe, workspace=Workspace(None), quiet=quiet)
+    run = with_allocation(run, allocate_bits(run))
     weights = quantize_linears(run, None, label="quantize")
     run.statistics.clear()
     if target is None:

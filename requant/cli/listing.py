@@ -1,9 +1,11 @@
 """`requant recipes`."""
 
-from requant.cli.common import table
+import json
+
+from requant.cli.common import AsJson, table
 
 
-def recipes() -> None:
+def recipes(as_json: AsJson = False) -> None:
     """List the recipes that ship with requant."""
     from requant.recipe import available_recipes, load_recipe
 
@@ -19,4 +21,4 @@ def recipes() -> None:
                 "bits": str(found.quantizer.bits),
             }
         )
-    print(table(rows))
+    print(json.dumps(rows, indent=2) if as_json else table(rows))

@@ -1,12 +1,14 @@
 """`requant eval` and `requant inspect`."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from requant.cli.common import AsJson, Device, Dtype, Quiet, table
+from requant.errors import InputError
 
 
 def evaluate(
@@ -19,12 +21,32 @@ def evaluate(
     ] = None,
     windows: Annotated[int | None, typer.Option(min=1, help="Score the first windows only.")] = None,
     against: Annotated[str | None, typer.Option(help="The original, for KL and agreement.")] = None,
+    tasks: Annotated[
+        str | None, typer.Option(help="lm-eval's tasks instead of a text: piqa,arc_easy,...")
+    ] = None,
+    task_data: Annotated[
+        Path | None, typer.Option(help="Folder with TASK.jsonl for tasks without a network.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Documents of each task.")] = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Perplexity, KL to the original and top-1 agreement, several models in one table."""
+    """Perplexity, KL to the original and top-1 agreement, or accuracy on tasks; several models in one table."""
+    if tasks is not None:
+        _check_alone(
+            "--tasks", {"--text": text, "--context": context, "--windows": windows, "--against": against}
+        )
+        from requant.tasks import evaluate_tasks, score_rows
+
+        names = [name.strip() for name in tasks.split(",") if name.strip()]
+        scores = evaluate_tasks(
+            models, names, data=task_data, limit=limit, device=device, dtype=dtype, quiet=quiet
+        )
+        print(json.dumps([s.to_dict() for s in scores], indent=2) if as_json else table(score_rows(scores)))
+        return
+    _check_alone("eval of a text", {"--task-data": task_data, "--limit": limit})
     from requant.comparison import evaluate_all
 
     rows = evaluate_all(
@@ -42,6 +64,14 @@ def evaluate(
         return
     print(rows[0].quality.protocol)
     print(table([row.cells() for row in rows]))
+
+
+def _check_alone(what: str, others: Mapping[str, object]) -> None:
+    """Options of the other kind of evaluation are refused, not ignored."""
+    if given := [option for option, value in others.items() if value is not None]:
+        raise InputError(
+            f"{given[0]} says nothing to {what}; run `requant eval` once with --tasks and once without."
+        )
 
 
 def inspect(

@@ -11,8 +11,9 @@ import pytest
 import yaml
 
 from requant.evaluation import Protocol, Quality
-from requant.plots import plot_width, sensitivity_plot
+from requant.plots import alternatives_plot, plot_width, sensitivity_plot
 from requant.report import (
+    BudgetSummary,
     CalibrationText,
     MatrixRow,
     RunSummary,
@@ -23,6 +24,7 @@ from requant.report import (
     render_report,
     write_report,
 )
+from requant.samples import Sample
 
 HOSTILE = '<script>alert("x")</script>`| {{ 7*7 }}\n---\n\x1b[31m'
 KINDS = {"q_proj": (256, 256), "k_proj": (128, 256), "down_proj": (256, 768)}
@@ -190,6 +192,70 @@ def test_heat_map_places_every_sum():
     assert heat.rows[1] == [pytest.approx(0.0), None, pytest.approx(0.004)]
     assert heat.largest == pytest.approx(0.006)
     Page(render_report(summary(matrices=rows)))
+
+
+def test_heat_map_of_what_was_measured_shares_the_scale():
+    rows = [dataclasses.replace(row, measured=0.05 * row.block) for row in matrices(3)]
+    heat = heat_map(summary(matrices=rows))
+    assert heat is not None and heat.largest == pytest.approx(0.1)
+    assert heat.measured[2] == [pytest.approx(0.1)] * 3 and heat_map(summary()).measured == {}
+    words = "".join(Page(render_report(summary(matrices=rows))).words)
+    assert "predicted" in words and "with that matrix alone quantized" in words and "measured dF" in words
+    assert "with that matrix alone" not in "".join(Page(render_report(summary())).words)
+
+
+def test_bytes_by_what_they_are_spent_on():
+    parts = {
+        "codes": 600,
+        "padding": 40,
+        "levels": 60,
+        "sparse_values": 30,
+        "embedding": 100,
+        "new": 7,
+        "head": 0,
+    }
+    run = summary(sizes=parts)
+    assert run.spending == {
+        "codes": 640,
+        "scales and levels": 60,
+        "sparse part": 30,
+        "embedding": 100,
+        "norms and other": 7,
+    }
+    assert sum(run.spending.values()) == sum(parts.values())
+    page = render_report(run)
+    assert page.count('<i style="width:') >= 5 and "every part of it" in page
+
+
+def test_the_alternatives_stand_beside_the_choice():
+    budget = BudgetSummary(
+        asked="3.2bit",
+        bytes=3_000_000,
+        written=2_990_000,
+        predictor="curvature",
+        predicted=0.03,
+        curve={2_700_000: 0.05, 3_300_000: 0.02},
+        embedding_bits=16,
+        head_bits=16,
+    )
+    page = Page(render_report(summary(budget=budget)))
+    assert page.tags.count("svg") == 2 and "the others were not" in "".join(page.words)
+    assert Page(render_report(summary())).tags.count("svg") == 1  # no budget: no curve
+    svg = alternatives_plot(budget.curve, (budget.written, 0.03))
+    assert svg == alternatives_plot(budget.curve, (budget.written, 0.03)) and b"predicted dF" in svg
+
+
+def test_samples_are_text():
+    samples = [Sample(prompt="Once " + HOSTILE, before="upon a time", after=HOSTILE)]
+    page = Page(render_report(summary(samples=samples)))
+    words = "".join(page.words)
+    assert "script" not in page.tags and "upon a time" in words and words.count("{{ 7*7 }}") == 2
+    assert "before and after" not in "".join(Page(render_report(summary())).words)
+
+
+def test_the_quality_table():
+    words = re.sub(r"\s+", " ", " ".join(Page(render_report(summary())).words))
+    assert "perplexity 22.080 25.310 +14.6 %" in words and "99th percentile KL 0 1.1106" in words
 
 
 def test_scores_add_up():

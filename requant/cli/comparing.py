@@ -1,0 +1,48 @@
+"""`requant compare`."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from requant.cli.common import AsJson, Device, Dtype, Quiet, table
+
+
+def compare(
+    checkpoints: Annotated[list[str], typer.Argument(help="Checkpoints that requant wrote.")],
+    output: Annotated[Path | None, typer.Option(help="HTML page to write.")] = None,
+    against: Annotated[str | None, typer.Option(help="The original: measure all again, on one text.")] = None,
+    text: Annotated[list[str] | None, typer.Option(help="Text to score, with --against.")] = None,
+    context: Annotated[int | None, typer.Option(min=8, help="Tokens of a window.")] = None,
+    windows: Annotated[int | None, typer.Option(min=1, help="Score the first windows only.")] = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Checkpoints side by side, from what their own files say; a table, and with --output a page."""
+    from requant.checkpoint import check_output
+    from requant.lineup import lineup, note, render_lineup
+
+    page = None if output is None else check_output(output)
+    entries = lineup(
+        checkpoints,
+        against=against,
+        text=text,
+        context=context,
+        windows=windows,
+        device=device,
+        dtype=dtype,
+        quiet=quiet,
+    )
+    if page is not None:
+        page.parent.mkdir(parents=True, exist_ok=True)
+        page.write_text(render_lineup(entries), encoding="utf-8")
+    if as_json:
+        print(json.dumps([entry.to_dict() for entry in entries], indent=2))
+        return
+    print(table([entry.cells() for entry in entries]))
+    print(note(entries))
+    if page is not None:
+        print(f"page: {output}")

@@ -1,0 +1,28 @@
+"""`requant export`."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from requant.cli.common import AsJson, table
+
+
+def export(
+    checkpoint: Annotated[str, typer.Argument(help="A checkpoint that requant wrote.")],
+    to: Annotated[str, typer.Option(help="dense, compressed-tensors or gguf.")],
+    output: Annotated[Path, typer.Option(help="Folder to write.")],
+    dtype: Annotated[
+        str, typer.Option(help="float32, bfloat16, float16, or auto: the model's own.")
+    ] = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Write a checkpoint for programs that know nothing of requant."""
+    from requant.exporting import export
+
+    written = export(checkpoint, to, output, dtype=dtype)
+    print(json.dumps(written.to_dict(), indent=2) if as_json else table(written.rows()))
+    for note in written.notes:
+        print(f"note: {note}", file=sys.stderr)
