@@ -23,7 +23,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Float16, Int8, Int32, Int64, UInt8
+from jaxtyping import Bool, Float, Float16, Int8, Int32, Int64, Shaped, UInt8
 from torch import Tensor
 
 from requant.hadamard import hadamard
@@ -53,13 +53,17 @@ class Grid:
 
     def dequantize(self) -> Float[Tensor, "n k"]:
         """Floats of the dense part, float32."""
-        columns = torch.arange(self.shape[1], device=self.codes.device) // self.group_size
         if self.zero_points is None:
             centred = self.codes.float() - float(1 << (self.bits - 1))
         else:
-            centred = self.codes.float() - self.zero_points.float()[:, columns]
-        values = centred * self.scales.float()[:, columns]
+            centred = self.codes.float() - self._by_column(self.zero_points)
+        values = centred * self._by_column(self.scales)
         return values if self.column_scales is None else values / self.column_scales.float()
+
+    def _by_column(self, values: Shaped[Tensor, "n g"]) -> Float[Tensor, "n k"]:
+        """What a group has, for each of its columns, float32."""
+        n, k = self.shape
+        return values.float()[:, :, None].expand(-1, -1, self.group_size).reshape(n, -1)[:, :k]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -37,6 +37,8 @@ ALIASES: dict[str, str] = {
     "gemma-3-1b": "google/gemma-3-1b-pt",
     "phi-3-mini": "microsoft/Phi-3-mini-4k-instruct",
 }
+# Linears of one module that take the same x, so that one launch can serve them.
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 DEMO = Path(__file__).parent / "data" / "demo"
 DTYPES = ("float32", "bfloat16", "float16")
 WEIGHT_FILES = "model*.safetensors"  # as transformers names them; other files may hold the same weights again
@@ -220,6 +222,13 @@ def find_linears(model: nn.Module, *, skip: Sequence[str] = ()) -> list[LinearSi
     if not kept:
         raise ModelError("every matrix is skipped; nothing is left to quantize.")
     return kept
+
+
+def vocabulary_modules(model: PreTrainedModel) -> tuple[tuple[str, Any], tuple[str, Any]]:
+    """Embedding and head with their dotted paths; the head is None for a model without one."""
+    paths = {module: path for path, module in model.named_modules()}
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    return (paths[embedding], embedding), ("" if head is None else paths[head], head)
 
 
 def check_finite(model: nn.Module) -> None:

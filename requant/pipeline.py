@@ -1,7 +1,9 @@
 """The order of stages: model + text -> codes + sparse part -> measured, saved.
 
 prepare      load, find the matrices, check everything that can be checked before work begins
-quantize     one of MODES: `dense` (codes only) or `paper` (ReQuant as published)
+allocate     bits of every matrix, and of embedding and head, within the budget (allocation.py)
+quantize     one of MODES: `best` (rounds of codes and training), `dense` (codes only), `paper` (ReQuant as published)
+tune         what is not code learns from the original's outputs (tuning.py)
 diagnose     predicted against measured dF
 evaluate     perplexity and KL, the original beside the quantized model
 save         checkpoint, report, model card (saving.py)
@@ -20,6 +22,8 @@ from jaxtyping import Int64
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from requant.allocation import TOLERANCE, Allocation, allocate_bits, with_allocation
+from requant.best import best
 from requant.diagnosis import DISAGREEMENT, Diagnosis, diagnose
 from requant.errors import InputError, ModelError, TextError
 from requant.evaluation import Quality, perplexity_and_kl
@@ -39,19 +43,21 @@ from requant.run import (
     Run,
     Weights,
     fingerprint,
+    keep_outcome,
+    kept_outcome,
     quantize_linears,
-    recipe_part,
-    store_weight,
-    stored_weight,
 )
+from requant.samples import Sample, write_samples
 from requant.sensitivity import originals
-from requant.text import SELF, Text, overlap, read_text, sample_self, token_windows
+from requant.text import SELF, Text, overlap, read_text, sample_self, spread, token_windows
 from requant.tuning import tune
-from requant.workspace import Workspace, digest
+from requant.vocabulary import QuantizedVocabulary, quantize_vocabulary
+from requant.workspace import Workspace
 
 logger = logging.getLogger(__name__)
 
 MODES: dict[str, Callable[[Run], Weights]] = {
+    "best": best,
     "dense": lambda run: quantize_linears(run, None, label="quantize"),
     "paper": requant_as_published,
 }
@@ -72,6 +78,7 @@ class Prepared:
     sites: Sequence[LinearSite]
     calibration: Text
     windows: Int64[Tensor, "b t"]
+    pool: Int64[Tensor, "p t"]  # the windows that tuning may train on
     evaluation: Text
     scored: Int64[Tensor, "e c"]
 
@@ -82,12 +89,15 @@ class QuantizedModel:
 
     prepared: Prepared
     weights: Weights
+    vocabulary: Weights  # embedding and head, where they are quantized; of tied ones the embedding
+    allocation: Allocation | None
     recipe: Recipe
     before: Quality
     after: Quality
     diagnosis: Diagnosis
     seconds: dict[str, float]
     peak_memory: int  # bytes, of the GPU where there is one, else of the process
+    samples: Sequence[Sample] = ()  # of what it writes
 
     @property
     def model(self) -> PreTrainedModel:
@@ -99,13 +109,18 @@ class QuantizedModel:
 
     @property
     def warnings(self) -> list[str]:
+        found = []
         share = self.diagnosis.disagreement
-        if share is None or share <= DISAGREEMENT:
-            return []
-        return [
-            f"The sum of PQI differs from the measured dF by {share:.1%}: use more nodes "
-            "(sensitivity.nodes: gauss4) or more calibration text before trusting the ranking."
-        ]
+        if share is not None and share > DISAGREEMENT:
+            found.append(
+                f"The sum of PQI differs from the measured dF by {share:.1%}: use more nodes "
+                "(sensitivity.nodes: gauss4) or more calibration text before trusting the ranking."
+            )
+        if self.allocation is not None and self.allocation.unspent > TOLERANCE:
+            found.append(
+                f"The matrices are too few to spend the budget: {self.allocation.unspent:.2%} of it stays unspent."
+            )
+        return found
 
     def save(self, output: str | Path) -> Path:
         """Write the checkpoint folder, whole or not at all."""
@@ -137,19 +152,32 @@ def quantize(
         recipe = dataclasses.replace(recipe, calibration=dataclasses.replace(recipe.calibration, text=names))
     prepared = prepare(model, recipe, tokenizer=tokenizer, device=device, dtype=dtype, quiet=quiet)
     run = start(prepared, recipe, workspace=workspace or Workspace(None), quiet=quiet)
+    run = with_allocation(run, allocate_bits(run))
     weights = MODES[recipe.mode](run)
     run.statistics.clear()
     if recipe.tuning.steps:
         weights = tuned(run, weights)
-    diagnosis = diagnose(run, weights, diagnosed_windows(prepared), names=("gradient", "hessian", "pqi"))
-    before, after = evaluate(run, prepared, weights)
+    vocabulary = quantize_vocabulary(run)
+    diagnosis = diagnose(
+        run,
+        weights,
+        diagnosed_windows(prepared),
+        names=("gradient", "hessian", "pqi"),
+        vocabulary=vocabulary,
+        by_matrix=True,
+    )
+    before, after = evaluate(run, prepared, weights, vocabulary)
+    samples = _samples(run, prepared, weights, vocabulary)
     return QuantizedModel(
         prepared=prepared,
         weights=weights,
+        vocabulary=dict(vocabulary.weights),
+        allocation=run.allocation,
         recipe=recipe,
         before=before,
         after=after,
         diagnosis=diagnosis,
+        samples=samples,
         seconds=dict(run.seconds),
         peak_memory=peak_memory(prepared.model.device),
     )
@@ -172,13 +200,11 @@ def prepare(
     _check_context(model, recipe)
     given = [str(t) for t in ([text] if isinstance(text, str | Path) else text or recipe.calibration.text)]
     calibration, evaluation = _texts(model, tokenizer, source, recipe, given, quiet=quiet)
-    windows = token_windows(
-        calibration,
-        tokenizer,
-        num_samples=recipe.calibration.num_samples,
-        seq_len=recipe.calibration.seq_len,
-        seed=recipe.seed,
+    everything = token_windows(
+        calibration, tokenizer, num_samples=None, seq_len=recipe.calibration.seq_len, seed=recipe.seed
     )
+    windows = spread(everything, recipe.calibration.num_samples, of=calibration.name)
+    tuning = max(len(windows), recipe.tuning.windows if recipe.tuning.steps else 0)
     scored = token_windows(evaluation, tokenizer, num_samples=None, seq_len=recipe.evaluation.context)
     shared = overlap(calibration, evaluation)
     if shared > OVERLAP_TOLERATED:
@@ -196,6 +222,7 @@ def prepare(
         sites=sites,
         calibration=calibration,
         windows=windows,
+        pool=spread(everything, tuning, of=None),
         evaluation=evaluation,
         scored=scored[: recipe.evaluation.windows],
     )
@@ -210,28 +237,23 @@ def start(prepared: Prepared, recipe: Recipe, *, workspace: Workspace, quiet: bo
         sites=prepared.sites,
         original=originals(prepared.sites),
         windows=prepared.windows,
+        pool=prepared.pool,
         recipe=recipe,
         workspace=workspace,
         fingerprint=fingerprint(prepared.model, prepared.sites, prepared.windows),
+        source=prepared.source,
         quiet=quiet,
     )
 
 
 def tuned(run: Run, weights: Weights) -> Weights:
     """The weights after tuning, through the workspace."""
-    parts = recipe_part(
-        run.recipe, "mode", "calibration", "method", "quantizer", "sensitivity", "detach", "tuning", "seed"
-    )
-    keys = {site.name: digest(run.fingerprint, parts, "tuned", site.name) for site in run.sites}
-    found = {site.name: stored_weight(run, "tuned", keys[site.name], site) for site in run.sites}
-    kept = {name: weight for name, weight in found.items() if weight is not None}
-    if len(kept) == len(found):
-        return kept
-    with run.stage("tuning"):
-        learned = tune(run, weights, run.recipe.tuning)
-    for name, weight in learned.items():
-        store_weight(run, "tuned", keys[name], weight)
-    return learned
+    kept = kept_outcome(run, "tuned")
+    if kept is None:
+        with run.stage("tuning"):
+            kept = tune(run, weights, run.recipe.tuning)
+        keep_outcome(run, "tuned", kept)
+    return kept
 
 
 def diagnosed_windows(prepared: Prepared) -> Int64[Tensor, "d t"]:
@@ -239,13 +261,17 @@ def diagnosed_windows(prepared: Prepared) -> Int64[Tensor, "d t"]:
     return prepared.windows[: max(1, DIAGNOSED_TOKENS // prepared.windows.shape[1])]
 
 
-def evaluate(run: Run, prepared: Prepared, weights: Weights) -> tuple[Quality, Quality]:
-    """Quality of the original and of the quantized model on the evaluation text."""
+def evaluate(
+    run: Run, prepared: Prepared, weights: Weights, vocabulary: QuantizedVocabulary
+) -> tuple[Quality, Quality]:
+    """Quality of the original and of the quantized model on the evaluation text; the model is left quantized."""
     with run.stage("evaluation"):
         path = run.path(weights)
         path.place(0.0)
+        vocabulary.place(quantized=False)
         reference = copy.deepcopy(prepared.model)
         path.place(1.0)
+        vocabulary.place(quantized=True)
         after = perplexity_and_kl(
             prepared.model,
             prepared.scored,
@@ -255,6 +281,18 @@ def evaluate(run: Run, prepared: Prepared, weights: Weights) -> tuple[Quality, Q
         )
     assert after.reference_perplexity is not None
     return Quality(protocol=after.protocol, perplexity=after.reference_perplexity), after
+
+
+def _samples(run: Run, prepared: Prepared, weights: Weights, vocabulary: QuantizedVocabulary) -> list[Sample]:
+    """What the original and the quantized model write; the model is left quantized."""
+
+    def place(quantized: bool) -> None:
+        run.path(weights).place(float(quantized))
+        vocabulary.place(quantized=quantized)
+
+    with run.stage("samples"):
+        count = run.recipe.evaluation.samples
+        return write_samples(prepared.model, prepared.tokenizer, prepared.scored, place, count=count)
 
 
 def pick_device(name: str) -> str:

@@ -1,31 +1,41 @@
 """What a run will do and cost, before it starts: the dry run.
 
-Bytes are exact for the dense part (they follow from the layout) and expected for the sparse part. Memory and time are
-estimates: bytes held at the fullest stage, and floating-point operations over the rate of a short matrix product.
+Bytes are exact for the dense part (they follow from the layout) and expected for the sparse part. With a budget the
+bits are given out as the run will do it, which takes its calibration passes. Memory and time are estimates: bytes held
+at the fullest stage, and floating-point operations over the rate of a short matrix product.
 """
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from requant.allocation import (
+    Allocation,
+    allocate_bits,
+    has_budget,
+    planned_layout,
+    uniform,
+    vocabulary_savings,
+)
 from requant.calibration.statistics import bytes_needed
-from requant.checkpoint.layout import MatrixLayout
-from requant.checkpoint.sizes import matrix_parts
 from requant.formats import INDEX_TILE
 from requant.models import LinearSite
-from requant.pipeline import Prepared
+from requant.pipeline import Prepared, start
 from requant.quantizers import METHODS
 from requant.recipe import Recipe
 from requant.saving import bytes_before
 from requant.sensitivity.pqi import NODES
+from requant.vocabulary import vocabulary_of, wanted_widths
+from requant.workspace import Workspace
 
 FRACTION_OF_PEAK = 0.35  # of a plain matrix product's rate, as whole passes through small models reach it
 QUANTIZER_SECONDS = {  # per weight: one CPU core, one H200; measured on bench-32m
     "rtn": (1e-8, 1e-9),
     "kmeans": (4e-7, 2e-8),
+    "lut": (2e-5, 2e-7),
     "gptq": (4e-7, 2e-7),
     "awq": (5e-7, 4e-8),
     "trellis": (1e-4, 4e-7),
@@ -43,6 +53,8 @@ class Plan:
     bytes_after: int
     peak_memory: int
     seconds: float
+    allocation: Allocation | None = None  # of a budget
+    widths: Mapping[str, Mapping[int, int]] = field(default_factory=dict)  # kind -> bits -> how many matrices
 
     def lines(self) -> list[str]:
         kinds = ", ".join(f"{count} {kind}" for kind, count in self.matrices.items())
@@ -53,20 +65,48 @@ class Plan:
             f"bytes           {self.bytes_before:,} -> {self.bytes_after:,}",
             f"peak memory     about {self.peak_memory / 2**30:.2f} GiB",
             f"time            about {self.seconds:.0f} s",
+            *self._budget_lines(),
         ]
 
+    def _budget_lines(self) -> list[str]:
+        """The allocation: widths by kind, bytes, loss, and what other budgets would give."""
+        found = self.allocation
+        if found is None or found.budget is None:
+            return []
+        width = max(map(len, self.widths))
+        lines = [
+            f"budget          {found.budget:,} bytes, {found.bytes:,} spent ({found.unspent:.2%} unspent)",
+            *(
+                f"  {kind:{width}}  "
+                + ", ".join(f"{count} at {bits}" for bits, count in sorted(counts.items()))
+                for kind, counts in self.widths.items()
+            ),
+        ]
+        if found.embedding_bits != 16 or found.head_bits != 16:
+            lines.append(f"  embedding at {found.embedding_bits} bits, head at {found.head_bits}")
+        if found.predicted is not None:
+            lines.append(f"predicted loss  {found.predicted:.4f} nats a token, by {found.predictor}")
+            lines += [f"  {size:,} bytes would lose {loss:.4f}" for size, loss in sorted(found.curve.items())]
+        return lines
 
-def make_plan(prepared: Prepared, recipe: Recipe) -> Plan:
-    """Predictions from shapes, the recipe and a matrix product of a tenth of a second."""
+
+def make_plan(prepared: Prepared, recipe: Recipe, *, quiet: bool = True) -> Plan:
+    """Predictions from shapes, the recipe and a matrix product of a tenth of a second; with a budget, its allocation."""
     sites = prepared.sites
     weights = sum(site.size for site in sites)
     fraction = _sparse_fraction(recipe)
-    parts = sum(_bytes(site, recipe, fraction) for site in sites)
+    allocation = _allocation(prepared, recipe, quiet=quiet)
+    parts = sum(_bytes(site, recipe, allocation.bits[site.name], fraction) for site in sites)
     model_bytes = bytes_before(prepared)
-    stored = sum(site.size for site in sites) * _source_bytes_per_weight(prepared, model_bytes)
+    per_weight = _source_bytes_per_weight(prepared, model_bytes)
+    saved = vocabulary_savings(prepared.model, prepared.source, allocation)
+    stored = sum(site.size for site in sites) * per_weight + saved
     kinds: dict[str, int] = {}
+    widths: dict[str, dict[int, int]] = {}
     for site in sites:
         kinds[site.kind] = kinds.get(site.kind, 0) + 1
+        counts, bits = widths.setdefault(site.kind, {}), allocation.bits[site.name]
+        counts[bits] = counts.get(bits, 0) + 1
     return Plan(
         matrices=kinds,
         weights=weights,
@@ -75,7 +115,15 @@ def make_plan(prepared: Prepared, recipe: Recipe) -> Plan:
         bytes_after=round(model_bytes - stored + parts),
         peak_memory=_peak_memory(prepared, recipe),
         seconds=_seconds(prepared, recipe),
+        allocation=None if allocation.budget is None else allocation,
+        widths={} if allocation.budget is None else widths,
     )
+
+
+def _allocation(prepared: Prepared, recipe: Recipe, *, quiet: bool) -> Allocation:
+    if not has_budget(recipe):
+        return uniform(recipe, prepared.sites, wanted_widths(recipe.budget, vocabulary_of(prepared.model)))
+    return allocate_bits(start(prepared, recipe, workspace=Workspace(None), quiet=quiet))
 
 
 def _sparse_fraction(recipe: Recipe) -> float:
@@ -84,36 +132,10 @@ def _sparse_fraction(recipe: Recipe) -> float:
     return recipe.detach.outlier_fraction + recipe.detach.significant_fraction
 
 
-def _bytes(site: LinearSite, recipe: Recipe, fraction: float) -> float:
+def _bytes(site: LinearSite, recipe: Recipe, bits: int, fraction: float) -> float:
     n, k = site.shape
     sparse = 3 * fraction * n * k + (n * -(-k // INDEX_TILE) if fraction else 0)
-    return sum(matrix_parts(_layout(recipe, (n, k))).values()) + sparse
-
-
-def _layout(recipe: Recipe, shape: tuple[int, int]) -> MatrixLayout:
-    """What the method's container will store for a matrix without residuals."""
-    config: Any = recipe.quantizer
-    match recipe.method:
-        case "kmeans":
-            return MatrixLayout(format="codebook", bits=config.bits, shape=shape)
-        case "trellis":
-            learned = recipe.tuning.steps > 0
-            return MatrixLayout(
-                format="trellis",
-                bits=config.bits,
-                shape=shape,
-                code=config.code,
-                input_signs=not learned,
-                output_signs=not learned,
-            )
-    return MatrixLayout(
-        format="grid",
-        bits=config.bits,
-        shape=shape,
-        group_size=shape[1] if config.group_size == -1 else config.group_size,
-        zero_points=not config.symmetric,
-        column_scales=recipe.method == "awq",
-    )
+    return planned_layout(recipe, (n, k), bits).bytes + sparse
 
 
 def _source_bytes_per_weight(prepared: Prepared, model_bytes: int) -> float:

@@ -20,6 +20,8 @@ from requant.errors import RecipeError, first_line
 from requant.quantizers import METHODS
 
 Score = Literal["pqi", "hessian", "gradient", "marginal"]
+Predictor = Literal["curvature", "measured", "pqi"]
+VocabularyBits = Literal[4, 5, 6, 8, 16]
 Nodes = Literal["gauss2", "gauss4", "midpoint", "simpson", "plain32"]
 RECIPES = (Path(__file__).parent / "recipes", Path(__file__).parents[1] / "recipes")
 
@@ -80,20 +82,47 @@ class Detach:
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """Training of scales, levels and residuals against the original's outputs (`tuning.py`); `steps` 0 is off."""
+    """Training of all that is not code against the original's outputs (`training.py`); `steps` 0 is off.
+
+    `steps` are those of one phase: every round of mode `best`, and the last one with all codes fixed.
+    """
 
     steps: int = 0
+    windows: int = 2048  # of the calibration text, at most; statistics keep to calibration.num_samples
     tokens_per_step: int = 16384
     rate: float = 3e-3  # of Adam, in units of each tensor's root mean square
     warm_up: int = 10
-    held_out: int = 8  # windows of the calibration text that only judge
+    held_out: int = 8  # windows that only judge
     check_every: int = 20
 
     def __post_init__(self) -> None:
         _require(self.steps >= 0, "tuning.steps", self.steps, "0 or more")
         _require(self.rate > 0, "tuning.rate", self.rate, "a positive number")
-        for name in ("tokens_per_step", "warm_up", "held_out", "check_every"):
+        for name in ("windows", "tokens_per_step", "warm_up", "held_out", "check_every"):
             _require(getattr(self, name) >= 1, f"tuning.{name}", getattr(self, name), "1 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """What may be paid, in real bytes; without `bits` and `size` every matrix takes the quantizer's own width.
+
+    `bits`: everything stored for the quantized matrices, over their weights. `size`: bytes of the weight files, all
+    they hold. `head_bits` and `embedding_bits` store the head and the embedding on grids of that width (one tensor
+    where they are tied); None leaves them as they are with `bits`, and to the allocator with `size`.
+    """
+
+    bits: float | None = None
+    size: int | None = None
+    predictor: Predictor = "curvature"
+    head_bits: VocabularyBits | None = None
+    embedding_bits: VocabularyBits | None = None
+
+    def __post_init__(self) -> None:
+        _require(self.bits is None or 1 <= self.bits <= 8, "budget.bits", self.bits, "1 to 8")  # NaN is not
+        _require(self.size is None or self.size >= 1, "budget.size", self.size, "a number of bytes")
+        _require(
+            self.bits is None or self.size is None, "budget.size", self.size, "no value beside budget.bits"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,10 +134,12 @@ class Evaluation:
     field: str = "text"
     context: int = 2048
     windows: int = 20
+    samples: int = 2  # beginnings of windows that both models continue, for the report; 0: none
 
     def __post_init__(self) -> None:
         _require(self.context >= 8, "evaluation.context", self.context, "8 or more")
         _require(self.windows >= 1, "evaluation.windows", self.windows, "1 or more")
+        _require(self.samples >= 0, "evaluation.samples", self.samples, "0 or more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,13 +147,14 @@ class Recipe:
     """One run of `requant quantize`."""
 
     model: str = "demo"
-    mode: Literal["paper", "dense"] = "paper"
+    mode: Literal["best", "paper", "dense"] = "paper"
     method: str = "kmeans"
     quantizer: Any = field(default_factory=METHODS["kmeans"].config)  # the method's own config
     calibration: Calibration = field(default_factory=Calibration)
     sensitivity: Sensitivity = field(default_factory=Sensitivity)
     detach: Detach = field(default_factory=Detach)
     tuning: Tuning = field(default_factory=Tuning)
+    budget: Budget = field(default_factory=Budget)
     evaluation: Evaluation = field(default_factory=Evaluation)
     skip: tuple[str, ...] = ()
     seed: int = 0

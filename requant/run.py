@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -26,6 +27,7 @@ from requant.calibration.statistics import bytes_needed, collect
 from requant.checkpoint.layout import MatrixLayout
 from requant.checkpoint.packing import pack, unpack
 from requant.formats import QuantizedWeight
+from requant.knapsack import Allocation
 from requant.models import LinearSite
 from requant.quantizers import METHODS
 from requant.recipe import Recipe, to_dict
@@ -49,6 +51,15 @@ class Run:
     workspace: Workspace
     fingerprint: str  # of the model, its matrices to quantize, the windows and the versions
     quiet: bool
+    source: Path | None = None  # the model's folder
+    bits: Mapping[str, int] = field(default_factory=dict)  # of matrices whose width is not the recipe's
+    allocation: Allocation | None = None
+    pool: Int64[Tensor, "p t"] | None = (
+        None  # the windows that training may use, where they are more than `windows`
+    )
+    others: dict[str, tuple[Tensor, Tensor]] = field(
+        default_factory=dict
+    )  # parameters that learned: original, learned
     statistics: dict[str, LinearStats] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -56,8 +67,29 @@ class Run:
     def total_weights(self) -> int:
         return sum(site.size for site in self.sites)
 
+    def config_of(self, site: LinearSite) -> Any:
+        """The quantizer's settings for one matrix."""
+        bits = self.bits.get(site.name, self.recipe.quantizer.bits)
+        return dataclasses.replace(self.recipe.quantizer, bits=bits)
+
     def path(self, weights: Weights) -> QuantizedPath:
-        return QuantizedPath(model=self.model, sites=self.sites, original=self.original, quantized=weights)
+        return QuantizedPath(
+            model=self.model,
+            sites=self.sites,
+            original=self.original,
+            quantized=weights,
+            others=self.others,
+        )
+
+    @property
+    def training_windows(self) -> Int64[Tensor, "p t"]:
+        return self.windows if self.pool is None else self.pool
+
+    def original_of(self, name: str, parameter: Tensor) -> Tensor:
+        """A copy, on the CPU, of what a parameter outside of the matrices was before anything learned."""
+        if name in self.others:
+            return self.others[name][0]
+        return parameter.detach().to("cpu", copy=True)
 
     def label(self, text: str) -> str | None:
         return None if self.quiet else text
@@ -104,7 +136,7 @@ def quantize_linears(run: Run, detached: Mapping[str, Bool[Tensor, "n k"]] | Non
                 done[site.name] = method.quantize(
                     run.original[site.name].to(site.parameter.device, torch.float32),
                     statistics[site.name],
-                    run.recipe.quantizer,
+                    run.config_of(site),
                     detached=None if detached is None else detached[site.name].to(site.parameter.device),
                 )
             store_weight(run, "linear", keys[site.name], done[site.name])
@@ -117,11 +149,11 @@ def _keys(
     run: Run, detached: Mapping[str, Bool[Tensor, "n k"]] | None, *, sequential: bool
 ) -> dict[str, str]:
     """A workspace key a matrix; in a sequential run it depends on all that came before."""
-    config = dataclasses.asdict(run.recipe.quantizer)
     keys: dict[str, str] = {}
     chain = ""
     for site in run.sites:
         mask = "" if detached is None else detached[site.name]
+        config = dataclasses.asdict(run.config_of(site))
         keys[site.name] = digest(run.fingerprint, site.name, run.recipe.method, config, mask, chain)
         chain = keys[site.name] if sequential else ""
     return keys
@@ -143,6 +175,49 @@ def store_weight(run: Run, stage: str, key: str, weight: QuantizedWeight) -> Non
         run.workspace.put(stage, key, tensors=tensors, value=layout.to_json())
 
 
+def kept_outcome(run: Run, stage: str) -> Weights | None:
+    """All matrices, and into `run.others` what learned beside them, if a finished stage left them."""
+    keys = _outcome_keys(run, stage)
+    beside = run.workspace.get("others", keys[""])
+    found = {site.name: stored_weight(run, stage, keys[site.name], site) for site in run.sites}
+    weights = {name: weight for name, weight in found.items() if weight is not None}
+    if beside is None or len(weights) < len(found):
+        return None
+    for name in beside.value:
+        run.others[name] = (beside.tensors[f"{name}.start"], beside.tensors[f"{name}.end"])
+    return weights
+
+
+def keep_outcome(run: Run, stage: str, weights: Weights) -> None:
+    """Keep the outcome of a stage for a run that resumes."""
+    keys = _outcome_keys(run, stage)
+    for name, weight in weights.items():
+        store_weight(run, stage, keys[name], weight)
+    ends = {
+        f"{name}.{end}": pair[i]
+        for name, pair in run.others.items()
+        for i, end in enumerate(("start", "end"))
+    }
+    run.workspace.put("others", keys[""], tensors=ends, value=list(run.others))
+
+
+def _outcome_keys(run: Run, stage: str) -> dict[str, str]:
+    """A key a matrix, and one for all else under the empty name."""
+    sections = (
+        "mode",
+        "calibration",
+        "method",
+        "quantizer",
+        "sensitivity",
+        "detach",
+        "tuning",
+        "budget",
+        "seed",
+    )
+    parts = recipe_part(run.recipe, *sections)
+    return {name: digest(run.fingerprint, parts, stage, name) for name in ("", *(s.name for s in run.sites))}
+
+
 def gather(
     run: Run, chunk: Sequence[LinearSite], needs: frozenset[str], *, after: Weights | None = None
 ) -> dict[str, LinearStats]:
@@ -152,7 +227,7 @@ def gather(
     """
     if not needs:
         return {site.name: LinearStats() for site in chunk}
-    if not after and all(site.name in run.statistics for site in chunk):
+    if not after and _gathered(run, chunk, needs):
         return run.statistics
     with run.stage("statistics"):
         run.path({}).place(0.0)
@@ -165,6 +240,14 @@ def gather(
     return gathered
 
 
+def _gathered(run: Run, sites: Sequence[LinearSite], needs: frozenset[str]) -> bool:
+    """Whether the run holds these statistics of all sites already."""
+    kept = [run.statistics.get(site.name) for site in sites]
+    return all(
+        stats is not None and all(getattr(stats, need) is not None for need in needs) for stats in kept
+    )
+
+
 def by_block(sites: Sequence[LinearSite]) -> list[list[LinearSite]]:
     """Sites in one list a transformer block."""
     blocks = dict.fromkeys(site.block for site in sites)
@@ -173,7 +256,7 @@ def by_block(sites: Sequence[LinearSite]) -> list[list[LinearSite]]:
 
 def chunks_that_fit(run: Run, sites: Sequence[LinearSite], needs: frozenset[str]) -> list[list[LinearSite]]:
     """Sites in runs of whole blocks whose statistics take at most half of the free memory."""
-    if not sites or all(site.name in run.statistics for site in sites):
+    if not sites or _gathered(run, sites, needs):
         return [list(sites)] if sites else []
     budget = free_memory(sites[0].parameter.device) / 2
     chunks: list[list[LinearSite]] = [[]]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import json
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,14 @@ from typing import Any
 import requant
 from requant.checkpoint import ByteTable, byte_table, save_checkpoint
 from requant.checkpoint.packing import pack
+from requant.checkpoint.save import checkpoint_bytes
 from requant.checkpoint.sizes import MatrixBytes, matrix_parts
 from requant.models import ALIASES, folder_bytes
+from requant.options import budget_name
 from requant.pipeline import Prepared, QuantizedModel
 from requant.recipe import dump_recipe
 from requant.report import (
+    BudgetSummary,
     CalibrationText,
     MatrixRow,
     RunSummary,
@@ -22,6 +26,7 @@ from requant.report import (
     model_card,
     render_report,
 )
+from requant.vocabulary import vocabulary_of
 
 
 def save_quantized(result: QuantizedModel, output: str | Path) -> Path:
@@ -33,6 +38,7 @@ def save_quantized(result: QuantizedModel, output: str | Path) -> Path:
         source=result.prepared.source,
         model=result.model,
         weights=result.weights,
+        vocabulary=result.vocabulary,
         manifest={
             "requant_version": requant.__version__,
             "recipe_sha256": hashlib.sha256(recipe.encode()).hexdigest(),
@@ -41,6 +47,7 @@ def save_quantized(result: QuantizedModel, output: str | Path) -> Path:
         extra_files={
             "recipe.yaml": recipe,
             "report.html": render_report(summary),
+            "report.json": json.dumps(summary.to_dict(), indent=2),
             "README.md": model_card(summary),
             **(_tokenizer_files(result) if result.prepared.source is None else {}),
         },
@@ -63,6 +70,7 @@ def run_summary(result: QuantizedModel, output: Path) -> RunSummary:
     }
     before = bytes_before(prepared)
     sizes = _sizes(result, stored)
+    spent = _budget_line(result, stored)
     weights = sum(matrix.weights for matrix in stored.values())
     return RunSummary(
         model=result.recipe.model,
@@ -71,8 +79,9 @@ def run_summary(result: QuantizedModel, output: Path) -> RunSummary:
         version=requant.__version__,
         method=result.recipe.method,
         mode=result.recipe.mode,
-        bits=result.recipe.quantizer.bits,
+        bits=_asked_bits(result, 8 * sum(matrix.bytes for matrix in stored.values()) / weights),
         bits_per_weight=8 * sum(matrix.bytes for matrix in stored.values()) / weights,
+        budget=spent,
         bytes_before=before,
         bytes_after=sum(sizes.values()),
         sizes=sizes,
@@ -87,6 +96,7 @@ def run_summary(result: QuantizedModel, output: Path) -> RunSummary:
                 sparse_fraction=stored[site.name].layout.sparse / site.size,
                 size_bytes=stored[site.name].bytes,
                 predicted={score: sums[site.name] for score, sums in diagnosis.predicted.items()},
+                measured=diagnosis.measured_matrices.get(site.name),
             )
             for site in prepared.sites
         ],
@@ -101,11 +111,13 @@ def run_summary(result: QuantizedModel, output: Path) -> RunSummary:
         after=result.after,
         original_loss=diagnosis.original_loss,
         measured=diagnosis.measured,
+        measured_vocabulary=diagnosis.vocabulary if result.vocabulary else None,
         measured_blocks=diagnosis.measured_blocks,
         seconds=result.seconds,
         peak_memory=result.peak_memory,
         device=_device_name(result),
         warnings=result.warnings,
+        samples=result.samples,
     )
 
 
@@ -119,7 +131,9 @@ def result_rows(result: QuantizedModel, output: Path) -> list[dict[str, object]]
         ("KL to the original, nats", "0", f"{after.mean_kl:.4f}"),
         ("top-1 agreement", "1", f"{after.top1_agreement:.4f}"),
         ("bits per quantized weight", f"{source_bits}", f"{table.bits_per_weight:.3f}"),
+        *_vocabulary_rows(table, source_bits),
         ("weight files", format_bytes(bytes_before(result.prepared)), format_bytes(table.bytes)),
+        *_budget_rows(result, table),
         ("peak memory", "", format_bytes(result.peak_memory)),
         ("time", "", format_seconds(sum(result.seconds.values()))),
         ("checkpoint", "", str(output)),
@@ -131,6 +145,71 @@ def result_rows(result: QuantizedModel, output: Path) -> list[dict[str, object]]
         ),
     ]
     return [{"": name, "before": original, "after": quantized} for name, original, quantized in rows]
+
+
+def _vocabulary_rows(table: ByteTable, source_bits: int) -> list[tuple[str, object, object]]:
+    return [
+        (f"bits per weight of {name}", f"{source_bits}", f"{part.bits_per_weight:.3f}")
+        for name, part in table.vocabulary.items()
+    ]
+
+
+def _budget_rows(result: QuantizedModel, table: ByteTable) -> list[tuple[str, object, object]]:
+    """The budget against what was written, and its predicted loss against the measured one."""
+    allocation = result.allocation
+    if allocation is None or allocation.budget is None:
+        return []
+    written = table.bytes if result.recipe.budget.size else sum(m.bytes for m in table.matrices.values())
+    unspent = 1 - written / allocation.budget
+    rows: list[tuple[str, object, object]] = [
+        (
+            "bytes of the budget" if result.recipe.budget.size else "bytes of the matrices, and their budget",
+            f"{allocation.budget:,}",
+            f"{written:,} ({unspent:.2%} unspent)",
+        )
+    ]
+    if allocation.predicted is not None:
+        measured = result.diagnosis.measured + result.diagnosis.vocabulary
+        rows.append(
+            (
+                "loss predicted by the budget (codes alone), and measured dF, nats",
+                f"{allocation.predicted:.4f}",
+                f"{measured:.4f}",
+            )
+        )
+    return rows
+
+
+def _budget_line(result: QuantizedModel, stored: dict[str, MatrixBytes]) -> BudgetSummary | None:
+    """What the report says of the budget."""
+    allocation = result.allocation
+    if allocation is None or allocation.budget is None:
+        return None
+    layouts = {name: matrix.layout for name, matrix in stored.items()}
+    tables = {name: pack(weight)[0] for name, weight in result.vocabulary.items()}
+    source = result.prepared.source
+    if result.recipe.budget.size:
+        written = checkpoint_bytes(result.model, source=source, modules=layouts, vocabulary=tables)
+    else:
+        written = sum(matrix.bytes for matrix in stored.values())
+    return BudgetSummary(
+        asked=budget_name(result.recipe),
+        bytes=allocation.budget,
+        written=written,
+        predictor=str(allocation.predictor),
+        predicted=allocation.predicted,
+        curve=allocation.curve,
+        embedding_bits=allocation.embedding_bits,
+        head_bits=allocation.head_bits,
+    )
+
+
+def _asked_bits(result: QuantizedModel, paid: float) -> int | float:
+    """Bits asked for; where a size was asked for, what it came to."""
+    budget = result.recipe.budget
+    if budget.size is not None:
+        return round(paid, 2)
+    return result.recipe.quantizer.bits if budget.bits is None else budget.bits
 
 
 def bytes_before(prepared: Prepared) -> int:
@@ -151,9 +230,10 @@ def _sizes(result: QuantizedModel, stored: dict[str, MatrixBytes]) -> dict[str, 
     embedding = model.get_input_embeddings().weight
     quantized = {id(site.parameter) for site in result.prepared.sites}
     scale = _source_element_size(result)
-    parts["embedding"] = embedding.numel() * scale
-    if head is not None and head.weight is not embedding:
-        parts["head"] = head.weight.numel() * scale
+    vocabulary = vocabulary_of(model)
+    for role, part in vocabulary.parts.items():
+        stays = part.name not in result.vocabulary
+        parts[role] = part.weight.numel() * scale if stays else pack(result.vocabulary[part.name])[0].bytes
     rest = [
         p
         for p in model.parameters()

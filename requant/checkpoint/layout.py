@@ -4,6 +4,7 @@ Every shape and dtype on disk is a function of the entry, so a folder is judged 
 alone, before a byte of weights is read or a buffer allocated. format.md explains the layout.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,10 +26,19 @@ _KEYS: dict[str, dict[str, tuple[Any, ...]]] = {
 }
 
 
+# Beside the tensors of a matrix lies an empty `weight`. A loader that does not know the format then finds a weight of
+# the wrong shape, and stops; without it, transformers would fill the layer with random numbers and go on.
+STOP = "weight"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorSpec:
     dtype: torch.dtype
     shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +66,11 @@ class MatrixLayout:
     def tiles(self) -> int:
         """256-column tiles in a row."""
         return -(-self.shape[1] // INDEX_TILE)
+
+    @property
+    def bytes(self) -> int:
+        """Everything stored for the matrix."""
+        return sum(spec.bytes for spec in self.tensors().values())
 
     def tensors(self) -> dict[str, TensorSpec]:
         """Suffix -> dtype and shape of everything stored for the matrix, in the order of the file."""

@@ -6,6 +6,7 @@ and checked its values.
 """
 
 import hashlib
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from requant.checkpoint.save import CHECKSUMS_FILE
 from requant.checkpoint.validate import check_values, read_header, read_matrix
 from requant.errors import CheckpointError, InputError, RequantError
 from requant.formats import QuantizedWeight
+
+logger = logging.getLogger(__name__)
 
 
 def load_weights(path: str | Path) -> Iterator[tuple[str, QuantizedWeight]]:
@@ -40,9 +43,11 @@ def load(
     """The model of a checkpoint, in eval mode.
 
     `dtype` is that of activations and of all that is not quantized; `auto` keeps what the checkpoint has.
+    On a GPU the matrices are held as the kernels read them (`requant.serving`), and such a model cannot be saved.
     With `dequantize`, plain layers hold the same floats: as large as the original, the same logits bit for
     bit, and faster where no kernel serves the quantized form. Raises CheckpointError for a folder that is
-    damaged, foreign or hostile; then no model exists, not even in part.
+    damaged, foreign or hostile; then no model exists, not even in part. One line of the log (level INFO) says how
+    many matrices were loaded, and whether their files are those that were saved.
     """
     header = read_header(path, trust_remote_code=trust_remote_code)
     dtype = _dtype(dtype)
@@ -77,9 +82,26 @@ def load(
             f"{path}: transformers cannot build the model of config.json "
             f"({type(error).__name__}: {first[:160]}); upgrade transformers, or download it again."
         ) from error
+    logger.info("loaded %d quantized matrices from %s, %s", len(header.modules), path, provenance(path))
     if dequantize:
         model = model.dequantize()
+    elif torch.device(device).type == "cuda":
+        from requant.serving import serve
+
+        return serve(model, device=device).eval()
     return model.to(device).eval()
+
+
+def provenance(path: str | Path) -> str:
+    """`sha256 1a2b3c4d as saved`: the weight files are those of checksums.json, and these digits name them all.
+
+    A folder that `save_pretrained` wrote has no checksums. Raises CheckpointError where a file was changed.
+    """
+    if not (Path(path) / CHECKSUMS_FILE).is_file():
+        return f"without {CHECKSUMS_FILE}"
+    listed = sorted(verify_checksums(path).items())
+    digest = hashlib.sha256("".join(f"{name} {sha256}\n" for name, sha256 in listed).encode()).hexdigest()
+    return f"sha256 {digest[:8]} as saved"
 
 
 def verify_checksums(path: str | Path) -> dict[str, str]:

@@ -6,6 +6,7 @@ changes.
 
 import errno
 import fnmatch
+import itertools
 import json
 import os
 import shutil
@@ -18,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from requant.checkpoint.header import read_shard
-from requant.checkpoint.layout import MatrixLayout
+from requant.checkpoint.layout import STOP, MatrixLayout, TensorSpec
 from requant.checkpoint.packing import pack
-from requant.checkpoint.validate import FORMAT_VERSION, flaw
-from requant.checkpoint.writer import write_bytes, write_shards
+from requant.checkpoint.validate import FORMAT_VERSION, PLAIN_VERSION, flaw
+from requant.checkpoint.writer import planned_bytes, write_bytes, write_shards
 from requant.errors import NumericalError, OutputError
 from requant.formats import QuantizedWeight
 
@@ -30,7 +31,8 @@ CHECKSUMS_FILE = "checksums.json"
 _WEIGHTS = ("safetensors", "bin", "pt", "pth", "ckpt", "pkl", "gguf", "msgpack", "h5", "onnx", "npz")
 NOT_COPIED = (*(f"*.{suffix}" for suffix in _WEIGHTS), "*.index.json", "config.json", CHECKSUMS_FILE, ".*")
 COPIED_FOLDERS = ("additional_chat_templates",)
-_RESERVED = {"quant_method", "format_version", "modules"}
+_RESERVED = {"quant_method", "format_version", "modules", "vocabulary"}
+_STOP = TensorSpec(dtype=torch.float16, shape=(0,))
 
 
 def check_output(output: str | Path) -> Path:
@@ -53,6 +55,7 @@ def save_checkpoint(
     model: nn.Module,
     weights: Mapping[str, QuantizedWeight] | Iterable[tuple[str, QuantizedWeight]],
     manifest: Mapping[str, Any],
+    vocabulary: Mapping[str, QuantizedWeight] | None = None,
     extra_files: Mapping[str, str | bytes] | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Path:
@@ -60,9 +63,10 @@ def save_checkpoint(
 
     `source` is the folder the model was loaded from: its tokenizer and other small files are copied, its
     config.json is kept, and tensors that stay as they are go back to the dtype they have there; None takes
-    all from the model. `weights` is consumed once, in order, and written as it comes. `manifest` (version,
-    recipe hash, calibration, ...) joins `quantization_config`. Raises OutputError, or NumericalError for a
-    matrix that holds NaN or infinity.
+    all from the model. `weights` is consumed once, in order, and written as it comes. `vocabulary` holds the
+    embedding and the head, where they are quantized too, by module; of tied ones the embedding alone. `manifest`
+    (version, recipe hash, calibration, ...) joins `quantization_config`. Raises OutputError, or NumericalError
+    for a matrix that holds NaN or infinity.
     """
     if clash := sorted(_RESERVED & manifest.keys()):
         raise ValueError(f"manifest has the reserved key {clash[0]!r}")
@@ -74,8 +78,13 @@ def save_checkpoint(
         output.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=f".{output.name}.partial-", dir=output.parent))
         modules: dict[str, MatrixLayout] = {}
+        embedded: dict[str, MatrixLayout] = {}
         pairs: Iterable[Any] = weights.items() if isinstance(weights, Mapping) else weights
-        units = _units(model, pairs, _source_dtypes(source), modules)
+        units = itertools.chain(
+            _units(model, pairs, modules),
+            _units(model, (vocabulary or {}).items(), embedded),
+            _plain_units(model, _source_dtypes(source), modules, embedded),  # reads both once they are filled
+        )
         checksums = write_shards(partial, units, max_shard_bytes=max_shard_bytes)
         if not modules:
             raise ValueError("weights is empty: nothing was quantized")
@@ -83,7 +92,7 @@ def save_checkpoint(
             _copy_files(Path(source), partial)
         for name, content in (extra_files or {}).items():
             write_bytes(partial / name, content.encode() if isinstance(content, str) else content)
-        _write_json(partial / "config.json", _config(source, model, modules, manifest))
+        _write_json(partial / "config.json", _config(source, model, modules, embedded, manifest))
         _write_json(partial / CHECKSUMS_FILE, {"algorithm": "sha256", "files": checksums})
         _publish(partial, output)
     except OSError as error:
@@ -94,13 +103,37 @@ def save_checkpoint(
     return output
 
 
-def _units(
+def checkpoint_bytes(
     model: nn.Module,
-    weights: Iterable[tuple[str, QuantizedWeight]],
-    dtypes: Mapping[str, torch.dtype],
-    modules: dict[str, MatrixLayout],
+    *,
+    source: str | Path | None,
+    modules: Mapping[str, MatrixLayout],
+    vocabulary: Mapping[str, MatrixLayout] | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> int:
+    """Bytes of the weight files that `save_checkpoint` would write, headers included."""
+    embedded = vocabulary or {}
+    units: list[dict[str, TensorSpec]] = [
+        {f"{name}.{suffix}": spec for suffix, spec in {**layout.tensors(), STOP: _STOP}.items()}
+        for name, layout in (*modules.items(), *embedded.items())
+    ]
+    plain = _plain_tensors(model, _source_dtypes(source), modules, embedded)
+    units += [{name: TensorSpec(dtype=dtype, shape=tuple(tensor.shape))} for name, tensor, dtype in plain]
+    return planned_bytes(units, max_shard_bytes=max_shard_bytes)
+
+
+def disk_dtype(model: nn.Module, source: str | Path | None, tensor: Tensor) -> torch.dtype:
+    """The dtype in which a tensor of the model is stored where it is not quantized."""
+    for _, stored, dtype in _plain_tensors(model, _source_dtypes(source), {}, {}):
+        if stored.data_ptr() == tensor.data_ptr():
+            return dtype
+    return tensor.dtype
+
+
+def _units(
+    model: nn.Module, weights: Iterable[tuple[str, QuantizedWeight]], modules: dict[str, MatrixLayout]
 ) -> Iterator[dict[str, Tensor]]:
-    """Quantized matrices as they come, then every other tensor of the model once; fills `modules`."""
+    """Quantized matrices as they come; fills `modules`."""
     state = model.state_dict()
     for name, weight in weights:
         original = state.get(f"{name}.weight")
@@ -113,24 +146,35 @@ def _units(
                 f"{name}: {what} after quantization; use another method or more bits for this matrix."
             )
         modules[name] = layout
-        yield {f"{name}.{suffix}": tensor for suffix, tensor in tensors.items()}
-    from requant.integrations.transformers import disk_name
+        stop = torch.empty(_STOP.shape, dtype=_STOP.dtype)
+        yield {f"{name}.{suffix}": tensor for suffix, tensor in {**tensors, STOP: stop}.items()}
 
-    prefix = f"{getattr(model, 'base_model_prefix', '')}."
-    for name, tensor in _plain_tensors(model, state, modules):
-        stored = disk_name(model, name, tensor)
-        # Some checkpoints name the tensors of the body without its prefix ("h.0..." of GPT-2).
-        dtype = dtypes.get(stored) or dtypes.get(stored.removeprefix(prefix)) or tensor.dtype
-        yield {stored: tensor.to(dtype)}
+
+def _plain_units(
+    model: nn.Module,
+    dtypes: Mapping[str, torch.dtype],
+    modules: Mapping[str, MatrixLayout],
+    vocabulary: Mapping[str, MatrixLayout],
+) -> Iterator[dict[str, Tensor]]:
+    for name, tensor, dtype in _plain_tensors(model, dtypes, modules, vocabulary):
+        yield {name: tensor.to(dtype)}
 
 
 def _plain_tensors(
-    model: nn.Module, state: Mapping[str, Tensor], quantized: Mapping[str, MatrixLayout]
-) -> Iterator[tuple[str, Tensor]]:
-    """Tensors that stay as they are; of those that share memory (tied heads) only the one the others are tied
-    to."""
+    model: nn.Module,
+    dtypes: Mapping[str, torch.dtype],
+    modules: Mapping[str, MatrixLayout],
+    vocabulary: Mapping[str, MatrixLayout],
+) -> Iterator[tuple[str, Tensor, torch.dtype]]:
+    """Tensors that stay as they are, with name and dtype on disk; of those that share memory (tied heads) only the
+    one the others are tied to, and none that is tied to a quantized embedding."""
+    from requant.integrations.transformers import disk_name
+
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
     tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
-    rest = {name: tensor for name, tensor in state.items() if name.removesuffix(".weight") not in quantized}
+    quantized = {f"{name}.weight" for name in (*modules, *vocabulary)}
+    quantized |= {name for name, source in tied.items() if source.removesuffix(".weight") in vocabulary}
+    rest = {name: tensor for name, tensor in model.state_dict().items() if name not in quantized}
     seen: set[tuple[Any, ...]] = set()
     for name in sorted(
         rest, key=lambda name: name in tied
@@ -140,7 +184,9 @@ def _plain_tensors(
         if tensor.numel() and place in seen:
             continue
         seen.add(place)
-        yield name, tensor
+        stored = disk_name(model, name, tensor)
+        # Some checkpoints name the tensors of the body without its prefix ("h.0..." of GPT-2).
+        yield stored, tensor, dtypes.get(stored) or dtypes.get(stored.removeprefix(prefix)) or tensor.dtype
 
 
 def _source_dtypes(source: str | Path | None) -> dict[str, torch.dtype]:
@@ -154,6 +200,7 @@ def _config(
     source: str | Path | None,
     model: nn.Module,
     modules: Mapping[str, MatrixLayout],
+    vocabulary: Mapping[str, MatrixLayout],
     manifest: Mapping[str, Any],
 ) -> dict[str, Any]:
     if source is not None:
@@ -165,10 +212,14 @@ def _config(
         config["tie_word_embeddings"] = False  # a quantized head no longer shares the embedding's memory
     config["quantization_config"] = {
         "quant_method": "requant",
-        "format_version": FORMAT_VERSION,
+        "format_version": FORMAT_VERSION if vocabulary else PLAIN_VERSION,
         **manifest,
         "modules": {name: layout.to_json() for name, layout in modules.items()},
     }
+    if vocabulary:
+        config["quantization_config"]["vocabulary"] = {
+            name: layout.to_json() for name, layout in vocabulary.items()
+        }
     return config
 
 

@@ -42,6 +42,7 @@ class ByteTable:
 
     parts: dict[str, int]
     matrices: dict[str, MatrixBytes]
+    vocabulary: dict[str, MatrixBytes]  # embedding and head, where they are quantized
     file_headers: int
 
     @property
@@ -51,7 +52,7 @@ class ByteTable:
 
     @property
     def bits_per_weight(self) -> float:
-        """Of everything that is quantized."""
+        """Of the quantized matrices; embedding and head are counted for themselves."""
         return (
             8 * sum(m.bytes for m in self.matrices.values()) / sum(m.weights for m in self.matrices.values())
         )
@@ -64,10 +65,10 @@ def byte_table(checkpoint: str | Path | CheckpointHeader) -> ByteTable:
         if isinstance(checkpoint, CheckpointHeader)
         else read_header(checkpoint, trust_remote_code=True)
     )
-    matrices = {
-        name: MatrixBytes(layout=layout, parts=matrix_parts(layout))
-        for name, layout in header.modules.items()
-    }
+    matrices, vocabulary = (
+        {name: MatrixBytes(layout=layout, parts=matrix_parts(layout)) for name, layout in layouts.items()}
+        for layouts in (header.modules, header.vocabulary)
+    )
     parts = dict.fromkeys(
         [
             "codes",
@@ -89,12 +90,20 @@ def byte_table(checkpoint: str | Path | CheckpointHeader) -> ByteTable:
     for matrix in matrices.values():
         for part, size in matrix.parts.items():
             parts[part] += size
-    owned = {f"{name}.{suffix}" for name, layout in header.modules.items() for suffix in layout.tensors()}
+    for name, table in vocabulary.items():
+        parts[_plain_part(f"{name}.weight")] += table.bytes
+    owned = {
+        f"{name}.{suffix}"
+        for name, layout in {**header.modules, **header.vocabulary}.items()
+        for suffix in layout.tensors()
+    }
     for name, stored in header.tensors.items():
         if name not in owned:
             parts[_plain_part(name)] += stored.bytes
     total = sum(file.stat().st_size for file in header.files)
-    return ByteTable(parts=parts, matrices=matrices, file_headers=total - sum(parts.values()))
+    return ByteTable(
+        parts=parts, matrices=matrices, vocabulary=vocabulary, file_headers=total - sum(parts.values())
+    )
 
 
 def matrix_parts(layout: MatrixLayout) -> dict[str, int]:

@@ -17,12 +17,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from requant.checkpoint.header import StoredTensor, read_folder, read_json
-from requant.checkpoint.layout import MatrixLayout
+from requant.checkpoint.layout import STOP, MatrixLayout
 from requant.checkpoint.packing import entry_tiles
 from requant.errors import CheckpointError
 from requant.formats import INDEX_TILE
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+PLAIN_VERSION = 1  # of checkpoints whose embedding and head are not quantized
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,7 @@ class CheckpointHeader:
     path: Path
     config: dict[str, Any]
     modules: dict[str, MatrixLayout]
+    vocabulary: dict[str, MatrixLayout]  # embedding and head, where they are quantized
     tensors: dict[str, StoredTensor]
 
     @property
@@ -55,10 +57,12 @@ def read_header(path: str | Path, *, trust_remote_code: bool = False) -> Checkpo
             f"{path / 'config.json'}: auto_map asks to run Python code of the checkpoint's author; "
             "read that code, then pass trust_remote_code=True if you trust it."
         )
-    modules = parse_quantization(config.get("quantization_config"), where=path)
+    entry = config.get("quantization_config")
+    modules = parse_quantization(entry, where=path)
+    vocabulary = parse_vocabulary(entry, modules)
     tensors = read_folder(path)
-    check_matrices(modules, tensors)
-    return CheckpointHeader(path=path, config=config, modules=modules, tensors=tensors)
+    check_matrices({**modules, **vocabulary}, tensors)
+    return CheckpointHeader(path=path, config=config, modules=modules, vocabulary=vocabulary, tensors=tensors)
 
 
 def parse_quantization(entry: Any, *, where: str | Path) -> dict[str, MatrixLayout]:
@@ -82,15 +86,39 @@ def parse_quantization(entry: Any, *, where: str | Path) -> dict[str, MatrixLayo
             f"{where} has format version {version}, newer than the {FORMAT_VERSION} that this requant reads; "
             "upgrade with `pip install --upgrade requant`."
         )
-    if version < FORMAT_VERSION:
+    if version < PLAIN_VERSION:
         raise CheckpointError(
-            f"{where} has format version {version}, older than the {FORMAT_VERSION} that this requant reads; "
+            f"{where} has format version {version}, older than the {PLAIN_VERSION} that this requant still reads; "
             f"write it again with `requant quantize --recipe {where}/recipe.yaml`."
         )
     modules = entry.get("modules")
     if not isinstance(modules, dict) or not modules:
         raise CheckpointError(f"{where}: config.json lists no quantized modules; quantize the model again.")
     return {name: MatrixLayout.from_json(name, layout) for name, layout in modules.items()}
+
+
+def parse_vocabulary(entry: Any, modules: Mapping[str, MatrixLayout]) -> dict[str, MatrixLayout]:
+    """The table of quantized embedding and head in a `quantization_config` that `parse_quantization` accepted.
+
+    Grids without a sparse part, because rows of an embedding are read one by one.
+    """
+    table = entry.get("vocabulary", {})
+    if not isinstance(table, dict) or len(table) > 2:
+        raise CheckpointError(
+            "config.json: vocabulary does not list an embedding and a head; download the checkpoint again."
+        )
+    if table and entry["format_version"] == PLAIN_VERSION:
+        raise CheckpointError(
+            f"config.json: format version {PLAIN_VERSION} has no vocabulary, but {next(iter(table))[:60]} is "
+            "listed in one; download the checkpoint again."
+        )
+    found = {name: MatrixLayout.from_json(name, layout) for name, layout in table.items()}
+    for name, layout in found.items():
+        if name in modules or layout.format != "grid" or layout.sparse or layout.column_scales:
+            raise CheckpointError(
+                f"config.json: {name} in vocabulary is no plain grid of its own; download the checkpoint again."
+            )
+    return found
 
 
 def check_matrices(modules: Mapping[str, MatrixLayout], tensors: Mapping[str, StoredTensor]) -> None:
@@ -113,7 +141,7 @@ def check_matrices(modules: Mapping[str, MatrixLayout], tensors: Mapping[str, St
             expected.add(key)
     for key in tensors.keys() - expected:
         parent, _, suffix = key.rpartition(".")
-        if parent in modules and suffix != "bias":
+        if parent in modules and suffix != "bias" and (suffix, tensors[key].shape) != (STOP, (0,)):
             raise CheckpointError(
                 f"{key} is in {tensors[key].file.name}, but the entry of {parent} in config.json "
                 "has no such tensor; download the checkpoint again."

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from requant.checkpoint.header import DTYPES, INDEX_FILE, WEIGHTS_FILE
+from requant.checkpoint.layout import TensorSpec
 from requant.errors import OutputError
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -57,17 +58,8 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
     ordered = sorted(
         tensors.items(), key=lambda item: -item[1].itemsize
     )  # stable: the given order within a width
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers refuses a file without it
-    end = 0
-    for name, tensor in ordered:
-        header[name] = {
-            "dtype": _NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [end, end + tensor.nbytes],
-        }
-        end += tensor.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text = header_text({name: TensorSpec(dtype=t.dtype, shape=tuple(t.shape)) for name, t in ordered})
+    end = _size(tensors)
     if (free := shutil.disk_usage(path.parent).free) < end + len(text):
         raise OutputError(
             f"{path.parent.parent} has {free:,} bytes free, but the next weight file needs {end:,}; "
@@ -81,6 +73,36 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
         file.flush()
         os.fsync(file.fileno())
     return digest.hexdigest()
+
+
+def header_text(specs: Mapping[str, TensorSpec]) -> bytes:
+    """The JSON header of a file that holds these tensors in this order, padded to eight bytes."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers refuses a file without it
+    end = 0
+    for name, spec in specs.items():
+        start, end = end, end + spec.bytes
+        header[name] = {
+            "dtype": _NAMES[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    return text + b" " * (-len(text) % 8)
+
+
+def planned_bytes(units: Iterable[Mapping[str, TensorSpec]], *, max_shard_bytes: int) -> int:
+    """Bytes of the files that `write_shards` would write."""
+    shards: list[dict[str, TensorSpec]] = [{}]
+    for unit in units:
+        sizes = [sum(spec.bytes for spec in tensors.values()) for tensors in (shards[-1], unit)]
+        if shards[-1] and sum(sizes) > max_shard_bytes:
+            shards.append({})
+        shards[-1].update(unit)
+    total = 0
+    for shard in shards:
+        ordered = dict(sorted(shard.items(), key=lambda item: -item[1].dtype.itemsize))
+        total += 8 + len(header_text(ordered)) + sum(spec.bytes for spec in ordered.values())
+    return total
 
 
 def write_bytes(path: Path, content: bytes) -> None:

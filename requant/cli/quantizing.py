@@ -16,12 +16,21 @@ def quantize(
         str | None,
         typer.Option(help="Folder, hub name, alias (llama-3.2-1b), or demo. [the recipe's, or demo]"),
     ] = None,
-    bits: Annotated[str | None, typer.Option(help="Bits of a code, 2 to 8.")] = None,
+    bits: Annotated[
+        str | None, typer.Option(help="Bits a weight, 1 to 8. A fraction counts all stored bytes.")
+    ] = None,
+    size: Annotated[str | None, typer.Option(help="Bytes of the weight files, all of them: 600MB.")] = None,
     recipe: Annotated[
         str | None, typer.Option(help="A recipe by name or YAML file; other options override it.")
     ] = None,
-    method: Annotated[str | None, typer.Option(help="rtn, kmeans, gptq, awq or trellis.")] = None,
-    mode: Annotated[str | None, typer.Option(help="paper: ReQuant as published; dense: codes only.")] = None,
+    method: Annotated[str | None, typer.Option(help="rtn, kmeans, lut, gptq, awq or trellis.")] = None,
+    mode: Annotated[
+        str | None,
+        typer.Option(
+            help="best: codes and training in rounds; paper: ReQuant as published; dense: codes only. "
+            "[best on a GPU, paper elsewhere]"
+        ),
+    ] = None,
     sensitivity: Annotated[str | None, typer.Option(help="pqi, hessian, gradient or marginal.")] = None,
     calibration: Annotated[
         list[str] | None, typer.Option(help="Text files, a datasets name, demo, or self.")
@@ -34,8 +43,15 @@ def quantize(
     skip: Annotated[
         list[str] | None, typer.Option(help="Pattern of matrices to leave alone; repeatable.")
     ] = None,
+    head_bits: Annotated[
+        int | None,
+        typer.Option(help="Bits of embedding and head: 4, 5, 6, 8 or 16. [16; with --size the best]"),
+    ] = None,
     tune: Annotated[
-        int | None, typer.Option(help="Steps of training for scales, levels and residuals. [0]")
+        int | None,
+        typer.Option(
+            help="Steps of training a phase, for all that is not code. [225 in mode best on a GPU, else 0]"
+        ),
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Folder to write. [./MODEL-METHOD-BITSbit]")] = None,
     device: Device = "auto",
@@ -50,7 +66,7 @@ def quantize(
     """Quantize a model, measure what it cost, write a checkpoint and a report."""
     from requant.checkpoint import check_output
     from requant.options import output_folder, recipe_from_options
-    from requant.pipeline import prepare, quantize
+    from requant.pipeline import pick_device, prepare, quantize
     from requant.plan import make_plan
     from requant.saving import result_rows
     from requant.workspace import Workspace
@@ -70,10 +86,13 @@ def quantize(
         skip=skip,
         seed=seed,
         tune=tune,
+        gpu=pick_device(device).startswith("cuda"),
+        size=size,
+        head_bits=head_bits,
     )
     folder = (output if output is not None else output_folder(run)).expanduser()
     if dry_run:
-        plan = make_plan(prepare(run.model, run, device=device, dtype=dtype, quiet=quiet), run)
+        plan = make_plan(prepare(run.model, run, device=device, dtype=dtype, quiet=quiet), run, quiet=quiet)
         print(json.dumps(dataclasses.asdict(plan), indent=2) if as_json else "\n".join(plan.lines()))
         return
     check_output(folder)

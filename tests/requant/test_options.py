@@ -3,13 +3,29 @@ from pathlib import Path
 import pytest
 
 from requant.errors import RecipeError
-from requant.options import PAPER_DETACH, default_recipe, output_folder, recipe_from_options, whole_bits
+from requant.options import (
+    PAPER_DETACH,
+    default_recipe,
+    output_folder,
+    parse_bits,
+    parse_size,
+    recipe_from_options,
+)
 from requant.quantizers import METHODS
-from requant.recipe import Calibration, Detach, Evaluation, Recipe, dump_recipe, load_recipe
+from requant.recipe import (
+    Budget,
+    Calibration,
+    Detach,
+    Evaluation,
+    Recipe,
+    dump_recipe,
+    from_dict,
+    load_recipe,
+)
 
 NONE = dict.fromkeys(
     ["model", "bits", "recipe", "method", "mode", "sensitivity", "calibration", "eval_text", "num_samples",
-     "seq_len", "skip", "seed"]
+     "seq_len", "skip", "seed", "size", "head_bits"]
 )  # fmt: skip
 
 
@@ -26,7 +42,7 @@ def test_bits_alone() -> None:
 
 
 def test_neither_bits_nor_recipe() -> None:
-    with pytest.raises(RecipeError, match="say how many bits: --bits 2 to 8, or name a --recipe"):
+    with pytest.raises(RecipeError, match="say how many bits: --bits 1 to 8, or --size, or name a --recipe"):
         options(model="demo")
 
 
@@ -101,28 +117,99 @@ def test_typing_errors_get_a_hint(recipe: str | None) -> None:
         options(bits="3", sensitivity="hesian", recipe=recipe)
 
 
-@pytest.mark.parametrize(("bits", "value"), [("2", 2), ("8", 8), ("4.0", 4), ("03", 3)])
-def test_whole_bits(bits: str, value: int) -> None:
-    assert whole_bits(bits) == value
+@pytest.mark.parametrize(
+    ("bits", "value"), [("2", 2), ("8", 8), ("4.0", 4), ("03", 3), ("2.25", 2.25), ("1", 1)]
+)
+def test_bits(bits: str, value: float) -> None:
+    assert parse_bits(bits) == value
 
 
 @pytest.mark.parametrize(
     ("bits", "message"),
     [
-        ("2.5", "is a fraction; this version takes whole bits, 2 to 8"),
-        ("9", "is out of range; give 2 to 8"),
-        ("1", "is out of range"),
+        ("9", "is out of range; give 1 to 8, like 3 or 2.25"),
+        ("0.5", "is out of range"),
         ("-3", "is out of range"),
         ("0", "is out of range"),
         ("nan", "is out of range"),
         ("inf", "is out of range"),
-        ("three", "is no number; give 2 to 8"),
+        ("three", "is no number; give 1 to 8"),
         ("", "is no number"),
     ],
 )
 def test_other_bits_are_refused(bits: str, message: str) -> None:
     with pytest.raises(RecipeError, match=f"--bits {bits} {message}"):
-        whole_bits(bits)
+        parse_bits(bits)
+
+
+@pytest.mark.parametrize(
+    ("size", "value"),
+    [
+        ("600MB", 600_000_000),
+        ("1.5gb", 1_500_000_000),
+        ("1.5 GiB", 3 * 2**29),
+        ("2KiB", 2048),
+        ("7", 7),
+        ("12 B", 12),
+    ],
+)
+def test_sizes(size: str, value: int) -> None:
+    assert parse_size(size) == value
+
+
+@pytest.mark.parametrize("size", ["10XB", "MB", "", "-5MB", "1e9", "6,5MB", "0MB", "0.1B", "600 M B", "٣MB"])
+def test_other_sizes_are_refused(size: str) -> None:
+    with pytest.raises(RecipeError, match=f"--size {size} is (no size|nothing)"):
+        parse_size(size)
+
+
+def test_a_fraction_is_a_budget_and_a_whole_number_a_width() -> None:
+    whole, part = options(bits="3"), options(bits="2.25")
+    assert (whole.quantizer.bits, whole.budget) == (3, Budget())
+    assert (part.quantizer.bits, part.budget) == (2, Budget(bits=2.25))
+    assert options(bits="1.25").quantizer.bits == 2  # kmeans has no narrower one
+    assert options(bits="1.25", method="trellis").quantizer.bits == 1
+    assert options(size="600MB").budget == Budget(size=600_000_000)
+    assert options(bits="3", head_bits=6).budget == Budget(head_bits=6, embedding_bits=6)
+
+
+def test_budgets_replace_one_another(tmp_path: Path) -> None:
+    file = tmp_path / "own.yaml"
+    file.write_text(dump_recipe(Recipe(budget=Budget(bits=2.5, head_bits=8, predictor="pqi"))))
+    assert load_recipe(str(file)).budget == Budget(bits=2.5, head_bits=8, predictor="pqi")
+    assert options(recipe=str(file)).budget.bits == 2.5
+    assert options(recipe=str(file), bits="3").budget == Budget(head_bits=8, predictor="pqi")
+    assert options(recipe=str(file), size="9KB").budget == Budget(size=9000, head_bits=8, predictor="pqi")
+    with pytest.raises(RecipeError, match="--bits and --size are two budgets; give one of them"):
+        options(bits="3", size="9KB")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"head_bits": 7}, "head_bits is '7'.*4, 5, 6, 8, 16"),
+        ({"bits": 0.5}, "budget.bits is 0.5; it takes 1 to 8"),
+        ({"bits": 3.0, "size": 5}, "budget.size is 5; it takes no value beside budget.bits"),
+        ({"size": 0}, "budget.size is 0"),
+        ({"predictor": "curve"}, "predictor is 'curve' .did you mean 'curvature'"),
+    ],
+)
+def test_other_budgets_are_refused(values: dict, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        from_dict({"budget": values})
+
+
+@pytest.mark.parametrize(
+    ("budget", "name"),
+    [
+        (Budget(), "4bit"),
+        (Budget(bits=2.25), "2.25bit"),
+        (Budget(size=600_000_000), "600MB"),
+        (Budget(size=1_500), "1.5KB"),
+    ],
+)
+def test_the_output_is_named_by_what_was_asked(budget: Budget, name: str) -> None:
+    assert output_folder(Recipe(model="demo", budget=budget)) == Path(f"demo-kmeans-{name}")
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def test_defaults_fill_what_is_not_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("bits: 3", r"r.yaml: unknown key 'bits'; known: calibration, "),
+        ("bits: 3", r"r.yaml: unknown key 'bits'; known: budget, calibration, "),
         ("calibrations: {}", r"unknown key 'calibrations' \(did you mean 'calibration'\?\)"),
         (
             "calibration: {seqlen: 3}",

@@ -88,8 +88,8 @@ def test_wrong_entries(checkpoint: Path, values: dict[str, Any], sentence: str) 
 @pytest.mark.parametrize(
     ("version", "sentence"),
     [
-        (2, "format version 2, newer than the 1 .*pip install --upgrade requant"),
-        (0, "format version 0, older than the 1 .*requant quantize --recipe .*/copy/recipe.yaml"),
+        (3, "format version 3, newer than the 2 .*pip install --upgrade requant"),
+        (0, "format version 0, older than the 1 that .*requant quantize --recipe .*/copy/recipe.yaml"),
         ("1", "names no format_version"),
         (None, "names no format_version"),
     ],

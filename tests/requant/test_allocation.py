@@ -1,0 +1,233 @@
+"""The budget is a promise about bytes on disk."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import requant
+from requant.allocation import allocate_bits, asked_bits, planned_layout, with_allocation
+from requant.checkpoint import byte_table
+from requant.errors import RecipeError
+from requant.knapsack import TOLERANCE
+from requant.models import folder_bytes
+from requant.pipeline import prepare, start
+from requant.quantizers import METHODS
+from requant.recipe import Budget, Calibration, Detach, Evaluation, Recipe, Tuning, load_recipe
+from requant.workspace import Workspace
+
+TINY = ("--num-samples", 2, "--seq-len", 32, "--quiet")
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs go to the working directory."""
+    monkeypatch.chdir(tmp_path)
+
+
+def recipe_of(method: str = "rtn", **changes) -> Recipe:
+    base = Recipe(
+        mode="dense",
+        method=method,
+        quantizer=METHODS[method].config(**({"group_size": 32} if method in ("rtn", "gptq", "awq") else {})),
+        calibration=Calibration(num_samples=2, seq_len=32),
+        evaluation=Evaluation(context=32, windows=2),
+        detach=Detach(outlier_fraction=0.02, significant_fraction=0.01, steps=1, temperatures=(1.0,)),
+    )
+    return dataclasses.replace(base, **changes)
+
+
+def started(folder: Path, text: Path, recipe: Recipe):
+    prepared = prepare(str(folder), recipe, text)
+    return start(prepared, recipe, workspace=Workspace(None), quiet=True)
+
+
+def matrix_bytes(checkpoint: Path) -> tuple[int, int]:
+    """Bytes of everything stored for the matrices, counted in the file itself, and their weights."""
+    table, tensors = byte_table(checkpoint), load_file(checkpoint / "model.safetensors")
+    stored = sum(t.nbytes for name, t in tensors.items() if name.rpartition(".")[0] in table.matrices)
+    return stored, sum(matrix.weights for matrix in table.matrices.values())
+
+
+@pytest.mark.parametrize(("method", "bits"), [("rtn", "3.3"), ("gptq", "2.9"), ("kmeans", "6.1")])
+def test_bits_are_kept_to_the_byte(cli, tiny_folder, tiny_text_file: Path, method: str, bits: str) -> None:
+    code, out, error = cli(
+        "quantize", "--model", tiny_folder("llama"), "--bits", bits, "--method", method, "--mode", "dense",
+        "--calibration", tiny_text_file, "--output", "out", *TINY
+    )  # fmt: skip
+    assert code == 0, error
+    stored, weights = matrix_bytes(Path("out"))
+    assert (1 - TOLERANCE) * float(bits) <= 8 * stored / weights <= float(bits)
+    assert f"{stored:,} (" in out and "loss predicted by the budget" in out
+    assert len({m.layout.bits for m in byte_table("out").matrices.values()}) > 1
+    assert load_recipe("out/recipe.yaml").budget.bits == float(bits)
+
+
+@pytest.mark.parametrize(("name", "share"), [("llama", 0.5), ("llama-tied", 0.35), ("gpt2", 0.35)])
+def test_a_size_is_kept_to_the_byte(cli, tiny_folder, tiny_text_file: Path, name: str, share: float) -> None:
+    size = round(share * folder_bytes(tiny_folder(name)))
+    code, out, error = cli(
+        "quantize", "--model", tiny_folder(name), "--size", size, "--method", "kmeans", "--mode", "dense",
+        "--calibration", tiny_text_file, "--output", "out", *TINY
+    )  # fmt: skip
+    assert code == 0, error
+    found = Path("out/model.safetensors").stat().st_size
+    assert (1 - TOLERANCE) * size <= found <= size
+    assert f"{size:,}" in out and f"{found:,} (" in out
+
+
+def test_mode_best_promises_whole_numbers_too(tiny_folder, tiny_text_file: Path, tmp_path: Path) -> None:
+    """With what is learned in float16, and an embedding of 6 bits, which then does not learn."""
+    recipe = recipe_of(mode="best", tuning=Tuning(steps=2, windows=8), budget=Budget(head_bits=6))
+    result = requant.quantize(str(tiny_folder("llama-tied")), recipe, tiny_text_file)
+    table = byte_table(result.save(tmp_path / "out"))
+    assert (1 - TOLERANCE) * 4 <= table.bits_per_weight <= 4
+    with torch.no_grad():
+        ids = torch.arange(40)[None]
+        assert torch.equal(requant.load(tmp_path / "out")(ids).logits, result.model(ids).logits)
+
+
+def test_a_sparse_part_is_paid_by_the_budget(tiny_folder, tiny_text_file: Path, tmp_path: Path) -> None:
+    recipe = recipe_of(mode="paper", budget=Budget(bits=5.0))
+    saved = requant.quantize(str(tiny_folder("llama")), recipe, tiny_text_file).save(tmp_path / "out")
+    table = byte_table(saved)
+    assert sum(matrix.layout.sparse for matrix in table.matrices.values()) > 1000
+    assert (1 - 2 * TOLERANCE) * 5 <= table.bits_per_weight <= 5
+
+
+def test_learned_scales_of_a_trellis_are_paid_by_the_budget(tiny_folder, tiny_text_file: Path) -> None:
+    plain = recipe_of("trellis", budget=Budget(bits=2.5))
+    tuned = dataclasses.replace(plain, tuning=Tuning(steps=3))
+    n, k = 64, 172
+    difference = planned_layout(tuned, (n, k), 2).bytes - planned_layout(plain, (n, k), 2).bytes
+    assert difference == 2 * n - 4 * 2 - 2  # float16 each, in place of bits in words and a magnitude
+    folder = tiny_folder("llama")
+    for recipe in (plain, tuned):
+        run = started(folder, tiny_text_file, recipe)
+        found = allocate_bits(run)
+        layouts = [planned_layout(recipe, site.shape, found.bits[site.name]) for site in run.sites]
+        assert found.bytes == sum(layout.bytes for layout in layouts) <= 2.5 * run.total_weights / 8
+
+
+def test_no_budget_is_the_recipes_width(tiny_folder, tiny_text_file: Path) -> None:
+    run = started(tiny_folder("llama"), tiny_text_file, recipe_of())
+    found = allocate_bits(run)
+    assert set(found.bits.values()) == {4} and found.budget is None and found.predicted is None
+    assert with_allocation(run, found).fingerprint == run.fingerprint  # results of earlier runs stay valid
+    assert asked_bits(recipe_of()) is None and asked_bits(recipe_of(budget=Budget(bits=2.0))) == 2.0
+
+
+def test_an_allocation_is_made_once(tiny_folder, tiny_text_file: Path) -> None:
+    run = started(tiny_folder("llama"), tiny_text_file, recipe_of(budget=Budget(bits=4.0)))
+    decided = with_allocation(run, allocate_bits(run))
+    assert allocate_bits(decided) is decided.allocation
+    assert decided.fingerprint != run.fingerprint
+    assert [decided.config_of(site).bits for site in run.sites] == list(decided.bits.values())
+
+
+def test_a_reserve_is_left(tiny_folder, tiny_text_file: Path) -> None:
+    run = started(tiny_folder("llama"), tiny_text_file, recipe_of(budget=Budget(bits=4.5)))
+    found = allocate_bits(run, reserve=5000)
+    layouts = [planned_layout(run.recipe, site.shape, found.bits[site.name]) for site in run.sites]
+    spent = sum(layout.bytes for layout in layouts)
+    assert found.bytes == spent + 5000 <= 4.5 * run.total_weights / 8
+    assert spent < allocate_bits(run).bytes - 4000
+
+
+def test_what_cannot_be_reached(tiny_folder, tiny_text_file: Path) -> None:
+    folder = tiny_folder("llama")
+
+    def refuse(message: str, **budget) -> None:
+        with pytest.raises(RecipeError, match=message):
+            allocate_bits(started(folder, tiny_text_file, recipe_of(budget=Budget(**budget))))
+
+    refuse(r"--bits 1.5 cannot be met: the smallest that method 'rtn' .* is 2\.\d+ bits a weight", bits=1.5)
+    refuse(r"--size 20,000 cannot be met: the smallest checkpoint .* has \d\d,\d\d\d bytes", size=20_000)
+    refuse(
+        r"--size 9,000,000 cannot be met: the largest checkpoint .* has \d\d\d,\d\d\d bytes", size=9_000_000
+    )
+
+
+def test_the_smallest_that_the_message_names_can_be_had(tiny_folder, tiny_text_file: Path) -> None:
+    folder = tiny_folder("llama")
+    with pytest.raises(RecipeError) as caught:
+        allocate_bits(started(folder, tiny_text_file, recipe_of(budget=Budget(bits=1.0))))
+    bits = float(str(caught.value).rpartition(" is ")[2].split()[0])
+    found = allocate_bits(started(folder, tiny_text_file, recipe_of(budget=Budget(bits=bits))))
+    assert set(found.bits.values()) == {2}
+
+
+def test_the_dry_run_shows_the_allocation(cli, tiny_folder, tiny_text_file: Path) -> None:
+    arguments = ("quantize", "--model", tiny_folder("llama"), "--bits", 4.1, "--method", "gptq", "--mode", "dense",
+                 "--calibration", tiny_text_file, "--output", "out", *TINY)  # fmt: skip
+    code, out, error = cli(*arguments, "--dry-run")
+    assert code == 0, error
+    assert (
+        "unspent)" in out and "predicted loss" in out and "by curvature" in out and "bytes would lose" in out
+    )
+    assert sum(line.startswith(("  q_proj", "  down_proj")) for line in out.splitlines()) == 2
+    assert not Path("out").exists()
+    code, out, _ = cli(*arguments, "--dry-run", "--json")
+    plan = json.loads(out)
+    assert cli(*arguments)[0] == 0
+    table = byte_table("out")
+    assert plan["allocation"]["bits"] == {name: m.layout.bits for name, m in table.matrices.items()}
+    assert plan["allocation"]["bytes"] == sum(matrix.bytes for matrix in table.matrices.values())
+
+
+def test_a_run_that_stops_goes_on_with_its_allocation(
+    tiny_folder, tiny_text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Same bytes as an undisturbed run; matrices of another budget are not taken up."""
+    folder, recipe = str(tiny_folder("llama")), recipe_of("gptq", budget=Budget(bits=4.1, head_bits=8))
+    undisturbed = requant.quantize(folder, recipe, tiny_text_file).save(tmp_path / "undisturbed")
+    kept = tmp_path / "kept.partial"
+    put, made = Workspace.put, []
+
+    def stopping(self, stage, *args, **kwargs) -> None:
+        put(self, stage, *args, **kwargs)
+        made.append(stage)
+        if len(made) == 9:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Workspace, "put", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        requant.quantize(folder, recipe, tiny_text_file, workspace=Workspace(kept))
+    made[:] = ["already"] * 9
+    resumed = requant.quantize(folder, recipe, tiny_text_file, workspace=Workspace(kept, resume=True))
+    assert made[9:] == ["linear"] * 6 + ["vocabulary"]  # the predictor and eight matrices were there
+    saved = resumed.save(tmp_path / "resumed")
+    assert (saved / "model.safetensors").read_bytes() == (undisturbed / "model.safetensors").read_bytes()
+    made[:] = ["already"] * 9
+    other = dataclasses.replace(recipe, budget=Budget(bits=5.3, head_bits=8))
+    requant.quantize(folder, other, tiny_text_file, workspace=Workspace(kept, resume=True))
+    assert made.count("linear") == 14
+
+
+def test_bits_of_every_matrix_reach_the_report(tiny_folder, tiny_text_file: Path, tmp_path: Path) -> None:
+    recipe = recipe_of(budget=Budget(bits=4.1))
+    result = requant.quantize(str(tiny_folder("llama")), recipe, tiny_text_file)
+    assert result.allocation is not None
+    assert {name: w.dense.bits for name, w in result.weights.items()} == result.allocation.bits
+    page = (result.save(tmp_path / "out") / "report.html").read_text()
+    assert (
+        "The budget" in page and f"{result.allocation.budget:,}" in page and "predicted by curvature" in page
+    )
+
+
+def test_a_matrix_that_matters_more_gets_more(tiny_folder, tiny_text_file: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    recipe = recipe_of(budget=Budget(bits=3.6))
+    tokenizer = prepare(str(tiny_folder("llama")), recipe, tiny_text_file).tokenizer
+    name, found = "model.layers.1.mlp.down_proj", []
+    for factor in (1, 32):
+        model = AutoModelForCausalLM.from_pretrained(tiny_folder("llama")).eval().requires_grad_(False)
+        model.get_parameter(f"{name}.weight").mul_(factor)
+        prepared = prepare(model, recipe, tiny_text_file, tokenizer=tokenizer)
+        found.append(allocate_bits(start(prepared, recipe, workspace=Workspace(None), quiet=True)))
+    assert found[1].bits[name] > found[0].bits[name]
+    assert found[1].bytes <= found[1].budget == found[0].budget
