@@ -25,8 +25,14 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from requant.checkpoint.header import StoredTensor, read_tensors
-from requant.checkpoint.layout import MatrixLayout
-from requant.checkpoint.validate import check_all_values, check_matrices, parse_quantization
+from requant.checkpoint.layout import STOP, MatrixLayout
+from requant.checkpoint.validate import (
+    check_all_values,
+    check_matrices,
+    parse_quantization,
+    parse_vocabulary,
+)
+from requant.embedding import QuantEmbedding, tied_head
 from requant.errors import CheckpointError
 from requant.linear import QuantLinear
 
@@ -56,29 +62,34 @@ class RequantHfQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: Any = None, **kwargs: Any
     ) -> Any:
-        modules = parse_quantization(
-            self.quantization_config.to_dict(), where=model.config.name_or_path or "the model"
-        )
-        if checkpoint_files is None:
-            insert_layers(model, modules)
-            return model
-        tensors = read_tensors(map(Path, checkpoint_files))
-        check_matrices(modules, tensors)
+        entry = self.quantization_config.to_dict()
+        modules = parse_quantization(entry, where=model.config.name_or_path or "the model")
+        vocabulary = parse_vocabulary(entry, modules)
+        tensors = None
+        if checkpoint_files is not None:
+            tensors = read_tensors(map(Path, checkpoint_files))
+            check_matrices({**modules, **vocabulary}, tensors)
         insert_layers(model, modules)
-        check_architecture(model, tensors)
-        check_all_values(modules, tensors)
+        insert_vocabulary(model, vocabulary)
+        if tensors is not None:
+            check_architecture(model, tensors)
+            check_all_values({**modules, **vocabulary}, tensors)
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        for layer in model.modules():
-            if isinstance(layer, QuantLinear):
-                del layer.weight
+        tie_head(model)
         return model
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        tied = isinstance(embedding, QuantEmbedding) and head._buffers is embedding._buffers
         for name, layer in list(model.named_modules()):
-            if isinstance(layer, QuantLinear):
+            if isinstance(layer, QuantLinear | QuantEmbedding):
                 model.set_submodule(name, layer.dequantized(dtype or model.dtype))
+        if tied:
+            model.get_output_embeddings().weight = model.get_input_embeddings().weight
+            model.__dict__.pop("_tied_weights_keys")
+            model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
         return model
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> Any:
@@ -128,9 +139,74 @@ def insert_layers(model: nn.Module, modules: Mapping[str, MatrixLayout]) -> None
             transposed=transposed,
         )
         # Some models (GPT-2) initialize the `weight` of certain layers by name; the mark makes them skip it.
-        layer.weight = torch.empty(0)
-        layer.weight._is_hf_initialized = True  # type: ignore[attr-defined]
+        layer.get_buffer(STOP)._is_hf_initialized = True  # type: ignore[attr-defined]
         model.set_submodule(name, layer)
+
+
+def insert_vocabulary(model: Any, vocabulary: Mapping[str, MatrixLayout]) -> None:
+    """Empty modules in place of a quantized embedding and head; a head that shares its codes follows in `tie_head`."""
+    if not vocabulary:
+        return
+    from requant.models import vocabulary_modules  # late: this file is loaded in the midst of transformers
+
+    (embedding_name, plain), (head_name, head) = vocabulary_modules(model)
+    for name in vocabulary:
+        if name not in (embedding_name, head_name):
+            raise CheckpointError(
+                f"config.json lists {name} in vocabulary, but the embedding of {type(model).__name__} is "
+                f"{embedding_name} and its head {head_name or 'missing'}; download the checkpoint again."
+            )
+    pair = f"{head_name}.weight", f"{embedding_name}.weight"
+    ties: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    tied = ties.get(pair[0]) == pair[1]
+    if tied and set(vocabulary) != {embedding_name}:
+        raise CheckpointError(
+            f"config.json ties {head_name} to {embedding_name}, but vocabulary does not list the embedding "
+            "alone; download the checkpoint again."
+        )
+    if head_name in vocabulary:
+        insert_layers(model, {head_name: vocabulary[head_name]})
+    if embedding_name not in vocabulary:
+        return
+    layout = vocabulary[embedding_name]
+    if not isinstance(plain, nn.Embedding) or tuple(plain.weight.shape) != layout.shape:
+        raise CheckpointError(
+            f"{embedding_name} has shape {list(layout.shape)} in vocabulary, but by the rest of config.json it is "
+            f"a {type(plain).__name__} of {list(plain.weight.shape)}; download the checkpoint again."
+        )
+    embedding = QuantEmbedding(layout, plain)
+    embedding.get_buffer(STOP)._is_hf_initialized = True  # type: ignore[attr-defined]
+    model.set_submodule(embedding_name, embedding)
+    if tied:  # transformers ties parameters by name, and these have none
+        model._tied_weights_keys = {
+            target: source
+            for target, source in (model._tied_weights_keys or {}).items()
+            if (target, source) != pair
+        }
+        model.all_tied_weights_keys = {
+            target: source for target, source in ties.items() if (target, source) != pair
+        }
+        model.set_submodule(head_name, UntiedYet(head))
+
+
+class UntiedYet(nn.Module):
+    """Holds the place of a tied head while weights are loaded: it has no tensors for transformers to look after."""
+
+    plain: nn.Linear
+
+    def __init__(self, plain: nn.Linear) -> None:
+        super().__init__()
+        self.__dict__["plain"] = plain
+
+
+def tie_head(model: Any) -> None:
+    """Give a head that waits for it the codes of the embedding."""
+    from requant.models import vocabulary_modules
+
+    head: Any
+    _, (name, head) = vocabulary_modules(model)
+    if isinstance(head, UntiedYet):
+        model.set_submodule(name, tied_head(model.get_input_embeddings(), head.plain))
 
 
 def check_architecture(model: Any, tensors: Mapping[str, StoredTensor]) -> None:
@@ -145,7 +221,7 @@ def check_architecture(model: Any, tensors: Mapping[str, StoredTensor]) -> None:
     partners = dict(tied) | {source: target for target, source in tied.items()}
     for name, tensor in state.items():
         if name not in stored:
-            if partners.get(name) not in stored and not _ignored(model, "missing", name):
+            if tensor.numel() and partners.get(name) not in stored and not _ignored(model, "missing", name):
                 raise CheckpointError(
                     f"{name} is missing from the weight files; download the checkpoint again."
                 )

@@ -1,0 +1,187 @@
+"""Draws `eval/results/*.json` as the figures of `requant/docs`, and fills the tables of its pages.
+
+    python -m eval.figures          # rewrites requant/docs/figures/*.svg and the tables in requant/docs/*.md
+
+A figure carries a digest of the numbers in it, by which a test knows whether it is up to date: the bytes of an SVG
+differ between versions of matplotlib.
+"""
+
+import hashlib
+import io
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+
+from eval.common import RESULTS, ROOT
+from eval.tables import BLOCK, NODE_NAMES, PAPER_ERRORS, TABLES, markdown, read, widths_of
+from requant.plots import BAR, MARKERS, STYLE
+
+PAGES = ROOT / "requant" / "docs"
+FIGURES = PAGES / "figures"
+GREY = "#808890"  # readable on white and on black: an image in a page cannot take the page's ink
+MODELS = ("bench-32m", "demo-4m")
+SCORES = {
+    "gradient": MARKERS["gradient"],
+    "hessian": ("Hessian diagonal", *MARKERS["hessian"][1:]),
+    "second_order": ("1/2 d'Hd", "s", "#cc79a7"),
+    "pqi": ("PQI, 2 nodes", *MARKERS["pqi"][1:]),
+}
+OTHER = "#e08a00"
+
+Points = Mapping[str, Any]
+
+
+def totals(results: Path) -> Points:
+    """Predicted dF of the whole model, over the measured one, by score and by model and width."""
+    found: dict[str, dict[str, float]] = {}
+    for model in MODELS:
+        for bits, tables in widths_of(results, model).items():
+            row = dict(tables["predicted"]["model"])
+            whole = [line for line in tables.get("interpolation", []) if line["lambda"] == 1]
+            if whole:
+                row["second_order"] = whole[0]["half_dHd"]
+            found[f"{model}\n{bits} bits"] = {
+                score: row[score] / row["measured"] for score in SCORES if score in row
+            }
+    return found
+
+
+def blocks(results: Path) -> Points:
+    """PQI, Hessian diagonal and measured dF of every block of bench-32m at 3 bits."""
+    rows = widths_of(results, "bench-32m").get("3", {}).get("predicted", {}).get("blocks", [])
+    return {name: [row[name] for row in rows] for name in ("hessian", "pqi", "measured")} if rows else {}
+
+
+def nodes(results: Path) -> Points:
+    """Backward passes and error (% of dF) of every rule of the integral, by width."""
+    found: dict[str, list[tuple[str, int, float]]] = {}
+    for bits, tables in widths_of(results, "bench-32m").items():
+        rows = [row for row in tables.get("nodes", []) if row["nodes"] in NODE_NAMES]
+        if rows:
+            found[bits] = [(row["nodes"], row["passes"], row["error_percent"]) for row in rows]
+    return found
+
+
+def draw_totals(points: Points, figure: Figure) -> None:
+    axes = figure.add_subplot()
+    axes.axhline(1, color=GREY, linewidth=0.8, linestyle="--")
+    axes.axhline(0, color=GREY, linewidth=0.8)
+    places = list(points)
+    for index, (score, (label, marker, color)) in enumerate(SCORES.items()):
+        shown = [(place + (index - 1.5) * 0.12, points[name][score])
+                 for place, name in enumerate(places) if score in points[name]]  # fmt: skip
+        axes.plot(
+            [x for x, _ in shown], [y for _, y in shown], marker, color=color, label=label, markersize=7
+        )
+    axes.set_xticks(range(len(places)), places)
+    axes.set_ylabel("predicted dF / measured dF")
+    figure.legend(loc="outside upper left", ncols=4, frameon=False)
+
+
+def draw_blocks(points: Points, figure: Figure) -> None:
+    axes = figure.add_subplot()
+    axes.bar(range(len(points["measured"])), points["measured"], width=0.7, color=BAR, label="measured")
+    for score in ("pqi", "hessian"):
+        label, marker, color = MARKERS[score]
+        axes.plot(range(len(points[score])), points[score], marker, color=color, label=label, markersize=7)
+    axes.set_xlabel("block")
+    axes.set_ylabel("dF, nats a token")
+    figure.legend(loc="outside upper left", ncols=3, frameon=False)
+
+
+def draw_nodes(points: Points, figure: Figure) -> None:
+    axes = figure.add_subplot()
+    for bits, color in zip(points, (MARKERS["pqi"][2], OTHER, MARKERS["gradient"][2]), strict=False):
+        for plain, marker in ((True, "x"), (False, "o")):
+            rows = sorted((row for row in points[bits] if (row[0] in PAPER_ERRORS) == plain), key=_passes)
+            rule = "equal steps, as in the paper" if plain else "midpoint, Gauss, Simpson"
+            axes.plot(
+                [passes for _, passes, _ in rows],
+                [abs(error) for _, _, error in rows],
+                marker + ("-" if plain else ""),
+                color=color,
+                label=f"{bits} bits, {rule}",
+            )
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks([1, 2, 4, 8, 16, 32], ["1", "2", "4", "8", "16", "32"])
+    axes.set_xlabel("backward passes")
+    axes.set_ylabel("error of the integral, % of dF")
+    figure.legend(loc="outside upper left", ncols=2, frameon=False)
+
+
+def _passes(row: tuple[str, int, float]) -> int:
+    return row[1]
+
+
+DRAWN: dict[str, tuple[Callable[[Path], Points], Callable[[Points, Figure], None]]] = {
+    "totals": (totals, draw_totals),
+    "blocks": (blocks, draw_blocks),
+    "nodes": (nodes, draw_nodes),
+}
+
+
+def widths(results: Path) -> str:
+    """What a width costs on both models: real bits and KL, codes only and with ReQuant's sparse part."""
+    methods = {"codes only": "SqueezeLLM dense", "with ReQuant": "SqueezeLLM + ReQuant (marginal)"}
+    rows: list[list[str]] = []
+    for model in MODELS:
+        found = {
+            (row["bits"], row["label"]): row for row in read(results, f"baselines-{model}").get("rows", [])
+        }
+        for bits in sorted({bits for bits, _ in found}, reverse=True):
+            for name, label in methods.items():
+                if row := found.get((bits, label)):
+                    measured = [
+                        f"{row['bits_per_weight']:.2f}",
+                        f"{row['perplexity']:.1f}",
+                        f"{row['kl']:.3f}",
+                    ]
+                    rows.append([model, f"{bits} bits, {name}", *measured])
+    return markdown(["model", "k-means codes", "real bits", "perplexity", "KL"], rows)
+
+
+def fill(page: str, results: Path = RESULTS) -> str:
+    """A page with its tables made new."""
+    makers: dict[str, Callable[[Path], str]] = {**TABLES, "widths": widths}
+    return BLOCK.sub(lambda match: f"{match[1]}{makers[match[2]](results)}\n{match[3]}", page)
+
+
+def digest(points: Points) -> str:
+    """What an up-to-date figure carries."""
+    return hashlib.sha256(json.dumps(points, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def svg(name: str, results: Path = RESULTS) -> str:
+    """The figure as an SVG; empty where its results do not exist."""
+    gather, draw = DRAWN[name]
+    points = gather(results)
+    if not points:
+        return ""
+    ink = {key: GREY for key, value in STYLE.items() if value == STYLE["text.color"]}
+    with matplotlib.rc_context({**STYLE, **ink}):
+        figure = Figure(figsize=(7, 3.6), dpi=96, layout="constrained")
+        draw(points, figure)
+        buffer = io.StringIO()
+        figure.savefig(
+            buffer,
+            format="svg",
+            transparent=True,
+            metadata={"Date": None, "Creator": None, "Description": f"numbers {digest(points)}"},
+        )
+    return buffer.getvalue()
+
+
+if __name__ == "__main__":
+    FIGURES.mkdir(parents=True, exist_ok=True)
+    for figure_name in DRAWN:
+        text = svg(figure_name)
+        if text:
+            (FIGURES / f"{figure_name}.svg").write_text(text, encoding="utf-8")
+            print(FIGURES / f"{figure_name}.svg")
+    for path in PAGES.glob("*.md"):
+        path.write_text(fill(path.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,42 @@
+"""`requant serve`."""
+
+from typing import Annotated
+
+import typer
+
+from requant.cli.common import Device, Dtype, Quiet, say_what_is_loaded
+
+
+def serve(
+    checkpoint: Annotated[str, typer.Argument(help="A checkpoint or model.")],
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for every network.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="REQUANT_API_KEY", help="Ask clients for this key.")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="What clients call the model. [the folder's name]")] = None,
+    context: Annotated[int, typer.Option(min=16, help="Most tokens of prompt and answer together.")] = 4096,
+    max_tokens_limit: Annotated[
+        int | None, typer.Option(min=1, help="Most tokens of an answer. [1024, or half the context]")
+    ] = None,
+    max_waiting: Annotated[int, typer.Option(min=1, help="Requests that may wait for their turn.")] = 16,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    quiet: Quiet = False,
+) -> None:
+    """Serve a model to OpenAI's clients: completions and chat, streamed or whole."""
+    from requant.server.run import serve_checkpoint
+
+    say_what_is_loaded(quiet)
+    serve_checkpoint(
+        checkpoint,
+        host=host,
+        port=port,
+        api_key=api_key,
+        name=name,
+        context=context,
+        max_tokens=max_tokens_limit,
+        waiting=max_waiting,
+        device=device,
+        dtype=dtype,
+    )

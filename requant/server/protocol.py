@@ -1,0 +1,235 @@
+"""What OpenAI's clients send and expect: requests checked field by field, answers and errors in their JSON.
+
+Fields that would change the answer and are not supported are refused by name, never ignored; fields that say nothing about
+the text (`user`, `metadata`, ...) are ignored.
+"""
+
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+MAX_STOPS = 4  # as OpenAI
+MAX_CHOICES = 8
+# field -> the values that change nothing; any other is refused
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "best_of": (None, 1),
+    "echo": (None, False),
+    "frequency_penalty": (None, 0),
+    "function_call": (None, "none"),
+    "functions": (None, []),
+    "logit_bias": (None, {}),
+    "logprobs": (None, False),
+    "modalities": (None, ["text"]),
+    "presence_penalty": (None, 0),
+    "response_format": (None, {"type": "text"}),
+    "suffix": (None, ""),
+    "tool_choice": (None, "none", "auto"),
+    "tools": (None, []),
+    "top_logprobs": (None, 0),
+}
+
+
+class ApiError(Exception):
+    """An answer other than the one asked for: HTTP status, and the fields of OpenAI's error object."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What one request may ask for."""
+
+    max_tokens: int = 1024  # written for one choice
+    context: int = 2048  # prompt and answer together
+    body_bytes: int = 1 << 20
+    waiting: int = 16  # requests behind the one that is written
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How tokens are drawn and when writing ends."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A checked request; `prompts` are texts, token lists, or one list of chat messages."""
+
+    model: str | None
+    prompts: list[Any]
+    sampling: Sampling
+    choices: int = 1  # of every prompt
+    stream: bool = False
+    include_usage: bool = False
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+def parse_completion(body: Mapping[str, Any], limits: Limits) -> Request:
+    """A body of /v1/completions; raises ApiError."""
+    prompt = body.get("prompt")
+    if isinstance(prompt, str) or (_is_tokens(prompt) and prompt):
+        prompts = [prompt]
+    elif (
+        isinstance(prompt, list) and prompt and all(isinstance(one, str) or _is_tokens(one) for one in prompt)
+    ):
+        prompts = prompt
+    else:
+        raise ApiError("prompt must be a string, a list of token ids, or a list of either.", param="prompt")
+    return _request(body, prompts, limits, max_tokens=16)  # OpenAI's default
+
+
+def parse_chat(body: Mapping[str, Any], limits: Limits) -> Request:
+    """A body of /v1/chat/completions; raises ApiError."""
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise ApiError("messages must be a list of at least one message.", param="messages")
+    checked = [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    most = body.get("max_completion_tokens")
+    if most is not None:
+        body = {**body, "max_tokens": most}
+    return _request(body, [checked], limits, max_tokens=limits.max_tokens)
+
+
+def completion(request: Request, model: str, choices: list[dict[str, Any]], usage: Any, *, chat: bool) -> Any:
+    """The whole answer."""
+    kind, prefix = ("chat.completion", "chatcmpl") if chat else ("text_completion", "cmpl")
+    head = {"id": f"{prefix}-{request.id}", "object": kind, "created": request.created, "model": model}
+    return {**head, "choices": choices, "usage": usage}
+
+
+def chunk(
+    request: Request, model: str, choices: list[dict[str, Any]], usage: Any = None, *, chat: bool
+) -> Any:
+    """One event of a stream; `usage` comes alone, in the last one, for those who asked."""
+    event = completion(request, model, choices, usage, chat=chat)
+    if chat:
+        event["object"] = "chat.completion.chunk"
+    if not request.include_usage:
+        del event["usage"]
+    return event
+
+
+def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+
+
+def _request(body: Mapping[str, Any], prompts: list[Any], limits: Limits, *, max_tokens: int) -> Request:
+    for name, harmless in UNSUPPORTED.items():
+        if name in body and not any(body[name] == value for value in harmless):
+            raise ApiError(f"{name} is not supported by this server; leave it out.", param=name)
+    model = body.get("model")
+    if model is not None and not isinstance(model, str):
+        raise ApiError("model must be a string.", param="model")
+    choices = _whole(body, "n", 1, 1, MAX_CHOICES)
+    if len(prompts) * choices > limits.waiting:
+        raise ApiError(
+            f"{len(prompts) * choices} answers in one request; at most {limits.waiting} are taken, so ask for fewer.",
+            param="prompt" if choices == 1 else "n",
+        )
+    options = body.get("stream_options") or {}
+    if not isinstance(options, Mapping):
+        raise ApiError("stream_options must be an object.", param="stream_options")
+    sampling = Sampling(
+        max_tokens=_whole(body, "max_tokens", min(max_tokens, limits.max_tokens), 1, limits.max_tokens),
+        temperature=_number(body, "temperature", 1.0, 0.0, 2.0),
+        top_p=_number(body, "top_p", 1.0, 0.0, 1.0),
+        seed=None if body.get("seed") is None else _whole(body, "seed", 0, -(1 << 63), (1 << 63) - 1),
+        stop=_stops(body.get("stop")),
+    )
+    return Request(
+        model=model,
+        prompts=prompts,
+        sampling=sampling,
+        choices=choices,
+        stream=_flag(body, "stream"),
+        include_usage=_flag(options, "include_usage"),
+    )
+
+
+def _message(message: Any, where: str) -> dict[str, str]:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise ApiError(f"{where} must be an object with a role and a content.", param=where)
+    content = message.get("content")
+    if isinstance(content, list):  # parts; only text can be read
+        if not all(
+            isinstance(p, Mapping) and p.get("type") == "text" and isinstance(p.get("text"), str)
+            for p in content
+        ):
+            raise ApiError(
+                f"{where}.content has a part that is no text; this model reads text only.", param=where
+            )
+        content = "".join(part["text"] for part in content)
+    if not isinstance(content, str):
+        raise ApiError(f"{where}.content must be a string.", param=where)
+    return {"role": message["role"], "content": content}
+
+
+def _stops(stop: Any) -> tuple[str, ...]:
+    stops = [stop] if isinstance(stop, str) else [] if stop is None else stop
+    if not isinstance(stops, list) or not all(isinstance(one, str) and one for one in stops):
+        raise ApiError("stop must be a string or a list of strings, none of them empty.", param="stop")
+    if len(stops) > MAX_STOPS:
+        raise ApiError(f"stop has {len(stops)} strings; at most {MAX_STOPS} are taken.", param="stop")
+    return tuple(stops)
+
+
+def _whole(body: Mapping[str, Any], name: str, default: int, low: int, high: int) -> int:
+    value = body.get(name)
+    if value is None:
+        return default
+    if type(value) is not int or not low <= value <= high:
+        raise ApiError(
+            f"{name} is {_short(value)}; it takes a whole number from {low} to {high}.", param=name
+        )
+    return value
+
+
+def _number(body: Mapping[str, Any], name: str, default: float, low: float, high: float) -> float:
+    value = body.get(name)
+    if value is None:
+        return default
+    if type(value) not in (int, float) or not low <= value <= high:  # NaN is not
+        raise ApiError(f"{name} is {_short(value)}; it takes a number from {low:g} to {high:g}.", param=name)
+    return float(value)
+
+
+def _flag(body: Mapping[str, Any], name: str) -> bool:
+    value = body.get(name)
+    if value is None:
+        return False
+    if type(value) is not bool:
+        raise ApiError(f"{name} must be true or false.", param=name)
+    return value
+
+
+def _is_tokens(value: Any) -> bool:
+    return isinstance(value, list) and all(type(token) is int for token in value)
+
+
+def _short(value: Any) -> str:
+    """A hostile value may be long."""
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."

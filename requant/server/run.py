@@ -1,0 +1,125 @@
+"""Load, bind, serve, end: the life of `requant serve`."""
+
+import ipaddress
+import logging
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+from requant.errors import InputError
+from requant.server.protocol import Limits
+
+logger = logging.getLogger(__name__)
+GRACE = 5  # seconds that answers under way have to end
+
+
+def serve_checkpoint(
+    checkpoint: str,
+    *,
+    host: str,
+    port: int,
+    api_key: str | None,
+    name: str | None,
+    context: int,
+    max_tokens: int | None,
+    waiting: int,
+    device: str,
+    dtype: str,
+) -> None:
+    """Serve until SIGINT or SIGTERM; returns then. Raises RequantError."""
+    _check_installed()
+    from requant.comparison import open_served
+    from requant.models import context_limit, load_config, load_tokenizer, resolve_source
+    from requant.pipeline import pick_device
+
+    if api_key is not None and not api_key.strip():
+        raise InputError("--api-key is empty; give a key, or leave the option out.")
+    folder, where = resolve_source(checkpoint), pick_device(device)
+    positions = context_limit(load_config(folder))
+    context = min(context, positions or context)
+    if max_tokens is None:
+        max_tokens = min(Limits.max_tokens, context // 2)
+    if max_tokens >= context:
+        raise InputError(
+            f"--max-tokens-limit {max_tokens} leaves no room for a prompt in a context of {context} tokens; lower it, or "
+            "raise --context."
+        )
+    with _bound(host, port) as listener:
+        limits = Limits(max_tokens=max_tokens, context=context, waiting=waiting)
+        model = open_served(folder, device=where, dtype=dtype)
+        served = name or Path(checkpoint).name
+        _run(model, load_tokenizer(folder), limits, listener, served=served, api_key=api_key, host=host)
+
+
+def _run(
+    model: Any,
+    tokenizer: Any,
+    limits: Limits,
+    listener: socket.socket,
+    *,
+    served: str,
+    api_key: str | None,
+    host: str,
+) -> None:
+    import uvicorn
+
+    from requant.server.app import create_app
+    from requant.server.engine import Engine
+
+    engine = Engine(model, tokenizer, limits=limits)
+    app = create_app(engine, model=served, api_key=api_key)
+    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=GRACE)
+
+    class Server(uvicorn.Server):
+        def handle_exit(self, sig: int, frame: Any) -> None:
+            engine.close()  # streams end now, so that waiting for them is short
+            super().handle_exit(sig, frame)
+
+    # uvicorn raises its signals again when it is done; for us, an asked-for end is a success.
+    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        listener.listen(128)  # from the line below on, nobody is turned away
+        port = listener.getsockname()[1]
+        logger.warning("serving %s on http://%s:%d/v1 (context %d)", served, _url(host), port, limits.context)
+        if api_key is None and not ipaddress.ip_address(listener.getsockname()[0]).is_loopback:
+            logger.warning("everybody who reaches %s may use it; --api-key asks for a key", host)
+        Server(config).run(sockets=[listener])
+        logger.warning("stopped")
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        engine.close()
+        engine.join()
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """A listening socket, before any long work: a port that is taken must not cost the loading of a model."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as error:
+        raise InputError(
+            f"{host} port {port} cannot be served on ({error.strerror or error}); choose another --port or --host."
+        ) from error
+    return listener
+
+
+def _url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _check_installed() -> None:
+    try:
+        import fastapi  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise InputError(
+            f"`requant serve` needs {error.name}, which is not installed; run `pip install 'requant[serve]'`."
+        ) from error

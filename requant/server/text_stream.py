@@ -1,0 +1,65 @@
+"""Tokens to text as they come: only text that no later token can change, and none from a stop string on.
+
+A character may span tokens (its bytes), and so may a stop string. Text is therefore held back while it ends in an unfinished
+character or in what may become a stop string; both are settled by the next tokens, or by the end.
+"""
+
+from typing import Any
+
+UNFINISHED = "\ufffd"  # what a decoder writes for bytes that are no character yet
+
+
+class TextStream:
+    """The text of one answer; `stopped` says that a stop string was written."""
+
+    def __init__(self, tokenizer: Any, stop: tuple[str, ...] = ()) -> None:
+        self.tokenizer = tokenizer
+        self.stop = stop
+        self.stopped = False
+        self._tokens: list[int] = []
+        self._start = 0  # of the tokens that are decoded together, so that joints of words stay right
+        self._known = 0  # of the tokens whose text went into `_pending`
+        self._pending = ""  # settled characters that may be the beginning of a stop string
+
+    def push(self, token: int) -> str:
+        """Text that is final after one more token."""
+        self._tokens.append(token)
+        before = self._decode(self._start, self._known)
+        now = self._decode(self._start, len(self._tokens))
+        if now.endswith(UNFINISHED) and len(self._tokens) - self._known < 8:  # no character is so long
+            return ""
+        self._pending += now[len(before) :]
+        self._start, self._known = self._known, len(self._tokens)
+        return self._settle(final=False)
+
+    def finish(self) -> str:
+        """What is left when no token follows."""
+        if not self.stopped:
+            before = self._decode(self._start, self._known)
+            self._pending += self._decode(self._start, len(self._tokens))[len(before) :]
+            self._known = len(self._tokens)
+        return self._settle(final=True)
+
+    def _decode(self, start: int, end: int) -> str:
+        return str(self.tokenizer.decode(self._tokens[start:end], skip_special_tokens=True))
+
+    def _settle(self, *, final: bool) -> str:
+        if self.stopped:
+            return ""
+        found = [place for stop in self.stop if (place := self._pending.find(stop)) >= 0]
+        if found:
+            self.stopped = True
+            text, self._pending = self._pending[: min(found)], ""
+            return text
+        held = 0 if final else self._possible_stop()
+        cut = len(self._pending) - held
+        text, self._pending = self._pending[:cut], self._pending[cut:]
+        return text
+
+    def _possible_stop(self) -> int:
+        """Characters at the end that begin a stop string."""
+        longest = max((len(stop) - 1 for stop in self.stop), default=0)
+        for length in range(min(longest, len(self._pending)), 0, -1):
+            if any(stop.startswith(self._pending[-length:]) for stop in self.stop):
+                return length
+        return 0

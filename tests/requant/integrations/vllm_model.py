@@ -1,0 +1,70 @@
+"""Run by `test_vllm_model.py` in a process of its own: vLLM's Llama, made and filled by vLLM's own loader, on a CPU.
+
+    python vllm_model.py CHECKPOINT
+
+Prints the largest relative error of any quantized layer against the floats of the checkpoint. What needs vLLM's compiled
+operators (its embedding on a CPU) or an accelerator is replaced by nothing; the plugin calls none of it.
+"""
+
+import sys
+
+import torch
+import vllm.model_executor.layers.utils
+import vllm.platforms
+from vllm.platforms.cpu import CpuPlatform
+
+torch.accelerator.empty_cache = lambda: None
+vllm.platforms._current_platform = CpuPlatform()
+vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm = lambda *_, **__: None
+
+from vllm.config import DeviceConfig, LoadConfig, ModelConfig, VllmConfig, set_current_vllm_config  # noqa: E402
+from vllm.distributed import init_distributed_environment, initialize_model_parallel  # noqa: E402
+from vllm.model_executor.model_loader import get_model  # noqa: E402
+
+from requant.checkpoint import load_weights  # noqa: E402
+from requant.integrations.vllm import RequantConfig, register  # noqa: E402
+
+PARTS = {
+    "self_attn.qkv_proj": [f"self_attn.{name}_proj" for name in "qkv"],
+    "self_attn.o_proj": ["self_attn.o_proj"],
+    "mlp.gate_up_proj": ["mlp.gate_proj", "mlp.up_proj"],
+    "mlp.down_proj": ["mlp.down_proj"],
+}
+
+
+def main(path: str) -> None:
+    register()
+    model_config = ModelConfig(
+        model=path,
+        tokenizer=path,
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        enforce_eager=True,
+        max_model_len=64,
+    )
+    config = VllmConfig(
+        model_config=model_config,
+        device_config=DeviceConfig("cpu"),
+        load_config=LoadConfig(load_format="safetensors"),
+    )
+    with set_current_vllm_config(config):
+        rendezvous = f"file://{path}/rendezvous"
+        init_distributed_environment(1, 0, rendezvous, 0, "gloo")
+        initialize_model_parallel(1)
+        model = get_model(vllm_config=config)
+    assert isinstance(config.quant_config, RequantConfig)
+    weights = dict(load_weights(path))
+    worst = 0.0
+    for index, block in enumerate(model.model.layers):
+        for name, parts in PARTS.items():
+            layer = block.get_submodule(name)
+            matrix = torch.cat([weights[f"model.layers.{index}.{part}"].dequantize() for part in parts])
+            x = torch.randn(3, matrix.shape[1])
+            y = layer.quant_method.apply(layer, x, None)
+            worst = max(worst, float((y - x @ matrix.T).norm() / (x @ matrix.T).norm()))
+    table = model.model.embed_tokens.weight
+    sys.stdout.write(f"worst {worst:.3g} embedding {table.float().norm().item():.6g}\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

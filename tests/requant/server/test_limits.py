@@ -1,0 +1,203 @@
+"""What the server refuses, whom it turns away, and what it does when a client or the server itself leaves."""
+
+import json
+import re
+import threading
+import time
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi")
+openai = pytest.importorskip("openai")
+httpx = pytest.importorskip("httpx")
+
+from requant.server.engine import Engine  # noqa: E402
+from requant.server.protocol import Limits  # noqa: E402
+
+from .harness import LIMITS, Slow, running  # noqa: E402
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence", "param"),
+    [
+        ({}, "prompt must be a string", "prompt"),
+        ({"prompt": []}, "prompt must be a string", "prompt"),
+        ({"prompt": ""}, "holds no token", "prompt"),
+        ({"prompt": [1, "a"]}, "prompt must be a string", "prompt"),
+        ({"prompt": [5000]}, "a token outside 0 to 263", "prompt"),
+        ({"prompt": ["a"] * 5}, "5 answers in one request; at most 4", "prompt"),
+        ({"prompt": ["a"] * 2, "n": 3}, "6 answers in one request; at most 4", "n"),
+        (
+            {"prompt": "a", "max_tokens": 41},
+            "max_tokens is 41; it takes a whole number from 1 to 40",
+            "max_tokens",
+        ),
+        ({"prompt": "a", "max_tokens": True}, "max_tokens is True", "max_tokens"),
+        ({"prompt": "a" * 90, "max_tokens": 20}, "exceed the context of 100 tokens", "max_tokens"),
+        ({"prompt": "a", "temperature": 3}, "temperature is 3; it takes a number from 0 to 2", "temperature"),
+        ({"prompt": "a", "temperature": float("nan")}, "temperature is nan", "temperature"),
+        ({"prompt": "a", "top_p": "x" * 99}, "top_p is 'xxx.*\\.\\.\\.; it takes", "top_p"),
+        ({"prompt": "a", "n": 9}, "n is 9; it takes a whole number from 1 to 8", "n"),
+        ({"prompt": "a", "seed": 1.5}, "seed is 1.5", "seed"),
+        ({"prompt": "a", "stop": ["a", ""]}, "none of them empty", "stop"),
+        ({"prompt": "a", "stop": list("abcde")}, "at most 4", "stop"),
+        ({"prompt": "a", "stream": "yes"}, "stream must be true or false", "stream"),
+        ({"prompt": "a", "stream_options": 3}, "stream_options must be an object", "stream_options"),
+        ({"prompt": "a", "logprobs": 2}, "logprobs is not supported", "logprobs"),
+        ({"prompt": "a", "echo": True}, "echo is not supported", "echo"),
+        ({"prompt": "a", "model": 3}, "model must be a string", "model"),
+    ],
+)
+def test_requests_that_are_refused(url: str, body: dict[str, Any], sentence: str, param: str) -> None:
+    answer = httpx.post(f"{url}/v1/completions", content=json.dumps(body))
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["type"] == "invalid_request_error"
+    assert re.search(sentence, error["message"]) and error["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("messages", "sentence"),
+    [
+        (None, "messages must be a list"),
+        ([], "messages must be a list"),
+        (["hi"], r"messages\[0\] must be an object with a role"),
+        ([{"role": "user"}], r"messages\[0\].content must be a string"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "a part that is no text"),
+    ],
+)
+def test_messages_that_are_refused(url: str, messages: Any, sentence: str) -> None:
+    answer = httpx.post(f"{url}/v1/chat/completions", json={"messages": messages})
+    assert answer.status_code == 400 and re.search(sentence, answer.json()["error"]["message"])
+
+
+def test_what_openai_ignores_is_ignored(client) -> None:
+    answer = client.completions.create(
+        model="tiny",
+        prompt="a",
+        max_tokens=2,
+        user="me",
+        frequency_penalty=0,
+        extra_body={"metadata": {"a": "b"}},
+    )
+    assert answer.usage.completion_tokens == 2
+
+
+def test_other_bodies_and_pages(url: str) -> None:
+    post = f"{url}/v1/completions"
+    for content, sentence in (
+        ("{", "no valid JSON"),
+        ("[1]", "must be a JSON object"),
+        ("[" * 10_000, "no valid JSON"),
+    ):
+        answer = httpx.post(post, content=content)
+        assert answer.status_code == 400 and sentence in answer.json()["error"]["message"]
+    answer = httpx.post(post, json={"prompt": "a" * 20_000})
+    assert answer.status_code == 413 and "larger than 20000 bytes" in answer.json()["error"]["message"]
+    for path, status in (("/", 404), ("/docs", 404), ("/openapi.json", 404), ("/v1/embeddings", 404)):
+        answer = httpx.get(url + path)
+        assert answer.status_code == status and answer.json()["error"]["type"] == "invalid_request_error"
+    assert httpx.get(post).status_code == 405 and "error" in httpx.get(post).json()
+
+
+def test_a_model_without_a_chat_template(model: Slow, tokenizer) -> None:
+    with running(Engine(model, tokenizer, limits=LIMITS)) as address:
+        answer = httpx.post(
+            f"{address}/v1/chat/completions", json={"messages": [{"role": "user", "content": "a"}]}
+        )
+    assert answer.status_code == 400 and "no chat template" in answer.json()["error"]["message"]
+
+
+def test_the_key(model: Slow, chatty) -> None:
+    with running(Engine(model, chatty, limits=LIMITS), api_key="secret") as address:
+        assert httpx.get(f"{address}/health").status_code == 200
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
+            answer = httpx.get(f"{address}/v1/models", headers=headers)
+            assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
+        with openai.OpenAI(base_url=f"{address}/v1", api_key="secret", max_retries=0) as client:
+            assert client.completions.create(model="tiny", prompt="a", max_tokens=1).choices
+        with (
+            openai.OpenAI(base_url=f"{address}/v1", api_key="guess", max_retries=0) as client,
+            pytest.raises(openai.AuthenticationError),
+        ):
+            client.completions.create(model="tiny", prompt="a")
+
+
+def test_a_full_queue_says_so_and_drains(model: Slow, chatty) -> None:
+    model.pause = 0.05
+    limits = Limits(max_tokens=40, context=100, waiting=1)
+    with running(Engine(model, chatty, limits=limits)) as address:
+        answers: list[Any] = []
+
+        def ask() -> None:
+            body = {"prompt": "a", "max_tokens": 10, "temperature": 0}
+            answers.append(httpx.post(f"{address}/v1/completions", json=body, timeout=30))
+
+        threads = [threading.Thread(target=ask) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+            time.sleep(0.1)
+        for thread in threads:
+            thread.join()
+        states = sorted(answer.status_code for answer in answers)
+        assert states == [200, 200, 429, 429]
+        full = next(answer for answer in answers if answer.status_code == 429)
+        assert full.json()["error"]["code"] == "queue_full" and full.headers["retry-after"] == "1"
+        texts = {answer.json()["choices"][0]["text"] for answer in answers if answer.status_code == 200}
+        assert len(texts) == 1
+        assert httpx.get(f"{address}/health").json()["waiting"] == 0
+    model.pause = 0.0
+
+
+def test_who_leaves_is_not_written_for(url: str, model: Slow) -> None:
+    model.pause = 0.05
+    before = model.steps
+    body = {"prompt": "a", "max_tokens": 40, "stream": True}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body) as answer:
+        next(answer.iter_lines())
+    time.sleep(0.5)
+    steps = model.steps
+    time.sleep(0.3)
+    assert model.steps == steps < before + 40
+    model.pause = 0.0
+
+
+def test_who_hangs_up_is_not_written_for(url: str, model: Slow) -> None:
+    model.pause = 0.05
+    before = model.steps
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 40}, timeout=0.4)
+    time.sleep(0.6)
+    steps = model.steps
+    time.sleep(0.3)
+    assert model.steps == steps < before + 40
+    model.pause = 0.0
+
+
+def test_a_stream_that_is_cut_by_the_end_of_the_server_says_so(model: Slow, chatty) -> None:
+    model.pause = 0.05
+    engine = Engine(model, chatty, limits=LIMITS)
+    with running(engine) as address:
+        body = {"prompt": "a", "max_tokens": 40, "stream": True}
+        with httpx.stream("POST", f"{address}/v1/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            engine.close()
+            last = [line for line in lines if line][-1]
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutting_down"
+        refused = httpx.post(f"{address}/v1/completions", json={"prompt": "a"})
+        assert refused.status_code == 503
+    model.pause = 0.0
+
+
+def test_a_request_that_fails_does_not_end_the_server(model: Slow, chatty, monkeypatch, caplog) -> None:
+    engine = Engine(model, chatty, limits=LIMITS)
+    with running(engine) as address:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._decoder, "prompt", lambda tokens: 1 / 0)
+            answer = httpx.post(f"{address}/v1/completions", json={"prompt": "a"})
+        assert answer.status_code == 500 and answer.json()["error"]["type"] == "server_error"
+        assert "ZeroDivisionError" in caplog.text and "Zero" not in answer.text
+        assert (
+            httpx.post(f"{address}/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
+        )
