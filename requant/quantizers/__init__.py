@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from requant.formats import QuantizedWeight
-from requant.quantizers import awq, gptq, kmeans, rtn, trellis
+from requant.quantizers import awq, gptq, kmeans, lut, rtn, trellis
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +31,7 @@ class Method:
 METHODS: dict[str, Method] = {
     "rtn": Method(quantize=rtn.quantize, config=rtn.RtnConfig, needs=rtn.NEEDS),
     "kmeans": Method(quantize=kmeans.quantize, config=kmeans.KmeansConfig, needs=kmeans.NEEDS),
+    "lut": Method(quantize=lut.quantize, config=lut.LutConfig, needs=lut.NEEDS),
     "gptq": Method(quantize=gptq.quantize, config=gptq.GptqConfig, needs=gptq.NEEDS),
     "awq": Method(quantize=awq.quantize, config=awq.AwqConfig, needs=awq.NEEDS),
     "trellis": Method(quantize=trellis.quantize, config=trellis.TrellisConfig, needs=trellis.NEEDS),

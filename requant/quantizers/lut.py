@@ -1,0 +1,207 @@
+"""A codebook per row with error compensation: levels and codes that minimize the error at the layer's output.
+
+    minimize  (w - P c)' H (w - P c)      over levels c [2^bits] and one-hot codes P, row by row
+
+with H = mean x x', where k-means (`kmeans.py`) sees its diagonal alone. Alternating, after Zhang et al. 2025 (LNQ in
+"GuidedQuant", arXiv 2505.07004):
+
+1. Levels by weighted k-means under diag H; codes in GPTQ's order, columns of large H first, each passing its error on
+   to those that follow (Frantar et al. 2022, arXiv 2210.17323).
+2. Levels by least squares: (P'HP) c = P'H w, all rows at once.
+3. Codes by coordinate descent: column j takes the level nearest to `w~_j - (He)_j / H_jj`, which is the best one with
+   all others fixed; columns go in blocks, so that most of the work is one matrix product a block.
+
+2 and 3 never raise the error, but for the rounding of levels to float16, and stop when a round gains less than
+TOLERANCE. Places that are detached hold a float of their own: they take up the errors of the others in 1, and have
+their best value, not a level, in 3. So the sparse part is refitted together with levels and codes.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor
+
+from requant.calibration import LinearStats
+from requant.formats import Codebook, QuantizedWeight, sparse_residual
+from requant.quantizers.checks import check_bits, check_fraction, check_weight, statistic
+from requant.quantizers.gptq import inverse_factor
+from requant.quantizers.kmeans import fit_levels, midpoints, row_chunks
+
+NEEDS: frozenset[str] = frozenset({"hessian"})
+
+BLOCK = 128  # columns between two full updates of H e
+TOLERANCE = 1e-3  # of the error: a round that gains less is the last
+PULL = 1e-6  # of the mean curvature, towards the levels that were: an unused level stays where it is
+
+
+@dataclass(frozen=True, kw_only=True)
+class LutConfig:
+    """`rounds` of least squares and coordinate descent, at most; `damp` is a fraction of the mean diagonal of H."""
+
+    bits: int = 4
+    rounds: int = 8
+    damp: float = 0.01
+
+    def __post_init__(self) -> None:
+        check_bits(self.bits)
+        check_fraction("damp", self.damp)
+
+
+def quantize(
+    weight: Float[Tensor, "n k"],
+    stats: LinearStats,
+    config: LutConfig,
+    *,
+    detached: Bool[Tensor, "n k"] | None = None,
+) -> QuantizedWeight:
+    """Fit levels, codes and the floats at detached places under `stats.hessian`.
+
+    Raises InputError without `stats.hessian`, NumericalError if it or the weight is not finite, or if no damping makes it
+    positive definite.
+    """
+    check_weight(weight)
+    k = weight.shape[1]
+    hessian = statistic(stats.hessian, "hessian", (k, k))
+    order = hessian.diagonal().argsort(descending=True, stable=True)
+    target = weight.float()
+    apart = torch.zeros_like(target, dtype=torch.bool) if detached is None else detached
+    damped = hessian + config.damp * mean_of(hessian.diagonal()) * torch.eye(k, device=hessian.device)
+    diagonal = damped.diagonal().expand_as(target).double()
+    levels = torch.cat(
+        [
+            fit_levels(target[rows].double(), diagonal[rows], apart[rows], bits=config.bits)
+            for rows in row_chunks(target, elements=1 << 22)
+        ]
+    ).float()
+    codes, values = compensated_codes(target, levels, damped, order, apart)
+    best = error_of(target, levels, codes, values, damped)
+    for _ in range(config.rounds):
+        fitted, recoded = in_order(least_squares(target, levels, codes, values, damped), codes)
+        recoded, refitted = descend(target, fitted, recoded, values, damped)
+        now = error_of(target, fitted, recoded, refitted, damped)
+        better = (now < best)[:, None]  # rounding to float16 may cost a row more than the round gained
+        levels = torch.where(better, fitted, levels)
+        codes = torch.where(better, recoded, codes)
+        values = torch.where(better, refitted, values)
+        gained = (best - now).clamp(min=0).sum()
+        best = torch.minimum(best, now)
+        if gained <= TOLERANCE * best.sum():
+            break
+    codebook = Codebook(codes=codes.to(torch.uint8), levels=levels.half(), bits=config.bits)
+    sparse = None if detached is None else sparse_residual(values, codebook.dequantize(), detached)
+    return QuantizedWeight(dense=codebook, sparse=sparse)
+
+
+def mean_of(diagonal: Float[Tensor, " k"]) -> Float[Tensor, ""]:
+    """The mean, or 1 where no input was ever seen."""
+    mean = diagonal.mean()
+    return torch.where(mean > 0, mean, torch.ones_like(mean))
+
+
+def floats_of(
+    levels: Float[Tensor, "n c"], codes: Int64[Tensor, "n k"], values: Float[Tensor, "n k"]
+) -> Tensor:
+    """w~: the level of every code, `values` where they are given (NaN: not detached)."""
+    return torch.where(values.isnan(), levels.gather(1, codes), values)
+
+
+def compensated_codes(
+    target: Float[Tensor, "n k"],
+    levels: Float[Tensor, "n c"],
+    hessian: Float[Tensor, "k k"],
+    order: Int64[Tensor, " k"],
+    apart: Bool[Tensor, "n k"],
+) -> tuple[Int64[Tensor, "n k"], Float[Tensor, "n k"]]:
+    """Nearest levels, column by column in `order`, each error passed on through the inverse of H.
+
+    With the codes come the floats of detached places, which take the error that was passed to them and pass none on.
+    """
+    upper = inverse_factor(hessian[order][:, order], damp=1e-6)
+    boundaries = midpoints(levels)
+    left, loose = target[:, order].clone(), apart[:, order]
+    codes = torch.empty_like(left, dtype=torch.int64)
+    for start in range(0, left.shape[1], BLOCK):
+        stop = min(start + BLOCK, left.shape[1])
+        errors = torch.empty_like(left[:, start:stop])
+        for j in range(start, stop):
+            column = left[:, j, None].contiguous()
+            code = torch.searchsorted(boundaries, column)
+            error = (column - levels.gather(1, code)) / upper[j, j]
+            error.masked_fill_(loose[:, j, None], 0)
+            left[:, j + 1 : stop] -= error * upper[j, j + 1 : stop]
+            errors[:, j - start, None] = error
+            codes[:, j, None] = code
+        left[:, stop:] -= errors @ upper[start:stop, stop:]
+    back = order.argsort()
+    return codes[:, back], left[:, back].masked_fill(~apart, torch.nan)
+
+
+def least_squares(
+    target: Float[Tensor, "n k"],
+    levels: Float[Tensor, "n c"],
+    codes: Int64[Tensor, "n k"],
+    values: Float[Tensor, "n k"],
+    hessian: Float[Tensor, "k k"],
+) -> Float[Tensor, "n c"]:
+    """The levels of least error under these codes and detached floats, as float16 will hold them."""
+    count, k = levels.shape[1], target.shape[1]
+    found = torch.empty_like(levels)
+    wanted = target - values.nan_to_num(nan=0.0)  # what the levels have to make up for
+    for rows in row_chunks(target, elements=1 << 24, width=k * count):
+        one_hot = torch.zeros(*codes[rows].shape, count, device=target.device)
+        one_hot.scatter_(2, codes[rows][..., None], values[rows].isnan().float()[..., None])
+        through = torch.einsum("kl,rlc->rkc", hessian, one_hot)
+        left = torch.einsum("rkc,rkd->rcd", one_hot, through).double()
+        right = torch.einsum("rkc,rk->rc", through, wanted[rows]).double()
+        pull = PULL * left.diagonal(dim1=1, dim2=2).mean(1).clamp(min=torch.finfo(torch.float32).tiny)
+        left += pull[:, None, None] * torch.eye(count, device=target.device, dtype=left.dtype)
+        right += pull[:, None] * levels[rows]
+        found[rows] = torch.linalg.solve(left, right).float()
+    return found.half().float()
+
+
+def in_order(
+    levels: Float[Tensor, "n c"], codes: Int64[Tensor, "n k"]
+) -> tuple[Float[Tensor, "n c"], Int64[Tensor, "n k"]]:
+    """The same floats with ascending levels."""
+    ascending, order = levels.sort(dim=1, stable=True)
+    return ascending, order.argsort(1).gather(1, codes)
+
+
+def descend(
+    target: Float[Tensor, "n k"],
+    levels: Float[Tensor, "n c"],
+    codes: Int64[Tensor, "n k"],
+    values: Float[Tensor, "n k"],
+    hessian: Float[Tensor, "k k"],
+) -> tuple[Int64[Tensor, "n k"], Float[Tensor, "n k"]]:
+    """One sweep of coordinate descent over the columns: the best level, or the best float where one is detached."""
+    codes, values, boundaries = codes.clone(), values.clone(), midpoints(levels)
+    error = floats_of(levels, codes, values) - target
+    for start in range(0, target.shape[1], BLOCK):
+        stop = min(start + BLOCK, target.shape[1])
+        slope = error @ hessian[:, start:stop]
+        for j in range(start, stop):
+            column = codes[:, j, None], values[:, j, None]
+            now = floats_of(levels, *column)
+            best = now - slope[:, j - start, None] / hessian[j, j]
+            code = torch.searchsorted(boundaries, best.contiguous())
+            value = torch.where(column[1].isnan(), torch.nan, best)
+            step = floats_of(levels, code, value) - now
+            slope += step * hessian[j, start:stop]
+            error[:, j, None] += step
+            codes[:, j, None], values[:, j, None] = code, value
+    return codes, values
+
+
+def error_of(
+    target: Float[Tensor, "n k"],
+    levels: Float[Tensor, "n c"],
+    codes: Int64[Tensor, "n k"],
+    values: Float[Tensor, "n k"],
+    hessian: Float[Tensor, "k k"],
+) -> Float[Tensor, " n"]:
+    """e' H e of every row, float64."""
+    error = floats_of(levels.half().float(), codes, values) - target
+    return (error @ hessian * error).double().sum(1)
