@@ -32,7 +32,7 @@ from requant.errors import TextError
 from requant.evaluation import Protocol, perplexity_and_kl
 from requant.pipeline import Prepared, prepare, start
 from requant.quantizers import METHODS
-from requant.recipe import Calibration, Evaluation, Recipe, to_dict
+from requant.recipe import Calibration, Evaluation, Recipe, Tuning, to_dict
 from requant.run import Run, Weights
 from requant.text import Text, read_text, token_windows
 from requant.workspace import Workspace
@@ -65,17 +65,25 @@ class Study:
             self.base.recipe, method=method, quantizer=chosen.config(**options), **changes
         )
         shared = self.statistics.setdefault(chosen.needs, {})
-        return dataclasses.replace(self.base, recipe=recipe, statistics=shared, seconds={})
+        return dataclasses.replace(self.base, recipe=recipe, statistics=shared, seconds={}, others={})
 
 
 def open_study(
-    model: Path, data: Path, *, num_samples: int, seq_len: int, windows: int | None, device: str
+    model: Path,
+    data: Path,
+    *,
+    num_samples: int,
+    seq_len: int,
+    windows: int | None,
+    device: str,
+    tuning: Tuning | None = None,
 ) -> Study:
-    """Load everything once; `windows` None scores the whole test text."""
+    """Load everything once; `windows` None scores the whole test text. `tuning` decides how much text may train."""
     recipe = Recipe(
         model=str(model),
         calibration=Calibration(text=(find(data, CALIBRATION),), num_samples=num_samples, seq_len=seq_len),
         evaluation=Evaluation(text=(find(data, TEST),), context=seq_len, windows=windows or 10**6),
+        tuning=tuning or Tuning(),
     )
     prepared = prepare(recipe.model, recipe, device=device, dtype="float32")
     named = dataclasses.replace(  # what results say: names, no folders

@@ -4,14 +4,17 @@
 
 `--nodes` times PQI with 2 Gauss nodes against 32 plain ones. `--large` builds a Llama of the shape of Llama 3.2 1B with
 random weights, for time and memory alone: hidden 2048, 16 blocks, intermediate 8192, 32 heads over 8 kv heads,
-vocabulary 128256, tied, bfloat16.
+vocabulary 128256, tied, bfloat16. `--best` runs mode `best` at 2 bits alone, and with `--large` its parts on that shape:
+statistics, the codes of one block, a training step, from which a whole run is computed.
 """
 
+import dataclasses
+import json
 import os
-import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,12 +23,17 @@ import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from eval.common import CALIBRATION, DATA, MODEL, RESULTS, TEST, environment, find, write_json
+from requant.best import rounds_of
 from requant.checkpoint import byte_table
+from requant.learnable import learnable
+from requant.options import default_recipe
 from requant.pipeline import QuantizedModel, peak_memory, pick_device, prepare, quantize, start
 from requant.quantizers import METHODS
-from requant.recipe import Calibration, Evaluation, Recipe, to_dict
-from requant.run import Run, Weights, quantize_linears
+from requant.recipe import Budget, Calibration, Evaluation, Recipe, to_dict
+from requant.run import Run, Weights, gather, quantize_linears
 from requant.sensitivity.scores import score
+from requant.training import computed, leaves_of, other_parameters, single_precision, train
+from requant.tuning import original_model
 from requant.workspace import Workspace
 
 LARGE = {
@@ -51,8 +59,8 @@ def recipe_for(model: Path, data: Path, *, num_samples: int, seq_len: int) -> Re
     )
 
 
-def whole_run(recipe: Recipe, device: str, dtype: str) -> dict[str, Any]:
-    """What `requant quantize` does, from loading to the saved checkpoint."""
+def whole_run(recipe: Recipe, device: str, dtype: str, *, keep: Path | None = None) -> dict[str, Any]:
+    """What `requant quantize` does, from loading to the saved checkpoint, which stays in `keep`."""
     started, worked = time.perf_counter(), time.process_time()
     with tempfile.TemporaryDirectory() as folder:
         workspace = Workspace(Path(folder) / "partial")
@@ -60,7 +68,7 @@ def whole_run(recipe: Recipe, device: str, dtype: str) -> dict[str, Any]:
             recipe.model, recipe, device=device, dtype=dtype, workspace=workspace
         )
         finished = time.perf_counter()
-        saved = result.save(Path(folder) / "checkpoint")
+        saved = result.save(keep or Path(folder) / "checkpoint")
         seconds = {**result.seconds, "save": time.perf_counter() - finished}
         bits = byte_table(saved).bits_per_weight
     total = time.perf_counter() - started
@@ -75,6 +83,54 @@ def whole_run(recipe: Recipe, device: str, dtype: str) -> dict[str, Any]:
         **memory(result.peak_memory, result.model),
         "recipe": _named(recipe),
     }
+
+
+def best_recipe(model: Path, data: Path, *, num_samples: int, seq_len: int) -> Recipe:
+    """2 bits, mode `best` at its defaults."""
+    plain = recipe_for(model, data, num_samples=num_samples, seq_len=seq_len)
+    best = default_recipe(str(model), None, "best", gpu=True)
+    return dataclasses.replace(
+        best, calibration=plain.calibration, evaluation=plain.evaluation, budget=Budget(bits=2.0)
+    )
+
+
+def best_parts(recipe: Recipe, device: str, dtype: str) -> dict[str, Any]:
+    """What mode `best` does on a large model, one of each, and what a whole run then comes to."""
+    prepared = prepare(recipe.model, recipe, device=device, dtype=dtype)
+    run = start(prepared, recipe, workspace=Workspace(None), quiet=True)
+    where, method = prepared.model.device, METHODS[recipe.method]
+    block = [site for site in run.sites if site.block == 1]
+    blocks = len({site.block for site in run.sites})
+    found: dict[str, Any] = {"tokens": prepared.windows.numel(), "steps": recipe.tuning.steps}
+    statistics: dict[str, Any] = {}
+    found["statistics"] = timed(lambda: statistics.update(gather(run, block, method.needs)), where)
+    weights: Weights = {}
+
+    def quantize_block() -> None:
+        for site in block:
+            weights[site.name] = method.quantize(site.weight(), statistics[site.name], run.config_of(site))
+
+    quantize_block()  # compiles
+    found["codes of a block"] = timed(quantize_block, where)
+    teacher, others = original_model(run), list(other_parameters(run).values())
+    thetas = {name: learnable(weight) for name, weight in weights.items()}
+    still_open = [site for site in run.sites if site.name not in weights]
+    few = dataclasses.replace(recipe.tuning, steps=4)
+    if where.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(where)
+    with single_precision(run.model), computed(run, weights, thetas):
+        leaves = leaves_of(thetas, still_open, others, few.rate)
+        train(run, teacher, leaves, few, run.training_windows, label="")  # warms up
+        found["a step"] = (
+            timed(lambda: train(run, teacher, leaves, few, run.training_windows, label=""), where) / 4
+        )
+    rounds = len(rounds_of(run.sites))
+    found["whole run, computed"] = (
+        rounds * found["statistics"]
+        + blocks * found["codes of a block"]
+        + rounds * recipe.tuning.steps * found["a step"]
+    )
+    return {**found, **memory(peak_memory(where), prepared.model)}
 
 
 def integral(recipe: Recipe, device: str, dtype: str, names: tuple[str, ...]) -> dict[str, Any]:
@@ -115,8 +171,16 @@ def memory(peak: int, model: torch.nn.Module) -> dict[str, Any]:
     return {"peak_bytes": peak, "peak_in_bf16_models": peak / (2 * parameters)}
 
 
-def build_large(folder: Path, tokenizer: Path) -> None:
+@contextmanager
+def large_model(tokenizer: Path) -> Iterator[Path]:
     """The 1B shape with random weights, on disk, with a tokenizer whose tokens it knows."""
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent) / "llama-1b-shape"
+        build_large(folder, tokenizer)
+        yield folder
+
+
+def build_large(folder: Path, tokenizer: Path) -> None:
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = AutoModelForCausalLM.from_config(LlamaConfig(**LARGE), dtype=torch.bfloat16)
@@ -140,28 +204,37 @@ def main(
     num_samples: Annotated[int, typer.Option(help="Calibration windows of 1024 tokens.")] = 64,
     nodes: Annotated[bool, typer.Option(help="Time gauss2 against plain32 too.")] = False,
     large: Annotated[bool, typer.Option(help="The 1B shape too: 128 x 2048 tokens.")] = False,
+    best: Annotated[bool, typer.Option(help="Mode `best` alone: a GPU is needed.")] = False,
+    keep: Annotated[Path | None, typer.Option(help="Where the checkpoint of mode `best` stays.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
 ) -> None:
     where = pick_device(device)
     file = out / f"speed-{where}.json"
     results: dict[str, Any] = environment(torch.device(where))
 
-    def keep(name: str, value: Any) -> None:
+    def keep_row(name: str, value: Any) -> None:
         results[name] = value
         write_json(file, results)
         print(name, {key: item for key, item in value.items() if key != "recipe"}, flush=True)
 
+    if best:
+        results |= json.loads(file.read_text()) if file.is_file() else {}
+        chosen = best_recipe(model, data, num_samples=128, seq_len=1024)
+        keep_row("best_run", whole_run(chosen, where, "auto", keep=keep))
+        if large:
+            with large_model(model) as folder:
+                shaped = best_recipe(folder, data, num_samples=128, seq_len=2048)
+                keep_row("large_best", best_parts(shaped, where, "bfloat16"))
+        return
     recipe = recipe_for(model, data, num_samples=num_samples, seq_len=1024)
-    keep("run", whole_run(recipe, where, "float32"))
+    keep_row("run", whole_run(recipe, where, "float32"))
     if nodes:
-        keep("nodes", integral(recipe, where, "float32", ("gauss2", "plain32")))
+        keep_row("nodes", integral(recipe, where, "float32", ("gauss2", "plain32")))
     if large:
-        folder = Path(tempfile.mkdtemp()) / "llama-1b-shape"
-        build_large(folder, model)
-        shaped = recipe_for(folder, data, num_samples=128, seq_len=2048)
-        keep("large_pqi", integral(shaped, where, "bfloat16", ("gauss2",)))
-        keep("large_run", whole_run(shaped, where, "bfloat16"))
-        shutil.rmtree(folder.parent)
+        with large_model(model) as folder:
+            shaped = recipe_for(folder, data, num_samples=128, seq_len=2048)
+            keep_row("large_pqi", integral(shaped, where, "bfloat16", ("gauss2",)))
+            keep_row("large_run", whole_run(shaped, where, "bfloat16"))
 
 
 if __name__ == "__main__":

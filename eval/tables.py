@@ -6,6 +6,7 @@ A table whose results do not exist yet is empty. A test keeps README equal to wh
 """
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -223,6 +224,79 @@ def ablation_table(results: Path) -> str:
     return markdown(columns, rows)
 
 
+def best_peer(bits: float) -> float:
+    """KL of the best peer at these bits: the line through QTIP's three points, straight in log KL."""
+    rows = json.loads(PEERS.read_text(encoding="utf-8"))["rows"]
+    points = sorted(
+        (row["bits_per_weight"], math.log(row["kl"])) for row in rows if row["label"] == "QTIP-3INST"
+    )
+    below = max((i for i, (at, _) in enumerate(points) if at <= bits), default=0)
+    (x0, y0), (x1, y1) = points[min(below, len(points) - 2) :][:2]
+    return math.exp(y0 + (y1 - y0) * (bits - x0) / (x1 - x0))
+
+
+def quality_table(results: Path) -> str:
+    """Mode `best` at every budget beside the best peer at the same bits, and codes alone."""
+    found = read(results, "quality-bench-32m").get("rows", [])
+    codes = {row["bits"]: row for row in found if row["name"] == "codes"}
+    rows = []
+    for budget in sorted({row["bits"] for row in found if row["name"] in ("best", "codes")}):
+        seeds = [row for row in found if row["name"] == "best" and row["bits"] == budget]
+        alone = codes.get(budget)
+        row = min(seeds, key=lambda row: row["seed"], default=alone)
+        assert row is not None
+        peer = best_peer(row["bits_per_weight"])
+        trained = [
+            f"{row['perplexity']:.2f}",
+            f"{row['kl']:.4f}" + spread([seed["kl"] for seed in seeds]),
+            f"{row['second']['kl']:.4f}",
+        ]
+        rows.append(
+            [
+                f"{budget:g}",
+                f"{row['bits_per_weight']:.3f}",
+                *(trained if seeds else ("", "", "")),
+                "" if alone is None else f"{alone['perplexity']:.2f} / {alone['kl']:.4f}",
+                f"{peer:.4f}",
+                f"{row['kl'] / peer:.2f}",
+            ]
+        )
+    columns = [
+        "`--bits`",
+        "real bits",
+        "perplexity",
+        "KL",
+        "KL on C4",
+        "codes alone",
+        "best peer's KL",
+        "ratio",
+    ]
+    return markdown(columns, rows)
+
+
+def spread(values: Sequence[float]) -> str:
+    """` (low to high, n seeds)`, or nothing for one value."""
+    return "" if len(values) < 2 else f" ({min(values):.4f} to {max(values):.4f}, {len(values)} seeds)"
+
+
+def best_ablation_table(results: Path) -> str:
+    """Mode `best` at 2 bits with one part left out or changed."""
+    found = read(results, "quality-bench-32m").get("rows", [])
+    rows = [
+        [
+            row["label"],
+            f"{row['bits_per_weight']:.3f}",
+            f"{row['perplexity']:.2f}",
+            f"{row['kl']:.4f}",
+            f"{row['second']['kl']:.4f}",
+            f"{row['wall_seconds']:.0f} s",
+        ]
+        for row in sorted(found, key=lambda row: row["kl"])
+        if row["bits"] == 2 and row["seed"] == 0
+    ]
+    return markdown(["at 2 bits", "real bits", "perplexity", "KL", "KL on C4", "with scoring"], rows)
+
+
 def speed_table(results: Path) -> str:
     """Targets beside what was measured."""
     rows: list[list[str]] = []
@@ -244,6 +318,14 @@ def speed_table(results: Path) -> str:
             found = gpu[key].get("gauss2", gpu[key])
             times = f"{_memory(found)}, {found['peak_in_bf16_models']:.1f} x the model"
             rows.append([what, gpu["device"], _seconds(found), times, target])
+    if "best_run" in gpu:
+        what = "bench-32m, 2 bits, mode `best`, 128 x 1024 tokens, 4 x 225 steps"
+        rows.append([what, gpu["device"], _seconds(gpu["best_run"]), _memory(gpu["best_run"]), "180 s"])
+    if "large_best" in gpu:
+        found = gpu["large_best"]
+        what = f"1B shape, mode `best`, computed from a block, a step ({found['a step']:.2f} s) and the statistics"
+        times = f"{_memory(found)}, {found['peak_in_bf16_models']:.1f} x the model"
+        rows.append([what, gpu["device"], f"{found['whole run, computed']:.0f} s", times, "1200 s"])
     return markdown(["what", "machine", "measured", "peak memory", "target"], rows)
 
 
@@ -264,6 +346,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "kinds": kinds_table,
     "shares": shares_table,
     "ablation": ablation_table,
+    "quality": quality_table,
+    "best-ablation": best_ablation_table,
     "speed": speed_table,
 }
 

@@ -71,17 +71,22 @@ def token_windows(
         tokens = tokens[int(shift) :]
     total = tokens.numel() // seq_len
     windows = tokens[: total * seq_len].view(total, seq_len)
-    if num_samples is None:
-        return windows
+    return windows if num_samples is None else spread(windows, num_samples, of=text.name)
+
+
+def spread(windows: Int64[Tensor, "w t"], num_samples: int, *, of: str | None) -> Int64[Tensor, "s t"]:
+    """`num_samples` of the windows, evenly; where they are fewer all, with a warning that names the text in `of`."""
+    total = len(windows)
     if total < num_samples:
-        logger.warning(
-            "%s holds %d windows of %d tokens, not the %d asked for, and all are used: give more text "
-            "or lower --seq-len",
-            text.name,
-            total,
-            seq_len,
-            num_samples,
-        )
+        if of is not None:
+            logger.warning(
+                "%s holds %d windows of %d tokens, not the %d asked for, and all are used: give more text "
+                "or lower --seq-len",
+                of,
+                total,
+                windows.shape[1],
+                num_samples,
+            )
         return windows
     return windows[torch.arange(num_samples) * total // num_samples]
 

@@ -12,14 +12,15 @@ All are signed; `|score|` ranks weights, signed sums over a row, a matrix or a b
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
+import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from requant.formats import QuantizedWeight
@@ -40,6 +41,9 @@ class QuantizedPath:
     sites: Sequence[LinearSite]
     original: Mapping[str, Tensor]
     quantized: Mapping[str, QuantizedWeight]
+    others: Mapping[str, tuple[Tensor, Tensor]] = field(
+        default_factory=dict
+    )  # parameters that learned: w, w~
 
     def start(self, site: LinearSite) -> Float[Tensor, "n k"]:
         """w, float32."""
@@ -55,10 +59,18 @@ class QuantizedPath:
             return self.quantized[site.name].dequantize()
         return self.start(site) if t == 0 else self.start(site) + t * self.step(site)
 
+    @torch.no_grad()
     def place(self, t: float) -> None:
-        """Write w + t d into every matrix of the model."""
+        """Write w + t d into every matrix of the model, and into what learned beside them."""
         for site in self.sites:
             site.set_weight(self.point(site, t))
+        for parameter, start, end in self.moved():
+            parameter.copy_(start if t == 0 else end if t == 1 else start.float().lerp(end.float(), t))
+
+    def moved(self) -> Iterator[tuple[nn.Parameter, Tensor, Tensor]]:
+        """The parameters outside of the matrices that move along the line, with both ends."""
+        for name, (start, end) in self.others.items():
+            yield self.model.get_parameter(name), start, end
 
     @contextmanager
     def at(self, t: float):

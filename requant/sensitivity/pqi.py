@@ -53,3 +53,29 @@ def pqi(
     finally:
         path.place(1.0)
     return {site.name: mean_gradient[site.name].mul_(path.step(site)) for site in path.sites}
+
+
+def pqi_beside(path: QuantizedPath, windows: Int64[Tensor, "b t"], *, nodes: str = "gauss2") -> float:
+    """The same integral over the parameters that learned beside the matrices: their share of dF, nats.
+
+    The model is left at the quantized weights.
+    """
+    moved = list(path.moved())
+    total = 0.0
+    try:
+        for parameter, _, _ in moved:
+            parameter.requires_grad_(True)
+        for t, weight in NODES[nodes]:
+            path.place(t)
+            gradient_pass(path.model, windows, (), lambda _site, _gradient: None)
+            for parameter, start, end in moved:
+                if parameter.grad is not None:
+                    step = (end.float() - start.float()).to(parameter.device)
+                    total += weight * (parameter.grad.float() * step).double().sum().item()
+                parameter.grad = None
+    finally:
+        for parameter, _, _ in moved:
+            parameter.requires_grad_(False)
+            parameter.grad = None
+        path.place(1.0)
+    return total

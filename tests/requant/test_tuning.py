@@ -10,7 +10,8 @@ from requant.pipeline import prepare, start
 from requant.quantizers import METHODS
 from requant.recipe import Calibration, Evaluation, Recipe, Tuning
 from requant.run import Run, quantize_linears
-from requant.tuning import learnable, tune, weight_function, with_theta
+from requant.learnable import learnable, weight_function, with_theta
+from requant.tuning import tune
 from requant.workspace import Workspace
 
 
@@ -92,6 +93,6 @@ def test_a_hopeless_rate_keeps_the_start(tiny_folder, tiny_text_file):
 def test_one_window_is_too_little(tiny_folder, tiny_text_file):
     run, recipe = prepared_run(tiny_folder("llama"), tiny_text_file, "rtn", Tuning(steps=1))
     weights = quantize_linears(run, None, label="quantize")
-    one = Run(**{**{f: getattr(run, f) for f in run.__dataclass_fields__}, "windows": run.windows[:1]})
+    one = Run(**{**{f: getattr(run, f) for f in run.__dataclass_fields__}, "pool": run.windows[:1]})
     with pytest.raises(RecipeError, match="at least 2 calibration windows"):
         tune(one, weights, recipe.tuning)

@@ -1,0 +1,200 @@
+"""The curve: KL and perplexity against real bits, for mode `best`, its parts, and each of them left out.
+
+    python -m eval.quality [--model FOLDER] [--data FOLDER] [--out FOLDER] [--rows best:2 --rows best:3:1 ...]
+
+A row is NAME:BITS[:SEED] with a name of PLANS; without `--rows` all of CURVE and ABLATION run. Rows are added to
+`quality-MODEL.json`, where one of the same name, bits and seed gives way. `--part N` writes `quality-MODEL-partN.json`
+instead, for machines side by side; `--merge` joins the parts. Peers' rows are in `peers.json`.
+
+Statistics are measured on 128 x 1024 tokens as the peers' are; training, which the peers' rows do not have, may use
+2048 windows of the same text.
+"""
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from eval.common import (
+    DATA,
+    MODEL,
+    RESULTS,
+    Study,
+    bits_per_weight,
+    header,
+    open_study,
+    quality,
+    row_of,
+    write_json,
+)
+from requant.allocation import allocate_bits, with_allocation
+from requant.options import TUNING_STEPS
+from requant.pipeline import MODES, tuned
+from requant.recipe import Budget, Tuning
+from requant.run import Run, Weights
+
+TUNING = Tuning(steps=TUNING_STEPS)
+ALL_AT_THE_END = Tuning(steps=4 * TUNING_STEPS)
+
+
+def within_budget(run: Run) -> Run:
+    """Widths by the allocator."""
+    return with_allocation(run, allocate_bits(run))
+
+
+def flat(run: Run) -> Run:
+    """The same whole width everywhere: what is stored beside the codes comes on top."""
+    return run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One line of the curve, at any bits."""
+
+    label: str
+    mode: str = "best"
+    method: str = "trellis"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    tuning: Tuning = TUNING
+    widths: Callable[[Run], Run] = within_budget
+
+
+PLANS: dict[str, Plan] = {
+    "best": Plan(label="best"),
+    "codes": Plan(label="trellis codes within the budget", mode="dense", tuning=Tuning()),
+    "flat-codes": Plan(label="trellis codes, one width", mode="dense", tuning=Tuning(), widths=flat),
+    "no-rounds": Plan(label="best, trained at the end only", mode="dense", tuning=ALL_AT_THE_END),
+    "no-allocation": Plan(label="best, one width", widths=flat),
+    "one-sided": Plan(label="best, inputs' curvature only", options={"two_sided": False}),
+    "little-text": Plan(
+        label="best, trained on 128 windows", tuning=dataclasses.replace(TUNING, windows=128)
+    ),
+    "codebooks": Plan(label="best over codebooks", method="kmeans"),
+}
+CURVE = (
+    "best:2",
+    "best:2.25",
+    "best:2.5",
+    "best:3",
+    "best:3.5",
+    "best:4",
+    "best:5",
+    "codes:2",
+    "codes:3",
+    "codes:4",
+)
+ABLATION = ("no-rounds:2", "no-allocation:2", "one-sided:2", "little-text:2", "best:2:1", "best:2:2")
+
+
+def measure(study: Study, name: str, bits: float, seed: int) -> dict[str, Any]:
+    """One row, by the product's own stages; the model is left at the original."""
+    plan, started = PLANS[name], time.perf_counter()
+    pool = study.base.training_windows[: plan.tuning.windows]
+    whole = min(8, max(1, round(bits)))
+    run = study.run(
+        plan.method,
+        options={"bits": whole, **({"seed": seed} if plan.method == "trellis" else {}), **plan.options},
+        mode=plan.mode,
+        budget=Budget(bits=None if plan.widths is flat else bits),
+        tuning=plan.tuning,
+        seed=seed,
+    )
+    run = plan.widths(dataclasses.replace(run, pool=pool))
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    weights: Weights = MODES[plan.mode](run)
+    if plan.tuning.steps:
+        weights = tuned(run, weights)
+    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
+    found = quality(study, run, weights, second=True)
+    run.path({}).place(0.0)
+    widths = [run.config_of(site).bits for site in run.sites]
+    return row_of(
+        plan.label,
+        run,
+        started,
+        name=name,
+        bits=bits,
+        seed=seed,
+        training_tokens=pool.numel() if plan.tuning.steps else 0,
+        widths={str(width): widths.count(width) for width in sorted(set(widths))},
+        peak_bytes=peak,
+        **bits_per_weight(weights),
+        **found,
+    )
+
+
+def parse(row: str) -> tuple[str, float, int]:
+    """`best:2.25:1` -> ("best", 2.25, 1)."""
+    name, bits, *seed = row.split(":")
+    if name not in PLANS:
+        raise typer.BadParameter(f"{name} is no plan; there are: {', '.join(PLANS)}.")
+    return name, float(bits), int(seed[0]) if seed else 0
+
+
+def key_of(row: Mapping[str, Any]) -> tuple[str, float, int]:
+    return row["name"], float(row["bits"]), row["seed"]
+
+
+def joined(old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Rows by name, bits and seed; a newer one takes the place of an older one."""
+    rows = {key_of(row): row for row in (*old, *new)}
+    return [rows[key] for key in sorted(rows)]
+
+
+def merge(out: Path, model: str) -> None:
+    """Join `quality-MODEL-part*.json` into `quality-MODEL.json`, and delete the parts."""
+    file = out / f"quality-{model}.json"
+    whole: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {"rows": []}
+    for part in sorted(out.glob(f"quality-{model}-part*.json")):
+        found = json.loads(part.read_text())
+        whole = {**found, "rows": joined(whole["rows"], found["rows"])}
+        part.unlink()
+    write_json(file, whole)
+
+
+def main(
+    model: Annotated[Path, typer.Option(help="Folder of the model.")] = MODEL,
+    data: Annotated[Path, typer.Option(help="Folder with the texts of the protocol.")] = DATA,
+    out: Annotated[Path, typer.Option(help="Folder of the results.")] = RESULTS,
+    rows: Annotated[list[str] | None, typer.Option(help="NAME:BITS[:SEED]; all if not given.")] = None,
+    part: Annotated[int | None, typer.Option(help="Number of the part to write.")] = None,
+    join: Annotated[bool, typer.Option("--merge", help="Join the parts and stop.")] = False,
+    num_samples: Annotated[int, typer.Option(help="Calibration windows.")] = 128,
+    seq_len: Annotated[int, typer.Option(help="Tokens of a window.")] = 1024,
+    windows: Annotated[int | None, typer.Option(help="Windows to score; all if not given.")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
+) -> None:
+    if join:
+        merge(out, model.name)
+        return
+    wanted = [parse(row) for row in rows or (*CURVE, *ABLATION)]
+    study = open_study(
+        model, data, num_samples=num_samples, seq_len=seq_len, windows=windows, device=device, tuning=TUNING
+    )
+    file = out / f"quality-{model.name}{'' if part is None else f'-part{part}'}.json"
+    old = json.loads(file.read_text())["rows"] if file.is_file() else []
+    results: dict[str, Any] = {
+        **header(study),
+        "original": quality(study, study.base, {}, second=True),
+        "rows": old,
+    }
+    for name, bits, seed in wanted:
+        row = measure(study, name, bits, seed)
+        results["rows"] = joined(results["rows"], [row])
+        write_json(file, results)
+        print(
+            f"{row['label']:36s} {row['bits_per_weight']:.3f} bits  ppl {row['perplexity']:.3f}  KL {row['kl']:.4f}  "
+            f"second KL {row['second']['kl']:.4f}  {row['wall_seconds']:.0f} s",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    typer.run(main)

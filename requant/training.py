@@ -1,0 +1,190 @@
+"""Training a partly quantized model to answer as the original does.
+
+    minimize   mean_t KL( p_original(. | x_<t) || p(. | x_<t) )
+
+Three kinds of numbers may learn: `theta` of the matrices that have codes (`learnable.py`), the floats of those that do
+not have any yet, and the `others`, which are stored in 16 bits whatever is quantized: norms, biases, embedding, head.
+Adam (0.9, 0.95) with steps in units of each tensor's root mean square, ten steps of warm-up, then a cosine to zero.
+The model holds float32 while it learns; on a GPU its products run in bfloat16.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+from torch.nn import functional
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from requant.calibration.passes import batches, recomputed_blocks
+from requant.learnable import Theta, weight_function
+from requant.models import LinearSite
+from requant.recipe import Tuning
+from requant.run import Run, Weights
+from requant.vocabulary import vocabulary_of
+
+RESIDUAL_RATE = 3.0  # of the rate of all else: residuals are few and each stands alone
+VOCABULARY_RATE = 1 / 3  # a token's row learns only where the token occurs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leaf:
+    """A float32 tensor that learns, and the step of Adam in units of its root mean square."""
+
+    tensor: Tensor
+    rate: float
+
+
+def leaves_of(
+    thetas: Mapping[str, Theta], open_sites: Sequence[LinearSite], others: Sequence[nn.Parameter], rate: float
+) -> list[Leaf]:
+    """Everything that learns: theta of coded matrices, floats of open ones, and the others."""
+    leaves = [
+        Leaf(tensor=value, rate=rate * (RESIDUAL_RATE if name == "values" else 1.0))
+        for theta in thetas.values()
+        for name, value in theta.items()
+    ]
+    leaves += [Leaf(tensor=site.parameter, rate=rate) for site in open_sites]
+    leaves += [Leaf(tensor=p, rate=rate * (VOCABULARY_RATE if p.dim() > 1 else 1.0)) for p in others]
+    return leaves
+
+
+def other_parameters(run: Run) -> dict[str, nn.Parameter]:
+    """What no code will stand for, by name: norms, biases, and embedding and head unless they are to be quantized."""
+    allocation = run.allocation
+    widths = (
+        {} if allocation is None else {"embedding": allocation.embedding_bits, "head": allocation.head_bits}
+    )
+    coded = {id(site.parameter) for site in run.sites}
+    coded |= {
+        id(part.weight) for role, part in vocabulary_of(run.model).parts.items() if widths.get(role, 16) != 16
+    }
+    return {
+        name: p for name, p in run.model.named_parameters() if id(p) not in coded and p.is_floating_point()
+    }
+
+
+def train(
+    run: Run,
+    teacher: PreTrainedModel,
+    leaves: Sequence[Leaf],
+    settings: Tuning,
+    windows: Int64[Tensor, "b t"],
+    *,
+    label: str,
+    judge: Int64[Tensor, "h t"] | None = None,
+) -> None:
+    """`settings.steps` steps. With `judge`, the leaves end at their best values on those windows, the first included."""
+    groups = [_group(leaf) for leaf in leaves]
+    optimizer = torch.optim.Adam(groups, betas=(0.9, 0.95))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _share_of_rate(step, settings))
+    tensors = [leaf.tensor for leaf in leaves]
+    best, kept = math.inf, [] if judge is None else [t.detach().clone() for t in tensors]
+    with recomputed_blocks(run.model, None):
+        if judge is not None:
+            best = divergence(run.model, teacher, judge)
+        bar = tqdm(range(settings.steps), desc=label, unit="step", disable=run.quiet)
+        for step in bar:
+            drawn = _draw(windows, step, settings, run.recipe.seed)
+            for tokens in batches(drawn, run.model, label=None):
+                kl_sum(run.model, teacher, tokens).div(drawn.numel()).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            schedule.step()
+            last = step + 1 == settings.steps
+            if judge is not None and (last or (step + 1) % settings.check_every == 0):
+                now = divergence(run.model, teacher, judge)
+                bar.set_postfix(kl=f"{now:.4f}", best=f"{min(now, best):.4f}")
+                if now < best:
+                    best, kept = now, [t.detach().clone() for t in tensors]
+    with torch.no_grad():
+        for tensor, value in zip(tensors, kept, strict=False):
+            tensor.copy_(value)
+        for tensor in tensors:
+            tensor.requires_grad_(False)
+
+
+@contextmanager
+def single_precision(model: nn.Module) -> Iterator[None]:
+    """Parameters in float32 while the context lasts: Adam's steps are too small for 16 bits."""
+    dtypes = {p: p.dtype for p in model.parameters() if p.is_floating_point()}
+    for p in dtypes:
+        p.data = p.data.float()
+    try:
+        yield
+    finally:
+        for p, dtype in dtypes.items():
+            p.data = p.data.to(dtype)
+
+
+@contextmanager
+def computed(run: Run, weights: Weights, thetas: Mapping[str, Theta]) -> Iterator[None]:
+    """The linears that have codes, with weights computed from theta at every call."""
+    with ExitStack() as stack:
+        for site in run.sites:
+            if site.name in weights:
+                stack.enter_context(_computed(site, weight_function(weights[site.name]), thetas[site.name]))
+        yield
+
+
+def kl_sum(
+    model: PreTrainedModel, teacher: PreTrainedModel, tokens: Int64[Tensor, "b t"]
+) -> Float[Tensor, ""]:
+    """Sum of KL(teacher || model) over the positions of a batch, nats."""
+    with torch.autocast("cuda", dtype=torch.bfloat16, enabled=tokens.is_cuda and torch.is_grad_enabled()):
+        with torch.no_grad():
+            expected = teacher(input_ids=tokens, use_cache=False).logits.float().log_softmax(-1)
+        found = model(input_ids=tokens, use_cache=False).logits.float().log_softmax(-1)
+    return functional.kl_div(found, expected, reduction="sum", log_target=True)
+
+
+@torch.no_grad()
+def divergence(model: PreTrainedModel, teacher: PreTrainedModel, windows: Int64[Tensor, "b t"]) -> float:
+    """Mean KL over all positions, nats."""
+    total = sum(
+        kl_sum(model, teacher, tokens).double().item() for tokens in batches(windows, model, label=None)
+    )
+    return total / windows.numel()
+
+
+def _group(leaf: Leaf) -> dict[str, Any]:
+    leaf.tensor.requires_grad_(True)
+    return {
+        "params": [leaf.tensor],
+        "lr": leaf.rate * leaf.tensor.detach().float().square().mean().sqrt().item(),
+    }
+
+
+def _share_of_rate(step: int, settings: Tuning) -> float:
+    warm = min(1.0, (step + 1) / settings.warm_up)
+    return warm * 0.5 * (1 + math.cos(math.pi * step / max(1, settings.steps)))
+
+
+def _draw(train: Int64[Tensor, "b t"], step: int, settings: Tuning, seed: int) -> Int64[Tensor, "c t"]:
+    """The windows of one step: every window once before any comes again."""
+    count = min(len(train), max(1, settings.tokens_per_step // train.shape[1]))
+    epoch, first = divmod(step * count, len(train))
+    generators = (torch.Generator().manual_seed(1_000_003 * seed + epoch + i) for i in range(2))
+    order = torch.cat([torch.randperm(len(train), generator=generator) for generator in generators])
+    return train[order[first : first + count]]
+
+
+@contextmanager
+def _computed(
+    site: LinearSite, floats: Callable[[Mapping[str, Tensor]], Tensor], theta: Mapping[str, Tensor]
+) -> Iterator[None]:
+    """The linear with its weight computed from theta at every call."""
+
+    def forward(x: Tensor) -> Tensor:
+        return functional.linear(x, floats(theta).to(x.dtype), getattr(site.module, "bias", None))
+
+    site.module.forward = forward
+    try:
+        yield
+    finally:
+        del site.module.forward

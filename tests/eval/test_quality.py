@@ -1,0 +1,72 @@
+"""The curve's own arithmetic, and one row of it on a tiny model."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+import typer
+
+from eval import quality
+from eval.common import open_study
+from eval.tables import best_ablation_table, best_peer, quality_table
+from requant.recipe import Tuning
+
+
+def test_the_peers_line_goes_through_their_points() -> None:
+    assert best_peer(2.003) == pytest.approx(0.4599)
+    assert best_peer(3.003) == pytest.approx(0.1163)
+    assert best_peer(2.503) == pytest.approx(math.sqrt(0.4599 * 0.1163))
+    assert 0.0301 > best_peer(4.5) > 0
+
+
+def test_rows_are_named_by_plan_bits_and_seed() -> None:
+    assert quality.parse("best:2.25:1") == ("best", 2.25, 1)
+    assert quality.parse("codes:3") == ("codes", 3.0, 0)
+    with pytest.raises(typer.BadParameter, match="there are: best"):
+        quality.parse("better:2")
+    for row in (*quality.CURVE, *quality.ABLATION):
+        quality.parse(row)
+
+
+def test_parts_are_joined_and_newer_rows_win(tmp_path: Path) -> None:
+    def row(bits: float, kl: float) -> dict:
+        return {"name": "best", "bits": bits, "seed": 0, "kl": kl}
+
+    (tmp_path / "quality-m.json").write_text(json.dumps({"rows": [row(2, 0.5), row(3, 0.1)]}))
+    (tmp_path / "quality-m-part0.json").write_text(json.dumps({"device": "x", "rows": [row(2, 0.3)]}))
+    quality.merge(tmp_path, "m")
+    found = json.loads((tmp_path / "quality-m.json").read_text())
+    assert [(r["bits"], r["kl"]) for r in found["rows"]] == [(2, 0.3), (3, 0.1)] and found["device"] == "x"
+    assert not list(tmp_path.glob("*part*"))
+
+
+def test_a_row_is_measured_and_leaves_the_original(
+    tiny_folder, tiny_text_file, tmp_path, monkeypatch
+) -> None:
+    text = Path(tiny_text_file).read_text()
+    for name in ("wikitext-like.raw", "wiki.test.raw", "c4-sample.txt"):
+        (tmp_path / name).write_text(text)
+    tuning = Tuning(steps=3, tokens_per_step=128, held_out=1, check_every=2)
+    plan = dataclasses.replace(quality.PLANS["codebooks"], tuning=tuning)
+    monkeypatch.setitem(quality.PLANS, "codebooks", plan)
+    study = open_study(
+        Path(tiny_folder("llama")),
+        tmp_path,
+        num_samples=4,
+        seq_len=32,
+        windows=4,
+        device="cpu",
+        tuning=tuning,
+    )
+    before = {name: p.clone() for name, p in study.prepared.model.named_parameters()}
+    row = quality.measure(study, "codebooks", 4.0, 0)
+    assert row["bits_per_weight"] <= 4.0 and row["kl"] > 0 and row["training_tokens"] > 4 * 32
+    assert all((before[name] == p).all() for name, p in study.prepared.model.named_parameters())
+    results = tmp_path / "results"
+    results.mkdir()
+    (results / "quality-bench-32m.json").write_text(
+        json.dumps({"rows": [{**row, "name": "best", "bits": 2}]})
+    )
+    assert f"{row['kl']:.4f}" in quality_table(results) and f"{row['kl']:.4f}" in best_ablation_table(results)
