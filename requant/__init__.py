@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from requant.checkpoint import load as load
+    from requant.exporting import export as export
     from requant.pipeline import QuantizedModel as QuantizedModel
     from requant.pipeline import quantize as quantize
     from requant.recipe import Recipe as Recipe
@@ -24,12 +25,22 @@ if TYPE_CHECKING:
 _PUBLIC = {
     "QuantizedModel": "requant.pipeline",
     "Recipe": "requant.recipe",
+    "export": "requant.exporting",
     "load": "requant.checkpoint",
     "load_recipe": "requant.recipe",
     "quantize": "requant.pipeline",
     "sensitivity": "requant.scoring",
 }
-__all__ = ["QuantizedModel", "Recipe", "load", "load_recipe", "quantize", "sensitivity", "__version__"]
+__all__ = [
+    "QuantizedModel",
+    "Recipe",
+    "export",
+    "load",
+    "load_recipe",
+    "quantize",
+    "sensitivity",
+    "__version__",
+]
 
 register_with_transformers()
 

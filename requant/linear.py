@@ -3,12 +3,13 @@ computed.
 
     y = x w~' + bias,    w~ = dense(codes) + sparse
 
-`matmul` is the one place where a kernel is chosen. The torch reference dequantizes to float32, rounds to the
-dtype of x and calls `F.linear`, so its result is bit for bit that of an ordinary layer holding the same
-floats.
+`matmul` is the torch reference, for the CPU and for what no kernel takes: it dequantizes to float32, rounds to the
+dtype of x and calls `F.linear`, as an ordinary layer holding the same floats would. On a GPU `requant.serving` puts
+the kernels' own layer in the place of this one.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,9 +17,11 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from requant.checkpoint.layout import MatrixLayout
+from requant.checkpoint.layout import STOP, MatrixLayout
 from requant.checkpoint.packing import pack, unpack
 from requant.formats import QuantizedWeight
+
+BAND_WEIGHTS = 1 << 19  # dequantized at a time: small enough for a core's caches, large enough for threads
 
 
 class QuantLinear(nn.Module):
@@ -43,6 +46,7 @@ class QuantLinear(nn.Module):
         self.out_features, self.in_features = layout.shape
         for suffix, spec in layout.tensors().items():
             self.register_buffer(suffix, torch.empty(spec.shape, dtype=spec.dtype, device=device))
+        self.register_buffer(STOP, torch.empty(0, dtype=torch.half, device=device))
         self.bias = nn.Parameter(torch.empty(self.out_features, dtype=dtype, device=device)) if bias else None
 
     @classmethod
@@ -56,7 +60,7 @@ class QuantLinear(nn.Module):
     ) -> "QuantLinear":
         """The layer of a quantized matrix, on its device; `dtype` (default: kept) is the bias's."""
         layout, tensors = pack(weight)
-        layer = cls(layout, bias=False, transposed=transposed)
+        layer = cls(layout, bias=False, transposed=transposed, device=weight.dense.codes.device)
         for suffix, tensor in tensors.items():
             layer.register_buffer(suffix, tensor)
         if bias is not None:
@@ -90,24 +94,7 @@ class QuantLinear(nn.Module):
         return matmul(x, self)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantLinear":
-        """Move buffers between devices, but never cast them: `model.to(torch.bfloat16)` would change the
-        weights.
-
-        Casts of a module skip integer tensors, so the float16 buffers travel as int16.
-        """
-        halves = [
-            name
-            for name, buffer in self._buffers.items()
-            if buffer is not None and buffer.dtype == torch.half
-        ]
-        for name in halves:
-            self._buffers[name] = self.get_buffer(name).view(torch.int16)
-        try:
-            super()._apply(fn, recurse)
-        finally:
-            for name in halves:
-                self._buffers[name] = self.get_buffer(name).view(torch.half)
-        return self
+        return apply_without_casts(self, lambda: super(QuantLinear, self)._apply(fn, recurse))
 
     def extra_repr(self) -> str:
         layout = self.layout
@@ -118,6 +105,53 @@ class QuantLinear(nn.Module):
         )
 
 
+def apply_without_casts(module: Any, apply: Callable[[], object]) -> Any:
+    """Move buffers between devices, but never cast them: `model.to(torch.bfloat16)` would change the weights.
+
+    Casts of a module skip integer tensors, so the float16 buffers travel as int16 through `apply`.
+    """
+    buffers = module._buffers
+    halves = [name for name, buffer in buffers.items() if buffer is not None and buffer.dtype == torch.half]
+    for name in halves:
+        buffers[name] = buffers[name].view(torch.int16)
+    try:
+        apply()
+    finally:
+        for name in halves:
+            buffers[name] = buffers[name].view(torch.half)
+    return module
+
+
 def matmul(x: Float[Tensor, "*m k"], layer: QuantLinear) -> Float[Tensor, "*m n"]:
-    """`x w~' + bias` in the dtype of x."""
-    return F.linear(x, layer.quantized().dequantize().to(x.dtype), layer.bias)
+    """`x w~' + bias` in the dtype of x, a band of rows at a time, so that little memory is needed at once."""
+    layout = layer.layout
+    n, k = layout.shape
+    step = max(1, BAND_WEIGHTS // k)
+    if layout.format == "trellis" or step >= n:  # rotations mix all rows
+        return F.linear(x, layer.quantized().dequantize().to(x.dtype), layer.bias)
+    ends = (
+        F.pad(layer.get_buffer("sparse_counts").long().sum(1).cumsum(0), (1, 0)).tolist()
+        if layout.sparse
+        else None
+    )
+    parts = []
+    for start in range(0, n, step):
+        rows = slice(start, min(start + step, n))
+        weight = _band(layer, rows, ends).dequantize().to(x.dtype)
+        parts.append(F.linear(x, weight, None if layer.bias is None else layer.bias[rows]))
+    return torch.cat(parts, dim=-1)
+
+
+def _band(layer: QuantLinear, rows: slice, ends: list[int] | None) -> QuantizedWeight:
+    """Some rows of a grid or a codebook; `ends[i]` counts the sparse entries above row i."""
+    layout, tensors = layer.layout, dict(layer._buffers)
+    entries = slice(0, 0) if ends is None else slice(ends[rows.start], ends[rows.stop])
+    for suffix, tensor in tensors.items():
+        if suffix in ("sparse_indices", "sparse_values"):
+            tensors[suffix] = tensor[entries]  # type: ignore[index]
+        elif suffix not in ("column_scales", STOP):
+            tensors[suffix] = tensor[rows]  # type: ignore[index]
+    part = replace(
+        layout, shape=(rows.stop - rows.start, layout.shape[1]), sparse=entries.stop - entries.start
+    )
+    return unpack(part, tensors)  # type: ignore[arg-type]

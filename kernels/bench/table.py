@@ -1,17 +1,31 @@
-"""The measured table of `kernels/README.md`, from the JSON of `run.py`, on standard output."""
+"""The measured tables of `kernels/README.md`, from the JSON of `run.py` and `end_to_end.py`, on standard output.
+
+python kernels/bench/table.py eval/results/kernels-h200.json eval/results/end-to-end-h200.json
+"""
 
 import json
 import sys
 from pathlib import Path
+from typing import Any
+
+STARS = ("¹", "²", "³")
 
 
-def main() -> None:
-    data = json.loads(Path(sys.argv[1]).read_text())
-    rows = data["rows"]
+def kernels(data: dict[str, Any]) -> None:
+    """Microseconds and ratios by shape, a table for each number of tokens."""
+    rows, about = data["rows"], data["about"]
     shapes = list(dict.fromkeys((row["n"], row["k"]) for row in rows))
-    about = data["about"]
     print(f"One {about['device']}, torch {about['torch']}, triton {about['triton']}; {about['method']}.")
-    print("Cells: microseconds (ratio to the faster of fp16 and bf16 `F.linear` of the same run).\n")
+    if "runs" in about:
+        print(f"Runs: {about['runs']}.")
+    print("Cells: microseconds (ratio to the faster of fp16 and bf16 `F.linear` of the same run).")
+    notes = list(dict.fromkeys(row["note"] for row in rows if "note" in row))
+    for i, note in enumerate(notes):
+        print(f"{STARS[i]} {note}.")
+
+    def mark(row: dict[str, Any]) -> str:
+        return STARS[notes.index(row["note"])] if "note" in row else ""
+
     for m in dict.fromkeys(row["m"] for row in rows if "m" in row):
         here = {(row["kernel"], row["n"], row["k"]): row for row in rows if row.get("m") == m}
         print(f"\n{m} token{'s' if m > 1 else ''}\n")
@@ -27,12 +41,45 @@ def main() -> None:
                     cells.append("failed")
                 else:
                     bits = bits or f"{row['bits_per_weight']:.2f}"
-                    cells.append(f"{row['us']:.2f} ({row['ratio']:.2f})")
+                    cells.append(f"{row['us']:.2f} ({row['ratio']:.2f}){mark(row)}")
             if any(cells):
                 print(f"| {kernel} | {bits} | " + " | ".join(cells) + " |")
     failed = {row["kernel"]: row["failed"] for row in rows if "failed" in row}
     for kernel, reason in failed.items():
         print(f"\nFailed: {kernel}: {reason}")
+
+
+def models(data: dict[str, Any]) -> None:
+    """Tokens a second of whole models."""
+    first = next(row for row in data["rows"] if "failed" not in row)
+    print(
+        f"\nWhole models, random weights of the shape, {first['prompt_tokens']} tokens of prompt and {first['new_tokens']} "
+        f"written, one CUDA graph a step; {data['about']['device']}.\n"
+    )
+    print(
+        "| shape | weights | sequences | step | tokens/s | times bf16 | ms a step | prefill tokens/s | memory of weights |"
+    )
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    for row in data["rows"]:
+        if "failed" in row:
+            print(
+                f"| {row['shape']} | {row['name']} | {row['batch']} | failed: {row['failed'][:80]} | | | | | |"
+            )
+            continue
+        step = ("compiled" if row["compiled"] else "as it is") + (
+            ", torch's attention" if row["attention"] == "sdpa" else ""
+        )
+        print(
+            f"| {row['shape']} | {row['name']} | {row['batch']} | {step} | {row['decode_tokens_per_s']:.0f} | "
+            f"{row['times_bf16']:.2f} | {row['ms_per_step']:.3f} | {row['prefill_tokens_per_s']:.0f} | "
+            f"{row['model_bytes'] / 1e9:.2f} GB |"
+        )
+
+
+def main() -> None:
+    for name in sys.argv[1:]:
+        data = json.loads(Path(name).read_text())
+        (kernels if "kernel" in data["rows"][0] else models)(data)
 
 
 if __name__ == "__main__":

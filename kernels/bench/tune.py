@@ -1,47 +1,106 @@
-"""Measure launch shapes of the decode kernel and print the rows of `requant_kernels.tuning.MEASURED` that win.
+"""Measure launch shapes and write the best as `measured.json` holds them (`requant_kernels.tuning`).
 
-python kernels/bench/tune.py 8192x8192 4096x14336
+    python kernels/bench/tune.py 8192x8192 4096x14336 --out kernels/requant_kernels/measured.json
+
+Every candidate is compiled first, in parallel, then timed with cold caches in a CUDA graph, beside the rule's own choice.
+The winner is stored; all times go to `--log`.
 """
 
-import sys
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
 
 import torch
-from requant_kernels.decode import decode
-from requant_kernels.tuning import DecodeConfig
-from run import clone, random_layout  # pyright: ignore[reportMissingImports]
-from timing import cold_time, copies_needed  # pyright: ignore[reportMissingImports]
+from formats import compile_in_parallel, random_layout  # pyright: ignore[reportMissingImports]
+from requant_kernels.autotune import CANDIDATES, Setting, call, fits, times, width_of, write_table
+from requant_kernels.tuning import setting_name
 
-SHAPES = [
-    (4, 1, 1),
-    (4, 2, 1),
-    (8, 1, 1),
-    (8, 1, 2),
-    (4, 1, 2),
-    (16, 1, 1),
-    (2, 1, 2),
-]  # warps, tiles, unroll
+FORMATS = [("grid", 2), ("grid", 3), ("grid", 4), ("codebook", 2), ("codebook", 3), ("codebook", 4)]
+SPARSE = [("grid+s", 2), ("grid+s", 3), ("grid+s", 4), ("codebook+s", 3)]  # 1 % of residuals
+CODES = [("mul1", 2), ("pair", 2)]
+
+
+def layout_of(kind: str, bits: int, n: int, k: int) -> Any:
+    """`+s` after a kind: with 1 % of residuals."""
+    name, _, sparse = kind.partition("+")
+    return random_layout(name, bits, n, k, 0.01 if sparse else 0.0)
+
+
+def odd(kernel: str, k: int, setting: Setting) -> bool:
+    """Whether the last round of blocks is not full, which is a kernel of its own."""
+    return kernel == "decode" and k % (256 * setting[0] * setting[2]) != 0
+
+
+def compile_once(kernel: str, kind: str, bits: int, n: int, k: int, tokens: int, setting: Setting) -> None:
+    x = torch.randn(tokens, k, device="cuda", dtype=torch.float16)
+    call(kernel, x, layout_of(kind, bits, n, k), setting)
 
 
 def main() -> None:
-    for text in sys.argv[1:]:
-        n, k = map(int, text.split("x"))
-        for kind in ("grid", "codebook"):
-            for bits in (2, 3, 4):
-                layout = random_layout(kind, bits, n, k, 0.0)
-                copies = [layout] + [clone(layout) for _ in range(copies_needed(n * k * bits // 8) - 1)]
-                x = torch.randn(1, k, device="cuda", dtype=torch.float16)
-                times = {}
-                for shape in SHAPES:
-                    warps, tiles, unroll = shape
-                    if warps * unroll * 256 > k:
-                        continue
-                    config = DecodeConfig(
-                        warps=warps, tiles=tiles, unroll=unroll, pdl=True, max_registers=128
-                    )
-                    calls = [lambda c=c, f=config, x=x: decode(x, c, None, f, asm=True) for c in copies]
-                    times[shape] = cold_time(calls, replays=5).median
-                best = min(times, key=times.__getitem__)
-                print(f'("{kind}", {bits}, {n}, {k}): {best},  # {times[best]:.2f} us', flush=True)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("shapes", nargs="+", help="rows x columns, as 8192x8192")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument(
+        "--formats", nargs="+", help="kinds and bits, as grid:2 codebook+s:3 mul1:2; by default all"
+    )
+    parser.add_argument("--log", type=Path, help="every time, as JSON")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1])
+    parser.add_argument("--processes", type=int, default=8, help="that compile")
+    parser.add_argument("--compile-only", action="store_true")
+    parser.add_argument(
+        "--seconds", type=float, default=1e9, help="stop starting new settings after this long"
+    )
+    args = parser.parse_args()
+    shapes = [tuple(map(int, text.split("x"))) for text in args.shapes]
+    jobs, formats = [], {"decode": FORMATS + SPARSE, "tall": FORMATS, "trellis": CODES}
+    if args.formats:
+        chosen = {(kind, int(bits)) for kind, bits in (text.split(":") for text in args.formats)}
+        formats = {kernel: [f for f in own if f in chosen] for kernel, own in formats.items()}
+    for n, k in shapes:
+        for tokens in args.tokens:
+            kernels = ("decode", "trellis") if tokens <= 16 else ("tall",)
+            for kernel in kernels:
+                for kind, bits in formats[kernel]:
+                    settings = [s for s in CANDIDATES[kernel] if fits(kernel, n, k, tokens, s)]
+                    if "+" in kind:  # the slots of two tiles leave no registers
+                        settings = [s for s in settings if s[1] == 1]
+                    jobs.append((kernel, kind, bits, n, k, tokens, settings))
+    # only what a kernel is compiled for: a few rows do, and columns that are whole blocks are alike
+    small = {
+        (
+            kernel,
+            kind,
+            bits,
+            512,
+            k if kernel == "trellis" or odd(kernel, k, setting) else 4096,
+            tokens,
+            setting,
+        )
+        for kernel, kind, bits, n, k, tokens, settings in jobs
+        for setting in settings
+        if kernel != "tall" or setting[1] == 1  # the multiplication is compiled alike for every split
+    }
+    compile_in_parallel(compile_once, sorted(small), args.processes)
+    if args.compile_only:
+        return
+    started, name = time.monotonic(), torch.cuda.get_device_name()
+    table = json.loads(args.out.read_text()) if args.out.exists() else {}
+    best, log = table.setdefault(name, {}), []
+    for kernel, kind, bits, n, k, tokens, settings in jobs:
+        if time.monotonic() - started > args.seconds:
+            break
+        found = times(kernel, layout_of(kind, bits, n, k), tokens, settings)
+        where = {"kernel": kernel, "kind": kind, "bits": bits, "n": n, "k": k, "m": tokens}
+        log += [where | {"setting": s, "us": round(found[s], 3) if s in found else None} for s in settings]
+        if found:
+            winner = min(found, key=found.__getitem__)
+            best[setting_name(kernel, kind, bits, n, k, width_of(kernel, tokens))] = list(winner)
+            print(f"{kernel} {kind} {bits} {n}x{k} {tokens}: {winner} {found[winner]:.2f} us", flush=True)
+        write_table(args.out, table)
+        if args.log:
+            args.log.write_text(json.dumps(log))
 
 
 if __name__ == "__main__":

@@ -11,13 +11,14 @@ from requant_kernels.layouts import (
     unpack_grid,
     unpack_sparse,
 )
-from requant_kernels.ops import dequantize, linear, linear_siblings
+from requant_kernels.ops import dequantize, linear, linear_siblings, lookup
 from requant_kernels.rings import TrellisLayout, pack_trellis, unpack_trellis
 
 __all__ = [
     "linear",
     "linear_siblings",
     "dequantize",
+    "lookup",
     "pack_grid",
     "pack_codebook",
     "pack_trellis",

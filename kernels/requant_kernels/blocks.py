@@ -10,6 +10,8 @@ is a renaming of registers. Another compiler may move data instead; it will be s
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none, reportAttributeAccessIssue=none
 # pyright: reportPossiblyUnboundVariable=none, reportGeneralTypeIssues=none, reportAssignmentType=none, reportReturnType=none, reportOptionalMemberAccess=none
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -90,22 +92,22 @@ def _code(words, POSITIONS: tl.constexpr, e: tl.constexpr, plane: tl.constexpr, 
 
 
 @triton.jit
-def _decode_plain(words, rows_zero, levels_ptr, tiles, dtype, POSITIONS: tl.constexpr, CODEBOOK: tl.constexpr,
-                  BITS: tl.constexpr, GROUPS: tl.constexpr, ZEROS: tl.constexpr, W: tl.constexpr,
-                  R: tl.constexpr):  # fmt: skip
-    """`decode_block` without assembly; one step of a grid is worth 1."""
+def _decode_plain(words, zeros, levels_ptr, tiles, dtype, POSITIONS: tl.constexpr, CODEBOOK: tl.constexpr,
+                  BITS: tl.constexpr, GROUPS: tl.constexpr, W: tl.constexpr, R: tl.constexpr, H: tl.constexpr):  # fmt: skip
+    """`decode_half` without assembly; one step of a grid is worth 1."""
     row = tl.arange(0, 32)[:, None, None, None] // 4 + 8 * (tl.arange(0, 4)[None, None, None, :] % 2)
     row = tiles[None, :, :, None] * 16 + row
     planes = ()
-    for plane in tl.static_range(16):
-        low, high = _code(words, POSITIONS, 0, plane, BITS), _code(words, POSITIONS, 1, plane, BITS)
+    for i in tl.static_range(8):
+        low = _code(words, POSITIONS, 0, 8 * H + i, BITS)
+        high = _code(words, POSITIONS, 1, 8 * H + i, BITS)
         if CODEBOOK:
             at = levels_ptr + row * (1 << BITS)
             low, high = tl.load(at + low), tl.load(at + high)
         else:
             zero = (
-                _like_words(rows_zero[plane * GROUPS // 16], W, R).to(tl.float32)
-                if ZEROS
+                _like_words(zeros[i * GROUPS // 16], W, R).to(tl.float32)
+                if len(zeros) > 0
                 else 1 << (BITS - 1)
             )
             low, high = low - zero, high - zero
@@ -114,9 +116,9 @@ def _decode_plain(words, rows_zero, levels_ptr, tiles, dtype, POSITIONS: tl.cons
 
 
 @triton.jit
-def _zero_pairs(zero, UNIT: tl.constexpr, dtype, W: tl.constexpr, R: tl.constexpr):
-    """Zero points `[t, g, warp, tile, rh]` -> the pair -zero * UNIT in 32 bits, in the shape of words."""
-    half = (zero.to(tl.float32) * (-UNIT)).to(dtype).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+def _zero_pairs(zero, BIAS: tl.constexpr, UNIT: tl.constexpr, dtype, W: tl.constexpr, R: tl.constexpr):
+    """Zero points `[t, g, warp, tile, rh]` -> the pair -(zero + BIAS) * UNIT in 32 bits, in the shape of words."""
+    half = ((zero.to(tl.float32) + BIAS) * (-UNIT)).to(dtype).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
     return _like_words(half * 0x10001, W, R)
 
 
@@ -128,29 +130,36 @@ def halves(pair, dtype):
 
 
 @triton.jit
-def decode_block(loaded, tables, levels_ptr, tiles, like_ptr, ASM: tl.constexpr, CONSTRAINTS: tl.constexpr,
-                 POSITIONS: tl.constexpr, CODEBOOK: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
-                 ZEROS: tl.constexpr, UNIT: tl.constexpr, W: tl.constexpr, R: tl.constexpr):  # fmt: skip
-    """The 16 planes `[lane, warp, tile, (kh rh), e]` of a block: levels, or steps of the grid times UNIT."""
+def decode_half(loaded, tables, levels_ptr, tiles, like_ptr, ASM: tl.constexpr, CONSTRAINTS: tl.constexpr,
+                POSITIONS: tl.constexpr, CODEBOOK: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+                ZEROS: tl.constexpr, UNIT: tl.constexpr, W: tl.constexpr, R: tl.constexpr, H: tl.constexpr):  # fmt: skip
+    """Planes 8 H .. 8 H + 7 of a block, `[lane, warp, tile, (kh rh), e]`: levels, or steps of the grid times UNIT."""
     dtype = like_ptr.dtype.element_ty
     GROUPS: tl.constexpr = 256 // GROUP if GROUP > 0 and GROUP < 256 else 1
-    zero = tables if GROUP == 0 else loaded[BITS + GROUPS :]  # a zero point a row rides in `tables`
+    OWN: tl.constexpr = GROUPS // 2 if GROUPS > 1 else 1  # groups of a half
+    BIAS: tl.constexpr = 1024 if BITS == 8 and dtype == tl.float16 else 0  # `zero_bias` of words.py
+    zeros = ()
+    if ZEROS and GROUP == 0:
+        zeros = tables  # a zero point a row rides there
+    elif ZEROS:
+        FIRST: tl.constexpr = BITS + GROUPS + (H * OWN if GROUPS > 1 else 0)
+        zeros = loaded[FIRST : FIRST + OWN]
     if ASM is None:
         planes = _decode_plain(
-            loaded, zero, levels_ptr, tiles, dtype, POSITIONS, CODEBOOK, BITS, GROUPS, ZEROS, W, R
+            loaded, zeros, levels_ptr, tiles, dtype, POSITIONS, CODEBOOK, BITS, GROUPS, W, R, H
         )
     else:
         operands = ()
         if CODEBOOK:
             operands = tables
         elif ZEROS:
-            for i in tl.static_range(GROUPS):
-                operands = operands + (_zero_pairs(zero[i], UNIT, dtype, W, R),)
+            for i in tl.static_range(OWN):
+                operands = operands + (_zero_pairs(zeros[i], BIAS, UNIT, dtype, W, R),)
         pairs = tl.inline_asm_elementwise(
-            ASM, CONSTRAINTS, loaded[:BITS] + operands, dtype=(tl.int32,) * 16, is_pure=True, pack=1
+            ASM[H], CONSTRAINTS, loaded[:BITS] + operands, dtype=(tl.int32,) * 8, is_pure=True, pack=1
         )
         planes = ()
-        for i in tl.static_range(16):
+        for i in tl.static_range(8):
             planes = planes + (halves(pairs[i], dtype),)
     return planes
 
@@ -192,14 +201,15 @@ def operands(
         group, inputs = 0, tables
         scales = layout.levels if layout.tables is None else layout.tables[int(name == "bf16")]
         tensors = (layout.words, scales, None, layout.levels)
-        text = codebook_asm(layout.bits) if use_asm else None
+        texts = [codebook_asm(layout.bits, half) for half in range(2)] if use_asm else None
     else:
         tables, group = 0, layout.kernel_group
-        inputs = 0 if layout.zero_points is None else max(1, 256 // group) if group else 1
+        groups = 0 if layout.zero_points is None else max(1, 256 // group) if group else 1
+        inputs = groups // 2 if groups > 1 else groups
         tensors = (layout.words, layout.scales, layout.zero_points, None)
-        text = grid_asm(layout.bits, name, inputs) if use_asm else None
+        texts = [grid_asm(layout.bits, name, groups, half) for half in range(2)] if use_asm else None
     return tensors, {
-        "ASM": text,
+        "ASM": None if texts is None else tuple(texts),
         "CONSTRAINTS": constraints(layout.bits + inputs) if use_asm else None,
         "POSITIONS": None if use_asm else flat_positions("codebook" if codebook else "grid", layout.bits),
         "CODEBOOK": codebook,
@@ -210,7 +220,7 @@ def operands(
     }
 
 
-def sparse_operands(layout: Layout) -> tuple[Tensor | None, ...]:
+def sparse_operands(layout: Any) -> tuple[Tensor | None, ...]:
     """rows, starts, columns, values and row scales; None where the layout has no sparse part."""
     sparse = layout.sparse
     if sparse is None:

@@ -7,7 +7,14 @@ product is torch's own, threads are torch's threads.
 import torch
 from torch import Tensor
 
-from requant_kernels.layouts import CodebookLayout, Layout, sparse_entries, unpack_words
+from requant_kernels.layouts import (
+    CodebookLayout,
+    GridLayout,
+    Layout,
+    codes_of_words,
+    sparse_entries,
+    unpack_words,
+)
 from requant_kernels.words import ROWS
 
 BAND_WEIGHTS = 1 << 22  # weights dequantized at a time
@@ -69,3 +76,23 @@ def dequantize(layout: Layout, dtype: torch.dtype) -> Tensor:
         rows, columns, residuals = sparse_entries(layout)
         out[rows, columns] = (out[rows, columns].float() + residuals).to(dtype)
     return out
+
+
+def lookup(tokens: Tensor, layout: GridLayout, dtype: torch.dtype) -> Tensor:
+    """Rows [m, k] of a grid without residuals, in `dtype`."""
+    tiles, blocks = layout.words.shape[:2]
+    tile, row = tokens // ROWS, tokens % ROWS
+    # lane 4 g + t holds (kh, rh): the words of row 8 rh + g
+    words = layout.words.view(tiles, blocks, layout.bits, 8, 4, 2, 2)[tile, :, :, row % 8, :, :, row // 8]
+    codes = codes_of_words(words, kind="grid", bits=layout.bits)[:, : layout.k]
+    span = layout.kernel_group or layout.k
+
+    def by_column(packed: Tensor) -> Tensor:
+        own = packed[tile, :, row % 8, row // 8].float()
+        return own.repeat_interleave(span, dim=1)[:, : layout.k]
+
+    centre = float(1 << (layout.bits - 1)) if layout.zero_points is None else by_column(layout.zero_points)
+    values = (codes.float() - centre) * by_column(layout.scales)
+    if layout.column_scales is not None:
+        values = values / layout.column_scales.float()
+    return values.to(dtype)

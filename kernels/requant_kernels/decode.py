@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from requant_kernels.blocks import (
-    decode_block,
+    decode_half,
     dense_tokens,
     halves,
     load_block,
@@ -31,6 +31,7 @@ from requant_kernels.blocks import (
     sparse_operands,
 )
 from requant_kernels.layouts import Layout
+from requant_kernels.residuals import transpose_kernel
 from requant_kernels.tuning import DecodeConfig
 
 
@@ -64,8 +65,10 @@ def _multiply_block(acc, loaded, tables, tokens, like_ptr, levels_ptr, tiles, AS
                     N: tl.constexpr):  # fmt: skip
     """acc `[warp, rows, N]` += block @ tokens."""
     GROUPS: tl.constexpr = 0 if GROUP == 0 else (256 // GROUP if GROUP < 256 else 1)
-    planes = decode_block(loaded, tables, levels_ptr, tiles, like_ptr, ASM, CONSTRAINTS, POSITIONS,
-                          CODEBOOK, BITS, GROUP, ZEROS, UNIT, W, R)  # fmt: skip
+    planes = ()
+    for half in tl.static_range(2):
+        planes = planes + decode_half(loaded, tables, levels_ptr, tiles, like_ptr, ASM, CONSTRAINTS, POSITIONS,
+                                      CODEBOOK, BITS, GROUP, ZEROS, UNIT, W, R, half)  # fmt: skip
     part = acc
     for slab in tl.static_range(8):
         if GROUP > 0 and slab * GROUPS % 8 == 0:
@@ -95,14 +98,14 @@ def _sparse_sums(value, x):
     return tl.sum(tl.sum(value.to(tl.float32)[:, :, :, None] * x.to(tl.float32), 2), 1)
 
 
-@triton.jit(do_not_specialize=["last_tile"])
+@triton.jit(do_not_specialize=["last_tile", "chunks"])
 def decode_kernel(
     x_ptr, xs_ptr, w_ptr, s_ptr, z_ptr, levels_ptr, rows_ptr, sp_ptr, si_ptr, sv_ptr, sr_ptr, bias_ptr, y_ptr,
-    M, K, n, last_tile, stride_x, stride_y,
+    M, K, n, last_tile, chunks, stride_x, stride_y,
     ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, POSITIONS: tl.constexpr, CODEBOOK: tl.constexpr, BITS: tl.constexpr,
     TABLES: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr, EVEN: tl.constexpr, MS: tl.constexpr,
-    SLOTS: tl.constexpr, W: tl.constexpr, R: tl.constexpr, UNROLL: tl.constexpr, CHUNKS: tl.constexpr,
-    N: tl.constexpr, PDL: tl.constexpr,
+    SLOTS: tl.constexpr, W: tl.constexpr, R: tl.constexpr, UNROLL: tl.constexpr,
+    N: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y `[M, n]` = x `[M, K]` @ weight^T; grid: R tiles of 16 rows each. GROUP 0: one scale a row."""
     # where the number of tiles is odd, the last tile is computed, and written, twice alike
@@ -131,24 +134,21 @@ def decode_kernel(
     token = tl.arange(0, 8)[:, None] + 8 * tl.arange(0, N // 8)[None, :]
     token = tl.minimum(token, M - 1)  # the surplus columns are computed and never stored
     acc = tl.zeros([W, 16 * R, N], tl.float32)
-    AHEAD: tl.constexpr = N == 8  # more tokens would not fit into the registers twice
     if AHEAD:
         tokens = load_tokens(x_ptr, token, stride_x, warp, blocks, K, EVEN)
-    for c in range(CHUNKS):
+    for c in range(chunks):
         now = ahead
-        if CHUNKS > 1:
-            ahead = ()
-            for u in tl.static_range(UNROLL):
-                block = ((c + 1) * UNROLL + u) * W + warp
-                ahead = ahead + (
-                    load_block(w_ptr, s_ptr, z_ptr, tiles, block[:, None], blocks, BITS, GROUP, False, W),
-                )
+        ahead = ()
+        for u in tl.static_range(UNROLL):
+            block = ((c + 1) * UNROLL + u) * W + warp
+            ahead = ahead + (
+                load_block(w_ptr, s_ptr, z_ptr, tiles, block[:, None], blocks, BITS, GROUP, False, W),
+            )
         for u in tl.static_range(UNROLL):
             block = (c * UNROLL + u) * W + warp
             if AHEAD:
                 at_hand = tokens
-                if CHUNKS > 1 or u + 1 < UNROLL:
-                    tokens = load_tokens(x_ptr, token, stride_x, block + W, blocks, K, EVEN)
+                tokens = load_tokens(x_ptr, token, stride_x, block + W, blocks, K, EVEN)
             else:
                 at_hand = load_tokens(x_ptr, token, stride_x, block, blocks, K, EVEN)
             if (c * UNROLL + u) * W < blocks:  # always; without the branch the compiler sinks the loads below
@@ -186,19 +186,6 @@ def decode_kernel(
     )
 
 
-@triton.jit
-def transpose_kernel(x_ptr, xt_ptr, M, K, stride_x, MS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """xt `[K, MS]` = x `[M, K]` transposed, zero beyond M."""
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    token = tl.arange(0, MS)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    inside = (token < M)[None, :] & (column < K)[:, None]
-    x = tl.load(x_ptr + token[None, :].to(tl.int64) * stride_x + column[:, None], mask=inside, other=0.0)
-    tl.store(xt_ptr + column[:, None] * MS + token[None, :], x, mask=(column < K)[:, None])
-
-
 def decode(x: Tensor, layout: Layout, bias: Tensor | None, config: DecodeConfig, *, asm: bool) -> Tensor:
     """y [m, n] of x [m, k], 1 <= m <= 16, rows contiguous."""
     m, k = x.shape
@@ -221,9 +208,9 @@ def decode(x: Tensor, layout: Layout, bias: Tensor | None, config: DecodeConfig,
     if config.max_registers:
         launch["maxnreg"] = config.max_registers
     decode_kernel[(triton.cdiv(tiles, config.tiles),)](
-        pairs, gathered, *tensors, *sparse_operands(layout), bias, y, m, k, layout.n, tiles - 1, pairs.stride(0),
-        y.stride(0), **constants, EVEN=k % (256 * span) == 0, MS=width, SLOTS=slots, W=config.warps,
-        R=config.tiles, UNROLL=config.unroll, CHUNKS=triton.cdiv(triton.cdiv(k, 256), span), N=n_tokens,
-        PDL=config.pdl, num_warps=config.warps, num_stages=1, **launch,
+        pairs, gathered, *tensors, *sparse_operands(layout), bias, y, m, k, layout.n, tiles - 1,
+        triton.cdiv(triton.cdiv(k, 256), span), pairs.stride(0), y.stride(0), **constants, EVEN=k % (256 * span) == 0,
+        MS=width, SLOTS=slots, W=config.warps, R=config.tiles, UNROLL=config.unroll, N=n_tokens,
+        AHEAD=config.ahead and n_tokens == 8, PDL=config.pdl, num_warps=config.warps, num_stages=1, **launch,
     )  # fmt: skip
     return y

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from requant_kernels.blocks import (
-    decode_block,
+    decode_half,
     load_block,
     load_slots,
     load_tables,
@@ -23,12 +23,12 @@ from requant_kernels.blocks import (
 from requant_kernels.layouts import CodebookLayout, Layout
 
 
-@triton.jit(do_not_specialize=["last_tile"])
+@triton.jit(do_not_specialize=["last_tile", "steps"])
 def dequantize_kernel(
     w_ptr, s_ptr, z_ptr, levels_ptr, rows_ptr, sp_ptr, si_ptr, sv_ptr, sr_ptr, cs_ptr, out_ptr,
-    K, n, last_tile,
+    K, n, last_tile, steps,
     ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, POSITIONS: tl.constexpr, CODEBOOK: tl.constexpr, BITS: tl.constexpr,
-    TABLES: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr, SLOTS: tl.constexpr, W: tl.constexpr, STEPS: tl.constexpr,
+    TABLES: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr, SLOTS: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     """out `[n, K]`; grid: tiles of 16 rows."""
     dtype = out_ptr.dtype.element_ty
@@ -41,11 +41,13 @@ def dequantize_kernel(
     t, g, rh, eight = tl.arange(0, 4), tl.arange(0, 8), tl.arange(0, 2), tl.arange(0, 8)
     position = tile.to(tl.int64) * 16 + rh[None, None, None, :, None] * 8 + g[None, :, None, None, None]
     row = position if rows_ptr is None else tl.load(rows_ptr + position).to(tl.int64)
-    for step in range(STEPS):
+    for step in range(steps):
         block = step * W + tl.arange(0, W)
         loaded = load_block(w_ptr, s_ptr, z_ptr, tiles, block[:, None], blocks, BITS, GROUP, False, W)
-        planes = decode_block(loaded, tables, levels_ptr, tiles, out_ptr, ASM, CONSTRAINTS, POSITIONS, CODEBOOK, BITS,
-                              GROUP, ZEROS, UNIT, W, 1)  # fmt: skip
+        planes = ()
+        for half in tl.static_range(2):
+            planes = planes + decode_half(loaded, tables, levels_ptr, tiles, out_ptr, ASM, CONSTRAINTS, POSITIONS,
+                                          CODEBOOK, BITS, GROUP, ZEROS, UNIT, W, 1, half)  # fmt: skip
         for slab in tl.static_range(8):
             value = tl.reshape(tl.join(planes[2 * slab], planes[2 * slab + 1]), [8, 4, W, 2, 2, 2, 2])
             value = tl.permute(value, (1, 0, 2, 4, 6, 3, 5))  # g t w kh rh e j -> t g w rh (j kh e)
@@ -93,6 +95,6 @@ def dequantize(layout: Layout, dtype: torch.dtype, *, asm: bool) -> Tensor:
     tiles, warps = layout.words.shape[0], 8 if layout.k > 1024 else 4
     dequantize_kernel[(tiles,)](
         *tensors, *sparse_operands(layout), column_scales, out, layout.k, layout.n, tiles - 1,
-        **constants, SLOTS=16, W=warps, STEPS=triton.cdiv(triton.cdiv(layout.k, 256), warps), num_warps=warps, num_stages=1,
+        triton.cdiv(triton.cdiv(layout.k, 256), warps), **constants, SLOTS=16, W=warps, num_warps=warps, num_stages=1,
     )  # fmt: skip
     return out

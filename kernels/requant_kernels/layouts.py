@@ -14,12 +14,14 @@ most first, so that the 16 rows of a tile share a rectangle of slots with little
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from requant_kernels.words import BLOCK, PLANES, ROWS, bit_positions
 
+Csr = tuple[Tensor, Tensor, Tensor, Tensor | None]  # indptr, indices, values, row scales
 SLOTS = 8  # slots of one row in a chunk
 FINEST_GROUP = 32
 
@@ -77,7 +79,7 @@ def pack_grid(
     bits: int,
     group_size: int,
     column_scales: Tensor | None = None,
-    sparse: tuple[Tensor, Tensor, Tensor, Tensor | None] | None = None,
+    sparse: Csr | None = None,
 ) -> GridLayout:
     """Pack `(code - zero) * scale`: codes uint8 [n, k], scales [n, g], zero points uint8 [n, g] or None (2^(bits-1)).
 
@@ -92,7 +94,7 @@ def pack_grid(
             f"scales have shape {tuple(scales.shape)}; {n} rows and {groups} groups of {group_size} columns are expected"
         )
     kernel_group = _kernel_group(k, group_size)
-    order = None if sparse is None else _row_order(sparse[0].to(codes.device))
+    order = None if sparse is None else row_order(sparse[0].to(codes.device))
     return GridLayout(
         words=pack_words(_take(codes, order), kind="grid", bits=bits),
         scales=_pack_groups(_take(scales, order).half(), k, group_size, kernel_group),
@@ -100,8 +102,8 @@ def pack_grid(
         if zero_points is None
         else _pack_groups(_take(zero_points, order).half(), k, group_size, kernel_group),
         column_scales=column_scales,
-        rows=_padded_order(order, n),
-        sparse=_pack_sparse(sparse, order, k),
+        rows=stored_rows(order, n),
+        sparse=pack_sparse(sparse, order, k),
         n=n,
         k=k,
         bits=bits,
@@ -115,7 +117,7 @@ def pack_codebook(
     levels: Tensor,
     *,
     bits: int,
-    sparse: tuple[Tensor, Tensor, Tensor, Tensor | None] | None = None,
+    sparse: Csr | None = None,
 ) -> CodebookLayout:
     """Pack `levels[row, code]`: codes uint8 [n, k], levels fp16 [n, 2^bits]; `sparse` as in `pack_grid`."""
     n, k = codes.shape
@@ -124,14 +126,14 @@ def pack_codebook(
         raise ValueError(
             f"levels have shape {tuple(levels.shape)}; {bits} bits and {n} rows need {(n, 1 << bits)}"
         )
-    order = None if sparse is None else _row_order(sparse[0].to(codes.device))
+    order = None if sparse is None else row_order(sparse[0].to(codes.device))
     padded = _pad_rows(_take(levels, order).half()).contiguous()
     return CodebookLayout(
         words=pack_words(_take(codes, order), kind="codebook", bits=bits),
         levels=padded,
         tables=torch.stack([_byte_tables(padded), _byte_tables(padded.bfloat16())]) if bits <= 4 else None,
-        rows=_padded_order(order, n),
-        sparse=_pack_sparse(sparse, order, k),
+        rows=stored_rows(order, n),
+        sparse=pack_sparse(sparse, order, k),
         n=n,
         k=k,
         bits=bits,
@@ -158,8 +160,8 @@ def unpack_codebook(layout: CodebookLayout) -> tuple[Tensor, Tensor]:
     return _untake(codes, layout.rows, layout.n), _untake(layout.levels, layout.rows, layout.n)
 
 
-def unpack_sparse(layout: Layout) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """CSR of the residuals as it was packed: indptr int64, indices int32, values, row scales."""
+def unpack_sparse(layout: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """CSR of the residuals of any layout as it was packed: indptr int64, indices int32, values, row scales."""
     sparse, rows = layout.sparse, layout.rows
     if sparse is None or rows is None:
         raise ValueError("this layout has no sparse part to unpack")
@@ -198,6 +200,18 @@ def unpack_words(words: Tensor, *, kind: str, bits: int, k: int) -> Tensor:
             parts[index] |= ((flat[word] >> bit & mask) << lsb).to(torch.uint8)
     parts = parts.view(2, 8, 2, tiles, blocks, 8, 4, 2, 2).permute(3, 8, 5, 4, 1, 6, 2, 7, 0)
     return parts.reshape(tiles * ROWS, blocks * BLOCK)[:, :k]
+
+
+def codes_of_words(words: Tensor, *, kind: str, bits: int) -> Tensor:
+    """The codes of single rows, uint8 [m, 256 blocks], from their words int32 [m, blocks, bits, t, kh]."""
+    m, blocks = words.shape[:2]
+    flat = words.permute(2, 0, 1, 3, 4).reshape(bits, -1)
+    parts = torch.zeros(2 * PLANES, flat.shape[1], dtype=torch.uint8, device=words.device)
+    for word in range(bits):
+        for index, lsb, mask, bit in _fields(kind, bits, word, words.device):
+            parts[index] |= ((flat[word] >> bit & mask) << lsb).to(torch.uint8)
+    parts = parts.view(2, 8, 2, m, blocks, 4, 2).permute(3, 4, 1, 5, 2, 6, 0)  # -> m block pair t j kh e
+    return parts.reshape(m, blocks * BLOCK)
 
 
 def _fields(
@@ -270,12 +284,12 @@ def _byte_tables(levels: Tensor) -> Tensor:
     return packed.permute(0, 3, 2, 1).contiguous()
 
 
-def _row_order(indptr: Tensor) -> Tensor:
+def row_order(indptr: Tensor) -> Tensor:
     """Rows by falling number of residuals, equal ones in their own order."""
     return torch.argsort(indptr.diff(), descending=True, stable=True)
 
 
-def _padded_order(order: Tensor | None, n: int) -> Tensor | None:
+def stored_rows(order: Tensor | None, n: int) -> Tensor | None:
     return None if order is None else torch.nn.functional.pad(order.int(), (0, -n % ROWS), value=n)
 
 
@@ -292,9 +306,7 @@ def _untake(matrix: Tensor, rows: Tensor | None, n: int) -> Tensor:
     return out
 
 
-def _pack_sparse(
-    sparse: tuple[Tensor, Tensor, Tensor, Tensor | None] | None, order: Tensor | None, k: int
-) -> SparseSlots | None:
+def pack_sparse(sparse: Csr | None, order: Tensor | None, k: int) -> SparseSlots | None:
     if sparse is None or order is None:
         return None
     if k > 1 << 16:
@@ -334,7 +346,7 @@ def _entries(sparse: SparseSlots) -> tuple[Tensor, Tensor, Tensor]:
     return position, sparse.columns.view(-1)[at].long() & 0xFFFF, sparse.values.view(-1)[at]
 
 
-def sparse_entries(layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
+def sparse_entries(layout: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Row, column and residual (float32) of every sparse entry."""
     if layout.sparse is None or layout.rows is None:
         raise ValueError("this layout has no sparse part")

@@ -21,7 +21,7 @@ def dense(layout: Layout, dtype: torch.dtype = torch.float64) -> Tensor:
     return (codes.to(dtype) - centre) * scales.to(dtype)[:, group]
 
 
-def sparse(layout: Layout, dtype: torch.dtype = torch.float64) -> Tensor:
+def sparse(layout: Layout | TrellisLayout, dtype: torch.dtype = torch.float64) -> Tensor:
     """The residuals as a full matrix [n, k]."""
     matrix = torch.zeros(layout.n, layout.k, dtype=dtype, device=layout.words.device)
     if layout.sparse is not None:
@@ -33,7 +33,7 @@ def sparse(layout: Layout, dtype: torch.dtype = torch.float64) -> Tensor:
 def weight(layout: Layout | TrellisLayout, dtype: torch.dtype = torch.float64) -> Tensor:
     """The whole matrix [n, k] that the layout stands for."""
     if isinstance(layout, TrellisLayout):
-        return trellis_weight(layout, dtype)
+        return trellis_weight(layout, dtype) + sparse(layout, dtype)
     matrix = dense(layout, dtype)
     scales = None if isinstance(layout, CodebookLayout) else layout.column_scales
     if scales is not None:
@@ -42,7 +42,7 @@ def weight(layout: Layout | TrellisLayout, dtype: torch.dtype = torch.float64) -
 
 
 def linear(
-    x: Tensor, layout: Layout, bias: Tensor | None = None, dtype: torch.dtype = torch.float64
+    x: Tensor, layout: Layout | TrellisLayout, bias: Tensor | None = None, dtype: torch.dtype = torch.float64
 ) -> Tensor:
     """y [.., n] of x [.., k], computed and returned in `dtype`."""
     y = x.to(dtype) @ weight(layout, dtype).T
@@ -88,7 +88,7 @@ def trellis_values(layout: TrellisLayout, dtype: torch.dtype = torch.float64) ->
 
 
 def trellis_weight(layout: TrellisLayout, dtype: torch.dtype = torch.float64) -> Tensor:
-    """diag(output_scales) H V H diag(input_scales), [n, k]."""
+    """The dense part of a trellis: diag(output_scales) H V H diag(input_scales), [n, k]."""
     values = trellis_values(layout, dtype)
     left, right = (hadamard(width, dtype).to(values.device) for width in values.shape)
     turned = (left @ values @ right)[: layout.n, : layout.k]

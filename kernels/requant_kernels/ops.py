@@ -14,7 +14,7 @@ except HIP, where the same kernels run without their assembly.
 from typing import Any
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from requant_kernels import blockwise, naive
@@ -40,13 +40,14 @@ def linear(
         )
     if x.is_cuda and x.dtype not in DTYPES:
         raise ValueError(f"the kernels take float16 or bfloat16 activations, not {x.dtype}: cast them")
-    if isinstance(layout, TrellisLayout):
-        scales = layout.input_scales, layout.output_scales
-        flat = x.reshape(-1, layout.k)
-        y = torch.ops.requant.trellis_linear(flat, bias, layout.words, *scales, layout.bits, layout.code)
-    else:
-        y = torch.ops.requant.linear(x.reshape(-1, layout.k), bias, *flatten(layout))
-    return y.view(*x.shape[:-1], layout.n)
+    operator = operator_of(layout)
+    return operator(x.reshape(-1, layout.k), bias, *flatten(layout)).view(*x.shape[:-1], layout.n)
+
+
+def operator_of(layout: Layout | TrellisLayout) -> Any:
+    """The custom operator of a layout: `operator(x [m, k], bias or None, *flatten(layout)) -> y [m, n]`."""
+    trellis = isinstance(layout, TrellisLayout)
+    return torch.ops.requant.trellis_linear.default if trellis else torch.ops.requant.linear.default
 
 
 def linear_siblings(
@@ -61,26 +62,74 @@ def linear_siblings(
     return linear(x, layout, bias).split(sizes, dim=-1)
 
 
+def lookup(tokens: Int[Tensor, "*m"], layout: GridLayout, dtype: torch.dtype) -> Float[Tensor, "*m k"]:
+    """Rows `tokens` of a grid without residuals: an embedding. On a GPU a token that is none gets row 0, unchecked."""
+    if layout.sparse is not None:
+        raise ValueError("rows are looked up in a grid without residuals: pack it without")
+    own = (layout.words, layout.scales, layout.zero_points, layout.column_scales)
+    sizes = (layout.n, layout.k, layout.bits, layout.group_size, layout.kernel_group)
+    rows = torch.ops.requant.lookup(tokens.reshape(-1), dtype, *own, *sizes)
+    return rows.view(*tokens.shape, layout.k)
+
+
 def dequantize(layout: Layout | TrellisLayout, dtype: torch.dtype = torch.float16) -> Shaped[Tensor, "n k"]:
     """The matrix that the layout stands for; a trellis is rotated back by full matrices, which is slow."""
     if isinstance(layout, TrellisLayout):
-        return naive.trellis_weight(layout, torch.float32).to(dtype)
+        return naive.weight(layout, torch.float32).to(dtype)
     return torch.ops.requant.dequantize(dtype, *flatten(layout))
 
 
-def flatten(layout: Layout) -> tuple[Any, ...]:
-    """A layout as operator arguments, in the order of `_layout`."""
+# The arguments of the operators after x and bias, by name: what a module has to hold.
+OPERANDS = (
+    "words", "scales", "zero_points", "column_scales", "levels", "tables", "rows", "starts", "columns", "values",
+    "row_scales", "counts", "n", "k", "bits", "group_size", "kernel_group",
+)  # fmt: skip
+TRELLIS_OPERANDS = (
+    "words", "input_scales", "output_scales", "rows", "starts", "columns", "values", "row_scales", "counts", "bits",
+    "code",
+)  # fmt: skip
+
+
+def flatten(layout: Layout | TrellisLayout) -> tuple[Any, ...]:
+    """A layout as operator arguments, in the order of OPERANDS (TRELLIS_OPERANDS)."""
     sparse = layout.sparse
-    slots = (None,) * 5
+    slots = (layout.rows, None, None, None, None, None)
     if sparse is not None:
-        slots = (sparse.starts, sparse.columns, sparse.values, sparse.row_scales, sparse.counts)
+        slots = (layout.rows, sparse.starts, sparse.columns, sparse.values, sparse.row_scales, sparse.counts)
+    if isinstance(layout, TrellisLayout):
+        return layout.words, layout.input_scales, layout.output_scales, *slots, layout.bits, layout.code
     if isinstance(layout, CodebookLayout):
         own = (None, None, None, layout.levels, layout.tables)
         sizes = (layout.n, layout.k, layout.bits, 0, 0)
     else:
         own = (layout.scales, layout.zero_points, layout.column_scales, None, None)
         sizes = (layout.n, layout.k, layout.bits, layout.group_size, layout.kernel_group)
-    return layout.words, *own, layout.rows, *slots, *sizes
+    return layout.words, *own, *slots, *sizes
+
+
+def unflatten(*operands: Any) -> Layout | TrellisLayout:
+    """The inverse of `flatten`."""
+    return _trellis_layout(*operands) if isinstance(operands[-1], str) else _layout(*operands)
+
+
+def _slots(
+    starts: Tensor | None, columns: Tensor | None, values: Tensor | None, row_scales: Tensor | None,
+    counts: Tensor | None,
+) -> SparseSlots | None:  # fmt: skip
+    if starts is None or columns is None or values is None or counts is None:
+        return None
+    return SparseSlots(starts=starts, columns=columns, values=values, row_scales=row_scales, counts=counts)
+
+
+def _trellis_layout(
+    words: Tensor, input_scales: Tensor, output_scales: Tensor, rows: Tensor | None, starts: Tensor | None,
+    columns: Tensor | None, values: Tensor | None, row_scales: Tensor | None, counts: Tensor | None, bits: int,
+    code: str,
+) -> TrellisLayout:  # fmt: skip
+    return TrellisLayout(
+        words=words, input_scales=input_scales, output_scales=output_scales, n=len(output_scales), k=len(input_scales),
+        bits=bits, code=code, rows=rows, sparse=_slots(starts, columns, values, row_scales, counts),
+    )  # fmt: skip
 
 
 def _layout(
@@ -89,12 +138,7 @@ def _layout(
     values: Tensor | None, row_scales: Tensor | None, counts: Tensor | None, n: int, k: int, bits: int,
     group_size: int, kernel_group: int,
 ) -> Layout:  # fmt: skip
-    """The inverse of `flatten`."""
-    sparse = None
-    if starts is not None and columns is not None and values is not None and counts is not None:
-        sparse = SparseSlots(
-            starts=starts, columns=columns, values=values, row_scales=row_scales, counts=counts
-        )
+    sparse = _slots(starts, columns, values, row_scales, counts)
     if scales is None:
         assert levels is not None
         return CodebookLayout(
@@ -129,7 +173,7 @@ def _linear(
     if x.shape[0] <= DECODE_TOKENS:
         from requant_kernels.decode import decode
 
-        return decode(x, layout, bias, decode_config(layout, x.device), asm=asm)
+        return decode(x, layout, bias, decode_config(layout, x.shape[0], x.device), asm=asm)
     if x.shape[0] <= TALL_TOKENS:
         from requant_kernels.tall import tall
 
@@ -169,22 +213,17 @@ def _(dtype: torch.dtype, words: Tensor, *rest: Any) -> Tensor:
 
 @torch.library.custom_op("requant::trellis_linear", mutates_args=())
 def _trellis_linear(
-    x: Tensor,
-    bias: Tensor | None,
-    words: Tensor,
-    input_scales: Tensor,
-    output_scales: Tensor,
-    bits: int,
-    code: str,
-) -> Tensor:
-    layout = TrellisLayout(
-        words=words, input_scales=input_scales, output_scales=output_scales, n=len(output_scales), k=len(input_scales),
-        bits=bits, code=code,
-    )  # fmt: skip
+    x: Tensor, bias: Tensor | None, words: Tensor, input_scales: Tensor, output_scales: Tensor, rows: Tensor | None,
+    starts: Tensor | None, columns: Tensor | None, values: Tensor | None, row_scales: Tensor | None,
+    counts: Tensor | None, bits: int, code: str,
+) -> Tensor:  # fmt: skip
+    layout = _trellis_layout(
+        words, input_scales, output_scales, rows, starts, columns, values, row_scales, counts, bits, code
+    )
     if x.shape[0] == 0:
         return x.new_empty(0, layout.n)
     if not x.is_cuda:
-        y = x.float() @ naive.trellis_weight(layout, torch.float32).T
+        y = x.float() @ naive.weight(layout, torch.float32).T
         return (y if bias is None else y + bias.float()).to(x.dtype)
     from requant_kernels.trellis import trellis_linear as trellis_cuda
 
@@ -196,3 +235,44 @@ def _(
     x: Tensor, bias: Tensor | None, words: Tensor, input_scales: Tensor, output_scales: Tensor, *rest: Any
 ) -> Tensor:
     return x.new_empty(x.shape[0], output_scales.shape[0])
+
+
+@torch.library.custom_op("requant::lookup", mutates_args=())
+def _lookup(
+    tokens: Tensor, dtype: torch.dtype, words: Tensor, scales: Tensor, zero_points: Tensor | None,
+    column_scales: Tensor | None, n: int, k: int, bits: int, group_size: int, kernel_group: int,
+) -> Tensor:  # fmt: skip
+    layout = GridLayout(
+        words=words, scales=scales, zero_points=zero_points, column_scales=column_scales, rows=None, sparse=None, n=n,
+        k=k, bits=bits, group_size=group_size, kernel_group=kernel_group,
+    )  # fmt: skip
+    if not words.is_cuda or len(tokens) == 0:
+        return blockwise.lookup(tokens, layout, dtype)
+    from requant_kernels.rows import lookup as lookup_cuda
+
+    return lookup_cuda(tokens, layout, dtype)
+
+
+@_lookup.register_fake
+def _(tokens: Tensor, dtype: torch.dtype, words: Tensor, *rest: Any) -> Tensor:
+    return words.new_empty(tokens.shape[0], rest[-4], dtype=dtype)
+
+
+@torch.library.custom_op("requant::attend", mutates_args=())
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Attention of one token: y [b, 1, h, d] of q [b, h, 1, d], k and v [b, heads, length, d], mask bool [b, length]."""
+    if q.is_cuda:
+        from requant_kernels.attention import attend
+
+        return attend(q, k, v, mask, scale)
+    group = q.shape[1] // k.shape[1]
+    scores = q.float() @ k.repeat_interleave(group, 1).float().mT * scale
+    if mask is not None:
+        scores = scores.masked_fill(~mask[:, None, None, :], float("-inf"))
+    y = scores.softmax(-1) @ v.repeat_interleave(group, 1).float()
+    return y.transpose(1, 2).to(q.dtype).contiguous()
+
+
+@_attend.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    return q.new_empty(q.shape[0], 1, q.shape[1], q.shape[3])

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from requant_kernels.layouts import Csr, SparseSlots, pack_sparse, row_order, stored_rows
+
 GROUP_TILES = 4
 TILE = 16
 CODES = {"mul1": 5, "3inst": 5, "pair": 8}  # code -> most bits: four steps' windows lie within 32 bits
@@ -16,7 +18,7 @@ CODES = {"mul1": 5, "3inst": 5, "pair": 8}  # code -> most bits: four steps' win
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrellisLayout:
-    """w~ = diag(output_scales) H V H diag(input_scales); V padded to tiles."""
+    """w~ = diag(output_scales) H V H diag(input_scales) + sparse; V padded to tiles."""
 
     words: Tensor
     input_scales: Tensor  # float16 [k]
@@ -25,12 +27,23 @@ class TrellisLayout:
     k: int
     bits: int
     code: str
+    rows: Tensor | None = None  # of `sparse` alone: int32 [16 tiles], position -> row; padding has n
+    sparse: SparseSlots | None = None
 
 
 def pack_trellis(
-    codes: Tensor, input_scales: Tensor, output_scales: Tensor, *, bits: int, code: str
+    codes: Tensor,
+    input_scales: Tensor,
+    output_scales: Tensor,
+    *,
+    bits: int,
+    code: str,
+    sparse: Csr | None = None,
 ) -> TrellisLayout:
-    """codes uint8 [r, c], r and c the multiples of 16 at or above n and k. Raises ValueError with the remedy."""
+    """codes uint8 [r, c], r and c the multiples of 16 at or above n and k; `sparse` as in `pack_grid`.
+
+    Raises ValueError with the remedy.
+    """
     n, k = len(output_scales), len(input_scales)
     if code not in CODES or not 1 <= bits <= CODES[code]:
         held = ", ".join(f"{name} to {most} bits" for name, most in CODES.items())
@@ -46,9 +59,10 @@ def pack_trellis(
     words = torch.zeros(stream.shape[:-1], dtype=torch.int32, device=codes.device)
     for i in range(32):
         words |= stream[..., i].int() << (31 - i)
+    order = None if sparse is None else row_order(sparse[0].to(codes.device))
     return TrellisLayout(
         words=words.transpose(2, 3).contiguous(), input_scales=input_scales, output_scales=output_scales, n=n, k=k,
-        bits=bits, code=code,
+        bits=bits, code=code, rows=stored_rows(order, n), sparse=pack_sparse(sparse, order, k),
     )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ between lanes.
 Inside a word, two orders, each for its decoder:
 - grid: bit s of a 16-bit half is bit s of an fp16 subnormal, so `(word & mask) * 2^(15-s) - zero` is the weight: one
   LOP3 and one HFMA2 for two weights. Bits 2..1 above 2 (or 4) live in words of their own and are rotated into place.
+  Eight bits are plain bytes, which PRMT puts under the exponent of 1024.
 - codebook: a nibble is a selector of PRMT, a byte lookup in 8 bytes: four lookups give four high bytes, four more the
   low bytes, two more weave them into four exact fp16 (or bf16) levels.
 """
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from functools import cache
 
 PLANES = 16
+HALF = 8  # planes that one asm block makes: more would hold more registers than a warp has to spare
 BLOCK = 256  # columns of a block
 ROWS = 16  # rows of a block
 
@@ -92,6 +94,11 @@ def bit_positions(kind: str, bits: int) -> tuple[tuple[tuple[tuple[int, int], ..
     """`[e][plane][code bit] -> (word, bit)`: the whole layout of a block's codes."""
     if kind == "codebook" and bits <= 4:
         return codebook_positions(bits)
+    if bits == 8:  # bytes: planes 2 w and 2 w + 1 in word w, their two columns side by side
+        return tuple(
+            tuple(tuple((p // 2, 16 * (p % 2) + 8 * e + c) for c in range(8)) for p in range(PLANES))
+            for e in range(2)
+        )
     return tuple(
         tuple(
             tuple((f.word, f.position(e) + c) for f in fields for c in range(f.width))
@@ -156,16 +163,19 @@ def _unit_zero(dtype: str, zero: int) -> int:
 
 
 @cache
-def grid_asm(bits: int, dtype: str, groups: int) -> str:
-    """16 planes `(code - zero) * UNIT` from `bits` words; `groups` zero points a block, or 0 for symmetric.
+def grid_asm(bits: int, dtype: str, groups: int, half: int) -> str:
+    """Half of a block's planes, `(code - zero) * UNIT`, from `bits` words; `groups` zero points a block, 0 for symmetric.
 
-    Operands: 16 outputs (a plane's weights at e = 0 and 1), `bits` words, then for each group the pair -zero * UNIT.
+    Operands: 8 outputs (a plane's weights at e = 0 and 1), `bits` words, then for each group of this half (one at
+    least) the pair -(zero + zero_bias) * UNIT.
     """
-    ptx = _Ptx({w: f"${PLANES + w}" for w in range(bits)})
+    if bits == 8:
+        return _bytes_asm(dtype, groups, half)
+    ptx = _Ptx({w: f"${HALF + w}" for w in range(bits)})
     room = MANTISSA[dtype]
-    for plane, fields in enumerate(grid_fields(bits)):
+    for plane, fields in enumerate(grid_fields(bits)[half * HALF : (half + 1) * HALF]):
         if groups:
-            addend = f"${PLANES + bits + plane * groups // PLANES}"
+            addend = f"${HALF + bits + plane * groups // PLANES}"
         else:
             addend = f"0x{_unit_zero(dtype, 1 << (bits - 1)):08x}"
         pieces = [fields] if bits <= room else [fields[:1], fields[1:]]
@@ -192,15 +202,49 @@ def grid_asm(bits: int, dtype: str, groups: int) -> str:
     return ptx.text()
 
 
-@cache
-def codebook_asm(bits: int) -> str:
-    """16 planes of levels from `bits` words and a row's byte tables: high bytes first, then low bytes, four a word.
+def zero_bias(bits: int, dtype: str) -> int:
+    """What is added to a zero point before it becomes an operand of `grid_asm`: bytes ride on the fp16 of 1024."""
+    return 1024 if bits == 8 and dtype == "fp16" else 0
 
-    Operands: 16 outputs (a plane's weights at e = 0 and 1), `bits` words, the table words.
+
+def _bytes_asm(dtype: str, groups: int, half: int) -> str:
+    """`grid_asm` of 8 bits: PRMT puts two bytes into two halves, in fp16 under the exponent of 1024."""
+    ptx = _Ptx({w: f"${HALF + w}" for w in range(8)})
+    for plane in range(half * HALF, (half + 1) * HALF):
+        word, selector = f"${HALF + plane // 2}", ("0x4140", "0x4342")[plane % 2]
+        if groups:
+            addend = f"${HALF + 8 + plane % HALF * groups // PLANES}"
+        elif dtype == "fp16":
+            addend = ptx.new("mov.b32 {d}, 0xC080C080;")  # -(1024 + 128) * UNIT, twice
+        else:
+            addend = ptx.new(f"mov.b32 {{d}}, 0x{_unit_zero(dtype, 128):08x};")
+        if dtype == "fp16":
+            value = ptx.new(f"prmt.b32 {{d}}, {word}, 0x64646464, {selector};")
+            unit = ptx.new("mov.b32 {d}, 0x18001800;")  # UNIT, twice
+            ptx.give(plane % HALF, f"fma.rn.f16x2 {{d}}, {value}, {unit}, {addend};")
+            continue
+        value = ptx.new(f"prmt.b32 {{d}}, {word}, 0x0, {selector};")
+        for lsb in (0, 4):
+            shifted = ptx.new(f"shr.b32 {{d}}, {value}, {lsb};") if lsb else value
+            nibble = ptx.new(f"and.b32 {{d}}, {shifted}, 0x000f000f;")
+            multiplier = ptx.new(f"mov.b32 {{d}}, 0x{_multiplier(dtype, -lsb):08x};")
+            line = f"fma.rn.bf16x2 {{d}}, {nibble}, {multiplier}, {addend};"
+            if lsb:
+                ptx.give(plane % HALF, line)
+            else:
+                addend = ptx.new(line)
+    return ptx.text()
+
+
+@cache
+def codebook_asm(bits: int, half: int) -> str:
+    """Half of a block's planes, levels, from `bits` words and a row's byte tables: all high bytes, all low bytes.
+
+    Operands: 8 outputs (a plane's weights at e = 0 and 1), `bits` words, the table words.
     """
-    tables = [f"${PLANES + bits + i}" for i in range(1 << (bits - 1))]
-    half = len(tables) // 2
-    ptx = _Ptx({w: f"${PLANES + w}" for w in range(bits)})
+    tables = [f"${HALF + bits + i}" for i in range(1 << (bits - 1))]
+    middle = len(tables) // 2
+    ptx = _Ptx({w: f"${HALF + w}" for w in range(bits)})
 
     def lookup(table: list[str], selector: str, mask: str) -> str:
         if bits < 4:
@@ -210,11 +254,12 @@ def codebook_asm(bits: int) -> str:
         return ptx.new(f"lop3.b32 {{d}}, {mask}, {high}, {low}, 0xCA;")
 
     def weave(selector: str, mask: str, plane: int) -> None:
-        high, low = lookup(tables[:half], selector, mask), lookup(tables[half:], selector, mask)
-        ptx.give(plane, f"prmt.b32 {{d}}, {low}, {high}, 0x5140;")
-        ptx.give(plane + 1, f"prmt.b32 {{d}}, {low}, {high}, 0x7362;")
+        high, low = lookup(tables[:middle], selector, mask), lookup(tables[middle:], selector, mask)
+        ptx.give(plane % HALF, f"prmt.b32 {{d}}, {low}, {high}, 0x5140;")
+        ptx.give(plane % HALF + 1, f"prmt.b32 {{d}}, {low}, {high}, 0x7362;")
 
-    for word in range(2 if bits == 3 else bits):
+    own = range(half * bits // 2, (half + 1) * bits // 2) if bits != 3 else range(half, half + 1)
+    for word in own:
         register = ptx.rotate(word, 0)
         if bits == 4:
             selector = ptx.new(f"and.b32 {{d}}, {register}, 0x77777777;")
@@ -239,13 +284,19 @@ def codebook_asm(bits: int) -> str:
 
 
 def constraints(inputs: int) -> str:
-    """Of an asm block with 16 registers out and `inputs` in."""
-    return ",".join(["=r"] * PLANES + ["r"] * inputs)
+    """Of an asm block with 8 registers out and `inputs` in."""
+    return ",".join(["=r"] * HALF + ["r"] * inputs)
+
+
+BYTE_SUM_OFFSET = 1534  # 1024, whose bit pattern the byte sum is added to, and 510, the middle of the sums
 
 
 @cache
 def trellis_asm(code: str, bits: int) -> tuple[str, str]:
-    """Text and constraints: two pairs of float16 (columns 0, 1 and 2, 3) from a lane's low and high word and its shift."""
+    """Text and constraints: two pairs of float16 (columns 0, 1 and 2, 3) from a lane's low and high word and its shift.
+
+    The values of mul1 and pair are BYTE_SUM_OFFSET too large.
+    """
     ptx = _Ptx({})
     window = ptx.new("shf.r.wrap.b32 {d}, $2, $3, $4;")
     steps = 2 if code == "pair" else 4
@@ -276,7 +327,5 @@ def trellis_asm(code: str, bits: int) -> tuple[str, str]:
             first, second = (
                 ptx.new(f"dp4a.u32.u32 {{d}}, {hashes[2 * pair + i]}, 0x01010101, 0x6400;") for i in range(2)
             )
-        both = ptx.new(f"prmt.b32 {{d}}, {first}, {second}, 0x5410;")
-        offset = ptx.new("mov.b32 {d}, 0xE5FEE5FE;")  # -1534 twice
-        ptx.give(pair, f"add.rn.f16x2 {{d}}, {both}, {offset};")
+        ptx.give(pair, f"prmt.b32 {{d}}, {first}, {second}, 0x5410;")
     return ptx.text(), "=r,=r,r,r,r"

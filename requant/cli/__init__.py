@@ -12,10 +12,13 @@ from typing import Annotated
 import typer
 
 import requant
+from requant.cli.comparing import compare
+from requant.cli.exporting import export
 from requant.cli.listing import recipes
 from requant.cli.measuring import evaluate, inspect
 from requant.cli.quantizing import quantize, sensitivity
-from requant.cli.serving import generate
+from requant.cli.server import serve
+from requant.cli.serving import bench, generate
 from requant.errors import RequantError, is_out_of_memory
 
 INTERRUPTED = "interrupted; `requant quantize` goes on where it stopped with --resume."
@@ -28,7 +31,11 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "sensitivity": sensitivity,
     "eval": evaluate,
     "inspect": inspect,
+    "compare": compare,
+    "export": export,
     "generate": generate,
+    "bench": bench,
+    "serve": serve,
     "recipes": recipes,
 }
 

@@ -22,3 +22,9 @@ def log_to_stderr(verbose: bool) -> None:
     logging.basicConfig(format="requant: %(message)s", level=logging.INFO if verbose else logging.WARNING)
     for noisy in ("transformers", "datasets", "httpx"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
+
+
+def say_what_is_loaded(quiet: bool = False) -> None:
+    """Show the line of a checkpoint's loading, with its checksum, on standard error."""
+    log_to_stderr(verbose=False)
+    logging.getLogger("requant.checkpoint").setLevel(logging.WARNING if quiet else logging.INFO)

@@ -18,7 +18,7 @@ POINTERS = {  # argument -> type, where the argument is not None
     "z_ptr": "*fp16", "cs_ptr": "*fp16", "partial_ptr": "*fp32",
 }  # fmt: skip
 ALIGNED = ("K", "n", "stride_x", "stride_y")
-INTEGERS = ("M", "last_tile", *ALIGNED)
+INTEGERS = ("M", "last_tile", "chunks", "steps", *ALIGNED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +28,7 @@ class Machine:
     registers: int
     stack: int
     opcodes: Counter[str]
+    loop: int  # static instructions of the longest loop
     layout_ir: str
 
     @property
@@ -45,6 +46,7 @@ def compile_kernel(
     absent: tuple[str, ...] = (),
     warps: int,
     stages: int = 1,
+    max_registers: int | None = None,
 ) -> Machine:
     types = {
         **dict.fromkeys(INTEGERS, "i32"),
@@ -68,6 +70,8 @@ def compile_kernel(
         },
     )
     options = {"num_warps": warps, "num_stages": stages}
+    if max_registers:
+        options["maxnreg"] = max_registers
     built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(built.asm["cubin"])
@@ -80,8 +84,19 @@ def compile_kernel(
         ).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found is not None
-    opcodes = Counter(re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+ )?\s*([A-Z0-9_]+)", sass))
+    lines = re.findall(r"(\.L_\w+):|/\*[0-9a-f]{4,}\*/\s+([^;]+);", sass)
+    labels: dict[str, int] = {}
+    listing: list[str] = []
+    for label, instruction in lines:
+        if label:
+            labels[label] = len(listing)
+        else:
+            listing.append(instruction)
+    opcodes = Counter(re.sub(r"^@!?U?P\d+ ", "", line).split()[0].split(".")[0] for line in listing)
     del opcodes["NOP"]
+    targets = [(i, re.search(r"BRA.*(\.L_\w+)", line)) for i, line in enumerate(listing)]
+    loops = [i + 1 - labels[to[1]] for i, to in targets if to is not None and labels.get(to[1], i) < i]
     return Machine(
-        registers=int(found[1]), stack=int(found[2]), opcodes=opcodes, layout_ir=str(built.asm["ttgir"])
-    )
+        registers=int(found[1]), stack=int(found[2]), opcodes=opcodes, loop=max(loops, default=0),
+        layout_ir=str(built.asm["ttgir"]),
+    )  # fmt: skip

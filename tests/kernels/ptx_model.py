@@ -1,7 +1,7 @@
 """A model in numpy of the few PTX instructions that the decoders use: it runs their text."""
 
 import numpy as np
-from requant_kernels.words import PLANES
+from requant_kernels.words import HALF
 
 
 def floats(pair: np.ndarray, dtype: str) -> np.ndarray:
@@ -46,7 +46,7 @@ def byte_matrix(register: np.ndarray, dtype: type) -> np.ndarray:
 
 
 def run_ptx(
-    text: str, operands: dict[str, np.ndarray], shape: tuple[int, ...], outputs: int = PLANES
+    text: str, operands: dict[str, np.ndarray], shape: tuple[int, ...], outputs: int = HALF
 ) -> list[np.ndarray]:
     """Run an asm block on arrays of 32-bit registers; returns its outputs."""
     registers = dict(operands)

@@ -4,13 +4,13 @@ import inspect
 
 import pytest
 import torch
-from requant_kernels import dequantize, linear, naive, pack_trellis
+from requant_kernels import dequantize, linear, lookup, naive, pack_trellis
 from requant_kernels.decode import decode
 from requant_kernels.ops import flatten
 from requant_kernels.tall import tall
 from requant_kernels.tuning import DecodeConfig
 
-from .cases import Case, random_layout, random_trellis, relative_error
+from .cases import Case, random_csr, random_layout, random_trellis, relative_error
 
 pytestmark = pytest.mark.gpu
 LIMIT = {torch.float16: 3e-3, torch.bfloat16: 1.2e-2}
@@ -114,12 +114,40 @@ def test_operator_contract_and_compile() -> None:
     assert torch.equal(compiled(x), linear(x, layout) * 2)
 
 
+@pytest.mark.parametrize("dtype", LIMIT)
+@pytest.mark.parametrize(
+    ("b", "h", "heads", "length", "width"), [(1, 32, 8, 640, 128), (3, 4, 4, 100, 64), (2, 6, 2, 65, 80)]
+)
+def test_attention_of_one_token(
+    b: int, h: int, heads: int, length: int, width: int, dtype: torch.dtype
+) -> None:
+    q = torch.randn(b, 1, h, width, device="cuda", dtype=dtype).transpose(1, 2)
+    k, v = (torch.randn(b, heads, length, width, device="cuda", dtype=dtype) for _ in range(2))
+    filled = torch.arange(length, device="cuda").expand(b, -1) < torch.randint(
+        1, length, (b, 1), device="cuda"
+    )
+    for mask in (None, filled):
+        want = torch.ops.requant.attend(q.cpu(), k.cpu(), v.cpu(), None if mask is None else mask.cpu(), 0.1)
+        got = torch.ops.requant.attend(q, k, v, mask, 0.1)
+        assert relative_error(got.cpu(), want.double()) < 2 * LIMIT[dtype]
+    torch.library.opcheck(torch.ops.requant.attend, (q, k, v, filled, 0.1))
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 7, 8])
+@pytest.mark.parametrize("dtype", LIMIT)
+def test_rows_of_an_embedding(bits: int, dtype: torch.dtype) -> None:
+    case = Case(kind="grid", bits=bits, n=1000, k=640, m=1, group_size=64, zero_points=True)
+    layout, tokens = random_layout(case, "cuda"), torch.randint(0, 1000, (3, 7), device="cuda")
+    assert relative_error(lookup(tokens, layout, dtype), naive.weight(layout)[tokens]) < LIMIT[dtype]
+
+
 @pytest.mark.parametrize(("code", "bits"), [("mul1", 2), ("mul1", 3), ("mul1", 4), ("pair", 2), ("3inst", 2)])
 @pytest.mark.parametrize(("n", "k", "m"), [(37, 200, 1), (512, 4096, 8), (64, 1408, 16), (48, 2048, 40)])
 def test_trellis(code: str, bits: int, n: int, k: int, m: int) -> None:
-    layout = pack_trellis(*random_trellis(n, k, bits, "cuda"), bits=bits, code=code)
+    sparse = random_csr(n, k, 0.01, m > 8, "cuda") if n > 40 else None
+    layout = pack_trellis(*random_trellis(n, k, bits, "cuda"), bits=bits, code=code, sparse=sparse)
     x = torch.randn(m, k, device="cuda", dtype=torch.float16)
-    want = x.double() @ naive.trellis_weight(layout).T
+    want = naive.linear(x, layout)
     y = linear(x, layout)
     assert relative_error(y, want) < LIMIT[torch.float16]
-    assert torch.equal(y(x, layout))
+    assert torch.equal(y, linear(x, layout))

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from requant_kernels import blockwise, dequantize, linear, linear_siblings, naive
-from requant_kernels.ops import flatten
+from requant_kernels import blockwise, dequantize, linear, linear_siblings, lookup, naive, pack_trellis
+from requant_kernels.ops import flatten, unflatten
 
-from .cases import Case, random_layout, relative_error
+from .cases import Case, random_csr, random_layout, random_trellis, relative_error
 
 CASES = [
     Case(kind="grid", bits=2, n=37, k=300, m=1, density=0.02, bias=True),
@@ -64,10 +64,32 @@ def test_operator_contract_and_tracing() -> None:
     x = torch.randn(3, 300)
     torch.library.opcheck(torch.ops.requant.linear, (x, None, *flatten(layout)))
     torch.library.opcheck(torch.ops.requant.dequantize, (torch.float32, *flatten(layout)))
+    sparse = random_csr(37, 300, 0.05, True, "cpu")
+    trellis = pack_trellis(*random_trellis(37, 300, 2, "cpu"), bits=2, code="mul1", sparse=sparse)
+    torch.library.opcheck(torch.ops.requant.trellis_linear, (x, None, *flatten(trellis)))
+    assert relative_error(linear(x, trellis), naive.linear(x, trellis)) < 1e-5
+    assert relative_error(dequantize(trellis, torch.float32), naive.weight(trellis)) < 1e-6
+    assert flatten(unflatten(*flatten(trellis))) == flatten(trellis)
     plain = inspect.unwrap(linear)  # the type checks of the tests are no part of a server's graph
     traced = torch.compile(lambda t: plain(t, layout) + 1, fullgraph=True, backend="eager")
     assert torch.equal(traced(x), linear(x, layout) + 1)
     assert linear(x[:0], layout).shape == (0, 37)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize(("k", "group", "zeros", "scaled"), [(300, 64, True, False), (96, 96, False, True)])
+def test_rows_are_those_of_the_matrix(bits: int, k: int, group: int, zeros: bool, scaled: bool) -> None:
+    case = Case(
+        kind="grid", bits=bits, n=37, k=k, m=1, group_size=group, zero_points=zeros, column_scales=scaled
+    )
+    layout, tokens = random_layout(case, "cpu"), torch.tensor([[0, 36, 5], [8, 8, 17]])
+    rows = lookup(tokens, layout, torch.float32)
+    assert torch.equal(rows, dequantize(layout, torch.float32)[tokens])
+    own = layout.words, layout.scales, layout.zero_points, layout.column_scales
+    sizes = layout.n, layout.k, layout.bits, layout.group_size, layout.kernel_group
+    torch.library.opcheck(torch.ops.requant.lookup, (tokens.flatten(), torch.float16, *own, *sizes))
+    with pytest.raises(ValueError, match="a grid without residuals"):
+        lookup(tokens, random_layout(CASES[0], "cpu"), torch.float32)
 
 
 def test_refusals_name_both_values() -> None:

@@ -49,7 +49,7 @@ def test_gpu_finds_rings_as_good_as_the_twin(name: str, bits: int) -> None:
     shift = bits * vector
     assert torch.equal(theirs >> shift, theirs.roll(1, dims=1) & (65536 >> shift) - 1)
     errors = [(values[states] - targets).square().sum() for states in (mine, theirs)]
-    torch.testing.assert_close(errors[0], errors[1], rtol=2e-3, atol=0)
+    torch.testing.assert_close(errors[0], errors[1], rtol=2e-2, atol=0)
 
 
 @pytest.mark.gpu

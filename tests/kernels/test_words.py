@@ -9,13 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from requant_kernels.layouts import pack_codebook, pack_words, unpack_words
 from requant_kernels.words import (
+    HALF,
     MANTISSA,
-    PLANES,
     UNIT,
     bit_positions,
     codebook_asm,
     constraints,
     grid_asm,
+    zero_bias,
 )
 
 from .ptx_model import floats, pair_of, run_ptx
@@ -63,16 +64,19 @@ def test_grid_asm_is_exact(bits: int, dtype: str) -> None:
             if groups
             else np.full((1, 16), 1 << bits - 1)
         )
-        operands = {f"${PLANES + w}": words[w] for w in range(bits)}
+        operands = {f"${HALF + w}": words[w] for w in range(bits)}
         rows = (
             np.arange(2)[None, None, None, :] * 8
             + np.arange(8)[:, None, None, None]
             + 0 * words[0].astype(int)
         )
-        for group in range(groups):
-            z = -zeros[group][rows] * UNIT[dtype]
-            operands[f"${PLANES + bits + group}"] = pair_of(np.stack([z, z], -1), dtype)
-        planes = run_ptx(grid_asm(bits, dtype, groups), operands, words[0].shape)
+        planes = []
+        for half in range(2):
+            own = [0] if groups == 1 else range(half * groups // 2, (half + 1) * groups // 2)
+            for i, group in enumerate(own):
+                z = -(zeros[group][rows] + zero_bias(bits, dtype)) * UNIT[dtype]
+                operands[f"${HALF + bits + i}"] = pair_of(np.stack([z, z], -1), dtype)
+            planes += run_ptx(grid_asm(bits, dtype, groups, half), operands, words[0].shape)
         got = np.stack([floats(plane, dtype) for plane in planes]) / UNIT[dtype]
         zero_of_column = zeros[np.arange(256) * max(groups, 1) // 256].T  # [16, 256]
         assert np.array_equal(got, planes_of(codes.astype(np.float64) - zero_of_column))
@@ -87,10 +91,12 @@ def test_codebook_asm_is_exact(bits: int, dtype: str) -> None:
     layout = pack_codebook(torch.from_numpy(codes), levels, bits=bits)
     assert layout.tables is not None
     tables = layout.tables[int(dtype == "bf16"), 0].numpy().view(np.uint32)  # [word, g, rh]
-    operands = {f"${PLANES + w}": words[w] for w in range(bits)}
+    operands = {f"${HALF + w}": words[w] for w in range(bits)}
     for i, table in enumerate(tables):
-        operands[f"${PLANES + bits + i}"] = table[:, None, None, :] + 0 * words[0]
-    planes = run_ptx(codebook_asm(bits), operands, words[0].shape)
+        operands[f"${HALF + bits + i}"] = table[:, None, None, :] + 0 * words[0]
+    planes = [
+        plane for half in range(2) for plane in run_ptx(codebook_asm(bits, half), operands, words[0].shape)
+    ]
     held = levels.float() if dtype == "fp16" else levels.bfloat16().float()
     want = planes_of(held.gather(1, torch.from_numpy(codes).long()).double().numpy())
     assert np.array_equal(np.stack([floats(plane, dtype) for plane in planes]), want)
@@ -99,5 +105,5 @@ def test_codebook_asm_is_exact(bits: int, dtype: str) -> None:
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_constraints_name_every_operand(bits: int) -> None:
     inputs = bits + (1 << (bits - 1))
-    highest = max(int(i) for i in re.findall(r"\$(\d+)", codebook_asm(bits)))
-    assert highest + 1 == len(constraints(inputs).split(",")) == PLANES + inputs
+    highest = max(int(i) for i in re.findall(r"\$(\d+)", codebook_asm(bits, 1)))
+    assert highest + 1 == len(constraints(inputs).split(",")) == HALF + inputs

@@ -100,6 +100,8 @@ def test_quantize_prints_json(cli, tiny_folder, tiny_text_file: Path) -> None:
 def test_recipes_and_version(cli) -> None:
     code, out, _ = cli("recipes")
     assert code == 0 and "demo-3bit" in out and "llama-3.2-1b" in out
+    code, out, _ = cli("recipes", "--json")
+    assert code == 0 and {row["recipe"] for row in json.loads(out)} >= {"demo-3bit"}
     assert cli("--version") == (0, f"requant {requant.__version__}\n", "")
     code, out, _ = cli("--help")
     assert code == 0 and "quantize" in out and "inspect" in out

@@ -53,8 +53,23 @@ def checkpoint(tiny_folder, tiny_text_file: Path, tmp_path_factory: pytest.TempP
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--bits", "2.5"), "--bits 2.5 is a fraction; this version takes whole bits, 2 to 8."),
-        (("--bits", "9"), "--bits 9 is out of range; give 2 to 8."),
+        (("--bits", "0.5"), "--bits 0.5 is out of range; give 1 to 8, like 3 or 2.25."),
+        (("--bits", "9"), "--bits 9 is out of range; give 1 to 8, like 3 or 2.25."),
+        (("--size", "10XB"), "--size 10XB is no size; give a number of bytes"),
+        (("--bits", "3", "--size", "1MB"), "--bits and --size are two budgets"),
+        (
+            ("--bits", "1.5", "--quiet"),
+            "--bits 1.5 cannot be met: the smallest that method 'kmeans' makes of this model is 2.",
+        ),
+        (
+            ("--size", "1MB", "--quiet"),
+            "--size 1,000,000 cannot be met: the smallest checkpoint that method 'kmeans'",
+        ),
+        (
+            ("--size", "1GB", "--quiet"),
+            "--size 1,000,000,000 cannot be met: the largest checkpoint that method 'kmeans'",
+        ),
+        (("--bits", "3", "--head-bits", "7"), "head_bits is '7'"),
         (("--bits", "x"), "--bits x is no number"),
         ((), "say how many bits"),
         (

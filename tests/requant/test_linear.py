@@ -38,7 +38,7 @@ def test_without_bias_or_sparse_part(random_weight) -> None:
         and layer.bias is None
         and isinstance(layer.dequantized(torch.float32), nn.Linear)
     )
-    assert layer.state_dict().keys() == {"codes", "scales", "zero_points"}
+    assert layer.state_dict().keys() == {"codes", "scales", "zero_points", "weight"}
 
 
 def test_quantized_gives_the_containers_back(random_weight) -> None:

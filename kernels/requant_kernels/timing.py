@@ -4,7 +4,7 @@ One graph holds many calls that cycle over copies of the weights, together more 
 of a replay over the number of calls is the time of one call, launch included.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -28,7 +28,7 @@ def copies_needed(bytes_a_copy: int) -> int:
     return min(512, max(2, -(-4 * L2_BYTES // bytes_a_copy)))
 
 
-def cold_time(calls: list[Callable[[], object]], *, replays: int = 11) -> Timing:
+def cold_time(calls: Sequence[Callable[[], object]], *, replays: int = 11) -> Timing:
     """Time of one call, cycling over `calls`, each with weights of its own."""
     stream = torch.cuda.Stream()
     count = max(MIN_CALLS, len(calls))

@@ -1,0 +1,103 @@
+"""Attention of one new token: softmax(q k^T scale) v, with fewer key than query heads, over a static cache with a mask.
+
+torch's fused kernels take either a mask or shared heads, so keys and values would be copied once for every group of
+queries, and one program a head reads the whole cache. Here a program takes one key head, all queries that share it, and
+BLOCK positions; a second launch joins the pieces (Dao et al. 2023, Flash-Decoding).
+"""
+
+# pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none
+# pyright: reportAttributeAccessIssue=none, reportPossiblyUnboundVariable=none, reportGeneralTypeIssues=none
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from requant_kernels.tuning import launches_early
+
+BLOCK = 64
+
+
+@triton.jit
+def piece_kernel(
+    q_ptr, k_ptr, v_ptr, mask_ptr, o_ptr, top_ptr, sum_ptr, heads, length, scale,
+    q_batch, q_head, k_batch, k_head, k_row, v_batch, v_head, v_row, mask_batch,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Unnormalized output, highest score and sum of BLOCK positions; grid (batch heads, pieces)."""
+    batch, head = tl.program_id(0).to(tl.int64) // heads, tl.program_id(0).to(tl.int64) % heads
+    i, d, at = tl.arange(0, ROWS), tl.arange(0, DP), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    inside = (at < length)[:, None] & (d < D)[None, :]
+    keep = at < length
+    if mask_ptr is not None:
+        keep &= tl.load(mask_ptr + batch * mask_batch + at, mask=at < length, other=0) != 0
+    own = (i < GROUP)[:, None] & (d < D)[None, :]
+    q = tl.load(
+        q_ptr + batch * q_batch + (head * GROUP + i)[:, None] * q_head + d[None, :], mask=own, other=0.0
+    )
+    k = tl.load(
+        k_ptr + batch * k_batch + head * k_head + at[:, None].to(tl.int64) * k_row + d[None, :],
+        mask=inside,
+        other=0.0,
+    )
+    v = tl.load(
+        v_ptr + batch * v_batch + head * v_head + at[:, None].to(tl.int64) * v_row + d[None, :],
+        mask=inside,
+        other=0.0,
+    )
+    score = tl.where(keep[None, :], tl.dot(q, tl.trans(k)) * scale, float("-inf"))
+    top = tl.max(score, 1)
+    weight = tl.exp(score - tl.where(top == float("-inf"), 0.0, top)[:, None])
+    piece = (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * ROWS + i
+    tl.store(o_ptr + piece[:, None] * DP + d[None, :], tl.dot(weight.to(v.dtype), v))
+    tl.store(top_ptr + piece, top)
+    tl.store(sum_ptr + piece, tl.sum(weight, 1))
+
+
+@triton.jit
+def join_kernel(
+    o_ptr, top_ptr, sum_ptr, y_ptr, pieces, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    PIECES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """y `[batch, heads GROUP, D]`; grid (batch heads, GROUP)."""
+    p, d = tl.arange(0, PIECES), tl.arange(0, DP)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    piece = (tl.program_id(0).to(tl.int64) * pieces + p) * ROWS + tl.program_id(1)
+    top = tl.load(top_ptr + piece, mask=p < pieces, other=float("-inf"))
+    scale = tl.exp(top - tl.max(top, 0))
+    total = tl.sum(tl.load(sum_ptr + piece, mask=p < pieces, other=0.0) * scale, 0)
+    o = tl.load(o_ptr + piece[:, None] * DP + d[None, :], mask=(p < pieces)[:, None], other=0.0)
+    y = tl.sum(o * scale[:, None], 0) / total
+    place = (tl.program_id(0).to(tl.int64) * GROUP + tl.program_id(1)) * D + d
+    tl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), mask=d < D)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """y [b, 1, h, d] of q [b, h, 1, d], k and v [b, heads, length, d]; mask: bool [b, length]."""
+    b, h, _, width = q.shape
+    heads, length = k.shape[1:3]
+    group, pieces = h // heads, triton.cdiv(length, BLOCK)
+    rows, padded = max(16, triton.next_power_of_2(group)), max(16, triton.next_power_of_2(width))
+    o = torch.empty(b * heads, pieces, rows, padded, dtype=torch.float32, device=q.device)
+    top, total = (
+        torch.empty(b * heads, pieces, rows, dtype=torch.float32, device=q.device) for _ in range(2)
+    )
+    y = torch.empty(b, 1, h, width, dtype=q.dtype, device=q.device)
+    pdl = launches_early(q.device)
+    early = {"launch_pdl": True} if pdl else {}
+    shape = {"GROUP": group, "ROWS": rows, "D": width, "DP": padded, "PDL": pdl}
+    bytes_ = None if mask is None else mask.view(torch.uint8)
+    piece_kernel[(b * heads, pieces)](
+        q, k, v, bytes_, o, top, total, heads, length, scale, q.stride(0), q.stride(1), k.stride(0), k.stride(1),
+        k.stride(2), v.stride(0), v.stride(1), v.stride(2), 0 if bytes_ is None else bytes_.stride(0), **shape,
+        BLOCK=BLOCK, num_warps=4, **early,
+    )  # fmt: skip
+    join_kernel[(b * heads, group)](
+        o, top, total, y, pieces, **shape, PIECES=triton.next_power_of_2(pieces), num_warps=4, **early
+    )
+    return y

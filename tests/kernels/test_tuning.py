@@ -1,0 +1,103 @@
+"""Launch settings: the rule for GPUs that nobody measured, the table, and the cache before it."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from requant_kernels import autotune, tuning
+from requant_kernels.tuning import DecodeConfig, TallConfig
+
+from .cases import Case, random_csr, random_layout, random_trellis
+
+# multiprocessors, capability, shared memory of a program
+GPUS = {"A100": (108, (8, 0), 166912), "4090": (128, (8, 9), 101376), "H100": (132, (9, 0), 232448)}
+
+
+@pytest.fixture(autouse=True)
+def forgotten(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv(tuning.CACHE_VARIABLE, str(tmp_path / "kernels.json"))
+    tuning.forget()
+    yield
+    tuning.forget()
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, name: str) -> torch.device:
+    multiprocessors, capability, shared = GPUS[name]
+    properties = SimpleNamespace(
+        name=name, multi_processor_count=multiprocessors, major=capability[0], minor=capability[1],
+        shared_memory_per_block_optin=shared,
+    )  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    return torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("name", GPUS)
+@pytest.mark.parametrize(("n", "k"), [(28672, 8192), (4096, 4096), (2048, 2048), (16, 100)])
+def test_the_rule_fills_every_gpu(monkeypatch: pytest.MonkeyPatch, name: str, n: int, k: int) -> None:
+    device = pretend(monkeypatch, name)
+    decode = tuning._config("grid", 4, n, k, 1, 16, device)
+    assert decode.warps in (4, 8, 16) and decode.pdl == (name == "H100")
+    wanted = 12 * GPUS[name][0]
+    assert -(-n // 16) * decode.warps >= min(wanted, -(-n // 16) * 16) or 2 * decode.warps > -(-k // 256)
+    tall = tuning.tall_config("grid", 4, n, k, 64, device)
+    assert 1 <= tall.split <= max(1, -(-k // 256)) and (tall.stages + 1) * 64 * 512 <= GPUS[name][2]
+
+
+def test_the_cache_comes_before_the_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    device = pretend(monkeypatch, "H100")
+    layout = random_layout(Case(kind="grid", bits=2, n=64, k=1024, m=1), "cpu")
+    rule = tuning.decode_config(layout, 1, device)
+    table = {"H100": {"decode grid 2 64x1024 1": [2, 2, 1, 0, 96], "tall grid 2 64x1024 32": [4, 2, 3]}}
+    autotune.write_table(tmp_path / "kernels.json", table)
+    assert json.loads((tmp_path / "kernels.json").read_text()) == table
+    assert tuning.decode_config(layout, 1, device) == rule  # read once in a process
+    tuning.forget()
+    assert tuning.decode_config(layout, 1, device) == DecodeConfig(
+        warps=2, tiles=2, slots=rule.slots, ahead=False, pdl=True, max_registers=96
+    )
+    assert tuning.decode_config(layout, 3, device) == rule  # another width
+    assert tuning.tall_config("grid", 2, 64, 1024, 32, device) == TallConfig(warps=4, split=2, stages=3)
+
+
+def test_the_table_holds_settings() -> None:
+    lengths = {"decode": 5, "tall": 3, "trellis": 1}
+    for table in json.loads(tuning.TABLE.read_text()).values():
+        for name, setting in table.items():
+            kernel, kind, bits, shape, width = name.split()
+            n, k = map(int, shape.split("x"))
+            assert tuning.setting_name(kernel, kind, int(bits), n, k, int(width)) == name
+            assert len(setting) == lengths[kernel] and all(isinstance(value, int) for value in setting)
+            assert setting[0] in (2, 4, 8, 16)
+
+
+def test_names_and_widths_are_those_of_the_lookup() -> None:
+    plain = random_layout(Case(kind="grid", bits=3, n=32, k=256, m=1), "cpu")
+    sparse = random_layout(Case(kind="codebook", bits=3, n=32, k=256, m=1, density=0.1), "cpu")
+    assert (autotune.kind_of(plain), autotune.kind_of(sparse)) == ("grid", "codebook+s")
+    from requant_kernels import pack_trellis
+
+    trellis = pack_trellis(
+        *random_trellis(32, 256, 2, "cpu"), bits=2, code="pair", sparse=random_csr(32, 256, 0.1, False, "cpu")
+    )
+    assert autotune.kind_of(trellis) == "pair"
+    kernels = [autotune.kernel_of(plain, m) for m in (1, 16, 17, 128, 129)]
+    assert kernels == ["decode", "decode", "tall", "tall", None]
+    assert [autotune.kernel_of(trellis, m) for m in (16, 17)] == ["trellis", None]
+    assert [autotune.width_of("decode", m) for m in (1, 2, 8, 9)] == [1, 8, 8, 16]
+    assert [autotune.width_of("tall", m) for m in (17, 64, 65)] == [32, 64, 128]
+
+
+def test_every_candidate_is_a_launch_for_some_shape() -> None:
+    for kernel, settings in autotune.CANDIDATES.items():
+        tokens = 64 if kernel == "tall" else 1
+        assert all(
+            any(
+                autotune.fits(kernel, n, k, tokens, s)
+                for n, k in ((8192, 8192), (28672, 4096), (4096, 14336))
+            )
+            for s in settings
+        )
