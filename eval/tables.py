@@ -297,6 +297,20 @@ def best_ablation_table(results: Path) -> str:
     return markdown(["at 2 bits", "real bits", "perplexity", "KL", "KL on C4", "with scoring"], rows)
 
 
+def tasks_table(results: Path) -> str:
+    """Accuracy by lm-eval, one column a model, with standard errors."""
+    found = read(results, "tasks-bench-32m").get("rows", [])
+    models = list(dict.fromkeys(row["model"] for row in found))
+    cells = {
+        (row["task"], row["metric"], row["model"]): row for row in found if row["metric"] != "perplexity"
+    }
+    rows = []
+    for task, metric in dict.fromkeys((task, metric) for task, metric, _ in cells):
+        values = [cells[task, metric, model] for model in models]
+        rows.append([f"{task}, {metric}", *(f"{row['value']:.3f} ± {row['stderr']:.3f}" for row in values)])
+    return markdown(["300 documents each", *models], rows)
+
+
 def speed_table(results: Path) -> str:
     """Targets beside what was measured."""
     rows: list[list[str]] = []
@@ -348,6 +362,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "ablation": ablation_table,
     "quality": quality_table,
     "best-ablation": best_ablation_table,
+    "tasks": tasks_table,
     "speed": speed_table,
 }
 

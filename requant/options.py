@@ -90,12 +90,12 @@ def recipe_from_options(
 
 
 def default_recipe(model: str, method: str | None, mode: str | None = None, *, gpu: bool = False) -> Recipe:
-    """What `--bits` alone runs: on a GPU mode `best` over trellis codes, else the paper's k-means, which a CPU can bear.
+    """What `--bits` alone runs: on a GPU mode `best` over trellis codes, else the paper over `lut`, which a CPU can bear.
 
     Sized to the demo model where that is it.
     """
     mode = mode or ("best" if gpu else "paper")
-    name = method or ("trellis" if mode == "best" else "kmeans")
+    name = method or ("trellis" if mode == "best" else "lut")
     if name not in METHODS:
         raise RecipeError(
             f"method '{name}' is unknown{did_you_mean(name, METHODS)}; there are: {', '.join(METHODS)}."

@@ -20,6 +20,7 @@ from requant.allocation import (
     uniform,
     vocabulary_savings,
 )
+from requant.best import rounds_of
 from requant.calibration.statistics import bytes_needed
 from requant.formats import INDEX_TILE
 from requant.models import LinearSite
@@ -127,7 +128,7 @@ def _allocation(prepared: Prepared, recipe: Recipe, *, quiet: bool) -> Allocatio
 
 
 def _sparse_fraction(recipe: Recipe) -> float:
-    if recipe.mode == "dense":
+    if recipe.mode != "paper":
         return 0.0
     return recipe.detach.outlier_fraction + recipe.detach.significant_fraction
 
@@ -168,7 +169,10 @@ def _seconds(prepared: Prepared, recipe: Recipe) -> float:
         forwards += len(recipe.detach.temperatures)
     if recipe.mode == "paper" and recipe.detach.significant_fraction:
         passes += nodes * recipe.detach.steps
-    passes += recipe.tuning.steps * recipe.tuning.tokens_per_step / prepared.windows.numel() * 4 / 3
+    phases = len(rounds_of(prepared.sites)) if recipe.mode == "best" and recipe.tuning.steps else 1
+    passes, forwards = passes * phases, forwards * phases  # statistics are taken again for every round
+    step = min(recipe.tuning.tokens_per_step, prepared.pool.numel())
+    passes += phases * recipe.tuning.steps * step / prepared.windows.numel() * 4 / 3
     scored = 3 * 2 * parameters * prepared.scored.numel()
     work = backward * (passes + forwards / 3) + scored
     quantizer = QUANTIZER_SECONDS[recipe.method][prepared.model.device.type == "cuda"]

@@ -1,9 +1,14 @@
 """Tiny models of every architecture, a byte tokenizer and a text, shared by all tests; folders are made once."""
 
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # a process of tests a core: threads of each would wait for the other's
 
 import pytest
 import torch

@@ -9,6 +9,7 @@ import pytest
 import typer
 
 from requant.cli import app
+from requant.models import ALIASES
 from requant.quantizers import METHODS
 from requant.recipe import available_recipes, load_recipe
 
@@ -57,10 +58,18 @@ def test_recipes_load_and_are_named_by_the_rule(name: str) -> None:
     recipe = load_recipe(name)
     assert f"`{name}`" in (ROOT / "recipes" / "README.md").read_text(encoding="utf-8")
     assert name.endswith(f"-{recipe.quantizer.bits}bit")
-    own = recipe.mode == "paper" and recipe.method == "kmeans"
-    assert own == (recipe.method not in name) or recipe.mode in name
     model = "bench" if "bench" in recipe.model else recipe.model
-    assert name.startswith(model)
+    usual = (
+        ("paper", "lut")
+        if model == "demo"
+        else ("paper", "kmeans")
+        if model == "bench"
+        else ("best", "trellis")
+    )
+    own = (recipe.mode, recipe.method) == usual
+    assert own == (name == f"{model}-{recipe.quantizer.bits}bit")
+    assert own or recipe.method in name or recipe.mode in name
+    assert name.startswith(model) and (model in ALIASES or model in ("demo", "bench"))
 
 
 def test_shared_files_of_recipes_exist() -> None:
@@ -104,14 +113,18 @@ def test_no_pickle() -> None:
 
 
 OPTIONS = {
-    "quantize": "as_json bits calibration device dry_run dtype eval_text method mode model num_samples output quiet recipe "
-    "resume seed sensitivity seq_len skip tune verbose",
+    "quantize": "as_json bits calibration device dry_run dtype eval_text head_bits method mode model num_samples output "
+    "quiet recipe resume seed sensitivity seq_len size skip tune verbose",
     "sensitivity": "as_json bits calibration device dtype method model nodes num_samples output quiet recipe seed seq_len "
     "skip verbose",
-    "eval": "against as_json context device dtype models quiet text windows",
+    "eval": "against as_json context device dtype limit models quiet task_data tasks text windows",
     "inspect": "as_json checkpoint",
+    "compare": "against as_json checkpoints context device dtype output quiet text windows",
+    "export": "as_json checkpoint dtype output to",
     "generate": "checkpoint device dtype max_new_tokens prompt seed temperature",
-    "recipes": "",
+    "bench": "against as_json batch checkpoint compile device dtype new_tokens prompt_tokens tune",
+    "serve": "api_key checkpoint context device dtype host max_tokens_limit max_waiting name port quiet",
+    "recipes": "as_json",
 }
 
 

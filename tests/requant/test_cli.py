@@ -23,7 +23,7 @@ def test_the_main_job_on_the_demo_model(cli, tmp_path: Path) -> None:
     """Quantize, compare, inspect, generate: what the README shows."""
     code, out, error = cli("quantize", "--bits", 3, "--num-samples", 2, "--seq-len", 64)
     assert code == 0, error
-    folder = tmp_path / "demo-kmeans-3bit"
+    folder = tmp_path / "demo-lut-3bit"
     assert "perplexity" in out and "bits per quantized weight" in out and "peak memory" in out
     for stage in ("pre-quantize", "sensitivity", "temperature 1", "predicted by pqi", "measured by block"):
         assert stage in error, "no progress bar"

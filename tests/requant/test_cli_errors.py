@@ -59,15 +59,15 @@ def checkpoint(tiny_folder, tiny_text_file: Path, tmp_path_factory: pytest.TempP
         (("--bits", "3", "--size", "1MB"), "--bits and --size are two budgets"),
         (
             ("--bits", "1.5", "--quiet"),
-            "--bits 1.5 cannot be met: the smallest that method 'kmeans' makes of this model is 2.",
+            "--bits 1.5 cannot be met: the smallest that method 'lut' makes of this model is 2.",
         ),
         (
             ("--size", "1MB", "--quiet"),
-            "--size 1,000,000 cannot be met: the smallest checkpoint that method 'kmeans'",
+            "--size 1,000,000 cannot be met: the smallest checkpoint that method 'lut'",
         ),
         (
             ("--size", "1GB", "--quiet"),
-            "--size 1,000,000,000 cannot be met: the largest checkpoint that method 'kmeans'",
+            "--size 1,000,000,000 cannot be met: the largest checkpoint that method 'lut'",
         ),
         (("--bits", "3", "--head-bits", "7"), "head_bits is '7'"),
         (("--bits", "x"), "--bits x is no number"),

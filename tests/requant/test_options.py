@@ -35,7 +35,7 @@ def options(**given) -> Recipe:
 
 def test_bits_alone() -> None:
     recipe = options(bits="3")
-    assert (recipe.model, recipe.method, recipe.quantizer.bits, recipe.mode) == ("demo", "kmeans", 3, "paper")
+    assert (recipe.model, recipe.method, recipe.quantizer.bits, recipe.mode) == ("demo", "lut", 3, "paper")
     assert recipe.calibration == Calibration(num_samples=16, seq_len=512)
     other = options(bits="3", model="llama-3.2-1b")
     assert other.calibration == Calibration() and other.evaluation == Evaluation()

@@ -8,7 +8,7 @@ from requant.checkpoint import byte_table
 from requant.pipeline import prepare
 from requant.plan import make_plan
 from requant.quantizers import METHODS
-from requant.recipe import Calibration, Detach, Evaluation, Recipe
+from requant.recipe import Budget, Calibration, Detach, Evaluation, Recipe, Tuning
 
 SLOW = {"trellis": pytest.mark.slow}
 
@@ -36,6 +36,23 @@ def test_predicted_bytes_of_the_dense_part_are_exact(
     assert plan.bits_per_weight == pytest.approx(table.bits_per_weight, rel=1e-6)
     assert plan.bytes_after == pytest.approx(table.bytes, abs=table.file_headers)
     assert plan.weights == sum(matrix.weights for matrix in table.matrices.values())
+
+
+def test_predicted_bytes_of_mode_best_are_exact(tiny_folder, tiny_text_file: Path, tmp_path: Path) -> None:
+    """Training changes no byte, and mode `best` has no sparse part."""
+    recipe = recipe_of(
+        "kmeans",
+        mode="best",
+        budget=Budget(bits=4.5),
+        calibration=Calibration(num_samples=4, seq_len=32),
+        tuning=Tuning(steps=1, tokens_per_step=64),
+    )
+    source = str(tiny_folder("llama"))
+    plan = make_plan(prepare(source, recipe, tiny_text_file), recipe)
+    table = byte_table(requant.quantize(source, recipe, tiny_text_file).save(tmp_path / "out"))
+    assert (
+        plan.bits_per_weight == pytest.approx(table.bits_per_weight, rel=1e-6) and plan.bits_per_weight <= 4.5
+    )
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -72,5 +89,6 @@ def test_more_work_takes_longer(tiny_folder, tiny_text_file: Path, monkeypatch) 
 
     base = seconds()
     assert seconds(calibration=Calibration(num_samples=8, seq_len=64)) > base
+    assert seconds(tuning=Tuning(steps=9)) > seconds(tuning=Tuning(steps=1)) > base
     assert seconds(detach=Detach(steps=9)) > seconds(detach=Detach(steps=1))
     assert seconds(sensitivity=requant.recipe.Sensitivity(nodes="plain32")) > base

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from requant.errors import RecipeError
+from requant.learnable import learnable, weight_function, with_theta
 from requant.pipeline import prepare, start
 from requant.quantizers import METHODS
 from requant.recipe import Calibration, Evaluation, Recipe, Tuning
 from requant.run import Run, quantize_linears
-from requant.learnable import learnable, weight_function, with_theta
 from requant.tuning import tune
 from requant.workspace import Workspace
 

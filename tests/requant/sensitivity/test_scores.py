@@ -124,7 +124,7 @@ def test_the_model_is_left_at_the_quantized_weights(trained_model, tiny_windows,
 
 
 @pytest.mark.parametrize(
-    ("bits", "nodes", "error"), [(3, "gauss4", 2e-3), (2, "gauss4", 2e-3), (3, "gauss2", 2e-2)]
+    ("bits", "nodes", "error"), [(3, "gauss4", 2e-3), (2, "gauss4", 5e-3), (3, "gauss2", 2e-2)]
 )
 def test_the_sum_of_pqi_is_the_measured_loss(
     trained_model, tiny_text, tokenizer, bits: int, nodes: str, error: float
