@@ -10,7 +10,6 @@ import logging
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,9 +18,10 @@ from requant_kernels import GridLayout, Layout, TrellisLayout, pack_codebook, pa
 from requant_kernels.ops import OPERANDS, TRELLIS_OPERANDS, flatten, unflatten
 from torch import Tensor, nn
 
+from requant.checkpoint.slicing import join_rows
 from requant.embedding import QuantEmbedding
 from requant.errors import OutputError
-from requant.formats import Codebook, Grid, QuantizedWeight, Sparse, Trellis
+from requant.formats import Codebook, Grid, QuantizedWeight, Trellis
 from requant.linear import QuantLinear, apply_without_casts
 from requant.models import SIBLINGS
 
@@ -192,7 +192,8 @@ def _serve_children(parent: nn.Module, device: torch.device, refused: Counter[st
         for group in alike.values():
             chosen = [layers.pop(name) for name in group]
             try:
-                weight = joined([layer.quantized().to(device) for layer in chosen])
+                weight = join_rows([layer.quantized().to(device) for layer in chosen])
+                assert weight is not None  # their likeness says so
                 matrix = KernelLinear(kernel_layout(weight), _joined_bias(chosen, device))
             except ValueError as error:  # the packer says what no kernel takes, and the remedy
                 refused[str(error)] += len(group)
@@ -255,45 +256,6 @@ def _likeness(layer: QuantLinear) -> Any:
         scales = tuple(layer.get_buffer("column_scales").tolist())
     kind = layout.sparse_values if layout.sparse else "float16"
     return layout.format, layout.bits, layout.group_size, layout.zero_points, layout.shape[1], scales, kind
-
-
-def joined(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """Matrices of equal likeness, one below the other."""
-    if len(weights) == 1:
-        return weights[0]
-    first: Any = weights[0].dense
-    dense: list[Any] = [weight.dense for weight in weights]
-    names = ("codes", "scales", "zero_points") if isinstance(first, Grid) else ("codes", "levels")
-    rows = {
-        name: torch.cat([getattr(d, name) for d in dense])
-        for name in names
-        if getattr(first, name) is not None
-    }
-    return QuantizedWeight(dense=replace(first, **rows), sparse=_joined_sparse(weights))
-
-
-def _joined_sparse(weights: Sequence[QuantizedWeight]) -> Sparse | None:
-    parts = [weight.sparse for weight in weights]
-    given = [part for part in parts if part is not None]
-    if not given:
-        return None
-    device, scaled = given[0].values.device, given[0].row_scales is not None
-    counts = [
-        torch.zeros(weight.shape[0], dtype=torch.int64, device=device) if part is None else part.indptr.diff()
-        for weight, part in zip(weights, parts, strict=True)
-    ]
-    row_scales = [
-        torch.ones(weight.shape[0], dtype=torch.float16, device=device) if part is None else part.row_scales
-        for weight, part in zip(weights, parts, strict=True)
-    ]
-    counted = torch.cat(counts)
-    return Sparse(
-        indptr=torch.nn.functional.pad(counted.cumsum(0), (1, 0)),
-        indices=torch.cat([part.indices for part in given]),
-        values=torch.cat([part.values for part in given]),
-        row_scales=torch.cat(row_scales) if scaled else None,  # type: ignore[arg-type]
-        shape=(len(counted), weights[0].shape[1]),
-    )
 
 
 def _joined_bias(layers: Sequence[QuantLinear], device: torch.device) -> Tensor | None:

@@ -19,7 +19,7 @@ from requant.embedding import QuantEmbedding, tied_head
 from requant.errors import OutputError
 from requant.formats import Grid, QuantizedWeight, sparse_residual
 from requant.linear import QuantLinear
-from requant.serving import KernelEmbedding, KernelLinear, Sibling, joined, kernel_layout, serve
+from requant.serving import KernelEmbedding, KernelLinear, Sibling, kernel_layout, serve
 
 
 def grid(n: int, k: int, *, bits: int = 3, density: float = 0.02, seed: int = 0, scaled: bool = False) -> Any:
@@ -153,14 +153,6 @@ def test_column_scales_have_to_agree() -> None:
     assert isinstance(model.q_proj, Sibling) and isinstance(model.v_proj, KernelLinear)
     for layer, y in zip((model.q_proj, model.k_proj, model.v_proj), want, strict=True):
         assert torch.allclose(layer(x), y, atol=1e-4)
-
-
-def test_joined_matrices_are_one_below_the_other(random_weight) -> None:
-    parts = [random_weight(8, 64, kind="codebook", seed=i, density=d) for i, d in enumerate((0.05, 0.0, 0.1))]
-    whole = joined(parts)
-    assert torch.equal(whole.dequantize(), torch.cat([part.dequantize() for part in parts]))
-    parts = [random_weight(8, 64, int8=True, density=d) for d in (0.05, 0.0)]
-    assert torch.equal(joined(parts).dequantize(), torch.cat([part.dequantize() for part in parts]))
 
 
 def test_what_no_kernel_takes_stays_and_is_said(random_weight, caplog: pytest.LogCaptureFixture) -> None:

@@ -111,3 +111,11 @@ def test_no_slice_outside(random_weight, start: int, stop: int) -> None:
     for cut in (slice_rows, slice_columns):
         with pytest.raises(InputError, match="no part of a matrix of 64"):
             cut(weight, start, stop)
+
+
+def test_joined_matrices_are_one_below_the_other(random_weight) -> None:
+    parts = [random_weight(8, 64, kind="codebook", seed=i, density=d) for i, d in enumerate((0.05, 0.0, 0.1))]
+    whole = join_rows(parts)
+    assert torch.equal(whole.dequantize(), torch.cat([part.dequantize() for part in parts]))
+    parts = [random_weight(8, 64, int8=True, density=d) for d in (0.05, 0.0)]
+    assert torch.equal(join_rows(parts).dequantize(), torch.cat([part.dequantize() for part in parts]))
