@@ -78,6 +78,7 @@ PLANS = (
         changes={"mode": "paper", "detach": Detach(outlier_fraction=0.0025, significant_fraction=0.0)},
     ),
     Plan(label="SqueezeLLM dense", method="kmeans"),
+    Plan(label="LNQ", method="lut"),
     Plan(label="SqueezeLLM 0.45%+0.05% sparse", method="kmeans", make=squeezellm, changes={"detach": SPARSE}),
     *(
         Plan(
