@@ -183,15 +183,15 @@ def descend(
         stop = min(start + BLOCK, target.shape[1])
         slope = error @ hessian[:, start:stop]
         for j in range(start, stop):
-            column = codes[:, j, None], values[:, j, None]
-            now = floats_of(levels, *column)
+            code, value = codes[:, j, None], values[:, j, None]
+            coded = value.isnan()
+            now = torch.where(coded, levels.gather(1, code), value)
             best = now - slope[:, j - start, None] / hessian[j, j]
             code = torch.searchsorted(boundaries, best.contiguous())
-            value = torch.where(column[1].isnan(), torch.nan, best)
-            step = floats_of(levels, code, value) - now
+            step = torch.where(coded, levels.gather(1, code), best) - now
+            codes[:, j, None], values[:, j, None] = code, torch.where(coded, value, best)
             slope += step * hessian[j, start:stop]
             error[:, j, None] += step
-            codes[:, j, None], values[:, j, None] = code, value
     return codes, values
 
 
