@@ -106,6 +106,7 @@ class RunSummary:
     original_loss: float | None = None  # F on the calibration text, nats a token
     measured: float | None = None  # dF of the whole model, there
     measured_vocabulary: float | None = None  # dF of embedding and head, where they were quantized
+    beside: float | None = None  # PQI of the norms, biases and embeddings that learned, a part of `measured`
     measured_blocks: Mapping[int, float] = field(
         default_factory=dict
     )  # block -> dF with that block alone quantized

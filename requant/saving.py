@@ -112,6 +112,7 @@ def run_summary(result: QuantizedModel, output: Path) -> RunSummary:
         original_loss=diagnosis.original_loss,
         measured=diagnosis.measured,
         measured_vocabulary=diagnosis.vocabulary if result.vocabulary else None,
+        beside=diagnosis.beside or None,
         measured_blocks=diagnosis.measured_blocks,
         seconds=result.seconds,
         peak_memory=result.peak_memory,
