@@ -33,10 +33,10 @@ from requant.vocabulary import vocabulary_of, wanted_widths
 from requant.workspace import Workspace
 
 FRACTION_OF_PEAK = 0.35  # of a plain matrix product's rate, as whole passes through small models reach it
-QUANTIZER_SECONDS = {  # per weight: one CPU core, one H200; measured on bench-32m
+QUANTIZER_SECONDS = {  # per weight: one CPU core, one H200; measured on bench-32m, but for `lut` on a GPU, a guess
     "rtn": (1e-8, 1e-9),
     "kmeans": (4e-7, 2e-8),
-    "lut": (2e-5, 2e-7),
+    "lut": (8e-6, 2e-7),
     "gptq": (4e-7, 2e-7),
     "awq": (5e-7, 4e-8),
     "trellis": (1e-4, 4e-7),
@@ -145,7 +145,10 @@ def _source_bytes_per_weight(prepared: Prepared, model_bytes: int) -> float:
 
 
 def _peak_memory(prepared: Prepared, recipe: Recipe) -> int:
-    """Model + the larger of {statistics, one float32 score a weight} + codes + originals (where they share memory)."""
+    """Model + the larger of {statistics, one float32 score a weight} + codes + originals (where they share memory).
+
+    Training holds more where it takes place: the original, and 16 bytes a parameter (float32, its gradient, Adam's two).
+    """
     weights = sum(site.size for site in prepared.sites)
     model = sum(p.numel() * p.element_size() for p in prepared.model.parameters())
     own = weights * prepared.sites[0].parameter.element_size() if prepared.model.device.type == "cpu" else 0
@@ -153,7 +156,10 @@ def _peak_memory(prepared: Prepared, recipe: Recipe) -> int:
     statistics = sum(bytes_needed(site, needs) for site in prepared.sites)
     embedding: Any = prepared.model.get_input_embeddings()
     activations = 6 * 4 * 2048 * embedding.weight.shape[0]
-    return model + own + weights + max(4 * weights, statistics) + activations
+    stages = model + weights + max(4 * weights, statistics)
+    if recipe.tuning.steps:
+        stages = max(stages, model + 16 * sum(p.numel() for p in prepared.model.parameters()))
+    return own + stages + activations
 
 
 def _seconds(prepared: Prepared, recipe: Recipe) -> float:

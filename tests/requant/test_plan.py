@@ -79,6 +79,20 @@ def test_the_sparse_part_is_expected_within_a_few_percent(
     assert plan.bits_per_weight == pytest.approx(table.bits_per_weight, rel=0.03)
 
 
+def test_training_needs_memory_of_its_own(tiny_folder, tiny_text_file: Path) -> None:
+    """16 bytes a parameter, less the statistics that are gone by then."""
+    source = str(tiny_folder("llama"))
+
+    def plan(**changes) -> tuple[int, int]:
+        recipe = recipe_of("rtn", mode="best", **changes)
+        prepared = prepare(source, recipe, tiny_text_file)
+        parameters = sum(p.numel() for p in prepared.model.parameters())
+        return make_plan(prepared, recipe).peak_memory, parameters
+
+    (without, parameters), (training, _) = plan(), plan(tuning=Tuning(steps=1))
+    assert 10 * parameters < training - without < 20 * parameters
+
+
 def test_more_work_takes_longer(tiny_folder, tiny_text_file: Path, monkeypatch) -> None:
     monkeypatch.setattr("requant.plan._rate", lambda model: 1e9)
     source = str(tiny_folder("llama"))
