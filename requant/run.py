@@ -214,8 +214,8 @@ def _outcome_keys(run: Run, stage: str) -> dict[str, str]:
         "budget",
         "seed",
     )
-    parts = recipe_part(run.recipe, *sections)
-    return {name: digest(run.fingerprint, parts, stage, name) for name in ("", *(s.name for s in run.sites))}
+    base = digest(run.fingerprint, recipe_part(run.recipe, *sections), run.training_windows, stage)
+    return {name: digest(base, name) for name in ("", *(s.name for s in run.sites))}
 
 
 def gather(

@@ -55,18 +55,16 @@ def leaves_of(
 
 
 def other_parameters(run: Run) -> dict[str, nn.Parameter]:
-    """What no code will stand for, by name: norms, biases, and embedding and head unless they are to be quantized."""
+    """What is stored in 16 bits whatever is quantized, by name: norms, biases, and embedding and head that stay.
+
+    Matrices that the recipe skips are left alone here too.
+    """
     allocation = run.allocation
-    widths = (
-        {} if allocation is None else {"embedding": allocation.embedding_bits, "head": allocation.head_bits}
-    )
-    coded = {id(site.parameter) for site in run.sites}
-    coded |= {
-        id(part.weight) for role, part in vocabulary_of(run.model).parts.items() if widths.get(role, 16) != 16
-    }
-    return {
-        name: p for name, p in run.model.named_parameters() if id(p) not in coded and p.is_floating_point()
-    }
+    widths = {"embedding": 16, "head": 16}
+    if allocation is not None:
+        widths = {"embedding": allocation.embedding_bits, "head": allocation.head_bits}
+    tables = {id(part.weight) for role, part in vocabulary_of(run.model).parts.items() if widths[role] == 16}
+    return {name: p for name, p in run.model.named_parameters() if p.dim() < 2 or id(p) in tables}
 
 
 def train(
@@ -84,7 +82,7 @@ def train(
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _share_of_rate(step, settings))
     tensors = [leaf.tensor for leaf in leaves]
-    best, kept = math.inf, [] if judge is None else [t.detach().clone() for t in tensors]
+    best, kept = math.inf, [t.detach().clone() for t in tensors] if judge is not None else tensors
     with recomputed_blocks(run.model, None):
         if judge is not None:
             best = divergence(run.model, teacher, judge)
@@ -103,7 +101,7 @@ def train(
                 if now < best:
                     best, kept = now, [t.detach().clone() for t in tensors]
     with torch.no_grad():
-        for tensor, value in zip(tensors, kept, strict=False):
+        for tensor, value in zip(tensors, kept, strict=True):
             tensor.copy_(value)
         for tensor in tensors:
             tensor.requires_grad_(False)
@@ -135,7 +133,7 @@ def computed(run: Run, weights: Weights, thetas: Mapping[str, Theta]) -> Iterato
 def kl_sum(
     model: PreTrainedModel, teacher: PreTrainedModel, tokens: Int64[Tensor, "b t"]
 ) -> Float[Tensor, ""]:
-    """Sum of KL(teacher || model) over the positions of a batch, nats."""
+    """Sum of KL(teacher || model) over the positions of a batch, nats; in bfloat16 on a GPU, unless it only judges."""
     with torch.autocast("cuda", dtype=torch.bfloat16, enabled=tokens.is_cuda and torch.is_grad_enabled()):
         with torch.no_grad():
             expected = teacher(input_ids=tokens, use_cache=False).logits.float().log_softmax(-1)

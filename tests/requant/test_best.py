@@ -79,6 +79,21 @@ def test_what_was_measured_is_what_is_saved(quantized, tmp_path: Path, trained_s
     assert found.perplexity == pytest.approx(result.after.perplexity, rel=1e-4)
 
 
+def test_skipped_matrices_do_not_learn(quantized, trained_state) -> None:
+    result = quantized(budget=Budget(bits=3.0), skip=("*.down_proj", "model.layers.0.self_attn.q_proj"))
+    state = result.model.state_dict()
+    for name in ("model.layers.1.mlp.down_proj.weight", "model.layers.0.self_attn.q_proj.weight"):
+        assert torch.equal(state[name], trained_state[name])
+    assert not torch.equal(state["model.norm.weight"], trained_state["model.norm.weight"])
+
+
+def test_the_page_accounts_for_what_learned_beside(quantized, tmp_path: Path) -> None:
+    result = quantized(budget=Budget(bits=3.0))
+    result.save(tmp_path / "out")
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "which learned too" in page and f"{result.diagnosis.beside:+.4f}" in page.replace("\u2212", "-")
+
+
 def test_a_run_that_resumes_ends_in_the_same_weights(
     trained_model, trained_state, tokenizer, tiny_text_file: Path, tmp_path: Path, monkeypatch
 ) -> None:
