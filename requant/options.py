@@ -1,6 +1,7 @@
 """Command-line options -> recipe: the recipe named, or the defaults of the method, and what the options override."""
 
 import dataclasses
+import logging
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,8 @@ from requant.recipe import (
     load_recipe,
     to_dict,
 )
+
+logger = logging.getLogger(__name__)
 
 # The paper's r_o and r_s (Table 10), as fractions; methods it does not name get those of its scalar quantizer.
 PAPER_DETACH = {
@@ -81,6 +84,10 @@ def recipe_from_options(
         "budget": {"head_bits": head_bits, "embedding_bits": head_bits},
         "evaluation": {"text": eval_text, "context": seq_len},
     }
+    if sensitivity is not None and base["mode"] == "best":
+        logger.warning(
+            "--sensitivity ranks the sparse part, which mode best does not have; give --mode paper."
+        )
     for section, values in overrides.items():
         base[section] |= {key: _plain(value) for key, value in values.items() if value is not None}
     for key, value in {"skip": skip, "seed": seed}.items():

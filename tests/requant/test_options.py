@@ -226,3 +226,11 @@ def test_output_folder(model: str, name: str) -> None:
     if name == "..":
         name = Path.cwd().parent.name
     assert output_folder(Recipe(model=model)) == Path(f"{name}-kmeans-4bit")
+
+
+def test_a_score_that_ranks_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    options(bits="3", mode="best", sensitivity="hessian")
+    assert "which mode best does not have" in caplog.text
+    caplog.clear()
+    options(bits="3", mode="paper", sensitivity="hessian")
+    assert not caplog.text
