@@ -110,6 +110,8 @@ def times(kernel: str, layout: Any, tokens: int, settings: Sequence[Setting]) ->
         try:
             calls: list[Callable[[], object]] = [lambda c=c, s=setting: call(kernel, x, c, s) for c in copies]
             found[setting] = cold_time(calls, replays=5).median
+        except torch.OutOfMemoryError:
+            raise
         except Exception:  # too much shared memory, too many registers: no candidate here
             torch.cuda.synchronize()
     return found
