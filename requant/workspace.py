@@ -4,7 +4,8 @@ Each result is one safetensors file (tensors, and a JSON value in its metadata) 
 is a hash of everything the result depends on: the model's weights, the calibration tokens, the part of the recipe that
 matters, the version of requant. So a changed recipe never meets an old result. Files are written aside and renamed:
 a result exists whole or not at all. The folder is made, and an old one cleared, only when the first result is asked
-for: a command that is refused before it works destroys nothing.
+for: a command that is refused before it works destroys nothing. A lock beside the folder keeps a second run out of it
+while the first one lives.
 """
 
 import hashlib
@@ -20,6 +21,7 @@ from typing import Any
 
 import safetensors
 import torch
+from filelock import BaseFileLock, FileLock, Timeout
 from jaxtyping import Shaped
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -45,6 +47,9 @@ class Workspace:
         self.folder = folder
         self.resume = resume
         self.opened = False
+        self.lock: BaseFileLock | None = None
+        if folder is not None:
+            self.lock = FileLock(folder.with_name(f"{folder.name}.lock"), is_singleton=True)  # one a process
 
     def get(self, stage: str, key: str) -> Stored | None:
         """The result of a stage, or None where it was not finished with this key."""
@@ -84,6 +89,7 @@ class Workspace:
         """Delete everything: the run is complete."""
         if self.folder is not None and self.opened:
             shutil.rmtree(self.folder, ignore_errors=True)
+            self._unlock()
 
     def _file(self, stage: str, key: str) -> Path | None:
         if self.folder is None:
@@ -94,21 +100,39 @@ class Workspace:
 
     def _open(self, folder: Path) -> None:
         """Make the folder; clear what an earlier run left, unless this one resumes it."""
+        assert self.lock is not None
         try:
-            for entry in folder.iterdir() if folder.is_dir() else ():
-                if not RESULT.fullmatch(entry.name):
-                    raise OutputError(
-                        f"{folder} holds {entry.name}, which no run of requant wrote; move that folder away, "
-                        "or choose another --output."
-                    )
-            if folder.exists() and not self.resume:
-                shutil.rmtree(folder)
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            self.lock.acquire(timeout=0)
+            self._clear(folder)
+        except Timeout:
+            raise OutputError(
+                f"another run is writing to {folder}; wait until it ends, or choose another --output."
+            ) from None
         except OSError as error:
             raise OutputError(
                 f"{folder} cannot be made ({error.strerror}); choose another --output."
             ) from error
+        except OutputError:
+            self._unlock()
+            raise
         self.opened = True
+
+    def _clear(self, folder: Path) -> None:
+        for entry in folder.iterdir() if folder.is_dir() else ():
+            if not RESULT.fullmatch(entry.name):
+                raise OutputError(
+                    f"{folder} holds {entry.name}, which no run of requant wrote; move that folder away, "
+                    "or choose another --output."
+                )
+        if folder.exists() and not self.resume:
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def _unlock(self) -> None:
+        assert self.lock is not None
+        Path(self.lock.lock_file).unlink(missing_ok=True)
+        self.lock.release()
 
 
 def digest(*parts: Any) -> str:

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock, Timeout
 from torch import nn
 
 from requant import workspace
@@ -35,6 +36,21 @@ def test_without_resume_it_starts_over(tmp_path: Path) -> None:
     Workspace(tmp_path / "w").put("linear", KEY, value=1)
     assert Workspace(tmp_path / "w").get("linear", KEY) is None
     assert Workspace(tmp_path / "w", resume=True).get("linear", KEY) is None  # cleared by the run before
+
+
+def test_a_second_run_keeps_out_while_the_first_one_lives(tmp_path: Path) -> None:
+    other = FileLock(tmp_path / "w.lock")  # what another process would hold
+    with other, pytest.raises(OutputError, match="another run is writing"):
+        Workspace(tmp_path / "w").put("linear", KEY, value=1)
+    assert not (tmp_path / "w").exists()
+    kept = Workspace(tmp_path / "w")
+    kept.put("linear", KEY, value=1)
+    with pytest.raises(Timeout):
+        other.acquire(timeout=0)
+    kept.remove()
+    assert list(tmp_path.iterdir()) == []
+    with other:  # free again
+        pass
 
 
 def test_a_command_that_never_works_touches_nothing(tmp_path: Path) -> None:
@@ -106,7 +122,9 @@ def test_a_full_disk_is_one_sentence(tmp_path: Path, monkeypatch) -> None:
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(OutputError, match=r"cannot be made \(Not a directory\); choose another --output"):
+    with pytest.raises(
+        OutputError, match=r"cannot be made \((File exists|Not a directory)\); choose another --output"
+    ):
         Workspace(tmp_path / "file" / "w").get("linear", KEY)
 
 
