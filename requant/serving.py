@@ -3,7 +3,8 @@
     q_proj, k_proj, v_proj  ->  one matrix [n_q + n_k + n_v, k], one launch; each layer returns its columns
 
 `QuantLinear` holds what is on disk, which no kernel can read at speed, so `serve` replaces it and drops its buffers:
-memory is then the packed size. A matrix that no kernel takes stays a `QuantLinear`, and the log says so.
+memory is then the packed size. A matrix that no kernel takes, or that one gets wrong (`kernel_check.py`), stays a
+`QuantLinear`, and the log says so.
 """
 
 import logging
@@ -22,6 +23,7 @@ from requant.checkpoint.slicing import join_rows
 from requant.embedding import QuantEmbedding
 from requant.errors import OutputError
 from requant.formats import Codebook, Grid, QuantizedWeight, Trellis
+from requant.kernel_check import KernelCheck
 from requant.linear import QuantLinear, apply_without_casts
 from requant.models import SIBLINGS
 
@@ -154,8 +156,9 @@ def serve(model: Any, *, device: torch.device | str) -> Any:
     else:
         embeddings = {name: m for name, m in model.named_modules() if isinstance(m, QuantEmbedding)}
         heads = {name: m for name, m in model.named_modules() if isinstance(m, QuantLinear)}
+        check = KernelCheck(model.dtype)
         for parent in list(model.modules()):
-            _serve_children(parent, device, refused)
+            _serve_children(parent, device, refused, check)
         for name, embedding in embeddings.items():
             partners = [head for head, m in heads.items() if m._buffers is embedding._buffers]
             _serve_embedding(model, name, embedding, partners, device)
@@ -181,7 +184,9 @@ def tune_kernels(model: Any, *, tokens: Sequence[int] = (1,)) -> int:
     return tune(list(shapes.values()), tokens)
 
 
-def _serve_children(parent: nn.Module, device: torch.device, refused: Counter[str]) -> None:
+def _serve_children(
+    parent: nn.Module, device: torch.device, refused: Counter[str], check: KernelCheck
+) -> None:
     """The quantized layers directly below `parent`, siblings together."""
     layers = {name: child for name, child in parent.named_children() if isinstance(child, QuantLinear)}
     for names in (*SIBLINGS, *((name,) for name in layers)):
@@ -194,7 +199,9 @@ def _serve_children(parent: nn.Module, device: torch.device, refused: Counter[st
             try:
                 weight = join_rows([layer.quantized().to(device) for layer in chosen])
                 assert weight is not None  # their likeness says so
-                matrix = KernelLinear(kernel_layout(weight), _joined_bias(chosen, device))
+                layout = kernel_layout(weight)
+                check(KernelLinear(layout), layout, weight)
+                matrix = KernelLinear(layout, _joined_bias(chosen, device))
             except ValueError as error:  # the packer says what no kernel takes, and the remedy
                 refused[str(error)] += len(group)
                 continue

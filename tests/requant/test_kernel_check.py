@@ -1,0 +1,69 @@
+"""A kernel that is wrong on this machine is found while the model loads."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from requant import serving
+from requant.kernel_check import KernelCheck
+from requant.linear import QuantLinear
+from requant.serving import KernelLinear, kernel_layout, serve
+
+
+def test_right_ones_pass_once(random_weight) -> None:
+    check, calls = KernelCheck(torch.float32), []
+    for seed_rows in (48, 48, 64):
+        weight = random_weight(seed_rows, 64, kind="codebook")
+        layout = kernel_layout(weight)
+        matrix = KernelLinear(layout)
+        check(lambda x, matrix=matrix: (calls.append(len(x)), matrix(x))[1], layout, weight)
+    assert calls == [1, 24, 1, 24]  # the second matrix is of the kind of the first
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda y: y.roll(1, dims=-1),
+        lambda y: y * 1.03,
+        lambda y: torch.full_like(y, torch.nan),
+        lambda y: torch.cat([y[:1], torch.zeros_like(y[1:])]),  # right for one token only
+    ],
+)
+def test_wrong_ones_do_not(random_weight, wrong) -> None:
+    weight = random_weight(48, 64, kind="codebook")
+    layout = kernel_layout(weight)
+    matrix = KernelLinear(layout)
+    check = KernelCheck(torch.float32)
+    with pytest.raises(ValueError, match="is wrong on this machine"):
+        check(lambda x: wrong(matrix(x)), layout, weight)
+    check(matrix, layout, weight)  # nothing was remembered
+
+
+def test_a_matrix_of_zeros_passes(random_weight) -> None:
+    weight = random_weight(32, 64, kind="codebook")
+    weight.dense.levels.zero_()
+    layout = kernel_layout(weight)
+    KernelCheck(torch.float32)(KernelLinear(layout), layout, weight)
+
+
+def test_a_model_is_served_all_the_same(
+    make_checkpoint, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import requant
+
+    folder, _plain = make_checkpoint("llama", kind="codebook")
+    forward = KernelLinear.forward
+    monkeypatch.setattr(serving.KernelLinear, "forward", lambda self, x: 2 * forward(self, x))
+    model = requant.load(folder, device="cpu")
+    tokens = torch.randint(0, 50, (1, 9))
+    want = model(tokens).logits
+    with caplog.at_level(logging.WARNING):
+        serve(model, device="cpu")
+    linears = [m for m in model.modules() if isinstance(m, (QuantLinear, KernelLinear, nn.Linear))]
+    assert any(isinstance(m, QuantLinear) for m in linears) and not any(
+        isinstance(m, KernelLinear) for m in linears
+    )
+    assert torch.equal(model(tokens).logits, want)
+    assert "are dequantized at every call" in caplog.text and "please report it" in caplog.text
