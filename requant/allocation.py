@@ -9,6 +9,8 @@ without a budget gives every matrix the recipe's width; mode `best` takes even t
 """
 
 import dataclasses
+import itertools
+import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,15 +18,18 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from requant.checkpoint.layout import MatrixLayout
-from requant.checkpoint.save import checkpoint_bytes
+from requant.checkpoint.layout import MatrixLayout, TensorSpec
+from requant.checkpoint.save import MAX_SHARD_BYTES, checkpoint_bytes
 from requant.errors import RecipeError
 from requant.formats import INDEX_TILE
+from requant.int8 import WIDEST_CODE
 from requant.knapsack import TOLERANCE, Allocation, Option, allocate, neighbours
 from requant.models import LinearSite
-from requant.predictors import predicted_losses
+from requant.predictors import entry_factors, predicted_losses
+from requant.quantizers.entries import count_of
 from requant.recipe import Recipe
 from requant.run import Run, recipe_part
+from requant.trellis_codes import PERIOD
 from requant.vocabulary import (
     Vocabulary,
     part_sizes,
@@ -37,7 +42,9 @@ from requant.vocabulary import (
 from requant.workspace import digest
 
 __all__ = ["TOLERANCE", "Allocation", "allocate_bits", "planned_layout", "with_allocation"]
-VALUE_AND_INDEX = 3  # bytes of a residual in float16 with its index in the tile
+WIDEST_QUARTER = 5  # bits
+WIDEST_WITH_ENTRIES = 4  # bits of codes beside which entries may compete
+ENTRY = {"float16": 3, "int8": 2}  # bytes of a residual with its index in the tile
 
 
 def allocate_bits(run: Run, *, reserve: int | None = None) -> Allocation:
@@ -60,27 +67,31 @@ def allocate_bits(run: Run, *, reserve: int | None = None) -> Allocation:
     else:
         assert recipe.budget.size is not None
         budget, fixed = recipe.budget.size, sparse + bytes_beside(run, vocabulary)
-    sizes = {site.name: matrix_sizes(recipe, site.shape) for site in run.sites}
+    sizes: dict[str, Mapping[int | float, int]] = {s.name: matrix_sizes(recipe, s.shape) for s in run.sites}
     if asked is None:
         for role, part in vocabulary.parts.items():
-            sizes[role] = part_sizes(run.model, run.source, part, widths[role])
+            sizes[role] = {**part_sizes(run.model, run.source, part, widths[role])}
     check_reachable(run, sizes, budget, fixed)
     losses = _losses(run, vocabulary, sizes, 8 * (budget - fixed) / run.total_weights)
     options = {
         name: [Option(bits=bits, bytes=size, loss=losses[name][bits]) for bits, size in choices.items()]
         for name, choices in sizes.items()
     }
+    if entries_compete(recipe):
+        for name, found in _with_entries(run, losses).items():
+            options[name] += found
     choice = allocate(options, budget - fixed)
     taken = {role: choice.options[role].bits if role in sizes else found[0] for role, found in widths.items()}
     return Allocation(
         bits={site.name: choice.options[site.name].bits for site in run.sites},
+        shares={site.name: share for site in run.sites if (share := choice.options[site.name].share)},
         bytes=choice.bytes + fixed,
         budget=budget,
         predicted=choice.loss,
         predictor=recipe.budget.predictor,
         curve={near + fixed: loss for near, loss in neighbours(options, budget - fixed).items()},
-        embedding_bits=taken["embedding"],
-        head_bits=taken.get("head", taken["embedding"]),
+        embedding_bits=int(taken["embedding"]),
+        head_bits=int(taken.get("head", taken["embedding"])),
     )
 
 
@@ -92,7 +103,8 @@ def with_allocation(run: Run, allocation: Allocation) -> Run:
         run,
         allocation=allocation,
         bits=allocation.bits,
-        fingerprint=digest(run.fingerprint, allocation.bits),
+        shares=allocation.shares,
+        fingerprint=digest(run.fingerprint, allocation.bits, allocation.shares),
     )
 
 
@@ -108,15 +120,27 @@ def has_budget(recipe: Recipe) -> bool:
     return recipe.budget.size is not None or asked_bits(recipe) is not None
 
 
-def planned_layout(recipe: Recipe, shape: tuple[int, int], bits: int | None = None) -> MatrixLayout:
-    """What the method's container will store for a matrix without residuals, by default at the recipe's width."""
+def planned_layout(
+    recipe: Recipe, shape: tuple[int, int], bits: int | float | None = None, share: float | None = None
+) -> MatrixLayout:
+    """What the method's container will store for a matrix, by default at the recipe's width, with its share of entries.
+
+    Residuals that mode `paper` chooses come on top (`sparse_bytes`).
+    """
     config: Any = recipe.quantizer
     width = config.bits if bits is None else bits
     match recipe.method:
         case "kmeans" | "lut":
-            return MatrixLayout(format="codebook", bits=width, shape=shape)
+            levels = "int8" if config.level_bits == 8 and width <= WIDEST_CODE else "float16"
+            layout = MatrixLayout(format="codebook", bits=width, shape=shape, levels=levels)
+            entries = count_of(config.share if share is None else share, shape)
+            if not entries:
+                return layout
+            scales = "matrix" if shape[0] > 1 else "rows"
+            return dataclasses.replace(layout, sparse=entries, sparse_values="int8", sparse_scales=scales)
         case "trellis":
             learned = recipe.tuning.steps > 0
+            outputs = "int8" if learned and width <= WIDEST_CODE else "float16"
             return MatrixLayout(
                 format="trellis",
                 bits=width,
@@ -124,6 +148,7 @@ def planned_layout(recipe: Recipe, shape: tuple[int, int], bits: int | None = No
                 code=config.code,
                 input_signs=True,
                 output_signs=not learned,
+                output_scales=outputs,
             )
     return MatrixLayout(
         format="grid",
@@ -135,21 +160,35 @@ def planned_layout(recipe: Recipe, shape: tuple[int, int], bits: int | None = No
     )
 
 
-def matrix_sizes(recipe: Recipe, shape: tuple[int, int]) -> dict[int, int]:
+def entries_compete(recipe: Recipe) -> bool:
+    """Whether the budget may buy entries beside the codes (`quantizers/entries.py`) in place of bits."""
+    codebook = recipe.method in ("kmeans", "lut") and recipe.quantizer.share == 0
+    return recipe.mode == "best" and codebook and recipe.budget.entries
+
+
+def matrix_sizes(recipe: Recipe, shape: tuple[int, int]) -> dict[int | float, int]:
     """Width -> bytes of a matrix, at every width that the method takes."""
     return {bits: planned_layout(recipe, shape, bits).bytes for bits in widths_of(recipe)}
 
 
-def widths_of(recipe: Recipe) -> list[int]:
-    """The widths that the recipe's quantizer takes, ascending."""
-    found = []
-    for bits in range(1, 9):
+def widths_of(recipe: Recipe) -> list[int | float]:
+    """The widths that the recipe's quantizer takes, ascending; of a trellis, quarters as far as kernels decode them."""
+    wide: list[int | float] = list(range(1, 9))
+    if recipe.method == "trellis" and recipe.budget.quarters:
+        wide += [bits / PERIOD for bits in range(PERIOD, PERIOD * WIDEST_QUARTER) if bits % PERIOD]
+    found: list[int | float] = []
+    for bits in sorted(wide):
         try:
             dataclasses.replace(recipe.quantizer, bits=bits)
         except RecipeError:
             continue
         found.append(bits)
     return found
+
+
+def width(text: str) -> int | float:
+    """A width as JSON keeps it: 2.25 stays, 2 is a whole number."""
+    return int(text) if text.isdecimal() else float(text)
 
 
 def sparse_bytes(run: Run) -> int:
@@ -160,24 +199,34 @@ def sparse_bytes(run: Run) -> int:
         return 0
     entries = fraction * run.total_weights + len(run.sites) / 2 + 1  # each matrix rounds its share
     counts = sum(site.shape[0] * -(-site.shape[1] // INDEX_TILE) for site in run.sites)
-    return round(VALUE_AND_INDEX * entries) + counts
+    scales = 2 * len(run.sites) if detach.values == "int8" else 0
+    return round(ENTRY[detach.values] * entries) + counts + scales
 
 
 def bytes_beside(run: Run, vocabulary: Vocabulary) -> int:
     """Bytes of the weight files that no matrix, embedding or head accounts for: norms, biases, headers.
 
-    At most: the headers are those of the longest numbers that any choice could write.
+    At most: the headers are those of the longest numbers, and of all tensors, that any choice could write.
     """
-    widest = widths_of(run.recipe)[-1]
-    layouts = {site.name: planned_layout(run.recipe, site.shape, widest) for site in run.sites}
-    if sparse_bytes(run):
-        layouts = {
-            name: dataclasses.replace(layout, sparse=layout.shape[0] * layout.shape[1])
-            for name, layout in layouts.items()
-        }
-    grids = {part.name: vocabulary_layout(part.shape, 8) for part in vocabulary.parts.values()}
-    whole = checkpoint_bytes(run.model, source=run.source, modules=layouts, vocabulary=grids)
-    return whole - sum(layout.bytes for layout in (*layouts.values(), *grids.values()))
+    matrices = {site.name: largest_tensors(run, site) for site in run.sites}
+    grids = {part.name: vocabulary_layout(part.shape, 8).tensors() for part in vocabulary.parts.values()}
+    whole = checkpoint_bytes(run.model, source=run.source, modules=matrices, vocabulary=grids)
+    tables = (*matrices.values(), *grids.values())
+    return whole - sum(spec.bytes for table in tables for spec in table.values())
+
+
+def largest_tensors(run: Run, site: LinearSite) -> dict[str, TensorSpec]:
+    """Every tensor that a matrix stores at some width, as large as it gets."""
+    found: dict[str, TensorSpec] = {}
+    for bits in widths_of(run.recipe):
+        layout = planned_layout(run.recipe, site.shape, bits)
+        if sparse_bytes(run):
+            layout = dataclasses.replace(
+                layout, sparse=site.size, sparse_values=run.recipe.detach.values, sparse_scales="matrix"
+            )
+        for suffix, spec in layout.tensors().items():
+            found[suffix] = max(found.get(suffix, spec), spec, key=lambda each: each.bytes)
+    return found
 
 
 def uniform(recipe: Recipe, sites: Sequence[LinearSite], widths: Mapping[str, Sequence[int]]) -> Allocation:
@@ -190,7 +239,9 @@ def uniform(recipe: Recipe, sites: Sequence[LinearSite], widths: Mapping[str, Se
     )
 
 
-def check_reachable(run: Run, sizes: Mapping[str, Mapping[int, int]], budget: int, fixed: int) -> None:
+def check_reachable(
+    run: Run, sizes: Mapping[str, Mapping[int | float, int]], budget: int, fixed: int
+) -> None:
     """Raise RecipeError for a budget that no choice meets: too small for the least, or larger than the most."""
     least, most = (fixed + sum(pick(choices.values()) for choices in sizes.values()) for pick in (min, max))
     if least <= budget <= most / (1 - TOLERANCE):
@@ -210,27 +261,62 @@ def check_reachable(run: Run, sizes: Mapping[str, Mapping[int, int]], budget: in
 
 
 def _losses(
-    run: Run, vocabulary: Vocabulary, sizes: Mapping[str, Mapping[int, int]], average: float
-) -> dict[str, dict[int, float]]:
+    run: Run, vocabulary: Vocabulary, sizes: Mapping[str, Mapping[int | float, int]], average: float
+) -> dict[str, dict[int | float, float]]:
     """Name -> width -> predicted loss, nats a token; `average` bits decide the width that predictors quantize at."""
     widths = widths_of(run.recipe)
     reference = min(widths, key=lambda bits: abs(bits - average))
     key = digest(
         run.fingerprint,
         recipe_part(run.recipe, "calibration", "method", "quantizer", "sensitivity"),
-        [run.recipe.budget.predictor, reference],
+        [run.recipe.budget.predictor, reference, widths],
     )
     stored = run.workspace.get("predictor", key)
     if stored is None:
         losses = predicted_losses(run, widths, at=reference)
         run.workspace.put("predictor", key, value=losses)
     else:  # JSON has no whole numbers for keys
-        losses = {name: {int(b): loss for b, loss in found.items()} for name, found in stored.value.items()}
+        losses = {name: {width(b): loss for b, loss in found.items()} for name, found in stored.value.items()}
     tables = {role: list(sizes[role]) for role in vocabulary.parts if role in sizes}
     if any(set(choices) != {16} for choices in tables.values()):
         curvature = vocabulary_curvature(run, vocabulary)
         return losses | vocabulary_losses(vocabulary, curvature, tables)
-    return losses | {role: {16: 0.0} for role in tables}
+    kept: dict[str, dict[int | float, float]] = {role: {16: 0.0} for role in tables}
+    return losses | kept
+
+
+def _with_entries(run: Run, losses: Mapping[str, Mapping[int | float, float]]) -> dict[str, list[Option]]:
+    """Options of every matrix with entries beside codes of few bits; beside finer codes they are not worth theirs."""
+    key = digest(run.fingerprint, recipe_part(run.recipe, "calibration", "method", "quantizer"), "entries")
+    stored = run.workspace.get("entries", key)
+    if stored is None:
+        factors = entry_factors(run)
+        run.workspace.put("entries", key, value=factors)
+    else:  # JSON has no numbers for keys
+        factors = {name: {float(s): left for s, left in by.items()} for name, by in stored.value.items()}
+    widths = [bits for bits in widths_of(run.recipe) if bits <= WIDEST_WITH_ENTRIES]
+    found: dict[str, list[Option]] = {}
+    for site in run.sites:
+        found[site.name] = []
+        for bits, (share, left) in itertools.product(widths, factors[site.name].items()):
+            layout = planned_layout(run.recipe, site.shape, bits, share)
+            file = run.recipe.budget.size
+            size = layout.bytes + (0 if file is None else sparse_header(site.name, layout, file))
+            found[site.name].append(
+                Option(bits=bits, share=share, bytes=size, loss=left * losses[site.name][bits])
+            )
+    return found
+
+
+def sparse_header(name: str, layout: MatrixLayout, size: int) -> int:
+    """Bytes that the sparse tensors of a matrix take in the header of a file of at most `size` bytes."""
+    far = min(size, MAX_SHARD_BYTES)
+    entries = {
+        f"{name}.{suffix}": {"dtype": "F16", "shape": list(spec.shape), "data_offsets": [far, far]}
+        for suffix, spec in layout.tensors().items()
+        if suffix.startswith("sparse_")
+    }
+    return len(json.dumps(entries, separators=(",", ":"))) if entries else 0
 
 
 def vocabulary_savings(model: PreTrainedModel, source: Path | None, allocation: Allocation) -> int:

@@ -14,9 +14,9 @@ need no holes: a kernel computes `dense @ x + sparse @ x` without masking.
 | `Codebook` | `levels[i, q]` | levels |
 | `Trellis` | the code of the 16 bits up to q, rotated back and scaled on both sides | scales |
 
-Everything here is exact: scales, levels and residuals are held in the 16 bits in which they are saved, and
-`dequantize` works in float32, so a saved and loaded matrix gives the same floats bit for bit. No class unifies the
-containers: `match` on the type.
+Everything here is exact: scales, levels and residuals are held in the 16 bits in which they are saved, or for which 8 bits
+are saved (`requant.int8`), and `dequantize` works in float32, so a saved and loaded matrix gives the same floats bit for
+bit. No class unifies the containers: `match` on the type.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -91,13 +91,14 @@ class Trellis:
 
     with V the values of the codes and H Hadamard blocks (`requant.hadamard`). V and its codes are padded to multiples
     of 16 (`r`, `c`); tiles of 16 by 16 are rings of 256 codes in row order. Untuned, the input scales are signs and the
-    output scales signs times one number: either vector is then saved as bits.
+    output scales signs times one number: either vector is then saved as bits. `bits` may be a quarter: every fourth, every
+    second or three of four columns then carry one bit more (`trellis_codes.step_bits`).
     """
 
     codes: UInt8[Tensor, "r c"]
     input_scales: Float16[Tensor, " k"]
     output_scales: Float16[Tensor, " n"]
-    bits: int
+    bits: int | float
     code: str
 
     @property
@@ -127,7 +128,7 @@ Dense = Grid | Codebook | Trellis
 class Sparse:
     """Residuals in CSR order, columns ascending within a row.
 
-    `values` are float16, or int8 with one float16 scale a row.
+    `values` are float16, or int8 with one float16 scale a row. Where all rows share one scale it is saved once.
     """
 
     indptr: Int64[Tensor, " p"]  # n + 1
@@ -205,6 +206,19 @@ def sparse_at(values: Float[Tensor, "n k"], places: Bool[Tensor, "n k"]) -> Spar
         row_scales=None,
         shape=(values.shape[0], values.shape[1]),
     )
+
+
+def in_8_bits(sparse: Sparse) -> Sparse:
+    """The residuals as multiples of 1/127 of the largest: off by 1/254 of it at most.
+
+    One scale serves all rows: residuals differ less between rows than 8 bits resolve, and 16 bits a row would cost more
+    than the values of a sparse row.
+    """
+    floats = sparse.floats()
+    scale = (floats.abs().amax() / 127).half()
+    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+    values = (floats / scale.float()).round().clamp(-127, 127).to(torch.int8)
+    return replace(sparse, values=values, row_scales=scale.repeat(sparse.shape[0]))
 
 
 def detached_mask(sparse: Sparse | None, shape: tuple[int, int], device: torch.device) -> Bool[Tensor, "n k"]:

@@ -27,18 +27,22 @@ SECONDS = 60.0  # of the solver; a model of 500 matrices takes less than one
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Option:
-    """One way to store a tensor: its width, all bytes it takes, the loss it is predicted to cause (nats)."""
+    """One way to store a tensor: its width, all bytes it takes, the loss it is predicted to cause (nats).
 
-    bits: int
+    `share`: of its places that hold a float of their own beside the codes.
+    """
+
+    bits: int | float
     bytes: int
     loss: float
+    share: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Allocation:
     """What was decided for a run (`allocation.py`): the width of every matrix, and what it is expected to cost."""
 
-    bits: dict[str, int]
+    bits: dict[str, int | float]
     bytes: int  # of the matrices, or of the weight files where the budget is a size
     budget: int | None = None  # bytes that it must not exceed; None: no promise
     predicted: float | None = None  # nats a token; None: nothing was predicted
@@ -46,6 +50,8 @@ class Allocation:
     curve: dict[int, float] = field(default_factory=dict)  # other budgets in bytes -> predicted loss
     embedding_bits: int = 16
     head_bits: int = 16
+
+    shares: dict[str, float] = field(default_factory=dict)  # of entries, where a matrix has some
 
     @property
     def unspent(self) -> float:
@@ -96,8 +102,8 @@ def neighbours(options: Mapping[str, Sequence[Option]], budget: int) -> dict[int
     return {near: allocate(options, near).loss for near in budgets if near >= smallest}
 
 
-def _size(option: Option) -> tuple[int, float, int]:
-    return option.bytes, option.loss, option.bits
+def _size(option: Option) -> tuple[int, float, int | float, float]:
+    return option.bytes, option.loss, option.bits, option.share
 
 
 def _efficient(options: Sequence[Option]) -> list[Option]:

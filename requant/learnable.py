@@ -7,6 +7,9 @@
 | `Trellis` | output scales | output scale x rotated values; its input scales stay signs, which cost one bit a column |
 | `Sparse` | residuals | added at their places |
 
+What was learned is rounded as it will be stored: levels and output scales that began on a grid of 8 bits (`requant.int8`;
+signs are on one) return to one. Above WIDEST_CODE bits a code, output scales become float16: the rounding to 8 bits adds
+1e-5 of the squared weight, nothing to the 4e-3 that codes of 4 bits leave, but a third to the 3e-5 of 8 bits.
 `weight_function(w)(learnable(w))` equals `w.dequantize()`, and `with_theta(w, learnable(w))` is w again.
 """
 
@@ -18,6 +21,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from requant.formats import Codebook, Grid, QuantizedWeight, Trellis
+from requant.int8 import WIDEST_CODE, fits, snap
 
 Theta = dict[str, Tensor]  # float32 leaves of one matrix, by field
 
@@ -37,14 +41,22 @@ def learnable(weight: QuantizedWeight) -> Theta:
 
 
 def with_theta(weight: QuantizedWeight, theta: Mapping[str, Tensor]) -> QuantizedWeight:
-    """The matrix with learned fields, rounded to the 16 bits in which they are stored."""
+    """The matrix with learned fields, rounded to the 8 or 16 bits in which they are stored."""
     fields = {name: value.detach().half() for name, value in theta.items() if name != "values"}
+    match weight.dense:
+        case Codebook(levels=levels) if fits(levels):
+            fields["levels"] = snap(theta["levels"].detach())
+        case Trellis(output_scales=scales, bits=bits) if bits <= WIDEST_CODE and fits(scales):
+            fields["output_scales"] = snap(theta["output_scales"].detach(), nonzero=True)
     sparse = weight.sparse
     if sparse is not None and sparse.row_scales is None:
         sparse = replace(sparse, values=theta["values"].detach().half())
     elif sparse is not None and sparse.row_scales is not None:
-        steps = theta["values"].detach() / sparse.row_scales.float()[sparse.rows]
-        sparse = replace(sparse, values=steps.round().clamp(-127, 127).to(torch.int8))
+        values, scales = theta["values"].detach(), sparse.row_scales
+        if (scales == scales[0]).all():  # one scale, which grows with what was learned
+            scales = torch.maximum(scales, (values.abs().amax() / 127).half())
+        steps = (values / scales.float()[sparse.rows]).round().clamp(-127, 127)
+        sparse = replace(sparse, values=steps.to(torch.int8), row_scales=scales)
     return QuantizedWeight(dense=replace(weight.dense, **fields), sparse=sparse)
 
 

@@ -146,10 +146,11 @@ def _band(layer: QuantLinear, rows: slice, ends: list[int] | None) -> QuantizedW
     """Some rows of a grid or a codebook; `ends[i]` counts the sparse entries above row i."""
     layout, tensors = layer.layout, dict(layer._buffers)
     entries = slice(0, 0) if ends is None else slice(ends[rows.start], ends[rows.stop])
+    whole = {"column_scales", STOP} | ({"sparse_scales"} if layout.sparse_scales == "matrix" else set())
     for suffix, tensor in tensors.items():
         if suffix in ("sparse_indices", "sparse_values"):
             tensors[suffix] = tensor[entries]  # type: ignore[index]
-        elif suffix not in ("column_scales", STOP):
+        elif suffix not in whole:
             tensors[suffix] = tensor[rows]  # type: ignore[index]
     part = replace(
         layout, shape=(rows.stop - rows.start, layout.shape[1]), sparse=entries.stop - entries.start

@@ -5,20 +5,21 @@
     3. its outliers: the largest |w|                              detach.largest_weights
     4. quantize the rest again                                    quantize_linears
     5. recover significant weights in steps (Algorithm 2)         detach.global_top
-    6. dense + outliers + significant weights                     detach_places
+    6. dense + outliers + significant weights                     detach_places, in 8 bits if the recipe says so
 
 With `sensitivity.score: marginal` step 5 ranks by `|g(w~) d|`, which costs one gradient and is better in 10 of 12
 comparisons; `pqi` is the published choice.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from jaxtyping import Bool
 from torch import Tensor
 
 from requant.detach import Masks, global_top, interquartile_range, largest_weights, outlier_shares
-from requant.formats import QuantizedWeight, detached_mask, sparse_at
+from requant.formats import QuantizedWeight, detached_mask, in_8_bits, sparse_at
 from requant.run import Run, Weights, loss, quantize_linears, recipe_part, scores
 from requant.workspace import digest
 
@@ -32,7 +33,12 @@ def requant_as_published(run: Run) -> Weights:
     if run.recipe.detach.significant_fraction > 0:
         for step in range(run.recipe.detach.steps):
             weights = detach_significant(run, weights, step)
-    return weights
+    return weights if run.recipe.detach.values == "float16" else {n: shortened(w) for n, w in weights.items()}
+
+
+def shortened(weight: QuantizedWeight) -> QuantizedWeight:
+    """The same codes with residuals in 8 bits."""
+    return weight if weight.sparse is None else replace(weight, sparse=in_8_bits(weight.sparse))
 
 
 def adaptive_outliers(run: Run, weights: Weights) -> Masks:

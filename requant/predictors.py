@@ -29,6 +29,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
@@ -39,8 +40,10 @@ from requant.calibration import LinearStats
 from requant.calibration.passes import batches, scored_tokens
 from requant.hadamard import random_signs, rotate_both
 from requant.quantizers import METHODS
+from requant.quantizers.density import density_edges, run_cost, sort_rows
+from requant.quantizers.entries import remaining
 from requant.quantizers.gptq import inverse_factor
-from requant.quantizers.kmeans import density_edges, row_chunks, run_cost, sort_rows
+from requant.quantizers.kmeans import row_chunks
 from requant.quantizers.rtn import columns_of_group, fit_grid
 from requant.quantizers.trellis import feedback_factor
 from requant.run import Run, Weights, chunks_that_fit, gather, quantize_linears
@@ -54,7 +57,7 @@ TRELLIS_ERROR = {
     "pair": (1.066, 1.127, 1.226, 1.399),
 }
 WIDENING = 2.0  # measured: 1.3 to 1.7 on correlated Gaussians, about 3 on bench-32m
-ONE_BIT = 2.0  # times the form, at 1 bit
+ONE_BIT = 2.0  # times the form, at 1 bit; between 1 and 2 bits its power
 NEEDS: dict[str, frozenset[str]] = {  # statistics of `curvature`
     "rtn": frozenset({"fisher"}),
     "awq": frozenset({"fisher"}),
@@ -65,11 +68,11 @@ NEEDS: dict[str, frozenset[str]] = {  # statistics of `curvature`
 }
 MEASURED_TOKENS = 8192  # a forward pass over these for every matrix
 PQI_TOKENS = 65536
-Losses = dict[str, dict[int, float]]
+Losses = dict[str, dict[int | float, float]]
 FLOOR = 0.01  # of the mean |PQI| of a weight: what a matrix costs at least, however its signed sum came out
 
 
-def curvature(run: Run, widths: Sequence[int]) -> Losses:
+def curvature(run: Run, widths: Sequence[int | float]) -> Losses:
     """The expected loss of every matrix at these widths, from the statistics of the calibration text."""
     method, config = run.recipe.method, run.recipe.quantizer
     needs = NEEDS[method] | METHODS[method].needs  # the quantizer comes next: gather once
@@ -84,8 +87,8 @@ def curvature(run: Run, widths: Sequence[int]) -> Losses:
 
 
 def expected(
-    method: str, weight: Float[Tensor, "n k"], stats: LinearStats, config: Any, widths: Sequence[int]
-) -> dict[int, float]:
+    method: str, weight: Float[Tensor, "n k"], stats: LinearStats, config: Any, widths: Sequence[int | float]
+) -> dict[int | float, float]:
     """Width -> `1/2 tr(G E H E')` of a matrix, in closed form; nats a token."""
     match method:
         case "trellis":
@@ -102,7 +105,9 @@ def expected(
     return {bits: 0.5 * unit / (2**bits - 1) ** 2 for bits in widths}
 
 
-def _trellis(weight: Tensor, stats: LinearStats, config: Any, widths: Sequence[int]) -> dict[int, float]:
+def _trellis(
+    weight: Tensor, stats: LinearStats, config: Any, widths: Sequence[int | float]
+) -> dict[int | float, float]:
     n, k = weight.shape
     columns = random_signs(k, seed=2 * config.seed).to(weight.device)
     rows = random_signs(n, seed=2 * config.seed + 1).to(weight.device)
@@ -114,22 +119,23 @@ def _trellis(weight: Tensor, stats: LinearStats, config: Any, widths: Sequence[i
     if config.two_sided:
         below, down = white_trace(outputs, feedback_factor(outputs, damp=config.output_damp))
     gain = max(0.0, spread * down - 1)
-    losses: dict[int, float] = {}
+    errors = TRELLIS_ERROR[config.code]
+    losses: dict[int | float, float] = {}
     for bits in widths:
-        error = TRELLIS_ERROR[config.code][bits - 1] * 4.0**-bits
+        error = float(np.interp(bits, range(1, len(errors) + 1), errors)) * 4.0**-bits
         losses[bits] = 0.5 * unit * trace * below * error * (1 + WIDENING * gain * error)
-        if bits == 1:
-            losses[bits] *= ONE_BIT
+        if bits < 2:
+            losses[bits] *= ONE_BIT ** (2 - bits)
     return losses
 
 
-def _codebook(weight: Tensor, cost: Tensor, widths: Sequence[int]) -> dict[int, float]:
+def _codebook(weight: Tensor, cost: Tensor, widths: Sequence[int | float]) -> dict[int | float, float]:
     """Weighted error, halved, of levels at the means of runs that `density_edges` cuts."""
     losses = dict.fromkeys(widths, 0.0)
     for part in row_chunks(weight, elements=1 << 22):
         rows = sort_rows(weight[part].double(), cost[part].double().clamp(min=1e-30))
         for bits in widths:
-            edges = density_edges(rows, 2**bits)
+            edges = density_edges(rows, 1 << int(bits))
             running = torch.stack([total.gather(1, edges) for total in (rows.mass, rows.moment, rows.energy)])
             losses[bits] += 0.5 * run_cost(running.diff()).sum().item()
     return losses
@@ -161,6 +167,26 @@ def _step_error(weight: Tensor, config: Any) -> Float[Tensor, "n k"]:
     fit = fit_grid(weight, bits=8, group_size=group_size, symmetric=config.symmetric)
     columns = torch.arange(weight.shape[1], device=weight.device) // group_size
     return (fit.scales.float() * 255).square()[:, columns] / 12
+
+
+def entry_factors(run: Run) -> dict[str, dict[float, float]]:
+    """Matrix -> share of entries -> the fraction of its loss that stays, for the methods of `entries.py`."""
+    method, config = run.recipe.method, run.recipe.quantizer
+    needs = NEEDS[method] | METHODS[method].needs
+    found: dict[str, dict[float, float]] = {}
+    for chunk in chunks_that_fit(run, run.sites, needs):
+        statistics = gather(run, chunk, needs)
+        with run.stage("allocation"):
+            for site in chunk:
+                weight = run.original[site.name].to(site.parameter.device, torch.float32)
+                stats = statistics[site.name]
+                cost = (
+                    _given(stats.fisher)
+                    if method == "kmeans"
+                    else _after_feedback(stats, damp=config.damp, by_size=True)
+                )
+                found[site.name] = remaining(weight, cost)
+    return found
 
 
 def measured(run: Run, reference: Weights) -> dict[str, float]:
@@ -203,7 +229,7 @@ def integrated(run: Run, reference: Weights) -> dict[str, float]:
     return {name: max(total, FLOOR * mean * sizes[name]) for name, total in sums.items()}
 
 
-def predicted_losses(run: Run, widths: Sequence[int], *, at: int) -> Losses:
+def predicted_losses(run: Run, widths: Sequence[int | float], *, at: int | float) -> Losses:
     """Matrix -> width -> loss by the recipe's predictor; `at` is the width of the quantization that some of them judge."""
     course = curvature(run, widths)
     if run.recipe.budget.predictor == "curvature":

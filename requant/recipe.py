@@ -30,8 +30,9 @@ RECIPES = (Path(__file__).parent / "recipes", Path(__file__).parents[1] / "recip
 class Calibration:
     """The text that statistics are measured on, and the model they are measured in.
 
-    `inputs: quantized` gathers a block's statistics behind blocks that are quantized already: better for `gptq` at 2
-    bits, and a forward pass a block dearer.
+    `inputs` of a matrix come from the original model, from one whose earlier blocks are quantized (`quantized`), or from one
+    in which all that comes before is quantized, with the original's outputs as the aim (`corrected`:
+    `quantizers/correction.py`). Gradients are always the original's.
     """
 
     # Files, a datasets name, `demo` or `self`; empty: `demo` for the demo model, else the training part of WikiText-2.
@@ -39,7 +40,7 @@ class Calibration:
     field: str = "text"
     num_samples: int = 128
     seq_len: int = 2048
-    inputs: Literal["original", "quantized"] = "original"
+    inputs: Literal["original", "quantized", "corrected"] = "original"
 
     def __post_init__(self) -> None:
         _require(self.num_samples >= 1, "calibration.num_samples", self.num_samples, "1 or more")
@@ -59,7 +60,8 @@ class Detach:
     """The sparse part (paper: r_o, r_s and beta), as fractions of all quantized weights.
 
     `outlier_rule`: `adaptive` is Algorithm 1, `uniform` gives every matrix the same share, `iqr` is SqueezeLLM's
-    (largest |w| over the matrix's interquartile range, over all matrices).
+    (largest |w| over the matrix's interquartile range, over all matrices). `values`: how a residual is stored; `int8`
+    saves 8 of the 24 bits of an entry.
     """
 
     outlier_fraction: float = 0.0045
@@ -67,6 +69,7 @@ class Detach:
     temperatures: tuple[float, ...] = (0.5, 1.0)  # 0.5 won on bench-32m at every width
     significant_fraction: float = 0.0005
     steps: int = 2
+    values: Literal["float16", "int8"] = "float16"
 
     def __post_init__(self) -> None:
         for name in ("outlier_fraction", "significant_fraction"):
@@ -90,7 +93,9 @@ class Tuning:
     steps: int = 0
     windows: int = 2048  # of the calibration text, at most; statistics keep to calibration.num_samples
     tokens_per_step: int = 16384
-    rate: float = 3e-3  # of Adam, in units of each tensor's root mean square
+    rate: float = (
+        3e-3  # of Adam at 2 bits, in units of each tensor's root mean square; half of it with every bit more
+    )
     warm_up: int = 10
     held_out: int = 8  # windows that only judge
     check_every: int = 20
@@ -108,12 +113,16 @@ class Budget:
 
     `bits`: everything stored for the quantized matrices, over their weights. `size`: bytes of the weight files, all
     they hold. `head_bits` and `embedding_bits` store the head and the embedding on grids of that width (one tensor
-    where they are tied); None leaves them as they are with `bits`, and to the allocator with `size`.
+    where they are tied); None leaves them as they are with `bits`, and to the allocator with `size`. `quarters`: a
+    trellis may take 2.25, 2.5 and 2.75 bits too. `entries`: in mode `best`, weights of `kmeans` and `lut` that codes serve
+    badly may hold a float of their own, where that is worth its two bytes.
     """
 
     bits: float | None = None
     size: int | None = None
     predictor: Predictor = "curvature"
+    quarters: bool = True
+    entries: bool = True
     head_bits: VocabularyBits | None = None
     embedding_bits: VocabularyBits | None = None
 
@@ -164,6 +173,24 @@ class Recipe:
         if type(self.quantizer) is not expected:
             raise RecipeError(
                 f"method '{self.method}' takes a {expected.__name__}, not {type(self.quantizer).__name__}."
+            )
+        if self.mode == "paper" and getattr(self.quantizer, "share", 0):
+            raise RecipeError(
+                "quantizer.share has no meaning in mode paper, whose sparse part follows detach; leave it out, or choose "
+                "mode dense or best."
+            )
+        if self.calibration.inputs == "original":
+            return
+        if "hessian" not in METHODS[self.method].needs:
+            readers = [name for name, method in METHODS.items() if "hessian" in method.needs]
+            raise RecipeError(
+                f"calibration.inputs changes nothing for method '{self.method}', which reads no Hessian of its inputs; "
+                f"leave it out, or choose one of: {', '.join(readers)}."
+            )
+        if self.mode == "best" and self.tuning.steps:
+            raise RecipeError(
+                "calibration.inputs changes nothing for mode best with tuning, which measures inputs in the model as "
+                "training leaves it, round by round; leave it out, or choose mode dense."
             )
 
 

@@ -186,8 +186,8 @@ def _budget_line(result: QuantizedModel, stored: dict[str, MatrixBytes]) -> Budg
     allocation = result.allocation
     if allocation is None or allocation.budget is None:
         return None
-    layouts = {name: matrix.layout for name, matrix in stored.items()}
-    tables = {name: pack(weight)[0] for name, weight in result.vocabulary.items()}
+    layouts = {name: matrix.layout.tensors() for name, matrix in stored.items()}
+    tables = {name: pack(weight)[0].tensors() for name, weight in result.vocabulary.items()}
     source = result.prepared.source
     if result.recipe.budget.size:
         written = checkpoint_bytes(result.model, source=source, modules=layouts, vocabulary=tables)

@@ -201,10 +201,12 @@ def vocabulary_curvature(run: Run, vocabulary: Vocabulary) -> dict[str, list[Cur
 
 
 def vocabulary_losses(
-    vocabulary: Vocabulary, curvature: Mapping[str, Sequence[Curvature]], widths: Mapping[str, Sequence[int]]
-) -> dict[str, dict[int, float]]:
+    vocabulary: Vocabulary,
+    curvature: Mapping[str, Sequence[Curvature]],
+    widths: Mapping[str, Sequence[int | float]],
+) -> dict[str, dict[int | float, float]]:
     """Role -> width -> predicted loss, nats a token; none where the table stays as it is."""
-    found: dict[str, dict[int, float]] = {}
+    found: dict[str, dict[int | float, float]] = {}
     for role, choices in widths.items():
         weight = vocabulary.parts[role].weight.detach()
         unit = 0.0

@@ -13,7 +13,7 @@ import torch
 from requant.errors import CheckpointError
 from requant.formats import INDEX_TILE, group_count
 from requant.hadamard import TILE
-from requant.trellis_codes import CODES
+from requant.trellis_codes import CODES, PERIOD
 
 MAX_BITS = 8
 MAX_DIMENSION = 1 << 31
@@ -24,6 +24,10 @@ _KEYS: dict[str, dict[str, tuple[Any, ...]]] = {
     "codebook": {},
     "trellis": {"code": tuple(CODES), "input_signs": _FLAG, "output_signs": _FLAG},
 }
+# Widths of a trellis whose code takes one weight a step, beside the whole ones.
+QUARTERS = tuple(bits / PERIOD for bits in range(PERIOD, PERIOD * MAX_BITS) if bits % PERIOD)
+# Vectors that may be stored in 8 bits; an entry names them only if they are.
+VECTORS = {"codebook": "levels", "trellis": "output_scales"}
 
 
 # Beside the tensors of a matrix lies an empty `weight`. A loader that does not know the format then finds a weight of
@@ -45,12 +49,13 @@ class TensorSpec:
 class MatrixLayout:
     """What one quantized matrix stores: the three formats, and `sparse`, the number of entries beside them.
 
-    Fields of another format keep their defaults. `input_signs`, `output_signs`: the scales of a trellis on
-    that side have one magnitude, so that one bit each and the magnitude are stored.
+    Fields of another format keep their defaults. `bits` of a trellis may be quarters. `input_signs`, `output_signs`:
+    the scales of a trellis on that side have one magnitude, so that one bit each and the magnitude are stored.
+    `levels`, `output_scales`: int8 numbers beside a magnitude (`requant.int8`), of every row and of the vector.
     """
 
     format: Literal["grid", "codebook", "trellis"]
-    bits: int
+    bits: int | float
     shape: tuple[int, int]
     group_size: int = 0
     zero_points: bool = False
@@ -58,14 +63,23 @@ class MatrixLayout:
     code: str = ""
     input_signs: bool = False
     output_signs: bool = False
+    levels: Literal["float16", "int8"] = "float16"
+    output_scales: Literal["float16", "int8"] = "float16"
     sparse: int = 0
     sparse_values: Literal["float16", "int8"] = "float16"
     sparse_counts: Literal["uint8", "uint16"] = "uint8"
+    sparse_scales: Literal["rows", "matrix"] = "rows"
 
     @property
     def tiles(self) -> int:
         """256-column tiles in a row."""
         return -(-self.shape[1] // INDEX_TILE)
+
+    @property
+    def version(self) -> int:
+        """The first format version that has what this entry says: 8 bits, one scale of all residuals, quarters of a bit."""
+        shortened = "int8" in (self.levels, self.output_scales) or self.sparse_scales == "matrix"
+        return 3 if shortened or self.bits % 1 else 1
 
     @property
     def bytes(self) -> int:
@@ -84,10 +98,18 @@ class MatrixLayout:
                 if self.column_scales:
                     specs["column_scales"] = _halves(k)
             case "codebook":
-                specs = {"codes": _packed(n, words(k, self.bits)), "levels": _halves(n, 1 << self.bits)}
+                specs = {"codes": _packed(n, words(k, self.bits))}
+                if self.levels == "int8":
+                    specs |= {"levels": _bytes(n, 1 << int(self.bits)), "level_scales": _halves(n)}
+                else:
+                    specs["levels"] = _halves(n, 1 << int(self.bits))
             case "trellis":
                 specs = {"codes": _packed(-(-n // TILE), -(-k // TILE), words(TILE * TILE, self.bits))}
-                specs |= _signed("input", k, self.input_signs) | _signed("output", n, self.output_signs)
+                specs |= _signed("input", k, self.input_signs)
+                if self.output_scales == "int8":
+                    specs |= {"output_scales": _bytes(n), "output_magnitude": _halves(1)}
+                else:
+                    specs |= _signed("output", n, self.output_signs)
         if self.sparse:
             specs["sparse_counts"] = TensorSpec(
                 dtype=getattr(torch, self.sparse_counts), shape=(n, self.tiles)
@@ -97,15 +119,20 @@ class MatrixLayout:
                 dtype=getattr(torch, self.sparse_values), shape=(self.sparse,)
             )
             if self.sparse_values == "int8":
-                specs["sparse_scales"] = TensorSpec(dtype=torch.float16, shape=(n,))
+                specs["sparse_scales"] = _halves(1 if self.sparse_scales == "matrix" else n)
         return specs
 
     def to_json(self) -> dict[str, Any]:
         entry: dict[str, Any] = {"format": self.format, "bits": self.bits, "shape": list(self.shape)}
         entry |= {key: getattr(self, key) for key in _KEYS[self.format]}
+        vector = VECTORS.get(self.format)
+        if vector is not None and getattr(self, vector) == "int8":
+            entry[vector] = "int8"
         entry["sparse"] = self.sparse
         if self.sparse:
             entry |= {"sparse_values": self.sparse_values, "sparse_counts": self.sparse_counts}
+            if self.sparse_scales == "matrix":
+                entry["sparse_scales"] = "matrix"
         return entry
 
     @classmethod
@@ -113,8 +140,12 @@ class MatrixLayout:
         """Parse and check an entry; raises CheckpointError with the name of the matrix and the key."""
         if not isinstance(entry, dict):
             raise CheckpointError(f"config.json: the entry of {name} is no JSON object; download it again.")
-        bits = _whole(name, entry, "bits", 1, MAX_BITS)
         kind = _choice(name, entry, "format", tuple(_KEYS))
+        bits = (
+            _choice(name, entry, "bits", QUARTERS)
+            if _has_quarters(kind, entry)
+            else _whole(name, entry, "bits", 1, MAX_BITS)
+        )
         shape = entry.get("shape")
         if not isinstance(shape, list) or len(shape) != 2:
             raise CheckpointError(f"config.json: {name} has shape {shape!r} where [n, k] belongs.")
@@ -125,9 +156,18 @@ class MatrixLayout:
             fields[key] = (
                 _choice(name, entry, key, allowed) if allowed else _whole(name, entry, key, 1, MAX_DIMENSION)
             )
+        if kind in VECTORS and VECTORS[kind] in entry:
+            vector = VECTORS[kind]
+            fields[vector] = _choice(name, entry, vector, ("int8",))
+            if fields.get("output_signs"):
+                raise CheckpointError(
+                    f"config.json: {name} stores its output scales as signs and as int8; download the checkpoint again."
+                )
         if sparse:
             fields["sparse_values"] = _choice(name, entry, "sparse_values", ("float16", "int8"))
             fields["sparse_counts"] = _choice(name, entry, "sparse_counts", ("uint8", "uint16"))
+            if "sparse_scales" in entry and fields["sparse_values"] == "int8":
+                fields["sparse_scales"] = _choice(name, entry, "sparse_scales", ("matrix",))
         layout = cls(format=kind, bits=bits, shape=(n, k), sparse=sparse, **fields)
         if unknown := sorted(map(str, entry.keys() - layout.to_json().keys())):
             raise CheckpointError(
@@ -136,13 +176,23 @@ class MatrixLayout:
         return layout
 
 
-def words(count: int, bits: int) -> int:
+def words(count: int, bits: int | float) -> int:
     """32-bit words of a row of `count` codes."""
-    return -(-count * bits // 32)
+    return math.ceil(count * bits / 32)
+
+
+def _has_quarters(kind: str, entry: dict[str, Any]) -> bool:
+    code = entry.get("code")
+    one_a_step = isinstance(code, str) and code in CODES and CODES[code].weights_per_step == 1
+    return kind == "trellis" and one_a_step and isinstance(entry.get("bits"), float)
 
 
 def _packed(*shape: int) -> TensorSpec:
     return TensorSpec(dtype=torch.int32, shape=shape)
+
+
+def _bytes(*shape: int) -> TensorSpec:
+    return TensorSpec(dtype=torch.int8, shape=shape)
 
 
 def _halves(*shape: int) -> TensorSpec:

@@ -6,8 +6,10 @@ of codes, with one or two byte operations a code. The view of four bytes as one 
 machine, as safetensors does.
 
 A trellis has tiles of 16 by 16 in place of rows: each is a row of 256 codes, in the order in which it is
-decoded. A sparse index is one byte, the column within its 256-column tile; a count a (row, tile) replaces row
-pointers.
+decoded. At quarters of a bit (`trellis_codes.step_bits`) the bits that all codes have come first, then, in the
+same order, the highest bit of the codes that have one more. A sparse index is one byte, the column within its
+256-column tile; a count a (row, tile) replaces row pointers. Levels and output scales that lie on a grid of
+8 bits are stored in those (`requant.int8`).
 """
 
 from collections.abc import Mapping
@@ -21,7 +23,8 @@ from torch import Tensor
 from requant.checkpoint.layout import MatrixLayout, words
 from requant.formats import INDEX_TILE, Codebook, Dense, Grid, QuantizedWeight, Sparse, Trellis, group_count
 from requant.hadamard import TILE
-from requant.trellis_codes import from_tiles, to_tiles
+from requant.int8 import decode, encode, fits
+from requant.trellis_codes import PERIOD, TILE_WEIGHTS, from_tiles, step_bits, to_tiles
 
 
 def pack_bits(codes: UInt8[Tensor, "n k"], *, bits: int) -> Int32[Tensor, "n w"]:
@@ -60,6 +63,33 @@ def unpack_bits(packed: Int32[Tensor, "n w"], *, bits: int, k: int) -> UInt8[Ten
     return codes.view(n, -1)[:, :k].contiguous()
 
 
+def pack_tiles(tiles: UInt8[Tensor, "b 256"], *, bits: int | float) -> Int32[Tensor, "b w"]:
+    """The tiles of a trellis at `bits` bits a weight, a quarter or whole."""
+    whole, more = _longer_codes(bits)
+    rows = pack_bits(tiles & ((1 << whole) - 1), bits=whole)
+    if not more:
+        return rows
+    highest = tiles.unflatten(1, (-1, PERIOD))[:, :, more].flatten(1) >> whole
+    return torch.cat([rows, pack_bits(highest, bits=1)], dim=1)
+
+
+def unpack_tiles(packed: Int32[Tensor, "b w"], *, bits: int | float) -> UInt8[Tensor, "b 256"]:
+    """The inverse of `pack_tiles`."""
+    whole, more = _longer_codes(bits)
+    split = words(TILE_WEIGHTS, whole)
+    tiles = unpack_bits(packed[:, :split], bits=whole, k=TILE_WEIGHTS)
+    if more:
+        highest = unpack_bits(packed[:, split:], bits=1, k=TILE_WEIGHTS // PERIOD * len(more))
+        tiles.unflatten(1, (-1, PERIOD))[:, :, more] |= highest.unflatten(1, (-1, len(more))) << whole
+    return tiles
+
+
+def _longer_codes(bits: int | float) -> tuple[int, list[int]]:
+    """The bits that every code has, and which of PERIOD codes have one more."""
+    whole = int(bits)
+    return whole, [] if bits == whole else [i for i, own in enumerate(step_bits(bits)) if own > whole]
+
+
 def pack(weight: QuantizedWeight) -> tuple[MatrixLayout, dict[str, Tensor]]:
     """The layout of a matrix and its tensors by suffix, on the device of the codes."""
     fields, tensors = _pack_dense(weight.dense)
@@ -75,6 +105,9 @@ def pack(weight: QuantizedWeight) -> tuple[MatrixLayout, dict[str, Tensor]]:
         tensors["sparse_values"] = sparse.values
         if sparse.row_scales is not None:
             tensors["sparse_scales"] = sparse.row_scales
+            if len(sparse.row_scales) > 1 and (sparse.row_scales == sparse.row_scales[0]).all():
+                fields["sparse_scales"] = "matrix"
+                tensors["sparse_scales"] = sparse.row_scales[:1]
     return MatrixLayout(bits=weight.dense.bits, shape=weight.shape, **fields), tensors
 
 
@@ -99,10 +132,11 @@ def entry_tiles(counts: Int64[Tensor, "n t"]) -> Int64[Tensor, " z"]:
 def _pack_dense(dense: Dense) -> tuple[dict[str, Any], dict[str, Tensor]]:
     match dense:
         case Codebook():
-            return {"format": "codebook"}, {
-                "codes": pack_bits(dense.codes, bits=dense.bits),
-                "levels": dense.levels,
-            }
+            tensors = {"codes": pack_bits(dense.codes, bits=dense.bits), "levels": dense.levels}
+            if not fits(dense.levels):
+                return {"format": "codebook"}, tensors
+            tensors["levels"], scales = encode(dense.levels)
+            return {"format": "codebook", "levels": "int8"}, {**tensors, "level_scales": scales[:, 0]}
         case Grid():
             tensors = {"codes": pack_bits(dense.codes, bits=dense.bits), "scales": dense.scales}
             if dense.zero_points is not None:
@@ -116,23 +150,32 @@ def _pack_dense(dense: Dense) -> tuple[dict[str, Any], dict[str, Tensor]]:
             return {"format": "grid", "group_size": dense.group_size, **fields}, tensors
         case Trellis():
             r, c = dense.codes.shape
-            tiles = pack_bits(to_tiles(dense.codes), bits=dense.bits)
+            tiles = pack_tiles(to_tiles(dense.codes), bits=dense.bits)
             inputs, outputs = (
                 _pack_signed("input", dense.input_scales),
                 _pack_signed("output", dense.output_scales),
             )
-            fields = {"input_signs": "input_signs" in inputs, "output_signs": "output_signs" in outputs}
+            fields: dict[str, Any] = {
+                "input_signs": "input_signs" in inputs,
+                "output_signs": "output_signs" in outputs,
+            }
+            if not fields["output_signs"] and fits(dense.output_scales):
+                numbers, magnitude = encode(dense.output_scales)
+                outputs = {"output_scales": numbers, "output_magnitude": magnitude}
+                fields["output_scales"] = "int8"
             tensors = {"codes": tiles.view(r // TILE, c // TILE, -1), **inputs, **outputs}
             return {"format": "trellis", "code": dense.code, **fields}, tensors
 
 
 def _unpack_dense(layout: MatrixLayout, tensors: Mapping[str, Tensor]) -> Dense:
-    bits, (n, k) = layout.bits, layout.shape
+    n, k = layout.shape
+    bits = int(layout.bits)  # whole but for a trellis
     match layout.format:
         case "codebook":
-            return Codebook(
-                codes=unpack_bits(tensors["codes"], bits=bits, k=k), levels=tensors["levels"], bits=bits
-            )
+            levels = tensors["levels"]
+            if layout.levels == "int8":
+                levels = decode(levels, tensors["level_scales"][:, None])
+            return Codebook(codes=unpack_bits(tensors["codes"], bits=bits, k=k), levels=levels, bits=bits)
         case "grid":
             zero_points = None
             if layout.zero_points:
@@ -148,12 +191,12 @@ def _unpack_dense(layout: MatrixLayout, tensors: Mapping[str, Tensor]) -> Dense:
             )
         case "trellis":
             rows, columns, width = tensors["codes"].shape
-            tiles = unpack_bits(tensors["codes"].reshape(-1, width), bits=bits, k=TILE * TILE)
+            tiles = unpack_tiles(tensors["codes"].reshape(-1, width), bits=layout.bits)
             return Trellis(
                 codes=from_tiles(tiles, (rows * TILE, columns * TILE)),
                 input_scales=_unpack_signed("input", tensors, k),
                 output_scales=_unpack_signed("output", tensors, n),
-                bits=bits,
+                bits=layout.bits,
                 code=layout.code,
             )
 
@@ -168,10 +211,11 @@ def _pack_signed(side: str, scales: Float16[Tensor, " k"]) -> dict[str, Tensor]:
 
 
 def _unpack_signed(side: str, tensors: Mapping[str, Tensor], count: int) -> Float16[Tensor, " k"]:
-    if f"{side}_scales" in tensors:
-        return tensors[f"{side}_scales"]
+    scales, magnitude = tensors.get(f"{side}_scales"), tensors.get(f"{side}_magnitude")
+    if scales is not None:
+        return scales if magnitude is None else decode(scales, magnitude)
+    assert magnitude is not None
     negative = unpack_bits(tensors[f"{side}_signs"], bits=1, k=count)[0].bool()
-    magnitude = tensors[f"{side}_magnitude"]
     return torch.where(negative, -magnitude, magnitude)
 
 
@@ -179,12 +223,13 @@ def _unpack_sparse(layout: MatrixLayout, tensors: Mapping[str, Tensor]) -> Spars
     if not layout.sparse:
         return None
     counts = tensors["sparse_counts"].long()
+    scales = tensors.get("sparse_scales")
     indptr = F.pad(counts.sum(1).cumsum(0), (1, 0))
     offset = entry_tiles(counts) % layout.tiles * INDEX_TILE
     return Sparse(
         indptr=indptr,
         indices=(offset + tensors["sparse_indices"].long()).int(),
         values=tensors["sparse_values"],
-        row_scales=tensors.get("sparse_scales"),
+        row_scales=None if scales is None else scales.expand(layout.shape[0]).contiguous(),
         shape=layout.shape,
     )

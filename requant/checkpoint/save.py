@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from requant.checkpoint.header import read_shard
 from requant.checkpoint.layout import STOP, MatrixLayout, TensorSpec
 from requant.checkpoint.packing import pack
-from requant.checkpoint.validate import FORMAT_VERSION, PLAIN_VERSION, flaw
+from requant.checkpoint.validate import flaw, version_of
 from requant.checkpoint.writer import planned_bytes, write_bytes, write_shards
 from requant.errors import NumericalError, OutputError
 from requant.formats import QuantizedWeight
@@ -107,15 +107,15 @@ def checkpoint_bytes(
     model: nn.Module,
     *,
     source: str | Path | None,
-    modules: Mapping[str, MatrixLayout],
-    vocabulary: Mapping[str, MatrixLayout] | None = None,
+    modules: Mapping[str, Mapping[str, TensorSpec]],
+    vocabulary: Mapping[str, Mapping[str, TensorSpec]] | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> int:
-    """Bytes of the weight files that `save_checkpoint` would write, headers included."""
+    """Bytes of the weight files that `save_checkpoint` would write, headers included; matrices are given by tensors."""
     embedded = vocabulary or {}
     units: list[dict[str, TensorSpec]] = [
-        {f"{name}.{suffix}": spec for suffix, spec in {**layout.tensors(), STOP: _STOP}.items()}
-        for name, layout in (*modules.items(), *embedded.items())
+        {f"{name}.{suffix}": spec for suffix, spec in {**tensors, STOP: _STOP}.items()}
+        for name, tensors in (*modules.items(), *embedded.items())
     ]
     plain = _plain_tensors(model, _source_dtypes(source), modules, embedded)
     units += [{name: TensorSpec(dtype=dtype, shape=tuple(tensor.shape))} for name, tensor, dtype in plain]
@@ -163,8 +163,8 @@ def _plain_units(
 def _plain_tensors(
     model: nn.Module,
     dtypes: Mapping[str, torch.dtype],
-    modules: Mapping[str, MatrixLayout],
-    vocabulary: Mapping[str, MatrixLayout],
+    modules: Mapping[str, Any],
+    vocabulary: Mapping[str, Any],
 ) -> Iterator[tuple[str, Tensor, torch.dtype]]:
     """Tensors that stay as they are, with name and dtype on disk; of those that share memory (tied heads) only the
     one the others are tied to, and none that is tied to a quantized embedding."""
@@ -212,7 +212,7 @@ def _config(
         config["tie_word_embeddings"] = False  # a quantized head no longer shares the embedding's memory
     config["quantization_config"] = {
         "quant_method": "requant",
-        "format_version": FORMAT_VERSION if vocabulary else PLAIN_VERSION,
+        "format_version": version_of(modules, vocabulary),
         **manifest,
         "modules": {name: layout.to_json() for name, layout in modules.items()},
     }

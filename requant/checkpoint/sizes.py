@@ -112,9 +112,10 @@ def matrix_parts(layout: MatrixLayout) -> dict[str, int]:
     parts: dict[str, int] = {}
     for suffix, spec in layout.tensors().items():
         part = "scales" if suffix.startswith(("input_", "output_")) else suffix  # both sides of a trellis
+        part = "levels" if part == "level_scales" else part
         parts[part] = parts.get(part, 0) + math.prod(spec.shape) * spec.dtype.itemsize
     n, k = layout.shape
-    parts["padding"] = parts["codes"] - -(-n * k * layout.bits // 8)
+    parts["padding"] = parts["codes"] - math.ceil(n * k * layout.bits / 8)
     parts["codes"] -= parts["padding"]
     return parts
 

@@ -17,13 +17,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from requant.checkpoint.header import StoredTensor, read_folder, read_json
-from requant.checkpoint.layout import STOP, MatrixLayout
+from requant.checkpoint.layout import STOP, VECTORS, MatrixLayout
 from requant.checkpoint.packing import entry_tiles
 from requant.errors import CheckpointError
 from requant.formats import INDEX_TILE
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 PLAIN_VERSION = 1  # of checkpoints whose embedding and head are not quantized
+VOCABULARY_VERSION = 2  # the first that has a vocabulary; `MatrixLayout.version` says what came with 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +95,20 @@ def parse_quantization(entry: Any, *, where: str | Path) -> dict[str, MatrixLayo
     modules = entry.get("modules")
     if not isinstance(modules, dict) or not modules:
         raise CheckpointError(f"{where}: config.json lists no quantized modules; quantize the model again.")
-    return {name: MatrixLayout.from_json(name, layout) for name, layout in modules.items()}
+    layouts = {name: MatrixLayout.from_json(name, layout) for name, layout in modules.items()}
+    early = next((name for name, layout in layouts.items() if layout.version > version), None)
+    if early is not None:
+        raise CheckpointError(
+            f"config.json: the entry of {early[:60]} needs format version {layouts[early].version}, but version {version} "
+            "is given; download the checkpoint again."
+        )
+    return layouts
+
+
+def version_of(modules: Mapping[str, MatrixLayout], vocabulary: Mapping[str, MatrixLayout]) -> int:
+    """The oldest version that can hold these tables."""
+    oldest = VOCABULARY_VERSION if vocabulary else PLAIN_VERSION
+    return max([oldest, *(layout.version for layout in modules.values())])
 
 
 def parse_vocabulary(entry: Any, modules: Mapping[str, MatrixLayout]) -> dict[str, MatrixLayout]:
@@ -181,6 +195,8 @@ def flaw(layout: MatrixLayout, tensors: Mapping[str, Tensor]) -> str | None:
     for suffix, tensor in tensors.items():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             return f"{suffix} holds NaN or infinity"
+        if suffix in VECTORS.values() and tensor.dtype == torch.int8 and (tensor == -128).any():
+            return f"{suffix} holds -128, but numbers go from -127 to 127"
     if layout.column_scales and (tensors["column_scales"] == 0).any():
         return "column_scales holds a zero, by which columns are divided"
     if not layout.sparse:

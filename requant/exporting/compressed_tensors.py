@@ -120,7 +120,7 @@ def _groups(source: Source) -> dict[Group, list[str]]:
         if what is not None:
             raise InputError(f"{name} {what}, which compressed-tensors cannot express; export --to dense.")
         whole_row = rows or layout.group_size > layout.shape[1]
-        key = (layout.bits, None if whole_row else layout.group_size, not layout.zero_points)
+        key = (int(layout.bits), None if whole_row else layout.group_size, not layout.zero_points)
         groups.setdefault(key, []).append(name)
     return groups
 

@@ -29,7 +29,7 @@ BLOCK = 32
 
 def block_type(layout: MatrixLayout) -> str | None:
     """The smallest type that holds every grid of this layout; None where none does."""
-    levels = 1 << layout.bits
+    levels = 1 << int(layout.bits)
     low, high = (1 - levels, levels - 1) if layout.zero_points else (-levels // 2, levels // 2 - 1)
     fits = [name for name, (_, bits) in TYPES.items() if -(1 << bits - 1) <= low and high < 1 << bits - 1]
     return fits[0] if fits else None

@@ -23,6 +23,7 @@ from requant.calibration import LinearStats
 from requant.errors import RecipeError
 from requant.formats import Grid, QuantizedWeight, group_count, sparse_residual
 from requant.quantizers.checks import check_bits, check_group_size, check_weight, statistic
+from requant.quantizers.correction import corrected
 from requant.quantizers.rtn import columns_of_group, encode, fit_grid
 
 NEEDS: frozenset[str] = frozenset({"hessian", "input_mean_abs"})
@@ -65,6 +66,8 @@ def quantize(
 ) -> QuantizedWeight:
     """Search column scales and ranges under `stats.hessian`, then round; detached places make no error.
 
+    The weight is corrected for its inputs beforehand (`correction.py`).
+
     Raises InputError without `stats.hessian` and `stats.input_mean_abs`, NumericalError if a value is not
     finite.
     """
@@ -73,7 +76,7 @@ def quantize(
     hessian = statistic(stats.hessian, "hessian", (k, k))
     mean_abs = statistic(stats.input_mean_abs, "input_mean_abs", (k,))
     values, free = (
-        weight.float(),
+        corrected(weight, stats),
         torch.zeros_like(weight, dtype=torch.bool) if detached is None else detached,
     )
     group_size = columns_of_group(config.group_size, k)

@@ -13,6 +13,12 @@ def check_bits(bits: int) -> None:
         raise RecipeError(f"bits is {bits}, but codes are 2 to 8 bits wide: choose a width in that range.")
 
 
+def check_level_bits(level_bits: int) -> None:
+    """Raise RecipeError unless levels take 8 or 16 bits."""
+    if level_bits not in (8, 16):
+        raise RecipeError(f"level_bits is {level_bits}, but a level takes 8 or 16 bits: choose one of them.")
+
+
 def check_group_size(group_size: int) -> None:
     """Raise RecipeError unless `group_size` is at least 8, or -1 for one group a row."""
     if group_size != -1 and group_size < 8:

@@ -36,6 +36,7 @@ from requant.quantizers.checks import (
     check_weight,
     statistic,
 )
+from requant.quantizers.correction import corrected
 from requant.quantizers.rtn import GridFit, columns_of_group, fit_grid, nearest_codes, zero_points_as_floats
 
 NEEDS: frozenset[str] = frozenset({"hessian"})
@@ -69,7 +70,7 @@ def quantize(
     *,
     detached: Bool[Tensor, "n k"] | None = None,
 ) -> QuantizedWeight:
-    """Round `weight` with error compensation under `stats.hessian`.
+    """Round `weight`, corrected for its inputs (`correction.py`), with error compensation under `stats.hessian`.
 
     The sparse part holds the compensated weights at detached places, not the original ones. Raises InputError
     without `stats.hessian`, NumericalError if it or the weight is not finite, or if no damping makes it positive
@@ -78,18 +79,19 @@ def quantize(
     check_weight(weight)
     k = weight.shape[1]
     hessian = statistic(stats.hessian, "hessian", (k, k))
+    target = corrected(weight, stats)
     group_size = columns_of_group(config.group_size, k)
     grid_options = {"bits": config.bits, "group_size": group_size, "symmetric": config.symmetric}
     if config.act_order:
         order = hessian.diagonal().argsort(descending=True, stable=True)
-        whole = fit_grid(weight.float(), **grid_options, detached=detached)
+        whole = fit_grid(target, **grid_options, detached=detached)
         fits = [group_of(whole, group) for group in range(group_count(k, group_size))]
     else:
         order = torch.arange(k, device=weight.device)
         fits = []
     upper = inverse_factor(hessian[order][:, order], damp=config.damp)
     work = round_columns(
-        weight.float()[:, order],
+        target[:, order],
         upper,
         fits,
         groups=(order // group_size).tolist(),

@@ -16,7 +16,8 @@ solve for the optimum:
 
 Wide rows come within 0.2 % of the least cost at 2 to 4 bits, 1 % at 5 and 6 % at 6 (from the density alone, Lloyd
 stops 5 to 50 % above). At 7 and 8 bits 128 atoms are too few, and step 4 starts from the density of step 2.
-Levels are rounded to float16 and codes chosen afterwards. Everything is float64 but the costs of step 3.
+Levels are rounded, to 8 bits of the row's largest (`requant.int8`) or to float16, and codes chosen afterwards. Everything
+is float64 but the costs of step 3.
 """
 
 from collections.abc import Iterator
@@ -28,8 +29,11 @@ from torch import Tensor
 
 from requant.calibration import LinearStats
 from requant.errors import NumericalError
-from requant.formats import Codebook, QuantizedWeight, sparse_residual
-from requant.quantizers.checks import check_bits, check_weight, statistic
+from requant.formats import Codebook, QuantizedWeight, in_8_bits, sparse_residual
+from requant.int8 import WIDEST_CODE, snap
+from requant.quantizers.checks import check_bits, check_level_bits, check_weight, statistic
+from requant.quantizers.density import SortedRows, density_edges, run_cost, sort_rows, with_ends
+from requant.quantizers.entries import check_share, places
 
 NEEDS: frozenset[str] = frozenset({"fisher"})
 
@@ -41,25 +45,19 @@ MAX_ITERATIONS = 200  # of Lloyd; rows of 1408 columns settle in 10 to 60
 
 @dataclass(frozen=True, kw_only=True)
 class KmeansConfig:
-    """`bits` of a code; a row has `2**bits` levels."""
+    """`bits` of a code; a row has `2**bits` levels of `level_bits`, 16 in any case beside codes of 7 and 8 bits.
+
+    `share` of the places, those that codes would serve worst, hold a float of their own (`entries.py`).
+    """
 
     bits: int = 4
+    level_bits: int = 8
+    share: float = 0.0
 
     def __post_init__(self) -> None:
         check_bits(self.bits)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SortedRows:
-    """Rows in ascending order, with the running sums that give the cost of any interval.
-
-    Column j of a sum is the total over the first j weights. `mass` sums F, `moment` F w, `energy` F w^2.
-    """
-
-    values: Float[Tensor, "n k"]
-    mass: Float[Tensor, "n k+1"]
-    moment: Float[Tensor, "n k+1"]
-    energy: Float[Tensor, "n k+1"]
+        check_level_bits(self.level_bits)
+        check_share(self.share)
 
 
 def quantize(
@@ -77,7 +75,10 @@ def quantize(
     """
     check_weight(weight)
     fisher = statistic(stats.fisher, "fisher", tuple(weight.shape))
-    levels = torch.cat(
+    chosen = detached is None
+    if detached is None:
+        detached = places(weight.float(), fisher, bits=config.bits, share=config.share)
+    fitted = torch.cat(
         [
             fit_levels(
                 weight[rows].double(),
@@ -87,10 +88,18 @@ def quantize(
             )
             for rows in row_chunks(weight, elements=1 << 22)
         ]
-    ).half()
+    )
+    levels = rounded(fitted, level_bits=config.level_bits)
     codebook = Codebook(codes=nearest_codes(weight.float(), levels), levels=levels, bits=config.bits)
     sparse = None if detached is None else sparse_residual(weight.float(), codebook.dequantize(), detached)
-    return QuantizedWeight(dense=codebook, sparse=sparse)
+    return QuantizedWeight(
+        dense=codebook, sparse=in_8_bits(sparse) if chosen and sparse is not None else sparse
+    )
+
+
+def rounded(levels: Float[Tensor, "n c"], *, level_bits: int) -> Float16[Tensor, "n c"]:
+    """Levels as they are stored."""
+    return snap(levels) if level_bits == 8 and levels.shape[1] <= 1 << WIDEST_CODE else levels.half()
 
 
 def row_chunks(rows: Tensor, *, elements: int, width: int | None = None) -> Iterator[slice]:
@@ -133,49 +142,6 @@ def row_weights(fisher: Float[Tensor, "n k"], detached: Bool[Tensor, "n k"] | No
     return weights / weights.mean(1, keepdim=True)
 
 
-def sort_rows(weight: Float[Tensor, "n k"], weights: Float[Tensor, "n k"]) -> SortedRows:
-    """Sort every row. Places without weight move to the row's mean, lest they bend the density of step 2."""
-    mean = (weight * weights).sum(1, keepdim=True) / weights.sum(1, keepdim=True)
-    values, order = torch.where(weights > 0, weight, mean).sort(1)
-    mass = weights.gather(1, order)
-    moment = mass * values
-
-    def running(terms: Tensor) -> Tensor:
-        return torch.nn.functional.pad(terms.cumsum(1), (1, 0))
-
-    return SortedRows(
-        values=values, mass=running(mass), moment=running(moment), energy=running(moment * values)
-    )
-
-
-def density_edges(rows: SortedRows, cells: int) -> Int64[Tensor, "n e"]:
-    """Positions that cut each sorted row into `cells` runs of equal integral (dF/dw)^(1/3) dw.
-
-    A row of k <= cells weights is cut at every weight. The density dF/dw around a weight is read from a quarter
-    of a cell to either side, for single gaps are noise.
-    """
-    n, k = rows.values.shape
-    position = torch.arange(k + 1, device=rows.values.device)
-    if k <= cells:
-        return position.expand(n, -1)
-    reach = max(1, k // (4 * cells))
-    left, right = (position[:-1] - reach).clamp(min=0), (position[1:] + reach).clamp(max=k)
-    width = rows.values[:, right - 1] - rows.values[:, left]
-    mass = (rows.mass[:, right] - rows.mass[:, left]).clamp(min=0)
-    density = torch.where(width > 0, mass / width, 0.0)  # equal weights, frequent in bfloat16, have no gaps
-    gap = rows.values[:, position[1:].clamp(max=k - 1)] - rows.values[:, (position[:-1] - 1).clamp(min=0)]
-    share = (density.pow(1 / 3) * gap).cumsum(1)
-    steps = torch.linspace(0, 1, cells + 1, dtype=share.dtype, device=share.device)[1:-1]
-    inner = torch.searchsorted(share, (share[:, -1:] * steps).contiguous())
-    return with_ends(inner, k)
-
-
-def with_ends(inner: Int64[Tensor, "n _"], k: int) -> Int64[Tensor, "n _"]:
-    """The positions between runs, with 0 before and k behind."""
-    ends = torch.zeros_like(inner[:, :1])
-    return torch.cat([ends, inner, ends + k], 1)
-
-
 def optimal_edges(rows: SortedRows, atoms: Int64[Tensor, "n e"], count: int) -> Int64[Tensor, "n p"]:
     """The cheapest cut of the atoms into `count` runs, as indices into `atoms`, by dynamic programming."""
     end = atoms.shape[1] - 1
@@ -204,11 +170,6 @@ def interval_costs(rows: SortedRows, chunk: slice, atoms: Int64[Tensor, "b e"]) 
     cost = run_cost(at[:, :, None, :] - at[:, :, :, None]).float()
     index = torch.arange(atoms.shape[1], device=atoms.device)
     return cost.masked_fill_(index[:, None] > index, float("inf"))
-
-
-def run_cost(sums: Float[Tensor, "3 ..."]) -> Float[Tensor, "..."]:
-    """sum F (w - mean)^2 of runs with these sums of F, F w, F w^2."""
-    return (sums[2] - sums[1].square() / sums[0].clamp(min=torch.finfo(sums.dtype).tiny)).clamp_(min=0)
 
 
 def shift_edges(

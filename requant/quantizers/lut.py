@@ -11,9 +11,9 @@ with H = mean x x', where k-means (`kmeans.py`) sees its diagonal alone. Alterna
 3. Codes by coordinate descent: column j takes the level nearest to `w~_j - (He)_j / H_jj`, which is the best one with
    all others fixed; columns go in blocks, so that most of the work is one matrix product a block.
 
-2 and 3 never raise the error, but for the rounding of levels to float16, and stop when a round gains less than
-TOLERANCE. Places that are detached hold a float of their own: they take up the errors of the others in 1, and have
-their best value, not a level, in 3. So the sparse part is refitted together with levels and codes.
+2 and 3 never raise the error, but for the rounding of levels (`kmeans.rounded`), which 3 then works around, and stop when
+a round gains less than TOLERANCE. Places that are detached hold a float of their own: they take up the errors of the
+others in 1, and have their best value, not a level, in 3. So the sparse part is refitted together with levels and codes.
 """
 
 from dataclasses import dataclass
@@ -23,10 +23,12 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from requant.calibration import LinearStats
-from requant.formats import Codebook, QuantizedWeight, sparse_residual
-from requant.quantizers.checks import check_bits, check_fraction, check_weight, statistic
+from requant.formats import Codebook, QuantizedWeight, in_8_bits, sparse_residual
+from requant.quantizers.checks import check_bits, check_fraction, check_level_bits, check_weight, statistic
+from requant.quantizers.correction import corrected
+from requant.quantizers.entries import check_share, places
 from requant.quantizers.gptq import inverse_factor
-from requant.quantizers.kmeans import fit_levels, midpoints, row_chunks
+from requant.quantizers.kmeans import fit_levels, midpoints, rounded, row_chunks
 
 NEEDS: frozenset[str] = frozenset({"hessian"})
 
@@ -37,14 +39,21 @@ PULL = 1e-6  # of the mean curvature, towards the levels that were: an unused le
 
 @dataclass(frozen=True, kw_only=True)
 class LutConfig:
-    """`rounds` of least squares and coordinate descent, at most; `damp` is a fraction of the mean diagonal of H."""
+    """`rounds` of least squares and coordinate descent, at most; `damp` is a fraction of the mean diagonal of H.
+
+    `level_bits` and `share` as in k-means.
+    """
 
     bits: int = 4
+    level_bits: int = 8
+    share: float = 0.0
     rounds: int = 8
     damp: float = 0.01
 
     def __post_init__(self) -> None:
         check_bits(self.bits)
+        check_level_bits(self.level_bits)
+        check_share(self.share)
         check_fraction("damp", self.damp)
 
 
@@ -55,7 +64,7 @@ def quantize(
     *,
     detached: Bool[Tensor, "n k"] | None = None,
 ) -> QuantizedWeight:
-    """Fit levels, codes and the floats at detached places under `stats.hessian`.
+    """Fit levels, codes and the floats at detached places to `weight`, corrected for its inputs (`correction.py`).
 
     Raises InputError without `stats.hessian`, NumericalError if it or the weight is not finite, or if no damping makes it
     positive definite.
@@ -64,23 +73,28 @@ def quantize(
     k = weight.shape[1]
     hessian = statistic(stats.hessian, "hessian", (k, k))
     order = hessian.diagonal().argsort(descending=True, stable=True)
-    target = weight.float()
-    apart = torch.zeros_like(target, dtype=torch.bool) if detached is None else detached
+    target = corrected(weight, stats)
     damped = hessian + config.damp * mean_of(hessian.diagonal()) * torch.eye(k, device=hessian.device)
     diagonal = damped.diagonal().expand_as(target).double()
-    levels = torch.cat(
+    chosen = detached is None
+    if detached is None:
+        detached = places(target, diagonal.float(), bits=config.bits, share=config.share)
+    apart = torch.zeros_like(target, dtype=torch.bool) if detached is None else detached
+    seeds = torch.cat(
         [
             fit_levels(target[rows].double(), diagonal[rows], apart[rows], bits=config.bits)
             for rows in row_chunks(target, elements=1 << 22)
         ]
-    ).float()
+    )
+    levels = rounded(seeds, level_bits=config.level_bits).float()
     codes, values = compensated_codes(target, levels, damped, order, apart)
     best = error_of(target, levels, codes, values, damped)
     for _ in range(config.rounds):
-        fitted, recoded = in_order(least_squares(target, levels, codes, values, damped), codes)
+        solved = least_squares(target, levels, codes, values, damped)
+        fitted, recoded = in_order(rounded(solved, level_bits=config.level_bits).float(), codes)
         recoded, refitted = descend(target, fitted, recoded, values, damped)
         now = error_of(target, fitted, recoded, refitted, damped)
-        better = (now < best)[:, None]  # rounding to float16 may cost a row more than the round gained
+        better = (now < best)[:, None]  # rounding may cost a row more than the round gained
         levels = torch.where(better, fitted, levels)
         codes = torch.where(better, recoded, codes)
         values = torch.where(better, refitted, values)
@@ -90,7 +104,9 @@ def quantize(
             break
     codebook = Codebook(codes=codes.to(torch.uint8), levels=levels.half(), bits=config.bits)
     sparse = None if detached is None else sparse_residual(values, codebook.dequantize(), detached)
-    return QuantizedWeight(dense=codebook, sparse=sparse)
+    return QuantizedWeight(
+        dense=codebook, sparse=in_8_bits(sparse) if chosen and sparse is not None else sparse
+    )
 
 
 def mean_of(diagonal: Float[Tensor, " k"]) -> Float[Tensor, ""]:
@@ -144,7 +160,7 @@ def least_squares(
     values: Float[Tensor, "n k"],
     hessian: Float[Tensor, "k k"],
 ) -> Float[Tensor, "n c"]:
-    """The levels of least error under these codes and detached floats, as float16 will hold them."""
+    """The levels of least error under these codes and detached floats."""
     count, k = levels.shape[1], target.shape[1]
     found = torch.empty_like(levels)
     wanted = target - values.nan_to_num(nan=0.0)  # what the levels have to make up for
@@ -158,7 +174,7 @@ def least_squares(
         left += pull[:, None, None] * torch.eye(count, device=target.device, dtype=left.dtype)
         right += pull[:, None] * levels[rows]
         found[rows] = torch.linalg.solve(left, right).float()
-    return found.half().float()
+    return found
 
 
 def in_order(
@@ -203,5 +219,5 @@ def error_of(
     hessian: Float[Tensor, "k k"],
 ) -> Float[Tensor, " n"]:
     """e' H e of every row, float64."""
-    error = floats_of(levels.half().float(), codes, values) - target
+    error = floats_of(levels, codes, values) - target
     return (error @ hessian * error).double().sum(1)

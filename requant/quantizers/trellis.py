@@ -24,6 +24,7 @@ gradients of whole sequences, and weighting the tokens of one factor by the othe
 import logging
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, UInt8
 from torch import Tensor
@@ -33,8 +34,9 @@ from requant.errors import NumericalError, RecipeError
 from requant.formats import QuantizedWeight, Trellis, sparse_residual
 from requant.hadamard import TILE, random_signs, rotate_both
 from requant.quantizers.checks import check_fraction, check_weight, statistic
+from requant.quantizers.correction import corrected
 from requant.quantizers.viterbi import tail_biting_states
-from requant.trellis_codes import CODES, code_values, codes_of_states, from_tiles, to_tiles
+from requant.trellis_codes import CODES, PERIOD, code_values, codes_of_states, from_tiles, to_tiles
 
 NEEDS: frozenset[str] = frozenset({"hessian", "output_hessian"})
 
@@ -46,9 +48,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class TrellisConfig:
-    """`damp` and `output_damp` are fractions of the mean diagonals of H and G; `two_sided` False means G = I."""
+    """`damp` and `output_damp` are fractions of the mean diagonals of H and G; `two_sided` False means G = I.
 
-    bits: int = 2
+    The allocator gives quarters of a bit too, where the code takes one weight a step.
+    """
+
+    bits: int | float = 2
     code: str = "mul1"
     two_sided: bool = True
     damp: float = 0.01
@@ -60,10 +65,12 @@ class TrellisConfig:
             raise RecipeError(
                 f"code is {self.code!r}, but the trellis codes are {', '.join(CODES)}: choose one."
             )
-        widest = MAX_SHIFT // CODES[self.code].weights_per_step
-        if not 1 <= self.bits <= widest:
+        step = CODES[self.code].weights_per_step
+        widest, parts = MAX_SHIFT // step, PERIOD if step == 1 else 1
+        if not 1 <= self.bits <= widest or self.bits * parts % 1:
+            quarters = " in quarters" if parts > 1 else ""
             raise RecipeError(
-                f"bits is {self.bits}, but trellis code {self.code!r} takes 1 to {widest}: choose one of those."
+                f"bits is {self.bits}, but trellis code {self.code!r} takes 1 to {widest}{quarters}: choose one of those."
             )
         check_fraction("damp", self.damp)
         check_fraction("output_damp", self.output_damp)
@@ -76,7 +83,7 @@ def quantize(
     *,
     detached: Bool[Tensor, "n k"] | None = None,
 ) -> QuantizedWeight:
-    """Code `weight` on the trellis under `stats.hessian` and, if two-sided, `stats.output_hessian`.
+    """Code `weight`, corrected for its inputs (`correction.py`), under `stats.hessian` and, if two-sided, `output_hessian`.
 
     A rotated matrix has no places of its own, so detached ones count as zeros in it, and their residuals are kept.
     Raises InputError if a statistic is missing, NumericalError if it or the weight is not finite.
@@ -86,7 +93,8 @@ def quantize(
     hessian = statistic(stats.hessian, "hessian", (k, k))
     columns = random_signs(k, seed=2 * config.seed).to(weight.device)
     rows = random_signs(n, seed=2 * config.seed + 1).to(weight.device)
-    kept = weight.float() if detached is None else weight.float().masked_fill(detached, 0)
+    aim = corrected(weight, stats)
+    kept = aim if detached is None else aim.masked_fill(detached, 0)
     rotated = rotate_both(kept, rows=rows, columns=columns)
     scale = unit_of(rotated, config)
     target = rotated / scale
@@ -104,13 +112,16 @@ def quantize(
         bits=config.bits,
         code=config.code,
     )
-    sparse = None if detached is None else sparse_residual(weight.float(), dense.dequantize(), detached)
+    sparse = None if detached is None else sparse_residual(aim, dense.dequantize(), detached)
     return QuantizedWeight(dense=dense, sparse=sparse)
 
 
 def unit_of(rotated: Float[Tensor, "r c"], config: TrellisConfig) -> float:
     """What a code value of 1 stands for, exact in float16 (1 for a matrix of zeros)."""
-    spread = CODES[config.code].spreads[config.bits - 1] / code_values(config.code).std()
+    spreads = CODES[config.code].spreads
+    spread = (
+        float(np.interp(config.bits, range(1, len(spreads) + 1), spreads)) / code_values(config.code).std()
+    )
     return float((rotated.square().mean().sqrt().cpu() * spread).half()) or 1.0
 
 
@@ -143,7 +154,7 @@ def feedback_factor(hessian: Float[Tensor, "c c"], *, damp: float) -> Float[Tens
 
 
 def code_tiles(
-    tiles: Float[Tensor, "b 256"], values: Float[Tensor, "s v"], bits: int
+    tiles: Float[Tensor, "b 256"], values: Float[Tensor, "s v"], bits: int | float
 ) -> tuple[UInt8[Tensor, "b 256"], Float[Tensor, "b 256"]]:
     """The nearest rings, as codes and as values."""
     vector = values.shape[1]

@@ -9,10 +9,11 @@ nearly as well: a free one through the sequence rotated by half tells the state 
 pinned to it. Rotating and pinning again gains 0.3 % at 2 bits, a first walk through half the sequence loses 0.5 %.
 
 CUDA tensors go to the Triton kernel; `_Walk` is its torch twin. It keeps the costs of all steps and looks for the
-winners along one path only, since torch has no argmin that vectorizes.
+winners along one path only, since torch has no argmin that vectorizes. Steps of uneven bits (`trellis_codes.step_bits`)
+take `_uneven_paths`, the same search written plainly.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -20,7 +21,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from requant.trellis_codes import STATE_BITS, STATES
+from requant.trellis_codes import PERIOD, STATE_BITS, STATES, step_bits
 
 _INNERMOST_BITS = 6  # of the vectorized axis, at least, before the bits are brought back into order
 _GROUP_BYTES = 1 << 28  # of costs that a worker keeps
@@ -28,25 +29,27 @@ _MAX_WORKERS = 8  # more would wait for the interpreter
 
 
 def tail_biting_states(
-    targets: Float[Tensor, "b t v"], values: Float[Tensor, "s v"], *, bits: int
+    targets: Float[Tensor, "b t v"], values: Float[Tensor, "s v"], *, bits: int | float
 ) -> Int64[Tensor, "b t"]:
     """The state of every step, a ring: the window of step 0 begins in the last steps.
 
     Args:
         targets: b sequences of t steps of v weights.
         values: what each of the 65536 states stands for, exact in float16.
-        bits: bits a weight; v * bits is at most 8.
+        bits: bits a weight; v * bits is at most 8. Quarters where v is 1.
     """
     steps, vector = targets.shape[1:]
-    shift = bits * vector
-    kept = (STATES >> shift) - 1  # mask of the bits a state hands on
-    half = steps // 2
+    shifts = step_bits(bits, vector)
+    kept = (STATES >> shifts[0]) - 1  # mask of the bits that the last state hands on to the first
+    half = steps // 2  # a multiple of PERIOD
     if targets.is_cuda:
         from requant_kernels.viterbi import viterbi_paths  # Triton is imported only where it can run
 
-        paths = partial(viterbi_paths, values=values, shift=shift)
+        paths = partial(viterbi_paths, values=values, shifts=shifts)
+    elif len(set(shifts)) == 1:
+        paths = _Walk(values, shifts[0]).paths
     else:
-        paths = _Walk(values, shift).paths
+        paths = partial(_uneven_paths, values=values, shifts=shifts)
 
     def ring(part: Tensor) -> Tensor:
         free = paths(part.roll(half, dims=1), pinned=None)  # step 0 comes after step half - 1
@@ -160,3 +163,42 @@ class _Walk:
             states[:, step] = candidates.gather(1, total.argmin(1, keepdim=True))[:, 0]
             u = states[:, step] >> self.shift
         return states
+
+
+def _uneven_paths(
+    targets: Float[Tensor, "b t v"],
+    *,
+    values: Float[Tensor, "s v"],
+    shifts: Sequence[int],
+    pinned: Int64[Tensor, " b"] | None,
+) -> Int64[Tensor, "b t"]:
+    """`_Walk.paths` where step i moves `shifts[i % PERIOD]` bits: costs after a step are by the bits that the next keeps."""
+    b, steps, _ = targets.shape
+    states = torch.empty(b, steps, dtype=torch.int64)
+    widths = [STATES >> shift for shift in shifts]  # of the costs before a step
+    squares = values.square().sum(1)
+    total = torch.empty(STATES)
+    for index, sequence in enumerate((-2 * targets).tolist()):
+        before = torch.zeros(widths[0])
+        if pinned is not None:
+            before.fill_(torch.inf)
+            before[pinned[index]] = 0
+        costs = [before]
+        for step, weights in enumerate(sequence):
+            torch.add(squares, values[:, 0], alpha=weights[0], out=total)
+            for column, weight in enumerate(weights[1:], 1):
+                total.add_(values[:, column], alpha=weight)
+            total.view(widths[step % PERIOD], -1).add_(costs[-1][:, None])
+            costs.append(total.view(-1, widths[(step + 1) % PERIOD]).amin(0))
+        u = int(costs[-1].argmin()) if pinned is None else int(pinned[index])
+        for step in range(steps - 1, -1, -1):
+            shift, width = shifts[step % PERIOD], widths[(step + 1) % PERIOD]
+            candidates = torch.arange(u, STATES, width)
+            distance = squares[candidates].clone()
+            for column, weight in enumerate(sequence[step]):
+                distance += weight * values[candidates, column]
+            states[index, step] = state = int(
+                candidates[(distance + costs[step][candidates >> shift]).argmin()]
+            )
+            u = state >> shift
+    return states

@@ -8,23 +8,25 @@ import pytest
 import torch
 
 from requant.quantizers.viterbi import _Walk, tail_biting_states
-from requant.trellis_codes import CODES, code_values
+from requant.trellis_codes import CODES, code_values, step_bits
 
 INTERPRETED = """
 import torch
-from requant.quantizers.viterbi import _Walk
-from requant.trellis_codes import code_values
+from requant.quantizers.viterbi import _uneven_paths, _Walk
+from requant.trellis_codes import code_values, step_bits
 from requant_kernels.viterbi import viterbi_paths
 
 torch.set_num_threads(1)
-for name, bits in (("3inst", 2), ("pair", 2), ("mul1", 4)):
+for name, bits in (("3inst", 2), ("pair", 2), ("mul1", 4), ("mul1", 2.25), ("mul1", 3.5)):
     values = code_values(name)
-    shift = bits * values.shape[1]
-    targets = torch.randn(2, 8, values.shape[1], generator=torch.Generator().manual_seed(bits))
-    walk = _Walk(values, shift)
+    shifts = step_bits(bits, values.shape[1])
+    targets = torch.randn(2, 8, values.shape[1], generator=torch.Generator().manual_seed(int(bits)))
     for pinned in (None, torch.tensor([5, 77])):
-        found = viterbi_paths(targets, values, shift=shift, pinned=pinned)
-        assert torch.equal(found, walk.paths(targets, pinned=pinned)), (name, bits, pinned)
+        found = viterbi_paths(targets, values, shifts=shifts, pinned=pinned)
+        if len(set(shifts)) == 1:
+            assert torch.equal(found, _Walk(values, shifts[0]).paths(targets, pinned=pinned)), (name, bits, pinned)
+        plain = _uneven_paths(targets, values=values, shifts=shifts, pinned=pinned)
+        assert torch.equal(found, plain), (name, bits, pinned)
 """
 
 
@@ -38,16 +40,19 @@ def test_interpreted_kernel_is_its_twin() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("name", "bits"), [("mul1", b) for b in range(1, 9)] + [("3inst", 2)] + [("pair", b) for b in range(1, 5)]
+    ("name", "bits"),
+    [("mul1", b) for b in (*range(1, 9), 2.25, 2.5, 3.75)]
+    + [("3inst", 2)]
+    + [("pair", b) for b in range(1, 5)],
 )
-def test_gpu_finds_rings_as_good_as_the_twin(name: str, bits: int) -> None:
+def test_gpu_finds_rings_as_good_as_the_twin(name: str, bits: int | float) -> None:
     values = code_values(name)
     vector = CODES[name].weights_per_step
-    targets = torch.randn(5, 256 // vector, vector, generator=torch.Generator().manual_seed(bits))
+    targets = torch.randn(5, 256 // vector, vector, generator=torch.Generator().manual_seed(int(bits)))
     mine = tail_biting_states(targets, values, bits=bits)
     theirs = tail_biting_states(targets.cuda(), values.cuda(), bits=bits).cpu()
-    shift = bits * vector
-    assert torch.equal(theirs >> shift, theirs.roll(1, dims=1) & (65536 >> shift) - 1)
+    shifts = torch.tensor(step_bits(bits, vector)).repeat(targets.shape[1] // 4)
+    assert torch.equal(theirs >> shifts, theirs.roll(1, dims=1) & (65536 >> shifts) - 1)
     errors = [(values[states] - targets).square().sum() for states in (mine, theirs)]
     torch.testing.assert_close(errors[0], errors[1], rtol=2e-2, atol=0)
 
@@ -58,7 +63,7 @@ def test_gpu_walks_many_sequences() -> None:
     values = code_values("mul1")
     from requant_kernels.viterbi import viterbi_paths
 
-    found = viterbi_paths(targets.cuda(), values.cuda(), shift=2, pinned=None).cpu()
+    found = viterbi_paths(targets.cuda(), values.cuda(), shifts=(2,), pinned=None).cpu()
     some = torch.tensor([0, 131, 299])
     errors = [
         (values[states] - targets[some]).square().sum((1, 2))

@@ -18,6 +18,7 @@ from transformers import (
 
 from requant.checkpoint import save_checkpoint
 from requant.formats import Codebook, Grid, QuantizedWeight, Sparse, Trellis, group_count, sparse_residual
+from requant.int8 import snap
 from requant.models import find_linears
 
 LLAMA = {
@@ -56,22 +57,29 @@ def build_weight(
     bits: int = 3,
     density: float = 0.02,
     int8: bool = False,
+    one_scale: bool = False,
     seed: int = 0,
 ) -> QuantizedWeight:
-    """A random matrix of any container, with a share `density` of sparse entries (1: full rows)."""
+    """A random matrix of any container, with a share `density` of sparse entries (1: full rows).
+
+    `int8`: residuals in 8 bits, with a scale a row or, with `one_scale`, for the matrix. `codebook-int8` and
+    `trellis-int8` have levels and output scales that are stored in 8 bits.
+    """
     g = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 1 << bits, (n, k), generator=g, dtype=torch.uint8)
     groups = group_count(k, 48)
     match kind:
-        case "codebook":
-            levels = torch.randn(n, 1 << bits, generator=g).mul(0.05).sort(1).values.half()
-            dense = Codebook(codes=codes, levels=levels, bits=bits)
-        case "trellis":
+        case "codebook" | "codebook-int8":
+            levels = torch.randn(n, 1 << bits, generator=g).mul(0.05).sort(1).values
+            stored = snap(levels) if kind == "codebook-int8" else levels.half()
+            dense = Codebook(codes=codes, levels=stored, bits=bits)
+        case "trellis" | "trellis-int8":
             padded = (-(-n // 16) * 16, -(-k // 16) * 16)
+            scales = torch.rand(n, generator=g) * 0.1
             dense = Trellis(
                 codes=torch.randint(0, 1 << bits, padded, generator=g, dtype=torch.uint8),
                 input_scales=(torch.randint(0, 2, (k,), generator=g) * 2 - 1).half(),
-                output_scales=(torch.rand(n, generator=g) * 0.1).half(),
+                output_scales=snap(scales, nonzero=True) if kind == "trellis-int8" else scales.half(),
                 bits=bits,
                 code="3inst",
             )
@@ -92,7 +100,7 @@ def build_weight(
             indptr=sparse.indptr,
             indices=sparse.indices,
             values=torch.randint(-127, 128, sparse.values.shape, generator=g, dtype=torch.int8),
-            row_scales=(torch.rand(n, generator=g) * 1e-3).half(),
+            row_scales=(torch.rand(1 if one_scale else n, generator=g) * 1e-3).half().expand(n).contiguous(),
             shape=(n, k),
         )
     return QuantizedWeight(dense=dense, sparse=sparse)
@@ -105,6 +113,7 @@ def build_checkpoint(
     dtype: torch.dtype = torch.float32,
     kind: str = "asymmetric",
     shard: int = 10**9,
+    **options: bool,
 ) -> tuple[Path, nn.Module]:
     """A saved checkpoint, and the plain model that holds the same floats."""
     torch.manual_seed(0)
@@ -112,7 +121,9 @@ def build_checkpoint(
     model.save_pretrained(folder / "source")
     (folder / "source" / "tokenizer.json").write_text("{}")
     sites = find_linears(model)
-    weights = {site.name: build_weight(*site.shape, kind=kind, seed=i) for i, site in enumerate(sites)}
+    weights = {
+        site.name: build_weight(*site.shape, kind=kind, seed=i, **options) for i, site in enumerate(sites)
+    }
     path = save_checkpoint(
         folder / "checkpoint",
         source=folder / "source",

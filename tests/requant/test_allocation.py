@@ -9,13 +9,16 @@ import torch
 from safetensors.torch import load_file
 
 import requant
-from requant.allocation import allocate_bits, asked_bits, planned_layout, with_allocation
+from requant.allocation import allocate_bits, asked_bits, planned_layout, widths_of, with_allocation
 from requant.checkpoint import byte_table
+from requant.checkpoint.packing import pack
 from requant.errors import RecipeError
 from requant.knapsack import TOLERANCE
+from requant.learnable import with_theta
 from requant.models import folder_bytes
 from requant.pipeline import prepare, start
 from requant.quantizers import METHODS
+from requant.quantizers.trellis import TrellisConfig
 from requant.recipe import Budget, Calibration, Detach, Evaluation, Recipe, Tuning, load_recipe
 from requant.workspace import Workspace
 
@@ -80,7 +83,7 @@ def test_a_size_is_kept_to_the_byte(cli, tiny_folder, tiny_text_file: Path, name
 
 
 def test_mode_best_promises_whole_numbers_too(tiny_folder, tiny_text_file: Path, tmp_path: Path) -> None:
-    """With what is learned in float16, and an embedding of 6 bits, which then does not learn."""
+    """With what is learned beside the codes, and an embedding of 6 bits, which then does not learn."""
     recipe = recipe_of(mode="best", tuning=Tuning(steps=2, windows=8), budget=Budget(head_bits=6))
     result = requant.quantize(str(tiny_folder("llama-tied")), recipe, tiny_text_file)
     table = byte_table(result.save(tmp_path / "out"))
@@ -90,11 +93,16 @@ def test_mode_best_promises_whole_numbers_too(tiny_folder, tiny_text_file: Path,
         assert torch.equal(requant.load(tmp_path / "out")(ids).logits, result.model(ids).logits)
 
 
-def test_a_sparse_part_is_paid_by_the_budget(tiny_folder, tiny_text_file: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("values", ["float16", "int8"])
+def test_a_sparse_part_is_paid_by_the_budget(
+    tiny_folder, tiny_text_file: Path, tmp_path: Path, values: str
+) -> None:
     recipe = recipe_of(mode="paper", budget=Budget(bits=5.0))
+    recipe = dataclasses.replace(recipe, detach=dataclasses.replace(recipe.detach, values=values))
     saved = requant.quantize(str(tiny_folder("llama")), recipe, tiny_text_file).save(tmp_path / "out")
     table = byte_table(saved)
     assert sum(matrix.layout.sparse for matrix in table.matrices.values()) > 1000
+    assert {m.layout.sparse_values for m in table.matrices.values() if m.layout.sparse} == {values}
     assert (1 - 2 * TOLERANCE) * 5 <= table.bits_per_weight <= 5
 
 
@@ -102,14 +110,28 @@ def test_learned_scales_of_a_trellis_are_paid_by_the_budget(tiny_folder, tiny_te
     plain = recipe_of("trellis", budget=Budget(bits=2.5))
     tuned = dataclasses.replace(plain, tuning=Tuning(steps=3))
     n, k = 64, 172
-    difference = planned_layout(tuned, (n, k), 2).bytes - planned_layout(plain, (n, k), 2).bytes
-    assert difference == 2 * n - 4 * 2 - 2  # float16 each, in place of bits in words and a magnitude
+    for bits, size in ((2, n + 2), (6, n + 2), (7, 2 * n)):  # a byte each and a magnitude, or float16
+        difference = planned_layout(tuned, (n, k), bits).bytes - planned_layout(plain, (n, k), bits).bytes
+        assert difference == size - 4 * 2 - 2  # in place of bits in words, and a magnitude
     folder = tiny_folder("llama")
     for recipe in (plain, tuned):
         run = started(folder, tiny_text_file, recipe)
         found = allocate_bits(run)
         layouts = [planned_layout(recipe, site.shape, found.bits[site.name]) for site in run.sites]
         assert found.bytes == sum(layout.bytes for layout in layouts) <= 2.5 * run.total_weights / 8
+
+
+def test_quarters_of_a_bit_spend_a_budget_better(tiny_folder, tiny_text_file: Path) -> None:
+    folder, found = tiny_folder("llama"), {}
+    for quarters in (True, False):
+        budget = Budget(bits=2.5, quarters=quarters)
+        found[quarters] = allocate_bits(started(folder, tiny_text_file, recipe_of("trellis", budget=budget)))
+    assert all(bits % 1 == 0 for bits in found[False].bits.values())
+    assert any(bits % 1 for bits in found[True].bits.values())
+    assert all(allocation.bytes <= allocation.budget for allocation in found.values())
+    assert found[True].predicted < 0.98 * found[False].predicted
+    pair = dataclasses.replace(recipe_of("trellis"), quantizer=TrellisConfig(code="pair"))
+    assert widths_of(pair) == [1, 2, 3, 4] and widths_of(recipe_of()) == list(range(2, 9))
 
 
 def test_no_budget_is_the_recipes_width(tiny_folder, tiny_text_file: Path) -> None:
@@ -231,3 +253,63 @@ def test_a_matrix_that_matters_more_gets_more(tiny_folder, tiny_text_file: Path)
         found.append(allocate_bits(start(prepared, recipe, workspace=Workspace(None), quiet=True)))
     assert found[1].bits[name] > found[0].bits[name]
     assert found[1].bytes <= found[1].budget == found[0].budget
+
+
+@pytest.mark.parametrize(("method", "steps"), [("lut", 0), ("kmeans", 2)])
+def test_8_bit_levels_are_planned_to_the_byte(
+    tiny_folder, tiny_text_file: Path, tmp_path: Path, method: str, steps: int
+) -> None:
+    """Each matrix as planned, trained or not."""
+    budget = Budget(bits=3.6, entries=False)
+    recipe = recipe_of(method, mode="best", budget=budget, tuning=Tuning(steps=steps, windows=8))
+    result = requant.quantize(str(tiny_folder("llama")), recipe, tiny_text_file)
+    table = byte_table(result.save(tmp_path / "out"))
+    for layout in (matrix.layout for matrix in table.matrices.values()):
+        assert layout == planned_layout(recipe, layout.shape, layout.bits) and layout.version == 3
+    assert (1 - TOLERANCE) * 3.6 <= table.bits_per_weight <= 3.6
+
+
+@pytest.mark.parametrize("bits", [2, 6, 7])
+def test_what_a_trellis_learns_is_planned_to_the_byte(random_weight, bits: int) -> None:
+    weight = random_weight(40, 70, kind="trellis", bits=bits, density=0)
+    recipe = recipe_of("trellis", tuning=Tuning(steps=1))
+    recipe = dataclasses.replace(recipe, quantizer=dataclasses.replace(recipe.quantizer, code="3inst"))
+    signs = dataclasses.replace(weight.dense, output_scales=torch.ones(40).half() * 0.25)
+    weight = dataclasses.replace(weight, dense=signs)
+    learned = {"output_scales": 0.25 + 0.05 * torch.randn(40, generator=torch.Generator().manual_seed(0))}
+    layout, _ = pack(with_theta(weight, learned))
+    assert layout == planned_layout(recipe, (40, 70), bits) and (layout.version == 3) == (bits <= 6)
+
+
+def test_entries_compete_with_bits(tiny_folder, tiny_text_file: Path, tmp_path: Path) -> None:
+    """Within the same budget they lower the predicted loss, and what they take is counted to the byte."""
+    recipe = recipe_of("kmeans", mode="best", budget=Budget(bits=2.9))
+    recipe = dataclasses.replace(recipe, quantizer=METHODS["kmeans"].config(level_bits=8))
+    folder = tiny_folder("llama")
+    codes = dataclasses.replace(recipe, budget=Budget(bits=2.9, entries=False))
+    alone, both = (allocate_bits(started(folder, tiny_text_file, each)) for each in (codes, recipe))
+    assert not alone.shares and both.shares and both.predicted < alone.predicted
+    kept = Workspace(tmp_path / "kept.partial", resume=True)
+    result = requant.quantize(str(folder), recipe, tiny_text_file, workspace=kept)
+    again = requant.quantize(str(folder), recipe, tiny_text_file, workspace=kept)
+    assert again.allocation == result.allocation  # the options come back from the workspace as they were
+    table = byte_table(result.save(tmp_path / "out"))
+    for name, matrix in table.matrices.items():
+        share = both.shares.get(name, 0.0)
+        assert matrix.layout == planned_layout(recipe, matrix.layout.shape, both.bits[name], share)
+        assert (matrix.layout.sparse > 0) == (name in both.shares)
+    assert (1 - TOLERANCE) * 2.9 <= table.bits_per_weight <= 2.9
+
+
+def test_entries_are_in_a_size_too(tiny_folder, tiny_text_file: Path, tmp_path: Path, monkeypatch) -> None:
+    """With the headers of their tensors, which in so small a file would cost more than entries are worth."""
+    monkeypatch.setattr(
+        "requant.allocation.entry_factors", lambda run: {s.name: {0.02: 0.1} for s in run.sites}
+    )
+    folder = tiny_folder("llama")
+    size = round(0.4 * folder_bytes(folder))
+    recipe = recipe_of("kmeans", mode="best", budget=Budget(size=size, head_bits=16, embedding_bits=16))
+    result = requant.quantize(str(folder), recipe, tiny_text_file)
+    assert result.allocation is not None and result.allocation.shares
+    found = (result.save(tmp_path / "out") / "model.safetensors").stat().st_size
+    assert (1 - TOLERANCE) * size <= found <= size

@@ -5,10 +5,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from requant import linear
 from requant.linear import QuantLinear
 
 
-@pytest.mark.parametrize("kind", ["symmetric", "asymmetric", "awq", "codebook", "trellis"])
+@pytest.mark.parametrize(
+    "kind", ["symmetric", "asymmetric", "awq", "codebook", "codebook-int8", "trellis", "trellis-int8"]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_forward_is_that_of_the_dequantized_layer(random_weight, kind: str, dtype: torch.dtype) -> None:
     weight = random_weight(40, 172, kind=kind)
@@ -19,6 +22,15 @@ def test_forward_is_that_of_the_dequantized_layer(random_weight, kind: str, dtyp
     assert y.dtype == dtype and y.shape == (2, 3, 40)
     assert torch.equal(y, F.linear(x, weight.dequantize().to(dtype), bias.to(dtype)))
     assert torch.equal(y, layer.dequantized(dtype)(x))
+
+
+@pytest.mark.parametrize("kind", ["asymmetric", "awq", "codebook-int8"])
+@pytest.mark.parametrize("options", [{}, {"int8": True}, {"int8": True, "one_scale": True}])
+def test_bands_of_rows_are_the_whole(random_weight, monkeypatch, kind: str, options: dict[str, bool]) -> None:
+    weight, x = random_weight(40, 172, kind=kind, **options), torch.randn(3, 172)
+    monkeypatch.setattr(linear, "BAND_WEIGHTS", 172 * 7)
+    banded = QuantLinear.from_quantized(weight)(x)
+    torch.testing.assert_close(banded, F.linear(x, weight.dequantize()), rtol=1e-5, atol=1e-6)
 
 
 def test_a_transposed_layer_becomes_conv1d_again(random_weight) -> None:

@@ -143,6 +143,19 @@ def test_a_config_of_another_method_is_refused() -> None:
         Recipe(method="gptq")
 
 
+def test_inputs_that_a_method_does_not_read_are_refused() -> None:
+    recipe = {"method": "rtn", "calibration": {"inputs": "corrected"}}
+    with pytest.raises(
+        RecipeError, match="reads no Hessian of its inputs; leave it out, or choose one of: lut, gptq"
+    ):
+        from_dict(recipe)
+    assert from_dict(recipe | {"method": "gptq"}).calibration.inputs == "corrected"
+    best = recipe | {"method": "trellis", "mode": "best"}
+    assert from_dict(best).calibration.inputs == "corrected"
+    with pytest.raises(RecipeError, match="changes nothing for mode best with tuning"):
+        from_dict(best | {"tuning": {"steps": 5}})
+
+
 def test_names() -> None:
     with pytest.raises(
         RecipeError, match=r"'demo-3bits' is neither a file nor a recipe \(did you mean 'demo-3bit'\?\)"

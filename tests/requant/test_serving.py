@@ -62,7 +62,7 @@ def attention(**kwargs: Any) -> Attention:
     )
 
 
-@pytest.mark.parametrize("kind", ["codebook", "trellis"])
+@pytest.mark.parametrize("kind", ["codebook", "codebook-int8", "trellis-int8"])
 @pytest.mark.parametrize("int8", [False, True])
 def test_a_layer_is_the_dequantized_layer(random_weight, kind: str, int8: bool) -> None:
     weight, bias, x = random_weight(40, 172, kind=kind, int8=int8), torch.randn(40), torch.randn(2, 3, 172)

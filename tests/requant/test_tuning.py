@@ -23,13 +23,22 @@ def test_theta_stands_for_the_same_floats(random_weight, kind, int8):
     torch.testing.assert_close(floats, weight.dequantize(), rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("kind", ["asymmetric", "codebook", "trellis"])
+@pytest.mark.parametrize("kind", ["asymmetric", "codebook", "codebook-int8", "trellis", "trellis-int8"])
 @pytest.mark.parametrize("int8", [False, True])
 def test_a_round_trip_through_theta_changes_nothing(random_weight, kind, int8):
     weight = random_weight(20, 70, kind=kind, int8=int8)
     again = with_theta(weight, learnable(weight))
     assert torch.equal(again.dequantize(), weight.dequantize())
     assert again.sparse.values.dtype == weight.sparse.values.dtype  # the bytes stay what the budget counted
+
+
+def test_the_one_scale_of_residuals_grows_with_them(random_weight):
+    weight = random_weight(20, 70, int8=True, one_scale=True)
+    theta = learnable(weight)
+    assert torch.equal(with_theta(weight, theta).dequantize(), weight.dequantize())
+    theta["values"] *= 1.5
+    grown = with_theta(weight, theta).sparse
+    assert (grown.floats() - theta["values"]).abs().max() <= 0.52 * theta["values"].abs().max() / 127
 
 
 @pytest.mark.parametrize("kind", ["asymmetric", "codebook", "trellis"])

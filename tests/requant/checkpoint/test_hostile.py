@@ -88,7 +88,7 @@ def test_wrong_entries(checkpoint: Path, values: dict[str, Any], sentence: str) 
 @pytest.mark.parametrize(
     ("version", "sentence"),
     [
-        (3, "format version 3, newer than the 2 .*pip install --upgrade requant"),
+        (4, "format version 4, newer than the 3 .*pip install --upgrade requant"),
         (0, "format version 0, older than the 1 that .*requant quantize --recipe .*/copy/recipe.yaml"),
         ("1", "names no format_version"),
         (None, "names no format_version"),
@@ -291,6 +291,45 @@ def test_a_codebook_with_too_few_levels(make_checkpoint) -> None:
         path,
         r"levels is torch.float16 \[172, 7\] .* asks for torch.float16 \[172, 8\]",
     )
+
+
+@pytest.mark.parametrize(("kind", "vector"), [("codebook", "levels"), ("trellis", "output_scales")])
+def test_vectors_of_8_bits(make_checkpoint, kind: str, vector: str) -> None:
+    path, _ = make_checkpoint("llama", kind=f"{kind}-int8")
+
+    def entry(config: dict[str, Any]) -> dict[str, Any]:
+        return config["quantization_config"]["modules"][UP]
+
+    load(path)
+    assert read_header(path).quantization["format_version"] == 3
+    change_values(path, f"{UP}.{vector}", lambda numbers: numbers.view(-1)[3:4].fill_(-128))
+    refuse(path, f"{vector} holds -128, but numbers go from -127 to 127")
+    edit_config(path, lambda config: config["quantization_config"].update(format_version=2))
+    refuse(path, "the entry of .* needs format version 3, but version 2 is given")
+    edit_config(path, lambda config: config["quantization_config"].update(format_version=3))
+    edit_config(path, lambda config: entry(config).update({vector: "int4"}))
+    refuse(path, f"{UP} has {vector} = 'int4', not one of 'int8'")
+    edit_config(path, lambda config: entry(config).pop(vector))
+    refuse(path, f"{UP}.{vector} is torch.int8 .* asks for torch.float16")
+
+
+def test_one_scale_of_all_residuals(make_checkpoint) -> None:
+    path, _ = make_checkpoint("llama", int8=True, one_scale=True)
+    load(path)
+    assert read_header(path).quantization["format_version"] == 3
+    edit_config(path, lambda c: c["quantization_config"]["modules"][UP].pop("sparse_scales"))
+    refuse(path, r"sparse_scales is torch.float16 \[1\] .* asks for torch.float16 \[172\]")
+
+
+def test_output_scales_have_one_form(make_checkpoint) -> None:
+    path, _ = make_checkpoint("llama", kind="trellis-int8")
+    edit_config(path, lambda c: c["quantization_config"]["modules"][UP].update(output_signs=True))
+    refuse(path, "stores its output scales as signs and as int8")
+
+
+def test_an_unknown_vector_of_a_grid(checkpoint: Path) -> None:
+    edit_config(checkpoint, lambda c: c["quantization_config"]["modules"][UP].update(levels="int8"))
+    refuse(checkpoint, "unknown key 'levels'")
 
 
 def test_checksums(checkpoint: Path) -> None:

@@ -8,7 +8,7 @@ from requant.checkpoint.slicing import join_rows, slice_columns, slice_rows
 from requant.errors import InputError
 from requant.formats import QuantizedWeight
 
-KINDS = ("symmetric", "asymmetric", "awq", "codebook")
+KINDS = ("symmetric", "asymmetric", "awq", "codebook", "codebook-int8")
 CUTS = (0, 48, 49, 96, 131, 172)  # on and off the groups of 48
 
 

@@ -17,7 +17,7 @@ from requant.exporting.source import open_source
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "gpt2", "gpt-neox", "qwen2"])
-@pytest.mark.parametrize("kind", ["awq", "codebook", "trellis"])
+@pytest.mark.parametrize("kind", ["awq", "codebook-int8", "trellis-int8"])
 def test_the_logits_are_those_of_the_checkpoint(
     make_checkpoint, tmp_path: Path, name: str, kind: str
 ) -> None:

@@ -59,7 +59,7 @@ def matrix(random_weight):
         n: int, k: int, kind: str = "codebook", bits: int = 3, seed: int = 0, **options
     ) -> QuantizedWeight:
         weight = random_weight(n, k, kind=kind, bits=bits, seed=seed, **options)
-        if kind in ("codebook", "trellis"):
+        if kind.startswith(("codebook", "trellis")):
             return weight
         g = torch.Generator().manual_seed(seed)
         scales = (torch.rand(n, -(-k // 32), generator=g) * 0.02).half()
@@ -75,7 +75,7 @@ def config(engine: Any, **weights: QuantizedWeight) -> Any:
     """The plugin's config of a checkpoint with these matrices in `model.layers.0`."""
     modules = {f"model.layers.0.{name}": pack(weight)[0].to_json() for name, weight in weights.items()}
     found = engine.plugin.RequantConfig.from_config(
-        {"quant_method": "requant", "format_version": 1, "modules": modules, "recipe_hash": "abc"}
+        {"quant_method": "requant", "format_version": 3, "modules": modules, "recipe_hash": "abc"}
     )
     found.packed_modules_mapping.update(PACKED)
     return found
@@ -141,7 +141,7 @@ def test_fused_qkv(engine, matrix, kinds: tuple[str, ...], ranks: int) -> None:
         )
 
 
-@pytest.mark.parametrize("kind", ["codebook", "symmetric", "asymmetric", "awq"])
+@pytest.mark.parametrize("kind", ["codebook", "codebook-int8", "symmetric", "asymmetric", "awq"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_gate_up_and_down(engine, matrix, kind: str, ranks: int) -> None:
     """Column-parallel into row-parallel: the ranks' results add up."""
@@ -357,7 +357,7 @@ def test_vllms_own_loader_finds_the_parameters(engine, matrix) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("engine", ["double"], indirect=True)
-@pytest.mark.parametrize("kind", ["codebook", "asymmetric", "trellis"])
+@pytest.mark.parametrize("kind", ["codebook-int8", "asymmetric", "trellis-int8"])
 def test_the_plugin_on_a_gpu(engine, matrix, kind: str) -> None:
     """vLLM builds its layers on the GPU and hands over tensors of the CPU."""
     weights = {

@@ -11,13 +11,13 @@ from requant.checkpoint import load_weights, save_checkpoint
 
 
 @pytest.mark.peers
-@pytest.mark.parametrize("kind", ["codebook", "trellis"])
+@pytest.mark.parametrize("kind", ["codebook-int8", "trellis-int8"])
 def test_vllms_llama_by_vllms_loader(make_checkpoint, random_weight, tmp_path: Path, kind: str) -> None:
     """From a folder to a model: config.json names the format, and every quantized layer computes what it should."""
     pytest.importorskip("vllm.model_executor.layers.linear", exc_type=ImportError)
     path, plain = make_checkpoint("llama-tied", kind=kind)
     table = plain.model.embed_tokens.weight.detach()
-    if kind == "codebook":  # with a quantized embedding, which the head shares
+    if kind == "codebook-int8":  # with a quantized embedding, which the head shares
         quantized = random_weight(*table.shape, kind="asymmetric", bits=6, density=0)
         path = save_checkpoint(
             tmp_path / "with-vocabulary",

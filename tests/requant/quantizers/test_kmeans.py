@@ -69,7 +69,8 @@ def test_levels_ascend_and_codes_are_nearest(layer):
 def test_worked_example():
     weight = torch.tensor([[0.0, 1.0, 8.0, 9.0, 20.0, 40.0]])
     fisher = torch.tensor([[3.0, 1.0, 1.0, 1.0, 5.0, 5.0]])
-    dense = kmeans.quantize(weight, LinearStats(fisher=fisher), kmeans.KmeansConfig(bits=2)).dense
+    config = kmeans.KmeansConfig(bits=2, level_bits=16)
+    dense = kmeans.quantize(weight, LinearStats(fisher=fisher), config).dense
     assert dense.levels.tolist() == [[0.25, 8.5, 20.0, 40.0]]
     assert dense.codes.tolist() == [[0, 0, 1, 1, 2, 3]]
 

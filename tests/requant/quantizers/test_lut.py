@@ -96,4 +96,10 @@ def test_detached_places_are_refitted_with_the_others(layer):
 def test_options_are_checked():
     with pytest.raises(RecipeError, match="bits is 1"):
         LutConfig(bits=1)
-    assert dataclasses.asdict(LutConfig()) == {"bits": 4, "rounds": 8, "damp": 0.01}
+    assert dataclasses.asdict(LutConfig()) == {
+        "bits": 4,
+        "level_bits": 8,
+        "share": 0.0,
+        "rounds": 8,
+        "damp": 0.01,
+    }

@@ -18,6 +18,7 @@ from requant.trellis_codes import (
     codes_of_states,
     from_tiles,
     states_of_codes,
+    step_bits,
     to_tiles,
 )
 
@@ -42,6 +43,45 @@ def cost(error: torch.Tensor, hessian: torch.Tensor, output_hessian: torch.Tenso
 
 
 # codes
+
+
+@pytest.mark.parametrize(
+    ("bits", "steps"), [(2, (2, 2, 2, 2)), (2.25, (2, 2, 2, 3)), (2.5, (2, 3, 2, 3)), (3.75, (3, 4, 4, 4))]
+)
+def test_steps_of_quarter_bits(bits: float, steps: tuple[int, ...]) -> None:
+    assert step_bits(bits) == steps
+    generator = torch.Generator().manual_seed(1)
+    room = torch.tensor([1 << own for own in steps]).repeat(64)
+    codes = (torch.rand(3, 256, generator=generator) * room).to(torch.uint8)
+    states = states_of_codes(codes, bits=bits, weights_per_step=1)
+    assert torch.equal(codes_of_states(states, bits=bits, weights_per_step=1), codes)
+    stream = "".join(f"{int(code):0{own}b}" for code, own in zip(codes[1], steps * 64, strict=True))
+    ends = torch.tensor(steps * 64).cumsum(0).tolist()
+    rolled = stream[-16:] + stream  # the ring closes
+    assert states[1].tolist() == [int(rolled[end : end + 16], 2) for end in ends]
+
+
+def test_steps_refuse_what_they_cannot_be() -> None:
+    for bits, vector in ((2.3, 1), (2.25, 2), (2.5, 2)):
+        with pytest.raises(ValueError, match="bits a weight"):
+            step_bits(bits, vector)
+    with pytest.raises(RecipeError, match="in quarters"):
+        TrellisConfig(bits=2.3)
+    with pytest.raises(RecipeError, match="1 to 4:"):
+        TrellisConfig(bits=2.5, code="pair")
+
+
+def test_quarters_lie_on_the_curve_of_whole_bits() -> None:
+    values = code_values("mul1") / code_values("mul1").std()
+    targets = torch.randn(8, 256, 1, generator=torch.Generator().manual_seed(3))
+    error = {}
+    for bits in (2, 2.25, 2.5, 3):
+        states = viterbi.tail_biting_states(targets, values, bits=bits)
+        error[bits] = float((values[states] - targets).square().mean())
+    # far below the mixture of tiles of 2 and of 3 bits, and near the geometric mean that a rate would have
+    assert error[2.5] < 0.85 * (error[2] + error[3]) / 2
+    assert error[2.5] < 1.06 * (error[2] * error[3]) ** 0.5
+    assert error[2.25] < 1.06 * (error[2] ** 3 * error[3]) ** 0.25
 
 
 def test_values_of_a_state_by_hand() -> None:
