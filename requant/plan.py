@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from requant.allocation import (
+    ENTRY,
     Allocation,
     allocate_bits,
     has_budget,
@@ -41,6 +42,7 @@ QUANTIZER_SECONDS = {  # per weight: one CPU core, one H200; measured on bench-3
     "awq": (5e-7, 4e-8),
     "trellis": (1e-4, 4e-7),
 }
+FORWARDS = {"original": 1, "quantized": 2, "corrected": 7}  # whole passes, for the Hessians of all matrices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +57,9 @@ class Plan:
     peak_memory: int
     seconds: float
     allocation: Allocation | None = None  # of a budget
-    widths: Mapping[str, Mapping[int, int]] = field(default_factory=dict)  # kind -> bits -> how many matrices
+    widths: Mapping[str, Mapping[int | float, int]] = field(
+        default_factory=dict
+    )  # kind -> bits -> how many matrices
 
     def lines(self) -> list[str]:
         kinds = ", ".join(f"{count} {kind}" for kind, count in self.matrices.items())
@@ -83,6 +87,9 @@ class Plan:
                 for kind, counts in self.widths.items()
             ),
         ]
+        if found.shares:
+            entries = max(found.shares.values())
+            lines.append(f"  entries beside the codes of {len(found.shares)} matrices, {entries:.2%} at most")
         if found.embedding_bits != 16 or found.head_bits != 16:
             lines.append(f"  embedding at {found.embedding_bits} bits, head at {found.head_bits}")
         if found.predicted is not None:
@@ -97,13 +104,16 @@ def make_plan(prepared: Prepared, recipe: Recipe, *, quiet: bool = True) -> Plan
     weights = sum(site.size for site in sites)
     fraction = _sparse_fraction(recipe)
     allocation = _allocation(prepared, recipe, quiet=quiet)
-    parts = sum(_bytes(site, recipe, allocation.bits[site.name], fraction) for site in sites)
+    shares = allocation.shares
+    parts = sum(
+        _bytes(site, recipe, allocation.bits[site.name], fraction, shares.get(site.name)) for site in sites
+    )
     model_bytes = bytes_before(prepared)
     per_weight = _source_bytes_per_weight(prepared, model_bytes)
     saved = vocabulary_savings(prepared.model, prepared.source, allocation)
     stored = sum(site.size for site in sites) * per_weight + saved
     kinds: dict[str, int] = {}
-    widths: dict[str, dict[int, int]] = {}
+    widths: dict[str, dict[int | float, int]] = {}
     for site in sites:
         kinds[site.kind] = kinds.get(site.kind, 0) + 1
         counts, bits = widths.setdefault(site.kind, {}), allocation.bits[site.name]
@@ -133,10 +143,12 @@ def _sparse_fraction(recipe: Recipe) -> float:
     return recipe.detach.outlier_fraction + recipe.detach.significant_fraction
 
 
-def _bytes(site: LinearSite, recipe: Recipe, bits: int, fraction: float) -> float:
+def _bytes(
+    site: LinearSite, recipe: Recipe, bits: int | float, fraction: float, share: float | None
+) -> float:
     n, k = site.shape
-    sparse = 3 * fraction * n * k + (n * -(-k // INDEX_TILE) if fraction else 0)
-    return planned_layout(recipe, (n, k), bits).bytes + sparse
+    sparse = ENTRY[recipe.detach.values] * fraction * n * k + (n * -(-k // INDEX_TILE) if fraction else 0)
+    return planned_layout(recipe, (n, k), bits, share).bytes + sparse
 
 
 def _source_bytes_per_weight(prepared: Prepared, model_bytes: int) -> float:
@@ -147,6 +159,7 @@ def _source_bytes_per_weight(prepared: Prepared, model_bytes: int) -> float:
 def _peak_memory(prepared: Prepared, recipe: Recipe) -> int:
     """Model + the larger of {statistics, one float32 score a weight} + codes + originals (where they share memory).
 
+    Corrected inputs take a copy of the model, and on a CPU the hidden states of both beside it.
     Training holds more where it takes place: the original, and 16 bytes a parameter (float32, its gradient, Adam's two).
     """
     weights = sum(site.size for site in prepared.sites)
@@ -156,6 +169,9 @@ def _peak_memory(prepared: Prepared, recipe: Recipe) -> int:
     statistics = sum(bytes_needed(site, needs) for site in prepared.sites)
     embedding: Any = prepared.model.get_input_embeddings()
     activations = 6 * 4 * 2048 * embedding.weight.shape[0]
+    if recipe.calibration.inputs == "corrected":
+        model *= 2
+        own += 8 * prepared.windows.numel() * embedding.weight.shape[1] if own else 0
     stages = model + weights + max(4 * weights, statistics)
     if recipe.tuning.steps:
         stages = max(stages, model + 16 * sum(p.numel() for p in prepared.model.parameters()))
@@ -177,6 +193,7 @@ def _seconds(prepared: Prepared, recipe: Recipe) -> float:
         passes += nodes * recipe.detach.steps
     phases = len(rounds_of(prepared.sites)) if recipe.mode == "best" and recipe.tuning.steps else 1
     passes, forwards = passes * phases, forwards * phases  # statistics are taken again for every round
+    forwards *= FORWARDS[recipe.calibration.inputs]
     step = min(recipe.tuning.tokens_per_step, prepared.pool.numel())
     passes += phases * recipe.tuning.steps * step / prepared.windows.numel() * 4 / 3
     scored = 3 * 2 * parameters * prepared.scored.numel()

@@ -4,6 +4,7 @@ A mode (`paper.py`) is a function of a `Run`. Results go through the workspace, 
 resumes at the matrix where it stopped; statistics are gathered again when some matrix still needs them.
 """
 
+import copy
 import dataclasses
 import logging
 import time
@@ -23,12 +24,13 @@ from transformers import PreTrainedModel
 import requant
 from requant.calibration import LinearStats
 from requant.calibration.passes import mean_loss
-from requant.calibration.statistics import bytes_needed, collect
+from requant.calibration.statistics import OF_INPUTS, bytes_needed, collect
+from requant.calibration.stream import Stream
 from requant.checkpoint.layout import MatrixLayout
 from requant.checkpoint.packing import pack, unpack
 from requant.formats import QuantizedWeight
 from requant.knapsack import Allocation
-from requant.models import LinearSite
+from requant.models import SIBLINGS, LinearSite
 from requant.quantizers import METHODS
 from requant.recipe import Recipe, to_dict
 from requant.sensitivity import QuantizedPath, Scores
@@ -52,7 +54,10 @@ class Run:
     fingerprint: str  # of the model, its matrices to quantize, the windows and the versions
     quiet: bool
     source: Path | None = None  # the model's folder
-    bits: Mapping[str, int] = field(default_factory=dict)  # of matrices whose width is not the recipe's
+    bits: Mapping[str, int | float] = field(
+        default_factory=dict
+    )  # of matrices whose width is not the recipe's
+    shares: Mapping[str, float] = field(default_factory=dict)  # of entries beside the codes, where allotted
     allocation: Allocation | None = None
     pool: Int64[Tensor, "p t"] | None = (
         None  # the windows that training may use, where they are more than `windows`
@@ -70,7 +75,8 @@ class Run:
     def config_of(self, site: LinearSite) -> Any:
         """The quantizer's settings for one matrix."""
         bits = self.bits.get(site.name, self.recipe.quantizer.bits)
-        return dataclasses.replace(self.recipe.quantizer, bits=bits)
+        share = {"share": self.shares[site.name]} if site.name in self.shares else {}
+        return dataclasses.replace(self.recipe.quantizer, bits=bits, **share)
 
     def path(self, weights: Weights) -> QuantizedPath:
         return QuantizedPath(
@@ -118,20 +124,19 @@ def fingerprint(model: PreTrainedModel, sites: Sequence[LinearSite], windows: In
 def quantize_linears(run: Run, detached: Mapping[str, Bool[Tensor, "n k"]] | None, *, label: str) -> Weights:
     """Every linear through the recipe's quantizer, in the model's order; `detached` places go to the sparse part.
 
-    Statistics come from the original model or, where the recipe says `inputs: quantized`, for each block from a model
-    whose earlier blocks are quantized already (the order of Frantar et al. 2022), so that it may mend their errors.
+    Statistics come from the original model. Where the recipe says so, those of inputs come from a model in which all
+    that comes before is quantized already, so that a matrix may mend the errors before it: `inputs: quantized` block by
+    block (Frantar et al. 2022), `corrected` input by input, beside the original's inputs. Gradients stay the original's.
     """
     method = METHODS[run.recipe.method]
-    sequential = run.recipe.calibration.inputs == "quantized" and bool(method.needs)
+    sequential = run.recipe.calibration.inputs != "original" and bool(method.needs & OF_INPUTS)
     keys = _keys(run, detached, sequential=sequential)
     found = {site.name: stored_weight(run, "linear", keys[site.name], site) for site in run.sites}
     done: Weights = {name: weight for name, weight in found.items() if weight is not None}
     pending = [site for site in run.sites if site.name not in done]
     bar = tqdm(total=len(pending), desc=label, unit="matrix", disable=run.quiet or not pending)
-    for chunk in by_block(pending) if sequential else chunks_that_fit(run, pending, method.needs):
-        before = [site for site in run.sites if site.block < chunk[0].block] if sequential else []
-        statistics = gather(run, chunk, method.needs, after={site.name: done[site.name] for site in before})
-        for site in chunk:
+    for members, statistics in (in_order if sequential else at_once)(run, pending, method.needs, done):
+        for site in members:
             with run.stage("quantize"):
                 done[site.name] = method.quantize(
                     run.original[site.name].to(site.parameter.device, torch.float32),
@@ -145,16 +150,82 @@ def quantize_linears(run: Run, detached: Mapping[str, Bool[Tensor, "n k"]] | Non
     return {site.name: done[site.name] for site in run.sites}
 
 
+Measured = Iterator[tuple[list[LinearSite], dict[str, LinearStats]]]
+
+
+def at_once(run: Run, pending: Sequence[LinearSite], needs: frozenset[str], _done: Weights) -> Measured:
+    """Sites with their statistics in the original model, as many together as memory allows."""
+    for chunk in chunks_that_fit(run, pending, needs):
+        yield chunk, gather(run, chunk, needs)
+
+
+def in_order(run: Run, pending: Sequence[LinearSite], needs: frozenset[str], done: Weights) -> Measured:
+    """Sites in the order of the forward pass; statistics of inputs with all that is `done` quantized."""
+    corrected = run.recipe.calibration.inputs == "corrected"
+    run.path({}).place(0.0)
+    original = copy.deepcopy(run.model) if corrected else None
+    for chunk in chunks_that_fit(run, pending, needs):
+        gradients = gather(run, chunk, needs - OF_INPUTS)
+        run.path({}).place(0.0)
+        first, last = chunk[0].block, chunk[-1].block
+        for site in run.sites:
+            if site.block < first:
+                site.set_weight(done[site.name].dequantize())
+        span = [
+            site for site in run.sites if first <= site.block <= last
+        ]  # with those that an earlier run left
+        yield from behind(run, span, needs, done, gradients, reference=original)
+
+
+def behind(
+    run: Run,
+    sites: Sequence[LinearSite],
+    needs: frozenset[str],
+    done: Weights,
+    gradients: Mapping[str, LinearStats],
+    *,
+    reference: PreTrainedModel | None,
+) -> Measured:
+    """Sites that are not `done`, with statistics of their inputs in the model as it stands, and beside them `gradients`.
+
+    The model takes the weights of every site that was passed. With a `reference`, a copy of the model before any of this,
+    sites come input by input, else block by block.
+    """
+    stream = Stream(run.model, run.windows)
+    other = None if reference is None else Stream(reference, run.windows)
+    rest = needs - OF_INPUTS
+    for members in by_block(sites) if reference is None else by_input(sites):
+        waiting = [site for site in members if site.name not in done]
+        if waiting:
+            with run.stage("statistics"):
+                for one in (stream,) if other is None else (other, stream):
+                    one.advance_to(waiting[0].block)
+                inputs = collect(
+                    run.model, run.windows, waiting, needs=needs & OF_INPUTS, stream=stream, reference=other
+                )
+            yield (
+                waiting,
+                {site.name: _with(inputs[site.name], gradients[site.name], rest) for site in waiting},
+            )
+        for site in members:
+            site.set_weight(done[site.name].dequantize())
+
+
+def _with(stats: LinearStats, other: LinearStats, names: frozenset[str]) -> LinearStats:
+    """The statistics with these fields of others."""
+    return dataclasses.replace(stats, **{name: getattr(other, name) for name in names})
+
+
 def _keys(
     run: Run, detached: Mapping[str, Bool[Tensor, "n k"]] | None, *, sequential: bool
 ) -> dict[str, str]:
     """A workspace key a matrix; in a sequential run it depends on all that came before."""
     keys: dict[str, str] = {}
-    chain = ""
+    inputs, chain = run.recipe.calibration.inputs, ""
     for site in run.sites:
         mask = "" if detached is None else detached[site.name]
         config = dataclasses.asdict(run.config_of(site))
-        keys[site.name] = digest(run.fingerprint, site.name, run.recipe.method, config, mask, chain)
+        keys[site.name] = digest(run.fingerprint, site.name, run.recipe.method, config, mask, inputs, chain)
         chain = keys[site.name] if sequential else ""
     return keys
 
@@ -218,24 +289,17 @@ def _outcome_keys(run: Run, stage: str) -> dict[str, str]:
     return {name: digest(base, name) for name in ("", *(s.name for s in run.sites))}
 
 
-def gather(
-    run: Run, chunk: Sequence[LinearSite], needs: frozenset[str], *, after: Weights | None = None
-) -> dict[str, LinearStats]:
-    """Statistics of a chunk, with the matrices in `after` quantized and all others original.
-
-    Those of the original model are kept for the next quantization if the chunk is the whole model.
-    """
+def gather(run: Run, chunk: Sequence[LinearSite], needs: frozenset[str]) -> dict[str, LinearStats]:
+    """Statistics of a chunk in the original model; kept for the next quantization if it is the whole model."""
     if not needs:
         return {site.name: LinearStats() for site in chunk}
-    if not after and _gathered(run, chunk, needs):
+    if _gathered(run, chunk, needs):
         return run.statistics
     with run.stage("statistics"):
         run.path({}).place(0.0)
-        for site in run.sites:
-            if after and site.name in after:
-                site.set_weight(after[site.name].dequantize())
-        gathered = collect(run.model, run.windows, chunk, needs=needs, label=run.label("statistics"))
-    if not after and len(chunk) == len(run.sites):
+        label = run.label("statistics")
+        gathered = collect(run.model, run.windows, chunk, needs=needs, label=label)
+    if len(chunk) == len(run.sites):
         run.statistics.update(gathered)
     return gathered
 
@@ -252,6 +316,22 @@ def by_block(sites: Sequence[LinearSite]) -> list[list[LinearSite]]:
     """Sites in one list a transformer block."""
     blocks = dict.fromkeys(site.block for site in sites)
     return [[site for site in sites if site.block == block] for block in blocks]
+
+
+def by_input(sites: Sequence[LinearSite]) -> list[list[LinearSite]]:
+    """Sites in the model's order, those together that read one tensor (`models.SIBLINGS`)."""
+    groups: list[list[LinearSite]] = []
+    for site in sites:
+        last = groups[-1][-1] if groups else None
+        if last is not None and last.block == site.block and _siblings(last.kind, site.kind):
+            groups[-1].append(site)
+        else:
+            groups.append([site])
+    return groups
+
+
+def _siblings(kind: str, other: str) -> bool:
+    return any({kind, other} <= set(kinds) for kinds in SIBLINGS)
 
 
 def chunks_that_fit(run: Run, sites: Sequence[LinearSite], needs: frozenset[str]) -> list[list[LinearSite]]:

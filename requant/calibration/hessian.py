@@ -1,19 +1,22 @@
 """Input statistics of linears: the layer Hessian `H = mean_t x_t x_t'` and `mean_t |x_t|`, in one forward pass.
 
 H is the exact Hessian of the layer's squared output error `1/2 mean_t |(w~ - w) x_t|^2` in each row of w (Frantar et
-al. 2022, arXiv 2210.17323, without their factor 2). Linears that read the same tensor (q, k and v; gate and up)
-share one H: the first of them gathers it.
+al. 2022, arXiv 2210.17323, without their factor 2). With a reference model, whose linear reads z_t at the same token,
+`C = mean_t z_t x_t'` is gathered beside it: what a matrix behind quantized ones should aim at follows from both
+(`quantizers/correction.py`). Linears that read the same tensor (q, k and v; gate and up) share one object: the first of
+them gathers it.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from requant.calibration.passes import batches
+from requant.calibration.stream import Enough, Stream
 from requant.errors import NumericalError
 from requant.models import LinearSite
 
@@ -23,6 +26,7 @@ class InputStatistics:
     """Means over tokens, float32, on the model's device."""
 
     hessian: Float[Tensor, "k k"]
+    cross: Float[Tensor, "k k"] | None
     mean_abs: Float[Tensor, " k"]
 
 
@@ -32,43 +36,81 @@ def input_statistics(
     windows: Int64[Tensor, "b t"],
     sites: Sequence[LinearSite],
     *,
+    stream: Stream | None = None,
+    reference: Stream | None = None,
     label: str | None = None,
 ) -> dict[str, InputStatistics]:
-    """Statistics of every site's input over all tokens of `windows`; sites with one input share one object."""
-    gathered: dict[str, InputStatistics] = {}
-    last: tuple[Tensor, str] | None = (
-        None  # the tensor read last and the site that gathers it: siblings run in a row
-    )
+    """Statistics of every site's input over all tokens of `windows`; sites with one input share one object.
 
-    def hook_of(site: LinearSite):
-        def hook(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            nonlocal last
-            if last is not None and inputs[0] is last[0]:
-                gathered[site.name] = gathered[last[1]]
-                return
-            last = (inputs[0], site.name)
-            x = inputs[0].flatten(0, -2).float()
-            if site.name not in gathered:
-                k = x.shape[1]
-                gathered[site.name] = InputStatistics(hessian=x.new_zeros(k, k), mean_abs=x.new_zeros(k))
-            gathered[site.name].hessian.addmm_(x.T, x, alpha=1 / windows.numel())
-            gathered[site.name].mean_abs += x.abs().sum(0) / windows.numel()
-
-        return hook
-
-    body = getattr(model, model.base_model_prefix)  # without the head, whose logits nobody reads here
-    handles = [site.module.register_forward_pre_hook(hook_of(site)) for site in sites]
-    try:
-        for tokens in batches(windows, model, label=label):
-            body(input_ids=tokens, use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
+    `stream` is where the model's pass stands, at its start if not given, and `reference` that of another model, a copy,
+    whose inputs z are set beside x. Raises NumericalError for a site that is never called or
+    whose inputs overflow.
+    """
+    gather = _Gathering(tokens=windows.numel(), compare=reference is not None)
+    own = Stream(model, windows) if stream is None else stream
+    names = {site.name for site in sites}
+    with ExitStack() as stack:
+        for name in names:
+            stack.callback(
+                own.module(name).register_forward_pre_hook(gather.hook_of(name, gather.fold)).remove
+            )
+            if reference is not None:
+                hook = gather.hook_of(name, gather.keep)
+                stack.callback(reference.module(name).register_forward_pre_hook(hook).remove)
+        for index, tokens in enumerate(own.batches(label)):
+            for one in (own,) if reference is None else (reference, own):
+                gather.begin(names)
+                one.run(index, tokens)
     for site in sites:
-        if site.name not in gathered:
+        if site.name not in gather.found:
             raise NumericalError(
                 f"{site.name} was never called on the calibration text; skip it with --skip {site.name}."
             )
-        if not torch.isfinite(gathered[site.name].hessian).all():
+        if not torch.isfinite(gather.found[site.name].hessian).all():
             raise NumericalError(f"{site.name}: its inputs overflow; use --dtype float32 or bfloat16.")
-    return gathered
+    return gather.found
+
+
+@dataclass(kw_only=True, slots=True)
+class _Gathering:
+    """Sums as they grow, with the inputs z of the batch at hand."""
+
+    tokens: int
+    compare: bool
+    found: dict[str, InputStatistics] = field(default_factory=dict)
+    kept: dict[str, Tensor] = field(default_factory=dict)
+    waiting: set[str] = field(default_factory=set)
+    last: tuple[Tensor, str] | None = None  # the tensor read last, and by whom: siblings run in a row
+
+    def begin(self, names: set[str]) -> None:
+        self.waiting, self.last = set(names), None
+
+    def hook_of(self, name: str, use: Callable[[str, Tensor], None]) -> Callable[..., None]:
+        def hook(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            use(name, inputs[0])
+            self.waiting.discard(name)
+            if not self.waiting:
+                raise Enough
+
+        return hook
+
+    def keep(self, name: str, z: Tensor) -> None:
+        self.kept[name] = z
+
+    def fold(self, name: str, x: Tensor) -> None:
+        if self.last is not None and x is self.last[0]:
+            self.found[name] = self.found[self.last[1]]
+            return
+        self.last = (x, name)
+        x = x.flatten(0, -2).float()
+        if name not in self.found:
+            k = x.shape[1]
+            cross = x.new_zeros(k, k) if self.compare else None
+            self.found[name] = InputStatistics(
+                hessian=x.new_zeros(k, k), cross=cross, mean_abs=x.new_zeros(k)
+            )
+        sums = self.found[name]
+        sums.hessian.addmm_(x.T, x, alpha=1 / self.tokens)
+        if sums.cross is not None:
+            sums.cross.addmm_(self.kept.pop(name).flatten(0, -2).float().T, x, alpha=1 / self.tokens)
+        sums.mean_abs += x.abs().sum(0) / self.tokens

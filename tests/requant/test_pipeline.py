@@ -8,6 +8,7 @@ import torch
 
 import requant
 from requant.calibration.passes import mean_loss
+from requant.checkpoint.packing import pack
 from requant.errors import InputError, NumericalError, OutputError, TextError
 from requant.formats import detached_mask
 from requant.models import DEMO, find_linears
@@ -16,6 +17,7 @@ from requant.quantizers import METHODS
 from requant.recipe import Calibration, Detach, Evaluation, Recipe, Sensitivity, load_recipe
 from requant.run import chunks_that_fit
 from requant.saving import result_rows
+from requant.workspace import Workspace
 
 RECIPE = Recipe(
     quantizer=METHODS["kmeans"].config(bits=3),
@@ -64,6 +66,22 @@ def test_paper_mode_detaches_what_the_recipe_says(run, rule: str, score: str) ->
         places = detached_mask(weight.sparse, weight.shape, torch.device("cpu"))
         error = (weight.dequantize() - originals[name].weight())[places].abs()
         assert error.numel() == 0 or error.max() < 1e-3 * originals[name].weight().abs().max()
+
+
+def test_residuals_in_8_bits_say_the_same_in_fewer_bytes(run, tmp_path: Path) -> None:
+    whole, short = run(), run(changed(detach={"values": "int8"}))
+    for name, weight in whole.weights.items():
+        other = short.weights[name]
+        assert torch.equal(other.dense.codes, weight.dense.codes)
+        assert torch.equal(other.sparse.indices, weight.sparse.indices)
+        largest = weight.sparse.floats().abs().max()
+        assert (other.sparse.floats() - weight.sparse.floats()).abs().max() <= 0.52 * largest / 127
+    assert short.after.mean_kl == pytest.approx(whole.after.mean_kl, rel=0.02)
+    sizes = [sum(pack(w)[0].bytes for w in result.weights.values()) for result in (whole, short)]
+    assert sizes[0] - sizes[1] == sparse_count(whole) - 2 * len(whole.weights)
+    saved = short.save(tmp_path / "out")
+    ids = torch.arange(40)[None]
+    assert torch.equal(requant.load(saved)(ids).logits, short.model(ids).logits)
 
 
 def prepare_again(result: requant.QuantizedModel):
@@ -247,3 +265,42 @@ def test_devices() -> None:
 def test_the_other_scores_run_too(run, score: str) -> None:
     result = run(changed(sensitivity=Sensitivity(score=score)))
     assert sparse_count(result) > 0
+
+
+@pytest.mark.parametrize("name", ["llama", "phi3", "gpt2"])
+def test_corrected_inputs_bring_outputs_nearer(
+    tiny_model, tokenizer, tiny_text_file: Path, name: str
+) -> None:
+    """The error of the last hidden states, which compensation within a matrix alone cannot know."""
+
+    def error(inputs: str) -> float:
+        recipe = changed(method="gptq", mode="dense", calibration={"num_samples": 16, "inputs": inputs})
+        model = tiny_model(name)
+        result = requant.quantize(model, recipe, tiny_text_file, tokenizer=tokenizer)
+        windows = result.prepared.windows
+        body, original = (getattr(m, m.base_model_prefix) for m in (result.model, tiny_model(name)))
+        return float((body(windows)[0] - original(windows)[0]).square().mean())
+
+    assert error("corrected") < 0.9 * error("original")
+
+
+@pytest.mark.parametrize("inputs", ["quantized", "corrected"])
+def test_a_run_in_order_goes_on_where_it_stopped(run, tmp_path: Path, monkeypatch, inputs: str) -> None:
+    """Stopped before the ninth matrix, in the middle of the second block: the same codes, and nothing done twice."""
+    recipe = changed(method="gptq", mode="dense", calibration={"inputs": inputs})
+    whole = run(recipe)
+    own, calls = METHODS["gptq"], []
+
+    def stopping(*args, **options):
+        calls.append(1)
+        if len(calls) == 9:
+            raise KeyboardInterrupt
+        return own.quantize(*args, **options)
+
+    monkeypatch.setitem(METHODS, "gptq", dataclasses.replace(own, quantize=stopping))
+    with pytest.raises(KeyboardInterrupt):
+        run(recipe, workspace=Workspace(tmp_path / "work.partial"))
+    resumed = run(recipe, workspace=Workspace(tmp_path / "work.partial", resume=True))
+    assert len(calls) == 8 + 1 + (14 - 8)
+    for name, weight in whole.weights.items():
+        assert torch.equal(weight.dequantize(), resumed.weights[name].dequantize())

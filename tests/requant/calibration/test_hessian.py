@@ -3,6 +3,7 @@ import torch
 
 from requant.calibration.hessian import input_statistics
 from requant.calibration.statistics import bytes_needed, collect
+from requant.calibration.stream import Stream
 from requant.errors import NumericalError
 from requant.models import find_linears
 
@@ -34,7 +35,7 @@ def inputs_of(model, windows: torch.Tensor) -> dict[str, torch.Tensor]:
 def test_hessian_is_the_second_moment(tiny_model, tiny_windows, monkeypatch, name: str) -> None:
     model = tiny_model(name)
     monkeypatch.setattr(
-        "requant.calibration.hessian.batches", lambda windows, model, *, label: windows.split(3)
+        "requant.calibration.stream.batches", lambda windows, model, *, label: iter(windows.split(3))
     )
     found = input_statistics(model, tiny_windows, find_linears(model))
     for matrix, x in inputs_of(model, tiny_windows).items():
@@ -87,3 +88,19 @@ def test_an_overflow_is_an_error(tiny_model, tiny_windows) -> None:
     model.model.layers[0].mlp.up_proj.weight.mul_(1e38)
     with pytest.raises(NumericalError, match="inputs overflow; use --dtype"):
         input_statistics(model, tiny_windows, find_linears(model))
+
+
+def test_cross_moments_with_a_reference(tiny_model, tiny_windows, monkeypatch) -> None:
+    monkeypatch.setattr(
+        "requant.calibration.stream.batches", lambda windows, model, *, label: iter(windows.split(3))
+    )
+    model, other = tiny_model("llama"), tiny_model("llama", seed=1)
+    found = input_statistics(model, tiny_windows, find_linears(model), reference=Stream(other, tiny_windows))
+    x, z = inputs_of(model, tiny_windows), inputs_of(other, tiny_windows)
+    for name, statistics in found.items():
+        cross = z[name].T @ x[name] / len(x[name])
+        scale = 1e-5 * cross.abs().max().item()
+        torch.testing.assert_close(statistics.cross.double(), cross, rtol=1e-4, atol=scale)
+    assert not any(module._forward_pre_hooks for one in (model, other) for module in one.modules())
+    stats = collect(model, tiny_windows, find_linears(model)[:1], needs=frozenset({"hessian"}))
+    assert all(one.cross_hessian is None for one in stats.values())

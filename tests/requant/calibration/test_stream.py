@@ -1,0 +1,39 @@
+import pytest
+import torch
+
+from requant.calibration.hessian import input_statistics
+from requant.calibration.stream import Stream
+from requant.models import find_linears
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "opt", "gpt2", "gpt-neox", "phi3"])
+def test_going_on_is_starting_again(tiny_model, tiny_windows, name: str) -> None:
+    """Behind changed weights, statistics of a block are the same from its stream as from the first token embedding."""
+    model = tiny_model(name)
+    sites = find_linears(model)
+    stream = Stream(model, tiny_windows)
+    for site in sites:
+        if site.block == 0:
+            site.set_weight(site.weight() * 1.1)
+    late = [site for site in sites if site.block == 1]
+    whole = input_statistics(model, tiny_windows, late)
+    stream.advance_to(1)
+    resumed = input_statistics(model, tiny_windows, late, stream=stream)
+    for site in late:
+        assert torch.equal(whole[site.name].hessian, resumed[site.name].hessian)
+
+
+def test_no_block_runs_without_need(tiny_model, tiny_windows) -> None:
+    model = tiny_model("llama")
+    calls: list[int] = []
+    for index, block in enumerate(model.model.layers):
+        block.self_attn.register_forward_pre_hook(lambda _m, _i, index=index: calls.append(index))
+    first, last = ([s for s in find_linears(model) if s.block == block] for block in (0, 1))
+    stream = Stream(model, tiny_windows)
+    input_statistics(model, tiny_windows, first, stream=stream)
+    assert set(calls) == {0}
+    stream.advance_to(1)
+    calls.clear()
+    input_statistics(model, tiny_windows, last, stream=stream)
+    assert set(calls) == {1}
+    assert all("forward" not in block.__dict__ for block in model.model.layers)
