@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument(
-        "--sdpa", action="store_true", help="torch's attention in place of the kernel's, in both"
+        "--attention", action="store_true", help="the kernel's attention in place of torch's, in both"
     )
     parser.add_argument("--seconds", type=float, default=1e9, help="stop starting new rows after this long")
     args = parser.parse_args()

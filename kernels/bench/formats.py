@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from requant_kernels import Layout, TrellisLayout, pack_codebook, pack_grid, pack_trellis
-from requant_kernels.rings import CODES
+from requant_kernels.rings import CODES, step_bits
 from torch import Tensor
 
 
@@ -20,13 +20,16 @@ def random_sparse(n: int, k: int, density: float) -> tuple[Tensor, Tensor, Tenso
     return indptr, columns.int(), torch.randn(len(rows), device="cuda").half() * 0.1, None
 
 
-def random_layout(kind: str, bits: int, n: int, k: int, density: float = 0.0) -> Layout | TrellisLayout:
+def random_layout(kind: str, bits: float, n: int, k: int, density: float = 0.0) -> Layout | TrellisLayout:
     """A packed matrix of random codes; groups of 128 for a grid; `kind` may name a trellis code."""
-    codes = torch.randint(0, 1 << bits, (n, k), dtype=torch.uint8, device="cuda")
     sparse = random_sparse(n, k, density) if density else None
     if kind in CODES:
+        own = torch.tensor([1 << width for width in step_bits(round(4 * bits))], device="cuda").repeat(k // 4)
+        codes = (torch.randint(0, 256, (n, k), dtype=torch.uint8, device="cuda") % own).to(torch.uint8)
         scales = [(torch.randn(width, device="cuda").sign() * 0.02).half() for width in (k, n)]
         return pack_trellis(codes, *scales, bits=bits, code=kind, sparse=sparse)
+    bits = int(bits)
+    codes = torch.randint(0, 1 << bits, (n, k), dtype=torch.uint8, device="cuda")
     if kind == "codebook":
         levels = torch.randn(n, 1 << bits, device="cuda").sort(1).values.half()
         return pack_codebook(codes, levels, bits=bits, sparse=sparse)
@@ -34,11 +37,14 @@ def random_layout(kind: str, bits: int, n: int, k: int, density: float = 0.0) ->
     return pack_grid(codes, scales, None, bits=bits, group_size=128, sparse=sparse)
 
 
+ONCE = ("counts", "entries", "bounds")  # not read, or the residuals again in another order
+
+
 def tensors_of(layout: Layout | TrellisLayout) -> list[Tensor]:
     """Every tensor that a call reads (the levels behind the tables and the row counts are not read)."""
     own = [getattr(layout, f.name) for f in fields(layout) if f.name not in ("levels", "sparse")]
     if layout.sparse is not None:
-        own += [getattr(layout.sparse, f.name) for f in fields(layout.sparse) if f.name != "counts"]
+        own += [getattr(layout.sparse, f.name) for f in fields(layout.sparse) if f.name not in ONCE]
     return [value for value in own if isinstance(value, Tensor)]
 
 

@@ -79,6 +79,21 @@ def nf4(n: int, k: int) -> Callable[[Tensor], Tensor]:
     return lambda x: gemm(x, codes.view(-1, 1), shape, absmax, 64, "nf4")
 
 
+def spqr(n: int, k: int) -> Callable[[Tensor], Tensor]:
+    """SpQR's dense-and-sparse kernel: 3 bits in tiles of 16 x 16, 1 % of residuals, one token."""
+    from spqr_quant.inference import FeatureFlags
+    from spqr_quant.inference_kernels import cuda_kernel  # noqa: F401  (registers the op)
+
+    dense = torch.randint(-(2**62), 2**62, (n * k // 16,), dtype=torch.int64, device="cuda")
+    rows = torch.arange(n + 1, dtype=torch.int32, device="cuda") * (k // 100)
+    count = n * (k // 100)
+    values = (torch.randn(count, device="cuda") * 0.1).half().view(torch.int16).int()
+    entries = values << 16 | torch.randint(0, k, (count,), dtype=torch.int32, device="cuda")
+    flags, y = int(FeatureFlags.SPARSE_FUSED_FP32_ASYNC), torch.zeros(n, dtype=torch.float16, device="cuda")
+    multiply = torch.ops.spqr_cuda.spqr_mul
+    return lambda x: multiply(n, k, 3, 16, 16, dense, rows, entries, count, x.view(-1), flags, y, y)
+
+
 PEERS: dict[str, Peer] = {
     "torch int4 g128": Peer(build=torch_int4, dtype=torch.bfloat16, bits_per_weight=4.25),
     "humming 2-bit g128": Peer(build=humming(2), dtype=torch.float16, bits_per_weight=2.125),
@@ -86,5 +101,6 @@ PEERS: dict[str, Peer] = {
     "humming 4-bit g128": Peer(build=humming(4), dtype=torch.float16, bits_per_weight=4.125),
     "gemlite 2-bit g128": Peer(build=gemlite(2), dtype=torch.float16, bits_per_weight=2.25),
     "gemlite 4-bit g128": Peer(build=gemlite(4), dtype=torch.float16, bits_per_weight=4.25),
+    "SpQR 3-bit + 1% sparse": Peer(build=spqr, dtype=torch.float16, bits_per_weight=4.32, tokens=1),
     "bitsandbytes NF4": Peer(build=nf4, dtype=torch.float16, bits_per_weight=4.5),
 }

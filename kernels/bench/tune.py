@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from formats import compile_in_parallel, random_layout  # pyright: ignore[reportMissingImports]
-from requant_kernels.autotune import CANDIDATES, Setting, call, fits, times, width_of, write_table
+from requant_kernels.autotune import Setting, call, candidates, times, width_of, write_table
 from requant_kernels.tuning import setting_name
 
 FORMATS = [("grid", 2), ("grid", 3), ("grid", 4), ("codebook", 2), ("codebook", 3), ("codebook", 4)]
@@ -29,8 +29,13 @@ def layout_of(kind: str, bits: int, n: int, k: int) -> Any:
 
 
 def odd(kernel: str, k: int, setting: Setting) -> bool:
-    """Whether the last round of blocks is not full, which is a kernel of its own."""
-    return kernel == "decode" and k % (256 * setting[0] * setting[2]) != 0
+    """Whether a kernel is compiled for its number of columns: a token in shared memory, blocks not shared evenly."""
+    return kernel == "decode" and (k % (256 * setting[0]) != 0 or len(setting) > 5)
+
+
+def own_kernel(kernel: str, setting: Setting) -> bool:
+    """Whether a setting is compiled to a multiplication of its own: most splits are alike."""
+    return setting[1] == 1 if kernel == "tall" else kernel != "hopper" or setting[4] <= 2
 
 
 def compile_once(kernel: str, kind: str, bits: int, n: int, k: int, tokens: int, setting: Setting) -> None:
@@ -54,18 +59,17 @@ def main() -> None:
     )
     args = parser.parse_args()
     shapes = [tuple(map(int, text.split("x"))) for text in args.shapes]
-    jobs, formats = [], {"decode": FORMATS + SPARSE, "tall": FORMATS, "trellis": CODES}
+    many = "hopper" if torch.cuda.get_device_capability() == (9, 0) else "tall"
+    jobs, formats = [], {"decode": FORMATS + SPARSE, many: FORMATS, "trellis": CODES}
     if args.formats:
-        chosen = {(kind, int(bits)) for kind, bits in (text.split(":") for text in args.formats)}
+        chosen = {(kind, float(bits)) for kind, bits in (text.split(":") for text in args.formats)}
         formats = {kernel: [f for f in own if f in chosen] for kernel, own in formats.items()}
     for n, k in shapes:
         for tokens in args.tokens:
-            kernels = ("decode", "trellis") if tokens <= 16 else ("tall",)
+            kernels = ("decode", "trellis") if tokens <= 16 else (many,)
             for kernel in kernels:
                 for kind, bits in formats[kernel]:
-                    settings = [s for s in CANDIDATES[kernel] if fits(kernel, n, k, tokens, s)]
-                    if "+" in kind:  # the slots of two tiles leave no registers
-                        settings = [s for s in settings if s[1] == 1]
+                    settings = candidates(kernel, kind, bits, n, k, width_of(kernel, tokens))
                     jobs.append((kernel, kind, bits, n, k, tokens, settings))
     # only what a kernel is compiled for: a few rows do, and columns that are whole blocks are alike
     small = {
@@ -80,7 +84,7 @@ def main() -> None:
         )
         for kernel, kind, bits, n, k, tokens, settings in jobs
         for setting in settings
-        if kernel != "tall" or setting[1] == 1  # the multiplication is compiled alike for every split
+        if own_kernel(kernel, setting)
     }
     compile_in_parallel(compile_once, sorted(small), args.processes)
     if args.compile_only:

@@ -18,29 +18,61 @@ from requant_kernels import tuning
 from requant_kernels.layouts import Layout
 from requant_kernels.rings import TrellisLayout
 from requant_kernels.timing import cold_time, copies_needed
-from requant_kernels.tuning import DECODE_TOKENS, TALL_TOKENS, DecodeConfig, TallConfig
+from requant_kernels.tuning import DECODE_TOKENS, HOPPER_TOKENS, TALL_TOKENS, TallConfig
 
 Setting = tuple[int, ...]
-# warps, tiles, unroll, activations ahead, most registers (0: as many as the compiler wants)
+# warps, tiles, unroll, activations ahead, most registers (0: as many as the compiler wants), fields
 DECODE: list[Setting] = [
-    (4, 1, 1, 1, 128), (8, 1, 1, 1, 128), (4, 1, 1, 0, 0), (8, 1, 1, 0, 0), (4, 1, 2, 0, 128), (8, 1, 2, 0, 128),
-    (4, 2, 1, 1, 0), (4, 2, 1, 0, 128), (2, 2, 1, 0, 128), (16, 1, 1, 1, 128),
+    (4, 1, 1, 1, 128), (8, 1, 1, 1, 128), (4, 1, 3, 0, 128), (8, 1, 3, 0, 128), (4, 2, 1, 1, 0), (4, 2, 2, 0, 168),
+    (4, 1, 2, 1, 128), (16, 1, 1, 1, 128),
 ]  # fmt: skip
+# one token of a grid of 2 to 4 bits
+FIELDS: list[Setting] = [
+    (4, 1, 4, 0, 128, 1),
+    (8, 1, 4, 0, 128, 1),
+    (4, 2, 3, 0, 168, 1),
+    (4, 1, 3, 0, 96, 1),
+]
+SPARSE: list[Setting] = [
+    (4, 1, 1, 1, 128),
+    (8, 1, 1, 1, 128),
+    (4, 1, 3, 0, 128),
+    (8, 1, 3, 0, 128),
+    (4, 1, 2, 0, 128),
+]
 # warps, splits of the columns, stages
 TALL: list[Setting] = [
     (warps, split, stages)
     for warps, stages in ((4, 2), (4, 3), (8, 2), (8, 3), (16, 2))
     for split in (1, 2, 4, 8)
 ]
-TRELLIS: list[Setting] = [(4,), (8,), (16,)]  # warps
-CANDIDATES = {"decode": DECODE, "tall": TALL, "trellis": TRELLIS}
+# tokens, warps and tiles of a program, when words are requested, splits of the columns
+HOPPER: list[Setting] = [
+    (*program, split)
+    for program, splits in (
+        ((32, 4, 1, 0), (1, 2, 3, 4, 6, 8)), ((32, 8, 1, 0), (1, 2, 4, 8)), ((64, 4, 1, 0), (1, 2, 3, 4, 6, 8)),
+        ((64, 4, 2, 0), (1, 2, 4, 8)), ((64, 8, 1, 0), (1, 2, 3, 4, 6, 8)), ((64, 8, 2, 0), (1, 2, 4)),
+        ((128, 4, 2, 2), (1, 2, 4)), ((128, 8, 1, 0), (1, 2, 3, 4)), ((128, 8, 2, 3), (1, 2, 4)),
+    )
+    for split in splits
+]  # fmt: skip
+# warps, tiles, units of columns at a time
+TRELLIS: list[Setting] = [
+    (8, 2, 2), (4, 2, 2), (16, 2, 1), (16, 4, 1), (8, 2, 4), (4, 2, 4), (8, 1, 2), (16, 1, 2), (8, 4, 2), (16, 2, 4),
+]  # fmt: skip
+AGREE = 3e-3  # relative Frobenius distance of two settings' results
+CANDIDATES = {"decode": DECODE + FIELDS + SPARSE, "tall": TALL, "hopper": HOPPER, "trellis": TRELLIS}
 
 
 def kernel_of(layout: Layout | TrellisLayout, tokens: int) -> str | None:
     """The kernel that has settings for this many tokens; None where cuBLAS multiplies."""
     if isinstance(layout, TrellisLayout):
         return "trellis" if tokens <= DECODE_TOKENS else None
-    return "decode" if tokens <= DECODE_TOKENS else "tall" if tokens <= TALL_TOKENS else None
+    if tokens <= DECODE_TOKENS:
+        return "decode"
+    if tokens <= HOPPER_TOKENS and tuning.runs_on_hopper(layout, layout.words.device):
+        return "hopper"
+    return "tall" if tokens <= TALL_TOKENS else None
 
 
 def kind_of(layout: Layout | TrellisLayout) -> str:
@@ -49,24 +81,47 @@ def kind_of(layout: Layout | TrellisLayout) -> str:
 
 
 def width_of(kernel: str, tokens: int) -> int:
-    """The number of tokens that a kernel is compiled for."""
+    """The number of tokens that a kernel is compiled for, or settings are kept for."""
+    if kernel == "hopper":
+        return tuning.hopper_width(tokens)
     if kernel == "tall":
         return max(16, 1 << (tokens - 1).bit_length())
-    if kernel == "decode" and tokens == 1:
+    if tokens == 1:
         return 1
     return 8 if tokens <= 8 else 16
+
+
+def candidates(kernel: str, kind: str, bits: float, n: int, k: int, width: int) -> list[Setting]:
+    """The settings that make sense for a layout and a width."""
+    found = CANDIDATES[kernel]
+    if kernel == "decode":
+        found = SPARSE if "+" in kind else DECODE
+        if kind.startswith("grid") and bits <= 4 and width == 1:
+            found = found + (FIELDS[:2] if "+" in kind else FIELDS)
+    return [s for s in found if fits(kernel, n, k, width, s)]
 
 
 def fits(kernel: str, n: int, k: int, tokens: int, setting: Setting) -> bool:
     """Whether a setting makes sense for a shape."""
     if kernel == "decode":
-        warps, tiles, unroll = setting[:3]
-        return warps * unroll * 256 <= max(k, 1024) and n // (16 * tiles) >= 32
+        warps, tiles = setting[:2]
+        return warps * 256 <= max(k, 1024) and n // (16 * tiles) >= 32
     if kernel == "tall":
         warps, split, stages = setting
         programs = n // (16 * warps) * split
         return split * 4 <= k // 256 and (stages + 1) * tokens * 512 <= 220_000 and programs <= 1056
-    return setting[0] * 64 <= k
+    if (
+        kernel == "hopper"
+    ):  # enough programs to fill an H200, and no more than it holds at once, as long as there are splits
+        width, warps, tiles, _, split = setting
+        programs, most = (
+            -(-n // (16 * warps * tiles)) * -(-tokens // width) * split,
+            132 * 16 // (warps * tiles),
+        )
+        fitting = width == tokens if tokens <= 64 else width >= 64
+        return fitting and split * 4 <= max(4, k // 256) and (split == 1 or programs <= 1.1 * most)
+    warps, tiles, unroll = setting
+    return warps * unroll * 64 <= max(k, 1024) and n // (16 * tiles) >= 32 and tiles * tokens <= 32
 
 
 def call(kernel: str, x: Tensor, layout: Any, setting: Setting) -> Tensor:
@@ -74,21 +129,23 @@ def call(kernel: str, x: Tensor, layout: Any, setting: Setting) -> Tensor:
     if kernel == "decode":
         from requant_kernels.decode import decode
 
-        warps, tiles, unroll, ahead, registers = setting
-        usual = tuning.decode_config(layout, x.shape[0], x.device)
-        config = DecodeConfig(
-            warps=warps, tiles=tiles, unroll=unroll, slots=usual.slots, ahead=bool(ahead), pdl=usual.pdl,
-            max_registers=registers or None,
-        )  # fmt: skip
+        config = replace(tuning.decode_setting(setting), pdl=tuning.launches_early(x.device))
         return decode(x, layout, None, config, asm=True)
     if kernel == "tall":
         from requant_kernels.tall import tall
 
         warps, split, stages = setting
         return tall(x, layout, None, asm=True, config=TallConfig(warps=warps, split=split, stages=stages))
+    if kernel == "hopper":
+        from requant_kernels.hopper import hopper
+
+        names = ("tokens", "warps", "tiles", "ahead", "split")
+        return hopper(x, layout, None, tuning.HopperConfig(**dict(zip(names, setting, strict=True))))
     from requant_kernels.trellis import trellis_linear
 
-    return trellis_linear(x, layout, None, asm=True, warps=setting[0])
+    warps, tiles, unroll = setting
+    config = tuning.TrellisConfig(warps=warps, tiles=tiles, unroll=unroll)
+    return trellis_linear(x, layout, None, asm=True, config=config)
 
 
 def copies_of(layout: Any) -> list[Any]:
@@ -103,11 +160,16 @@ def copies_of(layout: Any) -> list[Any]:
 
 
 def times(kernel: str, layout: Any, tokens: int, settings: Sequence[Setting]) -> dict[Setting, float]:
-    """Microseconds of every setting that runs."""
+    """Microseconds of every setting that runs, and agrees with the first that does."""
     copies, found = copies_of(layout), {}
     x = torch.randn(tokens, layout.k, device=layout.words.device, dtype=torch.float16)
+    first: Tensor | None = None
     for setting in settings:
         try:
+            y = call(kernel, x, layout, setting).float()
+            first = y if first is None else first
+            if not (y - first).norm() < AGREE * first.norm():
+                continue
             calls: list[Callable[[], object]] = [lambda c=c, s=setting: call(kernel, x, c, s) for c in copies]
             found[setting] = cold_time(calls, replays=5).median
         except torch.OutOfMemoryError:
@@ -134,9 +196,7 @@ def tune(
             name = tuning.setting_name(kernel, kind_of(layout), layout.bits, layout.n, layout.k, width)
             if name in mine or name in tuning.measured(device):
                 continue
-            settings = [s for s in CANDIDATES[kernel] if fits(kernel, layout.n, layout.k, width, s)]
-            if kernel == "decode" and layout.sparse is not None:
-                settings = [s for s in settings if s[1] == 1]  # slots of two tiles leave no registers
+            settings = candidates(kernel, kind_of(layout), layout.bits, layout.n, layout.k, width)
             found = times(kernel, layout, m, settings)
             if found:
                 mine[name], added = list(min(found, key=found.__getitem__)), added + 1

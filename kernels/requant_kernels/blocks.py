@@ -130,6 +130,29 @@ def halves(pair, dtype):
 
 
 @triton.jit
+def left_operand(even, odd, W: tl.constexpr, R: tl.constexpr):
+    """Both planes of a slab `[lane, warp, tile, (kh rh), e]` -> `[warp, rows, 32]`."""
+    weight = tl.reshape(tl.join(even, odd), [8, 4, W, R, 2, 2, 2, 2])
+    # g t w tile kh rh e j -> w (tile rh g) (kh t j e)
+    return tl.reshape(tl.permute(weight, (2, 3, 5, 0, 4, 1, 7, 6)), [W, 16 * R, 32])
+
+
+@triton.jit
+def right_operand(tokens, dtype, W: tl.constexpr, N: tl.constexpr):
+    """Pairs of activations of a slab `[t, g, warp, token / 8, (j kh)]` -> `[warp, 32, N]`."""
+    x = tl.reshape(halves(tokens, dtype), [4, 8, W, N // 8, 2, 2, 2])
+    x = tl.permute(x, (2, 5, 0, 4, 6, 3, 1))  # t g w nt j kh e -> w (kh t j e) (nt g)
+    return tl.reshape(x, [W, 32, N])
+
+
+@triton.jit
+def rows_like_products(rows, W: tl.constexpr, R: tl.constexpr, N: tl.constexpr):
+    """A value a row `[t, g, warp, tile, rh]` -> `[warp, rows, N]`, the shape of products."""
+    rows = tl.reshape(tl.permute(rows, (2, 3, 4, 1, 0)), [W, R, 2, 8, 1, 4, 1])
+    return tl.reshape(tl.broadcast_to(rows, [W, R, 2, 8, N // 8, 4, 2]), [W, 16 * R, N])
+
+
+@triton.jit
 def decode_half(loaded, tables, levels_ptr, tiles, like_ptr, ASM: tl.constexpr, CONSTRAINTS: tl.constexpr,
                 POSITIONS: tl.constexpr, CODEBOOK: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
                 ZEROS: tl.constexpr, UNIT: tl.constexpr, W: tl.constexpr, R: tl.constexpr, H: tl.constexpr):  # fmt: skip

@@ -7,9 +7,13 @@ in a fixed order, makes the result the same in every run.
 
 - Words and activations of the next blocks are requested before the present ones are multiplied. A branch that is always
   taken separates the two: without it, ptxas moves the loads behind the arithmetic to save registers, and a warp waits
-  for memory in every block (measured: 14.1 -> 10.6 us at 8192 x 8192, 2 bits).
+  for memory in every block (measured: 14.1 -> 10.6 us at 8192 x 8192, 2 bits). The words under way form a ring of
+  `unroll` places, and the loop's body has as many blocks, so that nothing moves from register to register.
 - Sparse residuals: rows are sorted by their number (`layouts.py`), so 16 rows have about equal lengths and share one
-  rectangle of slots. Slots are fetched first, the activations are gathered while the dense part runs, sums come last.
+  rectangle of slots. Every block a thread takes a slot or a few: slots two blocks ahead, their activations one, so
+  neither wait is seen (22.4 -> 20.0 us for 8 tokens at 8192 x 8192, 3 bits; 15.1 -> 8.6 at 4096 x 4096).
+- One token of a grid may be multiplied by raw fields instead of weights (`grids.py`, `staged.py`), where that is measured
+  to be faster.
 """
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none, reportAttributeAccessIssue=none
@@ -23,35 +27,45 @@ from torch import Tensor
 from requant_kernels.blocks import (
     decode_half,
     dense_tokens,
-    halves,
+    left_operand,
     load_block,
-    load_slots,
     load_tables,
     operands,
+    right_operand,
+    rows_like_products,
     sparse_operands,
+)
+from requant_kernels.grids import (
+    NO_FIELDS,
+    chain_of,
+    field_constants,
+    has_fields,
+    multiply_fields,
+    spread_powers,
 )
 from requant_kernels.layouts import Layout
 from requant_kernels.residuals import transpose_kernel
+from requant_kernels.staged import MOST_BYTES, stage_asm, stage_token, staged_bytes, staged_tokens
 from requant_kernels.tuning import DecodeConfig
 
 
 @triton.jit
-def _like_products(rows, W: tl.constexpr, R: tl.constexpr, N: tl.constexpr):
-    """A value a row `[t, g, warp, tile, rh]` -> `[warp, rows, N]`, the shape of products."""
-    rows = tl.reshape(tl.permute(rows, (2, 3, 4, 1, 0)), [W, R, 2, 8, 1, 4, 1])
-    return tl.reshape(tl.broadcast_to(rows, [W, R, 2, 8, N // 8, 4, 2]), [W, 16 * R, N])
+def load_tokens(x_ptr, token, stride_x, block, blocks, K, SHIFTS: tl.constexpr, EVEN: tl.constexpr):
+    """Activations of one block a warp, in pairs: eight int32 `[t, g, warp, token / 8, (j kh)]`, two planes each.
 
-
-@triton.jit
-def load_tokens(x_ptr, token, stride_x, block, blocks, K, EVEN: tl.constexpr):
-    """Activations of one block a warp, in pairs: eight int32 `[t, g, warp, token / 8, (j kh)]`, two planes each."""
+    SHIFTS (or None): of one token; a pair of planes has its activations in the column of its bit alone (`grids.py`).
+    """
     t, four = tl.arange(0, 4), tl.arange(0, 4)
     pair = (tl.minimum(block, blocks - 1) if EVEN else block)[None, None, :, None, None] * 128
     pair += t[:, None, None, None, None] * 4 + four[None, None, None, None, :]
     pointer = x_ptr + token[None, :, None, :, None].to(tl.int64) * stride_x + pair
     tokens = ()
     for slab in tl.static_range(8):
-        if EVEN:
+        if SHIFTS is not None:
+            own = (tl.arange(0, 8) == chain_of(SHIFTS, slab))[None, :, None, None, None]
+            own = own & ((pair + slab * 16) * 2 < K)
+            tokens = tokens + (tl.load(pointer + slab * 16, mask=own, other=0),)
+        elif EVEN:
             tokens = tokens + (tl.load(pointer + slab * 16),)
         else:
             tokens = tokens + (tl.load(pointer + slab * 16, mask=(pair + slab * 16) * 2 < K, other=0),)
@@ -73,29 +87,40 @@ def _multiply_block(acc, loaded, tables, tokens, like_ptr, levels_ptr, tiles, AS
     for slab in tl.static_range(8):
         if GROUP > 0 and slab * GROUPS % 8 == 0:
             part = tl.zeros([W, 16 * R, N], tl.float32)
-        weight = tl.reshape(tl.join(planes[2 * slab], planes[2 * slab + 1]), [8, 4, W, R, 2, 2, 2, 2])
-        weight = tl.permute(
-            weight, (2, 3, 5, 0, 7, 1, 4, 6)
-        )  # g t w tile kh rh e j -> w (tile rh g) (j t kh e)
-        x = tl.reshape(halves(tokens[slab], like_ptr.dtype.element_ty), [4, 8, W, N // 8, 2, 4])
-        x = tl.permute(x, (2, 4, 0, 5, 3, 1))  # t g w nt j (kh e) -> w (j t kh e) (nt g)
-        part = tl.dot(tl.reshape(weight, [W, 16 * R, 32]), tl.reshape(x, [W, 32, N]), part)
+        weight = left_operand(planes[2 * slab], planes[2 * slab + 1], W, R)
+        part = tl.dot(weight, right_operand(tokens[slab], like_ptr.dtype.element_ty, W, N), part)
         if GROUP > 0 and (slab + 1) * GROUPS % 8 == 0:
             scale = loaded[BITS + slab * GROUPS // 8].to(tl.float32)
-            acc += part * _like_products(scale, W, R, N)
+            acc += part * rows_like_products(scale, W, R, N)
     return acc if GROUP > 0 else part
 
 
 @triton.jit
-def _gather(xs_ptr, column, MS: tl.constexpr):
-    """Activations at `column`: `[rows, chunks, 8, MS]`, MS neighbouring tokens of the transposed activations."""
-    return tl.load(xs_ptr + column[:, :, :, None] * MS + tl.arange(0, MS)[None, None, None, :])
+def _slots(si_ptr, sv_ptr, slot, end):
+    """Columns and residuals at `slot` `[WIDE, rows]`, 0 from `end` `[1, rows]` on.
+
+    A slot a thread, and slots before rows: that is the layout which Triton gives to the gathers, so nothing is exchanged.
+    """
+    inside = slot < end
+    column = tl.load(si_ptr + slot, mask=inside, other=0, eviction_policy="evict_first").to(tl.int32) & 0xFFFF
+    return column, tl.load(sv_ptr + slot, mask=inside, other=0, eviction_policy="evict_first")
 
 
 @triton.jit
-def _sparse_sums(value, x):
-    """Sums over the slots of a row: `[rows, MS]`."""
-    return tl.sum(tl.sum(value.to(tl.float32)[:, :, :, None] * x.to(tl.float32), 2), 1)
+def _gather(xs_ptr, column, MS: tl.constexpr):
+    """Activations at `column` of one token, `[WIDE, rows]`, or of MS, transposed: `[WIDE, rows, MS]`."""
+    if MS == 1:
+        x = tl.load(xs_ptr + column)
+    else:
+        x = tl.load(xs_ptr + (column[:, :, None] * MS + tl.arange(0, MS)[None, None, :]))
+    return x
+
+
+@triton.jit
+def _sparse_products(sums, value, x, MS: tl.constexpr):
+    """sums += residuals times activations, slot by slot."""
+    value = value.to(tl.float32)
+    return sums + (value if MS == 1 else value[:, :, None]) * x.to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["last_tile", "chunks"])
@@ -105,7 +130,8 @@ def decode_kernel(
     ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, POSITIONS: tl.constexpr, CODEBOOK: tl.constexpr, BITS: tl.constexpr,
     TABLES: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr, EVEN: tl.constexpr, MS: tl.constexpr,
     SLOTS: tl.constexpr, W: tl.constexpr, R: tl.constexpr, UNROLL: tl.constexpr,
-    N: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    N: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr, FIELDS: tl.constexpr, SHIFTS: tl.constexpr,
+    STAGE: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """y `[M, n]` = x `[M, K]` @ weight^T; grid: R tiles of 16 rows each. GROUP 0: one scale a row."""
     # where the number of tiles is odd, the last tile is computed, and written, twice alike
@@ -119,65 +145,109 @@ def decode_kernel(
     warp = tl.arange(0, W)
     tables = load_tables(s_ptr, z_ptr, tiles, CODEBOOK, TABLES, GROUP, W, R)
     if SPARSE:
-        chunk, last = tl.load(sp_ptr + position), tl.load(sp_ptr + position + 1)
-        column, value = load_slots(si_ptr, sv_ptr, chunk, last, SLOTS)
-    ahead = ()
-    for u in tl.static_range(UNROLL):
-        ahead = ahead + (
-            load_block(w_ptr, s_ptr, z_ptr, tiles, (u * W + warp)[:, None], blocks, BITS, GROUP, EVEN, W),
+        WIDE: tl.constexpr = max(2 * W // R, 8)  # slots of a row, one a thread
+        STEP: tl.constexpr = WIDE * 16
+        slot, end = tl.load(sp_ptr + position)[None, :] * 128, tl.load(sp_ptr + position + 1)[None, :] * 128
+        left = tl.max(tl.max(end - slot, 1), 0) - SLOTS * STEP * (chunks * UNROLL + 1)  # after the blocks
+        slot += (tl.arange(0, 16 * R) % 16)[None, :] * 8 + (
+            tl.arange(0, WIDE) % 8 + tl.arange(0, WIDE) // 8 * 128
+        )[:, None]
+        now_slots, next_slots = (), ()
+        for i in tl.static_range(SLOTS):
+            now_slots = now_slots + (_slots(si_ptr, sv_ptr, slot + i * STEP, end),)
+        slot += SLOTS * STEP
+        for i in tl.static_range(SLOTS):
+            next_slots = next_slots + (_slots(si_ptr, sv_ptr, slot + i * STEP, end),)
+    DEPTH: tl.constexpr = UNROLL - 1 if UNROLL > 1 else 1
+    ring = ()  # the words of the next blocks of every warp
+    for u in tl.static_range(DEPTH):
+        first = (u * W + warp)[:, None]
+        ring = ring + (
+            load_block(w_ptr, s_ptr, z_ptr, tiles, first, blocks, BITS, GROUP, EVEN and u == 0, W),
         )
+    out = row  # what the end needs of the weights is requested here too
+    if rows_ptr is not None:
+        out = tl.load(rows_ptr + row).to(tl.int64)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + out, mask=out < n, other=0.0)
+    if sr_ptr is not None:
+        row_scale = tl.load(sr_ptr + row)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    if SPARSE and MS == 1:
-        gathered = _gather(xs_ptr, column, MS)  # arrives while the dense part runs
+    if SPARSE:
+        gathered = ()
+        for i in tl.static_range(SLOTS):
+            gathered = gathered + (_gather(xs_ptr, now_slots[i][0], MS),)
+        sums = tl.zeros([WIDE, 16 * R] if MS == 1 else [WIDE, 16 * R, MS], tl.float32)
     token = tl.arange(0, 8)[:, None] + 8 * tl.arange(0, N // 8)[None, :]
     token = tl.minimum(token, M - 1)  # the surplus columns are computed and never stored
     acc = tl.zeros([W, 16 * R, N], tl.float32)
-    if AHEAD:
-        tokens = load_tokens(x_ptr, token, stride_x, warp, blocks, K, EVEN)
+    if STAGE is not None:
+        staged = stage_token(x_ptr, STAGE)
+    elif AHEAD:
+        tokens = load_tokens(x_ptr, token, stride_x, warp, blocks, K, SHIFTS, EVEN)
     for c in range(chunks):
-        now = ahead
-        ahead = ()
-        for u in tl.static_range(UNROLL):
-            block = ((c + 1) * UNROLL + u) * W + warp
-            ahead = ahead + (
-                load_block(w_ptr, s_ptr, z_ptr, tiles, block[:, None], blocks, BITS, GROUP, False, W),
-            )
-        for u in tl.static_range(UNROLL):
+        for u in tl.static_range(UNROLL):  # as many as the ring has places: no register moves to another
             block = (c * UNROLL + u) * W + warp
-            if AHEAD:
+            ahead = (block + DEPTH * W)[:, None]  # masked: reading anything more would prolong the end
+            ring = ring + (load_block(w_ptr, s_ptr, z_ptr, tiles, ahead, blocks, BITS, GROUP, False, W),)
+            if SPARSE:  # slots are under way two blocks, activations one: what was gathered last is at hand
+                slot += SLOTS * STEP
+                soon, arrived = (), gathered
+                gathered = ()
+                for i in tl.static_range(SLOTS):
+                    sums = _sparse_products(sums, now_slots[i][1], arrived[i], MS)
+                    gathered = gathered + (_gather(xs_ptr, next_slots[i][0], MS),)
+                    soon = soon + (_slots(si_ptr, sv_ptr, slot + i * STEP, end),)
+                now_slots, next_slots = next_slots, soon
+            if AHEAD and STAGE is None:
                 at_hand = tokens
-                tokens = load_tokens(x_ptr, token, stride_x, block + W, blocks, K, EVEN)
-            else:
-                at_hand = load_tokens(x_ptr, token, stride_x, block, blocks, K, EVEN)
+                tokens = load_tokens(x_ptr, token, stride_x, block + W, blocks, K, SHIFTS, EVEN)
+            elif STAGE is None:
+                at_hand = load_tokens(x_ptr, token, stride_x, block, blocks, K, SHIFTS, EVEN)
             if (c * UNROLL + u) * W < blocks:  # always; without the branch the compiler sinks the loads below
-                acc = _multiply_block(acc, now[u], tables, at_hand, y_ptr, levels_ptr, tiles, ASM, CONSTRAINTS,
-                                      POSITIONS, CODEBOOK, BITS, GROUP, ZEROS, UNIT, W, R, N)  # fmt: skip
+                if STAGE is not None:
+                    at_hand = staged_tokens(staged, c * UNROLL + u, STEPS, SHIFTS, W)
+                if SHIFTS is not None:
+                    acc = multiply_fields(acc, ring[0], tables, at_hand, y_ptr, ASM, CONSTRAINTS, FIELDS, SHIFTS, BITS,
+                                          GROUP, ZEROS, W, R, N)  # fmt: skip
+                else:
+                    acc = _multiply_block(acc, ring[0], tables, at_hand, y_ptr, levels_ptr, tiles, ASM, CONSTRAINTS,
+                                          POSITIONS, CODEBOOK, BITS, GROUP, ZEROS, UNIT, W, R, N)  # fmt: skip
+            ring = ring[1:]
     y = tl.sum(acc, 0)
+    if SHIFTS is not None:
+        y = tl.sum(y * spread_powers(SHIFTS, N, -1)[None, :], 1)[:, None]
+        y = tl.broadcast_to(y, [16 * R, N])  # the surplus columns are never stored
     if not CODEBOOK:
         if GROUP == 0:
             y *= tl.load(s_ptr + position * 16 + row % 8 * 2 + row % 16 // 8).to(tl.float32)[:, None]
         y *= 1.0 / UNIT
     if SPARSE:
-        if MS > 1:
-            gathered = _gather(xs_ptr, column, MS)  # too many registers to hold any longer
-        sums = _sparse_sums(value, gathered)
-        chunk += SLOTS
-        while tl.max(last - chunk, 0) > 0:
-            column, value = load_slots(si_ptr, sv_ptr, chunk, last, SLOTS)
-            sums += _sparse_sums(value, _gather(xs_ptr, column, MS))
-            chunk += SLOTS
+        for i in tl.static_range(SLOTS):
+            sums = _sparse_products(sums, now_slots[i][1], gathered[i], MS)
+        if left > 0:  # rows with more than the blocks had time for
+            for i in tl.static_range(SLOTS):
+                x = _gather(xs_ptr, next_slots[i][0], MS)
+                sums = _sparse_products(sums, next_slots[i][1], x, MS)
+            left -= SLOTS * STEP
+            slot += SLOTS * STEP
+            while left > 0:
+                column, value = _slots(si_ptr, sv_ptr, slot, end)
+                sums = _sparse_products(sums, value, _gather(xs_ptr, column, MS), MS)
+                slot += STEP
+                left -= STEP
+        sums = tl.sum(sums, 0)
+        if MS == 1:
+            sums = sums[:, None]
         if sr_ptr is not None:
-            sums *= tl.load(sr_ptr + row).to(tl.float32)[:, None]
+            sums *= row_scale.to(tl.float32)[:, None]
         if MS < N:
             sums = tl.broadcast_to(sums, [16 * R, N])  # one token: the other columns are never stored
         y += sums
-    out = row
-    if rows_ptr is not None:
-        out = tl.load(rows_ptr + row).to(tl.int64)
     if bias_ptr is not None:
-        y += tl.load(bias_ptr + out, mask=out < n, other=0.0).to(tl.float32)[:, None]
+        y += bias.to(tl.float32)[:, None]
     m = tl.arange(0, N)
     tl.store(
         y_ptr + m[None, :].to(tl.int64) * stride_y + out[:, None],
@@ -186,11 +256,21 @@ def decode_kernel(
     )
 
 
+def slots_a_block(layout: Layout, config: DecodeConfig) -> int:
+    """How often a program takes a slot a thread beside one block a warp, so that most tiles end with the blocks."""
+    assert layout.sparse is not None
+    chunks = layout.sparse.columns.shape[0] / layout.words.shape[0]
+    steps = -(-layout.k // (256 * config.warps)) + 1
+    return min(3, max(1, round(chunks / (steps * max(config.warps // (4 * config.tiles), 1)))))
+
+
 def decode(x: Tensor, layout: Layout, bias: Tensor | None, config: DecodeConfig, *, asm: bool) -> Tensor:
     """y [m, n] of x [m, k], 1 <= m <= 16, rows contiguous."""
     m, k = x.shape
     y = torch.empty(m, layout.n, dtype=x.dtype, device=x.device)
     tensors, constants = operands(layout, x.dtype, asm)
+    fields = config.fields and m == 1 and has_fields(layout)
+    constants |= field_constants(layout, x.dtype, asm) if fields else NO_FIELDS
     launch = {"launch_pdl": True} if config.pdl else {}
     n_tokens = 8 if m <= 8 else 16
     width = 1 if m == 1 or layout.sparse is None else n_tokens
@@ -200,17 +280,21 @@ def decode(x: Tensor, layout: Layout, bias: Tensor | None, config: DecodeConfig,
         grid = (triton.cdiv(k, 256),)
         transpose_kernel[grid](x, gathered, m, k, x.stride(0), MS=width, BLOCK=256, PDL=config.pdl, **launch)
     dense = dense_tokens(x, layout)
-    if k % 2 or dense.stride(0) % 2 or dense.data_ptr() % 4:  # the kernel reads activations in pairs
+    staged = fields and asm and staged_bytes(k, config.warps) <= MOST_BYTES
+    # the kernel reads activations in pairs, or copies them in sixteens of bytes
+    if k % 2 or dense.stride(0) % 2 or dense.data_ptr() % (16 if staged else 4):
         dense = torch.nn.functional.pad(dense, (0, k % 2)).clone(memory_format=torch.contiguous_format)
     pairs = dense.view(torch.int32)
-    tiles, span = layout.words.shape[0], config.warps * config.unroll
-    slots = config.slots if width == 1 else max(2, min(config.slots, 64 // width))
+    tiles, blocks = layout.words.shape[:2]
+    steps = triton.cdiv(blocks, config.warps)
     if config.max_registers:
         launch["maxnreg"] = config.max_registers
     decode_kernel[(triton.cdiv(tiles, config.tiles),)](
         pairs, gathered, *tensors, *sparse_operands(layout), bias, y, m, k, layout.n, tiles - 1,
-        triton.cdiv(triton.cdiv(k, 256), span), pairs.stride(0), y.stride(0), **constants, EVEN=k % (256 * span) == 0,
-        MS=width, SLOTS=slots, W=config.warps, R=config.tiles, UNROLL=config.unroll, N=n_tokens,
-        AHEAD=config.ahead and n_tokens == 8, PDL=config.pdl, num_warps=config.warps, num_stages=1, **launch,
+        triton.cdiv(steps, config.unroll), pairs.stride(0), y.stride(0), **constants, EVEN=k % (256 * config.warps) == 0,
+        MS=width, SLOTS=0 if layout.sparse is None else slots_a_block(layout, config), W=config.warps, R=config.tiles,
+        UNROLL=config.unroll, N=n_tokens, AHEAD=config.ahead and n_tokens == 8, PDL=config.pdl,
+        STAGE=stage_asm(k, config.warps) if staged else None, STEPS=steps if staged else 0, num_warps=config.warps,
+        num_stages=1, **launch,
     )  # fmt: skip
     return y

@@ -13,12 +13,13 @@ most first, so that the 16 rows of a tile share a rectangle of slots with little
 | slots | int16 and values [chunks, 16, 8] | a chunk is 8 slots of each of the 16 rows |
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from requant_kernels.entries import pack_entries, slot_entries
 from requant_kernels.words import BLOCK, PLANES, ROWS, bit_positions
 
 Csr = tuple[Tensor, Tensor, Tensor, Tensor | None]  # indptr, indices, values, row scales
@@ -35,6 +36,10 @@ class SparseSlots:
     values: Tensor  # float16 or int8 [chunks, 16, 8], zero where a slot is empty
     row_scales: Tensor | None  # float16 [16 tiles], beside int8 values
     counts: Tensor  # int32 [16 tiles], filled slots of each row
+    entries: Tensor | None = (
+        None  # int32 [z] and [tiles, blocks + 1]: the same residuals as `entries.py` orders them
+    )
+    bounds: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,7 +108,7 @@ def pack_grid(
         else _pack_groups(_take(zero_points, order).half(), k, group_size, kernel_group),
         column_scales=column_scales,
         rows=stored_rows(order, n),
-        sparse=pack_sparse(sparse, order, k),
+        sparse=pack_sparse(sparse, order, k, entries=True),
         n=n,
         k=k,
         bits=bits,
@@ -133,7 +138,7 @@ def pack_codebook(
         levels=padded,
         tables=torch.stack([_byte_tables(padded), _byte_tables(padded.bfloat16())]) if bits <= 4 else None,
         rows=stored_rows(order, n),
-        sparse=pack_sparse(sparse, order, k),
+        sparse=pack_sparse(sparse, order, k, entries=True),
         n=n,
         k=k,
         bits=bits,
@@ -165,7 +170,7 @@ def unpack_sparse(layout: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     sparse, rows = layout.sparse, layout.rows
     if sparse is None or rows is None:
         raise ValueError("this layout has no sparse part to unpack")
-    position, column, value = _entries(sparse)
+    position, column, value = slot_entries(sparse)
     row = rows.long()[position]
     order = torch.argsort(row, stable=True)
     indptr = torch.zeros(layout.n + 1, dtype=torch.int64, device=row.device)
@@ -306,7 +311,10 @@ def _untake(matrix: Tensor, rows: Tensor | None, n: int) -> Tensor:
     return out
 
 
-def pack_sparse(sparse: Csr | None, order: Tensor | None, k: int) -> SparseSlots | None:
+def pack_sparse(
+    sparse: Csr | None, order: Tensor | None, k: int, *, entries: bool = False
+) -> SparseSlots | None:
+    """Slots of the residuals, and with `entries` the second order of them that many tokens take."""
     if sparse is None or order is None:
         return None
     if k > 1 << 16:
@@ -327,30 +335,24 @@ def pack_sparse(sparse: Csr | None, order: Tensor | None, k: int) -> SparseSlots
     columns[at] = indices.to(device)[source].int()
     packed = torch.zeros(total * ROWS * SLOTS, dtype=values.dtype, device=device)
     packed[at] = values.to(device)[source]
-    return SparseSlots(
+    slots = SparseSlots(
         starts=starts.int(),
         columns=columns.to(torch.int16).view(total, ROWS, SLOTS),
         values=packed.view(total, ROWS, SLOTS),
         row_scales=None if row_scales is None else torch.nn.functional.pad(row_scales[order], (0, -n % ROWS)),
         counts=counts.int(),
     )
-
-
-def _entries(sparse: SparseSlots) -> tuple[Tensor, Tensor, Tensor]:
-    """Position of the row, column and stored value of every residual, by position and then column."""
-    counts = sparse.counts.long()
-    position = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
-    slot = torch.arange(len(position), device=counts.device) - (counts.cumsum(0) - counts)[position]
-    chunk = sparse.starts.long()[position // ROWS] + slot // SLOTS
-    at = chunk * (ROWS * SLOTS) + position % ROWS * SLOTS + slot % SLOTS
-    return position, sparse.columns.view(-1)[at].long() & 0xFFFF, sparse.values.view(-1)[at]
+    if not entries:
+        return slots
+    packed_entries, bounds = pack_entries(slots, k)
+    return replace(slots, entries=packed_entries, bounds=bounds)
 
 
 def sparse_entries(layout: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Row, column and residual (float32) of every sparse entry."""
     if layout.sparse is None or layout.rows is None:
         raise ValueError("this layout has no sparse part")
-    position, column, value = _entries(layout.sparse)
+    position, column, value = slot_entries(layout.sparse)
     residual = value.float()
     if layout.sparse.row_scales is not None:
         residual *= layout.sparse.row_scales.float()[position]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from requant_kernels.layouts import CodebookLayout, Layout, sparse_entries, unpack_codebook, unpack_grid
-from requant_kernels.rings import TrellisLayout, unpack_trellis
+from requant_kernels.rings import TrellisLayout, step_bits, unpack_trellis
 
 
 def dense(layout: Layout, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -68,9 +68,11 @@ def trellis_values(layout: TrellisLayout, dtype: torch.dtype = torch.float64) ->
     codes = unpack_trellis(layout).long()
     rows, columns = codes.shape
     rings = codes.view(rows // 16, 16, columns // 16, 16).transpose(1, 2).reshape(-1, 256)
-    window = torch.zeros_like(rings)
-    for back in range(-(-16 // layout.bits)):
-        window |= rings.roll(back, 1) << (back * layout.bits)
+    own = torch.tensor(step_bits(layout.four), device=rings.device).repeat(64)
+    window, above = torch.zeros_like(rings), torch.zeros_like(own)
+    for back in range(16):  # at least one bit a code
+        window |= rings.roll(back, 1) << above
+        above += own.roll(back)
     window &= 0xFFFF
     if layout.code == "pair":
         window = window[:, 1::2].repeat_interleave(2, 1)

@@ -4,7 +4,8 @@ One custom operator behind each, with a fake implementation, so that `torch.comp
 of tokens the CUDA path takes
 
     1 .. 16      decode.py       every byte once, one launch
-    17 .. 128    tall.py         the same words against many tokens
+    17 .. 512    hopper.py       the same words against many tokens, on Hopper
+    17 .. 128    tall.py         the same elsewhere
     beyond       dense.py        then cuBLAS
 
 A trellis takes trellis.py to 16 tokens, beyond them its expansion and cuBLAS. Every other device takes blockwise.py,
@@ -20,7 +21,14 @@ from torch import Tensor
 from requant_kernels import blockwise, naive
 from requant_kernels.layouts import CodebookLayout, GridLayout, Layout, SparseSlots
 from requant_kernels.rings import TrellisLayout
-from requant_kernels.tuning import DECODE_TOKENS, TALL_TOKENS, decode_config
+from requant_kernels.tuning import (
+    DECODE_TOKENS,
+    HOPPER_TOKENS,
+    TALL_TOKENS,
+    decode_config,
+    hopper_config,
+    runs_on_hopper,
+)
 
 DTYPES = (torch.float16, torch.bfloat16)
 
@@ -82,7 +90,7 @@ def dequantize(layout: Layout | TrellisLayout, dtype: torch.dtype = torch.float1
 # The arguments of the operators after x and bias, by name: what a module has to hold.
 OPERANDS = (
     "words", "scales", "zero_points", "column_scales", "levels", "tables", "rows", "starts", "columns", "values",
-    "row_scales", "counts", "n", "k", "bits", "group_size", "kernel_group",
+    "row_scales", "counts", "entries", "bounds", "n", "k", "bits", "group_size", "kernel_group",
 )  # fmt: skip
 TRELLIS_OPERANDS = (
     "words", "input_scales", "output_scales", "rows", "starts", "columns", "values", "row_scales", "counts", "bits",
@@ -104,7 +112,8 @@ def flatten(layout: Layout | TrellisLayout) -> tuple[Any, ...]:
     else:
         own = (layout.scales, layout.zero_points, layout.column_scales, None, None)
         sizes = (layout.n, layout.k, layout.bits, layout.group_size, layout.kernel_group)
-    return layout.words, *own, *slots, *sizes
+    tall = (None, None) if sparse is None else (sparse.entries, sparse.bounds)
+    return layout.words, *own, *slots, *tall, *sizes
 
 
 def unflatten(*operands: Any) -> Layout | TrellisLayout:
@@ -114,16 +123,18 @@ def unflatten(*operands: Any) -> Layout | TrellisLayout:
 
 def _slots(
     starts: Tensor | None, columns: Tensor | None, values: Tensor | None, row_scales: Tensor | None,
-    counts: Tensor | None,
+    counts: Tensor | None, entries: Tensor | None = None, bounds: Tensor | None = None,
 ) -> SparseSlots | None:  # fmt: skip
     if starts is None or columns is None or values is None or counts is None:
         return None
-    return SparseSlots(starts=starts, columns=columns, values=values, row_scales=row_scales, counts=counts)
+    return SparseSlots(
+        starts=starts, columns=columns, values=values, row_scales=row_scales, counts=counts, entries=entries, bounds=bounds
+    )  # fmt: skip
 
 
 def _trellis_layout(
     words: Tensor, input_scales: Tensor, output_scales: Tensor, rows: Tensor | None, starts: Tensor | None,
-    columns: Tensor | None, values: Tensor | None, row_scales: Tensor | None, counts: Tensor | None, bits: int,
+    columns: Tensor | None, values: Tensor | None, row_scales: Tensor | None, counts: Tensor | None, bits: float,
     code: str,
 ) -> TrellisLayout:  # fmt: skip
     return TrellisLayout(
@@ -135,10 +146,10 @@ def _trellis_layout(
 def _layout(
     words: Tensor, scales: Tensor | None, zero_points: Tensor | None, column_scales: Tensor | None,
     levels: Tensor | None, tables: Tensor | None, rows: Tensor | None, starts: Tensor | None, columns: Tensor | None,
-    values: Tensor | None, row_scales: Tensor | None, counts: Tensor | None, n: int, k: int, bits: int,
-    group_size: int, kernel_group: int,
+    values: Tensor | None, row_scales: Tensor | None, counts: Tensor | None, entries: Tensor | None,
+    bounds: Tensor | None, n: int, k: int, bits: int, group_size: int, kernel_group: int,
 ) -> Layout:  # fmt: skip
-    sparse = _slots(starts, columns, values, row_scales, counts)
+    sparse = _slots(starts, columns, values, row_scales, counts, entries, bounds)
     if scales is None:
         assert levels is not None
         return CodebookLayout(
@@ -159,11 +170,12 @@ def _linear(
     x: Tensor, bias: Tensor | None, words: Tensor, scales: Tensor | None, zero_points: Tensor | None,
     column_scales: Tensor | None, levels: Tensor | None, tables: Tensor | None, rows: Tensor | None,
     starts: Tensor | None, columns: Tensor | None, values: Tensor | None, row_scales: Tensor | None,
-    counts: Tensor | None, n: int, k: int, bits: int, group_size: int, kernel_group: int,
+    counts: Tensor | None, entries: Tensor | None, bounds: Tensor | None, n: int, k: int, bits: int, group_size: int,
+    kernel_group: int,
 ) -> Tensor:  # fmt: skip
     layout = _layout(
         words, scales, zero_points, column_scales, levels, tables, rows, starts, columns, values, row_scales, counts,
-        n, k, bits, group_size, kernel_group,
+        entries, bounds, n, k, bits, group_size, kernel_group,
     )  # fmt: skip
     if x.shape[0] == 0:
         return x.new_empty(0, n)
@@ -174,6 +186,10 @@ def _linear(
         from requant_kernels.decode import decode
 
         return decode(x, layout, bias, decode_config(layout, x.shape[0], x.device), asm=asm)
+    if x.shape[0] <= HOPPER_TOKENS and runs_on_hopper(layout, x.device):
+        from requant_kernels.hopper import hopper
+
+        return hopper(x, layout, bias, hopper_config(layout, x.shape[0], x.device))
     if x.shape[0] <= TALL_TOKENS:
         from requant_kernels.tall import tall
 
@@ -193,11 +209,12 @@ def _dequantize(
     dtype: torch.dtype, words: Tensor, scales: Tensor | None, zero_points: Tensor | None,
     column_scales: Tensor | None, levels: Tensor | None, tables: Tensor | None, rows: Tensor | None,
     starts: Tensor | None, columns: Tensor | None, values: Tensor | None, row_scales: Tensor | None,
-    counts: Tensor | None, n: int, k: int, bits: int, group_size: int, kernel_group: int,
+    counts: Tensor | None, entries: Tensor | None, bounds: Tensor | None, n: int, k: int, bits: int, group_size: int,
+    kernel_group: int,
 ) -> Tensor:  # fmt: skip
     layout = _layout(
         words, scales, zero_points, column_scales, levels, tables, rows, starts, columns, values, row_scales, counts,
-        n, k, bits, group_size, kernel_group,
+        entries, bounds, n, k, bits, group_size, kernel_group,
     )  # fmt: skip
     if not words.is_cuda or dtype not in DTYPES:
         return blockwise.dequantize(layout, dtype)
@@ -215,7 +232,7 @@ def _(dtype: torch.dtype, words: Tensor, *rest: Any) -> Tensor:
 def _trellis_linear(
     x: Tensor, bias: Tensor | None, words: Tensor, input_scales: Tensor, output_scales: Tensor, rows: Tensor | None,
     starts: Tensor | None, columns: Tensor | None, values: Tensor | None, row_scales: Tensor | None,
-    counts: Tensor | None, bits: int, code: str,
+    counts: Tensor | None, bits: float, code: str,
 ) -> Tensor:  # fmt: skip
     layout = _trellis_layout(
         words, input_scales, output_scales, rows, starts, columns, values, row_scales, counts, bits, code

@@ -7,9 +7,9 @@ enough registers that 16 warps fit a multiprocessor.
 """
 
 import json
-import math
 import os
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -19,21 +19,32 @@ from requant_kernels.layouts import CodebookLayout, Layout
 
 DECODE_TOKENS = 16  # the decode kernel's most
 TALL_TOKENS = 128  # beyond it, dequantize and multiply
+HOPPER_TOKENS = 512  # the same, where the tall kernel is the one of Hopper
 TABLE = Path(__file__).with_name("measured.json")
 CACHE_VARIABLE = "REQUANT_KERNEL_CACHE"
+HOPPER_VARIABLE = "REQUANT_HOPPER"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeConfig:
-    """`warps` share the columns of `tiles` x 16 rows, `unroll` blocks at a time; `slots` residual chunks at a time."""
+    """`warps` share the columns of `tiles` x 16 rows; the words of `unroll` - 1 blocks (one at least) are under way."""
 
     warps: int
     tiles: int = 1
     unroll: int = 1
-    slots: int = 16
     ahead: bool = True  # activations of the next block are requested too; never for more than 8 tokens
     pdl: bool = False
     max_registers: int | None = None
+    fields: bool = False  # one token of a grid of 2 to 4 bits: multiply raw fields (`grids.py`)
+
+
+def decode_setting(numbers: Sequence[int]) -> DecodeConfig:
+    """A setting as the tables hold it: warps, tiles, unroll, ahead, most registers (0: any), and 1 for `fields`."""
+    warps, tiles, unroll, ahead, registers, *fields = numbers
+    return DecodeConfig(
+        warps=warps, tiles=tiles, unroll=unroll, ahead=bool(ahead), max_registers=registers or None,
+        fields=bool(fields and fields[0]),
+    )  # fmt: skip
 
 
 def cache_file() -> Path:
@@ -43,9 +54,9 @@ def cache_file() -> Path:
     return Path(named) if named else home / "requant" / "kernels.json"
 
 
-def setting_name(kernel: str, kind: str, bits: int, n: int, k: int, tokens: int) -> str:
+def setting_name(kernel: str, kind: str, bits: float, n: int, k: int, tokens: int) -> str:
     """The key of one setting: `tokens` is the width that the kernel is compiled for."""
-    return f"{kernel} {kind} {bits} {n}x{k} {tokens}"
+    return f"{kernel} {kind} {bits:g} {n}x{k} {tokens}"
 
 
 @cache
@@ -60,7 +71,15 @@ def measured(device_name: str) -> dict[str, list[int]]:
 
 def forget() -> None:
     """Read the tables anew: settings were added."""
-    for function in (measured, launches_early, _config, tall_config, trellis_warps):
+    for function in (
+        measured,
+        launches_early,
+        _config,
+        tall_config,
+        _has_wgmma,
+        _hopper_config,
+        trellis_config,
+    ):
         function.cache_clear()
 
 
@@ -80,37 +99,37 @@ def kind_of(layout: Layout) -> str:
 def decode_config(layout: Layout, tokens: int, device: torch.device) -> DecodeConfig:
     """Settings for one to 16 tokens."""
     kind = kind_of(layout)
-    chunks = 0 if layout.sparse is None else layout.sparse.columns.shape[0] / layout.words.shape[0]
-    slots = min(16, max(2, 1 << math.ceil(math.log2(max(1.0, 1.2 * chunks)))))
     width = 1 if tokens == 1 else 8 if tokens <= 8 else 16
-    return _config(kind, layout.bits, layout.n, layout.k, width, slots, device)
+    return _config(kind, layout.bits, layout.n, layout.k, width, device)
+
+
+def distance_of(kind: str, bits: int, width: int) -> tuple[int, bool]:
+    """`unroll` and `ahead` of the rule: residuals need registers, so either words or activations are further ahead."""
+    if "+" not in kind or (width == 1 and bits <= 3):
+        return 1, True
+    return (3 if kind.startswith("grid") and bits <= 3 and width <= 8 else 2), False
 
 
 def registers_of(kind: str, bits: int, width: int) -> int:
     """The most registers of the rule's launches, for 16 warps a multiprocessor; 0 where fewer would spill."""
-    return 128 if width <= 8 and "+" not in kind and (bits <= 3 or (bits == 4 and kind == "grid")) else 0
+    return 128 if width <= 8 and (bits <= 3 or (bits == 4 and kind.startswith("grid"))) else 0
 
 
 @cache
-def _config(
-    kind: str, bits: int, n: int, k: int, width: int, slots: int, device: torch.device
-) -> DecodeConfig:
+def _config(kind: str, bits: int, n: int, k: int, width: int, device: torch.device) -> DecodeConfig:
     blocks, tiles = -(-k // 256), -(-n // 16)
     properties = torch.cuda.get_device_properties(device)
     pdl = launches_early(device)
     registers = (registers_of(kind, bits, width) or None) if torch.version.hip is None else None
     found = measured(properties.name).get(setting_name("decode", kind, bits, n, k, width))
     if found is not None:
-        warps, rows, unroll, ahead, registers = found
-        return DecodeConfig(
-            warps=warps, tiles=rows, unroll=unroll, slots=slots, ahead=bool(ahead), pdl=pdl,
-            max_registers=registers or None,
-        )  # fmt: skip
+        return replace(decode_setting(found), pdl=pdl)
     warps = 4  # small matrices: more warps a tile, so that every multiprocessor has some
     most = 16 if registers else 8  # 16 warps have 128 registers each
     while warps < most and tiles * warps < 12 * properties.multi_processor_count and 2 * warps <= blocks:
         warps *= 2
-    return DecodeConfig(warps=warps, slots=slots, pdl=pdl, max_registers=registers)
+    unroll, ahead = distance_of(kind, bits, width)
+    return DecodeConfig(warps=warps, unroll=unroll, ahead=ahead, pdl=pdl, max_registers=registers)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,13 +158,98 @@ def tall_config(kind: str, bits: int, n: int, k: int, width: int, device: torch.
     return TallConfig(warps=warps, split=max(1, min(8, blocks, many // programs)), stages=stages)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HopperConfig:
+    """`tokens` and 16 `warps` x `tiles` rows a program, the columns among `split` programs; words are requested while piece
+    `ahead` of the block before is decoded."""
+
+    tokens: int = 64
+    warps: int = 4
+    tiles: int = 1
+    ahead: int = 0
+    split: int = 1
+
+
 @cache
-def trellis_warps(code: str, bits: int, n: int, k: int, width: int, device: torch.device) -> int:
-    """Warps that share the columns of 16 rows."""
-    groups = -(-k // 64)
+def _has_wgmma(device: torch.device) -> bool:
+    """Whether this is Hopper, and Triton's Gluon is the one that `wgmma.py` is written in."""
+    if (
+        device.type != "cuda"
+        or torch.version.hip is not None
+        or torch.cuda.get_device_capability(device) != (9, 0)
+    ):
+        return False
+    import triton
+
+    return tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
+
+
+def runs_on_hopper(layout: Layout, device: torch.device) -> bool:
+    """Whether more than 16 tokens of a layout go to `hopper.py`: every format whose decoder is assembly.
+
+    Only where HOPPER_VARIABLE is 1: its last form has not been timed, nor run, on a GPU.
+    """
+    return (
+        os.environ.get(HOPPER_VARIABLE) == "1"
+        and _has_wgmma(device)
+        and not (isinstance(layout, CodebookLayout) and layout.bits > 4)
+    )
+
+
+def hopper_width(tokens: int) -> int:
+    """The number of tokens that settings are kept for: 32, 64, .."""
+    return max(32, 1 << (tokens - 1).bit_length())
+
+
+def hopper_config(layout: Layout, tokens: int, device: torch.device) -> HopperConfig:
+    """Settings for 17 to HOPPER_TOKENS tokens."""
+    return _hopper_config(kind_of(layout), layout.bits, layout.n, layout.k, hopper_width(tokens), device)
+
+
+@cache
+def _hopper_config(kind: str, bits: int, n: int, k: int, width: int, device: torch.device) -> HopperConfig:
+    many = 132
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found = measured(properties.name).get(setting_name("hopper", kind, bits, n, k, width))
+        if found is not None:
+            tokens, warps, tiles, ahead, split = found
+            return HopperConfig(tokens=tokens, warps=warps, tiles=tiles, ahead=ahead, split=split)
+        many = properties.multi_processor_count
+    blocks = -(-k // 256)
+    # 16 warps a multiprocessor, one program of 8 where accumulators or residuals take the registers of the others
+    if width > 64:
+        warps, room = 8, many
+    elif "+" in kind:
+        warps, room = 16 if bits + (kind == "codebook+s") <= 4 else 8, many
+    else:
+        warps = 4 if n < 128 * many else 8
+        room = many * 16 // warps
+    tokens = min(128, width)
+    programs = -(-n // (16 * warps)) * -(-width // tokens)
+    return HopperConfig(tokens=tokens, warps=warps, split=max(1, min(8, blocks // 4, round(room / programs))))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrellisConfig:
+    """`warps` share the columns of `tiles` x 16 rows, `unroll` units of columns (`rings.py`) a warp at a time."""
+
+    warps: int = 8
+    tiles: int = 2
+    unroll: int = 2
+
+
+@cache
+def trellis_config(code: str, bits: float, n: int, k: int, width: int, device: torch.device) -> TrellisConfig:
+    """Settings for one to 16 tokens; a step of all warps stays within a section of 4096 columns."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         found = measured(name).get(setting_name("trellis", code, bits, n, k, width))
         if found is not None:
-            return found[0]
-    return 8 if groups >= 16 else 4
+            return TrellisConfig(warps=found[0], tiles=found[1], unroll=found[2])
+    small, whole = n <= 2048, bits == int(bits)  # at quarters of a bit a unit is up to four groups
+    return TrellisConfig(
+        warps=16 if small else 8,
+        tiles=1 if small or width > 8 or bits > 4 else 2,
+        unroll=2 if whole and bits <= 4 else 1,
+    )

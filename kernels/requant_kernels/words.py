@@ -45,10 +45,11 @@ class Field:
 @cache
 def grid_fields(bits: int) -> tuple[tuple[Field, ...], ...]:
     """The fields of every plane, low bits first."""
-    low = 2 if bits < 4 else 4
-    stride = 16 if bits > 6 else low  # distance of two planes inside a half
+    if bits < 5:
+        return _paired_fields(bits)
+    widths = {5: [4, 1], 6: [4, 2], 7: [4, 2, 1], 8: [4, 4]}[bits]
+    stride = 16 if bits > 6 else 4  # distance of two planes inside a half
     span = 16 if bits > 6 else 8  # bits of a half that planes of one rotation take
-    widths = {2: [2], 3: [2, 1], 4: [4], 5: [4, 1], 6: [4, 2], 7: [4, 2, 1], 8: [4, 4]}[bits]
     shifts = [stride * i for i in range(span // stride)]
     planes: list[list[Field]] = [[] for _ in range(PLANES)]
     first_word, lsb = 0, 0
@@ -63,6 +64,32 @@ def grid_fields(bits: int) -> tuple[tuple[Field, ...], ...]:
         first_word += width
         lsb += width
     return tuple(tuple(fields) for fields in planes)
+
+
+def _paired_fields(bits: int) -> tuple[tuple[Field, ...], ...]:
+    """2 to 4 bits: both planes of a pair at one bit of their halves, so that they share an accumulator (`grids.py`).
+
+    A half of 16 bits has the fields of one rotation and, moved down by `turn`, those of another. Three bits leave bit 15
+    of every half: the three words together hold the last plane there.
+    """
+    a_half = 16 // bits
+    turn = (a_half + 1) // 2 * bits
+    planes: list[tuple[Field, ...]] = []
+
+    def add(word: int, rotate: int, bit: int) -> None:
+        planes.append((Field(word=word, rotate=rotate, bit=bit, width=bits, lsb=0),))
+
+    for word in range(bits):
+        for i in range(a_half // 2):
+            add(word, 0, bits * i)
+            add(word, turn, bits * i)
+        if bits == 3 and word == 0:
+            add(0, 0, 6)
+            add(1, 0, 6)
+    if bits == 3:
+        add(2, 0, 6)
+        planes.append(tuple(Field(word=i, rotate=9 - i, bit=6 + i, width=1, lsb=i) for i in range(3)))
+    return tuple(planes)
 
 
 @cache
@@ -202,6 +229,61 @@ def grid_asm(bits: int, dtype: str, groups: int, half: int) -> str:
     return ptx.text()
 
 
+@cache
+def field_shifts(bits: int, dtype: str) -> tuple[int, ...]:
+    """The bit at which `field_asm` leaves the codes of every pair of planes; 2 to 4 bits."""
+    return tuple(_place(grid_fields(bits)[plane], dtype)[0] for plane in range(0, PLANES, 2))
+
+
+def _place(fields: tuple[Field, ...], dtype: str) -> tuple[int, int]:
+    """The bit at which a plane's codes stand for `field_asm`, and how far they are moved down to get there."""
+    low, high = fields[0].bit, fields[-1].bit + fields[-1].width
+    return (low, 0) if high <= MANTISSA[dtype] else (0, low)
+
+
+@cache
+def field_places(bits: int, dtype: str) -> tuple[tuple[tuple[int, int, int], ...], ...]:
+    """What `field_asm` does, as numbers: `(word, shift, mask)` of every field of every plane."""
+    places = []
+    for fields in grid_fields(bits):
+        drop = _place(fields, dtype)[1]
+        masks = [((1 << f.width) - 1) << (f.bit - drop) for f in fields]
+        places.append(
+            tuple((f.word, f.rotate + drop, m << 16 | m) for f, m in zip(fields, masks, strict=True))
+        )
+    return tuple(places)
+
+
+def flat_places(bits: int, dtype: str) -> tuple[int, ...]:
+    """`field_places` as one tuple, three fields a plane, mask 0 where there is none: what a kernel can take."""
+    return tuple(
+        number
+        for places in field_places(bits, dtype)
+        for place in (*places, *[(0, 0, 0)] * (3 - len(places)))
+        for number in place
+    )
+
+
+@cache
+def field_asm(bits: int, dtype: str, half: int) -> str:
+    """Half of a block's planes as raw fields: 8 outputs from `bits` words, one LOP3 for two weights; 2 to 4 bits.
+
+    fp16: a code at bit s is the subnormal `code * 2^(s - 24)`; bf16, whose subnormals no product survives:
+    `128 + code * 2^s`. What to subtract, and 2^s, are the multiplication's affair (`grids.py`).
+    """
+    ptx = _Ptx({w: f"${HALF + w}" for w in range(bits)})
+    for plane, places in enumerate(field_places(bits, dtype)[half * HALF : (half + 1) * HALF]):
+        value = "0x43004300" if dtype == "bf16" else ""
+        for i, (word, shift, mask) in enumerate(places):
+            operands = f"{ptx.rotate(word, shift)}, 0x{mask:08x}"
+            line = f"lop3.b32 {{d}}, {operands}, {value}, 0xEA;" if value else f"and.b32 {{d}}, {operands};"
+            if i == len(places) - 1:
+                ptx.give(plane, line)
+            else:
+                value = ptx.new(line)
+    return ptx.text()
+
+
 def zero_bias(bits: int, dtype: str) -> int:
     """What is added to a zero point before it becomes an operand of `grid_asm`: bytes ride on the fp16 of 1024."""
     return 1024 if bits == 8 and dtype == "fp16" else 0
@@ -286,46 +368,3 @@ def codebook_asm(bits: int, half: int) -> str:
 def constraints(inputs: int) -> str:
     """Of an asm block with 8 registers out and `inputs` in."""
     return ",".join(["=r"] * HALF + ["r"] * inputs)
-
-
-BYTE_SUM_OFFSET = 1534  # 1024, whose bit pattern the byte sum is added to, and 510, the middle of the sums
-
-
-@cache
-def trellis_asm(code: str, bits: int) -> tuple[str, str]:
-    """Text and constraints: two pairs of float16 (columns 0, 1 and 2, 3) from a lane's low and high word and its shift.
-
-    The values of mul1 and pair are BYTE_SUM_OFFSET too large.
-    """
-    ptx = _Ptx({})
-    window = ptx.new("shf.r.wrap.b32 {d}, $2, $3, $4;")
-    steps = 2 if code == "pair" else 4
-    hashes = []
-    for step in range(steps):
-        shift = (steps - 1 - step) * bits * (4 // steps)
-        x = ptx.new(f"shr.b32 {{d}}, {window}, {shift};") if shift else window
-        x = ptx.new(f"and.b32 {{d}}, {x}, 0xffff;")
-        match code:
-            case "mul1":
-                hashes.append(ptx.new(f"mul.lo.u32 {{d}}, {x}, 0x83DCD12D;"))
-            case "pair":
-                hashes.append(ptx.new(f"mad.lo.u32 {{d}}, {x}, 0x4E6DA66B, 0x3C6EF35F;"))
-            case _:
-                h = ptx.new(f"mad.lo.u32 {{d}}, {x}, 89226354, 64248484;")
-                hashes.append(ptx.new(f"lop3.b32 {{d}}, {h}, 0x8FFF8FFF, 0x3B603B60, 0x6A;"))
-    for pair in range(2):
-        if code == "3inst":
-            first, second = hashes[2 * pair], hashes[2 * pair + 1]
-            low = ptx.new(f"prmt.b32 {{d}}, {first}, {second}, 0x5410;")
-            high = ptx.new(f"prmt.b32 {{d}}, {first}, {second}, 0x7632;")
-            ptx.give(pair, f"add.rn.f16x2 {{d}}, {low}, {high};")
-            continue
-        if code == "pair":
-            first = ptx.new(f"dp4a.u32.u32 {{d}}, {hashes[pair]}, 0x01010101, 0x6400;")
-            second = ptx.new(f"dp4a.u32.s32 {{d}}, {hashes[pair]}, 0x01FFFF01, 0x65FE;")
-        else:
-            first, second = (
-                ptx.new(f"dp4a.u32.u32 {{d}}, {hashes[2 * pair + i]}, 0x01010101, 0x6400;") for i in range(2)
-            )
-        ptx.give(pair, f"prmt.b32 {{d}}, {first}, {second}, 0x5410;")
-    return ptx.text(), "=r,=r,r,r,r"

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 from requant_kernels import Layout, pack_codebook, pack_grid
+from requant_kernels.rings import step_bits
 from torch import Tensor
 
 
@@ -64,8 +65,9 @@ def relative_error(got: Tensor, want: Tensor) -> float:
     return ((got.double() - want).norm() / want.norm()).item()
 
 
-def random_trellis(n: int, k: int, bits: int, device: str) -> tuple[Tensor, Tensor, Tensor]:
+def random_trellis(n: int, k: int, bits: float, device: str) -> tuple[Tensor, Tensor, Tensor]:
     """Codes padded to tiles, input and output scales."""
     rows, columns = -(-n // 16) * 16, -(-k // 16) * 16
-    codes = torch.randint(0, 1 << bits, (rows, columns), dtype=torch.uint8, device=device)
+    most = torch.tensor([1 << own for own in step_bits(round(4 * bits))], device=device).repeat(columns // 4)
+    codes = (torch.randint(0, 256, (rows, columns), device=device) % most).to(torch.uint8)
     return codes, (torch.rand(k, device=device) + 0.5).half(), (torch.rand(n, device=device) + 0.5).half()

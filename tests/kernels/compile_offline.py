@@ -11,6 +11,7 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 POINTERS = {  # argument -> type, where the argument is not None
@@ -18,7 +19,7 @@ POINTERS = {  # argument -> type, where the argument is not None
     "z_ptr": "*fp16", "cs_ptr": "*fp16", "partial_ptr": "*fp32",
 }  # fmt: skip
 ALIGNED = ("K", "n", "stride_x", "stride_y")
-INTEGERS = ("M", "last_tile", "chunks", "steps", *ALIGNED)
+INTEGERS = ("M", "last_tile", "chunks", "steps", "blocks", "width", "n_rows", *ALIGNED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,8 @@ class Machine:
     stack: int
     opcodes: Counter[str]
     loop: int  # static instructions of the longest loop
+    barriers: int  # of a program, in that loop
+    inner: int  # and of the longest one that holds no other
     layout_ir: str
 
     @property
@@ -47,6 +50,7 @@ def compile_kernel(
     warps: int,
     stages: int = 1,
     max_registers: int | None = None,
+    aligned: tuple[str, ...] = (),
 ) -> Machine:
     types = {
         **dict.fromkeys(INTEGERS, "i32"),
@@ -59,14 +63,14 @@ def compile_kernel(
         name: "constexpr" if name in constants or name in absent else types[name] for name in kernel.arg_names
     }
     position = {name: i for i, name in enumerate(kernel.arg_names)}
-    source = ASTSource(
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(
         fn=kernel,
         signature=signature,
         constexprs={(position[n],): constants.get(n) for n, kind in signature.items() if kind == "constexpr"},
         attrs={
             (position[n],): [["tt.divisibility", 16]]
             for n, kind in signature.items()
-            if kind[0] == "*" or (kind == "i32" and n in ALIGNED)
+            if kind[0] == "*" or (kind == "i32" and n in (*ALIGNED, *aligned))
         },
     )
     options = {"num_warps": warps, "num_stages": stages}
@@ -95,8 +99,12 @@ def compile_kernel(
     opcodes = Counter(re.sub(r"^@!?U?P\d+ ", "", line).split()[0].split(".")[0] for line in listing)
     del opcodes["NOP"]
     targets = [(i, re.search(r"BRA.*(\.L_\w+)", line)) for i, line in enumerate(listing)]
-    loops = [i + 1 - labels[to[1]] for i, to in targets if to is not None and labels.get(to[1], i) < i]
+    spans = [(labels[to[1]], i) for i, to in targets if to is not None and labels.get(to[1], i) < i]
+    length, end = max(((last + 1 - first, last) for first, last in spans), default=(0, 0))
+    inner = [b + 1 - a for a, b in spans if not any(a <= c and d <= b for c, d in spans if (c, d) != (a, b))]
     return Machine(
-        registers=int(found[1]), stack=int(found[2]), opcodes=opcodes, loop=max(loops, default=0),
+        registers=int(found[1]), stack=int(found[2]), opcodes=opcodes, loop=length,
+        barriers=sum(line.startswith("BAR") for line in listing[end + 1 - length : end + 1]),
+        inner=max(inner, default=0),
         layout_ir=str(built.asm["ttgir"]),
     )  # fmt: skip

@@ -1,47 +1,79 @@
 """Run under TRITON_INTERPRET=1 by `test_interpreter.py`: every kernel, without assembly, against its twin."""
 
-from typing import Any
-
+import loop_bounds  # noqa: F401
 import torch
 from cases import Case, random_csr, random_layout, random_trellis, relative_error
 from requant_kernels import naive, pack_trellis
+from requant_kernels.activations import add_partial, arrange
 from requant_kernels.attention import attend
 from requant_kernels.decode import decode
 from requant_kernels.dense import dequantize
-from requant_kernels.hadamard import rotate
+from requant_kernels.hadamard import rotate, rotate_fixed
 from requant_kernels.rows import lookup
 from requant_kernels.tall import tall
 from requant_kernels.trellis import expand, trellis_linear
 from requant_kernels.tuning import DecodeConfig, TallConfig
-from triton.runtime import interpreter
-
-_patch_lang_tensor = interpreter._patch_lang_tensor
-
-
-def _with_index(tensor: Any, scope: Any) -> None:
-    """A run-time bound of `range`: Triton 3.6 converts it in a way that numpy 2.4 refuses."""
-    _patch_lang_tensor(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-
-interpreter._patch_lang_tensor = _with_index
 
 CASES = [
     (Case(kind="codebook", bits=3, n=37, k=300, m=1), DecodeConfig(warps=2)),
     (Case(kind="grid", bits=2, n=37, k=600, m=3, density=0.02), DecodeConfig(warps=2, tiles=2)),
     (Case(kind="grid", bits=3, n=20, k=1100, m=1, zero_points=True, bias=True), DecodeConfig(warps=2, unroll=2)),
+    (Case(kind="grid", bits=2, n=37, k=600, m=1, density=0.05, int8_residuals=True), DecodeConfig(warps=2, fields=True)),
+    (
+        Case(kind="grid", bits=3, n=20, k=1100, m=1, group_size=64, zero_points=True, bias=True),
+        DecodeConfig(warps=2, unroll=2, tiles=2, fields=True),
+    ),
+    (Case(kind="grid", bits=4, n=33, k=768, m=1, group_size=768), DecodeConfig(warps=1, unroll=3, ahead=False, fields=True)),
     (
         Case(kind="grid", bits=5, n=33, k=700, m=9, group_size=700, zero_points=True, density=0.01, int8_residuals=True),
         DecodeConfig(warps=2),
     ),
     (Case(kind="grid", bits=8, n=16, k=301, m=1, group_size=64, column_scales=True), DecodeConfig(warps=2)),
-    (Case(kind="codebook", bits=6, n=16, k=300, m=2, density=0.1), DecodeConfig(warps=2, slots=2)),
+    (Case(kind="codebook", bits=6, n=16, k=300, m=2, density=0.1), DecodeConfig(warps=2)),
     (Case(kind="grid", bits=4, n=16, k=900, m=2, group_size=512, zero_points=True), DecodeConfig(warps=2)),
     (Case(kind="grid", bits=4, n=140, k=600, m=17, group_size=600, zero_points=True, density=0.02, bias=True), None),
     (Case(kind="codebook", bits=2, n=40, k=300, m=20, column_scales=True), None),
     (Case(kind="grid", bits=3, n=20, k=300, m=18, group_size=32, zero_points=True, bias=True), None),
     (Case(kind="grid", bits=2, n=20, k=300, m=18, group_size=64), None),
 ]  # fmt: skip
+
+
+def fixed_point(width: int, paired: bool) -> None:
+    """Rotated activations as high and low bytes, with the sums of their integers."""
+    x, before = torch.randn(2, width).half(), torch.rand(width).half()
+    x[1] = 0
+    padded, held = -(-width // 16) * 16, -(-width // 64) * 64
+    y, scales = rotate_fixed(x, before, width=width, out_width=held, paired=paired, asm=False, pdl=False)
+    bytes_of = y.view(2, 2, held).long()
+    q = 256 * bytes_of[:, 0] + bytes_of[:, 1]
+    assert torch.equal(q.sum(1).float(), scales[:, 0, 1])
+    want = torch.nn.functional.pad(x.double() * before, (0, padded - width)) @ naive.hadamard(padded)
+    if paired:
+        want = torch.stack([want[:, ::2] + want[:, 1::2], want[:, ::2] - want[:, 1::2]], -1).flatten(1)
+    error = relative_error((q * scales[:, :, 0].double())[:, :padded], want)
+    assert error < 5e-5, f"fixed point of {width} is off by {error:.1e}"
+    assert not q[1].any() and not q[:, padded:].any()
+
+
+def around_the_kernel_of_hopper() -> None:
+    """Activations in the order of the words, and partial products added in the order of the rows."""
+    for m, k, n in ((13, 301, 30), (9, 300, 48), (3, 512, 700)):
+        x, rows = (
+            torch.randn(m, k).half(),
+            torch.nn.functional.pad(torch.randperm(n).int(), (0, -n % 16), value=n),
+        )
+        arranged, positions = arrange(x, 2, rows, n, pdl=False)
+        want = torch.nn.functional.pad(x, (0, 512 - k)).view(m, 16, 4, 2, 2, 2).permute(0, 1, 3, 4, 2, 5)
+        assert positions is not None and torch.equal(arranged, want.reshape(m, 512))
+        partial, bias, y = (
+            torch.randn(3, len(rows), 64),
+            torch.randn(n).half(),
+            torch.full((m, n), torch.nan).half(),
+        )
+        add_partial(partial, positions, bias, y, pdl=False)
+        want = torch.empty(m, n)
+        want[:, rows[:n].long()] = partial.sum(0)[:n, :m].T
+        assert relative_error(y, (want + bias).double()) < 1e-3
 
 
 def main() -> None:
@@ -55,10 +87,12 @@ def main() -> None:
     for width in (2048, 6144):
         x, before = torch.randn(2, width).half(), torch.rand(width).half()
         y = torch.empty_like(x)
-        sums = rotate(x, y, width=width, out_width=width, pdl=False, before=before)
+        rotate(x, y, width=width, rotated=width, out_width=width, asm=False, pdl=False, before=before)
         error = relative_error(y, (x.double() * before.double()) @ naive.hadamard(width))
         assert error < 1e-3, f"the rotation of {width} is off by {error:.1e}"
-        assert torch.allclose(sums.sum(1), y.float().sum(1), atol=1e-2)
+    for width, paired in ((200, False), (1408, True), (4096, False)):
+        fixed_point(width, paired)
+    around_the_kernel_of_hopper()
     for case, config in CASES:
         layout = random_layout(case, "cpu")
         x = torch.randn(case.m, case.k).half()
@@ -82,6 +116,9 @@ def main() -> None:
         ("mul1", 2, 30, 200, 1, 0.02),
         ("pair", 2, 16, 96, 3, 0.0),
         ("3inst", 3, 16, 64, 17, 0.05),
+        ("mul1", 2.25, 16, 300, 1, 0.0),
+        ("mul1", 3.5, 16, 80, 2, 0.0),
+        ("mul1", 7, 16, 80, 2, 0.0),
     ):
         sparse = random_csr(n, k, density, m > 1, "cpu") if density else None
         layout = pack_trellis(*random_trellis(n, k, bits, "cpu"), bits=bits, code=code, sparse=sparse)

@@ -1,5 +1,7 @@
 """A model in numpy of the few PTX instructions that the decoders use: it runs their text."""
 
+import re
+
 import numpy as np
 from requant_kernels.words import HALF
 
@@ -45,6 +47,43 @@ def byte_matrix(register: np.ndarray, dtype: type) -> np.ndarray:
     )
 
 
+def integer_product(a: list[np.ndarray], b: list[np.ndarray], c: list[np.ndarray]) -> list[np.ndarray]:
+    """`mma.m16n8k32` of a warp: four registers of unsigned bytes, two of signed ones, four sums; arrays by lane, 4 g + t."""
+    left = np.zeros((2, 8, 2, 4, 4), int)  # row half, g, column half, t, byte
+    for i, register in enumerate(a):
+        left[i % 2, :, i // 2] = byte_matrix(register, np.uint8).reshape(8, 4, 4)
+    right = np.stack(
+        [byte_matrix(register, np.int8).reshape(8, 4, 4) for register in b]
+    )  # column half, n, t, byte
+    product = np.einsum("hgktb,kntb->hgn", left, right)
+    sums = [product[i // 2, :, i % 2 :: 2].reshape(32) for i in range(4)]
+    return [
+        (x + register.astype(np.int32)).astype(np.int32).view(np.uint32)
+        for x, register in zip(sums, c, strict=True)
+    ]
+
+
+def bfloat16(register: np.ndarray) -> np.ndarray:
+    """The bits of a float32, rounded to the nearest bfloat16."""
+    return (register + 0x7FFF + (register >> 16 & 1)) >> 16
+
+
+def float_product(
+    a: list[np.ndarray], b: list[np.ndarray], c: list[np.ndarray], dtype: str
+) -> list[np.ndarray]:
+    """`mma.m16n8k16` of a warp: pairs of 16-bit floats, float32 sums; arrays by lane, 4 g + t."""
+    left = np.zeros((2, 8, 2, 4, 2))  # row half, g, column half, t, which of the pair
+    for i, register in enumerate(a):
+        left[i % 2, :, i // 2] = floats(register, dtype).reshape(8, 4, 2)
+    right = np.stack([floats(register, dtype).reshape(8, 4, 2) for register in b])  # row half, n, t, which
+    product = np.einsum("hgkte,knte->hgn", left, right)
+    sums = [product[i // 2, :, i % 2 :: 2].reshape(32) for i in range(4)]
+    return [
+        (x + register.view(np.float32)).astype(np.float32).view(np.uint32)
+        for x, register in zip(sums, c, strict=True)
+    ]
+
+
 def run_ptx(
     text: str, operands: dict[str, np.ndarray], shape: tuple[int, ...], outputs: int = HALF
 ) -> list[np.ndarray]:
@@ -52,18 +91,35 @@ def run_ptx(
     registers = dict(operands)
 
     def read(name: str) -> np.ndarray:
-        if name[0] in "$t":
+        if name[0] in "$tslhfc":
             return registers[name]
-        return np.full(shape, int(name, 0), np.uint32)
+        return np.full(shape, int(re.sub("^0f", "0x", name), 0), np.uint32)
 
     body = text[text.index(";") + 1 : text.rindex("}")]
     for line in filter(None, (part.strip() for part in body.split(";"))):
         opcode, rest = line.split(None, 1)
+        if opcode.startswith("mma.sync"):
+            names = [name.strip() for name in re.sub("[{}]", "", rest).split(",")]
+            a, b, c = ([read(name) for name in names[i:j]] for i, j in ((4, 8), (8, 10), (10, 14)))
+            if "s32" in opcode:
+                product = integer_product(a, b, c)
+            else:
+                product = float_product(a, b, c, "bf16" if "bf16" in opcode else "fp16")
+            registers |= dict(zip(names[:4], product, strict=True))
+            continue
         target, *names = [name.strip() for name in rest.split(",")]
         a = [read(name) for name in names]
         match opcode:
+            case "shfl.sync.idx.b32":
+                value = a[0][a[1]]
             case "mov.b32":
                 value = a[0]
+            case "xor.b32":
+                value = a[0] ^ a[1]
+            case "sub.f32":
+                value = (a[0].view(np.float32) - a[1].view(np.float32)).view(np.uint32)
+            case "cvt.rn.bf16x2.f32":
+                value = bfloat16(a[1]) | bfloat16(a[0]) << 16
             case "and.b32":
                 value = a[0] & a[1]
             case "shr.b32":
@@ -89,8 +145,10 @@ def run_ptx(
                     if table >> minterm & 1:
                         bits = [x if minterm >> (2 - i) & 1 else ~x for i, x in enumerate(a[:3])]
                         value |= bits[0] & bits[1] & bits[2]
-            case "add.rn.f16x2":
-                value = pair_of(floats(a[0], "fp16") + floats(a[1], "fp16"), "fp16")
+            case "add.rn.f16x2" | "add.rn.bf16x2" | "mul.rn.f16x2" | "mul.rn.bf16x2":
+                dtype = "fp16" if "bf16" not in opcode else "bf16"
+                x, y = (floats(v, dtype) for v in a)
+                value = pair_of(x + y if opcode.startswith("add") else x * y, dtype)
             case "fma.rn.f16x2" | "fma.rn.bf16x2":
                 dtype = "fp16" if "bf16" not in opcode else "bf16"
                 x, y, z = (floats(v, dtype) for v in a)

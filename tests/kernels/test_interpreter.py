@@ -10,11 +10,12 @@ import pytest
 pytest.importorskip("triton")
 
 
-def test_kernels_in_the_interpreter() -> None:
+@pytest.mark.parametrize("script", ["interpret.py", "emulate.py"])
+def test_kernels_in_the_interpreter(script: str) -> None:
     here = Path(__file__).parent
     path = os.pathsep.join([str(here.parents[1] / "kernels"), os.environ.get("PYTHONPATH", "")])
     run = subprocess.run(
-        [sys.executable, here / "interpret.py"],
+        [sys.executable, here / script],
         env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

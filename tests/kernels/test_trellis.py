@@ -3,29 +3,24 @@
 import numpy as np
 import pytest
 import torch
-from requant_kernels import linear, naive, pack_trellis, unpack_trellis
-from requant_kernels.words import BYTE_SUM_OFFSET, trellis_asm
+from requant_kernels import TrellisLayout, linear, naive, pack_trellis, unpack_trellis
+from requant_kernels.hashes import OFFSET, float_sum_asm, groups_of, sum_asm, values_asm
+from requant_kernels.sections import turn_asm
 
 from requant.formats import Trellis
 
 from .cases import random_trellis, relative_error
-from .ptx_model import floats, run_ptx
+from .ptx_model import floats, pair_of, run_ptx
 
 KINDS = [
-    ("mul1", 1),
-    ("mul1", 2),
-    ("mul1", 3),
-    ("mul1", 5),
-    ("3inst", 2),
-    ("3inst", 4),
-    ("pair", 1),
-    ("pair", 2),
-    ("pair", 4),
-]
+    ("mul1", 1), ("mul1", 2), ("mul1", 2.25), ("mul1", 2.5), ("mul1", 2.75), ("mul1", 3), ("mul1", 3.5), ("mul1", 4),
+    ("mul1", 5), ("mul1", 7.75), ("mul1", 8), ("3inst", 2), ("3inst", 3.25), ("3inst", 6), ("pair", 1), ("pair", 2),
+    ("pair", 3), ("pair", 4), ("pair", 8),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("code", "bits"), KINDS)
-def test_round_trip_and_weight(code: str, bits: int) -> None:
+def test_round_trip_and_weight(code: str, bits: float) -> None:
     torch.manual_seed(0)
     codes, input_scales, output_scales = random_trellis(37, 200, bits, "cpu")
     layout = pack_trellis(codes, input_scales, output_scales, bits=bits, code=code)
@@ -37,28 +32,117 @@ def test_round_trip_and_weight(code: str, bits: int) -> None:
     assert relative_error(linear(x, layout), x.double() @ naive.trellis_weight(layout).T) < 1e-5
 
 
+LANE = np.arange(32)
+
+
+def words_of(layout: TrellisLayout) -> np.ndarray:
+    """The words of the first unit of every row of tiles, in the order of a lane's loads: [tiles, words, lane]."""
+    return layout.words[:, 0].transpose(1, 2).flatten(2).transpose(1, 2).numpy().view(np.uint32)
+
+
 @pytest.mark.parametrize(("code", "bits"), KINDS)
-def test_asm_is_exact(code: str, bits: int) -> None:
-    """Every lane of one tile: the funnel shift finds its window, the windows become the values of the format."""
-    codes, input_scales, output_scales = random_trellis(16, 16, bits, "cpu")
+def test_weights_of_a_lane_are_exact(code: str, bits: float) -> None:
+    """Every group of a unit: the windows are found, also around the ring, and become the values of the format."""
+    groups = groups_of(round(4 * bits))
+    codes, input_scales, output_scales = random_trellis(16, 64 * groups, bits, "cpu")
     layout = pack_trellis(codes, input_scales, output_scales, bits=bits, code=code)
-    ring = layout.words[0, 0, :, 0].numpy().view(np.uint32)
-    row, t = np.meshgrid(np.arange(16), np.arange(4), indexing="ij")
-    end = (16 * row + 4 * t + 4) * bits
-    last = (end - 1) // 32
-    operands = {"$2": ring[last], "$3": ring[last - 1], "$4": ((last + 1) * 32 - end).astype(np.uint32)}
-    text, _ = trellis_asm(code, bits)
-    pairs = run_ptx(text, operands, row.shape, outputs=2)
-    got = np.concatenate([floats(pair, "fp16") for pair in pairs], -1).reshape(16, 16)
-    scale, offset = (1, 0) if code == "3inst" else (128, BYTE_SUM_OFFSET)
-    assert np.array_equal(got, naive.trellis_values(layout).numpy() * scale + offset)
+    operands = {f"${16 + i}": word for i, word in enumerate(words_of(layout)[0])}
+    operands[f"${16 + len(operands)}"] = (LANE + 28) % 32
+    want = naive.trellis_values(layout).numpy().reshape(8, 2, groups, 4, 16).transpose(2, 0, 3, 1, 4)
+    for group in range(groups):
+        text, names = values_asm(code, layout.four, group)
+        assert len(names.split(",")) == 16 + len(operands)
+        pairs = run_ptx(text, operands, (32,), outputs=16)
+        got = np.concatenate([floats(pair, "fp16") for pair in pairs], -1)
+        assert np.array_equal(got.reshape(8, 4, 2, 16), want[group])
+
+
+SUMS = [kind for kind in KINDS if kind[0] in OFFSET]
+
+
+@pytest.mark.parametrize(("code", "bits"), SUMS)
+def test_hashes_meet_their_activations_in_the_tensor_core(code: str, bits: float) -> None:
+    """A warp's product of a unit of two rows of tiles and fixed-point activations, against the values of the format."""
+    tiles, slabs, groups = 2, 2, groups_of(round(4 * bits))
+    codes, input_scales, output_scales = random_trellis(16 * tiles, 64 * groups, bits, "cpu")
+    layout = pack_trellis(codes, input_scales, output_scales, bits=bits, code=code)
+    x = np.random.randint(-128, 128, (8 * slabs, 64 * groups), np.int8)  # column of the operand, place
+    sums = 4 * tiles * slabs
+    text, names = sum_asm(code, layout.four, tiles, slabs)
+    inputs = [np.full(32, i, np.uint32) for i in range(sums)] + [*words_of(layout).reshape(-1, 32)]
+    for slab in range(slabs):
+        own = x[8 * slab + LANE // 4].reshape(32, groups, 4, 16)[LANE, :, LANE % 4].reshape(32, -1)
+        inputs += [*own.copy().view(np.uint32).T]
+    operands = {f"${sums + i}": value for i, value in enumerate([*inputs, (LANE + 28) % 32])}
+    assert len(names.split(",")) == sums + len(operands)
+    got = np.stack(run_ptx(text, operands, (32,), outputs=sums)).view(np.int32).astype(int)
+    got = (got - np.arange(sums)[:, None]).reshape(tiles, slabs, 2, 2, 8, 4)  # tile slab row-half n-half g t
+    got = got.transpose(0, 4, 2, 1, 5, 3).reshape(16 * tiles, -1)  # tile g row-half, slab t n-half
+    values = naive.trellis_values(layout).numpy() * 128
+    left, right = x[:, ::2].astype(int), x[:, 1::2].astype(int)
+    if code == "pair":  # x holds sums and differences of neighbours
+        want = values[:, ::2] @ ((left + right) / 2).T + values[:, 1::2] @ ((left - right) / 2).T
+    else:
+        want = values @ x.T.astype(int)
+    assert np.array_equal(got - OFFSET[code] * x.sum(1, dtype=int), want)
+
+
+@pytest.mark.parametrize("bits", [2, 2.25])
+def test_weights_that_are_no_byte_sums_meet_floats(bits: float) -> None:
+    groups = groups_of(round(4 * bits))
+    codes, input_scales, output_scales = random_trellis(16, 64 * groups, bits, "cpu")
+    layout = pack_trellis(codes, input_scales, output_scales, bits=bits, code="3inst")
+    x = np.random.randn(8, 64 * groups).astype(np.float16)
+    text, names = float_sum_asm("3inst", layout.four, 1, 1)
+    own = x[LANE // 4].reshape(32, groups, 4, 16)[LANE, :, LANE % 4].reshape(32, -1)
+    inputs = [np.zeros(32, np.uint32)] * 4 + [
+        *words_of(layout)[0],
+        *own.copy().view(np.uint32).T,
+        (LANE + 28) % 32,
+    ]
+    assert len(names.split(",")) == 4 + len(inputs)
+    got = np.stack(run_ptx(text, {f"${4 + i}": value for i, value in enumerate(inputs)}, (32,), outputs=4))
+    got = (
+        got.view(np.float32).reshape(2, 2, 8, 4).transpose(2, 0, 3, 1).reshape(16, 8)
+    )  # g row-half, t n-half
+    want = naive.trellis_values(layout).numpy() @ x.T.astype(float)
+    assert np.abs(got - want).max() < 1e-5 * np.abs(want).max()
+
+
+@pytest.mark.parametrize("paired", [False, True])
+def test_a_warp_turns_256_values(paired: bool) -> None:
+    """Both products with signs, on the values of 32 lanes; paired: the lowest bit of the index is left alone."""
+    values = np.random.randn(32, 8).astype(np.float32)
+    g, k = np.arange(32) // 4, np.arange(32) % 4 * 2
+
+    def signs(mask: int) -> np.ndarray:
+        entries = []
+        for j in (k, k + 1):
+            odd = np.array(
+                [(a & b & mask).bit_count() & 1 for a, b in zip(g.tolist(), j.tolist(), strict=True)]
+            )
+            entries.append(np.where((g ^ j) & ~mask & 7, 0.0, 1.0 - 2 * odd))
+        return pair_of(np.stack(entries, -1), "bf16")
+
+    text, names = turn_asm()
+    operands = {f"${8 + i}": values[:, i].copy().view(np.uint32) for i in range(8)}
+    operands |= {f"${16 + i}": signs(6 if paired else 7) for i in range(8)}
+    operands |= {f"${24 + i}": signs(7) for i in range(8)}
+    assert len(names.split(",")) == 8 + len(operands)
+    got = np.stack(run_ptx(text, operands, (32,)), -1).view(np.float32)
+    matrix = naive.hadamard(256).numpy() * 16
+    if paired:
+        matrix = np.kron(naive.hadamard(128).numpy() * 128**0.5, np.eye(2))
+    want = (matrix @ values.reshape(256)).reshape(32, 8)
+    assert np.abs(got - want).max() < 2e-4 * np.abs(want).max()
 
 
 def test_refusals_name_the_remedy() -> None:
     codes, input_scales, output_scales = random_trellis(16, 16, 6, "cpu")
-    with pytest.raises(
-        ValueError, match="no trellis kernel decodes 'mul1' at 6 bits; there are mul1 to 5 bits"
-    ):
-        pack_trellis(codes, input_scales, output_scales, bits=6, code="mul1")
+    for code, bits in (("mul1", 9), ("mul1", 2.1), ("pair", 2.5), ("hyb", 2)):
+        with pytest.raises(
+            ValueError, match=f"no trellis kernel decodes '{code}' at {bits} bits; there are mul1 to 8"
+        ):
+            pack_trellis(codes, input_scales, output_scales, bits=bits, code=code)
     with pytest.raises(ValueError, match="padded to multiples of 16"):
         pack_trellis(codes[:8], input_scales, output_scales, bits=2, code="mul1")

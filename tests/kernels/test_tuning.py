@@ -39,12 +39,32 @@ def pretend(monkeypatch: pytest.MonkeyPatch, name: str) -> torch.device:
 @pytest.mark.parametrize(("n", "k"), [(28672, 8192), (4096, 4096), (2048, 2048), (16, 100)])
 def test_the_rule_fills_every_gpu(monkeypatch: pytest.MonkeyPatch, name: str, n: int, k: int) -> None:
     device = pretend(monkeypatch, name)
-    decode = tuning._config("grid", 4, n, k, 1, 16, device)
+    decode = tuning._config("grid", 4, n, k, 1, device)
     assert decode.warps in (4, 8, 16) and decode.pdl == (name == "H100")
     wanted = 12 * GPUS[name][0]
     assert -(-n // 16) * decode.warps >= min(wanted, -(-n // 16) * 16) or 2 * decode.warps > -(-k // 256)
     tall = tuning.tall_config("grid", 4, n, k, 64, device)
     assert 1 <= tall.split <= max(1, -(-k // 256)) and (tall.stages + 1) * 64 * 512 <= GPUS[name][2]
+    for width in (32, 64, 256):
+        hopper = tuning._hopper_config("grid", 4, n, k, width, device)
+        assert hopper.tokens == min(width, 128) and 1 <= hopper.split <= max(1, k // 1024)
+        programs = -(-n // (16 * hopper.warps)) * -(-width // hopper.tokens) * hopper.split
+        assert hopper.split == 1 or programs <= 1.5 * GPUS[name][0] * (
+            16 // hopper.warps if width <= 64 else 1
+        )
+
+
+def test_only_hopper_has_the_kernel_of_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    grid = random_layout(Case(kind="grid", bits=8, n=32, k=256, m=1), "cpu")
+    memory = random_layout(Case(kind="codebook", bits=5, n=32, k=256, m=1), "cpu")
+    for name in GPUS:
+        device = pretend(monkeypatch, name)
+        tuning.forget()
+        monkeypatch.delenv(tuning.HOPPER_VARIABLE, raising=False)
+        assert not tuning.runs_on_hopper(grid, device)  # who wants it has to say so
+        monkeypatch.setenv(tuning.HOPPER_VARIABLE, "1")
+        assert tuning.runs_on_hopper(grid, device) == (name == "H100")
+        assert not tuning.runs_on_hopper(memory, device)  # its levels are looked up in memory
 
 
 def test_the_cache_comes_before_the_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -57,21 +77,21 @@ def test_the_cache_comes_before_the_table(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert tuning.decode_config(layout, 1, device) == rule  # read once in a process
     tuning.forget()
     assert tuning.decode_config(layout, 1, device) == DecodeConfig(
-        warps=2, tiles=2, slots=rule.slots, ahead=False, pdl=True, max_registers=96
+        warps=2, tiles=2, ahead=False, pdl=True, max_registers=96
     )
     assert tuning.decode_config(layout, 3, device) == rule  # another width
     assert tuning.tall_config("grid", 2, 64, 1024, 32, device) == TallConfig(warps=4, split=2, stages=3)
 
 
 def test_the_table_holds_settings() -> None:
-    lengths = {"decode": 5, "tall": 3, "trellis": 1}
+    lengths = {"decode": (5, 6), "tall": (3,), "hopper": (5,), "trellis": (3,)}
     for table in json.loads(tuning.TABLE.read_text()).values():
         for name, setting in table.items():
             kernel, kind, bits, shape, width = name.split()
             n, k = map(int, shape.split("x"))
-            assert tuning.setting_name(kernel, kind, int(bits), n, k, int(width)) == name
-            assert len(setting) == lengths[kernel] and all(isinstance(value, int) for value in setting)
-            assert setting[0] in (2, 4, 8, 16)
+            assert tuning.setting_name(kernel, kind, float(bits), n, k, int(width)) == name
+            assert len(setting) in lengths[kernel] and all(isinstance(value, int) for value in setting)
+            assert setting[1 if kernel == "hopper" else 0] in (2, 4, 8, 16)  # warps
 
 
 def test_names_and_widths_are_those_of_the_lookup() -> None:
@@ -89,15 +109,17 @@ def test_names_and_widths_are_those_of_the_lookup() -> None:
     assert [autotune.kernel_of(trellis, m) for m in (16, 17)] == ["trellis", None]
     assert [autotune.width_of("decode", m) for m in (1, 2, 8, 9)] == [1, 8, 8, 16]
     assert [autotune.width_of("tall", m) for m in (17, 64, 65)] == [32, 64, 128]
+    assert [autotune.width_of("hopper", m) for m in (17, 64, 65, 512)] == [32, 64, 128, 512]
 
 
 def test_every_candidate_is_a_launch_for_some_shape() -> None:
     for kernel, settings in autotune.CANDIDATES.items():
-        tokens = 64 if kernel == "tall" else 1
+        tokens = {"tall": (64,), "hopper": (32, 64, 256)}.get(kernel, (1,))
         assert all(
             any(
-                autotune.fits(kernel, n, k, tokens, s)
+                autotune.fits(kernel, n, k, m, s)
                 for n, k in ((8192, 8192), (28672, 4096), (4096, 14336))
+                for m in tokens
             )
             for s in settings
         )

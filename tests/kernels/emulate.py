@@ -1,0 +1,162 @@
+"""Run under TRITON_INTERPRET=1 by `test_interpreter.py`: the trellis kernels with their assembly, which `ptx_model` runs.
+
+Triton's interpreter knows no inline assembly. Here it gets some: blocks of arithmetic go to the model warp by warp, and the
+few that load, store or use shared memory are run line by line on the real addresses, all threads of a program in step.
+"""
+
+import ctypes
+import re
+from typing import Any
+
+import loop_bounds  # noqa: F401
+import numpy as np
+import torch
+import triton.language as tl
+from cases import random_trellis, relative_error
+from ptx_model import run_ptx
+from requant_kernels import byte_sums as byte_sums_module
+from requant_kernels import naive, pack_trellis
+from requant_kernels.byte_sums import byte_sums, float_sums, padded_columns
+from requant_kernels.hadamard import rotate_fixed
+from requant_kernels.trellis import expand
+from requant_kernels.tuning import TrellisConfig
+from triton.runtime.interpreter import TensorHandle
+
+ACCESS = re.compile(r"(@p )?(ld|st)\.(global|shared)\S* (.*)")
+SIZE = re.compile(r"\[(\$?\w+)(?: \+ (\d+))?\]")
+
+
+def run_memory(
+    text: str, operands: dict[str, np.ndarray], shape: tuple[int, ...], outputs: int
+) -> list[np.ndarray]:
+    """A block that touches memory, for all threads of a program."""
+    registers, shared = dict(operands), np.zeros(1 << 16, np.uint32)
+    active = np.ones(shape, bool)
+    for line in filter(None, (part.strip(" {}\n") for part in text.split(";"))):
+        if line.startswith((".reg", ".shared", "bar.sync")):
+            continue
+        access = ACCESS.match(line)
+        if access is None:
+            opcode, rest = line.split(None, 1)
+            target, *names = [name.strip() for name in rest.split(",")]
+            a = [
+                np.full(shape, int(n), np.uint32) if n.isdigit() else registers.get(n, np.uint32(0))
+                for n in names
+            ]
+            match opcode:
+                case "setp.ne.b32":
+                    active = a[0] != 0
+                case "mov.u32" | "mov.b32":
+                    registers[target] = np.broadcast_to(a[0], shape)
+                case "mad.lo.u32":
+                    registers[target] = a[0] * a[1] + a[2]
+                case "and.b32":
+                    registers[target] = a[0] & a[1]
+                case "add.f32":
+                    registers[target] = (a[0].view(np.float32) + a[1].view(np.float32)).view(np.uint32)
+                case _:
+                    raise AssertionError(f"no model of {opcode}")
+            continue
+        where = np.ones(shape, bool) if access[1] is None else active
+        place = SIZE.search(access[4])
+        assert place is not None
+        names = re.findall(r"\$\d+|t\d+", SIZE.sub("", access[4]))
+        start = registers[place[1]].astype(np.uint64) + np.uint64(place[2] or 0)
+        for i, name in enumerate(names):
+            address = start + np.uint64(4 * i)
+            if access[3] == "shared" and access[2] == "ld":
+                registers[name] = shared[address // 4]
+            elif access[3] == "shared":
+                shared[address // 4] = registers[name]
+            elif access[2] == "ld":
+                registers[name] = np.array(
+                    [ctypes.c_uint32.from_address(int(at)).value for at in address.ravel()], np.uint32
+                ).reshape(shape)
+            else:
+                for at, value, inside in zip(
+                    address.ravel(), registers[name].ravel(), where.ravel(), strict=True
+                ):
+                    if inside:
+                        ctypes.c_uint32.from_address(int(at)).value = int(value)
+    return [registers[f"${i}"] for i in range(outputs)]
+
+
+def inline_asm_elementwise(
+    asm: str, constraints: str, args: Any, dtype: Any, is_pure: bool, pack: int, _semantic: Any = None
+) -> Any:
+    """What Triton's own does on a GPU, for one element a thread: tensors [warps, 32]."""
+    kinds = dtype if isinstance(dtype, tuple) else (dtype,)
+    values = [np.asarray(arg.handle.data) for arg in args]
+    shape = np.broadcast_shapes(*(value.shape for value in values))
+    operands = {}
+    for i, value in enumerate(values):
+        wide = value.dtype.itemsize == 8
+        operands[f"${len(kinds) + i}"] = np.ascontiguousarray(np.broadcast_to(value, shape)).view(
+            np.uint64 if wide else np.uint32
+        )
+    assert len(constraints.split(",")) == len(kinds) + len(values)
+    if "mma.sync" in asm or "dp4a" in asm or "f16x2" in asm:
+        warps = [
+            run_ptx(asm, {name: value[warp] for name, value in operands.items()}, (32,), outputs=len(kinds))
+            for warp in range(shape[0])
+        ]
+        results = [np.stack(own) for own in zip(*warps, strict=True)]
+    else:
+        results = run_memory(asm, operands, shape, len(kinds))
+    made = tuple(
+        tl.tensor(
+            TensorHandle(result.view(np.float32 if kind == tl.float32 else np.int32), kind),
+            tl.block_type(kind, list(shape)),
+        )
+        for result, kind in zip(results, kinds, strict=True)
+    )
+    return made if isinstance(dtype, tuple) else made[0]
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    tl.inline_asm_elementwise = inline_asm_elementwise
+    for code, bits, n, k, m, launch in (
+        ("mul1", 2, 50, 300, 1, (2, 2, 2)),  # an odd number of tiles, a last step that is not full
+        ("pair", 2, 32, 512, 5, (4, 2, 1)),
+        ("mul1", 2.25, 32, 1200, 1, (2, 2, 1)),
+        ("mul1", 3.5, 16, 512, 9, (2, 1, 2)),
+        ("mul1", 4, 16, 4352, 2, (4, 1, 4)),  # two sections
+        ("mul1", 7.75, 16, 256, 1, (2, 1, 1)),
+        ("pair", 1, 16, 128, 4, (2, 1, 1)),
+        ("3inst", 2.5, 32, 300, 3, (2, 2, 1)),
+        ("3inst", 6, 16, 256, 11, (2, 1, 1)),
+        ("3inst", 2, 32, 128, 2, (2, 2, 1)),
+    ):
+        layout = pack_trellis(*random_trellis(n, k, bits, "cpu"), bits=bits, code=code)
+        config = TrellisConfig(warps=launch[0], tiles=launch[1], unroll=launch[2])
+        values = naive.trellis_values(layout)
+        assert torch.equal(expand(layout, asm=True).double(), values), f"{code} {bits}: the expansion"
+        x, padded = torch.randn(m, k).half(), -(-k // 16) * 16
+        byte_sums_module.SHARED_SUM = bits != 2 or code == "pair"  # Triton's own sum too
+        if code == "3inst":
+            turned = torch.nn.functional.pad(x, (0, padded_columns(k) - k))
+            got = float_sums(turned, layout, config, pdl=False)
+            want = turned[:, :padded].double() @ values.T
+        else:
+            fixed, scales = rotate_fixed(
+                x,
+                layout.input_scales,
+                width=k,
+                out_width=padded_columns(k),
+                paired=code == "pair",
+                asm=False,
+                pdl=False,
+            )
+            got = byte_sums(fixed, scales, layout, config, pdl=False)
+            turned = torch.nn.functional.pad(
+                x.double() * layout.input_scales, (0, padded - k)
+            ) @ naive.hadamard(padded)
+            want = turned @ values.T
+        error = relative_error(got, want)
+        assert error < 1e-4, f"{code} at {bits} bits is off by {error:.1e}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""The tall kernel of Hopper, compiled without one: products that run on, weights that stay in registers, no spills."""
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton.experimental.gluon")
+
+from requant_kernels import wgmma
+from requant_kernels.activations import arrange_kernel, sum_kernel
+from requant_kernels.pieces import decoding, reserve_asm
+
+from .compile_offline import Machine, compile_kernel
+
+
+def multiply_machine(
+    kind: str, bits: int, *, launch: tuple[int, ...] = (64, 8, 2, 0, 0), group: int = 128, zeros: bool = False,
+    sparse: bool = False, dtype: str = "fp16",
+) -> Machine:  # fmt: skip
+    """`launch`: tokens, warps, tiles, ahead, straight to the output."""
+    tokens, warps, tiles, ahead, direct = launch
+    constants: dict[str, Any] = decoding(kind, bits, dtype, group, zeros=zeros, sparse=sparse)
+    constants |= {
+        "N": tokens, "W": warps, "R": tiles, "AHEAD": ahead, "DIRECT": bool(direct), "PDL": True,
+        "RESERVE": reserve_asm(warps * tiles) if sparse else None,
+    }  # fmt: skip
+    pointers = dict.fromkeys(("s_ptr", "z_ptr", "e_ptr", "b_ptr"), "*i32")
+    pointers |= {"out_ptr": f"*{dtype}" if direct else "*fp32", "bias_ptr": f"*{dtype}"}
+    pointers["x_desc"] = f"tensordesc<{dtype}[{tokens}, 256],{wgmma.x_layout()!r}>"
+    absent = (
+        (() if zeros else ("z_ptr",))
+        + (() if sparse else ("e_ptr", "b_ptr"))
+        + (() if direct else ("bias_ptr",))
+    )
+    return compile_kernel(
+        wgmma.multiply_kernel, constants, capability=90, pointers=pointers, absent=absent, warps=warps,
+        aligned=("width", "n_rows"),
+    )  # fmt: skip
+
+
+CEILING = {("grid", 2): 2.6, ("grid", 3): 2.7, ("grid", 4): 2.65, ("codebook", 3): 2.8, ("codebook", 4): 4.0}
+
+
+@pytest.mark.parametrize(
+    ("kind", "bits"),
+    [pytest.param(*key, marks=() if key == ("grid", 3) else pytest.mark.slow) for key in CEILING],
+)
+def test_products_run_on_while_weights_are_decoded(kind: str, bits: int) -> None:
+    machine = multiply_machine(kind, bits, group=128 if kind == "grid" else 0)
+    assert machine.stack <= 16
+    assert machine.opcodes["HGMMA"] == 32  # two tiles, sixteen planes
+    assert machine.opcodes["WARPGROUP"] <= 12  # one fence and one wait a piece: nothing was serialized
+    assert (
+        machine.opcodes["STS"] == machine.opcodes["STSM"] == 0
+    )  # weights go from registers to the tensor cores
+    assert machine.opcodes["UTMALDG"] > 0
+    assert machine.inner / 256 < CEILING[kind, bits]  # two tiles of 128 weights a lane
+
+
+@pytest.mark.parametrize("launch", [(32, 4, 1, 0), (64, 4, 1, 0), (64, 8, 1, 0), (128, 8, 1, 0)], ids=str)
+@pytest.mark.parametrize("direct", [0, 1])
+def test_no_launch_of_the_rule_spills(launch: tuple[int, ...], direct: int) -> None:
+    machine = multiply_machine("grid", 3, launch=(*launch, direct))
+    assert machine.stack == 0
+    a_program = machine.registers * launch[1] * 32
+    assert 65536 // a_program >= (1 if launch[0] == 128 else 16 // launch[1])
+    if direct:  # eight rows of a token at a time
+        assert machine.opcodes["STG"] == launch[0] * launch[1] * 16 // (launch[1] * 32 * 8)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_residuals_cost_one_instruction_a_weight(dtype: str) -> None:
+    machine = multiply_machine("grid", 3, sparse=True, dtype=dtype)
+    assert machine.stack <= 16
+    assert machine.opcodes["HGMMA"] == 32
+    assert machine.opcodes["LDS"] <= 40  # 16 bytes of every plane and tile
+    assert machine.opcodes["SHFL"] == 0
+    # three instructions of every fourth loop are the rest of a crowded block, which is skipped
+    assert machine.loop / 256 < 4.8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("direct", [0, 1])
+@pytest.mark.parametrize(
+    ("kind", "bits", "group", "zeros", "dtype"),
+    [
+        ("grid", 8, 128, True, "bf16"), ("grid", 5, 0, True, "fp16"), ("grid", 4, 32, True, "fp16"),
+        ("grid", 7, 512, False, "fp16"), ("codebook", 2, 0, False, "bf16"),
+    ],
+)  # fmt: skip
+def test_every_format_compiles(
+    kind: str, bits: int, group: int, zeros: bool, dtype: str, direct: int
+) -> None:
+    machine = multiply_machine(
+        kind, bits, launch=(64, 8, 1, 2, direct), group=group, zeros=zeros, dtype=dtype
+    )
+    assert machine.stack == 0
+    assert machine.opcodes["HGMMA"] == 16
+
+
+def test_arranging_moves_sixteen_bytes_at_a_time() -> None:
+    machine = compile_kernel(
+        arrange_kernel, {"PAIRS": True, "T": 8, "S": 8, "P": 32, "PDL": True}, capability=90,
+        pointers={"x_ptr": "*i32", "xa_ptr": "*i32"}, absent=("rows_ptr", "positions_ptr"), warps=4, aligned=("width",),
+    )  # fmt: skip
+    assert machine.opcodes["LDG"] == machine.opcodes["STG"] == 2
+    assert machine.instructions < 120
+
+
+def test_adding_moves_sixteen_bytes_at_a_time() -> None:
+    constants = {"SPLIT": 4, "WIDTH": 64, "ROWS": 16, "TOKENS": 64, "PDL": True}
+    machine = compile_kernel(
+        sum_kernel, constants, capability=90, pointers={}, absent=("positions_ptr", "bias_ptr"), warps=4,
+        aligned=("n_rows",),
+    )  # fmt: skip
+    assert machine.stack == 0
+    assert machine.registers <= 64
+    assert machine.opcodes["LDG"] == 8  # 16 bytes each: a mask would make them 32
+    assert machine.opcodes["STG"] == 1

@@ -1,0 +1,119 @@
+"""The tall kernel of Hopper on the GPU: every format, every launch shape, rows beside the table."""
+
+import pytest
+import torch
+from requant_kernels import linear, naive
+from requant_kernels.autotune import HOPPER
+from requant_kernels.tuning import HOPPER_VARIABLE, HopperConfig, runs_on_hopper
+
+from .cases import Case, random_layout, relative_error
+
+pytestmark = pytest.mark.gpu
+LIMIT = {torch.float16: 3e-3, torch.bfloat16: 1.2e-2}
+NAMES = ("tokens", "warps", "tiles", "ahead", "split")
+
+CASES = [
+    Case(
+        kind=kind,
+        bits=bits,
+        n=100,
+        k=1100,
+        m=40,
+        zero_points=bits % 2 == 1,
+        density=0.01 * ((bits + which) % 2),
+        bias=True,
+        dtype=dtype,
+    )
+    for kind, widths in (("grid", range(2, 9)), ("codebook", range(2, 5)))
+    for bits in widths
+    for which, dtype in enumerate(LIMIT)
+]
+CASES += [
+    Case(
+        kind="grid",
+        bits=3,
+        n=80,
+        k=k,
+        m=64,
+        group_size=group,
+        zero_points=True,
+        density=density,
+        column_scales=True,
+    )
+    for k, group in ((1024, 32), (1024, 64), (1100, 256), (2048, 512), (777, 777), (5000, 96))
+    for density in (0.0, 0.02)
+]
+CASES += [
+    Case(kind=kind, bits=3, n=300, k=1500, m=m, density=density, int8_residuals=True, bias=True)
+    for kind in ("grid", "codebook")
+    for m in (17, 33, 65, 128, 129, 300, 512, 600)
+    for density in (0.0, 0.01)
+]
+CASES += [
+    Case(kind="grid", bits=4, n=n, k=k, m=50) for n, k in ((1, 256), (16, 1), (4096, 301), (2048, 8192))
+]
+
+
+@pytest.fixture(autouse=True)
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(HOPPER_VARIABLE, "1")
+    layout = random_layout(CASES[0], "cuda")
+    if not runs_on_hopper(layout, layout.words.device):
+        pytest.skip("this GPU has no wgmma")
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_linear(case: Case) -> None:
+    torch.manual_seed(0)
+    layout = random_layout(case, "cuda")
+    x = torch.randn(case.m, case.k, device="cuda", dtype=case.dtype)
+    bias = torch.randn(case.n, device="cuda", dtype=case.dtype) if case.bias else None
+    poison = torch.full((8, case.m, case.n), torch.nan, device="cuda")
+    del poison  # what was there before is what the output and the partial products get
+    y = linear(x, layout, bias)
+    assert relative_error(y, naive.linear(x, layout, bias)) < LIMIT[case.dtype]
+    assert torch.equal(y, linear(x, layout, bias))
+
+
+@pytest.mark.parametrize(
+    ("setting", "density"), [(s, 0.01 * (s[4] - 1)) for s in HOPPER if s[4] <= 2], ids=str
+)
+def test_every_launch_shape(setting: tuple[int, ...], density: float) -> None:
+    from requant_kernels.hopper import hopper
+
+    torch.manual_seed(0)
+    layout = random_layout(Case(kind="grid", bits=3, n=720, k=2100, m=90, density=density), "cuda")
+    x = torch.randn(90, 2100, device="cuda", dtype=torch.float16)
+    bias = torch.randn(720, device="cuda", dtype=torch.float16)
+    y = hopper(x, layout, bias, HopperConfig(**dict(zip(NAMES, setting, strict=True))))
+    assert relative_error(y, naive.linear(x, layout, bias)) < LIMIT[torch.float16]
+
+
+def test_a_crowded_block_of_residuals() -> None:
+    """More entries in a block of 16 x 256 than two rounds of a warp take."""
+    layout = random_layout(Case(kind="codebook", bits=3, n=64, k=1024, m=48, density=0.3), "cuda")
+    for dtype, limit in LIMIT.items():
+        x = torch.randn(48, 1024, device="cuda", dtype=dtype)
+        assert relative_error(linear(x, layout), naive.linear(x, layout)) < limit
+
+
+def test_activations_that_are_no_whole_rows() -> None:
+    layout = random_layout(Case(kind="grid", bits=2, n=64, k=1024, m=48), "cuda")
+    wide = torch.randn(48, 1031, device="cuda", dtype=torch.float16)
+    for x in (wide[:, 3:1027], wide[:, 4:1028], wide.T.contiguous().T[:, :1024]):
+        assert relative_error(linear(x, layout), naive.linear(x, layout)) < 3e-3
+
+
+@pytest.mark.parametrize("m", [40, 200])
+@pytest.mark.parametrize("density", [0.0, 0.01])
+def test_graph_capture(m: int, density: float) -> None:
+    layout = random_layout(Case(kind="grid", bits=3, n=1024, k=1024, m=m, density=density), "cuda")
+    x = torch.randn(m, 1024, device="cuda", dtype=torch.float16)
+    linear(x, layout)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = linear(linear(x, layout) * 1e-2, layout)
+    for _ in range(3):
+        x.normal_()
+        graph.replay()
+        assert torch.equal(y, linear(linear(x, layout) * 1e-2, layout))

@@ -1,0 +1,135 @@
+"""The PTX of pieces, run by `ptx_model`, and residuals in the order of the left operand."""
+
+import numpy as np
+import pytest
+import torch
+from requant_kernels.entries import places
+from requant_kernels.layouts import CodebookLayout, sparse_entries, unpack_words
+from requant_kernels.pieces import PIECE, PIECES, decoding, pair_asm, piece_asm
+from requant_kernels.words import UNIT, zero_bias
+
+from .cases import Case, random_layout
+from .ptx_model import floats, pair_of, run_ptx
+from .test_words import planes_of, random_words
+
+ROW_OF = (
+    np.arange(2)[None, None, None, :] * 8 + np.arange(8)[:, None, None, None] + np.zeros((1, 4, 2, 1), int)
+)
+
+
+def by_row(values: np.ndarray, dtype: str) -> np.ndarray:
+    """A value a row (of 16), twice, as the register of every (g, t, kh, rh)."""
+    return pair_of(np.stack([values[ROW_OF]] * 2, -1), dtype)
+
+
+def residual_planes(residuals: np.ndarray, dtype: str) -> np.ndarray:
+    """Residuals [16, 256] -> the registers of 16 planes, by the places of `entries.py`."""
+    rows, columns = (torch.from_numpy(i) for i in residuals.nonzero())
+    flat = np.zeros(4096)
+    flat[places(rows, columns).numpy()] = residuals[residuals.nonzero()]
+    # plane, g, t, kh, rh, e: what a lane reads from its 16 bytes of every plane
+    return pair_of(flat.reshape(16, 8, 4, 2, 2, 2), dtype)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("bits", range(2, 9))
+@pytest.mark.parametrize("sparse", [False, True])
+def test_pieces_of_a_grid_are_exact(bits: int, dtype: str, sparse: bool) -> None:
+    codes, words = random_words(bits, "grid")
+    for groups in (0, 1, 2, 4, 8):
+        for zeros in (False, True):
+            many, own = max(1, groups), max(1, groups // PIECES)
+            zero = (
+                np.random.randint(0, 1 << bits, (many, 16)) if zeros else np.full((many, 16), 1 << bits - 1)
+            )
+            scale = 2.0 ** np.random.randint(-3, 3, (many, 16)) if groups else np.full((1, 16), UNIT[dtype])
+            residuals = np.where(
+                np.random.rand(16, 256) < 0.02, 2.0 ** np.random.randint(3, 8, (16, 256)), 0.0
+            )
+            if not groups or not sparse:  # a row that is scaled at its end takes no residuals in between
+                residuals[:] = 0.0
+            held, planes = residual_planes(residuals, dtype), []
+            for piece in range(PIECES):
+                inputs = list(words)
+                mine = range(piece * groups // PIECES, piece * groups // PIECES + own)
+                inputs += [by_row(scale[g] / UNIT[dtype], dtype) for g in mine] if groups else []
+                biased = -(zero + zero_bias(bits, dtype)) * UNIT[dtype]
+                inputs += [by_row(biased[g], dtype) for g in mine] if zeros else []
+                inputs += list(held[PIECE * piece : PIECE * (piece + 1)]) if sparse else []
+                operands = {f"${PIECE + i}": register for i, register in enumerate(inputs)}
+                text = piece_asm("grid", bits, dtype, groups, piece, zeros=zeros, sparse=sparse)
+                planes += run_ptx(text, operands, words[0].shape, PIECE)
+            got = np.stack([floats(plane, dtype) for plane in planes])
+            weight = (codes.astype(float) - zero.repeat(256 // many, 0).T) * scale.repeat(
+                256 // many, 0
+            ).T + residuals
+            want = planes_of(weight)
+            assert np.array_equal(got, floats(pair_of(want, dtype), dtype))
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_pieces_of_a_codebook(bits: int) -> None:
+    layout = random_layout(Case(kind="codebook", bits=bits, n=16, k=256, m=1, density=0.02), "cpu")
+    assert isinstance(layout, CodebookLayout)
+    words = layout.words.view(bits, 8, 4, 2, 2).numpy().view(np.uint32)
+    assert layout.tables is not None
+    tables = layout.tables[0].view(-1, 8, 2).numpy().view(np.uint32)
+    residuals = np.zeros((16, 256))
+    rows, columns, values = sparse_entries(layout)
+    assert layout.rows is not None
+    position = torch.argsort(layout.rows.long())[rows]
+    residuals[position, columns] = values
+    held, planes = residual_planes(residuals, "fp16"), []
+    for piece in range(PIECES):
+        inputs = [*words, *(np.broadcast_to(t[:, None, None, :], words[0].shape) for t in tables)]
+        inputs += list(held[PIECE * piece : PIECE * (piece + 1)])
+        operands = {f"${PIECE + i}": register for i, register in enumerate(inputs)}
+        planes += run_ptx(
+            piece_asm("codebook", bits, "fp16", 0, piece, sparse=True), operands, words[0].shape, PIECE
+        )
+    got = np.stack([floats(plane, "fp16") for plane in planes])
+    codes = unpack_words(layout.words, kind="codebook", bits=bits, k=256).long()
+    weight = torch.gather(layout.levels.double(), 1, codes).numpy() + residuals
+    assert np.array_equal(got, floats(pair_of(planes_of(weight), "fp16"), "fp16"))
+
+
+@pytest.mark.parametrize("factor,addend", [(512.0, 0.0), (-(2.0**-9), -2.0)])
+def test_pairs_of_what_belongs_to_two_rows(factor: float, addend: float) -> None:
+    values = np.random.randint(1, 255, (50, 2)) * 2.0**-5
+    low, high = run_ptx(pair_asm("fp16", factor, addend), {"$2": pair_of(values, "fp16")}, (50,), 2)
+    for row, pair in enumerate((low, high)):
+        want = floats(pair_of(np.stack([values[:, row] * factor + addend] * 2, -1), "fp16"), "fp16")
+        assert np.array_equal(floats(pair, "fp16"), want)
+
+
+def test_entries_are_the_residuals_in_the_order_of_places() -> None:
+    layout = random_layout(
+        Case(kind="grid", bits=2, n=40, k=600, m=1, density=0.05, int8_residuals=True), "cpu"
+    )
+    assert layout.sparse is not None and layout.rows is not None
+    entries, bounds = layout.sparse.entries, layout.sparse.bounds
+    assert entries is not None and bounds is not None
+    assert bounds.shape == (3, 4) and bounds[0, 0] == 0 and bounds[-1, -1] == len(entries)
+    rows, columns, values = sparse_entries(layout)
+    position = torch.argsort(layout.rows.long())[rows]
+    want = torch.zeros(3, 3, 4096)
+    want[position // 16, columns // 256, places(position % 16, columns % 256)] = values
+    got = torch.zeros(3, 3, 4096)
+    for tile in range(3):
+        for block in range(3):
+            own = entries[bounds[tile, block] : bounds[tile, block + 1]]
+            place = own >> 16
+            assert (place.diff() > 0).all()
+            got[tile, block, place.long()] = (own & 0xFFFF).to(torch.int16).view(torch.float16).float()
+    assert torch.allclose(got, want, rtol=1e-3)
+
+
+def test_every_place_is_one_weight() -> None:
+    rows, columns = torch.meshgrid(torch.arange(16), torch.arange(256), indexing="ij")
+    assert torch.equal(places(rows, columns).flatten().sort().values, torch.arange(4096))
+
+
+def test_a_row_scale_comes_into_the_loop_with_residuals() -> None:
+    without, with_residuals = (decoding("grid", 3, "fp16", 0, sparse=sparse) for sparse in (False, True))
+    assert "mul.rn" not in str(without["TEXTS"]) and "fma.rn.f16x2 $0, s0" in str(with_residuals["TEXTS"])
+    assert str(with_residuals["CONSTRAINTS"]).count("r") - str(without["CONSTRAINTS"]).count("r") == 1 + PIECE
