@@ -64,6 +64,7 @@ class Plan:
     inputs: Literal["original", "quantized"] = "original"  # whose activations calibrate a block
 
 
+PUBLISHED = {"level_bits": 16}  # levels as the peers store them
 SPARSE = Detach(outlier_fraction=0.0045, significant_fraction=0.0005)
 PLANS = (
     Plan(label="RTN g128", method="rtn"),
@@ -77,13 +78,20 @@ PLANS = (
         make=requant_as_published,
         changes={"mode": "paper", "detach": Detach(outlier_fraction=0.0025, significant_fraction=0.0)},
     ),
-    Plan(label="SqueezeLLM dense", method="kmeans"),
-    Plan(label="LNQ", method="lut"),
-    Plan(label="SqueezeLLM 0.45%+0.05% sparse", method="kmeans", make=squeezellm, changes={"detach": SPARSE}),
+    Plan(label="SqueezeLLM dense", method="kmeans", options=PUBLISHED),
+    Plan(label="LNQ", method="lut", options=PUBLISHED),
+    Plan(
+        label="SqueezeLLM 0.45%+0.05% sparse",
+        method="kmeans",
+        options=PUBLISHED,
+        make=squeezellm,
+        changes={"detach": SPARSE},
+    ),
     *(
         Plan(
             label=f"SqueezeLLM + ReQuant ({score})",
             method="kmeans",
+            options=PUBLISHED,
             make=requant_as_published,
             changes={"mode": "paper", "detach": SPARSE, "sensitivity": Sensitivity(score=score)},
         )

@@ -17,7 +17,7 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from eval.common import RESULTS, ROOT
-from eval.tables import BLOCK, NODE_NAMES, PAPER_ERRORS, TABLES, markdown, read, widths_of
+from eval.tables import BLOCK, NODE_NAMES, PAPER_ERRORS, PEERS, TABLES, markdown, read, widths_of
 from requant.plots import BAR, MARKERS, STYLE
 
 PAGES = ROOT / "requant" / "docs"
@@ -64,6 +64,30 @@ def nodes(results: Path) -> Points:
         if rows:
             found[bits] = [(row["nodes"], row["passes"], row["error_percent"]) for row in rows]
     return found
+
+
+def curve(results: Path) -> Points:
+    """Real bits and KL on bench-32m: mode `best`, codes alone, every peer, and our codebooks without training."""
+    rows = read(results, "quality-bench-32m").get("rows", [])
+    found = {label: [(row["bits_per_weight"], row["kl"]) for row in rows if row["name"] == name and row["seed"] == 0]
+             for name, label in (("best", "mode best"), ("codes", "codes alone"))}  # fmt: skip
+    for row in json.loads(PEERS.read_text(encoding="utf-8"))["rows"] if rows else ():
+        label = "QTIP (best peer)" if row["label"] == "QTIP-3INST" else "other peers"
+        found.setdefault(label, []).append((row["bits_per_weight"], row["kl"]))
+    return {label: sorted(points) for label, points in found.items() if points}
+
+
+def draw_curve(points: Points, figure: Figure) -> None:
+    axes = figure.add_subplot()
+    looks = {"mode best": ("o-", MARKERS["pqi"][2]), "codes alone": ("s-", MARKERS["gradient"][2]),
+             "QTIP (best peer)": ("x-", OTHER), "other peers": ("x", GREY)}  # fmt: skip
+    for label, (marker, color) in looks.items():
+        if label in points:
+            axes.plot(*zip(*points[label], strict=True), marker, color=color, label=label, markersize=6)
+    axes.set_yscale("log")
+    axes.set_xlabel("real bits a weight")
+    axes.set_ylabel("KL to the original, nats")
+    figure.legend(loc="outside upper left", ncols=4, frameon=False)
 
 
 def draw_totals(points: Points, figure: Figure) -> None:
@@ -119,6 +143,7 @@ def _passes(row: tuple[str, int, float]) -> int:
 
 
 DRAWN: dict[str, tuple[Callable[[Path], Points], Callable[[Points, Figure], None]]] = {
+    "curve": (curve, draw_curve),
     "totals": (totals, draw_totals),
     "blocks": (blocks, draw_blocks),
     "nodes": (nodes, draw_nodes),

@@ -168,7 +168,12 @@ def ablation(study: Study, base: Run) -> Iterator[dict[str, Any]]:
     yield measured_row(study, base, start, started, outliers="none", significant="none")
     parts = {"none": start}
     for rule in ("random", *OUTLIER_RULES):
-        run = study.run("kmeans", options={"bits": base.recipe.quantizer.bits}, mode="paper", detach=SPARSE)
+        run = study.run(
+            "kmeans",
+            options={"bits": base.recipe.quantizer.bits, "level_bits": 16},
+            mode="paper",
+            detach=SPARSE,
+        )
         started = time.perf_counter()
         masks = random_places(run, 0.0045) if rule == "random" else OUTLIER_RULES[rule](run, start)
         parts[rule] = quantize_linears(run, masks, label=rule)
@@ -182,7 +187,12 @@ def ablation(study: Study, base: Run) -> Iterator[dict[str, Any]]:
         ("adaptive", 4),
     ):
         detach = Detach(outlier_fraction=0.0045, significant_fraction=0.0005, steps=steps)
-        run = study.run("kmeans", options={"bits": base.recipe.quantizer.bits}, mode="paper", detach=detach)
+        run = study.run(
+            "kmeans",
+            options={"bits": base.recipe.quantizer.bits, "level_bits": 16},
+            mode="paper",
+            detach=detach,
+        )
         started = time.perf_counter()
         weights = parts[rule]
         for step in range(steps):
@@ -230,7 +240,7 @@ def random_significant(run: Run, weights: Weights) -> Weights:
 
 def tables(study: Study, bits: int, *, with_ablation: bool) -> Iterator[tuple[str, Any]]:
     """Name and content of every table at one width, as they are finished."""
-    run = study.run("kmeans", options={"bits": bits}, mode="dense")
+    run = study.run("kmeans", options={"bits": bits, "level_bits": 16}, mode="dense")
     weights = quantize_linears(run, None, label="quantize")
     few = run.windows[:PATH_WINDOWS]
     found = predicted(run, weights, few)

@@ -6,8 +6,8 @@ A row is NAME:BITS[:SEED] with a name of PLANS; without `--rows` all of CURVE an
 `quality-MODEL.json`, where one of the same name, bits and seed gives way. `--part N` writes `quality-MODEL-partN.json`
 instead, for machines side by side; `--merge` joins the parts. Peers' rows are in `peers.json`.
 
-Statistics are measured on 128 x 1024 tokens as the peers' are; training, which the peers' rows do not have, may use
-2048 windows of the same text.
+Statistics of the codes alone are measured on 128 x 1024 tokens as the peers' are; mode `best` measures them on four
+times as many, and training, which the peers' rows do not have, may use 2048 windows of the same text.
 """
 
 import dataclasses
@@ -38,6 +38,7 @@ from requant.options import TUNING_STEPS
 from requant.pipeline import MODES, tuned
 from requant.recipe import Budget, Tuning
 from requant.run import Run, Weights
+from requant.text import spread
 
 TUNING = Tuning(steps=TUNING_STEPS)
 ALL_AT_THE_END = Tuning(steps=4 * TUNING_STEPS)
@@ -62,13 +63,19 @@ class Plan:
     method: str = "trellis"
     options: Mapping[str, Any] = field(default_factory=dict)
     tuning: Tuning = TUNING
+    statistics: int = 4  # times the windows of the study
+    quarters: bool = True
     widths: Callable[[Run], Run] = within_budget
 
 
 PLANS: dict[str, Plan] = {
     "best": Plan(label="best"),
-    "codes": Plan(label="trellis codes within the budget", mode="dense", tuning=Tuning()),
-    "flat-codes": Plan(label="trellis codes, one width", mode="dense", tuning=Tuning(), widths=flat),
+    "codes": Plan(label="trellis codes within the budget", mode="dense", tuning=Tuning(), statistics=1),
+    "flat-codes": Plan(
+        label="trellis codes, one width", mode="dense", tuning=Tuning(), statistics=1, widths=flat
+    ),
+    "little-statistics": Plan(label="best, statistics of 128 windows", statistics=1),
+    "whole-bits": Plan(label="best, whole bits", quarters=False),
     "no-rounds": Plan(label="best, trained at the end only", mode="dense", tuning=ALL_AT_THE_END),
     "no-allocation": Plan(label="best, one width", widths=flat),
     "one-sided": Plan(label="best, inputs' curvature only", options={"two_sided": False}),
@@ -86,10 +93,17 @@ CURVE = (
     "best:4",
     "best:5",
     "codes:2",
+    "codes:2.5",
     "codes:3",
     "codes:4",
 )
-ABLATION = ("no-rounds:2", "no-allocation:2", "one-sided:2", "little-text:2", "best:2:1", "best:2:2")
+LEFT_OUT = ("whole-bits", "no-rounds", "no-allocation", "one-sided", "little-text", "little-statistics")
+ABLATION = (
+    *(f"{name}:{bits}" for bits in (2, 3, 4) for name in LEFT_OUT),
+    "best:2:1",
+    "best:2:2",
+    "best:3:1",
+)
 
 
 def measure(study: Study, name: str, bits: float, seed: int) -> dict[str, Any]:
@@ -97,14 +111,20 @@ def measure(study: Study, name: str, bits: float, seed: int) -> dict[str, Any]:
     plan, started = PLANS[name], time.perf_counter()
     pool = study.base.training_windows[: plan.tuning.windows]
     whole = min(8, max(1, round(bits)))
+    calibration = study.base.recipe.calibration
+    calibration = dataclasses.replace(calibration, num_samples=plan.statistics * calibration.num_samples)
     run = study.run(
         plan.method,
         options={"bits": whole, **({"seed": seed} if plan.method == "trellis" else {}), **plan.options},
         mode=plan.mode,
-        budget=Budget(bits=None if plan.widths is flat else bits),
+        budget=Budget(bits=None if plan.widths is flat else bits, quarters=plan.quarters),
+        calibration=calibration,
         tuning=plan.tuning,
         seed=seed,
     )
+    if plan.statistics > 1:
+        windows = spread(study.base.training_windows, calibration.num_samples, of=None)
+        run = dataclasses.replace(run, windows=windows, statistics={})
     run = plan.widths(dataclasses.replace(run, pool=pool))
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()

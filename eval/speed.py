@@ -26,7 +26,7 @@ from eval.common import CALIBRATION, DATA, MODEL, RESULTS, TEST, environment, fi
 from requant.best import rounds_of
 from requant.checkpoint import byte_table
 from requant.learnable import learnable
-from requant.options import default_recipe
+from requant.options import BEST_SAMPLES, default_recipe
 from requant.pipeline import QuantizedModel, peak_memory, pick_device, prepare, quantize, start
 from requant.quantizers import METHODS
 from requant.recipe import Budget, Calibration, Evaluation, Recipe, to_dict
@@ -219,11 +219,11 @@ def main(
 
     if best:
         results |= json.loads(file.read_text()) if file.is_file() else {}
-        chosen = best_recipe(model, data, num_samples=128, seq_len=1024)
+        chosen = best_recipe(model, data, num_samples=2 * BEST_SAMPLES, seq_len=1024)
         keep_row("best_run", whole_run(chosen, where, "auto", keep=keep))
         if large:
             with large_model(model) as folder:
-                shaped = best_recipe(folder, data, num_samples=128, seq_len=2048)
+                shaped = best_recipe(folder, data, num_samples=BEST_SAMPLES, seq_len=2048)
                 keep_row("large_best", best_parts(shaped, where, "bfloat16"))
         return
     recipe = recipe_for(model, data, num_samples=num_samples, seq_len=1024)

@@ -280,21 +280,22 @@ def spread(values: Sequence[float]) -> str:
 
 
 def best_ablation_table(results: Path) -> str:
-    """Mode `best` at 2 bits with one part left out or changed."""
-    found = read(results, "quality-bench-32m").get("rows", [])
-    rows = [
-        [
-            row["label"],
-            f"{row['bits_per_weight']:.3f}",
-            f"{row['perplexity']:.2f}",
-            f"{row['kl']:.4f}",
-            f"{row['second']['kl']:.4f}",
-            f"{row['wall_seconds']:.0f} s",
-        ]
-        for row in sorted(found, key=lambda row: row["kl"])
-        if row["bits"] == 2 and row["seed"] == 0
-    ]
-    return markdown(["at 2 bits", "real bits", "perplexity", "KL", "KL on C4", "with scoring"], rows)
+    """KL of mode `best` with one part left out or changed, by budget; real bits where they are not the budget's."""
+    found = [row for row in read(results, "quality-bench-32m").get("rows", []) if row["seed"] == 0]
+    budgets = sorted({row["bits"] for row in found})
+    labels = {row["name"]: row["label"] for row in found}
+    cells = {(row["name"], row["bits"]): row for row in found}
+
+    def cell(name: str, budget: float) -> str:
+        row = cells.get((name, budget))
+        if row is None:
+            return ""
+        aside = "" if row["bits_per_weight"] <= budget else f" at {row['bits_per_weight']:.3f}"
+        return f"{row['kl']:.4f}{aside}"
+
+    rows = [[label, *(cell(name, budget) for budget in budgets)] for name, label in labels.items()]
+    rows.sort(key=lambda row: next((text for text in row[1:] if text), ""))
+    return markdown(["KL", *(f"{budget:g} bits" for budget in budgets)], rows)
 
 
 def tasks_table(results: Path) -> str:

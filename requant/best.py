@@ -28,7 +28,7 @@ from requant.run import (
     kept_outcome,
     quantize_linears,
 )
-from requant.training import computed, leaves_of, other_parameters, single_precision, train
+from requant.training import computed, leaves_of, other_parameters, rate_of, single_precision, train
 from requant.tuning import keep_others, original_model, split_windows
 
 ROUNDS = 4
@@ -63,7 +63,7 @@ def in_rounds(run: Run, rounds: Sequence[Sequence[LinearSite]]) -> Weights:
     settings, method = run.recipe.tuning, METHODS[run.recipe.method]
     windows, _ = split_windows(run, settings)
     teacher = original_model(run)
-    others = other_parameters(run)
+    others, rate = other_parameters(run), rate_of(run, settings)
     before = {name: run.original_of(name, parameter) for name, parameter in others.items()}
     weights: Weights = {}
     thetas: dict[str, Theta] = {}
@@ -85,7 +85,7 @@ def in_rounds(run: Run, rounds: Sequence[Sequence[LinearSite]]) -> Weights:
             still_open = [site for later in rounds[index + 1 :] for site in later]
             if still_open:
                 with run.stage("tuning"):
-                    leaves = leaves_of(thetas, still_open, list(others.values()), settings.rate)
+                    leaves = leaves_of(thetas, still_open, list(others.values()), rate)
                     label = f"round {index + 1}/{len(rounds)}"
                     with computed(run, weights, thetas):
                         train(run, teacher, leaves, settings, windows, label=label)

@@ -4,7 +4,9 @@
 
 Three kinds of numbers may learn: `theta` of the matrices that have codes (`learnable.py`), the floats of those that do
 not have any yet, and the `others`, which are stored in 16 bits whatever is quantized: norms, biases, embedding, head.
-Adam (0.9, 0.95) with steps in units of each tensor's root mean square, ten steps of warm-up, then a cosine to zero.
+Adam (0.9, 0.95) with steps in units of each tensor's root mean square, ten steps of warm-up, then a cosine to zero. What
+there is to mend is as large as the errors of the codes, which halve with every bit, and so do the steps (`rate_of`): at
+4 bits a third of the rate of 2 bits gives KL 0.0205, the same rate 0.0225, and codes alone have 0.0229 (bench-32m).
 The model holds float32 while it learns; on a GPU its products run in bfloat16.
 """
 
@@ -52,6 +54,12 @@ def leaves_of(
     leaves += [Leaf(tensor=site.parameter, rate=rate) for site in open_sites]
     leaves += [Leaf(tensor=p, rate=rate * (VOCABULARY_RATE if p.dim() > 1 else 1.0)) for p in others]
     return leaves
+
+
+def rate_of(run: Run, settings: Tuning) -> float:
+    """Adam's rate at the run's average width."""
+    bits = sum(run.config_of(site).bits * site.size for site in run.sites) / run.total_weights
+    return settings.rate * 2 ** (2 - bits)
 
 
 def other_parameters(run: Run) -> dict[str, nn.Parameter]:

@@ -21,7 +21,7 @@ from requant.errors import RecipeError
 from requant.learnable import learnable, with_theta
 from requant.recipe import Tuning
 from requant.run import Run, Weights
-from requant.training import computed, leaves_of, other_parameters, single_precision, train
+from requant.training import computed, leaves_of, other_parameters, rate_of, single_precision, train
 
 
 def tune(run: Run, weights: Weights, settings: Tuning, *, teacher: PreTrainedModel | None = None) -> Weights:
@@ -33,7 +33,7 @@ def tune(run: Run, weights: Weights, settings: Tuning, *, teacher: PreTrainedMod
     others = other_parameters(run)
     before = {name: run.original_of(name, p) for name, p in others.items()}
     with single_precision(run.model):
-        leaves = leaves_of(thetas, (), list(others.values()), settings.rate)
+        leaves = leaves_of(thetas, (), list(others.values()), rate_of(run, settings))
         with computed(run, weights, thetas):
             train(run, teacher, leaves, settings, train_windows, label="tune", judge=judge)
     keep_others(run, before)

@@ -36,7 +36,9 @@ def quantize(
         list[str] | None, typer.Option(help="Text files, a datasets name, demo, or self.")
     ] = None,
     eval_text: Annotated[list[str] | None, typer.Option(help="Text to score; else a held-out part.")] = None,
-    num_samples: Annotated[int | None, typer.Option(help="Calibration windows. [128; demo: 16]")] = None,
+    num_samples: Annotated[
+        int | None, typer.Option(help="Calibration windows. [128; on a GPU 256; demo: 16]")
+    ] = None,
     seq_len: Annotated[
         int | None, typer.Option(help="Tokens of a calibration window. [2048; demo: 512]")
     ] = None,

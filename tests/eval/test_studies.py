@@ -110,8 +110,8 @@ def test_bits_are_codes_levels_and_padding(run: Run) -> None:
     weights = quantize_linears(run, None, label="")
     name = run.sites[0].name
     found = bits_per_weight({name: weights[name]})
-    assert found["bits_by_part"] == {"codes": 2.0, "levels": 16 * 4 / 32}
-    assert found["bits_per_weight"] == 4.0 and found["sparse_fraction"] == 0
+    assert found["bits_by_part"] == {"codes": 2.0, "levels": (8 * 4 + 16) / 32}
+    assert found["bits_per_weight"] == 3.5 and found["sparse_fraction"] == 0
 
 
 def test_results_are_rounded_and_whole(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def test_rounds_hold_neighbouring_kinds(tiny_model) -> None:
 
 
 def test_best_beats_its_own_codes_at_the_same_bytes(quantized, trained_state, trained_model) -> None:
-    best = quantized(budget=Budget(bits=3.0))
+    best = quantized(budget=Budget(bits=3.0, entries=False))
     after = best.after.mean_kl
     trained_model.load_state_dict(trained_state)
     dense = quantized(budget=Budget(bits=3.0), mode="dense", tuning=Tuning())
