@@ -334,7 +334,8 @@ def speed_table(results: Path) -> str:
             times = f"{_memory(found)}, {found['peak_in_bf16_models']:.1f} x the model"
             rows.append([what, gpu["device"], _seconds(found), times, target])
     if "best_run" in gpu:
-        what = "bench-32m, 2 bits, mode `best`, 128 x 1024 tokens, 4 x 225 steps"
+        samples = gpu["best_run"]["recipe"]["calibration"]["num_samples"]
+        what = f"bench-32m, 2 bits, mode `best`, {samples} x 1024 tokens, 4 x 225 steps"
         rows.append([what, gpu["device"], _seconds(gpu["best_run"]), _memory(gpu["best_run"]), "180 s"])
     if "large_best" in gpu:
         found = gpu["large_best"]
