@@ -1,10 +1,10 @@
 """Kernels are asked one question before they answer a user's: the first matrix of every kind, against its own floats.
 
-    |y - x w~'| <= LIMIT |x w~'|        (Frobenius; x Gaussian, for one token and for a prompt)
+    |y - x w~'| <= LIMIT |x w~'|        (Frobenius; x Gaussian, as many tokens as each way of multiplying takes)
 
-Kernels are compiled on the user's machine, for its GPU, by whatever compiler is installed there. One that is wrong there
-is found while the model loads, its matrices are dequantized at every call instead, and the log says so. Costs one
-dequantized matrix and two products a kind: matrices of one format, width and shape run the same program.
+Kernels are compiled on the user's machine, for its GPU, by whatever compiler is installed there. One that is wrong or does
+not compile there is found while the model loads, its matrices are dequantized at every call instead, and the log says so.
+Costs one dequantized matrix and four products a kind: matrices of one format, width and shape run the same programs.
 """
 
 from collections.abc import Callable
@@ -14,9 +14,14 @@ import torch
 from requant_kernels import Layout, TrellisLayout
 from torch import Tensor
 
-from requant.formats import QuantizedWeight
+from requant.formats import Grid, QuantizedWeight
 
-TOKENS = (1, 24)
+try:
+    from triton.errors import TritonError
+except ImportError:  # no Triton, so nothing that it could fail to compile
+    TritonError = type("TritonError", (Exception,), {})
+
+TOKENS = (1, 8, 24, 160)  # decode for one token and for several, tall, dequantize and multiply
 LIMIT = 2e-2  # bfloat16 rounds to 2e-3; a wrong index is of the order of 1
 
 
@@ -39,10 +44,17 @@ class KernelCheck:
         for tokens in TOKENS:
             x = torch.randn(tokens, floats.shape[1], generator=generator).to(floats.device, self.dtype)
             wanted = x.float() @ floats.T
-            error = ((multiply(x).float() - wanted).norm() / wanted.norm().clamp(min=1e-30)).item()
+            try:
+                y = multiply(x)
+            except TritonError as problem:
+                raise ValueError(
+                    f"the kernel for {name_of(weight)} codes does not compile for this machine "
+                    f"({type(problem).__name__}); please report it with the GPU and the versions of torch and triton"
+                ) from problem
+            error = ((y.float() - wanted).norm() / wanted.norm().clamp(min=1e-30)).item()
             if not error <= LIMIT:  # NaN is not
                 raise ValueError(
-                    f"the kernel for {weight.dense.bits:g}-bit {type(weight.dense).__name__.lower()} codes is wrong on this "
+                    f"the kernel for {name_of(weight)} codes is wrong on this "
                     f"machine (relative error {error:.2g} at {tokens} tokens); please report it with the GPU and the "
                     "versions of torch and triton"
                 )
@@ -51,5 +63,13 @@ class KernelCheck:
 
 def kind_of(layout: Layout | TrellisLayout, weight: QuantizedWeight) -> tuple[Any, ...]:
     """What decides which program runs."""
+    dense, sparse = weight.dense, weight.sparse
     group, code = getattr(layout, "group_size", 0), getattr(layout, "code", "")
-    return type(layout), layout.bits, layout.n, layout.k, group, code, weight.sparse is not None
+    grid = isinstance(dense, Grid) and (dense.zero_points is not None, dense.column_scales is not None)
+    residuals = sparse is not None and (True, sparse.row_scales is not None)
+    return type(layout), layout.bits, layout.n, layout.k, group, code, grid, residuals
+
+
+def name_of(weight: QuantizedWeight) -> str:
+    """`2.25-bit trellis`."""
+    return f"{weight.dense.bits:g}-bit {type(weight.dense).__name__.lower()}"

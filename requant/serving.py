@@ -202,7 +202,7 @@ def _serve_children(
                 layout = kernel_layout(weight)
                 check(KernelLinear(layout), layout, weight)
                 matrix = KernelLinear(layout, _joined_bias(chosen, device))
-            except ValueError as error:  # the packer says what no kernel takes, and the remedy
+            except ValueError as error:  # what no kernel takes, with the remedy, or what one gets wrong
                 refused[str(error)] += len(group)
                 continue
             if len(group) == 1:

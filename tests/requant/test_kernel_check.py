@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from requant import serving
-from requant.kernel_check import KernelCheck
+from requant.kernel_check import TOKENS, KernelCheck, TritonError, kind_of
 from requant.linear import QuantLinear
 from requant.serving import KernelLinear, kernel_layout, serve
 
@@ -19,7 +19,7 @@ def test_right_ones_pass_once(random_weight) -> None:
         layout = kernel_layout(weight)
         matrix = KernelLinear(layout)
         check(lambda x, matrix=matrix: (calls.append(len(x)), matrix(x))[1], layout, weight)
-    assert calls == [1, 24, 1, 24]  # the second matrix is of the kind of the first
+    assert calls == [*TOKENS, *TOKENS]  # the second matrix is of the kind of the first
 
 
 @pytest.mark.parametrize(
@@ -39,6 +39,28 @@ def test_wrong_ones_do_not(random_weight, wrong) -> None:
     with pytest.raises(ValueError, match="is wrong on this machine"):
         check(lambda x: wrong(matrix(x)), layout, weight)
     check(matrix, layout, weight)  # nothing was remembered
+
+
+def test_one_that_does_not_compile_is_refused(random_weight) -> None:
+    weight = random_weight(48, 64, kind="codebook")
+
+    def fails(x: torch.Tensor) -> torch.Tensor:
+        raise TritonError("registers")
+
+    with pytest.raises(ValueError, match="3-bit codebook codes does not compile") as found:
+        KernelCheck(torch.float32)(fails, kernel_layout(weight), weight)
+    assert isinstance(found.value.__cause__, TritonError)
+
+
+def test_what_runs_another_program_is_another_kind(random_weight) -> None:
+    kinds = [
+        kind_of(kernel_layout(weight), weight)
+        for kind in ("codebook", "trellis")
+        for bits in (2, 3)
+        for density in (0.0, 0.05)
+        for weight in (random_weight(48, 64, kind=kind, bits=bits, density=density),)
+    ]
+    assert len(set(kinds)) == len(kinds)
 
 
 def test_a_matrix_of_zeros_passes(random_weight) -> None:
