@@ -6,6 +6,7 @@ a call, and so never inside the capture of a graph.
 """
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -185,7 +186,7 @@ def tune(
     """Measure what no table has yet for these layouts; returns how many settings were added to `file`."""
     file = file or tuning.cache_file()
     device = torch.cuda.get_device_name(layouts[0].words.device) if layouts else ""
-    table = json.loads(file.read_text()) if file.exists() else {}
+    table = tuning.read_table(file)
     mine, added = table.setdefault(device, {}), 0
     for layout in layouts:
         for m in tokens:
@@ -215,4 +216,6 @@ def write_table(file: Path, table: dict[str, dict[str, list[int]]]) -> None:
         for device, mine in table.items()
     ]
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("{\n" + ",\n".join(blocks) + "\n}\n")
+    aside = file.with_suffix(".writing")
+    aside.write_text("{\n" + ",\n".join(blocks) + "\n}\n")
+    os.replace(aside, file)

@@ -7,6 +7,7 @@ enough registers that 16 warps fit a multiprocessor.
 """
 
 import json
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from requant_kernels.layouts import CodebookLayout, Layout
 DECODE_TOKENS = 16  # the decode kernel's most
 TALL_TOKENS = 128  # beyond it, dequantize and multiply
 HOPPER_TOKENS = 512  # the same, where the tall kernel is the one of Hopper
+logger = logging.getLogger(__name__)
 TABLE = Path(__file__).with_name("measured.json")
 CACHE_VARIABLE = "REQUANT_KERNEL_CACHE"
 HOPPER_VARIABLE = "REQUANT_HOPPER"
@@ -64,9 +66,22 @@ def measured(device_name: str) -> dict[str, list[int]]:
     """Settings by name for a GPU; those of the cache before those of the table."""
     found: dict[str, list[int]] = {}
     for file in (TABLE, cache_file()):
-        if file.exists():
-            found |= json.loads(file.read_text()).get(device_name, {})
+        found |= read_table(file).get(device_name, {})
     return found
+
+
+def read_table(file: Path) -> dict[str, dict[str, list[int]]]:
+    """GPU -> settings by name; nothing, with a warning, where the file is damaged, for it only makes calls faster."""
+    if not file.exists():
+        return {}
+    try:
+        table = json.loads(file.read_text())
+    except ValueError:
+        table = None
+    if not isinstance(table, dict) or not all(isinstance(mine, dict) for mine in table.values()):
+        logger.warning("%s is damaged and not used; delete it, and measure again", file)
+        return {}
+    return table
 
 
 def forget() -> None:

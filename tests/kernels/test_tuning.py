@@ -123,3 +123,17 @@ def test_every_candidate_is_a_launch_for_some_shape() -> None:
             )
             for s in settings
         )
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"H100": 3}', ""])
+def test_a_damaged_cache_is_said_and_not_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str
+) -> None:
+    file = tmp_path / "kernels.json"
+    file.write_text(text)
+    monkeypatch.setenv(tuning.CACHE_VARIABLE, str(file))
+    tuning.forget()
+    whole = tuning.read_table(tuning.TABLE)
+    assert tuning.measured("NVIDIA H200") == whole["NVIDIA H200"]
+    assert "is damaged and not used" in caplog.text
+    tuning.forget()
