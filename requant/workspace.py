@@ -103,7 +103,10 @@ class Workspace:
         assert self.lock is not None
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
-            self.lock.acquire(timeout=0)
+            try:
+                self.lock.acquire(timeout=0)
+            except NotImplementedError:
+                logger.warning("%s lies where files cannot be locked: do not run twice into it", folder)
             self._clear(folder)
         except Timeout:
             raise OutputError(

@@ -163,3 +163,15 @@ def test_model_digest() -> None:
     second = model_digest(model)
     model[1].running_mean += 1
     assert len({first, second, model_digest(model), model_digest(model.bfloat16())}) == 4
+
+
+def test_a_file_system_without_locks_is_said(tmp_path: Path, monkeypatch, caplog) -> None:
+    def refuses(*_: object, **__: object) -> None:
+        raise NotImplementedError
+
+    kept = Workspace(tmp_path / "w")
+    monkeypatch.setattr(kept.lock, "acquire", refuses)
+    kept.put("linear", KEY, value=1)
+    assert "cannot be locked" in caplog.text and kept.get("linear", KEY).value == 1
+    kept.remove()
+    assert not (tmp_path / "w").exists()
