@@ -16,6 +16,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from requant.calibration.passes import tensor_cores
 from requant.calibration.stream import Enough, Stream
 from requant.errors import NumericalError
 from requant.models import LinearSite
@@ -50,6 +51,7 @@ def input_statistics(
     own = Stream(model, windows) if stream is None else stream
     names = {site.name for site in sites}
     with ExitStack() as stack:
+        stack.enter_context(tensor_cores(next(model.parameters()).device))
         for name in names:
             stack.callback(
                 own.module(name).register_forward_pre_hook(gather.hook_of(name, gather.fold)).remove

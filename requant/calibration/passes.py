@@ -24,6 +24,7 @@ from requant.models import LinearSite, find_blocks
 RECOMPUTE_ABOVE = 1_000_000_000  # parameters; below it activations are cheaper than a second forward pass
 Receiver = Callable[[LinearSite, Float[Tensor, "n k"]], None]
 OutputReceiver = Callable[[LinearSite, Float[Tensor, "m k"], Float[Tensor, "m n"]], None]
+Loss = Callable[[PreTrainedModel, Int64[Tensor, "b t"]], Float[Tensor, ""]]
 
 
 def batches(
@@ -43,6 +44,21 @@ def summed_loss(model: PreTrainedModel, tokens: Int64[Tensor, "b t"]) -> Float[T
     """Sum of the next-token cross-entropies of a batch, float32, nats."""
     logits = model(input_ids=tokens, use_cache=False).logits[:, :-1]
     return functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="sum")
+
+
+def sampled_loss(
+    model: PreTrainedModel, tokens: Int64[Tensor, "b t"], generator: torch.Generator
+) -> Float[Tensor, ""]:
+    """`summed_loss` of next tokens that the model itself draws, one for every position, in place of the text's."""
+    logits = model(input_ids=tokens, use_cache=False).logits[:, :-1].flatten(0, 1).float()
+    return functional.cross_entropy(logits, draw(logits, generator), reduction="sum")
+
+
+@torch.no_grad()
+def draw(logits: Float[Tensor, "m v"], generator: torch.Generator) -> Int64[Tensor, " m"]:
+    """A token for every row, by its probability p: where the first of exponential clocks of rates p rings."""
+    clocks = torch.empty_like(logits).exponential_(generator=generator)
+    return (logits.softmax(-1) / clocks).argmax(-1)  # not multinomial: NaN would stop a GPU for good
 
 
 @torch.no_grad()
@@ -83,10 +99,11 @@ def output_gradient_pass(
     sites: Sequence[LinearSite],
     receive: OutputReceiver,
     *,
+    loss: Loss = summed_loss,
     label: str | None = None,
     recompute: bool | None = None,
 ) -> None:
-    """One backward pass of the summed loss; `receive(site, x [m, k], g [m, n])` is called per batch, float32.
+    """One backward pass of the summed `loss`; `receive(site, x [m, k], g [m, n])` is called per batch, float32.
 
     Row t of g is the gradient of the loss of the whole text at the linear's output for token t, row t of x its input.
     """
@@ -106,7 +123,7 @@ def output_gradient_pass(
             stack.callback(site.module.register_forward_hook(hook_of(site)).remove)
         stack.enter_context(recomputed_blocks(model, recompute))
         for tokens in batches(windows, model, label=label):
-            summed_loss(model, tokens).backward()
+            loss(model, tokens).backward()
 
 
 def finite(statistics: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -120,6 +137,22 @@ def finite(statistics: dict[str, Tensor]) -> dict[str, Tensor]:
 def scored_tokens(windows: Int64[Tensor, "b t"]) -> int:
     """Positions of `windows` that have a next token to predict."""
     return windows.shape[0] * (windows.shape[1] - 1)
+
+
+@contextmanager
+def tensor_cores(device: torch.device) -> Iterator[None]:
+    """Products of float32 on the tensor cores of a GPU (TF32) while the context lasts.
+
+    For means over many tokens: a Gram matrix of inputs rounded to 11 bits is still one of inputs, and bfloat16 inputs
+    lose nothing.
+    """
+    before = torch.get_float32_matmul_precision()
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 @contextmanager

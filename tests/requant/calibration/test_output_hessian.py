@@ -2,10 +2,11 @@ import pytest
 import torch
 from torch.nn import functional
 
-from requant.calibration.output_hessian import output_hessians
+from requant.calibration.output_hessian import SEED, output_hessians
+from requant.calibration.passes import draw
 from requant.calibration.statistics import bytes_needed, collect
 from requant.errors import NumericalError
-from requant.models import find_linears
+from requant.models import LinearSite, find_linears
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -15,10 +16,13 @@ def test_is_the_mean_outer_product_of_the_gradients(tiny_model, tiny_windows, re
     seen: list[torch.Tensor] = []
     handle = site.module.register_forward_hook(lambda _m, _i, output: seen.append(output))
     expected = torch.zeros(site.shape[0], site.shape[0])
-    for window in windows:
+    generator = torch.Generator().manual_seed(SEED)
+    every = model(input_ids=windows, use_cache=False).logits[:, :-1]
+    seen.clear()
+    for window, drawn in zip(windows, draw(every.flatten(0, 1), generator).view(3, -1), strict=True):
         embedded = model.get_input_embeddings()(window[None]).detach().requires_grad_()
         logits = model(inputs_embeds=embedded, use_cache=False).logits[0, :-1]
-        loss = functional.cross_entropy(logits, window[1:], reduction="sum")
+        loss = functional.cross_entropy(logits, drawn, reduction="sum")
         (gradient,) = torch.autograd.grad(loss, [seen.pop()])
         expected += torch.einsum("btn,btm->nm", gradient, gradient)
     handle.remove()
@@ -27,6 +31,22 @@ def test_is_the_mean_outer_product_of_the_gradients(tiny_model, tiny_windows, re
     expected /= windows.numel()
     torch.testing.assert_close(found[site.name], expected, rtol=1e-4, atol=1e-6 * float(expected.max()))
     assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_tokens_are_drawn_by_their_probability() -> None:
+    logits = torch.tensor([2.0, 0.0, 1.0, -1.0]).expand(40_000, 4)
+    drawn = draw(logits, torch.Generator().manual_seed(1)).bincount(minlength=4) / 40_000
+    torch.testing.assert_close(drawn, logits[0].softmax(0), rtol=0, atol=0.01)  # four standard deviations
+
+
+def test_the_trace_is_that_of_the_curvature_of_the_divergence(tiny_model, tiny_windows) -> None:
+    """At the head, the Fisher matrix of a row of logits is diag(p) - p p': its trace is 1 - |p|^2 in the mean."""
+    model, windows = tiny_model("llama"), tiny_windows.repeat(8, 1)
+    head = LinearSite(name="lm_head", kind="lm_head", block=0, module=model.lm_head, transposed=False)
+    found = output_hessians(model, windows, [head])["lm_head"].trace()
+    p = model(input_ids=windows, use_cache=False).logits[:, :-1].softmax(-1)
+    expected = (1 - p.square().sum(-1)).sum() / windows.numel()
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0)
 
 
 def test_collect_gathers_what_the_trellis_needs(tiny_model, tiny_windows) -> None:
