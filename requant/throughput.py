@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from requant.comparison import open_served
-from requant.decoding import Decoder
+from requant.decoding import Decoder, compiled_step
 from requant.errors import InputError
 from requant.evaluation import format_table
 from requant.models import context_limit, load_config, resolve_source
@@ -68,7 +68,7 @@ def measure(
     prompts = torch.randint(vocabulary, (batch, prompt_tokens), generator=generator).to(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    step_model = torch.compile(model, dynamic=False) if compiled else model
+    step_model = compiled_step(model) if compiled else model
     decoder = Decoder(
         model, length=prompt_tokens + new_tokens, step_model=step_model, kernel_attention=kernel_attention
     )

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from transformers import StaticCache
 
-from requant.decoding import Decoder, write_tokens
+from requant.decoding import Decoder, likeliest, write_tokens
+from requant.static_cache import static_cache
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "gpt-neox", "phi3"])
@@ -12,16 +12,20 @@ def test_a_static_cache_changes_nothing(tiny_model, name: str) -> None:
     """What a graph replays: steps on a static cache, whose lengths were taken back after warming up."""
     model, tokens = tiny_model(name), torch.randint(0, 256, (3, 9))
     plain, static = Decoder(model, length=24), Decoder(model, length=24)
-    static.cache = StaticCache(config=model.config, max_cache_len=24)
+    static.cache = static_cache(model.config, 24, torch.device("cpu"))
     assert torch.allclose(plain.prompt(tokens), static.prompt(tokens), atol=1e-5)
-    lengths = [layer.cumulative_length for layer in static.cache.layers]
-    before, first = [length.clone() for length in lengths], static.tokens.clone()
+    before = static.cache.length.clone(), static.tokens.clone(), static.logits.clone()
     for _ in range(3):
         static._step()
-        static._restore(lengths, before)
-    static.tokens.copy_(first)
+        static._restore(*before)
     for _ in range(6):
         assert torch.allclose(plain.step(), static.step(), atol=1e-5)
+
+
+@pytest.mark.parametrize("v", [1, 7, 32000, 50257, 128256])
+def test_the_likeliest_token_is_found_by_parts(v: int) -> None:
+    logits = torch.randn(3, v)
+    assert torch.equal(likeliest(logits), logits.argmax(-1, keepdim=True))
 
 
 def test_steps_are_those_of_the_whole_text(tiny_model) -> None:

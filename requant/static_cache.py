@@ -1,0 +1,54 @@
+"""A static cache whose layers share one length: a step adds to it once, not once a layer.
+
+transformers' static layer counts its own tokens on the device, which costs a launch a layer and step, and a mask a
+layer, since every layer changes a number that the mask is made of. All layers of a model hold equally many tokens, so
+here they read one length, and whoever runs the model adds to it (`add`).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, StaticCache
+from transformers.cache_utils import StaticLayer
+
+
+class SharedLengthLayer(StaticLayer):
+    """Keys and values of a block, `[b, heads, length, d]`."""
+
+    def __init__(self, max_cache_len: int, cumulative_length: Tensor) -> None:
+        super().__init__(max_cache_len=max_cache_len)
+        self.cumulative_length = cumulative_length
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_args: Any, **_options: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write the new keys and values behind those that are there; the length stays."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        place = torch.arange(key_states.shape[-2], device=self.device) + self.cumulative_length
+        assert self.keys is not None and self.values is not None
+        self.keys.index_copy_(2, place, key_states)
+        self.values.index_copy_(2, place, value_states)
+        return self.keys, self.values
+
+
+class SharedLengthCache(StaticCache):
+    """Room for `length` tokens in every block."""
+
+    def __init__(self, config: PretrainedConfig, length: int, device: torch.device) -> None:
+        super().__init__(config=config, max_cache_len=length)
+        self.length = torch.zeros((), dtype=torch.int64, device=device)
+        self.layers = [SharedLengthLayer(length, self.length) for _ in self.layers]
+
+    def add(self, tokens: int) -> None:
+        """So many tokens of every sequence have gone through the model."""
+        self.length.add_(tokens)
+
+
+def static_cache(config: PretrainedConfig, length: int, device: torch.device) -> SharedLengthCache | None:
+    """A cache whose step can be captured, or None where a layer is no plain static one (sliding windows)."""
+    plain = StaticCache(config=config, max_cache_len=length)
+    if any(type(layer) is not StaticLayer for layer in plain.layers):
+        return None
+    return SharedLengthCache(config, length, device)
