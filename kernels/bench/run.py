@@ -36,15 +36,15 @@ FORMATS = [
     ("grid", 2, 0.0, TOKENS), ("grid", 3, 0.0, TOKENS), ("grid", 4, 0.0, TOKENS),
     ("codebook", 2, 0.0, (1, 8, 64)), ("codebook", 3, 0.0, (1, 8, 64)), ("codebook", 4, 0.0, (1, 8, 64)),
     ("grid", 3, 0.01, TOKENS), ("grid", 2, 0.01, (1, 8)), ("grid", 4, 0.01, (1, 8)), ("codebook", 3, 0.01, (1, 8)),
-    ("mul1", 2, 0.0, TOKENS), ("pair", 2, 0.0, (1, 8)), ("mul1", 4, 0.0, (1, 8)), ("grid", 8, 0.0, (1,)),
+    ("mul1", 2, 0.0, TOKENS), ("pair", 2, 0.0, (1, 8)), ("mul1", 4, 0.0, (1, 8)), ("mul1", 2.25, 0.0, (1, 8)), ("grid", 8, 0.0, (1,)),
 ]  # fmt: skip
 
 
-def format_name(kind: str, bits: int, density: float) -> str:
+def format_name(kind: str, bits: float, density: float) -> str:
     return f"requant {kind} {bits}-bit" + (f" + {density:.0%} sparse" if density else "")
 
 
-def warm(kind: str, bits: int, n: int, k: int, density: float, tokens: tuple[int, ...]) -> None:
+def warm(kind: str, bits: float, n: int, k: int, density: float, tokens: tuple[int, ...]) -> None:
     """Every kernel of a row of the table, compiled."""
     layout = random_layout(kind, bits, n, k, density)
     for m in tokens:
@@ -54,8 +54,8 @@ def warm(kind: str, bits: int, n: int, k: int, density: float, tokens: tuple[int
 class Bench:
     """The rows so far, and the file that holds them."""
 
-    def __init__(self, out: Path) -> None:
-        self.out = out
+    def __init__(self, out: Path, tokens: Sequence[int]) -> None:
+        self.out, self.tokens = out, tokens
         self.rows: list[dict[str, object]] = []
         self.base: dict[tuple[int, int, int], float] = {}
 
@@ -84,7 +84,7 @@ class Bench:
 
     def baseline(self, n: int, k: int) -> None:
         """torch in both types at every number of tokens."""
-        for m in TOKENS:
+        for m in self.tokens:
             first = len(self.rows)
             for dtype in (torch.float16, torch.bfloat16):
                 weights = [torch_linear(dtype)(n, k) for _ in range(copies_needed(2 * n * k))]
@@ -95,14 +95,14 @@ class Bench:
             for row in self.rows[first:]:
                 row["ratio"] = self.base[n, k, m] / row["us"]  # type: ignore[operator]
 
-    def ours(self, kind: str, bits: int, density: float, n: int, k: int, tokens: tuple[int, ...]) -> None:
+    def ours(self, kind: str, bits: float, density: float, n: int, k: int, tokens: tuple[int, ...]) -> None:
         """One format at one shape, gated by float64 of the first 2048 rows."""
         name = format_name(kind, bits, density)
         layout = random_layout(kind, bits, n, k, density)
         stored = stored_bytes(layout)
         weight = naive.weight(layout, torch.float32)[:2048]
         copies = [layout] + [clone(layout) for _ in range(copies_needed(stored) - 1)]
-        for m in tokens:
+        for m in sorted(set(tokens) & set(self.tokens)):
             x = torch.randn(m, k, device="cuda", dtype=torch.float16)
             try:
                 want = x.double() @ weight.double().T
@@ -118,7 +118,7 @@ class Bench:
     def peer(self, name: str, peer: Peer, n: int, k: int) -> None:
         calls = [peer.build(n, k) for _ in range(copies_needed(int(n * k * peer.bits_per_weight / 8)))]
         for m in (1, 8, 64):
-            if m <= peer.tokens:
+            if m <= peer.tokens and m in self.tokens:
                 x = torch.randn(m, k, device="cuda", dtype=peer.dtype)
                 self.record(name, n, k, m, peer.bits_per_weight, [lambda c=c, x=x: c(x) for c in calls], None)
 
@@ -128,6 +128,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--peers", action="store_true", help="also time the peers that are installed")
     parser.add_argument("--shapes", nargs="+", help="rows x columns; by default all")
+    parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
     parser.add_argument("--seconds", type=float, default=1e9, help="stop starting new rows after this long")
     parser.add_argument("--processes", type=int, default=1, help="compile in so many processes first")
     parser.add_argument("--compile-only", action="store_true")
@@ -137,7 +138,7 @@ def main() -> None:
     compile_in_parallel(warm, jobs, args.processes)
     if args.compile_only:
         return
-    started, bench = time.monotonic(), Bench(args.out)
+    started, bench = time.monotonic(), Bench(args.out, args.tokens)
     for n, k in shapes:
         if time.monotonic() - started > args.seconds:
             break
