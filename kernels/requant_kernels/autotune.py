@@ -22,24 +22,23 @@ from requant_kernels.timing import cold_time, copies_needed
 from requant_kernels.tuning import DECODE_TOKENS, HOPPER_TOKENS, TALL_TOKENS, TallConfig
 
 Setting = tuple[int, ...]
-# warps, tiles, unroll, activations ahead, most registers (0: as many as the compiler wants), fields
+# warps, tiles, unroll, activations ahead, most registers (0: as many as the compiler wants)
 DECODE: list[Setting] = [
     (4, 1, 1, 1, 128), (8, 1, 1, 1, 128), (4, 1, 3, 0, 128), (8, 1, 3, 0, 128), (4, 2, 1, 1, 0), (4, 2, 2, 0, 168),
-    (4, 1, 2, 1, 128), (16, 1, 1, 1, 128),
+    (4, 1, 2, 1, 128), (16, 1, 1, 1, 128), (4, 1, 4, 0, 128),
+    # one or two warps a tile, where tiles are many: all run at once, and little or nothing is added up at the end
+    (1, 1, 3, 0, 128), (1, 1, 2, 1, 128), (1, 1, 4, 0, 128), (2, 1, 3, 0, 128), (2, 1, 2, 1, 128), (2, 1, 4, 0, 128),
+    (1, 2, 2, 0, 168), (2, 2, 1, 1, 0), (2, 2, 2, 0, 168),
 ]  # fmt: skip
-# one token of a grid of 2 to 4 bits
-FIELDS: list[Setting] = [
-    (4, 1, 4, 0, 128, 1),
-    (8, 1, 4, 0, 128, 1),
-    (4, 2, 3, 0, 168, 1),
-    (4, 1, 3, 0, 96, 1),
-]
 SPARSE: list[Setting] = [
     (4, 1, 1, 1, 128),
     (8, 1, 1, 1, 128),
     (4, 1, 3, 0, 128),
     (8, 1, 3, 0, 128),
     (4, 1, 2, 0, 128),
+    (4, 1, 4, 0, 128),
+    (2, 1, 2, 0, 128),
+    (2, 1, 3, 0, 128),
 ]
 # warps, splits of the columns, stages
 TALL: list[Setting] = [
@@ -62,7 +61,7 @@ TRELLIS: list[Setting] = [
     (8, 2, 2), (4, 2, 2), (16, 2, 1), (16, 4, 1), (8, 2, 4), (4, 2, 4), (8, 1, 2), (16, 1, 2), (8, 4, 2), (16, 2, 4),
 ]  # fmt: skip
 AGREE = 3e-3  # relative Frobenius distance of two settings' results
-CANDIDATES = {"decode": DECODE + FIELDS + SPARSE, "tall": TALL, "hopper": HOPPER, "trellis": TRELLIS}
+CANDIDATES = {"decode": DECODE + SPARSE, "tall": TALL, "hopper": HOPPER, "trellis": TRELLIS}
 
 
 def kernel_of(layout: Layout | TrellisLayout, tokens: int) -> str | None:
@@ -97,8 +96,6 @@ def candidates(kernel: str, kind: str, bits: float, n: int, k: int, width: int) 
     found = CANDIDATES[kernel]
     if kernel == "decode":
         found = SPARSE if "+" in kind else DECODE
-        if kind.startswith("grid") and bits <= 4 and width == 1:
-            found = found + (FIELDS[:2] if "+" in kind else FIELDS)
     return [s for s in found if fits(kernel, n, k, width, s)]
 
 
@@ -106,7 +103,8 @@ def fits(kernel: str, n: int, k: int, tokens: int, setting: Setting) -> bool:
     """Whether a setting makes sense for a shape."""
     if kernel == "decode":
         warps, tiles = setting[:2]
-        return warps * 256 <= max(k, 1024) and n // (16 * tiles) >= 32
+        enough = 32 if warps > 2 else 800 // warps  # programs
+        return warps * 256 <= max(k, 1024) and n // (16 * tiles) >= enough
     if kernel == "tall":
         warps, split, stages = setting
         programs = n // (16 * warps) * split

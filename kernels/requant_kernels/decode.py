@@ -12,8 +12,6 @@ in a fixed order, makes the result the same in every run.
 - Sparse residuals: rows are sorted by their number (`layouts.py`), so 16 rows have about equal lengths and share one
   rectangle of slots. Every block a thread takes a slot or a few: slots two blocks ahead, their activations one, so
   neither wait is seen (22.4 -> 20.0 us for 8 tokens at 8192 x 8192, 3 bits; 15.1 -> 8.6 at 4096 x 4096).
-- One token of a grid may be multiplied by raw fields instead of weights (`grids.py`, `staged.py`), where that is measured
-  to be faster.
 """
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none, reportAttributeAccessIssue=none
@@ -35,37 +33,21 @@ from requant_kernels.blocks import (
     rows_like_products,
     sparse_operands,
 )
-from requant_kernels.grids import (
-    NO_FIELDS,
-    chain_of,
-    field_constants,
-    has_fields,
-    multiply_fields,
-    spread_powers,
-)
 from requant_kernels.layouts import Layout
 from requant_kernels.residuals import transpose_kernel
-from requant_kernels.staged import MOST_BYTES, stage_asm, stage_token, staged_bytes, staged_tokens
 from requant_kernels.tuning import DecodeConfig
 
 
 @triton.jit
-def load_tokens(x_ptr, token, stride_x, block, blocks, K, SHIFTS: tl.constexpr, EVEN: tl.constexpr):
-    """Activations of one block a warp, in pairs: eight int32 `[t, g, warp, token / 8, (j kh)]`, two planes each.
-
-    SHIFTS (or None): of one token; a pair of planes has its activations in the column of its bit alone (`grids.py`).
-    """
+def load_tokens(x_ptr, token, stride_x, block, blocks, K, EVEN: tl.constexpr):
+    """Activations of one block a warp, in pairs: eight int32 `[t, g, warp, token / 8, (j kh)]`, two planes each."""
     t, four = tl.arange(0, 4), tl.arange(0, 4)
     pair = (tl.minimum(block, blocks - 1) if EVEN else block)[None, None, :, None, None] * 128
     pair += t[:, None, None, None, None] * 4 + four[None, None, None, None, :]
     pointer = x_ptr + token[None, :, None, :, None].to(tl.int64) * stride_x + pair
     tokens = ()
     for slab in tl.static_range(8):
-        if SHIFTS is not None:
-            own = (tl.arange(0, 8) == chain_of(SHIFTS, slab))[None, :, None, None, None]
-            own = own & ((pair + slab * 16) * 2 < K)
-            tokens = tokens + (tl.load(pointer + slab * 16, mask=own, other=0),)
-        elif EVEN:
+        if EVEN:
             tokens = tokens + (tl.load(pointer + slab * 16),)
         else:
             tokens = tokens + (tl.load(pointer + slab * 16, mask=(pair + slab * 16) * 2 < K, other=0),)
@@ -130,8 +112,7 @@ def decode_kernel(
     ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, POSITIONS: tl.constexpr, CODEBOOK: tl.constexpr, BITS: tl.constexpr,
     TABLES: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr, EVEN: tl.constexpr, MS: tl.constexpr,
     SLOTS: tl.constexpr, W: tl.constexpr, R: tl.constexpr, UNROLL: tl.constexpr,
-    N: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr, FIELDS: tl.constexpr, SHIFTS: tl.constexpr,
-    STAGE: tl.constexpr, STEPS: tl.constexpr,
+    N: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y `[M, n]` = x `[M, K]` @ weight^T; grid: R tiles of 16 rows each. GROUP 0: one scale a row."""
     # where the number of tiles is odd, the last tile is computed, and written, twice alike
@@ -183,10 +164,8 @@ def decode_kernel(
     token = tl.arange(0, 8)[:, None] + 8 * tl.arange(0, N // 8)[None, :]
     token = tl.minimum(token, M - 1)  # the surplus columns are computed and never stored
     acc = tl.zeros([W, 16 * R, N], tl.float32)
-    if STAGE is not None:
-        staged = stage_token(x_ptr, STAGE)
-    elif AHEAD:
-        tokens = load_tokens(x_ptr, token, stride_x, warp, blocks, K, SHIFTS, EVEN)
+    if AHEAD:
+        tokens = load_tokens(x_ptr, token, stride_x, warp, blocks, K, EVEN)
     for c in range(chunks):
         for u in tl.static_range(UNROLL):  # as many as the ring has places: no register moves to another
             block = (c * UNROLL + u) * W + warp
@@ -201,25 +180,16 @@ def decode_kernel(
                     gathered = gathered + (_gather(xs_ptr, next_slots[i][0], MS),)
                     soon = soon + (_slots(si_ptr, sv_ptr, slot + i * STEP, end),)
                 now_slots, next_slots = next_slots, soon
-            if AHEAD and STAGE is None:
+            if AHEAD:
                 at_hand = tokens
-                tokens = load_tokens(x_ptr, token, stride_x, block + W, blocks, K, SHIFTS, EVEN)
-            elif STAGE is None:
-                at_hand = load_tokens(x_ptr, token, stride_x, block, blocks, K, SHIFTS, EVEN)
+                tokens = load_tokens(x_ptr, token, stride_x, block + W, blocks, K, EVEN)
+            else:
+                at_hand = load_tokens(x_ptr, token, stride_x, block, blocks, K, EVEN)
             if (c * UNROLL + u) * W < blocks:  # always; without the branch the compiler sinks the loads below
-                if STAGE is not None:
-                    at_hand = staged_tokens(staged, c * UNROLL + u, STEPS, SHIFTS, W)
-                if SHIFTS is not None:
-                    acc = multiply_fields(acc, ring[0], tables, at_hand, y_ptr, ASM, CONSTRAINTS, FIELDS, SHIFTS, BITS,
-                                          GROUP, ZEROS, W, R, N)  # fmt: skip
-                else:
-                    acc = _multiply_block(acc, ring[0], tables, at_hand, y_ptr, levels_ptr, tiles, ASM, CONSTRAINTS,
-                                          POSITIONS, CODEBOOK, BITS, GROUP, ZEROS, UNIT, W, R, N)  # fmt: skip
+                acc = _multiply_block(acc, ring[0], tables, at_hand, y_ptr, levels_ptr, tiles, ASM, CONSTRAINTS,
+                                      POSITIONS, CODEBOOK, BITS, GROUP, ZEROS, UNIT, W, R, N)  # fmt: skip
             ring = ring[1:]
     y = tl.sum(acc, 0)
-    if SHIFTS is not None:
-        y = tl.sum(y * spread_powers(SHIFTS, N, -1)[None, :], 1)[:, None]
-        y = tl.broadcast_to(y, [16 * R, N])  # the surplus columns are never stored
     if not CODEBOOK:
         if GROUP == 0:
             y *= tl.load(s_ptr + position * 16 + row % 8 * 2 + row % 16 // 8).to(tl.float32)[:, None]
@@ -269,8 +239,6 @@ def decode(x: Tensor, layout: Layout, bias: Tensor | None, config: DecodeConfig,
     m, k = x.shape
     y = torch.empty(m, layout.n, dtype=x.dtype, device=x.device)
     tensors, constants = operands(layout, x.dtype, asm)
-    fields = config.fields and m == 1 and has_fields(layout)
-    constants |= field_constants(layout, x.dtype, asm) if fields else NO_FIELDS
     launch = {"launch_pdl": True} if config.pdl else {}
     n_tokens = 8 if m <= 8 else 16
     width = 1 if m == 1 or layout.sparse is None else n_tokens
@@ -280,9 +248,7 @@ def decode(x: Tensor, layout: Layout, bias: Tensor | None, config: DecodeConfig,
         grid = (triton.cdiv(k, 256),)
         transpose_kernel[grid](x, gathered, m, k, x.stride(0), MS=width, BLOCK=256, PDL=config.pdl, **launch)
     dense = dense_tokens(x, layout)
-    staged = fields and asm and staged_bytes(k, config.warps) <= MOST_BYTES
-    # the kernel reads activations in pairs, or copies them in sixteens of bytes
-    if k % 2 or dense.stride(0) % 2 or dense.data_ptr() % (16 if staged else 4):
+    if k % 2 or dense.stride(0) % 2 or dense.data_ptr() % 4:  # the kernel reads activations in pairs
         dense = torch.nn.functional.pad(dense, (0, k % 2)).clone(memory_format=torch.contiguous_format)
     pairs = dense.view(torch.int32)
     tiles, blocks = layout.words.shape[:2]
@@ -294,7 +260,6 @@ def decode(x: Tensor, layout: Layout, bias: Tensor | None, config: DecodeConfig,
         triton.cdiv(steps, config.unroll), pairs.stride(0), y.stride(0), **constants, EVEN=k % (256 * config.warps) == 0,
         MS=width, SLOTS=0 if layout.sparse is None else slots_a_block(layout, config), W=config.warps, R=config.tiles,
         UNROLL=config.unroll, N=n_tokens, AHEAD=config.ahead and n_tokens == 8, PDL=config.pdl,
-        STAGE=stage_asm(k, config.warps) if staged else None, STEPS=steps if staged else 0, num_warps=config.warps,
-        num_stages=1, **launch,
+        num_warps=config.warps, num_stages=1, **launch,
     )  # fmt: skip
     return y

@@ -37,15 +37,13 @@ class DecodeConfig:
     ahead: bool = True  # activations of the next block are requested too; never for more than 8 tokens
     pdl: bool = False
     max_registers: int | None = None
-    fields: bool = False  # one token of a grid of 2 to 4 bits: multiply raw fields (`grids.py`)
 
 
 def decode_setting(numbers: Sequence[int]) -> DecodeConfig:
-    """A setting as the tables hold it: warps, tiles, unroll, ahead, most registers (0: any), and 1 for `fields`."""
-    warps, tiles, unroll, ahead, registers, *fields = numbers
+    """A setting as the tables hold it: warps, tiles, unroll, ahead, most registers (0: any)."""
+    warps, tiles, unroll, ahead, registers = numbers
     return DecodeConfig(
-        warps=warps, tiles=tiles, unroll=unroll, ahead=bool(ahead), max_registers=registers or None,
-        fields=bool(fields and fields[0]),
+        warps=warps, tiles=tiles, unroll=unroll, ahead=bool(ahead), max_registers=registers or None
     )  # fmt: skip
 
 
@@ -200,14 +198,13 @@ def _has_wgmma(device: torch.device) -> bool:
 
 
 def runs_on_hopper(layout: Layout, device: torch.device) -> bool:
-    """Whether more than 16 tokens of a layout go to `hopper.py`: every format whose decoder is assembly.
-
-    Only where HOPPER_VARIABLE is 1: its last form has not been timed, nor run, on a GPU.
-    """
+    """Whether more than 16 tokens of a layout go to `hopper.py`: every format whose decoder is assembly, and residuals
+    that have their second order (`entries.py`). HOPPER_VARIABLE=0 keeps all from it."""
     return (
-        os.environ.get(HOPPER_VARIABLE) == "1"
+        os.environ.get(HOPPER_VARIABLE) != "0"
         and _has_wgmma(device)
         and not (isinstance(layout, CodebookLayout) and layout.bits > 4)
+        and (layout.sparse is None or layout.sparse.entries is not None)
     )
 
 

@@ -67,7 +67,7 @@ def grid_fields(bits: int) -> tuple[tuple[Field, ...], ...]:
 
 
 def _paired_fields(bits: int) -> tuple[tuple[Field, ...], ...]:
-    """2 to 4 bits: both planes of a pair at one bit of their halves, so that they share an accumulator (`grids.py`).
+    """2 to 4 bits: both planes of a pair at one bit of their halves, so that one factor lifts both.
 
     A half of 16 bits has the fields of one rotation and, moved down by `turn`, those of another. Three bits leave bit 15
     of every half: the three words together hold the last plane there.
@@ -226,61 +226,6 @@ def grid_asm(bits: int, dtype: str, groups: int, half: int) -> str:
                 ptx.give(plane, line)
             else:
                 addend = ptx.new(line)
-    return ptx.text()
-
-
-@cache
-def field_shifts(bits: int, dtype: str) -> tuple[int, ...]:
-    """The bit at which `field_asm` leaves the codes of every pair of planes; 2 to 4 bits."""
-    return tuple(_place(grid_fields(bits)[plane], dtype)[0] for plane in range(0, PLANES, 2))
-
-
-def _place(fields: tuple[Field, ...], dtype: str) -> tuple[int, int]:
-    """The bit at which a plane's codes stand for `field_asm`, and how far they are moved down to get there."""
-    low, high = fields[0].bit, fields[-1].bit + fields[-1].width
-    return (low, 0) if high <= MANTISSA[dtype] else (0, low)
-
-
-@cache
-def field_places(bits: int, dtype: str) -> tuple[tuple[tuple[int, int, int], ...], ...]:
-    """What `field_asm` does, as numbers: `(word, shift, mask)` of every field of every plane."""
-    places = []
-    for fields in grid_fields(bits):
-        drop = _place(fields, dtype)[1]
-        masks = [((1 << f.width) - 1) << (f.bit - drop) for f in fields]
-        places.append(
-            tuple((f.word, f.rotate + drop, m << 16 | m) for f, m in zip(fields, masks, strict=True))
-        )
-    return tuple(places)
-
-
-def flat_places(bits: int, dtype: str) -> tuple[int, ...]:
-    """`field_places` as one tuple, three fields a plane, mask 0 where there is none: what a kernel can take."""
-    return tuple(
-        number
-        for places in field_places(bits, dtype)
-        for place in (*places, *[(0, 0, 0)] * (3 - len(places)))
-        for number in place
-    )
-
-
-@cache
-def field_asm(bits: int, dtype: str, half: int) -> str:
-    """Half of a block's planes as raw fields: 8 outputs from `bits` words, one LOP3 for two weights; 2 to 4 bits.
-
-    fp16: a code at bit s is the subnormal `code * 2^(s - 24)`; bf16, whose subnormals no product survives:
-    `128 + code * 2^s`. What to subtract, and 2^s, are the multiplication's affair (`grids.py`).
-    """
-    ptx = _Ptx({w: f"${HALF + w}" for w in range(bits)})
-    for plane, places in enumerate(field_places(bits, dtype)[half * HALF : (half + 1) * HALF]):
-        value = "0x43004300" if dtype == "bf16" else ""
-        for i, (word, shift, mask) in enumerate(places):
-            operands = f"{ptx.rotate(word, shift)}, 0x{mask:08x}"
-            line = f"lop3.b32 {{d}}, {operands}, {value}, 0xEA;" if value else f"and.b32 {{d}}, {operands};"
-            if i == len(places) - 1:
-                ptx.give(plane, line)
-            else:
-                value = ptx.new(line)
     return ptx.text()
 
 

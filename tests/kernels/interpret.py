@@ -18,12 +18,12 @@ CASES = [
     (Case(kind="codebook", bits=3, n=37, k=300, m=1), DecodeConfig(warps=2)),
     (Case(kind="grid", bits=2, n=37, k=600, m=3, density=0.02), DecodeConfig(warps=2, tiles=2)),
     (Case(kind="grid", bits=3, n=20, k=1100, m=1, zero_points=True, bias=True), DecodeConfig(warps=2, unroll=2)),
-    (Case(kind="grid", bits=2, n=37, k=600, m=1, density=0.05, int8_residuals=True), DecodeConfig(warps=2, fields=True)),
+    (Case(kind="grid", bits=2, n=37, k=600, m=1, density=0.05, int8_residuals=True), DecodeConfig(warps=2)),
     (
         Case(kind="grid", bits=3, n=20, k=1100, m=1, group_size=64, zero_points=True, bias=True),
-        DecodeConfig(warps=2, unroll=2, tiles=2, fields=True),
+        DecodeConfig(warps=2, unroll=2, tiles=2),
     ),
-    (Case(kind="grid", bits=4, n=33, k=768, m=1, group_size=768), DecodeConfig(warps=1, unroll=3, ahead=False, fields=True)),
+    (Case(kind="grid", bits=4, n=33, k=768, m=1, group_size=768), DecodeConfig(warps=1, unroll=3, ahead=False)),
     (
         Case(kind="grid", bits=5, n=33, k=700, m=9, group_size=700, zero_points=True, density=0.01, int8_residuals=True),
         DecodeConfig(warps=2),
@@ -95,7 +95,7 @@ def main() -> None:
     around_the_kernel_of_hopper()
     for case, config in CASES:
         layout = random_layout(case, "cpu")
-        x = torch.randn(case.m, case.k).half()
+        x = torch.randn(case.m, case.k + case.bias).half()[:, case.bias :]  # some begin between two pairs
         bias = torch.randn(case.n).half() if case.bias else None
         if config is None:
             y = tall(x, layout, bias, asm=False, config=TallConfig(warps=4, split=2))

@@ -93,31 +93,6 @@ def test_every_launch_shape_agrees(warps: int, tiles: int, unroll: int) -> None:
     assert relative_error(decode(x, layout, None, config, asm=True), naive.linear(x, layout)) < 3e-3
 
 
-@pytest.mark.parametrize("dtype", LIMIT)
-@pytest.mark.parametrize(
-    ("case", "launch"),
-    [
-        (Case(kind="grid", bits=2, n=100, k=4096, m=1), (4, 1, 4)),
-        (Case(kind="grid", bits=3, n=100, k=5000, m=1, zero_points=True, density=0.02, bias=True), (4, 2, 3)),
-        (Case(kind="grid", bits=4, n=64, k=1024, m=1, group_size=32, zero_points=True, column_scales=True), (8, 1, 2)),
-        (Case(kind="grid", bits=3, n=37, k=777, m=1, group_size=777, zero_points=True, int8_residuals=True, density=0.1),
-         (4, 1, 1)),
-        (Case(kind="grid", bits=2, n=48, k=30000, m=1, density=0.01), (4, 1, 2)),  # too many columns for shared memory
-    ],
-    ids=str,
-)  # fmt: skip
-def test_fields_of_one_token(case: Case, launch: tuple[int, int, int], dtype: torch.dtype) -> None:
-    layout = random_layout(case, "cuda")
-    x = torch.randn(3, case.k + 3, device="cuda", dtype=dtype)[1:2, 3:]  # no aligned address
-    x[:, ::100] *= 1000  # outliers
-    bias = torch.randn(case.n, device="cuda", dtype=dtype) if case.bias else None
-    warps, tiles, unroll = launch
-    config = DecodeConfig(warps=warps, tiles=tiles, unroll=unroll, ahead=False, pdl=True, fields=True)
-    y = decode(x, layout, bias, config, asm=True)
-    assert relative_error(y, naive.linear(x, layout, bias)) < LIMIT[dtype]
-    assert torch.equal(y, decode(x, layout, bias, config, asm=True))
-
-
 @pytest.mark.parametrize("m", [1, 8, 40, 200])
 def test_graph_capture_replays_on_new_activations(m: int) -> None:
     layout = random_layout(Case(kind="grid", bits=2, n=256, k=1024, m=m, density=0.01), "cuda")

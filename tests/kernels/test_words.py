@@ -15,9 +15,6 @@ from requant_kernels.words import (
     bit_positions,
     codebook_asm,
     constraints,
-    field_asm,
-    field_shifts,
-    flat_places,
     grid_asm,
     zero_bias,
 )
@@ -84,27 +81,6 @@ def test_grid_asm_is_exact(bits: int, dtype: str) -> None:
         zero_of_column = zeros[np.arange(256) * max(groups, 1) // 256].T  # [16, 256]
         assert np.array_equal(got, planes_of(codes.astype(np.float64) - zero_of_column))
     assert MANTISSA[dtype] in (7, 10)
-
-
-@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-@pytest.mark.parametrize("bits", [2, 3, 4])
-def test_fields_are_codes_at_the_bit_of_their_pair(bits: int, dtype: str) -> None:
-    codes, words = random_words(bits, "grid")
-    operands = {f"${HALF + w}": words[w] for w in range(bits)}
-    planes = np.stack(
-        [p for half in range(2) for p in run_ptx(field_asm(bits, dtype, half), operands, words[0].shape)]
-    )
-    unit = 2.0**-24 if dtype == "fp16" else 1.0
-    shifts = np.repeat(field_shifts(bits, dtype), 2)[:, None, None, None, None, None]
-    floor = 0 if dtype == "fp16" else 128
-    want = planes_of(codes.astype(np.float64)) * 2.0**shifts + floor
-    assert np.array_equal(floats(planes, dtype) / unit, want)
-    places = np.array(flat_places(bits, dtype)).reshape(16, 3, 3)
-    for plane, own in zip(planes, places, strict=True):
-        value = np.full_like(plane, 0 if dtype == "fp16" else 0x43004300)
-        for word, shift, mask in own:
-            value |= (words[word].view(np.int32) >> shift & mask).astype(np.uint32)  # what plain Triton does
-        assert np.array_equal(value, plane)
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
