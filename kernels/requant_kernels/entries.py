@@ -6,7 +6,8 @@ An entry is one residual in 32 bits: its value as float16 below, above it the pl
     place = ((32 plane + 4 g + t) 4 + 2 kh + rh) 2 + e
 
 A kernel writes the entries of 64 columns to their places in shared memory, and its lanes add what they find there to the
-weights that they have just decoded. Entries are sorted by block and place.
+weights that they have just decoded. Those meet activations that were divided by the column's scale, where columns have
+one, so an entry is the residual times that scale. Entries are sorted by block and place.
 """
 
 from typing import Any
@@ -36,12 +37,21 @@ def places(row: Tensor, column: Tensor) -> Tensor:
     return ((plane * 32 + lane) * 4 + column % 4 // 2 * 2 + row // 8) * 2 + column % 2
 
 
-def pack_entries(sparse: Any, k: int) -> tuple[Tensor, Tensor]:
-    """Of slots: entries int32 [z]; bounds int32 [tiles, blocks + 1], where every block begins, and the last one ends."""
+def pack_entries(
+    sparse: Any, k: int, column_scales: Tensor | None = None
+) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """Of slots: entries int32 [z]; bounds int32 [tiles, blocks + 1], where every block begins, and the last one ends.
+
+    None, and nobody may take them, where a residual times the scales of its row and column is no float16.
+    """
     position, column, value = slot_entries(sparse)
     residual = value.float()
     if sparse.row_scales is not None:
         residual = residual * sparse.row_scales.float()[position]
+    if column_scales is not None:
+        residual = residual * column_scales.to(residual.device).float()[column]
+    if not residual.half().isfinite().all():
+        return None, None
     tiles, blocks = len(sparse.counts) // ROWS, -(-k // BLOCK)
     block = position // ROWS * blocks + column // BLOCK
     place = places(position % ROWS, column % BLOCK)

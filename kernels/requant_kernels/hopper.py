@@ -10,7 +10,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from requant_kernels.activations import add_partial, arrange
 from requant_kernels.blocks import dense_tokens
 from requant_kernels.layouts import CodebookLayout, Layout
-from requant_kernels.pieces import decoding, reserve_asm
+from requant_kernels.pieces import decoding, reserve_asm, stages
 from requant_kernels.tuning import HopperConfig
 from requant_kernels.wgmma import multiply_kernel, x_layout
 
@@ -43,7 +43,7 @@ def hopper(x: Tensor, layout: Layout, bias: Tensor | None, config: HopperConfig)
         bounds, bias if direct else None, partial, blocks, tiles - 1, steps, tiles * 16, width, m, layout.n, y.stride(0),
         **constants, RESERVE=reserve_asm(config.warps * config.tiles) if sparse else None, N=config.tokens,
         W=config.warps, R=config.tiles, AHEAD=config.ahead, DIRECT=direct, PDL=True, num_warps=config.warps,
-        launch_pdl=True,
+        STAGES=stages(config.tokens, config.warps * config.tiles, sparse=sparse), launch_pdl=True,
     )  # fmt: skip
     if not direct:
         add_partial(partial, positions, bias, y, pdl=True)

@@ -108,7 +108,7 @@ def pack_grid(
         else _pack_groups(_take(zero_points, order).half(), k, group_size, kernel_group),
         column_scales=column_scales,
         rows=stored_rows(order, n),
-        sparse=pack_sparse(sparse, order, k, entries=True),
+        sparse=pack_sparse(sparse, order, k, entries=True, column_scales=column_scales),
         n=n,
         k=k,
         bits=bits,
@@ -312,9 +312,14 @@ def _untake(matrix: Tensor, rows: Tensor | None, n: int) -> Tensor:
 
 
 def pack_sparse(
-    sparse: Csr | None, order: Tensor | None, k: int, *, entries: bool = False
+    sparse: Csr | None,
+    order: Tensor | None,
+    k: int,
+    *,
+    entries: bool = False,
+    column_scales: Tensor | None = None,
 ) -> SparseSlots | None:
-    """Slots of the residuals, and with `entries` the second order of them that many tokens take."""
+    """Slots of the residuals, and with `entries` the second order of them that many tokens take, by `column_scales`."""
     if sparse is None or order is None:
         return None
     if k > 1 << 16:
@@ -344,7 +349,7 @@ def pack_sparse(
     )
     if not entries:
         return slots
-    packed_entries, bounds = pack_entries(slots, k)
+    packed_entries, bounds = pack_entries(slots, k, column_scales)
     return replace(slots, entries=packed_entries, bounds=bounds)
 
 

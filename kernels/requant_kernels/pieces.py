@@ -18,6 +18,7 @@ from requant_kernels.words import HALF, UNIT, codebook_asm, grid_asm, zero_bias
 PIECE = 4  # planes of a piece: 64 columns of 16 bits are one line of swizzled shared memory
 PIECES = 4  # of a block
 TILE_BYTES = 2048  # of the residuals of a tile's piece in shared memory
+UNASKED = 48 << 10  # bytes of shared memory that a program gets without asking for more
 
 
 @cache
@@ -91,6 +92,17 @@ def reserve_asm(tiles: int) -> str:
     return f"{{ .shared .align 1024 .b8 residuals[{tiles * TILE_BYTES}];\n mov.u32 $0, residuals; }}"
 
 
+def stages(tokens: int, tiles: int, *, sparse: bool) -> int:
+    """Blocks of activations that shared memory has room for; two are used.
+
+    Triton asks for more than UNASKED bytes where its own are more, and does not know of `reserve_asm`'s beside them. Where
+    only both together are more, its own are made more, or the launch would be refused.
+    """
+    block, reserved = 512 * tokens, TILE_BYTES * tiles if sparse else 0
+    barriers = 16
+    return 2 if not UNASKED - reserved < 2 * block + barriers <= UNASKED else UNASKED // block + 1
+
+
 _QUADS = [f"{{${4 * i}, ${4 * i + 1}, ${4 * i + 2}, ${4 * i + 3}}}" for i in range(PIECE)]
 # $1: this lane's 16 bytes of every plane
 CLEAR = (
@@ -102,20 +114,20 @@ CLEAR = (
 PUT = """{ .reg .pred p; .reg .b16 l, h; setp.eq.s32 p, $2, $3;
 mov.b32 {l, h}, $4; @p st.shared.b16 [$1], l; mov.b32 $0, 0; }"""
 # what a block has beyond two rounds. $1: all entries, $2: the index of this lane's first one, $3: the end, $4: the tile's
-# place in shared memory, $5: this piece, $6: a mask of the value
+# place in shared memory, $5: this piece, $6: a mask of the value. Ends what `PUT` began: values are there for every lane to
+# take, or zeros, before another lane puts a value of the next piece into the same place
 PUT_MORE = """{ .reg .pred p; .reg .b16 l, h; .reg .b32 i, o, e; .reg .b64 a; add.s32 i, $2, 64;
 MORE: .pragma "nounroll"; setp.ge.s32 p, i, $3; @p bra DONE;
 mad.wide.s32 a, i, 4, $1; ld.global.b32 e, [a]; shr.s32 o, e, 26; setp.eq.s32 p, o, $5;
 shr.u32 o, e, 15; and.b32 o, o, 0x7FE; add.s32 o, o, $4;
 and.b32 e, e, $6; mov.b32 {l, h}, e; @p st.shared.b16 [o], l; add.s32 i, i, 32; bra MORE;
-DONE: mov.b32 $0, 0; }"""
+DONE: bar.warp.sync 0xffffffff; mov.b32 $0, 0; }"""
 _ROUND = "{ .reg .f32 v; cvt.f32.f16 v, l; cvt.rn.bf16.f32 l, v; }"
 PUT_MORE_BF16 = PUT_MORE.replace("mov.b32 {l, h}, e;", "mov.b32 {l, h}, e; " + _ROUND)
 TO_BF16 = "{ .reg .b16 l, h; mov.b32 {l, h}, $1; " + _ROUND + " mov.b32 $0, {l, h}; }"
 # $16: this lane's 16 bytes of every plane
 TAKE = "\n".join(
-    ["bar.warp.sync 0xffffffff;"]
-    + [f"ld.shared.v4.b32 {quad}, [$16 + {512 * i}];" for i, quad in enumerate(_QUADS)]
+    [f"ld.shared.v4.b32 {quad}, [$16 + {512 * i}];" for i, quad in enumerate(_QUADS)]
     + ["bar.warp.sync 0xffffffff;"]
 )
 TAKE_CONSTRAINTS = ",".join(["=&r"] * 16 + ["r"])

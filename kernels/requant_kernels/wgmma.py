@@ -208,12 +208,13 @@ def multiply_kernel(
     x_desc, w_ptr, s_ptr, z_ptr, e_ptr, b_ptr, bias_ptr, out_ptr, blocks, last_tile, steps, n_rows, width, M, n, stride_y,
     TEXTS: gl.constexpr, CONSTRAINTS: gl.constexpr, PAIRS: gl.constexpr, CODEBOOK: gl.constexpr, BITS: gl.constexpr,
     TABLES: gl.constexpr, GROUP: gl.constexpr, UNIT: gl.constexpr, RESERVE: gl.constexpr, N: gl.constexpr,
-    W: gl.constexpr, R: gl.constexpr, AHEAD: gl.constexpr, DIRECT: gl.constexpr, PDL: gl.constexpr,
+    W: gl.constexpr, R: gl.constexpr, AHEAD: gl.constexpr, STAGES: gl.constexpr,
+    DIRECT: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """out: partial products `[splits, rows, width]`; grid: (row tiles / (W R), splits of `steps` blocks, tokens / N).
 
     s_ptr, z_ptr: pairs of float16 as int32. Words are requested while piece AHEAD of the block before is decoded. DIRECT,
-    with one split and rows in their own order: out is y `[M, n]`, with the bias.
+    with one split and rows in their own order: out is y `[M, n]`, with the bias. STAGES: `pieces.stages`.
     """
     dtype: gl.constexpr = x_desc.dtype
     ACC: gl.constexpr = gl.NVMMADistributedLayout(
@@ -239,7 +240,7 @@ def multiply_kernel(
     end = gl.minimum(first + steps, blocks)
     token = gl.program_id(2) * N
 
-    staged = gl.allocate_shared_memory(dtype, [2, N, 256], x_desc.layout)
+    staged = gl.allocate_shared_memory(dtype, [STAGES, N, 256], x_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2):
         mbarrier.init(full.index(i), count=1)

@@ -33,6 +33,7 @@ class Machine:
     barriers: int  # of a program, in that loop
     inner: int  # and of the longest one that holds no other
     layout_ir: str
+    shared: tuple[int, int]  # bytes of a program: asked for at launch, declared
 
     @property
     def instructions(self) -> int:
@@ -86,7 +87,7 @@ def compile_kernel(
         sass = subprocess.run(
             [TOOLS / "nvdisasm", "-c", file.name], capture_output=True, text=True, check=True
         ).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)", usage)
     assert found is not None
     lines = re.findall(r"(\.L_\w+):|/\*[0-9a-f]{4,}\*/\s+([^;]+);", sass)
     labels: dict[str, int] = {}
@@ -107,4 +108,5 @@ def compile_kernel(
         barriers=sum(line.startswith("BAR") for line in listing[end + 1 - length : end + 1]),
         inner=max(inner, default=0),
         layout_ir=str(built.asm["ttgir"]),
+        shared=(built.metadata.shared, int(found[3])),
     )  # fmt: skip

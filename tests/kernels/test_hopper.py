@@ -3,12 +3,13 @@
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
-from requant_kernels import wgmma
+from requant_kernels import autotune, tuning, wgmma
 from requant_kernels.activations import arrange_kernel, sum_kernel
-from requant_kernels.pieces import decoding, reserve_asm
+from requant_kernels.pieces import decoding, reserve_asm, stages
 
 from .compile_offline import Machine, compile_kernel
 
@@ -22,6 +23,7 @@ def multiply_machine(
     constants: dict[str, Any] = decoding(kind, bits, dtype, group, zeros=zeros, sparse=sparse)
     constants |= {
         "N": tokens, "W": warps, "R": tiles, "AHEAD": ahead, "DIRECT": bool(direct), "PDL": True,
+        "STAGES": stages(tokens, warps * tiles, sparse=sparse),
         "RESERVE": reserve_asm(warps * tiles) if sparse else None,
     }  # fmt: skip
     pointers = dict.fromkeys(("s_ptr", "z_ptr", "e_ptr", "b_ptr"), "*i32")
@@ -66,6 +68,45 @@ def test_no_launch_of_the_rule_spills(launch: tuple[int, ...], direct: int) -> N
     assert 65536 // a_program >= (1 if launch[0] == 128 else 16 // launch[1])
     if direct:  # eight rows of a token at a time
         assert machine.opcodes["STG"] == launch[0] * launch[1] * 16 // (launch[1] * 32 * 8)
+
+
+OPT_IN, UNASKED, SYSTEM = (
+    227 << 10,
+    48 << 10,
+    1 << 10,
+)  # bytes of a program: the most, without asking, CUDA's own
+PROGRAMS = sorted({setting[:4] for setting in autotune.HOPPER} | {(32, 16, 1, 0), (64, 16, 1, 0)})
+
+
+def test_every_launch_of_the_rule_is_among_these_programs() -> None:
+    device = torch.device("cpu")
+    for kind in ("grid", "grid+s", "codebook", "codebook+s"):
+        for bits in range(2, 9 if kind.startswith("grid") else 5):
+            for n, k in ((16, 16), (300, 1500), (4096, 4096), (32768, 8192), (128256, 4096)):
+                for width in (32, 64, 128, 256, 512):
+                    config = tuning._hopper_config(kind, bits, n, k, width, device)
+                    assert (config.tokens, config.warps, config.tiles, config.ahead) in PROGRAMS
+
+
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(p, marks=() if p in ((32, 8, 1, 0), (128, 8, 2, 3)) else pytest.mark.slow)
+        for p in PROGRAMS
+    ],
+    ids=str,
+)
+def test_shared_memory_of_every_launch(program: tuple[int, ...], sparse: bool) -> None:
+    """Triton asks for more than 48 KB where its own is more, whatever is declared beside it."""
+    group = 0 if sparse else 128
+    machine = multiply_machine("grid", 3, launch=(*program, not sparse), group=group, sparse=sparse)
+    asked, declared = machine.shared
+    declared -= SYSTEM
+    assert declared == (2048 * program[1] * program[2] if sparse else 0)
+    assert asked >= 2 * 512 * program[0]
+    assert asked > UNASKED or asked + declared <= UNASKED
+    assert asked + declared <= OPT_IN
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
