@@ -55,7 +55,10 @@ def load_registers(address, TEXTS: tl.constexpr, CONSTRAINTS: tl.constexpr, COUN
 @triton.jit
 def _load_words(words, unit, units, LOADS: tl.constexpr, CONSTRAINTS: tl.constexpr, COUNT: tl.constexpr,
                 EVEN: tl.constexpr, W: tl.constexpr, U: tl.constexpr):  # fmt: skip
-    """The words of U units a warp of every tile in `words` (addresses of its unit 0): tiles slowest."""
+    """The words of U units a warp of every tile in `words` (addresses of its unit 0): tiles slowest.
+
+    `LOADS`: one text a unit where EVEN; else one for all, because units beyond the end are not where the others lie.
+    """
     found = ()
     for r in tl.static_range(len(words)):
         if EVEN:
@@ -66,7 +69,7 @@ def _load_words(words, unit, units, LOADS: tl.constexpr, CONSTRAINTS: tl.constex
             for u in tl.static_range(U):
                 at = tl.minimum(unit + u * W, units - 1)  # beyond the end, what is read meets zeros
                 found = found + load_registers(
-                    words[r] + at.to(tl.int64) * (128 * COUNT), LOADS[:1], CONSTRAINTS, COUNT
+                    words[r] + at.to(tl.int64) * (128 * COUNT), LOADS, CONSTRAINTS, COUNT
                 )
     return found
 
@@ -222,11 +225,15 @@ def constants(
     slabs = 1 if tokens <= width else 2 if tokens <= 2 * width else 4
     count, span, sums = four * groups // 4, config.warps * config.unroll, 4 * config.tiles * slabs
     text, names = (sum_asm if fixed else float_sum_asm)(code, four, config.tiles, slabs)
-    loads = [words_asm(count, vector, 128 * count * config.warps * u) for u in range(config.unroll)]
+    even = units % span == 0
+    loads = [
+        words_asm(count, vector, 128 * count * config.warps * u) for u in range(config.unroll if even else 1)
+    ]
     at = [config.warps * groups * u + group for u in range(config.unroll) for group in range(groups)]
-    if 64 * groups * span > SECTION:
+    if SECTION % (64 * groups * span):
         raise ValueError(
-            f"{config} takes more than a section of {SECTION} columns a step: fewer warps, or less unroll"
+            f"{config} takes {64 * groups * span} columns a step, no whole part of a section of {SECTION}: "
+            "fewer warps, or less unroll, in powers of two"
         )
     results = sums // 2 if fixed else sums
     reduce, reduce_names = reduce_asm(config.warps, results) if SHARED_SUM else (None, None)
@@ -235,7 +242,7 @@ def constants(
         "XLOADS": tuple(activations_asm(64 * wide * i + 16 * j)[0] for i in at for j in range(wide)),
         "XLOAD_CONSTRAINTS": activations_asm(0)[1], "SLOAD": SCALES_ASM, "SLOAD_CONSTRAINTS": SCALES_CONSTRAINTS,
         "STORE": STORE_ASM, "STORE_CONSTRAINTS": STORE_CONSTRAINTS, "COUNT": count, "V": vector, "J": groups,
-        "SCALE": 1 / 128 if fixed else 1.0, "OFFSET": OFFSET.get(code, 0.0), "EVEN": units % span == 0, "W": config.warps,
+        "SCALE": 1 / 128 if fixed else 1.0, "OFFSET": OFFSET.get(code, 0.0), "EVEN": even, "W": config.warps,
         "R": config.tiles, "U": config.unroll, "S": slabs, "C": sums, "LOG": results.bit_length() - 1, "FIXED": fixed,
         "REDUCE": reduce, "REDUCE_CONSTRAINTS": reduce_names, "PER": SECTION // (64 * groups * span),
     }  # fmt: skip

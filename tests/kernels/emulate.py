@@ -24,6 +24,24 @@ from triton.runtime.interpreter import TensorHandle
 
 ACCESS = re.compile(r"(@p )?(ld|st)\.(global|shared)\S* (.*)")
 SIZE = re.compile(r"\[(\$?\w+)(?: \+ (\d+))?\]")
+HELD: list[torch.Tensor] = []  # what the kernels may touch
+allocate = torch.empty
+
+
+def held(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """`torch.empty`, remembered, full of what no result may depend on."""
+    HELD.append(allocate(*args, **kwargs))
+    HELD[-1].view(torch.uint8).fill_(0x7F)
+    return HELD[-1]
+
+
+def check_places(address: np.ndarray) -> None:
+    """Every access of four bytes stays within one of the tensors: also in units, tiles and tokens beyond the end."""
+    inside = np.zeros(address.shape, bool)
+    for tensor in HELD:
+        start = np.uint64(tensor.data_ptr())
+        inside |= (address >= start) & (address + np.uint64(4) <= start + np.uint64(tensor.nbytes))
+    assert inside.all(), f"{(~inside).sum()} of {inside.size} accesses lie outside of every tensor"
 
 
 def run_memory(
@@ -64,6 +82,8 @@ def run_memory(
         start = registers[place[1]].astype(np.uint64) + np.uint64(place[2] or 0)
         for i, name in enumerate(names):
             address = start + np.uint64(4 * i)
+            if access[3] == "global":
+                check_places(address[np.broadcast_to(where, shape)])
             if access[3] == "shared" and access[2] == "ld":
                 registers[name] = shared[address // 4]
             elif access[3] == "shared":
@@ -117,6 +137,7 @@ def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     tl.inline_asm_elementwise = inline_asm_elementwise
+    torch.empty = held
     for code, bits, n, k, m, launch in (
         ("mul1", 2, 50, 300, 1, (2, 2, 2)),  # an odd number of tiles, a last step that is not full
         ("pair", 2, 32, 512, 5, (4, 2, 1)),
@@ -128,15 +149,25 @@ def main() -> None:
         ("3inst", 2.5, 32, 300, 3, (2, 2, 1)),
         ("3inst", 6, 16, 256, 11, (2, 1, 1)),
         ("3inst", 2, 32, 128, 2, (2, 2, 1)),
+        # most warps, or units of a warp, have no columns at all: what they load meets zeros
+        ("mul1", 2, 20, 200, 1, (16, 1, 2)),
+        ("mul1", 2.25, 16, 200, 5, (16, 1, 1)),  # a single unit
+        ("mul1", 8, 16, 200, 16, (16, 1, 1)),
+        ("pair", 2, 16, 256, 5, (8, 2, 2)),
+        ("3inst", 3.25, 16, 200, 9, (8, 1, 1)),
+        ("pair", 2, 16, 4200, 1, (8, 1, 4)),  # two units in the second section, the last one not full
     ):
+        HELD.clear()
         layout = pack_trellis(*random_trellis(n, k, bits, "cpu"), bits=bits, code=code)
         config = TrellisConfig(warps=launch[0], tiles=launch[1], unroll=launch[2])
+        HELD.append(layout.words)
         values = naive.trellis_values(layout)
         assert torch.equal(expand(layout, asm=True).double(), values), f"{code} {bits}: the expansion"
         x, padded = torch.randn(m, k).half(), -(-k // 16) * 16
         byte_sums_module.SHARED_SUM = bits != 2 or code == "pair"  # Triton's own sum too
         if code == "3inst":
             turned = torch.nn.functional.pad(x, (0, padded_columns(k) - k))
+            HELD.append(turned)
             got = float_sums(turned, layout, config, pdl=False)
             want = turned[:, :padded].double() @ values.T
         else:

@@ -11,16 +11,15 @@ import torch
 triton = pytest.importorskip("triton")
 
 from requant_kernels import byte_sums  # noqa: E402
+from requant_kernels.autotune import TRELLIS  # noqa: E402
 from requant_kernels.blocks import operands  # noqa: E402
-from requant_kernels.byte_sums import byte_sum_kernel  # noqa: E402
+from requant_kernels.byte_sums import byte_sum_kernel, padded_columns  # noqa: E402
 from requant_kernels.byte_sums import constants as trellis_constants  # noqa: E402
 from requant_kernels.decode import decode_kernel  # noqa: E402
 from requant_kernels.dense import dequantize_kernel  # noqa: E402
-from requant_kernels.grids import NO_FIELDS, field_constants  # noqa: E402
 from requant_kernels.hashes import STORE_FOUR_ASM, STORE_FOUR_CONSTRAINTS, groups_of, values_asm, words_asm  # noqa: E402
 from requant_kernels.residuals import finish_kernel  # noqa: E402
-from requant_kernels.sections import section_kernel, turn_asm  # noqa: E402
-from requant_kernels.staged import stage_asm  # noqa: E402
+from requant_kernels.sections import SECTION, section_kernel, turn_asm  # noqa: E402
 from requant_kernels.tall import multiply_kernel  # noqa: E402
 from requant_kernels.trellis import expand_kernel  # noqa: E402
 from requant_kernels.tuning import TABLE, TrellisConfig, distance_of, registers_of, trellis_config  # noqa: E402
@@ -49,15 +48,12 @@ def decode_machine(
     kind: str, bits: int, *, capability: int = 90, launch: tuple[int, ...] = (4, 1, 1, 1, 128),
     dtype: torch.dtype = torch.float16, sparse: bool = False, tokens: int = 8,
 ) -> Machine:  # fmt: skip
-    """`launch`: warps, tiles, unroll, activations ahead, most registers, and 1 for raw fields."""
+    """`launch`: warps, tiles, unroll, activations ahead, most registers."""
     constants, pointers, absent = arguments(kind, bits, dtype)
-    fields, steps = len(launch) > 5 and bool(launch[5]), -(-8192 // (256 * launch[0]))
-    layout = random_layout(Case(kind=kind, bits=bits, n=16, k=256, m=1), "cpu")
-    constants |= field_constants(layout, dtype, True) if fields else NO_FIELDS
     constants |= {
         "EVEN": not sparse, "MS": tokens if sparse else 1, "SLOTS": 1 if sparse else 0, "W": launch[0],
         "R": launch[1], "UNROLL": launch[2], "N": max(8, tokens), "AHEAD": bool(launch[3]) and tokens <= 8,
-        "PDL": capability >= 90, "STAGE": stage_asm(8192, launch[0]) if fields else None, "STEPS": steps if fields else 0,
+        "PDL": capability >= 90,
     }  # fmt: skip
     absent += ("bias_ptr", "sr_ptr") if sparse else ("bias_ptr", *SPARSE)
     return compile_kernel(
@@ -91,20 +87,6 @@ def test_decode_instructions_a_weight(kind: str, bits: int) -> None:
     assert machine.loop / WEIGHTS < CEILING[kind, bits]
     assert machine.opcodes["HMMA"] == 16
     assert machine.opcodes["SHFL"] <= 16  # lanes exchange nothing before the last sum
-
-
-@pytest.mark.parametrize(
-    ("bits", "ceiling"),
-    [(2, 1.75), pytest.param(3, 1.95, marks=pytest.mark.slow), pytest.param(4, 1.95, marks=pytest.mark.slow)],
-)
-def test_fields_instructions_a_weight(bits: int, ceiling: float) -> None:
-    machine = decode_machine("grid", bits, launch=(4, 1, 4, 0, 128, 1), tokens=1)
-    assert machine.stack == 0
-    assert machine.loop / (4 * WEIGHTS) < ceiling
-    assert machine.opcodes["HFMA2"] <= 8  # no weight is made
-    assert machine.opcodes["HMMA"] == 4 * 32
-    assert machine.opcodes["LDS"] <= 4 * 8 + 16  # activations; the last sum
-    assert machine.opcodes["SHFL"] <= 16
 
 
 @pytest.mark.parametrize("tokens", [1, pytest.param(8, marks=pytest.mark.slow)])
@@ -203,21 +185,26 @@ TRELLIS_CEILING = {  # instructions a weight, in the loop over steps
 
 
 def trellis_machine(
-    code: str, bits: float, *, launch: tuple[int, int, int] = (8, 2, 1), tokens: int = 1, capability: int = 90
-) -> Machine:
-    """`launch`: warps, tiles, units a step."""
+    code: str, bits: float, *, launch: tuple[int, int, int] = (8, 2, 1), tokens: int = 1, capability: int = 90,
+    k: int | None = None,
+) -> Machine:  # fmt: skip
+    """`launch`: warps, tiles, units a step; the integers of `k` columns as Triton takes them, or any of whole steps."""
     four = round(4 * bits)
     config = TrellisConfig(warps=launch[0], tiles=launch[1], unroll=launch[2])
     vector = math.gcd(four * groups_of(four) // 4, 4)
-    given = trellis_constants(code, four, vector, config, tokens, launch[0] * launch[2]) | {
-        "PDL": capability >= 90
-    }
+    units, integers = launch[0] * launch[2], {}
+    if k is not None:  # Triton compiles anew for an integer that is 1 or a multiple of 16
+        units = -(-k // (64 * groups_of(four)))
+        integers = {"M": tokens, "units": units, "sections": padded_columns(k) // SECTION, "rows": 16}
+    given = trellis_constants(code, four, vector, config, tokens, units) | {"PDL": capability >= 90}
+    given |= {name: 1 for name, value in integers.items() if value == 1}
     pointers = dict.fromkeys(("units", "rows", "sections"), "i32")
-    pointers |= {"x_ptr": "*i8", "scales_ptr": "*fp32", "words_ptr": "*i32", "y_ptr": "*fp32"}
-    absent = () if given["FIXED"] else ("scales_ptr",)
+    pointers |= {"words_ptr": "*i32", "y_ptr": "*fp32", "x_ptr": "*i8" if given["FIXED"] else "*fp16"}
     return compile_kernel(
-        byte_sum_kernel, given, capability=capability, pointers=pointers, absent=absent, warps=launch[0]
-    )
+        byte_sum_kernel, given, capability=capability, pointers=pointers | {"scales_ptr": "*fp32"}, warps=launch[0],
+        absent=() if given["FIXED"] else ("scales_ptr",),
+        aligned=tuple(name for name, value in integers.items() if value % 16 == 0),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(("code", "bits"), TRELLIS_CEILING)
@@ -253,14 +240,73 @@ def test_no_trellis_launch_spills(code: str, bits: float, tokens: int) -> None:
     assert machine.stack == 0
 
 
-def test_expansion_compiles() -> None:
+Odd = tuple[
+    str, float, int, int, int, tuple[int, int, int] | None
+]  # code, bits, n, k, tokens, launch or the rule's
+ODD: list[Odd] = [
+    ("mul1", 2, 37, 200, 1, None),
+    ("mul1", 2.25, 37, 200, 5, None),  # a single unit
+    ("mul1", 8, 64, 1408, 16, None),
+    ("pair", 2, 8192, 256, 5, None),
+    ("pair", 2, 48, 11008, 9, None),
+    ("pair", 2, 80, 5120, 5, (16, 2, 4)),
+    ("3inst", 3.25, 37, 200, 1, None),
+    ("mul1", 2, 8192, 11072, 1, None),
+]
+EVERY_ODD: list[Odd] = [
+    (*kind, *shape, tokens, None)
+    for kind in [
+        *(("mul1", bits) for bits in (1, 2, 2.25, 2.5, 3.5, 4, 8)),
+        *(("pair", bits) for bits in (1, 2, 4, 8)),
+        *(("3inst", bits) for bits in (1, 2, 2.25, 3.5, 4, 8)),
+    ]
+    for shape in ((37, 200), (8192, 11072))
+    for tokens in (1, 5, 9, 16)
+]
+EVERY_ODD += [
+    (code, bits, 8192, 11072, tokens, launch)
+    for code, bits in (("mul1", 2), ("pair", 2), ("mul1", 4))
+    for launch in TRELLIS
+    for tokens in (1, 8, 16)
+    if launch[1] * tokens <= 32
+]
+
+
+@pytest.mark.parametrize(
+    ("code", "bits", "n", "k", "tokens", "launch"),
+    [*ODD, *(pytest.param(*case, marks=pytest.mark.slow) for case in EVERY_ODD if case not in ODD)],
+)
+def test_trellis_of_columns_that_are_no_whole_steps(
+    code: str, bits: float, n: int, k: int, tokens: int, launch: tuple[int, int, int] | None
+) -> None:
+    rule = trellis_config(code, bits, n, k, tokens, torch.device("cpu"))
+    chosen, groups = launch is None, groups_of(round(4 * bits))
+    launch = launch or (rule.warps, rule.tiles, rule.unroll)
+    assert -(-k // (64 * groups)) % (launch[0] * launch[2])  # some warps' units lie beyond the end
+    machine = trellis_machine(code, bits, launch=launch, tokens=tokens, k=k)
+    if chosen or tokens == 1:  # what the tuner tries for more tokens may spill; then it is not the fastest
+        assert machine.stack <= 16
+    assert machine.registers * launch[0] * 32 <= 65536
+    assert machine.barriers == 0
+    if (code, bits) in TRELLIS_CEILING and tokens == 1 and launch[:2] == (8, 2):
+        assert machine.inner / (64 * groups * launch[2]) < TRELLIS_CEILING[code, bits]
+
+
+@pytest.mark.parametrize("launch", [(16, 1, 8), (8, 1, 3)])
+def test_trellis_steps_that_would_cross_a_section_are_refused(launch: tuple[int, int, int]) -> None:
+    with pytest.raises(ValueError, match="no whole part of a section of 4096: fewer warps, or less unroll"):
+        trellis_machine("mul1", 2, launch=launch)
+
+
+@pytest.mark.parametrize("units", [{}, {"units": 1}], ids=str)
+def test_expansion_compiles(units: dict[str, int]) -> None:
     groups = groups_of(9)
     values = [values_asm("mul1", 9, group) for group in range(groups)]
     load, load_names = words_asm(9, 1, 0)
     constants = {
         "VALUES": tuple(text for text, _ in values), "VALUES_CONSTRAINTS": values[0][1], "LOAD": (load,),
         "LOAD_CONSTRAINTS": load_names, "STORE": STORE_FOUR_ASM, "STORE_CONSTRAINTS": STORE_FOUR_CONSTRAINTS, "COUNT": 9,
-        "V": 1, "J": groups, "W": 4,
+        "V": 1, "J": groups, "W": 4, **units,
     }  # fmt: skip
     pointers = {"words_ptr": "*i32", "out_ptr": "*fp16", "units": "i32", "columns": "i32"}
     machine = compile_kernel(expand_kernel, constants, capability=90, pointers=pointers, warps=4)
