@@ -4,7 +4,7 @@
 
 Kernels are compiled on the user's machine, for its GPU, by whatever compiler is installed there. One that is wrong or does
 not compile there is found while the model loads, its matrices are dequantized at every call instead, and the log says so.
-Costs one dequantized matrix and four products a kind: matrices of one format, width and shape run the same programs.
+Costs one dequantized matrix and five products a kind: matrices of one format, width and shape run the same programs.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,13 @@ try:
 except ImportError:  # no Triton, so nothing that it could fail to compile
     TritonError = type("TritonError", (Exception,), {})
 
-TOKENS = (1, 8, 24, 160)  # decode for one token and for several, tall, dequantize and multiply
+TOKENS = (
+    1,
+    8,
+    24,
+    40,
+    160,
+)  # decode for one token and for several; tall at each of its widths, or dequantize and multiply
 LIMIT = 2e-2  # bfloat16 rounds to 2e-3; a wrong index is of the order of 1
 
 
@@ -46,9 +52,11 @@ class KernelCheck:
             wanted = x.float() @ floats.T
             try:
                 y = multiply(x)
-            except TritonError as problem:
+            except torch.OutOfMemoryError:
+                raise
+            except (TritonError, RuntimeError) as problem:  # a launch that is refused is the latter
                 raise ValueError(
-                    f"the kernel for {name_of(weight)} codes does not compile for this machine "
+                    f"the kernel for {name_of(weight)} codes does not compile or start on this machine "
                     f"({type(problem).__name__}); please report it with the GPU and the versions of torch and triton"
                 ) from problem
             error = ((y.float() - wanted).norm() / wanted.norm().clamp(min=1e-30)).item()

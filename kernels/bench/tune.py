@@ -29,8 +29,8 @@ def layout_of(kind: str, bits: int, n: int, k: int) -> Any:
 
 
 def odd(kernel: str, k: int, setting: Setting) -> bool:
-    """Whether a kernel is compiled for its number of columns: a token in shared memory, blocks not shared evenly."""
-    return kernel == "decode" and (k % (256 * setting[0]) != 0 or len(setting) > 5)
+    """Whether a kernel is compiled for its number of columns: warps do not share the blocks evenly."""
+    return kernel == "decode" and k % (256 * setting[0]) != 0
 
 
 def own_kernel(kernel: str, setting: Setting) -> bool:

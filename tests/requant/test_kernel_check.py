@@ -41,15 +41,28 @@ def test_wrong_ones_do_not(random_weight, wrong) -> None:
     check(matrix, layout, weight)  # nothing was remembered
 
 
-def test_one_that_does_not_compile_is_refused(random_weight) -> None:
+@pytest.mark.parametrize(
+    "problem", [TritonError("registers"), RuntimeError("Triton Error [CUDA]: invalid argument")]
+)
+def test_one_that_does_not_run_is_refused(random_weight, problem: Exception) -> None:
     weight = random_weight(48, 64, kind="codebook")
 
     def fails(x: torch.Tensor) -> torch.Tensor:
-        raise TritonError("registers")
+        raise problem
 
-    with pytest.raises(ValueError, match="3-bit codebook codes does not compile") as found:
+    with pytest.raises(ValueError, match="3-bit codebook codes does not compile or start") as found:
         KernelCheck(torch.float32)(fails, kernel_layout(weight), weight)
-    assert isinstance(found.value.__cause__, TritonError)
+    assert found.value.__cause__ is problem
+
+
+def test_running_out_of_memory_is_no_fault_of_a_kernel(random_weight) -> None:
+    weight = random_weight(48, 64, kind="codebook")
+
+    def fails(x: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError
+
+    with pytest.raises(torch.OutOfMemoryError):
+        KernelCheck(torch.float32)(fails, kernel_layout(weight), weight)
 
 
 def test_what_runs_another_program_is_another_kind(random_weight) -> None:
