@@ -98,6 +98,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES))
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--bits", type=int, nargs="+", default=[2], help="beside bf16")
+    parser.add_argument("--bits-alone", action="store_true", help="no bf16: its row is another run's")
     parser.add_argument("--density", type=float, default=0.0, help="share of residuals")
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--new-tokens", type=int, default=128)
@@ -110,7 +111,7 @@ def main() -> None:
     started, rows = time.monotonic(), []
     for shape in args.shapes:
         base: dict[int, Speed] = {}
-        for bits in (None, *args.bits):
+        for bits in (*(() if args.bits_alone else (None,)), *args.bits):
             name = "bf16" if bits is None else f"{bits}-bit, head 4-bit"
             if bits is not None and args.density:
                 name += f", {args.density:.1%} sparse"
@@ -140,11 +141,12 @@ def main() -> None:
                     "compiled": args.compile,
                     "attention": "kernel" if args.attention else "sdpa",
                 } | speed.to_dict()
-                row["times_bf16"] = speed.decode_tokens_per_s / base[batch].decode_tokens_per_s
+                if not args.bits_alone:
+                    row["times_bf16"] = speed.decode_tokens_per_s / base[batch].decode_tokens_per_s
                 rows.append(row)
                 print(
                     f"{shape} {name} batch {batch}: {speed.decode_tokens_per_s:.0f} tokens/s, {speed.ms_per_step:.3f} ms, "
-                    f"{row['times_bf16']:.2f} x, prefill {speed.prefill_tokens_per_s:.0f}, graph {speed.graph}", flush=True,
+                    f"{row.get('times_bf16', 0):.2f} x, prefill {speed.prefill_tokens_per_s:.0f}, graph {speed.graph}", flush=True,
                 )  # fmt: skip
                 about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
                 args.out.write_text(json.dumps({"about": about, "rows": rows}, indent=1))

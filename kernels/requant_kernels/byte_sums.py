@@ -38,7 +38,7 @@ from requant_kernels.rings import TrellisLayout
 from requant_kernels.sections import SECTION
 from requant_kernels.tuning import TrellisConfig
 
-SHARED_SUM = False  # True: the sum over the warps in assembly, four barriers fewer; never run on a GPU
+MOST_SHARED = 32768  # bytes that the sum over the warps may take; above it Triton's own, which has four barriers more
 
 
 @triton.jit
@@ -236,7 +236,9 @@ def constants(
             "fewer warps, or less unroll, in powers of two"
         )
     results = sums // 2 if fixed else sums
-    reduce, reduce_names = reduce_asm(config.warps, results) if SHARED_SUM else (None, None)
+    reduce, reduce_names = None, None
+    if 128 * config.warps * results <= MOST_SHARED:
+        reduce, reduce_names = reduce_asm(config.warps, results)
     return {
         "SUM": text, "SUM_CONSTRAINTS": names, "LOADS": tuple(t for t, _ in loads), "LOAD_CONSTRAINTS": loads[0][1],
         "XLOADS": tuple(activations_asm(64 * wide * i + 16 * j)[0] for i in at for j in range(wide)),

@@ -164,7 +164,7 @@ def main() -> None:
         values = naive.trellis_values(layout)
         assert torch.equal(expand(layout, asm=True).double(), values), f"{code} {bits}: the expansion"
         x, padded = torch.randn(m, k).half(), -(-k // 16) * 16
-        byte_sums_module.SHARED_SUM = bits != 2 or code == "pair"  # Triton's own sum too
+        byte_sums_module.MOST_SHARED = 32768 if bits != 2 or code == "pair" else 0  # Triton's own sum too
         if code == "3inst":
             turned = torch.nn.functional.pad(x, (0, padded_columns(k) - k))
             HELD.append(turned)

@@ -212,7 +212,8 @@ def trellis_machine(
 def test_trellis_instructions_a_weight(
     code: str, bits: float, shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(byte_sums, "SHARED_SUM", shared)
+    if not shared:
+        monkeypatch.setattr(byte_sums, "MOST_SHARED", 0)
     unroll = 2 if bits == 2 else 1
     machine = trellis_machine(code, bits, launch=(8, 2, unroll))
     assert machine.stack == 0

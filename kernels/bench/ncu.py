@@ -1,8 +1,8 @@
 """One launch of every kernel between the profiler's start and stop, for Nsight Compute.
 
     ncu --profile-from-start off --clock-control none --section SpeedOfLight --section WarpStateStats \
-        --section SchedulerStats --csv --page details python kernels/bench/profile.py 8192x8192 --out FILE > ncu.csv
-    python kernels/bench/profile.py --read ncu.csv
+        --section SchedulerStats --csv --page details python kernels/bench/ncu.py 8192x8192 --out FILE > ncu.csv
+    python kernels/bench/ncu.py --read ncu.csv
 
 `--read` prints a line a kernel: microseconds, percent of DRAM and of issue slots, and what warps wait for most. Caches are
 cold, as ncu flushes them.
