@@ -146,7 +146,8 @@ def main() -> None:
                 rows.append(row)
                 print(
                     f"{shape} {name} batch {batch}: {speed.decode_tokens_per_s:.0f} tokens/s, {speed.ms_per_step:.3f} ms, "
-                    f"{row.get('times_bf16', 0):.2f} x, prefill {speed.prefill_tokens_per_s:.0f}, graph {speed.graph}", flush=True,
+                    f"{row.get('times_bf16', 0):.2f} x, prefill {speed.prefill_tokens_per_s:.0f}, graph {speed.graph}",
+                    flush=True,
                 )  # fmt: skip
                 about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
                 args.out.write_text(json.dumps({"about": about, "rows": rows}, indent=1))

@@ -117,10 +117,12 @@ def decode_config(layout: Layout, tokens: int, device: torch.device) -> DecodeCo
 
 
 def distance_of(kind: str, bits: int, width: int) -> tuple[int, bool]:
-    """`unroll` and `ahead` of the rule: residuals need registers, so either words or activations are further ahead."""
-    if "+" not in kind or (width == 1 and bits <= 3):
-        return 1, True
-    return (3 if kind.startswith("grid") and bits <= 3 and width <= 8 else 2), False
+    """`unroll` and `ahead` of the rule: registers hold either words or activations of further blocks."""
+    if width == 16 or bits > 4:
+        return (1, True) if "+" not in kind else (2, False)
+    if kind.startswith("grid") and bits <= 3:
+        return 3, False
+    return (2, True) if kind == "grid" else (2, False)
 
 
 def registers_of(kind: str, bits: int, width: int) -> int:
@@ -137,9 +139,10 @@ def _config(kind: str, bits: int, n: int, k: int, width: int, device: torch.devi
     found = measured(properties.name).get(setting_name("decode", kind, bits, n, k, width))
     if found is not None:
         return replace(decode_setting(found), pdl=pdl)
-    warps = 4  # small matrices: more warps a tile, so that every multiprocessor has some
+    # all at once, about 16 a multiprocessor: fewer warps a tile have less to add up, but more residuals each
+    warps = 1 if "+" not in kind else 2 if width == 1 else 4
     most = 16 if registers else 8  # 16 warps have 128 registers each
-    while warps < most and tiles * warps < 12 * properties.multi_processor_count and 2 * warps <= blocks:
+    while warps < most and tiles * warps < 11 * properties.multi_processor_count and 2 * warps <= blocks:
         warps *= 2
     unroll, ahead = distance_of(kind, bits, width)
     return DecodeConfig(warps=warps, unroll=unroll, ahead=ahead, pdl=pdl, max_registers=registers)

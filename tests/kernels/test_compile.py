@@ -103,10 +103,10 @@ def chosen_launches() -> list[tuple[str, int, tuple[int, ...], bool, int]]:
     """Every launch of the decode kernel that the table or the rule can choose, up to 4 bits."""
     found = set()
     for kind, bits, warps, sparse, tokens in product(
-        ("grid", "codebook"), (2, 3, 4), (4, 8, 16), (False, True), (1, 8, 16)
+        ("grid", "codebook"), (2, 3, 4), (1, 2, 4, 8, 16), (False, True), (1, 8, 16)
     ):
         registers = registers_of(kind, bits, tokens)
-        if warps < 16 or registers:
+        if (warps < 16 or registers) and not (sparse and warps < (2 if tokens == 1 else 4)):
             distance = map(int, distance_of(kind + "+s" * sparse, bits, tokens))
             found.add((kind, bits, (warps, 1, *distance, registers), sparse, tokens))
     for table in json.loads(TABLE.read_text()).values():

@@ -40,8 +40,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch, name: str) -> torch.device:
 def test_the_rule_fills_every_gpu(monkeypatch: pytest.MonkeyPatch, name: str, n: int, k: int) -> None:
     device = pretend(monkeypatch, name)
     decode = tuning._config("grid", 4, n, k, 1, device)
-    assert decode.warps in (4, 8, 16) and decode.pdl == (name == "H100")
-    wanted = 12 * GPUS[name][0]
+    assert decode.warps in (1, 2, 4, 8, 16) and decode.pdl == (name == "H100")
+    wanted = 11 * GPUS[name][0]
     assert -(-n // 16) * decode.warps >= min(wanted, -(-n // 16) * 16) or 2 * decode.warps > -(-k // 256)
     tall = tuning.tall_config("grid", 4, n, k, 64, device)
     assert 1 <= tall.split <= max(1, -(-k // 256)) and (tall.stages + 1) * 64 * 512 <= GPUS[name][2]
@@ -91,7 +91,7 @@ def test_the_table_holds_settings() -> None:
             n, k = map(int, shape.split("x"))
             assert tuning.setting_name(kernel, kind, float(bits), n, k, int(width)) == name
             assert len(setting) == lengths[kernel] and all(isinstance(value, int) for value in setting)
-            assert setting[1 if kernel == "hopper" else 0] in (2, 4, 8, 16)  # warps
+            assert setting[1 if kernel == "hopper" else 0] in (1, 2, 4, 8, 16)  # warps
 
 
 def test_names_and_widths_are_those_of_the_lookup() -> None:
