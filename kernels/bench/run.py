@@ -64,7 +64,7 @@ class Bench:
         self, name: str, n: int, k: int, m: int, bits: float, calls: Sequence[Callable[[], object]], error: float | None
     ) -> float:  # fmt: skip
         """Time one kernel at one shape."""
-        timing = cold_time(calls)
+        timing = min((cold_time(calls) for _ in range(2)), key=lambda found: found.median)
         base = self.base.get((n, k, m), timing.median)
         self.rows.append(
             {"kernel": name, "n": n, "k": k, "m": m, "bits_per_weight": bits, "us": timing.median, "low": timing.low,
@@ -79,7 +79,8 @@ class Bench:
     def save(self) -> None:
         about = {
             "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
-            "method": "CUDA graph over weight copies of more than 4 x L2, programmatic dependent launch, median of 11",
+            "method": "CUDA graph over weight copies of more than 4 x L2, programmatic dependent launch, the lower of two "
+            "medians of 11",
         }  # fmt: skip
         self.out.write_text(json.dumps({"about": about, "rows": self.rows}, indent=1))
 
@@ -95,6 +96,7 @@ class Bench:
             self.base[n, k, m] = min(row["us"] for row in self.rows[first:])  # type: ignore[type-var]
             for row in self.rows[first:]:
                 row["ratio"] = self.base[n, k, m] / row["us"]  # type: ignore[operator]
+        torch.cuda.empty_cache()  # the first format in the memory of these matrices ran up to a quarter slower
 
     def ours(self, kind: str, bits: float, density: float, n: int, k: int, tokens: tuple[int, ...]) -> None:
         """One format at one shape, gated by float64 of the first 2048 rows."""

@@ -56,6 +56,8 @@ def models(data: dict[str, Any]) -> None:
         f"\nWhole models, random weights of the shape, {first['prompt_tokens']} tokens of prompt and {first['new_tokens']} "
         f"written, one CUDA graph a step; {data['about']['device']}.\n"
     )
+    if "runs" in data["about"]:
+        print(f"Runs: {data['about']['runs']}.\n")
     print(
         "| shape | weights | sequences | step | tokens/s | times bf16 | ms a step | prefill tokens/s | memory of weights |"
     )

@@ -118,11 +118,16 @@ def decode_config(layout: Layout, tokens: int, device: torch.device) -> DecodeCo
 
 def distance_of(kind: str, bits: int, width: int) -> tuple[int, bool]:
     """`unroll` and `ahead` of the rule: registers hold either words or activations of further blocks."""
-    if width == 16 or bits > 4:
-        return (1, True) if "+" not in kind else (2, False)
-    if kind.startswith("grid") and bits <= 3:
-        return 3, False
-    return (2, True) if kind == "grid" else (2, False)
+    if kind == "grid" and width == 1 and bits <= 4:
+        return (3, False) if bits <= 3 else (2, True)
+    if "+" not in kind or (width == 1 and bits <= 3 and kind == "codebook+s"):
+        return 1, True
+    return (3 if kind.startswith("grid") and bits <= 3 and width <= 8 else 2), False
+
+
+def least_warps(kind: str, width: int) -> int:
+    """The fewest warps a tile of the rule: residuals, levels and more tokens are work for several."""
+    return 4 if kind.startswith("codebook") or width > 1 else 2 if "+" in kind else 1
 
 
 def registers_of(kind: str, bits: int, width: int) -> int:
@@ -139,8 +144,7 @@ def _config(kind: str, bits: int, n: int, k: int, width: int, device: torch.devi
     found = measured(properties.name).get(setting_name("decode", kind, bits, n, k, width))
     if found is not None:
         return replace(decode_setting(found), pdl=pdl)
-    # all at once, about 16 a multiprocessor: fewer warps a tile have less to add up, but more residuals each
-    warps = 1 if "+" not in kind else 2 if width == 1 else 4
+    warps = least_warps(kind, width)  # all run at once, about 16 a multiprocessor
     most = 16 if registers else 8  # 16 warps have 128 registers each
     while warps < most and tiles * warps < 11 * properties.multi_processor_count and 2 * warps <= blocks:
         warps *= 2
@@ -262,7 +266,10 @@ def trellis_config(code: str, bits: float, n: int, k: int, width: int, device: t
         found = measured(name).get(setting_name("trellis", code, bits, n, k, width))
         if found is not None:
             return TrellisConfig(warps=found[0], tiles=found[1], unroll=found[2])
-    small, whole = n <= 2048, bits == int(bits)  # at quarters of a bit a unit is up to four groups
+    small, whole = (
+        n <= (4096 if k >= 8192 else 2048),
+        bits == int(bits),
+    )  # at quarters of a bit a unit is up to four groups
     return TrellisConfig(
         warps=16 if small else 8,
         tiles=1 if small or width > 8 or bits > 4 else 2,

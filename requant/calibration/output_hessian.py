@@ -5,8 +5,8 @@
 where g_t is the gradient of the summed loss at the linear's output for token t. With the inputs' H = mean_t x_t x_t', the
 Kronecker product of G and H approximates the curvature of the loss in the weight (Tseng et al. 2025, "YAQA", arXiv
 2505.22988, their first sketch): an error E costs about tr(G E H E') / 2 a token. The loss is that of next tokens which the
-model draws itself, whose gradients make the Fisher matrix, the curvature of the KL divergence; those of the text's own
-tokens, weighted by how much they surprise the model, cost 1 to 2 % more KL at 3 and 4 bits (eval/LOG.md).
+model draws itself, whose gradients make the Fisher matrix, the curvature of the KL divergence. With those of the text's
+own tokens, codes have 1 to 2.5 % more KL on one text and as much on another (eval/LOG.md).
 """
 
 from collections.abc import Sequence

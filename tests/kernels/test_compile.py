@@ -22,7 +22,8 @@ from requant_kernels.residuals import finish_kernel  # noqa: E402
 from requant_kernels.sections import SECTION, section_kernel, turn_asm  # noqa: E402
 from requant_kernels.tall import multiply_kernel  # noqa: E402
 from requant_kernels.trellis import expand_kernel  # noqa: E402
-from requant_kernels.tuning import TABLE, TrellisConfig, distance_of, registers_of, trellis_config  # noqa: E402
+from requant_kernels.tuning import TABLE, TrellisConfig, distance_of, least_warps, registers_of  # noqa: E402
+from requant_kernels.tuning import trellis_config as rule_of_trellis  # noqa: E402
 
 from .cases import Case, random_layout  # noqa: E402
 from .compile_offline import Machine, compile_kernel  # noqa: E402
@@ -106,8 +107,9 @@ def chosen_launches() -> list[tuple[str, int, tuple[int, ...], bool, int]]:
         ("grid", "codebook"), (2, 3, 4), (1, 2, 4, 8, 16), (False, True), (1, 8, 16)
     ):
         registers = registers_of(kind, bits, tokens)
-        if (warps < 16 or registers) and not (sparse and warps < (2 if tokens == 1 else 4)):
-            distance = map(int, distance_of(kind + "+s" * sparse, bits, tokens))
+        name = kind + "+s" * sparse
+        if (warps < 16 or registers) and warps >= least_warps(name, tokens):
+            distance = map(int, distance_of(name, bits, tokens))
             found.add((kind, bits, (warps, 1, *distance, registers), sparse, tokens))
     for table in json.loads(TABLE.read_text()).values():
         for name, setting in table.items():
@@ -127,7 +129,7 @@ FAST = {("grid", 3, (8, 1, 3, 0, 128), True, 8), ("grid", 3, (4, 1, 1, 1, 128), 
 )
 def test_no_launch_spills(kind: str, bits: int, launch: tuple[int, ...], sparse: bool, tokens: int) -> None:
     machine = decode_machine(kind, bits, launch=launch, sparse=sparse, tokens=tokens)
-    assert machine.stack <= 16  # four registers, outside of the loop: cheaper than fewer warps
+    assert machine.stack <= 24  # six registers, outside of the loop: measured the fastest all the same (8 warps, residuals)
     assert machine.registers * launch[0] * 32 <= 65536
 
 
@@ -234,7 +236,7 @@ def test_trellis_instructions_a_weight(
     ("code", "bits"), [("mul1", 2.75), ("mul1", 3.75), ("mul1", 8), ("pair", 4), ("3inst", 2.25)]
 )
 def test_no_trellis_launch_spills(code: str, bits: float, tokens: int) -> None:
-    rule = trellis_config(code, bits, 8192, 8192, tokens, torch.device("cpu"))
+    rule = rule_of_trellis(code, bits, 8192, 8192, tokens, torch.device("cpu"))
     machine = trellis_machine(
         code, bits, launch=(rule.warps, rule.tiles, rule.unroll), tokens=tokens, capability=80
     )
@@ -280,7 +282,7 @@ EVERY_ODD += [
 def test_trellis_of_columns_that_are_no_whole_steps(
     code: str, bits: float, n: int, k: int, tokens: int, launch: tuple[int, int, int] | None
 ) -> None:
-    rule = trellis_config(code, bits, n, k, tokens, torch.device("cpu"))
+    rule = rule_of_trellis(code, bits, n, k, tokens, torch.device("cpu"))
     chosen, groups = launch is None, groups_of(round(4 * bits))
     launch = launch or (rule.warps, rule.tiles, rule.unroll)
     assert -(-k // (64 * groups)) % (launch[0] * launch[2])  # some warps' units lie beyond the end
