@@ -30,8 +30,9 @@ from eval.common import (
 from requant.detach import global_top
 from requant.paper import iqr_outliers, requant_as_published
 from requant.quantizers import METHODS
+from requant.quantizing import gather, quantize_linears
 from requant.recipe import Detach, Sensitivity
-from requant.run import Run, Weights, gather, quantize_linears
+from requant.run import Run, Weights
 
 BITS = (4, 3, 2)
 

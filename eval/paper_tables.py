@@ -43,8 +43,9 @@ from requant.calibration.passes import gradient_pass, mean_loss
 from requant.detach import Masks, global_top
 from requant.diagnosis import diagnose
 from requant.paper import OUTLIER_RULES, detach_places, detach_significant
+from requant.quantizing import quantize_linears
 from requant.recipe import Detach
-from requant.run import Run, Weights, loss, quantize_linears, scores
+from requant.run import Run, Weights, loss, scores
 from requant.sensitivity import QuantizedPath, Scores, signed_sum
 from requant.sensitivity.gradient import gradient_score
 from requant.sensitivity.pqi import NODES

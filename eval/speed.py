@@ -29,8 +29,9 @@ from requant.learnable import learnable
 from requant.options import BEST_SAMPLES, default_recipe
 from requant.pipeline import QuantizedModel, peak_memory, pick_device, prepare, quantize, start
 from requant.quantizers import METHODS
+from requant.quantizing import gather, quantize_linears
 from requant.recipe import Budget, Calibration, Evaluation, Recipe, to_dict
-from requant.run import Run, Weights, gather, quantize_linears
+from requant.run import Run, Weights
 from requant.sensitivity.scores import score
 from requant.training import computed, leaves_of, other_parameters, single_precision, train
 from requant.tuning import original_model

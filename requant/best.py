@@ -18,16 +18,10 @@ from collections.abc import Sequence
 from requant.calibration.statistics import collect
 from requant.learnable import Theta, learnable, weight_function, with_theta
 from requant.models import LinearSite
+from requant.outcomes import keep_outcome, kept_outcome
 from requant.quantizers import METHODS
-from requant.run import (
-    Run,
-    Weights,
-    chunks_that_fit,
-    gather,
-    keep_outcome,
-    kept_outcome,
-    quantize_linears,
-)
+from requant.quantizing import chunks_that_fit, gather, quantize_linears
+from requant.run import Run, Weights
 from requant.training import computed, leaves_of, other_parameters, rate_of, single_precision, train
 from requant.tuning import keep_others, original_model, split_windows
 

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from requant.detach import Masks, global_top, interquartile_range, largest_weights, outlier_shares
 from requant.formats import QuantizedWeight, detached_mask, in_8_bits, sparse_at
-from requant.run import Run, Weights, loss, quantize_linears, recipe_part, scores
+from requant.quantizing import quantize_linears
+from requant.run import Run, Weights, loss, recipe_part, scores
 from requant.workspace import digest
 
 

@@ -37,16 +37,11 @@ from requant.models import (
     load_tokenizer,
     resolve_source,
 )
+from requant.outcomes import keep_outcome, kept_outcome
 from requant.paper import requant_as_published
+from requant.quantizing import quantize_linears
 from requant.recipe import Recipe
-from requant.run import (
-    Run,
-    Weights,
-    fingerprint,
-    keep_outcome,
-    kept_outcome,
-    quantize_linears,
-)
+from requant.run import Run, Weights, fingerprint
 from requant.samples import Sample, write_samples
 from requant.sensitivity import originals
 from requant.text import SELF, Text, overlap, read_text, sample_self, spread, token_windows

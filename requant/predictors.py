@@ -46,7 +46,8 @@ from requant.quantizers.gptq import inverse_factor
 from requant.quantizers.kmeans import row_chunks
 from requant.quantizers.rtn import columns_of_group, fit_grid
 from requant.quantizers.trellis import feedback_factor
-from requant.run import Run, Weights, chunks_that_fit, gather, quantize_linears
+from requant.quantizing import chunks_that_fit, gather, quantize_linears
+from requant.run import Run, Weights
 from requant.sensitivity import signed_sum
 from requant.sensitivity.scores import score
 

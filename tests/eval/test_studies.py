@@ -17,8 +17,9 @@ from requant.formats import detached_mask
 from requant.models import find_linears
 from requant.paper import iqr_outliers
 from requant.quantizers import METHODS
+from requant.quantizing import quantize_linears
 from requant.recipe import Detach, Recipe
-from requant.run import Run, quantize_linears
+from requant.run import Run
 from requant.sensitivity import originals
 from requant.workspace import Workspace
 

@@ -129,7 +129,9 @@ FAST = {("grid", 3, (8, 1, 3, 0, 128), True, 8), ("grid", 3, (4, 1, 1, 1, 128), 
 )
 def test_no_launch_spills(kind: str, bits: int, launch: tuple[int, ...], sparse: bool, tokens: int) -> None:
     machine = decode_machine(kind, bits, launch=launch, sparse=sparse, tokens=tokens)
-    assert machine.stack <= 24  # six registers, outside of the loop: measured the fastest all the same (8 warps, residuals)
+    assert (
+        machine.stack <= 24
+    )  # six registers, outside of the loop: measured the fastest all the same (8 warps, residuals)
     assert machine.registers * launch[0] * 32 <= 65536
 
 

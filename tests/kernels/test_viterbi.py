@@ -1,4 +1,4 @@
-"""The Triton search against its torch twin: interpreted in a process of its own, and on a GPU."""
+"""The Triton search against its twin on the CPU: interpreted in a process of its own, and on a GPU."""
 
 import os
 import subprocess
@@ -7,12 +7,12 @@ import sys
 import pytest
 import torch
 
-from requant.quantizers.viterbi import _Walk, tail_biting_states
+from requant.quantizers.viterbi import plain_paths, tail_biting_states
 from requant.trellis_codes import CODES, code_values, step_bits
 
 INTERPRETED = """
 import torch
-from requant.quantizers.viterbi import _uneven_paths, _Walk
+from requant.quantizers.viterbi import plain_paths
 from requant.trellis_codes import code_values, step_bits
 from requant_kernels.viterbi import viterbi_paths
 
@@ -23,9 +23,7 @@ for name, bits in (("3inst", 2), ("pair", 2), ("mul1", 4), ("mul1", 2.25), ("mul
     targets = torch.randn(2, 8, values.shape[1], generator=torch.Generator().manual_seed(int(bits)))
     for pinned in (None, torch.tensor([5, 77])):
         found = viterbi_paths(targets, values, shifts=shifts, pinned=pinned)
-        if len(set(shifts)) == 1:
-            assert torch.equal(found, _Walk(values, shifts[0]).paths(targets, pinned=pinned)), (name, bits, pinned)
-        plain = _uneven_paths(targets, values=values, shifts=shifts, pinned=pinned)
+        plain = plain_paths(targets, values=values, shifts=shifts, pinned=pinned)
         assert torch.equal(found, plain), (name, bits, pinned)
 """
 
@@ -67,6 +65,6 @@ def test_gpu_walks_many_sequences() -> None:
     some = torch.tensor([0, 131, 299])
     errors = [
         (values[states] - targets[some]).square().sum((1, 2))
-        for states in (found[some], _Walk(values, 2).paths(targets[some], pinned=None))
+        for states in (found[some], plain_paths(targets[some], values=values, shifts=(2,), pinned=None))
     ]
     torch.testing.assert_close(errors[0], errors[1], rtol=1e-3, atol=0)

@@ -14,8 +14,8 @@ from requant.formats import detached_mask
 from requant.models import DEMO, find_linears
 from requant.pipeline import pick_device, prepare
 from requant.quantizers import METHODS
+from requant.quantizing import chunks_that_fit
 from requant.recipe import Calibration, Detach, Evaluation, Recipe, Sensitivity, load_recipe
-from requant.run import chunks_that_fit
 from requant.saving import result_rows
 from requant.workspace import Workspace
 
@@ -144,7 +144,7 @@ def test_a_skipped_matrix_stays_as_it_is(run, tmp_path: Path) -> None:
 
 def test_statistics_in_chunks_give_the_same_bytes(run, tmp_path: Path, monkeypatch) -> None:
     whole = run().save(tmp_path / "whole")
-    monkeypatch.setattr("requant.run.free_memory", lambda device: 1)  # a chunk a block
+    monkeypatch.setattr("requant.quantizing.free_memory", lambda device: 1)  # a chunk a block
     result = run()
     assert sha256(result.save(tmp_path / "parts")) == sha256(whole)
 
@@ -157,7 +157,7 @@ def test_chunks_hold_whole_blocks(run, monkeypatch) -> None:
     context = start(prepared, RECIPE, workspace=Workspace(None), quiet=True)
     needs = frozenset({"fisher"})
     assert [len(chunk) for chunk in chunks_that_fit(context, prepared.sites, needs)] == [14]
-    monkeypatch.setattr("requant.run.free_memory", lambda device: 1)
+    monkeypatch.setattr("requant.quantizing.free_memory", lambda device: 1)
     assert [{s.block for s in chunk} for chunk in chunks_that_fit(context, prepared.sites, needs)] == [
         {0},
         {1},

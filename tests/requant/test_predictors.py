@@ -18,8 +18,8 @@ from requant.predictors import (
 )
 from requant.quantizers import METHODS
 from requant.quantizers.trellis import feedback_factor
+from requant.quantizing import quantize_linears
 from requant.recipe import Calibration, Evaluation, Recipe, from_dict
-from requant.run import quantize_linears
 from requant.workspace import Workspace
 
 SLOW = {"trellis": pytest.mark.slow}

@@ -9,8 +9,9 @@ from requant.errors import RecipeError
 from requant.learnable import learnable, weight_function, with_theta
 from requant.pipeline import prepare, start
 from requant.quantizers import METHODS
+from requant.quantizing import quantize_linears
 from requant.recipe import Calibration, Evaluation, Recipe, Tuning
-from requant.run import Run, quantize_linears
+from requant.run import Run
 from requant.tuning import tune
 from requant.workspace import Workspace
 

@@ -145,12 +145,15 @@ def cheapest_by_definition(targets: torch.Tensor, values: torch.Tensor, shift: i
     return float(total.min())
 
 
-@pytest.mark.parametrize(("name", "bits"), [("mul1", 1), ("3inst", 2), ("mul1", 3), ("pair", 2), ("mul1", 5)])
+@pytest.mark.parametrize(
+    ("name", "bits"),
+    [("mul1", 1), ("3inst", 2), ("mul1", 3), ("pair", 2), ("mul1", 5), ("pair", 3), ("mul1", 8)],
+)
 def test_walk_is_the_cheapest(name: str, bits: int) -> None:
     values = code_values(name)
     vector = CODES[name].weights_per_step
     targets = torch.randn(2, 13, vector, generator=torch.Generator().manual_seed(bits))
-    states = viterbi._Walk(values, bits * vector).paths(targets, pinned=None)
+    states = viterbi.plain_paths(targets, values=values, shifts=(bits * vector,), pinned=None)
     assert torch.equal(states[:, 1:] >> bits * vector, states[:, :-1] & (STATES >> bits * vector) - 1)
     for sequence, path in zip(targets, states, strict=True):
         found = (values[path] - sequence).double().square().sum()
