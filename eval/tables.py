@@ -333,10 +333,13 @@ def speed_table(results: Path) -> str:
             found = gpu[key].get("gauss2", gpu[key])
             times = f"{_memory(found)}, {found['peak_in_bf16_models']:.1f} x the model"
             rows.append([what, gpu["device"], _seconds(found), times, target])
-    if "best_run" in gpu:
-        samples = gpu["best_run"]["recipe"]["calibration"]["num_samples"]
-        what = f"bench-32m, 2 bits, mode `best`, {samples} x 1024 tokens, 4 x 225 steps"
-        rows.append([what, gpu["device"], _seconds(gpu["best_run"]), _memory(gpu["best_run"]), "180 s"])
+    for found, target in ((gpu, "180 s"), (cpu, "1800 s")):
+        if "best_run" in found:
+            run = found["best_run"]
+            samples, steps = run["recipe"]["calibration"]["num_samples"], run["recipe"]["tuning"]["steps"]
+            training = f"4 x {steps} steps" if steps else "codes without training"
+            what = f"bench-32m, 2 bits, mode `best`, {samples} x 1024 tokens, {training}"
+            rows.append([what, found["device"], _seconds(run), _memory(run), target])
     if "large_best" in gpu:
         found = gpu["large_best"]
         what = f"1B shape, mode `best`, computed from a block, a step ({found['a step']:.2f} s) and the statistics"

@@ -40,7 +40,7 @@ QUANTIZER_SECONDS = {  # per weight: one CPU core, one H200; measured on bench-3
     "lut": (8e-6, 2e-7),
     "gptq": (4e-7, 2e-7),
     "awq": (5e-7, 4e-8),
-    "trellis": (1e-4, 4e-7),
+    "trellis": (6e-5, 4e-7),
 }
 FORWARDS = {"original": 1, "quantized": 2, "corrected": 7}  # whole passes, for the Hessians of all matrices
 
