@@ -32,6 +32,10 @@ class SharedLengthLayer(StaticLayer):
         self.values.index_copy_(2, place, value_states)
         return self.keys, self.values
 
+    def get_seq_length(self) -> Any:
+        """The length, not what can be counted: slots behind it may hold what a step left that was taken back."""
+        return self.cumulative_length if self.is_initialized else 0
+
 
 class SharedLengthCache(StaticCache):
     """Room for `length` tokens in every block."""
@@ -40,6 +44,11 @@ class SharedLengthCache(StaticCache):
         super().__init__(config=config, max_cache_len=length)
         self.length = torch.zeros((), dtype=torch.int64, device=device)
         self.layers = [SharedLengthLayer(length, self.length) for _ in self.layers]
+
+    def reset(self) -> None:
+        """Forget all tokens; the tensors stay where they are."""
+        super().reset()
+        self.length.zero_()  # not every release of transformers resets what its own layers do not have
 
     def add(self, tokens: int) -> None:
         """So many tokens of every sequence have gone through the model."""

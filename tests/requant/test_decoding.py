@@ -20,6 +20,10 @@ def test_a_static_cache_changes_nothing(tiny_model, name: str) -> None:
         static._restore(*before)
     for _ in range(6):
         assert torch.allclose(plain.step(), static.step(), atol=1e-5)
+    static.cache.reset()
+    assert int(static.cache.length) == 0
+    plain.reset()
+    assert torch.allclose(plain.prompt(tokens), static.prompt(tokens), atol=1e-5)
 
 
 @pytest.mark.parametrize("v", [1, 7, 32000, 50257, 128256])
