@@ -59,7 +59,7 @@ class Decoder:
             return
         self.cache: Any = None
         if self.wants_graph:
-            self.cache = static_cache(self.model.config, self.length, self.device)
+            self.cache = static_cache(self.model, self.length)
         if self.cache is None:
             self.wants_graph = False
             self.cache = DynamicCache(config=self.model.config)

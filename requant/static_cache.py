@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig, StaticCache
+from transformers import PretrainedConfig, PreTrainedModel, StaticCache
 from transformers.cache_utils import StaticLayer
 
 
@@ -55,9 +55,13 @@ class SharedLengthCache(StaticCache):
         self.length.add_(tokens)
 
 
-def static_cache(config: PretrainedConfig, length: int, device: torch.device) -> SharedLengthCache | None:
-    """A cache whose step can be captured, or None where a layer is no plain static one (sliding windows)."""
-    plain = StaticCache(config=config, max_cache_len=length)
-    if any(type(layer) is not StaticLayer for layer in plain.layers):
+def static_cache(model: PreTrainedModel, length: int) -> SharedLengthCache | None:
+    """A cache whose step can be captured, or None where a layer is no plain static one (sliding windows).
+
+    None too for a model on several devices: its layers cannot share one length, nor a graph.
+    """
+    plain = StaticCache(config=model.config, max_cache_len=length)
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) > 1 or any(type(layer) is not StaticLayer for layer in plain.layers):
         return None
-    return SharedLengthCache(config, length, device)
+    return SharedLengthCache(model.config, length, torch.device(model.device))

@@ -12,7 +12,7 @@ def test_a_static_cache_changes_nothing(tiny_model, name: str) -> None:
     """What a graph replays: steps on a static cache, whose lengths were taken back after warming up."""
     model, tokens = tiny_model(name), torch.randint(0, 256, (3, 9))
     plain, static = Decoder(model, length=24), Decoder(model, length=24)
-    static.cache = static_cache(model.config, 24, torch.device("cpu"))
+    static.cache = static_cache(model, 24)
     assert torch.allclose(plain.prompt(tokens), static.prompt(tokens), atol=1e-5)
     before = static.cache.length.clone(), static.tokens.clone(), static.logits.clone()
     for _ in range(3):
@@ -30,6 +30,13 @@ def test_a_static_cache_changes_nothing(tiny_model, name: str) -> None:
 def test_the_likeliest_token_is_found_by_parts(v: int) -> None:
     logits = torch.randn(3, v)
     assert torch.equal(likeliest(logits), logits.argmax(-1, keepdim=True))
+
+
+def test_a_model_on_several_devices_has_no_static_cache(tiny_model) -> None:
+    model = tiny_model("llama")
+    assert static_cache(model, 20) is not None
+    model.lm_head.to("meta")
+    assert static_cache(model, 20) is None
 
 
 def test_steps_are_those_of_the_whole_text(tiny_model) -> None:
