@@ -6,7 +6,7 @@ where g_t is the gradient of the summed loss at the linear's output for token t.
 Kronecker product of G and H approximates the curvature of the loss in the weight (Tseng et al. 2025, "YAQA", arXiv
 2505.22988, their first sketch): an error E costs about tr(G E H E') / 2 a token. The loss is that of next tokens which the
 model draws itself, whose gradients make the Fisher matrix, the curvature of the KL divergence. With those of the text's
-own tokens, codes have 1 to 2.5 % more KL on one text and as much on another (eval/LOG.md).
+own tokens, codes have 1 to 2.5 % more KL on one text and the same on another (eval/LOG.md).
 """
 
 from collections.abc import Sequence
