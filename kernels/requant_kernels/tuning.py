@@ -22,6 +22,7 @@ DECODE_TOKENS = 16  # the decode kernel's most
 TALL_TOKENS = 128  # beyond it, dequantize and multiply
 HOPPER_TOKENS = 512  # the same, where the tall kernel is the one of Hopper
 logger = logging.getLogger(__name__)
+NUMBERS = {"decode": 5, "tall": 3, "hopper": 5, "trellis": 3}  # of a setting, by kernel
 TABLE = Path(__file__).with_name("measured.json")
 CACHE_VARIABLE = "REQUANT_KERNEL_CACHE"
 HOPPER_VARIABLE = "REQUANT_HOPPER"
@@ -76,10 +77,20 @@ def read_table(file: Path) -> dict[str, dict[str, list[int]]]:
         table = json.loads(file.read_text())
     except ValueError:
         table = None
-    if not isinstance(table, dict) or not all(isinstance(mine, dict) for mine in table.values()):
+    if not isinstance(table, dict) or not all(_holds_settings(mine) for mine in table.values()):
         logger.warning("%s is damaged and not used; delete it, and measure again", file)
         return {}
     return table
+
+
+def _holds_settings(mine: object) -> bool:
+    """Whether these are settings by name, each with as many numbers as its kernel takes."""
+    return isinstance(mine, dict) and all(
+        isinstance(setting, list)
+        and all(isinstance(number, int) for number in setting)
+        and len(setting) == NUMBERS.get(name.split(" ")[0])
+        for name, setting in mine.items()
+    )
 
 
 def forget() -> None:

@@ -84,7 +84,7 @@ def test_the_cache_comes_before_the_table(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def test_the_table_holds_settings() -> None:
-    lengths = {"decode": 5, "tall": 3, "hopper": 5, "trellis": 3}
+    lengths = tuning.NUMBERS
     for table in json.loads(tuning.TABLE.read_text()).values():
         for name, setting in table.items():
             kernel, kind, bits, shape, width = name.split()
@@ -125,7 +125,17 @@ def test_every_candidate_is_a_launch_for_some_shape() -> None:
         )
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"H100": 3}', ""])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        '{"H100": 3}',
+        "",
+        '{"H100": {"decode grid 2 8x8 1": [1, 1, 1, 1, 128, 1]}}',
+        '{"H100": {"tall a": "abc"}}',
+    ],
+)
 def test_a_damaged_cache_is_said_and_not_used(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str
 ) -> None:
