@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from requant.models import SIBLINGS
 from requant.serving import KernelLinear, Sibling, Siblings
-from requant.throughput import Speed, measure
+from requant.throughput import measure
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": {
@@ -98,7 +98,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES))
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--bits", type=int, nargs="+", default=[2], help="beside bf16")
-    parser.add_argument("--bits-alone", action="store_true", help="no bf16: its row is another run's")
+    parser.add_argument("--base", type=Path, help="JSON of another run, whose bf16 rows are taken, not timed again")
     parser.add_argument("--density", type=float, default=0.0, help="share of residuals")
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--new-tokens", type=int, default=128)
@@ -108,10 +108,11 @@ def main() -> None:
     )
     parser.add_argument("--seconds", type=float, default=1e9, help="stop starting new rows after this long")
     args = parser.parse_args()
-    started, rows = time.monotonic(), []
+    started, rows = time.monotonic(), json.loads(args.base.read_text())["rows"] if args.base else []
+    rows = [row for row in rows if row["name"] == "bf16" and row["shape"] in args.shapes and "failed" not in row]
     for shape in args.shapes:
-        base: dict[int, Speed] = {}
-        for bits in (*(() if args.bits_alone else (None,)), *args.bits):
+        base = {row["batch"]: row["decode_tokens_per_s"] for row in rows if row["shape"] == shape}
+        for bits in (*(() if args.base else (None,)), *args.bits):
             name = "bf16" if bits is None else f"{bits}-bit, head 4-bit"
             if bits is not None and args.density:
                 name += f", {args.density:.1%} sparse"
@@ -135,19 +136,17 @@ def main() -> None:
                     )
                     print(rows[-1], file=sys.stderr, flush=True)
                     continue
-                base.setdefault(batch, speed)
+                base.setdefault(batch, speed.decode_tokens_per_s)
                 row = {
                     "shape": shape,
                     "compiled": args.compile,
                     "attention": "kernel" if args.attention else "sdpa",
                 } | speed.to_dict()
-                if not args.bits_alone:
-                    row["times_bf16"] = speed.decode_tokens_per_s / base[batch].decode_tokens_per_s
+                row["times_bf16"] = speed.decode_tokens_per_s / base[batch]
                 rows.append(row)
                 print(
                     f"{shape} {name} batch {batch}: {speed.decode_tokens_per_s:.0f} tokens/s, {speed.ms_per_step:.3f} ms, "
-                    f"{row.get('times_bf16', 0):.2f} x, prefill {speed.prefill_tokens_per_s:.0f}, graph {speed.graph}",
-                    flush=True,
+                    f"{row['times_bf16']:.2f} x, prefill {speed.prefill_tokens_per_s:.0f}, graph {speed.graph}", flush=True,
                 )  # fmt: skip
                 about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
                 args.out.write_text(json.dumps({"about": about, "rows": rows}, indent=1))

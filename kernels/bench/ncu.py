@@ -1,16 +1,16 @@
-"""One launch of every kernel between the profiler's start and stop, for Nsight Compute.
+"""One launch of every kernel between the profiler's start and stop, for Nsight Compute, and its answer as JSON.
 
     ncu --profile-from-start off --clock-control none --section SpeedOfLight --section WarpStateStats \
-        --section SchedulerStats --csv --page details python kernels/bench/ncu.py 8192x8192 --out FILE > ncu.csv
-    python kernels/bench/ncu.py --read ncu.csv
+        --section SchedulerStats --csv --page details python kernels/bench/ncu.py 8192x8192 --launches names.json > ncu.csv
+    python kernels/bench/ncu.py --read ncu.csv --launches names.json --out eval/results/ncu-h200.json
 
-`--read` prints a line a kernel: microseconds, percent of DRAM and of issue slots, and what warps wait for most. Caches are
-cold, as ncu flushes them.
+Caches are cold, as ncu flushes them. `table.py` prints the JSON as a table.
 """
 
 import argparse
 import csv
 import io
+import json
 from pathlib import Path
 
 FORMATS = (
@@ -18,22 +18,21 @@ FORMATS = (
     ("mul1", 2, 8), ("grid", 3, 64), ("codebook", 3, 64), ("grid", 3, 256),
 )  # fmt: skip
 METRICS = {
-    "Duration": "us",
-    "DRAM Throughput": "DRAM %",
-    "L2 Cache Throughput": "L2 %",
-    "Issue Slots Busy": "issue %",
-    "One or More Eligible": "eligible %",
-    "Warp Cycles Per Issued Instruction": "cycles an instruction",
+    "dram_percent": "DRAM Throughput",
+    "l2_percent": "L2 Cache Throughput",
+    "issued_percent": "One or More Eligible",
+    "cycles_an_instruction": "Warp Cycles Per Issued Instruction",
 }
+FIRST = ("decode_kernel", "section_kernel", "arrange_kernel")  # kernels that a multiplication begins with
 
 
-def launch(shapes: list[str], names: Path) -> None:
-    """Warm every kernel up, then launch it once inside the profiler's window; the order goes to `names`."""
+def launch(shapes: list[str], file: Path) -> None:
+    """Warm every kernel up, then launch it once inside the profiler's window; what it was goes to `file`."""
     import torch
     from formats import random_layout  # pyright: ignore[reportMissingImports]
     from requant_kernels import linear
 
-    lines = []
+    names = []
     for shape in shapes:
         n, k = map(int, shape.split("x"))
         for kind, bits, tokens in FORMATS:
@@ -45,25 +44,30 @@ def launch(shapes: list[str], names: Path) -> None:
             linear(x, layout)
             torch.cuda.synchronize()
             torch.cuda.profiler.stop()
-            lines.append(f"{shape} {kind} {bits} bits {tokens} tokens")
-    names.write_text("\n".join(lines))
+            names.append(f"{shape} {kind} {bits} bits {tokens} tokens")
+    about = {"device": torch.cuda.get_device_name(), "command": "kernels/bench/ncu.py"}
+    file.write_text(json.dumps({"about": about, "launches": names}))
 
 
-def read(file: Path) -> None:
-    """A line a launch, in order."""
-    text = file.read_text()
-    rows = list(csv.DictReader(io.StringIO(text[text.index('"ID"') :])))
-    for number in dict.fromkeys(row["ID"] for row in rows):
-        own = [row for row in rows if row["ID"] == number]
-        cells = [own[0]["Kernel Name"][:40]]
-        for metric, unit in METRICS.items():
-            found = [row for row in own if row["Metric Name"] == metric]
-            if found:
-                cells.append(
-                    f"{unit} {found[0]['Metric Value']}{' ' + found[0]['Metric Unit'] if unit == 'us' else ''}"
-                )
-        reasons = [row["Rule Description"] for row in own if row.get("Rule Name") == "CPIStall"]
-        print("; ".join(cells + [reason[:160] for reason in reasons[:1]]))
+def read(found: Path, launches: Path, out: Path) -> None:
+    """A row a kernel, in order, under the multiplication that it belongs to."""
+    data = json.loads(launches.read_text())
+    text, names, rows, rotations = found.read_text(), iter(data["launches"]), [], 0
+    lines = list(csv.DictReader(io.StringIO(text[text.index('"ID"') :])))
+    name = ""
+    for number in dict.fromkeys(line["ID"] for line in lines):
+        own = {line["Metric Name"]: line for line in lines if line["ID"] == number}
+        kernel = own["Duration"]["Kernel Name"].split("(")[0]
+        rotations += kernel == "section_kernel"  # before a trellis, and after it
+        if kernel in FIRST and (kernel != "section_kernel" or rotations % 2):
+            name = next(names)
+        values = {key: float(own[metric]["Metric Value"].replace(",", "")) for key, metric in METRICS.items()}
+        time = float(own["Duration"]["Metric Value"].replace(",", ""))
+        microseconds = time * {"ns": 1e-3, "us": 1.0, "ms": 1e3}[own["Duration"]["Metric Unit"]]
+        rows.append({"launch": name, "kernel": kernel, "us": microseconds, **values})
+    if next(names, None) is not None:
+        raise SystemExit(f"{found} holds fewer multiplications than {launches}")
+    out.write_text(json.dumps({"about": data["about"], "rows": rows}, indent=1))
 
 
 def main() -> None:
@@ -71,10 +75,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("shapes", nargs="*", default=["8192x8192"])
-    parser.add_argument("--out", type=Path, default=Path("launches.txt"), help="what was launched, in order")
-    parser.add_argument("--read", type=Path, help="print what ncu found")
+    parser.add_argument("--launches", type=Path, required=True, help="what was launched, in order")
+    parser.add_argument("--read", type=Path, help="what ncu printed")
+    parser.add_argument("--out", type=Path, default=Path("ncu.json"))
     args = parser.parse_args()
-    read(args.read) if args.read else launch(args.shapes, args.out)
+    if args.read:
+        read(args.read, args.launches, args.out)
+    else:
+        launch(args.shapes, args.launches)
 
 
 if __name__ == "__main__":

@@ -78,10 +78,22 @@ def models(data: dict[str, Any]) -> None:
         )
 
 
+def profiled(data: dict[str, Any]) -> None:
+    """What Nsight Compute says of single launches."""
+    print("| launch | us | DRAM | issued | cycles an instruction and warp |")
+    print("| --- | --- | --- | --- | --- |")
+    for row in data["rows"]:
+        print(
+            f"| {row['launch']}: `{row['kernel']}` | {row['us']:.1f} | {row['dram_percent']:.0f} % | "
+            f"{row['issued_percent']:.0f} % | {row['cycles_an_instruction']:.1f} |"
+        )
+
+
 def main() -> None:
     for name in sys.argv[1:]:
         data = json.loads(Path(name).read_text())
-        (kernels if "kernel" in data["rows"][0] else models)(data)
+        first = data["rows"][0]
+        (profiled if "launch" in first else kernels if "kernel" in first else models)(data)
 
 
 if __name__ == "__main__":
