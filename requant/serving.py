@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from requant_kernels import GridLayout, Layout, TrellisLayout, pack_codebook, pack_grid, pack_trellis
-from requant_kernels.ops import OPERANDS, TRELLIS_OPERANDS, flatten, unflatten
+from requant_kernels.ops import OPERANDS, TRELLIS_OPERANDS, flatten, multiply, unflatten
 from torch import Tensor, nn
 
 from requant.checkpoint.slicing import join_rows
@@ -44,6 +44,7 @@ class KernelLinear(nn.Module):
             else:
                 setattr(self, name, operand)
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        self.held: Layout | TrellisLayout | None = None  # `layout`, put together once
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -56,12 +57,18 @@ class KernelLinear(nn.Module):
         return unflatten(*(getattr(self, name) for name in self.names))
 
     def forward(self, x: Float[Tensor, "*m k"]) -> Float[Tensor, "*m n"]:
-        operator = torch.ops.requant.trellis_linear if self.trellis else torch.ops.requant.linear
-        operands = [getattr(self, name) for name in self.names]
-        y = operator(x.reshape(-1, self.in_features), self.bias, *operands)
+        flat = x.reshape(-1, self.in_features)
+        if torch.compiler.is_compiling():  # sees the operator and buffers
+            operator = torch.ops.requant.trellis_linear if self.trellis else torch.ops.requant.linear
+            y = operator(flat, self.bias, *(getattr(self, name) for name in self.names))
+        else:
+            if self.held is None:
+                self.held = self.layout
+            y = multiply(flat, self.held, self.bias)
         return y.view(*x.shape[:-1], self.out_features)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "KernelLinear":
+        self.held = None
         return apply_without_casts(self, lambda: super(KernelLinear, self)._apply(fn, recurse))
 
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:

@@ -13,8 +13,6 @@ The model holds float32 while it learns; on a GPU its products run in bfloat16.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int64
@@ -28,18 +26,11 @@ from requant.learnable import Theta, weight_function
 from requant.models import LinearSite
 from requant.recipe import Tuning
 from requant.run import Run, Weights
+from requant.training_step import Leaf, TrainingStep
 from requant.vocabulary import vocabulary_of
 
 RESIDUAL_RATE = 3.0  # of the rate of all else: residuals are few and each stands alone
 VOCABULARY_RATE = 1 / 3  # a token's row learns only where the token occurs
-
-
-@dataclass(frozen=True, kw_only=True)
-class Leaf:
-    """A float32 tensor that learns, and the step of Adam in units of its root mean square."""
-
-    tensor: Tensor
-    rate: float
 
 
 def leaves_of(
@@ -86,33 +77,27 @@ def train(
     judge: Int64[Tensor, "h t"] | None = None,
 ) -> None:
     """`settings.steps` steps. With `judge`, the leaves end at their best values on those windows, the first included."""
-    groups = [_group(leaf) for leaf in leaves]
-    optimizer = torch.optim.Adam(groups, betas=(0.9, 0.95))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _share_of_rate(step, settings))
     tensors = [leaf.tensor for leaf in leaves]
+    drawn = _draw(windows, 0, settings, run.recipe.seed).numel()
     best, kept = math.inf, [t.detach().clone() for t in tensors] if judge is not None else tensors
     with recomputed_blocks(run.model, None):
         if judge is not None:
             best = divergence(run.model, teacher, judge)
+        step_of = TrainingStep(lambda tokens: kl_sum(run.model, teacher, tokens) / drawn, leaves)
         bar = tqdm(range(settings.steps), desc=label, unit="step", disable=run.quiet)
         for step in bar:
-            drawn = _draw(windows, step, settings, run.recipe.seed)
-            for tokens in batches(drawn, run.model, label=None):
-                kl_sum(run.model, teacher, tokens).div(drawn.numel()).backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            schedule.step()
+            tokens = _draw(windows, step, settings, run.recipe.seed)
+            step_of(list(batches(tokens, run.model, label=None)), _share_of_rate(step, settings))
             last = step + 1 == settings.steps
             if judge is not None and (last or (step + 1) % settings.check_every == 0):
                 now = divergence(run.model, teacher, judge)
                 bar.set_postfix(kl=f"{now:.4f}", best=f"{min(now, best):.4f}")
                 if now < best:
                     best, kept = now, [t.detach().clone() for t in tensors]
+        step_of.close()
     with torch.no_grad():
         for tensor, value in zip(tensors, kept, strict=True):
             tensor.copy_(value)
-        for tensor in tensors:
-            tensor.requires_grad_(False)
 
 
 @contextmanager
@@ -156,14 +141,6 @@ def divergence(model: PreTrainedModel, teacher: PreTrainedModel, windows: Int64[
         kl_sum(model, teacher, tokens).double().item() for tokens in batches(windows, model, label=None)
     )
     return total / windows.numel()
-
-
-def _group(leaf: Leaf) -> dict[str, Any]:
-    leaf.tensor.requires_grad_(True)
-    return {
-        "params": [leaf.tensor],
-        "lr": leaf.rate * leaf.tensor.detach().float().square().mean().sqrt().item(),
-    }
 
 
 def _share_of_rate(step: int, settings: Tuning) -> float:

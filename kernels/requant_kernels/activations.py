@@ -7,10 +7,14 @@ the columns of the activations are put into the order (slab of 32, j, kh, t, e) 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none, reportAttributeAccessIssue=none
 # pyright: reportPossiblyUnboundVariable=none, reportGeneralTypeIssues=none, reportAssignmentType=none, reportReturnType=none, reportOptionalMemberAccess=none
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from requant_kernels.launching import launch
 
 
 @triton.jit
@@ -81,11 +85,12 @@ def arrange(
     positions = None if rows is None else torch.empty_like(rows)
     pairs = k % 2 == 0 and x.stride(0) % 2 == 0 and x.data_ptr() % 4 == 0
     source, target, size = (x.view(torch.int32), arranged.view(torch.int32), 2) if pairs else (x, arranged, 1)
-    early = {"launch_pdl": True} if pdl else {}
-    arrange_kernel[(blocks, triton.cdiv(m, 8))](
-        source, target, rows, positions, m, k // size, blocks * 256 // size, source.stride(0), n, PAIRS=pairs, T=8,
-        S=8, P=triton.next_power_of_2(triton.cdiv(n, blocks)), PDL=pdl, num_warps=4, **early,
-    )  # fmt: skip
+    launch(
+        arrange_kernel,
+        (blocks, triton.cdiv(m, 8), 1),
+        (source, target, rows, positions, m, k // size, blocks * 256 // size, source.stride(0), n),
+        _arranging(pairs, triton.next_power_of_2(triton.cdiv(n, blocks)), pdl),
+    )
     return arranged, positions
 
 
@@ -95,8 +100,25 @@ def add_partial(
     """y [m, n] = the sum of partial float32 [split, rows, width] over its first dimension, transposed, and the bias."""
     split, n_rows, width = partial.shape
     tokens = 64 if width % 64 == 0 else 32
-    early = {"launch_pdl": True} if pdl else {}
-    sum_kernel[(n_rows // span, width // tokens)](
-        partial, positions, bias, y, *y.shape, n_rows, y.stride(0), SPLIT=split, WIDTH=width, ROWS=span, TOKENS=tokens,
-        PDL=pdl, num_warps=4, **early,
-    )  # fmt: skip
+    launch(
+        sum_kernel,
+        (n_rows // span, width // tokens, 1),
+        (partial, positions, bias, y, *y.shape, n_rows, y.stride(0)),
+        _summing(split, width, span, tokens, pdl),
+    )
+
+
+@cache
+def _arranging(pairs: bool, rows: int, pdl: bool) -> dict[str, object]:
+    return {"PAIRS": pairs, "T": 8, "S": 8, "P": rows, "PDL": pdl, "num_warps": 4, **_early(pdl)}
+
+
+@cache
+def _summing(split: int, width: int, rows: int, tokens: int, pdl: bool) -> dict[str, object]:
+    return {
+        "SPLIT": split, "WIDTH": width, "ROWS": rows, "TOKENS": tokens, "PDL": pdl, "num_warps": 4, **_early(pdl)
+    }  # fmt: skip
+
+
+def _early(pdl: bool) -> dict[str, object]:
+    return {"launch_pdl": True} if pdl else {}

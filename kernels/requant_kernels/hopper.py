@@ -3,12 +3,15 @@
 Imported where it runs: Gluon is part of Triton from 3.6 on.
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from requant_kernels.activations import add_partial, arrange
 from requant_kernels.blocks import dense_tokens
+from requant_kernels.launching import launch
 from requant_kernels.layouts import CodebookLayout, Layout
 from requant_kernels.pieces import decoding, reserve_asm, stages
 from requant_kernels.tuning import HopperConfig
@@ -26,25 +29,47 @@ def hopper(x: Tensor, layout: Layout, bias: Tensor | None, config: HopperConfig)
     direct, sparse = split == 1 and layout.rows is None, layout.sparse is not None
     if isinstance(layout, CodebookLayout):
         assert layout.tables is not None
-        scales, zeros = layout.tables[int(name == "bf16")], None
-        constants = decoding("codebook", layout.bits, name, 0, sparse=sparse)
+        scales, zeros, group = layout.tables[int(name == "bf16")], None, 0
     else:
-        scales = layout.scales.view(torch.int32)
+        scales, group = layout.scales.view(torch.int32), layout.kernel_group
         zeros = None if layout.zero_points is None else layout.zero_points.view(torch.int32)
-        constants = decoding(
-            "grid", layout.bits, name, layout.kernel_group, zeros=zeros is not None, sparse=sparse
-        )
+    kind = "codebook" if isinstance(layout, CodebookLayout) else "grid"
+    constants = _constants(kind, layout.bits, name, group, zeros is not None, sparse, direct, config)
     entries, bounds = (None, None) if layout.sparse is None else (layout.sparse.entries, layout.sparse.bounds)
     arranged, positions = arrange(dense_tokens(x, layout), blocks, layout.rows, layout.n, pdl=True)
     y = torch.empty(m, layout.n, dtype=x.dtype, device=x.device)
     partial = y if direct else torch.empty(split, tiles * 16, width, dtype=torch.float32, device=x.device)
-    multiply_kernel[(-(-tiles // (config.warps * config.tiles)), split, token_tiles)](
-        TensorDescriptor.from_tensor(arranged, [config.tokens, 256], x_layout()), layout.words, scales, zeros, entries,
-        bounds, bias if direct else None, partial, blocks, tiles - 1, steps, tiles * 16, width, m, layout.n, y.stride(0),
-        **constants, RESERVE=reserve_asm(config.warps * config.tiles) if sparse else None, N=config.tokens,
-        W=config.warps, R=config.tiles, AHEAD=config.ahead, DIRECT=direct, PDL=True, num_warps=config.warps,
-        STAGES=stages(config.tokens, config.warps * config.tiles, sparse=sparse), launch_pdl=True,
+    activations = TensorDescriptor.from_tensor(arranged, [config.tokens, 256], x_layout())
+    launch(
+        multiply_kernel,
+        (-(-tiles // (config.warps * config.tiles)), split, token_tiles),
+        (
+            activations, layout.words, scales, zeros, entries, bounds, bias if direct else None, partial, blocks,
+            tiles - 1, steps, tiles * 16, width, m, layout.n, y.stride(0),
+        ),
+        constants,
     )  # fmt: skip
     if not direct:
         add_partial(partial, positions, bias, y, pdl=True)
     return y
+
+
+@cache
+def _constants(
+    kind: str,
+    bits: int,
+    dtype: str,
+    group: int,
+    zeros: bool,
+    sparse: bool,
+    direct: bool,
+    config: HopperConfig,
+) -> dict[str, object]:
+    """Of one kind of launch."""
+    tiles = config.warps * config.tiles
+    return {
+        **decoding(kind, bits, dtype, group, zeros=zeros, sparse=sparse),
+        "RESERVE": reserve_asm(tiles) if sparse else None,
+        "N": config.tokens, "W": config.warps, "R": config.tiles, "AHEAD": config.ahead, "DIRECT": direct, "PDL": True,
+        "STAGES": stages(config.tokens, tiles, sparse=sparse), "num_warps": config.warps, "launch_pdl": True,
+    }  # fmt: skip

@@ -12,6 +12,7 @@ A trellis takes trellis.py to 16 tokens, beyond them its expansion and cuBLAS. E
 except HIP, where the same kernels run without their assembly.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -48,8 +49,28 @@ def linear(
         )
     if x.is_cuda and x.dtype not in DTYPES:
         raise ValueError(f"the kernels take float16 or bfloat16 activations, not {x.dtype}: cast them")
-    operator = operator_of(layout)
-    return operator(x.reshape(-1, layout.k), bias, *flatten(layout)).view(*x.shape[:-1], layout.n)
+    return multiply(x.reshape(-1, layout.k), layout, bias).view(*x.shape[:-1], layout.n)
+
+
+def multiply(x: Tensor, layout: Layout | TrellisLayout, bias: Tensor | None) -> Tensor:
+    """`linear` of x [m, k] without its checks: straight to the kernels where nobody looks on, else by the operator.
+
+    The way through torch's dispatcher takes longer than a kernel, so an eager call on a GPU avoids it. The compiler, fake
+    tensors, autograd and dispatch modes (the profiler of operators among them) want to see the operator.
+    """
+    if x.is_cuda and type(x) is Tensor and not _watched(x):
+        trellis = isinstance(layout, TrellisLayout)
+        return _of_trellis(x, layout, bias) if trellis else _of_words(x, layout, bias)
+    return operator_of(layout)(x, bias, *flatten(layout))
+
+
+def _watched(x: Tensor) -> bool:
+    """Whether somebody wants to see the operator."""
+    return (
+        torch.compiler.is_compiling()
+        or (x.requires_grad and torch.is_grad_enabled())
+        or torch._C._len_torch_dispatch_stack() > 0
+    )
 
 
 def operator_of(layout: Layout | TrellisLayout) -> Any:
@@ -161,24 +182,15 @@ def _layout(
     )  # fmt: skip
 
 
+@cache
 def _uses_asm(device: torch.device) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-@torch.library.custom_op("requant::linear", mutates_args=())
-def _linear(
-    x: Tensor, bias: Tensor | None, words: Tensor, scales: Tensor | None, zero_points: Tensor | None,
-    column_scales: Tensor | None, levels: Tensor | None, tables: Tensor | None, rows: Tensor | None,
-    starts: Tensor | None, columns: Tensor | None, values: Tensor | None, row_scales: Tensor | None,
-    counts: Tensor | None, entries: Tensor | None, bounds: Tensor | None, n: int, k: int, bits: int, group_size: int,
-    kernel_group: int,
-) -> Tensor:  # fmt: skip
-    layout = _layout(
-        words, scales, zero_points, column_scales, levels, tables, rows, starts, columns, values, row_scales, counts,
-        entries, bounds, n, k, bits, group_size, kernel_group,
-    )  # fmt: skip
+def _of_words(x: Tensor, layout: Layout, bias: Tensor | None) -> Tensor:
+    """x [m, k] times a grid or codebook, by whatever suits the device and the number of tokens."""
     if x.shape[0] == 0:
-        return x.new_empty(0, n)
+        return x.new_empty(0, layout.n)
     if not x.is_cuda:
         return blockwise.linear(x, layout, bias)
     x, asm = x if x.stride(1) == 1 else x.contiguous(), _uses_asm(x.device)
@@ -197,6 +209,20 @@ def _linear(
     from requant_kernels.dense import dequantize as dequantize_cuda
 
     return torch.nn.functional.linear(x, dequantize_cuda(layout, x.dtype, asm=asm), bias)
+
+
+@torch.library.custom_op("requant::linear", mutates_args=())
+def _linear(
+    x: Tensor, bias: Tensor | None, words: Tensor, scales: Tensor | None, zero_points: Tensor | None,
+    column_scales: Tensor | None, levels: Tensor | None, tables: Tensor | None, rows: Tensor | None,
+    starts: Tensor | None, columns: Tensor | None, values: Tensor | None, row_scales: Tensor | None,
+    counts: Tensor | None, entries: Tensor | None, bounds: Tensor | None, n: int, k: int, bits: int, group_size: int,
+    kernel_group: int,
+) -> Tensor:  # fmt: skip
+    return _of_words(x, _layout(
+        words, scales, zero_points, column_scales, levels, tables, rows, starts, columns, values, row_scales, counts,
+        entries, bounds, n, k, bits, group_size, kernel_group,
+    ), bias)  # fmt: skip
 
 
 @_linear.register_fake
@@ -228,15 +254,8 @@ def _(dtype: torch.dtype, words: Tensor, *rest: Any) -> Tensor:
     return words.new_empty(rest[-5], rest[-4], dtype=dtype)
 
 
-@torch.library.custom_op("requant::trellis_linear", mutates_args=())
-def _trellis_linear(
-    x: Tensor, bias: Tensor | None, words: Tensor, input_scales: Tensor, output_scales: Tensor, rows: Tensor | None,
-    starts: Tensor | None, columns: Tensor | None, values: Tensor | None, row_scales: Tensor | None,
-    counts: Tensor | None, bits: float, code: str,
-) -> Tensor:  # fmt: skip
-    layout = _trellis_layout(
-        words, input_scales, output_scales, rows, starts, columns, values, row_scales, counts, bits, code
-    )
+def _of_trellis(x: Tensor, layout: TrellisLayout, bias: Tensor | None) -> Tensor:
+    """x [m, k] times a trellis."""
     if x.shape[0] == 0:
         return x.new_empty(0, layout.n)
     if not x.is_cuda:
@@ -245,6 +264,17 @@ def _trellis_linear(
     from requant_kernels.trellis import trellis_linear as trellis_cuda
 
     return trellis_cuda(x if x.stride(1) == 1 else x.contiguous(), layout, bias, asm=_uses_asm(x.device))
+
+
+@torch.library.custom_op("requant::trellis_linear", mutates_args=())
+def _trellis_linear(
+    x: Tensor, bias: Tensor | None, words: Tensor, input_scales: Tensor, output_scales: Tensor, rows: Tensor | None,
+    starts: Tensor | None, columns: Tensor | None, values: Tensor | None, row_scales: Tensor | None,
+    counts: Tensor | None, bits: float, code: str,
+) -> Tensor:  # fmt: skip
+    return _of_trellis(x, _trellis_layout(
+        words, input_scales, output_scales, rows, starts, columns, values, row_scales, counts, bits, code
+    ), bias)  # fmt: skip
 
 
 @_trellis_linear.register_fake

@@ -14,6 +14,8 @@ belongs to its weights from there as addends, and clears the places. No warp wai
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none, reportAttributeAccessIssue=none
 # pyright: reportPossiblyUnboundVariable=none, reportGeneralTypeIssues=none, reportAssignmentType=none, reportReturnType=none, reportOptionalMemberAccess=none
 
+from functools import cache
+
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -349,6 +351,7 @@ def multiply_kernel(
         gl.store(out_ptr + at, y, mask=(row < n_rows)[:, None])
 
 
+@cache
 def x_layout() -> gl.NVMMASharedLayout:
     """Of a stage of activations: lines of 64 columns, swizzled."""
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)

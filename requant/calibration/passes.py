@@ -183,7 +183,9 @@ def recomputed_blocks(model: PreTrainedModel, recompute: bool | None) -> Iterato
 
 def _recomputing(forward: Callable[..., Any]) -> Callable[..., Any]:
     def run(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return checkpoint(lambda h: forward(h, *args, **kwargs), hidden, use_reentrant=True)
+        return checkpoint(
+            lambda h: forward(h, *args, **kwargs), hidden, use_reentrant=True, preserve_rng_state=False
+        )  # nothing is random here, and a state cannot be read while a CUDA graph is captured
 
     return run
 

@@ -1,0 +1,118 @@
+"""One step of Adam over parts of a batch; on one GPU a replay of CUDA graphs.
+
+    for part in parts: gradients += d loss(part) / d leaves
+    leaves -= Adam(gradients), at `share` of every leaf's rate
+
+A step of a small model is thousands of launches, which Python issues three times more slowly than a GPU runs them. So
+after a few eager steps, which set up libraries and the optimizer's state, the gradients of a part and the update of the
+leaves are captured once each: gradients and rates then live where the graphs expect them, and a step is a copy of its
+tokens and a replay. Leaves on a CPU or on several GPUs, and models that cannot be captured, go on step by step.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+EAGER_STEPS = 3  # before the capture
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leaf:
+    """A float32 tensor that learns, and the step of Adam in units of its root mean square."""
+
+    tensor: Tensor
+    rate: float
+
+
+class TrainingStep:
+    """`step(parts, share)` for the sum of `loss` over the parts; `close` ends the learning."""
+
+    def __init__(
+        self, loss: Callable[[Int64[Tensor, "c t"]], Float[Tensor, ""]], leaves: Sequence[Leaf]
+    ) -> None:
+        self.loss = loss
+        self.tensors = [leaf.tensor.requires_grad_(True) for leaf in leaves]
+        devices = {tensor.device for tensor in self.tensors}
+        self.device = next(iter(devices)) if len(devices) == 1 else torch.device("cpu")
+        self.captures = self.device.type == "cuda"
+        sizes = [leaf.rate * leaf.tensor.detach().square().mean().sqrt().item() for leaf in leaves]
+        self.full_rates = torch.tensor(sizes, device=self.device)
+        self.rates = self.full_rates.clone()  # a group looks its own up here, also from inside a graph
+        self.optimizer = torch.optim.Adam(
+            [
+                {"params": [tensor], "lr": self.rates[i] if self.captures else size}
+                for i, (tensor, size) in enumerate(zip(self.tensors, sizes, strict=True))
+            ],
+            betas=(0.9, 0.95),
+            fused=self.captures or None,
+            capturable=self.captures,
+        )
+        self.graphs: dict[torch.Size, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self.update: torch.cuda.CUDAGraph | None = None
+        self.steps = 0
+
+    def __call__(self, parts: Sequence[Int64[Tensor, "c t"]], share: float) -> None:
+        self._set_rates(share)
+        if self.captures and self.steps == EAGER_STEPS:
+            self._capture(parts)
+        for part in parts:
+            self._add_gradients(part)
+        if self.update is None:
+            self._update()
+        else:
+            self.update.replay()
+        self.steps += 1
+
+    def close(self) -> None:
+        """Give gradients and graphs back."""
+        self.graphs, self.update = {}, None
+        for tensor in self.tensors:
+            tensor.grad = None
+            tensor.requires_grad_(False)
+
+    def _set_rates(self, share: float) -> None:
+        if self.captures:
+            torch.mul(self.full_rates, share, out=self.rates)
+            return
+        for group, rate in zip(self.optimizer.param_groups, self.full_rates.tolist(), strict=True):
+            group["lr"] = rate * share
+
+    def _add_gradients(self, part: Int64[Tensor, "c t"]) -> None:
+        captured = self.graphs.get(part.shape)
+        if captured is None:
+            self.loss(part).backward()
+            return
+        graph, tokens = captured
+        tokens.copy_(part)
+        graph.replay()
+
+    def _update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=not self.captures)
+
+    def _capture(self, parts: Sequence[Int64[Tensor, "c t"]]) -> None:
+        """The gradients of one part of each shape, and the update; nothing is computed by it."""
+        pool = torch.cuda.graph_pool_handle()
+        try:
+            for part in parts:
+                if part.shape in self.graphs:
+                    continue
+                graph, tokens = torch.cuda.CUDAGraph(), part.clone()
+                with torch.cuda.graph(graph, pool=pool):
+                    self.loss(tokens).backward()
+                self.graphs[part.shape] = graph, tokens
+            update = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(update, pool=pool):
+                self._update()
+        except RuntimeError as error:
+            self.graphs = {}
+            logger.warning(
+                "a step of training cannot be captured as a CUDA graph, so it runs without: %s", error
+            )
+        else:
+            self.update = update
