@@ -4,7 +4,7 @@
 
 `--nodes` times PQI with 2 Gauss nodes against 32 plain ones. `--large` builds a Llama of the shape of Llama 3.2 1B with
 random weights, for time and memory alone: hidden 2048, 16 blocks, intermediate 8192, 32 heads over 8 kv heads,
-vocabulary 128256, tied, bfloat16. `--best` runs mode `best` at 2 bits alone, and with `--large` its parts on that shape:
+vocabulary 128256, tied, bfloat16. `--best` runs mode `best` at `--bits` alone, and with `--large` its parts on that shape:
 statistics, the codes of one block, a training step, from which a whole run is computed.
 """
 
@@ -86,12 +86,12 @@ def whole_run(recipe: Recipe, device: str, dtype: str, *, keep: Path | None = No
     }
 
 
-def best_recipe(model: Path, data: Path, *, num_samples: int, seq_len: int) -> Recipe:
-    """2 bits, mode `best` at its defaults."""
+def best_recipe(model: Path, data: Path, *, num_samples: int, seq_len: int, bits: float = 2.0) -> Recipe:
+    """Mode `best` at its defaults."""
     plain = recipe_for(model, data, num_samples=num_samples, seq_len=seq_len)
     best = default_recipe(str(model), None, "best", gpu=True)
     return dataclasses.replace(
-        best, calibration=plain.calibration, evaluation=plain.evaluation, budget=Budget(bits=2.0)
+        best, calibration=plain.calibration, evaluation=plain.evaluation, budget=Budget(bits=bits)
     )
 
 
@@ -206,6 +206,7 @@ def main(
     nodes: Annotated[bool, typer.Option(help="Time gauss2 against plain32 too.")] = False,
     large: Annotated[bool, typer.Option(help="The 1B shape too: 128 x 2048 tokens.")] = False,
     best: Annotated[bool, typer.Option(help="Mode `best` alone: a GPU is needed.")] = False,
+    bits: Annotated[float, typer.Option(help="Of mode `best`.")] = 2.0,
     keep: Annotated[Path | None, typer.Option(help="Where the checkpoint of mode `best` stays.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
 ) -> None:
@@ -220,8 +221,8 @@ def main(
 
     if best:
         results |= json.loads(file.read_text()) if file.is_file() else {}
-        chosen = best_recipe(model, data, num_samples=2 * BEST_SAMPLES, seq_len=1024)
-        keep_row("best_run", whole_run(chosen, where, "auto", keep=keep))
+        chosen = best_recipe(model, data, num_samples=2 * BEST_SAMPLES, seq_len=1024, bits=bits)
+        keep_row("best_run" if bits == 2 else f"best_run_{bits:g}", whole_run(chosen, where, "auto", keep=keep))
         if large:
             with large_model(model) as folder:
                 shaped = best_recipe(folder, data, num_samples=BEST_SAMPLES, seq_len=2048)
