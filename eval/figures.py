@@ -17,7 +17,8 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from eval.common import RESULTS, ROOT
-from eval.tables import BLOCK, NODE_NAMES, PAPER_ERRORS, PEERS, TABLES, markdown, read, widths_of
+from eval.markdown import PEERS, markdown, read
+from eval.tables import BLOCK, NODE_NAMES, PAPER_ERRORS, TABLES, widths_of
 from requant.plots import BAR, MARKERS, STYLE
 
 PAGES = ROOT / "requant" / "docs"

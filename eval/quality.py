@@ -206,7 +206,7 @@ def main(
         "rows": old,
     }
     for name, bits, seed in wanted:
-        row = measure(study, name, bits, seed)
+        row = {**measure(study, name, bits, seed), "commit": results["commit"], "sources": results["sources"]}
         results["rows"] = joined(results["rows"], [row])
         write_json(file, results)
         print(

@@ -222,7 +222,9 @@ def main(
     if best:
         results |= json.loads(file.read_text()) if file.is_file() else {}
         chosen = best_recipe(model, data, num_samples=2 * BEST_SAMPLES, seq_len=1024, bits=bits)
-        keep_row("best_run" if bits == 2 else f"best_run_{bits:g}", whole_run(chosen, where, "auto", keep=keep))
+        keep_row(
+            "best_run" if bits == 2 else f"best_run_{bits:g}", whole_run(chosen, where, "auto", keep=keep)
+        )
         if large:
             with large_model(model) as folder:
                 shaped = best_recipe(folder, data, num_samples=BEST_SAMPLES, seq_len=2048)

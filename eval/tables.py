@@ -6,15 +6,15 @@ A table whose results do not exist yet is empty. A test keeps README equal to wh
 """
 
 import json
-import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from eval.common import RESULTS, ROOT
+from eval.curve_tables import best_ablation_table, quality_demo_table, quality_table
+from eval.markdown import PEERS, markdown, read
 
-PEERS = ROOT / "eval" / "peers.json"
 BLOCK = re.compile(r"(<!-- results:([a-z-]+) -->\n).*?(<!-- /results -->)", re.DOTALL)
 PAPER_ERRORS = {"plain4": 1.68, "plain8": 0.82, "plain16": 0.38, "plain32": 0.16}  # its Table 3, % of dF
 NODE_NAMES = {
@@ -42,23 +42,10 @@ def render(text: str, results: Path = RESULTS) -> str:
     return BLOCK.sub(fill, text)
 
 
-def read(results: Path, name: str) -> dict[str, Any]:
-    """A study's results; empty where it has not been run."""
-    file = results / f"{name}.json"
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-
-
 def widths_of(results: Path, model: str) -> dict[str, Any]:
     """The tables of the paper by width, widest first."""
     found = read(results, f"paper_tables-{model}").get("bits", {})
     return {bits: found[bits] for bits in sorted(found, key=int, reverse=True)}
-
-
-def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    if not rows:
-        return ""
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def demo_table(results: Path) -> str:
@@ -224,80 +211,6 @@ def ablation_table(results: Path) -> str:
     return markdown(columns, rows)
 
 
-def best_peer(bits: float) -> float:
-    """KL of the best peer at these bits: the line through QTIP's three points, straight in log KL."""
-    rows = json.loads(PEERS.read_text(encoding="utf-8"))["rows"]
-    points = sorted(
-        (row["bits_per_weight"], math.log(row["kl"])) for row in rows if row["label"] == "QTIP-3INST"
-    )
-    below = max((i for i, (at, _) in enumerate(points) if at <= bits), default=0)
-    (x0, y0), (x1, y1) = points[min(below, len(points) - 2) :][:2]
-    return math.exp(y0 + (y1 - y0) * (bits - x0) / (x1 - x0))
-
-
-def quality_table(results: Path) -> str:
-    """Mode `best` at every budget beside the best peer at the same bits, and codes alone."""
-    found = read(results, "quality-bench-32m").get("rows", [])
-    codes = {row["bits"]: row for row in found if row["name"] == "codes"}
-    rows = []
-    for budget in sorted({row["bits"] for row in found if row["name"] in ("best", "codes")}):
-        seeds = [row for row in found if row["name"] == "best" and row["bits"] == budget]
-        alone = codes.get(budget)
-        row = min(seeds, key=lambda row: row["seed"], default=alone)
-        assert row is not None
-        peer = best_peer(row["bits_per_weight"])
-        trained = [
-            f"{row['perplexity']:.2f}",
-            f"{row['kl']:.4f}" + spread([seed["kl"] for seed in seeds]),
-            f"{row['second']['kl']:.4f}",
-        ]
-        rows.append(
-            [
-                f"{budget:g}",
-                f"{row['bits_per_weight']:.3f}",
-                *(trained if seeds else ("", "", "")),
-                "" if alone is None else f"{alone['perplexity']:.2f} / {alone['kl']:.4f}",
-                f"{peer:.4f}",
-                f"{row['kl'] / peer:.2f}",
-            ]
-        )
-    columns = [
-        "`--bits`",
-        "real bits",
-        "perplexity",
-        "KL",
-        "KL on C4",
-        "codes alone",
-        "best peer's KL",
-        "ratio",
-    ]
-    return markdown(columns, rows)
-
-
-def spread(values: Sequence[float]) -> str:
-    """` (low to high, n seeds)`, or nothing for one value."""
-    return "" if len(values) < 2 else f" ({min(values):.4f} to {max(values):.4f}, {len(values)} seeds)"
-
-
-def best_ablation_table(results: Path) -> str:
-    """KL of mode `best` with one part left out or changed, by budget; real bits where they are not the budget's."""
-    found = [row for row in read(results, "quality-bench-32m").get("rows", []) if row["seed"] == 0]
-    budgets = sorted({row["bits"] for row in found})
-    labels = {row["name"]: row["label"] for row in found}
-    cells = {(row["name"], row["bits"]): row for row in found}
-
-    def cell(name: str, budget: float) -> str:
-        row = cells.get((name, budget))
-        if row is None:
-            return ""
-        aside = "" if row["bits_per_weight"] <= budget else f" at {row['bits_per_weight']:.3f}"
-        return f"{row['kl']:.4f}{aside}"
-
-    rows = [[label, *(cell(name, budget) for budget in budgets)] for name, label in labels.items()]
-    rows.sort(key=lambda row: next((text for text in row[1:] if text), ""))
-    return markdown(["KL", *(f"{budget:g} bits" for budget in budgets)], rows)
-
-
 def tasks_table(results: Path) -> str:
     """Accuracy by lm-eval, one column a model, with standard errors."""
     found = read(results, "tasks-bench-32m").get("rows", [])
@@ -366,6 +279,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "shares": shares_table,
     "ablation": ablation_table,
     "quality": quality_table,
+    "quality-demo": quality_demo_table,
     "best-ablation": best_ablation_table,
     "tasks": tasks_table,
     "speed": speed_table,

@@ -10,15 +10,15 @@ import typer
 
 from eval import quality
 from eval.common import open_study
-from eval.tables import best_ablation_table, best_peer, quality_table
+from eval.curve_tables import best_ablation_table, best_peer, quality_table
 from requant.recipe import Tuning
 
 
 def test_the_peers_line_goes_through_their_points() -> None:
-    assert best_peer(2.003) == pytest.approx(0.4599)
-    assert best_peer(3.003) == pytest.approx(0.1163)
-    assert best_peer(2.503) == pytest.approx(math.sqrt(0.4599 * 0.1163))
-    assert 0.0301 > best_peer(4.5) > 0
+    assert best_peer(2.003)[0] == pytest.approx(0.4599)
+    assert best_peer(3.003)[0] == pytest.approx(0.1163)
+    assert best_peer(2.503)[0] == pytest.approx(math.sqrt(0.4599 * 0.1163))
+    assert 0.0301 > best_peer(4.5)[0] > 0 and best_peer(4.5)[1] == "~" and not best_peer(2.25)[1]
 
 
 def test_rows_are_named_by_plan_bits_and_seed() -> None:

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from eval.tables import PEERS, RESULTS, ROOT, TABLES, baselines_table, markdown, nodes_table, render
+from eval.markdown import PEERS, markdown
+from eval.tables import RESULTS, ROOT, TABLES, baselines_table, nodes_table, render
 
 QUALITY = {"bits": 3, "bits_per_weight": 3.2104, "perplexity": 27.421, "kl": 0.27551, "second": {"kl": 0.2}}
 

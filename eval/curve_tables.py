@@ -1,0 +1,102 @@
+"""Tables of `eval.quality`: mode `best` by budget, beside the best peer, and with parts left out."""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from eval.markdown import PEERS, markdown, read
+
+
+def best_peer(bits: float) -> tuple[float, str]:
+    """KL of the best peer at these bits, by the line through QTIP's three points, straight in log KL; "~" beyond them."""
+    rows = json.loads(PEERS.read_text(encoding="utf-8"))["rows"]
+    points = sorted(
+        (row["bits_per_weight"], math.log(row["kl"])) for row in rows if row["label"] == "QTIP-3INST"
+    )
+    below = max((i for i, (at, _) in enumerate(points) if at <= bits), default=0)
+    (x0, y0), (x1, y1) = points[min(below, len(points) - 2) :][:2]
+    beyond = not points[0][0] - 0.1 < bits < points[-1][0] + 0.1
+    return math.exp(y0 + (y1 - y0) * (bits - x0) / (x1 - x0)), "~" * beyond
+
+
+def quality_table(results: Path) -> str:
+    """Mode `best` at every budget beside the best peer at the same bits, and codes alone."""
+    found = read(results, "quality-bench-32m").get("rows", [])
+    codes = {row["bits"]: row for row in found if row["name"] == "codes"}
+    rows = []
+    for budget in sorted({row["bits"] for row in found if row["name"] in ("best", "codes")}):
+        seeds = [row for row in found if row["name"] == "best" and row["bits"] == budget]
+        alone = codes.get(budget)
+        row = min(seeds, key=lambda row: row["seed"], default=alone)
+        assert row is not None
+        peer, mark = best_peer(row["bits_per_weight"])
+        trained = [
+            f"{row['perplexity']:.2f}",
+            f"{row['kl']:.4f}" + spread([seed["kl"] for seed in seeds]),
+            f"{row['second']['kl']:.4f}",
+        ]
+        rows.append(
+            [
+                f"{budget:g}",
+                f"{row['bits_per_weight']:.3f}",
+                *(trained if seeds else ("", "", "")),
+                "" if alone is None else f"{alone['perplexity']:.2f} / {alone['kl']:.4f}",
+                f"{mark}{peer:.4f}",
+                f"{mark}{row['kl'] / peer:.2f}",
+            ]
+        )
+    columns = [
+        "`--bits`",
+        "real bits",
+        "perplexity",
+        "KL",
+        "KL on C4",
+        "codes alone",
+        "best peer's KL",
+        "ratio",
+    ]
+    return markdown(columns, rows)
+
+
+def quality_demo_table(results: Path) -> str:
+    """The same on demo-4m, for which there are no peers' figures."""
+    found = read(results, "quality-demo-4m").get("rows", [])
+    cells = {(row["name"], row["bits"]): row for row in found if row["seed"] == 0}
+    rows = []
+    for bits in sorted({row["bits"] for row in found}):
+        best, codes = cells.get(("best", bits)), cells.get(("codes", bits))
+        texts = ["" if row is None else f"{row['perplexity']:.2f} / {row['kl']:.4f}" for row in (best, codes)]
+        real = (best or codes or {})["bits_per_weight"]
+        gain = "" if best is None or codes is None else f"{best['kl'] / codes['kl']:.2f}"
+        rows.append(
+            [f"{bits:g}", f"{real:.3f}", *texts, "" if best is None else f"{best['second']['kl']:.4f}", gain]
+        )
+    return markdown(
+        ["`--bits`", "real bits", "best", "codes alone", "best, KL on C4", "ratio of the two"], rows
+    )
+
+
+def spread(values: Sequence[float]) -> str:
+    """` (low to high, n seeds)`, or nothing for one value."""
+    return "" if len(values) < 2 else f" ({min(values):.4f} to {max(values):.4f}, {len(values)} seeds)"
+
+
+def best_ablation_table(results: Path) -> str:
+    """KL of mode `best` with one part left out or changed, by budget; real bits where they are not the budget's."""
+    found = [row for row in read(results, "quality-bench-32m").get("rows", []) if row["seed"] == 0]
+    studied = {row["bits"] for row in found if row["name"] not in ("best", "codes")}
+    budgets = sorted(studied or {row["bits"] for row in found})
+    labels = {row["name"]: row["label"] for row in found}
+    cells = {(row["name"], row["bits"]): row for row in found}
+
+    def cell(name: str, budget: float) -> str:
+        row = cells.get((name, budget))
+        if row is None:
+            return ""
+        aside = "" if row["bits_per_weight"] <= budget else f" at {row['bits_per_weight']:.3f}"
+        return f"{row['kl']:.4f}{aside}"
+
+    rows = [[label, *(cell(name, budget) for budget in budgets)] for name, label in labels.items()]
+    rows.sort(key=lambda row: next((text for text in row[1:] if text), ""))
+    return markdown(["KL", *(f"{budget:g} bits" for budget in budgets)], rows)

@@ -1,0 +1,23 @@
+"""A study's results, the peers' figures, and a table of them."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from eval.common import ROOT
+
+PEERS = ROOT / "eval" / "peers.json"
+
+
+def read(results: Path, name: str) -> dict[str, Any]:
+    """A study's results; empty where it has not been run."""
+    file = results / f"{name}.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+
+def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    if not rows:
+        return ""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
