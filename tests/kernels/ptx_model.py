@@ -84,20 +84,47 @@ def float_product(
     ]
 
 
+def turned_matrices(shared: np.ndarray, address: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of `ldmatrix` and `stmatrix` with `.trans`: where the two values of every lane's four registers stand, `[4, 32]` each.
+
+    Lane l has the address of row l % 8 of matrix l / 8, 16 bytes; lane 4 g + t holds rows 2 t and 2 t + 1 of column g.
+    """
+    assert not (address % 16).any()
+    rows, lane = address.reshape(4, 8).astype(np.int64) // shared.itemsize, np.arange(32)
+    return rows[:, lane % 4 * 2] + lane // 4, rows[:, lane % 4 * 2 + 1] + lane // 4
+
+
 def run_ptx(
-    text: str, operands: dict[str, np.ndarray], shape: tuple[int, ...], outputs: int = HALF
-) -> list[np.ndarray]:
-    """Run an asm block on arrays of 32-bit registers; returns its outputs."""
+    text: str, operands: dict[str, np.ndarray], shape: tuple[int, ...], outputs: int = HALF,
+    shared: np.ndarray | None = None,
+) -> list[np.ndarray]:  # fmt: skip
+    """Run an asm block on arrays of 32-bit registers; returns its outputs. `shared`: memory, 16 bits a place."""
     registers = dict(operands)
 
     def read(name: str) -> np.ndarray:
-        if name[0] in "$tslhfc":
+        if name[0] in "$tslhfczba":
             return registers[name]
         return np.full(shape, int(re.sub("^0f", "0x", name), 0), np.uint32)
 
     body = text[text.index(";") + 1 : text.rindex("}")]
     for line in filter(None, (part.strip() for part in body.split(";"))):
         opcode, rest = line.split(None, 1)
+        if opcode == ".reg":
+            continue
+        if opcode == "mov.b32" and rest[0] == "{":  # into halves
+            low, high, source = (name.strip() for name in re.sub("[{}]", "", rest).split(","))
+            registers |= {low: read(source) & 0xFFFF, high: read(source) >> 16}
+            continue
+        if opcode.startswith(("ldmatrix", "stmatrix")):
+            assert shared is not None and ".x4.trans" in opcode
+            place = read(re.findall(r"\[(.*)\]", rest)[0])
+            names = [name.strip() for name in re.findall(r"\{(.*)\}", rest)[0].split(",")]
+            for name, low, high in zip(names, *turned_matrices(shared, place), strict=True):
+                if opcode[0] == "s":
+                    shared[low], shared[high] = registers[name] & 0xFFFF, registers[name] >> 16
+                else:
+                    registers[name] = shared[low].astype(np.uint32) | shared[high].astype(np.uint32) << 16
+            continue
         if opcode.startswith("mma.sync"):
             names = [name.strip() for name in re.sub("[{}]", "", rest).split(",")]
             a, b, c = ([read(name) for name in names[i:j]] for i, j in ((4, 8), (8, 10), (10, 14)))
@@ -116,6 +143,11 @@ def run_ptx(
                 value = a[0]
             case "xor.b32":
                 value = a[0] ^ a[1]
+            case "cvt.f32.f16":
+                value = a[0].astype(np.uint16).view(np.float16).astype(np.float32).view(np.uint32)
+            case "fma.rn.f32":
+                x, y, z = (v.view(np.float32) for v in a)
+                value = (x.astype(np.float64) * y + z).astype(np.float32).view(np.uint32)
             case "sub.f32":
                 value = (a[0].view(np.float32) - a[1].view(np.float32)).view(np.uint32)
             case "cvt.rn.bf16x2.f32":
