@@ -41,6 +41,7 @@ from requant_kernels.tuning import DecodeConfig
 COPY = tl.constexpr(
     "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p cp.async.ca.shared.global [$1], [$2], 16; mov.b32 $0, 0; }"
 )
+WAIT = tl.constexpr("cp.async.wait_all; mov.u32 $0, 0;")
 MOST_STAGED = 18432  # columns that fit beside the sums in shared memory which a program need not ask for
 
 
@@ -149,11 +150,25 @@ def decode_kernel(
     blocks = tl.cdiv(K, 256)
     warp = tl.arange(0, W)
     tables = load_tables(s_ptr, z_ptr, tiles, CODEBOOK, TABLES, GROUP, W, R)
+    DEPTH: tl.constexpr = UNROLL - 1 if UNROLL > 1 else 1
+    ring = ()  # the words of the next blocks of every warp
+    for u in tl.static_range(DEPTH):
+        first = (u * W + warp)[:, None]
+        ring = ring + (
+            load_block(w_ptr, s_ptr, z_ptr, tiles, first, blocks, BITS, GROUP, EVEN and u == 0, W),
+        )
     if SPARSE:
         WIDE: tl.constexpr = max(2 * W // R, 8)  # slots of a row, one a thread
         STEP: tl.constexpr = WIDE * 16
         slot, end = tl.load(sp_ptr + position)[None, :] * 128, tl.load(sp_ptr + position + 1)[None, :] * 128
-        left = tl.max(tl.max(end - slot, 1), 0) - SLOTS * STEP * (chunks * UNROLL + 1)  # after the blocks
+        # Nobody waits here. But the words above are requested before these bounds arrive, which the slots wait for: ptxas
+        # moves no load over a barrier, and without it the words came a memory's latency late
+        tl.debug_barrier()
+        longest = tl.program_id(0) * R
+        left = (
+            tl.load(sp_ptr + longest + 1) - tl.load(sp_ptr + longest)
+        ) * 128  # the first tile has the most slots
+        left -= SLOTS * STEP * (chunks * UNROLL + 1)  # after the blocks
         slot += (tl.arange(0, 16 * R) % 16)[None, :] * 8 + (
             tl.arange(0, WIDE) % 8 + tl.arange(0, WIDE) // 8 * 128
         )[:, None]
@@ -163,13 +178,6 @@ def decode_kernel(
         slot += SLOTS * STEP
         for i in tl.static_range(SLOTS):
             next_slots = next_slots + (_slots(si_ptr, sv_ptr, slot + i * STEP, end),)
-    DEPTH: tl.constexpr = UNROLL - 1 if UNROLL > 1 else 1
-    ring = ()  # the words of the next blocks of every warp
-    for u in tl.static_range(DEPTH):
-        first = (u * W + warp)[:, None]
-        ring = ring + (
-            load_block(w_ptr, s_ptr, z_ptr, tiles, first, blocks, BITS, GROUP, EVEN and u == 0, W),
-        )
     out = row  # what the end needs of the weights is requested here too
     if rows_ptr is not None:
         out = tl.load(rows_ptr + row).to(tl.int64)
@@ -184,14 +192,11 @@ def decode_kernel(
     base = 0
     if STAGED:
         base = _stage(xs_ptr, K, RESERVE, COPY, W)
-        tl.inline_asm_elementwise(
-            "cp.async.wait_all; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-        )
-        tl.debug_barrier()
     if SPARSE:
         gathered = ()
-        for i in tl.static_range(SLOTS):
-            gathered = gathered + (_gather(xs_ptr, now_slots[i][0], base, STAGED, MS),)
+        if not STAGED:
+            for i in tl.static_range(SLOTS):
+                gathered = gathered + (_gather(xs_ptr, now_slots[i][0], base, STAGED, MS),)
         sums = tl.zeros([WIDE, 16 * R] if MS == 1 else [WIDE, 16 * R, MS], tl.float32)
     token = tl.arange(0, 8)[:, None] + 8 * tl.arange(0, N // 8)[None, :]
     token = tl.minimum(token, M - 1)  # the surplus columns are computed and never stored
@@ -208,10 +213,10 @@ def decode_kernel(
                 soon, arrived = (), gathered
                 gathered = ()
                 for i in tl.static_range(SLOTS):
-                    sums = _sparse_products(sums, now_slots[i][1], arrived[i], MS)
-                    gathered = gathered + (_gather(xs_ptr, next_slots[i][0], base, STAGED, MS),)
+                    if not STAGED:
+                        sums = _sparse_products(sums, now_slots[i][1], arrived[i], MS)
+                        gathered = gathered + (_gather(xs_ptr, next_slots[i][0], base, STAGED, MS),)
                     soon = soon + (_slots(si_ptr, sv_ptr, slot + i * STEP, end),)
-                now_slots, next_slots = next_slots, soon
             if AHEAD:
                 at_hand = tokens
                 tokens = load_tokens(x_ptr, token, stride_x, block + W, blocks, K, EVEN)
@@ -220,6 +225,17 @@ def decode_kernel(
             if (c * UNROLL + u) * W < blocks:  # always; without the branch the compiler sinks the loads below
                 acc = _multiply_block(acc, ring[0], tables, at_hand, y_ptr, levels_ptr, tiles, ASM, CONSTRAINTS,
                                       POSITIONS, CODEBOOK, BITS, GROUP, ZEROS, UNIT, W, R, N)  # fmt: skip
+            if SPARSE:
+                if STAGED and u == 0:
+                    beginning = c == 0  # now all activations have to be there
+                    if beginning:
+                        tl.inline_asm_elementwise(WAIT, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+                        tl.debug_barrier()
+                if STAGED:  # shared memory is near: gathered here, and the first words are not kept waiting for the slots
+                    for i in tl.static_range(SLOTS):
+                        x = _gather(xs_ptr, now_slots[i][0], base, STAGED, MS)
+                        sums = _sparse_products(sums, now_slots[i][1], x, MS)
+                now_slots, next_slots = next_slots, soon
             ring = ring[1:]
     y = tl.sum(acc, 0)
     if not CODEBOOK:
@@ -228,7 +244,8 @@ def decode_kernel(
         y *= 1.0 / UNIT
     if SPARSE:
         for i in tl.static_range(SLOTS):
-            sums = _sparse_products(sums, now_slots[i][1], gathered[i], MS)
+            x = _gather(xs_ptr, now_slots[i][0], base, STAGED, MS) if STAGED else gathered[i]
+            sums = _sparse_products(sums, now_slots[i][1], x, MS)
         if left > 0:  # rows with more than the blocks had time for
             for i in tl.static_range(SLOTS):
                 x = _gather(xs_ptr, next_slots[i][0], base, STAGED, MS)
