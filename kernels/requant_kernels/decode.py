@@ -34,8 +34,15 @@ from requant_kernels.blocks import (
     sparse_operands,
 )
 from requant_kernels.layouts import Layout
+from requant_kernels.pieces import reserve_asm
 from requant_kernels.residuals import transpose_kernel
 from requant_kernels.tuning import DecodeConfig
+
+COPY = tl.constexpr(
+    "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p cp.async.ca.shared.global [$1], [$2], 16; mov.b32 $0, 0; }"
+)
+WAIT = tl.constexpr("cp.async.wait_all; mov.u32 $0, 0;")
+MOST_STAGED = 18432  # columns that fit beside the sums in shared memory which a program need not ask for
 
 
 @triton.jit
@@ -89,9 +96,27 @@ def _slots(si_ptr, sv_ptr, slot, end):
 
 
 @triton.jit
-def _gather(xs_ptr, column, MS: tl.constexpr):
+def _stage(xs_ptr, K, RESERVE: tl.constexpr, COPY: tl.constexpr, W: tl.constexpr):
+    """All activations of one token to shared memory, 16 bytes a thread at a time; where they are."""
+    base = tl.inline_asm_elementwise(RESERVE, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+    for i in range(tl.cdiv(K, 256 * W)):
+        column = (i * 32 * W + tl.arange(0, 32 * W)) * 8
+        tl.inline_asm_elementwise(
+            COPY, "=r,r,l,r", [base + column * 2, (xs_ptr + column).to(tl.int64), (column < K).to(tl.int32)],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    return base
+
+
+@triton.jit
+def _gather(xs_ptr, column, base, STAGED: tl.constexpr, MS: tl.constexpr):
     """Activations at `column` of one token, `[WIDE, rows]`, or of MS, transposed: `[WIDE, rows, MS]`."""
-    if MS == 1:
+    if STAGED:
+        x = tl.inline_asm_elementwise(
+            "ld.shared.u16 $0, [$1];", "=r,r", [base + column * 2], dtype=tl.int32, is_pure=False, pack=1
+        )
+        x = x.to(tl.int16).to(xs_ptr.dtype.element_ty, bitcast=True)
+    elif MS == 1:
         x = tl.load(xs_ptr + column)
     else:
         x = tl.load(xs_ptr + (column[:, :, None] * MS + tl.arange(0, MS)[None, None, :]))
@@ -112,7 +137,7 @@ def decode_kernel(
     ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, POSITIONS: tl.constexpr, CODEBOOK: tl.constexpr, BITS: tl.constexpr,
     TABLES: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr, EVEN: tl.constexpr, MS: tl.constexpr,
     SLOTS: tl.constexpr, W: tl.constexpr, R: tl.constexpr, UNROLL: tl.constexpr,
-    N: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    N: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr, RESERVE: tl.constexpr = None,
 ):  # fmt: skip
     """y `[M, n]` = x `[M, K]` @ weight^T; grid: R tiles of 16 rows each. GROUP 0: one scale a row."""
     # where the number of tiles is odd, the last tile is computed, and written, twice alike
@@ -125,11 +150,25 @@ def decode_kernel(
     blocks = tl.cdiv(K, 256)
     warp = tl.arange(0, W)
     tables = load_tables(s_ptr, z_ptr, tiles, CODEBOOK, TABLES, GROUP, W, R)
+    DEPTH: tl.constexpr = UNROLL - 1 if UNROLL > 1 else 1
+    ring = ()  # the words of the next blocks of every warp
+    for u in tl.static_range(DEPTH):
+        first = (u * W + warp)[:, None]
+        ring = ring + (
+            load_block(w_ptr, s_ptr, z_ptr, tiles, first, blocks, BITS, GROUP, EVEN and u == 0, W),
+        )
     if SPARSE:
         WIDE: tl.constexpr = max(2 * W // R, 8)  # slots of a row, one a thread
         STEP: tl.constexpr = WIDE * 16
         slot, end = tl.load(sp_ptr + position)[None, :] * 128, tl.load(sp_ptr + position + 1)[None, :] * 128
-        left = tl.max(tl.max(end - slot, 1), 0) - SLOTS * STEP * (chunks * UNROLL + 1)  # after the blocks
+        # Nobody waits here. But the words above are requested before these bounds arrive, which the slots wait for: ptxas
+        # moves no load over a barrier, and without it the words came a memory's latency late
+        tl.debug_barrier()
+        longest = tl.program_id(0) * R
+        left = (
+            tl.load(sp_ptr + longest + 1) - tl.load(sp_ptr + longest)
+        ) * 128  # the first tile has the most slots
+        left -= SLOTS * STEP * (chunks * UNROLL + 1)  # after the blocks
         slot += (tl.arange(0, 16 * R) % 16)[None, :] * 8 + (
             tl.arange(0, WIDE) % 8 + tl.arange(0, WIDE) // 8 * 128
         )[:, None]
@@ -139,13 +178,6 @@ def decode_kernel(
         slot += SLOTS * STEP
         for i in tl.static_range(SLOTS):
             next_slots = next_slots + (_slots(si_ptr, sv_ptr, slot + i * STEP, end),)
-    DEPTH: tl.constexpr = UNROLL - 1 if UNROLL > 1 else 1
-    ring = ()  # the words of the next blocks of every warp
-    for u in tl.static_range(DEPTH):
-        first = (u * W + warp)[:, None]
-        ring = ring + (
-            load_block(w_ptr, s_ptr, z_ptr, tiles, first, blocks, BITS, GROUP, EVEN and u == 0, W),
-        )
     out = row  # what the end needs of the weights is requested here too
     if rows_ptr is not None:
         out = tl.load(rows_ptr + row).to(tl.int64)
@@ -156,10 +188,15 @@ def decode_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+    STAGED: tl.constexpr = RESERVE is not None
+    base = 0
+    if STAGED:
+        base = _stage(xs_ptr, K, RESERVE, COPY, W)
     if SPARSE:
         gathered = ()
-        for i in tl.static_range(SLOTS):
-            gathered = gathered + (_gather(xs_ptr, now_slots[i][0], MS),)
+        if not STAGED:
+            for i in tl.static_range(SLOTS):
+                gathered = gathered + (_gather(xs_ptr, now_slots[i][0], base, STAGED, MS),)
         sums = tl.zeros([WIDE, 16 * R] if MS == 1 else [WIDE, 16 * R, MS], tl.float32)
     token = tl.arange(0, 8)[:, None] + 8 * tl.arange(0, N // 8)[None, :]
     token = tl.minimum(token, M - 1)  # the surplus columns are computed and never stored
@@ -176,10 +213,10 @@ def decode_kernel(
                 soon, arrived = (), gathered
                 gathered = ()
                 for i in tl.static_range(SLOTS):
-                    sums = _sparse_products(sums, now_slots[i][1], arrived[i], MS)
-                    gathered = gathered + (_gather(xs_ptr, next_slots[i][0], MS),)
+                    if not STAGED:
+                        sums = _sparse_products(sums, now_slots[i][1], arrived[i], MS)
+                        gathered = gathered + (_gather(xs_ptr, next_slots[i][0], base, STAGED, MS),)
                     soon = soon + (_slots(si_ptr, sv_ptr, slot + i * STEP, end),)
-                now_slots, next_slots = next_slots, soon
             if AHEAD:
                 at_hand = tokens
                 tokens = load_tokens(x_ptr, token, stride_x, block + W, blocks, K, EVEN)
@@ -188,6 +225,17 @@ def decode_kernel(
             if (c * UNROLL + u) * W < blocks:  # always; without the branch the compiler sinks the loads below
                 acc = _multiply_block(acc, ring[0], tables, at_hand, y_ptr, levels_ptr, tiles, ASM, CONSTRAINTS,
                                       POSITIONS, CODEBOOK, BITS, GROUP, ZEROS, UNIT, W, R, N)  # fmt: skip
+            if SPARSE:
+                if STAGED and u == 0:
+                    beginning = c == 0  # now all activations have to be there
+                    if beginning:
+                        tl.inline_asm_elementwise(WAIT, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+                        tl.debug_barrier()
+                if STAGED:  # shared memory is near: gathered here, and the first words are not kept waiting for the slots
+                    for i in tl.static_range(SLOTS):
+                        x = _gather(xs_ptr, now_slots[i][0], base, STAGED, MS)
+                        sums = _sparse_products(sums, now_slots[i][1], x, MS)
+                now_slots, next_slots = next_slots, soon
             ring = ring[1:]
     y = tl.sum(acc, 0)
     if not CODEBOOK:
@@ -196,16 +244,17 @@ def decode_kernel(
         y *= 1.0 / UNIT
     if SPARSE:
         for i in tl.static_range(SLOTS):
-            sums = _sparse_products(sums, now_slots[i][1], gathered[i], MS)
+            x = _gather(xs_ptr, now_slots[i][0], base, STAGED, MS) if STAGED else gathered[i]
+            sums = _sparse_products(sums, now_slots[i][1], x, MS)
         if left > 0:  # rows with more than the blocks had time for
             for i in tl.static_range(SLOTS):
-                x = _gather(xs_ptr, next_slots[i][0], MS)
+                x = _gather(xs_ptr, next_slots[i][0], base, STAGED, MS)
                 sums = _sparse_products(sums, next_slots[i][1], x, MS)
             left -= SLOTS * STEP
             slot += SLOTS * STEP
             while left > 0:
                 column, value = _slots(si_ptr, sv_ptr, slot, end)
-                sums = _sparse_products(sums, value, _gather(xs_ptr, column, MS), MS)
+                sums = _sparse_products(sums, value, _gather(xs_ptr, column, base, STAGED, MS), MS)
                 slot += STEP
                 left -= STEP
         sums = tl.sum(sums, 0)
@@ -247,6 +296,8 @@ def decode(x: Tensor, layout: Layout, bias: Tensor | None, config: DecodeConfig,
         gathered = torch.empty(k, width, dtype=x.dtype, device=x.device)
         grid = (triton.cdiv(k, 256),)
         transpose_kernel[grid](x, gathered, m, k, x.stride(0), MS=width, BLOCK=256, PDL=config.pdl, **launch)
+    staged = config.staged and asm and width == 1 and layout.sparse is not None
+    staged = staged and k % 8 == 0 and k <= MOST_STAGED and x.data_ptr() % 16 == 0
     dense = dense_tokens(x, layout)
     if k % 2 or dense.stride(0) % 2 or dense.data_ptr() % 4:  # the kernel reads activations in pairs
         dense = torch.nn.functional.pad(dense, (0, k % 2)).clone(memory_format=torch.contiguous_format)
@@ -260,6 +311,6 @@ def decode(x: Tensor, layout: Layout, bias: Tensor | None, config: DecodeConfig,
         triton.cdiv(steps, config.unroll), pairs.stride(0), y.stride(0), **constants, EVEN=k % (256 * config.warps) == 0,
         MS=width, SLOTS=0 if layout.sparse is None else slots_a_block(layout, config), W=config.warps, R=config.tiles,
         UNROLL=config.unroll, N=n_tokens, AHEAD=config.ahead and n_tokens == 8, PDL=config.pdl,
-        num_warps=config.warps, num_stages=1, **launch,
+        num_warps=config.warps, num_stages=1, RESERVE=reserve_asm(-(-k // 1024)) if staged else None, **launch,
     )  # fmt: skip
     return y

@@ -35,16 +35,18 @@ class DecodeConfig:
     warps: int
     tiles: int = 1
     unroll: int = 1
+    staged: bool = False  # residuals gather the activations of one token from shared memory
     ahead: bool = True  # activations of the next block are requested too; never for more than 8 tokens
     pdl: bool = False
     max_registers: int | None = None
 
 
 def decode_setting(numbers: Sequence[int]) -> DecodeConfig:
-    """A setting as the tables hold it: warps, tiles, unroll, ahead, most registers (0: any)."""
+    """A setting as the tables hold it: warps, tiles, unroll, ahead (+ 2: staged), most registers (0: any)."""
     warps, tiles, unroll, ahead, registers = numbers
     return DecodeConfig(
-        warps=warps, tiles=tiles, unroll=unroll, ahead=bool(ahead), max_registers=registers or None
+        warps=warps, tiles=tiles, unroll=unroll, ahead=bool(ahead & 1), staged=ahead > 1,
+        max_registers=registers or None,
     )  # fmt: skip
 
 

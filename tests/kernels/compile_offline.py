@@ -18,8 +18,8 @@ POINTERS = {  # argument -> type, where the argument is not None
     "x_ptr": "*i32", "w_ptr": "*i32", "levels_ptr": "*fp16", "rows_ptr": "*i32", "sp_ptr": "*i32", "si_ptr": "*i16",
     "z_ptr": "*fp16", "cs_ptr": "*fp16", "partial_ptr": "*fp32",
 }  # fmt: skip
-ALIGNED = ("K", "n", "stride_x", "stride_y")
-INTEGERS = ("M", "last_tile", "chunks", "steps", "blocks", "width", "n_rows", *ALIGNED)
+ALIGNED = ("K", "n", "stride_x", "stride_xs", "stride_y")
+INTEGERS = ("M", "last_tile", "chunks", "groups", "steps", "blocks", "width", "n_rows", *ALIGNED)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -84,20 +84,89 @@ def float_product(
     ]
 
 
+def turned_matrices(shared: np.ndarray, address: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of `ldmatrix` and `stmatrix` with `.trans`: where the two values of every lane's four registers stand, `[4, 32]` each.
+
+    Lane l has the address of row l % 8 of matrix l / 8, 16 bytes; lane 4 g + t holds rows 2 t and 2 t + 1 of column g.
+    """
+    assert not (address % 16).any()
+    rows, lane = address.reshape(4, 8).astype(np.int64) // shared.itemsize, np.arange(32)
+    return rows[:, lane % 4 * 2] + lane // 4, rows[:, lane % 4 * 2 + 1] + lane // 4
+
+
 def run_ptx(
-    text: str, operands: dict[str, np.ndarray], shape: tuple[int, ...], outputs: int = HALF
-) -> list[np.ndarray]:
-    """Run an asm block on arrays of 32-bit registers; returns its outputs."""
+    text: str, operands: dict[str, np.ndarray], shape: tuple[int, ...], outputs: int = HALF,
+    shared: np.ndarray | None = None, memory: np.ndarray | None = None,
+) -> list[np.ndarray]:  # fmt: skip
+    """Run an asm block on arrays of 32-bit registers; returns its outputs. `shared`: memory, 16 bits a place, `memory`: 32
+    bits a place, from address 0. Branches are taken by all lanes or none."""
     registers = dict(operands)
+    labels: dict[str, int] = {}
+    program: list[str] = []
+    for part in text[text.index(";") + 1 : text.rindex("}")].split(";"):
+        found = re.match(r"\s*(?:(\w+):)?\s*(.*?)\s*$", part, re.DOTALL)
+        assert found is not None
+        if found[1]:
+            labels[found[1]] = len(program)
+        if found[2] and not found[2].startswith((".reg", ".pragma", "bar.warp.sync")):
+            program.append(found[2])
 
     def read(name: str) -> np.ndarray:
-        if name[0] in "$tslhfc":
+        if name[0] in "$tslhfczbaw":
             return registers[name]
         return np.full(shape, int(re.sub("^0f", "0x", name), 0), np.uint32)
 
-    body = text[text.index(";") + 1 : text.rindex("}")]
-    for line in filter(None, (part.strip() for part in body.split(";"))):
+    def address(line: str) -> np.ndarray:
+        parts = re.findall(r"\[(.*)\]", line)[0].split(" + ")
+        return read(parts[0]).astype(np.int64) + sum(int(part) for part in parts[1:])
+
+    at = 0
+    while at < len(program):
+        line, at = program[at], at + 1
+        guard = np.ones(shape, bool)
+        if line[0] == "@":
+            name, line = line[1:].split(None, 1)
+            guard = registers[name]
         opcode, rest = line.split(None, 1)
+        if opcode == "bra":
+            assert guard.all() or not guard.any()
+            at = labels[rest] if guard.all() else at
+            continue
+        if opcode.startswith("setp."):
+            name, *names = [part.strip() for part in rest.split(",")]
+            x, y = (read(part).astype(np.uint32).view(np.int32) for part in names)
+            registers[name] = {"le": x <= y, "lt": x < y, "gt": x > y}[opcode.split(".")[1]]
+            continue
+        if opcode == "mov.b32" and rest[0] == "{":  # into halves
+            low, high, source = (name.strip() for name in re.sub("[{}]", "", rest).split(","))
+            registers |= {low: read(source) & 0xFFFF, high: read(source) >> 16}
+            continue
+        if opcode in ("st.shared.b32", "ld.shared.v2.b32", "ld.global.b32"):
+            names, place = re.findall(r"\$\d+|[a-z]\d", re.sub(r"\[.*\]", "", rest)), address(rest)
+            assert not (place[guard] % (8 if "v2" in opcode else 4)).any()
+            if opcode == "ld.global.b32":
+                assert memory is not None
+                registers[names[0]] = np.where(guard, memory[np.where(guard, place, 0) // 4], read(names[0]))
+                continue
+            assert shared is not None
+            for i, name in enumerate(names):
+                first = place // 2 + 2 * i
+                if opcode[0] == "s":
+                    shared[first], shared[first + 1] = read(name) & 0xFFFF, read(name) >> 16
+                else:
+                    registers[name] = (
+                        shared[first].astype(np.uint32) | shared[first + 1].astype(np.uint32) << 16
+                    )
+            continue
+        if opcode.startswith(("ldmatrix", "stmatrix")):
+            assert shared is not None and ".x4.trans" in opcode
+            names = [name.strip() for name in re.findall(r"\{(.*)\}", rest)[0].split(",")]
+            for name, low, high in zip(names, *turned_matrices(shared, address(rest)), strict=True):
+                if opcode[0] == "s":
+                    shared[low], shared[high] = registers[name] & 0xFFFF, registers[name] >> 16
+                else:
+                    registers[name] = shared[low].astype(np.uint32) | shared[high].astype(np.uint32) << 16
+            continue
         if opcode.startswith("mma.sync"):
             names = [name.strip() for name in re.sub("[{}]", "", rest).split(",")]
             a, b, c = ([read(name) for name in names[i:j]] for i, j in ((4, 8), (8, 10), (10, 14)))
@@ -112,17 +181,33 @@ def run_ptx(
         match opcode:
             case "shfl.sync.idx.b32":
                 value = a[0][a[1]]
-            case "mov.b32":
+            case "mov.b32" | "mov.b64":
                 value = a[0]
+            case "add.u32" | "add.s32":
+                value = a[0] + a[1]
+            case "add.s64":
+                value = a[0].astype(np.int64) + a[1].astype(np.int64)
+            case "sub.s32":
+                value = a[0] - a[1]
+            case "or.b32":
+                value = a[0] | a[1]
+            case "set.eq.u32.f16x2":
+                same = floats(a[0], "fp16") == floats(a[1], "fp16")
+                value = same[..., 0] * np.uint32(0xFFFF) | same[..., 1] * np.uint32(0xFFFF0000)
             case "xor.b32":
                 value = a[0] ^ a[1]
+            case "cvt.f32.f16":
+                value = a[0].astype(np.uint16).view(np.float16).astype(np.float32).view(np.uint32)
+            case "fma.rn.f32":
+                x, y, z = (v.view(np.float32) for v in a)
+                value = (x.astype(np.float64) * y + z).astype(np.float32).view(np.uint32)
             case "sub.f32":
                 value = (a[0].view(np.float32) - a[1].view(np.float32)).view(np.uint32)
             case "cvt.rn.bf16x2.f32":
                 value = bfloat16(a[1]) | bfloat16(a[0]) << 16
             case "and.b32":
                 value = a[0] & a[1]
-            case "shr.b32":
+            case "shr.b32" | "shr.u32":
                 value = a[0] >> a[1]
             case "shl.b32":
                 value = a[0] << a[1]
@@ -155,5 +240,5 @@ def run_ptx(
                 value = pair_of(x * y + z, dtype)
             case _:
                 raise AssertionError(f"the model does not know {opcode}")
-        registers[target] = value.astype(np.uint32)
+        registers[target] = value if opcode.endswith("64") else value.astype(np.uint32)
     return [registers[f"${i}"] for i in range(outputs)]

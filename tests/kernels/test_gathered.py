@@ -1,0 +1,188 @@
+"""The decode kernel that gathers activations in shared memory: its PTX on the lanes of a warp, and the kernel compiled."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon")
+
+from requant_kernels import columns, gathered, naive
+from requant_kernels.blocks import dense_tokens
+from requant_kernels.layouts import Layout
+
+from .cases import Case, random_layout, relative_error
+from .compile_offline import Machine, compile_kernel
+from .ptx_model import run_ptx, turned_matrices
+
+LANE = np.arange(32)
+G, T = LANE // 4, LANE % 4
+
+
+def bits_of(values: torch.Tensor, dtype: torch.dtype) -> np.ndarray:
+    return values.to(dtype).view(torch.int16).numpy().view(np.uint16).astype(np.uint32)
+
+
+def stage(shared: np.ndarray, base: int, x: np.ndarray) -> None:
+    """A block of activations [8, 256], 16 bits a value, as a warp leaves it."""
+    for slab in range(8):
+        pairs = x[G[:, None], 32 * slab + 8 * T[:, None] + np.arange(8)]  # what a lane loads, 16 bytes
+        own = (pairs[:, ::2] | pairs[:, 1::2] << 16).T
+        operands = {"$4": (base + 512 * slab + 16 * LANE).astype(np.uint32)}
+        operands |= {f"${8 + i}": own[i] for i in range(4)}
+        run_ptx(columns.STAGE, operands, (32,), outputs=0, shared=shared)
+
+
+def test_a_column_is_sixteen_bytes() -> None:
+    column = np.arange(256)
+    place = column // 32 * 32 + column % 8 // 2 * 8 + column % 32 // 8 * 2 + column % 2
+    assert sorted(place) == list(range(256))
+    shared = np.zeros(2048, np.uint16)
+    x = torch.randn(8, 256)
+    stage(shared, 0, bits_of(x, torch.float16))
+    assert np.array_equal(shared.reshape(256, 8)[place].T, bits_of(x, torch.float16).astype(np.uint16))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("density", [0.002, 0.01, 0.05])
+def test_the_residuals_of_a_block_are_added_once(density: float, dtype: torch.dtype) -> None:
+    """None, one and two rounds of 32 entries, and blocks with more, by the operands of `gathered._add_residuals`."""
+    torch.manual_seed(0)
+    case = Case(
+        kind="grid", bits=3, n=40, k=700, m=8, density=density, int8_residuals=True, column_scales=True
+    )
+    layout, base = random_layout(case, "cpu"), 4096
+    assert layout.sparse is not None and layout.rows is not None
+    entries, bounds = layout.sparse.entries, layout.sparse.bounds
+    assert entries is not None and bounds is not None
+    x = torch.randn(8, 700)
+    divided = torch.zeros(8, 768)
+    divided[:, :700] = dense_tokens(x, layout).to(dtype)
+    text, memory = (
+        columns.gather_asm("fp16" if dtype == torch.float16 else "bf16"),
+        entries.numpy().view(np.uint32),
+    )
+    got, sizes = torch.zeros(48, 8), []
+    for tile in range(3):
+        sums = [np.zeros(32, np.uint32) for _ in range(4)]
+        for block in range(3):
+            shared = np.full((base + columns.WARP_BYTES) // 2, 0x7E00, np.uint16)  # NaN
+            stage(shared, base, bits_of(divided[:, 256 * block : 256 * block + 256], dtype))
+            begin, end = (int(edge) for edge in bounds[tile, block : block + 2])
+            sizes.append(end - begin)
+            at = begin + LANE
+            loaded = [
+                np.where(at + i < end, memory[np.minimum(at + i, len(memory) - 1)], columns.NONE)
+                for i in (0, 32)
+            ]
+            entry_at = base + columns.COLUMNS_BYTES
+            single = {
+                4: LANE * 0 + base, 8: entry_at + 4 * LANE, 12: entry_at + 8 * T, 16: loaded[0], 20: loaded[1],
+                24: LANE * 0 + end - begin, 28: G * (32 * 0x10001), 36: 4 * at,
+            }  # fmt: skip
+            operands: dict[str, Any] = {f"${i}": value.astype(np.uint32) for i, value in single.items()}
+            operands |= {f"${32 + i}": sums[i] for i in range(4)}
+            sums = run_ptx(text, operands, (32,), outputs=4, shared=shared, memory=memory)
+        for i in range(4):
+            got[16 * tile + G + i // 2 * 8, 2 * T + i % 2] = torch.from_numpy(sums[i].view(np.float32).copy())
+    want = naive.sparse(layout, torch.float64)[layout.rows[:40].long()] @ x.double().T
+    assert relative_error(got[:40], want) < (1e-3 if dtype == torch.float16 else 8e-3)
+    assert min(sizes) < 32 if density < 0.01 else max(sizes) > 64
+
+
+def test_turned_matrices_are_those_of_the_instructions() -> None:
+    """`ldmatrix.trans` of 8 x 8: lane 4 g + t holds rows 2 t and 2 t + 1 of column g."""
+    shared = np.arange(8 * 32, dtype=np.uint16)
+    low, high = turned_matrices(shared, (16 * LANE).astype(np.uint32))
+    for matrix in range(4):
+        assert np.array_equal(shared[low[matrix]], 64 * matrix + 8 * (2 * T) + G)
+        assert np.array_equal(shared[high[matrix]], 64 * matrix + 8 * (2 * T + 1) + G)
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16"])
+def test_products_and_scales_of_a_slab(name: str) -> None:
+    torch.manual_seed(0)
+    dtype = torch.float16 if name == "fp16" else torch.bfloat16
+    weight, x = torch.randn(16, 32).to(dtype), torch.randn(8, 32).to(dtype)
+    left, right = bits_of(weight, dtype), bits_of(x, dtype)
+    operands: dict[str, Any] = {}
+    for j in range(2):
+        for i in range(4):  # kh rh
+            row, column = G + i % 2 * 8, 8 * T + 4 * j + i // 2 * 2
+            operands[f"${4 + 4 * j + i}"] = left[row, column] | left[row, column + 1] << 16
+    for i in range(4):  # j kh
+        operands[f"${12 + i}"] = right[G, 8 * T + 2 * i] | right[G, 8 * T + 2 * i + 1] << 16
+        operands[f"${16 + i}"] = np.full(32, i, np.float32).view(np.uint32)
+    part = run_ptx(columns.slab_asm(name), operands, (32,), outputs=4)
+    scales = torch.rand(8, 2).half()
+    pairs = bits_of(scales, torch.float16)
+    operands = {"$8": (pairs[:, 0] | pairs[:, 1] << 16)[G]}
+    operands |= {f"${4 + i}": part[i] for i in range(4)}
+    operands |= {f"${12 + i}": np.full(32, 1, np.float32).view(np.uint32) for i in range(4)}
+    sums = run_ptx(columns.SCALE, operands, (32,), outputs=4)
+    want = weight.double() @ x.double().T
+    for i in range(4):
+        row, token = G + i // 2 * 8, 2 * T + i % 2
+        exact = want[row, token] + i
+        scaled = exact * scales.double()[G, i // 2] + 1
+        assert np.allclose(part[i].view(np.float32), exact, rtol=1e-5, atol=1e-4)
+        assert np.allclose(sums[i].view(np.float32), scaled, rtol=1e-5, atol=1e-4)
+
+
+def gathered_machine(
+    kind: str, bits: int, *, launch: tuple[int, ...] = (4, 3), dtype: torch.dtype = torch.float16, group: int = 128,
+    zeros: bool = False, even: bool = True, bias: bool = False, registers: int | None = 128,
+) -> Machine:  # fmt: skip
+    """`launch`: warps, places of the ring."""
+    case = Case(
+        kind=kind,
+        bits=bits,
+        n=16,
+        k=max(256, group),
+        m=1,
+        group_size=group or 256,
+        zero_points=zeros,
+        density=0.02,
+    )
+    layout: Layout = random_layout(case, "cpu")
+    _, constants = gathered.gathered_constants(layout, dtype)
+    constants |= {"EVEN": even, "W": launch[0], "UNROLL": launch[1], "PDL": True}
+    name = "fp16" if dtype == torch.float16 else "bf16"
+    pointers = dict.fromkeys(("s_ptr", "z_ptr", "e_ptr", "b_ptr"), "*i32") | {"bias_ptr": f"*{name}"}
+    absent = (() if zeros else ("z_ptr",)) + (() if bias else ("bias_ptr",))
+    return compile_kernel(
+        gathered.gathered_kernel, constants, capability=90, dtype=name, pointers=pointers, absent=absent,
+        warps=launch[0], max_registers=registers,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("bits", "ceiling"), [(2, 4.0), (3, 4.2), (4, 4.2)])
+def test_instructions_a_weight(bits: int, ceiling: float) -> None:
+    """Of them 1.2 for what a block has beyond 64 residuals, which hardly one has."""
+    machine = gathered_machine("grid", bits)
+    assert machine.stack <= 24
+    assert machine.loop / (3 * 128) < ceiling
+    assert machine.barriers == 0
+    assert machine.opcodes["STSM"] == 3 * 8
+    assert machine.opcodes["LDSM"] == 3 * 3
+    assert machine.opcodes["HMMA"] == 3 * (16 + 6)
+    assert machine.opcodes["SHFL"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "bits", "group", "zeros", "dtype", "even"),
+    [
+        ("grid", 3, 256, True, torch.bfloat16, False), ("grid", 8, 128, True, torch.float16, True),
+        ("grid", 4, 32, True, torch.float16, False), ("codebook", 3, 0, False, torch.bfloat16, True),
+        ("codebook", 4, 0, False, torch.float16, False), ("grid", 2, 512, False, torch.float16, True),
+    ],
+)  # fmt: skip
+def test_every_format_compiles(
+    kind: str, bits: int, group: int, zeros: bool, dtype: torch.dtype, even: bool
+) -> None:
+    machine = gathered_machine(
+        kind, bits, launch=(8, 1), dtype=dtype, group=group, zeros=zeros, even=even, bias=True, registers=None
+    )
+    assert machine.stack == 0
