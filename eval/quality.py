@@ -82,6 +82,7 @@ PLANS: dict[str, Plan] = {
     "little-text": Plan(
         label="best, trained on 128 windows", tuning=dataclasses.replace(TUNING, windows=128)
     ),
+    "long": Plan(label="best, three times the steps", tuning=Tuning(steps=3 * TUNING_STEPS)),
     "codebooks": Plan(label="best over codebooks", method="kmeans"),
 }
 CURVE = (

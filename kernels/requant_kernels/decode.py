@@ -33,6 +33,7 @@ from requant_kernels.blocks import (
     rows_like_products,
     sparse_operands,
 )
+from requant_kernels.launching import interned, launch
 from requant_kernels.layouts import Layout
 from requant_kernels.pieces import reserve_asm
 from requant_kernels.residuals import transpose_kernel
@@ -288,14 +289,14 @@ def decode(x: Tensor, layout: Layout, bias: Tensor | None, config: DecodeConfig,
     m, k = x.shape
     y = torch.empty(m, layout.n, dtype=x.dtype, device=x.device)
     tensors, constants = operands(layout, x.dtype, asm)
-    launch = {"launch_pdl": True} if config.pdl else {}
+    early = {"launch_pdl": True} if config.pdl else {}
     n_tokens = 8 if m <= 8 else 16
     width = 1 if m == 1 or layout.sparse is None else n_tokens
     gathered = x
     if width > 1:
         gathered = torch.empty(k, width, dtype=x.dtype, device=x.device)
-        grid = (triton.cdiv(k, 256),)
-        transpose_kernel[grid](x, gathered, m, k, x.stride(0), MS=width, BLOCK=256, PDL=config.pdl, **launch)
+        transposing = interned(MS=width, BLOCK=256, PDL=config.pdl, **early)
+        launch(transpose_kernel, (triton.cdiv(k, 256), 1, 1), (x, gathered, m, k, x.stride(0)), transposing)
     staged = config.staged and asm and width == 1 and layout.sparse is not None
     staged = staged and k % 8 == 0 and k <= MOST_STAGED and x.data_ptr() % 16 == 0
     dense = dense_tokens(x, layout)
@@ -305,12 +306,19 @@ def decode(x: Tensor, layout: Layout, bias: Tensor | None, config: DecodeConfig,
     tiles, blocks = layout.words.shape[:2]
     steps = triton.cdiv(blocks, config.warps)
     if config.max_registers:
-        launch["maxnreg"] = config.max_registers
-    decode_kernel[(triton.cdiv(tiles, config.tiles),)](
-        pairs, gathered, *tensors, *sparse_operands(layout), bias, y, m, k, layout.n, tiles - 1,
-        triton.cdiv(steps, config.unroll), pairs.stride(0), y.stride(0), **constants, EVEN=k % (256 * config.warps) == 0,
-        MS=width, SLOTS=0 if layout.sparse is None else slots_a_block(layout, config), W=config.warps, R=config.tiles,
-        UNROLL=config.unroll, N=n_tokens, AHEAD=config.ahead and n_tokens == 8, PDL=config.pdl,
-        num_warps=config.warps, num_stages=1, RESERVE=reserve_asm(-(-k // 1024)) if staged else None, **launch,
+        early["maxnreg"] = config.max_registers
+    launch(
+        decode_kernel,
+        (triton.cdiv(tiles, config.tiles), 1, 1),
+        (
+            pairs, gathered, *tensors, *sparse_operands(layout), bias, y, m, k, layout.n, tiles - 1,
+            triton.cdiv(steps, config.unroll), pairs.stride(0), y.stride(0),
+        ),
+        interned(
+            **constants, EVEN=k % (256 * config.warps) == 0, MS=width,
+            SLOTS=0 if layout.sparse is None else slots_a_block(layout, config), W=config.warps, R=config.tiles,
+            UNROLL=config.unroll, N=n_tokens, AHEAD=config.ahead and n_tokens == 8, PDL=config.pdl,
+            num_warps=config.warps, num_stages=1, RESERVE=reserve_asm(-(-k // 1024)) if staged else None, **early,
+        ),
     )  # fmt: skip
     return y

@@ -14,13 +14,14 @@ from triton.runtime.jit import JITFunction
 
 OPTIONS = frozenset({"num_warps", "num_stages", "launch_pdl", "maxnreg"})  # are no arguments of a kernel
 
+_mappings: dict[tuple[tuple[str, Any], ...], Mapping[str, Any]] = {}
 _chosen: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 
 
 def launch(
     kernel: Any, grid: tuple[int, int, int], args: tuple[Any, ...], constants: Mapping[str, Any]
 ) -> None:
-    """`kernel[grid](*args, **constants)`; `constants` must live on and stay as they are: make them by a cached function."""
+    """`kernel[grid](*args, **constants)`; `constants` are known by identity: from a cached function, or `interned`."""
     if not isinstance(kernel, JITFunction):  # the interpreter's
         kernel[grid](*args, **constants)
         return
@@ -34,6 +35,11 @@ def launch(
     names = kernel.arg_names[len(args) :]
     assert set(names) == constants.keys() - OPTIONS, "constants come after all other arguments"
     _chosen[key] = compiled, tuple(constants[name] for name in names)
+
+
+def interned(**constants: Any) -> Mapping[str, Any]:
+    """The one mapping that stands for these constants, for `launch`."""
+    return _mappings.setdefault(tuple(constants.items()), constants)
 
 
 def _tag(value: Any) -> Any:
