@@ -247,12 +247,13 @@ def speed_table(results: Path) -> str:
             times = f"{_memory(found)}, {found['peak_in_bf16_models']:.1f} x the model"
             rows.append([what, gpu["device"], _seconds(found), times, target])
     for found, target in ((gpu, "180 s"), (cpu, "1800 s")):
-        if "best_run" in found:
-            run = found["best_run"]
-            samples, steps = run["recipe"]["calibration"]["num_samples"], run["recipe"]["tuning"]["steps"]
+        for key in sorted(key for key in found if key.startswith("best_run")):
+            recipe = found[key]["recipe"]
+            samples, steps = recipe["calibration"]["num_samples"], recipe["tuning"]["steps"]
             training = f"4 x {steps} steps" if steps else "codes without training"
-            what = f"bench-32m, 2 bits, mode `best`, {samples} x 1024 tokens, {training}"
-            rows.append([what, found["device"], _seconds(run), _memory(run), target])
+            bits = f"{recipe['budget']['bits']:g}"
+            what = f"bench-32m, {bits} bits, mode `best`, {samples} x 1024 tokens, {training}"
+            rows.append([what, found["device"], _seconds(found[key]), _memory(found[key]), target])
     if "large_best" in gpu:
         found = gpu["large_best"]
         what = f"1B shape, mode `best`, computed from a block, a step ({found['a step']:.2f} s) and the statistics"
