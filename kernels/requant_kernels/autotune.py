@@ -66,13 +66,11 @@ CANDIDATES = {"decode": DECODE + SPARSE, "tall": TALL, "hopper": HOPPER, "trelli
 
 def kernel_of(layout: Layout | TrellisLayout, tokens: int) -> str | None:
     """The kernel that has settings for this many tokens; None where cuBLAS multiplies."""
-    if isinstance(layout, TrellisLayout):
-        return "trellis" if tokens <= DECODE_TOKENS else None
     if tokens <= DECODE_TOKENS:
-        return "decode"
+        return "trellis" if isinstance(layout, TrellisLayout) else "decode"
     if tokens <= HOPPER_TOKENS and tuning.runs_on_hopper(layout, layout.words.device):
         return "hopper"
-    return "tall" if tokens <= TALL_TOKENS else None
+    return "tall" if not isinstance(layout, TrellisLayout) and tokens <= TALL_TOKENS else None
 
 
 def kind_of(layout: Layout | TrellisLayout) -> str:
@@ -136,14 +134,17 @@ def call(kernel: str, x: Tensor, layout: Any, setting: Setting) -> Tensor:
         warps, split, stages = setting
         return tall(x, layout, None, asm=True, config=TallConfig(warps=warps, split=split, stages=stages))
     if kernel == "hopper":
-        from requant_kernels.hopper import hopper
-
         names = ("tokens", "warps", "tiles", "ahead", "split")
-        return hopper(x, layout, None, tuning.HopperConfig(**dict(zip(names, setting, strict=True))))
+        config = tuning.HopperConfig(**dict(zip(names, setting, strict=True)))
+        if not isinstance(layout, TrellisLayout):
+            from requant_kernels.hopper import hopper
+
+            return hopper(x, layout, None, config)
+    else:
+        warps, tiles, unroll = setting
+        config = tuning.TrellisConfig(warps=warps, tiles=tiles, unroll=unroll)
     from requant_kernels.trellis import trellis_linear
 
-    warps, tiles, unroll = setting
-    config = tuning.TrellisConfig(warps=warps, tiles=tiles, unroll=unroll)
     return trellis_linear(x, layout, None, asm=True, config=config)
 
 

@@ -101,9 +101,12 @@ def finish_fixed(y, at, token, section, sections, out_width, y_ptr, scales_ptr, 
 def section_kernel(
     x_ptr, before_ptr, after_ptr, bias_ptr, added_ptr, y_ptr, scales_ptr, width, out_width, stride_x, stride_y,
     ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, P: tl.constexpr, V: tl.constexpr, MASK: tl.constexpr, ROOT: tl.constexpr,
-    PAIRED: tl.constexpr, PDL: tl.constexpr,
+    PAIRED: tl.constexpr, PDL: tl.constexpr, PARTS: tl.constexpr = 1, ARRANGED: tl.constexpr = False,
 ):  # fmt: skip
-    """One section of one token; grid (tokens, sections), 16 warps; loads of V values; MASK: the mixed bits from bit 8 on."""
+    """One section of one token; grid (tokens, sections), 16 warps; loads of V values; MASK: the mixed bits from bit 8 on.
+
+    x is the sum of PARTS matrices one behind the other. ARRANGED: y in the order of `trellis_wgmma.py`.
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     token, section = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -138,11 +141,16 @@ def section_kernel(
     x = ()
     for p in tl.static_range(P):
         source = (base + p) * 4096 + place
-        x = x + (tl.load(x_ptr + token * stride_x + source, mask=source < width, other=0.0),)
+        for part in tl.static_range(PARTS):
+            matrix = x_ptr + (token + part * tl.num_programs(0)) * stride_x
+            x = x + (tl.load(matrix + source, mask=source < width, other=0.0),)
     z = tl.zeros([32, 16, 8 // V, V], tl.float32)
     if width > 0:  # always; the branch keeps the loads together, which else wait for one another's registers
         for p in tl.static_range(P):
-            z += x[p].to(tl.float32) * factors[p]
+            whole = x[p * PARTS].to(tl.float32)
+            for part in tl.static_range(1, PARTS):
+                whole += x[p * PARTS + part]
+            z += whole * factors[p]
     z = tl.inline_asm_elementwise(
         ASM, CONSTRAINTS, (z, first, second), dtype=tl.float32, is_pure=False, pack=8
     )
@@ -159,19 +167,25 @@ def section_kernel(
             y += bias
         if added_ptr is not None:
             y += tl.load(added_ptr + token * out_width + at, mask=inside, other=0.0)
+        if ARRANGED:
+            y = tl.reshape(tl.permute(tl.reshape(y, [16, 4, 4, 8, 2]), (0, 1, 3, 2, 4)), [16, 256])
         tl.store(y_ptr + token * stride_y + at, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 def rotate_sections(
     x: Tensor, y: Tensor, scales: Tensor | None, *, size: int, sections: int, width: int, out_width: int, pdl: bool,
     before: Tensor | None = None, after: Tensor | None = None, bias: Tensor | None = None, added: Tensor | None = None,
-    paired: bool = False,
+    paired: bool = False, arranged: bool = False,
 ) -> None:  # fmt: skip
-    """Write y, rotated by blocks of `size`; in fixed point where there are `scales`, then sums of neighbours if `paired`."""
+    """Write y, rotated by blocks of `size`; in fixed point where there are `scales`, then sums of neighbours if `paired`.
+
+    x [m, width], or [parts, m, width], whose parts are added first.
+    """
     text, names = turn_asm()
     launch: dict[str, object] = {"launch_pdl": True} if pdl else {}
-    section_kernel[(x.shape[0], sections)](
-        x, before, after, bias, added, y, scales, width, out_width, x.stride(0), y.stride(0), ASM=text, CONSTRAINTS=names,
+    section_kernel[(x.shape[-2], sections)](
+        x, before, after, bias, added, y, scales, width, out_width, x.stride(-2), y.stride(0), ASM=text, CONSTRAINTS=names,
         P=max(1, size // SECTION), V=16 // x.element_size() if x.element_size() > 2 else 8, MASK=min(size, SECTION) - 1 >> 8,
-        ROOT=size**-0.5 * (2 if paired else 1), PAIRED=paired, PDL=pdl, num_warps=16, num_stages=1, **launch,
+        ROOT=size**-0.5 * (2 if paired else 1), PAIRED=paired, PDL=pdl,
+        PARTS=x.shape[0] if x.dim() == 3 else 1, ARRANGED=arranged, num_warps=16, num_stages=1, **launch,
     )  # fmt: skip
