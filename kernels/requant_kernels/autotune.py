@@ -17,7 +17,7 @@ from torch import Tensor
 
 from requant_kernels import tuning
 from requant_kernels.layouts import Layout
-from requant_kernels.rings import TrellisLayout
+from requant_kernels.rings import CODES, TrellisLayout
 from requant_kernels.timing import cold_time, copies_needed
 from requant_kernels.tuning import DECODE_TOKENS, HOPPER_TOKENS, TALL_TOKENS, TallConfig
 
@@ -56,12 +56,21 @@ HOPPER: list[Setting] = [
     )
     for split in splits
 ]  # fmt: skip
+CODE_HOPPER: list[Setting] = [
+    (*program, split)
+    for program, splits in (
+        ((32, 4, 1, 0), (1, 2, 4, 8)), ((32, 8, 1, 0), (1, 2, 4, 8)), ((64, 4, 1, 0), (1, 2, 4, 8)),
+        ((64, 4, 2, 0), (1, 2, 4, 8)), ((64, 8, 1, 0), (1, 2, 3, 4, 6, 8)), ((64, 8, 2, 0), (1, 2, 4)),
+        ((128, 8, 1, 0), (1, 2, 3, 4)), ((128, 8, 2, 0), (1, 2, 4)), ((256, 8, 1, 0), (1, 2, 4)),
+    )
+    for split in splits
+]  # fmt: skip
 # warps, tiles, units of columns at a time
 TRELLIS: list[Setting] = [
     (8, 2, 2), (4, 2, 2), (16, 2, 1), (16, 4, 1), (8, 2, 4), (4, 2, 4), (8, 1, 2), (16, 1, 2), (8, 4, 2), (16, 2, 4),
 ]  # fmt: skip
 AGREE = 3e-3  # relative Frobenius distance of two settings' results
-CANDIDATES = {"decode": DECODE + SPARSE, "tall": TALL, "hopper": HOPPER, "trellis": TRELLIS}
+CANDIDATES = {"decode": DECODE + SPARSE, "tall": TALL, "hopper": HOPPER + CODE_HOPPER, "trellis": TRELLIS}
 
 
 def kernel_of(layout: Layout | TrellisLayout, tokens: int) -> str | None:
@@ -94,6 +103,8 @@ def candidates(kernel: str, kind: str, bits: float, n: int, k: int, width: int) 
     found = CANDIDATES[kernel]
     if kernel == "decode":
         found = SPARSE if "+" in kind else DECODE
+    if kernel == "hopper":
+        found = CODE_HOPPER if kind in CODES else HOPPER
     return [s for s in found if fits(kernel, n, k, width, s)]
 
 

@@ -251,7 +251,7 @@ def _hopper_config(kind: str, bits: float, n: int, k: int, width: int, device: t
         many = properties.multi_processor_count
     blocks = -(-k // 256)
     if kind in CODES:  # the rotation that adds the partial products adds parts of its own too, 8 in all
-        tokens, rows = min(128, width), -(-n // 16) * 16
+        tokens, rows = min(256, width), -(-n // 16) * 16
         programs, most = -(-n // 128) * -(-width // tokens), max(1, 8 * 4096 // max(4096, rows & -rows))
         room = many * (2 if width <= 64 else 1)
         split = max(1, min(most, blocks // 4, round(room / programs)))

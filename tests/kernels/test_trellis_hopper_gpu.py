@@ -3,8 +3,9 @@
 import pytest
 import torch
 from requant_kernels import linear, naive, pack_trellis
-from requant_kernels.autotune import HOPPER
+from requant_kernels.autotune import CODE_HOPPER
 from requant_kernels.hadamard import rotate
+from requant_kernels.hashes import negative
 from requant_kernels.rings import TrellisLayout
 from requant_kernels.trellis import trellis_linear
 from requant_kernels.tuning import HOPPER_VARIABLE, HopperConfig, runs_on_hopper
@@ -54,7 +55,7 @@ def test_trellis(code: str, bits: float, n: int, k: int, m: int, dtype: torch.dt
     assert torch.equal(y, linear(x, layout, bias))
 
 
-@pytest.mark.parametrize("setting", [s for s in HOPPER if s[4] in (1, 4)], ids=str)
+@pytest.mark.parametrize("setting", [s for s in CODE_HOPPER if s[4] in (1, 4)], ids=str)
 def test_every_launch_shape(setting: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     names = ("tokens", "warps", "tiles", "ahead", "split")
@@ -72,21 +73,35 @@ def test_every_launch_shape(setting: tuple[int, ...]) -> None:
 def test_the_rotation_arranges(k: int, dtype: torch.dtype) -> None:
     x, before = torch.randn(20, k, device="cuda", dtype=dtype), torch.rand(k, device="cuda").half() + 0.5
     width = -(-k // 64) * 64
-    plain, arranged = (torch.empty(20, width, dtype=torch.float16, device="cuda") for _ in range(2))
-    for y, own in ((plain, False), (arranged, True)):
-        rotate(
-            x,
-            y,
-            width=k,
-            rotated=-(-k // 16) * 16,
-            out_width=width,
-            before=before,
-            asm=True,
-            pdl=True,
-            arranged=own,
-        )
-    want = plain.view(20, -1, 4, 8, 2).transpose(2, 3).reshape(20, width)
-    assert torch.equal(arranged, want)
+    given = {"width": k, "rotated": -(-k // 16) * 16, "out_width": width, "before": before}
+    plain, arranged, signed = (torch.empty(20, width, dtype=torch.float16, device="cuda") for _ in range(3))
+    sums = torch.empty(-(-width // 4096), 32, device="cuda")
+    rotate(x, plain, asm=True, pdl=True, **given)
+    rotate(x, arranged, asm=True, pdl=True, arranged=True, **given)
+    rotate(x, signed, asm=True, pdl=True, arranged=True, scales=sums, **given)
+
+    def order(y: torch.Tensor) -> torch.Tensor:
+        return y.view(20, -1, 4, 8, 2).transpose(2, 3).reshape(20, width)
+
+    assert torch.equal(arranged, order(plain))
+    plain *= torch.tensor([1 - 2 * negative(column) for column in range(width)], device="cuda")
+    assert torch.equal(signed, order(plain))
+    assert (sums[:, :20].double().sum(0) - plain.double().sum(1)).abs().max() < 1e-3 * width**0.5
+
+
+@pytest.mark.parametrize("code", ["mul1", "pair", "3inst"])
+def test_activations_of_one_sign(code: str) -> None:
+    """Rotated activations whose sum is large, in whole blocks or in halves of them, beside small ones."""
+    layout = layout_of(code, 2, 256, 8192)
+    x = torch.randn(40, 8192, device="cuda", dtype=torch.float16) * 0.1
+    for token, column in enumerate((0, 1, 5, 64, 192, 256, 4096, 4711, 8191)):
+        x[token, column] = 1e3
+    x[9] = layout.input_scales
+    x[10] = 0
+    x[11] *= 1e-3
+    y = linear(x, layout)
+    for got, exact in zip(y, naive.linear(x, layout), strict=True):
+        assert relative_error(got, exact) < 1e-3 if exact.any() else not got.any()
 
 
 def test_activations_that_are_no_whole_rows() -> None:
