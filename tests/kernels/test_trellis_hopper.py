@@ -177,12 +177,12 @@ def test_no_launch_of_the_rule_spills(code: str, bits: float, even: bool) -> Non
         assert sum(machine.shared) <= 227 << 10
 
 
-@pytest.mark.parametrize(("blocks", "parts"), [(1, 8), (2, 4), (1, 1)])
-def test_the_rotation_adds_parts_without_spills(blocks: int, parts: int) -> None:
+@pytest.mark.parametrize(("blocks", "parts", "own"), [(1, 8, 1), (2, 4, 1), (2, 2, 2), (2, 4, 2), (4, 2, 4)])
+def test_the_rotation_adds_parts_without_spills(blocks: int, parts: int, own: int) -> None:
     text, names = turn_asm()
     given = {
         "ASM": text, "CONSTRAINTS": names, "P": blocks, "V": 4, "MASK": 15, "ROOT": 1.0, "PAIRED": False, "PDL": True,
-        "PARTS": parts, "ARRANGED": False,
+        "PARTS": parts, "ARRANGED": False, "OWN": own,
     }  # fmt: skip
     machine = compile_kernel(
         section_kernel, given, capability=90, warps=16, aligned=("width", "out_width"),
@@ -190,7 +190,9 @@ def test_the_rotation_adds_parts_without_spills(blocks: int, parts: int) -> None
         absent=("before_ptr", "scales_ptr", "bias_ptr", "added_ptr"),
     )  # fmt: skip
     assert machine.stack == 0
-    assert machine.opcodes["LDG"] <= 2 * blocks * parts + 1  # 16 bytes each, and the scales
+    assert (
+        machine.opcodes["LDG"] <= 2 * blocks * parts + own
+    )  # 16 bytes each, and the scales: what is read is read once
 
 
 def test_arranging_costs_the_rotation_no_launch_and_no_narrow_store() -> None:
@@ -199,7 +201,7 @@ def test_arranging_costs_the_rotation_no_launch_and_no_narrow_store() -> None:
     for arranged in (False, True):
         given = {
             "ASM": text, "CONSTRAINTS": names, "P": 2, "V": 8, "MASK": 15, "ROOT": 1.0, "PAIRED": False, "PDL": True,
-            "PARTS": 1, "ARRANGED": arranged,
+            "PARTS": 1, "ARRANGED": arranged, "OWN": 1,
         }  # fmt: skip
         machines.append(compile_kernel(
             section_kernel, given, capability=90, warps=16, aligned=("width", "out_width"),

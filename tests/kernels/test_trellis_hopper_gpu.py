@@ -23,6 +23,8 @@ SHAPES = [(37, 200, 17), (512, 4096, 64), (64, 1408, 100), (300, 3000, 300), (10
 SHAPES += [(8192, 8192, 48), (100, 8190, 129), (48, 11008, 40), (28672, 1024, 512)]
 CASES = [(*kind, *shape) for kind in KINDS for shape in ((300, 1000, 40), (48, 2048, 90))]
 CASES += [(*kind, *shape) for kind in MAIN for shape in SHAPES]
+# programs of the rotation that make several sections
+CASES += [("mul1", 2, 8192, 8192, 300), ("pair", 2, 16384, 512, 200), ("mul1", 2.25, 64, 16384, 201)]
 
 
 def layout_of(code: str, bits: float, n: int, k: int, *, density: float = 0.0) -> TrellisLayout:
