@@ -12,14 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from requant_kernels.sections import SECTION, finish_fixed, rotate_sections, turn_signs
+from requant_kernels.sections import SECTION, finish_fixed, rotate_sections
 
 SMALLEST = 256  # block of the tensor cores
 
 
 @triton.jit
 def butterfly_kernel(
-    x_ptr, before_ptr, after_ptr, bias_ptr, added_ptr, y_ptr, scales_ptr, width, out_width, stride_x, stride_y, stride_s,
+    x_ptr, before_ptr, after_ptr, bias_ptr, added_ptr, y_ptr, scales_ptr, width, out_width, stride_x, stride_y,
     SIZE: tl.constexpr, LOG: tl.constexpr, ROOT: tl.constexpr, PAIRED: tl.constexpr, PDL: tl.constexpr,
     PARTS: tl.constexpr = 1, ARRANGED: tl.constexpr = False,
 ):  # fmt: skip
@@ -45,10 +45,7 @@ def butterfly_kernel(
         left, right = tl.split(pair)
         x = tl.reshape(tl.permute(tl.join(left + right, left - right), (0, 2, 1)), [SIZE])
     x *= ROOT
-    if ARRANGED and scales_ptr is not None:
-        x = turn_signs(x.to(y_ptr.dtype.element_ty), at)
-        tl.store(scales_ptr + tl.program_id(1) * stride_s + token, tl.sum(x.to(tl.float32)))
-    if scales_ptr is not None and not ARRANGED:
+    if scales_ptr is not None:
         finish_fixed(
             x, at, token, tl.program_id(1), tl.num_programs(1), out_width, y_ptr, scales_ptr, stride_y
         )
@@ -72,8 +69,7 @@ def rotate(
     """Write y; x counts as zero beyond `width`, `rotated` values are rotated, a multiple of 16, and y has `out_width`.
 
     With `scales` y is fixed point (`rotate_fixed`); `paired`: sums and differences of neighbours instead of them.
-    x [m, ..], or [parts, m, ..], whole, whose parts are added first. `arranged`: y in the order of `trellis_wgmma.py`, and
-    with `scales`, float32 [sections, at least m], with its signs; there go the sums of y.
+    x [m, ..], or [parts, m, ..], whole, whose parts are added first. `arranged`: y in the order of `trellis_wgmma.py`.
     """
     size, most = rotated & -rotated, max(rotated, out_width)
     if asm and size >= SMALLEST:
@@ -93,10 +89,10 @@ def rotate(
         return
     part = size if scales is None else max(size, SECTION)
     butterfly_kernel[(x.shape[-2], triton.cdiv(most, part))](
-        x, before, after, bias, added, y, scales, width, out_width, x.stride(-2), y.stride(0),
-        scales.stride(0) if scales is not None and arranged else 0, SIZE=part, LOG=size.bit_length() - 1,
-        ROOT=size**-0.5 * (2 if paired else 1), PAIRED=paired, PDL=pdl, PARTS=x.shape[0] if x.dim() == 3 else 1,
-        ARRANGED=arranged, num_warps=min(16, max(1, part // 512)), **({"launch_pdl": True} if pdl else {}),
+        x, before, after, bias, added, y, scales, width, out_width, x.stride(-2), y.stride(0), SIZE=part,
+        LOG=size.bit_length() - 1, ROOT=size**-0.5 * (2 if paired else 1), PAIRED=paired, PDL=pdl,
+        PARTS=x.shape[0] if x.dim() == 3 else 1, ARRANGED=arranged, num_warps=min(16, max(1, part // 512)),
+        **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
 
 

@@ -34,8 +34,6 @@ OFFSET = {
     "pair": 255.0,
 }  # times the sum of the fixed-point operands: what the sums are too large
 
-MOST = 1020  # a byte sum
-
 
 def groups_of(four: int) -> int:
     """Groups whose parts are whole words together: parts of 8 `four` bits."""
@@ -208,47 +206,6 @@ class _Weights(_Part):
                 new(f"dp4a.u32.u32 {{d}}, {self.hash(2 * index + i)}, 0x01010101, 0x6400;") for i in range(2)
             )
         return new(f"prmt.b32 {{d}}, {first}, {second}, 0x5410;")
-
-
-def negative(column: int) -> int:
-    """Whether the activation of a column has its sign turned, and its byte sums are taken from MOST: a bent function.
-
-    What is added to every weight, OFFSET, is then not added up in the columns where activations have one sign.
-    """
-    return (column & column >> 1 & 0b1000101).bit_count() & 1
-
-
-class _Sums(_Weights):
-    """Byte sums of a piece of 64 columns as they are, 2^-24 a unit in float16; MOST less them where `negative`."""
-
-    piece = 0
-
-    def pair(self, index: int) -> str:
-        """Of columns 2 `index` and 2 `index` + 1."""
-        halves = []
-        for place in (2 * index, 2 * index + 1):
-            h = self.hash(place // WEIGHTS[self.code])
-            turned = negative(64 * self.piece + place % ROW_CODES)
-            if self.code == "pair" and place % 2:
-                factors, addend, kind = ("0xFF0101FF" if turned else "0x01FFFF01"), MOST // 2, "s32"
-            else:
-                factors, addend, kind = ("0xFFFFFFFF", MOST, "s32") if turned else ("0x01010101", 0, "u32")
-            halves.append(self.text.new(f"dp4a.u32.{kind} {{d}}, {h}, {factors}, 0x{addend:x};"))
-        return self.text.new(f"prmt.b32 {{d}}, {halves[0]}, {halves[1]}, 0x5410;")
-
-
-@cache
-def piece_asm(code: str, four: int, piece: int) -> tuple[str, str]:
-    """`values_asm` of piece `piece` of a block of 256 columns; of byte sums, the sums (`_Sums`)."""
-    groups = groups_of(four)
-    if code not in OFFSET:
-        return values_asm(code, four, piece % groups)
-    words, text = four * groups // 4, _Text()
-    part = _Sums(text, code, four, [f"${16 + i}" for i in range(words)], piece % groups, f"${16 + words}")
-    part.piece = piece
-    for i in range(16):
-        text.lines.append(f"mov.b32 ${i}, {part.pair(i)};")
-    return text.text(), ",".join(["=r"] * 16 + ["r"] * (words + 1))
 
 
 @cache

@@ -99,15 +99,8 @@ def finish_fixed(y, at, token, section, sections, out_width, y_ptr, scales_ptr, 
 
 
 @triton.jit
-def turn_signs(y, at):
-    """Where `hashes.negative` says so."""
-    both = at & (at >> 1)
-    return tl.where(((both ^ (both >> 2) ^ (both >> 6)) & 1) == 0, y, -y)
-
-
-@triton.jit
 def section_kernel(
-    x_ptr, before_ptr, after_ptr, bias_ptr, added_ptr, y_ptr, scales_ptr, width, out_width, stride_x, stride_y, stride_s,
+    x_ptr, before_ptr, after_ptr, bias_ptr, added_ptr, y_ptr, scales_ptr, width, out_width, stride_x, stride_y,
     ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, P: tl.constexpr, V: tl.constexpr, MASK: tl.constexpr, ROOT: tl.constexpr,
     PAIRED: tl.constexpr, PDL: tl.constexpr, PARTS: tl.constexpr = 1, ARRANGED: tl.constexpr = False,
     OWN: tl.constexpr = 1,
@@ -115,8 +108,7 @@ def section_kernel(
     """OWN sections, 1 or P, of one token; grid (tokens, sections / OWN), 16 warps; loads of V values; MASK: the mixed bits
     from bit 8 on.
 
-    x is the sum of PARTS matrices one behind the other. ARRANGED: y in the order of `trellis_wgmma.py`; where there are
-    `scales_ptr`, with its signs, and the sums of sections and tokens go there, float32 [sections, stride_s].
+    x is the sum of PARTS matrices one behind the other. ARRANGED: y in the order of `trellis_wgmma.py`.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -181,10 +173,7 @@ def section_kernel(
         y = tl.dot(signs, high, tl.dot(signs, low))
         at = (section + o) * 4096 + row * 256 + tl.arange(0, 256)[None, :]
         inside = at < out_width
-        if ARRANGED and scales_ptr is not None:
-            y = turn_signs(y.to(tl.float16), at)
-            tl.store(scales_ptr + (section + o) * stride_s + token, tl.sum(y.to(tl.float32)))
-        if scales_ptr is not None and not ARRANGED:
+        if scales_ptr is not None:
             sections = tl.num_programs(1) * OWN
             finish_fixed(y, at, token, section + o, sections, out_width, y_ptr, scales_ptr, stride_y)
         else:
@@ -213,8 +202,7 @@ def rotate_sections(
     blocks = max(1, size // SECTION)
     own = blocks if x.shape[-2] * sections >= MANY and sections % blocks == 0 and blocks <= 4 else 1
     section_kernel[(x.shape[-2], sections // own)](
-        x, before, after, bias, added, y, scales, width, out_width, x.stride(-2), y.stride(0),
-        scales.stride(0) if scales is not None and arranged else 0, ASM=text, CONSTRAINTS=names,
+        x, before, after, bias, added, y, scales, width, out_width, x.stride(-2), y.stride(0), ASM=text, CONSTRAINTS=names,
         P=blocks, OWN=own, V=16 // x.element_size() if x.element_size() > 2 else 8, MASK=min(size, SECTION) - 1 >> 8,
         ROOT=size**-0.5 * (2 if paired else 1), PAIRED=paired, PDL=pdl,
         PARTS=x.shape[0] if x.dim() == 3 else 1, ARRANGED=arranged, num_warps=16, num_stages=1, **launch,

@@ -8,9 +8,8 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from requant_kernels.hadamard import rotate
-from requant_kernels.hashes import MOST, OFFSET, groups_of, piece_asm, words_asm
+from requant_kernels.hashes import groups_of, values_asm, words_asm
 from requant_kernels.rings import TrellisLayout
-from requant_kernels.sections import SECTION
 from requant_kernels.trellis_wgmma import trellis_multiply_kernel
 from requant_kernels.tuning import HopperConfig
 from requant_kernels.wgmma import x_layout
@@ -29,60 +28,37 @@ def most_registers(config: HopperConfig, four: int) -> int | None:
     return 128 if config.tokens <= 64 and config.tiles == 1 and four <= 16 else None
 
 
-def constants(
-    code: str, four: int, vector: int, config: HopperConfig, *, even: bool, sections: int
-) -> dict[str, object]:
+def constants(code: str, four: int, vector: int, config: HopperConfig, *, even: bool) -> dict[str, object]:
     """What the kernel is compiled for; `even`: columns are whole blocks."""
     groups = groups_of(four)
     count, units = four * groups // 4, PIECES // groups
-    values = [piece_asm(code, four, piece) for piece in range(PIECES)]
-    unit = 2.0**-24 if code in OFFSET else 1.0  # what 1 is in the operand
+    values = [values_asm(code, four, group) for group in range(groups)]
     stage, places = stages(config.tokens)
     loads = [words_asm(count, vector, 128 * count * unit) for unit in range(units if even else 1)]
     return {
         "VALUES": tuple(text for text, _ in values), "VALUES_CONSTRAINTS": values[0][1],
         "LOADS": tuple(text for text, _ in loads), "LOAD_CONSTRAINTS": loads[0][1], "COUNT": count, "V": vector,
         "J": groups, "EVEN": even, "N": config.tokens, "W": config.warps, "R": config.tiles, "AHEAD": config.ahead,
-        "C": stage, "STAGES": places, "SCALE": 1 / 128 / unit if code in OFFSET else 1.0, "OFFSET": MOST // 2 * unit,
-        "SECTIONS": sections,
+        "C": stage, "STAGES": places,
     }  # fmt: skip
 
 
 def partial_products(x: Tensor, layout: TrellisLayout, config: HopperConfig) -> Tensor:
     """V times the rotated activations: float32 [splits, m, rows], to be added."""
-    turned, sums = arranged(x, layout, config)
-    return multiply(turned, sums, layout, config)
-
-
-def arranged(x: Tensor, layout: TrellisLayout, config: HopperConfig) -> tuple[Tensor, Tensor | None]:
-    """Rotated activations as the kernel wants them, and for byte sums their sums, float32 [sections, tokens]."""
-    m, width = x.shape[0], -(-layout.k // GROUP) * GROUP
+    m, (tiles, units, _, _, vector) = x.shape[0], layout.words.shape
+    width, blocks = -(-layout.k // GROUP) * GROUP, -(-layout.k // BLOCK)
     turned = torch.empty(m, width, dtype=torch.float16, device=x.device)
-    sums = None
-    if layout.code in OFFSET:
-        tokens = -(-m // config.tokens) * config.tokens
-        sums = torch.empty(-(-width // SECTION), tokens, dtype=torch.float32, device=x.device)
     rotate(
         x, turned, width=layout.k, rotated=-(-layout.k // 16) * 16, out_width=width, before=layout.input_scales,
-        scales=sums, arranged=True, asm=True, pdl=True,
+        arranged=True, asm=True, pdl=True,
     )  # fmt: skip
-    return turned, sums
-
-
-def multiply(x: Tensor, sums: Tensor | None, layout: TrellisLayout, config: HopperConfig) -> Tensor:
-    """`partial_products` of what `arranged` made."""
-    m, (tiles, units, _, _, vector) = x.shape[0], layout.words.shape
-    blocks = -(-layout.k // BLOCK)
     steps = -(-blocks // min(blocks, config.split))
     split, even = -(-blocks // steps), units * groups_of(layout.four) * GROUP == blocks * BLOCK
     product = torch.empty(split, m, tiles * 16, dtype=torch.float32, device=x.device)
-    given = constants(
-        layout.code, layout.four, vector, config, even=even, sections=0 if sums is None else len(sums)
-    )
     box = [config.tokens, stages(config.tokens)[0]]
     trellis_multiply_kernel[(-(-tiles // (config.warps * config.tiles)), split, -(-m // config.tokens))](
-        TensorDescriptor.from_tensor(x, box, x_layout()), sums, layout.words, product, units, blocks, tiles - 1, steps,
-        tiles * 16, m, 0 if sums is None else sums.stride(0), **given, PDL=True, num_warps=config.warps, launch_pdl=True,
-        maxnreg=most_registers(config, layout.four),
+        TensorDescriptor.from_tensor(turned, box, x_layout()), layout.words, product, units, blocks, tiles - 1, steps,
+        tiles * 16, m, **constants(layout.code, layout.four, vector, config, even=even), PDL=True,
+        num_warps=config.warps, launch_pdl=True, maxnreg=most_registers(config, layout.four),
     )  # fmt: skip
     return product

@@ -1,21 +1,14 @@
 """The trellis kernel of Hopper for more tokens than the byte sums take: weights are decoded while the one before multiplies.
 
-    y = V x_rot        V exactly; x_rot float16, as `hadamard.py` rotates and arranges it
+    y = V x_rot        V float16, exactly; x_rot float16, as `hadamard.py` rotates and arranges it
 
 A piece is a group of 16 rows x 64 columns a tile (`rings.py`), of which a lane `4 g + t` decodes rows 2 g and 2 g + 1 of 16
-columns: 16 registers of pairs (`piece_asm`). wgmma wants from it rows g and g + 8, and two pairs of columns a row and step
+columns: 16 registers of pairs (`values_asm`). wgmma wants from it rows g and g + 8, and two pairs of columns a row and step
 of 16 columns. Which row and which column that is, is ours to choose, so the registers are its operand as they lie:
 
     of the product             of the group
     row h g                    row 2 g + h                      undone where sums are stored
     column s i t e             column 16 t + 4 s + 2 i + e      the order in which activations are written
-
-A byte sum b of `mul1` and `pair` stays the subnormal float16 that its bits are, 2^-24 b, for (b - 510) x / 128 is
-
-    2^17 (2^-24 b x  -  2^-24 510 x)        the second term, of all columns, is what the accumulator begins with
-
-and the sum of x is found by the rotation. Were activations of one sign, large terms would cancel: in half of the columns,
-by a bent function of their number (`hashes.negative`), it is 1020 - b and -x.
 
 Nothing is moved between lanes but the 32 bits before a part, and no weight sees shared memory. Activations come through it,
 STAGES times C columns, copied by the tensor memory accelerator; as in `wgmma.py` wgmma runs on while the next piece is
@@ -89,7 +82,7 @@ def _decode(words, before, VALUES: gl.constexpr, CONSTRAINTS: gl.constexpr, Q: g
     """Piece Q of every tile -> weights `[16 W R, 64]` in the layout of the left operand."""
     unit: gl.constexpr = Q // J * COUNT
     p = gl.inline_asm_elementwise(
-        VALUES[Q],
+        VALUES[Q % J],
         CONSTRAINTS,
         words[unit : unit + COUNT] + (before,),
         dtype=SIXTEEN,
@@ -116,16 +109,14 @@ def _fetch(x_desc, token, column, barrier, stage, wanted, N: gl.constexpr, C: gl
 
 @gluon.jit(do_not_specialize=["blocks", "last_tile", "steps", "M", "units"])
 def trellis_multiply_kernel(
-    x_desc, sums_ptr, words_ptr, out_ptr, units, blocks, last_tile, steps, rows, M, stride_s,
+    x_desc, words_ptr, out_ptr, units, blocks, last_tile, steps, rows, M,
     VALUES: gl.constexpr, VALUES_CONSTRAINTS: gl.constexpr, LOADS: gl.constexpr, LOAD_CONSTRAINTS: gl.constexpr,
     COUNT: gl.constexpr, V: gl.constexpr, J: gl.constexpr, EVEN: gl.constexpr, N: gl.constexpr, W: gl.constexpr,
-    R: gl.constexpr, AHEAD: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr, SCALE: gl.constexpr,
-    OFFSET: gl.constexpr, SECTIONS: gl.constexpr, PDL: gl.constexpr,
+    R: gl.constexpr, AHEAD: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """out float32 `[splits, M, rows]`; grid: (row tiles / (W R), splits of `steps` blocks of 256 columns, tokens / N).
 
-    A block is 4 / J units. The words of the next one are requested while piece AHEAD of a block is decoded. sums_ptr:
-    float32 `[SECTIONS, stride_s]`, of which OFFSET times belong off the products. SCALE: of the products.
+    A block is 4 / J units. The words of the next one are requested while piece AHEAD of a block is decoded.
     """
     ACC: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[W, 1], instr_shape=[16, N, 16]
@@ -159,14 +150,7 @@ def trellis_multiply_kernel(
     for i in gl.static_range(STAGES):
         _fetch(x_desc, token, first * 256 + i * C, full.index(i), staged.index(i), stages > i, N, C)
 
-    acc = gl.zeros([16 * W * R, N], gl.float32, layout=ACC)
-    if sums_ptr is not None:
-        m = token + gl.arange(0, N, gl.SliceLayout(0, ACC))
-        total = gl.zeros([N], gl.float32, gl.SliceLayout(0, ACC))
-        for i in gl.static_range(SECTIONS):
-            total += gl.load(sums_ptr + i * stride_s + m)
-        acc += gl.where(first == 0, total * -OFFSET, 0.0)[None, :]
-    acc = warpgroup_mma_init(acc)
+    acc = warpgroup_mma_init(gl.zeros([16 * W * R, N], gl.float32, layout=ACC))
     stage = 0
     for step in range(count):
         now = words
@@ -192,7 +176,7 @@ def trellis_multiply_kernel(
                 )
             if q % PER == PER - 1:
                 stage += 1
-    y = warpgroup_mma_wait(0, deps=[acc]) * SCALE
+    y = warpgroup_mma_wait(0, deps=[acc])
     S: gl.constexpr = sums_layout(N, W, R)
     y = gl.reshape(gl.permute(gl.reshape(y, [W * R, 2, 8, N]), (0, 2, 1, 3)), [16 * W * R, N])  # tile g h
     y = gl.convert_layout(y, S, assert_trivial=True)

@@ -253,9 +253,15 @@ def _hopper_config(kind: str, bits: float, n: int, k: int, width: int, device: t
     if kind in CODES:  # the rotation that adds the partial products adds parts of its own too, 8 in all
         tokens, rows = min(256, width), -(-n // 16) * 16
         programs, most = -(-n // 128) * -(-width // tokens), max(1, 8 * 4096 // max(4096, rows & -rows))
-        room = many * (2 if width <= 64 else 1)
-        split = max(1, min(most, blocks // 4, round(room / programs)))
-        return HopperConfig(tokens=tokens, warps=8, split=split)
+        split = max(1, min(most, blocks, round(many * (2 if width <= 64 else 1) / programs)))
+        small = width == 64 and bits <= 4 and n < 128 * many  # 4 warps of two tiles, else 8 of one
+        return HopperConfig(
+            tokens=tokens,
+            warps=4 if small else 8,
+            tiles=2 if small else 1,
+            ahead=2 if tokens == 256 else 0,
+            split=split,
+        )
     # 16 warps a multiprocessor, one program of 8 where accumulators or residuals take the registers of the others
     if width > 64:
         warps, room = 8, many

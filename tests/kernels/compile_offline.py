@@ -19,7 +19,7 @@ POINTERS = {  # argument -> type, where the argument is not None
     "z_ptr": "*fp16", "cs_ptr": "*fp16", "partial_ptr": "*fp32",
 }  # fmt: skip
 ALIGNED = ("K", "n", "stride_x", "stride_y")
-INTEGERS = ("M", "last_tile", "chunks", "steps", "blocks", "width", "n_rows", "stride_s", *ALIGNED)
+INTEGERS = ("M", "last_tile", "chunks", "steps", "blocks", "width", "n_rows", *ALIGNED)
 
 
 @dataclass(frozen=True, kw_only=True)
