@@ -151,17 +151,14 @@ def section_kernel(
     mixed = ()
     for o in tl.static_range(OWN):
         z = tl.zeros([32, 16, 8 // V, V], tl.float32)
-        if (
-            width > 0
-        ):  # always; the branch keeps the loads together, which else wait for one another's registers
+        # always; the branch keeps the loads together, which else wait for one another's registers
+        if width > 0:
             for p in tl.static_range(P):
                 whole = x[p * PARTS].to(tl.float32)
                 for part in tl.static_range(1, PARTS):
                     whole += x[p * PARTS + part]
-                turned = (
-                    0x6996 >> ((o & p) ^ (o & p) >> 4) & 15
-                ) & 1  # signs of section 0 are in the factors
-                z += whole * (factors[p] if turned == 0 else -factors[p])
+                odd = (0x6996 >> (o & p)) & 1  # the signs of a program's first section are in the factors
+                z += whole * (-factors[p] if odd else factors[p])
         mixed = mixed + (z,)
     for o in tl.static_range(OWN):
         z = tl.inline_asm_elementwise(
