@@ -4,7 +4,7 @@
 
 Kernels are compiled on the user's machine, for its GPU, by whatever compiler is installed there. One that is wrong or does
 not compile there is found while the model loads, its matrices are dequantized at every call instead, and the log says so.
-Costs one dequantized matrix and six products a kind: matrices of one format, width and shape run the same programs.
+Costs one dequantized matrix and seven products a kind: matrices of one format, width and shape run the same programs.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ except ImportError:  # no Triton, so nothing that it could fail to compile
     TritonError = type("TritonError", (Exception,), {})
 
 # decode for one token and for several; the tall kernel at each of its widths, or dequantize and multiply; that on Hopper
-TOKENS = (1, 8, 24, 40, 160, 520)
+TOKENS = (1, 8, 24, 40, 100, 160, 520)
 LIMIT = 2e-2  # bfloat16 rounds to 2e-3; a wrong index is of the order of 1
 
 

@@ -36,7 +36,7 @@ FORMATS = [
     ("grid", 2, 0.0, TOKENS), ("grid", 3, 0.0, TOKENS), ("grid", 4, 0.0, TOKENS),
     ("codebook", 2, 0.0, (1, 8, 64)), ("codebook", 3, 0.0, (1, 8, 64)), ("codebook", 4, 0.0, (1, 8, 64)),
     ("grid", 3, 0.01, TOKENS), ("grid", 2, 0.01, (1, 8)), ("grid", 4, 0.01, (1, 8)), ("codebook", 3, 0.01, (1, 8)),
-    ("mul1", 2, 0.0, TOKENS), ("pair", 2, 0.0, (1, 8)), ("mul1", 2.25, 0.0, (1, 8)), ("mul1", 4, 0.0, (1, 8)),
+    ("mul1", 2, 0.0, TOKENS), ("pair", 2, 0.0, TOKENS), ("mul1", 2.25, 0.0, (1, 8, 64)), ("mul1", 4, 0.0, (1, 8, 64)),
     ("grid", 8, 0.0, (1,)),
 ]  # fmt: skip
 
@@ -131,13 +131,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--peers", action="store_true", help="also time the peers that are installed")
     parser.add_argument("--shapes", nargs="+", help="rows x columns; by default all")
+    parser.add_argument("--formats", nargs="+", help="kinds and bits, as grid:2 mul1:2.25; by default all")
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
     parser.add_argument("--seconds", type=float, default=1e9, help="stop starting new rows after this long")
     parser.add_argument("--processes", type=int, default=1, help="compile in so many processes first")
     parser.add_argument("--compile-only", action="store_true")
     args = parser.parse_args()
     shapes = [tuple(map(int, text.split("x"))) for text in args.shapes] if args.shapes else SHAPES
-    jobs = [(kind, bits, n, k, density, tokens) for n, k in shapes for kind, bits, density, tokens in FORMATS]
+    formats = [f for f in FORMATS if not args.formats or f"{f[0]}:{f[1]:g}" in args.formats]
+    jobs = [(kind, bits, n, k, density, tokens) for n, k in shapes for kind, bits, density, tokens in formats]
     compile_in_parallel(warm, jobs, args.processes)
     if args.compile_only:
         return
@@ -146,7 +148,7 @@ def main() -> None:
         if time.monotonic() - started > args.seconds:
             break
         bench.baseline(n, k)
-        for kind, bits, density, tokens in FORMATS:
+        for kind, bits, density, tokens in formats:
             if time.monotonic() - started < args.seconds:
                 bench.ours(kind, bits, density, n, k, tokens)
                 bench.save()

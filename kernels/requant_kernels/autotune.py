@@ -17,7 +17,7 @@ from torch import Tensor
 
 from requant_kernels import tuning
 from requant_kernels.layouts import Layout
-from requant_kernels.rings import TrellisLayout
+from requant_kernels.rings import CODES, TrellisLayout
 from requant_kernels.timing import cold_time, copies_needed
 from requant_kernels.tuning import DECODE_TOKENS, HOPPER_TOKENS, TALL_TOKENS, TallConfig
 
@@ -56,23 +56,30 @@ HOPPER: list[Setting] = [
     )
     for split in splits
 ]  # fmt: skip
+CODE_HOPPER: list[Setting] = [
+    (*program, split)
+    for program, splits in (
+        ((32, 4, 1, 0), (1, 2, 4, 8)), ((32, 8, 1, 0), (1, 2, 4, 8)), ((64, 4, 1, 0), (1, 2, 4, 8)),
+        ((64, 4, 2, 0), (1, 2, 4, 8)), ((64, 8, 1, 0), (1, 2, 3, 4, 6, 8)), ((64, 8, 2, 0), (1, 2, 4)),
+        ((128, 8, 1, 0), (1, 2, 3, 4)), ((128, 8, 2, 0), (1, 2, 4)), ((256, 8, 1, 2), (1, 2, 4, 8)),
+    )
+    for split in splits
+]  # fmt: skip
 # warps, tiles, units of columns at a time
 TRELLIS: list[Setting] = [
     (8, 2, 2), (4, 2, 2), (16, 2, 1), (16, 4, 1), (8, 2, 4), (4, 2, 4), (8, 1, 2), (16, 1, 2), (8, 4, 2), (16, 2, 4),
 ]  # fmt: skip
 AGREE = 3e-3  # relative Frobenius distance of two settings' results
-CANDIDATES = {"decode": DECODE + SPARSE, "tall": TALL, "hopper": HOPPER, "trellis": TRELLIS}
+CANDIDATES = {"decode": DECODE + SPARSE, "tall": TALL, "hopper": HOPPER + CODE_HOPPER, "trellis": TRELLIS}
 
 
 def kernel_of(layout: Layout | TrellisLayout, tokens: int) -> str | None:
     """The kernel that has settings for this many tokens; None where cuBLAS multiplies."""
-    if isinstance(layout, TrellisLayout):
-        return "trellis" if tokens <= DECODE_TOKENS else None
     if tokens <= DECODE_TOKENS:
-        return "decode"
+        return "trellis" if isinstance(layout, TrellisLayout) else "decode"
     if tokens <= HOPPER_TOKENS and tuning.runs_on_hopper(layout, layout.words.device):
         return "hopper"
-    return "tall" if tokens <= TALL_TOKENS else None
+    return "tall" if not isinstance(layout, TrellisLayout) and tokens <= TALL_TOKENS else None
 
 
 def kind_of(layout: Layout | TrellisLayout) -> str:
@@ -96,6 +103,8 @@ def candidates(kernel: str, kind: str, bits: float, n: int, k: int, width: int) 
     found = CANDIDATES[kernel]
     if kernel == "decode":
         found = SPARSE if "+" in kind else DECODE
+    if kernel == "hopper":
+        found = CODE_HOPPER if kind in CODES else HOPPER
     return [s for s in found if fits(kernel, n, k, width, s)]
 
 
@@ -136,14 +145,17 @@ def call(kernel: str, x: Tensor, layout: Any, setting: Setting) -> Tensor:
         warps, split, stages = setting
         return tall(x, layout, None, asm=True, config=TallConfig(warps=warps, split=split, stages=stages))
     if kernel == "hopper":
-        from requant_kernels.hopper import hopper
-
         names = ("tokens", "warps", "tiles", "ahead", "split")
-        return hopper(x, layout, None, tuning.HopperConfig(**dict(zip(names, setting, strict=True))))
+        config = tuning.HopperConfig(**dict(zip(names, setting, strict=True)))
+        if not isinstance(layout, TrellisLayout):
+            from requant_kernels.hopper import hopper
+
+            return hopper(x, layout, None, config)
+    else:
+        warps, tiles, unroll = setting
+        config = tuning.TrellisConfig(warps=warps, tiles=tiles, unroll=unroll)
     from requant_kernels.trellis import trellis_linear
 
-    warps, tiles, unroll = setting
-    config = tuning.TrellisConfig(warps=warps, tiles=tiles, unroll=unroll)
     return trellis_linear(x, layout, None, asm=True, config=config)
 
 

@@ -21,14 +21,21 @@ SMALLEST = 256  # block of the tensor cores
 def butterfly_kernel(
     x_ptr, before_ptr, after_ptr, bias_ptr, added_ptr, y_ptr, scales_ptr, width, out_width, stride_x, stride_y,
     SIZE: tl.constexpr, LOG: tl.constexpr, ROOT: tl.constexpr, PAIRED: tl.constexpr, PDL: tl.constexpr,
+    PARTS: tl.constexpr = 1, ARRANGED: tl.constexpr = False,
 ):  # fmt: skip
-    """SIZE values, in blocks of 2^LOG, of one token; grid (tokens, programs); fixed point where there are scales."""
+    """SIZE values, in blocks of 2^LOG, of one token; grid (tokens, programs); fixed point where there are scales.
+
+    PARTS and ARRANGED as in `sections.py`.
+    """
     token, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     inside = at < out_width
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     x = tl.load(x_ptr + token * stride_x + at, mask=at < width, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        own = x_ptr + (token + part * tl.num_programs(0)) * stride_x
+        x += tl.load(own + at, mask=at < width, other=0.0)
     if before_ptr is not None:
         x *= tl.load(before_ptr + at, mask=at < width, other=0.0).to(tl.float32)
     for stage in tl.static_range(
@@ -49,23 +56,26 @@ def butterfly_kernel(
             x += tl.load(bias_ptr + at, mask=inside, other=0.0).to(tl.float32)
         if added_ptr is not None:
             x += tl.load(added_ptr + token * out_width + at, mask=inside, other=0.0)
+        if ARRANGED:
+            at = (at & ~63) | (at >> 1 & 7) << 3 | (at >> 4 & 3) << 1 | (at & 1)
         tl.store(y_ptr + token * stride_y + at, x.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 def rotate(
     x: Tensor, y: Tensor, *, width: int, rotated: int, out_width: int, asm: bool, pdl: bool, before: Tensor | None = None,
     after: Tensor | None = None, bias: Tensor | None = None, added: Tensor | None = None, scales: Tensor | None = None,
-    paired: bool = False,
+    paired: bool = False, arranged: bool = False,
 ) -> None:  # fmt: skip
     """Write y; x counts as zero beyond `width`, `rotated` values are rotated, a multiple of 16, and y has `out_width`.
 
     With `scales` y is fixed point (`rotate_fixed`); `paired`: sums and differences of neighbours instead of them.
+    x [m, ..], or [parts, m, ..], whole, whose parts are added first. `arranged`: y in the order of `trellis_wgmma.py`.
     """
     size, most = rotated & -rotated, max(rotated, out_width)
     if asm and size >= SMALLEST:
         if (
             width % 16
-            or x.stride(0) % 16
+            or x.stride(-2) % 16
             or x.data_ptr() % 16
             or (before is not None and before.data_ptr() % 16)
         ):
@@ -74,14 +84,15 @@ def rotate(
             width = rotated
         rotate_sections(
             x, y, scales, size=size, sections=-(-most // SECTION), width=width, out_width=out_width, pdl=pdl,
-            before=before, after=after, bias=bias, added=added, paired=paired,
+            before=before, after=after, bias=bias, added=added, paired=paired, arranged=arranged,
         )  # fmt: skip
         return
     part = size if scales is None else max(size, SECTION)
-    butterfly_kernel[(x.shape[0], triton.cdiv(most, part))](
-        x, before, after, bias, added, y, scales, width, out_width, x.stride(0), y.stride(0), SIZE=part,
+    butterfly_kernel[(x.shape[-2], triton.cdiv(most, part))](
+        x, before, after, bias, added, y, scales, width, out_width, x.stride(-2), y.stride(0), SIZE=part,
         LOG=size.bit_length() - 1, ROOT=size**-0.5 * (2 if paired else 1), PAIRED=paired, PDL=pdl,
-        num_warps=min(16, max(1, part // 512)), **({"launch_pdl": True} if pdl else {}),
+        PARTS=x.shape[0] if x.dim() == 3 else 1, ARRANGED=arranged, num_warps=min(16, max(1, part // 512)),
+        **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
 
 

@@ -87,6 +87,8 @@ class _Text:
 class _Part:
     """The hashes of one lane's rows of one tile, each computed when first asked for."""
 
+    spare = True  # whether the multiplier's pipe has room for the mask of the low half
+
     def __init__(self, text: _Text, code: str, four: int, words: list[str], index: int, source: str) -> None:
         """`words` of all parts, of which this is number `index`; `source`: the lane with the bits before."""
         self.text, self.code, self.words = text, code, words[::-1]
@@ -118,7 +120,7 @@ class _Part:
         multiplier, addend = HASH[self.code]
         register = self._register(window.start)
         above = Window(start=window.start, offset=16)
-        if window.offset == 0 and above in self.windows:
+        if window.offset == 0 and above in self.windows and self.spare:
             high = self.hash(self.windows.index(above))
             both = (addend + (addend << 16)) & 0xFFFFFFFF
             product = new(f"mad.lo.u32 {{d}}, {register}, 0x{multiplier:08x}, 0x{both:08x};")
@@ -182,6 +184,8 @@ def _operand(text: _Text, code: str, first: int, index: int) -> str:
 
 class _Weights(_Part):
     """The weights of one lane's rows of one tile, as pairs of float16, each computed when first asked for."""
+
+    spare = False  # dp4a runs there
 
     def pair(self, index: int) -> str:
         """Of columns 2 `index` and 2 `index` + 1, 8 pairs a row; byte sums lie on the bits of 1024, 1534 too large."""

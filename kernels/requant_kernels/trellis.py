@@ -10,8 +10,8 @@ the 16 bits of the ring that end there (bitshift trellis, QTIP: Tseng et al. 202
 | pair | two: b0 + b1 + b2 + b3 and 510 + b0 - b1 - b2 + b3 of 0x4E6DA66B x + 0x3C6EF35F | / 128 |
 | 3inst | the two float16 in ((89226354 x + 64248484) & 0x8FFF8FFF) ^ 0x3B603B60, added | |
 
-To 16 tokens `byte_sums.py` multiplies; beyond them V is expanded to float16, exactly, and cuBLAS multiplies. Here are that
-expansion and the plain kernels for the interpreter and AMD.
+To 16 tokens `byte_sums.py` multiplies, on Hopper to 512 `trellis_wgmma.py`; beyond them V is expanded to float16, exactly,
+and cuBLAS multiplies. Here are that expansion and the plain kernels for the interpreter and AMD.
 """
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none
@@ -35,7 +35,16 @@ from requant_kernels.hashes import (
 )
 from requant_kernels.residuals import residual_sums
 from requant_kernels.rings import TrellisLayout
-from requant_kernels.tuning import DECODE_TOKENS, TrellisConfig, launches_early, trellis_config
+from requant_kernels.tuning import (
+    DECODE_TOKENS,
+    HOPPER_TOKENS,
+    HopperConfig,
+    TrellisConfig,
+    hopper_config,
+    launches_early,
+    runs_on_hopper,
+    trellis_config,
+)
 
 ASSEMBLY = True  # False: every trellis by the plain kernels, as on AMD
 
@@ -167,16 +176,27 @@ def expand(layout: TrellisLayout, *, asm: bool) -> Tensor:
 
 
 def trellis_linear(
-    x: Tensor, layout: TrellisLayout, bias: Tensor | None, *, asm: bool, config: TrellisConfig | None = None
+    x: Tensor,
+    layout: TrellisLayout,
+    bias: Tensor | None,
+    *,
+    asm: bool,
+    config: TrellisConfig | HopperConfig | None = None,
 ) -> Tensor:
-    """y [m, n] of x [m, k], rows contiguous: fused to 16 tokens, beyond them V is expanded and cuBLAS multiplies."""
+    """y [m, n] of x [m, k], rows contiguous: fused to 16 tokens, or 512; beyond them V is expanded and cuBLAS multiplies."""
     m, rows, pdl, asm = x.shape[0], layout.words.shape[0] * 16, launches_early(x.device), asm and ASSEMBLY
-    if m > DECODE_TOKENS or not asm:
+    if asm and DECODE_TOKENS < m <= HOPPER_TOKENS and runs_on_hopper(layout, x.device):
+        from requant_kernels.trellis_hopper import partial_products
+
+        chosen = config if isinstance(config, HopperConfig) else hopper_config(layout, m, x.device)
+        product = partial_products(x, layout, chosen)
+    elif m > DECODE_TOKENS or not asm:
         product = _plain_product(x, layout, asm=asm, pdl=pdl)
     else:
-        config = config or trellis_config(
-            layout.code, layout.bits, layout.n, layout.k, 1 if m == 1 else 8 if m <= 8 else 16, x.device
-        )
+        if not isinstance(config, TrellisConfig):
+            config = trellis_config(
+                layout.code, layout.bits, layout.n, layout.k, 1 if m == 1 else 8 if m <= 8 else 16, x.device
+            )
         columns, before = padded_columns(layout.k), layout.input_scales
         if layout.code in OFFSET:
             fixed, scales = rotate_fixed(

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from requant_kernels.layouts import CodebookLayout, Layout
+from requant_kernels.rings import CODES, TrellisLayout
 
 DECODE_TOKENS = 16  # the decode kernel's most
 TALL_TOKENS = 128  # beyond it, dequantize and multiply
@@ -217,14 +218,15 @@ def _has_wgmma(device: torch.device) -> bool:
     return tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
 
 
-def runs_on_hopper(layout: Layout, device: torch.device) -> bool:
-    """Whether more than 16 tokens of a layout go to `hopper.py`: every format whose decoder is assembly, and residuals
-    that have their second order (`entries.py`). HOPPER_VARIABLE=0 keeps all from it."""
+def runs_on_hopper(layout: Layout | TrellisLayout, device: torch.device) -> bool:
+    """Whether more than 16 tokens of a layout go to `hopper.py` (`trellis_hopper.py`): every format whose decoder is
+    assembly, and residuals that have their second order (`entries.py`), which are launches of their own beside a trellis.
+    HOPPER_VARIABLE=0 keeps all from it."""
     return (
         os.environ.get(HOPPER_VARIABLE) != "0"
         and _has_wgmma(device)
         and not (isinstance(layout, CodebookLayout) and layout.bits > 4)
-        and (layout.sparse is None or layout.sparse.entries is not None)
+        and (isinstance(layout, TrellisLayout) or layout.sparse is None or layout.sparse.entries is not None)
     )
 
 
@@ -233,13 +235,14 @@ def hopper_width(tokens: int) -> int:
     return max(32, 1 << (tokens - 1).bit_length())
 
 
-def hopper_config(layout: Layout, tokens: int, device: torch.device) -> HopperConfig:
+def hopper_config(layout: Layout | TrellisLayout, tokens: int, device: torch.device) -> HopperConfig:
     """Settings for 17 to HOPPER_TOKENS tokens."""
-    return _hopper_config(kind_of(layout), layout.bits, layout.n, layout.k, hopper_width(tokens), device)
+    kind = layout.code if isinstance(layout, TrellisLayout) else kind_of(layout)
+    return _hopper_config(kind, layout.bits, layout.n, layout.k, hopper_width(tokens), device)
 
 
 @cache
-def _hopper_config(kind: str, bits: int, n: int, k: int, width: int, device: torch.device) -> HopperConfig:
+def _hopper_config(kind: str, bits: float, n: int, k: int, width: int, device: torch.device) -> HopperConfig:
     many = 132
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -249,6 +252,18 @@ def _hopper_config(kind: str, bits: int, n: int, k: int, width: int, device: tor
             return HopperConfig(tokens=tokens, warps=warps, tiles=tiles, ahead=ahead, split=split)
         many = properties.multi_processor_count
     blocks = -(-k // 256)
+    if kind in CODES:  # the rotation that adds the partial products adds parts of its own too, 8 in all
+        tokens, rows = min(256, width), -(-n // 16) * 16
+        programs, most = -(-n // 128) * -(-width // tokens), max(1, 8 * 4096 // max(4096, rows & -rows))
+        split = max(1, min(most, blocks, round(many * (2 if width <= 64 else 1) / programs)))
+        small = width == 64 and bits <= 4 and n < 128 * many  # 4 warps of two tiles, else 8 of one
+        return HopperConfig(
+            tokens=tokens,
+            warps=4 if small else 8,
+            tiles=2 if small else 1,
+            ahead=2 if tokens == 256 else 0,
+            split=split,
+        )
     # 16 warps a multiprocessor, one program of 8 where accumulators or residuals take the registers of the others
     if width > 64:
         warps, room = 8, many

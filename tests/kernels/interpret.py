@@ -76,6 +76,20 @@ def around_the_kernel_of_hopper() -> None:
         assert relative_error(y, (want + bias).double()) < 1e-3
 
 
+def check_arranged() -> None:
+    """Blocks of 16 to 1024 values: the sum of parts is rotated, and written in the order of `trellis_wgmma.py`."""
+    for width in (48, 208, 1024):
+        out_width, parts = -(-width // 64) * 64, torch.randn(3, 5, width)
+        plain, whole, arranged = (torch.empty(5, out_width) for _ in range(3))
+        rotate(parts, plain, width=width, rotated=width, out_width=out_width, asm=False, pdl=False)
+        rotate(parts.sum(0), whole, width=width, rotated=width, out_width=out_width, asm=False, pdl=False)
+        rotate(
+            parts, arranged, width=width, rotated=width, out_width=out_width, asm=False, pdl=False, arranged=True
+        )  # fmt: skip
+        assert relative_error(plain, whole.double()) < 1e-6
+        assert torch.equal(arranged, plain.view(5, -1, 4, 8, 2).transpose(2, 3).reshape(5, out_width))
+
+
 def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -127,6 +141,7 @@ def main() -> None:
         error = relative_error(trellis_linear(x, layout, bias, asm=False), want)
         assert error < 3e-3, f"trellis {code} at {bits} bits is off by {error:.1e}"
         assert torch.equal(expand(layout, asm=False).double(), naive.trellis_values(layout))
+    check_arranged()
 
 
 if __name__ == "__main__":

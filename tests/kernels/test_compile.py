@@ -327,7 +327,7 @@ def test_rotation_keeps_256_values_in_a_warp(capability: int, dtype: str) -> Non
     fixed = dtype == "fp16"  # the rotation of activations; the other one is that of outputs
     constants = {
         "ASM": text, "CONSTRAINTS": names, "P": 2, "V": 8 if fixed else 4, "MASK": 15, "ROOT": 1.0, "PAIRED": fixed,
-        "PDL": capability >= 90,
+        "PARTS": 1, "ARRANGED": False, "OWN": 1, "PDL": capability >= 90,
     }  # fmt: skip
     pointers = {"x_ptr": f"*{dtype}", "y_ptr": "*i8" if fixed else "*fp16", "scales_ptr": "*fp32"}
     pointers |= {"before_ptr": "*fp16", "after_ptr": "*fp16", "width": "i32", "out_width": "i32"}

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from requant_kernels import autotune, tuning
+from requant_kernels import autotune, pack_trellis, tuning
 from requant_kernels.tuning import DecodeConfig, TallConfig
 
 from .cases import Case, random_csr, random_layout, random_trellis
@@ -57,11 +57,14 @@ def test_the_rule_fills_every_gpu(monkeypatch: pytest.MonkeyPatch, name: str, n:
 def test_only_hopper_has_the_kernel_of_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     grid = random_layout(Case(kind="grid", bits=8, n=32, k=256, m=1), "cpu")
     memory = random_layout(Case(kind="codebook", bits=5, n=32, k=256, m=1), "cpu")
+    sparse = random_csr(32, 256, 0.1, False, "cpu")
+    trellis = pack_trellis(*random_trellis(32, 256, 2.25, "cpu"), bits=2.25, code="mul1", sparse=sparse)
     for name in GPUS:
         device = pretend(monkeypatch, name)
         tuning.forget()
         monkeypatch.delenv(tuning.HOPPER_VARIABLE, raising=False)
         assert tuning.runs_on_hopper(grid, device) == (name == "H100")
+        assert tuning.runs_on_hopper(trellis, device) == (name == "H100")
         assert not tuning.runs_on_hopper(memory, device)  # its levels are looked up in memory
         monkeypatch.setenv(tuning.HOPPER_VARIABLE, "0")
         assert not tuning.runs_on_hopper(grid, device)
@@ -98,8 +101,6 @@ def test_names_and_widths_are_those_of_the_lookup() -> None:
     plain = random_layout(Case(kind="grid", bits=3, n=32, k=256, m=1), "cpu")
     sparse = random_layout(Case(kind="codebook", bits=3, n=32, k=256, m=1, density=0.1), "cpu")
     assert (autotune.kind_of(plain), autotune.kind_of(sparse)) == ("grid", "codebook+s")
-    from requant_kernels import pack_trellis
-
     trellis = pack_trellis(
         *random_trellis(32, 256, 2, "cpu"), bits=2, code="pair", sparse=random_csr(32, 256, 0.1, False, "cpu")
     )

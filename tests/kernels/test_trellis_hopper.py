@@ -1,0 +1,209 @@
+"""The trellis kernel of Hopper without one: the order of weights and activations, products that run on, no spills."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from requant_kernels import pack_trellis
+
+pytest.importorskip("triton.experimental.gluon")
+
+from requant_kernels import autotune, naive, trellis_wgmma, tuning, wgmma
+from requant_kernels.hashes import groups_of
+from requant_kernels.sections import section_kernel, turn_asm
+from requant_kernels.trellis_hopper import constants, most_registers, stages
+from requant_kernels.tuning import HopperConfig
+
+from .cases import random_trellis
+from .compile_offline import Machine, compile_kernel
+from .ptx_model import run_ptx
+
+KINDS = [
+    ("mul1", 1), ("mul1", 2), ("mul1", 2.25), ("mul1", 3), ("mul1", 3.5), ("mul1", 4), ("mul1", 8), ("pair", 1),
+    ("pair", 2), ("pair", 4), ("3inst", 2), ("3inst", 3.25),
+]  # fmt: skip
+
+
+def plain(kernel: Any) -> Any:
+    """What `gluon.jit` was put around."""
+    return kernel.fn
+
+
+class Array:
+    """What `_decode` does to tensors, in numpy."""
+
+    def __init__(self, values: Any) -> None:
+        self.values = np.asarray(values)
+
+    def to(self, dtype: Any, bitcast: bool = False) -> "Array":
+        return Array(self.values.view(dtype) if bitcast else self.values.astype(dtype))
+
+    def __rshift__(self, by: int) -> "Array":
+        return Array(self.values >> by)
+
+
+class Language:
+    """The few functions of Gluon that `_decode` calls."""
+
+    int16, float16, static_range = np.int16, np.float16, range
+
+    @staticmethod
+    def join(a: Array, b: Array) -> Array:
+        return Array(np.stack([a.values, b.values], -1))
+
+    @staticmethod
+    def reshape(a: Array, shape: list[int]) -> Array:
+        return Array(a.values.reshape(shape))
+
+    @staticmethod
+    def permute(a: Array, order: tuple[int, ...]) -> Array:
+        return Array(a.values.transpose(order))
+
+    @staticmethod
+    def convert_layout(a: Array, layout: Any, assert_trivial: bool) -> Array:
+        assert assert_trivial  # nothing is moved
+        return a
+
+    @staticmethod
+    def inline_asm_elementwise(
+        text: str, constraints: str, args: tuple[Array, ...], **_: Any
+    ) -> tuple[Array, ...]:
+        shape, made = args[0].values.shape, []
+        for r, w in np.ndindex(*shape[:2]):
+            operands = {f"${16 + i}": arg.values[r, w].view(np.uint32) for i, arg in enumerate(args)}
+            made.append(np.stack(run_ptx(text, operands, (32,), outputs=16)))
+        found = np.stack(made, 1).reshape(16, *shape)
+        return tuple(Array(register.view(np.int32)) for register in found)
+
+
+@pytest.mark.parametrize(("code", "bits"), KINDS)
+def test_a_lane_has_the_operand_of_wgmma(code: str, bits: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's own `_decode`, run on the words: rows 2 g + h, columns as activations are arranged."""
+    monkeypatch.setattr(trellis_wgmma, "gl", Language)
+    monkeypatch.setattr(trellis_wgmma, "_halves", plain(trellis_wgmma._halves))
+    tiles, warps, groups = 2, 2, groups_of(round(4 * bits))
+    layout = pack_trellis(*random_trellis(16 * tiles * warps, 256, bits, "cpu"), bits=bits, code=code)
+    config = HopperConfig(tokens=64, warps=warps, tiles=tiles)
+    given: dict[str, Any] = constants(code, layout.four, layout.words.shape[-1], config, even=True)
+    by_lane = layout.words.transpose(2, 3).flatten(3)  # row tile, unit, lane, word
+    words = tuple(
+        Array(by_lane[:, unit, :, word].reshape(tiles, warps, 32).numpy())
+        for unit in range(4 // groups)
+        for word in range(given["COUNT"])
+    )
+    before = Array(np.broadcast_to((np.arange(32, dtype=np.int32) + 28) % 32, (tiles, warps, 32)).copy())
+    values = naive.trellis_values(layout).numpy()
+    row, column = np.arange(16), np.arange(64)
+    of_row = row % 8 * 2 + row // 8
+    of_column = column // 2 % 4 * 16 + column // 16 * 4 + column // 8 % 2 * 2 + column % 2
+    for q in range(4):
+        weight = plain(trellis_wgmma._decode)(
+            words, before, given["VALUES"], given["VALUES_CONSTRAINTS"], q, given["COUNT"], groups, None, warps, tiles
+        )  # fmt: skip
+        own = values[:, 64 * q : 64 * q + 64].reshape(-1, 16, 64)
+        assert np.array_equal(weight.values.reshape(-1, 16, 64), own[:, of_row][:, :, of_column])
+
+
+def multiply_machine(
+    code: str, bits: float, *, launch: tuple[int, ...] = (64, 8, 1, 0), even: bool = True
+) -> Machine:
+    """`launch`: tokens, warps, tiles, ahead."""
+    tokens, warps, tiles, ahead = launch
+    four = round(4 * bits)
+    config = HopperConfig(tokens=tokens, warps=warps, tiles=tiles, ahead=ahead)
+    given = constants(code, four, math.gcd(four * groups_of(four) // 4, 4), config, even=even)
+    box = f"[{tokens}, {stages(tokens)[0]}]"
+    pointers = {
+        "x_desc": f"tensordesc<fp16{box},{wgmma.x_layout()!r}>",
+        "words_ptr": "*i32",
+        "sums_ptr": "*fp32",
+    }
+    pointers |= {"out_ptr": "*fp32", "units": "i32", "rows": "i32"}
+    return compile_kernel(
+        trellis_wgmma.trellis_multiply_kernel, {**given, "PDL": True}, capability=90, pointers=pointers, warps=warps,
+        aligned=("rows",),
+        max_registers=most_registers(config, four),
+    )  # fmt: skip
+
+
+CEILING = {("mul1", 2): 5.1, ("pair", 2): 4.1, ("mul1", 4): 5.3, ("mul1", 2.25): 5.4, ("3inst", 2): 5.8}
+
+
+@pytest.mark.parametrize(("code", "bits"), CEILING)
+def test_products_run_on_while_weights_are_decoded(code: str, bits: float) -> None:
+    machine = multiply_machine(code, bits, launch=(64, 8, 2, 0))
+    assert machine.stack <= 16
+    assert machine.opcodes["HGMMA"] == 32  # two tiles, sixteen steps
+    assert machine.opcodes["WARPGROUP"] <= 12  # one fence and one wait a piece: nothing was serialized
+    assert machine.opcodes["STS"] == machine.opcodes["STSM"] == 0  # neither weights nor sums go through it
+    assert machine.opcodes["SHFL"] == 8  # the bits before a part
+    assert machine.opcodes["UTMALDG"] > 0
+    assert machine.inner / 256 < CEILING[code, bits]
+
+
+PROGRAMS = sorted({setting[:4] for setting in autotune.CODE_HOPPER})
+
+
+@pytest.mark.parametrize(
+    ("code", "bits"),
+    [
+        pytest.param(*kind, marks=() if kind in (("mul1", 2.25), ("pair", 2)) else pytest.mark.slow)
+        for kind in KINDS
+    ],
+)
+@pytest.mark.parametrize("even", [True, False], ids=["blocks", "odd"])
+def test_no_launch_of_the_rule_spills(code: str, bits: float, even: bool) -> None:
+    device, programs = torch.device("cpu"), set()
+    for n, k in ((16, 16), (300, 1500), (4096, 4096), (28672, 8192), (128256, 4096)):
+        for width in (32, 64, 128, 256, 512):
+            config = tuning._hopper_config(code, bits, n, k, width, device)
+            programs.add((config.tokens, config.warps, config.tiles, config.ahead))
+            rows = -(-n // 16) * 16
+            assert config.split * max(1, (rows & -rows) // 4096) <= 8  # parts that the rotation adds
+    assert programs <= set(PROGRAMS) and len(programs) >= 4
+    for program in programs:
+        tokens, warps, tiles, _ = program
+        machine = multiply_machine(code, bits, launch=program, even=even)
+        assert machine.stack <= 16
+        if bits <= 4 and tokens <= 64:
+            assert machine.registers * 32 * warps * 2 <= 65536  # two programs a multiprocessor
+        assert machine.opcodes["STG"] == tiles * tokens // 4  # 8 bytes: two rows of a token
+        assert sum(machine.shared) <= 227 << 10
+
+
+@pytest.mark.parametrize(("blocks", "parts", "own"), [(1, 8, 1), (2, 4, 1), (2, 2, 2), (2, 4, 2), (4, 2, 4)])
+def test_the_rotation_adds_parts_without_spills(blocks: int, parts: int, own: int) -> None:
+    text, names = turn_asm()
+    given = {
+        "ASM": text, "CONSTRAINTS": names, "P": blocks, "V": 4, "MASK": 15, "ROOT": 1.0, "PAIRED": False, "PDL": True,
+        "PARTS": parts, "ARRANGED": False, "OWN": own,
+    }  # fmt: skip
+    machine = compile_kernel(
+        section_kernel, given, capability=90, warps=16, aligned=("width", "out_width"),
+        pointers={"x_ptr": "*fp32", "y_ptr": "*fp16", "after_ptr": "*fp16", "width": "i32", "out_width": "i32"},
+        absent=("before_ptr", "scales_ptr", "bias_ptr", "added_ptr"),
+    )  # fmt: skip
+    assert machine.stack == 0
+    assert (
+        machine.opcodes["LDG"] <= 2 * blocks * parts + own
+    )  # 16 bytes each, and the scales: what is read is read once
+
+
+def test_arranging_costs_the_rotation_no_launch_and_no_narrow_store() -> None:
+    text, names = turn_asm()
+    machines = []
+    for arranged in (False, True):
+        given = {
+            "ASM": text, "CONSTRAINTS": names, "P": 2, "V": 8, "MASK": 15, "ROOT": 1.0, "PAIRED": False, "PDL": True,
+            "PARTS": 1, "ARRANGED": arranged, "OWN": 1,
+        }  # fmt: skip
+        machines.append(compile_kernel(
+            section_kernel, given, capability=90, warps=16, aligned=("width", "out_width"),
+            pointers={"x_ptr": "*fp16", "y_ptr": "*fp16", "before_ptr": "*fp16", "width": "i32", "out_width": "i32"},
+            absent=("after_ptr", "scales_ptr", "bias_ptr", "added_ptr"),
+        ))  # fmt: skip
+    plain, arranged = machines
+    assert arranged.opcodes["STG"] == plain.opcodes["STG"] == 1
+    assert arranged.instructions < plain.instructions + 40

@@ -1,0 +1,122 @@
+"""The trellis kernel of Hopper on the GPU: every code, odd shapes, every launch shape, graphs."""
+
+import pytest
+import torch
+from requant_kernels import linear, naive, pack_trellis
+from requant_kernels.autotune import CODE_HOPPER
+from requant_kernels.hadamard import rotate
+from requant_kernels.rings import TrellisLayout
+from requant_kernels.trellis import trellis_linear
+from requant_kernels.tuning import HOPPER_VARIABLE, HopperConfig, runs_on_hopper
+
+from .cases import random_csr, random_trellis, relative_error
+
+pytestmark = pytest.mark.gpu
+LIMIT = {torch.float16: 6e-4, torch.bfloat16: 4e-3}
+KINDS = [
+    ("mul1", 1), ("mul1", 2), ("mul1", 2.25), ("mul1", 2.5), ("mul1", 3), ("mul1", 3.5), ("mul1", 4), ("mul1", 7.75),
+    ("mul1", 8), ("pair", 1), ("pair", 2), ("pair", 4), ("pair", 8), ("3inst", 2), ("3inst", 3.25), ("3inst", 6),
+]  # fmt: skip
+MAIN = [("mul1", 2), ("mul1", 2.25), ("pair", 2)]
+SHAPES = [(37, 200, 17), (512, 4096, 64), (64, 1408, 100), (300, 3000, 300), (1024, 16, 33)]
+SHAPES += [(8192, 8192, 48), (100, 8190, 129), (48, 11008, 40), (28672, 1024, 512)]
+CASES = [(*kind, *shape) for kind in KINDS for shape in ((300, 1000, 40), (48, 2048, 90))]
+CASES += [(*kind, *shape) for kind in MAIN for shape in SHAPES]
+# programs of the rotation that make several sections
+CASES += [("mul1", 2, 8192, 8192, 300), ("pair", 2, 16384, 512, 200), ("mul1", 2.25, 64, 16384, 201)]
+
+
+def layout_of(code: str, bits: float, n: int, k: int, *, density: float = 0.0) -> TrellisLayout:
+    sparse = random_csr(n, k, density, False, "cuda") if density else None
+    return pack_trellis(*random_trellis(n, k, bits, "cuda"), bits=bits, code=code, sparse=sparse)
+
+
+@pytest.fixture(autouse=True)
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(HOPPER_VARIABLE, raising=False)
+    layout = layout_of("mul1", 2, 16, 64)
+    if not runs_on_hopper(layout, layout.words.device):
+        pytest.skip("this GPU has no wgmma")
+
+
+@pytest.mark.parametrize("dtype", LIMIT)
+@pytest.mark.parametrize(("code", "bits", "n", "k", "m"), CASES)
+def test_trellis(code: str, bits: float, n: int, k: int, m: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    layout = layout_of(code, bits, n, k, density=0.01 if m == 90 else 0.0)
+    x = torch.randn(m, k, device="cuda", dtype=dtype)
+    bias = torch.randn(n, device="cuda", dtype=dtype) if m % 2 else None
+    poison = torch.full((8, m, n), torch.nan, device="cuda")
+    del poison  # what was there before is what the output and the partial products get
+    y = linear(x, layout, bias)
+    rows = torch.arange(0, n, max(1, n // 64), device="cuda")
+    want = x.double() @ naive.weight(layout, torch.float32).double().T
+    want = want if bias is None else want + bias
+    assert relative_error(y[:, rows], want[:, rows]) < LIMIT[dtype]
+    assert torch.equal(y, linear(x, layout, bias))
+
+
+@pytest.mark.parametrize("setting", [s for s in CODE_HOPPER if s[4] in (1, 4)], ids=str)
+def test_every_launch_shape(setting: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    names = ("tokens", "warps", "tiles", "ahead", "split")
+    for code, bits in (("mul1", 2.5), ("pair", 2)):
+        layout = layout_of(code, bits, 720, 2100)
+        x = torch.randn(90, 2100, device="cuda", dtype=torch.float16)
+        config = HopperConfig(**dict(zip(names, setting, strict=True)))
+        y = trellis_linear(x, layout, None, asm=True, config=config)
+        assert relative_error(y, naive.linear(x, layout)) < LIMIT[torch.float16]
+
+
+@pytest.mark.parametrize(
+    ("k", "dtype"), [(8192, torch.float16), (11008, torch.bfloat16), (200, torch.float16)]
+)
+def test_the_rotation_arranges(k: int, dtype: torch.dtype) -> None:
+    x, before = torch.randn(20, k, device="cuda", dtype=dtype), torch.rand(k, device="cuda").half() + 0.5
+    width = -(-k // 64) * 64
+    given = {"width": k, "rotated": -(-k // 16) * 16, "out_width": width, "before": before}
+    plain, arranged = (torch.empty(20, width, dtype=torch.float16, device="cuda") for _ in range(2))
+    rotate(x, plain, asm=True, pdl=True, **given)
+    rotate(x, arranged, asm=True, pdl=True, arranged=True, **given)
+    assert torch.equal(arranged, plain.view(20, -1, 4, 8, 2).transpose(2, 3).reshape(20, width))
+
+
+@pytest.mark.parametrize("code", ["mul1", "pair", "3inst"])
+def test_activations_of_one_sign(code: str) -> None:
+    """Rotated activations whose sum is large, in whole blocks or in halves of them, beside small ones."""
+    layout = layout_of(code, 2, 256, 8192)
+    x = torch.randn(40, 8192, device="cuda", dtype=torch.float16) * 0.1
+    for token, column in enumerate((0, 1, 5, 64, 192, 256, 4096, 4711, 8191)):
+        x[token, column] = 1e3
+    x[9] = layout.input_scales
+    x[10] = 0
+    x[11] *= 1e-3
+    y = linear(x, layout)
+    for got, exact in zip(y, naive.linear(x, layout), strict=True):
+        assert relative_error(got, exact) < 1e-3 if exact.any() else not got.any()
+
+
+def test_activations_that_are_no_whole_rows() -> None:
+    layout = layout_of("pair", 2, 64, 1024)
+    wide = torch.randn(48, 1031, device="cuda", dtype=torch.float16)
+    for x in (wide[:, 3:1027], wide[:, 4:1028], wide.T.contiguous().T[:, :1024]):
+        assert relative_error(linear(x, layout), naive.linear(x, layout)) < LIMIT[torch.float16]
+
+
+@pytest.mark.parametrize("m", [17, 64, 200])
+def test_a_graph_replays_on_new_activations(m: int) -> None:
+    layout = layout_of("mul1", 2, 4096, 4096)
+    x = torch.randn(m, 4096, device="cuda", dtype=torch.float16)
+    linear(x, layout)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = x
+        for _ in range(6):  # each waits for the one before it
+            y = linear(y, layout) * 1e-2
+    for _ in range(3):
+        x.normal_()
+        graph.replay()
+        want = x
+        for _ in range(6):
+            want = linear(want, layout) * 1e-2
+        assert torch.equal(y, want)
