@@ -16,7 +16,6 @@ ended. Codes that are no byte sums (`3inst`) take the same way in float16, the f
 # pyright: reportAttributeAccessIssue=none, reportPossiblyUnboundVariable=none, reportGeneralTypeIssues=none
 # pyright: reportAssignmentType=none
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -38,7 +37,10 @@ from requant_kernels.rings import TrellisLayout
 from requant_kernels.sections import SECTION
 from requant_kernels.tuning import TrellisConfig
 
-MOST_SHARED = 32768  # bytes that the sum over the warps may take; above it Triton's own, which has four barriers more
+TRIGGER = 2
+MOST_SHARED = (
+    32768  # bytes that the sum over the warps may take; above it Triton's own, which has four barriers more
+)
 
 
 @triton.jit
@@ -90,7 +92,7 @@ def byte_sum_kernel(
     Grid: R tiles of 16 rows each. A step is U units a warp, each of J groups, PER steps a section; C = 4 R S sums a
     lane, S slabs of 4 tokens.
     """
-    if PDL:
+    if PDL == 1:
         tl.extra.cuda.gdc_launch_dependents()
     lane, warp = tl.arange(0, 32)[None, :], tl.arange(0, W)[:, None]
     types: tl.constexpr = ((tl.int32 if FIXED else tl.float32),) * C
@@ -99,13 +101,15 @@ def byte_sum_kernel(
     BYTES: tl.constexpr = 1 if FIXED else 2  # of an activation
     before = (lane + 28) % 32 + warp * 0
     words = ()
-    for r in tl.static_range(R):  # where tiles run out, the last one is computed, and written, twice alike
+    for r in tl.static_range(R):  # where tiles run out, the last one is computed again
         tile = tl.minimum(tl.program_id(0) * R + r, last_tile).to(tl.int64)
         start = (words_ptr + tile * units * (32 * COUNT)).to(tl.int64)
         words = words + (start + lane * (4 * V) + warp * 0,)
     ahead = _load_words(words, warp, units, LOADS, LOAD_CONSTRAINTS, COUNT, EVEN, W, U)
     if PDL:
         tl.extra.cuda.gdc_wait()
+    if PDL == 2:
+        tl.extra.cuda.gdc_launch_dependents()
     activations = ()
     scales = ()
     for slab in tl.static_range(S):  # columns beyond the tokens' are computed and never stored
@@ -163,6 +167,8 @@ def byte_sum_kernel(
             y = total
         else:
             y = sums
+    if PDL == 3:
+        tl.extra.cuda.gdc_launch_dependents()
     if REDUCE is None:
         for level in tl.static_range(LOG):
             joined = ()
@@ -187,7 +193,9 @@ def byte_sum_kernel(
         for i in tl.static_range(len(outputs)):
             token, row = _place(lane, warp % Y + i * W, last_tile, FIXED, R, S)
             address = (y_ptr + token.to(tl.int64) * rows + row).to(tl.int64)
-            inside = ((token < M) & (warp + i * W < Y)).to(tl.int32)
+            # where tiles run out, what is written twice would come when it may no longer be waited for
+            own = tl.program_id(0) * R + (warp % Y + i * W) // (2 * S if FIXED else 4 * S)
+            inside = ((token < M) & (warp + i * W < Y) & (own <= last_tile)).to(tl.int32)
             tl.inline_asm_elementwise(
                 STORE,
                 STORE_CONSTRAINTS,
@@ -216,6 +224,11 @@ def padded_columns(k: int) -> int:
     return -(-k // SECTION) * SECTION
 
 
+def reduces(config: TrellisConfig, results: int) -> bool:
+    """Whether so many results a lane are added over the warps by our own assembly."""
+    return 128 * config.warps * results <= MOST_SHARED
+
+
 def constants(
     code: str, four: int, vector: int, config: TrellisConfig, tokens: int, units: int
 ) -> dict[str, object]:
@@ -237,7 +250,7 @@ def constants(
         )
     results = sums // 2 if fixed else sums
     reduce, reduce_names = None, None
-    if 128 * config.warps * results <= MOST_SHARED:
+    if reduces(config, results):
         reduce, reduce_names = reduce_asm(config.warps, results)
     return {
         "SUM": text, "SUM_CONSTRAINTS": names, "LOADS": tuple(t for t, _ in loads), "LOAD_CONSTRAINTS": loads[0][1],
@@ -251,27 +264,25 @@ def constants(
 
 
 def byte_sums(
-    x: Tensor, scales: Tensor, layout: TrellisLayout, config: TrellisConfig, *, pdl: bool
-) -> Tensor:
-    """V times rotated activations: float32 [m, rows] of x int8 [2 m, columns] and scales float32 [m, sections, 2]."""
-    return _launch(x, scales, scales.shape[0], layout, config, pdl)
+    x: Tensor, scales: Tensor, y: Tensor, layout: TrellisLayout, config: TrellisConfig, *, pdl: bool
+) -> None:
+    """y float32 [m, rows]: V times rotated activations, x int8 [2 m, columns] and scales float32 [m, sections, 2]."""
+    _launch(x, scales, y, layout, config, pdl)
 
 
-def float_sums(x: Tensor, layout: TrellisLayout, config: TrellisConfig, *, pdl: bool) -> Tensor:
-    """V times rotated activations: float32 [m, rows] of x float16 [m, columns], for codes that are no byte sums."""
-    return _launch(x, None, x.shape[0], layout, config, pdl)
+def float_sums(x: Tensor, y: Tensor, layout: TrellisLayout, config: TrellisConfig, *, pdl: bool) -> None:
+    """y float32 [m, rows]: V times rotated activations, x float16 [m, columns], for codes that are no byte sums."""
+    _launch(x, None, y, layout, config, pdl)
 
 
 def _launch(
-    x: Tensor, scales: Tensor | None, m: int, layout: TrellisLayout, config: TrellisConfig, pdl: bool
-) -> Tensor:
-    tiles, units = layout.words.shape[:2]
-    y = torch.empty(m, tiles * 16, dtype=torch.float32, device=x.device)
+    x: Tensor, scales: Tensor | None, y: Tensor, layout: TrellisLayout, config: TrellisConfig, pdl: bool
+) -> None:
+    m, (tiles, units) = y.shape[0], layout.words.shape[:2]
     launch = {"launch_pdl": True} if pdl else {}
     steps = triton.cdiv(units, config.warps * config.unroll)
     byte_sum_kernel[(triton.cdiv(tiles, config.tiles),)](
         x, scales, layout.words, y, m, units, tiles * 16, tiles - 1, steps, x.shape[1] // SECTION, x.stride(0),
         **constants(layout.code, layout.four, layout.words.shape[-1], config, m, units),
-        PDL=pdl, num_warps=config.warps, num_stages=1, **launch,
+        PDL=TRIGGER if pdl else 0, num_warps=config.warps, num_stages=1, **launch,
     )  # fmt: skip
-    return y

@@ -52,17 +52,23 @@ def butterfly_kernel(
         tl.store(y_ptr + token * stride_y + at, x.to(y_ptr.dtype.element_ty), mask=inside)
 
 
+def by_sections(rotated: int, asm: bool) -> bool:
+    """Whether so many values are rotated on the tensor cores."""
+    return asm and rotated & -rotated >= SMALLEST
+
+
 def rotate(
     x: Tensor, y: Tensor, *, width: int, rotated: int, out_width: int, asm: bool, pdl: bool, before: Tensor | None = None,
     after: Tensor | None = None, bias: Tensor | None = None, added: Tensor | None = None, scales: Tensor | None = None,
-    paired: bool = False,
+    paired: bool = False, marked: Tensor | None = None, awaited: bool = False,
 ) -> None:  # fmt: skip
     """Write y; x counts as zero beyond `width`, `rotated` values are rotated, a multiple of 16, and y has `out_width`.
 
+    Where `by_sections`, x may be sums that are `awaited` one by one, and sums of the next launch be `marked` as missing.
     With `scales` y is fixed point (`rotate_fixed`); `paired`: sums and differences of neighbours instead of them.
     """
     size, most = rotated & -rotated, max(rotated, out_width)
-    if asm and size >= SMALLEST:
+    if by_sections(rotated, asm):
         if (
             width % 16
             or x.stride(0) % 16
@@ -74,7 +80,7 @@ def rotate(
             width = rotated
         rotate_sections(
             x, y, scales, size=size, sections=-(-most // SECTION), width=width, out_width=out_width, pdl=pdl,
-            before=before, after=after, bias=bias, added=added, paired=paired,
+            before=before, after=after, bias=bias, added=added, paired=paired, marked=marked, awaited=awaited,
         )  # fmt: skip
         return
     part = size if scales is None else max(size, SECTION)
@@ -86,8 +92,9 @@ def rotate(
 
 
 def rotate_fixed(
-    x: Tensor, before: Tensor, *, width: int, out_width: int, paired: bool, asm: bool, pdl: bool
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, before: Tensor, *, width: int, out_width: int, paired: bool, asm: bool, pdl: bool,
+    marked: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """H (before * x) in fixed point: int8 [2 m, out_width], a token's high and low bytes, and float32 [m, sections, 2].
 
     A section of 4096 values has a scale and the sum of its integers.
@@ -97,6 +104,6 @@ def rotate_fixed(
     scales = torch.empty(m, sections, 2, dtype=torch.float32, device=x.device)
     rotate(
         x, y, width=width, rotated=-(-width // 16) * 16, out_width=out_width, asm=asm, pdl=pdl, before=before,
-        scales=scales, paired=paired,
+        scales=scales, paired=paired, marked=marked,
     )  # fmt: skip
     return y, scales

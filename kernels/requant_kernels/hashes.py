@@ -278,8 +278,9 @@ STORE_FOUR_ASM = (
     "{ .reg .pred p; setp.ne.b32 p, $6, 0; @p st.global.v4.b32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0; }"
 )
 STORE_FOUR_CONSTRAINTS = "=r,l,r,r,r,r,r"
-# a store where the condition is not zero: an output that nobody reads, the address, the value, the condition
-STORE_ASM = "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.global.f32 [$1], $2; mov.b32 $0, 0; }"
+# a store that another launch waits for (`turns.py`), where the condition is not zero: an output that nobody reads, the
+# address, the value, the condition
+STORE_ASM = "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.relaxed.gpu.global.f32 [$1], $2; mov.b32 $0, 0; }"
 STORE_CONSTRAINTS = "=r,l,f,r"
 
 

@@ -18,59 +18,16 @@ does not care how they are numbered): the loads of 16 bytes see to that, and a t
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none
 # pyright: reportAttributeAccessIssue=none, reportPossiblyUnboundVariable=none, reportGeneralTypeIssues=none
 
-from functools import cache
-
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from requant_kernels.turns import await_asm, section_asm
+
 SECTION = 4096  # values of a program, which share a scale in fixed point
 LARGEST = tl.constexpr(32512.0)  # 127 * 256
-
-
-@cache
-def turn_asm() -> tuple[str, str]:
-    """Both products of a warp: 8 outputs, 8 values, 8 times the lane's signs of the first, 8 times of the second."""
-    lines: list[str] = []
-    names: list[str] = []
-
-    def new() -> str:
-        names.append(f"t{len(names)}")
-        return names[-1]
-
-    def split(low: str, high: str) -> tuple[str, str]:
-        """Pairs of bfloat16: the values rounded, and what is left of them."""
-        rounded, left = new(), new()
-        a, b = new(), new()
-        lines.extend([
-            f"cvt.rn.bf16x2.f32 {rounded}, {high}, {low};",
-            f"shl.b32 {a}, {rounded}, 16;", f"and.b32 {b}, {rounded}, 0xffff0000;",
-            f"sub.f32 {a}, {low}, {a};", f"sub.f32 {b}, {high}, {b};",
-            f"cvt.rn.bf16x2.f32 {left}, {b}, {a};",
-        ])  # fmt: skip
-        return rounded, left
-
-    def product(signs: str, first: tuple[str, str], second: tuple[str, str], out: list[str]) -> None:
-        """out = signs [16, 16] @ columns whose rows 2 t, 2 t + 1 are `first`, 2 t + 8, 2 t + 9 `second`."""
-        opposite = new()
-        lines.append(f"xor.b32 {opposite}, {signs}, 0x80008000;")
-        parts, sums = list(zip(split(*first), split(*second), strict=True)), ["0f00000000"] * 4
-        for i, part in enumerate(parts[::-1]):
-            to = out if i else [new() for _ in range(4)]
-            lines.append(
-                f"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{{', '.join(to)}}}, "
-                f"{{{signs}, {signs}, {signs}, {opposite}}}, {{{part[0]}, {part[1]}}}, {{{', '.join(sums)}}};"
-            )
-            sums = to
-
-    x = [f"${8 + i}" for i in range(8)]
-    upper, lower = [new() for _ in range(4)], [new() for _ in range(4)]
-    product("$16", (x[0], x[1]), (x[2], x[3]), upper)
-    product("$16", (x[4], x[5]), (x[6], x[7]), lower)
-    product("$24", (upper[0], upper[1]), (lower[0], lower[1]), ["$0", "$1", "$4", "$5"])
-    product("$24", (upper[2], upper[3]), (lower[2], lower[3]), ["$2", "$3", "$6", "$7"])
-    text = "{ .reg .b32 " + ", ".join(names) + ";\n" + "\n".join(lines) + " }"
-    return text, ",".join(["=f"] * 8 + ["f"] * 8 + ["r"] * 16)
+TRIGGER = 2
 
 
 @triton.jit
@@ -99,26 +56,29 @@ def finish_fixed(y, at, token, section, sections, out_width, y_ptr, scales_ptr, 
 
 @triton.jit
 def section_kernel(
-    x_ptr, before_ptr, after_ptr, bias_ptr, added_ptr, y_ptr, scales_ptr, width, out_width, stride_x, stride_y,
-    ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, P: tl.constexpr, V: tl.constexpr, MASK: tl.constexpr, ROOT: tl.constexpr,
-    PAIRED: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, before_ptr, after_ptr, bias_ptr, added_ptr, y_ptr, scales_ptr, marked_ptr, width, out_width, stride_x, stride_y,
+    marked, ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, AWAIT: tl.constexpr, AWAIT_CONSTRAINTS: tl.constexpr,
+    P: tl.constexpr, V: tl.constexpr, MASK: tl.constexpr, ROOT: tl.constexpr, PAIRED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One section of one token; grid (tokens, sections), 16 warps; loads of V values; MASK: the mixed bits from bit 8 on."""
-    if PDL:
+    """One section of one token; grid (tokens, sections), 16 warps; loads of V values; MASK: the mixed bits from bit 8 on.
+
+    Where there is AWAIT, x are sums that come one by one (`turns.py`). Where there is `marked_ptr`, so many float32 are
+    marked as not there yet, for the launch after the next one.
+    """
+    if PDL == 1:
         tl.extra.cuda.gdc_launch_dependents()
     token, section = tl.program_id(0).to(tl.int64), tl.program_id(1)
     base, own = section // P * P, section % P
     lane, warp = tl.arange(0, 32)[:, None, None, None], tl.arange(0, 16)[None, :, None, None]
     eight = tl.arange(0, 8 // V)[None, None, :, None] * V + tl.arange(0, V)[None, None, None, :]
     place = warp * 256 + lane * 8 + eight
-    row, column = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]
     g, t = lane // 4 + eight * 0 + warp * 0, lane % 4 * 2
     second = _sign(g, t, 7) | (_sign(g, t + 1, 7) << 16)
     first = second
     if PAIRED:  # without bit 0, which is the lowest of a lane's registers
         first = _sign(g, t, 6) | (_sign(g, t + 1, 6) << 16)
-    signs = _sign(row, column, MASK).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    at = section * 4096 + row * 256 + tl.arange(0, 256)[None, :]
+    third = _sign(g, t, MASK) | (_sign(g, t + 1, MASK) << 16)
+    at = section * 4096 + (g + 8 * (eight // 4)) * 256 + warp * 16 + t * 2 + eight % 4
     inside = at < out_width
     factors = ()
     for p in tl.static_range(P):
@@ -133,26 +93,49 @@ def section_kernel(
         after = tl.load(after_ptr + at, mask=inside, other=0.0).to(tl.float32)
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
     x = ()
-    for p in tl.static_range(P):
-        source = (base + p) * 4096 + place
-        x = x + (tl.load(x_ptr + token * stride_x + source, mask=source < width, other=0.0),)
+    if AWAIT is not None:
+        if PDL == 2:
+            tl.extra.cuda.gdc_launch_dependents()
+        addresses = ()
+        for p in tl.static_range(P):
+            source = tl.minimum((base + p) * 4096 + warp * 256 + lane * 8, width - 8) + eight
+            addresses = addresses + ((x_ptr + token * stride_x + source).to(tl.int64),)
+        types: tl.constexpr = (tl.float32,) * P
+        x = tl.inline_asm_elementwise(AWAIT, AWAIT_CONSTRAINTS, addresses, dtype=types, is_pure=True, pack=8)
+        if P == 1:
+            x = (tl.where(base * 4096 + place < width, x[0], 0.0),)
+    else:
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        if PDL == 2:
+            tl.extra.cuda.gdc_launch_dependents()
+        for p in tl.static_range(P):
+            source = (base + p) * 4096 + place
+            x = x + (tl.load(x_ptr + token * stride_x + source, mask=source < width, other=0.0),)
+    if marked_ptr is not None:
+        programs = tl.num_programs(0) * tl.num_programs(1)
+        share = tl.cdiv(tl.cdiv(marked, programs), 4) * 4
+        begin = (tl.program_id(0) * tl.num_programs(1) + section) * share
+        for i in range(tl.cdiv(share, 2048)):
+            mark = begin + i * 2048 + tl.arange(0, 2048)
+            tl.store(marked_ptr + mark, mark * 0 - 1, mask=(mark < begin + share) & (mark < marked))
     z = tl.zeros([32, 16, 8 // V, V], tl.float32)
     if width > 0:  # always; the branch keeps the loads together, which else wait for one another's registers
         for p in tl.static_range(P):
             z += x[p].to(tl.float32) * factors[p]
-    z = tl.inline_asm_elementwise(
-        ASM, CONSTRAINTS, (z, first, second), dtype=tl.float32, is_pure=False, pack=8
-    )
-    z = tl.reshape(tl.permute(z, (1, 0, 2, 3)), [16, 256])
-    high = z.to(tl.bfloat16)
-    low = (z - high.to(tl.float32)).to(tl.bfloat16)
-    y = tl.dot(signs, high, tl.dot(signs, low))
     if scales_ptr is not None:
-        finish_fixed(y, at, token, section, tl.num_programs(1), out_width, y_ptr, scales_ptr, stride_y)
+        high = y_ptr + 2 * token * stride_y + at - eight % 4 - eight // 4 * 2048
+        scale = scales_ptr + (token * tl.num_programs(1) + section) * 2 + place * 0
+        tl.inline_asm_elementwise(
+            ASM, CONSTRAINTS,
+            (z, first, second, third, high.to(tl.int64), (high + stride_y).to(tl.int64), scale.to(tl.int64)),
+            dtype=tl.float32, is_pure=False, pack=8,
+        )  # fmt: skip
     else:
+        y = tl.inline_asm_elementwise(
+            ASM, CONSTRAINTS, (z, first, second, third), dtype=tl.float32, is_pure=AWAIT is not None, pack=8
+        )
         if after_ptr is not None:
             y *= after
         if bias_ptr is not None:
@@ -165,13 +148,20 @@ def section_kernel(
 def rotate_sections(
     x: Tensor, y: Tensor, scales: Tensor | None, *, size: int, sections: int, width: int, out_width: int, pdl: bool,
     before: Tensor | None = None, after: Tensor | None = None, bias: Tensor | None = None, added: Tensor | None = None,
-    paired: bool = False,
+    marked: Tensor | None = None, awaited: bool = False, paired: bool = False,
 ) -> None:  # fmt: skip
-    """Write y, rotated by blocks of `size`; in fixed point where there are `scales`, then sums of neighbours if `paired`."""
-    text, names = turn_asm()
+    """Write y, rotated by blocks of `size`; in fixed point where there are `scales`, then sums of neighbours if `paired`.
+
+    `marked`: sums to be marked as not there yet; `awaited`: x are such sums.
+    """
+    parts, mask = max(1, size // SECTION), min(size, SECTION) - 1 >> 8
+    text, names = section_asm(across=mask >= 8, fixed=scales is not None)
+    wait, wait_names = await_asm(parts) if awaited else (None, None)
     launch: dict[str, object] = {"launch_pdl": True} if pdl else {}
     section_kernel[(x.shape[0], sections)](
-        x, before, after, bias, added, y, scales, width, out_width, x.stride(0), y.stride(0), ASM=text, CONSTRAINTS=names,
-        P=max(1, size // SECTION), V=16 // x.element_size() if x.element_size() > 2 else 8, MASK=min(size, SECTION) - 1 >> 8,
-        ROOT=size**-0.5 * (2 if paired else 1), PAIRED=paired, PDL=pdl, num_warps=16, num_stages=1, **launch,
+        x, before, after, bias, added, y, scales, None if marked is None else marked.view(torch.int32), width, out_width,
+        x.stride(0), y.stride(0), 0 if marked is None else marked.numel(), ASM=text, CONSTRAINTS=names, AWAIT=wait,
+        AWAIT_CONSTRAINTS=wait_names, P=parts, V=16 // x.element_size() if x.element_size() > 2 else 8, MASK=mask,
+        ROOT=size**-0.5 * (2 if paired else 1), PAIRED=paired, PDL=TRIGGER if pdl else 0, num_warps=16, num_stages=1,
+        **launch,
     )  # fmt: skip

@@ -23,8 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from requant_kernels.byte_sums import byte_sums, float_sums, load_registers, padded_columns
-from requant_kernels.hadamard import rotate, rotate_fixed
+from requant_kernels.byte_sums import byte_sums, float_sums, load_registers, padded_columns, reduces
+from requant_kernels.hadamard import by_sections, rotate, rotate_fixed
 from requant_kernels.hashes import (
     OFFSET,
     STORE_FOUR_ASM,
@@ -35,8 +35,13 @@ from requant_kernels.hashes import (
 )
 from requant_kernels.residuals import residual_sums
 from requant_kernels.rings import TrellisLayout
+from requant_kernels.sections import SECTION
 from requant_kernels.tuning import DECODE_TOKENS, TrellisConfig, launches_early, trellis_config
 
+AWAIT = True
+MOST_MARKS = (
+    32768  # sums that a program of the first rotation marks as missing, where the last one awaits them
+)
 ASSEMBLY = True  # False: every trellis by the plain kernels, as on AMD
 
 
@@ -170,6 +175,7 @@ def trellis_linear(
     x: Tensor, layout: TrellisLayout, bias: Tensor | None, *, asm: bool, config: TrellisConfig | None = None
 ) -> Tensor:
     """y [m, n] of x [m, k], rows contiguous: fused to 16 tokens, beyond them V is expanded and cuBLAS multiplies."""
+    awaited = False
     m, rows, pdl, asm = x.shape[0], layout.words.shape[0] * 16, launches_early(x.device), asm and ASSEMBLY
     if m > DECODE_TOKENS or not asm:
         product = _plain_product(x, layout, asm=asm, pdl=pdl)
@@ -178,25 +184,46 @@ def trellis_linear(
             layout.code, layout.bits, layout.n, layout.k, 1 if m == 1 else 8 if m <= 8 else 16, x.device
         )
         columns, before = padded_columns(layout.k), layout.input_scales
+        product = torch.empty(m, rows, dtype=torch.float32, device=x.device)
         if layout.code in OFFSET:
+            awaited = pdl and _awaited(layout, config, m)
             fixed, scales = rotate_fixed(
-                x, before, width=layout.k, out_width=columns, paired=layout.code == "pair", asm=asm, pdl=pdl
-            )
-            product = byte_sums(fixed, scales, layout, config, pdl=pdl)
+                x, before, width=layout.k, out_width=columns, paired=layout.code == "pair", asm=asm, pdl=pdl,
+                marked=product if awaited else None,
+            )  # fmt: skip
+            byte_sums(fixed, scales, product, layout, config, pdl=pdl)
         else:
             turned = torch.empty(m, columns, dtype=torch.float16, device=x.device)
             rotate(
                 x, turned, width=layout.k, rotated=-(-layout.k // 16) * 16, out_width=columns, before=before, asm=asm,
                 pdl=pdl,
             )  # fmt: skip
-            product = float_sums(turned, layout, config, pdl=pdl)
+            float_sums(turned, product, layout, config, pdl=pdl)
     added = None if layout.sparse is None else residual_sums(x, layout)
     y = torch.empty(m, layout.n, dtype=x.dtype, device=x.device)
     rotate(
         product, y, width=rows, rotated=rows, out_width=layout.n, after=layout.output_scales, bias=bias, added=added,
-        asm=asm, pdl=pdl,
+        asm=asm, pdl=pdl, awaited=awaited,
     )  # fmt: skip
     return y
+
+
+def _awaited(layout: TrellisLayout, config: TrellisConfig, m: int) -> bool:
+    """Whether the last rotation takes the sums one by one as they come (`turns.py`), and not when the product has ended.
+
+    Residuals are another launch between the two, whose end is waited for.
+    """
+    rows, padded = layout.words.shape[0] * 16, -(-layout.k // 16) * 16
+    slabs = 1 if m <= 4 else 2 if m <= 8 else 4
+    return (
+        AWAIT
+        and layout.sparse is None
+        and by_sections(padded, True)
+        and by_sections(rows, True)
+        and rows & -rows <= 4 * SECTION
+        and rows <= MOST_MARKS * -(-padded // SECTION)
+        and reduces(config, 2 * config.tiles * slabs)
+    )
 
 
 def _plain_product(x: Tensor, layout: TrellisLayout, *, asm: bool, pdl: bool) -> Tensor:

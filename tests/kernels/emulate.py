@@ -22,7 +22,7 @@ from requant_kernels.trellis import expand
 from requant_kernels.tuning import TrellisConfig
 from triton.runtime.interpreter import TensorHandle
 
-ACCESS = re.compile(r"(@p )?(ld|st)\.(global|shared)\S* (.*)")
+ACCESS = re.compile(r"(@p )?(ld|st)\.(?:relaxed\.gpu\.)?(global|shared)\S* (.*)")
 SIZE = re.compile(r"\[(\$?\w+)(?: \+ (\d+))?\]")
 HELD: list[torch.Tensor] = []  # what the kernels may touch
 allocate = torch.empty
@@ -168,7 +168,8 @@ def main() -> None:
         if code == "3inst":
             turned = torch.nn.functional.pad(x, (0, padded_columns(k) - k))
             HELD.append(turned)
-            got = float_sums(turned, layout, config, pdl=False)
+            got = held(m, layout.words.shape[0] * 16)
+            float_sums(turned, got, layout, config, pdl=False)
             want = turned[:, :padded].double() @ values.T
         else:
             fixed, scales = rotate_fixed(
@@ -180,7 +181,8 @@ def main() -> None:
                 asm=False,
                 pdl=False,
             )
-            got = byte_sums(fixed, scales, layout, config, pdl=False)
+            got = held(m, layout.words.shape[0] * 16)
+            byte_sums(fixed, scales, got, layout, config, pdl=False)
             turned = torch.nn.functional.pad(
                 x.double() * layout.input_scales, (0, padded - k)
             ) @ naive.hadamard(padded)

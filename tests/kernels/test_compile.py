@@ -19,11 +19,12 @@ from requant_kernels.decode import decode_kernel  # noqa: E402
 from requant_kernels.dense import dequantize_kernel  # noqa: E402
 from requant_kernels.hashes import STORE_FOUR_ASM, STORE_FOUR_CONSTRAINTS, groups_of, values_asm, words_asm  # noqa: E402
 from requant_kernels.residuals import finish_kernel  # noqa: E402
-from requant_kernels.sections import SECTION, section_kernel, turn_asm  # noqa: E402
+from requant_kernels.sections import SECTION, section_kernel  # noqa: E402
 from requant_kernels.tall import multiply_kernel  # noqa: E402
 from requant_kernels.trellis import expand_kernel  # noqa: E402
 from requant_kernels.tuning import TABLE, TrellisConfig, distance_of, least_warps, registers_of  # noqa: E402
 from requant_kernels.tuning import trellis_config as rule_of_trellis  # noqa: E402
+from requant_kernels.turns import await_asm, section_asm  # noqa: E402
 
 from .cases import Case, random_layout  # noqa: E402
 from .compile_offline import Machine, compile_kernel  # noqa: E402
@@ -200,7 +201,9 @@ def trellis_machine(
     if k is not None:  # Triton compiles anew for an integer that is 1 or a multiple of 16
         units = -(-k // (64 * groups_of(four)))
         integers = {"M": tokens, "units": units, "sections": padded_columns(k) // SECTION, "rows": 16}
-    given = trellis_constants(code, four, vector, config, tokens, units) | {"PDL": capability >= 90}
+    given = trellis_constants(code, four, vector, config, tokens, units) | {
+        "PDL": 2 if capability >= 90 else 0
+    }
     given |= {name: 1 for name, value in integers.items() if value == 1}
     pointers = dict.fromkeys(("units", "rows", "sections"), "i32")
     pointers |= {"words_ptr": "*i32", "y_ptr": "*fp32", "x_ptr": "*i8" if given["FIXED"] else "*fp16"}
@@ -321,23 +324,34 @@ def test_expansion_compiles(units: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
-def test_rotation_keeps_256_values_in_a_warp(capability: int, dtype: str) -> None:
-    text, names = turn_asm()
-    fixed = dtype == "fp16"  # the rotation of activations; the other one is that of outputs
+@pytest.mark.parametrize(
+    ("fixed", "awaited", "parts"), [(True, False, 2), (False, False, 2), (False, True, 1), (False, True, 4)]
+)
+def test_rotation_keeps_256_values_in_a_warp(capability: int, fixed: bool, awaited: bool, parts: int) -> None:
+    """The rotation of activations is `fixed`; the other one, of sums, may await them."""
+    text, names = section_asm(across=True, fixed=fixed)
+    wait, wait_names = await_asm(parts) if awaited else (None, None)
     constants = {
-        "ASM": text, "CONSTRAINTS": names, "P": 2, "V": 8 if fixed else 4, "MASK": 15, "ROOT": 1.0, "PAIRED": fixed,
-        "PDL": capability >= 90,
+        "ASM": text, "CONSTRAINTS": names, "AWAIT": wait, "AWAIT_CONSTRAINTS": wait_names, "P": parts,
+        "V": 8 if fixed else 4, "MASK": 15, "ROOT": 1.0, "PAIRED": fixed, "PDL": 2 if capability >= 90 else 0,
     }  # fmt: skip
-    pointers = {"x_ptr": f"*{dtype}", "y_ptr": "*i8" if fixed else "*fp16", "scales_ptr": "*fp32"}
+    pointers = {
+        "x_ptr": "*fp16" if fixed else "*fp32",
+        "y_ptr": "*i8" if fixed else "*fp16",
+        "scales_ptr": "*fp32",
+    }
     pointers |= {"before_ptr": "*fp16", "after_ptr": "*fp16", "width": "i32", "out_width": "i32"}
-    absent = ("after_ptr",) if fixed else ("before_ptr", "scales_ptr")
+    pointers |= {"marked_ptr": "*i32", "marked": "i32"}
+    absent = ("after_ptr",) if fixed else ("before_ptr", "scales_ptr", "marked_ptr")
     machine = compile_kernel(
         section_kernel, constants, capability=capability, pointers=pointers, warps=16,
         absent=(*absent, "bias_ptr", "added_ptr"), aligned=("width", "out_width"),
     )  # fmt: skip
     assert machine.stack == 0
-    assert machine.instructions < 800
+    assert machine.instructions < 500
+    assert machine.opcodes["BAR"] == (3 if fixed else 1)
+    assert machine.opcodes["HMMA"] == 12  # once, although the last rotation's first loads are assembly
     layouts = dict(re.findall(r"(#\w+) = #ttg.blocked<\{(.*)\}>", machine.layout_ir))
-    (used,) = re.findall(r"elementwise_inline_asm .*mma.* -> tensor<\S+, (#\w+)>", machine.layout_ir)
-    assert "threadsPerWarp = [32, 1, 1, 1], warpsPerCTA = [1, 16, 1, 1]" in layouts[used]
+    used = re.findall(r"elementwise_inline_asm .*mma.* -> tensor<\S+, (#\w+)>", machine.layout_ir)
+    assert len(used) == 1
+    assert "threadsPerWarp = [32, 1, 1, 1], warpsPerCTA = [1, 16, 1, 1]" in layouts[used[0]]

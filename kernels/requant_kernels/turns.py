@@ -1,0 +1,216 @@
+"""The PTX of a rotation by Hadamard blocks: 4096 values in the registers of 16 warps, 8 neighbours a lane.
+
+    bits 0 to 7      256 values of a warp: two products with 16 x 16 signs, where the accumulators of the first are the right
+                     operand of the second as they lie
+    bits 8 to 11     across the warps: one product with 16 x 16 signs, whose right operand comes through shared memory
+    fixed point      the largest value of all, as the bits of a float, by REDUX; four bytes of four neighbours in a store
+
+Rows of shared memory (the 256 values of a warp) are 260 words apart, and 16 columns of it lie so that a lane of the third
+product ends with four neighbours of rows g and g + 8: what it reads as column 2 t + e of tile i is value 4 t + 2 i + e. Of
+every other pair of 16 columns the tiles are swapped. So no access of a warp meets a bank twice.
+
+Values enter the tensor cores as two bfloat16, high and low part, so that a product is good to 2^-16.
+"""
+
+import struct
+from functools import cache
+
+LARGEST = 32512  # 127 * 256, of fixed point: its high byte is never 128
+SMALLEST = 0x03800000  # 2^-120, the least scale, which has an inverse
+ROW = 1040  # bytes from one warp's values to the next one's
+ROUND = 0x4B400000  # bits of 1.5 * 2^23: adding it leaves the nearest integer in the low bits
+MARK = 0xFFFFFFFF  # bits of a sum that is not there yet: arithmetic makes no such NaN
+PATIENCE = 1 << 21  # looks at a sum before its absence is taken for an error elsewhere
+
+
+class _Turns:
+    """Lines of PTX; each `new` has a fresh register."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.names: list[str] = []
+
+    def register(self) -> str:
+        self.names.append(f"t{len(self.names)}")
+        return self.names[-1]
+
+    def new(self, line: str) -> str:
+        name = self.register()
+        self.lines.append(line.format(d=name))
+        return name
+
+    def split(self, low: str, high: str) -> tuple[str, str]:
+        """Pairs of bfloat16: the values rounded, and what is left of them."""
+        rounded = self.new(f"cvt.rn.bf16x2.f32 {{d}}, {high}, {low};")
+        a, b = self.new(f"shl.b32 {{d}}, {rounded}, 16;"), self.new(f"and.b32 {{d}}, {rounded}, 0xffff0000;")
+        a, b = self.new(f"sub.f32 {{d}}, {low}, {a};"), self.new(f"sub.f32 {{d}}, {high}, {b};")
+        return rounded, self.new(f"cvt.rn.bf16x2.f32 {{d}}, {b}, {a};")
+
+    def product(self, signs: tuple[str, ...], rows: list[str], out: list[str]) -> None:
+        """out = signs [16, 16] @ columns whose rows 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 are `rows`."""
+        parts = list(zip(self.split(*rows[:2]), self.split(*rows[2:]), strict=True))
+        sums = ["0f00000000"] * 4
+        for i, part in enumerate(parts[::-1]):
+            to = out if i else [self.register() for _ in range(4)]
+            self.lines.append(
+                f"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{{', '.join(to)}}}, "
+                f"{{{', '.join(signs)}}}, {{{part[0]}, {part[1]}}}, {{{', '.join(sums)}}};"
+            )
+            sums = to
+
+    def signs(self, of: str) -> tuple[str, ...]:
+        """The four registers of a matrix of signs whose first is `of`."""
+        return of, of, of, self.new(f"xor.b32 {{d}}, {of}, 0x80008000;")
+
+    def turn(self, x: list[str], first: str, second: str, out: list[str]) -> None:
+        """Both products of a warp."""
+        upper, lower = [self.register() for _ in range(4)], [self.register() for _ in range(4)]
+        signs = self.signs(first)
+        self.product(signs, x[:4], upper)
+        self.product(signs, x[4:], lower)
+        signs = self.signs(second)
+        self.product(signs, upper[:2] + lower[:2], [*out[:2], *out[4:6]])
+        self.product(signs, upper[2:] + lower[2:], [*out[2:4], *out[6:]])
+
+    def text(self, declared: str = "") -> str:
+        return "{ .reg .b32 " + ", ".join(self.names) + ";\n" + declared + "\n".join(self.lines) + " }"
+
+
+@cache
+def turn_asm() -> tuple[str, str]:
+    """Both products of a warp: 8 outputs, 8 values, 8 times the lane's signs of the first, 8 times of the second."""
+    t = _Turns()
+    t.turn([f"${8 + i}" for i in range(8)], "$16", "$24", [f"${i}" for i in range(8)])
+    return t.text(), ",".join(["=f"] * 8 + ["f"] * 8 + ["r"] * 16)
+
+
+@cache
+def section_asm(across: bool, fixed: bool) -> tuple[str, str]:
+    """A section: 8 outputs, 8 values, 8 times the lane's signs of each of three products; `across`: bit 11 is mixed.
+
+    A lane's outputs are four neighbours of row g of the 16, at column 16 warp + 4 t, then of row g + 8. Where `fixed`, it
+    stores their bytes instead (the outputs are nothing), and takes 8 times each the address of its high bytes of row g,
+    that of its low bytes, and that of the section's scale and sum, which one thread stores.
+    """
+    t = _Turns()
+    out = [f"${i}" for i in range(8)]
+    thread = t.new("mov.u32 {d}, %tid.x;")
+    lane, warp = t.new(f"and.b32 {{d}}, {thread}, 31;"), t.new(f"shr.u32 {{d}}, {thread}, 5;")
+    base = t.new("mov.u32 {d}, values;")
+    # where a lane writes: pairs of columns of 16, half of one, and the swap of every other
+    place = t.new(f"shr.u32 {{d}}, {lane}, 1;")
+    place = t.new(f"shl.b32 {{d}}, {place}, 6;")
+    half = t.new(f"and.b32 {{d}}, {lane}, 1;")
+    place = t.new(f"mad.lo.u32 {{d}}, {half}, 16, {place};")
+    swap = t.new(f"shl.b32 {{d}}, {lane}, 3;")
+    swap = t.new(f"and.b32 {{d}}, {swap}, 32;")
+    place = t.new(f"add.u32 {{d}}, {place}, {swap};")
+    own = t.new(f"mad.lo.u32 {{d}}, {warp}, {ROW}, {base};")
+    to = [t.new(f"add.u32 {{d}}, {own}, {place};")]
+    place = t.new(f"xor.b32 {{d}}, {place}, 32;")
+    to.append(t.new(f"add.u32 {{d}}, {own}, {place};"))
+    # where it reads
+    g, quarter = t.new(f"shr.u32 {{d}}, {lane}, 2;"), t.new(f"and.b32 {{d}}, {lane}, 3;")
+    place = t.new(f"shl.b32 {{d}}, {warp}, 4;")
+    swap = t.new(f"and.b32 {{d}}, {place}, 32;")
+    place = t.new(f"shl.b32 {{d}}, {warp}, 6;")
+    place = t.new(f"mad.lo.u32 {{d}}, {g}, 4, {place};")
+    place = t.new(f"mad.lo.u32 {{d}}, {quarter}, {2 * ROW}, {place};")
+    place = t.new(f"add.u32 {{d}}, {place}, {base};")
+    begin = [t.new(f"add.u32 {{d}}, {place}, {swap};")]
+    swap = t.new(f"xor.b32 {{d}}, {swap}, 32;")
+    begin.append(t.new(f"add.u32 {{d}}, {place}, {swap};"))
+
+    turned = [t.register() for _ in range(8)]
+    t.turn([f"${8 + i}" for i in range(8)], "$16", "$24", turned)
+    for address, four in zip(to, ((0, 1, 4, 5), (2, 3, 6, 7)), strict=True):
+        t.lines.append(f"st.shared.v4.b32 [{address}], {{{', '.join(turned[i] for i in four)}}};")
+    t.lines.append("bar.sync 0;")
+    third = t.signs("$32")
+    if not across:
+        third = "$32", t.new("mov.b32 {d}, 0;"), "0", "$32"
+        third = third[0], third[1], third[1], third[3]
+    results = [t.register() for _ in range(8)] if fixed else out
+    for i in range(2):
+        rows = [t.new(f"ld.shared.b32 {{d}}, [{begin[i]} + {ROW * row}];") for row in (0, 1, 8, 9)]
+        t.product(third, rows, [results[j] for j in (2 * i, 2 * i + 1, 2 * i + 4, 2 * i + 5)])
+    declared = f".shared .align 16 .b32 values[{16 * ROW // 4}];\n"
+    names = ["=f"] * 8 + ["f"] * 8 + ["r"] * 24
+    if fixed:
+        _store_fixed(t, results, thread, lane, warp)
+        t.lines += [f"mov.b32 {name}, 0;" for name in out]
+        declared += ".shared .b32 most[16];\n.shared .b32 totals[16];\n.reg .pred p;\n"
+        names += ["l"] * 24
+    return t.text(declared), ",".join(names)
+
+
+def _store_fixed(t: _Turns, values: list[str], thread: str, lane: str, warp: str) -> None:
+    """The bytes of a lane's eight values at addresses $40 and $48, the scale and the sum at $56."""
+    greatest = [t.new(f"abs.f32 {{d}}, {value};") for value in values]
+    while len(greatest) > 1:
+        greatest = [
+            t.new(f"max.NaN.f32 {{d}}, {a}, {b};") for a, b in zip(greatest[::2], greatest[1::2], strict=True)
+        ]
+    places = [t.new(f"mov.u32 {{d}}, {name};") for name in ("most", "totals")]
+    mine = [t.new(f"mad.lo.u32 {{d}}, {warp}, 4, {place};") for place in places]
+    other = t.new(f"and.b32 {{d}}, {lane}, 15;")
+    theirs = [t.new(f"mad.lo.u32 {{d}}, {other}, 4, {place};") for place in places]
+    most = t.new(
+        f"redux.sync.max.u32 {{d}}, {greatest[0]}, 0xffffffff;"
+    )  # bits of floats that are not negative
+    t.lines += [f"st.shared.b32 [{mine[0]}], {most};", "bar.sync 0;"]
+    most = t.new(f"ld.shared.b32 {{d}}, [{theirs[0]}];")
+    most = t.new(f"redux.sync.max.u32 {{d}}, {most}, 0xffffffff;")
+    scale = t.new(f"mul.f32 {{d}}, {most}, 0f{_bits(1 / LARGEST):08X};")
+    scale = t.new(f"max.NaN.f32 {{d}}, {scale}, 0f{SMALLEST:08X};")
+    inverse = t.new(f"rcp.approx.ftz.f32 {{d}}, {scale};")
+    fixed = [t.new(f"fma.rn.f32 {{d}}, {value}, {inverse}, 0f4B400000;") for value in values]
+    for i in range(2):
+        four = fixed[4 * i : 4 * i + 4]
+        raised = [t.new(f"add.u32 {{d}}, {value}, 128;") for value in four]
+        for address, source, byte in (("$40", raised, 1), ("$48", four, 0)):
+            selector = f"0x00{byte + 4}{byte}"
+            pairs = [t.new(f"prmt.b32 {{d}}, {source[j]}, {source[j + 1]}, {selector};") for j in (0, 2)]
+            both = t.new(f"prmt.b32 {{d}}, {pairs[0]}, {pairs[1]}, 0x5410;")
+            t.lines.append(f"st.global.b32 [{address} + {2048 * i}], {both};")
+    total = fixed[0]
+    for value in fixed[1:]:
+        total = t.new(f"add.u32 {{d}}, {total}, {value};")
+    total = t.new(f"sub.u32 {{d}}, {total}, 0x{8 * ROUND & MARK:08x};")
+    total = t.new(f"redux.sync.add.s32 {{d}}, {total}, 0xffffffff;")
+    t.lines += [f"st.shared.b32 [{mine[1]}], {total};", "bar.sync 0;"]
+    total = t.new(f"ld.shared.b32 {{d}}, [{theirs[1]}];")
+    total = t.new(f"redux.sync.add.s32 {{d}}, {total}, 0xffffffff;")  # each of 16 twice
+    total = t.new(f"shr.s32 {{d}}, {total}, 1;")
+    total = t.new(f"cvt.rn.f32.s32 {{d}}, {total};")
+    t.lines += [f"setp.eq.u32 p, {thread}, 0;", f"@p st.global.v2.b32 [$56], {{{scale}, {total}}};"]
+
+
+def _bits(value: float) -> int:
+    return int.from_bytes(struct.pack(">f", value), "big")
+
+
+@cache
+def await_asm(parts: int) -> tuple[str, str]:
+    """`parts` x 8 sums of another launch, as soon as they are there: until then they are MARK.
+
+    Operands: 8 outputs a part, then 8 times the address of each part.
+    """
+    count = 8 * parts
+    t = _Turns()
+    tries = t.new("mov.b32 {d}, 0;")
+    t.lines.append("AGAIN${:uid}:")
+    for part in range(parts):
+        for i in range(0, 8, 4):
+            to = ", ".join(f"${8 * part + i + j}" for j in range(4))
+            t.lines.append(f"ld.relaxed.gpu.global.v4.b32 {{{to}}}, [${count + 8 * part} + {4 * i}];")
+    greatest = [f"${i}" for i in range(count)]
+    while len(greatest) > 1:
+        greatest = [
+            t.new(f"max.u32 {{d}}, {a}, {b};") for a, b in zip(greatest[::2], greatest[1::2], strict=True)
+        ]
+    t.lines += [
+        f"setp.eq.u32 absent, {greatest[0]}, 0x{MARK:08x};", f"setp.lt.and.u32 absent, {tries}, {PATIENCE}, absent;",
+        f"add.u32 {tries}, {tries}, 1;", "vote.sync.any.pred absent, absent, 0xffffffff;", "@absent bra AGAIN${:uid};",
+    ]  # fmt: skip
+    return t.text(".reg .pred absent;\n"), ",".join(["=f"] * count + ["l"] * count)

@@ -1,0 +1,102 @@
+"""The last rotation of a trellis on the GPU, which takes sums as they come: every shape of it, graphs, streams, NaN."""
+
+import pytest
+import torch
+from requant_kernels import TrellisLayout, linear, naive, pack_trellis, trellis
+from requant_kernels.tuning import TrellisConfig
+from torch import Tensor
+
+from .cases import random_csr, random_trellis, relative_error
+
+pytestmark = pytest.mark.gpu
+
+
+def packed(code: str, n: int, k: int, *, bits: float = 2, density: float = 0.0) -> TrellisLayout:
+    sparse = random_csr(n, k, density, False, "cuda") if density else None
+    return pack_trellis(*random_trellis(n, k, bits, "cuda"), bits=bits, code=code, sparse=sparse)
+
+
+def want_of(x: Tensor, layout: TrellisLayout, bias: Tensor | None, rows: Tensor) -> Tensor:
+    """In float64, of some rows alone."""
+    want = (x.double() @ naive.weight(layout, torch.float32).double().T)[:, rows]
+    return want if bias is None else want + bias.double()[rows]
+
+
+SHAPES = [
+    (8192, 512, 1), (8192, 4096, 5), (12288, 512, 2), (16384, 256, 1), (4608, 8192, 1), (768, 14336, 8), (256, 14336, 16),
+    (1000, 4096, 1), (4097, 1024, 3), (8192, 768, 16), (256, 16384, 2), (2048, 2048, 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("code", ["mul1", "pair"])
+@pytest.mark.parametrize(("n", "k", "m"), SHAPES)
+def test_sums_as_they_come(n: int, k: int, m: int, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits as by waiting for the whole product, call after call."""
+    torch.manual_seed(0)
+    layout = packed(code, n, k)
+    x, bias = torch.randn(m, k, device="cuda").half(), torch.randn(n, device="cuda").half()
+    y = linear(x, layout, bias)
+    rows = torch.arange(0, n, max(1, n // 128), device="cuda")
+    assert relative_error(y[:, rows], want_of(x, layout, bias, rows)) < 6e-4
+    for _ in range(20):
+        assert torch.equal(y, linear(x, layout, bias))
+    monkeypatch.setattr(trellis, "AWAIT", False)
+    assert torch.equal(y, linear(x, layout, bias))
+
+
+@pytest.mark.parametrize("launch", [(16, 4, 1), (4, 2, 4), (8, 1, 2), (4, 4, 2)])
+@pytest.mark.parametrize("m", [1, 6])
+def test_tiles_run_out(launch: tuple[int, int, int], m: int) -> None:
+    """49 rows of tiles by programs of several: none is written after it has been taken."""
+    config = TrellisConfig(warps=launch[0], tiles=launch[1], unroll=launch[2])
+    layout = packed("pair", 49 * 256, 1024)
+    x = torch.randn(m, 1024, device="cuda", dtype=torch.bfloat16)
+    y = trellis.trellis_linear(x, layout, None, asm=True, config=config)
+    rows = torch.arange(0, layout.n, 61, device="cuda")
+    assert relative_error(y[:, rows], want_of(x, layout, None, rows)) < 6e-3
+    for _ in range(20):
+        assert torch.equal(y, trellis.trellis_linear(x, layout, None, asm=True, config=config))
+
+
+def test_residuals_are_waited_for() -> None:
+    layout = packed("mul1", 4096, 1024, density=0.01)
+    x = torch.randn(3, 1024, device="cuda", dtype=torch.float16)
+    rows = torch.arange(0, 4096, 7, device="cuda")
+    assert relative_error(linear(x, layout)[:, rows], want_of(x, layout, None, rows)) < 6e-4
+
+
+def chain(x: Tensor, layouts: list[TrellisLayout]) -> Tensor:
+    for layout in layouts:
+        x = linear(x, layout) * 1e-2
+    return x
+
+
+@pytest.mark.parametrize("m", [1, 8])
+def test_graph_beside_an_eager_stream(m: int) -> None:
+    """A replayed graph, and eager calls of the same layers on another stream, at once: each has sums of its own."""
+    layouts = [packed(code, 4096, 4096) for code in ("pair", "mul1", "pair")]
+    x, other = (torch.randn(m, 4096, device="cuda", dtype=torch.float16) for _ in range(2))
+    want, others = chain(x, layouts), chain(other, layouts)
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.graph(graph):
+        y = chain(x, layouts)
+    torch.cuda.synchronize()
+    found = []
+    for _ in range(100):
+        graph.replay()
+        with torch.cuda.stream(stream):
+            found.append(chain(other, layouts))
+    torch.cuda.synchronize()
+    assert torch.equal(y, want)
+    assert all(torch.equal(one, others) for one in found)
+
+
+def test_what_is_no_number_ends_as_no_number() -> None:
+    layout = packed("pair", 4096, 4096)
+    x = torch.randn(3, 4096, device="cuda", dtype=torch.float16)
+    want = linear(x, layout)
+    x[1, 5] = torch.nan
+    x[2, 7] = torch.inf
+    y = linear(x, layout)
+    assert torch.equal(y[0], want[0])
+    assert y[1:].isnan().all()
