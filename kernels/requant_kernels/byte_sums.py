@@ -16,6 +16,7 @@ ended. Codes that are no byte sums (`3inst`) take the same way in float16, the f
 # pyright: reportAttributeAccessIssue=none, reportPossiblyUnboundVariable=none, reportGeneralTypeIssues=none
 # pyright: reportAssignmentType=none
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -34,8 +35,19 @@ from requant_kernels.hashes import (
     words_asm,
 )
 from requant_kernels.rings import TrellisLayout
-from requant_kernels.sections import SECTION
+from requant_kernels.sections import SECTION, signs_of
 from requant_kernels.tuning import TrellisConfig
+from requant_kernels.turns import (
+    BEGIN_ASM,
+    BEGIN_CONSTRAINTS,
+    MARK_ASM,
+    MARK_CONSTRAINTS,
+    ROOM,
+    SUMS,
+    eight_asm,
+    room_asm,
+    shared_section_asm,
+)
 
 TRIGGER = 2
 MOST_SHARED = (
@@ -78,13 +90,14 @@ def _load_words(words, unit, units, LOADS: tl.constexpr, CONSTRAINTS: tl.constex
 
 @triton.jit(do_not_specialize=["steps", "last_tile"])
 def byte_sum_kernel(
-    x_ptr, scales_ptr, words_ptr, y_ptr, M, units, rows, last_tile, steps, sections, stride_x,
+    x_ptr, scales_ptr, before_ptr, words_ptr, y_ptr, M, units, rows, last_tile, steps, sections, stride_x,
     SUM: tl.constexpr, SUM_CONSTRAINTS: tl.constexpr, LOADS: tl.constexpr, LOAD_CONSTRAINTS: tl.constexpr,
     XLOADS: tl.constexpr, XLOAD_CONSTRAINTS: tl.constexpr, SLOAD: tl.constexpr, SLOAD_CONSTRAINTS: tl.constexpr,
     STORE: tl.constexpr, STORE_CONSTRAINTS: tl.constexpr, REDUCE: tl.constexpr, REDUCE_CONSTRAINTS: tl.constexpr,
     COUNT: tl.constexpr, V: tl.constexpr, J: tl.constexpr, SCALE: tl.constexpr, OFFSET: tl.constexpr, EVEN: tl.constexpr,
     W: tl.constexpr, R: tl.constexpr, U: tl.constexpr, S: tl.constexpr, C: tl.constexpr, LOG: tl.constexpr,
-    FIXED: tl.constexpr, PER: tl.constexpr, PDL: tl.constexpr,
+    FIXED: tl.constexpr, PER: tl.constexpr, PDL: tl.constexpr, FUSED: tl.constexpr, P: tl.constexpr, MASK: tl.constexpr,
+    ROOT: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
     """y float32 `[M, rows]`; x int8 `[2 M, stride_x]`: high and low bytes of a token; scales `[M, sections, 2]`: scale, sum.
     Where not FIXED, x float16 `[M, stride_x]`, without scales, and a slab is 8 tokens.
@@ -106,16 +119,43 @@ def byte_sum_kernel(
         start = (words_ptr + tile * units * (32 * COUNT)).to(tl.int64)
         words = words + (start + lane * (4 * V) + warp * 0,)
     ahead = _load_words(words, warp, units, LOADS, LOAD_CONSTRAINTS, COUNT, EVEN, W, U)
+    room, found = None, ()
+    if FUSED is not None:
+        factors_of = _factors(before_ptr, lane, warp, stride_x, FUSED, P, ROOT)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    if PDL == 2:
+    if FUSED is not None:
+        for i in tl.static_range((R + 1) // 2):
+            row = (tl.program_id(0) * R * 16 + i * 32 + lane).to(tl.int64)
+            mine = ((warp == 0) & (i * 32 + lane < 16 * R) & (row < rows)).to(tl.int32) + lane * 0
+            tl.inline_asm_elementwise(
+                FUSED[8],
+                FUSED[9],
+                ((y_ptr + row + warp * 0).to(tl.int64), mine),
+                dtype=tl.int32,
+                is_pure=False,
+                pack=1,
+            )
+        room, found = _rotate(x_ptr, factors_of, lane, warp, stride_x, FUSED, P, MASK, PAIRED)
+        tl.inline_asm_elementwise(
+            FUSED[10],
+            FUSED[11],
+            (((warp == 0) + lane * 0).to(tl.int32),),
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    elif PDL == 2:
         tl.extra.cuda.gdc_launch_dependents()
     activations = ()
     scales = ()
     for slab in tl.static_range(S):  # columns beyond the tokens' are computed and never stored
         column = tl.minimum(lane // 4 + 8 * slab, (2 * M if FIXED else M) - 1) + warp * 0
-        activations = activations + ((x_ptr + column * stride_x + lane % 4 * 16).to(tl.int64),)
-        if FIXED:
+        if FUSED is not None:
+            activations = activations + (room + column * (4096 * P + 64) + lane % 4 * 16,)
+        else:
+            activations = activations + ((x_ptr + column * stride_x + lane % 4 * 16).to(tl.int64),)
+        if FIXED and FUSED is None:
             token = tl.minimum(lane % 4 + 4 * slab, M - 1) + warp * 0
             scales = scales + ((scales_ptr + token * sections * 2).to(tl.int64),)
     x = ()
@@ -131,12 +171,20 @@ def byte_sum_kernel(
             sums = ()
             for _ in tl.static_range(C):
                 sums = sums + (tl.zeros([W, 32], tl.int32),)
-            for slab in tl.static_range(S):
+            for slab in tl.static_range(S if FUSED is None else 0):
                 scale, total = tl.inline_asm_elementwise(
                     SLOAD, SLOAD_CONSTRAINTS, (scales[slab] + section * 8,), dtype=(tl.float32, tl.float32),
                     is_pure=False, pack=1,
                 )  # fmt: skip
                 factors = factors + (scale, tl.where(warp == 0, total * -OFFSET, 0.0))
+            if FUSED is not None:
+                scale, total = found[0], found[1]
+                for p in tl.static_range(1, P):
+                    scale, total = (
+                        tl.where(section == p, found[2 * p], scale),
+                        tl.where(section == p, found[2 * p + 1], total),
+                    )
+                factors = (scale, tl.where(warp == 0, total * -OFFSET, 0.0))
         for step in range(section * PER, tl.minimum(section * PER + PER, steps)):
             now, at_hand = ahead, x
             unit = tl.minimum(step + 1, steps - 1) * (U * W) + warp
@@ -185,7 +233,7 @@ def byte_sum_kernel(
         y = tl.inline_asm_elementwise(
             REDUCE,
             REDUCE_CONSTRAINTS,
-            y + (warp + lane * 0, lane + warp * 0),
+            y + (warp + lane * 0, lane + warp * 0) + (() if FUSED is None else (room + FUSED[12],)),
             dtype=outputs,
             is_pure=False,
             pack=1,
@@ -204,6 +252,60 @@ def byte_sum_kernel(
                 is_pure=False,
                 pack=1,
             )
+
+
+@triton.jit
+def _factors(before_ptr, lane, warp, width, FUSED: tl.constexpr, P: tl.constexpr, ROOT: tl.constexpr):
+    """What the activations of a lane are multiplied by before they are rotated."""
+    types: tl.constexpr = (tl.float32,) * 8
+    found = ()
+    for p in tl.static_range(P):
+        at = p * 4096 + warp * 256 + lane * 8
+        own = (before_ptr + tl.minimum(at, width - 8)).to(tl.int64)
+        got = tl.inline_asm_elementwise(FUSED[2], FUSED[3], (own,), dtype=types, is_pure=False, pack=1)
+        scaled = ()
+        for i in tl.static_range(8):
+            scaled = scaled + (tl.where(at < width, got[i] * ROOT, 0.0),)
+        found = found + (scaled,)
+    return found
+
+
+@triton.jit
+def _rotate(x_ptr, factors, lane, warp, width, FUSED: tl.constexpr, P: tl.constexpr, MASK: tl.constexpr,
+            PAIRED: tl.constexpr):  # fmt: skip
+    """The only token, rotated by every program for itself: shared memory, and scale and sum of every section."""
+    types: tl.constexpr = (tl.float32,) * 8
+    g, t = lane // 4 + warp * 0, lane % 4 * 2
+    second = signs_of(g, t, 7) | (signs_of(g, t + 1, 7) << 16)
+    first = second
+    if PAIRED:
+        first = signs_of(g, t, 6) | (signs_of(g, t + 1, 6) << 16)
+    third = signs_of(g, t, MASK) | (signs_of(g, t + 1, MASK) << 16)
+    room = tl.inline_asm_elementwise(
+        FUSED[4], FUSED[5], (lane + warp * 0,), dtype=tl.int32, is_pure=False, pack=1
+    )
+    x = ()
+    for p in tl.static_range(P):
+        own = (x_ptr + tl.minimum(p * 4096 + warp * 256 + lane * 8, width - 8)).to(tl.int64)
+        got = tl.inline_asm_elementwise(FUSED[0], FUSED[1], (own,), dtype=types, is_pure=False, pack=1)
+        x = x + (got,)
+    values = ()
+    for section in tl.static_range(P):
+        for i in tl.static_range(8):
+            value = x[0][i] * factors[0][i]
+            for p in tl.static_range(1, P):
+                if section & p:
+                    value -= x[p][i] * factors[p][i]
+                else:
+                    value += x[p][i] * factors[p][i]
+            values = values + (value,)
+    results: tl.constexpr = (tl.float32,) * (2 * P)
+    high = room + lane // 4 * 256 + warp * 16 + lane % 4 * 4
+    found = tl.inline_asm_elementwise(
+        FUSED[6], FUSED[7], values + (first, second, third, room, high, high + (4096 * P + 64)), dtype=results,
+        is_pure=False, pack=1,
+    )  # fmt: skip
+    return room, found
 
 
 @triton.jit
@@ -230,7 +332,13 @@ def reduces(config: TrellisConfig, results: int) -> bool:
 
 
 def constants(
-    code: str, four: int, vector: int, config: TrellisConfig, tokens: int, units: int
+    code: str,
+    four: int,
+    vector: int,
+    config: TrellisConfig,
+    tokens: int,
+    units: int,
+    fused: tuple[int, str] | None = None,
 ) -> dict[str, object]:
     """Everything that the kernel is compiled for but the launch; `four`: bits of four columns."""
     groups, fixed = groups_of(four), code in OFFSET
@@ -251,11 +359,22 @@ def constants(
     results = sums // 2 if fixed else sums
     reduce, reduce_names = None, None
     if reduces(config, results):
-        reduce, reduce_names = reduce_asm(config.warps, results)
+        reduce, reduce_names = reduce_asm(config.warps, results, given=fused is not None)
+    together, size = None, 1
+    if fused is not None:
+        size = fused[0]
+        together = (
+            *eight_asm(fused[1]), *eight_asm("fp16"), *room_asm(),
+            *shared_section_asm(size >= SECTION, max(1, size // SECTION)), MARK_ASM, MARK_CONSTRAINTS, BEGIN_ASM,
+            BEGIN_CONSTRAINTS, SUMS,
+        )  # fmt: skip
+    paired = code == "pair"
     return {
+        "FUSED": together, "P": max(1, size // SECTION), "MASK": min(size, SECTION) - 1 >> 8,
+        "ROOT": size**-0.5 * (2 if paired else 1), "PAIRED": paired,
         "SUM": text, "SUM_CONSTRAINTS": names, "LOADS": tuple(t for t, _ in loads), "LOAD_CONSTRAINTS": loads[0][1],
-        "XLOADS": tuple(activations_asm(64 * wide * i + 16 * j)[0] for i in at for j in range(wide)),
-        "XLOAD_CONSTRAINTS": activations_asm(0)[1], "SLOAD": SCALES_ASM, "SLOAD_CONSTRAINTS": SCALES_CONSTRAINTS,
+        "XLOADS": tuple(activations_asm(64 * wide * i + 16 * j, fused is not None)[0] for i in at for j in range(wide)),
+        "XLOAD_CONSTRAINTS": activations_asm(0, fused is not None)[1], "SLOAD": SCALES_ASM, "SLOAD_CONSTRAINTS": SCALES_CONSTRAINTS,
         "STORE": STORE_ASM, "STORE_CONSTRAINTS": STORE_CONSTRAINTS, "COUNT": count, "V": vector, "J": groups,
         "SCALE": 1 / 128 if fixed else 1.0, "OFFSET": OFFSET.get(code, 0.0), "EVEN": even, "W": config.warps,
         "R": config.tiles, "U": config.unroll, "S": slabs, "C": sums, "LOG": results.bit_length() - 1, "FIXED": fixed,
@@ -270,19 +389,46 @@ def byte_sums(
     _launch(x, scales, y, layout, config, pdl)
 
 
+def can_fuse(layout: TrellisLayout, config: TrellisConfig, x: Tensor) -> bool:
+    """Whether every program can rotate the only token by itself: at most two sections, which make one block or less."""
+    k = layout.k
+    return (
+        x.shape[0] == 1 and config.warps == 16 and k % 256 == 0 and k <= 8192 and (k < SECTION or k & -k == k)
+        and 128 * 16 * 2 * config.tiles <= ROOM - SUMS and x.data_ptr() % 16 == 0 and layout.input_scales.data_ptr() % 16 == 0
+    )  # fmt: skip
+
+
+def fused_sums(x: Tensor, y: Tensor, layout: TrellisLayout, config: TrellisConfig, *, pdl: bool) -> None:
+    """y float32 [1, rows] = V H (input_scales * x), its sums marked as missing until they are there (`turns.py`)."""
+    _launch(x, None, y, layout, config, pdl, layout.input_scales)
+
+
 def float_sums(x: Tensor, y: Tensor, layout: TrellisLayout, config: TrellisConfig, *, pdl: bool) -> None:
     """y float32 [m, rows]: V times rotated activations, x float16 [m, columns], for codes that are no byte sums."""
     _launch(x, None, y, layout, config, pdl)
 
 
 def _launch(
-    x: Tensor, scales: Tensor | None, y: Tensor, layout: TrellisLayout, config: TrellisConfig, pdl: bool
+    x: Tensor,
+    scales: Tensor | None,
+    y: Tensor,
+    layout: TrellisLayout,
+    config: TrellisConfig,
+    pdl: bool,
+    before: Tensor | None = None,
 ) -> None:
     m, (tiles, units) = y.shape[0], layout.words.shape[:2]
     launch = {"launch_pdl": True} if pdl else {}
+    fused, sections = None, x.shape[1] // SECTION
+    if before is not None:
+        padded = -(-layout.k // 16) * 16
+        fused, sections = (
+            (padded & -padded, "bf16" if x.dtype == torch.bfloat16 else "fp16"),
+            -(-padded // SECTION),
+        )
     steps = triton.cdiv(units, config.warps * config.unroll)
     byte_sum_kernel[(triton.cdiv(tiles, config.tiles),)](
-        x, scales, layout.words, y, m, units, tiles * 16, tiles - 1, steps, x.shape[1] // SECTION, x.stride(0),
-        **constants(layout.code, layout.four, layout.words.shape[-1], config, m, units),
+        x, scales, before, layout.words, y, m, units, tiles * 16, tiles - 1, steps, sections, x.stride(0) if before is None else layout.k,
+        **constants(layout.code, layout.four, layout.words.shape[-1], config, m, units, fused),
         PDL=TRIGGER if pdl else 0, num_warps=config.warps, num_stages=1, **launch,
     )  # fmt: skip

@@ -28,10 +28,12 @@ from requant_kernels.turns import await_asm, section_asm
 SECTION = 4096  # values of a program, which share a scale in fixed point
 LARGEST = tl.constexpr(32512.0)  # 127 * 256
 TRIGGER = 2
+AWAITED_TRIGGER = 2
+GENTLE = False
 
 
 @triton.jit
-def _sign(i, j, MASK: tl.constexpr):
+def signs_of(i, j, MASK: tl.constexpr):
     """bfloat16 bits of entry (i, j), i and j below 16: signs over the bits of MASK, the identity over the others."""
     odd = (0x6996 >> (i & j & MASK)) & 1
     return tl.where(((i ^ j) & (15 & ~MASK)) == 0, 0x3F80 | (odd << 15), 0)
@@ -73,11 +75,11 @@ def section_kernel(
     eight = tl.arange(0, 8 // V)[None, None, :, None] * V + tl.arange(0, V)[None, None, None, :]
     place = warp * 256 + lane * 8 + eight
     g, t = lane // 4 + eight * 0 + warp * 0, lane % 4 * 2
-    second = _sign(g, t, 7) | (_sign(g, t + 1, 7) << 16)
+    second = signs_of(g, t, 7) | (signs_of(g, t + 1, 7) << 16)
     first = second
     if PAIRED:  # without bit 0, which is the lowest of a lane's registers
-        first = _sign(g, t, 6) | (_sign(g, t + 1, 6) << 16)
-    third = _sign(g, t, MASK) | (_sign(g, t + 1, MASK) << 16)
+        first = signs_of(g, t, 6) | (signs_of(g, t + 1, 6) << 16)
+    third = signs_of(g, t, MASK) | (signs_of(g, t + 1, MASK) << 16)
     at = section * 4096 + (g + 8 * (eight // 4)) * 256 + warp * 16 + t * 2 + eight % 4
     inside = at < out_width
     factors = ()
@@ -103,6 +105,8 @@ def section_kernel(
             addresses = addresses + ((x_ptr + token * stride_x + source).to(tl.int64),)
         types: tl.constexpr = (tl.float32,) * P
         x = tl.inline_asm_elementwise(AWAIT, AWAIT_CONSTRAINTS, addresses, dtype=types, is_pure=True, pack=8)
+        if PDL == 3:
+            tl.extra.cuda.gdc_launch_dependents()
         if P == 1:
             x = (tl.where(base * 4096 + place < width, x[0], 0.0),)
     else:
@@ -156,12 +160,12 @@ def rotate_sections(
     """
     parts, mask = max(1, size // SECTION), min(size, SECTION) - 1 >> 8
     text, names = section_asm(across=mask >= 8, fixed=scales is not None)
-    wait, wait_names = await_asm(parts) if awaited else (None, None)
+    wait, wait_names = await_asm(parts, GENTLE) if awaited else (None, None)
     launch: dict[str, object] = {"launch_pdl": True} if pdl else {}
     section_kernel[(x.shape[0], sections)](
         x, before, after, bias, added, y, scales, None if marked is None else marked.view(torch.int32), width, out_width,
         x.stride(0), y.stride(0), 0 if marked is None else marked.numel(), ASM=text, CONSTRAINTS=names, AWAIT=wait,
         AWAIT_CONSTRAINTS=wait_names, P=parts, V=16 // x.element_size() if x.element_size() > 2 else 8, MASK=mask,
-        ROOT=size**-0.5 * (2 if paired else 1), PAIRED=paired, PDL=TRIGGER if pdl else 0, num_warps=16, num_stages=1,
+        ROOT=size**-0.5 * (2 if paired else 1), PAIRED=paired, PDL=(AWAITED_TRIGGER if awaited else TRIGGER) if pdl else 0, num_warps=16, num_stages=1,
         **launch,
     )  # fmt: skip

@@ -23,7 +23,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from requant_kernels.byte_sums import byte_sums, float_sums, load_registers, padded_columns, reduces
+from requant_kernels.byte_sums import (
+    byte_sums,
+    can_fuse,
+    float_sums,
+    fused_sums,
+    load_registers,
+    padded_columns,
+    reduces,
+)
 from requant_kernels.hadamard import by_sections, rotate, rotate_fixed
 from requant_kernels.hashes import (
     OFFSET,
@@ -39,6 +47,7 @@ from requant_kernels.sections import SECTION
 from requant_kernels.tuning import DECODE_TOKENS, TrellisConfig, launches_early, trellis_config
 
 AWAIT = True
+FUSE = True
 MOST_MARKS = (
     32768  # sums that a program of the first rotation marks as missing, where the last one awaits them
 )
@@ -187,6 +196,10 @@ def trellis_linear(
         product = torch.empty(m, rows, dtype=torch.float32, device=x.device)
         if layout.code in OFFSET:
             awaited = pdl and _awaited(layout, config, m)
+            fused = FUSE and pdl and can_fuse(layout, config, x)
+        if layout.code in OFFSET and fused:
+            fused_sums(x, product, layout, config, pdl=pdl)
+        elif layout.code in OFFSET:
             fixed, scales = rotate_fixed(
                 x, before, width=layout.k, out_width=columns, paired=layout.code == "pair", asm=asm, pdl=pdl,
                 marked=product if awaited else None,

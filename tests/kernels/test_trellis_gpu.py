@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from requant_kernels import TrellisLayout, linear, naive, pack_trellis, trellis
+from requant_kernels import TrellisLayout, linear, naive, pack_trellis, sections, trellis
+from requant_kernels.byte_sums import can_fuse
 from requant_kernels.tuning import TrellisConfig
 from torch import Tensor
 
@@ -56,6 +57,33 @@ def test_tiles_run_out(launch: tuple[int, int, int], m: int) -> None:
     assert relative_error(y[:, rows], want_of(x, layout, None, rows)) < 6e-3
     for _ in range(20):
         assert torch.equal(y, trellis.trellis_linear(x, layout, None, asm=True, config=config))
+
+
+@pytest.mark.parametrize("trigger", [2, 3])
+@pytest.mark.parametrize("await_sums", [True, False])
+@pytest.mark.parametrize(
+    ("code", "n", "k", "launch"),
+    [
+        ("pair", 4096, 4096, (16, 2, 1)), ("mul1", 8192, 8192, (16, 4, 1)), ("mul1", 2048, 2048, (16, 1, 2)),
+        ("pair", 49 * 256, 256, (16, 4, 1)), ("pair", 4096, 8192, (16, 1, 2)), ("mul1", 4096, 4096, (16, 1, 1)),
+    ],
+)  # fmt: skip
+def test_one_token_is_rotated_by_every_program(
+    code: str, n: int, k: int, launch: tuple[int, int, int], await_sums: bool, trigger: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(trellis, "AWAIT", await_sums)
+    monkeypatch.setattr(sections, "AWAITED_TRIGGER", trigger)
+    config = TrellisConfig(warps=launch[0], tiles=launch[1], unroll=launch[2])
+    layout = packed(code, n, k)
+    for dtype, limit in ((torch.float16, 6e-4), (torch.bfloat16, 6e-3)):
+        x = torch.randn(1, k, device="cuda", dtype=dtype)
+        assert can_fuse(layout, config, x)
+        y = trellis.trellis_linear(x, layout, None, asm=True, config=config)
+        rows = torch.arange(0, n, 31, device="cuda")
+        assert relative_error(y[:, rows], want_of(x, layout, None, rows)) < limit
+        for _ in range(50):
+            assert torch.equal(y, trellis.trellis_linear(x, layout, None, asm=True, config=config))
 
 
 def test_residuals_are_waited_for() -> None:
