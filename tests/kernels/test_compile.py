@@ -209,7 +209,7 @@ def trellis_machine(
     pointers |= {"words_ptr": "*i32", "y_ptr": "*fp32", "x_ptr": "*i8" if given["FIXED"] else "*fp16"}
     return compile_kernel(
         byte_sum_kernel, given, capability=capability, pointers=pointers | {"scales_ptr": "*fp32"}, warps=launch[0],
-        absent=() if given["FIXED"] else ("scales_ptr",),
+        absent=("before_ptr",) if given["FIXED"] else ("scales_ptr", "before_ptr"),
         aligned=tuple(name for name, value in integers.items() if value % 16 == 0),
     )  # fmt: skip
 
