@@ -50,6 +50,7 @@ from requant_kernels.turns import (
 )
 
 TRIGGER = 2
+DOUBLE = 1
 MOST_SHARED = (
     32768  # bytes that the sum over the warps may take; above it Triton's own, which has four barriers more
 )
@@ -97,7 +98,7 @@ def byte_sum_kernel(
     COUNT: tl.constexpr, V: tl.constexpr, J: tl.constexpr, SCALE: tl.constexpr, OFFSET: tl.constexpr, EVEN: tl.constexpr,
     W: tl.constexpr, R: tl.constexpr, U: tl.constexpr, S: tl.constexpr, C: tl.constexpr, LOG: tl.constexpr,
     FIXED: tl.constexpr, PER: tl.constexpr, PDL: tl.constexpr, FUSED: tl.constexpr, P: tl.constexpr, MASK: tl.constexpr,
-    ROOT: tl.constexpr, PAIRED: tl.constexpr,
+    ROOT: tl.constexpr, PAIRED: tl.constexpr, DOUBLE: tl.constexpr,
 ):  # fmt: skip
     """y float32 `[M, rows]`; x int8 `[2 M, stride_x]`: high and low bytes of a token; scales `[M, sections, 2]`: scale, sum.
     Where not FIXED, x float16 `[M, stride_x]`, without scales, and a slab is 8 tokens.
@@ -185,7 +186,9 @@ def byte_sum_kernel(
                         tl.where(section == p, found[2 * p + 1], total),
                     )
                 factors = (scale, tl.where(warp == 0, total * -OFFSET, 0.0))
-        for step in range(section * PER, tl.minimum(section * PER + PER, steps)):
+        for step in tl.range(
+            section * PER, tl.minimum(section * PER + PER, steps), loop_unroll_factor=DOUBLE
+        ):
             now, at_hand = ahead, x
             unit = tl.minimum(step + 1, steps - 1) * (U * W) + warp
             ahead = _load_words(words, unit, units, LOADS, LOAD_CONSTRAINTS, COUNT, EVEN, W, U)
@@ -370,7 +373,7 @@ def constants(
         )  # fmt: skip
     paired = code == "pair"
     return {
-        "FUSED": together, "P": max(1, size // SECTION), "MASK": min(size, SECTION) - 1 >> 8,
+        "FUSED": together, "DOUBLE": DOUBLE, "P": max(1, size // SECTION), "MASK": min(size, SECTION) - 1 >> 8,
         "ROOT": size**-0.5 * (2 if paired else 1), "PAIRED": paired,
         "SUM": text, "SUM_CONSTRAINTS": names, "LOADS": tuple(t for t, _ in loads), "LOAD_CONSTRAINTS": loads[0][1],
         "XLOADS": tuple(activations_asm(64 * wide * i + 16 * j, fused is not None)[0] for i in at for j in range(wide)),
