@@ -34,23 +34,11 @@ from requant_kernels.hashes import (
     sum_asm,
     words_asm,
 )
+from requant_kernels.one_token import rotate_token, token_constants, token_factors, token_kind
 from requant_kernels.rings import TrellisLayout
-from requant_kernels.sections import SECTION, signs_of
+from requant_kernels.sections import SECTION
 from requant_kernels.tuning import TrellisConfig
-from requant_kernels.turns import (
-    BEGIN_ASM,
-    BEGIN_CONSTRAINTS,
-    MARK_ASM,
-    MARK_CONSTRAINTS,
-    ROOM,
-    SUMS,
-    eight_asm,
-    room_asm,
-    shared_section_asm,
-)
 
-TRIGGER = 2
-DOUBLE = 1
 MOST_SHARED = (
     32768  # bytes that the sum over the warps may take; above it Triton's own, which has four barriers more
 )
@@ -97,17 +85,18 @@ def byte_sum_kernel(
     STORE: tl.constexpr, STORE_CONSTRAINTS: tl.constexpr, REDUCE: tl.constexpr, REDUCE_CONSTRAINTS: tl.constexpr,
     COUNT: tl.constexpr, V: tl.constexpr, J: tl.constexpr, SCALE: tl.constexpr, OFFSET: tl.constexpr, EVEN: tl.constexpr,
     W: tl.constexpr, R: tl.constexpr, U: tl.constexpr, S: tl.constexpr, C: tl.constexpr, LOG: tl.constexpr,
-    FIXED: tl.constexpr, PER: tl.constexpr, PDL: tl.constexpr, FUSED: tl.constexpr, P: tl.constexpr, MASK: tl.constexpr,
-    ROOT: tl.constexpr, PAIRED: tl.constexpr, DOUBLE: tl.constexpr,
+    FIXED: tl.constexpr, PER: tl.constexpr, PDL: tl.constexpr, FUSED: tl.constexpr, EIGHT: tl.constexpr,
+    EIGHT_CONSTRAINTS: tl.constexpr, BEFORE: tl.constexpr, BEFORE_CONSTRAINTS: tl.constexpr, SHARED: tl.constexpr,
+    SHARED_CONSTRAINTS: tl.constexpr, TURN: tl.constexpr, TURN_CONSTRAINTS: tl.constexpr, PLANE: tl.constexpr,
+    SUMS: tl.constexpr, MASK: tl.constexpr, ROOT: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
     """y float32 `[M, rows]`; x int8 `[2 M, stride_x]`: high and low bytes of a token; scales `[M, sections, 2]`: scale, sum.
-    Where not FIXED, x float16 `[M, stride_x]`, without scales, and a slab is 8 tokens.
+    Where not FIXED, x float16 `[M, stride_x]`, without scales, and a slab is 8 tokens. Where FUSED, x is the only token
+    itself, `stride_x` columns, which every program rotates (`one_token.py`).
 
     Grid: R tiles of 16 rows each. A step is U units a warp, each of J groups, PER steps a section; C = 4 R S sums a
     lane, S slabs of 4 tokens.
     """
-    if PDL == 1:
-        tl.extra.cuda.gdc_launch_dependents()
     lane, warp = tl.arange(0, 32)[None, :], tl.arange(0, W)[:, None]
     types: tl.constexpr = ((tl.int32 if FIXED else tl.float32),) * C
     Y: tl.constexpr = C // 2 if FIXED else C  # results a lane
@@ -115,48 +104,31 @@ def byte_sum_kernel(
     BYTES: tl.constexpr = 1 if FIXED else 2  # of an activation
     before = (lane + 28) % 32 + warp * 0
     words = ()
-    for r in tl.static_range(R):  # where tiles run out, the last one is computed again
+    for r in tl.static_range(R):  # where tiles run out, the last one is computed, and written, twice alike
         tile = tl.minimum(tl.program_id(0) * R + r, last_tile).to(tl.int64)
         start = (words_ptr + tile * units * (32 * COUNT)).to(tl.int64)
         words = words + (start + lane * (4 * V) + warp * 0,)
     ahead = _load_words(words, warp, units, LOADS, LOAD_CONSTRAINTS, COUNT, EVEN, W, U)
-    room, found = None, ()
-    if FUSED is not None:
-        factors_of = _factors(before_ptr, lane, warp, stride_x, FUSED, P, ROOT)
+    if FUSED:
+        factors = token_factors(before_ptr, lane, warp, stride_x, BEFORE, BEFORE_CONSTRAINTS, ROOT)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    if FUSED is not None:
-        for i in tl.static_range((R + 1) // 2):
-            row = (tl.program_id(0) * R * 16 + i * 32 + lane).to(tl.int64)
-            mine = ((warp == 0) & (i * 32 + lane < 16 * R) & (row < rows)).to(tl.int32) + lane * 0
-            tl.inline_asm_elementwise(
-                FUSED[8],
-                FUSED[9],
-                ((y_ptr + row + warp * 0).to(tl.int64), mine),
-                dtype=tl.int32,
-                is_pure=False,
-                pack=1,
-            )
-        room, found = _rotate(x_ptr, factors_of, lane, warp, stride_x, FUSED, P, MASK, PAIRED)
-        tl.inline_asm_elementwise(
-            FUSED[10],
-            FUSED[11],
-            (((warp == 0) + lane * 0).to(tl.int32),),
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-    elif PDL == 2:
         tl.extra.cuda.gdc_launch_dependents()
+    if FUSED:
+        room, own_scale, own_total = rotate_token(
+            x_ptr, factors, lane, warp, stride_x, EIGHT, EIGHT_CONSTRAINTS, SHARED, SHARED_CONSTRAINTS, TURN,
+            TURN_CONSTRAINTS, PLANE, MASK, PAIRED,
+        )  # fmt: skip
+        factors = (own_scale, tl.where(warp == 0, own_total * -OFFSET, 0.0))
     activations = ()
     scales = ()
     for slab in tl.static_range(S):  # columns beyond the tokens' are computed and never stored
         column = tl.minimum(lane // 4 + 8 * slab, (2 * M if FIXED else M) - 1) + warp * 0
-        if FUSED is not None:
-            activations = activations + (room + column * (4096 * P + 64) + lane % 4 * 16,)
+        if FUSED:
+            activations = activations + (room + column * PLANE + lane % 4 * 16,)
         else:
             activations = activations + ((x_ptr + column * stride_x + lane % 4 * 16).to(tl.int64),)
-        if FIXED and FUSED is None:
+        if FIXED and not FUSED:
             token = tl.minimum(lane % 4 + 4 * slab, M - 1) + warp * 0
             scales = scales + ((scales_ptr + token * sections * 2).to(tl.int64),)
     x = ()
@@ -167,28 +139,19 @@ def byte_sum_kernel(
         y = y + (tl.zeros([W, 32], tl.float32),)
     for section in range(sections):
         sums = y
-        factors = ()
         if FIXED:
             sums = ()
             for _ in tl.static_range(C):
                 sums = sums + (tl.zeros([W, 32], tl.int32),)
-            for slab in tl.static_range(S if FUSED is None else 0):
+        if FIXED and not FUSED:
+            factors = ()
+            for slab in tl.static_range(S):
                 scale, total = tl.inline_asm_elementwise(
                     SLOAD, SLOAD_CONSTRAINTS, (scales[slab] + section * 8,), dtype=(tl.float32, tl.float32),
                     is_pure=False, pack=1,
                 )  # fmt: skip
                 factors = factors + (scale, tl.where(warp == 0, total * -OFFSET, 0.0))
-            if FUSED is not None:
-                scale, total = found[0], found[1]
-                for p in tl.static_range(1, P):
-                    scale, total = (
-                        tl.where(section == p, found[2 * p], scale),
-                        tl.where(section == p, found[2 * p + 1], total),
-                    )
-                factors = (scale, tl.where(warp == 0, total * -OFFSET, 0.0))
-        for step in tl.range(
-            section * PER, tl.minimum(section * PER + PER, steps), loop_unroll_factor=DOUBLE
-        ):
+        for step in range(section * PER, tl.minimum(section * PER + PER, steps)):
             now, at_hand = ahead, x
             unit = tl.minimum(step + 1, steps - 1) * (U * W) + warp
             ahead = _load_words(words, unit, units, LOADS, LOAD_CONSTRAINTS, COUNT, EVEN, W, U)
@@ -218,8 +181,6 @@ def byte_sum_kernel(
             y = total
         else:
             y = sums
-    if PDL == 3:
-        tl.extra.cuda.gdc_launch_dependents()
     if REDUCE is None:
         for level in tl.static_range(LOG):
             joined = ()
@@ -236,7 +197,7 @@ def byte_sum_kernel(
         y = tl.inline_asm_elementwise(
             REDUCE,
             REDUCE_CONSTRAINTS,
-            y + (warp + lane * 0, lane + warp * 0) + (() if FUSED is None else (room + FUSED[12],)),
+            y + (warp + lane * 0, lane + warp * 0) + ((room + SUMS,) if FUSED else ()),
             dtype=outputs,
             is_pure=False,
             pack=1,
@@ -244,9 +205,7 @@ def byte_sum_kernel(
         for i in tl.static_range(len(outputs)):
             token, row = _place(lane, warp % Y + i * W, last_tile, FIXED, R, S)
             address = (y_ptr + token.to(tl.int64) * rows + row).to(tl.int64)
-            # where tiles run out, what is written twice would come when it may no longer be waited for
-            own = tl.program_id(0) * R + (warp % Y + i * W) // (2 * S if FIXED else 4 * S)
-            inside = ((token < M) & (warp + i * W < Y) & (own <= last_tile)).to(tl.int32)
+            inside = ((token < M) & (warp + i * W < Y)).to(tl.int32)
             tl.inline_asm_elementwise(
                 STORE,
                 STORE_CONSTRAINTS,
@@ -255,60 +214,6 @@ def byte_sum_kernel(
                 is_pure=False,
                 pack=1,
             )
-
-
-@triton.jit
-def _factors(before_ptr, lane, warp, width, FUSED: tl.constexpr, P: tl.constexpr, ROOT: tl.constexpr):
-    """What the activations of a lane are multiplied by before they are rotated."""
-    types: tl.constexpr = (tl.float32,) * 8
-    found = ()
-    for p in tl.static_range(P):
-        at = p * 4096 + warp * 256 + lane * 8
-        own = (before_ptr + tl.minimum(at, width - 8)).to(tl.int64)
-        got = tl.inline_asm_elementwise(FUSED[2], FUSED[3], (own,), dtype=types, is_pure=False, pack=1)
-        scaled = ()
-        for i in tl.static_range(8):
-            scaled = scaled + (tl.where(at < width, got[i] * ROOT, 0.0),)
-        found = found + (scaled,)
-    return found
-
-
-@triton.jit
-def _rotate(x_ptr, factors, lane, warp, width, FUSED: tl.constexpr, P: tl.constexpr, MASK: tl.constexpr,
-            PAIRED: tl.constexpr):  # fmt: skip
-    """The only token, rotated by every program for itself: shared memory, and scale and sum of every section."""
-    types: tl.constexpr = (tl.float32,) * 8
-    g, t = lane // 4 + warp * 0, lane % 4 * 2
-    second = signs_of(g, t, 7) | (signs_of(g, t + 1, 7) << 16)
-    first = second
-    if PAIRED:
-        first = signs_of(g, t, 6) | (signs_of(g, t + 1, 6) << 16)
-    third = signs_of(g, t, MASK) | (signs_of(g, t + 1, MASK) << 16)
-    room = tl.inline_asm_elementwise(
-        FUSED[4], FUSED[5], (lane + warp * 0,), dtype=tl.int32, is_pure=False, pack=1
-    )
-    x = ()
-    for p in tl.static_range(P):
-        own = (x_ptr + tl.minimum(p * 4096 + warp * 256 + lane * 8, width - 8)).to(tl.int64)
-        got = tl.inline_asm_elementwise(FUSED[0], FUSED[1], (own,), dtype=types, is_pure=False, pack=1)
-        x = x + (got,)
-    values = ()
-    for section in tl.static_range(P):
-        for i in tl.static_range(8):
-            value = x[0][i] * factors[0][i]
-            for p in tl.static_range(1, P):
-                if section & p:
-                    value -= x[p][i] * factors[p][i]
-                else:
-                    value += x[p][i] * factors[p][i]
-            values = values + (value,)
-    results: tl.constexpr = (tl.float32,) * (2 * P)
-    high = room + lane // 4 * 256 + warp * 16 + lane % 4 * 4
-    found = tl.inline_asm_elementwise(
-        FUSED[6], FUSED[7], values + (first, second, third, room, high, high + (4096 * P + 64)), dtype=results,
-        is_pure=False, pack=1,
-    )  # fmt: skip
-    return room, found
 
 
 @triton.jit
@@ -329,21 +234,11 @@ def padded_columns(k: int) -> int:
     return -(-k // SECTION) * SECTION
 
 
-def reduces(config: TrellisConfig, results: int) -> bool:
-    """Whether so many results a lane are added over the warps by our own assembly."""
-    return 128 * config.warps * results <= MOST_SHARED
-
-
 def constants(
-    code: str,
-    four: int,
-    vector: int,
-    config: TrellisConfig,
-    tokens: int,
-    units: int,
+    code: str, four: int, vector: int, config: TrellisConfig, tokens: int, units: int,
     fused: tuple[int, str] | None = None,
-) -> dict[str, object]:
-    """Everything that the kernel is compiled for but the launch; `four`: bits of four columns."""
+) -> dict[str, object]:  # fmt: skip
+    """Everything that the kernel is compiled for but the launch; `four`: bits of four columns; `fused`: `token_kind`."""
     groups, fixed = groups_of(four), code in OFFSET
     width, wide = (4, 1) if fixed else (8, 2)  # tokens of a slab, bytes of an activation
     slabs = 1 if tokens <= width else 2 if tokens <= 2 * width else 4
@@ -361,23 +256,16 @@ def constants(
         )
     results = sums // 2 if fixed else sums
     reduce, reduce_names = None, None
-    if reduces(config, results):
+    if 128 * config.warps * results <= MOST_SHARED:
         reduce, reduce_names = reduce_asm(config.warps, results, given=fused is not None)
-    together, size = None, 1
-    if fused is not None:
-        size = fused[0]
-        together = (
-            *eight_asm(fused[1]), *eight_asm("fp16"), *room_asm(),
-            *shared_section_asm(size >= SECTION, max(1, size // SECTION)), MARK_ASM, MARK_CONSTRAINTS, BEGIN_ASM,
-            BEGIN_CONSTRAINTS, SUMS,
-        )  # fmt: skip
-    paired = code == "pair"
+    x_loads = [
+        activations_asm(64 * wide * i + 16 * j, shared=fused is not None) for i in at for j in range(wide)
+    ]
     return {
-        "FUSED": together, "DOUBLE": DOUBLE, "P": max(1, size // SECTION), "MASK": min(size, SECTION) - 1 >> 8,
-        "ROOT": size**-0.5 * (2 if paired else 1), "PAIRED": paired,
+        **token_constants(fused, paired=code == "pair"),
         "SUM": text, "SUM_CONSTRAINTS": names, "LOADS": tuple(t for t, _ in loads), "LOAD_CONSTRAINTS": loads[0][1],
-        "XLOADS": tuple(activations_asm(64 * wide * i + 16 * j, fused is not None)[0] for i in at for j in range(wide)),
-        "XLOAD_CONSTRAINTS": activations_asm(0, fused is not None)[1], "SLOAD": SCALES_ASM, "SLOAD_CONSTRAINTS": SCALES_CONSTRAINTS,
+        "XLOADS": tuple(t for t, _ in x_loads), "XLOAD_CONSTRAINTS": x_loads[0][1], "SLOAD": SCALES_ASM,
+        "SLOAD_CONSTRAINTS": SCALES_CONSTRAINTS,
         "STORE": STORE_ASM, "STORE_CONSTRAINTS": STORE_CONSTRAINTS, "COUNT": count, "V": vector, "J": groups,
         "SCALE": 1 / 128 if fixed else 1.0, "OFFSET": OFFSET.get(code, 0.0), "EVEN": even, "W": config.warps,
         "R": config.tiles, "U": config.unroll, "S": slabs, "C": sums, "LOG": results.bit_length() - 1, "FIXED": fixed,
@@ -386,52 +274,36 @@ def constants(
 
 
 def byte_sums(
-    x: Tensor, scales: Tensor, y: Tensor, layout: TrellisLayout, config: TrellisConfig, *, pdl: bool
-) -> None:
-    """y float32 [m, rows]: V times rotated activations, x int8 [2 m, columns] and scales float32 [m, sections, 2]."""
-    _launch(x, scales, y, layout, config, pdl)
+    x: Tensor, scales: Tensor, layout: TrellisLayout, config: TrellisConfig, *, pdl: bool
+) -> Tensor:
+    """V times rotated activations: float32 [m, rows] of x int8 [2 m, columns] and scales float32 [m, sections, 2]."""
+    return _launch(x, scales, scales.shape[0], layout, config, pdl)
 
 
-def can_fuse(layout: TrellisLayout, config: TrellisConfig, x: Tensor) -> bool:
-    """Whether every program can rotate the only token by itself: at most two sections, which make one block or less."""
-    k = layout.k
-    return (
-        x.shape[0] == 1 and config.warps == 16 and k % 256 == 0 and k <= 8192 and (k < SECTION or k & -k == k)
-        and 128 * 16 * 2 * config.tiles <= ROOM - SUMS and x.data_ptr() % 16 == 0 and layout.input_scales.data_ptr() % 16 == 0
-    )  # fmt: skip
+def fused_sums(x: Tensor, layout: TrellisLayout, config: TrellisConfig, *, pdl: bool) -> Tensor:
+    """V H (input_scales * x), float32 [1, rows], of the only token (`one_token.py`)."""
+    return _launch(x, None, 1, layout, config, pdl, token_kind(x))
 
 
-def fused_sums(x: Tensor, y: Tensor, layout: TrellisLayout, config: TrellisConfig, *, pdl: bool) -> None:
-    """y float32 [1, rows] = V H (input_scales * x), its sums marked as missing until they are there (`turns.py`)."""
-    _launch(x, None, y, layout, config, pdl, layout.input_scales)
-
-
-def float_sums(x: Tensor, y: Tensor, layout: TrellisLayout, config: TrellisConfig, *, pdl: bool) -> None:
-    """y float32 [m, rows]: V times rotated activations, x float16 [m, columns], for codes that are no byte sums."""
-    _launch(x, None, y, layout, config, pdl)
+def float_sums(x: Tensor, layout: TrellisLayout, config: TrellisConfig, *, pdl: bool) -> Tensor:
+    """V times rotated activations: float32 [m, rows] of x float16 [m, columns], for codes that are no byte sums."""
+    return _launch(x, None, x.shape[0], layout, config, pdl)
 
 
 def _launch(
-    x: Tensor,
-    scales: Tensor | None,
-    y: Tensor,
-    layout: TrellisLayout,
-    config: TrellisConfig,
-    pdl: bool,
-    before: Tensor | None = None,
-) -> None:
-    m, (tiles, units) = y.shape[0], layout.words.shape[:2]
+    x: Tensor, scales: Tensor | None, m: int, layout: TrellisLayout, config: TrellisConfig, pdl: bool,
+    fused: tuple[int, str] | None = None,
+) -> Tensor:  # fmt: skip
+    tiles, units = layout.words.shape[:2]
+    y = torch.empty(m, tiles * 16, dtype=torch.float32, device=x.device)
     launch = {"launch_pdl": True} if pdl else {}
-    fused, sections = None, x.shape[1] // SECTION
-    if before is not None:
-        padded = -(-layout.k // 16) * 16
-        fused, sections = (
-            (padded & -padded, "bf16" if x.dtype == torch.bfloat16 else "fp16"),
-            -(-padded // SECTION),
-        )
+    before, sections, stride = (
+        (layout.input_scales, 1, layout.k) if fused else (None, x.shape[1] // SECTION, x.stride(0))
+    )
     steps = triton.cdiv(units, config.warps * config.unroll)
     byte_sum_kernel[(triton.cdiv(tiles, config.tiles),)](
-        x, scales, before, layout.words, y, m, units, tiles * 16, tiles - 1, steps, sections, x.stride(0) if before is None else layout.k,
+        x, scales, before, layout.words, y, m, units, tiles * 16, tiles - 1, steps, sections, stride,
         **constants(layout.code, layout.four, layout.words.shape[-1], config, m, units, fused),
-        PDL=TRIGGER if pdl else 0, num_warps=config.warps, num_stages=1, **launch,
+        PDL=pdl, num_warps=config.warps, num_stages=1, **launch,
     )  # fmt: skip
+    return y

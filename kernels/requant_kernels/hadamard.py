@@ -26,8 +26,8 @@ def butterfly_kernel(
     token, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     inside = at < out_width
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     x = tl.load(x_ptr + token * stride_x + at, mask=at < width, other=0.0).to(tl.float32)
     if before_ptr is not None:
         x *= tl.load(before_ptr + at, mask=at < width, other=0.0).to(tl.float32)
@@ -52,23 +52,17 @@ def butterfly_kernel(
         tl.store(y_ptr + token * stride_y + at, x.to(y_ptr.dtype.element_ty), mask=inside)
 
 
-def by_sections(rotated: int, asm: bool) -> bool:
-    """Whether so many values are rotated on the tensor cores."""
-    return asm and rotated & -rotated >= SMALLEST
-
-
 def rotate(
     x: Tensor, y: Tensor, *, width: int, rotated: int, out_width: int, asm: bool, pdl: bool, before: Tensor | None = None,
     after: Tensor | None = None, bias: Tensor | None = None, added: Tensor | None = None, scales: Tensor | None = None,
-    paired: bool = False, marked: Tensor | None = None, awaited: bool = False,
+    paired: bool = False,
 ) -> None:  # fmt: skip
     """Write y; x counts as zero beyond `width`, `rotated` values are rotated, a multiple of 16, and y has `out_width`.
 
-    Where `by_sections`, x may be sums that are `awaited` one by one, and sums of the next launch be `marked` as missing.
     With `scales` y is fixed point (`rotate_fixed`); `paired`: sums and differences of neighbours instead of them.
     """
     size, most = rotated & -rotated, max(rotated, out_width)
-    if by_sections(rotated, asm):
+    if asm and size >= SMALLEST:
         if (
             width % 16
             or x.stride(0) % 16
@@ -80,7 +74,7 @@ def rotate(
             width = rotated
         rotate_sections(
             x, y, scales, size=size, sections=-(-most // SECTION), width=width, out_width=out_width, pdl=pdl,
-            before=before, after=after, bias=bias, added=added, paired=paired, marked=marked, awaited=awaited,
+            before=before, after=after, bias=bias, added=added, paired=paired,
         )  # fmt: skip
         return
     part = size if scales is None else max(size, SECTION)
@@ -92,9 +86,8 @@ def rotate(
 
 
 def rotate_fixed(
-    x: Tensor, before: Tensor, *, width: int, out_width: int, paired: bool, asm: bool, pdl: bool,
-    marked: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor, before: Tensor, *, width: int, out_width: int, paired: bool, asm: bool, pdl: bool
+) -> tuple[Tensor, Tensor]:
     """H (before * x) in fixed point: int8 [2 m, out_width], a token's high and low bytes, and float32 [m, sections, 2].
 
     A section of 4096 values has a scale and the sum of its integers.
@@ -104,6 +97,6 @@ def rotate_fixed(
     scales = torch.empty(m, sections, 2, dtype=torch.float32, device=x.device)
     rotate(
         x, y, width=width, rotated=-(-width // 16) * 16, out_width=out_width, asm=asm, pdl=pdl, before=before,
-        scales=scales, paired=paired, marked=marked,
+        scales=scales, paired=paired,
     )  # fmt: skip
     return y, scales

@@ -266,7 +266,7 @@ def words_asm(count: int, vector: int, ahead: int) -> tuple[str, str]:
 
 
 @cache
-def activations_asm(ahead: int, shared: bool = False) -> tuple[str, str]:
+def activations_asm(ahead: int, *, shared: bool = False) -> tuple[str, str]:
     """A lane's load of 16 bytes of activations: 4 outputs, then the address, `ahead` bytes before them."""
     if shared:
         return f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4 + {ahead}];", "=r,=r,=r,=r,r"
@@ -280,17 +280,17 @@ STORE_FOUR_ASM = (
     "{ .reg .pred p; setp.ne.b32 p, $6, 0; @p st.global.v4.b32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0; }"
 )
 STORE_FOUR_CONSTRAINTS = "=r,l,r,r,r,r,r"
-# a store that another launch waits for (`turns.py`), where the condition is not zero: an output that nobody reads, the
-# address, the value, the condition
-STORE_ASM = "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.relaxed.gpu.global.f32 [$1], $2; mov.b32 $0, 0; }"
+# a store where the condition is not zero: an output that nobody reads, the address, the value, the condition
+STORE_ASM = "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.global.f32 [$1], $2; mov.b32 $0, 0; }"
 STORE_CONSTRAINTS = "=r,l,f,r"
 
 
 @cache
-def reduce_asm(warps: int, count: int, given: bool = False) -> tuple[str, str]:
+def reduce_asm(warps: int, count: int, *, given: bool = False) -> tuple[str, str]:
     """Sums over the warps of `count` values a lane, in order: value i + warps j of all lanes comes to output j of warp i.
 
-    Operands: max(1, count / warps) outputs, `count` values, warp, lane, and where `given` shared memory. With fewer values than warps, warps repeat them.
+    Operands: max(1, count / warps) outputs, `count` values, warp, lane, and the address of shared memory where `given`.
+    With fewer values than warps, warps repeat them.
     """
     outputs = max(1, count // warps)
     value, (warp, lane) = outputs, (f"${outputs + count}", f"${outputs + count + 1}")

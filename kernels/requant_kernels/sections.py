@@ -18,18 +18,14 @@ does not care how they are numbered): the loads of 16 bytes see to that, and a t
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none
 # pyright: reportAttributeAccessIssue=none, reportPossiblyUnboundVariable=none, reportGeneralTypeIssues=none
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from requant_kernels.turns import await_asm, section_asm
+from requant_kernels.turns import section_asm
 
 SECTION = 4096  # values of a program, which share a scale in fixed point
 LARGEST = tl.constexpr(32512.0)  # 127 * 256
-TRIGGER = 2
-AWAITED_TRIGGER = 2
-GENTLE = False
 
 
 @triton.jit
@@ -58,17 +54,15 @@ def finish_fixed(y, at, token, section, sections, out_width, y_ptr, scales_ptr, 
 
 @triton.jit
 def section_kernel(
-    x_ptr, before_ptr, after_ptr, bias_ptr, added_ptr, y_ptr, scales_ptr, marked_ptr, width, out_width, stride_x, stride_y,
-    marked, ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, AWAIT: tl.constexpr, AWAIT_CONSTRAINTS: tl.constexpr,
-    P: tl.constexpr, V: tl.constexpr, MASK: tl.constexpr, ROOT: tl.constexpr, PAIRED: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, before_ptr, after_ptr, bias_ptr, added_ptr, y_ptr, scales_ptr, width, out_width, stride_x, stride_y,
+    ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, P: tl.constexpr, V: tl.constexpr, MASK: tl.constexpr, ROOT: tl.constexpr,
+    PAIRED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One section of one token; grid (tokens, sections), 16 warps; loads of V values; MASK: the mixed bits from bit 8 on.
 
-    Where there is AWAIT, x are sums that come one by one (`turns.py`). Where there is `marked_ptr`, so many float32 are
-    marked as not there yet, for the launch after the next one.
+    The next launch may begin when the one before this has ended, not earlier: its programs then find the machine empty and
+    spread evenly.
     """
-    if PDL == 1:
-        tl.extra.cuda.gdc_launch_dependents()
     token, section = tl.program_id(0).to(tl.int64), tl.program_id(1)
     base, own = section // P * P, section % P
     lane, warp = tl.arange(0, 32)[:, None, None, None], tl.arange(0, 16)[None, :, None, None]
@@ -95,35 +89,13 @@ def section_kernel(
         after = tl.load(after_ptr + at, mask=inside, other=0.0).to(tl.float32)
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     x = ()
-    if AWAIT is not None:
-        if PDL == 2:
-            tl.extra.cuda.gdc_launch_dependents()
-        addresses = ()
-        for p in tl.static_range(P):
-            source = tl.minimum((base + p) * 4096 + warp * 256 + lane * 8, width - 8) + eight
-            addresses = addresses + ((x_ptr + token * stride_x + source).to(tl.int64),)
-        types: tl.constexpr = (tl.float32,) * P
-        x = tl.inline_asm_elementwise(AWAIT, AWAIT_CONSTRAINTS, addresses, dtype=types, is_pure=True, pack=8)
-        if PDL == 3:
-            tl.extra.cuda.gdc_launch_dependents()
-        if P == 1:
-            x = (tl.where(base * 4096 + place < width, x[0], 0.0),)
-    else:
-        if PDL:
-            tl.extra.cuda.gdc_wait()
-        if PDL == 2:
-            tl.extra.cuda.gdc_launch_dependents()
-        for p in tl.static_range(P):
-            source = (base + p) * 4096 + place
-            x = x + (tl.load(x_ptr + token * stride_x + source, mask=source < width, other=0.0),)
-    if marked_ptr is not None:
-        programs = tl.num_programs(0) * tl.num_programs(1)
-        share = tl.cdiv(tl.cdiv(marked, programs), 4) * 4
-        begin = (tl.program_id(0) * tl.num_programs(1) + section) * share
-        for i in range(tl.cdiv(share, 2048)):
-            mark = begin + i * 2048 + tl.arange(0, 2048)
-            tl.store(marked_ptr + mark, mark * 0 - 1, mask=(mark < begin + share) & (mark < marked))
+    for p in tl.static_range(P):
+        source = (base + p) * 4096 + place
+        x = x + (tl.load(x_ptr + token * stride_x + source, mask=source < width, other=0.0),)
     z = tl.zeros([32, 16, 8 // V, V], tl.float32)
     if width > 0:  # always; the branch keeps the loads together, which else wait for one another's registers
         for p in tl.static_range(P):
@@ -138,7 +110,7 @@ def section_kernel(
         )  # fmt: skip
     else:
         y = tl.inline_asm_elementwise(
-            ASM, CONSTRAINTS, (z, first, second, third), dtype=tl.float32, is_pure=AWAIT is not None, pack=8
+            ASM, CONSTRAINTS, (z, first, second, third), dtype=tl.float32, is_pure=False, pack=8
         )
         if after_ptr is not None:
             y *= after
@@ -152,20 +124,14 @@ def section_kernel(
 def rotate_sections(
     x: Tensor, y: Tensor, scales: Tensor | None, *, size: int, sections: int, width: int, out_width: int, pdl: bool,
     before: Tensor | None = None, after: Tensor | None = None, bias: Tensor | None = None, added: Tensor | None = None,
-    marked: Tensor | None = None, awaited: bool = False, paired: bool = False,
+    paired: bool = False,
 ) -> None:  # fmt: skip
-    """Write y, rotated by blocks of `size`; in fixed point where there are `scales`, then sums of neighbours if `paired`.
-
-    `marked`: sums to be marked as not there yet; `awaited`: x are such sums.
-    """
-    parts, mask = max(1, size // SECTION), min(size, SECTION) - 1 >> 8
+    """Write y, rotated by blocks of `size`; in fixed point where there are `scales`, then sums of neighbours if `paired`."""
+    mask = min(size, SECTION) - 1 >> 8
     text, names = section_asm(across=mask >= 8, fixed=scales is not None)
-    wait, wait_names = await_asm(parts, GENTLE) if awaited else (None, None)
     launch: dict[str, object] = {"launch_pdl": True} if pdl else {}
     section_kernel[(x.shape[0], sections)](
-        x, before, after, bias, added, y, scales, None if marked is None else marked.view(torch.int32), width, out_width,
-        x.stride(0), y.stride(0), 0 if marked is None else marked.numel(), ASM=text, CONSTRAINTS=names, AWAIT=wait,
-        AWAIT_CONSTRAINTS=wait_names, P=parts, V=16 // x.element_size() if x.element_size() > 2 else 8, MASK=mask,
-        ROOT=size**-0.5 * (2 if paired else 1), PAIRED=paired, PDL=(AWAITED_TRIGGER if awaited else TRIGGER) if pdl else 0, num_warps=16, num_stages=1,
-        **launch,
+        x, before, after, bias, added, y, scales, width, out_width, x.stride(0), y.stride(0), ASM=text, CONSTRAINTS=names,
+        P=max(1, size // SECTION), V=16 // x.element_size() if x.element_size() > 2 else 8, MASK=mask,
+        ROOT=size**-0.5 * (2 if paired else 1), PAIRED=paired, PDL=pdl, num_warps=16, num_stages=1, **launch,
     )  # fmt: skip

@@ -1,5 +1,5 @@
-"""The trellis path: y = output_scales * H (V (H (input_scales * x))), three launches: rotate, multiply, rotate.
-Residuals take one more, whose sums the last rotation adds.
+"""The trellis path: y = output_scales * H (V (H (input_scales * x))), three launches: rotate, multiply, rotate; the first
+two are one for one token of a small matrix (`one_token.py`). Residuals take one more, whose sums the last rotation adds.
 
 V is stored as tiles of 16 x 16, each a ring of 256 codes in row order (`rings.py`); the value at a place is a function of
 the 16 bits of the ring that end there (bitshift trellis, QTIP: Tseng et al. 2024, arXiv 2406.11235).
@@ -23,16 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from requant_kernels.byte_sums import (
-    byte_sums,
-    can_fuse,
-    float_sums,
-    fused_sums,
-    load_registers,
-    padded_columns,
-    reduces,
-)
-from requant_kernels.hadamard import by_sections, rotate, rotate_fixed
+from requant_kernels.byte_sums import byte_sums, float_sums, fused_sums, load_registers, padded_columns
+from requant_kernels.hadamard import rotate, rotate_fixed
 from requant_kernels.hashes import (
     OFFSET,
     STORE_FOUR_ASM,
@@ -41,16 +33,11 @@ from requant_kernels.hashes import (
     values_asm,
     words_asm,
 )
+from requant_kernels.one_token import can_fuse
 from requant_kernels.residuals import residual_sums
 from requant_kernels.rings import TrellisLayout
-from requant_kernels.sections import SECTION
 from requant_kernels.tuning import DECODE_TOKENS, TrellisConfig, launches_early, trellis_config
 
-AWAIT = True
-FUSE = True
-MOST_MARKS = (
-    32768  # sums that a program of the first rotation marks as missing, where the last one awaits them
-)
 ASSEMBLY = True  # False: every trellis by the plain kernels, as on AMD
 
 
@@ -184,7 +171,6 @@ def trellis_linear(
     x: Tensor, layout: TrellisLayout, bias: Tensor | None, *, asm: bool, config: TrellisConfig | None = None
 ) -> Tensor:
     """y [m, n] of x [m, k], rows contiguous: fused to 16 tokens, beyond them V is expanded and cuBLAS multiplies."""
-    awaited = False
     m, rows, pdl, asm = x.shape[0], layout.words.shape[0] * 16, launches_early(x.device), asm and ASSEMBLY
     if m > DECODE_TOKENS or not asm:
         product = _plain_product(x, layout, asm=asm, pdl=pdl)
@@ -193,50 +179,27 @@ def trellis_linear(
             layout.code, layout.bits, layout.n, layout.k, 1 if m == 1 else 8 if m <= 8 else 16, x.device
         )
         columns, before = padded_columns(layout.k), layout.input_scales
-        product = torch.empty(m, rows, dtype=torch.float32, device=x.device)
-        if layout.code in OFFSET:
-            awaited = pdl and _awaited(layout, config, m)
-            fused = FUSE and pdl and can_fuse(layout, config, x)
-        if layout.code in OFFSET and fused:
-            fused_sums(x, product, layout, config, pdl=pdl)
+        if layout.code in OFFSET and can_fuse(x, layout, config):
+            product = fused_sums(x, layout, config, pdl=pdl)
         elif layout.code in OFFSET:
             fixed, scales = rotate_fixed(
-                x, before, width=layout.k, out_width=columns, paired=layout.code == "pair", asm=asm, pdl=pdl,
-                marked=product if awaited else None,
-            )  # fmt: skip
-            byte_sums(fixed, scales, product, layout, config, pdl=pdl)
+                x, before, width=layout.k, out_width=columns, paired=layout.code == "pair", asm=asm, pdl=pdl
+            )
+            product = byte_sums(fixed, scales, layout, config, pdl=pdl)
         else:
             turned = torch.empty(m, columns, dtype=torch.float16, device=x.device)
             rotate(
                 x, turned, width=layout.k, rotated=-(-layout.k // 16) * 16, out_width=columns, before=before, asm=asm,
                 pdl=pdl,
             )  # fmt: skip
-            float_sums(turned, product, layout, config, pdl=pdl)
+            product = float_sums(turned, layout, config, pdl=pdl)
     added = None if layout.sparse is None else residual_sums(x, layout)
     y = torch.empty(m, layout.n, dtype=x.dtype, device=x.device)
     rotate(
         product, y, width=rows, rotated=rows, out_width=layout.n, after=layout.output_scales, bias=bias, added=added,
-        asm=asm, pdl=pdl, awaited=awaited,
+        asm=asm, pdl=pdl,
     )  # fmt: skip
     return y
-
-
-def _awaited(layout: TrellisLayout, config: TrellisConfig, m: int) -> bool:
-    """Whether the last rotation takes the sums one by one as they come (`turns.py`), and not when the product has ended.
-
-    Residuals are another launch between the two, whose end is waited for.
-    """
-    rows, padded = layout.words.shape[0] * 16, -(-layout.k // 16) * 16
-    slabs = 1 if m <= 4 else 2 if m <= 8 else 4
-    return (
-        AWAIT
-        and layout.sparse is None
-        and by_sections(padded, True)
-        and by_sections(rows, True)
-        and rows & -rows <= 4 * SECTION
-        and rows <= MOST_MARKS * -(-padded // SECTION)
-        and reduces(config, 2 * config.tiles * slabs)
-    )
 
 
 def _plain_product(x: Tensor, layout: TrellisLayout, *, asm: bool, pdl: bool) -> Tensor:

@@ -18,12 +18,12 @@ from functools import cache
 LARGEST = 32512  # 127 * 256, of fixed point: its high byte is never 128
 SMALLEST = 0x03800000  # 2^-120, the least scale, which has an inverse
 ROW = 1040  # bytes from one warp's values to the next one's
-VALUES = 16 * ROW  # bytes of a section
-SUMS = VALUES  # where the sums over the warps begin that come later, above the bytes of two sections
-ROOM = 2 * VALUES + 256
+VALUES = 16 * ROW  # of shared memory
+PLANE = 4096 + 64  # bytes from high ones to low ones in shared memory: banks apart
+SUMS = 2 * PLANE  # where the sums over the warps begin that come later
+MOST_SUMS = 16384  # their bytes
+ROOM = SUMS + MOST_SUMS + 128
 ROUND = 0x4B400000  # bits of 1.5 * 2^23: adding it leaves the nearest integer in the low bits
-MARK = 0xFFFFFFFF  # bits of a sum that is not there yet: arithmetic makes no such NaN
-PATIENCE = 1 << 21  # looks at a sum before its absence is taken for an error elsewhere
 
 
 class _Turns:
@@ -76,11 +76,11 @@ class _Turns:
         self.product(signs, upper[2:] + lower[2:], [*out[2:4], *out[6:]])
 
     def across(
-        self, base: str, sections: list[list[str]], signs: tuple[str, str, str], whole: bool, outs: list[list[str]]
-    ) -> tuple[str, str, str]:  # fmt: skip
-        """All three products of every section; returns thread, lane and warp.
+        self, base: str, x: list[str], signs: tuple[str, str, str], whole: bool, out: list[str]
+    ) -> tuple[str, str, str]:
+        """All three products; returns thread, lane and warp.
 
-        Shared memory at `base`, VALUES bytes a section; `whole`: bit 11 is mixed.
+        VALUES bytes of shared memory at `base`; `whole`: bit 11 is mixed.
         """
         new = self.new
         thread = new("mov.u32 {d}, %tid.x;")
@@ -110,81 +110,68 @@ class _Turns:
         swap = new(f"xor.b32 {{d}}, {swap}, 32;")
         begin.append(new(f"add.u32 {{d}}, {place}, {swap};"))
 
-        for i, x in enumerate(sections):
-            turned = [self.register() for _ in range(8)]
-            self.turn(x, signs[0], signs[1], turned)
-            for address, four in zip(to, ((0, 1, 4, 5), (2, 3, 6, 7)), strict=True):
-                values = ", ".join(turned[j] for j in four)
-                self.lines.append(f"st.shared.v4.b32 [{address} + {VALUES * i}], {{{values}}};")
+        turned = [self.register() for _ in range(8)]
+        self.turn(x, signs[0], signs[1], turned)
+        for address, four in zip(to, ((0, 1, 4, 5), (2, 3, 6, 7)), strict=True):
+            self.lines.append(f"st.shared.v4.b32 [{address}], {{{', '.join(turned[i] for i in four)}}};")
         self.lines.append("bar.sync 0;")
         third = self.signs(signs[2])
         if not whole:
             nothing = new("mov.b32 {d}, 0;")
             third = signs[2], nothing, nothing, signs[2]
-        for i, out in enumerate(outs):
-            for tile in range(2):
-                rows = [
-                    new(f"ld.shared.b32 {{d}}, [{begin[tile]} + {VALUES * i + ROW * row}];")
-                    for row in (0, 1, 8, 9)
-                ]
-                self.product(third, rows, [out[2 * tile + j] for j in (0, 1, 4, 5)])
+        for tile in range(2):
+            rows = [new(f"ld.shared.b32 {{d}}, [{begin[tile]} + {ROW * row}];") for row in (0, 1, 8, 9)]
+            self.product(third, rows, [out[2 * tile + i] for i in (0, 1, 4, 5)])
         return thread, lane, warp
 
     def fix(
-        self, sections: list[list[str]], places: tuple[str, str], lane: str, warp: str, space: str, to: tuple[str, str]
-    ) -> list[tuple[str, str]]:  # fmt: skip
-        """The bytes of a lane's eight values, high and low ones apart; returns scales and sums, the same in all threads.
+        self,
+        values: list[str],
+        places: tuple[str, str],
+        lane: str,
+        warp: str,
+        space: str,
+        to: tuple[str, str],
+    ) -> tuple[str, str]:
+        """The bytes of a lane's eight values, high and low ones apart; returns scale and sum, the same in all threads.
 
-        `places`: 16 words of shared memory a section each, for the largest values and the sums of the warps.
+        `places`: 16 words of shared memory each, for the largest values and the sums of the warps.
         """
         new = self.new
+        greatest = [new(f"abs.f32 {{d}}, {value};") for value in values]
+        while len(greatest) > 1:
+            halves = zip(greatest[::2], greatest[1::2], strict=True)
+            greatest = [new(f"max.NaN.f32 {{d}}, {a}, {b};") for a, b in halves]
         begin = [new(f"mov.u32 {{d}}, {name};") for name in places]
         mine = [new(f"mad.lo.u32 {{d}}, {warp}, 4, {place};") for place in begin]
         other = new(f"and.b32 {{d}}, {lane}, 15;")
         theirs = [new(f"mad.lo.u32 {{d}}, {other}, 4, {place};") for place in begin]
-        for i, values in enumerate(sections):
-            greatest = [new(f"abs.f32 {{d}}, {value};") for value in values]
-            while len(greatest) > 1:
-                halves = zip(greatest[::2], greatest[1::2], strict=True)
-                greatest = [new(f"max.NaN.f32 {{d}}, {a}, {b};") for a, b in halves]
-            most = new(
-                f"redux.sync.max.u32 {{d}}, {greatest[0]}, 0xffffffff;"
-            )  # bits of floats, none negative
-            self.lines.append(f"st.shared.b32 [{mine[0]} + {64 * i}], {most};")
-        self.lines.append("bar.sync 0;")
-        scales = []
-        for i, values in enumerate(sections):
-            most = new(f"ld.shared.b32 {{d}}, [{theirs[0]} + {64 * i}];")
-            most = new(f"redux.sync.max.u32 {{d}}, {most}, 0xffffffff;")
-            scale = new(f"mul.f32 {{d}}, {most}, 0f{_bits(1 / LARGEST):08X};")
-            scale = new(f"max.NaN.f32 {{d}}, {scale}, 0f{SMALLEST:08X};")
-            inverse = new(f"rcp.approx.ftz.f32 {{d}}, {scale};")
-            fixed = [new(f"fma.rn.f32 {{d}}, {value}, {inverse}, 0f{ROUND:08X};") for value in values]
-            for half in range(2):
-                four = fixed[4 * half : 4 * half + 4]
-                raised = [new(f"add.u32 {{d}}, {value}, 128;") for value in four]
-                for address, source, byte in ((to[0], raised, 1), (to[1], four, 0)):
-                    selector = f"0x00{byte + 4}{byte}"
-                    pairs = [
-                        new(f"prmt.b32 {{d}}, {source[j]}, {source[j + 1]}, {selector};") for j in (0, 2)
-                    ]
-                    both = new(f"prmt.b32 {{d}}, {pairs[0]}, {pairs[1]}, 0x5410;")
-                    self.lines.append(f"st.{space}.b32 [{address} + {4096 * i + 2048 * half}], {both};")
-            total = fixed[0]
-            for value in fixed[1:]:
-                total = new(f"add.u32 {{d}}, {total}, {value};")
-            total = new(f"sub.u32 {{d}}, {total}, 0x{8 * ROUND & MARK:08x};")
-            total = new(f"redux.sync.add.s32 {{d}}, {total}, 0xffffffff;")
-            self.lines.append(f"st.shared.b32 [{mine[1]} + {64 * i}], {total};")
-            scales.append(scale)
-        self.lines.append("bar.sync 0;")
-        found = []
-        for i, scale in enumerate(scales):
-            total = new(f"ld.shared.b32 {{d}}, [{theirs[1]} + {64 * i}];")
-            total = new(f"redux.sync.add.s32 {{d}}, {total}, 0xffffffff;")  # each of 16 twice
-            total = new(f"shr.s32 {{d}}, {total}, 1;")
-            found.append((scale, new(f"cvt.rn.f32.s32 {{d}}, {total};")))
-        return found
+        most = new(f"redux.sync.max.u32 {{d}}, {greatest[0]}, 0xffffffff;")  # bits of floats, none negative
+        self.lines += [f"st.shared.b32 [{mine[0]}], {most};", "bar.sync 0;"]
+        most = new(f"ld.shared.b32 {{d}}, [{theirs[0]}];")
+        most = new(f"redux.sync.max.u32 {{d}}, {most}, 0xffffffff;")
+        scale = new(f"mul.f32 {{d}}, {most}, 0f{_bits(1 / LARGEST):08X};")
+        scale = new(f"max.NaN.f32 {{d}}, {scale}, 0f{SMALLEST:08X};")
+        inverse = new(f"rcp.approx.ftz.f32 {{d}}, {scale};")
+        fixed = [new(f"fma.rn.f32 {{d}}, {value}, {inverse}, 0f{ROUND:08X};") for value in values]
+        for i in range(2):
+            four = fixed[4 * i : 4 * i + 4]
+            raised = [new(f"add.u32 {{d}}, {value}, 128;") for value in four]
+            for address, source, byte in ((to[0], raised, 1), (to[1], four, 0)):
+                selector = f"0x00{byte + 4}{byte}"
+                pairs = [new(f"prmt.b32 {{d}}, {source[j]}, {source[j + 1]}, {selector};") for j in (0, 2)]
+                both = new(f"prmt.b32 {{d}}, {pairs[0]}, {pairs[1]}, 0x5410;")
+                self.lines.append(f"st.{space}.b32 [{address} + {2048 * i}], {both};")
+        total = fixed[0]
+        for value in fixed[1:]:
+            total = new(f"add.u32 {{d}}, {total}, {value};")
+        total = new(f"sub.u32 {{d}}, {total}, 0x{8 * ROUND & 0xFFFFFFFF:08x};")
+        total = new(f"redux.sync.add.s32 {{d}}, {total}, 0xffffffff;")
+        self.lines += [f"st.shared.b32 [{mine[1]}], {total};", "bar.sync 0;"]
+        total = new(f"ld.shared.b32 {{d}}, [{theirs[1]}];")
+        total = new(f"redux.sync.add.s32 {{d}}, {total}, 0xffffffff;")  # each of 16 twice
+        total = new(f"shr.s32 {{d}}, {total}, 1;")
+        return scale, new(f"cvt.rn.f32.s32 {{d}}, {total};")
 
     def text(self, declared: str = "") -> str:
         return "{ .reg .b32 " + ", ".join(self.names) + ";\n" + declared + "\n".join(self.lines) + " }"
@@ -211,10 +198,10 @@ def section_asm(across: bool, fixed: bool) -> tuple[str, str]:
     declared = f".shared .align 16 .b32 values[{VALUES // 4}];\n"
     results = [t.register() for _ in range(8)] if fixed else out
     values = [f"${8 + i}" for i in range(8)]
-    thread, lane, warp = t.across("values", [values], ("$16", "$24", "$32"), across, [results])
+    thread, lane, warp = t.across("values", values, ("$16", "$24", "$32"), across, results)
     names = ["=f"] * 8 + ["f"] * 8 + ["r"] * 24
     if fixed:
-        ((scale, total),) = t.fix([results], ("most", "totals"), lane, warp, "global", ("$40", "$48"))
+        scale, total = t.fix(results, ("most", "totals"), lane, warp, "global", ("$40", "$48"))
         t.lines += [f"setp.eq.u32 p, {thread}, 0;", f"@p st.global.v2.b32 [$56], {{{scale}, {total}}};"]
         t.lines += [f"mov.b32 {name}, 0;" for name in out]
         declared += ".shared .b32 most[16];\n.shared .b32 totals[16];\n.reg .pred p;\n"
@@ -223,24 +210,20 @@ def section_asm(across: bool, fixed: bool) -> tuple[str, str]:
 
 
 @cache
-def shared_section_asm(across: bool, sections: int) -> tuple[str, str]:
-    """One or two sections in fixed point that stay in shared memory, for tensors of one element a thread.
+def shared_section_asm(across: bool) -> tuple[str, str]:
+    """A section in fixed point that stays in shared memory, for tensors of one element a thread.
 
-    Operands: scale and sum of each section, the same in all lanes; 8 values of each, the signs of three products, the address
-    of ROOM bytes of shared memory, and the addresses of the lane's high bytes of row g and of its low bytes. Bytes may lie
-    where values were, below SUMS.
+    Operands: scale and sum, the same in all lanes; 8 values, the signs of three products, the address of ROOM bytes of
+    shared memory, and the addresses of the lane's high bytes of row g and of its low bytes, below SUMS, where values were.
     """
     t = _Turns()
-    first, signs = 2 * sections, 10 * sections
-    results = [[t.register() for _ in range(8)] for _ in range(sections)]
-    values = [[f"${first + 8 * i + j}" for j in range(8)] for i in range(sections)]
-    three = f"${signs}", f"${signs + 1}", f"${signs + 2}"
-    _, lane, warp = t.across(f"${signs + 3}", values, three, across, results)
-    places = [t.new(f"add.u32 {{d}}, ${signs + 3}, {2 * VALUES + 128 * i};") for i in range(2)]
-    found = t.fix(results, (places[0], places[1]), lane, warp, "shared", (f"${signs + 4}", f"${signs + 5}"))
-    for i, pair in enumerate(found):
-        t.lines += [f"mov.b32 ${2 * i + j}, {register};" for j, register in enumerate(pair)]
-    return t.text(), ",".join(["=f"] * first + ["f"] * (8 * sections) + ["r"] * 6)
+    results = [t.register() for _ in range(8)]
+    values = [f"${2 + i}" for i in range(8)]
+    _, lane, warp = t.across("$13", values, ("$10", "$11", "$12"), across, results)
+    places = [t.new(f"add.u32 {{d}}, $13, {ROOM - 128 + 64 * i};") for i in range(2)]
+    scale, total = t.fix(results, (places[0], places[1]), lane, warp, "shared", ("$14", "$15"))
+    t.lines += [f"mov.b32 $0, {scale};", f"mov.b32 $1, {total};"]
+    return t.text(), ",".join(["=f"] * 2 + ["f"] * 8 + ["r"] * 6)
 
 
 @cache
@@ -267,55 +250,5 @@ def eight_asm(kind: str) -> tuple[str, str]:
     )
 
 
-# marks a sum as missing where the condition is not zero: an output that nobody reads, the address, the condition
-MARK_ASM = (
-    "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p st.relaxed.gpu.global.b32 [$1], 0xffffffff; mov.b32 $0, 0; }"
-)
-MARK_CONSTRAINTS = "=r,l,r"
-# lets the next launch begin, which sees the marks of these lanes: an output that nobody reads, the condition
-BEGIN_ASM = (
-    "{ .reg .pred p; setp.ne.b32 p, $1, 0; @p fence.acq_rel.gpu; @p griddepcontrol.launch_dependents;"
-    " mov.b32 $0, 0; }"
-)
-BEGIN_CONSTRAINTS = "=r,r"
-
-
 def _bits(value: float) -> int:
     return int.from_bytes(struct.pack(">f", value), "big")
-
-
-@cache
-def await_asm(parts: int, gentle: bool = False) -> tuple[str, str]:
-    """`parts` x 8 sums of another launch, as soon as they are there: until then they are MARK.
-
-    Operands: 8 outputs a part, then 8 times the address of each part.
-    """
-    count = 8 * parts
-    t = _Turns()
-    tries = t.new("mov.b32 {d}, 0;")
-    if gentle:
-        last = t.new("mov.u32 {d}, %tid.x;")
-        last = t.new(f"and.b32 {{d}}, {last}, 31;")
-        t.lines += [f"setp.eq.u32 last, {last}, 31;", "FIRST${:uid}:"]
-        seen = t.new("mov.b32 {d}, 0;")
-        t.lines += [
-            f"@last ld.relaxed.gpu.global.b32 {seen}, [${2 * count - 8} + 28];",
-            f"setp.eq.u32 absent, {seen}, 0x{MARK:08x};", f"setp.lt.and.u32 absent, {tries}, {PATIENCE}, absent;",
-            f"add.u32 {tries}, {tries}, 1;", "vote.sync.any.pred absent, absent, 0xffffffff;",
-            "@absent nanosleep.u32 20;", "@absent bra FIRST${:uid};",
-        ]  # fmt: skip
-    t.lines.append("AGAIN${:uid}:")
-    for part in range(parts):
-        for i in range(0, 8, 4):
-            to = ", ".join(f"${8 * part + i + j}" for j in range(4))
-            t.lines.append(f"ld.relaxed.gpu.global.v4.b32 {{{to}}}, [${count + 8 * part} + {4 * i}];")
-    greatest = [f"${i}" for i in range(count)]
-    while len(greatest) > 1:
-        greatest = [
-            t.new(f"max.u32 {{d}}, {a}, {b};") for a, b in zip(greatest[::2], greatest[1::2], strict=True)
-        ]
-    t.lines += [
-        f"setp.eq.u32 absent, {greatest[0]}, 0x{MARK:08x};", f"setp.lt.and.u32 absent, {tries}, {PATIENCE}, absent;",
-        f"add.u32 {tries}, {tries}, 1;", "vote.sync.any.pred absent, absent, 0xffffffff;", "@absent bra AGAIN${:uid};",
-    ]  # fmt: skip
-    return t.text(".reg .pred absent, last;\n"), ",".join(["=f"] * count + ["l"] * count)

@@ -24,7 +24,7 @@ from requant_kernels.tall import multiply_kernel  # noqa: E402
 from requant_kernels.trellis import expand_kernel  # noqa: E402
 from requant_kernels.tuning import TABLE, TrellisConfig, distance_of, least_warps, registers_of  # noqa: E402
 from requant_kernels.tuning import trellis_config as rule_of_trellis  # noqa: E402
-from requant_kernels.turns import await_asm, section_asm  # noqa: E402
+from requant_kernels.turns import section_asm  # noqa: E402
 
 from .cases import Case, random_layout  # noqa: E402
 from .compile_offline import Machine, compile_kernel  # noqa: E402
@@ -191,7 +191,7 @@ TRELLIS_CEILING = {  # instructions a weight, in the loop over steps
 
 def trellis_machine(
     code: str, bits: float, *, launch: tuple[int, int, int] = (8, 2, 1), tokens: int = 1, capability: int = 90,
-    k: int | None = None,
+    k: int | None = None, fused: bool = False,
 ) -> Machine:  # fmt: skip
     """`launch`: warps, tiles, units a step; the integers of `k` columns as Triton takes them, or any of whole steps."""
     four = round(4 * bits)
@@ -201,15 +201,19 @@ def trellis_machine(
     if k is not None:  # Triton compiles anew for an integer that is 1 or a multiple of 16
         units = -(-k // (64 * groups_of(four)))
         integers = {"M": tokens, "units": units, "sections": padded_columns(k) // SECTION, "rows": 16}
-    given = trellis_constants(code, four, vector, config, tokens, units) | {
-        "PDL": 2 if capability >= 90 else 0
-    }
+    kind = (k & -k, "fp16") if fused and k is not None else None
+    given = trellis_constants(code, four, vector, config, tokens, units, kind) | {"PDL": capability >= 90}
     given |= {name: 1 for name, value in integers.items() if value == 1}
     pointers = dict.fromkeys(("units", "rows", "sections"), "i32")
-    pointers |= {"words_ptr": "*i32", "y_ptr": "*fp32", "x_ptr": "*i8" if given["FIXED"] else "*fp16"}
+    pointers |= {
+        "words_ptr": "*i32",
+        "y_ptr": "*fp32",
+        "x_ptr": "*i8" if given["FIXED"] and not fused else "*fp16",
+    }
     return compile_kernel(
-        byte_sum_kernel, given, capability=capability, pointers=pointers | {"scales_ptr": "*fp32"}, warps=launch[0],
-        absent=("before_ptr",) if given["FIXED"] else ("scales_ptr", "before_ptr"),
+        byte_sum_kernel, given, capability=capability, pointers=pointers | {"scales_ptr": "*fp32", "before_ptr": "*fp16"},
+        warps=launch[0],
+        absent=("scales_ptr",) if fused else ("before_ptr",) if given["FIXED"] else ("scales_ptr", "before_ptr"),
         aligned=tuple(name for name, value in integers.items() if value % 16 == 0),
     )  # fmt: skip
 
@@ -324,34 +328,41 @@ def test_expansion_compiles(units: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize(
-    ("fixed", "awaited", "parts"), [(True, False, 2), (False, False, 2), (False, True, 1), (False, True, 4)]
-)
-def test_rotation_keeps_256_values_in_a_warp(capability: int, fixed: bool, awaited: bool, parts: int) -> None:
-    """The rotation of activations is `fixed`; the other one, of sums, may await them."""
+@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+def test_rotation_keeps_256_values_in_a_warp(capability: int, dtype: str) -> None:
+    fixed = dtype == "fp16"  # the rotation of activations; the other one is that of outputs
     text, names = section_asm(across=True, fixed=fixed)
-    wait, wait_names = await_asm(parts) if awaited else (None, None)
     constants = {
-        "ASM": text, "CONSTRAINTS": names, "AWAIT": wait, "AWAIT_CONSTRAINTS": wait_names, "P": parts,
-        "V": 8 if fixed else 4, "MASK": 15, "ROOT": 1.0, "PAIRED": fixed, "PDL": 2 if capability >= 90 else 0,
+        "ASM": text, "CONSTRAINTS": names, "P": 2, "V": 8 if fixed else 4, "MASK": 15, "ROOT": 1.0, "PAIRED": fixed,
+        "PDL": capability >= 90,
     }  # fmt: skip
-    pointers = {
-        "x_ptr": "*fp16" if fixed else "*fp32",
-        "y_ptr": "*i8" if fixed else "*fp16",
-        "scales_ptr": "*fp32",
-    }
+    pointers = {"x_ptr": f"*{dtype}", "y_ptr": "*i8" if fixed else "*fp16", "scales_ptr": "*fp32"}
     pointers |= {"before_ptr": "*fp16", "after_ptr": "*fp16", "width": "i32", "out_width": "i32"}
-    pointers |= {"marked_ptr": "*i32", "marked": "i32"}
-    absent = ("after_ptr",) if fixed else ("before_ptr", "scales_ptr", "marked_ptr")
+    absent = ("after_ptr",) if fixed else ("before_ptr", "scales_ptr")
     machine = compile_kernel(
         section_kernel, constants, capability=capability, pointers=pointers, warps=16,
         absent=(*absent, "bias_ptr", "added_ptr"), aligned=("width", "out_width"),
     )  # fmt: skip
     assert machine.stack == 0
-    assert machine.instructions < 500
+    assert machine.instructions < 450
     assert machine.opcodes["BAR"] == (3 if fixed else 1)
-    assert machine.opcodes["HMMA"] == 12  # once, although the last rotation's first loads are assembly
     layouts = dict(re.findall(r"(#\w+) = #ttg.blocked<\{(.*)\}>", machine.layout_ir))
-    used = re.findall(r"elementwise_inline_asm .*mma.* -> tensor<\S+, (#\w+)>", machine.layout_ir)
-    assert len(used) == 1
-    assert "threadsPerWarp = [32, 1, 1, 1], warpsPerCTA = [1, 16, 1, 1]" in layouts[used[0]]
+    (used,) = re.findall(r"elementwise_inline_asm .*mma.* -> tensor<\S+, (#\w+)>", machine.layout_ir)
+    assert "threadsPerWarp = [32, 1, 1, 1], warpsPerCTA = [1, 16, 1, 1]" in layouts[used]
+
+
+@pytest.mark.parametrize(
+    ("code", "bits", "k", "launch"),
+    [("pair", 2, 4096, (16, 2, 1)), ("mul1", 2, 2048, (16, 4, 1)), ("mul1", 4, 256, (16, 1, 2))],
+)
+def test_one_token_is_rotated_without_spills(
+    code: str, bits: int, k: int, launch: tuple[int, int, int]
+) -> None:
+    plain = trellis_machine(code, bits, launch=launch, k=k)
+    machine = trellis_machine(code, bits, launch=launch, k=k, fused=True)
+    assert machine.stack == 0
+    assert machine.registers <= 128
+    assert machine.opcodes["HMMA"] == 12
+    assert machine.opcodes["BAR"] == 4  # three of the rotation
+    assert machine.inner <= plain.inner + 16
+    assert machine.shared[1] <= 32768

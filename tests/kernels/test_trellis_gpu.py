@@ -1,9 +1,9 @@
-"""The last rotation of a trellis on the GPU, which takes sums as they come: every shape of it, graphs, streams, NaN."""
+"""The trellis on the GPU: rotations of every shape, one token rotated by every program, graphs beside streams, NaN."""
 
 import pytest
 import torch
-from requant_kernels import TrellisLayout, linear, naive, pack_trellis, sections, trellis
-from requant_kernels.byte_sums import can_fuse
+from requant_kernels import TrellisLayout, linear, naive, pack_trellis, trellis
+from requant_kernels.one_token import can_fuse
 from requant_kernels.tuning import TrellisConfig
 from torch import Tensor
 
@@ -31,8 +31,7 @@ SHAPES = [
 
 @pytest.mark.parametrize("code", ["mul1", "pair"])
 @pytest.mark.parametrize(("n", "k", "m"), SHAPES)
-def test_sums_as_they_come(n: int, k: int, m: int, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same bits as by waiting for the whole product, call after call."""
+def test_blocks_and_sections(n: int, k: int, m: int, code: str) -> None:
     torch.manual_seed(0)
     layout = packed(code, n, k)
     x, bias = torch.randn(m, k, device="cuda").half(), torch.randn(n, device="cuda").half()
@@ -41,54 +40,36 @@ def test_sums_as_they_come(n: int, k: int, m: int, code: str, monkeypatch: pytes
     assert relative_error(y[:, rows], want_of(x, layout, bias, rows)) < 6e-4
     for _ in range(20):
         assert torch.equal(y, linear(x, layout, bias))
-    monkeypatch.setattr(trellis, "AWAIT", False)
-    assert torch.equal(y, linear(x, layout, bias))
 
 
-@pytest.mark.parametrize("launch", [(16, 4, 1), (4, 2, 4), (8, 1, 2), (4, 4, 2)])
-@pytest.mark.parametrize("m", [1, 6])
-def test_tiles_run_out(launch: tuple[int, int, int], m: int) -> None:
-    """49 rows of tiles by programs of several: none is written after it has been taken."""
-    config = TrellisConfig(warps=launch[0], tiles=launch[1], unroll=launch[2])
-    layout = packed("pair", 49 * 256, 1024)
-    x = torch.randn(m, 1024, device="cuda", dtype=torch.bfloat16)
-    y = trellis.trellis_linear(x, layout, None, asm=True, config=config)
-    rows = torch.arange(0, layout.n, 61, device="cuda")
-    assert relative_error(y[:, rows], want_of(x, layout, None, rows)) < 6e-3
-    for _ in range(20):
-        assert torch.equal(y, trellis.trellis_linear(x, layout, None, asm=True, config=config))
-
-
-@pytest.mark.parametrize("trigger", [2, 3])
-@pytest.mark.parametrize("await_sums", [True, False])
 @pytest.mark.parametrize(
-    ("code", "n", "k", "launch"),
+    ("code", "bits", "n", "k", "launch"),
     [
-        ("pair", 4096, 4096, (16, 2, 1)), ("mul1", 8192, 8192, (16, 4, 1)), ("mul1", 2048, 2048, (16, 1, 2)),
-        ("pair", 49 * 256, 256, (16, 4, 1)), ("pair", 4096, 8192, (16, 1, 2)), ("mul1", 4096, 4096, (16, 1, 1)),
+        ("pair", 2, 4096, 4096, (16, 2, 1)), ("mul1", 2, 2048, 2048, (16, 1, 2)), ("mul1", 4, 49 * 16, 1280, (16, 4, 1)),
+        ("mul1", 2.25, 1000, 256, (16, 1, 1)),
     ],
 )  # fmt: skip
 def test_one_token_is_rotated_by_every_program(
-    code: str, n: int, k: int, launch: tuple[int, int, int], await_sums: bool, trigger: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.setattr(trellis, "AWAIT", await_sums)
-    monkeypatch.setattr(sections, "AWAITED_TRIGGER", trigger)
+    code: str, bits: float, n: int, k: int, launch: tuple[int, int, int]
+) -> None:
     config = TrellisConfig(warps=launch[0], tiles=launch[1], unroll=launch[2])
-    layout = packed(code, n, k)
+    layout = packed(code, n, k, bits=bits)
+    rows = torch.arange(0, n, 31, device="cuda")
     for dtype, limit in ((torch.float16, 6e-4), (torch.bfloat16, 6e-3)):
         x = torch.randn(1, k, device="cuda", dtype=dtype)
-        assert can_fuse(layout, config, x)
+        assert can_fuse(x, layout, config)
         y = trellis.trellis_linear(x, layout, None, asm=True, config=config)
-        rows = torch.arange(0, n, 31, device="cuda")
         assert relative_error(y[:, rows], want_of(x, layout, None, rows)) < limit
-        for _ in range(50):
+        for _ in range(20):
             assert torch.equal(y, trellis.trellis_linear(x, layout, None, asm=True, config=config))
+    x[:] = 0
+    assert not trellis.trellis_linear(x, layout, None, asm=True, config=config).any()
 
 
-def test_residuals_are_waited_for() -> None:
+@pytest.mark.parametrize("m", [1, 3])
+def test_residuals_beside_a_trellis(m: int) -> None:
     layout = packed("mul1", 4096, 1024, density=0.01)
-    x = torch.randn(3, 1024, device="cuda", dtype=torch.float16)
+    x = torch.randn(m, 1024, device="cuda", dtype=torch.float16)
     rows = torch.arange(0, 4096, 7, device="cuda")
     assert relative_error(linear(x, layout)[:, rows], want_of(x, layout, None, rows)) < 6e-4
 
@@ -101,7 +82,7 @@ def chain(x: Tensor, layouts: list[TrellisLayout]) -> Tensor:
 
 @pytest.mark.parametrize("m", [1, 8])
 def test_graph_beside_an_eager_stream(m: int) -> None:
-    """A replayed graph, and eager calls of the same layers on another stream, at once: each has sums of its own."""
+    """A replayed graph, and eager calls of the same layers on another stream, at once."""
     layouts = [packed(code, 4096, 4096) for code in ("pair", "mul1", "pair")]
     x, other = (torch.randn(m, 4096, device="cuda", dtype=torch.float16) for _ in range(2))
     want, others = chain(x, layouts), chain(other, layouts)
@@ -128,3 +109,4 @@ def test_what_is_no_number_ends_as_no_number() -> None:
     y = linear(x, layout)
     assert torch.equal(y[0], want[0])
     assert y[1:].isnan().all()
+    assert linear(x[1:2], layout).isnan().all()

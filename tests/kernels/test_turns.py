@@ -1,12 +1,9 @@
 """The PTX of a section of a rotation, run by a model of its instructions, all 16 warps in step."""
 
-import re
-
 import numpy as np
 import pytest
-import torch
 from requant_kernels import naive
-from requant_kernels.turns import await_asm, section_asm
+from requant_kernels.turns import section_asm
 
 from .ptx_model import pair_of
 from .section_model import LANE, SHAPE, WARP, as_float, run
@@ -71,15 +68,3 @@ def test_a_section_in_fixed_point(size: int, kind: str) -> None:
     assert total == np.float32(q.sum())
     assert np.abs(q * float(factor) - want).max() <= np.abs(want).max() * 1e-4
     assert kind == "none" or np.abs(q).max() == 32512
-
-
-def test_sums_are_awaited_together() -> None:
-    """All loads of a look before its branch, and one mark anywhere is enough to look again."""
-    for parts in (1, 2, 4):
-        text, names = await_asm(parts)
-        assert len(names.split(",")) == 16 * parts
-        assert text.count("ld.relaxed.gpu.global.v4.b32") == 2 * parts
-        assert text.rindex("ld.relaxed") < text.index("max.u32") < text.index("bra")
-        used = set(re.findall(r"\$\d+", text[text.index("max.u32") :]))
-        assert used == {f"${i}" for i in range(8 * parts)}
-    assert torch.tensor(-1, dtype=torch.int32).view(torch.float32).isnan()
