@@ -34,11 +34,14 @@ from requant_kernels.hashes import (
     sum_asm,
     words_asm,
 )
+from requant_kernels.one_token import rotate_token, token_constants, token_factors, token_kind
 from requant_kernels.rings import TrellisLayout
 from requant_kernels.sections import SECTION
 from requant_kernels.tuning import TrellisConfig
 
-MOST_SHARED = 32768  # bytes that the sum over the warps may take; above it Triton's own, which has four barriers more
+MOST_SHARED = (
+    32768  # bytes that the sum over the warps may take; above it Triton's own, which has four barriers more
+)
 
 
 @triton.jit
@@ -76,22 +79,24 @@ def _load_words(words, unit, units, LOADS: tl.constexpr, CONSTRAINTS: tl.constex
 
 @triton.jit(do_not_specialize=["steps", "last_tile"])
 def byte_sum_kernel(
-    x_ptr, scales_ptr, words_ptr, y_ptr, M, units, rows, last_tile, steps, sections, stride_x,
+    x_ptr, scales_ptr, before_ptr, words_ptr, y_ptr, M, units, rows, last_tile, steps, sections, stride_x,
     SUM: tl.constexpr, SUM_CONSTRAINTS: tl.constexpr, LOADS: tl.constexpr, LOAD_CONSTRAINTS: tl.constexpr,
     XLOADS: tl.constexpr, XLOAD_CONSTRAINTS: tl.constexpr, SLOAD: tl.constexpr, SLOAD_CONSTRAINTS: tl.constexpr,
     STORE: tl.constexpr, STORE_CONSTRAINTS: tl.constexpr, REDUCE: tl.constexpr, REDUCE_CONSTRAINTS: tl.constexpr,
     COUNT: tl.constexpr, V: tl.constexpr, J: tl.constexpr, SCALE: tl.constexpr, OFFSET: tl.constexpr, EVEN: tl.constexpr,
     W: tl.constexpr, R: tl.constexpr, U: tl.constexpr, S: tl.constexpr, C: tl.constexpr, LOG: tl.constexpr,
-    FIXED: tl.constexpr, PER: tl.constexpr, PDL: tl.constexpr,
+    FIXED: tl.constexpr, PER: tl.constexpr, PDL: tl.constexpr, FUSED: tl.constexpr, EIGHT: tl.constexpr,
+    EIGHT_CONSTRAINTS: tl.constexpr, BEFORE: tl.constexpr, BEFORE_CONSTRAINTS: tl.constexpr, SHARED: tl.constexpr,
+    SHARED_CONSTRAINTS: tl.constexpr, TURN: tl.constexpr, TURN_CONSTRAINTS: tl.constexpr, PLANE: tl.constexpr,
+    SUMS: tl.constexpr, MASK: tl.constexpr, ROOT: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
     """y float32 `[M, rows]`; x int8 `[2 M, stride_x]`: high and low bytes of a token; scales `[M, sections, 2]`: scale, sum.
-    Where not FIXED, x float16 `[M, stride_x]`, without scales, and a slab is 8 tokens.
+    Where not FIXED, x float16 `[M, stride_x]`, without scales, and a slab is 8 tokens. Where FUSED, x is the only token
+    itself, `stride_x` columns, which every program rotates (`one_token.py`).
 
     Grid: R tiles of 16 rows each. A step is U units a warp, each of J groups, PER steps a section; C = 4 R S sums a
     lane, S slabs of 4 tokens.
     """
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
     lane, warp = tl.arange(0, 32)[None, :], tl.arange(0, W)[:, None]
     types: tl.constexpr = ((tl.int32 if FIXED else tl.float32),) * C
     Y: tl.constexpr = C // 2 if FIXED else C  # results a lane
@@ -104,14 +109,26 @@ def byte_sum_kernel(
         start = (words_ptr + tile * units * (32 * COUNT)).to(tl.int64)
         words = words + (start + lane * (4 * V) + warp * 0,)
     ahead = _load_words(words, warp, units, LOADS, LOAD_CONSTRAINTS, COUNT, EVEN, W, U)
+    if FUSED:
+        factors = token_factors(before_ptr, lane, warp, stride_x, BEFORE, BEFORE_CONSTRAINTS, ROOT)
     if PDL:
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if FUSED:
+        room, own_scale, own_total = rotate_token(
+            x_ptr, factors, lane, warp, stride_x, EIGHT, EIGHT_CONSTRAINTS, SHARED, SHARED_CONSTRAINTS, TURN,
+            TURN_CONSTRAINTS, PLANE, MASK, PAIRED,
+        )  # fmt: skip
+        factors = (own_scale, tl.where(warp == 0, own_total * -OFFSET, 0.0))
     activations = ()
     scales = ()
     for slab in tl.static_range(S):  # columns beyond the tokens' are computed and never stored
         column = tl.minimum(lane // 4 + 8 * slab, (2 * M if FIXED else M) - 1) + warp * 0
-        activations = activations + ((x_ptr + column * stride_x + lane % 4 * 16).to(tl.int64),)
-        if FIXED:
+        if FUSED:
+            activations = activations + (room + column * PLANE + lane % 4 * 16,)
+        else:
+            activations = activations + ((x_ptr + column * stride_x + lane % 4 * 16).to(tl.int64),)
+        if FIXED and not FUSED:
             token = tl.minimum(lane % 4 + 4 * slab, M - 1) + warp * 0
             scales = scales + ((scales_ptr + token * sections * 2).to(tl.int64),)
     x = ()
@@ -122,11 +139,12 @@ def byte_sum_kernel(
         y = y + (tl.zeros([W, 32], tl.float32),)
     for section in range(sections):
         sums = y
-        factors = ()
         if FIXED:
             sums = ()
             for _ in tl.static_range(C):
                 sums = sums + (tl.zeros([W, 32], tl.int32),)
+        if FIXED and not FUSED:
+            factors = ()
             for slab in tl.static_range(S):
                 scale, total = tl.inline_asm_elementwise(
                     SLOAD, SLOAD_CONSTRAINTS, (scales[slab] + section * 8,), dtype=(tl.float32, tl.float32),
@@ -179,7 +197,7 @@ def byte_sum_kernel(
         y = tl.inline_asm_elementwise(
             REDUCE,
             REDUCE_CONSTRAINTS,
-            y + (warp + lane * 0, lane + warp * 0),
+            y + (warp + lane * 0, lane + warp * 0) + ((room + SUMS,) if FUSED else ()),
             dtype=outputs,
             is_pure=False,
             pack=1,
@@ -217,9 +235,10 @@ def padded_columns(k: int) -> int:
 
 
 def constants(
-    code: str, four: int, vector: int, config: TrellisConfig, tokens: int, units: int
-) -> dict[str, object]:
-    """Everything that the kernel is compiled for but the launch; `four`: bits of four columns."""
+    code: str, four: int, vector: int, config: TrellisConfig, tokens: int, units: int,
+    fused: tuple[int, str] | None = None,
+) -> dict[str, object]:  # fmt: skip
+    """Everything that the kernel is compiled for but the launch; `four`: bits of four columns; `fused`: `token_kind`."""
     groups, fixed = groups_of(four), code in OFFSET
     width, wide = (4, 1) if fixed else (8, 2)  # tokens of a slab, bytes of an activation
     slabs = 1 if tokens <= width else 2 if tokens <= 2 * width else 4
@@ -238,11 +257,15 @@ def constants(
     results = sums // 2 if fixed else sums
     reduce, reduce_names = None, None
     if 128 * config.warps * results <= MOST_SHARED:
-        reduce, reduce_names = reduce_asm(config.warps, results)
+        reduce, reduce_names = reduce_asm(config.warps, results, given=fused is not None)
+    x_loads = [
+        activations_asm(64 * wide * i + 16 * j, shared=fused is not None) for i in at for j in range(wide)
+    ]
     return {
+        **token_constants(fused, paired=code == "pair"),
         "SUM": text, "SUM_CONSTRAINTS": names, "LOADS": tuple(t for t, _ in loads), "LOAD_CONSTRAINTS": loads[0][1],
-        "XLOADS": tuple(activations_asm(64 * wide * i + 16 * j)[0] for i in at for j in range(wide)),
-        "XLOAD_CONSTRAINTS": activations_asm(0)[1], "SLOAD": SCALES_ASM, "SLOAD_CONSTRAINTS": SCALES_CONSTRAINTS,
+        "XLOADS": tuple(t for t, _ in x_loads), "XLOAD_CONSTRAINTS": x_loads[0][1], "SLOAD": SCALES_ASM,
+        "SLOAD_CONSTRAINTS": SCALES_CONSTRAINTS,
         "STORE": STORE_ASM, "STORE_CONSTRAINTS": STORE_CONSTRAINTS, "COUNT": count, "V": vector, "J": groups,
         "SCALE": 1 / 128 if fixed else 1.0, "OFFSET": OFFSET.get(code, 0.0), "EVEN": even, "W": config.warps,
         "R": config.tiles, "U": config.unroll, "S": slabs, "C": sums, "LOG": results.bit_length() - 1, "FIXED": fixed,
@@ -257,21 +280,30 @@ def byte_sums(
     return _launch(x, scales, scales.shape[0], layout, config, pdl)
 
 
+def fused_sums(x: Tensor, layout: TrellisLayout, config: TrellisConfig, *, pdl: bool) -> Tensor:
+    """V H (input_scales * x), float32 [1, rows], of the only token (`one_token.py`)."""
+    return _launch(x, None, 1, layout, config, pdl, token_kind(x))
+
+
 def float_sums(x: Tensor, layout: TrellisLayout, config: TrellisConfig, *, pdl: bool) -> Tensor:
     """V times rotated activations: float32 [m, rows] of x float16 [m, columns], for codes that are no byte sums."""
     return _launch(x, None, x.shape[0], layout, config, pdl)
 
 
 def _launch(
-    x: Tensor, scales: Tensor | None, m: int, layout: TrellisLayout, config: TrellisConfig, pdl: bool
-) -> Tensor:
+    x: Tensor, scales: Tensor | None, m: int, layout: TrellisLayout, config: TrellisConfig, pdl: bool,
+    fused: tuple[int, str] | None = None,
+) -> Tensor:  # fmt: skip
     tiles, units = layout.words.shape[:2]
     y = torch.empty(m, tiles * 16, dtype=torch.float32, device=x.device)
     launch = {"launch_pdl": True} if pdl else {}
+    before, sections, stride = (
+        (layout.input_scales, 1, layout.k) if fused else (None, x.shape[1] // SECTION, x.stride(0))
+    )
     steps = triton.cdiv(units, config.warps * config.unroll)
     byte_sum_kernel[(triton.cdiv(tiles, config.tiles),)](
-        x, scales, layout.words, y, m, units, tiles * 16, tiles - 1, steps, x.shape[1] // SECTION, x.stride(0),
-        **constants(layout.code, layout.four, layout.words.shape[-1], config, m, units),
+        x, scales, before, layout.words, y, m, units, tiles * 16, tiles - 1, steps, sections, stride,
+        **constants(layout.code, layout.four, layout.words.shape[-1], config, m, units, fused),
         PDL=pdl, num_warps=config.warps, num_stages=1, **launch,
     )  # fmt: skip
     return y

@@ -7,14 +7,18 @@ else by butterflies, one block a program. What goes to `byte_sums.py` becomes 16
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none
 # pyright: reportAttributeAccessIssue=none, reportPossiblyUnboundVariable=none, reportGeneralTypeIssues=none
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from requant_kernels.many_sections import rotate_many
 from requant_kernels.sections import SECTION, finish_fixed, rotate_sections
 
 SMALLEST = 256  # block of the tensor cores
+FEW = 16  # tokens, beyond which there are programs enough
 
 
 @triton.jit
@@ -30,8 +34,8 @@ def butterfly_kernel(
     token, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     inside = at < out_width
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     x = tl.load(x_ptr + token * stride_x + at, mask=at < width, other=0.0).to(tl.float32)
     for part in tl.static_range(1, PARTS):
         own = x_ptr + (token + part * tl.num_programs(0)) * stride_x
@@ -82,10 +86,14 @@ def rotate(
             x = torch.nn.functional.pad(x, (0, rotated - width)).clone(memory_format=torch.contiguous_format)
             before = None if before is None else torch.nn.functional.pad(before, (0, rotated - width)).clone()
             width = rotated
-        rotate_sections(
-            x, y, scales, size=size, sections=-(-most // SECTION), width=width, out_width=out_width, pdl=pdl,
-            before=before, after=after, bias=bias, added=added, paired=paired, arranged=arranged,
-        )  # fmt: skip
+        how: dict[str, Any] = {
+            "size": size, "sections": -(-most // SECTION), "width": width, "out_width": out_width, "pdl": pdl,
+            "before": before, "after": after, "bias": bias, "added": added,
+        }  # fmt: skip
+        if scales is None and (arranged or x.shape[-2] > FEW):
+            rotate_many(x, y, arranged=arranged, **how)
+        else:
+            rotate_sections(x, y, scales, paired=paired, **how)
         return
     part = size if scales is None else max(size, SECTION)
     butterfly_kernel[(x.shape[-2], triton.cdiv(most, part))](

@@ -270,8 +270,10 @@ def words_asm(count: int, vector: int, ahead: int) -> tuple[str, str]:
 
 
 @cache
-def activations_asm(ahead: int) -> tuple[str, str]:
+def activations_asm(ahead: int, *, shared: bool = False) -> tuple[str, str]:
     """A lane's load of 16 bytes of activations: 4 outputs, then the address, `ahead` bytes before them."""
+    if shared:
+        return f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4 + {ahead}];", "=r,=r,=r,=r,r"
     return f"ld.global.v4.b32 {{$0, $1, $2, $3}}, [$4 + {ahead}];", "=r,=r,=r,=r,l"
 
 
@@ -288,16 +290,19 @@ STORE_CONSTRAINTS = "=r,l,f,r"
 
 
 @cache
-def reduce_asm(warps: int, count: int) -> tuple[str, str]:
+def reduce_asm(warps: int, count: int, *, given: bool = False) -> tuple[str, str]:
     """Sums over the warps of `count` values a lane, in order: value i + warps j of all lanes comes to output j of warp i.
 
-    Operands: max(1, count / warps) outputs, `count` values, warp, lane. With fewer values than warps, warps repeat them.
+    Operands: max(1, count / warps) outputs, `count` values, warp, lane, and the address of shared memory where `given`.
+    With fewer values than warps, warps repeat them.
     """
     outputs = max(1, count // warps)
     value, (warp, lane) = outputs, (f"${outputs + count}", f"${outputs + count + 1}")
     text = _Text()
-    text.lines.append(f".shared .align 16 .b32 sums[{warps * count * 32}];")
-    base = text.new("mov.u32 {d}, sums;")
+    base = f"${outputs + count + 2}"
+    if not given:
+        text.lines.append(f".shared .align 16 .b32 sums[{warps * count * 32}];")
+        base = text.new("mov.u32 {d}, sums;")
     own = text.new(f"mad.lo.u32 {{d}}, {lane}, 4, {base};")
     mine = text.new(f"mad.lo.u32 {{d}}, {warp}, 128, {own};")
     text.lines += [f"st.shared.b32 [{mine} + {128 * warps * i}], ${value + i};" for i in range(count)]
@@ -312,4 +317,4 @@ def reduce_asm(warps: int, count: int) -> tuple[str, str]:
                 text.new(f"add.f32 {{d}}, {a}, {b};") for a, b in zip(parts[::2], parts[1::2], strict=True)
             ]
         text.lines.append(f"add.f32 ${output}, {parts[0]}, {parts[1]};")
-    return text.text(), ",".join(["=f"] * outputs + ["f"] * count + ["r", "r"])
+    return text.text(), ",".join(["=f"] * outputs + ["f"] * count + ["r"] * (3 if given else 2))

@@ -18,64 +18,18 @@ does not care how they are numbered): the loads of 16 bytes see to that, and a t
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none
 # pyright: reportAttributeAccessIssue=none, reportPossiblyUnboundVariable=none, reportGeneralTypeIssues=none
 
-from functools import cache
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from requant_kernels.turns import section_asm
+
 SECTION = 4096  # values of a program, which share a scale in fixed point
-MANY = 512  # sections from which on a program makes all of its block: what it has read serves them all
 LARGEST = tl.constexpr(32512.0)  # 127 * 256
 
 
-@cache
-def turn_asm() -> tuple[str, str]:
-    """Both products of a warp: 8 outputs, 8 values, 8 times the lane's signs of the first, 8 times of the second."""
-    lines: list[str] = []
-    names: list[str] = []
-
-    def new() -> str:
-        names.append(f"t{len(names)}")
-        return names[-1]
-
-    def split(low: str, high: str) -> tuple[str, str]:
-        """Pairs of bfloat16: the values rounded, and what is left of them."""
-        rounded, left = new(), new()
-        a, b = new(), new()
-        lines.extend([
-            f"cvt.rn.bf16x2.f32 {rounded}, {high}, {low};",
-            f"shl.b32 {a}, {rounded}, 16;", f"and.b32 {b}, {rounded}, 0xffff0000;",
-            f"sub.f32 {a}, {low}, {a};", f"sub.f32 {b}, {high}, {b};",
-            f"cvt.rn.bf16x2.f32 {left}, {b}, {a};",
-        ])  # fmt: skip
-        return rounded, left
-
-    def product(signs: str, first: tuple[str, str], second: tuple[str, str], out: list[str]) -> None:
-        """out = signs [16, 16] @ columns whose rows 2 t, 2 t + 1 are `first`, 2 t + 8, 2 t + 9 `second`."""
-        opposite = new()
-        lines.append(f"xor.b32 {opposite}, {signs}, 0x80008000;")
-        parts, sums = list(zip(split(*first), split(*second), strict=True)), ["0f00000000"] * 4
-        for i, part in enumerate(parts[::-1]):
-            to = out if i else [new() for _ in range(4)]
-            lines.append(
-                f"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{{', '.join(to)}}}, "
-                f"{{{signs}, {signs}, {signs}, {opposite}}}, {{{part[0]}, {part[1]}}}, {{{', '.join(sums)}}};"
-            )
-            sums = to
-
-    x = [f"${8 + i}" for i in range(8)]
-    upper, lower = [new() for _ in range(4)], [new() for _ in range(4)]
-    product("$16", (x[0], x[1]), (x[2], x[3]), upper)
-    product("$16", (x[4], x[5]), (x[6], x[7]), lower)
-    product("$24", (upper[0], upper[1]), (lower[0], lower[1]), ["$0", "$1", "$4", "$5"])
-    product("$24", (upper[2], upper[3]), (lower[2], lower[3]), ["$2", "$3", "$6", "$7"])
-    text = "{ .reg .b32 " + ", ".join(names) + ";\n" + "\n".join(lines) + " }"
-    return text, ",".join(["=f"] * 8 + ["f"] * 8 + ["r"] * 16)
-
-
 @triton.jit
-def _sign(i, j, MASK: tl.constexpr):
+def signs_of(i, j, MASK: tl.constexpr):
     """bfloat16 bits of entry (i, j), i and j below 16: signs over the bits of MASK, the identity over the others."""
     odd = (0x6996 >> (i & j & MASK)) & 1
     return tl.where(((i ^ j) & (15 & ~MASK)) == 0, 0x3F80 | (odd << 15), 0)
@@ -102,28 +56,26 @@ def finish_fixed(y, at, token, section, sections, out_width, y_ptr, scales_ptr, 
 def section_kernel(
     x_ptr, before_ptr, after_ptr, bias_ptr, added_ptr, y_ptr, scales_ptr, width, out_width, stride_x, stride_y,
     ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, P: tl.constexpr, V: tl.constexpr, MASK: tl.constexpr, ROOT: tl.constexpr,
-    PAIRED: tl.constexpr, PDL: tl.constexpr, PARTS: tl.constexpr = 1, ARRANGED: tl.constexpr = False,
-    OWN: tl.constexpr = 1,
+    PAIRED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """OWN sections, 1 or P, of one token; grid (tokens, sections / OWN), 16 warps; loads of V values; MASK: the mixed bits
-    from bit 8 on.
+    """One section of one token; grid (tokens, sections), 16 warps; loads of V values; MASK: the mixed bits from bit 8 on.
 
-    x is the sum of PARTS matrices one behind the other. ARRANGED: y in the order of `trellis_wgmma.py`.
+    The next launch may begin when the one before this has ended, not earlier: its programs then find the machine empty and
+    spread evenly.
     """
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    token, section = tl.program_id(0).to(tl.int64), tl.program_id(1) * OWN
+    token, section = tl.program_id(0).to(tl.int64), tl.program_id(1)
     base, own = section // P * P, section % P
     lane, warp = tl.arange(0, 32)[:, None, None, None], tl.arange(0, 16)[None, :, None, None]
     eight = tl.arange(0, 8 // V)[None, None, :, None] * V + tl.arange(0, V)[None, None, None, :]
     place = warp * 256 + lane * 8 + eight
-    row, column = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]
     g, t = lane // 4 + eight * 0 + warp * 0, lane % 4 * 2
-    second = _sign(g, t, 7) | (_sign(g, t + 1, 7) << 16)
+    second = signs_of(g, t, 7) | (signs_of(g, t + 1, 7) << 16)
     first = second
     if PAIRED:  # without bit 0, which is the lowest of a lane's registers
-        first = _sign(g, t, 6) | (_sign(g, t + 1, 6) << 16)
-    signs = _sign(row, column, MASK).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        first = signs_of(g, t, 6) | (signs_of(g, t + 1, 6) << 16)
+    third = signs_of(g, t, MASK) | (signs_of(g, t + 1, MASK) << 16)
+    at = section * 4096 + (g + 8 * (eight // 4)) * 256 + warp * 16 + t * 2 + eight % 4
+    inside = at < out_width
     factors = ()
     for p in tl.static_range(P):
         bits = own & p
@@ -133,74 +85,53 @@ def section_kernel(
             source = (base + p) * 4096 + place
             factor *= tl.load(before_ptr + source, mask=source < width, other=0.0).to(tl.float32)
         factors = factors + (factor,)
-    scale, bias = (), ()
-    for o in tl.static_range(OWN):
-        at = (section + o) * 4096 + row * 256 + tl.arange(0, 256)[None, :]
-        if after_ptr is not None:
-            scale = scale + (tl.load(after_ptr + at, mask=at < out_width, other=0.0).to(tl.float32),)
-        if bias_ptr is not None:
-            bias = bias + (tl.load(bias_ptr + at, mask=at < out_width, other=0.0).to(tl.float32),)
+    if after_ptr is not None:
+        after = tl.load(after_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + at, mask=inside, other=0.0).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     x = ()
     for p in tl.static_range(P):
         source = (base + p) * 4096 + place
-        for part in tl.static_range(PARTS):
-            matrix = x_ptr + (token + part * tl.num_programs(0)) * stride_x
-            x = x + (tl.load(matrix + source, mask=source < width, other=0.0),)
-    mixed = ()
-    for o in tl.static_range(OWN):
-        z = tl.zeros([32, 16, 8 // V, V], tl.float32)
-        # always; the branch keeps the loads together, which else wait for one another's registers
-        if width > 0:
-            for p in tl.static_range(P):
-                whole = x[p * PARTS].to(tl.float32)
-                for part in tl.static_range(1, PARTS):
-                    whole += x[p * PARTS + part]
-                odd = (0x6996 >> (o & p)) & 1  # the signs of a program's first section are in the factors
-                z += whole * (-factors[p] if odd else factors[p])
-        mixed = mixed + (z,)
-    for o in tl.static_range(OWN):
-        z = tl.inline_asm_elementwise(
-            ASM, CONSTRAINTS, (mixed[o], first, second), dtype=tl.float32, is_pure=False, pack=8
+        x = x + (tl.load(x_ptr + token * stride_x + source, mask=source < width, other=0.0),)
+    z = tl.zeros([32, 16, 8 // V, V], tl.float32)
+    if width > 0:  # always; the branch keeps the loads together, which else wait for one another's registers
+        for p in tl.static_range(P):
+            z += x[p].to(tl.float32) * factors[p]
+    if scales_ptr is not None:
+        high = y_ptr + 2 * token * stride_y + at - eight % 4 - eight // 4 * 2048
+        scale = scales_ptr + (token * tl.num_programs(1) + section) * 2 + place * 0
+        tl.inline_asm_elementwise(
+            ASM, CONSTRAINTS,
+            (z, first, second, third, high.to(tl.int64), (high + stride_y).to(tl.int64), scale.to(tl.int64)),
+            dtype=tl.float32, is_pure=False, pack=8,
+        )  # fmt: skip
+    else:
+        y = tl.inline_asm_elementwise(
+            ASM, CONSTRAINTS, (z, first, second, third), dtype=tl.float32, is_pure=False, pack=8
         )
-        z = tl.reshape(tl.permute(z, (1, 0, 2, 3)), [16, 256])
-        high = z.to(tl.bfloat16)
-        low = (z - high.to(tl.float32)).to(tl.bfloat16)
-        y = tl.dot(signs, high, tl.dot(signs, low))
-        at = (section + o) * 4096 + row * 256 + tl.arange(0, 256)[None, :]
-        inside = at < out_width
-        if scales_ptr is not None:
-            sections = tl.num_programs(1) * OWN
-            finish_fixed(y, at, token, section + o, sections, out_width, y_ptr, scales_ptr, stride_y)
-        else:
-            if after_ptr is not None:
-                y *= scale[o]
-            if bias_ptr is not None:
-                y += bias[o]
-            if added_ptr is not None:
-                y += tl.load(added_ptr + token * out_width + at, mask=inside, other=0.0)
-            if ARRANGED:
-                y = tl.reshape(tl.permute(tl.reshape(y, [16, 4, 4, 8, 2]), (0, 1, 3, 2, 4)), [16, 256])
-            tl.store(y_ptr + token * stride_y + at, y.to(y_ptr.dtype.element_ty), mask=inside)
+        if after_ptr is not None:
+            y *= after
+        if bias_ptr is not None:
+            y += bias
+        if added_ptr is not None:
+            y += tl.load(added_ptr + token * out_width + at, mask=inside, other=0.0)
+        tl.store(y_ptr + token * stride_y + at, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 def rotate_sections(
     x: Tensor, y: Tensor, scales: Tensor | None, *, size: int, sections: int, width: int, out_width: int, pdl: bool,
     before: Tensor | None = None, after: Tensor | None = None, bias: Tensor | None = None, added: Tensor | None = None,
-    paired: bool = False, arranged: bool = False,
+    paired: bool = False,
 ) -> None:  # fmt: skip
-    """Write y, rotated by blocks of `size`; in fixed point where there are `scales`, then sums of neighbours if `paired`.
-
-    x [m, width], or [parts, m, width], whose parts are added first.
-    """
-    text, names = turn_asm()
+    """Write y, rotated by blocks of `size`; in fixed point where there are `scales`, then sums of neighbours if `paired`."""
+    mask = min(size, SECTION) - 1 >> 8
+    text, names = section_asm(across=mask >= 8, fixed=scales is not None)
     launch: dict[str, object] = {"launch_pdl": True} if pdl else {}
-    blocks = max(1, size // SECTION)
-    own = blocks if x.shape[-2] * sections >= MANY and sections % blocks == 0 and blocks <= 4 else 1
-    section_kernel[(x.shape[-2], sections // own)](
-        x, before, after, bias, added, y, scales, width, out_width, x.stride(-2), y.stride(0), ASM=text, CONSTRAINTS=names,
-        P=blocks, OWN=own, V=16 // x.element_size() if x.element_size() > 2 else 8, MASK=min(size, SECTION) - 1 >> 8,
-        ROOT=size**-0.5 * (2 if paired else 1), PAIRED=paired, PDL=pdl,
-        PARTS=x.shape[0] if x.dim() == 3 else 1, ARRANGED=arranged, num_warps=16, num_stages=1, **launch,
+    section_kernel[(x.shape[0], sections)](
+        x, before, after, bias, added, y, scales, width, out_width, x.stride(0), y.stride(0), ASM=text, CONSTRAINTS=names,
+        P=max(1, size // SECTION), V=16 // x.element_size() if x.element_size() > 2 else 8, MASK=mask,
+        ROOT=size**-0.5 * (2 if paired else 1), PAIRED=paired, PDL=pdl, num_warps=16, num_stages=1, **launch,
     )  # fmt: skip

@@ -1,5 +1,5 @@
-"""The trellis path: y = output_scales * H (V (H (input_scales * x))), three launches: rotate, multiply, rotate.
-Residuals take one more, whose sums the last rotation adds.
+"""The trellis path: y = output_scales * H (V (H (input_scales * x))), three launches: rotate, multiply, rotate; the first
+two are one for one token of a small matrix (`one_token.py`). Residuals take one more, whose sums the last rotation adds.
 
 V is stored as tiles of 16 x 16, each a ring of 256 codes in row order (`rings.py`); the value at a place is a function of
 the 16 bits of the ring that end there (bitshift trellis, QTIP: Tseng et al. 2024, arXiv 2406.11235).
@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from requant_kernels.byte_sums import byte_sums, float_sums, load_registers, padded_columns
+from requant_kernels.byte_sums import byte_sums, float_sums, fused_sums, load_registers, padded_columns
 from requant_kernels.hadamard import rotate, rotate_fixed
 from requant_kernels.hashes import (
     OFFSET,
@@ -33,6 +33,7 @@ from requant_kernels.hashes import (
     values_asm,
     words_asm,
 )
+from requant_kernels.one_token import can_fuse
 from requant_kernels.residuals import residual_sums
 from requant_kernels.rings import TrellisLayout
 from requant_kernels.tuning import (
@@ -198,7 +199,9 @@ def trellis_linear(
                 layout.code, layout.bits, layout.n, layout.k, 1 if m == 1 else 8 if m <= 8 else 16, x.device
             )
         columns, before = padded_columns(layout.k), layout.input_scales
-        if layout.code in OFFSET:
+        if layout.code in OFFSET and can_fuse(x, layout, config):
+            product = fused_sums(x, layout, config, pdl=pdl)
+        elif layout.code in OFFSET:
             fixed, scales = rotate_fixed(
                 x, before, width=layout.k, out_width=columns, paired=layout.code == "pair", asm=asm, pdl=pdl
             )

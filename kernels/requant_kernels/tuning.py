@@ -287,6 +287,12 @@ class TrellisConfig:
 
 
 @cache
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; of an H200 where there is none."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+@cache
 def trellis_config(code: str, bits: float, n: int, k: int, width: int, device: torch.device) -> TrellisConfig:
     """Settings for one to 16 tokens; a step of all warps stays within a section of 4096 columns."""
     if device.type == "cuda":
@@ -294,12 +300,14 @@ def trellis_config(code: str, bits: float, n: int, k: int, width: int, device: t
         found = measured(name).get(setting_name("trellis", code, bits, n, k, width))
         if found is not None:
             return TrellisConfig(warps=found[0], tiles=found[1], unroll=found[2])
-    small, whole = (
-        n <= (4096 if k >= 8192 else 2048),
-        bits == int(bits),
-    )  # at quarters of a bit a unit is up to four groups
+    whole = bits == int(bits)  # at quarters of a bit a unit is up to four groups
+    if width == 1 and whole and bits <= 4 and k <= 4096 and code != "3inst":
+        for tiles in (1, 2, 4):  # all programs at once, each of which rotates the token (`one_token.py`)
+            if n <= 16 * tiles * multiprocessors(device):
+                return TrellisConfig(warps=16, tiles=tiles, unroll=2 if tiles == 1 else 1)
+    small = n <= (4096 if k >= 8192 else 2048) and width != 8
     return TrellisConfig(
         warps=16 if small else 8,
         tiles=1 if small or width > 8 or bits > 4 else 2,
-        unroll=2 if whole and bits <= 4 else 1,
+        unroll=(4 if width == 1 and bits == 2 and not small else 2) if whole and bits <= 4 else 1,
     )

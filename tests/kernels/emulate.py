@@ -16,15 +16,18 @@ from cases import random_trellis, relative_error
 from ptx_model import run_ptx
 from requant_kernels import byte_sums as byte_sums_module
 from requant_kernels import naive, pack_trellis
-from requant_kernels.byte_sums import byte_sums, float_sums, padded_columns
+from requant_kernels.byte_sums import byte_sums, float_sums, fused_sums, padded_columns
 from requant_kernels.hadamard import rotate_fixed
+from requant_kernels.one_token import can_fuse
 from requant_kernels.trellis import expand
 from requant_kernels.tuning import TrellisConfig
+from section_model import run
 from triton.runtime.interpreter import TensorHandle
 
 ACCESS = re.compile(r"(@p )?(ld|st)\.(global|shared)\S* (.*)")
 SIZE = re.compile(r"\[(\$?\w+)(?: \+ (\d+))?\]")
 HELD: list[torch.Tensor] = []  # what the kernels may touch
+SHARED = np.zeros(1 << 16, np.uint32)
 allocate = torch.empty
 
 
@@ -48,17 +51,21 @@ def run_memory(
     text: str, operands: dict[str, np.ndarray], shape: tuple[int, ...], outputs: int
 ) -> list[np.ndarray]:
     """A block that touches memory, for all threads of a program."""
-    registers, shared = dict(operands), np.zeros(1 << 16, np.uint32)
+    registers, shared = dict(operands), SHARED
     active = np.ones(shape, bool)
     for line in filter(None, (part.strip(" {}\n") for part in text.split(";"))):
         if line.startswith((".reg", ".shared", "bar.sync")):
+            continue
+        if line.startswith("mov.b32 {l, h}"):
+            pair = registers[line.split()[-1]]
+            registers |= {"l": pair & 0xFFFF, "h": pair >> 16}
             continue
         access = ACCESS.match(line)
         if access is None:
             opcode, rest = line.split(None, 1)
             target, *names = [name.strip() for name in rest.split(",")]
             a = [
-                np.full(shape, int(n), np.uint32) if n.isdigit() else registers.get(n, np.uint32(0))
+                np.full(shape, int(n, 0), np.uint32) if n[0].isdigit() else registers.get(n, np.uint32(0))
                 for n in names
             ]
             match opcode:
@@ -70,6 +77,11 @@ def run_memory(
                     registers[target] = a[0] * a[1] + a[2]
                 case "and.b32":
                     registers[target] = a[0] & a[1]
+                case "shl.b32":
+                    registers[target] = a[0] << a[1]
+                case "cvt.f32.f16":
+                    halves = a[0].astype(np.uint16).view(np.float16)
+                    registers[target] = halves.astype(np.float32).view(np.uint32)
                 case "add.f32":
                     registers[target] = (a[0].view(np.float32) + a[1].view(np.float32)).view(np.uint32)
                 case _:
@@ -78,7 +90,7 @@ def run_memory(
         where = np.ones(shape, bool) if access[1] is None else active
         place = SIZE.search(access[4])
         assert place is not None
-        names = re.findall(r"\$\d+|t\d+", SIZE.sub("", access[4]))
+        names = re.findall(r"\$\d+|[ta]\d+", SIZE.sub("", access[4]))
         start = registers[place[1]].astype(np.uint64) + np.uint64(place[2] or 0)
         for i, name in enumerate(names):
             address = start + np.uint64(4 * i)
@@ -115,7 +127,11 @@ def inline_asm_elementwise(
             np.uint64 if wide else np.uint32
         )
     assert len(constraints.split(",")) == len(kinds) + len(values)
-    if "mma.sync" in asm or "dp4a" in asm or "f16x2" in asm:
+    if "mma.sync" in asm and "st.shared" in asm:
+        registers, stored = run(asm, operands, SHARED)
+        assert not stored
+        results = [registers[f"${i}"] for i in range(len(kinds))]
+    elif "mma.sync" in asm or "dp4a" in asm or "f16x2" in asm:
         warps = [
             run_ptx(asm, {name: value[warp] for name, value in operands.items()}, (32,), outputs=len(kinds))
             for warp in range(shape[0])
@@ -131,6 +147,26 @@ def inline_asm_elementwise(
         for result, kind in zip(results, kinds, strict=True)
     )
     return made if isinstance(dtype, tuple) else made[0]
+
+
+def check_fused() -> None:
+    """One token, rotated in the product's own launch, by every program."""
+    for code, n, k, launch in (
+        ("pair", 48, 4096, (16, 2, 1)),  # tiles run out
+        ("mul1", 16, 2048, (16, 1, 2)),
+        ("mul1", 64, 1280, (16, 4, 1)),  # blocks of 256
+        ("pair", 16, 256, (16, 1, 1)),
+    ):
+        HELD.clear()
+        layout = pack_trellis(*random_trellis(n, k, 2, "cpu"), bits=2, code=code)
+        config = TrellisConfig(warps=launch[0], tiles=launch[1], unroll=launch[2])
+        x = torch.randn(1, k, dtype=torch.bfloat16 if n == 48 else torch.float16)
+        HELD.extend((layout.words, layout.input_scales, x))
+        assert can_fuse(x, layout, config)
+        got = fused_sums(x, layout, config, pdl=False)
+        want = (x.double() * layout.input_scales) @ naive.hadamard(k) @ naive.trellis_values(layout).T
+        error = relative_error(got, want)
+        assert error < 1e-4, f"{code} of {k} columns, fused, is off by {error:.1e}"
 
 
 def main() -> None:
@@ -187,6 +223,9 @@ def main() -> None:
             want = turned @ values.T
         error = relative_error(got, want)
         assert error < 1e-4, f"{code} at {bits} bits is off by {error:.1e}"
+
+    byte_sums_module.MOST_SHARED = 32768
+    check_fused()
 
 
 if __name__ == "__main__":

@@ -19,11 +19,12 @@ from requant_kernels.decode import decode_kernel  # noqa: E402
 from requant_kernels.dense import dequantize_kernel  # noqa: E402
 from requant_kernels.hashes import STORE_FOUR_ASM, STORE_FOUR_CONSTRAINTS, groups_of, values_asm, words_asm  # noqa: E402
 from requant_kernels.residuals import finish_kernel  # noqa: E402
-from requant_kernels.sections import SECTION, section_kernel, turn_asm  # noqa: E402
+from requant_kernels.sections import SECTION, section_kernel  # noqa: E402
 from requant_kernels.tall import multiply_kernel  # noqa: E402
 from requant_kernels.trellis import expand_kernel  # noqa: E402
 from requant_kernels.tuning import TABLE, TrellisConfig, distance_of, least_warps, registers_of  # noqa: E402
 from requant_kernels.tuning import trellis_config as rule_of_trellis  # noqa: E402
+from requant_kernels.turns import section_asm  # noqa: E402
 
 from .cases import Case, random_layout  # noqa: E402
 from .compile_offline import Machine, compile_kernel  # noqa: E402
@@ -190,7 +191,7 @@ TRELLIS_CEILING = {  # instructions a weight, in the loop over steps
 
 def trellis_machine(
     code: str, bits: float, *, launch: tuple[int, int, int] = (8, 2, 1), tokens: int = 1, capability: int = 90,
-    k: int | None = None,
+    k: int | None = None, fused: bool = False,
 ) -> Machine:  # fmt: skip
     """`launch`: warps, tiles, units a step; the integers of `k` columns as Triton takes them, or any of whole steps."""
     four = round(4 * bits)
@@ -200,13 +201,19 @@ def trellis_machine(
     if k is not None:  # Triton compiles anew for an integer that is 1 or a multiple of 16
         units = -(-k // (64 * groups_of(four)))
         integers = {"M": tokens, "units": units, "sections": padded_columns(k) // SECTION, "rows": 16}
-    given = trellis_constants(code, four, vector, config, tokens, units) | {"PDL": capability >= 90}
+    kind = (k & -k, "fp16") if fused and k is not None else None
+    given = trellis_constants(code, four, vector, config, tokens, units, kind) | {"PDL": capability >= 90}
     given |= {name: 1 for name, value in integers.items() if value == 1}
     pointers = dict.fromkeys(("units", "rows", "sections"), "i32")
-    pointers |= {"words_ptr": "*i32", "y_ptr": "*fp32", "x_ptr": "*i8" if given["FIXED"] else "*fp16"}
+    pointers |= {
+        "words_ptr": "*i32",
+        "y_ptr": "*fp32",
+        "x_ptr": "*i8" if given["FIXED"] and not fused else "*fp16",
+    }
     return compile_kernel(
-        byte_sum_kernel, given, capability=capability, pointers=pointers | {"scales_ptr": "*fp32"}, warps=launch[0],
-        absent=() if given["FIXED"] else ("scales_ptr",),
+        byte_sum_kernel, given, capability=capability, pointers=pointers | {"scales_ptr": "*fp32", "before_ptr": "*fp16"},
+        warps=launch[0],
+        absent=("scales_ptr",) if fused else ("before_ptr",) if given["FIXED"] else ("scales_ptr", "before_ptr"),
         aligned=tuple(name for name, value in integers.items() if value % 16 == 0),
     )  # fmt: skip
 
@@ -323,8 +330,8 @@ def test_expansion_compiles(units: dict[str, int]) -> None:
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("dtype", ["fp16", "fp32"])
 def test_rotation_keeps_256_values_in_a_warp(capability: int, dtype: str) -> None:
-    text, names = turn_asm()
     fixed = dtype == "fp16"  # the rotation of activations; the other one is that of outputs
+    text, names = section_asm(across=True, fixed=fixed)
     constants = {
         "ASM": text, "CONSTRAINTS": names, "P": 2, "V": 8 if fixed else 4, "MASK": 15, "ROOT": 1.0, "PAIRED": fixed,
         "PARTS": 1, "ARRANGED": False, "OWN": 1, "PDL": capability >= 90,
@@ -337,7 +344,25 @@ def test_rotation_keeps_256_values_in_a_warp(capability: int, dtype: str) -> Non
         absent=(*absent, "bias_ptr", "added_ptr"), aligned=("width", "out_width"),
     )  # fmt: skip
     assert machine.stack == 0
-    assert machine.instructions < 800
+    assert machine.instructions < 450
+    assert machine.opcodes["BAR"] == (3 if fixed else 1)
     layouts = dict(re.findall(r"(#\w+) = #ttg.blocked<\{(.*)\}>", machine.layout_ir))
     (used,) = re.findall(r"elementwise_inline_asm .*mma.* -> tensor<\S+, (#\w+)>", machine.layout_ir)
     assert "threadsPerWarp = [32, 1, 1, 1], warpsPerCTA = [1, 16, 1, 1]" in layouts[used]
+
+
+@pytest.mark.parametrize(
+    ("code", "bits", "k", "launch"),
+    [("pair", 2, 4096, (16, 2, 1)), ("mul1", 2, 2048, (16, 4, 1)), ("mul1", 4, 256, (16, 1, 2))],
+)
+def test_one_token_is_rotated_without_spills(
+    code: str, bits: int, k: int, launch: tuple[int, int, int]
+) -> None:
+    plain = trellis_machine(code, bits, launch=launch, k=k)
+    machine = trellis_machine(code, bits, launch=launch, k=k, fused=True)
+    assert machine.stack == 0
+    assert machine.registers <= 128
+    assert machine.opcodes["HMMA"] == 12
+    assert machine.opcodes["BAR"] == 4  # three of the rotation
+    assert machine.inner <= plain.inner + 16
+    assert machine.shared[1] <= 32768

@@ -5,7 +5,7 @@ import pytest
 import torch
 from requant_kernels import TrellisLayout, linear, naive, pack_trellis, unpack_trellis
 from requant_kernels.hashes import OFFSET, float_sum_asm, groups_of, sum_asm, values_asm
-from requant_kernels.sections import turn_asm
+from requant_kernels.turns import turn_asm
 
 from requant.formats import Trellis
 

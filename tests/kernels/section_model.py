@@ -1,0 +1,124 @@
+"""A model of the PTX of a section of a rotation: all 16 warps of a program in step, with their shared memory."""
+
+import re
+
+import numpy as np
+
+try:
+    from .ptx_model import bfloat16, float_product, permute_bytes
+except ImportError:  # a script of its own, `emulate.py`
+    from ptx_model import bfloat16, float_product, permute_bytes
+
+SHAPE = (16, 32)
+WARP, LANE = np.indices(SHAPE).astype(np.uint32)
+PLACES = {"values": 0, "most": 1 << 15, "totals": 1 << 16}  # in shared memory
+
+
+def as_float(register: np.ndarray) -> np.ndarray:
+    return register.view(np.float32)
+
+
+def run(
+    text: str, operands: dict[str, np.ndarray], shared: np.ndarray | None = None
+) -> tuple[dict[str, np.ndarray], dict[int, int]]:
+    """Registers at the end, and the words that were stored; `shared`: 2^16 words."""
+    registers, stored = dict(operands), {}
+    shared = np.zeros(1 << 16, np.uint32) if shared is None else shared
+    written = np.zeros(1 << 16, np.int64) - 1  # by which warp, since the last barrier
+    registers |= {name: np.full(SHAPE, place, np.uint32) for name, place in PLACES.items()}
+    registers["%tid.x"] = WARP * 32 + LANE
+
+    def read(name: str) -> np.ndarray:
+        if name in registers:
+            return registers[name]
+        return np.full(SHAPE, int(re.sub("^0f", "0x", name), 0), np.uint32)
+
+    def place(text: str) -> np.ndarray:
+        name, _, offset = text.strip("[]").partition(" + ")
+        return registers[name].astype(np.int64) + int(offset or 0)
+
+    for line in filter(None, (part.strip(" {}\n") for part in text.split(";"))):
+        if line.startswith("bar.sync"):
+            written[:] = -1
+        if line.startswith((".reg", ".shared", "bar.sync")):
+            continue
+        where = read("p").astype(bool) if line.startswith("@p ") else np.ones(SHAPE, bool)
+        line = line.removeprefix("@p ")
+        opcode, rest = line.split(None, 1)
+        if opcode.startswith(("st.", "ld.")):
+            bracket = re.search(r"\[[^]]*\]", rest)
+            assert bracket is not None
+            address = place(bracket[0])
+            names = re.findall(r"\$\d+|t\d+", rest.replace(bracket[0], ""))
+            assert (address % (4 * len(names)) == 0).all()
+            for i, name in enumerate(names):
+                if opcode.startswith("st.global"):
+                    for at, value in zip(address[where] + 4 * i, read(name)[where], strict=True):
+                        assert int(at) not in stored
+                        stored[int(at)] = int(value)
+                elif opcode.startswith("st.shared"):
+                    shared[address // 4 + i], written[address // 4 + i] = read(name), WARP
+                else:
+                    by = written[address // 4 + i]
+                    assert ((by < 0) | (by == WARP)).all(), "read before a barrier"
+                    registers[name] = shared[address // 4 + i]
+            continue
+        names = [name.strip() for name in re.sub("[{}]", "", rest).split(",")]
+        if opcode.startswith("mma"):
+            a, b, c = ([read(name) for name in names[i:j]] for i, j in ((4, 8), (8, 10), (10, 14)))
+            warps = [
+                float_product([r[w] for r in a], [r[w] for r in b], [r[w] for r in c], "bf16")
+                for w in range(16)
+            ]
+            registers |= {name: np.stack([w[i] for w in warps]) for i, name in enumerate(names[:4])}
+            continue
+        target, *rest = names
+        x = [read(name) for name in rest]
+        match opcode:
+            case "mov.u32" | "mov.b32":
+                value = x[0]
+            case "and.b32":
+                value = x[0] & x[1]
+            case "xor.b32":
+                value = x[0] ^ x[1]
+            case "shl.b32":
+                value = x[0] << x[1]
+            case "shr.u32":
+                value = x[0] >> x[1]
+            case "shr.s32":
+                value = (x[0].view(np.int32) >> x[1].view(np.int32)).view(np.uint32)
+            case "add.u32":
+                value = x[0] + x[1]
+            case "sub.u32":
+                value = x[0] - x[1]
+            case "mad.lo.u32":
+                value = x[0] * x[1] + x[2]
+            case "prmt.b32":
+                value = permute_bytes(*x)
+            case "sub.f32":
+                value = (as_float(x[0]) - as_float(x[1])).view(np.uint32)
+            case "mul.f32":
+                value = (as_float(x[0]) * as_float(x[1])).view(np.uint32)
+            case "abs.f32":
+                value = x[0] & np.uint32(0x7FFFFFFF)
+            case "max.NaN.f32":
+                value = np.maximum(as_float(x[0]), as_float(x[1])).view(np.uint32)
+            case "rcp.approx.ftz.f32":
+                value = (np.float32(1) / as_float(x[0])).view(np.uint32)
+            case "fma.rn.f32":
+                exact = as_float(x[0]).astype(float) * as_float(x[1]) + as_float(x[2])
+                value = exact.astype(np.float32).view(np.uint32)
+            case "cvt.rn.bf16x2.f32":
+                value = bfloat16(x[1]) | bfloat16(x[0]) << np.uint32(16)
+            case "cvt.rn.f32.s32":
+                value = x[0].view(np.int32).astype(np.float32).view(np.uint32)
+            case "redux.sync.max.u32":
+                value = np.broadcast_to(x[0].max(1, keepdims=True), SHAPE)
+            case "redux.sync.add.s32":
+                value = np.broadcast_to(x[0].sum(1, keepdims=True, dtype=np.uint32), SHAPE)
+            case "setp.eq.u32":
+                value = x[0] == x[1]
+            case _:
+                raise AssertionError(f"no model of {opcode}")
+        registers[target] = np.ascontiguousarray(value).astype(np.uint32)
+    return registers, stored

@@ -1,0 +1,112 @@
+"""The trellis on the GPU: rotations of every shape, one token rotated by every program, graphs beside streams, NaN."""
+
+import pytest
+import torch
+from requant_kernels import TrellisLayout, linear, naive, pack_trellis, trellis
+from requant_kernels.one_token import can_fuse
+from requant_kernels.tuning import TrellisConfig
+from torch import Tensor
+
+from .cases import random_csr, random_trellis, relative_error
+
+pytestmark = pytest.mark.gpu
+
+
+def packed(code: str, n: int, k: int, *, bits: float = 2, density: float = 0.0) -> TrellisLayout:
+    sparse = random_csr(n, k, density, False, "cuda") if density else None
+    return pack_trellis(*random_trellis(n, k, bits, "cuda"), bits=bits, code=code, sparse=sparse)
+
+
+def want_of(x: Tensor, layout: TrellisLayout, bias: Tensor | None, rows: Tensor) -> Tensor:
+    """In float64, of some rows alone."""
+    want = (x.double() @ naive.weight(layout, torch.float32).double().T)[:, rows]
+    return want if bias is None else want + bias.double()[rows]
+
+
+SHAPES = [
+    (8192, 512, 1), (8192, 4096, 5), (12288, 512, 2), (16384, 256, 1), (4608, 8192, 1), (768, 14336, 8), (256, 14336, 16),
+    (1000, 4096, 1), (4097, 1024, 3), (8192, 768, 16), (256, 16384, 2), (2048, 2048, 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("code", ["mul1", "pair"])
+@pytest.mark.parametrize(("n", "k", "m"), SHAPES)
+def test_blocks_and_sections(n: int, k: int, m: int, code: str) -> None:
+    torch.manual_seed(0)
+    layout = packed(code, n, k)
+    x, bias = torch.randn(m, k, device="cuda").half(), torch.randn(n, device="cuda").half()
+    y = linear(x, layout, bias)
+    rows = torch.arange(0, n, max(1, n // 128), device="cuda")
+    assert relative_error(y[:, rows], want_of(x, layout, bias, rows)) < 6e-4
+    for _ in range(20):
+        assert torch.equal(y, linear(x, layout, bias))
+
+
+@pytest.mark.parametrize(
+    ("code", "bits", "n", "k", "launch"),
+    [
+        ("pair", 2, 4096, 4096, (16, 2, 1)), ("mul1", 2, 2048, 2048, (16, 1, 2)), ("mul1", 4, 49 * 16, 1280, (16, 4, 1)),
+        ("mul1", 2.25, 1000, 256, (16, 1, 1)),
+    ],
+)  # fmt: skip
+def test_one_token_is_rotated_by_every_program(
+    code: str, bits: float, n: int, k: int, launch: tuple[int, int, int]
+) -> None:
+    config = TrellisConfig(warps=launch[0], tiles=launch[1], unroll=launch[2])
+    layout = packed(code, n, k, bits=bits)
+    rows = torch.arange(0, n, 31, device="cuda")
+    for dtype, limit in ((torch.float16, 6e-4), (torch.bfloat16, 6e-3)):
+        x = torch.randn(1, k, device="cuda", dtype=dtype)
+        assert can_fuse(x, layout, config)
+        y = trellis.trellis_linear(x, layout, None, asm=True, config=config)
+        assert relative_error(y[:, rows], want_of(x, layout, None, rows)) < limit
+        for _ in range(20):
+            assert torch.equal(y, trellis.trellis_linear(x, layout, None, asm=True, config=config))
+    x[:] = 0
+    assert not trellis.trellis_linear(x, layout, None, asm=True, config=config).any()
+
+
+@pytest.mark.parametrize("m", [1, 3])
+def test_residuals_beside_a_trellis(m: int) -> None:
+    layout = packed("mul1", 4096, 1024, density=0.01)
+    x = torch.randn(m, 1024, device="cuda", dtype=torch.float16)
+    rows = torch.arange(0, 4096, 7, device="cuda")
+    assert relative_error(linear(x, layout)[:, rows], want_of(x, layout, None, rows)) < 6e-4
+
+
+def chain(x: Tensor, layouts: list[TrellisLayout]) -> Tensor:
+    for layout in layouts:
+        x = linear(x, layout) * 1e-2
+    return x
+
+
+@pytest.mark.parametrize("m", [1, 8])
+def test_graph_beside_an_eager_stream(m: int) -> None:
+    """A replayed graph, and eager calls of the same layers on another stream, at once."""
+    layouts = [packed(code, 4096, 4096) for code in ("pair", "mul1", "pair")]
+    x, other = (torch.randn(m, 4096, device="cuda", dtype=torch.float16) for _ in range(2))
+    want, others = chain(x, layouts), chain(other, layouts)
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.graph(graph):
+        y = chain(x, layouts)
+    torch.cuda.synchronize()
+    found = []
+    for _ in range(100):
+        graph.replay()
+        with torch.cuda.stream(stream):
+            found.append(chain(other, layouts))
+    torch.cuda.synchronize()
+    assert torch.equal(y, want)
+    assert all(torch.equal(one, others) for one in found)
+
+
+def test_what_is_no_number_ends_as_no_number() -> None:
+    layout = packed("pair", 4096, 4096)
+    x = torch.randn(3, 4096, device="cuda", dtype=torch.float16)
+    want = linear(x, layout)
+    x[1, 5] = torch.nan
+    x[2, 7] = torch.inf
+    y = linear(x, layout)
+    assert torch.equal(y[0], want[0])
+    assert y[1:].isnan().all()
+    assert linear(x[1:2], layout).isnan().all()
