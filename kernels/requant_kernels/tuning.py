@@ -306,8 +306,9 @@ def trellis_config(code: str, bits: float, n: int, k: int, width: int, device: t
             if n <= 16 * tiles * multiprocessors(device):
                 return TrellisConfig(warps=16, tiles=tiles, unroll=2 if tiles == 1 else 1)
     small = n <= (4096 if k >= 8192 else 2048) and width != 8
+    far = width == 1 and bits == 2 and not small and code != "3inst"
     return TrellisConfig(
         warps=16 if small else 8,
         tiles=1 if small or width > 8 or bits > 4 else 2,
-        unroll=(4 if width == 1 and bits == 2 and not small else 2) if whole and bits <= 4 else 1,
+        unroll=(4 if far else 2) if whole and bits <= 4 else 1,
     )
