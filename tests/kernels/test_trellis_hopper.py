@@ -12,9 +12,10 @@ pytest.importorskip("triton.experimental.gluon")
 
 from requant_kernels import autotune, naive, trellis_wgmma, tuning, wgmma
 from requant_kernels.hashes import groups_of
-from requant_kernels.sections import section_kernel, turn_asm
+from requant_kernels.many_sections import many_sections_kernel
 from requant_kernels.trellis_hopper import constants, most_registers, stages
 from requant_kernels.tuning import HopperConfig
+from requant_kernels.turns import turn_asm
 
 from .cases import random_trellis
 from .compile_offline import Machine, compile_kernel
@@ -177,13 +178,13 @@ def test_no_launch_of_the_rule_spills(code: str, bits: float, even: bool) -> Non
 def test_the_rotation_adds_parts_without_spills(blocks: int, parts: int, own: int) -> None:
     text, names = turn_asm()
     given = {
-        "ASM": text, "CONSTRAINTS": names, "P": blocks, "V": 4, "MASK": 15, "ROOT": 1.0, "PAIRED": False, "PDL": True,
+        "ASM": text, "CONSTRAINTS": names, "P": blocks, "V": 4, "MASK": 15, "ROOT": 1.0, "PDL": True,
         "PARTS": parts, "ARRANGED": False, "OWN": own,
     }  # fmt: skip
     machine = compile_kernel(
-        section_kernel, given, capability=90, warps=16, aligned=("width", "out_width"),
+        many_sections_kernel, given, capability=90, warps=16, aligned=("width", "out_width"),
         pointers={"x_ptr": "*fp32", "y_ptr": "*fp16", "after_ptr": "*fp16", "width": "i32", "out_width": "i32"},
-        absent=("before_ptr", "scales_ptr", "bias_ptr", "added_ptr"),
+        absent=("before_ptr", "bias_ptr", "added_ptr"),
     )  # fmt: skip
     assert machine.stack == 0
     assert (
@@ -196,13 +197,13 @@ def test_arranging_costs_the_rotation_no_launch_and_no_narrow_store() -> None:
     machines = []
     for arranged in (False, True):
         given = {
-            "ASM": text, "CONSTRAINTS": names, "P": 2, "V": 8, "MASK": 15, "ROOT": 1.0, "PAIRED": False, "PDL": True,
+            "ASM": text, "CONSTRAINTS": names, "P": 2, "V": 8, "MASK": 15, "ROOT": 1.0, "PDL": True,
             "PARTS": 1, "ARRANGED": arranged, "OWN": 1,
         }  # fmt: skip
         machines.append(compile_kernel(
-            section_kernel, given, capability=90, warps=16, aligned=("width", "out_width"),
+            many_sections_kernel, given, capability=90, warps=16, aligned=("width", "out_width"),
             pointers={"x_ptr": "*fp16", "y_ptr": "*fp16", "before_ptr": "*fp16", "width": "i32", "out_width": "i32"},
-            absent=("after_ptr", "scales_ptr", "bias_ptr", "added_ptr"),
+            absent=("after_ptr", "bias_ptr", "added_ptr"),
         ))  # fmt: skip
     plain, arranged = machines
     assert arranged.opcodes["STG"] == plain.opcodes["STG"] == 1
