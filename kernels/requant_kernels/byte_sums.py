@@ -16,6 +16,8 @@ ended. Codes that are no byte sums (`3inst`) take the same way in float16, the f
 # pyright: reportAttributeAccessIssue=none, reportPossiblyUnboundVariable=none, reportGeneralTypeIssues=none
 # pyright: reportAssignmentType=none
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -34,6 +36,7 @@ from requant_kernels.hashes import (
     sum_asm,
     words_asm,
 )
+from requant_kernels.launching import interned, launch
 from requant_kernels.one_token import rotate_token, token_constants, token_factors, token_kind
 from requant_kernels.rings import TrellisLayout
 from requant_kernels.sections import SECTION
@@ -234,6 +237,7 @@ def padded_columns(k: int) -> int:
     return -(-k // SECTION) * SECTION
 
 
+@cache
 def constants(
     code: str, four: int, vector: int, config: TrellisConfig, tokens: int, units: int,
     fused: tuple[int, str] | None = None,
@@ -296,14 +300,16 @@ def _launch(
 ) -> Tensor:  # fmt: skip
     tiles, units = layout.words.shape[:2]
     y = torch.empty(m, tiles * 16, dtype=torch.float32, device=x.device)
-    launch = {"launch_pdl": True} if pdl else {}
+    early = {"launch_pdl": True} if pdl else {}
     before, sections, stride = (
         (layout.input_scales, 1, layout.k) if fused else (None, x.shape[1] // SECTION, x.stride(0))
     )
     steps = triton.cdiv(units, config.warps * config.unroll)
-    byte_sum_kernel[(triton.cdiv(tiles, config.tiles),)](
-        x, scales, before, layout.words, y, m, units, tiles * 16, tiles - 1, steps, sections, stride,
-        **constants(layout.code, layout.four, layout.words.shape[-1], config, m, units, fused),
-        PDL=pdl, num_warps=config.warps, num_stages=1, **launch,
-    )  # fmt: skip
+    given = constants(layout.code, layout.four, layout.words.shape[-1], config, m, units, fused)
+    launch(
+        byte_sum_kernel,
+        (triton.cdiv(tiles, config.tiles), 1, 1),
+        (x, scales, before, layout.words, y, m, units, tiles * 16, tiles - 1, steps, sections, stride),
+        interned(**given, PDL=pdl, num_warps=config.warps, num_stages=1, **early),
+    )
     return y

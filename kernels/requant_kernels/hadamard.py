@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from requant_kernels.launching import interned, launch
 from requant_kernels.many_sections import rotate_many
 from requant_kernels.sections import SECTION, finish_fixed, rotate_sections
 
@@ -96,11 +97,15 @@ def rotate(
             rotate_sections(x, y, scales, paired=paired, **how)
         return
     part = size if scales is None else max(size, SECTION)
-    butterfly_kernel[(x.shape[-2], triton.cdiv(most, part))](
-        x, before, after, bias, added, y, scales, width, out_width, x.stride(-2), y.stride(0), SIZE=part,
-        LOG=size.bit_length() - 1, ROOT=size**-0.5 * (2 if paired else 1), PAIRED=paired, PDL=pdl,
-        PARTS=x.shape[0] if x.dim() == 3 else 1, ARRANGED=arranged, num_warps=min(16, max(1, part // 512)),
-        **({"launch_pdl": True} if pdl else {}),
+    launch(
+        butterfly_kernel,
+        (x.shape[-2], triton.cdiv(most, part), 1),
+        (x, before, after, bias, added, y, scales, width, out_width, x.stride(-2), y.stride(0)),
+        interned(
+            SIZE=part, LOG=size.bit_length() - 1, ROOT=size**-0.5 * (2 if paired else 1), PAIRED=paired, PDL=pdl,
+            PARTS=x.shape[0] if x.dim() == 3 else 1, ARRANGED=arranged, num_warps=min(16, max(1, part // 512)),
+            **({"launch_pdl": True} if pdl else {}),
+        ),
     )  # fmt: skip
 
 

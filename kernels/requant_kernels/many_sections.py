@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from requant_kernels.launching import interned, launch
 from requant_kernels.sections import SECTION, signs_of
 from requant_kernels.turns import turn_asm
 
@@ -103,12 +104,16 @@ def rotate_many(
 ) -> None:  # fmt: skip
     """Write y, rotated by blocks of `size`. x [m, width], or [parts, m, width], whose parts are added first."""
     text, names = turn_asm()
-    launch: dict[str, object] = {"launch_pdl": True} if pdl else {}
+    early: dict[str, object] = {"launch_pdl": True} if pdl else {}
     blocks = max(1, size // SECTION)
     own = blocks if x.shape[-2] * sections >= MANY and sections % blocks == 0 and blocks <= 4 else 1
-    many_sections_kernel[(x.shape[-2], sections // own)](
-        x, before, after, bias, added, y, width, out_width, x.stride(-2), y.stride(0), ASM=text, CONSTRAINTS=names,
-        P=blocks, OWN=own, V=16 // x.element_size() if x.element_size() > 2 else 8, MASK=min(size, SECTION) - 1 >> 8,
-        ROOT=size**-0.5, PDL=pdl, PARTS=x.shape[0] if x.dim() == 3 else 1, ARRANGED=arranged, num_warps=16, num_stages=1,
-        **launch,
+    launch(
+        many_sections_kernel,
+        (x.shape[-2], sections // own, 1),
+        (x, before, after, bias, added, y, width, out_width, x.stride(-2), y.stride(0)),
+        interned(
+            ASM=text, CONSTRAINTS=names, P=blocks, V=16 // x.element_size() if x.element_size() > 2 else 8,
+            MASK=min(size, SECTION) - 1 >> 8, ROOT=size**-0.5, PDL=pdl, PARTS=x.shape[0] if x.dim() == 3 else 1,
+            ARRANGED=arranged, OWN=own, num_warps=16, num_stages=1, **early,
+        ),
     )  # fmt: skip

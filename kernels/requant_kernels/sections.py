@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from requant_kernels.launching import interned, launch
 from requant_kernels.turns import section_asm
 
 SECTION = 4096  # values of a program, which share a scale in fixed point
@@ -129,9 +130,14 @@ def rotate_sections(
     """Write y, rotated by blocks of `size`; in fixed point where there are `scales`, then sums of neighbours if `paired`."""
     mask = min(size, SECTION) - 1 >> 8
     text, names = section_asm(across=mask >= 8, fixed=scales is not None)
-    launch: dict[str, object] = {"launch_pdl": True} if pdl else {}
-    section_kernel[(x.shape[0], sections)](
-        x, before, after, bias, added, y, scales, width, out_width, x.stride(0), y.stride(0), ASM=text, CONSTRAINTS=names,
-        P=max(1, size // SECTION), V=16 // x.element_size() if x.element_size() > 2 else 8, MASK=mask,
-        ROOT=size**-0.5 * (2 if paired else 1), PAIRED=paired, PDL=pdl, num_warps=16, num_stages=1, **launch,
+    early: dict[str, object] = {"launch_pdl": True} if pdl else {}
+    launch(
+        section_kernel,
+        (x.shape[0], sections, 1),
+        (x, before, after, bias, added, y, scales, width, out_width, x.stride(0), y.stride(0)),
+        interned(
+            ASM=text, CONSTRAINTS=names, P=max(1, size // SECTION),
+            V=16 // x.element_size() if x.element_size() > 2 else 8, MASK=mask, ROOT=size**-0.5 * (2 if paired else 1),
+            PAIRED=paired, PDL=pdl, num_warps=16, num_stages=1, **early,
+        ),
     )  # fmt: skip

@@ -3,12 +3,15 @@
 The rotation that follows adds the partial products. Imported where it runs: Gluon is part of Triton from 3.6 on.
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from requant_kernels.hadamard import rotate
 from requant_kernels.hashes import groups_of, values_asm, words_asm
+from requant_kernels.launching import interned, launch
 from requant_kernels.rings import TrellisLayout
 from requant_kernels.trellis_wgmma import trellis_multiply_kernel
 from requant_kernels.tuning import HopperConfig
@@ -28,6 +31,7 @@ def most_registers(config: HopperConfig, four: int) -> int | None:
     return 128 if config.tokens <= 64 and config.tiles == 1 and four <= 16 else None
 
 
+@cache
 def constants(code: str, four: int, vector: int, config: HopperConfig, *, even: bool) -> dict[str, object]:
     """What the kernel is compiled for; `even`: columns are whole blocks."""
     groups = groups_of(four)
@@ -56,9 +60,16 @@ def partial_products(x: Tensor, layout: TrellisLayout, config: HopperConfig) -> 
     split, even = -(-blocks // steps), units * groups_of(layout.four) * GROUP == blocks * BLOCK
     product = torch.empty(split, m, tiles * 16, dtype=torch.float32, device=x.device)
     box = [config.tokens, stages(config.tokens)[0]]
-    trellis_multiply_kernel[(-(-tiles // (config.warps * config.tiles)), split, -(-m // config.tokens))](
-        TensorDescriptor.from_tensor(turned, box, x_layout()), layout.words, product, units, blocks, tiles - 1, steps,
-        tiles * 16, m, **constants(layout.code, layout.four, vector, config, even=even), PDL=True,
-        num_warps=config.warps, launch_pdl=True, maxnreg=most_registers(config, layout.four),
+    launch(
+        trellis_multiply_kernel,
+        (-(-tiles // (config.warps * config.tiles)), split, -(-m // config.tokens)),
+        (
+            TensorDescriptor.from_tensor(turned, box, x_layout()), layout.words, product, units, blocks, tiles - 1,
+            steps, tiles * 16, m,
+        ),
+        interned(
+            **constants(layout.code, layout.four, vector, config, even=even), PDL=True, num_warps=config.warps,
+            launch_pdl=True, maxnreg=most_registers(config, layout.four),
+        ),
     )  # fmt: skip
     return product

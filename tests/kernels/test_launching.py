@@ -34,3 +34,87 @@ def test_equal_tags_mean_an_equal_specialization() -> None:
     assert len(by_tag) > 12
     for tag, seen in by_tag.items():
         assert all(one == seen[0] for one in seen), (tag, seen)
+
+
+class Compiled:
+    """In place of a compiled kernel: what it is launched with directly has to be what Triton would have bound."""
+
+    def __init__(self, bound: dict) -> None:
+        self.bound = bound
+
+    def __getitem__(self, grid: tuple) -> object:
+        assert len(grid) == 3
+
+        def launched(*args) -> None:
+            LAUNCHED.append(args)
+            assert len(args) == len(self.bound)
+            for given, (name, first) in zip(args, self.bound.items(), strict=True):
+                assert type(given) is type(first), name
+                if not isinstance(given, torch.Tensor) and type(given).__name__ != "TensorDescriptor":
+                    assert given == first, name
+
+        return launched
+
+
+LAUNCHED: list[tuple] = []
+
+
+def every_way() -> None:
+    """Products by every kernel whose launches are remembered, on the CPU, where nothing runs."""
+    from requant_kernels import pack_trellis
+    from requant_kernels.decode import decode
+    from requant_kernels.hopper import hopper
+    from requant_kernels.trellis import trellis_linear
+    from requant_kernels.tuning import DecodeConfig, HopperConfig, TrellisConfig
+
+    from .cases import Case, random_layout, random_trellis
+
+    for case in (
+        Case(kind="grid", bits=3, n=48, k=512, m=1, zero_points=True),
+        Case(kind="grid", bits=2, n=48, k=512, m=8, density=0.05, column_scales=True),
+        Case(kind="codebook", bits=3, n=48, k=512, m=16, density=0.05),
+    ):
+        layout = random_layout(case, "cpu")
+        for m in (1, case.m):
+            for staged in (False, True):
+                config = DecodeConfig(warps=2, staged=staged, max_registers=128 if m == 1 else None)
+                decode(torch.randn(m, case.k).half(), layout, None, config, asm=True)
+        for split in (1, 2):
+            x = torch.randn(40, case.k).half()
+            hopper(x, layout, None, HopperConfig(tokens=64, warps=4, tiles=1, ahead=1, split=split))
+    for code, bits, k in (("mul1", 2.25, 512), ("pair", 2, 512), ("3inst", 3, 512), ("mul1", 2, 80)):
+        layout = pack_trellis(*random_trellis(48, k, bits, "cpu"), bits=bits, code=code)
+        for m in (1, 8):
+            trellis_linear(
+                torch.randn(m, k).half(),
+                layout,
+                None,
+                asm=True,
+                config=TrellisConfig(warps=16, tiles=1, unroll=1),
+            )
+        for split in (1, 2):
+            config = HopperConfig(tokens=64, warps=4, tiles=1, ahead=0, split=split)
+            trellis_linear(torch.randn(40, k).half(), layout, None, asm=True, config=config)
+
+
+def test_what_is_launched_directly_is_what_triton_would_bind(monkeypatch) -> None:
+    from requant_kernels import launching, one_token, trellis
+    from triton.runtime.jit import JITFunction
+
+    def run(self, *args, grid, warmup, **kwargs):
+        own = {name: value for name, value in kwargs.items() if name not in launching.OPTIONS}
+        bound = self.signature.bind(*args, **own)
+        bound.apply_defaults()
+        return Compiled(dict(bound.arguments))
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(launching, "_chosen", {})
+    monkeypatch.setattr(one_token, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(trellis, "runs_on_hopper", lambda layout, device: True)
+    every_way()
+    known, before = len(launching._chosen), len(LAUNCHED)
+    every_way()
+    assert len(launching._chosen) == known >= 20, "the second time every launch is known"
+    assert len(LAUNCHED) - before > known
+    assert len({kernel for kernel, *_ in launching._chosen}) >= 8
