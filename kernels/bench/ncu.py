@@ -23,7 +23,9 @@ METRICS = {
     "issued_percent": "One or More Eligible",
     "cycles_an_instruction": "Warp Cycles Per Issued Instruction",
 }
-FIRST = ("decode_kernel", "section_kernel", "arrange_kernel")  # kernels that a multiplication begins with
+FIRST = ("decode_kernel", "arrange_kernel")  # kernels that a multiplication begins with
+PRODUCTS = ("byte_sum_kernel", "trellis_multiply_kernel")  # of a trellis, which a rotation ends, and may begin
+ROTATIONS = ("section_kernel", "many_sections_kernel", "butterfly_kernel")
 
 
 def launch(shapes: list[str], file: Path) -> None:
@@ -52,15 +54,16 @@ def launch(shapes: list[str], file: Path) -> None:
 def read(found: Path, launches: Path, out: Path) -> None:
     """A row a kernel, in order, under the multiplication that it belongs to."""
     data = json.loads(launches.read_text())
-    text, names, rows, rotations = found.read_text(), iter(data["launches"]), [], 0
+    text, names, rows = found.read_text(), iter(data["launches"]), []
     lines = list(csv.DictReader(io.StringIO(text[text.index('"ID"') :])))
-    name = ""
+    name, trellis, multiplied = "", False, False
     for number in dict.fromkeys(line["ID"] for line in lines):
         own = {line["Metric Name"]: line for line in lines if line["ID"] == number}
         kernel = own["Duration"]["Kernel Name"].split("(")[0]
-        rotations += kernel == "section_kernel"  # before a trellis, and after it
-        if kernel in FIRST and (kernel != "section_kernel" or rotations % 2):
-            name = next(names)
+        if kernel in FIRST or (kernel in PRODUCTS + ROTATIONS and not trellis):
+            name, trellis, multiplied = next(names), kernel not in FIRST, False
+        multiplied |= kernel in PRODUCTS
+        trellis &= not (multiplied and kernel in ROTATIONS)
         values = {key: float(own[metric]["Metric Value"].replace(",", "")) for key, metric in METRICS.items()}
         time = float(own["Duration"]["Metric Value"].replace(",", ""))
         microseconds = time * {"ns": 1e-3, "us": 1.0, "ms": 1e3}[own["Duration"]["Metric Unit"]]
