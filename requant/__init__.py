@@ -9,8 +9,9 @@ model = requant.load("demo-3bit")
 from typing import TYPE_CHECKING, Any
 
 from requant.integrations import register_with_transformers
+from requant.version import VERSION
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 if TYPE_CHECKING:
     from requant.checkpoint import load as load

@@ -17,7 +17,6 @@ from jaxtyping import Int64
 from torch import Tensor
 from transformers import PreTrainedModel
 
-import requant
 from requant.calibration import LinearStats
 from requant.calibration.passes import mean_loss
 from requant.formats import QuantizedWeight
@@ -26,6 +25,7 @@ from requant.models import LinearSite
 from requant.recipe import Recipe, to_dict
 from requant.sensitivity import QuantizedPath, Scores
 from requant.sensitivity.scores import score
+from requant.version import VERSION
 from requant.workspace import Workspace, digest, model_digest
 
 Weights = dict[str, QuantizedWeight]
@@ -103,7 +103,7 @@ class Run:
 def fingerprint(model: PreTrainedModel, sites: Sequence[LinearSite], windows: Int64[Tensor, "b t"]) -> str:
     """A hash of what every stage depends on, whatever the recipe."""
     return digest(
-        [requant.__version__, torch.__version__, next(model.parameters()).device.type],
+        [VERSION, torch.__version__, next(model.parameters()).device.type],
         model.config.to_json_string(),
         model_digest(model),
         [site.name for site in sites],

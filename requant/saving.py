@@ -7,7 +7,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import requant
 from requant.checkpoint import ByteTable, byte_table, save_checkpoint
 from requant.checkpoint.packing import pack
 from requant.checkpoint.save import checkpoint_bytes
@@ -26,6 +25,7 @@ from requant.report import (
     model_card,
     render_report,
 )
+from requant.version import VERSION
 from requant.vocabulary import vocabulary_of
 
 
@@ -40,7 +40,7 @@ def save_quantized(result: QuantizedModel, output: str | Path) -> Path:
         weights=result.weights,
         vocabulary=result.vocabulary,
         manifest={
-            "requant_version": requant.__version__,
+            "requant_version": VERSION,
             "recipe_sha256": hashlib.sha256(recipe.encode()).hexdigest(),
             "calibration": dataclasses.asdict(summary.calibration),
         },
@@ -76,7 +76,7 @@ def run_summary(result: QuantizedModel, output: Path) -> RunSummary:
         model=result.recipe.model,
         base_model=_hub_name(result.recipe.model),
         checkpoint=output.name,
-        version=requant.__version__,
+        version=VERSION,
         method=result.recipe.method,
         mode=result.recipe.mode,
         bits=_asked_bits(result, 8 * sum(matrix.bytes for matrix in stored.values()) / weights),
