@@ -19,7 +19,15 @@ from requant_kernels import tuning
 from requant_kernels.layouts import Layout
 from requant_kernels.rings import CODES, TrellisLayout
 from requant_kernels.timing import cold_time, copies_needed
-from requant_kernels.tuning import DECODE_TOKENS, HOPPER_TOKENS, TALL_TOKENS, TallConfig
+from requant_kernels.tuning import (
+    AHEAD,
+    DECODE_TOKENS,
+    GATHERED,
+    HOPPER_TOKENS,
+    STAGED,
+    TALL_TOKENS,
+    TallConfig,
+)
 
 Setting = tuple[int, ...]
 # warps, tiles, unroll, activations ahead, most registers (0: as many as the compiler wants)
@@ -39,6 +47,12 @@ SPARSE: list[Setting] = [
     (4, 1, 4, 0, 128),
     (2, 1, 2, 0, 128),
     (2, 1, 3, 0, 128),
+    # one token, residuals gathered from shared memory
+    *((4, 1, unroll, STAGED, 128) for unroll in (2, 3, 4)),
+    (2, 1, 2, STAGED, 128),
+    (8, 1, 1, AHEAD | STAGED, 128),
+    # several, by `gathered.py`
+    *((warps, 1, unroll, GATHERED, 128) for warps in (4, 8) for unroll in (1, 2)),
 ]
 # warps, splits of the columns, stages
 TALL: list[Setting] = [
@@ -102,7 +116,8 @@ def candidates(kernel: str, kind: str, bits: float, n: int, k: int, width: int) 
     """The settings that make sense for a layout and a width."""
     found = CANDIDATES[kernel]
     if kernel == "decode":
-        found = SPARSE if "+" in kind else DECODE
+        unknown = (STAGED if width > 1 else 0) | (GATHERED if width != 8 else 0)
+        found = [s for s in SPARSE if not s[3] & unknown] if "+" in kind else DECODE
     if kernel == "hopper":
         found = CODE_HOPPER if kind in CODES else HOPPER
     return [s for s in found if fits(kernel, n, k, width, s)]

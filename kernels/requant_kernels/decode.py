@@ -11,7 +11,9 @@ in a fixed order, makes the result the same in every run.
   `unroll` places, and the loop's body has as many blocks, so that nothing moves from register to register.
 - Sparse residuals: rows are sorted by their number (`layouts.py`), so 16 rows have about equal lengths and share one
   rectangle of slots. Every block a thread takes a slot or a few: slots two blocks ahead, their activations one, so
-  neither wait is seen (22.4 -> 20.0 us for 8 tokens at 8192 x 8192, 3 bits; 15.1 -> 8.6 at 4096 x 4096).
+  neither wait is seen (22.4 -> 20.0 us for 8 tokens at 8192 x 8192, 3 bits; 15.1 -> 8.6 at 4096 x 4096). The activations
+  of one token may be staged in shared memory, where a gather does not take a line of the cache for every residual; those
+  of several are gathered by a kernel of their own (`gathered.py`), where the table says so.
 """
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none, reportAttributeAccessIssue=none
@@ -42,7 +44,6 @@ from requant_kernels.tuning import DecodeConfig
 COPY = tl.constexpr(
     "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p cp.async.ca.shared.global [$1], [$2], 16; mov.b32 $0, 0; }"
 )
-WAIT = tl.constexpr("cp.async.wait_all; mov.u32 $0, 0;")
 MOST_STAGED = 18432  # columns that fit beside the sums in shared memory which a program need not ask for
 
 
@@ -151,25 +152,11 @@ def decode_kernel(
     blocks = tl.cdiv(K, 256)
     warp = tl.arange(0, W)
     tables = load_tables(s_ptr, z_ptr, tiles, CODEBOOK, TABLES, GROUP, W, R)
-    DEPTH: tl.constexpr = UNROLL - 1 if UNROLL > 1 else 1
-    ring = ()  # the words of the next blocks of every warp
-    for u in tl.static_range(DEPTH):
-        first = (u * W + warp)[:, None]
-        ring = ring + (
-            load_block(w_ptr, s_ptr, z_ptr, tiles, first, blocks, BITS, GROUP, EVEN and u == 0, W),
-        )
     if SPARSE:
         WIDE: tl.constexpr = max(2 * W // R, 8)  # slots of a row, one a thread
         STEP: tl.constexpr = WIDE * 16
         slot, end = tl.load(sp_ptr + position)[None, :] * 128, tl.load(sp_ptr + position + 1)[None, :] * 128
-        # Nobody waits here. But the words above are requested before these bounds arrive, which the slots wait for: ptxas
-        # moves no load over a barrier, and without it the words came a memory's latency late
-        tl.debug_barrier()
-        longest = tl.program_id(0) * R
-        left = (
-            tl.load(sp_ptr + longest + 1) - tl.load(sp_ptr + longest)
-        ) * 128  # the first tile has the most slots
-        left -= SLOTS * STEP * (chunks * UNROLL + 1)  # after the blocks
+        left = tl.max(tl.max(end - slot, 1), 0) - SLOTS * STEP * (chunks * UNROLL + 1)  # after the blocks
         slot += (tl.arange(0, 16 * R) % 16)[None, :] * 8 + (
             tl.arange(0, WIDE) % 8 + tl.arange(0, WIDE) // 8 * 128
         )[:, None]
@@ -179,6 +166,13 @@ def decode_kernel(
         slot += SLOTS * STEP
         for i in tl.static_range(SLOTS):
             next_slots = next_slots + (_slots(si_ptr, sv_ptr, slot + i * STEP, end),)
+    DEPTH: tl.constexpr = UNROLL - 1 if UNROLL > 1 else 1
+    ring = ()  # the words of the next blocks of every warp
+    for u in tl.static_range(DEPTH):
+        first = (u * W + warp)[:, None]
+        ring = ring + (
+            load_block(w_ptr, s_ptr, z_ptr, tiles, first, blocks, BITS, GROUP, EVEN and u == 0, W),
+        )
     out = row  # what the end needs of the weights is requested here too
     if rows_ptr is not None:
         out = tl.load(rows_ptr + row).to(tl.int64)
@@ -193,11 +187,14 @@ def decode_kernel(
     base = 0
     if STAGED:
         base = _stage(xs_ptr, K, RESERVE, COPY, W)
+        tl.inline_asm_elementwise(
+            "cp.async.wait_all; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+        tl.debug_barrier()
     if SPARSE:
         gathered = ()
-        if not STAGED:
-            for i in tl.static_range(SLOTS):
-                gathered = gathered + (_gather(xs_ptr, now_slots[i][0], base, STAGED, MS),)
+        for i in tl.static_range(SLOTS):
+            gathered = gathered + (_gather(xs_ptr, now_slots[i][0], base, STAGED, MS),)
         sums = tl.zeros([WIDE, 16 * R] if MS == 1 else [WIDE, 16 * R, MS], tl.float32)
     token = tl.arange(0, 8)[:, None] + 8 * tl.arange(0, N // 8)[None, :]
     token = tl.minimum(token, M - 1)  # the surplus columns are computed and never stored
@@ -214,10 +211,10 @@ def decode_kernel(
                 soon, arrived = (), gathered
                 gathered = ()
                 for i in tl.static_range(SLOTS):
-                    if not STAGED:
-                        sums = _sparse_products(sums, now_slots[i][1], arrived[i], MS)
-                        gathered = gathered + (_gather(xs_ptr, next_slots[i][0], base, STAGED, MS),)
+                    sums = _sparse_products(sums, now_slots[i][1], arrived[i], MS)
+                    gathered = gathered + (_gather(xs_ptr, next_slots[i][0], base, STAGED, MS),)
                     soon = soon + (_slots(si_ptr, sv_ptr, slot + i * STEP, end),)
+                now_slots, next_slots = next_slots, soon
             if AHEAD:
                 at_hand = tokens
                 tokens = load_tokens(x_ptr, token, stride_x, block + W, blocks, K, EVEN)
@@ -226,17 +223,6 @@ def decode_kernel(
             if (c * UNROLL + u) * W < blocks:  # always; without the branch the compiler sinks the loads below
                 acc = _multiply_block(acc, ring[0], tables, at_hand, y_ptr, levels_ptr, tiles, ASM, CONSTRAINTS,
                                       POSITIONS, CODEBOOK, BITS, GROUP, ZEROS, UNIT, W, R, N)  # fmt: skip
-            if SPARSE:
-                if STAGED and u == 0:
-                    beginning = c == 0  # now all activations have to be there
-                    if beginning:
-                        tl.inline_asm_elementwise(WAIT, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
-                        tl.debug_barrier()
-                if STAGED:  # shared memory is near: gathered here, and the first words are not kept waiting for the slots
-                    for i in tl.static_range(SLOTS):
-                        x = _gather(xs_ptr, now_slots[i][0], base, STAGED, MS)
-                        sums = _sparse_products(sums, now_slots[i][1], x, MS)
-                now_slots, next_slots = next_slots, soon
             ring = ring[1:]
     y = tl.sum(acc, 0)
     if not CODEBOOK:
@@ -245,8 +231,7 @@ def decode_kernel(
         y *= 1.0 / UNIT
     if SPARSE:
         for i in tl.static_range(SLOTS):
-            x = _gather(xs_ptr, now_slots[i][0], base, STAGED, MS) if STAGED else gathered[i]
-            sums = _sparse_products(sums, now_slots[i][1], x, MS)
+            sums = _sparse_products(sums, now_slots[i][1], gathered[i], MS)
         if left > 0:  # rows with more than the blocks had time for
             for i in tl.static_range(SLOTS):
                 x = _gather(xs_ptr, next_slots[i][0], base, STAGED, MS)
@@ -286,6 +271,10 @@ def slots_a_block(layout: Layout, config: DecodeConfig) -> int:
 
 def decode(x: Tensor, layout: Layout, bias: Tensor | None, config: DecodeConfig, *, asm: bool) -> Tensor:
     """y [m, n] of x [m, k], 1 <= m <= 16, rows contiguous."""
+    if config.gathered and asm and x.shape[0] <= 8:
+        from requant_kernels.gathered import gathered  # in Gluon, part of Triton from 3.6 on
+
+        return gathered(x, layout, bias, config)
     m, k = x.shape
     y = torch.empty(m, layout.n, dtype=x.dtype, device=x.device)
     tensors, constants = operands(layout, x.dtype, asm)

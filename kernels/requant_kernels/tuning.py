@@ -23,6 +23,7 @@ DECODE_TOKENS = 16  # the decode kernel's most
 TALL_TOKENS = 128  # beyond it, dequantize and multiply
 HOPPER_TOKENS = 512  # the same, where the tall kernel is the one of Hopper
 logger = logging.getLogger(__name__)
+AHEAD, STAGED, GATHERED = 1, 2, 4  # bits of the fourth number of a setting of the decode kernel
 NUMBERS = {"decode": 5, "tall": 3, "hopper": 5, "trellis": 3}  # of a setting, by kernel
 TABLE = Path(__file__).with_name("measured.json")
 CACHE_VARIABLE = "REQUANT_KERNEL_CACHE"
@@ -31,23 +32,28 @@ HOPPER_VARIABLE = "REQUANT_HOPPER"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeConfig:
-    """`warps` share the columns of `tiles` x 16 rows; the words of `unroll` - 1 blocks (one at least) are under way."""
+    """`warps` share the columns of `tiles` x 16 rows; the words of `unroll` - 1 blocks (one at least) are under way.
+
+    Residuals: `staged`, those of one token gather its activations from shared memory; `gathered`, those of up to eight are
+    entries that `gathered.py` multiplies. Neither: gathered from the cache.
+    """
 
     warps: int
     tiles: int = 1
     unroll: int = 1
-    staged: bool = False  # residuals gather the activations of one token from shared memory
+    staged: bool = False
+    gathered: bool = False
     ahead: bool = True  # activations of the next block are requested too; never for more than 8 tokens
     pdl: bool = False
     max_registers: int | None = None
 
 
 def decode_setting(numbers: Sequence[int]) -> DecodeConfig:
-    """A setting as the tables hold it: warps, tiles, unroll, ahead (+ 2: staged), most registers (0: any)."""
-    warps, tiles, unroll, ahead, registers = numbers
+    """A setting as the tables hold it: warps, tiles, unroll, AHEAD, STAGED and GATHERED, most registers (0: any)."""
+    warps, tiles, unroll, bits, registers = numbers
     return DecodeConfig(
-        warps=warps, tiles=tiles, unroll=unroll, ahead=bool(ahead & 1), staged=ahead > 1,
-        max_registers=registers or None,
+        warps=warps, tiles=tiles, unroll=unroll, ahead=bool(bits & AHEAD), staged=bool(bits & STAGED),
+        gathered=bool(bits & GATHERED), max_registers=registers or None,
     )  # fmt: skip
 
 
@@ -125,9 +131,17 @@ def kind_of(layout: Layout) -> str:
 
 def decode_config(layout: Layout, tokens: int, device: torch.device) -> DecodeConfig:
     """Settings for one to 16 tokens."""
-    kind = kind_of(layout)
     width = 1 if tokens == 1 else 8 if tokens <= 8 else 16
-    return _config(kind, layout.bits, layout.n, layout.k, width, device)
+    return _config(
+        kind_of(layout), layout.bits, layout.n, layout.k, width, device, gathers(layout, width, device)
+    )
+
+
+def gathers(layout: Layout, width: int, device: torch.device) -> bool:
+    """Whether `gathered.py` can multiply: Hopper, residuals that have their second order, a decoder that is assembly."""
+    entries = layout.sparse is not None and layout.sparse.entries is not None
+    memory = isinstance(layout, CodebookLayout) and layout.bits > 4
+    return width <= 8 and entries and not memory and _has_wgmma(device)
 
 
 def distance_of(kind: str, bits: int, width: int) -> tuple[int, bool]:
@@ -150,13 +164,15 @@ def registers_of(kind: str, bits: int, width: int) -> int:
 
 
 @cache
-def _config(kind: str, bits: int, n: int, k: int, width: int, device: torch.device) -> DecodeConfig:
+def _config(
+    kind: str, bits: int, n: int, k: int, width: int, device: torch.device, gathers: bool = False
+) -> DecodeConfig:
     blocks, tiles = -(-k // 256), -(-n // 16)
     properties = torch.cuda.get_device_properties(device)
     pdl = launches_early(device)
     registers = (registers_of(kind, bits, width) or None) if torch.version.hip is None else None
     found = measured(properties.name).get(setting_name("decode", kind, bits, n, k, width))
-    if found is not None:
+    if found is not None and (gathers or not decode_setting(found).gathered):
         return replace(decode_setting(found), pdl=pdl)
     warps = least_warps(kind, width)  # all run at once, about 16 a multiprocessor
     most = 16 if registers else 8  # 16 warps have 128 registers each

@@ -18,11 +18,21 @@ from requant_kernels.byte_sums import constants as trellis_constants  # noqa: E4
 from requant_kernels.decode import decode_kernel  # noqa: E402
 from requant_kernels.dense import dequantize_kernel  # noqa: E402
 from requant_kernels.hashes import STORE_FOUR_ASM, STORE_FOUR_CONSTRAINTS, groups_of, values_asm, words_asm  # noqa: E402
+from requant_kernels.pieces import reserve_asm  # noqa: E402
 from requant_kernels.residuals import finish_kernel  # noqa: E402
 from requant_kernels.sections import SECTION, section_kernel  # noqa: E402
 from requant_kernels.tall import multiply_kernel  # noqa: E402
 from requant_kernels.trellis import expand_kernel  # noqa: E402
-from requant_kernels.tuning import TABLE, TrellisConfig, distance_of, least_warps, registers_of  # noqa: E402
+from requant_kernels.tuning import (  # noqa: E402
+    AHEAD,
+    GATHERED,
+    STAGED,
+    TABLE,
+    TrellisConfig,
+    distance_of,
+    least_warps,
+    registers_of,
+)
 from requant_kernels.tuning import trellis_config as rule_of_trellis  # noqa: E402
 from requant_kernels.turns import section_asm  # noqa: E402
 
@@ -53,8 +63,9 @@ def decode_machine(
     """`launch`: warps, tiles, unroll, activations ahead, most registers."""
     constants, pointers, absent = arguments(kind, bits, dtype)
     constants |= {
+        "RESERVE": reserve_asm(8) if launch[3] & STAGED else None,
         "EVEN": not sparse, "MS": tokens if sparse else 1, "SLOTS": 1 if sparse else 0, "W": launch[0],
-        "R": launch[1], "UNROLL": launch[2], "N": max(8, tokens), "AHEAD": bool(launch[3]) and tokens <= 8,
+        "R": launch[1], "UNROLL": launch[2], "N": max(8, tokens), "AHEAD": bool(launch[3] & AHEAD) and tokens <= 8,
         "PDL": capability >= 90,
     }  # fmt: skip
     absent += ("bias_ptr", "sr_ptr") if sparse else ("bias_ptr", *SPARSE)
@@ -101,6 +112,13 @@ def test_residuals_are_taken_without_waiting_for_other_warps(tokens: int) -> Non
     assert machine.barriers == 0
 
 
+def test_staged_residuals_wait_for_no_warp_in_the_loop() -> None:
+    machine = decode_machine("grid", 3, launch=(4, 1, 3, STAGED, 128), sparse=True, tokens=1)
+    assert machine.stack == 0
+    assert machine.barriers == 0
+    assert machine.opcodes["LDGSTS"] > 0
+
+
 def chosen_launches() -> list[tuple[str, int, tuple[int, ...], bool, int]]:
     """Every launch of the decode kernel that the table or the rule can choose, up to 4 bits."""
     found = set()
@@ -115,13 +133,17 @@ def chosen_launches() -> list[tuple[str, int, tuple[int, ...], bool, int]]:
     for table in json.loads(TABLE.read_text()).values():
         for name, setting in table.items():
             kernel, kind, bits, _, tokens = name.split()
-            if kernel == "decode" and int(bits) <= 4:
+            if kernel == "decode" and int(bits) <= 4 and not setting[3] & GATHERED:
                 own, _, sparse = kind.partition("+")
                 found.add((own, int(bits), tuple(setting), bool(sparse), int(tokens)))
     return sorted(found)
 
 
-FAST = {("grid", 3, (8, 1, 3, 0, 128), True, 8), ("grid", 3, (4, 1, 1, 1, 128), False, 1)}
+FAST = {
+    ("grid", 3, (4, 1, 4, STAGED, 128), True, 1),
+    ("grid", 3, (8, 1, 3, 0, 128), True, 8),
+    ("grid", 3, (4, 1, 1, 1, 128), False, 1),
+}
 
 
 @pytest.mark.parametrize(

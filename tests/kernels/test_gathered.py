@@ -1,5 +1,6 @@
 """The decode kernel that gathers activations in shared memory: its PTX on the lanes of a warp, and the kernel compiled."""
 
+import json
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ pytest.importorskip("triton.experimental.gluon")
 from requant_kernels import columns, gathered, naive
 from requant_kernels.blocks import dense_tokens
 from requant_kernels.layouts import Layout
+from requant_kernels.tuning import GATHERED, TABLE
 
 from .cases import Case, random_layout, relative_error
 from .compile_offline import Machine, compile_kernel
@@ -155,6 +157,21 @@ def gathered_machine(
         gathered.gathered_kernel, constants, capability=90, dtype=name, pointers=pointers, absent=absent,
         warps=launch[0], max_registers=registers,
     )  # fmt: skip
+
+
+def chosen_launches() -> list[tuple[str, int, tuple[int, int], int]]:
+    """Of the table: kind, bits, warps and places of the ring, registers."""
+    return sorted(
+        (name.split()[1].partition("+")[0], int(name.split()[2]), (setting[0], setting[2]), setting[4])
+        for table in json.loads(TABLE.read_text()).values()
+        for name, setting in table.items()
+        if name.startswith("decode") and setting[3] & GATHERED
+    )
+
+
+@pytest.mark.parametrize(("kind", "bits", "launch", "registers"), chosen_launches())
+def test_no_launch_spills(kind: str, bits: int, launch: tuple[int, int], registers: int) -> None:
+    assert gathered_machine(kind, bits, launch=launch, registers=registers).stack == 0
 
 
 @pytest.mark.parametrize(("bits", "ceiling"), [(2, 4.0), (3, 4.2), (4, 4.2)])

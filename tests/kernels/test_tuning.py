@@ -1,6 +1,7 @@
 """Launch settings: the rule for GPUs that nobody measured, the table, and the cache before it."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -84,6 +85,32 @@ def test_the_cache_comes_before_the_table(monkeypatch: pytest.MonkeyPatch, tmp_p
     )
     assert tuning.decode_config(layout, 3, device) == several  # another width
     assert tuning.tall_config("grid", 2, 64, 1024, 32, device) == TallConfig(warps=4, split=2, stages=3)
+
+
+def test_entries_are_multiplied_where_there_are_any(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A setting of `gathered.py` is taken for residuals that have entries, and on Hopper alone."""
+    layout = random_layout(Case(kind="grid", bits=3, n=64, k=1024, m=8, density=0.02), "cpu")
+    assert layout.sparse is not None and layout.sparse.entries is not None
+    without = replace(layout, sparse=replace(layout.sparse, entries=None, bounds=None))
+    setting = [4, 1, 1, tuning.GATHERED, 128]
+    for name in GPUS:
+        table = {
+            name: {
+                "decode grid+s 3 64x1024 8": setting,
+                "decode grid+s 3 64x1024 1": [2, 1, 3, tuning.STAGED, 0],
+            }
+        }
+        autotune.write_table(tmp_path / "kernels.json", table)
+        device = pretend(monkeypatch, name)
+        tuning.forget()
+        assert tuning.decode_config(layout, 8, device).gathered == (name == "H100")
+        assert not tuning.decode_config(without, 8, device).gathered
+        assert not tuning.decode_config(layout, 9, device).gathered
+        one = tuning.decode_config(layout, 1, device)
+        assert one == DecodeConfig(warps=2, unroll=3, ahead=False, staged=True, pdl=name == "H100")
+    for width, bit in ((1, tuning.STAGED), (8, tuning.GATHERED), (16, 0)):
+        offered = autotune.candidates("decode", "grid+s", 3, 8192, 8192, width)
+        assert {s[3] & ~tuning.AHEAD for s in offered} == {0, bit}
 
 
 def test_the_table_holds_settings() -> None:
