@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from eval.common import RESULTS, ROOT
 from eval.markdown import PEERS, markdown, read
 from eval.tables import BLOCK, NODE_NAMES, PAPER_ERRORS, TABLES, widths_of
-from requant.plots import BAR, MARKERS, STYLE
+from requant.reporting.plots import BAR, MARKERS, STYLE
 
 PAGES = ROOT / "requant" / "docs"
 FIGURES = PAGES / "figures"

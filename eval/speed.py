@@ -25,7 +25,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from eval.common import CALIBRATION, DATA, MODEL, RESULTS, TEST, environment, find, write_json
 from requant.best import rounds_of
 from requant.checkpoint import byte_table
-from requant.learnable import learnable
 from requant.options import BEST_SAMPLES, default_recipe
 from requant.pipeline import QuantizedModel, peak_memory, pick_device, prepare, quantize, start
 from requant.quantizers import METHODS
@@ -33,8 +32,9 @@ from requant.quantizing import gather, quantize_linears
 from requant.recipe import Budget, Calibration, Evaluation, Recipe, to_dict
 from requant.run import Run, Weights
 from requant.sensitivity.scores import score
-from requant.training import computed, leaves_of, other_parameters, single_precision, train
-from requant.tuning import original_model
+from requant.training.learnable import learnable
+from requant.training.loop import computed, leaves_of, other_parameters, single_precision, train
+from requant.training.tuning import original_model
 from requant.workspace import Workspace
 
 LARGE = {

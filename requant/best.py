@@ -3,8 +3,8 @@
     for every round of kinds (q and k; v and o; gate and up; down):
         measure the round's statistics in the model as it now stands
         quantize its matrices, each at the width that the budget gives it (allocation.py)
-        train all that is not code against the original (training.py): open matrices, scales, norms, embedding
-    train once more with all codes fixed (tuning.py)
+        train all that is not code against the original (training/loop.py): open matrices, scales, norms, embedding
+    train once more with all codes fixed (training/tuning.py)
 
 On bench-32m at 2.03 bits (KL to the original, nats): codes alone 0.415; the same codes and trained scales 0.343; rounds
 of one block each 0.302; widths by measured loss 0.289; steps three times as long and norms in place of input scales
@@ -16,14 +16,14 @@ is the target, and a round holds one kind of matrix from every block, so that ev
 from collections.abc import Sequence
 
 from requant.calibration.statistics import collect
-from requant.learnable import Theta, learnable, weight_function, with_theta
 from requant.models import LinearSite
 from requant.outcomes import keep_outcome, kept_outcome
 from requant.quantizers import METHODS
 from requant.quantizing import chunks_that_fit, gather, quantize_linears
 from requant.run import Run, Weights
-from requant.training import computed, leaves_of, other_parameters, rate_of, single_precision, train
-from requant.tuning import keep_others, original_model, split_windows
+from requant.training.learnable import Theta, learnable, weight_function, with_theta
+from requant.training.loop import computed, leaves_of, other_parameters, rate_of, single_precision, train
+from requant.training.tuning import keep_others, original_model, split_windows
 
 ROUNDS = 4
 

@@ -9,9 +9,9 @@ import torch
 from transformers import PreTrainedModel
 
 from requant.checkpoint import ByteTable, MatrixBytes, byte_table, load, read_header, verify_checksums
-from requant.decoding import write_tokens
 from requant.errors import TextError
 from requant.evaluation import Candidate, Row, compare, format_table
+from requant.inference.decoding import write_tokens
 from requant.models import (
     DEMO,
     context_limit,
@@ -23,7 +23,7 @@ from requant.models import (
     resolve_source,
 )
 from requant.pipeline import WIKITEXT, pick_device
-from requant.report import format_bytes
+from requant.reporting.report import format_bytes
 from requant.text import read_text, token_windows
 
 CONTEXT = 2048  # of a window, where the model has as many positions

@@ -4,8 +4,8 @@ computed.
     y = x w~' + bias,    w~ = dense(codes) + sparse
 
 `matmul` is the torch reference, for the CPU and for what no kernel takes: it dequantizes to float32, rounds to the
-dtype of x and calls `F.linear`, as an ordinary layer holding the same floats would. On a GPU `requant.serving` puts
-the kernels' own layer in the place of this one.
+dtype of x and calls `F.linear`, as an ordinary layer holding the same floats would. On a GPU `inference/serving.py`
+puts the kernels' own layer in the place of this one.
 """
 
 from collections.abc import Callable

@@ -19,8 +19,8 @@ from requant.checkpoint.header import read_json
 from requant.errors import CheckpointError, InputError
 from requant.evaluation import Quality
 from requant.models import resolve_source
-from requant.pages import budget_parts, environment, one_line
-from requant.plots import quality_plot
+from requant.reporting.pages import budget_parts, environment, one_line
+from requant.reporting.plots import quality_plot
 
 REPORT = "report.json"
 

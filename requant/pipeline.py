@@ -3,7 +3,7 @@
 prepare      load, find the matrices, check everything that can be checked before work begins
 allocate     bits of every matrix, and of embedding and head, within the budget (allocation.py)
 quantize     one of MODES: `best` (rounds of codes and training), `dense` (codes only), `paper` (ReQuant as published)
-tune         what is not code learns from the original's outputs (tuning.py)
+tune         what is not code learns from the original's outputs (training/tuning.py)
 diagnose     predicted against measured dF
 evaluate     perplexity and KL, the original beside the quantized model
 save         checkpoint, report, model card (saving.py)
@@ -41,11 +41,11 @@ from requant.outcomes import keep_outcome, kept_outcome
 from requant.paper import requant_as_published
 from requant.quantizing import quantize_linears
 from requant.recipe import Recipe
+from requant.reporting.samples import Sample, write_samples
 from requant.run import Run, Weights, fingerprint
-from requant.samples import Sample, write_samples
 from requant.sensitivity import originals
 from requant.text import SELF, Text, overlap, read_text, sample_self, spread, token_windows
-from requant.tuning import tune
+from requant.training.tuning import tune
 from requant.vocabulary import QuantizedVocabulary, quantize_vocabulary
 from requant.workspace import Workspace
 

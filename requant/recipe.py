@@ -85,7 +85,7 @@ class Detach:
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """Training of all that is not code against the original's outputs (`training.py`); `steps` 0 is off.
+    """Training of all that is not code against the original's outputs (`training/loop.py`); `steps` 0 is off.
 
     `steps` are those of one phase: every round of mode `best`, and the last one with all codes fixed.
     """

@@ -15,7 +15,7 @@ from requant.models import ALIASES, folder_bytes
 from requant.options import budget_name
 from requant.pipeline import Prepared, QuantizedModel
 from requant.recipe import dump_recipe
-from requant.report import (
+from requant.reporting.report import (
     BudgetSummary,
     CalibrationText,
     MatrixRow,

@@ -19,9 +19,9 @@ from requant.diagnosis import Diagnosis, diagnose
 from requant.errors import OutputError
 from requant.models import LinearSite
 from requant.pipeline import prepare, start
-from requant.plots import sensitivity_plot
 from requant.quantizing import quantize_linears
 from requant.recipe import Recipe
+from requant.reporting.plots import sensitivity_plot
 from requant.run import Run, Weights
 from requant.sensitivity import Scores
 from requant.workspace import Workspace

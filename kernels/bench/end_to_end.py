@@ -20,9 +20,9 @@ from requant_kernels import pack_grid
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from requant.inference.serving import KernelLinear, Sibling, Siblings
+from requant.inference.throughput import measure
 from requant.models import SIBLINGS
-from requant.serving import KernelLinear, Sibling, Siblings
-from requant.throughput import measure
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": {
@@ -98,7 +98,9 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES))
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--bits", type=int, nargs="+", default=[2], help="beside bf16")
-    parser.add_argument("--base", type=Path, help="JSON of another run, whose bf16 rows are taken, not timed again")
+    parser.add_argument(
+        "--base", type=Path, help="JSON of another run, whose bf16 rows are taken, not timed again"
+    )
     parser.add_argument("--density", type=float, default=0.0, help="share of residuals")
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--new-tokens", type=int, default=128)
@@ -109,7 +111,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1e9, help="stop starting new rows after this long")
     args = parser.parse_args()
     started, rows = time.monotonic(), json.loads(args.base.read_text())["rows"] if args.base else []
-    rows = [row for row in rows if row["name"] == "bf16" and row["shape"] in args.shapes and "failed" not in row]
+    rows = [
+        row for row in rows if row["name"] == "bf16" and row["shape"] in args.shapes and "failed" not in row
+    ]
     for shape in args.shapes:
         base = {row["batch"]: row["decode_tokens_per_s"] for row in rows if row["shape"] == shape}
         for bits in (*(() if args.base else (None,)), *args.bits):

@@ -24,7 +24,10 @@ METRICS = {
     "cycles_an_instruction": "Warp Cycles Per Issued Instruction",
 }
 FIRST = ("decode_kernel", "arrange_kernel")  # kernels that a multiplication begins with
-PRODUCTS = ("byte_sum_kernel", "trellis_multiply_kernel")  # of a trellis, which a rotation ends, and may begin
+PRODUCTS = (
+    "byte_sum_kernel",
+    "trellis_multiply_kernel",
+)  # of a trellis, which a rotation ends, and may begin
 ROTATIONS = ("section_kernel", "many_sections_kernel", "butterfly_kernel")
 
 

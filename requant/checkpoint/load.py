@@ -43,7 +43,7 @@ def load(
     """The model of a checkpoint, in eval mode.
 
     `dtype` is that of activations and of all that is not quantized; `auto` keeps what the checkpoint has.
-    On a GPU the matrices are held as the kernels read them (`requant.serving`), and such a model cannot be saved.
+    On a GPU the matrices are held as the kernels read them (`requant.inference.serving`), and such a model cannot be saved.
     With `dequantize`, plain layers hold the same floats: as large as the original, the same logits bit for
     bit, and faster where no kernel serves the quantized form. Raises CheckpointError for a folder that is
     damaged, foreign or hostile; then no model exists, not even in part. One line of the log (level INFO) says how
@@ -86,7 +86,7 @@ def load(
     if dequantize:
         model = model.dequantize()
     elif torch.device(device).type == "cuda":
-        from requant.serving import serve
+        from requant.inference.serving import serve
 
         return serve(model, device=device).eval()
     return model.to(device).eval()

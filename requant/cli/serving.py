@@ -47,7 +47,7 @@ def bench(
     as_json: AsJson = False,
 ) -> None:
     """Tokens a second and memory of a model."""
-    from requant import throughput
+    from requant.inference import throughput
 
     rows = throughput.bench(
         checkpoint, against=against, batches=_batches(batch), prompt_tokens=prompt_tokens, new_tokens=new_tokens,

@@ -20,7 +20,7 @@ from requant.exporting import compressed_tensors, dense, gguf
 from requant.exporting.folder import Written, copy_files, new_folder, write_card
 from requant.exporting.source import Source, open_source
 from requant.recipe import did_you_mean
-from requant.report import format_bytes
+from requant.reporting.report import format_bytes
 
 TARGETS: dict[str, Callable[[Source, Path], Written]] = {
     "dense": dense.write,

@@ -23,7 +23,7 @@ from requant.checkpoint.packing import pack, unpack
 from requant.checkpoint.slicing import join_rows, slice_columns, slice_rows
 from requant.errors import CheckpointError, InputError, ModelError
 from requant.formats import QuantizedWeight
-from requant.serving import KernelLinear, kernel_layout
+from requant.inference.serving import KernelLinear, kernel_layout
 
 Shard = str | int | None  # "q", "k", "v"; 0, 1; None: the matrix is the layer's only one
 

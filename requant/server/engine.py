@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from requant.decoding import Decoder
+from requant.inference.decoding import Decoder
 from requant.sampling import sample_next
 from requant.server.protocol import ApiError, Limits, Sampling
 from requant.server.text_stream import TextStream

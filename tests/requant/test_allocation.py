@@ -14,12 +14,12 @@ from requant.checkpoint import byte_table
 from requant.checkpoint.packing import pack
 from requant.errors import RecipeError
 from requant.knapsack import TOLERANCE
-from requant.learnable import with_theta
 from requant.models import folder_bytes
 from requant.pipeline import prepare, start
 from requant.quantizers import METHODS
 from requant.quantizers.trellis import TrellisConfig
 from requant.recipe import Budget, Calibration, Detach, Evaluation, Recipe, Tuning, load_recipe
+from requant.training.learnable import with_theta
 from requant.workspace import Workspace
 
 TINY = ("--num-samples", 2, "--seq-len", 32, "--quiet")

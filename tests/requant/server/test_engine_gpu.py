@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from requant.comparison import open_served
-from requant.decoding import write_tokens
+from requant.inference.decoding import write_tokens
 from requant.models import load_tokenizer
 from requant.server.engine import Engine
 from requant.server.protocol import Limits, Sampling

@@ -16,9 +16,9 @@ from requant_kernels.tuning import launches_early
 from torch import Tensor
 from transformers import DynamicCache
 
-from requant.attention import use_kernel
+from requant.inference.attention import use_kernel
+from requant.inference.static_cache import SharedLengthCache, static_cache
 from requant.sampling import sample_next
-from requant.static_cache import SharedLengthCache, static_cache
 
 PARTS = 512  # of a row of logits
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class Decoder:
 
     `graph` None captures a step wherever that is possible. `step_model` is what runs a step, for instance a compiled
     form of the model; the prompt always goes through the model itself. With
-    `kernel_attention`, the attention of a step on a GPU is `requant.attention`'s where the model's own is torch's.
+    `kernel_attention`, the attention of a step on a GPU is `requant.inference.attention`'s where the model's own is torch's.
     """
 
     def __init__(

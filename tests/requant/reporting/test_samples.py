@@ -2,7 +2,7 @@
 
 import torch
 
-from requant.samples import NEW_TOKENS, PROMPT_TOKENS, continued, sample_prompts, write_samples
+from requant.reporting.samples import NEW_TOKENS, PROMPT_TOKENS, continued, sample_prompts, write_samples
 
 
 def test_prompts_are_spread_over_the_text() -> None:

@@ -1,7 +1,7 @@
 """How fast a model reads and writes: tokens a second, and the memory it takes, by number of sequences.
 
     prefill   tokens of all prompts / seconds of the forward pass that reads them
-    decode    sequences x new tokens / seconds of their steps (`requant.decoding`: on a GPU replays of one CUDA graph)
+    decode    sequences x new tokens / seconds of their steps (`decoding.py`: on a GPU replays of one CUDA graph)
 
 Prompts are random tokens, all of one length; every token is the likeliest, none ends a text. The first round warms up and
 is not counted, the median of the others is. A quantized model and its original are measured by the same harness.
@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 from requant.comparison import open_served
-from requant.decoding import Decoder, compiled_step
 from requant.errors import InputError
 from requant.evaluation import format_table
+from requant.inference.decoding import Decoder, compiled_step
 from requant.models import context_limit, load_config, resolve_source
 from requant.pipeline import pick_device
-from requant.report import format_bytes
+from requant.reporting.report import format_bytes
 
 ROUNDS = 3
 # batches, prompt tokens, new tokens
@@ -133,7 +133,7 @@ def bench(
     for name, folder in zip(names, folders, strict=True):
         model: Any = open_served(folder, device=where, dtype=dtype)
         if tune:
-            from requant.serving import tune_kernels
+            from requant.inference.serving import tune_kernels
 
             tune_kernels(model, tokens=sorted({min(batch, 64) for batch in batches}))
         for batch in batches:

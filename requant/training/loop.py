@@ -22,11 +22,11 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from requant.calibration.passes import batches, recomputed_blocks
-from requant.learnable import Theta, weight_function
 from requant.models import LinearSite
 from requant.recipe import Tuning
 from requant.run import Run, Weights
-from requant.training_step import Leaf, TrainingStep
+from requant.training.learnable import Theta, weight_function
+from requant.training.step import Leaf, TrainingStep
 from requant.vocabulary import vocabulary_of
 
 RESIDUAL_RATE = 3.0  # of the rate of all else: residuals are few and each stands alone

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, StaticCache
 
-from requant import attention
-from requant.decoding import Decoder
+from requant.inference import attention
+from requant.inference.decoding import Decoder
 
 
 def heads(b: int, h: int, n: int) -> torch.Tensor:

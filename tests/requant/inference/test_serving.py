@@ -18,8 +18,8 @@ from requant.checkpoint.packing import pack
 from requant.embedding import QuantEmbedding, tied_head
 from requant.errors import OutputError
 from requant.formats import Grid, QuantizedWeight, sparse_residual
+from requant.inference.serving import KernelEmbedding, KernelLinear, Sibling, kernel_layout, serve
 from requant.linear import QuantLinear
-from requant.serving import KernelEmbedding, KernelLinear, Sibling, kernel_layout, serve
 
 
 def grid(n: int, k: int, *, bits: int = 3, density: float = 0.02, seed: int = 0, scaled: bool = False) -> Any:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from requant.lineup import Entry, render_lineup
-from requant.report import BudgetSummary, render_report
-from requant.samples import Sample
+from requant.reporting.report import BudgetSummary, render_report
+from requant.reporting.samples import Sample
 
 from .test_report import HOSTILE, matrices, summary
 

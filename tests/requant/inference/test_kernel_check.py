@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from requant import serving
-from requant.kernel_check import TOKENS, KernelCheck, TritonError, kind_of
+from requant.inference import serving
+from requant.inference.kernel_check import TOKENS, KernelCheck, TritonError, kind_of
+from requant.inference.serving import KernelLinear, kernel_layout, serve
 from requant.linear import QuantLinear
-from requant.serving import KernelLinear, kernel_layout, serve
 
 
 def test_right_ones_pass_once(random_weight) -> None:

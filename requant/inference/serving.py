@@ -23,7 +23,7 @@ from requant.checkpoint.slicing import join_rows
 from requant.embedding import QuantEmbedding
 from requant.errors import OutputError
 from requant.formats import Codebook, Grid, QuantizedWeight, Trellis
-from requant.kernel_check import KernelCheck
+from requant.inference.kernel_check import KernelCheck
 from requant.linear import QuantLinear, apply_without_casts
 from requant.models import SIBLINGS
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from requant.training_step import Leaf, TrainingStep
+from requant.training.step import Leaf, TrainingStep
 
 
 def problem(device: str = "cpu"):

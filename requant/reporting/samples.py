@@ -12,7 +12,7 @@ from jaxtyping import Int64
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from requant.decoding import Decoder
+from requant.inference.decoding import Decoder
 
 PROMPT_TOKENS = 24
 NEW_TOKENS = 40

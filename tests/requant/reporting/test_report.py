@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from requant.evaluation import Protocol, Quality
-from requant.plots import alternatives_plot, plot_width, sensitivity_plot
-from requant.report import (
+from requant.reporting.plots import alternatives_plot, plot_width, sensitivity_plot
+from requant.reporting.report import (
     BudgetSummary,
     CalibrationText,
     MatrixRow,
@@ -24,7 +24,7 @@ from requant.report import (
     render_report,
     write_report,
 )
-from requant.samples import Sample
+from requant.reporting.samples import Sample
 
 HOSTILE = '<script>alert("x")</script>`| {{ 7*7 }}\n---\n\x1b[31m'
 KINDS = {"q_proj": (256, 256), "k_proj": (128, 256), "down_proj": (256, 768)}

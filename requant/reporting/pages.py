@@ -6,7 +6,7 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-TEMPLATES = Path(__file__).parent / "templates"
+TEMPLATES = Path(__file__).parents[1] / "templates"
 SCORE_NAMES = {"pqi": "PQI", "hessian": "Hessian diagonal", "gradient": "gradient", "marginal": "marginal"}
 # What the bytes of a checkpoint are spent on: name -> its parts as `checkpoint.sizes` names them, and a colour
 BUDGET: dict[str, tuple[tuple[str, ...], str]] = {

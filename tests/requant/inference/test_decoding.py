@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from requant.decoding import Decoder, likeliest, write_tokens
-from requant.static_cache import static_cache
+from requant.inference.decoding import Decoder, likeliest, write_tokens
+from requant.inference.static_cache import static_cache
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "gpt-neox", "phi3"])

@@ -1,7 +1,7 @@
 """Tuning: with the codes fixed, the numbers beside them learn to bring the model's outputs back to the original's.
 
 theta (scales of a grid, levels of a codebook, output scales of a trellis, residuals) and the parameters that stay in 16
-bits anyway (norms, biases, embedding, head unless quantized) follow the KL divergence to the original (`training.py`).
+bits anyway (norms, biases, embedding, head unless quantized) follow the KL divergence to the original (`loop.py`).
 Codes stay as they are, so the checkpoint takes the same bytes; a trellis keeps signs on its input side, and the norms do
 the work of input scales for nothing: KL 0.301 at 2.028 bits where both scale vectors give 0.302 at 2.051 (bench-32m).
 Every `check_every` steps the KL on held-out windows is measured, and the best values win: the tuned model is never
@@ -18,10 +18,10 @@ from transformers import PreTrainedModel
 
 from requant.checkpoint.save import disk_dtype
 from requant.errors import RecipeError
-from requant.learnable import learnable, with_theta
 from requant.recipe import Tuning
 from requant.run import Run, Weights
-from requant.training import computed, leaves_of, other_parameters, rate_of, single_precision, train
+from requant.training.learnable import learnable, with_theta
+from requant.training.loop import computed, leaves_of, other_parameters, rate_of, single_precision, train
 
 
 def tune(run: Run, weights: Weights, settings: Tuning, *, teacher: PreTrainedModel | None = None) -> Weights:

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from requant.errors import RecipeError
-from requant.learnable import learnable, weight_function, with_theta
 from requant.pipeline import prepare, start
 from requant.quantizers import METHODS
 from requant.quantizing import quantize_linears
 from requant.recipe import Calibration, Evaluation, Recipe, Tuning
 from requant.run import Run
-from requant.tuning import tune
+from requant.training.learnable import learnable, weight_function, with_theta
+from requant.training.tuning import tune
 from requant.workspace import Workspace
 
 

@@ -14,7 +14,7 @@ import yaml
 from markupsafe import Markup
 
 from requant.evaluation import Quality
-from requant.pages import (
+from requant.reporting.pages import (
     QUANTIZED,
     budget_parts,
     environment,
@@ -22,8 +22,8 @@ from requant.pages import (
     format_seconds,
     one_line,
 )
-from requant.plots import alternatives_plot, plot_width, sensitivity_plot
-from requant.samples import Sample
+from requant.reporting.plots import alternatives_plot, plot_width, sensitivity_plot
+from requant.reporting.samples import Sample
 
 __all__ = [
     "CalibrationText",

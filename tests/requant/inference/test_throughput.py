@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from requant.throughput import measure, model_bytes
+from requant.inference.throughput import measure, model_bytes
 
 
 def test_measure(tiny_model) -> None:

@@ -8,8 +8,8 @@ import torch
 from requant_kernels import tuning
 
 from requant.checkpoint import load
-from requant.decoding import Decoder, write_tokens
-from requant.serving import KernelLinear, Sibling, tune_kernels
+from requant.inference.decoding import Decoder, write_tokens
+from requant.inference.serving import KernelLinear, Sibling, tune_kernels
 
 pytestmark = pytest.mark.gpu
 KINDS = ["codebook", "trellis", "symmetric"]
