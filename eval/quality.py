@@ -74,6 +74,16 @@ PLANS: dict[str, Plan] = {
     "flat-codes": Plan(
         label="trellis codes, one width", mode="dense", tuning=Tuning(), statistics=1, widths=flat
     ),
+    "codes-one-sided": Plan(
+        label="codes alone, inputs' curvature only",
+        mode="dense",
+        tuning=Tuning(),
+        statistics=1,
+        options={"two_sided": False},
+    ),
+    "codes-whole-bits": Plan(
+        label="codes alone, whole bits", mode="dense", tuning=Tuning(), statistics=1, quarters=False
+    ),
     "little-statistics": Plan(label="best, statistics of 128 windows", statistics=1),
     "whole-bits": Plan(label="best, whole bits", quarters=False),
     "no-rounds": Plan(label="best, trained at the end only", mode="dense", tuning=ALL_AT_THE_END),
