@@ -6,4 +6,5 @@
 | `pages.py` | templates to pages that need no network |
 | `plots.py` | the plots, as SVG |
 | `samples.py` | what the model writes before and after |
+| `lineup.py` | checkpoints side by side |
 """

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from requant.lineup import Entry, render_lineup
+from requant.reporting.lineup import Entry, render_lineup
 from requant.reporting.report import BudgetSummary, render_report
 from requant.reporting.samples import Sample
 

@@ -10,9 +10,9 @@ import pytest
 import requant
 from requant.checkpoint import byte_table
 from requant.errors import CheckpointError, InputError
-from requant.lineup import lineup, note, read_entry, render_lineup, same_text
 from requant.quantizers import METHODS
 from requant.recipe import Calibration, Evaluation, Recipe
+from requant.reporting.lineup import lineup, note, read_entry, render_lineup, same_text
 
 from .test_report import HOSTILE, Page
 
