@@ -82,9 +82,14 @@ def spread(values: Sequence[float]) -> str:
     return "" if len(values) < 2 else f" ({min(values):.4f} to {max(values):.4f}, {len(values)} seeds)"
 
 
-def best_ablation_table(results: Path) -> str:
+def demo_ablation_table(results: Path) -> str:
+    """The same for demo-4m."""
+    return best_ablation_table(results, "demo-4m")
+
+
+def best_ablation_table(results: Path, model: str = "bench-32m") -> str:
     """KL of mode `best` with one part left out or changed, by budget; real bits where they are not the budget's."""
-    found = [row for row in read(results, "quality-bench-32m").get("rows", []) if row["seed"] == 0]
+    found = [row for row in read(results, f"quality-{model}").get("rows", []) if row["seed"] == 0]
     studied = {row["bits"] for row in found if row["name"] not in ("best", "codes")}
     budgets = sorted(studied or {row["bits"] for row in found})
     labels = {row["name"]: row["label"] for row in found}

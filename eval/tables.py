@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.common import RESULTS, ROOT
-from eval.curve_tables import best_ablation_table, quality_demo_table, quality_table
+from eval.curve_tables import best_ablation_table, demo_ablation_table, quality_demo_table, quality_table
 from eval.markdown import PEERS, markdown, read
 
 BLOCK = re.compile(r"(<!-- results:([a-z-]+) -->\n).*?(<!-- /results -->)", re.DOTALL)
@@ -282,6 +282,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "quality": quality_table,
     "quality-demo": quality_demo_table,
     "best-ablation": best_ablation_table,
+    "demo-ablation": demo_ablation_table,
     "tasks": tasks_table,
     "speed": speed_table,
 }
