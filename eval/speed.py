@@ -1,6 +1,7 @@
 """Seconds by stage and peak memory: the targets of speed, measured.
 
     python -m eval.speed [--model FOLDER] [--data FOLDER] [--out FOLDER] [--num-samples 64] [--nodes] [--large]
+    python -m eval.speed --best [--bits 3] [--keep FOLDER] [--large]
 
 `--nodes` times PQI with 2 Gauss nodes against 32 plain ones. `--large` builds a Llama of the shape of Llama 3.2 1B with
 random weights, for time and memory alone: hidden 2048, 16 blocks, intermediate 8192, 32 heads over 8 kv heads,

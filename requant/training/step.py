@@ -3,11 +3,10 @@
     for part in parts: gradients += d loss(part) / d leaves
     leaves -= Adam(gradients), at `share` of every leaf's rate
 
-A step of a small model is thousands of launches, which Python issues more slowly than a GPU runs them (bench-32m on an
-H200: 66 ms a step, 48 as a replay). So after a few eager steps, which set up libraries and the optimizer's state, the
-gradients of a part and the update of the leaves are captured once each: gradients and rates then live where the graphs
-expect them, and a step is a copy of its tokens and a replay. Leaves on a CPU or on several GPUs, and models that cannot
-be captured, go on step by step.
+A step of a small model is thousands of launches, which Python issues more slowly than a GPU runs them. So after a few
+eager steps, which set up libraries and the optimizer's state, the gradients of a part and the update of the leaves are
+captured once each: gradients and rates then live where the graphs expect them, and a step is a copy of its tokens and a
+replay. Leaves on a CPU or on several GPUs, and models that cannot be captured, go on step by step.
 """
 
 import logging
