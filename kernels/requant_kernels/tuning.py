@@ -138,10 +138,11 @@ def decode_config(layout: Layout, tokens: int, device: torch.device) -> DecodeCo
 
 
 def gathers(layout: Layout, width: int, device: torch.device) -> bool:
-    """Whether `gathered.py` can multiply: Hopper, residuals that have their second order, a decoder that is assembly."""
+    """Whether `gathered.py` may multiply: Hopper, residuals that have their second order, a decoder that is assembly.
+    HOPPER_VARIABLE=0 keeps all from it."""
     entries = layout.sparse is not None and layout.sparse.entries is not None
     memory = isinstance(layout, CodebookLayout) and layout.bits > 4
-    return width <= 8 and entries and not memory and _has_wgmma(device)
+    return width <= 8 and entries and not memory and _takes_gluon(device)
 
 
 def distance_of(kind: str, bits: int, width: int) -> tuple[int, bool]:
@@ -234,13 +235,17 @@ def _has_wgmma(device: torch.device) -> bool:
     return tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
 
 
+def _takes_gluon(device: torch.device) -> bool:
+    """Whether kernels in Gluon are possible, and not turned off."""
+    return os.environ.get(HOPPER_VARIABLE) != "0" and _has_wgmma(device)
+
+
 def runs_on_hopper(layout: Layout | TrellisLayout, device: torch.device) -> bool:
     """Whether more than 16 tokens of a layout go to `hopper.py` (`trellis_hopper.py`): every format whose decoder is
     assembly, and residuals that have their second order (`entries.py`), which are launches of their own beside a trellis.
     HOPPER_VARIABLE=0 keeps all from it."""
     return (
-        os.environ.get(HOPPER_VARIABLE) != "0"
-        and _has_wgmma(device)
+        _takes_gluon(device)
         and not (isinstance(layout, CodebookLayout) and layout.bits > 4)
         and (isinstance(layout, TrellisLayout) or layout.sparse is None or layout.sparse.entries is not None)
     )

@@ -105,6 +105,9 @@ def test_entries_are_multiplied_where_there_are_any(monkeypatch: pytest.MonkeyPa
         tuning.forget()
         assert tuning.decode_config(layout, 8, device).gathered == (name == "H100")
         assert not tuning.decode_config(without, 8, device).gathered
+        with monkeypatch.context() as off:
+            off.setenv(tuning.HOPPER_VARIABLE, "0")
+            assert not tuning.decode_config(layout, 8, device).gathered
         assert not tuning.decode_config(layout, 9, device).gathered
         one = tuning.decode_config(layout, 1, device)
         assert one == DecodeConfig(warps=2, unroll=3, ahead=False, staged=True, pdl=name == "H100")
