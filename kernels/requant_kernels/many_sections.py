@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from requant_kernels.launching import interned, launch
-from requant_kernels.sections import SECTION, signs_of
+from requant_kernels.sections import SECTION, part_factors, signs_of
 from requant_kernels.turns import turn_asm
 
 MANY = 512  # sections from which on a program makes all of its block: what it has read serves them all
@@ -41,15 +41,7 @@ def many_sections_kernel(
     g, t = lane // 4 + eight * 0 + warp * 0, lane % 4 * 2
     own_signs = signs_of(g, t, 7) | (signs_of(g, t + 1, 7) << 16)
     signs = signs_of(row, column, MASK).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    factors = ()
-    for p in tl.static_range(P):
-        bits = own & p
-        bits ^= bits >> 4
-        factor = (1 - 2 * ((0x6996 >> (bits & 15)) & 1)).to(tl.float32) * ROOT
-        if before_ptr is not None:
-            source = (base + p) * 4096 + place
-            factor *= tl.load(before_ptr + source, mask=source < width, other=0.0).to(tl.float32)
-        factors = factors + (factor,)
+    factors = part_factors(before_ptr, base, own, place, width, P, ROOT)
     scale, bias = (), ()
     for o in tl.static_range(OWN):
         at = (section + o) * 4096 + row * 256 + tl.arange(0, 256)[None, :]

@@ -37,6 +37,21 @@ def signs_of(i, j, MASK: tl.constexpr):
 
 
 @triton.jit
+def part_factors(before_ptr, base, own, place, width, P: tl.constexpr, ROOT: tl.constexpr):
+    """What the P sections from `base` on are multiplied by where they make section `own` of their block: signs, scales."""
+    factors = ()
+    for p in tl.static_range(P):
+        bits = own & p
+        bits ^= bits >> 4
+        factor = (1 - 2 * ((0x6996 >> (bits & 15)) & 1)).to(tl.float32) * ROOT
+        if before_ptr is not None:
+            source = (base + p) * 4096 + place
+            factor *= tl.load(before_ptr + source, mask=source < width, other=0.0).to(tl.float32)
+        factors = factors + (factor,)
+    return factors
+
+
+@triton.jit
 def finish_fixed(y, at, token, section, sections, out_width, y_ptr, scales_ptr, stride_y):
     """Store 16-bit fixed point, high and low bytes apart, and the section's scale and sum."""
     largest = tl.max(tl.abs(y))
@@ -77,15 +92,7 @@ def section_kernel(
     third = signs_of(g, t, MASK) | (signs_of(g, t + 1, MASK) << 16)
     at = section * 4096 + (g + 8 * (eight // 4)) * 256 + warp * 16 + t * 2 + eight % 4
     inside = at < out_width
-    factors = ()
-    for p in tl.static_range(P):
-        bits = own & p
-        bits ^= bits >> 4
-        factor = (1 - 2 * ((0x6996 >> (bits & 15)) & 1)).to(tl.float32) * ROOT
-        if before_ptr is not None:
-            source = (base + p) * 4096 + place
-            factor *= tl.load(before_ptr + source, mask=source < width, other=0.0).to(tl.float32)
-        factors = factors + (factor,)
+    factors = part_factors(before_ptr, base, own, place, width, P, ROOT)
     if after_ptr is not None:
         after = tl.load(after_ptr + at, mask=inside, other=0.0).to(tl.float32)
     if bias_ptr is not None:
