@@ -21,8 +21,8 @@ from requant.outcomes import keep_outcome, kept_outcome
 from requant.quantizers import METHODS
 from requant.quantizing import chunks_that_fit, gather, quantize_linears
 from requant.run import Run, Weights
-from requant.training.learnable import Theta, learnable, weight_function, with_theta
-from requant.training.loop import computed, leaves_of, other_parameters, rate_of, single_precision, train
+from requant.training.learnable import Theta, learnable, with_theta
+from requant.training.loop import derived_of, leaves_of, other_parameters, rate_of, single_precision, train
 from requant.training.tuning import keep_others, original_model, split_windows
 
 ROUNDS = 4
@@ -80,17 +80,9 @@ def in_rounds(run: Run, rounds: Sequence[Sequence[LinearSite]]) -> Weights:
             if still_open:
                 with run.stage("tuning"):
                     leaves = leaves_of(thetas, still_open, list(others.values()), rate)
+                    derived = derived_of(run, weights, thetas)
                     label = f"round {index + 1}/{len(rounds)}"
-                    with computed(run, weights, thetas):
-                        train(run, teacher, leaves, settings, windows, label=label)
-            place(run, weights, thetas)
+                    train(run, teacher, leaves, derived, settings, windows, label=label)
     keep_others(run, before)
     run.path({}).place(0.0)
     return {site.name: with_theta(weights[site.name], thetas[site.name]) for site in run.sites}
-
-
-def place(run: Run, weights: Weights, thetas: dict[str, Theta]) -> None:
-    """Write the coded matrices, as they now are, into the model: the next statistics are measured behind them."""
-    for site in run.sites:
-        if site.name in weights:
-            site.set_weight(weight_function(weights[site.name])(thetas[site.name]).detach())

@@ -28,14 +28,18 @@ Loss = Callable[[PreTrainedModel, Int64[Tensor, "b t"]], Float[Tensor, ""]]
 
 
 def batches(
-    windows: Int64[Tensor, "b t"], model: PreTrainedModel, *, label: str | None
+    windows: Int64[Tensor, "b t"],
+    model: PreTrainedModel,
+    *,
+    label: str | None,
+    windows_each: int | None = None,
 ) -> Iterator[Int64[Tensor, "c t"]]:
-    """Windows in chunks whose logits stay near 1 GB, on the model's device, under a progress bar."""
+    """Windows in chunks whose logits stay near 1 GB, or of `windows_each`, on the model's device, with a progress bar."""
     head = model.get_output_embeddings()
     vocabulary = 50_000 if head is None else head.weight.shape[0]
     parameter = next(model.parameters())
     tokens = min(8192 if parameter.is_cuda else 2048, 300_000_000 // vocabulary)
-    chunks = windows.split(max(1, tokens // windows.shape[1]))
+    chunks = windows.split(windows_each or max(1, tokens // windows.shape[1]))
     for chunk in tqdm(chunks, desc=label or "", disable=label is None, leave=True, unit="batch"):
         yield chunk.to(parameter.device)
 

@@ -7,17 +7,16 @@ not have any yet, and the `others`, which are stored in 16 bits whatever is quan
 Adam (0.9, 0.95) with steps in units of each tensor's root mean square, ten steps of warm-up, then a cosine to zero. What
 there is to mend is as large as the errors of the codes, which halve with every bit, and so do the steps (`rate_of`): at
 4 bits a third of the rate of 2 bits gives KL 0.0205, the same rate 0.0225, and codes alone have 0.0229 (bench-32m).
-The model holds float32 while it learns; on a GPU its products run in bfloat16.
+The model holds float32 while it learns; on a GPU its products run in bfloat16 and its blocks compiled (`fusing.py`).
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
-from torch.nn import functional
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
@@ -25,8 +24,9 @@ from requant.calibration.passes import batches, recomputed_blocks
 from requant.models import LinearSite
 from requant.recipe import Tuning
 from requant.run import Run, Weights
+from requant.training.fusing import Divergence, fused, kl
 from requant.training.learnable import Theta, weight_function
-from requant.training.step import Leaf, TrainingStep
+from requant.training.step import Derived, Leaf, TrainingStep
 from requant.vocabulary import vocabulary_of
 
 RESIDUAL_RATE = 3.0  # of the rate of all else: residuals are few and each stands alone
@@ -70,24 +70,33 @@ def train(
     run: Run,
     teacher: PreTrainedModel,
     leaves: Sequence[Leaf],
+    derived: Sequence[Derived],
     settings: Tuning,
     windows: Int64[Tensor, "b t"],
     *,
     label: str,
     judge: Int64[Tensor, "h t"] | None = None,
 ) -> None:
-    """`settings.steps` steps. With `judge`, the leaves end at their best values on those windows, the first included."""
+    """`settings.steps` steps; the model ends with the matrices that the leaves then give.
+
+    With `judge`, the leaves end at their best values on those windows, the first included.
+    """
     tensors = [leaf.tensor for leaf in leaves]
     drawn = _draw(windows, 0, settings, run.recipe.seed).numel()
     best, kept = math.inf, [t.detach().clone() for t in tensors] if judge is not None else tensors
-    with recomputed_blocks(run.model, None):
+    part = part_of(run, leaves, derived, settings, windows.shape[1])
+    recompute = None if part is None else False
+    with fused((run.model, teacher), settings.steps) as kl_of, recomputed_blocks(run.model, recompute):
+        step_of = TrainingStep(
+            lambda tokens: kl_sum(run.model, teacher, tokens, kl_of) / drawn, leaves, derived
+        )
         if judge is not None:
             best = divergence(run.model, teacher, judge)
-        step_of = TrainingStep(lambda tokens: kl_sum(run.model, teacher, tokens) / drawn, leaves)
         bar = tqdm(range(settings.steps), desc=label, unit="step", disable=run.quiet)
         for step in bar:
             tokens = _draw(windows, step, settings, run.recipe.seed)
-            step_of(list(batches(tokens, run.model, label=None)), _share_of_rate(step, settings))
+            parts = batches(tokens, run.model, label=None, windows_each=part)
+            step_of(list(parts), _share_of_rate(step, settings))
             last = step + 1 == settings.steps
             if judge is not None and (last or (step + 1) % settings.check_every == 0):
                 now = divergence(run.model, teacher, judge)
@@ -98,6 +107,8 @@ def train(
     with torch.no_grad():
         for tensor, value in zip(tensors, kept, strict=True):
             tensor.copy_(value)
+    for matrix in derived:
+        matrix.place()
 
 
 @contextmanager
@@ -113,25 +124,25 @@ def single_precision(model: nn.Module) -> Iterator[None]:
             p.data = p.data.to(dtype)
 
 
-@contextmanager
-def computed(run: Run, weights: Weights, thetas: Mapping[str, Theta]) -> Iterator[None]:
-    """The linears that have codes, with weights computed from theta at every call."""
-    with ExitStack() as stack:
-        for site in run.sites:
-            if site.name in weights:
-                stack.enter_context(_computed(site, weight_function(weights[site.name]), thetas[site.name]))
-        yield
+def derived_of(run: Run, weights: Weights, thetas: Mapping[str, Theta]) -> list[Derived]:
+    """The matrices that have codes: their parameters as functions of theta."""
+
+    def derive(site: LinearSite) -> Derived:
+        floats, theta = weight_function(weights[site.name]), thetas[site.name]
+        return Derived(parameter=site.parameter, value=lambda: site.oriented(floats(theta)))
+
+    return [derive(site) for site in run.sites if site.name in weights]
 
 
 def kl_sum(
-    model: PreTrainedModel, teacher: PreTrainedModel, tokens: Int64[Tensor, "b t"]
+    model: PreTrainedModel, teacher: PreTrainedModel, tokens: Int64[Tensor, "b t"], kl_of: Divergence = kl
 ) -> Float[Tensor, ""]:
     """Sum of KL(teacher || model) over the positions of a batch, nats; in bfloat16 on a GPU, unless it only judges."""
     with torch.autocast("cuda", dtype=torch.bfloat16, enabled=tokens.is_cuda and torch.is_grad_enabled()):
         with torch.no_grad():
-            expected = teacher(input_ids=tokens, use_cache=False).logits.float().log_softmax(-1)
-        found = model(input_ids=tokens, use_cache=False).logits.float().log_softmax(-1)
-    return functional.kl_div(found, expected, reduction="sum", log_target=True)
+            expected = teacher(input_ids=tokens, use_cache=False).logits
+        found = model(input_ids=tokens, use_cache=False).logits
+    return kl_of(found, expected)
 
 
 @torch.no_grad()
@@ -141,6 +152,28 @@ def divergence(model: PreTrainedModel, teacher: PreTrainedModel, windows: Int64[
         kl_sum(model, teacher, tokens).double().item() for tokens in batches(windows, model, label=None)
     )
     return total / windows.numel()
+
+
+def part_of(
+    run: Run, leaves: Sequence[Leaf], derived: Sequence[Derived], settings: Tuning, length: int
+) -> int | None:
+    """Windows of `length` tokens that a GPU takes at once without recomputing blocks; None: it has no room for it.
+
+    Counted beside gradients and Adam's state, half as much again: inputs and outputs of every linear in float32, for what
+    lies between them, and the logits of both models.
+    """
+    if run.model.device.type != "cuda":
+        return None
+    head = run.model.get_output_embeddings()
+    activations = 4 * sum(sum(site.shape) for site in run.sites)
+    logits = 16 * (0 if head is None else head.weight.shape[0])
+    state = 12 * sum(leaf.tensor.numel() for leaf in leaves)
+    state += 4 * sum(matrix.parameter.numel() for matrix in derived)
+    room = torch.cuda.mem_get_info(run.model.device)[0] - state
+    part = max(1, settings.tokens_per_step // length)
+    while part and 1.5 * part * length * (activations + logits) > room:
+        part //= 2
+    return part or None
 
 
 def _share_of_rate(step: int, settings: Tuning) -> float:
@@ -155,19 +188,3 @@ def _draw(train: Int64[Tensor, "b t"], step: int, settings: Tuning, seed: int) -
     generators = (torch.Generator().manual_seed(1_000_003 * seed + epoch + i) for i in range(2))
     order = torch.cat([torch.randperm(len(train), generator=generator) for generator in generators])
     return train[order[first : first + count]]
-
-
-@contextmanager
-def _computed(
-    site: LinearSite, floats: Callable[[Mapping[str, Tensor]], Tensor], theta: Mapping[str, Tensor]
-) -> Iterator[None]:
-    """The linear with its weight computed from theta at every call."""
-
-    def forward(x: Tensor) -> Tensor:
-        return functional.linear(x, floats(theta).to(x.dtype), getattr(site.module, "bias", None))
-
-    site.module.forward = forward
-    try:
-        yield
-    finally:
-        del site.module.forward

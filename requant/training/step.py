@@ -1,7 +1,13 @@
 """One step of Adam over parts of a batch; on one GPU a replay of CUDA graphs.
 
-    for part in parts: gradients += d loss(part) / d leaves
+    for part in parts: gradients += d loss(part) / d (leaves, derived)
+    gradients of leaves += d derived / d leaves, transposed, times gradients of derived
     leaves -= Adam(gradients), at `share` of every leaf's rate
+    derived = value(leaves)
+
+A coded matrix is a function of leaves. It is computed once a step and written into the model's own parameter, whose
+gradient goes back through the function once a step too, whatever the number of parts; the model stays one of plain
+modules, which a compiler can fuse.
 
 A step of a small model is thousands of launches, which Python issues more slowly than a GPU runs them. So after a few
 eager steps, which set up libraries and the optimizer's state, the gradients of a part and the update of the leaves are
@@ -29,13 +35,37 @@ class Leaf:
     rate: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class Derived:
+    """A parameter of the model that is a function of leaves."""
+
+    parameter: Tensor
+    value: Callable[[], Tensor]  # in the parameter's shape, differentiable
+
+    @torch.no_grad()
+    def place(self) -> None:
+        self.parameter.copy_(self.value())
+
+    def hand_back(self) -> None:
+        """The chain rule: the gradient of the parameter becomes one of the leaves."""
+        if self.parameter.grad is not None:
+            self.value().backward(self.parameter.grad)
+
+
 class TrainingStep:
-    """`step(parts, share)` for the sum of `loss` over the parts; `close` ends the learning."""
+    """`step(parts, share)` for the sum of `loss` over the parts; `close` ends the learning.
+
+    Parameters that derive from leaves hold their values from the start, and after every step.
+    """
 
     def __init__(
-        self, loss: Callable[[Int64[Tensor, "c t"]], Float[Tensor, ""]], leaves: Sequence[Leaf]
+        self,
+        loss: Callable[[Int64[Tensor, "c t"]], Float[Tensor, ""]],
+        leaves: Sequence[Leaf],
+        derived: Sequence[Derived] = (),
     ) -> None:
         self.loss = loss
+        self.derived = derived
         self.tensors = [leaf.tensor.requires_grad_(True) for leaf in leaves]
         devices = {tensor.device for tensor in self.tensors}
         self.device = next(iter(devices)) if len(devices) == 1 else torch.device("cpu")
@@ -55,6 +85,9 @@ class TrainingStep:
         self.graphs: dict[torch.Size, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self.update: torch.cuda.CUDAGraph | None = None
         self.steps = 0
+        for matrix in derived:
+            matrix.parameter.requires_grad_(True)
+            matrix.place()
 
     def __call__(self, parts: Sequence[Int64[Tensor, "c t"]], share: float) -> None:
         self._set_rates(share)
@@ -71,7 +104,7 @@ class TrainingStep:
     def close(self) -> None:
         """Give gradients and graphs back."""
         self.graphs, self.update = {}, None
-        for tensor in self.tensors:
+        for tensor in (*self.tensors, *(matrix.parameter for matrix in self.derived)):
             tensor.grad = None
             tensor.requires_grad_(False)
 
@@ -92,8 +125,16 @@ class TrainingStep:
         graph.replay()
 
     def _update(self) -> None:
+        for matrix in self.derived:
+            matrix.hand_back()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=not self.captures)
+        for matrix in self.derived:
+            matrix.place()
+            if self.captures and matrix.parameter.grad is not None:
+                matrix.parameter.grad.zero_()
+            else:
+                matrix.parameter.grad = None
 
     def _capture(self, parts: Sequence[Int64[Tensor, "c t"]]) -> None:
         """The gradients of one part of each shape, and the update; nothing is computed by it."""

@@ -21,7 +21,7 @@ from requant.errors import RecipeError
 from requant.recipe import Tuning
 from requant.run import Run, Weights
 from requant.training.learnable import learnable, with_theta
-from requant.training.loop import computed, leaves_of, other_parameters, rate_of, single_precision, train
+from requant.training.loop import derived_of, leaves_of, other_parameters, rate_of, single_precision, train
 
 
 def tune(run: Run, weights: Weights, settings: Tuning, *, teacher: PreTrainedModel | None = None) -> Weights:
@@ -34,8 +34,8 @@ def tune(run: Run, weights: Weights, settings: Tuning, *, teacher: PreTrainedMod
     before = {name: run.original_of(name, p) for name, p in others.items()}
     with single_precision(run.model):
         leaves = leaves_of(thetas, (), list(others.values()), rate_of(run, settings))
-        with computed(run, weights, thetas):
-            train(run, teacher, leaves, settings, train_windows, label="tune", judge=judge)
+        derived = derived_of(run, weights, thetas)
+        train(run, teacher, leaves, derived, settings, train_windows, label="tune", judge=judge)
     keep_others(run, before)
     run.path({}).place(0.0)
     return {name: with_theta(weight, thetas[name]) for name, weight in weights.items()}

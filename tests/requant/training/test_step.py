@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from requant.training.step import Leaf, TrainingStep
+from requant.training.step import Derived, Leaf, TrainingStep
 
 
 def problem(device: str = "cpu"):
@@ -44,13 +44,38 @@ def test_is_adam_over_the_sum_of_the_parts() -> None:
     assert not any(leaf.requires_grad or leaf.grad is not None for leaf in leaves)
 
 
+def derived_problem(device: str = "cpu"):
+    """The same problem with `parameter = leaves[0] * leaves[1]`, a matrix that the loss reads in its place."""
+    leaves, parts, _ = problem(device)
+    parameter = nn.Parameter(torch.zeros(8, 4, device=device))
+    matrix = Derived(parameter=parameter, value=lambda: leaves[0] * leaves[1])
+    return leaves, parts, matrix, lambda tokens: (parameter[tokens] - 1).square().mean()
+
+
+def test_gradients_go_through_a_derived_parameter_as_through_its_formula() -> None:
+    direct, parts, loss = problem()
+    leaves, _, matrix, derived_loss = derived_problem()
+    steps = [
+        TrainingStep(loss, [Leaf(tensor=t, rate=0.2) for t in direct]),
+        TrainingStep(derived_loss, [Leaf(tensor=t, rate=0.2) for t in leaves], [matrix]),
+    ]
+    for share in (1.0, 0.5, 0.25):
+        for step in steps:
+            step(parts, share)
+        torch.testing.assert_close(matrix.parameter.detach(), (leaves[0] * leaves[1]).detach())
+    for leaf, twin in zip(leaves, direct, strict=True):
+        torch.testing.assert_close(leaf.detach(), twin.detach())
+    steps[1].close()
+    assert not matrix.parameter.requires_grad and matrix.parameter.grad is None
+
+
 @pytest.mark.gpu
 def test_captured_it_does_the_same() -> None:
     found = []
     for captures in (True, False):
-        leaves, parts, loss = problem("cuda")
+        leaves, parts, matrix, loss = derived_problem("cuda")
         parts.append(parts[0][:2])  # another shape, a graph of its own
-        step = TrainingStep(loss, [Leaf(tensor=t, rate=0.1) for t in leaves])
+        step = TrainingStep(loss, [Leaf(tensor=t, rate=0.1) for t in leaves], [matrix])
         step.captures = captures and step.captures
         if not captures:
             step.optimizer = torch.optim.Adam(
