@@ -5,8 +5,8 @@
 
 `--nodes` times PQI with 2 Gauss nodes against 32 plain ones. `--large` builds a Llama of the shape of Llama 3.2 1B with
 random weights, for time and memory alone: hidden 2048, 16 blocks, intermediate 8192, 32 heads over 8 kv heads,
-vocabulary 128256, tied, bfloat16. `--best` runs mode `best` at `--bits` alone, and with `--large` its parts on that shape:
-statistics, the codes of one block, a training step, from which a whole run is computed.
+vocabulary 128256, tied, bfloat16. `--best` runs mode `best` at `--bits` alone; `--best --large` its parts on that shape:
+statistics, the codes of one block, training steps, from which a whole run is computed.
 """
 
 import dataclasses
@@ -226,14 +226,15 @@ def main(
 
     if best:
         results |= json.loads(file.read_text()) if file.is_file() else {}
-        chosen = best_recipe(model, data, num_samples=2 * BEST_SAMPLES, seq_len=1024, bits=bits)
-        keep_row(
-            "best_run" if bits == 2 else f"best_run_{bits:g}", whole_run(chosen, where, "auto", keep=keep)
-        )
         if large:
             with large_model(model) as folder:
                 shaped = best_recipe(folder, data, num_samples=BEST_SAMPLES, seq_len=2048)
                 keep_row("large_best", best_parts(shaped, where, "bfloat16"))
+            return
+        chosen = best_recipe(model, data, num_samples=2 * BEST_SAMPLES, seq_len=1024, bits=bits)
+        keep_row(
+            "best_run" if bits == 2 else f"best_run_{bits:g}", whole_run(chosen, where, "auto", keep=keep)
+        )
         return
     recipe = recipe_for(model, data, num_samples=num_samples, seq_len=1024)
     keep_row("run", whole_run(recipe, where, "float32"))
