@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from eval.markdown import PEERS, markdown, read
 
@@ -20,13 +21,24 @@ def best_peer(bits: float) -> tuple[float, str]:
     return math.exp(y0 + (y1 - y0) * (bits - x0) / (x1 - x0)), "~" * beyond
 
 
+def of_mode_best(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of mode `best`; of a budget where its default was not measured, those of the shorter training."""
+    default = {row["bits"] for row in found if row["name"] == "best"}
+    return [
+        row
+        for row in found
+        if row["name"] == "best" or (row["name"] == "short" and row["bits"] not in default)
+    ]
+
+
 def quality_table(results: Path) -> str:
-    """Mode `best` at every budget beside the best peer at the same bits, and codes alone."""
+    """Mode `best` at every budget beside the best peer at the same bits, and codes alone; * marks the shorter training."""
     found = read(results, "quality-bench-32m").get("rows", [])
     codes = {row["bits"]: row for row in found if row["name"] == "codes"}
+    trained_rows = of_mode_best(found)
     rows = []
-    for budget in sorted({row["bits"] for row in found if row["name"] in ("best", "codes")}):
-        seeds = [row for row in found if row["name"] == "best" and row["bits"] == budget]
+    for budget in sorted({row["bits"] for row in trained_rows} | codes.keys()):
+        seeds = [row for row in trained_rows if row["bits"] == budget]
         alone = codes.get(budget)
         row = min(seeds, key=lambda row: row["seed"], default=alone)
         assert row is not None
@@ -38,7 +50,7 @@ def quality_table(results: Path) -> str:
         ]
         rows.append(
             [
-                f"{budget:g}",
+                f"{budget:g}" + "*" * (row["name"] == "short"),
                 f"{row['bits_per_weight']:.3f}",
                 *(trained if seeds else ("", "", "")),
                 "" if alone is None else f"{alone['perplexity']:.2f} / {alone['kl']:.4f}",
@@ -62,15 +74,17 @@ def quality_table(results: Path) -> str:
 def quality_demo_table(results: Path) -> str:
     """The same on demo-4m, for which there are no peers' figures."""
     found = read(results, "quality-demo-4m").get("rows", [])
-    cells = {(row["name"], row["bits"]): row for row in found if row["seed"] == 0}
+    trained = {row["bits"]: row for row in of_mode_best(found) if row["seed"] == 0}
+    alone = {row["bits"]: row for row in found if row["seed"] == 0 and row["name"] == "codes"}
     rows = []
     for bits in sorted({row["bits"] for row in found}):
-        best, codes = cells.get(("best", bits)), cells.get(("codes", bits))
+        best, codes = trained.get(bits), alone.get(bits)
         texts = ["" if row is None else f"{row['perplexity']:.2f} / {row['kl']:.4f}" for row in (best, codes)]
         real = (best or codes or {})["bits_per_weight"]
         gain = "" if best is None or codes is None else f"{best['kl'] / codes['kl']:.2f}"
+        name = f"{bits:g}" + "*" * (best is not None and best["name"] == "short")
         rows.append(
-            [f"{bits:g}", f"{real:.3f}", *texts, "" if best is None else f"{best['second']['kl']:.4f}", gain]
+            [name, f"{real:.3f}", *texts, "" if best is None else f"{best['second']['kl']:.4f}", gain]
         )
     return markdown(
         ["`--bits`", "real bits", "best", "codes alone", "best, KL on C4", "ratio of the two"], rows
@@ -90,7 +104,7 @@ def demo_ablation_table(results: Path) -> str:
 def best_ablation_table(results: Path, model: str = "bench-32m") -> str:
     """KL of mode `best` with one part left out or changed, by budget; real bits where they are not the budget's."""
     found = [row for row in read(results, f"quality-{model}").get("rows", []) if row["seed"] == 0]
-    studied = {row["bits"] for row in found if row["name"] not in ("best", "codes")}
+    studied = {row["bits"] for row in found if row["name"] not in ("best", "short", "codes")}
     budgets = sorted(studied or {row["bits"] for row in found})
     labels = {row["name"]: row["label"] for row in found}
     cells = {(row["name"], row["bits"]): row for row in found}

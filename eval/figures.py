@@ -17,6 +17,7 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from eval.common import RESULTS, ROOT
+from eval.curve_tables import of_mode_best
 from eval.markdown import PEERS, markdown, read
 from eval.tables import BLOCK, NODE_NAMES, PAPER_ERRORS, TABLES, widths_of
 from requant.reporting.plots import BAR, MARKERS, STYLE
@@ -70,8 +71,11 @@ def nodes(results: Path) -> Points:
 def curve(results: Path) -> Points:
     """Real bits and KL on bench-32m: mode `best`, codes alone, every peer, and our codebooks without training."""
     rows = read(results, "quality-bench-32m").get("rows", [])
-    found = {label: [(row["bits_per_weight"], row["kl"]) for row in rows if row["name"] == name and row["seed"] == 0]
-             for name, label in (("best", "mode best"), ("codes", "codes alone"))}  # fmt: skip
+    lines = {"mode best": of_mode_best(rows), "codes alone": [row for row in rows if row["name"] == "codes"]}
+    found = {
+        label: [(row["bits_per_weight"], row["kl"]) for row in line if row["seed"] == 0]
+        for label, line in lines.items()
+    }
     for row in json.loads(PEERS.read_text(encoding="utf-8"))["rows"] if rows else ():
         label = "QTIP (best peer)" if row["label"] == "QTIP-3INST" else "other peers"
         found.setdefault(label, []).append((row["bits_per_weight"], row["kl"]))
@@ -154,7 +158,7 @@ DRAWN: dict[str, tuple[Callable[[Path], Points], Callable[[Points, Figure], None
 def widths(results: Path) -> str:
     """What a width costs: mode `best`, and k-means codes alone and with ReQuant's sparse part on both models."""
     methods = {"k-means codes": "SqueezeLLM dense", "k-means and ReQuant": "SqueezeLLM + ReQuant (marginal)"}
-    best = [row for row in read(results, "quality-bench-32m").get("rows", []) if row["name"] == "best"]
+    best = of_mode_best(read(results, "quality-bench-32m").get("rows", []))
     rows = [
         ["bench-32m", f"{row['bits']:g} bits, mode `best`", *_measured(row)]
         for row in sorted(best, key=lambda row: -row["bits"])

@@ -41,7 +41,7 @@ from requant.run import Run, Weights
 from requant.text import spread
 
 TUNING = Tuning(steps=TUNING_STEPS)
-ALL_AT_THE_END = Tuning(steps=4 * TUNING_STEPS)
+SHORT = Tuning(steps=225)  # what parts are compared at
 
 
 def within_budget(run: Run) -> Run:
@@ -69,7 +69,7 @@ class Plan:
 
 
 PLANS: dict[str, Plan] = {
-    "best": Plan(label="best"),
+    "best": Plan(label=f"best, {TUNING_STEPS} steps a phase"),
     "codes": Plan(label="trellis codes within the budget", mode="dense", tuning=Tuning(), statistics=1),
     "flat-codes": Plan(
         label="trellis codes, one width", mode="dense", tuning=Tuning(), statistics=1, widths=flat
@@ -84,15 +84,16 @@ PLANS: dict[str, Plan] = {
     "codes-whole-bits": Plan(
         label="codes alone, whole bits", mode="dense", tuning=Tuning(), statistics=1, quarters=False
     ),
-    "little-statistics": Plan(label="best, statistics of 128 windows", statistics=1),
-    "whole-bits": Plan(label="best, whole bits", quarters=False),
-    "no-rounds": Plan(label="best, trained at the end only", mode="dense", tuning=ALL_AT_THE_END),
-    "no-allocation": Plan(label="best, one width", widths=flat),
-    "one-sided": Plan(label="best, inputs' curvature only", options={"two_sided": False}),
-    "little-text": Plan(
-        label="best, trained on 128 windows", tuning=dataclasses.replace(TUNING, windows=128)
+    "short": Plan(label="best", tuning=SHORT),
+    "little-statistics": Plan(label="best, statistics of 128 windows", tuning=SHORT, statistics=1),
+    "whole-bits": Plan(label="best, whole bits", tuning=SHORT, quarters=False),
+    "no-rounds": Plan(
+        label="best, trained at the end only", mode="dense", tuning=dataclasses.replace(SHORT, steps=900)
     ),
-    "long": Plan(label="best, three times the steps", tuning=Tuning(steps=3 * TUNING_STEPS)),
+    "no-allocation": Plan(label="best, one width", tuning=SHORT, widths=flat),
+    "one-sided": Plan(label="best, inputs' curvature only", tuning=SHORT, options={"two_sided": False}),
+    "little-text": Plan(label="best, trained on 128 windows", tuning=dataclasses.replace(SHORT, windows=128)),
+    "long": Plan(label="best, 675 steps a phase", tuning=Tuning(steps=675)),
     "codebooks": Plan(label="best over codebooks", method="kmeans"),
 }
 CURVE = (
@@ -111,9 +112,10 @@ CURVE = (
 LEFT_OUT = ("whole-bits", "no-rounds", "no-allocation", "one-sided", "little-text", "little-statistics")
 ABLATION = (
     *(f"{name}:{bits}" for bits in (2, 3, 4) for name in LEFT_OUT),
-    "best:2:1",
-    "best:2:2",
-    "best:3:1",
+    "short:2:1",
+    "short:2:2",
+    "short:3:1",
+    "short:3:2",
 )
 
 

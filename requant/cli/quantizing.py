@@ -52,7 +52,7 @@ def quantize(
     tune: Annotated[
         int | None,
         typer.Option(
-            help="Steps of training a phase, for all that is not code. [900 in mode best on a GPU, else 0]"
+            help="Steps of training a phase, for all that is not code. [450 in mode best on a GPU, else 0]"
         ),
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Folder to write. [./MODEL-METHOD-BITSbit]")] = None,
