@@ -105,6 +105,7 @@ def best_parts(recipe: Recipe, device: str, dtype: str) -> dict[str, Any]:
     block = [site for site in run.sites if site.block == 1]
     blocks = len({site.block for site in run.sites})
     found: dict[str, Any] = {"tokens": prepared.windows.numel(), "steps": recipe.tuning.steps}
+    found["tokens_per_step"] = recipe.tuning.tokens_per_step
     statistics: dict[str, Any] = {}
     found["statistics"] = timed(lambda: statistics.update(gather(run, block, method.needs)), where)
     weights: Weights = {}

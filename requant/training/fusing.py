@@ -6,12 +6,14 @@ one block is compiled for the model that learns and one for the teacher, in seco
 
     KL = sum_t sum_v p_v (log p_v - log q_v)
 
-reads the logits of both in the 16 bits in which the products left them. Where the compiler fails (no C compiler, an
-operator that it does not know), the blocks run as they are.
+reads the logits of both in the 16 bits in which the products left them. Without a compiler (torch's needs one for C), or
+where it fails on a block, blocks run as they are.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from inspect import signature, unwrap
 from typing import Any
 
@@ -21,8 +23,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from requant.errors import first_line
 from requant.models import find_blocks
 
+logger = logging.getLogger(__name__)
 Divergence = Callable[[Tensor, Tensor], Tensor]
 WORTH_COMPILING = 100  # steps; fewer end before the compiler does
 
@@ -42,7 +46,7 @@ def fused(models: Sequence[PreTrainedModel], steps: int) -> Iterator[Divergence]
     if not _on_gpus(models):
         yield kl
         return
-    compiles = steps >= WORTH_COMPILING
+    compiles = steps >= WORTH_COMPILING and _compiler_works()
     with ExitStack() as stack:
         if compiles:
             stack.enter_context(torch._dynamo.config.patch(suppress_errors=True))  # its import takes seconds
@@ -57,6 +61,19 @@ def _on_gpus(models: Sequence[PreTrainedModel]) -> bool:
 
 def _learns() -> bool:
     return torch.is_autocast_enabled("cuda")
+
+
+@cache
+def _compiler_works() -> bool:
+    """Whether torch can compile at all on this machine; otherwise it says so once instead of once a block."""
+    try:
+        torch.compile(torch.exp)(torch.ones(8, device="cuda"))
+    except Exception as error:  # whatever its many parts raise
+        logger.warning(
+            "training runs without torch's compiler, at a third of the speed: %s", first_line(error)
+        )
+        return False
+    return True
 
 
 @contextmanager

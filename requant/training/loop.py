@@ -160,13 +160,13 @@ def part_of(
     """Windows of `length` tokens that a GPU takes at once without recomputing blocks; None: it has no room for it.
 
     Counted beside gradients and Adam's state, half as much again: inputs and outputs of every linear in float32, for what
-    lies between them, and the logits of both models.
+    lies between them, and the logits of both models, their logarithms and gradients.
     """
     if run.model.device.type != "cuda":
         return None
     head = run.model.get_output_embeddings()
     activations = 4 * sum(sum(site.shape) for site in run.sites)
-    logits = 16 * (0 if head is None else head.weight.shape[0])
+    logits = 24 * (0 if head is None else head.weight.shape[0])
     state = 12 * sum(leaf.tensor.numel() for leaf in leaves)
     state += 4 * sum(matrix.parameter.numel() for matrix in derived)
     room = torch.cuda.mem_get_info(run.model.device)[0] - state

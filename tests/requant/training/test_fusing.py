@@ -36,6 +36,7 @@ def test_blocks_are_compiled_once_for_all(tiny_folder, monkeypatch, kind) -> Non
     monkeypatch.setattr(torch, "compile", lambda f, **_: compile_with(f, backend=counting, dynamic=False))
     monkeypatch.setattr(fusing, "_on_gpus", lambda models: True)
     monkeypatch.setattr(fusing, "_learns", lambda: True)
+    monkeypatch.setattr(fusing, "_compiler_works", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     model, _ = load_model(str(tiny_folder(kind)), device="cpu", dtype="float32")
     teacher, tokens = copy.deepcopy(model), torch.randint(0, 50, (2, 16))
@@ -48,6 +49,23 @@ def test_blocks_are_compiled_once_for_all(tiny_folder, monkeypatch, kind) -> Non
     assert found.item() == pytest.approx(plain, abs=1e-5)
     assert blocks > 1 and counting.frame_count <= 5  # first block, the others, the teacher, kl
     assert not any("forward" in block.__dict__ for m in (model, teacher) for block in find_blocks(m)[1])
+
+
+def test_without_a_compiler_it_says_so_once_and_runs_as_it_is(tiny_folder, monkeypatch, caplog) -> None:
+    def broken(*_, **__):
+        raise RuntimeError("Failed to find C compiler.\nPlease specify via CC.")
+
+    monkeypatch.setattr(fusing, "_on_gpus", lambda models: True)
+    monkeypatch.setattr(torch, "compile", broken)
+    model, _ = load_model(str(tiny_folder("llama")), device="cpu", dtype="float32")
+    fusing._compiler_works.cache_clear()
+    for _ in range(2):
+        with fused((model,), fusing.WORTH_COMPILING) as divergence:
+            assert divergence is kl
+    fusing._compiler_works.cache_clear()
+    assert [record.message for record in caplog.records] == [
+        "training runs without torch's compiler, at a third of the speed: Failed to find C compiler"
+    ]
 
 
 def test_a_mask_does_not_come_with_a_capture(tiny_folder, monkeypatch) -> None:
