@@ -162,14 +162,16 @@ def part_of(
     Counted beside gradients and Adam's state, half as much again: inputs and outputs of every linear in float32, for what
     lies between them, and the logits of both models, their logarithms and gradients.
     """
-    if run.model.device.type != "cuda":
+    device = run.model.device
+    if device.type != "cuda":
         return None
     head = run.model.get_output_embeddings()
     activations = 4 * sum(sum(site.shape) for site in run.sites)
     logits = 24 * (0 if head is None else head.weight.shape[0])
     state = 12 * sum(leaf.tensor.numel() for leaf in leaves)
     state += 4 * sum(matrix.parameter.numel() for matrix in derived)
-    room = torch.cuda.mem_get_info(run.model.device)[0] - state
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch, for later
+    room = torch.cuda.mem_get_info(device)[0] + kept - state
     part = max(1, settings.tokens_per_step // length)
     while part and 1.5 * part * length * (activations + logits) > room:
         part //= 2

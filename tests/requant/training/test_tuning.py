@@ -12,6 +12,7 @@ from requant.quantizing import quantize_linears
 from requant.recipe import Calibration, Evaluation, Recipe, Tuning
 from requant.run import Run
 from requant.training.learnable import learnable, weight_function, with_theta
+from requant.training.loop import part_of
 from requant.training.tuning import tune
 from requant.workspace import Workspace
 
@@ -106,3 +107,20 @@ def test_one_window_is_too_little(tiny_folder, tiny_text_file):
     one = Run(**{**{f: getattr(run, f) for f in run.__dataclass_fields__}, "pool": run.windows[:1]})
     with pytest.raises(RecipeError, match="at least 2 calibration windows"):
         tune(one, weights, recipe.tuning)
+
+
+@pytest.mark.parametrize(("room", "part"), [(10**12, 8), (2 * 10**6, 2), (10**5, None)])
+def test_a_part_is_what_the_gpu_has_room_for(tiny_folder, tiny_text_file, monkeypatch, room, part):
+    settings = Tuning(steps=1, tokens_per_step=256)
+    run, _ = prepared_run(tiny_folder("llama"), tiny_text_file, "rtn", settings)
+    assert part_of(run, [], [], settings, 32) is None  # on a CPU nothing is decided
+    monkeypatch.setattr(type(run.model), "device", torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (room - 1000, 2 * room))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 3000)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 2000)
+    head = run.model.get_output_embeddings().weight.shape[0]
+    a_token = 4 * sum(sum(site.shape) for site in run.sites) + 24 * head
+    found = part_of(run, [], [], settings, 32)
+    assert found == part
+    if found:
+        assert 1.5 * found * 32 * a_token <= room and (found == 8 or 3 * found * 32 * a_token > room)
