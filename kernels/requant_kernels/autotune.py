@@ -82,6 +82,7 @@ CODE_HOPPER: list[Setting] = [
 # warps, tiles, units of columns at a time
 TRELLIS: list[Setting] = [
     (8, 2, 2), (4, 2, 2), (16, 2, 1), (16, 4, 1), (8, 2, 4), (4, 2, 4), (8, 1, 2), (16, 1, 2), (8, 4, 2), (16, 2, 4),
+    (16, 2, 2), (8, 4, 1), (16, 7, 1),
 ]  # fmt: skip
 AGREE = 3e-3  # relative Frobenius distance of two settings' results
 CANDIDATES = {"decode": DECODE + SPARSE, "tall": TALL, "hopper": HOPPER + CODE_HOPPER, "trellis": TRELLIS}

@@ -259,6 +259,8 @@ def constants(
             "fewer warps, or less unroll, in powers of two"
         )
     results = sums // 2 if fixed else sums
+    if results & (results - 1) and results > config.warps:
+        raise ValueError(f"{config}: {results} sums a lane are no power of two, and more than the warps")
     reduce, reduce_names = None, None
     if 128 * config.warps * results <= MOST_SHARED:
         reduce, reduce_names = reduce_asm(config.warps, results, given=fused is not None)
@@ -266,7 +268,7 @@ def constants(
         activations_asm(64 * wide * i + 16 * j, shared=fused is not None) for i in at for j in range(wide)
     ]
     return {
-        **token_constants(fused, paired=code == "pair"),
+        **token_constants(fused, paired=code == "pair", tiles=config.tiles),
         "SUM": text, "SUM_CONSTRAINTS": names, "LOADS": tuple(t for t, _ in loads), "LOAD_CONSTRAINTS": loads[0][1],
         "XLOADS": tuple(t for t, _ in x_loads), "XLOAD_CONSTRAINTS": x_loads[0][1], "SLOAD": SCALES_ASM,
         "SLOAD_CONSTRAINTS": SCALES_CONSTRAINTS,

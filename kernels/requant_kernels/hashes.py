@@ -28,6 +28,9 @@ HASH = {
     "pair": (0x4E6DA66B, 0x3C6EF35F),
     "3inst": (89226354, 64248484),
 }  # multiplier, addend
+AT_ONCE = (
+    4  # the most tiles whose windows are cut in turn; more come one after the other, in the registers of one
+)
 WEIGHTS = {"mul1": 1, "pair": 2, "3inst": 1}  # of one hash
 OFFSET = {
     "mul1": 510.0,
@@ -154,24 +157,28 @@ def sum_asm(code: str, four: int, tiles: int, slabs: int) -> tuple[str, str]:
     a_row = ROW_CODES // WEIGHTS[code]
     steps = a_row // 2
     for group in range(groups):
-        parts = [
-            _Part(text, code, four, [f"${first_word + r * words + i}" for i in range(words)], group, source)
-            for r in range(tiles)
-        ]
-        for step in range(steps):
-            last, pair = group == groups - 1 and step == steps - 1, (step, step + steps)
-            x = [
-                [_operand(text, code, first_x + 4 * (slab * groups + group), i) for i in pair]
-                for slab in range(slabs)
-            ]
-            for i in range(tiles * slabs):
-                a = ", ".join(parts[i // slabs].hash(row * a_row + j) for j in pair for row in range(2))
-                d = [f"${4 * i + j}" if last else text.register() for j in range(4)]
-                text.lines.append(
-                    f"mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {{{', '.join(d)}}}, {{{a}}}, "
-                    f"{{{', '.join(x[i % slabs])}}}, {{{', '.join(sum_of[i])}}};"
+        x: dict[tuple[int, int], str] = {}  # where tiles come one after the other, the first one finds them
+        for own in [range(tiles)] if tiles <= AT_ONCE else [range(r, r + 1) for r in range(tiles)]:
+            parts = {
+                r: _Part(
+                    text, code, four, [f"${first_word + r * words + i}" for i in range(words)], group, source
                 )
-                sum_of[i] = d
+                for r in own
+            }
+            for step in range(steps):
+                last, pair = group == groups - 1 and step == steps - 1, (step, step + steps)
+                for slab in range(slabs):
+                    for i in pair:
+                        if (slab, i) not in x:
+                            x[slab, i] = _operand(text, code, first_x + 4 * (slab * groups + group), i)
+                for i in (r * slabs + slab for r in own for slab in range(slabs)):
+                    a = ", ".join(parts[i // slabs].hash(row * a_row + j) for j in pair for row in range(2))
+                    d = [f"${4 * i + j}" if last else text.register() for j in range(4)]
+                    text.lines.append(
+                        f"mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {{{', '.join(d)}}}, {{{a}}}, "
+                        f"{{{', '.join(x[i % slabs, j] for j in pair)}}}, {{{', '.join(sum_of[i])}}};"
+                    )
+                    sum_of[i] = d
     return text.text(), ",".join(["=r"] * sums + ["r"] * (sums + tiles * words + 4 * slabs * groups + 1))
 
 
@@ -294,9 +301,9 @@ def reduce_asm(warps: int, count: int, *, given: bool = False) -> tuple[str, str
     """Sums over the warps of `count` values a lane, in order: value i + warps j of all lanes comes to output j of warp i.
 
     Operands: max(1, count / warps) outputs, `count` values, warp, lane, and the address of shared memory where `given`.
-    With fewer values than warps, warps repeat them.
+    With fewer values than warps, warps repeat them. `count` is a power of two, or less than `warps`.
     """
-    outputs = max(1, count // warps)
+    outputs, whole = max(1, count // warps), count & (count - 1) == 0
     value, (warp, lane) = outputs, (f"${outputs + count}", f"${outputs + count + 1}")
     text = _Text()
     base = f"${outputs + count + 2}"
@@ -307,7 +314,7 @@ def reduce_asm(warps: int, count: int, *, given: bool = False) -> tuple[str, str
     mine = text.new(f"mad.lo.u32 {{d}}, {warp}, 128, {own};")
     text.lines += [f"st.shared.b32 [{mine} + {128 * warps * i}], ${value + i};" for i in range(count)]
     text.lines.append("bar.sync 0;")
-    first = text.new(f"and.b32 {{d}}, {warp}, {min(warps, count) - 1};")
+    first = text.new(f"{'and.b32' if whole else 'min.u32'} {{d}}, {warp}, {min(warps, count) - 1};")
     first = text.new(f"mad.lo.u32 {{d}}, {first}, {128 * warps}, {own};")
     for output in range(outputs):
         at = 128 * warps * warps * output

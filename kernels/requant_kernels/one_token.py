@@ -16,7 +16,7 @@ from torch import Tensor
 from requant_kernels.rings import TrellisLayout
 from requant_kernels.sections import SECTION, signs_of
 from requant_kernels.tuning import TrellisConfig, multiprocessors
-from requant_kernels.turns import MOST_SUMS, PLANE, SUMS, eight_asm, room_asm, shared_section_asm
+from requant_kernels.turns import MOST_SUMS, PLANE, SUMS, eight_asm, room_asm, room_bytes, shared_section_asm
 
 WARPS = 16
 
@@ -75,11 +75,12 @@ def token_kind(x: Tensor) -> tuple[int, str]:
     return x.shape[1] & -x.shape[1], "bf16" if x.dtype == torch.bfloat16 else "fp16"
 
 
-def token_constants(kind: tuple[int, str] | None, *, paired: bool) -> dict[str, object]:
+def token_constants(kind: tuple[int, str] | None, *, paired: bool, tiles: int) -> dict[str, object]:
     """The kernel's constants of it; `kind` None: another launch rotates."""
     size, activations = kind or (1, "fp16")
+    own = room_bytes(128 * WARPS * 2 * tiles)
     x, before, room, turn = (
-        eight_asm(activations), eight_asm("fp16"), room_asm(), shared_section_asm(size >= SECTION)
+        eight_asm(activations), eight_asm("fp16"), room_asm(own), shared_section_asm(size >= SECTION, own)
     )  # fmt: skip
     return {
         "FUSED": kind is not None, "EIGHT": x[0], "EIGHT_CONSTRAINTS": x[1], "BEFORE": before[0],

@@ -21,8 +21,8 @@ ROW = 1040  # bytes from one warp's values to the next one's
 VALUES = 16 * ROW  # of shared memory
 PLANE = 4096 + 64  # bytes from high ones to low ones in shared memory: banks apart
 SUMS = 2 * PLANE  # where the sums over the warps begin that come later
-MOST_SUMS = 16384  # their bytes
-ROOM = SUMS + MOST_SUMS + 128
+LEAST_SUMS = 16384  # their bytes, at least, and at most
+MOST_SUMS = 28672
 ROUND = 0x4B400000  # bits of 1.5 * 2^23: adding it leaves the nearest integer in the low bits
 
 
@@ -209,27 +209,32 @@ def section_asm(across: bool, fixed: bool) -> tuple[str, str]:
     return t.text(declared), ",".join(names)
 
 
+def room_bytes(sums: int) -> int:
+    """Shared memory of a rotation in the product's own launch, whose sums over the warps take so many bytes."""
+    return SUMS + max(LEAST_SUMS, sums) + 128
+
+
 @cache
-def shared_section_asm(across: bool) -> tuple[str, str]:
+def shared_section_asm(across: bool, room: int) -> tuple[str, str]:
     """A section in fixed point that stays in shared memory, for tensors of one element a thread.
 
-    Operands: scale and sum, the same in all lanes; 8 values, the signs of three products, the address of ROOM bytes of
+    Operands: scale and sum, the same in all lanes; 8 values, the signs of three products, the address of `room` bytes of
     shared memory, and the addresses of the lane's high bytes of row g and of its low bytes, below SUMS, where values were.
     """
     t = _Turns()
     results = [t.register() for _ in range(8)]
     values = [f"${2 + i}" for i in range(8)]
     _, lane, warp = t.across("$13", values, ("$10", "$11", "$12"), across, results)
-    places = [t.new(f"add.u32 {{d}}, $13, {ROOM - 128 + 64 * i};") for i in range(2)]
+    places = [t.new(f"add.u32 {{d}}, $13, {room - 128 + 64 * i};") for i in range(2)]
     scale, total = t.fix(results, (places[0], places[1]), lane, warp, "shared", ("$14", "$15"))
     t.lines += [f"mov.b32 $0, {scale};", f"mov.b32 $1, {total};"]
     return t.text(), ",".join(["=f"] * 2 + ["f"] * 8 + ["r"] * 6)
 
 
 @cache
-def room_asm() -> tuple[str, str]:
-    """The address of ROOM bytes of shared memory; the input is not read."""
-    return f"{{ .shared .align 16 .b8 room[{ROOM}]; mov.u32 $0, room; }}", "=r,r"
+def room_asm(room: int) -> tuple[str, str]:
+    """The address of `room` bytes of shared memory; the input is not read."""
+    return f"{{ .shared .align 16 .b8 room[{room}]; mov.u32 $0, room; }}", "=r,r"
 
 
 @cache

@@ -77,6 +77,8 @@ def run_memory(
                     registers[target] = a[0] * a[1] + a[2]
                 case "and.b32":
                     registers[target] = a[0] & a[1]
+                case "min.u32":
+                    registers[target] = np.minimum(a[0], a[1])
                 case "shl.b32":
                     registers[target] = a[0] << a[1]
                 case "cvt.f32.f16":
@@ -156,6 +158,7 @@ def check_fused() -> None:
         ("mul1", 16, 2048, (16, 1, 2)),
         ("mul1", 64, 1280, (16, 4, 1)),  # blocks of 256
         ("pair", 16, 256, (16, 1, 1)),
+        ("mul1", 130, 512, (16, 7, 1)),  # seven tiles, then two and the last one five times
     ):
         HELD.clear()
         layout = pack_trellis(*random_trellis(n, k, 2, "cpu"), bits=2, code=code)
@@ -191,6 +194,7 @@ def main() -> None:
         ("mul1", 8, 16, 200, 16, (16, 1, 1)),
         ("pair", 2, 16, 256, 5, (8, 2, 2)),
         ("3inst", 3.25, 16, 200, 9, (8, 1, 1)),
+        ("pair", 2, 130, 4200, 1, (16, 7, 1)),
         ("pair", 2, 16, 4200, 1, (8, 1, 4)),  # two units in the second section, the last one not full
     ):
         HELD.clear()

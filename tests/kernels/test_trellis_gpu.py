@@ -46,7 +46,7 @@ def test_blocks_and_sections(n: int, k: int, m: int, code: str) -> None:
     ("code", "bits", "n", "k", "launch"),
     [
         ("pair", 2, 4096, 4096, (16, 2, 1)), ("mul1", 2, 2048, 2048, (16, 1, 2)), ("mul1", 4, 49 * 16, 1280, (16, 4, 1)),
-        ("mul1", 2.25, 1000, 256, (16, 1, 1)),
+        ("mul1", 2.25, 1000, 256, (16, 1, 1)), ("mul1", 2, 1429, 4096, (16, 7, 1)), ("pair", 2, 896, 3328, (16, 7, 1)),
     ],
 )  # fmt: skip
 def test_one_token_is_rotated_by_every_program(
@@ -64,6 +64,17 @@ def test_one_token_is_rotated_by_every_program(
             assert torch.equal(y, trellis.trellis_linear(x, layout, None, asm=True, config=config))
     x[:] = 0
     assert not trellis.trellis_linear(x, layout, None, asm=True, config=config).any()
+
+
+@pytest.mark.parametrize(("code", "n", "k"), [("mul1", 1429, 8192), ("pair", 112, 4224)])
+def test_seven_tiles_beside_a_rotation_of_their_own(code: str, n: int, k: int) -> None:
+    layout, config = packed(code, n, k), TrellisConfig(warps=16, tiles=7, unroll=1)
+    x, rows = torch.randn(1, k, device="cuda", dtype=torch.float16), torch.arange(0, n, 5, device="cuda")
+    assert not can_fuse(x, layout, config)
+    y = trellis.trellis_linear(x, layout, None, asm=True, config=config)
+    assert relative_error(y[:, rows], want_of(x, layout, None, rows)) < 6e-4
+    for _ in range(20):
+        assert torch.equal(y, trellis.trellis_linear(x, layout, None, asm=True, config=config))
 
 
 @pytest.mark.parametrize("m", [1, 3])
