@@ -21,6 +21,7 @@ from requant_kernels.rings import CODES, TrellisLayout
 from requant_kernels.timing import cold_time, copies_needed
 from requant_kernels.tuning import (
     AHEAD,
+    COPIED,
     DECODE_TOKENS,
     GATHERED,
     HOPPER_TOKENS,
@@ -37,6 +38,8 @@ DECODE: list[Setting] = [
     # one or two warps a tile, where tiles are many: all run at once, and little or nothing is added up at the end
     (1, 1, 3, 0, 128), (1, 1, 2, 1, 128), (1, 1, 4, 0, 128), (2, 1, 3, 0, 128), (2, 1, 2, 1, 128), (2, 1, 4, 0, 128),
     (1, 2, 2, 0, 168), (2, 2, 1, 1, 0), (2, 2, 2, 0, 168),
+    # one token of a grid, words through shared memory, activations from there or from the cache
+    (4, 2, 2, COPIED | STAGED, 128), (4, 2, 3, COPIED | STAGED, 128), (4, 1, 3, COPIED, 96), (4, 1, 3, COPIED | AHEAD, 128),
 ]  # fmt: skip
 SPARSE: list[Setting] = [
     (4, 1, 1, 1, 128),
@@ -51,6 +54,10 @@ SPARSE: list[Setting] = [
     *((4, 1, unroll, STAGED, 128) for unroll in (2, 3, 4)),
     (2, 1, 2, STAGED, 128),
     (8, 1, 1, AHEAD | STAGED, 128),
+    # the same, with words through shared memory too
+    (4, 1, 3, COPIED | STAGED, 96),
+    (4, 1, 3, COPIED | STAGED, 128),
+    (4, 2, 2, COPIED | STAGED, 128),
     # several, by `gathered.py`
     *((warps, 1, unroll, GATHERED, 128) for warps in (4, 8) for unroll in (1, 2)),
 ]
@@ -118,7 +125,8 @@ def candidates(kernel: str, kind: str, bits: float, n: int, k: int, width: int) 
     found = CANDIDATES[kernel]
     if kernel == "decode":
         unknown = (STAGED if width > 1 else 0) | (GATHERED if width != 8 else 0)
-        found = [s for s in SPARSE if not s[3] & unknown] if "+" in kind else DECODE
+        unknown |= COPIED if width > 1 or not kind.startswith("grid") else 0
+        found = [s for s in (SPARSE if "+" in kind else DECODE) if not s[3] & unknown]
     if kernel == "hopper":
         found = CODE_HOPPER if kind in CODES else HOPPER
     return [s for s in found if fits(kernel, n, k, width, s)]

@@ -37,8 +37,15 @@ def load_block(w_ptr, s_ptr, z_ptr, tiles, block, blocks, BITS: tl.constexpr, GR
             word = tl.load(w_ptr + at + i * 128, mask=inside, other=0, eviction_policy="evict_first")
         loaded = loaded + (word,)
     if GROUP > 0:
-        loaded = loaded + _load_groups(s_ptr, tiles, block, blocks, GROUP, EVEN, W)
-    if GROUP > 0 and z_ptr is not None:
+        loaded = loaded + load_scales(s_ptr, z_ptr, tiles, block, blocks, GROUP, EVEN, W)
+    return loaded
+
+
+@triton.jit
+def load_scales(s_ptr, z_ptr, tiles, block, blocks, GROUP: tl.constexpr, EVEN: tl.constexpr, W: tl.constexpr):
+    """The scales of one block a warp and tile, and its zero points."""
+    loaded = _load_groups(s_ptr, tiles, block, blocks, GROUP, EVEN, W)
+    if z_ptr is not None:
         loaded = loaded + _load_groups(z_ptr, tiles, block, blocks, GROUP, EVEN, W)
     return loaded
 

@@ -20,15 +20,17 @@ from requant_kernels.dense import dequantize_kernel  # noqa: E402
 from requant_kernels.hashes import STORE_FOUR_ASM, STORE_FOUR_CONSTRAINTS, groups_of, values_asm, words_asm  # noqa: E402
 from requant_kernels.pieces import reserve_asm  # noqa: E402
 from requant_kernels.residuals import finish_kernel  # noqa: E402
+from requant_kernels.rooms import room_constants, room_of  # noqa: E402
 from requant_kernels.sections import SECTION, section_kernel  # noqa: E402
 from requant_kernels.tall import multiply_kernel  # noqa: E402
 from requant_kernels.trellis import expand_kernel  # noqa: E402
 from requant_kernels.tuning import (  # noqa: E402
-    AHEAD,
+    COPIED,
     GATHERED,
     STAGED,
     TABLE,
     TrellisConfig,
+    decode_setting,
     distance_of,
     least_warps,
     registers_of,
@@ -62,11 +64,15 @@ def decode_machine(
 ) -> Machine:  # fmt: skip
     """`launch`: warps, tiles, unroll, activations ahead, most registers."""
     constants, pointers, absent = arguments(kind, bits, dtype)
-    constants |= {
-        "RESERVE": reserve_asm(8) if launch[3] & STAGED else None,
-        "EVEN": not sparse, "MS": tokens if sparse else 1, "SLOTS": 1 if sparse else 0, "W": launch[0],
-        "R": launch[1], "UNROLL": launch[2], "N": max(8, tokens), "AHEAD": bool(launch[3] & AHEAD) and tokens <= 8,
-        "PDL": capability >= 90,
+    config, copied = decode_setting(launch), bool(launch[3] & COPIED)
+    case = Case(kind=kind, bits=bits, n=512, k=4096, m=1, density=0.01 * sparse)
+    room = room_of(random_layout(case, "cpu"), config, 8, 132, staged=config.staged) if copied else None
+    constants |= room_constants(room, config, dtype) | {
+        "TAKE": 2 if copied and config.staged else int(copied and config.ahead and tokens == 1),
+        "RESERVE": reserve_asm(8) if launch[3] & STAGED and not copied else None,
+        "EVEN": not sparse or copied, "MS": tokens if sparse else 1, "SLOTS": 1 if sparse else 0, "W": launch[0],
+        "R": launch[1], "UNROLL": 1 if copied else launch[2], "N": max(8, tokens),
+        "AHEAD": config.ahead and tokens <= 8, "PDL": capability >= 90,
     }  # fmt: skip
     absent += ("bias_ptr", "sr_ptr") if sparse else ("bias_ptr", *SPARSE)
     return compile_kernel(
@@ -117,6 +123,34 @@ def test_staged_residuals_wait_for_no_warp_in_the_loop() -> None:
     assert machine.stack == 0
     assert machine.barriers == 0
     assert machine.opcodes["LDGSTS"] > 0
+
+
+@pytest.mark.parametrize(
+    ("bits", "launch", "sparse", "ceiling"),
+    [
+        (2, (4, 2, 3, COPIED | STAGED, 128), False, 1.65),
+        pytest.param(3, (4, 2, 2, COPIED | STAGED, 128), False, 1.8, marks=pytest.mark.slow),
+        pytest.param(2, (4, 1, 3, COPIED, 96), False, 1.85, marks=pytest.mark.slow),
+        (3, (4, 1, 3, COPIED | STAGED, 128), True, 2.0),
+    ],
+)
+def test_copied_words_reach_the_lane_that_asked_for_them(
+    bits: int, launch: tuple[int, ...], sparse: bool, ceiling: float
+) -> None:
+    """One layout for requests and reads, a lane's 16 bytes: no lane waits for another."""
+    machine = decode_machine("grid", bits, launch=launch, sparse=sparse, tokens=1)
+    assert machine.stack == 0
+    assert machine.barriers == 0
+    assert machine.loop / WEIGHTS / launch[1] < ceiling
+    assert machine.opcodes["LDGSTS"] >= bits * launch[1] * launch[2]
+    kinds = dict(re.findall(r"^(#\w+) = #ttg.blocked<{(.*)}>$", machine.layout_ir, re.MULTILINE))
+    used = re.findall(
+        r"(?:cp.async.cg|ld.shared.v4).*?: tensor<32x\d+x\d+x4xi\d+, (#\w+)>", machine.layout_ir
+    )
+    want = (
+        f"sizePerThread = [1, 1, 1, 4], threadsPerWarp = [32, 1, 1, 1], warpsPerCTA = [1, {launch[0]}, 1, 1]"
+    )
+    assert used and all(kinds[name].startswith(want) for name in used)
 
 
 def chosen_launches() -> list[tuple[str, int, tuple[int, ...], bool, int]]:

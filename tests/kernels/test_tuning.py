@@ -111,9 +111,14 @@ def test_entries_are_multiplied_where_there_are_any(monkeypatch: pytest.MonkeyPa
         assert not tuning.decode_config(layout, 9, device).gathered
         one = tuning.decode_config(layout, 1, device)
         assert one == DecodeConfig(warps=2, unroll=3, ahead=False, staged=True, pdl=name == "H100")
-    for width, bit in ((1, tuning.STAGED), (8, tuning.GATHERED), (16, 0)):
+    copied = tuning.COPIED | tuning.STAGED
+    for width, kinds in ((1, {0, tuning.STAGED, copied}), (8, {0, tuning.GATHERED}), (16, {0})):
         offered = autotune.candidates("decode", "grid+s", 3, 8192, 8192, width)
-        assert {s[3] & ~tuning.AHEAD for s in offered} == {0, bit}
+        assert {s[3] & ~tuning.AHEAD for s in offered} == kinds
+    for kind, width in (("codebook", 1), ("codebook+s", 1), ("grid", 8)):  # copied words: one token of a grid
+        assert not any(
+            s[3] & tuning.COPIED for s in autotune.candidates("decode", kind, 3, 8192, 8192, width)
+        )
 
 
 def test_the_table_holds_settings() -> None:
