@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from formats import compile_in_parallel, random_layout  # pyright: ignore[reportMissingImports]
 from requant_kernels.autotune import Setting, call, candidates, times, width_of, write_table
-from requant_kernels.tuning import COPIED, STAGED, setting_name
+from requant_kernels.tuning import COPIED, INTEGER, STAGED, setting_name
 
 FORMATS = [("grid", 2), ("grid", 3), ("grid", 4), ("codebook", 2), ("codebook", 3), ("codebook", 4)]
 SPARSE = [("grid+s", 2), ("grid+s", 3), ("grid+s", 4), ("codebook+s", 3)]  # 1 % of residuals
@@ -30,8 +30,10 @@ def layout_of(kind: str, bits: int, n: int, k: int) -> Any:
 
 def odd(kernel: str, k: int, setting: Setting) -> bool:
     """Whether a kernel is compiled for its number of columns: warps do not share the blocks evenly, or all are staged.
-    The room of COPIED depends on the number of rows as well: compiled again when timed, where it differs."""
-    return kernel == "decode" and (k % (256 * setting[0]) != 0 or setting[3] & (STAGED | COPIED) != 0)
+    The room of COPIED and INTEGER depends on the number of rows as well: compiled again when timed, where it differs."""
+    return kernel == "decode" and (
+        k % (256 * setting[0]) != 0 or setting[3] & (STAGED | COPIED | INTEGER) != 0
+    )
 
 
 def own_kernel(kernel: str, setting: Setting) -> bool:

@@ -25,6 +25,7 @@ from requant_kernels.tuning import (
     DECODE_TOKENS,
     GATHERED,
     HOPPER_TOKENS,
+    INTEGER,
     STAGED,
     TALL_TOKENS,
     TallConfig,
@@ -40,6 +41,9 @@ DECODE: list[Setting] = [
     (1, 2, 2, 0, 168), (2, 2, 1, 1, 0), (2, 2, 2, 0, 168),
     # one token of a grid, words through shared memory, activations from there or from the cache
     (4, 2, 2, COPIED | STAGED, 128), (4, 2, 3, COPIED | STAGED, 128), (4, 1, 3, COPIED, 96), (4, 1, 3, COPIED | AHEAD, 128),
+    # the same, by `byte_grid.py`
+    *((*launch, INTEGER, 0) for launch in ((4, 1, 2), (4, 1, 4), (4, 2, 2), (2, 2, 4), (2, 4, 2), (2, 1, 4))),
+    (8, 1, 2, INTEGER, 64), (8, 1, 3, INTEGER, 64),
 ]  # fmt: skip
 SPARSE: list[Setting] = [
     (4, 1, 1, 1, 128),
@@ -125,7 +129,7 @@ def candidates(kernel: str, kind: str, bits: float, n: int, k: int, width: int) 
     found = CANDIDATES[kernel]
     if kernel == "decode":
         unknown = (STAGED if width > 1 else 0) | (GATHERED if width != 8 else 0)
-        unknown |= COPIED if width > 1 or not kind.startswith("grid") else 0
+        unknown |= (COPIED | INTEGER) if width > 1 or not kind.startswith("grid") else 0
         found = [s for s in (SPARSE if "+" in kind else DECODE) if not s[3] & unknown]
     if kernel == "hopper":
         found = CODE_HOPPER if kind in CODES else HOPPER
@@ -159,9 +163,12 @@ def fits(kernel: str, n: int, k: int, tokens: int, setting: Setting) -> bool:
 def call(kernel: str, x: Tensor, layout: Any, setting: Setting) -> Tensor:
     """One call with a setting."""
     if kernel == "decode":
+        from requant_kernels.byte_grid import takes
         from requant_kernels.decode import decode
 
         config = replace(tuning.decode_setting(setting), pdl=tuning.launches_early(x.device))
+        if config.integer and not takes(x, layout, config):
+            raise ValueError("another kernel would be timed")
         return decode(x, layout, None, config, asm=True)
     if kernel == "tall":
         from requant_kernels.tall import tall

@@ -39,6 +39,7 @@ from requant_kernels.blocks import (
     rows_like_products,
     sparse_operands,
 )
+from requant_kernels.byte_grid import byte_grid, takes
 from requant_kernels.launching import interned, launch
 from requant_kernels.layouts import Layout
 from requant_kernels.passes import most_chunks, request_slots, take_slots
@@ -343,6 +344,8 @@ def decode(x: Tensor, layout: Layout, bias: Tensor | None, config: DecodeConfig,
         from requant_kernels.gathered import gathered  # in Gluon, part of Triton from 3.6 on
 
         return gathered(x, layout, bias, config)
+    if config.integer and asm and takes(x, layout, config):
+        return byte_grid(x, layout, bias, config)
     m, k = x.shape
     y = torch.empty(m, layout.n, dtype=x.dtype, device=x.device)
     tensors, constants = operands(layout, x.dtype, asm)

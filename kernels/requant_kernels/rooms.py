@@ -42,14 +42,20 @@ def room_of(
     if staged and sparse is not None and sparse.values.dtype == torch.float16 and 2 * warps >= tiles:
         chunks = -(-9 * sparse.columns.shape[0] // (8 * layout.words.shape[0]))  # of most tiles
         passes = min(MOST_PASSES, -(-chunks * tiles // (2 * warps)))
-    least = slots_at + passes * PASS_BYTES * warps
-    free = FREE - 64 * warps * tiles * tokens  # Triton's own: the sum over the warps
-    if least > free:
+    own = 64 * warps * tiles * tokens  # Triton's: the sum over the warps
+    programs = -(-layout.words.shape[0] // tiles)
+    size = room_size(slots_at + passes * PASS_BYTES * warps, own, programs, processors)
+    if size is None:
         return None
-    share = -(-layout.words.shape[0] // (tiles * processors))
-    most = MULTIPROCESSOR // share - 1024 - 64 * warps * tiles * tokens
-    size = max(least, min(free, most) // 128 * 128)
     return Room(x_at=ring if staged else 0, slots_at=slots_at, passes=passes, size=size)
+
+
+def room_size(least: int, own: int, programs: int, processors: int) -> int | None:
+    """Bytes to declare beside Triton's `own`: `least`, and where there are more, as many as keep programs from crowding."""
+    if least + own > FREE:
+        return None
+    share = MULTIPROCESSOR // -(-programs // processors) - 1024
+    return max(least, (min(FREE, share) - own) // 128 * 128)
 
 
 def room_constants(room: Room | None, config: DecodeConfig, dtype: torch.dtype) -> dict[str, object]:

@@ -23,7 +23,13 @@ DECODE_TOKENS = 16  # the decode kernel's most
 TALL_TOKENS = 128  # beyond it, dequantize and multiply
 HOPPER_TOKENS = 512  # the same, where the tall kernel is the one of Hopper
 logger = logging.getLogger(__name__)
-AHEAD, STAGED, GATHERED, COPIED = 1, 2, 4, 8  # bits of the fourth number of a setting of the decode kernel
+AHEAD, STAGED, GATHERED, COPIED, INTEGER = (
+    1,
+    2,
+    4,
+    8,
+    16,
+)  # bits of the fourth number of a setting of the decode kernel
 NUMBERS = {"decode": 5, "tall": 3, "hopper": 5, "trellis": 3}  # of a setting, by kernel
 TABLE = Path(__file__).with_name("measured.json")
 CACHE_VARIABLE = "REQUANT_KERNEL_CACHE"
@@ -37,12 +43,14 @@ class DecodeConfig:
     `copied`: words travel through shared memory, in a ring of `unroll` places. Residuals: `staged`, those of one token
     gather its activations from shared memory (where words are copied the dense part reads them there too, with residuals
     or without); `gathered`, those of up to eight are entries that `gathered.py` multiplies. Neither: from the cache.
+    `integer`: one token of a symmetric grid goes to `byte_grid.py`, with a ring of `unroll` places, where it takes it.
     """
 
     warps: int
     tiles: int = 1
     unroll: int = 1
     copied: bool = False
+    integer: bool = False
     staged: bool = False
     gathered: bool = False
     ahead: bool = True  # activations of the next block are requested too; never for more than 8 tokens
@@ -51,11 +59,12 @@ class DecodeConfig:
 
 
 def decode_setting(numbers: Sequence[int]) -> DecodeConfig:
-    """A setting as the tables hold it: warps, tiles, unroll, AHEAD, STAGED, GATHERED and COPIED, most registers (0: any)."""
+    """A setting as the tables hold it: warps, tiles, unroll, its bits, most registers (0: any)."""
     warps, tiles, unroll, bits, registers = numbers
     return DecodeConfig(
         warps=warps, tiles=tiles, unroll=unroll, ahead=bool(bits & AHEAD), staged=bool(bits & STAGED),
         gathered=bool(bits & GATHERED), max_registers=registers or None, copied=bool(bits & COPIED),
+        integer=bool(bits & INTEGER),
     )  # fmt: skip
 
 

@@ -142,6 +142,7 @@ def test_copied_words_reach_the_lane_that_asked_for_them(
     assert machine.stack == 0
     assert machine.barriers == 0
     assert machine.loop / WEIGHTS / launch[1] < ceiling
+    assert sum(machine.shared) <= 48 << 10  # with 1024 of the driver's: more would have to be asked for
     assert machine.opcodes["LDGSTS"] >= bits * launch[1] * launch[2]
     kinds = dict(re.findall(r"^(#\w+) = #ttg.blocked<{(.*)}>$", machine.layout_ir, re.MULTILINE))
     used = re.findall(

@@ -10,7 +10,9 @@ import pytest
 pytest.importorskip("triton")
 
 
-@pytest.mark.parametrize("script", ["interpret.py", "emulate.py", "emulate_copies.py"])
+@pytest.mark.parametrize(
+    "script", ["interpret.py", "emulate.py", "emulate_copies.py", "emulate_byte_grid.py"]
+)
 def test_kernels_in_the_interpreter(script: str) -> None:
     here = Path(__file__).parent
     path = os.pathsep.join([str(here.parents[1] / "kernels"), os.environ.get("PYTHONPATH", "")])

@@ -1,0 +1,252 @@
+"""Run under TRITON_INTERPRET=1 by `test_interpreter.py`: `byte_grid.py` with its assembly, line by line, all warps in step.
+
+Triton's interpreter knows no inline assembly, so the few PTX instructions of `byte_texts.py` have a model here. What
+`cp.async` copies arrives when a `wait` says so and not before: until then its place holds nonsense.
+"""
+
+import ctypes
+import re
+from typing import Any
+
+import loop_bounds  # noqa: F401
+import numpy as np
+import torch
+import triton.language as tl
+from cases import Case, random_layout, relative_error
+from ptx_model import integer_product, permute_bytes
+from requant_kernels import naive
+from requant_kernels.byte_grid import byte_grid, takes
+from requant_kernels.tuning import DecodeConfig
+from triton.runtime.interpreter import TensorHandle
+
+BASE = 1 << 12  # where shared memory begins
+NONSENSE = 0x7FC17FC1
+SHARED = np.full(1 << 14, NONSENSE, np.uint32)
+waiting: list[list[tuple[np.ndarray, np.ndarray]]] = []  # groups of places and what comes there
+begun: list[tuple[np.ndarray, np.ndarray]] = []
+Registers = dict[str, np.ndarray]
+
+
+def from_memory(address: np.ndarray, count: int) -> np.ndarray:
+    """So many words from each address of global memory: [.., count]."""
+    assert not (address % (4 * count)).any()
+    found = [(ctypes.c_uint32 * count).from_address(int(at)) for at in address.ravel()]
+    return np.array(found, np.uint32).reshape(*address.shape, count)
+
+
+def places(address: np.ndarray, count: int) -> np.ndarray:
+    """Of so many words from each address of shared memory."""
+    assert not (address % (4 * count)).any()
+    return (address.astype(np.int64)[..., None] - BASE) // 4 + np.arange(count)
+
+
+class Program:
+    """One text, for all threads of a program: registers are arrays [warps, 32]."""
+
+    def __init__(self, registers: Registers, shape: tuple[int, ...]) -> None:
+        self.registers, self.shape = registers, shape
+        self.alive = np.ones(shape, bool)
+
+    def value(self, name: str) -> np.ndarray:
+        if name in self.registers:
+            return self.registers[name]
+        if name == "%tid.x":
+            return np.arange(np.prod(self.shape), dtype=np.uint32).reshape(self.shape)
+        number = int(name.replace("0f", "0x"), 0) if name[:2] in ("0f", "0x") else int(name)
+        return np.full(self.shape, number % (1 << 32), np.uint32)
+
+    def floats(self, name: str) -> np.ndarray:
+        return self.value(name).view(np.float32)
+
+    def put(self, name: str, value: np.ndarray, guard: np.ndarray | None = None) -> None:
+        if value.dtype == np.float32:
+            value = value.view(np.uint32)
+        old = self.registers.get(name, np.zeros(self.shape, value.dtype))
+        self.registers[name] = np.where(self.alive if guard is None else self.alive & guard, value, old)
+
+    def address(self, text: str) -> np.ndarray:
+        name, _, offset = text.strip("[]").partition(" + ")
+        base = self.value(name)
+        return base + base.dtype.type(int(offset or 0))
+
+    def access(self, opcode: str, operands: list[str], guard: np.ndarray) -> None:
+        on = self.alive & guard
+        target = next(i for i, operand in enumerate(operands) if operand[0] == "[")
+        names = operands[:target] + operands[target + 1 :]
+        at = self.address(operands[target])[on]
+        if opcode[:2] == "st":
+            SHARED[places(at, len(names))] = np.stack([self.value(name)[on] for name in names], -1)
+            return
+        found = from_memory(at, len(names)) if "global" in opcode else SHARED[places(at, len(names))]
+        for i, name in enumerate(names):
+            value = np.zeros(self.shape, np.uint32)
+            value[on] = found[..., i]
+            self.put(name, value, guard)
+
+    def line(self, line: str) -> None:
+        guard = np.ones(self.shape, bool)
+        if line[0] == "@":
+            name, line = line[1:].split(None, 1)
+            guard = self.registers[name].astype(bool)
+        opcode, _, rest = line.partition(" ")
+        operands = [part.strip(" {}") for part in rest.split(",")]
+        kind = opcode.split(".")
+        if kind[0] == "bra":
+            assert (guard == guard[:, :1]).all(), "a warp parts"
+            self.alive &= ~guard
+        elif kind[0] == "cp":
+            if kind[2] == "commit_group":
+                waiting.append(begun.copy())
+                begun.clear()
+                return
+            count = int(operands[2]) // 4
+            to, words = (
+                places(self.address(operands[0])[guard], count),
+                from_memory(self.address(operands[1])[guard], count),
+            )
+            begun.append((to, words))
+            SHARED[to] = NONSENSE
+        elif kind[0] in ("ld", "st"):
+            self.access(opcode, operands, guard)
+        elif kind[0] == "mma":
+            a, b, c = ([self.value(name) for name in operands[i:j]] for i, j in ((4, 8), (8, 10), (10, 14)))
+            results = [
+                integer_product(*([r[w] for r in part] for part in (a, b, c))) for w in range(self.shape[0])
+            ]
+            for i in range(4):
+                self.put(operands[i], np.stack([result[i] for result in results]))
+        elif opcode == "mov.b32" and rest[0] == "{":
+            pair = self.value(operands[2])
+            self.put(operands[0], pair & np.uint32(0xFFFF))
+            self.put(operands[1], pair >> np.uint32(16))
+        else:
+            self.put(operands[0], self.arithmetic(opcode, operands[1:]), guard)
+
+    def arithmetic(self, opcode: str, names: list[str]) -> np.ndarray:
+        if "f32" in opcode and not opcode.startswith(("cvt", "selp", "mov")):
+            x = [self.floats(name) for name in names]
+            match opcode.split(".")[0]:
+                case "abs":
+                    return np.abs(x[0])
+                case "max":
+                    return np.maximum(x[0], x[1])
+                case "add":
+                    return x[0] + x[1]
+                case "mul":
+                    return x[0] * x[1]
+                case "rcp":
+                    return np.float32(1) / x[0]
+                case "fma":
+                    return (x[0].astype(np.float64) * x[1] + x[2]).astype(np.float32)
+        a = [self.registers[name] if name == "p" else self.value(name) for name in names]
+        signed = [value.view(np.int32) for value in a if value.dtype == np.uint32]
+        match opcode:
+            case "mov.b32" | "mov.u32" | "mov.f32":
+                return a[0]
+            case "cvt.f32.f16":
+                return a[0].astype(np.uint16).view(np.float16).astype(np.float32)
+            case "cvt.rn.f32.s32":
+                return signed[0].astype(np.float32)
+            case "setp.eq.s32":
+                return a[0] == a[1]
+            case "setp.ne.s32":
+                return a[0] != a[1]
+            case "selp.f32" | "selp.b32":
+                return np.where(a[2], a[0], a[1])
+            case "and.b32":
+                return a[0] & a[1]
+            case "xor.b32":
+                return a[0] ^ a[1]
+            case "shl.b32":
+                return a[0] << a[1]
+            case "shr.u32":
+                return a[0] >> a[1]
+            case "add.s32":
+                return a[0] + a[1]
+            case "sub.s32":
+                return a[0] - a[1]
+            case "mul.lo.s32":
+                return a[0] * a[1]
+            case "mad.lo.s32":
+                return a[0] * a[1] + a[2]
+            case "lop3.b32":
+                assert names[3] == "0xEA"
+                return a[0] & a[1] | a[2]
+            case "prmt.b32":
+                return permute_bytes(*a)
+            case "shfl.sync.bfly.b32":
+                return a[0][:, np.arange(32) ^ int(names[1])]
+        raise AssertionError(f"no model of {opcode}")
+
+
+def inline_asm_elementwise(
+    asm: str, constraints: str, args: Any, dtype: Any, is_pure: bool, pack: int, _semantic: Any = None
+) -> Any:
+    """What Triton's own does on a GPU, for one element a thread."""
+    asm, constraints = (str(getattr(text, "value", text)) for text in (asm, constraints))
+    kinds = dtype if isinstance(dtype, tuple) else (dtype,)
+    values = [np.asarray(arg.handle.data) for arg in args]
+    assert len(constraints.split(",")) == len(kinds) + len(values)
+    shape = np.broadcast_shapes(*(value.shape for value in values)) if values else (1,)
+    program = Program({}, shape)
+    for i, value in enumerate(values):
+        value = np.ascontiguousarray(np.broadcast_to(value, shape))
+        program.registers[f"${len(kinds) + i}"] = value.view(
+            np.uint64 if value.dtype.itemsize == 8 else np.uint32
+        )
+    for i, constraint in enumerate(constraints.split(",")):
+        if constraint.isdigit():  # an input in the register of an output
+            program.registers[f"${constraint}"] = program.registers[f"${i}"]
+    if ".shared .align" in asm:
+        program.registers["$0"] = np.full(shape, BASE, np.uint32)
+    elif "wait_group" in asm:
+        while len(waiting) > int(asm.split()[1].rstrip(";")):
+            for to, words in waiting.pop(0):
+                SHARED[to] = words
+    else:
+        text = asm.strip().removeprefix("{").removesuffix("}") if asm.lstrip().startswith("{") else asm
+        for line in map(str.strip, re.split(r";|NONE:", text)):
+            if line and not line.startswith(".reg"):
+                program.line(line)
+    numpy_of = {tl.float32: np.float32, tl.int32: np.int32}
+    made = tuple(
+        tl.tensor(
+            TensorHandle(
+                np.ascontiguousarray(program.registers.get(f"${i}", np.zeros(shape, np.uint32))).view(
+                    numpy_of[kind]
+                ),
+                kind,
+            ),
+            tl.block_type(kind, list(shape)) if values else kind,
+        )
+        for i, kind in enumerate(kinds)
+    )
+    return made if isinstance(dtype, tuple) else made[0]
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    tl.inline_asm_elementwise = inline_asm_elementwise
+    for case, (warps, tiles, depth) in (
+        (Case(kind="grid", bits=2, n=32, k=1024, m=1), (2, 1, 3)),
+        (Case(kind="grid", bits=3, n=16, k=512, m=1), (1, 1, 2)),
+        (Case(kind="grid", bits=4, n=40, k=768, m=1, bias=True), (2, 2, 2)),  # blocks and tiles run out
+        (Case(kind="grid", bits=3, n=40, k=1280, m=1), (4, 2, 3)),
+        (Case(kind="grid", bits=2, n=16, k=512, m=1, group_size=512), (2, 1, 2)),  # one scale a row
+        (Case(kind="grid", bits=4, n=16, k=1024, m=1, group_size=256), (2, 1, 2)),
+        (Case(kind="grid", bits=3, n=16, k=1024, m=1, group_size=512), (2, 1, 2)),
+    ):
+        layout, x = random_layout(case, "cpu"), torch.randn(1, case.k).half()
+        x[0, ::77] *= 50
+        config = DecodeConfig(warps=warps, tiles=tiles, unroll=depth)
+        assert takes(x, layout, config)
+        SHARED[:] = NONSENSE
+        waiting.clear()
+        got = byte_grid(x, layout, None, config)
+        error = relative_error(got, naive.linear(x, layout))
+        assert error < 5e-4, f"{case} {warps, tiles, depth} is off by {error:.1e}"
+
+
+if __name__ == "__main__":
+    main()

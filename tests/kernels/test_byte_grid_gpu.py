@@ -1,0 +1,38 @@
+"""One token on integer tensor cores against float64."""
+
+import pytest
+import torch
+from requant_kernels import naive
+from requant_kernels.byte_grid import byte_grid, takes
+from requant_kernels.decode import decode
+from requant_kernels.tuning import DecodeConfig
+
+from .cases import Case, random_layout, relative_error
+
+pytestmark = pytest.mark.gpu
+
+CASES = [
+    Case(kind="grid", bits=bits, n=100, k=k, m=1, group_size=group, bias=bias, dtype=dtype)
+    for bits in (2, 3, 4)
+    for k, group, bias, dtype in (
+        (4096, 128, False, torch.float16), (1280, 128, True, torch.bfloat16), (2048, 512, False, torch.float16),
+        (768, 768, False, torch.float16),
+    )
+]  # fmt: skip
+LAUNCHES = [(1, 1, 4), (2, 2, 3), (4, 1, 5), (4, 2, 2), (8, 1, 2)]  # warps, tiles, depth
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=[str(case) for case in CASES])
+def test_bytes_of_a_grid(number: int) -> None:
+    torch.manual_seed(0)
+    case, (warps, tiles, depth) = CASES[number], LAUNCHES[number % len(LAUNCHES)]
+    layout = random_layout(case, "cuda")
+    x = torch.randn(1, case.k, device="cuda", dtype=case.dtype)
+    x[0, ::77] *= 50
+    bias = torch.randn(case.n, device="cuda", dtype=case.dtype) if case.bias else None
+    config = DecodeConfig(warps=warps, tiles=tiles, unroll=depth, integer=True, pdl=True)
+    assert takes(x, layout, config)
+    y = decode(x, layout, bias, config, asm=True)
+    assert relative_error(y, naive.linear(x, layout, bias)) < (1e-3 if case.dtype == torch.float16 else 6e-3)
+    for _ in range(3):
+        assert torch.equal(y, byte_grid(x, layout, bias, config))
