@@ -139,7 +139,11 @@ def main() -> None:
     args = parser.parse_args()
     shapes = [tuple(map(int, text.split("x"))) for text in args.shapes] if args.shapes else SHAPES
     formats = [f for f in FORMATS if not args.formats or f"{f[0]}:{f[1]:g}" in args.formats]
-    jobs = [(kind, bits, n, k, density, tokens) for n, k in shapes for kind, bits, density, tokens in formats]
+    jobs = [
+        (kind, bits, n, k, density, tuple(m for m in tokens if m in args.tokens))
+        for n, k in shapes
+        for kind, bits, density, tokens in formats
+    ]
     compile_in_parallel(warm, jobs, args.processes)
     if args.compile_only:
         return
