@@ -1,7 +1,6 @@
 """The kernels compiled for real GPUs without one: no spills, no data moved between lanes, instructions a weight."""
 
 import json
-import math
 import re
 from itertools import product
 
@@ -10,33 +9,23 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from requant_kernels import byte_sums  # noqa: E402
-from requant_kernels.autotune import TRELLIS  # noqa: E402
 from requant_kernels.blocks import operands  # noqa: E402
-from requant_kernels.byte_sums import byte_sum_kernel, padded_columns  # noqa: E402
-from requant_kernels.byte_sums import constants as trellis_constants  # noqa: E402
 from requant_kernels.decode import decode_kernel  # noqa: E402
 from requant_kernels.dense import dequantize_kernel  # noqa: E402
-from requant_kernels.hashes import STORE_FOUR_ASM, STORE_FOUR_CONSTRAINTS, groups_of, values_asm, words_asm  # noqa: E402
 from requant_kernels.pieces import reserve_asm  # noqa: E402
 from requant_kernels.residuals import finish_kernel  # noqa: E402
 from requant_kernels.rooms import room_constants, room_of  # noqa: E402
-from requant_kernels.sections import SECTION, section_kernel  # noqa: E402
 from requant_kernels.tall import multiply_kernel  # noqa: E402
-from requant_kernels.trellis import expand_kernel  # noqa: E402
 from requant_kernels.tuning import (  # noqa: E402
     COPIED,
     GATHERED,
     STAGED,
     TABLE,
-    TrellisConfig,
     decode_setting,
     distance_of,
     least_warps,
     registers_of,
 )
-from requant_kernels.tuning import trellis_config as rule_of_trellis  # noqa: E402
-from requant_kernels.turns import section_asm  # noqa: E402
 
 from .cases import Case, random_layout  # noqa: E402
 from .compile_offline import Machine, compile_kernel  # noqa: E402
@@ -239,193 +228,3 @@ def test_dense_compiles() -> None:
         dequantize_kernel, constants, capability=90, pointers=pointers, absent=absent, warps=8
     )
     assert machine.stack == 0
-
-
-TRELLIS_CEILING = {  # instructions a weight, in the loop over steps
-    ("mul1", 2): 3.2, ("pair", 2): 1.75, ("mul1", 4): 3.4, ("mul1", 2.25): 3.5, ("3inst", 2): 5.5,
-}  # fmt: skip
-
-
-def trellis_machine(
-    code: str, bits: float, *, launch: tuple[int, int, int] = (8, 2, 1), tokens: int = 1, capability: int = 90,
-    k: int | None = None, fused: bool = False,
-) -> Machine:  # fmt: skip
-    """`launch`: warps, tiles, units a step; the integers of `k` columns as Triton takes them, or any of whole steps."""
-    four = round(4 * bits)
-    config = TrellisConfig(warps=launch[0], tiles=launch[1], unroll=launch[2])
-    vector = math.gcd(four * groups_of(four) // 4, 4)
-    units, integers = launch[0] * launch[2], {}
-    if k is not None:  # Triton compiles anew for an integer that is 1 or a multiple of 16
-        units = -(-k // (64 * groups_of(four)))
-        integers = {"M": tokens, "units": units, "sections": padded_columns(k) // SECTION, "rows": 16}
-    kind = (k & -k, "fp16") if fused and k is not None else None
-    given = trellis_constants(code, four, vector, config, tokens, units, kind) | {"PDL": capability >= 90}
-    given |= {name: 1 for name, value in integers.items() if value == 1}
-    pointers = dict.fromkeys(("units", "rows", "sections"), "i32")
-    pointers |= {
-        "words_ptr": "*i32",
-        "y_ptr": "*fp32",
-        "x_ptr": "*i8" if given["FIXED"] and not fused else "*fp16",
-    }
-    return compile_kernel(
-        byte_sum_kernel, given, capability=capability, pointers=pointers | {"scales_ptr": "*fp32", "before_ptr": "*fp16"},
-        warps=launch[0],
-        absent=("scales_ptr",) if fused else ("before_ptr",) if given["FIXED"] else ("scales_ptr", "before_ptr"),
-        aligned=tuple(name for name, value in integers.items() if value % 16 == 0),
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize(("code", "bits"), TRELLIS_CEILING)
-@pytest.mark.parametrize("shared", [True, False])
-def test_trellis_instructions_a_weight(
-    code: str, bits: float, shared: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not shared:
-        monkeypatch.setattr(byte_sums, "MOST_SHARED", 0)
-    unroll = 2 if bits == 2 else 1
-    machine = trellis_machine(code, bits, launch=(8, 2, unroll))
-    assert machine.stack == 0
-    assert machine.registers <= 128
-    groups = unroll * groups_of(round(4 * bits))  # of a step; 64 weights a lane and group
-    assert machine.inner / (64 * groups) < TRELLIS_CEILING[code, bits]
-    if code != "3inst":
-        assert machine.opcodes["IMMA"] == (16 if code == "mul1" else 8) * groups
-        assert machine.opcodes["IDP"] == 0
-    if shared:
-        assert machine.opcodes["SHFL"] == 2 * groups  # the bits before a part, of each tile
-        assert machine.opcodes["BAR"] <= 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tokens", [1, 8, 16])
-@pytest.mark.parametrize(
-    ("code", "bits"), [("mul1", 2.75), ("mul1", 3.75), ("mul1", 8), ("pair", 4), ("3inst", 2.25)]
-)
-def test_no_trellis_launch_spills(code: str, bits: float, tokens: int) -> None:
-    rule = rule_of_trellis(code, bits, 8192, 8192, tokens, torch.device("cpu"))
-    machine = trellis_machine(
-        code, bits, launch=(rule.warps, rule.tiles, rule.unroll), tokens=tokens, capability=80
-    )
-    assert machine.stack == 0
-
-
-Odd = tuple[
-    str, float, int, int, int, tuple[int, int, int] | None
-]  # code, bits, n, k, tokens, launch or the rule's
-ODD: list[Odd] = [
-    ("mul1", 2, 37, 200, 1, None),
-    ("mul1", 2.25, 37, 200, 5, None),  # a single unit
-    ("mul1", 8, 64, 1408, 16, None),
-    ("pair", 2, 8192, 256, 5, None),
-    ("pair", 2, 48, 11008, 9, None),
-    ("pair", 2, 80, 5120, 5, (16, 2, 4)),
-    ("3inst", 3.25, 37, 200, 1, None),
-    ("mul1", 2, 8192, 11072, 1, None),
-]
-EVERY_ODD: list[Odd] = [
-    (*kind, *shape, tokens, None)
-    for kind in [
-        *(("mul1", bits) for bits in (1, 2, 2.25, 2.5, 3.5, 4, 8)),
-        *(("pair", bits) for bits in (1, 2, 4, 8)),
-        *(("3inst", bits) for bits in (1, 2, 2.25, 3.5, 4, 8)),
-    ]
-    for shape in ((37, 200), (8192, 11072))
-    for tokens in (1, 5, 9, 16)
-]
-EVERY_ODD += [
-    (code, bits, 8192, 11072, tokens, launch)
-    for code, bits in (("mul1", 2), ("pair", 2), ("mul1", 4))
-    for launch in TRELLIS
-    for tokens in (1, 8, 16)
-    if launch[1] * tokens <= 32
-]
-
-
-@pytest.mark.parametrize(
-    ("code", "bits", "n", "k", "tokens", "launch"),
-    [*ODD, *(pytest.param(*case, marks=pytest.mark.slow) for case in EVERY_ODD if case not in ODD)],
-)
-def test_trellis_of_columns_that_are_no_whole_steps(
-    code: str, bits: float, n: int, k: int, tokens: int, launch: tuple[int, int, int] | None
-) -> None:
-    rule = rule_of_trellis(code, bits, n, k, tokens, torch.device("cpu"))
-    chosen, groups = launch is None, groups_of(round(4 * bits))
-    launch = launch or (rule.warps, rule.tiles, rule.unroll)
-    assert -(-k // (64 * groups)) % (launch[0] * launch[2])  # some warps' units lie beyond the end
-    machine = trellis_machine(code, bits, launch=launch, tokens=tokens, k=k)
-    if chosen or tokens == 1:  # what the tuner tries for more tokens may spill; then it is not the fastest
-        assert machine.stack <= 16
-    assert machine.registers * launch[0] * 32 <= 65536
-    assert machine.barriers == 0
-    if (code, bits) in TRELLIS_CEILING and tokens == 1 and launch[:2] == (8, 2):
-        assert machine.inner / (64 * groups * launch[2]) < TRELLIS_CEILING[code, bits]
-
-
-@pytest.mark.parametrize("launch", [(16, 1, 8), (8, 1, 3), (8, 7, 1)])
-def test_trellis_launches_that_do_not_fit_are_refused(launch: tuple[int, int, int]) -> None:
-    why = (
-        "no whole part of a section of 4096: fewer warps, or less unroll"
-        if launch[1] == 1
-        else "14 sums a lane"
-    )
-    with pytest.raises(ValueError, match=why):
-        trellis_machine("mul1", 2, launch=launch)
-
-
-@pytest.mark.parametrize("units", [{}, {"units": 1}], ids=str)
-def test_expansion_compiles(units: dict[str, int]) -> None:
-    groups = groups_of(9)
-    values = [values_asm("mul1", 9, group) for group in range(groups)]
-    load, load_names = words_asm(9, 1, 0)
-    constants = {
-        "VALUES": tuple(text for text, _ in values), "VALUES_CONSTRAINTS": values[0][1], "LOAD": (load,),
-        "LOAD_CONSTRAINTS": load_names, "STORE": STORE_FOUR_ASM, "STORE_CONSTRAINTS": STORE_FOUR_CONSTRAINTS, "COUNT": 9,
-        "V": 1, "J": groups, "W": 4, **units,
-    }  # fmt: skip
-    pointers = {"words_ptr": "*i32", "out_ptr": "*fp16", "units": "i32", "columns": "i32"}
-    machine = compile_kernel(expand_kernel, constants, capability=90, pointers=pointers, warps=4)
-    assert machine.stack == 0
-    assert machine.opcodes["IDP"] == 32 * groups
-    assert machine.instructions < 8 * 32 * groups
-
-
-@pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
-def test_rotation_keeps_256_values_in_a_warp(capability: int, dtype: str) -> None:
-    fixed = dtype == "fp16"  # the rotation of activations; the other one is that of outputs
-    text, names = section_asm(across=True, fixed=fixed)
-    constants = {
-        "ASM": text, "CONSTRAINTS": names, "P": 2, "V": 8 if fixed else 4, "MASK": 15, "ROOT": 1.0, "PAIRED": fixed,
-        "PARTS": 1, "ARRANGED": False, "OWN": 1, "PDL": capability >= 90,
-    }  # fmt: skip
-    pointers = {"x_ptr": f"*{dtype}", "y_ptr": "*i8" if fixed else "*fp16", "scales_ptr": "*fp32"}
-    pointers |= {"before_ptr": "*fp16", "after_ptr": "*fp16", "width": "i32", "out_width": "i32"}
-    absent = ("after_ptr",) if fixed else ("before_ptr", "scales_ptr")
-    machine = compile_kernel(
-        section_kernel, constants, capability=capability, pointers=pointers, warps=16,
-        absent=(*absent, "bias_ptr", "added_ptr"), aligned=("width", "out_width"),
-    )  # fmt: skip
-    assert machine.stack == 0
-    assert machine.instructions < 450
-    assert machine.opcodes["BAR"] == (3 if fixed else 1)
-    layouts = dict(re.findall(r"(#\w+) = #ttg.blocked<\{(.*)\}>", machine.layout_ir))
-    (used,) = re.findall(r"elementwise_inline_asm .*mma.* -> tensor<\S+, (#\w+)>", machine.layout_ir)
-    assert "threadsPerWarp = [32, 1, 1, 1], warpsPerCTA = [1, 16, 1, 1]" in layouts[used]
-
-
-@pytest.mark.parametrize(
-    ("code", "bits", "k", "launch"),
-    [("pair", 2, 4096, (16, 2, 1)), ("mul1", 2, 2048, (16, 4, 1)), ("mul1", 4, 256, (16, 1, 2)),
-     ("mul1", 2, 4096, (16, 7, 1)), ("pair", 2, 4096, (16, 7, 1))],
-)  # fmt: skip
-def test_one_token_is_rotated_without_spills(
-    code: str, bits: int, k: int, launch: tuple[int, int, int]
-) -> None:
-    plain = trellis_machine(code, bits, launch=launch, k=k)
-    machine = trellis_machine(code, bits, launch=launch, k=k, fused=True)
-    assert machine.stack == 0
-    assert machine.registers <= 128
-    assert machine.opcodes["HMMA"] == 12
-    assert machine.opcodes["BAR"] == 4  # three of the rotation
-    assert machine.inner <= plain.inner + 16
-    assert machine.shared[1] <= (32768 if launch[1] <= 4 else 40960)
