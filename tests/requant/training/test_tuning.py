@@ -12,7 +12,7 @@ from requant.quantizing import quantize_linears
 from requant.recipe import Calibration, Evaluation, Recipe, Tuning
 from requant.run import Run
 from requant.training.learnable import learnable, weight_function, with_theta
-from requant.training.loop import part_of
+from requant.training.loop import derived_of, part_of
 from requant.training.tuning import tune
 from requant.workspace import Workspace
 
@@ -65,10 +65,28 @@ def prepared_run(folder: Path, text: Path, method: str, tuning: Tuning) -> tuple
     return start(prepare(str(folder), recipe), recipe, workspace=Workspace(None), quiet=True), recipe
 
 
-@pytest.mark.parametrize(("kind", "method"), [("llama", "kmeans"), ("llama", "rtn"), ("gpt2", "kmeans")])
-def test_tuning_lowers_the_divergence_and_keeps_the_codes(tiny_folder, tiny_text_file, kind, method):
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_coded_matrix_stands_in_the_model_as_it_is_stored(tiny_folder, tiny_text_file, kind):
+    run, _ = prepared_run(tiny_folder(kind), tiny_text_file, "kmeans", Tuning(steps=1))
+    weights = quantize_linears(run, None, label="quantize")
+    thetas = {name: learnable(weight) for name, weight in weights.items()}
+    for theta in thetas.values():
+        theta["levels"] = (theta["levels"] * 1.25).requires_grad_(True)
+    for site, matrix in zip(run.sites, derived_of(run, weights, thetas), strict=True):
+        matrix.place()
+        torch.testing.assert_close(site.weight(), 1.25 * weights[site.name].dequantize())
+        matrix.parameter.grad = torch.ones_like(matrix.parameter)
+        matrix.hand_back()
+        counts = torch.nn.functional.one_hot(weights[site.name].dense.codes.long(), 4).sum(
+            1
+        )  # of a level in a row
+        torch.testing.assert_close(thetas[site.name]["levels"].grad, counts.float())
+
+
+@pytest.mark.parametrize("method", ["kmeans", "rtn"])
+def test_tuning_lowers_the_divergence_and_keeps_the_codes(tiny_folder, tiny_text_file, method):
     run, recipe = prepared_run(
-        tiny_folder(kind),
+        tiny_folder("llama"),
         tiny_text_file,
         method,
         Tuning(steps=12, tokens_per_step=128, rate=3e-2, warm_up=2, held_out=1, check_every=4),
