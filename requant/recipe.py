@@ -93,9 +93,8 @@ class Tuning:
     steps: int = 0
     windows: int = 2048  # of the calibration text, at most; statistics keep to calibration.num_samples
     tokens_per_step: int = 16384
-    rate: float = (
-        3e-3  # of Adam at 2 bits, in units of each tensor's root mean square; half of it with every bit more
-    )
+    # of Adam at 2 bits, in units of each tensor's root mean square; half of it with every bit more
+    rate: float = 3e-3
     warm_up: int = 10
     held_out: int = 8  # windows that only judge
     check_every: int = 20

@@ -44,17 +44,14 @@ class Run:
     fingerprint: str  # of the model, its matrices to quantize, the windows and the versions
     quiet: bool
     source: Path | None = None  # the model's folder
-    bits: Mapping[str, int | float] = field(
-        default_factory=dict
-    )  # of matrices whose width is not the recipe's
+    # of matrices whose width is not the recipe's
+    bits: Mapping[str, int | float] = field(default_factory=dict)
     shares: Mapping[str, float] = field(default_factory=dict)  # of entries beside the codes, where allotted
     allocation: Allocation | None = None
-    pool: Int64[Tensor, "p t"] | None = (
-        None  # the windows that training may use, where they are more than `windows`
-    )
-    others: dict[str, tuple[Tensor, Tensor]] = field(
-        default_factory=dict
-    )  # parameters that learned: original, learned
+    # the windows that training may use, where they are more than `windows`
+    pool: Int64[Tensor, "p t"] | None = None
+    # parameters that learned: original, learned
+    others: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     statistics: dict[str, LinearStats] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 

@@ -157,9 +157,8 @@ def states_of_codes(
     moves = step_bits(bits, weights_per_step)
     states, shifts = symbols.unflatten(1, (-1, PERIOD)), torch.zeros(PERIOD, dtype=torch.int64)
     back = 0
-    while (
-        int(shifts.min()) < STATE_BITS
-    ):  # `shifts`: bits between the end of a step and that of the one `back` before
+    # `shifts`: bits between the end of a step and that of the one `back` before
+    while int(shifts.min()) < STATE_BITS:
         shifts = shifts + torch.tensor([moves[(i - back) % PERIOD] for i in range(PERIOD)])
         back += 1
         earlier = symbols.roll(back, dims=1).unflatten(1, (-1, PERIOD))

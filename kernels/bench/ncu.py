@@ -24,10 +24,8 @@ METRICS = {
     "cycles_an_instruction": "Warp Cycles Per Issued Instruction",
 }
 FIRST = ("decode_kernel", "arrange_kernel")  # kernels that a multiplication begins with
-PRODUCTS = (
-    "byte_sum_kernel",
-    "trellis_multiply_kernel",
-)  # of a trellis, which a rotation ends, and may begin
+# of a trellis, which a rotation ends, and may begin
+PRODUCTS = ("byte_sum_kernel", "trellis_multiply_kernel")
 ROTATIONS = ("section_kernel", "many_sections_kernel", "butterfly_kernel")
 
 

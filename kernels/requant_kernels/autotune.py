@@ -146,9 +146,8 @@ def fits(kernel: str, n: int, k: int, tokens: int, setting: Setting) -> bool:
         warps, split, stages = setting
         programs = n // (16 * warps) * split
         return split * 4 <= k // 256 and (stages + 1) * tokens * 512 <= 220_000 and programs <= 1056
-    if (
-        kernel == "hopper"
-    ):  # enough programs to fill an H200, and no more than it holds at once, as long as there are splits
+    # enough programs to fill an H200, and no more than it holds at once, as long as there are splits
+    if kernel == "hopper":
         width, warps, tiles, _, split = setting
         programs, most = (
             -(-n // (16 * warps * tiles)) * -(-tokens // width) * split,

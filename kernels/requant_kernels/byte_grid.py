@@ -62,9 +62,8 @@ def byte_grid_kernel(
     warp, lane = tl.arange(0, W)[:, None], tl.arange(0, 32)[None, :]
     base = copies.room(ROOM_ASM)
     words, scales = (), ()
-    for r in tl.static_range(
-        R
-    ):  # where the number of tiles is odd, the last one is computed, and written, twice alike
+    # where the number of tiles is odd, the last one is computed, and written, twice alike
+    for r in tl.static_range(R):
         tile = tl.minimum(tl.program_id(0) * R + r, last_tile).to(tl.int64)
         words = words + (w_ptr + tile * blocks * (BITS * 128) + lane * 4,)
         groups = tl.cdiv(blocks, A_GROUP) * SCALES

@@ -262,9 +262,8 @@ def decode_kernel(
             else:
                 ahead = (block + DEPTH * W)[:, None]  # masked: reading anything more would prolong the end
                 ring = ring + (load_block(w_ptr, s_ptr, z_ptr, tiles, ahead, blocks, BITS, GROUP, False, W),)
-            if (
-                SLOT_BY_SLOT
-            ):  # slots are under way two blocks, activations one: what was gathered last is at hand
+            # slots are under way two blocks, activations one: what was gathered last is at hand
+            if SLOT_BY_SLOT:
                 slot += SLOTS * STEP
                 soon, arrived = (), gathered
                 gathered = ()

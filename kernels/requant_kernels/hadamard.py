@@ -43,9 +43,8 @@ def butterfly_kernel(
         x += tl.load(own + at, mask=at < width, other=0.0)
     if before_ptr is not None:
         x *= tl.load(before_ptr + at, mask=at < width, other=0.0).to(tl.float32)
-    for stage in tl.static_range(
-        1 if PAIRED else 0, LOG
-    ):  # paired: without the first stage, the rest is doubled
+    # paired: without the first stage, the rest is doubled
+    for stage in tl.static_range(1 if PAIRED else 0, LOG):
         pair = tl.permute(tl.reshape(x, [SIZE >> (stage + 1), 2, 1 << stage]), (0, 2, 1))
         left, right = tl.split(pair)
         x = tl.reshape(tl.permute(tl.join(left + right, left - right), (0, 2, 1)), [SIZE])

@@ -28,9 +28,8 @@ HASH = {
     "pair": (0x4E6DA66B, 0x3C6EF35F),
     "3inst": (89226354, 64248484),
 }  # multiplier, addend
-AT_ONCE = (
-    4  # the most tiles whose windows are cut in turn; more come one after the other, in the registers of one
-)
+# the most tiles whose windows are cut in turn; more come one after the other, in the registers of one
+AT_ONCE = 4
 WEIGHTS = {"mul1": 1, "pair": 2, "3inst": 1}  # of one hash
 OFFSET = {
     "mul1": 510.0,

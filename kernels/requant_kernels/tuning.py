@@ -23,13 +23,8 @@ DECODE_TOKENS = 16  # the decode kernel's most
 TALL_TOKENS = 128  # beyond it, dequantize and multiply
 HOPPER_TOKENS = 512  # the same, where the tall kernel is the one of Hopper
 logger = logging.getLogger(__name__)
-AHEAD, STAGED, GATHERED, COPIED, INTEGER = (
-    1,
-    2,
-    4,
-    8,
-    16,
-)  # bits of the fourth number of a setting of the decode kernel
+# bits of the fourth number of a setting of the decode kernel
+AHEAD, STAGED, GATHERED, COPIED, INTEGER = 1, 2, 4, 8, 16
 NUMBERS = {"decode": 5, "tall": 3, "hopper": 5, "trellis": 3}  # of a setting, by kernel
 TABLE = Path(__file__).with_name("measured.json")
 CACHE_VARIABLE = "REQUANT_KERNEL_CACHE"

@@ -13,9 +13,8 @@ from requant.calibration.output_hessian import output_hessians
 from requant.calibration.stream import Stream
 from requant.models import LinearSite
 
-OF_INPUTS = frozenset(
-    {"hessian", "input_mean_abs"}
-)  # by forward passes; the others take a backward pass each
+# by forward passes; the others take a backward pass each
+OF_INPUTS = frozenset({"hessian", "input_mean_abs"})
 
 
 def collect(

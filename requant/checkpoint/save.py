@@ -176,9 +176,8 @@ def _plain_tensors(
     quantized |= {name for name, source in tied.items() if source.removesuffix(".weight") in vocabulary}
     rest = {name: tensor for name, tensor in model.state_dict().items() if name not in quantized}
     seen: set[tuple[Any, ...]] = set()
-    for name in sorted(
-        rest, key=lambda name: name in tied
-    ):  # the sources of ties first, else the model's order
+    # the sources of ties first, else the model's order
+    for name in sorted(rest, key=lambda name: name in tied):
         tensor = rest[name]
         place = (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
         if tensor.numel() and place in seen:
