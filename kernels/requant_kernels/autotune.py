@@ -43,7 +43,7 @@ DECODE: list[Setting] = [
     (4, 2, 2, COPIED | STAGED, 128), (4, 2, 3, COPIED | STAGED, 128), (4, 1, 3, COPIED, 96), (4, 1, 3, COPIED | AHEAD, 128),
     # the same, by `byte_grid.py`
     *((*launch, INTEGER, 0) for launch in ((4, 1, 2), (4, 1, 4), (4, 2, 2), (2, 2, 4), (2, 4, 2), (2, 1, 4))),
-    (8, 1, 2, INTEGER, 64), (8, 1, 3, INTEGER, 64),
+    (8, 1, 2, INTEGER, 64),
 ]  # fmt: skip
 SPARSE: list[Setting] = [
     (4, 1, 1, 1, 128),
