@@ -14,7 +14,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from eval.common import CALIBRATION, DATA, MODEL, RESULTS, TEST, environment, find, write_json
 from requant.best import rounds_of
 from requant.checkpoint import byte_table
+from requant.inference.throughput import timed
 from requant.options import BEST_SAMPLES, default_recipe
 from requant.pipeline import QuantizedModel, peak_memory, pick_device, prepare, quantize, start
 from requant.quantizers import METHODS
@@ -159,17 +160,6 @@ def integral(recipe: Recipe, device: str, dtype: str, names: tuple[str, ...]) ->
 
 def pass_once(run: Run, weights: Weights, nodes: str) -> None:
     score("pqi", run.path(weights), run.windows, nodes=nodes)
-
-
-def timed(call: Callable[[], None], device: torch.device) -> float:
-    """Wall seconds, the device's queue drained at both ends."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    started = time.perf_counter()
-    call()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - started
 
 
 def memory(peak: int, model: torch.nn.Module) -> dict[str, Any]:

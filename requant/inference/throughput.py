@@ -75,9 +75,9 @@ def measure(
     prefill, decode = [], []
     for _ in range(rounds + 1):
         decoder.reset()
-        prefill.append(_seconds(device, lambda: decoder.prompt(prompts)))
+        prefill.append(timed(lambda: decoder.prompt(prompts), device))
         decoder.step()  # the first one captures
-        decode.append(_seconds(device, lambda: [decoder.step() for _ in range(new_tokens - 1)]))
+        decode.append(timed(lambda: [decoder.step() for _ in range(new_tokens - 1)], device))
     step = median(decode[1:]) / max(1, new_tokens - 1)
     return Speed(
         name=name,
@@ -174,7 +174,8 @@ def speed_table(rows: Sequence[Speed], *, compared: bool = False) -> str:
     return format_table(lines)
 
 
-def _seconds(device: torch.device, call: Callable[[], object]) -> float:
+def timed(call: Callable[[], object], device: torch.device) -> float:
+    """Wall seconds, the device's queue drained at both ends."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     started = time.perf_counter()
