@@ -28,12 +28,19 @@ def layout_of(kind: str, bits: int, n: int, k: int) -> Any:
     return random_layout(name, bits, n, k, 0.01 if sparse else 0.0)
 
 
-def odd(kernel: str, k: int, setting: Setting) -> bool:
-    """Whether a kernel is compiled for its number of columns: warps do not share the blocks evenly, or all are staged.
-    The room of COPIED and INTEGER depends on the number of rows as well: compiled again when timed, where it differs."""
-    return kernel == "decode" and (
-        k % (256 * setting[0]) != 0 or setting[3] & (STAGED | COPIED | INTEGER) != 0
-    )
+def compiled_shape(kernel: str, n: int, k: int, setting: Setting) -> tuple[int, int]:
+    """A shape, small where it may be, whose kernel is that of n x k: a few rows do, and columns of whole blocks are alike.
+
+    Of the decode kernel, COPIED and INTEGER have room by the number of programs, so their rows count; columns count where
+    activations are in shared memory, and where warps do not share the blocks evenly.
+    """
+    if kernel == "trellis":
+        return 512, k
+    if kernel != "decode":
+        return 512, 4096
+    roomy = setting[3] & (COPIED | INTEGER) != 0
+    own_columns = roomy or setting[3] & STAGED != 0 or k % (256 * setting[0]) != 0
+    return n if roomy else 512, k if own_columns else 4096
 
 
 def own_kernel(kernel: str, setting: Setting) -> bool:
@@ -74,17 +81,8 @@ def main() -> None:
                 for kind, bits in formats[kernel]:
                     settings = candidates(kernel, kind, bits, n, k, width_of(kernel, tokens))
                     jobs.append((kernel, kind, bits, n, k, tokens, settings))
-    # only what a kernel is compiled for: a few rows do, and columns that are whole blocks are alike
     small = {
-        (
-            kernel,
-            kind,
-            bits,
-            512,
-            k if kernel == "trellis" or odd(kernel, k, setting) else 4096,
-            tokens,
-            setting,
-        )
+        (kernel, kind, bits, *compiled_shape(kernel, n, k, setting), tokens, setting)
         for kernel, kind, bits, n, k, tokens, settings in jobs
         for setting in settings
         if own_kernel(kernel, setting)
