@@ -219,9 +219,8 @@ def main(
         "rows": old,
     }
     for name, bits, seed in wanted:
-        made = {
-            key: results[key] for key in ("commit", "sources", "device")
-        }  # rows of other runs stand beside it
+        # rows of other runs stand beside it
+        made = {key: results[key] for key in ("commit", "sources", "device")}
         row = {**measure(study, name, bits, seed), **made}
         results["rows"] = joined(results["rows"], [row])
         write_json(file, results)

@@ -161,6 +161,7 @@ def _peak_memory(prepared: Prepared, recipe: Recipe) -> int:
 
     Corrected inputs take a copy of the model, and on a CPU the hidden states of both beside it.
     Training holds more where it takes place: the original, and 16 bytes a parameter (float32, its gradient, Adam's two).
+    What a GPU has beyond that it fills with larger parts of a batch, which are not counted: it does not need them.
     """
     weights = sum(site.size for site in prepared.sites)
     model = sum(p.numel() * p.element_size() for p in prepared.model.parameters())

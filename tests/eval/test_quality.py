@@ -10,7 +10,7 @@ import typer
 
 from eval import quality
 from eval.common import open_study
-from eval.curve_tables import best_ablation_table, best_peer, quality_table
+from eval.curve_tables import best_ablation_table, best_peer, of_mode_best, quality_table
 from requant.recipe import Tuning
 
 
@@ -40,6 +40,25 @@ def test_parts_are_joined_and_newer_rows_win(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "quality-m.json").read_text())
     assert [(r["bits"], r["kl"]) for r in found["rows"]] == [(2, 0.3), (3, 0.1)] and found["device"] == "x"
     assert not list(tmp_path.glob("*part*"))
+
+
+def test_a_budget_without_the_default_falls_back_to_the_shorter_training(tmp_path: Path) -> None:
+    def row(name: str, bits: float, kl: float) -> dict:
+        found = {
+            "name": name,
+            "label": name,
+            "bits": bits,
+            "bits_per_weight": bits,
+            "seed": 0,
+            "perplexity": 25.0,
+        }
+        return found | {"kl": kl, "second": {"kl": kl}}
+
+    rows = [row("short", 2, 0.25), row("short", 3, 0.0711), row("best", 3, 0.0677)]
+    assert [(r["name"], r["bits"]) for r in of_mode_best(rows)] == [("short", 2), ("best", 3)]
+    (tmp_path / "quality-bench-32m.json").write_text(json.dumps({"rows": rows}))
+    table = quality_table(tmp_path)
+    assert "| 2* | 2.000 |" in table and "| 3 | 3.000 |" in table and "0.0711" not in table
 
 
 def test_a_row_is_measured_and_leaves_the_original(

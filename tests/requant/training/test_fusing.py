@@ -64,7 +64,7 @@ def test_without_a_compiler_it_says_so_once_and_runs_as_it_is(tiny_folder, monke
             assert divergence is kl
     fusing._compiler_works.cache_clear()
     assert [record.message for record in caplog.records] == [
-        "training runs without torch's compiler, at a third of the speed: Failed to find C compiler"
+        "training runs without torch's compiler, at less than half the speed: Failed to find C compiler"
     ]
 
 
