@@ -37,7 +37,8 @@ from requant.sensitivity.scores import score
 from requant.training.fusing import WORTH_COMPILING
 from requant.training.learnable import learnable
 from requant.training.loop import derived_of, leaves_of, other_parameters, single_precision, train
-from requant.training.tuning import original_model
+from requant.training.teacher import Teacher
+from requant.training.tuning import original_model, split_windows
 from requant.workspace import Workspace
 
 LARGE = {
@@ -117,7 +118,8 @@ def best_parts(recipe: Recipe, device: str, dtype: str) -> dict[str, Any]:
 
     quantize_block()  # compiles
     found["codes of a block"] = timed(quantize_block, where)
-    teacher, others = original_model(run), list(other_parameters(run).values())
+    windows, _ = split_windows(run, recipe.tuning)
+    teacher, others = Teacher(original_model(run), windows), list(other_parameters(run).values())
     thetas = {name: learnable(weight) for name, weight in weights.items()}
     still_open = [site for site in run.sites if site.name not in weights]
     few = dataclasses.replace(recipe.tuning, steps=WORTH_COMPILING)
@@ -127,18 +129,29 @@ def best_parts(recipe: Recipe, device: str, dtype: str) -> dict[str, Any]:
         leaves, derived = leaves_of(thetas, still_open, others, few.rate), derived_of(run, weights, thetas)
 
         def learn() -> None:
-            train(run, teacher, leaves, derived, few, run.training_windows, label="")
+            train(run, teacher, leaves, derived, few, label="")
 
         first, again = timed(learn, where), timed(learn, where)
         found |= {"compiling": max(0.0, first - again), "a step": again / few.steps}
+        found["the original's states"] = seconds_of_states(teacher)
     rounds = len(rounds_of(run.sites))
     found["whole run, computed"] = (
         found["compiling"]
         + rounds * found["statistics"]
         + blocks * found["codes of a block"]
         + rounds * recipe.tuning.steps * found["a step"]
+        + 2 * found["the original's states"]  # once for all rounds, once for the last phase
     )
     return {**found, **memory(peak_memory(where), prepared.model)}
+
+
+def seconds_of_states(teacher: Teacher) -> float:
+    """Of the states of all its windows, by the first 64 (blocks are not compiled here)."""
+    few = torch.arange(min(64, len(teacher.windows)))
+    if not teacher.keeps:
+        return 0.0
+    teacher.known[few] = False
+    return timed(lambda: teacher.parts(few, None), teacher.model.device) * len(teacher.windows) / len(few)
 
 
 def integral(recipe: Recipe, device: str, dtype: str, names: tuple[str, ...]) -> dict[str, Any]:

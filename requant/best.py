@@ -23,6 +23,7 @@ from requant.quantizing import chunks_that_fit, gather, quantize_linears
 from requant.run import Run, Weights
 from requant.training.learnable import Theta, learnable, with_theta
 from requant.training.loop import derived_of, leaves_of, other_parameters, rate_of, single_precision, train
+from requant.training.teacher import Teacher
 from requant.training.tuning import keep_others, original_model, split_windows
 
 ROUNDS = 4
@@ -56,7 +57,7 @@ def in_rounds(run: Run, rounds: Sequence[Sequence[LinearSite]]) -> Weights:
     """Quantize and train round by round; the model is left at the originals, the others' learning in `run.others`."""
     settings, method = run.recipe.tuning, METHODS[run.recipe.method]
     windows, _ = split_windows(run, settings)
-    teacher = original_model(run)
+    teacher = Teacher(original_model(run), windows)
     others, rate = other_parameters(run), rate_of(run, settings)
     before = {name: run.original_of(name, parameter) for name, parameter in others.items()}
     weights: Weights = {}
@@ -82,7 +83,7 @@ def in_rounds(run: Run, rounds: Sequence[Sequence[LinearSite]]) -> Weights:
                     leaves = leaves_of(thetas, still_open, list(others.values()), rate)
                     derived = derived_of(run, weights, thetas)
                     label = f"round {index + 1}/{len(rounds)}"
-                    train(run, teacher, leaves, derived, settings, windows, label=label)
+                    train(run, teacher, leaves, derived, settings, label=label)
     keep_others(run, before)
     run.path({}).place(0.0)
     return {site.name: with_theta(weights[site.name], thetas[site.name]) for site in run.sites}

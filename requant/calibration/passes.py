@@ -19,7 +19,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from requant.errors import NumericalError
-from requant.models import LinearSite, find_blocks
+from requant.models import LinearSite, find_blocks, replaced_forward
 
 RECOMPUTE_ABOVE = 1_000_000_000  # parameters; below it activations are cheaper than a second forward pass
 Receiver = Callable[[LinearSite, Float[Tensor, "n k"]], None]
@@ -168,21 +168,12 @@ def recomputed_blocks(model: PreTrainedModel, recompute: bool | None) -> Iterato
     """
     if recompute is None:
         recompute = sum(p.numel() for p in model.parameters()) >= RECOMPUTE_ABOVE
-    blocks = list(find_blocks(model)[1]) if recompute else []
-    originals = [
-        block.__dict__.get("forward") for block in blocks
-    ]  # accelerate puts its own before the class's
     embedding = model.get_input_embeddings().register_forward_hook(lambda _m, _i, out: out.requires_grad_())
-    for block in blocks:
-        block.forward = _recomputing(block.forward)
-    try:
+    with ExitStack() as stack:
+        stack.callback(embedding.remove)
+        for block in find_blocks(model)[1] if recompute else ():
+            stack.enter_context(replaced_forward(block, _recomputing(block.forward)))
         yield
-    finally:
-        embedding.remove()
-        for block, original in zip(blocks, originals, strict=True):
-            del block.forward  # uncovers the class's own method
-            if original is not None:
-                block.forward = original
 
 
 def _recomputing(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
 from requant.errors import first_line
-from requant.models import find_blocks
+from requant.models import find_blocks, replaced_forward
 
 logger = logging.getLogger(__name__)
 Divergence = Callable[[Tensor, Tensor], Tensor]
@@ -51,7 +51,7 @@ def fused(models: Sequence[PreTrainedModel], steps: int) -> Iterator[Divergence]
         if compiles:
             stack.enter_context(torch._dynamo.config.patch(suppress_errors=True))  # its import takes seconds
         for block in (block for model in models for block in find_blocks(model)[1]):
-            stack.enter_context(_fused(block, compiles=compiles))
+            stack.enter_context(replaced_forward(block, _fused(block.forward, compiles=compiles)))
         yield torch.compile(unwrap(kl), dynamic=False) if compiles else kl  # without the type checks of tests
 
 
@@ -76,10 +76,7 @@ def _compiler_works() -> bool:
     return True
 
 
-@contextmanager
-def _fused(block: nn.Module, *, compiles: bool) -> Iterator[None]:
-    before = block.__dict__.get("forward")  # accelerate puts its own before the class's
-    plain = block.forward
+def _fused(plain: Callable[..., Any], *, compiles: bool) -> Callable[..., Any]:
     compiled = torch.compile(plain, dynamic=False) if compiles else plain
     called, unmasked = signature(plain), False
 
@@ -94,10 +91,4 @@ def _fused(block: nn.Module, *, compiles: bool) -> Iterator[None]:
             given.arguments["attention_mask"] = None
         return (compiled if _learns() else plain)(*given.args, **given.kwargs)
 
-    block.forward = forward
-    try:
-        yield
-    finally:
-        del block.forward
-        if before is not None:
-            block.forward = before
+    return forward

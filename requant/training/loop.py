@@ -12,7 +12,7 @@ The model holds float32 while it learns; on a GPU its products run in bfloat16 a
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from jaxtyping import Float, Int64
@@ -27,6 +27,7 @@ from requant.run import Run, Weights
 from requant.training.fusing import Divergence, fused, kl
 from requant.training.learnable import Theta, weight_function
 from requant.training.step import Derived, Leaf, TrainingStep
+from requant.training.teacher import Teacher, precision_of_learning
 from requant.vocabulary import vocabulary_of
 
 RESIDUAL_RATE = 3.0  # of the rate of all else: residuals are few and each stands alone
@@ -68,35 +69,34 @@ def other_parameters(run: Run) -> dict[str, nn.Parameter]:
 
 def train(
     run: Run,
-    teacher: PreTrainedModel,
+    teacher: Teacher,
     leaves: Sequence[Leaf],
     derived: Sequence[Derived],
     settings: Tuning,
-    windows: Int64[Tensor, "b t"],
     *,
     label: str,
     judge: Int64[Tensor, "h t"] | None = None,
 ) -> None:
-    """`settings.steps` steps; the model ends with the matrices that the leaves then give.
+    """`settings.steps` steps on the teacher's windows; the model ends with the matrices that the leaves then give.
 
     With `judge`, the leaves end at their best values on those windows, the first included.
     """
     tensors = [leaf.tensor for leaf in leaves]
-    drawn = _draw(windows, 0, settings, run.recipe.seed).numel()
+    count, length = teacher.windows.shape
+    drawn = len(_draw(count, length, 0, settings, run.recipe.seed)) * length
     best, kept = math.inf, [t.detach().clone() for t in tensors] if judge is not None else tensors
-    part = part_of(run, leaves, derived, settings, windows.shape[1])
+    part = part_of(run, leaves, derived, settings, length, awaited=teacher.awaited)
     recompute = None if part is None else False
-    with fused((run.model, teacher), settings.steps) as kl_of, recomputed_blocks(run.model, recompute):
+    with fused((run.model, teacher.model), settings.steps) as kl_of, recomputed_blocks(run.model, recompute):
         step_of = TrainingStep(
-            lambda tokens: kl_sum(run.model, teacher, tokens, kl_of) / drawn, leaves, derived
+            lambda *given: kl_sum(run.model, teacher, *given, kl_of=kl_of) / drawn, leaves, derived
         )
         if judge is not None:
             best = divergence(run.model, teacher, judge)
         bar = tqdm(range(settings.steps), desc=label, unit="step", disable=run.quiet)
         for step in bar:
-            tokens = _draw(windows, step, settings, run.recipe.seed)
-            parts = batches(tokens, run.model, label=None, windows_each=part)
-            step_of(list(parts), _share_of_rate(step, settings))
+            chosen = _draw(count, length, step, settings, run.recipe.seed)
+            step_of(teacher.parts(chosen, part), _share_of_rate(step, settings))
             last = step + 1 == settings.steps
             if judge is not None and (last or (step + 1) % settings.check_every == 0):
                 now = divergence(run.model, teacher, judge)
@@ -135,18 +135,22 @@ def derived_of(run: Run, weights: Weights, thetas: Mapping[str, Theta]) -> list[
 
 
 def kl_sum(
-    model: PreTrainedModel, teacher: PreTrainedModel, tokens: Int64[Tensor, "b t"], kl_of: Divergence = kl
+    model: PreTrainedModel,
+    teacher: Teacher,
+    tokens: Int64[Tensor, "b t"],
+    states: Float[Tensor, "b t d"] | None = None,
+    *,
+    kl_of: Divergence = kl,
 ) -> Float[Tensor, ""]:
-    """Sum of KL(teacher || model) over the positions of a batch, nats; in bfloat16 on a GPU, unless it only judges."""
-    with torch.autocast("cuda", dtype=torch.bfloat16, enabled=tokens.is_cuda and torch.is_grad_enabled()):
-        with torch.no_grad():
-            expected = teacher(input_ids=tokens, use_cache=False).logits
+    """Sum of KL(teacher || model) over the positions of a batch, nats; as in training, unless it only judges."""
+    with precision_of_learning(tokens) if torch.is_grad_enabled() else nullcontext():
+        expected = teacher.logits(tokens, states)
         found = model(input_ids=tokens, use_cache=False).logits
     return kl_of(found, expected)
 
 
 @torch.no_grad()
-def divergence(model: PreTrainedModel, teacher: PreTrainedModel, windows: Int64[Tensor, "b t"]) -> float:
+def divergence(model: PreTrainedModel, teacher: Teacher, windows: Int64[Tensor, "b t"]) -> float:
     """Mean KL over all positions, nats."""
     total = sum(
         kl_sum(model, teacher, tokens).double().item() for tokens in batches(windows, model, label=None)
@@ -155,12 +159,18 @@ def divergence(model: PreTrainedModel, teacher: PreTrainedModel, windows: Int64[
 
 
 def part_of(
-    run: Run, leaves: Sequence[Leaf], derived: Sequence[Derived], settings: Tuning, length: int
+    run: Run,
+    leaves: Sequence[Leaf],
+    derived: Sequence[Derived],
+    settings: Tuning,
+    length: int,
+    *,
+    awaited: int = 0,
 ) -> int | None:
     """Windows of `length` tokens that a GPU takes at once without recomputing blocks; None: it has no room for it.
 
     Counted beside gradients and Adam's state, half as much again: inputs and outputs of every linear in float32, for what
-    lies between them, and the logits of both models, their logarithms and gradients.
+    lies between them, and the logits of both models, their logarithms and gradients; `awaited`: what others will take.
     """
     device = run.model.device
     if device.type != "cuda":
@@ -168,7 +178,7 @@ def part_of(
     head = run.model.get_output_embeddings()
     activations = 4 * sum(sum(site.shape) for site in run.sites)
     logits = 24 * (0 if head is None else head.weight.shape[0])
-    state = 12 * sum(leaf.tensor.numel() for leaf in leaves)
+    state = awaited + 12 * sum(leaf.tensor.numel() for leaf in leaves)
     state += 4 * sum(matrix.parameter.numel() for matrix in derived)
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch, for later
     room = torch.cuda.mem_get_info(device)[0] + kept - state
@@ -183,10 +193,10 @@ def _share_of_rate(step: int, settings: Tuning) -> float:
     return warm * 0.5 * (1 + math.cos(math.pi * step / max(1, settings.steps)))
 
 
-def _draw(train: Int64[Tensor, "b t"], step: int, settings: Tuning, seed: int) -> Int64[Tensor, "c t"]:
-    """The windows of one step: every window once before any comes again."""
-    count = min(len(train), max(1, settings.tokens_per_step // train.shape[1]))
-    epoch, first = divmod(step * count, len(train))
+def _draw(windows: int, length: int, step: int, settings: Tuning, seed: int) -> Int64[Tensor, " c"]:
+    """The windows of one step, by number: every window once before any comes again."""
+    count = min(windows, max(1, settings.tokens_per_step // length))
+    epoch, first = divmod(step * count, windows)
     generators = (torch.Generator().manual_seed(1_000_003 * seed + epoch + i) for i in range(2))
-    order = torch.cat([torch.randperm(len(train), generator=generator) for generator in generators])
-    return train[order[first : first + count]]
+    order = torch.cat([torch.randperm(windows, generator=generator) for generator in generators])
+    return order[first : first + count]

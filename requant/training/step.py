@@ -11,7 +11,7 @@ modules, which a compiler can fuse.
 
 A step of a small model is thousands of launches, which Python issues more slowly than a GPU runs them. So after a few
 eager steps, which set up libraries and the optimizer's state, the gradients of a part and the update of the leaves are
-captured once each: gradients and rates then live where the graphs expect them, and a step is a copy of its tokens and a
+captured once each: gradients and rates then live where the graphs expect them, and a step is a copy of its parts and a
 replay. Leaves on a CPU or on several GPUs, and models that cannot be captured, go on step by step.
 """
 
@@ -20,9 +20,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float
 from torch import Tensor
 
+Part = tuple[Tensor, ...]  # tokens of a part of the batch, and what else the loss takes
 EAGER_STEPS = 3  # before the capture
 logger = logging.getLogger(__name__)
 
@@ -53,14 +54,14 @@ class Derived:
 
 
 class TrainingStep:
-    """`step(parts, share)` for the sum of `loss` over the parts; `close` ends the learning.
+    """`step(parts, share)` for the sum of `loss(*part)` over the parts; `close` ends the learning.
 
     Parameters that derive from leaves hold their values from the start, and after every step.
     """
 
     def __init__(
         self,
-        loss: Callable[[Int64[Tensor, "c t"]], Float[Tensor, ""]],
+        loss: Callable[..., Float[Tensor, ""]],
         leaves: Sequence[Leaf],
         derived: Sequence[Derived] = (),
     ) -> None:
@@ -82,14 +83,14 @@ class TrainingStep:
             fused=self.captures or None,
             capturable=self.captures,
         )
-        self.graphs: dict[torch.Size, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self.graphs: dict[tuple[torch.Size, ...], tuple[torch.cuda.CUDAGraph, Part]] = {}
         self.update: torch.cuda.CUDAGraph | None = None
         self.steps = 0
         for matrix in derived:
             matrix.parameter.requires_grad_(True)
             matrix.place()
 
-    def __call__(self, parts: Sequence[Int64[Tensor, "c t"]], share: float) -> None:
+    def __call__(self, parts: Sequence[Part], share: float) -> None:
         self._set_rates(share)
         if self.captures and self.steps == EAGER_STEPS:
             self._capture(parts)
@@ -115,13 +116,14 @@ class TrainingStep:
         for group, rate in zip(self.optimizer.param_groups, self.full_rates.tolist(), strict=True):
             group["lr"] = rate * share
 
-    def _add_gradients(self, part: Int64[Tensor, "c t"]) -> None:
-        captured = self.graphs.get(part.shape)
+    def _add_gradients(self, part: Part) -> None:
+        captured = self.graphs.get(_shapes(part))
         if captured is None:
-            self.loss(part).backward()
+            self.loss(*part).backward()
             return
-        graph, tokens = captured
-        tokens.copy_(part)
+        graph, inputs = captured
+        for expected, given in zip(inputs, part, strict=True):
+            expected.copy_(given)
         graph.replay()
 
     def _update(self) -> None:
@@ -136,17 +138,17 @@ class TrainingStep:
             else:
                 matrix.parameter.grad = None
 
-    def _capture(self, parts: Sequence[Int64[Tensor, "c t"]]) -> None:
+    def _capture(self, parts: Sequence[Part]) -> None:
         """The gradients of one part of each shape, and the update; nothing is computed by it."""
         pool = torch.cuda.graph_pool_handle()
         try:
             for part in parts:
-                if part.shape in self.graphs:
+                if _shapes(part) in self.graphs:
                     continue
-                graph, tokens = torch.cuda.CUDAGraph(), part.clone()
+                graph, inputs = torch.cuda.CUDAGraph(), tuple(t.clone() for t in part)
                 with torch.cuda.graph(graph, pool=pool):
-                    self.loss(tokens).backward()
-                self.graphs[part.shape] = graph, tokens
+                    self.loss(*inputs).backward()
+                self.graphs[_shapes(part)] = graph, inputs
             update = torch.cuda.CUDAGraph()
             with torch.cuda.graph(update, pool=pool):
                 self._update()
@@ -157,3 +159,7 @@ class TrainingStep:
             )
         else:
             self.update = update
+
+
+def _shapes(part: Part) -> tuple[torch.Size, ...]:
+    return tuple(t.shape for t in part)

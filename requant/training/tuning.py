@@ -22,12 +22,13 @@ from requant.recipe import Tuning
 from requant.run import Run, Weights
 from requant.training.learnable import learnable, with_theta
 from requant.training.loop import derived_of, leaves_of, other_parameters, rate_of, single_precision, train
+from requant.training.teacher import Teacher
 
 
-def tune(run: Run, weights: Weights, settings: Tuning, *, teacher: PreTrainedModel | None = None) -> Weights:
+def tune(run: Run, weights: Weights, settings: Tuning) -> Weights:
     """The weights with tuned fields; what else has learned is in `run.others`. The model is left at the originals."""
-    train_windows, judge = split_windows(run, settings)
-    teacher = original_model(run) if teacher is None else teacher
+    windows, judge = split_windows(run, settings)
+    teacher = Teacher(original_model(run), windows)
     run.path(weights).place(1.0)
     thetas = {name: learnable(weight) for name, weight in weights.items()}
     others = other_parameters(run)
@@ -35,7 +36,7 @@ def tune(run: Run, weights: Weights, settings: Tuning, *, teacher: PreTrainedMod
     with single_precision(run.model):
         leaves = leaves_of(thetas, (), list(others.values()), rate_of(run, settings))
         derived = derived_of(run, weights, thetas)
-        train(run, teacher, leaves, derived, settings, train_windows, label="tune", judge=judge)
+        train(run, teacher, leaves, derived, settings, label="tune", judge=judge)
     keep_others(run, before)
     run.path({}).place(0.0)
     return {name: with_theta(weight, thetas[name]) for name, weight in weights.items()}

@@ -23,9 +23,11 @@ def test_parts_of_mode_best(tiny_folder, tiny_text_file: Path, tmp_path: Path) -
     )
     found = best_parts(recipe, "cpu", "float32")
     blocks, rounds = 2, 4
+    assert found["the original's states"] > 0
     assert found["whole run, computed"] == pytest.approx(
         found["compiling"]
         + rounds * found["statistics"]
         + blocks * found["codes of a block"]
         + rounds * 10 * found["a step"]
+        + 2 * found["the original's states"]
     )

@@ -11,6 +11,7 @@ from requant.training import fusing
 from requant.training.fusing import fused, kl
 from requant.training.loop import kl_sum
 from requant.training.step import Leaf, TrainingStep
+from requant.training.teacher import Teacher
 
 
 def test_the_divergence_is_that_of_its_definition() -> None:
@@ -39,16 +40,17 @@ def test_blocks_are_compiled_once_for_all(tiny_folder, monkeypatch, kind) -> Non
     monkeypatch.setattr(fusing, "_compiler_works", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     model, _ = load_model(str(tiny_folder(kind)), device="cpu", dtype="float32")
-    teacher, tokens = copy.deepcopy(model), torch.randint(0, 50, (2, 16))
+    tokens = torch.randint(0, 50, (2, 16))
+    teacher = Teacher(copy.deepcopy(model), tokens)
     blocks = len(find_blocks(model)[1])
     model.requires_grad_(True)
     plain = kl_sum(model, teacher, tokens).item()
-    with fused((model, teacher), fusing.WORTH_COMPILING) as divergence:
-        found = kl_sum(model, teacher, tokens, divergence)
+    with fused((model, teacher.model), fusing.WORTH_COMPILING) as divergence:
+        found = kl_sum(model, teacher, tokens, kl_of=divergence)
         found.backward()
     assert found.item() == pytest.approx(plain, abs=1e-5)
     assert blocks > 1 and counting.frame_count <= 5  # first block, the others, the teacher, kl
-    assert not any("forward" in block.__dict__ for m in (model, teacher) for block in find_blocks(m)[1])
+    assert not any("forward" in block.__dict__ for m in (model, teacher.model) for block in find_blocks(m)[1])
 
 
 def test_without_a_compiler_it_says_so_once_and_runs_as_it_is(tiny_folder, monkeypatch, caplog) -> None:
@@ -91,22 +93,22 @@ def test_compiled_and_captured_it_learns_the_same(tiny_folder, caplog) -> None:
     for steps in (fusing.WORTH_COMPILING, 1):
         torch.manual_seed(0)
         model, _ = load_model(str(tiny_folder("llama")), device="cuda", dtype="float32")
-        teacher = copy.deepcopy(model)
+        tokens = torch.randint(0, 50, (4, 32))
+        teacher = Teacher(copy.deepcopy(model), tokens)
         leaves = [p for p in model.parameters() if p.dim() == 2]
         with torch.no_grad():
             for p in leaves:
                 p.add_(torch.randn_like(p) * 0.3 * p.std())
-        tokens = torch.randint(0, 50, (4, 32), device="cuda")
-        with fused((model, teacher), steps) as divergence, caplog.at_level(logging.WARNING):
+        with fused((model, teacher.model), steps) as divergence, caplog.at_level(logging.WARNING):
             step = TrainingStep(
-                lambda part, model=model, teacher=teacher, divergence=divergence: kl_sum(
-                    model, teacher, part, divergence
+                lambda *part, model=model, teacher=teacher, divergence=divergence: kl_sum(
+                    model, teacher, *part, kl_of=divergence
                 ),
                 [Leaf(tensor=p, rate=1e-3) for p in leaves],
             )
             for _ in range(8):
-                step([tokens], 1.0)
-            assert step.update is not None, caplog.text
+                step(teacher.parts(torch.arange(4), 4), 1.0)
+            assert step.update is not None and teacher.known.all(), caplog.text
             step.close()
-        found.append(kl_sum(model, teacher, tokens).item())
+        found.append(kl_sum(model, teacher, tokens.cuda()).item())
     assert found[0] == pytest.approx(found[1], rel=0.02)

@@ -32,7 +32,7 @@ def test_is_adam_over_the_sum_of_the_parts() -> None:
     full = [group["lr"] for group in optimizer.param_groups]
     step = TrainingStep(loss, [Leaf(tensor=t, rate=r) for t, r in zip(leaves, rates, strict=True)])
     for share in (0.5, 1.0, 0.25, 0.0):
-        step(parts, share)
+        step([(p,) for p in parts], share)
         sum((twins[0][p] * twins[1] - 1).square().mean() for p in parts).backward()
         for group, rate in zip(optimizer.param_groups, full, strict=True):
             group["lr"] = rate * share
@@ -61,7 +61,7 @@ def test_gradients_go_through_a_derived_parameter_as_through_its_formula() -> No
     ]
     for share in (1.0, 0.5, 0.25):
         for step in steps:
-            step(parts, share)
+            step([(p,) for p in parts], share)
         torch.testing.assert_close(matrix.parameter.detach(), (leaves[0] * leaves[1]).detach())
     for leaf, twin in zip(leaves, direct, strict=True):
         torch.testing.assert_close(leaf.detach(), twin.detach())
@@ -86,7 +86,7 @@ def test_captured_it_does_the_same() -> None:
                 betas=(0.9, 0.95),
             )
         for index in range(8):
-            step([part.roll(index, 0) for part in parts], 1 - index / 10)
+            step([(part.roll(index, 0),) for part in parts], 1 - index / 10)
         assert (step.update is not None) == captures and len(step.graphs) == 2 * captures
         step.close()
         found.append([leaf.detach().clone() for leaf in leaves])
