@@ -1,12 +1,14 @@
-"""Checkpoints with random grids, whose sizes suit blocks of 32."""
+"""Checkpoints with random grids, whose sizes suit blocks of 32; a tokenizer of another kind."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from tokenizers import Tokenizer, decoders, models, normalizers, trainers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from requant.checkpoint import save_checkpoint
 from requant.formats import Grid, QuantizedWeight, group_count
@@ -38,6 +40,27 @@ def grid(n: int, k: int, *, bits: int, group_size: int, symmetric: bool, seed: i
         column_scales=None,
         bits=bits,
         group_size=group_size,
+    )
+
+
+def sentencepiece(text: str, *, size: int = 600) -> PreTrainedTokenizerFast:
+    """A BPE with byte fallback, as files converted from SentencePiece have it."""
+    trained = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    trained.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trained.train_from_iterator(
+        text.split("\n"), trainers.BpeTrainer(vocab_size=size, special_tokens=special, show_progress=False)
+    )
+    description = json.loads(trained.to_str())
+    description["added_tokens"] = description["added_tokens"][:3]  # the bytes are ordinary tokens
+    trained = Tokenizer.from_str(json.dumps(description))
+    trained.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=trained, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
     )
 
 

@@ -6,8 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, normalizers, trainers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM
 
 from requant.checkpoint import load, load_weights
 from requant.checkpoint.layout import MatrixLayout
@@ -18,7 +17,7 @@ from requant.exporting.gguf_blocks import block_type, bytes_of_row, encode
 from requant.exporting.gguf_metadata import rope_factors
 from requant.exporting.gguf_tokenizer import pre_tokenizer, starts_with_space
 
-from .conftest import grid
+from .conftest import grid, sentencepiece
 
 gguf = pytest.importorskip("gguf")
 TOKENS = torch.arange(60)[None]
@@ -215,27 +214,6 @@ def test_without_the_package_it_says_what_to_install(grid_checkpoint, tmp_path: 
     monkeypatch.setitem(__import__("sys").modules, "gguf", None)
     with pytest.raises(InputError, match=r"pip install 'requant\[gguf\]'"):
         export(grid_checkpoint(), "gguf", tmp_path / "out")
-
-
-def sentencepiece(text: str, *, size: int = 600) -> PreTrainedTokenizerFast:
-    """A BPE with byte fallback, as files converted from SentencePiece have it."""
-    trained = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    trained.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
-    )
-    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    trained.train_from_iterator(
-        text.split("\n"), trainers.BpeTrainer(vocab_size=size, special_tokens=special, show_progress=False)
-    )
-    description = json.loads(trained.to_str())
-    description["added_tokens"] = description["added_tokens"][:3]  # the bytes are ordinary tokens
-    trained = Tokenizer.from_str(json.dumps(description))
-    trained.decoder = decoders.Sequence(
-        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=trained, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
-    )
 
 
 def test_a_sentencepiece_model(grid_checkpoint, tmp_path: Path, tiny_text) -> None:

@@ -19,7 +19,7 @@ from requant.formats import QuantizedWeight
 from requant.models import DEMO, find_linears, load_tokenizer
 from requant.quantizers.rtn import RtnConfig, quantize
 
-from .test_gguf import sentencepiece
+from .conftest import sentencepiece
 
 pytestmark = pytest.mark.peers
 PROMPT = (
