@@ -91,8 +91,8 @@ def test_a_mask_does_not_come_with_a_capture(tiny_folder, monkeypatch) -> None:
 def test_compiled_and_captured_it_learns_the_same(tiny_folder, caplog) -> None:
     found = []
     for steps in (fusing.WORTH_COMPILING, 1):
-        torch.manual_seed(0)
         model, _ = load_model(str(tiny_folder("llama")), device="cuda", dtype="float32")
+        torch.manual_seed(0)
         tokens = torch.randint(0, 50, (4, 32))
         teacher = Teacher(copy.deepcopy(model), tokens)
         leaves = [p for p in model.parameters() if p.dim() == 2]
