@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from formats import compile_in_parallel, random_layout  # pyright: ignore[reportMissingImports]
-from requant_kernels.autotune import Setting, call, candidates, times, width_of, write_table
-from requant_kernels.tuning import COPIED, INTEGER, STAGED, setting_name
+from requant_kernels.autotune import Setting, call, candidates, times, width_of, winners, write_table
+from requant_kernels.settings import COPIED, INTEGER, SHARES, STAGED
 
 FORMATS = [("grid", 2), ("grid", 3), ("grid", 4), ("codebook", 2), ("codebook", 3), ("codebook", 4)]
 SPARSE = [("grid+s", 2), ("grid+s", 3), ("grid+s", 4), ("codebook+s", 3)]  # 1 % of residuals
@@ -31,16 +31,23 @@ def layout_of(kind: str, bits: int, n: int, k: int) -> Any:
 def compiled_shape(kernel: str, n: int, k: int, setting: Setting) -> tuple[int, int]:
     """A shape, small where it may be, whose kernel is that of n x k: a few rows do, and columns of whole blocks are alike.
 
-    Of the decode kernel, COPIED and INTEGER have room by the number of programs, so their rows count; columns count where
-    activations are in shared memory, and where warps do not share the blocks evenly.
+    Of the decode kernel, COPIED has room by the number of programs, so its rows count; columns count where activations are
+    in shared memory, and where warps do not share the blocks evenly.
     """
     if kernel == "trellis":
         return 512, k
     if kernel != "decode":
         return 512, 4096
-    roomy = setting[3] & (COPIED | INTEGER) != 0
-    own_columns = roomy or setting[3] & STAGED != 0 or k % (256 * setting[0]) != 0
+    roomy = setting[3] & COPIED != 0
+    own_columns = (
+        roomy or setting[3] & INTEGER != 0 or setting[3] & STAGED != 0 or k % (256 * setting[0]) != 0
+    )
     return n if roomy else 512, k if own_columns else 4096
+
+
+def compiled_setting(kernel: str, setting: Setting) -> Setting:
+    """The setting of the same code: what a launch takes beside it is no part of it."""
+    return (*setting[:3], setting[3] & ~SHARES, *setting[4:]) if kernel in ("decode", "trellis") else setting
 
 
 def own_kernel(kernel: str, setting: Setting) -> bool:
@@ -82,7 +89,14 @@ def main() -> None:
                     settings = candidates(kernel, kind, bits, n, k, width_of(kernel, tokens))
                     jobs.append((kernel, kind, bits, n, k, tokens, settings))
     small = {
-        (kernel, kind, bits, *compiled_shape(kernel, n, k, setting), tokens, setting)
+        (
+            kernel,
+            kind,
+            bits,
+            *compiled_shape(kernel, n, k, setting),
+            tokens,
+            compiled_setting(kernel, setting),
+        )
         for kernel, kind, bits, n, k, tokens, settings in jobs
         for setting in settings
         if own_kernel(kernel, setting)
@@ -101,7 +115,8 @@ def main() -> None:
         log += [where | {"setting": s, "us": round(found[s], 3) if s in found else None} for s in settings]
         if found:
             winner = min(found, key=found.__getitem__)
-            best[setting_name(kernel, kind, bits, n, k, width_of(kernel, tokens))] = list(winner)
+            held = winners(kernel, kind, bits, n, k, width_of(kernel, tokens), found)
+            best |= {name: list(setting) for name, setting in held.items()}
             print(f"{kernel} {kind} {bits} {n}x{k} {tokens}: {winner} {found[winner]:.2f} us", flush=True)
         write_table(args.out, table)
         if args.log:

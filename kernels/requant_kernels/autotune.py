@@ -18,18 +18,20 @@ from torch import Tensor
 from requant_kernels import tuning
 from requant_kernels.layouts import Layout
 from requant_kernels.rings import CODES, TrellisLayout
-from requant_kernels.timing import cold_time, copies_needed
-from requant_kernels.tuning import (
+from requant_kernels.settings import (
     AHEAD,
     COPIED,
-    DECODE_TOKENS,
     GATHERED,
-    HOPPER_TOKENS,
     INTEGER,
+    SHARE,
     STAGED,
-    TALL_TOKENS,
+    HopperConfig,
     TallConfig,
+    decode_setting,
+    trellis_setting,
 )
+from requant_kernels.timing import cold_time, copies_needed
+from requant_kernels.tuning import DECODE_TOKENS, HOPPER_TOKENS, TALL_TOKENS, setting_name
 
 Setting = tuple[int, ...]
 # warps, tiles, unroll, activations ahead, most registers (0: as many as the compiler wants)
@@ -42,9 +44,16 @@ DECODE: list[Setting] = [
     # one token of a grid, words through shared memory, activations from there or from the cache
     (4, 2, 2, COPIED | STAGED, 128), (4, 2, 3, COPIED | STAGED, 128), (4, 1, 3, COPIED, 96), (4, 1, 3, COPIED | AHEAD, 128),
     # the same, by `byte_grid.py`
-    *((*launch, INTEGER, 0) for launch in ((4, 1, 2), (4, 1, 4), (4, 2, 2), (2, 2, 4), (2, 4, 2), (2, 1, 4))),
-    (8, 1, 2, INTEGER, 64),
+    (4, 1, 4, INTEGER, 0), (2, 2, 4, INTEGER, 0), (2, 4, 2, INTEGER, 0),
 ]  # fmt: skip
+BYTES: list[Setting] = [
+    (*launch, INTEGER, 0)
+    for launch in (
+        (4, 1, 2), (4, 2, 2), (4, 7, 2), (8, 1, 2), (8, 2, 2), (8, 2, 3), (8, 3, 2), (8, 4, 2), (16, 1, 2), (16, 2, 2),
+        (16, 4, 2),
+    )
+]  # fmt: skip
+DECODE += BYTES
 SPARSE: list[Setting] = [
     (4, 1, 1, 1, 128),
     (8, 1, 1, 1, 128),
@@ -64,6 +73,7 @@ SPARSE: list[Setting] = [
     (4, 2, 2, COPIED | STAGED, 128),
     # several, by `gathered.py`
     *((warps, 1, unroll, GATHERED, 128) for warps in (4, 8) for unroll in (1, 2)),
+    *BYTES,
 ]
 # warps, splits of the columns, stages
 TALL: list[Setting] = [
@@ -90,11 +100,17 @@ CODE_HOPPER: list[Setting] = [
     )
     for split in splits
 ]  # fmt: skip
-# warps, tiles, units of columns at a time
+# warps, tiles, units of columns at a time, whether the next launch may begin at once
 TRELLIS: list[Setting] = [
-    (8, 2, 2), (4, 2, 2), (16, 2, 1), (16, 4, 1), (8, 2, 4), (4, 2, 4), (8, 1, 2), (16, 1, 2), (8, 4, 2), (16, 2, 4),
-    (16, 2, 2), (8, 4, 1), (16, 7, 1),
+    (*launch, early)
+    for launch in (
+        (8, 2, 2), (4, 2, 2), (16, 2, 1), (16, 4, 1), (8, 2, 4), (4, 2, 4), (8, 1, 2), (16, 1, 2), (8, 4, 2), (16, 2, 4),
+        (16, 2, 2), (8, 4, 1), (16, 7, 1),
+    )
+    for early in (0, AHEAD)
 ]  # fmt: skip
+MOST_SHARES = 8  # programs of a multiprocessor, beyond which shared memory need not keep them apart
+PROCESSORS = 132  # of an H200; elsewhere a few candidates more or less
 AGREE = 3e-3  # relative Frobenius distance of two settings' results
 CANDIDATES = {"decode": DECODE + SPARSE, "tall": TALL, "hopper": HOPPER + CODE_HOPPER, "trellis": TRELLIS}
 
@@ -133,7 +149,15 @@ def candidates(kernel: str, kind: str, bits: float, n: int, k: int, width: int) 
         found = [s for s in (SPARSE if "+" in kind else DECODE) if not s[3] & unknown]
     if kernel == "hopper":
         found = CODE_HOPPER if kind in CODES else HOPPER
-    return [s for s in found if fits(kernel, n, k, width, s)]
+    found = [s for s in found if fits(kernel, n, k, width, s)]
+    return [(*s[:3], s[3] + shares * SHARE, *s[4:]) for s in found for shares in _shares(kernel, n, s)]
+
+
+def _shares(kernel: str, n: int, setting: Setting) -> list[int]:
+    """The `shares` that make a difference to a launch."""
+    each = -(-n // (16 * setting[1] * PROCESSORS))
+    apart = kernel in ("decode", "trellis")
+    return [shares for shares in (0, 1, 2) if shares == 0 or (apart and shares * each <= MOST_SHARES)]
 
 
 def fits(kernel: str, n: int, k: int, tokens: int, setting: Setting) -> bool:
@@ -155,19 +179,21 @@ def fits(kernel: str, n: int, k: int, tokens: int, setting: Setting) -> bool:
         )
         fitting = width == tokens if tokens <= 64 else width >= 64
         return fitting and split * 4 <= max(4, k // 256) and (split == 1 or programs <= 1.1 * most)
-    warps, tiles, unroll = setting
+    warps, tiles, unroll, _ = setting
     return warps * unroll * 64 <= max(k, 1024) and n // (16 * tiles) >= 32 and tiles * tokens <= 32
 
 
 def call(kernel: str, x: Tensor, layout: Any, setting: Setting) -> Tensor:
     """One call with a setting."""
     if kernel == "decode":
-        from requant_kernels.byte_grid import takes
         from requant_kernels.decode import decode
 
-        config = replace(tuning.decode_setting(setting), pdl=tuning.launches_early(x.device))
-        if config.integer and not takes(x, layout, config):
-            raise ValueError("another kernel would be timed")
+        config = replace(decode_setting(setting), pdl=tuning.launches_early(x.device))
+        if config.integer:
+            from requant_kernels.byte_grid import takes
+
+            if not takes(x, layout, config):
+                raise ValueError("another kernel would be timed")
         return decode(x, layout, None, config, asm=True)
     if kernel == "tall":
         from requant_kernels.tall import tall
@@ -176,14 +202,13 @@ def call(kernel: str, x: Tensor, layout: Any, setting: Setting) -> Tensor:
         return tall(x, layout, None, asm=True, config=TallConfig(warps=warps, split=split, stages=stages))
     if kernel == "hopper":
         names = ("tokens", "warps", "tiles", "ahead", "split")
-        config = tuning.HopperConfig(**dict(zip(names, setting, strict=True)))
+        config = HopperConfig(**dict(zip(names, setting, strict=True)))
         if not isinstance(layout, TrellisLayout):
             from requant_kernels.hopper import hopper
 
             return hopper(x, layout, None, config)
     else:
-        warps, tiles, unroll = setting
-        config = tuning.TrellisConfig(warps=warps, tiles=tiles, unroll=unroll)
+        config = trellis_setting(setting)
     from requant_kernels.trellis import trellis_linear
 
     return trellis_linear(x, layout, None, asm=True, config=config)
@@ -220,6 +245,19 @@ def times(kernel: str, layout: Any, tokens: int, settings: Sequence[Setting]) ->
     return found
 
 
+def winners(
+    kernel: str, kind: str, bits: float, n: int, k: int, width: int, found: dict[Setting, float]
+) -> dict[str, Setting]:
+    """What the table should hold of these times: the best, and beside one of `byte_grid.py` the best of the others, for
+    layouts that it does not take."""
+    best: dict[str, Setting] = {}
+    for setting in sorted(found, key=found.__getitem__):
+        name = "bytes" if kernel == "decode" and setting[3] & INTEGER else kernel
+        if name != "bytes" or not best:  # one that is behind another kernel is none
+            best.setdefault(setting_name(name, kind, bits, n, k, width), setting)
+    return best
+
+
 def tune(
     layouts: Sequence[Layout | TrellisLayout], tokens: Sequence[int], *, file: Path | None = None
 ) -> int:
@@ -234,13 +272,14 @@ def tune(
             if kernel is None:
                 continue
             width = width_of(kernel, m)
-            name = tuning.setting_name(kernel, kind_of(layout), layout.bits, layout.n, layout.k, width)
+            name = setting_name(kernel, kind_of(layout), layout.bits, layout.n, layout.k, width)
             if name in mine or name in tuning.measured(device):
                 continue
             settings = candidates(kernel, kind_of(layout), layout.bits, layout.n, layout.k, width)
             found = times(kernel, layout, m, settings)
-            if found:
-                mine[name], added = list(min(found, key=found.__getitem__)), added + 1
+            best = winners(kernel, kind_of(layout), layout.bits, layout.n, layout.k, width, found)
+            mine |= {own: list(setting) for own, setting in best.items()}
+            added += bool(best)
     if added:
         write_table(file, table)
         tuning.forget()

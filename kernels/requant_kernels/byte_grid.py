@@ -6,17 +6,35 @@ Then every warp turns activations into fixed point, a block at a time, and after
 """
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none, reportAttributeAccessIssue=none
-# pyright: reportGeneralTypeIssues=none, reportAssignmentType=none
+# pyright: reportGeneralTypeIssues=none, reportAssignmentType=none, reportPossiblyUnboundVariable=none
+
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
-from requant_kernels import copies
+from requant_kernels import columns
+from requant_kernels.blocks import sparse_operands
+from requant_kernels.byte_slots import (
+    PASS_BYTES,
+    fetch_sums,
+    give_sums,
+    passes_of,
+    products_asm,
+    request_slots,
+    slots_of,
+    take_slots,
+)
 from requant_kernels.byte_texts import (
     BLOCK_BYTES,
     FACTORS,
+    FETCH_ASM,
+    LOAD_ASM,
+    ZERO_ASM,
     block_asm,
     block_constraints,
     fix_asm,
@@ -25,126 +43,180 @@ from requant_kernels.byte_texts import (
 )
 from requant_kernels.launching import interned, launch
 from requant_kernels.layouts import GridLayout, Layout
-from requant_kernels.rooms import room_size
-from requant_kernels.tuning import DecodeConfig, multiprocessors
+from requant_kernels.rooms import shared_room
+from requant_kernels.settings import DecodeConfig
+from requant_kernels.tuning import is_bytes, multiprocessors, shared_memory
 
-BLOCK = tl.constexpr(BLOCK_BYTES)
+BLOCK = gl.constexpr(BLOCK_BYTES)
+PAGE = gl.constexpr(1024)  # bytes that shared memory is asked for by
+BASE, ZERO, LOAD = gl.constexpr(columns.BASE), gl.constexpr(ZERO_ASM), gl.constexpr(LOAD_ASM)
+FOUR = gl.constexpr((gl.int32,) * 4)
+MOST_FIXES = 4  # blocks of activations that a warp turns at once
+FETCH = gl.constexpr(FETCH_ASM)
 
 
-@triton.jit
-def _request(words, scales, to_words, to_scales, block, blocks, ASM: tl.constexpr, CONSTRAINTS: tl.constexpr,
-             BITS: tl.constexpr, SCALES: tl.constexpr, A_GROUP: tl.constexpr):  # fmt: skip
+@gluon.jit
+def _request(words, scales, to_words, to_scales, block, blocks, ASM: gl.constexpr, CONSTRAINTS: gl.constexpr,
+             BITS: gl.constexpr, SCALES: gl.constexpr, A_GROUP: gl.constexpr):  # fmt: skip
     """Begin to copy block `block` `[warp, 1]` of every tile to a place of the ring."""
-    inside = (block < blocks).to(tl.int32)
+    inside = (block < blocks).to(gl.int32)
     sources = ()
-    for r in tl.static_range(len(words)):
-        sources = sources + ((words[r] + block * (BITS * 128)).to(tl.int64),)
-    for r in tl.static_range(len(scales)):
-        sources = sources + ((scales[r] + block // A_GROUP * (8 * SCALES)).to(tl.int64),)
-    tl.inline_asm_elementwise(
-        ASM, CONSTRAINTS, (to_words, to_scales, inside) + sources, dtype=tl.int32, is_pure=False, pack=1
+    for r in gl.static_range(len(words)):
+        sources = sources + ((words[r] + block * (BITS * 128)).to(gl.int64),)
+    for r in gl.static_range(len(scales)):
+        sources = sources + ((scales[r] + block // A_GROUP * (8 * SCALES)).to(gl.int64),)
+    gl.inline_asm_elementwise(
+        ASM, CONSTRAINTS, (to_words, to_scales, inside) + sources, dtype=gl.int32, is_pure=False, pack=1
     )
 
 
-@triton.jit(do_not_specialize=["last_tile"])
+@gluon.jit(do_not_specialize=["last_tile"])
 def byte_grid_kernel(
-    x_ptr, w_ptr, s_ptr, rows_ptr, bias_ptr, y_ptr, K, n, last_tile,
-    REQUEST: tl.constexpr, REQUEST_CONSTRAINTS: tl.constexpr, FIX: tl.constexpr, MULTIPLY: tl.constexpr,
-    MULTIPLY_CONSTRAINTS: tl.constexpr, ROOM_ASM: tl.constexpr, X_AT: tl.constexpr, FACTOR: tl.constexpr,
-    BITS: tl.constexpr, GROUP: tl.constexpr, W: tl.constexpr, R: tl.constexpr, DEPTH: tl.constexpr,
-    PDL: tl.constexpr,
+    x_ptr, w_ptr, s_ptr, z_ptr, rows_ptr, sp_ptr, si_ptr, sv_ptr, bias_ptr, y_ptr, K, n, last_tile,
+    REQUEST: gl.constexpr, REQUEST_CONSTRAINTS: gl.constexpr, FIX: gl.constexpr, FIXES: gl.constexpr, MULTIPLY: gl.constexpr,
+    MULTIPLY_CONSTRAINTS: gl.constexpr, WAIT: gl.constexpr, PAGES: gl.constexpr, X_AT: gl.constexpr, FACTOR: gl.constexpr,
+    BITS: gl.constexpr, GROUP: gl.constexpr, W: gl.constexpr, R: gl.constexpr, DEPTH: gl.constexpr,
+    PASSES: gl.constexpr, SLOTS_AT: gl.constexpr, PRODUCTS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """y `[n]` = weight @ x `[K]`; grid: R tiles of 16 rows each. K: whole blocks. GROUP 0: one scale a row."""
-    SCALES: tl.constexpr = 0 if GROUP == 0 else (2 if GROUP == 128 else 1)
-    A_GROUP: tl.constexpr = GROUP // 256 if GROUP > 256 else 1
-    OWN: tl.constexpr = R * (BITS * 512 + SCALES * 128)  # bytes of a warp in a place of the ring
+    L: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [W, 1], [1, 0])
+    SCALES: gl.constexpr = 0 if GROUP == 0 else (2 if GROUP == 128 else 1)
+    A_GROUP: gl.constexpr = GROUP // 256 if GROUP > 256 else 1
+    OWN: gl.constexpr = R * (
+        BITS * 512 + SCALES * (128 if z_ptr is None else 256)
+    )  # bytes of a warp in a place
+    OUT: gl.constexpr = (16 * R + 32 * W - 1) // (32 * W)  # results of a thread, at most
     blocks = K // 256
-    warp, lane = tl.arange(0, W)[:, None], tl.arange(0, 32)[None, :]
-    base = copies.room(ROOM_ASM)
-    words, scales = (), ()
+    warp = gl.arange(0, W, gl.SliceLayout(1, L))[:, None]
+    lane = gl.arange(0, 32, gl.SliceLayout(0, L))[None, :]
+    region = gl.allocate_shared_memory(gl.int8, [PAGES, 1, PAGE], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    base = gl.inline_asm_elementwise(BASE, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    words, scales, zeros = (), (), ()
     # where the number of tiles is odd, the last one is computed, and written, twice alike
-    for r in tl.static_range(R):
-        tile = tl.minimum(tl.program_id(0) * R + r, last_tile).to(tl.int64)
+    for r in gl.static_range(R):
+        tile = gl.minimum(gl.program_id(0) * R + r, last_tile).to(gl.int64)
         words = words + (w_ptr + tile * blocks * (BITS * 128) + lane * 4,)
-        groups = tl.cdiv(blocks, A_GROUP) * SCALES
-        scales = scales + (s_ptr.to(tl.pointer_type(tl.int32)) + tile * groups * 8 + lane // 4,)
+        groups = gl.cdiv(blocks, A_GROUP) * SCALES
+        scales = scales + (s_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + tile * groups * 8 + lane // 4,)
+        if z_ptr is not None:
+            zeros = zeros + (
+                z_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + tile * groups * 8 + lane // 4,
+            )
+    scales = scales + zeros
     place = base + warp * OWN
-    for u in tl.static_range(DEPTH - 1):
+    if sp_ptr is not None:
+        chunk, end = slots_of(sp_ptr, warp, lane, last_tile, W, R)
+    for u in gl.static_range(DEPTH - 1):
         _request(words, scales, place + u * (W * OWN) + lane * 16, place + u * (W * OWN) + R * BITS * 512 + lane * 4,
                  warp + u * W, blocks, REQUEST, REQUEST_CONSTRAINTS, BITS, SCALES, A_GROUP)  # fmt: skip
-    START: tl.constexpr = X_AT + BLOCK  # zeros lie before the activations
+    slots = base + SLOTS_AT + warp * 1024 + lane * 16
+    if sp_ptr is not None:
+        request_slots(si_ptr, sv_ptr, chunk, end, slots, lane, PASSES, W, R)
+    START: gl.constexpr = X_AT + BLOCK  # zeros lie before the activations
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     # zeros, for lanes whose columns are of another class
-    tl.inline_asm_elementwise(
-        "st.shared.v4.b32 [$1], {$2, $2, $2, $2}; mov.b32 $0, 0;", "=r,r,r",
-        [base + X_AT + lane * 16 + warp * 0, warp * 0 + lane * 0], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+    gl.inline_asm_elementwise(
+        ZERO, "=r,r", [base + X_AT + lane * 16 + warp * 0], dtype=gl.int32, is_pure=False, pack=1
+    )
     zero = base + START + K * 2  # what is taken off for the zero point, 16 bytes of 128 columns
     of_x = zero + K // 8  # scales of the activations
-    for i in range(tl.cdiv(blocks, W)):
-        block = i * W + warp
-        group = block * 2 + lane // 16
-        tl.inline_asm_elementwise(
-            FIX, "=r,l,r,r,r,r",
-            [
-                (x_ptr + block * 256 + lane * 8).to(tl.int64), (block < blocks).to(tl.int32),
-                base + START + block * BLOCK + lane // 4 * 64 + lane % 4 * 8, zero + group * 16 + lane % 4 * 4,
-                of_x + group * 4,
-            ],
-            dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-    tl.debug_barrier()
+    given = base + SLOTS_AT + PASSES * (1024 * W)  # the activations as they came, for residuals
+    for i in range(gl.cdiv(blocks, W * FIXES)):
+        raw = ()
+        for f in gl.static_range(FIXES):
+            block = (i * FIXES + f) * W + warp
+            raw = raw + gl.inline_asm_elementwise(
+                LOAD, "=&r,=&r,=&r,=&r,l,r",
+                [(x_ptr + block * 256 + lane * 8).to(gl.int64), (block < blocks).to(gl.int32)], dtype=FOUR,
+                is_pure=False, pack=1,
+            )  # fmt: skip
+        for f in gl.static_range(FIXES):
+            block = (i * FIXES + f) * W + warp
+            group = block * 2 + lane // 16
+            bytes_at = base + START + block * BLOCK + lane // 4 * 64 + lane % 4 * 8
+            zero_at = zero + group * 16 + lane % 4 * 4
+            places = ((block < blocks).to(gl.int32), bytes_at, zero_at, of_x + group * 4)
+            if sp_ptr is not None:
+                places = places + (given + block * 512 + lane * 16,)
+            gl.inline_asm_elementwise(
+                FIX, "=r" + ",r" * (4 + len(places)), raw[4 * f : 4 * f + 4] + places, dtype=gl.int32, is_pure=False,
+                pack=1,
+            )  # fmt: skip
+    gl.thread_barrier()
     # activations of every class: zeros, but for two columns g
     mine, nothing = (
         base + START + warp * BLOCK + lane // 4 % 2 * 32 + lane % 4 * 8,
         base + X_AT + lane % 4 * 8,
     )
     x, steps = (), ()
-    for c in tl.static_range(4):
+    for c in gl.static_range(4):
         own = lane // 8 == c
-        x = x + (tl.where(own, mine, nothing),)
-        steps = steps + (tl.where(own, W * BLOCK, 0) + warp * 0,)
+        x = x + (gl.where(own, mine, nothing),)
+        steps = steps + (gl.where(own, W * BLOCK, 0) + warp * 0,)
     acc = ()
-    for _ in tl.static_range(2 * R):
-        acc = acc + (tl.zeros([W, 32], tl.float32),)
+    for _ in gl.static_range(2 * R):
+        acc = acc + (gl.zeros([W, 32], gl.float32, layout=L),)
     free = (DEPTH - 1) * (W * OWN)  # the place that was read last
-    for i in range(tl.cdiv(blocks, W)):
+    for i in range(gl.cdiv(blocks, W)):
         block = i * W + warp
         _request(words, scales, place + free + lane * 16, place + free + R * BITS * 512 + lane * 4,
                  block + (DEPTH - 1) * W, blocks, REQUEST, REQUEST_CONSTRAINTS, BITS, SCALES, A_GROUP)  # fmt: skip
         free += W * OWN
-        free = tl.where(free == DEPTH * (W * OWN), 0, free)
-        copies.wait(DEPTH - 1)
-        acc = tl.inline_asm_elementwise(
+        free = gl.where(free == DEPTH * (W * OWN), 0, free)
+        gl.inline_asm_elementwise(WAIT, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+        acc = gl.inline_asm_elementwise(
             MULTIPLY, MULTIPLY_CONSTRAINTS,
-            acc + ((block < blocks).to(tl.int32), place + free + lane * 16, place + free + R * BITS * 512 + lane * 4)
+            acc + ((block < blocks).to(gl.int32), place + free + lane * 16, place + free + R * BITS * 512 + lane * 4)
             + x + (zero + block * 32 + lane % 4 * 4, of_x + block * 8),
-            dtype=(tl.float32,) * (2 * R), is_pure=False, pack=1,
+            dtype=(gl.float32,) * (2 * R), is_pure=False, pack=1,
         )  # fmt: skip
         moved = ()
-        for c in tl.static_range(4):
+        for c in gl.static_range(4):
             moved = moved + (x[c] + steps[c],)
         x = moved
-    factor = tl.where(lane % 4 == 0, FACTOR[0], 0.0)
-    for c in tl.static_range(1, 4):
-        factor += tl.where(lane % 4 == c, FACTOR[c], 0.0)
-    for r in tl.static_range(R):
-        tile = tl.minimum(tl.program_id(0) * R + r, last_tile)
-        # rows g and g + 8 of a tile: [W, 8, 4, 2]
-        sums = tl.reshape(tl.join(acc[2 * r] * factor, acc[2 * r + 1] * factor), [W, 8, 4, 2])
-        y = tl.sum(tl.sum(sums, 2), 0)  # [g, rh]
-        g, rh = tl.arange(0, 8)[:, None], tl.arange(0, 2)[None, :]
-        row = tile * 16 + g + 8 * rh
+    factor = gl.where(lane % 4 == 0, FACTOR[0], 0.0)
+    for c in gl.static_range(1, 4):
+        factor += gl.where(lane % 4 == c, FACTOR[c], 0.0)
+    # the sum over lanes and warps, through the place where this warp's words were
+    for i in gl.static_range(2 * R):
+        give_sums(acc[i] * factor, place + i * 128, lane)
+    if sp_ptr is not None:
+        sums = take_slots(
+            sp_ptr, si_ptr, sv_ptr, chunk, end, slots, given, lane, last_tile, gl.zeros([W, 32], gl.float32, layout=L),
+            PRODUCTS, PASSES, W, R,
+        )  # fmt: skip
+        give_sums(sums, place + 256 * R, lane)
+    gl.thread_barrier()
+    for i in gl.static_range(OUT):
+        o = (i * W + warp) * 32 + lane
+        r, g, rh = gl.minimum(o // 16, R - 1), o % 8, o // 8 % 2
+        tile = gl.minimum(gl.program_id(0) * R + r, last_tile)
+        y = gl.zeros([W, 32], gl.float32, layout=L)
+        for w in gl.static_range(W):
+            y += gl.inline_asm_elementwise(
+                FETCH,
+                "=f,r",
+                [base + w * OWN + (2 * r + rh) * 128 + g * 16],
+                dtype=gl.float32,
+                is_pure=False,
+                pack=1,
+            )
         if GROUP == 0:
-            y *= tl.load(s_ptr + tile * 16 + g * 2 + rh).to(tl.float32)
-        out = row
+            y *= gl.load(s_ptr + tile * 16 + g * 2 + rh).to(gl.float32)
+        if sp_ptr is not None:
+            y = fetch_sums(y, base + 256 * R, r, o % 16, OWN, W, R)
+        out = tile * 16 + o % 16
         if rows_ptr is not None:
-            out = tl.load(rows_ptr + row)
+            out = gl.load(rows_ptr + out)
         if bias_ptr is not None:
-            y += tl.load(bias_ptr + out, mask=out < n, other=0.0).to(tl.float32)
-        tl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=out < n)
+            y += gl.load(bias_ptr + out, mask=out < n, other=0.0).to(gl.float32)
+        gl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=(o < 16 * R) & (out < n))
+    if K < 0:  # never: the compiler declares, and keeps, shared memory that it sees used
+        region.index(0).store(
+            gl.zeros([1, PAGE], gl.int8, layout=gl.BlockedLayout([1, 8], [1, 32], [1, W], [1, 0]))
+        )
 
 
 def scales_of(layout: GridLayout) -> int:
@@ -152,36 +224,60 @@ def scales_of(layout: GridLayout) -> int:
     return 0 if layout.kernel_group == 0 else 2 if layout.kernel_group == 128 else 1
 
 
-def room_of(layout: GridLayout, config: DecodeConfig, processors: int) -> tuple[int, int | None]:
-    """Where the ring ends, and all that is declared; None where it is more than a program gets."""
-    ring = config.unroll * config.warps * config.tiles * (layout.bits * 512 + scales_of(layout) * 128)
-    least = ring + BLOCK_BYTES + 2 * layout.k + layout.k // 8 + layout.k // 32
-    programs = -(-layout.words.shape[0] // config.tiles)
-    return ring, room_size(least, 256 * config.warps, programs, processors)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BytesRoom:
+    """Where the ring ends and slots of residuals begin in shared memory, how many passes there are, and all bytes."""
+
+    ring: int
+    slots_at: int
+    passes: int
+    size: int
+
+
+def room_of(layout: GridLayout, config: DecodeConfig, processors: int) -> BytesRoom:
+    """Places of the ring that no block comes to are none."""
+    places = min(config.unroll, -(-layout.k // (256 * config.warps)))
+    beside = scales_of(layout) * 128 * (1 if layout.zero_points is None else 2)
+    ring = places * config.warps * config.tiles * (layout.bits * 512 + beside)
+    slots_at = ring + BLOCK_BYTES + 2 * layout.k + layout.k // 8 + -(-layout.k // 512) * 16
+    size = slots_at + (0 if layout.sparse is None else 2 * layout.k)
+    passes = passes_of(layout, config, size, processors)
+    return BytesRoom(
+        ring=ring, slots_at=slots_at, passes=passes, size=size + passes * PASS_BYTES * config.warps
+    )
+
+
+def pages(size: int) -> int:
+    return -(-size // PAGE.value)
 
 
 def takes(x: Tensor, layout: Layout, config: DecodeConfig) -> bool:
-    """Whether this kernel can multiply: one token, a symmetric grid and nothing else, whole blocks, enough room."""
-    if not isinstance(layout, GridLayout) or layout.bits > 4 or x.shape[0] != 1 or config.unroll < 2:
+    """Whether this kernel can multiply: a layout that it knows, addresses that lanes can copy from, enough room."""
+    if not is_bytes(layout, x.shape[0]) or config.unroll < 2:
         return False
-    others = (layout.zero_points, layout.sparse, layout.column_scales)
-    whole = layout.k % 256 == 0 and layout.kernel_group % 128 == 0
+    assert isinstance(layout, GridLayout)
+    if layout.sparse is not None and 2 * config.warps < config.tiles:
+        return False
     aligned = x.data_ptr() % 16 == 0 and layout.words.data_ptr() % 16 == 0
-    room = room_of(layout, config, multiprocessors(x.device))[1]
-    return all(other is None for other in others) and whole and aligned and room is not None
+    room = room_of(layout, config, multiprocessors(x.device))
+    return aligned and pages(room.size) * PAGE.value <= shared_memory(x.device) - 1024
 
 
 def constants(layout: GridLayout, dtype: torch.dtype, config: DecodeConfig) -> dict[str, object]:
     """What the kernel is told of a layout and a launch."""
-    bits, tiles, scales = layout.bits, config.tiles, scales_of(layout)
-    ring, size = room_of(layout, config, multiprocessors(layout.words.device))
-    assert size is not None
+    bits, tiles, scales, zeros = layout.bits, config.tiles, scales_of(layout), layout.zero_points is not None
+    room = room_of(layout, config, multiprocessors(layout.words.device))
+    turns = -(-layout.k // (256 * config.warps))
+    name, sparse = "fp16" if dtype == torch.float16 else "bf16", layout.sparse is not None
     return {
-        "REQUEST": request_asm(bits, scales, tiles), "REQUEST_CONSTRAINTS": request_constraints(tiles),
-        "FIX": fix_asm(bits, "fp16" if dtype == torch.float16 else "bf16"), "MULTIPLY": block_asm(bits, scales, tiles),
-        "MULTIPLY_CONSTRAINTS": block_constraints(tiles), "ROOM_ASM": copies.room_asm(size), "X_AT": ring,
-        "FACTOR": tuple(1 / factor if factor else 0.0 for factor in FACTORS[bits]), "BITS": bits,
-        "GROUP": layout.kernel_group, "W": config.warps, "R": tiles, "DEPTH": config.unroll, "PDL": config.pdl,
+        "REQUEST": request_asm(bits, scales, tiles, zeros=zeros),
+        "REQUEST_CONSTRAINTS": request_constraints(tiles, zeros=zeros),
+        "FIX": fix_asm(bits, name, given=sparse, zeros=zeros), "FIXES": min(MOST_FIXES, 1 << (turns - 1).bit_length()),
+        "MULTIPLY": block_asm(bits, scales, tiles, zeros=zeros), "MULTIPLY_CONSTRAINTS": block_constraints(tiles),
+        "WAIT": f"cp.async.wait_group {config.unroll - 1}; mov.b32 $0, 0;", "PAGES": pages(room.size),
+        "X_AT": room.ring, "FACTOR": tuple(1 / factor if factor else 0.0 for factor in FACTORS[bits]), "BITS": bits,
+        "GROUP": layout.kernel_group, "W": config.warps, "R": tiles, "DEPTH": config.unroll, "PASSES": room.passes,
+        "SLOTS_AT": room.slots_at, "PRODUCTS": products_asm(name) if sparse else None, "PDL": config.pdl,
     }  # fmt: skip
 
 
@@ -193,10 +289,15 @@ def byte_grid(x: Tensor, layout: Layout, bias: Tensor | None, config: DecodeConf
     if config.max_registers:
         early["maxnreg"] = config.max_registers
     tiles = layout.words.shape[0]
+    programs = triton.cdiv(tiles, config.tiles)
     launch(
         byte_grid_kernel,
-        (triton.cdiv(tiles, config.tiles), 1, 1),
-        (x, layout.words, layout.scales, layout.rows, bias, y, layout.k, layout.n, tiles - 1),
+        (programs, 1, 1),
+        (
+            x, layout.words, layout.scales, layout.zero_points, *sparse_operands(layout)[:4], bias, y, layout.k,
+            layout.n, tiles - 1,
+        ),
         interned(**constants(layout, x.dtype, config), num_warps=config.warps, num_stages=1, **early),
-    )
+        room=shared_room(programs, config, x.device),
+    )  # fmt: skip
     return y

@@ -39,8 +39,9 @@ from requant_kernels.hashes import (
 from requant_kernels.launching import interned, launch
 from requant_kernels.one_token import rotate_token, token_constants, token_factors, token_kind
 from requant_kernels.rings import TrellisLayout
+from requant_kernels.rooms import shared_room
 from requant_kernels.sections import SECTION
-from requant_kernels.tuning import TrellisConfig
+from requant_kernels.settings import TrellisConfig
 
 MOST_SHARED = (
     32768  # bytes that the sum over the warps may take; above it Triton's own, which has four barriers more
@@ -88,7 +89,7 @@ def byte_sum_kernel(
     STORE: tl.constexpr, STORE_CONSTRAINTS: tl.constexpr, REDUCE: tl.constexpr, REDUCE_CONSTRAINTS: tl.constexpr,
     COUNT: tl.constexpr, V: tl.constexpr, J: tl.constexpr, SCALE: tl.constexpr, OFFSET: tl.constexpr, EVEN: tl.constexpr,
     W: tl.constexpr, R: tl.constexpr, U: tl.constexpr, S: tl.constexpr, C: tl.constexpr, LOG: tl.constexpr,
-    FIXED: tl.constexpr, PER: tl.constexpr, PDL: tl.constexpr, FUSED: tl.constexpr, EIGHT: tl.constexpr,
+    FIXED: tl.constexpr, PER: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr, FUSED: tl.constexpr, EIGHT: tl.constexpr,
     EIGHT_CONSTRAINTS: tl.constexpr, BEFORE: tl.constexpr, BEFORE_CONSTRAINTS: tl.constexpr, SHARED: tl.constexpr,
     SHARED_CONSTRAINTS: tl.constexpr, TURN: tl.constexpr, TURN_CONSTRAINTS: tl.constexpr, PLANE: tl.constexpr,
     SUMS: tl.constexpr, MASK: tl.constexpr, ROOT: tl.constexpr, PAIRED: tl.constexpr,
@@ -115,8 +116,11 @@ def byte_sum_kernel(
     if FUSED:
         factors = token_factors(before_ptr, lane, warp, stride_x, BEFORE, BEFORE_CONSTRAINTS, ROOT)
     if PDL:
+        if EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        if not EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
     if FUSED:
         room, own_scale, own_total = rotate_token(
             x_ptr, factors, lane, warp, stride_x, EIGHT, EIGHT_CONSTRAINTS, SHARED, SHARED_CONSTRAINTS, TURN,
@@ -308,10 +312,12 @@ def _launch(
     )
     steps = triton.cdiv(units, config.warps * config.unroll)
     given = constants(layout.code, layout.four, layout.words.shape[-1], config, m, units, fused)
+    programs = triton.cdiv(tiles, config.tiles)
     launch(
         byte_sum_kernel,
-        (triton.cdiv(tiles, config.tiles), 1, 1),
+        (programs, 1, 1),
         (x, scales, before, layout.words, y, m, units, tiles * 16, tiles - 1, steps, sections, stride),
-        interned(**given, PDL=pdl, num_warps=config.warps, num_stages=1, **early),
+        interned(**given, PDL=pdl, EARLY=config.early, num_warps=config.warps, num_stages=1, **early),
+        room=shared_room(programs, config, x.device),
     )
     return y

@@ -15,7 +15,7 @@ the high bytes of the activations that meet class c, 2 c + 1 the low ones, and b
 Where even and odd bytes differ by a factor of two, the activations that meet the smaller ones are doubled.
 
 Activations are 16-bit fixed point, a scale for 128 columns: x = scale (256 high + low), both bytes signed. The zero point of
-a symmetric grid, times the integers, is taken off after a group.
+a symmetric grid, times the integers, is taken off after a group; those of other grids lie beside the scales.
 """
 
 import struct
@@ -32,6 +32,9 @@ DOUBLED = {  # by slab: whether activations of even and of odd planes are double
     3: ((1, 0), (1, 0), (1, 1), (1, 0), (1, 0), (1, 0), (1, 0), (0, 1)),
     4: ((0, 0),) * 8,
 }
+ZERO_ASM = "{ .reg .b32 z; mov.b32 z, 0; st.shared.v4.b32 [$1], {z, z, z, z}; mov.b32 $0, 0; }"
+FETCH_ASM = """{ .reg .f32 a, b, c, d; ld.shared.v4.f32 {a, b, c, d}, [$1];
+add.f32 a, a, b; add.f32 c, c, d; add.f32 $0, a, c; }"""
 _MASKS3 = ("0x0E070E07", "0x70387038")
 
 
@@ -58,8 +61,8 @@ def _weights(bits: int, slab: int, element: int, tile: int) -> tuple[list[str], 
 
 
 @cache
-def block_asm(bits: int, scales: int, tiles: int) -> str:
-    """Sums += a block of `tiles` tiles. `scales`: of a row and block, 0 to 2.
+def block_asm(bits: int, scales: int, tiles: int, *, zeros: bool = False) -> str:
+    """Sums += a block of `tiles` tiles. `scales`: of a row and block, 0 to 2; `zeros`: as many zero points behind them.
 
     Operands: 2 `tiles` outputs (rows g and g + 8 of each tile); inputs: the same, whether there is a block, this lane's
     words, its scales, its activations of classes 0 to 3, what is taken off its sums, the scales of the activations.
@@ -70,7 +73,7 @@ def block_asm(bits: int, scales: int, tiles: int) -> str:
     registers = [f"w{t}_{i}_{e}" for t in range(tiles) for i in range(bits) for e in range(4)]
     registers += [f"b{s}_{h}" for s in range(SLABS) for h in range(2)]
     registers += [f"c{t}_{i}" for t in range(tiles) for i in range(4)] + [
-        f"s{t}_{i}" for t in range(tiles) for i in range(2)
+        f"{name}{t}_{i}" for name in "so" for t in range(tiles) for i in range(2)
     ]
     registers += [f"a{e}" for e in range(4)] + ["e0", "e1", "e2", "z"]
     lines = [f"setp.eq.s32 p, {inside}, 0;", "@p bra.uni NONE;"]
@@ -80,6 +83,8 @@ def block_asm(bits: int, scales: int, tiles: int) -> str:
             lines.append(f"ld.shared.v4.b32 {{{names}}}, [{words} + {512 * (bits * t + i)}];")
         for i in range(scales):
             lines.append(f"ld.shared.b32 s{t}_{i}, [{own} + {128 * (scales * t + i)}];")
+            if zeros:
+                lines.append(f"ld.shared.b32 o{t}_{i}, [{own} + {128 * (scales * (tiles + t) + i)}];")
     lines += ["mov.b32 z, 0;", f"ld.shared.f32 i0, [{start}];", f"ld.shared.f32 i1, [{start} + 16];"]
     lines.append(f"ld.shared.v2.f32 {{x0, x1}}, [{of_x}];")
     for s in range(SLABS):
@@ -95,14 +100,18 @@ def block_asm(bits: int, scales: int, tiles: int) -> str:
                 lines.append("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 " + product)
             if scales:
                 lines.append(f"mov.b32 {{l, h}}, s{t}_{min(group, scales - 1)};")
+            if zeros:
+                lines.append(f"mov.b32 {{zl, zh}}, o{t}_{min(group, scales - 1)};")
             for row in range(2):
                 lines += [
                     f"mad.lo.s32 e0, c{t}_{2 * row}, 256, c{t}_{2 * row + 1};", "cvt.rn.f32.s32 f, e0;",
                     *([f"cvt.f32.f16 v, {'lh'[row]};", f"mul.f32 v, v, x{group};"] if scales else [f"mov.f32 v, x{group};"]),
+                    *([f"cvt.f32.f16 zf, z{'lh'[row]};", f"fma.rn.f32 f, i{group}, zf, f;"] if zeros else []),
                     f"fma.rn.f32 ${2 * t + row}, f, v, ${2 * t + row};",
-                    f"fma.rn.f32 ${2 * t + row}, i{group}, v, ${2 * t + row};",
+                    *([] if zeros else [f"fma.rn.f32 ${2 * t + row}, i{group}, v, ${2 * t + row};"]),
                 ]  # fmt: skip
-    head = f"{{ .reg .pred p; .reg .b16 l, h; .reg .f32 x0, x1, i0, i1, f, v; .reg .b32 {', '.join(registers)};\n"
+    head = "{ .reg .pred p; .reg .b16 l, h, zl, zh; .reg .f32 x0, x1, i0, i1, f, v, zf;\n"
+    head += f".reg .b32 {', '.join(registers)};\n"
     return head + "\n".join(lines) + "\nNONE: }"
 
 
@@ -112,15 +121,16 @@ def block_constraints(tiles: int) -> str:
 
 
 @cache
-def request_asm(bits: int, scales: int, tiles: int) -> str:
+def request_asm(bits: int, scales: int, tiles: int, *, zeros: bool = False) -> str:
     """Begin to copy a block; a group of its own. Operands: where words and scales go, whether there are any, from where:
-    words of every tile, scales of every tile."""
+    words of every tile, scales of every tile, zero points of every tile."""
     lines = ["setp.ne.s32 p, $3, 0;"]
     for t in range(tiles):
         for i in range(bits):
             lines.append(
                 f"@p cp.async.cg.shared.global [$1 + {512 * (bits * t + i)}], [${4 + t} + {512 * i}], 16;"
             )
+    for t in range(tiles * (1 + zeros)):
         for i in range(scales):
             lines.append(
                 f"@p cp.async.ca.shared.global [$2 + {128 * (scales * t + i)}], [${4 + tiles + t} + {32 * i}], 4;"
@@ -129,19 +139,28 @@ def request_asm(bits: int, scales: int, tiles: int) -> str:
 
 
 @cache
-def request_constraints(tiles: int) -> str:
-    return ",".join(["=r"] + ["r"] * 3 + ["l"] * (2 * tiles))
+def request_constraints(tiles: int, *, zeros: bool = False) -> str:
+    return ",".join(["=r"] + ["r"] * 3 + ["l"] * ((2 + zeros) * tiles))
+
+
+LOAD_ASM = """{ .reg .pred p; setp.ne.s32 p, $5, 0;
+mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;
+@p ld.global.v4.b32 {$0, $1, $2, $3}, [$4]; }"""
 
 
 @cache
-def fix_asm(bits: int, dtype: str) -> str:
+def fix_asm(bits: int, dtype: str, *, given: bool = False, zeros: bool = False) -> str:
     """Eight neighbouring activations of each lane to fixed point. A warp has a block.
 
-    Operands: the activations in global memory, whether there are any, where bytes go (of this slab and t), where what is
-    taken off goes (of this group and t), where the scale goes (of this group).
+    Operands: the activations in four registers, whether they count, where bytes go (of this slab and t), where what is
+    taken off goes (of this group and t), where the scale goes (of this group); `given`: where they go as they are. What is
+    taken off is for one of zero point 2^(bits - 1), or, with `zeros`, 1. There is no branch, so that several of these are
+    computed side by side.
     """
-    zero, half = 1 << (bits - 1), bits == 3
-    lines = ["setp.eq.s32 p, $2, 0;", "@p bra.uni NONE;", "ld.global.v4.b32 {r0, r1, r2, r3}, [$1];"]
+    zero, half = 1 if zeros else 1 << (bits - 1), bits == 3
+    lines = ["setp.ne.s32 on, $5, 0;", *(f"mov.b32 r{i}, ${1 + i};" for i in range(4))]
+    if given:
+        lines.append("@on st.shared.v4.b32 [$9], {r0, r1, r2, r3};")
     for i in range(4):
         if dtype == "fp16":
             lines += [
@@ -216,15 +235,15 @@ def fix_asm(bits: int, dtype: str) -> str:
             f"prmt.b32 l{kh}, r0, r1, 0x7632;", f"xor.b32 l{kh}, l{kh}, 0x80808080;",
         ]  # fmt: skip
     lines += [
-        "st.shared.v2.b32 [$3], {h0, h1};", "st.shared.v2.b32 [$3 + 32], {l0, l1};",
-        "and.b32 n, lane, 12;", "setp.eq.s32 p, n, 0;", "cvt.rn.f32.s32 u, k;", "@p st.shared.f32 [$4], u;",
-        "and.b32 n, lane, 15;", "setp.eq.s32 p, n, 0;", "@p st.shared.f32 [$5], m;",
+        "@on st.shared.v2.b32 [$6], {h0, h1};", "@on st.shared.v2.b32 [$6 + 32], {l0, l1};",
+        "and.b32 n, lane, 12;", "setp.eq.and.s32 p, n, 0, on;", "cvt.rn.f32.s32 u, k;", "@p st.shared.f32 [$7], u;",
+        "and.b32 n, lane, 15;", "setp.eq.and.s32 p, n, 0, on;", "@p st.shared.f32 [$8], m;",
     ]  # fmt: skip
     head = (
-        "{ .reg .pred p; .reg .b16 l, h; .reg .f32 f<8>, m, q, u, e, o; .reg .b32 r<4>, v<8>, h<2>, l<2>;\n"
+        "{ .reg .pred p, on; .reg .b16 l, h; .reg .f32 f<8>, m, q, u, e, o; .reg .b32 r<4>, v<8>, h<2>, l<2>;\n"
         ".reg .b32 n, k, g, t, slab, lane, j0, j1;\n"
     )
-    return head + "\n".join(lines) + "\nNONE: mov.b32 $0, 0; }"
+    return head + "\n".join(lines) + "\nmov.b32 $0, 0; }"
 
 
 def _float(value: float) -> str:

@@ -39,14 +39,14 @@ from requant_kernels.blocks import (
     rows_like_products,
     sparse_operands,
 )
-from requant_kernels.byte_grid import byte_grid, takes
 from requant_kernels.launching import interned, launch
 from requant_kernels.layouts import Layout
 from requant_kernels.passes import most_chunks, request_slots, take_slots
 from requant_kernels.pieces import reserve_asm
 from requant_kernels.residuals import transpose_kernel
-from requant_kernels.rooms import room_constants, room_of
-from requant_kernels.tuning import DecodeConfig, multiprocessors
+from requant_kernels.rooms import room_constants, room_of, shared_room
+from requant_kernels.settings import DecodeConfig
+from requant_kernels.tuning import decode_config, multiprocessors
 
 COPY = tl.constexpr(
     "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p cp.async.ca.shared.global [$1], [$2], 16; mov.b32 $0, 0; }"
@@ -343,9 +343,13 @@ def decode(x: Tensor, layout: Layout, bias: Tensor | None, config: DecodeConfig,
         from requant_kernels.gathered import gathered  # in Gluon, part of Triton from 3.6 on
 
         return gathered(x, layout, bias, config)
-    if config.integer and asm and takes(x, layout, config):
-        return byte_grid(x, layout, bias, config)
     m, k = x.shape
+    if config.integer:
+        from requant_kernels.byte_grid import byte_grid, takes  # in Gluon too
+
+        if asm and takes(x, layout, config):
+            return byte_grid(x, layout, bias, config)
+        config = decode_config(layout, m, x.device, integer=False)
     y = torch.empty(m, layout.n, dtype=x.dtype, device=x.device)
     tensors, constants = operands(layout, x.dtype, asm)
     early = {"launch_pdl": True} if config.pdl else {}
@@ -374,9 +378,10 @@ def decode(x: Tensor, layout: Layout, bias: Tensor | None, config: DecodeConfig,
     unroll = config.unroll if room is None else 1
     if config.max_registers:
         early["maxnreg"] = config.max_registers
+    programs = triton.cdiv(tiles, config.tiles)
     launch(
         decode_kernel,
-        (triton.cdiv(tiles, config.tiles), 1, 1),
+        (programs, 1, 1),
         (
             pairs, gathered, *tensors, *sparse_operands(layout), bias, y, m, k, layout.n, tiles - 1,
             triton.cdiv(steps, unroll), pairs.stride(0), y.stride(0),
@@ -388,5 +393,6 @@ def decode(x: Tensor, layout: Layout, bias: Tensor | None, config: DecodeConfig,
             num_stages=1, RESERVE=reserve_asm(-(-k // 1024)) if staged and room is None else None, TAKE=take,
             **room_constants(room, config, x.dtype), **early,
         ),
+        room=shared_room(programs, config, x.device),
     )  # fmt: skip
     return y

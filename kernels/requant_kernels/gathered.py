@@ -21,9 +21,11 @@ from triton.experimental.gluon import language as gl
 
 from requant_kernels import columns
 from requant_kernels.blocks import dense_tokens, operands
+from requant_kernels.launching import interned, launch
 from requant_kernels.layouts import Layout
 from requant_kernels.pieces import zero_bias
-from requant_kernels.tuning import DecodeConfig
+from requant_kernels.rooms import shared_room
+from requant_kernels.settings import DecodeConfig
 from requant_kernels.words import UNIT as UNITS
 
 FOUR, EIGHT = gl.constexpr((gl.int32,) * 4), gl.constexpr((gl.int32,) * 8)
@@ -311,13 +313,20 @@ def gathered(x: Tensor, layout: Layout, bias: Tensor | None, config: DecodeConfi
         x = torch.nn.functional.pad(x, (0, k % 2)).clone(memory_format=torch.contiguous_format)
     pairs, (tiles, blocks) = x.view(torch.int32), layout.words.shape[:2]
     assert layout.sparse is not None and layout.sparse.entries is not None
-    launch = {"launch_pdl": True} if config.pdl else {}
+    early: dict[str, object] = {"launch_pdl": True} if config.pdl else {}
     if config.max_registers:
-        launch["maxnreg"] = config.max_registers
-    gathered_kernel[(tiles,)](
-        pairs, *tensors, layout.sparse.entries, layout.sparse.bounds, layout.rows, bias, y, m, k, layout.n, tiles - 1,
-        triton.cdiv(triton.cdiv(blocks, config.warps), config.unroll), pairs.stride(0), y.stride(0), **constants,
-        EVEN=k % (256 * config.warps) == 0, W=config.warps, UNROLL=config.unroll, PDL=config.pdl,
-        num_warps=config.warps, num_stages=1, **launch,
+        early["maxnreg"] = config.max_registers
+    launch(
+        gathered_kernel,
+        (tiles, 1, 1),
+        (
+            pairs, *tensors, layout.sparse.entries, layout.sparse.bounds, layout.rows, bias, y, m, k, layout.n, tiles - 1,
+            triton.cdiv(triton.cdiv(blocks, config.warps), config.unroll), pairs.stride(0), y.stride(0),
+        ),
+        interned(
+            **constants, EVEN=k % (256 * config.warps) == 0, W=config.warps, UNROLL=config.unroll, PDL=config.pdl,
+            num_warps=config.warps, num_stages=1, **early,
+        ),
+        room=shared_room(tiles, config, x.device),
     )  # fmt: skip
     return y

@@ -14,7 +14,7 @@ from requant_kernels.blocks import dense_tokens
 from requant_kernels.launching import launch
 from requant_kernels.layouts import CodebookLayout, Layout
 from requant_kernels.pieces import decoding, reserve_asm, stages
-from requant_kernels.tuning import HopperConfig
+from requant_kernels.settings import HopperConfig
 from requant_kernels.wgmma import multiply_kernel, x_layout
 
 

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from requant_kernels.rings import TrellisLayout
 from requant_kernels.sections import SECTION, signs_of
-from requant_kernels.tuning import TrellisConfig, multiprocessors
+from requant_kernels.settings import TrellisConfig
+from requant_kernels.tuning import multiprocessors
 from requant_kernels.turns import MOST_SUMS, PLANE, SUMS, eight_asm, room_asm, room_bytes, shared_section_asm
 
 WARPS = 16

@@ -5,7 +5,8 @@
 A program gets no more than it need not ask for. Where all programs run at once it takes as much of a multiprocessor as keeps
 more of them away than is its share: with programmatic dependent launch the first programs of a kernel begin where the one
 before leaves room, crowd together there, and stay so (8192 x 8192, 2 bits: 12.4 us with room for six programs a
-multiprocessor, 9.05 with room for the four that are its share).
+multiprocessor, 9.05 with room for the four that are its share). What a kernel declares itself is at most 48 KB; `shares` of
+a setting ask for more at launch (`launching.py`).
 """
 
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ import torch
 from requant_kernels.copies import FREE, room_asm, stage_asm
 from requant_kernels.layouts import Layout
 from requant_kernels.passes import MOST_PASSES, PASS_BYTES, PRODUCTS
-from requant_kernels.tuning import DecodeConfig
+from requant_kernels.settings import DecodeConfig, TrellisConfig
+from requant_kernels.tuning import multiprocessors, shared_memory
 
 MULTIPROCESSOR = 227 << 10  # bytes that the programs of a multiprocessor share, less 1024 each
 
@@ -56,6 +58,15 @@ def room_size(least: int, own: int, programs: int, processors: int) -> int | Non
         return None
     share = MULTIPROCESSOR // -(-programs // processors) - 1024
     return max(least, (min(FREE, share) - own) // 128 * 128)
+
+
+def shared_room(programs: int, config: DecodeConfig | TrellisConfig, device: torch.device) -> int:
+    """Bytes that every program takes so that as many as its launch has for each multiprocessor fit there, or, of two
+    `shares`, twice as many: this launch's and the next one's. 0 where that is no matter."""
+    if config.shares == 0 or device.type != "cuda":
+        return 0
+    each = config.shares * -(-programs // multiprocessors(device))
+    return max(0, min(shared_memory(device) - 1024, MULTIPROCESSOR // each - 1024))
 
 
 def room_constants(room: Room | None, config: DecodeConfig, dtype: torch.dtype) -> dict[str, object]:

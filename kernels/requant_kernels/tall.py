@@ -25,7 +25,8 @@ from requant_kernels.blocks import (
 )
 from requant_kernels.layouts import Layout
 from requant_kernels.residuals import finish_kernel, transpose_kernel
-from requant_kernels.tuning import TallConfig, kind_of, launches_early, tall_config
+from requant_kernels.settings import TallConfig
+from requant_kernels.tuning import kind_of, launches_early, tall_config
 
 
 @triton.jit

@@ -36,11 +36,10 @@ from requant_kernels.hashes import (
 from requant_kernels.one_token import can_fuse
 from requant_kernels.residuals import residual_sums
 from requant_kernels.rings import TrellisLayout
+from requant_kernels.settings import HopperConfig, TrellisConfig
 from requant_kernels.tuning import (
     DECODE_TOKENS,
     HOPPER_TOKENS,
-    HopperConfig,
-    TrellisConfig,
     hopper_config,
     launches_early,
     runs_on_hopper,

@@ -13,8 +13,8 @@ from requant_kernels.hadamard import rotate
 from requant_kernels.hashes import groups_of, values_asm, words_asm
 from requant_kernels.launching import interned, launch
 from requant_kernels.rings import TrellisLayout
+from requant_kernels.settings import HopperConfig
 from requant_kernels.trellis_wgmma import trellis_multiply_kernel
-from requant_kernels.tuning import HopperConfig
 from requant_kernels.wgmma import x_layout
 
 GROUP, BLOCK = 64, 256  # columns of a piece and of a block

@@ -9,58 +9,31 @@ enough registers that 16 warps fit a multiprocessor.
 import json
 import logging
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import torch
 
-from requant_kernels.layouts import CodebookLayout, Layout
+from requant_kernels.layouts import CodebookLayout, GridLayout, Layout
 from requant_kernels.rings import CODES, TrellisLayout
+from requant_kernels.settings import (
+    NUMBERS,
+    DecodeConfig,
+    HopperConfig,
+    TallConfig,
+    TrellisConfig,
+    decode_setting,
+    trellis_setting,
+)
 
 DECODE_TOKENS = 16  # the decode kernel's most
 TALL_TOKENS = 128  # beyond it, dequantize and multiply
 HOPPER_TOKENS = 512  # the same, where the tall kernel is the one of Hopper
 logger = logging.getLogger(__name__)
-# bits of the fourth number of a setting of the decode kernel
-AHEAD, STAGED, GATHERED, COPIED, INTEGER = 1, 2, 4, 8, 16
-NUMBERS = {"decode": 5, "tall": 3, "hopper": 5, "trellis": 3}  # of a setting, by kernel
 TABLE = Path(__file__).with_name("measured.json")
 CACHE_VARIABLE = "REQUANT_KERNEL_CACHE"
 HOPPER_VARIABLE = "REQUANT_HOPPER"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DecodeConfig:
-    """`warps` share the columns of `tiles` x 16 rows; the words of `unroll` - 1 blocks (one at least) are under way.
-
-    `copied`: words travel through shared memory, in a ring of `unroll` places. Residuals: `staged`, those of one token
-    gather its activations from shared memory (where words are copied the dense part reads them there too, with residuals
-    or without); `gathered`, those of up to eight are entries that `gathered.py` multiplies. Neither: from the cache.
-    `integer`: one token of a symmetric grid goes to `byte_grid.py`, with a ring of `unroll` places, where it takes it.
-    """
-
-    warps: int
-    tiles: int = 1
-    unroll: int = 1
-    copied: bool = False
-    integer: bool = False
-    staged: bool = False
-    gathered: bool = False
-    ahead: bool = True  # activations of the next block are requested too; never for more than 8 tokens
-    pdl: bool = False
-    max_registers: int | None = None
-
-
-def decode_setting(numbers: Sequence[int]) -> DecodeConfig:
-    """A setting as the tables hold it: warps, tiles, unroll, its bits, most registers (0: any)."""
-    warps, tiles, unroll, bits, registers = numbers
-    return DecodeConfig(
-        warps=warps, tiles=tiles, unroll=unroll, ahead=bool(bits & AHEAD), staged=bool(bits & STAGED),
-        gathered=bool(bits & GATHERED), max_registers=registers or None, copied=bool(bits & COPIED),
-        integer=bool(bits & INTEGER),
-    )  # fmt: skip
 
 
 def cache_file() -> Path:
@@ -112,6 +85,7 @@ def forget() -> None:
     """Read the tables anew: settings were added."""
     for function in (
         measured,
+        bytes_config,
         launches_early,
         _config,
         tall_config,
@@ -135,12 +109,45 @@ def kind_of(layout: Layout) -> str:
     return ("codebook" if isinstance(layout, CodebookLayout) else "grid") + ("+s" if layout.sparse else "")
 
 
-def decode_config(layout: Layout, tokens: int, device: torch.device) -> DecodeConfig:
-    """Settings for one to 16 tokens."""
+def decode_config(layout: Layout, tokens: int, device: torch.device, *, integer: bool = True) -> DecodeConfig:
+    """Settings for one to 16 tokens; those of `byte_grid.py` where it may multiply, unless `integer` is False."""
     width = 1 if tokens == 1 else 8 if tokens <= 8 else 16
-    return _config(
-        kind_of(layout), layout.bits, layout.n, layout.k, width, device, gathers(layout, width, device)
-    )
+    kind, bits, n, k = kind_of(layout), layout.bits, layout.n, layout.k
+    if integer and is_bytes(layout, width) and _takes_gluon(device):
+        found = bytes_config(kind, bits, n, k, device)
+        if found is not None:
+            return found
+    return _config(kind, bits, n, k, width, device, gathers(layout, width, device))
+
+
+def is_bytes(layout: Layout, width: int) -> bool:
+    """Whether `byte_grid.py` knows how to multiply: one token of a grid of 2 to 4 bits in whole blocks, groups of 128
+    columns or more, residuals of 16 bits."""
+    if width > 1 or not isinstance(layout, GridLayout) or layout.bits > 4 or layout.column_scales is not None:
+        return False
+    sparse = layout.sparse
+    whole = layout.k % 256 == 0 and layout.kernel_group % 128 == 0
+    zeros = layout.zero_points is None or layout.kernel_group > 0
+    return whole and zeros and (sparse is None or sparse.values.dtype == torch.float16)
+
+
+@cache
+def bytes_config(kind: str, bits: int, n: int, k: int, device: torch.device) -> DecodeConfig | None:
+    """The launch of `byte_grid.py`, measured or by the rule: two programs a multiprocessor at most, and as many tiles each
+    as that takes. None: where another kernel was measured and no launch of this one was ahead; beyond the rule."""
+    properties = torch.cuda.get_device_properties(device)
+    known = measured(properties.name)
+    found = known.get(setting_name("bytes", kind, bits, n, k, 1))
+    if found is not None:
+        return replace(decode_setting(found), pdl=True)
+    if setting_name("decode", kind, bits, n, k, 1) in known or bits > 3:
+        return None
+    tiles, blocks, most = -(-n // 16), k // 256, 2 * properties.multi_processor_count
+    share = next((r for r in (1, 2, 3, 4, 7) if tiles <= r * most), None)
+    if share is None or ("+" in kind and share > 4):
+        return None
+    warps = 16 if share <= 2 and blocks > 32 else 8 if share <= 4 and blocks > 8 else 4
+    return DecodeConfig(warps=warps, tiles=share, unroll=2, integer=True, ahead=False, shares=1, pdl=True)
 
 
 def gathers(layout: Layout, width: int, device: torch.device) -> bool:
@@ -189,15 +196,6 @@ def _config(
     return DecodeConfig(warps=warps, unroll=unroll, ahead=ahead, pdl=pdl, max_registers=registers)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TallConfig:
-    """`warps` x 16 rows a program, the columns among `split` programs, `stages` blocks of activations under way."""
-
-    warps: int = 8
-    split: int = 1
-    stages: int = 1
-
-
 @cache
 def tall_config(kind: str, bits: int, n: int, k: int, width: int, device: torch.device) -> TallConfig:
     """Settings for 17 to 128 tokens; `width` is their number as a power of two."""
@@ -213,18 +211,6 @@ def tall_config(kind: str, bits: int, n: int, k: int, width: int, device: torch.
         # 512 bytes of shared memory a token and block
         stages = min(3, max(1, properties.shared_memory_per_block_optin // (512 * width) - 1))
     return TallConfig(warps=warps, split=max(1, min(8, blocks, many // programs)), stages=stages)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HopperConfig:
-    """`tokens` and 16 `warps` x `tiles` rows a program, the columns among `split` programs; words are requested while piece
-    `ahead` of the block before is decoded."""
-
-    tokens: int = 64
-    warps: int = 4
-    tiles: int = 1
-    ahead: int = 0
-    split: int = 1
 
 
 @cache
@@ -304,19 +290,21 @@ def _hopper_config(kind: str, bits: float, n: int, k: int, width: int, device: t
     return HopperConfig(tokens=tokens, warps=warps, split=max(1, min(8, blocks // 4, round(room / programs))))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrellisConfig:
-    """`warps` share the columns of `tiles` x 16 rows, `unroll` units of columns (`rings.py`) a warp at a time."""
-
-    warps: int = 8
-    tiles: int = 2
-    unroll: int = 2
-
-
 @cache
 def multiprocessors(device: torch.device) -> int:
     """Of a GPU; of an H200 where there is none."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes that a program may have; on an H200 where there is no GPU."""
+    most = 227 << 10
+    return (
+        torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+        if device.type == "cuda"
+        else most
+    )
 
 
 @cache
@@ -326,7 +314,7 @@ def trellis_config(code: str, bits: float, n: int, k: int, width: int, device: t
         name = torch.cuda.get_device_name(device)
         found = measured(name).get(setting_name("trellis", code, bits, n, k, width))
         if found is not None:
-            return TrellisConfig(warps=found[0], tiles=found[1], unroll=found[2])
+            return trellis_setting(found)
     whole = bits == int(bits)  # at quarters of a bit a unit is up to four groups
     if width == 1 and whole and bits <= 4 and k <= 4096 and code != "3inst":
         for tiles in (1, 2, 4):  # all programs at once, each of which rotates the token (`one_token.py`)

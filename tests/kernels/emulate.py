@@ -19,8 +19,8 @@ from requant_kernels import naive, pack_trellis
 from requant_kernels.byte_sums import byte_sums, float_sums, fused_sums, padded_columns
 from requant_kernels.hadamard import rotate_fixed
 from requant_kernels.one_token import can_fuse
+from requant_kernels.settings import TrellisConfig
 from requant_kernels.trellis import expand
-from requant_kernels.tuning import TrellisConfig
 from section_model import run
 from triton.runtime.interpreter import TensorHandle
 

@@ -16,7 +16,7 @@ from cases import Case, random_layout, relative_error
 from ptx_model import run_ptx
 from requant_kernels import naive
 from requant_kernels.decode import decode
-from requant_kernels.tuning import AHEAD, COPIED, STAGED, decode_setting
+from requant_kernels.settings import AHEAD, COPIED, STAGED, decode_setting
 from triton.runtime.interpreter import TensorHandle
 
 BASE = 1 << 12  # where shared memory begins

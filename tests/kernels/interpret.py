@@ -10,9 +10,9 @@ from requant_kernels.decode import decode
 from requant_kernels.dense import dequantize
 from requant_kernels.hadamard import rotate, rotate_fixed
 from requant_kernels.rows import lookup
+from requant_kernels.settings import DecodeConfig, TallConfig
 from requant_kernels.tall import tall
 from requant_kernels.trellis import expand, trellis_linear
-from requant_kernels.tuning import DecodeConfig, TallConfig
 
 CASES = [
     (Case(kind="codebook", bits=3, n=37, k=300, m=1), DecodeConfig(warps=2)),

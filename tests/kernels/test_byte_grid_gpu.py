@@ -5,7 +5,7 @@ import torch
 from requant_kernels import naive
 from requant_kernels.byte_grid import byte_grid, takes
 from requant_kernels.decode import decode
-from requant_kernels.tuning import DecodeConfig
+from requant_kernels.settings import DecodeConfig
 
 from .cases import Case, random_layout, relative_error
 
@@ -19,7 +19,28 @@ CASES = [
         (768, 768, False, torch.float16),
     )
 ]  # fmt: skip
-LAUNCHES = [(1, 1, 4), (2, 2, 3), (4, 1, 5), (4, 2, 2), (8, 1, 2)]  # warps, tiles, depth
+CASES += [
+    Case(kind="grid", bits=bits, n=200, k=k, m=1, density=density, bias=bias, dtype=dtype)
+    for bits in (2, 3, 4)
+    for k, density, bias, dtype in (
+        (4096, 0.01, True, torch.float16), (1280, 0.05, False, torch.bfloat16), (8192, 0.002, False, torch.float16),
+    )
+]  # fmt: skip
+CASES += [
+    Case(kind="grid", bits=bits, n=200, k=k, m=1, group_size=group, density=density, zero_points=True)
+    for bits in (2, 3, 4)
+    for k, group, density in ((4096, 128, 0.0), (1024, 256, 0.01), (8192, 128, 0.002))
+]
+LAUNCHES = [
+    (1, 1, 4),
+    (2, 2, 3),
+    (4, 1, 5),
+    (4, 2, 2),
+    (8, 1, 2),
+    (4, 7, 2),
+    (8, 3, 2),
+    (16, 2, 2),
+]  # warps, tiles, depth
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[str(case) for case in CASES])

@@ -15,17 +15,9 @@ from requant_kernels.dense import dequantize_kernel  # noqa: E402
 from requant_kernels.pieces import reserve_asm  # noqa: E402
 from requant_kernels.residuals import finish_kernel  # noqa: E402
 from requant_kernels.rooms import room_constants, room_of  # noqa: E402
+from requant_kernels.settings import COPIED, GATHERED, STAGED, decode_setting  # noqa: E402
 from requant_kernels.tall import multiply_kernel  # noqa: E402
-from requant_kernels.tuning import (  # noqa: E402
-    COPIED,
-    GATHERED,
-    STAGED,
-    TABLE,
-    decode_setting,
-    distance_of,
-    least_warps,
-    registers_of,
-)
+from requant_kernels.tuning import TABLE, distance_of, least_warps, registers_of  # noqa: E402
 
 from .cases import Case, random_layout  # noqa: E402
 from .compile_offline import Machine, compile_kernel  # noqa: E402

@@ -39,7 +39,10 @@ def trellis_machine(
         units = -(-k // (64 * groups_of(four)))
         integers = {"M": tokens, "units": units, "sections": padded_columns(k) // SECTION, "rows": 16}
     kind = (k & -k, "fp16") if fused and k is not None else None
-    given = trellis_constants(code, four, vector, config, tokens, units, kind) | {"PDL": capability >= 90}
+    given = trellis_constants(code, four, vector, config, tokens, units, kind) | {
+        "PDL": capability >= 90,
+        "EARLY": False,
+    }
     given |= {name: 1 for name, value in integers.items() if value == 1}
     pointers = dict.fromkeys(("units", "rows", "sections"), "i32")
     pointers |= {
@@ -115,7 +118,7 @@ EVERY_ODD: list[Odd] = [
 EVERY_ODD += [
     (code, bits, 8192, 11072, tokens, launch)
     for code, bits in (("mul1", 2), ("pair", 2), ("mul1", 4))
-    for launch in TRELLIS
+    for launch in dict.fromkeys(setting[:3] for setting in TRELLIS)
     for tokens in (1, 8, 16)
     if launch[1] * tokens <= 32
 ]

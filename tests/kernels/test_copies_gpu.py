@@ -4,7 +4,7 @@ import pytest
 import torch
 from requant_kernels import naive
 from requant_kernels.decode import decode
-from requant_kernels.tuning import AHEAD, COPIED, STAGED, DecodeConfig, decode_setting
+from requant_kernels.settings import AHEAD, COPIED, STAGED, DecodeConfig, decode_setting
 
 from .cases import Case, random_layout, relative_error
 

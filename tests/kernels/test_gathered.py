@@ -12,7 +12,8 @@ pytest.importorskip("triton.experimental.gluon")
 from requant_kernels import columns, gathered, naive
 from requant_kernels.blocks import dense_tokens
 from requant_kernels.layouts import Layout
-from requant_kernels.tuning import GATHERED, TABLE
+from requant_kernels.settings import GATHERED
+from requant_kernels.tuning import TABLE
 
 from .cases import Case, random_layout, relative_error
 from .compile_offline import Machine, compile_kernel

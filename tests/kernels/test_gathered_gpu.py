@@ -6,7 +6,7 @@ import pytest
 import torch
 from requant_kernels import naive, tuning
 from requant_kernels.decode import decode
-from requant_kernels.tuning import DecodeConfig
+from requant_kernels.settings import DecodeConfig
 
 from .cases import Case, random_layout, relative_error
 

@@ -7,9 +7,9 @@ import torch
 from requant_kernels import dequantize, linear, lookup, naive, pack_trellis
 from requant_kernels.decode import decode
 from requant_kernels.ops import flatten
+from requant_kernels.settings import DecodeConfig, TrellisConfig
 from requant_kernels.tall import tall
 from requant_kernels.trellis import expand, trellis_linear
-from requant_kernels.tuning import DecodeConfig, TrellisConfig
 
 from .cases import Case, random_csr, random_layout, random_trellis, relative_error
 

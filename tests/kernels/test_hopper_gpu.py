@@ -4,7 +4,8 @@ import pytest
 import torch
 from requant_kernels import linear, naive
 from requant_kernels.autotune import HOPPER
-from requant_kernels.tuning import HOPPER_VARIABLE, HopperConfig, runs_on_hopper
+from requant_kernels.settings import HopperConfig
+from requant_kernels.tuning import HOPPER_VARIABLE, runs_on_hopper
 
 from .cases import Case, random_layout, relative_error
 

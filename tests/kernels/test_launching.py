@@ -1,13 +1,16 @@
 """What `launch` remembers a kernel by is never coarser than what Triton chooses it by."""
 
 import itertools
+from collections import namedtuple
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 triton = pytest.importorskip("triton")
 
-from requant_kernels.launching import _tag  # noqa: E402
+from requant_kernels.copies import room_asm  # noqa: E402
+from requant_kernels.launching import _tag, declared, with_room  # noqa: E402
 
 
 def arguments():
@@ -64,8 +67,8 @@ def every_way() -> None:
     from requant_kernels import pack_trellis
     from requant_kernels.decode import decode
     from requant_kernels.hopper import hopper
+    from requant_kernels.settings import DecodeConfig, HopperConfig, TrellisConfig
     from requant_kernels.trellis import trellis_linear
-    from requant_kernels.tuning import DecodeConfig, HopperConfig, TrellisConfig
 
     from .cases import Case, random_layout, random_trellis
 
@@ -118,3 +121,30 @@ def test_what_is_launched_directly_is_what_triton_would_bind(monkeypatch) -> Non
     assert len(launching._chosen) == known >= 20, "the second time every launch is known"
     assert len(LAUNCHED) - before > known
     assert len({kernel for kernel, *_ in launching._chosen}) >= 8
+
+
+def test_shared_memory_that_a_text_declares() -> None:
+    assert declared(".extern .shared .align 16 .b8 global_smem[];\n" + room_asm(5120)) == 5120
+    assert declared(".shared .b32 most[16];\n.shared .align 16 .b32 values[96];") == 4 * 112
+
+
+def test_room_is_what_a_launch_takes_beside_what_is_declared() -> None:
+    """A compiled kernel of Triton's, as far as its copy is made of it."""
+    from triton.backends.compiler import GPUTarget
+
+    metadata = namedtuple("Metadata", "num_warps num_ctas shared target")(
+        4, 1, 512, GPUTarget("cuda", 90, 32)
+    )
+    compiled = SimpleNamespace(
+        metadata=metadata,
+        packed_metadata=(4, 1, 512),
+        module=1,
+        function=2,
+        _run=3,
+        asm={"ptx": room_asm(4096)},
+    )
+    roomy = with_room(compiled, 100_000)
+    assert roomy.metadata.shared == 95_904 and roomy.packed_metadata == (4, 1, 95_904)
+    assert roomy.module is None and roomy.function is None and roomy._run is None
+    assert compiled.metadata is metadata and compiled.module == 1
+    assert with_room(compiled, 4608) is compiled

@@ -4,7 +4,7 @@ import pytest
 import torch
 from requant_kernels import TrellisLayout, linear, naive, pack_trellis, trellis
 from requant_kernels.one_token import can_fuse
-from requant_kernels.tuning import TrellisConfig
+from requant_kernels.settings import TrellisConfig
 from torch import Tensor
 
 from .cases import random_csr, random_trellis, relative_error

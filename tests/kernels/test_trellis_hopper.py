@@ -13,8 +13,8 @@ pytest.importorskip("triton.experimental.gluon")
 from requant_kernels import autotune, naive, trellis_wgmma, tuning, wgmma
 from requant_kernels.hashes import groups_of
 from requant_kernels.many_sections import many_sections_kernel
+from requant_kernels.settings import HopperConfig
 from requant_kernels.trellis_hopper import constants, most_registers, stages
-from requant_kernels.tuning import HopperConfig
 from requant_kernels.turns import turn_asm
 
 from .cases import random_trellis

@@ -6,8 +6,9 @@ from requant_kernels import linear, naive, pack_trellis
 from requant_kernels.autotune import CODE_HOPPER
 from requant_kernels.hadamard import rotate
 from requant_kernels.rings import TrellisLayout
+from requant_kernels.settings import HopperConfig
 from requant_kernels.trellis import trellis_linear
-from requant_kernels.tuning import HOPPER_VARIABLE, HopperConfig, runs_on_hopper
+from requant_kernels.tuning import HOPPER_VARIABLE, runs_on_hopper
 
 from .cases import random_csr, random_trellis, relative_error
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from requant_kernels import autotune, pack_trellis, tuning
-from requant_kernels.tuning import DecodeConfig, TallConfig
+from requant_kernels import autotune, pack_trellis, rooms, settings, tuning
+from requant_kernels.settings import DecodeConfig, TallConfig
 
 from .cases import Case, random_csr, random_layout, random_trellis
 
@@ -87,17 +87,106 @@ def test_the_cache_comes_before_the_table(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert tuning.tall_config("grid", 2, 64, 1024, 32, device) == TallConfig(warps=4, split=2, stages=3)
 
 
+def test_bytes_go_first_where_they_may(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A row of `byte_grid.py` is for layouts that it knows, on Hopper; for all others there is one of the other kernel."""
+    plain, zeros, residuals, odd, row = (
+        random_layout(Case(kind="grid", bits=2, n=64, m=1, **given), "cpu")
+        for given in (
+            {"k": 1024}, {"k": 1024, "zero_points": True}, {"k": 1024, "density": 0.01}, {"k": 1000},
+            {"k": 1024, "zero_points": True, "group_size": 1024},
+        )
+    )  # fmt: skip
+    rows = {"bytes grid 2 64x1024 1": [8, 2, 2, settings.INTEGER + settings.SHARE, 0]}
+    rows |= {"decode grid 2 64x1024 1": [2, 1, 3, 0, 64], "decode grid+s 2 64x1024 1": [4, 1, 1, 0, 128]}
+    for name in GPUS:
+        autotune.write_table(tmp_path / "kernels.json", {name: rows})
+        device = pretend(monkeypatch, name)
+        tuning.forget()
+        for layout in (plain, zeros):
+            found = tuning.decode_config(layout, 1, device)
+            assert (found.integer, found.tiles, found.shares) == (
+                (True, 2, 1) if name == "H100" else (False, 1, 0)
+            )
+            assert tuning.decode_config(layout, 1, device, integer=False).max_registers == 64
+            assert not tuning.decode_config(layout, 2, device).integer
+        assert tuning.decode_config(row, 1, device).max_registers == 64  # its zero points are one a row
+        assert (
+            tuning.decode_config(residuals, 1, device).max_registers == 128
+        )  # measured, and this kernel was behind
+        assert not tuning.decode_config(odd, 1, device).integer
+
+
+def test_what_the_table_holds_of_some_times() -> None:
+    def names(found: dict) -> list[tuple[str, int]]:
+        best = autotune.winners(
+            "decode", "grid", 2, 64, 1024, 1, {(w, 1, 2, bits, 0): t for (w, bits), t in found.items()}
+        )
+        return [(name.split(" ")[0], setting[0]) for name, setting in best.items()]
+
+    integer = settings.INTEGER
+    assert names({(1, 0): 3.0, (2, integer): 2.0, (4, integer): 1.0, (8, 0): 4.0}) == [
+        ("bytes", 4),
+        ("decode", 1),
+    ]
+    assert names({(1, 0): 1.0, (2, integer): 2.0}) == [("decode", 1)]
+    assert names({(2, integer): 2.0}) == [("bytes", 2)] and names({}) == []
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "launch"),
+    [
+        (8192, 8192, (8, 2)), (4096, 4096, (8, 1)), (28672, 8192, (4, 7)), (14336, 4096, (8, 4)), (2048, 2048, (4, 1)),
+        (4096, 14336, (16, 1)), (128256, 4096, None),
+    ],
+)  # fmt: skip
+def test_the_rule_of_bytes(
+    monkeypatch: pytest.MonkeyPatch, n: int, k: int, launch: tuple[int, int] | None
+) -> None:
+    """Two programs a multiprocessor at most; what the tables of an H200 hold is not far from it."""
+    device = pretend(monkeypatch, "H100")
+    tuning.forget()
+    for bits in (2, 3, 4):
+        found = tuning.bytes_config("grid", bits, n, k, device)
+        assert (None if found is None else (found.warps, found.tiles)) == (launch if bits < 4 else None)
+        assert found is None or (found.shares == 1 and -(-n // (16 * found.tiles)) <= 2 * 132)
+
+
+def test_shares_are_offered_where_programs_are_few() -> None:
+    """132 multiprocessors, at most eight programs each that shared memory keeps apart."""
+
+    def shares(kernel: str, kind: str, n: int, launch: tuple[int, int]) -> list[int]:
+        offered = autotune.candidates(kernel, kind, 2, n, 4096, 1)
+        return sorted({s[3] // settings.SHARE for s in offered if s[:2] == launch})
+
+    assert shares("decode", "grid", 4096, (8, 1)) == [0, 1, 2]  # two programs each
+    assert shares("decode", "grid", 132 * 16 * 8, (2, 1)) == [0, 1]
+    assert shares("decode", "grid", 132 * 16 * 9, (2, 1)) == [0]
+    assert shares("trellis", "mul1", 14336, (16, 7)) == [0, 1, 2]
+
+
+def test_a_share_is_what_keeps_others_away() -> None:
+    gpu = torch.device("cuda")
+    for programs, shares, fit in ((128, 1, 1), (128, 2, 2), (256, 1, 2), (512, 1, 4), (500, 2, 8)):
+        config = DecodeConfig(warps=4, shares=shares)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(rooms, "multiprocessors", lambda _: 132)
+            patch.setattr(rooms, "shared_memory", lambda _: 227 << 10)
+            room = rooms.shared_room(programs, config, gpu)
+        assert (228 << 10) // (room + 1024) == fit  # a program costs 1024 bytes beside its own
+    assert rooms.shared_room(128, DecodeConfig(warps=4), gpu) == 0
+
+
 def test_entries_are_multiplied_where_there_are_any(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A setting of `gathered.py` is taken for residuals that have entries, and on Hopper alone."""
     layout = random_layout(Case(kind="grid", bits=3, n=64, k=1024, m=8, density=0.02), "cpu")
     assert layout.sparse is not None and layout.sparse.entries is not None
     without = replace(layout, sparse=replace(layout.sparse, entries=None, bounds=None))
-    setting = [4, 1, 1, tuning.GATHERED, 128]
+    setting = [4, 1, 1, settings.GATHERED, 128]
     for name in GPUS:
         table = {
             name: {
                 "decode grid+s 3 64x1024 8": setting,
-                "decode grid+s 3 64x1024 1": [2, 1, 3, tuning.STAGED, 0],
+                "decode grid+s 3 64x1024 1": [2, 1, 3, settings.STAGED, 0],
             }
         }
         autotune.write_table(tmp_path / "kernels.json", table)
@@ -111,18 +200,22 @@ def test_entries_are_multiplied_where_there_are_any(monkeypatch: pytest.MonkeyPa
         assert not tuning.decode_config(layout, 9, device).gathered
         one = tuning.decode_config(layout, 1, device)
         assert one == DecodeConfig(warps=2, unroll=3, ahead=False, staged=True, pdl=name == "H100")
-    copied = tuning.COPIED | tuning.STAGED
-    for width, kinds in ((1, {0, tuning.STAGED, copied}), (8, {0, tuning.GATHERED}), (16, {0})):
+    copied = settings.COPIED | settings.STAGED
+    for width, kinds in (
+        (1, {0, settings.STAGED, copied, settings.INTEGER}),
+        (8, {0, settings.GATHERED}),
+        (16, {0}),
+    ):
         offered = autotune.candidates("decode", "grid+s", 3, 8192, 8192, width)
-        assert {s[3] & ~tuning.AHEAD for s in offered} == kinds
+        assert {s[3] & ~(settings.AHEAD | settings.SHARES) for s in offered} == kinds
     for kind, width in (("codebook", 1), ("codebook+s", 1), ("grid", 8)):  # copied words: one token of a grid
         assert not any(
-            s[3] & tuning.COPIED for s in autotune.candidates("decode", kind, 3, 8192, 8192, width)
+            s[3] & settings.COPIED for s in autotune.candidates("decode", kind, 3, 8192, 8192, width)
         )
 
 
 def test_the_table_holds_settings() -> None:
-    lengths = tuning.NUMBERS
+    lengths = settings.NUMBERS
     for table in json.loads(tuning.TABLE.read_text()).values():
         for name, setting in table.items():
             kernel, kind, bits, shape, width = name.split()
@@ -149,7 +242,7 @@ def test_names_and_widths_are_those_of_the_lookup() -> None:
 
 
 def test_every_candidate_is_a_launch_for_some_shape() -> None:
-    for kernel, settings in autotune.CANDIDATES.items():
+    for kernel, offered in autotune.CANDIDATES.items():
         tokens = {"tall": (64,), "hopper": (32, 64, 256)}.get(kernel, (1,))
         assert all(
             any(
@@ -157,7 +250,7 @@ def test_every_candidate_is_a_launch_for_some_shape() -> None:
                 for n, k in ((8192, 8192), (28672, 4096), (4096, 14336))
                 for m in tokens
             )
-            for s in settings
+            for s in offered
         )
 
 
