@@ -32,6 +32,7 @@ class Machine:
     loop: int  # static instructions of the longest loop
     barriers: int  # of a program, in that loop
     inner: int  # and of the longest one that holds no other
+    products: Counter[str]  # by opcode, of the shortest loop that multiplies on tensor cores
     layout_ir: str
     shared: tuple[int, int]  # bytes of a program: asked for at launch, declared
 
@@ -97,16 +98,19 @@ def compile_kernel(
             labels[label] = len(listing)
         else:
             listing.append(instruction)
-    opcodes = Counter(re.sub(r"^@!?U?P\d+ ", "", line).split()[0].split(".")[0] for line in listing)
+    codes = [re.sub(r"^@!?U?P\d+ ", "", line).split()[0].split(".")[0] for line in listing]
+    opcodes = Counter(codes)
     del opcodes["NOP"]
     targets = [(i, re.search(r"BRA.*(\.L_\w+)", line)) for i, line in enumerate(listing)]
     spans = [(labels[to[1]], i) for i, to in targets if to is not None and labels.get(to[1], i) < i]
     length, end = max(((last + 1 - first, last) for first, last in spans), default=(0, 0))
     inner = [b + 1 - a for a, b in spans if not any(a <= c and d <= b for c, d in spans if (c, d) != (a, b))]
+    multiplying = [codes[a : b + 1] for a, b in spans if {"IMMA", "HMMA"} & set(codes[a : b + 1])]
     return Machine(
         registers=int(found[1]), stack=int(found[2]), opcodes=opcodes, loop=length,
         barriers=sum(line.startswith("BAR") for line in listing[end + 1 - length : end + 1]),
         inner=max(inner, default=0),
+        products=Counter(min(multiplying, key=len, default=[])),
         layout_ir=str(built.asm["ttgir"]),
         shared=(built.metadata.shared, int(found[3])),
     )  # fmt: skip
