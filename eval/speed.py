@@ -27,8 +27,9 @@ from eval.common import CALIBRATION, DATA, MODEL, RESULTS, TEST, environment, fi
 from requant.best import rounds_of
 from requant.checkpoint import byte_table
 from requant.inference.throughput import timed
+from requant.memory import peak_memory
 from requant.options import BEST_SAMPLES, default_recipe
-from requant.pipeline import QuantizedModel, peak_memory, pick_device, prepare, quantize, start
+from requant.pipeline import QuantizedModel, pick_device, prepare, quantize, start
 from requant.quantizers import METHODS
 from requant.quantizing import gather, quantize_linears
 from requant.recipe import Budget, Calibration, Evaluation, Recipe, to_dict

@@ -12,7 +12,6 @@ save         checkpoint, report, model card (saving.py)
 import copy
 import dataclasses
 import logging
-import resource
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from requant.best import best
 from requant.diagnosis import DISAGREEMENT, Diagnosis, diagnose
 from requant.errors import InputError, ModelError, TextError
 from requant.evaluation import Quality, perplexity_and_kl
+from requant.memory import peak_memory
 from requant.models import (
     DEMO,
     LinearSite,
@@ -305,13 +305,6 @@ def pick_device(name: str) -> str:
             f"--device {name}: torch sees {torch.cuda.device_count()} GPUs here; use --device cpu."
         )
     return name
-
-
-def peak_memory(device: torch.device) -> int:
-    """Bytes: allocated at most on the GPU, else resident at most in this process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _opened(

@@ -10,7 +10,6 @@ import copy
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
-import psutil
 import torch
 from jaxtyping import Bool
 from torch import Tensor
@@ -20,6 +19,7 @@ from transformers import PreTrainedModel
 from requant.calibration import LinearStats
 from requant.calibration.statistics import OF_INPUTS, bytes_needed, collect
 from requant.calibration.stream import Stream
+from requant.memory import free_memory
 from requant.models import SIBLINGS, LinearSite
 from requant.outcomes import store_weight, stored_weight
 from requant.quantizers import METHODS
@@ -195,10 +195,3 @@ def chunks_that_fit(run: Run, sites: Sequence[LinearSite], needs: frozenset[str]
         chunks[-1].extend(members)
         used += size
     return chunks
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that can still be had on a device."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return psutil.virtual_memory().available

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 
 from requant.calibration.passes import batches
 from requant.errors import first_line
+from requant.memory import free_memory
 from requant.models import replaced_forward
-from requant.quantizing import free_memory
 
 SHARE_OF_MEMORY = 0.25  # of what is free, for the states
 AGREE = 1e-2  # relative Frobenius distance of logits: 16 bits of a state, rounded once more or not
