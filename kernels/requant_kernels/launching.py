@@ -9,8 +9,10 @@ multiprocessor (`rooms.py`). Triton has no word for it: a copy of the compiled k
 """
 
 import copy
+import logging
 import re
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ FREELY = (
     48 << 10
 )  # bytes of shared memory, declared and given at launch, that a kernel may have without leave
 
+logger = logging.getLogger(__name__)
 _mappings: dict[tuple[tuple[str, Any], ...], Mapping[str, Any]] = {}
 _chosen: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 
@@ -59,17 +62,29 @@ def launch(
 
 
 def with_room(compiled: Any, room: int) -> Any:
-    """The compiled kernel, whose programs take at least `room` bytes of shared memory."""
-    more = room - declared(compiled.asm["ptx"])
-    if more <= compiled.metadata.shared:
+    """The compiled kernel, whose programs take at least `room` bytes of shared memory; as it is, where Triton keeps its
+    compiled kernels in another way than 3.6: then it is slower, not wrong."""
+    try:
+        more = room - declared(compiled.asm["ptx"])
+        if more <= compiled.metadata.shared:
+            return compiled
+        roomy, backend = copy.copy(compiled), make_backend(compiled.metadata.target)
+        asked = compiled.metadata._replace(shared=more)
+        roomy.packed_metadata = backend.pack_metadata(asked)  # pyright: ignore[reportAttributeAccessIssue]
+        # loaded anew, with leave for as much: Triton asks for it where it sees more than what needs no leave
+        roomy.metadata = compiled.metadata._replace(shared=max(more, FREELY + 1))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        _warn_of_room(str(error))
         return compiled
-    roomy, backend = copy.copy(compiled), make_backend(compiled.metadata.target)
-    asked = compiled.metadata._replace(shared=more)
-    roomy.packed_metadata = backend.pack_metadata(asked)  # pyright: ignore[reportAttributeAccessIssue]
-    # loaded anew, with leave for as much: Triton asks for it where it sees more than what needs no leave
-    roomy.metadata = compiled.metadata._replace(shared=max(more, FREELY + 1))
     roomy.module = roomy.function = roomy._run = None
     return roomy
+
+
+@cache
+def _warn_of_room(reason: str) -> None:
+    logger.warning(
+        "launches take no more shared memory than they need, and some are slower for it: %s", reason
+    )
 
 
 def declared(ptx: str) -> int:

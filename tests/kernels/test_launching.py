@@ -148,3 +148,11 @@ def test_room_is_what_a_launch_takes_beside_what_is_declared() -> None:
     assert roomy.module is None and roomy.function is None and roomy._run is None
     assert compiled.metadata is metadata and compiled.module == 1
     assert with_room(compiled, 4608) is compiled
+
+
+def test_a_triton_that_keeps_kernels_otherwise_costs_a_warning(caplog) -> None:
+    for compiled in (SimpleNamespace(asm={}), SimpleNamespace(asm={"ptx": ""}, metadata={"shared": 1})):
+        assert with_room(compiled, 100_000) is compiled
+    assert len(caplog.records) == 2 and "slower for it" in caplog.text
+    with_room(SimpleNamespace(asm={}), 100_000)
+    assert len(caplog.records) == 2  # once
