@@ -5,6 +5,9 @@ from typing import Annotated, Any
 
 import typer
 
+Calibration = Annotated[list[str] | None, typer.Option(help="Text files, a datasets name, demo, or self.")]
+Skip = Annotated[list[str] | None, typer.Option(help="Pattern of matrices to leave alone; repeatable.")]
+Seed = Annotated[int | None, typer.Option(help="Shifts the calibration windows.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: the GPU where there is one.")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: float32 on the CPU.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]

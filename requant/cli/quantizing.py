@@ -8,7 +8,18 @@ from typing import Annotated
 
 import typer
 
-from requant.cli.common import AsJson, Device, Dtype, Quiet, Verbose, log_to_stderr, table
+from requant.cli.common import (
+    AsJson,
+    Calibration,
+    Device,
+    Dtype,
+    Quiet,
+    Seed,
+    Skip,
+    Verbose,
+    log_to_stderr,
+    table,
+)
 
 
 def quantize(
@@ -32,9 +43,7 @@ def quantize(
         ),
     ] = None,
     sensitivity: Annotated[str | None, typer.Option(help="pqi, hessian, gradient or marginal.")] = None,
-    calibration: Annotated[
-        list[str] | None, typer.Option(help="Text files, a datasets name, demo, or self.")
-    ] = None,
+    calibration: Calibration = None,
     eval_text: Annotated[list[str] | None, typer.Option(help="Text to score; else a held-out part.")] = None,
     num_samples: Annotated[
         int | None, typer.Option(help="Calibration windows. [128; on a GPU 256; demo: 16]")
@@ -42,9 +51,7 @@ def quantize(
     seq_len: Annotated[
         int | None, typer.Option(help="Tokens of a calibration window. [2048; demo: 512]")
     ] = None,
-    skip: Annotated[
-        list[str] | None, typer.Option(help="Pattern of matrices to leave alone; repeatable.")
-    ] = None,
+    skip: Skip = None,
     head_bits: Annotated[
         int | None,
         typer.Option(help="Bits of embedding and head: 4, 5, 6, 8 or 16. [16; with --size the best]"),
@@ -58,7 +65,7 @@ def quantize(
     output: Annotated[Path | None, typer.Option(help="Folder to write. [./MODEL-METHOD-BITSbit]")] = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
-    seed: Annotated[int | None, typer.Option(help="Shifts the calibration windows.")] = None,
+    seed: Seed = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last finished stage.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
     as_json: AsJson = False,
@@ -115,19 +122,15 @@ def sensitivity(
     bits: Annotated[str | None, typer.Option(help="Bits of a code, 2 to 8.")] = None,
     recipe: Annotated[str | None, typer.Option(help="A recipe by name or YAML file.")] = None,
     method: Annotated[str | None, typer.Option(help="The quantizer whose step is scored.")] = None,
-    calibration: Annotated[
-        list[str] | None, typer.Option(help="Text files, a datasets name, demo, or self.")
-    ] = None,
+    calibration: Calibration = None,
     num_samples: Annotated[int | None, typer.Option(help="Calibration windows.")] = None,
     seq_len: Annotated[int | None, typer.Option(help="Tokens of a window.")] = None,
     nodes: Annotated[str | None, typer.Option(help="gauss2, gauss4, midpoint, simpson or plain32.")] = None,
-    skip: Annotated[
-        list[str] | None, typer.Option(help="Pattern of matrices to leave alone; repeatable.")
-    ] = None,
+    skip: Skip = None,
     output: Annotated[Path, typer.Option(help="Folder to write.")] = Path("sensitivity"),
     device: Device = "auto",
     dtype: Dtype = "auto",
-    seed: Annotated[int | None, typer.Option(help="Shifts the calibration windows.")] = None,
+    seed: Seed = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
