@@ -46,8 +46,12 @@ def decode_machine(
     """`launch`: warps, tiles, unroll, activations ahead, most registers."""
     constants, pointers, absent = arguments(kind, bits, dtype)
     config, copied = decode_setting(launch), bool(launch[3] & COPIED)
-    case = Case(kind=kind, bits=bits, n=512, k=4096, m=1, density=0.01 * sparse)
+    rows = (
+        4096 if copied and sparse else 512
+    )  # so that slots of most rows fill chunks as they do in large matrices
+    case = Case(kind=kind, bits=bits, n=rows, k=4096, m=1, density=0.01 * sparse)
     room = room_of(random_layout(case, "cpu"), config, 8, 132, staged=config.staged) if copied else None
+    copied = room is not None  # else words go through registers, as `decode` has it
     constants |= room_constants(room, config, dtype) | {
         "TAKE": 2 if copied and config.staged else int(copied and config.ahead and tokens == 1),
         "RESERVE": reserve_asm(8) if launch[3] & STAGED and not copied else None,
