@@ -87,15 +87,16 @@ class Teacher:
         try:
             states = self._computed(tokens)
             given, whole = self.logits(tokens, states), self.logits(tokens)
-            blind = self.logits(
-                tokens, torch.zeros_like(states)
-            )  # blocks that run all the same would not notice
-            agrees = bool((given - whole).norm() <= AGREE * whole.norm() < (blind - whole).norm())
-            self.states = states.new_empty(*self.windows.shape, states.shape[-1])
+            # blocks that run all the same would not notice
+            blind = self.logits(tokens, torch.zeros_like(states))
+            if (given - whole).norm() <= AGREE * whole.norm() < (blind - whole).norm():
+                self.states = states.new_empty(*self.windows.shape, states.shape[-1])
+                return True
+            reason = "its head asks for more than their last states"
         except Exception as error:  # whatever a model of another kind raises
-            logger.info("the original's blocks run at every step: %s", first_line(error))
-            return False
-        return agrees
+            reason = first_line(error)
+        logger.info("the original's blocks run at every step: %s", reason)
+        return False
 
 
 def precision_of_learning(tokens: Tensor) -> torch.autocast:

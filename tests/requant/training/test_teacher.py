@@ -53,6 +53,7 @@ def test_a_model_whose_head_reads_past_the_base_model_runs_its_blocks(tiny_model
     teacher = Teacher(tiny_model("opt"), windows)
     (part,) = teacher.parts(torch.arange(6), 8)
     assert teacher.keeps is False and len(part) == 1 and teacher.awaited == 0
+    assert teacher.states is None  # nor is their memory taken
 
 
 def test_states_take_at_most_a_quarter_of_the_memory(tiny_model, windows, monkeypatch) -> None:
