@@ -41,7 +41,8 @@ def kernels(data: dict[str, Any]) -> None:
                     cells.append("failed")
                 else:
                     bits = bits or f"{row['bits_per_weight']:.2f}"
-                    cells.append(f"{row['us']:.2f} ({row['ratio']:.2f}){mark(row)}")
+                    ratio = f" ({row['ratio']:.2f})" if "ratio" in row else ""  # torch is timed last
+                    cells.append(f"{row['us']:.2f}{ratio}{mark(row)}")
             if any(cells):
                 print(f"| {kernel} | {bits} | " + " | ".join(cells) + " |")
     failed = {row["kernel"]: row["failed"] for row in rows if "failed" in row}
