@@ -59,8 +59,6 @@ def plain_grid(
 def test_a_byte_is_a_weight(setting: tuple[int, ...], bits: int) -> None:
     warps, tiles = setting[:2]
     layout = plain_grid(bits)
-    if not takes(torch.zeros(1, layout.k).half(), layout, decode_setting(setting)):
-        pytest.skip("more than a program gets")
     machine = machine_of(setting, layout)
     assert machine.registers * warps * 32 <= 65536
     assert machine.products["IMMA"] == machine.opcodes["IMMA"] == 8 * tiles
