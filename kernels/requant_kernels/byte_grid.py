@@ -1,8 +1,9 @@
-"""One token of a symmetric grid of 2 to 4 bits, on integer tensor cores: `byte_texts.py` has the idea and the PTX.
+"""One token of a grid of 2 to 4 bits, on integer tensor cores: `byte_texts.py` has the idea and the PTX.
 
 A program owns 16 R rows; its warps share the columns, 256 at a time. Words and scales travel by `cp.async` into a ring of
 `DEPTH` places in shared memory, every lane's own bytes (`copies.py`), and are requested before the kernel before has ended.
-Then every warp turns activations into fixed point, a block at a time, and after one barrier each multiplies its blocks.
+Then every warp turns activations into fixed point, up to four blocks at a time, and after one barrier each multiplies its
+blocks. Zero points travel beside the scales; residuals are those of `byte_slots.py`.
 """
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none, reportAttributeAccessIssue=none
@@ -82,9 +83,8 @@ def byte_grid_kernel(
     L: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [W, 1], [1, 0])
     SCALES: gl.constexpr = 0 if GROUP == 0 else (2 if GROUP == 128 else 1)
     A_GROUP: gl.constexpr = GROUP // 256 if GROUP > 256 else 1
-    OWN: gl.constexpr = R * (
-        BITS * 512 + SCALES * (128 if z_ptr is None else 256)
-    )  # bytes of a warp in a place
+    BESIDE: gl.constexpr = SCALES * (128 if z_ptr is None else 256)
+    OWN: gl.constexpr = R * (BITS * 512 + BESIDE)  # bytes of a warp in a place of the ring
     OUT: gl.constexpr = (16 * R + 32 * W - 1) // (32 * W)  # results of a thread, at most
     blocks = K // 256
     warp = gl.arange(0, W, gl.SliceLayout(1, L))[:, None]

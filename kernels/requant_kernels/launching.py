@@ -21,9 +21,7 @@ from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction
 
 OPTIONS = frozenset({"num_warps", "num_stages", "launch_pdl", "maxnreg"})  # are no arguments of a kernel
-FREELY = (
-    48 << 10
-)  # bytes of shared memory, declared and given at launch, that a kernel may have without leave
+FREELY = 48 << 10  # bytes of shared memory, declared and given at launch, that need no leave
 
 logger = logging.getLogger(__name__)
 _mappings: dict[tuple[tuple[str, Any], ...], Mapping[str, Any]] = {}

@@ -17,7 +17,7 @@ class DecodeConfig:
     `copied`: words travel through shared memory, in a ring of `unroll` places. Residuals: `staged`, those of one token
     gather its activations from shared memory (where words are copied the dense part reads them there too, with residuals
     or without); `gathered`, those of up to eight are entries that `gathered.py` multiplies. Neither: from the cache.
-    `integer`: one token of a symmetric grid goes to `byte_grid.py`, with a ring of `unroll` places, where it takes it.
+    `integer`: one token of a grid goes to `byte_grid.py`, with a ring of `unroll` places, where it takes it.
     `shares`: 1, programs take so much shared memory that no more than this launch's share fit a multiprocessor; 2, twice
     as many; 0, as little as they need (`rooms.py`).
     """
