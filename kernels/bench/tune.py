@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from formats import compile_in_parallel, random_layout  # pyright: ignore[reportMissingImports]
 from requant_kernels.autotune import Setting, call, candidates, times, width_of, winners, write_table
-from requant_kernels.settings import COPIED, INTEGER, SHARES, STAGED
+from requant_kernels.settings import COPIED, MASKED, SHARES, STAGED
 
 FORMATS = [("grid", 2), ("grid", 3), ("grid", 4), ("codebook", 2), ("codebook", 3), ("codebook", 4)]
 SPARSE = [("grid+s", 2), ("grid+s", 3), ("grid+s", 4), ("codebook+s", 3)]  # 1 % of residuals
@@ -39,9 +39,7 @@ def compiled_shape(kernel: str, n: int, k: int, setting: Setting) -> tuple[int, 
     if kernel != "decode":
         return 512, 4096
     roomy = setting[3] & COPIED != 0
-    own_columns = (
-        roomy or setting[3] & INTEGER != 0 or setting[3] & STAGED != 0 or k % (256 * setting[0]) != 0
-    )
+    own_columns = roomy or setting[3] & MASKED != 0 or setting[3] & STAGED != 0 or k % (256 * setting[0]) != 0
     return n if roomy else 512, k if own_columns else 4096
 
 

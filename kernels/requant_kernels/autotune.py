@@ -20,11 +20,14 @@ from requant_kernels.layouts import Layout
 from requant_kernels.rings import CODES, TrellisLayout
 from requant_kernels.settings import (
     AHEAD,
+    BYTES,
     COPIED,
     GATHERED,
-    INTEGER,
+    HALVES,
+    MASKED,
     SHARE,
     STAGED,
+    TEAM,
     HopperConfig,
     TallConfig,
     decode_setting,
@@ -44,16 +47,28 @@ DECODE: list[Setting] = [
     # one token of a grid, words through shared memory, activations from there or from the cache
     (4, 2, 2, COPIED | STAGED, 128), (4, 2, 3, COPIED | STAGED, 128), (4, 1, 3, COPIED, 96), (4, 1, 3, COPIED | AHEAD, 128),
     # the same, by `byte_grid.py`
-    (4, 1, 4, INTEGER, 0), (2, 2, 4, INTEGER, 0), (2, 4, 2, INTEGER, 0),
+    (4, 1, 4, BYTES, 0), (2, 2, 4, BYTES, 0), (2, 4, 2, BYTES, 0),
 ]  # fmt: skip
-BYTES: list[Setting] = [
-    (*launch, INTEGER, 0)
+OF_BYTES: list[Setting] = [
+    (*launch, BYTES, 0)
     for launch in (
         (4, 1, 2), (4, 2, 2), (4, 7, 2), (8, 1, 2), (8, 2, 2), (8, 2, 3), (8, 3, 2), (8, 4, 2), (16, 1, 2), (16, 2, 2),
         (16, 4, 2),
     )
 ]  # fmt: skip
-DECODE += BYTES
+DECODE += OF_BYTES
+# up to eight tokens, by `half_grid.py`: one, two or four teams
+OF_HALVES: list[Setting] = [
+    (*launch, HALVES | team * TEAM | ahead, 0)
+    for ahead in (0, AHEAD)
+    for team, launches in enumerate((
+        ((4, 2, 2), (4, 2, 3), (8, 1, 3), (8, 2, 2), (8, 2, 3), (4, 7, 2), (4, 4, 2), (8, 4, 2)),
+        ((4, 1, 3), (4, 2, 2), (4, 2, 3), (4, 4, 2), (4, 7, 2), (8, 1, 2), (8, 1, 3), (8, 2, 2), (8, 2, 3), (8, 4, 2),
+         (8, 7, 2), (16, 1, 2), (16, 1, 3), (16, 2, 2)),
+        ((8, 1, 2), (8, 1, 3), (8, 2, 2), (8, 2, 3), (16, 1, 2), (16, 1, 3), (16, 2, 2), (16, 2, 3)),
+    ))
+    for launch in launches
+]  # fmt: skip
 SPARSE: list[Setting] = [
     (4, 1, 1, 1, 128),
     (8, 1, 1, 1, 128),
@@ -73,7 +88,7 @@ SPARSE: list[Setting] = [
     (4, 2, 2, COPIED | STAGED, 128),
     # several, by `gathered.py`
     *((warps, 1, unroll, GATHERED, 128) for warps in (4, 8) for unroll in (1, 2)),
-    *BYTES,
+    *OF_BYTES,
 ]
 # warps, splits of the columns, stages
 TALL: list[Setting] = [
@@ -145,17 +160,23 @@ def candidates(kernel: str, kind: str, bits: float, n: int, k: int, width: int) 
     found = CANDIDATES[kernel]
     if kernel == "decode":
         unknown = (STAGED if width > 1 else 0) | (GATHERED if width != 8 else 0)
-        unknown |= (COPIED | INTEGER) if width > 1 or not kind.startswith("grid") else 0
+        unknown |= (COPIED | BYTES) if width > 1 or not kind.startswith("grid") else 0
         found = [s for s in (SPARSE if "+" in kind else DECODE) if not s[3] & unknown]
+        found += OF_HALVES if kind == "grid" and width <= 8 else []
     if kernel == "hopper":
         found = CODE_HOPPER if kind in CODES else HOPPER
     found = [s for s in found if fits(kernel, n, k, width, s)]
     return [(*s[:3], s[3] + shares * SHARE, *s[4:]) for s in found for shares in _shares(kernel, n, s)]
 
 
+def rows_of(setting: Setting) -> int:
+    """Of a program of the decode or the trellis kernel."""
+    return 16 * setting[1] << setting[3] // TEAM % 4
+
+
 def _shares(kernel: str, n: int, setting: Setting) -> list[int]:
     """The `shares` that make a difference to a launch."""
-    each = -(-n // (16 * setting[1] * PROCESSORS))
+    each = -(-n // (rows_of(setting) * PROCESSORS))
     apart = kernel in ("decode", "trellis")
     return [shares for shares in (0, 1, 2) if shares == 0 or (apart and shares * each <= MOST_SHARES)]
 
@@ -163,9 +184,9 @@ def _shares(kernel: str, n: int, setting: Setting) -> list[int]:
 def fits(kernel: str, n: int, k: int, tokens: int, setting: Setting) -> bool:
     """Whether a setting makes sense for a shape."""
     if kernel == "decode":
-        warps, tiles = setting[:2]
+        warps, rows = setting[0], rows_of(setting)
         enough = 32 if warps > 2 else 800 // warps  # programs
-        return warps * 256 <= max(k, 1024) and n // (16 * tiles) >= enough
+        return warps * 256 <= max(k, 1024) * rows // (16 * setting[1]) and n // rows >= enough
     if kernel == "tall":
         warps, split, stages = setting
         programs = n // (16 * warps) * split
@@ -189,10 +210,10 @@ def call(kernel: str, x: Tensor, layout: Any, setting: Setting) -> Tensor:
         from requant_kernels.decode import decode
 
         config = replace(decode_setting(setting), pdl=tuning.launches_early(x.device))
-        if config.integer:
-            from requant_kernels.byte_grid import takes
+        if config.bytes or config.halves:
+            from requant_kernels import byte_grid, half_grid
 
-            if not takes(x, layout, config):
+            if not (half_grid if config.halves else byte_grid).takes(x, layout, config):
                 raise ValueError("another kernel would be timed")
         return decode(x, layout, None, config, asm=True)
     if kernel == "tall":
@@ -248,12 +269,13 @@ def times(kernel: str, layout: Any, tokens: int, settings: Sequence[Setting]) ->
 def winners(
     kernel: str, kind: str, bits: float, n: int, k: int, width: int, found: dict[Setting, float]
 ) -> dict[str, Setting]:
-    """What the table should hold of these times: the best, and beside one of `byte_grid.py` the best of the others, for
-    layouts that it does not take."""
+    """What the table should hold of these times: the best, and beside one of `byte_grid.py` or `half_grid.py` the best of
+    the others, for layouts that these do not take."""
     best: dict[str, Setting] = {}
     for setting in sorted(found, key=found.__getitem__):
-        name = "bytes" if kernel == "decode" and setting[3] & INTEGER else kernel
-        if name != "bytes" or not best:  # one that is behind another kernel is none
+        masked = kernel == "decode" and setting[3] & MASKED
+        name = "masked" if masked else kernel
+        if not masked or not best:  # one that is behind another kernel is none
             best.setdefault(setting_name(name, kind, bits, n, k, width), setting)
     return best
 

@@ -46,7 +46,7 @@ from requant_kernels.launching import interned, launch
 from requant_kernels.layouts import GridLayout, Layout
 from requant_kernels.rooms import shared_room
 from requant_kernels.settings import DecodeConfig
-from requant_kernels.tuning import is_bytes, multiprocessors, shared_memory
+from requant_kernels.tuning import is_plain, multiprocessors, shared_memory
 
 BLOCK = gl.constexpr(BLOCK_BYTES)
 PAGE = gl.constexpr(1024)  # bytes that shared memory is asked for by
@@ -253,7 +253,7 @@ def pages(size: int) -> int:
 
 def takes(x: Tensor, layout: Layout, config: DecodeConfig) -> bool:
     """Whether this kernel can multiply: a layout that it knows, addresses that lanes can copy from, enough room."""
-    if not is_bytes(layout, x.shape[0]) or config.unroll < 2:
+    if x.shape[0] != 1 or not is_plain(layout, 1) or config.unroll < 2:
         return False
     assert isinstance(layout, GridLayout)
     if layout.sparse is not None and 2 * config.warps < config.tiles:

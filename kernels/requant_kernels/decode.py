@@ -344,12 +344,14 @@ def decode(x: Tensor, layout: Layout, bias: Tensor | None, config: DecodeConfig,
 
         return gathered(x, layout, bias, config)
     m, k = x.shape
-    if config.integer:
-        from requant_kernels.byte_grid import byte_grid, takes  # in Gluon too
+    if config.bytes or config.halves:
+        from requant_kernels import byte_grid, half_grid  # in Gluon too
 
-        if asm and takes(x, layout, config):
-            return byte_grid(x, layout, bias, config)
-        config = decode_config(layout, m, x.device, integer=False)
+        if asm and config.bytes and byte_grid.takes(x, layout, config):
+            return byte_grid.byte_grid(x, layout, bias, config)
+        if asm and config.halves and half_grid.takes(x, layout, config):
+            return half_grid.half_grid(x, layout, bias, config)
+        config = decode_config(layout, m, x.device, masked=False)
     y = torch.empty(m, layout.n, dtype=x.dtype, device=x.device)
     tensors, constants = operands(layout, x.dtype, asm)
     early = {"launch_pdl": True} if config.pdl else {}

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 # bits of the fourth number of a setting of the decode kernel; AHEAD and shares of the trellis kernel too
-AHEAD, STAGED, GATHERED, COPIED, INTEGER, SHARE = 1, 2, 4, 8, 16, 32
-SHARES = 3 * SHARE
-# of a setting, by kernel; "bytes" are those of the decode kernel with INTEGER
-NUMBERS = {"decode": 5, "bytes": 5, "tall": 3, "hopper": 5, "trellis": 4}
+AHEAD, STAGED, GATHERED, COPIED, BYTES, SHARE, TEAM, HALVES = 1, 2, 4, 8, 16, 32, 128, 512
+SHARES, MASKED = 3 * SHARE, BYTES | HALVES
+# of a setting, by kernel; "masked" are those of the decode kernel with BYTES or HALVES
+NUMBERS = {"decode": 5, "masked": 5, "tall": 3, "hopper": 5, "trellis": 4}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,7 +17,9 @@ class DecodeConfig:
     `copied`: words travel through shared memory, in a ring of `unroll` places. Residuals: `staged`, those of one token
     gather its activations from shared memory (where words are copied the dense part reads them there too, with residuals
     or without); `gathered`, those of up to eight are entries that `gathered.py` multiplies. Neither: from the cache.
-    `integer`: one token of a grid goes to `byte_grid.py`, with a ring of `unroll` places, where it takes it.
+    `bytes`: one token of a grid goes to `byte_grid.py`, with a ring of `unroll` places, where it takes it. `halves`: up to
+    eight go to `half_grid.py`, whose warps are so many `teams` of the same columns, with `tiles` of their own; `ahead`
+    there: words are requested before those at hand are waited for.
     `shares`: 1, programs take so much shared memory that no more than this launch's share fit a multiprocessor; 2, twice
     as many; 0, as little as they need (`rooms.py`).
     """
@@ -26,7 +28,9 @@ class DecodeConfig:
     tiles: int = 1
     unroll: int = 1
     copied: bool = False
-    integer: bool = False
+    bytes: bool = False
+    halves: bool = False
+    teams: int = 1
     staged: bool = False
     gathered: bool = False
     ahead: bool = True  # activations of the next block are requested too; never for more than 8 tokens
@@ -41,7 +45,7 @@ def decode_setting(numbers: Sequence[int]) -> DecodeConfig:
     return DecodeConfig(
         warps=warps, tiles=tiles, unroll=unroll, ahead=bool(bits & AHEAD), staged=bool(bits & STAGED),
         gathered=bool(bits & GATHERED), max_registers=registers or None, copied=bool(bits & COPIED),
-        integer=bool(bits & INTEGER), shares=bits // SHARE,
+        bytes=bool(bits & BYTES), halves=bool(bits & HALVES), shares=bits // SHARE % 4, teams=1 << bits // TEAM % 4,
     )  # fmt: skip
 
 

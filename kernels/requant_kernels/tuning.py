@@ -85,7 +85,7 @@ def forget() -> None:
     """Read the tables anew: settings were added."""
     for function in (
         measured,
-        bytes_config,
+        masked_config,
         launches_early,
         _config,
         tall_config,
@@ -109,45 +109,49 @@ def kind_of(layout: Layout) -> str:
     return ("codebook" if isinstance(layout, CodebookLayout) else "grid") + ("+s" if layout.sparse else "")
 
 
-def decode_config(layout: Layout, tokens: int, device: torch.device, *, integer: bool = True) -> DecodeConfig:
-    """Settings for one to 16 tokens; those of `byte_grid.py` where it may multiply, unless `integer` is False."""
+def decode_config(layout: Layout, tokens: int, device: torch.device, *, masked: bool = True) -> DecodeConfig:
+    """Settings for one to 16 tokens; those of `byte_grid.py` or `half_grid.py` where they may multiply, unless `masked` is
+    False."""
     width = 1 if tokens == 1 else 8 if tokens <= 8 else 16
     kind, bits, n, k = kind_of(layout), layout.bits, layout.n, layout.k
-    if integer and is_bytes(layout, width) and _takes_gluon(device):
-        found = bytes_config(kind, bits, n, k, device)
+    if masked and is_plain(layout, width) and _takes_gluon(device):
+        found = masked_config(kind, bits, n, k, width, device)
         if found is not None:
             return found
     return _config(kind, bits, n, k, width, device, gathers(layout, width, device))
 
 
-def is_bytes(layout: Layout, width: int) -> bool:
-    """Whether `byte_grid.py` knows how to multiply: one token of a grid of 2 to 4 bits in whole blocks, groups of 128
-    columns or more, residuals of 16 bits."""
-    if width > 1 or not isinstance(layout, GridLayout) or layout.bits > 4 or layout.column_scales is not None:
+def is_plain(layout: Layout, width: int) -> bool:
+    """Whether `byte_grid.py` (one token) or `half_grid.py` (up to eight) knows how to multiply: a grid of 2 to 4 bits in
+    whole blocks, groups of 128 columns or more; for one token residuals of 16 bits, for more none."""
+    if width > 8 or not isinstance(layout, GridLayout) or layout.bits > 4 or layout.column_scales is not None:
         return False
     sparse = layout.sparse
     whole = layout.k % 256 == 0 and layout.kernel_group % 128 == 0
     zeros = layout.zero_points is None or layout.kernel_group > 0
-    return whole and zeros and (sparse is None or sparse.values.dtype == torch.float16)
+    return whole and zeros and (sparse is None or (width == 1 and sparse.values.dtype == torch.float16))
 
 
 @cache
-def bytes_config(kind: str, bits: int, n: int, k: int, device: torch.device) -> DecodeConfig | None:
-    """The launch of `byte_grid.py`, measured or by the rule: two programs a multiprocessor at most, and as many tiles each
-    as that takes. None: where another kernel was measured and no launch of this one was ahead; beyond the rule."""
+def masked_config(
+    kind: str, bits: int, n: int, k: int, width: int, device: torch.device
+) -> DecodeConfig | None:
+    """The launch of `byte_grid.py` (`half_grid.py`), measured or by the rule: two programs a multiprocessor at most, and as
+    many tiles each as that takes. None: where another kernel was measured and no launch of this one was ahead; beyond the
+    rule."""
     properties = torch.cuda.get_device_properties(device)
     known = measured(properties.name)
-    found = known.get(setting_name("bytes", kind, bits, n, k, 1))
+    found = known.get(setting_name("masked", kind, bits, n, k, width))
     if found is not None:
         return replace(decode_setting(found), pdl=True)
-    if setting_name("decode", kind, bits, n, k, 1) in known or bits > 3:
+    if width > 1 or bits > 3 or setting_name("decode", kind, bits, n, k, width) in known:
         return None
     tiles, blocks, most = -(-n // 16), k // 256, 2 * properties.multi_processor_count
     share = next((r for r in (1, 2, 3, 4, 7) if tiles <= r * most), None)
     if share is None or ("+" in kind and share > 4):
         return None
     warps = 16 if share <= 2 and blocks > 32 else 8 if share <= 4 and blocks > 8 else 4
-    return DecodeConfig(warps=warps, tiles=share, unroll=2, integer=True, ahead=False, shares=1, pdl=True)
+    return DecodeConfig(warps=warps, tiles=share, unroll=2, bytes=True, ahead=False, shares=1, pdl=True)
 
 
 def gathers(layout: Layout, width: int, device: torch.device) -> bool:

@@ -18,6 +18,7 @@ Inside a word, two orders, each for its decoder:
   low bytes, two more weave them into four exact fp16 (or bf16) levels.
 """
 
+import struct
 from dataclasses import dataclass
 from functools import cache
 
@@ -313,3 +314,8 @@ def codebook_asm(bits: int, half: int) -> str:
 def constraints(inputs: int) -> str:
     """Of an asm block with 8 registers out and `inputs` in."""
     return ",".join(["=r"] * HALF + ["r"] * inputs)
+
+
+def float_bits(value: float) -> str:
+    """A float32 as PTX writes it."""
+    return "0f" + struct.pack(">f", value).hex().upper()

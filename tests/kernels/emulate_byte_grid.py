@@ -6,6 +6,8 @@ Triton's interpreter knows no inline assembly, so the few PTX instructions of `b
 
 import ctypes
 import re
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import gluon_as_triton  # noqa: F401
@@ -14,10 +16,13 @@ import numpy as np
 import torch
 import triton.language as tl
 from cases import Case, random_layout, relative_error
-from ptx_model import integer_product, permute_bytes
+from ptx_model import float_product, integer_product, permute_bytes
 from requant_kernels import naive
 from requant_kernels.byte_grid import byte_grid, takes
+from requant_kernels.half_grid import half_grid
+from requant_kernels.half_grid import takes as half_takes
 from requant_kernels.settings import DecodeConfig
+from torch import Tensor
 from triton.runtime.interpreter import TensorHandle
 
 BASE = 1 << 12  # where shared memory begins
@@ -116,9 +121,10 @@ class Program:
             self.access(opcode, operands, guard)
         elif kind[0] == "mma":
             a, b, c = ([self.value(name) for name in operands[i:j]] for i, j in ((4, 8), (8, 10), (10, 14)))
-            results = [
-                integer_product(*([r[w] for r in part] for part in (a, b, c))) for w in range(self.shape[0])
-            ]
+            product = integer_product
+            if "s32" not in opcode:
+                product = partial(float_product, dtype="bf16" if "bf16" in opcode else "fp16")
+            results = [product(*([r[w] for r in part] for part in (a, b, c))) for w in range(self.shape[0])]
             for i in range(4):
                 self.put(operands[i], np.stack([result[i] for result in results]))
         elif opcode == "mov.b32" and rest[0] == "{":
@@ -148,7 +154,7 @@ class Program:
         a = [self.registers[name] if name in ("p", "on") else self.value(name) for name in names]
         signed = [value.view(np.int32) for value in a if value.dtype == np.uint32]
         match opcode:
-            case "mov.b32" | "mov.u32" | "mov.f32" | "cvt.u32.u16":
+            case "mov.b32" | "mov.b64" | "mov.u32" | "mov.f32" | "cvt.u32.u16":
                 return a[0]
             case "cvt.f32.f16":
                 return a[0].astype(np.uint16).view(np.float16).astype(np.float32)
@@ -158,6 +164,8 @@ class Program:
                 return a[0] == a[1]
             case "setp.eq.and.s32":
                 return (a[0] == a[1]) & a[2]
+            case "setp.gt.and.s32":
+                return (signed[0] > signed[1]) & a[2]
             case "setp.ne.s32":
                 return a[0] != a[1]
             case "selp.f32" | "selp.b32":
@@ -170,7 +178,9 @@ class Program:
                 return a[0] << a[1]
             case "shr.u32":
                 return a[0] >> a[1]
-            case "add.s32":
+            case "shf.r.wrap.b32":
+                return (a[0] >> a[2]) | (a[1] << np.uint32(1) << (31 - a[2]))
+            case "add.s32" | "add.s64":
                 return a[0] + a[1]
             case "sub.s32":
                 return a[0] - a[1]
@@ -210,7 +220,7 @@ def inline_asm_elementwise(
     if "global_smem" in asm:
         program.registers["$0"] = np.full(shape, BASE, np.uint32)
     elif "wait_group" in asm:
-        while len(waiting) > int(asm.split()[1].rstrip(";")):
+        while len(waiting) > int(asm.split("wait_group")[1].split(";")[0]):
             for to, words in waiting.pop(0):
                 SHARED[to] = words
     else:
@@ -234,10 +244,7 @@ def inline_asm_elementwise(
     return made if isinstance(dtype, tuple) else made[0]
 
 
-def main() -> None:
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
-    tl.inline_asm_elementwise = inline_asm_elementwise
+def one_token() -> None:
     for case, (warps, tiles, depth) in (
         (Case(kind="grid", bits=2, n=32, k=1024, m=1), (2, 1, 3)),
         (Case(kind="grid", bits=3, n=16, k=512, m=1), (1, 1, 2)),
@@ -258,17 +265,46 @@ def main() -> None:
             (4, 1, 2),
         ),
     ):
-        layout, x = random_layout(case, "cpu"), torch.randn(1, case.k).to(case.dtype)
-        x[0, ::77] *= 50
-        config = DecodeConfig(warps=warps, tiles=tiles, unroll=depth)
-        assert takes(x, layout, config)
-        SHARED[:] = NONSENSE
-        waiting.clear()
-        got = byte_grid(x, layout, None, config)
-        error = relative_error(got, naive.linear(x, layout))
-        assert error < (5e-4 if case.dtype == torch.float16 else 4e-3), (
-            f"{case} {warps, tiles, depth} is off by {error:.1e}"
-        )
+        check(case, DecodeConfig(warps=warps, tiles=tiles, unroll=depth), byte_grid, takes)
+
+
+def several_tokens() -> None:
+    for case, (warps, tiles, depth, teams) in (
+        (Case(kind="grid", bits=2, n=32, k=1024, m=8), (2, 1, 3, 1)),
+        (
+            Case(kind="grid", bits=3, n=40, k=768, m=3, bias=True),
+            (4, 2, 2, 2),
+        ),  # blocks, tiles and tokens run out
+        (Case(kind="grid", bits=4, n=40, k=512, m=5, group_size=512), (1, 3, 2, 1)),  # one scale a row
+        (Case(kind="grid", bits=2, n=32, k=512, m=2, group_size=256, zero_points=True), (2, 2, 2, 1)),
+        (Case(kind="grid", bits=2, n=64, k=768, m=8, dtype=torch.bfloat16), (4, 1, 3, 4)),
+        (Case(kind="grid", bits=3, n=32, k=512, m=8, dtype=torch.bfloat16, zero_points=True), (2, 1, 2, 2)),
+        (Case(kind="grid", bits=4, n=16, k=512, m=4, dtype=torch.bfloat16), (2, 1, 2, 1)),
+        (Case(kind="grid", bits=3, n=48, k=512, m=8, zero_points=True), (2, 2, 2, 2)),
+    ):
+        config = DecodeConfig(warps=warps, tiles=tiles, unroll=depth, teams=teams, ahead=case.bits == 3)
+        check(case, config, half_grid, half_takes)
+
+
+def check(
+    case: Case, config: DecodeConfig, kernel: Callable[..., Tensor], takes: Callable[..., bool]
+) -> None:
+    layout, x = random_layout(case, "cpu"), torch.randn(case.m, case.k).to(case.dtype)
+    x[0, ::77] *= 50
+    bias = torch.randn(case.n).to(case.dtype) if case.bias and case.m > 1 else None
+    assert takes(x, layout, config)
+    SHARED[:] = NONSENSE
+    waiting.clear()
+    error = relative_error(kernel(x, layout, bias, config), naive.linear(x, layout, bias))
+    assert error < (5e-4 if case.dtype == torch.float16 else 4e-3), f"{case} {config} is off by {error:.1e}"
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    tl.inline_asm_elementwise = inline_asm_elementwise
+    one_token()
+    several_tokens()
 
 
 if __name__ == "__main__":

@@ -11,13 +11,13 @@ from requant_kernels.autotune import DECODE
 from requant_kernels.byte_grid import byte_grid_kernel, constants, room_of, takes
 from requant_kernels.layouts import GridLayout
 from requant_kernels.rooms import MULTIPROCESSOR
-from requant_kernels.settings import INTEGER, DecodeConfig, decode_setting
+from requant_kernels.settings import BYTES, DecodeConfig, decode_setting
 
 from .cases import Case, random_layout
 from .compile_offline import Machine, compile_kernel
 
-LAUNCHES = [setting for setting in DECODE if setting[3] & INTEGER]
-FAST = ((4, 2, 2, INTEGER, 0), (8, 2, 2, INTEGER, 0))
+LAUNCHES = [setting for setting in DECODE if setting[3] & BYTES]
+FAST = ((4, 2, 2, BYTES, 0), (8, 2, 2, BYTES, 0))
 CEILING = {2: 1.1, 3: 1.35, 4: 1.1}  # instructions a weight in the loop, one tile a warp
 
 ONE_FAST = [pytest.param(bits, marks=() if bits == 3 else pytest.mark.slow) for bits in CEILING]
@@ -72,7 +72,7 @@ def test_a_byte_is_a_weight(setting: tuple[int, ...], bits: int) -> None:
 @pytest.mark.parametrize("bits", ONE_FAST)
 def test_residuals_cost_the_loop_nothing(bits: int) -> None:
     """They are asked for before the first block, a pass at two copies a lane, and multiplied after the last."""
-    setting = (8, 2, 2, INTEGER, 0)
+    setting = (8, 2, 2, BYTES, 0)
     without, machine = (machine_of(setting, plain_grid(bits, density=density)) for density in (0.0, 0.02))
     assert machine.stack == 0 and machine.registers <= 128
     assert machine.products["IMMA"] == 16 and machine.products.total() < 1.04 * without.products.total()
@@ -83,7 +83,7 @@ def test_residuals_cost_the_loop_nothing(bits: int) -> None:
 @pytest.mark.parametrize("bits", ONE_FAST)
 def test_zero_points_cost_a_conversion(bits: int) -> None:
     """One for 128 weights, and their loads; nothing else is added to the loop."""
-    setting = (8, 2, 2, INTEGER, 0)
+    setting = (8, 2, 2, BYTES, 0)
     without, machine = (machine_of(setting, plain_grid(bits, zeros=zeros)) for zeros in (False, True))
     assert machine.stack == 0 and machine.registers <= 128
     assert machine.products.total() < without.products.total() + 0.13 * 256
@@ -95,7 +95,7 @@ def test_passes_are_what_all_programs_have_room_for() -> None:
     for programs, most in ((4, 2), (132, 2), (5 * 132, 1), (7 * 132, 2)):
         tall = replace(layout, words=layout.words.new_empty(2 * programs, *layout.words.shape[1:]))
         slots = replace(layout.sparse, columns=layout.words.new_empty(14 * programs, 16, 8))
-        room = room_of(replace(tall, sparse=slots), decode_setting((4, 2, 2, INTEGER, 0)), 132)
+        room = room_of(replace(tall, sparse=slots), decode_setting((4, 2, 2, BYTES, 0)), 132)
         share = MULTIPROCESSOR // -(-programs // 132) - 1024
         assert room.passes == most and (room.size <= share) == (programs <= 5 * 132)
 
@@ -108,7 +108,7 @@ def test_activations_of_several_blocks_are_on_their_way_at_once() -> None:
 
 
 def test_places_that_no_block_comes_to_are_none() -> None:
-    config = decode_setting((8, 2, 3, INTEGER, 0))
+    config = decode_setting((8, 2, 3, BYTES, 0))
     rings = [room_of(plain_grid(2, k=k), config, 132).ring for k in (2048, 4096, 8192)]
     assert rings == [8 * 2 * 1280 * places for places in (1, 2, 3)]
 

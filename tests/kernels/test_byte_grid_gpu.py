@@ -51,7 +51,7 @@ def test_bytes_of_a_grid(number: int) -> None:
     x = torch.randn(1, case.k, device="cuda", dtype=case.dtype)
     x[0, ::77] *= 50
     bias = torch.randn(case.n, device="cuda", dtype=case.dtype) if case.bias else None
-    config = DecodeConfig(warps=warps, tiles=tiles, unroll=depth, integer=True, pdl=True)
+    config = DecodeConfig(warps=warps, tiles=tiles, unroll=depth, bytes=True, pdl=True)
     assert takes(x, layout, config)
     y = decode(x, layout, bias, config, asm=True)
     assert relative_error(y, naive.linear(x, layout, bias)) < (1e-3 if case.dtype == torch.float16 else 6e-3)

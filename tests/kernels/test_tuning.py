@@ -96,7 +96,7 @@ def test_bytes_go_first_where_they_may(monkeypatch: pytest.MonkeyPatch, tmp_path
             {"k": 1024, "zero_points": True, "group_size": 1024},
         )
     )  # fmt: skip
-    rows = {"bytes grid 2 64x1024 1": [8, 2, 2, settings.INTEGER + settings.SHARE, 0]}
+    rows = {"masked grid 2 64x1024 1": [8, 2, 2, settings.BYTES + settings.SHARE, 0]}
     rows |= {"decode grid 2 64x1024 1": [2, 1, 3, 0, 64], "decode grid+s 2 64x1024 1": [4, 1, 1, 0, 128]}
     for name in GPUS:
         autotune.write_table(tmp_path / "kernels.json", {name: rows})
@@ -104,16 +104,16 @@ def test_bytes_go_first_where_they_may(monkeypatch: pytest.MonkeyPatch, tmp_path
         tuning.forget()
         for layout in (plain, zeros):
             found = tuning.decode_config(layout, 1, device)
-            assert (found.integer, found.tiles, found.shares) == (
+            assert (found.bytes, found.tiles, found.shares) == (
                 (True, 2, 1) if name == "H100" else (False, 1, 0)
             )
-            assert tuning.decode_config(layout, 1, device, integer=False).max_registers == 64
-            assert not tuning.decode_config(layout, 2, device).integer
+            assert tuning.decode_config(layout, 1, device, masked=False).max_registers == 64
+            assert not tuning.decode_config(layout, 2, device).bytes
         assert tuning.decode_config(row, 1, device).max_registers == 64  # its zero points are one a row
         assert (
             tuning.decode_config(residuals, 1, device).max_registers == 128
         )  # measured, and this kernel was behind
-        assert not tuning.decode_config(odd, 1, device).integer
+        assert not tuning.decode_config(odd, 1, device).bytes
 
 
 def test_what_the_table_holds_of_some_times() -> None:
@@ -123,13 +123,13 @@ def test_what_the_table_holds_of_some_times() -> None:
         )
         return [(name.split(" ")[0], setting[0]) for name, setting in best.items()]
 
-    integer = settings.INTEGER
+    integer = settings.BYTES
     assert names({(1, 0): 3.0, (2, integer): 2.0, (4, integer): 1.0, (8, 0): 4.0}) == [
-        ("bytes", 4),
+        ("masked", 4),
         ("decode", 1),
     ]
     assert names({(1, 0): 1.0, (2, integer): 2.0}) == [("decode", 1)]
-    assert names({(2, integer): 2.0}) == [("bytes", 2)] and names({}) == []
+    assert names({(2, integer): 2.0}) == [("masked", 2)] and names({}) == []
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_the_rule_of_bytes(
     device = pretend(monkeypatch, "H100")
     tuning.forget()
     for bits in (2, 3, 4):
-        found = tuning.bytes_config("grid", bits, n, k, device)
+        found = tuning.masked_config("grid", bits, n, k, 1, device)
         assert (None if found is None else (found.warps, found.tiles)) == (launch if bits < 4 else None)
         assert found is None or (found.shares == 1 and -(-n // (16 * found.tiles)) <= 2 * 132)
 
@@ -156,7 +156,9 @@ def test_shares_are_offered_where_programs_are_few() -> None:
 
     def shares(kernel: str, kind: str, n: int, launch: tuple[int, int]) -> list[int]:
         offered = autotune.candidates(kernel, kind, 2, n, 4096, 1)
-        return sorted({s[3] // settings.SHARE for s in offered if s[:2] == launch})
+        return sorted(
+            {s[3] // settings.SHARE for s in offered if s[:2] == launch and not s[3] & settings.HALVES}
+        )
 
     assert shares("decode", "grid", 4096, (8, 1)) == [0, 1, 2]  # two programs each
     assert shares("decode", "grid", 132 * 16 * 8, (2, 1)) == [0, 1]
@@ -202,7 +204,7 @@ def test_entries_are_multiplied_where_there_are_any(monkeypatch: pytest.MonkeyPa
         assert one == DecodeConfig(warps=2, unroll=3, ahead=False, staged=True, pdl=name == "H100")
     copied = settings.COPIED | settings.STAGED
     for width, kinds in (
-        (1, {0, settings.STAGED, copied, settings.INTEGER}),
+        (1, {0, settings.STAGED, copied, settings.BYTES}),
         (8, {0, settings.GATHERED}),
         (16, {0}),
     ):

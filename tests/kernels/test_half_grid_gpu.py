@@ -1,0 +1,56 @@
+"""Up to eight tokens of a grid, by masks alone, against float64."""
+
+import pytest
+import torch
+from requant_kernels import naive
+from requant_kernels.decode import decode
+from requant_kernels.half_grid import half_grid, takes
+from requant_kernels.settings import DecodeConfig
+
+from .cases import Case, random_layout, relative_error
+
+pytestmark = pytest.mark.gpu
+
+CASES = [
+    Case(kind="grid", bits=bits, n=200, k=k, m=m, group_size=group, bias=bias, zero_points=zeros, dtype=dtype)
+    for bits in (2, 3, 4)
+    for k, m, group, bias, zeros, dtype in (
+        (4096, 8, 128, False, False, torch.float16), (1280, 2, 128, True, False, torch.float16),
+        (2048, 5, 512, False, False, torch.bfloat16), (768, 8, 768, False, False, torch.float16),
+        (4096, 7, 128, False, True, torch.float16), (1024, 8, 256, True, True, torch.bfloat16),
+        (8192, 8, 128, False, False, torch.bfloat16), (768, 3, 768, False, False, torch.bfloat16),
+        (4096, 1, 128, False, True, torch.bfloat16),
+    )
+]  # fmt: skip
+LAUNCHES = [
+    (1, 1, 4, 1), (2, 2, 3, 2), (4, 1, 5, 1), (4, 2, 2, 2), (8, 1, 2, 4), (4, 7, 2, 1), (8, 3, 2, 2), (16, 1, 3, 4),
+    (8, 4, 2, 2), (4, 4, 2, 4), (16, 2, 2, 2),
+]  # fmt: skip  # warps, tiles, depth, teams
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=[str(case) for case in CASES])
+def test_halves_of_a_grid(number: int) -> None:
+    torch.manual_seed(0)
+    case, (warps, tiles, depth, teams) = CASES[number], LAUNCHES[number % len(LAUNCHES)]
+    layout = random_layout(case, "cuda")
+    x = torch.randn(case.m, case.k, device="cuda", dtype=case.dtype)
+    x[0, ::77] *= 50
+    bias = torch.randn(case.n, device="cuda", dtype=case.dtype) if case.bias else None
+    config = DecodeConfig(
+        warps=warps, tiles=tiles, unroll=depth, teams=teams, halves=True, ahead=number % 2 == 0, pdl=True
+    )
+    assert takes(x, layout, config)
+    y = decode(x, layout, bias, config, asm=True)
+    assert relative_error(y, naive.linear(x, layout, bias)) < (1e-3 if case.dtype == torch.float16 else 6e-3)
+    for _ in range(3):
+        assert torch.equal(y, half_grid(x, layout, bias, config))
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 300.0])
+def test_small_and_large_activations(scale: float) -> None:
+    """Products of subnormal weights lose nothing, whatever the activations are."""
+    torch.manual_seed(0)
+    layout = random_layout(Case(kind="grid", bits=2, n=64, k=4096, m=8), "cuda")
+    x = (torch.randn(8, 4096, device="cuda") * scale).half()
+    config = DecodeConfig(warps=8, tiles=2, unroll=2, halves=True, pdl=True)
+    assert relative_error(half_grid(x, layout, None, config), naive.linear(x, layout)) < 1e-3
