@@ -54,6 +54,11 @@ BYTES: list[Setting] = [
     )
 ]  # fmt: skip
 DECODE += BYTES
+# the same with residuals, whose slots are turns of the ring: more of it, and wider programs
+SPARSE_BYTES: list[Setting] = [
+    *BYTES,
+    *((*launch, INTEGER, 0) for launch in ((4, 2, 3), (4, 3, 2), (4, 4, 2))),
+]
 SPARSE: list[Setting] = [
     (4, 1, 1, 1, 128),
     (8, 1, 1, 1, 128),
@@ -73,7 +78,7 @@ SPARSE: list[Setting] = [
     (4, 2, 2, COPIED | STAGED, 128),
     # several, by `gathered.py`
     *((warps, 1, unroll, GATHERED, 128) for warps in (4, 8) for unroll in (1, 2)),
-    *BYTES,
+    *SPARSE_BYTES,
 ]
 # warps, splits of the columns, stages
 TALL: list[Setting] = [

@@ -11,12 +11,15 @@ from typing import Any
 import gluon_as_triton  # noqa: F401
 import loop_bounds  # noqa: F401
 import numpy as np
+import requant_kernels.byte_grid as kernel
 import torch
 import triton.language as tl
 from cases import Case, random_layout, relative_error
 from ptx_model import integer_product, permute_bytes
 from requant_kernels import naive
-from requant_kernels.byte_grid import byte_grid, takes
+from requant_kernels.byte_grid import PAGE, byte_grid, pages, room_of, takes
+from requant_kernels.layouts import GridLayout
+from requant_kernels.rooms import MULTIPROCESSOR
 from requant_kernels.settings import DecodeConfig
 from triton.runtime.interpreter import TensorHandle
 
@@ -100,9 +103,17 @@ class Program:
         if kind[0] == "bra":
             assert (guard == guard[:, :1]).all(), "a warp parts"
             self.alive &= ~guard
+        elif kind[0] in ("bar", "prefetch"):  # warps go in step here
+            pass
         elif kind[0] == "cp":
             if kind[2] == "commit_group":
                 waiting.append(begun.copy())
+                begun.clear()
+                return
+            if kind[2] == "wait_all":
+                for to, words in [*(copied for group in waiting for copied in group), *begun]:
+                    SHARED[to] = words
+                waiting.clear()
                 begun.clear()
                 return
             count = int(operands[2]) // 4
@@ -156,6 +167,8 @@ class Program:
                 return signed[0].astype(np.float32)
             case "setp.eq.s32":
                 return a[0] == a[1]
+            case "setp.lt.s32":
+                return signed[0] < signed[1]
             case "setp.eq.and.s32":
                 return (a[0] == a[1]) & a[2]
             case "setp.ne.s32":
@@ -178,6 +191,8 @@ class Program:
                 return a[0] * a[1]
             case "mad.lo.s32" | "mad.lo.u32":
                 return a[0] * a[1] + a[2]
+            case "mad.wide.s32":
+                return signed[0].astype(np.int64).view(np.uint64) * a[1] + a[2]
             case "lop3.b32":
                 assert names[3] == "0xEA"
                 return a[0] & a[1] | a[2]
@@ -234,11 +249,30 @@ def inline_asm_elementwise(
     return made if isinstance(dtype, tuple) else made[0]
 
 
+def check(case: Case, launch: tuple[int, int, int], *, twice: bool = False) -> None:
+    """One product against float64. `twice`: there is no room for activations as they came, so they come again."""
+    warps, tiles, depth = launch
+    layout, x = random_layout(case, "cpu"), torch.randn(1, case.k).to(case.dtype)
+    assert isinstance(layout, GridLayout)
+    x[0, ::77] *= 50
+    config = DecodeConfig(warps=warps, tiles=tiles, unroll=depth)
+    own_room = room_of(layout, config, 132)
+    if twice:
+        kernel.MULTIPROCESSOR = (pages(own_room.size - 2 * case.k) + 1) * PAGE.value
+    assert takes(x, layout, config) and twice == (room_of(layout, config, 132).registers is not None)
+    SHARED[:] = NONSENSE
+    waiting.clear()
+    got = byte_grid(x, layout, None, config)
+    kernel.MULTIPROCESSOR = MULTIPROCESSOR
+    error = relative_error(got, naive.linear(x, layout))
+    assert error < (5e-4 if case.dtype == torch.float16 else 4e-3), f"{case} {launch} is off by {error:.1e}"
+
+
 def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     tl.inline_asm_elementwise = inline_asm_elementwise
-    for case, (warps, tiles, depth) in (
+    for case, launch in (
         (Case(kind="grid", bits=2, n=32, k=1024, m=1), (2, 1, 3)),
         (Case(kind="grid", bits=3, n=16, k=512, m=1), (1, 1, 2)),
         (Case(kind="grid", bits=4, n=40, k=768, m=1, bias=True), (2, 2, 2)),  # blocks and tiles run out
@@ -249,26 +283,24 @@ def main() -> None:
         (Case(kind="grid", bits=2, n=200, k=512, m=1), (1, 7, 2)),  # more rows than threads
         (Case(kind="grid", bits=2, n=100, k=512, m=1), (2, 3, 4)),  # places that no block comes to
         (Case(kind="grid", bits=2, n=64, k=1024, m=1, density=0.01), (2, 2, 2)),
-        (
-            Case(kind="grid", bits=3, n=100, k=1280, m=1, density=0.05),
-            (2, 3, 2),
-        ),  # more chunks than passes; idle halves
+        (Case(kind="grid", bits=2, n=64, k=768, m=1, density=0.01), (1, 1, 5)),  # more places than blocks
+        (Case(kind="grid", bits=4, n=64, k=1024, m=1, density=0.03), (2, 2, 3)),
+        (Case(kind="grid", bits=3, n=100, k=1280, m=1, density=0.05), (2, 3, 2)),  # many turns; idle halves
         (
             Case(kind="grid", bits=4, n=40, k=512, m=1, density=0.02, bias=True, dtype=torch.bfloat16),
             (4, 1, 2),
         ),
     ):
-        layout, x = random_layout(case, "cpu"), torch.randn(1, case.k).to(case.dtype)
-        x[0, ::77] *= 50
-        config = DecodeConfig(warps=warps, tiles=tiles, unroll=depth)
-        assert takes(x, layout, config)
-        SHARED[:] = NONSENSE
-        waiting.clear()
-        got = byte_grid(x, layout, None, config)
-        error = relative_error(got, naive.linear(x, layout))
-        assert error < (5e-4 if case.dtype == torch.float16 else 4e-3), (
-            f"{case} {warps, tiles, depth} is off by {error:.1e}"
-        )
+        check(case, launch)
+    for case, launch in (
+        (Case(kind="grid", bits=2, n=64, k=1024, m=1, density=0.01), (2, 2, 2)),
+        (
+            Case(kind="grid", bits=3, n=40, k=1280, m=1, density=0.05),
+            (2, 1, 3),
+        ),  # the last block is one warp's
+        (Case(kind="grid", bits=4, n=40, k=512, m=1, density=0.02, dtype=torch.bfloat16), (1, 2, 2)),
+    ):
+        check(case, launch, twice=True)
 
 
 if __name__ == "__main__":
