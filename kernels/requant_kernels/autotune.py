@@ -8,7 +8,7 @@ a call, and so never inside the capture of a graph.
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,11 @@ OF_HALVES: list[Setting] = [
     ))
     for launch in launches
 ]  # fmt: skip
+# those of `byte_grid.py` with residuals, whose slots are turns of the ring: more of it, and wider programs
+OF_SPARSE_BYTES: list[Setting] = [
+    *OF_BYTES,
+    *((*launch, BYTES, 0) for launch in ((4, 2, 3), (4, 3, 2), (4, 4, 2))),
+]
 SPARSE: list[Setting] = [
     (4, 1, 1, 1, 128),
     (8, 1, 1, 1, 128),
@@ -88,7 +93,7 @@ SPARSE: list[Setting] = [
     (4, 2, 2, COPIED | STAGED, 128),
     # several, by `gathered.py`
     *((warps, 1, unroll, GATHERED, 128) for warps in (4, 8) for unroll in (1, 2)),
-    *OF_BYTES,
+    *OF_SPARSE_BYTES,
 ]
 # warps, splits of the columns, stages
 TALL: list[Setting] = [
@@ -236,14 +241,22 @@ def call(kernel: str, x: Tensor, layout: Any, setting: Setting) -> Tensor:
 
 
 def copies_of(layout: Any) -> list[Any]:
-    """The layout and enough copies of it to fill the caches four times."""
-    tensors = {f.name: getattr(layout, f.name) for f in fields(layout)}
-    stored = sum(t.numel() * t.element_size() for t in tensors.values() if isinstance(t, Tensor))
-    own = [name for name, t in tensors.items() if isinstance(t, Tensor)]
-    return [layout] + [
-        replace(layout, **{name: tensors[name].clone() for name in own})
-        for _ in range(copies_needed(stored) - 1)
-    ]
+    """The layout and enough copies of it, residuals too, to fill the caches four times."""
+    own = [getattr(layout, f.name) for f in fields(layout)]
+    stored = sum(t.numel() * t.element_size() for t in own if isinstance(t, Tensor))
+    return [layout] + [_copy(layout) for _ in range(copies_needed(stored) - 1)]
+
+
+def _copy(held: Any) -> Any:
+    """A layout, or its residuals, with tensors of its own."""
+    copied: dict[str, Any] = {}
+    for f in fields(held):
+        value = getattr(held, f.name)
+        if isinstance(value, Tensor):
+            copied[f.name] = value.clone()
+        elif is_dataclass(value):
+            copied[f.name] = _copy(value)
+    return replace(held, **copied)
 
 
 def times(kernel: str, layout: Any, tokens: int, settings: Sequence[Setting]) -> dict[Setting, float]:

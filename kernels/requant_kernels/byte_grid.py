@@ -3,7 +3,7 @@
 A program owns 16 R rows; its warps share the columns, 256 at a time. Words and scales travel by `cp.async` into a ring of
 `DEPTH` places in shared memory, every lane's own bytes (`copies.py`), and are requested before the kernel before has ended.
 Then every warp turns activations into fixed point, up to four blocks at a time, and after one barrier each multiplies its
-blocks. Zero points travel beside the scales; residuals are those of `byte_slots.py`.
+blocks. Zero points travel beside the scales; residuals, behind the last words (`byte_slots.py`).
 """
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none, reportAttributeAccessIssue=none
@@ -21,16 +21,19 @@ from triton.experimental.gluon import language as gl
 from requant_kernels import columns
 from requant_kernels.blocks import sparse_operands
 from requant_kernels.byte_slots import (
-    PASS_BYTES,
+    bounds_of,
     fetch_sums,
+    first_of,
     give_sums,
+    join_lanes,
     passes_of,
+    prefetch_bounds,
     products_asm,
     request_slots,
-    slots_of,
     take_slots,
 )
 from requant_kernels.byte_texts import (
+    AGAIN_ASM,
     BLOCK_BYTES,
     FACTORS,
     FETCH_ASM,
@@ -44,7 +47,7 @@ from requant_kernels.byte_texts import (
 )
 from requant_kernels.launching import interned, launch
 from requant_kernels.layouts import GridLayout, Layout
-from requant_kernels.rooms import shared_room
+from requant_kernels.rooms import MULTIPROCESSOR, shared_room
 from requant_kernels.settings import DecodeConfig
 from requant_kernels.tuning import is_plain, multiprocessors, shared_memory
 
@@ -52,12 +55,18 @@ BLOCK = gl.constexpr(BLOCK_BYTES)
 PAGE = gl.constexpr(1024)  # bytes that shared memory is asked for by
 BASE, ZERO, LOAD = gl.constexpr(columns.BASE), gl.constexpr(ZERO_ASM), gl.constexpr(LOAD_ASM)
 FOUR = gl.constexpr((gl.int32,) * 4)
+REGISTERS = 65536  # of a multiprocessor
+LEAST_REGISTERS, MOST_REGISTERS = (
+    80,
+    255,
+)  # of a thread: what two tiles need without spills; what there may be
 MOST_FIXES = 4  # blocks of activations that a warp turns at once
-FETCH = gl.constexpr(FETCH_ASM)
+FETCH, AGAIN = gl.constexpr(FETCH_ASM), gl.constexpr(AGAIN_ASM)
+ARRIVED = gl.constexpr("cp.async.wait_all; mov.b32 $0, 0;")
 
 
 @gluon.jit
-def _request(words, scales, to_words, to_scales, block, blocks, ASM: gl.constexpr, CONSTRAINTS: gl.constexpr,
+def request_block(words, scales, to_words, to_scales, block, blocks, ASM: gl.constexpr, CONSTRAINTS: gl.constexpr,
              BITS: gl.constexpr, SCALES: gl.constexpr, A_GROUP: gl.constexpr):  # fmt: skip
     """Begin to copy block `block` `[warp, 1]` of every tile to a place of the ring."""
     inside = (block < blocks).to(gl.int32)
@@ -77,7 +86,7 @@ def byte_grid_kernel(
     REQUEST: gl.constexpr, REQUEST_CONSTRAINTS: gl.constexpr, FIX: gl.constexpr, FIXES: gl.constexpr, MULTIPLY: gl.constexpr,
     MULTIPLY_CONSTRAINTS: gl.constexpr, WAIT: gl.constexpr, PAGES: gl.constexpr, X_AT: gl.constexpr, FACTOR: gl.constexpr,
     BITS: gl.constexpr, GROUP: gl.constexpr, W: gl.constexpr, R: gl.constexpr, DEPTH: gl.constexpr,
-    PASSES: gl.constexpr, SLOTS_AT: gl.constexpr, PRODUCTS: gl.constexpr, PDL: gl.constexpr,
+    PASSES: gl.constexpr, GIVEN_AT: gl.constexpr, PRODUCTS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """y `[n]` = weight @ x `[K]`; grid: R tiles of 16 rows each. K: whole blocks. GROUP 0: one scale a row."""
     L: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [W, 1], [1, 0])
@@ -104,14 +113,11 @@ def byte_grid_kernel(
             )
     scales = scales + zeros
     place = base + warp * OWN
-    if sp_ptr is not None:
-        chunk, end = slots_of(sp_ptr, warp, lane, last_tile, W, R)
     for u in gl.static_range(DEPTH - 1):
-        _request(words, scales, place + u * (W * OWN) + lane * 16, place + u * (W * OWN) + R * BITS * 512 + lane * 4,
+        request_block(words, scales, place + u * (W * OWN) + lane * 16, place + u * (W * OWN) + R * BITS * 512 + lane * 4,
                  warp + u * W, blocks, REQUEST, REQUEST_CONSTRAINTS, BITS, SCALES, A_GROUP)  # fmt: skip
-    slots = base + SLOTS_AT + warp * 1024 + lane * 16
     if sp_ptr is not None:
-        request_slots(si_ptr, sv_ptr, chunk, end, slots, lane, PASSES, W, R)
+        prefetch_bounds(sp_ptr, lane, last_tile, R)
     START: gl.constexpr = X_AT + BLOCK  # zeros lie before the activations
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -122,7 +128,8 @@ def byte_grid_kernel(
     )
     zero = base + START + K * 2  # what is taken off for the zero point, 16 bytes of 128 columns
     of_x = zero + K // 8  # scales of the activations
-    given = base + SLOTS_AT + PASSES * (1024 * W)  # the activations as they came, for residuals
+    TWICE: gl.constexpr = GIVEN_AT == START
+    given = base + GIVEN_AT  # the activations as they came, for residuals; TWICE: over those in fixed point
     for i in range(gl.cdiv(blocks, W * FIXES)):
         raw = ()
         for f in gl.static_range(FIXES):
@@ -138,13 +145,21 @@ def byte_grid_kernel(
             bytes_at = base + START + block * BLOCK + lane // 4 * 64 + lane % 4 * 8
             zero_at = zero + group * 16 + lane % 4 * 4
             places = ((block < blocks).to(gl.int32), bytes_at, zero_at, of_x + group * 4)
-            if sp_ptr is not None:
+            if sp_ptr is not None and not TWICE:
                 places = places + (given + block * 512 + lane * 16,)
             gl.inline_asm_elementwise(
                 FIX, "=r" + ",r" * (4 + len(places)), raw[4 * f : 4 * f + 4] + places, dtype=gl.int32, is_pure=False,
                 pack=1,
             )  # fmt: skip
     gl.thread_barrier()
+    # what the end needs is asked for now: the rows, in no cache, would be waited for when nothing else is left
+    outs = ()
+    for i in gl.static_range(OUT):
+        o = (i * W + warp) * 32 + lane
+        out = gl.minimum(gl.program_id(0) * R + gl.minimum(o // 16, R - 1), last_tile) * 16 + o % 16
+        outs = outs + (out if rows_ptr is None else gl.load(rows_ptr + out),)
+    if sp_ptr is not None:
+        bounds, first = bounds_of(sp_ptr, warp, lane, last_tile, R), first_of(warp, lane, W, R)
     # activations of every class: zeros, but for two columns g
     mine, nothing = (
         base + START + warp * BLOCK + lane // 4 % 2 * 32 + lane % 4 * 8,
@@ -159,10 +174,16 @@ def byte_grid_kernel(
     for _ in gl.static_range(2 * R):
         acc = acc + (gl.zeros([W, 32], gl.float32, layout=L),)
     free = (DEPTH - 1) * (W * OWN)  # the place that was read last
-    for i in range(gl.cdiv(blocks, W)):
+    turns = gl.cdiv(blocks, W)
+    for i in range(turns):
         block = i * W + warp
-        _request(words, scales, place + free + lane * 16, place + free + R * BITS * 512 + lane * 4,
-                 block + (DEPTH - 1) * W, blocks, REQUEST, REQUEST_CONSTRAINTS, BITS, SCALES, A_GROUP)  # fmt: skip
+        if sp_ptr is not None and i + (DEPTH - 1) >= turns:
+            request_slots(
+                si_ptr, sv_ptr, bounds, first, place + free, lane, i + (DEPTH - 1) - turns, PASSES, W, R
+            )
+        else:
+            request_block(words, scales, place + free + lane * 16, place + free + R * BITS * 512 + lane * 4,
+                     block + (DEPTH - 1) * W, blocks, REQUEST, REQUEST_CONSTRAINTS, BITS, SCALES, A_GROUP)  # fmt: skip
         free += W * OWN
         free = gl.where(free == DEPTH * (W * OWN), 0, free)
         gl.inline_asm_elementwise(WAIT, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
@@ -172,22 +193,36 @@ def byte_grid_kernel(
             + x + (zero + block * 32 + lane % 4 * 4, of_x + block * 8),
             dtype=(gl.float32,) * (2 * R), is_pure=False, pack=1,
         )  # fmt: skip
+        if sp_ptr is not None and TWICE:
+            gl.inline_asm_elementwise(
+                AGAIN, "=r,r,l,r",
+                [given + block * BLOCK + lane * 16, (x_ptr + block * 256 + lane * 8).to(gl.int64),
+                 (block < blocks).to(gl.int32)],
+                dtype=gl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
         moved = ()
         for c in gl.static_range(4):
             moved = moved + (x[c] + steps[c],)
         x = moved
+    if sp_ptr is not None:
+        sums = gl.zeros([W, 32], gl.float32, layout=L)
+        if TWICE:
+            gl.inline_asm_elementwise(ARRIVED, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+            gl.thread_barrier()
+        for i in range(gl.cdiv(bounds[3] - bounds[2], PASSES * (2 * W // R))):
+            request_slots(si_ptr, sv_ptr, bounds, first, place + free, lane, i + (DEPTH - 1), PASSES, W, R)
+            free += W * OWN
+            free = gl.where(free == DEPTH * (W * OWN), 0, free)
+            gl.inline_asm_elementwise(WAIT, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+            sums = take_slots(sums, bounds, first, place + free, given, lane, i, PRODUCTS, PASSES, W, R)
+        join_lanes()
+        give_sums(sums, place + 256 * R, lane)
     factor = gl.where(lane % 4 == 0, FACTOR[0], 0.0)
     for c in gl.static_range(1, 4):
         factor += gl.where(lane % 4 == c, FACTOR[c], 0.0)
     # the sum over lanes and warps, through the place where this warp's words were
     for i in gl.static_range(2 * R):
         give_sums(acc[i] * factor, place + i * 128, lane)
-    if sp_ptr is not None:
-        sums = take_slots(
-            sp_ptr, si_ptr, sv_ptr, chunk, end, slots, given, lane, last_tile, gl.zeros([W, 32], gl.float32, layout=L),
-            PRODUCTS, PASSES, W, R,
-        )  # fmt: skip
-        give_sums(sums, place + 256 * R, lane)
     gl.thread_barrier()
     for i in gl.static_range(OUT):
         o = (i * W + warp) * 32 + lane
@@ -207,9 +242,7 @@ def byte_grid_kernel(
             y *= gl.load(s_ptr + tile * 16 + g * 2 + rh).to(gl.float32)
         if sp_ptr is not None:
             y = fetch_sums(y, base + 256 * R, r, o % 16, OWN, W, R)
-        out = tile * 16 + o % 16
-        if rows_ptr is not None:
-            out = gl.load(rows_ptr + out)
+        out = outs[i]
         if bias_ptr is not None:
             y += gl.load(bias_ptr + out, mask=out < n, other=0.0).to(gl.float32)
         gl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=(o < 16 * R) & (out < n))
@@ -226,25 +259,38 @@ def scales_of(layout: GridLayout) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BytesRoom:
-    """Where the ring ends and slots of residuals begin in shared memory, how many passes there are, and all bytes."""
+    """Places of the ring, where it ends, and all bytes of a program. With residuals: where activations lie as they came, how
+    many passes a place holds and, where activations come twice to make room for a program more, the registers of each."""
 
+    depth: int
     ring: int
-    slots_at: int
-    passes: int
     size: int
+    given_at: int = 0
+    passes: int = 0
+    registers: int | None = None
 
 
 def room_of(layout: GridLayout, config: DecodeConfig, processors: int) -> BytesRoom:
-    """Places of the ring that no block comes to are none."""
-    places = min(config.unroll, -(-layout.k // (256 * config.warps)))
+    """Places of the ring that nothing comes to are none. Residuals gather activations as they came: those have a room of
+    their own or, where a multiprocessor then takes fewer programs, come a second time, over the bytes that they were
+    turned into, after these have been multiplied."""
+    warps, tiles, turns = config.warps, config.tiles, -(-layout.k // (256 * config.warps))
+    depth, sparse = min(config.unroll, turns + 1), layout.sparse is not None
     beside = scales_of(layout) * 128 * (1 if layout.zero_points is None else 2)
-    ring = places * config.warps * config.tiles * (layout.bits * 512 + beside)
-    slots_at = ring + BLOCK_BYTES + 2 * layout.k + layout.k // 8 + -(-layout.k // 512) * 16
-    size = slots_at + (0 if layout.sparse is None else 2 * layout.k)
-    passes = passes_of(layout, config, size, processors)
+    own = tiles * (layout.bits * 512 + beside)
+    ring = (depth if sparse else min(depth, turns)) * warps * own
+    least = ring + BLOCK_BYTES + 2 * layout.k + layout.k // 8 + -(-layout.k // 512) * 16
+    if not sparse:
+        return BytesRoom(depth=depth, ring=ring, size=least)
+    share = -(-layout.words.shape[0] // (tiles * processors))  # programs of a multiprocessor
+    more = least + 2 * layout.k
+    many, few = (min(share, MULTIPROCESSOR // (pages(size) * PAGE.value + 1024)) for size in (least, more))
+    registers = min(MOST_REGISTERS, REGISTERS // (32 * warps * max(1, many)) // 8 * 8)
+    twice = many > few and registers >= LEAST_REGISTERS
     return BytesRoom(
-        ring=ring, slots_at=slots_at, passes=passes, size=size + passes * PASS_BYTES * config.warps
-    )
+        depth=depth, ring=ring, size=least if twice else more, given_at=ring + BLOCK_BYTES if twice else least,
+        passes=passes_of(layout, config, own), registers=registers if twice else None,
+    )  # fmt: skip
 
 
 def pages(size: int) -> int:
@@ -272,12 +318,13 @@ def constants(layout: GridLayout, dtype: torch.dtype, config: DecodeConfig) -> d
     return {
         "REQUEST": request_asm(bits, scales, tiles, zeros=zeros),
         "REQUEST_CONSTRAINTS": request_constraints(tiles, zeros=zeros),
-        "FIX": fix_asm(bits, name, given=sparse, zeros=zeros), "FIXES": min(MOST_FIXES, 1 << (turns - 1).bit_length()),
+        "FIX": fix_asm(bits, name, given=sparse and room.registers is None, zeros=zeros),
+        "FIXES": min(MOST_FIXES, 1 << (turns - 1).bit_length()),
         "MULTIPLY": block_asm(bits, scales, tiles, zeros=zeros), "MULTIPLY_CONSTRAINTS": block_constraints(tiles),
-        "WAIT": f"cp.async.wait_group {config.unroll - 1}; mov.b32 $0, 0;", "PAGES": pages(room.size),
+        "WAIT": f"cp.async.wait_group {room.depth - 1}; mov.b32 $0, 0;", "PAGES": pages(room.size),
         "X_AT": room.ring, "FACTOR": tuple(1 / factor if factor else 0.0 for factor in FACTORS[bits]), "BITS": bits,
-        "GROUP": layout.kernel_group, "W": config.warps, "R": tiles, "DEPTH": config.unroll, "PASSES": room.passes,
-        "SLOTS_AT": room.slots_at, "PRODUCTS": products_asm(name) if sparse else None, "PDL": config.pdl,
+        "GROUP": layout.kernel_group, "W": config.warps, "R": tiles, "DEPTH": room.depth, "PASSES": room.passes,
+        "GIVEN_AT": room.given_at, "PRODUCTS": products_asm(name) if sparse else None, "PDL": config.pdl,
     }  # fmt: skip
 
 
@@ -286,8 +333,9 @@ def byte_grid(x: Tensor, layout: Layout, bias: Tensor | None, config: DecodeConf
     assert isinstance(layout, GridLayout)
     y = torch.empty(1, layout.n, dtype=x.dtype, device=x.device)
     early: dict[str, object] = {"launch_pdl": True} if config.pdl else {}
-    if config.max_registers:
-        early["maxnreg"] = config.max_registers
+    registers = config.max_registers or room_of(layout, config, multiprocessors(x.device)).registers
+    if registers:
+        early["maxnreg"] = registers
     tiles = layout.words.shape[0]
     programs = triton.cdiv(tiles, config.tiles)
     launch(

@@ -1,9 +1,10 @@
-"""Residuals of one token in `byte_grid.py`: eight of a row a lane and pass, on their way while blocks are multiplied.
+"""Residuals of one token in `byte_grid.py`: turns of the ring behind the last words.
 
-As in `passes.py`, by lane: half a warp takes a chunk (`layouts.py`), a lane its row's eight slots. Of a program's 2 W
-halves, half u has chunks u // R, u // R + S, .. of tile u % R, where S = 2 W // R. The first `PASSES` of them are copied
-before the first block and multiplied after the last one; a tile with more reads the rest, four at a time. Activations are
-gathered in shared memory, where the turn to fixed point leaves them as they came.
+Half a warp takes a chunk (`layouts.py`), a lane its row's eight slots. Of a program's 2 W halves, half u has chunks u // R,
+u // R + S, .. of tile u % R, where S = 2 W // R. A *pass* is one chunk of every half, 1 KB of a warp, and a place of the
+ring holds `PASSES` of them. So slots take no room of their own, are on their way while the last words are multiplied,
+however many there are, and nothing waits for their bounds when a program begins. Rows are sorted by their number of
+residuals: the first tile of a program has the most chunks. Activations are gathered in shared memory, as they came.
 """
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none, reportAttributeAccessIssue=none
@@ -15,33 +16,30 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from requant_kernels.layouts import Layout
-from requant_kernels.rooms import MULTIPROCESSOR
 from requant_kernels.settings import DecodeConfig
 
 PASS_BYTES = 1024  # of a warp: columns of its lanes, then values
-MOST_PASSES = 4
-_TOGETHER = gl.constexpr(4)  # chunks whose slots are requested at once, of those that no pass takes
-# $1: where 16 bytes of columns go, and 512 bytes further of values; $2: whether there are any; from $3 and $4
-_REQUEST = gl.constexpr("""{ .reg .pred p; setp.ne.s32 p, $2, 0;
-@p cp.async.cg.shared.global [$1], [$3], 16;
-@p cp.async.cg.shared.global [$1 + 512], [$4], 16;
+MOST_PASSES = 8  # of a place: each has code of its own
+NEVER = gl.constexpr(1 << 24)  # which of a tile's chunks a half has that has none
+_PREFETCH = gl.constexpr("prefetch.global.L2 [$1]; mov.b32 $0, 0;")
+# $1: where 16 bytes of columns go, and 512 bytes further of values; $2 and $3: where the tile's chunks begin and end; $4:
+# which of them; $5 and $6: where this lane's part of chunk 0 is. All of it here: computed sooner, bounds would be waited for
+_REQUEST = gl.constexpr("""{ .reg .pred p; .reg .b32 c; .reg .b64 i, v; add.s32 c, $2, $4; setp.lt.s32 p, c, $3;
+mad.wide.s32 i, c, 256, $5; mad.wide.s32 v, c, 256, $6;
+@p cp.async.cg.shared.global [$1], [i], 16;
+@p cp.async.cg.shared.global [$1 + 512], [v], 16;
 mov.b32 $0, 0; }""")
-_ARRIVED = gl.constexpr("cp.async.wait_group 0; mov.b32 $0, 0;")
+_COMMIT = gl.constexpr("cp.async.commit_group; mov.b32 $0, 0;")
+_JOIN = gl.constexpr("bar.warp.sync 0xffffffff; mov.b32 $0, 0;")
 _GIVE = gl.constexpr("st.shared.f32 [$1], $2; mov.b32 $0, 0;")
 _FETCH = gl.constexpr("ld.shared.f32 $0, [$1];")
 
 
-def _load(space: str, pointer: str) -> tuple[gl.constexpr, gl.constexpr]:
-    """Eight registers: 16 bytes of columns at $8, of values at $9, where $10 says that there are any; else zeros."""
-    columns, values = (", ".join(f"${4 * half + i}" for i in range(4)) for half in range(2))
-    zeros = " ".join(f"mov.b32 ${i}, 0;" for i in range(8))
-    text = f"{{ .reg .pred p; setp.ne.s32 p, $10, 0; {zeros}\n"
-    text += f"@p ld.{space}.v4.b32 {{{columns}}}, [$8];\n@p ld.{space}.v4.b32 {{{values}}}, [$9]; }}"
-    return gl.constexpr(text), gl.constexpr(",".join(["=&r"] * 8 + [pointer, pointer, "r"]))
-
-
-_ARRIVE, _ARRIVE_CONSTRAINTS = _load("shared", "r")
-_READ, _READ_CONSTRAINTS = _load("global", "l")
+# eight registers: 16 bytes of columns at $8 and, 512 bytes further, of values, where $9 is the place of a chunk before $10
+_TAKE = gl.constexpr(f"""{{ .reg .pred p; setp.lt.s32 p, $9, $10; {" ".join(f"mov.b32 ${i}, 0;" for i in range(8))}
+@p ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$8];
+@p ld.shared.v4.b32 {{$4, $5, $6, $7}}, [$8 + 512]; }}""")
+_TAKE_CONSTRAINTS = gl.constexpr(",".join(["=&r"] * 8 + ["r"] * 3))
 _EIGHT, _PRODUCT_CONSTRAINTS = gl.constexpr((gl.int32,) * 8), gl.constexpr(",".join(["=&f", "0"] + ["r"] * 9))
 
 
@@ -66,46 +64,65 @@ def products_asm(dtype: str) -> str:
 
 
 @gluon.jit
-def slots_of(sp_ptr, warp, lane, last_tile, W: gl.constexpr, R: gl.constexpr):
-    """Of every lane's half: its first chunk, and the end of its tile's."""
-    S: gl.constexpr = 2 * W // R
+def prefetch_bounds(sp_ptr, lane, last_tile, R: gl.constexpr):
+    """`bounds_of` will find them in L2: registers that wait for memory while activations are turned would be too many."""
+    near = gl.minimum(gl.program_id(0) * R + lane, last_tile + 1)
+    gl.inline_asm_elementwise(
+        _PREFETCH, "=r,l", [(sp_ptr + near).to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def bounds_of(sp_ptr, warp, lane, last_tile, R: gl.constexpr):
+    """Where the chunks of every lane's tile begin and end, and those of the tile that has the most."""
+    most = gl.program_id(0) * R
+    tile = gl.minimum(most + (warp * 2 + lane // 16) % R, last_tile)
+    return (
+        gl.load(sp_ptr + tile),
+        gl.load(sp_ptr + tile + 1),
+        gl.load(sp_ptr + most),
+        gl.load(sp_ptr + most + 1),
+    )
+
+
+@gluon.jit
+def first_of(warp, lane, W: gl.constexpr, R: gl.constexpr):
+    """Which of its tile's chunks every lane's half has first."""
     half = warp * 2 + lane // 16
-    tile = gl.minimum(gl.program_id(0) * R + half % R, last_tile)
-    end = gl.load(sp_ptr + tile + 1)
-    return gl.load(sp_ptr + tile) + half // R, gl.where(half < S * R, end, 0)
+    return gl.where(half < 2 * W // R * R, half // R, NEVER)
 
 
 @gluon.jit
 def request_slots(
-    si_ptr, sv_ptr, chunk, end, place, lane, PASSES: gl.constexpr, W: gl.constexpr, R: gl.constexpr
+    si_ptr, sv_ptr, bounds, first, place, lane, turn, PASSES: gl.constexpr, W: gl.constexpr, R: gl.constexpr
 ):
-    """Begin to copy what the passes take, to shared address `place` and W KB further for every pass."""
-    S: gl.constexpr = 2 * W // R
-    at = chunk.to(gl.int64) * 128 + lane % 16 * 8
+    """Begin to copy the slots of a turn to shared address `place`; a group of its own."""
+    columns, values = (si_ptr + lane % 16 * 8).to(gl.int64), (sv_ptr + lane % 16 * 8).to(gl.int64)
     for i in gl.static_range(PASSES):
-        inside = (chunk + i * S < end).to(gl.int32)
-        columns, values = (
-            (si_ptr + at + i * (128 * S)).to(gl.int64),
-            (sv_ptr + at + i * (128 * S)).to(gl.int64),
-        )
         gl.inline_asm_elementwise(
-            _REQUEST, "=r,r,r,l,l", [place + i * (1024 * W), inside, columns, values], dtype=gl.int32, is_pure=False,
-            pack=1,
+            _REQUEST, "=r,r,r,r,r,l,l",
+            [place + i * 1024 + lane * 16, bounds[0], bounds[1], first + (turn * PASSES + i) * (2 * W // R), columns,
+             values],
+            dtype=gl.int32, is_pure=False, pack=1,
         )  # fmt: skip
+    gl.inline_asm_elementwise(_COMMIT, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def take_slots(
-    sp_ptr, si_ptr, sv_ptr, chunk, end, place, activations, lane, last_tile, sums, PRODUCTS: gl.constexpr,
-    PASSES: gl.constexpr, W: gl.constexpr, R: gl.constexpr,
+    sums, bounds, first, place, activations, lane, turn, PRODUCTS: gl.constexpr, PASSES: gl.constexpr, W: gl.constexpr,
+    R: gl.constexpr,
 ):  # fmt: skip
-    """`sums` `[W, 32]` += every lane's residuals times their activations."""
-    S: gl.constexpr = 2 * W // R
-    gl.inline_asm_elementwise(_ARRIVED, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    """`sums` `[W, 32]` += every lane's residuals of a turn, which have come, times their activations."""
     for i in gl.static_range(PASSES):
-        inside, mine = (chunk + i * S < end).to(gl.int32), place + i * (1024 * W)
+        chunk = bounds[0] + first + (turn * PASSES + i) * (2 * W // R)
         eight = gl.inline_asm_elementwise(
-            _ARRIVE, _ARRIVE_CONSTRAINTS, (mine, mine + 512, inside), dtype=_EIGHT, is_pure=False, pack=1
+            _TAKE,
+            _TAKE_CONSTRAINTS,
+            (place + i * 1024 + lane * 16, chunk, bounds[1]),
+            dtype=_EIGHT,
+            is_pure=False,
+            pack=1,
         )
         sums = gl.inline_asm_elementwise(
             PRODUCTS,
@@ -115,25 +132,13 @@ def take_slots(
             is_pure=False,
             pack=1,
         )
-    most = 0
-    for r in gl.static_range(R):
-        tile = gl.minimum(gl.program_id(0) * R + r, last_tile)
-        most = gl.maximum(most, gl.load(sp_ptr + tile + 1) - gl.load(sp_ptr + tile))
-    at = chunk.to(gl.int64) * 128 + lane % 16 * 8
-    for i in range(PASSES, gl.cdiv(most, S), _TOGETHER):
-        read = ()
-        for j in gl.static_range(_TOGETHER):
-            inside, there = (chunk + (i + j) * S < end).to(gl.int32), at + (i + j) * (128 * S)
-            read = read + gl.inline_asm_elementwise(
-                _READ, _READ_CONSTRAINTS, ((si_ptr + there).to(gl.int64), (sv_ptr + there).to(gl.int64), inside),
-                dtype=_EIGHT, is_pure=False, pack=1,
-            )  # fmt: skip
-        for j in gl.static_range(_TOGETHER):
-            sums = gl.inline_asm_elementwise(
-                PRODUCTS, _PRODUCT_CONSTRAINTS, (sums,) + read[8 * j : 8 * j + 8] + (activations,), dtype=gl.float32,
-                is_pure=False, pack=1,
-            )  # fmt: skip
     return sums
+
+
+@gluon.jit
+def join_lanes():
+    """No lane goes on before all of its warp have read what others may write over."""
+    gl.inline_asm_elementwise(_JOIN, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -160,13 +165,12 @@ def fetch_sums(y, base, r, row, APART: gl.constexpr, W: gl.constexpr, R: gl.cons
     return y
 
 
-def passes_of(layout: Layout, config: DecodeConfig, taken: int, processors: int) -> int:
-    """Passes that most tiles need, if the programs of a multiprocessor have room for them beside the `taken` bytes of each;
-    0 where there are no residuals."""
+def passes_of(layout: Layout, config: DecodeConfig, own: int) -> int:
+    """Passes of a turn, whose slots come to the `own` bytes of a warp in a place of the ring: as few turns as most tiles
+    need, and alike; 0 where there are no residuals."""
     if layout.sparse is None:
         return 0
-    tiles = layout.words.shape[0]
-    chunks = -(-9 * layout.sparse.columns.shape[0] // (8 * tiles))  # of most tiles
-    needed = min(MOST_PASSES, -(-chunks // (2 * config.warps // config.tiles)))
-    share = MULTIPROCESSOR // -(-tiles // (config.tiles * processors)) - 1024
-    return min(needed, (share - taken) // (PASS_BYTES * config.warps)) if taken <= share else needed
+    chunks = -(-9 * layout.sparse.columns.shape[0] // (8 * layout.words.shape[0]))  # of most tiles
+    needed = max(1, -(-chunks // (2 * config.warps // config.tiles)))
+    turns = -(-needed // min(MOST_PASSES, own // PASS_BYTES))
+    return -(-needed // turns)

@@ -33,6 +33,9 @@ DOUBLED = {  # by slab: whether activations of even and of odd planes are double
     4: ((0, 0),) * 8,
 }
 ZERO_ASM = "{ .reg .b32 z; mov.b32 z, 0; st.shared.v4.b32 [$1], {z, z, z, z}; mov.b32 $0, 0; }"
+# $1: where 16 bytes of activations go, over those that all lanes have multiplied; $2: from where; $3: whether there are any
+AGAIN_ASM = """{ .reg .pred p; setp.ne.s32 p, $3, 0; bar.warp.sync 0xffffffff;
+@p cp.async.ca.shared.global [$1], [$2], 16; mov.b32 $0, 0; }"""
 FETCH_ASM = """{ .reg .f32 a, b, c, d; ld.shared.v4.f32 {a, b, c, d}, [$1];
 add.f32 a, a, b; add.f32 c, c, d; add.f32 $0, a, c; }"""
 _MASKS3 = ("0x0E070E07", "0x70387038")

@@ -18,7 +18,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from requant_kernels import columns
-from requant_kernels.byte_grid import PAGE, _request, pages, scales_of
+from requant_kernels.byte_grid import PAGE, pages, request_block, scales_of
 from requant_kernels.byte_texts import request_asm, request_constraints
 from requant_kernels.half_texts import (
     GIVE_ASM,
@@ -91,7 +91,7 @@ def half_grid_kernel(
     place = base + warp * OWN
     to_words, to_scales = place + lane * 16, place + R * BITS * 512 + lane * 4
     for u in gl.static_range(DEPTH - 1):
-        _request(words, scales, to_words + u * (W * OWN), to_scales + u * (W * OWN), column + u * C, blocks, REQUEST,
+        request_block(words, scales, to_words + u * (W * OWN), to_scales + u * (W * OWN), column + u * C, blocks, REQUEST,
                  REQUEST_CONSTRAINTS, BITS, SCALES, A_GROUP)  # fmt: skip
     # of its columns' tokens a warp copies 8 / TEAMS
     first = team * (8 // TEAMS)
@@ -114,16 +114,18 @@ def half_grid_kernel(
     free, now = (DEPTH - 1), 0  # the places that were read last, and that are read now
     for i in range(gl.cdiv(blocks, C)):
         block = i * C + column
+        later = block + (DEPTH - 1) * C
         if AHEAD:
-            _request(words, scales, to_words + free * (W * OWN), to_scales + free * (W * OWN), block + (DEPTH - 1) * C, blocks,
-                     REQUEST, REQUEST_CONSTRAINTS, BITS, SCALES, A_GROUP)  # fmt: skip
+            request_block(words, scales, to_words + free * (W * OWN), to_scales + free * (W * OWN), later, blocks, REQUEST,
+                          REQUEST_CONSTRAINTS, BITS, SCALES, A_GROUP)  # fmt: skip
         gl.inline_asm_elementwise(ARRIVED, "=r,r", [column + lane * 0], dtype=gl.int32, is_pure=False, pack=1)
         # all warps of these columns are done with the place that was read last
-        _request_tokens(x, stride, even + free * (C * XBYTES), odd + free * (C * XBYTES), block + (DEPTH - 1) * C, blocks,
-                        M - first, COPY)  # fmt: skip
+        _request_tokens(
+            x, stride, even + free * (C * XBYTES), odd + free * (C * XBYTES), later, blocks, M - first, COPY
+        )
         if not AHEAD:
-            _request(words, scales, to_words + free * (W * OWN), to_scales + free * (W * OWN), block + (DEPTH - 1) * C, blocks,
-                     REQUEST, REQUEST_CONSTRAINTS, BITS, SCALES, A_GROUP)  # fmt: skip
+            request_block(words, scales, to_words + free * (W * OWN), to_scales + free * (W * OWN), later, blocks, REQUEST,
+                          REQUEST_CONSTRAINTS, BITS, SCALES, A_GROUP)  # fmt: skip
         acc = gl.inline_asm_elementwise(
             MULTIPLY, MULTIPLY_CONSTRAINTS,
             acc + ((block < blocks).to(gl.int32), to_words + now * (W * OWN), to_scales + now * (W * OWN),

@@ -13,14 +13,17 @@ from typing import Any
 import gluon_as_triton  # noqa: F401
 import loop_bounds  # noqa: F401
 import numpy as np
+import requant_kernels.byte_grid as kernel_of_one
 import torch
 import triton.language as tl
 from cases import Case, random_layout, relative_error
 from ptx_model import float_product, integer_product, permute_bytes
 from requant_kernels import naive
-from requant_kernels.byte_grid import byte_grid, takes
+from requant_kernels.byte_grid import PAGE, byte_grid, pages, room_of, takes
 from requant_kernels.half_grid import half_grid
 from requant_kernels.half_grid import takes as half_takes
+from requant_kernels.layouts import GridLayout, Layout
+from requant_kernels.rooms import MULTIPROCESSOR
 from requant_kernels.settings import DecodeConfig
 from torch import Tensor
 from triton.runtime.interpreter import TensorHandle
@@ -105,9 +108,17 @@ class Program:
         if kind[0] == "bra":
             assert (guard == guard[:, :1]).all(), "a warp parts"
             self.alive &= ~guard
+        elif kind[0] in ("bar", "prefetch"):  # warps go in step here
+            pass
         elif kind[0] == "cp":
             if kind[2] == "commit_group":
                 waiting.append(begun.copy())
+                begun.clear()
+                return
+            if kind[2] == "wait_all":
+                for to, words in [*(copied for group in waiting for copied in group), *begun]:
+                    SHARED[to] = words
+                waiting.clear()
                 begun.clear()
                 return
             count = int(operands[2]) // 4
@@ -162,6 +173,8 @@ class Program:
                 return signed[0].astype(np.float32)
             case "setp.eq.s32":
                 return a[0] == a[1]
+            case "setp.lt.s32":
+                return signed[0] < signed[1]
             case "setp.eq.and.s32":
                 return (a[0] == a[1]) & a[2]
             case "setp.gt.and.s32":
@@ -188,6 +201,8 @@ class Program:
                 return a[0] * a[1]
             case "mad.lo.s32" | "mad.lo.u32":
                 return a[0] * a[1] + a[2]
+            case "mad.wide.s32":
+                return signed[0].astype(np.int64).view(np.uint64) * a[1] + a[2]
             case "lop3.b32":
                 assert names[3] == "0xEA"
                 return a[0] & a[1] | a[2]
@@ -245,7 +260,7 @@ def inline_asm_elementwise(
 
 
 def one_token() -> None:
-    for case, (warps, tiles, depth) in (
+    for case, launch in (
         (Case(kind="grid", bits=2, n=32, k=1024, m=1), (2, 1, 3)),
         (Case(kind="grid", bits=3, n=16, k=512, m=1), (1, 1, 2)),
         (Case(kind="grid", bits=4, n=40, k=768, m=1, bias=True), (2, 2, 2)),  # blocks and tiles run out
@@ -256,16 +271,37 @@ def one_token() -> None:
         (Case(kind="grid", bits=2, n=200, k=512, m=1), (1, 7, 2)),  # more rows than threads
         (Case(kind="grid", bits=2, n=100, k=512, m=1), (2, 3, 4)),  # places that no block comes to
         (Case(kind="grid", bits=2, n=64, k=1024, m=1, density=0.01), (2, 2, 2)),
-        (
-            Case(kind="grid", bits=3, n=100, k=1280, m=1, density=0.05),
-            (2, 3, 2),
-        ),  # more chunks than passes; idle halves
+        (Case(kind="grid", bits=2, n=64, k=768, m=1, density=0.01), (1, 1, 5)),  # more places than blocks
+        (Case(kind="grid", bits=4, n=64, k=1024, m=1, density=0.03), (2, 2, 3)),
+        (Case(kind="grid", bits=3, n=100, k=1280, m=1, density=0.05), (2, 3, 2)),  # many turns; idle halves
         (
             Case(kind="grid", bits=4, n=40, k=512, m=1, density=0.02, bias=True, dtype=torch.bfloat16),
             (4, 1, 2),
         ),
     ):
-        check(case, DecodeConfig(warps=warps, tiles=tiles, unroll=depth), byte_grid, takes)
+        check_one(case, launch)
+    for case, launch in (
+        (Case(kind="grid", bits=2, n=64, k=1024, m=1, density=0.01), (2, 2, 2)),
+        (
+            Case(kind="grid", bits=3, n=40, k=1280, m=1, density=0.05),
+            (2, 1, 3),
+        ),  # the last block is one warp's
+        (Case(kind="grid", bits=4, n=40, k=512, m=1, density=0.02, dtype=torch.bfloat16), (1, 2, 2)),
+    ):
+        check_one(case, launch, twice=True)
+
+
+def check_one(case: Case, launch: tuple[int, int, int], *, twice: bool = False) -> None:
+    """`twice`: there is no room for activations as they came, so they come again."""
+    warps, tiles, depth = launch
+    layout, config = random_layout(case, "cpu"), DecodeConfig(warps=warps, tiles=tiles, unroll=depth)
+    assert isinstance(layout, GridLayout)
+    if twice:
+        own_room = room_of(layout, config, 132)
+        kernel_of_one.MULTIPROCESSOR = (pages(own_room.size - 2 * case.k) + 1) * PAGE.value
+    assert twice == (room_of(layout, config, 132).registers is not None)
+    check(case, layout, config, byte_grid, takes)
+    kernel_of_one.MULTIPROCESSOR = MULTIPROCESSOR
 
 
 def several_tokens() -> None:
@@ -283,13 +319,18 @@ def several_tokens() -> None:
         (Case(kind="grid", bits=3, n=48, k=512, m=8, zero_points=True), (2, 2, 2, 2)),
     ):
         config = DecodeConfig(warps=warps, tiles=tiles, unroll=depth, teams=teams, ahead=case.bits == 3)
-        check(case, config, half_grid, half_takes)
+        check(case, random_layout(case, "cpu"), config, half_grid, half_takes)
 
 
 def check(
-    case: Case, config: DecodeConfig, kernel: Callable[..., Tensor], takes: Callable[..., bool]
+    case: Case,
+    layout: Layout,
+    config: DecodeConfig,
+    kernel: Callable[..., Tensor],
+    takes: Callable[..., bool],
 ) -> None:
-    layout, x = random_layout(case, "cpu"), torch.randn(case.m, case.k).to(case.dtype)
+    """One product against float64."""
+    x = torch.randn(case.m, case.k).to(case.dtype)
     x[0, ::77] *= 50
     bias = torch.randn(case.n).to(case.dtype) if case.bias and case.m > 1 else None
     assert takes(x, layout, config)

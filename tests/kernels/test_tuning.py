@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -214,6 +215,17 @@ def test_entries_are_multiplied_where_there_are_any(monkeypatch: pytest.MonkeyPa
         assert not any(
             s[3] & settings.COPIED for s in autotune.candidates("decode", kind, 3, 8192, 8192, width)
         )
+
+
+def test_residuals_are_cold_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every copy that is timed has them at another place."""
+    monkeypatch.setattr(autotune, "copies_needed", lambda stored: 3)
+    copies = autotune.copies_of(
+        random_layout(Case(kind="grid", bits=3, n=32, k=256, m=1, density=0.1), "cpu")
+    )
+    for place in ("words", "sparse.columns", "sparse.values", "sparse.starts"):
+        held = [attrgetter(place)(layout) for layout in copies]
+        assert len({tensor.data_ptr() for tensor in held}) == 3 and torch.equal(held[0], held[2])
 
 
 def test_the_table_holds_settings() -> None:
