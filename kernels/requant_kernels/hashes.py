@@ -11,11 +11,13 @@ so that one operand register serves two weights. Nothing is summed and nothing c
 A lane `4 g + t` holds the bits of rows 2 g and 2 g + 1 of tile t of a group of four, a *part* of 8 T bits where four columns
 take T; the parts of 1, 2 or 4 groups are whole words together (`rings.py`). The 32 bits before a part are the last ones of
 lane `4 (g - 1) + t`, around the ring. Every window has the same place in every lane. A register that holds a
-window in its low half is masked by LOP3, in its high half shifted, between them PRMT takes two bytes: one funnel shift
-serves all windows at distance 0, 8 and 16. Where h(high half) is known, the low half needs no mask either, on the
-multiplier's pipe instead of the integer one:
+window in its low half is masked by LOP3, in its high half shifted, between them PRMT takes two bytes. A window that
+begins in one register and ends in the next one has no zeros beside it: PRMT takes its two bytes twice, and the multiplier
+is divided by what makes one of two. So one funnel shift serves all windows at distance 0, 8, 16 and 24. Where h(high half)
+is known, the low half needs no mask either, on the multiplier's pipe instead of the integer one:
 
     hash(F mod 2^16) = F * C - 2^16 hash(F / 2^16)      (mod 2^32)
+    hash(x) = (2^16 x + x) * C / (2^16 + 1)             (mod 2^32, where 1 / (2^16 + 1) = 1 - 2^16)
 """
 
 import math
@@ -30,6 +32,7 @@ HASH = {
 }  # multiplier, addend
 # the most tiles whose windows are cut in turn; more come one after the other, in the registers of one
 AT_ONCE = 4
+ACROSS = 24  # the offset of a window that ends in the next register
 WEIGHTS = {"mul1": 1, "pair": 2, "3inst": 1}  # of one hash
 OFFSET = {
     "mul1": 510.0,
@@ -44,7 +47,8 @@ def groups_of(four: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Window:
-    """16 bits from bit `offset` of the 32 bits that begin at bit `start` of a part, counted from its end."""
+    """16 bits from bit `offset` of the 32 bits that begin at bit `start` of a part, counted from its end; those from bit
+    ACROSS of them end in the next 32."""
 
     start: int
     offset: int
@@ -56,12 +60,24 @@ def windows(code: str, four: int, after: int) -> tuple[Window, ...]:
     length, weights = 8 * four, WEIGHTS[code]
     ends = [length - i // 4 * four - (i % 4 + 1) * four // 4 for i in range(weights - 1, 32, weights)]
     found: dict[int, Window] = {}
+
+    def take(start: int, last: int) -> None:
+        for by in range(0, last + 1, 8):
+            if start + by in ends:
+                found.setdefault(start + by, Window(start=start, offset=by))
+
     for start in range(-after % 32, length - 31, 32):  # whole words cost nothing
-        found |= {start + by: Window(start=start, offset=by) for by in (0, 8, 16) if start + by in ends}
+        take(start, ACROSS)
     for end in sorted(ends):
-        if end not in found:
-            own = {end + by: Window(start=end, offset=by) for by in (0, 8, 16) if end + by in ends}
-            found = own | found
+        start = end
+        while start not in found and start in ends:
+            left = [e for e in range(start + 32, start + 56, 8) if e in ends and e not in found]
+            follows = bool(left) and start + ACROSS in ends and start + ACROSS not in found
+            take(start, ACROSS if follows else 16)
+            if follows and left[0] > start + 32:
+                take(start + 32, 16)
+                break
+            start = start + 32 if follows else -1
     return tuple(found[end] for end in ends)
 
 
@@ -104,6 +120,14 @@ class _Part:
         """The 32 bits from `start` on, counted from the end of the part."""
         if start not in self.registers:
             word, shift = divmod(self.after + start, 32)
+            if start == self.top + 32:
+                self.registers[start] = self.before
+                return self.before
+            if start > self.top + 32:  # no more than a byte of it counts
+                self.registers[start] = self.text.new(
+                    f"shr.b32 {{d}}, {self.before}, {start - self.top - 32};"
+                )
+                return self.registers[start]
             if start > self.top:
                 low, high, shift = self._register(self.top), self.before, start - self.top
             elif shift:
@@ -133,6 +157,10 @@ class _Part:
                     x = new(f"and.b32 {{d}}, {register}, 0xffff;")
                 case 8:
                     x = new(f"prmt.b32 {{d}}, {register}, 0x0, 0x4421;")
+                case 24:
+                    following = self._register(window.start + 32)
+                    x = new(f"prmt.b32 {{d}}, {register}, {following}, 0x4343;")
+                    multiplier = multiplier * (1 - (1 << 16)) & 0xFFFFFFFF
                 case _:
                     x = new(f"shr.b32 {{d}}, {register}, 16;")
             value = new(f"mad.lo.u32 {{d}}, {x}, 0x{multiplier:08x}, 0x{addend:08x};")
