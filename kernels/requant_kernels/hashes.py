@@ -21,6 +21,7 @@ is known, the low half needs no mask either, on the multiplier's pipe instead of
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -81,7 +82,15 @@ def windows(code: str, four: int, after: int) -> tuple[Window, ...]:
     return tuple(found[end] for end in ends)
 
 
-class _Text:
+@cache
+def shifts(code: str, four: int, after: int) -> int:
+    """Funnel shifts of the windows of a part."""
+    found = windows(code, four, after)
+    starts = {w.start for w in found} | {w.start + 32 for w in found if w.offset == ACROSS}
+    return sum((start + after) % 32 > 0 for start in starts)
+
+
+class Text:
     """Lines of PTX; each `new` has a fresh register."""
 
     def __init__(self) -> None:
@@ -102,12 +111,12 @@ class _Text:
         return "{ .reg .b32 " + names + ";\n" + "\n".join(self.lines) + " }"
 
 
-class _Part:
+class Part:
     """The hashes of one lane's rows of one tile, each computed when first asked for."""
 
-    spare = True  # whether the multiplier's pipe has room for the mask of the low half
+    spare = 32  # low halves that may do without a mask, for which the multiplier's pipe has room
 
-    def __init__(self, text: _Text, code: str, four: int, words: list[str], index: int, source: str) -> None:
+    def __init__(self, text: Text, code: str, four: int, words: list[str], index: int, source: str) -> None:
         """`words` of all parts, of which this is number `index`; `source`: the lane with the bits before."""
         self.text, self.code, self.words = text, code, words[::-1]
         self.after, self.top = 8 * four * (groups_of(four) - 1 - index), 8 * four - 32
@@ -146,7 +155,8 @@ class _Part:
         multiplier, addend = HASH[self.code]
         register = self._register(window.start)
         above = Window(start=window.start, offset=16)
-        if window.offset == 0 and above in self.windows and self.spare:
+        if window.offset == 0 and above in self.windows and self.spare > 0:
+            self.spare -= 1
             high = self.hash(self.windows.index(above))
             both = (addend + (addend << 16)) & 0xFFFFFFFF
             product = new(f"mad.lo.u32 {{d}}, {register}, 0x{multiplier:08x}, 0x{both:08x};")
@@ -168,6 +178,34 @@ class _Part:
         return value
 
 
+def multiply_group(
+    text: Text, code: str, four: int, group: int, words: list[list[str]], operand: Callable[[int, int], str],
+    sums: list[list[str]], slabs: int, source: str, *, apart: int = 0, made: int = 0,
+) -> None:  # fmt: skip
+    """Part `group` of every tile's `words`, times what `operand` has for a slab and a hash of a row; `sums` get new names.
+
+    `apart`: how far the two hashes of a row are apart that a product takes, if not half a row. `made`: how many operands
+    PRMT makes. As many low halves are hashed without a mask as leave both pipes the same to do.
+    """
+    tiles, a_row = len(words), ROW_CODES // WEIGHTS[code]
+    apart = apart or a_row // 2
+    pairs = [(i, i + apart) for i in range(a_row) if i // apart % 2 == 0]
+    for own in [range(tiles)] if tiles <= AT_ONCE else [range(r, r + 1) for r in range(tiles)]:
+        parts = {r: Part(text, code, four, words[r], group, source) for r in own}
+        for part in parts.values():
+            part.spare = (shifts(code, four, part.after) + made // tiles) // 2
+        for pair in pairs:
+            x = [[operand(slab, i) for i in pair] for slab in range(slabs)]
+            for i in (r * slabs + slab for r in own for slab in range(slabs)):
+                a = ", ".join(parts[i // slabs].hash(row * a_row + j) for j in pair for row in range(2))
+                d = [text.register() for _ in range(4)]
+                text.lines.append(
+                    f"mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {{{', '.join(d)}}}, {{{a}}}, "
+                    f"{{{', '.join(x[i % slabs])}}}, {{{', '.join(sums[i])}}};"
+                )
+                sums[i] = d
+
+
 @cache
 def sum_asm(code: str, four: int, tiles: int, slabs: int) -> tuple[str, str]:
     """Text and constraints of `tiles` x 16 rows, `groups_of(four)` groups, times 8 `slabs` columns of activations.
@@ -179,47 +217,34 @@ def sum_asm(code: str, four: int, tiles: int, slabs: int) -> tuple[str, str]:
     words = four * groups // 4
     first_word, first_x = 2 * sums, 2 * sums + tiles * words
     source = f"${first_x + 4 * slabs * groups}"
-    text = _Text()
+    text = Text()
     sum_of = [[f"${sums + 4 * i + j}" for j in range(4)] for i in range(tiles * slabs)]
-    a_row = ROW_CODES // WEIGHTS[code]
-    steps = a_row // 2
     for group in range(groups):
         x: dict[tuple[int, int], str] = {}  # where tiles come one after the other, the first one finds them
-        for own in [range(tiles)] if tiles <= AT_ONCE else [range(r, r + 1) for r in range(tiles)]:
-            parts = {
-                r: _Part(
-                    text, code, four, [f"${first_word + r * words + i}" for i in range(words)], group, source
-                )
-                for r in own
-            }
-            for step in range(steps):
-                last, pair = group == groups - 1 and step == steps - 1, (step, step + steps)
-                for slab in range(slabs):
-                    for i in pair:
-                        if (slab, i) not in x:
-                            x[slab, i] = _operand(text, code, first_x + 4 * (slab * groups + group), i)
-                for i in (r * slabs + slab for r in own for slab in range(slabs)):
-                    a = ", ".join(parts[i // slabs].hash(row * a_row + j) for j in pair for row in range(2))
-                    d = [f"${4 * i + j}" if last else text.register() for j in range(4)]
-                    text.lines.append(
-                        f"mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {{{', '.join(d)}}}, {{{a}}}, "
-                        f"{{{', '.join(x[i % slabs, j] for j in pair)}}}, {{{', '.join(sum_of[i])}}};"
-                    )
-                    sum_of[i] = d
+
+        def operand(slab: int, i: int, x: dict[tuple[int, int], str] = x, group: int = group) -> str:
+            if (slab, i) not in x:
+                x[slab, i] = _operand(text, code, first_x + 4 * (slab * groups + group), i)
+            return x[slab, i]
+
+        made = slabs * ROW_CODES // WEIGHTS[code]
+        held = [[f"${first_word + r * words + i}" for i in range(words)] for r in range(tiles)]
+        multiply_group(text, code, four, group, held, operand, sum_of, slabs, source, made=made)
+    text.lines += [f"mov.b32 ${4 * i + j}, {sum_of[i][j]};" for i in range(tiles * slabs) for j in range(4)]
     return text.text(), ",".join(["=r"] * sums + ["r"] * (sums + tiles * words + 4 * slabs * groups + 1))
 
 
-def _operand(text: _Text, code: str, first: int, index: int) -> str:
+def _operand(text: Text, code: str, first: int, index: int) -> str:
     """The four activations that meet a hash, from a lane's sixteen bytes of a row of the tile."""
     if code == "mul1":
         return text.new(f"prmt.b32 {{d}}, ${first + index // 4}, 0x0, 0x{index % 4 * 0x1111:04x};")
     return text.new(f"prmt.b32 {{d}}, ${first + index // 2}, 0x0, 0x{(0x2332 if index % 2 else 0x0110):04x};")
 
 
-class _Weights(_Part):
+class _Weights(Part):
     """The weights of one lane's rows of one tile, as pairs of float16, each computed when first asked for."""
 
-    spare = False  # dp4a runs there
+    spare = 0  # dp4a runs there
 
     def pair(self, index: int) -> str:
         """Of columns 2 `index` and 2 `index` + 1, 8 pairs a row; byte sums lie on the bits of 1024, 1534 too large."""
@@ -246,7 +271,7 @@ class _Weights(_Part):
 def values_asm(code: str, four: int, group: int) -> tuple[str, str]:
     """The weights of part `group` as pairs of float16: 16 outputs, 8 a row; all words, the lane with the bits before."""
     words = four * groups_of(four) // 4
-    text = _Text()
+    text = Text()
     part = _Weights(text, code, four, [f"${16 + i}" for i in range(words)], group, f"${16 + words}")
     for i in range(16):
         if code == "3inst":
@@ -264,7 +289,7 @@ def float_sum_asm(code: str, four: int, tiles: int, slabs: int) -> tuple[str, st
     words = four * groups // 4
     first_word, first_x = 2 * sums, 2 * sums + tiles * words
     source = f"${first_x + 8 * slabs * groups}"
-    text = _Text()
+    text = Text()
     sum_of = [[f"${sums + 4 * i + j}" for j in range(4)] for i in range(tiles * slabs)]
     for group in range(groups):
         parts = [
@@ -332,7 +357,7 @@ def reduce_asm(warps: int, count: int, *, given: bool = False) -> tuple[str, str
     """
     outputs, whole = max(1, count // warps), count & (count - 1) == 0
     value, (warp, lane) = outputs, (f"${outputs + count}", f"${outputs + count + 1}")
-    text = _Text()
+    text = Text()
     base = f"${outputs + count + 2}"
     if not given:
         text.lines.append(f".shared .align 16 .b32 sums[{warps * count * 32}];")
