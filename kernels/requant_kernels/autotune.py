@@ -25,11 +25,13 @@ from requant_kernels.settings import (
     GATHERED,
     HALVES,
     MASKED,
+    RING,
     SHARE,
     STAGED,
     TEAM,
     HopperConfig,
     TallConfig,
+    TrellisConfig,
     decode_setting,
     trellis_setting,
 )
@@ -129,6 +131,15 @@ TRELLIS: list[Setting] = [
     )
     for early in (0, AHEAD)
 ]  # fmt: skip
+# one token by `spread_sums.py`: warps, tiles, units of a step, places of the ring
+TRELLIS += [
+    (warps, tiles, unroll, (places - 1) * RING + early)
+    for warps, tiles, unroll, places in (
+        (8, 2, 2, 3), (8, 2, 4, 2), (8, 2, 4, 3), (4, 2, 4, 3), (16, 2, 2, 3), (8, 4, 2, 2), (16, 4, 1, 3), (16, 4, 2, 3),
+        (8, 7, 1, 3), (8, 7, 2, 2), (8, 2, 1, 2), (8, 2, 1, 3), (4, 2, 1, 3),
+    )
+    for early in (0, AHEAD)
+]  # fmt: skip
 MOST_SHARES = 8  # programs of a multiprocessor, beyond which shared memory need not keep them apart
 PROCESSORS = 132  # of an H200; elsewhere a few candidates more or less
 AGREE = 3e-3  # relative Frobenius distance of two settings' results
@@ -205,7 +216,9 @@ def fits(kernel: str, n: int, k: int, tokens: int, setting: Setting) -> bool:
         )
         fitting = width == tokens if tokens <= 64 else width >= 64
         return fitting and split * 4 <= max(4, k // 256) and (split == 1 or programs <= 1.1 * most)
-    warps, tiles, unroll, _ = setting
+    warps, tiles, unroll, bits = setting
+    if bits % SHARE >= RING and tokens > 1:
+        return False
     return warps * unroll * 64 <= max(k, 1024) and n // (16 * tiles) >= 32 and tiles * tokens <= 32
 
 
@@ -235,8 +248,10 @@ def call(kernel: str, x: Tensor, layout: Any, setting: Setting) -> Tensor:
             return hopper(x, layout, None, config)
     else:
         config = trellis_setting(setting)
-    from requant_kernels.trellis import trellis_linear
+    from requant_kernels.trellis import takes_spread, trellis_linear
 
+    if isinstance(config, TrellisConfig) and config.places and not takes_spread(x, layout, config):
+        raise ValueError("another kernel would be timed")
     return trellis_linear(x, layout, None, asm=True, config=config)
 
 

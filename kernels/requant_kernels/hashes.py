@@ -11,14 +11,17 @@ so that one operand register serves two weights. Nothing is summed and nothing c
 A lane `4 g + t` holds the bits of rows 2 g and 2 g + 1 of tile t of a group of four, a *part* of 8 T bits where four columns
 take T; the parts of 1, 2 or 4 groups are whole words together (`rings.py`). The 32 bits before a part are the last ones of
 lane `4 (g - 1) + t`, around the ring. Every window has the same place in every lane. A register that holds a
-window in its low half is masked by LOP3, in its high half shifted, between them PRMT takes two bytes: one funnel shift
-serves all windows at distance 0, 8 and 16. Where h(high half) is known, the low half needs no mask either, on the
-multiplier's pipe instead of the integer one:
+window in its low half is masked by LOP3, in its high half shifted, between them PRMT takes two bytes. A window that
+begins in one register and ends in the next one has no zeros beside it: PRMT takes its two bytes twice, and the multiplier
+is divided by what makes one of two. So one funnel shift serves all windows at distance 0, 8, 16 and 24. Where h(high half)
+is known, the low half needs no mask either, on the multiplier's pipe instead of the integer one:
 
     hash(F mod 2^16) = F * C - 2^16 hash(F / 2^16)      (mod 2^32)
+    hash(x) = (2^16 x + x) * C / (2^16 + 1)             (mod 2^32, where 1 / (2^16 + 1) = 1 - 2^16)
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -30,6 +33,7 @@ HASH = {
 }  # multiplier, addend
 # the most tiles whose windows are cut in turn; more come one after the other, in the registers of one
 AT_ONCE = 4
+ACROSS = 24  # the offset of a window that ends in the next register
 WEIGHTS = {"mul1": 1, "pair": 2, "3inst": 1}  # of one hash
 OFFSET = {
     "mul1": 510.0,
@@ -44,7 +48,8 @@ def groups_of(four: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Window:
-    """16 bits from bit `offset` of the 32 bits that begin at bit `start` of a part, counted from its end."""
+    """16 bits from bit `offset` of the 32 bits that begin at bit `start` of a part, counted from its end; those from bit
+    ACROSS of them end in the next 32."""
 
     start: int
     offset: int
@@ -56,16 +61,36 @@ def windows(code: str, four: int, after: int) -> tuple[Window, ...]:
     length, weights = 8 * four, WEIGHTS[code]
     ends = [length - i // 4 * four - (i % 4 + 1) * four // 4 for i in range(weights - 1, 32, weights)]
     found: dict[int, Window] = {}
+
+    def take(start: int, last: int) -> None:
+        for by in range(0, last + 1, 8):
+            if start + by in ends:
+                found.setdefault(start + by, Window(start=start, offset=by))
+
     for start in range(-after % 32, length - 31, 32):  # whole words cost nothing
-        found |= {start + by: Window(start=start, offset=by) for by in (0, 8, 16) if start + by in ends}
+        take(start, ACROSS)
     for end in sorted(ends):
-        if end not in found:
-            own = {end + by: Window(start=end, offset=by) for by in (0, 8, 16) if end + by in ends}
-            found = own | found
+        start = end
+        while start not in found and start in ends:
+            left = [e for e in range(start + 32, start + 56, 8) if e in ends and e not in found]
+            follows = bool(left) and start + ACROSS in ends and start + ACROSS not in found
+            take(start, ACROSS if follows else 16)
+            if follows and left[0] > start + 32:
+                take(start + 32, 16)
+                break
+            start = start + 32 if follows else -1
     return tuple(found[end] for end in ends)
 
 
-class _Text:
+@cache
+def shifts(code: str, four: int, after: int) -> int:
+    """Funnel shifts of the windows of a part."""
+    found = windows(code, four, after)
+    starts = {w.start for w in found} | {w.start + 32 for w in found if w.offset == ACROSS}
+    return sum((start + after) % 32 > 0 for start in starts)
+
+
+class Text:
     """Lines of PTX; each `new` has a fresh register."""
 
     def __init__(self) -> None:
@@ -86,12 +111,12 @@ class _Text:
         return "{ .reg .b32 " + names + ";\n" + "\n".join(self.lines) + " }"
 
 
-class _Part:
+class Part:
     """The hashes of one lane's rows of one tile, each computed when first asked for."""
 
-    spare = True  # whether the multiplier's pipe has room for the mask of the low half
+    spare = 32  # low halves that may do without a mask, for which the multiplier's pipe has room
 
-    def __init__(self, text: _Text, code: str, four: int, words: list[str], index: int, source: str) -> None:
+    def __init__(self, text: Text, code: str, four: int, words: list[str], index: int, source: str) -> None:
         """`words` of all parts, of which this is number `index`; `source`: the lane with the bits before."""
         self.text, self.code, self.words = text, code, words[::-1]
         self.after, self.top = 8 * four * (groups_of(four) - 1 - index), 8 * four - 32
@@ -104,6 +129,14 @@ class _Part:
         """The 32 bits from `start` on, counted from the end of the part."""
         if start not in self.registers:
             word, shift = divmod(self.after + start, 32)
+            if start == self.top + 32:
+                self.registers[start] = self.before
+                return self.before
+            if start > self.top + 32:  # no more than a byte of it counts
+                self.registers[start] = self.text.new(
+                    f"shr.b32 {{d}}, {self.before}, {start - self.top - 32};"
+                )
+                return self.registers[start]
             if start > self.top:
                 low, high, shift = self._register(self.top), self.before, start - self.top
             elif shift:
@@ -122,7 +155,8 @@ class _Part:
         multiplier, addend = HASH[self.code]
         register = self._register(window.start)
         above = Window(start=window.start, offset=16)
-        if window.offset == 0 and above in self.windows and self.spare:
+        if window.offset == 0 and above in self.windows and self.spare > 0:
+            self.spare -= 1
             high = self.hash(self.windows.index(above))
             both = (addend + (addend << 16)) & 0xFFFFFFFF
             product = new(f"mad.lo.u32 {{d}}, {register}, 0x{multiplier:08x}, 0x{both:08x};")
@@ -133,11 +167,43 @@ class _Part:
                     x = new(f"and.b32 {{d}}, {register}, 0xffff;")
                 case 8:
                     x = new(f"prmt.b32 {{d}}, {register}, 0x0, 0x4421;")
+                case 24:
+                    following = self._register(window.start + 32)
+                    x = new(f"prmt.b32 {{d}}, {register}, {following}, 0x4343;")
+                    multiplier = multiplier * (1 - (1 << 16)) & 0xFFFFFFFF
                 case _:
                     x = new(f"shr.b32 {{d}}, {register}, 16;")
             value = new(f"mad.lo.u32 {{d}}, {x}, 0x{multiplier:08x}, 0x{addend:08x};")
         self.hashes[index] = value
         return value
+
+
+def multiply_group(
+    text: Text, code: str, four: int, group: int, words: list[list[str]], operand: Callable[[int, int], str],
+    sums: list[list[str]], slabs: int, source: str, *, apart: int = 0, made: int = 0,
+) -> None:  # fmt: skip
+    """Part `group` of every tile's `words`, times what `operand` has for a slab and a hash of a row; `sums` get new names.
+
+    `apart`: how far the two hashes of a row are apart that a product takes, if not half a row. `made`: how many operands
+    PRMT makes. As many low halves are hashed without a mask as leave both pipes the same to do.
+    """
+    tiles, a_row = len(words), ROW_CODES // WEIGHTS[code]
+    apart = apart or a_row // 2
+    pairs = [(i, i + apart) for i in range(a_row) if i // apart % 2 == 0]
+    for own in [range(tiles)] if tiles <= AT_ONCE else [range(r, r + 1) for r in range(tiles)]:
+        parts = {r: Part(text, code, four, words[r], group, source) for r in own}
+        for part in parts.values():
+            part.spare = (shifts(code, four, part.after) + made // tiles) // 2
+        for pair in pairs:
+            x = [[operand(slab, i) for i in pair] for slab in range(slabs)]
+            for i in (r * slabs + slab for r in own for slab in range(slabs)):
+                a = ", ".join(parts[i // slabs].hash(row * a_row + j) for j in pair for row in range(2))
+                d = [text.register() for _ in range(4)]
+                text.lines.append(
+                    f"mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {{{', '.join(d)}}}, {{{a}}}, "
+                    f"{{{', '.join(x[i % slabs])}}}, {{{', '.join(sums[i])}}};"
+                )
+                sums[i] = d
 
 
 @cache
@@ -151,47 +217,34 @@ def sum_asm(code: str, four: int, tiles: int, slabs: int) -> tuple[str, str]:
     words = four * groups // 4
     first_word, first_x = 2 * sums, 2 * sums + tiles * words
     source = f"${first_x + 4 * slabs * groups}"
-    text = _Text()
+    text = Text()
     sum_of = [[f"${sums + 4 * i + j}" for j in range(4)] for i in range(tiles * slabs)]
-    a_row = ROW_CODES // WEIGHTS[code]
-    steps = a_row // 2
     for group in range(groups):
         x: dict[tuple[int, int], str] = {}  # where tiles come one after the other, the first one finds them
-        for own in [range(tiles)] if tiles <= AT_ONCE else [range(r, r + 1) for r in range(tiles)]:
-            parts = {
-                r: _Part(
-                    text, code, four, [f"${first_word + r * words + i}" for i in range(words)], group, source
-                )
-                for r in own
-            }
-            for step in range(steps):
-                last, pair = group == groups - 1 and step == steps - 1, (step, step + steps)
-                for slab in range(slabs):
-                    for i in pair:
-                        if (slab, i) not in x:
-                            x[slab, i] = _operand(text, code, first_x + 4 * (slab * groups + group), i)
-                for i in (r * slabs + slab for r in own for slab in range(slabs)):
-                    a = ", ".join(parts[i // slabs].hash(row * a_row + j) for j in pair for row in range(2))
-                    d = [f"${4 * i + j}" if last else text.register() for j in range(4)]
-                    text.lines.append(
-                        f"mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {{{', '.join(d)}}}, {{{a}}}, "
-                        f"{{{', '.join(x[i % slabs, j] for j in pair)}}}, {{{', '.join(sum_of[i])}}};"
-                    )
-                    sum_of[i] = d
+
+        def operand(slab: int, i: int, x: dict[tuple[int, int], str] = x, group: int = group) -> str:
+            if (slab, i) not in x:
+                x[slab, i] = _operand(text, code, first_x + 4 * (slab * groups + group), i)
+            return x[slab, i]
+
+        made = slabs * ROW_CODES // WEIGHTS[code]
+        held = [[f"${first_word + r * words + i}" for i in range(words)] for r in range(tiles)]
+        multiply_group(text, code, four, group, held, operand, sum_of, slabs, source, made=made)
+    text.lines += [f"mov.b32 ${4 * i + j}, {sum_of[i][j]};" for i in range(tiles * slabs) for j in range(4)]
     return text.text(), ",".join(["=r"] * sums + ["r"] * (sums + tiles * words + 4 * slabs * groups + 1))
 
 
-def _operand(text: _Text, code: str, first: int, index: int) -> str:
+def _operand(text: Text, code: str, first: int, index: int) -> str:
     """The four activations that meet a hash, from a lane's sixteen bytes of a row of the tile."""
     if code == "mul1":
         return text.new(f"prmt.b32 {{d}}, ${first + index // 4}, 0x0, 0x{index % 4 * 0x1111:04x};")
     return text.new(f"prmt.b32 {{d}}, ${first + index // 2}, 0x0, 0x{(0x2332 if index % 2 else 0x0110):04x};")
 
 
-class _Weights(_Part):
+class _Weights(Part):
     """The weights of one lane's rows of one tile, as pairs of float16, each computed when first asked for."""
 
-    spare = False  # dp4a runs there
+    spare = 0  # dp4a runs there
 
     def pair(self, index: int) -> str:
         """Of columns 2 `index` and 2 `index` + 1, 8 pairs a row; byte sums lie on the bits of 1024, 1534 too large."""
@@ -218,7 +271,7 @@ class _Weights(_Part):
 def values_asm(code: str, four: int, group: int) -> tuple[str, str]:
     """The weights of part `group` as pairs of float16: 16 outputs, 8 a row; all words, the lane with the bits before."""
     words = four * groups_of(four) // 4
-    text = _Text()
+    text = Text()
     part = _Weights(text, code, four, [f"${16 + i}" for i in range(words)], group, f"${16 + words}")
     for i in range(16):
         if code == "3inst":
@@ -236,7 +289,7 @@ def float_sum_asm(code: str, four: int, tiles: int, slabs: int) -> tuple[str, st
     words = four * groups // 4
     first_word, first_x = 2 * sums, 2 * sums + tiles * words
     source = f"${first_x + 8 * slabs * groups}"
-    text = _Text()
+    text = Text()
     sum_of = [[f"${sums + 4 * i + j}" for j in range(4)] for i in range(tiles * slabs)]
     for group in range(groups):
         parts = [
@@ -304,7 +357,7 @@ def reduce_asm(warps: int, count: int, *, given: bool = False) -> tuple[str, str
     """
     outputs, whole = max(1, count // warps), count & (count - 1) == 0
     value, (warp, lane) = outputs, (f"${outputs + count}", f"${outputs + count + 1}")
-    text = _Text()
+    text = Text()
     base = f"${outputs + count + 2}"
     if not given:
         text.lines.append(f".shared .align 16 .b32 sums[{warps * count * 32}];")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 # bits of the fourth number of a setting of the decode kernel; AHEAD and shares of the trellis kernel too
 AHEAD, STAGED, GATHERED, COPIED, BYTES, SHARE, TEAM, HALVES = 1, 2, 4, 8, 16, 32, 128, 512
 SHARES, MASKED = 3 * SHARE, BYTES | HALVES
+RING = 8  # of the trellis kernel: so often, one place of a ring beside the first
 # of a setting, by kernel; "masked" are those of the decode kernel with BYTES or HALVES
 NUMBERS = {"decode": 5, "masked": 5, "tall": 3, "hopper": 5, "trellis": 4}
 
@@ -74,19 +75,23 @@ class HopperConfig:
 class TrellisConfig:
     """`warps` share the columns of `tiles` x 16 rows, `unroll` units of columns (`rings.py`) a warp at a time.
 
-    `early`: the next launch may begin before this one waits for the one before. `shares` as in DecodeConfig.
+    `early`: the next launch may begin before this one waits for the one before. `places`: one token goes to
+    `spread_sums.py`, with a ring of so many, where it takes it; 0: it does not. `shares` as in DecodeConfig.
     """
 
     warps: int = 8
     tiles: int = 2
     unroll: int = 2
     early: bool = False
+    places: int = 0
     shares: int = 0
 
 
 def trellis_setting(numbers: Sequence[int]) -> TrellisConfig:
     """A setting as the tables hold it: warps, tiles, unroll, its bits."""
     warps, tiles, unroll, bits = numbers
+    ring = bits % SHARE // RING
     return TrellisConfig(
-        warps=warps, tiles=tiles, unroll=unroll, early=bool(bits & AHEAD), shares=bits // SHARE
-    )
+        warps=warps, tiles=tiles, unroll=unroll, early=bool(bits & AHEAD), places=ring + 1 if ring else 0,
+        shares=bits // SHARE,
+    )  # fmt: skip

@@ -114,7 +114,7 @@ def decode_config(layout: Layout, tokens: int, device: torch.device, *, masked: 
     False."""
     width = 1 if tokens == 1 else 8 if tokens <= 8 else 16
     kind, bits, n, k = kind_of(layout), layout.bits, layout.n, layout.k
-    if masked and is_plain(layout, width) and _takes_gluon(device):
+    if masked and is_plain(layout, width) and takes_gluon(device):
         found = masked_config(kind, bits, n, k, width, device)
         if found is not None:
             return found
@@ -159,7 +159,7 @@ def gathers(layout: Layout, width: int, device: torch.device) -> bool:
     HOPPER_VARIABLE=0 keeps all from it."""
     entries = layout.sparse is not None and layout.sparse.entries is not None
     memory = isinstance(layout, CodebookLayout) and layout.bits > 4
-    return width <= 8 and entries and not memory and _takes_gluon(device)
+    return width <= 8 and entries and not memory and takes_gluon(device)
 
 
 def distance_of(kind: str, bits: int, width: int) -> tuple[int, bool]:
@@ -231,7 +231,7 @@ def _has_wgmma(device: torch.device) -> bool:
     return tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
 
 
-def _takes_gluon(device: torch.device) -> bool:
+def takes_gluon(device: torch.device) -> bool:
     """Whether kernels in Gluon are possible, and not turned off."""
     return os.environ.get(HOPPER_VARIABLE) != "0" and _has_wgmma(device)
 
@@ -241,7 +241,7 @@ def runs_on_hopper(layout: Layout | TrellisLayout, device: torch.device) -> bool
     assembly, and residuals that have their second order (`entries.py`), which are launches of their own beside a trellis.
     HOPPER_VARIABLE=0 keeps all from it."""
     return (
-        _takes_gluon(device)
+        takes_gluon(device)
         and not (isinstance(layout, CodebookLayout) and layout.bits > 4)
         and (isinstance(layout, TrellisLayout) or layout.sparse is None or layout.sparse.entries is not None)
     )

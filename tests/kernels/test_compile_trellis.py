@@ -8,12 +8,13 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from requant_kernels import byte_sums  # noqa: E402
+from requant_kernels import byte_sums, spread_sums  # noqa: E402
 from requant_kernels.autotune import TRELLIS  # noqa: E402
 from requant_kernels.byte_sums import byte_sum_kernel, padded_columns  # noqa: E402
 from requant_kernels.byte_sums import constants as trellis_constants  # noqa: E402
 from requant_kernels.hashes import STORE_FOUR_ASM, STORE_FOUR_CONSTRAINTS, groups_of, values_asm, words_asm  # noqa: E402
 from requant_kernels.sections import SECTION, section_kernel  # noqa: E402
+from requant_kernels.settings import RING, SHARE, trellis_setting  # noqa: E402
 from requant_kernels.trellis import expand_kernel  # noqa: E402
 from requant_kernels.tuning import TrellisConfig  # noqa: E402
 from requant_kernels.tuning import trellis_config as rule_of_trellis  # noqa: E402
@@ -79,6 +80,48 @@ def test_trellis_instructions_a_weight(
         assert machine.opcodes["BAR"] <= 2
 
 
+SPREAD_CEILING = {
+    ("mul1", 2): 2.95, ("pair", 2): 1.6, ("mul1", 4): 2.85, ("mul1", 2.25): 3.2,
+}  # fmt: skip
+
+
+def spread_machine(code: str, bits: float, warps: int, tiles: int, unroll: int, places: int) -> Machine:
+    four = round(4 * bits)
+    config = TrellisConfig(warps=warps, tiles=tiles, unroll=unroll, places=places)
+    vector = math.gcd(four * groups_of(four) // 4, 4)
+    pointers = {"words_ptr": "*i32", "y_ptr": "*fp32", "x_ptr": "*i8", "scales_ptr": "*fp32"}
+    return compile_kernel(
+        spread_sums.spread_sum_kernel, spread_sums.constants(code, four, vector, config) | {"PDL": True}, capability=90,
+        pointers=pointers | {"units": "i32", "sections": "i32"}, warps=warps, aligned=("units",),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("code", "bits"), SPREAD_CEILING)
+@pytest.mark.parametrize("launch", [(8, 2, 2, 3), (8, 7, 1, 3)], ids=str)
+def test_spread_instructions_a_weight(code: str, bits: float, launch: tuple[int, int, int, int]) -> None:
+    if bits == 2.25:
+        launch = (launch[0], launch[1], 1, launch[3])
+    machine = spread_machine(code, bits, *launch)
+    assert machine.stack == 0
+    assert machine.registers <= 128
+    groups = launch[2] * groups_of(round(4 * bits))
+    assert machine.inner / (32 * launch[1] * groups) < SPREAD_CEILING[code, bits]
+    assert machine.products["IMMA"] == (8 if code == "mul1" else 4) * launch[1] * groups
+    assert machine.products["SHFL"] == launch[1] * groups
+    assert machine.products["LDG"] == 0  # nothing waits in registers
+    assert machine.opcodes["BAR"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code", ["mul1", "pair"])
+@pytest.mark.parametrize("setting", [setting for setting in TRELLIS if setting[3] % SHARE >= RING], ids=str)
+def test_no_spread_launch_spills(code: str, setting: tuple[int, ...]) -> None:
+    warps, tiles, unroll, _ = setting
+    machine = spread_machine(code, 2, warps, tiles, unroll, trellis_setting(setting).places)
+    assert machine.stack == 0
+    assert machine.registers * 32 * warps <= 65536
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("tokens", [1, 8, 16])
 @pytest.mark.parametrize(
@@ -118,7 +161,7 @@ EVERY_ODD: list[Odd] = [
 EVERY_ODD += [
     (code, bits, 8192, 11072, tokens, launch)
     for code, bits in (("mul1", 2), ("pair", 2), ("mul1", 4))
-    for launch in dict.fromkeys(setting[:3] for setting in TRELLIS)
+    for launch in dict.fromkeys(setting[:3] for setting in TRELLIS if setting[3] % SHARE < RING)
     for tokens in (1, 8, 16)
     if launch[1] * tokens <= 32
 ]
@@ -173,13 +216,13 @@ def test_expansion_compiles(units: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
-def test_rotation_keeps_256_values_in_a_warp(capability: int, dtype: str) -> None:
+@pytest.mark.parametrize(("dtype", "spread"), [("fp16", 0), ("fp16", 1), ("fp16", 2), ("fp32", 0)])
+def test_rotation_keeps_256_values_in_a_warp(capability: int, dtype: str, spread: int) -> None:
     fixed = dtype == "fp16"  # the rotation of activations; the other one is that of outputs
-    text, names = section_asm(across=True, fixed=fixed)
+    text, names = section_asm(across=True, fixed=fixed, spread=spread)
     constants = {
         "ASM": text, "CONSTRAINTS": names, "P": 2, "V": 8 if fixed else 4, "MASK": 15, "ROOT": 1.0, "PAIRED": fixed,
-        "PARTS": 1, "ARRANGED": False, "OWN": 1, "PDL": capability >= 90,
+        "SPREAD": spread, "PDL": capability >= 90,
     }  # fmt: skip
     pointers = {"x_ptr": f"*{dtype}", "y_ptr": "*i8" if fixed else "*fp16", "scales_ptr": "*fp32"}
     pointers |= {"before_ptr": "*fp16", "after_ptr": "*fp16", "width": "i32", "out_width": "i32"}

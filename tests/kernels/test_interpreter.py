@@ -11,7 +11,8 @@ pytest.importorskip("triton")
 
 
 @pytest.mark.parametrize(
-    "script", ["interpret.py", "emulate.py", "emulate_copies.py", "emulate_byte_grid.py"]
+    "script",
+    ["interpret.py", "emulate.py", "emulate_copies.py", "emulate_byte_grid.py", "emulate_spread_sums.py"],
 )
 def test_kernels_in_the_interpreter(script: str) -> None:
     here = Path(__file__).parent
