@@ -56,8 +56,9 @@ class Window:
 
 
 @cache
-def windows(code: str, four: int, after: int) -> tuple[Window, ...]:
-    """Where each window of a part lies, first row first: 32 for `mul1`, 16 for `pair`; `after`: bits behind the part."""
+def windows(code: str, four: int, after: int, across: bool = False) -> tuple[Window, ...]:
+    """Where each window of a part lies, first row first: 32 for `mul1`, 16 for `pair`; `after`: bits behind the part;
+    `across`: whether windows may end in the next register, where that saves a shift."""
     length, weights = 8 * four, WEIGHTS[code]
     ends = [length - i // 4 * four - (i % 4 + 1) * four // 4 for i in range(weights - 1, 32, weights)]
     found: dict[int, Window] = {}
@@ -68,12 +69,12 @@ def windows(code: str, four: int, after: int) -> tuple[Window, ...]:
                 found.setdefault(start + by, Window(start=start, offset=by))
 
     for start in range(-after % 32, length - 31, 32):  # whole words cost nothing
-        take(start, ACROSS)
+        take(start, ACROSS if across else 16)
     for end in sorted(ends):
         start = end
         while start not in found and start in ends:
             left = [e for e in range(start + 32, start + 56, 8) if e in ends and e not in found]
-            follows = bool(left) and start + ACROSS in ends and start + ACROSS not in found
+            follows = across and bool(left) and start + ACROSS in ends and start + ACROSS not in found
             take(start, ACROSS if follows else 16)
             if follows and left[0] > start + 32:
                 take(start + 32, 16)
@@ -82,12 +83,9 @@ def windows(code: str, four: int, after: int) -> tuple[Window, ...]:
     return tuple(found[end] for end in ends)
 
 
-@cache
-def shifts(code: str, four: int, after: int) -> int:
-    """Funnel shifts of the windows of a part."""
-    found = windows(code, four, after)
-    starts = {w.start for w in found} | {w.start + 32 for w in found if w.offset == ACROSS}
-    return sum((start + after) % 32 > 0 for start in starts)
+def goes_across(code: str, tiles: int) -> bool:
+    """Whether windows that end in the next register are ahead: by times, not by counts, which are always lower."""
+    return WEIGHTS[code] > 1 or tiles > AT_ONCE
 
 
 class Text:
@@ -116,14 +114,22 @@ class Part:
 
     spare = 32  # low halves that may do without a mask, for which the multiplier's pipe has room
 
-    def __init__(self, text: Text, code: str, four: int, words: list[str], index: int, source: str) -> None:
+    def __init__(
+        self, text: Text, code: str, four: int, words: list[str], index: int, source: str, *, across: bool = False
+    ) -> None:  # fmt: skip
         """`words` of all parts, of which this is number `index`; `source`: the lane with the bits before."""
         self.text, self.code, self.words = text, code, words[::-1]
         self.after, self.top = 8 * four * (groups_of(four) - 1 - index), 8 * four - 32
-        self.windows = windows(code, four, self.after)
+        self.windows = windows(code, four, self.after, across)
         self.registers: dict[int, str] = {}
         self.hashes: dict[int, str] = {}
         self.before = text.new(f"shfl.sync.idx.b32 {{d}}, {self._register(0)}, {source}, 0x1f, 0xffffffff;")
+
+    @property
+    def shifts(self) -> int:
+        """Funnel shifts of its windows."""
+        starts = {w.start for w in self.windows} | {w.start + 32 for w in self.windows if w.offset == ACROSS}
+        return sum((start + self.after) % 32 > 0 for start in starts)
 
     def _register(self, start: int) -> str:
         """The 32 bits from `start` on, counted from the end of the part."""
@@ -181,24 +187,27 @@ class Part:
 def multiply_group(
     text: Text, code: str, four: int, group: int, words: list[list[str]], operand: Callable[[int, int], str],
     sums: list[list[str]], slabs: int, source: str, *, apart: int = 0, made: int = 0,
+    outputs: list[list[str]] | None = None,
 ) -> None:  # fmt: skip
     """Part `group` of every tile's `words`, times what `operand` has for a slab and a hash of a row; `sums` get new names.
 
     `apart`: how far the two hashes of a row are apart that a product takes, if not half a row. `made`: how many operands
-    PRMT makes. As many low halves are hashed without a mask as leave both pipes the same to do.
+    PRMT makes. As many low halves are hashed without a mask as leave both pipes the same to do. `outputs`: the names that
+    the last sums get.
     """
     tiles, a_row = len(words), ROW_CODES // WEIGHTS[code]
     apart = apart or a_row // 2
     pairs = [(i, i + apart) for i in range(a_row) if i // apart % 2 == 0]
     for own in [range(tiles)] if tiles <= AT_ONCE else [range(r, r + 1) for r in range(tiles)]:
-        parts = {r: Part(text, code, four, words[r], group, source) for r in own}
+        across = goes_across(code, tiles)
+        parts = {r: Part(text, code, four, words[r], group, source, across=across) for r in own}
         for part in parts.values():
-            part.spare = (shifts(code, four, part.after) + made // tiles) // 2
+            part.spare = (part.shifts + made // tiles) // 2
         for pair in pairs:
             x = [[operand(slab, i) for i in pair] for slab in range(slabs)]
             for i in (r * slabs + slab for r in own for slab in range(slabs)):
                 a = ", ".join(parts[i // slabs].hash(row * a_row + j) for j in pair for row in range(2))
-                d = [text.register() for _ in range(4)]
+                d = outputs[i] if outputs and pair == pairs[-1] else [text.register() for _ in range(4)]
                 text.lines.append(
                     f"mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {{{', '.join(d)}}}, {{{a}}}, "
                     f"{{{', '.join(x[i % slabs])}}}, {{{', '.join(sums[i])}}};"
@@ -229,8 +238,12 @@ def sum_asm(code: str, four: int, tiles: int, slabs: int) -> tuple[str, str]:
 
         made = slabs * ROW_CODES // WEIGHTS[code]
         held = [[f"${first_word + r * words + i}" for i in range(words)] for r in range(tiles)]
-        multiply_group(text, code, four, group, held, operand, sum_of, slabs, source, made=made)
-    text.lines += [f"mov.b32 ${4 * i + j}, {sum_of[i][j]};" for i in range(tiles * slabs) for j in range(4)]
+        last = (
+            [[f"${4 * i + j}" for j in range(4)] for i in range(tiles * slabs)]
+            if group == groups - 1
+            else None
+        )
+        multiply_group(text, code, four, group, held, operand, sum_of, slabs, source, made=made, outputs=last)
     return text.text(), ",".join(["=r"] * sums + ["r"] * (sums + tiles * words + 4 * slabs * groups + 1))
 
 

@@ -81,7 +81,7 @@ def test_trellis_instructions_a_weight(
 
 
 SPREAD_CEILING = {
-    ("mul1", 2): 2.95, ("pair", 2): 1.6, ("mul1", 4): 2.85, ("mul1", 2.25): 3.2,
+    ("mul1", 2): 3.0, ("pair", 2): 1.6, ("mul1", 4): 3.0, ("mul1", 2.25): 3.3,
 }  # fmt: skip
 
 
