@@ -136,22 +136,40 @@ def is_plain(layout: Layout, width: int) -> bool:
 def masked_config(
     kind: str, bits: int, n: int, k: int, width: int, device: torch.device
 ) -> DecodeConfig | None:
-    """The launch of `byte_grid.py` (`half_grid.py`), measured or by the rule: two programs a multiprocessor at most, and as
-    many tiles each as that takes. None: where another kernel was measured and no launch of this one was ahead; beyond the
-    rule."""
+    """The launch of `byte_grid.py` or `half_grid.py`, measured or by a rule. None: where another kernel was measured and no
+    launch of these was ahead; beyond the rules."""
     properties = torch.cuda.get_device_properties(device)
     known = measured(properties.name)
     found = known.get(setting_name("masked", kind, bits, n, k, width))
     if found is not None:
         return replace(decode_setting(found), pdl=True)
-    if width > 1 or bits > 3 or setting_name("decode", kind, bits, n, k, width) in known:
+    if setting_name("decode", kind, bits, n, k, width) in known:
         return None
-    tiles, blocks, most = -(-n // 16), k // 256, 2 * properties.multi_processor_count
-    share = next((r for r in (1, 2, 3, 4, 7) if tiles <= r * most), None)
+    halves = width > 1 or (bits == 4 and "+" not in kind)
+    rule = halves_rule if halves else bytes_rule
+    return rule(kind, -(-n // 16), k // 256, properties.multi_processor_count)
+
+
+def bytes_rule(kind: str, tiles: int, blocks: int, processors: int) -> DecodeConfig | None:
+    """Two programs a multiprocessor at most, and as many tiles each as that takes."""
+    share = next((r for r in (1, 2, 3, 4, 7) if tiles <= 2 * r * processors), None)
     if share is None or ("+" in kind and share > 4):
         return None
     warps = 16 if share <= 2 and blocks > 32 else 8 if share <= 4 and blocks > 8 else 4
     return DecodeConfig(warps=warps, tiles=share, unroll=2, bytes=True, ahead=False, shares=1, pdl=True)
+
+
+def halves_rule(kind: str, tiles: int, blocks: int, processors: int) -> DecodeConfig | None:
+    """One program a multiprocessor, so that activations come there once: of up to seven tiles, or of two teams of seven."""
+    share = next((r for r in (1, 2, 3, 4, 7, 14) if tiles <= r * processors), None)
+    if share is None or "+" in kind:
+        return None
+    warps = min(8 if share <= 3 else 4, 1 << blocks.bit_length() - 1)
+    teams = 2 if share == 14 and warps > 1 else 1
+    return DecodeConfig(
+        warps=warps, tiles=share // teams, unroll=3 if share == 1 else 2, halves=True, teams=teams, ahead=share > 3,
+        shares=1, pdl=True,
+    )  # fmt: skip
 
 
 def gathers(layout: Layout, width: int, device: torch.device) -> bool:

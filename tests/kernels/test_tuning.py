@@ -5,6 +5,7 @@ from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -134,22 +135,27 @@ def test_what_the_table_holds_of_some_times() -> None:
 
 
 @pytest.mark.parametrize(
-    ("n", "k", "launch"),
+    ("n", "k", "one", "several"),
     [
-        (8192, 8192, (8, 2)), (4096, 4096, (8, 1)), (28672, 8192, (4, 7)), (14336, 4096, (8, 4)), (2048, 2048, (4, 1)),
-        (4096, 14336, (16, 1)), (128256, 4096, None),
+        (8192, 8192, (8, 2, 1), (4, 4, 1)), (4096, 4096, (8, 1, 1), (8, 2, 1)), (28672, 8192, (4, 7, 1), (4, 7, 2)),
+        (14336, 4096, (8, 4, 1), (4, 7, 1)), (2048, 2048, (4, 1, 1), (8, 1, 1)), (4096, 14336, (16, 1, 1), (8, 2, 1)),
+        (128256, 4096, None, None), (2048, 512, (4, 1, 1), (2, 1, 1)),
     ],
 )  # fmt: skip
-def test_the_rule_of_bytes(
-    monkeypatch: pytest.MonkeyPatch, n: int, k: int, launch: tuple[int, int] | None
-) -> None:
-    """Two programs a multiprocessor at most; what the tables of an H200 hold is not far from it."""
+def test_the_rules_of_masks(monkeypatch: pytest.MonkeyPatch, n: int, k: int, one: Any, several: Any) -> None:
+    """For one token two programs of bytes a multiprocessor at most, or for 4 bits, and for several tokens, one of halves;
+    what the tables of an H200 hold is not far from it."""
     device = pretend(monkeypatch, "H100")
     tuning.forget()
-    for bits in (2, 3, 4):
-        found = tuning.masked_config("grid", bits, n, k, 1, device)
-        assert (None if found is None else (found.warps, found.tiles)) == (launch if bits < 4 else None)
-        assert found is None or (found.shares == 1 and -(-n // (16 * found.tiles)) <= 2 * 132)
+    for bits, width in ((2, 1), (3, 1), (4, 1), (2, 8), (4, 8)):
+        found = tuning.masked_config("grid", bits, n, k, width, device)
+        halves = width == 8 or bits == 4
+        launch = several if halves else one
+        assert (None if found is None else (found.warps, found.tiles, found.teams)) == launch
+        if found is not None:
+            assert (found.halves, found.bytes, found.shares) == (halves, not halves, 1)
+            assert -(-n // (16 * found.tiles * found.teams)) <= (1 if halves else 2) * 132
+    assert tuning.masked_config("grid+s", 4, 8192, 8192, 8, device) is None
 
 
 def test_shares_are_offered_where_programs_are_few() -> None:
