@@ -15,7 +15,7 @@ from pathlib import Path
 
 FORMATS = (
     ("grid", 2, 1), ("grid", 3, 1), ("grid", 4, 1), ("codebook", 3, 1), ("codebook", 4, 1), ("pair", 2, 1), ("mul1", 2, 1),
-    ("mul1", 2, 8), ("grid", 3, 64), ("codebook", 3, 64), ("grid", 3, 256),
+    ("grid", 2, 8), ("grid", 4, 8), ("mul1", 2, 8), ("grid", 3, 64), ("codebook", 3, 64), ("grid", 3, 256),
 )  # fmt: skip
 METRICS = {
     "dram_percent": "DRAM Throughput",
@@ -23,9 +23,14 @@ METRICS = {
     "issued_percent": "One or More Eligible",
     "cycles_an_instruction": "Warp Cycles Per Issued Instruction",
 }
-FIRST = ("decode_kernel", "arrange_kernel")  # kernels that a multiplication begins with
+FIRST = (
+    "decode_kernel",
+    "byte_grid_kernel",
+    "half_grid_kernel",
+    "arrange_kernel",
+)  # kernels that a multiplication begins with
 # of a trellis, which a rotation ends, and may begin
-PRODUCTS = ("byte_sum_kernel", "trellis_multiply_kernel")
+PRODUCTS = ("byte_sum_kernel", "spread_sum_kernel", "trellis_multiply_kernel")
 ROTATIONS = ("section_kernel", "many_sections_kernel", "butterfly_kernel")
 
 
