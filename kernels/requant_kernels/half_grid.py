@@ -179,7 +179,9 @@ def ring_bytes(layout: GridLayout, config: DecodeConfig) -> int:
 
 def takes(x: Tensor, layout: Layout, config: DecodeConfig) -> bool:
     """Whether this kernel can multiply: a layout that it knows, addresses that lanes can copy from, enough room."""
-    if not (is_plain(layout, x.shape[0]) and x.shape[0] <= TOKENS and config.unroll >= 2):
+    if not (is_plain(layout, x.shape[0]) and x.shape[0] <= TOKENS):
+        return False
+    if config.unroll < 2 or config.warps % config.teams:
         return False
     assert isinstance(layout, GridLayout)
     aligned = x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0 and layout.words.data_ptr() % 16 == 0
