@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 from formats import compile_in_parallel, random_layout  # pyright: ignore[reportMissingImports]
+from requant_kernels import rings
 from requant_kernels.autotune import Setting, call, candidates, times, width_of, winners, write_table
 from requant_kernels.settings import COPIED, MASKED, SHARES, STAGED
 
 FORMATS = [("grid", 2), ("grid", 3), ("grid", 4), ("codebook", 2), ("codebook", 3), ("codebook", 4)]
 SPARSE = [("grid+s", 2), ("grid+s", 3), ("grid+s", 4), ("codebook+s", 3)]  # 1 % of residuals
-CODES = [("mul1", 2), ("pair", 2)]
+CODES = [("mul1", 2), ("mul1", 2.25), ("mul1", 4), ("pair", 2)]
 
 
 def layout_of(kind: str, bits: int, n: int, k: int) -> Any:
@@ -79,6 +80,7 @@ def main() -> None:
     if args.formats:
         chosen = {(kind, float(bits)) for kind, bits in (text.split(":") for text in args.formats)}
         formats = {kernel: [f for f in own if f in chosen] for kernel, own in formats.items()}
+        formats["trellis"] = sorted(f for f in chosen if f[0] in rings.CODES)  # of any width
     for n, k in shapes:
         for tokens in args.tokens:
             kernels = ("decode", "trellis") if tokens <= 16 else (many,)

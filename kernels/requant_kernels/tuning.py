@@ -338,14 +338,28 @@ def trellis_config(code: str, bits: float, n: int, k: int, width: int, device: t
         if found is not None:
             return trellis_setting(found)
     whole = bits == int(bits)  # at quarters of a bit a unit is up to four groups
-    if width == 1 and whole and bits <= 4 and k <= 4096 and code != "3inst":
-        for tiles in (1, 2, 4):  # all programs at once, each of which rotates the token (`one_token.py`)
-            if n <= 16 * tiles * multiprocessors(device):
-                return TrellisConfig(warps=16, tiles=tiles, unroll=2 if tiles == 1 else 1)
+    if width == 1 and bits <= 4 and code != "3inst":
+        return one_token_rule(bits, n, k, multiprocessors(device))
     small = n <= (4096 if k >= 8192 else 2048) and width != 8
-    far = width == 1 and bits == 2 and not small and code != "3inst"
     return TrellisConfig(
         warps=16 if small else 8,
         tiles=1 if small or width > 8 or bits > 4 else 2,
-        unroll=(4 if far else 2) if whole and bits <= 4 else 1,
+        unroll=2 if whole and bits <= 4 else 1,
     )
+
+
+def one_token_rule(bits: float, n: int, k: int, processors: int) -> TrellisConfig:
+    """One token of `mul1` or `pair`, at most 4 bits: one program of 16 warps a multiprocessor as long as one takes its
+    tiles, and up to 4096 columns each rotates the token for itself (`one_token.py`); then two of 8 warps; then words and
+    activations through shared memory (`spread_sums.py`)."""
+    whole = bits == int(bits)
+    tiles = next((r for r in (1, 2, 4, 7) if n <= 16 * r * processors), None)
+    if tiles is not None and (k <= 4096 or tiles <= 2):
+        long = 4 if k <= 4096 and bits <= 3 else 2 if k > 4096 else 1
+        unroll = 1 if not whole or tiles > 2 else 2 if tiles == 1 else long
+        return TrellisConfig(warps=16, tiles=tiles, unroll=unroll)
+    if tiles == 4:
+        return TrellisConfig(warps=8, tiles=2, unroll=2)
+    if whole:
+        return TrellisConfig(warps=8, tiles=2, unroll=4, places=2)
+    return TrellisConfig(warps=4, tiles=2, unroll=1, places=3, early=True)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import triton.language as tl
 from cases import random_trellis, relative_error
+from cases_taken import some
 from ptx_model import run_ptx
 from requant_kernels import byte_sums as byte_sums_module
 from requant_kernels import naive, pack_trellis
@@ -172,31 +173,34 @@ def check_fused() -> None:
         assert error < 1e-4, f"{code} of {k} columns, fused, is off by {error:.1e}"
 
 
+CASES = [
+    ("mul1", 2, 50, 300, 1, (2, 2, 2)),  # an odd number of tiles, a last step that is not full
+    ("pair", 2, 32, 512, 5, (4, 2, 1)),
+    ("mul1", 2.25, 32, 1200, 1, (2, 2, 1)),
+    ("mul1", 3.5, 16, 512, 9, (2, 1, 2)),
+    ("mul1", 4, 16, 4352, 2, (4, 1, 4)),  # two sections
+    ("mul1", 7.75, 16, 256, 1, (2, 1, 1)),
+    ("pair", 1, 16, 128, 4, (2, 1, 1)),
+    ("3inst", 2.5, 32, 300, 3, (2, 2, 1)),
+    ("3inst", 6, 16, 256, 11, (2, 1, 1)),
+    ("3inst", 2, 32, 128, 2, (2, 2, 1)),
+    # most warps, or units of a warp, have no columns at all: what they load meets zeros
+    ("mul1", 2, 20, 200, 1, (16, 1, 2)),
+    ("mul1", 2.25, 16, 200, 5, (16, 1, 1)),  # a single unit
+    ("mul1", 8, 16, 200, 16, (16, 1, 1)),
+    ("pair", 2, 16, 256, 5, (8, 2, 2)),
+    ("3inst", 3.25, 16, 200, 9, (8, 1, 1)),
+    ("pair", 2, 130, 4200, 1, (16, 7, 1)),
+    ("pair", 2, 16, 4200, 1, (8, 1, 4)),  # two units in the second section, the last one not full
+]
+
+
 def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     tl.inline_asm_elementwise = inline_asm_elementwise
     torch.empty = held
-    for code, bits, n, k, m, launch in (
-        ("mul1", 2, 50, 300, 1, (2, 2, 2)),  # an odd number of tiles, a last step that is not full
-        ("pair", 2, 32, 512, 5, (4, 2, 1)),
-        ("mul1", 2.25, 32, 1200, 1, (2, 2, 1)),
-        ("mul1", 3.5, 16, 512, 9, (2, 1, 2)),
-        ("mul1", 4, 16, 4352, 2, (4, 1, 4)),  # two sections
-        ("mul1", 7.75, 16, 256, 1, (2, 1, 1)),
-        ("pair", 1, 16, 128, 4, (2, 1, 1)),
-        ("3inst", 2.5, 32, 300, 3, (2, 2, 1)),
-        ("3inst", 6, 16, 256, 11, (2, 1, 1)),
-        ("3inst", 2, 32, 128, 2, (2, 2, 1)),
-        # most warps, or units of a warp, have no columns at all: what they load meets zeros
-        ("mul1", 2, 20, 200, 1, (16, 1, 2)),
-        ("mul1", 2.25, 16, 200, 5, (16, 1, 1)),  # a single unit
-        ("mul1", 8, 16, 200, 16, (16, 1, 1)),
-        ("pair", 2, 16, 256, 5, (8, 2, 2)),
-        ("3inst", 3.25, 16, 200, 9, (8, 1, 1)),
-        ("pair", 2, 130, 4200, 1, (16, 7, 1)),
-        ("pair", 2, 16, 4200, 1, (8, 1, 4)),  # two units in the second section, the last one not full
-    ):
+    for code, bits, n, k, m, launch in some(CASES):
         HELD.clear()
         layout = pack_trellis(*random_trellis(n, k, bits, "cpu"), bits=bits, code=code)
         config = TrellisConfig(warps=launch[0], tiles=launch[1], unroll=launch[2])

@@ -3,6 +3,7 @@
 import loop_bounds  # noqa: F401
 import torch
 from cases import Case, random_csr, random_layout, random_trellis, relative_error
+from cases_taken import some
 from requant_kernels import naive, pack_trellis
 from requant_kernels.activations import add_partial, arrange
 from requant_kernels.attention import attend
@@ -36,6 +37,14 @@ CASES = [
     (Case(kind="grid", bits=3, n=20, k=300, m=18, group_size=32, zero_points=True, bias=True), None),
     (Case(kind="grid", bits=2, n=20, k=300, m=18, group_size=64), None),
 ]  # fmt: skip
+TRELLISES = [
+    ("mul1", 2, 30, 200, 1, 0.02),
+    ("pair", 2, 16, 96, 3, 0.0),
+    ("3inst", 3, 16, 64, 17, 0.05),
+    ("mul1", 2.25, 16, 300, 1, 0.0),
+    ("mul1", 3.5, 16, 80, 2, 0.0),
+    ("mul1", 7, 16, 80, 2, 0.0),
+]
 
 
 def fixed_point(width: int, paired: bool) -> None:
@@ -107,7 +116,7 @@ def main() -> None:
     for width, paired in ((200, False), (1408, True), (4096, False)):
         fixed_point(width, paired)
     around_the_kernel_of_hopper()
-    for case, config in CASES:
+    for case, config in some(CASES):
         layout = random_layout(case, "cpu")
         x = torch.randn(case.m, case.k + case.bias).half()[:, case.bias :]  # some begin between two pairs
         bias = torch.randn(case.n).half() if case.bias else None
@@ -126,14 +135,7 @@ def main() -> None:
     tokens = torch.tensor([0, 36, 8, 17])
     error = relative_error(lookup(tokens, grid, torch.float16), naive.weight(grid)[tokens])
     assert error < 2e-3, f"rows are off by {error:.1e}"
-    for code, bits, n, k, m, density in (
-        ("mul1", 2, 30, 200, 1, 0.02),
-        ("pair", 2, 16, 96, 3, 0.0),
-        ("3inst", 3, 16, 64, 17, 0.05),
-        ("mul1", 2.25, 16, 300, 1, 0.0),
-        ("mul1", 3.5, 16, 80, 2, 0.0),
-        ("mul1", 7, 16, 80, 2, 0.0),
-    ):
+    for code, bits, n, k, m, density in some(TRELLISES):
         sparse = random_csr(n, k, density, m > 1, "cpu") if density else None
         layout = pack_trellis(*random_trellis(n, k, bits, "cpu"), bits=bits, code=code, sparse=sparse)
         x, bias = torch.randn(m, k).half(), torch.randn(n).half()

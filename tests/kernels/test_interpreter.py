@@ -10,15 +10,25 @@ import pytest
 pytest.importorskip("triton")
 
 
+LONG = ("interpret.py", "emulate.py")  # whose cases are taken in turn: every other one by default
+
+
 @pytest.mark.parametrize(
-    "script",
-    ["interpret.py", "emulate.py", "emulate_copies.py", "emulate_byte_grid.py", "emulate_spread_sums.py"],
+    "command",
+    [
+        *(
+            (script,)
+            for script in (*LONG, "emulate_copies.py", "emulate_byte_grid.py", "emulate_spread_sums.py")
+        ),
+        *(pytest.param((script, "all"), marks=pytest.mark.slow) for script in LONG),
+    ],
+    ids=" ".join,
 )
-def test_kernels_in_the_interpreter(script: str) -> None:
+def test_kernels_in_the_interpreter(command: tuple[str, ...]) -> None:
     here = Path(__file__).parent
     path = os.pathsep.join([str(here.parents[1] / "kernels"), os.environ.get("PYTHONPATH", "")])
     run = subprocess.run(
-        [sys.executable, here / script],
+        [sys.executable, here / command[0], *command[1:]],
         env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

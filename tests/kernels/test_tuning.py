@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from requant_kernels import autotune, pack_trellis, rooms, settings, tuning
+from requant_kernels.hashes import groups_of
+from requant_kernels.sections import SECTION
 from requant_kernels.settings import DecodeConfig, TallConfig
 
 from .cases import Case, random_csr, random_layout, random_trellis
@@ -296,3 +298,25 @@ def test_a_damaged_cache_is_said_and_not_used(
     assert tuning.measured("NVIDIA H200") == whole["NVIDIA H200"]
     assert "is damaged and not used" in caplog.text
     tuning.forget()
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "bits", "launch"),
+    [
+        (4096, 4096, 2.25, (16, 2, 1, 0)), (4096, 4096, 2, (16, 2, 4, 0)), (14336, 4096, 2.5, (16, 7, 1, 0)),
+        (2048, 2048, 2, (16, 1, 2, 0)), (8192, 8192, 2.25, (8, 2, 2, 0)), (28672, 8192, 1.75, (4, 2, 1, 3)),
+        (28672, 8192, 2, (8, 2, 4, 2)), (4096, 14336, 2, (16, 2, 2, 0)), (128256, 4096, 3.75, (4, 2, 1, 3)),
+    ],
+)  # fmt: skip
+def test_the_rule_of_one_token_of_a_trellis(n: int, k: int, bits: float, launch: tuple[int, ...]) -> None:
+    """What was measured on an H200, or within 5 % of it."""
+    found = tuning.one_token_rule(bits, n, k, 132)
+    assert (found.warps, found.tiles, found.unroll, found.places) == launch
+
+
+def test_steps_of_the_rule_are_parts_of_a_section() -> None:
+    for four in range(4, 17):
+        for n in (512, 2048, 4096, 8192, 14336, 28672, 128256):
+            for k in (512, 2048, 4096, 8192, 14336):
+                found = tuning.one_token_rule(four / 4, n, k, 132)
+                assert SECTION % (64 * groups_of(four) * found.warps * found.unroll) == 0
