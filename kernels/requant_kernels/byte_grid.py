@@ -42,42 +42,30 @@ from requant_kernels.byte_texts import (
     block_asm,
     block_constraints,
     fix_asm,
-    request_asm,
-    request_constraints,
 )
 from requant_kernels.launching import interned, launch
 from requant_kernels.layouts import GridLayout, Layout
 from requant_kernels.rooms import MULTIPROCESSOR, shared_room
 from requant_kernels.settings import DecodeConfig
 from requant_kernels.tuning import is_plain, multiprocessors, shared_memory
+from requant_kernels.word_rings import (
+    PAGE,
+    pages,
+    request_asm,
+    request_block,
+    request_constraints,
+    scales_of,
+    sources_of,
+)
 
 BLOCK = gl.constexpr(BLOCK_BYTES)
-PAGE = gl.constexpr(1024)  # bytes that shared memory is asked for by
 BASE, ZERO, LOAD = gl.constexpr(columns.BASE), gl.constexpr(ZERO_ASM), gl.constexpr(LOAD_ASM)
 FOUR = gl.constexpr((gl.int32,) * 4)
 REGISTERS = 65536  # of a multiprocessor
-LEAST_REGISTERS, MOST_REGISTERS = (
-    80,
-    255,
-)  # of a thread: what two tiles need without spills; what there may be
+LEAST_REGISTERS, MOST_REGISTERS = 80, 255  # of a thread: what two tiles need; what there may be
 MOST_FIXES = 4  # blocks of activations that a warp turns at once
 FETCH, AGAIN = gl.constexpr(FETCH_ASM), gl.constexpr(AGAIN_ASM)
 ARRIVED = gl.constexpr("cp.async.wait_all; mov.b32 $0, 0;")
-
-
-@gluon.jit
-def request_block(words, scales, to_words, to_scales, block, blocks, ASM: gl.constexpr, CONSTRAINTS: gl.constexpr,
-             BITS: gl.constexpr, SCALES: gl.constexpr, A_GROUP: gl.constexpr):  # fmt: skip
-    """Begin to copy block `block` `[warp, 1]` of every tile to a place of the ring."""
-    inside = (block < blocks).to(gl.int32)
-    sources = ()
-    for r in gl.static_range(len(words)):
-        sources = sources + ((words[r] + block * (BITS * 128)).to(gl.int64),)
-    for r in gl.static_range(len(scales)):
-        sources = sources + ((scales[r] + block // A_GROUP * (8 * SCALES)).to(gl.int64),)
-    gl.inline_asm_elementwise(
-        ASM, CONSTRAINTS, (to_words, to_scales, inside) + sources, dtype=gl.int32, is_pure=False, pack=1
-    )
 
 
 @gluon.jit(do_not_specialize=["last_tile"])
@@ -100,18 +88,10 @@ def byte_grid_kernel(
     lane = gl.arange(0, 32, gl.SliceLayout(0, L))[None, :]
     region = gl.allocate_shared_memory(gl.int8, [PAGES, 1, PAGE], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     base = gl.inline_asm_elementwise(BASE, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-    words, scales, zeros = (), (), ()
     # where the number of tiles is odd, the last one is computed, and written, twice alike
-    for r in gl.static_range(R):
-        tile = gl.minimum(gl.program_id(0) * R + r, last_tile).to(gl.int64)
-        words = words + (w_ptr + tile * blocks * (BITS * 128) + lane * 4,)
-        groups = gl.cdiv(blocks, A_GROUP) * SCALES
-        scales = scales + (s_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + tile * groups * 8 + lane // 4,)
-        if z_ptr is not None:
-            zeros = zeros + (
-                z_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + tile * groups * 8 + lane // 4,
-            )
-    scales = scales + zeros
+    words, scales = sources_of(
+        w_ptr, s_ptr, z_ptr, gl.program_id(0) * R, last_tile, lane, blocks, BITS, SCALES, A_GROUP, R
+    )
     place = base + warp * OWN
     for u in gl.static_range(DEPTH - 1):
         request_block(words, scales, place + u * (W * OWN) + lane * 16, place + u * (W * OWN) + R * BITS * 512 + lane * 4,
@@ -252,11 +232,6 @@ def byte_grid_kernel(
         )
 
 
-def scales_of(layout: GridLayout) -> int:
-    """Of a row and block, beside its words."""
-    return 0 if layout.kernel_group == 0 else 2 if layout.kernel_group == 128 else 1
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BytesRoom:
     """Places of the ring, where it ends, and all bytes of a program. With residuals: where activations lie as they came, how
@@ -291,10 +266,6 @@ def room_of(layout: GridLayout, config: DecodeConfig, processors: int) -> BytesR
         depth=depth, ring=ring, size=least if twice else more, given_at=ring + BLOCK_BYTES if twice else least,
         passes=passes_of(layout, config, own), registers=registers if twice else None,
     )  # fmt: skip
-
-
-def pages(size: int) -> int:
-    return -(-size // PAGE.value)
 
 
 def takes(x: Tensor, layout: Layout, config: DecodeConfig) -> bool:

@@ -18,8 +18,9 @@ Activations are 16-bit fixed point, a scale for 128 columns: x = scale (256 high
 a symmetric grid, times the integers, is taken off after a group; those of other grids lie beside the scales.
 """
 
-import struct
 from functools import cache
+
+from requant_kernels.words import float_bits
 
 SLABS = 8  # of a block: 32 columns, one product
 GROUP = 128  # columns of a scale of the activations
@@ -123,29 +124,6 @@ def block_constraints(tiles: int) -> str:
     return ",".join(["=&f"] * (2 * tiles) + [str(i) for i in range(2 * tiles)] + ["r"] * 9)
 
 
-@cache
-def request_asm(bits: int, scales: int, tiles: int, *, zeros: bool = False) -> str:
-    """Begin to copy a block; a group of its own. Operands: where words and scales go, whether there are any, from where:
-    words of every tile, scales of every tile, zero points of every tile."""
-    lines = ["setp.ne.s32 p, $3, 0;"]
-    for t in range(tiles):
-        for i in range(bits):
-            lines.append(
-                f"@p cp.async.cg.shared.global [$1 + {512 * (bits * t + i)}], [${4 + t} + {512 * i}], 16;"
-            )
-    for t in range(tiles * (1 + zeros)):
-        for i in range(scales):
-            lines.append(
-                f"@p cp.async.ca.shared.global [$2 + {128 * (scales * t + i)}], [${4 + tiles + t} + {32 * i}], 4;"
-            )
-    return "{ .reg .pred p;\n" + "\n".join([*lines, "cp.async.commit_group;"]) + " mov.b32 $0, 0; }"
-
-
-@cache
-def request_constraints(tiles: int, *, zeros: bool = False) -> str:
-    return ",".join(["=r"] + ["r"] * 3 + ["l"] * ((2 + zeros) * tiles))
-
-
 LOAD_ASM = """{ .reg .pred p; setp.ne.s32 p, $5, 0;
 mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;
 @p ld.global.v4.b32 {$0, $1, $2, $3}, [$4]; }"""
@@ -191,7 +169,7 @@ def fix_asm(bits: int, dtype: str, *, given: bool = False, zeros: bool = False) 
     limit = LIMIT / 2 if half else LIMIT
     lines += [
         "max.NaN.f32 m, m, 0f0DA24260;",  # 1e-30
-        "rcp.approx.f32 q, m;", f"mul.f32 q, q, {_float(limit)};", f"mul.f32 m, m, {_float(1 / limit)};",
+        "rcp.approx.f32 q, m;", f"mul.f32 q, q, {float_bits(limit)};", f"mul.f32 m, m, {float_bits(1 / limit)};",
         "mov.u32 lane, %tid.x;", "and.b32 t, lane, 3;", "shr.u32 slab, lane, 2;", "and.b32 slab, slab, 7;",
     ]  # fmt: skip
     # the factors of even and of odd planes, and the weights of their sums: half of them where activations are doubled
@@ -247,11 +225,6 @@ def fix_asm(bits: int, dtype: str, *, given: bool = False, zeros: bool = False) 
         ".reg .b32 n, k, g, t, slab, lane, j0, j1;\n"
     )
     return head + "\n".join(lines) + "\nmov.b32 $0, 0; }"
-
-
-def _float(value: float) -> str:
-    """A number as PTX writes it."""
-    return "0f" + struct.pack(">f", value).hex().upper()
 
 
 def _signed(value: int) -> int:

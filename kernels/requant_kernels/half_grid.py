@@ -18,8 +18,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from requant_kernels import columns
-from requant_kernels.byte_grid import PAGE, pages, request_block, scales_of
-from requant_kernels.byte_texts import request_asm, request_constraints
 from requant_kernels.half_texts import (
     GIVE_ASM,
     GIVE_CONSTRAINTS,
@@ -37,6 +35,15 @@ from requant_kernels.layouts import GridLayout, Layout
 from requant_kernels.rooms import shared_room
 from requant_kernels.settings import DecodeConfig
 from requant_kernels.tuning import is_plain, shared_memory
+from requant_kernels.word_rings import (
+    PAGE,
+    pages,
+    request_asm,
+    request_block,
+    request_constraints,
+    scales_of,
+    sources_of,
+)
 
 BASE, FETCH = gl.constexpr(columns.BASE), gl.constexpr(columns.FETCH)
 GIVE, GIVEN = gl.constexpr(GIVE_ASM), gl.constexpr(GIVE_CONSTRAINTS)
@@ -76,18 +83,12 @@ def half_grid_kernel(
     team, column = warp // C, warp % C
     region = gl.allocate_shared_memory(gl.int8, [PAGES, 1, PAGE], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     base = gl.inline_asm_elementwise(BASE, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-    words, scales, zeros = (), (), ()
-    # where tiles run out, the last one is computed, and written, again
-    for r in gl.static_range(R):
-        tile = gl.minimum(gl.program_id(0) * T + team * R + r, last_tile).to(gl.int64)
-        words = words + (w_ptr + tile * blocks * (BITS * 128) + lane * 4,)
-        groups = gl.cdiv(blocks, A_GROUP) * SCALES
-        scales = scales + (s_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + tile * groups * 8 + lane // 4,)
-        if z_ptr is not None:
-            zeros = zeros + (
-                z_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + tile * groups * 8 + lane // 4,
-            )
-    scales = scales + zeros
+    own_first = (
+        gl.program_id(0) * T + team * R
+    )  # where tiles run out, the last one is computed, and written, again
+    words, scales = sources_of(
+        w_ptr, s_ptr, z_ptr, own_first, last_tile, lane, blocks, BITS, SCALES, A_GROUP, R
+    )
     place = base + warp * OWN
     to_words, to_scales = place + lane * 16, place + R * BITS * 512 + lane * 4
     for u in gl.static_range(DEPTH - 1):

@@ -19,12 +19,13 @@ import triton.language as tl
 from cases import Case, random_layout, relative_error
 from ptx_model import float_product, integer_product, permute_bytes
 from requant_kernels import naive
-from requant_kernels.byte_grid import PAGE, byte_grid, pages, room_of, takes
+from requant_kernels.byte_grid import byte_grid, room_of, takes
 from requant_kernels.half_grid import half_grid
 from requant_kernels.half_grid import takes as half_takes
 from requant_kernels.layouts import GridLayout, Layout
 from requant_kernels.rooms import MULTIPROCESSOR
 from requant_kernels.settings import DecodeConfig
+from requant_kernels.word_rings import PAGE, pages
 from torch import Tensor
 from triton.runtime.interpreter import TensorHandle
 
