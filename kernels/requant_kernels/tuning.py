@@ -160,14 +160,15 @@ def bytes_rule(kind: str, tiles: int, blocks: int, processors: int) -> DecodeCon
 
 
 def halves_rule(kind: str, tiles: int, blocks: int, processors: int) -> DecodeConfig | None:
-    """One program a multiprocessor, so that activations come there once: of up to seven tiles, or of two teams of seven."""
+    """One program a multiprocessor, so that activations come there once: of up to seven tiles, or of two teams of seven.
+    Eight warps as long as registers last: with four, times differ by a fifth from one GPU to another."""
     share = next((r for r in (1, 2, 3, 4, 7, 14) if tiles <= r * processors), None)
     if share is None or "+" in kind:
         return None
-    warps = min(8 if share <= 3 else 4, 1 << blocks.bit_length() - 1)
+    warps = min(8 if share <= 4 else 4, 1 << blocks.bit_length() - 1)
     teams = 2 if share == 14 and warps > 1 else 1
     return DecodeConfig(
-        warps=warps, tiles=share // teams, unroll=3 if share == 1 else 2, halves=True, teams=teams, ahead=share > 3,
+        warps=warps, tiles=share // teams, unroll=3 if share == 1 else 2, halves=True, teams=teams, ahead=share > 4,
         shares=1, pdl=True,
     )  # fmt: skip
 
