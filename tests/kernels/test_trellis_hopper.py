@@ -154,7 +154,7 @@ PROGRAMS = sorted({setting[:4] for setting in autotune.CODE_HOPPER})
         for kind in KINDS
     ],
 )
-@pytest.mark.parametrize("even", [True, False], ids=["blocks", "odd"])
+@pytest.mark.parametrize("even", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["blocks", "odd"])
 def test_no_launch_of_the_rule_spills(code: str, bits: float, even: bool) -> None:
     device, programs = torch.device("cpu"), set()
     for n, k in ((16, 16), (300, 1500), (4096, 4096), (28672, 8192), (128256, 4096)):

@@ -19,9 +19,14 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_the_main_job_on_the_demo_model(cli, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "left_alone",
+    [("--skip", "*.layers.1.*", "--skip", "*.layers.2.*"), pytest.param((), marks=pytest.mark.slow)],
+    ids=["two of four blocks", "whole"],
+)
+def test_the_main_job_on_the_demo_model(cli, tmp_path: Path, left_alone: tuple[str, ...]) -> None:
     """Quantize, compare, inspect, generate: what the README shows."""
-    code, out, error = cli("quantize", "--bits", 3, "--num-samples", 2, "--seq-len", 64)
+    code, out, error = cli("quantize", "--bits", 3, "--num-samples", 2, "--seq-len", 64, *left_alone)
     assert code == 0, error
     folder = tmp_path / "demo-lut-3bit"
     assert "perplexity" in out and "bits per quantized weight" in out and "peak memory" in out

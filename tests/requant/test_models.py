@@ -167,7 +167,7 @@ def test_quantize_save_load(tiny_folder, tiny_text_file: Path, tmp_path: Path, a
 
 
 @pytest.mark.parametrize("method", [pytest.param(m, marks=SLOW.get(m, ())) for m in METHODS if m != "kmeans"])
-@pytest.mark.parametrize("name", ["llama-520", "llama-1216", "gpt2"])
+@pytest.mark.parametrize("name", [pytest.param("llama-520", marks=pytest.mark.slow), "llama-1216", "gpt2"])
 def test_every_method_on_odd_widths(
     tiny_folder, tiny_text_file: Path, tmp_path: Path, method: str, name: str
 ) -> None:

@@ -49,11 +49,18 @@ def logits(model) -> torch.Tensor:
     return model(IDS.to(model.device)).logits
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-tied"])
 @pytest.mark.parametrize(
-    "method",
+    ("method", "name"),
     # The trellis takes half a minute here; test_every_container has a random one.
-    [pytest.param(name, marks=[pytest.mark.slow] * (name == "trellis")) for name in METHODS],
+    [
+        pytest.param(
+            method,
+            name,
+            marks=[pytest.mark.slow] * (method == "trellis" or (name == "llama") > (method == "rtn")),
+        )
+        for method in METHODS
+        for name in ("llama", "llama-tied")
+    ],
 )
 def test_every_quantizer_survives_two_trips(saved, tmp_path: Path, method: str, name: str) -> None:
     path = saved(method, name)

@@ -39,7 +39,7 @@ def test_the_same_inputs_leave_the_weight(inputs) -> None:
     assert torch.equal(corrected(weight, LinearStats(hessian=zeros, cross_hessian=zeros)), weight)
 
 
-@pytest.mark.parametrize("name", ["gptq", "lut", "trellis", "awq"])
+@pytest.mark.parametrize("name", ["gptq", "lut", pytest.param("trellis", marks=pytest.mark.slow), "awq"])
 def test_corrected_outputs_are_nearer_to_the_originals(inputs, name: str) -> None:
     x, z = inputs
     weight = torch.randn(32, 48)

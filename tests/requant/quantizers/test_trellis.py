@@ -147,7 +147,15 @@ def cheapest_by_definition(targets: torch.Tensor, values: torch.Tensor, shift: i
 
 @pytest.mark.parametrize(
     ("name", "bits"),
-    [("mul1", 1), ("3inst", 2), ("mul1", 3), ("pair", 2), ("mul1", 5), ("pair", 3), ("mul1", 8)],
+    [
+        ("mul1", 1),
+        ("3inst", 2),
+        ("mul1", 3),
+        ("pair", 2),
+        ("mul1", 5),
+        ("pair", 3),
+        pytest.param("mul1", 8, marks=pytest.mark.slow),
+    ],
 )
 def test_walk_is_the_cheapest(name: str, bits: int) -> None:
     values = code_values(name)
