@@ -17,11 +17,8 @@ from .cases import Case, random_layout
 from .compile_offline import Machine, compile_kernel
 
 FAST = (16, 2, 2, HALVES | TEAM, 0)
-CEILING = {
-    2: 1.55,
-    3: 1.7,
-    4: 1.55,
-}  # instructions a weight in the loop, two tiles a warp; `decode.py` has 2.1 to 2.3
+# instructions a weight in the loop, two tiles a warp, of which one alone copies all tokens; `decode.py` has 2.1 to 2.3
+CEILING = {2: 1.6, 3: 1.7, 4: 1.6}
 
 
 def machine_of(setting: tuple[int, ...], layout: GridLayout, dtype: torch.dtype = torch.float16) -> Machine:
@@ -56,6 +53,9 @@ def test_half_a_register_is_a_weight(setting: tuple[int, ...], bits: int) -> Non
     """A mask makes two weights, and nothing else is done to them; the sums of activations serve all tiles of a warp."""
     warps, tiles = setting[:2]
     layout = plain_grid(bits)
+    if not takes(torch.zeros(8, layout.k).half(), layout, decode_setting(setting)):
+        assert warps * tiles >= 32  # more words than a program has room for
+        return
     machine = machine_of(setting, layout)
     assert machine.registers * warps * 32 <= 65536
     assert machine.products["HMMA"] == 16 * tiles + 16
