@@ -10,16 +10,17 @@ import pytest
 pytest.importorskip("triton")
 
 
-LONG = ("interpret.py", "emulate.py")  # whose cases are taken in turn: every other one by default
+LONG = (
+    "interpret.py",
+    "emulate.py",
+    "emulate_byte_grid.py",
+)  # whose cases are taken in turn: every other one by default
 
 
 @pytest.mark.parametrize(
     "command",
     [
-        *(
-            (script,)
-            for script in (*LONG, "emulate_copies.py", "emulate_byte_grid.py", "emulate_spread_sums.py")
-        ),
+        *((script,) for script in (*LONG, "emulate_copies.py", "emulate_spread_sums.py")),
         *(pytest.param((script, "all"), marks=pytest.mark.slow) for script in LONG),
     ],
     ids=" ".join,
