@@ -2,7 +2,7 @@
 
 The warps of a program are TEAMS teams of C. A team owns 16 R rows, and its warps share the columns, 256 at a time; warp c of
 every team has the same columns. Words and scales travel as in `byte_grid.py`. The activations of eight tokens are as many
-bytes as 4 bits of 128 rows: so the warps of one block copy them together, a share of the tokens each, into a ring beside the
+bytes as 4 bits of 32 rows: so the warps of one block copy them together, a share of the tokens each, into a ring beside the
 words, and meet at a barrier of their own before they multiply. The sum over the warps of a team goes through the place where
 their first words were.
 """
@@ -180,9 +180,11 @@ def ring_bytes(layout: GridLayout, config: DecodeConfig) -> int:
 
 def takes(x: Tensor, layout: Layout, config: DecodeConfig) -> bool:
     """Whether this kernel can multiply: a layout that it knows, addresses that lanes can copy from, enough room."""
-    if not (is_plain(layout, x.shape[0]) and x.shape[0] <= TOKENS):
+    if (
+        not is_plain(layout, x.shape[0]) or layout.sparse is not None
+    ):  # one token's residuals are those of `byte_grid.py`
         return False
-    if config.unroll < 2 or config.warps % config.teams:
+    if config.unroll < 2 or config.teams not in (1, 2, 4) or config.warps % config.teams:
         return False
     assert isinstance(layout, GridLayout)
     aligned = x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0 and layout.words.data_ptr() % 16 == 0

@@ -7,7 +7,7 @@ from them. bfloat16 has no subnormals that a product survives; there the field g
 
     sum (code - zero) x = sum_s 2^-s (P_s - (128 + 2^s zero) X_s)        P_s: products at bit s;  X_s: sums of their x
 
-(float16: units of 2^-24, and no 128). The sums X_s are products with ones, made once for all tiles of a program. All is
+(float16: units of 2^-24, and no 128). The sums X_s are products with ones, made once for all tiles of a warp. All is
 exact but for float32's own rounding.
 """
 

@@ -97,6 +97,9 @@ def test_only_plain_grids_are_taken() -> None:
     assert takes(x, plain, config) and takes(x[:2], plain, config)
     assert takes(x[:1], plain, config) and not takes(x.repeat(2, 1), plain, config)
     assert not takes(torch.zeros(8, 1028).half()[:, :1024], plain, config)  # rows that 16 bytes do not reach
+    for teams in (3, 8):  # tokens in no equal shares, or shares that begin with an odd one
+        assert not takes(x, plain, replace(config, warps=24, teams=teams))
+    assert not takes(x[:1], plain_grid(3, k=1024, density=0.01), config)  # it would leave the residuals out
     assert not takes(x, plain, replace(config, tiles=16))  # more than a program gets
     for case in (
         Case(kind="codebook", bits=3, n=32, k=1024, m=8), Case(kind="grid", bits=5, n=32, k=1024, m=8),
