@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from requant_kernels.hashes import groups_of
 from requant_kernels.layouts import CodebookLayout, GridLayout, Layout
 from requant_kernels.rings import CODES, TrellisLayout
 from requant_kernels.settings import (
@@ -356,9 +357,12 @@ def one_token_rule(bits: float, n: int, k: int, processors: int) -> TrellisConfi
     whole = bits == int(bits)
     tiles = next((r for r in (1, 2, 4, 7) if n <= 16 * r * processors), None)
     if tiles is not None and (k <= 4096 or tiles <= 2):
+        most = k // (1024 * groups_of(round(4 * bits)))  # units of a warp until some warps have no columns
+        if tiles > 2 and not most:
+            return TrellisConfig(warps=8, tiles=2, unroll=1)
         long = 4 if k <= 4096 and bits <= 3 else 2 if k > 4096 else 1
         unroll = 1 if not whole or tiles > 2 else 2 if tiles == 1 else long
-        return TrellisConfig(warps=16, tiles=tiles, unroll=unroll)
+        return TrellisConfig(warps=16, tiles=tiles, unroll=max(1, min(unroll, most)))
     if tiles == 4:
         return TrellisConfig(warps=8, tiles=2, unroll=2)
     if whole:
