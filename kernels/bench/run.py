@@ -23,8 +23,9 @@ from formats import (  # pyright: ignore[reportMissingImports]
     stored_bytes,
 )
 from peers import PEERS, Peer, torch_linear  # pyright: ignore[reportMissingImports]
-from requant_kernels import linear, naive
-from requant_kernels.timing import cold_time, copies_needed
+from requant_kernels import linear
+from requant_kernels.common.timing import cold_time, copies_needed
+from requant_kernels.fallback import reference
 
 SHAPES = [
     (8192, 8192), (28672, 8192), (4096, 4096), (14336, 4096), (4096, 14336), (2048, 8192), (8192, 2048), (2048, 2048),
@@ -105,7 +106,7 @@ class Bench:
         name = format_name(kind, bits, density)
         layout = random_layout(kind, bits, n, k, density)
         stored = stored_bytes(layout)
-        weight = naive.weight(layout, torch.float32)[:2048]
+        weight = reference.weight(layout, torch.float32)[:2048]
         copies = [layout] + [clone(layout) for _ in range(copies_needed(stored) - 1)]
         for m in sorted(set(tokens) & set(self.tokens)):
             x = torch.randn(m, k, device="cuda", dtype=torch.float16)

@@ -1,6 +1,6 @@
-"""Measure launch shapes and write the best as `measured.json` holds them (`requant_kernels.tuning`).
+"""Measure launch shapes and write the best as `measured.json` holds them (`requant_kernels.heuristics`).
 
-    python kernels/bench/tune.py 8192x8192 4096x14336 --out kernels/requant_kernels/measured.json
+    python kernels/bench/tune.py 8192x8192 4096x14336 --out kernels/requant_kernels/tuned/h200.json
 
 Every candidate is compiled first, in parallel, then timed with cold caches in a CUDA graph, beside the rule's own choice.
 The winner is stored; all times go to `--log`.
@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from formats import compile_in_parallel, random_layout  # pyright: ignore[reportMissingImports]
-from requant_kernels import rings
 from requant_kernels.autotune import Setting, call, candidates, times, width_of, winners, write_table
-from requant_kernels.settings import COPIED, MASKED, SHARES, STAGED
+from requant_kernels.launch_config import COPIED, MASKED, SHARES, STAGED
+from requant_kernels.trellis import layout
 
 FORMATS = [("grid", 2), ("grid", 3), ("grid", 4), ("codebook", 2), ("codebook", 3), ("codebook", 4)]
 SPARSE = [("grid+s", 2), ("grid+s", 3), ("grid+s", 4), ("codebook+s", 3)]  # 1 % of residuals
@@ -80,7 +80,7 @@ def main() -> None:
     if args.formats:
         chosen = {(kind, float(bits)) for kind, bits in (text.split(":") for text in args.formats)}
         formats = {kernel: [f for f in own if f in chosen] for kernel, own in formats.items()}
-        formats["trellis"] = sorted(f for f in chosen if f[0] in rings.CODES)  # of any width
+        formats["trellis"] = sorted(f for f in chosen if f[0] in layout.CODES)  # of any width
     for n, k in shapes:
         for tokens in args.tokens:
             kernels = ("decode", "trellis") if tokens <= 16 else (many,)

@@ -1,6 +1,6 @@
 """Kernels of requant: packed layouts, and the operations on them. Importing needs neither a GPU nor Triton."""
 
-from requant_kernels.layouts import (
+from requant_kernels.common.packing import (
     CodebookLayout,
     GridLayout,
     Layout,
@@ -12,7 +12,7 @@ from requant_kernels.layouts import (
     unpack_sparse,
 )
 from requant_kernels.ops import dequantize, linear, linear_siblings, lookup
-from requant_kernels.rings import TrellisLayout, pack_trellis, unpack_trellis
+from requant_kernels.trellis.layout import TrellisLayout, pack_trellis, unpack_trellis
 
 __all__ = [
     "linear",

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from requant_kernels.tuning import launches_early
+from requant_kernels.heuristics import launches_early
 
 BLOCK = 64
 

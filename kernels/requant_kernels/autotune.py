@@ -1,8 +1,8 @@
 """Launch shapes measured on this machine, on demand: `requant bench --tune`, REQUANT_AUTOTUNE=1, `kernels/bench/tune.py`.
 
-Every candidate of a kernel is timed on copies of one layout with cold caches (`timing.py`); the best is written under the
-GPU's name to `tuning.cache_file()`, from where every later process takes it. It runs when a model is loaded, never inside
-a call, and so never inside the capture of a graph.
+Every candidate of a kernel is timed on copies of one layout with cold caches (`timing.py`); the best is written under
+the GPU's name to `heuristics.cache_file()`, from where every later process takes it. It runs when a model is
+loaded, never inside a call, and so never inside the capture of a graph.
 """
 
 import json
@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from requant_kernels import tuning
-from requant_kernels.layouts import Layout
-from requant_kernels.rings import CODES, TrellisLayout
-from requant_kernels.settings import (
+from requant_kernels import heuristics
+from requant_kernels.common.packing import Layout
+from requant_kernels.common.timing import cold_time, copies_needed
+from requant_kernels.heuristics import DECODE_TOKENS, HOPPER_TOKENS, TALL_TOKENS, setting_name
+from requant_kernels.launch_config import (
     AHEAD,
     BYTES,
     COPIED,
@@ -35,8 +36,7 @@ from requant_kernels.settings import (
     decode_setting,
     trellis_setting,
 )
-from requant_kernels.timing import cold_time, copies_needed
-from requant_kernels.tuning import DECODE_TOKENS, HOPPER_TOKENS, TALL_TOKENS, setting_name
+from requant_kernels.trellis.layout import CODES, TrellisLayout
 
 Setting = tuple[int, ...]
 # warps, tiles, unroll, activations ahead, most registers (0: as many as the compiler wants)
@@ -48,7 +48,7 @@ DECODE: list[Setting] = [
     (1, 2, 2, 0, 168), (2, 2, 1, 1, 0), (2, 2, 2, 0, 168),
     # one token of a grid, words through shared memory, activations from there or from the cache
     (4, 2, 2, COPIED | STAGED, 128), (4, 2, 3, COPIED | STAGED, 128), (4, 1, 3, COPIED, 96), (4, 1, 3, COPIED | AHEAD, 128),
-    # the same, by `byte_grid.py`
+    # the same, by `gemv_int8_mma.py`
     (4, 1, 4, BYTES, 0), (2, 2, 4, BYTES, 0), (2, 4, 2, BYTES, 0),
 ]  # fmt: skip
 OF_BYTES: list[Setting] = [
@@ -59,7 +59,7 @@ OF_BYTES: list[Setting] = [
     )
 ]  # fmt: skip
 DECODE += OF_BYTES
-# up to eight tokens, by `half_grid.py`: one, two or four teams
+# up to eight tokens, by `gemv_fp16_mma.py`: one, two or four teams
 OF_HALVES: list[Setting] = [
     (*launch, HALVES | team * TEAM | ahead, 0)
     for ahead in (0, AHEAD)
@@ -71,7 +71,7 @@ OF_HALVES: list[Setting] = [
     ))
     for launch in launches
 ]  # fmt: skip
-# those of `byte_grid.py` with residuals, whose slots are turns of the ring: more of it, and wider programs
+# those of `gemv_int8_mma.py` with residuals, whose slots are turns of the ring: more of it, and wider programs
 OF_SPARSE_BYTES: list[Setting] = [
     *OF_BYTES,
     *((*launch, BYTES, 0) for launch in ((4, 2, 3), (4, 3, 2), (4, 4, 2))),
@@ -150,20 +150,20 @@ def kernel_of(layout: Layout | TrellisLayout, tokens: int) -> str | None:
     """The kernel that has settings for this many tokens; None where cuBLAS multiplies."""
     if tokens <= DECODE_TOKENS:
         return "trellis" if isinstance(layout, TrellisLayout) else "decode"
-    if tokens <= HOPPER_TOKENS and tuning.runs_on_hopper(layout, layout.words.device):
+    if tokens <= HOPPER_TOKENS and heuristics.runs_on_hopper(layout, layout.words.device):
         return "hopper"
     return "tall" if not isinstance(layout, TrellisLayout) and tokens <= TALL_TOKENS else None
 
 
 def kind_of(layout: Layout | TrellisLayout) -> str:
     """The name of a layout in the table."""
-    return layout.code if isinstance(layout, TrellisLayout) else tuning.kind_of(layout)
+    return layout.code if isinstance(layout, TrellisLayout) else heuristics.kind_of(layout)
 
 
 def width_of(kernel: str, tokens: int) -> int:
     """The number of tokens that a kernel is compiled for, or settings are kept for."""
     if kernel == "hopper":
-        return tuning.hopper_width(tokens)
+        return heuristics.hopper_width(tokens)
     if kernel == "tall":
         return max(16, 1 << (tokens - 1).bit_length())
     if tokens == 1:
@@ -225,17 +225,17 @@ def fits(kernel: str, n: int, k: int, tokens: int, setting: Setting) -> bool:
 def call(kernel: str, x: Tensor, layout: Any, setting: Setting) -> Tensor:
     """One call with a setting."""
     if kernel == "decode":
-        from requant_kernels.decode import decode
+        from requant_kernels.scalar.gemv import decode
 
-        config = replace(decode_setting(setting), pdl=tuning.launches_early(x.device))
+        config = replace(decode_setting(setting), pdl=heuristics.launches_early(x.device))
         if config.bytes or config.halves:
-            from requant_kernels import byte_grid, half_grid
+            from requant_kernels.scalar import gemv_fp16_mma, gemv_int8_mma
 
-            if not (half_grid if config.halves else byte_grid).takes(x, layout, config):
+            if not (gemv_fp16_mma if config.halves else gemv_int8_mma).takes(x, layout, config):
                 raise ValueError("another kernel would be timed")
         return decode(x, layout, None, config, asm=True)
     if kernel == "tall":
-        from requant_kernels.tall import tall
+        from requant_kernels.scalar.gemm import tall
 
         warps, split, stages = setting
         return tall(x, layout, None, asm=True, config=TallConfig(warps=warps, split=split, stages=stages))
@@ -243,12 +243,12 @@ def call(kernel: str, x: Tensor, layout: Any, setting: Setting) -> Tensor:
         names = ("tokens", "warps", "tiles", "ahead", "split")
         config = HopperConfig(**dict(zip(names, setting, strict=True)))
         if not isinstance(layout, TrellisLayout):
-            from requant_kernels.hopper import hopper
+            from requant_kernels.scalar.gemm_sm90 import hopper
 
             return hopper(x, layout, None, config)
     else:
         config = trellis_setting(setting)
-    from requant_kernels.trellis import takes_spread, trellis_linear
+    from requant_kernels.trellis.matmul import takes_spread, trellis_linear
 
     if isinstance(config, TrellisConfig) and config.places and not takes_spread(x, layout, config):
         raise ValueError("another kernel would be timed")
@@ -297,8 +297,8 @@ def times(kernel: str, layout: Any, tokens: int, settings: Sequence[Setting]) ->
 def winners(
     kernel: str, kind: str, bits: float, n: int, k: int, width: int, found: dict[Setting, float]
 ) -> dict[str, Setting]:
-    """What the table should hold of these times: the best, and beside one of `byte_grid.py` or `half_grid.py` the best of
-    the others, for layouts that these do not take."""
+    """What the table should hold of these times: the best, and beside one of `gemv_int8_mma.py` or `gemv_fp16_mma.py` the
+    best of the others, for layouts that these do not take."""
     best: dict[str, Setting] = {}
     for setting in sorted(found, key=found.__getitem__):
         masked = kernel == "decode" and setting[3] & MASKED
@@ -312,9 +312,9 @@ def tune(
     layouts: Sequence[Layout | TrellisLayout], tokens: Sequence[int], *, file: Path | None = None
 ) -> int:
     """Measure what no table has yet for these layouts; returns how many settings were added to `file`."""
-    file = file or tuning.cache_file()
+    file = file or heuristics.cache_file()
     device = torch.cuda.get_device_name(layouts[0].words.device) if layouts else ""
-    table = tuning.read_table(file)
+    table = heuristics.read_table(file)
     mine, added = table.setdefault(device, {}), 0
     for layout in layouts:
         for m in tokens:
@@ -323,7 +323,7 @@ def tune(
                 continue
             width = width_of(kernel, m)
             name = setting_name(kernel, kind_of(layout), layout.bits, layout.n, layout.k, width)
-            if name in mine or name in tuning.measured(device):
+            if name in mine or name in heuristics.measured(device):
                 continue
             settings = candidates(kernel, kind_of(layout), layout.bits, layout.n, layout.k, width)
             found = times(kernel, layout, m, settings)
@@ -332,7 +332,7 @@ def tune(
             added += bool(best)
     if added:
         write_table(file, table)
-        tuning.forget()
+        heuristics.forget()
     return added
 
 

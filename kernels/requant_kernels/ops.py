@@ -8,7 +8,7 @@ of tokens the CUDA path takes
     17 .. 128    tall.py         the same elsewhere
     beyond       dense.py        then cuBLAS
 
-A trellis takes trellis.py to 16 tokens, beyond them its expansion and cuBLAS. Every other device takes blockwise.py,
+A trellis takes trellis.py to 16 tokens, beyond them its expansion and cuBLAS. Every other device takes torch_fallback.py,
 except HIP, where the same kernels run without their assembly.
 """
 
@@ -19,10 +19,9 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from requant_kernels import blockwise, naive
-from requant_kernels.layouts import CodebookLayout, GridLayout, Layout, SparseSlots
-from requant_kernels.rings import TrellisLayout
-from requant_kernels.tuning import (
+from requant_kernels.common.packing import CodebookLayout, GridLayout, Layout, SparseSlots
+from requant_kernels.fallback import reference, torch_fallback
+from requant_kernels.heuristics import (
     DECODE_TOKENS,
     HOPPER_TOKENS,
     TALL_TOKENS,
@@ -30,6 +29,7 @@ from requant_kernels.tuning import (
     hopper_config,
     runs_on_hopper,
 )
+from requant_kernels.trellis.layout import TrellisLayout
 
 DTYPES = (torch.float16, torch.bfloat16)
 
@@ -104,7 +104,7 @@ def lookup(tokens: Int[Tensor, "*m"], layout: GridLayout, dtype: torch.dtype) ->
 def dequantize(layout: Layout | TrellisLayout, dtype: torch.dtype = torch.float16) -> Shaped[Tensor, "n k"]:
     """The matrix that the layout stands for; a trellis is rotated back by full matrices, which is slow."""
     if isinstance(layout, TrellisLayout):
-        return naive.weight(layout, torch.float32).to(dtype)
+        return reference.weight(layout, torch.float32).to(dtype)
     return torch.ops.requant.dequantize(dtype, *flatten(layout))
 
 
@@ -192,21 +192,21 @@ def _of_words(x: Tensor, layout: Layout, bias: Tensor | None) -> Tensor:
     if x.shape[0] == 0:
         return x.new_empty(0, layout.n)
     if not x.is_cuda:
-        return blockwise.linear(x, layout, bias)
+        return torch_fallback.linear(x, layout, bias)
     x, asm = x if x.stride(1) == 1 else x.contiguous(), _uses_asm(x.device)
     if x.shape[0] <= DECODE_TOKENS:
-        from requant_kernels.decode import decode
+        from requant_kernels.scalar.gemv import decode
 
         return decode(x, layout, bias, decode_config(layout, x.shape[0], x.device), asm=asm)
     if x.shape[0] <= HOPPER_TOKENS and runs_on_hopper(layout, x.device):
-        from requant_kernels.hopper import hopper
+        from requant_kernels.scalar.gemm_sm90 import hopper
 
         return hopper(x, layout, bias, hopper_config(layout, x.shape[0], x.device))
     if x.shape[0] <= TALL_TOKENS:
-        from requant_kernels.tall import tall
+        from requant_kernels.scalar.gemm import tall
 
         return tall(x, layout, bias, asm=asm)
-    from requant_kernels.dense import dequantize as dequantize_cuda
+    from requant_kernels.scalar.dequantize import dequantize as dequantize_cuda
 
     return torch.nn.functional.linear(x, dequantize_cuda(layout, x.dtype, asm=asm), bias)
 
@@ -243,8 +243,8 @@ def _dequantize(
         entries, bounds, n, k, bits, group_size, kernel_group,
     )  # fmt: skip
     if not words.is_cuda or dtype not in DTYPES:
-        return blockwise.dequantize(layout, dtype)
-    from requant_kernels.dense import dequantize as dequantize_cuda
+        return torch_fallback.dequantize(layout, dtype)
+    from requant_kernels.scalar.dequantize import dequantize as dequantize_cuda
 
     return dequantize_cuda(layout, dtype, asm=_uses_asm(words.device))
 
@@ -259,9 +259,9 @@ def _of_trellis(x: Tensor, layout: TrellisLayout, bias: Tensor | None) -> Tensor
     if x.shape[0] == 0:
         return x.new_empty(0, layout.n)
     if not x.is_cuda:
-        y = x.float() @ naive.weight(layout, torch.float32).T
+        y = x.float() @ reference.weight(layout, torch.float32).T
         return (y if bias is None else y + bias.float()).to(x.dtype)
-    from requant_kernels.trellis import trellis_linear as trellis_cuda
+    from requant_kernels.trellis.matmul import trellis_linear as trellis_cuda
 
     return trellis_cuda(x if x.stride(1) == 1 else x.contiguous(), layout, bias, asm=_uses_asm(x.device))
 
@@ -294,8 +294,8 @@ def _lookup(
         k=k, bits=bits, group_size=group_size, kernel_group=kernel_group,
     )  # fmt: skip
     if not words.is_cuda or len(tokens) == 0:
-        return blockwise.lookup(tokens, layout, dtype)
-    from requant_kernels.rows import lookup as lookup_cuda
+        return torch_fallback.lookup(tokens, layout, dtype)
+    from requant_kernels.scalar.embedding import lookup as lookup_cuda
 
     return lookup_cuda(tokens, layout, dtype)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int64
-from requant_kernels.tuning import launches_early
+from requant_kernels.heuristics import launches_early
 from torch import Tensor
 from transformers import DynamicCache
 

@@ -8,8 +8,8 @@ The ring has no first state, which makes an exact search 2**(16 - bits) times de
 nearly as well: a free one through the sequence rotated by half tells the state where the ring closes, a second is
 pinned to it. Rotating and pinning again gains 0.3 % at 2 bits, a first walk through half the sequence loses 0.5 %.
 
-CUDA tensors go to the Triton kernel, others to its twin on the CPU (`requant_kernels.walks`), in as many threads as torch
-has. The bits of a step may be uneven (`trellis_codes.step_bits`).
+CUDA tensors go to the Triton kernel, others to its twin on the CPU (`requant_kernels.viterbi.cpu`), in as many threads as
+torch has. The bits of a step may be uneven (`trellis_codes.step_bits`).
 """
 
 from collections.abc import Callable
@@ -38,7 +38,7 @@ def tail_biting_states(
     kept = (STATES >> shifts[0]) - 1  # mask of the bits that the last state hands on to the first
     half = steps // 2  # a multiple of PERIOD
     if targets.is_cuda:
-        from requant_kernels.viterbi import viterbi_paths  # Triton is imported only where it can run
+        from requant_kernels.viterbi.gpu import viterbi_paths  # Triton is imported only where it can run
 
         paths = partial(viterbi_paths, values=values, shifts=shifts)
     else:
@@ -59,7 +59,7 @@ def plain_paths(
     pinned: Int64[Tensor, " b"] | None,
 ) -> Int64[Tensor, "b t"]:
     """The cheapest states on a CPU; `pinned`: the last bits of the state before the first step and of the last state."""
-    from requant_kernels.walks import cheapest_walks  # compiles its loops, in a second or two
+    from requant_kernels.viterbi.cpu import cheapest_walks  # compiles its loops, in a second or two
 
     ends = None if pinned is None else pinned.numpy()
     return torch.from_numpy(cheapest_walks(targets.float().numpy(), values.float().numpy(), shifts, ends))

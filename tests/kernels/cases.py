@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 from requant_kernels import Layout, pack_codebook, pack_grid
-from requant_kernels.rings import step_bits
+from requant_kernels.trellis.layout import step_bits
 from torch import Tensor
 
 

@@ -15,13 +15,14 @@ import triton.language as tl
 from cases import random_trellis, relative_error
 from cases_taken import some
 from ptx_model import run_ptx
-from requant_kernels import byte_sums as byte_sums_module
-from requant_kernels import naive, pack_trellis
-from requant_kernels.byte_sums import byte_sums, float_sums, fused_sums, padded_columns
-from requant_kernels.hadamard import rotate_fixed
-from requant_kernels.one_token import can_fuse
-from requant_kernels.settings import TrellisConfig
-from requant_kernels.trellis import expand
+from requant_kernels import pack_trellis
+from requant_kernels.fallback import reference
+from requant_kernels.hadamard.rotate import rotate_fixed
+from requant_kernels.launch_config import TrellisConfig
+from requant_kernels.trellis import gemv as byte_sums_module
+from requant_kernels.trellis.fused_hadamard import can_fuse
+from requant_kernels.trellis.gemv import byte_sums, float_sums, fused_sums, padded_columns
+from requant_kernels.trellis.matmul import expand
 from section_model import run
 from triton.runtime.interpreter import TensorHandle
 
@@ -168,7 +169,7 @@ def check_fused() -> None:
         HELD.extend((layout.words, layout.input_scales, x))
         assert can_fuse(x, layout, config)
         got = fused_sums(x, layout, config, pdl=False)
-        want = (x.double() * layout.input_scales) @ naive.hadamard(k) @ naive.trellis_values(layout).T
+        want = (x.double() * layout.input_scales) @ reference.hadamard(k) @ reference.trellis_values(layout).T
         error = relative_error(got, want)
         assert error < 1e-4, f"{code} of {k} columns, fused, is off by {error:.1e}"
 
@@ -205,7 +206,7 @@ def main() -> None:
         layout = pack_trellis(*random_trellis(n, k, bits, "cpu"), bits=bits, code=code)
         config = TrellisConfig(warps=launch[0], tiles=launch[1], unroll=launch[2])
         HELD.append(layout.words)
-        values = naive.trellis_values(layout)
+        values = reference.trellis_values(layout)
         assert torch.equal(expand(layout, asm=True).double(), values), f"{code} {bits}: the expansion"
         x, padded = torch.randn(m, k).half(), -(-k // 16) * 16
         byte_sums_module.MOST_SHARED = 32768 if bits != 2 or code == "pair" else 0  # Triton's own sum too
@@ -227,7 +228,7 @@ def main() -> None:
             got = byte_sums(fixed, scales, layout, config, pdl=False)
             turned = torch.nn.functional.pad(
                 x.double() * layout.input_scales, (0, padded - k)
-            ) @ naive.hadamard(padded)
+            ) @ reference.hadamard(padded)
             want = turned @ values.T
         error = relative_error(got, want)
         assert error < 1e-4, f"{code} at {bits} bits is off by {error:.1e}"

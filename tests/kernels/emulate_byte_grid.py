@@ -13,20 +13,20 @@ from typing import Any
 import gluon_as_triton  # noqa: F401
 import loop_bounds  # noqa: F401
 import numpy as np
-import requant_kernels.byte_grid as kernel_of_one
+import requant_kernels.scalar.gemv_int8_mma as kernel_of_one
 import torch
 import triton.language as tl
 from cases import Case, random_layout, relative_error
 from cases_taken import some
 from ptx_model import float_product, integer_product, permute_bytes
-from requant_kernels import naive
-from requant_kernels.byte_grid import byte_grid, room_of, takes
-from requant_kernels.half_grid import half_grid
-from requant_kernels.half_grid import takes as half_takes
-from requant_kernels.layouts import GridLayout, Layout
-from requant_kernels.rooms import MULTIPROCESSOR
-from requant_kernels.settings import DecodeConfig
-from requant_kernels.word_rings import PAGE, pages
+from requant_kernels.common.cp_async import PAGE, pages
+from requant_kernels.common.occupancy import MULTIPROCESSOR
+from requant_kernels.common.packing import GridLayout, Layout
+from requant_kernels.fallback import reference
+from requant_kernels.launch_config import DecodeConfig
+from requant_kernels.scalar.gemv_fp16_mma import half_grid
+from requant_kernels.scalar.gemv_fp16_mma import takes as half_takes
+from requant_kernels.scalar.gemv_int8_mma import byte_grid, room_of, takes
 from torch import Tensor
 from triton.runtime.interpreter import TensorHandle
 
@@ -346,7 +346,7 @@ def check(
     assert takes(x, layout, config)
     SHARED[:] = NONSENSE
     waiting.clear()
-    error = relative_error(kernel(x, layout, bias, config), naive.linear(x, layout, bias))
+    error = relative_error(kernel(x, layout, bias, config), reference.linear(x, layout, bias))
     assert error < (5e-4 if case.dtype == torch.float16 else 4e-3), f"{case} {config} is off by {error:.1e}"
 
 

@@ -14,9 +14,9 @@ import torch
 import triton.language as tl
 from cases import Case, random_layout, relative_error
 from ptx_model import run_ptx
-from requant_kernels import naive
-from requant_kernels.decode import decode
-from requant_kernels.settings import AHEAD, COPIED, STAGED, decode_setting
+from requant_kernels.fallback import reference
+from requant_kernels.launch_config import AHEAD, COPIED, STAGED, decode_setting
+from requant_kernels.scalar.gemv import decode
 from triton.runtime.interpreter import TensorHandle
 
 BASE = 1 << 12  # where shared memory begins
@@ -157,7 +157,7 @@ def main() -> None:
         SHARED[:] = NONSENSE
         waiting.clear()
         got = decode(x, layout, None, decode_setting((warps, tiles, depth, COPIED | bits, 0)), asm=True)
-        error = relative_error(got, naive.linear(x, layout))
+        error = relative_error(got, reference.linear(x, layout))
         assert error < (3e-3 if case.dtype == torch.float16 else 1.2e-2), (
             f"{case} {launch} is off by {error:.1e}"
         )
@@ -166,7 +166,8 @@ def main() -> None:
     layout, x = random_layout(case, "cpu"), torch.randn(1, 512).half()
     assert (
         relative_error(
-            decode(x, layout, None, decode_setting((2, 1, 30, COPIED, 0)), asm=True), naive.linear(x, layout)
+            decode(x, layout, None, decode_setting((2, 1, 30, COPIED, 0)), asm=True),
+            reference.linear(x, layout),
         )
         < 3e-3
     )

@@ -1,4 +1,4 @@
-"""Run under TRITON_INTERPRET=1 by `test_interpreter.py`: `spread_sums.py` with its assembly, line by line, warps in step.
+"""Run under TRITON_INTERPRET=1 by `test_interpreter.py`: `gemv_cp_async.py` with its assembly, line by line, warps in step.
 
 The model is that of `emulate_byte_grid.py`, with the instructions of a trellis. Its rotation runs in the model of
 `section_model.py`, and what it stores has to be the spread form of what it stores otherwise, byte by byte.
@@ -13,13 +13,15 @@ import torch
 import triton.language as tl
 from cases import random_trellis, relative_error
 from emulate_byte_grid import Program, inline_asm_elementwise
-from requant_kernels import TrellisLayout, naive, pack_trellis, spread_sums
-from requant_kernels.byte_sums import padded_columns
-from requant_kernels.hadamard import rotate_fixed
-from requant_kernels.hashes import WEIGHTS
-from requant_kernels.sections import SECTION
-from requant_kernels.settings import TrellisConfig
-from requant_kernels.turns import section_asm
+from requant_kernels import TrellisLayout, pack_trellis
+from requant_kernels.fallback import reference
+from requant_kernels.hadamard.rotate import rotate_fixed
+from requant_kernels.hadamard.sections import SECTION
+from requant_kernels.hadamard.turns import section_asm
+from requant_kernels.launch_config import TrellisConfig
+from requant_kernels.trellis import gemv_cp_async
+from requant_kernels.trellis.gemv import padded_columns
+from requant_kernels.trellis.hashes import WEIGHTS
 from section_model import LANE, SHAPE, WARP, run
 
 ROTATED: list[torch.Tensor] = []  # the last token, in fixed point, and its scales
@@ -123,7 +125,7 @@ def exact(layout: TrellisLayout) -> torch.Tensor:
     x = q.view(-1)
     if layout.code == "pair":  # of sums and differences
         x = torch.stack([x[::2] + x[1::2], x[::2] - x[1::2]], -1).view(-1) / 2
-    values = naive.trellis_values(layout)
+    values = reference.trellis_values(layout)
     return (values @ x[: values.shape[1]])[None]
 
 
@@ -131,12 +133,12 @@ def check(code: str, bits: float, n: int, k: int, launch: tuple[int, ...]) -> No
     layout = pack_trellis(*random_trellis(n, k, bits, "cpu"), bits=bits, code=code)
     config = TrellisConfig(warps=launch[0], tiles=launch[1], unroll=launch[2], places=launch[3])
     x = torch.randn(1, k).half()
-    assert spread_sums.takes(x, layout, config), f"{code} {bits} {launch}"
+    assert gemv_cp_async.takes(x, layout, config), f"{code} {bits} {launch}"
     model.waiting.clear()
     model.begun.clear()
     model.SHARED[:] = model.NONSENSE
-    got = spread_sums.spread_sums(x, layout, config, pdl=False)
-    want = (x.double() * layout.input_scales) @ naive.hadamard(k) @ naive.trellis_values(layout).T
+    got = gemv_cp_async.spread_sums(x, layout, config, pdl=False)
+    want = (x.double() * layout.input_scales) @ reference.hadamard(k) @ reference.trellis_values(layout).T
     error = relative_error(got, want)
     assert error < 1e-4, f"{code} at {bits} bits, {launch}, is off by {error:.1e}"
     error = relative_error(got, exact(layout))
@@ -149,7 +151,7 @@ def main() -> None:
     check_rotation()
     setattr(model, "Program", Trellis)  # noqa: B010
     stub: Any = rotate_spread
-    spread_sums.rotate_spread = stub
+    gemv_cp_async.rotate_spread = stub
     tl.inline_asm_elementwise = inline_asm_elementwise
     assert WEIGHTS == {"mul1": 1, "pair": 2, "3inst": 1}
     for case in (

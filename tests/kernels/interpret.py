@@ -4,16 +4,17 @@ import loop_bounds  # noqa: F401
 import torch
 from cases import Case, random_csr, random_layout, random_trellis, relative_error
 from cases_taken import some
-from requant_kernels import naive, pack_trellis
-from requant_kernels.activations import add_partial, arrange
+from requant_kernels import pack_trellis
 from requant_kernels.attention import attend
-from requant_kernels.decode import decode
-from requant_kernels.dense import dequantize
-from requant_kernels.hadamard import rotate, rotate_fixed
-from requant_kernels.rows import lookup
-from requant_kernels.settings import DecodeConfig, TallConfig
-from requant_kernels.tall import tall
-from requant_kernels.trellis import expand, trellis_linear
+from requant_kernels.fallback import reference
+from requant_kernels.hadamard.rotate import rotate, rotate_fixed
+from requant_kernels.launch_config import DecodeConfig, TallConfig
+from requant_kernels.scalar.dequantize import dequantize
+from requant_kernels.scalar.embedding import lookup
+from requant_kernels.scalar.gemm import tall
+from requant_kernels.scalar.gemv import decode
+from requant_kernels.scalar.permute import add_partial, arrange
+from requant_kernels.trellis.matmul import expand, trellis_linear
 
 CASES = [
     (Case(kind="codebook", bits=3, n=37, k=300, m=1), DecodeConfig(warps=2)),
@@ -56,7 +57,7 @@ def fixed_point(width: int, paired: bool) -> None:
     bytes_of = y.view(2, 2, held).long()
     q = 256 * bytes_of[:, 0] + bytes_of[:, 1]
     assert torch.equal(q.sum(1).float(), scales[:, 0, 1])
-    want = torch.nn.functional.pad(x.double() * before, (0, padded - width)) @ naive.hadamard(padded)
+    want = torch.nn.functional.pad(x.double() * before, (0, padded - width)) @ reference.hadamard(padded)
     if paired:
         want = torch.stack([want[:, ::2] + want[:, 1::2], want[:, ::2] - want[:, 1::2]], -1).flatten(1)
     error = relative_error((q * scales[:, :, 0].double())[:, :padded], want)
@@ -111,7 +112,7 @@ def main() -> None:
         x, before = torch.randn(2, width).half(), torch.rand(width).half()
         y = torch.empty_like(x)
         rotate(x, y, width=width, rotated=width, out_width=width, asm=False, pdl=False, before=before)
-        error = relative_error(y, (x.double() * before.double()) @ naive.hadamard(width))
+        error = relative_error(y, (x.double() * before.double()) @ reference.hadamard(width))
         assert error < 1e-3, f"the rotation of {width} is off by {error:.1e}"
     for width, paired in ((200, False), (1408, True), (4096, False)):
         fixed_point(width, paired)
@@ -124,25 +125,25 @@ def main() -> None:
             y = tall(x, layout, bias, asm=False, config=TallConfig(warps=4, split=2))
         else:
             y = decode(x, layout, bias, config, asm=False)
-        error = relative_error(y, naive.linear(x, layout, bias))
+        error = relative_error(y, reference.linear(x, layout, bias))
         assert error < 3e-3, f"{case}: linear is off by {error:.1e}"
-        error = relative_error(dequantize(layout, torch.float16, asm=False), naive.weight(layout))
+        error = relative_error(dequantize(layout, torch.float16, asm=False), reference.weight(layout))
         assert error < 2e-3, f"{case}: dequantize is off by {error:.1e}"
     grid = random_layout(
         Case(kind="grid", bits=5, n=37, k=300, m=1, group_size=64, zero_points=True, column_scales=True),
         "cpu",
     )
     tokens = torch.tensor([0, 36, 8, 17])
-    error = relative_error(lookup(tokens, grid, torch.float16), naive.weight(grid)[tokens])
+    error = relative_error(lookup(tokens, grid, torch.float16), reference.weight(grid)[tokens])
     assert error < 2e-3, f"rows are off by {error:.1e}"
     for code, bits, n, k, m, density in some(TRELLISES):
         sparse = random_csr(n, k, density, m > 1, "cpu") if density else None
         layout = pack_trellis(*random_trellis(n, k, bits, "cpu"), bits=bits, code=code, sparse=sparse)
         x, bias = torch.randn(m, k).half(), torch.randn(n).half()
-        want = naive.linear(x, layout, bias)
+        want = reference.linear(x, layout, bias)
         error = relative_error(trellis_linear(x, layout, bias, asm=False), want)
         assert error < 3e-3, f"trellis {code} at {bits} bits is off by {error:.1e}"
-        assert torch.equal(expand(layout, asm=False).double(), naive.trellis_values(layout))
+        assert torch.equal(expand(layout, asm=False).double(), reference.trellis_values(layout))
     check_arranged()
 
 

@@ -3,7 +3,7 @@
 import re
 
 import numpy as np
-from requant_kernels.words import HALF
+from requant_kernels.common.bit_layout import HALF
 
 
 def floats(pair: np.ndarray, dtype: str) -> np.ndarray:

@@ -8,10 +8,10 @@ import torch
 pytest.importorskip("triton")
 
 from requant_kernels.autotune import DECODE, SPARSE
-from requant_kernels.byte_grid import byte_grid_kernel, constants, room_of, takes
-from requant_kernels.layouts import GridLayout
-from requant_kernels.rooms import MULTIPROCESSOR
-from requant_kernels.settings import BYTES, DecodeConfig, decode_setting
+from requant_kernels.common.occupancy import MULTIPROCESSOR
+from requant_kernels.common.packing import GridLayout
+from requant_kernels.launch_config import BYTES, DecodeConfig, decode_setting
+from requant_kernels.scalar.gemv_int8_mma import byte_grid_kernel, constants, room_of, takes
 
 from .cases import Case, random_layout
 from .compile_offline import Machine, compile_kernel

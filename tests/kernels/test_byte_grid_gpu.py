@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from requant_kernels import naive
-from requant_kernels.byte_grid import byte_grid, takes
-from requant_kernels.decode import decode
-from requant_kernels.settings import DecodeConfig
+from requant_kernels.fallback import reference
+from requant_kernels.launch_config import DecodeConfig
+from requant_kernels.scalar.gemv import decode
+from requant_kernels.scalar.gemv_int8_mma import byte_grid, takes
 
 from .cases import Case, random_layout, relative_error
 
@@ -54,6 +54,8 @@ def test_bytes_of_a_grid(number: int) -> None:
     config = DecodeConfig(warps=warps, tiles=tiles, unroll=depth, bytes=True, pdl=True)
     assert takes(x, layout, config)
     y = decode(x, layout, bias, config, asm=True)
-    assert relative_error(y, naive.linear(x, layout, bias)) < (1e-3 if case.dtype == torch.float16 else 6e-3)
+    assert relative_error(y, reference.linear(x, layout, bias)) < (
+        1e-3 if case.dtype == torch.float16 else 6e-3
+    )
     for _ in range(3):
         assert torch.equal(y, byte_grid(x, layout, bias, config))

@@ -9,15 +9,15 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from requant_kernels.blocks import operands  # noqa: E402
-from requant_kernels.decode import decode_kernel  # noqa: E402
-from requant_kernels.dense import dequantize_kernel  # noqa: E402
-from requant_kernels.pieces import reserve_asm  # noqa: E402
-from requant_kernels.residuals import finish_kernel  # noqa: E402
-from requant_kernels.rooms import room_constants, room_of  # noqa: E402
-from requant_kernels.settings import COPIED, GATHERED, STAGED, decode_setting  # noqa: E402
-from requant_kernels.tall import multiply_kernel  # noqa: E402
-from requant_kernels.tuning import TABLE, distance_of, least_warps, registers_of  # noqa: E402
+from requant_kernels.common.fragment_dequant import operands  # noqa: E402
+from requant_kernels.common.occupancy import room_constants, room_of  # noqa: E402
+from requant_kernels.common.sparse_spmm import finish_kernel  # noqa: E402
+from requant_kernels.heuristics import TABLE, distance_of, least_warps, registers_of  # noqa: E402
+from requant_kernels.launch_config import COPIED, GATHERED, STAGED, decode_setting  # noqa: E402
+from requant_kernels.scalar.dequantize import dequantize_kernel  # noqa: E402
+from requant_kernels.scalar.gemm import multiply_kernel  # noqa: E402
+from requant_kernels.scalar.gemm_sm90_ptx import reserve_asm  # noqa: E402
+from requant_kernels.scalar.gemv import decode_kernel  # noqa: E402
 
 from .cases import Case, random_layout  # noqa: E402
 from .compile_offline import Machine, compile_kernel  # noqa: E402

@@ -8,17 +8,23 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from requant_kernels import byte_sums, spread_sums  # noqa: E402
 from requant_kernels.autotune import TRELLIS  # noqa: E402
-from requant_kernels.byte_sums import byte_sum_kernel, padded_columns  # noqa: E402
-from requant_kernels.byte_sums import constants as trellis_constants  # noqa: E402
-from requant_kernels.hashes import STORE_FOUR_ASM, STORE_FOUR_CONSTRAINTS, groups_of, values_asm, words_asm  # noqa: E402
-from requant_kernels.sections import SECTION, section_kernel  # noqa: E402
-from requant_kernels.settings import RING, SHARE, trellis_setting  # noqa: E402
-from requant_kernels.trellis import expand_kernel  # noqa: E402
-from requant_kernels.tuning import TrellisConfig  # noqa: E402
-from requant_kernels.tuning import trellis_config as rule_of_trellis  # noqa: E402
-from requant_kernels.turns import section_asm  # noqa: E402
+from requant_kernels.hadamard.sections import SECTION, section_kernel  # noqa: E402
+from requant_kernels.hadamard.turns import section_asm  # noqa: E402
+from requant_kernels.heuristics import TrellisConfig  # noqa: E402
+from requant_kernels.heuristics import trellis_config as rule_of_trellis  # noqa: E402
+from requant_kernels.launch_config import RING, SHARE, trellis_setting  # noqa: E402
+from requant_kernels.trellis import gemv, gemv_cp_async  # noqa: E402
+from requant_kernels.trellis.gemv import byte_sum_kernel, padded_columns  # noqa: E402
+from requant_kernels.trellis.gemv import constants as trellis_constants  # noqa: E402
+from requant_kernels.trellis.hashes import (  # noqa: E402
+    STORE_FOUR_ASM,
+    STORE_FOUR_CONSTRAINTS,
+    groups_of,
+    values_asm,
+    words_asm,
+)
+from requant_kernels.trellis.matmul import expand_kernel  # noqa: E402
 
 from .compile_offline import Machine, compile_kernel  # noqa: E402
 
@@ -65,7 +71,7 @@ def test_trellis_instructions_a_weight(
     code: str, bits: float, shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not shared:
-        monkeypatch.setattr(byte_sums, "MOST_SHARED", 0)
+        monkeypatch.setattr(gemv, "MOST_SHARED", 0)
     unroll = 2 if bits == 2 else 1
     machine = trellis_machine(code, bits, launch=(8, 2, unroll))
     assert machine.stack == 0
@@ -91,7 +97,7 @@ def spread_machine(code: str, bits: float, warps: int, tiles: int, unroll: int, 
     vector = math.gcd(four * groups_of(four) // 4, 4)
     pointers = {"words_ptr": "*i32", "y_ptr": "*fp32", "x_ptr": "*i8", "scales_ptr": "*fp32"}
     return compile_kernel(
-        spread_sums.spread_sum_kernel, spread_sums.constants(code, four, vector, config) | {"PDL": True}, capability=90,
+        gemv_cp_async.spread_sum_kernel, gemv_cp_async.constants(code, four, vector, config) | {"PDL": True}, capability=90,
         pointers=pointers | {"units": "i32", "sections": "i32"}, warps=warps, aligned=("units",),
     )  # fmt: skip
 

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from requant_kernels import naive
-from requant_kernels.decode import decode
-from requant_kernels.settings import AHEAD, COPIED, STAGED, DecodeConfig, decode_setting
+from requant_kernels.fallback import reference
+from requant_kernels.launch_config import AHEAD, COPIED, STAGED, DecodeConfig, decode_setting
+from requant_kernels.scalar.gemv import decode
 
 from .cases import Case, random_layout, relative_error
 
@@ -35,7 +35,7 @@ def test_words_through_shared_memory(number: int) -> None:
     case = CASES[number]
     layout = random_layout(case, "cuda")
     x = torch.randn(case.m, case.k, device="cuda", dtype=case.dtype)
-    want = naive.linear(x, layout)
+    want = reference.linear(x, layout)
     warps, tiles, depth = SHAPES[number % len(SHAPES)]
     former = decode(x, layout, None, DecodeConfig(warps=warps, tiles=tiles, unroll=2), asm=True)
     for bits in (COPIED | AHEAD, COPIED | STAGED) if case.m == 1 else (COPIED,):

@@ -9,11 +9,12 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
-from requant_kernels import columns, gathered, naive
-from requant_kernels.blocks import dense_tokens
-from requant_kernels.layouts import Layout
-from requant_kernels.settings import GATHERED
-from requant_kernels.tuning import TABLE
+from requant_kernels.common.fragment_dequant import dense_tokens
+from requant_kernels.common.packing import Layout
+from requant_kernels.fallback import reference
+from requant_kernels.heuristics import TABLE
+from requant_kernels.launch_config import GATHERED
+from requant_kernels.scalar import gemv_sparse_mma, gemv_sparse_mma_ptx
 
 from .cases import Case, random_layout, relative_error
 from .compile_offline import Machine, compile_kernel
@@ -34,7 +35,7 @@ def stage(shared: np.ndarray, base: int, x: np.ndarray) -> None:
         own = (pairs[:, ::2] | pairs[:, 1::2] << 16).T
         operands = {"$4": (base + 512 * slab + 16 * LANE).astype(np.uint32)}
         operands |= {f"${8 + i}": own[i] for i in range(4)}
-        run_ptx(columns.STAGE, operands, (32,), outputs=0, shared=shared)
+        run_ptx(gemv_sparse_mma_ptx.STAGE, operands, (32,), outputs=0, shared=shared)
 
 
 def test_a_column_is_sixteen_bytes() -> None:
@@ -50,7 +51,7 @@ def test_a_column_is_sixteen_bytes() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("density", [0.002, 0.01, 0.05])
 def test_the_residuals_of_a_block_are_added_once(density: float, dtype: torch.dtype) -> None:
-    """None, one and two rounds of 32 entries, and blocks with more, by the operands of `gathered._add_residuals`."""
+    """None, one and two rounds of 32 entries, and blocks with more, by the operands of `gemv_sparse_mma._add_residuals`."""
     torch.manual_seed(0)
     case = Case(
         kind="grid", bits=3, n=40, k=700, m=8, density=density, int8_residuals=True, column_scales=True
@@ -63,23 +64,23 @@ def test_the_residuals_of_a_block_are_added_once(density: float, dtype: torch.dt
     divided = torch.zeros(8, 768)
     divided[:, :700] = dense_tokens(x, layout).to(dtype)
     text, memory = (
-        columns.gather_asm("fp16" if dtype == torch.float16 else "bf16"),
+        gemv_sparse_mma_ptx.gather_asm("fp16" if dtype == torch.float16 else "bf16"),
         entries.numpy().view(np.uint32),
     )
     got, sizes = torch.zeros(48, 8), []
     for tile in range(3):
         sums = [np.zeros(32, np.uint32) for _ in range(4)]
         for block in range(3):
-            shared = np.full((base + columns.WARP_BYTES) // 2, 0x7E00, np.uint16)  # NaN
+            shared = np.full((base + gemv_sparse_mma_ptx.WARP_BYTES) // 2, 0x7E00, np.uint16)  # NaN
             stage(shared, base, bits_of(divided[:, 256 * block : 256 * block + 256], dtype))
             begin, end = (int(edge) for edge in bounds[tile, block : block + 2])
             sizes.append(end - begin)
             at = begin + LANE
             loaded = [
-                np.where(at + i < end, memory[np.minimum(at + i, len(memory) - 1)], columns.NONE)
+                np.where(at + i < end, memory[np.minimum(at + i, len(memory) - 1)], gemv_sparse_mma_ptx.NONE)
                 for i in (0, 32)
             ]
-            entry_at = base + columns.COLUMNS_BYTES
+            entry_at = base + gemv_sparse_mma_ptx.COLUMNS_BYTES
             single = {
                 4: LANE * 0 + base, 8: entry_at + 4 * LANE, 12: entry_at + 8 * T, 16: loaded[0], 20: loaded[1],
                 24: LANE * 0 + end - begin, 28: G * (32 * 0x10001), 36: 4 * at,
@@ -89,7 +90,7 @@ def test_the_residuals_of_a_block_are_added_once(density: float, dtype: torch.dt
             sums = run_ptx(text, operands, (32,), outputs=4, shared=shared, memory=memory)
         for i in range(4):
             got[16 * tile + G + i // 2 * 8, 2 * T + i % 2] = torch.from_numpy(sums[i].view(np.float32).copy())
-    want = naive.sparse(layout, torch.float64)[layout.rows[:40].long()] @ x.double().T
+    want = reference.sparse(layout, torch.float64)[layout.rows[:40].long()] @ x.double().T
     assert relative_error(got[:40], want) < (1e-3 if dtype == torch.float16 else 8e-3)
     assert min(sizes) < 32 if density < 0.01 else max(sizes) > 64
 
@@ -117,13 +118,13 @@ def test_products_and_scales_of_a_slab(name: str) -> None:
     for i in range(4):  # j kh
         operands[f"${12 + i}"] = right[G, 8 * T + 2 * i] | right[G, 8 * T + 2 * i + 1] << 16
         operands[f"${16 + i}"] = np.full(32, i, np.float32).view(np.uint32)
-    part = run_ptx(columns.slab_asm(name), operands, (32,), outputs=4)
+    part = run_ptx(gemv_sparse_mma_ptx.slab_asm(name), operands, (32,), outputs=4)
     scales = torch.rand(8, 2).half()
     pairs = bits_of(scales, torch.float16)
     operands = {"$8": (pairs[:, 0] | pairs[:, 1] << 16)[G]}
     operands |= {f"${4 + i}": part[i] for i in range(4)}
     operands |= {f"${12 + i}": np.full(32, 1, np.float32).view(np.uint32) for i in range(4)}
-    sums = run_ptx(columns.SCALE, operands, (32,), outputs=4)
+    sums = run_ptx(gemv_sparse_mma_ptx.SCALE, operands, (32,), outputs=4)
     want = weight.double() @ x.double().T
     for i in range(4):
         row, token = G + i // 2 * 8, 2 * T + i % 2
@@ -149,13 +150,13 @@ def gathered_machine(
         density=0.02,
     )
     layout: Layout = random_layout(case, "cpu")
-    _, constants = gathered.gathered_constants(layout, dtype)
+    _, constants = gemv_sparse_mma.gathered_constants(layout, dtype)
     constants |= {"EVEN": even, "W": launch[0], "UNROLL": launch[1], "PDL": True}
     name = "fp16" if dtype == torch.float16 else "bf16"
     pointers = dict.fromkeys(("s_ptr", "z_ptr", "e_ptr", "b_ptr"), "*i32") | {"bias_ptr": f"*{name}"}
     absent = (() if zeros else ("z_ptr",)) + (() if bias else ("bias_ptr",))
     return compile_kernel(
-        gathered.gathered_kernel, constants, capability=90, dtype=name, pointers=pointers, absent=absent,
+        gemv_sparse_mma.gathered_kernel, constants, capability=90, dtype=name, pointers=pointers, absent=absent,
         warps=launch[0], max_registers=registers,
     )  # fmt: skip
 

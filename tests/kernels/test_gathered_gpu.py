@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from requant_kernels import naive, tuning
-from requant_kernels.decode import decode
-from requant_kernels.settings import DecodeConfig
+from requant_kernels import heuristics
+from requant_kernels.fallback import reference
+from requant_kernels.launch_config import DecodeConfig
+from requant_kernels.scalar.gemv import decode
 
 from .cases import Case, random_layout, relative_error
 
@@ -16,7 +17,7 @@ LIMIT = {torch.float16: 3e-3, torch.bfloat16: 1.2e-2}
 
 @pytest.fixture(autouse=True)
 def on_hopper() -> None:
-    if not tuning._has_wgmma(torch.device("cuda", torch.cuda.current_device())):
+    if not heuristics._has_wgmma(torch.device("cuda", torch.cuda.current_device())):
         pytest.skip("no Hopper, or a Triton without Gluon")
 
 
@@ -47,7 +48,7 @@ CASES += [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_gathered(case: Case) -> None:
-    from requant_kernels.gathered import gathered
+    from requant_kernels.scalar.gemv_sparse_mma import gathered
 
     torch.manual_seed(0)
     layout = random_layout(case, "cuda")
@@ -55,13 +56,13 @@ def test_gathered(case: Case) -> None:
     bias = torch.randn(case.n, device="cuda", dtype=case.dtype) if case.bias else None
     config = DecodeConfig(warps=4, unroll=2, pdl=True)
     y = gathered(x, layout, bias, config)
-    assert relative_error(y, naive.linear(x, layout, bias)) < LIMIT[case.dtype]
+    assert relative_error(y, reference.linear(x, layout, bias)) < LIMIT[case.dtype]
     assert torch.equal(y, gathered(x, layout, bias, config))
 
 
 @pytest.mark.parametrize("launch", [(1, 3), (2, 2), (4, 4), (8, 3), (16, 1)], ids=str)
 def test_every_launch_agrees(launch: tuple[int, int]) -> None:
-    from requant_kernels.gathered import gathered
+    from requant_kernels.scalar.gemv_sparse_mma import gathered
 
     torch.manual_seed(0)
     layout = random_layout(Case(kind="grid", bits=3, n=500, k=2304, m=8, density=0.02), "cuda")
@@ -69,7 +70,7 @@ def test_every_launch_agrees(launch: tuple[int, int]) -> None:
     config = DecodeConfig(warps=launch[0], unroll=launch[1], pdl=True, max_registers=128)
     for x in (wide[:, :2304], wide[:, 3:2307], wide[:, :2304].contiguous()):
         y = gathered(x, layout, None, config)
-        assert relative_error(y, naive.linear(x, layout)) < 3e-3
+        assert relative_error(y, reference.linear(x, layout)) < 3e-3
         assert torch.equal(y, gathered(x, layout, None, config))
 
 
@@ -87,14 +88,14 @@ def test_one_token_staged(warps: int, k: int) -> None:
         layout = random_layout(case, "cuda")
         x = torch.randn(1, k, device="cuda", dtype=case.dtype)
         y = decode(x, layout, None, config, asm=True)
-        assert relative_error(y, naive.linear(x, layout)) < LIMIT[case.dtype]
+        assert relative_error(y, reference.linear(x, layout)) < LIMIT[case.dtype]
         assert torch.equal(y, decode(x, layout, None, config, asm=True))
         plain = decode(x, layout, None, replace(config, staged=False), asm=True)
         assert relative_error(y, plain.double()) < LIMIT[case.dtype]
 
 
 def test_graph_replays_on_new_activations() -> None:
-    from requant_kernels.gathered import gathered
+    from requant_kernels.scalar.gemv_sparse_mma import gathered
 
     layout = random_layout(Case(kind="grid", bits=3, n=1024, k=1024, m=8, density=0.01), "cuda")
     x, config = torch.randn(8, 1024, device="cuda", dtype=torch.float16), DecodeConfig(warps=4, pdl=True)

@@ -4,12 +4,13 @@ import inspect
 
 import pytest
 import torch
-from requant_kernels import dequantize, linear, lookup, naive, pack_trellis
-from requant_kernels.decode import decode
+from requant_kernels import dequantize, linear, lookup, pack_trellis
+from requant_kernels.fallback import reference
+from requant_kernels.launch_config import DecodeConfig, TrellisConfig
 from requant_kernels.ops import flatten
-from requant_kernels.settings import DecodeConfig, TrellisConfig
-from requant_kernels.tall import tall
-from requant_kernels.trellis import expand, trellis_linear
+from requant_kernels.scalar.gemm import tall
+from requant_kernels.scalar.gemv import decode
+from requant_kernels.trellis.matmul import expand, trellis_linear
 
 from .cases import Case, random_csr, random_layout, random_trellis, relative_error
 
@@ -69,10 +70,10 @@ def test_linear(case: Case) -> None:
     poison = torch.full((case.m, case.n), torch.nan, device="cuda", dtype=case.dtype)
     del poison  # its memory is what the output most likely gets
     y = linear(x, layout, bias)
-    assert relative_error(y, naive.linear(x, layout, bias)) < LIMIT[case.dtype]
+    assert relative_error(y, reference.linear(x, layout, bias)) < LIMIT[case.dtype]
     assert torch.equal(y, linear(x, layout, bias))
     weight = dequantize(layout, case.dtype)
-    assert relative_error(weight, naive.weight(layout)) < LIMIT[case.dtype]
+    assert relative_error(weight, reference.weight(layout)) < LIMIT[case.dtype]
 
 
 @pytest.mark.parametrize("kind", ["grid", "codebook"])
@@ -82,7 +83,7 @@ def test_without_assembly(kind: str, m: int) -> None:
     x = torch.randn(m, 600, device="cuda", dtype=torch.float16)
     config = DecodeConfig(warps=4)
     y = decode(x, layout, None, config, asm=False) if m <= 16 else tall(x, layout, None, asm=False)
-    assert relative_error(y, naive.linear(x, layout)) < LIMIT[torch.float16]
+    assert relative_error(y, reference.linear(x, layout)) < LIMIT[torch.float16]
 
 
 @pytest.mark.parametrize("warps,tiles,unroll", [(2, 1, 1), (4, 2, 1), (8, 1, 2), (4, 4, 1), (16, 1, 1)])
@@ -90,7 +91,7 @@ def test_every_launch_shape_agrees(warps: int, tiles: int, unroll: int) -> None:
     layout = random_layout(Case(kind="codebook", bits=3, n=100, k=5000, m=1, density=0.01), "cuda")
     x = torch.randn(1, 5000, device="cuda", dtype=torch.float16)
     config = DecodeConfig(warps=warps, tiles=tiles, unroll=unroll, pdl=True)
-    assert relative_error(decode(x, layout, None, config, asm=True), naive.linear(x, layout)) < 3e-3
+    assert relative_error(decode(x, layout, None, config, asm=True), reference.linear(x, layout)) < 3e-3
 
 
 @pytest.mark.parametrize("m", [1, 8, 40, 200])
@@ -139,7 +140,7 @@ def test_attention_of_one_token(
 def test_rows_of_an_embedding(bits: int, dtype: torch.dtype) -> None:
     case = Case(kind="grid", bits=bits, n=1000, k=640, m=1, group_size=64, zero_points=True)
     layout, tokens = random_layout(case, "cuda"), torch.randint(0, 1000, (3, 7), device="cuda")
-    assert relative_error(lookup(tokens, layout, dtype), naive.weight(layout)[tokens]) < LIMIT[dtype]
+    assert relative_error(lookup(tokens, layout, dtype), reference.weight(layout)[tokens]) < LIMIT[dtype]
 
 
 MAIN = [("mul1", 2), ("mul1", 2.25), ("pair", 2)]
@@ -163,11 +164,11 @@ def test_trellis(code: str, bits: float, n: int, k: int, m: int) -> None:
     sparse = random_csr(n, k, 0.01, m > 8, "cuda") if n > 40 else None
     layout = pack_trellis(*random_trellis(n, k, bits, "cuda"), bits=bits, code=code, sparse=sparse)
     x = torch.randn(m, k, device="cuda", dtype=torch.float16)
-    want = naive.linear(x, layout)
+    want = reference.linear(x, layout)
     y = linear(x, layout)
     assert relative_error(y, want) < 6e-4  # half of it is the rounding of float16
     assert torch.equal(y, linear(x, layout))
-    assert torch.equal(expand(layout, asm=True).double(), naive.trellis_values(layout))
+    assert torch.equal(expand(layout, asm=True).double(), reference.trellis_values(layout))
 
 
 @pytest.mark.parametrize("dtype", LIMIT)
@@ -179,7 +180,7 @@ def test_trellis_of_odd_shapes(n: int, k: int, m: int, dtype: torch.dtype) -> No
     x = torch.randn(m, k + 3, device="cuda", dtype=dtype)[:, :k]  # rows that lie apart, some unaligned
     bias = torch.randn(n, device="cuda", dtype=dtype)
     rows = torch.arange(0, n, max(1, n // 64), device="cuda")
-    want = (x.double() @ naive.weight(layout, torch.float32).double().T + bias.double())[:, rows]
+    want = (x.double() @ reference.weight(layout, torch.float32).double().T + bias.double())[:, rows]
     assert relative_error(linear(x, layout, bias)[:, rows], want) < LIMIT[dtype] / 2
 
 
@@ -194,7 +195,7 @@ def test_trellis_of_activations_that_are_hard_to_round(code: str) -> None:
     x[2] = layout.input_scales  # after the scales' squares not flat, and far from Gaussian
     x[3] = 0
     x[4] *= 6e-5
-    want = naive.linear(x, layout)
+    want = reference.linear(x, layout)
     y = linear(x, layout)
     for got, exact in zip(y, want, strict=True):
         assert relative_error(got, exact) < 1e-3 if exact.any() else not got.any()
@@ -208,14 +209,14 @@ def test_every_trellis_launch_agrees(launch: tuple[int, ...]) -> None:
         layout = pack_trellis(*random_trellis(80, 5120, bits, "cuda"), bits=bits, code=code)
         x = torch.randn(m, 5120, device="cuda", dtype=torch.float16)
         y = trellis_linear(x, layout, None, asm=True, config=config)
-        assert relative_error(y, naive.linear(x, layout)) < 6e-4
+        assert relative_error(y, reference.linear(x, layout)) < 6e-4
 
 
 def test_trellis_without_assembly() -> None:
     layout = pack_trellis(*random_trellis(64, 2048, 2.5, "cuda"), bits=2.5, code="mul1")
     for m in (3, 20):
         x = torch.randn(m, 2048, device="cuda", dtype=torch.float16)
-        assert relative_error(trellis_linear(x, layout, None, asm=False), naive.linear(x, layout)) < 2e-3
+        assert relative_error(trellis_linear(x, layout, None, asm=False), reference.linear(x, layout)) < 2e-3
 
 
 @pytest.mark.parametrize("m", [1, 12])

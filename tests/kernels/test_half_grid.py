@@ -8,10 +8,10 @@ import torch
 pytest.importorskip("triton")
 
 from requant_kernels.autotune import OF_HALVES
-from requant_kernels.half_grid import constants, half_grid_kernel, ring_bytes, takes
-from requant_kernels.half_texts import planes_of
-from requant_kernels.layouts import GridLayout
-from requant_kernels.settings import AHEAD, HALVES, TEAM, DecodeConfig, decode_setting
+from requant_kernels.common.packing import GridLayout
+from requant_kernels.launch_config import AHEAD, HALVES, TEAM, DecodeConfig, decode_setting
+from requant_kernels.scalar.gemv_fp16_mma import constants, half_grid_kernel, ring_bytes, takes
+from requant_kernels.scalar.gemv_fp16_mma_ptx import planes_of
 
 from .cases import Case, random_layout
 from .compile_offline import Machine, compile_kernel

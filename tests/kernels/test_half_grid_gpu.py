@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from requant_kernels import naive
-from requant_kernels.decode import decode
-from requant_kernels.half_grid import half_grid, takes
-from requant_kernels.settings import DecodeConfig
+from requant_kernels.fallback import reference
+from requant_kernels.launch_config import DecodeConfig
+from requant_kernels.scalar.gemv import decode
+from requant_kernels.scalar.gemv_fp16_mma import half_grid, takes
 
 from .cases import Case, random_layout, relative_error
 
@@ -41,7 +41,9 @@ def test_halves_of_a_grid(number: int) -> None:
     )
     assert takes(x, layout, config)
     y = decode(x, layout, bias, config, asm=True)
-    assert relative_error(y, naive.linear(x, layout, bias)) < (1e-3 if case.dtype == torch.float16 else 6e-3)
+    assert relative_error(y, reference.linear(x, layout, bias)) < (
+        1e-3 if case.dtype == torch.float16 else 6e-3
+    )
     for _ in range(3):
         assert torch.equal(y, half_grid(x, layout, bias, config))
 
@@ -53,4 +55,4 @@ def test_small_and_large_activations(scale: float) -> None:
     layout = random_layout(Case(kind="grid", bits=2, n=64, k=4096, m=8), "cuda")
     x = (torch.randn(8, 4096, device="cuda") * scale).half()
     config = DecodeConfig(warps=8, tiles=2, unroll=2, halves=True, pdl=True)
-    assert relative_error(half_grid(x, layout, None, config), naive.linear(x, layout)) < 1e-3
+    assert relative_error(half_grid(x, layout, None, config), reference.linear(x, layout)) < 1e-3

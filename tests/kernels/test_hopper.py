@@ -7,9 +7,10 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
-from requant_kernels import autotune, tuning, wgmma
-from requant_kernels.activations import arrange_kernel, sum_kernel
-from requant_kernels.pieces import decoding, reserve_asm, stages
+from requant_kernels import autotune, heuristics
+from requant_kernels.scalar import gemm_sm90_kernel
+from requant_kernels.scalar.gemm_sm90_ptx import decoding, reserve_asm, stages
+from requant_kernels.scalar.permute import arrange_kernel, sum_kernel
 
 from .compile_offline import Machine, compile_kernel
 
@@ -28,14 +29,14 @@ def multiply_machine(
     }  # fmt: skip
     pointers = dict.fromkeys(("s_ptr", "z_ptr", "e_ptr", "b_ptr"), "*i32")
     pointers |= {"out_ptr": f"*{dtype}" if direct else "*fp32", "bias_ptr": f"*{dtype}"}
-    pointers["x_desc"] = f"tensordesc<{dtype}[{tokens}, 256],{wgmma.x_layout()!r}>"
+    pointers["x_desc"] = f"tensordesc<{dtype}[{tokens}, 256],{gemm_sm90_kernel.x_layout()!r}>"
     absent = (
         (() if zeros else ("z_ptr",))
         + (() if sparse else ("e_ptr", "b_ptr"))
         + (() if direct else ("bias_ptr",))
     )
     return compile_kernel(
-        wgmma.multiply_kernel, constants, capability=90, pointers=pointers, absent=absent, warps=warps,
+        gemm_sm90_kernel.multiply_kernel, constants, capability=90, pointers=pointers, absent=absent, warps=warps,
         aligned=("width", "n_rows"),
     )  # fmt: skip
 
@@ -84,7 +85,7 @@ def test_every_launch_of_the_rule_is_among_these_programs() -> None:
         for bits in range(2, 9 if kind.startswith("grid") else 5):
             for n, k in ((16, 16), (300, 1500), (4096, 4096), (32768, 8192), (128256, 4096)):
                 for width in (32, 64, 128, 256, 512):
-                    config = tuning._hopper_config(kind, bits, n, k, width, device)
+                    config = heuristics._hopper_config(kind, bits, n, k, width, device)
                     assert (config.tokens, config.warps, config.tiles, config.ahead) in PROGRAMS
 
 

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from requant_kernels import linear, naive
+from requant_kernels import linear
 from requant_kernels.autotune import HOPPER
-from requant_kernels.settings import HopperConfig
-from requant_kernels.tuning import HOPPER_VARIABLE, runs_on_hopper
+from requant_kernels.fallback import reference
+from requant_kernels.heuristics import HOPPER_VARIABLE, runs_on_hopper
+from requant_kernels.launch_config import HopperConfig
 
 from .cases import Case, random_layout, relative_error
 
@@ -73,7 +74,7 @@ def test_linear(case: Case) -> None:
     poison = torch.full((8, case.m, case.n), torch.nan, device="cuda")
     del poison  # what was there before is what the output and the partial products get
     y = linear(x, layout, bias)
-    assert relative_error(y, naive.linear(x, layout, bias)) < LIMIT[case.dtype]
+    assert relative_error(y, reference.linear(x, layout, bias)) < LIMIT[case.dtype]
     assert torch.equal(y, linear(x, layout, bias))
 
 
@@ -83,14 +84,14 @@ def test_linear(case: Case) -> None:
     ids=str,
 )
 def test_every_launch_shape(setting: tuple[int, ...], density: float) -> None:
-    from requant_kernels.hopper import hopper
+    from requant_kernels.scalar.gemm_sm90 import hopper
 
     torch.manual_seed(0)
     layout = random_layout(Case(kind="grid", bits=3, n=720, k=2100, m=90, density=density), "cuda")
     x = torch.randn(90, 2100, device="cuda", dtype=torch.float16)
     bias = torch.randn(720, device="cuda", dtype=torch.float16)
     y = hopper(x, layout, bias, HopperConfig(**dict(zip(NAMES, setting, strict=True))))
-    assert relative_error(y, naive.linear(x, layout, bias)) < LIMIT[torch.float16]
+    assert relative_error(y, reference.linear(x, layout, bias)) < LIMIT[torch.float16]
 
 
 def test_a_crowded_block_of_residuals() -> None:
@@ -98,14 +99,14 @@ def test_a_crowded_block_of_residuals() -> None:
     layout = random_layout(Case(kind="codebook", bits=3, n=64, k=1024, m=48, density=0.3), "cuda")
     for dtype, limit in LIMIT.items():
         x = torch.randn(48, 1024, device="cuda", dtype=dtype)
-        assert relative_error(linear(x, layout), naive.linear(x, layout)) < limit
+        assert relative_error(linear(x, layout), reference.linear(x, layout)) < limit
 
 
 def test_activations_that_are_no_whole_rows() -> None:
     layout = random_layout(Case(kind="grid", bits=2, n=64, k=1024, m=48), "cuda")
     wide = torch.randn(48, 1031, device="cuda", dtype=torch.float16)
     for x in (wide[:, 3:1027], wide[:, 4:1028], wide.T.contiguous().T[:, :1024]):
-        assert relative_error(linear(x, layout), naive.linear(x, layout)) < 3e-3
+        assert relative_error(linear(x, layout), reference.linear(x, layout)) < 3e-3
 
 
 @pytest.mark.parametrize("m", [40, 200])

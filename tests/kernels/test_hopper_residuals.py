@@ -11,10 +11,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from requant_kernels import naive, tuning
-from requant_kernels.blocks import dense_tokens
-from requant_kernels.entries import pack_entries, places
-from requant_kernels.pieces import CLEAR, PIECES, PUT, PUT_MORE, PUT_MORE_BF16, TAKE, TILE_BYTES, TO_BF16
+from requant_kernels import heuristics
+from requant_kernels.common.fragment_dequant import dense_tokens
+from requant_kernels.common.sparse import pack_entries, places
+from requant_kernels.fallback import reference
+from requant_kernels.scalar.gemm_sm90_ptx import (
+    CLEAR,
+    PIECES,
+    PUT,
+    PUT_MORE,
+    PUT_MORE_BF16,
+    TAKE,
+    TILE_BYTES,
+    TO_BF16,
+)
 
 from .cases import Case, random_layout, relative_error
 
@@ -153,7 +163,7 @@ def test_lanes_take_every_residual_once(density: float, bf16: bool) -> None:
     entries, bounds = layout.sparse.entries, layout.sparse.bounds
     assert entries is not None and bounds is not None
     residuals = torch.zeros(32, 512)
-    residuals[:, :400] = naive.sparse(layout, torch.float32)[layout.rows.long()]
+    residuals[:, :400] = reference.sparse(layout, torch.float32)[layout.rows.long()]
     row, column = torch.meshgrid(torch.arange(16), torch.arange(256), indexing="ij")
     base, sizes = 3 * TILE_BYTES, []
     shared, memory = np.zeros(5 * TILE_BYTES // 2, np.uint16), entries.numpy().view(np.uint32)
@@ -191,19 +201,19 @@ def test_entries_meet_divided_activations(group: int, int8: bool) -> None:
         own, flat = entries[bounds[tile, block] : bounds[tile, block + 1]], torch.zeros(4096).double()
         flat[(own >> 16).long()] = (own & 0xFFFF).to(torch.int16).view(torch.float16).double()
         residuals[16 * tile : 16 * tile + 16, 256 * block : 256 * block + 256] = flat[places(row, column)]
-    weight = naive.dense(layout)
+    weight = reference.dense(layout)
     weight[layout.rows[:40].long()] += residuals[:40, :500]
     x = torch.randn(8, 500)
     got = dense_tokens(x, layout).double() @ weight.T
-    assert relative_error(got, naive.linear(x, layout)) < 1e-4
+    assert relative_error(got, reference.linear(x, layout)) < 1e-4
 
 
 def test_residuals_that_are_no_float16_have_no_entries(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = random_layout(Case(kind="grid", bits=3, n=32, k=256, m=1, density=0.02), "cpu")
     assert layout.sparse is not None
-    monkeypatch.setattr(tuning, "_has_wgmma", lambda device: True)
-    assert tuning.runs_on_hopper(layout, layout.words.device)
+    monkeypatch.setattr(heuristics, "_has_wgmma", lambda device: True)
+    assert heuristics.runs_on_hopper(layout, layout.words.device)
     assert pack_entries(layout.sparse, 256, torch.full((256,), 2.0))[0] is not None
     assert pack_entries(layout.sparse, 256, torch.full((256,), 6e4)) == (None, None)
     without = replace(layout, sparse=replace(layout.sparse, entries=None, bounds=None))
-    assert not tuning.runs_on_hopper(without, without.words.device)
+    assert not heuristics.runs_on_hopper(without, without.words.device)

@@ -9,8 +9,8 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from requant_kernels.copies import room_asm  # noqa: E402
-from requant_kernels.launching import _tag, declared, with_room  # noqa: E402
+from requant_kernels.common.launch import _tag, declared, with_room  # noqa: E402
+from requant_kernels.scalar.copies import room_asm  # noqa: E402
 
 
 def arguments():
@@ -65,10 +65,10 @@ LAUNCHED: list[tuple] = []
 def every_way() -> None:
     """Products by every kernel whose launches are remembered, on the CPU, where nothing runs."""
     from requant_kernels import pack_trellis
-    from requant_kernels.decode import decode
-    from requant_kernels.hopper import hopper
-    from requant_kernels.settings import DecodeConfig, HopperConfig, TrellisConfig
-    from requant_kernels.trellis import trellis_linear
+    from requant_kernels.launch_config import DecodeConfig, HopperConfig, TrellisConfig
+    from requant_kernels.scalar.gemm_sm90 import hopper
+    from requant_kernels.scalar.gemv import decode
+    from requant_kernels.trellis.matmul import trellis_linear
 
     from .cases import Case, random_layout, random_trellis
 
@@ -101,26 +101,27 @@ def every_way() -> None:
 
 
 def test_what_is_launched_directly_is_what_triton_would_bind(monkeypatch) -> None:
-    from requant_kernels import launching, one_token, trellis
+    from requant_kernels.common import launch
+    from requant_kernels.trellis import fused_hadamard, matmul
     from triton.runtime.jit import JITFunction
 
     def run(self, *args, grid, warmup, **kwargs):
-        own = {name: value for name, value in kwargs.items() if name not in launching.OPTIONS}
+        own = {name: value for name, value in kwargs.items() if name not in launch.OPTIONS}
         bound = self.signature.bind(*args, **own)
         bound.apply_defaults()
         return Compiled(dict(bound.arguments))
 
     monkeypatch.setattr(JITFunction, "run", run)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(launching, "_chosen", {})
-    monkeypatch.setattr(one_token, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(trellis, "runs_on_hopper", lambda layout, device: True)
+    monkeypatch.setattr(launch, "_chosen", {})
+    monkeypatch.setattr(fused_hadamard, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(matmul, "runs_on_hopper", lambda layout, device: True)
     every_way()
-    known, before = len(launching._chosen), len(LAUNCHED)
+    known, before = len(launch._chosen), len(LAUNCHED)
     every_way()
-    assert len(launching._chosen) == known >= 20, "the second time every launch is known"
+    assert len(launch._chosen) == known >= 20, "the second time every launch is known"
     assert len(LAUNCHED) - before > known
-    assert len({kernel for kernel, *_ in launching._chosen}) >= 8
+    assert len({kernel for kernel, *_ in launch._chosen}) >= 8
 
 
 def test_shared_memory_that_a_text_declares() -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from requant_kernels import blockwise, dequantize, linear, linear_siblings, lookup, naive, pack_trellis
+from requant_kernels import dequantize, linear, linear_siblings, lookup, pack_trellis
+from requant_kernels.fallback import reference, torch_fallback
 from requant_kernels.ops import flatten, unflatten
 
 from .cases import Case, random_csr, random_layout, random_trellis, relative_error
@@ -35,16 +36,16 @@ def test_linear_and_dequantize(case: Case) -> None:
     torch.manual_seed(0)
     layout = random_layout(case, "cpu")
     x, bias = torch.randn(2, case.m, case.k), torch.randn(case.n) if case.bias else None
-    assert relative_error(linear(x, layout, bias), naive.linear(x, layout, bias)) < 1e-5
-    assert relative_error(dequantize(layout, torch.float32), naive.weight(layout)) < 1e-6
+    assert relative_error(linear(x, layout, bias), reference.linear(x, layout, bias)) < 1e-5
+    assert relative_error(dequantize(layout, torch.float32), reference.weight(layout)) < 1e-6
 
 
 def test_bands_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = random_layout(CASES[0], "cpu")
     x = torch.randn(4, 300)
     whole = linear(x, layout)
-    monkeypatch.setattr(blockwise, "BAND_WEIGHTS", 16 * 300)
-    monkeypatch.setattr(blockwise, "BAND_RESIDUALS", 7)
+    monkeypatch.setattr(torch_fallback, "BAND_WEIGHTS", 16 * 300)
+    monkeypatch.setattr(torch_fallback, "BAND_RESIDUALS", 7)
     assert relative_error(linear(x, layout), whole.double()) < 1e-6
 
 
@@ -67,8 +68,8 @@ def test_operator_contract_and_tracing() -> None:
     sparse = random_csr(37, 300, 0.05, True, "cpu")
     trellis = pack_trellis(*random_trellis(37, 300, 2, "cpu"), bits=2, code="mul1", sparse=sparse)
     torch.library.opcheck(torch.ops.requant.trellis_linear, (x, None, *flatten(trellis)))
-    assert relative_error(linear(x, trellis), naive.linear(x, trellis)) < 1e-5
-    assert relative_error(dequantize(trellis, torch.float32), naive.weight(trellis)) < 1e-6
+    assert relative_error(linear(x, trellis), reference.linear(x, trellis)) < 1e-5
+    assert relative_error(dequantize(trellis, torch.float32), reference.weight(trellis)) < 1e-6
     assert flatten(unflatten(*flatten(trellis))) == flatten(trellis)
     plain = inspect.unwrap(linear)  # the type checks of the tests are no part of a server's graph
     traced = torch.compile(lambda t: plain(t, layout) + 1, fullgraph=True, backend="eager")

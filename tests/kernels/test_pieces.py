@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from requant_kernels.entries import places
-from requant_kernels.layouts import CodebookLayout, sparse_entries, unpack_words
-from requant_kernels.pieces import PIECE, PIECES, decoding, pair_asm, piece_asm
-from requant_kernels.words import UNIT, zero_bias
+from requant_kernels.common.bit_layout import UNIT, zero_bias
+from requant_kernels.common.packing import CodebookLayout, sparse_entries, unpack_words
+from requant_kernels.common.sparse import places
+from requant_kernels.scalar.gemm_sm90_ptx import PIECE, PIECES, decoding, pair_asm, piece_asm
 
 from .cases import Case, random_layout
 from .ptx_model import floats, pair_of, run_ptx

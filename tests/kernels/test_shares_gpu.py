@@ -4,7 +4,7 @@ import pytest
 import torch
 from requant_kernels import pack_trellis
 from requant_kernels.autotune import Setting, call
-from requant_kernels.settings import AHEAD, BYTES, COPIED, GATHERED, SHARE, STAGED
+from requant_kernels.launch_config import AHEAD, BYTES, COPIED, GATHERED, SHARE, STAGED
 
 from .cases import Case, random_layout, random_trellis
 

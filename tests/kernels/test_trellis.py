@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from requant_kernels import TrellisLayout, linear, naive, pack_trellis, unpack_trellis
-from requant_kernels.hashes import OFFSET, float_sum_asm, groups_of, sum_asm, values_asm
-from requant_kernels.turns import turn_asm
+from requant_kernels import TrellisLayout, linear, pack_trellis, unpack_trellis
+from requant_kernels.fallback import reference
+from requant_kernels.hadamard.turns import turn_asm
+from requant_kernels.trellis.hashes import OFFSET, float_sum_asm, groups_of, sum_asm, values_asm
 
 from requant.formats import Trellis
 
@@ -27,9 +28,9 @@ def test_round_trip_and_weight(code: str, bits: float) -> None:
     assert torch.equal(unpack_trellis(layout), codes)
     assert layout.words.numel() * 32 == 48 * 256 * bits  # nothing but the codes of whole groups
     held = Trellis(codes=codes, input_scales=input_scales, output_scales=output_scales, bits=bits, code=code)
-    assert relative_error(held.dequantize(), naive.trellis_weight(layout)) < 1e-6
+    assert relative_error(held.dequantize(), reference.trellis_weight(layout)) < 1e-6
     x = torch.randn(2, 3, 200)
-    assert relative_error(linear(x, layout), x.double() @ naive.trellis_weight(layout).T) < 1e-5
+    assert relative_error(linear(x, layout), x.double() @ reference.trellis_weight(layout).T) < 1e-5
 
 
 LANE = np.arange(32)
@@ -48,7 +49,7 @@ def test_weights_of_a_lane_are_exact(code: str, bits: float) -> None:
     layout = pack_trellis(codes, input_scales, output_scales, bits=bits, code=code)
     operands = {f"${16 + i}": word for i, word in enumerate(words_of(layout)[0])}
     operands[f"${16 + len(operands)}"] = (LANE + 28) % 32
-    want = naive.trellis_values(layout).numpy().reshape(8, 2, groups, 4, 16).transpose(2, 0, 3, 1, 4)
+    want = reference.trellis_values(layout).numpy().reshape(8, 2, groups, 4, 16).transpose(2, 0, 3, 1, 4)
     for group in range(groups):
         text, names = values_asm(code, layout.four, group)
         assert len(names.split(",")) == 16 + len(operands)
@@ -78,7 +79,7 @@ def test_hashes_meet_their_activations_in_the_tensor_core(code: str, bits: float
     got = np.stack(run_ptx(text, operands, (32,), outputs=sums)).view(np.int32).astype(int)
     got = (got - np.arange(sums)[:, None]).reshape(tiles, slabs, 2, 2, 8, 4)  # tile slab row-half n-half g t
     got = got.transpose(0, 4, 2, 1, 5, 3).reshape(16 * tiles, -1)  # tile g row-half, slab t n-half
-    values = naive.trellis_values(layout).numpy() * 128
+    values = reference.trellis_values(layout).numpy() * 128
     left, right = x[:, ::2].astype(int), x[:, 1::2].astype(int)
     if code == "pair":  # x holds sums and differences of neighbours
         want = values[:, ::2] @ ((left + right) / 2).T + values[:, 1::2] @ ((left - right) / 2).T
@@ -105,7 +106,7 @@ def test_weights_that_are_no_byte_sums_meet_floats(bits: float) -> None:
     got = (
         got.view(np.float32).reshape(2, 2, 8, 4).transpose(2, 0, 3, 1).reshape(16, 8)
     )  # g row-half, t n-half
-    want = naive.trellis_values(layout).numpy() @ x.T.astype(float)
+    want = reference.trellis_values(layout).numpy() @ x.T.astype(float)
     assert np.abs(got - want).max() < 1e-5 * np.abs(want).max()
 
 
@@ -130,9 +131,9 @@ def test_a_warp_turns_256_values(paired: bool) -> None:
     operands |= {f"${24 + i}": signs(7) for i in range(8)}
     assert len(names.split(",")) == 8 + len(operands)
     got = np.stack(run_ptx(text, operands, (32,)), -1).view(np.float32)
-    matrix = naive.hadamard(256).numpy() * 16
+    matrix = reference.hadamard(256).numpy() * 16
     if paired:
-        matrix = np.kron(naive.hadamard(128).numpy() * 128**0.5, np.eye(2))
+        matrix = np.kron(reference.hadamard(128).numpy() * 128**0.5, np.eye(2))
     want = (matrix @ values.reshape(256)).reshape(32, 8)
     assert np.abs(got - want).max() < 2e-4 * np.abs(want).max()
 

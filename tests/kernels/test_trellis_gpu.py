@@ -2,9 +2,11 @@
 
 import pytest
 import torch
-from requant_kernels import TrellisLayout, linear, naive, pack_trellis, trellis
-from requant_kernels.one_token import can_fuse
-from requant_kernels.settings import TrellisConfig
+from requant_kernels import TrellisLayout, linear, pack_trellis
+from requant_kernels.fallback import reference
+from requant_kernels.launch_config import TrellisConfig
+from requant_kernels.trellis import matmul
+from requant_kernels.trellis.fused_hadamard import can_fuse
 from torch import Tensor
 
 from .cases import random_csr, random_trellis, relative_error
@@ -19,7 +21,7 @@ def packed(code: str, n: int, k: int, *, bits: float = 2, density: float = 0.0) 
 
 def want_of(x: Tensor, layout: TrellisLayout, bias: Tensor | None, rows: Tensor) -> Tensor:
     """In float64, of some rows alone."""
-    want = (x.double() @ naive.weight(layout, torch.float32).double().T)[:, rows]
+    want = (x.double() @ reference.weight(layout, torch.float32).double().T)[:, rows]
     return want if bias is None else want + bias.double()[rows]
 
 
@@ -58,12 +60,12 @@ def test_one_token_is_rotated_by_every_program(
     for dtype, limit in ((torch.float16, 6e-4), (torch.bfloat16, 6e-3)):
         x = torch.randn(1, k, device="cuda", dtype=dtype)
         assert can_fuse(x, layout, config)
-        y = trellis.trellis_linear(x, layout, None, asm=True, config=config)
+        y = matmul.trellis_linear(x, layout, None, asm=True, config=config)
         assert relative_error(y[:, rows], want_of(x, layout, None, rows)) < limit
         for _ in range(20):
-            assert torch.equal(y, trellis.trellis_linear(x, layout, None, asm=True, config=config))
+            assert torch.equal(y, matmul.trellis_linear(x, layout, None, asm=True, config=config))
     x[:] = 0
-    assert not trellis.trellis_linear(x, layout, None, asm=True, config=config).any()
+    assert not matmul.trellis_linear(x, layout, None, asm=True, config=config).any()
 
 
 @pytest.mark.parametrize(
@@ -79,17 +81,17 @@ def test_one_token_spread(code: str, bits: float, n: int, k: int, launch: tuple[
     layout = packed(code, n, k, bits=bits)
     config = TrellisConfig(warps=launch[0], tiles=launch[1], unroll=launch[2], places=launch[3])
     x, rows = torch.randn(1, k, device="cuda", dtype=torch.float16), torch.arange(0, n, 31, device="cuda")
-    assert trellis.takes_spread(x, layout, config)
-    y = trellis.trellis_linear(x, layout, None, asm=True, config=config)
+    assert matmul.takes_spread(x, layout, config)
+    y = matmul.trellis_linear(x, layout, None, asm=True, config=config)
     assert relative_error(y[:, rows], want_of(x, layout, None, rows)) < 6e-4
-    plain = trellis.trellis_linear(x, layout, None, asm=True, config=TrellisConfig(unroll=1))
+    plain = matmul.trellis_linear(x, layout, None, asm=True, config=TrellisConfig(unroll=1))
     assert (
         relative_error(y, plain.double()) < 1e-3
     )  # the same integers, whose sums are added in another order
     for _ in range(20):
-        assert torch.equal(y, trellis.trellis_linear(x, layout, None, asm=True, config=config))
+        assert torch.equal(y, matmul.trellis_linear(x, layout, None, asm=True, config=config))
     x[:] = 0
-    assert not trellis.trellis_linear(x, layout, None, asm=True, config=config).any()
+    assert not matmul.trellis_linear(x, layout, None, asm=True, config=config).any()
 
 
 @pytest.mark.parametrize(("code", "n", "k"), [("mul1", 1429, 8192), ("pair", 112, 4224)])
@@ -97,10 +99,10 @@ def test_seven_tiles_beside_a_rotation_of_their_own(code: str, n: int, k: int) -
     layout, config = packed(code, n, k), TrellisConfig(warps=16, tiles=7, unroll=1)
     x, rows = torch.randn(1, k, device="cuda", dtype=torch.float16), torch.arange(0, n, 5, device="cuda")
     assert not can_fuse(x, layout, config)
-    y = trellis.trellis_linear(x, layout, None, asm=True, config=config)
+    y = matmul.trellis_linear(x, layout, None, asm=True, config=config)
     assert relative_error(y[:, rows], want_of(x, layout, None, rows)) < 6e-4
     for _ in range(20):
-        assert torch.equal(y, trellis.trellis_linear(x, layout, None, asm=True, config=config))
+        assert torch.equal(y, matmul.trellis_linear(x, layout, None, asm=True, config=config))
 
 
 @pytest.mark.parametrize("m", [1, 3])

@@ -10,12 +10,15 @@ from requant_kernels import pack_trellis
 
 pytest.importorskip("triton.experimental.gluon")
 
-from requant_kernels import autotune, naive, trellis_wgmma, tuning, wgmma
-from requant_kernels.hashes import groups_of
-from requant_kernels.many_sections import many_sections_kernel
-from requant_kernels.settings import HopperConfig
-from requant_kernels.trellis_hopper import constants, most_registers, stages
-from requant_kernels.turns import turn_asm
+from requant_kernels import autotune, heuristics
+from requant_kernels.fallback import reference
+from requant_kernels.hadamard.many_sections import many_sections_kernel
+from requant_kernels.hadamard.turns import turn_asm
+from requant_kernels.launch_config import HopperConfig
+from requant_kernels.scalar import gemm_sm90_kernel as linear_kernel
+from requant_kernels.trellis import gemm_sm90_kernel
+from requant_kernels.trellis.gemm_sm90 import constants, most_registers, stages
+from requant_kernels.trellis.hashes import groups_of
 
 from .cases import random_trellis
 from .compile_offline import Machine, compile_kernel
@@ -82,8 +85,8 @@ class Language:
 @pytest.mark.parametrize(("code", "bits"), KINDS)
 def test_a_lane_has_the_operand_of_wgmma(code: str, bits: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel's own `_decode`, run on the words: rows 2 g + h, columns as activations are arranged."""
-    monkeypatch.setattr(trellis_wgmma, "gl", Language)
-    monkeypatch.setattr(trellis_wgmma, "_halves", plain(trellis_wgmma._halves))
+    monkeypatch.setattr(gemm_sm90_kernel, "gl", Language)
+    monkeypatch.setattr(gemm_sm90_kernel, "_halves", plain(gemm_sm90_kernel._halves))
     tiles, warps, groups = 2, 2, groups_of(round(4 * bits))
     layout = pack_trellis(*random_trellis(16 * tiles * warps, 256, bits, "cpu"), bits=bits, code=code)
     config = HopperConfig(tokens=64, warps=warps, tiles=tiles)
@@ -95,12 +98,12 @@ def test_a_lane_has_the_operand_of_wgmma(code: str, bits: float, monkeypatch: py
         for word in range(given["COUNT"])
     )
     before = Array(np.broadcast_to((np.arange(32, dtype=np.int32) + 28) % 32, (tiles, warps, 32)).copy())
-    values = naive.trellis_values(layout).numpy()
+    values = reference.trellis_values(layout).numpy()
     row, column = np.arange(16), np.arange(64)
     of_row = row % 8 * 2 + row // 8
     of_column = column // 2 % 4 * 16 + column // 16 * 4 + column // 8 % 2 * 2 + column % 2
     for q in range(4):
-        weight = plain(trellis_wgmma._decode)(
+        weight = plain(gemm_sm90_kernel._decode)(
             words, before, given["VALUES"], given["VALUES_CONSTRAINTS"], q, given["COUNT"], groups, None, warps, tiles
         )  # fmt: skip
         own = values[:, 64 * q : 64 * q + 64].reshape(-1, 16, 64)
@@ -117,13 +120,13 @@ def multiply_machine(
     given = constants(code, four, math.gcd(four * groups_of(four) // 4, 4), config, even=even)
     box = f"[{tokens}, {stages(tokens)[0]}]"
     pointers = {
-        "x_desc": f"tensordesc<fp16{box},{wgmma.x_layout()!r}>",
+        "x_desc": f"tensordesc<fp16{box},{linear_kernel.x_layout()!r}>",
         "words_ptr": "*i32",
         "sums_ptr": "*fp32",
     }
     pointers |= {"out_ptr": "*fp32", "units": "i32", "rows": "i32"}
     return compile_kernel(
-        trellis_wgmma.trellis_multiply_kernel, {**given, "PDL": True}, capability=90, pointers=pointers, warps=warps,
+        gemm_sm90_kernel.trellis_multiply_kernel, {**given, "PDL": True}, capability=90, pointers=pointers, warps=warps,
         aligned=("rows",),
         max_registers=most_registers(config, four),
     )  # fmt: skip
@@ -159,7 +162,7 @@ def test_no_launch_of_the_rule_spills(code: str, bits: float, even: bool) -> Non
     device, programs = torch.device("cpu"), set()
     for n, k in ((16, 16), (300, 1500), (4096, 4096), (28672, 8192), (128256, 4096)):
         for width in (32, 64, 128, 256, 512):
-            config = tuning._hopper_config(code, bits, n, k, width, device)
+            config = heuristics._hopper_config(code, bits, n, k, width, device)
             programs.add((config.tokens, config.warps, config.tiles, config.ahead))
             rows = -(-n // 16) * 16
             assert config.split * max(1, (rows & -rows) // 4096) <= 8  # parts that the rotation adds

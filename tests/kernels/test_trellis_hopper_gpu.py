@@ -2,13 +2,14 @@
 
 import pytest
 import torch
-from requant_kernels import linear, naive, pack_trellis
+from requant_kernels import linear, pack_trellis
 from requant_kernels.autotune import CODE_HOPPER
-from requant_kernels.hadamard import rotate
-from requant_kernels.rings import TrellisLayout
-from requant_kernels.settings import HopperConfig
-from requant_kernels.trellis import trellis_linear
-from requant_kernels.tuning import HOPPER_VARIABLE, runs_on_hopper
+from requant_kernels.fallback import reference
+from requant_kernels.hadamard.rotate import rotate
+from requant_kernels.heuristics import HOPPER_VARIABLE, runs_on_hopper
+from requant_kernels.launch_config import HopperConfig
+from requant_kernels.trellis.layout import TrellisLayout
+from requant_kernels.trellis.matmul import trellis_linear
 
 from .cases import random_csr, random_trellis, relative_error
 
@@ -51,7 +52,7 @@ def test_trellis(code: str, bits: float, n: int, k: int, m: int, dtype: torch.dt
     del poison  # what was there before is what the output and the partial products get
     y = linear(x, layout, bias)
     rows = torch.arange(0, n, max(1, n // 64), device="cuda")
-    want = x.double() @ naive.weight(layout, torch.float32).double().T
+    want = x.double() @ reference.weight(layout, torch.float32).double().T
     want = want if bias is None else want + bias
     assert relative_error(y[:, rows], want[:, rows]) < LIMIT[dtype]
     assert torch.equal(y, linear(x, layout, bias))
@@ -66,7 +67,7 @@ def test_every_launch_shape(setting: tuple[int, ...]) -> None:
         x = torch.randn(90, 2100, device="cuda", dtype=torch.float16)
         config = HopperConfig(**dict(zip(names, setting, strict=True)))
         y = trellis_linear(x, layout, None, asm=True, config=config)
-        assert relative_error(y, naive.linear(x, layout)) < LIMIT[torch.float16]
+        assert relative_error(y, reference.linear(x, layout)) < LIMIT[torch.float16]
 
 
 @pytest.mark.parametrize(
@@ -93,7 +94,7 @@ def test_activations_of_one_sign(code: str) -> None:
     x[10] = 0
     x[11] *= 1e-3
     y = linear(x, layout)
-    for got, exact in zip(y, naive.linear(x, layout), strict=True):
+    for got, exact in zip(y, reference.linear(x, layout), strict=True):
         assert relative_error(got, exact) < 1e-3 if exact.any() else not got.any()
 
 
@@ -101,7 +102,7 @@ def test_activations_that_are_no_whole_rows() -> None:
     layout = layout_of("pair", 2, 64, 1024)
     wide = torch.randn(48, 1031, device="cuda", dtype=torch.float16)
     for x in (wide[:, 3:1027], wide[:, 4:1028], wide.T.contiguous().T[:, :1024]):
-        assert relative_error(linear(x, layout), naive.linear(x, layout)) < LIMIT[torch.float16]
+        assert relative_error(linear(x, layout), reference.linear(x, layout)) < LIMIT[torch.float16]
 
 
 @pytest.mark.parametrize("m", [17, 64, 200])

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from requant_kernels import autotune, pack_trellis, rooms, settings, tuning
-from requant_kernels.hashes import groups_of
-from requant_kernels.sections import SECTION
-from requant_kernels.settings import DecodeConfig, TallConfig
+from requant_kernels import autotune, heuristics, launch_config, pack_trellis
+from requant_kernels.common import occupancy
+from requant_kernels.hadamard.sections import SECTION
+from requant_kernels.launch_config import DecodeConfig, TallConfig
+from requant_kernels.trellis.hashes import groups_of
 
 from .cases import Case, random_csr, random_layout, random_trellis
 
@@ -22,10 +23,10 @@ GPUS = {"A100": (108, (8, 0), 166912), "4090": (128, (8, 9), 101376), "H100": (1
 
 @pytest.fixture(autouse=True)
 def forgotten(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setenv(tuning.CACHE_VARIABLE, str(tmp_path / "kernels.json"))
-    tuning.forget()
+    monkeypatch.setenv(heuristics.CACHE_VARIABLE, str(tmp_path / "kernels.json"))
+    heuristics.forget()
     yield
-    tuning.forget()
+    heuristics.forget()
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, name: str) -> torch.device:
@@ -44,14 +45,14 @@ def pretend(monkeypatch: pytest.MonkeyPatch, name: str) -> torch.device:
 @pytest.mark.parametrize(("n", "k"), [(28672, 8192), (4096, 4096), (2048, 2048), (16, 100)])
 def test_the_rule_fills_every_gpu(monkeypatch: pytest.MonkeyPatch, name: str, n: int, k: int) -> None:
     device = pretend(monkeypatch, name)
-    decode = tuning._config("grid", 4, n, k, 1, device)
+    decode = heuristics._config("grid", 4, n, k, 1, device)
     assert decode.warps in (1, 2, 4, 8, 16) and decode.pdl == (name == "H100")
     wanted = 11 * GPUS[name][0]
     assert -(-n // 16) * decode.warps >= min(wanted, -(-n // 16) * 16) or 2 * decode.warps > -(-k // 256)
-    tall = tuning.tall_config("grid", 4, n, k, 64, device)
+    tall = heuristics.tall_config("grid", 4, n, k, 64, device)
     assert 1 <= tall.split <= max(1, -(-k // 256)) and (tall.stages + 1) * 64 * 512 <= GPUS[name][2]
     for width in (32, 64, 256):
-        hopper = tuning._hopper_config("grid", 4, n, k, width, device)
+        hopper = heuristics._hopper_config("grid", 4, n, k, width, device)
         assert hopper.tokens == min(width, 128) and 1 <= hopper.split <= max(1, k // 1024)
         programs = -(-n // (16 * hopper.warps)) * -(-width // hopper.tokens) * hopper.split
         assert hopper.split == 1 or programs <= 1.5 * GPUS[name][0] * (
@@ -66,29 +67,29 @@ def test_only_hopper_has_the_kernel_of_hopper(monkeypatch: pytest.MonkeyPatch) -
     trellis = pack_trellis(*random_trellis(32, 256, 2.25, "cpu"), bits=2.25, code="mul1", sparse=sparse)
     for name in GPUS:
         device = pretend(monkeypatch, name)
-        tuning.forget()
-        monkeypatch.delenv(tuning.HOPPER_VARIABLE, raising=False)
-        assert tuning.runs_on_hopper(grid, device) == (name == "H100")
-        assert tuning.runs_on_hopper(trellis, device) == (name == "H100")
-        assert not tuning.runs_on_hopper(memory, device)  # its levels are looked up in memory
-        monkeypatch.setenv(tuning.HOPPER_VARIABLE, "0")
-        assert not tuning.runs_on_hopper(grid, device)
+        heuristics.forget()
+        monkeypatch.delenv(heuristics.HOPPER_VARIABLE, raising=False)
+        assert heuristics.runs_on_hopper(grid, device) == (name == "H100")
+        assert heuristics.runs_on_hopper(trellis, device) == (name == "H100")
+        assert not heuristics.runs_on_hopper(memory, device)  # its levels are looked up in memory
+        monkeypatch.setenv(heuristics.HOPPER_VARIABLE, "0")
+        assert not heuristics.runs_on_hopper(grid, device)
 
 
 def test_the_cache_comes_before_the_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     device = pretend(monkeypatch, "H100")
     layout = random_layout(Case(kind="grid", bits=2, n=64, k=1024, m=1), "cpu")
-    rule, several = (tuning.decode_config(layout, tokens, device) for tokens in (1, 3))
+    rule, several = (heuristics.decode_config(layout, tokens, device) for tokens in (1, 3))
     table = {"H100": {"decode grid 2 64x1024 1": [2, 2, 1, 0, 96], "tall grid 2 64x1024 32": [4, 2, 3]}}
     autotune.write_table(tmp_path / "kernels.json", table)
     assert json.loads((tmp_path / "kernels.json").read_text()) == table
-    assert tuning.decode_config(layout, 1, device) == rule  # read once in a process
-    tuning.forget()
-    assert tuning.decode_config(layout, 1, device) == DecodeConfig(
+    assert heuristics.decode_config(layout, 1, device) == rule  # read once in a process
+    heuristics.forget()
+    assert heuristics.decode_config(layout, 1, device) == DecodeConfig(
         warps=2, tiles=2, ahead=False, pdl=True, max_registers=96
     )
-    assert tuning.decode_config(layout, 3, device) == several  # another width
-    assert tuning.tall_config("grid", 2, 64, 1024, 32, device) == TallConfig(warps=4, split=2, stages=3)
+    assert heuristics.decode_config(layout, 3, device) == several  # another width
+    assert heuristics.tall_config("grid", 2, 64, 1024, 32, device) == TallConfig(warps=4, split=2, stages=3)
 
 
 def test_bytes_go_first_where_they_may(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -100,24 +101,24 @@ def test_bytes_go_first_where_they_may(monkeypatch: pytest.MonkeyPatch, tmp_path
             {"k": 1024, "zero_points": True, "group_size": 1024},
         )
     )  # fmt: skip
-    rows = {"masked grid 2 64x1024 1": [8, 2, 2, settings.BYTES + settings.SHARE, 0]}
+    rows = {"masked grid 2 64x1024 1": [8, 2, 2, launch_config.BYTES + launch_config.SHARE, 0]}
     rows |= {"decode grid 2 64x1024 1": [2, 1, 3, 0, 64], "decode grid+s 2 64x1024 1": [4, 1, 1, 0, 128]}
     for name in GPUS:
         autotune.write_table(tmp_path / "kernels.json", {name: rows})
         device = pretend(monkeypatch, name)
-        tuning.forget()
+        heuristics.forget()
         for layout in (plain, zeros):
-            found = tuning.decode_config(layout, 1, device)
+            found = heuristics.decode_config(layout, 1, device)
             assert (found.bytes, found.tiles, found.shares) == (
                 (True, 2, 1) if name == "H100" else (False, 1, 0)
             )
-            assert tuning.decode_config(layout, 1, device, masked=False).max_registers == 64
-            assert not tuning.decode_config(layout, 2, device).bytes
-        assert tuning.decode_config(row, 1, device).max_registers == 64  # its zero points are one a row
+            assert heuristics.decode_config(layout, 1, device, masked=False).max_registers == 64
+            assert not heuristics.decode_config(layout, 2, device).bytes
+        assert heuristics.decode_config(row, 1, device).max_registers == 64  # its zero points are one a row
         assert (
-            tuning.decode_config(residuals, 1, device).max_registers == 128
+            heuristics.decode_config(residuals, 1, device).max_registers == 128
         )  # measured, and this kernel was behind
-        assert not tuning.decode_config(odd, 1, device).bytes
+        assert not heuristics.decode_config(odd, 1, device).bytes
 
 
 def test_what_the_table_holds_of_some_times() -> None:
@@ -127,7 +128,7 @@ def test_what_the_table_holds_of_some_times() -> None:
         )
         return [(name.split(" ")[0], setting[0]) for name, setting in best.items()]
 
-    integer = settings.BYTES
+    integer = launch_config.BYTES
     assert names({(1, 0): 3.0, (2, integer): 2.0, (4, integer): 1.0, (8, 0): 4.0}) == [
         ("masked", 4),
         ("decode", 1),
@@ -148,16 +149,16 @@ def test_the_rules_of_masks(monkeypatch: pytest.MonkeyPatch, n: int, k: int, one
     """For one token two programs of bytes a multiprocessor at most, or for 4 bits, and for several tokens, one of halves;
     what the tables of an H200 hold is not far from it."""
     device = pretend(monkeypatch, "H100")
-    tuning.forget()
+    heuristics.forget()
     for bits, width in ((2, 1), (3, 1), (4, 1), (2, 8), (4, 8)):
-        found = tuning.masked_config("grid", bits, n, k, width, device)
+        found = heuristics.masked_config("grid", bits, n, k, width, device)
         halves = width == 8 or bits == 4
         launch = several if halves else one
         assert (None if found is None else (found.warps, found.tiles, found.teams)) == launch
         if found is not None:
             assert (found.halves, found.bytes, found.shares) == (halves, not halves, 1)
             assert -(-n // (16 * found.tiles * found.teams)) <= (1 if halves else 2) * 132
-    assert tuning.masked_config("grid+s", 4, 8192, 8192, 8, device) is None
+    assert heuristics.masked_config("grid+s", 4, 8192, 8192, 8, device) is None
 
 
 def test_shares_are_offered_where_programs_are_few() -> None:
@@ -166,7 +167,11 @@ def test_shares_are_offered_where_programs_are_few() -> None:
     def shares(kernel: str, kind: str, n: int, launch: tuple[int, int]) -> list[int]:
         offered = autotune.candidates(kernel, kind, 2, n, 4096, 1)
         return sorted(
-            {s[3] // settings.SHARE for s in offered if s[:2] == launch and not s[3] & settings.HALVES}
+            {
+                s[3] // launch_config.SHARE
+                for s in offered
+                if s[:2] == launch and not s[3] & launch_config.HALVES
+            }
         )
 
     assert shares("decode", "grid", 4096, (8, 1)) == [0, 1, 2]  # two programs each
@@ -180,11 +185,11 @@ def test_a_share_is_what_keeps_others_away() -> None:
     for programs, shares, fit in ((128, 1, 1), (128, 2, 2), (256, 1, 2), (512, 1, 4), (500, 2, 8)):
         config = DecodeConfig(warps=4, shares=shares)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(rooms, "multiprocessors", lambda _: 132)
-            patch.setattr(rooms, "shared_memory", lambda _: 227 << 10)
-            room = rooms.shared_room(programs, config, gpu)
+            patch.setattr(occupancy, "multiprocessors", lambda _: 132)
+            patch.setattr(occupancy, "shared_memory", lambda _: 227 << 10)
+            room = occupancy.shared_room(programs, config, gpu)
         assert (228 << 10) // (room + 1024) == fit  # a program costs 1024 bytes beside its own
-    assert rooms.shared_room(128, DecodeConfig(warps=4), gpu) == 0
+    assert occupancy.shared_room(128, DecodeConfig(warps=4), gpu) == 0
 
 
 def test_entries_are_multiplied_where_there_are_any(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -192,36 +197,36 @@ def test_entries_are_multiplied_where_there_are_any(monkeypatch: pytest.MonkeyPa
     layout = random_layout(Case(kind="grid", bits=3, n=64, k=1024, m=8, density=0.02), "cpu")
     assert layout.sparse is not None and layout.sparse.entries is not None
     without = replace(layout, sparse=replace(layout.sparse, entries=None, bounds=None))
-    setting = [4, 1, 1, settings.GATHERED, 128]
+    setting = [4, 1, 1, launch_config.GATHERED, 128]
     for name in GPUS:
         table = {
             name: {
                 "decode grid+s 3 64x1024 8": setting,
-                "decode grid+s 3 64x1024 1": [2, 1, 3, settings.STAGED, 0],
+                "decode grid+s 3 64x1024 1": [2, 1, 3, launch_config.STAGED, 0],
             }
         }
         autotune.write_table(tmp_path / "kernels.json", table)
         device = pretend(monkeypatch, name)
-        tuning.forget()
-        assert tuning.decode_config(layout, 8, device).gathered == (name == "H100")
-        assert not tuning.decode_config(without, 8, device).gathered
+        heuristics.forget()
+        assert heuristics.decode_config(layout, 8, device).gathered == (name == "H100")
+        assert not heuristics.decode_config(without, 8, device).gathered
         with monkeypatch.context() as off:
-            off.setenv(tuning.HOPPER_VARIABLE, "0")
-            assert not tuning.decode_config(layout, 8, device).gathered
-        assert not tuning.decode_config(layout, 9, device).gathered
-        one = tuning.decode_config(layout, 1, device)
+            off.setenv(heuristics.HOPPER_VARIABLE, "0")
+            assert not heuristics.decode_config(layout, 8, device).gathered
+        assert not heuristics.decode_config(layout, 9, device).gathered
+        one = heuristics.decode_config(layout, 1, device)
         assert one == DecodeConfig(warps=2, unroll=3, ahead=False, staged=True, pdl=name == "H100")
-    copied = settings.COPIED | settings.STAGED
+    copied = launch_config.COPIED | launch_config.STAGED
     for width, kinds in (
-        (1, {0, settings.STAGED, copied, settings.BYTES}),
-        (8, {0, settings.GATHERED}),
+        (1, {0, launch_config.STAGED, copied, launch_config.BYTES}),
+        (8, {0, launch_config.GATHERED}),
         (16, {0}),
     ):
         offered = autotune.candidates("decode", "grid+s", 3, 8192, 8192, width)
-        assert {s[3] & ~(settings.AHEAD | settings.SHARES) for s in offered} == kinds
+        assert {s[3] & ~(launch_config.AHEAD | launch_config.SHARES) for s in offered} == kinds
     for kind, width in (("codebook", 1), ("codebook+s", 1), ("grid", 8)):  # copied words: one token of a grid
         assert not any(
-            s[3] & settings.COPIED for s in autotune.candidates("decode", kind, 3, 8192, 8192, width)
+            s[3] & launch_config.COPIED for s in autotune.candidates("decode", kind, 3, 8192, 8192, width)
         )
 
 
@@ -237,12 +242,12 @@ def test_residuals_are_cold_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_table_holds_settings() -> None:
-    lengths = settings.NUMBERS
-    for table in json.loads(tuning.TABLE.read_text()).values():
+    lengths = launch_config.NUMBERS
+    for table in json.loads(heuristics.TABLE.read_text()).values():
         for name, setting in table.items():
             kernel, kind, bits, shape, width = name.split()
             n, k = map(int, shape.split("x"))
-            assert tuning.setting_name(kernel, kind, float(bits), n, k, int(width)) == name
+            assert heuristics.setting_name(kernel, kind, float(bits), n, k, int(width)) == name
             assert len(setting) == lengths[kernel] and all(isinstance(value, int) for value in setting)
             assert setting[1 if kernel == "hopper" else 0] in (1, 2, 4, 8, 16)  # warps
 
@@ -292,12 +297,12 @@ def test_a_damaged_cache_is_said_and_not_used(
 ) -> None:
     file = tmp_path / "kernels.json"
     file.write_text(text)
-    monkeypatch.setenv(tuning.CACHE_VARIABLE, str(file))
-    tuning.forget()
-    whole = tuning.read_table(tuning.TABLE)
-    assert tuning.measured("NVIDIA H200") == whole["NVIDIA H200"]
+    monkeypatch.setenv(heuristics.CACHE_VARIABLE, str(file))
+    heuristics.forget()
+    whole = heuristics.read_table(heuristics.TABLE)
+    assert heuristics.measured("NVIDIA H200") == whole["NVIDIA H200"]
     assert "is damaged and not used" in caplog.text
-    tuning.forget()
+    heuristics.forget()
 
 
 @pytest.mark.parametrize(
@@ -311,7 +316,7 @@ def test_a_damaged_cache_is_said_and_not_used(
 )  # fmt: skip
 def test_the_rule_of_one_token_of_a_trellis(n: int, k: int, bits: float, launch: tuple[int, ...]) -> None:
     """Of `mul1`, what was measured on an H200, or within 6 % of it."""
-    found = tuning.one_token_rule(bits, n, k, 132)
+    found = heuristics.one_token_rule(bits, n, k, 132)
     assert (found.warps, found.tiles, found.unroll, found.places) == launch
 
 
@@ -319,5 +324,5 @@ def test_steps_of_the_rule_are_parts_of_a_section() -> None:
     for four in range(4, 17):
         for n in (512, 2048, 4096, 8192, 14336, 28672, 128256):
             for k in (512, 2048, 4096, 8192, 14336):
-                found = tuning.one_token_rule(four / 4, n, k, 132)
+                found = heuristics.one_token_rule(four / 4, n, k, 132)
                 assert SECTION % (64 * groups_of(four) * found.warps * found.unroll) == 0

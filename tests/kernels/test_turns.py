@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from requant_kernels import naive
-from requant_kernels.turns import section_asm
+from requant_kernels.fallback import reference
+from requant_kernels.hadamard.turns import section_asm
 
 from .ptx_model import pair_of
 from .section_model import LANE, SHAPE, WARP, as_float, run
@@ -24,9 +24,9 @@ def section(values: np.ndarray, size: int, paired: bool) -> tuple[dict[str, np.n
     operands = {f"${8 + i}": own[..., i].copy().view(np.uint32) for i in range(8)}
     for first, mask in ((16, 6 if paired else 7), (24, 7), (32, size - 1 >> 8)):
         operands |= {f"${first + i}": signs(mask) for i in range(8)}
-    matrix = naive.hadamard(size).numpy() * size**0.5
+    matrix = reference.hadamard(size).numpy() * size**0.5
     if paired:
-        matrix = np.kron(naive.hadamard(size // 2).numpy() * (size // 2) ** 0.5, np.eye(2))
+        matrix = np.kron(reference.hadamard(size // 2).numpy() * (size // 2) ** 0.5, np.eye(2))
     return operands, (values.astype(float).reshape(-1, size) @ matrix).ravel()
 
 

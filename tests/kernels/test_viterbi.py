@@ -14,7 +14,7 @@ INTERPRETED = """
 import torch
 from requant.quantizers.viterbi import plain_paths
 from requant.trellis_codes import code_values, step_bits
-from requant_kernels.viterbi import viterbi_paths
+from requant_kernels.viterbi.gpu import viterbi_paths
 
 torch.set_num_threads(1)
 for name, bits in (("3inst", 2), ("pair", 2), ("mul1", 4), ("mul1", 2.25), ("mul1", 3.5)):
@@ -59,7 +59,7 @@ def test_gpu_finds_rings_as_good_as_the_twin(name: str, bits: int | float) -> No
 def test_gpu_walks_many_sequences() -> None:
     targets = torch.randn(300, 64, 1, generator=torch.Generator().manual_seed(0))
     values = code_values("mul1")
-    from requant_kernels.viterbi import viterbi_paths
+    from requant_kernels.viterbi.gpu import viterbi_paths
 
     found = viterbi_paths(targets.cuda(), values.cuda(), shifts=(2,), pinned=None).cpu()
     some = torch.tensor([0, 131, 299])

@@ -7,8 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from requant_kernels.layouts import pack_codebook, pack_words, unpack_words
-from requant_kernels.words import (
+from requant_kernels.common.bit_layout import (
     HALF,
     MANTISSA,
     UNIT,
@@ -18,6 +17,7 @@ from requant_kernels.words import (
     grid_asm,
     zero_bias,
 )
+from requant_kernels.common.packing import pack_codebook, pack_words, unpack_words
 
 from .ptx_model import floats, pair_of, run_ptx
 

@@ -1,0 +1,103 @@
+"""The torch twin of every kernel: the same equation in plain tensors, at the precision the caller asks for.
+
+y = (x / column_scales) @ dense^T + x @ sparse^T + bias
+"""
+
+import torch
+from torch import Tensor
+
+from requant_kernels.common.packing import (
+    CodebookLayout,
+    Layout,
+    sparse_entries,
+    unpack_codebook,
+    unpack_grid,
+)
+from requant_kernels.trellis.layout import TrellisLayout, step_bits, unpack_trellis
+
+
+def dense(layout: Layout, dtype: torch.dtype = torch.float64) -> Tensor:
+    """The dense part [n, k], before `column_scales`."""
+    if isinstance(layout, CodebookLayout):
+        codes, levels = unpack_codebook(layout)
+        return levels.to(dtype).gather(1, codes.long())
+    codes, scales, zero_points = unpack_grid(layout)
+    group = torch.arange(layout.k, device=codes.device) // layout.group_size
+    centre = float(1 << (layout.bits - 1)) if zero_points is None else zero_points.to(dtype)[:, group]
+    return (codes.to(dtype) - centre) * scales.to(dtype)[:, group]
+
+
+def sparse(layout: Layout | TrellisLayout, dtype: torch.dtype = torch.float64) -> Tensor:
+    """The residuals as a full matrix [n, k]."""
+    matrix = torch.zeros(layout.n, layout.k, dtype=dtype, device=layout.words.device)
+    if layout.sparse is not None:
+        rows, columns, residuals = sparse_entries(layout)
+        matrix[rows, columns] = residuals.to(dtype)
+    return matrix
+
+
+def weight(layout: Layout | TrellisLayout, dtype: torch.dtype = torch.float64) -> Tensor:
+    """The whole matrix [n, k] that the layout stands for."""
+    if isinstance(layout, TrellisLayout):
+        return trellis_weight(layout, dtype) + sparse(layout, dtype)
+    matrix = dense(layout, dtype)
+    scales = None if isinstance(layout, CodebookLayout) else layout.column_scales
+    if scales is not None:
+        matrix = matrix / scales.to(dtype)
+    return matrix + sparse(layout, dtype)
+
+
+def linear(
+    x: Tensor, layout: Layout | TrellisLayout, bias: Tensor | None = None, dtype: torch.dtype = torch.float64
+) -> Tensor:
+    """y [.., n] of x [.., k], computed and returned in `dtype`."""
+    y = x.to(dtype) @ weight(layout, dtype).T
+    return y if bias is None else y + bias.to(dtype)
+
+
+def transpose_tokens(x: Tensor, width: int) -> Tensor:
+    """[m, k] -> [k, width], tokens beyond m zero: what the sparse gather of several tokens reads."""
+    return torch.nn.functional.pad(x, (0, 0, 0, width - x.shape[0])).T.contiguous()
+
+
+def hadamard(width: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """The rotation of `width` (a multiple of 16): blocks of the largest power of two that divides it."""
+    size = width & -width
+    matrix = torch.ones(1, 1, dtype=dtype)
+    while len(matrix) < size:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return torch.block_diag(*[matrix * size**-0.5] * (width // size))
+
+
+def trellis_values(layout: TrellisLayout, dtype: torch.dtype = torch.float64) -> Tensor:
+    """V [r, c]: every place from the 16 bits of its tile's ring that end with it."""
+    codes = unpack_trellis(layout).long()
+    rows, columns = codes.shape
+    rings = codes.view(rows // 16, 16, columns // 16, 16).transpose(1, 2).reshape(-1, 256)
+    own = torch.tensor(step_bits(layout.four), device=rings.device).repeat(64)
+    window, above = torch.zeros_like(rings), torch.zeros_like(own)
+    for back in range(16):  # at least one bit a code
+        window |= rings.roll(back, 1) << above
+        above += own.roll(back)
+    window &= 0xFFFF
+    if layout.code == "pair":
+        window = window[:, 1::2].repeat_interleave(2, 1)
+    if layout.code == "3inst":
+        h = (window * 89226354 + 64248484 & 0x8FFF8FFF) ^ 0x3B603B60
+        low, high = ((h >> shift & 0xFFFF).to(torch.int16).view(torch.float16) for shift in (0, 16))
+        values = (low + high).to(dtype)
+    else:
+        h = window * 0x83DCD12D if layout.code == "mul1" else window * 0x4E6DA66B + 0x3C6EF35F
+        b = [(h >> shift & 0xFF).to(dtype) for shift in (0, 8, 16, 24)]
+        values = (b[0] + b[1] + b[2] + b[3] - 510) / 128
+        if layout.code == "pair":
+            values[:, 1::2] = ((b[0] - b[1] - b[2] + b[3]) / 128)[:, 1::2]
+    return values.view(rows // 16, columns // 16, 16, 16).transpose(1, 2).reshape(rows, columns)
+
+
+def trellis_weight(layout: TrellisLayout, dtype: torch.dtype = torch.float64) -> Tensor:
+    """The dense part of a trellis: diag(output_scales) H V H diag(input_scales), [n, k]."""
+    values = trellis_values(layout, dtype)
+    left, right = (hadamard(width, dtype).to(values.device) for width in values.shape)
+    turned = (left @ values @ right)[: layout.n, : layout.k]
+    return layout.output_scales.to(dtype)[:, None] * turned * layout.input_scales.to(dtype)

@@ -1,0 +1,114 @@
+"""The layout of trellis codes: every 16 x 16 tile a ring of bits, a lane's words together.
+
+A ring is 256 codes in row order, first code first, as a stream of bits, the first one highest. Four columns take T = 4 bits
+a weight, 4 .. 32, a whole number: at quarters of a bit their codes end floor((i + 1) T / 4) bits after the four begin.
+Two rows are a *part* of 8 T bits: lane `4 g + t` of a warp owns rows 2 g and 2 g + 1 of tile t of a group of four column
+tiles. The parts of J = 4 / gcd(T, 4) neighbouring groups, a *unit*, are whole words together, T J / 4 of them; a lane loads
+them 1, 2 or 4 at a time (`v`, the power of two in their number):
+
+    words int32 [row tiles, units, T J / 4 / v, lane, v]
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from requant_kernels.common.packing import Csr, SparseSlots, pack_sparse, row_order, stored_rows
+from requant_kernels.trellis.hashes import groups_of
+
+GROUP_TILES = 4
+TILE = 16
+CODES = {"mul1": 8, "3inst": 8, "pair": 8}  # code -> most bits
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrellisLayout:
+    """w~ = diag(output_scales) H V H diag(input_scales) + sparse; V padded to tiles."""
+
+    words: Tensor
+    input_scales: Tensor  # float16 [k]
+    output_scales: Tensor  # float16 [n]
+    n: int
+    k: int
+    bits: float  # a multiple of 1/4, whole for `pair`
+    code: str
+    rows: Tensor | None = None  # of `sparse` alone: int32 [16 tiles], position -> row; padding has n
+    sparse: SparseSlots | None = None
+
+    @property
+    def four(self) -> int:
+        """Bits of four neighbouring columns."""
+        return round(4 * self.bits)
+
+
+def step_bits(four: int) -> tuple[int, ...]:
+    """Bits of the codes of four neighbouring columns."""
+    return tuple((i + 1) * four // 4 - i * four // 4 for i in range(4))
+
+
+def pack_trellis(
+    codes: Tensor,
+    input_scales: Tensor,
+    output_scales: Tensor,
+    *,
+    bits: float,
+    code: str,
+    sparse: Csr | None = None,
+) -> TrellisLayout:
+    """codes uint8 [r, c], r and c the multiples of 16 at or above n and k; `sparse` as in `pack_grid`.
+
+    Raises ValueError with the remedy.
+    """
+    n, k = len(output_scales), len(input_scales)
+    four = round(4 * bits)
+    if code not in CODES or not 1 <= bits <= CODES[code] or four != 4 * bits or (code == "pair" and four % 4):
+        held = ", ".join(f"{name} to {most} bits" for name, most in CODES.items())
+        raise ValueError(
+            f"no trellis kernel decodes {code!r} at {bits} bits; there are {held}, in quarters but for pair"
+        )
+    if codes.shape != (-(-n // TILE) * TILE, -(-k // TILE) * TILE):
+        raise ValueError(
+            f"codes have shape {tuple(codes.shape)}; {n} x {k} padded to multiples of {TILE} is expected"
+        )
+    groups = groups_of(four)
+    padded = torch.nn.functional.pad(codes, (0, -codes.shape[1] % (groups * GROUP_TILES * TILE)))
+    # row tile, g, (row, of two), unit, group, tile, fours, one of four -> row tile, unit, tile g, group, a part in order
+    parts = padded.view(codes.shape[0] // TILE, 8, 2, -1, groups, GROUP_TILES, 4, 4).permute(
+        0, 3, 1, 5, 4, 2, 6, 7
+    )
+    stream = torch.cat(
+        [
+            parts[..., i, None] >> torch.arange(own - 1, -1, -1, device=codes.device, dtype=torch.uint8) & 1
+            for i, own in enumerate(step_bits(four))
+        ],
+        -1,
+    )
+    stream = stream.reshape(*parts.shape[:2], 32, four * groups // 4, 32)
+    words = torch.zeros(stream.shape[:-1], dtype=torch.int32, device=codes.device)
+    for i in range(32):
+        words |= stream[..., i].int() << (31 - i)
+    order = None if sparse is None else row_order(sparse[0].to(codes.device))
+    vector = math.gcd(words.shape[-1], 4)
+    return TrellisLayout(
+        words=words.unflatten(-1, (-1, vector)).transpose(2, 3).contiguous(), input_scales=input_scales,
+        output_scales=output_scales, n=n, k=k, bits=float(bits), code=code, rows=stored_rows(order, n),
+        sparse=pack_sparse(sparse, order, k),
+    )  # fmt: skip
+
+
+def unpack_trellis(layout: TrellisLayout) -> Tensor:
+    """codes uint8 [r, c]: the inverse of `pack_trellis`."""
+    tiles, units = layout.words.shape[:2]
+    words = layout.words.transpose(2, 3).flatten(3)
+    stream = torch.stack([(words >> (31 - i)) & 1 for i in range(32)], -1).to(torch.uint8)
+    stream = stream.view(tiles, units, 8, GROUP_TILES, groups_of(layout.four), 2, 4, layout.four)
+    codes = torch.zeros(*stream.shape[:-1], 4, dtype=torch.uint8, device=words.device)
+    at = 0
+    for i, own in enumerate(step_bits(layout.four)):
+        for _ in range(own):
+            codes[..., i] = codes[..., i] << 1 | stream[..., at]
+            at += 1
+    whole = codes.permute(0, 2, 5, 1, 4, 3, 6, 7).reshape(tiles * TILE, -1)
+    return whole[:, : -(-layout.k // TILE) * TILE]
