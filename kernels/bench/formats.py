@@ -37,7 +37,7 @@ def random_layout(kind: str, bits: float, n: int, k: int, density: float = 0.0) 
     return pack_grid(codes, scales, None, bits=bits, group_size=128, sparse=sparse)
 
 
-ONCE = ("counts", "entries", "bounds")  # not read, or the residuals again in another order
+ONCE = ("row_nnz", "coo", "block_ptr")  # not read, or the residuals again in another order
 
 
 def tensors_of(layout: Layout | TrellisLayout) -> list[Tensor]:

@@ -4,7 +4,7 @@ from requant_kernels.common.packing import (
     CodebookLayout,
     GridLayout,
     Layout,
-    SparseSlots,
+    SlicedEll,
     pack_codebook,
     pack_grid,
     unpack_codebook,
@@ -28,7 +28,7 @@ __all__ = [
     "unpack_trellis",
     "GridLayout",
     "CodebookLayout",
-    "SparseSlots",
+    "SlicedEll",
     "TrellisLayout",
     "Layout",
 ]

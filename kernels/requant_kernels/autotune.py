@@ -150,7 +150,7 @@ def kernel_of(layout: Layout | TrellisLayout, tokens: int) -> str | None:
     """The kernel that has settings for this many tokens; None where cuBLAS multiplies."""
     if tokens <= DECODE_TOKENS:
         return "trellis" if isinstance(layout, TrellisLayout) else "decode"
-    if tokens <= HOPPER_TOKENS and heuristics.runs_on_hopper(layout, layout.words.device):
+    if tokens <= HOPPER_TOKENS and heuristics.runs_on_hopper(layout, layout.packed_codes.device):
         return "hopper"
     return "tall" if not isinstance(layout, TrellisLayout) and tokens <= TALL_TOKENS else None
 
@@ -277,7 +277,7 @@ def _copy(held: Any) -> Any:
 def times(kernel: str, layout: Any, tokens: int, settings: Sequence[Setting]) -> dict[Setting, float]:
     """Microseconds of every setting that runs, and agrees with the first that does."""
     copies, found = copies_of(layout), {}
-    x = torch.randn(tokens, layout.k, device=layout.words.device, dtype=torch.float16)
+    x = torch.randn(tokens, layout.k, device=layout.packed_codes.device, dtype=torch.float16)
     first: Tensor | None = None
     for setting in settings:
         try:
@@ -313,7 +313,7 @@ def tune(
 ) -> int:
     """Measure what no table has yet for these layouts; returns how many settings were added to `file`."""
     file = file or heuristics.cache_file()
-    device = torch.cuda.get_device_name(layouts[0].words.device) if layouts else ""
+    device = torch.cuda.get_device_name(layouts[0].packed_codes.device) if layouts else ""
     table = heuristics.read_table(file)
     mine, added = table.setdefault(device, {}), 0
     for layout in layouts:

@@ -177,7 +177,7 @@ def halves_rule(kind: str, tiles: int, blocks: int, processors: int) -> DecodeCo
 def gathers(layout: Layout, width: int, device: torch.device) -> bool:
     """Whether `gathered.py` may multiply: Hopper, residuals that have their second order, a decoder that is assembly.
     HOPPER_VARIABLE=0 keeps all from it."""
-    entries = layout.sparse is not None and layout.sparse.entries is not None
+    entries = layout.sparse is not None and layout.sparse.coo is not None
     memory = isinstance(layout, CodebookLayout) and layout.bits > 4
     return width <= 8 and entries and not memory and takes_gluon(device)
 
@@ -263,7 +263,7 @@ def runs_on_hopper(layout: Layout | TrellisLayout, device: torch.device) -> bool
     return (
         takes_gluon(device)
         and not (isinstance(layout, CodebookLayout) and layout.bits > 4)
-        and (isinstance(layout, TrellisLayout) or layout.sparse is None or layout.sparse.entries is not None)
+        and (isinstance(layout, TrellisLayout) or layout.sparse is None or layout.sparse.coo is not None)
     )
 
 

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from requant_kernels.common.packing import CodebookLayout, GridLayout, Layout, SparseSlots
+from requant_kernels.common.packing import CodebookLayout, GridLayout, Layout, SlicedEll
 from requant_kernels.fallback import reference, torch_fallback
 from requant_kernels.heuristics import (
     DECODE_TOKENS,
@@ -43,9 +43,9 @@ def linear(
     """
     if x.shape[-1] != layout.k:
         raise ValueError(f"x has {x.shape[-1]} features, but the packed matrix takes {layout.k}")
-    if x.device != layout.words.device:
+    if x.device != layout.packed_codes.device:
         raise ValueError(
-            f"x is on {x.device}, but the packed matrix is on {layout.words.device}: move one of them"
+            f"x is on {x.device}, but the packed matrix is on {layout.packed_codes.device}: move one of them"
         )
     if x.is_cuda and x.dtype not in DTYPES:
         raise ValueError(f"the kernels take float16 or bfloat16 activations, not {x.dtype}: cast them")
@@ -95,7 +95,7 @@ def lookup(tokens: Int[Tensor, "*m"], layout: GridLayout, dtype: torch.dtype) ->
     """Rows `tokens` of a grid without residuals: an embedding. On a GPU a token that is none gets row 0, unchecked."""
     if layout.sparse is not None:
         raise ValueError("rows are looked up in a grid without residuals: pack it without")
-    own = (layout.words, layout.scales, layout.zero_points, layout.column_scales)
+    own = (layout.packed_codes, layout.scales, layout.zero_points, layout.column_scales)
     sizes = (layout.n, layout.k, layout.bits, layout.group_size, layout.kernel_group)
     rows = torch.ops.requant.lookup(tokens.reshape(-1), dtype, *own, *sizes)
     return rows.view(*tokens.shape, layout.k)
@@ -110,31 +110,45 @@ def dequantize(layout: Layout | TrellisLayout, dtype: torch.dtype = torch.float1
 
 # The arguments of the operators after x and bias, by name: what a module has to hold.
 OPERANDS = (
-    "words", "scales", "zero_points", "column_scales", "levels", "tables", "rows", "starts", "columns", "values",
-    "row_scales", "counts", "entries", "bounds", "n", "k", "bits", "group_size", "kernel_group",
+    "packed_codes", "scales", "zero_points", "column_scales", "levels", "tables", "row_perm", "slice_ptr", "columns",
+    "values", "row_scales", "row_nnz", "coo", "block_ptr", "n", "k", "bits", "group_size", "kernel_group",
 )  # fmt: skip
 TRELLIS_OPERANDS = (
-    "words", "input_scales", "output_scales", "rows", "starts", "columns", "values", "row_scales", "counts", "bits",
-    "code",
+    "packed_codes", "input_scales", "output_scales", "row_perm", "slice_ptr", "columns", "values", "row_scales",
+    "row_nnz", "bits", "code",
 )  # fmt: skip
 
 
 def flatten(layout: Layout | TrellisLayout) -> tuple[Any, ...]:
     """A layout as operator arguments, in the order of OPERANDS (TRELLIS_OPERANDS)."""
     sparse = layout.sparse
-    slots = (layout.rows, None, None, None, None, None)
+    slots = (layout.row_perm, None, None, None, None, None)
     if sparse is not None:
-        slots = (layout.rows, sparse.starts, sparse.columns, sparse.values, sparse.row_scales, sparse.counts)
+        slots = (
+            layout.row_perm,
+            sparse.slice_ptr,
+            sparse.columns,
+            sparse.values,
+            sparse.row_scales,
+            sparse.row_nnz,
+        )
     if isinstance(layout, TrellisLayout):
-        return layout.words, layout.input_scales, layout.output_scales, *slots, layout.bits, layout.code
+        return (
+            layout.packed_codes,
+            layout.input_scales,
+            layout.output_scales,
+            *slots,
+            layout.bits,
+            layout.code,
+        )
     if isinstance(layout, CodebookLayout):
         own = (None, None, None, layout.levels, layout.tables)
         sizes = (layout.n, layout.k, layout.bits, 0, 0)
     else:
         own = (layout.scales, layout.zero_points, layout.column_scales, None, None)
         sizes = (layout.n, layout.k, layout.bits, layout.group_size, layout.kernel_group)
-    tall = (None, None) if sparse is None else (sparse.entries, sparse.bounds)
-    return layout.words, *own, *slots, *tall, *sizes
+    tall = (None, None) if sparse is None else (sparse.coo, sparse.block_ptr)
+    return layout.packed_codes, *own, *slots, *tall, *sizes
 
 
 def unflatten(*operands: Any) -> Layout | TrellisLayout:
@@ -143,42 +157,45 @@ def unflatten(*operands: Any) -> Layout | TrellisLayout:
 
 
 def _slots(
-    starts: Tensor | None, columns: Tensor | None, values: Tensor | None, row_scales: Tensor | None,
-    counts: Tensor | None, entries: Tensor | None = None, bounds: Tensor | None = None,
-) -> SparseSlots | None:  # fmt: skip
-    if starts is None or columns is None or values is None or counts is None:
+    slice_ptr: Tensor | None, columns: Tensor | None, values: Tensor | None, row_scales: Tensor | None,
+    row_nnz: Tensor | None, coo: Tensor | None = None, block_ptr: Tensor | None = None,
+) -> SlicedEll | None:  # fmt: skip
+    if slice_ptr is None or columns is None or values is None or row_nnz is None:
         return None
-    return SparseSlots(
-        starts=starts, columns=columns, values=values, row_scales=row_scales, counts=counts, entries=entries, bounds=bounds
+    return SlicedEll(
+        slice_ptr=slice_ptr, columns=columns, values=values, row_scales=row_scales, row_nnz=row_nnz, coo=coo,
+        block_ptr=block_ptr,
     )  # fmt: skip
 
 
 def _trellis_layout(
-    words: Tensor, input_scales: Tensor, output_scales: Tensor, rows: Tensor | None, starts: Tensor | None,
-    columns: Tensor | None, values: Tensor | None, row_scales: Tensor | None, counts: Tensor | None, bits: float,
-    code: str,
+    packed_codes: Tensor, input_scales: Tensor, output_scales: Tensor, row_perm: Tensor | None,
+    slice_ptr: Tensor | None, columns: Tensor | None, values: Tensor | None, row_scales: Tensor | None,
+    row_nnz: Tensor | None, bits: float, code: str,
 ) -> TrellisLayout:  # fmt: skip
     return TrellisLayout(
-        words=words, input_scales=input_scales, output_scales=output_scales, n=len(output_scales), k=len(input_scales),
-        bits=bits, code=code, rows=rows, sparse=_slots(starts, columns, values, row_scales, counts),
+        packed_codes=packed_codes, input_scales=input_scales, output_scales=output_scales, n=len(output_scales),
+        k=len(input_scales), bits=bits, code=code, row_perm=row_perm,
+        sparse=_slots(slice_ptr, columns, values, row_scales, row_nnz),
     )  # fmt: skip
 
 
 def _layout(
-    words: Tensor, scales: Tensor | None, zero_points: Tensor | None, column_scales: Tensor | None,
-    levels: Tensor | None, tables: Tensor | None, rows: Tensor | None, starts: Tensor | None, columns: Tensor | None,
-    values: Tensor | None, row_scales: Tensor | None, counts: Tensor | None, entries: Tensor | None,
-    bounds: Tensor | None, n: int, k: int, bits: int, group_size: int, kernel_group: int,
+    packed_codes: Tensor, scales: Tensor | None, zero_points: Tensor | None, column_scales: Tensor | None,
+    levels: Tensor | None, tables: Tensor | None, row_perm: Tensor | None, slice_ptr: Tensor | None,
+    columns: Tensor | None, values: Tensor | None, row_scales: Tensor | None, row_nnz: Tensor | None, coo: Tensor | None,
+    block_ptr: Tensor | None, n: int, k: int, bits: int, group_size: int, kernel_group: int,
 ) -> Layout:  # fmt: skip
-    sparse = _slots(starts, columns, values, row_scales, counts, entries, bounds)
+    sparse = _slots(slice_ptr, columns, values, row_scales, row_nnz, coo, block_ptr)
     if scales is None:
         assert levels is not None
         return CodebookLayout(
-            words=words, levels=levels, tables=tables, rows=rows, sparse=sparse, n=n, k=k, bits=bits
-        )
+            packed_codes=packed_codes, levels=levels, tables=tables, row_perm=row_perm, sparse=sparse, n=n, k=k,
+            bits=bits,
+        )  # fmt: skip
     return GridLayout(
-        words=words, scales=scales, zero_points=zero_points, column_scales=column_scales, rows=rows, sparse=sparse,
-        n=n, k=k, bits=bits, group_size=group_size, kernel_group=kernel_group,
+        packed_codes=packed_codes, scales=scales, zero_points=zero_points, column_scales=column_scales,
+        row_perm=row_perm, sparse=sparse, n=n, k=k, bits=bits, group_size=group_size, kernel_group=kernel_group,
     )  # fmt: skip
 
 
@@ -213,45 +230,45 @@ def _of_words(x: Tensor, layout: Layout, bias: Tensor | None) -> Tensor:
 
 @torch.library.custom_op("requant::linear", mutates_args=())
 def _linear(
-    x: Tensor, bias: Tensor | None, words: Tensor, scales: Tensor | None, zero_points: Tensor | None,
-    column_scales: Tensor | None, levels: Tensor | None, tables: Tensor | None, rows: Tensor | None,
-    starts: Tensor | None, columns: Tensor | None, values: Tensor | None, row_scales: Tensor | None,
-    counts: Tensor | None, entries: Tensor | None, bounds: Tensor | None, n: int, k: int, bits: int, group_size: int,
+    x: Tensor, bias: Tensor | None, packed_codes: Tensor, scales: Tensor | None, zero_points: Tensor | None,
+    column_scales: Tensor | None, levels: Tensor | None, tables: Tensor | None, row_perm: Tensor | None,
+    slice_ptr: Tensor | None, columns: Tensor | None, values: Tensor | None, row_scales: Tensor | None,
+    row_nnz: Tensor | None, coo: Tensor | None, block_ptr: Tensor | None, n: int, k: int, bits: int, group_size: int,
     kernel_group: int,
 ) -> Tensor:  # fmt: skip
     return _of_words(x, _layout(
-        words, scales, zero_points, column_scales, levels, tables, rows, starts, columns, values, row_scales, counts,
-        entries, bounds, n, k, bits, group_size, kernel_group,
+        packed_codes, scales, zero_points, column_scales, levels, tables, row_perm, slice_ptr, columns, values,
+        row_scales, row_nnz, coo, block_ptr, n, k, bits, group_size, kernel_group,
     ), bias)  # fmt: skip
 
 
 @_linear.register_fake
-def _(x: Tensor, bias: Tensor | None, words: Tensor, *rest: Any) -> Tensor:
+def _(x: Tensor, bias: Tensor | None, packed_codes: Tensor, *rest: Any) -> Tensor:
     return x.new_empty(x.shape[0], rest[-5])
 
 
 @torch.library.custom_op("requant::dequantize", mutates_args=())
 def _dequantize(
-    dtype: torch.dtype, words: Tensor, scales: Tensor | None, zero_points: Tensor | None,
-    column_scales: Tensor | None, levels: Tensor | None, tables: Tensor | None, rows: Tensor | None,
-    starts: Tensor | None, columns: Tensor | None, values: Tensor | None, row_scales: Tensor | None,
-    counts: Tensor | None, entries: Tensor | None, bounds: Tensor | None, n: int, k: int, bits: int, group_size: int,
+    dtype: torch.dtype, packed_codes: Tensor, scales: Tensor | None, zero_points: Tensor | None,
+    column_scales: Tensor | None, levels: Tensor | None, tables: Tensor | None, row_perm: Tensor | None,
+    slice_ptr: Tensor | None, columns: Tensor | None, values: Tensor | None, row_scales: Tensor | None,
+    row_nnz: Tensor | None, coo: Tensor | None, block_ptr: Tensor | None, n: int, k: int, bits: int, group_size: int,
     kernel_group: int,
 ) -> Tensor:  # fmt: skip
     layout = _layout(
-        words, scales, zero_points, column_scales, levels, tables, rows, starts, columns, values, row_scales, counts,
-        entries, bounds, n, k, bits, group_size, kernel_group,
+        packed_codes, scales, zero_points, column_scales, levels, tables, row_perm, slice_ptr, columns, values,
+        row_scales, row_nnz, coo, block_ptr, n, k, bits, group_size, kernel_group,
     )  # fmt: skip
-    if not words.is_cuda or dtype not in DTYPES:
+    if not packed_codes.is_cuda or dtype not in DTYPES:
         return torch_fallback.dequantize(layout, dtype)
     from requant_kernels.scalar.dequantize import dequantize as dequantize_cuda
 
-    return dequantize_cuda(layout, dtype, asm=_uses_asm(words.device))
+    return dequantize_cuda(layout, dtype, asm=_uses_asm(packed_codes.device))
 
 
 @_dequantize.register_fake
-def _(dtype: torch.dtype, words: Tensor, *rest: Any) -> Tensor:
-    return words.new_empty(rest[-5], rest[-4], dtype=dtype)
+def _(dtype: torch.dtype, packed_codes: Tensor, *rest: Any) -> Tensor:
+    return packed_codes.new_empty(rest[-5], rest[-4], dtype=dtype)
 
 
 def _of_trellis(x: Tensor, layout: TrellisLayout, bias: Tensor | None) -> Tensor:
@@ -268,32 +285,38 @@ def _of_trellis(x: Tensor, layout: TrellisLayout, bias: Tensor | None) -> Tensor
 
 @torch.library.custom_op("requant::trellis_linear", mutates_args=())
 def _trellis_linear(
-    x: Tensor, bias: Tensor | None, words: Tensor, input_scales: Tensor, output_scales: Tensor, rows: Tensor | None,
-    starts: Tensor | None, columns: Tensor | None, values: Tensor | None, row_scales: Tensor | None,
-    counts: Tensor | None, bits: float, code: str,
+    x: Tensor, bias: Tensor | None, packed_codes: Tensor, input_scales: Tensor, output_scales: Tensor,
+    row_perm: Tensor | None, slice_ptr: Tensor | None, columns: Tensor | None, values: Tensor | None,
+    row_scales: Tensor | None,
+    row_nnz: Tensor | None, bits: float, code: str,
 ) -> Tensor:  # fmt: skip
     return _of_trellis(x, _trellis_layout(
-        words, input_scales, output_scales, rows, starts, columns, values, row_scales, counts, bits, code
+        packed_codes, input_scales, output_scales, row_perm, slice_ptr, columns, values, row_scales, row_nnz, bits, code
     ), bias)  # fmt: skip
 
 
 @_trellis_linear.register_fake
 def _(
-    x: Tensor, bias: Tensor | None, words: Tensor, input_scales: Tensor, output_scales: Tensor, *rest: Any
+    x: Tensor,
+    bias: Tensor | None,
+    packed_codes: Tensor,
+    input_scales: Tensor,
+    output_scales: Tensor,
+    *rest: Any,
 ) -> Tensor:
     return x.new_empty(x.shape[0], output_scales.shape[0])
 
 
 @torch.library.custom_op("requant::lookup", mutates_args=())
 def _lookup(
-    tokens: Tensor, dtype: torch.dtype, words: Tensor, scales: Tensor, zero_points: Tensor | None,
+    tokens: Tensor, dtype: torch.dtype, packed_codes: Tensor, scales: Tensor, zero_points: Tensor | None,
     column_scales: Tensor | None, n: int, k: int, bits: int, group_size: int, kernel_group: int,
 ) -> Tensor:  # fmt: skip
     layout = GridLayout(
-        words=words, scales=scales, zero_points=zero_points, column_scales=column_scales, rows=None, sparse=None, n=n,
-        k=k, bits=bits, group_size=group_size, kernel_group=kernel_group,
+        packed_codes=packed_codes, scales=scales, zero_points=zero_points, column_scales=column_scales, row_perm=None,
+        sparse=None, n=n, k=k, bits=bits, group_size=group_size, kernel_group=kernel_group,
     )  # fmt: skip
-    if not words.is_cuda or len(tokens) == 0:
+    if not packed_codes.is_cuda or len(tokens) == 0:
         return torch_fallback.lookup(tokens, layout, dtype)
     from requant_kernels.scalar.embedding import lookup as lookup_cuda
 
@@ -301,8 +324,8 @@ def _lookup(
 
 
 @_lookup.register_fake
-def _(tokens: Tensor, dtype: torch.dtype, words: Tensor, *rest: Any) -> Tensor:
-    return words.new_empty(tokens.shape[0], rest[-4], dtype=dtype)
+def _(tokens: Tensor, dtype: torch.dtype, packed_codes: Tensor, *rest: Any) -> Tensor:
+    return packed_codes.new_empty(tokens.shape[0], rest[-4], dtype=dtype)
 
 
 @torch.library.custom_op("requant::attend", mutates_args=())

@@ -138,7 +138,7 @@ class KernelEmbedding(nn.Module):
     def forward(self, tokens: Int[Tensor, "*m"]) -> Float[Tensor, "*m d"]:
         matrix = self.matrix
         rows = torch.ops.requant.lookup(
-            tokens.reshape(-1), self.dtype, matrix.words, matrix.scales, matrix.zero_points, matrix.column_scales,
+            tokens.reshape(-1), self.dtype, matrix.packed_codes, matrix.scales, matrix.zero_points, matrix.column_scales,
             matrix.n, matrix.k, matrix.bits, matrix.group_size, matrix.kernel_group,
         )  # fmt: skip
         if self.scale is not None:
@@ -185,7 +185,7 @@ def tune_kernels(model: Any, *, tokens: Sequence[int] = (1,)) -> int:
 
     shapes: dict[Any, Any] = {}
     for layer in model.modules():
-        if isinstance(layer, KernelLinear) and layer.words.is_cuda:
+        if isinstance(layer, KernelLinear) and layer.packed_codes.is_cuda:
             layout = layer.layout
             shapes.setdefault((type(layout), layout.bits, layout.n, layout.k), layout)
     return tune(list(shapes.values()), tokens)
@@ -233,7 +233,7 @@ def _serve_embedding(
             matrix = KernelLinear(kernel_layout(embedding.quantized().to(device)))
         except ValueError:  # its rows are dequantized one by one anyway
             return
-    if isinstance(matrix.layout, GridLayout) and matrix.starts is None:
+    if isinstance(matrix.layout, GridLayout) and matrix.slice_ptr is None:
         model.set_submodule(name, KernelEmbedding(matrix, embedding, tied=bool(heads)))
 
 

@@ -166,7 +166,7 @@ def check_fused() -> None:
         layout = pack_trellis(*random_trellis(n, k, 2, "cpu"), bits=2, code=code)
         config = TrellisConfig(warps=launch[0], tiles=launch[1], unroll=launch[2])
         x = torch.randn(1, k, dtype=torch.bfloat16 if n == 48 else torch.float16)
-        HELD.extend((layout.words, layout.input_scales, x))
+        HELD.extend((layout.packed_codes, layout.input_scales, x))
         assert can_fuse(x, layout, config)
         got = fused_sums(x, layout, config, pdl=False)
         want = (x.double() * layout.input_scales) @ reference.hadamard(k) @ reference.trellis_values(layout).T
@@ -205,7 +205,7 @@ def main() -> None:
         HELD.clear()
         layout = pack_trellis(*random_trellis(n, k, bits, "cpu"), bits=bits, code=code)
         config = TrellisConfig(warps=launch[0], tiles=launch[1], unroll=launch[2])
-        HELD.append(layout.words)
+        HELD.append(layout.packed_codes)
         values = reference.trellis_values(layout)
         assert torch.equal(expand(layout, asm=True).double(), values), f"{code} {bits}: the expansion"
         x, padded = torch.randn(m, k).half(), -(-k // 16) * 16

@@ -88,8 +88,8 @@ def sparse_grid(bits: int, n: int, k: int, chunks: int) -> GridLayout:
     """n rows, `chunks` a tile, of which nothing is ever read."""
     layout = plain_grid(bits, k=k, density=0.01)
     assert layout.sparse is not None
-    slots = replace(layout.sparse, columns=layout.words.new_empty(n // 16 * chunks, 1, 1))
-    return replace(layout, words=layout.words.new_empty(n // 16, 1), n=n, sparse=slots)
+    slots = replace(layout.sparse, columns=layout.packed_codes.new_empty(n // 16 * chunks, 1, 1))
+    return replace(layout, packed_codes=layout.packed_codes.new_empty(n // 16, 1), n=n, sparse=slots)
 
 
 def test_activations_come_twice_where_more_programs_have_room() -> None:

@@ -57,8 +57,8 @@ def test_the_residuals_of_a_block_are_added_once(density: float, dtype: torch.dt
         kind="grid", bits=3, n=40, k=700, m=8, density=density, int8_residuals=True, column_scales=True
     )
     layout, base = random_layout(case, "cpu"), 4096
-    assert layout.sparse is not None and layout.rows is not None
-    entries, bounds = layout.sparse.entries, layout.sparse.bounds
+    assert layout.sparse is not None and layout.row_perm is not None
+    entries, bounds = layout.sparse.coo, layout.sparse.block_ptr
     assert entries is not None and bounds is not None
     x = torch.randn(8, 700)
     divided = torch.zeros(8, 768)
@@ -90,7 +90,7 @@ def test_the_residuals_of_a_block_are_added_once(density: float, dtype: torch.dt
             sums = run_ptx(text, operands, (32,), outputs=4, shared=shared, memory=memory)
         for i in range(4):
             got[16 * tile + G + i // 2 * 8, 2 * T + i % 2] = torch.from_numpy(sums[i].view(np.float32).copy())
-    want = reference.sparse(layout, torch.float64)[layout.rows[:40].long()] @ x.double().T
+    want = reference.sparse(layout, torch.float64)[layout.row_perm[:40].long()] @ x.double().T
     assert relative_error(got[:40], want) < (1e-3 if dtype == torch.float16 else 8e-3)
     assert min(sizes) < 32 if density < 0.01 else max(sizes) > 64
 

@@ -61,7 +61,7 @@ CASES += [
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(HOPPER_VARIABLE, raising=False)
     layout = random_layout(CASES[0], "cuda")
-    if not runs_on_hopper(layout, layout.words.device):
+    if not runs_on_hopper(layout, layout.packed_codes.device):
         pytest.skip("this GPU has no wgmma")
 
 

@@ -159,11 +159,11 @@ def test_lanes_take_every_residual_once(density: float, bf16: bool) -> None:
     random.seed(0)
     torch.manual_seed(0)
     layout = random_layout(Case(kind="grid", bits=3, n=32, k=400, m=1, density=density), "cpu")
-    assert layout.sparse is not None and layout.rows is not None
-    entries, bounds = layout.sparse.entries, layout.sparse.bounds
+    assert layout.sparse is not None and layout.row_perm is not None
+    entries, bounds = layout.sparse.coo, layout.sparse.block_ptr
     assert entries is not None and bounds is not None
     residuals = torch.zeros(32, 512)
-    residuals[:, :400] = reference.sparse(layout, torch.float32)[layout.rows.long()]
+    residuals[:, :400] = reference.sparse(layout, torch.float32)[layout.row_perm.long()]
     row, column = torch.meshgrid(torch.arange(16), torch.arange(256), indexing="ij")
     base, sizes = 3 * TILE_BYTES, []
     shared, memory = np.zeros(5 * TILE_BYTES // 2, np.uint16), entries.numpy().view(np.uint32)
@@ -192,8 +192,8 @@ def test_entries_meet_divided_activations(group: int, int8: bool) -> None:
         int8_residuals=int8, column_scales=True,
     )  # fmt: skip
     layout = random_layout(case, "cpu")
-    assert layout.sparse is not None and layout.rows is not None
-    entries, bounds = layout.sparse.entries, layout.sparse.bounds
+    assert layout.sparse is not None and layout.row_perm is not None
+    entries, bounds = layout.sparse.coo, layout.sparse.block_ptr
     assert entries is not None and bounds is not None
     row, column = torch.meshgrid(torch.arange(16), torch.arange(256), indexing="ij")
     residuals = torch.zeros(48, 512, dtype=torch.float64)
@@ -202,7 +202,7 @@ def test_entries_meet_divided_activations(group: int, int8: bool) -> None:
         flat[(own >> 16).long()] = (own & 0xFFFF).to(torch.int16).view(torch.float16).double()
         residuals[16 * tile : 16 * tile + 16, 256 * block : 256 * block + 256] = flat[places(row, column)]
     weight = reference.dense(layout)
-    weight[layout.rows[:40].long()] += residuals[:40, :500]
+    weight[layout.row_perm[:40].long()] += residuals[:40, :500]
     x = torch.randn(8, 500)
     got = dense_tokens(x, layout).double() @ weight.T
     assert relative_error(got, reference.linear(x, layout)) < 1e-4
@@ -212,8 +212,8 @@ def test_residuals_that_are_no_float16_have_no_entries(monkeypatch: pytest.Monke
     layout = random_layout(Case(kind="grid", bits=3, n=32, k=256, m=1, density=0.02), "cpu")
     assert layout.sparse is not None
     monkeypatch.setattr(heuristics, "_has_wgmma", lambda device: True)
-    assert heuristics.runs_on_hopper(layout, layout.words.device)
+    assert heuristics.runs_on_hopper(layout, layout.packed_codes.device)
     assert pack_entries(layout.sparse, 256, torch.full((256,), 2.0))[0] is not None
     assert pack_entries(layout.sparse, 256, torch.full((256,), 6e4)) == (None, None)
-    without = replace(layout, sparse=replace(layout.sparse, entries=None, bounds=None))
-    assert not heuristics.runs_on_hopper(without, without.words.device)
+    without = replace(layout, sparse=replace(layout.sparse, coo=None, block_ptr=None))
+    assert not heuristics.runs_on_hopper(without, without.packed_codes.device)

@@ -86,7 +86,7 @@ def test_rows_are_those_of_the_matrix(bits: int, k: int, group: int, zeros: bool
     layout, tokens = random_layout(case, "cpu"), torch.tensor([[0, 36, 5], [8, 8, 17]])
     rows = lookup(tokens, layout, torch.float32)
     assert torch.equal(rows, dequantize(layout, torch.float32)[tokens])
-    own = layout.words, layout.scales, layout.zero_points, layout.column_scales
+    own = layout.packed_codes, layout.scales, layout.zero_points, layout.column_scales
     sizes = layout.n, layout.k, layout.bits, layout.group_size, layout.kernel_group
     torch.library.opcheck(torch.ops.requant.lookup, (tokens.flatten(), torch.float16, *own, *sizes))
     with pytest.raises(ValueError, match="a grid without residuals"):

@@ -71,13 +71,13 @@ def test_pieces_of_a_grid_are_exact(bits: int, dtype: str, sparse: bool) -> None
 def test_pieces_of_a_codebook(bits: int) -> None:
     layout = random_layout(Case(kind="codebook", bits=bits, n=16, k=256, m=1, density=0.02), "cpu")
     assert isinstance(layout, CodebookLayout)
-    words = layout.words.view(bits, 8, 4, 2, 2).numpy().view(np.uint32)
+    words = layout.packed_codes.view(bits, 8, 4, 2, 2).numpy().view(np.uint32)
     assert layout.tables is not None
     tables = layout.tables[0].view(-1, 8, 2).numpy().view(np.uint32)
     residuals = np.zeros((16, 256))
     rows, columns, values = sparse_entries(layout)
-    assert layout.rows is not None
-    position = torch.argsort(layout.rows.long())[rows]
+    assert layout.row_perm is not None
+    position = torch.argsort(layout.row_perm.long())[rows]
     residuals[position, columns] = values
     held, planes = residual_planes(residuals, "fp16"), []
     for piece in range(PIECES):
@@ -88,7 +88,7 @@ def test_pieces_of_a_codebook(bits: int) -> None:
             piece_asm("codebook", bits, "fp16", 0, piece, sparse=True), operands, words[0].shape, PIECE
         )
     got = np.stack([floats(plane, "fp16") for plane in planes])
-    codes = unpack_words(layout.words, kind="codebook", bits=bits, k=256).long()
+    codes = unpack_words(layout.packed_codes, kind="codebook", bits=bits, k=256).long()
     weight = torch.gather(layout.levels.double(), 1, codes).numpy() + residuals
     assert np.array_equal(got, floats(pair_of(planes_of(weight), "fp16"), "fp16"))
 
@@ -106,12 +106,12 @@ def test_entries_are_the_residuals_in_the_order_of_places() -> None:
     layout = random_layout(
         Case(kind="grid", bits=2, n=40, k=600, m=1, density=0.05, int8_residuals=True), "cpu"
     )
-    assert layout.sparse is not None and layout.rows is not None
-    entries, bounds = layout.sparse.entries, layout.sparse.bounds
+    assert layout.sparse is not None and layout.row_perm is not None
+    entries, bounds = layout.sparse.coo, layout.sparse.block_ptr
     assert entries is not None and bounds is not None
     assert bounds.shape == (3, 4) and bounds[0, 0] == 0 and bounds[-1, -1] == len(entries)
     rows, columns, values = sparse_entries(layout)
-    position = torch.argsort(layout.rows.long())[rows]
+    position = torch.argsort(layout.row_perm.long())[rows]
     want = torch.zeros(3, 3, 4096)
     want[position // 16, columns // 256, places(position % 16, columns % 256)] = values
     got = torch.zeros(3, 3, 4096)

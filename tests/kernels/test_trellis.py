@@ -26,7 +26,7 @@ def test_round_trip_and_weight(code: str, bits: float) -> None:
     codes, input_scales, output_scales = random_trellis(37, 200, bits, "cpu")
     layout = pack_trellis(codes, input_scales, output_scales, bits=bits, code=code)
     assert torch.equal(unpack_trellis(layout), codes)
-    assert layout.words.numel() * 32 == 48 * 256 * bits  # nothing but the codes of whole groups
+    assert layout.packed_codes.numel() * 32 == 48 * 256 * bits  # nothing but the codes of whole groups
     held = Trellis(codes=codes, input_scales=input_scales, output_scales=output_scales, bits=bits, code=code)
     assert relative_error(held.dequantize(), reference.trellis_weight(layout)) < 1e-6
     x = torch.randn(2, 3, 200)
@@ -38,7 +38,7 @@ LANE = np.arange(32)
 
 def words_of(layout: TrellisLayout) -> np.ndarray:
     """The words of the first unit of every row of tiles, in the order of a lane's loads: [tiles, words, lane]."""
-    return layout.words[:, 0].transpose(1, 2).flatten(2).transpose(1, 2).numpy().view(np.uint32)
+    return layout.packed_codes[:, 0].transpose(1, 2).flatten(2).transpose(1, 2).numpy().view(np.uint32)
 
 
 @pytest.mark.parametrize(("code", "bits"), KINDS)

@@ -90,8 +90,8 @@ def test_a_lane_has_the_operand_of_wgmma(code: str, bits: float, monkeypatch: py
     tiles, warps, groups = 2, 2, groups_of(round(4 * bits))
     layout = pack_trellis(*random_trellis(16 * tiles * warps, 256, bits, "cpu"), bits=bits, code=code)
     config = HopperConfig(tokens=64, warps=warps, tiles=tiles)
-    given: dict[str, Any] = constants(code, layout.four, layout.words.shape[-1], config, even=True)
-    by_lane = layout.words.transpose(2, 3).flatten(3)  # row tile, unit, lane, word
+    given: dict[str, Any] = constants(code, layout.four, layout.packed_codes.shape[-1], config, even=True)
+    by_lane = layout.packed_codes.transpose(2, 3).flatten(3)  # row tile, unit, lane, word
     words = tuple(
         Array(by_lane[:, unit, :, word].reshape(tiles, warps, 32).numpy())
         for unit in range(4 // groups)

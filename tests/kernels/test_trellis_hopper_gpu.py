@@ -37,7 +37,7 @@ def layout_of(code: str, bits: float, n: int, k: int, *, density: float = 0.0) -
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(HOPPER_VARIABLE, raising=False)
     layout = layout_of("mul1", 2, 16, 64)
-    if not runs_on_hopper(layout, layout.words.device):
+    if not runs_on_hopper(layout, layout.packed_codes.device):
         pytest.skip("this GPU has no wgmma")
 
 

@@ -195,8 +195,8 @@ def test_a_share_is_what_keeps_others_away() -> None:
 def test_entries_are_multiplied_where_there_are_any(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A setting of `gathered.py` is taken for residuals that have entries, and on Hopper alone."""
     layout = random_layout(Case(kind="grid", bits=3, n=64, k=1024, m=8, density=0.02), "cpu")
-    assert layout.sparse is not None and layout.sparse.entries is not None
-    without = replace(layout, sparse=replace(layout.sparse, entries=None, bounds=None))
+    assert layout.sparse is not None and layout.sparse.coo is not None
+    without = replace(layout, sparse=replace(layout.sparse, coo=None, block_ptr=None))
     setting = [4, 1, 1, launch_config.GATHERED, 128]
     for name in GPUS:
         table = {
@@ -236,7 +236,7 @@ def test_residuals_are_cold_too(monkeypatch: pytest.MonkeyPatch) -> None:
     copies = autotune.copies_of(
         random_layout(Case(kind="grid", bits=3, n=32, k=256, m=1, density=0.1), "cpu")
     )
-    for place in ("words", "sparse.columns", "sparse.values", "sparse.starts"):
+    for place in ("packed_codes", "sparse.columns", "sparse.values", "sparse.slice_ptr"):
         held = [attrgetter(place)(layout) for layout in copies]
         assert len({tensor.data_ptr() for tensor in held}) == 3 and torch.equal(held[0], held[2])
 

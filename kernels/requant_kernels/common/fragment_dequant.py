@@ -230,13 +230,13 @@ def operands(
         tables = 1 << (layout.bits - 1) if use_asm else 0
         group, inputs = 0, tables
         scales = layout.levels if layout.tables is None else layout.tables[int(name == "bf16")]
-        tensors = (layout.words, scales, None, layout.levels)
+        tensors = (layout.packed_codes, scales, None, layout.levels)
         texts = [codebook_asm(layout.bits, half) for half in range(2)] if use_asm else None
     else:
         tables, group = 0, layout.kernel_group
         groups = 0 if layout.zero_points is None else max(1, 256 // group) if group else 1
         inputs = groups // 2 if groups > 1 else groups
-        tensors = (layout.words, layout.scales, layout.zero_points, None)
+        tensors = (layout.packed_codes, layout.scales, layout.zero_points, None)
         texts = [grid_asm(layout.bits, name, groups, half) for half in range(2)] if use_asm else None
     return tensors, {
         "ASM": None if texts is None else tuple(texts),
@@ -254,8 +254,8 @@ def sparse_operands(layout: Any) -> tuple[Tensor | None, ...]:
     """rows, starts, columns, values and row scales; None where the layout has no sparse part."""
     sparse = layout.sparse
     if sparse is None:
-        return layout.rows, None, None, None, None
-    return layout.rows, sparse.starts, sparse.columns, sparse.values, sparse.row_scales
+        return layout.row_perm, None, None, None, None
+    return layout.row_perm, sparse.slice_ptr, sparse.columns, sparse.values, sparse.row_scales
 
 
 def dense_tokens(x: Tensor, layout: Layout) -> Tensor:

@@ -42,10 +42,10 @@ def room_of(
     slots_at = ring + (2 * layout.k if staged else 0)
     passes, sparse = 0, layout.sparse
     if staged and sparse is not None and sparse.values.dtype == torch.float16 and 2 * warps >= tiles:
-        chunks = -(-9 * sparse.columns.shape[0] // (8 * layout.words.shape[0]))  # of most tiles
+        chunks = -(-9 * sparse.columns.shape[0] // (8 * layout.packed_codes.shape[0]))  # of most tiles
         passes = min(MOST_PASSES, -(-chunks * tiles // (2 * warps)))
     own = 64 * warps * tiles * tokens  # Triton's: the sum over the warps
-    programs = -(-layout.words.shape[0] // tiles)
+    programs = -(-layout.packed_codes.shape[0] // tiles)
     size = room_size(slots_at + passes * PASS_BYTES * warps, own, programs, processors)
     if size is None:
         return None

@@ -6,7 +6,7 @@ most first, so that the 16 rows of a tile share a rectangle of slots with little
 
 | tensor | shape | |
 | --- | --- | --- |
-| words | int32 [tiles, blocks, bits, 32, 4] | lane 4 g + t holds (kh, rh) |
+| packed_codes | int32 [tiles, blocks, bits, 32, 4] | lane 4 g + t holds (kh, rh) |
 | scales, zero_points | float16 [tiles, groups, 8, 2] | (g, rh) |
 | tables | int32 [2, tiles, 2^(bits-1), 8, 2] | bytes of the levels for PRMT, in fp16 and in bf16; 2 to 4 bits |
 | levels | float16 [16 tiles, 2^bits] | |
@@ -28,30 +28,30 @@ FINEST_GROUP = 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SparseSlots:
-    """Residuals of a matrix in chunks of 16 rows x 8 slots; `starts[tile]` is the tile's first chunk."""
+class SlicedEll:
+    """Residuals of a matrix in chunks of 16 rows x 8 slots; `slice_ptr[tile]` is the tile's first chunk."""
 
-    starts: Tensor  # int32 [tiles + 1]
+    slice_ptr: Tensor  # int32 [tiles + 1]
     columns: Tensor  # int16 [chunks, 16, 8], read as unsigned
     values: Tensor  # float16 or int8 [chunks, 16, 8], zero where a slot is empty
     row_scales: Tensor | None  # float16 [16 tiles], beside int8 values
-    counts: Tensor  # int32 [16 tiles], filled slots of each row
-    entries: Tensor | None = (
+    row_nnz: Tensor  # int32 [16 tiles], filled slots of each row
+    coo: Tensor | None = (
         None  # int32 [z] and [tiles, blocks + 1]: the same residuals as `entries.py` orders them
     )
-    bounds: Tensor | None = None
+    block_ptr: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GridLayout:
     """A uniform grid; `kernel_group` is the group the kernels see (0: one a row), `group_size` the user's."""
 
-    words: Tensor
+    packed_codes: Tensor
     scales: Tensor
     zero_points: Tensor | None
     column_scales: Tensor | None  # float16 [k], the activations are divided by them
-    rows: Tensor | None  # int32 [16 tiles], position -> row; padding has n
-    sparse: SparseSlots | None
+    row_perm: Tensor | None  # int32 [16 tiles], position -> row; padding has n
+    sparse: SlicedEll | None
     n: int
     k: int
     bits: int
@@ -63,11 +63,11 @@ class GridLayout:
 class CodebookLayout:
     """A row's own levels."""
 
-    words: Tensor
+    packed_codes: Tensor
     levels: Tensor
     tables: Tensor | None
-    rows: Tensor | None
-    sparse: SparseSlots | None
+    row_perm: Tensor | None
+    sparse: SlicedEll | None
     n: int
     k: int
     bits: int
@@ -101,13 +101,13 @@ def pack_grid(
     kernel_group = _kernel_group(k, group_size)
     order = None if sparse is None else row_order(sparse[0].to(codes.device))
     return GridLayout(
-        words=pack_words(_take(codes, order), kind="grid", bits=bits),
+        packed_codes=pack_words(_take(codes, order), kind="grid", bits=bits),
         scales=_pack_groups(_take(scales, order).half(), k, group_size, kernel_group),
         zero_points=None
         if zero_points is None
         else _pack_groups(_take(zero_points, order).half(), k, group_size, kernel_group),
         column_scales=column_scales,
-        rows=stored_rows(order, n),
+        row_perm=stored_rows(order, n),
         sparse=pack_sparse(sparse, order, k, entries=True, column_scales=column_scales),
         n=n,
         k=k,
@@ -134,10 +134,10 @@ def pack_codebook(
     order = None if sparse is None else row_order(sparse[0].to(codes.device))
     padded = _pad_rows(_take(levels, order).half()).contiguous()
     return CodebookLayout(
-        words=pack_words(_take(codes, order), kind="codebook", bits=bits),
+        packed_codes=pack_words(_take(codes, order), kind="codebook", bits=bits),
         levels=padded,
         tables=torch.stack([_byte_tables(padded), _byte_tables(padded.bfloat16())]) if bits <= 4 else None,
-        rows=stored_rows(order, n),
+        row_perm=stored_rows(order, n),
         sparse=pack_sparse(sparse, order, k, entries=True),
         n=n,
         k=k,
@@ -147,35 +147,35 @@ def pack_codebook(
 
 def unpack_grid(layout: GridLayout) -> tuple[Tensor, Tensor, Tensor | None]:
     """codes uint8 [n, k], scales fp16 [n, g], zero points uint8 [n, g] or None: the inverse of `pack_grid`."""
-    codes = unpack_words(layout.words, kind="grid", bits=layout.bits, k=layout.k)
+    codes = unpack_words(layout.packed_codes, kind="grid", bits=layout.bits, k=layout.k)
     step = layout.group_size // layout.kernel_group if layout.kernel_group else 1
     groups = -(-layout.k // layout.group_size)
 
     def plain(packed: Tensor) -> Tensor:
         flat = packed.permute(0, 3, 2, 1).reshape(-1, packed.shape[1])[:, ::step][:, :groups]
-        return _untake(flat, layout.rows, layout.n)
+        return _untake(flat, layout.row_perm, layout.n)
 
     zeros = None if layout.zero_points is None else plain(layout.zero_points).to(torch.uint8)
-    return _untake(codes, layout.rows, layout.n), plain(layout.scales), zeros
+    return _untake(codes, layout.row_perm, layout.n), plain(layout.scales), zeros
 
 
 def unpack_codebook(layout: CodebookLayout) -> tuple[Tensor, Tensor]:
     """codes uint8 [n, k] and levels fp16 [n, 2^bits]: the inverse of `pack_codebook`."""
-    codes = unpack_words(layout.words, kind="codebook", bits=layout.bits, k=layout.k)
-    return _untake(codes, layout.rows, layout.n), _untake(layout.levels, layout.rows, layout.n)
+    codes = unpack_words(layout.packed_codes, kind="codebook", bits=layout.bits, k=layout.k)
+    return _untake(codes, layout.row_perm, layout.n), _untake(layout.levels, layout.row_perm, layout.n)
 
 
 def unpack_sparse(layout: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """CSR of the residuals of any layout as it was packed: indptr int64, indices int32, values, row scales."""
-    sparse, rows = layout.sparse, layout.rows
-    if sparse is None or rows is None:
+    sparse, row_perm = layout.sparse, layout.row_perm
+    if sparse is None or row_perm is None:
         raise ValueError("this layout has no sparse part to unpack")
     position, column, value = slot_entries(sparse)
-    row = rows.long()[position]
+    row = row_perm.long()[position]
     order = torch.argsort(row, stable=True)
     indptr = torch.zeros(layout.n + 1, dtype=torch.int64, device=row.device)
     indptr[1:] = torch.bincount(row, minlength=layout.n)[: layout.n].cumsum(0)
-    scales = None if sparse.row_scales is None else _untake(sparse.row_scales, rows, layout.n)
+    scales = None if sparse.row_scales is None else _untake(sparse.row_scales, row_perm, layout.n)
     return indptr, column[order].int(), value[order], scales
 
 
@@ -318,7 +318,7 @@ def pack_sparse(
     *,
     entries: bool = False,
     column_scales: Tensor | None = None,
-) -> SparseSlots | None:
+) -> SlicedEll | None:
     """Slots of the residuals, and with `entries` the second order of them that many tokens take, by `column_scales`."""
     if sparse is None or order is None:
         return None
@@ -340,25 +340,25 @@ def pack_sparse(
     columns[at] = indices.to(device)[source].int()
     packed = torch.zeros(total * ROWS * SLOTS, dtype=values.dtype, device=device)
     packed[at] = values.to(device)[source]
-    slots = SparseSlots(
-        starts=starts.int(),
+    slots = SlicedEll(
+        slice_ptr=starts.int(),
         columns=columns.to(torch.int16).view(total, ROWS, SLOTS),
         values=packed.view(total, ROWS, SLOTS),
         row_scales=None if row_scales is None else torch.nn.functional.pad(row_scales[order], (0, -n % ROWS)),
-        counts=counts.int(),
+        row_nnz=counts.int(),
     )
     if not entries:
         return slots
     packed_entries, bounds = pack_entries(slots, k, column_scales)
-    return replace(slots, entries=packed_entries, bounds=bounds)
+    return replace(slots, coo=packed_entries, block_ptr=bounds)
 
 
 def sparse_entries(layout: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Row, column and residual (float32) of every sparse entry."""
-    if layout.sparse is None or layout.rows is None:
+    if layout.sparse is None or layout.row_perm is None:
         raise ValueError("this layout has no sparse part")
     position, column, value = slot_entries(layout.sparse)
     residual = value.float()
     if layout.sparse.row_scales is not None:
         residual *= layout.sparse.row_scales.float()[position]
-    return layout.rows.long()[position], column, residual
+    return layout.row_perm.long()[position], column, residual

@@ -17,15 +17,15 @@ from torch import Tensor
 
 from requant_kernels.common.bit_layout import BLOCK, ROWS
 
-SLOTS = 8  # of one row in a chunk of `layouts.SparseSlots`
+SLOTS = 8  # of one row in a chunk of `layouts.SlicedEll`
 
 
 def slot_entries(sparse: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Position of the row, column and stored value of every residual in slots, by position and then column."""
-    counts = sparse.counts.long()
+    counts = sparse.row_nnz.long()
     position = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
     slot = torch.arange(len(position), device=counts.device) - (counts.cumsum(0) - counts)[position]
-    chunk = sparse.starts.long()[position // ROWS] + slot // SLOTS
+    chunk = sparse.slice_ptr.long()[position // ROWS] + slot // SLOTS
     at = chunk * (ROWS * SLOTS) + position % ROWS * SLOTS + slot % SLOTS
     return position, sparse.columns.view(-1)[at].long() & 0xFFFF, sparse.values.view(-1)[at]
 
@@ -52,7 +52,7 @@ def pack_entries(
         residual = residual * column_scales.to(residual.device).float()[column]
     if not residual.half().isfinite().all():
         return None, None
-    tiles, blocks = len(sparse.counts) // ROWS, -(-k // BLOCK)
+    tiles, blocks = len(sparse.row_nnz) // ROWS, -(-k // BLOCK)
     block = position // ROWS * blocks + column // BLOCK
     place = places(position % ROWS, column % BLOCK)
     order = torch.argsort(block * 4096 + place)

@@ -66,7 +66,7 @@ def residual_sums(x: Tensor, layout: Any) -> Tensor:
     """float32 [m, n]: the residuals of a layout times x, by themselves (the trellis adds them at its end)."""
     m, k = x.shape
     y = torch.empty(m, layout.n, dtype=torch.float32, device=x.device)
-    tiles = layout.rows.shape[0] // 16
+    tiles = layout.row_perm.shape[0] // 16
     for i in range(0, m, 128):
         part = x[i : i + 128]
         width = triton.next_power_of_2(part.shape[0])

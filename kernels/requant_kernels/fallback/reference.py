@@ -29,7 +29,7 @@ def dense(layout: Layout, dtype: torch.dtype = torch.float64) -> Tensor:
 
 def sparse(layout: Layout | TrellisLayout, dtype: torch.dtype = torch.float64) -> Tensor:
     """The residuals as a full matrix [n, k]."""
-    matrix = torch.zeros(layout.n, layout.k, dtype=dtype, device=layout.words.device)
+    matrix = torch.zeros(layout.n, layout.k, dtype=dtype, device=layout.packed_codes.device)
     if layout.sparse is not None:
         rows, columns, residuals = sparse_entries(layout)
         matrix[rows, columns] = residuals.to(dtype)

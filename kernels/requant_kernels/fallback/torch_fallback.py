@@ -24,7 +24,7 @@ BAND_RESIDUALS = 1 << 20
 def band(layout: Layout, start: int, stop: int) -> Tensor:
     """Dense values, float32, of the tiles `start` to `stop`, in stored order: [16 (stop - start), k]."""
     kind = "codebook" if isinstance(layout, CodebookLayout) else "grid"
-    codes = unpack_words(layout.words[start:stop], kind=kind, bits=layout.bits, k=layout.k)
+    codes = unpack_words(layout.packed_codes[start:stop], kind=kind, bits=layout.bits, k=layout.k)
     if isinstance(layout, CodebookLayout):
         return layout.levels[start * ROWS : stop * ROWS].float().gather(1, codes.long())
     span = layout.kernel_group or layout.k
@@ -44,12 +44,12 @@ def linear(x: Tensor, layout: Layout, bias: Tensor | None) -> Tensor:
     dense = tokens
     if not isinstance(layout, CodebookLayout) and layout.column_scales is not None:
         dense = tokens / layout.column_scales.float()
-    tiles = layout.words.shape[0]
+    tiles = layout.packed_codes.shape[0]
     step = max(1, BAND_WEIGHTS // (ROWS * layout.k))
     stored = torch.cat([dense @ band(layout, i, min(i + step, tiles)).T for i in range(0, tiles, step)], 1)
     y = stored[:, : layout.n]
-    if layout.rows is not None:
-        y = torch.empty_like(y).index_copy_(1, layout.rows[: layout.n].long(), y)
+    if layout.row_perm is not None:
+        y = torch.empty_like(y).index_copy_(1, layout.row_perm[: layout.n].long(), y)
     if layout.sparse is not None:
         rows, columns, residuals = sparse_entries(layout)
         for i in range(0, len(rows), BAND_RESIDUALS):
@@ -60,17 +60,17 @@ def linear(x: Tensor, layout: Layout, bias: Tensor | None) -> Tensor:
 
 def dequantize(layout: Layout, dtype: torch.dtype) -> Tensor:
     """The matrix [n, k] in `dtype`, as `linear` uses it."""
-    tiles = layout.words.shape[0]
+    tiles = layout.packed_codes.shape[0]
     step = max(1, BAND_WEIGHTS // (ROWS * layout.k))
-    out = torch.empty(layout.n, layout.k, dtype=dtype, device=layout.words.device)
+    out = torch.empty(layout.n, layout.k, dtype=dtype, device=layout.packed_codes.device)
     for i in range(0, tiles, step):
         values = band(layout, i, min(i + step, tiles))
         if not isinstance(layout, CodebookLayout) and layout.column_scales is not None:
             values = values / layout.column_scales.float()
         stop = min((i + step) * ROWS, layout.n)
         rows = torch.arange(i * ROWS, stop, device=out.device)
-        if layout.rows is not None:
-            rows = layout.rows[i * ROWS : stop].long()
+        if layout.row_perm is not None:
+            rows = layout.row_perm[i * ROWS : stop].long()
         out[rows] = values[: len(rows)].to(dtype)
     if layout.sparse is not None:
         rows, columns, residuals = sparse_entries(layout)
@@ -80,10 +80,12 @@ def dequantize(layout: Layout, dtype: torch.dtype) -> Tensor:
 
 def lookup(tokens: Tensor, layout: GridLayout, dtype: torch.dtype) -> Tensor:
     """Rows [m, k] of a grid without residuals, in `dtype`."""
-    tiles, blocks = layout.words.shape[:2]
+    tiles, blocks = layout.packed_codes.shape[:2]
     tile, row = tokens // ROWS, tokens % ROWS
     # lane 4 g + t holds (kh, rh): the words of row 8 rh + g
-    words = layout.words.view(tiles, blocks, layout.bits, 8, 4, 2, 2)[tile, :, :, row % 8, :, :, row // 8]
+    words = layout.packed_codes.view(tiles, blocks, layout.bits, 8, 4, 2, 2)[
+        tile, :, :, row % 8, :, :, row // 8
+    ]
     codes = codes_of_words(words, kind="grid", bits=layout.bits)[:, : layout.k]
     span = layout.kernel_group or layout.k
 

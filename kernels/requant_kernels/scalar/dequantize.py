@@ -89,10 +89,10 @@ def dequantize_kernel(
 
 def dequantize(layout: Layout, dtype: torch.dtype, *, asm: bool) -> Tensor:
     """The matrix [n, k] in `dtype` (float16 or bfloat16)."""
-    out = torch.empty(layout.n, layout.k, dtype=dtype, device=layout.words.device)
+    out = torch.empty(layout.n, layout.k, dtype=dtype, device=layout.packed_codes.device)
     tensors, constants = operands(layout, dtype, asm)
     column_scales = None if isinstance(layout, CodebookLayout) else layout.column_scales
-    tiles, warps = layout.words.shape[0], 8 if layout.k > 1024 else 4
+    tiles, warps = layout.packed_codes.shape[0], 8 if layout.k > 1024 else 4
     dequantize_kernel[(tiles,)](
         *tensors, *sparse_operands(layout), column_scales, out, layout.k, layout.n, tiles - 1,
         triton.cdiv(triton.cdiv(layout.k, 256), warps), **constants, SLOTS=16, W=warps, num_warps=warps, num_stages=1,

@@ -63,9 +63,9 @@ def _positions(bits: int, device: torch.device) -> Tensor:
 def lookup(tokens: Tensor, layout: GridLayout, dtype: torch.dtype) -> Tensor:
     """Rows [m, k] in `dtype`; a token outside of the matrix gets row 0."""
     out = torch.empty(len(tokens), layout.k, dtype=dtype, device=tokens.device)
-    blocks = layout.words.shape[1]
+    blocks = layout.packed_codes.shape[1]
     lookup_kernel[(len(tokens), blocks)](
-        tokens, layout.words, _positions(layout.bits, tokens.device), layout.scales, layout.zero_points,
+        tokens, layout.packed_codes, _positions(layout.bits, tokens.device), layout.scales, layout.zero_points,
         layout.column_scales, out, layout.n, layout.k, blocks, layout.scales.shape[1], BITS=layout.bits,
         GROUP=layout.kernel_group, num_warps=4,
     )  # fmt: skip

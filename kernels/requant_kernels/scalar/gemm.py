@@ -142,7 +142,7 @@ def tall(
     """y [m, n] of x [m, k], 17 <= m <= 128, rows contiguous."""
     m, k = x.shape
     n_tokens = max(16, triton.next_power_of_2(m))
-    tiles, blocks = layout.words.shape[0], triton.cdiv(k, 256)
+    tiles, blocks = layout.packed_codes.shape[0], triton.cdiv(k, 256)
     if config is None:
         config = tall_config(kind_of(layout), layout.bits, layout.n, k, n_tokens, x.device)
     steps = triton.cdiv(blocks, min(blocks, config.split))

@@ -22,11 +22,11 @@ def hopper(x: Tensor, layout: Layout, bias: Tensor | None, config: HopperConfig)
     """y [m, n] of x [m, k], rows contiguous. One split of a matrix without residuals is written as it comes out."""
     m, k = x.shape
     name = "fp16" if x.dtype == torch.float16 else "bf16"
-    tiles, blocks = layout.words.shape[0], -(-k // 256)
+    tiles, blocks = layout.packed_codes.shape[0], -(-k // 256)
     steps = -(-blocks // min(blocks, config.split))
     split, token_tiles = -(-blocks // steps), -(-m // config.tokens)
     width = token_tiles * config.tokens
-    direct, sparse = split == 1 and layout.rows is None, layout.sparse is not None
+    direct, sparse = split == 1 and layout.row_perm is None, layout.sparse is not None
     if isinstance(layout, CodebookLayout):
         assert layout.tables is not None
         scales, zeros, group = layout.tables[int(name == "bf16")], None, 0
@@ -35,8 +35,8 @@ def hopper(x: Tensor, layout: Layout, bias: Tensor | None, config: HopperConfig)
         zeros = None if layout.zero_points is None else layout.zero_points.view(torch.int32)
     kind = "codebook" if isinstance(layout, CodebookLayout) else "grid"
     constants = _constants(kind, layout.bits, name, group, zeros is not None, sparse, direct, config)
-    entries, bounds = (None, None) if layout.sparse is None else (layout.sparse.entries, layout.sparse.bounds)
-    arranged, positions = arrange(dense_tokens(x, layout), blocks, layout.rows, layout.n, pdl=True)
+    entries, bounds = (None, None) if layout.sparse is None else (layout.sparse.coo, layout.sparse.block_ptr)
+    arranged, positions = arrange(dense_tokens(x, layout), blocks, layout.row_perm, layout.n, pdl=True)
     y = torch.empty(m, layout.n, dtype=x.dtype, device=x.device)
     partial = y if direct else torch.empty(split, tiles * 16, width, dtype=torch.float32, device=x.device)
     activations = TensorDescriptor.from_tensor(arranged, [config.tokens, 256], x_layout())
@@ -44,7 +44,7 @@ def hopper(x: Tensor, layout: Layout, bias: Tensor | None, config: HopperConfig)
         multiply_kernel,
         (-(-tiles // (config.warps * config.tiles)), split, token_tiles),
         (
-            activations, layout.words, scales, zeros, entries, bounds, bias if direct else None, partial, blocks,
+            activations, layout.packed_codes, scales, zeros, entries, bounds, bias if direct else None, partial, blocks,
             tiles - 1, steps, tiles * 16, width, m, layout.n, y.stride(0),
         ),
         constants,

@@ -332,7 +332,7 @@ def decode_kernel(
 def slots_a_block(layout: Layout, config: DecodeConfig) -> int:
     """How often a program takes a slot a thread beside one block a warp, so that most tiles end with the blocks."""
     assert layout.sparse is not None
-    chunks = layout.sparse.columns.shape[0] / layout.words.shape[0]
+    chunks = layout.sparse.columns.shape[0] / layout.packed_codes.shape[0]
     steps = -(-layout.k // (256 * config.warps)) + 1
     return min(3, max(1, round(chunks / (steps * max(config.warps // (4 * config.tiles), 1)))))
 
@@ -371,10 +371,10 @@ def decode(x: Tensor, layout: Layout, bias: Tensor | None, config: DecodeConfig,
     if k % 2 or dense.stride(0) % 2 or dense.data_ptr() % 4:  # the kernel reads activations in pairs
         dense = torch.nn.functional.pad(dense, (0, k % 2)).clone(memory_format=torch.contiguous_format)
     pairs = dense.view(torch.int32)
-    tiles, blocks = layout.words.shape[:2]
+    tiles, blocks = layout.packed_codes.shape[:2]
     steps = triton.cdiv(blocks, config.warps)
     even, room, take = k % (256 * config.warps) == 0, None, 0
-    if config.copied and asm and layout.words.data_ptr() % 16 == 0:
+    if config.copied and asm and layout.packed_codes.data_ptr() % 16 == 0:
         whole = k % 256 == 0 and constants["GROUP"] != 0  # scales beyond the last block are zero
         one = m == 1 and whole and x.data_ptr() % 16 == 0 and dense.data_ptr() == x.data_ptr()
         room = room_of(layout, config, n_tokens, multiprocessors(x.device), staged=one and config.staged)

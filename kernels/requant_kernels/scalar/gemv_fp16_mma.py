@@ -187,7 +187,7 @@ def takes(x: Tensor, layout: Layout, config: DecodeConfig) -> bool:
     if config.unroll < 2 or config.teams not in (1, 2, 4) or config.warps % config.teams:
         return False
     assert isinstance(layout, GridLayout)
-    aligned = x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0 and layout.words.data_ptr() % 16 == 0
+    aligned = x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0 and layout.packed_codes.data_ptr() % 16 == 0
     return aligned and pages(ring_bytes(layout, config)) * PAGE.value <= shared_memory(x.device) - 1024
 
 
@@ -215,14 +215,14 @@ def half_grid(x: Tensor, layout: Layout, bias: Tensor | None, config: DecodeConf
     early: dict[str, object] = {"launch_pdl": True} if config.pdl else {}
     if config.max_registers:
         early["maxnreg"] = config.max_registers
-    tiles = layout.words.shape[0]
+    tiles = layout.packed_codes.shape[0]
     programs = triton.cdiv(tiles, config.tiles * config.teams)
     launch(
         half_grid_kernel,
         (programs, 1, 1),
         (
-            x, layout.words, layout.scales, layout.zero_points, bias, y, m, layout.k, layout.n, tiles - 1, x.stride(0),
-            y.stride(0),
+            x, layout.packed_codes, layout.scales, layout.zero_points, bias, y, m, layout.k, layout.n, tiles - 1,
+            x.stride(0), y.stride(0),
         ),
         interned(**constants(layout, x.dtype, config), num_warps=config.warps, num_stages=1, **early),
         room=shared_room(programs, config, x.device),

@@ -257,7 +257,7 @@ def room_of(layout: GridLayout, config: DecodeConfig, processors: int) -> BytesR
     least = ring + BLOCK_BYTES + 2 * layout.k + layout.k // 8 + -(-layout.k // 512) * 16
     if not sparse:
         return BytesRoom(depth=depth, ring=ring, size=least)
-    share = -(-layout.words.shape[0] // (tiles * processors))  # programs of a multiprocessor
+    share = -(-layout.packed_codes.shape[0] // (tiles * processors))  # programs of a multiprocessor
     more = least + 2 * layout.k
     many, few = (min(share, MULTIPROCESSOR // (pages(size) * PAGE.value + 1024)) for size in (least, more))
     registers = min(MOST_REGISTERS, REGISTERS // (32 * warps * max(1, many)) // 8 * 8)
@@ -275,7 +275,7 @@ def takes(x: Tensor, layout: Layout, config: DecodeConfig) -> bool:
     assert isinstance(layout, GridLayout)
     if layout.sparse is not None and 2 * config.warps < config.tiles:
         return False
-    aligned = x.data_ptr() % 16 == 0 and layout.words.data_ptr() % 16 == 0
+    aligned = x.data_ptr() % 16 == 0 and layout.packed_codes.data_ptr() % 16 == 0
     room = room_of(layout, config, multiprocessors(x.device))
     return aligned and pages(room.size) * PAGE.value <= shared_memory(x.device) - 1024
 
@@ -283,7 +283,7 @@ def takes(x: Tensor, layout: Layout, config: DecodeConfig) -> bool:
 def constants(layout: GridLayout, dtype: torch.dtype, config: DecodeConfig) -> dict[str, object]:
     """What the kernel is told of a layout and a launch."""
     bits, tiles, scales, zeros = layout.bits, config.tiles, scales_of(layout), layout.zero_points is not None
-    room = room_of(layout, config, multiprocessors(layout.words.device))
+    room = room_of(layout, config, multiprocessors(layout.packed_codes.device))
     turns = -(-layout.k // (256 * config.warps))
     name, sparse = "fp16" if dtype == torch.float16 else "bf16", layout.sparse is not None
     return {
@@ -307,13 +307,13 @@ def byte_grid(x: Tensor, layout: Layout, bias: Tensor | None, config: DecodeConf
     registers = config.max_registers or room_of(layout, config, multiprocessors(x.device)).registers
     if registers:
         early["maxnreg"] = registers
-    tiles = layout.words.shape[0]
+    tiles = layout.packed_codes.shape[0]
     programs = triton.cdiv(tiles, config.tiles)
     launch(
         byte_grid_kernel,
         (programs, 1, 1),
         (
-            x, layout.words, layout.scales, layout.zero_points, *sparse_operands(layout)[:4], bias, y, layout.k,
+            x, layout.packed_codes, layout.scales, layout.zero_points, *sparse_operands(layout)[:4], bias, y, layout.k,
             layout.n, tiles - 1,
         ),
         interned(**constants(layout, x.dtype, config), num_warps=config.warps, num_stages=1, **early),

@@ -170,7 +170,7 @@ def passes_of(layout: Layout, config: DecodeConfig, own: int) -> int:
     need, and alike; 0 where there are no residuals."""
     if layout.sparse is None:
         return 0
-    chunks = -(-9 * layout.sparse.columns.shape[0] // (8 * layout.words.shape[0]))  # of most tiles
+    chunks = -(-9 * layout.sparse.columns.shape[0] // (8 * layout.packed_codes.shape[0]))  # of most tiles
     needed = max(1, -(-chunks // (2 * config.warps // config.tiles)))
     turns = -(-needed // min(MOST_PASSES, own // PASS_BYTES))
     return -(-needed // turns)

@@ -311,8 +311,8 @@ def gathered(x: Tensor, layout: Layout, bias: Tensor | None, config: DecodeConfi
     x = dense_tokens(x, layout)
     if k % 2 or x.stride(0) % 2 or x.data_ptr() % 4:  # the kernel reads activations in pairs
         x = torch.nn.functional.pad(x, (0, k % 2)).clone(memory_format=torch.contiguous_format)
-    pairs, (tiles, blocks) = x.view(torch.int32), layout.words.shape[:2]
-    assert layout.sparse is not None and layout.sparse.entries is not None
+    pairs, (tiles, blocks) = x.view(torch.int32), layout.packed_codes.shape[:2]
+    assert layout.sparse is not None and layout.sparse.coo is not None
     early: dict[str, object] = {"launch_pdl": True} if config.pdl else {}
     if config.max_registers:
         early["maxnreg"] = config.max_registers
@@ -320,7 +320,7 @@ def gathered(x: Tensor, layout: Layout, bias: Tensor | None, config: DecodeConfi
         gathered_kernel,
         (tiles, 1, 1),
         (
-            pairs, *tensors, layout.sparse.entries, layout.sparse.bounds, layout.rows, bias, y, m, k, layout.n, tiles - 1,
+            pairs, *tensors, layout.sparse.coo, layout.sparse.block_ptr, layout.row_perm, bias, y, m, k, layout.n, tiles - 1,
             triton.cdiv(triton.cdiv(blocks, config.warps), config.unroll), pairs.stride(0), y.stride(0),
         ),
         interned(

@@ -101,7 +101,7 @@ def token_constants(kind: tuple[int, str] | None, *, paired: bool, tiles: int) -
 
 def can_fuse(x: Tensor, layout: TrellisLayout, config: TrellisConfig) -> bool:
     """Whether every program can rotate x by itself, and all programs run at once."""
-    programs = -(-layout.words.shape[0] // config.tiles)
+    programs = -(-layout.packed_codes.shape[0] // config.tiles)
     return (
         x.shape[0] == 1
         and config.warps == WARPS

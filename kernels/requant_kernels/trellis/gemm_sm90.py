@@ -49,7 +49,7 @@ def constants(code: str, four: int, vector: int, config: HopperConfig, *, even: 
 
 def partial_products(x: Tensor, layout: TrellisLayout, config: HopperConfig) -> Tensor:
     """V times the rotated activations: float32 [splits, m, rows], to be added."""
-    m, (tiles, units, _, _, vector) = x.shape[0], layout.words.shape
+    m, (tiles, units, _, _, vector) = x.shape[0], layout.packed_codes.shape
     width, blocks = -(-layout.k // GROUP) * GROUP, -(-layout.k // BLOCK)
     turned = torch.empty(m, width, dtype=torch.float16, device=x.device)
     rotate(
@@ -64,7 +64,7 @@ def partial_products(x: Tensor, layout: TrellisLayout, config: HopperConfig) -> 
         trellis_multiply_kernel,
         (-(-tiles // (config.warps * config.tiles)), split, -(-m // config.tokens)),
         (
-            TensorDescriptor.from_tensor(turned, box, x_layout()), layout.words, product, units, blocks, tiles - 1,
+            TensorDescriptor.from_tensor(turned, box, x_layout()), layout.packed_codes, product, units, blocks, tiles - 1,
             steps, tiles * 16, m,
         ),
         interned(

@@ -304,19 +304,19 @@ def _launch(
     x: Tensor, scales: Tensor | None, m: int, layout: TrellisLayout, config: TrellisConfig, pdl: bool,
     fused: tuple[int, str] | None = None,
 ) -> Tensor:  # fmt: skip
-    tiles, units = layout.words.shape[:2]
+    tiles, units = layout.packed_codes.shape[:2]
     y = torch.empty(m, tiles * 16, dtype=torch.float32, device=x.device)
     early = {"launch_pdl": True} if pdl else {}
     before, sections, stride = (
         (layout.input_scales, 1, layout.k) if fused else (None, x.shape[1] // SECTION, x.stride(0))
     )
     steps = triton.cdiv(units, config.warps * config.unroll)
-    given = constants(layout.code, layout.four, layout.words.shape[-1], config, m, units, fused)
+    given = constants(layout.code, layout.four, layout.packed_codes.shape[-1], config, m, units, fused)
     programs = triton.cdiv(tiles, config.tiles)
     launch(
         byte_sum_kernel,
         (programs, 1, 1),
-        (x, scales, before, layout.words, y, m, units, tiles * 16, tiles - 1, steps, sections, stride),
+        (x, scales, before, layout.packed_codes, y, m, units, tiles * 16, tiles - 1, steps, sections, stride),
         interned(**given, PDL=pdl, EARLY=config.early, num_warps=config.warps, num_stages=1, **early),
         room=shared_room(programs, config, x.device),
     )

@@ -181,7 +181,7 @@ def takes(x: Tensor, layout: TrellisLayout, config: TrellisConfig) -> bool:
     """Whether this kernel can multiply: one token, whole steps within sections, blocks that the tensor cores rotate."""
     if config.places < 2 or config.warps < 2 or x.shape[0] != 1 or layout.code not in OFFSET:
         return False
-    units, span = layout.words.shape[1], config.warps * config.unroll
+    units, span = layout.packed_codes.shape[1], config.warps * config.unroll
     padded, groups = -(-layout.k // 16) * 16, groups_of(layout.four)
     return (
         units % span == 0
@@ -223,17 +223,17 @@ def spread_sums(x: Tensor, layout: TrellisLayout, config: TrellisConfig, *, pdl:
     spread, scales = rotate_spread(
         x, layout.input_scales, width=layout.k, weights=WEIGHTS[layout.code], pdl=pdl
     )
-    tiles, units = layout.words.shape[:2]
+    tiles, units = layout.packed_codes.shape[:2]
     y = torch.empty(1, tiles * 16, dtype=torch.float32, device=x.device)
     early: dict[str, object] = {"launch_pdl": True} if pdl else {}
     programs, given = (
         triton.cdiv(tiles, config.tiles),
-        constants(layout.code, layout.four, layout.words.shape[-1], config),
+        constants(layout.code, layout.four, layout.packed_codes.shape[-1], config),
     )
     launch(
         spread_sum_kernel,
         (programs, 1, 1),
-        (spread, scales, layout.words, y, units, tiles - 1, units // (config.warps * config.unroll), scales.shape[1]),
+        (spread, scales, layout.packed_codes, y, units, tiles - 1, units // (config.warps * config.unroll), scales.shape[1]),
         interned(**given, PDL=pdl, num_warps=config.warps, num_stages=1, **early),
         room=shared_room(programs, config, x.device),
     )  # fmt: skip

@@ -6,7 +6,7 @@ Two rows are a *part* of 8 T bits: lane `4 g + t` of a warp owns rows 2 g and 2 
 tiles. The parts of J = 4 / gcd(T, 4) neighbouring groups, a *unit*, are whole words together, T J / 4 of them; a lane loads
 them 1, 2 or 4 at a time (`v`, the power of two in their number):
 
-    words int32 [row tiles, units, T J / 4 / v, lane, v]
+    packed_codes int32 [row tiles, units, T J / 4 / v, lane, v]
 """
 
 import math
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from requant_kernels.common.packing import Csr, SparseSlots, pack_sparse, row_order, stored_rows
+from requant_kernels.common.packing import Csr, SlicedEll, pack_sparse, row_order, stored_rows
 from requant_kernels.trellis.hashes import groups_of
 
 GROUP_TILES = 4
@@ -27,15 +27,15 @@ CODES = {"mul1": 8, "3inst": 8, "pair": 8}  # code -> most bits
 class TrellisLayout:
     """w~ = diag(output_scales) H V H diag(input_scales) + sparse; V padded to tiles."""
 
-    words: Tensor
+    packed_codes: Tensor
     input_scales: Tensor  # float16 [k]
     output_scales: Tensor  # float16 [n]
     n: int
     k: int
     bits: float  # a multiple of 1/4, whole for `pair`
     code: str
-    rows: Tensor | None = None  # of `sparse` alone: int32 [16 tiles], position -> row; padding has n
-    sparse: SparseSlots | None = None
+    row_perm: Tensor | None = None  # of `sparse` alone: int32 [16 tiles], position -> row; padding has n
+    sparse: SlicedEll | None = None
 
     @property
     def four(self) -> int:
@@ -92,16 +92,16 @@ def pack_trellis(
     order = None if sparse is None else row_order(sparse[0].to(codes.device))
     vector = math.gcd(words.shape[-1], 4)
     return TrellisLayout(
-        words=words.unflatten(-1, (-1, vector)).transpose(2, 3).contiguous(), input_scales=input_scales,
-        output_scales=output_scales, n=n, k=k, bits=float(bits), code=code, rows=stored_rows(order, n),
+        packed_codes=words.unflatten(-1, (-1, vector)).transpose(2, 3).contiguous(), input_scales=input_scales,
+        output_scales=output_scales, n=n, k=k, bits=float(bits), code=code, row_perm=stored_rows(order, n),
         sparse=pack_sparse(sparse, order, k),
     )  # fmt: skip
 
 
 def unpack_trellis(layout: TrellisLayout) -> Tensor:
     """codes uint8 [r, c]: the inverse of `pack_trellis`."""
-    tiles, units = layout.words.shape[:2]
-    words = layout.words.transpose(2, 3).flatten(3)
+    tiles, units = layout.packed_codes.shape[:2]
+    words = layout.packed_codes.transpose(2, 3).flatten(3)
     stream = torch.stack([(words >> (31 - i)) & 1 for i in range(32)], -1).to(torch.uint8)
     stream = stream.view(tiles, units, 8, GROUP_TILES, groups_of(layout.four), 2, 4, layout.four)
     codes = torch.zeros(*stream.shape[:-1], 4, dtype=torch.uint8, device=words.device)

@@ -151,25 +151,25 @@ def expand_kernel(
 
 def _plain(layout: TrellisLayout) -> dict[str, object]:
     return {
-        "CODE": layout.code, "FOUR": layout.four, "J": groups_of(layout.four), "V": layout.words.shape[-1],
+        "CODE": layout.code, "FOUR": layout.four, "J": groups_of(layout.four), "V": layout.packed_codes.shape[-1],
         "SCALE": 1 / 128 if layout.code in OFFSET else 1.0,
     }  # fmt: skip
 
 
 def expand(layout: TrellisLayout, *, asm: bool) -> Tensor:
     """V float16 [r, c], in the rotated basis."""
-    tiles, units, _, _, vector = layout.words.shape
+    tiles, units, _, _, vector = layout.packed_codes.shape
     columns, groups = -(-layout.k // 16) * 16, groups_of(layout.four)
-    out = torch.empty(tiles * 16, columns, dtype=torch.float16, device=layout.words.device)
+    out = torch.empty(tiles * 16, columns, dtype=torch.float16, device=layout.packed_codes.device)
     if not asm:
         plain_expand_kernel[(tiles, triton.cdiv(columns, 64))](
-            layout.words, out, units, columns, **_plain(layout)
+            layout.packed_codes, out, units, columns, **_plain(layout)
         )
         return out
     values = [values_asm(layout.code, layout.four, group) for group in range(groups)]
     load, load_names = words_asm(layout.four * groups // 4, vector, 0)
     expand_kernel[(tiles, triton.cdiv(units, 4))](
-        layout.words, out, units, columns, VALUES=tuple(text for text, _ in values), VALUES_CONSTRAINTS=values[0][1],
+        layout.packed_codes, out, units, columns, VALUES=tuple(text for text, _ in values), VALUES_CONSTRAINTS=values[0][1],
         LOAD=(load,), LOAD_CONSTRAINTS=load_names, STORE=STORE_FOUR_ASM, STORE_CONSTRAINTS=STORE_FOUR_CONSTRAINTS,
         COUNT=layout.four * groups // 4, V=vector, J=groups, W=4, num_warps=4,
     )  # fmt: skip
@@ -185,7 +185,12 @@ def trellis_linear(
     config: TrellisConfig | HopperConfig | None = None,
 ) -> Tensor:
     """y [m, n] of x [m, k], rows contiguous: fused to 16 tokens, or 512; beyond them V is expanded and cuBLAS multiplies."""
-    m, rows, pdl, asm = x.shape[0], layout.words.shape[0] * 16, launches_early(x.device), asm and ASSEMBLY
+    m, rows, pdl, asm = (
+        x.shape[0],
+        layout.packed_codes.shape[0] * 16,
+        launches_early(x.device),
+        asm and ASSEMBLY,
+    )
     if asm and DECODE_TOKENS < m <= HOPPER_TOKENS and runs_on_hopper(layout, x.device):
         from requant_kernels.trellis.gemm_sm90 import partial_products
 
@@ -240,7 +245,7 @@ def takes_spread(x: Tensor, layout: TrellisLayout, config: TrellisConfig) -> boo
 
 def _plain_product(x: Tensor, layout: TrellisLayout, *, asm: bool, pdl: bool) -> Tensor:
     """V times the rotated activations in float16: [m, rows], by cuBLAS or by the plain kernel."""
-    m, padded, tiles = x.shape[0], -(-layout.k // 16) * 16, layout.words.shape[0]
+    m, padded, tiles = x.shape[0], -(-layout.k // 16) * 16, layout.packed_codes.shape[0]
     turned = torch.empty(m, padded, dtype=torch.float16, device=x.device)
     rotate(
         x, turned, width=layout.k, rotated=padded, out_width=padded, before=layout.input_scales, asm=asm, pdl=pdl
@@ -249,7 +254,7 @@ def _plain_product(x: Tensor, layout: TrellisLayout, *, asm: bool, pdl: bool) ->
         return torch.nn.functional.linear(turned, expand(layout, asm=asm))
     product = torch.empty(m, tiles * 16, dtype=torch.float32, device=x.device)
     plain_kernel[(tiles,)](
-        turned, layout.words, product, m, padded, layout.words.shape[1], tiles * 16, turned.stride(0),
+        turned, layout.packed_codes, product, m, padded, layout.packed_codes.shape[1], tiles * 16, turned.stride(0),
         **_plain(layout), N=16,
     )  # fmt: skip
     return product

@@ -225,5 +225,5 @@ def test_casts_move_the_bias_and_leave_the_weights() -> None:
     layer = KernelLinear(kernel_layout(weight), torch.randn(16))
     cast = copy.deepcopy(layer).to(torch.bfloat16)
     assert cast.bias.dtype == torch.bfloat16 and cast.scales.dtype == torch.float16
-    assert torch.equal(cast.words, layer.words)
-    assert layer.to("meta").words.is_meta
+    assert torch.equal(cast.packed_codes, layer.packed_codes)
+    assert layer.to("meta").packed_codes.is_meta
