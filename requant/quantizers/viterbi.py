@@ -38,9 +38,9 @@ def tail_biting_states(
     kept = (STATES >> shifts[0]) - 1  # mask of the bits that the last state hands on to the first
     half = steps // 2  # a multiple of PERIOD
     if targets.is_cuda:
-        from requant_kernels.viterbi.gpu import viterbi_paths  # Triton is imported only where it can run
+        from requant_kernels.viterbi import gpu  # Triton is imported only where it can run
 
-        paths = partial(viterbi_paths, values=values, shifts=shifts)
+        paths = partial(gpu.viterbi_paths, values=values, shifts=shifts)
     else:
         paths = partial(plain_paths, values=values, shifts=shifts)
 
@@ -59,10 +59,10 @@ def plain_paths(
     pinned: Int64[Tensor, " b"] | None,
 ) -> Int64[Tensor, "b t"]:
     """The cheapest states on a CPU; `pinned`: the last bits of the state before the first step and of the last state."""
-    from requant_kernels.viterbi.cpu import cheapest_walks  # compiles its loops, in a second or two
+    from requant_kernels.viterbi import cpu  # compiles its loops, in a second or two
 
     ends = None if pinned is None else pinned.numpy()
-    return torch.from_numpy(cheapest_walks(targets.float().numpy(), values.float().numpy(), shifts, ends))
+    return torch.from_numpy(cpu.viterbi_paths(targets.float().numpy(), values.float().numpy(), shifts, ends))
 
 
 def _in_threads(search: Callable[[Tensor], Tensor], targets: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The Triton search against its twin on the CPU: interpreted in a process of its own, and on a GPU."""
+"""The Triton search against the CPU search: interpreted, in a process of its own, and on a GPU."""
 
 import os
 import subprocess
@@ -28,7 +28,7 @@ for name, bits in (("3inst", 2), ("pair", 2), ("mul1", 4), ("mul1", 2.25), ("mul
 """
 
 
-def test_interpreted_kernel_is_its_twin() -> None:
+def test_interpreted_kernel_finds_the_paths_of_the_cpu() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
         [sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True
@@ -43,7 +43,7 @@ def test_interpreted_kernel_is_its_twin() -> None:
     + [("3inst", 2)]
     + [("pair", b) for b in range(1, 5)],
 )
-def test_gpu_finds_rings_as_good_as_the_twin(name: str, bits: int | float) -> None:
+def test_gpu_finds_streams_as_good_as_the_cpu(name: str, bits: int | float) -> None:
     values = code_values(name)
     vector = CODES[name].weights_per_step
     targets = torch.randn(5, 256 // vector, vector, generator=torch.Generator().manual_seed(int(bits)))
@@ -56,7 +56,7 @@ def test_gpu_finds_rings_as_good_as_the_twin(name: str, bits: int | float) -> No
 
 
 @pytest.mark.gpu
-def test_gpu_walks_many_sequences() -> None:
+def test_gpu_searches_many_sequences() -> None:
     targets = torch.randn(300, 64, 1, generator=torch.Generator().manual_seed(0))
     values = code_values("mul1")
     from requant_kernels.viterbi.gpu import viterbi_paths
