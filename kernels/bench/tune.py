@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from formats import compile_in_parallel, random_layout  # pyright: ignore[reportMissingImports]
 from requant_kernels.autotune import Setting, call, candidates, times, width_of, winners, write_table
-from requant_kernels.launch_config import COPIED, MASKED, SHARES, STAGED
+from requant_kernels.launch_config import MASKED, SHARES, STAGED
 from requant_kernels.trellis import layout
 
 FORMATS = [("grid", 2), ("grid", 3), ("grid", 4), ("codebook", 2), ("codebook", 3), ("codebook", 4)]
@@ -32,16 +32,15 @@ def layout_of(kind: str, bits: int, n: int, k: int) -> Any:
 def compiled_shape(kernel: str, n: int, k: int, setting: Setting) -> tuple[int, int]:
     """A shape, small where it may be, whose kernel is that of n x k: a few rows do, and columns of whole blocks are alike.
 
-    Of the decode kernel, COPIED has room by the number of programs, so its rows count; columns count where activations are
-    in shared memory, and where warps do not share the blocks evenly.
+    Of the decode kernel, columns count where activations are in shared memory, and where warps do not share the blocks
+    evenly.
     """
     if kernel == "trellis":
         return 512, k
     if kernel != "decode":
         return 512, 4096
-    roomy = setting[3] & COPIED != 0
-    own_columns = roomy or setting[3] & MASKED != 0 or setting[3] & STAGED != 0 or k % (256 * setting[0]) != 0
-    return n if roomy else 512, k if own_columns else 4096
+    own_columns = setting[3] & MASKED != 0 or setting[3] & STAGED != 0 or k % (256 * setting[0]) != 0
+    return 512, k if own_columns else 4096
 
 
 def compiled_setting(kernel: str, setting: Setting) -> Setting:

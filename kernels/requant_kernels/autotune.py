@@ -22,17 +22,14 @@ from requant_kernels.heuristics import DECODE_TOKENS, HOPPER_TOKENS, TALL_TOKENS
 from requant_kernels.launch_config import (
     AHEAD,
     BYTES,
-    COPIED,
     GATHERED,
     HALVES,
     MASKED,
-    RING,
     SHARE,
     STAGED,
     TEAM,
     HopperConfig,
     TallConfig,
-    TrellisConfig,
     decode_setting,
     trellis_setting,
 )
@@ -46,9 +43,7 @@ DECODE: list[Setting] = [
     # one or two warps a tile, where tiles are many: all run at once, and little or nothing is added up at the end
     (1, 1, 3, 0, 128), (1, 1, 2, 1, 128), (1, 1, 4, 0, 128), (2, 1, 3, 0, 128), (2, 1, 2, 1, 128), (2, 1, 4, 0, 128),
     (1, 2, 2, 0, 168), (2, 2, 1, 1, 0), (2, 2, 2, 0, 168),
-    # one token of a grid, words through shared memory, activations from there or from the cache
-    (4, 2, 2, COPIED | STAGED, 128), (4, 2, 3, COPIED | STAGED, 128), (4, 1, 3, COPIED, 96), (4, 1, 3, COPIED | AHEAD, 128),
-    # the same, by `gemv_int8_mma.py`
+    # one token of a grid, by `gemv_int8_mma.py`
     (4, 1, 4, BYTES, 0), (2, 2, 4, BYTES, 0), (2, 4, 2, BYTES, 0),
 ]  # fmt: skip
 OF_BYTES: list[Setting] = [
@@ -89,10 +84,6 @@ SPARSE: list[Setting] = [
     *((4, 1, unroll, STAGED, 128) for unroll in (2, 3, 4)),
     (2, 1, 2, STAGED, 128),
     (8, 1, 1, AHEAD | STAGED, 128),
-    # the same, with words through shared memory too
-    (4, 1, 3, COPIED | STAGED, 96),
-    (4, 1, 3, COPIED | STAGED, 128),
-    (4, 2, 2, COPIED | STAGED, 128),
     # several, by `gathered.py`
     *((warps, 1, unroll, GATHERED, 128) for warps in (4, 8) for unroll in (1, 2)),
     *OF_SPARSE_BYTES,
@@ -128,15 +119,6 @@ TRELLIS: list[Setting] = [
     for launch in (
         (8, 2, 2), (4, 2, 2), (16, 2, 1), (16, 4, 1), (8, 2, 4), (4, 2, 4), (8, 1, 2), (16, 1, 2), (8, 4, 2), (16, 2, 4),
         (16, 2, 2), (8, 4, 1), (16, 7, 1),
-    )
-    for early in (0, AHEAD)
-]  # fmt: skip
-# one token by `spread_sums.py`: warps, tiles, units of a step, places of the ring
-TRELLIS += [
-    (warps, tiles, unroll, (places - 1) * RING + early)
-    for warps, tiles, unroll, places in (
-        (8, 2, 2, 3), (8, 2, 4, 2), (8, 2, 4, 3), (4, 2, 4, 3), (16, 2, 2, 3), (8, 4, 2, 2), (16, 4, 1, 3), (16, 4, 2, 3),
-        (8, 7, 1, 3), (8, 7, 2, 2), (8, 2, 1, 2), (8, 2, 1, 3), (4, 2, 1, 3),
     )
     for early in (0, AHEAD)
 ]  # fmt: skip
@@ -176,7 +158,7 @@ def candidates(kernel: str, kind: str, bits: float, n: int, k: int, width: int) 
     found = CANDIDATES[kernel]
     if kernel == "decode":
         unknown = (STAGED if width > 1 else 0) | (GATHERED if width != 8 else 0)
-        unknown |= (COPIED | BYTES) if width > 1 or not kind.startswith("grid") else 0
+        unknown |= BYTES if width > 1 or not kind.startswith("grid") else 0
         found = [s for s in (SPARSE if "+" in kind else DECODE) if not s[3] & unknown]
         found += OF_HALVES if kind == "grid" and width <= 8 else []
     if kernel == "hopper":
@@ -216,9 +198,7 @@ def fits(kernel: str, n: int, k: int, tokens: int, setting: Setting) -> bool:
         )
         fitting = width == tokens if tokens <= 64 else width >= 64
         return fitting and split * 4 <= max(4, k // 256) and (split == 1 or programs <= 1.1 * most)
-    warps, tiles, unroll, bits = setting
-    if bits % SHARE >= RING and tokens > 1:
-        return False
+    warps, tiles, unroll, _ = setting
     return warps * unroll * 64 <= max(k, 1024) and n // (16 * tiles) >= 32 and tiles * tokens <= 32
 
 
@@ -248,10 +228,8 @@ def call(kernel: str, x: Tensor, layout: Any, setting: Setting) -> Tensor:
             return hopper(x, layout, None, config)
     else:
         config = trellis_setting(setting)
-    from requant_kernels.trellis.matmul import takes_spread, trellis_linear
+    from requant_kernels.trellis.matmul import trellis_linear
 
-    if isinstance(config, TrellisConfig) and config.places and not takes_spread(x, layout, config):
-        raise ValueError("another kernel would be timed")
     return trellis_linear(x, layout, None, asm=True, config=config)
 
 

@@ -352,8 +352,7 @@ def trellis_config(code: str, bits: float, n: int, k: int, width: int, device: t
 
 def one_token_rule(bits: float, n: int, k: int, processors: int) -> TrellisConfig:
     """One token of `mul1` or `pair`, at most 4 bits: one program of 16 warps a multiprocessor as long as one takes its
-    tiles, and up to 4096 columns each rotates the token for itself (`one_token.py`); then two of 8 warps; then words and
-    activations through shared memory (`spread_sums.py`)."""
+    tiles, and up to 4096 columns each rotates the token for itself (`one_token.py`); then programs of two tiles."""
     whole = bits == int(bits)
     tiles = next((r for r in (1, 2, 4, 7) if n <= 16 * r * processors), None)
     if tiles is not None and (k <= 4096 or tiles <= 2):
@@ -363,8 +362,4 @@ def one_token_rule(bits: float, n: int, k: int, processors: int) -> TrellisConfi
         long = 4 if k <= 4096 and bits <= 3 else 2 if k > 4096 else 1
         unroll = 1 if not whole or tiles > 2 else 2 if tiles == 1 else long
         return TrellisConfig(warps=16, tiles=tiles, unroll=max(1, min(unroll, most)))
-    if tiles == 4:
-        return TrellisConfig(warps=8, tiles=2, unroll=2)
-    if whole:
-        return TrellisConfig(warps=8, tiles=2, unroll=4, places=2)
-    return TrellisConfig(warps=4, tiles=2, unroll=1, places=3, early=True)
+    return TrellisConfig(warps=8 if whole or tiles == 4 else 4, tiles=2, unroll=2)

@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 # bits of the fourth number of a setting of the decode kernel; AHEAD and shares of the trellis kernel too
-AHEAD, STAGED, GATHERED, COPIED, BYTES, SHARE, TEAM, HALVES = 1, 2, 4, 8, 16, 32, 128, 512
+AHEAD, STAGED, GATHERED, BYTES, SHARE, TEAM, HALVES = 1, 2, 4, 16, 32, 128, 512
 SHARES, MASKED = 3 * SHARE, BYTES | HALVES
-RING = 8  # of the trellis kernel: so often, one place of a ring beside the first
 # of a setting, by kernel; "masked" are those of the decode kernel with BYTES or HALVES
 NUMBERS = {"decode": 5, "masked": 5, "tall": 3, "hopper": 5, "trellis": 4}
 
@@ -15,9 +14,8 @@ NUMBERS = {"decode": 5, "masked": 5, "tall": 3, "hopper": 5, "trellis": 4}
 class DecodeConfig:
     """`warps` share the columns of `tiles` x 16 rows; the words of `unroll` - 1 blocks (one at least) are under way.
 
-    `copied`: words travel through shared memory, in a ring of `unroll` places. Residuals: `staged`, those of one token
-    gather its activations from shared memory (where words are copied the dense part reads them there too, with residuals
-    or without); `gathered`, those of up to eight are entries that `gathered.py` multiplies. Neither: from the cache.
+    Residuals: `staged`, those of one token gather its activations from shared memory; `gathered`, those of up to eight are
+    entries that `gathered.py` multiplies. Neither: from the cache.
     `bytes`: one token of a grid goes to `byte_grid.py`, with a ring of `unroll` places, where it takes it. `halves`: up to
     eight go to `half_grid.py`, whose warps are so many `teams` of the same columns, with `tiles` of their own; `ahead`
     there: words are requested before those at hand are waited for.
@@ -28,7 +26,6 @@ class DecodeConfig:
     warps: int
     tiles: int = 1
     unroll: int = 1
-    copied: bool = False
     bytes: bool = False
     halves: bool = False
     teams: int = 1
@@ -45,7 +42,7 @@ def decode_setting(numbers: Sequence[int]) -> DecodeConfig:
     warps, tiles, unroll, bits, registers = numbers
     return DecodeConfig(
         warps=warps, tiles=tiles, unroll=unroll, ahead=bool(bits & AHEAD), staged=bool(bits & STAGED),
-        gathered=bool(bits & GATHERED), max_registers=registers or None, copied=bool(bits & COPIED),
+        gathered=bool(bits & GATHERED), max_registers=registers or None,
         bytes=bool(bits & BYTES), halves=bool(bits & HALVES), shares=bits // SHARE % 4, teams=1 << bits // TEAM % 4,
     )  # fmt: skip
 
@@ -75,23 +72,19 @@ class HopperConfig:
 class TrellisConfig:
     """`warps` share the columns of `tiles` x 16 rows, `unroll` units of columns (`rings.py`) a warp at a time.
 
-    `early`: the next launch may begin before this one waits for the one before. `places`: one token goes to
-    `spread_sums.py`, with a ring of so many, where it takes it; 0: it does not. `shares` as in DecodeConfig.
+    `early`: the next launch may begin before this one waits for the one before. `shares` as in DecodeConfig.
     """
 
     warps: int = 8
     tiles: int = 2
     unroll: int = 2
     early: bool = False
-    places: int = 0
     shares: int = 0
 
 
 def trellis_setting(numbers: Sequence[int]) -> TrellisConfig:
     """A setting as the tables hold it: warps, tiles, unroll, its bits."""
     warps, tiles, unroll, bits = numbers
-    ring = bits % SHARE // RING
     return TrellisConfig(
-        warps=warps, tiles=tiles, unroll=unroll, early=bool(bits & AHEAD), places=ring + 1 if ring else 0,
-        shares=bits // SHARE,
+        warps=warps, tiles=tiles, unroll=unroll, early=bool(bits & AHEAD), shares=bits // SHARE,
     )  # fmt: skip

@@ -1,7 +1,6 @@
 """The kernels compiled for real GPUs without one: no spills, no data moved between lanes, instructions a weight."""
 
 import json
-import re
 from itertools import product
 
 import pytest
@@ -10,10 +9,9 @@ import torch
 triton = pytest.importorskip("triton")
 
 from requant_kernels.common.fragment_dequant import operands  # noqa: E402
-from requant_kernels.common.occupancy import room_constants, room_of  # noqa: E402
 from requant_kernels.common.sparse_spmm import finish_kernel  # noqa: E402
 from requant_kernels.heuristics import TABLE, distance_of, least_warps, registers_of  # noqa: E402
-from requant_kernels.launch_config import COPIED, GATHERED, STAGED, decode_setting  # noqa: E402
+from requant_kernels.launch_config import GATHERED, STAGED, decode_setting  # noqa: E402
 from requant_kernels.scalar.dequantize import dequantize_kernel  # noqa: E402
 from requant_kernels.scalar.gemm import multiply_kernel  # noqa: E402
 from requant_kernels.scalar.gemm_sm90_ptx import reserve_asm  # noqa: E402
@@ -45,18 +43,11 @@ def decode_machine(
 ) -> Machine:  # fmt: skip
     """`launch`: warps, tiles, unroll, activations ahead, most registers."""
     constants, pointers, absent = arguments(kind, bits, dtype)
-    config, copied = decode_setting(launch), bool(launch[3] & COPIED)
-    rows = (
-        4096 if copied and sparse else 512
-    )  # so that slots of most rows fill chunks as they do in large matrices
-    case = Case(kind=kind, bits=bits, n=rows, k=4096, m=1, density=0.01 * sparse)
-    room = room_of(random_layout(case, "cpu"), config, 8, 132, staged=config.staged) if copied else None
-    copied = room is not None  # else words go through registers, as `decode` has it
-    constants |= room_constants(room, config, dtype) | {
-        "TAKE": 2 if copied and config.staged else int(copied and config.ahead and tokens == 1),
-        "RESERVE": reserve_asm(8) if launch[3] & STAGED and not copied else None,
-        "EVEN": not sparse or copied, "MS": tokens if sparse else 1, "SLOTS": 1 if sparse else 0, "W": launch[0],
-        "R": launch[1], "UNROLL": 1 if copied else launch[2], "N": max(8, tokens),
+    config = decode_setting(launch)
+    constants |= {
+        "RESERVE": reserve_asm(8) if config.staged else None, "EVEN": not sparse,
+        "MS": tokens if sparse else 1, "SLOTS": 1 if sparse else 0, "W": launch[0],
+        "R": launch[1], "UNROLL": launch[2], "N": max(8, tokens),
         "AHEAD": config.ahead and tokens <= 8, "PDL": capability >= 90,
     }  # fmt: skip
     absent += ("bias_ptr", "sr_ptr") if sparse else ("bias_ptr", *SPARSE)
@@ -108,35 +99,6 @@ def test_staged_residuals_wait_for_no_warp_in_the_loop() -> None:
     assert machine.stack == 0
     assert machine.barriers == 0
     assert machine.opcodes["LDGSTS"] > 0
-
-
-@pytest.mark.parametrize(
-    ("bits", "launch", "sparse", "ceiling"),
-    [
-        (2, (4, 2, 3, COPIED | STAGED, 128), False, 1.65),
-        pytest.param(3, (4, 2, 2, COPIED | STAGED, 128), False, 1.8, marks=pytest.mark.slow),
-        pytest.param(2, (4, 1, 3, COPIED, 96), False, 1.85, marks=pytest.mark.slow),
-        (3, (4, 1, 3, COPIED | STAGED, 128), True, 2.0),
-    ],
-)
-def test_copied_words_reach_the_lane_that_asked_for_them(
-    bits: int, launch: tuple[int, ...], sparse: bool, ceiling: float
-) -> None:
-    """One layout for requests and reads, a lane's 16 bytes: no lane waits for another."""
-    machine = decode_machine("grid", bits, launch=launch, sparse=sparse, tokens=1)
-    assert machine.stack == 0
-    assert machine.barriers == 0
-    assert machine.loop / WEIGHTS / launch[1] < ceiling
-    assert sum(machine.shared) <= 48 << 10  # with 1024 of the driver's: more would have to be asked for
-    assert machine.opcodes["LDGSTS"] >= bits * launch[1] * launch[2]
-    kinds = dict(re.findall(r"^(#\w+) = #ttg.blocked<{(.*)}>$", machine.layout_ir, re.MULTILINE))
-    used = re.findall(
-        r"(?:cp.async.cg|ld.shared.v4).*?: tensor<32x\d+x\d+x4xi\d+, (#\w+)>", machine.layout_ir
-    )
-    want = (
-        f"sizePerThread = [1, 1, 1, 4], threadsPerWarp = [32, 1, 1, 1], warpsPerCTA = [1, {launch[0]}, 1, 1]"
-    )
-    assert used and all(kinds[name].startswith(want) for name in used)
 
 
 def chosen_launches() -> list[tuple[str, int, tuple[int, ...], bool, int]]:

@@ -13,8 +13,7 @@ from requant_kernels.hadamard.sections import SECTION, section_kernel  # noqa: E
 from requant_kernels.hadamard.turns import section_asm  # noqa: E402
 from requant_kernels.heuristics import TrellisConfig  # noqa: E402
 from requant_kernels.heuristics import trellis_config as rule_of_trellis  # noqa: E402
-from requant_kernels.launch_config import RING, SHARE, trellis_setting  # noqa: E402
-from requant_kernels.trellis import gemv, gemv_cp_async  # noqa: E402
+from requant_kernels.trellis import gemv  # noqa: E402
 from requant_kernels.trellis.gemv import byte_sum_kernel, padded_columns  # noqa: E402
 from requant_kernels.trellis.gemv import constants as trellis_constants  # noqa: E402
 from requant_kernels.trellis.hashes import (  # noqa: E402
@@ -86,48 +85,6 @@ def test_trellis_instructions_a_weight(
         assert machine.opcodes["BAR"] <= 2
 
 
-SPREAD_CEILING = {
-    ("mul1", 2): 3.0, ("pair", 2): 1.6, ("mul1", 4): 3.0, ("mul1", 2.25): 3.3,
-}  # fmt: skip
-
-
-def spread_machine(code: str, bits: float, warps: int, tiles: int, unroll: int, places: int) -> Machine:
-    four = round(4 * bits)
-    config = TrellisConfig(warps=warps, tiles=tiles, unroll=unroll, places=places)
-    vector = math.gcd(four * groups_of(four) // 4, 4)
-    pointers = {"words_ptr": "*i32", "y_ptr": "*fp32", "x_ptr": "*i8", "scales_ptr": "*fp32"}
-    return compile_kernel(
-        gemv_cp_async.spread_sum_kernel, gemv_cp_async.constants(code, four, vector, config) | {"PDL": True}, capability=90,
-        pointers=pointers | {"units": "i32", "sections": "i32"}, warps=warps, aligned=("units",),
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize(("code", "bits"), SPREAD_CEILING)
-@pytest.mark.parametrize("launch", [(8, 2, 2, 3), (8, 7, 1, 3)], ids=str)
-def test_spread_instructions_a_weight(code: str, bits: float, launch: tuple[int, int, int, int]) -> None:
-    if bits == 2.25:
-        launch = (launch[0], launch[1], 1, launch[3])
-    machine = spread_machine(code, bits, *launch)
-    assert machine.stack == 0
-    assert machine.registers <= 128
-    groups = launch[2] * groups_of(round(4 * bits))
-    assert machine.inner / (32 * launch[1] * groups) < SPREAD_CEILING[code, bits]
-    assert machine.products["IMMA"] == (8 if code == "mul1" else 4) * launch[1] * groups
-    assert machine.products["SHFL"] == launch[1] * groups
-    assert machine.products["LDG"] == 0  # nothing waits in registers
-    assert machine.opcodes["BAR"] == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("code", ["mul1", "pair"])
-@pytest.mark.parametrize("setting", [setting for setting in TRELLIS if setting[3] % SHARE >= RING], ids=str)
-def test_no_spread_launch_spills(code: str, setting: tuple[int, ...]) -> None:
-    warps, tiles, unroll, _ = setting
-    machine = spread_machine(code, 2, warps, tiles, unroll, trellis_setting(setting).places)
-    assert machine.stack == 0
-    assert machine.registers * 32 * warps <= 65536
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("tokens", [1, 8, 16])
 @pytest.mark.parametrize(
@@ -167,7 +124,7 @@ EVERY_ODD: list[Odd] = [
 EVERY_ODD += [
     (code, bits, 8192, 11072, tokens, launch)
     for code, bits in (("mul1", 2), ("pair", 2), ("mul1", 4))
-    for launch in dict.fromkeys(setting[:3] for setting in TRELLIS if setting[3] % SHARE < RING)
+    for launch in dict.fromkeys(setting[:3] for setting in TRELLIS)
     for tokens in (1, 8, 16)
     if launch[1] * tokens <= 32
 ]
@@ -222,13 +179,13 @@ def test_expansion_compiles(units: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize(("dtype", "spread"), [("fp16", 0), ("fp16", 1), ("fp16", 2), ("fp32", 0)])
-def test_rotation_keeps_256_values_in_a_warp(capability: int, dtype: str, spread: int) -> None:
+@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+def test_rotation_keeps_256_values_in_a_warp(capability: int, dtype: str) -> None:
     fixed = dtype == "fp16"  # the rotation of activations; the other one is that of outputs
-    text, names = section_asm(across=True, fixed=fixed, spread=spread)
+    text, names = section_asm(across=True, fixed=fixed)
     constants = {
         "ASM": text, "CONSTRAINTS": names, "P": 2, "V": 8 if fixed else 4, "MASK": 15, "ROOT": 1.0, "PAIRED": fixed,
-        "SPREAD": spread, "PDL": capability >= 90,
+        "PDL": capability >= 90,
     }  # fmt: skip
     pointers = {"x_ptr": f"*{dtype}", "y_ptr": "*i8" if fixed else "*fp16", "scales_ptr": "*fp32"}
     pointers |= {"before_ptr": "*fp16", "after_ptr": "*fp16", "width": "i32", "out_width": "i32"}

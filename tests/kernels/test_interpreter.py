@@ -20,7 +20,7 @@ LONG = (
 @pytest.mark.parametrize(
     "command",
     [
-        *((script,) for script in (*LONG, "emulate_copies.py", "emulate_spread_sums.py")),
+        *((script,) for script in LONG),
         *(pytest.param((script, "all"), marks=pytest.mark.slow) for script in LONG),
     ],
     ids=" ".join,

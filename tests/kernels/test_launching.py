@@ -10,7 +10,10 @@ import torch
 triton = pytest.importorskip("triton")
 
 from requant_kernels.common.launch import _tag, declared, with_room  # noqa: E402
-from requant_kernels.scalar.copies import room_asm  # noqa: E402
+
+
+def declaration(size: int) -> str:
+    return f"{{ .shared .align 128 .b8 buffer[{size}];\n mov.u32 $0, buffer; }}"
 
 
 def arguments():
@@ -125,7 +128,7 @@ def test_what_is_launched_directly_is_what_triton_would_bind(monkeypatch) -> Non
 
 
 def test_shared_memory_that_a_text_declares() -> None:
-    assert declared(".extern .shared .align 16 .b8 global_smem[];\n" + room_asm(5120)) == 5120
+    assert declared(".extern .shared .align 16 .b8 global_smem[];\n" + declaration(5120)) == 5120
     assert declared(".shared .b32 most[16];\n.shared .align 16 .b32 values[96];") == 4 * 112
 
 
@@ -142,7 +145,7 @@ def test_room_is_what_a_launch_takes_beside_what_is_declared() -> None:
         module=1,
         function=2,
         _run=3,
-        asm={"ptx": room_asm(4096)},
+        asm={"ptx": declaration(4096)},
     )
     roomy = with_room(compiled, 100_000)
     assert roomy.metadata.shared == 95_904 and roomy.packed_metadata == (4, 1, 95_904)

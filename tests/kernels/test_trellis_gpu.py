@@ -68,32 +68,6 @@ def test_one_token_is_rotated_by_every_program(
     assert not matmul.trellis_linear(x, layout, None, asm=True, config=config).any()
 
 
-@pytest.mark.parametrize(
-    ("code", "bits", "n", "k", "launch"),
-    [
-        ("mul1", 2, 8192, 8192, (8, 2, 4, 3)), ("pair", 2, 4096, 14336, (16, 2, 2, 3)),
-        ("mul1", 2, 1429, 8192, (8, 7, 1, 3)), ("pair", 2, 1429, 8192, (8, 7, 2, 2)),
-        ("mul1", 4, 1000, 4096, (8, 2, 2, 3)), ("mul1", 2.25, 512, 8192, (8, 2, 1, 3)),
-        ("pair", 2, 100, 2048, (16, 4, 1, 3)),
-    ],
-)  # fmt: skip
-def test_one_token_spread(code: str, bits: float, n: int, k: int, launch: tuple[int, int, int, int]) -> None:
-    layout = packed(code, n, k, bits=bits)
-    config = TrellisConfig(warps=launch[0], tiles=launch[1], unroll=launch[2], places=launch[3])
-    x, rows = torch.randn(1, k, device="cuda", dtype=torch.float16), torch.arange(0, n, 31, device="cuda")
-    assert matmul.takes_spread(x, layout, config)
-    y = matmul.trellis_linear(x, layout, None, asm=True, config=config)
-    assert relative_error(y[:, rows], want_of(x, layout, None, rows)) < 6e-4
-    plain = matmul.trellis_linear(x, layout, None, asm=True, config=TrellisConfig(unroll=1))
-    assert (
-        relative_error(y, plain.double()) < 1e-3
-    )  # the same integers, whose sums are added in another order
-    for _ in range(20):
-        assert torch.equal(y, matmul.trellis_linear(x, layout, None, asm=True, config=config))
-    x[:] = 0
-    assert not matmul.trellis_linear(x, layout, None, asm=True, config=config).any()
-
-
 @pytest.mark.parametrize(("code", "n", "k"), [("mul1", 1429, 8192), ("pair", 112, 4224)])
 def test_seven_tiles_beside_a_rotation_of_their_own(code: str, n: int, k: int) -> None:
     layout, config = packed(code, n, k), TrellisConfig(warps=16, tiles=7, unroll=1)

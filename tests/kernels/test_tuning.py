@@ -216,18 +216,13 @@ def test_entries_are_multiplied_where_there_are_any(monkeypatch: pytest.MonkeyPa
         assert not heuristics.decode_config(layout, 9, device).gathered
         one = heuristics.decode_config(layout, 1, device)
         assert one == DecodeConfig(warps=2, unroll=3, ahead=False, staged=True, pdl=name == "H100")
-    copied = launch_config.COPIED | launch_config.STAGED
     for width, kinds in (
-        (1, {0, launch_config.STAGED, copied, launch_config.BYTES}),
+        (1, {0, launch_config.STAGED, launch_config.BYTES}),
         (8, {0, launch_config.GATHERED}),
         (16, {0}),
     ):
         offered = autotune.candidates("decode", "grid+s", 3, 8192, 8192, width)
         assert {s[3] & ~(launch_config.AHEAD | launch_config.SHARES) for s in offered} == kinds
-    for kind, width in (("codebook", 1), ("codebook+s", 1), ("grid", 8)):  # copied words: one token of a grid
-        assert not any(
-            s[3] & launch_config.COPIED for s in autotune.candidates("decode", kind, 3, 8192, 8192, width)
-        )
 
 
 def test_residuals_are_cold_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,16 +303,16 @@ def test_a_damaged_cache_is_said_and_not_used(
 @pytest.mark.parametrize(
     ("n", "k", "bits", "launch"),
     [
-        (4096, 4096, 2.25, (16, 2, 1, 0)), (4096, 4096, 2, (16, 2, 4, 0)), (14336, 4096, 2.5, (16, 7, 1, 0)),
-        (2048, 2048, 2, (16, 1, 2, 0)), (8192, 8192, 2.25, (8, 2, 2, 0)), (28672, 8192, 1.75, (4, 2, 1, 3)),
-        (28672, 8192, 2, (8, 2, 4, 2)), (4096, 14336, 2, (16, 2, 2, 0)), (128256, 4096, 3.75, (4, 2, 1, 3)),
-        (8192, 2048, 2.25, (8, 2, 1, 0)), (8192, 2048, 2, (16, 4, 1, 0)), (3072, 2048, 2, (16, 2, 2, 0)),
+        (4096, 4096, 2.25, (16, 2, 1)), (4096, 4096, 2, (16, 2, 4)), (14336, 4096, 2.5, (16, 7, 1)),
+        (2048, 2048, 2, (16, 1, 2)), (8192, 8192, 2.25, (8, 2, 2)), (28672, 8192, 1.75, (4, 2, 2)),
+        (28672, 8192, 2, (8, 2, 2)), (4096, 14336, 2, (16, 2, 2)), (128256, 4096, 3.75, (4, 2, 2)),
+        (8192, 2048, 2.25, (8, 2, 1)), (8192, 2048, 2, (16, 4, 1)), (3072, 2048, 2, (16, 2, 2)),
     ],
 )  # fmt: skip
 def test_the_rule_of_one_token_of_a_trellis(n: int, k: int, bits: float, launch: tuple[int, ...]) -> None:
     """Of `mul1`, what was measured on an H200, or within 6 % of it."""
     found = heuristics.one_token_rule(bits, n, k, 132)
-    assert (found.warps, found.tiles, found.unroll, found.places) == launch
+    assert (found.warps, found.tiles, found.unroll) == launch
 
 
 def test_steps_of_the_rule_are_parts_of_a_section() -> None:

@@ -1,8 +1,12 @@
 """Words and scales of a grid on their way to `byte_grid.py` and `half_grid.py`: a ring in shared memory, in Gluon.
 
 A place of the ring has, for every warp, a block of 256 columns of its R tiles: the words, 512 bytes of a word of all lanes,
-then the scales and, where there are any, the zero points, 4 bytes a lane and group. Every lane copies by `cp.async` what it
-will read itself (`copies.py`), so no warp waits for another.
+then the scales and, where there are any, the zero points, 4 bytes a lane and group. Every lane copies by `cp.async` the 16
+bytes that it will read itself, so no warp waits for another: `cp.async.wait_group` is all. 32 consecutive lanes read 512
+consecutive bytes, without bank conflicts.
+
+`cp.async` takes no L2 policy here: with one, ptxas of CUDA 12.8 and 13.1 may name a register that nothing has set, which the
+GPU refuses as an illegal instruction.
 """
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none, reportAttributeAccessIssue=none

@@ -68,12 +68,11 @@ def butterfly_kernel(
 def rotate(
     x: Tensor, y: Tensor, *, width: int, rotated: int, out_width: int, asm: bool, pdl: bool, before: Tensor | None = None,
     after: Tensor | None = None, bias: Tensor | None = None, added: Tensor | None = None, scales: Tensor | None = None,
-    paired: bool = False, arranged: bool = False, spread: int = 0,
+    paired: bool = False, arranged: bool = False,
 ) -> None:  # fmt: skip
     """Write y; x counts as zero beyond `width`, `rotated` values are rotated, a multiple of 16, and y has `out_width`.
 
     With `scales` y is fixed point (`rotate_fixed`); `paired`: sums and differences of neighbours instead of them.
-    `spread`: for hashes of so many weights (`rotate_spread`), by the tensor cores alone.
     x [m, ..], or [parts, m, ..], whole, whose parts are added first. `arranged`: y in the order of `trellis_wgmma.py`.
     """
     size, most = rotated & -rotated, max(rotated, out_width)
@@ -94,7 +93,7 @@ def rotate(
         if scales is None and (arranged or x.shape[-2] > FEW):
             rotate_many(x, y, arranged=arranged, **how)
         else:
-            rotate_sections(x, y, scales, paired=paired, spread=spread, **how)
+            rotate_sections(x, y, scales, paired=paired, **how)
         return
     part = size if scales is None else max(size, SECTION)
     launch(
@@ -122,18 +121,5 @@ def rotate_fixed(
     rotate(
         x, y, width=width, rotated=-(-width // 16) * 16, out_width=out_width, asm=asm, pdl=pdl, before=before,
         scales=scales, paired=paired,
-    )  # fmt: skip
-    return y, scales
-
-
-def rotate_spread(x: Tensor, before: Tensor, *, width: int, weights: int, pdl: bool) -> tuple[Tensor, Tensor]:
-    """H (before * x) of one token in fixed point, spread for hashes of `weights` weights (`spread_texts.py`), and float32
-    [1, sections, 2] as in `rotate_fixed`. `width` is a multiple of SMALLEST, or one less than 16 short of it."""
-    sections = -(-width // SECTION)
-    y = torch.empty(1, sections * SECTION * 8 // weights, dtype=torch.int8, device=x.device)
-    scales = torch.empty(1, sections, 2, dtype=torch.float32, device=x.device)
-    rotate(
-        x, y, width=width, rotated=-(-width // 16) * 16, out_width=sections * SECTION, asm=True, pdl=pdl, before=before,
-        scales=scales, paired=weights == 2, spread=weights,
     )  # fmt: skip
     return y, scales

@@ -72,10 +72,9 @@ def finish_fixed(y, at, token, section, sections, out_width, y_ptr, scales_ptr, 
 def section_kernel(
     x_ptr, before_ptr, after_ptr, bias_ptr, added_ptr, y_ptr, scales_ptr, width, out_width, stride_x, stride_y,
     ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, P: tl.constexpr, V: tl.constexpr, MASK: tl.constexpr, ROOT: tl.constexpr,
-    PAIRED: tl.constexpr, SPREAD: tl.constexpr, PDL: tl.constexpr,
+    PAIRED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One section of one token; grid (tokens, sections), 16 warps; loads of V values; MASK: the mixed bits from bit 8 on.
-    SPREAD: weights of a hash, for each of which y has bytes of its own, or 0 (`spread_texts.py`).
 
     The next launch may begin when the one before this has ended, not earlier: its programs then find the machine empty and
     spread evenly.
@@ -110,14 +109,8 @@ def section_kernel(
         for p in tl.static_range(P):
             z += x[p].to(tl.float32) * factors[p]
     if scales_ptr is not None:
-        if SPREAD > 0:  # groups of 64 columns; high bytes of a group's four tiles, 16 each, then low ones
-            chunk = lane % 4 * (16 // SPREAD)
-            own_group = section * 64 + g * 4 + warp // 4
-            high = y_ptr + own_group * (512 // SPREAD) + chunk // 16 * 128 + chunk % 16 + warp % 4 * 16
-            low = high + 64
-        else:
-            high = y_ptr + 2 * token * stride_y + at - eight % 4 - eight // 4 * 2048
-            low = high + stride_y
+        high = y_ptr + 2 * token * stride_y + at - eight % 4 - eight // 4 * 2048
+        low = high + stride_y
         scale = scales_ptr + (token * tl.num_programs(1) + section) * 2 + place * 0
         tl.inline_asm_elementwise(
             ASM, CONSTRAINTS,
@@ -140,12 +133,11 @@ def section_kernel(
 def rotate_sections(
     x: Tensor, y: Tensor, scales: Tensor | None, *, size: int, sections: int, width: int, out_width: int, pdl: bool,
     before: Tensor | None = None, after: Tensor | None = None, bias: Tensor | None = None, added: Tensor | None = None,
-    paired: bool = False, spread: int = 0,
+    paired: bool = False,
 ) -> None:  # fmt: skip
-    """Write y, rotated by blocks of `size`; in fixed point where there are `scales`, then sums of neighbours if `paired`,
-    and, for one token, bytes as often as hashes of `spread` weights meet them."""
+    """Write y, rotated by blocks of `size`; in fixed point where there are `scales`, then sums of neighbours if `paired`."""
     mask = min(size, SECTION) - 1 >> 8
-    text, names = section_asm(across=mask >= 8, fixed=scales is not None, spread=spread)
+    text, names = section_asm(across=mask >= 8, fixed=scales is not None)
     early: dict[str, object] = {"launch_pdl": True} if pdl else {}
     launch(
         section_kernel,
@@ -154,6 +146,6 @@ def rotate_sections(
         interned(
             ASM=text, CONSTRAINTS=names, P=max(1, size // SECTION),
             V=16 // x.element_size() if x.element_size() > 2 else 8, MASK=mask, ROOT=size**-0.5 * (2 if paired else 1),
-            PAIRED=paired, SPREAD=spread, PDL=pdl, num_warps=16, num_stages=1, **early,
+            PAIRED=paired, PDL=pdl, num_warps=16, num_stages=1, **early,
         ),
     )  # fmt: skip

@@ -23,10 +23,6 @@ PLANE = 4096 + 64  # bytes from high ones to low ones in shared memory: banks ap
 SUMS = 2 * PLANE  # where the sums over the warps begin that come later
 LEAST_SUMS = 16384  # their bytes, at least, and at most
 MOST_SUMS = 28672
-SPREAD = {
-    1: ("0x0000", "0x1111", "0x2222", "0x3333"),
-    2: ("0x0110", "0x2332"),
-}  # of four bytes, by weights of a hash
 ROUND = 0x4B400000  # bits of 1.5 * 2^23: adding it leaves the nearest integer in the low bits
 
 
@@ -136,12 +132,10 @@ class _Turns:
         warp: str,
         space: str,
         to: tuple[str, str],
-        spread: int = 0,
     ) -> tuple[str, str]:
         """The bytes of a lane's eight values, high and low ones apart; returns scale and sum, the same in all threads.
 
-        `places`: 16 words of shared memory each, for the largest values and the sums of the warps. `spread`: bytes are
-        stored as often as hashes of so many weights meet them (`spread_texts.py`).
+        `places`: 16 words of shared memory each, for the largest values and the sums of the warps.
         """
         new = self.new
         greatest = [new(f"abs.f32 {{d}}, {value};") for value in values]
@@ -167,12 +161,7 @@ class _Turns:
                 selector = f"0x00{byte + 4}{byte}"
                 pairs = [new(f"prmt.b32 {{d}}, {source[j]}, {source[j + 1]}, {selector};") for j in (0, 2)]
                 both = new(f"prmt.b32 {{d}}, {pairs[0]}, {pairs[1]}, 0x5410;")
-                if spread:
-                    four_times = [new(f"prmt.b32 {{d}}, {both}, 0x0, {s};") for s in SPREAD[spread]]
-                    kind, at = f"v{len(four_times)}.b32", 2048 * len(four_times) * 2 * i
-                    self.lines.append(f"st.{space}.{kind} [{address} + {at}], {{{', '.join(four_times)}}};")
-                else:
-                    self.lines.append(f"st.{space}.b32 [{address} + {2048 * i}], {both};")
+                self.lines.append(f"st.{space}.b32 [{address} + {2048 * i}], {both};")
         total = fixed[0]
         for value in fixed[1:]:
             total = new(f"add.u32 {{d}}, {total}, {value};")
@@ -197,12 +186,12 @@ def turn_asm() -> tuple[str, str]:
 
 
 @cache
-def section_asm(across: bool, fixed: bool, spread: int = 0) -> tuple[str, str]:
+def section_asm(across: bool, fixed: bool) -> tuple[str, str]:
     """A section: 8 outputs, 8 values, 8 times the lane's signs of each of three products; `across`: bit 11 is mixed.
 
     A lane's outputs are four neighbours of row g of the 16, at column 16 warp + 4 t, then of row g + 8. Where `fixed`, it
     stores their bytes instead (the outputs are nothing), and takes 8 times each the address of its high bytes of row g,
-    that of its low bytes, and that of the section's scale and sum, which one thread stores; `spread` as in `fix`.
+    that of its low bytes, and that of the section's scale and sum, which one thread stores.
     """
     t = _Turns()
     out = [f"${i}" for i in range(8)]
@@ -212,7 +201,7 @@ def section_asm(across: bool, fixed: bool, spread: int = 0) -> tuple[str, str]:
     thread, lane, warp = t.across("values", values, ("$16", "$24", "$32"), across, results)
     names = ["=f"] * 8 + ["f"] * 8 + ["r"] * 24
     if fixed:
-        scale, total = t.fix(results, ("most", "totals"), lane, warp, "global", ("$40", "$48"), spread)
+        scale, total = t.fix(results, ("most", "totals"), lane, warp, "global", ("$40", "$48"))
         t.lines += [f"setp.eq.u32 p, {thread}, 0;", f"@p st.global.v2.b32 [$56], {{{scale}, {total}}};"]
         t.lines += [f"mov.b32 {name}, 0;" for name in out]
         declared += ".shared .b32 most[16];\n.shared .b32 totals[16];\n.reg .pred p;\n"

@@ -14,8 +14,6 @@ in a fixed order, makes the result the same in every run.
   neither wait is seen (22.4 -> 20.0 us for 8 tokens at 8192 x 8192, 3 bits; 15.1 -> 8.6 at 4096 x 4096). The activations
   of one token may be staged in shared memory, where a gather does not take a line of the cache for every residual; those
   of several are gathered by a kernel of their own (`gathered.py`), where the table says so.
-- Where the table says so, words travel through shared memory instead (`copies.py`, `rooms.py`), the activations of one
-  token lie there for the dense part too, and its residuals are taken in passes at the end (`passes.py`).
 """
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none, reportAttributeAccessIssue=none
@@ -31,7 +29,6 @@ from requant_kernels.common.fragment_dequant import (
     dense_tokens,
     left_operand,
     load_block,
-    load_scales,
     load_tables,
     operands,
     right_operand,
@@ -39,14 +36,12 @@ from requant_kernels.common.fragment_dequant import (
     sparse_operands,
 )
 from requant_kernels.common.launch import interned, launch
-from requant_kernels.common.occupancy import room_constants, room_of, shared_room
+from requant_kernels.common.occupancy import shared_room
 from requant_kernels.common.packing import Layout
 from requant_kernels.common.sparse_spmm import transpose_kernel
-from requant_kernels.heuristics import decode_config, multiprocessors
+from requant_kernels.heuristics import decode_config
 from requant_kernels.launch_config import DecodeConfig
-from requant_kernels.scalar import copies
 from requant_kernels.scalar.gemm_sm90_ptx import reserve_asm
-from requant_kernels.scalar.passes import most_chunks, request_slots, take_slots
 
 COPY = tl.constexpr(
     "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p cp.async.ca.shared.global [$1], [$2], 16; mov.b32 $0, 0; }"
@@ -55,29 +50,18 @@ MOST_STAGED = 18432  # columns that fit beside the sums in shared memory which a
 
 
 @triton.jit
-def load_tokens(x_ptr, token, stride_x, block, blocks, K, anchor, EVEN: tl.constexpr, TAKE: tl.constexpr):
-    """Activations of one block a warp, in pairs: eight int32 `[t, g, warp, token / 8, (j kh)]`, two planes each.
-
-    TAKE, where there is one token and EVEN: its lanes alone read them (`copies.py`), 2: from shared memory, at `anchor`.
-    """
+def load_tokens(x_ptr, token, stride_x, block, blocks, K, EVEN: tl.constexpr):
+    """Activations of one block a warp, in pairs: eight int32 `[t, g, warp, token / 8, (j kh)]`, two planes each."""
     t, four = tl.arange(0, 4), tl.arange(0, 4)
     pair = (tl.minimum(block, blocks - 1) if EVEN else block)[None, None, :, None, None] * 128
     pair += t[:, None, None, None, None] * 4 + four[None, None, None, None, :]
-    if TAKE > 0:
-        own = (tl.arange(0, 8)[None, :, None, None, None] == 0).to(tl.int32)
-        pair += anchor
     pointer = x_ptr + token[None, :, None, :, None].to(tl.int64) * stride_x + pair
-    if TAKE == 2:
-        tokens = copies.take((pair + token[None, :, None, :, None] * 0) * 4, own, True)
-    elif TAKE == 1:
-        tokens = copies.take(pointer, own, False)
-    else:
-        tokens = ()
-        for slab in tl.static_range(8):
-            if EVEN:
-                tokens = tokens + (tl.load(pointer + slab * 16),)
-            else:
-                tokens = tokens + (tl.load(pointer + slab * 16, mask=(pair + slab * 16) * 2 < K, other=0),)
+    tokens = ()
+    for slab in tl.static_range(8):
+        if EVEN:
+            tokens = tokens + (tl.load(pointer + slab * 16),)
+        else:
+            tokens = tokens + (tl.load(pointer + slab * 16, mask=(pair + slab * 16) * 2 < K, other=0),)
     return tokens
 
 
@@ -158,13 +142,8 @@ def decode_kernel(
     TABLES: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr, EVEN: tl.constexpr, MS: tl.constexpr,
     SLOTS: tl.constexpr, W: tl.constexpr, R: tl.constexpr, UNROLL: tl.constexpr,
     N: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr, RESERVE: tl.constexpr = None,
-    COPIES: tl.constexpr = 0, ROOM: tl.constexpr = None, TAKE: tl.constexpr = 0, STAGE: tl.constexpr = None,
-    X_AT: tl.constexpr = 0, PASSES: tl.constexpr = 0, PRODUCTS: tl.constexpr = None, SLOTS_AT: tl.constexpr = 0,
 ):  # fmt: skip
-    """y `[M, n]` = x `[M, K]` @ weight^T; grid: R tiles of 16 rows each. GROUP 0: one scale a row.
-
-    COPIES: places of a ring of words in shared memory; the loop's body then has one block (UNROLL 1).
-    """
+    """y `[M, n]` = x `[M, K]` @ weight^T; grid: R tiles of 16 rows each. GROUP 0: one scale a row."""
     # where the number of tiles is odd, the last tile is computed, and written, twice alike
     tiles = tl.minimum(tl.program_id(0) * R + tl.arange(0, R), last_tile).to(tl.int64)
     tiles = tiles[None, :]
@@ -175,10 +154,7 @@ def decode_kernel(
     blocks = tl.cdiv(K, 256)
     warp = tl.arange(0, W)
     tables = load_tables(s_ptr, z_ptr, tiles, CODEBOOK, TABLES, GROUP, W, R)
-    SLOT_BY_SLOT: tl.constexpr = SPARSE and PASSES == 0
-    if PASSES > 0:
-        first_chunk, end_chunk = tl.load(sp_ptr + position), tl.load(sp_ptr + position + 1)
-    if SLOT_BY_SLOT:
+    if SPARSE:
         WIDE: tl.constexpr = max(2 * W // R, 8)  # slots of a row, one a thread
         STEP: tl.constexpr = WIDE * 16
         slot, end = tl.load(sp_ptr + position)[None, :] * 128, tl.load(sp_ptr + position + 1)[None, :] * 128
@@ -194,24 +170,11 @@ def decode_kernel(
             next_slots = next_slots + (_slots(si_ptr, sv_ptr, slot + i * STEP, end),)
     DEPTH: tl.constexpr = UNROLL - 1 if UNROLL > 1 else 1
     ring = ()  # the words of the next blocks of every warp
-    if COPIES > 0:
-        PLACE: tl.constexpr = W * R * BITS * 512
-        room = copies.room(ROOM)
-        to, source = copies.word_places(w_ptr, tiles, warp, blocks, K < 0, room, BITS, W, R)
-        for u in tl.static_range(COPIES - 1):
-            copies.request_words(to + u * PLACE, source, warp + u * W, blocks, BITS)
-        place = (COPIES - 1) * PLACE  # what was read last
-        if GROUP > 0:
-            for u in tl.static_range(2):  # scales are under way in registers
-                ring = ring + (
-                    load_scales(s_ptr, z_ptr, tiles, (u * W + warp)[:, None], blocks, GROUP, False, W),
-                )
-    else:
-        for u in tl.static_range(DEPTH):
-            first = (u * W + warp)[:, None]
-            ring = ring + (
-                load_block(w_ptr, s_ptr, z_ptr, tiles, first, blocks, BITS, GROUP, EVEN and u == 0, W),
-            )
+    for u in tl.static_range(DEPTH):
+        first = (u * W + warp)[:, None]
+        ring = ring + (
+            load_block(w_ptr, s_ptr, z_ptr, tiles, first, blocks, BITS, GROUP, EVEN and u == 0, W),
+        )
     out = row  # what the end needs of the weights is requested here too
     if rows_ptr is not None:
         out = tl.load(rows_ptr + row).to(tl.int64)
@@ -230,7 +193,7 @@ def decode_kernel(
             "cp.async.wait_all; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
         )
         tl.debug_barrier()
-    if SLOT_BY_SLOT:
+    if SPARSE:
         gathered = ()
         for i in tl.static_range(SLOTS):
             gathered = gathered + (_gather(xs_ptr, now_slots[i][0], base, STAGED, MS),)
@@ -238,32 +201,15 @@ def decode_kernel(
     token = tl.arange(0, 8)[:, None] + 8 * tl.arange(0, N // 8)[None, :]
     token = tl.minimum(token, M - 1)  # the surplus columns are computed and never stored
     acc = tl.zeros([W, 16 * R, N], tl.float32)
-    anchor = 0
-    if TAKE > 0:
-        four = tl.arange(0, 4)[:, None, None, None, None] * 4 + tl.arange(0, 4)[None, None, None, None, :]
-        all_alike = token[None, :, None, :, None] * 0 + warp[None, None, :, None, None] * 0
-        anchor = copies.anchor(x_ptr, four + all_alike, K < 0)
-    if TAKE == 2:
-        copies.stage(x_ptr, room + X_AT, K * 2, STAGE, W)
-        anchor += (room + X_AT) // 4
-    if PASSES > 0:
-        mine = request_slots(si_ptr, sv_ptr, first_chunk, end_chunk, room + SLOTS_AT, K < 0, PASSES, W, R)
     if AHEAD:
-        tokens = load_tokens(x_ptr, token, stride_x, warp, blocks, K, anchor, EVEN, TAKE)
+        tokens = load_tokens(x_ptr, token, stride_x, warp, blocks, K, EVEN)
     for c in range(chunks):
         for u in tl.static_range(UNROLL):  # as many as the ring has places: no register moves to another
             block = (c * UNROLL + u) * W + warp
-            if COPIES > 0:
-                copies.request_words(to + place, source, block + (COPIES - 1) * W, blocks, BITS)
-                place = tl.where(place == (COPIES - 1) * PLACE, 0, place + PLACE)
-                if GROUP > 0:
-                    ahead = (block + 2 * W)[:, None]
-                    ring = ring + (load_scales(s_ptr, z_ptr, tiles, ahead, blocks, GROUP, False, W),)
-            else:
-                ahead = (block + DEPTH * W)[:, None]  # masked: reading anything more would prolong the end
-                ring = ring + (load_block(w_ptr, s_ptr, z_ptr, tiles, ahead, blocks, BITS, GROUP, False, W),)
+            ahead = (block + DEPTH * W)[:, None]  # masked: reading anything more would prolong the end
+            ring = ring + (load_block(w_ptr, s_ptr, z_ptr, tiles, ahead, blocks, BITS, GROUP, False, W),)
             # slots are under way two blocks, activations one: what was gathered last is at hand
-            if SLOT_BY_SLOT:
+            if SPARSE:
                 slot += SLOTS * STEP
                 soon, arrived = (), gathered
                 gathered = ()
@@ -274,16 +220,11 @@ def decode_kernel(
                 now_slots, next_slots = next_slots, soon
             if AHEAD:
                 at_hand = tokens
-                tokens = load_tokens(x_ptr, token, stride_x, block + W, blocks, K, anchor, EVEN, TAKE)
-            elif TAKE < 2:
-                at_hand = load_tokens(x_ptr, token, stride_x, block, blocks, K, anchor, EVEN, TAKE)
+                tokens = load_tokens(x_ptr, token, stride_x, block + W, blocks, K, EVEN)
+            else:
+                at_hand = load_tokens(x_ptr, token, stride_x, block, blocks, K, EVEN)
             if (c * UNROLL + u) * W < blocks:  # always; without the branch the compiler sinks the loads below
-                if not AHEAD and TAKE == 2:
-                    at_hand = load_tokens(x_ptr, token, stride_x, block, blocks, K, anchor, EVEN, TAKE)
-                loaded = () if COPIES > 0 and GROUP == 0 else ring[0]
-                if COPIES > 0:
-                    loaded = copies.read_words(to + place, COPIES - 1, BITS) + loaded
-                acc = _multiply_block(acc, loaded, tables, at_hand, y_ptr, levels_ptr, tiles, ASM, CONSTRAINTS,
+                acc = _multiply_block(acc, ring[0], tables, at_hand, y_ptr, levels_ptr, tiles, ASM, CONSTRAINTS,
                                       POSITIONS, CODEBOOK, BITS, GROUP, ZEROS, UNIT, W, R, N)  # fmt: skip
             ring = ring[1:]
     y = tl.sum(acc, 0)
@@ -291,12 +232,7 @@ def decode_kernel(
         if GROUP == 0:
             y *= tl.load(s_ptr + position * 16 + row % 8 * 2 + row % 16 // 8).to(tl.float32)[:, None]
         y *= 1.0 / UNIT
-    if PASSES > 0:
-        longest = most_chunks(sp_ptr, last_tile, R)
-        sums = take_slots(
-            si_ptr, sv_ptr, first_chunk, end_chunk, longest, mine, room + X_AT, PRODUCTS, PASSES, W, R
-        )[:, None]
-    elif SPARSE:
+    if SPARSE:
         for i in tl.static_range(SLOTS):
             sums = _sparse_products(sums, now_slots[i][1], gathered[i], MS)
         if left > 0:  # rows with more than the blocks had time for
@@ -373,14 +309,6 @@ def decode(x: Tensor, layout: Layout, bias: Tensor | None, config: DecodeConfig,
     pairs = dense.view(torch.int32)
     tiles, blocks = layout.packed_codes.shape[:2]
     steps = triton.cdiv(blocks, config.warps)
-    even, room, take = k % (256 * config.warps) == 0, None, 0
-    if config.copied and asm and layout.packed_codes.data_ptr() % 16 == 0:
-        whole = k % 256 == 0 and constants["GROUP"] != 0  # scales beyond the last block are zero
-        one = m == 1 and whole and x.data_ptr() % 16 == 0 and dense.data_ptr() == x.data_ptr()
-        room = room_of(layout, config, n_tokens, multiprocessors(x.device), staged=one and config.staged)
-        if room is not None:
-            even, take = whole, (2 if config.staged else int(config.ahead)) if one else 0
-    unroll = config.unroll if room is None else 1
     if config.max_registers:
         early["maxnreg"] = config.max_registers
     programs = triton.cdiv(tiles, config.tiles)
@@ -389,14 +317,13 @@ def decode(x: Tensor, layout: Layout, bias: Tensor | None, config: DecodeConfig,
         (programs, 1, 1),
         (
             pairs, gathered, *tensors, *sparse_operands(layout), bias, y, m, k, layout.n, tiles - 1,
-            triton.cdiv(steps, unroll), pairs.stride(0), y.stride(0),
+            triton.cdiv(steps, config.unroll), pairs.stride(0), y.stride(0),
         ),
         interned(
-            **constants, EVEN=even, MS=width,
+            **constants, EVEN=k % (256 * config.warps) == 0, MS=width,
             SLOTS=0 if layout.sparse is None else slots_a_block(layout, config), W=config.warps, R=config.tiles,
-            UNROLL=unroll, N=n_tokens, AHEAD=config.ahead and n_tokens == 8, PDL=config.pdl, num_warps=config.warps,
-            num_stages=1, RESERVE=reserve_asm(-(-k // 1024)) if staged and room is None else None, TAKE=take,
-            **room_constants(room, config, x.dtype), **early,
+            UNROLL=config.unroll, N=n_tokens, AHEAD=config.ahead and n_tokens == 8, PDL=config.pdl, num_warps=config.warps,
+            num_stages=1, RESERVE=reserve_asm(-(-k // 1024)) if staged else None, **early,
         ),
         room=shared_room(programs, config, x.device),
     )  # fmt: skip

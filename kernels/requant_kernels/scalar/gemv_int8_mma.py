@@ -1,7 +1,7 @@
 """One token of a grid of 2 to 4 bits, on integer tensor cores: `byte_texts.py` has the idea and the PTX.
 
 A program owns 16 R rows; its warps share the columns, 256 at a time. Words and scales travel by `cp.async` into a ring of
-`DEPTH` places in shared memory, every lane's own bytes (`copies.py`), and are requested before the kernel before has ended.
+`DEPTH` places in shared memory, every lane's own bytes, and are requested before the kernel before has ended.
 Then every warp turns activations into fixed point, up to four blocks at a time, and after one barrier each multiplies its
 blocks. Zero points travel beside the scales; residuals, behind the last words (`byte_slots.py`).
 """

@@ -31,7 +31,6 @@ from requant_kernels.heuristics import (
     hopper_config,
     launches_early,
     runs_on_hopper,
-    takes_gluon,
     trellis_config,
 )
 from requant_kernels.launch_config import HopperConfig, TrellisConfig
@@ -203,15 +202,8 @@ def trellis_linear(
             config = trellis_config(
                 layout.code, layout.bits, layout.n, layout.k, 1 if m == 1 else 8 if m <= 8 else 16, x.device
             )
-        columns, before, spread = padded_columns(layout.k), layout.input_scales, False
-        if config.places:
-            spread = takes_spread(x, layout, config)
-            config = config if spread else TrellisConfig()  # one that every matrix takes
-        if spread:
-            from requant_kernels.trellis.gemv_cp_async import spread_sums
-
-            product = spread_sums(x, layout, config, pdl=pdl)
-        elif layout.code in OFFSET and can_fuse(x, layout, config):
+        columns, before = padded_columns(layout.k), layout.input_scales
+        if layout.code in OFFSET and can_fuse(x, layout, config):
             product = fused_sums(x, layout, config, pdl=pdl)
         elif layout.code in OFFSET:
             fixed, scales = rotate_fixed(
@@ -232,15 +224,6 @@ def trellis_linear(
         asm=asm, pdl=pdl,
     )  # fmt: skip
     return y
-
-
-def takes_spread(x: Tensor, layout: TrellisLayout, config: TrellisConfig) -> bool:
-    """Whether `spread_sums.py`, which is written in Gluon, multiplies."""
-    if not takes_gluon(x.device):
-        return False
-    from requant_kernels.trellis.gemv_cp_async import takes
-
-    return takes(x, layout, config)
 
 
 def _plain_product(x: Tensor, layout: TrellisLayout, *, asm: bool, pdl: bool) -> Tensor:
