@@ -4,13 +4,13 @@ from requant_kernels.common.packing import (
     CodebookLayout,
     GridLayout,
     Layout,
-    SlicedEll,
     pack_codebook,
     pack_grid,
     unpack_codebook,
     unpack_grid,
     unpack_sparse,
 )
+from requant_kernels.common.sparse import SlicedEll
 from requant_kernels.ops import dequantize, linear, linear_siblings, lookup
 from requant_kernels.trellis.layout import TrellisLayout, pack_trellis, unpack_trellis
 

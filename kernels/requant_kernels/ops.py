@@ -19,7 +19,8 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from requant_kernels.common.packing import CodebookLayout, GridLayout, Layout, SlicedEll
+from requant_kernels.common.packing import CodebookLayout, GridLayout, Layout
+from requant_kernels.common.sparse import SlicedEll
 from requant_kernels.fallback import reference, torch_fallback
 from requant_kernels.heuristics import (
     DECODE_TOKENS,

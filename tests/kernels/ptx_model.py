@@ -3,7 +3,7 @@
 import re
 
 import numpy as np
-from requant_kernels.common.bit_layout import HALF
+from requant_kernels.common.bit_layout import STEPS_PER_ASM
 
 
 def floats(pair: np.ndarray, dtype: str) -> np.ndarray:
@@ -95,7 +95,7 @@ def turned_matrices(shared: np.ndarray, address: np.ndarray) -> tuple[np.ndarray
 
 
 def run_ptx(
-    text: str, operands: dict[str, np.ndarray], shape: tuple[int, ...], outputs: int = HALF,
+    text: str, operands: dict[str, np.ndarray], shape: tuple[int, ...], outputs: int = STEPS_PER_ASM,
     shared: np.ndarray | None = None, memory: np.ndarray | None = None,
 ) -> list[np.ndarray]:  # fmt: skip
     """Run an asm block on arrays of 32-bit registers; returns its outputs. `shared`: memory, 16 bits a place, `memory`: 32
@@ -112,7 +112,7 @@ def run_ptx(
             program.append(found[2])
 
     def read(name: str) -> np.ndarray:
-        if name[0] in "$tslhfczbaw":
+        if not name[0].isdigit():
             return registers[name]
         return np.full(shape, int(re.sub("^0f", "0x", name), 0), np.uint32)
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from requant_kernels import heuristics
 from requant_kernels.common.fragment_dequant import dense_tokens
-from requant_kernels.common.sparse import pack_entries, places
+from requant_kernels.common.sparse import fragment_index, pack_coo
 from requant_kernels.fallback import reference
 from requant_kernels.scalar.gemm_sm90_ptx import (
     CLEAR,
@@ -176,7 +176,7 @@ def test_lanes_take_every_residual_once(density: float, bf16: bool) -> None:
         assert not shared.any()
         own = residuals[16 * tile : 16 * tile + 16, 256 * block : 256 * block + 256]
         flat = torch.empty(4096)
-        flat[places(row, column)] = own
+        flat[fragment_index(row, column)] = own
         own = (flat.bfloat16() if bf16 else flat.half()).view(torch.int16).view(PIECES, 4, 32, 8)
         want = own.permute(2, 0, 1, 3).contiguous().numpy().view(np.uint32)
         assert np.array_equal(np.array(got, np.uint32), want.reshape(32, PIECES, 16))
@@ -200,7 +200,9 @@ def test_entries_meet_divided_activations(group: int, int8: bool) -> None:
     for tile, block in itertools.product(range(3), range(2)):
         own, flat = entries[bounds[tile, block] : bounds[tile, block + 1]], torch.zeros(4096).double()
         flat[(own >> 16).long()] = (own & 0xFFFF).to(torch.int16).view(torch.float16).double()
-        residuals[16 * tile : 16 * tile + 16, 256 * block : 256 * block + 256] = flat[places(row, column)]
+        residuals[16 * tile : 16 * tile + 16, 256 * block : 256 * block + 256] = flat[
+            fragment_index(row, column)
+        ]
     weight = reference.dense(layout)
     weight[layout.row_perm[:40].long()] += residuals[:40, :500]
     x = torch.randn(8, 500)
@@ -213,7 +215,7 @@ def test_residuals_that_are_no_float16_have_no_entries(monkeypatch: pytest.Monke
     assert layout.sparse is not None
     monkeypatch.setattr(heuristics, "_has_wgmma", lambda device: True)
     assert heuristics.runs_on_hopper(layout, layout.packed_codes.device)
-    assert pack_entries(layout.sparse, 256, torch.full((256,), 2.0))[0] is not None
-    assert pack_entries(layout.sparse, 256, torch.full((256,), 6e4)) == (None, None)
+    assert pack_coo(layout.sparse, 256, torch.full((256,), 2.0))[0] is not None
+    assert pack_coo(layout.sparse, 256, torch.full((256,), 6e4)) == (None, None)
     without = replace(layout, sparse=replace(layout.sparse, coo=None, block_ptr=None))
     assert not heuristics.runs_on_hopper(without, without.packed_codes.device)

@@ -40,12 +40,12 @@ def test_linear_and_dequantize(case: Case) -> None:
     assert relative_error(dequantize(layout, torch.float32), reference.weight(layout)) < 1e-6
 
 
-def test_bands_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_at_a_time_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = random_layout(CASES[0], "cpu")
     x = torch.randn(4, 300)
     whole = linear(x, layout)
-    monkeypatch.setattr(torch_fallback, "BAND_WEIGHTS", 16 * 300)
-    monkeypatch.setattr(torch_fallback, "BAND_RESIDUALS", 7)
+    monkeypatch.setattr(torch_fallback, "WEIGHTS_AT_ONCE", 16 * 300)
+    monkeypatch.setattr(torch_fallback, "RESIDUALS_AT_ONCE", 7)
     assert relative_error(linear(x, layout), whole.double()) < 1e-6
 
 

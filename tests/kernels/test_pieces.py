@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 import torch
-from requant_kernels.common.bit_layout import UNIT, zero_bias
-from requant_kernels.common.packing import CodebookLayout, sparse_entries, unpack_words
-from requant_kernels.common.sparse import places
+from requant_kernels.common.bit_layout import GRID_STEP, zero_bias
+from requant_kernels.common.packing import CodebookLayout, unpack_codes
+from requant_kernels.common.sparse import fragment_index, unpack_residuals
 from requant_kernels.scalar.gemm_sm90_ptx import PIECE, PIECES, decoding, pair_asm, piece_asm
 
 from .cases import Case, random_layout
 from .ptx_model import floats, pair_of, run_ptx
-from .test_words import planes_of, random_words
+from .test_bit_layout import fragments_of, random_k_tile
 
 ROW_OF = (
     np.arange(2)[None, None, None, :] * 8 + np.arange(8)[:, None, None, None] + np.zeros((1, 4, 2, 1), int)
@@ -26,7 +26,7 @@ def residual_planes(residuals: np.ndarray, dtype: str) -> np.ndarray:
     """Residuals [16, 256] -> the registers of 16 planes, by the places of `entries.py`."""
     rows, columns = (torch.from_numpy(i) for i in residuals.nonzero())
     flat = np.zeros(4096)
-    flat[places(rows, columns).numpy()] = residuals[residuals.nonzero()]
+    flat[fragment_index(rows, columns).numpy()] = residuals[residuals.nonzero()]
     # plane, g, t, kh, rh, e: what a lane reads from its 16 bytes of every plane
     return pair_of(flat.reshape(16, 8, 4, 2, 2, 2), dtype)
 
@@ -35,14 +35,16 @@ def residual_planes(residuals: np.ndarray, dtype: str) -> np.ndarray:
 @pytest.mark.parametrize("bits", range(2, 9))
 @pytest.mark.parametrize("sparse", [False, True])
 def test_pieces_of_a_grid_are_exact(bits: int, dtype: str, sparse: bool) -> None:
-    codes, words = random_words(bits, "grid")
+    codes, words = random_k_tile(bits, "grid")
     for groups in (0, 1, 2, 4, 8):
         for zeros in (False, True):
             many, own = max(1, groups), max(1, groups // PIECES)
             zero = (
                 np.random.randint(0, 1 << bits, (many, 16)) if zeros else np.full((many, 16), 1 << bits - 1)
             )
-            scale = 2.0 ** np.random.randint(-3, 3, (many, 16)) if groups else np.full((1, 16), UNIT[dtype])
+            scale = (
+                2.0 ** np.random.randint(-3, 3, (many, 16)) if groups else np.full((1, 16), GRID_STEP[dtype])
+            )
             residuals = np.where(
                 np.random.rand(16, 256) < 0.02, 2.0 ** np.random.randint(3, 8, (16, 256)), 0.0
             )
@@ -52,8 +54,8 @@ def test_pieces_of_a_grid_are_exact(bits: int, dtype: str, sparse: bool) -> None
             for piece in range(PIECES):
                 inputs = list(words)
                 mine = range(piece * groups // PIECES, piece * groups // PIECES + own)
-                inputs += [by_row(scale[g] / UNIT[dtype], dtype) for g in mine] if groups else []
-                biased = -(zero + zero_bias(bits, dtype)) * UNIT[dtype]
+                inputs += [by_row(scale[g] / GRID_STEP[dtype], dtype) for g in mine] if groups else []
+                biased = -(zero + zero_bias(bits, dtype)) * GRID_STEP[dtype]
                 inputs += [by_row(biased[g], dtype) for g in mine] if zeros else []
                 inputs += list(held[PIECE * piece : PIECE * (piece + 1)]) if sparse else []
                 operands = {f"${PIECE + i}": register for i, register in enumerate(inputs)}
@@ -63,7 +65,7 @@ def test_pieces_of_a_grid_are_exact(bits: int, dtype: str, sparse: bool) -> None
             weight = (codes.astype(float) - zero.repeat(256 // many, 0).T) * scale.repeat(
                 256 // many, 0
             ).T + residuals
-            want = planes_of(weight)
+            want = fragments_of(weight)
             assert np.array_equal(got, floats(pair_of(want, dtype), dtype))
 
 
@@ -75,7 +77,7 @@ def test_pieces_of_a_codebook(bits: int) -> None:
     assert layout.tables is not None
     tables = layout.tables[0].view(-1, 8, 2).numpy().view(np.uint32)
     residuals = np.zeros((16, 256))
-    rows, columns, values = sparse_entries(layout)
+    rows, columns, values = unpack_residuals(layout)
     assert layout.row_perm is not None
     position = torch.argsort(layout.row_perm.long())[rows]
     residuals[position, columns] = values
@@ -88,9 +90,9 @@ def test_pieces_of_a_codebook(bits: int) -> None:
             piece_asm("codebook", bits, "fp16", 0, piece, sparse=True), operands, words[0].shape, PIECE
         )
     got = np.stack([floats(plane, "fp16") for plane in planes])
-    codes = unpack_words(layout.packed_codes, kind="codebook", bits=bits, k=256).long()
+    codes = unpack_codes(layout.packed_codes, format="codebook", bits=bits, k=256).long()
     weight = torch.gather(layout.levels.double(), 1, codes).numpy() + residuals
-    assert np.array_equal(got, floats(pair_of(planes_of(weight), "fp16"), "fp16"))
+    assert np.array_equal(got, floats(pair_of(fragments_of(weight), "fp16"), "fp16"))
 
 
 @pytest.mark.parametrize("factor,addend", [(512.0, 0.0), (-(2.0**-9), -2.0)])
@@ -110,10 +112,10 @@ def test_entries_are_the_residuals_in_the_order_of_places() -> None:
     entries, bounds = layout.sparse.coo, layout.sparse.block_ptr
     assert entries is not None and bounds is not None
     assert bounds.shape == (3, 4) and bounds[0, 0] == 0 and bounds[-1, -1] == len(entries)
-    rows, columns, values = sparse_entries(layout)
+    rows, columns, values = unpack_residuals(layout)
     position = torch.argsort(layout.row_perm.long())[rows]
     want = torch.zeros(3, 3, 4096)
-    want[position // 16, columns // 256, places(position % 16, columns % 256)] = values
+    want[position // 16, columns // 256, fragment_index(position % 16, columns % 256)] = values
     got = torch.zeros(3, 3, 4096)
     for tile in range(3):
         for block in range(3):
@@ -126,7 +128,7 @@ def test_entries_are_the_residuals_in_the_order_of_places() -> None:
 
 def test_every_place_is_one_weight() -> None:
     rows, columns = torch.meshgrid(torch.arange(16), torch.arange(256), indexing="ij")
-    assert torch.equal(places(rows, columns).flatten().sort().values, torch.arange(4096))
+    assert torch.equal(fragment_index(rows, columns).flatten().sort().values, torch.arange(4096))
 
 
 def test_a_row_scale_comes_into_the_loop_with_residuals() -> None:

@@ -17,7 +17,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from requant_kernels.common.bit_layout import UNIT, codebook_asm, constraints, flat_positions, grid_asm
+from requant_kernels.common.bit_layout import (
+    GRID_STEP,
+    asm_constraints,
+    codebook_dequant_ptx,
+    flat_bit_positions,
+    grid_dequant_ptx,
+)
 from requant_kernels.common.packing import CodebookLayout, Layout
 
 
@@ -231,22 +237,22 @@ def operands(
         group, inputs = 0, tables
         scales = layout.levels if layout.tables is None else layout.tables[int(name == "bf16")]
         tensors = (layout.packed_codes, scales, None, layout.levels)
-        texts = [codebook_asm(layout.bits, half) for half in range(2)] if use_asm else None
+        texts = [codebook_dequant_ptx(layout.bits, half) for half in range(2)] if use_asm else None
     else:
         tables, group = 0, layout.kernel_group
         groups = 0 if layout.zero_points is None else max(1, 256 // group) if group else 1
         inputs = groups // 2 if groups > 1 else groups
         tensors = (layout.packed_codes, layout.scales, layout.zero_points, None)
-        texts = [grid_asm(layout.bits, name, groups, half) for half in range(2)] if use_asm else None
+        texts = [grid_dequant_ptx(layout.bits, name, groups, half) for half in range(2)] if use_asm else None
     return tensors, {
         "ASM": None if texts is None else tuple(texts),
-        "CONSTRAINTS": constraints(layout.bits + inputs) if use_asm else None,
-        "POSITIONS": None if use_asm else flat_positions("codebook" if codebook else "grid", layout.bits),
+        "CONSTRAINTS": asm_constraints(layout.bits + inputs) if use_asm else None,
+        "POSITIONS": None if use_asm else flat_bit_positions("codebook" if codebook else "grid", layout.bits),
         "CODEBOOK": codebook,
         "BITS": layout.bits,
         "TABLES": tables,
         "GROUP": group,
-        "UNIT": UNIT[name] if use_asm else 1.0,
+        "UNIT": GRID_STEP[name] if use_asm else 1.0,
     }
 
 

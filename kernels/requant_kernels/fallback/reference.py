@@ -1,6 +1,11 @@
-"""The torch twin of every kernel: the same equation in plain tensors, at the precision the caller asks for.
+"""The reference of the kernels: the equation of every packed layout in plain tensors, float64 unless asked otherwise.
 
-y = (x / column_scales) @ dense^T + x @ sparse^T + bias
+    y = (x / column_scales) @ dense^T + x @ sparse^T + bias
+
+Covered: `linear`, `dequantize` and `lookup` of grids, codebooks and trellises with their residuals, and the Hadamard
+transform. It starts from the packed layout, so packing errors show only in the round trips of `pack_*` and `unpack_*`. Not
+covered: the attention kernel (torch's own softmax is its reference) and the Viterbi search (`viterbi/cpu.py`). Inputs keep
+the rounding they have: scales, levels and activations are float16 (bfloat16) numbers, and only the arithmetic is exact.
 """
 
 import torch
@@ -9,10 +14,10 @@ from torch import Tensor
 from requant_kernels.common.packing import (
     CodebookLayout,
     Layout,
-    sparse_entries,
     unpack_codebook,
     unpack_grid,
 )
+from requant_kernels.common.sparse import unpack_residuals
 from requant_kernels.trellis.layout import TrellisLayout, step_bits, unpack_trellis
 
 
@@ -31,13 +36,13 @@ def sparse(layout: Layout | TrellisLayout, dtype: torch.dtype = torch.float64) -
     """The residuals as a full matrix [n, k]."""
     matrix = torch.zeros(layout.n, layout.k, dtype=dtype, device=layout.packed_codes.device)
     if layout.sparse is not None:
-        rows, columns, residuals = sparse_entries(layout)
-        matrix[rows, columns] = residuals.to(dtype)
+        rows, columns, values = unpack_residuals(layout)
+        matrix[rows, columns] = values.to(dtype)
     return matrix
 
 
 def weight(layout: Layout | TrellisLayout, dtype: torch.dtype = torch.float64) -> Tensor:
-    """The whole matrix [n, k] that the layout stands for."""
+    """The dequantized weight [n, k]: dense part and residuals."""
     if isinstance(layout, TrellisLayout):
         return trellis_weight(layout, dtype) + sparse(layout, dtype)
     matrix = dense(layout, dtype)
@@ -55,13 +60,8 @@ def linear(
     return y if bias is None else y + bias.to(dtype)
 
 
-def transpose_tokens(x: Tensor, width: int) -> Tensor:
-    """[m, k] -> [k, width], tokens beyond m zero: what the sparse gather of several tokens reads."""
-    return torch.nn.functional.pad(x, (0, 0, 0, width - x.shape[0])).T.contiguous()
-
-
 def hadamard(width: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """The rotation of `width` (a multiple of 16): blocks of the largest power of two that divides it."""
+    """The Hadamard rotation of `width` (a multiple of 16): blocks of the largest power of two that divides it."""
     size = width & -width
     matrix = torch.ones(1, 1, dtype=dtype)
     while len(matrix) < size:
@@ -70,15 +70,15 @@ def hadamard(width: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def trellis_values(layout: TrellisLayout, dtype: torch.dtype = torch.float64) -> Tensor:
-    """V [r, c]: every place from the 16 bits of its tile's ring that end with it."""
+    """V [r, c]: every value from the 16 bits of its tile's tail-biting code sequence that end with its code."""
     codes = unpack_trellis(layout).long()
     rows, columns = codes.shape
-    rings = codes.view(rows // 16, 16, columns // 16, 16).transpose(1, 2).reshape(-1, 256)
-    own = torch.tensor(step_bits(layout.four), device=rings.device).repeat(64)
-    window, above = torch.zeros_like(rings), torch.zeros_like(own)
+    sequences = codes.view(rows // 16, 16, columns // 16, 16).transpose(1, 2).reshape(-1, 256)
+    code_bits = torch.tensor(step_bits(layout.four), device=sequences.device).repeat(64)
+    window, shift = torch.zeros_like(sequences), torch.zeros_like(code_bits)
     for back in range(16):  # at least one bit a code
-        window |= rings.roll(back, 1) << above
-        above += own.roll(back)
+        window |= sequences.roll(back, 1) << shift
+        shift += code_bits.roll(back)
     window &= 0xFFFF
     if layout.code == "pair":
         window = window[:, 1::2].repeat_interleave(2, 1)
@@ -99,5 +99,5 @@ def trellis_weight(layout: TrellisLayout, dtype: torch.dtype = torch.float64) ->
     """The dense part of a trellis: diag(output_scales) H V H diag(input_scales), [n, k]."""
     values = trellis_values(layout, dtype)
     left, right = (hadamard(width, dtype).to(values.device) for width in values.shape)
-    turned = (left @ values @ right)[: layout.n, : layout.k]
-    return layout.output_scales.to(dtype)[:, None] * turned * layout.input_scales.to(dtype)
+    rotated = (left @ values @ right)[: layout.n, : layout.k]
+    return layout.output_scales.to(dtype)[:, None] * rotated * layout.input_scales.to(dtype)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from requant_kernels.common.bit_layout import flat_positions
+from requant_kernels.common.bit_layout import flat_bit_positions
 from requant_kernels.common.packing import GridLayout
 
 
@@ -57,7 +57,7 @@ def lookup_kernel(
 
 @cache
 def _positions(bits: int, device: torch.device) -> Tensor:
-    return torch.tensor(flat_positions("grid", bits), dtype=torch.int32, device=device)
+    return torch.tensor(flat_bit_positions("grid", bits), dtype=torch.int32, device=device)
 
 
 def lookup(tokens: Tensor, layout: GridLayout, dtype: torch.dtype) -> Tensor:

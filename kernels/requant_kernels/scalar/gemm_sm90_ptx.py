@@ -1,9 +1,10 @@
 """What `wgmma.py` is made of: the PTX that turns words into scaled weights, and residuals into addends of weights.
 
 A *piece* is a quarter of a block: 16 rows x 64 columns a tile, four planes (`words.py`), of which a lane has 16 registers.
-`piece_asm` is made from the text of `grid_asm` and `codebook_asm`: the lines of other planes are dropped, and one more
-multiplication a pair of weights puts the scale of their group on them, so that one accumulator takes a whole row. With
-residuals the multiplication becomes a fused one: the residual, or zero, is its addend, and costs nothing but its load.
+`piece_asm` is made from the text of `grid_dequant_ptx` and `codebook_dequant_ptx`: the lines of other planes are dropped,
+and one more multiplication a pair of weights puts the scale of their group on them, so that one accumulator takes a whole
+row. With residuals the multiplication becomes a fused one: the residual, or zero, is its addend, and costs nothing but its
+load.
 
 The weight is rounded to the type of the activations once, as in the plain matrix. Scales of a grid stay below 128.
 """
@@ -13,7 +14,13 @@ from functools import cache
 
 import torch
 
-from requant_kernels.common.bit_layout import HALF, UNIT, codebook_asm, grid_asm, zero_bias
+from requant_kernels.common.bit_layout import (
+    GRID_STEP,
+    STEPS_PER_ASM,
+    codebook_dequant_ptx,
+    grid_dequant_ptx,
+    zero_bias,
+)
 
 PIECE = 4  # planes of a piece: 64 columns of 16 bits are one line of swizzled shared memory
 PIECES = 4  # of a block
@@ -33,23 +40,23 @@ def piece_asm(
     half, quarter = divmod(piece, PIECES // 2)
     own = max(1, groups // PIECES)  # groups of this piece
     if kind == "codebook":
-        text, inputs, scales = codebook_asm(bits, half), bits + (1 << (bits - 1)), 0
+        text, inputs, scales = codebook_dequant_ptx(bits, half), bits + (1 << (bits - 1)), 0
     else:
-        text = grid_asm(bits, dtype, max(1, groups) if zeros else 0, half)
+        text = grid_dequant_ptx(bits, dtype, max(1, groups) if zeros else 0, half)
         inputs, scales = bits, own if groups else 0
     zero_at, real = PIECE + inputs + scales, dtype.replace("fp", "f")
     residual_at = zero_at + (own if zeros else 0)
 
     def operand(match: re.Match[str]) -> str:
         """An input of the half's text, counted as here."""
-        index = int(match[1]) - HALF
+        index = int(match[1]) - STEPS_PER_ASM
         if index < inputs:
             return f"${PIECE + index}"
         group = index - inputs - (quarter * own if groups > 2 else 0)
         return f"${zero_at + (group if 0 <= group < own else 0)}"  # of a plane that is dropped: any will do
 
     head, body = text[: text.index("\n")], text[text.index("\n") + 1 : text.rindex("}")]
-    registers, lines = re.findall(r"t\d+", head), []
+    registers, lines = re.findall(r"%\w+", head), []
     for line in body.strip().split("\n"):
         found = re.match(r"(\S+) \$([0-7]), ", line)
         if found is None:
@@ -141,7 +148,7 @@ def decoding(
     groups = max(1, 256 // group) if group else int(sparse and kind == "grid")
     own = max(1, groups // PIECES)
     inputs = bits + tables + (own if groups else 0) + (own if zeros else 0) + (PIECE if sparse else 0)
-    unit = UNIT[dtype]
+    unit = GRID_STEP[dtype]
     return {
         "TEXTS": tuple(
             piece_asm(kind, bits, dtype, groups, piece, zeros=zeros, sparse=sparse) for piece in range(PIECES)

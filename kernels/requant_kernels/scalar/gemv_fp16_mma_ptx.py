@@ -14,7 +14,7 @@ exact but for float32's own rounding.
 from dataclasses import dataclass
 from functools import cache
 
-from requant_kernels.common.bit_layout import MANTISSA, float_bits, grid_fields
+from requant_kernels.common.bit_layout import MANTISSA_BITS, grid_fields, ptx_float
 
 TOKENS = 8  # columns of the right operand
 TOKENS_BYTES = 4096  # of a block
@@ -37,7 +37,7 @@ def planes_of(bits: int, dtype: str) -> tuple[Plane, ...]:
     found = []
     for fields in grid_fields(bits):
         low, high = fields[0], fields[-1]
-        drop = low.bit if high.bit + high.width > MANTISSA[dtype] else 0
+        drop = low.bit if high.bit + high.width > MANTISSA_BITS[dtype] else 0
         parts = tuple(
             (f.word, (f.rotate + drop) % 32, (((1 << f.width) - 1) << (f.bit - drop)) * 0x10001)
             for f in fields
@@ -97,7 +97,7 @@ def block_asm(bits: int, dtype: str, scales: int, tiles: int, *, zeros: bool = F
                 ("o", -(magic * 2.0 ** (first - at) + zero * 2.0**first)), ("t", -UNIT[dtype] * 2.0**first)
             ):  # fmt: skip
                 ptx.add(
-                    *(f"fma.rn.f32 {name}{i}, x{at}_{i}, {float_bits(factor)}, {name}{i};" for i in range(2))
+                    *(f"fma.rn.f32 {name}{i}, x{at}_{i}, {ptx_float(factor)}, {name}{i};" for i in range(2))
                 )
         for t in range(tiles):
             ptx.add(*_collect(ats, t, scaled=scales > 0, zeros=zeros))
@@ -163,7 +163,7 @@ def _collect(ats: list[int], tile: int, *, scaled: bool, zeros: bool) -> list[st
         lines += both(f"z{tile}") + [f"fma.rn.f32 u{i}, v{i // 2}, t{i % 2}, {before[i]};" for i in range(4)]
         before = [f"u{i}" for i in range(4)]
     for at in ats:
-        factor = float_bits(2.0 ** (ats[0] - at))
+        factor = ptx_float(2.0 ** (ats[0] - at))
         lines += [f"fma.rn.f32 u{i}, c{tile}_{at}_{i}, {factor}, {before[i]};" for i in range(4)]
         before = [f"u{i}" for i in range(4)]
     if not scaled:

@@ -20,7 +20,7 @@ a symmetric grid, times the integers, is taken off after a group; those of other
 
 from functools import cache
 
-from requant_kernels.common.bit_layout import float_bits
+from requant_kernels.common.bit_layout import ptx_float
 
 SLABS = 8  # of a block: 32 columns, one product
 GROUP = 128  # columns of a scale of the activations
@@ -169,7 +169,7 @@ def fix_asm(bits: int, dtype: str, *, given: bool = False, zeros: bool = False) 
     limit = LIMIT / 2 if half else LIMIT
     lines += [
         "max.NaN.f32 m, m, 0f0DA24260;",  # 1e-30
-        "rcp.approx.f32 q, m;", f"mul.f32 q, q, {float_bits(limit)};", f"mul.f32 m, m, {float_bits(1 / limit)};",
+        "rcp.approx.f32 q, m;", f"mul.f32 q, q, {ptx_float(limit)};", f"mul.f32 m, m, {ptx_float(1 / limit)};",
         "mov.u32 lane, %tid.x;", "and.b32 t, lane, 3;", "shr.u32 slab, lane, 2;", "and.b32 slab, slab, 7;",
     ]  # fmt: skip
     # the factors of even and of odd planes, and the weights of their sums: half of them where activations are doubled

@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from requant_kernels.common.bit_layout import UNIT as UNITS
+from requant_kernels.common.bit_layout import GRID_STEP as UNITS
 from requant_kernels.common.fragment_dequant import dense_tokens, operands
 from requant_kernels.common.launch import interned, launch
 from requant_kernels.common.occupancy import shared_room

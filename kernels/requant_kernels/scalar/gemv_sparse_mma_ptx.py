@@ -53,7 +53,7 @@ SCALE_CONSTRAINTS = ",".join(["=&f"] * 4 + ["f"] * 4 + ["r"] * 4 + ["f"] * 4)
 
 
 def zero_asm(dtype: str, factor: float, addend: float) -> str:
-    """Two zero points in 32 bits -> the pairs that `grid_asm` takes, in the order of words."""
+    """Two zero points in 32 bits -> the pairs that `grid_dequant_ptx` takes, in the order of words."""
     text = pair_asm(dtype, factor, addend).replace("$2", "$4")
     return text[: text.rindex("}")] + " mov.b32 $2, $0; mov.b32 $3, $1; }"
 

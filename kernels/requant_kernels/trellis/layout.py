@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from requant_kernels.common.packing import Csr, SlicedEll, pack_sparse, row_order, stored_rows
+from requant_kernels.common.sparse import Csr, SlicedEll, pack_sparse, padded_row_perm, sort_rows
 from requant_kernels.trellis.hashes import groups_of
 
 GROUP_TILES = 4
@@ -89,11 +89,11 @@ def pack_trellis(
     words = torch.zeros(stream.shape[:-1], dtype=torch.int32, device=codes.device)
     for i in range(32):
         words |= stream[..., i].int() << (31 - i)
-    order = None if sparse is None else row_order(sparse[0].to(codes.device))
+    order = None if sparse is None else sort_rows(sparse[0].to(codes.device))
     vector = math.gcd(words.shape[-1], 4)
     return TrellisLayout(
         packed_codes=words.unflatten(-1, (-1, vector)).transpose(2, 3).contiguous(), input_scales=input_scales,
-        output_scales=output_scales, n=n, k=k, bits=float(bits), code=code, row_perm=stored_rows(order, n),
+        output_scales=output_scales, n=n, k=k, bits=float(bits), code=code, row_perm=padded_row_perm(order, n),
         sparse=pack_sparse(sparse, order, k),
     )  # fmt: skip
 

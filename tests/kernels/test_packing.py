@@ -83,12 +83,12 @@ def test_reference_weight_is_the_equation() -> None:
 
 
 def test_sorted_rows_keep_padding_small() -> None:
-    """Rows of very different lengths: the slots stay within one chunk a row of what is needed."""
+    """Rows of very different lengths: the slots stay within one slice per row of what is needed."""
     n, k = 256, 1024
-    places = torch.rand(n, k) < (torch.rand(n, 1) ** 4) * 0.2
-    rows, columns = places.nonzero(as_tuple=True)
+    mask = torch.rand(n, k) < (torch.rand(n, 1) ** 4) * 0.2
+    rows, columns = mask.nonzero(as_tuple=True)
     indptr = torch.zeros(n + 1, dtype=torch.int64)
-    indptr[1:] = places.sum(1).cumsum(0)
+    indptr[1:] = mask.sum(1).cumsum(0)
     sparse = (indptr, columns.int(), torch.randn(len(rows)).half(), None)
     layout = pack_codebook(
         torch.zeros(n, k, dtype=torch.uint8), torch.zeros(n, 4).half(), bits=2, sparse=sparse
