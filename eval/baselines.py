@@ -27,12 +27,12 @@ from eval.common import (
     row_of,
     write_json,
 )
-from requant.detach import global_top
-from requant.paper import iqr_outliers, requant_as_published
-from requant.quantizers import METHODS
-from requant.quantizing import gather, quantize_linears
-from requant.recipe import Detach, Sensitivity
-from requant.run import Run, Weights
+from requant.pipeline.detach import global_top
+from requant.pipeline.paper import iqr_outliers, requant_as_published
+from requant.quantizers.registry import METHODS
+from requant.recipe.schema import Detach, Sensitivity
+from requant.run.context import Run, Weights
+from requant.run.quantize_linears import gather, quantize_linears
 
 BITS = (4, 3, 2)
 

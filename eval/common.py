@@ -25,17 +25,18 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import requant
-from requant.calibration import LinearStats
-from requant.checkpoint import matrix_parts
-from requant.checkpoint.packing import pack
+from requant.calibration.stats import LinearStats
+from requant.checkpoint.sizes import matrix_parts
 from requant.errors import TextError
-from requant.evaluation import Protocol, perplexity_and_kl
-from requant.pipeline import Prepared, prepare, start
-from requant.quantizers import METHODS
-from requant.recipe import Calibration, Evaluation, Recipe, Tuning, to_dict
-from requant.run import Run, Weights
-from requant.text import Text, read_text, token_windows
-from requant.workspace import Workspace
+from requant.evaluation.perplexity import Protocol, perplexity_and_kl
+from requant.formats.packing import pack
+from requant.pipeline.prepare import Prepared, prepare, start
+from requant.quantizers.registry import METHODS
+from requant.recipe.schema import Calibration, Evaluation, Recipe, Tuning, to_dict
+from requant.run.context import Run, Weights
+from requant.run.workspace import Workspace
+from requant.text.sources import Text, read_text
+from requant.text.windows import token_windows
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "eval" / "results"

@@ -20,7 +20,7 @@ from eval.common import RESULTS, ROOT
 from eval.curve_tables import of_mode_best
 from eval.markdown import PEERS, markdown, read
 from eval.tables import BLOCK, NODE_NAMES, PAPER_ERRORS, TABLES, widths_of
-from requant.reporting.plots import BAR, MARKERS, STYLE
+from requant.report.plots import BAR, MARKERS, STYLE
 
 PAGES = ROOT / "requant" / "docs"
 FIGURES = PAGES / "figures"

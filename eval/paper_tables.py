@@ -40,14 +40,14 @@ from eval.common import (
     write_json,
 )
 from requant.calibration.passes import gradient_pass, mean_loss
-from requant.detach import Masks, global_top
-from requant.diagnosis import diagnose
-from requant.paper import OUTLIER_RULES, detach_places, detach_significant
-from requant.quantizing import quantize_linears
-from requant.recipe import Detach
-from requant.run import Run, Weights, loss, scores
-from requant.sensitivity import QuantizedPath, Scores, signed_sum
+from requant.pipeline.detach import Masks, global_top
+from requant.pipeline.diagnosis import diagnose
+from requant.pipeline.paper import OUTLIER_RULES, detach_places, detach_significant
+from requant.recipe.schema import Detach
+from requant.run.context import Run, Weights, loss, scores
+from requant.run.quantize_linears import quantize_linears
 from requant.sensitivity.gradient import gradient_score
+from requant.sensitivity.path import QuantizedPath, Scores, signed_sum
 from requant.sensitivity.pqi import NODES
 
 PATH_WINDOWS = 8

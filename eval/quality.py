@@ -33,12 +33,12 @@ from eval.common import (
     row_of,
     write_json,
 )
-from requant.allocation import allocate_bits, with_allocation
-from requant.options import TUNING_STEPS
-from requant.pipeline import MODES, tuned
-from requant.recipe import Budget, Tuning
-from requant.run import Run, Weights
-from requant.text import spread
+from requant.allocation.budget import allocate_bits, with_allocation
+from requant.pipeline.quantize import MODES, tuned
+from requant.recipe.options import TUNING_STEPS
+from requant.recipe.schema import Budget, Tuning
+from requant.run.context import Run, Weights
+from requant.text.windows import spread
 
 TUNING = Tuning(steps=TUNING_STEPS)
 SHORT = Tuning(steps=225)  # what parts are compared at

@@ -23,24 +23,26 @@ import torch
 import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
+import requant
 from eval.common import CALIBRATION, DATA, MODEL, RESULTS, TEST, environment, find, write_json
-from requant.best import rounds_of
-from requant.checkpoint import byte_table
-from requant.inference.throughput import timed
-from requant.memory import peak_memory
-from requant.options import BEST_SAMPLES, default_recipe
-from requant.pipeline import QuantizedModel, pick_device, prepare, quantize, start
-from requant.quantizers import METHODS
-from requant.quantizing import gather, quantize_linears
-from requant.recipe import Budget, Calibration, Evaluation, Recipe, to_dict
-from requant.run import Run, Weights
+from requant.checkpoint.sizes import byte_table
+from requant.evaluation.bench import timed
+from requant.finetune.compile_blocks import WORTH_COMPILING
+from requant.finetune.final import original_model, split_windows
+from requant.finetune.loop import derived_of, leaves_of, other_parameters, single_precision, train
+from requant.finetune.teacher import Teacher
+from requant.formats.trainable import learnable
+from requant.models.devices import peak_memory, pick_device
+from requant.pipeline.best import rounds_of
+from requant.pipeline.prepare import prepare, start
+from requant.pipeline.quantize import QuantizedModel, quantize
+from requant.quantizers.registry import METHODS
+from requant.recipe.options import BEST_SAMPLES, default_recipe
+from requant.recipe.schema import Budget, Calibration, Evaluation, Recipe, to_dict
+from requant.run.context import Run, Weights
+from requant.run.quantize_linears import gather, quantize_linears
+from requant.run.workspace import Workspace
 from requant.sensitivity.scores import score
-from requant.training.fusing import WORTH_COMPILING
-from requant.training.learnable import learnable
-from requant.training.loop import derived_of, leaves_of, other_parameters, single_precision, train
-from requant.training.teacher import Teacher
-from requant.training.tuning import original_model, split_windows
-from requant.workspace import Workspace
 
 LARGE = {
     "hidden_size": 2048,
@@ -74,7 +76,7 @@ def whole_run(recipe: Recipe, device: str, dtype: str, *, keep: Path | None = No
             recipe.model, recipe, device=device, dtype=dtype, workspace=workspace
         )
         finished = time.perf_counter()
-        saved = result.save(keep or Path(folder) / "checkpoint")
+        saved = requant.save(result, keep or Path(folder) / "checkpoint")
         seconds = {**result.seconds, "save": time.perf_counter() - finished}
         bits = byte_table(saved).bits_per_weight
     total = time.perf_counter() - started

@@ -2,7 +2,7 @@
 
 import requant
 result = requant.quantize("demo", requant.Recipe())   # or a loaded model
-result.save("demo-3bit")
+requant.save(result, "demo-3bit")
 model = requant.load("demo-3bit")
 """
 
@@ -14,23 +14,25 @@ from requant.version import VERSION
 __version__ = VERSION
 
 if TYPE_CHECKING:
-    from requant.checkpoint import load as load
-    from requant.exporting import export as export
-    from requant.pipeline import QuantizedModel as QuantizedModel
-    from requant.pipeline import quantize as quantize
-    from requant.recipe import Recipe as Recipe
-    from requant.recipe import load_recipe as load_recipe
-    from requant.scoring import sensitivity as sensitivity
+    from requant.exporters.export import export as export
+    from requant.inference.load import load as load
+    from requant.pipeline.quantize import QuantizedModel as QuantizedModel
+    from requant.pipeline.quantize import quantize as quantize
+    from requant.recipe.schema import Recipe as Recipe
+    from requant.recipe.schema import load_recipe as load_recipe
+    from requant.report.save import save as save
+    from requant.report.score import score as score
 
 # name -> module; torch and transformers take seconds to import, so `requant --help` must not wait for them
 _PUBLIC = {
-    "QuantizedModel": "requant.pipeline",
-    "Recipe": "requant.recipe",
-    "export": "requant.exporting",
-    "load": "requant.checkpoint",
-    "load_recipe": "requant.recipe",
-    "quantize": "requant.pipeline",
-    "sensitivity": "requant.scoring",
+    "QuantizedModel": "requant.pipeline.quantize",
+    "Recipe": "requant.recipe.schema",
+    "export": "requant.exporters.export",
+    "load": "requant.inference.load",
+    "load_recipe": "requant.recipe.schema",
+    "quantize": "requant.pipeline.quantize",
+    "save": "requant.report.save",
+    "score": "requant.report.score",
 }
 __all__ = [
     "QuantizedModel",
@@ -39,7 +41,8 @@ __all__ = [
     "load",
     "load_recipe",
     "quantize",
-    "sensitivity",
+    "save",
+    "score",
     "__version__",
 ]
 
@@ -52,3 +55,7 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     return getattr(import_module(_PUBLIC[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -12,6 +12,9 @@
 A message is one sentence (two at most) that says what, where (layer, file, key), both values, and what to do.
 """
 
+import difflib
+from collections.abc import Iterable
+
 
 class RequantError(Exception):
     """Base of all errors raised on purpose; `exit_code` is what the command line returns."""
@@ -57,3 +60,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """`, did you mean 'x'?`-clause, or nothing where no known word is close."""
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f" (did you mean '{close[0]}'?)" if close else ""

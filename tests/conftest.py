@@ -16,7 +16,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from requant.text import Text, read_text, token_windows
+from requant.text.sources import Text, read_text
+from requant.text.windows import token_windows
 
 VOCABULARY = 264  # 256 bytes, an end token, and rows that no token uses
 SIZES = {

@@ -9,9 +9,9 @@ import pytest
 import typer
 
 from requant.cli import app
-from requant.models import ALIASES
-from requant.quantizers import METHODS
-from requant.recipe import available_recipes, load_recipe
+from requant.models.loading import ALIASES
+from requant.quantizers.registry import METHODS
+from requant.recipe.schema import available_recipes, load_recipe
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("requant", "kernels", "tests", "eval", "recipes")

@@ -20,9 +20,9 @@ from requant_kernels import pack_grid
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from requant.inference.serving import KernelLinear, Sibling, Siblings
-from requant.inference.throughput import measure
-from requant.models import SIBLINGS
+from requant.evaluation.bench import measure
+from requant.inference.convert import KernelLinear, Sibling, Siblings
+from requant.models.targets import SIBLINGS
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": {

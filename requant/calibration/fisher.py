@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from requant.calibration.passes import finite, output_gradient_pass
-from requant.models import LinearSite
+from requant.models.targets import LinearSite
 
 
 def position_fisher(

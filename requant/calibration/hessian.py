@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from requant.calibration.passes import tensor_cores
 from requant.calibration.stream import Enough, Stream
 from requant.errors import NumericalError
-from requant.models import LinearSite
+from requant.models.targets import LinearSite
 
 
 @dataclass(kw_only=True, slots=True)

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from requant.calibration.passes import finite, output_gradient_pass, sampled_loss, tensor_cores
-from requant.models import LinearSite
+from requant.models.targets import LinearSite
 
 SEED = 0  # of the drawn tokens: the same text gives the same G
 

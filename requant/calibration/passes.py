@@ -19,7 +19,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from requant.errors import NumericalError
-from requant.models import LinearSite, find_blocks, replaced_forward
+from requant.models.targets import LinearSite, find_blocks, replaced_forward
 
 RECOMPUTE_ABOVE = 1_000_000_000  # parameters; below it activations are cheaper than a second forward pass
 Receiver = Callable[[LinearSite, Float[Tensor, "n k"]], None]

@@ -6,12 +6,12 @@ from jaxtyping import Int64
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from requant.calibration import LinearStats
 from requant.calibration.fisher import position_fisher
 from requant.calibration.hessian import InputStatistics, input_statistics
 from requant.calibration.output_hessian import output_hessians
+from requant.calibration.stats import LinearStats
 from requant.calibration.stream import Stream
-from requant.models import LinearSite
+from requant.models.targets import LinearSite
 
 # by forward passes; the others take a backward pass each
 OF_INPUTS = frozenset({"hessian", "input_mean_abs"})

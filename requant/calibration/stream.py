@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from requant.calibration.passes import batches
-from requant.models import find_blocks
+from requant.models.targets import find_blocks
 
 
 class Enough(Exception):

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from requant.checkpoint.header import read_shard
-from requant.checkpoint.layout import STOP, MatrixLayout, TensorSpec
-from requant.checkpoint.packing import pack
 from requant.checkpoint.validate import flaw, version_of
 from requant.checkpoint.writer import planned_bytes, write_bytes, write_shards
 from requant.errors import NumericalError, OutputError
-from requant.formats import QuantizedWeight
+from requant.formats.containers import QuantizedWeight
+from requant.formats.packed_spec import STOP, MatrixLayout, TensorSpec
+from requant.formats.packing import pack
 
 MAX_SHARD_BYTES = 5_000_000_000
 CHECKSUMS_FILE = "checksums.json"
@@ -168,7 +168,7 @@ def _plain_tensors(
 ) -> Iterator[tuple[str, Tensor, torch.dtype]]:
     """Tensors that stay as they are, with name and dtype on disk; of those that share memory (tied heads) only the
     one the others are tied to, and none that is tied to a quantized embedding."""
-    from requant.integrations.transformers import disk_name
+    from requant.models.loading import disk_name
 
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}

@@ -9,8 +9,8 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from requant.checkpoint.layout import MatrixLayout
 from requant.checkpoint.validate import CheckpointHeader, read_header
+from requant.formats.packed_spec import MatrixLayout
 
 EMBEDDINGS = ("embed_tokens", "embed_in", "wte", "wpe", "embed_positions", "word_embeddings")
 HEADS = ("lm_head", "embed_out")

@@ -17,10 +17,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from requant.checkpoint.header import StoredTensor, read_folder, read_json
-from requant.checkpoint.layout import STOP, VECTORS, MatrixLayout
-from requant.checkpoint.packing import entry_tiles
 from requant.errors import CheckpointError
-from requant.formats import INDEX_TILE
+from requant.formats.containers import INDEX_TILE
+from requant.formats.packed_spec import STOP, VECTORS, MatrixLayout
+from requant.formats.packing import entry_tiles
 
 FORMAT_VERSION = 3
 PLAIN_VERSION = 1  # of checkpoints whose embedding and head are not quantized

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from requant.checkpoint.header import DTYPES, INDEX_FILE, WEIGHTS_FILE
-from requant.checkpoint.layout import TensorSpec
 from requant.errors import OutputError
+from requant.formats.packed_spec import TensorSpec
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 

@@ -16,7 +16,7 @@ Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log what the qua
 
 
 def table(rows: Any) -> str:
-    from requant.evaluation import format_table
+    from requant.display import format_table
 
     return format_table(rows)
 
@@ -30,4 +30,4 @@ def log_to_stderr(verbose: bool) -> None:
 def say_what_is_loaded(quiet: bool = False) -> None:
     """Show the line of a checkpoint's loading, with its checksum, on standard error."""
     log_to_stderr(verbose=False)
-    logging.getLogger("requant.checkpoint").setLevel(logging.WARNING if quiet else logging.INFO)
+    logging.getLogger("requant.inference").setLevel(logging.WARNING if quiet else logging.INFO)

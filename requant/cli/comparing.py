@@ -22,8 +22,8 @@ def compare(
     quiet: Quiet = False,
 ) -> None:
     """Checkpoints side by side, from what their own files say; a table, and with --output a page."""
-    from requant.checkpoint import check_output
-    from requant.reporting.lineup import lineup, note, render_lineup
+    from requant.checkpoint.save import check_output
+    from requant.report.compare import lineup, note, render_lineup
 
     page = None if output is None else check_output(output)
     entries = lineup(

@@ -20,7 +20,7 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Write a checkpoint for programs that know nothing of requant."""
-    from requant.exporting import export
+    from requant.exporters.export import export
 
     written = export(checkpoint, to, output, dtype=dtype)
     print(json.dumps(written.to_dict(), indent=2) if as_json else table(written.rows()))

@@ -38,7 +38,7 @@ def evaluate(
         _check_alone(
             "--tasks", {"--text": text, "--context": context, "--windows": windows, "--against": against}
         )
-        from requant.tasks import evaluate_tasks, score_rows
+        from requant.evaluation.tasks import evaluate_tasks, score_rows
 
         names = [name.strip() for name in tasks.split(",") if name.strip()]
         scores = evaluate_tasks(
@@ -47,7 +47,7 @@ def evaluate(
         print(json.dumps([s.to_dict() for s in scores], indent=2) if as_json else table(score_rows(scores)))
         return
     _check_alone("eval of a text", {"--task-data": task_data, "--limit": limit})
-    from requant.comparison import evaluate_all
+    from requant.evaluation.compare import evaluate_all
 
     rows = evaluate_all(
         models,
@@ -79,7 +79,7 @@ def inspect(
     as_json: AsJson = False,
 ) -> None:
     """What a checkpoint stores, matrix by matrix and byte by byte; verifies its checksums."""
-    from requant.comparison import inspection
+    from requant.checkpoint.inspect import inspection
 
     found = inspection(checkpoint)
     print(json.dumps(found.to_dict(), indent=2) if as_json else found.text())

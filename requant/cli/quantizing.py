@@ -73,12 +73,15 @@ def quantize(
     verbose: Verbose = False,
 ) -> None:
     """Quantize a model, measure what it cost, write a checkpoint and a report."""
-    from requant.checkpoint import check_output
-    from requant.options import output_folder, recipe_from_options
-    from requant.pipeline import pick_device, prepare, quantize
-    from requant.plan import make_plan
-    from requant.saving import result_rows
-    from requant.workspace import Workspace
+    from requant.checkpoint.save import check_output
+    from requant.models.devices import pick_device
+    from requant.pipeline.plan import make_plan
+    from requant.pipeline.prepare import prepare
+    from requant.pipeline.quantize import quantize
+    from requant.recipe.options import output_folder, recipe_from_options
+    from requant.report.save import save
+    from requant.report.summary import result_rows
+    from requant.run.workspace import Workspace
 
     log_to_stderr(verbose)
     run = recipe_from_options(
@@ -107,7 +110,7 @@ def quantize(
     check_output(folder)
     workspace = Workspace(folder.with_name(folder.name + ".partial"), resume=resume)
     result = quantize(run.model, run, device=device, dtype=dtype, workspace=workspace, quiet=quiet)
-    result.save(folder)
+    save(result, folder)
     workspace.remove()
     rows = result_rows(result, folder)
     print(json.dumps(rows, indent=2) if as_json else table(rows))
@@ -136,9 +139,9 @@ def sensitivity(
     verbose: Verbose = False,
 ) -> None:
     """Score every weight by gradient, Hessian diagonal and PQI; compare predicted with measured dF."""
-    from requant.checkpoint import check_output
-    from requant.options import recipe_from_options
-    from requant.scoring import sensitivity
+    from requant.checkpoint.save import check_output
+    from requant.recipe.options import recipe_from_options
+    from requant.report.score import score
 
     log_to_stderr(verbose)
     run = recipe_from_options(
@@ -157,7 +160,7 @@ def sensitivity(
         nodes=nodes,
     )
     check_output(output)
-    found = sensitivity(run.model, run, device=device, dtype=dtype, output=output, quiet=quiet)
+    found = score(run.model, run, device=device, dtype=dtype, output=output, quiet=quiet)
     rows = found.rows()
     print(json.dumps(rows, indent=2) if as_json else table(rows))
     if not as_json:

@@ -18,7 +18,7 @@ def generate(
     dtype: Dtype = "auto",
 ) -> None:
     """Text from a quantized model."""
-    from requant.comparison import generate_text
+    from requant.inference.generate import generate_text
 
     say_what_is_loaded()
     print(
@@ -47,16 +47,16 @@ def bench(
     as_json: AsJson = False,
 ) -> None:
     """Tokens a second and memory of a model."""
-    from requant.inference import throughput
+    from requant.evaluation import bench
 
-    rows = throughput.bench(
+    rows = bench.bench(
         checkpoint, against=against, batches=_batches(batch), prompt_tokens=prompt_tokens, new_tokens=new_tokens,
         device=device, dtype=dtype, compiled=compile, tune=tune,
     )  # fmt: skip
     print(
         json.dumps([row.to_dict() for row in rows], indent=1)
         if as_json
-        else throughput.speed_table(rows, compared=against is not None)
+        else bench.speed_table(rows, compared=against is not None)
     )
 
 

@@ -14,7 +14,7 @@ import torch
 from requant_kernels import Layout, TrellisLayout
 from torch import Tensor
 
-from requant.formats import Grid, QuantizedWeight
+from requant.formats.containers import Grid, QuantizedWeight
 
 try:
     from triton.errors import TritonError

@@ -25,16 +25,16 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from requant.checkpoint.header import StoredTensor, read_tensors
-from requant.checkpoint.layout import STOP, MatrixLayout
 from requant.checkpoint.validate import (
     check_all_values,
     check_matrices,
     parse_quantization,
     parse_vocabulary,
 )
-from requant.embedding import QuantEmbedding, tied_head
 from requant.errors import CheckpointError
-from requant.linear import QuantLinear
+from requant.formats.packed_spec import STOP, MatrixLayout
+from requant.inference.quant_embedding import QuantEmbedding, tied_head
+from requant.inference.quant_linear import QuantLinear
 
 METHOD = "requant"
 
@@ -147,7 +147,9 @@ def insert_vocabulary(model: Any, vocabulary: Mapping[str, MatrixLayout]) -> Non
     """Empty modules in place of a quantized embedding and head; a head that shares its codes follows in `tie_head`."""
     if not vocabulary:
         return
-    from requant.models import vocabulary_modules  # late: this file is loaded in the midst of transformers
+    from requant.models.targets import (
+        vocabulary_modules,
+    )  # late: this file is loaded in the midst of transformers
 
     (embedding_name, plain), (head_name, head) = vocabulary_modules(model)
     for name in vocabulary:
@@ -201,7 +203,7 @@ class UntiedYet(nn.Module):
 
 def tie_head(model: Any) -> None:
     """Give a head that waits for it the codes of the embedding."""
-    from requant.models import vocabulary_modules
+    from requant.models.targets import vocabulary_modules
 
     head: Any
     _, (name, head) = vocabulary_modules(model)
@@ -249,20 +251,6 @@ def module_name(model: Any, name: str, state: Mapping[str, Any]) -> str:
     conversions = get_model_conversion_mapping(model)
     renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
     return rename_source_key(name, renamings, [], model.base_model_prefix, dict(state))[0]
-
-
-def disk_name(model: Any, name: str, tensor: torch.Tensor) -> str:
-    """The inverse: what the checkpoint that `model` was loaded from calls its tensor `name`.
-
-    Newer transformers know the names of older ones, but not the other way round, so this is the name to save.
-    """
-    from transformers import PreTrainedModel
-    from transformers.core_model_loading import revert_weight_conversion
-
-    if not isinstance(model, PreTrainedModel):
-        return name
-    names = list(revert_weight_conversion(model, {name: tensor}))
-    return names[0] if len(names) == 1 else name
 
 
 def _ignored(model: Any, kind: str, name: str) -> bool:

@@ -29,11 +29,11 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 
-from requant.checkpoint.layout import STOP, MatrixLayout
 from requant.checkpoint.sizes import EMBEDDINGS
 from requant.checkpoint.validate import parse_quantization, parse_vocabulary
 from requant.errors import ModelError
-from requant.formats import QuantizedWeight
+from requant.formats.containers import QuantizedWeight
+from requant.formats.packed_spec import STOP, MatrixLayout
 from requant.integrations.vllm_weights import Collector, Part, Shard, fused_runs, kernel_modules, rank_run
 
 METHOD = "requant"

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from requant.checkpoint.layout import MatrixLayout
-from requant.checkpoint.packing import pack, unpack
-from requant.checkpoint.slicing import join_rows, slice_columns, slice_rows
 from requant.errors import CheckpointError, InputError, ModelError
-from requant.formats import QuantizedWeight
-from requant.inference.serving import KernelLinear, kernel_layout
+from requant.formats.containers import QuantizedWeight
+from requant.formats.packed_spec import MatrixLayout
+from requant.formats.packing import pack, unpack
+from requant.formats.slicing import join_rows, slice_columns, slice_rows
+from requant.inference.convert import KernelLinear, kernel_layout
 
 Shard = str | int | None  # "q", "k", "v"; 0, 1; None: the matrix is the layer's only one
 

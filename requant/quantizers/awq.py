@@ -19,9 +19,9 @@ import torch
 from jaxtyping import Bool, Float, Float16
 from torch import Tensor
 
-from requant.calibration import LinearStats
+from requant.calibration.stats import LinearStats
 from requant.errors import RecipeError
-from requant.formats import Grid, QuantizedWeight, group_count, sparse_residual
+from requant.formats.containers import Grid, QuantizedWeight, group_count, sparse_residual
 from requant.quantizers.checks import check_bits, check_group_size, check_weight, statistic
 from requant.quantizers.correction import corrected
 from requant.quantizers.rtn import columns_of_group, encode, fit_grid

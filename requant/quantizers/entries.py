@@ -7,7 +7,7 @@ mean (cost times the squared distance, as many as there will be entries): levels
 of its own, and take from all others what it costs. In matrices with outliers that leaves a tenth less than levels of all.
 Kim et al. 2023 (SqueezeLLM, arXiv 2306.07629) detach what is large and what is sensitive by two rules and two
 fractions; one number, the loss that an entry takes away, lets entries compete with bits for the same bytes
-(`requant.allocation`). Residuals take 8 bits (`formats.in_8_bits`), so an entry costs two bytes.
+(`requant.allocation.budget`). Residuals take 8 bits (`formats.in_8_bits`), so an entry costs two bytes.
 """
 
 import torch
@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from requant.errors import RecipeError
-from requant.formats import INDEX_TILE
+from requant.formats.containers import INDEX_TILE
 from requant.quantizers.density import SortedRows, density_edges, run_cost, sort_rows, with_ends
 
 SHARES = (0.0025, 0.005, 0.01, 0.02)

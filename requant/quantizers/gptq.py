@@ -26,16 +26,10 @@ import torch
 from jaxtyping import Bool, Float, UInt8
 from torch import Tensor
 
-from requant.calibration import LinearStats
+from requant.calibration.stats import LinearStats
 from requant.errors import NumericalError
-from requant.formats import Grid, QuantizedWeight, group_count, sparse_residual
-from requant.quantizers.checks import (
-    check_bits,
-    check_fraction,
-    check_group_size,
-    check_weight,
-    statistic,
-)
+from requant.formats.containers import Grid, QuantizedWeight, group_count, sparse_residual
+from requant.quantizers.checks import check_bits, check_fraction, check_group_size, check_weight, statistic
 from requant.quantizers.correction import corrected
 from requant.quantizers.rtn import GridFit, columns_of_group, fit_grid, nearest_codes, zero_points_as_floats
 

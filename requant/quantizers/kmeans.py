@@ -27,10 +27,10 @@ import torch
 from jaxtyping import Bool, Float, Float16, Int64, UInt8
 from torch import Tensor
 
-from requant.calibration import LinearStats
+from requant.calibration.stats import LinearStats
 from requant.errors import NumericalError
-from requant.formats import Codebook, QuantizedWeight, in_8_bits, sparse_residual
-from requant.int8 import WIDEST_CODE, snap
+from requant.formats.containers import Codebook, QuantizedWeight, in_8_bits, sparse_residual
+from requant.formats.int8 import WIDEST_CODE, snap
 from requant.quantizers.checks import check_bits, check_level_bits, check_weight, statistic
 from requant.quantizers.density import SortedRows, density_edges, run_cost, sort_rows, with_ends
 from requant.quantizers.entries import check_share, places

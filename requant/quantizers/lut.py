@@ -22,8 +22,8 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from requant.calibration import LinearStats
-from requant.formats import Codebook, QuantizedWeight, in_8_bits, sparse_residual
+from requant.calibration.stats import LinearStats
+from requant.formats.containers import Codebook, QuantizedWeight, in_8_bits, sparse_residual
 from requant.quantizers.checks import check_bits, check_fraction, check_level_bits, check_weight, statistic
 from requant.quantizers.correction import corrected
 from requant.quantizers.entries import check_share, places

@@ -16,9 +16,9 @@ import torch
 from jaxtyping import Bool, Float, Float16, UInt8
 from torch import Tensor
 
-from requant.calibration import LinearStats
+from requant.calibration.stats import LinearStats
 from requant.errors import NumericalError
-from requant.formats import Grid, QuantizedWeight, group_count, sparse_residual
+from requant.formats.containers import Grid, QuantizedWeight, group_count, sparse_residual
 from requant.quantizers.checks import check_bits, check_group_size, check_weight
 
 NEEDS: frozenset[str] = frozenset()

@@ -3,9 +3,9 @@
     minimize  tr(G E H E'),   E = W - W~,   W~ = diag(s_o) R V R diag(s_i)
 
 Tseng et al., "QTIP: Quantization with Trellises and Incoherence Processing" (2024, arXiv 2406.11235): random signs s
-and Hadamard blocks R (`requant.hadamard`) make weights nearly Gaussian and curvatures incoherent; tiles of 16 by 16
+and Hadamard blocks R (`requant.formats.hadamard`) make weights nearly Gaussian and curvatures incoherent; tiles of 16 by 16
 of V are rings through a bitshift trellis (`requant.quantizers.viterbi`) whose values are computed from its states
-(`requant.trellis_codes`); what is lost on finished tiles is fed back into the targets of the others.
+(`requant.formats.trellis_codes`); what is lost on finished tiles is fed back into the targets of the others.
 
 H = mean x x' is the covariance of the inputs and G = mean g g' that of the loss's gradients at the outputs. With block
 Cholesky factors H = L D L' and G = M C M', unit lower triangular in blocks of 16,
@@ -29,14 +29,14 @@ import torch
 from jaxtyping import Bool, Float, UInt8
 from torch import Tensor
 
-from requant.calibration import LinearStats
+from requant.calibration.stats import LinearStats
 from requant.errors import NumericalError, RecipeError
-from requant.formats import QuantizedWeight, Trellis, sparse_residual
-from requant.hadamard import TILE, random_signs, rotate_both
+from requant.formats.containers import QuantizedWeight, Trellis, sparse_residual
+from requant.formats.hadamard import TILE, random_signs, rotate_both
+from requant.formats.trellis_codes import CODES, PERIOD, code_values, codes_of_states, from_tiles, to_tiles
 from requant.quantizers.checks import check_fraction, check_weight, statistic
 from requant.quantizers.correction import corrected
 from requant.quantizers.viterbi import tail_biting_states
-from requant.trellis_codes import CODES, PERIOD, code_values, codes_of_states, from_tiles, to_tiles
 
 NEEDS: frozenset[str] = frozenset({"hessian", "output_hessian"})
 

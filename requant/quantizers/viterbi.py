@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from requant.trellis_codes import STATES, step_bits
+from requant.formats.trellis_codes import STATES, step_bits
 
 
 def tail_biting_states(

@@ -11,8 +11,8 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from requant.calibration.passes import gradient_pass
-from requant.models import LinearSite
-from requant.sensitivity import QuantizedPath, Scores
+from requant.models.targets import LinearSite
+from requant.sensitivity.path import QuantizedPath, Scores
 
 
 def gradient_score(

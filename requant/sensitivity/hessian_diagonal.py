@@ -9,7 +9,7 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from requant.calibration.fisher import position_fisher
-from requant.sensitivity import QuantizedPath, Scores
+from requant.sensitivity.path import QuantizedPath, Scores
 
 
 def hessian_diagonal(

@@ -15,8 +15,8 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from requant.calibration.passes import gradient_pass
-from requant.models import LinearSite
-from requant.sensitivity import QuantizedPath, Scores
+from requant.models.targets import LinearSite
+from requant.sensitivity.path import QuantizedPath, Scores
 
 NODES: dict[str, tuple[tuple[float, float], ...]] = {  # name -> (t, weight), the weights add up to 1
     "midpoint": ((0.5, 1.0),),

@@ -4,9 +4,9 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from requant.errors import NumericalError, RecipeError
-from requant.sensitivity import QuantizedPath, Scores
 from requant.sensitivity.gradient import gradient_score
 from requant.sensitivity.hessian_diagonal import hessian_diagonal
+from requant.sensitivity.path import QuantizedPath, Scores
 from requant.sensitivity.pqi import pqi
 
 

@@ -15,10 +15,10 @@ from typing import Any, Literal
 
 import torch
 
-from requant.inference.decoding import Decoder
-from requant.sampling import sample_next
+from requant.inference.decode import Decoder
 from requant.server.protocol import ApiError, Limits, Sampling
 from requant.server.text_stream import TextStream
+from requant.text.sampling import sample_next
 
 logger = logging.getLogger(__name__)
 

@@ -29,9 +29,9 @@ def serve_checkpoint(
 ) -> None:
     """Serve until SIGINT or SIGTERM; returns then. Raises RequantError."""
     _check_installed()
-    from requant.comparison import open_served
-    from requant.models import context_limit, load_config, load_tokenizer, resolve_source
-    from requant.pipeline import pick_device
+    from requant.inference.load import open_served
+    from requant.models.devices import pick_device
+    from requant.models.loading import context_limit, load_config, load_tokenizer, resolve_source
 
     if api_key is not None and not api_key.strip():
         raise InputError("--api-key is empty; give a key, or leave the option out.")

@@ -11,7 +11,7 @@ import typer
 from eval import quality
 from eval.common import open_study
 from eval.curve_tables import best_ablation_table, best_peer, of_mode_best, quality_table
-from requant.recipe import Tuning
+from requant.recipe.schema import Tuning
 
 
 def test_the_peers_line_goes_through_their_points() -> None:

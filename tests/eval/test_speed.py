@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from eval.speed import best_parts, best_recipe
-from requant.quantizers import METHODS
-from requant.recipe import Tuning
+from requant.quantizers.registry import METHODS
+from requant.recipe.schema import Tuning
 
 
 def test_parts_of_mode_best(tiny_folder, tiny_text_file: Path, tmp_path: Path) -> None:

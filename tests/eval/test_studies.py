@@ -13,15 +13,15 @@ from eval.baselines import squeezellm
 from eval.common import bits_per_weight, write_json
 from eval.paper_tables import hessian_of_means, nodes, random_places, random_significant, shares, slope_along
 from requant.calibration.passes import mean_loss
-from requant.formats import detached_mask
-from requant.models import find_linears
-from requant.paper import iqr_outliers
-from requant.quantizers import METHODS
-from requant.quantizing import quantize_linears
-from requant.recipe import Detach, Recipe
-from requant.run import Run
-from requant.sensitivity import originals
-from requant.workspace import Workspace
+from requant.formats.containers import detached_mask
+from requant.models.targets import find_linears
+from requant.pipeline.paper import iqr_outliers
+from requant.quantizers.registry import METHODS
+from requant.recipe.schema import Detach, Recipe
+from requant.run.context import Run
+from requant.run.quantize_linears import quantize_linears
+from requant.run.workspace import Workspace
+from requant.sensitivity.path import originals
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from requant_kernels.fallback import reference
 from requant_kernels.hadamard.turns import turn_asm
 from requant_kernels.trellis.hashes import OFFSET, float_sum_asm, groups_of, sum_asm, values_asm
 
-from requant.formats import Trellis
+from requant.formats.containers import Trellis
 
 from .cases import random_trellis, relative_error
 from .ptx_model import floats, pair_of, run_ptx

@@ -7,13 +7,13 @@ import sys
 import pytest
 import torch
 
+from requant.formats.trellis_codes import CODES, code_values, step_bits
 from requant.quantizers.viterbi import plain_paths, tail_biting_states
-from requant.trellis_codes import CODES, code_values, step_bits
 
 INTERPRETED = """
 import torch
 from requant.quantizers.viterbi import plain_paths
-from requant.trellis_codes import code_values, step_bits
+from requant.formats.trellis_codes import code_values, step_bits
 from requant_kernels.viterbi.gpu import viterbi_paths
 
 torch.set_num_threads(1)

@@ -16,10 +16,18 @@ from transformers import (
     Qwen2Config,
 )
 
-from requant.checkpoint import save_checkpoint
-from requant.formats import Codebook, Grid, QuantizedWeight, Sparse, Trellis, group_count, sparse_residual
-from requant.int8 import snap
-from requant.models import find_linears
+from requant.checkpoint.save import save_checkpoint
+from requant.formats.containers import (
+    Codebook,
+    Grid,
+    QuantizedWeight,
+    Sparse,
+    Trellis,
+    group_count,
+    sparse_residual,
+)
+from requant.formats.int8 import snap
+from requant.models.targets import find_linears
 
 LLAMA = {
     "hidden_size": 64,

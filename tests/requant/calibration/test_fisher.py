@@ -5,7 +5,7 @@ from torch.nn import functional
 from requant.calibration import passes
 from requant.calibration.fisher import position_fisher
 from requant.errors import NumericalError
-from requant.models import find_linears
+from requant.models.targets import find_linears
 
 
 def fisher_by_loops(model, windows: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -5,7 +5,7 @@ from requant.calibration.hessian import input_statistics
 from requant.calibration.statistics import bytes_needed, collect
 from requant.calibration.stream import Stream
 from requant.errors import NumericalError
-from requant.models import find_linears
+from requant.models.targets import find_linears
 
 SIBLINGS = {
     "llama": [{"q_proj", "k_proj", "v_proj"}, {"o_proj"}, {"gate_proj", "up_proj"}, {"down_proj"}],
@@ -35,7 +35,8 @@ def inputs_of(model, windows: torch.Tensor) -> dict[str, torch.Tensor]:
 def test_hessian_is_the_second_moment(tiny_model, tiny_windows, monkeypatch, name: str) -> None:
     model = tiny_model(name)
     monkeypatch.setattr(
-        "requant.calibration.stream.batches", lambda windows, model, *, label: iter(windows.split(3))
+        "requant.calibration.stream.batches",
+        lambda windows, model, *, label: iter(windows.split(3)),
     )
     found = input_statistics(model, tiny_windows, find_linears(model))
     for matrix, x in inputs_of(model, tiny_windows).items():
@@ -92,7 +93,8 @@ def test_an_overflow_is_an_error(tiny_model, tiny_windows) -> None:
 
 def test_cross_moments_with_a_reference(tiny_model, tiny_windows, monkeypatch) -> None:
     monkeypatch.setattr(
-        "requant.calibration.stream.batches", lambda windows, model, *, label: iter(windows.split(3))
+        "requant.calibration.stream.batches",
+        lambda windows, model, *, label: iter(windows.split(3)),
     )
     model, other = tiny_model("llama"), tiny_model("llama", seed=1)
     found = input_statistics(model, tiny_windows, find_linears(model), reference=Stream(other, tiny_windows))

@@ -6,7 +6,7 @@ from requant.calibration.output_hessian import SEED, output_hessians
 from requant.calibration.passes import draw
 from requant.calibration.statistics import bytes_needed, collect
 from requant.errors import NumericalError
-from requant.models import LinearSite, find_linears
+from requant.models.targets import LinearSite, find_linears
 
 
 @pytest.mark.parametrize("recompute", [False, True])

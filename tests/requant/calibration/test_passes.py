@@ -5,7 +5,7 @@ from torch.nn import functional
 from requant.calibration import passes
 from requant.calibration.passes import gradient_pass, mean_loss, scored_tokens, summed_loss
 from requant.errors import NumericalError
-from requant.models import find_blocks, find_linears
+from requant.models.targets import find_blocks, find_linears
 
 ARCHITECTURES = ("llama", "llama-bias", "gemma3", "phi3", "opt", "gpt2", "gpt-neox")
 

@@ -3,7 +3,7 @@ import torch
 
 from requant.calibration.hessian import input_statistics
 from requant.calibration.stream import Stream
-from requant.models import find_linears
+from requant.models.targets import find_linears
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "opt", "gpt2", "gpt-neox", "phi3"])

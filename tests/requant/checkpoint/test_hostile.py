@@ -10,8 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from requant.checkpoint import load, load_weights, read_header, verify_checksums
+from requant.checkpoint.read import load_weights, verify_checksums
+from requant.checkpoint.validate import read_header
 from requant.errors import CheckpointError
+from requant.inference.load import load
 
 UP = "model.layers.0.mlp.up_proj"
 DOWN = "model.layers.0.mlp.down_proj"

@@ -7,8 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import requant
-from requant.linear import QuantLinear
-from requant.recipe import Calibration, Evaluation, Recipe
+from requant.inference.quant_linear import QuantLinear
+from requant.recipe.schema import Calibration, Evaluation, Recipe
 
 pytestmark = pytest.mark.gpu
 CHOICES = {
@@ -23,7 +23,7 @@ CHOICES = {
 @pytest.mark.parametrize("method", CHOICES)
 @pytest.mark.parametrize("mode", ["dense", "paper"])
 def test_load_on_cuda(method: str, mode: str, tiny_folder, tiny_text_file: Path, tmp_path: Path) -> None:
-    from requant.quantizers import METHODS
+    from requant.quantizers.registry import METHODS
 
     recipe = Recipe(
         model=str(tiny_folder("llama")),
@@ -34,7 +34,7 @@ def test_load_on_cuda(method: str, mode: str, tiny_folder, tiny_text_file: Path,
         evaluation=Evaluation(context=64, windows=2),
     )
     result = requant.quantize(recipe.model, recipe, device="cuda", dtype="float16")
-    result.save(tmp_path / "out")
+    requant.save(result, tmp_path / "out")
     served = requant.load(tmp_path / "out", device="cuda", dtype="float16")
     for name, layer in served.named_modules():
         if isinstance(layer, QuantLinear):

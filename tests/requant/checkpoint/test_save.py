@@ -10,19 +10,16 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from requant.checkpoint import (
-    byte_table,
-    check_output,
-    load,
-    load_weights,
-    read_header,
-    save_checkpoint,
-    writer,
-)
-from requant.checkpoint.packing import pack
+from requant.checkpoint import writer
+from requant.checkpoint.read import load_weights
+from requant.checkpoint.save import check_output, save_checkpoint
+from requant.checkpoint.sizes import byte_table
+from requant.checkpoint.validate import read_header
 from requant.errors import NumericalError, OutputError
-from requant.formats import Grid, QuantizedWeight
-from requant.models import find_linears
+from requant.formats.containers import Grid, QuantizedWeight
+from requant.formats.packing import pack
+from requant.inference.load import load
+from requant.models.targets import find_linears
 
 
 def save(model, output: Path, weights, **kwargs) -> Path:
@@ -246,7 +243,7 @@ def test_byte_table_accounts_for_every_byte(pristine: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["symmetric", "codebook", "trellis"])
 def test_bits_per_weight_in_closed_form(random_weight, kind: str) -> None:
-    from requant.checkpoint import matrix_parts
+    from requant.checkpoint.sizes import matrix_parts
 
     n, k, bits = 32, 512, 2
     layout, _ = pack(random_weight(n, k, kind=kind, bits=bits, density=0))

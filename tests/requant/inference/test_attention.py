@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from transformers import AttentionInterface, StaticCache
 
 from requant.inference import attention
-from requant.inference.decoding import Decoder
+from requant.inference.decode import Decoder
 
 
 def heads(b: int, h: int, n: int) -> torch.Tensor:

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from requant.inference import serving
+from requant.inference import convert
+from requant.inference.convert import KernelLinear, kernel_layout, serve
 from requant.inference.kernel_check import TOKENS, KernelCheck, TritonError, kind_of
-from requant.inference.serving import KernelLinear, kernel_layout, serve
-from requant.linear import QuantLinear
+from requant.inference.quant_linear import QuantLinear
 
 
 def test_right_ones_pass_once(random_weight) -> None:
@@ -90,7 +90,7 @@ def test_a_model_is_served_all_the_same(
 
     folder, _plain = make_checkpoint("llama", kind="codebook")
     forward = KernelLinear.forward
-    monkeypatch.setattr(serving.KernelLinear, "forward", lambda self, x: 2 * forward(self, x))
+    monkeypatch.setattr(convert.KernelLinear, "forward", lambda self, x: 2 * forward(self, x))
     model = requant.load(folder, device="cpu")
     tokens = torch.randint(0, 50, (1, 9))
     want = model(tokens).logits

@@ -12,11 +12,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import requant
-from requant.checkpoint import read_header
+from requant.checkpoint.validate import read_header
 from requant.errors import CheckpointError
-from requant.linear import QuantLinear
-from requant.quantizers import METHODS
-from requant.recipe import Calibration, Detach, Evaluation, Recipe
+from requant.inference.quant_linear import QuantLinear
+from requant.quantizers.registry import METHODS
+from requant.recipe.schema import Calibration, Detach, Evaluation, Recipe
 
 IDS = torch.arange(40)[None] % 256
 RECIPE = Recipe(
@@ -38,7 +38,7 @@ def saved(tiny_folder, tiny_text_file: Path, tmp_path_factory: pytest.TempPathFa
                 recipe = dataclasses.replace(recipe, mode="dense")
             result = requant.quantize(str(tiny_folder(name)), recipe, tiny_text_file, quiet=True)
             made[method, name] = tmp_path_factory.mktemp(method) / name
-            result.save(made[method, name])
+            requant.save(result, made[method, name])
         return made[method, name]
 
     return checkpoint
@@ -153,7 +153,7 @@ def test_load_says_what_it_loaded(saved, tmp_path: Path, caplog: pytest.LogCaptu
     with caplog.at_level(logging.INFO, "requant"):
         model = requant.load(path)
     layers = sum(isinstance(module, QuantLinear) for module in model.modules())
-    (line,) = [r.getMessage() for r in caplog.records if r.name == "requant.checkpoint.load"]
+    (line,) = [r.getMessage() for r in caplog.records if r.name == "requant.checkpoint.read"]
     assert line.startswith(f"loaded {layers} quantized matrices from {path}, sha256 ")
     assert line.endswith(" as saved")
 

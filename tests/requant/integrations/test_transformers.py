@@ -10,10 +10,11 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import requant
-from requant.checkpoint import load, read_header
+from requant.checkpoint.validate import read_header
 from requant.errors import CheckpointError
+from requant.inference.load import load
+from requant.inference.quant_linear import QuantLinear
 from requant.integrations import register_with_transformers
-from requant.linear import QuantLinear
 
 MODELS = ("llama", "llama-tied", "qwen2", "gpt2")
 IDS = torch.arange(48)[None] % 96

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from requant.checkpoint.packing import pack
 from requant.errors import CheckpointError, ModelError
-from requant.formats import QuantizedWeight
+from requant.formats.containers import QuantizedWeight
+from requant.formats.packing import pack
 
 from . import vllm_double
 

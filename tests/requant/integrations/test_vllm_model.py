@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from requant.checkpoint import load_weights, save_checkpoint
+from requant.checkpoint.read import load_weights
+from requant.checkpoint.save import save_checkpoint
 
 
 @pytest.mark.peers

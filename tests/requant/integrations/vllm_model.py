@@ -21,7 +21,7 @@ from vllm.config import DeviceConfig, LoadConfig, ModelConfig, VllmConfig, set_c
 from vllm.distributed import init_distributed_environment, initialize_model_parallel  # noqa: E402
 from vllm.model_executor.model_loader import get_model  # noqa: E402
 
-from requant.checkpoint import load_weights  # noqa: E402
+from requant.checkpoint.read import load_weights  # noqa: E402
 from requant.integrations.vllm import RequantConfig, register  # noqa: E402
 
 PARTS = {

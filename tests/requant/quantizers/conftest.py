@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from requant.calibration import LinearStats
-from requant.formats import QuantizedWeight
+from requant.calibration.stats import LinearStats
+from requant.formats.containers import QuantizedWeight
 
 
 @dataclass(frozen=True, kw_only=True)

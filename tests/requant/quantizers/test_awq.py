@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from requant.calibration import LinearStats
+from requant.calibration.stats import LinearStats
 from requant.errors import RecipeError
 from requant.quantizers import awq, rtn
 

@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 import torch
 
-from requant.calibration import LinearStats
+from requant.calibration.stats import LinearStats
 from requant.errors import InputError, NumericalError, RecipeError
-from requant.quantizers import METHODS
+from requant.quantizers.registry import METHODS
 
 NAMES = ["rtn", "kmeans", "lut", "gptq", "awq"]
 

@@ -3,10 +3,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from requant.calibration import LinearStats
+from requant.calibration.stats import LinearStats
 from requant.errors import NumericalError
-from requant.quantizers import METHODS
 from requant.quantizers.correction import DAMP, corrected
+from requant.quantizers.registry import METHODS
 
 
 def moments(x: torch.Tensor, z: torch.Tensor) -> LinearStats:

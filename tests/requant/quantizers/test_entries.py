@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from requant.allocation import planned_layout
-from requant.calibration import LinearStats
-from requant.checkpoint.packing import pack
+from requant.allocation.budget import planned_layout
+from requant.calibration.stats import LinearStats
 from requant.errors import RecipeError
-from requant.quantizers import METHODS
+from requant.formats.packing import pack
 from requant.quantizers.entries import SHARES, count_of, places, remaining
-from requant.recipe import Recipe
+from requant.quantizers.registry import METHODS
+from requant.recipe.schema import Recipe
 
 
 @pytest.fixture

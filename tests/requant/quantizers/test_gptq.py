@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from requant.calibration import LinearStats
+from requant.calibration.stats import LinearStats
 from requant.errors import NumericalError, RecipeError
 from requant.quantizers import gptq, rtn
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from requant.calibration import LinearStats
+from requant.calibration.stats import LinearStats
 from requant.errors import NumericalError
 from requant.quantizers import kmeans
 

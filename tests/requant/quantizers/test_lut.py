@@ -6,10 +6,10 @@ import itertools
 import pytest
 import torch
 
-from requant.calibration import LinearStats
+from requant.calibration.stats import LinearStats
 from requant.errors import RecipeError
-from requant.quantizers import METHODS
 from requant.quantizers.lut import LutConfig, descend, error_of, in_order, least_squares, quantize
+from requant.quantizers.registry import METHODS
 
 
 def test_it_beats_kmeans_and_a_grid_with_feedback(layer):

@@ -6,12 +6,10 @@ import struct
 import pytest
 import torch
 
-from requant.calibration import LinearStats
+from requant.calibration.stats import LinearStats
 from requant.errors import InputError, NumericalError, RecipeError
-from requant.formats import Trellis
-from requant.quantizers import viterbi
-from requant.quantizers.trellis import TrellisConfig, feedback_factor, quantize
-from requant.trellis_codes import (
+from requant.formats.containers import Trellis
+from requant.formats.trellis_codes import (
     CODES,
     STATES,
     code_values,
@@ -21,6 +19,8 @@ from requant.trellis_codes import (
     step_bits,
     to_tiles,
 )
+from requant.quantizers import viterbi
+from requant.quantizers.trellis import TrellisConfig, feedback_factor, quantize
 
 
 @pytest.fixture(autouse=True)

@@ -3,18 +3,20 @@ import math
 import pytest
 import torch
 
-from requant.calibration import LinearStats
 from requant.calibration.fisher import position_fisher
 from requant.calibration.passes import gradient_pass, mean_loss
+from requant.calibration.stats import LinearStats
 from requant.errors import NumericalError, RecipeError
-from requant.formats import QuantizedWeight
-from requant.models import find_linears, load_model
+from requant.formats.containers import QuantizedWeight
+from requant.models.loading import load_model
+from requant.models.targets import find_linears
 from requant.quantizers.rtn import RtnConfig
 from requant.quantizers.rtn import quantize as round_to_nearest
-from requant.sensitivity import QuantizedPath, originals, signed_sum
+from requant.sensitivity.path import QuantizedPath, originals, signed_sum
 from requant.sensitivity.pqi import NODES
 from requant.sensitivity.scores import score
-from requant.text import read_text, token_windows
+from requant.text.sources import read_text
+from requant.text.windows import token_windows
 
 
 def path_of(model, bits: int = 4) -> QuantizedPath:

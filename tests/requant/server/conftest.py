@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from requant.checkpoint import save_checkpoint
-from requant.models import find_linears
+from requant.checkpoint.save import save_checkpoint
+from requant.models.targets import find_linears
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from requant.comparison import open_served
-from requant.inference.decoding import write_tokens
-from requant.models import load_tokenizer
+from requant.inference.decode import write_tokens
+from requant.inference.load import open_served
+from requant.models.loading import load_tokenizer
 from requant.server.engine import Engine
 from requant.server.protocol import Limits, Sampling
 

@@ -1,0 +1,329 @@
+"""From a budget to the width of every matrix: which bytes are free to spend, and on what.
+
+    bits    everything stored for the quantized matrices, at most `bits * weights / 8` bytes
+    size    the weight files whole: matrices, embedding, head, norms, headers
+
+Bytes are exact, for they follow from the layout (`planned_layout`); only the entries of a sparse part are set aside
+beforehand, with a count for every tile. `predictors.py` says what bits are worth, `knapsack.py` spends them. A run
+without a budget gives every matrix the recipe's width; mode `best` takes even that as a promise.
+"""
+
+import dataclasses
+import itertools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from requant.allocation.embedding_and_head import (
+    Vocabulary,
+    part_sizes,
+    vocabulary_curvature,
+    vocabulary_layout,
+    vocabulary_losses,
+    vocabulary_of,
+    wanted_widths,
+)
+from requant.allocation.knapsack import TOLERANCE, Option, allocate, neighbours
+from requant.allocation.predictors import entry_factors, predicted_losses
+from requant.checkpoint.save import MAX_SHARD_BYTES, checkpoint_bytes
+from requant.errors import RecipeError
+from requant.formats.containers import INDEX_TILE
+from requant.formats.int8 import WIDEST_CODE
+from requant.formats.packed_spec import MatrixLayout, TensorSpec
+from requant.formats.trellis_codes import PERIOD
+from requant.models.targets import LinearSite
+from requant.quantizers.entries import count_of
+from requant.recipe.schema import Recipe
+from requant.run.context import Allocation, Run, recipe_part
+from requant.run.workspace import digest
+
+__all__ = ["TOLERANCE", "Allocation", "allocate_bits", "planned_layout", "with_allocation"]
+WIDEST_QUARTER = 5  # bits
+WIDEST_WITH_ENTRIES = 4  # bits of codes beside which entries may compete
+ENTRY = {"float16": 3, "int8": 2}  # bytes of a residual with its index in the tile
+
+
+def allocate_bits(run: Run, *, reserve: int | None = None) -> Allocation:
+    """The width of every matrix, and of embedding and head, under the recipe's budget.
+
+    `reserve` bytes of the budget are left for a sparse part; None: what the recipe's own mode needs. A run that has its
+    allocation already gets that one. Raises RecipeError, with what can be reached, for a budget that cannot.
+    """
+    if run.allocation is not None:
+        return run.allocation
+    recipe = run.recipe
+    vocabulary = vocabulary_of(run.model)
+    widths = wanted_widths(recipe.budget, vocabulary)
+    asked = asked_bits(recipe)
+    if not has_budget(recipe):
+        return uniform(recipe, run.sites, widths)
+    sparse = sparse_bytes(run) if reserve is None else reserve
+    if asked is not None:
+        budget, fixed = int(asked * run.total_weights / 8), sparse
+    else:
+        assert recipe.budget.size is not None
+        budget, fixed = recipe.budget.size, sparse + bytes_beside(run, vocabulary)
+    sizes: dict[str, Mapping[int | float, int]] = {s.name: matrix_sizes(recipe, s.shape) for s in run.sites}
+    if asked is None:
+        for role, part in vocabulary.parts.items():
+            sizes[role] = {**part_sizes(run.model, run.source, part, widths[role])}
+    check_reachable(run, sizes, budget, fixed)
+    losses = _losses(run, vocabulary, sizes, 8 * (budget - fixed) / run.total_weights)
+    options = {
+        name: [Option(bits=bits, bytes=size, loss=losses[name][bits]) for bits, size in choices.items()]
+        for name, choices in sizes.items()
+    }
+    if entries_compete(recipe):
+        for name, found in _with_entries(run, losses).items():
+            options[name] += found
+    choice = allocate(options, budget - fixed)
+    taken = {role: choice.options[role].bits if role in sizes else found[0] for role, found in widths.items()}
+    return Allocation(
+        bits={site.name: choice.options[site.name].bits for site in run.sites},
+        shares={site.name: share for site in run.sites if (share := choice.options[site.name].share)},
+        bytes=choice.bytes + fixed,
+        budget=budget,
+        predicted=choice.loss,
+        predictor=recipe.budget.predictor,
+        curve={near + fixed: loss for near, loss in neighbours(options, budget - fixed).items()},
+        embedding_bits=int(taken["embedding"]),
+        head_bits=int(taken.get("head", taken["embedding"])),
+    )
+
+
+def with_allocation(run: Run, allocation: Allocation) -> Run:
+    """The run that gives every matrix its width; results kept for another allocation are none of its."""
+    if allocation.budget is None:
+        return dataclasses.replace(run, allocation=allocation)
+    return dataclasses.replace(
+        run,
+        allocation=allocation,
+        bits=allocation.bits,
+        shares=allocation.shares,
+        fingerprint=digest(run.fingerprint, allocation.bits, allocation.shares),
+    )
+
+
+def asked_bits(recipe: Recipe) -> float | None:
+    """Bits a weight that the run promises; None where it promises none, or a size."""
+    if recipe.budget.bits is not None or recipe.budget.size is not None or recipe.mode != "best":
+        return recipe.budget.bits
+    return float(recipe.quantizer.bits)
+
+
+def has_budget(recipe: Recipe) -> bool:
+    """Whether bits are spent matrix by matrix."""
+    return recipe.budget.size is not None or asked_bits(recipe) is not None
+
+
+def planned_layout(
+    recipe: Recipe, shape: tuple[int, int], bits: int | float | None = None, share: float | None = None
+) -> MatrixLayout:
+    """What the method's container will store for a matrix, by default at the recipe's width, with its share of entries.
+
+    Residuals that mode `paper` chooses come on top (`sparse_bytes`).
+    """
+    config: Any = recipe.quantizer
+    width = config.bits if bits is None else bits
+    match recipe.method:
+        case "kmeans" | "lut":
+            levels = "int8" if config.level_bits == 8 and width <= WIDEST_CODE else "float16"
+            layout = MatrixLayout(format="codebook", bits=width, shape=shape, levels=levels)
+            entries = count_of(config.share if share is None else share, shape)
+            if not entries:
+                return layout
+            scales = "matrix" if shape[0] > 1 else "rows"
+            return dataclasses.replace(layout, sparse=entries, sparse_values="int8", sparse_scales=scales)
+        case "trellis":
+            learned = recipe.tuning.steps > 0
+            outputs = "int8" if learned and width <= WIDEST_CODE else "float16"
+            return MatrixLayout(
+                format="trellis",
+                bits=width,
+                shape=shape,
+                code=config.code,
+                input_signs=True,
+                output_signs=not learned,
+                output_scales=outputs,
+            )
+    return MatrixLayout(
+        format="grid",
+        bits=width,
+        shape=shape,
+        group_size=shape[1] if config.group_size == -1 else config.group_size,
+        zero_points=not config.symmetric,
+        column_scales=recipe.method == "awq",
+    )
+
+
+def entries_compete(recipe: Recipe) -> bool:
+    """Whether the budget may buy entries beside the codes (`quantizers/entries.py`) in place of bits."""
+    codebook = recipe.method in ("kmeans", "lut") and recipe.quantizer.share == 0
+    return recipe.mode == "best" and codebook and recipe.budget.entries
+
+
+def matrix_sizes(recipe: Recipe, shape: tuple[int, int]) -> dict[int | float, int]:
+    """Width -> bytes of a matrix, at every width that the method takes."""
+    return {bits: planned_layout(recipe, shape, bits).bytes for bits in widths_of(recipe)}
+
+
+def widths_of(recipe: Recipe) -> list[int | float]:
+    """The widths that the recipe's quantizer takes, ascending; of a trellis, quarters as far as kernels decode them."""
+    wide: list[int | float] = list(range(1, 9))
+    if recipe.method == "trellis" and recipe.budget.quarters:
+        wide += [bits / PERIOD for bits in range(PERIOD, PERIOD * WIDEST_QUARTER) if bits % PERIOD]
+    found: list[int | float] = []
+    for bits in sorted(wide):
+        try:
+            dataclasses.replace(recipe.quantizer, bits=bits)
+        except RecipeError:
+            continue
+        found.append(bits)
+    return found
+
+
+def width(text: str) -> int | float:
+    """A width as JSON keeps it: 2.25 stays, 2 is a whole number."""
+    return int(text) if text.isdecimal() else float(text)
+
+
+def sparse_bytes(run: Run) -> int:
+    """What the residuals of mode `paper` take at most: values, indices, and counts in every matrix."""
+    detach = run.recipe.detach
+    fraction = detach.outlier_fraction + detach.significant_fraction
+    if run.recipe.mode != "paper" or not fraction:
+        return 0
+    entries = fraction * run.total_weights + len(run.sites) / 2 + 1  # each matrix rounds its share
+    counts = sum(site.shape[0] * -(-site.shape[1] // INDEX_TILE) for site in run.sites)
+    scales = 2 * len(run.sites) if detach.values == "int8" else 0
+    return round(ENTRY[detach.values] * entries) + counts + scales
+
+
+def bytes_beside(run: Run, vocabulary: Vocabulary) -> int:
+    """Bytes of the weight files that no matrix, embedding or head accounts for: norms, biases, headers.
+
+    At most: the headers are those of the longest numbers, and of all tensors, that any choice could write.
+    """
+    matrices = {site.name: largest_tensors(run, site) for site in run.sites}
+    grids = {part.name: vocabulary_layout(part.shape, 8).tensors() for part in vocabulary.parts.values()}
+    whole = checkpoint_bytes(run.model, source=run.source, modules=matrices, vocabulary=grids)
+    tables = (*matrices.values(), *grids.values())
+    return whole - sum(spec.bytes for table in tables for spec in table.values())
+
+
+def largest_tensors(run: Run, site: LinearSite) -> dict[str, TensorSpec]:
+    """Every tensor that a matrix stores at some width, as large as it gets."""
+    found: dict[str, TensorSpec] = {}
+    for bits in widths_of(run.recipe):
+        layout = planned_layout(run.recipe, site.shape, bits)
+        if sparse_bytes(run):
+            layout = dataclasses.replace(
+                layout, sparse=site.size, sparse_values=run.recipe.detach.values, sparse_scales="matrix"
+            )
+        for suffix, spec in layout.tensors().items():
+            found[suffix] = max(found.get(suffix, spec), spec, key=lambda each: each.bytes)
+    return found
+
+
+def uniform(recipe: Recipe, sites: Sequence[LinearSite], widths: Mapping[str, Sequence[int]]) -> Allocation:
+    """The recipe's width everywhere: no budget, no promise."""
+    return Allocation(
+        bits={site.name: recipe.quantizer.bits for site in sites},
+        bytes=sum(planned_layout(recipe, site.shape).bytes for site in sites),
+        embedding_bits=widths["embedding"][0],
+        head_bits=widths.get("head", widths["embedding"])[0],
+    )
+
+
+def check_reachable(
+    run: Run, sizes: Mapping[str, Mapping[int | float, int]], budget: int, fixed: int
+) -> None:
+    """Raise RecipeError for a budget that no choice meets: too small for the least, or larger than the most."""
+    least, most = (fixed + sum(pick(choices.values()) for choices in sizes.values()) for pick in (min, max))
+    if least <= budget <= most / (1 - TOLERANCE):
+        return
+    which, reached = ("smallest", least) if budget < least else ("largest", most)
+    if asked_bits(run.recipe) is None:
+        raise RecipeError(
+            f"--size {run.recipe.budget.size:,} cannot be met: the {which} checkpoint that method "
+            f"'{run.recipe.method}' makes of this model has {reached:,} bytes."
+        )
+    bits = 8 * reached / run.total_weights
+    shown = math.ceil(1000 * bits) / 1000 if budget < least else math.floor(1000 * bits) / 1000
+    raise RecipeError(
+        f"--bits {asked_bits(run.recipe):g} cannot be met: the {which} that method '{run.recipe.method}' makes of this "
+        f"model is {shown:.3f} bits a weight, all stored bytes counted."
+    )
+
+
+def _losses(
+    run: Run, vocabulary: Vocabulary, sizes: Mapping[str, Mapping[int | float, int]], average: float
+) -> dict[str, dict[int | float, float]]:
+    """Name -> width -> predicted loss, nats a token; `average` bits decide the width that predictors quantize at."""
+    widths = widths_of(run.recipe)
+    reference = min(widths, key=lambda bits: abs(bits - average))
+    key = digest(
+        run.fingerprint,
+        recipe_part(run.recipe, "calibration", "method", "quantizer", "sensitivity"),
+        [run.recipe.budget.predictor, reference, widths],
+    )
+    stored = run.workspace.get("predictor", key)
+    if stored is None:
+        losses = predicted_losses(run, widths, at=reference)
+        run.workspace.put("predictor", key, value=losses)
+    else:  # JSON has no whole numbers for keys
+        losses = {name: {width(b): loss for b, loss in found.items()} for name, found in stored.value.items()}
+    tables = {role: list(sizes[role]) for role in vocabulary.parts if role in sizes}
+    if any(set(choices) != {16} for choices in tables.values()):
+        curvature = vocabulary_curvature(run, vocabulary)
+        return losses | vocabulary_losses(vocabulary, curvature, tables)
+    kept: dict[str, dict[int | float, float]] = {role: {16: 0.0} for role in tables}
+    return losses | kept
+
+
+def _with_entries(run: Run, losses: Mapping[str, Mapping[int | float, float]]) -> dict[str, list[Option]]:
+    """Options of every matrix with entries beside codes of few bits; beside finer codes they are not worth theirs."""
+    key = digest(run.fingerprint, recipe_part(run.recipe, "calibration", "method", "quantizer"), "entries")
+    stored = run.workspace.get("entries", key)
+    if stored is None:
+        factors = entry_factors(run)
+        run.workspace.put("entries", key, value=factors)
+    else:  # JSON has no numbers for keys
+        factors = {name: {float(s): left for s, left in by.items()} for name, by in stored.value.items()}
+    widths = [bits for bits in widths_of(run.recipe) if bits <= WIDEST_WITH_ENTRIES]
+    found: dict[str, list[Option]] = {}
+    for site in run.sites:
+        found[site.name] = []
+        for bits, (share, left) in itertools.product(widths, factors[site.name].items()):
+            layout = planned_layout(run.recipe, site.shape, bits, share)
+            file = run.recipe.budget.size
+            size = layout.bytes + (0 if file is None else sparse_header(site.name, layout, file))
+            found[site.name].append(
+                Option(bits=bits, share=share, bytes=size, loss=left * losses[site.name][bits])
+            )
+    return found
+
+
+def sparse_header(name: str, layout: MatrixLayout, size: int) -> int:
+    """Bytes that the sparse tensors of a matrix take in the header of a file of at most `size` bytes."""
+    far = min(size, MAX_SHARD_BYTES)
+    entries = {
+        f"{name}.{suffix}": {"dtype": "F16", "shape": list(spec.shape), "data_offsets": [far, far]}
+        for suffix, spec in layout.tensors().items()
+        if suffix.startswith("sparse_")
+    }
+    return len(json.dumps(entries, separators=(",", ":"))) if entries else 0
+
+
+def vocabulary_savings(model: PreTrainedModel, source: Path | None, allocation: Allocation) -> int:
+    """Bytes that quantizing embedding and head saves."""
+    bits = {"embedding": allocation.embedding_bits, "head": allocation.head_bits}
+    saved = 0
+    for role, part in vocabulary_of(model).parts.items():
+        sizes = part_sizes(model, source, part, (bits[role], 16))
+        saved += sizes[16] - sizes[bits[role]]
+    return saved

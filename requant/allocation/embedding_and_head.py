@@ -1,0 +1,307 @@
+"""Embedding and head on grids of 4 to 8 bits: which tensors they are, what an error in them costs, their codes.
+
+A row of `W [V, d]`, one a token, is cut into groups of GROUP neighbouring columns, each rounded to an asymmetric grid
+(`quantizers/rtn.py`) whose range is shrunk by the factor that leaves the least weighted error. The weights come from
+the diagonal of the curvature, a product of rows and columns, with t over the tokens of the calibration text:
+
+    loss(E)  ~  1/2 sum_ij r_i c_j E_ij^2
+    head       r_i = mean_t g_ti^2, g the loss's gradient at the logits      c_j = mean_t x_tj^2, x the head's input
+    embedding  r_i = share of token i                                         c_j = mean_t g_tj^2, g at its output
+
+Tied, the two are one tensor, one set of codes, and the sum of both losses. The error at b bits is taken as
+`1 / (2^b - 1)^2` times that of one measured width.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from requant.calibration.passes import batches, recomputed_blocks, summed_loss
+from requant.checkpoint.save import disk_dtype
+from requant.errors import ModelError, RecipeError
+from requant.formats.containers import Grid, QuantizedWeight
+from requant.formats.packed_spec import MatrixLayout
+from requant.formats.packing import pack, unpack
+from requant.models.targets import vocabulary_modules
+from requant.quantizers.kmeans import row_chunks
+from requant.quantizers.rtn import encode, fit_grid
+from requant.recipe.schema import Budget
+from requant.run.context import Run
+from requant.run.workspace import digest
+
+GROUP = 64  # columns that share a scale
+WIDTHS = (4, 5, 6, 8, 16)  # 16: as it is
+SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
+JUDGED = 4  # the width whose error is measured
+ELEMENTS = 1 << 24  # weights that are rounded at once
+TOKENS = 65536  # of the calibration text, for the curvature
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """The embedding, or an untied head."""
+
+    name: str  # dotted path of the module
+    module: nn.Module
+
+    @property
+    def weight(self) -> nn.Parameter:
+        return self.module.get_parameter("weight")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.weight.shape[0], self.weight.shape[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vocabulary:
+    """`parts` by role, `embedding` before `head`; of tied ones `embedding` alone stands for both."""
+
+    parts: Mapping[str, Part]
+    tied: bool
+    head: nn.Module | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizedVocabulary:
+    """Codes by module name, and what stood there before, so that the original can be put back."""
+
+    vocabulary: Vocabulary
+    weights: Mapping[str, QuantizedWeight] = field(default_factory=dict)
+    originals: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @torch.no_grad()
+    def place(self, *, quantized: bool) -> None:
+        """Write the quantized floats, or the originals, into the model."""
+        for part in self.vocabulary.parts.values():
+            if part.name in self.weights:
+                floats = self.weights[part.name].dequantize() if quantized else self.originals[part.name]
+                part.weight.copy_(floats)
+
+
+def vocabulary_of(model: PreTrainedModel) -> Vocabulary:
+    """The parts of a model."""
+    found = vocabulary_modules(model)
+    (embedding_name, embedding), (head_name, head) = found
+    parts = {"embedding": Part(name=embedding_name, module=embedding)}
+    tied = head is not None and getattr(head, "weight", None) is embedding.weight
+    if head is not None and not tied:
+        parts["head"] = Part(name=head_name, module=head)
+    return Vocabulary(parts=parts, tied=tied, head=head)
+
+
+def wanted_widths(budget: Budget, vocabulary: Vocabulary) -> dict[str, Sequence[int]]:
+    """The widths among which the budget may choose, by role."""
+    given: dict[str, int | None] = {"embedding": budget.embedding_bits, "head": budget.head_bits}
+    if vocabulary.tied:
+        said = {bits for bits in given.values() if bits is not None}
+        if len(said) > 1:
+            raise RecipeError(
+                f"budget.embedding_bits is {budget.embedding_bits} and budget.head_bits {budget.head_bits}, but this "
+                "model ties them to one tensor; give the same."
+            )
+        given = {"embedding": next(iter(said), None)}
+    free: Sequence[int] = WIDTHS if budget.size is not None else (16,)
+    widths: dict[str, Sequence[int]] = {}
+    for role, part in vocabulary.parts.items():
+        bits, why = given[role], _obstacle(part)
+        if why and bits not in (None, 16):
+            raise ModelError(f"{part.name} {why}, so it cannot be quantized; give --head-bits 16.")
+        widths[role] = (16,) if why else free if bits is None else (bits,)
+    return widths
+
+
+def _obstacle(part: Part) -> str | None:
+    """Why codes cannot stand in for a module, if they cannot."""
+    module: Any = part.module
+    if isinstance(module, nn.Linear):
+        return None
+    if not isinstance(module, nn.Embedding):
+        return f"is a {type(module).__name__}"
+    if module.max_norm is not None:
+        return "renormalizes its rows"
+    if type(module) is not nn.Embedding and not hasattr(module, "scalar_embed_scale"):
+        return f"is a {type(module).__name__}"
+    return None
+
+
+def vocabulary_layout(shape: tuple[int, int], bits: int) -> MatrixLayout:
+    """What is stored for a table of this shape."""
+    return MatrixLayout(format="grid", bits=bits, shape=shape, group_size=GROUP, zero_points=True)
+
+
+def part_sizes(
+    model: PreTrainedModel, source: Path | None, part: Part, widths: Sequence[int]
+) -> dict[int, int]:
+    """Width -> bytes of a part."""
+    plain = part.weight.numel() * disk_dtype(model, source, part.weight).itemsize
+    return {bits: plain if bits == 16 else vocabulary_layout(part.shape, bits).bytes for bits in widths}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curvature:
+    """`r_i c_j` of one use of a table."""
+
+    rows: Float[Tensor, " v"]
+    columns: Float[Tensor, " d"]
+
+
+def vocabulary_curvature(run: Run, vocabulary: Vocabulary) -> dict[str, list[Curvature]]:
+    """The curvature of each part on the calibration text; of tied ones both uses. One backward pass."""
+    windows = run.windows[: max(1, TOKENS // run.windows.shape[1])]
+    run.path({}).place(0.0)
+    embedding = vocabulary.parts["embedding"].module
+    uses: dict[str, Curvature] = {}
+
+    def fold(use: str, module: nn.Module) -> Callable[..., None]:
+        weight = module.get_parameter("weight")
+        rows, columns = (torch.zeros(size, device=weight.device) for size in weight.shape)
+        uses[use] = Curvature(rows=rows, columns=columns)
+
+        def hook(_module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            if not output.requires_grad:  # the embedding's own hook makes it so, after the others
+                output.requires_grad_()
+            x = inputs[0].detach()
+
+            def receive(gradient: Tensor) -> None:
+                squares = gradient.flatten(0, -2).float().square()
+                if use == "head":
+                    rows.add_(squares.sum(0))
+                    columns.add_(x.flatten(0, -2).float().square().sum(0))
+                else:
+                    rows.add_(torch.bincount(x.flatten(), minlength=len(rows)))
+                    columns.add_(squares.sum(0) * getattr(module, "scalar_embed_scale", 1.0) ** 2)
+
+            output.register_hook(receive)
+
+        return hook
+
+    with ExitStack() as stack, run.stage("allocation"):
+        stack.enter_context(recomputed_blocks(run.model, None))
+        stack.callback(embedding.register_forward_hook(fold("embedding", embedding)).remove)
+        if vocabulary.head is not None:
+            stack.callback(vocabulary.head.register_forward_hook(fold("head", vocabulary.head)).remove)
+        for tokens in batches(windows, run.model, label=run.label("embedding and head")):
+            summed_loss(run.model, tokens).backward()
+    means = {
+        use: Curvature(rows=found.rows / windows.numel(), columns=found.columns / windows.numel())
+        for use, found in uses.items()
+    }
+    if vocabulary.tied:
+        return {"embedding": list(means.values())}
+    return {role: [means[role]] for role in vocabulary.parts}
+
+
+def vocabulary_losses(
+    vocabulary: Vocabulary,
+    curvature: Mapping[str, Sequence[Curvature]],
+    widths: Mapping[str, Sequence[int | float]],
+) -> dict[str, dict[int | float, float]]:
+    """Role -> width -> predicted loss, nats a token; none where the table stays as it is."""
+    found: dict[str, dict[int | float, float]] = {}
+    for role, choices in widths.items():
+        weight = vocabulary.parts[role].weight.detach()
+        unit = 0.0
+        if set(choices) != {16}:
+            codes = quantize_table(weight, curvature[role], bits=JUDGED)
+            unit = table_loss(weight, codes, curvature[role]) * (2**JUDGED - 1) ** 2
+        found[role] = {bits: 0.0 if bits == 16 else unit / (2**bits - 1) ** 2 for bits in choices}
+    return found
+
+
+def table_loss(weight: Tensor, quantized: QuantizedWeight, curvature: Sequence[Curvature]) -> float:
+    """`1/2 sum r_i c_j E_ij^2` over all uses."""
+    total = 0.0
+    for rows in row_chunks(weight, elements=ELEMENTS):
+        error = (_rows(quantized.dense, rows).dequantize() - weight[rows].float()).square()
+        total += sum(0.5 * (use.rows[rows] @ (error @ use.columns)).double().item() for use in curvature)
+    return total
+
+
+def quantize_table(
+    weight: Float[Tensor, "v d"], curvature: Sequence[Curvature], *, bits: int
+) -> QuantizedWeight:
+    """Codes of an embedding or head under its curvature."""
+    parts = []
+    for rows in row_chunks(weight, elements=ELEMENTS):
+        values = weight[rows].float()
+        importance = torch.stack([use.rows[rows, None] * use.columns for use in curvature]).sum(0)
+        importance += (
+            importance.mean() * 1e-3 + 1e-30
+        )  # tokens that the text lacks count a little, not nothing
+        parts.append(_best_shrunk(values, importance, bits=bits))
+    return QuantizedWeight(
+        dense=Grid(
+            codes=torch.cat([part.codes for part in parts]),
+            scales=torch.cat([part.scales for part in parts]),
+            zero_points=torch.cat([part.zero_points for part in parts if part.zero_points is not None]),
+            column_scales=None,
+            bits=bits,
+            group_size=GROUP,
+        ),
+        sparse=None,
+    )
+
+
+def _best_shrunk(values: Tensor, importance: Tensor, *, bits: int) -> Grid:
+    """The grid whose shrink is best for every group."""
+    n, k = values.shape
+    groups = -(-k // GROUP)
+    best = torch.full((n, groups), float("inf"), device=values.device)
+    shrink = torch.ones_like(best)
+    for factor in SHRINKS:
+        fit = fit_grid(values, bits=bits, group_size=GROUP, symmetric=False, shrink=factor)
+        error = (encode(values, fit, bits=bits, group_size=GROUP).dequantize() - values).square() * importance
+        padded = torch.nn.functional.pad(error, (0, groups * GROUP - k))
+        cost = padded.view(n, groups, GROUP).sum(2)
+        shrink = torch.where(cost < best, factor, shrink)
+        best = torch.minimum(cost, best)
+    fit = fit_grid(values, bits=bits, group_size=GROUP, symmetric=False, shrink=shrink)
+    return encode(values, fit, bits=bits, group_size=GROUP)
+
+
+def _rows(dense: Any, rows: slice) -> Grid:
+    return dataclasses.replace(
+        dense, codes=dense.codes[rows], scales=dense.scales[rows], zero_points=dense.zero_points[rows]
+    )
+
+
+def quantize_vocabulary(run: Run) -> QuantizedVocabulary:
+    """Codes of embedding and head at the widths of the run's allocation, through the workspace; not yet placed."""
+    vocabulary, allocation = vocabulary_of(run.model), run.allocation
+    assert allocation is not None
+    bits = {"embedding": allocation.embedding_bits, "head": allocation.head_bits}
+    wanted = {role: bits[role] for role in vocabulary.parts if bits[role] != 16}
+    curvature: dict[str, list[Curvature]] = {}
+    weights: dict[str, QuantizedWeight] = {}
+    for role, width in wanted.items():
+        part = vocabulary.parts[role]
+        key = digest(run.fingerprint, part.name, width)
+        stored = run.workspace.get("vocabulary", key)
+        if stored is not None:
+            layout = MatrixLayout.from_json(part.name, stored.value)
+            weights[part.name] = unpack(layout, stored.tensors).to(part.weight.device)
+            continue
+        curvature = curvature or vocabulary_curvature(run, vocabulary)
+        with run.stage("quantize"):
+            weights[part.name] = quantize_table(part.weight.detach(), curvature[role], bits=width)
+        if run.workspace.folder is not None:
+            layout, tensors = pack(weights[part.name])
+            run.workspace.put("vocabulary", key, tensors=tensors, value=layout.to_json())
+    return QuantizedVocabulary(
+        vocabulary=vocabulary,
+        weights=weights,
+        originals={
+            part.name: part.weight.detach().to("cpu", copy=True)
+            for part in vocabulary.parts.values()
+            if part.name in weights
+        },
+    )

@@ -1,0 +1,142 @@
+"""Bits of every matrix within a budget of real bytes: a knapsack with one option a matrix.
+
+    minimize    sum_m A_m c(b_m)                          the predicted loss
+    subject to  sum_m bytes_m(b_m) <= budget              bytes as the checkpoint will hold them
+
+`c(b)` is the error that the method leaves at b bits and `A_m` what such an error costs the model in matrix m
+(`predictors.py`): the linearity theorem of Malinovskii et al. 2024 (HIGGS, arXiv 2411.17525). The integer program is
+solved exactly by HiGHS (`scipy.optimize.milp`). Where matrices are few or equal, the best choice may leave more than
+TOLERANCE of the budget unspent; then the best of those that spend it is taken.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import csr_array
+
+from requant.errors import RecipeError, RequantError
+
+TOLERANCE = 0.005  # of the budget: what may stay unspent
+NEIGHBOURS = (0.9, 0.95, 1.05, 1.1)  # budgets beside the one asked for, whose predicted loss is reported
+SECONDS = 60.0  # of the solver; a model of 500 matrices takes less than one
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Option:
+    """One way to store a tensor: its width, all bytes it takes, the loss it is predicted to cause (nats).
+
+    `share`: of its places that hold a float of their own beside the codes.
+    """
+
+    bits: int | float
+    bytes: int
+    loss: float
+    share: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """One option a tensor."""
+
+    options: Mapping[str, Option]
+
+    @property
+    def bytes(self) -> int:
+        return sum(option.bytes for option in self.options.values())
+
+    @property
+    def loss(self) -> float:
+        return math.fsum(option.loss for option in self.options.values())
+
+
+def allocate(options: Mapping[str, Sequence[Option]], budget: int) -> Choice:
+    """The choice of least loss whose bytes lie within `budget`, and above 99.5 % of it if any choice does.
+
+    Deterministic, whatever the order of `options`; one that costs more bytes for no less loss is taken only where
+    that 99.5 % asks for it. Raises RecipeError where even the smallest choice is too large.
+    """
+    names = sorted(options)
+    kept = {name: _efficient(options[name]) for name in names}
+    smallest = sum(kept[name][0].bytes for name in names)
+    if budget < smallest:
+        raise RecipeError(
+            f"the budget is {budget:,} bytes, but the smallest choice takes {smallest:,}; give more."
+        )
+    best = _solved(names, kept, budget, 0)
+    assert best is not None  # the smallest choice fits
+    least = math.ceil((1 - TOLERANCE) * budget)
+    if best.bytes >= least or sum(kept[name][-1].bytes for name in names) < least:
+        return best
+    return _solved(names, {name: sorted(options[name], key=_size) for name in names}, budget, least) or best
+
+
+def neighbours(options: Mapping[str, Sequence[Option]], budget: int) -> dict[int, float]:
+    """Budget in bytes -> predicted loss, at budgets beside this one that can be met."""
+    smallest = sum(min(o.bytes for o in choices) for choices in options.values())
+    budgets = [round(share * budget) for share in NEIGHBOURS]
+    return {near: allocate(options, near).loss for near in budgets if near >= smallest}
+
+
+def _size(option: Option) -> tuple[int, float, int | float, float]:
+    return option.bytes, option.loss, option.bits, option.share
+
+
+def _efficient(options: Sequence[Option]) -> list[Option]:
+    """By rising bytes, without options that cost no less than a smaller one."""
+    kept: list[Option] = []
+    for option in sorted(options, key=_size):
+        if not kept or option.loss < kept[-1].loss:
+            kept.append(option)
+    return kept
+
+
+def _solved(
+    names: Sequence[str], options: Mapping[str, Sequence[Option]], budget: int, least: int
+) -> Choice | None:
+    """The best choice with `least` <= bytes <= `budget`; None where there is none."""
+    flat = [(index, option) for index, name in enumerate(names) for option in options[name]]
+    base = sum(min(option.bytes for option in options[name]) for name in names)
+    rows = np.array([index for index, _ in flat])
+    # Bytes over each tensor's smallest option, in units of their greatest common divisor: small exact numbers.
+    smallest = {index: min(o.bytes for o in options[name]) for index, name in enumerate(names)}
+    extra = [option.bytes - smallest[index] for index, option in flat]
+    unit = math.gcd(*extra) or 1
+    cost = np.array([size // unit for size in extra], dtype=np.float64)
+    losses = np.array([option.loss for _, option in flat])
+    spread = float(losses.max() - losses.min()) or 1.0
+    once = csr_array((np.ones(len(flat)), (rows, np.arange(len(flat)))))
+    room, need = (budget - base) // unit, max(0, -(-(least - base) // unit))
+    while room >= need:
+        found = milp(
+            losses / spread,
+            integrality=np.ones(len(flat)),
+            bounds=Bounds(0, 1),
+            constraints=[
+                LinearConstraint(once, 1, 1),  # type: ignore[arg-type]
+                LinearConstraint(cost[None], need, room),  # type: ignore[arg-type]
+            ],
+            options={"mip_rel_gap": 1e-7, "time_limit": SECONDS},
+        )
+        if found.x is None:
+            if found.status == 2:  # infeasible
+                return None
+            raise RequantError(
+                f"the budget could not be solved ({found.message}); give another --bits or --size."
+            )
+        choice = _choice(names, flat, found.x)
+        if choice.bytes <= budget:
+            return choice
+        room -= 1  # rounding inside the solver; integers decide
+    return None
+
+
+def _choice(names: Sequence[str], flat: Sequence[tuple[int, Option]], x: Any) -> Choice:
+    taken: dict[int, tuple[float, Option]] = {}
+    for (index, option), value in zip(flat, x, strict=True):
+        if index not in taken or value > taken[index][0]:
+            taken[index] = (value, option)
+    return Choice(options={name: taken[index][1] for index, name in enumerate(names)})

@@ -1,0 +1,29 @@
+"""Statistics of a linear layer, gathered by running calibration text through the model.
+
+| field | formula | shape | pass |
+| --- | --- | --- | --- |
+| `hessian` | `H = mean_t x_t x_t'`, the mean over tokens | [k, k] | forward |
+| `cross_hessian` | `C = mean_t z_t x_t'`, z the original's input, x behind quantized matrices | [k, k] | forward |
+| `output_hessian` | `G = mean_t g_t g_t'`, g the gradient of the text's loss at the output | [n, n] | backward |
+| `input_mean_abs` | `mean_t |x_t|` | [k] | forward |
+| `fisher` | `F = mean_t g_t^2 x_t'^2`, g the gradient of the token's loss at the output | [n, k] | backward |
+
+All are float32 and never change with the order of the batches' devices: sums run in the order of the text.
+"""
+
+from dataclasses import dataclass
+
+from jaxtyping import Float
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinearStats:
+    """What a quantizer may know of a linear besides its weight; a field nobody asked for is None."""
+
+    hessian: Float[Tensor, "k k"] | None = None
+    cross_hessian: Float[Tensor, "k k"] | None = None
+    input_mean_abs: Float[Tensor, " k"] | None = None
+    fisher: Float[Tensor, "n k"] | None = None
+    output_hessian: Float[Tensor, "n n"] | None = None
+    tokens: int = 0

@@ -1,0 +1,83 @@
+"""`requant inspect`: what a checkpoint holds, by part and by matrix, with its checksums verified."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from requant.checkpoint.read import verify_checksums
+from requant.checkpoint.sizes import ByteTable, MatrixBytes, byte_table
+from requant.checkpoint.validate import read_header
+from requant.display import format_bytes, format_table
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspection:
+    """What a checkpoint holds; its checksums were verified."""
+
+    path: Path
+    header: dict[str, Any]  # quantization_config without its tables of matrices
+    table: ByteTable
+    checksums: dict[str, str]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "path": str(self.path),
+            "quantization_config": self.header,
+            "bits_per_weight": self.table.bits_per_weight,
+            "bytes": self.table.bytes,
+            "parts": self.table.parts,
+            "matrices": _rows(self.table.matrices),
+            "vocabulary": _rows(self.table.vocabulary),
+            "sha256": self.checksums,
+        }
+
+    def text(self) -> str:
+        """Three tables: the checkpoint, its bytes by part, its matrices."""
+        calibration = self.header.get("calibration", {})
+        head = [
+            f"{self.path}: format {self.header['format_version']}, requant {self.header.get('requant_version', '?')}",
+            f"recipe          sha256 {str(self.header.get('recipe_sha256', '?'))[:16]} (recipe.yaml)",
+            f"calibration     {calibration.get('name', '?')}, sha256 {str(calibration.get('sha256', '?'))[:16]}, "
+            f"{calibration.get('num_samples', '?')} x {calibration.get('seq_len', '?')} tokens",
+            f"bits per weight {self.table.bits_per_weight:.4f} of the quantized matrices",
+            *(
+                f"                {table.bits_per_weight:.4f} of {name}, beside them"
+                for name, table in self.table.vocabulary.items()
+            ),
+            f"weight files    {format_bytes(self.table.bytes)}, checksums verified: {', '.join(self.checksums)}",
+        ]
+        parts = [{"part": part, "bytes": size} for part, size in self.table.parts.items() if size]
+        parts.append({"part": "file headers", "bytes": self.table.file_headers})
+        matrices = {**self.table.matrices, **self.table.vocabulary}
+        return "\n".join([*head, "", format_table(parts), "", format_table(_rows(matrices))])
+
+
+def inspection(checkpoint: str | Path) -> Inspection:
+    """Read the headers, count the bytes, verify the checksums. Raises CheckpointError."""
+    header = read_header(checkpoint)
+    settings = {
+        key: value for key, value in header.quantization.items() if key not in ("modules", "vocabulary")
+    }
+    return Inspection(
+        path=Path(checkpoint),
+        header=settings,
+        table=byte_table(header),
+        checksums=verify_checksums(checkpoint),
+    )
+
+
+def _rows(matrices: Mapping[str, MatrixBytes]) -> list[dict[str, Any]]:
+    return [
+        {
+            "matrix": name,
+            "format": matrix.layout.format,
+            "n": matrix.layout.shape[0],
+            "k": matrix.layout.shape[1],
+            "code bits": matrix.layout.bits,
+            "bits/weight": matrix.bits_per_weight,
+            "sparse": matrix.layout.sparse / matrix.weights,
+            "bytes": matrix.bytes,
+        }
+        for name, matrix in matrices.items()
+    ]

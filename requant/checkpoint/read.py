@@ -1,0 +1,61 @@
+"""Read a checkpoint: its matrices as containers, or the whole model ready to run.
+
+`load` stands on transformers' own loader. Before it may allocate anything, the folder has passed
+`read_header`, and the quantizer in `requant.integrations.transformers` has compared it with the architecture
+and checked its values.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from requant.checkpoint.header import read_json
+from requant.checkpoint.save import CHECKSUMS_FILE
+from requant.checkpoint.validate import check_values, read_header, read_matrix
+from requant.errors import CheckpointError
+from requant.formats.containers import QuantizedWeight
+from requant.formats.packing import unpack
+
+
+def load_weights(path: str | Path) -> Iterator[tuple[str, QuantizedWeight]]:
+    """Every quantized matrix by name, on the CPU, one at a time, each fully checked."""
+    header = read_header(path, trust_remote_code=True)  # no code is run here
+    for name, layout in header.modules.items():
+        tensors = read_matrix(name, layout.tensors(), header.tensors)
+        check_values(name, layout, tensors)
+        yield name, unpack(layout, tensors)
+
+
+def provenance(path: str | Path) -> str:
+    """`sha256 1a2b3c4d as saved`: the weight files are those of checksums.json, and these digits name them all.
+
+    A folder that `save_pretrained` wrote has no checksums. Raises CheckpointError where a file was changed.
+    """
+    if not (Path(path) / CHECKSUMS_FILE).is_file():
+        return f"without {CHECKSUMS_FILE}"
+    listed = sorted(verify_checksums(path).items())
+    digest = hashlib.sha256("".join(f"{name} {sha256}\n" for name, sha256 in listed).encode()).hexdigest()
+    return f"sha256 {digest[:8]} as saved"
+
+
+def verify_checksums(path: str | Path) -> dict[str, str]:
+    """Compare every weight file with checksums.json; returns sha256 by file name, raises CheckpointError."""
+    path = Path(path)
+    listed = read_json(path / CHECKSUMS_FILE).get("files")
+    if not isinstance(listed, dict):
+        raise CheckpointError(f"{path / CHECKSUMS_FILE} lists no files; download it again.")
+    present = {file.name for file in read_header(path, trust_remote_code=True).files}
+    if present != listed.keys():
+        odd = min(present ^ listed.keys())
+        raise CheckpointError(
+            f"{path}: {odd} is in only one of {CHECKSUMS_FILE} and the weights; download both again."
+        )
+    for name in sorted(present):
+        with open(path / name, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if digest != listed[name]:
+            raise CheckpointError(
+                f"{path / name} has sha256 {digest}, but {CHECKSUMS_FILE} says {str(listed[name])[:64]}; "
+                "the file is damaged or was changed, download it again."
+            )
+    return dict(listed)

@@ -1,0 +1,184 @@
+"""How fast a model reads and writes: tokens a second, and the memory it takes, by number of sequences.
+
+    prefill   tokens of all prompts / seconds of the forward pass that reads them
+    decode    sequences x new tokens / seconds of their steps (`decoding.py`: on a GPU replays of one CUDA graph)
+
+Prompts are random tokens, all of one length; every token is the likeliest, none ends a text. The first round warms up and
+is not counted, the median of the others is. A quantized model and its original are measured by the same harness.
+"""
+
+import gc
+import resource
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+from requant.display import format_bytes, format_table
+from requant.errors import InputError
+from requant.inference.decode import Decoder, compiled_step
+from requant.inference.load import open_served
+from requant.models.devices import pick_device
+from requant.models.loading import context_limit, load_config, resolve_source
+
+ROUNDS = 3
+# batches, prompt tokens, new tokens
+ON_CPU = ((1,), 64, 16)  # seconds of work
+ON_GPU = ((1, 8, 64), 512, 128)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """One model at one number of sequences."""
+
+    name: str
+    batch: int
+    prompt_tokens: int
+    new_tokens: int
+    prefill_tokens_per_s: float
+    decode_tokens_per_s: float
+    ms_per_step: float
+    model_bytes: int  # parameters and buffers
+    peak_bytes: int  # on a GPU what torch allocated, else the process's largest size
+    graph: bool  # whether a step was a replay of a CUDA graph
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def measure(
+    name: str,
+    model: Any,
+    *,
+    batch: int,
+    prompt_tokens: int,
+    new_tokens: int,
+    compiled: bool = False,
+    rounds: int = ROUNDS,
+    kernel_attention: bool = False,
+) -> Speed:
+    """Time `rounds` rounds of prompt and steps, after one that warms up. `compiled` puts torch.compile before a step."""
+    device = torch.device(model.device)
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = model.get_input_embeddings().num_embeddings
+    prompts = torch.randint(vocabulary, (batch, prompt_tokens), generator=generator).to(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    step_model = compiled_step(model) if compiled else model
+    decoder = Decoder(
+        model, length=prompt_tokens + new_tokens, step_model=step_model, kernel_attention=kernel_attention
+    )
+    prefill, decode = [], []
+    for _ in range(rounds + 1):
+        decoder.reset()
+        prefill.append(timed(lambda: decoder.prompt(prompts), device))
+        decoder.step()  # the first one captures
+        decode.append(timed(lambda: [decoder.step() for _ in range(new_tokens - 1)], device))
+    step = median(decode[1:]) / max(1, new_tokens - 1)
+    return Speed(
+        name=name,
+        batch=batch,
+        prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens,
+        prefill_tokens_per_s=batch * prompt_tokens / median(prefill[1:]),
+        decode_tokens_per_s=batch / step,
+        ms_per_step=1e3 * step,
+        model_bytes=model_bytes(model),
+        peak_bytes=torch.cuda.max_memory_allocated(device)
+        if device.type == "cuda"
+        else 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        graph=decoder.captured is not None,
+    )
+
+
+def model_bytes(model: Any) -> int:
+    """Bytes of parameters and buffers, those that are shared once."""
+    tensors = {t.data_ptr(): t for t in (*model.parameters(), *model.buffers()) if t.numel()}
+    return sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+def bench(
+    checkpoint: str,
+    *,
+    against: str | None = None,
+    batches: Sequence[int] | None = None,
+    prompt_tokens: int | None = None,
+    new_tokens: int | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    compiled: bool = False,
+    tune: bool = False,
+) -> list[Speed]:
+    """One row a model and number of sequences; None takes what suits the device. Raises RequantError."""
+    where = pick_device(device)
+    usual = ON_CPU if where == "cpu" else ON_GPU
+    batches = batches or usual[0]
+    prompt_tokens, new_tokens = prompt_tokens or usual[1], new_tokens or usual[2]
+    if new_tokens < 2:
+        raise InputError(f"--new-tokens {new_tokens} leaves nothing to time; give 2 or more.")
+    names = [checkpoint] if against is None else [checkpoint, against]
+    folders = [resolve_source(name) for name in names]
+    for name, folder in zip(names, folders, strict=True):
+        limit = context_limit(load_config(folder))
+        if limit is not None and prompt_tokens + new_tokens > limit:
+            raise InputError(
+                f"--prompt-tokens {prompt_tokens} and --new-tokens {new_tokens} exceed the {limit} positions of "
+                f"{name}; give less."
+            )
+    rows = []
+    for name, folder in zip(names, folders, strict=True):
+        model: Any = open_served(folder, device=where, dtype=dtype)
+        if tune:
+            from requant.inference.convert import tune_kernels
+
+            tune_kernels(model, tokens=sorted({min(batch, 64) for batch in batches}))
+        for batch in batches:
+            rows.append(
+                measure(
+                    name,
+                    model,
+                    batch=batch,
+                    prompt_tokens=prompt_tokens,
+                    new_tokens=new_tokens,
+                    compiled=compiled,
+                )
+            )
+        del model
+        gc.collect()
+        if where != "cpu":
+            torch.cuda.empty_cache()
+    return rows
+
+
+def speed_table(rows: Sequence[Speed], *, compared: bool = False) -> str:
+    """For people; where the second half of the rows is the original, how many times as fast the checkpoint writes."""
+    base = {row.batch: row for row in rows[len(rows) // 2 :]} if compared else {}
+    lines = []
+    for row in rows:
+        line = {
+            "model": row.name,
+            "batch": row.batch,
+            "decode tokens/s": round(row.decode_tokens_per_s, 1),
+            "ms/step": round(row.ms_per_step, 3),
+            "prefill tokens/s": round(row.prefill_tokens_per_s, 1),
+            "weights": format_bytes(row.model_bytes),
+            "peak memory": format_bytes(row.peak_bytes),
+        }
+        if base:
+            line["times"] = round(row.decode_tokens_per_s / base[row.batch].decode_tokens_per_s, 2)
+        lines.append(line)
+    return format_table(lines)
+
+
+def timed(call: Callable[[], object], device: torch.device) -> float:
+    """Wall seconds, the device's queue drained at both ends."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    started = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - started

@@ -1,0 +1,168 @@
+"""compressed-tensors, format `pack-quantized`: what stock vLLM and transformers read.
+
+A uniform grid is stored as
+
+| tensor | dtype, shape | from our checkpoint |
+| --- | --- | --- |
+| `weight_packed` | int32 [n, ceil(k bits / 32)] | `codes`, as they are: the same bitstream |
+| `weight_scale` | fp16 [n, g] | `scales`, as they are |
+| `weight_zero_point` | int32 [ceil(n bits / 32), g] | zero points, packed down the columns instead of along the rows |
+| `weight_shape` | int64 [2] | n, k |
+
+Both formats store code and zero point with the offset 2^(bits - 1), so `(code - zero_point) scale` is the same number.
+A reader multiplies in its own dtype: in float16 and float32 the scale is exact and the product rounded once; in bfloat16
+the scale is rounded too (relative error up to 2^-9). Matrices of one width, group size and symmetry form a config group;
+a single group is named by layer class, which is what every reader understands best.
+
+Not expressible: codebooks, trellis codes, sparse parts, AWQ's column scales (ours differ from matrix to matrix, so no
+layer before can take them up), groups that do not divide the columns. A quantized embedding or head becomes plain
+numbers again.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Int32
+from torch import Tensor, nn
+
+from requant.checkpoint.save import MAX_SHARD_BYTES
+from requant.checkpoint.writer import write_shards
+from requant.errors import InputError
+from requant.exporters.folder import Written, write_config
+from requant.exporters.source import Source
+from requant.formats.containers import Grid, QuantizedWeight
+from requant.formats.packed_spec import MatrixLayout
+from requant.formats.packing import pack_bits
+
+VERSION = "0.15.0"  # the layout of zero points and of odd widths since this version of the package
+Group = tuple[int, int | None, bool]  # bits, group size (None: a row), symmetric
+
+
+def write(source: Source, folder: Path, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> Written:
+    """Weights and config.json into `folder`. Raises InputError for what the format cannot say."""
+    groups = _groups(source)
+    checksums = write_shards(folder, _units(source), max_shard_bytes=max_shard_bytes)
+    write_config(source, folder, quantization(source, groups))
+    notes = []
+    if source.dtype == torch.bfloat16:
+        notes.append(
+            "config.json says bfloat16, so readers round the scales (relative error up to 0.2 %); "
+            "--dtype float16 keeps them exact."
+        )
+    if not all(symmetric for _, _, symmetric in groups):
+        notes.append(
+            "zero points: vLLM reads them; transformers, with compressed-tensors up to 0.20 at least, only with "
+            "quantization_config=CompressedTensorsConfig(dequantize=True)."
+        )
+    if source.header.vocabulary:
+        notes.append("embedding and head are written as plain numbers: readers expect them so.")
+    if len(groups) > 1:
+        notes.append(
+            f"{len(groups)} widths or group sizes: vLLM fuses q, k, v and gate, up, which then need one width each; "
+            "transformers reads several only without zero points."
+        )
+    return Written(files=sorted(checksums), notes=notes)
+
+
+def quantization(source: Source, groups: dict[Group, list[str]]) -> dict[str, Any]:
+    """`quantization_config` of config.json."""
+    quantized = {name for names in groups.values() for name in names}
+    linears = [name for name, module in source.skeleton.named_modules() if isinstance(module, nn.Linear)]
+    return {
+        "quant_method": "compressed-tensors",
+        "version": VERSION,
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "global_compression_ratio": None,
+        "kv_cache_scheme": None,
+        "config_groups": {
+            f"group_{index}": {
+                "targets": ["Linear"] if len(groups) == 1 else names,
+                "format": "pack-quantized",
+                "weights": _arguments(*key),
+                "input_activations": None,
+                "output_activations": None,
+            }
+            for index, (key, names) in enumerate(groups.items())
+        },
+        "ignore": [name for name in linears if name not in quantized],
+    }
+
+
+def _arguments(bits: int, group_size: int | None, symmetric: bool) -> dict[str, Any]:
+    return {
+        "num_bits": bits,
+        "type": "int",
+        "symmetric": symmetric,
+        "strategy": "channel" if group_size is None else "group",
+        "group_size": group_size,
+        "actorder": None,
+        "block_structure": None,
+        "dynamic": False,
+        "observer": "minmax",
+        "observer_kwargs": {},
+    }
+
+
+def _groups(source: Source) -> dict[Group, list[str]]:
+    """Matrices by what a config group says of them; refuses the first that none can describe."""
+    groups: dict[Group, list[str]] = {}
+    modules = source.header.modules
+    rows = all(
+        layout.group_size >= layout.shape[1] for layout in modules.values()
+    )  # one scale a row, everywhere
+    for name, layout in modules.items():
+        what = _inexpressible(layout)
+        if what is None and not isinstance(source.skeleton.get_submodule(name), nn.Linear):
+            what = f"is no linear layer but a {type(source.skeleton.get_submodule(name)).__name__}"
+        if what is not None:
+            raise InputError(f"{name} {what}, which compressed-tensors cannot express; export --to dense.")
+        whole_row = rows or layout.group_size > layout.shape[1]
+        key = (int(layout.bits), None if whole_row else layout.group_size, not layout.zero_points)
+        groups.setdefault(key, []).append(name)
+    return groups
+
+
+def _inexpressible(layout: MatrixLayout) -> str | None:
+    """What stands in the way, as the end of a sentence."""
+    k = layout.shape[1]
+    if layout.format != "grid":
+        return "has a codebook of free levels" if layout.format == "codebook" else "has trellis codes"
+    if layout.sparse:
+        return f"has a sparse part ({layout.sparse:,} entries)"
+    if layout.column_scales:
+        return "has column scales of its own (AWQ)"
+    if layout.group_size < k and k % layout.group_size:
+        return f"has {k} columns in groups of {layout.group_size}, the last one shorter"
+    return None
+
+
+def _units(source: Source) -> Iterator[dict[str, Tensor]]:
+    for name, weight in source.weights():
+        if name in source.header.vocabulary:
+            yield {f"{name}.weight": source.floats(name, weight)}
+        else:
+            yield {f"{name}.{suffix}": tensor for suffix, tensor in packed(weight).items()}
+    for name, tensor in source.plain():
+        yield {name: tensor}
+
+
+def packed(weight: QuantizedWeight) -> dict[str, Tensor]:
+    """The tensors of one matrix by suffix."""
+    grid = weight.dense
+    assert isinstance(grid, Grid) and weight.sparse is None, "refused before"
+    tensors: dict[str, Tensor] = {
+        "weight_packed": pack_bits(grid.codes, bits=grid.bits),
+        "weight_scale": grid.scales,
+        "weight_shape": torch.tensor(grid.shape, dtype=torch.int64),
+    }
+    if grid.zero_points is not None:
+        tensors["weight_zero_point"] = _down_the_columns(grid)
+    return tensors
+
+
+def _down_the_columns(grid: Grid) -> Int32[Tensor, "w g"]:
+    assert grid.zero_points is not None
+    return pack_bits(grid.zero_points.T.contiguous(), bits=grid.bits).T.contiguous()

@@ -1,0 +1,32 @@
+"""Plain weights: the folder of the original model, with the quantized matrices as ordinary numbers.
+
+    W = round_to_dtype(dequantize(codes) + sparse)
+
+rounded once, to the dtype of the folder, so that a program that knows nothing of quantization computes with the
+same floats that `requant.load(..., dequantize=True, dtype=...)` gives. As large as the original.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch import Tensor
+
+from requant.checkpoint.save import MAX_SHARD_BYTES
+from requant.checkpoint.writer import write_shards
+from requant.exporters.folder import Written, write_config
+from requant.exporters.source import Source
+
+
+def write(source: Source, folder: Path, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> Written:
+    """Weights and config.json into `folder`; one shard at most is in memory."""
+    checksums = write_shards(folder, _units(source), max_shard_bytes=max_shard_bytes)
+    write_config(source, folder, None)
+    return Written(files=sorted(checksums))
+
+
+def _units(source: Source) -> Iterator[dict[str, Tensor]]:
+    for name, weight in source.weights():
+        floats = source.floats(name, weight)
+        yield {f"{name}.weight": floats.T.contiguous() if source.transposed(name) else floats}
+    for name, tensor in source.plain():
+        yield {name: tensor}

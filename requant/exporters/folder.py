@@ -1,0 +1,100 @@
+"""A folder that appears whole or not at all, with the small files that a model needs beside its weights."""
+
+import fnmatch
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from requant.checkpoint.save import COPIED_FOLDERS, NOT_COPIED, check_output
+from requant.checkpoint.writer import write_bytes
+from requant.exporters.source import Source
+
+OURS = ("readme.md", "report.html", "report.json")  # they speak of the checkpoint, not of its export
+LOADING = {
+    "dense": "It is an ordinary folder: `AutoModelForCausalLM.from_pretrained` needs no requant for it.",
+    "compressed-tensors": "vLLM reads it as it is; transformers does with the package `compressed-tensors`.",
+    "gguf": "llama.cpp reads it: `llama-cli -m model.gguf`.",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """Names of the weight files, and what the user should know of them."""
+
+    files: list[str]
+    notes: list[str] = field(default_factory=list)
+
+
+@contextmanager
+def new_folder(output: str | Path) -> Iterator[tuple[Path, Path]]:
+    """A hidden folder to fill and the place it is renamed to when the body ends; removed when the body fails."""
+    place = check_output(output)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    prefix = f".{place.name}.partial-"
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=place.parent, ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        yield folder, place
+        umask = os.umask(0)
+        os.umask(umask)
+        folder.chmod(0o777 & ~umask)  # temporary folders are private
+        folder.rename(place)
+
+
+def copy_files(source: Path, folder: Path) -> None:
+    """Tokenizer, templates, generation config, recipe, licence; what `folder` has already stays."""
+    for origin in (source, *(source / name for name in COPIED_FOLDERS)):
+        for file in sorted(origin.iterdir()) if origin.is_dir() else ():
+            copy = folder / file.relative_to(source)
+            if file.is_file() and not copy.exists() and not _is_left(file.name.lower()):
+                copy.parent.mkdir(exist_ok=True)
+                write_bytes(copy, file.read_bytes())
+
+
+def write_config(source: Source, folder: Path, quantization: Mapping[str, Any] | None) -> None:
+    """config.json of the checkpoint in the new dtype, with another quantization_config or none."""
+    config = {key: value for key, value in source.header.config.items() if key != "quantization_config"}
+    config.pop("torch_dtype", None)  # the name of older transformers
+    config["dtype"] = str(source.dtype).removeprefix("torch.")
+    if quantization is not None:
+        config["quantization_config"] = dict(quantization)
+    write_bytes(folder / "config.json", (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode())
+
+
+def write_card(source: Source, target: str, folder: Path, *, name: str) -> None:
+    """README.md: where the weights come from, and what reads them."""
+    front: dict[str, Any] = {"pipeline_tag": "text-generation", "tags": ["requant", "quantized", target]}
+    if base := _base_model(source.path):
+        front |= {"base_model": base, "base_model_relation": "quantized"}
+    version = str(source.header.quantization.get("requant_version", "?"))
+    head = yaml.safe_dump(front, sort_keys=False, allow_unicode=False).strip()
+    title, origin = (
+        "".join(char if char.isprintable() and char != "`" else "?" for char in text)
+        for text in (name, source.path.name)
+    )
+    write_bytes(
+        folder / "README.md",
+        f"---\n{head}\n---\n\n# `{title}`\n\nThe weights of `{origin}`, quantized by requant {version}, "
+        f"exported as {target}.\n{LOADING[target]}\n".encode(),
+    )
+
+
+def _base_model(checkpoint: Path) -> str | None:
+    """What the checkpoint's own card names as its base."""
+    try:
+        text = (checkpoint / "README.md").read_text(encoding="utf-8")[:100_000]
+        front = yaml.safe_load(text.removeprefix("---\n").split("\n---\n")[0])
+        base = front["base_model"]
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, RecursionError):
+        return None
+    return base if isinstance(base, str) else None
+
+
+def _is_left(name: str) -> bool:
+    return name in OURS or any(fnmatch.fnmatch(name, pattern) for pattern in NOT_COPIED)

@@ -1,0 +1,173 @@
+"""GGUF: one file for llama.cpp, every quantized weight the same number.
+
+Uniform grids become the smallest of llama.cpp's block types that hold them exactly (`gguf_blocks.py`); embedding, head
+and norms keep their numbers (norms as float32, which llama.cpp wants). llama.cpp multiplies with inputs rounded to 8
+bits, so its logits differ from ours by that.
+
+For `llama`, the rows of q and k change places: transformers turns the two halves of a head against each other,
+llama.cpp neighbouring pairs. Rows carry their scales along, so this too is exact.
+"""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from requant.errors import InputError
+from requant.exporters.folder import Written
+from requant.exporters.gguf_blocks import BLOCK, TYPES, block_type, bytes_of_row, encode
+from requant.exporters.gguf_metadata import (
+    ARCHITECTURES,
+    add_architecture,
+    check_architecture,
+    rope_factors,
+)
+from requant.exporters.gguf_tokenizer import add_tokenizer
+from requant.exporters.source import Source
+from requant.formats.containers import Grid, QuantizedWeight
+from requant.formats.packed_spec import MatrixLayout
+
+FILE = "model.gguf"
+PAIRED = ("q_proj", "k_proj")
+FLOATS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+
+
+def write(source: Source, folder: Path) -> Written:
+    """`model.gguf` into `folder`, matrix by matrix. Raises InputError for what no type holds exactly."""
+    try:
+        import gguf
+    except ImportError as error:
+        raise InputError(
+            "GGUF export needs the package `gguf`; install it with `pip install 'requant[gguf]'`."
+        ) from error
+    check_architecture(source.config)
+    types = {name: _type_of(source, name, layout) for name, layout in source.layouts.items()}
+    architecture, paired = ARCHITECTURES[source.config.model_type]
+    key = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
+    names = gguf.get_tensor_name_map(key, source.config.num_hidden_layers)
+
+    def renamed(name: str) -> str:
+        found = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if found is None:
+            raise InputError(f"llama.cpp has no tensor for {name[:80]}; export --to dense.")
+        return found
+
+    writer = gguf.GGUFWriter(folder / FILE, architecture)
+    try:
+        add_architecture(writer, source.config, name=source.path.name)
+        add_tokenizer(writer, source.path, source.config)
+        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+        writer.add_file_type(_file_type(gguf, list(types.values())))
+        factors = rope_factors(source.config)
+        plain = source.plain_names()
+        for name, layout in source.layouts.items():
+            if types[name] in TYPES:
+                row = bytes_of_row(types[name], layout.shape[1])
+                shape, read_as, size = (layout.shape[0], row), np.uint8, layout.shape[0] * row
+            else:
+                shape, read_as, size = (
+                    layout.shape,
+                    np.float32,
+                    math.prod(layout.shape) * source.dtype.itemsize,
+                )
+            kind = gguf.GGMLQuantizationType[types[name]]
+            # given a kind, the writer takes uint8 shapes for bytes, and any other for what they are
+            writer.add_tensor_info(renamed(f"{name}.weight"), shape, np.dtype(read_as), size, kind)
+        for name in plain:
+            shape = source.header.tensors[name].shape
+            dtype = _stored(source.plain_dtype(name), len(shape))
+            size = math.prod(shape) * dtype.itemsize
+            kind = gguf.GGMLQuantizationType[FLOATS[dtype]]
+            writer.add_tensor_info(renamed(name), shape, np.dtype(np.float32), size, kind)
+        if factors is not None:
+            writer.add_tensor_info(
+                "rope_freqs.weight", tuple(factors.shape), np.dtype(np.float32), factors.nbytes
+            )
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for data in _data(source, types, paired=paired):
+            writer.write_tensor_data(data.contiguous().view(torch.uint8).numpy())
+        if factors is not None:
+            writer.write_tensor_data(factors.numpy())
+    finally:
+        writer.close()
+    used = ", ".join(f"{list(types.values()).count(kind)} x {kind}" for kind in sorted(set(types.values())))
+    return Written(
+        files=[FILE], notes=[f"blocks: {used}; llama.cpp rounds the inputs of a product to 8 bits."]
+    )
+
+
+def paired_rows(n: int, heads: int) -> Tensor:
+    """Where each row of llama.cpp's q or k comes from: halves of a head become neighbours."""
+    return torch.arange(n).view(heads, 2, n // heads // 2).transpose(1, 2).flatten()
+
+
+def _data(source: Source, types: dict[str, str], *, paired: bool) -> Iterator[Tensor]:
+    """What the tensor infos announced, in their order."""
+    order = list(source.layouts)
+    for expected, (name, weight) in zip(order, source.weights(), strict=True):
+        assert name == expected
+        if types[name] in TYPES:
+            yield encode(_dense(weight), types[name])[_rows(source, name, weight.shape[0], paired=paired)]
+        else:
+            yield source.floats(name, weight)
+    for name, tensor in source.plain():
+        parent, _, last = name.rpartition(".")
+        rows = (
+            _rows(source, parent, tensor.shape[0], paired=paired)
+            if last in ("weight", "bias")
+            else slice(None)
+        )
+        yield tensor[rows].to(_stored(tensor.dtype, tensor.dim()))
+
+
+def _rows(source: Source, name: str, n: int, *, paired: bool) -> Any:
+    kind = name.rpartition(".")[2]
+    if not paired or kind not in PAIRED:
+        return slice(None)
+    config = source.config
+    return paired_rows(n, config.num_attention_heads if kind == "q_proj" else config.num_key_value_heads)
+
+
+def _dense(weight: QuantizedWeight) -> Grid:
+    assert isinstance(weight.dense, Grid) and weight.sparse is None, "refused before"
+    return weight.dense
+
+
+def _type_of(source: Source, name: str, layout: MatrixLayout) -> str:
+    """A matrix's type: blocks, or plain floats for an embedding or head that no block holds."""
+    misfit = _misfit(layout)
+    if misfit is None:
+        return str(block_type(layout))
+    if name in source.header.vocabulary:
+        return FLOATS[source.dtype]
+    raise InputError(f"{name} {misfit}, which no type of llama.cpp holds exactly; export --to dense.")
+
+
+def _misfit(layout: MatrixLayout) -> str | None:
+    """Why no block holds a matrix, as the end of a sentence."""
+    k = layout.shape[1]
+    if layout.format != "grid":
+        return f"is a {layout.format}"
+    if layout.sparse:
+        return f"has a sparse part ({layout.sparse:,} entries)"
+    if layout.column_scales:
+        return "has column scales of its own (AWQ)"
+    if k % BLOCK or (layout.group_size < k and layout.group_size % BLOCK):
+        return f"has {k} columns in groups of {layout.group_size}, not in multiples of {BLOCK}"
+    return f"has {layout.bits} bits with zero points" if block_type(layout) is None else None
+
+
+def _stored(dtype: torch.dtype, dimensions: int) -> torch.dtype:
+    """Vectors (norms, biases) are float32 in llama.cpp."""
+    return torch.float32 if dimensions == 1 else dtype
+
+
+def _file_type(gguf: Any, types: list[str]) -> Any:
+    """The type of most matrices."""
+    return gguf.LlamaFileType[f"MOSTLY_{max(set(types), key=lambda kind: (types.count(kind), kind))}"]

@@ -1,0 +1,79 @@
+"""llama.cpp's blocks of 32 weights that hold a uniform grid exactly.
+
+    w = d q        d float16, q a whole number
+
+| type | q | bytes a block | bits a weight |
+| --- | --- | --- | --- |
+| `Q4_0` | -8 .. 7 | 2 + 16 | 4.5 |
+| `Q5_0` | -16 .. 15 | 2 + 4 + 16 | 5.5 |
+| `Q8_0` | -128 .. 127 | 2 + 32 | 8.5 |
+
+A grid's value is `(code - zero_point) scale`, so q is the difference, which no zero point makes inexact: it only widens
+the range, from 2^bits to 2^(bits + 1) - 1 values. So 2 and 3 bits fit Q4_0 with or without zero points, 4 bits with
+them need Q5_0, and 8 bits with them fit nothing. `Q4_1` and `Q5_1` would take the zero point as a float16 minimum
+`-zero_point scale`, which seldom is one; the k-quants quantize their scales. Neither is exact, so neither is written.
+Groups of a multiple of 32 columns repeat their scale.
+"""
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Int, UInt8
+from torch import Tensor
+
+from requant.formats.containers import Grid
+from requant.formats.packed_spec import MatrixLayout
+
+BLOCK = 32
+
+
+def block_type(layout: MatrixLayout) -> str | None:
+    """The smallest type that holds every grid of this layout; None where none does."""
+    levels = 1 << int(layout.bits)
+    low, high = (1 - levels, levels - 1) if layout.zero_points else (-levels // 2, levels // 2 - 1)
+    fits = [name for name, (_, bits) in TYPES.items() if -(1 << bits - 1) <= low and high < 1 << bits - 1]
+    return fits[0] if fits else None
+
+
+def bytes_of_row(name: str, k: int) -> int:
+    return k // BLOCK * TYPES[name][1] * BLOCK // 8 + k // BLOCK * 2
+
+
+def encode(grid: Grid, name: str) -> UInt8[Tensor, "n b"]:
+    """The rows of a grid as bytes of blocks of type `name`; k and the group size are multiples of 32."""
+    n, k = grid.shape
+    columns = torch.arange(k) // grid.group_size
+    if grid.zero_points is None:
+        values = grid.codes.int() - (1 << grid.bits - 1)
+    else:
+        values = grid.codes.int() - grid.zero_points.int()[:, columns]
+    scales = grid.scales[:, columns[::BLOCK]].contiguous().view(torch.uint8).view(n, -1, 2)
+    packed = TYPES[name][0](values.view(n, -1, BLOCK))
+    return torch.cat([scales, packed], dim=2).flatten(1)
+
+
+def _q4_0(values: Int[Tensor, "n b 32"]) -> UInt8[Tensor, "n b w"]:
+    return _nibbles((values + 8).to(torch.uint8))
+
+
+def _q5_0(values: Int[Tensor, "n b 32"]) -> UInt8[Tensor, "n b w"]:
+    shifted = (values + 16).to(torch.uint8)
+    fifth = (shifted >> 4).unflatten(2, (4, 8)) << torch.arange(8, dtype=torch.uint8)  # little-endian bits
+    return torch.cat([fifth.sum(3, dtype=torch.uint8), _nibbles(shifted & 15)], dim=2)
+
+
+def _q8_0(values: Int[Tensor, "n b 32"]) -> UInt8[Tensor, "n b w"]:
+    return values.to(torch.int8).view(torch.uint8)
+
+
+def _nibbles(codes: UInt8[Tensor, "n b 32"]) -> UInt8[Tensor, "n b 16"]:
+    """Weight j in the low half of byte j, weight 16 + j in its high half."""
+    return codes[:, :, :16] | codes[:, :, 16:] << 4
+
+
+# name -> encoder, bits of q; the smallest first
+TYPES: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
+    "Q4_0": (_q4_0, 4),
+    "Q5_0": (_q5_0, 5),
+    "Q8_0": (_q8_0, 8),
+}

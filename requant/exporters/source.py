@@ -1,0 +1,130 @@
+"""The checkpoint that is exported: its matrices and its other tensors, one at a time."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from requant.checkpoint.header import StoredTensor
+from requant.checkpoint.validate import CheckpointHeader, check_values, read_header, read_matrix
+from requant.errors import CheckpointError, InputError, NumericalError
+from requant.formats.containers import QuantizedWeight
+from requant.formats.packed_spec import MatrixLayout
+from requant.formats.packing import unpack
+from requant.models.loading import DTYPES, load_config, resolve_source
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """`skeleton` is the model without memory (on the meta device): it says what kind of layer each matrix is."""
+
+    path: Path
+    header: CheckpointHeader
+    config: Any  # transformers' configuration, without the quantization
+    skeleton: PreTrainedModel
+    dtype: torch.dtype
+    casts_all: bool  # a dtype was asked for: it goes for every float tensor
+
+    @property
+    def layouts(self) -> dict[str, MatrixLayout]:
+        """What is quantized: the matrices of the blocks, then embedding and head where they are."""
+        return {**self.header.modules, **self.header.vocabulary}
+
+    def weights(self) -> Iterator[tuple[str, QuantizedWeight]]:
+        """Every quantized matrix by name, in the order of `layouts`, checked, on the CPU."""
+        for name, layout in self.layouts.items():
+            tensors = read_matrix(name, layout.tensors(), self.header.tensors)
+            check_values(name, layout, tensors)
+            yield name, unpack(layout, tensors)
+
+    def plain(self) -> Iterator[tuple[str, Tensor]]:
+        """Every other tensor, in the dtype to write."""
+        for name in self.plain_names():
+            tensor = read_tensor(name, self.header.tensors[name])
+            yield name, self.cast(name, tensor) if self._is_cast(tensor.dtype) else tensor
+
+    def plain_names(self) -> list[str]:
+        """Biases of quantized layers are among them; whatever else stands beside the codes is not."""
+        modules = self.layouts
+        parts = {name: name.rpartition(".") for name in self.header.tensors}
+        return [name for name, (parent, _, last) in parts.items() if parent not in modules or last == "bias"]
+
+    def plain_dtype(self, name: str) -> torch.dtype:
+        """The dtype in which `plain` gives a tensor."""
+        stored = self.header.tensors[name].dtype
+        return self.dtype if self._is_cast(stored) else stored
+
+    def transposed(self, name: str) -> bool:
+        """Whether the layer holds its weight as [k, n] (GPT-2)."""
+        from transformers.pytorch_utils import Conv1D
+
+        return isinstance(self.skeleton.get_submodule(name), Conv1D)
+
+    def floats(self, name: str, weight: QuantizedWeight) -> Float[Tensor, "n k"]:
+        """A matrix as plain numbers, rounded once to the dtype to write."""
+        return self.cast(f"{name}.weight", weight.dequantize())
+
+    def cast(self, name: str, tensor: Tensor) -> Tensor:
+        """Rounded to the dtype to write; raises NumericalError where that makes an infinity."""
+        rounded = tensor.to(self.dtype)
+        if not torch.isfinite(rounded).all():
+            raise NumericalError(f"{name} holds values beyond {self.dtype}; export with --dtype bfloat16.")
+        return rounded
+
+    def _is_cast(self, stored: torch.dtype) -> bool:
+        return self.casts_all and stored.is_floating_point
+
+
+def open_source(checkpoint: str | Path, *, dtype: str) -> Source:
+    """Judge the folder, and find out what its layers are. Raises CheckpointError, InputError."""
+    if dtype not in ("auto", *DTYPES):
+        raise InputError(f"--dtype {dtype} is unknown; give auto, {', '.join(DTYPES)}.")
+    path = Path(resolve_source(str(checkpoint)))
+    header = read_header(path)
+    config = load_config(str(path))
+    del config.quantization_config
+    own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
+    return Source(
+        path=path,
+        header=header,
+        config=config,
+        skeleton=_skeleton(path, config, header),
+        dtype=own if dtype == "auto" else getattr(torch, dtype),
+        casts_all=dtype != "auto",
+    )
+
+
+def read_tensor(name: str, stored: StoredTensor) -> Tensor:
+    try:
+        with safe_open(stored.file, framework="pt") as file:
+            return file.get_tensor(name)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{stored.file} cannot be read ({error}); download it again.") from error
+
+
+def _skeleton(path: Path, config: Any, header: CheckpointHeader) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM
+
+    depth = getattr(config.get_text_config(), "num_hidden_layers", 0)
+    if depth > len(header.tensors):  # a hostile config.json could ask for billions
+        raise CheckpointError(
+            f"{path}: config.json asks for {depth} blocks, but the weight files hold {len(header.tensors)} tensors; "
+            "download the checkpoint again."
+        )
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        for name in (*header.modules, *header.vocabulary):
+            model.get_submodule(name)
+    except Exception as error:  # config.json is a stranger's: transformers may fail on it in any way
+        raise CheckpointError(
+            f"{path}: config.json describes no model with these matrices ({type(error).__name__}: "
+            f"{str(error)[:160]}); upgrade transformers, or download it again."
+        ) from error
+    return model

@@ -1,0 +1,283 @@
+"""A loaded model made ready to serve: every quantized matrix in the layout of the kernels, packed once.
+
+    q_proj, k_proj, v_proj  ->  one matrix [n_q + n_k + n_v, k], one launch; each layer returns its columns
+
+`QuantLinear` holds what is on disk, which no kernel can read at speed, so `serve` replaces it and drops its buffers:
+memory is then the packed size. A matrix that no kernel takes, or that one gets wrong (`kernel_check.py`), stays a
+`QuantLinear`, and the log says so.
+"""
+
+import logging
+import os
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from requant_kernels import GridLayout, Layout, TrellisLayout, pack_codebook, pack_grid, pack_trellis
+from requant_kernels.ops import OPERANDS, TRELLIS_OPERANDS, flatten, multiply, unflatten
+from torch import Tensor, nn
+
+from requant.errors import OutputError
+from requant.formats.containers import Codebook, Grid, QuantizedWeight, Trellis
+from requant.formats.slicing import join_rows
+from requant.inference.kernel_check import KernelCheck
+from requant.inference.quant_embedding import QuantEmbedding
+from requant.inference.quant_linear import QuantLinear, apply_without_casts
+from requant.models.targets import SIBLINGS
+
+AUTOTUNE = "REQUANT_AUTOTUNE"  # 1: measure launch shapes that no table has, when a model is loaded
+logger = logging.getLogger(__name__)
+
+
+class KernelLinear(nn.Module):
+    """`x w~' + bias` by the kernels; its buffers are the operands of the custom operator and are never saved."""
+
+    def __init__(self, layout: Layout | TrellisLayout, bias: Tensor | None = None) -> None:
+        super().__init__()
+        self.trellis = isinstance(layout, TrellisLayout)
+        self.in_features, self.out_features = layout.k, layout.n
+        for name, operand in zip(self.names, flatten(layout), strict=True):
+            if isinstance(operand, Tensor):
+                self.register_buffer(name, operand, persistent=False)
+            else:
+                setattr(self, name, operand)
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        self.held: Layout | TrellisLayout | None = None  # `layout`, put together once
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the operands."""
+        return TRELLIS_OPERANDS if self.trellis else OPERANDS
+
+    @property
+    def layout(self) -> Layout | TrellisLayout:
+        """What the kernels hold, for tests and tuning."""
+        return unflatten(*(getattr(self, name) for name in self.names))
+
+    def forward(self, x: Float[Tensor, "*m k"]) -> Float[Tensor, "*m n"]:
+        flat = x.reshape(-1, self.in_features)
+        if torch.compiler.is_compiling():  # sees the operator and buffers
+            operator = torch.ops.requant.trellis_linear if self.trellis else torch.ops.requant.linear
+            y = operator(flat, self.bias, *(getattr(self, name) for name in self.names))
+        else:
+            if self.held is None:
+                self.held = self.layout
+            y = multiply(flat, self.held, self.bias)
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "KernelLinear":
+        self.held = None
+        return apply_without_casts(self, lambda: super(KernelLinear, self)._apply(fn, recurse))
+
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        raise OutputError(
+            "this model holds its matrices as the kernels read them, not as a checkpoint stores them; load it with "
+            "device='cpu' and save that one."
+        )
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bits={self.bits}"
+
+
+class Siblings(nn.Module):
+    """Matrices that take the same x, in one launch: the first layer that is asked computes for all.
+
+    Results wait for their layers, which are asked with the very same tensor, and are forgotten when the last one has
+    come. A layer that is asked with another x is answered from a launch of its own.
+    """
+
+    def __init__(self, matrix: KernelLinear, sizes: Sequence[int]) -> None:
+        super().__init__()
+        self.matrix = matrix
+        self.sizes = list(sizes)
+        self.x: Tensor | None = None
+        self.waiting: list[Tensor | None] = []
+
+    def part(self, index: int, x: Float[Tensor, "*m k"]) -> Float[Tensor, "*m n"]:
+        """The columns of layer `index`: a view."""
+        if self.x is not x or self.waiting[index] is None:
+            self.x, self.waiting = x, list(self.matrix(x).split(self.sizes, dim=-1))
+        y = self.waiting[index]
+        assert y is not None
+        self.waiting[index] = None
+        if all(part is None for part in self.waiting):
+            self.x = None
+        return y
+
+
+class Sibling(nn.Module):
+    """One layer of `Siblings`; the first of them owns the matrix."""
+
+    def __init__(self, siblings: Siblings, index: int) -> None:
+        super().__init__()
+        if index == 0:
+            self.siblings = siblings
+        else:
+            self.__dict__["siblings"] = siblings  # not registered twice
+        self.index = index
+        self.in_features, self.out_features = siblings.matrix.in_features, siblings.sizes[index]
+
+    def forward(self, x: Float[Tensor, "*m k"]) -> Float[Tensor, "*m n"]:
+        return self.siblings.part(self.index, x)
+
+
+class KernelEmbedding(nn.Module):
+    """Rows of a packed grid as they are asked for; a tied head's matrix is its own, so memory holds the codes once."""
+
+    def __init__(self, matrix: KernelLinear, plain: QuantEmbedding, *, tied: bool) -> None:
+        super().__init__()
+        if tied:
+            self.__dict__["matrix"] = matrix  # the head's
+        else:
+            self.matrix = matrix
+        self.num_embeddings, self.embedding_dim = matrix.out_features, matrix.in_features
+        self.padding_idx, self.dtype, self.scale = plain.padding_idx, plain.dtype, plain.scale
+
+    def forward(self, tokens: Int[Tensor, "*m"]) -> Float[Tensor, "*m d"]:
+        matrix = self.matrix
+        rows = torch.ops.requant.lookup(
+            tokens.reshape(-1), self.dtype, matrix.packed_codes, matrix.scales, matrix.zero_points, matrix.column_scales,
+            matrix.n, matrix.k, matrix.bits, matrix.group_size, matrix.kernel_group,
+        )  # fmt: skip
+        if self.scale is not None:
+            rows = rows * float(torch.tensor(self.scale, dtype=self.dtype))
+        return rows.view(*tokens.shape, self.embedding_dim)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "KernelEmbedding":
+        self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
+        super()._apply(fn, recurse)
+        return self
+
+
+def serve(model: Any, *, device: torch.device | str) -> Any:
+    """Replace every `QuantLinear` of `model` by the kernels' layout on `device`, in place, and move the rest there."""
+    device = torch.device(device)
+    refused: Counter[str] = Counter()
+    if device.type != "cpu" and model.dtype not in (torch.float16, torch.bfloat16):
+        matrices = sum(isinstance(layer, QuantLinear) for layer in model.modules())
+        refused[
+            f"the kernels take float16 or bfloat16 activations, not {model.dtype}: load with dtype='bfloat16'"
+        ] = matrices
+    else:
+        embeddings = {name: m for name, m in model.named_modules() if isinstance(m, QuantEmbedding)}
+        heads = {name: m for name, m in model.named_modules() if isinstance(m, QuantLinear)}
+        check = KernelCheck(model.dtype)
+        for parent in list(model.modules()):
+            _serve_children(parent, device, refused, check)
+        for name, embedding in embeddings.items():
+            partners = [head for head, m in heads.items() if m._buffers is embedding._buffers]
+            _serve_embedding(model, name, embedding, partners, device)
+    for reason, count in refused.items():
+        logger.warning(
+            "%d of the quantized matrices are dequantized at every call, which is slow: %s", count, reason
+        )
+    model = model.to(device)
+    if device.type == "cuda" and os.environ.get(AUTOTUNE) == "1":
+        logger.info("%d launch shapes measured", tune_kernels(model, tokens=(1, 8)))
+    return model
+
+
+def tune_kernels(model: Any, *, tokens: Sequence[int] = (1,)) -> int:
+    """Measure launch shapes for the matrices of a served model on this GPU, and keep them; returns how many were new."""
+    from requant_kernels.autotune import tune
+
+    shapes: dict[Any, Any] = {}
+    for layer in model.modules():
+        if isinstance(layer, KernelLinear) and layer.packed_codes.is_cuda:
+            layout = layer.layout
+            shapes.setdefault((type(layout), layout.bits, layout.n, layout.k), layout)
+    return tune(list(shapes.values()), tokens)
+
+
+def _serve_children(
+    parent: nn.Module, device: torch.device, refused: Counter[str], check: KernelCheck
+) -> None:
+    """The quantized layers directly below `parent`, siblings together."""
+    layers = {name: child for name, child in parent.named_children() if isinstance(child, QuantLinear)}
+    for names in (*SIBLINGS, *((name,) for name in layers)):
+        alike: dict[Any, list[str]] = defaultdict(list)
+        for name in names:
+            if name in layers:
+                alike[_likeness(layers[name])].append(name)
+        for group in alike.values():
+            chosen = [layers.pop(name) for name in group]
+            try:
+                weight = join_rows([layer.quantized().to(device) for layer in chosen])
+                assert weight is not None  # their likeness says so
+                layout = kernel_layout(weight)
+                check(KernelLinear(layout), layout, weight)
+                matrix = KernelLinear(layout, _joined_bias(chosen, device))
+            except ValueError as error:  # what no kernel takes, with the remedy, or what one gets wrong
+                refused[str(error)] += len(group)
+                continue
+            if len(group) == 1:
+                setattr(parent, group[0], matrix)
+                continue
+            siblings = Siblings(matrix, [layer.out_features for layer in chosen])
+            for index, name in enumerate(group):
+                setattr(parent, name, Sibling(siblings, index))
+
+
+def _serve_embedding(
+    model: nn.Module, name: str, embedding: QuantEmbedding, heads: list[str], device: torch.device
+) -> None:
+    """`heads`: names of the layers that share its codes."""
+    if heads:
+        matrix = model.get_submodule(heads[0])
+        if not isinstance(matrix, KernelLinear):  # refused, and said so
+            return
+    else:
+        try:
+            matrix = KernelLinear(kernel_layout(embedding.quantized().to(device)))
+        except ValueError:  # its rows are dequantized one by one anyway
+            return
+    if isinstance(matrix.layout, GridLayout) and matrix.slice_ptr is None:
+        model.set_submodule(name, KernelEmbedding(matrix, embedding, tied=bool(heads)))
+
+
+def kernel_layout(weight: QuantizedWeight) -> Layout | TrellisLayout:
+    """The kernels' layout of a matrix, on its device. Raises ValueError for one that no kernel takes."""
+    sparse, dense = weight.sparse, weight.dense
+    csr = None if sparse is None else (sparse.indptr, sparse.indices, sparse.values, sparse.row_scales)
+    match dense:
+        case Grid():
+            return pack_grid(
+                dense.codes, dense.scales, dense.zero_points, bits=dense.bits, group_size=dense.group_size,
+                column_scales=dense.column_scales, sparse=csr,
+            )  # fmt: skip
+        case Codebook():
+            return pack_codebook(dense.codes, dense.levels, bits=dense.bits, sparse=csr)
+        case Trellis():
+            return pack_trellis(
+                dense.codes,
+                dense.input_scales,
+                dense.output_scales,
+                bits=dense.bits,
+                code=dense.code,
+                sparse=csr,
+            )
+
+
+def _likeness(layer: QuantLinear) -> Any:
+    """Layers of equal likeness can be one matrix."""
+    layout = layer.layout
+    if layout.format == "trellis":  # every matrix has rotations of its own
+        return id(layer)
+    scales = None
+    if layout.column_scales:  # they scale x, so they have to be the same
+        scales = tuple(layer.get_buffer("column_scales").tolist())
+    kind = layout.sparse_values if layout.sparse else "float16"
+    return layout.format, layout.bits, layout.group_size, layout.zero_points, layout.shape[1], scales, kind
+
+
+def _joined_bias(layers: Sequence[QuantLinear], device: torch.device) -> Tensor | None:
+    given = [layer.bias for layer in layers if layer.bias is not None]
+    if not given:
+        return None
+    return torch.cat([
+        torch.zeros(layer.out_features, dtype=given[0].dtype, device=device)
+        if layer.bias is None else layer.bias.detach().to(device)
+        for layer in layers
+    ])  # fmt: skip

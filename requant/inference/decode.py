@@ -1,0 +1,171 @@
+"""Tokens from a model, one step after another: a cache, and on a GPU the captured graph of a step.
+
+A step of one token is hundreds of small launches, which Python issues more slowly than a GPU runs them. On a GPU the keys
+and values therefore live in a static cache, the step is captured once as a CUDA graph, and a token is one replay: embed,
+blocks, head, the likeliest token, which is the next step's input. Elsewhere, and for models whose cache counts its
+positions on the host (sliding windows), the same steps run one by one.
+"""
+
+import logging
+from math import gcd
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int64
+from requant_kernels.heuristics import launches_early
+from torch import Tensor
+from transformers import DynamicCache
+
+from requant.inference.attention import use_kernel
+from requant.inference.static_cache import SharedLengthCache, static_cache
+from requant.text.sampling import sample_next
+
+PARTS = 512  # of a row of logits
+logger = logging.getLogger(__name__)
+
+
+class Decoder:
+    """A model with room for `length` tokens in each of its sequences; `reset` makes it forget them.
+
+    `graph` None captures a step wherever that is possible. `step_model` is what runs a step, for instance a compiled
+    form of the model; the prompt always goes through the model itself. With
+    `kernel_attention`, the attention of a step on a GPU is `requant.inference.attention`'s where the model's own is torch's.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        length: int,
+        graph: bool | None = None,
+        step_model: Any = None,
+        kernel_attention: bool = False,
+    ) -> None:
+        self.model, self.step_model = model, model if step_model is None else step_model
+        self.length = length
+        self.device = torch.device(model.device)
+        self.captured: torch.cuda.CUDAGraph | None = None
+        self.wants_graph = self.device.type == "cuda" if graph is None else graph
+        if kernel_attention and self.device.type == "cuda":
+            use_kernel(model)
+        self.tokens = torch.empty(0)
+        self.logits = torch.empty(0)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all tokens; a captured step stays."""
+        if self.captured is not None:
+            self.cache.reset()
+            return
+        self.cache: Any = None
+        if self.wants_graph:
+            self.cache = static_cache(self.model, self.length)
+        if self.cache is None:
+            self.wants_graph = False
+            self.cache = DynamicCache(config=self.model.config)
+
+    @torch.no_grad()
+    def prompt(self, tokens: Int64[Tensor, "b t"]) -> Float[Tensor, "b v"]:
+        """Logits after the last token of the prompts, all of one length; the likeliest is the next step's input."""
+        output = self.model(tokens, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        self._count(tokens.shape[1])
+        self._keep(output.logits[:, -1])
+        return self.logits
+
+    @torch.no_grad()
+    def step(self, tokens: Int64[Tensor, "b 1"] | None = None) -> Float[Tensor, "b v"]:
+        """Logits after one more token of each sequence: `tokens`, or the likeliest of the last logits."""
+        if tokens is not None:
+            self.tokens.copy_(tokens)
+        if self.wants_graph and self.captured is None:
+            self._capture()
+        if self.captured is None:
+            self._step()
+        else:
+            self.captured.replay()
+        return self.logits
+
+    def _step(self) -> None:
+        output = self.step_model(self.tokens, past_key_values=self.cache, use_cache=True)
+        self._count(1)
+        self._keep(output.logits[:, -1])
+
+    def _count(self, tokens: int) -> None:
+        if isinstance(self.cache, SharedLengthCache):
+            self.cache.add(tokens)
+
+    def _keep(self, logits: Tensor) -> None:
+        """Into the tensors that a graph reads and writes."""
+        if self.logits.shape != logits.shape:
+            self.logits, self.tokens = logits.clone(), likeliest(logits)
+        else:
+            self.logits.copy_(logits)
+            self.tokens.copy_(likeliest(logits))
+
+    def _capture(self) -> None:
+        """Warm up and capture a step, and take back what both did to the cache."""
+        before = self.cache.length.clone(), self.tokens.clone(), self.logits.clone()
+        stream = torch.cuda.Stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            for _ in range(3):  # kernels are compiled and libraries set up outside of the capture
+                self._step()
+                self._restore(*before)
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+        torch.cuda.synchronize(self.device)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                self._step()
+        except RuntimeError as error:
+            self.wants_graph = False
+            logger.warning(
+                "a step of this model cannot be captured as a CUDA graph, so it runs without: %s", error
+            )
+        else:
+            self.captured = graph
+        self._restore(*before)
+
+    def _restore(self, length: Tensor, tokens: Tensor, logits: Tensor) -> None:
+        self.cache.length.copy_(length)
+        self.tokens.copy_(tokens)
+        self.logits.copy_(logits)
+
+
+def likeliest(logits: Float[Tensor, "b v"]) -> Int64[Tensor, "b 1"]:
+    """The argmax of every row, by parts first: torch gives a row to one multiprocessor, 29 us for 128 thousand tokens."""
+    b, v = logits.shape
+    width = v // gcd(v, PARTS)
+    top, place = logits.view(b, -1, width).max(-1)
+    part = top.argmax(-1, keepdim=True)
+    return part * width + place.gather(1, part)
+
+
+def compiled_step(model: Any) -> Any:
+    """torch.compile of a step, its kernels too launched before their predecessors have ended where the GPU can."""
+    from torch._inductor import config  # slow to import, and only needed here
+
+    early = launches_early(torch.device(model.device)) and hasattr(config.triton, "enable_pdl")
+    return torch.compile(model, dynamic=False, options={"triton.enable_pdl": True} if early else None)
+
+
+def write_tokens(
+    model: Any,
+    prompt: Int64[Tensor, "1 t"],
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    generator: torch.Generator,
+    end: frozenset[int] = frozenset(),
+) -> list[int]:
+    """The prompt's continuation, to `max_new_tokens` or a token of `end`, which is not part of it."""
+    decoder = Decoder(model, length=prompt.shape[1] + max_new_tokens)
+    logits, written = decoder.prompt(prompt), []
+    while True:
+        token = sample_next(logits, temperature=temperature, generator=generator)
+        if int(token) in end:
+            return written
+        written.append(int(token))
+        if len(written) == max_new_tokens:
+            return written
+        logits = decoder.step(token)

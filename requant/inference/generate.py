@@ -1,0 +1,52 @@
+"""`requant generate`: a prompt and what the model goes on with, as text."""
+
+from typing import Any
+
+import torch
+
+from requant.errors import TextError
+from requant.inference.decode import write_tokens
+from requant.inference.load import open_served
+from requant.models.devices import pick_device
+from requant.models.loading import (
+    context_limit,
+    load_config,
+    load_tokenizer,
+    resolve_source,
+)
+
+
+def generate_text(
+    checkpoint: str,
+    prompt: str,
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
+    device: str,
+    dtype: str,
+) -> str:
+    """`prompt` and what the model goes on with, as text. Raises RequantError."""
+    folder, where = resolve_source(checkpoint), pick_device(device)
+    tokenizer = load_tokenizer(folder)
+    tokens = tokenizer(prompt, return_tensors="pt").to(where)
+    length = tokens["input_ids"].shape[1]
+    if length == 0:
+        raise TextError("--prompt holds no token; give the text to go on from.")
+    limit = context_limit(load_config(folder))
+    if limit is not None and length + max_new_tokens > limit:
+        raise TextError(
+            f"the prompt's {length} tokens and --max-new-tokens {max_new_tokens} exceed the model's {limit} "
+            "positions; shorten one of them."
+        )
+    model: Any = open_served(folder, device=where, dtype=dtype)
+    ends = model.generation_config.eos_token_id
+    written = write_tokens(
+        model,
+        tokens["input_ids"],
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        generator=torch.Generator(where).manual_seed(seed),  # the caller's generator stays
+        end=frozenset([] if ends is None else [ends] if isinstance(ends, int) else ends),
+    )
+    return str(tokenizer.decode(tokens["input_ids"][0].tolist() + written, skip_special_tokens=True))

@@ -1,0 +1,107 @@
+"""`load`: a checkpoint as a model ready to run; `open_model`: any model as a user names it."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from requant.checkpoint.read import provenance
+from requant.checkpoint.validate import read_header
+from requant.errors import CheckpointError, InputError, RequantError
+from requant.models.loading import (
+    load_model,
+    read_config,
+)
+
+logger = logging.getLogger(__name__)
+
+
+def open_model(folder: str, *, device: str, dtype: str) -> PreTrainedModel:
+    """A checkpoint of ours with its weights as floats, or any other model as it is."""
+    if is_checkpoint(folder):
+        wanted: Any = torch.float32 if dtype == "auto" and device == "cpu" else dtype
+        return load(folder, device=device, dtype=wanted, dequantize=True)
+    return load_model(folder, device=device, dtype=dtype)[0]
+
+
+def open_served(folder: str, *, device: str, dtype: str) -> Any:
+    """A model as it is served: a checkpoint of ours by the kernels on a GPU, by its floats on a CPU."""
+    if device == "cpu" or not is_checkpoint(folder):
+        return open_model(folder, device=device, dtype=dtype)
+    return load(folder, device=device, dtype=dtype)
+
+
+def is_checkpoint(folder: str) -> bool:
+    """Whether a folder says that requant wrote it."""
+    if not Path(folder).is_dir():
+        return False
+    entry = read_config(folder).get("quantization_config")
+    return isinstance(entry, dict) and entry.get("quant_method") == "requant"
+
+
+def load(
+    path: str | Path,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: str | torch.dtype = "auto",
+    dequantize: bool = False,
+    trust_remote_code: bool = False,
+) -> Any:
+    """The model of a checkpoint, in eval mode.
+
+    `dtype` is that of activations and of all that is not quantized; `auto` keeps what the checkpoint has.
+    On a GPU the matrices are held as the kernels read them (`requant.inference.convert`), and such a model cannot be saved.
+    With `dequantize`, plain layers hold the same floats: as large as the original, the same logits bit for
+    bit, and faster where no kernel serves the quantized form. Raises CheckpointError for a folder that is
+    damaged, foreign or hostile; then no model exists, not even in part. One line of the log (level INFO) says how
+    many matrices were loaded, and whether their files are those that were saved.
+    """
+    header = read_header(path, trust_remote_code=trust_remote_code)
+    dtype = _dtype(dtype)
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # a bar for a second of work
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
+        depth = getattr(config.get_text_config(), "num_hidden_layers", 0)
+        if depth > len(header.tensors):  # would build that many blocks before it finds their tensors missing
+            raise CheckpointError(
+                f"{path}: config.json asks for {depth} blocks, but the weight files hold "
+                f"{len(header.tensors)} tensors; download the checkpoint again."
+            )
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=trust_remote_code,
+        )
+    except (RequantError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # config.json is a stranger's: transformers may fail on it in any way
+        first = (str(error).strip().splitlines() or [""])[0]
+        raise CheckpointError(
+            f"{path}: transformers cannot build the model of config.json "
+            f"({type(error).__name__}: {first[:160]}); upgrade transformers, or download it again."
+        ) from error
+    logger.info("loaded %d quantized matrices from %s, %s", len(header.modules), path, provenance(path))
+    if dequantize:
+        model = model.dequantize()
+    elif torch.device(device).type == "cuda":
+        from requant.inference.convert import serve
+
+        return serve(model, device=device).eval()
+    return model.to(device).eval()
+
+
+def _dtype(dtype: str | torch.dtype) -> str | torch.dtype:
+    if isinstance(dtype, torch.dtype) or dtype == "auto":
+        return dtype
+    value = getattr(torch, dtype, None)
+    if not isinstance(value, torch.dtype) or not value.is_floating_point:
+        raise InputError(f"dtype {dtype!r} is unknown; give auto, float32, float16 or bfloat16.")
+    return value

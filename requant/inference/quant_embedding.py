@@ -1,0 +1,83 @@
+"""`QuantEmbedding`: an embedding whose rows are dequantized as they are asked for, and a head that shares its codes.
+
+    y_t = row(x_t) * scale,    row(i)_j = (code_ij - zero_point_ig) * scale_ig,  g = j // group_size
+
+The buffers are those of the file, as in `QuantLinear`. The whole table never exists in floats: a batch of m tokens
+costs m rows. Where head and embedding are tied, both modules hold one dictionary of buffers: moving either moves both,
+and only the embedding's are saved.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from requant.formats.containers import QuantizedWeight
+from requant.formats.packed_spec import STOP, MatrixLayout
+from requant.formats.packing import unpack
+from requant.inference.quant_linear import QuantLinear, apply_without_casts
+
+
+class QuantEmbedding(nn.Module):
+    """Replaces an `nn.Embedding`, or Gemma's, which multiplies its output by `embed_scale`."""
+
+    def __init__(self, layout: MatrixLayout, plain: nn.Embedding) -> None:
+        """Empty buffers for `layout`, on the device of `plain`, whose dtype is that of the output."""
+        super().__init__()
+        self.layout = layout
+        self.num_embeddings, self.embedding_dim = layout.shape
+        self.padding_idx = plain.padding_idx
+        self.dtype = plain.weight.dtype
+        for suffix, spec in layout.tensors().items():
+            buffer = torch.empty(spec.shape, dtype=spec.dtype, device=plain.weight.device)
+            self.register_buffer(suffix, buffer)
+        self.register_buffer(STOP, torch.empty(0, dtype=torch.half, device=plain.weight.device))
+        # What this stands for; hidden, because a submodule would be saved. It holds the scale of Gemma's.
+        self.__dict__["plain"] = plain
+
+    @property
+    def scale(self) -> float | None:
+        """What rows are multiplied by, in the dtype of the output."""
+        return getattr(self.plain, "scalar_embed_scale", None)
+
+    def quantized(self) -> QuantizedWeight:
+        """The container behind the buffers."""
+        return unpack(self.layout, self._buffers)  # type: ignore[arg-type]
+
+    def forward(self, tokens: Int[Tensor, "*m"]) -> Float[Tensor, "*m d"]:
+        rows = tokens.flatten()
+        taken = {suffix: self.get_buffer(suffix)[rows] for suffix in self.layout.tensors()}
+        floats = unpack(self.layout, taken).dequantize().to(self.dtype)
+        if self.scale is not None:
+            floats = floats * torch.tensor(self.scale, dtype=self.dtype, device=floats.device)
+        return floats.view(*tokens.shape, self.embedding_dim)
+
+    def dequantized(self, dtype: torch.dtype) -> nn.Module:
+        """The plain module with the same floats."""
+        plain: Any = self.plain
+        plain.weight = nn.Parameter(self.quantized().dequantize().to(dtype), requires_grad=False)
+        if self.scale is not None:
+            plain.register_buffer(
+                "embed_scale", torch.tensor(self.scale, device=plain.weight.device), persistent=False
+            )
+        return plain
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantEmbedding":
+        self.dtype = fn(
+            torch.empty(0, dtype=self.dtype)
+        ).dtype  # a cast of the model changes the output's dtype
+        return apply_without_casts(self, lambda: super(QuantEmbedding, self)._apply(fn, recurse))
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}, bits={self.layout.bits}"
+
+
+def tied_head(embedding: QuantEmbedding, plain: nn.Linear) -> QuantLinear:
+    """A head that computes with the codes of `embedding`."""
+    head = QuantLinear(embedding.layout, bias=False, dtype=plain.weight.dtype, device="meta")
+    head.bias = plain.bias
+    head._buffers = embedding._buffers
+    head._non_persistent_buffers_set = set(embedding._buffers)  # saved once, by the embedding
+    return head

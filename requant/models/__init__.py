@@ -1,0 +1,1 @@
+"""Models of transformers: loading, which matrices are quantized, devices and their memory."""

@@ -1,0 +1,39 @@
+"""Bytes of memory: what a device still has, and the most that was taken of it."""
+
+import resource
+
+import psutil
+import torch
+
+from requant.errors import InputError
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can still be had on a device."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return psutil.virtual_memory().available
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: allocated at most on the GPU, else resident at most in this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def pick_device(name: str) -> str:
+    """`auto` is the GPU where torch sees one."""
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise InputError(f"--device {name} is unknown; give auto, cpu, cuda or cuda:NUMBER.")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise InputError(
+            f"--device {name}: torch sees {torch.cuda.device_count()} GPUs here; use --device cpu."
+        )
+    return name

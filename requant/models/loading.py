@@ -1,0 +1,193 @@
+"""Which matrices of a model are quantized, in which order and under which names.
+
+The only file that knows architectures, and it knows little: a causal LM of transformers holds one list of equal
+transformer blocks, and every `nn.Linear` (GPT-2: `Conv1D`, whose weight is transposed) inside a block is a linear to
+quantize. So fused projections (Phi-3's `qkv_proj`, `gate_up_proj`; GPT-NeoX's `query_key_value`) need no special
+case. Embedding, head and norms stay as they are. Mixture-of-experts models that fuse experts in one 3-D tensor are
+refused: their experts would silently stay unquantized.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from requant.errors import ModelError, NumericalError, RequantError, first_line, is_out_of_memory
+
+ALIASES: dict[str, str] = {
+    "llama-3.2-1b": "meta-llama/Llama-3.2-1B",
+    "llama-3.2-1b-instruct": "meta-llama/Llama-3.2-1B-Instruct",
+    "llama-3.2-3b": "meta-llama/Llama-3.2-3B",
+    "llama-3.2-3b-instruct": "meta-llama/Llama-3.2-3B-Instruct",
+    "llama-3.1-8b": "meta-llama/Llama-3.1-8B",
+    "llama-3.1-8b-instruct": "meta-llama/Llama-3.1-8B-Instruct",
+    "qwen3-0.6b": "Qwen/Qwen3-0.6B",
+    "qwen3-4b": "Qwen/Qwen3-4B",
+    "qwen3-8b": "Qwen/Qwen3-8B",
+    "mistral-7b": "mistralai/Mistral-7B-v0.3",
+    "gemma-3-1b": "google/gemma-3-1b-pt",
+    "phi-3-mini": "microsoft/Phi-3-mini-4k-instruct",
+}
+
+
+DEMO = Path(__file__).parents[1] / "data" / "demo"
+
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+WEIGHT_FILES = "model*.safetensors"  # as transformers names them; other files may hold the same weights again
+
+
+HUB_FILES = (WEIGHT_FILES, "*.json", "*.jinja", "tokenizer*", "*.model", "merges.txt", "vocab.txt")
+
+
+def load_model(source: str, *, device: str, dtype: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model in eval mode, all parameters frozen, and its tokenizer.
+
+    `source` is a folder, a hub name, an alias or `demo`; `dtype` a torch dtype's name, or `auto`: float32 on the CPU,
+    the dtype of the weights on a GPU.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # a second bar for a second of work, above ours
+    if dtype not in ("auto", *DTYPES):
+        raise ModelError(f"--dtype {dtype} is unknown; give auto, {', '.join(DTYPES)}.")
+    path = resolve_source(source)
+    if getattr(load_config(path), "quantization_config", None) is not None:
+        raise ModelError(f"{source} is quantized already; give the original model.")
+    tokenizer = load_tokenizer(path)
+    with _refusing(path, "a Hugging Face causal LM with safetensors weights"):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype="float32" if dtype == "auto" and device == "cpu" else dtype,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    model, report = loaded
+    if missing := sorted(report["missing_keys"]):  # transformers would fill them with random numbers
+        raise ModelError(f"{path}: the weight files lack {missing[0]}; download the model again.")
+    model.to(device).eval().requires_grad_(False)
+    model.config.use_cache = False
+    return model, tokenizer
+
+
+def load_config(path: str) -> Any:
+    """The configuration of a folder, as transformers reads it."""
+    from transformers import AutoConfig
+
+    with _refusing(path, "a model that transformers knows"):
+        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder."""
+    from transformers import AutoTokenizer
+
+    with _refusing(path, "a folder with its tokenizer files"):
+        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+
+
+@contextmanager
+def _refusing(path: str, takes: str) -> Iterator[None]:
+    """Whatever transformers raises on a stranger's folder becomes one sentence; running out of memory stays itself."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, RequantError) or is_out_of_memory(error):
+            raise
+        raise ModelError(f"{path} cannot be loaded ({first_line(error)}); give {takes}.") from error
+
+
+def resolve_source(source: str) -> str:
+    """The folder of a model; one that is named by its hub name or alias is downloaded, unless the cache has it."""
+    if source == "demo":
+        return str(DEMO)
+    path = os.path.expanduser(source)
+    if os.path.isdir(path):
+        if not os.path.isfile(os.path.join(path, "config.json")):
+            raise ModelError(f"{path} has no config.json; give the folder of a Hugging Face causal LM.")
+        return path
+    if source in ALIASES:
+        return _download(ALIASES[source])
+    if source.startswith((".", "/", "~")) or source.count("/") > 1:
+        raise ModelError(
+            f"{source} is no folder; check the path, or give a hub name or one of: demo, {', '.join(ALIASES)}."
+        )
+    if "/" not in source:
+        from requant.errors import did_you_mean
+
+        raise ModelError(
+            f"'{source}' is neither a folder nor an alias{did_you_mean(source, ['demo', *ALIASES])}; "
+            "hub names have the form owner/name."
+        )
+    return _download(source)
+
+
+def _download(name: str) -> str:
+    """The local folder of a hub model: weights in safetensors, configuration and tokenizer, nothing that holds code."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return str(snapshot_download(name, allow_patterns=list(HUB_FILES)))
+    except Exception as error:  # the library passes on whatever its network and file layers raise
+        raise ModelError(
+            f"{name} did not come from the hub ({first_line(error)}); check the name and the network, run "
+            "`hf auth login` for a gated model, or give a folder."
+        ) from error
+
+
+def check_finite(model: nn.Module) -> None:
+    """Refuse a model whose weights hold NaN or infinity, before any work."""
+    for name, parameter in model.named_parameters():
+        if not torch.isfinite(parameter).all():
+            raise NumericalError(
+                f"{name} holds NaN or infinity; the source model is damaged, download it again."
+            )
+
+
+def folder_bytes(folder: str | Path) -> int:
+    """Bytes of a folder's weight files."""
+    return sum(file.stat().st_size for file in Path(folder).glob(WEIGHT_FILES))
+
+
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """config.json as it stands."""
+    try:
+        config = json.loads((Path(folder) / "config.json").read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(
+            f"{folder}/config.json cannot be read ({first_line(error)}); download it again."
+        ) from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{folder}/config.json holds no object; download it again.")
+    return config
+
+
+def context_limit(config: Any) -> int | None:
+    """Longest sequence the model has positions for, if its configuration says so."""
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return int(limit) if limit else None
+
+
+def disk_name(model: Any, name: str, tensor: torch.Tensor) -> str:
+    """The inverse: what the checkpoint that `model` was loaded from calls its tensor `name`.
+
+    Newer transformers know the names of older ones, but not the other way round, so this is the name to save.
+    """
+    from transformers import PreTrainedModel
+    from transformers.core_model_loading import revert_weight_conversion
+
+    if not isinstance(model, PreTrainedModel):
+        return name
+    names = list(revert_weight_conversion(model, {name: tensor}))
+    return names[0] if len(names) == 1 else name

@@ -1,0 +1,141 @@
+"""Which matrices of a model are quantized, in which order and under which names: see `find_linears`."""
+
+import fnmatch
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from requant.errors import ModelError
+
+# Linears of one module that take the same x, so that one launch can serve them.
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearSite:
+    """One matrix to quantize, seen as `[n, k]` whatever the module stores."""
+
+    name: str  # dotted path in the model: "model.layers.0.self_attn.q_proj"
+    kind: str  # its last component: "q_proj"
+    block: int
+    module: nn.Module
+    transposed: bool  # GPT-2's Conv1D holds [k, n]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, columns = self.parameter.shape
+        return (columns, rows) if self.transposed else (rows, columns)
+
+    @property
+    def size(self) -> int:
+        return self.parameter.numel()
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        return self.module.get_parameter("weight")
+
+    def weight(self) -> Float[Tensor, "n k"]:
+        """A float32 copy, on the model's device."""
+        return self.oriented(self.parameter.detach()).to(torch.float32, copy=True).contiguous()
+
+    def oriented(self, tensor: Tensor) -> Tensor:
+        """A tensor of the parameter's shape (the weight, its gradient) seen as [n, k]."""
+        return tensor.T if self.transposed else tensor
+
+    @torch.no_grad()
+    def set_weight(self, weight: Float[Tensor, "n k"]) -> None:
+        """Overwrite the parameter in place, rounding to its dtype."""
+        self.parameter.copy_(self.oriented(weight))
+
+
+def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    """The list of transformer blocks and its dotted path.
+
+    It is the `nn.ModuleList` that holds most linears, outermost first.
+    """
+    candidates = [
+        (sum(isinstance(m, _linear_types()) for m in module.modules()), -len(path), path, module)
+        for path, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module)
+    ]
+    if not candidates or max(candidates)[0] == 0:
+        raise ModelError(
+            f"{type(model).__name__} has no list of transformer blocks with linear layers; "
+            "requant quantizes decoder-only causal LMs."
+        )
+    _, _, path, blocks = max(candidates, key=lambda c: c[:2])
+    return path, blocks
+
+
+def find_linears(model: nn.Module, *, skip: Sequence[str] = ()) -> list[LinearSite]:
+    """Every matrix to quantize, in the model's order; `skip` holds shell patterns on the dotted path."""
+    path, blocks = find_blocks(model)
+    _refuse_fused_experts(path, blocks)
+    sites = [
+        LinearSite(
+            name=f"{path}.{index}.{name}",
+            kind=name.rsplit(".", 1)[-1],
+            block=index,
+            module=module,
+            transposed=not isinstance(module, nn.Linear),
+        )
+        for index, block in enumerate(blocks)
+        for name, module in block.named_modules()
+        if isinstance(module, _linear_types())
+    ]
+    unused = [pattern for pattern in skip if not any(_matches(site.name, pattern) for site in sites)]
+    if unused:
+        raise ModelError(f"--skip {unused[0]} matches no matrix; names look like {sites[0].name}.")
+    kept = [site for site in sites if not any(_matches(site.name, pattern) for pattern in skip)]
+    if not kept:
+        raise ModelError("every matrix is skipped; nothing is left to quantize.")
+    return kept
+
+
+@contextmanager
+def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """The module answers by `forward` while the context lasts."""
+    before = module.__dict__.get("forward")  # accelerate puts its own before the class's
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward  # uncovers the class's own method
+        if before is not None:
+            module.forward = before
+
+
+def vocabulary_modules(model: PreTrainedModel) -> tuple[tuple[str, Any], tuple[str, Any]]:
+    """Embedding and head with their dotted paths; the head is None for a model without one."""
+    paths = {module: path for path, module in model.named_modules()}
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    return (paths[embedding], embedding), ("" if head is None else paths[head], head)
+
+
+def _linear_types() -> tuple[type, ...]:
+    from transformers.pytorch_utils import Conv1D
+
+    return nn.Linear, Conv1D
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatch.fnmatch(name, pattern) or fnmatch.fnmatch(name.rsplit(".", 1)[-1], pattern)
+
+
+def _refuse_fused_experts(path: str, blocks: nn.ModuleList) -> None:
+    for name, parameter in _parameters(blocks):
+        if parameter.dim() == 3 and "conv" not in name.lower():
+            raise ModelError(
+                f"{path}.{name.rsplit('.', 1)[0]} fuses its experts in one 3-D tensor "
+                f"{tuple(parameter.shape)}; mixture-of-experts models are not supported yet."
+            )
+
+
+def _parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    yield from module.named_parameters()

@@ -1,0 +1,217 @@
+"""What a run will do and cost, before it starts: the dry run.
+
+Bytes are exact for the dense part (they follow from the layout) and expected for the sparse part. With a budget the
+bits are given out as the run will do it, which takes its calibration passes. Memory and time are estimates: bytes held
+at the fullest stage, and floating-point operations over the rate of a short matrix product.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from requant.allocation.budget import (
+    ENTRY,
+    allocate_bits,
+    has_budget,
+    planned_layout,
+    uniform,
+    vocabulary_savings,
+)
+from requant.allocation.embedding_and_head import vocabulary_of, wanted_widths
+from requant.calibration.statistics import bytes_needed
+from requant.formats.containers import INDEX_TILE
+from requant.models.targets import LinearSite
+from requant.pipeline.best import rounds_of
+from requant.pipeline.prepare import Prepared, bytes_before, start
+from requant.quantizers.registry import METHODS
+from requant.recipe.schema import Recipe
+from requant.run.context import Allocation
+from requant.run.workspace import Workspace
+from requant.sensitivity.pqi import NODES
+
+FRACTION_OF_PEAK = 0.35  # of a plain matrix product's rate, as whole passes through small models reach it
+QUANTIZER_SECONDS = {  # per weight: one CPU core, one H200; measured on bench-32m, but for `lut` on a GPU, a guess
+    "rtn": (1e-8, 1e-9),
+    "kmeans": (4e-7, 2e-8),
+    "lut": (8e-6, 2e-7),
+    "gptq": (4e-7, 2e-7),
+    "awq": (5e-7, 4e-8),
+    "trellis": (6e-5, 4e-7),
+}
+FORWARDS = {"original": 1, "quantized": 2, "corrected": 7}  # whole passes, for the Hessians of all matrices
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Predictions for one run."""
+
+    matrices: Mapping[str, int]  # kind -> how many
+    weights: int
+    bits_per_weight: float
+    bytes_before: int
+    bytes_after: int
+    peak_memory: int
+    seconds: float
+    allocation: Allocation | None = None  # of a budget
+    widths: Mapping[str, Mapping[int | float, int]] = field(
+        default_factory=dict
+    )  # kind -> bits -> how many matrices
+
+    def lines(self) -> list[str]:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in self.matrices.items())
+        return [
+            f"matrices        {sum(self.matrices.values())} ({kinds})",
+            f"weights         {self.weights:,}",
+            f"bits per weight {self.bits_per_weight:.3f}",
+            f"bytes           {self.bytes_before:,} -> {self.bytes_after:,}",
+            f"peak memory     about {self.peak_memory / 2**30:.2f} GiB",
+            f"time            about {self.seconds:.0f} s",
+            *self._budget_lines(),
+        ]
+
+    def _budget_lines(self) -> list[str]:
+        """The allocation: widths by kind, bytes, loss, and what other budgets would give."""
+        found = self.allocation
+        if found is None or found.budget is None:
+            return []
+        width = max(map(len, self.widths))
+        lines = [
+            f"budget          {found.budget:,} bytes, {found.bytes:,} spent ({found.unspent:.2%} unspent)",
+            *(
+                f"  {kind:{width}}  "
+                + ", ".join(f"{count} at {bits}" for bits, count in sorted(counts.items()))
+                for kind, counts in self.widths.items()
+            ),
+        ]
+        if found.shares:
+            entries = max(found.shares.values())
+            lines.append(f"  entries beside the codes of {len(found.shares)} matrices, {entries:.2%} at most")
+        if found.embedding_bits != 16 or found.head_bits != 16:
+            lines.append(f"  embedding at {found.embedding_bits} bits, head at {found.head_bits}")
+        if found.predicted is not None:
+            lines.append(f"predicted loss  {found.predicted:.4f} nats a token, by {found.predictor}")
+            lines += [f"  {size:,} bytes would lose {loss:.4f}" for size, loss in sorted(found.curve.items())]
+        return lines
+
+
+def make_plan(prepared: Prepared, recipe: Recipe, *, quiet: bool = True) -> Plan:
+    """Predictions from shapes, the recipe and a matrix product of a tenth of a second; with a budget, its allocation."""
+    sites = prepared.sites
+    weights = sum(site.size for site in sites)
+    fraction = _sparse_fraction(recipe)
+    allocation = _allocation(prepared, recipe, quiet=quiet)
+    shares = allocation.shares
+    parts = sum(
+        _bytes(site, recipe, allocation.bits[site.name], fraction, shares.get(site.name)) for site in sites
+    )
+    model_bytes = bytes_before(prepared)
+    per_weight = _source_bytes_per_weight(prepared, model_bytes)
+    saved = vocabulary_savings(prepared.model, prepared.source, allocation)
+    stored = sum(site.size for site in sites) * per_weight + saved
+    kinds: dict[str, int] = {}
+    widths: dict[str, dict[int | float, int]] = {}
+    for site in sites:
+        kinds[site.kind] = kinds.get(site.kind, 0) + 1
+        counts, bits = widths.setdefault(site.kind, {}), allocation.bits[site.name]
+        counts[bits] = counts.get(bits, 0) + 1
+    return Plan(
+        matrices=kinds,
+        weights=weights,
+        bits_per_weight=8 * parts / weights,
+        bytes_before=model_bytes,
+        bytes_after=round(model_bytes - stored + parts),
+        peak_memory=_peak_memory(prepared, recipe),
+        seconds=_seconds(prepared, recipe),
+        allocation=None if allocation.budget is None else allocation,
+        widths={} if allocation.budget is None else widths,
+    )
+
+
+def _allocation(prepared: Prepared, recipe: Recipe, *, quiet: bool) -> Allocation:
+    if not has_budget(recipe):
+        return uniform(recipe, prepared.sites, wanted_widths(recipe.budget, vocabulary_of(prepared.model)))
+    return allocate_bits(start(prepared, recipe, workspace=Workspace(None), quiet=quiet))
+
+
+def _sparse_fraction(recipe: Recipe) -> float:
+    if recipe.mode != "paper":
+        return 0.0
+    return recipe.detach.outlier_fraction + recipe.detach.significant_fraction
+
+
+def _bytes(
+    site: LinearSite, recipe: Recipe, bits: int | float, fraction: float, share: float | None
+) -> float:
+    n, k = site.shape
+    sparse = ENTRY[recipe.detach.values] * fraction * n * k + (n * -(-k // INDEX_TILE) if fraction else 0)
+    return planned_layout(recipe, (n, k), bits, share).bytes + sparse
+
+
+def _source_bytes_per_weight(prepared: Prepared, model_bytes: int) -> float:
+    tensors = {p.data_ptr(): p.numel() for p in prepared.model.parameters()}
+    return model_bytes / max(1, sum(tensors.values()))
+
+
+def _peak_memory(prepared: Prepared, recipe: Recipe) -> int:
+    """Model + the larger of {statistics, one float32 score a weight} + codes + originals (where they share memory).
+
+    Corrected inputs take a copy of the model, and on a CPU the hidden states of both beside it.
+    Training holds more where it takes place: the original, and 16 bytes a parameter (float32, its gradient, Adam's two).
+    What a GPU has beyond that it fills with larger parts of a batch, which are not counted: it does not need them.
+    """
+    weights = sum(site.size for site in prepared.sites)
+    model = sum(p.numel() * p.element_size() for p in prepared.model.parameters())
+    own = weights * prepared.sites[0].parameter.element_size() if prepared.model.device.type == "cpu" else 0
+    needs = METHODS[recipe.method].needs
+    statistics = sum(bytes_needed(site, needs) for site in prepared.sites)
+    embedding: Any = prepared.model.get_input_embeddings()
+    activations = 6 * 4 * 2048 * embedding.weight.shape[0]
+    if recipe.calibration.inputs == "corrected":
+        model *= 2
+        own += 8 * prepared.windows.numel() * embedding.weight.shape[1] if own else 0
+    stages = model + weights + max(4 * weights, statistics)
+    if recipe.tuning.steps:
+        stages = max(stages, model + 16 * sum(p.numel() for p in prepared.model.parameters()))
+    return own + stages + activations
+
+
+def _seconds(prepared: Prepared, recipe: Recipe) -> float:
+    weights = sum(site.size for site in prepared.sites)
+    parameters = sum(p.numel() for p in prepared.model.parameters())
+    backward = 6 * parameters * prepared.windows.numel()
+    nodes = len(NODES[recipe.sensitivity.nodes]) if recipe.sensitivity.score == "pqi" else 1
+    needs = METHODS[recipe.method].needs
+    passes, quantizations, forwards = len(needs & {"fisher", "output_hessian"}), 1, len(needs & {"hessian"})
+    if recipe.mode == "paper" and recipe.detach.outlier_fraction:
+        passes += nodes
+        quantizations += len(recipe.detach.temperatures)
+        forwards += len(recipe.detach.temperatures)
+    if recipe.mode == "paper" and recipe.detach.significant_fraction:
+        passes += nodes * recipe.detach.steps
+    phases = len(rounds_of(prepared.sites)) if recipe.mode == "best" and recipe.tuning.steps else 1
+    passes, forwards = passes * phases, forwards * phases  # statistics are taken again for every round
+    forwards *= FORWARDS[recipe.calibration.inputs]
+    step = min(recipe.tuning.tokens_per_step, prepared.pool.numel())
+    passes += phases * recipe.tuning.steps * step / prepared.windows.numel() * 4 / 3
+    scored = 3 * 2 * parameters * prepared.scored.numel()
+    work = backward * (passes + forwards / 3) + scored
+    quantizer = QUANTIZER_SECONDS[recipe.method][prepared.model.device.type == "cuda"]
+    return work / (FRACTION_OF_PEAK * _rate(prepared.model)) + quantizations * weights * quantizer
+
+
+def _rate(model: torch.nn.Module) -> float:
+    """Floating-point operations a second of a square matrix product in the model's dtype."""
+    parameter = next(model.parameters())
+    size = 4096 if parameter.is_cuda else 768
+    a = torch.randn(size, size, device=parameter.device, dtype=parameter.dtype)
+    torch.mm(a, a)
+    runs, start = 0, time.perf_counter()
+    while time.perf_counter() - start < 0.1:
+        torch.mm(a, a)
+        runs += 1
+        if parameter.is_cuda:
+            torch.cuda.synchronize()
+    return 2 * size**3 * runs / (time.perf_counter() - start)

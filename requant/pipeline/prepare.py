@@ -1,0 +1,179 @@
+"""Load a model and its texts, and refuse what cannot work before any long work begins."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from requant.errors import ModelError, TextError
+from requant.models.devices import pick_device
+from requant.models.loading import (
+    DEMO,
+    check_finite,
+    context_limit,
+    folder_bytes,
+    load_model,
+    load_tokenizer,
+    resolve_source,
+)
+from requant.models.targets import LinearSite, find_linears
+from requant.recipe.schema import Recipe
+from requant.run.context import Run, fingerprint
+from requant.run.workspace import Workspace
+from requant.sensitivity.path import originals
+from requant.text.sources import SELF, WIKITEXT, Text, read_text
+from requant.text.windows import overlap, sample_self, spread, token_windows
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A model and its texts, checked."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    source: Path | None  # the model's folder; None for one that was built in memory
+    sites: Sequence[LinearSite]
+    calibration: Text
+    windows: Int64[Tensor, "b t"]
+    pool: Int64[Tensor, "p t"]  # the windows that tuning may train on
+    evaluation: Text
+    scored: Int64[Tensor, "e c"]
+
+
+def prepare(
+    model: str | PreTrainedModel,
+    recipe: Recipe,
+    text: str | Path | Sequence[str] | None = None,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    quiet: bool = True,
+) -> Prepared:
+    """Load what the run needs and refuse what cannot work."""
+    model, tokenizer, source = _opened(model, tokenizer, device=device, dtype=dtype)
+    sites = find_linears(model, skip=recipe.skip)
+    check_finite(model)
+    _check_context(model, recipe)
+    given = [str(t) for t in ([text] if isinstance(text, str | Path) else text or recipe.calibration.text)]
+    calibration, evaluation = _texts(model, tokenizer, source, recipe, given, quiet=quiet)
+    everything = token_windows(
+        calibration, tokenizer, num_samples=None, seq_len=recipe.calibration.seq_len, seed=recipe.seed
+    )
+    windows = spread(everything, recipe.calibration.num_samples, of=calibration.name)
+    tuning = max(len(windows), recipe.tuning.windows if recipe.tuning.steps else 0)
+    scored = token_windows(evaluation, tokenizer, num_samples=None, seq_len=recipe.evaluation.context)
+    shared = overlap(calibration, evaluation)
+    if shared > OVERLAP_TOLERATED:
+        logger.warning(
+            "%.0f%% of the evaluation text %s also stands in the calibration text %s: the perplexity will "
+            "flatter; give another --eval-text.",
+            100 * shared,
+            evaluation.name,
+            calibration.name,
+        )
+    return Prepared(
+        model=model,
+        tokenizer=tokenizer,
+        source=source,
+        sites=sites,
+        calibration=calibration,
+        windows=windows,
+        pool=spread(everything, tuning, of=None),
+        evaluation=evaluation,
+        scored=scored[: recipe.evaluation.windows],
+    )
+
+
+def start(prepared: Prepared, recipe: Recipe, *, workspace: Workspace, quiet: bool) -> Run:
+    """The context of the stages."""
+    if prepared.model.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(prepared.model.device)
+    return Run(
+        model=prepared.model,
+        sites=prepared.sites,
+        original=originals(prepared.sites),
+        windows=prepared.windows,
+        pool=prepared.pool,
+        recipe=recipe,
+        workspace=workspace,
+        fingerprint=fingerprint(prepared.model, prepared.sites, prepared.windows),
+        source=prepared.source,
+        quiet=quiet,
+    )
+
+
+def diagnosed_windows(prepared: Prepared) -> Int64[Tensor, "d t"]:
+    """The calibration windows that sums are predicted and measured on."""
+    return prepared.windows[: max(1, DIAGNOSED_TOKENS // prepared.windows.shape[1])]
+
+
+def _opened(
+    model: str | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, *, device: str, dtype: str
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Path | None]:
+    """The model, frozen, with its tokenizer and its folder if it has one."""
+    if isinstance(model, str):
+        folder = resolve_source(model)
+        return *load_model(folder, device=pick_device(device), dtype=dtype), Path(folder)
+    source = Path(resolve_source(model.name_or_path)) if model.name_or_path else None
+    if tokenizer is None and source is None:
+        raise ModelError("a model that was built in memory needs its tokenizer; give tokenizer=.")
+    found = load_tokenizer(str(source)) if tokenizer is None else tokenizer
+    return model.requires_grad_(False).eval(), found, source
+
+
+def _check_context(model: PreTrainedModel, recipe: Recipe) -> None:
+    limit = context_limit(model.config)
+    for option, length in (
+        ("--seq-len", recipe.calibration.seq_len),
+        ("evaluation.context", recipe.evaluation.context),
+    ):
+        if limit is not None and length > limit:
+            raise TextError(
+                f"{option} {length} is longer than the model's {limit} positions; use {option} {limit}."
+            )
+
+
+def _texts(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    source: Path | None,
+    recipe: Recipe,
+    given: Sequence[str],
+    *,
+    quiet: bool,
+) -> tuple[Text, Text]:
+    """Calibration and evaluation text; with one text for both, its last tenth is held out and scored."""
+    demo = source == DEMO
+    names = given or ["demo" if demo else f"{WIKITEXT}:train"]
+    if list(names) == [SELF]:
+        tokens = recipe.calibration.num_samples * recipe.calibration.seq_len
+        calibration = sample_self(model, tokenizer, num_tokens=tokens, seed=recipe.seed, progress=not quiet)
+    else:
+        calibration = read_text(names, field=recipe.calibration.field)
+    scored = recipe.evaluation.text or (("demo-eval",) if demo else () if given else (f"{WIKITEXT}:test",))
+    if scored:
+        return calibration, read_text(scored, field=recipe.evaluation.field)
+    cut = len(calibration.text) * 9 // 10
+    return (
+        Text.from_documents(calibration.name, [calibration.text[:cut]]),
+        Text.from_documents(f"{calibration.name} (last tenth, held out)", [calibration.text[cut:]]),
+    )
+
+
+OVERLAP_TOLERATED = 0.01
+DIAGNOSED_TOKENS = 4096  # the prediction holds on any text: it is an identity; few tokens keep it cheap
+
+
+def bytes_before(prepared: Prepared) -> int:
+    """Bytes of the original's weight files, or of its parameters where it was built in memory."""
+    if prepared.source is not None:
+        return folder_bytes(prepared.source)
+    return sum(p.numel() * p.element_size() for p in prepared.model.parameters())

@@ -1,0 +1,182 @@
+"""The order of stages: model + text -> codes + sparse part -> measured, saved.
+
+prepare      load, find the matrices, check everything that can be checked before work begins
+allocate     bits of every matrix, and of embedding and head, within the budget (allocation.py)
+quantize     one of MODES: `best` (rounds of codes and training), `dense` (codes only), `paper` (ReQuant as published)
+tune         what is not code learns from the original's outputs (training/tuning.py)
+diagnose     predicted against measured dF
+evaluate     perplexity and KL, the original beside the quantized model
+save         checkpoint, report, model card (saving.py)
+"""
+
+import copy
+import dataclasses
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from requant.allocation.budget import allocate_bits, with_allocation
+from requant.allocation.embedding_and_head import QuantizedVocabulary, quantize_vocabulary
+from requant.allocation.knapsack import TOLERANCE
+from requant.evaluation.perplexity import Quality, perplexity_and_kl
+from requant.evaluation.samples import Sample, write_samples
+from requant.finetune.final import tune
+from requant.models.devices import peak_memory
+from requant.pipeline.best import best
+from requant.pipeline.diagnosis import DISAGREEMENT, Diagnosis, diagnose
+from requant.pipeline.paper import requant_as_published
+from requant.pipeline.prepare import Prepared, diagnosed_windows, prepare, start
+from requant.recipe.schema import Recipe
+from requant.run.context import Allocation, Run, Weights
+from requant.run.quantize_linears import quantize_linears
+from requant.run.stage_cache import keep_outcome, kept_outcome
+from requant.run.workspace import Workspace
+
+logger = logging.getLogger(__name__)
+
+MODES: dict[str, Callable[[Run], Weights]] = {
+    "best": best,
+    "dense": lambda run: quantize_linears(run, None, label="quantize"),
+    "paper": requant_as_published,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizedModel:
+    """The outcome of a run: `model` holds the quantized weights as floats, `weights` the codes."""
+
+    prepared: Prepared
+    weights: Weights
+    vocabulary: Weights  # embedding and head, where they are quantized; of tied ones the embedding
+    allocation: Allocation | None
+    recipe: Recipe
+    before: Quality
+    after: Quality
+    diagnosis: Diagnosis
+    seconds: dict[str, float]
+    peak_memory: int  # bytes, of the GPU where there is one, else of the process
+    samples: Sequence[Sample] = ()  # of what it writes
+
+    @property
+    def model(self) -> PreTrainedModel:
+        return self.prepared.model
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return self.prepared.tokenizer
+
+    @property
+    def warnings(self) -> list[str]:
+        found = []
+        share = self.diagnosis.disagreement
+        if share is not None and share > DISAGREEMENT:
+            found.append(
+                f"The sum of PQI differs from the measured dF by {share:.1%}: use more nodes "
+                "(sensitivity.nodes: gauss4) or more calibration text before trusting the ranking."
+            )
+        if self.allocation is not None and self.allocation.unspent > TOLERANCE:
+            found.append(
+                f"The matrices are too few to spend the budget: {self.allocation.unspent:.2%} of it stays unspent."
+            )
+        return found
+
+
+def quantize(
+    model: str | PreTrainedModel,
+    recipe: Recipe,
+    text: str | Path | Sequence[str] | None = None,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    workspace: Workspace | None = None,
+    quiet: bool = True,
+) -> QuantizedModel:
+    """Quantize a model as the recipe says and measure what it cost; nothing is written.
+
+    `model` is a source (folder, hub name, alias, `demo`) or a loaded model, whose weights are then overwritten;
+    `text` replaces the recipe's calibration text. Raises RequantError.
+    """
+    if not isinstance(model, str):
+        recipe = dataclasses.replace(recipe, model=model.name_or_path or type(model).__name__)
+    if text is not None:  # the recipe in the checkpoint says what was done
+        names = (str(text),) if isinstance(text, str | Path) else tuple(map(str, text))
+        recipe = dataclasses.replace(recipe, calibration=dataclasses.replace(recipe.calibration, text=names))
+    prepared = prepare(model, recipe, tokenizer=tokenizer, device=device, dtype=dtype, quiet=quiet)
+    run = start(prepared, recipe, workspace=workspace or Workspace(None), quiet=quiet)
+    run = with_allocation(run, allocate_bits(run))
+    weights = MODES[recipe.mode](run)
+    run.statistics.clear()
+    if recipe.tuning.steps:
+        weights = tuned(run, weights)
+    vocabulary = quantize_vocabulary(run)
+    diagnosis = diagnose(
+        run,
+        weights,
+        diagnosed_windows(prepared),
+        names=("gradient", "hessian", "pqi"),
+        vocabulary=vocabulary,
+        by_matrix=True,
+    )
+    before, after = evaluate(run, prepared, weights, vocabulary)
+    samples = _samples(run, prepared, weights, vocabulary)
+    return QuantizedModel(
+        prepared=prepared,
+        weights=weights,
+        vocabulary=dict(vocabulary.weights),
+        allocation=run.allocation,
+        recipe=recipe,
+        before=before,
+        after=after,
+        diagnosis=diagnosis,
+        samples=samples,
+        seconds=dict(run.seconds),
+        peak_memory=peak_memory(prepared.model.device),
+    )
+
+
+def tuned(run: Run, weights: Weights) -> Weights:
+    """The weights after tuning, through the workspace."""
+    kept = kept_outcome(run, "tuned")
+    if kept is None:
+        with run.stage("tuning"):
+            kept = tune(run, weights, run.recipe.tuning)
+        keep_outcome(run, "tuned", kept)
+    return kept
+
+
+def evaluate(
+    run: Run, prepared: Prepared, weights: Weights, vocabulary: QuantizedVocabulary
+) -> tuple[Quality, Quality]:
+    """Quality of the original and of the quantized model on the evaluation text; the model is left quantized."""
+    with run.stage("evaluation"):
+        path = run.path(weights)
+        path.place(0.0)
+        vocabulary.place(quantized=False)
+        reference = copy.deepcopy(prepared.model)
+        path.place(1.0)
+        vocabulary.place(quantized=True)
+        after = perplexity_and_kl(
+            prepared.model,
+            prepared.scored,
+            text=prepared.evaluation,
+            reference=reference,
+            progress=not run.quiet,
+        )
+    assert after.reference_perplexity is not None
+    return Quality(protocol=after.protocol, perplexity=after.reference_perplexity), after
+
+
+def _samples(run: Run, prepared: Prepared, weights: Weights, vocabulary: QuantizedVocabulary) -> list[Sample]:
+    """What the original and the quantized model write; the model is left quantized."""
+
+    def place(quantized: bool) -> None:
+        run.path(weights).place(float(quantized))
+        vocabulary.place(quantized=quantized)
+
+    with run.stage("samples"):
+        count = run.recipe.evaluation.samples
+        return write_samples(prepared.model, prepared.tokenizer, prepared.scored, place, count=count)

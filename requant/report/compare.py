@@ -1,0 +1,236 @@
+"""Checkpoints side by side: what their own files say, as a table and as one page.
+
+Bytes come from the headers of the weight files, everything else from the `report.json` that `requant quantize` wrote.
+Nothing is measured here; numbers that were scored on different texts are told apart by their protocol, and
+`lineup(..., against=...)` scores all checkpoints again on one text. The files may be a stranger's: a value of the wrong
+kind counts as absent.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+
+from requant.checkpoint.header import read_json
+from requant.checkpoint.sizes import byte_table
+from requant.checkpoint.validate import read_header
+from requant.errors import CheckpointError, InputError
+from requant.evaluation.perplexity import Quality
+from requant.models.loading import resolve_source
+from requant.report.pages import budget_parts, environment, one_line
+from requant.report.plots import quality_plot
+
+REPORT = "report.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One checkpoint; None where its files do not say."""
+
+    name: str
+    bytes: int  # of the weight files
+    bits_per_weight: float
+    spending: Mapping[str, int]
+    kinds: Mapping[str, float]  # bits a weight by kind of matrix
+    model: str | None = None
+    method: str | None = None
+    mode: str | None = None
+    original_perplexity: float | None = None
+    perplexity: float | None = None
+    mean_kl: float | None = None
+    p99_kl: float | None = None
+    top1_agreement: float | None = None
+    scored: str | None = None
+    calibration: str | None = None
+    measured: float | None = None  # dF on the calibration text
+    blocks: Mapping[int, float] = field(default_factory=dict)  # block -> its dF alone
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def cells(self) -> dict[str, object]:
+        """The line of the terminal's table."""
+        return {
+            "checkpoint": self.name,
+            "method": self.method,
+            "bits/weight": self.bits_per_weight,
+            "MiB": self.bytes / 2**20,
+            "perplexity": self.perplexity,
+            "mean KL": self.mean_kl,
+            "p99 KL": self.p99_kl,
+            "top-1": self.top1_agreement,
+        }
+
+
+def lineup(
+    checkpoints: Sequence[str],
+    *,
+    against: str | None = None,
+    text: Sequence[str] | None = None,
+    context: int | None = None,
+    windows: int | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    quiet: bool = True,
+) -> list[Entry]:
+    """An entry a checkpoint, in order; with `against`, its quality is measured now, beside that original.
+
+    Raises CheckpointError for a folder that is damaged or none of ours.
+    """
+    if against is None and (text or context or windows):
+        raise InputError(
+            "--text, --context and --windows measure again; give --against MODEL, the original, too."
+        )
+    entries = [read_entry(name) for name in checkpoints]
+    if against is None:
+        return entries
+    from requant.evaluation.compare import evaluate_all
+
+    rows = evaluate_all(
+        checkpoints,
+        text=text,
+        context=context,
+        windows=windows,
+        against=against,
+        device=device,
+        dtype=dtype,
+        quiet=quiet,
+    )
+    return [_measured(entry, row.quality) for entry, row in zip(entries, rows, strict=True)]
+
+
+def read_entry(name: str) -> Entry:
+    """What a checkpoint's files say of it."""
+    folder = Path(resolve_source(name))
+    header = read_header(folder, trust_remote_code=True)  # no code is run here
+    table = byte_table(header)
+    weights: dict[str, list[int]] = {}
+    for matrix, stored in table.matrices.items():
+        sums = weights.setdefault(matrix.rpartition(".")[2], [0, 0])
+        sums[0] += 8 * stored.bytes
+        sums[1] += stored.weights
+    entry = Entry(
+        name=name,
+        bytes=table.bytes,
+        bits_per_weight=table.bits_per_weight,
+        spending=budget_parts(table.parts),
+        kinds={kind: bits / count for kind, (bits, count) in weights.items()},
+    )
+    try:
+        said = read_json(folder / REPORT)
+    except CheckpointError:  # written by another version, or by hand
+        return entry
+    before, after, text = (_table(said, key) for key in ("before", "after", "calibration"))
+    protocol = _table(after, "protocol")
+    return replace(
+        entry,
+        model=_string(said, "model"),
+        method=_string(said, "method"),
+        mode=_string(said, "mode"),
+        original_perplexity=_number(before, "perplexity"),
+        perplexity=_number(after, "perplexity"),
+        mean_kl=_number(after, "mean_kl"),
+        p99_kl=_number(after, "p99_kl"),
+        top1_agreement=_number(after, "top1_agreement"),
+        scored=_protocol(protocol),
+        calibration=_string(text, "name"),
+        measured=_number(said, "measured"),
+        blocks=_blocks(_table(said, "measured_blocks")),
+    )
+
+
+def same_text(entries: Sequence[Entry]) -> bool:
+    """Whether the qualities may be compared: one protocol, and every entry has it."""
+    return len({entry.scored for entry in entries}) == 1 and entries[0].scored is not None
+
+
+def render_lineup(entries: Sequence[Entry]) -> str:
+    """The page: one file without scripts or links."""
+    labels = _labels([entry.name for entry in entries])
+    measure = "mean_kl" if all(entry.mean_kl is not None for entry in entries) else "perplexity"
+    points = {
+        label: (entry.bytes, value)
+        for label, entry in zip(labels, entries, strict=True)
+        if (value := getattr(entry, measure)) is not None
+    }
+    plot = None
+    if len(points) > 1:
+        axis = "mean KL, nats a token" if measure == "mean_kl" else "perplexity"
+        plot = Markup(quality_plot(points, measure=axis).decode())
+    kinds = list(dict.fromkeys(kind for entry in entries for kind in entry.kinds))
+    blocks = sorted({block for entry in entries for block in entry.blocks})
+    rows = {block: [entry.blocks.get(block) for entry in entries] for block in blocks}
+    values = [abs(value) for row in rows.values() for value in row if value is not None]
+    return (
+        environment(escape=True)
+        .get_template("compare.html")
+        .render(
+            entries=entries,
+            labels=labels,
+            plot=plot,
+            kinds=kinds,
+            blocks=rows,
+            largest=max(values, default=0.0) or 1.0,
+            same_text=same_text(entries),
+            largest_bytes=max(entry.bytes for entry in entries),
+        )
+    )
+
+
+def note(entries: Sequence[Entry]) -> str:
+    """What must be known to read the table."""
+    if same_text(entries):
+        return f"scored on {entries[0].scored}"
+    return "scored on different texts, or not at all: --against MODEL measures all of them on one."
+
+
+def _labels(names: Sequence[str]) -> list[str]:
+    """The last part of each path, or the whole where that is not enough to tell them apart."""
+    short = [one_line(Path(name).name or name) for name in names]
+    return short if len(set(short)) == len(short) else [one_line(name) for name in names]
+
+
+def _measured(entry: Entry, quality: Quality) -> Entry:
+    return replace(
+        entry,
+        original_perplexity=quality.reference_perplexity,
+        perplexity=quality.perplexity,
+        mean_kl=quality.mean_kl,
+        p99_kl=quality.p99_kl,
+        top1_agreement=quality.top1_agreement,
+        scored=_protocol(asdict(quality.protocol)),
+    )
+
+
+def _table(values: Mapping[str, Any], key: str) -> dict[str, Any]:
+    found = values.get(key)
+    return found if isinstance(found, dict) else {}
+
+
+def _string(values: Mapping[str, Any], key: str) -> str | None:
+    found = values.get(key)
+    return found[:200] if isinstance(found, str) else None
+
+
+def _number(values: Mapping[str, Any], key: str) -> float | None:
+    found = values.get(key)
+    if isinstance(found, bool) or not isinstance(found, int | float) or not math.isfinite(found):
+        return None
+    return float(found)
+
+
+def _blocks(values: Mapping[str, Any]) -> dict[int, float]:
+    numbers = {key: _number(values, key) for key in values if key.isdecimal() and len(key) < 6}
+    return {int(key): value for key, value in numbers.items() if value is not None}
+
+
+def _protocol(values: Mapping[str, Any]) -> str | None:
+    """Text, hash and windows in one line: equal lines are equal protocols."""
+    text, digest = _string(values, "text"), _string(values, "sha256")
+    windows, context = _number(values, "windows"), _number(values, "context")
+    if text is None or digest is None or windows is None or context is None:
+        return None
+    return f"{text} (sha256 {digest[:12]}), {windows:.0f} x {context:.0f} tokens"

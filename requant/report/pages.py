@@ -1,0 +1,77 @@
+"""What the HTML pages and the model card share: templates that escape, and numbers as people read them."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from requant.display import format_bytes, format_seconds
+
+TEMPLATES = Path(__file__).parents[1] / "templates"
+SCORE_NAMES = {"pqi": "PQI", "hessian": "Hessian diagonal", "gradient": "gradient", "marginal": "marginal"}
+# What the bytes of a checkpoint are spent on: name -> its parts as `checkpoint.sizes` names them, and a colour
+BUDGET: dict[str, tuple[tuple[str, ...], str]] = {
+    "codes": (("codes", "padding"), "#0a84d0"),
+    "scales and levels": (("scales", "zero_points", "column_scales", "levels"), "#56b4e9"),
+    "sparse part": (("sparse_values", "sparse_indices", "sparse_counts", "sparse_scales"), "#d55e00"),
+    "embedding": (("embedding",), "#009e73"),
+    "head": (("head",), "#cc79a7"),
+    "norms and other": ((), "#9aa4ae"),  # whatever no line above names
+}
+QUANTIZED = ("codes", "scales and levels", "sparse part")  # what bits a weight count
+
+
+def environment(*, escape: bool) -> Environment:
+    """Templates of this package; an undefined name is an error, not an empty string."""
+    made = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=escape,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    made.filters |= {
+        "size": format_bytes,
+        "duration": format_seconds,
+        "signed": signed,
+        "code": code_span,
+        "fence": fence,
+        "percent": lambda fraction: f"{100 * fraction:.2f} %",
+        "python": lambda text: ascii(one_line(text)),
+    }
+    made.globals |= {
+        "score_names": SCORE_NAMES,
+        "colours": {name: colour for name, (_, colour) in BUDGET.items()},
+    }
+    return made
+
+
+def budget_parts(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Bytes by what they are spent on; parts without bytes are left out, and the sum is that of `sizes`."""
+    left = dict(sizes)
+    spent = {name: sum(left.pop(part, 0) for part in parts) for name, (parts, _) in BUDGET.items()}
+    spent["norms and other"] += sum(left.values())
+    return {name: count for name, count in spent.items() if count}
+
+
+def signed(value: int | float) -> str:
+    """A difference of losses: a sign, and enough digits to see it."""
+    text = f"{value:+.4f}" if abs(value) >= 0.00005 or value == 0 else f"{value:+.0e}"
+    return text.replace("-", "−")
+
+
+def one_line(text: str) -> str:
+    return "".join(char if char.isprintable() else "?" for char in text)
+
+
+def code_span(text: str) -> str:
+    """A code span of Markdown that nothing in the text can leave, inside a table too."""
+    return "`" + one_line(text).replace("`", "'").replace("|", "¦") + "`"
+
+
+def fence(text: str) -> str:
+    """A fence of Markdown longer than any in the text."""
+    longest = max((len(run) for run in re.findall("`+", text)), default=0)
+    return "`" * max(3, longest + 1)

@@ -1,0 +1,243 @@
+"""What a run did and what it cost: one HTML page, and the model card.
+
+The page is one file without scripts or links, light and dark, readable on a phone and offline. Every string
+in it may come from a stranger (names of models, of matrices, of files), so the template escapes all of them.
+"""
+
+import dataclasses
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+from markupsafe import Markup
+
+from requant.evaluation.perplexity import Quality
+from requant.evaluation.samples import Sample
+from requant.report.pages import (
+    QUANTIZED,
+    budget_parts,
+    environment,
+    one_line,
+)
+from requant.report.plots import alternatives_plot, plot_width, sensitivity_plot
+
+__all__ = [
+    "CalibrationText",
+    "MatrixRow",
+    "RunSummary",
+    "HeatMap",
+    "heat_map",
+    "render_report",
+    "write_report",
+    "model_card",
+]
+PREFERRED_SCORES = ("pqi", "hessian", "gradient")  # the first one that was computed fills the heat map
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatrixRow:
+    """One quantized matrix."""
+
+    name: str  # as in the checkpoint: model.layers.0.self_attn.q_proj
+    block: int
+    kind: str  # q_proj
+    n: int
+    k: int
+    bits: float  # all its bytes, over its weights
+    sparse_fraction: float
+    size_bytes: int
+    predicted: Mapping[str, float] = field(
+        default_factory=dict
+    )  # score -> its signed sum: dF in nats a token
+    measured: float | None = None  # dF with this matrix alone quantized
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationText:
+    """What the statistics were measured on."""
+
+    name: str
+    sha256: str
+    num_samples: int
+    seq_len: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetSummary:
+    """What might be paid, what was, and what the allocation expected of it."""
+
+    asked: str  # 2.25bit, 600MB
+    bytes: int
+    written: int
+    predictor: str
+    predicted: float | None  # nats a token
+    curve: Mapping[int, float]  # bytes of other budgets -> predicted loss
+    embedding_bits: int
+    head_bits: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSummary:
+    """Everything the page and the card say, in plain values."""
+
+    model: str  # as asked for: a folder, a hub name, `demo`
+    base_model: str | None  # its name on the hub, where it has one
+    checkpoint: str  # the folder that was written
+    version: str
+    method: str
+    mode: str
+    bits: int | float  # asked for
+    bits_per_weight: float  # paid: all bytes of what was quantized, over its weights
+    bytes_before: int  # weight files of the model, and of the checkpoint
+    bytes_after: int
+    sizes: Mapping[str, int]  # part (codes, scales, ..., embedding, head) -> bytes
+    matrices: Sequence[MatrixRow]
+    calibration: CalibrationText
+    recipe: str  # YAML
+    budget: BudgetSummary | None = None
+    before: Quality | None = None
+    after: Quality | None = None
+    original_loss: float | None = None  # F on the calibration text, nats a token
+    measured: float | None = None  # dF of the whole model, there
+    measured_vocabulary: float | None = None  # dF of embedding and head, where they were quantized
+    beside: float | None = None  # PQI of the norms, biases and embeddings that learned, a part of `measured`
+    measured_blocks: Mapping[int, float] = field(
+        default_factory=dict
+    )  # block -> dF with that block alone quantized
+    seconds: Mapping[str, float] = field(default_factory=dict)  # stage -> wall time
+    peak_memory: int = 0  # bytes
+    device: str = "cpu"
+    warnings: Sequence[str] = ()
+    samples: Sequence[Sample] = ()
+
+    @property
+    def spending(self) -> dict[str, int]:
+        """What the bytes are spent on."""
+        return budget_parts(self.sizes)
+
+    @property
+    def weights(self) -> int:
+        """Of all quantized matrices."""
+        return sum(row.n * row.k for row in self.matrices)
+
+    @property
+    def scores(self) -> list[str]:
+        """The scores that were computed, the trusted one first."""
+        found = {name for row in self.matrices for name in row.predicted}
+        return sorted(found, key=lambda name: (_rank(name), name))
+
+    def predicted(self, score: str) -> float:
+        """dF of the whole model by the signed sum of a score."""
+        return sum((row.predicted.get(score, 0.0) for row in self.matrices), 0.0)
+
+    def predicted_blocks(self, score: str) -> dict[int, float]:
+        """Block -> dF by the signed sum of a score."""
+        blocks = dict.fromkeys(sorted({row.block for row in self.matrices}), 0.0)
+        for row in self.matrices:
+            blocks[row.block] += row.predicted.get(score, 0.0)
+        return blocks
+
+    def to_dict(self) -> dict[str, object]:
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeatMap:
+    """dF by block (rows) and kind (columns), None where a block lacks it: signed sums of one score, and measured."""
+
+    score: str
+    kinds: list[str]
+    rows: dict[int, list[float | None]]
+    measured: dict[
+        int, list[float | None]
+    ]  # with that matrix alone quantized; empty where that was not measured
+    largest: float  # |value| of either, the full colour
+
+
+def heat_map(summary: RunSummary) -> HeatMap | None:
+    """The heat map of the best score there is; None when no score was computed."""
+    if not summary.scores:
+        return None
+    score = summary.scores[0]
+    kinds = list(dict.fromkeys(row.kind for row in summary.matrices))
+    blocks = sorted({row.block for row in summary.matrices})
+    predicted: dict[tuple[int, str], float] = {}
+    measured: dict[tuple[int, str], float] = {}
+    for row in summary.matrices:
+        place = (row.block, row.kind)
+        predicted[place] = predicted.get(place, 0.0) + row.predicted.get(score, 0.0)
+        if row.measured is not None:
+            measured[place] = measured.get(place, 0.0) + row.measured
+
+    def grid(values: Mapping[tuple[int, str], float]) -> dict[int, list[float | None]]:
+        return {block: [values.get((block, kind)) for kind in kinds] for block in blocks}
+
+    return HeatMap(
+        score=score,
+        kinds=kinds,
+        rows=grid(predicted),
+        measured=grid(measured) if measured else {},
+        largest=max(map(abs, [*predicted.values(), *measured.values()])) or 1.0,
+    )
+
+
+def render_report(summary: RunSummary) -> str:
+    """The page."""
+    plot = None
+    if summary.scores:
+        predicted = {score: summary.predicted_blocks(score) for score in summary.scores}
+        plot = Markup(sensitivity_plot(predicted, summary.measured_blocks, format="svg").decode())
+    curve = None
+    if summary.budget is not None and summary.budget.curve and summary.budget.predicted is not None:
+        chosen = (summary.budget.written, summary.budget.predicted)
+        curve = Markup(alternatives_plot(summary.budget.curve, chosen).decode())
+    return (
+        environment(escape=True)
+        .get_template("report.html")
+        .render(
+            run=summary,
+            heat=heat_map(summary),
+            plot=plot,
+            plot_width=plot_width(len({row.block for row in summary.matrices})),
+            curve=curve,
+            quantized_parts=QUANTIZED,
+        )
+    )
+
+
+def write_report(summary: RunSummary, path: Path) -> None:
+    """`render_report` into a file, in UTF-8."""
+    path.write_text(render_report(summary), encoding="utf-8")
+
+
+def model_card(summary: RunSummary) -> str:
+    """README.md of the checkpoint: front matter, results, how to load it, how to make it again."""
+    front: dict[str, object] = {"library_name": "requant", "pipeline_tag": "text-generation"}
+    if summary.base_model is not None:
+        front |= {"base_model": summary.base_model, "base_model_relation": "quantized"}
+    front["tags"] = ["requant", "quantized", f"{summary.bits:g}-bit", summary.method]
+    command = [
+        "requant",
+        "quantize",
+        "--model",
+        summary.model,
+        "--recipe",
+        "recipe.yaml",
+        "--output",
+        summary.checkpoint,
+    ]
+    return (
+        environment(escape=False)
+        .get_template("model_card.md")
+        .render(
+            run=summary,
+            front_matter=yaml.safe_dump(front, sort_keys=False, allow_unicode=False).strip(),
+            command=shlex.join(one_line(word) for word in command),
+        )
+    )
+
+
+def _rank(score: str) -> int:
+    return PREFERRED_SCORES.index(score) if score in PREFERRED_SCORES else len(PREFERRED_SCORES)

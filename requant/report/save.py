@@ -1,0 +1,49 @@
+"""From a finished run to a folder: the checkpoint, its report and its model card, and the terminal's closing table."""
+
+import dataclasses
+import hashlib
+import json
+import tempfile
+from pathlib import Path
+
+from requant.checkpoint.save import save_checkpoint
+from requant.pipeline.quantize import QuantizedModel
+from requant.recipe.schema import dump_recipe
+from requant.report.report import (
+    model_card,
+    render_report,
+)
+from requant.report.summary import run_summary
+from requant.version import VERSION
+
+
+def save(result: QuantizedModel, output: str | Path) -> Path:
+    """Write the checkpoint folder of a run, with recipe.yaml, report.html and README.md; whole or not at all."""
+    recipe = dump_recipe(result.recipe)
+    summary = run_summary(result, Path(output))
+    return save_checkpoint(
+        output,
+        source=result.prepared.source,
+        model=result.model,
+        weights=result.weights,
+        vocabulary=result.vocabulary,
+        manifest={
+            "requant_version": VERSION,
+            "recipe_sha256": hashlib.sha256(recipe.encode()).hexdigest(),
+            "calibration": dataclasses.asdict(summary.calibration),
+        },
+        extra_files={
+            "recipe.yaml": recipe,
+            "report.html": render_report(summary),
+            "report.json": json.dumps(summary.to_dict(), indent=2),
+            "README.md": model_card(summary),
+            **(_tokenizer_files(result) if result.prepared.source is None else {}),
+        },
+    )
+
+
+def _tokenizer_files(result: QuantizedModel) -> dict[str, bytes]:
+    """What would be copied from the model's folder, if it had one."""
+    with tempfile.TemporaryDirectory() as folder:
+        result.tokenizer.save_pretrained(folder)
+        return {file.name: file.read_bytes() for file in Path(folder).iterdir() if file.is_file()}

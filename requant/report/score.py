@@ -1,0 +1,111 @@
+"""`requant sensitivity`: every score of every weight on disk, and how well each predicts the loss.
+
+Writes a folder: `SCORE/model*.safetensors` (one float32 tensor a matrix, signed, sharded above 5 GB, with an index),
+`table.json` and `plot.svg`.
+"""
+
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from requant.allocation.budget import allocate_bits, with_allocation
+from requant.checkpoint.save import MAX_SHARD_BYTES, check_output
+from requant.checkpoint.writer import write_shards
+from requant.errors import OutputError
+from requant.models.targets import LinearSite
+from requant.pipeline.diagnosis import Diagnosis, diagnose
+from requant.pipeline.prepare import prepare, start
+from requant.recipe.schema import Recipe
+from requant.report.plots import sensitivity_plot
+from requant.run.context import Run, Weights
+from requant.run.quantize_linears import quantize_linears
+from requant.run.workspace import Workspace
+from requant.sensitivity.path import Scores
+
+SCORES = ("gradient", "hessian", "pqi")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sensitivities:
+    """The table: predicted dF by every score beside the measured dF, by block and for the model."""
+
+    sites: Sequence[LinearSite]
+    diagnosis: Diagnosis
+
+    def by_block(self, score: str) -> dict[int, float]:
+        """Block -> signed sum of a score."""
+        sums: dict[int, float] = {}
+        for site in self.sites:
+            sums[site.block] = sums.get(site.block, 0.0) + self.diagnosis.predicted[score][site.name]
+        return sums
+
+    def rows(self) -> list[dict[str, object]]:
+        """One row a block, then the whole model; nats a token."""
+        sums = {score: self.by_block(score) for score in self.diagnosis.predicted}
+        rows: list[dict[str, object]] = [
+            {"block": str(block), **{score: sums[score][block] for score in sums}, "measured": measured}
+            for block, measured in self.diagnosis.measured_blocks.items()
+        ]
+        whole = {score: self.diagnosis.total(score) for score in sums}
+        return [*rows, {"block": "model", **whole, "measured": self.diagnosis.measured}]
+
+
+def score(
+    model: str | PreTrainedModel,
+    recipe: Recipe,
+    text: str | Path | Sequence[str] | None = None,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    output: str | Path | None = None,
+    quiet: bool = True,
+) -> Sensitivities:
+    """Score the step that the recipe's quantizer takes (codes only, no sparse part) at every weight.
+
+    With `output`, the scores of every weight, the table and the plot are written there. Raises RequantError.
+    """
+    target = None if output is None else check_output(output)
+    prepared = prepare(model, recipe, text, tokenizer=tokenizer, device=device, dtype=dtype, quiet=quiet)
+    run = start(prepared, recipe, workspace=Workspace(None), quiet=quiet)
+    run = with_allocation(run, allocate_bits(run))
+    weights = quantize_linears(run, None, label="quantize")
+    run.statistics.clear()
+    if target is None:
+        return Sensitivities(
+            sites=prepared.sites, diagnosis=diagnose(run, weights, prepared.windows, names=SCORES)
+        )
+    try:
+        return _written(run, weights, target)
+    except OSError as error:
+        raise OutputError(
+            f"{target} cannot be written ({error.strerror or error}); free some space, or choose another --output."
+        ) from error
+
+
+def _written(run: Run, weights: Weights, output: Path) -> Sensitivities:
+    """The scores, each written to disk as it comes; the folder appears whole or not at all."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{output.name}.partial-", dir=output.parent) as name:
+        folder = Path(name)
+
+        def keep(score: str, values: Scores) -> None:
+            (folder / score).mkdir()
+            units = ({matrix: tensor} for matrix, tensor in values.items())
+            write_shards(folder / score, units, max_shard_bytes=MAX_SHARD_BYTES)
+
+        found = Sensitivities(
+            sites=run.sites, diagnosis=diagnose(run, weights, run.windows, names=SCORES, keep=keep)
+        )
+        (folder / "table.json").write_text(json.dumps(found.rows(), indent=2), encoding="utf-8")
+        predicted = {score: found.by_block(score) for score in found.diagnosis.predicted}
+        plot = sensitivity_plot(predicted, found.diagnosis.measured_blocks, format="svg")
+        (folder / "plot.svg").write_bytes(plot)
+        folder.chmod(0o755)  # temporary folders are private
+        folder.rename(output)
+        folder.mkdir()  # what the context manager removes
+    return found

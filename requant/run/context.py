@@ -1,0 +1,153 @@
+"""The context of one run, and the two things every mode measures with it: scores of the weights, the loss.
+
+A mode (`paper.py`) is a function of a `Run`. Results go through the workspace (`outcomes.py`), matrix by matrix, so an
+interrupted run resumes at the matrix where it stopped.
+"""
+
+import dataclasses
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from requant.calibration.passes import mean_loss
+from requant.calibration.stats import LinearStats
+from requant.formats.containers import QuantizedWeight
+from requant.models.targets import LinearSite
+from requant.recipe.schema import Recipe, to_dict
+from requant.run.workspace import Workspace, digest, model_digest
+from requant.sensitivity.path import QuantizedPath, Scores
+from requant.sensitivity.scores import score
+from requant.version import VERSION
+
+Weights = dict[str, QuantizedWeight]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Allocation:
+    """What was decided for a run (`allocation.py`): the width of every matrix, and what it is expected to cost."""
+
+    bits: dict[str, int | float]
+    bytes: int  # of the matrices, or of the weight files where the budget is a size
+    budget: int | None = None  # bytes that it must not exceed; None: no promise
+    predicted: float | None = None  # nats a token; None: nothing was predicted
+    predictor: str | None = None
+    curve: dict[int, float] = field(default_factory=dict)  # other budgets in bytes -> predicted loss
+    embedding_bits: int = 16
+    head_bits: int = 16
+
+    shares: dict[str, float] = field(default_factory=dict)  # of entries, where a matrix has some
+
+    @property
+    def unspent(self) -> float:
+        """The fraction of the budget that is left."""
+        return 0.0 if self.budget is None else 1 - self.bytes / self.budget
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What every stage needs; `statistics` and `seconds` fill up as the run goes."""
+
+    model: PreTrainedModel
+    sites: Sequence[LinearSite]
+    original: Mapping[str, Tensor]  # [n, k], CPU, the source's dtype
+    windows: Int64[Tensor, "b t"]
+    recipe: Recipe
+    workspace: Workspace
+    fingerprint: str  # of the model, its matrices to quantize, the windows and the versions
+    quiet: bool
+    source: Path | None = None  # the model's folder
+    # of matrices whose width is not the recipe's
+    bits: Mapping[str, int | float] = field(default_factory=dict)
+    shares: Mapping[str, float] = field(default_factory=dict)  # of entries beside the codes, where allotted
+    allocation: Allocation | None = None
+    # the windows that training may use, where they are more than `windows`
+    pool: Int64[Tensor, "p t"] | None = None
+    # parameters that learned: original, learned
+    others: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    statistics: dict[str, LinearStats] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def total_weights(self) -> int:
+        return sum(site.size for site in self.sites)
+
+    def config_of(self, site: LinearSite) -> Any:
+        """The quantizer's settings for one matrix."""
+        bits = self.bits.get(site.name, self.recipe.quantizer.bits)
+        share = {"share": self.shares[site.name]} if site.name in self.shares else {}
+        return dataclasses.replace(self.recipe.quantizer, bits=bits, **share)
+
+    def path(self, weights: Weights) -> QuantizedPath:
+        return QuantizedPath(
+            model=self.model,
+            sites=self.sites,
+            original=self.original,
+            quantized=weights,
+            others=self.others,
+        )
+
+    @property
+    def training_windows(self) -> Int64[Tensor, "p t"]:
+        return self.windows if self.pool is None else self.pool
+
+    def original_of(self, name: str, parameter: Tensor) -> Tensor:
+        """A copy, on the CPU, of what a parameter outside of the matrices was before anything learned."""
+        if name in self.others:
+            return self.others[name][0]
+        return parameter.detach().to("cpu", copy=True)
+
+    def label(self, text: str) -> str | None:
+        return None if self.quiet else text
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Adds the wall time of the body to `seconds[name]`."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+def fingerprint(model: PreTrainedModel, sites: Sequence[LinearSite], windows: Int64[Tensor, "b t"]) -> str:
+    """A hash of what every stage depends on, whatever the recipe."""
+    return digest(
+        [VERSION, torch.__version__, next(model.parameters()).device.type],
+        model.config.to_json_string(),
+        model_digest(model),
+        [site.name for site in sites],
+        windows,
+    )
+
+
+def scores(run: Run, name: str, weights: Weights, *, label: str) -> Scores:
+    """Signed scores of every weight for the step from the originals to `weights`."""
+    with run.stage("sensitivity"):
+        return score(
+            name, run.path(weights), run.windows, nodes=run.recipe.sensitivity.nodes, label=run.label(label)
+        )
+
+
+def loss(
+    run: Run, weights: Weights, *, windows: Int64[Tensor, "b t"] | None = None, label: str | None = None
+) -> float:
+    """F on the calibration windows with `weights` in the model; the originals for an empty dict."""
+    with run.stage("loss"):
+        run.path(weights).place(1.0 if weights else 0.0)
+        return mean_loss(
+            run.model, run.windows if windows is None else windows, label=run.label(label) if label else None
+        )
+
+
+def recipe_part(recipe: Recipe, *names: str) -> dict[str, Any]:
+    """The sections of a recipe that a stage depends on, for its key."""
+    data = to_dict(recipe)
+    return {name: data[name] for name in names}

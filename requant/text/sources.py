@@ -1,0 +1,197 @@
+"""Where text comes from.
+
+`read_text` turns a source into one `Text`: files (.txt, .raw, .jsonl, .parquet), a named set, a data set of
+the Hugging Face hub (`NAME[:CONFIG[:SPLIT]]`), or several of these; documents are joined by a blank line. The
+hash is the SHA-256 of the text in UTF-8, which for one plain file is the hash of the file.
+"""
+
+import difflib
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from itertools import islice
+from pathlib import Path
+
+from requant.errors import TextError
+
+# Files in requant/data/demo-text, which bench-32m wrote (eval/make_demo_text.py).
+NAMED_SETS = {"demo": "calibration.txt", "demo-eval": "evaluation.txt"}
+SELF = "self"
+FILE_SUFFIXES = (".txt", ".raw", ".jsonl", ".parquet")
+MAX_HUB_CHARACTERS = 64_000_000  # of a hub data set: C4 alone is 800 GB, and a calibration reads a few MB
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    """A text and what identifies it in a protocol: where it came from (no folder) and its hash."""
+
+    name: str
+    text: str
+    sha256: str
+
+    @classmethod
+    def from_documents(cls, name: str, documents: Iterable[str]) -> "Text":
+        text = "\n\n".join(documents)
+        if not text.strip():
+            raise TextError(f"{name} holds no text: give a file with words in it")
+        try:
+            data = text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise TextError(
+                f"{name} holds half a surrogate pair at character {error.start}: repair it"
+            ) from error
+        return cls(name=name, text=text, sha256=hashlib.sha256(data).hexdigest())
+
+
+def read_text(source: str | Path | Sequence[str | Path], *, field: str = "text") -> Text:
+    """The text of one source or of several, in order.
+
+    `field` names the column of .jsonl, .parquet and hub data sets.
+
+    Raises:
+        TextError: no such source (with the nearest name), empty, unreadable, or without `field`.
+    """
+    if isinstance(source, str | Path):
+        name, documents = _documents(source, field)
+        return Text.from_documents(name, documents)
+    if not source:
+        raise TextError("no text was given: name a file, a data set or one of " + ", ".join(NAMED_SETS))
+    parts = [read_text(part, field=field) for part in source]
+    if len(parts) == 1:
+        return parts[0]
+    return Text.from_documents(" + ".join(part.name for part in parts), (part.text for part in parts))
+
+
+def _documents(source: str | Path, field: str) -> tuple[str, Iterator[str]]:
+    """The name of a source and an iterator over its documents."""
+    key, path = str(source), Path(source)
+    if key in NAMED_SETS:
+        packaged = resources.files("requant") / "data" / "demo-text" / NAMED_SETS[key]
+        return f"{key} (written by a model)", iter([packaged.read_text(encoding="utf-8")])
+    if key == SELF:
+        raise TextError(
+            "`self` is text that the model writes: it can calibrate, and cannot be read as a file"
+        )
+    if os.path.isdir(path):  # unlike Path.is_dir, false for a name too long to be one
+        raise TextError(f"{key} is a folder: name the files in it, such as {key}/*.txt")
+    if os.path.isfile(path):
+        if path.suffix.lower() not in _READERS:
+            raise TextError(
+                f"{key} ends in {path.suffix or 'nothing'}: use one of {', '.join(FILE_SUFFIXES)}"
+            )
+        return path.name, _READERS[path.suffix.lower()](path, field)
+    if path.suffix.lower() in _READERS or path.is_absolute() or key.startswith((".", "~")):
+        raise TextError(f"there is no file {key}{_did_you_mean(path)}")
+    return key, _read_hub(key, field)
+
+
+def _did_you_mean(path: Path) -> str:
+    names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, names, n=1) or difflib.get_close_matches(
+        str(path), NAMED_SETS, n=1
+    )
+    return f": did you mean {near[0]}?" if near else f": the named sets are {', '.join(NAMED_SETS)}"
+
+
+def _read_plain(path: Path, field: str) -> Iterator[str]:
+    try:
+        yield path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise TextError(
+            f"{path} is not UTF-8 at byte {error.start}: convert it, as with iconv -t UTF-8"
+        ) from error
+    except OSError as error:
+        raise TextError(f"{path} cannot be read ({error.strerror}): check its permissions") from error
+
+
+def _read_jsonl(path: Path, field: str) -> Iterator[str]:
+    for number, line in enumerate("".join(_read_plain(path, field)).split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise TextError(
+                f"{path} line {number} is not JSON: one object a line, such as {{{field!r}: ...}}"
+            ) from error
+        if not isinstance(record, dict):
+            raise TextError(
+                f"{path} line {number} holds a {type(record).__name__}, not an object with a {field!r}"
+            )
+        yield _text_field(record, field, f"{path} line {number}")
+
+
+def _text_field(record: dict, field: str, where: str) -> str:
+    if field not in record:
+        raise TextError(f"{where} has no field {field!r}: choose one of {_listed(record)} as the text field")
+    if not isinstance(record[field], str):
+        raise TextError(f"{where}: field {field!r} holds a {type(record[field]).__name__}, not text")
+    return record[field]
+
+
+def _listed(names: Iterable[object]) -> str:
+    """The first names of a list that may be long or hostile."""
+    shown = [repr(str(name)[:40]) for name in islice(names, 12)]
+    return ", ".join(shown) or "(none)"
+
+
+def _read_parquet(path: Path, field: str) -> Iterator[str]:
+    try:
+        import pyarrow as arrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise TextError(f"reading {path} needs pyarrow: pip install 'requant[data]'") from error
+    try:
+        columns = parquet.read_schema(path).names
+        if field not in columns:
+            raise TextError(
+                f"{path} has no column {field!r}: choose one of {_listed(columns)} as the text field"
+            )
+        values = parquet.read_table(path, columns=[field]).column(field)
+    except (arrow.ArrowException, OSError) as error:
+        raise TextError(f"{path} is no readable parquet file: write it again, or give .jsonl") from error
+    for number, value in enumerate(values.to_pylist()):
+        yield _text_field({field: value}, field, f"{path} row {number}")
+
+
+_READERS = {".txt": _read_plain, ".raw": _read_plain, ".jsonl": _read_jsonl, ".parquet": _read_parquet}
+
+
+def _read_hub(key: str, field: str) -> Iterator[str]:
+    """Documents of `NAME[:CONFIG[:SPLIT]]`, streamed; the split is `train` unless named."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise TextError(
+            f"{key} is neither a file nor one of {', '.join(NAMED_SETS)}; to read it from the hub: "
+            "pip install 'requant[data]'"
+        ) from error
+    name, _, rest = key.partition(":")
+    config, _, split = rest.partition(":")
+    read = 0
+    try:
+        rows = datasets.load_dataset(name, config or None, split=split or "train", streaming=True)
+        for number, record in enumerate(rows):
+            yield (document := _text_field(record, field, f"{key} row {number}"))
+            read += len(document)
+            if read >= MAX_HUB_CHARACTERS:
+                logger.warning("%s: read the first %d characters only; give a file to use more", key, read)
+                return
+    except TextError:
+        raise
+    except Exception as error:  # the library passes on whatever its network and file layers raise
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        raise TextError(
+            f"{key} is neither a file nor one of {', '.join(NAMED_SETS)}, and the hub did not give it "
+            f"({reason}): check the name and the network, or give a file"
+        ) from error
+
+
+WIKITEXT = (
+    "Salesforce/wikitext:wikitext-2-raw-v1"  # what the paper calibrates on, where nothing else is named
+)

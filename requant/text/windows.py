@@ -1,0 +1,143 @@
+"""Text in, token windows out.
+
+`token_windows` tokenises the whole text once, without special tokens, and takes window i of n at
+
+    seq_len * floor(i * total / n),        total = number of whole windows in the text
+
+so the windows lie evenly over the text, and with n = total they are the usual protocol of WikiText
+perplexity. `sample_self` lets the model write its own calibration text (LLM-QAT: Liu et al. 2023,
+arXiv:2305.17888). `requant.text.sources` reads the text.
+"""
+
+import logging
+from collections.abc import Iterator
+from typing import cast
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from requant.errors import TextError
+from requant.text.sampling import sample_documents
+from requant.text.sources import SELF, Text
+
+SHINGLE_WORDS = 13  # the n-gram of contamination checks since GPT-3 (Brown et al. 2020, arXiv:2005.14165)
+SELF_BATCH, SELF_TOKENS = 16, 1024  # documents sampled at once, and tokens of each at most
+
+logger = logging.getLogger(__name__)
+
+
+def token_windows(
+    text: Text,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    num_samples: int | None,
+    seq_len: int,
+    seed: int = 0,
+) -> Int64[Tensor, "s t"]:
+    """`num_samples` windows of `seq_len` tokens, spread evenly over the text; None takes every whole window.
+
+    A seed above 0 moves the first window by less than `seq_len` tokens, for another draw from the same text.
+    A text with fewer windows than asked for gives all it has, and a warning.
+
+    Raises:
+        TextError: not one whole window.
+    """
+    if seq_len < 2 or (num_samples is not None and num_samples < 1):
+        raise TextError(
+            f"num_samples {num_samples} x seq_len {seq_len} holds no token to predict: at least 1 x 2"
+        )
+    encoded = tokenizer(text.text, add_special_tokens=False, return_attention_mask=False, verbose=False)
+    tokens = torch.tensor(encoded["input_ids"], dtype=torch.int64)
+    if tokens.numel() < seq_len:
+        raise TextError(
+            f"{text.name} holds {tokens.numel()} tokens and one window needs {seq_len}: lower --seq-len "
+            "(--context when scoring), or give more text"
+        )
+    if seed > 0:
+        shifts = min(seq_len, tokens.numel() - seq_len + 1)
+        shift = torch.randint(shifts, (1,), generator=torch.Generator().manual_seed(seed))
+        tokens = tokens[int(shift) :]
+    total = tokens.numel() // seq_len
+    windows = tokens[: total * seq_len].view(total, seq_len)
+    return windows if num_samples is None else spread(windows, num_samples, of=text.name)
+
+
+def spread(windows: Int64[Tensor, "w t"], num_samples: int, *, of: str | None) -> Int64[Tensor, "s t"]:
+    """`num_samples` of the windows, evenly; where they are fewer all, with a warning that names the text in `of`."""
+    total = len(windows)
+    if total < num_samples:
+        if of is not None:
+            logger.warning(
+                "%s holds %d windows of %d tokens, not the %d asked for, and all are used: give more text "
+                "or lower --seq-len",
+                of,
+                total,
+                windows.shape[1],
+                num_samples,
+            )
+        return windows
+    return windows[torch.arange(num_samples) * total // num_samples]
+
+
+def overlap(calibration: Text, evaluation: Text) -> float:
+    """The share (0 to 1) of the evaluation's runs of 13 words that occur in the calibration text too."""
+    runs = list(_shingles(evaluation.text))
+    shared = set(runs).intersection(_shingles(calibration.text))
+    return sum(run in shared for run in runs) / len(runs)
+
+
+def _shingles(text: str) -> Iterator[int]:
+    """A hash for every run of 13 words; a shorter text is one run."""
+    words = text.split()
+    for start in range(max(1, len(words) - SHINGLE_WORDS + 1)):
+        yield hash(tuple(words[start : start + SHINGLE_WORDS]))
+
+
+def sample_self(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    num_tokens: int,
+    seed: int = 0,
+    progress: bool = False,
+) -> Text:
+    """At least `num_tokens` tokens of text written by the model, begun from its start (or end) token.
+
+    Temperature 1 over the whole distribution: the text is then a fair sample of what the model believes, with
+    no bias towards the likely.
+
+    Raises:
+        TextError: the tokenizer has neither token, or the model writes next to nothing.
+    """
+    end = cast(int | None, tokenizer.eos_token_id)
+    start = end if tokenizer.bos_token_id is None else cast(int, tokenizer.bos_token_id)
+    if start is None:
+        raise TextError(
+            "the tokenizer has neither a start nor an end of text token to begin from: give a text file"
+        )
+    limit = min(SELF_TOKENS, getattr(model.config, "max_position_embeddings", None) or SELF_TOKENS)
+    generator = torch.Generator(device=model.device).manual_seed(seed)
+    documents: list[str] = []
+    found = 0
+    while found < num_tokens:
+        rows = sample_documents(
+            model,
+            start=start,
+            end=end,
+            batch_size=SELF_BATCH,
+            max_tokens=limit - 1,
+            generator=generator,
+            progress=progress,
+        )
+        written = [
+            text for row in rows if (text := str(tokenizer.decode(row, skip_special_tokens=True)).strip())
+        ]
+        if not written:
+            raise TextError(
+                "the model ends every text where it begins: calibrate on a file instead of `self`"
+            )
+        documents += written
+        found = len(tokenizer("\n\n".join(documents), add_special_tokens=False, verbose=False)["input_ids"])
+    return Text.from_documents(SELF, documents)

@@ -1,0 +1,317 @@
+"""The budget is a promise about bytes on disk."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import requant
+from requant.allocation.budget import allocate_bits, asked_bits, planned_layout, widths_of, with_allocation
+from requant.allocation.knapsack import TOLERANCE
+from requant.checkpoint.sizes import byte_table
+from requant.errors import RecipeError
+from requant.formats.packing import pack
+from requant.formats.trainable import with_theta
+from requant.models.loading import folder_bytes
+from requant.pipeline.prepare import prepare, start
+from requant.quantizers.registry import METHODS
+from requant.quantizers.trellis import TrellisConfig
+from requant.recipe.schema import Budget, Calibration, Detach, Evaluation, Recipe, Tuning, load_recipe
+from requant.run.workspace import Workspace
+
+TINY = ("--num-samples", 2, "--seq-len", 32, "--quiet")
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs go to the working directory."""
+    monkeypatch.chdir(tmp_path)
+
+
+def recipe_of(method: str = "rtn", **changes) -> Recipe:
+    base = Recipe(
+        mode="dense",
+        method=method,
+        quantizer=METHODS[method].config(**({"group_size": 32} if method in ("rtn", "gptq", "awq") else {})),
+        calibration=Calibration(num_samples=2, seq_len=32),
+        evaluation=Evaluation(context=32, windows=2),
+        detach=Detach(outlier_fraction=0.02, significant_fraction=0.01, steps=1, temperatures=(1.0,)),
+    )
+    return dataclasses.replace(base, **changes)
+
+
+def started(folder: Path, text: Path, recipe: Recipe):
+    prepared = prepare(str(folder), recipe, text)
+    return start(prepared, recipe, workspace=Workspace(None), quiet=True)
+
+
+def matrix_bytes(checkpoint: Path) -> tuple[int, int]:
+    """Bytes of everything stored for the matrices, counted in the file itself, and their weights."""
+    table, tensors = byte_table(checkpoint), load_file(checkpoint / "model.safetensors")
+    stored = sum(t.nbytes for name, t in tensors.items() if name.rpartition(".")[0] in table.matrices)
+    return stored, sum(matrix.weights for matrix in table.matrices.values())
+
+
+@pytest.mark.parametrize(("method", "bits"), [("rtn", "3.3"), ("gptq", "2.9"), ("kmeans", "6.1")])
+def test_bits_are_kept_to_the_byte(cli, tiny_folder, tiny_text_file: Path, method: str, bits: str) -> None:
+    code, out, error = cli(
+        "quantize", "--model", tiny_folder("llama"), "--bits", bits, "--method", method, "--mode", "dense",
+        "--calibration", tiny_text_file, "--output", "out", *TINY
+    )  # fmt: skip
+    assert code == 0, error
+    stored, weights = matrix_bytes(Path("out"))
+    assert (1 - TOLERANCE) * float(bits) <= 8 * stored / weights <= float(bits)
+    assert f"{stored:,} (" in out and "loss predicted by the budget" in out
+    assert len({m.layout.bits for m in byte_table("out").matrices.values()}) > 1
+    assert load_recipe("out/recipe.yaml").budget.bits == float(bits)
+
+
+@pytest.mark.parametrize(("name", "share"), [("llama", 0.5), ("llama-tied", 0.35), ("gpt2", 0.35)])
+def test_a_size_is_kept_to_the_byte(cli, tiny_folder, tiny_text_file: Path, name: str, share: float) -> None:
+    size = round(share * folder_bytes(tiny_folder(name)))
+    code, out, error = cli(
+        "quantize", "--model", tiny_folder(name), "--size", size, "--method", "kmeans", "--mode", "dense",
+        "--calibration", tiny_text_file, "--output", "out", *TINY
+    )  # fmt: skip
+    assert code == 0, error
+    found = Path("out/model.safetensors").stat().st_size
+    assert (1 - TOLERANCE) * size <= found <= size
+    assert f"{size:,}" in out and f"{found:,} (" in out
+
+
+def test_mode_best_promises_whole_numbers_too(tiny_folder, tiny_text_file: Path, tmp_path: Path) -> None:
+    """With what is learned beside the codes, and an embedding of 6 bits, which then does not learn."""
+    recipe = recipe_of(mode="best", tuning=Tuning(steps=2, windows=8), budget=Budget(head_bits=6))
+    result = requant.quantize(str(tiny_folder("llama-tied")), recipe, tiny_text_file)
+    table = byte_table(requant.save(result, tmp_path / "out"))
+    assert (1 - TOLERANCE) * 4 <= table.bits_per_weight <= 4
+    with torch.no_grad():
+        ids = torch.arange(40)[None]
+        assert torch.equal(requant.load(tmp_path / "out")(ids).logits, result.model(ids).logits)
+
+
+@pytest.mark.parametrize("values", ["float16", "int8"])
+def test_a_sparse_part_is_paid_by_the_budget(
+    tiny_folder, tiny_text_file: Path, tmp_path: Path, values: str
+) -> None:
+    recipe = recipe_of(mode="paper", budget=Budget(bits=5.0))
+    recipe = dataclasses.replace(recipe, detach=dataclasses.replace(recipe.detach, values=values))
+    saved = requant.save(
+        requant.quantize(str(tiny_folder("llama")), recipe, tiny_text_file), tmp_path / "out"
+    )
+    table = byte_table(saved)
+    assert sum(matrix.layout.sparse for matrix in table.matrices.values()) > 1000
+    assert {m.layout.sparse_values for m in table.matrices.values() if m.layout.sparse} == {values}
+    assert (1 - 2 * TOLERANCE) * 5 <= table.bits_per_weight <= 5
+
+
+def test_learned_scales_of_a_trellis_are_paid_by_the_budget(tiny_folder, tiny_text_file: Path) -> None:
+    plain = recipe_of("trellis", budget=Budget(bits=2.5))
+    tuned = dataclasses.replace(plain, tuning=Tuning(steps=3))
+    n, k = 64, 172
+    for bits, size in ((2, n + 2), (6, n + 2), (7, 2 * n)):  # a byte each and a magnitude, or float16
+        difference = planned_layout(tuned, (n, k), bits).bytes - planned_layout(plain, (n, k), bits).bytes
+        assert difference == size - 4 * 2 - 2  # in place of bits in words, and a magnitude
+    folder = tiny_folder("llama")
+    for recipe in (plain, tuned):
+        run = started(folder, tiny_text_file, recipe)
+        found = allocate_bits(run)
+        layouts = [planned_layout(recipe, site.shape, found.bits[site.name]) for site in run.sites]
+        assert found.bytes == sum(layout.bytes for layout in layouts) <= 2.5 * run.total_weights / 8
+
+
+def test_quarters_of_a_bit_spend_a_budget_better(tiny_folder, tiny_text_file: Path) -> None:
+    folder, found = tiny_folder("llama"), {}
+    for quarters in (True, False):
+        budget = Budget(bits=2.5, quarters=quarters)
+        found[quarters] = allocate_bits(started(folder, tiny_text_file, recipe_of("trellis", budget=budget)))
+    assert all(bits % 1 == 0 for bits in found[False].bits.values())
+    assert any(bits % 1 for bits in found[True].bits.values())
+    assert all(allocation.bytes <= allocation.budget for allocation in found.values())
+    assert found[True].predicted < 0.98 * found[False].predicted
+    pair = dataclasses.replace(recipe_of("trellis"), quantizer=TrellisConfig(code="pair"))
+    assert widths_of(pair) == [1, 2, 3, 4] and widths_of(recipe_of()) == list(range(2, 9))
+
+
+def test_no_budget_is_the_recipes_width(tiny_folder, tiny_text_file: Path) -> None:
+    run = started(tiny_folder("llama"), tiny_text_file, recipe_of())
+    found = allocate_bits(run)
+    assert set(found.bits.values()) == {4} and found.budget is None and found.predicted is None
+    assert with_allocation(run, found).fingerprint == run.fingerprint  # results of earlier runs stay valid
+    assert asked_bits(recipe_of()) is None and asked_bits(recipe_of(budget=Budget(bits=2.0))) == 2.0
+
+
+def test_an_allocation_is_made_once(tiny_folder, tiny_text_file: Path) -> None:
+    run = started(tiny_folder("llama"), tiny_text_file, recipe_of(budget=Budget(bits=4.0)))
+    decided = with_allocation(run, allocate_bits(run))
+    assert allocate_bits(decided) is decided.allocation
+    assert decided.fingerprint != run.fingerprint
+    assert [decided.config_of(site).bits for site in run.sites] == list(decided.bits.values())
+
+
+def test_a_reserve_is_left(tiny_folder, tiny_text_file: Path) -> None:
+    run = started(tiny_folder("llama"), tiny_text_file, recipe_of(budget=Budget(bits=4.5)))
+    found = allocate_bits(run, reserve=5000)
+    layouts = [planned_layout(run.recipe, site.shape, found.bits[site.name]) for site in run.sites]
+    spent = sum(layout.bytes for layout in layouts)
+    assert found.bytes == spent + 5000 <= 4.5 * run.total_weights / 8
+    assert spent < allocate_bits(run).bytes - 4000
+
+
+def test_what_cannot_be_reached(tiny_folder, tiny_text_file: Path) -> None:
+    folder = tiny_folder("llama")
+
+    def refuse(message: str, **budget) -> None:
+        with pytest.raises(RecipeError, match=message):
+            allocate_bits(started(folder, tiny_text_file, recipe_of(budget=Budget(**budget))))
+
+    refuse(r"--bits 1.5 cannot be met: the smallest that method 'rtn' .* is 2\.\d+ bits a weight", bits=1.5)
+    refuse(r"--size 20,000 cannot be met: the smallest checkpoint .* has \d\d,\d\d\d bytes", size=20_000)
+    refuse(
+        r"--size 9,000,000 cannot be met: the largest checkpoint .* has \d\d\d,\d\d\d bytes", size=9_000_000
+    )
+
+
+def test_the_smallest_that_the_message_names_can_be_had(tiny_folder, tiny_text_file: Path) -> None:
+    folder = tiny_folder("llama")
+    with pytest.raises(RecipeError) as caught:
+        allocate_bits(started(folder, tiny_text_file, recipe_of(budget=Budget(bits=1.0))))
+    bits = float(str(caught.value).rpartition(" is ")[2].split()[0])
+    found = allocate_bits(started(folder, tiny_text_file, recipe_of(budget=Budget(bits=bits))))
+    assert set(found.bits.values()) == {2}
+
+
+def test_the_dry_run_shows_the_allocation(cli, tiny_folder, tiny_text_file: Path) -> None:
+    arguments = ("quantize", "--model", tiny_folder("llama"), "--bits", 4.1, "--method", "gptq", "--mode", "dense",
+                 "--calibration", tiny_text_file, "--output", "out", *TINY)  # fmt: skip
+    code, out, error = cli(*arguments, "--dry-run")
+    assert code == 0, error
+    assert (
+        "unspent)" in out and "predicted loss" in out and "by curvature" in out and "bytes would lose" in out
+    )
+    assert sum(line.startswith(("  q_proj", "  down_proj")) for line in out.splitlines()) == 2
+    assert not Path("out").exists()
+    code, out, _ = cli(*arguments, "--dry-run", "--json")
+    plan = json.loads(out)
+    assert cli(*arguments)[0] == 0
+    table = byte_table("out")
+    assert plan["allocation"]["bits"] == {name: m.layout.bits for name, m in table.matrices.items()}
+    assert plan["allocation"]["bytes"] == sum(matrix.bytes for matrix in table.matrices.values())
+
+
+def test_a_run_that_stops_goes_on_with_its_allocation(
+    tiny_folder, tiny_text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Same bytes as an undisturbed run; matrices of another budget are not taken up."""
+    folder, recipe = str(tiny_folder("llama")), recipe_of("gptq", budget=Budget(bits=4.1, head_bits=8))
+    undisturbed = requant.save(requant.quantize(folder, recipe, tiny_text_file), tmp_path / "undisturbed")
+    kept = tmp_path / "kept.partial"
+    put, made = Workspace.put, []
+
+    def stopping(self, stage, *args, **kwargs) -> None:
+        put(self, stage, *args, **kwargs)
+        made.append(stage)
+        if len(made) == 9:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Workspace, "put", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        requant.quantize(folder, recipe, tiny_text_file, workspace=Workspace(kept))
+    made[:] = ["already"] * 9
+    resumed = requant.quantize(folder, recipe, tiny_text_file, workspace=Workspace(kept, resume=True))
+    assert made[9:] == ["linear"] * 6 + ["vocabulary"]  # the predictor and eight matrices were there
+    saved = requant.save(resumed, tmp_path / "resumed")
+    assert (saved / "model.safetensors").read_bytes() == (undisturbed / "model.safetensors").read_bytes()
+    made[:] = ["already"] * 9
+    other = dataclasses.replace(recipe, budget=Budget(bits=5.3, head_bits=8))
+    requant.quantize(folder, other, tiny_text_file, workspace=Workspace(kept, resume=True))
+    assert made.count("linear") == 14
+
+
+def test_bits_of_every_matrix_reach_the_report(tiny_folder, tiny_text_file: Path, tmp_path: Path) -> None:
+    recipe = recipe_of(budget=Budget(bits=4.1))
+    result = requant.quantize(str(tiny_folder("llama")), recipe, tiny_text_file)
+    assert result.allocation is not None
+    assert {name: w.dense.bits for name, w in result.weights.items()} == result.allocation.bits
+    page = (requant.save(result, tmp_path / "out") / "report.html").read_text()
+    assert (
+        "The budget" in page and f"{result.allocation.budget:,}" in page and "predicted by curvature" in page
+    )
+
+
+def test_a_matrix_that_matters_more_gets_more(tiny_folder, tiny_text_file: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    recipe = recipe_of(budget=Budget(bits=3.6))
+    tokenizer = prepare(str(tiny_folder("llama")), recipe, tiny_text_file).tokenizer
+    name, found = "model.layers.1.mlp.down_proj", []
+    for factor in (1, 32):
+        model = AutoModelForCausalLM.from_pretrained(tiny_folder("llama")).eval().requires_grad_(False)
+        model.get_parameter(f"{name}.weight").mul_(factor)
+        prepared = prepare(model, recipe, tiny_text_file, tokenizer=tokenizer)
+        found.append(allocate_bits(start(prepared, recipe, workspace=Workspace(None), quiet=True)))
+    assert found[1].bits[name] > found[0].bits[name]
+    assert found[1].bytes <= found[1].budget == found[0].budget
+
+
+@pytest.mark.parametrize(("method", "steps"), [("lut", 0), ("kmeans", 2)])
+def test_8_bit_levels_are_planned_to_the_byte(
+    tiny_folder, tiny_text_file: Path, tmp_path: Path, method: str, steps: int
+) -> None:
+    """Each matrix as planned, trained or not."""
+    budget = Budget(bits=3.6, entries=False)
+    recipe = recipe_of(method, mode="best", budget=budget, tuning=Tuning(steps=steps, windows=8))
+    result = requant.quantize(str(tiny_folder("llama")), recipe, tiny_text_file)
+    table = byte_table(requant.save(result, tmp_path / "out"))
+    for layout in (matrix.layout for matrix in table.matrices.values()):
+        assert layout == planned_layout(recipe, layout.shape, layout.bits) and layout.version == 3
+    assert (1 - TOLERANCE) * 3.6 <= table.bits_per_weight <= 3.6
+
+
+@pytest.mark.parametrize("bits", [2, 6, 7])
+def test_what_a_trellis_learns_is_planned_to_the_byte(random_weight, bits: int) -> None:
+    weight = random_weight(40, 70, kind="trellis", bits=bits, density=0)
+    recipe = recipe_of("trellis", tuning=Tuning(steps=1))
+    recipe = dataclasses.replace(recipe, quantizer=dataclasses.replace(recipe.quantizer, code="3inst"))
+    signs = dataclasses.replace(weight.dense, output_scales=torch.ones(40).half() * 0.25)
+    weight = dataclasses.replace(weight, dense=signs)
+    learned = {"output_scales": 0.25 + 0.05 * torch.randn(40, generator=torch.Generator().manual_seed(0))}
+    layout, _ = pack(with_theta(weight, learned))
+    assert layout == planned_layout(recipe, (40, 70), bits) and (layout.version == 3) == (bits <= 6)
+
+
+def test_entries_compete_with_bits(tiny_folder, tiny_text_file: Path, tmp_path: Path) -> None:
+    """Within the same budget they lower the predicted loss, and what they take is counted to the byte."""
+    recipe = recipe_of("kmeans", mode="best", budget=Budget(bits=2.9))
+    recipe = dataclasses.replace(recipe, quantizer=METHODS["kmeans"].config(level_bits=8))
+    folder = tiny_folder("llama")
+    codes = dataclasses.replace(recipe, budget=Budget(bits=2.9, entries=False))
+    alone, both = (allocate_bits(started(folder, tiny_text_file, each)) for each in (codes, recipe))
+    assert not alone.shares and both.shares and both.predicted < alone.predicted
+    kept = Workspace(tmp_path / "kept.partial", resume=True)
+    result = requant.quantize(str(folder), recipe, tiny_text_file, workspace=kept)
+    again = requant.quantize(str(folder), recipe, tiny_text_file, workspace=kept)
+    assert again.allocation == result.allocation  # the options come back from the workspace as they were
+    table = byte_table(requant.save(result, tmp_path / "out"))
+    for name, matrix in table.matrices.items():
+        share = both.shares.get(name, 0.0)
+        assert matrix.layout == planned_layout(recipe, matrix.layout.shape, both.bits[name], share)
+        assert (matrix.layout.sparse > 0) == (name in both.shares)
+    assert (1 - TOLERANCE) * 2.9 <= table.bits_per_weight <= 2.9
+
+
+def test_entries_are_in_a_size_too(tiny_folder, tiny_text_file: Path, tmp_path: Path, monkeypatch) -> None:
+    """With the headers of their tensors, which in so small a file would cost more than entries are worth."""
+    monkeypatch.setattr(
+        "requant.allocation.budget.entry_factors", lambda run: {s.name: {0.02: 0.1} for s in run.sites}
+    )
+    folder = tiny_folder("llama")
+    size = round(0.4 * folder_bytes(folder))
+    recipe = recipe_of("kmeans", mode="best", budget=Budget(size=size, head_bits=16, embedding_bits=16))
+    result = requant.quantize(str(folder), recipe, tiny_text_file)
+    assert result.allocation is not None and result.allocation.shares
+    found = (requant.save(result, tmp_path / "out") / "model.safetensors").stat().st_size
+    assert (1 - TOLERANCE) * size <= found <= size

@@ -1,0 +1,110 @@
+import itertools
+import random
+
+import pytest
+
+from requant.allocation.knapsack import TOLERANCE, Option, allocate, neighbours
+from requant.errors import RecipeError
+
+
+def instance(seed: int, tensors: int = 5, widths: int = 4) -> dict[str, list[Option]]:
+    """Random tensors of a few shapes; a bit more divides the loss by about four."""
+    generator = random.Random(seed)
+    found = {}
+    for index in range(tensors):
+        size, cost = generator.choice([64, 96, 1000, 1024]), generator.random() ** 3
+        found[f"m{index}"] = [
+            Option(bits=b, bytes=size * b + 12, loss=cost * generator.uniform(3, 5) ** -b)
+            for b in range(1, widths + 1)
+        ]
+    return found
+
+
+def brute_force(options: dict[str, list[Option]], budget: int) -> float:
+    """The least loss within the budget, among choices above 99.5 % of it if there are any."""
+    fitting = [
+        (sum(o.bytes for o in choice), sum(o.loss for o in choice))
+        for choice in itertools.product(*options.values())
+        if sum(o.bytes for o in choice) <= budget
+    ]
+    full = [loss for size, loss in fitting if size >= (1 - TOLERANCE) * budget]
+    return min(full) if full else min(loss for _, loss in fitting)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_choice_is_better(seed: int) -> None:
+    options = instance(seed)
+    smallest, largest = (sum(pick(o.bytes for o in c) for c in options.values()) for pick in (min, max))
+    for share in (0.0, 0.1, 0.35, 0.5, 0.77, 1.0, 1.2):
+        budget = round(smallest + share * (largest - smallest))
+        choice = allocate(options, budget)
+        assert choice.bytes <= budget
+        assert choice.loss == pytest.approx(brute_force(options, budget), rel=1e-6)
+
+
+def test_a_known_optimum() -> None:
+    """Two bits more for the tensor that matters, at the cost of the one that does not."""
+    options = {
+        "matters": [Option(bits=b, bytes=100 * b, loss=100 * 4.0**-b) for b in range(1, 5)],
+        "hardly": [Option(bits=b, bytes=100 * b, loss=0.01 * 4.0**-b) for b in range(1, 5)],
+    }
+    choice = allocate(options, 500)
+    assert {name: option.bits for name, option in choice.options.items()} == {"matters": 4, "hardly": 1}
+    assert choice.bytes == 500 and choice.loss == pytest.approx(100 / 256 + 0.01 / 4)
+
+
+def test_more_budget_never_loses_more() -> None:
+    options = instance(7, tensors=40, widths=8)
+    losses = [allocate(options, budget).loss for budget in range(30_000, 150_000, 8_000)]
+    assert losses == sorted(losses, reverse=True) and losses[0] > losses[-1]
+
+
+def test_the_order_of_tensors_and_options_does_not_matter() -> None:
+    """Ties between equal tensors are decided the same way each time."""
+    twin = [Option(bits=b, bytes=10 * b, loss=4.0**-b) for b in (1, 2, 3, 4)]
+    options = {name: list(twin) for name in "abcdef"}
+    turned = {name: list(reversed(choices)) for name, choices in reversed(options.items())}
+    first, second = allocate(options, 150), allocate(turned, 150)
+    assert first.bytes == 150 and first.options == second.options == allocate(options, 150).options
+
+
+def test_an_option_that_costs_more_for_nothing_is_left() -> None:
+    options = {"a": [Option(bits=4, bytes=40, loss=1.0), Option(bits=5, bytes=50, loss=1.0)],
+               "b": [Option(bits=2, bytes=1000, loss=1.0)]}  # fmt: skip
+    assert allocate(options, 1042).options["a"].bits == 4
+
+
+def test_the_budget_is_spent_where_a_choice_spends_it() -> None:
+    """The best choice leaves 20 % here; one that loses more fills the budget."""
+    options = {
+        "a": [Option(bits=1, bytes=100, loss=10.0), Option(bits=2, bytes=700, loss=0.0)],
+        "b": [Option(bits=1, bytes=100, loss=1.0), Option(bits=2, bytes=900, loss=0.0)],
+    }
+    choice = allocate(options, 1000)
+    assert choice.bytes == 1000 and choice.options["b"].bits == 2
+    assert allocate(options, 990).bytes == 800  # nothing lies within half a percent
+
+
+def test_a_budget_below_the_smallest_choice() -> None:
+    options = instance(1)
+    smallest = sum(min(o.bytes for o in choices) for choices in options.values())
+    assert allocate(options, smallest).bytes == smallest
+    with pytest.raises(RecipeError, match=f"the smallest choice takes {smallest:,}; give more"):
+        allocate(options, smallest - 1)
+
+
+def test_neighbours_are_what_other_budgets_would_lose() -> None:
+    options = instance(3, tensors=20)
+    budget = sum(choices[1].bytes for choices in options.values())
+    curve = neighbours(options, budget)
+    assert list(curve) == [round(share * budget) for share in (0.9, 0.95, 1.05, 1.1)]
+    assert all(loss == allocate(options, size).loss for size, loss in curve.items())
+    smallest = sum(choices[0].bytes for choices in options.values())
+    assert min(neighbours(options, smallest)) > smallest
+
+
+def test_a_large_model_takes_seconds() -> None:
+    options = instance(0, tensors=500, widths=8)
+    budget = int(2.5 * sum(choices[0].bytes for choices in options.values()))
+    choice = allocate(options, budget)
+    assert 0 <= 1 - choice.bytes / budget < 1e-3

@@ -1,0 +1,159 @@
+import copy
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+from requant.allocation.predictors import (
+    curvature,
+    expected,
+    integrated,
+    measured,
+    predicted_losses,
+    white_trace,
+)
+from requant.calibration.stats import LinearStats
+from requant.evaluation.perplexity import perplexity_and_kl
+from requant.pipeline.prepare import prepare, start
+from requant.quantizers.registry import METHODS
+from requant.quantizers.trellis import feedback_factor
+from requant.recipe.schema import Calibration, Evaluation, Recipe, from_dict
+from requant.run.quantize_linears import quantize_linears
+from requant.run.workspace import Workspace
+
+SLOW = {"trellis": pytest.mark.slow}
+
+
+def statistics(n: int, k: int) -> tuple[torch.Tensor, LinearStats]:
+    """A Gaussian matrix whose inputs and gradients are correlated and of unequal size."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(n, k, generator=generator) * 0.1
+
+    def covariance(size: int) -> torch.Tensor:
+        mix = torch.randn(size, size, generator=generator) / size**0.5 + torch.eye(size)
+        samples = torch.randn(8 * size, size, generator=generator) @ mix
+        samples *= torch.linspace(0.5, 2, size)
+        return samples.T @ samples / len(samples)
+
+    hessian, output = covariance(k), covariance(n)
+    fisher = output.diagonal()[:, None] * hessian.diagonal()
+    return weight, LinearStats(hessian=hessian, output_hessian=output, fisher=fisher, tokens=1000)
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "bits", "within"),
+    [
+        ("rtn", {"group_size": 64}, 4, 0.1),
+        ("rtn", {"group_size": 64, "symmetric": True}, 5, 0.1),
+        ("gptq", {"group_size": 64}, 4, 0.2),
+        ("gptq", {"group_size": 64, "act_order": True}, 4, 0.2),
+        ("kmeans", {}, 2, 0.2),
+        ("kmeans", {}, 3, 0.2),
+        ("lut", {}, 2, 0.3),
+        ("lut", {}, 3, 0.3),
+        pytest.param("trellis", {}, 2, 0.25, marks=SLOW["trellis"]),  # feedback widens what is coded
+        pytest.param("trellis", {"two_sided": False}, 3, 0.15, marks=SLOW["trellis"]),
+    ],
+)
+def test_the_closed_form_foretells_the_loss_of_the_method(
+    method: str, options: dict, bits: int, within: float
+) -> None:
+    weight, stats = statistics(64, 256)
+    config = METHODS[method].config(bits=bits, **options)
+    error = METHODS[method].quantize(weight, stats, config).dequantize() - weight
+    assert stats.hessian is not None and stats.output_hessian is not None and stats.fisher is not None
+    if method in ("rtn", "kmeans"):
+        found = (stats.fisher * error.square()).sum()
+    else:
+        found = ((stats.output_hessian @ error @ stats.hessian) * error).sum()
+    foretold = expected(method, weight, stats, config, [bits])[bits]
+    assert foretold == pytest.approx(0.5 * found.item(), rel=within)
+
+
+def test_white_trace_is_the_loss_of_white_errors_after_feedback() -> None:
+    _, stats = statistics(16, 64)
+    assert stats.hessian is not None
+    factor = feedback_factor(stats.hessian, damp=0.05)
+    white = torch.randn(20_000, 64, generator=torch.Generator().manual_seed(1))
+    # E L = F, so a row of E is a row of F times the inverse of L
+    inverse = torch.linalg.inv(factor + torch.eye(64))
+    rows = white @ inverse
+    mean = ((rows @ stats.hessian) * rows).sum(1).mean().item()
+    trace, spread = white_trace(stats.hessian, factor)
+    assert trace == pytest.approx(mean, rel=0.02)
+    assert spread == pytest.approx(rows.square().mean().item(), rel=0.02)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_more_bits_leave_less(method: str) -> None:
+    weight, stats = statistics(64, 256)
+    widths = range(1 if method == "trellis" else 2, 7)  # of a codebook, 8 bits are a level a weight here
+    losses = expected(method, weight, stats, METHODS[method].config(), widths)
+    assert list(losses) == list(widths) and losses[6] > 0
+    assert all(2 < left / right < 25 for left, right in itertools.pairwise(losses.values()))
+
+
+@pytest.fixture
+def run(tiny_folder, tiny_text_file):
+    recipe = Recipe(
+        mode="dense",
+        method="rtn",
+        quantizer=METHODS["rtn"].config(bits=3),
+        calibration=Calibration(num_samples=4, seq_len=32),
+        evaluation=Evaluation(context=32, windows=2),
+    )
+    prepared = prepare(str(tiny_folder("llama")), recipe, tiny_text_file)
+    return start(prepared, recipe, workspace=Workspace(None), quiet=True)
+
+
+def test_measured_is_the_divergence_of_one_matrix_alone(run, tiny_text) -> None:
+    weights = quantize_linears(run, None, label="")
+    units = measured(run, weights)
+    run.path({}).place(0.0)
+    original = copy.deepcopy(run.model)
+    site = run.sites[3]
+    site.set_weight(weights[site.name].dequantize())
+    quality = perplexity_and_kl(run.model, run.windows, text=tiny_text, reference=original)
+    assert units[site.name] == pytest.approx(quality.mean_kl, rel=1e-3)
+    assert units.keys() == {site.name for site in run.sites} and min(units.values()) > 0
+
+
+def test_measured_leaves_the_model_as_it_was(run) -> None:
+    weights = quantize_linears(run, None, label="")
+    run.path({}).place(0.0)
+    before = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
+    measured(run, weights)
+    assert all(torch.equal(before[name], tensor) for name, tensor in run.model.state_dict().items())
+
+
+def test_pqi_has_a_floor(run) -> None:
+    """The random model gains from some errors; no matrix may cost nothing, or it would get no bits at all."""
+    units = integrated(run, quantize_linears(run, None, label=""))
+    assert min(units.values()) > 0
+
+
+def test_curvature_scales_with_what_an_error_costs(run) -> None:
+    """Twice the weights of a matrix, with half the inputs of its readers, is four times the error."""
+    before = curvature(run, [3])
+    name = run.sites[0].name
+    doubled = dict(run.original) | {name: 2 * run.original[name]}
+    after = curvature(dataclasses.replace(run, original=doubled), [3])
+    assert after[name][3] == pytest.approx(4 * before[name][3], rel=1e-3)
+    assert all(after[other] == before[other] for other in before if other != name)
+
+
+@pytest.mark.parametrize("predictor", ["curvature", "measured", "pqi"])
+def test_every_predictor_can_be_chosen(run, predictor: str) -> None:
+    chosen = dataclasses.replace(
+        run,
+        recipe=dataclasses.replace(
+            run.recipe, budget=from_dict({"budget": {"bits": 3.5, "predictor": predictor}}).budget
+        ),
+    )
+    losses = predicted_losses(chosen, [2, 3, 4], at=3)
+    assert losses.keys() == {site.name for site in run.sites}
+    assert all(found[2] > found[3] > found[4] > 0 for found in losses.values())
+    if predictor == "measured":
+        alone = measured(run, quantize_linears(run, None, label=""))
+        assert {name: found[3] for name, found in losses.items()} == pytest.approx(alone)

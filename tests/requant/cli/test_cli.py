@@ -1,0 +1,132 @@
+"""The commands, as a person types them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import requant
+from requant.recipe.schema import load_recipe
+
+TINY = ("--num-samples", 2, "--seq-len", 64, "--quiet")
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Default outputs go to the working directory."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "left_alone",
+    [("--skip", "*.layers.[012].*"), pytest.param((), marks=pytest.mark.slow)],
+    ids=["one of four blocks", "whole"],
+)
+def test_the_main_job_on_the_demo_model(cli, tmp_path: Path, left_alone: tuple[str, ...]) -> None:
+    """Quantize, compare, inspect, generate: what the README shows."""
+    code, out, error = cli("quantize", "--bits", 3, "--num-samples", 2, "--seq-len", 64, *left_alone)
+    assert code == 0, error
+    folder = tmp_path / "demo-lut-3bit"
+    assert "perplexity" in out and "bits per quantized weight" in out and "peak memory" in out
+    for stage in ("pre-quantize", "sensitivity", "temperature 1", "predicted by pqi", "measured by block"):
+        assert stage in error, "no progress bar"
+    names = {file.name for file in folder.iterdir()}
+    assert names >= {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "recipe.yaml",
+        "report.html",
+        "README.md",
+    }
+    assert sorted(tmp_path.iterdir()) == [folder]
+
+    code, out, error = cli("eval", "demo", folder, "--against", "demo", "--context", 64, "--windows", 4, "-q")
+    assert code == 0, error
+    assert out.startswith("token perplexity of demo-eval") and len(out.splitlines()) == 5
+    code, again, _ = cli(
+        "eval", "demo", folder, "--against", "demo", "--context", 64, "--windows", 4, "-q", "--json"
+    )
+    rows = json.loads(again)
+    assert code == 0 and [row["name"] for row in rows] == ["demo", str(folder)]
+    assert rows[0]["quality"]["mean_kl"] == 0 < rows[1]["quality"]["mean_kl"] < 2
+    assert 3.3 < rows[1]["bits_per_weight"] < 3.4
+
+    code, out, error = cli("inspect", folder)
+    assert (
+        code == 0 and "checksums verified: model.safetensors" in out and "model.layers.3.mlp.down_proj" in out
+    )
+    code, out, error = cli("generate", folder, "--prompt", "The city of", "--max-new-tokens", 5)
+    assert code == 0 and out.startswith("The city of") and len(out) > len("The city of\n")
+
+
+def test_dry_run_writes_nothing(cli, tmp_path: Path) -> None:
+    code, out, error = cli("quantize", "--bits", 3, "--dry-run", *TINY)
+    assert code == 0, error
+    assert "matrices        28 (4 q_proj" in out and "bits per weight 3." in out and "peak memory" in out
+    code, out, _ = cli("quantize", "--bits", 3, "--dry-run", "--json", *TINY)
+    assert code == 0 and json.loads(out)["matrices"]["q_proj"] == 4
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_sensitivity(cli, tiny_folder, tiny_text_file: Path, tmp_path: Path) -> None:
+    arguments = (
+        "sensitivity",
+        "--model",
+        tiny_folder("llama"),
+        "--bits",
+        3,
+        "--calibration",
+        tiny_text_file,
+        *TINY,
+    )
+    code, out, error = cli(*arguments, "--nodes", "gauss4", "--output", "a")
+    assert code == 0, error
+    assert out.splitlines()[0].split() == ["block", "gradient", "hessian", "pqi", "measured"]
+    assert out.splitlines()[-1] == "scores, table and plot: a" and (tmp_path / "a" / "plot.svg").exists()
+    code, out, _ = cli(*arguments, "--output", "b", "--json")
+    assert code == 0 and [row["block"] for row in json.loads(out)] == ["0", "1", "model"]
+    code, _, error = cli(*arguments, "--output", "b")
+    assert code == 2 and "exists already" in error
+
+
+def test_quantize_prints_json(cli, tiny_folder, tiny_text_file: Path) -> None:
+    code, out, error = cli(
+        "quantize", "--model", tiny_folder("llama"), "--bits", 4, "--method", "rtn", "--mode", "dense",
+        "--calibration", tiny_text_file, "--output", "out", "--json", "--tune", 1, *TINY
+    )  # fmt: skip
+    assert code == 0, error
+    assert {row[""]: row["after"] for row in json.loads(out)}["checkpoint"] == "out"
+    assert load_recipe("out/recipe.yaml").tuning.steps == 1
+
+
+def test_recipes_and_version(cli) -> None:
+    code, out, _ = cli("recipes")
+    assert code == 0 and "demo-3bit" in out and "llama-3.2-1b" in out
+    code, out, _ = cli("recipes", "--json")
+    assert code == 0 and {row["recipe"] for row in json.loads(out)} >= {"demo-3bit"}
+    assert cli("--version") == (0, f"requant {requant.__version__}\n", "")
+    code, out, _ = cli("--help")
+    assert code == 0 and "quantize" in out and "inspect" in out
+
+
+def test_no_command_shows_help(cli) -> None:
+    code, out, error = cli()
+    assert code in (0, 2) and "Usage" in out + error and "Traceback" not in error
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    script = "import sys, requant.cli; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script]).returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["demo-2bit", "demo-3bit", "demo-rtn-4bit", "demo-gptq-4bit", "demo-awq-4bit"]
+)
+def test_shipped_recipes_of_the_demo_run(cli, name: str, tmp_path: Path) -> None:
+    code, _, error = cli("quantize", "--recipe", name, "--output", "out", "--quiet")
+    assert code == 0, error
+    assert "warning" not in error

@@ -1,0 +1,317 @@
+"""What cannot be done: one sentence, an exit code, before long work, and nothing left behind."""
+
+import errno
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import requant
+from requant.quantizers.registry import METHODS
+from requant.recipe.schema import Calibration, Evaluation, Recipe
+from requant.run.workspace import Workspace
+
+TINY = ("--num-samples", 2, "--seq-len", 64, "--quiet")
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Default outputs go to the working directory."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def refused(cli, tmp_path: Path):
+    """`refused(*arguments)`: the one sentence on stderr of a command that fails and leaves nothing behind."""
+
+    def run(*arguments: object, code: int = 2) -> str:
+        before = sorted(tmp_path.rglob("*"))
+        found, out, error = cli(*arguments)
+        assert (found, out) == (code, ""), error
+        assert "Traceback" not in error and error.startswith("requant: ") and error.count("\n") == 1, error
+        assert sorted(tmp_path.rglob("*")) == before
+        return error
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tiny_folder, tiny_text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    recipe = Recipe(
+        mode="dense",
+        method="rtn",
+        quantizer=METHODS["rtn"].config(bits=3),
+        calibration=Calibration(num_samples=2, seq_len=32),
+        evaluation=Evaluation(context=32, windows=2),
+    )
+    result = requant.quantize(str(tiny_folder("llama")), recipe, tiny_text_file)
+    return requant.save(result, tmp_path_factory.mktemp("cli") / "out")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--bits", "0.5"), "--bits 0.5 is out of range; give 1 to 8, like 3 or 2.25."),
+        (("--bits", "9"), "--bits 9 is out of range; give 1 to 8, like 3 or 2.25."),
+        (("--size", "10XB"), "--size 10XB is no size; give a number of bytes"),
+        (("--bits", "3", "--size", "1MB"), "--bits and --size are two budgets"),
+        (
+            ("--bits", "1.5", "--quiet"),
+            "--bits 1.5 cannot be met: the smallest that method 'lut' makes of this model is 2.",
+        ),
+        (
+            ("--size", "1MB", "--quiet"),
+            "--size 1,000,000 cannot be met: the smallest checkpoint that method 'lut'",
+        ),
+        (
+            ("--size", "1GB", "--quiet"),
+            "--size 1,000,000,000 cannot be met: the largest checkpoint that method 'lut'",
+        ),
+        (("--bits", "3", "--head-bits", "7"), "head_bits is '7'"),
+        (("--bits", "x"), "--bits x is no number"),
+        ((), "say how many bits"),
+        (
+            ("--bits", "3", "--model", "dema"),
+            "'dema' is neither a folder nor an alias (did you mean 'demo'?)",
+        ),
+        (("--bits", "3", "--model", "./absent"), "./absent is no folder; check the path"),
+        (("--bits", "3", "--method", "kmean"), "method 'kmean' is unknown (did you mean 'kmeans'?)"),
+        (("--bits", "3", "--mode", "papr"), "mode is 'papr' (did you mean 'paper'?)"),
+        (("--bits", "3", "--sensitivity", "pqr"), "score is 'pqr' (did you mean 'pqi'?)"),
+        (("--recipe", "demo-3bits"), "(did you mean 'demo-3bit'?)"),
+        (("--recipe", "absent.yaml"), "'absent.yaml' is neither a file nor a recipe"),
+        (("--bits", "3", "--calibration", "absent.txt"), "there is no file absent.txt"),
+        (("--bits", "3", "--eval-text", "absent.txt"), "there is no file absent.txt"),
+        (("--bits", "3", "--skip", "nothing"), "--skip nothing matches no matrix"),
+        (("--bits", "3", "--seq-len", "4096"), "--seq-len 4096 is longer than the model's 2048 positions"),
+        (("--bits", "3", "--seq-len", "3"), "calibration.seq_len is 3; it takes 8 or more"),
+        (("--bits", "3", "--num-samples", "0"), "calibration.num_samples is 0; it takes 1 or more"),
+        (("--bits", "3", "--device", "gpu"), "--device gpu is unknown; give auto, cpu, cuda"),
+        (
+            ("--bits", "3", "--dtype", "int4"),
+            "--dtype int4 is unknown; give auto, float32, bfloat16, float16",
+        ),
+    ],
+)
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_what_cannot_be_done_is_one_sentence(
+    refused, arguments: tuple[str, ...], message: str, dry_run: bool
+) -> None:
+    assert message in refused("quantize", *arguments, *(["--dry-run"] if dry_run else []))
+
+
+def test_wrong_recipe_keys(refused, tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text("calibration: {seqlen: 3}\n")
+    assert "own.yaml: calibration: unknown key 'seqlen' (did you mean 'seq_len'?)" in refused(
+        "quantize", "--recipe", "own.yaml"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("empty.txt", "", "empty.txt holds no text"),
+        ("blank.txt", " \n\n ", "blank.txt holds no text"),
+        ("short.txt", "A few words.", "and one window needs 64: lower --seq-len"),
+        ("odd.jsonl", '{"body": "x"}', "has no field 'text': choose one of 'body'"),
+        ("odd.doc", "x", "odd.doc ends in .doc: use one of .txt"),
+        ("odd.jsonl", "not json", "line 1 is not JSON"),
+    ],
+)
+def test_texts_that_do_not_do(refused, tmp_path: Path, name: str, content: str, message: str) -> None:
+    (tmp_path / name).write_text(content)
+    assert message in refused("quantize", "--bits", 3, "--calibration", name, *TINY)
+
+
+def test_text_that_is_calibrated_and_scored_is_said(cli, tiny_folder, tiny_text_file: Path, caplog) -> None:
+    code, _, _ = cli(
+        "quantize", "--model", tiny_folder("llama"), "--bits", 3, "--calibration", tiny_text_file,
+        "--eval-text", tiny_text_file, "--dry-run", *TINY
+    )  # fmt: skip
+    assert code == 0 and "also stands in the calibration text" in caplog.text
+
+
+def test_outputs_that_cannot_be(refused, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("requant.pipeline.prepare.load_model", lambda *args, **kwargs: pytest.fail("worked"))
+    (tmp_path / "there").mkdir()
+    (tmp_path / "file").write_text("")
+    assert "there exists already; remove it, or choose another --output" in refused(
+        "quantize", "--bits", 3, "--output", "there"
+    )
+    assert "file cannot be written to" in refused("quantize", "--bits", 3, "--output", "file/out")
+    assert "exists already" in refused("quantize", "--bits", 3, "--output", ".")
+    assert "exists already" in refused("sensitivity", "--bits", 3, "--output", "there")
+
+
+def test_a_partial_folder_of_somebody_else_stays(
+    refused, tiny_folder, tiny_text_file: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "thesis.txt").write_text("precious")
+    assert "out.partial holds thesis.txt, which no run of requant wrote" in refused(
+        "quantize",
+        "--model",
+        tiny_folder("llama"),
+        "--bits",
+        3,
+        "--calibration",
+        tiny_text_file,
+        "--output",
+        "out",
+        *TINY,
+    )
+
+
+def test_a_mistyped_command_does_not_delete_what_can_be_resumed(refused, tmp_path: Path) -> None:
+    Workspace(tmp_path / "out.partial").put("linear", "ab" * 32, value=1)
+    refused("quantize", "--bits", 3, "--calibration", "absent.txt", "--output", "out")
+    assert Workspace(tmp_path / "out.partial", resume=True).get("linear", "ab" * 32).value == 1
+
+
+def test_nan_in_the_weights(refused, tiny_folder, tiny_text_file: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_folder("llama"), tmp_path / "model")
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"][3, 4] = float("nan")
+    save_file(tensors, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    error = refused(
+        "quantize", "--model", "model", "--bits", 3, "--calibration", tiny_text_file, *TINY, code=1
+    )
+    assert "model.layers.0.mlp.up_proj.weight holds NaN or infinity" in error
+
+
+def test_experts(refused, tiny_folder, tiny_text_file: Path) -> None:
+    error = refused(
+        "quantize", "--model", tiny_folder("mixtral"), "--bits", 3, "--calibration", tiny_text_file, *TINY
+    )
+    assert "model.layers.0.mlp.experts fuses its experts in one 3-D tensor" in error
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        MemoryError(),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried"
+        ),
+    ],
+)
+@pytest.mark.parametrize(
+    "where", ["requant.pipeline.prepare.load_model", "requant.pipeline.quantize.diagnose"]
+)
+def test_out_of_memory(
+    cli, tiny_folder, tiny_text_file: Path, tmp_path: Path, monkeypatch, failure, where: str
+) -> None:
+    def fail(*args, **kwargs):
+        raise failure
+
+    monkeypatch.setattr(where, fail)
+    code, out, error = cli(
+        "quantize", "--model", tiny_folder("llama"), "--bits", 3, "--method", "rtn", "--mode", "dense",
+        "--calibration", tiny_text_file, "--output", "out", *TINY
+    )  # fmt: skip
+    assert (code, out) == (1, "") and not (tmp_path / "out").exists()
+    assert error.startswith(
+        "requant: memory is exhausted; lower --seq-len or --num-samples, use --dtype bfloat16"
+    )
+
+
+def test_memory_that_runs_out_inside_transformers(cli, monkeypatch) -> None:
+    """Its loader wraps what it meets; ours must not call that a damaged model."""
+
+    def fail(*args, **kwargs):
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", fail)
+    code, _, error = cli("quantize", "--bits", 3, *TINY)
+    assert code == 1 and error.startswith("requant: memory is exhausted")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "requant.run.workspace.save_file",
+        "requant.checkpoint.writer.open",
+        "requant.checkpoint.save.write_bytes",
+    ],
+)
+def test_disk_full(cli, tiny_folder, tiny_text_file: Path, tmp_path: Path, monkeypatch, name: str) -> None:
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(name, full, raising=False)
+    code, out, error = cli(
+        "quantize", "--model", tiny_folder("llama"), "--bits", 3, "--method", "rtn", "--mode", "dense",
+        "--calibration", tiny_text_file, "--output", "out", *TINY
+    )  # fmt: skip
+    assert (code, out) == (2, "") and not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))
+    assert error.count("\n") == 1 and "free some space" in error
+
+
+def test_disk_full_anywhere_else(cli, monkeypatch) -> None:
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device", "some/file")
+
+    monkeypatch.setattr("requant.pipeline.prepare.overlap", full)
+    code, _, error = cli("quantize", "--bits", 3, *TINY)
+    assert code == 1 and error == "requant: the disk is full (some/file); free some space.\n"
+
+
+def test_a_bug_keeps_its_traceback(cli, monkeypatch) -> None:
+    def bug(*args, **kwargs):
+        raise RuntimeError("size mismatch")
+
+    monkeypatch.setattr("requant.pipeline.prepare.overlap", bug)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        cli("quantize", "--bits", 3, *TINY)
+
+
+def test_damaged_checkpoints(refused, checkpoint: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(checkpoint, tmp_path / "copy"))
+    data = bytearray((copy / "model.safetensors").read_bytes())
+    data[-3] ^= 1
+    (copy / "model.safetensors").write_bytes(data)
+    assert "has sha256" in refused("inspect", "copy")
+    (copy / "model.safetensors").write_bytes(data[:-1000])
+    for command in (
+        ("inspect", "copy"),
+        ("generate", "copy", "--prompt", "x"),
+        ("eval", "copy", "--text", "demo-eval"),
+    ):
+        refused(*command)
+    (copy / "config.json").write_text("{")
+    for command in (
+        ("inspect", "copy"),
+        ("generate", "copy", "--prompt", "x"),
+        ("eval", "copy", "--text", "demo-eval"),
+    ):
+        assert "config.json" in refused(*command)
+
+
+def test_other_commands_refuse_in_one_sentence(refused, checkpoint: Path, tiny_folder) -> None:
+    assert "is neither a folder nor an alias" in refused("eval", "dema")
+    assert "there is no file absent.txt" in refused("eval", checkpoint, "--text", "absent.txt")
+    assert "longer than the model's 128 positions" in refused(
+        "eval", checkpoint, "--text", "demo-eval", "--context", 256
+    )
+    assert "--prompt holds no token" in refused("generate", checkpoint, "--prompt", "")
+    assert "exceed the model's 128 positions" in refused(
+        "generate", checkpoint, "--prompt", "a", "--max-new-tokens", 999
+    )
+    refused("inspect", tiny_folder("llama"))
+    refused("inspect", "absent")
+    assert "is quantized already; give the original model" in refused(
+        "quantize", "--model", checkpoint, "--bits", 3, "--calibration", "demo"
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("quantise",), ("quantize", "--bit", "3"), ("eval",), ("eval", "demo", "--windows", "0"), ("generate", "demo"),
+     ("quantize", "--bits", "3", "--num-samples", "many"), ("inspect",)],
+)  # fmt: skip
+def test_usage_errors(cli, arguments: tuple[str, ...]) -> None:
+    code, out, error = cli(*arguments)
+    assert (code, out) == (2, "") and "Usage" in error and "Traceback" not in error

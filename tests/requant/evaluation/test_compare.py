@@ -1,0 +1,122 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import requant
+from requant.checkpoint.inspect import inspection
+from requant.errors import CheckpointError, ModelError, TextError
+from requant.evaluation.compare import evaluate_all
+from requant.inference.generate import generate_text
+from requant.inference.load import is_checkpoint, open_model
+from requant.quantizers.registry import METHODS
+from requant.recipe.schema import Calibration, Evaluation, Recipe
+
+
+@pytest.fixture(scope="module")
+def result(tiny_folder, tiny_text_file: Path) -> requant.QuantizedModel:
+    recipe = Recipe(
+        mode="dense",
+        method="rtn",
+        quantizer=METHODS["rtn"].config(bits=3),
+        calibration=Calibration(num_samples=2, seq_len=32),
+        evaluation=Evaluation(text=(str(tiny_text_file),), context=32, windows=5),
+    )
+    return requant.quantize(str(tiny_folder("llama")), recipe, tiny_text_file)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(result, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(requant.save(result, tmp_path_factory.mktemp("checkpoint") / "out"))
+
+
+def test_a_checkpoint_scores_as_the_run_said(
+    result, checkpoint: str, tiny_folder, tiny_text_file: Path
+) -> None:
+    source = str(tiny_folder("llama"))
+    original, quantized = evaluate_all(
+        [source, checkpoint], text=[str(tiny_text_file)], context=32, windows=5, against=source
+    )
+    assert quantized.quality == result.after
+    assert original.quality.perplexity == result.before.perplexity and original.quality.mean_kl == 0
+    assert original.quality.top1_agreement == 1 and original.bits_per_weight is None
+    assert 3 < quantized.bits_per_weight < 4 and quantized.size_bytes < original.size_bytes
+    assert (original.name, quantized.name) == (source, checkpoint)
+    alone = evaluate_all([checkpoint], text=[str(tiny_text_file)], context=32, windows=5)
+    assert alone[0].quality.perplexity == quantized.quality.perplexity and alone[0].quality.mean_kl is None
+
+
+def test_the_context_is_what_the_model_has(checkpoint: str, tiny_text_file: Path) -> None:
+    (row,) = evaluate_all([checkpoint], text=[str(tiny_text_file)], windows=1)
+    assert row.quality.protocol.context == 128
+    with pytest.raises(TextError, match="longer than the model's 128 positions"):
+        evaluate_all([checkpoint], text=[str(tiny_text_file)], context=129)
+
+
+def test_another_vocabulary_is_refused(checkpoint: str, tiny_text_file: Path) -> None:
+    with pytest.raises((ModelError, TextError)):
+        evaluate_all(["demo", checkpoint], text=[str(tiny_text_file)], context=32, windows=1)
+
+
+def test_open_model(checkpoint: str, tiny_folder) -> None:
+    assert is_checkpoint(checkpoint) and not is_checkpoint(str(tiny_folder("llama")))
+    model = open_model(checkpoint, device="cpu", dtype="auto")
+    assert type(model.model.layers[0].mlp.up_proj) is torch.nn.Linear and model.dtype == torch.float32
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "\x00"])
+def test_a_broken_config_is_one_sentence(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ModelError, match=r"config\.json"):
+        evaluate_all([str(tmp_path)], text=["demo-eval"])
+    with pytest.raises(ModelError, match=r"config\.json"):
+        is_checkpoint(str(tmp_path))
+
+
+def test_generate(checkpoint: str) -> None:
+    def write(**options):
+        settings = {
+            "max_new_tokens": 12,
+            "temperature": 0.0,
+            "seed": 0,
+            "device": "cpu",
+            "dtype": "auto",
+        } | options
+        return generate_text(checkpoint, "The river", **settings)
+
+    greedy = write()
+    assert greedy.startswith("The river") and greedy == write(seed=1)
+    state = torch.random.get_rng_state()
+    sampled = write(temperature=1.0)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert sampled == write(temperature=1.0) != write(temperature=1.0, seed=1)
+
+
+def test_prompts_that_cannot_be(checkpoint: str) -> None:
+    settings = {"temperature": 0.0, "seed": 0, "device": "cpu", "dtype": "auto"}
+    with pytest.raises(TextError, match="--prompt holds no token"):
+        generate_text(checkpoint, "", max_new_tokens=1, **settings)
+    with pytest.raises(
+        TextError, match="the prompt's 3 tokens and --max-new-tokens 126 exceed the model's 128"
+    ):
+        generate_text(checkpoint, "abc", max_new_tokens=126, **settings)
+
+
+def test_inspection(result, checkpoint: str) -> None:
+    found = inspection(checkpoint)
+    data = json.loads(json.dumps(found.to_dict()))
+    assert data["bytes"] == sum(file.stat().st_size for file in Path(checkpoint).glob("model*.safetensors"))
+    assert [row["matrix"] for row in data["matrices"]] == list(result.weights)
+    assert data["quantization_config"]["calibration"]["sha256"] == result.prepared.calibration.sha256
+    assert list(data["sha256"]) == ["model.safetensors"]
+    text = found.text()
+    assert "checksums verified: model.safetensors" in text and "model.layers.1.mlp.down_proj" in text
+    assert all(part in text for part in ("codes", "scales", "embedding", "head", "file headers"))
+
+
+def test_inspection_of_what_is_no_checkpoint(tiny_folder, tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "absent", tiny_folder("llama")):
+        with pytest.raises(CheckpointError) as caught:
+            inspection(folder)
+        assert "\n" not in str(caught.value)

@@ -1,0 +1,58 @@
+"""Samples are the likeliest continuation, the same every time, and leave the model as it was."""
+
+import torch
+
+from requant.evaluation.samples import NEW_TOKENS, PROMPT_TOKENS, continued, sample_prompts, write_samples
+
+
+def test_prompts_are_spread_over_the_text() -> None:
+    windows = torch.arange(10 * 64).view(10, 64)
+    assert [prompt[0] for prompt in sample_prompts(windows, 2)] == [0, 5 * 64]
+    assert all(len(prompt) == PROMPT_TOKENS for prompt in sample_prompts(windows, 2))
+    assert len(sample_prompts(windows[:1], 2)) == 1 and sample_prompts(windows, 0) == []
+    assert len(sample_prompts(windows[:, :8], 1)[0]) == 4  # half a window
+
+
+def test_greedy_as_transformers_writes(trained_model, tokenizer, tiny_windows) -> None:
+    prompt = sample_prompts(tiny_windows, 1)[0]
+    text = continued(trained_model, tokenizer, prompt)
+    expected = trained_model.generate(
+        torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False, use_cache=True, pad_token_id=256
+    )[0]
+    assert text == tokenizer.decode(expected).removeprefix(tokenizer.decode(prompt)) and text
+    assert text == continued(trained_model, tokenizer, prompt)
+
+
+def test_before_and_after(trained_model, tokenizer, tiny_windows) -> None:
+    weight = trained_model.model.layers[0].mlp.up_proj.weight
+    original = weight.detach().clone()
+    order: list[bool] = []
+
+    def place(quantized: bool) -> None:
+        order.append(quantized)
+        weight.copy_(-original if quantized else original)
+
+    samples = write_samples(trained_model, tokenizer, tiny_windows, place, count=2)
+    assert order == [False, True] and len(samples) == 2
+    first = samples[0]
+    assert first.before != first.after
+    assert first.prompt == tokenizer.decode(sample_prompts(tiny_windows, 2)[0])
+    place(False)
+    assert first.before == continued(trained_model, tokenizer, sample_prompts(tiny_windows, 2)[0])
+    assert write_samples(trained_model, tokenizer, tiny_windows, place, count=0) == []
+    assert order == [False, True, False]
+
+
+def test_the_end_of_the_text_ends_it(tiny_model, tokenizer) -> None:
+    model = tiny_model("llama")
+    steps: list[int] = []
+    model.register_forward_hook(lambda *_: steps.append(1))
+    model.lm_head.weight.zero_()
+    model.model.embed_tokens.weight[:] = 1.0
+    continued(model, tokenizer, [65, 66])
+    assert len(steps) == NEW_TOKENS + 1  # every logit is zero, and token 0 no end
+    steps.clear()
+    hidden = model.model(torch.tensor([[65, 66]])).last_hidden_state[0, -1]
+    model.lm_head.weight[tokenizer.eos_token_id] = hidden
+    continued(model, tokenizer, [65, 66])
+    assert len(steps) == 1

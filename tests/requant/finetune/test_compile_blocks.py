@@ -1,0 +1,115 @@
+"""Compiled blocks: one compilation for all of a model, the same numbers, and everything is put back."""
+
+import copy
+import logging
+
+import pytest
+import torch
+
+from requant.finetune import compile_blocks
+from requant.finetune.compile_blocks import fused, kl
+from requant.finetune.loop import kl_sum
+from requant.finetune.step import Leaf, TrainingStep
+from requant.finetune.teacher import Teacher
+from requant.models.loading import load_model
+from requant.models.targets import find_blocks
+
+
+def test_the_divergence_is_that_of_its_definition() -> None:
+    torch.manual_seed(0)
+    found, expected = torch.randn(2, 3, 50), torch.randn(2, 3, 50)
+    p, q = expected.double().softmax(-1), found.double().softmax(-1)
+    torch.testing.assert_close(kl(found, expected).double(), (p * (p / q).log()).sum(), rtol=1e-5, atol=0)
+
+
+def test_nothing_is_compiled_on_a_cpu_or_for_a_few_steps(tiny_folder) -> None:
+    model, _ = load_model(str(tiny_folder("llama")), device="cpu", dtype="auto")
+    with fused((model,), 10**6) as divergence:
+        assert divergence is kl
+        assert not any("forward" in block.__dict__ for block in find_blocks(model)[1])
+
+
+@pytest.mark.filterwarnings("default")  # the compiler looks where torch warns
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_blocks_are_compiled_once_for_all(tiny_folder, monkeypatch, kind) -> None:
+    """With a compiler that counts, on a CPU: as many compilations as kinds of calls, not of blocks."""
+    testing = pytest.importorskip("torch._dynamo.testing")
+    counting, compile_with = testing.CompileCounter(), torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **_: compile_with(f, backend=counting, dynamic=False))
+    monkeypatch.setattr(compile_blocks, "_on_gpus", lambda models: True)
+    monkeypatch.setattr(compile_blocks, "_learns", lambda: True)
+    monkeypatch.setattr(compile_blocks, "_compiler_works", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    model, _ = load_model(str(tiny_folder(kind)), device="cpu", dtype="float32")
+    tokens = torch.randint(0, 50, (2, 16))
+    teacher = Teacher(copy.deepcopy(model), tokens)
+    blocks = len(find_blocks(model)[1])
+    model.requires_grad_(True)
+    plain = kl_sum(model, teacher, tokens).item()
+    with fused((model, teacher.model), compile_blocks.WORTH_COMPILING) as divergence:
+        found = kl_sum(model, teacher, tokens, kl_of=divergence)
+        found.backward()
+    assert found.item() == pytest.approx(plain, abs=1e-5)
+    assert blocks > 1 and counting.frame_count <= 5  # first block, the others, the teacher, kl
+    assert not any("forward" in block.__dict__ for m in (model, teacher.model) for block in find_blocks(m)[1])
+
+
+def test_without_a_compiler_it_says_so_once_and_runs_as_it_is(tiny_folder, monkeypatch, caplog) -> None:
+    def broken(*_, **__):
+        raise RuntimeError("Failed to find C compiler.\nPlease specify via CC.")
+
+    monkeypatch.setattr(compile_blocks, "_on_gpus", lambda models: True)
+    monkeypatch.setattr(torch, "compile", broken)
+    model, _ = load_model(str(tiny_folder("llama")), device="cpu", dtype="float32")
+    compile_blocks._compiler_works.cache_clear()
+    for _ in range(2):
+        with fused((model,), compile_blocks.WORTH_COMPILING) as divergence:
+            assert divergence is kl
+    compile_blocks._compiler_works.cache_clear()
+    assert [record.message for record in caplog.records] == [
+        "training runs without torch's compiler, at less than half the speed: Failed to find C compiler"
+    ]
+
+
+def test_a_mask_does_not_come_with_a_capture(tiny_folder, monkeypatch) -> None:
+    """transformers makes masks while a stream is captured; a block that had none before gets none."""
+    model, _ = load_model(str(tiny_folder("llama")), device="cpu", dtype="float32")
+    block, seen = find_blocks(model)[1][0], []
+    monkeypatch.setattr(compile_blocks, "_on_gpus", lambda models: True)
+    monkeypatch.setattr(
+        type(block), "forward", lambda self, x, attention_mask=None: seen.append(attention_mask)
+    )
+    mask = torch.ones(1, 1, 4, 4)
+    with fused((model,), 1):
+        for capturing, given in ((False, mask), (True, mask), (False, None), (True, mask)):
+            monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda now=capturing: now)
+            block.forward(torch.ones(1, 4, 8), attention_mask=given)
+            block.forward(torch.ones(1, 4, 8), given)
+    assert [given is None for given in seen] == [False] * 4 + [True] * 4
+
+
+@pytest.mark.gpu
+def test_compiled_and_captured_it_learns_the_same(tiny_folder, caplog) -> None:
+    found = []
+    for steps in (compile_blocks.WORTH_COMPILING, 1):
+        model, _ = load_model(str(tiny_folder("llama")), device="cuda", dtype="float32")
+        torch.manual_seed(0)
+        tokens = torch.randint(0, 50, (4, 32))
+        teacher = Teacher(copy.deepcopy(model), tokens)
+        leaves = [p for p in model.parameters() if p.dim() == 2]
+        with torch.no_grad():
+            for p in leaves:
+                p.add_(torch.randn_like(p) * 0.3 * p.std())
+        with fused((model, teacher.model), steps) as divergence, caplog.at_level(logging.WARNING):
+            step = TrainingStep(
+                lambda *part, model=model, teacher=teacher, divergence=divergence: kl_sum(
+                    model, teacher, *part, kl_of=divergence
+                ),
+                [Leaf(tensor=p, rate=1e-3) for p in leaves],
+            )
+            for _ in range(8):
+                step(teacher.parts(torch.arange(4), 4), 1.0)
+            assert step.update is not None and teacher.known.all(), caplog.text
+            step.close()
+        found.append(kl_sum(model, teacher, tokens.cuda()).item())
+    assert found[0] == pytest.approx(found[1], rel=0.02)

@@ -1,0 +1,144 @@
+"""Tuning: theta stands for the same floats as the matrix, learns, and leaves codes and bytes alone."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from requant.errors import RecipeError
+from requant.finetune.final import tune
+from requant.finetune.loop import derived_of, part_of
+from requant.formats.trainable import learnable, weight_function, with_theta
+from requant.pipeline.prepare import prepare, start
+from requant.quantizers.registry import METHODS
+from requant.recipe.schema import Calibration, Evaluation, Recipe, Tuning
+from requant.run.context import Run
+from requant.run.quantize_linears import quantize_linears
+from requant.run.workspace import Workspace
+
+
+@pytest.mark.parametrize("kind", ["symmetric", "asymmetric", "awq", "codebook", "trellis"])
+@pytest.mark.parametrize("int8", [False, True])
+def test_theta_stands_for_the_same_floats(random_weight, kind, int8):
+    weight = random_weight(20, 70, kind=kind, int8=int8)
+    floats = weight_function(weight)(learnable(weight))
+    torch.testing.assert_close(floats, weight.dequantize(), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", ["asymmetric", "codebook", "codebook-int8", "trellis", "trellis-int8"])
+@pytest.mark.parametrize("int8", [False, True])
+def test_a_round_trip_through_theta_changes_nothing(random_weight, kind, int8):
+    weight = random_weight(20, 70, kind=kind, int8=int8)
+    again = with_theta(weight, learnable(weight))
+    assert torch.equal(again.dequantize(), weight.dequantize())
+    assert again.sparse.values.dtype == weight.sparse.values.dtype  # the bytes stay what the budget counted
+
+
+def test_the_one_scale_of_residuals_grows_with_them(random_weight):
+    weight = random_weight(20, 70, int8=True, one_scale=True)
+    theta = learnable(weight)
+    assert torch.equal(with_theta(weight, theta).dequantize(), weight.dequantize())
+    theta["values"] *= 1.5
+    grown = with_theta(weight, theta).sparse
+    assert (grown.floats() - theta["values"]).abs().max() <= 0.52 * theta["values"].abs().max() / 127
+
+
+@pytest.mark.parametrize("kind", ["asymmetric", "codebook", "trellis"])
+def test_gradients_reach_every_field(random_weight, kind):
+    weight = random_weight(20, 70, kind=kind)
+    theta = {name: value.requires_grad_(True) for name, value in learnable(weight).items()}
+    weight_function(weight)(theta).square().sum().backward()
+    for name, value in theta.items():
+        assert value.grad is not None and value.grad.abs().sum() > 0, name
+
+
+def prepared_run(folder: Path, text: Path, method: str, tuning: Tuning) -> tuple[Run, Recipe]:
+    recipe = Recipe(
+        model=str(folder),
+        mode="dense",
+        method=method,
+        quantizer=METHODS[method].config(bits=2),
+        calibration=Calibration(text=(str(text),), num_samples=12, seq_len=32),
+        evaluation=Evaluation(context=32, windows=2),
+        tuning=tuning,
+    )
+    return start(prepare(str(folder), recipe), recipe, workspace=Workspace(None), quiet=True), recipe
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_coded_matrix_stands_in_the_model_as_it_is_stored(tiny_folder, tiny_text_file, kind):
+    run, _ = prepared_run(tiny_folder(kind), tiny_text_file, "kmeans", Tuning(steps=1))
+    weights = quantize_linears(run, None, label="quantize")
+    thetas = {name: learnable(weight) for name, weight in weights.items()}
+    for theta in thetas.values():
+        theta["levels"] = (theta["levels"] * 1.25).requires_grad_(True)
+    for site, matrix in zip(run.sites, derived_of(run, weights, thetas), strict=True):
+        matrix.place()
+        torch.testing.assert_close(site.weight(), 1.25 * weights[site.name].dequantize())
+        matrix.parameter.grad = torch.ones_like(matrix.parameter)
+        matrix.hand_back()
+        counts = torch.nn.functional.one_hot(weights[site.name].dense.codes.long(), 4).sum(
+            1
+        )  # of a level in a row
+        torch.testing.assert_close(thetas[site.name]["levels"].grad, counts.float())
+
+
+@pytest.mark.parametrize("method", ["kmeans", "rtn"])
+def test_tuning_lowers_the_divergence_and_keeps_the_codes(tiny_folder, tiny_text_file, method):
+    run, recipe = prepared_run(
+        tiny_folder("llama"),
+        tiny_text_file,
+        method,
+        Tuning(steps=12, tokens_per_step=128, rate=3e-2, warm_up=2, held_out=1, check_every=4),
+    )
+    weights = quantize_linears(run, None, label="quantize")
+    tuned = tune(run, weights, recipe.tuning)
+
+    def distance(of):
+        run.path(weights).place(0.0)
+        original = run.model(input_ids=run.windows).logits.log_softmax(-1)
+        run.path(of).place(1.0)
+        return (original.exp() * (original - run.model(input_ids=run.windows).logits.log_softmax(-1))).sum()
+
+    assert distance(tuned) < 0.97 * distance(weights)
+    for name, weight in tuned.items():
+        assert torch.equal(weight.dense.codes, weights[name].dense.codes)
+    assert not run.sites[0].parameter.requires_grad and run.sites[0].parameter.grad is None
+
+
+def test_a_hopeless_rate_keeps_the_start(tiny_folder, tiny_text_file):
+    """The best theta on held-out windows wins, and the start is one of the candidates."""
+    run, recipe = prepared_run(
+        tiny_folder("llama"),
+        tiny_text_file,
+        "kmeans",
+        Tuning(steps=2, tokens_per_step=64, rate=50.0, warm_up=1, held_out=1, check_every=1),
+    )
+    weights = quantize_linears(run, None, label="quantize")
+    for name, weight in tune(run, weights, recipe.tuning).items():
+        assert torch.equal(weight.dequantize(), weights[name].dequantize())
+
+
+def test_one_window_is_too_little(tiny_folder, tiny_text_file):
+    run, recipe = prepared_run(tiny_folder("llama"), tiny_text_file, "rtn", Tuning(steps=1))
+    weights = quantize_linears(run, None, label="quantize")
+    one = Run(**{**{f: getattr(run, f) for f in run.__dataclass_fields__}, "pool": run.windows[:1]})
+    with pytest.raises(RecipeError, match="at least 2 calibration windows"):
+        tune(one, weights, recipe.tuning)
+
+
+@pytest.mark.parametrize(("room", "part"), [(10**12, 8), (2 * 10**6, 2), (10**5, None)])
+def test_a_part_is_what_the_gpu_has_room_for(tiny_folder, tiny_text_file, monkeypatch, room, part):
+    settings = Tuning(steps=1, tokens_per_step=256)
+    run, _ = prepared_run(tiny_folder("llama"), tiny_text_file, "rtn", settings)
+    assert part_of(run, [], [], settings, 32) is None  # on a CPU nothing is decided
+    monkeypatch.setattr(type(run.model), "device", torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (room - 1000, 2 * room))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 3000)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 2000)
+    head = run.model.get_output_embeddings().weight.shape[0]
+    a_token = 4 * sum(sum(site.shape) for site in run.sites) + 24 * head
+    found = part_of(run, [], [], settings, 32)
+    assert found == part
+    if found:
+        assert 1.5 * found * 32 * a_token <= room and (found == 8 or 3 * found * 32 * a_token > room)

@@ -1,0 +1,88 @@
+"""The original's logits from states that are kept: the same, computed once, and only where that is right."""
+
+import pytest
+import torch
+
+from requant.finetune import teacher as module
+from requant.finetune.final import tune
+from requant.finetune.teacher import Teacher
+from requant.models.targets import find_blocks
+from requant.pipeline.prepare import prepare, start
+from requant.quantizers.registry import METHODS
+from requant.recipe.schema import Calibration, Evaluation, Recipe, Tuning
+from requant.run.quantize_linears import quantize_linears
+from requant.run.workspace import Workspace
+
+
+@pytest.fixture
+def windows() -> torch.Tensor:
+    return torch.randint(0, 200, (6, 16))
+
+
+def count_blocks(model) -> list[int]:
+    """A list that grows with every call of the model's first block."""
+    calls: list[int] = []
+    find_blocks(model)[1][0].register_forward_hook(lambda *_: calls.append(1))
+    return calls
+
+
+def test_kept_states_give_the_logits_of_the_whole_model(tiny_model, windows, architecture) -> None:
+    model = tiny_model(architecture)
+    teacher, chosen = Teacher(model, windows), torch.tensor([4, 1, 5])
+    for _ in range(2):
+        for part in teacher.parts(chosen, 2):
+            torch.testing.assert_close(teacher.logits(*part), model(input_ids=part[0]).logits)
+    kept = architecture != "opt"
+    assert teacher.known.tolist() == [False, kept, False, False, kept, kept]
+    assert "forward" not in model.base_model.__dict__
+
+
+def test_a_window_goes_through_the_blocks_once(tiny_model, windows) -> None:
+    teacher = Teacher(tiny_model("llama"), windows)
+    teacher.parts(torch.tensor([0, 1]), 2)  # tries it, too
+    calls = count_blocks(teacher.model)
+    for chosen, more in (([1, 0], 0), ([2, 3], 1), ([3, 4], 1), ([2, 3], 0), ([4, 0], 0)):
+        before = len(calls)
+        for part in teacher.parts(torch.tensor(chosen), 2):
+            teacher.logits(*part)
+        assert len(calls) - before == more
+
+
+def test_a_model_whose_head_reads_past_the_base_model_runs_its_blocks(tiny_model, windows) -> None:
+    """OPT calls the decoder inside of its base model."""
+    teacher = Teacher(tiny_model("opt"), windows)
+    (part,) = teacher.parts(torch.arange(6), 8)
+    assert teacher.keeps is False and len(part) == 1 and teacher.awaited == 0
+    assert teacher.states is None  # nor is their memory taken
+
+
+def test_states_take_at_most_a_quarter_of_the_memory(tiny_model, windows, monkeypatch) -> None:
+    model = tiny_model("llama")
+    needed = windows.numel() * model.config.hidden_size * 4
+    for free, kept in ((4 * needed, True), (4 * needed - 1, False)):
+        monkeypatch.setattr(module, "free_memory", lambda _, free=free: free)
+        teacher = Teacher(model, windows)
+        assert teacher.awaited == (needed if kept else 0)
+        assert [len(part) for part in teacher.parts(torch.arange(6), 6)] == [2 if kept else 1]
+        assert teacher.awaited == 0 and (teacher.states is not None) == kept
+
+
+def test_learning_is_the_same_with_and_without(tiny_folder, tiny_text_file, monkeypatch) -> None:
+    folder, found = tiny_folder("llama"), []
+    recipe = Recipe(
+        model=str(folder),
+        mode="dense",
+        method="kmeans",
+        quantizer=METHODS["kmeans"].config(bits=2),
+        calibration=Calibration(text=(str(tiny_text_file),), num_samples=12, seq_len=32),
+        evaluation=Evaluation(context=32, windows=2),
+        tuning=Tuning(steps=9, tokens_per_step=128, warm_up=2, held_out=1, check_every=4),
+    )
+    for free in (10**12, 0):
+        run = start(prepare(str(folder), recipe), recipe, workspace=Workspace(None), quiet=True)
+        weights = quantize_linears(run, None, label="quantize")
+        monkeypatch.setattr(module, "free_memory", lambda _, free=free: free)
+        found.append(tune(run, weights, recipe.tuning))
+    for name, weight in found[0].items():
+        torch.testing.assert_close(weight.dequantize(), found[1][name].dequantize(), rtol=1e-5, atol=1e-7)
+        assert not torch.equal(weight.dequantize(), weights[name].dequantize())

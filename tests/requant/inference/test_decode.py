@@ -1,0 +1,80 @@
+"""Steps of one token: the same text whatever cache holds the past."""
+
+import pytest
+import torch
+
+from requant.inference.decode import Decoder, likeliest, write_tokens
+from requant.inference.static_cache import static_cache
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "gpt-neox", "phi3"])
+def test_a_static_cache_changes_nothing(tiny_model, name: str) -> None:
+    """What a graph replays: steps on a static cache, whose lengths were taken back after warming up."""
+    model, tokens = tiny_model(name), torch.randint(0, 256, (3, 9))
+    plain, static = Decoder(model, length=24), Decoder(model, length=24)
+    static.cache = static_cache(model, 24)
+    assert torch.allclose(plain.prompt(tokens), static.prompt(tokens), atol=1e-5)
+    before = static.cache.length.clone(), static.tokens.clone(), static.logits.clone()
+    for _ in range(3):
+        static._step()
+        static._restore(*before)
+    for _ in range(6):
+        assert torch.allclose(plain.step(), static.step(), atol=1e-5)
+    static.cache.reset()
+    assert int(static.cache.length) == 0
+    plain.reset()
+    assert torch.allclose(plain.prompt(tokens), static.prompt(tokens), atol=1e-5)
+
+
+@pytest.mark.parametrize("v", [1, 7, 32000, 50257, 128256])
+def test_the_likeliest_token_is_found_by_parts(v: int) -> None:
+    logits = torch.randn(3, v)
+    assert torch.equal(likeliest(logits), logits.argmax(-1, keepdim=True))
+
+
+def test_a_model_on_several_devices_has_no_static_cache(tiny_model) -> None:
+    model = tiny_model("llama")
+    assert static_cache(model, 20) is not None
+    model.lm_head.to("meta")
+    assert static_cache(model, 20) is None
+
+
+def test_steps_are_those_of_the_whole_text(tiny_model) -> None:
+    model = tiny_model("llama")
+    decoder, tokens = Decoder(model, length=20), torch.randint(0, 256, (2, 5))
+    logits = decoder.prompt(tokens)
+    for _ in range(4):
+        tokens = torch.cat([tokens, decoder.tokens], 1)
+        logits = decoder.step()
+    with torch.no_grad():
+        assert torch.allclose(model(tokens).logits[:, -1], logits, atol=1e-5)
+    decoder.reset()
+    assert torch.allclose(decoder.prompt(tokens), logits, atol=1e-5)
+
+
+def test_a_sliding_window_goes_without_a_graph(tiny_model) -> None:
+    decoder = Decoder(tiny_model("mistral"), length=20, graph=True)
+    assert not decoder.wants_graph
+
+
+def test_writing_stops_at_an_end_and_at_the_limit(tiny_model) -> None:
+    model, prompt = tiny_model("llama"), torch.arange(1, 5)[None]
+    settings = {"temperature": 0.0, "generator": torch.Generator().manual_seed(0)}
+    written = write_tokens(model, prompt, max_new_tokens=6, **settings)
+    assert len(written) == 6
+    whole = model.generate(prompt, max_new_tokens=6, do_sample=False, pad_token_id=0, eos_token_id=[])[0, 4:]
+    assert written == whole.tolist()
+    end = frozenset(written[3:4])
+    assert (
+        write_tokens(model, prompt, max_new_tokens=6, end=end, **settings) == written[: written.index(*end)]
+    )
+
+
+def test_a_compiled_model_runs_the_steps(tiny_model) -> None:
+    """The prompt goes through the model itself, steps through what was made of it."""
+    model, tokens = tiny_model("llama"), torch.randint(0, 256, (2, 5))
+    torch._dynamo.reset()
+    plain = Decoder(model, length=12)
+    compiled = Decoder(model, length=12, step_model=torch.compile(model, backend="eager"))
+    assert torch.allclose(plain.prompt(tokens), compiled.prompt(tokens), atol=1e-6)
+    assert torch.allclose(plain.step(), compiled.step(), atol=1e-5)

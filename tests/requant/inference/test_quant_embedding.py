@@ -1,0 +1,274 @@
+"""Embedding and head of 4 to 8 bits: what is measured, saved and loaded is the same table, held once."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import requant
+from requant.checkpoint.sizes import byte_table
+from requant.checkpoint.validate import read_header
+from requant.errors import CheckpointError
+from requant.formats.packed_spec import MatrixLayout
+from requant.inference.quant_embedding import QuantEmbedding
+from requant.inference.quant_linear import QuantLinear
+from requant.models.targets import vocabulary_modules
+from requant.quantizers.registry import METHODS
+from requant.recipe.schema import Budget, Calibration, Evaluation, Recipe
+
+IDS = torch.arange(3 * 20).view(3, 20) % 250
+
+
+def recipe_of(**budget) -> Recipe:
+    return Recipe(
+        mode="dense",
+        method="rtn",
+        quantizer=METHODS["rtn"].config(bits=4),
+        calibration=Calibration(num_samples=2, seq_len=32),
+        evaluation=Evaluation(context=32, windows=2),
+        budget=Budget(**budget),
+    )
+
+
+@pytest.fixture(scope="module")
+def make(tiny_folder, tiny_text_file: Path, tmp_path_factory: pytest.TempPathFactory):
+    """`make(architecture, **budget)`: the result of a run and its folder, made once."""
+    made: dict = {}
+
+    def of(name: str, **budget):
+        key = (name, *sorted(budget.items()))
+        if key not in made:
+            result = requant.quantize(str(tiny_folder(name)), recipe_of(**budget), tiny_text_file)
+            made[key] = result, requant.save(result, tmp_path_factory.mktemp("embedding") / "out")
+        return made[key]
+
+    return of
+
+
+def logits(model) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=IDS).logits
+
+
+def test_a_checkpoint_gives_the_logits_that_were_measured(make, architecture: str) -> None:
+    result, path = make(architecture, head_bits=8, embedding_bits=8)
+    (embedding_name, embedding), (head_name, head) = vocabulary_modules(requant.load(path))
+    assert isinstance(embedding, QuantEmbedding) and isinstance(head, QuantLinear)
+    tied = result.prepared.model.get_output_embeddings().weight is (
+        result.prepared.model.get_input_embeddings().weight
+    )
+    assert set(read_header(path).vocabulary) == ({embedding_name} if tied else {embedding_name, head_name})
+    expected = logits(result.model)
+    assert torch.equal(logits(requant.load(path)), expected)
+    assert torch.equal(logits(requant.load(path, dequantize=True)), expected)
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(path)), expected)
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "llama"])
+@pytest.mark.parametrize("bits", [4, 5, 6])
+def test_every_width(make, name: str, bits: int) -> None:
+    result, path = make(name, head_bits=bits, embedding_bits=bits)
+    assert torch.equal(logits(requant.load(path)), logits(result.model))
+    assert {layout.bits for layout in read_header(path).vocabulary.values()} == {bits}
+
+
+def test_one_of_two_may_stay(make) -> None:
+    for part, kind in (("head_bits", "lm_head"), ("embedding_bits", "model.embed_tokens")):
+        result, path = make("llama", **{part: 6})
+        assert list(read_header(path).vocabulary) == [kind]
+        assert torch.equal(logits(requant.load(path)), logits(result.model))
+
+
+def test_tied_tables_are_one_on_disk_and_in_memory(make, tmp_path: Path) -> None:
+    _, path = make("llama-tied", head_bits=8)
+    tensors = load_file(path / "model.safetensors")
+    assert "model.embed_tokens.codes" in tensors and not any(name.startswith("lm_head") for name in tensors)
+    assert json.loads((path / "config.json").read_text())["tie_word_embeddings"] is True
+    model = requant.load(path)
+
+    def shared(model) -> bool:
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        return all(head.get_buffer(n) is b for n, b in embedding.named_buffers())
+
+    assert shared(model) and shared(copy.deepcopy(model)) and shared(model.to(torch.bfloat16))
+    model.to("meta")
+    assert shared(model) and model.get_output_embeddings().codes.is_meta
+    plain = requant.load(path, dequantize=True)
+    assert plain.get_output_embeddings().weight is plain.get_input_embeddings().weight
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "llama", "gemma3"])
+def test_a_loaded_model_can_be_saved_again(make, tmp_path: Path, name: str) -> None:
+    result, path = make(name, head_bits=8, embedding_bits=8)
+    requant.load(path).save_pretrained(tmp_path / "again")
+    first, again = load_file(path / "model.safetensors"), load_file(tmp_path / "again" / "model.safetensors")
+    assert first.keys() == again.keys() and all(torch.equal(first[n], again[n]) for n in first)
+    assert torch.equal(logits(requant.load(tmp_path / "again")), logits(result.model))
+    requant.load(path, dequantize=True).save_pretrained(tmp_path / "plain")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    assert torch.equal(logits(plain), logits(result.model))
+
+
+def test_the_output_follows_the_dtype_of_the_model(make) -> None:
+    _, path = make("gemma3", head_bits=8, embedding_bits=8)
+    half, plain = (requant.load(path, dtype=torch.bfloat16, dequantize=d) for d in (False, True))
+    assert half.get_input_embeddings()(IDS).dtype == torch.bfloat16
+    assert torch.equal(logits(half), logits(plain))
+    cast = requant.load(path).to(torch.bfloat16)
+    assert torch.equal(cast.get_input_embeddings()(IDS), half.get_input_embeddings()(IDS))
+
+
+def test_only_the_rows_asked_for_are_dequantized(make, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, path = make("llama-tied", head_bits=8)
+    embedding = requant.load(path).get_input_embeddings()
+    whole = embedding.quantized().dequantize()
+    seen = []
+    original = requant.embedding.unpack
+    monkeypatch.setattr(
+        "requant.inference.quant_embedding.unpack",
+        lambda layout, t: seen.append(len(t["codes"])) or original(layout, t),
+    )
+    assert torch.equal(embedding(IDS[:, :2]), whole[IDS[:, :2]])
+    assert seen == [6]
+    with pytest.raises(IndexError):
+        embedding(torch.tensor([len(whole)]))
+
+
+def test_generation_goes_on_from_a_prompt(make) -> None:
+    result, path = make("llama-tied", head_bits=8)
+    arguments = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    written = requant.load(path).generate(IDS[:, :4], **arguments)
+    assert torch.equal(written, result.model.generate(IDS[:, :4], **arguments))
+
+
+def test_quality_and_sizes_are_of_what_is_stored(make, tmp_path: Path) -> None:
+    plain, coarse = make("llama-tied")[0], make("llama-tied", head_bits=4)[0]
+    assert coarse.after.mean_kl > plain.after.mean_kl and coarse.before == plain.before
+    assert plain.diagnosis.vocabulary == 0 != coarse.diagnosis.vocabulary
+    assert coarse.diagnosis.measured == pytest.approx(plain.diagnosis.measured, rel=0.2)
+    table, whole = byte_table(make("llama-tied", head_bits=4)[1]), byte_table(make("llama-tied")[1])
+    assert table.bits_per_weight == whole.bits_per_weight  # of the matrices alone
+    part = table.vocabulary["model.embed_tokens"]
+    assert part.bits_per_weight == pytest.approx(
+        4 + 16 / 64 + 32 / 64
+    )  # scale; zero point, a word a row of 64
+    assert table.parts["embedding"] == part.bytes < whole.parts["embedding"] / 3
+    page = (make("llama-tied", head_bits=4)[1] / "report.html").read_text()
+    assert "measured, embedding and head" in page
+
+
+def test_inspect_lists_them_apart(make, cli) -> None:
+    _, path = make("llama", head_bits=6, embedding_bits=6)
+    code, out, _ = cli("inspect", path)
+    assert code == 0 and "of the quantized matrices" in out
+    assert "of model.embed_tokens, beside them" in out and "of lm_head, beside them" in out
+    code, out, _ = cli("inspect", path, "--json")
+    found = json.loads(out)
+    assert [row["matrix"] for row in found["vocabulary"]] == ["model.embed_tokens", "lm_head"]
+    assert len(found["matrices"]) == 14 and "vocabulary" not in found["quantization_config"]
+
+
+def test_old_checkpoints_keep_their_version(make) -> None:
+    assert read_header(make("llama")[1]).quantization["format_version"] == 1
+    assert read_header(make("llama", head_bits=6)[1]).quantization["format_version"] == 2
+
+
+class TestHostile:
+    """A folder whose table of embedding and head lies."""
+
+    @pytest.fixture
+    def refuse(self, make, tmp_path: Path):
+        import shutil
+
+        def run(change, message: str, name: str = "llama-tied", **budget) -> None:
+            source = make(name, **(budget or {"head_bits": 8}))[1]
+            path = Path(shutil.copytree(source, tmp_path / "copy", dirs_exist_ok=True))
+            config = json.loads((path / "config.json").read_text())
+            change(config, config["quantization_config"])
+            (path / "config.json").write_text(json.dumps(config))
+            for load in (requant.load, AutoModelForCausalLM.from_pretrained):
+                with pytest.raises(CheckpointError, match=message):
+                    load(path)
+
+        return run
+
+    def test_shapes(self, refuse) -> None:
+        def larger(_config, entry) -> None:
+            entry["vocabulary"]["model.embed_tokens"]["shape"] = [10**6, 64]
+
+        refuse(larger, r"codes is torch.int32 \[264, 16\] .* asks for torch.int32 \[1000000, 16\]")
+
+        def vocabulary(config, _entry) -> None:
+            config["vocab_size"] = 300
+
+        refuse(vocabulary, r"model.embed_tokens has shape \[264, 64\] in vocabulary, but .* \[300, 64\]")
+
+    @pytest.mark.parametrize("value", [[], 3, "x", {"a": {}, "b": {}, "c": {}}])
+    def test_no_table(self, refuse, value: object) -> None:
+        def change(_config, entry) -> None:
+            entry["vocabulary"] = value
+
+        refuse(change, "vocabulary does not list an embedding and a head")
+
+    def test_formats(self, refuse) -> None:
+        layout = MatrixLayout(format="codebook", bits=4, shape=(264, 64)).to_json()
+        sparse = {"sparse": 5, "sparse_values": "float16", "sparse_counts": "uint8"}
+        for broken in (layout, sparse, {"column_scales": True}):
+
+            def change(_config, entry, broken=broken) -> None:
+                table = entry["vocabulary"]
+                table["model.embed_tokens"] = (
+                    broken if "format" in broken else table["model.embed_tokens"] | broken
+                )
+
+            refuse(change, "model.embed_tokens in vocabulary is no plain grid of its own")
+
+    def test_names(self, refuse) -> None:
+        def renamed(_config, entry) -> None:
+            entry["vocabulary"] = {"model.norm": entry["vocabulary"]["model.embed_tokens"]}
+
+        refuse(renamed, "model.norm.codes is missing")
+
+        def doubled(_config, entry) -> None:
+            name, layout = next(iter(entry["modules"].items()))
+            entry["vocabulary"][name] = layout
+
+        refuse(doubled, "in vocabulary is no plain grid of its own")
+
+        def elsewhere(_config, entry) -> None:
+            name = next(iter(entry["modules"]))
+            entry["vocabulary"] |= {name: entry["modules"].pop(name)}
+
+        refuse(
+            elsewhere,
+            "lists model.layers.0.self_attn.q_proj in vocabulary, but the embedding of LlamaForCausalLM",
+        )
+
+    def test_ties(self, refuse) -> None:
+        def tie(config, _entry) -> None:
+            config["tie_word_embeddings"] = True
+
+        refuse(tie, "ties lm_head to model.embed_tokens", name="llama", head_bits=6)
+
+    def test_versions(self, refuse) -> None:
+        def older(_config, entry) -> None:
+            entry["format_version"] = 1
+
+        refuse(older, "format version 1 has no vocabulary, but model.embed_tokens")
+
+
+def test_the_layer_says_what_it_is(make) -> None:
+    _, path = make("llama-tied", head_bits=8)
+    assert "QuantEmbedding(264, 64, bits=8)" in repr(requant.load(path))
+
+
+def test_a_layer_before_its_weights_come() -> None:
+    plain = torch.nn.Embedding(10, 32, dtype=torch.bfloat16)
+    layout = MatrixLayout(format="grid", bits=4, shape=(10, 32), group_size=16, zero_points=True)
+    layer = QuantEmbedding(layout, plain)
+    assert layer.dtype == torch.bfloat16 and layer.codes.shape == (10, 4)
+    assert not list(layer.parameters()) and set(layer.state_dict()) == {*layout.tensors(), "weight"}

@@ -1,0 +1,115 @@
+"""Mode `best`: rounds of codes and training end nearer to the original than codes alone, in the bytes that were promised."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import requant
+from requant.evaluation.perplexity import perplexity_and_kl
+from requant.inference.quant_linear import QuantLinear
+from requant.models.targets import find_linears
+from requant.pipeline.best import rounds_of
+from requant.pipeline.quantize import QuantizedModel
+from requant.quantizers.registry import METHODS
+from requant.recipe.schema import Budget, Calibration, Evaluation, Recipe, Tuning
+from requant.run.workspace import Workspace
+
+TUNING = Tuning(steps=20, tokens_per_step=256, warm_up=2, held_out=2, check_every=10, rate=1e-2)
+
+
+def recipe(
+    text: Path, *, mode: str = "best", method: str = "kmeans", tuning: Tuning = TUNING, **changes
+) -> Recipe:
+    return Recipe(
+        mode=mode,
+        method=method,
+        quantizer=METHODS[method].config(bits=2),
+        calibration=Calibration(text=(str(text),), num_samples=16, seq_len=32),
+        evaluation=Evaluation(context=32, windows=8, samples=0),
+        tuning=tuning,
+        **changes,
+    )
+
+
+@pytest.fixture
+def quantized(trained_model, tokenizer, tiny_text_file: Path):
+    def run(**changes) -> QuantizedModel:
+        return requant.quantize(trained_model, recipe(tiny_text_file, **changes), tokenizer=tokenizer)
+
+    return run
+
+
+def test_rounds_hold_neighbouring_kinds(tiny_model) -> None:
+    kinds = [
+        [s.kind for s in members if s.block == 0] for members in rounds_of(find_linears(tiny_model("llama")))
+    ]
+    assert kinds == [["q_proj", "k_proj"], ["v_proj", "o_proj"], ["gate_proj", "up_proj"], ["down_proj"]]
+    for name in ("gpt2", "phi3", "opt"):
+        sites = find_linears(tiny_model(name))
+        rounds = rounds_of(sites)
+        assert len(rounds) <= 4 and sorted(s.name for r in rounds for s in r) == sorted(s.name for s in sites)
+
+
+def test_best_beats_its_own_codes_at_the_same_bytes(quantized, trained_state, trained_model) -> None:
+    best = quantized(budget=Budget(bits=3.0, entries=False))
+    after = best.after.mean_kl
+    trained_model.load_state_dict(trained_state)
+    dense = quantized(budget=Budget(bits=3.0), mode="dense", tuning=Tuning())
+    assert best.allocation.bytes == dense.allocation.bytes <= best.allocation.budget
+    assert after < 0.8 * dense.after.mean_kl
+
+
+def test_what_was_measured_is_what_is_saved(quantized, tmp_path: Path, trained_state) -> None:
+    """Norms and embeddings learn too: the folder holds them, and the integral accounts for them."""
+    result = quantized(budget=Budget(bits=3.0))
+    diagnosis = result.diagnosis
+    assert abs(diagnosis.beside) > 1e-4 * abs(diagnosis.measured)
+    assert diagnosis.total("pqi") + diagnosis.beside == pytest.approx(diagnosis.measured, rel=0.03)
+    requant.save(result, tmp_path / "out")
+    loaded = requant.load(tmp_path / "out")
+    for name, layer in loaded.named_modules():
+        if isinstance(layer, QuantLinear):
+            assert torch.equal(layer.quantized().dequantize(), result.weights[name].dequantize())
+    changed = [
+        n for n, p in loaded.named_parameters() if n in trained_state and not torch.equal(p, trained_state[n])
+    ]
+    assert any("norm" in name for name in changed) and any("embed" in name for name in changed)
+    found = perplexity_and_kl(loaded, result.prepared.scored, text=result.prepared.evaluation)
+    assert found.perplexity == pytest.approx(result.after.perplexity, rel=1e-4)
+
+
+def test_skipped_matrices_do_not_learn(quantized, trained_state) -> None:
+    result = quantized(budget=Budget(bits=3.0), skip=("*.down_proj", "model.layers.0.self_attn.q_proj"))
+    state = result.model.state_dict()
+    for name in ("model.layers.1.mlp.down_proj.weight", "model.layers.0.self_attn.q_proj.weight"):
+        assert torch.equal(state[name], trained_state[name])
+    assert not torch.equal(state["model.norm.weight"], trained_state["model.norm.weight"])
+
+
+def test_the_page_accounts_for_what_learned_beside(quantized, tmp_path: Path) -> None:
+    result = quantized(budget=Budget(bits=3.0))
+    requant.save(result, tmp_path / "out")
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "which learned too" in page and f"{result.diagnosis.beside:+.4f}" in page.replace("\u2212", "-")
+
+
+def test_a_run_that_resumes_ends_in_the_same_weights(
+    trained_model, trained_state, tokenizer, tiny_text_file: Path, tmp_path: Path, monkeypatch
+) -> None:
+    chosen = recipe(tiny_text_file, budget=Budget(bits=3.0))
+
+    def run(resume: bool) -> QuantizedModel:
+        trained_model.load_state_dict(trained_state)
+        workspace = Workspace(tmp_path / "work.partial", resume=resume)
+        return requant.quantize(trained_model, chosen, tokenizer=tokenizer, workspace=workspace)
+
+    first = run(resume=False)
+    norms = {name: p.clone() for name, p in first.model.named_parameters() if "norm" in name}
+    monkeypatch.setattr("requant.pipeline.best.in_rounds", lambda *_: pytest.fail("the rounds ran again"))
+    monkeypatch.setattr("requant.pipeline.quantize.tune", lambda *_: pytest.fail("tuning ran again"))
+    again = run(resume=True)
+    for name, weight in again.weights.items():
+        assert torch.equal(weight.dequantize(), first.weights[name].dequantize())
+    assert all(torch.equal(p, again.model.get_parameter(name)) for name, p in norms.items())
+    assert again.after.mean_kl == first.after.mean_kl

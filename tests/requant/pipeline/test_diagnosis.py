@@ -1,0 +1,41 @@
+"""Predicted against measured: what is measured alone is what a person would measure."""
+
+import copy
+from pathlib import Path
+
+import pytest
+
+import requant
+from requant.calibration.passes import mean_loss
+from requant.pipeline import diagnosis
+from requant.pipeline.diagnosis import MAPPED_TOKENS, measured_by_matrix
+from requant.pipeline.prepare import diagnosed_windows, start
+from requant.quantizers.registry import METHODS
+from requant.recipe.schema import Calibration, Evaluation, Recipe
+from requant.run.workspace import Workspace
+
+
+def test_each_matrix_alone(trained_model, tokenizer, tiny_text_file: Path, monkeypatch) -> None:
+    original = copy.deepcopy(trained_model)
+    recipe = Recipe(
+        mode="dense",
+        method="rtn",
+        quantizer=METHODS["rtn"].config(bits=3),
+        calibration=Calibration(num_samples=64, seq_len=32),
+        evaluation=Evaluation(context=32, windows=2, samples=1),
+    )
+    result = requant.quantize(trained_model, recipe, tiny_text_file, tokenizer=tokenizer)
+    found = result.diagnosis.measured_matrices
+    windows = diagnosed_windows(result.prepared)[: MAPPED_TOKENS // 32]
+    assert list(found) == [site.name for site in result.prepared.sites] and len(windows) == 32
+    before = mean_loss(original, windows)
+    for name in ("model.layers.0.self_attn.v_proj", "model.layers.1.mlp.down_proj"):
+        changed = copy.deepcopy(original)
+        changed.get_submodule(name).weight.copy_(result.weights[name].dequantize())
+        assert found[name] == pytest.approx(mean_loss(changed, windows) - before, rel=1e-4, abs=1e-7)
+    run = start(result.prepared, recipe, workspace=Workspace(None), quiet=True)
+    monkeypatch.setattr(diagnosis, "MAPPED_WEIGHTS", 10)
+    assert measured_by_matrix(run, result.weights, windows) == {}  # too large for a CPU
+    for site in result.prepared.sites:  # the model is left quantized
+        assert site.weight().equal(result.weights[site.name].dequantize())
+    assert len(result.samples) == 1 and result.samples[0].before

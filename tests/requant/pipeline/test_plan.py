@@ -1,0 +1,108 @@
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+import requant
+from requant.checkpoint.sizes import byte_table
+from requant.pipeline.plan import make_plan
+from requant.pipeline.prepare import prepare
+from requant.quantizers.registry import METHODS
+from requant.recipe.schema import Budget, Calibration, Detach, Evaluation, Recipe, Tuning
+
+SLOW = {"trellis": pytest.mark.slow}
+
+
+def recipe_of(method: str, **changes) -> Recipe:
+    base = Recipe(
+        mode="dense",
+        method=method,
+        quantizer=METHODS[method].config(bits=3),
+        calibration=Calibration(num_samples=2, seq_len=32),
+        evaluation=Evaluation(context=32, windows=2),
+        detach=Detach(outlier_rule="uniform", outlier_fraction=0.02, significant_fraction=0.01, steps=1),
+    )
+    return dataclasses.replace(base, **changes)
+
+
+@pytest.mark.parametrize("method", [pytest.param(m, marks=SLOW.get(m, ())) for m in METHODS])
+@pytest.mark.parametrize("name", ["gpt2"])
+def test_predicted_bytes_of_the_dense_part_are_exact(
+    tiny_folder, tiny_text_file: Path, tmp_path: Path, method: str, name: str
+) -> None:
+    source, recipe = str(tiny_folder(name)), recipe_of(method)
+    plan = make_plan(prepare(source, recipe, tiny_text_file), recipe)
+    table = byte_table(requant.save(requant.quantize(source, recipe, tiny_text_file), tmp_path / "out"))
+    assert plan.bits_per_weight == pytest.approx(table.bits_per_weight, rel=1e-6)
+    assert plan.bytes_after == pytest.approx(table.bytes, abs=table.file_headers)
+    assert plan.weights == sum(matrix.weights for matrix in table.matrices.values())
+
+
+def test_predicted_bytes_of_mode_best_are_exact(tiny_folder, tiny_text_file: Path, tmp_path: Path) -> None:
+    """Training changes no byte, and mode `best` has no sparse part."""
+    recipe = recipe_of(
+        "kmeans",
+        mode="best",
+        budget=Budget(bits=4.5),
+        calibration=Calibration(num_samples=4, seq_len=32),
+        tuning=Tuning(steps=1, tokens_per_step=64),
+    )
+    source = str(tiny_folder("llama"))
+    plan = make_plan(prepare(source, recipe, tiny_text_file), recipe)
+    table = byte_table(requant.save(requant.quantize(source, recipe, tiny_text_file), tmp_path / "out"))
+    assert (
+        plan.bits_per_weight == pytest.approx(table.bits_per_weight, rel=1e-6) and plan.bits_per_weight <= 4.5
+    )
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("mode", ["dense", "paper"])
+def test_every_method_has_a_plan(tiny_folder, tiny_text_file: Path, method: str, mode: str) -> None:
+    recipe = recipe_of(method, mode=mode)
+    plan = make_plan(prepare(str(tiny_folder("llama")), recipe, tiny_text_file), recipe)
+    assert plan.matrices == dict.fromkeys(
+        ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"], 2
+    )
+    assert 0 < plan.bytes_after < plan.bytes_before and plan.seconds > 0
+    assert plan.peak_memory > plan.bytes_before
+    text = "\n".join(plan.lines())
+    assert "14 (2 q_proj, " in text and f"{plan.bytes_before:,} -> {plan.bytes_after:,}" in text
+
+
+def test_the_sparse_part_is_expected_within_a_few_percent(
+    tiny_folder, tiny_text_file: Path, tmp_path: Path
+) -> None:
+    recipe = recipe_of("kmeans", mode="paper")
+    source = str(tiny_folder("llama"))
+    plan = make_plan(prepare(source, recipe, tiny_text_file), recipe)
+    table = byte_table(requant.save(requant.quantize(source, recipe, tiny_text_file), tmp_path / "out"))
+    assert plan.bits_per_weight == pytest.approx(table.bits_per_weight, rel=0.03)
+
+
+def test_training_needs_memory_of_its_own(tiny_folder, tiny_text_file: Path) -> None:
+    """16 bytes a parameter, less the statistics that are gone by then."""
+    source = str(tiny_folder("llama"))
+
+    def plan(**changes) -> tuple[int, int]:
+        recipe = recipe_of("rtn", mode="best", **changes)
+        prepared = prepare(source, recipe, tiny_text_file)
+        parameters = sum(p.numel() for p in prepared.model.parameters())
+        return make_plan(prepared, recipe).peak_memory, parameters
+
+    (without, parameters), (training, _) = plan(), plan(tuning=Tuning(steps=1))
+    assert 10 * parameters < training - without < 20 * parameters
+
+
+def test_more_work_takes_longer(tiny_folder, tiny_text_file: Path, monkeypatch) -> None:
+    monkeypatch.setattr("requant.pipeline.plan._rate", lambda model: 1e9)
+    source = str(tiny_folder("llama"))
+
+    def seconds(**changes) -> float:
+        recipe = recipe_of("kmeans", mode="paper", **changes)
+        return make_plan(prepare(source, recipe, tiny_text_file), recipe).seconds
+
+    base = seconds()
+    assert seconds(calibration=Calibration(num_samples=8, seq_len=64)) > base
+    assert seconds(tuning=Tuning(steps=9)) > seconds(tuning=Tuning(steps=1)) > base
+    assert seconds(detach=Detach(steps=9)) > seconds(detach=Detach(steps=1))
+    assert seconds(sensitivity=requant.recipe.Sensitivity(nodes="plain32")) > base

@@ -1,0 +1,308 @@
+import copy
+import dataclasses
+import hashlib
+from pathlib import Path
+
+import pytest
+import torch
+
+import requant
+from requant.calibration.passes import mean_loss
+from requant.errors import InputError, NumericalError, OutputError, TextError
+from requant.formats.containers import detached_mask
+from requant.formats.packing import pack
+from requant.models.devices import pick_device
+from requant.models.loading import DEMO
+from requant.models.targets import find_linears
+from requant.pipeline.prepare import prepare
+from requant.quantizers.registry import METHODS
+from requant.recipe.schema import Calibration, Detach, Evaluation, Recipe, Sensitivity, load_recipe
+from requant.report.summary import result_rows
+from requant.run.quantize_linears import chunks_that_fit
+from requant.run.workspace import Workspace
+
+RECIPE = Recipe(
+    quantizer=METHODS["kmeans"].config(bits=3),
+    calibration=Calibration(num_samples=4, seq_len=32),
+    evaluation=Evaluation(context=32, windows=4),
+    detach=Detach(outlier_fraction=0.01, significant_fraction=0.01, temperatures=(0.5, 2.0), steps=2),
+)
+
+
+def changed(recipe: Recipe = RECIPE, *, bits: int = 3, method: str = "kmeans", **sections) -> Recipe:
+    recipe = dataclasses.replace(recipe, method=method, quantizer=METHODS[method].config(bits=bits))
+    for name, value in sections.items():
+        new = dataclasses.replace(getattr(recipe, name), **value) if isinstance(value, dict) else value
+        recipe = dataclasses.replace(recipe, **{name: new})
+    return recipe
+
+
+def sha256(folder: Path) -> str:
+    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+
+
+def sparse_count(result: requant.QuantizedModel) -> int:
+    return sum(0 if w.sparse is None else w.sparse.values.numel() for w in result.weights.values())
+
+
+@pytest.fixture
+def run(tiny_folder, tiny_text_file: Path):
+    def quantize(recipe: Recipe = RECIPE, name: str = "llama", **options):
+        return requant.quantize(str(tiny_folder(name)), recipe, tiny_text_file, **options)
+
+    return quantize
+
+
+@pytest.mark.parametrize(
+    ("rule", "score"),
+    [("adaptive", "pqi"), ("adaptive", "marginal"), ("uniform", "marginal"), ("iqr", "pqi")],
+)
+def test_paper_mode_detaches_what_the_recipe_says(run, rule: str, score: str) -> None:
+    recipe = changed(detach={"outlier_rule": rule}, sensitivity={"score": score})
+    result = run(recipe)
+    total = sum(site.size for site in result.prepared.sites)
+    matrices = len(result.prepared.sites)
+    assert abs(sparse_count(result) - 0.02 * total) <= matrices / 2 + 1  # each matrix rounds its outliers
+    originals = {site.name: site for site in find_linears(prepare_again(result))}
+    for name, weight in result.weights.items():
+        places = detached_mask(weight.sparse, weight.shape, torch.device("cpu"))
+        error = (weight.dequantize() - originals[name].weight())[places].abs()
+        assert error.numel() == 0 or error.max() < 1e-3 * originals[name].weight().abs().max()
+
+
+def test_residuals_in_8_bits_say_the_same_in_fewer_bytes(run, tmp_path: Path) -> None:
+    whole, short = run(), run(changed(detach={"values": "int8"}))
+    for name, weight in whole.weights.items():
+        other = short.weights[name]
+        assert torch.equal(other.dense.codes, weight.dense.codes)
+        assert torch.equal(other.sparse.indices, weight.sparse.indices)
+        largest = weight.sparse.floats().abs().max()
+        assert (other.sparse.floats() - weight.sparse.floats()).abs().max() <= 0.52 * largest / 127
+    assert short.after.mean_kl == pytest.approx(whole.after.mean_kl, rel=0.02)
+    sizes = [sum(pack(w)[0].bytes for w in result.weights.values()) for result in (whole, short)]
+    assert sizes[0] - sizes[1] == sparse_count(whole) - 2 * len(whole.weights)
+    saved = requant.save(short, tmp_path / "out")
+    ids = torch.arange(40)[None]
+    assert torch.equal(requant.load(saved)(ids).logits, short.model(ids).logits)
+
+
+def prepare_again(result: requant.QuantizedModel):
+    return prepare(str(result.prepared.source), result.recipe).model
+
+
+def test_the_sparse_part_helps(run) -> None:
+    dense, paper = run(changed(bits=2, mode="dense")), run(changed(bits=2))
+    assert sparse_count(dense) == 0 and sparse_count(paper) > 0
+    assert paper.after.mean_kl < dense.after.mean_kl
+
+
+def test_what_is_measured_is_what_is_kept(run, tmp_path: Path) -> None:
+    """The model, the codes and the numbers of a result belong together."""
+    result = run()
+    for site in result.prepared.sites:
+        assert torch.equal(site.weight(), result.weights[site.name].dequantize())
+    original = prepare_again(result)
+    windows = result.prepared.windows
+    measured = mean_loss(result.model, windows) - mean_loss(original, windows)
+    assert result.diagnosis.measured == pytest.approx(measured, abs=1e-6)
+    assert result.diagnosis.original_loss == pytest.approx(mean_loss(original, windows), abs=1e-6)
+    assert result.before.perplexity == pytest.approx(
+        torch.tensor(mean_loss(original, result.prepared.scored)).exp()
+    )
+    assert result.after.perplexity == pytest.approx(
+        torch.tensor(mean_loss(result.model, result.prepared.scored)).exp()
+    )
+    for block, found in result.diagnosis.measured_blocks.items():
+        mixed = copy.deepcopy(original)
+        for site in find_linears(mixed):
+            if site.block == block:
+                site.set_weight(result.weights[site.name].dequantize())
+        assert found == pytest.approx(mean_loss(mixed, windows) - mean_loss(original, windows), abs=1e-6)
+    assert not any(p.requires_grad or p.grad is not None for p in result.model.parameters())
+    assert result.peak_memory > 1e6 and all(seconds >= 0 for seconds in result.seconds.values())
+    rows = result_rows(result, requant.save(result, tmp_path / "out"))
+    assert {row[""] for row in rows} >= {"perplexity", "bits per quantized weight", "peak memory", "report"}
+
+
+def test_the_same_recipe_gives_the_same_bytes(run, tmp_path: Path) -> None:
+    recipe = changed(detach={"temperatures": (1.0,), "steps": 1})
+    result = run(recipe)
+    first = requant.save(result, tmp_path / "a")
+    recorded = load_recipe(str(first / "recipe.yaml"))  # as in the checkpoint: model and text by their names
+    again = requant.save(requant.quantize(str(result.prepared.source), recorded, quiet=False), tmp_path / "b")
+    assert sha256(again) == sha256(first)
+    assert (first / "recipe.yaml").read_text() == (again / "recipe.yaml").read_text()
+    assert sha256(requant.save(run(dataclasses.replace(recipe, seed=1)), tmp_path / "c")) != sha256(first)
+
+
+def test_a_skipped_matrix_stays_as_it_is(run, tmp_path: Path) -> None:
+    result = run(changed(skip=("down_proj", "*.0.self_attn.*"), mode="dense"))
+    assert len(result.weights) == 14 - 2 - 4
+    model = requant.load(requant.save(result, tmp_path / "out"))
+    original = prepare_again(result)
+    for name in ("model.layers.1.mlp.down_proj.weight", "model.layers.0.self_attn.q_proj.weight"):
+        assert torch.equal(model.get_parameter(name), original.get_parameter(name))
+
+
+def test_statistics_in_chunks_give_the_same_bytes(run, tmp_path: Path, monkeypatch) -> None:
+    whole = requant.save(run(), tmp_path / "whole")
+    monkeypatch.setattr("requant.run.quantize_linears.free_memory", lambda device: 1)  # a chunk a block
+    result = run()
+    assert sha256(requant.save(result, tmp_path / "parts")) == sha256(whole)
+
+
+def test_chunks_hold_whole_blocks(run, monkeypatch) -> None:
+    from requant.pipeline.prepare import start
+    from requant.run.workspace import Workspace
+
+    prepared = run(changed(mode="dense", method="rtn")).prepared
+    context = start(prepared, RECIPE, workspace=Workspace(None), quiet=True)
+    needs = frozenset({"fisher"})
+    assert [len(chunk) for chunk in chunks_that_fit(context, prepared.sites, needs)] == [14]
+    monkeypatch.setattr("requant.run.quantize_linears.free_memory", lambda device: 1)
+    assert [{s.block for s in chunk} for chunk in chunks_that_fit(context, prepared.sites, needs)] == [
+        {0},
+        {1},
+    ]
+    assert chunks_that_fit(context, [], needs) == []
+
+
+def test_a_disagreement_is_said(run) -> None:
+    result = run(changed(bits=2, mode="dense", method="rtn", sensitivity={"nodes": "midpoint"}))
+    share = result.diagnosis.disagreement
+    assert share is not None
+    expected = abs(result.diagnosis.total("pqi") - result.diagnosis.measured) / abs(result.diagnosis.measured)
+    assert share == pytest.approx(expected)
+    assert bool(result.warnings) == (share > 0.02)
+    assert all("use more nodes" in warning for warning in result.warnings)
+
+
+def test_texts(tiny_folder, tiny_text_file: Path, tmp_path: Path, caplog) -> None:
+    folder = str(tiny_folder("llama"))
+
+    def prepared(**texts):
+        return prepare(
+            folder, changed(calibration=texts.get("calibration", {}), evaluation=texts.get("evaluation", {}))
+        )
+
+    one = prepared(calibration={"text": (str(tiny_text_file),)})
+    assert one.evaluation.name == "tiny.txt (last tenth, held out)"
+    whole = one.calibration.text + one.evaluation.text
+    assert whole == tiny_text_file.read_text() and len(one.evaluation.text) == pytest.approx(
+        len(whole) / 10, abs=2
+    )
+    assert not caplog.messages
+    (tmp_path / "other.jsonl").write_text('{"body": "' + "entirely different words here. " * 20 + '"}\n')
+    two = prepared(
+        calibration={"text": (str(tiny_text_file),)},
+        evaluation={"text": (str(tmp_path / "other.jsonl"),), "field": "body"},
+    )
+    assert two.calibration.text == whole and two.evaluation.name == "other.jsonl" and not caplog.messages
+    prepared(calibration={"text": (str(tiny_text_file),)}, evaluation={"text": (str(tiny_text_file),)})
+    assert "100% of the evaluation text tiny.txt also stands in the calibration text" in caplog.text
+    assert "give another --eval-text" in caplog.text
+
+
+def test_the_demo_is_scored_on_the_other_half(caplog) -> None:
+    prepared = prepare("demo", RECIPE)
+    assert prepared.source == DEMO and prepared.calibration.name == "demo (written by a model)"
+    assert prepared.evaluation.name == "demo-eval (written by a model)" and not caplog.messages
+
+
+def test_calibration_on_the_models_own_text(tiny_folder, tiny_text_file: Path) -> None:
+    recipe = changed(calibration={"text": ("self",)}, evaluation={"text": (str(tiny_text_file),)})
+    first, again = (prepare(str(tiny_folder("llama")), recipe) for _ in range(2))
+    assert first.windows.shape == (4, 32) and torch.equal(first.windows, again.windows)
+
+
+def test_no_network_is_one_sentence(tiny_folder, monkeypatch) -> None:
+    def fail(*args, **kwargs):
+        raise ConnectionError("no route")
+
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    with pytest.raises(TextError, match=r"Salesforce/wikitext.*no route.*give a file"):
+        prepare(str(tiny_folder("llama")), RECIPE)
+
+
+def test_what_cannot_work_is_refused_before_work(tiny_folder, tiny_text_file: Path, tmp_path: Path) -> None:
+    folder = str(tiny_folder("llama"))
+    with pytest.raises(
+        TextError, match="--seq-len 4096 is longer than the model's 128 positions; use --seq-len 128"
+    ):
+        prepare(folder, changed(calibration={"seq_len": 4096}), tiny_text_file)
+    with pytest.raises(TextError, match=r"evaluation.context 129 is longer than the model's 128 positions"):
+        prepare(folder, changed(evaluation={"context": 129}), tiny_text_file)
+    (tmp_path / "short.txt").write_text("too short")
+    with pytest.raises(TextError, match=r"short.txt holds 8 tokens and one window needs 32"):
+        prepare(folder, RECIPE, tmp_path / "short.txt")
+
+
+def test_nan_in_gradients_is_found(tiny_model, tokenizer, tiny_text_file: Path) -> None:
+    model = tiny_model("llama")
+    model.lm_head.weight.mul_(1e38)
+    with pytest.raises(NumericalError, match=r"use --dtype float32 or bfloat16"):
+        requant.quantize(model, RECIPE, tiny_text_file, tokenizer=tokenizer)
+
+
+def test_save_refuses_a_folder_that_exists(run, tmp_path: Path) -> None:
+    result = run(changed(mode="dense", method="rtn"))
+    (tmp_path / "out").mkdir()
+    with pytest.raises(OutputError, match="exists already; remove it, or choose another --output"):
+        requant.save(result, tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["gpu", "cuda:99", "mps", "cuda:-1", ""])
+def test_devices_that_are_not_there(name: str) -> None:
+    with pytest.raises(InputError, match=f"--device {name}"):
+        pick_device(name)
+
+
+def test_devices() -> None:
+    assert pick_device("cpu") == "cpu"
+    assert pick_device("auto") == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.mark.parametrize("score", ["hessian", "gradient"])
+def test_the_other_scores_run_too(run, score: str) -> None:
+    result = run(changed(sensitivity=Sensitivity(score=score)))
+    assert sparse_count(result) > 0
+
+
+@pytest.mark.parametrize("name", ["llama", "phi3", "gpt2"])
+def test_corrected_inputs_bring_outputs_nearer(
+    tiny_model, tokenizer, tiny_text_file: Path, name: str
+) -> None:
+    """The error of the last hidden states, which compensation within a matrix alone cannot know."""
+
+    def error(inputs: str) -> float:
+        recipe = changed(method="gptq", mode="dense", calibration={"num_samples": 16, "inputs": inputs})
+        model = tiny_model(name)
+        result = requant.quantize(model, recipe, tiny_text_file, tokenizer=tokenizer)
+        windows = result.prepared.windows
+        body, original = (getattr(m, m.base_model_prefix) for m in (result.model, tiny_model(name)))
+        return float((body(windows)[0] - original(windows)[0]).square().mean())
+
+    assert error("corrected") < 0.9 * error("original")
+
+
+@pytest.mark.parametrize("inputs", ["quantized", "corrected"])
+def test_a_run_in_order_goes_on_where_it_stopped(run, tmp_path: Path, monkeypatch, inputs: str) -> None:
+    """Stopped before the ninth matrix, in the middle of the second block: the same codes, and nothing done twice."""
+    recipe = changed(method="gptq", mode="dense", calibration={"inputs": inputs})
+    whole = run(recipe)
+    own, calls = METHODS["gptq"], []
+
+    def stopping(*args, **options):
+        calls.append(1)
+        if len(calls) == 9:
+            raise KeyboardInterrupt
+        return own.quantize(*args, **options)
+
+    monkeypatch.setitem(METHODS, "gptq", dataclasses.replace(own, quantize=stopping))
+    with pytest.raises(KeyboardInterrupt):
+        run(recipe, workspace=Workspace(tmp_path / "work.partial"))
+    resumed = run(recipe, workspace=Workspace(tmp_path / "work.partial", resume=True))
+    assert len(calls) == 8 + 1 + (14 - 8)
+    for name, weight in whole.weights.items():
+        assert torch.equal(weight.dequantize(), resumed.weights[name].dequantize())

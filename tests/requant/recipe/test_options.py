@@ -1,0 +1,236 @@
+from pathlib import Path
+
+import pytest
+
+from requant.errors import RecipeError
+from requant.quantizers.registry import METHODS
+from requant.recipe.options import (
+    PAPER_DETACH,
+    default_recipe,
+    output_folder,
+    parse_bits,
+    parse_size,
+    recipe_from_options,
+)
+from requant.recipe.schema import (
+    Budget,
+    Calibration,
+    Detach,
+    Evaluation,
+    Recipe,
+    dump_recipe,
+    from_dict,
+    load_recipe,
+)
+
+NONE = dict.fromkeys(
+    ["model", "bits", "recipe", "method", "mode", "sensitivity", "calibration", "eval_text", "num_samples",
+     "seq_len", "skip", "seed", "size", "head_bits"]
+)  # fmt: skip
+
+
+def options(**given) -> Recipe:
+    return recipe_from_options(**(NONE | given))
+
+
+def test_bits_alone() -> None:
+    recipe = options(bits="3")
+    assert (recipe.model, recipe.method, recipe.quantizer.bits, recipe.mode) == ("demo", "lut", 3, "paper")
+    assert recipe.calibration == Calibration(num_samples=16, seq_len=512)
+    other = options(bits="3", model="llama-3.2-1b")
+    assert other.calibration == Calibration() and other.evaluation == Evaluation()
+
+
+def test_neither_bits_nor_recipe() -> None:
+    with pytest.raises(RecipeError, match="say how many bits: --bits 1 to 8, or --size, or name a --recipe"):
+        options(model="demo")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_has_defaults(method: str) -> None:
+    recipe = default_recipe("demo", method)
+    assert recipe.quantizer == METHODS[method].config()
+    assert recipe.detach == PAPER_DETACH.get(method, Detach())
+    assert options(bits="4", method=method).quantizer == METHODS[method].config(bits=4)
+
+
+def test_every_option_reaches_the_recipe() -> None:
+    recipe = options(
+        bits="2", method="gptq", mode="dense", sensitivity="marginal", calibration=["a.txt", "b.txt"],
+        eval_text=["c.txt"], num_samples=3, seq_len=65, skip=["down_proj"], seed=9, nodes="gauss4", model="x/y",
+    )  # fmt: skip
+    assert recipe == Recipe(
+        model="x/y",
+        mode="dense",
+        method="gptq",
+        quantizer=METHODS["gptq"].config(bits=2),
+        calibration=Calibration(text=("a.txt", "b.txt"), num_samples=3, seq_len=65),
+        sensitivity=recipe.sensitivity,
+        detach=Detach(),
+        evaluation=Evaluation(text=("c.txt",), context=65),
+        skip=("down_proj",),
+        seed=9,
+    )
+    assert (recipe.sensitivity.score, recipe.sensitivity.nodes) == ("marginal", "gauss4")
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    recipe = Recipe(
+        model="some/model",
+        method="gptq",
+        quantizer=METHODS["gptq"].config(bits=3, damp=0.05),
+        calibration=Calibration(text=("own.txt",), num_samples=5),
+        skip=("o_proj",),
+        seed=4,
+    )
+    (tmp_path / "own.yaml").write_text(dump_recipe(recipe))
+    return str(tmp_path / "own.yaml")
+
+
+def test_a_recipe_alone_is_taken_as_it_is(file: str) -> None:
+    assert options(recipe=file) == load_recipe(file)
+
+
+def test_options_override_a_recipe_and_leave_the_rest(file: str) -> None:
+    recipe = options(recipe=file, bits="4", num_samples=9)
+    assert recipe.quantizer == METHODS["gptq"].config(bits=4, damp=0.05)
+    assert recipe.calibration == Calibration(text=("own.txt",), num_samples=9)
+    assert (recipe.model, recipe.skip, recipe.seed) == ("some/model", ("o_proj",), 4)
+    assert options(recipe=file, model="demo").model == "demo"  # said, not defaulted
+    assert options(recipe=file, seed=0).seed == 0
+
+
+def test_another_method_keeps_the_bits_and_drops_settings_it_does_not_have(file: str) -> None:
+    recipe = options(recipe=file, method="kmeans")
+    assert recipe.quantizer == METHODS["kmeans"].config(bits=3)
+    assert options(recipe=file, method="gptq").quantizer.damp == 0.05
+
+
+@pytest.mark.parametrize("recipe", [None, "demo-3bit"])
+def test_typing_errors_get_a_hint(recipe: str | None) -> None:
+    with pytest.raises(RecipeError, match=r"method 'kmaens' is unknown \(did you mean 'kmeans'\?\)"):
+        options(bits="3", method="kmaens", recipe=recipe)
+    with pytest.raises(RecipeError, match=r"mode is 'papr' \(did you mean 'paper'\?\)"):
+        options(bits="3", mode="papr", recipe=recipe)
+    with pytest.raises(RecipeError, match=r"score is 'hesian' \(did you mean 'hessian'\?\)"):
+        options(bits="3", sensitivity="hesian", recipe=recipe)
+
+
+@pytest.mark.parametrize(
+    ("bits", "value"), [("2", 2), ("8", 8), ("4.0", 4), ("03", 3), ("2.25", 2.25), ("1", 1)]
+)
+def test_bits(bits: str, value: float) -> None:
+    assert parse_bits(bits) == value
+
+
+@pytest.mark.parametrize(
+    ("bits", "message"),
+    [
+        ("9", "is out of range; give 1 to 8, like 3 or 2.25"),
+        ("0.5", "is out of range"),
+        ("-3", "is out of range"),
+        ("0", "is out of range"),
+        ("nan", "is out of range"),
+        ("inf", "is out of range"),
+        ("three", "is no number; give 1 to 8"),
+        ("", "is no number"),
+    ],
+)
+def test_other_bits_are_refused(bits: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=f"--bits {bits} {message}"):
+        parse_bits(bits)
+
+
+@pytest.mark.parametrize(
+    ("size", "value"),
+    [
+        ("600MB", 600_000_000),
+        ("1.5gb", 1_500_000_000),
+        ("1.5 GiB", 3 * 2**29),
+        ("2KiB", 2048),
+        ("7", 7),
+        ("12 B", 12),
+    ],
+)
+def test_sizes(size: str, value: int) -> None:
+    assert parse_size(size) == value
+
+
+@pytest.mark.parametrize("size", ["10XB", "MB", "", "-5MB", "1e9", "6,5MB", "0MB", "0.1B", "600 M B", "٣MB"])
+def test_other_sizes_are_refused(size: str) -> None:
+    with pytest.raises(RecipeError, match=f"--size {size} is (no size|nothing)"):
+        parse_size(size)
+
+
+def test_a_fraction_is_a_budget_and_a_whole_number_a_width() -> None:
+    whole, part = options(bits="3"), options(bits="2.25")
+    assert (whole.quantizer.bits, whole.budget) == (3, Budget())
+    assert (part.quantizer.bits, part.budget) == (2, Budget(bits=2.25))
+    assert options(bits="1.25").quantizer.bits == 2  # kmeans has no narrower one
+    assert options(bits="1.25", method="trellis").quantizer.bits == 1
+    assert options(size="600MB").budget == Budget(size=600_000_000)
+    assert options(bits="3", head_bits=6).budget == Budget(head_bits=6, embedding_bits=6)
+
+
+def test_budgets_replace_one_another(tmp_path: Path) -> None:
+    file = tmp_path / "own.yaml"
+    file.write_text(dump_recipe(Recipe(budget=Budget(bits=2.5, head_bits=8, predictor="pqi"))))
+    assert load_recipe(str(file)).budget == Budget(bits=2.5, head_bits=8, predictor="pqi")
+    assert options(recipe=str(file)).budget.bits == 2.5
+    assert options(recipe=str(file), bits="3").budget == Budget(head_bits=8, predictor="pqi")
+    assert options(recipe=str(file), size="9KB").budget == Budget(size=9000, head_bits=8, predictor="pqi")
+    with pytest.raises(RecipeError, match="--bits and --size are two budgets; give one of them"):
+        options(bits="3", size="9KB")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"head_bits": 7}, "head_bits is '7'.*4, 5, 6, 8, 16"),
+        ({"bits": 0.5}, "budget.bits is 0.5; it takes 1 to 8"),
+        ({"bits": 3.0, "size": 5}, "budget.size is 5; it takes no value beside budget.bits"),
+        ({"size": 0}, "budget.size is 0"),
+        ({"predictor": "curve"}, "predictor is 'curve' .did you mean 'curvature'"),
+    ],
+)
+def test_other_budgets_are_refused(values: dict, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        from_dict({"budget": values})
+
+
+@pytest.mark.parametrize(
+    ("budget", "name"),
+    [
+        (Budget(), "4bit"),
+        (Budget(bits=2.25), "2.25bit"),
+        (Budget(size=600_000_000), "600MB"),
+        (Budget(size=1_500), "1.5KB"),
+    ],
+)
+def test_the_output_is_named_by_what_was_asked(budget: Budget, name: str) -> None:
+    assert output_folder(Recipe(model="demo", budget=budget)) == Path(f"demo-kmeans-{name}")
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("demo", "demo"),
+        ("/a/b/Model-1B/", "Model-1B"),
+        ("owner/name", "name"),
+        ("llama-3.2-1b", "llama-3.2-1b"),
+        ("..", ".."),
+    ],
+)
+def test_output_folder(model: str, name: str) -> None:
+    if name == "..":
+        name = Path.cwd().parent.name
+    assert output_folder(Recipe(model=model)) == Path(f"{name}-kmeans-4bit")
+
+
+def test_a_score_that_ranks_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    options(bits="3", mode="best", sensitivity="hessian")
+    assert "which mode best does not have" in caplog.text
+    caplog.clear()
+    options(bits="3", mode="paper", sensitivity="hessian")
+    assert not caplog.text

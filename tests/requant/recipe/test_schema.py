@@ -1,0 +1,164 @@
+import dataclasses
+import random
+from pathlib import Path
+
+import pytest
+import yaml
+
+from requant.errors import RecipeError, did_you_mean
+from requant.quantizers.kmeans import KmeansConfig
+from requant.quantizers.registry import METHODS
+from requant.quantizers.rtn import RtnConfig
+from requant.recipe.schema import (
+    Calibration,
+    Detach,
+    Evaluation,
+    Recipe,
+    Sensitivity,
+    Tuning,
+    available_recipes,
+    dump_recipe,
+    from_dict,
+    load_recipe,
+    to_dict,
+)
+
+EVERYTHING = Recipe(
+    model="some/folder: with #signs",
+    mode="dense",
+    method="rtn",
+    quantizer=RtnConfig(bits=5, group_size=-1, symmetric=True),
+    calibration=Calibration(text=("a.txt", "b:c:d"), field="content", num_samples=7, seq_len=33),
+    sensitivity=Sensitivity(score="marginal", nodes="plain32"),
+    detach=Detach(
+        outlier_fraction=1 / 3 / 100,
+        outlier_rule="iqr",
+        temperatures=(0.1, 3.0),
+        significant_fraction=0.0,
+        steps=5,
+    ),
+    tuning=Tuning(steps=3, tokens_per_step=100, rate=1e-5, warm_up=2, held_out=3, check_every=4),
+    evaluation=Evaluation(text=("e.txt",), field="f", context=64, windows=3),
+    skip=("*.down_proj", "yes", "1"),
+    seed=-3,
+)
+
+
+def reload(text: str, tmp_path: Path) -> Recipe:
+    (tmp_path / "r.yaml").write_text(text, encoding="utf-8")
+    return load_recipe(str(tmp_path / "r.yaml"))
+
+
+@pytest.mark.parametrize(
+    "recipe", [EVERYTHING, Recipe(), *(Recipe(method=m, quantizer=METHODS[m].config()) for m in METHODS)]
+)
+def test_load_of_dump_is_the_recipe(recipe: Recipe, tmp_path: Path) -> None:
+    assert reload(dump_recipe(recipe), tmp_path) == recipe
+    assert from_dict(to_dict(recipe)) == recipe
+    assert yaml.safe_load(dump_recipe(recipe)) == to_dict(recipe)  # plain data only
+
+
+def test_random_recipes_round_trip(tmp_path: Path) -> None:
+    pick = random.Random(0)
+    for _ in range(50):
+        recipe = dataclasses.replace(
+            EVERYTHING,
+            model=pick.choice(["null", "1e3", "~", "é", "true", "- x", "demo"]),
+            method="kmeans",
+            quantizer=KmeansConfig(bits=pick.randint(2, 8)),
+            detach=Detach(
+                outlier_fraction=pick.uniform(0, 0.2),
+                temperatures=tuple(10 ** pick.uniform(-9, 9) for _ in range(3)),
+            ),
+            calibration=Calibration(text=tuple(pick.choices(["x.txt", "no", "3", ""], k=3))),
+        )
+        assert reload(dump_recipe(recipe), tmp_path) == recipe
+
+
+def test_defaults_fill_what_is_not_said(tmp_path: Path) -> None:
+    assert reload("{}", tmp_path) == Recipe()
+    assert reload("method: gptq\nquantizer: {bits: 3}", tmp_path).quantizer == METHODS["gptq"].config(bits=3)
+    assert reload("calibration: {text: one.txt}", tmp_path).calibration.text == ("one.txt",)
+    assert reload("detach: {outlier_fraction: 0}", tmp_path).detach.outlier_fraction == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("bits: 3", r"r.yaml: unknown key 'bits'; known: budget, calibration, "),
+        ("calibrations: {}", r"unknown key 'calibrations' \(did you mean 'calibration'\?\)"),
+        (
+            "calibration: {seqlen: 3}",
+            r"r.yaml: calibration: unknown key 'seqlen' \(did you mean 'seq_len'\?\)",
+        ),
+        ("quantizer: {bit: 3}", r"r.yaml: quantizer: unknown key 'bit' \(did you mean 'bits'\?\)"),
+        ("quantizer: {bits: 9}", r"bits is 9, but codes are 2 to 8 bits"),
+        ("quantizer: {bits: '3'}", r"r.yaml: quantizer: bits is '3'; it takes a int"),
+        ("quantizer: {bits: 3.0}", r"bits is 3.0; it takes a int"),
+        ("quantizer: {bits: true}", r"bits is True; it takes a int"),
+        ("quantizer: 3", r"r.yaml: quantizer must be a mapping, not int"),
+        ("method: kmean", r"method 'kmean' is unknown \(did you mean 'kmeans'\?\); there are: rtn, kmeans"),
+        ("method: [rtn]", r"method '\['rtn'\]' is unknown"),
+        ("mode: papers", r"r.yaml: mode is 'papers' \(did you mean 'paper'\?\); it takes one of: "),
+        ("sensitivity: {score: pqr}", r"score is 'pqr' \(did you mean 'pqi'\?\)"),
+        ("sensitivity: {nodes: [1]}", r"nodes is '\[1\]'; it takes one of: gauss2"),
+        ("sensitivity: pqi", r"sensitivity must be a mapping, not str"),
+        ("detach: {outlier_fraction: 0.45}", r"detach.outlier_fraction is 0.45; it takes 0 to 0.2"),
+        ("detach: {outlier_fraction: .nan}", r"detach.outlier_fraction is nan"),
+        ("detach: {significant_fraction: -1}", r"detach.significant_fraction is -1.0"),
+        ("detach: {temperatures: []}", r"detach.temperatures is \[\]; it takes a list of positive numbers"),
+        ("detach: {temperatures: [1, .nan]}", r"detach.temperatures is \[1.0, nan\]"),
+        ("detach: {temperatures: {a: 1}}", r"temperatures must be a list, not dict"),
+        ("detach: {temperatures: [a]}", r"temperatures is 'a'; it takes a float"),
+        ("detach: {steps: 0}", r"detach.steps is 0; it takes 1 to 64"),
+        ("calibration: {num_samples: 0}", r"calibration.num_samples is 0; it takes 1 or more"),
+        ("calibration: {seq_len: 4}", r"calibration.seq_len is 4; it takes 8 or more"),
+        ("evaluation: {windows: 0}", r"evaluation.windows is 0"),
+        ("skip: [1]", r"skip is 1; it takes a str"),
+        ("seed: x", r"seed is 'x'; it takes a int"),
+        ("- 1", r"r.yaml holds no mapping of keys to values"),
+        ("", r"r.yaml holds no mapping"),
+        ("a: [", r"is not valid YAML"),
+        ("seed: 2026-99-99", r"is not valid YAML"),
+        ("!!python/object/apply:os.system ['true']", r"is not valid YAML"),
+        ("[" * 5000, r"is not valid YAML"),
+        ("1: 2", r"unknown key '1'"),
+    ],
+)
+def test_a_wrong_recipe_says_what_is_wrong(text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=message) as caught:
+        reload(text, tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_bytes_that_are_no_text(tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(RecipeError, match="is not valid YAML"):
+        load_recipe(str(tmp_path / "r.yaml"))
+
+
+def test_a_config_of_another_method_is_refused() -> None:
+    with pytest.raises(RecipeError, match="method 'gptq' takes a GptqConfig, not KmeansConfig"):
+        Recipe(method="gptq")
+
+
+def test_inputs_that_a_method_does_not_read_are_refused() -> None:
+    recipe = {"method": "rtn", "calibration": {"inputs": "corrected"}}
+    with pytest.raises(
+        RecipeError, match="reads no Hessian of its inputs; leave it out, or choose one of: lut, gptq"
+    ):
+        from_dict(recipe)
+    assert from_dict(recipe | {"method": "gptq"}).calibration.inputs == "corrected"
+    best = recipe | {"method": "trellis", "mode": "best"}
+    assert from_dict(best).calibration.inputs == "corrected"
+    with pytest.raises(RecipeError, match="changes nothing for mode best with tuning"):
+        from_dict(best | {"tuning": {"steps": 5}})
+
+
+def test_names() -> None:
+    with pytest.raises(
+        RecipeError, match=r"'demo-3bits' is neither a file nor a recipe \(did you mean 'demo-3bit'\?\)"
+    ):
+        load_recipe("demo-3bits")
+    assert load_recipe("demo-3bit") == load_recipe(str(available_recipes()["demo-3bit"]))
+    assert did_you_mean("x", ["quantizer"]) == ""

@@ -1,0 +1,126 @@
+"""`requant compare` shows what the files say, measures only when asked, and trusts nobody's report.json."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+import requant
+from requant.checkpoint.sizes import byte_table
+from requant.errors import CheckpointError, InputError
+from requant.quantizers.registry import METHODS
+from requant.recipe.schema import Calibration, Evaluation, Recipe
+from requant.report.compare import lineup, note, read_entry, render_lineup, same_text
+
+from .test_report import HOSTILE, Page
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tiny_folder, tiny_text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """3 and 4 bits of one model, scored on one text."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    made = []
+    for bits in (3, 4):
+        recipe = Recipe(
+            mode="dense",
+            method="rtn",
+            quantizer=METHODS["rtn"].config(bits=bits),
+            calibration=Calibration(num_samples=2, seq_len=32),
+            evaluation=Evaluation(text=(str(tiny_text_file),), context=32, windows=5),
+        )
+        result = requant.quantize(str(tiny_folder("llama")), recipe, tiny_text_file)
+        made.append(str(requant.save(result, folder / f"{bits}bit")))
+    return made
+
+
+def test_entries_are_what_the_run_wrote(checkpoints: list[str]) -> None:
+    entries = lineup(checkpoints)
+    for entry, folder in zip(entries, checkpoints, strict=True):
+        report = json.loads((Path(folder) / "report.json").read_text())
+        table = byte_table(folder)
+        assert entry.bytes == table.bytes == sum(f.stat().st_size for f in Path(folder).glob("*.safetensors"))
+        assert entry.bits_per_weight == table.bits_per_weight
+        assert (
+            entry.perplexity == report["after"]["perplexity"] and entry.mean_kl == report["after"]["mean_kl"]
+        )
+        assert entry.original_perplexity == report["before"]["perplexity"]
+        assert (
+            entry.blocks == {int(b): v for b, v in report["measured_blocks"].items()}
+            and len(entry.blocks) == 2
+        )
+        assert sum(entry.spending.values()) == sum(table.parts.values())
+        assert (entry.method, entry.mode, entry.measured) == ("rtn", "dense", report["measured"])
+        weights = {m["kind"]: 0 for m in report["matrices"]}
+        assert entry.kinds.keys() == weights.keys()
+        assert entry.kinds["q_proj"] == pytest.approx(report["matrices"][0]["bits"])
+    assert entries[0].mean_kl > entries[1].mean_kl and entries[0].bytes < entries[1].bytes
+    assert same_text(entries) and note(entries).startswith("scored on ") and "5 x 32 tokens" in note(entries)
+
+
+def test_measured_again_on_request(checkpoints: list[str], tiny_folder, tiny_text_file: Path) -> None:
+    settings = {"against": str(tiny_folder("llama")), "text": [str(tiny_text_file)], "context": 32}
+    same = lineup(checkpoints, windows=5, **settings)
+    assert [entry.mean_kl for entry in same] == [entry.mean_kl for entry in lineup(checkpoints)]
+    fewer = lineup(checkpoints, windows=2, **settings)
+    assert "2 x 32 tokens" in note(fewer) and fewer[0].mean_kl != same[0].mean_kl
+    with pytest.raises(InputError, match="give --against MODEL"):
+        lineup(checkpoints, windows=2)
+
+
+def test_the_page(checkpoints: list[str]) -> None:
+    entries = lineup(checkpoints)
+    page = Page(render_lineup(entries))
+    words = " ".join("".join(page.words).split())
+    assert "2 checkpoints side by side" in words and "3bit" in words and "4bit" in words
+    assert (
+        f"{entries[0].mean_kl:.4f}" in words
+        and "svg" in page.tags
+        and "scored on different texts" not in words
+    )
+    assert not {"script", "link", "img", "iframe"} & set(page.tags)
+    other = dataclasses.replace(entries[1], scored=None, mean_kl=None, blocks={}, method=None)
+    words = "".join(Page(render_lineup([entries[0], other])).words)
+    assert "different texts, or not at all" in words and "–" in words
+    hostile = dataclasses.replace(
+        entries[0], name=HOSTILE, model=HOSTILE, method=HOSTILE, kinds={HOSTILE: 3.0}
+    )
+    page = Page(render_lineup([hostile, entries[1]]))
+    assert "script" not in page.tags and "{{ 7*7 }}" in "".join(page.words)
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        "{",
+        "[]",
+        '{"after": 3, "before": [], "measured": "x", "model": {"a": 1}, "measured_blocks": {"x": 1, "0": "y"}}',
+        '{"after": {"perplexity": NaN, "mean_kl": true, "protocol": {"text": 5}}, "method": null}',
+    ],
+)
+def test_a_report_of_another_kind_counts_as_absent(
+    checkpoints: list[str], tmp_path: Path, report: str
+) -> None:
+    folder = Path(shutil.copytree(checkpoints[0], tmp_path / "copy"))
+    (folder / "report.json").write_text(report)
+    entry = read_entry(str(folder))
+    assert entry.bytes == byte_table(folder).bytes and entry.perplexity is None and entry.mean_kl is None
+    assert entry.scored is None and entry.blocks == {} and entry.method is None and entry.measured is None
+    assert "not at all" in note([entry])
+    Page(render_lineup([entry]))
+
+
+def test_the_command(cli, checkpoints: list[str], tmp_path: Path, tiny_folder) -> None:
+    code, out, error = cli("compare", *checkpoints, "--output", tmp_path / "deep" / "page.html")
+    assert code == 0, error
+    assert [line.split()[0] for line in out.splitlines()[2:4]] == checkpoints and "scored on" in out
+    assert (tmp_path / "deep" / "page.html").read_text().strip().endswith("</html>")
+    code, _, error = cli("compare", *checkpoints, "--output", tmp_path / "deep" / "page.html")
+    assert code == 2 and "exists already" in error
+    code, out, _ = cli("compare", *checkpoints, "--json")
+    assert code == 0 and [entry["name"] for entry in json.loads(out)] == checkpoints
+    code, _, error = cli("compare", tiny_folder("llama"))
+    assert code == 2 and "is not quantized" in error
+    with pytest.raises(CheckpointError):
+        lineup([str(tiny_folder("llama"))])

@@ -1,0 +1,177 @@
+import errno
+from pathlib import Path
+
+import pytest
+import torch
+from filelock import FileLock, Timeout
+from torch import nn
+
+from requant.errors import OutputError
+from requant.run import workspace
+from requant.run.workspace import Workspace, digest, model_digest
+
+KEY = "ab" * 32
+
+
+def test_results_come_back(tmp_path: Path) -> None:
+    kept = Workspace(tmp_path / "w")
+    tensors = {
+        "a": torch.randn(3, 5),
+        "b": torch.arange(4, dtype=torch.uint8),
+        "empty": torch.zeros(0, 2, dtype=torch.int32),
+        "turned": torch.randn(4, 3).T,
+    }
+    kept.put("linear", KEY, tensors=tensors, value={"x": [1, 2.5, None]})
+    kept.put("mean-scores", KEY, value=0.1)
+    for again in (kept, Workspace(tmp_path / "w", resume=True)):
+        found = again.get("linear", KEY)
+        assert found is not None and found.value == {"x": [1, 2.5, None]}
+        assert found.tensors.keys() == tensors.keys()
+        assert all(torch.equal(found.tensors[name], tensor) for name, tensor in tensors.items())
+        assert again.get("mean-scores", KEY).value == 0.1
+        assert again.get("linear", "cd" * 32) is None and again.get("temperature", KEY) is None
+
+
+def test_without_resume_it_starts_over(tmp_path: Path) -> None:
+    Workspace(tmp_path / "w").put("linear", KEY, value=1)
+    assert Workspace(tmp_path / "w").get("linear", KEY) is None
+    assert Workspace(tmp_path / "w", resume=True).get("linear", KEY) is None  # cleared by the run before
+
+
+def test_a_second_run_keeps_out_while_the_first_one_lives(tmp_path: Path) -> None:
+    other = FileLock(tmp_path / "w.lock")  # what another process would hold
+    with other, pytest.raises(OutputError, match="another run is writing"):
+        Workspace(tmp_path / "w").put("linear", KEY, value=1)
+    assert not (tmp_path / "w").exists()
+    kept = Workspace(tmp_path / "w")
+    kept.put("linear", KEY, value=1)
+    with pytest.raises(Timeout):
+        other.acquire(timeout=0)
+    kept.remove()
+    assert list(tmp_path.iterdir()) == []
+    with other:  # free again
+        pass
+
+
+def test_a_command_that_never_works_touches_nothing(tmp_path: Path) -> None:
+    Workspace(tmp_path / "w").put("linear", KEY, value=1)
+    Workspace(tmp_path / "w").remove()
+    Workspace(tmp_path / "new")
+    assert Workspace(tmp_path / "w", resume=True).get("linear", KEY).value == 1
+    assert not (tmp_path / "new").exists()
+
+
+def test_nothing_is_kept_without_a_folder() -> None:
+    none = Workspace(None)
+    none.put("linear", KEY, value=1)
+    assert none.get("linear", KEY) is None
+    none.remove()
+
+
+def test_remove(tmp_path: Path) -> None:
+    kept = Workspace(tmp_path / "w")
+    kept.put("linear", KEY, value=1)
+    kept.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["thesis.txt", "model-00001-of-00002.safetensors", "folder"])
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_folder_of_somebody_else_is_not_deleted(tmp_path: Path, name: str, resume: bool) -> None:
+    (tmp_path / "w").mkdir()
+    (tmp_path / "w" / name).write_text("precious")
+    with pytest.raises(
+        OutputError, match=f"holds {name}, which no run of requant wrote; move that folder away"
+    ):
+        Workspace(tmp_path / "w", resume=resume).get("linear", KEY)
+    assert (tmp_path / "w" / name).read_text() == "precious"
+
+
+@pytest.mark.parametrize("damage", [b"", b"\xff" * 100])
+def test_a_damaged_result_is_made_again(tmp_path: Path, damage: bytes, caplog) -> None:
+    Workspace(tmp_path / "w").put("linear", KEY, tensors={"a": torch.ones(8)}, value=1)
+    file = next((tmp_path / "w").iterdir())
+    file.write_bytes(damage)
+    kept = Workspace(tmp_path / "w", resume=True)
+    assert kept.get("linear", KEY) is None
+    assert f"{file} is damaged" in caplog.text
+    kept.put("linear", KEY, value=2)
+    assert kept.get("linear", KEY).value == 2
+
+
+def test_a_result_half_written_does_not_count(tmp_path: Path) -> None:
+    (tmp_path / "w").mkdir()
+    (tmp_path / "w" / f"linear-{KEY[:32]}.writing").write_bytes(b"half")
+    assert Workspace(tmp_path / "w", resume=True).get("linear", KEY) is None
+
+
+def test_a_full_disk_is_one_sentence(tmp_path: Path, monkeypatch) -> None:
+    kept = Workspace(tmp_path / "w")
+
+    def full(tensors, path, metadata) -> None:
+        Path(path).write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(workspace, "save_file", full)
+    with pytest.raises(
+        OutputError, match=r"cannot be written \(.*No space left.*\); free some space and run again"
+    ):
+        kept.put("linear", KEY, value=1)
+    assert list((tmp_path / "w").iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        OutputError, match=r"cannot be made \((File exists|Not a directory)\); choose another --output"
+    ):
+        Workspace(tmp_path / "file" / "w").get("linear", KEY)
+
+
+def test_digest_tells_apart_what_differs() -> None:
+    ones = torch.ones(2, 3)
+    parts = [
+        (1, 23),
+        (12, 3),
+        ("1", 23),
+        (0.1,),
+        (0.1 + 1e-17, 0),
+        (0.10000000000000002,),
+        (None,),
+        ([1, 23],),
+        ({"a": 1},),
+        (b"1",),
+        (ones,),
+        (ones.T.contiguous(),),
+        (ones.double(),),
+        (ones.view(6),),
+        (torch.zeros(2, 3),),
+        (),
+    ]
+    assert len({digest(*part) for part in parts}) == len(parts)
+    assert digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1})
+    assert digest(ones.T) == digest(ones.T.contiguous())
+    assert digest(torch.ones(2, 2, dtype=torch.bool)) != digest(torch.ones(2, 2, dtype=torch.uint8))
+    assert digest(torch.zeros(0)) and digest(torch.tensor(1.0)) and digest(torch.ones(2).bfloat16())
+
+
+def test_model_digest() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    first = model_digest(model)
+    assert first == model_digest(model)
+    model[0].bias.data[0] += 1e-3
+    second = model_digest(model)
+    model[1].running_mean += 1
+    assert len({first, second, model_digest(model), model_digest(model.bfloat16())}) == 4
+
+
+def test_a_file_system_without_locks_is_said(tmp_path: Path, monkeypatch, caplog) -> None:
+    def refuses(*_: object, **__: object) -> None:
+        raise NotImplementedError
+
+    kept = Workspace(tmp_path / "w")
+    monkeypatch.setattr(kept.lock, "acquire", refuses)
+    kept.put("linear", KEY, value=1)
+    assert "cannot be locked" in caplog.text and kept.get("linear", KEY).value == 1
+    kept.remove()
+    assert not (tmp_path / "w").exists()

@@ -1,0 +1,228 @@
+"""Sources give exactly their text, windows are what the peers' protocol takes, and errors say what to do."""
+
+import hashlib
+import json
+import logging
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from requant.errors import NumericalError, TextError
+from requant.text.sampling import sample_next
+from requant.text.sources import Text, read_text
+from requant.text.windows import overlap, sample_self, token_windows
+
+ROOT = Path(__file__).parents[3]
+DEMO = ROOT / "requant" / "data" / "demo"
+PROSE = (
+    "The river ran past the old town and into the sea , \n and nobody remembered its name .\r\n Café !\n" * 40
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(DEMO)
+
+
+def text_of(content: str, name: str = "test") -> Text:
+    return Text.from_documents(name, [content])
+
+
+def write(path: Path, content: str) -> Path:
+    path.write_bytes(content.encode())
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".raw", ".TXT"])
+def test_plain_file_is_read_byte_for_byte(tmp_path, suffix):
+    path = write(tmp_path / f"prose{suffix}", PROSE)
+    text = read_text(path)
+    assert text.text == PROSE
+    assert text.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert text.name == path.name  # no folder: the name travels with the checkpoint
+
+
+def test_jsonl_parquet_and_several_files_join_documents_by_a_blank_line(tmp_path):
+    arrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    documents = ["one\ntwo", "three", "vier\u2028fünf"]
+    lines = [json.dumps({"id": i, "body": body}, ensure_ascii=False) for i, body in enumerate(documents)]
+    jsonl = write(tmp_path / "a.jsonl", "\n".join(lines) + "\n\n")
+    parquet.write_table(arrow.table({"body": documents}), tmp_path / "a.parquet")
+    plain = write(tmp_path / "b.txt", "last")
+    assert read_text(jsonl, field="body").text == "\n\n".join(documents)
+    assert read_text(tmp_path / "a.parquet", field="body").sha256 == read_text(jsonl, field="body").sha256
+    both = read_text([jsonl, plain], field="body")
+    assert both.text == "\n\n".join([*documents, "last"])
+    assert both.name == "a.jsonl + b.txt"
+
+
+def test_the_demo_halves_are_long_and_apart():
+    calibration, evaluation = read_text("demo"), read_text("demo-eval")
+    assert len(calibration.text) + len(evaluation.text) >= 400_000
+    assert min(len(calibration.text), len(evaluation.text)) >= 180_000
+    assert overlap(calibration, evaluation) < 0.01
+    assert calibration.name == "demo (written by a model)"  # said wherever a result names its text
+    assert "\ufffd" not in calibration.text + evaluation.text
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("empty.txt", b"", "holds no text"),
+        ("blank.txt", b" \n\n\t", "holds no text"),
+        ("latin.txt", b"caf\xe9", "not UTF-8 at byte 3"),
+        ("book.pdf", b"%PDF", r"ends in \.pdf: use one of \.txt"),
+        ("field.jsonl", b'{"body": "x", "id": 1}\n', "choose one of 'body', 'id'"),
+        ("number.jsonl", b'{"text": "x"}\n{"text": 3}\n', "line 2: field 'text' holds a int"),
+        ("list.jsonl", b'["x"]\n', "line 1 holds a list"),
+        ("broken.jsonl", b'{"text": "x"}\n{"text": \n', "line 2 is not JSON"),
+        ("deep.jsonl", b"[" * 200_000, "line 1 is not JSON"),
+        ("surrogate.jsonl", b'{"text": "\\ud800"}', "half a surrogate pair"),
+        ("fake.parquet", b"not parquet at all", "no readable parquet"),
+    ],
+)
+def test_unusable_files_say_what_to_do(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(TextError, match=message):
+        read_text(tmp_path / name)
+
+
+def test_wrong_parquet_column_lists_the_columns(tmp_path):
+    arrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    parquet.write_table(arrow.table({"body": ["x"], "n": [1]}), tmp_path / "a.parquet")
+    with pytest.raises(TextError, match="choose one of 'body', 'n'"):
+        read_text(tmp_path / "a.parquet")
+    with pytest.raises(TextError, match="field 'n' holds a int"):
+        read_text(tmp_path / "a.parquet", field="n")
+
+
+def test_missing_sources_name_the_nearest(tmp_path):
+    write(tmp_path / "wiki.test.raw", PROSE)
+    with pytest.raises(TextError, match=r"did you mean wiki\.test\.raw"):
+        read_text(tmp_path / "wiki.tset.raw")
+    with pytest.raises(TextError, match="is a folder"):
+        read_text(tmp_path)
+    with pytest.raises(TextError, match="no text was given"):
+        read_text([])
+    with pytest.raises(TextError, match="the model writes"):
+        read_text("self")
+
+
+def test_optional_libraries_are_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    with pytest.raises(TextError, match=r"pip install 'requant\[data\]'"):
+        read_text(tmp_path / "a.parquet")
+    with pytest.raises(TextError, match=r"neither a file .* pip install 'requant\[data\]'"):
+        read_text("wikitext")
+
+
+def test_hub_data_set_is_streamed_and_cut(monkeypatch, caplog):
+    asked = []
+
+    def load_dataset(*names, **options):
+        asked.append((names, options))
+        return iter([{"text": "word " * 10}] * 1000)
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    monkeypatch.setattr("requant.text.sources.MAX_HUB_CHARACTERS", 100)
+    text = read_text("org/set:config:test")
+    assert asked == [(("org/set", "config"), {"split": "test", "streaming": True})]
+    assert text.text == "\n\n".join(["word " * 10] * 2)
+    assert "the first 100 characters only" in caplog.text
+    with pytest.raises(TextError, match="row 0 has no field 'body': choose one of 'text'"):
+        read_text("org/set", field="body")
+
+
+def test_hub_out_of_reach_is_one_sentence(monkeypatch):
+    def load_dataset(*names, **options):
+        raise ConnectionError("no route\nto the hub")
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    with pytest.raises(TextError, match=r"neither a file .* \(no route\): check the name and the network"):
+        read_text("org/set")
+
+
+@pytest.mark.parametrize("num_samples", [1, 3, 7])
+def test_windows_lie_evenly_over_the_text_tokenised_once(tokenizer, num_samples):
+    tokens = tokenizer(PROSE, add_special_tokens=False, verbose=False)["input_ids"]
+    total = len(tokens) // 16
+    windows = token_windows(text_of(PROSE), tokenizer, num_samples=num_samples, seq_len=16)
+    expected = []
+    for i in range(num_samples):
+        start = 16 * int(i * total / num_samples)
+        expected.append(tokens[start : start + 16])
+    assert windows.tolist() == expected
+
+
+def test_all_windows_are_the_text_without_its_tail(tokenizer, recwarn):
+    tokens = tokenizer(PROSE, add_special_tokens=False, verbose=False)["input_ids"]
+    windows = token_windows(text_of(PROSE), tokenizer, num_samples=None, seq_len=30)
+    assert windows.flatten().tolist() == tokens[: len(tokens) // 30 * 30]
+
+
+def test_a_seed_shifts_by_less_than_a_window(tokenizer):
+    text = text_of(PROSE)
+    first = token_windows(text, tokenizer, num_samples=4, seq_len=16)
+    one, again, two = (token_windows(text, tokenizer, num_samples=4, seq_len=16, seed=s) for s in (1, 1, 2))
+    assert torch.equal(one, again)
+    assert not torch.equal(one, first) and not torch.equal(one, two)
+
+
+def test_long_text_tokenises_without_a_length_warning(tokenizer, caplog):
+    token_windows(text_of("a b c " * 3000), tokenizer, num_samples=None, seq_len=8)
+    assert not caplog.records
+
+
+def test_fewer_windows_than_asked_warns_and_uses_all(tokenizer, caplog):
+    with caplog.at_level(logging.WARNING):
+        windows = token_windows(text_of(PROSE), tokenizer, num_samples=10_000, seq_len=64)
+    assert 0 < len(windows) < 10_000
+    assert "lower --seq-len" in caplog.text
+
+
+def test_no_whole_window_says_found_and_needed(tokenizer):
+    with pytest.raises(TextError, match=r"holds \d+ tokens and one window needs 512: lower --seq-len"):
+        token_windows(text_of("too short"), tokenizer, num_samples=4, seq_len=512)
+    with pytest.raises(TextError, match="no token to predict"):
+        token_windows(text_of(PROSE), tokenizer, num_samples=4, seq_len=1)
+
+
+def test_overlap_is_the_share_of_shared_runs():
+    ours = " ".join(f"a{i}" for i in range(500))
+    theirs = " ".join(f"b{i}" for i in range(500))
+    assert overlap(text_of(ours), text_of(theirs)) == 0.0
+    assert overlap(text_of(ours), text_of(ours)) == 1.0
+    assert overlap(text_of(ours), text_of(f"{ours} {theirs}")) == pytest.approx(0.5, abs=0.02)
+
+
+def test_nucleus_holds_no_token_beyond_its_mass():
+    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log().expand(2000, 4)
+    drawn = sample_next(logits, top_p=0.75, generator=torch.Generator().manual_seed(0)).flatten()
+    assert set(drawn.tolist()) == {0, 1}
+    assert drawn.float().mean().item() == pytest.approx(0.3 / 0.8, abs=0.04)
+    greedy = sample_next(logits, temperature=0.0, generator=torch.Generator())
+    assert greedy.unique().tolist() == [0]
+    with pytest.raises(NumericalError, match="NaN"):
+        sample_next(logits * float("nan"), generator=torch.Generator())
+
+
+def test_the_models_own_text_repeats_with_its_seed_and_leaves_the_global_state(tokenizer, monkeypatch):
+    monkeypatch.setattr("requant.text.windows.SELF_BATCH", 2)
+    monkeypatch.setattr("requant.text.windows.SELF_TOKENS", 24)
+    model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
+    state = torch.get_rng_state()
+    one, again, two = (sample_self(model, tokenizer, num_tokens=50, seed=seed) for seed in (0, 0, 1))
+    assert torch.equal(state, torch.get_rng_state())
+    assert one.sha256 == again.sha256 != two.sha256
+    assert len(tokenizer(one.text)["input_ids"]) >= 50
+    assert one.name == "self"
