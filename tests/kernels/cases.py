@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    kind: str
+    format: str  # "grid" or "codebook"
     bits: int
     n: int
     k: int
@@ -45,7 +45,7 @@ def random_layout(case: Case, device: str) -> Layout:
     sparse = None
     if case.density:
         sparse = random_csr(case.n, case.k, case.density, case.int8_residuals, device)
-    if case.kind == "codebook":
+    if case.format == "codebook":
         levels = torch.randn(case.n, 1 << case.bits, device=device).half()
         return pack_codebook(codes, levels, bits=case.bits, sparse=sparse)
     groups = -(-case.k // case.group_size)

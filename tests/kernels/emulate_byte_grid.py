@@ -264,36 +264,39 @@ def inline_asm_elementwise(
 def one_token() -> None:
     for case, launch in some(
         [
-            (Case(kind="grid", bits=2, n=32, k=1024, m=1), (2, 1, 3)),
-            (Case(kind="grid", bits=3, n=16, k=512, m=1), (1, 1, 2)),
-            (Case(kind="grid", bits=4, n=40, k=768, m=1, bias=True), (2, 2, 2)),  # blocks and tiles run out
-            (Case(kind="grid", bits=3, n=40, k=1280, m=1), (4, 2, 3)),
-            (Case(kind="grid", bits=2, n=16, k=512, m=1, group_size=512), (2, 1, 2)),  # one scale a row
-            (Case(kind="grid", bits=4, n=16, k=1024, m=1, group_size=256), (2, 1, 2)),
-            (Case(kind="grid", bits=3, n=16, k=1024, m=1, group_size=512), (2, 1, 2)),
-            (Case(kind="grid", bits=2, n=200, k=512, m=1), (1, 7, 2)),  # more rows than threads
-            (Case(kind="grid", bits=2, n=100, k=512, m=1), (2, 3, 4)),  # places that no block comes to
-            (Case(kind="grid", bits=2, n=64, k=1024, m=1, density=0.01), (2, 2, 2)),
-            (Case(kind="grid", bits=2, n=64, k=768, m=1, density=0.01), (1, 1, 5)),  # more places than blocks
-            (Case(kind="grid", bits=4, n=64, k=1024, m=1, density=0.03), (2, 2, 3)),
+            (Case(format="grid", bits=2, n=32, k=1024, m=1), (2, 1, 3)),
+            (Case(format="grid", bits=3, n=16, k=512, m=1), (1, 1, 2)),
+            (Case(format="grid", bits=4, n=40, k=768, m=1, bias=True), (2, 2, 2)),  # blocks and tiles run out
+            (Case(format="grid", bits=3, n=40, k=1280, m=1), (4, 2, 3)),
+            (Case(format="grid", bits=2, n=16, k=512, m=1, group_size=512), (2, 1, 2)),  # one scale a row
+            (Case(format="grid", bits=4, n=16, k=1024, m=1, group_size=256), (2, 1, 2)),
+            (Case(format="grid", bits=3, n=16, k=1024, m=1, group_size=512), (2, 1, 2)),
+            (Case(format="grid", bits=2, n=200, k=512, m=1), (1, 7, 2)),  # more rows than threads
+            (Case(format="grid", bits=2, n=100, k=512, m=1), (2, 3, 4)),  # places that no block comes to
+            (Case(format="grid", bits=2, n=64, k=1024, m=1, density=0.01), (2, 2, 2)),
             (
-                Case(kind="grid", bits=3, n=100, k=1280, m=1, density=0.05),
+                Case(format="grid", bits=2, n=64, k=768, m=1, density=0.01),
+                (1, 1, 5),
+            ),  # more places than blocks
+            (Case(format="grid", bits=4, n=64, k=1024, m=1, density=0.03), (2, 2, 3)),
+            (
+                Case(format="grid", bits=3, n=100, k=1280, m=1, density=0.05),
                 (2, 3, 2),
             ),  # many turns; idle halves
             (
-                Case(kind="grid", bits=4, n=40, k=512, m=1, density=0.02, bias=True, dtype=torch.bfloat16),
+                Case(format="grid", bits=4, n=40, k=512, m=1, density=0.02, bias=True, dtype=torch.bfloat16),
                 (4, 1, 2),
             ),
         ]
     ):
         check_one(case, launch)
     for case, launch in (
-        (Case(kind="grid", bits=2, n=64, k=1024, m=1, density=0.01), (2, 2, 2)),
+        (Case(format="grid", bits=2, n=64, k=1024, m=1, density=0.01), (2, 2, 2)),
         (
-            Case(kind="grid", bits=3, n=40, k=1280, m=1, density=0.05),
+            Case(format="grid", bits=3, n=40, k=1280, m=1, density=0.05),
             (2, 1, 3),
         ),  # the last block is one warp's
-        (Case(kind="grid", bits=4, n=40, k=512, m=1, density=0.02, dtype=torch.bfloat16), (1, 2, 2)),
+        (Case(format="grid", bits=4, n=40, k=512, m=1, density=0.02, dtype=torch.bfloat16), (1, 2, 2)),
     ):
         check_one(case, launch, twice=True)
 
@@ -315,17 +318,17 @@ def several_tokens() -> None:
     for case, (warps, tiles, depth, teams) in some(
         [
             # blocks, tiles and tokens run out
-            (Case(kind="grid", bits=3, n=40, k=768, m=3, bias=True), (4, 2, 2, 2)),
-            (Case(kind="grid", bits=2, n=32, k=1024, m=8), (2, 1, 3, 1)),
-            (Case(kind="grid", bits=2, n=64, k=768, m=8, dtype=torch.bfloat16), (4, 1, 3, 4)),
-            (Case(kind="grid", bits=4, n=40, k=512, m=5, group_size=512), (1, 3, 2, 1)),  # one scale a row
-            (Case(kind="grid", bits=4, n=32, k=512, m=2, group_size=256, zero_points=True), (2, 2, 2, 1)),
+            (Case(format="grid", bits=3, n=40, k=768, m=3, bias=True), (4, 2, 2, 2)),
+            (Case(format="grid", bits=2, n=32, k=1024, m=8), (2, 1, 3, 1)),
+            (Case(format="grid", bits=2, n=64, k=768, m=8, dtype=torch.bfloat16), (4, 1, 3, 4)),
+            (Case(format="grid", bits=4, n=40, k=512, m=5, group_size=512), (1, 3, 2, 1)),  # one scale a row
+            (Case(format="grid", bits=4, n=32, k=512, m=2, group_size=256, zero_points=True), (2, 2, 2, 1)),
             (
-                Case(kind="grid", bits=3, n=32, k=512, m=8, dtype=torch.bfloat16, zero_points=True),
+                Case(format="grid", bits=3, n=32, k=512, m=8, dtype=torch.bfloat16, zero_points=True),
                 (2, 1, 2, 2),
             ),
-            (Case(kind="grid", bits=3, n=48, k=512, m=8, zero_points=True), (2, 2, 2, 2)),
-            (Case(kind="grid", bits=4, n=16, k=512, m=4, dtype=torch.bfloat16), (2, 1, 2, 1)),
+            (Case(format="grid", bits=3, n=48, k=512, m=8, zero_points=True), (2, 2, 2, 2)),
+            (Case(format="grid", bits=4, n=16, k=512, m=4, dtype=torch.bfloat16), (2, 1, 2, 1)),
         ]
     ):
         config = DecodeConfig(warps=warps, tiles=tiles, unroll=depth, teams=teams, ahead=case.bits == 3)

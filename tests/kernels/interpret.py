@@ -17,26 +17,26 @@ from requant_kernels.scalar.permute import add_partial, arrange
 from requant_kernels.trellis.matmul import expand, trellis_linear
 
 CASES = [
-    (Case(kind="codebook", bits=3, n=37, k=300, m=1), DecodeConfig(warps=2)),
-    (Case(kind="grid", bits=2, n=37, k=600, m=3, density=0.02), DecodeConfig(warps=2, tiles=2)),
-    (Case(kind="grid", bits=3, n=20, k=1100, m=1, zero_points=True, bias=True), DecodeConfig(warps=2, unroll=2)),
-    (Case(kind="grid", bits=2, n=37, k=600, m=1, density=0.05, int8_residuals=True), DecodeConfig(warps=2)),
+    (Case(format="codebook", bits=3, n=37, k=300, m=1), DecodeConfig(warps=2)),
+    (Case(format="grid", bits=2, n=37, k=600, m=3, density=0.02), DecodeConfig(warps=2, tiles=2)),
+    (Case(format="grid", bits=3, n=20, k=1100, m=1, zero_points=True, bias=True), DecodeConfig(warps=2, unroll=2)),
+    (Case(format="grid", bits=2, n=37, k=600, m=1, density=0.05, int8_residuals=True), DecodeConfig(warps=2)),
     (
-        Case(kind="grid", bits=3, n=20, k=1100, m=1, group_size=64, zero_points=True, bias=True),
+        Case(format="grid", bits=3, n=20, k=1100, m=1, group_size=64, zero_points=True, bias=True),
         DecodeConfig(warps=2, unroll=2, tiles=2),
     ),
-    (Case(kind="grid", bits=4, n=33, k=768, m=1, group_size=768), DecodeConfig(warps=1, unroll=3, ahead=False)),
+    (Case(format="grid", bits=4, n=33, k=768, m=1, group_size=768), DecodeConfig(warps=1, unroll=3, ahead=False)),
     (
-        Case(kind="grid", bits=5, n=33, k=700, m=9, group_size=700, zero_points=True, density=0.01, int8_residuals=True),
+        Case(format="grid", bits=5, n=33, k=700, m=9, group_size=700, zero_points=True, density=0.01, int8_residuals=True),
         DecodeConfig(warps=2),
     ),
-    (Case(kind="grid", bits=8, n=16, k=301, m=1, group_size=64, column_scales=True), DecodeConfig(warps=2)),
-    (Case(kind="codebook", bits=6, n=16, k=300, m=2, density=0.1), DecodeConfig(warps=2)),
-    (Case(kind="grid", bits=4, n=16, k=900, m=2, group_size=512, zero_points=True), DecodeConfig(warps=2)),
-    (Case(kind="grid", bits=4, n=140, k=600, m=17, group_size=600, zero_points=True, density=0.02, bias=True), None),
-    (Case(kind="codebook", bits=2, n=40, k=300, m=20, column_scales=True), None),
-    (Case(kind="grid", bits=3, n=20, k=300, m=18, group_size=32, zero_points=True, bias=True), None),
-    (Case(kind="grid", bits=2, n=20, k=300, m=18, group_size=64), None),
+    (Case(format="grid", bits=8, n=16, k=301, m=1, group_size=64, column_scales=True), DecodeConfig(warps=2)),
+    (Case(format="codebook", bits=6, n=16, k=300, m=2, density=0.1), DecodeConfig(warps=2)),
+    (Case(format="grid", bits=4, n=16, k=900, m=2, group_size=512, zero_points=True), DecodeConfig(warps=2)),
+    (Case(format="grid", bits=4, n=140, k=600, m=17, group_size=600, zero_points=True, density=0.02, bias=True), None),
+    (Case(format="codebook", bits=2, n=40, k=300, m=20, column_scales=True), None),
+    (Case(format="grid", bits=3, n=20, k=300, m=18, group_size=32, zero_points=True, bias=True), None),
+    (Case(format="grid", bits=2, n=20, k=300, m=18, group_size=64), None),
 ]  # fmt: skip
 TRELLISES = [
     ("mul1", 2, 30, 200, 1, 0.02),
@@ -130,7 +130,7 @@ def main() -> None:
         error = relative_error(dequantize(layout, torch.float16, asm=False), reference.weight(layout))
         assert error < 2e-3, f"{case}: dequantize is off by {error:.1e}"
     grid = random_layout(
-        Case(kind="grid", bits=5, n=37, k=300, m=1, group_size=64, zero_points=True, column_scales=True),
+        Case(format="grid", bits=5, n=37, k=300, m=1, group_size=64, zero_points=True, column_scales=True),
         "cpu",
     )
     tokens = torch.tensor([0, 36, 8, 17])

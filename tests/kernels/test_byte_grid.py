@@ -45,7 +45,7 @@ def plain_grid(
     bits: int, k: int = 2048, density: float = 0.0, zeros: bool = False, n: int = 64
 ) -> GridLayout:
     layout = random_layout(
-        Case(kind="grid", bits=bits, n=n, k=k, m=1, density=density, zero_points=zeros), "cpu"
+        Case(format="grid", bits=bits, n=n, k=k, m=1, density=density, zero_points=zeros), "cpu"
     )
     assert isinstance(layout, GridLayout)
     return layout
@@ -142,16 +142,16 @@ def test_places_that_no_block_comes_to_are_none() -> None:
 def test_only_plain_grids_are_taken() -> None:
     config = DecodeConfig(warps=4, tiles=1, unroll=2)
     x = torch.zeros(1, 1024).half()
-    plain = random_layout(Case(kind="grid", bits=3, n=32, k=1024, m=1), "cpu")
+    plain = random_layout(Case(format="grid", bits=3, n=32, k=1024, m=1), "cpu")
     assert takes(x, plain, config)
     assert not takes(x.repeat(2, 1), plain, config)
     assert not takes(x, plain, replace(config, tiles=40))  # more than a program gets
     for case in (
-        Case(kind="codebook", bits=3, n=32, k=1024, m=1), Case(kind="grid", bits=5, n=32, k=1024, m=1),
-        Case(kind="grid", bits=3, n=32, k=1024, m=1, zero_points=True, group_size=1024),
-        Case(kind="grid", bits=3, n=32, k=1000, m=1),
-        Case(kind="grid", bits=3, n=32, k=1024, m=1, density=0.01, int8_residuals=True),
-        Case(kind="grid", bits=3, n=32, k=1024, m=1, group_size=64),
-        Case(kind="grid", bits=3, n=32, k=1024, m=1, column_scales=True),
+        Case(format="codebook", bits=3, n=32, k=1024, m=1), Case(format="grid", bits=5, n=32, k=1024, m=1),
+        Case(format="grid", bits=3, n=32, k=1024, m=1, zero_points=True, group_size=1024),
+        Case(format="grid", bits=3, n=32, k=1000, m=1),
+        Case(format="grid", bits=3, n=32, k=1024, m=1, density=0.01, int8_residuals=True),
+        Case(format="grid", bits=3, n=32, k=1024, m=1, group_size=64),
+        Case(format="grid", bits=3, n=32, k=1024, m=1, column_scales=True),
     ):  # fmt: skip
         assert not takes(torch.zeros(1, case.k).half(), random_layout(case, "cpu"), config), case

@@ -12,7 +12,7 @@ from .cases import Case, random_layout, relative_error
 pytestmark = pytest.mark.gpu
 
 CASES = [
-    Case(kind="grid", bits=bits, n=100, k=k, m=1, group_size=group, bias=bias, dtype=dtype)
+    Case(format="grid", bits=bits, n=100, k=k, m=1, group_size=group, bias=bias, dtype=dtype)
     for bits in (2, 3, 4)
     for k, group, bias, dtype in (
         (4096, 128, False, torch.float16), (1280, 128, True, torch.bfloat16), (2048, 512, False, torch.float16),
@@ -20,14 +20,14 @@ CASES = [
     )
 ]  # fmt: skip
 CASES += [
-    Case(kind="grid", bits=bits, n=200, k=k, m=1, density=density, bias=bias, dtype=dtype)
+    Case(format="grid", bits=bits, n=200, k=k, m=1, density=density, bias=bias, dtype=dtype)
     for bits in (2, 3, 4)
     for k, density, bias, dtype in (
         (4096, 0.01, True, torch.float16), (1280, 0.05, False, torch.bfloat16), (8192, 0.002, False, torch.float16),
     )
 ]  # fmt: skip
 CASES += [
-    Case(kind="grid", bits=bits, n=200, k=k, m=1, group_size=group, density=density, zero_points=True)
+    Case(format="grid", bits=bits, n=200, k=k, m=1, group_size=group, density=density, zero_points=True)
     for bits in (2, 3, 4)
     for k, group, density in ((4096, 128, 0.0), (1024, 256, 0.01), (8192, 128, 0.002))
 ]

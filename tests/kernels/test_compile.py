@@ -29,7 +29,7 @@ def arguments(
 ) -> tuple[dict, dict[str, str], tuple[str, ...]]:
     """Constants, pointer types and absent pointers of a layout, from the launcher's own function."""
     _, constants = operands(
-        random_layout(Case(kind=kind, bits=bits, n=16, k=256, m=1), "cpu"), dtype, asm=True
+        random_layout(Case(format=kind, bits=bits, n=16, k=256, m=1), "cpu"), dtype, asm=True
     )
     name = "fp16" if dtype == torch.float16 else "bf16"
     scales = {"s_ptr": "*i32" if kind == "codebook" else "*fp16", "xa_ptr": f"*{name}", "out_ptr": f"*{name}"}

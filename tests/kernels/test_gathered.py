@@ -54,7 +54,7 @@ def test_the_residuals_of_a_block_are_added_once(density: float, dtype: torch.dt
     """None, one and two rounds of 32 entries, and blocks with more, by the operands of `gemv_sparse_mma._add_residuals`."""
     torch.manual_seed(0)
     case = Case(
-        kind="grid", bits=3, n=40, k=700, m=8, density=density, int8_residuals=True, column_scales=True
+        format="grid", bits=3, n=40, k=700, m=8, density=density, int8_residuals=True, column_scales=True
     )
     layout, base = random_layout(case, "cpu"), 4096
     assert layout.sparse is not None and layout.row_perm is not None
@@ -140,7 +140,7 @@ def gathered_machine(
 ) -> Machine:  # fmt: skip
     """`launch`: warps, places of the ring."""
     case = Case(
-        kind=kind,
+        format=kind,
         bits=bits,
         n=16,
         k=max(256, group),

@@ -22,26 +22,26 @@ def on_hopper() -> None:
 
 
 CASES = [
-    Case(kind=kind, bits=bits, n=100, k=1500, m=m, density=0.02, bias=True, zero_points=zeros, dtype=dtype)
+    Case(format=kind, bits=bits, n=100, k=1500, m=m, density=0.02, bias=True, zero_points=zeros, dtype=dtype)
     for kind, bits, zeros in (("grid", 3, False), ("grid", 2, True), ("codebook", 3, False))
     for m in (1, 2, 5, 8)
     for dtype in LIMIT
 ]
 CASES += [
     Case(
-        kind="grid", bits=4, n=330, k=k, m=5, group_size=group, zero_points=True, density=0.01, int8_residuals=int8,
+        format="grid", bits=4, n=330, k=k, m=5, group_size=group, zero_points=True, density=0.01, int8_residuals=int8,
         column_scales=int8,
     )
     for k, group in ((1024, 32), (1024, 64), (2048, 256), (4096, 512), (777, 777), (5000, 96), (14336, 128))
     for int8 in (False, True)
 ]  # fmt: skip
 CASES += [
-    Case(kind=kind, bits=bits, n=200, k=2048, m=3, density=0.005)
+    Case(format=kind, bits=bits, n=200, k=2048, m=3, density=0.005)
     for kind, widths in (("grid", (5, 6, 7, 8)), ("codebook", (2, 4)))
     for bits in widths
 ]
 CASES += [
-    Case(kind="grid", bits=3, n=n, k=k, m=8, density=0.3)
+    Case(format="grid", bits=3, n=n, k=k, m=8, density=0.3)
     for n, k in ((1, 256), (16, 8), (2100, 301), (64, 2048))
 ]
 
@@ -65,7 +65,7 @@ def test_every_launch_agrees(launch: tuple[int, int]) -> None:
     from requant_kernels.scalar.gemv_sparse_mma import gathered
 
     torch.manual_seed(0)
-    layout = random_layout(Case(kind="grid", bits=3, n=500, k=2304, m=8, density=0.02), "cuda")
+    layout = random_layout(Case(format="grid", bits=3, n=500, k=2304, m=8, density=0.02), "cuda")
     wide = torch.randn(8, 2401, device="cuda", dtype=torch.float16)
     config = DecodeConfig(warps=launch[0], unroll=launch[1], pdl=True, max_registers=128)
     for x in (wide[:, :2304], wide[:, 3:2307], wide[:, :2304].contiguous()):
@@ -80,9 +80,16 @@ def test_one_token_staged(warps: int, k: int) -> None:
     torch.manual_seed(0)
     config = DecodeConfig(warps=warps, unroll=3, ahead=False, staged=True, pdl=True, max_registers=128)
     for case in (
-        Case(kind="grid", bits=3, n=200, k=k, m=1, density=0.02),
+        Case(format="grid", bits=3, n=200, k=k, m=1, density=0.02),
         Case(
-            kind="codebook", bits=3, n=200, k=k, m=1, density=0.02, int8_residuals=True, dtype=torch.bfloat16
+            format="codebook",
+            bits=3,
+            n=200,
+            k=k,
+            m=1,
+            density=0.02,
+            int8_residuals=True,
+            dtype=torch.bfloat16,
         ),
     ):
         layout = random_layout(case, "cuda")
@@ -97,7 +104,7 @@ def test_one_token_staged(warps: int, k: int) -> None:
 def test_graph_replays_on_new_activations() -> None:
     from requant_kernels.scalar.gemv_sparse_mma import gathered
 
-    layout = random_layout(Case(kind="grid", bits=3, n=1024, k=1024, m=8, density=0.01), "cuda")
+    layout = random_layout(Case(format="grid", bits=3, n=1024, k=1024, m=8, density=0.01), "cuda")
     x, config = torch.randn(8, 1024, device="cuda", dtype=torch.float16), DecodeConfig(warps=4, pdl=True)
     gathered(x, layout, None, config)
     graph = torch.cuda.CUDAGraph()

@@ -18,13 +18,13 @@ pytestmark = pytest.mark.gpu
 LIMIT = {torch.float16: 3e-3, torch.bfloat16: 1.2e-2}
 
 CASES = [
-    Case(kind=kind, bits=bits, n=37, k=600, m=1, density=0.02, bias=True, dtype=dtype)
+    Case(format=kind, bits=bits, n=37, k=600, m=1, density=0.02, bias=True, dtype=dtype)
     for kind in ("grid", "codebook")
     for bits in range(2, 9)
     for dtype in LIMIT
 ]
 CASES += [
-    Case(kind=kind, bits=bits, n=100, k=1500, m=m, zero_points=True, density=density, int8_residuals=True)
+    Case(format=kind, bits=bits, n=100, k=1500, m=m, zero_points=True, density=density, int8_residuals=True)
     for kind, bits in (("grid", 3), ("codebook", 3))
     for m, density in (
         (3, 0.01),
@@ -41,7 +41,7 @@ CASES += [
 ]
 CASES += [
     Case(
-        kind="grid",
+        format="grid",
         bits=4,
         n=64,
         k=k,
@@ -55,7 +55,7 @@ CASES += [
     for m, zeros, dtype in ((1, True, torch.float16), (5, False, torch.bfloat16))
 ]
 CASES += [
-    Case(kind=kind, bits=bits, n=n, k=k, m=1, density=0.01)
+    Case(format=kind, bits=bits, n=n, k=k, m=1, density=0.01)
     for kind, bits in (("grid", 2), ("codebook", 3), ("codebook", 4))
     for n, k in ((4096, 4096), (80, 8192), (48, 14336), (1, 256), (16, 1))
 ]
@@ -79,7 +79,7 @@ def test_linear(case: Case) -> None:
 @pytest.mark.parametrize("kind", ["grid", "codebook"])
 @pytest.mark.parametrize("m", [1, 9, 40])
 def test_without_assembly(kind: str, m: int) -> None:
-    layout = random_layout(Case(kind=kind, bits=3, n=32, k=600, m=m, density=0.02), "cuda")
+    layout = random_layout(Case(format=kind, bits=3, n=32, k=600, m=m, density=0.02), "cuda")
     x = torch.randn(m, 600, device="cuda", dtype=torch.float16)
     config = DecodeConfig(warps=4)
     y = decode(x, layout, None, config, asm=False) if m <= 16 else tall(x, layout, None, asm=False)
@@ -88,7 +88,7 @@ def test_without_assembly(kind: str, m: int) -> None:
 
 @pytest.mark.parametrize("warps,tiles,unroll", [(2, 1, 1), (4, 2, 1), (8, 1, 2), (4, 4, 1), (16, 1, 1)])
 def test_every_launch_shape_agrees(warps: int, tiles: int, unroll: int) -> None:
-    layout = random_layout(Case(kind="codebook", bits=3, n=100, k=5000, m=1, density=0.01), "cuda")
+    layout = random_layout(Case(format="codebook", bits=3, n=100, k=5000, m=1, density=0.01), "cuda")
     x = torch.randn(1, 5000, device="cuda", dtype=torch.float16)
     config = DecodeConfig(warps=warps, tiles=tiles, unroll=unroll, pdl=True)
     assert relative_error(decode(x, layout, None, config, asm=True), reference.linear(x, layout)) < 3e-3
@@ -96,7 +96,7 @@ def test_every_launch_shape_agrees(warps: int, tiles: int, unroll: int) -> None:
 
 @pytest.mark.parametrize("m", [1, 8, 40, 200])
 def test_graph_capture_replays_on_new_activations(m: int) -> None:
-    layout = random_layout(Case(kind="grid", bits=2, n=256, k=1024, m=m, density=0.01), "cuda")
+    layout = random_layout(Case(format="grid", bits=2, n=256, k=1024, m=m, density=0.01), "cuda")
     x = torch.randn(m, 1024, device="cuda", dtype=torch.float16)
     linear(x, layout)
     graph = torch.cuda.CUDAGraph()
@@ -108,7 +108,7 @@ def test_graph_capture_replays_on_new_activations(m: int) -> None:
 
 
 def test_operator_contract_and_compile() -> None:
-    layout = random_layout(Case(kind="grid", bits=3, n=64, k=512, m=2, density=0.02), "cuda")
+    layout = random_layout(Case(format="grid", bits=3, n=64, k=512, m=2, density=0.02), "cuda")
     x = torch.randn(2, 512, device="cuda", dtype=torch.float16)
     torch.library.opcheck(torch.ops.requant.linear, (x, None, *flatten(layout)))
     plain = inspect.unwrap(linear)
@@ -138,7 +138,7 @@ def test_attention_of_one_token(
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 7, 8])
 @pytest.mark.parametrize("dtype", LIMIT)
 def test_rows_of_an_embedding(bits: int, dtype: torch.dtype) -> None:
-    case = Case(kind="grid", bits=bits, n=1000, k=640, m=1, group_size=64, zero_points=True)
+    case = Case(format="grid", bits=bits, n=1000, k=640, m=1, group_size=64, zero_points=True)
     layout, tokens = random_layout(case, "cuda"), torch.randint(0, 1000, (3, 7), device="cuda")
     assert relative_error(lookup(tokens, layout, dtype), reference.weight(layout)[tokens]) < LIMIT[dtype]
 

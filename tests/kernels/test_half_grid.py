@@ -38,7 +38,7 @@ def machine_of(setting: tuple[int, ...], layout: GridLayout, dtype: torch.dtype 
 
 
 def plain_grid(bits: int, **given: object) -> GridLayout:
-    layout = random_layout(Case(kind="grid", bits=bits, n=64, m=8, **({"k": 2048} | given)), "cpu")  # pyright: ignore[reportArgumentType]
+    layout = random_layout(Case(format="grid", bits=bits, n=64, m=8, **({"k": 2048} | given)), "cpu")  # pyright: ignore[reportArgumentType]
     assert isinstance(layout, GridLayout)
     return layout
 
@@ -102,9 +102,9 @@ def test_only_plain_grids_are_taken() -> None:
     assert not takes(x[:1], plain_grid(3, k=1024, density=0.01), config)  # it would leave the residuals out
     assert not takes(x, plain, replace(config, tiles=16))  # more than a program gets
     for case in (
-        Case(kind="codebook", bits=3, n=32, k=1024, m=8), Case(kind="grid", bits=5, n=32, k=1024, m=8),
-        Case(kind="grid", bits=3, n=32, k=1000, m=8), Case(kind="grid", bits=3, n=32, k=1024, m=8, density=0.01),
-        Case(kind="grid", bits=3, n=32, k=1024, m=8, group_size=64),
-        Case(kind="grid", bits=3, n=32, k=1024, m=8, column_scales=True),
+        Case(format="codebook", bits=3, n=32, k=1024, m=8), Case(format="grid", bits=5, n=32, k=1024, m=8),
+        Case(format="grid", bits=3, n=32, k=1000, m=8), Case(format="grid", bits=3, n=32, k=1024, m=8, density=0.01),
+        Case(format="grid", bits=3, n=32, k=1024, m=8, group_size=64),
+        Case(format="grid", bits=3, n=32, k=1024, m=8, column_scales=True),
     ):  # fmt: skip
         assert not takes(torch.zeros(8, case.k).half(), random_layout(case, "cpu"), config), case

@@ -12,7 +12,7 @@ from .cases import Case, random_layout, relative_error
 pytestmark = pytest.mark.gpu
 
 CASES = [
-    Case(kind="grid", bits=bits, n=200, k=k, m=m, group_size=group, bias=bias, zero_points=zeros, dtype=dtype)
+    Case(format="grid", bits=bits, n=200, k=k, m=m, group_size=group, bias=bias, zero_points=zeros, dtype=dtype)
     for bits in (2, 3, 4)
     for k, m, group, bias, zeros, dtype in (
         (4096, 8, 128, False, False, torch.float16), (1280, 2, 128, True, False, torch.float16),
@@ -52,7 +52,7 @@ def test_halves_of_a_grid(number: int) -> None:
 def test_small_and_large_activations(scale: float) -> None:
     """Products of subnormal weights lose nothing, whatever the activations are."""
     torch.manual_seed(0)
-    layout = random_layout(Case(kind="grid", bits=2, n=64, k=4096, m=8), "cuda")
+    layout = random_layout(Case(format="grid", bits=2, n=64, k=4096, m=8), "cuda")
     x = (torch.randn(8, 4096, device="cuda") * scale).half()
     config = DecodeConfig(warps=8, tiles=2, unroll=2, halves=True, pdl=True)
     assert relative_error(half_grid(x, layout, None, config), reference.linear(x, layout)) < 1e-3

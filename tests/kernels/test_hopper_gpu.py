@@ -17,7 +17,7 @@ NAMES = ("tokens", "warps", "tiles", "ahead", "split")
 
 CASES = [
     Case(
-        kind=kind,
+        format=kind,
         bits=bits,
         n=100,
         k=1100,
@@ -33,7 +33,7 @@ CASES = [
 ]
 CASES += [
     Case(
-        kind="grid",
+        format="grid",
         bits=3,
         n=80,
         k=k,
@@ -47,13 +47,13 @@ CASES += [
     for density in (0.0, 0.02)
 ]
 CASES += [
-    Case(kind=kind, bits=3, n=300, k=1500, m=m, density=density, int8_residuals=True, bias=True)
+    Case(format=kind, bits=3, n=300, k=1500, m=m, density=density, int8_residuals=True, bias=True)
     for kind in ("grid", "codebook")
     for m in (17, 33, 65, 128, 129, 300, 512, 600)
     for density in (0.0, 0.01)
 ]
 CASES += [
-    Case(kind="grid", bits=4, n=n, k=k, m=50) for n, k in ((1, 256), (16, 1), (4096, 301), (2048, 8192))
+    Case(format="grid", bits=4, n=n, k=k, m=50) for n, k in ((1, 256), (16, 1), (4096, 301), (2048, 8192))
 ]
 
 
@@ -87,7 +87,7 @@ def test_every_launch_shape(setting: tuple[int, ...], density: float) -> None:
     from requant_kernels.scalar.gemm_sm90 import hopper
 
     torch.manual_seed(0)
-    layout = random_layout(Case(kind="grid", bits=3, n=720, k=2100, m=90, density=density), "cuda")
+    layout = random_layout(Case(format="grid", bits=3, n=720, k=2100, m=90, density=density), "cuda")
     x = torch.randn(90, 2100, device="cuda", dtype=torch.float16)
     bias = torch.randn(720, device="cuda", dtype=torch.float16)
     y = hopper(x, layout, bias, HopperConfig(**dict(zip(NAMES, setting, strict=True))))
@@ -96,14 +96,14 @@ def test_every_launch_shape(setting: tuple[int, ...], density: float) -> None:
 
 def test_a_crowded_block_of_residuals() -> None:
     """More entries in a block of 16 x 256 than two rounds of a warp take."""
-    layout = random_layout(Case(kind="codebook", bits=3, n=64, k=1024, m=48, density=0.3), "cuda")
+    layout = random_layout(Case(format="codebook", bits=3, n=64, k=1024, m=48, density=0.3), "cuda")
     for dtype, limit in LIMIT.items():
         x = torch.randn(48, 1024, device="cuda", dtype=dtype)
         assert relative_error(linear(x, layout), reference.linear(x, layout)) < limit
 
 
 def test_activations_that_are_no_whole_rows() -> None:
-    layout = random_layout(Case(kind="grid", bits=2, n=64, k=1024, m=48), "cuda")
+    layout = random_layout(Case(format="grid", bits=2, n=64, k=1024, m=48), "cuda")
     wide = torch.randn(48, 1031, device="cuda", dtype=torch.float16)
     for x in (wide[:, 3:1027], wide[:, 4:1028], wide.T.contiguous().T[:, :1024]):
         assert relative_error(linear(x, layout), reference.linear(x, layout)) < 3e-3
@@ -112,7 +112,7 @@ def test_activations_that_are_no_whole_rows() -> None:
 @pytest.mark.parametrize("m", [40, 200])
 @pytest.mark.parametrize("density", [0.0, 0.01])
 def test_graph_capture(m: int, density: float) -> None:
-    layout = random_layout(Case(kind="grid", bits=3, n=1024, k=1024, m=m, density=density), "cuda")
+    layout = random_layout(Case(format="grid", bits=3, n=1024, k=1024, m=m, density=density), "cuda")
     x = torch.randn(m, 1024, device="cuda", dtype=torch.float16)
     linear(x, layout)
     graph = torch.cuda.CUDAGraph()

@@ -158,7 +158,7 @@ def test_lanes_take_every_residual_once(density: float, bf16: bool) -> None:
     """Up to 64 entries a block, of which lanes hold two each, and more, which they read again for every piece."""
     random.seed(0)
     torch.manual_seed(0)
-    layout = random_layout(Case(kind="grid", bits=3, n=32, k=400, m=1, density=density), "cpu")
+    layout = random_layout(Case(format="grid", bits=3, n=32, k=400, m=1, density=density), "cpu")
     assert layout.sparse is not None and layout.row_perm is not None
     entries, bounds = layout.sparse.coo, layout.sparse.block_ptr
     assert entries is not None and bounds is not None
@@ -188,7 +188,7 @@ def test_lanes_take_every_residual_once(density: float, bf16: bool) -> None:
 def test_entries_meet_divided_activations(group: int, int8: bool) -> None:
     """y = (x / column scales) (dense + entries)^T, in the order of the rows as they are stored."""
     case = Case(
-        kind="grid", bits=3, n=40, k=500, m=8, group_size=group, zero_points=True, density=0.02,
+        format="grid", bits=3, n=40, k=500, m=8, group_size=group, zero_points=True, density=0.02,
         int8_residuals=int8, column_scales=True,
     )  # fmt: skip
     layout = random_layout(case, "cpu")
@@ -211,7 +211,7 @@ def test_entries_meet_divided_activations(group: int, int8: bool) -> None:
 
 
 def test_residuals_that_are_no_float16_have_no_entries(monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = random_layout(Case(kind="grid", bits=3, n=32, k=256, m=1, density=0.02), "cpu")
+    layout = random_layout(Case(format="grid", bits=3, n=32, k=256, m=1, density=0.02), "cpu")
     assert layout.sparse is not None
     monkeypatch.setattr(heuristics, "_has_wgmma", lambda device: True)
     assert heuristics.runs_on_hopper(layout, layout.packed_codes.device)

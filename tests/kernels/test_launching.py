@@ -76,9 +76,9 @@ def every_way() -> None:
     from .cases import Case, random_layout, random_trellis
 
     for case in (
-        Case(kind="grid", bits=3, n=48, k=512, m=1, zero_points=True),
-        Case(kind="grid", bits=2, n=48, k=512, m=8, density=0.05, column_scales=True),
-        Case(kind="codebook", bits=3, n=48, k=512, m=16, density=0.05),
+        Case(format="grid", bits=3, n=48, k=512, m=1, zero_points=True),
+        Case(format="grid", bits=2, n=48, k=512, m=8, density=0.05, column_scales=True),
+        Case(format="codebook", bits=3, n=48, k=512, m=16, density=0.05),
     ):
         layout = random_layout(case, "cpu")
         for m in (1, case.m):

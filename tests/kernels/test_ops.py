@@ -14,9 +14,9 @@ from requant_kernels.ops import flatten, unflatten
 from .cases import Case, random_csr, random_layout, random_trellis, relative_error
 
 CASES = [
-    Case(kind="grid", bits=2, n=37, k=300, m=1, density=0.02, bias=True),
+    Case(format="grid", bits=2, n=37, k=300, m=1, density=0.02, bias=True),
     Case(
-        kind="grid",
+        format="grid",
         bits=5,
         n=20,
         k=700,
@@ -26,8 +26,8 @@ CASES = [
         density=0.02,
         int8_residuals=True,
     ),
-    Case(kind="codebook", bits=3, n=33, k=515, m=3, density=0.05),
-    Case(kind="codebook", bits=8, n=16, k=256, m=2),
+    Case(format="codebook", bits=3, n=33, k=515, m=3, density=0.05),
+    Case(format="codebook", bits=8, n=16, k=256, m=2),
 ]
 
 
@@ -81,7 +81,7 @@ def test_operator_contract_and_tracing() -> None:
 @pytest.mark.parametrize(("k", "group", "zeros", "scaled"), [(300, 64, True, False), (96, 96, False, True)])
 def test_rows_are_those_of_the_matrix(bits: int, k: int, group: int, zeros: bool, scaled: bool) -> None:
     case = Case(
-        kind="grid", bits=bits, n=37, k=k, m=1, group_size=group, zero_points=zeros, column_scales=scaled
+        format="grid", bits=bits, n=37, k=k, m=1, group_size=group, zero_points=zeros, column_scales=scaled
     )
     layout, tokens = random_layout(case, "cpu"), torch.tensor([[0, 36, 5], [8, 8, 17]])
     rows = lookup(tokens, layout, torch.float32)

@@ -65,7 +65,7 @@ def test_codebook_round_trip(bits: int, n: int, k: int, int8: bool, seed: int) -
 
 
 def test_reference_weight_is_the_equation() -> None:
-    case = Case(kind="grid", bits=3, n=20, k=300, m=1, zero_points=True, density=0.05, column_scales=True)
+    case = Case(format="grid", bits=3, n=20, k=300, m=1, zero_points=True, density=0.05, column_scales=True)
     torch.manual_seed(0)
     layout = random_layout(case, "cpu")
     codes, scales, zeros = unpack_grid(layout)

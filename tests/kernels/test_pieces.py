@@ -71,7 +71,7 @@ def test_pieces_of_a_grid_are_exact(bits: int, dtype: str, sparse: bool) -> None
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_pieces_of_a_codebook(bits: int) -> None:
-    layout = random_layout(Case(kind="codebook", bits=bits, n=16, k=256, m=1, density=0.02), "cpu")
+    layout = random_layout(Case(format="codebook", bits=bits, n=16, k=256, m=1, density=0.02), "cpu")
     assert isinstance(layout, CodebookLayout)
     words = layout.packed_codes.view(bits, 8, 4, 2, 2).numpy().view(np.uint32)
     assert layout.tables is not None
@@ -106,7 +106,7 @@ def test_pairs_of_what_belongs_to_two_rows(factor: float, addend: float) -> None
 
 def test_entries_are_the_residuals_in_the_order_of_places() -> None:
     layout = random_layout(
-        Case(kind="grid", bits=2, n=40, k=600, m=1, density=0.05, int8_residuals=True), "cpu"
+        Case(format="grid", bits=2, n=40, k=600, m=1, density=0.05, int8_residuals=True), "cpu"
     )
     assert layout.sparse is not None and layout.row_perm is not None
     entries, bounds = layout.sparse.coo, layout.sparse.block_ptr

@@ -9,9 +9,9 @@ from requant_kernels.launch_config import AHEAD, BYTES, GATHERED, SHARE, STAGED
 from .cases import Case, random_layout, random_trellis
 
 pytestmark = pytest.mark.gpu
-GRID = Case(kind="grid", bits=3, n=2500, k=4096, m=1)
-RESIDUALS = Case(kind="grid", bits=2, n=2500, k=4096, m=8, density=0.01)
-CODES = Case(kind="codebook", bits=3, n=2500, k=4096, m=8)
+GRID = Case(format="grid", bits=3, n=2500, k=4096, m=1)
+RESIDUALS = Case(format="grid", bits=2, n=2500, k=4096, m=8, density=0.01)
+CODES = Case(format="codebook", bits=3, n=2500, k=4096, m=8)
 
 
 @pytest.mark.parametrize(

@@ -61,8 +61,8 @@ def test_the_rule_fills_every_gpu(monkeypatch: pytest.MonkeyPatch, name: str, n:
 
 
 def test_only_hopper_has_the_kernel_of_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    grid = random_layout(Case(kind="grid", bits=8, n=32, k=256, m=1), "cpu")
-    memory = random_layout(Case(kind="codebook", bits=5, n=32, k=256, m=1), "cpu")
+    grid = random_layout(Case(format="grid", bits=8, n=32, k=256, m=1), "cpu")
+    memory = random_layout(Case(format="codebook", bits=5, n=32, k=256, m=1), "cpu")
     sparse = random_csr(32, 256, 0.1, False, "cpu")
     trellis = pack_trellis(*random_trellis(32, 256, 2.25, "cpu"), bits=2.25, code="mul1", sparse=sparse)
     for name in GPUS:
@@ -78,7 +78,7 @@ def test_only_hopper_has_the_kernel_of_hopper(monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_cache_comes_before_the_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     device = pretend(monkeypatch, "H100")
-    layout = random_layout(Case(kind="grid", bits=2, n=64, k=1024, m=1), "cpu")
+    layout = random_layout(Case(format="grid", bits=2, n=64, k=1024, m=1), "cpu")
     rule, several = (heuristics.decode_config(layout, tokens, device) for tokens in (1, 3))
     table = {"H100": {"decode grid 2 64x1024 1": [2, 2, 1, 0, 96], "tall grid 2 64x1024 32": [4, 2, 3]}}
     autotune.write_table(tmp_path / "kernels.json", table)
@@ -95,7 +95,7 @@ def test_the_cache_comes_before_the_table(monkeypatch: pytest.MonkeyPatch, tmp_p
 def test_bytes_go_first_where_they_may(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A row of `byte_grid.py` is for layouts that it knows, on Hopper; for all others there is one of the other kernel."""
     plain, zeros, residuals, odd, row = (
-        random_layout(Case(kind="grid", bits=2, n=64, m=1, **given), "cpu")
+        random_layout(Case(format="grid", bits=2, n=64, m=1, **given), "cpu")
         for given in (
             {"k": 1024}, {"k": 1024, "zero_points": True}, {"k": 1024, "density": 0.01}, {"k": 1000},
             {"k": 1024, "zero_points": True, "group_size": 1024},
@@ -194,7 +194,7 @@ def test_a_share_is_what_keeps_others_away() -> None:
 
 def test_entries_are_multiplied_where_there_are_any(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A setting of `gathered.py` is taken for residuals that have entries, and on Hopper alone."""
-    layout = random_layout(Case(kind="grid", bits=3, n=64, k=1024, m=8, density=0.02), "cpu")
+    layout = random_layout(Case(format="grid", bits=3, n=64, k=1024, m=8, density=0.02), "cpu")
     assert layout.sparse is not None and layout.sparse.coo is not None
     without = replace(layout, sparse=replace(layout.sparse, coo=None, block_ptr=None))
     setting = [4, 1, 1, launch_config.GATHERED, 128]
@@ -229,7 +229,7 @@ def test_residuals_are_cold_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every copy that is timed has them at another place."""
     monkeypatch.setattr(autotune, "copies_needed", lambda stored: 3)
     copies = autotune.copies_of(
-        random_layout(Case(kind="grid", bits=3, n=32, k=256, m=1, density=0.1), "cpu")
+        random_layout(Case(format="grid", bits=3, n=32, k=256, m=1, density=0.1), "cpu")
     )
     for place in ("packed_codes", "sparse.columns", "sparse.values", "sparse.slice_ptr"):
         held = [attrgetter(place)(layout) for layout in copies]
@@ -248,8 +248,8 @@ def test_the_table_holds_settings() -> None:
 
 
 def test_names_and_widths_are_those_of_the_lookup() -> None:
-    plain = random_layout(Case(kind="grid", bits=3, n=32, k=256, m=1), "cpu")
-    sparse = random_layout(Case(kind="codebook", bits=3, n=32, k=256, m=1, density=0.1), "cpu")
+    plain = random_layout(Case(format="grid", bits=3, n=32, k=256, m=1), "cpu")
+    sparse = random_layout(Case(format="codebook", bits=3, n=32, k=256, m=1, density=0.1), "cpu")
     assert (autotune.kind_of(plain), autotune.kind_of(sparse)) == ("grid", "codebook+s")
     trellis = pack_trellis(
         *random_trellis(32, 256, 2, "cpu"), bits=2, code="pair", sparse=random_csr(32, 256, 0.1, False, "cpu")
