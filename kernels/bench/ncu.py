@@ -25,8 +25,8 @@ METRICS = {
 }
 FIRST = (
     "decode_kernel",
-    "byte_grid_kernel",
-    "half_grid_kernel",
+    "gemv_int8_mma_kernel",
+    "gemv_fp16_mma_kernel",
     "arrange_kernel",
 )  # kernels that a multiplication begins with
 # of a trellis, which a rotation ends, and may begin

@@ -211,7 +211,7 @@ def call(kernel: str, x: Tensor, layout: Any, setting: Setting) -> Tensor:
         if config.bytes or config.halves:
             from requant_kernels.scalar import gemv_fp16_mma, gemv_int8_mma
 
-            if not (gemv_fp16_mma if config.halves else gemv_int8_mma).takes(x, layout, config):
+            if not (gemv_fp16_mma if config.halves else gemv_int8_mma).supports(x, layout, config):
                 raise ValueError("another kernel would be timed")
         return decode(x, layout, None, config, asm=True)
     if kernel == "tall":

@@ -1,4 +1,4 @@
-"""Importing this lets Triton's interpreter run kernels in Gluon whose tensors need no layout: layouts are left out."""
+"""Import this to run Gluon kernels in Triton's interpreter: layouts are dropped, and only inline PTX uses shared memory."""
 
 import types
 from typing import Any
@@ -11,20 +11,27 @@ from triton.runtime import jit
 DROPPED = ("layout",)  # arguments that Triton's functions do not have
 
 
+class Constexpr(tl.constexpr):
+    """With the attributes of its value, as the compiler resolves them."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.value, name)
+
+
 class Shared:
-    """Shared memory that only assembly uses."""
+    """An allocation that only inline PTX uses."""
 
     def __init__(self, *_: Any) -> None:
         pass
 
 
 class Language(types.ModuleType):
-    """`gluon.language`, by the functions of `triton.language` as they are when they are called."""
+    """`gluon.language` by the functions of `triton.language`, looked up when they are called."""
 
     def __init__(self, real: Any) -> None:
         super().__init__("language")
         self.real = real
-        self.constexpr, self.allocate_shared_memory = tl.constexpr, Shared
+        self.constexpr, self.allocate_shared_memory = Constexpr, Shared
 
     def __getattr__(self, name: str) -> Any:
         if name == "thread_barrier":
@@ -48,7 +55,7 @@ normalize = jit._normalize_ty
 
 
 def jit_of(function: Any = None, **options: Any) -> Any:
-    """`triton.jit` of a function, whose module needs to know Triton's language for it."""
+    """`triton.jit`; the interpreter looks for `tl` in the module of the function."""
     if function is None:
         return lambda later: jit_of(later, **options)
     function.__globals__.setdefault("tl", tl)

@@ -1,86 +1,118 @@
-"""Words and scales of a grid on their way to `byte_grid.py` and `half_grid.py`: a ring in shared memory, in Gluon.
+"""The weight pipeline of the GEMV kernels, in Gluon: packed codes and scales by cp.async into a multistage buffer.
 
-A place of the ring has, for every warp, a block of 256 columns of its R tiles: the words, 512 bytes of a word of all lanes,
-then the scales and, where there are any, the zero points, 4 bytes a lane and group. Every lane copies by `cp.async` the 16
-bytes that it will read itself, so no warp waits for another: `cp.async.wait_group` is all. 32 consecutive lanes read 512
-consecutive bytes, without bank conflicts.
+A stage holds, for every warp, one k_tile (256 columns) of its row tiles: the packed codes, 512 bytes for one 32-bit word
+of all lanes, then the scales and, where the grid has them, the zero points, 4 bytes per lane and group. Every lane copies
+exactly the bytes that it will read itself, so its own `cp.async.wait_group` is enough: no barrier, and no register holds
+a load in flight. 32 consecutive lanes read 512 consecutive bytes, without bank conflicts.
 
-`cp.async` takes no L2 policy here: with one, ptxas of CUDA 12.8 and 13.1 may name a register that nothing has set, which the
-GPU refuses as an illegal instruction.
+`cp.async` takes no L2 policy here: with one, ptxas of CUDA 12.8 and 13.1 may name a register that nothing has set, which
+the GPU refuses as an illegal instruction.
 """
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none, reportAttributeAccessIssue=none
 # pyright: reportGeneralTypeIssues=none
 
+from dataclasses import dataclass
 from functools import cache
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from requant_kernels.common.inline_ptx import issue
 from requant_kernels.common.packing import GridLayout
-
-PAGE = gl.constexpr(1024)  # bytes that shared memory is asked for by
-
-
-def scales_of(layout: GridLayout) -> int:
-    """Of a row and block, beside its words."""
-    return 0 if layout.kernel_group == 0 else 2 if layout.kernel_group == 128 else 1
+from requant_kernels.common.ptx import Ptx, inline_ptx
 
 
-def pages(size: int) -> int:
-    return -(-size // PAGE.value)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightStage:
+    """What a warp has in one pipeline stage: a k_tile of `tiles` row tiles of a grid."""
+
+    bits: int
+    group: int  # columns of a scale; 0: one scale per row, which the kernel applies at its end
+    zeros: bool  # whether there are zero points beside the scales
+    tiles: int
+
+    @property
+    def scales(self) -> int:
+        """Scales of a row in a k_tile; 1 too where a group spans several k_tiles."""
+        return 0 if self.group == 0 else 2 if self.group == 128 else 1
+
+    @property
+    def k_tiles_per_scale(self) -> int:
+        return max(1, self.group // 256)
+
+    @property
+    def code_bytes(self) -> int:
+        return self.tiles * self.bits * 512
+
+    @property
+    def bytes(self) -> int:
+        return self.code_bytes + self.tiles * self.scales * 128 * (2 if self.zeros else 1)
+
+    @property
+    def load(self) -> Ptx:
+        return load_k_tile_ptx(self.bits, self.scales, self.tiles, zeros=self.zeros)
+
+
+def weight_stage(layout: GridLayout, tiles: int) -> WeightStage:
+    zeros = layout.zero_points is not None
+    return WeightStage(bits=layout.bits, group=layout.kernel_group, zeros=zeros, tiles=tiles)
 
 
 @cache
-def request_asm(bits: int, scales: int, tiles: int, *, zeros: bool = False) -> str:
-    """Begin to copy a block; a group of its own. Operands: where words and scales go, whether there are any, from where:
-    words of every tile, scales of every tile, zero points of every tile."""
-    lines = ["setp.ne.s32 p, $3, 0;"]
+def load_k_tile_ptx(bits: int, scales: int, tiles: int, *, zeros: bool = False) -> Ptx:
+    """Copy a k_tile of `tiles` row tiles, as one cp.async group.
+
+    Operands: shared addresses of the codes and of the scales, whether the k_tile exists (the group is committed anyway, so
+    that waiting counts stay fixed), global addresses of every tile's codes, scales and zero points.
+    """
+    inputs = {"to_codes": "r", "to_scales": "r", "exists": "r"}
+    lines = ["setp.ne.s32 p, $exists, 0;"]
     for t in range(tiles):
+        inputs[f"codes{t}"] = "l"
         for i in range(bits):
             lines.append(
-                f"@p cp.async.cg.shared.global [$1 + {512 * (bits * t + i)}], [${4 + t} + {512 * i}], 16;"
+                f"@p cp.async.cg.shared.global [$to_codes + {512 * (bits * t + i)}], [$codes{t} + {512 * i}], 16;"
             )
     for t in range(tiles * (1 + zeros)):
+        inputs[f"scales{t}"] = "l"
         for i in range(scales):
             lines.append(
-                f"@p cp.async.ca.shared.global [$2 + {128 * (scales * t + i)}], [${4 + tiles + t} + {32 * i}], 4;"
+                f"@p cp.async.ca.shared.global [$to_scales + {128 * (scales * t + i)}], [$scales{t} + {32 * i}], 4;"
             )
-    return "{ .reg .pred p;\n" + "\n".join([*lines, "cp.async.commit_group;"]) + " mov.b32 $0, 0; }"
-
-
-@cache
-def request_constraints(tiles: int, *, zeros: bool = False) -> str:
-    return ",".join(["=r"] + ["r"] * 3 + ["l"] * ((2 + zeros) * tiles))
+    return inline_ptx([*lines, "cp.async.commit_group;"], inputs=inputs, registers={"pred": "p"})
 
 
 @gluon.jit
-def sources_of(w_ptr, s_ptr, z_ptr, first, last_tile, lane, blocks, BITS: gl.constexpr, SCALES: gl.constexpr,
-               A_GROUP: gl.constexpr, R: gl.constexpr):  # fmt: skip
-    """Where a lane's words of block 0 of tiles `first` on are, and its scales, with the zero points behind them."""
-    words, scales, zeros = (), (), ()
-    for r in gl.static_range(R):
-        tile = gl.minimum(first + r, last_tile).to(gl.int64)
-        words = words + (w_ptr + tile * blocks * (BITS * 128) + lane * 4,)
-        groups = gl.cdiv(blocks, A_GROUP) * SCALES
+def weight_pointers(w_ptr, s_ptr, z_ptr, first_tile, last_tile, lane, k_tiles, STAGE: gl.constexpr):
+    """Pointers to this lane's codes and scales of k_tile 0, for every row tile; zero points follow the scales.
+
+    A tile beyond `last_tile` is `last_tile` again: it is computed, and written, twice alike.
+    """
+    TILES: gl.constexpr = STAGE.tiles
+    codes, scales, zeros = (), (), ()
+    for r in gl.static_range(TILES):
+        tile = gl.minimum(first_tile + r, last_tile).to(gl.int64)
+        codes = codes + (w_ptr + tile * k_tiles * (STAGE.bits * 128) + lane * 4,)
+        groups = gl.cdiv(k_tiles, STAGE.k_tiles_per_scale) * STAGE.scales
         scales = scales + (s_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + tile * groups * 8 + lane // 4,)
         if z_ptr is not None:
             zeros = zeros + (
                 z_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + tile * groups * 8 + lane // 4,
             )
-    return words, scales + zeros
+    return codes, scales + zeros
 
 
 @gluon.jit
-def request_block(words, scales, to_words, to_scales, block, blocks, ASM: gl.constexpr, CONSTRAINTS: gl.constexpr,
-             BITS: gl.constexpr, SCALES: gl.constexpr, A_GROUP: gl.constexpr):  # fmt: skip
-    """Begin to copy block `block` `[warp, 1]` of every tile to a place of the ring."""
-    inside = (block < blocks).to(gl.int32)
+def load_k_tile(codes, scales, to_codes, to_scales, k_tile, k_tiles, STAGE: gl.constexpr):
+    """Start copying `k_tile` `[warp, 1]` of every row tile to the shared addresses of a stage."""
+    LOAD: gl.constexpr = STAGE.load
+    exists = (k_tile < k_tiles).to(gl.int32)
     sources = ()
-    for r in gl.static_range(len(words)):
-        sources = sources + ((words[r] + block * (BITS * 128)).to(gl.int64),)
+    for r in gl.static_range(len(codes)):
+        sources = sources + ((codes[r] + k_tile * (STAGE.bits * 128)).to(gl.int64),)
     for r in gl.static_range(len(scales)):
-        sources = sources + ((scales[r] + block // A_GROUP * (8 * SCALES)).to(gl.int64),)
-    gl.inline_asm_elementwise(
-        ASM, CONSTRAINTS, (to_words, to_scales, inside) + sources, dtype=gl.int32, is_pure=False, pack=1
-    )
+        sources = sources + (
+            (scales[r] + k_tile // STAGE.k_tiles_per_scale * (8 * STAGE.scales)).to(gl.int64),
+        )
+    issue(LOAD, (to_codes, to_scales, exists) + sources)

@@ -286,10 +286,10 @@ def decode(x: Tensor, layout: Layout, bias: Tensor | None, config: DecodeConfig,
             gemv_int8_mma,  # in Gluon too
         )
 
-        if asm and config.bytes and gemv_int8_mma.takes(x, layout, config):
-            return gemv_int8_mma.byte_grid(x, layout, bias, config)
-        if asm and config.halves and gemv_fp16_mma.takes(x, layout, config):
-            return gemv_fp16_mma.half_grid(x, layout, bias, config)
+        if asm and config.bytes and gemv_int8_mma.supports(x, layout, config):
+            return gemv_int8_mma.gemv_int8_mma(x, layout, bias, config)
+        if asm and config.halves and gemv_fp16_mma.supports(x, layout, config):
+            return gemv_fp16_mma.gemv_fp16_mma(x, layout, bias, config)
         config = decode_config(layout, m, x.device, masked=False)
     y = torch.empty(m, layout.n, dtype=x.dtype, device=x.device)
     tensors, constants = operands(layout, x.dtype, asm)

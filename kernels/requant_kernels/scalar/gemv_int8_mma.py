@@ -1,9 +1,34 @@
-"""One token of a grid of 2 to 4 bits, on integer tensor cores: `byte_texts.py` has the idea and the PTX.
+"""One token of a 2- to 4-bit grid on int8 tensor cores, with or without 16-bit residuals; sm_90.
 
-A program owns 16 R rows; its warps share the columns, 256 at a time. Words and scales travel by `cp.async` into a ring of
-`DEPTH` places in shared memory, every lane's own bytes, and are requested before the kernel before has ended.
-Then every warp turns activations into fixed point, up to four blocks at a time, and after one barrier each multiplies its
-blocks. Zero points travel beside the scales; residuals, behind the last words (`byte_slots.py`).
+Why it exists: decoding one token is bound by instructions, not by bytes, once unpacking takes more than about two
+instructions per weight. `gemv.py` needs one LOP3 and one HFMA2 for two weights; here one AND leaves four weights in an
+operand register of `mma.m16n8k32`, and nothing else is done to them (`gemv_int8_mma_ptx.py` has the equations). It is the
+fastest kernel for one token at 2 and 3 bits, and with residuals at 2 to 4. Without residuals at 4 bits `gemv_fp16_mma.py`
+is ahead for half of the shapes that were tuned: this kernel's stages leave shared memory for too few CTAs.
+
+A CTA owns `tiles` x 16 rows; its warps split the columns, one k_tile of 256 at a time, and meet twice:
+
+    cp.async     codes and scales of the first num_stages - 1 k_tiles, before the PDL wait (weights do not depend on x)
+    quantize     activations to 16-bit fixed point, one scale per 128, up to four k_tiles per warp side by side:
+                 one after the other took 6 to 11 % of the whole time
+    barrier      quantized activations are in shared memory
+    loop         cp.async of a later k_tile, wait for this one, MMA
+    sparse       slices of residuals (below)
+    barrier      the reduction over warps goes through the pipeline buffer, without Triton's own
+
+On the inputs of a trained model float16 and fixed point together are off by 1.6e-4, float16 alone by 1.5e-4
+(`eval/results/trials.json`).
+
+*Residuals* are in sliced ELL (`packing.py`: a slice is 16 rows x 8 slots), rows sorted by their number. They use the
+pipeline stages after the last weight tile: half a warp copies a slice, each lane the eight slots of its row, and gathers
+their activations from shared memory. Of the 2 W half-warps of a CTA of R tiles, number h takes slices h // R, h // R + S,
+.. of tile h % R, with S = 2 W // R. A stage holds `slices_per_stage` of them for every half-warp, 1 KB per warp each. So
+residuals need no shared memory of their own, are in flight while the last weights are multiplied, and no CTA waits for
+slice bounds when it starts.
+
+The gather needs the activations unquantized as well. They get a buffer of their own, or, where that would cost a resident
+CTA per SM (28672 x 8192, 3 bits: 74 KB and three CTAs, or 90 KB and two), they are copied a second time over the
+quantized bytes that have been multiplied, and registers are capped for as many CTAs.
 """
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none, reportAttributeAccessIssue=none
@@ -18,305 +43,439 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from requant_kernels.common.cp_async import (
-    PAGE,
-    pages,
-    request_asm,
-    request_block,
-    request_constraints,
-    scales_of,
-    sources_of,
-)
+from requant_kernels.common.cp_async import WeightStage, load_k_tile, weight_pointers, weight_stage
 from requant_kernels.common.fragment_dequant import sparse_operands
+from requant_kernels.common.inline_ptx import (
+    SMEM_UNIT,
+    compute_f32,
+    compute_tuple,
+    issue,
+    issue_scalar,
+    load_f32,
+    smem_base,
+    smem_units,
+)
 from requant_kernels.common.launch import interned, launch
-from requant_kernels.common.occupancy import MULTIPROCESSOR, shared_room
+from requant_kernels.common.occupancy import SM_BYTES, shared_room
 from requant_kernels.common.packing import GridLayout, Layout
+from requant_kernels.common.ptx import SYNCWARP, Ptx
 from requant_kernels.heuristics import is_plain, multiprocessors, shared_memory
 from requant_kernels.launch_config import DecodeConfig
-from requant_kernels.scalar import gemv_sparse_mma_ptx
-from requant_kernels.scalar.gemv_int8_mma_ptx import (
-    AGAIN_ASM,
-    BLOCK_BYTES,
-    FACTORS,
-    FETCH_ASM,
-    LOAD_ASM,
-    ZERO_ASM,
-    block_asm,
-    block_constraints,
-    fix_asm,
-)
-from requant_kernels.scalar.gemv_int8_mma_sparse import (
-    bounds_of,
-    fetch_sums,
-    first_of,
-    give_sums,
-    join_lanes,
-    passes_of,
-    prefetch_bounds,
-    products_asm,
-    request_slots,
-    take_slots,
-)
+from requant_kernels.scalar import gemv_int8_mma_ptx as ptx
 
-BLOCK = gl.constexpr(BLOCK_BYTES)
-BASE, ZERO, LOAD = gl.constexpr(gemv_sparse_mma_ptx.BASE), gl.constexpr(ZERO_ASM), gl.constexpr(LOAD_ASM)
-FOUR = gl.constexpr((gl.int32,) * 4)
-REGISTERS = 65536  # of a multiprocessor
-LEAST_REGISTERS, MOST_REGISTERS = 80, 255  # of a thread: what two tiles need; what there may be
-MOST_FIXES = 4  # blocks of activations that a warp turns at once
-FETCH, AGAIN = gl.constexpr(FETCH_ASM), gl.constexpr(AGAIN_ASM)
-ARRIVED = gl.constexpr("cp.async.wait_all; mov.b32 $0, 0;")
-
-
-@gluon.jit(do_not_specialize=["last_tile"])
-def byte_grid_kernel(
-    x_ptr, w_ptr, s_ptr, z_ptr, rows_ptr, sp_ptr, si_ptr, sv_ptr, bias_ptr, y_ptr, K, n, last_tile,
-    REQUEST: gl.constexpr, REQUEST_CONSTRAINTS: gl.constexpr, FIX: gl.constexpr, FIXES: gl.constexpr, MULTIPLY: gl.constexpr,
-    MULTIPLY_CONSTRAINTS: gl.constexpr, WAIT: gl.constexpr, PAGES: gl.constexpr, X_AT: gl.constexpr, FACTOR: gl.constexpr,
-    BITS: gl.constexpr, GROUP: gl.constexpr, W: gl.constexpr, R: gl.constexpr, DEPTH: gl.constexpr,
-    PASSES: gl.constexpr, GIVEN_AT: gl.constexpr, PRODUCTS: gl.constexpr, PDL: gl.constexpr,
-):  # fmt: skip
-    """y `[n]` = weight @ x `[K]`; grid: R tiles of 16 rows each. K: whole blocks. GROUP 0: one scale a row."""
-    L: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [W, 1], [1, 0])
-    SCALES: gl.constexpr = 0 if GROUP == 0 else (2 if GROUP == 128 else 1)
-    A_GROUP: gl.constexpr = GROUP // 256 if GROUP > 256 else 1
-    BESIDE: gl.constexpr = SCALES * (128 if z_ptr is None else 256)
-    OWN: gl.constexpr = R * (BITS * 512 + BESIDE)  # bytes of a warp in a place of the ring
-    OUT: gl.constexpr = (16 * R + 32 * W - 1) // (32 * W)  # results of a thread, at most
-    blocks = K // 256
-    warp = gl.arange(0, W, gl.SliceLayout(1, L))[:, None]
-    lane = gl.arange(0, 32, gl.SliceLayout(0, L))[None, :]
-    region = gl.allocate_shared_memory(gl.int8, [PAGES, 1, PAGE], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    base = gl.inline_asm_elementwise(BASE, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-    # where the number of tiles is odd, the last one is computed, and written, twice alike
-    words, scales = sources_of(
-        w_ptr, s_ptr, z_ptr, gl.program_id(0) * R, last_tile, lane, blocks, BITS, SCALES, A_GROUP, R
-    )
-    place = base + warp * OWN
-    for u in gl.static_range(DEPTH - 1):
-        request_block(words, scales, place + u * (W * OWN) + lane * 16, place + u * (W * OWN) + R * BITS * 512 + lane * 4,
-                 warp + u * W, blocks, REQUEST, REQUEST_CONSTRAINTS, BITS, SCALES, A_GROUP)  # fmt: skip
-    if sp_ptr is not None:
-        prefetch_bounds(sp_ptr, lane, last_tile, R)
-    START: gl.constexpr = X_AT + BLOCK  # zeros lie before the activations
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    # zeros, for lanes whose columns are of another class
-    gl.inline_asm_elementwise(
-        ZERO, "=r,r", [base + X_AT + lane * 16 + warp * 0], dtype=gl.int32, is_pure=False, pack=1
-    )
-    zero = base + START + K * 2  # what is taken off for the zero point, 16 bytes of 128 columns
-    of_x = zero + K // 8  # scales of the activations
-    TWICE: gl.constexpr = GIVEN_AT == START
-    given = base + GIVEN_AT  # the activations as they came, for residuals; TWICE: over those in fixed point
-    for i in range(gl.cdiv(blocks, W * FIXES)):
-        raw = ()
-        for f in gl.static_range(FIXES):
-            block = (i * FIXES + f) * W + warp
-            raw = raw + gl.inline_asm_elementwise(
-                LOAD, "=&r,=&r,=&r,=&r,l,r",
-                [(x_ptr + block * 256 + lane * 8).to(gl.int64), (block < blocks).to(gl.int32)], dtype=FOUR,
-                is_pure=False, pack=1,
-            )  # fmt: skip
-        for f in gl.static_range(FIXES):
-            block = (i * FIXES + f) * W + warp
-            group = block * 2 + lane // 16
-            bytes_at = base + START + block * BLOCK + lane // 4 * 64 + lane % 4 * 8
-            zero_at = zero + group * 16 + lane % 4 * 4
-            places = ((block < blocks).to(gl.int32), bytes_at, zero_at, of_x + group * 4)
-            if sp_ptr is not None and not TWICE:
-                places = places + (given + block * 512 + lane * 16,)
-            gl.inline_asm_elementwise(
-                FIX, "=r" + ",r" * (4 + len(places)), raw[4 * f : 4 * f + 4] + places, dtype=gl.int32, is_pure=False,
-                pack=1,
-            )  # fmt: skip
-    gl.thread_barrier()
-    # what the end needs is asked for now: the rows, in no cache, would be waited for when nothing else is left
-    outs = ()
-    for i in gl.static_range(OUT):
-        o = (i * W + warp) * 32 + lane
-        out = gl.minimum(gl.program_id(0) * R + gl.minimum(o // 16, R - 1), last_tile) * 16 + o % 16
-        outs = outs + (out if rows_ptr is None else gl.load(rows_ptr + out),)
-    if sp_ptr is not None:
-        bounds, first = bounds_of(sp_ptr, warp, lane, last_tile, R), first_of(warp, lane, W, R)
-    # activations of every class: zeros, but for two columns g
-    mine, nothing = (
-        base + START + warp * BLOCK + lane // 4 % 2 * 32 + lane % 4 * 8,
-        base + X_AT + lane % 4 * 8,
-    )
-    x, steps = (), ()
-    for c in gl.static_range(4):
-        own = lane // 8 == c
-        x = x + (gl.where(own, mine, nothing),)
-        steps = steps + (gl.where(own, W * BLOCK, 0) + warp * 0,)
-    acc = ()
-    for _ in gl.static_range(2 * R):
-        acc = acc + (gl.zeros([W, 32], gl.float32, layout=L),)
-    free = (DEPTH - 1) * (W * OWN)  # the place that was read last
-    turns = gl.cdiv(blocks, W)
-    for i in range(turns):
-        block = i * W + warp
-        if sp_ptr is not None and i + (DEPTH - 1) >= turns:
-            request_slots(
-                si_ptr, sv_ptr, bounds, first, place + free, lane, i + (DEPTH - 1) - turns, PASSES, W, R
-            )
-        else:
-            request_block(words, scales, place + free + lane * 16, place + free + R * BITS * 512 + lane * 4,
-                     block + (DEPTH - 1) * W, blocks, REQUEST, REQUEST_CONSTRAINTS, BITS, SCALES, A_GROUP)  # fmt: skip
-        free += W * OWN
-        free = gl.where(free == DEPTH * (W * OWN), 0, free)
-        gl.inline_asm_elementwise(WAIT, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-        acc = gl.inline_asm_elementwise(
-            MULTIPLY, MULTIPLY_CONSTRAINTS,
-            acc + ((block < blocks).to(gl.int32), place + free + lane * 16, place + free + R * BITS * 512 + lane * 4)
-            + x + (zero + block * 32 + lane % 4 * 4, of_x + block * 8),
-            dtype=(gl.float32,) * (2 * R), is_pure=False, pack=1,
-        )  # fmt: skip
-        if sp_ptr is not None and TWICE:
-            gl.inline_asm_elementwise(
-                AGAIN, "=r,r,l,r",
-                [given + block * BLOCK + lane * 16, (x_ptr + block * 256 + lane * 8).to(gl.int64),
-                 (block < blocks).to(gl.int32)],
-                dtype=gl.int32, is_pure=False, pack=1,
-            )  # fmt: skip
-        moved = ()
-        for c in gl.static_range(4):
-            moved = moved + (x[c] + steps[c],)
-        x = moved
-    if sp_ptr is not None:
-        sums = gl.zeros([W, 32], gl.float32, layout=L)
-        if TWICE:
-            gl.inline_asm_elementwise(ARRIVED, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-            gl.thread_barrier()
-        for i in range(gl.cdiv(bounds[3] - bounds[2], PASSES * (2 * W // R))):
-            request_slots(si_ptr, sv_ptr, bounds, first, place + free, lane, i + (DEPTH - 1), PASSES, W, R)
-            free += W * OWN
-            free = gl.where(free == DEPTH * (W * OWN), 0, free)
-            gl.inline_asm_elementwise(WAIT, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-            sums = take_slots(sums, bounds, first, place + free, given, lane, i, PRODUCTS, PASSES, W, R)
-        join_lanes()
-        give_sums(sums, place + 256 * R, lane)
-    factor = gl.where(lane % 4 == 0, FACTOR[0], 0.0)
-    for c in gl.static_range(1, 4):
-        factor += gl.where(lane % 4 == c, FACTOR[c], 0.0)
-    # the sum over lanes and warps, through the place where this warp's words were
-    for i in gl.static_range(2 * R):
-        give_sums(acc[i] * factor, place + i * 128, lane)
-    gl.thread_barrier()
-    for i in gl.static_range(OUT):
-        o = (i * W + warp) * 32 + lane
-        r, g, rh = gl.minimum(o // 16, R - 1), o % 8, o // 8 % 2
-        tile = gl.minimum(gl.program_id(0) * R + r, last_tile)
-        y = gl.zeros([W, 32], gl.float32, layout=L)
-        for w in gl.static_range(W):
-            y += gl.inline_asm_elementwise(
-                FETCH,
-                "=f,r",
-                [base + w * OWN + (2 * r + rh) * 128 + g * 16],
-                dtype=gl.float32,
-                is_pure=False,
-                pack=1,
-            )
-        if GROUP == 0:
-            y *= gl.load(s_ptr + tile * 16 + g * 2 + rh).to(gl.float32)
-        if sp_ptr is not None:
-            y = fetch_sums(y, base + 256 * R, r, o % 16, OWN, W, R)
-        out = outs[i]
-        if bias_ptr is not None:
-            y += gl.load(bias_ptr + out, mask=out < n, other=0.0).to(gl.float32)
-        gl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=(o < 16 * R) & (out < n))
-    if K < 0:  # never: the compiler declares, and keeps, shared memory that it sees used
-        region.index(0).store(
-            gl.zeros([1, PAGE], gl.int8, layout=gl.BlockedLayout([1, 8], [1, 32], [1, W], [1, 0]))
-        )
+REGISTERS_PER_SM = 65536
+MIN_REGISTERS, MAX_REGISTERS = 80, 255  # per thread: what two tiles need; what a thread can have
+MAX_K_TILES_PER_STEP = 4  # k_tiles of activations that a warp quantizes side by side
+SLICE_BYTES = 1024  # of a warp: the columns of two half-warps' slices, then the values
+MAX_SLICES_PER_STAGE = 8  # each is unrolled
+NO_SLICE = gl.constexpr(1 << 24)  # the index of a half-warp that has none: beyond every end
+X_TILE_BYTES = gl.constexpr(ptx.X_TILE_BYTES)
+STORE_ZEROS, LOAD_X, RELOAD_X = (gl.constexpr(p) for p in (ptx.STORE_ZEROS, ptx.LOAD_X, ptx.RELOAD_X))
+LOAD_SLOTS, COPY_SLOTS = gl.constexpr(ptx.LOAD_SLOTS), gl.constexpr(ptx.COPY_SLOTS)
+LOAD_REDUCE, STORE_F32 = gl.constexpr(ptx.LOAD_REDUCE), gl.constexpr(ptx.STORE_F32)
+PREFETCH_L2, COMMIT = gl.constexpr(ptx.PREFETCH_L2), gl.constexpr(ptx.COMMIT)
+WAIT_ALL = gl.constexpr("cp.async.wait_all; mov.b32 $0, 0;")
+SYNC_WARP = gl.constexpr(f"{SYNCWARP} mov.b32 $0, 0;")
+FOUR, EIGHT = gl.constexpr((gl.int32,) * 4), gl.constexpr((gl.int32,) * 8)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BytesRoom:
-    """Places of the ring, where it ends, and all bytes of a program. With residuals: where activations lie as they came, how
-    many passes a place holds and, where activations come twice to make room for a program more, the registers of each."""
+class KernelConfig:
+    """The compile-time constants of one launch. Offsets are bytes from the start of shared memory:
 
-    depth: int
-    ring: int
+    pipeline stages | 512 zeros | quantized activations, 2 K | sums of activations | scales | unquantized activations, 2 K
+    """
+
+    stage: WeightStage
+    num_warps: int
+    num_stages: int
+    smem_units: int
+    x_offset: int  # of the zeros before the quantized activations
+    x_copy_offset: int  # of the unquantized activations that residuals gather
+    slices_per_stage: int
+    k_tiles_per_step: int
+    rescale: tuple[float, ...]  # by shift class
+    quantize: Ptx
+    multiply: Ptx
+    wait: str
+    sparse_fma: Ptx | None
+    pdl: bool
+
+    @property
+    def x_reloaded(self) -> bool:
+        """Whether unquantized activations take the place of the quantized ones."""
+        return self.x_copy_offset == self.x_offset + ptx.X_TILE_BYTES
+
+
+@gluon.jit(do_not_specialize=["last_tile"])
+def gemv_int8_mma_kernel(
+    x_ptr, w_ptr, s_ptr, z_ptr, row_perm_ptr, slice_ptr, ell_columns_ptr, ell_values_ptr, bias_ptr, y_ptr, K, n, last_tile,
+    CONFIG: gl.constexpr,
+):  # fmt: skip
+    """y `[n]` = weight @ x `[K]`, K a multiple of 256. Grid: one CTA for every `CONFIG.stage.tiles` row tiles of 16."""
+    STAGE: gl.constexpr = CONFIG.stage
+    W: gl.constexpr = CONFIG.num_warps
+    R: gl.constexpr = STAGE.tiles
+    STAGE_BYTES: gl.constexpr = W * STAGE.bytes
+    IN_FLIGHT: gl.constexpr = CONFIG.num_stages - 1
+    BUFFER_BYTES: gl.constexpr = CONFIG.num_stages * STAGE_BYTES
+    MULTIPLY: gl.constexpr = CONFIG.multiply
+    WAIT: gl.constexpr = CONFIG.wait
+    L: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [W, 1], [1, 0])
+    k_tiles = K // 256
+    warp = gl.arange(0, W, gl.SliceLayout(1, L))[:, None]
+    lane = gl.arange(0, 32, gl.SliceLayout(0, L))[None, :]
+    region = gl.allocate_shared_memory(
+        gl.int8, [CONFIG.smem_units, 1, SMEM_UNIT], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    )
+    base = smem_base()
+    codes, scales = weight_pointers(
+        w_ptr, s_ptr, z_ptr, gl.program_id(0) * R, last_tile, lane, k_tiles, STAGE
+    )
+    own = base + warp * STAGE.bytes  # this warp's part of stage 0
+    for s in gl.static_range(IN_FLIGHT):
+        load_k_tile(codes, scales, own + s * STAGE_BYTES + lane * 16, own + s * STAGE_BYTES + STAGE.code_bytes + lane * 4,
+                    warp + s * W, k_tiles, STAGE)  # fmt: skip
+    if slice_ptr is not None:
+        _prefetch_slice_bounds(slice_ptr, lane, last_tile, R)
+    if CONFIG.pdl:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    # zeros: what lanes read whose columns of the right operand belong to another shift class
+    issue(STORE_ZEROS, [base + CONFIG.x_offset + lane * 16 + warp * 0])
+    x_smem = base + (CONFIG.x_offset + X_TILE_BYTES)
+    x_sums = x_smem + K * 2  # the sums of activations that meet zero points, 16 bytes per 128 columns
+    x_scales = x_sums + K // 8
+    x_copy = base + CONFIG.x_copy_offset
+    _quantize_activations(
+        x_ptr, x_smem, x_sums, x_scales, x_copy, warp, lane, k_tiles, slice_ptr is not None, CONFIG
+    )
+    gl.thread_barrier()
+    # the epilogue's loads are issued here: later, memory latency would be all that is left to wait for
+    rows = _output_rows(row_perm_ptr, warp, lane, last_tile, W, R)
+    if slice_ptr is not None:
+        bounds, first = _slice_bounds(slice_ptr, warp, lane, last_tile, R), _first_slice(warp, lane, W, R)
+    x, x_step = _class_addresses(base, x_smem, warp, lane, W, CONFIG)
+    acc = ()
+    for _ in gl.static_range(2 * R):
+        acc = acc + (gl.zeros([W, 32], gl.float32, layout=L),)
+    stage = IN_FLIGHT * STAGE_BYTES  # the stage that was read last
+    iterations = gl.cdiv(k_tiles, W)
+    for i in range(iterations):
+        k_tile = i * W + warp
+        if slice_ptr is not None and i + IN_FLIGHT >= iterations:
+            _copy_slices(ell_columns_ptr, ell_values_ptr, bounds, first, own + stage, lane, i + IN_FLIGHT - iterations,
+                         CONFIG)  # fmt: skip
+        else:
+            load_k_tile(codes, scales, own + stage + lane * 16, own + stage + STAGE.code_bytes + lane * 4,
+                        k_tile + IN_FLIGHT * W, k_tiles, STAGE)  # fmt: skip
+        stage += STAGE_BYTES
+        stage = gl.where(stage == BUFFER_BYTES, 0, stage)
+        issue_scalar(WAIT)
+        acc = gl.inline_asm_elementwise(
+            MULTIPLY.text, MULTIPLY.constraints,
+            acc + ((k_tile < k_tiles).to(gl.int32), own + stage + lane * 16, own + stage + STAGE.code_bytes + lane * 4)
+            + x + (x_sums + k_tile * 32 + lane % 4 * 4, x_scales + k_tile * 8),
+            dtype=(gl.float32,) * (2 * R), is_pure=False, pack=1,
+        )  # fmt: skip
+        if slice_ptr is not None and CONFIG.x_reloaded:
+            issue(
+                RELOAD_X,
+                [x_copy + k_tile * X_TILE_BYTES + lane * 16, (x_ptr + k_tile * 256 + lane * 8).to(gl.int64),
+                 (k_tile < k_tiles).to(gl.int32)],
+            )  # fmt: skip
+        moved = ()
+        for c in gl.static_range(4):
+            moved = moved + (x[c] + x_step[c],)
+        x = moved
+    if slice_ptr is not None:
+        sparse = _multiply_residuals(
+            ell_columns_ptr, ell_values_ptr, bounds, first, own, stage, x_copy, lane, L, CONFIG
+        )
+        _store_f32(sparse, own + 256 * R, lane)
+    _reduce_and_store(acc, rows, s_ptr, bias_ptr, y_ptr, n, base, own, warp, lane, last_tile, slice_ptr is not None, L,
+                      CONFIG)  # fmt: skip
+    if K < 0:  # never: makes the compiler see a use of the allocation, or it would drop it
+        region.index(0).store(
+            gl.zeros([1, SMEM_UNIT], gl.int8, layout=gl.BlockedLayout([1, 8], [1, 32], [1, W], [1, 0]))
+        )
+
+
+@gluon.jit
+def _quantize_activations(x_ptr, x_smem, x_sums, x_scales, x_copy, warp, lane, k_tiles, SPARSE: gl.constexpr,
+                          CONFIG: gl.constexpr):  # fmt: skip
+    """All activations to fixed point in shared memory, `k_tiles_per_step` k_tiles per warp at once: no branch lies between
+    their loads, which would serialize them."""
+    STEP: gl.constexpr = CONFIG.k_tiles_per_step
+    W: gl.constexpr = CONFIG.num_warps
+    QUANTIZE: gl.constexpr = CONFIG.quantize
+    for i in range(gl.cdiv(k_tiles, W * STEP)):
+        raw = ()
+        for f in gl.static_range(STEP):
+            k_tile = (i * STEP + f) * W + warp
+            raw = raw + compute_tuple(
+                LOAD_X,
+                [(x_ptr + k_tile * 256 + lane * 8).to(gl.int64), (k_tile < k_tiles).to(gl.int32)],
+                FOUR,
+            )
+        for f in gl.static_range(STEP):
+            k_tile = (i * STEP + f) * W + warp
+            group = k_tile * 2 + lane // 16
+            to_bytes = x_smem + k_tile * X_TILE_BYTES + lane // 4 * 64 + lane % 4 * 8
+            to_sums = x_sums + group * 16 + lane % 4 * 4
+            where = ((k_tile < k_tiles).to(gl.int32), to_bytes, to_sums, x_scales + group * 4)
+            if SPARSE and not CONFIG.x_reloaded:
+                where = where + (x_copy + k_tile * 512 + lane * 16,)
+            issue(QUANTIZE, raw[4 * f : 4 * f + 4] + where)
+
+
+@gluon.jit
+def _output_rows(row_perm_ptr, warp, lane, last_tile, W: gl.constexpr, R: gl.constexpr):
+    """The rows of y that this thread writes at the end, one of every 32 W."""
+    rows = ()
+    for i in gl.static_range((16 * R + 32 * W - 1) // (32 * W)):
+        o = (i * W + warp) * 32 + lane
+        row = gl.minimum(gl.program_id(0) * R + gl.minimum(o // 16, R - 1), last_tile) * 16 + o % 16
+        rows = rows + (row if row_perm_ptr is None else gl.load(row_perm_ptr + row),)
+    return rows
+
+
+@gluon.jit
+def _class_addresses(base, x_smem, warp, lane, W: gl.constexpr, CONFIG: gl.constexpr):
+    """For each shift class: where this lane reads its part of the right operand, and how far that moves per iteration.
+
+    Column g = lane // 4 of the operand belongs to class g // 2; for other classes the lane reads the zeros.
+    """
+    mine = x_smem + warp * X_TILE_BYTES + lane // 4 % 2 * 32 + lane % 4 * 8
+    zeros = base + CONFIG.x_offset + lane % 4 * 8
+    x, step = (), ()
+    for c in gl.static_range(4):
+        own = lane // 8 == c
+        x = x + (gl.where(own, mine, zeros),)
+        step = step + (gl.where(own, W * X_TILE_BYTES, 0) + warp * 0,)
+    return x, step
+
+
+@gluon.jit
+def _reduce_and_store(acc, rows, s_ptr, bias_ptr, y_ptr, n, base, own, warp, lane, last_tile, SPARSE: gl.constexpr,
+                      L: gl.constexpr, CONFIG: gl.constexpr):  # fmt: skip
+    """Rescale by shift class, sum over lanes and warps through the pipeline buffer, apply row scales and bias, write y."""
+    R: gl.constexpr = CONFIG.stage.tiles
+    W: gl.constexpr = CONFIG.num_warps
+    rescale = gl.where(lane % 4 == 0, CONFIG.rescale[0], 0.0)
+    for c in gl.static_range(1, 4):
+        rescale += gl.where(lane % 4 == c, CONFIG.rescale[c], 0.0)
+    for i in gl.static_range(2 * R):
+        _store_f32(acc[i] * rescale, own + i * 128, lane)
+    gl.thread_barrier()
+    for i in gl.static_range(len(rows)):
+        o = (i * W + warp) * 32 + lane
+        r, g, upper = gl.minimum(o // 16, R - 1), o % 8, o // 8 % 2
+        tile = gl.minimum(gl.program_id(0) * R + r, last_tile)
+        y = gl.zeros([W, 32], gl.float32, layout=L)
+        for w in gl.static_range(W):
+            y += compute_f32(LOAD_REDUCE, [base + w * CONFIG.stage.bytes + (2 * r + upper) * 128 + g * 16])
+        if CONFIG.stage.group == 0:
+            y *= gl.load(s_ptr + tile * 16 + g * 2 + upper).to(gl.float32)
+        if SPARSE:
+            y = _load_reduce_residuals(y, base + 256 * R, r, o % 16, CONFIG)
+        row = rows[i]
+        if bias_ptr is not None:
+            y += gl.load(bias_ptr + row, mask=row < n, other=0.0).to(gl.float32)
+        gl.store(y_ptr + row, y.to(y_ptr.dtype.element_ty), mask=(o < 16 * R) & (row < n))
+
+
+@gluon.jit
+def _store_f32(values, address, lane):
+    """A float32 of every lane to shared memory."""
+    issue(STORE_F32, [address + lane * 4, values])
+
+
+# Residuals: sliced ELL in the pipeline stages after the last weight tile.
+
+
+@gluon.jit
+def _prefetch_slice_bounds(slice_ptr, lane, last_tile, R: gl.constexpr):
+    """Bring them to L2: `_slice_bounds` loads them after quantization, which leaves no registers to wait in."""
+    near = gl.minimum(gl.program_id(0) * R + lane, last_tile + 1)
+    issue(PREFETCH_L2, [(slice_ptr + near).to(gl.int64)])
+
+
+@gluon.jit
+def _slice_bounds(slice_ptr, warp, lane, last_tile, R: gl.constexpr):
+    """Begin and end of the slices of every lane's tile, and of the CTA's first tile, which has the most."""
+    first_tile = gl.program_id(0) * R
+    tile = gl.minimum(first_tile + (warp * 2 + lane // 16) % R, last_tile)
+    return (
+        gl.load(slice_ptr + tile),
+        gl.load(slice_ptr + tile + 1),
+        gl.load(slice_ptr + first_tile),
+        gl.load(slice_ptr + first_tile + 1),
+    )
+
+
+@gluon.jit
+def _first_slice(warp, lane, W: gl.constexpr, R: gl.constexpr):
+    """The first slice of its tile that every lane's half-warp takes."""
+    half = warp * 2 + lane // 16
+    return gl.where(half < 2 * W // R * R, half // R, NO_SLICE)
+
+
+@gluon.jit
+def _copy_slices(ell_columns_ptr, ell_values_ptr, bounds, first, stage, lane, step, CONFIG: gl.constexpr):
+    """Start copying the slices of `step` to the shared address `stage`, as one cp.async group."""
+    SLICES: gl.constexpr = CONFIG.slices_per_stage
+    STRIDE: gl.constexpr = 2 * CONFIG.num_warps // CONFIG.stage.tiles
+    columns = (ell_columns_ptr + lane % 16 * 8).to(gl.int64)
+    values = (ell_values_ptr + lane % 16 * 8).to(gl.int64)
+    for i in gl.static_range(SLICES):
+        offset = first + (step * SLICES + i) * STRIDE
+        issue(COPY_SLOTS, [stage + i * 1024 + lane * 16, bounds[0], bounds[1], offset, columns, values])
+    issue_scalar(COMMIT)
+
+
+@gluon.jit
+def _multiply_residuals(ell_columns_ptr, ell_values_ptr, bounds, first, own, stage, x_copy, lane, L: gl.constexpr,
+                        CONFIG: gl.constexpr):  # fmt: skip
+    """The sum of every lane's residuals times their activations `[W, 32]`; slices go on through the pipeline stages."""
+    W: gl.constexpr = CONFIG.num_warps
+    R: gl.constexpr = CONFIG.stage.tiles
+    SLICES: gl.constexpr = CONFIG.slices_per_stage
+    STAGE_BYTES: gl.constexpr = W * CONFIG.stage.bytes
+    SPARSE_FMA: gl.constexpr = CONFIG.sparse_fma
+    WAIT: gl.constexpr = CONFIG.wait
+    sums = gl.zeros([W, 32], gl.float32, layout=L)
+    if CONFIG.x_reloaded:
+        issue_scalar(WAIT_ALL)
+        gl.thread_barrier()
+    for i in range(gl.cdiv(bounds[3] - bounds[2], SLICES * (2 * W // R))):
+        _copy_slices(ell_columns_ptr, ell_values_ptr, bounds, first, own + stage, lane, i + (CONFIG.num_stages - 1),
+                     CONFIG)  # fmt: skip
+        stage += STAGE_BYTES
+        stage = gl.where(stage == CONFIG.num_stages * STAGE_BYTES, 0, stage)
+        issue_scalar(WAIT)
+        for j in gl.static_range(SLICES):
+            index = bounds[0] + first + (i * SLICES + j) * (2 * W // R)
+            slots = compute_tuple(LOAD_SLOTS, (own + stage + j * 1024 + lane * 16, index, bounds[1]), EIGHT)
+            sums = compute_f32(SPARSE_FMA, (sums,) + slots + (x_copy,))
+    # no lane overwrites a stage that another lane of the warp still reads
+    issue_scalar(SYNC_WARP)
+    return sums
+
+
+@gluon.jit
+def _load_reduce_residuals(y, base, r, row, CONFIG: gl.constexpr):
+    """y += what the half-warps of tile `r` summed for `row`."""
+    R: gl.constexpr = CONFIG.stage.tiles
+    for s in gl.static_range(2 * CONFIG.num_warps // R):
+        half = s * R + r
+        y += load_f32(base + half // 2 * CONFIG.stage.bytes + half % 2 * 64 + row * 4)
+    return y
+
+
+# Host side.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SmemLayout:
+    """Shared memory of a CTA in bytes: how many stages, where they end, the total. With residuals also where unquantized
+    activations are, slices per stage, and the register cap where those activations are loaded twice."""
+
+    num_stages: int
+    pipeline: int
     size: int
-    given_at: int = 0
-    passes: int = 0
-    registers: int | None = None
+    x_copy_offset: int = 0
+    slices_per_stage: int = 0
+    max_registers: int | None = None
 
 
-def room_of(layout: GridLayout, config: DecodeConfig, processors: int) -> BytesRoom:
-    """Places of the ring that nothing comes to are none. Residuals gather activations as they came: those have a room of
-    their own or, where a multiprocessor then takes fewer programs, come a second time, over the bytes that they were
-    turned into, after these have been multiplied."""
-    warps, tiles, turns = config.warps, config.tiles, -(-layout.k // (256 * config.warps))
-    depth, sparse = min(config.unroll, turns + 1), layout.sparse is not None
-    beside = scales_of(layout) * 128 * (1 if layout.zero_points is None else 2)
-    own = tiles * (layout.bits * 512 + beside)
-    ring = (depth if sparse else min(depth, turns)) * warps * own
-    least = ring + BLOCK_BYTES + 2 * layout.k + layout.k // 8 + -(-layout.k // 512) * 16
+def smem_layout(layout: GridLayout, config: DecodeConfig, num_sms: int) -> SmemLayout:
+    """Stages that no k_tile reaches are not allocated. Activations for residuals are reloaded where one more CTA fits an
+    SM."""
+    warps, tiles = config.warps, config.tiles
+    iterations = -(-layout.k // (256 * warps))
+    num_stages, sparse = min(config.unroll, iterations + 1), layout.sparse is not None
+    warp_bytes = weight_stage(layout, tiles).bytes
+    pipeline = (num_stages if sparse else min(num_stages, iterations)) * warps * warp_bytes
+    size = pipeline + ptx.X_TILE_BYTES + 2 * layout.k + layout.k // 8 + -(-layout.k // 512) * 16
     if not sparse:
-        return BytesRoom(depth=depth, ring=ring, size=least)
-    share = -(-layout.packed_codes.shape[0] // (tiles * processors))  # programs of a multiprocessor
-    more = least + 2 * layout.k
-    many, few = (min(share, MULTIPROCESSOR // (pages(size) * PAGE.value + 1024)) for size in (least, more))
-    registers = min(MOST_REGISTERS, REGISTERS // (32 * warps * max(1, many)) // 8 * 8)
-    twice = many > few and registers >= LEAST_REGISTERS
-    return BytesRoom(
-        depth=depth, ring=ring, size=least if twice else more, given_at=ring + BLOCK_BYTES if twice else least,
-        passes=passes_of(layout, config, own), registers=registers if twice else None,
+        return SmemLayout(num_stages=num_stages, pipeline=pipeline, size=size)
+    ctas_per_sm = -(-layout.packed_codes.shape[0] // (tiles * num_sms))
+    with_copy = size + 2 * layout.k
+    most, fewer = (
+        min(ctas_per_sm, SM_BYTES // (smem_units(bytes_) * SMEM_UNIT.value + 1024))
+        for bytes_ in (size, with_copy)
+    )
+    registers = min(MAX_REGISTERS, REGISTERS_PER_SM // (32 * warps * max(1, most)) // 8 * 8)
+    reload = most > fewer and registers >= MIN_REGISTERS
+    return SmemLayout(
+        num_stages=num_stages, pipeline=pipeline, size=size if reload else with_copy,
+        x_copy_offset=pipeline + ptx.X_TILE_BYTES if reload else size,
+        slices_per_stage=slices_per_stage(layout, config, warp_bytes), max_registers=registers if reload else None,
     )  # fmt: skip
 
 
-def takes(x: Tensor, layout: Layout, config: DecodeConfig) -> bool:
-    """Whether this kernel can multiply: a layout that it knows, addresses that lanes can copy from, enough room."""
+def slices_per_stage(layout: GridLayout, config: DecodeConfig, warp_bytes: int) -> int:
+    """Slices of a half-warp that go into the `warp_bytes` of a stage: the fewest steps that most tiles need, evenly
+    filled."""
+    assert layout.sparse is not None
+    # of most tiles: 9/8 of the mean
+    slices = -(-9 * layout.sparse.columns.shape[0] // (8 * layout.packed_codes.shape[0]))
+    needed = max(1, -(-slices // (2 * config.warps // config.tiles)))
+    steps = -(-needed // min(MAX_SLICES_PER_STAGE, warp_bytes // SLICE_BYTES))
+    return -(-needed // steps)
+
+
+def supports(x: Tensor, layout: Layout, config: DecodeConfig) -> bool:
+    """Whether this kernel can run: one token, a plain 2- to 4-bit grid, aligned addresses, enough shared memory."""
     if x.shape[0] != 1 or not is_plain(layout, 1) or config.unroll < 2:
         return False
     assert isinstance(layout, GridLayout)
     if layout.sparse is not None and 2 * config.warps < config.tiles:
         return False
     aligned = x.data_ptr() % 16 == 0 and layout.packed_codes.data_ptr() % 16 == 0
-    room = room_of(layout, config, multiprocessors(x.device))
-    return aligned and pages(room.size) * PAGE.value <= shared_memory(x.device) - 1024
+    smem = smem_layout(layout, config, multiprocessors(x.device))
+    return aligned and smem_units(smem.size) * SMEM_UNIT.value <= shared_memory(x.device) - 1024
 
 
-def constants(layout: GridLayout, dtype: torch.dtype, config: DecodeConfig) -> dict[str, object]:
-    """What the kernel is told of a layout and a launch."""
-    bits, tiles, scales, zeros = layout.bits, config.tiles, scales_of(layout), layout.zero_points is not None
-    room = room_of(layout, config, multiprocessors(layout.packed_codes.device))
-    turns = -(-layout.k // (256 * config.warps))
+def kernel_config(layout: GridLayout, dtype: torch.dtype, config: DecodeConfig) -> KernelConfig:
+    bits, stage = layout.bits, weight_stage(layout, config.tiles)
+    smem = smem_layout(layout, config, multiprocessors(layout.packed_codes.device))
+    iterations = -(-layout.k // (256 * config.warps))
     name, sparse = "fp16" if dtype == torch.float16 else "bf16", layout.sparse is not None
-    return {
-        "REQUEST": request_asm(bits, scales, tiles, zeros=zeros),
-        "REQUEST_CONSTRAINTS": request_constraints(tiles, zeros=zeros),
-        "FIX": fix_asm(bits, name, given=sparse and room.registers is None, zeros=zeros),
-        "FIXES": min(MOST_FIXES, 1 << (turns - 1).bit_length()),
-        "MULTIPLY": block_asm(bits, scales, tiles, zeros=zeros), "MULTIPLY_CONSTRAINTS": block_constraints(tiles),
-        "WAIT": f"cp.async.wait_group {room.depth - 1}; mov.b32 $0, 0;", "PAGES": pages(room.size),
-        "X_AT": room.ring, "FACTOR": tuple(1 / factor if factor else 0.0 for factor in FACTORS[bits]), "BITS": bits,
-        "GROUP": layout.kernel_group, "W": config.warps, "R": tiles, "DEPTH": room.depth, "PASSES": room.passes,
-        "GIVEN_AT": room.given_at, "PRODUCTS": products_asm(name) if sparse else None, "PDL": config.pdl,
-    }  # fmt: skip
+    return KernelConfig(
+        stage=stage, num_warps=config.warps, num_stages=smem.num_stages, smem_units=smem_units(smem.size),
+        x_offset=smem.pipeline, x_copy_offset=smem.x_copy_offset, slices_per_stage=smem.slices_per_stage,
+        k_tiles_per_step=min(MAX_K_TILES_PER_STEP, 1 << (iterations - 1).bit_length()),
+        rescale=tuple(1 / factor if factor else 0.0 for factor in ptx.CLASS_FACTOR[bits]),
+        quantize=ptx.quantize_ptx(bits, name, copy=sparse and smem.max_registers is None, zeros=stage.zeros),
+        multiply=ptx.multiply_ptx(bits, stage.scales, stage.tiles, zeros=stage.zeros),
+        wait=f"cp.async.wait_group {smem.num_stages - 1}; mov.b32 $0, 0;",
+        sparse_fma=ptx.sparse_fma_ptx(name) if sparse else None, pdl=config.pdl,
+    )  # fmt: skip
 
 
-def byte_grid(x: Tensor, layout: Layout, bias: Tensor | None, config: DecodeConfig) -> Tensor:
-    """y [1, n] of x [1, k]; `takes` says for what."""
+def gemv_int8_mma(x: Tensor, layout: Layout, bias: Tensor | None, config: DecodeConfig) -> Tensor:
+    """y [1, n] of x [1, k], where `supports` says so."""
     assert isinstance(layout, GridLayout)
     y = torch.empty(1, layout.n, dtype=x.dtype, device=x.device)
-    early: dict[str, object] = {"launch_pdl": True} if config.pdl else {}
-    registers = config.max_registers or room_of(layout, config, multiprocessors(x.device)).registers
+    options: dict[str, object] = {"launch_pdl": True} if config.pdl else {}
+    registers = config.max_registers or smem_layout(layout, config, multiprocessors(x.device)).max_registers
     if registers:
-        early["maxnreg"] = registers
+        options["maxnreg"] = registers
     tiles = layout.packed_codes.shape[0]
-    programs = triton.cdiv(tiles, config.tiles)
+    ctas = triton.cdiv(tiles, config.tiles)
+    constants = interned(
+        CONFIG=kernel_config(layout, x.dtype, config), num_warps=config.warps, num_stages=1, **options
+    )
     launch(
-        byte_grid_kernel,
-        (programs, 1, 1),
+        gemv_int8_mma_kernel,
+        (ctas, 1, 1),
         (
             x, layout.packed_codes, layout.scales, layout.zero_points, *sparse_operands(layout)[:4], bias, y, layout.k,
             layout.n, tiles - 1,
         ),
-        interned(**constants(layout, x.dtype, config), num_warps=config.warps, num_stages=1, **early),
-        room=shared_room(programs, config, x.device),
+        constants,
+        room=shared_room(ctas, config, x.device),
     )  # fmt: skip
     return y

@@ -1,11 +1,11 @@
-"""One token on integer tensor cores against float64."""
+"""`gemv_int8_mma` on the GPU, against the float64 reference."""
 
 import pytest
 import torch
 from requant_kernels.fallback import reference
 from requant_kernels.launch_config import DecodeConfig
 from requant_kernels.scalar.gemv import decode
-from requant_kernels.scalar.gemv_int8_mma import byte_grid, takes
+from requant_kernels.scalar.gemv_int8_mma import gemv_int8_mma, supports
 
 from .cases import Case, random_layout, relative_error
 
@@ -40,22 +40,22 @@ LAUNCHES = [
     (4, 7, 2),
     (8, 3, 2),
     (16, 2, 2),
-]  # warps, tiles, depth
+]  # warps, tiles, stages
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[str(case) for case in CASES])
-def test_bytes_of_a_grid(number: int) -> None:
+def test_against_reference(number: int) -> None:
     torch.manual_seed(0)
-    case, (warps, tiles, depth) = CASES[number], LAUNCHES[number % len(LAUNCHES)]
+    case, (warps, tiles, stages) = CASES[number], LAUNCHES[number % len(LAUNCHES)]
     layout = random_layout(case, "cuda")
     x = torch.randn(1, case.k, device="cuda", dtype=case.dtype)
     x[0, ::77] *= 50
     bias = torch.randn(case.n, device="cuda", dtype=case.dtype) if case.bias else None
-    config = DecodeConfig(warps=warps, tiles=tiles, unroll=depth, bytes=True, pdl=True)
-    assert takes(x, layout, config)
+    config = DecodeConfig(warps=warps, tiles=tiles, unroll=stages, bytes=True, pdl=True)
+    assert supports(x, layout, config)
     y = decode(x, layout, bias, config, asm=True)
     assert relative_error(y, reference.linear(x, layout, bias)) < (
         1e-3 if case.dtype == torch.float16 else 6e-3
     )
     for _ in range(3):
-        assert torch.equal(y, byte_grid(x, layout, bias, config))
+        assert torch.equal(y, gemv_int8_mma(x, layout, bias, config))

@@ -1,7 +1,7 @@
-"""Run under TRITON_INTERPRET=1 by `test_interpreter.py`: `byte_grid.py` with its assembly, line by line, all warps in step.
+"""Run by `test_interpreter.py` with TRITON_INTERPRET=1: `gemv_int8_mma.py` and `gemv_fp16_mma.py`, inline PTX included.
 
-Triton's interpreter knows no inline assembly, so the few PTX instructions of `byte_texts.py` have a model here. What
-`cp.async` copies arrives when a `wait` says so and not before: until then its place holds nonsense.
+Triton's interpreter has no inline assembly, so the PTX instructions that these kernels use have a model here; all warps run
+in lockstep. What `cp.async` copies arrives at the wait that says so; before that its destination is garbage.
 """
 
 import ctypes
@@ -13,28 +13,26 @@ from typing import Any
 import gluon_as_triton  # noqa: F401
 import loop_bounds  # noqa: F401
 import numpy as np
-import requant_kernels.scalar.gemv_int8_mma as kernel_of_one
 import torch
 import triton.language as tl
 from cases import Case, random_layout, relative_error
 from cases_taken import some
 from ptx_model import float_product, integer_product, permute_bytes
-from requant_kernels.common.cp_async import PAGE, pages
-from requant_kernels.common.occupancy import MULTIPROCESSOR
+from requant_kernels.common.inline_ptx import SMEM_UNIT, smem_units
+from requant_kernels.common.occupancy import SM_BYTES
 from requant_kernels.common.packing import GridLayout, Layout
 from requant_kernels.fallback import reference
 from requant_kernels.launch_config import DecodeConfig
-from requant_kernels.scalar.gemv_fp16_mma import half_grid
-from requant_kernels.scalar.gemv_fp16_mma import takes as half_takes
-from requant_kernels.scalar.gemv_int8_mma import byte_grid, room_of, takes
+from requant_kernels.scalar import gemv_fp16_mma, gemv_int8_mma
+from requant_kernels.scalar.gemv_int8_mma import smem_layout
 from torch import Tensor
 from triton.runtime.interpreter import TensorHandle
 
-BASE = 1 << 12  # where shared memory begins
-NONSENSE = 0x7FC17FC1
-SHARED = np.full(1 << 14, NONSENSE, np.uint32)
-waiting: list[list[tuple[np.ndarray, np.ndarray]]] = []  # groups of places and what comes there
-begun: list[tuple[np.ndarray, np.ndarray]] = []
+SMEM_BASE = 1 << 12  # the address where shared memory begins
+GARBAGE = 0x7FC17FC1
+SHARED = np.full(1 << 14, GARBAGE, np.uint32)
+committed: list[list[tuple[np.ndarray, np.ndarray]]] = []  # cp.async groups: where words go, and the words
+uncommitted: list[tuple[np.ndarray, np.ndarray]] = []
 Registers = dict[str, np.ndarray]
 
 
@@ -45,14 +43,14 @@ def from_memory(address: np.ndarray, count: int) -> np.ndarray:
     return np.array(found, np.uint32).reshape(*address.shape, count)
 
 
-def places(address: np.ndarray, count: int) -> np.ndarray:
-    """Of so many words from each address of shared memory."""
+def smem_indices(address: np.ndarray, count: int) -> np.ndarray:
+    """The indices in SHARED of so many words from each address."""
     assert not (address % (4 * count)).any()
-    return (address.astype(np.int64)[..., None] - BASE) // 4 + np.arange(count)
+    return (address.astype(np.int64)[..., None] - SMEM_BASE) // 4 + np.arange(count)
 
 
 class Program:
-    """One text, for all threads of a program: registers are arrays [warps, 32]."""
+    """One asm block, run for all threads of a CTA: registers are arrays [warps, 32]."""
 
     def __init__(self, registers: Registers, shape: tuple[int, ...]) -> None:
         self.registers, self.shape = registers, shape
@@ -87,13 +85,13 @@ class Program:
         at = self.address(operands[target])[on]
         if opcode == "ld.shared.b16":
             value = np.zeros(self.shape, np.uint32)
-            value[on] = SHARED[places(at // 4 * 4, 1)[..., 0]] >> (at % 4 * 8) & 0xFFFF
+            value[on] = SHARED[smem_indices(at // 4 * 4, 1)[..., 0]] >> (at % 4 * 8) & 0xFFFF
             self.put(names[0], value, guard)
             return
         if opcode[:2] == "st":
-            SHARED[places(at, len(names))] = np.stack([self.value(name)[on] for name in names], -1)
+            SHARED[smem_indices(at, len(names))] = np.stack([self.value(name)[on] for name in names], -1)
             return
-        found = from_memory(at, len(names)) if "global" in opcode else SHARED[places(at, len(names))]
+        found = from_memory(at, len(names)) if "global" in opcode else SHARED[smem_indices(at, len(names))]
         for i, name in enumerate(names):
             value = np.zeros(self.shape, np.uint32)
             value[on] = found[..., i]
@@ -108,28 +106,28 @@ class Program:
         operands = [part.strip(" {}") for part in rest.split(",")]
         kind = opcode.split(".")
         if kind[0] == "bra":
-            assert (guard == guard[:, :1]).all(), "a warp parts"
+            assert (guard == guard[:, :1]).all(), "a warp diverges"
             self.alive &= ~guard
-        elif kind[0] in ("bar", "prefetch"):  # warps go in step here
+        elif kind[0] in ("bar", "prefetch"):  # lockstep
             pass
         elif kind[0] == "cp":
             if kind[2] == "commit_group":
-                waiting.append(begun.copy())
-                begun.clear()
+                committed.append(uncommitted.copy())
+                uncommitted.clear()
                 return
             if kind[2] == "wait_all":
-                for to, words in [*(copied for group in waiting for copied in group), *begun]:
+                for to, words in [*(copied for group in committed for copied in group), *uncommitted]:
                     SHARED[to] = words
-                waiting.clear()
-                begun.clear()
+                committed.clear()
+                uncommitted.clear()
                 return
             count = int(operands[2]) // 4
             to, words = (
-                places(self.address(operands[0])[guard], count),
+                smem_indices(self.address(operands[0])[guard], count),
                 from_memory(self.address(operands[1])[guard], count),
             )
-            begun.append((to, words))
-            SHARED[to] = NONSENSE
+            uncommitted.append((to, words))
+            SHARED[to] = GARBAGE
         elif kind[0] in ("ld", "st"):
             self.access(opcode, operands, guard)
         elif kind[0] == "mma":
@@ -164,7 +162,7 @@ class Program:
                         return np.float32(1) / x[0]
                 case "fma":
                     return (x[0].astype(np.float64) * x[1] + x[2]).astype(np.float32)
-        a = [self.registers[name] if name in ("p", "on") else self.value(name) for name in names]
+        a = [self.value(name) for name in names]
         signed = [value.view(np.int32) for value in a if value.dtype == np.uint32]
         match opcode:
             case "mov.b32" | "mov.b64" | "mov.u32" | "mov.f32" | "cvt.u32.u16":
@@ -218,7 +216,7 @@ class Program:
 def inline_asm_elementwise(
     asm: str, constraints: str, args: Any, dtype: Any, is_pure: bool, pack: int, _semantic: Any = None
 ) -> Any:
-    """What Triton's own does on a GPU, for one element a thread."""
+    """What `inline_asm_elementwise` does on a GPU, one element per thread."""
     asm, constraints = (str(getattr(text, "value", text)) for text in (asm, constraints))
     dtype = getattr(dtype, "value", dtype)
     kinds = dtype if isinstance(dtype, tuple) else (dtype,)
@@ -235,14 +233,14 @@ def inline_asm_elementwise(
         if constraint.isdigit():  # an input in the register of an output
             program.registers[f"${constraint}"] = program.registers[f"${i}"]
     if "global_smem" in asm:
-        program.registers["$0"] = np.full(shape, BASE, np.uint32)
+        program.registers["$0"] = np.full(shape, SMEM_BASE, np.uint32)
     elif "wait_group" in asm:
-        while len(waiting) > int(asm.split("wait_group")[1].split(";")[0]):
-            for to, words in waiting.pop(0):
+        while len(committed) > int(asm.split("wait_group")[1].split(";")[0]):
+            for to, words in committed.pop(0):
                 SHARED[to] = words
     else:
         text = asm.strip().removeprefix("{").removesuffix("}") if asm.lstrip().startswith("{") else asm
-        for line in map(str.strip, re.split(r";|NONE:", text)):
+        for line in map(str.strip, re.split(r";|\w+:", text)):
             if line and not line.startswith(".reg"):
                 program.line(line)
     numpy_of = {tl.float32: np.float32, tl.int32: np.int32}
@@ -266,23 +264,26 @@ def one_token() -> None:
         [
             (Case(format="grid", bits=2, n=32, k=1024, m=1), (2, 1, 3)),
             (Case(format="grid", bits=3, n=16, k=512, m=1), (1, 1, 2)),
-            (Case(format="grid", bits=4, n=40, k=768, m=1, bias=True), (2, 2, 2)),  # blocks and tiles run out
+            (
+                Case(format="grid", bits=4, n=40, k=768, m=1, bias=True),
+                (2, 2, 2),
+            ),  # a last k_tile and row tile that are partly beyond the end
             (Case(format="grid", bits=3, n=40, k=1280, m=1), (4, 2, 3)),
             (Case(format="grid", bits=2, n=16, k=512, m=1, group_size=512), (2, 1, 2)),  # one scale a row
             (Case(format="grid", bits=4, n=16, k=1024, m=1, group_size=256), (2, 1, 2)),
             (Case(format="grid", bits=3, n=16, k=1024, m=1, group_size=512), (2, 1, 2)),
             (Case(format="grid", bits=2, n=200, k=512, m=1), (1, 7, 2)),  # more rows than threads
-            (Case(format="grid", bits=2, n=100, k=512, m=1), (2, 3, 4)),  # places that no block comes to
+            (Case(format="grid", bits=2, n=100, k=512, m=1), (2, 3, 4)),  # stages that no k_tile reaches
             (Case(format="grid", bits=2, n=64, k=1024, m=1, density=0.01), (2, 2, 2)),
             (
                 Case(format="grid", bits=2, n=64, k=768, m=1, density=0.01),
                 (1, 1, 5),
-            ),  # more places than blocks
+            ),  # more stages than k_tiles
             (Case(format="grid", bits=4, n=64, k=1024, m=1, density=0.03), (2, 2, 3)),
             (
                 Case(format="grid", bits=3, n=100, k=1280, m=1, density=0.05),
                 (2, 3, 2),
-            ),  # many turns; idle halves
+            ),  # many steps; idle half-warps
             (
                 Case(format="grid", bits=4, n=40, k=512, m=1, density=0.02, bias=True, dtype=torch.bfloat16),
                 (4, 1, 2),
@@ -295,29 +296,29 @@ def one_token() -> None:
         (
             Case(format="grid", bits=3, n=40, k=1280, m=1, density=0.05),
             (2, 1, 3),
-        ),  # the last block is one warp's
+        ),  # the last k_tile is one warp's
         (Case(format="grid", bits=4, n=40, k=512, m=1, density=0.02, dtype=torch.bfloat16), (1, 2, 2)),
     ):
-        check_one(case, launch, twice=True)
+        check_one(case, launch, reload=True)
 
 
-def check_one(case: Case, launch: tuple[int, int, int], *, twice: bool = False) -> None:
-    """`twice`: there is no room for activations as they came, so they come again."""
-    warps, tiles, depth = launch
-    layout, config = random_layout(case, "cpu"), DecodeConfig(warps=warps, tiles=tiles, unroll=depth)
+def check_one(case: Case, launch: tuple[int, int, int], *, reload: bool = False) -> None:
+    """`reload`: shared memory has no space for unquantized activations beside the others, so they are loaded again."""
+    warps, tiles, stages = launch
+    layout, config = random_layout(case, "cpu"), DecodeConfig(warps=warps, tiles=tiles, unroll=stages)
     assert isinstance(layout, GridLayout)
-    if twice:
-        own_room = room_of(layout, config, 132)
-        kernel_of_one.MULTIPROCESSOR = (pages(own_room.size - 2 * case.k) + 1) * PAGE.value
-    assert twice == (room_of(layout, config, 132).registers is not None)
-    check(case, layout, config, byte_grid, takes)
-    kernel_of_one.MULTIPROCESSOR = MULTIPROCESSOR
+    if reload:
+        smem = smem_layout(layout, config, 132)
+        gemv_int8_mma.SM_BYTES = (smem_units(smem.size - 2 * case.k) + 1) * SMEM_UNIT.value
+    assert reload == (smem_layout(layout, config, 132).max_registers is not None)
+    check(case, layout, config, gemv_int8_mma.gemv_int8_mma, gemv_int8_mma.supports)
+    gemv_int8_mma.SM_BYTES = SM_BYTES
 
 
 def several_tokens() -> None:
-    for case, (warps, tiles, depth, teams) in some(
+    for case, (warps, tiles, stages, groups) in some(
         [
-            # blocks, tiles and tokens run out
+            # k_tiles, row tiles and tokens beyond the end
             (Case(format="grid", bits=3, n=40, k=768, m=3, bias=True), (4, 2, 2, 2)),
             (Case(format="grid", bits=2, n=32, k=1024, m=8), (2, 1, 3, 1)),
             (Case(format="grid", bits=2, n=64, k=768, m=8, dtype=torch.bfloat16), (4, 1, 3, 4)),
@@ -331,8 +332,8 @@ def several_tokens() -> None:
             (Case(format="grid", bits=4, n=16, k=512, m=4, dtype=torch.bfloat16), (2, 1, 2, 1)),
         ]
     ):
-        config = DecodeConfig(warps=warps, tiles=tiles, unroll=depth, teams=teams, ahead=case.bits == 3)
-        check(case, random_layout(case, "cpu"), config, half_grid, half_takes)
+        config = DecodeConfig(warps=warps, tiles=tiles, unroll=stages, teams=groups, ahead=case.bits == 3)
+        check(case, random_layout(case, "cpu"), config, gemv_fp16_mma.gemv_fp16_mma, gemv_fp16_mma.supports)
 
 
 def check(
@@ -340,15 +341,15 @@ def check(
     layout: Layout,
     config: DecodeConfig,
     kernel: Callable[..., Tensor],
-    takes: Callable[..., bool],
+    supports: Callable[..., bool],
 ) -> None:
     """One product against float64."""
     x = torch.randn(case.m, case.k).to(case.dtype)
     x[0, ::77] *= 50
     bias = torch.randn(case.n).to(case.dtype) if case.bias and case.m > 1 else None
-    assert takes(x, layout, config)
-    SHARED[:] = NONSENSE
-    waiting.clear()
+    assert supports(x, layout, config)
+    SHARED[:] = GARBAGE
+    committed.clear()
     error = relative_error(kernel(x, layout, bias, config), reference.linear(x, layout, bias))
     assert error < (5e-4 if case.dtype == torch.float16 else 4e-3), f"{case} {config} is off by {error:.1e}"
 

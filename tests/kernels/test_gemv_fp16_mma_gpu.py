@@ -1,11 +1,11 @@
-"""Up to eight tokens of a grid, by masks alone, against float64."""
+"""`gemv_fp16_mma` on the GPU, against the float64 reference."""
 
 import pytest
 import torch
 from requant_kernels.fallback import reference
 from requant_kernels.launch_config import DecodeConfig
 from requant_kernels.scalar.gemv import decode
-from requant_kernels.scalar.gemv_fp16_mma import half_grid, takes
+from requant_kernels.scalar.gemv_fp16_mma import gemv_fp16_mma, supports
 
 from .cases import Case, random_layout, relative_error
 
@@ -25,34 +25,34 @@ CASES = [
 LAUNCHES = [
     (1, 1, 4, 1), (2, 2, 3, 2), (4, 1, 5, 1), (4, 2, 2, 2), (8, 1, 2, 4), (4, 7, 2, 1), (8, 3, 2, 2), (16, 1, 3, 4),
     (8, 4, 2, 2), (4, 4, 2, 4), (16, 2, 2, 2),
-]  # fmt: skip  # warps, tiles, depth, teams
+]  # fmt: skip  # warps, tiles, stages, warp groups
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[str(case) for case in CASES])
-def test_halves_of_a_grid(number: int) -> None:
+def test_against_reference(number: int) -> None:
     torch.manual_seed(0)
-    case, (warps, tiles, depth, teams) = CASES[number], LAUNCHES[number % len(LAUNCHES)]
+    case, (warps, tiles, stages, groups) = CASES[number], LAUNCHES[number % len(LAUNCHES)]
     layout = random_layout(case, "cuda")
     x = torch.randn(case.m, case.k, device="cuda", dtype=case.dtype)
     x[0, ::77] *= 50
     bias = torch.randn(case.n, device="cuda", dtype=case.dtype) if case.bias else None
     config = DecodeConfig(
-        warps=warps, tiles=tiles, unroll=depth, teams=teams, halves=True, ahead=number % 2 == 0, pdl=True
+        warps=warps, tiles=tiles, unroll=stages, teams=groups, halves=True, ahead=number % 2 == 0, pdl=True
     )
-    assert takes(x, layout, config)
+    assert supports(x, layout, config)
     y = decode(x, layout, bias, config, asm=True)
     assert relative_error(y, reference.linear(x, layout, bias)) < (
         1e-3 if case.dtype == torch.float16 else 6e-3
     )
     for _ in range(3):
-        assert torch.equal(y, half_grid(x, layout, bias, config))
+        assert torch.equal(y, gemv_fp16_mma(x, layout, bias, config))
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 300.0])
 def test_small_and_large_activations(scale: float) -> None:
-    """Products of subnormal weights lose nothing, whatever the activations are."""
+    """Subnormal weights lose no precision, whatever the magnitude of the activations."""
     torch.manual_seed(0)
     layout = random_layout(Case(format="grid", bits=2, n=64, k=4096, m=8), "cuda")
     x = (torch.randn(8, 4096, device="cuda") * scale).half()
     config = DecodeConfig(warps=8, tiles=2, unroll=2, halves=True, pdl=True)
-    assert relative_error(half_grid(x, layout, None, config), reference.linear(x, layout)) < 1e-3
+    assert relative_error(gemv_fp16_mma(x, layout, None, config), reference.linear(x, layout)) < 1e-3

@@ -1,0 +1,78 @@
+"""Inline PTX with named operands, and the snippets that several kernels share.
+
+Triton numbers the operands of inline assembly: $0, $1, .., outputs before inputs. Here a text names them, `$sum`, and
+`inline_ptx` derives the numbers and the constraint string from one list, so that the two cannot disagree. Plain Python: it
+imports without Triton.
+"""
+
+import re
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from requant_kernels.common.bit_layout import ptx_float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ptx:
+    """A block of inline assembly as `gl.inline_asm_elementwise` takes it."""
+
+    text: str
+    constraints: str
+
+
+def inline_ptx(
+    body: str | Iterable[str],
+    *,
+    outputs: Mapping[str, str] | None = None,
+    inputs: Mapping[str, str] | None = None,
+    registers: Mapping[str, str | Iterable[str]] | None = None,
+) -> Ptx:
+    """`body` with every `$name` replaced by the number of that operand.
+
+    `outputs` and `inputs`: name -> constraint (`=r`, `=&f`, `l`; a number ties an input to that output). Without outputs the
+    block is run for its effect on memory, and gets the one output that Triton asks for. `registers`: PTX type -> names.
+    """
+    lines = [body] if isinstance(body, str) else list(body)
+    outputs, inputs = dict(outputs or {}), dict(inputs or {})
+    if not outputs:
+        outputs = {"unused": "=r"}
+        lines.append("mov.b32 $unused, 0;")
+    number = {name: i for i, name in enumerate([*outputs, *inputs])}
+    declared = [
+        f".reg .{kind} {names if isinstance(names, str) else ', '.join(names)};"
+        for kind, names in (registers or {}).items()
+    ]
+    text = re.sub(r"\$([A-Za-z_]\w*)", lambda found: f"${number[found[1]]}", "\n".join([*declared, *lines]))
+    return Ptx(text=f"{{ {text} }}", constraints=",".join([*outputs.values(), *inputs.values()]))
+
+
+# The address of the shared memory that Triton allocates: our kernels allocate one piece, which begins there.
+SMEM_BASE = "mov.u32 $0, global_smem;"
+SYNCWARP = "bar.warp.sync 0xffffffff;"
+LOAD_F32 = Ptx(text="ld.shared.f32 $0, [$1];", constraints="=f,r")
+
+
+def declare_smem_ptx(size: int) -> str:
+    """`size` bytes of shared memory beside Triton's own, which stays aligned; returns the address."""
+    return f"{{ .shared .align 1024 .b8 residuals[{size}];\n mov.u32 $0, residuals; }}"
+
+
+def broadcast_pair_ptx(dtype: str, factor: float, addend: float) -> Ptx:
+    """Two float16 in one register, low and high -> `factor * x + addend` of each, twice in a register, as `dtype`."""
+    outputs, inputs = {"low": "=r", "high": "=r"}, {"pair": "r"}
+    if dtype == "fp16":
+        f, c = ("0x" + 2 * struct.pack(">e", value).hex() for value in (factor, addend))
+        body = [
+            f"mov.b32 f, {f}; mov.b32 c, {c};",
+            "prmt.b32 l, $pair, $pair, 0x1010; prmt.b32 h, $pair, $pair, 0x3232;",
+            "fma.rn.f16x2 $low, l, f, c; fma.rn.f16x2 $high, h, f, c;",
+        ]
+        return inline_ptx(body, outputs=outputs, inputs=inputs, registers={"b32": "l, h, f, c"})
+    f, c = ptx_float(factor), ptx_float(addend)
+    body = [
+        "mov.b32 {l, h}, $pair; cvt.f32.f16 a, l; cvt.f32.f16 b, h;",
+        f"fma.rn.f32 a, a, {f}, {c}; fma.rn.f32 b, b, {f}, {c};",
+        "cvt.rn.bf16x2.f32 $low, a, a; cvt.rn.bf16x2.f32 $high, b, b;",
+    ]
+    return inline_ptx(body, outputs=outputs, inputs=inputs, registers={"b16": "l, h", "f32": "a, b"})
