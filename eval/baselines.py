@@ -31,21 +31,21 @@ from requant.pipeline.detach import global_top
 from requant.pipeline.paper import iqr_outliers, requant_as_published
 from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Detach, Sensitivity
-from requant.run.context import Run, Weights
+from requant.run.context import RunContext, Weights
 from requant.run.quantize_linears import gather, quantize_linears
 
 BITS = (4, 3, 2)
 
 
-def dense(run: Run) -> Weights:
+def dense(run: RunContext) -> Weights:
     """Codes only."""
     return quantize_linears(run, None, label="quantize")
 
 
-def squeezellm(run: Run) -> Weights:
+def squeezellm(run: RunContext) -> Weights:
     """SqueezeLLM's own sparse part: outliers in units of the interquartile range, then the largest Fisher values."""
     outliers = iqr_outliers(run, {})
-    statistics = gather(run, run.sites, METHODS["kmeans"].needs)
+    statistics = gather(run, run.targets, METHODS["kmeans"].needs)
     fisher = {name: stats.fisher for name, stats in statistics.items() if stats.fisher is not None}
     count = round(run.recipe.detach.significant_fraction * run.total_weights)
     sensitive = global_top(fisher, count, taken=outliers)
@@ -60,7 +60,7 @@ class Plan:
     label: str
     method: str
     options: Mapping[str, Any] = field(default_factory=dict)
-    make: Callable[[Run], Weights] = dense
+    make: Callable[[RunContext], Weights] = dense
     changes: Mapping[str, Any] = field(default_factory=dict)
     inputs: Literal["original", "quantized"] = "original"  # whose activations calibrate a block
 

@@ -33,7 +33,7 @@ from requant.formats.packing import pack
 from requant.pipeline.prepare import Prepared, prepare, start
 from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Calibration, Evaluation, Recipe, Tuning, to_dict
-from requant.run.context import Run, Weights
+from requant.run.context import RunContext, Weights
 from requant.run.workspace import Workspace
 from requant.text.sources import Text, read_text
 from requant.text.windows import token_windows
@@ -56,17 +56,19 @@ class Study:
     reference: PreTrainedModel
     second: Text
     second_windows: Int64[Tensor, "s t"]
-    base: Run
+    base: RunContext
     statistics: dict[frozenset[str], dict[str, LinearStats]] = field(default_factory=dict)
 
-    def run(self, method: str, *, options: Mapping[str, Any], **changes: Any) -> Run:
+    def run(self, method: str, *, options: Mapping[str, Any], **changes: Any) -> RunContext:
         """A run of `method` with these options of its quantizer; rows share the statistics of the originals."""
         chosen = METHODS[method]
         recipe = dataclasses.replace(
             self.base.recipe, method=method, quantizer=chosen.config(**options), **changes
         )
         shared = self.statistics.setdefault(chosen.needs, {})
-        return dataclasses.replace(self.base, recipe=recipe, statistics=shared, seconds={}, others={})
+        return dataclasses.replace(
+            self.base, recipe=recipe, statistics=shared, seconds={}, finetuned_params={}
+        )
 
 
 def open_study(
@@ -112,7 +114,7 @@ def find(folder: Path, name: str) -> str:
     return str(found[0])
 
 
-def quality(study: Study, run: Run, weights: Weights, *, second: bool = False) -> dict[str, Any]:
+def quality(study: Study, run: RunContext, weights: Weights, *, second: bool = False) -> dict[str, Any]:
     """Perplexity on the whole test, KL on its first windows; with `second` both on the second domain too."""
     prepared = study.prepared
     run.path(weights).place(1.0 if weights else 0.0)
@@ -155,7 +157,7 @@ def bits_per_weight(weights: Weights) -> dict[str, Any]:
     }
 
 
-def row_of(label: str, run: Run, started: float, **values: Any) -> dict[str, Any]:
+def row_of(label: str, run: RunContext, started: float, **values: Any) -> dict[str, Any]:
     """One line of results: what was run, what was found, how long each stage took."""
     return {
         "label": label,

@@ -44,7 +44,7 @@ from requant.pipeline.detach import Masks, global_top
 from requant.pipeline.diagnosis import diagnose
 from requant.pipeline.paper import OUTLIER_RULES, detach_places, detach_significant
 from requant.recipe.schema import Detach
-from requant.run.context import Run, Weights, loss, scores
+from requant.run.context import RunContext, Weights, loss, scores
 from requant.run.quantize_linears import quantize_linears
 from requant.sensitivity.gradient import gradient_score
 from requant.sensitivity.path import QuantizedPath, Scores, signed_sum
@@ -58,7 +58,7 @@ SPARSE = Detach(outlier_fraction=0.0045, significant_fraction=0.0005)
 Windows = Int64[Tensor, "b t"]
 
 
-def predicted(run: Run, weights: Weights, windows: Windows) -> dict[str, Any]:
+def predicted(run: RunContext, weights: Weights, windows: Windows) -> dict[str, Any]:
     """Table 1: signed sums by block beside dF with that block alone, and with all, quantized."""
     found = diagnose(run, weights, windows, names=("gradient", "hessian", "pqi"))
     sums = {**found.predicted, "hessian_of_means": _sums(hessian_of_means(run.path(weights), windows))}
@@ -66,7 +66,7 @@ def predicted(run: Run, weights: Weights, windows: Windows) -> dict[str, Any]:
         {
             "block": block,
             **{
-                name: sum(values[site.name] for site in run.sites if site.block == block)
+                name: sum(values[target.name] for target in run.targets if target.block == block)
                 for name, values in sums.items()
             },
             "measured": measured,
@@ -79,15 +79,20 @@ def predicted(run: Run, weights: Weights, windows: Windows) -> dict[str, Any]:
 
 def hessian_of_means(path: QuantizedPath, windows: Windows) -> Scores:
     """The paper's scaling: `1/2 mean_s (dF_s/dw)^2 d^2`, F_s the mean loss of sequence s."""
-    squares = {site.name: torch.zeros(site.shape, device=site.parameter.device) for site in path.sites}
+    squares = {
+        target.name: torch.zeros(target.shape, device=target.parameter.device) for target in path.targets
+    }
 
-    def fold(site: Any, gradient: Tensor) -> None:
-        squares[site.name].addcmul_(gradient.float(), gradient.float(), value=1 / len(windows))
+    def accumulate(target: Any, gradient: Tensor) -> None:
+        squares[target.name].addcmul_(gradient.float(), gradient.float(), value=1 / len(windows))
 
     with path.at(0.0):
         for window in windows.split(1):
-            gradient_pass(path.model, window, path.sites, fold)
-    return {site.name: squares[site.name].mul_(path.step(site).square()).mul_(0.5) for site in path.sites}
+            gradient_pass(path.model, window, path.targets, accumulate)
+    return {
+        target.name: squares[target.name].mul_(path.step(target).square()).mul_(0.5)
+        for target in path.targets
+    }
 
 
 def slope_along(path: QuantizedPath, windows: Windows) -> Callable[[float], float]:
@@ -103,7 +108,7 @@ def slope_along(path: QuantizedPath, windows: Windows) -> Callable[[float], floa
 
 
 def interpolation(
-    run: Run,
+    run: RunContext,
     path: QuantizedPath,
     windows: Windows,
     slope: Callable[[float], float],
@@ -140,12 +145,12 @@ def nodes(slope: Callable[[float], float], measured: float) -> list[dict[str, An
     return rows
 
 
-def kinds(run: Run, pqi: Scores) -> list[dict[str, Any]]:
+def kinds(run: RunContext, pqi: Scores) -> list[dict[str, Any]]:
     """Table 4: mean |PQI| of a weight, by block and kind of matrix."""
     rows: dict[int, dict[str, Any]] = {}
-    for site in run.sites:
-        mean = pqi[site.name].abs().mean(dtype=torch.float64).item()
-        rows.setdefault(site.block, {"block": site.block})[site.kind] = mean
+    for target in run.targets:
+        mean = pqi[target.name].abs().mean(dtype=torch.float64).item()
+        rows.setdefault(target.block, {"block": target.block})[target.kind] = mean
     return list(rows.values())
 
 
@@ -162,7 +167,7 @@ def shares(pqi: Scores) -> dict[str, Any]:
     return {"top": top, "sum_of_absolutes": total, "signed_sum": signed}
 
 
-def ablation(study: Study, base: Run) -> Iterator[dict[str, Any]]:
+def ablation(study: Study, base: RunContext) -> Iterator[dict[str, Any]]:
     """Table 8: where the outliers come from, significant weights or none, in how many steps."""
     started = time.perf_counter()
     start = quantize_linears(base, None, label="quantize")
@@ -205,7 +210,7 @@ def ablation(study: Study, base: Run) -> Iterator[dict[str, Any]]:
 
 
 def measured_row(
-    study: Study, run: Run, weights: Weights, started: float, *, outliers: str, significant: str
+    study: Study, run: RunContext, weights: Weights, started: float, *, outliers: str, significant: str
 ) -> dict[str, Any]:
     """Quality on the test, and perplexity on the calibration text, as the paper's two columns."""
     trained = math.exp(loss(run, weights))
@@ -222,15 +227,15 @@ def measured_row(
     )
 
 
-def random_places(run: Run, fraction: float, *, seed: int = 0) -> Masks:
+def random_places(run: RunContext, fraction: float, *, seed: int = 0) -> Masks:
     """The global top of uniform noise."""
     generator = torch.Generator().manual_seed(seed)
-    noise = {site.name: torch.rand(site.shape, generator=generator) for site in run.sites}
-    nothing = {site.name: torch.zeros(site.shape, dtype=torch.bool) for site in run.sites}
+    noise = {target.name: torch.rand(target.shape, generator=generator) for target in run.targets}
+    nothing = {target.name: torch.zeros(target.shape, dtype=torch.bool) for target in run.targets}
     return global_top(noise, round(fraction * run.total_weights), taken=nothing)
 
 
-def random_significant(run: Run, weights: Weights) -> Weights:
+def random_significant(run: RunContext, weights: Weights) -> Weights:
     """Random outliers with as many random weights put back as the paper's r_s."""
     more = random_places(run, 0.0005, seed=1)
     return {

@@ -37,19 +37,19 @@ from requant.allocation.budget import allocate_bits, with_allocation
 from requant.pipeline.quantize import MODES, tuned
 from requant.recipe.options import TUNING_STEPS
 from requant.recipe.schema import Budget, Tuning
-from requant.run.context import Run, Weights
+from requant.run.context import RunContext, Weights
 from requant.text.windows import spread
 
 TUNING = Tuning(steps=TUNING_STEPS)
 SHORT = Tuning(steps=225)  # what parts are compared at
 
 
-def within_budget(run: Run) -> Run:
+def within_budget(run: RunContext) -> RunContext:
     """Widths by the allocator."""
     return with_allocation(run, allocate_bits(run))
 
 
-def flat(run: Run) -> Run:
+def flat(run: RunContext) -> RunContext:
     """The same whole width everywhere: what is stored beside the codes comes on top."""
     return run
 
@@ -65,7 +65,7 @@ class Plan:
     tuning: Tuning = TUNING
     statistics: int = 4  # times the windows of the study
     quarters: bool = True
-    widths: Callable[[Run], Run] = within_budget
+    widths: Callable[[RunContext], RunContext] = within_budget
 
 
 PLANS: dict[str, Plan] = {
@@ -147,7 +147,7 @@ def measure(study: Study, name: str, bits: float, seed: int) -> dict[str, Any]:
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
     found = quality(study, run, weights, second=True)
     run.path({}).place(0.0)
-    widths = [run.config_of(site).bits for site in run.sites]
+    widths = [run.config_of(target).bits for target in run.targets]
     return row_of(
         plan.label,
         run,

@@ -29,9 +29,15 @@ from requant.checkpoint.sizes import byte_table
 from requant.evaluation.bench import timed
 from requant.finetune.compile_blocks import WORTH_COMPILING
 from requant.finetune.final import original_model, split_windows
-from requant.finetune.loop import derived_of, leaves_of, other_parameters, single_precision, train
+from requant.finetune.loop import (
+    other_parameters,
+    reparametrized_weights,
+    single_precision,
+    train,
+    trainable_tensors,
+)
 from requant.finetune.teacher import Teacher
-from requant.formats.trainable import learnable
+from requant.formats.trainable import trainable_params
 from requant.models.devices import peak_memory, pick_device
 from requant.pipeline.best import rounds_of
 from requant.pipeline.prepare import prepare, start
@@ -39,7 +45,7 @@ from requant.pipeline.quantize import QuantizedModel, quantize
 from requant.quantizers.registry import METHODS
 from requant.recipe.options import BEST_SAMPLES, default_recipe
 from requant.recipe.schema import Budget, Calibration, Evaluation, Recipe, to_dict
-from requant.run.context import Run, Weights
+from requant.run.context import RunContext, Weights
 from requant.run.quantize_linears import gather, quantize_linears
 from requant.run.workspace import Workspace
 from requant.sensitivity.scores import score
@@ -107,8 +113,8 @@ def best_parts(recipe: Recipe, device: str, dtype: str) -> dict[str, Any]:
     prepared = prepare(recipe.model, recipe, device=device, dtype=dtype)
     run = start(prepared, recipe, workspace=Workspace(None), quiet=True)
     where, method = prepared.model.device, METHODS[recipe.method]
-    block = [site for site in run.sites if site.block == 1]
-    blocks = len({site.block for site in run.sites})
+    block = [target for target in run.targets if target.block == 1]
+    blocks = len({target.block for target in run.targets})
     found: dict[str, Any] = {"tokens": prepared.windows.numel(), "steps": recipe.tuning.steps}
     found["tokens_per_step"] = recipe.tuning.tokens_per_step
     statistics: dict[str, Any] = {}
@@ -116,28 +122,33 @@ def best_parts(recipe: Recipe, device: str, dtype: str) -> dict[str, Any]:
     weights: Weights = {}
 
     def quantize_block() -> None:
-        for site in block:
-            weights[site.name] = method.quantize(site.weight(), statistics[site.name], run.config_of(site))
+        for target in block:
+            weights[target.name] = method.quantize(
+                target.weight(), statistics[target.name], run.config_of(target)
+            )
 
     quantize_block()  # compiles
     found["codes of a block"] = timed(quantize_block, where)
     windows, _ = split_windows(run, recipe.tuning)
-    teacher, others = Teacher(original_model(run), windows), list(other_parameters(run).values())
-    thetas = {name: learnable(weight) for name, weight in weights.items()}
-    still_open = [site for site in run.sites if site.name not in weights]
+    teacher, finetuned_params = Teacher(original_model(run), windows), list(other_parameters(run).values())
+    trainable = {name: trainable_params(weight) for name, weight in weights.items()}
+    still_open = [target for target in run.targets if target.name not in weights]
     few = dataclasses.replace(recipe.tuning, steps=WORTH_COMPILING)
     if where.type == "cuda":
         torch.cuda.reset_peak_memory_stats(where)
     with single_precision(run.model):
-        leaves, derived = leaves_of(thetas, still_open, others, few.rate), derived_of(run, weights, thetas)
+        trainables, derived = (
+            trainable_tensors(trainable, still_open, finetuned_params, few.rate),
+            reparametrized_weights(run, weights, trainable),
+        )
 
         def learn() -> None:
-            train(run, teacher, leaves, derived, few, label="")
+            train(run, teacher, trainables, derived, few, label="")
 
         first, again = timed(learn, where), timed(learn, where)
         found |= {"compiling": max(0.0, first - again), "a step": again / few.steps}
         found["the original's states"] = seconds_of_states(teacher)
-    rounds = len(rounds_of(run.sites))
+    rounds = len(rounds_of(run.targets))
     found["whole run, computed"] = (
         found["compiling"]
         + rounds * found["statistics"]
@@ -174,7 +185,7 @@ def integral(recipe: Recipe, device: str, dtype: str, names: tuple[str, ...]) ->
     return found
 
 
-def pass_once(run: Run, weights: Weights, nodes: str) -> None:
+def pass_once(run: RunContext, weights: Weights, nodes: str) -> None:
     score("pqi", run.path(weights), run.windows, nodes=nodes)
 
 

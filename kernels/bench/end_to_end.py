@@ -21,7 +21,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from requant.evaluation.bench import measure
-from requant.inference.convert import KernelLinear, Sibling, Siblings
+from requant.inference.convert import FusedLinear, KernelLinear, Sibling
 from requant.models.targets import SIBLINGS
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -87,7 +87,7 @@ def _replace_children(parent: nn.Module, bits: int, density: float, device: str)
         if len(sizes) == 1:
             setattr(parent, next(iter(chosen)), matrix)
             continue
-        siblings = Siblings(matrix, sizes)
+        siblings = FusedLinear(matrix, sizes)
         for index, name in enumerate(chosen):
             setattr(parent, name, Sibling(siblings, index))
 

@@ -19,12 +19,12 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from requant.allocation.embedding_and_head import (
-    Vocabulary,
+    EmbeddingAndHead,
+    embedding_and_head_curvature,
+    embedding_and_head_losses,
+    embedding_and_head_of,
+    embedding_and_head_spec,
     part_sizes,
-    vocabulary_curvature,
-    vocabulary_layout,
-    vocabulary_losses,
-    vocabulary_of,
     wanted_widths,
 )
 from requant.allocation.knapsack import TOLERANCE, Option, allocate, neighbours
@@ -33,21 +33,21 @@ from requant.checkpoint.save import MAX_SHARD_BYTES, checkpoint_bytes
 from requant.errors import RecipeError
 from requant.formats.containers import INDEX_TILE
 from requant.formats.int8 import WIDEST_CODE
-from requant.formats.packed_spec import MatrixLayout, TensorSpec
+from requant.formats.packed_spec import PackedSpec, TensorSpec
 from requant.formats.trellis_codes import PERIOD
-from requant.models.targets import LinearSite
+from requant.models.targets import QuantTarget
 from requant.quantizers.entries import count_of
 from requant.recipe.schema import Recipe
-from requant.run.context import Allocation, Run, recipe_part
+from requant.run.context import Allocation, RunContext, recipe_sections
 from requant.run.workspace import digest
 
-__all__ = ["TOLERANCE", "Allocation", "allocate_bits", "planned_layout", "with_allocation"]
+__all__ = ["TOLERANCE", "Allocation", "allocate_bits", "packed_spec", "with_allocation"]
 WIDEST_QUARTER = 5  # bits
 WIDEST_WITH_ENTRIES = 4  # bits of codes beside which entries may compete
 ENTRY = {"float16": 3, "int8": 2}  # bytes of a residual with its index in the tile
 
 
-def allocate_bits(run: Run, *, reserve: int | None = None) -> Allocation:
+def allocate_bits(run: RunContext, *, reserve: int | None = None) -> Allocation:
     """The width of every matrix, and of embedding and head, under the recipe's budget.
 
     `reserve` bytes of the budget are left for a sparse part; None: what the recipe's own mode needs. A run that has its
@@ -56,18 +56,18 @@ def allocate_bits(run: Run, *, reserve: int | None = None) -> Allocation:
     if run.allocation is not None:
         return run.allocation
     recipe = run.recipe
-    vocabulary = vocabulary_of(run.model)
+    vocabulary = embedding_and_head_of(run.model)
     widths = wanted_widths(recipe.budget, vocabulary)
-    asked = asked_bits(recipe)
+    asked = target_bits(recipe)
     if not has_budget(recipe):
-        return uniform(recipe, run.sites, widths)
+        return uniform(recipe, run.targets, widths)
     sparse = sparse_bytes(run) if reserve is None else reserve
     if asked is not None:
         budget, fixed = int(asked * run.total_weights / 8), sparse
     else:
         assert recipe.budget.size is not None
-        budget, fixed = recipe.budget.size, sparse + bytes_beside(run, vocabulary)
-    sizes: dict[str, Mapping[int | float, int]] = {s.name: matrix_sizes(recipe, s.shape) for s in run.sites}
+        budget, fixed = recipe.budget.size, sparse + overhead_bytes(run, vocabulary)
+    sizes: dict[str, Mapping[int | float, int]] = {s.name: matrix_sizes(recipe, s.shape) for s in run.targets}
     if asked is None:
         for role, part in vocabulary.parts.items():
             sizes[role] = {**part_sizes(run.model, run.source, part, widths[role])}
@@ -83,8 +83,8 @@ def allocate_bits(run: Run, *, reserve: int | None = None) -> Allocation:
     choice = allocate(options, budget - fixed)
     taken = {role: choice.options[role].bits if role in sizes else found[0] for role, found in widths.items()}
     return Allocation(
-        bits={site.name: choice.options[site.name].bits for site in run.sites},
-        shares={site.name: share for site in run.sites if (share := choice.options[site.name].share)},
+        bits={target.name: choice.options[target.name].bits for target in run.targets},
+        shares={target.name: share for target in run.targets if (share := choice.options[target.name].share)},
         bytes=choice.bytes + fixed,
         budget=budget,
         predicted=choice.loss,
@@ -95,7 +95,7 @@ def allocate_bits(run: Run, *, reserve: int | None = None) -> Allocation:
     )
 
 
-def with_allocation(run: Run, allocation: Allocation) -> Run:
+def with_allocation(run: RunContext, allocation: Allocation) -> RunContext:
     """The run that gives every matrix its width; results kept for another allocation are none of its."""
     if allocation.budget is None:
         return dataclasses.replace(run, allocation=allocation)
@@ -108,7 +108,7 @@ def with_allocation(run: Run, allocation: Allocation) -> Run:
     )
 
 
-def asked_bits(recipe: Recipe) -> float | None:
+def target_bits(recipe: Recipe) -> float | None:
     """Bits a weight that the run promises; None where it promises none, or a size."""
     if recipe.budget.bits is not None or recipe.budget.size is not None or recipe.mode != "best":
         return recipe.budget.bits
@@ -117,12 +117,12 @@ def asked_bits(recipe: Recipe) -> float | None:
 
 def has_budget(recipe: Recipe) -> bool:
     """Whether bits are spent matrix by matrix."""
-    return recipe.budget.size is not None or asked_bits(recipe) is not None
+    return recipe.budget.size is not None or target_bits(recipe) is not None
 
 
-def planned_layout(
+def packed_spec(
     recipe: Recipe, shape: tuple[int, int], bits: int | float | None = None, share: float | None = None
-) -> MatrixLayout:
+) -> PackedSpec:
     """What the method's container will store for a matrix, by default at the recipe's width, with its share of entries.
 
     Residuals that mode `paper` chooses come on top (`sparse_bytes`).
@@ -132,7 +132,7 @@ def planned_layout(
     match recipe.method:
         case "kmeans" | "lut":
             levels = "int8" if config.level_bits == 8 and width <= WIDEST_CODE else "float16"
-            layout = MatrixLayout(format="codebook", bits=width, shape=shape, levels=levels)
+            layout = PackedSpec(format="codebook", bits=width, shape=shape, levels=levels)
             entries = count_of(config.share if share is None else share, shape)
             if not entries:
                 return layout
@@ -141,7 +141,7 @@ def planned_layout(
         case "trellis":
             learned = recipe.tuning.steps > 0
             outputs = "int8" if learned and width <= WIDEST_CODE else "float16"
-            return MatrixLayout(
+            return PackedSpec(
                 format="trellis",
                 bits=width,
                 shape=shape,
@@ -150,7 +150,7 @@ def planned_layout(
                 output_signs=not learned,
                 output_scales=outputs,
             )
-    return MatrixLayout(
+    return PackedSpec(
         format="grid",
         bits=width,
         shape=shape,
@@ -168,7 +168,7 @@ def entries_compete(recipe: Recipe) -> bool:
 
 def matrix_sizes(recipe: Recipe, shape: tuple[int, int]) -> dict[int | float, int]:
     """Width -> bytes of a matrix, at every width that the method takes."""
-    return {bits: planned_layout(recipe, shape, bits).bytes for bits in widths_of(recipe)}
+    return {bits: packed_spec(recipe, shape, bits).bytes for bits in widths_of(recipe)}
 
 
 def widths_of(recipe: Recipe) -> list[int | float]:
@@ -191,63 +191,67 @@ def width(text: str) -> int | float:
     return int(text) if text.isdecimal() else float(text)
 
 
-def sparse_bytes(run: Run) -> int:
+def sparse_bytes(run: RunContext) -> int:
     """What the residuals of mode `paper` take at most: values, indices, and counts in every matrix."""
     detach = run.recipe.detach
     fraction = detach.outlier_fraction + detach.significant_fraction
     if run.recipe.mode != "paper" or not fraction:
         return 0
-    entries = fraction * run.total_weights + len(run.sites) / 2 + 1  # each matrix rounds its share
-    counts = sum(site.shape[0] * -(-site.shape[1] // INDEX_TILE) for site in run.sites)
-    scales = 2 * len(run.sites) if detach.values == "int8" else 0
+    entries = fraction * run.total_weights + len(run.targets) / 2 + 1  # each matrix rounds its share
+    counts = sum(target.shape[0] * -(-target.shape[1] // INDEX_TILE) for target in run.targets)
+    scales = 2 * len(run.targets) if detach.values == "int8" else 0
     return round(ENTRY[detach.values] * entries) + counts + scales
 
 
-def bytes_beside(run: Run, vocabulary: Vocabulary) -> int:
+def overhead_bytes(run: RunContext, vocabulary: EmbeddingAndHead) -> int:
     """Bytes of the weight files that no matrix, embedding or head accounts for: norms, biases, headers.
 
     At most: the headers are those of the longest numbers, and of all tensors, that any choice could write.
     """
-    matrices = {site.name: largest_tensors(run, site) for site in run.sites}
-    grids = {part.name: vocabulary_layout(part.shape, 8).tensors() for part in vocabulary.parts.values()}
+    matrices = {target.name: largest_tensors(run, target) for target in run.targets}
+    grids = {
+        part.name: embedding_and_head_spec(part.shape, 8).tensors() for part in vocabulary.parts.values()
+    }
     whole = checkpoint_bytes(run.model, source=run.source, modules=matrices, vocabulary=grids)
     tables = (*matrices.values(), *grids.values())
     return whole - sum(spec.bytes for table in tables for spec in table.values())
 
 
-def largest_tensors(run: Run, site: LinearSite) -> dict[str, TensorSpec]:
+def largest_tensors(run: RunContext, target: QuantTarget) -> dict[str, TensorSpec]:
     """Every tensor that a matrix stores at some width, as large as it gets."""
     found: dict[str, TensorSpec] = {}
     for bits in widths_of(run.recipe):
-        layout = planned_layout(run.recipe, site.shape, bits)
+        layout = packed_spec(run.recipe, target.shape, bits)
         if sparse_bytes(run):
             layout = dataclasses.replace(
-                layout, sparse=site.size, sparse_values=run.recipe.detach.values, sparse_scales="matrix"
+                layout, sparse=target.size, sparse_values=run.recipe.detach.values, sparse_scales="matrix"
             )
         for suffix, spec in layout.tensors().items():
             found[suffix] = max(found.get(suffix, spec), spec, key=lambda each: each.bytes)
     return found
 
 
-def uniform(recipe: Recipe, sites: Sequence[LinearSite], widths: Mapping[str, Sequence[int]]) -> Allocation:
+def uniform(
+    recipe: Recipe, targets: Sequence[QuantTarget], widths: Mapping[str, Sequence[int]]
+) -> Allocation:
     """The recipe's width everywhere: no budget, no promise."""
     return Allocation(
-        bits={site.name: recipe.quantizer.bits for site in sites},
-        bytes=sum(planned_layout(recipe, site.shape).bytes for site in sites),
+        bits={target.name: recipe.quantizer.bits for target in targets},
+        bytes=sum(packed_spec(recipe, target.shape).bytes for target in targets),
         embedding_bits=widths["embedding"][0],
         head_bits=widths.get("head", widths["embedding"])[0],
     )
 
 
 def check_reachable(
-    run: Run, sizes: Mapping[str, Mapping[int | float, int]], budget: int, fixed: int
+    run: RunContext, sizes: Mapping[str, Mapping[int | float, int]], budget: int, fixed: int
 ) -> None:
     """Raise RecipeError for a budget that no choice meets: too small for the least, or larger than the most."""
     least, most = (fixed + sum(pick(choices.values()) for choices in sizes.values()) for pick in (min, max))
     if least <= budget <= most / (1 - TOLERANCE):
         return
     which, reached = ("smallest", least) if budget < least else ("largest", most)
-    if asked_bits(run.recipe) is None:
+    if target_bits(run.recipe) is None:
         raise RecipeError(
             f"--size {run.recipe.budget.size:,} cannot be met: the {which} checkpoint that method "
             f"'{run.recipe.method}' makes of this model has {reached:,} bytes."
@@ -255,20 +259,23 @@ def check_reachable(
     bits = 8 * reached / run.total_weights
     shown = math.ceil(1000 * bits) / 1000 if budget < least else math.floor(1000 * bits) / 1000
     raise RecipeError(
-        f"--bits {asked_bits(run.recipe):g} cannot be met: the {which} that method '{run.recipe.method}' makes of this "
+        f"--bits {target_bits(run.recipe):g} cannot be met: the {which} that method '{run.recipe.method}' makes of this "
         f"model is {shown:.3f} bits a weight, all stored bytes counted."
     )
 
 
 def _losses(
-    run: Run, vocabulary: Vocabulary, sizes: Mapping[str, Mapping[int | float, int]], average: float
+    run: RunContext,
+    vocabulary: EmbeddingAndHead,
+    sizes: Mapping[str, Mapping[int | float, int]],
+    average: float,
 ) -> dict[str, dict[int | float, float]]:
     """Name -> width -> predicted loss, nats a token; `average` bits decide the width that predictors quantize at."""
     widths = widths_of(run.recipe)
     reference = min(widths, key=lambda bits: abs(bits - average))
     key = digest(
         run.fingerprint,
-        recipe_part(run.recipe, "calibration", "method", "quantizer", "sensitivity"),
+        recipe_sections(run.recipe, "calibration", "method", "quantizer", "sensitivity"),
         [run.recipe.budget.predictor, reference, widths],
     )
     stored = run.workspace.get("predictor", key)
@@ -279,15 +286,19 @@ def _losses(
         losses = {name: {width(b): loss for b, loss in found.items()} for name, found in stored.value.items()}
     tables = {role: list(sizes[role]) for role in vocabulary.parts if role in sizes}
     if any(set(choices) != {16} for choices in tables.values()):
-        curvature = vocabulary_curvature(run, vocabulary)
-        return losses | vocabulary_losses(vocabulary, curvature, tables)
+        curvature = embedding_and_head_curvature(run, vocabulary)
+        return losses | embedding_and_head_losses(vocabulary, curvature, tables)
     kept: dict[str, dict[int | float, float]] = {role: {16: 0.0} for role in tables}
     return losses | kept
 
 
-def _with_entries(run: Run, losses: Mapping[str, Mapping[int | float, float]]) -> dict[str, list[Option]]:
+def _with_entries(
+    run: RunContext, losses: Mapping[str, Mapping[int | float, float]]
+) -> dict[str, list[Option]]:
     """Options of every matrix with entries beside codes of few bits; beside finer codes they are not worth theirs."""
-    key = digest(run.fingerprint, recipe_part(run.recipe, "calibration", "method", "quantizer"), "entries")
+    key = digest(
+        run.fingerprint, recipe_sections(run.recipe, "calibration", "method", "quantizer"), "entries"
+    )
     stored = run.workspace.get("entries", key)
     if stored is None:
         factors = entry_factors(run)
@@ -296,19 +307,19 @@ def _with_entries(run: Run, losses: Mapping[str, Mapping[int | float, float]]) -
         factors = {name: {float(s): left for s, left in by.items()} for name, by in stored.value.items()}
     widths = [bits for bits in widths_of(run.recipe) if bits <= WIDEST_WITH_ENTRIES]
     found: dict[str, list[Option]] = {}
-    for site in run.sites:
-        found[site.name] = []
-        for bits, (share, left) in itertools.product(widths, factors[site.name].items()):
-            layout = planned_layout(run.recipe, site.shape, bits, share)
+    for target in run.targets:
+        found[target.name] = []
+        for bits, (share, left) in itertools.product(widths, factors[target.name].items()):
+            layout = packed_spec(run.recipe, target.shape, bits, share)
             file = run.recipe.budget.size
-            size = layout.bytes + (0 if file is None else sparse_header(site.name, layout, file))
-            found[site.name].append(
-                Option(bits=bits, share=share, bytes=size, loss=left * losses[site.name][bits])
+            size = layout.bytes + (0 if file is None else sparse_header(target.name, layout, file))
+            found[target.name].append(
+                Option(bits=bits, share=share, bytes=size, loss=left * losses[target.name][bits])
             )
     return found
 
 
-def sparse_header(name: str, layout: MatrixLayout, size: int) -> int:
+def sparse_header(name: str, layout: PackedSpec, size: int) -> int:
     """Bytes that the sparse tensors of a matrix take in the header of a file of at most `size` bytes."""
     far = min(size, MAX_SHARD_BYTES)
     entries = {
@@ -319,11 +330,11 @@ def sparse_header(name: str, layout: MatrixLayout, size: int) -> int:
     return len(json.dumps(entries, separators=(",", ":"))) if entries else 0
 
 
-def vocabulary_savings(model: PreTrainedModel, source: Path | None, allocation: Allocation) -> int:
+def embedding_and_head_savings(model: PreTrainedModel, source: Path | None, allocation: Allocation) -> int:
     """Bytes that quantizing embedding and head saves."""
     bits = {"embedding": allocation.embedding_bits, "head": allocation.head_bits}
     saved = 0
-    for role, part in vocabulary_of(model).parts.items():
+    for role, part in embedding_and_head_of(model).parts.items():
         sizes = part_sizes(model, source, part, (bits[role], 16))
         saved += sizes[16] - sizes[bits[role]]
     return saved

@@ -28,13 +28,13 @@ from requant.calibration.passes import batches, recomputed_blocks, summed_loss
 from requant.checkpoint.save import disk_dtype
 from requant.errors import ModelError, RecipeError
 from requant.formats.containers import Grid, QuantizedWeight
-from requant.formats.packed_spec import MatrixLayout
+from requant.formats.packed_spec import PackedSpec
 from requant.formats.packing import pack, unpack
-from requant.models.targets import vocabulary_modules
+from requant.models.targets import embedding_and_head_modules
 from requant.quantizers.kmeans import row_chunks
 from requant.quantizers.rtn import encode, fit_grid
 from requant.recipe.schema import Budget
-from requant.run.context import Run
+from requant.run.context import RunContext
 from requant.run.workspace import digest
 
 GROUP = 64  # columns that share a scale
@@ -62,7 +62,7 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Vocabulary:
+class EmbeddingAndHead:
     """`parts` by role, `embedding` before `head`; of tied ones `embedding` alone stands for both."""
 
     parts: Mapping[str, Part]
@@ -71,10 +71,10 @@ class Vocabulary:
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuantizedVocabulary:
+class QuantizedEmbeddingAndHead:
     """Codes by module name, and what stood there before, so that the original can be put back."""
 
-    vocabulary: Vocabulary
+    vocabulary: EmbeddingAndHead
     weights: Mapping[str, QuantizedWeight] = field(default_factory=dict)
     originals: Mapping[str, Tensor] = field(default_factory=dict)
 
@@ -87,18 +87,18 @@ class QuantizedVocabulary:
                 part.weight.copy_(floats)
 
 
-def vocabulary_of(model: PreTrainedModel) -> Vocabulary:
+def embedding_and_head_of(model: PreTrainedModel) -> EmbeddingAndHead:
     """The parts of a model."""
-    found = vocabulary_modules(model)
+    found = embedding_and_head_modules(model)
     (embedding_name, embedding), (head_name, head) = found
     parts = {"embedding": Part(name=embedding_name, module=embedding)}
     tied = head is not None and getattr(head, "weight", None) is embedding.weight
     if head is not None and not tied:
         parts["head"] = Part(name=head_name, module=head)
-    return Vocabulary(parts=parts, tied=tied, head=head)
+    return EmbeddingAndHead(parts=parts, tied=tied, head=head)
 
 
-def wanted_widths(budget: Budget, vocabulary: Vocabulary) -> dict[str, Sequence[int]]:
+def wanted_widths(budget: Budget, vocabulary: EmbeddingAndHead) -> dict[str, Sequence[int]]:
     """The widths among which the budget may choose, by role."""
     given: dict[str, int | None] = {"embedding": budget.embedding_bits, "head": budget.head_bits}
     if vocabulary.tied:
@@ -133,9 +133,9 @@ def _obstacle(part: Part) -> str | None:
     return None
 
 
-def vocabulary_layout(shape: tuple[int, int], bits: int) -> MatrixLayout:
+def embedding_and_head_spec(shape: tuple[int, int], bits: int) -> PackedSpec:
     """What is stored for a table of this shape."""
-    return MatrixLayout(format="grid", bits=bits, shape=shape, group_size=GROUP, zero_points=True)
+    return PackedSpec(format="grid", bits=bits, shape=shape, group_size=GROUP, zero_points=True)
 
 
 def part_sizes(
@@ -143,7 +143,7 @@ def part_sizes(
 ) -> dict[int, int]:
     """Width -> bytes of a part."""
     plain = part.weight.numel() * disk_dtype(model, source, part.weight).itemsize
-    return {bits: plain if bits == 16 else vocabulary_layout(part.shape, bits).bytes for bits in widths}
+    return {bits: plain if bits == 16 else embedding_and_head_spec(part.shape, bits).bytes for bits in widths}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,14 +154,14 @@ class Curvature:
     columns: Float[Tensor, " d"]
 
 
-def vocabulary_curvature(run: Run, vocabulary: Vocabulary) -> dict[str, list[Curvature]]:
+def embedding_and_head_curvature(run: RunContext, vocabulary: EmbeddingAndHead) -> dict[str, list[Curvature]]:
     """The curvature of each part on the calibration text; of tied ones both uses. One backward pass."""
     windows = run.windows[: max(1, TOKENS // run.windows.shape[1])]
     run.path({}).place(0.0)
     embedding = vocabulary.parts["embedding"].module
     uses: dict[str, Curvature] = {}
 
-    def fold(use: str, module: nn.Module) -> Callable[..., None]:
+    def accumulate(use: str, module: nn.Module) -> Callable[..., None]:
         weight = module.get_parameter("weight")
         rows, columns = (torch.zeros(size, device=weight.device) for size in weight.shape)
         uses[use] = Curvature(rows=rows, columns=columns)
@@ -171,7 +171,7 @@ def vocabulary_curvature(run: Run, vocabulary: Vocabulary) -> dict[str, list[Cur
                 output.requires_grad_()
             x = inputs[0].detach()
 
-            def receive(gradient: Tensor) -> None:
+            def accumulate(gradient: Tensor) -> None:
                 squares = gradient.flatten(0, -2).float().square()
                 if use == "head":
                     rows.add_(squares.sum(0))
@@ -180,15 +180,15 @@ def vocabulary_curvature(run: Run, vocabulary: Vocabulary) -> dict[str, list[Cur
                     rows.add_(torch.bincount(x.flatten(), minlength=len(rows)))
                     columns.add_(squares.sum(0) * getattr(module, "scalar_embed_scale", 1.0) ** 2)
 
-            output.register_hook(receive)
+            output.register_hook(accumulate)
 
         return hook
 
     with ExitStack() as stack, run.stage("allocation"):
         stack.enter_context(recomputed_blocks(run.model, None))
-        stack.callback(embedding.register_forward_hook(fold("embedding", embedding)).remove)
+        stack.callback(embedding.register_forward_hook(accumulate("embedding", embedding)).remove)
         if vocabulary.head is not None:
-            stack.callback(vocabulary.head.register_forward_hook(fold("head", vocabulary.head)).remove)
+            stack.callback(vocabulary.head.register_forward_hook(accumulate("head", vocabulary.head)).remove)
         for tokens in batches(windows, run.model, label=run.label("embedding and head")):
             summed_loss(run.model, tokens).backward()
     means = {
@@ -200,8 +200,8 @@ def vocabulary_curvature(run: Run, vocabulary: Vocabulary) -> dict[str, list[Cur
     return {role: [means[role]] for role in vocabulary.parts}
 
 
-def vocabulary_losses(
-    vocabulary: Vocabulary,
+def embedding_and_head_losses(
+    vocabulary: EmbeddingAndHead,
     curvature: Mapping[str, Sequence[Curvature]],
     widths: Mapping[str, Sequence[int | float]],
 ) -> dict[str, dict[int | float, float]]:
@@ -274,9 +274,9 @@ def _rows(dense: Any, rows: slice) -> Grid:
     )
 
 
-def quantize_vocabulary(run: Run) -> QuantizedVocabulary:
+def quantize_embedding_and_head(run: RunContext) -> QuantizedEmbeddingAndHead:
     """Codes of embedding and head at the widths of the run's allocation, through the workspace; not yet placed."""
-    vocabulary, allocation = vocabulary_of(run.model), run.allocation
+    vocabulary, allocation = embedding_and_head_of(run.model), run.allocation
     assert allocation is not None
     bits = {"embedding": allocation.embedding_bits, "head": allocation.head_bits}
     wanted = {role: bits[role] for role in vocabulary.parts if bits[role] != 16}
@@ -287,16 +287,16 @@ def quantize_vocabulary(run: Run) -> QuantizedVocabulary:
         key = digest(run.fingerprint, part.name, width)
         stored = run.workspace.get("vocabulary", key)
         if stored is not None:
-            layout = MatrixLayout.from_json(part.name, stored.value)
+            layout = PackedSpec.from_json(part.name, stored.value)
             weights[part.name] = unpack(layout, stored.tensors).to(part.weight.device)
             continue
-        curvature = curvature or vocabulary_curvature(run, vocabulary)
+        curvature = curvature or embedding_and_head_curvature(run, vocabulary)
         with run.stage("quantize"):
             weights[part.name] = quantize_table(part.weight.detach(), curvature[role], bits=width)
         if run.workspace.folder is not None:
             layout, tensors = pack(weights[part.name])
             run.workspace.put("vocabulary", key, tensors=tensors, value=layout.to_json())
-    return QuantizedVocabulary(
+    return QuantizedEmbeddingAndHead(
         vocabulary=vocabulary,
         weights=weights,
         originals={

@@ -38,15 +38,15 @@ from tqdm import tqdm
 
 from requant.calibration.passes import batches, scored_tokens
 from requant.calibration.stats import LinearStats
-from requant.formats.hadamard import random_signs, rotate_both
+from requant.formats.hadamard import incoherence_process, random_signs
 from requant.quantizers.density import density_edges, run_cost, sort_rows
 from requant.quantizers.entries import remaining
-from requant.quantizers.gptq import inverse_factor
+from requant.quantizers.gptq import hessian_inv_cholesky
 from requant.quantizers.kmeans import row_chunks
 from requant.quantizers.registry import METHODS
 from requant.quantizers.rtn import columns_of_group, fit_grid
-from requant.quantizers.trellis import feedback_factor
-from requant.run.context import Run, Weights
+from requant.quantizers.trellis import block_ldl
+from requant.run.context import RunContext, Weights
 from requant.run.quantize_linears import chunks_that_fit, gather, quantize_linears
 from requant.sensitivity.path import signed_sum
 from requant.sensitivity.scores import score
@@ -73,17 +73,17 @@ Losses = dict[str, dict[int | float, float]]
 FLOOR = 0.01  # of the mean |PQI| of a weight: what a matrix costs at least, however its signed sum came out
 
 
-def curvature(run: Run, widths: Sequence[int | float]) -> Losses:
+def curvature(run: RunContext, widths: Sequence[int | float]) -> Losses:
     """The expected loss of every matrix at these widths, from the statistics of the calibration text."""
     method, config = run.recipe.method, run.recipe.quantizer
     needs = NEEDS[method] | METHODS[method].needs  # the quantizer comes next: gather once
     found: Losses = {}
-    for chunk in chunks_that_fit(run, run.sites, needs):
+    for chunk in chunks_that_fit(run, run.targets, needs):
         statistics = gather(run, chunk, needs)
         with run.stage("allocation"):
-            for site in chunk:
-                weight = run.original[site.name].to(site.parameter.device, torch.float32)
-                found[site.name] = expected(method, weight, statistics[site.name], config, widths)
+            for target in chunk:
+                weight = run.original[target.name].to(target.parameter.device, torch.float32)
+                found[target.name] = expected(method, weight, statistics[target.name], config, widths)
     return found
 
 
@@ -112,13 +112,13 @@ def _trellis(
     n, k = weight.shape
     columns = random_signs(k, seed=2 * config.seed).to(weight.device)
     rows = random_signs(n, seed=2 * config.seed + 1).to(weight.device)
-    inputs = rotate_both(_given(stats.hessian), rows=columns, columns=columns)
-    outputs = rotate_both(_given(stats.output_hessian), rows=rows, columns=rows)
-    unit = rotate_both(weight, rows=rows, columns=columns).square().mean(dtype=torch.float64).item()
-    trace, spread = white_trace(inputs, feedback_factor(inputs, damp=config.damp))
+    inputs = incoherence_process(_given(stats.hessian), rows=columns, columns=columns)
+    outputs = incoherence_process(_given(stats.output_hessian), rows=rows, columns=rows)
+    unit = incoherence_process(weight, rows=rows, columns=columns).square().mean(dtype=torch.float64).item()
+    trace, spread = white_trace(inputs, block_ldl(inputs, damp=config.damp))
     below, down = outputs.diagonal().sum(dtype=torch.float64).item(), 1.0
     if config.two_sided:
-        below, down = white_trace(outputs, feedback_factor(outputs, damp=config.output_damp))
+        below, down = white_trace(outputs, block_ldl(outputs, damp=config.output_damp))
     gain = max(0.0, spread * down - 1)
     errors = TRELLIS_ERROR[config.code]
     losses: dict[int | float, float] = {}
@@ -156,7 +156,7 @@ def _after_feedback(stats: LinearStats, *, damp: float, by_size: bool) -> Float[
     order = torch.arange(len(hessian), device=hessian.device)
     if by_size:
         order = hessian.diagonal().argsort(descending=True, stable=True)
-    upper = inverse_factor(hessian[order][:, order], damp=damp)
+    upper = hessian_inv_cholesky(hessian[order][:, order], damp=damp)
     conditional = torch.empty_like(hessian[0])
     conditional[order] = upper.diagonal().square().reciprocal()
     return _given(stats.output_hessian).diagonal()[:, None] * conditional
@@ -170,27 +170,27 @@ def _step_error(weight: Tensor, config: Any) -> Float[Tensor, "n k"]:
     return (fit.scales.float() * 255).square()[:, columns] / 12
 
 
-def entry_factors(run: Run) -> dict[str, dict[float, float]]:
+def entry_factors(run: RunContext) -> dict[str, dict[float, float]]:
     """Matrix -> share of entries -> the fraction of its loss that stays, for the methods of `entries.py`."""
     method, config = run.recipe.method, run.recipe.quantizer
     needs = NEEDS[method] | METHODS[method].needs
     found: dict[str, dict[float, float]] = {}
-    for chunk in chunks_that_fit(run, run.sites, needs):
+    for chunk in chunks_that_fit(run, run.targets, needs):
         statistics = gather(run, chunk, needs)
         with run.stage("allocation"):
-            for site in chunk:
-                weight = run.original[site.name].to(site.parameter.device, torch.float32)
-                stats = statistics[site.name]
+            for target in chunk:
+                weight = run.original[target.name].to(target.parameter.device, torch.float32)
+                stats = statistics[target.name]
                 cost = (
                     _given(stats.fisher)
                     if method == "kmeans"
                     else _after_feedback(stats, damp=config.damp, by_size=True)
                 )
-                found[site.name] = remaining(weight, cost)
+                found[target.name] = remaining(weight, cost)
     return found
 
 
-def measured(run: Run, reference: Weights) -> dict[str, float]:
+def measured(run: RunContext, reference: Weights) -> dict[str, float]:
     """KL of the model with one matrix of `reference` at a time, nats a token."""
     windows = _first(run, MEASURED_TOKENS)
     path = run.path(reference)
@@ -198,22 +198,25 @@ def measured(run: Run, reference: Weights) -> dict[str, float]:
     with run.stage("allocation"), torch.no_grad():
         path.place(0.0)
         bar = tqdm(
-            total=len(run.sites) * len(windows), desc="loss of each matrix", unit="window", disable=run.quiet
+            total=len(run.targets) * len(windows),
+            desc="loss of each matrix",
+            unit="window",
+            disable=run.quiet,
         )
         for tokens in batches(windows, run.model, label=None):
             expected = _log_probabilities(run, tokens)
-            for site in run.sites:
-                site.set_weight(path.point(site, 1.0))
+            for target in run.targets:
+                target.set_weight(path.point(target, 1.0))
                 found = _log_probabilities(run, tokens)
                 divergence = functional.kl_div(found, expected, reduction="sum", log_target=True)
-                totals[site.name] += divergence.double().item()
-                site.set_weight(path.start(site))
+                totals[target.name] += divergence.double().item()
+                target.set_weight(path.start(target))
                 bar.update(len(tokens))
         bar.close()
     return {name: max(total, 0.0) / scored_tokens(windows) for name, total in totals.items()}
 
 
-def integrated(run: Run, reference: Weights) -> dict[str, float]:
+def integrated(run: RunContext, reference: Weights) -> dict[str, float]:
     """Signed sums of PQI along the way to `reference`, nats a token; never below FLOOR."""
     windows = _first(run, PQI_TOKENS)
     with run.stage("allocation"):
@@ -226,17 +229,17 @@ def integrated(run: Run, reference: Weights) -> dict[str, float]:
         )
     sums = {name: signed_sum(tensor) for name, tensor in values.items()}
     mean = sum(map(abs, sums.values())) / run.total_weights
-    sizes = {site.name: site.size for site in run.sites}
+    sizes = {target.name: target.size for target in run.targets}
     return {name: max(total, FLOOR * mean * sizes[name]) for name, total in sums.items()}
 
 
-def predicted_losses(run: Run, widths: Sequence[int | float], *, at: int | float) -> Losses:
+def predicted_losses(run: RunContext, widths: Sequence[int | float], *, at: int | float) -> Losses:
     """Matrix -> width -> loss by the recipe's predictor; `at` is the width of the quantization that some of them judge."""
     course = curvature(run, widths)
     if run.recipe.budget.predictor == "curvature":
         return course
     reference = quantize_linears(
-        dataclasses.replace(run, bits=dict.fromkeys((site.name for site in run.sites), at)),
+        dataclasses.replace(run, bits=dict.fromkeys((target.name for target in run.targets), at)),
         None,
         label=f"quantize at {at} bits, to allocate",
     )
@@ -248,11 +251,11 @@ def predicted_losses(run: Run, widths: Sequence[int | float], *, at: int | float
     }
 
 
-def _first(run: Run, tokens: int) -> Int64[Tensor, "d t"]:
+def _first(run: RunContext, tokens: int) -> Int64[Tensor, "d t"]:
     return run.windows[: max(1, tokens // run.windows.shape[1])]
 
 
-def _log_probabilities(run: Run, tokens: Int64[Tensor, "b t"]) -> Float[Tensor, "p v"]:
+def _log_probabilities(run: RunContext, tokens: Int64[Tensor, "b t"]) -> Float[Tensor, "p v"]:
     logits = run.model(input_ids=tokens, use_cache=False).logits[:, :-1]
     return logits.flatten(0, 1).float().log_softmax(-1)
 

@@ -16,22 +16,22 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from requant.calibration.passes import finite, output_gradient_pass
-from requant.models.targets import LinearSite
+from requant.models.targets import QuantTarget
 
 
 def position_fisher(
     model: PreTrainedModel,
     windows: Int64[Tensor, "b t"],
-    sites: Sequence[LinearSite],
+    targets: Sequence[QuantTarget],
     *,
     label: str | None = None,
     recompute: bool | None = None,
 ) -> dict[str, Float[Tensor, "n k"]]:
-    """F of every site, float32, on the model's device."""
-    fisher = {site.name: torch.zeros(site.shape, device=site.parameter.device) for site in sites}
+    """F of every target, float32, on the model's device."""
+    fisher = {target.name: torch.zeros(target.shape, device=target.parameter.device) for target in targets}
 
-    def fold(site: LinearSite, x: Float[Tensor, "m k"], gradient: Float[Tensor, "m n"]) -> None:
-        fisher[site.name].addmm_(gradient.square().T, x.square(), alpha=1 / windows.numel())
+    def accumulate(target: QuantTarget, x: Float[Tensor, "m k"], gradient: Float[Tensor, "m n"]) -> None:
+        fisher[target.name].addmm_(gradient.square().T, x.square(), alpha=1 / windows.numel())
 
-    output_gradient_pass(model, windows, sites, fold, label=label, recompute=recompute)
+    output_gradient_pass(model, windows, targets, accumulate, label=label, recompute=recompute)
     return finite(fisher)

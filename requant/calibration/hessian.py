@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from requant.calibration.passes import tensor_cores
-from requant.calibration.stream import Enough, Stream
+from requant.calibration.stream import HiddenStateCache, StopForward
 from requant.errors import NumericalError
-from requant.models.targets import LinearSite
+from requant.models.targets import QuantTarget
 
 
 @dataclass(kw_only=True, slots=True)
@@ -35,26 +35,26 @@ class InputStatistics:
 def input_statistics(
     model: PreTrainedModel,
     windows: Int64[Tensor, "b t"],
-    sites: Sequence[LinearSite],
+    targets: Sequence[QuantTarget],
     *,
-    stream: Stream | None = None,
-    reference: Stream | None = None,
+    stream: HiddenStateCache | None = None,
+    reference: HiddenStateCache | None = None,
     label: str | None = None,
 ) -> dict[str, InputStatistics]:
-    """Statistics of every site's input over all tokens of `windows`; sites with one input share one object.
+    """Statistics of every target's input over all tokens of `windows`; targets with one input share one object.
 
     `stream` is where the model's pass stands, at its start if not given, and `reference` that of another model, a copy,
-    whose inputs z are set beside x. Raises NumericalError for a site that is never called or
+    whose inputs z are set beside x. Raises NumericalError for a target that is never called or
     whose inputs overflow.
     """
     gather = _Gathering(tokens=windows.numel(), compare=reference is not None)
-    own = Stream(model, windows) if stream is None else stream
-    names = {site.name for site in sites}
+    own = HiddenStateCache(model, windows) if stream is None else stream
+    names = {target.name for target in targets}
     with ExitStack() as stack:
         stack.enter_context(tensor_cores(next(model.parameters()).device))
         for name in names:
             stack.callback(
-                own.module(name).register_forward_pre_hook(gather.hook_of(name, gather.fold)).remove
+                own.module(name).register_forward_pre_hook(gather.hook_of(name, gather.accumulate)).remove
             )
             if reference is not None:
                 hook = gather.hook_of(name, gather.keep)
@@ -63,13 +63,13 @@ def input_statistics(
             for one in (own,) if reference is None else (reference, own):
                 gather.begin(names)
                 one.run(index, tokens)
-    for site in sites:
-        if site.name not in gather.found:
+    for target in targets:
+        if target.name not in gather.found:
             raise NumericalError(
-                f"{site.name} was never called on the calibration text; skip it with --skip {site.name}."
+                f"{target.name} was never called on the calibration text; skip it with --skip {target.name}."
             )
-        if not torch.isfinite(gather.found[site.name].hessian).all():
-            raise NumericalError(f"{site.name}: its inputs overflow; use --dtype float32 or bfloat16.")
+        if not torch.isfinite(gather.found[target.name].hessian).all():
+            raise NumericalError(f"{target.name}: its inputs overflow; use --dtype float32 or bfloat16.")
     return gather.found
 
 
@@ -92,14 +92,14 @@ class _Gathering:
             use(name, inputs[0])
             self.waiting.discard(name)
             if not self.waiting:
-                raise Enough
+                raise StopForward
 
         return hook
 
     def keep(self, name: str, z: Tensor) -> None:
         self.kept[name] = z
 
-    def fold(self, name: str, x: Tensor) -> None:
+    def accumulate(self, name: str, x: Tensor) -> None:
         if self.last is not None and x is self.last[0]:
             self.found[name] = self.found[self.last[1]]
             return

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from requant.calibration.passes import finite, output_gradient_pass, sampled_loss, tensor_cores
-from requant.models.targets import LinearSite
+from requant.models.targets import QuantTarget
 
 SEED = 0  # of the drawn tokens: the same text gives the same G
 
@@ -26,21 +26,24 @@ SEED = 0  # of the drawn tokens: the same text gives the same G
 def output_hessians(
     model: PreTrainedModel,
     windows: Int64[Tensor, "b t"],
-    sites: Sequence[LinearSite],
+    targets: Sequence[QuantTarget],
     *,
     label: str | None = None,
     recompute: bool | None = None,
 ) -> dict[str, Float[Tensor, "n n"]]:
-    """G of every site, float32, on the model's device."""
+    """G of every target, float32, on the model's device."""
     totals = {
-        site.name: torch.zeros(site.shape[0], site.shape[0], device=site.parameter.device) for site in sites
+        target.name: torch.zeros(target.shape[0], target.shape[0], device=target.parameter.device)
+        for target in targets
     }
 
-    def fold(site: LinearSite, _x: Float[Tensor, "m k"], gradient: Float[Tensor, "m n"]) -> None:
-        totals[site.name].addmm_(gradient.T, gradient, alpha=1 / windows.numel())
+    def accumulate(target: QuantTarget, _x: Float[Tensor, "m k"], gradient: Float[Tensor, "m n"]) -> None:
+        totals[target.name].addmm_(gradient.T, gradient, alpha=1 / windows.numel())
 
     device = next(model.parameters()).device
     drawn = partial(sampled_loss, generator=torch.Generator(device).manual_seed(SEED))
     with tensor_cores(device):
-        output_gradient_pass(model, windows, sites, fold, loss=drawn, label=label, recompute=recompute)
+        output_gradient_pass(
+            model, windows, targets, accumulate, loss=drawn, label=label, recompute=recompute
+        )
     return finite(totals)

@@ -19,11 +19,11 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from requant.errors import NumericalError
-from requant.models.targets import LinearSite, find_blocks, replaced_forward
+from requant.models.targets import QuantTarget, find_blocks, replaced_forward
 
 RECOMPUTE_ABOVE = 1_000_000_000  # parameters; below it activations are cheaper than a second forward pass
-Receiver = Callable[[LinearSite, Float[Tensor, "n k"]], None]
-OutputReceiver = Callable[[LinearSite, Float[Tensor, "m k"], Float[Tensor, "m n"]], None]
+Receiver = Callable[[QuantTarget, Float[Tensor, "n k"]], None]
+OutputReceiver = Callable[[QuantTarget, Float[Tensor, "m k"], Float[Tensor, "m n"]], None]
 Loss = Callable[[PreTrainedModel, Int64[Tensor, "b t"]], Float[Tensor, ""]]
 
 
@@ -75,20 +75,20 @@ def mean_loss(model: PreTrainedModel, windows: Int64[Tensor, "b t"], *, label: s
 def gradient_pass(
     model: PreTrainedModel,
     windows: Int64[Tensor, "b t"],
-    sites: Sequence[LinearSite],
-    receive: Receiver,
+    targets: Sequence[QuantTarget],
+    accumulate: Receiver,
     *,
     label: str | None = None,
     recompute: bool | None = None,
 ) -> float:
-    """One backward pass over all windows; `receive(site, gradient [n, k])` is called per batch with dF/dw.
+    """One backward pass over all windows; `receive(target, gradient [n, k])` is called per batch with dF/dw.
 
     The gradients of all batches add up to the gradient of F. Returns F.
     """
     total = 0.0
     with ExitStack() as stack:
-        for site in sites:
-            stack.enter_context(_gradient_to(site, receive))
+        for target in targets:
+            stack.enter_context(_gradient_to(target, accumulate))
         stack.enter_context(recomputed_blocks(model, recompute))
         for tokens in batches(windows, model, label=label):
             loss = summed_loss(model, tokens) / scored_tokens(windows)
@@ -100,31 +100,31 @@ def gradient_pass(
 def output_gradient_pass(
     model: PreTrainedModel,
     windows: Int64[Tensor, "b t"],
-    sites: Sequence[LinearSite],
-    receive: OutputReceiver,
+    targets: Sequence[QuantTarget],
+    accumulate: OutputReceiver,
     *,
     loss: Loss = summed_loss,
     label: str | None = None,
     recompute: bool | None = None,
 ) -> None:
-    """One backward pass of the summed `loss`; `receive(site, x [m, k], g [m, n])` is called per batch, float32.
+    """One backward pass of the summed `loss`; `receive(target, x [m, k], g [m, n])` is called per batch, float32.
 
     Row t of g is the gradient of the loss of the whole text at the linear's output for token t, row t of x its input.
     """
 
-    def hook_of(site: LinearSite) -> Callable[..., None]:
+    def hook_of(target: QuantTarget) -> Callable[..., None]:
         def hook(_module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
             if output.requires_grad:  # not in the graph-less first pass of a recomputed block
                 x = inputs[0].detach()
                 output.register_hook(
-                    lambda g: receive(site, x.flatten(0, -2).float(), g.flatten(0, -2).float())
+                    lambda g: accumulate(target, x.flatten(0, -2).float(), g.flatten(0, -2).float())
                 )
 
         return hook
 
     with ExitStack() as stack:
-        for site in sites:
-            stack.callback(site.module.register_forward_hook(hook_of(site)).remove)
+        for target in targets:
+            stack.callback(target.module.register_forward_hook(hook_of(target)).remove)
         stack.enter_context(recomputed_blocks(model, recompute))
         for tokens in batches(windows, model, label=label):
             loss(model, tokens).backward()
@@ -186,16 +186,16 @@ def _recomputing(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def _gradient_to(site: LinearSite, receive: Receiver) -> Iterator[None]:
-    parameter = site.parameter
+def _gradient_to(target: QuantTarget, accumulate: Receiver) -> Iterator[None]:
+    parameter = target.parameter
 
-    def fold(p: Tensor) -> None:
+    def take_gradient(p: Tensor) -> None:
         assert p.grad is not None
-        receive(site, site.oriented(p.grad))
+        accumulate(target, target.oriented(p.grad))
         p.grad = None
 
     parameter.requires_grad_(True)
-    handle = parameter.register_post_accumulate_grad_hook(fold)
+    handle = parameter.register_post_accumulate_grad_hook(take_gradient)
     try:
         yield
     finally:

@@ -17,11 +17,11 @@ from requant.calibration.passes import batches
 from requant.models.targets import find_blocks
 
 
-class Enough(Exception):
+class StopForward(Exception):
     """Raised by a hook once nothing further of a forward pass is needed."""
 
 
-class Stream:
+class HiddenStateCache:
     """One model's pass over the windows, held before block `due`."""
 
     def __init__(self, model: PreTrainedModel, windows: Int64[Tensor, "b t"]) -> None:
@@ -42,7 +42,7 @@ class Stream:
         with self._skipping(index, tokens.device):
             try:
                 body(input_ids=tokens, use_cache=False)
-            except Enough:
+            except StopForward:
                 return
 
     @torch.no_grad()
@@ -53,7 +53,7 @@ class Stream:
 
             def keep(_module: nn.Module, _inputs: Any, output: Any, kept: list[Any] = following) -> None:
                 kept.append(_moved(output, "cpu"))
-                raise Enough
+                raise StopForward
 
             handle = self.blocks[self.due].register_forward_hook(keep)
             try:

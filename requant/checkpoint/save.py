@@ -23,7 +23,7 @@ from requant.checkpoint.validate import flaw, version_of
 from requant.checkpoint.writer import planned_bytes, write_bytes, write_shards
 from requant.errors import NumericalError, OutputError
 from requant.formats.containers import QuantizedWeight
-from requant.formats.packed_spec import STOP, MatrixLayout, TensorSpec
+from requant.formats.packed_spec import GUARD_TENSOR, PackedSpec, TensorSpec
 from requant.formats.packing import pack
 
 MAX_SHARD_BYTES = 5_000_000_000
@@ -77,8 +77,8 @@ def save_checkpoint(
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=f".{output.name}.partial-", dir=output.parent))
-        modules: dict[str, MatrixLayout] = {}
-        embedded: dict[str, MatrixLayout] = {}
+        modules: dict[str, PackedSpec] = {}
+        embedded: dict[str, PackedSpec] = {}
         pairs: Iterable[Any] = weights.items() if isinstance(weights, Mapping) else weights
         units = itertools.chain(
             _units(model, pairs, modules),
@@ -114,7 +114,7 @@ def checkpoint_bytes(
     """Bytes of the weight files that `save_checkpoint` would write, headers included; matrices are given by tensors."""
     embedded = vocabulary or {}
     units: list[dict[str, TensorSpec]] = [
-        {f"{name}.{suffix}": spec for suffix, spec in {**tensors, STOP: _STOP}.items()}
+        {f"{name}.{suffix}": spec for suffix, spec in {**tensors, GUARD_TENSOR: _STOP}.items()}
         for name, tensors in (*modules.items(), *embedded.items())
     ]
     plain = _plain_tensors(model, _source_dtypes(source), modules, embedded)
@@ -131,7 +131,7 @@ def disk_dtype(model: nn.Module, source: str | Path | None, tensor: Tensor) -> t
 
 
 def _units(
-    model: nn.Module, weights: Iterable[tuple[str, QuantizedWeight]], modules: dict[str, MatrixLayout]
+    model: nn.Module, weights: Iterable[tuple[str, QuantizedWeight]], modules: dict[str, PackedSpec]
 ) -> Iterator[dict[str, Tensor]]:
     """Quantized matrices as they come; fills `modules`."""
     state = model.state_dict()
@@ -147,14 +147,14 @@ def _units(
             )
         modules[name] = layout
         stop = torch.empty(_STOP.shape, dtype=_STOP.dtype)
-        yield {f"{name}.{suffix}": tensor for suffix, tensor in {**tensors, STOP: stop}.items()}
+        yield {f"{name}.{suffix}": tensor for suffix, tensor in {**tensors, GUARD_TENSOR: stop}.items()}
 
 
 def _plain_units(
     model: nn.Module,
     dtypes: Mapping[str, torch.dtype],
-    modules: Mapping[str, MatrixLayout],
-    vocabulary: Mapping[str, MatrixLayout],
+    modules: Mapping[str, PackedSpec],
+    vocabulary: Mapping[str, PackedSpec],
 ) -> Iterator[dict[str, Tensor]]:
     for name, tensor, dtype in _plain_tensors(model, dtypes, modules, vocabulary):
         yield {name: tensor.to(dtype)}
@@ -198,8 +198,8 @@ def _source_dtypes(source: str | Path | None) -> dict[str, torch.dtype]:
 def _config(
     source: str | Path | None,
     model: nn.Module,
-    modules: Mapping[str, MatrixLayout],
-    vocabulary: Mapping[str, MatrixLayout],
+    modules: Mapping[str, PackedSpec],
+    vocabulary: Mapping[str, PackedSpec],
     manifest: Mapping[str, Any],
 ) -> dict[str, Any]:
     if source is not None:

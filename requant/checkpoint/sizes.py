@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from requant.checkpoint.validate import CheckpointHeader, read_header
-from requant.formats.packed_spec import MatrixLayout
+from requant.formats.packed_spec import PackedSpec
 
 EMBEDDINGS = ("embed_tokens", "embed_in", "wte", "wpe", "embed_positions", "word_embeddings")
 HEADS = ("lm_head", "embed_out")
@@ -20,7 +20,7 @@ HEADS = ("lm_head", "embed_out")
 class MatrixBytes:
     """One quantized matrix: bytes by part; their sum is what the files hold for it."""
 
-    layout: MatrixLayout
+    layout: PackedSpec
     parts: dict[str, int]
 
     @property
@@ -106,7 +106,7 @@ def byte_table(checkpoint: str | Path | CheckpointHeader) -> ByteTable:
     )
 
 
-def matrix_parts(layout: MatrixLayout) -> dict[str, int]:
+def matrix_parts(layout: PackedSpec) -> dict[str, int]:
     """Bytes of a matrix by part; `padding` is what fills the rows of codes up to whole words, in whole
     bytes."""
     parts: dict[str, int] = {}

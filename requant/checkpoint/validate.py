@@ -19,12 +19,12 @@ from torch import Tensor
 from requant.checkpoint.header import StoredTensor, read_folder, read_json
 from requant.errors import CheckpointError
 from requant.formats.containers import INDEX_TILE
-from requant.formats.packed_spec import STOP, VECTORS, MatrixLayout
+from requant.formats.packed_spec import GUARD_TENSOR, VECTORS, PackedSpec
 from requant.formats.packing import entry_tiles
 
 FORMAT_VERSION = 3
 PLAIN_VERSION = 1  # of checkpoints whose embedding and head are not quantized
-VOCABULARY_VERSION = 2  # the first that has a vocabulary; `MatrixLayout.version` says what came with 3
+EMBEDDING_AND_HEAD_VERSION = 2  # the first that has a vocabulary; `PackedSpec.version` says what came with 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +33,8 @@ class CheckpointHeader:
 
     path: Path
     config: dict[str, Any]
-    modules: dict[str, MatrixLayout]
-    vocabulary: dict[str, MatrixLayout]  # embedding and head, where they are quantized
+    modules: dict[str, PackedSpec]
+    vocabulary: dict[str, PackedSpec]  # embedding and head, where they are quantized
     tensors: dict[str, StoredTensor]
 
     @property
@@ -60,13 +60,13 @@ def read_header(path: str | Path, *, trust_remote_code: bool = False) -> Checkpo
         )
     entry = config.get("quantization_config")
     modules = parse_quantization(entry, where=path)
-    vocabulary = parse_vocabulary(entry, modules)
+    vocabulary = parse_embedding_and_head(entry, modules)
     tensors = read_folder(path)
     check_matrices({**modules, **vocabulary}, tensors)
     return CheckpointHeader(path=path, config=config, modules=modules, vocabulary=vocabulary, tensors=tensors)
 
 
-def parse_quantization(entry: Any, *, where: str | Path) -> dict[str, MatrixLayout]:
+def parse_quantization(entry: Any, *, where: str | Path) -> dict[str, PackedSpec]:
     """Check method and version of a `quantization_config`; returns its module table."""
     if not isinstance(entry, dict):
         raise CheckpointError(
@@ -95,7 +95,7 @@ def parse_quantization(entry: Any, *, where: str | Path) -> dict[str, MatrixLayo
     modules = entry.get("modules")
     if not isinstance(modules, dict) or not modules:
         raise CheckpointError(f"{where}: config.json lists no quantized modules; quantize the model again.")
-    layouts = {name: MatrixLayout.from_json(name, layout) for name, layout in modules.items()}
+    layouts = {name: PackedSpec.from_json(name, layout) for name, layout in modules.items()}
     early = next((name for name, layout in layouts.items() if layout.version > version), None)
     if early is not None:
         raise CheckpointError(
@@ -105,13 +105,13 @@ def parse_quantization(entry: Any, *, where: str | Path) -> dict[str, MatrixLayo
     return layouts
 
 
-def version_of(modules: Mapping[str, MatrixLayout], vocabulary: Mapping[str, MatrixLayout]) -> int:
+def version_of(modules: Mapping[str, PackedSpec], vocabulary: Mapping[str, PackedSpec]) -> int:
     """The oldest version that can hold these tables."""
-    oldest = VOCABULARY_VERSION if vocabulary else PLAIN_VERSION
+    oldest = EMBEDDING_AND_HEAD_VERSION if vocabulary else PLAIN_VERSION
     return max([oldest, *(layout.version for layout in modules.values())])
 
 
-def parse_vocabulary(entry: Any, modules: Mapping[str, MatrixLayout]) -> dict[str, MatrixLayout]:
+def parse_embedding_and_head(entry: Any, modules: Mapping[str, PackedSpec]) -> dict[str, PackedSpec]:
     """The table of quantized embedding and head in a `quantization_config` that `parse_quantization` accepted.
 
     Grids without a sparse part, because rows of an embedding are read one by one.
@@ -126,7 +126,7 @@ def parse_vocabulary(entry: Any, modules: Mapping[str, MatrixLayout]) -> dict[st
             f"config.json: format version {PLAIN_VERSION} has no vocabulary, but {next(iter(table))[:60]} is "
             "listed in one; download the checkpoint again."
         )
-    found = {name: MatrixLayout.from_json(name, layout) for name, layout in table.items()}
+    found = {name: PackedSpec.from_json(name, layout) for name, layout in table.items()}
     for name, layout in found.items():
         if name in modules or layout.format != "grid" or layout.sparse or layout.column_scales:
             raise CheckpointError(
@@ -135,7 +135,7 @@ def parse_vocabulary(entry: Any, modules: Mapping[str, MatrixLayout]) -> dict[st
     return found
 
 
-def check_matrices(modules: Mapping[str, MatrixLayout], tensors: Mapping[str, StoredTensor]) -> None:
+def check_matrices(modules: Mapping[str, PackedSpec], tensors: Mapping[str, StoredTensor]) -> None:
     """Dtypes and shapes of every matrix's tensors are those of its entry; no tensor is missing or left
     over."""
     expected: set[str] = set()
@@ -155,14 +155,14 @@ def check_matrices(modules: Mapping[str, MatrixLayout], tensors: Mapping[str, St
             expected.add(key)
     for key in tensors.keys() - expected:
         parent, _, suffix = key.rpartition(".")
-        if parent in modules and suffix != "bias" and (suffix, tensors[key].shape) != (STOP, (0,)):
+        if parent in modules and suffix != "bias" and (suffix, tensors[key].shape) != (GUARD_TENSOR, (0,)):
             raise CheckpointError(
                 f"{key} is in {tensors[key].file.name}, but the entry of {parent} in config.json "
                 "has no such tensor; download the checkpoint again."
             )
 
 
-def check_all_values(modules: Mapping[str, MatrixLayout], tensors: Mapping[str, StoredTensor]) -> None:
+def check_all_values(modules: Mapping[str, PackedSpec], tensors: Mapping[str, StoredTensor]) -> None:
     """`flaw` of every matrix, read from the files; packed codes are not read, since any bits are valid
     codes."""
     for name, layout in modules.items():
@@ -170,7 +170,7 @@ def check_all_values(modules: Mapping[str, MatrixLayout], tensors: Mapping[str, 
         check_values(name, layout, read_matrix(name, suffixes, tensors))
 
 
-def check_values(name: str, layout: MatrixLayout, tensors: Mapping[str, Tensor]) -> None:
+def check_values(name: str, layout: PackedSpec, tensors: Mapping[str, Tensor]) -> None:
     if what := flaw(layout, tensors):
         raise CheckpointError(
             f"{name}: {what}; the checkpoint is damaged, download it again or quantize again."
@@ -190,7 +190,7 @@ def read_matrix(name: str, suffixes: Iterable[str], tensors: Mapping[str, Stored
     return values
 
 
-def flaw(layout: MatrixLayout, tensors: Mapping[str, Tensor]) -> str | None:
+def flaw(layout: PackedSpec, tensors: Mapping[str, Tensor]) -> str | None:
     """What is wrong with the values of a matrix whose dtypes and shapes are right, or None."""
     for suffix, tensor in tensors.items():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():

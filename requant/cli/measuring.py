@@ -66,9 +66,9 @@ def evaluate(
     print(table([row.cells() for row in rows]))
 
 
-def _check_alone(what: str, others: Mapping[str, object]) -> None:
+def _check_alone(what: str, finetuned_params: Mapping[str, object]) -> None:
     """Options of the other kind of evaluation are refused, not ignored."""
-    if given := [option for option, value in others.items() if value is not None]:
+    if given := [option for option, value in finetuned_params.items() if value is not None]:
         raise InputError(
             f"{given[0]} says nothing to {what}; run `requant eval` once with --tasks and once without."
         )

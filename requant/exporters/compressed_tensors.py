@@ -33,7 +33,7 @@ from requant.errors import InputError
 from requant.exporters.folder import Written, write_config
 from requant.exporters.source import Source
 from requant.formats.containers import Grid, QuantizedWeight
-from requant.formats.packed_spec import MatrixLayout
+from requant.formats.packed_spec import PackedSpec
 from requant.formats.packing import pack_bits
 
 VERSION = "0.15.0"  # the layout of zero points and of odd widths since this version of the package
@@ -125,7 +125,7 @@ def _groups(source: Source) -> dict[Group, list[str]]:
     return groups
 
 
-def _inexpressible(layout: MatrixLayout) -> str | None:
+def _inexpressible(layout: PackedSpec) -> str | None:
     """What stands in the way, as the end of a sentence."""
     k = layout.shape[1]
     if layout.format != "grid":

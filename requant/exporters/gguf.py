@@ -29,7 +29,7 @@ from requant.exporters.gguf_metadata import (
 from requant.exporters.gguf_tokenizer import add_tokenizer
 from requant.exporters.source import Source
 from requant.formats.containers import Grid, QuantizedWeight
-from requant.formats.packed_spec import MatrixLayout
+from requant.formats.packed_spec import PackedSpec
 
 FILE = "model.gguf"
 PAIRED = ("q_proj", "k_proj")
@@ -139,7 +139,7 @@ def _dense(weight: QuantizedWeight) -> Grid:
     return weight.dense
 
 
-def _type_of(source: Source, name: str, layout: MatrixLayout) -> str:
+def _type_of(source: Source, name: str, layout: PackedSpec) -> str:
     """A matrix's type: blocks, or plain floats for an embedding or head that no block holds."""
     misfit = _misfit(layout)
     if misfit is None:
@@ -149,7 +149,7 @@ def _type_of(source: Source, name: str, layout: MatrixLayout) -> str:
     raise InputError(f"{name} {misfit}, which no type of llama.cpp holds exactly; export --to dense.")
 
 
-def _misfit(layout: MatrixLayout) -> str | None:
+def _misfit(layout: PackedSpec) -> str | None:
     """Why no block holds a matrix, as the end of a sentence."""
     k = layout.shape[1]
     if layout.format != "grid":

@@ -22,12 +22,12 @@ from jaxtyping import Int, UInt8
 from torch import Tensor
 
 from requant.formats.containers import Grid
-from requant.formats.packed_spec import MatrixLayout
+from requant.formats.packed_spec import PackedSpec
 
 BLOCK = 32
 
 
-def block_type(layout: MatrixLayout) -> str | None:
+def block_type(layout: PackedSpec) -> str | None:
     """The smallest type that holds every grid of this layout; None where none does."""
     levels = 1 << int(layout.bits)
     low, high = (1 - levels, levels - 1) if layout.zero_points else (-levels // 2, levels // 2 - 1)

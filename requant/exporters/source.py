@@ -15,7 +15,7 @@ from requant.checkpoint.header import StoredTensor
 from requant.checkpoint.validate import CheckpointHeader, check_values, read_header, read_matrix
 from requant.errors import CheckpointError, InputError, NumericalError
 from requant.formats.containers import QuantizedWeight
-from requant.formats.packed_spec import MatrixLayout
+from requant.formats.packed_spec import PackedSpec
 from requant.formats.packing import unpack
 from requant.models.loading import DTYPES, load_config, resolve_source
 
@@ -32,7 +32,7 @@ class Source:
     casts_all: bool  # a dtype was asked for: it goes for every float tensor
 
     @property
-    def layouts(self) -> dict[str, MatrixLayout]:
+    def layouts(self) -> dict[str, PackedSpec]:
         """What is quantized: the matrices of the blocks, then embedding and head where they are."""
         return {**self.header.modules, **self.header.vocabulary}
 

@@ -18,37 +18,44 @@ from transformers import PreTrainedModel
 
 from requant.checkpoint.save import disk_dtype
 from requant.errors import RecipeError
-from requant.finetune.loop import derived_of, leaves_of, other_parameters, rate_of, single_precision, train
+from requant.finetune.loop import (
+    other_parameters,
+    rate_of,
+    reparametrized_weights,
+    single_precision,
+    train,
+    trainable_tensors,
+)
 from requant.finetune.teacher import Teacher
-from requant.formats.trainable import learnable, with_theta
+from requant.formats.trainable import trainable_params, with_trainable_params
 from requant.recipe.schema import Tuning
-from requant.run.context import Run, Weights
+from requant.run.context import RunContext, Weights
 
 
-def tune(run: Run, weights: Weights, settings: Tuning) -> Weights:
+def tune(run: RunContext, weights: Weights, settings: Tuning) -> Weights:
     """The weights with tuned fields; what else has learned is in `run.others`. The model is left at the originals."""
     windows, judge = split_windows(run, settings)
     teacher = Teacher(original_model(run), windows)
     run.path(weights).place(1.0)
-    thetas = {name: learnable(weight) for name, weight in weights.items()}
-    others = other_parameters(run)
-    before = {name: run.original_of(name, p) for name, p in others.items()}
+    trainable = {name: trainable_params(weight) for name, weight in weights.items()}
+    finetuned_params = other_parameters(run)
+    before = {name: run.original_of(name, p) for name, p in finetuned_params.items()}
     with single_precision(run.model):
-        leaves = leaves_of(thetas, (), list(others.values()), rate_of(run, settings))
-        derived = derived_of(run, weights, thetas)
-        train(run, teacher, leaves, derived, settings, label="tune", judge=judge)
+        trainables = trainable_tensors(trainable, (), list(finetuned_params.values()), rate_of(run, settings))
+        derived = reparametrized_weights(run, weights, trainable)
+        train(run, teacher, trainables, derived, settings, label="tune", judge=judge)
     keep_others(run, before)
     run.path({}).place(0.0)
-    return {name: with_theta(weight, thetas[name]) for name, weight in weights.items()}
+    return {name: with_trainable_params(weight, trainable[name]) for name, weight in weights.items()}
 
 
-def original_model(run: Run) -> PreTrainedModel:
+def original_model(run: RunContext) -> PreTrainedModel:
     """A frozen copy of the original."""
     run.path({}).place(0.0)
     return copy.deepcopy(run.model)
 
 
-def split_windows(run: Run, settings: Tuning) -> tuple[Int64[Tensor, "b t"], Int64[Tensor, "h t"]]:
+def split_windows(run: RunContext, settings: Tuning) -> tuple[Int64[Tensor, "b t"], Int64[Tensor, "h t"]]:
     """The windows that train, and those that only judge. Raises RecipeError for fewer than two."""
     pool = run.training_windows
     if len(pool) < 2:
@@ -58,10 +65,10 @@ def split_windows(run: Run, settings: Tuning) -> tuple[Int64[Tensor, "b t"], Int
 
 
 @torch.no_grad()
-def keep_others(run: Run, originals: dict[str, Tensor]) -> None:
+def keep_others(run: RunContext, originals: dict[str, Tensor]) -> None:
     """Round what the others learned to the dtype of their files, and keep it with the run beside the originals."""
     for name, parameter in run.model.named_parameters():
         if name in originals:
             stored = disk_dtype(run.model, run.source, parameter)
             learned = parameter.detach().to(stored).to(parameter.dtype)
-            run.others[name] = (originals[name], learned.cpu().clone())
+            run.finetuned_params[name] = (originals[name], learned.cpu().clone())

@@ -20,41 +20,47 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from requant.allocation.embedding_and_head import vocabulary_of
+from requant.allocation.embedding_and_head import embedding_and_head_of
 from requant.calibration.passes import batches, recomputed_blocks
 from requant.finetune.compile_blocks import Divergence, fused, kl
-from requant.finetune.step import Derived, Leaf, TrainingStep
+from requant.finetune.step import ReparametrizedWeight, TrainableTensor, TrainingStep
 from requant.finetune.teacher import Teacher, precision_of_learning
-from requant.formats.trainable import Theta, weight_function
-from requant.models.targets import LinearSite
+from requant.formats.trainable import TrainableParams, weight_function
+from requant.models.targets import QuantTarget
 from requant.recipe.schema import Tuning
-from requant.run.context import Run, Weights
+from requant.run.context import RunContext, Weights
 
 RESIDUAL_RATE = 3.0  # of the rate of all else: residuals are few and each stands alone
-VOCABULARY_RATE = 1 / 3  # a token's row learns only where the token occurs
+EMBEDDING_LR = 1 / 3  # a token's row learns only where the token occurs
 
 
-def leaves_of(
-    thetas: Mapping[str, Theta], open_sites: Sequence[LinearSite], others: Sequence[nn.Parameter], rate: float
-) -> list[Leaf]:
+def trainable_tensors(
+    trainable: Mapping[str, TrainableParams],
+    open_targets: Sequence[QuantTarget],
+    finetuned_params: Sequence[nn.Parameter],
+    rate: float,
+) -> list[TrainableTensor]:
     """Everything that learns: theta of coded matrices, floats of open ones, and the others."""
-    leaves = [
-        Leaf(tensor=value, rate=rate * (RESIDUAL_RATE if name == "values" else 1.0))
-        for theta in thetas.values()
-        for name, value in theta.items()
+    trainables = [
+        TrainableTensor(tensor=value, rate=rate * (RESIDUAL_RATE if name == "values" else 1.0))
+        for params in trainable.values()
+        for name, value in params.items()
     ]
-    leaves += [Leaf(tensor=site.parameter, rate=rate) for site in open_sites]
-    leaves += [Leaf(tensor=p, rate=rate * (VOCABULARY_RATE if p.dim() > 1 else 1.0)) for p in others]
-    return leaves
+    trainables += [TrainableTensor(tensor=target.parameter, rate=rate) for target in open_targets]
+    trainables += [
+        TrainableTensor(tensor=p, rate=rate * (EMBEDDING_LR if p.dim() > 1 else 1.0))
+        for p in finetuned_params
+    ]
+    return trainables
 
 
-def rate_of(run: Run, settings: Tuning) -> float:
+def rate_of(run: RunContext, settings: Tuning) -> float:
     """Adam's rate at the run's average width."""
-    bits = sum(run.config_of(site).bits * site.size for site in run.sites) / run.total_weights
+    bits = sum(run.config_of(target).bits * target.size for target in run.targets) / run.total_weights
     return settings.rate * 2 ** (2 - bits)
 
 
-def other_parameters(run: Run) -> dict[str, nn.Parameter]:
+def other_parameters(run: RunContext) -> dict[str, nn.Parameter]:
     """What is stored in 16 bits whatever is quantized, by name: norms, biases, and embedding and head that stay.
 
     Matrices that the recipe skips are left alone here too.
@@ -63,15 +69,17 @@ def other_parameters(run: Run) -> dict[str, nn.Parameter]:
     widths = {"embedding": 16, "head": 16}
     if allocation is not None:
         widths = {"embedding": allocation.embedding_bits, "head": allocation.head_bits}
-    tables = {id(part.weight) for role, part in vocabulary_of(run.model).parts.items() if widths[role] == 16}
+    tables = {
+        id(part.weight) for role, part in embedding_and_head_of(run.model).parts.items() if widths[role] == 16
+    }
     return {name: p for name, p in run.model.named_parameters() if p.dim() < 2 or id(p) in tables}
 
 
 def train(
-    run: Run,
+    run: RunContext,
     teacher: Teacher,
-    leaves: Sequence[Leaf],
-    derived: Sequence[Derived],
+    trainables: Sequence[TrainableTensor],
+    derived: Sequence[ReparametrizedWeight],
     settings: Tuning,
     *,
     label: str,
@@ -81,15 +89,15 @@ def train(
 
     With `judge`, the leaves end at their best values on those windows, the first included.
     """
-    tensors = [leaf.tensor for leaf in leaves]
+    tensors = [leaf.tensor for leaf in trainables]
     count, length = teacher.windows.shape
     drawn = len(_draw(count, length, 0, settings, run.recipe.seed)) * length
     best, kept = math.inf, [t.detach().clone() for t in tensors] if judge is not None else tensors
-    part = part_of(run, leaves, derived, settings, length, awaited=teacher.awaited)
+    part = part_of(run, trainables, derived, settings, length, awaited=teacher.awaited)
     recompute = None if part is None else False
     with fused((run.model, teacher.model), settings.steps) as kl_of, recomputed_blocks(run.model, recompute):
         step_of = TrainingStep(
-            lambda *given: kl_sum(run.model, teacher, *given, kl_of=kl_of) / drawn, leaves, derived
+            lambda *given: kl_sum(run.model, teacher, *given, kl_of=kl_of) / drawn, trainables, derived
         )
         if judge is not None:
             best = divergence(run.model, teacher, judge)
@@ -124,14 +132,16 @@ def single_precision(model: nn.Module) -> Iterator[None]:
             p.data = p.data.to(dtype)
 
 
-def derived_of(run: Run, weights: Weights, thetas: Mapping[str, Theta]) -> list[Derived]:
+def reparametrized_weights(
+    run: RunContext, weights: Weights, trainable: Mapping[str, TrainableParams]
+) -> list[ReparametrizedWeight]:
     """The matrices that have codes: their parameters as functions of theta."""
 
-    def derive(site: LinearSite) -> Derived:
-        floats, theta = weight_function(weights[site.name]), thetas[site.name]
-        return Derived(parameter=site.parameter, value=lambda: site.oriented(floats(theta)))
+    def derive(target: QuantTarget) -> ReparametrizedWeight:
+        floats, params = weight_function(weights[target.name]), trainable[target.name]
+        return ReparametrizedWeight(parameter=target.parameter, value=lambda: target.oriented(floats(params)))
 
-    return [derive(site) for site in run.sites if site.name in weights]
+    return [derive(target) for target in run.targets if target.name in weights]
 
 
 def kl_sum(
@@ -159,9 +169,9 @@ def divergence(model: PreTrainedModel, teacher: Teacher, windows: Int64[Tensor, 
 
 
 def part_of(
-    run: Run,
-    leaves: Sequence[Leaf],
-    derived: Sequence[Derived],
+    run: RunContext,
+    trainables: Sequence[TrainableTensor],
+    derived: Sequence[ReparametrizedWeight],
     settings: Tuning,
     length: int,
     *,
@@ -176,9 +186,9 @@ def part_of(
     if device.type != "cuda":
         return None
     head = run.model.get_output_embeddings()
-    activations = 4 * sum(sum(site.shape) for site in run.sites)
+    activations = 4 * sum(sum(target.shape) for target in run.targets)
     logits = 24 * (0 if head is None else head.weight.shape[0])
-    state = awaited + 12 * sum(leaf.tensor.numel() for leaf in leaves)
+    state = awaited + 12 * sum(leaf.tensor.numel() for leaf in trainables)
     state += 4 * sum(matrix.parameter.numel() for matrix in derived)
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch, for later
     room = torch.cuda.mem_get_info(device)[0] + kept - state

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Leaf:
+class TrainableTensor:
     """A float32 tensor that learns, and the step of Adam in units of its root mean square."""
 
     tensor: Tensor
@@ -37,7 +37,7 @@ class Leaf:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Derived:
+class ReparametrizedWeight:
     """A parameter of the model that is a function of leaves."""
 
     parameter: Tensor
@@ -62,16 +62,16 @@ class TrainingStep:
     def __init__(
         self,
         loss: Callable[..., Float[Tensor, ""]],
-        leaves: Sequence[Leaf],
-        derived: Sequence[Derived] = (),
+        trainables: Sequence[TrainableTensor],
+        derived: Sequence[ReparametrizedWeight] = (),
     ) -> None:
         self.loss = loss
         self.derived = derived
-        self.tensors = [leaf.tensor.requires_grad_(True) for leaf in leaves]
+        self.tensors = [leaf.tensor.requires_grad_(True) for leaf in trainables]
         devices = {tensor.device for tensor in self.tensors}
         self.device = next(iter(devices)) if len(devices) == 1 else torch.device("cpu")
         self.captures = self.device.type == "cuda"
-        sizes = [leaf.rate * leaf.tensor.detach().square().mean().sqrt().item() for leaf in leaves]
+        sizes = [leaf.rate * leaf.tensor.detach().square().mean().sqrt().item() for leaf in trainables]
         self.full_rates = torch.tensor(sizes, device=self.device)
         self.rates = self.full_rates.clone()  # a group looks its own up here, also from inside a graph
         self.optimizer = torch.optim.Adam(

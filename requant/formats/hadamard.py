@@ -55,7 +55,7 @@ def rotate_columns(x: Float[Tensor, "*rows k"], scales: Float[Tensor, " k"]) -> 
     return hadamard(pad_columns(x * scales, padded(x.shape[-1])))
 
 
-def rotate_both(
+def incoherence_process(
     x: Float[Tensor, "n k"], *, rows: Float[Tensor, " n"], columns: Float[Tensor, " k"]
 ) -> Float[Tensor, "r c"]:
     """H (rows * x * columns) H, padded to multiples of TILE."""

@@ -35,7 +35,7 @@ def decode(numbers: Int8[Tensor, "*n c"], magnitude: Float16[Tensor, "*n 1"]) ->
     return floats.half() + 0.0  # no negative zero, which has no number of its own
 
 
-def snap(values: Float[Tensor, "*n c"], *, nonzero: bool = False) -> Float16[Tensor, "*n c"]:
+def fake_quantize_int8(values: Float[Tensor, "*n c"], *, nonzero: bool = False) -> Float16[Tensor, "*n c"]:
     """The nearest values that 8 bits hold; those that lie on a grid stay as they are. NaN and infinity stay visible."""
     return decode(*encode(values, nonzero=nonzero))
 
@@ -43,5 +43,5 @@ def snap(values: Float[Tensor, "*n c"], *, nonzero: bool = False) -> Float16[Ten
 def fits(values: Float16[Tensor, "*n c"]) -> bool:
     """Whether every row is finite, and what `decode` gives for what `encode` finds, bit for bit."""
     return bool(values.isfinite().all()) and torch.equal(
-        snap(values).view(torch.int16), values.contiguous().view(torch.int16)
+        fake_quantize_int8(values).view(torch.int16), values.contiguous().view(torch.int16)
     )

@@ -32,7 +32,7 @@ VECTORS = {"codebook": "levels", "trellis": "output_scales"}
 
 # Beside the tensors of a matrix lies an empty `weight`. A loader that does not know the format then finds a weight of
 # the wrong shape, and stops; without it, transformers would fill the layer with random numbers and go on.
-STOP = "weight"
+GUARD_TENSOR = "weight"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +46,7 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MatrixLayout:
+class PackedSpec:
     """What one quantized matrix stores: the three formats, and `sparse`, the number of entries beside them.
 
     Fields of another format keep their defaults. `bits` of a trellis may be quarters. `input_signs`, `output_signs`:
@@ -136,7 +136,7 @@ class MatrixLayout:
         return entry
 
     @classmethod
-    def from_json(cls, name: str, entry: Any) -> "MatrixLayout":
+    def from_json(cls, name: str, entry: Any) -> "PackedSpec":
         """Parse and check an entry; raises CheckpointError with the name of the matrix and the key."""
         if not isinstance(entry, dict):
             raise CheckpointError(f"config.json: the entry of {name} is no JSON object; download it again.")

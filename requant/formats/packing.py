@@ -32,7 +32,7 @@ from requant.formats.containers import (
 )
 from requant.formats.hadamard import TILE
 from requant.formats.int8 import decode, encode, fits
-from requant.formats.packed_spec import MatrixLayout, words
+from requant.formats.packed_spec import PackedSpec, words
 from requant.formats.trellis_codes import PERIOD, TILE_WEIGHTS, from_tiles, step_bits, to_tiles
 
 
@@ -99,7 +99,7 @@ def _longer_codes(bits: int | float) -> tuple[int, list[int]]:
     return whole, [] if bits == whole else [i for i, own in enumerate(step_bits(bits)) if own > whole]
 
 
-def pack(weight: QuantizedWeight) -> tuple[MatrixLayout, dict[str, Tensor]]:
+def pack(weight: QuantizedWeight) -> tuple[PackedSpec, dict[str, Tensor]]:
     """The layout of a matrix and its tensors by suffix, on the device of the codes."""
     fields, tensors = _pack_dense(weight.dense)
     sparse = weight.sparse
@@ -117,10 +117,10 @@ def pack(weight: QuantizedWeight) -> tuple[MatrixLayout, dict[str, Tensor]]:
             if len(sparse.row_scales) > 1 and (sparse.row_scales == sparse.row_scales[0]).all():
                 fields["sparse_scales"] = "matrix"
                 tensors["sparse_scales"] = sparse.row_scales[:1]
-    return MatrixLayout(bits=weight.dense.bits, shape=weight.shape, **fields), tensors
+    return PackedSpec(bits=weight.dense.bits, shape=weight.shape, **fields), tensors
 
 
-def unpack(layout: MatrixLayout, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
+def unpack(layout: PackedSpec, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
     """The inverse of `pack`; `tensors` have the dtypes and shapes of `layout.tensors()`."""
     return QuantizedWeight(dense=_unpack_dense(layout, tensors), sparse=_unpack_sparse(layout, tensors))
 
@@ -176,7 +176,7 @@ def _pack_dense(dense: Dense) -> tuple[dict[str, Any], dict[str, Tensor]]:
             return {"format": "trellis", "code": dense.code, **fields}, tensors
 
 
-def _unpack_dense(layout: MatrixLayout, tensors: Mapping[str, Tensor]) -> Dense:
+def _unpack_dense(layout: PackedSpec, tensors: Mapping[str, Tensor]) -> Dense:
     n, k = layout.shape
     bits = int(layout.bits)  # whole but for a trellis
     match layout.format:
@@ -228,7 +228,7 @@ def _unpack_signed(side: str, tensors: Mapping[str, Tensor], count: int) -> Floa
     return torch.where(negative, -magnitude, magnitude)
 
 
-def _unpack_sparse(layout: MatrixLayout, tensors: Mapping[str, Tensor]) -> Sparse | None:
+def _unpack_sparse(layout: PackedSpec, tensors: Mapping[str, Tensor]) -> Sparse | None:
     if not layout.sparse:
         return None
     counts = tensors["sparse_counts"].long()

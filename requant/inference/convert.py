@@ -81,7 +81,7 @@ class KernelLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, bits={self.bits}"
 
 
-class Siblings(nn.Module):
+class FusedLinear(nn.Module):
     """Matrices that take the same x, in one launch: the first layer that is asked computes for all.
 
     Results wait for their layers, which are asked with the very same tensor, and are forgotten when the last one has
@@ -110,7 +110,7 @@ class Siblings(nn.Module):
 class Sibling(nn.Module):
     """One layer of `Siblings`; the first of them owns the matrix."""
 
-    def __init__(self, siblings: Siblings, index: int) -> None:
+    def __init__(self, siblings: FusedLinear, index: int) -> None:
         super().__init__()
         if index == 0:
             self.siblings = siblings
@@ -215,7 +215,7 @@ def _serve_children(
             if len(group) == 1:
                 setattr(parent, group[0], matrix)
                 continue
-            siblings = Siblings(matrix, [layer.out_features for layer in chosen])
+            siblings = FusedLinear(matrix, [layer.out_features for layer in chosen])
             for index, name in enumerate(group):
                 setattr(parent, name, Sibling(siblings, index))
 

@@ -149,7 +149,7 @@ def compiled_step(model: Any) -> Any:
     return torch.compile(model, dynamic=False, options={"triton.enable_pdl": True} if early else None)
 
 
-def write_tokens(
+def generate_tokens(
     model: Any,
     prompt: Int64[Tensor, "1 t"],
     *,

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from requant.errors import TextError
-from requant.inference.decode import write_tokens
+from requant.inference.decode import generate_tokens
 from requant.inference.load import open_served
 from requant.models.devices import pick_device
 from requant.models.loading import (
@@ -41,7 +41,7 @@ def generate_text(
         )
     model: Any = open_served(folder, device=where, dtype=dtype)
     ends = model.generation_config.eos_token_id
-    written = write_tokens(
+    written = generate_tokens(
         model,
         tokens["input_ids"],
         max_new_tokens=max_new_tokens,

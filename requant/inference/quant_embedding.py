@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from requant.formats.containers import QuantizedWeight
-from requant.formats.packed_spec import STOP, MatrixLayout
+from requant.formats.packed_spec import GUARD_TENSOR, PackedSpec
 from requant.formats.packing import unpack
 from requant.inference.quant_linear import QuantLinear, apply_without_casts
 
@@ -23,7 +23,7 @@ from requant.inference.quant_linear import QuantLinear, apply_without_casts
 class QuantEmbedding(nn.Module):
     """Replaces an `nn.Embedding`, or Gemma's, which multiplies its output by `embed_scale`."""
 
-    def __init__(self, layout: MatrixLayout, plain: nn.Embedding) -> None:
+    def __init__(self, layout: PackedSpec, plain: nn.Embedding) -> None:
         """Empty buffers for `layout`, on the device of `plain`, whose dtype is that of the output."""
         super().__init__()
         self.layout = layout
@@ -33,7 +33,7 @@ class QuantEmbedding(nn.Module):
         for suffix, spec in layout.tensors().items():
             buffer = torch.empty(spec.shape, dtype=spec.dtype, device=plain.weight.device)
             self.register_buffer(suffix, buffer)
-        self.register_buffer(STOP, torch.empty(0, dtype=torch.half, device=plain.weight.device))
+        self.register_buffer(GUARD_TENSOR, torch.empty(0, dtype=torch.half, device=plain.weight.device))
         # What this stands for; hidden, because a submodule would be saved. It holds the scale of Gemma's.
         self.__dict__["plain"] = plain
 

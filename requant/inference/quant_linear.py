@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from requant.formats.containers import QuantizedWeight
-from requant.formats.packed_spec import STOP, MatrixLayout
+from requant.formats.packed_spec import GUARD_TENSOR, PackedSpec
 from requant.formats.packing import pack, unpack
 
 BAND_WEIGHTS = 1 << 19  # dequantized at a time: small enough for a core's caches, large enough for threads
@@ -32,7 +32,7 @@ class QuantLinear(nn.Module):
 
     def __init__(
         self,
-        layout: MatrixLayout,
+        layout: PackedSpec,
         *,
         bias: bool,
         dtype: torch.dtype | None = None,
@@ -46,7 +46,7 @@ class QuantLinear(nn.Module):
         self.out_features, self.in_features = layout.shape
         for suffix, spec in layout.tensors().items():
             self.register_buffer(suffix, torch.empty(spec.shape, dtype=spec.dtype, device=device))
-        self.register_buffer(STOP, torch.empty(0, dtype=torch.half, device=device))
+        self.register_buffer(GUARD_TENSOR, torch.empty(0, dtype=torch.half, device=device))
         self.bias = nn.Parameter(torch.empty(self.out_features, dtype=dtype, device=device)) if bias else None
 
     @classmethod
@@ -146,7 +146,9 @@ def _band(layer: QuantLinear, rows: slice, ends: list[int] | None) -> QuantizedW
     """Some rows of a grid or a codebook; `ends[i]` counts the sparse entries above row i."""
     layout, tensors = layer.layout, dict(layer._buffers)
     entries = slice(0, 0) if ends is None else slice(ends[rows.start], ends[rows.stop])
-    whole = {"column_scales", STOP} | ({"sparse_scales"} if layout.sparse_scales == "matrix" else set())
+    whole = {"column_scales", GUARD_TENSOR} | (
+        {"sparse_scales"} if layout.sparse_scales == "matrix" else set()
+    )
     for suffix, tensor in tensors.items():
         if suffix in ("sparse_indices", "sparse_values"):
             tensors[suffix] = tensor[entries]  # type: ignore[index]

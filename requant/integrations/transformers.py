@@ -28,11 +28,11 @@ from requant.checkpoint.header import StoredTensor, read_tensors
 from requant.checkpoint.validate import (
     check_all_values,
     check_matrices,
+    parse_embedding_and_head,
     parse_quantization,
-    parse_vocabulary,
 )
 from requant.errors import CheckpointError
-from requant.formats.packed_spec import STOP, MatrixLayout
+from requant.formats.packed_spec import GUARD_TENSOR, PackedSpec
 from requant.inference.quant_embedding import QuantEmbedding, tied_head
 from requant.inference.quant_linear import QuantLinear
 
@@ -64,7 +64,7 @@ class RequantHfQuantizer(HfQuantizer):
     ) -> Any:
         entry = self.quantization_config.to_dict()
         modules = parse_quantization(entry, where=model.config.name_or_path or "the model")
-        vocabulary = parse_vocabulary(entry, modules)
+        vocabulary = parse_embedding_and_head(entry, modules)
         tensors = None
         if checkpoint_files is not None:
             tensors = read_tensors(map(Path, checkpoint_files))
@@ -109,7 +109,7 @@ def register() -> None:
         register_quantizer(METHOD)(RequantHfQuantizer)
 
 
-def insert_layers(model: nn.Module, modules: Mapping[str, MatrixLayout]) -> None:
+def insert_layers(model: nn.Module, modules: Mapping[str, PackedSpec]) -> None:
     """Put an empty `QuantLinear` in place of every quantized layer; raises CheckpointError where none
     fits."""
     for name, layout in modules.items():
@@ -139,19 +139,19 @@ def insert_layers(model: nn.Module, modules: Mapping[str, MatrixLayout]) -> None
             transposed=transposed,
         )
         # Some models (GPT-2) initialize the `weight` of certain layers by name; the mark makes them skip it.
-        layer.get_buffer(STOP)._is_hf_initialized = True  # type: ignore[attr-defined]
+        layer.get_buffer(GUARD_TENSOR)._is_hf_initialized = True  # type: ignore[attr-defined]
         model.set_submodule(name, layer)
 
 
-def insert_vocabulary(model: Any, vocabulary: Mapping[str, MatrixLayout]) -> None:
+def insert_vocabulary(model: Any, vocabulary: Mapping[str, PackedSpec]) -> None:
     """Empty modules in place of a quantized embedding and head; a head that shares its codes follows in `tie_head`."""
     if not vocabulary:
         return
     from requant.models.targets import (
-        vocabulary_modules,
+        embedding_and_head_modules,
     )  # late: this file is loaded in the midst of transformers
 
-    (embedding_name, plain), (head_name, head) = vocabulary_modules(model)
+    (embedding_name, plain), (head_name, head) = embedding_and_head_modules(model)
     for name in vocabulary:
         if name not in (embedding_name, head_name):
             raise CheckpointError(
@@ -177,7 +177,7 @@ def insert_vocabulary(model: Any, vocabulary: Mapping[str, MatrixLayout]) -> Non
             f"a {type(plain).__name__} of {list(plain.weight.shape)}; download the checkpoint again."
         )
     embedding = QuantEmbedding(layout, plain)
-    embedding.get_buffer(STOP)._is_hf_initialized = True  # type: ignore[attr-defined]
+    embedding.get_buffer(GUARD_TENSOR)._is_hf_initialized = True  # type: ignore[attr-defined]
     model.set_submodule(embedding_name, embedding)
     if tied:  # transformers ties parameters by name, and these have none
         model._tied_weights_keys = {
@@ -203,10 +203,10 @@ class UntiedYet(nn.Module):
 
 def tie_head(model: Any) -> None:
     """Give a head that waits for it the codes of the embedding."""
-    from requant.models.targets import vocabulary_modules
+    from requant.models.targets import embedding_and_head_modules
 
     head: Any
-    _, (name, head) = vocabulary_modules(model)
+    _, (name, head) = embedding_and_head_modules(model)
     if isinstance(head, UntiedYet):
         model.set_submodule(name, tied_head(model.get_input_embeddings(), head.plain))
 

@@ -30,10 +30,10 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 
 from requant.checkpoint.sizes import EMBEDDINGS
-from requant.checkpoint.validate import parse_quantization, parse_vocabulary
+from requant.checkpoint.validate import parse_embedding_and_head, parse_quantization
 from requant.errors import ModelError
 from requant.formats.containers import QuantizedWeight
-from requant.formats.packed_spec import STOP, MatrixLayout
+from requant.formats.packed_spec import GUARD_TENSOR, PackedSpec
 from requant.integrations.vllm_weights import Collector, Part, Shard, fused_runs, kernel_modules, rank_run
 
 METHOD = "requant"
@@ -45,7 +45,7 @@ class RequantConfig(QuantizationConfig):
     """`quantization_config` of config.json: which matrices are quantized, and how."""
 
     def __init__(
-        self, modules: Mapping[str, MatrixLayout], vocabulary: Mapping[str, MatrixLayout] | None = None
+        self, modules: Mapping[str, PackedSpec], vocabulary: Mapping[str, PackedSpec] | None = None
     ) -> None:
         super().__init__()
         self.modules = dict(modules)
@@ -72,7 +72,7 @@ class RequantConfig(QuantizationConfig):
     def from_config(cls, config: dict[str, Any]) -> "RequantConfig":
         """Raises CheckpointError for a table that does not hold together."""
         modules = parse_quantization(config, where="config.json")
-        return cls(modules, parse_vocabulary(config, modules))
+        return cls(modules, parse_embedding_and_head(config, modules))
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Some models have other names for their modules in vLLM than in transformers."""
@@ -93,7 +93,7 @@ class RequantConfig(QuantizationConfig):
         """The name of the quantized embedding; vLLM's Llama gives its own none."""
         return next((name for name in self.vocabulary if name.rpartition(".")[2] in EMBEDDINGS), "")
 
-    def layouts_of(self, prefix: str, *, attention: bool) -> dict[Shard, MatrixLayout]:
+    def layouts_of(self, prefix: str, *, attention: bool) -> dict[Shard, PackedSpec]:
         """The matrices of a layer, by the names under which vLLM loads them; empty for one that is not quantized."""
         parent, _, name = prefix.rpartition(".")
         if prefix in self.modules:
@@ -121,7 +121,7 @@ class RequantConfig(QuantizationConfig):
 class RequantLinearMethod(LinearMethodBase):
     """Loads and multiplies one layer; its state lies on the layer, as vLLM wants it."""
 
-    def __init__(self, prefix: str, layouts: Mapping[Shard, MatrixLayout]) -> None:
+    def __init__(self, prefix: str, layouts: Mapping[Shard, PackedSpec]) -> None:
         self.prefix = prefix
         self.layouts = dict(layouts)
 
@@ -137,10 +137,10 @@ class RequantLinearMethod(LinearMethodBase):
     ) -> None:
         parts = self._parts(layer, input_size_per_partition, output_partition_sizes, input_size)
         _collect(layer, Collector(self.prefix, self.layouts, parts))
-        layer.register_parameter(STOP, _placeholder(torch.float16, lambda *_: None))
+        layer.register_parameter(GUARD_TENSOR, _placeholder(torch.float16, lambda *_: None))
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        weights = _collected(layer, layer.get_parameter(STOP).device)
+        weights = _collected(layer, layer.get_parameter(GUARD_TENSOR).device)
         layer.kernels = nn.ModuleList(kernel_modules(weights, where=self.prefix))
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -166,7 +166,7 @@ class RequantLinearMethod(LinearMethodBase):
 class RequantVocabularyMethod(UnquantizedEmbeddingMethod):
     """An embedding or a head: its rows become floats at load, since vLLM looks rows up and shares tables as tensors."""
 
-    def __init__(self, prefix: str, layout: MatrixLayout) -> None:
+    def __init__(self, prefix: str, layout: PackedSpec) -> None:
         self.prefix = prefix
         self.layout = layout
 

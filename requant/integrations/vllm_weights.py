@@ -20,7 +20,7 @@ from torch import Tensor
 
 from requant.errors import CheckpointError, InputError, ModelError
 from requant.formats.containers import QuantizedWeight
-from requant.formats.packed_spec import MatrixLayout
+from requant.formats.packed_spec import PackedSpec
 from requant.formats.packing import pack, unpack
 from requant.formats.slicing import join_rows, slice_columns, slice_rows
 from requant.inference.convert import KernelLinear, kernel_layout
@@ -82,12 +82,12 @@ def cut(weight: QuantizedWeight, part: Part, *, where: str) -> QuantizedWeight:
 class Collector:
     """Gathers the tensors of one layer's matrices, and keeps of each the rank's part, packed."""
 
-    def __init__(self, name: str, layouts: Mapping[Shard, MatrixLayout], parts: Mapping[Shard, Part]) -> None:
+    def __init__(self, name: str, layouts: Mapping[Shard, PackedSpec], parts: Mapping[Shard, Part]) -> None:
         self.name = name
         self.layouts = dict(layouts)
         self.parts = dict(parts)
         self._waiting: dict[Shard, dict[str, Tensor]] = {shard: {} for shard in layouts}
-        self._ready: dict[Shard, tuple[MatrixLayout, dict[str, Tensor]]] = {}
+        self._ready: dict[Shard, tuple[PackedSpec, dict[str, Tensor]]] = {}
 
     def suffixes(self) -> dict[str, torch.dtype]:
         """Names of all tensors that any of the matrices has, with the dtype that the first of those has."""

@@ -18,7 +18,7 @@ SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinearSite:
+class QuantTarget:
     """One matrix to quantize, seen as `[n, k]` whatever the module stores."""
 
     name: str  # dotted path in the model: "model.layers.0.self_attn.q_proj"
@@ -73,12 +73,12 @@ def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
     return path, blocks
 
 
-def find_linears(model: nn.Module, *, skip: Sequence[str] = ()) -> list[LinearSite]:
+def find_linears(model: nn.Module, *, skip: Sequence[str] = ()) -> list[QuantTarget]:
     """Every matrix to quantize, in the model's order; `skip` holds shell patterns on the dotted path."""
     path, blocks = find_blocks(model)
     _refuse_fused_experts(path, blocks)
-    sites = [
-        LinearSite(
+    targets = [
+        QuantTarget(
             name=f"{path}.{index}.{name}",
             kind=name.rsplit(".", 1)[-1],
             block=index,
@@ -89,10 +89,10 @@ def find_linears(model: nn.Module, *, skip: Sequence[str] = ()) -> list[LinearSi
         for name, module in block.named_modules()
         if isinstance(module, _linear_types())
     ]
-    unused = [pattern for pattern in skip if not any(_matches(site.name, pattern) for site in sites)]
+    unused = [pattern for pattern in skip if not any(_matches(target.name, pattern) for target in targets)]
     if unused:
-        raise ModelError(f"--skip {unused[0]} matches no matrix; names look like {sites[0].name}.")
-    kept = [site for site in sites if not any(_matches(site.name, pattern) for pattern in skip)]
+        raise ModelError(f"--skip {unused[0]} matches no matrix; names look like {targets[0].name}.")
+    kept = [target for target in targets if not any(_matches(target.name, pattern) for pattern in skip)]
     if not kept:
         raise ModelError("every matrix is skipped; nothing is left to quantize.")
     return kept
@@ -111,7 +111,7 @@ def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator
             module.forward = before
 
 
-def vocabulary_modules(model: PreTrainedModel) -> tuple[tuple[str, Any], tuple[str, Any]]:
+def embedding_and_head_modules(model: PreTrainedModel) -> tuple[tuple[str, Any], tuple[str, Any]]:
     """Embedding and head with their dotted paths; the head is None for a model without one."""
     paths = {module: path for path, module in model.named_modules()}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()

@@ -17,51 +17,58 @@ from collections.abc import Sequence
 
 from requant.calibration.statistics import collect
 from requant.finetune.final import keep_others, original_model, split_windows
-from requant.finetune.loop import derived_of, leaves_of, other_parameters, rate_of, single_precision, train
+from requant.finetune.loop import (
+    other_parameters,
+    rate_of,
+    reparametrized_weights,
+    single_precision,
+    train,
+    trainable_tensors,
+)
 from requant.finetune.teacher import Teacher
-from requant.formats.trainable import Theta, learnable, with_theta
-from requant.models.targets import LinearSite
+from requant.formats.trainable import TrainableParams, trainable_params, with_trainable_params
+from requant.models.targets import QuantTarget
 from requant.quantizers.registry import METHODS
-from requant.run.context import Run, Weights
+from requant.run.context import RunContext, Weights
 from requant.run.quantize_linears import chunks_that_fit, gather, quantize_linears
-from requant.run.stage_cache import keep_outcome, kept_outcome
+from requant.run.stage_cache import load_stage, save_stage
 
 ROUNDS = 4
 
 
-def best(run: Run) -> Weights:
+def best(run: RunContext) -> Weights:
     """Codes of every matrix within the budget; without tuning steps they are those of mode `dense`."""
     if run.recipe.tuning.steps == 0:
         return quantize_linears(run, None, label="quantize")
-    kept = kept_outcome(run, "rounds")
+    kept = load_stage(run, "rounds")
     if kept is None:
-        kept = in_rounds(run, rounds_of(run.sites))
-        keep_outcome(run, "rounds", kept)
+        kept = in_rounds(run, rounds_of(run.targets))
+        save_stage(run, "rounds", kept)
     return kept
 
 
-def rounds_of(sites: Sequence[LinearSite]) -> list[list[LinearSite]]:
+def rounds_of(targets: Sequence[QuantTarget]) -> list[list[QuantTarget]]:
     """Sites of at most ROUNDS rounds: the kinds of a block in the model's order, neighbours together."""
-    kinds = list(dict.fromkeys(site.kind for site in sites))
+    kinds = list(dict.fromkeys(target.kind for target in targets))
     count = min(ROUNDS, len(kinds))
     each, more = divmod(len(kinds), count)
     rounds, start = [], 0
     for index in range(count):
         stop = start + each + (index < more)
-        rounds.append([site for site in sites if site.kind in kinds[start:stop]])
+        rounds.append([target for target in targets if target.kind in kinds[start:stop]])
         start = stop
     return rounds
 
 
-def in_rounds(run: Run, rounds: Sequence[Sequence[LinearSite]]) -> Weights:
+def in_rounds(run: RunContext, rounds: Sequence[Sequence[QuantTarget]]) -> Weights:
     """Quantize and train round by round; the model is left at the originals, the others' learning in `run.others`."""
     settings, method = run.recipe.tuning, METHODS[run.recipe.method]
     windows, _ = split_windows(run, settings)
     teacher = Teacher(original_model(run), windows)
-    others, rate = other_parameters(run), rate_of(run, settings)
-    before = {name: run.original_of(name, parameter) for name, parameter in others.items()}
+    finetuned_params, rate = other_parameters(run), rate_of(run, settings)
+    before = {name: run.original_of(name, parameter) for name, parameter in finetuned_params.items()}
     weights: Weights = {}
-    thetas: dict[str, Theta] = {}
+    trainable: dict[str, TrainableParams] = {}
     with single_precision(run.model):
         for index, members in enumerate(rounds):
             for chunk in chunks_that_fit(run, members, method.needs):
@@ -71,19 +78,24 @@ def in_rounds(run: Run, rounds: Sequence[Sequence[LinearSite]]) -> Weights:
                     with run.stage("statistics"):
                         statistics = collect(run.model, run.windows, chunk, needs=method.needs)
                 with run.stage("quantize"):
-                    for site in chunk:
-                        weights[site.name] = method.quantize(
-                            site.weight(), statistics[site.name], run.config_of(site)
+                    for target in chunk:
+                        weights[target.name] = method.quantize(
+                            target.weight(), statistics[target.name], run.config_of(target)
                         )
-                        thetas[site.name] = learnable(weights[site.name])
+                        trainable[target.name] = trainable_params(weights[target.name])
             run.statistics.clear()
-            still_open = [site for later in rounds[index + 1 :] for site in later]
+            still_open = [target for later in rounds[index + 1 :] for target in later]
             if still_open:
                 with run.stage("tuning"):
-                    leaves = leaves_of(thetas, still_open, list(others.values()), rate)
-                    derived = derived_of(run, weights, thetas)
+                    trainables = trainable_tensors(
+                        trainable, still_open, list(finetuned_params.values()), rate
+                    )
+                    derived = reparametrized_weights(run, weights, trainable)
                     label = f"round {index + 1}/{len(rounds)}"
-                    train(run, teacher, leaves, derived, settings, label=label)
+                    train(run, teacher, trainables, derived, settings, label=label)
     keep_others(run, before)
     run.path({}).place(0.0)
-    return {site.name: with_theta(weights[site.name], thetas[site.name]) for site in run.sites}
+    return {
+        target.name: with_trainable_params(weights[target.name], trainable[target.name])
+        for target in run.targets
+    }

@@ -14,12 +14,12 @@ from jaxtyping import Int64
 from torch import Tensor
 from tqdm import tqdm
 
-from requant.allocation.embedding_and_head import QuantizedVocabulary
+from requant.allocation.embedding_and_head import QuantizedEmbeddingAndHead
 from requant.calibration.passes import mean_loss
-from requant.models.targets import LinearSite
-from requant.run.context import Run, Weights, loss
+from requant.models.targets import QuantTarget
+from requant.run.context import RunContext, Weights, loss
 from requant.sensitivity.path import Scores, signed_sum
-from requant.sensitivity.pqi import pqi_beside
+from requant.sensitivity.pqi import pqi_of_finetuned_params
 from requant.sensitivity.scores import score
 
 K = TypeVar("K")
@@ -62,13 +62,13 @@ class Diagnosis:
 
 
 def diagnose(
-    run: Run,
+    run: RunContext,
     weights: Weights,
     windows: Int64[Tensor, "b t"],
     *,
     names: Sequence[str],
     keep: Callable[[str, Scores], None] | None = None,
-    vocabulary: QuantizedVocabulary | None = None,
+    vocabulary: QuantizedEmbeddingAndHead | None = None,
     by_matrix: bool = False,
 ) -> Diagnosis:
     """Every score in `names`, the measured dF of the model and of each block alone; `keep` receives the scores.
@@ -96,7 +96,11 @@ def diagnose(
             if keep is not None:
                 keep(name, values)
             del values
-        beside = pqi_beside(path, windows, nodes=run.recipe.sensitivity.nodes) if run.others else 0.0
+        beside = (
+            pqi_of_finetuned_params(path, windows, nodes=run.recipe.sensitivity.nodes)
+            if run.finetuned_params
+            else 0.0
+        )
         original = loss(run, {}, windows=windows)
         measured = loss(run, weights, windows=windows) - original
         blocks = measured_by_block(run, weights, windows, original)
@@ -114,17 +118,17 @@ def diagnose(
 
 
 def measured_by_block(
-    run: Run, weights: Weights, windows: Int64[Tensor, "b t"], original: float
+    run: RunContext, weights: Weights, windows: Int64[Tensor, "b t"], original: float
 ) -> dict[int, float]:
     """dF with one block quantized and all others original; the model is left at `weights`."""
     groups = {
-        block: [s for s in run.sites if s.block == block]
-        for block in dict.fromkeys(s.block for s in run.sites)
+        block: [s for s in run.targets if s.block == block]
+        for block in dict.fromkeys(s.block for s in run.targets)
     }
     return _measured_alone(run, weights, windows, original, groups, label="block")
 
 
-def measured_by_matrix(run: Run, weights: Weights, windows: Int64[Tensor, "b t"]) -> dict[str, float]:
+def measured_by_matrix(run: RunContext, weights: Weights, windows: Int64[Tensor, "b t"]) -> dict[str, float]:
     """dF with one matrix quantized and all others original; the model is left at `weights`."""
     if run.model.device.type != "cuda":
         if run.total_weights > MAPPED_WEIGHTS:
@@ -132,16 +136,16 @@ def measured_by_matrix(run: Run, weights: Weights, windows: Int64[Tensor, "b t"]
         windows = windows[: max(1, MAPPED_TOKENS // windows.shape[1])]
     run.path(weights).place(0.0)
     original = mean_loss(run.model, windows)
-    groups = {site.name: [site] for site in run.sites}
+    groups = {target.name: [target] for target in run.targets}
     return _measured_alone(run, weights, windows, original, groups, label="matrix")
 
 
 def _measured_alone(
-    run: Run,
+    run: RunContext,
     weights: Weights,
     windows: Int64[Tensor, "b t"],
     original: float,
-    groups: Mapping[K, Sequence[LinearSite]],
+    groups: Mapping[K, Sequence[QuantTarget]],
     *,
     label: str,
 ) -> dict[K, float]:
@@ -150,10 +154,10 @@ def _measured_alone(
     path.place(0.0)
     found: dict[K, float] = {}
     for key, members in tqdm(groups.items(), desc=f"measured by {label}", disable=run.quiet, unit=label):
-        for site in members:
-            site.set_weight(weights[site.name].dequantize())
+        for target in members:
+            target.set_weight(weights[target.name].dequantize())
         found[key] = mean_loss(run.model, windows) - original
-        for site in members:
-            site.set_weight(path.start(site))
+        for target in members:
+            target.set_weight(path.start(target))
     path.place(1.0)
     return found

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from requant.formats.containers import QuantizedWeight, detached_mask, in_8_bits, sparse_at
 from requant.pipeline.detach import Masks, global_top, interquartile_range, largest_weights, outlier_shares
-from requant.run.context import Run, Weights, loss, recipe_part, scores
+from requant.run.context import RunContext, Weights, loss, recipe_sections, scores
 from requant.run.quantize_linears import quantize_linears
 from requant.run.workspace import digest
 
 
-def requant_as_published(run: Run) -> Weights:
+def requant_as_published(run: RunContext) -> Weights:
     """Steps 1 to 6; every stage's result goes through the workspace."""
     weights = quantize_linears(run, None, label="pre-quantize")
     if run.recipe.detach.outlier_fraction > 0:
@@ -42,14 +42,14 @@ def shortened(weight: QuantizedWeight) -> QuantizedWeight:
     return weight if weight.sparse is None else replace(weight, sparse=in_8_bits(weight.sparse))
 
 
-def adaptive_outliers(run: Run, weights: Weights) -> Masks:
+def adaptive_outliers(run: RunContext, weights: Weights) -> Masks:
     """Algorithm 1: the temperature whose outliers leave the smallest loss on the calibration text."""
     means = mean_scores(run, weights)
     trials: dict[float, float] = {}
     for temperature in run.recipe.detach.temperatures:
         key = digest(
             run.fingerprint,
-            recipe_part(run.recipe, "calibration", "method", "quantizer"),
+            recipe_sections(run.recipe, "calibration", "method", "quantizer"),
             means,
             temperature,
             run.recipe.detach.outlier_fraction,
@@ -65,11 +65,11 @@ def adaptive_outliers(run: Run, weights: Weights) -> Masks:
     return outliers_at(run, means, min(trials, key=trials.__getitem__))
 
 
-def mean_scores(run: Run, weights: Weights) -> dict[str, float]:
+def mean_scores(run: RunContext, weights: Weights) -> dict[str, float]:
     """mean |score| of every matrix, the statistic of the paper's Table 4."""
     key = digest(
         run.fingerprint,
-        recipe_part(run.recipe, "calibration", "method", "quantizer", "sensitivity"),
+        recipe_sections(run.recipe, "calibration", "method", "quantizer", "sensitivity"),
         "mean scores",
     )
     stored = run.workspace.get("mean-scores", key)
@@ -83,29 +83,29 @@ def mean_scores(run: Run, weights: Weights) -> dict[str, float]:
     return means
 
 
-def outliers_at(run: Run, means: Mapping[str, float], temperature: float) -> Masks:
+def outliers_at(run: RunContext, means: Mapping[str, float], temperature: float) -> Masks:
     shares = outlier_shares(
         means,
-        {site.name: site.size for site in run.sites},
+        {target.name: target.size for target in run.targets},
         fraction=run.recipe.detach.outlier_fraction,
         temperature=temperature,
     )
     return {
-        site.name: largest_weights(run.path({}).start(site), round(shares[site.name] * site.size))
-        for site in run.sites
+        target.name: largest_weights(run.path({}).start(target), round(shares[target.name] * target.size))
+        for target in run.targets
     }
 
 
-def uniform_outliers(run: Run, _weights: Weights) -> Masks:
+def uniform_outliers(run: RunContext, _weights: Weights) -> Masks:
     """The same share of largest |w| in every matrix."""
     fraction = run.recipe.detach.outlier_fraction
     return {
-        site.name: largest_weights(run.path({}).start(site), round(fraction * site.size))
-        for site in run.sites
+        target.name: largest_weights(run.path({}).start(target), round(fraction * target.size))
+        for target in run.targets
     }
 
 
-def iqr_outliers(run: Run, _weights: Weights) -> Masks:
+def iqr_outliers(run: RunContext, _weights: Weights) -> Masks:
     """SqueezeLLM's own: the largest |w| in units of the matrix's interquartile range, over all matrices."""
     spread = {name: w.float().abs() / interquartile_range(w.float()) for name, w in run.original.items()}
     nothing = {name: torch.zeros(w.shape, dtype=torch.bool) for name, w in run.original.items()}
@@ -115,14 +115,14 @@ def iqr_outliers(run: Run, _weights: Weights) -> Masks:
 OUTLIER_RULES = {"adaptive": adaptive_outliers, "uniform": uniform_outliers, "iqr": iqr_outliers}
 
 
-def detach_significant(run: Run, weights: Weights, step: int) -> Weights:
+def detach_significant(run: RunContext, weights: Weights, step: int) -> Weights:
     """One step of Algorithm 2: the global top `r_s / steps` of what is still dense goes back to its exact value."""
     detach = run.recipe.detach
     done = round(detach.significant_fraction * run.total_weights * step / detach.steps)
     count = round(detach.significant_fraction * run.total_weights * (step + 1) / detach.steps) - done
     key = digest(
         run.fingerprint,
-        recipe_part(run.recipe, "calibration", "method", "quantizer", "sensitivity", "detach"),
+        recipe_sections(run.recipe, "calibration", "method", "quantizer", "sensitivity", "detach"),
         step,
     )
     taken = {name: detached_mask(w.sparse, w.shape, w.dense.codes.device) for name, w in weights.items()}

@@ -15,15 +15,15 @@ import torch
 from requant.allocation.budget import (
     ENTRY,
     allocate_bits,
+    embedding_and_head_savings,
     has_budget,
-    planned_layout,
+    packed_spec,
     uniform,
-    vocabulary_savings,
 )
-from requant.allocation.embedding_and_head import vocabulary_of, wanted_widths
+from requant.allocation.embedding_and_head import embedding_and_head_of, wanted_widths
 from requant.calibration.statistics import bytes_needed
 from requant.formats.containers import INDEX_TILE
-from requant.models.targets import LinearSite
+from requant.models.targets import QuantTarget
 from requant.pipeline.best import rounds_of
 from requant.pipeline.prepare import Prepared, bytes_before, start
 from requant.quantizers.registry import METHODS
@@ -99,23 +99,24 @@ class Plan:
 
 def make_plan(prepared: Prepared, recipe: Recipe, *, quiet: bool = True) -> Plan:
     """Predictions from shapes, the recipe and a matrix product of a tenth of a second; with a budget, its allocation."""
-    sites = prepared.sites
-    weights = sum(site.size for site in sites)
+    targets = prepared.targets
+    weights = sum(target.size for target in targets)
     fraction = _sparse_fraction(recipe)
     allocation = _allocation(prepared, recipe, quiet=quiet)
     shares = allocation.shares
     parts = sum(
-        _bytes(site, recipe, allocation.bits[site.name], fraction, shares.get(site.name)) for site in sites
+        _bytes(target, recipe, allocation.bits[target.name], fraction, shares.get(target.name))
+        for target in targets
     )
     model_bytes = bytes_before(prepared)
     per_weight = _source_bytes_per_weight(prepared, model_bytes)
-    saved = vocabulary_savings(prepared.model, prepared.source, allocation)
-    stored = sum(site.size for site in sites) * per_weight + saved
+    saved = embedding_and_head_savings(prepared.model, prepared.source, allocation)
+    stored = sum(target.size for target in targets) * per_weight + saved
     kinds: dict[str, int] = {}
     widths: dict[str, dict[int | float, int]] = {}
-    for site in sites:
-        kinds[site.kind] = kinds.get(site.kind, 0) + 1
-        counts, bits = widths.setdefault(site.kind, {}), allocation.bits[site.name]
+    for target in targets:
+        kinds[target.kind] = kinds.get(target.kind, 0) + 1
+        counts, bits = widths.setdefault(target.kind, {}), allocation.bits[target.name]
         counts[bits] = counts.get(bits, 0) + 1
     return Plan(
         matrices=kinds,
@@ -132,7 +133,9 @@ def make_plan(prepared: Prepared, recipe: Recipe, *, quiet: bool = True) -> Plan
 
 def _allocation(prepared: Prepared, recipe: Recipe, *, quiet: bool) -> Allocation:
     if not has_budget(recipe):
-        return uniform(recipe, prepared.sites, wanted_widths(recipe.budget, vocabulary_of(prepared.model)))
+        return uniform(
+            recipe, prepared.targets, wanted_widths(recipe.budget, embedding_and_head_of(prepared.model))
+        )
     return allocate_bits(start(prepared, recipe, workspace=Workspace(None), quiet=quiet))
 
 
@@ -143,11 +146,11 @@ def _sparse_fraction(recipe: Recipe) -> float:
 
 
 def _bytes(
-    site: LinearSite, recipe: Recipe, bits: int | float, fraction: float, share: float | None
+    target: QuantTarget, recipe: Recipe, bits: int | float, fraction: float, share: float | None
 ) -> float:
-    n, k = site.shape
+    n, k = target.shape
     sparse = ENTRY[recipe.detach.values] * fraction * n * k + (n * -(-k // INDEX_TILE) if fraction else 0)
-    return planned_layout(recipe, (n, k), bits, share).bytes + sparse
+    return packed_spec(recipe, (n, k), bits, share).bytes + sparse
 
 
 def _source_bytes_per_weight(prepared: Prepared, model_bytes: int) -> float:
@@ -162,11 +165,11 @@ def _peak_memory(prepared: Prepared, recipe: Recipe) -> int:
     Training holds more where it takes place: the original, and 16 bytes a parameter (float32, its gradient, Adam's two).
     What a GPU has beyond that it fills with larger parts of a batch, which are not counted: it does not need them.
     """
-    weights = sum(site.size for site in prepared.sites)
+    weights = sum(target.size for target in prepared.targets)
     model = sum(p.numel() * p.element_size() for p in prepared.model.parameters())
-    own = weights * prepared.sites[0].parameter.element_size() if prepared.model.device.type == "cpu" else 0
+    own = weights * prepared.targets[0].parameter.element_size() if prepared.model.device.type == "cpu" else 0
     needs = METHODS[recipe.method].needs
-    statistics = sum(bytes_needed(site, needs) for site in prepared.sites)
+    statistics = sum(bytes_needed(target, needs) for target in prepared.targets)
     embedding: Any = prepared.model.get_input_embeddings()
     activations = 6 * 4 * 2048 * embedding.weight.shape[0]
     if recipe.calibration.inputs == "corrected":
@@ -179,7 +182,7 @@ def _peak_memory(prepared: Prepared, recipe: Recipe) -> int:
 
 
 def _seconds(prepared: Prepared, recipe: Recipe) -> float:
-    weights = sum(site.size for site in prepared.sites)
+    weights = sum(target.size for target in prepared.targets)
     parameters = sum(p.numel() for p in prepared.model.parameters())
     backward = 6 * parameters * prepared.windows.numel()
     nodes = len(NODES[recipe.sensitivity.nodes]) if recipe.sensitivity.score == "pqi" else 1
@@ -191,7 +194,7 @@ def _seconds(prepared: Prepared, recipe: Recipe) -> float:
         forwards += len(recipe.detach.temperatures)
     if recipe.mode == "paper" and recipe.detach.significant_fraction:
         passes += nodes * recipe.detach.steps
-    phases = len(rounds_of(prepared.sites)) if recipe.mode == "best" and recipe.tuning.steps else 1
+    phases = len(rounds_of(prepared.targets)) if recipe.mode == "best" and recipe.tuning.steps else 1
     passes, forwards = passes * phases, forwards * phases  # statistics are taken again for every round
     forwards *= FORWARDS[recipe.calibration.inputs]
     step = min(recipe.tuning.tokens_per_step, prepared.pool.numel())

@@ -21,9 +21,9 @@ from requant.models.loading import (
     load_tokenizer,
     resolve_source,
 )
-from requant.models.targets import LinearSite, find_linears
+from requant.models.targets import QuantTarget, find_linears
 from requant.recipe.schema import Recipe
-from requant.run.context import Run, fingerprint
+from requant.run.context import RunContext, fingerprint
 from requant.run.workspace import Workspace
 from requant.sensitivity.path import originals
 from requant.text.sources import SELF, WIKITEXT, Text, read_text
@@ -39,7 +39,7 @@ class Prepared:
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     source: Path | None  # the model's folder; None for one that was built in memory
-    sites: Sequence[LinearSite]
+    targets: Sequence[QuantTarget]
     calibration: Text
     windows: Int64[Tensor, "b t"]
     pool: Int64[Tensor, "p t"]  # the windows that tuning may train on
@@ -59,7 +59,7 @@ def prepare(
 ) -> Prepared:
     """Load what the run needs and refuse what cannot work."""
     model, tokenizer, source = _opened(model, tokenizer, device=device, dtype=dtype)
-    sites = find_linears(model, skip=recipe.skip)
+    targets = find_linears(model, skip=recipe.skip)
     check_finite(model)
     _check_context(model, recipe)
     given = [str(t) for t in ([text] if isinstance(text, str | Path) else text or recipe.calibration.text)]
@@ -83,7 +83,7 @@ def prepare(
         model=model,
         tokenizer=tokenizer,
         source=source,
-        sites=sites,
+        targets=targets,
         calibration=calibration,
         windows=windows,
         pool=spread(everything, tuning, of=None),
@@ -92,19 +92,19 @@ def prepare(
     )
 
 
-def start(prepared: Prepared, recipe: Recipe, *, workspace: Workspace, quiet: bool) -> Run:
+def start(prepared: Prepared, recipe: Recipe, *, workspace: Workspace, quiet: bool) -> RunContext:
     """The context of the stages."""
     if prepared.model.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(prepared.model.device)
-    return Run(
+    return RunContext(
         model=prepared.model,
-        sites=prepared.sites,
-        original=originals(prepared.sites),
+        targets=prepared.targets,
+        original=originals(prepared.targets),
         windows=prepared.windows,
         pool=prepared.pool,
         recipe=recipe,
         workspace=workspace,
-        fingerprint=fingerprint(prepared.model, prepared.sites, prepared.windows),
+        fingerprint=fingerprint(prepared.model, prepared.targets, prepared.windows),
         source=prepared.source,
         quiet=quiet,
     )

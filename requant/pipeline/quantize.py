@@ -19,7 +19,7 @@ from pathlib import Path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from requant.allocation.budget import allocate_bits, with_allocation
-from requant.allocation.embedding_and_head import QuantizedVocabulary, quantize_vocabulary
+from requant.allocation.embedding_and_head import QuantizedEmbeddingAndHead, quantize_embedding_and_head
 from requant.allocation.knapsack import TOLERANCE
 from requant.evaluation.perplexity import Quality, perplexity_and_kl
 from requant.evaluation.samples import Sample, write_samples
@@ -30,14 +30,14 @@ from requant.pipeline.diagnosis import DISAGREEMENT, Diagnosis, diagnose
 from requant.pipeline.paper import requant_as_published
 from requant.pipeline.prepare import Prepared, diagnosed_windows, prepare, start
 from requant.recipe.schema import Recipe
-from requant.run.context import Allocation, Run, Weights
+from requant.run.context import Allocation, RunContext, Weights
 from requant.run.quantize_linears import quantize_linears
-from requant.run.stage_cache import keep_outcome, kept_outcome
+from requant.run.stage_cache import load_stage, save_stage
 from requant.run.workspace import Workspace
 
 logger = logging.getLogger(__name__)
 
-MODES: dict[str, Callable[[Run], Weights]] = {
+MODES: dict[str, Callable[[RunContext], Weights]] = {
     "best": best,
     "dense": lambda run: quantize_linears(run, None, label="quantize"),
     "paper": requant_as_published,
@@ -112,7 +112,7 @@ def quantize(
     run.statistics.clear()
     if recipe.tuning.steps:
         weights = tuned(run, weights)
-    vocabulary = quantize_vocabulary(run)
+    vocabulary = quantize_embedding_and_head(run)
     diagnosis = diagnose(
         run,
         weights,
@@ -138,18 +138,18 @@ def quantize(
     )
 
 
-def tuned(run: Run, weights: Weights) -> Weights:
+def tuned(run: RunContext, weights: Weights) -> Weights:
     """The weights after tuning, through the workspace."""
-    kept = kept_outcome(run, "tuned")
+    kept = load_stage(run, "tuned")
     if kept is None:
         with run.stage("tuning"):
             kept = tune(run, weights, run.recipe.tuning)
-        keep_outcome(run, "tuned", kept)
+        save_stage(run, "tuned", kept)
     return kept
 
 
 def evaluate(
-    run: Run, prepared: Prepared, weights: Weights, vocabulary: QuantizedVocabulary
+    run: RunContext, prepared: Prepared, weights: Weights, vocabulary: QuantizedEmbeddingAndHead
 ) -> tuple[Quality, Quality]:
     """Quality of the original and of the quantized model on the evaluation text; the model is left quantized."""
     with run.stage("evaluation"):
@@ -170,7 +170,9 @@ def evaluate(
     return Quality(protocol=after.protocol, perplexity=after.reference_perplexity), after
 
 
-def _samples(run: Run, prepared: Prepared, weights: Weights, vocabulary: QuantizedVocabulary) -> list[Sample]:
+def _samples(
+    run: RunContext, prepared: Prepared, weights: Weights, vocabulary: QuantizedEmbeddingAndHead
+) -> list[Sample]:
     """What the original and the quantized model write; the model is left quantized."""
 
     def place(quantized: bool) -> None:

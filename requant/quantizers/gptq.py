@@ -83,7 +83,7 @@ def quantize(
     else:
         order = torch.arange(k, device=weight.device)
         fits = []
-    upper = inverse_factor(hessian[order][:, order], damp=config.damp)
+    upper = hessian_inv_cholesky(hessian[order][:, order], damp=config.damp)
     work = round_columns(
         target[:, order],
         upper,
@@ -114,7 +114,7 @@ class Rounded:
     weight: Float[Tensor, "n k"]
 
 
-def inverse_factor(hessian: Float[Tensor, "k k"], *, damp: float) -> Float[Tensor, "k k"]:
+def hessian_inv_cholesky(hessian: Float[Tensor, "k k"], *, damp: float) -> Float[Tensor, "k k"]:
     """Upper triangular U with U'U = (H + damp mean(diag H) I)^-1; `damp` grows tenfold until H is positive.
 
     Raises NumericalError if it is not at a damping of 1.

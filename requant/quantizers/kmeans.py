@@ -30,7 +30,7 @@ from torch import Tensor
 from requant.calibration.stats import LinearStats
 from requant.errors import NumericalError
 from requant.formats.containers import Codebook, QuantizedWeight, in_8_bits, sparse_residual
-from requant.formats.int8 import WIDEST_CODE, snap
+from requant.formats.int8 import WIDEST_CODE, fake_quantize_int8
 from requant.quantizers.checks import check_bits, check_level_bits, check_weight, statistic
 from requant.quantizers.density import SortedRows, density_edges, run_cost, sort_rows, with_ends
 from requant.quantizers.entries import check_share, places
@@ -99,7 +99,11 @@ def quantize(
 
 def rounded(levels: Float[Tensor, "n c"], *, level_bits: int) -> Float16[Tensor, "n c"]:
     """Levels as they are stored."""
-    return snap(levels) if level_bits == 8 and levels.shape[1] <= 1 << WIDEST_CODE else levels.half()
+    return (
+        fake_quantize_int8(levels)
+        if level_bits == 8 and levels.shape[1] <= 1 << WIDEST_CODE
+        else levels.half()
+    )
 
 
 def row_chunks(rows: Tensor, *, elements: int, width: int | None = None) -> Iterator[slice]:

@@ -27,7 +27,7 @@ from requant.formats.containers import Codebook, QuantizedWeight, in_8_bits, spa
 from requant.quantizers.checks import check_bits, check_fraction, check_level_bits, check_weight, statistic
 from requant.quantizers.correction import corrected
 from requant.quantizers.entries import check_share, places
-from requant.quantizers.gptq import inverse_factor
+from requant.quantizers.gptq import hessian_inv_cholesky
 from requant.quantizers.kmeans import fit_levels, midpoints, rounded, row_chunks
 
 NEEDS: frozenset[str] = frozenset({"hessian"})
@@ -133,7 +133,7 @@ def compensated_codes(
 
     With the codes come the floats of detached places, which take the error that was passed to them and pass none on.
     """
-    upper = inverse_factor(hessian[order][:, order], damp=1e-6)
+    upper = hessian_inv_cholesky(hessian[order][:, order], damp=1e-6)
     boundaries = midpoints(levels)
     left, loose = target[:, order].clone(), apart[:, order]
     codes = torch.empty_like(left, dtype=torch.int64)

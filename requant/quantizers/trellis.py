@@ -32,7 +32,7 @@ from torch import Tensor
 from requant.calibration.stats import LinearStats
 from requant.errors import NumericalError, RecipeError
 from requant.formats.containers import QuantizedWeight, Trellis, sparse_residual
-from requant.formats.hadamard import TILE, random_signs, rotate_both
+from requant.formats.hadamard import TILE, incoherence_process, random_signs
 from requant.formats.trellis_codes import CODES, PERIOD, code_values, codes_of_states, from_tiles, to_tiles
 from requant.quantizers.checks import check_fraction, check_weight, statistic
 from requant.quantizers.correction import corrected
@@ -95,16 +95,16 @@ def quantize(
     rows = random_signs(n, seed=2 * config.seed + 1).to(weight.device)
     aim = corrected(weight, stats)
     kept = aim if detached is None else aim.masked_fill(detached, 0)
-    rotated = rotate_both(kept, rows=rows, columns=columns)
+    rotated = incoherence_process(kept, rows=rows, columns=columns)
     scale = unit_of(rotated, config)
     target = rotated / scale
-    across = feedback_factor(rotate_both(hessian, rows=columns, columns=columns), damp=config.damp)
+    across = block_ldl(incoherence_process(hessian, rows=columns, columns=columns), damp=config.damp)
     if config.two_sided:
         gradients = statistic(stats.output_hessian, "output_hessian", (n, n))
-        down = feedback_factor(rotate_both(gradients, rows=rows, columns=rows), damp=config.output_damp)
-        codes = code_diagonals(target, across, down, config)
+        down = block_ldl(incoherence_process(gradients, rows=rows, columns=rows), damp=config.output_damp)
+        codes = two_sided_block_ldlq(target, across, down, config)
     else:
-        codes = code_columns(target, across, config)
+        codes = block_ldlq(target, across, config)
     dense = Trellis(
         codes=codes,
         input_scales=columns.half(),
@@ -125,7 +125,7 @@ def unit_of(rotated: Float[Tensor, "r c"], config: TrellisConfig) -> float:
     return float((rotated.square().mean().sqrt().cpu() * spread).half()) or 1.0
 
 
-def feedback_factor(hessian: Float[Tensor, "c c"], *, damp: float) -> Float[Tensor, "c c"]:
+def block_ldl(hessian: Float[Tensor, "c c"], *, damp: float) -> Float[Tensor, "c c"]:
     """L - I of H + damp mean(diag H) I = L D L', L unit lower triangular in blocks of TILE.
 
     `damp` grows tenfold, with a warning, until H is positive definite; NumericalError if it is not at 1.
@@ -162,7 +162,7 @@ def code_tiles(
     return codes_of_states(states, bits=bits, weights_per_step=vector), values[states].flatten(1)
 
 
-def code_columns(
+def block_ldlq(
     target: Float[Tensor, "r c"], across: Float[Tensor, "c c"], config: TrellisConfig
 ) -> UInt8[Tensor, "r c"]:
     """One-sided feedback: the column blocks from the last to the first, all tiles of one at once."""
@@ -179,7 +179,7 @@ def code_columns(
     return codes
 
 
-def code_diagonals(
+def two_sided_block_ldlq(
     target: Float[Tensor, "r c"],
     across: Float[Tensor, "c c"],
     down: Float[Tensor, "r r"],

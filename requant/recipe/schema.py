@@ -19,7 +19,7 @@ from requant.quantizers.registry import METHODS
 
 Score = Literal["pqi", "hessian", "gradient", "marginal"]
 Predictor = Literal["curvature", "measured", "pqi"]
-VocabularyBits = Literal[4, 5, 6, 8, 16]
+EmbeddingBits = Literal[4, 5, 6, 8, 16]
 Nodes = Literal["gauss2", "gauss4", "midpoint", "simpson", "plain32"]
 RECIPES = (Path(__file__).parents[1] / "recipes", Path(__file__).parents[2] / "recipes")
 
@@ -120,8 +120,8 @@ class Budget:
     predictor: Predictor = "curvature"
     quarters: bool = True
     entries: bool = True
-    head_bits: VocabularyBits | None = None
-    embedding_bits: VocabularyBits | None = None
+    head_bits: EmbeddingBits | None = None
+    embedding_bits: EmbeddingBits | None = None
 
     def __post_init__(self) -> None:
         _require(self.bits is None or 1 <= self.bits <= 8, "budget.bits", self.bits, "1 to 8")  # NaN is not

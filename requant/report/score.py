@@ -16,12 +16,12 @@ from requant.allocation.budget import allocate_bits, with_allocation
 from requant.checkpoint.save import MAX_SHARD_BYTES, check_output
 from requant.checkpoint.writer import write_shards
 from requant.errors import OutputError
-from requant.models.targets import LinearSite
+from requant.models.targets import QuantTarget
 from requant.pipeline.diagnosis import Diagnosis, diagnose
 from requant.pipeline.prepare import prepare, start
 from requant.recipe.schema import Recipe
 from requant.report.plots import sensitivity_plot
-from requant.run.context import Run, Weights
+from requant.run.context import RunContext, Weights
 from requant.run.quantize_linears import quantize_linears
 from requant.run.workspace import Workspace
 from requant.sensitivity.path import Scores
@@ -33,14 +33,14 @@ SCORES = ("gradient", "hessian", "pqi")
 class Sensitivities:
     """The table: predicted dF by every score beside the measured dF, by block and for the model."""
 
-    sites: Sequence[LinearSite]
+    targets: Sequence[QuantTarget]
     diagnosis: Diagnosis
 
     def by_block(self, score: str) -> dict[int, float]:
         """Block -> signed sum of a score."""
         sums: dict[int, float] = {}
-        for site in self.sites:
-            sums[site.block] = sums.get(site.block, 0.0) + self.diagnosis.predicted[score][site.name]
+        for target in self.targets:
+            sums[target.block] = sums.get(target.block, 0.0) + self.diagnosis.predicted[score][target.name]
         return sums
 
     def rows(self) -> list[dict[str, object]]:
@@ -69,25 +69,25 @@ def score(
 
     With `output`, the scores of every weight, the table and the plot are written there. Raises RequantError.
     """
-    target = None if output is None else check_output(output)
+    out_folder = None if output is None else check_output(output)
     prepared = prepare(model, recipe, text, tokenizer=tokenizer, device=device, dtype=dtype, quiet=quiet)
     run = start(prepared, recipe, workspace=Workspace(None), quiet=quiet)
     run = with_allocation(run, allocate_bits(run))
     weights = quantize_linears(run, None, label="quantize")
     run.statistics.clear()
-    if target is None:
+    if out_folder is None:
         return Sensitivities(
-            sites=prepared.sites, diagnosis=diagnose(run, weights, prepared.windows, names=SCORES)
+            targets=prepared.targets, diagnosis=diagnose(run, weights, prepared.windows, names=SCORES)
         )
     try:
-        return _written(run, weights, target)
+        return _written(run, weights, out_folder)
     except OSError as error:
         raise OutputError(
-            f"{target} cannot be written ({error.strerror or error}); free some space, or choose another --output."
+            f"{out_folder} cannot be written ({error.strerror or error}); free some space, or choose another --output."
         ) from error
 
 
-def _written(run: Run, weights: Weights, output: Path) -> Sensitivities:
+def _written(run: RunContext, weights: Weights, output: Path) -> Sensitivities:
     """The scores, each written to disk as it comes; the folder appears whole or not at all."""
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{output.name}.partial-", dir=output.parent) as name:
@@ -99,7 +99,7 @@ def _written(run: Run, weights: Weights, output: Path) -> Sensitivities:
             write_shards(folder / score, units, max_shard_bytes=MAX_SHARD_BYTES)
 
         found = Sensitivities(
-            sites=run.sites, diagnosis=diagnose(run, weights, run.windows, names=SCORES, keep=keep)
+            targets=run.targets, diagnosis=diagnose(run, weights, run.windows, names=SCORES, keep=keep)
         )
         (folder / "table.json").write_text(json.dumps(found.rows(), indent=2), encoding="utf-8")
         predicted = {score: found.by_block(score) for score in found.diagnosis.predicted}

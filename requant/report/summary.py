@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from requant.allocation.embedding_and_head import vocabulary_of
+from requant.allocation.embedding_and_head import embedding_and_head_of
 from requant.checkpoint.save import checkpoint_bytes
 from requant.checkpoint.sizes import ByteTable, MatrixBytes, byte_table, matrix_parts
 from requant.display import format_bytes, format_seconds
@@ -40,7 +40,7 @@ def run_summary(result: QuantizedModel, output: Path) -> RunSummary:
         version=VERSION,
         method=result.recipe.method,
         mode=result.recipe.mode,
-        bits=_asked_bits(result, 8 * sum(matrix.bytes for matrix in stored.values()) / weights),
+        bits=_target_bits(result, 8 * sum(matrix.bytes for matrix in stored.values()) / weights),
         bits_per_weight=8 * sum(matrix.bytes for matrix in stored.values()) / weights,
         budget=spent,
         bytes_before=before,
@@ -48,18 +48,18 @@ def run_summary(result: QuantizedModel, output: Path) -> RunSummary:
         sizes=sizes,
         matrices=[
             MatrixRow(
-                name=site.name,
-                block=site.block,
-                kind=site.kind,
-                n=site.shape[0],
-                k=site.shape[1],
-                bits=stored[site.name].bits_per_weight,
-                sparse_fraction=stored[site.name].layout.sparse / site.size,
-                size_bytes=stored[site.name].bytes,
-                predicted={score: sums[site.name] for score, sums in diagnosis.predicted.items()},
-                measured=diagnosis.measured_matrices.get(site.name),
+                name=target.name,
+                block=target.block,
+                kind=target.kind,
+                n=target.shape[0],
+                k=target.shape[1],
+                bits=stored[target.name].bits_per_weight,
+                sparse_fraction=stored[target.name].layout.sparse / target.size,
+                size_bytes=stored[target.name].bytes,
+                predicted={score: sums[target.name] for score, sums in diagnosis.predicted.items()},
+                measured=diagnosis.measured_matrices.get(target.name),
             )
-            for site in prepared.sites
+            for target in prepared.targets
         ],
         calibration=CalibrationText(
             name=prepared.calibration.name,
@@ -93,7 +93,7 @@ def result_rows(result: QuantizedModel, output: Path) -> list[dict[str, object]]
         ("KL to the original, nats", "0", f"{after.mean_kl:.4f}"),
         ("top-1 agreement", "1", f"{after.top1_agreement:.4f}"),
         ("bits per quantized weight", f"{source_bits}", f"{table.bits_per_weight:.3f}"),
-        *_vocabulary_rows(table, source_bits),
+        *_embedding_and_head_rows(table, source_bits),
         ("weight files", format_bytes(bytes_before(result.prepared)), format_bytes(table.bytes)),
         *_budget_rows(result, table),
         ("peak memory", "", format_bytes(result.peak_memory)),
@@ -109,7 +109,7 @@ def result_rows(result: QuantizedModel, output: Path) -> list[dict[str, object]]
     return [{"": name, "before": original, "after": quantized} for name, original, quantized in rows]
 
 
-def _vocabulary_rows(table: ByteTable, source_bits: int) -> list[tuple[str, object, object]]:
+def _embedding_and_head_rows(table: ByteTable, source_bits: int) -> list[tuple[str, object, object]]:
     return [
         (f"bits per weight of {name}", f"{source_bits}", f"{part.bits_per_weight:.3f}")
         for name, part in table.vocabulary.items()
@@ -166,7 +166,7 @@ def _budget_line(result: QuantizedModel, stored: dict[str, MatrixBytes]) -> Budg
     )
 
 
-def _asked_bits(result: QuantizedModel, paid: float) -> int | float:
+def _target_bits(result: QuantizedModel, paid: float) -> int | float:
     """Bits asked for; where a size was asked for, what it came to."""
     budget = result.recipe.budget
     if budget.size is not None:
@@ -183,9 +183,9 @@ def _sizes(result: QuantizedModel, stored: dict[str, MatrixBytes]) -> dict[str, 
     model: Any = result.model
     head = model.get_output_embeddings()
     embedding = model.get_input_embeddings().weight
-    quantized = {id(site.parameter) for site in result.prepared.sites}
+    quantized = {id(target.parameter) for target in result.prepared.targets}
     scale = _source_element_size(result)
-    vocabulary = vocabulary_of(model)
+    vocabulary = embedding_and_head_of(model)
     for role, part in vocabulary.parts.items():
         stays = part.name not in result.vocabulary
         parts[role] = part.weight.numel() * scale if stays else pack(result.vocabulary[part.name])[0].bytes

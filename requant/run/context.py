@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from requant.calibration.passes import mean_loss
 from requant.calibration.stats import LinearStats
 from requant.formats.containers import QuantizedWeight
-from requant.models.targets import LinearSite
+from requant.models.targets import QuantTarget
 from requant.recipe.schema import Recipe, to_dict
 from requant.run.workspace import Workspace, digest, model_digest
 from requant.sensitivity.path import QuantizedPath, Scores
@@ -52,11 +52,11 @@ class Allocation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class RunContext:
     """What every stage needs; `statistics` and `seconds` fill up as the run goes."""
 
     model: PreTrainedModel
-    sites: Sequence[LinearSite]
+    targets: Sequence[QuantTarget]
     original: Mapping[str, Tensor]  # [n, k], CPU, the source's dtype
     windows: Int64[Tensor, "b t"]
     recipe: Recipe
@@ -71,27 +71,27 @@ class Run:
     # the windows that training may use, where they are more than `windows`
     pool: Int64[Tensor, "p t"] | None = None
     # parameters that learned: original, learned
-    others: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    finetuned_params: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     statistics: dict[str, LinearStats] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
     def total_weights(self) -> int:
-        return sum(site.size for site in self.sites)
+        return sum(target.size for target in self.targets)
 
-    def config_of(self, site: LinearSite) -> Any:
+    def config_of(self, target: QuantTarget) -> Any:
         """The quantizer's settings for one matrix."""
-        bits = self.bits.get(site.name, self.recipe.quantizer.bits)
-        share = {"share": self.shares[site.name]} if site.name in self.shares else {}
+        bits = self.bits.get(target.name, self.recipe.quantizer.bits)
+        share = {"share": self.shares[target.name]} if target.name in self.shares else {}
         return dataclasses.replace(self.recipe.quantizer, bits=bits, **share)
 
     def path(self, weights: Weights) -> QuantizedPath:
         return QuantizedPath(
             model=self.model,
-            sites=self.sites,
+            targets=self.targets,
             original=self.original,
             quantized=weights,
-            others=self.others,
+            finetuned_params=self.finetuned_params,
         )
 
     @property
@@ -100,8 +100,8 @@ class Run:
 
     def original_of(self, name: str, parameter: Tensor) -> Tensor:
         """A copy, on the CPU, of what a parameter outside of the matrices was before anything learned."""
-        if name in self.others:
-            return self.others[name][0]
+        if name in self.finetuned_params:
+            return self.finetuned_params[name][0]
         return parameter.detach().to("cpu", copy=True)
 
     def label(self, text: str) -> str | None:
@@ -117,18 +117,18 @@ class Run:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
 
-def fingerprint(model: PreTrainedModel, sites: Sequence[LinearSite], windows: Int64[Tensor, "b t"]) -> str:
+def fingerprint(model: PreTrainedModel, targets: Sequence[QuantTarget], windows: Int64[Tensor, "b t"]) -> str:
     """A hash of what every stage depends on, whatever the recipe."""
     return digest(
         [VERSION, torch.__version__, next(model.parameters()).device.type],
         model.config.to_json_string(),
         model_digest(model),
-        [site.name for site in sites],
+        [target.name for target in targets],
         windows,
     )
 
 
-def scores(run: Run, name: str, weights: Weights, *, label: str) -> Scores:
+def scores(run: RunContext, name: str, weights: Weights, *, label: str) -> Scores:
     """Signed scores of every weight for the step from the originals to `weights`."""
     with run.stage("sensitivity"):
         return score(
@@ -137,7 +137,11 @@ def scores(run: Run, name: str, weights: Weights, *, label: str) -> Scores:
 
 
 def loss(
-    run: Run, weights: Weights, *, windows: Int64[Tensor, "b t"] | None = None, label: str | None = None
+    run: RunContext,
+    weights: Weights,
+    *,
+    windows: Int64[Tensor, "b t"] | None = None,
+    label: str | None = None,
 ) -> float:
     """F on the calibration windows with `weights` in the model; the originals for an empty dict."""
     with run.stage("loss"):
@@ -147,7 +151,7 @@ def loss(
         )
 
 
-def recipe_part(recipe: Recipe, *names: str) -> dict[str, Any]:
+def recipe_sections(recipe: Recipe, *names: str) -> dict[str, Any]:
     """The sections of a recipe that a stage depends on, for its key."""
     data = to_dict(recipe)
     return {name: data[name] for name in names}

@@ -11,7 +11,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from requant.calibration.passes import gradient_pass
-from requant.models.targets import LinearSite
+from requant.models.targets import QuantTarget
 from requant.sensitivity.path import QuantizedPath, Scores
 
 
@@ -19,11 +19,13 @@ def gradient_score(
     path: QuantizedPath, windows: Int64[Tensor, "b t"], *, at: float, label: str | None = None
 ) -> Scores:
     """`g(w + at d) d` of every weight, signed, nats; the model is left at the quantized weights."""
-    total = {site.name: torch.zeros(site.shape, device=site.parameter.device) for site in path.sites}
+    total = {
+        target.name: torch.zeros(target.shape, device=target.parameter.device) for target in path.targets
+    }
 
-    def fold(site: LinearSite, gradient: Float[Tensor, "n k"]) -> None:
-        total[site.name].add_(gradient)
+    def accumulate(target: QuantTarget, gradient: Float[Tensor, "n k"]) -> None:
+        total[target.name].add_(gradient)
 
     with path.at(at):
-        gradient_pass(path.model, windows, path.sites, fold, label=label)
-    return {site.name: total[site.name].mul_(path.step(site)) for site in path.sites}
+        gradient_pass(path.model, windows, path.targets, accumulate, label=label)
+    return {target.name: total[target.name].mul_(path.step(target)) for target in path.targets}

@@ -17,5 +17,8 @@ def hessian_diagonal(
 ) -> Scores:
     """`1/2 F d^2` of every weight, never negative, nats; the model is left at the quantized weights."""
     with path.at(0.0):
-        fisher = position_fisher(path.model, windows, path.sites, label=label)
-    return {site.name: fisher[site.name].mul_(path.step(site).square_()).mul_(0.5) for site in path.sites}
+        fisher = position_fisher(path.model, windows, path.targets, label=label)
+    return {
+        target.name: fisher[target.name].mul_(path.step(target).square_()).mul_(0.5)
+        for target in path.targets
+    }

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from requant.formats.containers import QuantizedWeight
-from requant.models.targets import LinearSite
+from requant.models.targets import QuantTarget
 
 Scores = dict[str, Float[Tensor, "n k"]]
 
@@ -35,38 +35,38 @@ class QuantizedPath:
     """
 
     model: PreTrainedModel
-    sites: Sequence[LinearSite]
+    targets: Sequence[QuantTarget]
     original: Mapping[str, Tensor]
     quantized: Mapping[str, QuantizedWeight]
-    others: Mapping[str, tuple[Tensor, Tensor]] = field(
+    finetuned_params: Mapping[str, tuple[Tensor, Tensor]] = field(
         default_factory=dict
     )  # parameters that learned: w, w~
 
-    def start(self, site: LinearSite) -> Float[Tensor, "n k"]:
+    def start(self, target: QuantTarget) -> Float[Tensor, "n k"]:
         """w, float32."""
-        return self.original[site.name].to(site.parameter.device, non_blocking=True).float()
+        return self.original[target.name].to(target.parameter.device, non_blocking=True).float()
 
-    def step(self, site: LinearSite) -> Float[Tensor, "n k"]:
+    def step(self, target: QuantTarget) -> Float[Tensor, "n k"]:
         """d = w~ - w, float32."""
-        return self.quantized[site.name].dequantize() - self.start(site)
+        return self.quantized[target.name].dequantize() - self.start(target)
 
-    def point(self, site: LinearSite, t: float) -> Float[Tensor, "n k"]:
+    def point(self, target: QuantTarget, t: float) -> Float[Tensor, "n k"]:
         """w + t d, float32; exactly w~ at t = 1, where the sum would round."""
         if t == 1:
-            return self.quantized[site.name].dequantize()
-        return self.start(site) if t == 0 else self.start(site) + t * self.step(site)
+            return self.quantized[target.name].dequantize()
+        return self.start(target) if t == 0 else self.start(target) + t * self.step(target)
 
     @torch.no_grad()
     def place(self, t: float) -> None:
         """Write w + t d into every matrix of the model, and into what learned beside them."""
-        for site in self.sites:
-            site.set_weight(self.point(site, t))
+        for target in self.targets:
+            target.set_weight(self.point(target, t))
         for parameter, start, end in self.moved():
             parameter.copy_(start if t == 0 else end if t == 1 else start.float().lerp(end.float(), t))
 
     def moved(self) -> Iterator[tuple[nn.Parameter, Tensor, Tensor]]:
         """The parameters outside of the matrices that move along the line, with both ends."""
-        for name, (start, end) in self.others.items():
+        for name, (start, end) in self.finetuned_params.items():
             yield self.model.get_parameter(name), start, end
 
     @contextmanager
@@ -79,10 +79,10 @@ class QuantizedPath:
             self.place(1.0)
 
 
-def originals(sites: Sequence[LinearSite]) -> dict[str, Tensor]:
+def originals(targets: Sequence[QuantTarget]) -> dict[str, Tensor]:
     """A copy of every weight, [n, k], in its own dtype, on the CPU; page-locked for a GPU, which reads it often."""
-    copies = {s.name: s.oriented(s.parameter.detach()).to("cpu", copy=True).contiguous() for s in sites}
-    if sites and sites[0].parameter.is_cuda:
+    copies = {s.name: s.oriented(s.parameter.detach()).to("cpu", copy=True).contiguous() for s in targets}
+    if targets and targets[0].parameter.is_cuda:
         return {name: copy.pin_memory() for name, copy in copies.items()}
     return copies
 

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from requant.calibration.passes import gradient_pass
-from requant.models.targets import LinearSite
+from requant.models.targets import QuantTarget
 from requant.sensitivity.path import QuantizedPath, Scores
 
 NODES: dict[str, tuple[tuple[float, float], ...]] = {  # name -> (t, weight), the weights add up to 1
@@ -40,22 +40,28 @@ def pqi(
     Each gradient is folded into its float32 accumulator as it arrives and freed. Peak memory: the model, its originals
     on the CPU, and one float32 per weight.
     """
-    mean_gradient = {site.name: torch.zeros(site.shape, device=site.parameter.device) for site in path.sites}
+    mean_gradient = {
+        target.name: torch.zeros(target.shape, device=target.parameter.device) for target in path.targets
+    }
     try:
         for index, (t, weight) in enumerate(NODES[nodes]):
 
-            def fold(site: LinearSite, gradient: Float[Tensor, "n k"], weight: float = weight) -> None:
-                mean_gradient[site.name].add_(gradient, alpha=weight)
+            def accumulate(
+                target: QuantTarget, gradient: Float[Tensor, "n k"], weight: float = weight
+            ) -> None:
+                mean_gradient[target.name].add_(gradient, alpha=weight)
 
             path.place(t)
             name = None if label is None else f"{label}, node {index + 1}/{len(NODES[nodes])}"
-            gradient_pass(path.model, windows, path.sites, fold, label=name)
+            gradient_pass(path.model, windows, path.targets, accumulate, label=name)
     finally:
         path.place(1.0)
-    return {site.name: mean_gradient[site.name].mul_(path.step(site)) for site in path.sites}
+    return {target.name: mean_gradient[target.name].mul_(path.step(target)) for target in path.targets}
 
 
-def pqi_beside(path: QuantizedPath, windows: Int64[Tensor, "b t"], *, nodes: str = "gauss2") -> float:
+def pqi_of_finetuned_params(
+    path: QuantizedPath, windows: Int64[Tensor, "b t"], *, nodes: str = "gauss2"
+) -> float:
     """The same integral over the parameters that learned beside the matrices: their share of dF, nats.
 
     The model is left at the quantized weights.

@@ -33,9 +33,9 @@ class KeyGuard:
         self.app = app
         self.expected = f"bearer {api_key}".encode()
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Any, accumulate: Any, send: Any) -> None:
         if scope["type"] != "http" or scope["path"] == "/health" or self._may(scope):
-            await self.app(scope, receive, send)
+            await self.app(scope, accumulate, send)
             return
         error = ApiError(
             "the API key is missing or wrong; send Authorization: Bearer KEY.",
@@ -43,7 +43,7 @@ class KeyGuard:
             kind="authentication_error",
             code="invalid_api_key",
         )
-        await _answer(error)(scope, receive, send)
+        await _answer(error)(scope, accumulate, send)
 
     def _may(self, scope: Any) -> bool:
         given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")

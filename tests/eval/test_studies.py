@@ -18,14 +18,14 @@ from requant.models.targets import find_linears
 from requant.pipeline.paper import iqr_outliers
 from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Detach, Recipe
-from requant.run.context import Run
+from requant.run.context import RunContext
 from requant.run.quantize_linears import quantize_linears
 from requant.run.workspace import Workspace
 from requant.sensitivity.path import originals
 
 
 @pytest.fixture
-def run() -> Run:
+def run() -> RunContext:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -38,15 +38,15 @@ def run() -> Run:
         initializer_range=0.1,
     )
     model = LlamaForCausalLM(config).eval().requires_grad_(False)
-    sites = find_linears(model)
+    targets = find_linears(model)
     recipe = Recipe(
         quantizer=METHODS["kmeans"].config(bits=2),
         detach=Detach(outlier_fraction=0.01, significant_fraction=0.005),
     )
-    return Run(
+    return RunContext(
         model=model,
-        sites=sites,
-        original=originals(sites),
+        targets=targets,
+        original=originals(targets),
         windows=torch.randint(64, (3, 16)),
         recipe=recipe,
         workspace=Workspace(None),
@@ -55,22 +55,22 @@ def run() -> Run:
     )
 
 
-def test_the_papers_scaling_squares_sequence_means(run: Run) -> None:
+def test_the_papers_scaling_squares_sequence_means(run: RunContext) -> None:
     weights = quantize_linears(run, None, label="")
-    site = run.sites[3]
+    target = run.targets[3]
     path = run.path(weights)
-    found = hessian_of_means(path, run.windows)[site.name]
+    found = hessian_of_means(path, run.windows)[target.name]
     path.place(0.0)
-    site.parameter.requires_grad_(True)
-    squares = torch.zeros(site.shape)
+    target.parameter.requires_grad_(True)
+    squares = torch.zeros(target.shape)
     for window in run.windows:
         logits = run.model(window[None]).logits[0, :-1]
-        (gradient,) = torch.autograd.grad(functional.cross_entropy(logits, window[1:]), site.parameter)
+        (gradient,) = torch.autograd.grad(functional.cross_entropy(logits, window[1:]), target.parameter)
         squares += gradient.square() / len(run.windows)
-    torch.testing.assert_close(found, squares * path.step(site).square() / 2)
+    torch.testing.assert_close(found, squares * path.step(target).square() / 2)
 
 
-def test_the_slope_integrates_to_the_loss(run: Run) -> None:
+def test_the_slope_integrates_to_the_loss(run: RunContext) -> None:
     run = dataclasses.replace(run, recipe=Recipe(quantizer=METHODS["kmeans"].config(bits=4)))
     path = run.path(quantize_linears(run, None, label=""))
     path.place(0.0)
@@ -90,7 +90,7 @@ def test_shares_grow_to_the_whole() -> None:
     assert found["top"]["0.5%"] == pytest.approx(3 / 204)
 
 
-def test_squeezellm_detaches_outliers_and_then_fisher(run: Run) -> None:
+def test_squeezellm_detaches_outliers_and_then_fisher(run: RunContext) -> None:
     weights = squeezellm(run)
     outliers = iqr_outliers(run, {})
     entries = sum(w.sparse.values.numel() for w in weights.values() if w.sparse is not None)
@@ -99,7 +99,7 @@ def test_squeezellm_detaches_outliers_and_then_fisher(run: Run) -> None:
         assert (detached_mask(weight.sparse, weight.shape, torch.device("cpu")) | ~outliers[name]).all()
 
 
-def test_random_places_are_as_many_as_asked(run: Run) -> None:
+def test_random_places_are_as_many_as_asked(run: RunContext) -> None:
     masks = random_places(run, 0.0045)
     assert sum(mask.sum().item() for mask in masks.values()) == round(0.0045 * run.total_weights)
     weights = quantize_linears(run, masks, label="")
@@ -107,9 +107,9 @@ def test_random_places_are_as_many_as_asked(run: Run) -> None:
     assert bits_per_weight(more)["sparse_fraction"] > bits_per_weight(weights)["sparse_fraction"]
 
 
-def test_bits_are_codes_levels_and_padding(run: Run) -> None:
+def test_bits_are_codes_levels_and_padding(run: RunContext) -> None:
     weights = quantize_linears(run, None, label="")
-    name = run.sites[0].name
+    name = run.targets[0].name
     found = bits_per_weight({name: weights[name]})
     assert found["bits_by_part"] == {"codes": 2.0, "levels": (8 * 4 + 16) / 32}
     assert found["bits_per_weight"] == 3.5 and found["sparse_fraction"] == 0
@@ -124,7 +124,7 @@ def test_results_are_rounded_and_whole(tmp_path: Path) -> None:
     assert [file.name for file in (tmp_path / "deep").iterdir()] == ["a.json"]
 
 
-def test_rows_share_statistics_but_not_seconds(run: Run) -> None:
+def test_rows_share_statistics_but_not_seconds(run: RunContext) -> None:
     other = dataclasses.replace(run, seconds={})
     quantize_linears(other, None, label="")
     assert run.statistics and not run.seconds

@@ -26,7 +26,7 @@ from requant.formats.containers import (
     group_count,
     sparse_residual,
 )
-from requant.formats.int8 import snap
+from requant.formats.int8 import fake_quantize_int8
 from requant.models.targets import find_linears
 
 LLAMA = {
@@ -79,7 +79,7 @@ def build_weight(
     match kind:
         case "codebook" | "codebook-int8":
             levels = torch.randn(n, 1 << bits, generator=g).mul(0.05).sort(1).values
-            stored = snap(levels) if kind == "codebook-int8" else levels.half()
+            stored = fake_quantize_int8(levels) if kind == "codebook-int8" else levels.half()
             dense = Codebook(codes=codes, levels=stored, bits=bits)
         case "trellis" | "trellis-int8":
             padded = (-(-n // 16) * 16, -(-k // 16) * 16)
@@ -87,7 +87,9 @@ def build_weight(
             dense = Trellis(
                 codes=torch.randint(0, 1 << bits, padded, generator=g, dtype=torch.uint8),
                 input_scales=(torch.randint(0, 2, (k,), generator=g) * 2 - 1).half(),
-                output_scales=snap(scales, nonzero=True) if kind == "trellis-int8" else scales.half(),
+                output_scales=fake_quantize_int8(scales, nonzero=True)
+                if kind == "trellis-int8"
+                else scales.half(),
                 bits=bits,
                 code="3inst",
             )
@@ -128,9 +130,10 @@ def build_checkpoint(
     model = AutoModelForCausalLM.from_config(config_of(name), dtype=dtype).eval()
     model.save_pretrained(folder / "source")
     (folder / "source" / "tokenizer.json").write_text("{}")
-    sites = find_linears(model)
+    targets = find_linears(model)
     weights = {
-        site.name: build_weight(*site.shape, kind=kind, seed=i, **options) for i, site in enumerate(sites)
+        target.name: build_weight(*target.shape, kind=kind, seed=i, **options)
+        for i, target in enumerate(targets)
     }
     path = save_checkpoint(
         folder / "checkpoint",
@@ -141,8 +144,8 @@ def build_checkpoint(
         extra_files={"recipe.yaml": "bits: 3\n"},
         max_shard_bytes=shard,
     )
-    for site in sites:
-        site.set_weight(weights[site.name].dequantize())
+    for target in targets:
+        target.set_weight(weights[target.name].dequantize())
     return path, model
 
 

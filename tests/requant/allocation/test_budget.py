@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import load_file
 
 import requant
-from requant.allocation.budget import allocate_bits, asked_bits, planned_layout, widths_of, with_allocation
+from requant.allocation.budget import allocate_bits, packed_spec, target_bits, widths_of, with_allocation
 from requant.allocation.knapsack import TOLERANCE
 from requant.checkpoint.sizes import byte_table
 from requant.errors import RecipeError
 from requant.formats.packing import pack
-from requant.formats.trainable import with_theta
+from requant.formats.trainable import with_trainable_params
 from requant.models.loading import folder_bytes
 from requant.pipeline.prepare import prepare, start
 from requant.quantizers.registry import METHODS
@@ -113,13 +113,13 @@ def test_learned_scales_of_a_trellis_are_paid_by_the_budget(tiny_folder, tiny_te
     tuned = dataclasses.replace(plain, tuning=Tuning(steps=3))
     n, k = 64, 172
     for bits, size in ((2, n + 2), (6, n + 2), (7, 2 * n)):  # a byte each and a magnitude, or float16
-        difference = planned_layout(tuned, (n, k), bits).bytes - planned_layout(plain, (n, k), bits).bytes
+        difference = packed_spec(tuned, (n, k), bits).bytes - packed_spec(plain, (n, k), bits).bytes
         assert difference == size - 4 * 2 - 2  # in place of bits in words, and a magnitude
     folder = tiny_folder("llama")
     for recipe in (plain, tuned):
         run = started(folder, tiny_text_file, recipe)
         found = allocate_bits(run)
-        layouts = [planned_layout(recipe, site.shape, found.bits[site.name]) for site in run.sites]
+        layouts = [packed_spec(recipe, target.shape, found.bits[target.name]) for target in run.targets]
         assert found.bytes == sum(layout.bytes for layout in layouts) <= 2.5 * run.total_weights / 8
 
 
@@ -141,7 +141,7 @@ def test_no_budget_is_the_recipes_width(tiny_folder, tiny_text_file: Path) -> No
     found = allocate_bits(run)
     assert set(found.bits.values()) == {4} and found.budget is None and found.predicted is None
     assert with_allocation(run, found).fingerprint == run.fingerprint  # results of earlier runs stay valid
-    assert asked_bits(recipe_of()) is None and asked_bits(recipe_of(budget=Budget(bits=2.0))) == 2.0
+    assert target_bits(recipe_of()) is None and target_bits(recipe_of(budget=Budget(bits=2.0))) == 2.0
 
 
 def test_an_allocation_is_made_once(tiny_folder, tiny_text_file: Path) -> None:
@@ -149,13 +149,13 @@ def test_an_allocation_is_made_once(tiny_folder, tiny_text_file: Path) -> None:
     decided = with_allocation(run, allocate_bits(run))
     assert allocate_bits(decided) is decided.allocation
     assert decided.fingerprint != run.fingerprint
-    assert [decided.config_of(site).bits for site in run.sites] == list(decided.bits.values())
+    assert [decided.config_of(target).bits for target in run.targets] == list(decided.bits.values())
 
 
 def test_a_reserve_is_left(tiny_folder, tiny_text_file: Path) -> None:
     run = started(tiny_folder("llama"), tiny_text_file, recipe_of(budget=Budget(bits=4.5)))
     found = allocate_bits(run, reserve=5000)
-    layouts = [planned_layout(run.recipe, site.shape, found.bits[site.name]) for site in run.sites]
+    layouts = [packed_spec(run.recipe, target.shape, found.bits[target.name]) for target in run.targets]
     spent = sum(layout.bytes for layout in layouts)
     assert found.bytes == spent + 5000 <= 4.5 * run.total_weights / 8
     assert spent < allocate_bits(run).bytes - 4000
@@ -267,7 +267,7 @@ def test_8_bit_levels_are_planned_to_the_byte(
     result = requant.quantize(str(tiny_folder("llama")), recipe, tiny_text_file)
     table = byte_table(requant.save(result, tmp_path / "out"))
     for layout in (matrix.layout for matrix in table.matrices.values()):
-        assert layout == planned_layout(recipe, layout.shape, layout.bits) and layout.version == 3
+        assert layout == packed_spec(recipe, layout.shape, layout.bits) and layout.version == 3
     assert (1 - TOLERANCE) * 3.6 <= table.bits_per_weight <= 3.6
 
 
@@ -279,8 +279,8 @@ def test_what_a_trellis_learns_is_planned_to_the_byte(random_weight, bits: int) 
     signs = dataclasses.replace(weight.dense, output_scales=torch.ones(40).half() * 0.25)
     weight = dataclasses.replace(weight, dense=signs)
     learned = {"output_scales": 0.25 + 0.05 * torch.randn(40, generator=torch.Generator().manual_seed(0))}
-    layout, _ = pack(with_theta(weight, learned))
-    assert layout == planned_layout(recipe, (40, 70), bits) and (layout.version == 3) == (bits <= 6)
+    layout, _ = pack(with_trainable_params(weight, learned))
+    assert layout == packed_spec(recipe, (40, 70), bits) and (layout.version == 3) == (bits <= 6)
 
 
 def test_entries_compete_with_bits(tiny_folder, tiny_text_file: Path, tmp_path: Path) -> None:
@@ -298,7 +298,7 @@ def test_entries_compete_with_bits(tiny_folder, tiny_text_file: Path, tmp_path: 
     table = byte_table(requant.save(result, tmp_path / "out"))
     for name, matrix in table.matrices.items():
         share = both.shares.get(name, 0.0)
-        assert matrix.layout == planned_layout(recipe, matrix.layout.shape, both.bits[name], share)
+        assert matrix.layout == packed_spec(recipe, matrix.layout.shape, both.bits[name], share)
         assert (matrix.layout.sparse > 0) == (name in both.shares)
     assert (1 - TOLERANCE) * 2.9 <= table.bits_per_weight <= 2.9
 
@@ -306,7 +306,7 @@ def test_entries_compete_with_bits(tiny_folder, tiny_text_file: Path, tmp_path: 
 def test_entries_are_in_a_size_too(tiny_folder, tiny_text_file: Path, tmp_path: Path, monkeypatch) -> None:
     """With the headers of their tensors, which in so small a file would cost more than entries are worth."""
     monkeypatch.setattr(
-        "requant.allocation.budget.entry_factors", lambda run: {s.name: {0.02: 0.1} for s in run.sites}
+        "requant.allocation.budget.entry_factors", lambda run: {s.name: {0.02: 0.1} for s in run.targets}
     )
     folder = tiny_folder("llama")
     size = round(0.4 * folder_bytes(folder))

@@ -9,15 +9,15 @@ from torch.nn import functional
 from requant.allocation.embedding_and_head import (
     WIDTHS,
     Curvature,
+    EmbeddingAndHead,
     Part,
-    Vocabulary,
+    embedding_and_head_curvature,
+    embedding_and_head_losses,
+    embedding_and_head_of,
+    embedding_and_head_spec,
     part_sizes,
     quantize_table,
     table_loss,
-    vocabulary_curvature,
-    vocabulary_layout,
-    vocabulary_losses,
-    vocabulary_of,
     wanted_widths,
 )
 from requant.errors import ModelError, RecipeError
@@ -60,12 +60,12 @@ def test_the_predicted_loss_is_that_of_the_codes(bits: int) -> None:
     error = found.dequantize() - weight
     loss = 0.5 * (use.rows[:, None] * use.columns * error.square()).sum().item()
     assert table_loss(weight, found, [use]) == pytest.approx(loss, rel=1e-4)
-    vocabulary = Vocabulary(
+    vocabulary = EmbeddingAndHead(
         parts={"embedding": Part(name="e", module=nn.Embedding.from_pretrained(weight))},
         tied=False,
         head=None,
     )
-    foretold = vocabulary_losses(vocabulary, {"embedding": [use]}, {"embedding": WIDTHS})["embedding"]
+    foretold = embedding_and_head_losses(vocabulary, {"embedding": [use]}, {"embedding": WIDTHS})["embedding"]
     assert foretold[bits] == pytest.approx(loss, rel=0.25) and foretold[16] == 0
 
 
@@ -108,8 +108,8 @@ def test_tokens_that_the_text_lacks_are_quantized_all_the_same() -> None:
 def test_curvature_is_the_mean_of_squares(run, name: str) -> None:
     """Against one pass of plain autograd over all windows at once."""
     context = run(name)
-    vocabulary = vocabulary_of(context.model)
-    found = vocabulary_curvature(context, vocabulary)
+    vocabulary = embedding_and_head_of(context.model)
+    found = embedding_and_head_curvature(context, vocabulary)
     kept: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def keep(use: str):
@@ -150,8 +150,8 @@ def test_curvature_is_the_mean_of_squares(run, name: str) -> None:
 def test_the_curvature_foretells_the_divergence(run) -> None:
     """What 4 bits do to the outputs, within a factor of two: the form is quadratic, and its text is short."""
     context = run("llama")
-    vocabulary = vocabulary_of(context.model)
-    uses = vocabulary_curvature(context, vocabulary)
+    vocabulary = embedding_and_head_of(context.model)
+    uses = embedding_and_head_curvature(context, vocabulary)
     part = vocabulary.parts["head"]
     weight, codes = part.weight.clone(), quantize_table(part.weight, uses["head"], bits=4)
     with torch.no_grad():
@@ -166,14 +166,14 @@ def test_the_curvature_foretells_the_divergence(run) -> None:
 
 def test_sizes(tiny_folder, run) -> None:
     context = run("llama")
-    part = vocabulary_of(context.model).parts["head"]
+    part = embedding_and_head_of(context.model).parts["head"]
     sizes = part_sizes(context.model, context.source, part, WIDTHS)
     assert sizes[16] == 264 * 64 * 4  # the source is float32
-    assert sizes[4] == vocabulary_layout((264, 64), 4).bytes == 264 * (32 + 2 + 4)
+    assert sizes[4] == embedding_and_head_spec((264, 64), 4).bytes == 264 * (32 + 2 + 4)
 
 
 def test_what_may_be_chosen(run) -> None:
-    untied, tied = (vocabulary_of(run(name).model) for name in ("llama", "llama-tied"))
+    untied, tied = (embedding_and_head_of(run(name).model) for name in ("llama", "llama-tied"))
     assert wanted_widths(Budget(), untied) == {"embedding": (16,), "head": (16,)}
     assert wanted_widths(Budget(size=5), untied) == {"embedding": WIDTHS, "head": WIDTHS}
     assert wanted_widths(Budget(size=5, head_bits=8), untied) == {"embedding": WIDTHS, "head": (8,)}
@@ -193,7 +193,7 @@ def test_other_embeddings_stay_as_they_are(run) -> None:
     context = run("llama")
     for module, why in ((Odd(264, 64), "is a Odd"), (nn.Embedding(264, 64, max_norm=1.0), "renormalizes")):
         context.model.set_input_embeddings(module)
-        vocabulary = vocabulary_of(context.model)
+        vocabulary = embedding_and_head_of(context.model)
         assert wanted_widths(Budget(size=5), vocabulary) == {"embedding": (16,), "head": WIDTHS}
         with pytest.raises(ModelError, match=f"model.embed_tokens {why}.*give --head-bits 16"):
             wanted_widths(Budget(embedding_bits=8), vocabulary)

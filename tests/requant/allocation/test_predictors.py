@@ -17,7 +17,7 @@ from requant.calibration.stats import LinearStats
 from requant.evaluation.perplexity import perplexity_and_kl
 from requant.pipeline.prepare import prepare, start
 from requant.quantizers.registry import METHODS
-from requant.quantizers.trellis import feedback_factor
+from requant.quantizers.trellis import block_ldl
 from requant.recipe.schema import Calibration, Evaluation, Recipe, from_dict
 from requant.run.quantize_linears import quantize_linears
 from requant.run.workspace import Workspace
@@ -74,7 +74,7 @@ def test_the_closed_form_foretells_the_loss_of_the_method(
 def test_white_trace_is_the_loss_of_white_errors_after_feedback() -> None:
     _, stats = statistics(16, 64)
     assert stats.hessian is not None
-    factor = feedback_factor(stats.hessian, damp=0.05)
+    factor = block_ldl(stats.hessian, damp=0.05)
     white = torch.randn(20_000, 64, generator=torch.Generator().manual_seed(1))
     # E L = F, so a row of E is a row of F times the inverse of L
     inverse = torch.linalg.inv(factor + torch.eye(64))
@@ -112,11 +112,11 @@ def test_measured_is_the_divergence_of_one_matrix_alone(run, tiny_text) -> None:
     units = measured(run, weights)
     run.path({}).place(0.0)
     original = copy.deepcopy(run.model)
-    site = run.sites[3]
-    site.set_weight(weights[site.name].dequantize())
+    target = run.targets[3]
+    target.set_weight(weights[target.name].dequantize())
     quality = perplexity_and_kl(run.model, run.windows, text=tiny_text, reference=original)
-    assert units[site.name] == pytest.approx(quality.mean_kl, rel=1e-3)
-    assert units.keys() == {site.name for site in run.sites} and min(units.values()) > 0
+    assert units[target.name] == pytest.approx(quality.mean_kl, rel=1e-3)
+    assert units.keys() == {target.name for target in run.targets} and min(units.values()) > 0
 
 
 def test_measured_leaves_the_model_as_it_was(run) -> None:
@@ -136,7 +136,7 @@ def test_pqi_has_a_floor(run) -> None:
 def test_curvature_scales_with_what_an_error_costs(run) -> None:
     """Twice the weights of a matrix, with half the inputs of its readers, is four times the error."""
     before = curvature(run, [3])
-    name = run.sites[0].name
+    name = run.targets[0].name
     doubled = dict(run.original) | {name: 2 * run.original[name]}
     after = curvature(dataclasses.replace(run, original=doubled), [3])
     assert after[name][3] == pytest.approx(4 * before[name][3], rel=1e-3)
@@ -152,7 +152,7 @@ def test_every_predictor_can_be_chosen(run, predictor: str) -> None:
         ),
     )
     losses = predicted_losses(chosen, [2, 3, 4], at=3)
-    assert losses.keys() == {site.name for site in run.sites}
+    assert losses.keys() == {target.name for target in run.targets}
     assert all(found[2] > found[3] > found[4] > 0 for found in losses.values())
     if predictor == "measured":
         alone = measured(run, quantize_linears(run, None, label=""))

@@ -10,8 +10,8 @@ from requant.models.targets import find_linears
 
 def fisher_by_loops(model, windows: torch.Tensor) -> dict[str, torch.Tensor]:
     """sum_t (g_t x_t')^2 / T, one token at a time, from inputs and output gradients that autograd gives."""
-    sites = find_linears(model)
-    total = {site.name: torch.zeros(site.shape, dtype=torch.float64) for site in sites}
+    targets = find_linears(model)
+    total = {target.name: torch.zeros(target.shape, dtype=torch.float64) for target in targets}
     seen: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def hook_of(name: str):
@@ -20,15 +20,17 @@ def fisher_by_loops(model, windows: torch.Tensor) -> dict[str, torch.Tensor]:
 
         return hook
 
-    handles = [site.module.register_forward_hook(hook_of(site.name)) for site in sites]
+    handles = [target.module.register_forward_hook(hook_of(target.name)) for target in targets]
     for window in windows:
         embedded = model.get_input_embeddings()(window[None]).detach().requires_grad_()
         logits = model(inputs_embeds=embedded, use_cache=False).logits[0, :-1]
         loss = functional.cross_entropy(logits, window[1:], reduction="sum")
-        outputs = [seen[site.name][1] for site in sites]
-        for site, gradient in zip(sites, torch.autograd.grad(loss, outputs), strict=True):
-            for g, x in zip(gradient.flatten(0, -2), seen[site.name][0].detach().flatten(0, -2), strict=True):
-                total[site.name] += torch.outer(g.double(), x.double()).square()
+        outputs = [seen[target.name][1] for target in targets]
+        for target, gradient in zip(targets, torch.autograd.grad(loss, outputs), strict=True):
+            for g, x in zip(
+                gradient.flatten(0, -2), seen[target.name][0].detach().flatten(0, -2), strict=True
+            ):
+                total[target.name] += torch.outer(g.double(), x.double()).square()
     for handle in handles:
         handle.remove()
     return {name: values / windows.numel() for name, values in total.items()}
@@ -55,19 +57,21 @@ def test_fisher_is_a_loop_over_tokens(
 
 def test_only_the_sites_asked_for(tiny_model, tiny_windows) -> None:
     model = tiny_model("llama")
-    sites = find_linears(model)[3:5]
-    some, every = (position_fisher(model, tiny_windows, s) for s in (sites, find_linears(model)))
-    assert list(some) == [site.name for site in sites]
+    targets = find_linears(model)[3:5]
+    some, every = (position_fisher(model, tiny_windows, s) for s in (targets, find_linears(model)))
+    assert list(some) == [target.name for target in targets]
     assert all(torch.equal(some[name], every[name]) for name in some)
 
 
 def test_it_is_the_mean_of_squares_not_the_square_of_the_mean(tiny_model, tiny_windows) -> None:
     """The square of a sequence-mean gradient is smaller by about the number of tokens."""
     model = tiny_model("llama")
-    sites = find_linears(model)
-    fisher = position_fisher(model, tiny_windows, sites)
-    squares = {site.name: torch.zeros(site.shape) for site in sites}
-    passes.gradient_pass(model, tiny_windows, sites, lambda site, g: squares[site.name].add_(g.square()))
+    targets = find_linears(model)
+    fisher = position_fisher(model, tiny_windows, targets)
+    squares = {target.name: torch.zeros(target.shape) for target in targets}
+    passes.gradient_pass(
+        model, tiny_windows, targets, lambda target, g: squares[target.name].add_(g.square())
+    )
     ratio = sum(v.sum() for v in fisher.values()) / sum(v.sum() for v in squares.values())
     assert ratio > tiny_windows.numel() / 10
 

@@ -3,7 +3,7 @@ import torch
 
 from requant.calibration.hessian import input_statistics
 from requant.calibration.statistics import bytes_needed, collect
-from requant.calibration.stream import Stream
+from requant.calibration.stream import HiddenStateCache
 from requant.errors import NumericalError
 from requant.models.targets import find_linears
 
@@ -23,7 +23,9 @@ def inputs_of(model, windows: torch.Tensor) -> dict[str, torch.Tensor]:
     def hook_of(name: str):
         return lambda _module, inputs: found.setdefault(name, []).append(inputs[0].flatten(0, -2).double())
 
-    handles = [site.module.register_forward_pre_hook(hook_of(site.name)) for site in find_linears(model)]
+    handles = [
+        target.module.register_forward_pre_hook(hook_of(target.name)) for target in find_linears(model)
+    ]
     for window in windows:
         model(input_ids=window[None], use_cache=False)
     for handle in handles:
@@ -53,26 +55,26 @@ def test_siblings_share_one_hessian(tiny_model, tiny_windows, name: str) -> None
     model = tiny_model(name)
     found = input_statistics(model, tiny_windows, find_linears(model))
     for block in range(model.config.num_hidden_layers):
-        sites = [site for site in find_linears(model) if site.block == block]
+        targets = [target for target in find_linears(model) if target.block == block]
         groups: dict[int, set[str]] = {}
-        for site in sites:
-            groups.setdefault(id(found[site.name]), set()).add(site.kind)
+        for target in targets:
+            groups.setdefault(id(found[target.name]), set()).add(target.kind)
         assert sorted(map(sorted, groups.values())) == sorted(map(sorted, SIBLINGS[name]))
 
 
 def test_collect_gives_what_is_needed_and_no_more(tiny_model, tiny_windows) -> None:
     model = tiny_model("llama")
-    sites = find_linears(model)
+    targets = find_linears(model)
     fields = {"hessian", "input_mean_abs", "fisher"}
     for needs in ({"fisher"}, {"hessian"}, {"input_mean_abs"}, {"hessian", "fisher"}, fields):
-        found = collect(model, tiny_windows, sites, needs=frozenset(needs))
-        for site in sites:
-            stats = found[site.name]
+        found = collect(model, tiny_windows, targets, needs=frozenset(needs))
+        for target in targets:
+            stats = found[target.name]
             assert stats.tokens == tiny_windows.numel()
             for name in fields:
                 assert (getattr(stats, name) is not None) == (name in needs)
             size = sum(4 * getattr(stats, name).numel() for name in needs)
-            assert bytes_needed(site, frozenset(needs)) == size
+            assert bytes_needed(target, frozenset(needs)) == size
 
 
 def test_a_matrix_that_never_runs_is_named(tiny_model, tiny_windows) -> None:
@@ -97,7 +99,9 @@ def test_cross_moments_with_a_reference(tiny_model, tiny_windows, monkeypatch) -
         lambda windows, model, *, label: iter(windows.split(3)),
     )
     model, other = tiny_model("llama"), tiny_model("llama", seed=1)
-    found = input_statistics(model, tiny_windows, find_linears(model), reference=Stream(other, tiny_windows))
+    found = input_statistics(
+        model, tiny_windows, find_linears(model), reference=HiddenStateCache(other, tiny_windows)
+    )
     x, z = inputs_of(model, tiny_windows), inputs_of(other, tiny_windows)
     for name, statistics in found.items():
         cross = z[name].T @ x[name] / len(x[name])

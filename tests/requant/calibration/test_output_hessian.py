@@ -6,16 +6,16 @@ from requant.calibration.output_hessian import SEED, output_hessians
 from requant.calibration.passes import draw
 from requant.calibration.statistics import bytes_needed, collect
 from requant.errors import NumericalError
-from requant.models.targets import LinearSite, find_linears
+from requant.models.targets import QuantTarget, find_linears
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_is_the_mean_outer_product_of_the_gradients(tiny_model, tiny_windows, recompute: bool) -> None:
     model, windows = tiny_model("llama"), tiny_windows[:3, :12]
-    site = find_linears(model)[5]
+    target = find_linears(model)[5]
     seen: list[torch.Tensor] = []
-    handle = site.module.register_forward_hook(lambda _m, _i, output: seen.append(output))
-    expected = torch.zeros(site.shape[0], site.shape[0])
+    handle = target.module.register_forward_hook(lambda _m, _i, output: seen.append(output))
+    expected = torch.zeros(target.shape[0], target.shape[0])
     generator = torch.Generator().manual_seed(SEED)
     every = model(input_ids=windows, use_cache=False).logits[:, :-1]
     seen.clear()
@@ -26,10 +26,10 @@ def test_is_the_mean_outer_product_of_the_gradients(tiny_model, tiny_windows, re
         (gradient,) = torch.autograd.grad(loss, [seen.pop()])
         expected += torch.einsum("btn,btm->nm", gradient, gradient)
     handle.remove()
-    found = output_hessians(model, windows, [site], recompute=recompute)
-    assert list(found) == [site.name]
+    found = output_hessians(model, windows, [target], recompute=recompute)
+    assert list(found) == [target.name]
     expected /= windows.numel()
-    torch.testing.assert_close(found[site.name], expected, rtol=1e-4, atol=1e-6 * float(expected.max()))
+    torch.testing.assert_close(found[target.name], expected, rtol=1e-4, atol=1e-6 * float(expected.max()))
     assert not any(module._forward_hooks for module in model.modules())
 
 
@@ -42,7 +42,7 @@ def test_tokens_are_drawn_by_their_probability() -> None:
 def test_the_trace_is_that_of_the_curvature_of_the_divergence(tiny_model, tiny_windows) -> None:
     """At the head, the Fisher matrix of a row of logits is diag(p) - p p': its trace is 1 - |p|^2 in the mean."""
     model, windows = tiny_model("llama"), tiny_windows.repeat(8, 1)
-    head = LinearSite(name="lm_head", kind="lm_head", block=0, module=model.lm_head, transposed=False)
+    head = QuantTarget(name="lm_head", kind="lm_head", block=0, module=model.lm_head, transposed=False)
     found = output_hessians(model, windows, [head])["lm_head"].trace()
     p = model(input_ids=windows, use_cache=False).logits[:, :-1].softmax(-1)
     expected = (1 - p.square().sum(-1)).sum() / windows.numel()
@@ -51,19 +51,19 @@ def test_the_trace_is_that_of_the_curvature_of_the_divergence(tiny_model, tiny_w
 
 def test_collect_gathers_what_the_trellis_needs(tiny_model, tiny_windows) -> None:
     model = tiny_model("llama")
-    site = find_linears(model)[0]
+    target = find_linears(model)[0]
     needs = frozenset({"hessian", "output_hessian"})
-    stats = collect(model, tiny_windows, [site], needs=needs)[site.name]
-    n, k = site.shape
+    stats = collect(model, tiny_windows, [target], needs=needs)[target.name]
+    n, k = target.shape
     assert stats.hessian is not None and stats.hessian.shape == (k, k)
     assert stats.output_hessian is not None and stats.output_hessian.shape == (n, n)
     assert stats.fisher is None and stats.input_mean_abs is None
-    assert bytes_needed(site, needs) == 4 * (n * n + k * k)
+    assert bytes_needed(target, needs) == 4 * (n * n + k * k)
 
 
 def test_gradients_that_overflow_are_refused(tiny_model, tiny_windows) -> None:
     model = tiny_model("llama")
-    site = find_linears(model)[0]
-    site.parameter.data.fill_(float("nan"))
+    target = find_linears(model)[0]
+    target.parameter.data.fill_(float("nan"))
     with pytest.raises(NumericalError, match="its gradients overflow"):
-        output_hessians(model, tiny_windows, [site])
+        output_hessians(model, tiny_windows, [target])

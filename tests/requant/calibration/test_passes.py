@@ -20,25 +20,25 @@ def plain_loss(model, windows: torch.Tensor) -> torch.Tensor:
 
 
 def plain_gradients(model, windows: torch.Tensor) -> tuple[float, dict[str, torch.Tensor]]:
-    sites = find_linears(model)
-    for site in sites:
-        site.parameter.requires_grad_(True)
+    targets = find_linears(model)
+    for target in targets:
+        target.parameter.requires_grad_(True)
     loss = plain_loss(model, windows)
-    gradients = torch.autograd.grad(loss, [site.parameter for site in sites])
+    gradients = torch.autograd.grad(loss, [target.parameter for target in targets])
     model.requires_grad_(False)
-    return loss.item(), {s.name: s.oriented(g) for s, g in zip(sites, gradients, strict=True)}
+    return loss.item(), {s.name: s.oriented(g) for s, g in zip(targets, gradients, strict=True)}
 
 
 def gathered(model, windows: torch.Tensor, **options) -> tuple[float, dict[str, torch.Tensor], list[str]]:
-    sites = find_linears(model)
-    total = {site.name: torch.zeros(site.shape) for site in sites}
+    targets = find_linears(model)
+    total = {target.name: torch.zeros(target.shape) for target in targets}
     calls: list[str] = []
 
-    def receive(site, gradient: torch.Tensor) -> None:
-        calls.append(site.name)
-        total[site.name] += gradient
+    def accumulate(target, gradient: torch.Tensor) -> None:
+        calls.append(target.name)
+        total[target.name] += gradient
 
-    return gradient_pass(model, windows, sites, receive, **options), total, calls
+    return gradient_pass(model, windows, targets, accumulate, **options), total, calls
 
 
 @pytest.fixture
@@ -91,12 +91,12 @@ def test_nothing_is_left_behind(tiny_model, tiny_windows, recompute: bool, fails
     blocks = find_blocks(model)[1]
     before = model(input_ids=tiny_windows).logits
 
-    def receive(site, gradient: torch.Tensor) -> None:
+    def accumulate(target, gradient: torch.Tensor) -> None:
         if fails:
             raise KeyboardInterrupt
 
     try:
-        gradient_pass(model, tiny_windows, find_linears(model), receive, recompute=recompute)
+        gradient_pass(model, tiny_windows, find_linears(model), accumulate, recompute=recompute)
     except KeyboardInterrupt:
         assert fails
     assert not any(p.requires_grad or p.grad is not None for p in model.parameters())

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from requant.calibration.hessian import input_statistics
-from requant.calibration.stream import Stream
+from requant.calibration.stream import HiddenStateCache
 from requant.models.targets import find_linears
 
 
@@ -10,17 +10,17 @@ from requant.models.targets import find_linears
 def test_going_on_is_starting_again(tiny_model, tiny_windows, name: str) -> None:
     """Behind changed weights, statistics of a block are the same from its stream as from the first token embedding."""
     model = tiny_model(name)
-    sites = find_linears(model)
-    stream = Stream(model, tiny_windows)
-    for site in sites:
-        if site.block == 0:
-            site.set_weight(site.weight() * 1.1)
-    late = [site for site in sites if site.block == 1]
+    targets = find_linears(model)
+    stream = HiddenStateCache(model, tiny_windows)
+    for target in targets:
+        if target.block == 0:
+            target.set_weight(target.weight() * 1.1)
+    late = [target for target in targets if target.block == 1]
     whole = input_statistics(model, tiny_windows, late)
     stream.advance_to(1)
     resumed = input_statistics(model, tiny_windows, late, stream=stream)
-    for site in late:
-        assert torch.equal(whole[site.name].hessian, resumed[site.name].hessian)
+    for target in late:
+        assert torch.equal(whole[target.name].hessian, resumed[target.name].hessian)
 
 
 def test_no_block_runs_without_need(tiny_model, tiny_windows) -> None:
@@ -29,7 +29,7 @@ def test_no_block_runs_without_need(tiny_model, tiny_windows) -> None:
     for index, block in enumerate(model.model.layers):
         block.self_attn.register_forward_pre_hook(lambda _m, _i, index=index: calls.append(index))
     first, last = ([s for s in find_linears(model) if s.block == block] for block in (0, 1))
-    stream = Stream(model, tiny_windows)
+    stream = HiddenStateCache(model, tiny_windows)
     input_statistics(model, tiny_windows, first, stream=stream)
     assert set(calls) == {0}
     stream.advance_to(1)

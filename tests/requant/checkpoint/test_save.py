@@ -32,7 +32,7 @@ def save(model, output: Path, weights, **kwargs) -> Path:
 def parts(make_checkpoint, random_weight):
     """A plain model and quantized weights for it."""
     _, model = make_checkpoint("llama-tied")
-    return model, {site.name: random_weight(*site.shape) for site in find_linears(model)}
+    return model, {target.name: random_weight(*target.shape) for target in find_linears(model)}
 
 
 def test_files_of_the_folder(pristine: Path) -> None:
@@ -64,11 +64,11 @@ def test_shards_are_plain_safetensors_with_every_tensor_once(pristine: Path) -> 
 
 def test_weights_come_back(make_checkpoint, random_weight) -> None:
     path, model = make_checkpoint("llama", kind="codebook", shard=50_000)
-    sites = {site.name: site for site in find_linears(model)}
+    targets = {target.name: target for target in find_linears(model)}
     loaded = dict(load_weights(path))
-    assert loaded.keys() == sites.keys()
+    assert loaded.keys() == targets.keys()
     for name, weight in loaded.items():
-        assert torch.equal(weight.dequantize(), sites[name].weight())
+        assert torch.equal(weight.dequantize(), targets[name].weight())
 
 
 def test_one_matrix_is_in_one_shard_and_shards_keep_their_size(make_checkpoint) -> None:
@@ -114,7 +114,7 @@ def test_tensors_that_stay_return_to_the_dtype_of_the_source(
     make_checkpoint("llama", dtype=torch.bfloat16)
     source = tmp_path / "source"
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)  # computed in float32
-    weights = {site.name: random_weight(*site.shape) for site in find_linears(model)}
+    weights = {target.name: random_weight(*target.shape) for target in find_linears(model)}
     path = save(model, tmp_path / "again", weights, source=source)
     stored = read_header(path).tensors
     assert stored["model.norm.weight"].dtype == stored["lm_head.weight"].dtype == torch.bfloat16

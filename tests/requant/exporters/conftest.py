@@ -88,12 +88,12 @@ def grid_checkpoint(tmp_path: Path, tokenizer: Any) -> Callable[..., Path]:
         model.save_pretrained(source)
         tokenizer.save_pretrained(source)
         weights = {}
-        for seed, site in enumerate(find_linears(model)):
-            width = bits(site.name) if callable(bits) else bits
-            n, k = site.shape
+        for seed, target in enumerate(find_linears(model)):
+            width = bits(target.name) if callable(bits) else bits
+            n, k = target.shape
             size = k if group_size == -1 else group_size
             dense = grid(n, k, bits=width, group_size=size, symmetric=symmetric, seed=seed)
-            weights[site.name] = QuantizedWeight(dense=dense, sparse=None)
+            weights[target.name] = QuantizedWeight(dense=dense, sparse=None)
         vocabulary = {}
         if vocabulary_bits is not None:
             dense = grid(264, 64, bits=vocabulary_bits, group_size=64, symmetric=False, seed=99)

@@ -15,7 +15,7 @@ from requant.exporters.gguf import paired_rows
 from requant.exporters.gguf_blocks import block_type, bytes_of_row, encode
 from requant.exporters.gguf_metadata import rope_factors
 from requant.exporters.gguf_tokenizer import pre_tokenizer, starts_with_space
-from requant.formats.packed_spec import MatrixLayout
+from requant.formats.packed_spec import PackedSpec
 from requant.inference.load import load
 
 from .conftest import grid, sentencepiece
@@ -37,7 +37,7 @@ EXACT = {
 @pytest.mark.parametrize(("bits", "symmetric"), EXACT)
 @pytest.mark.parametrize("group_size", [32, 96])
 def test_blocks_hold_the_grid_exactly(bits: int, symmetric: bool, group_size: int) -> None:
-    layout = MatrixLayout(
+    layout = PackedSpec(
         format="grid", bits=bits, shape=(5, 192), group_size=group_size, zero_points=not symmetric
     )
     name = block_type(layout)

@@ -43,7 +43,7 @@ def checkpoint_of(model: Any, tokenizer: Any, folder: Path, *, bits: int, symmet
     tokenizer.save_pretrained(folder / "source")
     config = RtnConfig(bits=bits, symmetric=symmetric, group_size=32)
     weights: dict[str, QuantizedWeight] = {
-        site.name: quantize(site.weight(), LinearStats(), config) for site in find_linears(model)
+        target.name: quantize(target.weight(), LinearStats(), config) for target in find_linears(model)
     }
     return save_checkpoint(
         folder / "checkpoint", source=folder / "source", model=model, weights=weights, manifest={}

@@ -9,7 +9,7 @@ import torch
 from requant.finetune import compile_blocks
 from requant.finetune.compile_blocks import fused, kl
 from requant.finetune.loop import kl_sum
-from requant.finetune.step import Leaf, TrainingStep
+from requant.finetune.step import TrainableTensor, TrainingStep
 from requant.finetune.teacher import Teacher
 from requant.models.loading import load_model
 from requant.models.targets import find_blocks
@@ -96,16 +96,16 @@ def test_compiled_and_captured_it_learns_the_same(tiny_folder, caplog) -> None:
         torch.manual_seed(0)
         tokens = torch.randint(0, 50, (4, 32))
         teacher = Teacher(copy.deepcopy(model), tokens)
-        leaves = [p for p in model.parameters() if p.dim() == 2]
+        trainables = [p for p in model.parameters() if p.dim() == 2]
         with torch.no_grad():
-            for p in leaves:
+            for p in trainables:
                 p.add_(torch.randn_like(p) * 0.3 * p.std())
         with fused((model, teacher.model), steps) as divergence, caplog.at_level(logging.WARNING):
             step = TrainingStep(
                 lambda *part, model=model, teacher=teacher, divergence=divergence: kl_sum(
                     model, teacher, *part, kl_of=divergence
                 ),
-                [Leaf(tensor=p, rate=1e-3) for p in leaves],
+                [TrainableTensor(tensor=p, rate=1e-3) for p in trainables],
             )
             for _ in range(8):
                 step(teacher.parts(torch.arange(4), 4), 1.0)

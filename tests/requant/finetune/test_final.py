@@ -7,12 +7,12 @@ import torch
 
 from requant.errors import RecipeError
 from requant.finetune.final import tune
-from requant.finetune.loop import derived_of, part_of
-from requant.formats.trainable import learnable, weight_function, with_theta
+from requant.finetune.loop import part_of, reparametrized_weights
+from requant.formats.trainable import trainable_params, weight_function, with_trainable_params
 from requant.pipeline.prepare import prepare, start
 from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Calibration, Evaluation, Recipe, Tuning
-from requant.run.context import Run
+from requant.run.context import RunContext
 from requant.run.quantize_linears import quantize_linears
 from requant.run.workspace import Workspace
 
@@ -21,7 +21,7 @@ from requant.run.workspace import Workspace
 @pytest.mark.parametrize("int8", [False, True])
 def test_theta_stands_for_the_same_floats(random_weight, kind, int8):
     weight = random_weight(20, 70, kind=kind, int8=int8)
-    floats = weight_function(weight)(learnable(weight))
+    floats = weight_function(weight)(trainable_params(weight))
     torch.testing.assert_close(floats, weight.dequantize(), rtol=1e-5, atol=1e-7)
 
 
@@ -29,30 +29,30 @@ def test_theta_stands_for_the_same_floats(random_weight, kind, int8):
 @pytest.mark.parametrize("int8", [False, True])
 def test_a_round_trip_through_theta_changes_nothing(random_weight, kind, int8):
     weight = random_weight(20, 70, kind=kind, int8=int8)
-    again = with_theta(weight, learnable(weight))
+    again = with_trainable_params(weight, trainable_params(weight))
     assert torch.equal(again.dequantize(), weight.dequantize())
     assert again.sparse.values.dtype == weight.sparse.values.dtype  # the bytes stay what the budget counted
 
 
 def test_the_one_scale_of_residuals_grows_with_them(random_weight):
     weight = random_weight(20, 70, int8=True, one_scale=True)
-    theta = learnable(weight)
-    assert torch.equal(with_theta(weight, theta).dequantize(), weight.dequantize())
-    theta["values"] *= 1.5
-    grown = with_theta(weight, theta).sparse
-    assert (grown.floats() - theta["values"]).abs().max() <= 0.52 * theta["values"].abs().max() / 127
+    params = trainable_params(weight)
+    assert torch.equal(with_trainable_params(weight, params).dequantize(), weight.dequantize())
+    params["values"] *= 1.5
+    grown = with_trainable_params(weight, params).sparse
+    assert (grown.floats() - params["values"]).abs().max() <= 0.52 * params["values"].abs().max() / 127
 
 
 @pytest.mark.parametrize("kind", ["asymmetric", "codebook", "trellis"])
 def test_gradients_reach_every_field(random_weight, kind):
     weight = random_weight(20, 70, kind=kind)
-    theta = {name: value.requires_grad_(True) for name, value in learnable(weight).items()}
-    weight_function(weight)(theta).square().sum().backward()
-    for name, value in theta.items():
+    params = {name: value.requires_grad_(True) for name, value in trainable_params(weight).items()}
+    weight_function(weight)(params).square().sum().backward()
+    for name, value in params.items():
         assert value.grad is not None and value.grad.abs().sum() > 0, name
 
 
-def prepared_run(folder: Path, text: Path, method: str, tuning: Tuning) -> tuple[Run, Recipe]:
+def prepared_run(folder: Path, text: Path, method: str, tuning: Tuning) -> tuple[RunContext, Recipe]:
     recipe = Recipe(
         model=str(folder),
         mode="dense",
@@ -69,18 +69,18 @@ def prepared_run(folder: Path, text: Path, method: str, tuning: Tuning) -> tuple
 def test_a_coded_matrix_stands_in_the_model_as_it_is_stored(tiny_folder, tiny_text_file, kind):
     run, _ = prepared_run(tiny_folder(kind), tiny_text_file, "kmeans", Tuning(steps=1))
     weights = quantize_linears(run, None, label="quantize")
-    thetas = {name: learnable(weight) for name, weight in weights.items()}
-    for theta in thetas.values():
-        theta["levels"] = (theta["levels"] * 1.25).requires_grad_(True)
-    for site, matrix in zip(run.sites, derived_of(run, weights, thetas), strict=True):
+    trainable = {name: trainable_params(weight) for name, weight in weights.items()}
+    for params in trainable.values():
+        params["levels"] = (params["levels"] * 1.25).requires_grad_(True)
+    for target, matrix in zip(run.targets, reparametrized_weights(run, weights, trainable), strict=True):
         matrix.place()
-        torch.testing.assert_close(site.weight(), 1.25 * weights[site.name].dequantize())
+        torch.testing.assert_close(target.weight(), 1.25 * weights[target.name].dequantize())
         matrix.parameter.grad = torch.ones_like(matrix.parameter)
         matrix.hand_back()
-        counts = torch.nn.functional.one_hot(weights[site.name].dense.codes.long(), 4).sum(
+        counts = torch.nn.functional.one_hot(weights[target.name].dense.codes.long(), 4).sum(
             1
         )  # of a level in a row
-        torch.testing.assert_close(thetas[site.name]["levels"].grad, counts.float())
+        torch.testing.assert_close(trainable[target.name]["levels"].grad, counts.float())
 
 
 @pytest.mark.parametrize("method", ["kmeans", "rtn"])
@@ -103,7 +103,7 @@ def test_tuning_lowers_the_divergence_and_keeps_the_codes(tiny_folder, tiny_text
     assert distance(tuned) < 0.97 * distance(weights)
     for name, weight in tuned.items():
         assert torch.equal(weight.dense.codes, weights[name].dense.codes)
-    assert not run.sites[0].parameter.requires_grad and run.sites[0].parameter.grad is None
+    assert not run.targets[0].parameter.requires_grad and run.targets[0].parameter.grad is None
 
 
 def test_a_hopeless_rate_keeps_the_start(tiny_folder, tiny_text_file):
@@ -122,7 +122,7 @@ def test_a_hopeless_rate_keeps_the_start(tiny_folder, tiny_text_file):
 def test_one_window_is_too_little(tiny_folder, tiny_text_file):
     run, recipe = prepared_run(tiny_folder("llama"), tiny_text_file, "rtn", Tuning(steps=1))
     weights = quantize_linears(run, None, label="quantize")
-    one = Run(**{**{f: getattr(run, f) for f in run.__dataclass_fields__}, "pool": run.windows[:1]})
+    one = RunContext(**{**{f: getattr(run, f) for f in run.__dataclass_fields__}, "pool": run.windows[:1]})
     with pytest.raises(RecipeError, match="at least 2 calibration windows"):
         tune(one, weights, recipe.tuning)
 
@@ -137,7 +137,7 @@ def test_a_part_is_what_the_gpu_has_room_for(tiny_folder, tiny_text_file, monkey
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 3000)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 2000)
     head = run.model.get_output_embeddings().weight.shape[0]
-    a_token = 4 * sum(sum(site.shape) for site in run.sites) + 24 * head
+    a_token = 4 * sum(sum(target.shape) for target in run.targets) + 24 * head
     found = part_of(run, [], [], settings, 32)
     assert found == part
     if found:

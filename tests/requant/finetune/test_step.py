@@ -4,23 +4,23 @@ import pytest
 import torch
 from torch import nn
 
-from requant.finetune.step import Derived, Leaf, TrainingStep
+from requant.finetune.step import ReparametrizedWeight, TrainableTensor, TrainingStep
 
 
 def problem(device: str = "cpu"):
     torch.manual_seed(0)
-    leaves = [torch.randn(8, 4, device=device), torch.randn(4, device=device)]
+    trainables = [torch.randn(8, 4, device=device), torch.randn(4, device=device)]
     parts = [torch.randint(0, 8, (3, 5), device=device) for _ in range(2)]
 
     def loss(tokens):
-        return (leaves[0][tokens] * leaves[1] - 1).square().mean()
+        return (trainables[0][tokens] * trainables[1] - 1).square().mean()
 
-    return leaves, parts, loss
+    return trainables, parts, loss
 
 
 def test_is_adam_over_the_sum_of_the_parts() -> None:
-    leaves, parts, loss = problem()
-    twins = [nn.Parameter(leaf.clone()) for leaf in leaves]
+    trainables, parts, loss = problem()
+    twins = [nn.Parameter(leaf.clone()) for leaf in trainables]
     rates = [0.1, 0.3]
     optimizer = torch.optim.Adam(
         [
@@ -30,7 +30,9 @@ def test_is_adam_over_the_sum_of_the_parts() -> None:
         betas=(0.9, 0.95),
     )
     full = [group["lr"] for group in optimizer.param_groups]
-    step = TrainingStep(loss, [Leaf(tensor=t, rate=r) for t, r in zip(leaves, rates, strict=True)])
+    step = TrainingStep(
+        loss, [TrainableTensor(tensor=t, rate=r) for t, r in zip(trainables, rates, strict=True)]
+    )
     for share in (0.5, 1.0, 0.25, 0.0):
         step([(p,) for p in parts], share)
         sum((twins[0][p] * twins[1] - 1).square().mean() for p in parts).backward()
@@ -38,32 +40,32 @@ def test_is_adam_over_the_sum_of_the_parts() -> None:
             group["lr"] = rate * share
         optimizer.step()
         optimizer.zero_grad()
-    for leaf, twin in zip(leaves, twins, strict=True):
+    for leaf, twin in zip(trainables, twins, strict=True):
         torch.testing.assert_close(leaf.detach(), twin.detach())
     step.close()
-    assert not any(leaf.requires_grad or leaf.grad is not None for leaf in leaves)
+    assert not any(leaf.requires_grad or leaf.grad is not None for leaf in trainables)
 
 
 def derived_problem(device: str = "cpu"):
     """The same problem with `parameter = leaves[0] * leaves[1]`, a matrix that the loss reads in its place."""
-    leaves, parts, _ = problem(device)
+    trainables, parts, _ = problem(device)
     parameter = nn.Parameter(torch.zeros(8, 4, device=device))
-    matrix = Derived(parameter=parameter, value=lambda: leaves[0] * leaves[1])
-    return leaves, parts, matrix, lambda tokens: (parameter[tokens] - 1).square().mean()
+    matrix = ReparametrizedWeight(parameter=parameter, value=lambda: trainables[0] * trainables[1])
+    return trainables, parts, matrix, lambda tokens: (parameter[tokens] - 1).square().mean()
 
 
 def test_gradients_go_through_a_derived_parameter_as_through_its_formula() -> None:
     direct, parts, loss = problem()
-    leaves, _, matrix, derived_loss = derived_problem()
+    trainables, _, matrix, derived_loss = derived_problem()
     steps = [
-        TrainingStep(loss, [Leaf(tensor=t, rate=0.2) for t in direct]),
-        TrainingStep(derived_loss, [Leaf(tensor=t, rate=0.2) for t in leaves], [matrix]),
+        TrainingStep(loss, [TrainableTensor(tensor=t, rate=0.2) for t in direct]),
+        TrainingStep(derived_loss, [TrainableTensor(tensor=t, rate=0.2) for t in trainables], [matrix]),
     ]
     for share in (1.0, 0.5, 0.25):
         for step in steps:
             step([(p,) for p in parts], share)
-        torch.testing.assert_close(matrix.parameter.detach(), (leaves[0] * leaves[1]).detach())
-    for leaf, twin in zip(leaves, direct, strict=True):
+        torch.testing.assert_close(matrix.parameter.detach(), (trainables[0] * trainables[1]).detach())
+    for leaf, twin in zip(trainables, direct, strict=True):
         torch.testing.assert_close(leaf.detach(), twin.detach())
     steps[1].close()
     assert not matrix.parameter.requires_grad and matrix.parameter.grad is None
@@ -73,9 +75,9 @@ def test_gradients_go_through_a_derived_parameter_as_through_its_formula() -> No
 def test_captured_it_does_the_same() -> None:
     found = []
     for captures in (True, False):
-        leaves, parts, matrix, loss = derived_problem("cuda")
+        trainables, parts, matrix, loss = derived_problem("cuda")
         parts.append(parts[0][:2])  # another shape, a graph of its own
-        step = TrainingStep(loss, [Leaf(tensor=t, rate=0.1) for t in leaves], [matrix])
+        step = TrainingStep(loss, [TrainableTensor(tensor=t, rate=0.1) for t in trainables], [matrix])
         step.captures = captures and step.captures
         if not captures:
             step.optimizer = torch.optim.Adam(
@@ -89,6 +91,6 @@ def test_captured_it_does_the_same() -> None:
             step([(part.roll(index, 0),) for part in parts], 1 - index / 10)
         assert (step.update is not None) == captures and len(step.graphs) == 2 * captures
         step.close()
-        found.append([leaf.detach().clone() for leaf in leaves])
+        found.append([leaf.detach().clone() for leaf in trainables])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)

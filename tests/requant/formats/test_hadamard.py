@@ -4,7 +4,14 @@ import pytest
 import scipy.linalg
 import torch
 
-from requant.formats.hadamard import block_size, hadamard, padded, random_signs, rotate_both, rotate_columns
+from requant.formats.hadamard import (
+    block_size,
+    hadamard,
+    incoherence_process,
+    padded,
+    random_signs,
+    rotate_columns,
+)
 
 
 @pytest.mark.parametrize(("width", "block"), [(16, 16), (48, 16), (1408, 128), (2048, 2048), (176, 16)])
@@ -34,7 +41,7 @@ def test_both_sides_leave_the_product_unchanged() -> None:
     n, k = 24, 40
     weight, x = torch.randn(n, k, generator=generator), torch.randn(7, k, generator=generator)
     rows, columns = random_signs(n, seed=2), random_signs(k, seed=3)
-    rotated = rotate_both(weight, rows=rows, columns=columns)
+    rotated = incoherence_process(weight, rows=rows, columns=columns)
     assert rotated.shape == (32, 48)
     y = hadamard(rotate_columns(x, columns) @ rotated.mT)[:, :n] * rows
     torch.testing.assert_close(y, x @ weight.mT, rtol=1e-4, atol=1e-4)
@@ -43,7 +50,7 @@ def test_both_sides_leave_the_product_unchanged() -> None:
 def test_spreads_an_outlier_over_its_block() -> None:
     weight = torch.zeros(64, 64)
     weight[3, 5] = 64.0
-    rotated = rotate_both(weight, rows=random_signs(64, seed=0), columns=random_signs(64, seed=1))
+    rotated = incoherence_process(weight, rows=random_signs(64, seed=0), columns=random_signs(64, seed=1))
     torch.testing.assert_close(rotated.abs(), torch.ones(64, 64))
 
 

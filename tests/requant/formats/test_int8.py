@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from requant.formats.int8 import STEPS, decode, encode, fits, snap
+from requant.formats.int8 import STEPS, decode, encode, fake_quantize_int8, fits
 
 SMALLEST = 2.0**-24  # of float16
 HARD = {
@@ -25,10 +25,10 @@ HARD = {
 
 @pytest.mark.parametrize("name", HARD)
 def test_snapped_values_are_found_again_bit_for_bit(name: str) -> None:
-    snapped = snap(HARD[name])
+    snapped = fake_quantize_int8(HARD[name])
     assert fits(snapped)
     assert torch.equal(decode(*encode(snapped)).view(torch.int16), snapped.view(torch.int16))
-    assert torch.equal(snap(snapped), snapped)
+    assert torch.equal(fake_quantize_int8(snapped), snapped)
 
 
 @settings(max_examples=300, deadline=None)
@@ -42,7 +42,7 @@ def test_snapped_values_are_found_again_bit_for_bit(name: str) -> None:
 def test_any_vector(n: int, c: int, magnitude: float, nonzero: bool, seed: int) -> None:
     values = torch.randn(n, c, generator=torch.Generator().manual_seed(seed)) * 2.0**magnitude
     values = values.clamp(-65504, 65504)
-    snapped = snap(values, nonzero=nonzero)
+    snapped = fake_quantize_int8(values, nonzero=nonzero)
     assert fits(snapped)
     largest = values.abs().amax(1, keepdim=True)
     # Half a step (one where 0 is no choice), and float16's own rounding of magnitude and value.
@@ -52,20 +52,20 @@ def test_any_vector(n: int, c: int, magnitude: float, nonzero: bool, seed: int) 
 
 def test_order_is_kept() -> None:
     values = torch.randn(20, 64, generator=torch.Generator().manual_seed(0)).sort(1).values
-    assert (snap(values).diff(dim=1) >= 0).all()
+    assert (fake_quantize_int8(values).diff(dim=1) >= 0).all()
 
 
 def test_no_row_of_a_trellis_dies() -> None:
     values = torch.tensor([1.0, 1e-4, -1e-4, 0.0])
-    assert snap(values).tolist() == [1.0, 0.0, 0.0, 0.0]
-    kept = snap(values, nonzero=True)
+    assert fake_quantize_int8(values).tolist() == [1.0, 0.0, 0.0, 0.0]
+    kept = fake_quantize_int8(values, nonzero=True)
     assert kept[1] > 0 > kept[2] and kept[3] == 0 and fits(kept)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf"), 7e4])
 def test_what_is_not_finite_stays_so(bad: float) -> None:
     values = torch.tensor([[1.0, bad, 0.5], [1.0, 2.0, 3.0]])
-    found = snap(values)
+    found = fake_quantize_int8(values)
     assert not found[0].isfinite().all() and found[1].isfinite().all()
     assert not fits(found) and not fits(values.half())
 
@@ -73,6 +73,6 @@ def test_what_is_not_finite_stays_so(bad: float) -> None:
 def test_random_float16_does_not_fit() -> None:
     values = torch.randn(3, 16, generator=torch.Generator().manual_seed(1)).half()
     assert not fits(values) and not fits(values[:1])
-    on_grid = snap(values)
+    on_grid = fake_quantize_int8(values)
     on_grid[2, 5] = torch.nextafter(on_grid[2, 5], torch.tensor(9.0).half())
     assert not fits(on_grid)

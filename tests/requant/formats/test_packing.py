@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from requant.checkpoint.validate import flaw
 from requant.errors import CheckpointError
 from requant.formats.containers import QuantizedWeight, Trellis, in_8_bits
-from requant.formats.packed_spec import MatrixLayout
+from requant.formats.packed_spec import PackedSpec
 from requant.formats.packing import pack, pack_bits, pack_tiles, unpack, unpack_bits, unpack_tiles
 from requant.formats.trellis_codes import from_tiles, step_bits
 
@@ -49,15 +49,15 @@ def test_quarters_of_a_bit_take_no_more_than_they_say(bits: float) -> None:
 
 
 def test_quarters_belong_to_codes_of_one_weight_a_step() -> None:
-    layout = MatrixLayout(format="trellis", bits=2.25, shape=(16, 16), code="pair", input_signs=True)
+    layout = PackedSpec(format="trellis", bits=2.25, shape=(16, 16), code="pair", input_signs=True)
     with pytest.raises(CheckpointError, match="bits"):
-        MatrixLayout.from_json("m", layout.to_json())
-    grid = MatrixLayout(format="grid", bits=2.5, shape=(16, 16), group_size=16)
+        PackedSpec.from_json("m", layout.to_json())
+    grid = PackedSpec(format="grid", bits=2.5, shape=(16, 16), group_size=16)
     with pytest.raises(CheckpointError, match="bits"):
-        MatrixLayout.from_json("m", grid.to_json())
-    odd = MatrixLayout(format="trellis", bits=2.3, shape=(16, 16), code="mul1", input_signs=True)
+        PackedSpec.from_json("m", grid.to_json())
+    odd = PackedSpec(format="trellis", bits=2.3, shape=(16, 16), code="mul1", input_signs=True)
     with pytest.raises(CheckpointError, match="bits"):
-        MatrixLayout.from_json("m", odd.to_json())
+        PackedSpec.from_json("m", odd.to_json())
 
 
 def assert_same(a: object, b: object) -> None:
@@ -73,14 +73,14 @@ def assert_same(a: object, b: object) -> None:
         assert a == b
 
 
-def round_trip(weight: QuantizedWeight) -> MatrixLayout:
+def round_trip(weight: QuantizedWeight) -> PackedSpec:
     layout, tensors = pack(weight)
     assert flaw(layout, tensors) is None
     specs = layout.tensors()
     assert {key: (t.dtype, tuple(t.shape)) for key, t in tensors.items()} == {
         key: (spec.dtype, spec.shape) for key, spec in specs.items()
     }
-    assert MatrixLayout.from_json("m", json.loads(json.dumps(layout.to_json()))) == layout
+    assert PackedSpec.from_json("m", json.loads(json.dumps(layout.to_json()))) == layout
     back = unpack(layout, tensors)
     assert_same(weight, back)
     assert_same(weight.dequantize(), back.dequantize())

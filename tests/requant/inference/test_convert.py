@@ -188,7 +188,7 @@ def test_a_served_model_refuses_to_be_saved(make_checkpoint, tmp_path) -> None:
         model.state_dict()
 
 
-class Vocabulary(nn.Module):
+class EmbeddingAndHead(nn.Module):
     """An embedding and a head, on the same codes or each on its own."""
 
     def __init__(self, *, tied: bool) -> None:
@@ -208,7 +208,7 @@ class Vocabulary(nn.Module):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_embedding_and_head(tied: bool) -> None:
-    model, tokens = Vocabulary(tied=tied), torch.tensor([[1, 39, 3], [0, 8, 8]])
+    model, tokens = EmbeddingAndHead(tied=tied), torch.tensor([[1, 39, 3], [0, 8, 8]])
     rows, want = model.embed(tokens), model(tokens)
     serve(model, device="cpu")
     assert isinstance(model.embed, KernelEmbedding) and isinstance(model.head, KernelLinear)

@@ -8,7 +8,7 @@ import torch
 from requant_kernels import heuristics
 
 from requant.inference.convert import KernelLinear, Sibling, tune_kernels
-from requant.inference.decode import Decoder, write_tokens
+from requant.inference.decode import Decoder, generate_tokens
 from requant.inference.load import load
 
 pytestmark = pytest.mark.gpu
@@ -81,7 +81,7 @@ def test_text_is_the_same_with_and_without_a_graph(make_checkpoint) -> None:
     model, prompt = load(folder, device="cuda", dtype="float16"), torch.arange(1, 9, device="cuda")[None]
     settings = {"max_new_tokens": 12, "temperature": 1.0}
     texts = [
-        write_tokens(model, prompt, generator=torch.Generator("cuda").manual_seed(3), **settings)
+        generate_tokens(model, prompt, generator=torch.Generator("cuda").manual_seed(3), **settings)
         for _ in range(2)
     ]
     assert texts[0] == texts[1] and len(texts[0]) == 12

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from requant.inference.decode import Decoder, likeliest, write_tokens
+from requant.inference.decode import Decoder, generate_tokens, likeliest
 from requant.inference.static_cache import static_cache
 
 
@@ -60,13 +60,14 @@ def test_a_sliding_window_goes_without_a_graph(tiny_model) -> None:
 def test_writing_stops_at_an_end_and_at_the_limit(tiny_model) -> None:
     model, prompt = tiny_model("llama"), torch.arange(1, 5)[None]
     settings = {"temperature": 0.0, "generator": torch.Generator().manual_seed(0)}
-    written = write_tokens(model, prompt, max_new_tokens=6, **settings)
+    written = generate_tokens(model, prompt, max_new_tokens=6, **settings)
     assert len(written) == 6
     whole = model.generate(prompt, max_new_tokens=6, do_sample=False, pad_token_id=0, eos_token_id=[])[0, 4:]
     assert written == whole.tolist()
     end = frozenset(written[3:4])
     assert (
-        write_tokens(model, prompt, max_new_tokens=6, end=end, **settings) == written[: written.index(*end)]
+        generate_tokens(model, prompt, max_new_tokens=6, end=end, **settings)
+        == written[: written.index(*end)]
     )
 
 

@@ -13,10 +13,10 @@ import requant
 from requant.checkpoint.sizes import byte_table
 from requant.checkpoint.validate import read_header
 from requant.errors import CheckpointError
-from requant.formats.packed_spec import MatrixLayout
+from requant.formats.packed_spec import PackedSpec
 from requant.inference.quant_embedding import QuantEmbedding
 from requant.inference.quant_linear import QuantLinear
-from requant.models.targets import vocabulary_modules
+from requant.models.targets import embedding_and_head_modules
 from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Budget, Calibration, Evaluation, Recipe
 
@@ -56,7 +56,7 @@ def logits(model) -> torch.Tensor:
 
 def test_a_checkpoint_gives_the_logits_that_were_measured(make, architecture: str) -> None:
     result, path = make(architecture, head_bits=8, embedding_bits=8)
-    (embedding_name, embedding), (head_name, head) = vocabulary_modules(requant.load(path))
+    (embedding_name, embedding), (head_name, head) = embedding_and_head_modules(requant.load(path))
     assert isinstance(embedding, QuantEmbedding) and isinstance(head, QuantLinear)
     tied = result.prepared.model.get_output_embeddings().weight is (
         result.prepared.model.get_input_embeddings().weight
@@ -215,7 +215,7 @@ class TestHostile:
         refuse(change, "vocabulary does not list an embedding and a head")
 
     def test_formats(self, refuse) -> None:
-        layout = MatrixLayout(format="codebook", bits=4, shape=(264, 64)).to_json()
+        layout = PackedSpec(format="codebook", bits=4, shape=(264, 64)).to_json()
         sparse = {"sparse": 5, "sparse_values": "float16", "sparse_counts": "uint8"}
         for broken in (layout, sparse, {"column_scales": True}):
 
@@ -268,7 +268,7 @@ def test_the_layer_says_what_it_is(make) -> None:
 
 def test_a_layer_before_its_weights_come() -> None:
     plain = torch.nn.Embedding(10, 32, dtype=torch.bfloat16)
-    layout = MatrixLayout(format="grid", bits=4, shape=(10, 32), group_size=16, zero_points=True)
+    layout = PackedSpec(format="grid", bits=4, shape=(10, 32), group_size=16, zero_points=True)
     layer = QuantEmbedding(layout, plain)
     assert layer.dtype == torch.bfloat16 and layer.codes.shape == (10, 4)
     assert not list(layer.parameters()) and set(layer.state_dict()) == {*layout.tensors(), "weight"}

@@ -70,33 +70,35 @@ def logits(model) -> torch.Tensor:
 
 def test_linears_of(tiny_model, architecture: str) -> None:
     model = tiny_model(architecture)
-    sites = find_linears(model)
+    targets = find_linears(model)
     blocks = model.config.num_hidden_layers
     if architecture == "gpt2":  # two projections of one name
-        assert [site.name.removeprefix("transformer.h.0.") for site in sites[:4]] == [
+        assert [target.name.removeprefix("transformer.h.0.") for target in targets[:4]] == [
             "attn.c_attn",
             "attn.c_proj",
             "mlp.c_fc",
             "mlp.c_proj",
         ]
-        assert [site.shape for site in sites[:4]] == [(192, 64), (64, 64), (172, 64), (64, 172)]
-        assert all(site.transposed and isinstance(site.module, Conv1D) for site in sites)
+        assert [target.shape for target in targets[:4]] == [(192, 64), (64, 64), (172, 64), (64, 172)]
+        assert all(target.transposed and isinstance(target.module, Conv1D) for target in targets)
     else:
         kinds = KINDS.get(architecture, LLAMA_KINDS)
-        assert len(sites) == blocks * len(kinds)
-        assert all(site.shape == kinds[site.kind] and not site.transposed for site in sites)
-    for site in sites:
-        assert model.get_submodule(site.name) is site.module
-        assert site.size == site.shape[0] * site.shape[1] and tuple(site.weight().shape) == site.shape
-    assert [site.block for site in sites] == sorted(site.block for site in sites)
-    assert {site.block for site in sites} == set(range(blocks))
-    assert len({site.name for site in sites}) == len(sites)
+        assert len(targets) == blocks * len(kinds)
+        assert all(target.shape == kinds[target.kind] and not target.transposed for target in targets)
+    for target in targets:
+        assert model.get_submodule(target.name) is target.module
+        assert (
+            target.size == target.shape[0] * target.shape[1] and tuple(target.weight().shape) == target.shape
+        )
+    assert [target.block for target in targets] == sorted(target.block for target in targets)
+    assert {target.block for target in targets} == set(range(blocks))
+    assert len({target.name for target in targets}) == len(targets)
 
 
 def test_the_body_is_covered_and_the_rest_left(tiny_model, architecture: str) -> None:
-    """What is no site is an embedding, a head, a norm or a bias."""
+    """What is no target is an embedding, a head, a norm or a bias."""
     model = tiny_model(architecture)
-    names = {f"{site.name}.weight" for site in find_linears(model)}
+    names = {f"{target.name}.weight" for target in find_linears(model)}
     for name, parameter in model.named_parameters():
         if name not in names and parameter.dim() > 1:
             assert any(part in name for part in ("embed", "wte", "wpe", "lm_head")), name
@@ -104,20 +106,20 @@ def test_the_body_is_covered_and_the_rest_left(tiny_model, architecture: str) ->
 
 def test_set_weight_is_seen_by_the_forward_pass(tiny_model, architecture: str) -> None:
     model = tiny_model(architecture)
-    site = find_linears(model)[0]
-    x = torch.randn(3, site.shape[1])
-    weight = torch.randn(site.shape)
-    site.set_weight(weight)
-    assert torch.equal(site.weight(), weight)
-    bias = getattr(site.module, "bias", None)
-    assert torch.allclose(site.module(x), x @ weight.T + (0 if bias is None else bias), atol=1e-5)
+    target = find_linears(model)[0]
+    x = torch.randn(3, target.shape[1])
+    weight = torch.randn(target.shape)
+    target.set_weight(weight)
+    assert torch.equal(target.weight(), weight)
+    bias = getattr(target.module, "bias", None)
+    assert torch.allclose(target.module(x), x @ weight.T + (0 if bias is None else bias), atol=1e-5)
 
 
 @pytest.mark.parametrize("pattern", ["down_proj", "*.mlp.down_proj", "model.layers.0.*"])
 def test_skip(tiny_model, pattern: str) -> None:
     model = tiny_model("llama")
-    kept = {site.name for site in find_linears(model, skip=[pattern])}
-    gone = {site.name for site in find_linears(model)} - kept
+    kept = {target.name for target in find_linears(model, skip=[pattern])}
+    gone = {target.name for target in find_linears(model)} - kept
     expected = 7 if "layers.0" in pattern else 2
     assert len(gone) == expected and all("layers.0." in name or "down_proj" in name for name in gone)
 

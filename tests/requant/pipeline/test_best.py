@@ -46,9 +46,11 @@ def test_rounds_hold_neighbouring_kinds(tiny_model) -> None:
     ]
     assert kinds == [["q_proj", "k_proj"], ["v_proj", "o_proj"], ["gate_proj", "up_proj"], ["down_proj"]]
     for name in ("gpt2", "phi3", "opt"):
-        sites = find_linears(tiny_model(name))
-        rounds = rounds_of(sites)
-        assert len(rounds) <= 4 and sorted(s.name for r in rounds for s in r) == sorted(s.name for s in sites)
+        targets = find_linears(tiny_model(name))
+        rounds = rounds_of(targets)
+        assert len(rounds) <= 4 and sorted(s.name for r in rounds for s in r) == sorted(
+            s.name for s in targets
+        )
 
 
 def test_best_beats_its_own_codes_at_the_same_bytes(quantized, trained_state, trained_model) -> None:

@@ -27,7 +27,7 @@ def test_each_matrix_alone(trained_model, tokenizer, tiny_text_file: Path, monke
     result = requant.quantize(trained_model, recipe, tiny_text_file, tokenizer=tokenizer)
     found = result.diagnosis.measured_matrices
     windows = diagnosed_windows(result.prepared)[: MAPPED_TOKENS // 32]
-    assert list(found) == [site.name for site in result.prepared.sites] and len(windows) == 32
+    assert list(found) == [target.name for target in result.prepared.targets] and len(windows) == 32
     before = mean_loss(original, windows)
     for name in ("model.layers.0.self_attn.v_proj", "model.layers.1.mlp.down_proj"):
         changed = copy.deepcopy(original)
@@ -36,6 +36,6 @@ def test_each_matrix_alone(trained_model, tokenizer, tiny_text_file: Path, monke
     run = start(result.prepared, recipe, workspace=Workspace(None), quiet=True)
     monkeypatch.setattr(diagnosis, "MAPPED_WEIGHTS", 10)
     assert measured_by_matrix(run, result.weights, windows) == {}  # too large for a CPU
-    for site in result.prepared.sites:  # the model is left quantized
-        assert site.weight().equal(result.weights[site.name].dequantize())
+    for target in result.prepared.targets:  # the model is left quantized
+        assert target.weight().equal(result.weights[target.name].dequantize())
     assert len(result.samples) == 1 and result.samples[0].before

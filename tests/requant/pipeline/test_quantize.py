@@ -60,10 +60,10 @@ def run(tiny_folder, tiny_text_file: Path):
 def test_paper_mode_detaches_what_the_recipe_says(run, rule: str, score: str) -> None:
     recipe = changed(detach={"outlier_rule": rule}, sensitivity={"score": score})
     result = run(recipe)
-    total = sum(site.size for site in result.prepared.sites)
-    matrices = len(result.prepared.sites)
+    total = sum(target.size for target in result.prepared.targets)
+    matrices = len(result.prepared.targets)
     assert abs(sparse_count(result) - 0.02 * total) <= matrices / 2 + 1  # each matrix rounds its outliers
-    originals = {site.name: site for site in find_linears(prepare_again(result))}
+    originals = {target.name: target for target in find_linears(prepare_again(result))}
     for name, weight in result.weights.items():
         places = detached_mask(weight.sparse, weight.shape, torch.device("cpu"))
         error = (weight.dequantize() - originals[name].weight())[places].abs()
@@ -99,8 +99,8 @@ def test_the_sparse_part_helps(run) -> None:
 def test_what_is_measured_is_what_is_kept(run, tmp_path: Path) -> None:
     """The model, the codes and the numbers of a result belong together."""
     result = run()
-    for site in result.prepared.sites:
-        assert torch.equal(site.weight(), result.weights[site.name].dequantize())
+    for target in result.prepared.targets:
+        assert torch.equal(target.weight(), result.weights[target.name].dequantize())
     original = prepare_again(result)
     windows = result.prepared.windows
     measured = mean_loss(result.model, windows) - mean_loss(original, windows)
@@ -114,9 +114,9 @@ def test_what_is_measured_is_what_is_kept(run, tmp_path: Path) -> None:
     )
     for block, found in result.diagnosis.measured_blocks.items():
         mixed = copy.deepcopy(original)
-        for site in find_linears(mixed):
-            if site.block == block:
-                site.set_weight(result.weights[site.name].dequantize())
+        for target in find_linears(mixed):
+            if target.block == block:
+                target.set_weight(result.weights[target.name].dequantize())
         assert found == pytest.approx(mean_loss(mixed, windows) - mean_loss(original, windows), abs=1e-6)
     assert not any(p.requires_grad or p.grad is not None for p in result.model.parameters())
     assert result.peak_memory > 1e6 and all(seconds >= 0 for seconds in result.seconds.values())
@@ -158,9 +158,9 @@ def test_chunks_hold_whole_blocks(run, monkeypatch) -> None:
     prepared = run(changed(mode="dense", method="rtn")).prepared
     context = start(prepared, RECIPE, workspace=Workspace(None), quiet=True)
     needs = frozenset({"fisher"})
-    assert [len(chunk) for chunk in chunks_that_fit(context, prepared.sites, needs)] == [14]
+    assert [len(chunk) for chunk in chunks_that_fit(context, prepared.targets, needs)] == [14]
     monkeypatch.setattr("requant.run.quantize_linears.free_memory", lambda device: 1)
-    assert [{s.block for s in chunk} for chunk in chunks_that_fit(context, prepared.sites, needs)] == [
+    assert [{s.block for s in chunk} for chunk in chunks_that_fit(context, prepared.targets, needs)] == [
         {0},
         {1},
     ]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from requant.allocation.budget import planned_layout
+from requant.allocation.budget import packed_spec
 from requant.calibration.stats import LinearStats
 from requant.errors import RecipeError
 from requant.formats.packing import pack
@@ -69,7 +69,7 @@ def test_bytes_are_those_that_were_planned(layer, method: str, share: float):
     config = METHODS[method].config(bits=3, share=share)
     found = METHODS[method].quantize(made.weight, made.stats, config)
     layout = pack(found)[0]
-    assert layout == planned_layout(Recipe(mode="dense", method=method, quantizer=config), (12, 300))
+    assert layout == packed_spec(Recipe(mode="dense", method=method, quantizer=config), (12, 300))
     assert layout.sparse == count_of(share, (12, 300))
     if layout.sparse:
         assert layout.sparse_values == "int8"

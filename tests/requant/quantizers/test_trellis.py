@@ -20,7 +20,7 @@ from requant.formats.trellis_codes import (
     to_tiles,
 )
 from requant.quantizers import viterbi
-from requant.quantizers.trellis import TrellisConfig, feedback_factor, quantize
+from requant.quantizers.trellis import TrellisConfig, block_ldl, quantize
 
 
 @pytest.fixture(autouse=True)
@@ -208,7 +208,7 @@ def test_error_on_gaussians_is_near_the_bound(name: str, bits: int, limit: float
 
 def test_feedback_factor_is_the_block_cholesky_factor() -> None:
     hessian = covariance(64, 0)
-    unit = feedback_factor(hessian, damp=1e-6) + torch.eye(64)
+    unit = block_ldl(hessian, damp=1e-6) + torch.eye(64)
     middle = torch.linalg.solve(unit, torch.linalg.solve(unit, hessian).T)
     block = torch.arange(64) // 16
     off = middle[block[:, None] != block[None, :]]

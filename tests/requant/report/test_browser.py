@@ -75,11 +75,11 @@ def full_lineup() -> str:
         p99_kl=1.0, top1_agreement=0.8, scored="t (sha256 1), 2 x 8 tokens", calibration="c", measured=0.02,
         blocks={0: 0.1, 1: -0.2},
     )  # fmt: skip
-    others = [
+    finetuned_params = [
         dataclasses.replace(entry, name=name, bytes=b, mean_kl=k)
         for name, b, k in (("b", 4_000_000, 0.05), (HOSTILE, 5_000_000, 0.01))
     ]
-    return render_lineup([entry, *others])
+    return render_lineup([entry, *finetuned_params])
 
 
 PAGES = {"report": full_report, "lineup": full_lineup}

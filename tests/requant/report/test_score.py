@@ -36,15 +36,19 @@ def test_scores_on_disk_add_up_to_the_table(tiny_folder, tiny_text_file: Path, t
         "1",
         "model",
     ]
-    sites = {site.name: site for site in find_linears(load_model(source, device="cpu", dtype="auto")[0])}
+    targets = {
+        target.name: target for target in find_linears(load_model(source, device="cpu", dtype="auto")[0])
+    }
     for name_of_score in ("gradient", "hessian", "pqi"):
         tensors = load_file(folder / name_of_score / "model.safetensors")
-        assert {name: tuple(t.shape) for name, t in tensors.items()} == {n: s.shape for n, s in sites.items()}
+        assert {name: tuple(t.shape) for name, t in tensors.items()} == {
+            n: s.shape for n, s in targets.items()
+        }
         assert all(tensor.dtype == torch.float32 for tensor in tensors.values())
         total = sum(tensor.double().sum().item() for tensor in tensors.values())
         assert rows[-1][name_of_score] == pytest.approx(total)
         for block in (0, 1):
-            part = sum(t.double().sum().item() for n, t in tensors.items() if sites[n].block == block)
+            part = sum(t.double().sum().item() for n, t in tensors.items() if targets[n].block == block)
             assert rows[block][name_of_score] == pytest.approx(part)
     assert (tmp_path / "deep").stat().st_mode & 0o077 and folder.stat().st_mode & 0o777 == 0o755
     assert [entry.name for entry in (tmp_path / "deep").iterdir()] == ["out"]

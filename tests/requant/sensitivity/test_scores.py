@@ -20,17 +20,18 @@ from requant.text.windows import token_windows
 
 
 def path_of(model, bits: int = 4) -> QuantizedPath:
-    sites = find_linears(model)
+    targets = find_linears(model)
     quantized: dict[str, QuantizedWeight] = {
-        site.name: round_to_nearest(site.weight(), LinearStats(), RtnConfig(bits=bits)) for site in sites
+        target.name: round_to_nearest(target.weight(), LinearStats(), RtnConfig(bits=bits))
+        for target in targets
     }
-    return QuantizedPath(model=model, sites=sites, original=originals(sites), quantized=quantized)
+    return QuantizedPath(model=model, targets=targets, original=originals(targets), quantized=quantized)
 
 
 def gradients(path: QuantizedPath, windows: torch.Tensor, t: float) -> dict[str, torch.Tensor]:
-    total = {site.name: torch.zeros(site.shape) for site in path.sites}
+    total = {target.name: torch.zeros(target.shape) for target in path.targets}
     with path.at(t):
-        gradient_pass(path.model, windows, path.sites, lambda site, g: total[site.name].add_(g))
+        gradient_pass(path.model, windows, path.targets, lambda target, g: total[target.name].add_(g))
     return total
 
 
@@ -66,20 +67,22 @@ def test_nodes_integrate_polynomials_exactly_to_their_degree(nodes: str, degree:
 
 def test_the_path(trained_model) -> None:
     path = path_of(trained_model)
-    for site in path.sites:
-        w, quantized = path.original[site.name], path.quantized[site.name].dequantize()
-        assert torch.equal(path.start(site), w) and torch.equal(path.step(site), quantized - w)
+    for target in path.targets:
+        w, quantized = path.original[target.name], path.quantized[target.name].dequantize()
+        assert torch.equal(path.start(target), w) and torch.equal(path.step(target), quantized - w)
     for t in (0.0, 0.3, 1.0):
         path.place(t)
-        for site in path.sites:
-            torch.testing.assert_close(site.weight(), path.start(site) + t * path.step(site))
+        for target in path.targets:
+            torch.testing.assert_close(target.weight(), path.start(target) + t * path.step(target))
     path.place(0.0)
-    assert all(torch.equal(site.weight(), path.original[site.name]) for site in path.sites)
+    assert all(torch.equal(target.weight(), path.original[target.name]) for target in path.targets)
     path.place(1.0)  # w + (w~ - w) would be w~ only nearly, and the checkpoint holds w~
-    assert all(torch.equal(site.weight(), path.quantized[site.name].dequantize()) for site in path.sites)
+    assert all(
+        torch.equal(target.weight(), path.quantized[target.name].dequantize()) for target in path.targets
+    )
     with path.at(0.5):
-        assert not torch.equal(path.sites[0].weight(), path.quantized[path.sites[0].name].dequantize())
-    assert torch.equal(path.sites[0].weight(), path.quantized[path.sites[0].name].dequantize())
+        assert not torch.equal(path.targets[0].weight(), path.quantized[path.targets[0].name].dequantize())
+    assert torch.equal(path.targets[0].weight(), path.quantized[path.targets[0].name].dequantize())
 
 
 def test_a_bfloat16_path_starts_and_ends_exactly(trained_model) -> None:
@@ -87,7 +90,7 @@ def test_a_bfloat16_path_starts_and_ends_exactly(trained_model) -> None:
     assert all(w.dtype == torch.bfloat16 for w in path.original.values())
     path.place(0.37)
     path.place(0.0)
-    assert all(torch.equal(site.parameter, path.original[site.name]) for site in path.sites)
+    assert all(torch.equal(target.parameter, path.original[target.name]) for target in path.targets)
 
 
 def test_gradient_marginal_and_hessian_against_their_formulas(trained_model, tiny_windows) -> None:
@@ -98,7 +101,7 @@ def test_gradient_marginal_and_hessian_against_their_formulas(trained_model, tin
             d = path.quantized[matrix].dequantize() - path.original[matrix]
             torch.testing.assert_close(found[name][matrix], g * d)
     with path.at(0.0):
-        fisher = position_fisher(trained_model, tiny_windows, path.sites)
+        fisher = position_fisher(trained_model, tiny_windows, path.targets)
     for matrix, f in fisher.items():
         d = path.quantized[matrix].dequantize() - path.original[matrix]
         torch.testing.assert_close(found["hessian"][matrix], f * d**2 / 2)
@@ -110,19 +113,21 @@ def test_pqi_is_the_weighted_mean_of_gradients_times_the_step(
 ) -> None:
     path = path_of(trained_model)
     found = score("pqi", path, tiny_windows, nodes=nodes)
-    mean = {site.name: torch.zeros(site.shape) for site in path.sites}
+    mean = {target.name: torch.zeros(target.shape) for target in path.targets}
     for t, weight in NODES[nodes]:
         for matrix, g in gradients(path, tiny_windows, t).items():
             mean[matrix] += weight * g
-    for site in path.sites:
-        torch.testing.assert_close(found[site.name], mean[site.name] * path.step(site))
+    for target in path.targets:
+        torch.testing.assert_close(found[target.name], mean[target.name] * path.step(target))
 
 
 @pytest.mark.parametrize("name", ["pqi", "hessian", "gradient", "marginal"])
 def test_the_model_is_left_at_the_quantized_weights(trained_model, tiny_windows, name: str) -> None:
     path = path_of(trained_model)
     score(name, path, tiny_windows)
-    assert all(torch.equal(site.weight(), path.quantized[site.name].dequantize()) for site in path.sites)
+    assert all(
+        torch.equal(target.weight(), path.quantized[target.name].dequantize()) for target in path.targets
+    )
 
 
 @pytest.mark.parametrize(
@@ -142,23 +147,23 @@ def test_the_sum_of_pqi_is_the_measured_loss(
 def test_the_sum_over_any_set_of_matrices_is_its_own_path(trained_model, tiny_windows) -> None:
     """With one matrix moved, PQI of that matrix is the loss of that matrix."""
     path = path_of(trained_model, 2)
-    site = path.sites[6]
+    target = path.targets[6]
     alone = QuantizedPath(
         model=trained_model,
-        sites=[site],
+        targets=[target],
         original=path.original,
-        quantized={site.name: path.quantized[site.name]},
+        quantized={target.name: path.quantized[target.name]},
     )
     path.place(0.0)
     found = score("pqi", alone, tiny_windows, nodes="gauss4")
-    assert signed_sum(found[site.name]) == pytest.approx(measured(alone, tiny_windows), rel=5e-3)
+    assert signed_sum(found[target.name]) == pytest.approx(measured(alone, tiny_windows), rel=5e-3)
 
 
 def test_nothing_moved_costs_nothing(trained_model, tiny_windows) -> None:
     path = path_of(trained_model)
     path.place(1.0)
     still = QuantizedPath(
-        model=trained_model, sites=path.sites, original=originals(path.sites), quantized=path.quantized
+        model=trained_model, targets=path.targets, original=originals(path.targets), quantized=path.quantized
     )
     for name in ("pqi", "hessian", "gradient", "marginal"):
         assert all((values == 0).all() for values in score(name, still, tiny_windows).values())
@@ -175,7 +180,7 @@ def test_an_unknown_score_and_an_overflow(trained_model, tiny_windows) -> None:
         RecipeError, match="score 'fisher' is unknown; there are: pqi, hessian, gradient, marginal"
     ):
         score("fisher", path, tiny_windows)
-    path.quantized[path.sites[2].name].dense.scales[0, 0] = float("inf")
+    path.quantized[path.targets[2].name].dense.scales[0, 0] = float("inf")
     with pytest.raises(NumericalError):
         score("gradient", path, tiny_windows)
 

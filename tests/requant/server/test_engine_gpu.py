@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from requant.inference.decode import write_tokens
+from requant.inference.decode import generate_tokens
 from requant.inference.load import open_served
 from requant.models.loading import load_tokenizer
 from requant.server.engine import Engine
@@ -21,7 +21,7 @@ def test_answers_are_those_of_generate(pristine_checkpoint: Path) -> None:
     prompts = ("The city of", "A", "The city of")
     expected = [
         tokenizer.decode(
-            write_tokens(
+            generate_tokens(
                 model,
                 torch.tensor([tokenizer(prompt)["input_ids"]], device="cuda"),
                 max_new_tokens=12,
