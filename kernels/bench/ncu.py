@@ -30,7 +30,7 @@ FIRST = (
     "arrange_kernel",
 )  # kernels that a multiplication begins with
 # of a trellis, which a rotation ends, and may begin
-PRODUCTS = ("byte_sum_kernel", "spread_sum_kernel", "trellis_multiply_kernel")
+PRODUCTS = ("trellis_gemv_kernel", "trellis_gemm_sm90_kernel")
 ROTATIONS = ("section_kernel", "many_sections_kernel", "butterfly_kernel")
 
 

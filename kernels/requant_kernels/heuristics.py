@@ -25,8 +25,7 @@ from requant_kernels.launch_config import (
     decode_setting,
     trellis_setting,
 )
-from requant_kernels.trellis.hashes import groups_of
-from requant_kernels.trellis.layout import CODES, TrellisLayout
+from requant_kernels.trellis.layout import CODES, TrellisLayout, k64_per_unit
 
 DECODE_TOKENS = 16  # the decode kernel's most
 TALL_TOKENS = 128  # beyond it, dequantize and multiply
@@ -356,7 +355,7 @@ def one_token_rule(bits: float, n: int, k: int, processors: int) -> TrellisConfi
     whole = bits == int(bits)
     tiles = next((r for r in (1, 2, 4, 7) if n <= 16 * r * processors), None)
     if tiles is not None and (k <= 4096 or tiles <= 2):
-        most = k // (1024 * groups_of(round(4 * bits)))  # units of a warp until some warps have no columns
+        most = k // (1024 * k64_per_unit(round(4 * bits)))  # units of a warp until some warps have no columns
         if tiles > 2 and not most:
             return TrellisConfig(warps=8, tiles=2, unroll=1)
         long = 4 if k <= 4096 and bits <= 3 else 2 if k > 4096 else 1

@@ -14,7 +14,8 @@ from requant_kernels.scalar.embedding import lookup
 from requant_kernels.scalar.gemm import tall
 from requant_kernels.scalar.gemv import decode
 from requant_kernels.scalar.permute import add_partial, arrange
-from requant_kernels.trellis.matmul import expand, trellis_linear
+from requant_kernels.trellis.dequantize import dequantize as dequantize_trellis
+from requant_kernels.trellis.matmul import trellis_linear
 
 CASES = [
     (Case(format="codebook", bits=3, n=37, k=300, m=1), DecodeConfig(warps=2)),
@@ -143,7 +144,7 @@ def main() -> None:
         want = reference.linear(x, layout, bias)
         error = relative_error(trellis_linear(x, layout, bias, asm=False), want)
         assert error < 3e-3, f"trellis {code} at {bits} bits is off by {error:.1e}"
-        assert torch.equal(expand(layout, asm=False).double(), reference.trellis_values(layout))
+        assert torch.equal(dequantize_trellis(layout, asm=False).double(), reference.trellis_values(layout))
     check_arranged()
 
 

@@ -100,6 +100,7 @@ def run_ptx(
 ) -> list[np.ndarray]:  # fmt: skip
     """Run an asm block on arrays of 32-bit registers; returns its outputs. `shared`: memory, 16 bits a place, `memory`: 32
     bits a place, from address 0. Branches are taken by all lanes or none."""
+    text = re.sub("//.*", "", text)
     registers = dict(operands)
     labels: dict[str, int] = {}
     program: list[str] = []

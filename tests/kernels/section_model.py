@@ -6,7 +6,7 @@ import numpy as np
 
 try:
     from .ptx_model import bfloat16, float_product, permute_bytes
-except ImportError:  # a script of its own, `emulate.py`
+except ImportError:  # a script of its own, `emulate_trellis.py`
     from ptx_model import bfloat16, float_product, permute_bytes
 
 SHAPE = (16, 32)
@@ -22,6 +22,7 @@ def run(
     text: str, operands: dict[str, np.ndarray], shared: np.ndarray | None = None
 ) -> tuple[dict[str, np.ndarray], dict[int, int]]:
     """Registers at the end, and the words that were stored; `shared`: 2^16 words."""
+    text = re.sub("//.*", "", text)
     registers, stored = dict(operands), {}
     shared = np.zeros(1 << 16, np.uint32) if shared is None else shared
     written = np.zeros(1 << 16, np.int64) - 1  # by which warp, since the last barrier
@@ -49,7 +50,7 @@ def run(
             bracket = re.search(r"\[[^]]*\]", rest)
             assert bracket is not None
             address = place(bracket[0])
-            names = re.findall(r"\$\d+|t\d+", rest.replace(bracket[0], ""))
+            names = re.findall(r"\$\d+|[a-z_]+\d+", rest.replace(bracket[0], ""))
             assert (address % (4 * len(names)) == 0).all()
             for i, name in enumerate(names):
                 if opcode.startswith("st.global"):

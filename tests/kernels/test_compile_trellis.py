@@ -14,16 +14,9 @@ from requant_kernels.hadamard.turns import section_asm  # noqa: E402
 from requant_kernels.heuristics import TrellisConfig  # noqa: E402
 from requant_kernels.heuristics import trellis_config as rule_of_trellis  # noqa: E402
 from requant_kernels.trellis import gemv  # noqa: E402
-from requant_kernels.trellis.gemv import byte_sum_kernel, padded_columns  # noqa: E402
-from requant_kernels.trellis.gemv import constants as trellis_constants  # noqa: E402
-from requant_kernels.trellis.hashes import (  # noqa: E402
-    STORE_FOUR_ASM,
-    STORE_FOUR_CONSTRAINTS,
-    groups_of,
-    values_asm,
-    words_asm,
-)
-from requant_kernels.trellis.matmul import expand_kernel  # noqa: E402
+from requant_kernels.trellis.dequantize import dequantize_constants, trellis_dequantize_kernel  # noqa: E402
+from requant_kernels.trellis.gemv import gemv_constants, padded_columns, trellis_gemv_kernel  # noqa: E402
+from requant_kernels.trellis.layout import k64_per_unit  # noqa: E402
 
 from .compile_offline import Machine, compile_kernel  # noqa: E402
 
@@ -37,29 +30,30 @@ def trellis_machine(
     k: int | None = None, fused: bool = False,
 ) -> Machine:  # fmt: skip
     """`launch`: warps, tiles, units a step; the integers of `k` columns as Triton takes them, or any of whole steps."""
-    four = round(4 * bits)
+    quad_bits = round(4 * bits)
     config = TrellisConfig(warps=launch[0], tiles=launch[1], unroll=launch[2])
-    vector = math.gcd(four * groups_of(four) // 4, 4)
+    vector = math.gcd(quad_bits * k64_per_unit(quad_bits) // 4, 4)
     units, integers = launch[0] * launch[2], {}
     if k is not None:  # Triton compiles anew for an integer that is 1 or a multiple of 16
-        units = -(-k // (64 * groups_of(four)))
-        integers = {"M": tokens, "units": units, "sections": padded_columns(k) // SECTION, "rows": 16}
-    kind = (k & -k, "fp16") if fused and k is not None else None
-    given = trellis_constants(code, four, vector, config, tokens, units, kind) | {
+        units = -(-k // (64 * k64_per_unit(quad_bits)))
+        integers = {"M": tokens, "units": units, "hadamard_tiles": padded_columns(k) // SECTION, "rows": 16}
+    kind = (k & -k, torch.float16) if fused and k is not None else None
+    given = gemv_constants(code, quad_bits, vector, config, tokens, units, kind) | {
         "PDL": capability >= 90,
-        "EARLY": False,
+        "EARLY_TRIGGER": False,
     }
     given |= {name: 1 for name, value in integers.items() if value == 1}
-    pointers = dict.fromkeys(("units", "rows", "sections"), "i32")
+    pointers = dict.fromkeys(("units", "rows", "hadamard_tiles"), "i32")
     pointers |= {
-        "words_ptr": "*i32",
+        "codes_ptr": "*i32",
         "y_ptr": "*fp32",
-        "x_ptr": "*i8" if given["FIXED"] and not fused else "*fp16",
+        "x_ptr": "*i8" if given["SHAPE"].int8 and not fused else "*fp16",
     }
+    pointers |= {"scales_ptr": "*fp32", "input_scales_ptr": "*fp16"}
+    absent = () if given["SHAPE"].int8 and not fused else ("scales_ptr",)
+    absent += () if fused else ("input_scales_ptr",)
     return compile_kernel(
-        byte_sum_kernel, given, capability=capability, pointers=pointers | {"scales_ptr": "*fp32", "before_ptr": "*fp16"},
-        warps=launch[0],
-        absent=("scales_ptr",) if fused else ("before_ptr",) if given["FIXED"] else ("scales_ptr", "before_ptr"),
+        trellis_gemv_kernel, given, capability=capability, pointers=pointers, warps=launch[0], absent=absent,
         aligned=tuple(name for name, value in integers.items() if value % 16 == 0),
     )  # fmt: skip
 
@@ -69,19 +63,22 @@ def trellis_machine(
 def test_trellis_instructions_a_weight(
     code: str, bits: float, shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not shared:
-        monkeypatch.setattr(gemv, "MOST_SHARED", 0)
+    """`shared`: our sum over the warps in shared memory; else Triton's."""
     unroll = 2 if bits == 2 else 1
+    gemv_constants.cache_clear()
+    if not shared:
+        monkeypatch.setattr(gemv, "MAX_SUM_BYTES", 0)
     machine = trellis_machine(code, bits, launch=(8, 2, unroll))
+    gemv_constants.cache_clear()
     assert machine.stack == 0
     assert machine.registers <= 128
-    groups = unroll * groups_of(round(4 * bits))  # of a step; 64 weights a lane and group
-    assert machine.inner / (64 * groups) < TRELLIS_CEILING[code, bits]
+    k64_count = unroll * k64_per_unit(round(4 * bits))  # of a step; 64 weights a lane and k64
+    assert machine.inner / (64 * k64_count) < TRELLIS_CEILING[code, bits]
     if code != "3inst":
-        assert machine.opcodes["IMMA"] == (16 if code == "mul1" else 8) * groups
+        assert machine.opcodes["IMMA"] == (16 if code == "mul1" else 8) * k64_count
         assert machine.opcodes["IDP"] == 0
     if shared:
-        assert machine.opcodes["SHFL"] == 2 * groups  # the bits before a part, of each tile
+        assert machine.opcodes["SHFL"] == 2 * k64_count  # the bits before a segment, of each row tile
         assert machine.opcodes["BAR"] <= 2
 
 
@@ -138,22 +135,22 @@ def test_trellis_of_columns_that_are_no_whole_steps(
     code: str, bits: float, n: int, k: int, tokens: int, launch: tuple[int, int, int] | None
 ) -> None:
     rule = rule_of_trellis(code, bits, n, k, tokens, torch.device("cpu"))
-    chosen, groups = launch is None, groups_of(round(4 * bits))
+    chosen, k64_count = launch is None, k64_per_unit(round(4 * bits))
     launch = launch or (rule.warps, rule.tiles, rule.unroll)
-    assert -(-k // (64 * groups)) % (launch[0] * launch[2])  # some warps' units lie beyond the end
+    assert -(-k // (64 * k64_count)) % (launch[0] * launch[2])  # some warps' units lie beyond the end
     machine = trellis_machine(code, bits, launch=launch, tokens=tokens, k=k)
     if chosen or tokens == 1:  # what the tuner tries for more tokens may spill; then it is not the fastest
         assert machine.stack <= 16
     assert machine.registers * launch[0] * 32 <= 65536
     assert machine.barriers == 0
     if (code, bits) in TRELLIS_CEILING and tokens == 1 and launch[:2] == (8, 2):
-        assert machine.inner / (64 * groups * launch[2]) < TRELLIS_CEILING[code, bits]
+        assert machine.inner / (64 * k64_count * launch[2]) < TRELLIS_CEILING[code, bits]
 
 
 @pytest.mark.parametrize("launch", [(16, 1, 8), (8, 1, 3), (8, 7, 1)])
 def test_trellis_launches_that_do_not_fit_are_refused(launch: tuple[int, int, int]) -> None:
     why = (
-        "no whole part of a section of 4096: fewer warps, or less unroll"
+        "does not divide a Hadamard tile of 4096: use fewer warps or fewer units"
         if launch[1] == 1
         else "14 sums a lane"
     )
@@ -162,20 +159,14 @@ def test_trellis_launches_that_do_not_fit_are_refused(launch: tuple[int, int, in
 
 
 @pytest.mark.parametrize("units", [{}, {"units": 1}], ids=str)
-def test_expansion_compiles(units: dict[str, int]) -> None:
-    groups = groups_of(9)
-    values = [values_asm("mul1", 9, group) for group in range(groups)]
-    load, load_names = words_asm(9, 1, 0)
-    constants = {
-        "VALUES": tuple(text for text, _ in values), "VALUES_CONSTRAINTS": values[0][1], "LOAD": (load,),
-        "LOAD_CONSTRAINTS": load_names, "STORE": STORE_FOUR_ASM, "STORE_CONSTRAINTS": STORE_FOUR_CONSTRAINTS, "COUNT": 9,
-        "V": 1, "J": groups, "W": 4, **units,
-    }  # fmt: skip
-    pointers = {"words_ptr": "*i32", "out_ptr": "*fp16", "units": "i32", "columns": "i32"}
-    machine = compile_kernel(expand_kernel, constants, capability=90, pointers=pointers, warps=4)
+def test_dequantize_compiles(units: dict[str, int]) -> None:
+    constants = dequantize_constants("mul1", 9, 1, num_warps=4) | units
+    pointers = {"codes_ptr": "*i32", "out_ptr": "*fp16", "units": "i32", "columns": "i32"}
+    machine = compile_kernel(trellis_dequantize_kernel, constants, capability=90, pointers=pointers, warps=4)
+    weights = 32 * constants["J"]  # of a lane
     assert machine.stack == 0
-    assert machine.opcodes["IDP"] == 32 * groups
-    assert machine.instructions < 8 * 32 * groups
+    assert machine.opcodes["IDP"] == weights
+    assert machine.instructions < 8 * weights
 
 
 @pytest.mark.parametrize("capability", [80, 90])

@@ -10,7 +10,8 @@ from requant_kernels.launch_config import DecodeConfig, TrellisConfig
 from requant_kernels.ops import flatten
 from requant_kernels.scalar.gemm import tall
 from requant_kernels.scalar.gemv import decode
-from requant_kernels.trellis.matmul import expand, trellis_linear
+from requant_kernels.trellis.dequantize import dequantize as dequantize_trellis
+from requant_kernels.trellis.matmul import trellis_linear
 
 from .cases import Case, random_csr, random_layout, random_trellis, relative_error
 
@@ -168,7 +169,7 @@ def test_trellis(code: str, bits: float, n: int, k: int, m: int) -> None:
     y = linear(x, layout)
     assert relative_error(y, want) < 6e-4  # half of it is the rounding of float16
     assert torch.equal(y, linear(x, layout))
-    assert torch.equal(expand(layout, asm=True).double(), reference.trellis_values(layout))
+    assert torch.equal(dequantize_trellis(layout, asm=True).double(), reference.trellis_values(layout))
 
 
 @pytest.mark.parametrize("dtype", LIMIT)

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 LONG = (
     "interpret.py",
-    "emulate.py",
+    "emulate_trellis.py",
     "emulate_gemv_mma.py",
 )  # whose cases are taken in turn: every other one by default
 

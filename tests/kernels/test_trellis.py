@@ -6,7 +6,9 @@ import torch
 from requant_kernels import TrellisLayout, linear, pack_trellis, unpack_trellis
 from requant_kernels.fallback import reference
 from requant_kernels.hadamard.turns import turn_asm
-from requant_kernels.trellis.hashes import OFFSET, float_sum_asm, groups_of, sum_asm, values_asm
+from requant_kernels.trellis.code_ptx import decode_ptx
+from requant_kernels.trellis.gemv_ptx import BYTE_SUM_MEAN, fp16_mma_ptx, int8_mma_ptx
+from requant_kernels.trellis.layout import k64_per_unit
 
 from requant.formats.containers import Trellis
 
@@ -26,7 +28,7 @@ def test_round_trip_and_weight(code: str, bits: float) -> None:
     codes, input_scales, output_scales = random_trellis(37, 200, bits, "cpu")
     layout = pack_trellis(codes, input_scales, output_scales, bits=bits, code=code)
     assert torch.equal(unpack_trellis(layout), codes)
-    assert layout.packed_codes.numel() * 32 == 48 * 256 * bits  # nothing but the codes of whole groups
+    assert layout.packed_codes.numel() * 32 == 48 * 256 * bits  # nothing but the codes of whole k64_count
     held = Trellis(codes=codes, input_scales=input_scales, output_scales=output_scales, bits=bits, code=code)
     assert relative_error(held.dequantize(), reference.trellis_weight(layout)) < 1e-6
     x = torch.randn(2, 3, 200)
@@ -43,66 +45,68 @@ def words_of(layout: TrellisLayout) -> np.ndarray:
 
 @pytest.mark.parametrize(("code", "bits"), KINDS)
 def test_weights_of_a_lane_are_exact(code: str, bits: float) -> None:
-    """Every group of a unit: the windows are found, also around the ring, and become the values of the format."""
-    groups = groups_of(round(4 * bits))
-    codes, input_scales, output_scales = random_trellis(16, 64 * groups, bits, "cpu")
+    """Every k64 of a unit: windows, also those across the ends of the stream, become the values of the format."""
+    k64_count = k64_per_unit(round(4 * bits))
+    codes, input_scales, output_scales = random_trellis(16, 64 * k64_count, bits, "cpu")
     layout = pack_trellis(codes, input_scales, output_scales, bits=bits, code=code)
     operands = {f"${16 + i}": word for i, word in enumerate(words_of(layout)[0])}
     operands[f"${16 + len(operands)}"] = (LANE + 28) % 32
-    want = reference.trellis_values(layout).numpy().reshape(8, 2, groups, 4, 16).transpose(2, 0, 3, 1, 4)
-    for group in range(groups):
-        text, names = values_asm(code, layout.four, group)
-        assert len(names.split(",")) == 16 + len(operands)
-        pairs = run_ptx(text, operands, (32,), outputs=16)
+    want = reference.trellis_values(layout).numpy().reshape(8, 2, k64_count, 4, 16).transpose(2, 0, 3, 1, 4)
+    for k64 in range(k64_count):
+        ptx = decode_ptx(code, layout.quad_bits, k64)
+        assert len(ptx.constraints.split(",")) == 16 + len(operands)
+        pairs = run_ptx(ptx.text, operands, (32,), outputs=16)
         got = np.concatenate([floats(pair, "fp16") for pair in pairs], -1)
-        assert np.array_equal(got.reshape(8, 4, 2, 16), want[group])
+        assert np.array_equal(got.reshape(8, 4, 2, 16), want[k64])
 
 
-SUMS = [kind for kind in KINDS if kind[0] in OFFSET]
+SUMS = [kind for kind in KINDS if kind[0] in BYTE_SUM_MEAN]
 
 
 @pytest.mark.parametrize(("code", "bits"), SUMS)
 def test_hashes_meet_their_activations_in_the_tensor_core(code: str, bits: float) -> None:
     """A warp's product of a unit of two rows of tiles and fixed-point activations, against the values of the format."""
-    tiles, slabs, groups = 2, 2, groups_of(round(4 * bits))
-    codes, input_scales, output_scales = random_trellis(16 * tiles, 64 * groups, bits, "cpu")
+    tiles, n8_tiles, k64_count = 2, 2, k64_per_unit(round(4 * bits))
+    codes, input_scales, output_scales = random_trellis(16 * tiles, 64 * k64_count, bits, "cpu")
     layout = pack_trellis(codes, input_scales, output_scales, bits=bits, code=code)
-    x = np.random.randint(-128, 128, (8 * slabs, 64 * groups), np.int8)  # column of the operand, place
-    sums = 4 * tiles * slabs
-    text, names = sum_asm(code, layout.four, tiles, slabs)
+    x = np.random.randint(-128, 128, (8 * n8_tiles, 64 * k64_count), np.int8)  # column of the operand, place
+    sums = 4 * tiles * n8_tiles
+    ptx = int8_mma_ptx(code, layout.quad_bits, tiles, n8_tiles)
     inputs = [np.full(32, i, np.uint32) for i in range(sums)] + [*words_of(layout).reshape(-1, 32)]
-    for slab in range(slabs):
-        own = x[8 * slab + LANE // 4].reshape(32, groups, 4, 16)[LANE, :, LANE % 4].reshape(32, -1)
+    for n8 in range(n8_tiles):
+        own = x[8 * n8 + LANE // 4].reshape(32, k64_count, 4, 16)[LANE, :, LANE % 4].reshape(32, -1)
         inputs += [*own.copy().view(np.uint32).T]
     operands = {f"${sums + i}": value for i, value in enumerate([*inputs, (LANE + 28) % 32])}
-    assert len(names.split(",")) == sums + len(operands)
-    got = np.stack(run_ptx(text, operands, (32,), outputs=sums)).view(np.int32).astype(int)
-    got = (got - np.arange(sums)[:, None]).reshape(tiles, slabs, 2, 2, 8, 4)  # tile slab row-half n-half g t
-    got = got.transpose(0, 4, 2, 1, 5, 3).reshape(16 * tiles, -1)  # tile g row-half, slab t n-half
+    assert len(ptx.constraints.split(",")) == sums + len(operands)
+    got = np.stack(run_ptx(ptx.text, operands, (32,), outputs=sums)).view(np.int32).astype(int)
+    got = (got - np.arange(sums)[:, None]).reshape(tiles, n8_tiles, 2, 2, 8, 4)  # tile n8 row-half n-half g t
+    got = got.transpose(0, 4, 2, 1, 5, 3).reshape(16 * tiles, -1)  # tile g row-half, n8 t n-half
     values = reference.trellis_values(layout).numpy() * 128
     left, right = x[:, ::2].astype(int), x[:, 1::2].astype(int)
     if code == "pair":  # x holds sums and differences of neighbours
         want = values[:, ::2] @ ((left + right) / 2).T + values[:, 1::2] @ ((left - right) / 2).T
     else:
         want = values @ x.T.astype(int)
-    assert np.array_equal(got - OFFSET[code] * x.sum(1, dtype=int), want)
+    assert np.array_equal(got - BYTE_SUM_MEAN[code] * x.sum(1, dtype=int), want)
 
 
 @pytest.mark.parametrize("bits", [2, 2.25])
 def test_weights_that_are_no_byte_sums_meet_floats(bits: float) -> None:
-    groups = groups_of(round(4 * bits))
-    codes, input_scales, output_scales = random_trellis(16, 64 * groups, bits, "cpu")
+    k64_count = k64_per_unit(round(4 * bits))
+    codes, input_scales, output_scales = random_trellis(16, 64 * k64_count, bits, "cpu")
     layout = pack_trellis(codes, input_scales, output_scales, bits=bits, code="3inst")
-    x = np.random.randn(8, 64 * groups).astype(np.float16)
-    text, names = float_sum_asm("3inst", layout.four, 1, 1)
-    own = x[LANE // 4].reshape(32, groups, 4, 16)[LANE, :, LANE % 4].reshape(32, -1)
+    x = np.random.randn(8, 64 * k64_count).astype(np.float16)
+    ptx = fp16_mma_ptx("3inst", layout.quad_bits, 1, 1)
+    own = x[LANE // 4].reshape(32, k64_count, 4, 16)[LANE, :, LANE % 4].reshape(32, -1)
     inputs = [np.zeros(32, np.uint32)] * 4 + [
         *words_of(layout)[0],
         *own.copy().view(np.uint32).T,
         (LANE + 28) % 32,
     ]
-    assert len(names.split(",")) == 4 + len(inputs)
-    got = np.stack(run_ptx(text, {f"${4 + i}": value for i, value in enumerate(inputs)}, (32,), outputs=4))
+    assert len(ptx.constraints.split(",")) == 4 + len(inputs)
+    got = np.stack(
+        run_ptx(ptx.text, {f"${4 + i}": value for i, value in enumerate(inputs)}, (32,), outputs=4)
+    )
     got = (
         got.view(np.float32).reshape(2, 2, 8, 4).transpose(2, 0, 3, 1).reshape(16, 8)
     )  # g row-half, t n-half

@@ -74,7 +74,7 @@ def trellis_values(layout: TrellisLayout, dtype: torch.dtype = torch.float64) ->
     codes = unpack_trellis(layout).long()
     rows, columns = codes.shape
     sequences = codes.view(rows // 16, 16, columns // 16, 16).transpose(1, 2).reshape(-1, 256)
-    code_bits = torch.tensor(step_bits(layout.four), device=sequences.device).repeat(64)
+    code_bits = torch.tensor(step_bits(layout.quad_bits), device=sequences.device).repeat(64)
     window, shift = torch.zeros_like(sequences), torch.zeros_like(code_bits)
     for back in range(16):  # at least one bit a code
         window |= sequences.roll(back, 1) << shift

@@ -1,75 +1,266 @@
-"""More than 16 tokens by trellis codes on Hopper: rotate and arrange the activations, multiply (`trellis_wgmma.py`).
+"""The trellis kernel of Hopper for 17 to 512 tokens, in Gluon: weights are decoded while wgmma multiplies the ones before.
 
-The rotation that follows adds the partial products. Imported where it runs: Gluon is part of Triton from 3.6 on.
+    y = V x_rot        V float16, exactly; x_rot float16, rotated and permuted by `hadamard/`
+
+The K loop runs over k64 stages, 16 rows x 64 columns a row tile (`layout.py`), of which a lane `4 g + t` decodes rows 2 g
+and 2 g + 1 of 16 columns: 16 registers of pairs (`decode_ptx`). wgmma's A operand has rows g and g + 8 in this lane, and two
+pairs of columns for each row and step of 16. Which row and column of the matrix these are is our choice, so that the
+decoded registers are the operand as they are:
+
+    row and column of wgmma        of the k64
+    row    h g                     2 g + h                      undone where the sums are stored
+    column s i t e                 16 t + 4 s + 2 i + e         the order in which activations are written
+
+Nothing is exchanged between lanes but the 32 bits before a segment, and no weight goes through shared memory. Activations
+do, in NUM_STAGES buffers of STAGE_COLUMNS columns, filled by TMA. Triton waits for every wgmma whose left operand is in
+registers; Gluon leaves the wait to us, so wgmma runs on while the next k64 is decoded. Rows 2 g and 2 g + 1 of a token are
+in one lane when the sums are stored. Split-K partial sums are added by the rotation that follows, which saves a launch.
+
+Imported where it runs: Gluon is part of Triton from 3.6 on.
 """
+
+# pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none, reportAttributeAccessIssue=none
+# pyright: reportPossiblyUnboundVariable=none, reportGeneralTypeIssues=none, reportAssignmentType=none, reportReturnType=none, reportOptionalMemberAccess=none
 
 from functools import cache
 
 import torch
+import triton.language as tl
 from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from requant_kernels.common.launch import interned, launch
 from requant_kernels.hadamard.rotate import rotate
 from requant_kernels.launch_config import HopperConfig
-from requant_kernels.scalar.gemm_sm90_kernel import x_layout
-from requant_kernels.trellis.gemm_sm90_kernel import trellis_multiply_kernel
-from requant_kernels.trellis.hashes import groups_of, values_asm, words_asm
-from requant_kernels.trellis.layout import TrellisLayout
+from requant_kernels.scalar.gemm_sm90_kernel import rows_layout, x_layout
+from requant_kernels.trellis.code_ptx import decode_ptx, load_codes_ptx
+from requant_kernels.trellis.layout import TrellisLayout, k64_per_unit
 
-GROUP, BLOCK = 64, 256  # columns of a piece and of a block
-PIECES = BLOCK // GROUP
-
-
-def stages(tokens: int) -> tuple[int, int]:
-    """Columns of a copy of activations, and how many of them have a place in shared memory."""
-    return (BLOCK, 2) if tokens <= 128 else (BLOCK // 2, 3)
+K64, K_TILE = 64, 256  # columns
+K64_PER_K_TILE = K_TILE // K64
+INT32_X16 = gl.constexpr((gl.int32,) * 16)
 
 
-def most_registers(config: HopperConfig, four: int) -> int | None:
-    """Of a thread, where 16 warps shall find a place on a multiprocessor; None: as many as the compiler wants."""
-    return 128 if config.tokens <= 64 and config.tiles == 1 and four <= 16 else None
+def activation_stages(tokens: int) -> tuple[int, int]:
+    """Columns of a stage of activations, and the number of stages."""
+    return (K_TILE, 2) if tokens <= 128 else (K_TILE // 2, 3)
+
+
+def max_registers(config: HopperConfig, quad_bits: int) -> int | None:
+    """Of a thread, where 16 warps are to fit an SM; None: as many as the compiler wants."""
+    return 128 if config.tokens <= 64 and config.tiles == 1 and quad_bits <= 16 else None
+
+
+@gluon.constexpr_function
+def sums_layout(N, W, R):
+    """`[16 W R, N]`, rows in the order of the matrix: wgmma's accumulator, two neighbouring rows of a token first."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[
+            [1, 0], [0, 1], *[[0, 1 << i] for i in range(3, N.bit_length() - 1)],
+            *[[16 * W << i, 0] for i in range(R.bit_length() - 1)],
+        ],
+        lane_bases=[[0, 2], [0, 4], [2, 0], [4, 0], [8, 0]],
+        warp_bases=[[16 << i, 0] for i in range(W.bit_length() - 1)],
+        block_bases=[],
+        shape=[16 * W * R, N],
+    )  # fmt: skip
+
+
+@gluon.jit
+def _load_codes(address, k_tile, units, LOADS: gl.constexpr, COUNT: gl.constexpr, UNITS: gl.constexpr,
+                WHOLE: gl.constexpr):  # fmt: skip
+    """The words of the UNITS units of a k_tile, from the addresses of a lane's first ones; beyond the end those of the last.
+
+    LOADS: one for each unit where units end with a k_tile (WHOLE), else one for all.
+    """
+    types: gl.constexpr = (gl.int32,) * COUNT
+    found = ()
+    for u in gl.static_range(UNITS):
+        unit = (
+            gl.minimum(k_tile * UNITS, units - UNITS) if WHOLE else gl.minimum(k_tile * UNITS + u, units - 1)
+        )
+        at = address + unit.to(gl.int64) * (128 * COUNT)
+        found = found + gl.inline_asm_elementwise(
+            LOADS[u if WHOLE else 0].text, LOADS[0].constraints, (at,), dtype=types, is_pure=False, pack=1
+        )
+    return found
+
+
+@gluon.jit
+def _unpack_pair(pair):
+    """int32 -> the two float16 that it holds, in a new last dimension."""
+    low, high = pair.to(gl.int16), (pair >> 16).to(gl.int16)
+    return gl.join(low.to(gl.float16, bitcast=True), high.to(gl.float16, bitcast=True))
+
+
+@gluon.jit
+def _decode(words, previous_lane, DECODE: gl.constexpr, Q: gl.constexpr, COUNT: gl.constexpr, J: gl.constexpr,
+            A: gl.constexpr, W: gl.constexpr, R: gl.constexpr):  # fmt: skip
+    """k64 number Q of a k_tile, of all row tiles -> weights `[16 W R, 64]` in the layout of wgmma's left operand."""
+    first: gl.constexpr = Q // J * COUNT
+    p = gl.inline_asm_elementwise(
+        DECODE[Q % J].text, DECODE[Q % J].constraints, words[first : first + COUNT] + (previous_lane,),
+        dtype=INT32_X16, is_pure=False, pack=1,
+    )  # fmt: skip
+    rows = ()
+    for h in gl.static_range(2):
+        steps = ()
+        for s in gl.static_range(4):
+            steps = steps + (
+                gl.join(_unpack_pair(p[8 * h + 2 * s]), _unpack_pair(p[8 * h + 2 * s + 1])),
+            )  # e i
+        rows = rows + (gl.join(gl.join(steps[0], steps[1]), gl.join(steps[2], steps[3])),)  # e i s0 s1
+    weight = gl.reshape(gl.join(rows[0], rows[1]), [R, W, 8, 4, 2, 2, 2, 2, 2])  # r w g t e i s0 s1 h
+    weight = gl.permute(weight, (0, 1, 8, 2, 7, 6, 5, 3, 4))  # r w h g s1 s0 i t e
+    return gl.convert_layout(gl.reshape(weight, [16 * W * R, 64]), A, assert_trivial=True)
+
+
+@gluon.jit
+def _load_activations(
+    x_desc, token, column, barrier, stage, pred, N: gl.constexpr, STAGE_COLUMNS: gl.constexpr
+):
+    """Start the TMA copy of a stage; zeros beyond the matrix."""
+    mbarrier.expect(barrier, N * STAGE_COLUMNS * 2, pred=pred)
+    tma.async_copy_global_to_shared(x_desc, [token, column], barrier, stage, pred=pred)
+
+
+@gluon.jit(do_not_specialize=["k_tiles", "last_tile", "steps", "M", "units"])
+def trellis_gemm_sm90_kernel(
+    x_desc, codes_ptr, out_ptr, units, k_tiles, last_tile, steps, rows, M,
+    DECODE: gl.constexpr, LOADS: gl.constexpr, COUNT: gl.constexpr, V: gl.constexpr, J: gl.constexpr,
+    WHOLE: gl.constexpr, N: gl.constexpr, W: gl.constexpr, R: gl.constexpr, PREFETCH_AT: gl.constexpr,
+    STAGE_COLUMNS: gl.constexpr, NUM_STAGES: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """out float32 `[splits, M, rows]`; grid: (row tiles / (W R), splits of `steps` k_tiles of 256 columns, tokens / N).
+
+    A k_tile is 4 / J units. The codes of the next one are loaded while k64 number PREFETCH_AT of this one is decoded.
+    """
+    ACC: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[W, 1], instr_shape=[16, N, 16]
+    )
+    A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=2)
+    L: gl.constexpr = rows_layout(W, R)
+    PER: gl.constexpr = STAGE_COLUMNS // 64  # k64 of a stage
+    UNITS: gl.constexpr = 4 // J
+    first_tile = gl.program_id(0) * (W * R)
+    lane = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
+    r3 = gl.arange(0, R, gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
+    w3 = gl.arange(0, W, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
+    lane = lane + (r3 + w3) * 0
+    tiles = gl.minimum(first_tile + r3 * W + w3 + lane * 0, last_tile).to(gl.int64)
+    previous_lane = (lane + 28) % 32
+    first = gl.program_id(1) * steps
+    count = gl.minimum(steps, k_tiles - first)
+    token = gl.program_id(2) * N
+
+    smem = gl.allocate_shared_memory(gl.float16, [NUM_STAGES, N, STAGE_COLUMNS], x_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(NUM_STAGES):
+        mbarrier.init(full.index(i), count=1)
+    fence_async_shared()
+    address = codes_ptr.to(gl.int64) + (tiles * units * (32 * COUNT) + lane * V) * 4
+    next_words = _load_codes(address, first, units, LOADS, COUNT, UNITS, WHOLE)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    stages = count * (4 // PER)
+    for i in gl.static_range(NUM_STAGES):
+        _load_activations(
+            x_desc,
+            token,
+            first * 256 + i * STAGE_COLUMNS,
+            full.index(i),
+            smem.index(i),
+            stages > i,
+            N,
+            STAGE_COLUMNS,
+        )
+
+    acc = warpgroup_mma_init(gl.zeros([16 * W * R, N], gl.float32, layout=ACC))
+    stage = 0
+    for step in range(count):
+        words = next_words
+        for q in gl.static_range(4):
+            if q == PREFETCH_AT:
+                next_words = _load_codes(address, first + step + 1, units, LOADS, COUNT, UNITS, WHOLE)
+            weight = _decode(words, previous_lane, DECODE, q, COUNT, J, A, W, R)
+            slot = stage % NUM_STAGES
+            if q % PER == 0:
+                mbarrier.wait(full.index(slot), stage // NUM_STAGES % 2)
+            x = smem.index(slot).slice(64 * (q % PER), 64, dim=1).permute((1, 0))
+            acc = warpgroup_mma(weight, x, acc, is_async=True)
+            # wait for the k64 before this one: its registers are decoded into next
+            acc = warpgroup_mma_init(warpgroup_mma_wait(1, deps=[acc]))
+            if q % PER == 0:  # all warps have multiplied the stage before this one: its buffer is free
+                gl.thread_barrier()
+                last = stage + NUM_STAGES - 1
+                free = last % NUM_STAGES
+                pred = (stage > 0) & (last < stages)
+                _load_activations(
+                    x_desc, token, first * 256 + last * STAGE_COLUMNS, full.index(free), smem.index(free), pred, N,
+                    STAGE_COLUMNS,
+                )  # fmt: skip
+            if q % PER == PER - 1:
+                stage += 1
+    y = warpgroup_mma_wait(0, deps=[acc])
+    S: gl.constexpr = sums_layout(N, W, R)
+    y = gl.reshape(gl.permute(gl.reshape(y, [W * R, 2, 8, N]), (0, 2, 1, 3)), [16 * W * R, N])  # tile g h
+    y = gl.convert_layout(y, S, assert_trivial=True)
+    row = first_tile * 16 + gl.arange(0, 16 * W * R, gl.SliceLayout(1, S))
+    m = token + gl.arange(0, N, gl.SliceLayout(0, S))
+    at = (gl.program_id(1) * M + m)[None, :].to(gl.int64) * rows + row[:, None]
+    gl.store(out_ptr + at, y, mask=(m < M)[None, :] & (row < rows)[:, None])
 
 
 @cache
-def constants(code: str, four: int, vector: int, config: HopperConfig, *, even: bool) -> dict[str, object]:
-    """What the kernel is compiled for; `even`: columns are whole blocks."""
-    groups = groups_of(four)
-    count, units = four * groups // 4, PIECES // groups
-    values = [values_asm(code, four, group) for group in range(groups)]
-    stage, places = stages(config.tokens)
-    loads = [words_asm(count, vector, 128 * count * unit) for unit in range(units if even else 1)]
+def gemm_constants(
+    code: str, quad_bits: int, vector: int, config: HopperConfig, *, whole: bool
+) -> dict[str, object]:
+    """What the kernel is compiled for; `whole`: the columns are whole k_tiles."""
+    k64_count = k64_per_unit(quad_bits)
+    words, units = quad_bits * k64_count // 4, K64_PER_K_TILE // k64_count
+    stage_columns, num_stages = activation_stages(config.tokens)
     return {
-        "VALUES": tuple(text for text, _ in values), "VALUES_CONSTRAINTS": values[0][1],
-        "LOADS": tuple(text for text, _ in loads), "LOAD_CONSTRAINTS": loads[0][1], "COUNT": count, "V": vector,
-        "J": groups, "EVEN": even, "N": config.tokens, "W": config.warps, "R": config.tiles, "AHEAD": config.ahead,
-        "C": stage, "STAGES": places,
+        "DECODE": tuple(decode_ptx(code, quad_bits, k64) for k64 in range(k64_count)),
+        "LOADS": tuple(load_codes_ptx(words, vector, 128 * words * unit) for unit in range(units if whole else 1)),
+        "COUNT": words, "V": vector, "J": k64_count, "WHOLE": whole, "N": config.tokens, "W": config.warps,
+        "R": config.tiles, "PREFETCH_AT": config.ahead, "STAGE_COLUMNS": stage_columns, "NUM_STAGES": num_stages,
     }  # fmt: skip
 
 
-def partial_products(x: Tensor, layout: TrellisLayout, config: HopperConfig) -> Tensor:
-    """V times the rotated activations: float32 [splits, m, rows], to be added."""
+def gemm_sm90(x: Tensor, layout: TrellisLayout, config: HopperConfig) -> Tensor:
+    """V H (input_scales * x) as split-K partial sums: float32 [splits, m, rows], of x [m, k]."""
     m, (tiles, units, _, _, vector) = x.shape[0], layout.packed_codes.shape
-    width, blocks = -(-layout.k // GROUP) * GROUP, -(-layout.k // BLOCK)
-    turned = torch.empty(m, width, dtype=torch.float16, device=x.device)
+    width, k_tiles = -(-layout.k // K64) * K64, -(-layout.k // K_TILE)
+    rotated = torch.empty(m, width, dtype=torch.float16, device=x.device)
     rotate(
-        x, turned, width=layout.k, rotated=-(-layout.k // 16) * 16, out_width=width, before=layout.input_scales,
+        x, rotated, width=layout.k, rotated=-(-layout.k // 16) * 16, out_width=width, before=layout.input_scales,
         arranged=True, asm=True, pdl=True,
     )  # fmt: skip
-    steps = -(-blocks // min(blocks, config.split))
-    split, even = -(-blocks // steps), units * groups_of(layout.four) * GROUP == blocks * BLOCK
-    product = torch.empty(split, m, tiles * 16, dtype=torch.float32, device=x.device)
-    box = [config.tokens, stages(config.tokens)[0]]
+    steps = -(-k_tiles // min(k_tiles, config.split))
+    splits, whole = -(-k_tiles // steps), units * k64_per_unit(layout.quad_bits) * K64 == k_tiles * K_TILE
+    product = torch.empty(splits, m, tiles * 16, dtype=torch.float32, device=x.device)
+    box = [config.tokens, activation_stages(config.tokens)[0]]
     launch(
-        trellis_multiply_kernel,
-        (-(-tiles // (config.warps * config.tiles)), split, -(-m // config.tokens)),
+        trellis_gemm_sm90_kernel,
+        (-(-tiles // (config.warps * config.tiles)), splits, -(-m // config.tokens)),
         (
-            TensorDescriptor.from_tensor(turned, box, x_layout()), layout.packed_codes, product, units, blocks, tiles - 1,
+            TensorDescriptor.from_tensor(rotated, box, x_layout()), layout.packed_codes, product, units, k_tiles, tiles - 1,
             steps, tiles * 16, m,
         ),
         interned(
-            **constants(layout.code, layout.four, vector, config, even=even), PDL=True, num_warps=config.warps,
-            launch_pdl=True, maxnreg=most_registers(config, layout.four),
+            **gemm_constants(layout.code, layout.quad_bits, vector, config, whole=whole), PDL=True,
+            num_warps=config.warps, launch_pdl=True, maxnreg=max_registers(config, layout.quad_bits),
         ),
     )  # fmt: skip
     return product

@@ -1,21 +1,26 @@
-"""The trellis kernel of the byte-sum codes (`mul1`, `pair`), 1 to 16 tokens: hashes go straight to the integer tensor core.
+"""The trellis kernel for 1 to 16 tokens: hashes go straight to the integer tensor cores (`gemv_ptx.py`).
 
-    y = SCALE * sum over sections s of scale_s * (sum over bytes of hash bytes x fixed-point activations - OFFSET sum q)
+    y = output_scale * sum over Hadamard tiles h of scale_h * (sum of hash bytes x int8 activations - byte_sum_mean * sum q)
 
-Rotated activations are 16-bit fixed point with one scale a section of 4096 columns and token, `q = 256 high + low`, the
-signed bytes two columns of the right operand (`hadamard.py` writes them). Products and sums are exact in int32: a section
-adds at most 4096 * 4 * 255 * 128 < 2^30. At its end the sums become float32.
+The rotated activations are 16-bit fixed point with one scale for each token and Hadamard tile of 4096 columns:
+q = 256 high + low, whose signed bytes are two columns of the right operand (`hadamard/` writes them). Products and sums are
+exact in int32: a Hadamard tile adds at most 4096 * 4 * 255 * 128 < 2^30. At its end the sums become float32. `3inst`, whose
+values are no byte sums, takes the same way in float16 on the floating-point tensor cores.
 
-Everything is addressed by lane: tensors are [warps, 32], one element a thread, and the assembly of `hashes.py` says what a
-lane loads, hashes and multiplies. A warp owns units of J x 64 columns (`rings.py`) of `R` tiles of 16 rows; nothing moves
-between warps before the last sum, whose order is fixed. The words of the first step are requested before the rotation has
-ended. Codes that are no byte sums (`3inst`) take the same way in float16, the floating-point tensor cores and float32.
+A warp owns units of J x 64 columns (`layout.py`) of `row_tiles` x 16 rows. Everything is addressed by lane: tensors are
+[warps, 32], one element a thread, and PTX says what a lane loads, hashes and multiplies. Nothing moves between warps before
+the last sum, whose order is fixed, so every run has the same bits. The codes of the next step are loaded before those of
+this one are multiplied, those of the first step before the previous launch has ended.
+
+For one token of a small matrix `fused_hadamard.py` puts the first rotation into this kernel, as its prologue; the two files
+are one kernel. A launch of its own costs about 1 us, of 4 to 7 that such a matrix takes.
 """
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none
 # pyright: reportAttributeAccessIssue=none, reportPossiblyUnboundVariable=none, reportGeneralTypeIssues=none
 # pyright: reportAssignmentType=none
 
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -25,299 +30,360 @@ from torch import Tensor
 
 from requant_kernels.common.launch import interned, launch
 from requant_kernels.common.occupancy import shared_room
+from requant_kernels.common.pdl import wait_for_previous_launch
+from requant_kernels.common.ptx import Ptx
 from requant_kernels.hadamard.sections import SECTION
 from requant_kernels.launch_config import TrellisConfig
-from requant_kernels.trellis.fused_hadamard import rotate_token, token_constants, token_factors, token_kind
-from requant_kernels.trellis.hashes import (
-    OFFSET,
-    SCALES_ASM,
-    SCALES_CONSTRAINTS,
-    STORE_ASM,
-    STORE_CONSTRAINTS,
-    activations_asm,
-    float_sum_asm,
-    groups_of,
-    reduce_asm,
-    sum_asm,
-    words_asm,
+from requant_kernels.trellis.code_ptx import load_codes_ptx
+from requant_kernels.trellis.fused_hadamard import fused_hadamard, load_factors, rotate_token
+from requant_kernels.trellis.gemv_ptx import (
+    BYTE_SUM_MEAN,
+    LOAD_SCALES,
+    STORE,
+    cross_warp_sum_ptx,
+    fp16_mma_ptx,
+    int8_mma_ptx,
+    load_activations_ptx,
 )
-from requant_kernels.trellis.layout import TrellisLayout
+from requant_kernels.trellis.layout import TrellisLayout, k64_per_unit
 
-MOST_SHARED = (
-    32768  # bytes that the sum over the warps may take; above it Triton's own, which has four barriers more
-)
+# bytes of shared memory that our sum over the warps may take; above it Triton's, which has four barriers more
+MAX_SUM_BYTES = 32768
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GemvShape:
+    """The numbers that `trellis_gemv_kernel` is compiled for. A step is `units_per_step` units of every warp."""
+
+    num_warps: int
+    row_tiles: int  # of a CTA
+    units_per_step: int
+    n8_tiles: int  # of 8 MMA columns: 4 tokens of int8, each a high and a low byte, or 8 of float16
+    k64_per_unit: int
+    words: int  # of a lane and unit
+    vector: int  # words of a load
+    steps_per_hadamard_tile: int
+    whole_steps: bool  # units are a multiple of the step
+    int8: bool  # byte sums times int8; else float16
+    activation_bytes: int
+    accumulators: int  # of a lane: 4 row_tiles n8_tiles
+    results: int  # of a lane: as many, or half of them, where high and low bytes are added
+    output_scale: float
+    byte_sum_mean: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GemvPtx:
+    """The inline assembly of `trellis_gemv_kernel`."""
+
+    mma: Ptx
+    load_codes: tuple[Ptx, ...]  # one for each unit of a whole step, else one for all
+    load_activations: tuple[Ptx, ...]
+    load_scales: Ptx
+    sum_warps: Ptx | None  # None: Triton's reduction
+    store: Ptx
 
 
 @triton.jit
-def load_registers(address, TEXTS: tl.constexpr, CONSTRAINTS: tl.constexpr, COUNT: tl.constexpr):
-    """COUNT registers of int32 from each of the addresses of a lane, by the texts of one load each."""
+def load_registers(address, LOADS: tl.constexpr, COUNT: tl.constexpr):
+    """COUNT registers of int32 by each of the LOADS, from the same address of a lane."""
     types: tl.constexpr = (tl.int32,) * COUNT
     found = ()
-    for i in tl.static_range(len(TEXTS)):
-        got = tl.inline_asm_elementwise(TEXTS[i], CONSTRAINTS, (address,), dtype=types, is_pure=False, pack=1)
-        found = found + got
+    for i in tl.static_range(len(LOADS)):
+        found = found + tl.inline_asm_elementwise(
+            LOADS[i].text, LOADS[i].constraints, (address,), dtype=types, is_pure=False, pack=1
+        )
     return found
 
 
 @triton.jit
-def _load_words(words, unit, units, LOADS: tl.constexpr, CONSTRAINTS: tl.constexpr, COUNT: tl.constexpr,
-                EVEN: tl.constexpr, W: tl.constexpr, U: tl.constexpr):  # fmt: skip
-    """The words of U units a warp of every tile in `words` (addresses of its unit 0): tiles slowest.
+def _chunk(registers, INDEX: tl.constexpr, COUNT: tl.constexpr):
+    """Chunk number INDEX, of COUNT registers."""
+    return registers[INDEX * COUNT : (INDEX + 1) * COUNT]
 
-    `LOADS`: one text a unit where EVEN; else one for all, because units beyond the end are not where the others lie.
-    """
+
+@triton.jit
+def _load_codes(addresses, unit, units, LOADS: tl.constexpr, SHAPE: tl.constexpr):
+    """The words of a warp's units of a step, row tiles slowest; `addresses`: of unit 0 of every row tile."""
+    U: tl.constexpr = SHAPE.units_per_step
     found = ()
-    for r in tl.static_range(len(words)):
-        if EVEN:
+    for r in tl.static_range(len(addresses)):
+        if SHAPE.whole_steps:
             found = found + load_registers(
-                words[r] + unit.to(tl.int64) * (128 * COUNT), LOADS, CONSTRAINTS, COUNT
+                addresses[r] + unit.to(tl.int64) * (128 * SHAPE.words), LOADS, SHAPE.words
             )
         else:
             for u in tl.static_range(U):
-                at = tl.minimum(unit + u * W, units - 1)  # beyond the end, what is read meets zeros
+                # beyond the end the last unit is read again; it meets activations that are zero
+                at = tl.minimum(unit + u * SHAPE.num_warps, units - 1)
                 found = found + load_registers(
-                    words[r] + at.to(tl.int64) * (128 * COUNT), LOADS, CONSTRAINTS, COUNT
+                    addresses[r] + at.to(tl.int64) * (128 * SHAPE.words), LOADS, SHAPE.words
                 )
     return found
 
 
-@triton.jit(do_not_specialize=["steps", "last_tile"])
-def byte_sum_kernel(
-    x_ptr, scales_ptr, before_ptr, words_ptr, y_ptr, M, units, rows, last_tile, steps, sections, stride_x,
-    SUM: tl.constexpr, SUM_CONSTRAINTS: tl.constexpr, LOADS: tl.constexpr, LOAD_CONSTRAINTS: tl.constexpr,
-    XLOADS: tl.constexpr, XLOAD_CONSTRAINTS: tl.constexpr, SLOAD: tl.constexpr, SLOAD_CONSTRAINTS: tl.constexpr,
-    STORE: tl.constexpr, STORE_CONSTRAINTS: tl.constexpr, REDUCE: tl.constexpr, REDUCE_CONSTRAINTS: tl.constexpr,
-    COUNT: tl.constexpr, V: tl.constexpr, J: tl.constexpr, SCALE: tl.constexpr, OFFSET: tl.constexpr, EVEN: tl.constexpr,
-    W: tl.constexpr, R: tl.constexpr, U: tl.constexpr, S: tl.constexpr, C: tl.constexpr, LOG: tl.constexpr,
-    FIXED: tl.constexpr, PER: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr, FUSED: tl.constexpr, EIGHT: tl.constexpr,
-    EIGHT_CONSTRAINTS: tl.constexpr, BEFORE: tl.constexpr, BEFORE_CONSTRAINTS: tl.constexpr, SHARED: tl.constexpr,
-    SHARED_CONSTRAINTS: tl.constexpr, TURN: tl.constexpr, TURN_CONSTRAINTS: tl.constexpr, PLANE: tl.constexpr,
-    SUMS: tl.constexpr, MASK: tl.constexpr, ROOT: tl.constexpr, PAIRED: tl.constexpr,
-):  # fmt: skip
-    """y float32 `[M, rows]`; x int8 `[2 M, stride_x]`: high and low bytes of a token; scales `[M, sections, 2]`: scale, sum.
-    Where not FIXED, x float16 `[M, stride_x]`, without scales, and a slab is 8 tokens. Where FUSED, x is the only token
-    itself, `stride_x` columns, which every program rotates (`one_token.py`).
-
-    Grid: R tiles of 16 rows each. A step is U units a warp, each of J groups, PER steps a section; C = 4 R S sums a
-    lane, S slabs of 4 tokens.
-    """
-    lane, warp = tl.arange(0, 32)[None, :], tl.arange(0, W)[:, None]
-    types: tl.constexpr = ((tl.int32 if FIXED else tl.float32),) * C
-    Y: tl.constexpr = C // 2 if FIXED else C  # results a lane
-    outputs: tl.constexpr = (tl.float32,) * (Y // W if Y > W else 1)
-    BYTES: tl.constexpr = 1 if FIXED else 2  # of an activation
-    before = (lane + 28) % 32 + warp * 0
-    words = ()
-    for r in tl.static_range(R):  # where tiles run out, the last one is computed, and written, twice alike
-        tile = tl.minimum(tl.program_id(0) * R + r, last_tile).to(tl.int64)
-        start = (words_ptr + tile * units * (32 * COUNT)).to(tl.int64)
-        words = words + (start + lane * (4 * V) + warp * 0,)
-    ahead = _load_words(words, warp, units, LOADS, LOAD_CONSTRAINTS, COUNT, EVEN, W, U)
-    if FUSED:
-        factors = token_factors(before_ptr, lane, warp, stride_x, BEFORE, BEFORE_CONSTRAINTS, ROOT)
-    if PDL:
-        if EARLY:
-            tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-        if not EARLY:
-            tl.extra.cuda.gdc_launch_dependents()
-    if FUSED:
-        room, own_scale, own_total = rotate_token(
-            x_ptr, factors, lane, warp, stride_x, EIGHT, EIGHT_CONSTRAINTS, SHARED, SHARED_CONSTRAINTS, TURN,
-            TURN_CONSTRAINTS, PLANE, MASK, PAIRED,
-        )  # fmt: skip
-        factors = (own_scale, tl.where(warp == 0, own_total * -OFFSET, 0.0))
-    activations = ()
-    scales = ()
-    for slab in tl.static_range(S):  # columns beyond the tokens' are computed and never stored
-        column = tl.minimum(lane // 4 + 8 * slab, (2 * M if FIXED else M) - 1) + warp * 0
-        if FUSED:
-            activations = activations + (room + column * PLANE + lane % 4 * 16,)
-        else:
-            activations = activations + ((x_ptr + column * stride_x + lane % 4 * 16).to(tl.int64),)
-        if FIXED and not FUSED:
-            token = tl.minimum(lane % 4 + 4 * slab, M - 1) + warp * 0
-            scales = scales + ((scales_ptr + token * sections * 2).to(tl.int64),)
+@triton.jit
+def _load_activations(addresses, unit, LOADS: tl.constexpr, SHAPE: tl.constexpr):
+    """The activations that meet a warp's units of a step, n8 tiles slowest."""
     x = ()
-    for slab in tl.static_range(S):
-        x = x + load_registers(activations[slab] + warp * (64 * J * BYTES), XLOADS, XLOAD_CONSTRAINTS, 4)
-    y = ()
-    for _ in tl.static_range(Y):
-        y = y + (tl.zeros([W, 32], tl.float32),)
-    for section in range(sections):
-        sums = y
-        if FIXED:
-            sums = ()
-            for _ in tl.static_range(C):
-                sums = sums + (tl.zeros([W, 32], tl.int32),)
-        if FIXED and not FUSED:
-            factors = ()
-            for slab in tl.static_range(S):
-                scale, total = tl.inline_asm_elementwise(
-                    SLOAD, SLOAD_CONSTRAINTS, (scales[slab] + section * 8,), dtype=(tl.float32, tl.float32),
-                    is_pure=False, pack=1,
-                )  # fmt: skip
-                factors = factors + (scale, tl.where(warp == 0, total * -OFFSET, 0.0))
-        for step in range(section * PER, tl.minimum(section * PER + PER, steps)):
-            now, at_hand = ahead, x
-            unit = tl.minimum(step + 1, steps - 1) * (U * W) + warp
-            ahead = _load_words(words, unit, units, LOADS, LOAD_CONSTRAINTS, COUNT, EVEN, W, U)
-            x = ()
-            for slab in tl.static_range(S):
-                x = x + load_registers(
-                    activations[slab] + unit * (64 * J * BYTES), XLOADS, XLOAD_CONSTRAINTS, 4
-                )
-            if step < steps:  # always; without the branch the compiler sinks the loads below
-                for u in tl.static_range(U):
-                    operands = sums
-                    for r in tl.static_range(R):
-                        operands = operands + now[(r * U + u) * COUNT : (r * U + u + 1) * COUNT]
-                    for slab in tl.static_range(S):
-                        operands = (
-                            operands
-                            + at_hand[(slab * U + u) * 4 * J * BYTES : (slab * U + u + 1) * 4 * J * BYTES]
-                        )
-                    sums = tl.inline_asm_elementwise(
-                        SUM, SUM_CONSTRAINTS, operands + (before,), dtype=types, is_pure=False, pack=1
-                    )
-        if FIXED:
-            total = ()
-            for i in tl.static_range(Y):
-                both = sums[2 * i].to(tl.float32) * 256.0 + sums[2 * i + 1].to(tl.float32)
-                total = total + (y[i] + (both + factors[i // 2 % S * 2 + 1]) * factors[i // 2 % S * 2],)
-            y = total
-        else:
-            y = sums
-    if REDUCE is None:
-        for level in tl.static_range(LOG):
-            joined = ()
-            for i in tl.static_range(Y >> (level + 1)):
-                joined = joined + (tl.join(y[2 * i], y[2 * i + 1]),)
-            y = joined
-        at, index = tl.arange(0, Y)[None, :], tl.arange(0, Y)[None, :] * 0
-        for level in tl.static_range(LOG):  # bit i of the index is dimension i
-            index = index | ((at >> (LOG - 1 - level) & 1) << level)
-        total = tl.reshape(tl.sum(y[0], 0), [32, Y]) * SCALE
-        token, row = _place(tl.arange(0, 32)[:, None], index, last_tile, FIXED, R, S)
-        tl.store(y_ptr + token.to(tl.int64) * rows + row, total, mask=token < M)
-    else:
-        y = tl.inline_asm_elementwise(
-            REDUCE,
-            REDUCE_CONSTRAINTS,
-            y + (warp + lane * 0, lane + warp * 0) + ((room + SUMS,) if FUSED else ()),
-            dtype=outputs,
-            is_pure=False,
-            pack=1,
+    for n8 in tl.static_range(len(addresses)):
+        x = x + load_registers(
+            addresses[n8] + unit * (64 * SHAPE.k64_per_unit * SHAPE.activation_bytes), LOADS, 4
         )
-        for i in tl.static_range(len(outputs)):
-            token, row = _place(lane, warp % Y + i * W, last_tile, FIXED, R, S)
-            address = (y_ptr + token.to(tl.int64) * rows + row).to(tl.int64)
-            inside = ((token < M) & (warp + i * W < Y)).to(tl.int32)
-            tl.inline_asm_elementwise(
-                STORE,
-                STORE_CONSTRAINTS,
-                (address, y[i] * SCALE, inside),
-                dtype=tl.int32,
-                is_pure=False,
-                pack=1,
-            )
+    return x
 
 
 @triton.jit
-def _place(lane, index, last_tile, FIXED: tl.constexpr, R: tl.constexpr, S: tl.constexpr):
-    """Token and row of one of a lane's sums."""
-    if FIXED:  # row of the lane, slab, tile
-        half, slab, of = index % 2, index // 2 % S, index // (2 * S)
-        token = lane % 4 + 4 * slab
-    else:  # token of the lane's two, row of the lane, slab, tile
-        half, slab, of = index // 2 % 2, index // 4 % S, index // (4 * S)
-        token = lane % 4 * 2 + index % 2 + 8 * slab
-    tile = tl.minimum(tl.program_id(0) * R + of, last_tile).to(tl.int64)
+def _load_scales(addresses, hadamard_tile, warp, PTX: tl.constexpr, SHAPE: tl.constexpr):
+    """Of every n8 tile: the scale of the Hadamard tile, and what the byte sums exceed the values by, for warp 0 alone."""
+    factors = ()
+    for n8 in tl.static_range(len(addresses)):
+        scale, total = tl.inline_asm_elementwise(
+            PTX.text, PTX.constraints, (addresses[n8] + hadamard_tile * 8,), dtype=(tl.float32, tl.float32),
+            is_pure=False, pack=1,
+        )  # fmt: skip
+        factors = factors + (scale, tl.where(warp == 0, total * -SHAPE.byte_sum_mean, 0.0))
+    return factors
+
+
+@triton.jit
+def _add_hadamard_tile(y, sums, factors, SHAPE: tl.constexpr):
+    """y + scale * (256 high + low - excess), for int32 sums of high and low bytes."""
+    S: tl.constexpr = SHAPE.n8_tiles
+    total = ()
+    for i in tl.static_range(len(y)):
+        both = sums[2 * i].to(tl.float32) * 256.0 + sums[2 * i + 1].to(tl.float32)
+        scale, excess = factors[i // 2 % S * 2], factors[i // 2 % S * 2 + 1]
+        total = total + (y[i] + (both + excess) * scale,)
+    return total
+
+
+@triton.jit
+def _token_and_row(lane, index, last_tile, SHAPE: tl.constexpr):
+    """Where result `index` of a lane belongs."""
+    if SHAPE.int8:  # row of the lane, n8 tile, row tile
+        half, n8, of = index % 2, index // 2 % SHAPE.n8_tiles, index // (2 * SHAPE.n8_tiles)
+        token = lane % 4 + 4 * n8
+    else:  # token of the lane's two, row of the lane, n8 tile, row tile
+        half, n8, of = index // 2 % 2, index // 4 % SHAPE.n8_tiles, index // (4 * SHAPE.n8_tiles)
+        token = lane % 4 * 2 + index % 2 + 8 * n8
+    tile = tl.minimum(tl.program_id(0) * SHAPE.row_tiles + of, last_tile).to(tl.int64)
     return token, tile * 16 + lane // 4 * 2 + half
 
 
+@triton.jit
+def _sum_warps_by_triton(y, SHAPE: tl.constexpr):
+    """[32, results] summed over the warps, and the result that each of the columns is."""
+    RESULTS: tl.constexpr = SHAPE.results
+    LOG: tl.constexpr = SHAPE.results.bit_length() - 1
+    for level in tl.static_range(LOG):
+        joined = ()
+        for i in tl.static_range(RESULTS >> (level + 1)):
+            joined = joined + (tl.join(y[2 * i], y[2 * i + 1]),)
+        y = joined
+    column, index = tl.arange(0, RESULTS)[None, :], tl.arange(0, RESULTS)[None, :] * 0
+    for level in tl.static_range(LOG):  # bit i of the index is dimension i
+        index = index | ((column >> (LOG - 1 - level) & 1) << level)
+    return tl.reshape(tl.sum(y[0], 0), [32, RESULTS]), index
+
+
+@triton.jit(do_not_specialize=["steps", "last_tile"])
+def trellis_gemv_kernel(
+    x_ptr, scales_ptr, input_scales_ptr, codes_ptr, y_ptr, M, units, rows, last_tile, steps, hadamard_tiles, stride_x,
+    SHAPE: tl.constexpr, PTX: tl.constexpr, FUSED: tl.constexpr, PDL: tl.constexpr, EARLY_TRIGGER: tl.constexpr,
+):  # fmt: skip
+    """y float32 `[M, rows]`; grid: `row_tiles` tiles of 16 rows each.
+
+    x int8 `[2 M, stride_x]`, high and low bytes of a token, and scales `[M, hadamard_tiles, 2]`, scale and sum; or x float16
+    `[M, stride_x]` without scales; or, with FUSED, the only token itself, `stride_x` columns, which every CTA rotates.
+    """
+    LOAD_CODES: tl.constexpr = PTX.load_codes
+    LOAD_ACTIVATIONS: tl.constexpr = PTX.load_activations
+    LOAD_SCALES: tl.constexpr = PTX.load_scales
+    W: tl.constexpr = SHAPE.num_warps
+    R: tl.constexpr = SHAPE.row_tiles
+    U: tl.constexpr = SHAPE.units_per_step
+    S: tl.constexpr = SHAPE.n8_tiles
+    Y: tl.constexpr = SHAPE.results
+    lane, warp = tl.arange(0, 32)[None, :], tl.arange(0, W)[:, None]
+    ACCUMULATORS: tl.constexpr = SHAPE.accumulators
+    accumulator_types: tl.constexpr = ((tl.int32 if SHAPE.int8 else tl.float32),) * ACCUMULATORS
+    previous_lane = (lane + 28) % 32 + warp * 0
+    codes = ()
+    for r in tl.static_range(R):  # beyond the end the last tile is computed, and written, again
+        tile = tl.minimum(tl.program_id(0) * R + r, last_tile).to(tl.int64)
+        start = (codes_ptr + tile * units * (32 * SHAPE.words)).to(tl.int64)
+        codes = codes + (start + lane * (4 * SHAPE.vector) + warp * 0,)
+    next_words = _load_codes(codes, warp, units, LOAD_CODES, SHAPE)
+    if FUSED is not None:
+        input_factors = load_factors(input_scales_ptr, lane, warp, stride_x, FUSED)
+    wait_for_previous_launch(PDL, EARLY_TRIGGER)
+    if FUSED is not None:
+        smem, scale, total = rotate_token(x_ptr, input_factors, lane, warp, stride_x, FUSED)
+        factors = (scale, tl.where(warp == 0, total * -SHAPE.byte_sum_mean, 0.0))
+    activations = ()
+    scales = ()
+    for n8 in tl.static_range(S):  # columns beyond those of the tokens are computed and never stored
+        column = tl.minimum(lane // 4 + 8 * n8, (2 * M if SHAPE.int8 else M) - 1) + warp * 0
+        if FUSED is not None:
+            activations = activations + (smem + column * FUSED.low_bytes + lane % 4 * 16,)
+        else:
+            activations = activations + ((x_ptr + column * stride_x + lane % 4 * 16).to(tl.int64),)
+        if SHAPE.int8 and FUSED is None:
+            token = tl.minimum(lane % 4 + 4 * n8, M - 1) + warp * 0
+            scales = scales + ((scales_ptr + token * hadamard_tiles * 2).to(tl.int64),)
+    next_x = _load_activations(activations, warp, LOAD_ACTIVATIONS, SHAPE)
+    y = ()
+    for _ in tl.static_range(Y):
+        y = y + (tl.zeros([W, 32], tl.float32),)
+    COUNT: tl.constexpr = SHAPE.words
+    X_COUNT: tl.constexpr = 4 * SHAPE.k64_per_unit * SHAPE.activation_bytes  # registers of a unit and n8 tile
+    PER: tl.constexpr = SHAPE.steps_per_hadamard_tile
+    for hadamard_tile in range(hadamard_tiles):
+        sums = y
+        if SHAPE.int8:
+            sums = ()
+            for _ in tl.static_range(ACCUMULATORS):
+                sums = sums + (tl.zeros([W, 32], tl.int32),)
+        if SHAPE.int8 and FUSED is None:
+            factors = _load_scales(scales, hadamard_tile, warp, LOAD_SCALES, SHAPE)
+        for step in range(hadamard_tile * PER, tl.minimum(hadamard_tile * PER + PER, steps)):
+            words, x = next_words, next_x
+            unit = tl.minimum(step + 1, steps - 1) * (U * W) + warp
+            next_words = _load_codes(codes, unit, units, LOAD_CODES, SHAPE)
+            next_x = _load_activations(activations, unit, LOAD_ACTIVATIONS, SHAPE)
+            if step < steps:  # always; without the branch ptxas moves the loads behind the products
+                for u in tl.static_range(U):
+                    operands = sums
+                    for r in tl.static_range(R):
+                        operands = operands + _chunk(words, r * U + u, COUNT)
+                    for n8 in tl.static_range(S):
+                        operands = operands + _chunk(x, n8 * U + u, X_COUNT)
+                    sums = tl.inline_asm_elementwise(
+                        PTX.mma.text, PTX.mma.constraints, operands + (previous_lane,), dtype=accumulator_types,
+                        is_pure=False, pack=1,
+                    )  # fmt: skip
+        y = _add_hadamard_tile(y, sums, factors, SHAPE) if SHAPE.int8 else sums
+    if PTX.sum_warps is None:
+        total, index = _sum_warps_by_triton(y, SHAPE)
+        token, row = _token_and_row(tl.arange(0, 32)[:, None], index, last_tile, SHAPE)
+        tl.store(y_ptr + token.to(tl.int64) * rows + row, total * SHAPE.output_scale, mask=token < M)
+    else:
+        OUTPUTS: tl.constexpr = Y // W if Y > W else 1
+        output_types: tl.constexpr = (tl.float32,) * OUTPUTS
+        y = tl.inline_asm_elementwise(
+            PTX.sum_warps.text, PTX.sum_warps.constraints,
+            y + (warp + lane * 0, lane + warp * 0) + ((smem + FUSED.sums_offset,) if FUSED is not None else ()),
+            dtype=output_types, is_pure=False, pack=1,
+        )  # fmt: skip
+        for i in tl.static_range(OUTPUTS):
+            token, row = _token_and_row(lane, warp % Y + i * W, last_tile, SHAPE)
+            address = (y_ptr + token.to(tl.int64) * rows + row).to(tl.int64)
+            inside = ((token < M) & (warp + i * W < Y)).to(tl.int32)
+            tl.inline_asm_elementwise(
+                PTX.store.text, PTX.store.constraints, (address, y[i] * SHAPE.output_scale, inside), dtype=tl.int32,
+                is_pure=False, pack=1,
+            )  # fmt: skip
+
+
 def padded_columns(k: int) -> int:
-    """Columns that the activations need: whole sections, zero beyond the end."""
+    """Columns that the activations need: whole Hadamard tiles, zero beyond the end."""
     return -(-k // SECTION) * SECTION
 
 
 @cache
-def constants(
-    code: str, four: int, vector: int, config: TrellisConfig, tokens: int, units: int,
-    fused: tuple[int, str] | None = None,
+def gemv_constants(
+    code: str, quad_bits: int, vector: int, config: TrellisConfig, tokens: int, units: int,
+    fused_dtype: tuple[int, torch.dtype] | None = None,
 ) -> dict[str, object]:  # fmt: skip
-    """Everything that the kernel is compiled for but the launch; `four`: bits of four columns; `fused`: `token_kind`."""
-    groups, fixed = groups_of(four), code in OFFSET
-    width, wide = (4, 1) if fixed else (8, 2)  # tokens of a slab, bytes of an activation
-    slabs = 1 if tokens <= width else 2 if tokens <= 2 * width else 4
-    count, span, sums = four * groups // 4, config.warps * config.unroll, 4 * config.tiles * slabs
-    text, names = (sum_asm if fixed else float_sum_asm)(code, four, config.tiles, slabs)
-    even = units % span == 0
-    loads = [
-        words_asm(count, vector, 128 * count * config.warps * u) for u in range(config.unroll if even else 1)
-    ]
-    at = [config.warps * groups * u + group for u in range(config.unroll) for group in range(groups)]
-    if SECTION % (64 * groups * span):
+    """SHAPE, PTX and FUSED of the kernel. `fused_dtype`: block size and type where the rotation is fused.
+
+    Raises ValueError where the launch config does not divide the matrix.
+    """
+    k64_count, int8 = k64_per_unit(quad_bits), code in BYTE_SUM_MEAN
+    tokens_per_n8, activation_bytes = (4, 1) if int8 else (8, 2)
+    n8_tiles = 1 if tokens <= tokens_per_n8 else 2 if tokens <= 2 * tokens_per_n8 else 4
+    words, step_units = quad_bits * k64_count // 4, config.warps * config.unroll
+    accumulators = 4 * config.tiles * n8_tiles
+    results = accumulators // 2 if int8 else accumulators
+    if SECTION % (64 * k64_count * step_units):
         raise ValueError(
-            f"{config} takes {64 * groups * span} columns a step, no whole part of a section of {SECTION}: "
-            "fewer warps, or less unroll, in powers of two"
+            f"{config} takes {64 * k64_count * step_units} columns a step, which does not divide a Hadamard tile of "
+            f"{SECTION}: use fewer warps or fewer units per step, in powers of two"
         )
-    results = sums // 2 if fixed else sums
     if results & (results - 1) and results > config.warps:
         raise ValueError(f"{config}: {results} sums a lane are no power of two, and more than the warps")
-    reduce, reduce_names = None, None
-    if 128 * config.warps * results <= MOST_SHARED:
-        reduce, reduce_names = reduce_asm(config.warps, results, given=fused is not None)
-    x_loads = [
-        activations_asm(64 * wide * i + 16 * j, shared=fused is not None) for i in at for j in range(wide)
-    ]
-    return {
-        **token_constants(fused, paired=code == "pair", tiles=config.tiles),
-        "SUM": text, "SUM_CONSTRAINTS": names, "LOADS": tuple(t for t, _ in loads), "LOAD_CONSTRAINTS": loads[0][1],
-        "XLOADS": tuple(t for t, _ in x_loads), "XLOAD_CONSTRAINTS": x_loads[0][1], "SLOAD": SCALES_ASM,
-        "SLOAD_CONSTRAINTS": SCALES_CONSTRAINTS,
-        "STORE": STORE_ASM, "STORE_CONSTRAINTS": STORE_CONSTRAINTS, "COUNT": count, "V": vector, "J": groups,
-        "SCALE": 1 / 128 if fixed else 1.0, "OFFSET": OFFSET.get(code, 0.0), "EVEN": even, "W": config.warps,
-        "R": config.tiles, "U": config.unroll, "S": slabs, "C": sums, "LOG": results.bit_length() - 1, "FIXED": fixed,
-        "REDUCE": reduce, "REDUCE_CONSTRAINTS": reduce_names, "PER": SECTION // (64 * groups * span),
-    }  # fmt: skip
+    whole_steps = units % step_units == 0
+    unit_offsets = [config.warps * u for u in range(config.unroll)]
+    shape = GemvShape(
+        num_warps=config.warps, row_tiles=config.tiles, units_per_step=config.unroll, n8_tiles=n8_tiles,
+        k64_per_unit=k64_count, words=words, vector=vector,
+        steps_per_hadamard_tile=SECTION // (64 * k64_count * step_units), whole_steps=whole_steps, int8=int8,
+        activation_bytes=activation_bytes, accumulators=accumulators, results=results,
+        output_scale=1 / 128 if int8 else 1.0, byte_sum_mean=BYTE_SUM_MEAN.get(code, 0.0),
+    )  # fmt: skip
+    fused = fused_hadamard(*fused_dtype, pair=code == "pair", row_tiles=config.tiles) if fused_dtype else None
+    sum_warps = None
+    if 128 * config.warps * results <= MAX_SUM_BYTES:
+        sum_warps = cross_warp_sum_ptx(config.warps, results, given_memory=fused is not None)
+    ptx = GemvPtx(
+        mma=(int8_mma_ptx if int8 else fp16_mma_ptx)(code, quad_bits, config.tiles, n8_tiles),
+        load_codes=tuple(
+            load_codes_ptx(words, vector, 128 * words * offset)
+            for offset in (unit_offsets if whole_steps else unit_offsets[:1])
+        ),
+        load_activations=tuple(
+            load_activations_ptx(64 * activation_bytes * (offset * k64_count + k64) + 16 * j, shared=fused is not None)
+            for offset in unit_offsets for k64 in range(k64_count) for j in range(activation_bytes)
+        ),
+        load_scales=LOAD_SCALES, sum_warps=sum_warps, store=STORE,
+    )  # fmt: skip
+    return {"SHAPE": shape, "PTX": ptx, "FUSED": fused}
 
 
-def byte_sums(
+def gemv_int8(
     x: Tensor, scales: Tensor, layout: TrellisLayout, config: TrellisConfig, *, pdl: bool
 ) -> Tensor:
-    """V times rotated activations: float32 [m, rows] of x int8 [2 m, columns] and scales float32 [m, sections, 2]."""
-    return _launch(x, scales, scales.shape[0], layout, config, pdl)
+    """V times rotated activations: float32 [m, rows] of x int8 [2 m, columns] and scales float32 [m, Hadamard tiles, 2]."""
+    return _launch(x, scales, scales.shape[0], layout, config, pdl=pdl)
 
 
-def fused_sums(x: Tensor, layout: TrellisLayout, config: TrellisConfig, *, pdl: bool) -> Tensor:
-    """V H (input_scales * x), float32 [1, rows], of the only token (`one_token.py`)."""
-    return _launch(x, None, 1, layout, config, pdl, token_kind(x))
+def gemv_fused_hadamard(x: Tensor, layout: TrellisLayout, config: TrellisConfig, *, pdl: bool) -> Tensor:
+    """V H (input_scales * x), float32 [1, rows], of one token; see `can_fuse`."""
+    return _launch(x, None, 1, layout, config, pdl=pdl, fused=True)
 
 
-def float_sums(x: Tensor, layout: TrellisLayout, config: TrellisConfig, *, pdl: bool) -> Tensor:
+def gemv_fp16(x: Tensor, layout: TrellisLayout, config: TrellisConfig, *, pdl: bool) -> Tensor:
     """V times rotated activations: float32 [m, rows] of x float16 [m, columns], for codes that are no byte sums."""
-    return _launch(x, None, x.shape[0], layout, config, pdl)
+    return _launch(x, None, x.shape[0], layout, config, pdl=pdl)
 
 
 def _launch(
-    x: Tensor, scales: Tensor | None, m: int, layout: TrellisLayout, config: TrellisConfig, pdl: bool,
-    fused: tuple[int, str] | None = None,
+    x: Tensor, scales: Tensor | None, m: int, layout: TrellisLayout, config: TrellisConfig, *, pdl: bool,
+    fused: bool = False,
 ) -> Tensor:  # fmt: skip
     tiles, units = layout.packed_codes.shape[:2]
     y = torch.empty(m, tiles * 16, dtype=torch.float32, device=x.device)
-    early = {"launch_pdl": True} if pdl else {}
-    before, sections, stride = (
-        (layout.input_scales, 1, layout.k) if fused else (None, x.shape[1] // SECTION, x.stride(0))
-    )
+    if fused:
+        input_scales, hadamard_tiles, stride, dtype = (
+            layout.input_scales, 1, layout.k, (layout.k & -layout.k, x.dtype)
+        )  # fmt: skip
+    else:
+        input_scales, hadamard_tiles, stride, dtype = None, x.shape[1] // SECTION, x.stride(0), None
     steps = triton.cdiv(units, config.warps * config.unroll)
-    given = constants(layout.code, layout.four, layout.packed_codes.shape[-1], config, m, units, fused)
-    programs = triton.cdiv(tiles, config.tiles)
-    launch(
-        byte_sum_kernel,
-        (programs, 1, 1),
-        (x, scales, before, layout.packed_codes, y, m, units, tiles * 16, tiles - 1, steps, sections, stride),
-        interned(**given, PDL=pdl, EARLY=config.early, num_warps=config.warps, num_stages=1, **early),
-        room=shared_room(programs, config, x.device),
+    constants = gemv_constants(
+        layout.code, layout.quad_bits, layout.packed_codes.shape[-1], config, m, units, dtype
     )
+    ctas = triton.cdiv(tiles, config.tiles)
+    options = {"num_warps": config.warps, "num_stages": 1, **({"launch_pdl": True} if pdl else {})}
+    launch(
+        trellis_gemv_kernel,
+        (ctas, 1, 1),
+        (
+            x, scales, input_scales, layout.packed_codes, y, m, units, tiles * 16, tiles - 1, steps, hadamard_tiles,
+            stride,
+        ),
+        interned(**constants, PDL=pdl, EARLY_TRIGGER=config.early, **options),
+        room=shared_room(ctas, config, x.device),
+    )  # fmt: skip
     return y

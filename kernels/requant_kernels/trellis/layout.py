@@ -1,10 +1,14 @@
-"""The layout of trellis codes: every 16 x 16 tile a ring of bits, a lane's words together.
+"""The layout of trellis codes in memory: a lane's bits together, as whole 32-bit words.
 
-A ring is 256 codes in row order, first code first, as a stream of bits, the first one highest. Four columns take T = 4 bits
-a weight, 4 .. 32, a whole number: at quarters of a bit their codes end floor((i + 1) T / 4) bits after the four begin.
-Two rows are a *part* of 8 T bits: lane `4 g + t` of a warp owns rows 2 g and 2 g + 1 of tile t of a group of four column
-tiles. The parts of J = 4 / gcd(T, 4) neighbouring groups, a *unit*, are whole words together, T J / 4 of them; a lane loads
-them 1, 2 or 4 at a time (`v`, the power of two in their number):
+Every 16 x 16 tile of the matrix is a tail-biting bit stream (QTIP, arXiv 2406.11235): 256 codes in row order, first code
+first, its highest bit first. Four neighbouring weights take T = `quad_bits` bits, 4 .. 32, a whole number; at quarters of a
+bit their codes end floor((i + 1) T / 4) bits after the four begin.
+
+    k64        four tiles side by side: 16 rows x 64 columns, what a warp decodes at once
+    segment    the 8 T bits of rows 2 g and 2 g + 1 of tile t of a k64, held by lane 4 g + t
+    unit       the k64 whose segments are whole words together: J = 4 / gcd(T, 4) neighbours, T J / 4 words a lane
+
+A lane loads the words of a unit 1, 2 or 4 at a time (`v`, the power of two in their number):
 
     packed_codes int32 [row tiles, units, T J / 4 / v, lane, v]
 """
@@ -16,10 +20,9 @@ import torch
 from torch import Tensor
 
 from requant_kernels.common.sparse import Csr, SlicedEll, pack_sparse, padded_row_perm, sort_rows
-from requant_kernels.trellis.hashes import groups_of
 
-GROUP_TILES = 4
 TILE = 16
+K64_TILES = 4
 CODES = {"mul1": 8, "3inst": 8, "pair": 8}  # code -> most bits
 
 
@@ -38,14 +41,19 @@ class TrellisLayout:
     sparse: SlicedEll | None = None
 
     @property
-    def four(self) -> int:
-        """Bits of four neighbouring columns."""
+    def quad_bits(self) -> int:
+        """Bits of four neighbouring weights."""
         return round(4 * self.bits)
 
 
-def step_bits(four: int) -> tuple[int, ...]:
-    """Bits of the codes of four neighbouring columns."""
-    return tuple((i + 1) * four // 4 - i * four // 4 for i in range(4))
+def step_bits(quad_bits: int) -> tuple[int, ...]:
+    """Bits of the codes of four neighbouring weights."""
+    return tuple((i + 1) * quad_bits // 4 - i * quad_bits // 4 for i in range(4))
+
+
+def k64_per_unit(quad_bits: int) -> int:
+    """Neighbouring k64 whose segments, of 8 `quad_bits` bits, are whole words together."""
+    return 4 // math.gcd(quad_bits, 4)
 
 
 def pack_trellis(
@@ -62,30 +70,36 @@ def pack_trellis(
     Raises ValueError with the remedy.
     """
     n, k = len(output_scales), len(input_scales)
-    four = round(4 * bits)
-    if code not in CODES or not 1 <= bits <= CODES[code] or four != 4 * bits or (code == "pair" and four % 4):
-        held = ", ".join(f"{name} to {most} bits" for name, most in CODES.items())
+    quad_bits = round(4 * bits)
+    if (
+        code not in CODES
+        or not 1 <= bits <= CODES[code]
+        or quad_bits != 4 * bits
+        or (code == "pair" and quad_bits % 4)
+    ):
+        supported = ", ".join(f"{name} to {most} bits" for name, most in CODES.items())
         raise ValueError(
-            f"no trellis kernel decodes {code!r} at {bits} bits; there are {held}, in quarters but for pair"
+            f"no trellis kernel decodes {code!r} at {bits} bits; there are {supported}, in quarters but for pair"
         )
     if codes.shape != (-(-n // TILE) * TILE, -(-k // TILE) * TILE):
         raise ValueError(
             f"codes have shape {tuple(codes.shape)}; {n} x {k} padded to multiples of {TILE} is expected"
         )
-    groups = groups_of(four)
-    padded = torch.nn.functional.pad(codes, (0, -codes.shape[1] % (groups * GROUP_TILES * TILE)))
-    # row tile, g, (row, of two), unit, group, tile, fours, one of four -> row tile, unit, tile g, group, a part in order
-    parts = padded.view(codes.shape[0] // TILE, 8, 2, -1, groups, GROUP_TILES, 4, 4).permute(
+    k64_count = k64_per_unit(quad_bits)
+    padded = torch.nn.functional.pad(codes, (0, -codes.shape[1] % (k64_count * K64_TILES * TILE)))
+    # row tile, g, (row, of two), unit, k64, tile, fours, one of four -> row tile, unit, tile g, k64, a segment in order
+    segments = padded.view(codes.shape[0] // TILE, 8, 2, -1, k64_count, K64_TILES, 4, 4).permute(
         0, 3, 1, 5, 4, 2, 6, 7
     )
     stream = torch.cat(
         [
-            parts[..., i, None] >> torch.arange(own - 1, -1, -1, device=codes.device, dtype=torch.uint8) & 1
-            for i, own in enumerate(step_bits(four))
+            segments[..., i, None] >> torch.arange(own - 1, -1, -1, device=codes.device, dtype=torch.uint8)
+            & 1
+            for i, own in enumerate(step_bits(quad_bits))
         ],
         -1,
     )
-    stream = stream.reshape(*parts.shape[:2], 32, four * groups // 4, 32)
+    stream = stream.reshape(*segments.shape[:2], 32, quad_bits * k64_count // 4, 32)
     words = torch.zeros(stream.shape[:-1], dtype=torch.int32, device=codes.device)
     for i in range(32):
         words |= stream[..., i].int() << (31 - i)
@@ -103,12 +117,12 @@ def unpack_trellis(layout: TrellisLayout) -> Tensor:
     tiles, units = layout.packed_codes.shape[:2]
     words = layout.packed_codes.transpose(2, 3).flatten(3)
     stream = torch.stack([(words >> (31 - i)) & 1 for i in range(32)], -1).to(torch.uint8)
-    stream = stream.view(tiles, units, 8, GROUP_TILES, groups_of(layout.four), 2, 4, layout.four)
+    stream = stream.view(tiles, units, 8, K64_TILES, k64_per_unit(layout.quad_bits), 2, 4, layout.quad_bits)
     codes = torch.zeros(*stream.shape[:-1], 4, dtype=torch.uint8, device=words.device)
-    at = 0
-    for i, own in enumerate(step_bits(layout.four)):
+    position = 0
+    for i, own in enumerate(step_bits(layout.quad_bits)):
         for _ in range(own):
-            codes[..., i] = codes[..., i] << 1 | stream[..., at]
-            at += 1
+            codes[..., i] = codes[..., i] << 1 | stream[..., position]
+            position += 1
     whole = codes.permute(0, 2, 5, 1, 4, 3, 6, 7).reshape(tiles * TILE, -1)
     return whole[:, : -(-layout.k // TILE) * TILE]

@@ -1,4 +1,4 @@
-"""The trellis kernel of Hopper without one: the order of weights and activations, products that run on, no spills."""
+"""The trellis GEMM of Hopper without a GPU: the order of weights and activations, wgmma in the background, no spills."""
 
 import math
 from typing import Any
@@ -15,10 +15,10 @@ from requant_kernels.fallback import reference
 from requant_kernels.hadamard.many_sections import many_sections_kernel
 from requant_kernels.hadamard.turns import turn_asm
 from requant_kernels.launch_config import HopperConfig
-from requant_kernels.scalar import gemm_sm90_kernel as linear_kernel
-from requant_kernels.trellis import gemm_sm90_kernel
-from requant_kernels.trellis.gemm_sm90 import constants, most_registers, stages
-from requant_kernels.trellis.hashes import groups_of
+from requant_kernels.scalar.gemm_sm90_kernel import x_layout
+from requant_kernels.trellis import gemm_sm90
+from requant_kernels.trellis.gemm_sm90 import activation_stages, gemm_constants, max_registers
+from requant_kernels.trellis.layout import k64_per_unit
 
 from .cases import random_trellis
 from .compile_offline import Machine, compile_kernel
@@ -85,50 +85,54 @@ class Language:
 @pytest.mark.parametrize(("code", "bits"), KINDS)
 def test_a_lane_has_the_operand_of_wgmma(code: str, bits: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel's own `_decode`, run on the words: rows 2 g + h, columns as activations are arranged."""
-    monkeypatch.setattr(gemm_sm90_kernel, "gl", Language)
-    monkeypatch.setattr(gemm_sm90_kernel, "_halves", plain(gemm_sm90_kernel._halves))
-    tiles, warps, groups = 2, 2, groups_of(round(4 * bits))
+    monkeypatch.setattr(gemm_sm90, "gl", Language)
+    monkeypatch.setattr(gemm_sm90, "_unpack_pair", plain(gemm_sm90._unpack_pair))
+    tiles, warps, k64_count = 2, 2, k64_per_unit(round(4 * bits))
     layout = pack_trellis(*random_trellis(16 * tiles * warps, 256, bits, "cpu"), bits=bits, code=code)
     config = HopperConfig(tokens=64, warps=warps, tiles=tiles)
-    given: dict[str, Any] = constants(code, layout.four, layout.packed_codes.shape[-1], config, even=True)
+    given: dict[str, Any] = gemm_constants(
+        code, layout.quad_bits, layout.packed_codes.shape[-1], config, whole=True
+    )
     by_lane = layout.packed_codes.transpose(2, 3).flatten(3)  # row tile, unit, lane, word
     words = tuple(
         Array(by_lane[:, unit, :, word].reshape(tiles, warps, 32).numpy())
-        for unit in range(4 // groups)
+        for unit in range(4 // k64_count)
         for word in range(given["COUNT"])
     )
-    before = Array(np.broadcast_to((np.arange(32, dtype=np.int32) + 28) % 32, (tiles, warps, 32)).copy())
+    previous_lane = Array(
+        np.broadcast_to((np.arange(32, dtype=np.int32) + 28) % 32, (tiles, warps, 32)).copy()
+    )
     values = reference.trellis_values(layout).numpy()
     row, column = np.arange(16), np.arange(64)
     of_row = row % 8 * 2 + row // 8
     of_column = column // 2 % 4 * 16 + column // 16 * 4 + column // 8 % 2 * 2 + column % 2
     for q in range(4):
-        weight = plain(gemm_sm90_kernel._decode)(
-            words, before, given["VALUES"], given["VALUES_CONSTRAINTS"], q, given["COUNT"], groups, None, warps, tiles
+        weight = plain(gemm_sm90._decode)(
+            words, previous_lane, given["DECODE"], q, given["COUNT"], k64_count, None, warps, tiles
         )  # fmt: skip
         own = values[:, 64 * q : 64 * q + 64].reshape(-1, 16, 64)
         assert np.array_equal(weight.values.reshape(-1, 16, 64), own[:, of_row][:, :, of_column])
 
 
 def multiply_machine(
-    code: str, bits: float, *, launch: tuple[int, ...] = (64, 8, 1, 0), even: bool = True
+    code: str, bits: float, *, launch: tuple[int, ...] = (64, 8, 1, 0), whole: bool = True
 ) -> Machine:
     """`launch`: tokens, warps, tiles, ahead."""
     tokens, warps, tiles, ahead = launch
     four = round(4 * bits)
     config = HopperConfig(tokens=tokens, warps=warps, tiles=tiles, ahead=ahead)
-    given = constants(code, four, math.gcd(four * groups_of(four) // 4, 4), config, even=even)
-    box = f"[{tokens}, {stages(tokens)[0]}]"
+    given = gemm_constants(code, four, math.gcd(four * k64_per_unit(four) // 4, 4), config, whole=whole)
+    box = f"[{tokens}, {activation_stages(tokens)[0]}]"
     pointers = {
-        "x_desc": f"tensordesc<fp16{box},{linear_kernel.x_layout()!r}>",
-        "words_ptr": "*i32",
-        "sums_ptr": "*fp32",
+        "x_desc": f"tensordesc<fp16{box},{x_layout()!r}>",
+        "codes_ptr": "*i32",
+        "out_ptr": "*fp32",
     }
-    pointers |= {"out_ptr": "*fp32", "units": "i32", "rows": "i32"}
+    pointers |= {"units": "i32", "rows": "i32", "k_tiles": "i32"}
     return compile_kernel(
-        gemm_sm90_kernel.trellis_multiply_kernel, {**given, "PDL": True}, capability=90, pointers=pointers, warps=warps,
+        gemm_sm90.trellis_gemm_sm90_kernel, {**given, "PDL": True}, capability=90, pointers=pointers, warps=warps,
         aligned=("rows",),
-        max_registers=most_registers(config, four),
+        max_registers=max_registers(config, four),
     )  # fmt: skip
 
 
@@ -157,8 +161,8 @@ PROGRAMS = sorted({setting[:4] for setting in autotune.CODE_HOPPER})
         for kind in KINDS
     ],
 )
-@pytest.mark.parametrize("even", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["blocks", "odd"])
-def test_no_launch_of_the_rule_spills(code: str, bits: float, even: bool) -> None:
+@pytest.mark.parametrize("whole", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["whole", "odd"])
+def test_no_launch_of_the_rule_spills(code: str, bits: float, whole: bool) -> None:
     device, programs = torch.device("cpu"), set()
     for n, k in ((16, 16), (300, 1500), (4096, 4096), (28672, 8192), (128256, 4096)):
         for width in (32, 64, 128, 256, 512):
@@ -169,7 +173,7 @@ def test_no_launch_of_the_rule_spills(code: str, bits: float, even: bool) -> Non
     assert programs <= set(PROGRAMS) and len(programs) >= 4
     for program in programs:
         tokens, warps, tiles, _ = program
-        machine = multiply_machine(code, bits, launch=program, even=even)
+        machine = multiply_machine(code, bits, launch=program, whole=whole)
         assert machine.stack <= 16
         if bits <= 4 and tokens <= 64:
             assert machine.registers * 32 * warps * 2 <= 65536  # two programs a multiprocessor

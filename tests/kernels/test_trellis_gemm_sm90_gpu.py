@@ -1,4 +1,4 @@
-"""The trellis kernel of Hopper on the GPU: every code, odd shapes, every launch shape, graphs."""
+"""The trellis GEMM of Hopper on the GPU: every code, odd shapes, every launch config, graphs."""
 
 import pytest
 import torch

@@ -19,10 +19,10 @@ from requant_kernels import pack_trellis
 from requant_kernels.fallback import reference
 from requant_kernels.hadamard.rotate import rotate_fixed
 from requant_kernels.launch_config import TrellisConfig
-from requant_kernels.trellis import gemv as byte_sums_module
+from requant_kernels.trellis import gemv
+from requant_kernels.trellis.dequantize import dequantize
 from requant_kernels.trellis.fused_hadamard import can_fuse
-from requant_kernels.trellis.gemv import byte_sums, float_sums, fused_sums, padded_columns
-from requant_kernels.trellis.matmul import expand
+from requant_kernels.trellis.gemv import gemv_fp16, gemv_fused_hadamard, gemv_int8, padded_columns
 from section_model import run
 from triton.runtime.interpreter import TensorHandle
 
@@ -53,6 +53,7 @@ def run_memory(
     text: str, operands: dict[str, np.ndarray], shape: tuple[int, ...], outputs: int
 ) -> list[np.ndarray]:
     """A block that touches memory, for all threads of a program."""
+    text = re.sub("//.*", "", text)
     registers, shared = dict(operands), SHARED
     active = np.ones(shape, bool)
     for line in filter(None, (part.strip(" {}\n") for part in text.split(";"))):
@@ -94,7 +95,7 @@ def run_memory(
         where = np.ones(shape, bool) if access[1] is None else active
         place = SIZE.search(access[4])
         assert place is not None
-        names = re.findall(r"\$\d+|[ta]\d+", SIZE.sub("", access[4]))
+        names = re.findall(r"\$\d+|[a-z_]+\d+", SIZE.sub("", access[4]))
         start = registers[place[1]].astype(np.uint64) + np.uint64(place[2] or 0)
         for i, name in enumerate(names):
             address = start + np.uint64(4 * i)
@@ -168,7 +169,7 @@ def check_fused() -> None:
         x = torch.randn(1, k, dtype=torch.bfloat16 if n == 48 else torch.float16)
         HELD.extend((layout.packed_codes, layout.input_scales, x))
         assert can_fuse(x, layout, config)
-        got = fused_sums(x, layout, config, pdl=False)
+        got = gemv_fused_hadamard(x, layout, config, pdl=False)
         want = (x.double() * layout.input_scales) @ reference.hadamard(k) @ reference.trellis_values(layout).T
         error = relative_error(got, want)
         assert error < 1e-4, f"{code} of {k} columns, fused, is off by {error:.1e}"
@@ -207,13 +208,13 @@ def main() -> None:
         config = TrellisConfig(warps=launch[0], tiles=launch[1], unroll=launch[2])
         HELD.append(layout.packed_codes)
         values = reference.trellis_values(layout)
-        assert torch.equal(expand(layout, asm=True).double(), values), f"{code} {bits}: the expansion"
+        assert torch.equal(dequantize(layout, asm=True).double(), values), f"{code} {bits}: dequantize"
         x, padded = torch.randn(m, k).half(), -(-k // 16) * 16
-        byte_sums_module.MOST_SHARED = 32768 if bits != 2 or code == "pair" else 0  # Triton's own sum too
+        gemv.MAX_SUM_BYTES = 32768 if bits != 2 or code == "pair" else 0  # Triton's own sum too
         if code == "3inst":
             turned = torch.nn.functional.pad(x, (0, padded_columns(k) - k))
             HELD.append(turned)
-            got = float_sums(turned, layout, config, pdl=False)
+            got = gemv_fp16(turned, layout, config, pdl=False)
             want = turned[:, :padded].double() @ values.T
         else:
             fixed, scales = rotate_fixed(
@@ -225,7 +226,7 @@ def main() -> None:
                 asm=False,
                 pdl=False,
             )
-            got = byte_sums(fixed, scales, layout, config, pdl=False)
+            got = gemv_int8(fixed, scales, layout, config, pdl=False)
             turned = torch.nn.functional.pad(
                 x.double() * layout.input_scales, (0, padded - k)
             ) @ reference.hadamard(padded)
@@ -233,7 +234,7 @@ def main() -> None:
         error = relative_error(got, want)
         assert error < 1e-4, f"{code} at {bits} bits is off by {error:.1e}"
 
-    byte_sums_module.MOST_SHARED = 32768
+    gemv.MAX_SUM_BYTES = 32768
     check_fused()
 
 

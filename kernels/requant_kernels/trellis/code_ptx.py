@@ -1,0 +1,233 @@
+"""PTX that decodes trellis codes: windows of the bit stream, their hashes, and the weights as pairs of float16.
+
+The state of a weight is the 16 bits of its tile's stream that end with the weight's own bits (bitshift trellis, QTIP,
+arXiv 2406.11235); the computed codes hash it and read the weight off the hash (`HASHES`, and the table in `matmul.py`).
+
+A lane `4 g + t` holds a *segment*: the bits of rows 2 g and 2 g + 1 of tile t of a k64, 8 T bits where four weights take T
+(`layout.py`). The first windows need the 32 bits before the segment, which are the last ones of lane `4 (g - 1) + t`; lane
+`t` takes those of lane `28 + t`, because the stream is tail-biting. Window i of a segment is at the same position in every
+lane, so all shifts are constants.
+
+Three or four windows share one funnel shift, because positions repeat every few bits. In a shifted register F:
+
+    2 bits a weight: windows of columns         c     c + 4   c + 8    c + 12
+    their bits of F                          31..16   23..8   15..0    39..24, into the next register
+    extracted by                               SHR    PRMT    AND      PRMT, see below
+
+The integer pipe is the bottleneck, so two windows are extracted on the multiplier's pipe instead:
+
+- The low half needs no mask where the hash of the high half is known:  h(F mod 2^16) = F C - 2^16 h(F / 2^16)  (mod 2^32).
+- A window that continues in the next register has no zeros next to it; PRMT takes its two bytes twice, (2^16 + 1) x, and the
+  multiplier is divided by that:  h(x) = (2^16 x + x) C / (2^16 + 1)  (mod 2^32), where 1 / (2^16 + 1) = 1 - 2^16.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+from requant_kernels.common.ptx import Ptx
+from requant_kernels.common.ptx_builder import PtxBuilder
+from requant_kernels.trellis.layout import k64_per_unit
+
+ROW_WEIGHTS = 16  # of a tile
+HASHES = {  # code -> multiplier, addend
+    "mul1": (0x83DCD12D, 0),
+    "pair": (0x4E6DA66B, 0x3C6EF35F),
+    "3inst": (89226354, 64248484),
+}
+WEIGHTS_PER_HASH = {"mul1": 1, "pair": 2, "3inst": 1}
+SPANNING = 24  # offset of a window whose upper byte is in the next register
+# the most row tiles whose windows are decoded alternately; more are decoded one after another, in the same registers
+MAX_INTERLEAVED_TILES = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Window:
+    """16 bits at bit `offset` of the 32 bits that begin at bit `start` of a segment, counted from its end; at offset
+    SPANNING the upper byte is in the 32 bits after these."""
+
+    start: int
+    offset: int
+
+
+@cache
+def windows(code: str, quad_bits: int, bits_after: int, spanning: bool = False) -> tuple[Window, ...]:
+    """The windows of a segment, first row first: 32 of `mul1` and `3inst`, 16 of `pair`.
+
+    `bits_after`: bits of the unit behind the segment; `spanning`: whether a window may continue in the next register, where
+    that saves a funnel shift.
+    """
+    length, weights = 8 * quad_bits, WEIGHTS_PER_HASH[code]
+    ends = [
+        length - i // 4 * quad_bits - (i % 4 + 1) * quad_bits // 4 for i in range(weights - 1, 32, weights)
+    ]
+    found: dict[int, Window] = {}
+
+    def take(start: int, last: int) -> None:
+        for offset in range(0, last + 1, 8):
+            if start + offset in ends:
+                found.setdefault(start + offset, Window(start=start, offset=offset))
+
+    for start in range(-bits_after % 32, length - 31, 32):  # words as they were loaded need no shift
+        take(start, SPANNING if spanning else 16)
+    for end in sorted(ends):
+        start = end
+        while start not in found and start in ends:
+            left = [e for e in range(start + 32, start + 56, 8) if e in ends and e not in found]
+            continues = spanning and bool(left) and start + SPANNING in ends and start + SPANNING not in found
+            take(start, SPANNING if continues else 16)
+            if continues and left[0] > start + 32:
+                take(start + 32, 16)
+                break
+            start = start + 32 if continues else -1
+    return tuple(found[end] for end in ends)
+
+
+def uses_spanning_windows(code: str, row_tiles: int) -> bool:
+    """Whether windows that continue in the next register are faster: by measurement, for counts always favour them."""
+    return WEIGHTS_PER_HASH[code] > 1 or row_tiles > MAX_INTERLEAVED_TILES
+
+
+class SegmentDecoder:
+    """Appends the PTX that hashes a lane's segment, each window when it is first asked for."""
+
+    # how many low halves are hashed without a mask: as many as the multiplier's pipe has time for
+    unmasked_windows = 32
+
+    def __init__(
+        self, ptx: PtxBuilder, code: str, quad_bits: int, words: list[str], index: int, previous_lane: str, *,
+        spanning: bool = False,
+    ) -> None:  # fmt: skip
+        """`words`: registers of a unit, of whose segments this is number `index`; `previous_lane` has the bits before."""
+        self.ptx, self.code, self.words = ptx, code, words[::-1]
+        self.bits_after = 8 * quad_bits * (k64_per_unit(quad_bits) - 1 - index)
+        self.top = 8 * quad_bits - 32  # position of the segment's first 32 bits
+        self.windows = windows(code, quad_bits, self.bits_after, spanning)
+        self._shifted: dict[int, str] = {}
+        self._hashes: dict[int, str] = {}
+        ptx.comment(f"segment {index}: the 32 bits before it, which end the segment of the previous lane")
+        own = self._bits(0)
+        self.previous = ptx.new(
+            "previous", f"shfl.sync.idx.b32 {{d}}, {own}, {previous_lane}, 0x1f, 0xffffffff;"
+        )
+
+    @property
+    def funnel_shifts(self) -> int:
+        starts = {w.start for w in self.windows}
+        starts |= {w.start + 32 for w in self.windows if w.offset == SPANNING}
+        return sum((start + self.bits_after) % 32 > 0 for start in starts)
+
+    def _bits(self, start: int) -> str:
+        """The 32 bits from `start` on, counted from the end of the segment."""
+        if start not in self._shifted:
+            word, shift = divmod(self.bits_after + start, 32)
+            if start == self.top + 32:
+                self._shifted[start] = self.previous
+                return self.previous
+            if start > self.top + 32:  # no more than a byte of it is used
+                self._shifted[start] = self.ptx.new(
+                    "bits", f"shr.b32 {{d}}, {self.previous}, {start - self.top - 32};"
+                )
+                return self._shifted[start]
+            if start > self.top:
+                low, high, shift = self._bits(self.top), self.previous, start - self.top
+            elif shift:
+                low, high = self.words[word], self.words[word + 1]
+            else:
+                self._shifted[start] = self.words[word]
+                return self.words[word]
+            self._shifted[start] = self.ptx.new("bits", f"shf.r.wrap.b32 {{d}}, {low}, {high}, {shift};")
+        return self._shifted[start]
+
+    def hash(self, index: int) -> str:
+        """The register with the hash of window `index`."""
+        if index in self._hashes:
+            return self._hashes[index]
+        window, new = self.windows[index], self.ptx.new
+        multiplier, addend = HASHES[self.code]
+        bits = self._bits(window.start)
+        high_half = Window(start=window.start, offset=16)
+        if window.offset == 0 and high_half in self.windows and self.unmasked_windows > 0:
+            self.unmasked_windows -= 1
+            high = self.hash(self.windows.index(high_half))
+            both_addends = (addend + (addend << 16)) & 0xFFFFFFFF
+            product = new("product", f"mad.lo.u32 {{d}}, {bits}, 0x{multiplier:08x}, 0x{both_addends:08x};")
+            value = new("hash", f"mad.lo.u32 {{d}}, {high}, 0xffff0000, {product};")
+        else:
+            match window.offset:
+                case 0:
+                    state = new("state", f"and.b32 {{d}}, {bits}, 0xffff;")
+                case 8:
+                    state = new("state", f"prmt.b32 {{d}}, {bits}, 0x0, 0x4421;")
+                case 24:  # SPANNING
+                    following = self._bits(window.start + 32)
+                    state = new("state", f"prmt.b32 {{d}}, {bits}, {following}, 0x4343;")
+                    multiplier = multiplier * (1 - (1 << 16)) & 0xFFFFFFFF
+                case _:
+                    state = new("state", f"shr.b32 {{d}}, {bits}, 16;")
+            value = new("hash", f"mad.lo.u32 {{d}}, {state}, 0x{multiplier:08x}, 0x{addend:08x};")
+        self._hashes[index] = value
+        return value
+
+
+class WeightDecoder(SegmentDecoder):
+    """Appends the PTX that turns hashes into weights, as pairs of float16."""
+
+    unmasked_windows = 0  # dp4a keeps the multiplier's pipe busy
+
+    def pair(self, index: int) -> str:
+        """The weights of columns 2 `index` and 2 `index` + 1, 8 pairs a row. Byte sums are added to the bit pattern of 1024,
+        which makes the float16 number 1024 + sum, 1534 more than the sum less its mean of 510."""
+        new = self.ptx.new
+        if self.code == "3inst":
+            first, second = (
+                new("masked", f"lop3.b32 {{d}}, {self.hash(2 * index + i)}, 0x8FFF8FFF, 0x3B603B60, 0x6A;")
+                for i in range(2)
+            )
+            low = new("low", f"prmt.b32 {{d}}, {first}, {second}, 0x5410;")
+            high = new("high", f"prmt.b32 {{d}}, {first}, {second}, 0x7632;")
+            return new("weights", f"add.rn.f16x2 {{d}}, {low}, {high};")
+        if self.code == "pair":  # b0 + b1 + b2 + b3 and 510 + b0 - b1 - b2 + b3
+            first = new("sum", f"dp4a.u32.u32 {{d}}, {self.hash(index)}, 0x01010101, 0x6400;")
+            second = new("sum", f"dp4a.u32.s32 {{d}}, {self.hash(index)}, 0x01FFFF01, 0x65FE;")
+        else:
+            first, second = (
+                new("sum", f"dp4a.u32.u32 {{d}}, {self.hash(2 * index + i)}, 0x01010101, 0x6400;")
+                for i in range(2)
+            )
+        return new("weights", f"prmt.b32 {{d}}, {first}, {second}, 0x5410;")
+
+
+@cache
+def decode_ptx(code: str, quad_bits: int, k64: int) -> Ptx:
+    """The weights of segment `k64` of a unit as pairs of float16.
+
+    Outputs: 16 registers, 8 a row. Inputs: the words of the unit, the lane with the bits before.
+    """
+    words = quad_bits * k64_per_unit(quad_bits) // 4
+    ptx = PtxBuilder()
+    segment = WeightDecoder(ptx, code, quad_bits, [f"${16 + i}" for i in range(words)], k64, f"${16 + words}")
+    ptx.comment("weights of two columns at a time")
+    for i in range(16):
+        if code == "3inst":
+            ptx.emit(f"mov.b32 ${i}, {segment.pair(i)};")
+        else:  # exactly (1024 + sum - 1534) / 128
+            scale, offset = (
+                ptx.new("scale", "mov.b32 {d}, 0x20002000;"),
+                ptx.new("offset", "mov.b32 {d}, 0xC9FEC9FE;"),
+            )
+            ptx.emit(f"fma.rn.f16x2 ${i}, {segment.pair(i)}, {scale}, {offset};")
+    return ptx.build(["=r"] * 16 + ["r"] * (words + 1))
+
+
+@cache
+def load_codes_ptx(count: int, vector: int, byte_offset: int) -> Ptx:
+    """A lane's load of `count` words of packed codes, `vector` at a time, which are read only once.
+
+    Outputs: `count` registers. Input: the address `byte_offset` bytes before them.
+    """
+    lines = []
+    for i in range(0, count, vector):
+        outputs = ", ".join(f"${j}" for j in range(i, i + vector))
+        kind, target = ("b32", outputs) if vector == 1 else (f"v{vector}.b32", f"{{{outputs}}}")
+        lines.append(f"ld.global.L1::no_allocate.{kind} {target}, [${count} + {byte_offset + 128 * i}];")
+    return Ptx(text="\n".join(lines), constraints=",".join(["=r"] * count + ["l"]))

@@ -1,0 +1,78 @@
+"""V of a trellis as float16, exactly, in the rotated basis: for many tokens, where cuBLAS multiplies."""
+
+# pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none
+# pyright: reportAttributeAccessIssue=none, reportPossiblyUnboundVariable=none, reportGeneralTypeIssues=none
+# pyright: reportAssignmentType=none
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from requant_kernels.common.ptx import inline_ptx
+from requant_kernels.trellis.code_ptx import decode_ptx, load_codes_ptx
+from requant_kernels.trellis.gemv import load_registers
+from requant_kernels.trellis.layout import TILE, TrellisLayout, k64_per_unit
+from requant_kernels.trellis.portable import portable_dequantize
+
+# where the condition is not zero
+STORE_16_BYTES = inline_ptx(
+    "setp.ne.b32 p, $condition, 0; @p st.global.v4.b32 [$address], {$a, $b, $c, $d};",
+    inputs={"address": "l", **dict.fromkeys("abcd", "r"), "condition": "r"}, registers={"pred": "p"},
+)  # fmt: skip
+
+
+@triton.jit
+def trellis_dequantize_kernel(
+    codes_ptr, out_ptr, units, columns, DECODE: tl.constexpr, LOAD: tl.constexpr, STORE: tl.constexpr,
+    COUNT: tl.constexpr, V: tl.constexpr, J: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """out float16 `[rows, columns]` = V; grid: (tiles of 16 rows, W units of J x 64 columns), a unit a warp.
+
+    COUNT words of a lane and unit, loaded V at a time.
+    """
+    lane, warp = tl.arange(0, 32)[None, :], tl.arange(0, W)[:, None]
+    previous_lane = (lane + 28) % 32 + warp * 0
+    types: tl.constexpr = (tl.int32,) * 16
+    tile, unit = tl.program_id(0).to(tl.int64), tl.program_id(1) * W + warp
+    at = (tile * units + tl.minimum(unit, units - 1)) * (32 * COUNT) + lane * V
+    words = load_registers((codes_ptr + at).to(tl.int64), LOAD, COUNT)
+    for k64 in tl.static_range(J):
+        pairs = tl.inline_asm_elementwise(
+            DECODE[k64].text, DECODE[k64].constraints, words + (previous_lane,), dtype=types, is_pure=False, pack=1
+        )  # fmt: skip
+        column = (unit * J + k64) * 64 + lane % 4 * 16
+        inside = (column < columns).to(tl.int32)
+        for i in tl.static_range(4):
+            row = tile * 16 + lane // 4 * 2 + i // 2
+            address = (out_ptr + row * columns + column + i % 2 * 8).to(tl.int64)
+            tl.inline_asm_elementwise(
+                STORE.text, STORE.constraints, (address,) + pairs[4 * i : 4 * i + 4] + (inside,), dtype=tl.int32,
+                is_pure=False, pack=1,
+            )  # fmt: skip
+
+
+def dequantize_constants(code: str, quad_bits: int, vector: int, *, num_warps: int) -> dict[str, object]:
+    """What the kernel is compiled for."""
+    k64_count = k64_per_unit(quad_bits)
+    words = quad_bits * k64_count // 4
+    return {
+        "DECODE": tuple(decode_ptx(code, quad_bits, k64) for k64 in range(k64_count)),
+        "LOAD": (load_codes_ptx(words, vector, 0),), "STORE": STORE_16_BYTES, "COUNT": words, "V": vector,
+        "J": k64_count, "W": num_warps,
+    }  # fmt: skip
+
+
+def dequantize(layout: TrellisLayout, *, asm: bool) -> Tensor:
+    """V float16 [r, c], in the rotated basis; r and c are multiples of 16."""
+    tiles, units, _, _, vector = layout.packed_codes.shape
+    columns = -(-layout.k // TILE) * TILE
+    out = torch.empty(tiles * TILE, columns, dtype=torch.float16, device=layout.packed_codes.device)
+    if not asm:
+        portable_dequantize(layout, out)
+        return out
+    trellis_dequantize_kernel[(tiles, triton.cdiv(units, 4))](
+        layout.packed_codes, out, units, columns,
+        **dequantize_constants(layout.code, layout.quad_bits, vector, num_warps=4), num_warps=4,
+    )  # fmt: skip
+    return out

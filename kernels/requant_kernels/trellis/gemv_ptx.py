@@ -1,0 +1,195 @@
+"""PTX of `gemv.py`: products of hashes and activations on the tensor cores, loads, the sum over the warps, stores.
+
+**Byte-sum codes on integer tensor cores.** The value of `mul1` is the sum of the four bytes of a hash, so weight times
+activation is a dot product of four bytes with four copies of the activation. The hash, as the multiplier leaves it, is an
+operand register of `mma.m16n8k32` with unsigned bytes: nothing is summed, shuffled or converted. `pair` takes two weights
+from one hash, b0 + b1 + b2 + b3 and b0 - b1 - b2 + b3, and their products with x1 and x2 add up to
+
+    b0 (x1 + x2) + b1 (x1 - x2) + b2 (x1 - x2) + b3 (x1 + x2)
+
+so that one operand register serves two weights; the rotation writes sums and differences of neighbours instead of x1, x2.
+
+`3inst`, whose values are no byte sums, is decoded to float16 and multiplied by `mma.m16n8k16`.
+"""
+
+from functools import cache
+
+from requant_kernels.common.ptx import Ptx, inline_ptx
+from requant_kernels.common.ptx_builder import PtxBuilder
+from requant_kernels.trellis.code_ptx import (
+    MAX_INTERLEAVED_TILES,
+    ROW_WEIGHTS,
+    WEIGHTS_PER_HASH,
+    SegmentDecoder,
+    WeightDecoder,
+    uses_spanning_windows,
+)
+from requant_kernels.trellis.layout import k64_per_unit
+
+# mean of the byte sums: the MMA of unsigned bytes exceeds the product by this times the sum of the activations
+BYTE_SUM_MEAN = {"mul1": 510.0, "pair": 255.0}
+
+
+@cache
+def int8_mma_ptx(code: str, quad_bits: int, row_tiles: int, n8_tiles: int) -> Ptx:
+    """`row_tiles` x 16 rows of a unit times 8 `n8_tiles` columns of int8 activations, added to int32 sums.
+
+    Outputs: 4 accumulators for each row tile and n8 tile (n8 tiles fastest). Inputs: the same accumulators, the words of
+    each row tile, 4 registers of activations for each n8 tile and k64 (k64 fastest), the lane that holds the bits before.
+    """
+    accumulators, k64_count = 4 * row_tiles * n8_tiles, k64_per_unit(quad_bits)
+    words = quad_bits * k64_count // 4
+    first_word, first_x = 2 * accumulators, 2 * accumulators + row_tiles * words
+    previous_lane = f"${first_x + 4 * n8_tiles * k64_count}"
+    hashes_of_row = ROW_WEIGHTS // WEIGHTS_PER_HASH[code]
+    # the k dimension of an MMA is 32 bytes, 8 hashes: a lane gives two, from both halves of a row of its tile
+    hash_pairs = [(i, i + hashes_of_row // 2) for i in range(hashes_of_row // 2)]
+    ptx = PtxBuilder()
+    sums = [[f"${accumulators + 4 * i + j}" for j in range(4)] for i in range(row_tiles * n8_tiles)]
+    for k64 in range(k64_count):
+        operands: dict[tuple[int, int], str] = {}  # made for the first row tiles, used by all
+
+        def operand(n8: int, i: int, k64: int = k64, operands: dict[tuple[int, int], str] = operands) -> str:
+            if (n8, i) not in operands:
+                first = first_x + 4 * (n8 * k64_count + k64)
+                operands[n8, i] = _replicate_activation(ptx, code, first, i)
+            return operands[n8, i]
+
+        for interleaved in (
+            [range(row_tiles)]
+            if row_tiles <= MAX_INTERLEAVED_TILES
+            else [range(r, r + 1) for r in range(row_tiles)]
+        ):
+            segments = {}
+            for r in interleaved:
+                own = [f"${first_word + r * words + i}" for i in range(words)]
+                segments[r] = SegmentDecoder(
+                    ptx, code, quad_bits, own, k64, previous_lane, spanning=uses_spanning_windows(code, row_tiles)
+                )  # fmt: skip
+            for segment in segments.values():
+                # as many windows without a mask as leave the integer and the multiplier's pipe the same work
+                segment.unmasked_windows = (
+                    segment.funnel_shifts + n8_tiles * hashes_of_row // row_tiles
+                ) // 2
+            ptx.comment(f"k64 {k64}, row tiles {interleaved[0]} to {interleaved[-1]}: hash and multiply")
+            for pair in hash_pairs:
+                x = [[operand(n8, i) for i in pair] for n8 in range(n8_tiles)]
+                for i in (r * n8_tiles + n8 for r in interleaved for n8 in range(n8_tiles)):
+                    a = ", ".join(
+                        segments[i // n8_tiles].hash(row * hashes_of_row + j)
+                        for j in pair
+                        for row in range(2)
+                    )
+                    last = k64 == k64_count - 1 and pair == hash_pairs[-1]
+                    d = [f"${4 * i + j}" if last else ptx.register("acc") for j in range(4)]
+                    ptx.emit(
+                        f"mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {{{', '.join(d)}}}, {{{a}}}, "
+                        f"{{{', '.join(x[i % n8_tiles])}}}, {{{', '.join(sums[i])}}};"
+                    )
+                    sums[i] = d
+    inputs = accumulators + row_tiles * words + 4 * n8_tiles * k64_count + 1
+    return ptx.build(["=r"] * accumulators + ["r"] * inputs)
+
+
+def _replicate_activation(ptx: PtxBuilder, code: str, first: int, index: int) -> str:
+    """The four bytes that meet hash `index` of a row, from a lane's sixteen bytes in the registers from `first` on."""
+    if code == "mul1":  # one activation four times
+        return ptx.new("x", f"prmt.b32 {{d}}, ${first + index // 4}, 0x0, 0x{index % 4 * 0x1111:04x};")
+    return ptx.new(  # a sum and a difference: s d d s
+        "x", f"prmt.b32 {{d}}, ${first + index // 2}, 0x0, 0x{(0x2332 if index % 2 else 0x0110):04x};"
+    )
+
+
+@cache
+def fp16_mma_ptx(code: str, quad_bits: int, row_tiles: int, n8_tiles: int) -> Ptx:
+    """`int8_mma_ptx` for activations in float16, 8 registers for each n8 tile and k64, and sums in float32."""
+    accumulators, k64_count = 4 * row_tiles * n8_tiles, k64_per_unit(quad_bits)
+    words = quad_bits * k64_count // 4
+    first_word, first_x = 2 * accumulators, 2 * accumulators + row_tiles * words
+    previous_lane = f"${first_x + 8 * n8_tiles * k64_count}"
+    ptx = PtxBuilder()
+    sums = [[f"${accumulators + 4 * i + j}" for j in range(4)] for i in range(row_tiles * n8_tiles)]
+    for k64 in range(k64_count):
+        segments = [
+            WeightDecoder(
+                ptx, code, quad_bits, [f"${first_word + r * words + i}" for i in range(words)], k64, previous_lane
+            )
+            for r in range(row_tiles)
+        ]  # fmt: skip
+        ptx.comment(f"k64 {k64}: decode and multiply 16 columns at a time")
+        for k16 in range(4):
+            last = k64 == k64_count - 1 and k16 == 3
+            a_of = [
+                ", ".join(segment.pair(8 * row + 2 * k16 + i) for i in range(2) for row in range(2))
+                for segment in segments
+            ]
+            for i in range(row_tiles * n8_tiles):
+                x = first_x + 8 * (i % n8_tiles * k64_count + k64) + 2 * k16
+                d = [f"${4 * i + j}" if last else ptx.register("acc") for j in range(4)]
+                ptx.emit(
+                    f"mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {{{', '.join(d)}}}, {{{a_of[i // n8_tiles]}}}, "
+                    f"{{${x}, ${x + 1}}}, {{{', '.join(sums[i])}}};"
+                )
+                sums[i] = d
+    inputs = row_tiles * words + 8 * n8_tiles * k64_count + 1
+    return ptx.build(["=f"] * accumulators + ["f"] * accumulators + ["r"] * inputs)
+
+
+@cache
+def load_activations_ptx(byte_offset: int, *, shared: bool = False) -> Ptx:
+    """A lane's load of 16 bytes of activations, from `byte_offset` bytes after the address."""
+    space, address = ("shared", "r") if shared else ("global", "l")
+    return inline_ptx(
+        f"ld.{space}.v4.b32 {{$x0, $x1, $x2, $x3}}, [$address + {byte_offset}];",
+        outputs=dict.fromkeys(("x0", "x1", "x2", "x3"), "=r"),
+        inputs={"address": address},
+    )
+
+
+# of a Hadamard tile
+LOAD_SCALES = inline_ptx(
+    "ld.global.v2.f32 {$scale, $total}, [$address];",
+    outputs={"scale": "=f", "total": "=f"},
+    inputs={"address": "l"},
+)
+# where the condition is not zero
+STORE = inline_ptx(
+    "setp.ne.b32 p, $condition, 0; @p st.global.f32 [$address], $value;",
+    inputs={"address": "l", "value": "f", "condition": "r"}, registers={"pred": "p"},
+)  # fmt: skip
+
+
+@cache
+def cross_warp_sum_ptx(num_warps: int, count: int, *, given_memory: bool = False) -> Ptx:
+    """Sum `count` values of every lane over the warps, in a fixed order: value i + num_warps j becomes output j of warp i.
+
+    Outputs: max(1, count / num_warps). Inputs: `count` values, warp, lane; if `given_memory` the address of shared memory.
+    With fewer values than warps several warps compute the same ones. `count` is a power of two, or less than `num_warps`.
+    """
+    outputs, power_of_two = max(1, count // num_warps), count & (count - 1) == 0
+    value, (warp, lane) = outputs, (f"${outputs + count}", f"${outputs + count + 1}")
+    ptx, declarations = PtxBuilder(), ""
+    base = f"${outputs + count + 2}"
+    if not given_memory:
+        declarations = f".shared .align 16 .b32 sums[{num_warps * count * 32}];\n"
+        base = ptx.new("base", "mov.u32 {d}, sums;")
+    ptx.comment("store this lane's values, [value, warp, lane]")
+    of_lane = ptx.new("of_lane", f"mad.lo.u32 {{d}}, {lane}, 4, {base};")
+    of_warp = ptx.new("of_warp", f"mad.lo.u32 {{d}}, {warp}, 128, {of_lane};")
+    ptx.emit(*(f"st.shared.b32 [{of_warp} + {128 * num_warps * i}], ${value + i};" for i in range(count)))
+    ptx.emit("bar.sync 0;")
+    ptx.comment("load all warps' parts of the values that this warp adds")
+    limit = min(num_warps, count) - 1
+    first = ptx.new("first", f"{'and.b32' if power_of_two else 'min.u32'} {{d}}, {warp}, {limit};")
+    first = ptx.new("first", f"mad.lo.u32 {{d}}, {first}, {128 * num_warps}, {of_lane};")
+    for output in range(outputs):
+        at = 128 * num_warps * num_warps * output
+        parts = [
+            ptx.new("part", f"ld.shared.b32 {{d}}, [{first} + {at + 128 * w}];") for w in range(num_warps)
+        ]
+        while len(parts) > 2:
+            pairs = zip(parts[::2], parts[1::2], strict=True)
+            parts = [ptx.new("part", f"add.f32 {{d}}, {a}, {b};") for a, b in pairs]
+        ptx.emit(f"add.f32 ${output}, {parts[0]}, {parts[1]};")
+    constraints = ["=f"] * outputs + ["f"] * count + ["r"] * (3 if given_memory else 2)
+    return ptx.build(constraints, declarations)

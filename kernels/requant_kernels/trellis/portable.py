@@ -1,0 +1,114 @@
+"""The trellis without PTX, in plain Triton: for the interpreter and AMD, and the plainest description of the decoding.
+
+Slow: every lane gathers two words for each weight.
+"""
+
+# pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none
+# pyright: reportAttributeAccessIssue=none, reportPossiblyUnboundVariable=none, reportGeneralTypeIssues=none
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from requant_kernels.trellis.gemv_ptx import BYTE_SUM_MEAN
+from requant_kernels.trellis.layout import TrellisLayout, k64_per_unit
+
+MAX_TOKENS = 16
+
+
+@triton.jit
+def _bits_before(base, lane, end, V: tl.constexpr):
+    """The 32 bits of a lane's words that end `end` bits after their begin, uint32; missing ones are undefined."""
+    word = (end - 1) // 32
+    low = tl.load(base + (word // V * 32 + lane) * V + word % V).to(tl.uint32, bitcast=True)
+    word = tl.maximum(word - 1, 0)
+    high = tl.load(base + (word // V * 32 + lane) * V + word % V).to(tl.uint32, bitcast=True)
+    shift = ((32 - end % 32) % 32).to(tl.uint32)
+    return (low >> shift) | ((high << 1) << (31 - shift))
+
+
+@triton.jit
+def _decode_k64(
+    codes_ptr, tile, k64, units, CODE: tl.constexpr, QUAD_BITS: tl.constexpr, J: tl.constexpr, V: tl.constexpr
+):
+    """Weights float32 `[16, 64]` of a k64, times 128 where they are byte sums."""
+    row, column = tl.arange(0, 16)[:, None], tl.arange(0, 64)[None, :]
+    lane, index = row // 2 * 4 + column // 16, row % 2 * 16 + column % 16
+    last = index | 1 if CODE == "pair" else index
+    end = last // 4 * QUAD_BITS + (last % 4 + 1) * QUAD_BITS // 4  # bits of the segment up to here
+    base, segment = codes_ptr + (tile * units + k64 // J) * (8 * QUAD_BITS * J), k64 % J * (8 * QUAD_BITS)
+    state = _bits_before(base, lane, segment + end, V)
+    previous = _bits_before(base, (lane + 28) % 32, segment + 8 * QUAD_BITS + end * 0, V)
+    own_bits = tl.minimum(end, 16).to(tl.uint32)
+    state = ((state & ((1 << own_bits) - 1)) | (previous << own_bits)) & 0xFFFF
+    if CODE == "3inst":
+        h = ((state * 89226354 + 64248484) & 0x8FFF8FFF) ^ 0x3B603B60
+        low, high = (h & 0xFFFF).to(tl.uint16), (h >> 16).to(tl.uint16)
+        value = low.to(tl.float16, bitcast=True).to(tl.float32) + high.to(tl.float16, bitcast=True).to(
+            tl.float32
+        )
+        return value.to(tl.float16).to(tl.float32)
+    h = state * 0x83DCD12D if CODE == "mul1" else state * 0x4E6DA66B + 0x3C6EF35F
+    b0, b1 = (h & 0xFF).to(tl.int32), ((h >> 8) & 0xFF).to(tl.int32)
+    b2, b3 = ((h >> 16) & 0xFF).to(tl.int32), (h >> 24).to(tl.int32)
+    value = b0 + b1 + b2 + b3 - 510
+    if CODE == "pair":
+        value = tl.where(index % 2 == 1, b0 - b1 - b2 + b3, value)
+    return value.to(tl.float32)
+
+
+@triton.jit
+def portable_gemv_kernel(
+    x_ptr, codes_ptr, y_ptr, M, K, units, rows, stride_x, CODE: tl.constexpr, QUAD_BITS: tl.constexpr,
+    J: tl.constexpr, V: tl.constexpr, SCALE: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """y float32 `[M, rows]` = x float16 `[M, K]` @ V^T; grid: tiles of 16 rows."""
+    tile = tl.program_id(0).to(tl.int64)
+    column, token = tl.arange(0, 64)[:, None], tl.arange(0, N)[None, :]
+    acc = tl.zeros([16, N], tl.float32)
+    for k64 in range(tl.cdiv(K, 64)):
+        weight = _decode_k64(codes_ptr, tile, k64, units, CODE, QUAD_BITS, J, V).to(tl.float16)
+        at = k64 * 64 + column
+        x = tl.load(x_ptr + token.to(tl.int64) * stride_x + at, mask=(token < M) & (at < K), other=0.0)
+        acc = tl.dot(weight, x, acc)
+    row = tile * 16 + tl.arange(0, 16)[:, None]
+    tl.store(y_ptr + token.to(tl.int64) * rows + row, acc * SCALE, mask=token < M)
+
+
+@triton.jit
+def portable_dequantize_kernel(
+    codes_ptr, out_ptr, units, columns, CODE: tl.constexpr, QUAD_BITS: tl.constexpr, J: tl.constexpr,
+    V: tl.constexpr, SCALE: tl.constexpr,
+):  # fmt: skip
+    """out float16 `[rows, columns]` = V; grid: (tiles of 16 rows, k64)."""
+    tile, k64 = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    value = _decode_k64(codes_ptr, tile, k64, units, CODE, QUAD_BITS, J, V) * SCALE
+    row, column = tile * 16 + tl.arange(0, 16)[:, None], k64 * 64 + tl.arange(0, 64)[None, :]
+    tl.store(out_ptr + row * columns + column, value.to(tl.float16), mask=column < columns)
+
+
+def _constants(layout: TrellisLayout) -> dict[str, object]:
+    return {
+        "CODE": layout.code, "QUAD_BITS": layout.quad_bits, "J": k64_per_unit(layout.quad_bits),
+        "V": layout.packed_codes.shape[-1], "SCALE": 1 / 128 if layout.code in BYTE_SUM_MEAN else 1.0,
+    }  # fmt: skip
+
+
+def portable_gemv(x: Tensor, layout: TrellisLayout) -> Tensor:
+    """V times rotated activations: float32 [m, rows] of x float16 [m, columns], m at most MAX_TOKENS."""
+    m, (tiles, units) = x.shape[0], layout.packed_codes.shape[:2]
+    y = torch.empty(m, tiles * 16, dtype=torch.float32, device=x.device)
+    portable_gemv_kernel[(tiles,)](
+        x, layout.packed_codes, y, m, x.shape[1], units, tiles * 16, x.stride(0), **_constants(layout), N=MAX_TOKENS
+    )  # fmt: skip
+    return y
+
+
+def portable_dequantize(layout: TrellisLayout, out: Tensor) -> None:
+    """Write V to `out`, float16 [r, c]."""
+    tiles, units = layout.packed_codes.shape[:2]
+    columns = out.shape[1]
+    portable_dequantize_kernel[(tiles, triton.cdiv(columns, 64))](
+        layout.packed_codes, out, units, columns, **_constants(layout)
+    )
