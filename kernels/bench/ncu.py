@@ -24,7 +24,7 @@ METRICS = {
     "cycles_an_instruction": "Warp Cycles Per Issued Instruction",
 }
 FIRST = (
-    "decode_kernel",
+    "gemv_kernel",
     "gemv_int8_mma_kernel",
     "gemv_fp16_mma_kernel",
     "arrange_kernel",

@@ -205,7 +205,7 @@ def fits(kernel: str, n: int, k: int, tokens: int, setting: Setting) -> bool:
 def call(kernel: str, x: Tensor, layout: Any, setting: Setting) -> Tensor:
     """One call with a setting."""
     if kernel == "decode":
-        from requant_kernels.scalar.gemv import decode
+        from requant_kernels.scalar.gemv import gemv
 
         config = replace(decode_setting(setting), pdl=heuristics.launches_early(x.device))
         if config.bytes or config.halves:
@@ -213,12 +213,12 @@ def call(kernel: str, x: Tensor, layout: Any, setting: Setting) -> Tensor:
 
             if not (gemv_fp16_mma if config.halves else gemv_int8_mma).supports(x, layout, config):
                 raise ValueError("another kernel would be timed")
-        return decode(x, layout, None, config, asm=True)
+        return gemv(x, layout, None, config, asm=True)
     if kernel == "tall":
-        from requant_kernels.scalar.gemm import tall
+        from requant_kernels.scalar.gemm import gemm
 
         warps, split, stages = setting
-        return tall(x, layout, None, asm=True, config=TallConfig(warps=warps, split=split, stages=stages))
+        return gemm(x, layout, None, asm=True, config=TallConfig(warps=warps, split=split, stages=stages))
     if kernel == "hopper":
         names = ("tokens", "warps", "tiles", "ahead", "split")
         config = HopperConfig(**dict(zip(names, setting, strict=True)))

@@ -213,17 +213,17 @@ def _of_words(x: Tensor, layout: Layout, bias: Tensor | None) -> Tensor:
         return torch_fallback.linear(x, layout, bias)
     x, asm = x if x.stride(1) == 1 else x.contiguous(), _uses_asm(x.device)
     if x.shape[0] <= DECODE_TOKENS:
-        from requant_kernels.scalar.gemv import decode
+        from requant_kernels.scalar.gemv import gemv
 
-        return decode(x, layout, bias, decode_config(layout, x.shape[0], x.device), asm=asm)
+        return gemv(x, layout, bias, decode_config(layout, x.shape[0], x.device), asm=asm)
     if x.shape[0] <= HOPPER_TOKENS and runs_on_hopper(layout, x.device):
         from requant_kernels.scalar.gemm_sm90 import hopper
 
         return hopper(x, layout, bias, hopper_config(layout, x.shape[0], x.device))
     if x.shape[0] <= TALL_TOKENS:
-        from requant_kernels.scalar.gemm import tall
+        from requant_kernels.scalar.gemm import gemm
 
-        return tall(x, layout, bias, asm=asm)
+        return gemm(x, layout, bias, asm=asm)
     from requant_kernels.scalar.dequantize import dequantize as dequantize_cuda
 
     return torch.nn.functional.linear(x, dequantize_cuda(layout, x.dtype, asm=asm), bias)

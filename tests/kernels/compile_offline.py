@@ -15,11 +15,24 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 POINTERS = {  # argument -> type, where the argument is not None
-    "x_ptr": "*i32", "w_ptr": "*i32", "levels_ptr": "*fp16", "rows_ptr": "*i32", "sp_ptr": "*i32", "si_ptr": "*i16",
+    "x_ptr": "*i32", "codes_ptr": "*i32", "slice_ptr": "*i32", "ell_columns_ptr": "*i16", "row_perm_ptr": "*i32",
+    "zeros_ptr": "*fp16", "column_scales_ptr": "*fp16", "w_ptr": "*i32",
+    "levels_ptr": "*fp16", "rows_ptr": "*i32", "sp_ptr": "*i32", "si_ptr": "*i16",
     "z_ptr": "*fp16", "cs_ptr": "*fp16", "partial_ptr": "*fp32",
 }  # fmt: skip
 ALIGNED = ("K", "n", "stride_x", "stride_xs", "stride_y")
-INTEGERS = ("M", "last_tile", "chunks", "groups", "steps", "blocks", "width", "n_rows", *ALIGNED)
+INTEGERS = (
+    "M",
+    "last_tile",
+    "chunks",
+    "iterations",
+    "groups",
+    "steps",
+    "blocks",
+    "width",
+    "n_rows",
+    *ALIGNED,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,8 @@ from requant_kernels.hadamard.rotate import rotate, rotate_fixed
 from requant_kernels.launch_config import DecodeConfig, TallConfig
 from requant_kernels.scalar.dequantize import dequantize
 from requant_kernels.scalar.embedding import lookup
-from requant_kernels.scalar.gemm import tall
-from requant_kernels.scalar.gemv import decode
+from requant_kernels.scalar.gemm import gemm
+from requant_kernels.scalar.gemv import gemv
 from requant_kernels.scalar.permute import add_partial, arrange
 from requant_kernels.trellis.dequantize import dequantize as dequantize_trellis
 from requant_kernels.trellis.matmul import trellis_linear
@@ -123,9 +123,9 @@ def main() -> None:
         x = torch.randn(case.m, case.k + case.bias).half()[:, case.bias :]  # some begin between two pairs
         bias = torch.randn(case.n).half() if case.bias else None
         if config is None:
-            y = tall(x, layout, bias, asm=False, config=TallConfig(warps=4, split=2))
+            y = gemm(x, layout, bias, asm=False, config=TallConfig(warps=4, split=2))
         else:
-            y = decode(x, layout, bias, config, asm=False)
+            y = gemv(x, layout, bias, config, asm=False)
         error = relative_error(y, reference.linear(x, layout, bias))
         assert error < 3e-3, f"{case}: linear is off by {error:.1e}"
         error = relative_error(dequantize(layout, torch.float16, asm=False), reference.weight(layout))

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
-from requant_kernels.common.fragment_dequant import dense_tokens
+from requant_kernels.common.fragment_dequant import scaled_activations
 from requant_kernels.common.packing import Layout
 from requant_kernels.fallback import reference
 from requant_kernels.heuristics import TABLE
@@ -62,7 +62,7 @@ def test_the_residuals_of_a_block_are_added_once(density: float, dtype: torch.dt
     assert entries is not None and bounds is not None
     x = torch.randn(8, 700)
     divided = torch.zeros(8, 768)
-    divided[:, :700] = dense_tokens(x, layout).to(dtype)
+    divided[:, :700] = scaled_activations(x, layout).to(dtype)
     text, memory = (
         gemv_sparse_mma_ptx.gather_asm("fp16" if dtype == torch.float16 else "bf16"),
         entries.numpy().view(np.uint32),

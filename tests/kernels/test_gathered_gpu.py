@@ -7,7 +7,7 @@ import torch
 from requant_kernels import heuristics
 from requant_kernels.fallback import reference
 from requant_kernels.launch_config import DecodeConfig
-from requant_kernels.scalar.gemv import decode
+from requant_kernels.scalar.gemv import gemv
 
 from .cases import Case, random_layout, relative_error
 
@@ -94,10 +94,10 @@ def test_one_token_staged(warps: int, k: int) -> None:
     ):
         layout = random_layout(case, "cuda")
         x = torch.randn(1, k, device="cuda", dtype=case.dtype)
-        y = decode(x, layout, None, config, asm=True)
+        y = gemv(x, layout, None, config, asm=True)
         assert relative_error(y, reference.linear(x, layout)) < LIMIT[case.dtype]
-        assert torch.equal(y, decode(x, layout, None, config, asm=True))
-        plain = decode(x, layout, None, replace(config, staged=False), asm=True)
+        assert torch.equal(y, gemv(x, layout, None, config, asm=True))
+        plain = gemv(x, layout, None, replace(config, staged=False), asm=True)
         assert relative_error(y, plain.double()) < LIMIT[case.dtype]
 
 

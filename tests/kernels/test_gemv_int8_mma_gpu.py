@@ -4,7 +4,7 @@ import pytest
 import torch
 from requant_kernels.fallback import reference
 from requant_kernels.launch_config import DecodeConfig
-from requant_kernels.scalar.gemv import decode
+from requant_kernels.scalar.gemv import gemv
 from requant_kernels.scalar.gemv_int8_mma import gemv_int8_mma, supports
 
 from .cases import Case, random_layout, relative_error
@@ -53,7 +53,7 @@ def test_against_reference(number: int) -> None:
     bias = torch.randn(case.n, device="cuda", dtype=case.dtype) if case.bias else None
     config = DecodeConfig(warps=warps, tiles=tiles, unroll=stages, bytes=True, pdl=True)
     assert supports(x, layout, config)
-    y = decode(x, layout, bias, config, asm=True)
+    y = gemv(x, layout, bias, config, asm=True)
     assert relative_error(y, reference.linear(x, layout, bias)) < (
         1e-3 if case.dtype == torch.float16 else 6e-3
     )

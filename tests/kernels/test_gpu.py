@@ -8,8 +8,8 @@ from requant_kernels import dequantize, linear, lookup, pack_trellis
 from requant_kernels.fallback import reference
 from requant_kernels.launch_config import DecodeConfig, TrellisConfig
 from requant_kernels.ops import flatten
-from requant_kernels.scalar.gemm import tall
-from requant_kernels.scalar.gemv import decode
+from requant_kernels.scalar.gemm import gemm
+from requant_kernels.scalar.gemv import gemv
 from requant_kernels.trellis.dequantize import dequantize as dequantize_trellis
 from requant_kernels.trellis.matmul import trellis_linear
 
@@ -83,7 +83,7 @@ def test_without_assembly(kind: str, m: int) -> None:
     layout = random_layout(Case(format=kind, bits=3, n=32, k=600, m=m, density=0.02), "cuda")
     x = torch.randn(m, 600, device="cuda", dtype=torch.float16)
     config = DecodeConfig(warps=4)
-    y = decode(x, layout, None, config, asm=False) if m <= 16 else tall(x, layout, None, asm=False)
+    y = gemv(x, layout, None, config, asm=False) if m <= 16 else gemm(x, layout, None, asm=False)
     assert relative_error(y, reference.linear(x, layout)) < LIMIT[torch.float16]
 
 
@@ -92,7 +92,7 @@ def test_every_launch_shape_agrees(warps: int, tiles: int, unroll: int) -> None:
     layout = random_layout(Case(format="codebook", bits=3, n=100, k=5000, m=1, density=0.01), "cuda")
     x = torch.randn(1, 5000, device="cuda", dtype=torch.float16)
     config = DecodeConfig(warps=warps, tiles=tiles, unroll=unroll, pdl=True)
-    assert relative_error(decode(x, layout, None, config, asm=True), reference.linear(x, layout)) < 3e-3
+    assert relative_error(gemv(x, layout, None, config, asm=True), reference.linear(x, layout)) < 3e-3
 
 
 @pytest.mark.parametrize("m", [1, 8, 40, 200])

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from requant_kernels import heuristics
-from requant_kernels.common.fragment_dequant import dense_tokens
+from requant_kernels.common.fragment_dequant import scaled_activations
 from requant_kernels.common.sparse import fragment_index, pack_coo
 from requant_kernels.fallback import reference
 from requant_kernels.scalar.gemm_sm90_ptx import (
@@ -206,7 +206,7 @@ def test_entries_meet_divided_activations(group: int, int8: bool) -> None:
     weight = reference.dense(layout)
     weight[layout.row_perm[:40].long()] += residuals[:40, :500]
     x = torch.randn(8, 500)
-    got = dense_tokens(x, layout).double() @ weight.T
+    got = scaled_activations(x, layout).double() @ weight.T
     assert relative_error(got, reference.linear(x, layout)) < 1e-4
 
 

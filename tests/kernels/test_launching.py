@@ -70,7 +70,7 @@ def every_way() -> None:
     from requant_kernels import pack_trellis
     from requant_kernels.launch_config import DecodeConfig, HopperConfig, TrellisConfig
     from requant_kernels.scalar.gemm_sm90 import hopper
-    from requant_kernels.scalar.gemv import decode
+    from requant_kernels.scalar.gemv import gemv
     from requant_kernels.trellis.matmul import trellis_linear
 
     from .cases import Case, random_layout, random_trellis
@@ -84,7 +84,7 @@ def every_way() -> None:
         for m in (1, case.m):
             for staged in (False, True):
                 config = DecodeConfig(warps=2, staged=staged, max_registers=128 if m == 1 else None)
-                decode(torch.randn(m, case.k).half(), layout, None, config, asm=True)
+                gemv(torch.randn(m, case.k).half(), layout, None, config, asm=True)
         for split in (1, 2):
             x = torch.randn(40, case.k).half()
             hopper(x, layout, None, HopperConfig(tokens=64, warps=4, tiles=1, ahead=1, split=split))

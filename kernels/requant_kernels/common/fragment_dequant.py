@@ -1,15 +1,18 @@
-"""What the kernels share: loading a block of words, turning it into weights, and the arguments for both.
+"""Device functions that the Triton kernels share: load the packed codes of a k_tile, dequantize them to MMA fragments.
 
-The shapes of the loads look odd on purpose. Triton gives lanes to the contiguous dimension first and then to dimension
-0, 1, ..: `[lane, warp, tile, 4]` makes a lane load the 16 bytes that it will multiply, so that every reshape and permute
-is a renaming of registers. Another compiler may move data instead; it will be slower, and right.
+The shapes of the loads look odd on purpose. Triton assigns lanes to the contiguous dimension first, then to dimensions 0,
+1, ...: `[lane, warp, tile, 4]` makes a lane load the 16 bytes that it will multiply, so every reshape and permute below only
+renames registers. With another compiler the same code may move data between lanes; it is then slower, and still correct.
 
-`ASM` is the PTX of `words.py`, or None: then the same bits are taken apart by plain Triton (interpreter, AMD).
+Shapes are written by their meaning: lane 4 g + t, `warp`, `tile` (row tiles of a CTA), and `kh rh e` as in `bit_layout.py`.
+`FORMAT` (a `DequantFormat`) is everything that the compiler has to know of a packed format, in one constexpr argument.
 """
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none, reportAttributeAccessIssue=none
 # pyright: reportPossiblyUnboundVariable=none, reportGeneralTypeIssues=none, reportAssignmentType=none, reportReturnType=none, reportOptionalMemberAccess=none
 
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,245 +30,284 @@ from requant_kernels.common.bit_layout import (
 from requant_kernels.common.packing import CodebookLayout, Layout
 
 
+@dataclass(frozen=True, kw_only=True)
+class DequantFormat:
+    """Compile-time description of a packed format.
+
+    `ptx` dequantizes the two halves of a k_tile; it is None for the plain Triton path (interpreter, AMD, codebooks of more
+    than 4 bits), which takes codes apart by `bit_positions`. `group_size` is the kernels': 0 is one scale per row.
+    `table_registers` hold a row's byte tables of a codebook. `grid_step` is the value of one step in the output.
+    """
+
+    ptx: tuple[str, str] | None
+    constraints: str | None
+    bit_positions: tuple[int, ...] | None
+    codebook: bool
+    bits: int
+    group_size: int
+    table_registers: int
+    grid_step: float
+
+
+@cache
+def dequant_format(
+    layout_type: type, bits: int, group_size: int, zeros: bool, dtype: torch.dtype, asm: bool
+) -> DequantFormat:
+    """The `DequantFormat` of a layout; `group_size` is its kernel_group, `dtype` that of the activations."""
+    name = "fp16" if dtype == torch.float16 else "bf16"
+    codebook = layout_type is CodebookLayout
+    use_ptx = asm and not (codebook and bits > 4)
+    if codebook:
+        tables = 1 << (bits - 1) if use_ptx else 0
+        inputs = tables
+        texts = [codebook_dequant_ptx(bits, half) for half in range(2)] if use_ptx else []
+    else:
+        tables = 0
+        groups = 0 if not zeros else max(1, 256 // group_size) if group_size else 1
+        inputs = groups // 2 if groups > 1 else groups
+        texts = [grid_dequant_ptx(bits, name, groups, half) for half in range(2)] if use_ptx else []
+    return DequantFormat(
+        ptx=(texts[0], texts[1]) if use_ptx else None,
+        constraints=asm_constraints(bits + inputs) if use_ptx else None,
+        bit_positions=None if use_ptx else flat_bit_positions("codebook" if codebook else "grid", bits),
+        codebook=codebook,
+        bits=bits,
+        group_size=group_size,
+        table_registers=tables,
+        grid_step=GRID_STEP[name] if use_ptx else 1.0,
+    )
+
+
+def dequant_operands(
+    layout: Layout, dtype: torch.dtype, asm: bool
+) -> tuple[tuple[Tensor | None, ...], DequantFormat]:
+    """The weight's tensors (packed codes, scales or byte tables, zero points, levels) and its `DequantFormat`."""
+    if isinstance(layout, CodebookLayout):
+        tables = layout.levels if layout.tables is None else layout.tables[int(dtype != torch.float16)]
+        tensors = (layout.packed_codes, tables, None, layout.levels)
+        return tensors, dequant_format(CodebookLayout, layout.bits, 0, False, dtype, asm)
+    zeros = layout.zero_points
+    tensors = (layout.packed_codes, layout.scales, zeros, None)
+    return tensors, dequant_format(
+        type(layout), layout.bits, layout.kernel_group, zeros is not None, dtype, asm
+    )
+
+
+def sparse_operands(layout: Any) -> tuple[Tensor | None, ...]:
+    """row_perm, and of the sliced ELL slice_ptr, columns, values, row scales; None where there is no sparse part."""
+    ell = layout.sparse
+    if ell is None:
+        return layout.row_perm, None, None, None, None
+    return layout.row_perm, ell.slice_ptr, ell.columns, ell.values, ell.row_scales
+
+
+def scaled_activations(x: Tensor, layout: Layout) -> Tensor:
+    """The activations of the dense part: divided by `column_scales` where there are any."""
+    if isinstance(layout, CodebookLayout) or layout.column_scales is None:
+        return x
+    return x / layout.column_scales.to(x.dtype)
+
+
 @triton.jit
-def load_block(w_ptr, s_ptr, z_ptr, tiles, block, blocks, BITS: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
-               W: tl.constexpr):  # fmt: skip
-    """The words of one block a warp and tile (`tiles`, `block`: `[warp, tile]`), its scales, its zero points."""
+def load_k_tile(
+    codes_ptr, scales_ptr, zeros_ptr, tiles, k_tile, k_tiles, FORMAT: tl.constexpr, EVEN_K: tl.constexpr
+):
+    """The packed codes, scales and zero points of one k_tile for each warp and tile (`tiles`, `k_tile`: `[warp, tile]`).
+
+    A tuple: `bits` words `[lane, warp, tile, 4]`, then the scales and the zero points of its groups, as `load_groups` has
+    them. EVEN_K: every k_tile lies in the matrix, so nothing is masked.
+    """
+    BITS: tl.constexpr = FORMAT.bits
+    GROUP: tl.constexpr = FORMAT.group_size
     lane, four = tl.arange(0, 32), tl.arange(0, 4)
-    at = (tiles * blocks + block)[None, :, :, None] * (BITS * 128)
+    at = (tiles * k_tiles + k_tile)[None, :, :, None] * (BITS * 128)
     at += lane[:, None, None, None] * 4 + four[None, None, None, :]
     loaded = ()
     for i in tl.static_range(BITS):
-        if EVEN:
-            word = tl.load(w_ptr + at + i * 128, eviction_policy="evict_first")
+        if EVEN_K:
+            word = tl.load(codes_ptr + at + i * 128, eviction_policy="evict_first")
         else:
-            inside = (block < blocks)[None, :, :, None]
-            word = tl.load(w_ptr + at + i * 128, mask=inside, other=0, eviction_policy="evict_first")
+            inside = (k_tile < k_tiles)[None, :, :, None]
+            word = tl.load(codes_ptr + at + i * 128, mask=inside, other=0, eviction_policy="evict_first")
         loaded = loaded + (word,)
     if GROUP > 0:
-        loaded = loaded + load_scales(s_ptr, z_ptr, tiles, block, blocks, GROUP, EVEN, W)
+        loaded = loaded + load_groups(scales_ptr, tiles, k_tile, k_tiles, GROUP, EVEN_K)
+        if zeros_ptr is not None:
+            loaded = loaded + load_groups(zeros_ptr, tiles, k_tile, k_tiles, GROUP, EVEN_K)
     return loaded
 
 
 @triton.jit
-def load_scales(s_ptr, z_ptr, tiles, block, blocks, GROUP: tl.constexpr, EVEN: tl.constexpr, W: tl.constexpr):
-    """The scales of one block a warp and tile, and its zero points."""
-    loaded = _load_groups(s_ptr, tiles, block, blocks, GROUP, EVEN, W)
-    if z_ptr is not None:
-        loaded = loaded + _load_groups(z_ptr, tiles, block, blocks, GROUP, EVEN, W)
-    return loaded
-
-
-@triton.jit
-def _load_groups(pointer, tiles, block, blocks, GROUP: tl.constexpr, EVEN: tl.constexpr, W: tl.constexpr):
-    """A scale (or zero point) a row and group of one block a warp, each `[t, g, warp, tile, rh]`."""
-    a_block: tl.constexpr = 256 // GROUP if GROUP < 256 else 1
-    a_group: tl.constexpr = GROUP // 256 if GROUP > 256 else 1
+def load_groups(pointer, tiles, k_tile, k_tiles, GROUP: tl.constexpr, EVEN_K: tl.constexpr):
+    """A scale (or zero point) for each row and group of a k_tile: a tuple over groups of `[t, g, warp, tile, rh]`."""
+    GROUPS_PER_TILE: tl.constexpr = 256 // GROUP if GROUP < 256 else 1
+    TILES_PER_GROUP: tl.constexpr = GROUP // 256 if GROUP > 256 else 1
     loaded = ()
-    for i in tl.static_range(a_block):
-        groups = tl.cdiv(blocks, a_group) * a_block
-        at = row_offsets(tiles * groups + block // a_group * a_block + i)
-        if EVEN:
+    for i in tl.static_range(GROUPS_PER_TILE):
+        groups = tl.cdiv(k_tiles, TILES_PER_GROUP) * GROUPS_PER_TILE
+        at = row_offsets(tiles * groups + k_tile // TILES_PER_GROUP * GROUPS_PER_TILE + i)
+        if EVEN_K:
             loaded = loaded + (tl.load(pointer + at),)
         else:
-            loaded = loaded + (
-                tl.load(pointer + at, mask=(block < blocks)[None, None, :, :, None], other=0.0),
-            )
+            inside = (k_tile < k_tiles)[None, None, :, :, None]
+            loaded = loaded + (tl.load(pointer + at, mask=inside, other=0.0),)
     return loaded
 
 
 @triton.jit
 def row_offsets(base):
-    """`[t, g, warp, tile, rh]`: where a lane finds what belongs to its rows g and g + 8 (the four t read the same)."""
+    """`[t, g, warp, tile, rh]`: offsets of a lane's rows g and g + 8 in units of 16 values (the four t read the same)."""
     t, g, rh = tl.arange(0, 4), tl.arange(0, 8), tl.arange(0, 2)
     same = t[:, None, None, None, None] * 0 + g[None, :, None, None, None] * 2 + rh[None, None, None, None, :]
     return same + base[None, None, :, :, None] * 16
 
 
 @triton.jit
-def _like_words(rows, W: tl.constexpr, R: tl.constexpr):
-    """A value a row `[t, g, warp, tile, rh]` -> `[lane, warp, tile, 4]`, the shape of words."""
-    rows = tl.reshape(tl.permute(rows, (1, 0, 2, 3, 4)), [32, W, R, 1, 2])
-    return tl.reshape(tl.broadcast_to(rows, [32, W, R, 2, 2]), [32, W, R, 4])
+def load_row_constants(
+    scales_ptr, zeros_ptr, tiles, FORMAT: tl.constexpr, WARPS: tl.constexpr, TILES: tl.constexpr
+):
+    """What belongs to the rows for the whole launch: a codebook's byte tables, or one zero point per row."""
+    TABLES: tl.constexpr = FORMAT.table_registers
+    loaded = ()
+    same = tl.arange(0, WARPS)[:, None] * 0 + tiles
+    if FORMAT.codebook:
+        for i in tl.static_range(TABLES):
+            table = tl.load(scales_ptr + row_offsets(same * TABLES + i))
+            loaded = loaded + (rows_to_codes(table, WARPS, TILES),)
+    elif zeros_ptr is not None and FORMAT.group_size == 0:
+        loaded = (tl.load(zeros_ptr + row_offsets(same)),)
+    return loaded
 
 
 @triton.jit
-def _code(words, POSITIONS: tl.constexpr, e: tl.constexpr, plane: tl.constexpr, BITS: tl.constexpr):
-    """Plain Triton: one code of every 32-bit word, by the table of bit positions."""
-    code = tl.zeros_like(words[0])
-    for c in tl.static_range(BITS):
-        code += (
-            (
-                words[POSITIONS[(e * 16 + plane) * BITS + c] // 32]
-                >> (POSITIONS[(e * 16 + plane) * BITS + c] % 32)
-            )
-            & 1
-        ) << c
-    return code
+def rows_to_codes(rows, WARPS: tl.constexpr, TILES: tl.constexpr):
+    """Replicate a value per row `[t, g, warp, tile, rh]` to the shape of packed codes, `[lane, warp, tile, 4]`."""
+    rows = tl.reshape(tl.permute(rows, (1, 0, 2, 3, 4)), [32, WARPS, TILES, 1, 2])
+    return tl.reshape(tl.broadcast_to(rows, [32, WARPS, TILES, 2, 2]), [32, WARPS, TILES, 4])
 
 
 @triton.jit
-def _decode_plain(words, zeros, levels_ptr, tiles, dtype, POSITIONS: tl.constexpr, CODEBOOK: tl.constexpr,
-                  BITS: tl.constexpr, GROUPS: tl.constexpr, W: tl.constexpr, R: tl.constexpr, H: tl.constexpr):  # fmt: skip
-    """`decode_half` without assembly; one step of a grid is worth 1."""
-    row = tl.arange(0, 32)[:, None, None, None] // 4 + 8 * (tl.arange(0, 4)[None, None, None, :] % 2)
-    row = tiles[None, :, :, None] * 16 + row
-    planes = ()
-    for i in tl.static_range(8):
-        low = _code(words, POSITIONS, 0, 8 * H + i, BITS)
-        high = _code(words, POSITIONS, 1, 8 * H + i, BITS)
-        if CODEBOOK:
-            at = levels_ptr + row * (1 << BITS)
-            low, high = tl.load(at + low), tl.load(at + high)
-        else:
-            zero = (
-                _like_words(zeros[i * GROUPS // 16], W, R).to(tl.float32)
-                if len(zeros) > 0
-                else 1 << (BITS - 1)
-            )
-            low, high = low - zero, high - zero
-        planes = planes + (tl.join(low.to(dtype), high.to(dtype)),)
-    return planes
+def rows_to_accumulator(rows, WARPS: tl.constexpr, TILES: tl.constexpr, TOKENS: tl.constexpr):
+    """Replicate a value per row `[t, g, warp, tile, rh]` to the shape of the accumulator, `[warp, rows, TOKENS]`."""
+    rows = tl.reshape(tl.permute(rows, (2, 3, 4, 1, 0)), [WARPS, TILES, 2, 8, 1, 4, 1])
+    rows = tl.broadcast_to(rows, [WARPS, TILES, 2, 8, TOKENS // 8, 4, 2])
+    return tl.reshape(rows, [WARPS, 16 * TILES, TOKENS])
 
 
 @triton.jit
-def _zero_pairs(zero, BIAS: tl.constexpr, UNIT: tl.constexpr, dtype, W: tl.constexpr, R: tl.constexpr):
-    """Zero points `[t, g, warp, tile, rh]` -> the pair -(zero + BIAS) * UNIT in 32 bits, in the shape of words."""
-    half = ((zero.to(tl.float32) + BIAS) * (-UNIT)).to(dtype).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-    return _like_words(half * 0x10001, W, R)
-
-
-@triton.jit
-def halves(pair, dtype):
+def unpack_pair(pair, dtype):
     """int32 -> the two 16-bit floats that it holds, in a new last dimension."""
     low, high = pair.to(tl.int16), (pair >> 16).to(tl.int16)
     return tl.join(low.to(dtype, bitcast=True), high.to(dtype, bitcast=True))
 
 
 @triton.jit
-def left_operand(even, odd, W: tl.constexpr, R: tl.constexpr):
-    """Both planes of a slab `[lane, warp, tile, (kh rh), e]` -> `[warp, rows, 32]`."""
-    weight = tl.reshape(tl.join(even, odd), [8, 4, W, R, 2, 2, 2, 2])
+def weight_operand(even, odd, WARPS: tl.constexpr, TILES: tl.constexpr):
+    """Left MMA operand of 32 columns: two steps `[lane, warp, tile, (kh rh), e]` -> `[warp, rows, 32]`."""
+    weight = tl.reshape(tl.join(even, odd), [8, 4, WARPS, TILES, 2, 2, 2, 2])
     # g t w tile kh rh e j -> w (tile rh g) (kh t j e)
-    return tl.reshape(tl.permute(weight, (2, 3, 5, 0, 4, 1, 7, 6)), [W, 16 * R, 32])
+    return tl.reshape(tl.permute(weight, (2, 3, 5, 0, 4, 1, 7, 6)), [WARPS, 16 * TILES, 32])
 
 
 @triton.jit
-def right_operand(tokens, dtype, W: tl.constexpr, N: tl.constexpr):
-    """Pairs of activations of a slab `[t, g, warp, token / 8, (j kh)]` -> `[warp, 32, N]`."""
-    x = tl.reshape(halves(tokens, dtype), [4, 8, W, N // 8, 2, 2, 2])
+def activation_operand(pairs, dtype, WARPS: tl.constexpr, TOKENS: tl.constexpr):
+    """Right MMA operand: pairs of activations of 32 columns `[t, g, warp, token / 8, (j kh)]` -> `[warp, 32, TOKENS]`."""
+    x = tl.reshape(unpack_pair(pairs, dtype), [4, 8, WARPS, TOKENS // 8, 2, 2, 2])
     x = tl.permute(x, (2, 5, 0, 4, 6, 3, 1))  # t g w nt j kh e -> w (kh t j e) (nt g)
-    return tl.reshape(x, [W, 32, N])
+    return tl.reshape(x, [WARPS, 32, TOKENS])
 
 
 @triton.jit
-def rows_like_products(rows, W: tl.constexpr, R: tl.constexpr, N: tl.constexpr):
-    """A value a row `[t, g, warp, tile, rh]` -> `[warp, rows, N]`, the shape of products."""
-    rows = tl.reshape(tl.permute(rows, (2, 3, 4, 1, 0)), [W, R, 2, 8, 1, 4, 1])
-    return tl.reshape(tl.broadcast_to(rows, [W, R, 2, 8, N // 8, 4, 2]), [W, 16 * R, N])
+def dequantize_half(loaded, row_constants, levels_ptr, tiles, like_ptr, FORMAT: tl.constexpr, ZEROS: tl.constexpr,
+                    WARPS: tl.constexpr, TILES: tl.constexpr, HALF: tl.constexpr):  # fmt: skip
+    """MMA steps 8 HALF .. 8 HALF + 7 of a k_tile, a tuple of `[lane, warp, tile, (kh rh), e]` in the type of `like_ptr`.
 
-
-@triton.jit
-def decode_half(loaded, tables, levels_ptr, tiles, like_ptr, ASM: tl.constexpr, CONSTRAINTS: tl.constexpr,
-                POSITIONS: tl.constexpr, CODEBOOK: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
-                ZEROS: tl.constexpr, UNIT: tl.constexpr, W: tl.constexpr, R: tl.constexpr, H: tl.constexpr):  # fmt: skip
-    """Planes 8 H .. 8 H + 7 of a block, `[lane, warp, tile, (kh rh), e]`: levels, or steps of the grid times UNIT."""
+    Values are a codebook's levels, or grid steps `(code - zero) * grid_step`, whose scale is the caller's to apply.
+    """
+    BITS: tl.constexpr = FORMAT.bits
+    GROUP: tl.constexpr = FORMAT.group_size
     dtype = like_ptr.dtype.element_ty
     GROUPS: tl.constexpr = 256 // GROUP if GROUP > 0 and GROUP < 256 else 1
     OWN: tl.constexpr = GROUPS // 2 if GROUPS > 1 else 1  # groups of a half
-    BIAS: tl.constexpr = 1024 if BITS == 8 and dtype == tl.float16 else 0  # `zero_bias` of words.py
+    STEP: tl.constexpr = FORMAT.grid_step
+    BIAS: tl.constexpr = 1024 if BITS == 8 and dtype == tl.float16 else 0  # `zero_bias` of bit_layout.py
     zeros = ()
     if ZEROS and GROUP == 0:
-        zeros = tables  # a zero point a row rides there
+        zeros = row_constants
     elif ZEROS:
-        FIRST: tl.constexpr = BITS + GROUPS + (H * OWN if GROUPS > 1 else 0)
+        FIRST: tl.constexpr = BITS + GROUPS + (HALF * OWN if GROUPS > 1 else 0)
         zeros = loaded[FIRST : FIRST + OWN]
-    if ASM is None:
-        planes = _decode_plain(
-            loaded, zeros, levels_ptr, tiles, dtype, POSITIONS, CODEBOOK, BITS, GROUPS, W, R, H
-        )
+    if FORMAT.ptx is None:
+        steps = _dequantize_plain(loaded, zeros, levels_ptr, tiles, dtype, FORMAT, GROUPS, WARPS, TILES, HALF)
     else:
         operands = ()
-        if CODEBOOK:
-            operands = tables
+        if FORMAT.codebook:
+            operands = row_constants
         elif ZEROS:
             for i in tl.static_range(OWN):
-                operands = operands + (_zero_pairs(zeros[i], BIAS, UNIT, dtype, W, R),)
+                operands = operands + (_zero_pairs(zeros[i], BIAS, STEP, dtype, WARPS, TILES),)
         pairs = tl.inline_asm_elementwise(
-            ASM[H], CONSTRAINTS, loaded[:BITS] + operands, dtype=(tl.int32,) * 8, is_pure=True, pack=1
-        )
-        planes = ()
+            FORMAT.ptx[HALF], FORMAT.constraints, loaded[:BITS] + operands, dtype=(tl.int32,) * 8, is_pure=True, pack=1
+        )  # fmt: skip
+        steps = ()
         for i in tl.static_range(8):
-            planes = planes + (halves(pairs[i], dtype),)
-    return planes
+            steps = steps + (unpack_pair(pairs[i], dtype),)
+    return steps
 
 
 @triton.jit
-def load_tables(s_ptr, z_ptr, tiles, CODEBOOK: tl.constexpr, TABLES: tl.constexpr, GROUP: tl.constexpr,
-                W: tl.constexpr, R: tl.constexpr):  # fmt: skip
-    """What belongs to the rows for the whole launch: byte tables of a codebook, or one zero point a row."""
-    tables = ()
-    same = tl.arange(0, W)[:, None] * 0 + tiles
-    if CODEBOOK:
-        for i in tl.static_range(TABLES):
-            tables = tables + (_like_words(tl.load(s_ptr + row_offsets(same * TABLES + i)), W, R),)
-    elif z_ptr is not None and GROUP == 0:
-        tables = (tl.load(z_ptr + row_offsets(same)),)
-    return tables
+def _zero_pairs(
+    zero, BIAS: tl.constexpr, STEP: tl.constexpr, dtype, WARPS: tl.constexpr, TILES: tl.constexpr
+):
+    """Zero points `[t, g, warp, tile, rh]` -> the pair -(zero + BIAS) * STEP in 32 bits, in the shape of packed codes."""
+    half = ((zero.to(tl.float32) + BIAS) * (-STEP)).to(dtype).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    return rows_to_codes(half * 0x10001, WARPS, TILES)
 
 
 @triton.jit
-def load_slots(si_ptr, sv_ptr, first, last, SLOTS: tl.constexpr):
-    """Columns and residuals of `SLOTS` chunks of 8 from chunk `first` of every row on: `[rows, SLOTS, 8]`."""
-    row, chunk, eight = tl.arange(0, first.shape[0]), tl.arange(0, SLOTS), tl.arange(0, 8)
-    chunks = first[:, None] + chunk[None, :]
-    at = chunks[:, :, None].to(tl.int64) * 128 + (row % 16)[:, None, None] * 8 + eight[None, None, :]
-    inside = (chunks < last[:, None])[:, :, None]
-    column = tl.load(si_ptr + at, mask=inside, other=0, eviction_policy="evict_first").to(tl.int32) & 0xFFFF
-    return column, tl.load(sv_ptr + at, mask=inside, other=0, eviction_policy="evict_first")
+def _dequantize_plain(words, zeros, levels_ptr, tiles, dtype, FORMAT: tl.constexpr, GROUPS: tl.constexpr,
+                      WARPS: tl.constexpr, TILES: tl.constexpr, HALF: tl.constexpr):  # fmt: skip
+    """`dequantize_half` without PTX; a grid step is 1."""
+    BITS: tl.constexpr = FORMAT.bits
+    POSITIONS: tl.constexpr = FORMAT.bit_positions
+    row = tl.arange(0, 32)[:, None, None, None] // 4 + 8 * (tl.arange(0, 4)[None, None, None, :] % 2)
+    row = tiles[None, :, :, None] * 16 + row
+    steps = ()
+    for i in tl.static_range(8):
+        low = _code(words, POSITIONS, 0, 8 * HALF + i, BITS)
+        high = _code(words, POSITIONS, 1, 8 * HALF + i, BITS)
+        if FORMAT.codebook:
+            at = levels_ptr + row * (1 << BITS)
+            low, high = tl.load(at + low), tl.load(at + high)
+        else:
+            zero = (
+                rows_to_codes(zeros[i * GROUPS // 16], WARPS, TILES).to(tl.float32)
+                if len(zeros) > 0
+                else 1 << (BITS - 1)
+            )
+            low, high = low - zero, high - zero
+        steps = steps + (tl.join(low.to(dtype), high.to(dtype)),)
+    return steps
 
 
-def operands(
-    layout: Layout, dtype: torch.dtype, asm: bool
-) -> tuple[tuple[Tensor | None, ...], dict[str, object]]:
-    """The weight's arguments of a kernel (words, scales or tables, zero points, levels) and its decoding constants."""
-    name = "fp16" if dtype == torch.float16 else "bf16"
-    codebook = isinstance(layout, CodebookLayout)
-    use_asm = asm and not (codebook and layout.bits > 4)
-    if codebook:
-        tables = 1 << (layout.bits - 1) if use_asm else 0
-        group, inputs = 0, tables
-        scales = layout.levels if layout.tables is None else layout.tables[int(name == "bf16")]
-        tensors = (layout.packed_codes, scales, None, layout.levels)
-        texts = [codebook_dequant_ptx(layout.bits, half) for half in range(2)] if use_asm else None
-    else:
-        tables, group = 0, layout.kernel_group
-        groups = 0 if layout.zero_points is None else max(1, 256 // group) if group else 1
-        inputs = groups // 2 if groups > 1 else groups
-        tensors = (layout.packed_codes, layout.scales, layout.zero_points, None)
-        texts = [grid_dequant_ptx(layout.bits, name, groups, half) for half in range(2)] if use_asm else None
-    return tensors, {
-        "ASM": None if texts is None else tuple(texts),
-        "CONSTRAINTS": asm_constraints(layout.bits + inputs) if use_asm else None,
-        "POSITIONS": None if use_asm else flat_bit_positions("codebook" if codebook else "grid", layout.bits),
-        "CODEBOOK": codebook,
-        "BITS": layout.bits,
-        "TABLES": tables,
-        "GROUP": group,
-        "UNIT": GRID_STEP[name] if use_asm else 1.0,
-    }
+@triton.jit
+def _code(words, POSITIONS: tl.constexpr, e: tl.constexpr, step: tl.constexpr, BITS: tl.constexpr):
+    """One code of every 32-bit word, bit by bit, by the table of bit positions."""
+    code = tl.zeros_like(words[0])
+    for c in tl.static_range(BITS):
+        word = words[POSITIONS[(e * 16 + step) * BITS + c] // 32]
+        code += ((word >> (POSITIONS[(e * 16 + step) * BITS + c] % 32)) & 1) << c
+    return code
 
 
-def sparse_operands(layout: Any) -> tuple[Tensor | None, ...]:
-    """rows, starts, columns, values and row scales; None where the layout has no sparse part."""
-    sparse = layout.sparse
-    if sparse is None:
-        return layout.row_perm, None, None, None, None
-    return layout.row_perm, sparse.slice_ptr, sparse.columns, sparse.values, sparse.row_scales
-
-
-def dense_tokens(x: Tensor, layout: Layout) -> Tensor:
-    """The activations that meet the dense part: divided by `column_scales` where there are any."""
-    if isinstance(layout, CodebookLayout) or layout.column_scales is None:
-        return x
-    return x / layout.column_scales.to(x.dtype)
+@triton.jit
+def load_slices(columns_ptr, values_ptr, first, last, SLICES: tl.constexpr):
+    """Columns and values of `SLICES` slices of every row, from slice `first` on: `[rows, SLICES, 8]`; 0 from `last` on."""
+    row, i, slot = tl.arange(0, first.shape[0]), tl.arange(0, SLICES), tl.arange(0, 8)
+    slices = first[:, None] + i[None, :]
+    at = slices[:, :, None].to(tl.int64) * 128 + (row % 16)[:, None, None] * 8 + slot[None, None, :]
+    inside = (slices < last[:, None])[:, :, None]
+    column = (
+        tl.load(columns_ptr + at, mask=inside, other=0, eviction_policy="evict_first").to(tl.int32) & 0xFFFF
+    )
+    return column, tl.load(values_ptr + at, mask=inside, other=0, eviction_policy="evict_first")

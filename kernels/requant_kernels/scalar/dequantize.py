@@ -1,7 +1,7 @@
-"""Dequantize a layout to a plain matrix `[n, k]`: for many tokens the way to cuBLAS, and the reference of `generate`.
+"""Dequantize a layout to its weight `[n, k]`: beyond 512 tokens (128 off Hopper) the product is then cuBLAS's.
 
-A program owns 16 rows and takes their blocks through the same decoder as `decode.py`; it writes 16 bytes a lane, then
-adds the residuals of its rows in place. The dense value is rounded to the matrix's type before the residual is added.
+A CTA has 16 rows and takes their k_tiles through the same device functions as `gemv.py`; it stores 16 bytes per lane, then
+adds the residuals of its rows in place. The dense value is rounded to the output type before the residual is added.
 """
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none, reportAttributeAccessIssue=none
@@ -13,11 +13,11 @@ import triton.language as tl
 from torch import Tensor
 
 from requant_kernels.common.fragment_dequant import (
-    decode_half,
-    load_block,
-    load_slots,
-    load_tables,
-    operands,
+    dequant_operands,
+    dequantize_half,
+    load_k_tile,
+    load_row_constants,
+    load_slices,
     sparse_operands,
 )
 from requant_kernels.common.packing import CodebookLayout, Layout
@@ -25,76 +25,80 @@ from requant_kernels.common.packing import CodebookLayout, Layout
 
 @triton.jit(do_not_specialize=["last_tile", "steps"])
 def dequantize_kernel(
-    w_ptr, s_ptr, z_ptr, levels_ptr, rows_ptr, sp_ptr, si_ptr, sv_ptr, sr_ptr, cs_ptr, out_ptr,
-    K, n, last_tile, steps,
-    ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, POSITIONS: tl.constexpr, CODEBOOK: tl.constexpr, BITS: tl.constexpr,
-    TABLES: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr, SLOTS: tl.constexpr, W: tl.constexpr,
+    codes_ptr, scales_ptr, zeros_ptr, levels_ptr, row_perm_ptr, slice_ptr, ell_columns_ptr, ell_values_ptr,
+    ell_row_scales_ptr, column_scales_ptr, out_ptr, K, n, last_tile, steps,
+    FORMAT: tl.constexpr, SLICES: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """out `[n, K]`; grid: tiles of 16 rows."""
+    """out `[n, K]`; grid: row tiles. Each warp takes one k_tile per step."""
+    BITS: tl.constexpr = FORMAT.bits
+    GROUP: tl.constexpr = FORMAT.group_size
+    GROUPS: tl.constexpr = 256 // GROUP if GROUP > 0 and GROUP < 256 else 1
+    ZEROS: tl.constexpr = zeros_ptr is not None
     dtype = out_ptr.dtype.element_ty
     tile = tl.program_id(0)
     tiles = tl.minimum(tile + tl.arange(0, 1), last_tile).to(tl.int64)[None, :]
-    ZEROS: tl.constexpr = z_ptr is not None
-    GROUPS: tl.constexpr = 256 // GROUP if GROUP > 0 and GROUP < 256 else 1
-    blocks = tl.cdiv(K, 256)
-    tables = load_tables(s_ptr, z_ptr, tiles, CODEBOOK, TABLES, GROUP, W, 1)
+    k_tiles = tl.cdiv(K, 256)
+    row_constants = load_row_constants(scales_ptr, zeros_ptr, tiles, FORMAT, WARPS, 1)
     t, g, rh, eight = tl.arange(0, 4), tl.arange(0, 8), tl.arange(0, 2), tl.arange(0, 8)
     position = tile.to(tl.int64) * 16 + rh[None, None, None, :, None] * 8 + g[None, :, None, None, None]
-    row = position if rows_ptr is None else tl.load(rows_ptr + position).to(tl.int64)
+    row = position if row_perm_ptr is None else tl.load(row_perm_ptr + position).to(tl.int64)
     for step in range(steps):
-        block = step * W + tl.arange(0, W)
-        loaded = load_block(w_ptr, s_ptr, z_ptr, tiles, block[:, None], blocks, BITS, GROUP, False, W)
-        planes = ()
+        k_tile = step * WARPS + tl.arange(0, WARPS)
+        loaded = load_k_tile(codes_ptr, scales_ptr, zeros_ptr, tiles, k_tile[:, None], k_tiles, FORMAT, False)
+        weights = ()
         for half in tl.static_range(2):
-            planes = planes + decode_half(loaded, tables, levels_ptr, tiles, out_ptr, ASM, CONSTRAINTS, POSITIONS,
-                                          CODEBOOK, BITS, GROUP, ZEROS, UNIT, W, 1, half)  # fmt: skip
-        for slab in tl.static_range(8):
-            value = tl.reshape(tl.join(planes[2 * slab], planes[2 * slab + 1]), [8, 4, W, 2, 2, 2, 2])
+            weights = weights + dequantize_half(
+                loaded, row_constants, levels_ptr, tiles, out_ptr, FORMAT, ZEROS, WARPS, 1, half
+            )
+        for k32 in tl.static_range(8):
+            value = tl.reshape(tl.join(weights[2 * k32], weights[2 * k32 + 1]), [8, 4, WARPS, 2, 2, 2, 2])
             value = tl.permute(value, (1, 0, 2, 4, 6, 3, 5))  # g t w kh rh e j -> t g w rh (j kh e)
-            value = tl.reshape(value, [4, 8, W, 2, 8]).to(tl.float32)
-            column = block[None, None, :, None, None] * 256 + slab * 32
+            value = tl.reshape(value, [4, 8, WARPS, 2, 8]).to(tl.float32)
+            column = k_tile[None, None, :, None, None] * 256 + k32 * 32
             column += t[:, None, None, None, None] * 8 + eight[None, None, None, None, :]
-            if not CODEBOOK:
+            if not FORMAT.codebook:
                 if GROUP > 0:
-                    scale = tl.reshape(loaded[BITS + slab * GROUPS // 8], [4, 8, W, 2, 1])
+                    scale = tl.reshape(loaded[BITS + k32 * GROUPS // 8], [4, 8, WARPS, 2, 1])
                 else:
                     at = (
                         tile.to(tl.int64) * 16
                         + g[None, :, None, None, None] * 2
                         + rh[None, None, None, :, None]
                     )
-                    scale = tl.load(s_ptr + at)
-                value *= scale.to(tl.float32) * (1.0 / UNIT)
-                if cs_ptr is not None:
-                    value /= tl.load(cs_ptr + column, mask=column < K, other=1.0).to(tl.float32)
+                    scale = tl.load(scales_ptr + at)
+                value *= scale.to(tl.float32) * (1.0 / FORMAT.grid_step)
+                if column_scales_ptr is not None:
+                    value /= tl.load(column_scales_ptr + column, mask=column < K, other=1.0).to(tl.float32)
             tl.store(out_ptr + row * K + column, value.to(dtype), mask=(row < n) & (column < K))
-    if sp_ptr is not None:
-        tl.debug_barrier()  # this program's own stores come first
+    if slice_ptr is not None:
+        tl.debug_barrier()  # this CTA's own stores come first
         at = tile.to(tl.int64) * 16 + tl.arange(0, 16)
-        own = tl.load(rows_ptr + at).to(tl.int64)[:, None, None]
-        chunk = tl.load(sp_ptr + tile + tl.arange(0, 16) * 0)
-        last = tl.load(sp_ptr + tile + 1)
-        while tl.max(last - chunk, 0) > 0:
-            column, value = load_slots(si_ptr, sv_ptr, chunk, chunk * 0 + last, SLOTS)
+        own = tl.load(row_perm_ptr + at).to(tl.int64)[:, None, None]
+        first = tl.load(slice_ptr + tile + tl.arange(0, 16) * 0)
+        last = tl.load(slice_ptr + tile + 1)
+        while tl.max(last - first, 0) > 0:
+            column, value = load_slices(ell_columns_ptr, ell_values_ptr, first, first * 0 + last, SLICES)
             residual = value.to(tl.float32)
-            if sr_ptr is not None:
-                residual *= tl.load(sr_ptr + at).to(tl.float32)[:, None, None]
-            held = out_ptr + own * K + column
-            filled = (value != 0) & (own < n)  # an empty slot points at column 0, which may be someone's
-            tl.store(
-                held, (tl.load(held, mask=filled, other=0.0).to(tl.float32) + residual).to(dtype), mask=filled
-            )
-            chunk += SLOTS
+            if ell_row_scales_ptr is not None:
+                residual *= tl.load(ell_row_scales_ptr + at).to(tl.float32)[:, None, None]
+            out = out_ptr + own * K + column
+            filled = (value != 0) & (
+                own < n
+            )  # an empty slot has column 0, whose weight another slot may hold
+            dense = tl.load(out, mask=filled, other=0.0).to(tl.float32)
+            tl.store(out, (dense + residual).to(dtype), mask=filled)
+            first += SLICES
 
 
 def dequantize(layout: Layout, dtype: torch.dtype, *, asm: bool) -> Tensor:
-    """The matrix [n, k] in `dtype` (float16 or bfloat16)."""
+    """The weight [n, k] in `dtype` (float16 or bfloat16)."""
     out = torch.empty(layout.n, layout.k, dtype=dtype, device=layout.packed_codes.device)
-    tensors, constants = operands(layout, dtype, asm)
+    tensors, format = dequant_operands(layout, dtype, asm)
     column_scales = None if isinstance(layout, CodebookLayout) else layout.column_scales
     tiles, warps = layout.packed_codes.shape[0], 8 if layout.k > 1024 else 4
     dequantize_kernel[(tiles,)](
         *tensors, *sparse_operands(layout), column_scales, out, layout.k, layout.n, tiles - 1,
-        triton.cdiv(triton.cdiv(layout.k, 256), warps), **constants, SLOTS=16, W=warps, num_warps=warps, num_stages=1,
+        triton.cdiv(triton.cdiv(layout.k, 256), warps), FORMAT=format, SLICES=16, WARPS=warps, num_warps=warps,
+        num_stages=1,
     )  # fmt: skip
     return out

@@ -1,9 +1,12 @@
-"""The tall kernel: 17 to 128 tokens. The same words, now multiplied by a tile of tokens that all warps share.
+"""Dequantize-and-multiply for 17 to 128 tokens in plain Triton: every GPU but Hopper, and codebooks of more than 4 bits.
 
-A program owns 16 rows a warp; the columns are split among programs. Three launches: the activations are laid out in the
-order in which words are decoded (`arrange`), partial products are written in float32 (`multiply`), and they are summed in
-a fixed order with the bias (`sum`), or with residuals too (`finish`, in `residuals.py`). Weights go from registers into
-wgmma, the columns of a group, 128 at most, in one piece: every piece has to wait for the tensor cores.
+    y = (x / column_scales) @ dense^T + x @ sparse^T + bias
+
+A CTA has 16 rows per warp, all warps share a tile of tokens, and the columns are split among CTAs (split-K). Three launches:
+the activations are put into the column order of the packed codes and transposed (`permute_kernel`); partial products are
+written in float32 (`gemm_kernel`); they are summed in a fixed order with the bias (`reduce_kernel`), or with the residuals
+too (`common/sparse_spmm.py`). Weights go from registers into the tensor cores, and the columns of one group, 128 at most, go
+in one `tl.dot`: Triton waits for every wgmma, so fewer and larger ones are better.
 """
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none, reportAttributeAccessIssue=none
@@ -15,25 +18,27 @@ import triton.language as tl
 from torch import Tensor
 
 from requant_kernels.common.fragment_dequant import (
-    decode_half,
-    dense_tokens,
-    load_block,
-    load_tables,
-    operands,
+    dequant_operands,
+    dequantize_half,
+    load_k_tile,
+    load_row_constants,
     row_offsets,
+    scaled_activations,
     sparse_operands,
 )
 from requant_kernels.common.packing import Layout
-from requant_kernels.common.sparse_spmm import finish_kernel, transpose_kernel
+from requant_kernels.common.sparse_spmm import spmm_reduce_kernel, transpose_kernel
 from requant_kernels.heuristics import kind_of, launches_early, tall_config
 from requant_kernels.launch_config import TallConfig
 
 
 @triton.jit
-def arrange_kernel(x_ptr, xa_ptr, M, K, stride_x, N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """xa `[blocks of 256, N]` = x transposed, columns in the order (slab, j, kh, t, e), zero beyond the matrix."""
+def permute_kernel(
+    x_ptr, xp_ptr, M, K, stride_x, TOKENS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    """xp `[256 k_tiles, TOKENS]` = x transposed, columns in the order (mma_k32, j, kh, t, e), zero beyond the matrix."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    token = tl.arange(0, N)
+    token = tl.arange(0, TOKENS)
     j, kh, t, e = at // 16 % 2, at // 8 % 2, at // 2 % 4, at % 2
     column = at // 32 * 32 + 8 * t + 4 * j + 2 * kh + e
     inside = (token < M)[None, :] & (column < K)[:, None]
@@ -41,86 +46,89 @@ def arrange_kernel(x_ptr, xa_ptr, M, K, stride_x, N: tl.constexpr, BLOCK: tl.con
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     x = tl.load(x_ptr + token[None, :].to(tl.int64) * stride_x + column[:, None], mask=inside, other=0.0)
-    tl.store(xa_ptr + at[:, None] * N + token[None, :], x)
+    tl.store(xp_ptr + at[:, None] * TOKENS + token[None, :], x)
 
 
 @triton.jit
-def _piece(planes, W: tl.constexpr, D: tl.constexpr, SLABS: tl.constexpr):
-    """Weights `[16 W, 32 SLABS]` of slabs D SLABS .. of a half, columns in the order of `arrange_kernel`."""
-    first: tl.constexpr = 2 * D * SLABS
-    if SLABS == 1:
-        weight = tl.reshape(tl.join(planes[first], planes[first + 1]), [8, 4, W, 2, 2, 2, 2])
+def _weight_operand(steps, WARPS: tl.constexpr, PART: tl.constexpr, K32: tl.constexpr):
+    """Weights `[16 WARPS, 32 K32]`: part PART, of K32 units of 32 columns, of a half, in the order of `permute_kernel`."""
+    first: tl.constexpr = 2 * PART * K32
+    if K32 == 1:
+        weight = tl.reshape(tl.join(steps[first], steps[first + 1]), [8, 4, WARPS, 2, 2, 2, 2])
         weight = tl.permute(weight, (2, 4, 0, 6, 3, 1, 5))  # g t w kh rh e j -> w rh g (j kh t e)
-    elif SLABS == 2:
-        low, high = tl.join(planes[first], planes[first + 1]), tl.join(planes[first + 2], planes[first + 3])
-        weight = tl.reshape(tl.join(low, high), [8, 4, W, 2, 2, 2, 2, 2])
-        weight = tl.permute(weight, (2, 4, 0, 7, 6, 3, 1, 5))  # .. j slab -> w rh g (slab j kh t e)
+    elif K32 == 2:
+        low, high = tl.join(steps[first], steps[first + 1]), tl.join(steps[first + 2], steps[first + 3])
+        weight = tl.reshape(tl.join(low, high), [8, 4, WARPS, 2, 2, 2, 2, 2])
+        weight = tl.permute(weight, (2, 4, 0, 7, 6, 3, 1, 5))  # .. j k32 -> w rh g (k32 j kh t e)
     else:
-        low = tl.join(tl.join(planes[0], planes[1]), tl.join(planes[2], planes[3]))
-        high = tl.join(tl.join(planes[4], planes[5]), tl.join(planes[6], planes[7]))
-        weight = tl.reshape(tl.join(low, high), [8, 4, W, 2, 2, 2, 2, 2, 2])
+        low = tl.join(tl.join(steps[0], steps[1]), tl.join(steps[2], steps[3]))
+        high = tl.join(tl.join(steps[4], steps[5]), tl.join(steps[6], steps[7]))
+        weight = tl.reshape(tl.join(low, high), [8, 4, WARPS, 2, 2, 2, 2, 2, 2])
         weight = tl.permute(weight, (2, 4, 0, 8, 7, 6, 3, 1, 5))
-    return tl.reshape(weight, [16 * W, 32 * SLABS])
+    return tl.reshape(weight, [16 * WARPS, 32 * K32])
 
 
 @triton.jit
-def _by_row(value, W: tl.constexpr):
-    """A value a row `[t, g, warp, tile, rh]`, equal for all t -> float32 `[16 W]`."""
-    rows = tl.reshape(tl.permute(value, (2, 3, 4, 1, 0)), [16 * W, 4])
+def _by_row(value, WARPS: tl.constexpr):
+    """A value per row `[t, g, warp, tile, rh]`, equal for all t -> float32 `[16 WARPS]`."""
+    rows = tl.reshape(tl.permute(value, (2, 3, 4, 1, 0)), [16 * WARPS, 4])
     return tl.sum(rows.to(tl.float32), 1) * 0.25
 
 
 @triton.jit(do_not_specialize=["last_tile", "steps"])
-def multiply_kernel(
-    xa_ptr, w_ptr, s_ptr, z_ptr, levels_ptr, partial_ptr, K, last_tile, steps,
-    ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, POSITIONS: tl.constexpr, CODEBOOK: tl.constexpr, BITS: tl.constexpr,
-    TABLES: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr, W: tl.constexpr, N: tl.constexpr, PDL: tl.constexpr,
+def gemm_kernel(
+    xp_ptr, codes_ptr, scales_ptr, zeros_ptr, levels_ptr, partial_ptr, K, last_tile, steps,
+    FORMAT: tl.constexpr, WARPS: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """partial `[splits, N, 16 tiles]`; grid: (tiles / W, splits of `steps` blocks).
+    """partial `[splits, TOKENS, 16 tiles]`; grid: (tiles / WARPS, splits of `steps` k_tiles).
 
-    Steps of the quantization grid are in units of UNIT until the end.
+    Grid steps stay in units of `grid_step` until the end.
     """
+    BITS: tl.constexpr = FORMAT.bits
+    GROUP: tl.constexpr = FORMAT.group_size
     GROUPS: tl.constexpr = 0 if GROUP == 0 else (256 // GROUP if GROUP < 256 else 1)
-    SLABS: tl.constexpr = GROUP // 32 if GROUP > 0 and GROUP < 128 else 4
-    tiles = tl.minimum(tl.program_id(0) * W + tl.arange(0, W), last_tile).to(tl.int64)[:, None]
-    row = tl.program_id(0) * W * 16 + tl.arange(0, 16 * W)
-    part_of = tl.program_id(1)
-    blocks = tl.cdiv(K, 256)
-    tables = load_tables(s_ptr, z_ptr, tiles, CODEBOOK, TABLES, GROUP, W, 1)
+    K32: tl.constexpr = GROUP // 32 if GROUP > 0 and GROUP < 128 else 4  # units of 32 columns of one tl.dot
+    tiles = tl.minimum(tl.program_id(0) * WARPS + tl.arange(0, WARPS), last_tile).to(tl.int64)[:, None]
+    row = tl.program_id(0) * WARPS * 16 + tl.arange(0, 16 * WARPS)
+    split = tl.program_id(1)
+    k_tiles = tl.cdiv(K, 256)
+    row_constants = load_row_constants(scales_ptr, zeros_ptr, tiles, FORMAT, WARPS, 1)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    acc = tl.zeros([16 * W, N], tl.float32)
+    acc = tl.zeros([16 * WARPS, TOKENS], tl.float32)
     for step in range(steps):
-        block = part_of * steps + step
-        loaded = load_block(w_ptr, s_ptr, z_ptr, tiles, tiles * 0 + block, blocks, BITS, GROUP, False, W)
+        k_tile = split * steps + step
+        loaded = load_k_tile(
+            codes_ptr, scales_ptr, zeros_ptr, tiles, tiles * 0 + k_tile, k_tiles, FORMAT, False
+        )
         part = acc
         for half in tl.static_range(2):
-            planes = decode_half(loaded, tables, levels_ptr, tiles, xa_ptr, ASM, CONSTRAINTS, POSITIONS, CODEBOOK,
-                                 BITS, GROUP, z_ptr is not None, UNIT, W, 1, half)  # fmt: skip
-            for piece in tl.static_range(4 // SLABS):  # from slab 4 half + piece SLABS on
-                if GROUP > 0 and (4 * half + piece * SLABS) * GROUPS % 8 == 0:
-                    part = tl.zeros([16 * W, N], tl.float32)
-                first = block * 256 + (4 * half + piece * SLABS) * 32
-                at = (first + tl.arange(0, 32 * SLABS))[:, None] * N + tl.arange(0, N)[None, :]
-                x = tl.load(xa_ptr + at, mask=block < blocks, other=0.0)
-                part = tl.dot(_piece(planes, W, piece, SLABS), x, part)
-                if GROUP > 0 and (4 * half + (piece + 1) * SLABS) * GROUPS % 8 == 0:
-                    acc += part * _by_row(loaded[BITS + (4 * half + piece * SLABS) * GROUPS // 8], W)[:, None]
+            weights = dequantize_half(loaded, row_constants, levels_ptr, tiles, xp_ptr, FORMAT, zeros_ptr is not None,
+                                      WARPS, 1, half)  # fmt: skip
+            for i in tl.static_range(4 // K32):
+                if GROUP > 0 and (4 * half + i * K32) * GROUPS % 8 == 0:
+                    part = tl.zeros([16 * WARPS, TOKENS], tl.float32)
+                first = k_tile * 256 + (4 * half + i * K32) * 32
+                at = (first + tl.arange(0, 32 * K32))[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
+                x = tl.load(xp_ptr + at, mask=k_tile < k_tiles, other=0.0)
+                part = tl.dot(_weight_operand(weights, WARPS, i, K32), x, part)
+                if GROUP > 0 and (4 * half + (i + 1) * K32) * GROUPS % 8 == 0:
+                    acc += part * _by_row(loaded[BITS + (4 * half + i * K32) * GROUPS // 8], WARPS)[:, None]
         if GROUP == 0:
             acc = part
-    if not CODEBOOK:
+    if not FORMAT.codebook:
         if GROUP == 0:
-            acc *= _by_row(tl.load(s_ptr + row_offsets(tiles)), W)[:, None]
-        acc *= 1.0 / UNIT
+            acc *= _by_row(tl.load(scales_ptr + row_offsets(tiles)), WARPS)[:, None]
+        acc *= 1.0 / FORMAT.grid_step
     n_rows = (last_tile + 1) * 16
-    at = (part_of * N + tl.arange(0, N))[None, :].to(tl.int64) * n_rows + row[:, None]
+    at = (split * TOKENS + tl.arange(0, TOKENS))[None, :].to(tl.int64) * n_rows + row[:, None]
     tl.store(partial_ptr + at, acc, mask=(row < n_rows)[:, None])
 
 
 @triton.jit
-def sum_kernel(
-    partial_ptr, bias_ptr, y_ptr, n, n_rows, stride_y, SPLIT: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
+def reduce_kernel(
+    partial_ptr, bias_ptr, y_ptr, n, n_rows, stride_y, SPLIT_K: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """y = the partial products in order, and the bias; grid: (rows / BLOCK, tokens)."""
@@ -129,50 +137,50 @@ def sum_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    for i in tl.static_range(SPLIT):
-        y += tl.load(partial_ptr + (i * N + token) * n_rows + row, mask=row < n, other=0.0)
+    for i in tl.static_range(SPLIT_K):
+        y += tl.load(partial_ptr + (i * TOKENS + token) * n_rows + row, mask=row < n, other=0.0)
     if bias_ptr is not None:
         y += tl.load(bias_ptr + row, mask=row < n, other=0.0).to(tl.float32)
     tl.store(y_ptr + token * stride_y + row, y.to(y_ptr.dtype.element_ty), mask=row < n)
 
 
-def tall(
+def gemm(
     x: Tensor, layout: Layout, bias: Tensor | None, *, asm: bool, config: TallConfig | None = None
 ) -> Tensor:
     """y [m, n] of x [m, k], 17 <= m <= 128, rows contiguous."""
     m, k = x.shape
-    n_tokens = max(16, triton.next_power_of_2(m))
-    tiles, blocks = layout.packed_codes.shape[0], triton.cdiv(k, 256)
+    tokens = max(16, triton.next_power_of_2(m))
+    tiles, k_tiles = layout.packed_codes.shape[0], triton.cdiv(k, 256)
     if config is None:
-        config = tall_config(kind_of(layout), layout.bits, layout.n, k, n_tokens, x.device)
-    steps = triton.cdiv(blocks, min(blocks, config.split))
-    split = triton.cdiv(blocks, steps)
+        config = tall_config(kind_of(layout), layout.bits, layout.n, k, tokens, x.device)
+    steps = triton.cdiv(k_tiles, min(k_tiles, config.split))
+    splits = triton.cdiv(k_tiles, steps)
     pdl = launches_early(x.device)
-    early = {"launch_pdl": True} if pdl else {}
-    arranged = torch.empty(blocks * 256, n_tokens, dtype=x.dtype, device=x.device)
-    dense = dense_tokens(x, layout)
-    arrange_kernel[(blocks * 4,)](
-        dense, arranged, m, k, dense.stride(0), N=n_tokens, BLOCK=64, PDL=pdl, **early
+    launch_pdl = {"launch_pdl": True} if pdl else {}
+    permuted = torch.empty(k_tiles * 256, tokens, dtype=x.dtype, device=x.device)
+    scaled = scaled_activations(x, layout)
+    permute_kernel[(k_tiles * 4,)](
+        scaled, permuted, m, k, scaled.stride(0), TOKENS=tokens, BLOCK=64, PDL=pdl, **launch_pdl
     )
-    partial = torch.empty(split, n_tokens, tiles * 16, dtype=torch.float32, device=x.device)
-    tensors, constants = operands(layout, x.dtype, asm)
-    multiply_kernel[(triton.cdiv(tiles, config.warps), split)](
-        arranged, *tensors, partial, k, tiles - 1, steps, **constants, W=config.warps, N=n_tokens, PDL=pdl,
-        num_warps=config.warps, num_stages=config.stages, **early,
+    partial = torch.empty(splits, tokens, tiles * 16, dtype=torch.float32, device=x.device)
+    tensors, format = dequant_operands(layout, x.dtype, asm)
+    gemm_kernel[(triton.cdiv(tiles, config.warps), splits)](
+        permuted, *tensors, partial, k, tiles - 1, steps, FORMAT=format, WARPS=config.warps, TOKENS=tokens, PDL=pdl,
+        num_warps=config.warps, num_stages=config.stages, **launch_pdl,
     )  # fmt: skip
     y = torch.empty(m, layout.n, dtype=x.dtype, device=x.device)
     if layout.sparse is None:
-        sum_kernel[(triton.cdiv(layout.n, 512), m)](
-            partial, bias, y, layout.n, tiles * 16, y.stride(0), SPLIT=split, N=n_tokens, BLOCK=512, PDL=pdl,
-            num_warps=4, **early,
+        reduce_kernel[(triton.cdiv(layout.n, 512), m)](
+            partial, bias, y, layout.n, tiles * 16, y.stride(0), SPLIT_K=splits, TOKENS=tokens, BLOCK=512, PDL=pdl,
+            num_warps=4, **launch_pdl,
         )  # fmt: skip
         return y
-    transposed = torch.empty(k, n_tokens, dtype=x.dtype, device=x.device)
+    transposed = torch.empty(k, tokens, dtype=x.dtype, device=x.device)
     transpose_kernel[(triton.cdiv(k, 64),)](
-        x, transposed, m, k, x.stride(0), MS=n_tokens, BLOCK=64, PDL=False
+        x, transposed, m, k, x.stride(0), TOKENS=tokens, BLOCK=64, PDL=False
     )
-    finish_kernel[(tiles,)](
-        partial, transposed, *sparse_operands(layout), bias, y, m, layout.n, tiles - 1, y.stride(0), SPLIT=split,
-        N=n_tokens, num_warps=4,
+    spmm_reduce_kernel[(tiles,)](
+        partial, transposed, *sparse_operands(layout), bias, y, m, layout.n, tiles - 1, y.stride(0), SPLIT_K=splits,
+        TOKENS=tokens, num_warps=4,
     )  # fmt: skip
     return y

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from requant_kernels.common.fragment_dequant import dense_tokens
+from requant_kernels.common.fragment_dequant import scaled_activations
 from requant_kernels.common.launch import launch
 from requant_kernels.common.packing import CodebookLayout, Layout
 from requant_kernels.launch_config import HopperConfig
@@ -36,7 +36,7 @@ def hopper(x: Tensor, layout: Layout, bias: Tensor | None, config: HopperConfig)
     kind = "codebook" if isinstance(layout, CodebookLayout) else "grid"
     constants = _constants(kind, layout.bits, name, group, zeros is not None, sparse, direct, config)
     entries, bounds = (None, None) if layout.sparse is None else (layout.sparse.coo, layout.sparse.block_ptr)
-    arranged, positions = arrange(dense_tokens(x, layout), blocks, layout.row_perm, layout.n, pdl=True)
+    arranged, positions = arrange(scaled_activations(x, layout), blocks, layout.row_perm, layout.n, pdl=True)
     y = torch.empty(m, layout.n, dtype=x.dtype, device=x.device)
     partial = y if direct else torch.empty(split, tiles * 16, width, dtype=torch.float32, device=x.device)
     activations = TensorDescriptor.from_tensor(arranged, [config.tokens, 256], x_layout())

@@ -20,7 +20,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from requant_kernels.common.bit_layout import GRID_STEP as UNITS
-from requant_kernels.common.fragment_dequant import dense_tokens, operands
+from requant_kernels.common.fragment_dequant import dequant_operands, scaled_activations
 from requant_kernels.common.launch import interned, launch
 from requant_kernels.common.occupancy import shared_room
 from requant_kernels.common.packing import Layout
@@ -290,13 +290,14 @@ def gathered_kernel(
 def gathered_constants(
     layout: Layout, dtype: torch.dtype
 ) -> tuple[tuple[Tensor | None, ...], dict[str, object]]:
-    """The weight's arguments and constants: `blocks.operands`, with scales and zero points in pairs."""
-    (words, scales, zeros, _), constants = operands(layout, dtype, True)
+    """The weight's arguments and constants: `dequant_operands`, with scales and zero points in pairs."""
+    (words, scales, zeros, _), format = dequant_operands(layout, dtype, True)
     name = "fp16" if dtype == torch.float16 else "bf16"
     assert words is not None and scales is not None
     unit = UNITS[name]
-    own = {k: v for k, v in constants.items() if k != "POSITIONS"}
-    own |= {
+    own = {
+        "ASM": format.ptx, "CONSTRAINTS": format.constraints, "CODEBOOK": format.codebook, "BITS": format.bits,
+        "TABLES": format.table_registers, "GROUP": format.group_size, "UNIT": format.grid_step,
         "SLAB": ptx.slab_asm(name), "GATHER": ptx.gather_asm(name),
         "ZERO": ptx.zero_asm(name, -unit, -unit * zero_bias(layout.bits, name)) if zeros is not None else None,
     }  # fmt: skip
@@ -308,7 +309,7 @@ def gathered(x: Tensor, layout: Layout, bias: Tensor | None, config: DecodeConfi
     m, k = x.shape
     y = torch.empty(m, layout.n, dtype=x.dtype, device=x.device)
     tensors, constants = gathered_constants(layout, x.dtype)
-    x = dense_tokens(x, layout)
+    x = scaled_activations(x, layout)
     if k % 2 or x.stride(0) % 2 or x.data_ptr() % 4:  # the kernel reads activations in pairs
         x = torch.nn.functional.pad(x, (0, k % 2)).clone(memory_format=torch.contiguous_format)
     pairs, (tiles, blocks) = x.view(torch.int32), layout.packed_codes.shape[:2]

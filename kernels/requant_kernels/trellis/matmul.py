@@ -20,7 +20,7 @@ Up to 16 tokens `gemv.py` multiplies, on Hopper up to 512 `gemm_sm90.py`; beyond
 import torch
 from torch import Tensor
 
-from requant_kernels.common.sparse_spmm import residual_sums
+from requant_kernels.common.sparse_spmm import spmm
 from requant_kernels.hadamard.rotate import rotate, rotate_fixed
 from requant_kernels.heuristics import (
     DECODE_TOKENS,
@@ -73,7 +73,7 @@ def trellis_linear(
                 layout.code, layout.bits, layout.n, layout.k, 1 if m == 1 else 8 if m <= 8 else 16, x.device
             )
         product = _gemv(x, layout, config, pdl=pdl)
-    residuals = None if layout.sparse is None else residual_sums(x, layout)
+    residuals = None if layout.sparse is None else spmm(x, layout)
     y = torch.empty(m, layout.n, dtype=x.dtype, device=x.device)
     rotate(
         product, y, width=rows, rotated=rows, out_width=layout.n, after=layout.output_scales, bias=bias, added=residuals,
