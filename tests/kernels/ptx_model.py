@@ -1,9 +1,10 @@
-"""A model in numpy of the few PTX instructions that the decoders use: it runs their text."""
+"""A numpy interpreter of the PTX instructions that the kernels' inline assembly uses, 32 lanes or more at a time."""
 
 import re
 
 import numpy as np
 from requant_kernels.common.bit_layout import STEPS_PER_ASM
+from requant_kernels.common.ptx import Ptx
 
 
 def floats(pair: np.ndarray, dtype: str) -> np.ndarray:
@@ -84,7 +85,7 @@ def float_product(
     ]
 
 
-def turned_matrices(shared: np.ndarray, address: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def transposed_matrices(shared: np.ndarray, address: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Of `ldmatrix` and `stmatrix` with `.trans`: where the two values of every lane's four registers stand, `[4, 32]` each.
 
     Lane l has the address of row l % 8 of matrix l / 8, 16 bytes; lane 4 g + t holds rows 2 t and 2 t + 1 of column g.
@@ -98,13 +99,16 @@ def run_ptx(
     text: str, operands: dict[str, np.ndarray], shape: tuple[int, ...], outputs: int = STEPS_PER_ASM,
     shared: np.ndarray | None = None, memory: np.ndarray | None = None,
 ) -> list[np.ndarray]:  # fmt: skip
-    """Run an asm block on arrays of 32-bit registers; returns its outputs. `shared`: memory, 16 bits a place, `memory`: 32
-    bits a place, from address 0. Branches are taken by all lanes or none."""
-    text = re.sub("//.*", "", text)
+    """Run an asm block on arrays of 32-bit registers, by operand number (`$0`); returns its outputs.
+
+    `shared` and `memory` are shared and global memory from address 0, in units of 16 and of 32 bits. Branches are taken by
+    all lanes or by none.
+    """
+    text = re.sub(r"//.*", "", text)
     registers = dict(operands)
     labels: dict[str, int] = {}
     program: list[str] = []
-    for part in text[text.index(";") + 1 : text.rindex("}")].split(";"):
+    for part in text[text.index("{") + 1 : text.rindex("}")].split(";"):
         found = re.match(r"\s*(?:(\w+):)?\s*(.*?)\s*$", part, re.DOTALL)
         assert found is not None
         if found[1]:
@@ -143,7 +147,7 @@ def run_ptx(
             registers |= {low: read(source) & 0xFFFF, high: read(source) >> 16}
             continue
         if opcode in ("st.shared.b32", "ld.shared.v2.b32", "ld.global.b32"):
-            names, place = re.findall(r"\$\d+|[a-z]\d", re.sub(r"\[.*\]", "", rest)), address(rest)
+            names, place = re.findall(r"[$\w]+", re.sub(r"\[.*\]", "", rest)), address(rest)
             assert not (place[guard] % (8 if "v2" in opcode else 4)).any()
             if opcode == "ld.global.b32":
                 assert memory is not None
@@ -162,7 +166,7 @@ def run_ptx(
         if opcode.startswith(("ldmatrix", "stmatrix")):
             assert shared is not None and ".x4.trans" in opcode
             names = [name.strip() for name in re.findall(r"\{(.*)\}", rest)[0].split(",")]
-            for name, low, high in zip(names, *turned_matrices(shared, address(rest)), strict=True):
+            for name, low, high in zip(names, *transposed_matrices(shared, address(rest)), strict=True):
                 if opcode[0] == "s":
                     shared[low], shared[high] = registers[name] & 0xFFFF, registers[name] >> 16
                 else:
@@ -243,3 +247,12 @@ def run_ptx(
                 raise AssertionError(f"the model does not know {opcode}")
         registers[target] = value if opcode.endswith("64") else value.astype(np.uint32)
     return [registers[f"${i}"] for i in range(outputs)]
+
+
+def run_block(
+    block: Ptx, operands: dict[str, np.ndarray], shape: tuple[int, ...], **memory: np.ndarray
+) -> list[np.ndarray]:
+    """`run_ptx` with operands by name."""
+    outputs = block.constraints.count("=")
+    numbered = {f"${block.operands.index(name)}": value for name, value in operands.items()}
+    return run_ptx(block.text, numbered, shape, outputs, **memory)

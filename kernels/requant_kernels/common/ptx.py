@@ -19,6 +19,7 @@ class Ptx:
 
     text: str
     constraints: str
+    operands: tuple[str, ...] = ()  # names, in the order of their numbers
 
 
 def inline_ptx(
@@ -44,13 +45,17 @@ def inline_ptx(
         for kind, names in (registers or {}).items()
     ]
     text = re.sub(r"\$([A-Za-z_]\w*)", lambda found: f"${number[found[1]]}", "\n".join([*declared, *lines]))
-    return Ptx(text=f"{{ {text} }}", constraints=",".join([*outputs.values(), *inputs.values()]))
+    return Ptx(
+        text=f"{{ {text} }}",
+        constraints=",".join([*outputs.values(), *inputs.values()]),
+        operands=tuple(number),
+    )
 
 
 # The address of the shared memory that Triton allocates: our kernels allocate one piece, which begins there.
 SMEM_BASE = "mov.u32 $0, global_smem;"
 SYNCWARP = "bar.warp.sync 0xffffffff;"
-LOAD_F32 = Ptx(text="ld.shared.f32 $0, [$1];", constraints="=f,r")
+LOAD_F32 = inline_ptx("ld.shared.f32 $value, [$address];", outputs={"value": "=f"}, inputs={"address": "r"})
 
 
 def declare_smem_ptx(size: int) -> str:
@@ -58,21 +63,25 @@ def declare_smem_ptx(size: int) -> str:
     return f"{{ .shared .align 1024 .b8 residuals[{size}];\n mov.u32 $0, residuals; }}"
 
 
-def broadcast_pair_ptx(dtype: str, factor: float, addend: float) -> Ptx:
-    """Two float16 in one register, low and high -> `factor * x + addend` of each, twice in a register, as `dtype`."""
-    outputs, inputs = {"low": "=r", "high": "=r"}, {"pair": "r"}
+def broadcast_pair_lines(dtype: str, factor: float, addend: float) -> tuple[list[str], dict[str, str]]:
+    """Lines that turn two float16 in $pair into `factor * x + addend` of the lower one, twice in $low, and of the upper one,
+    twice in $high, as `dtype`; and the registers that they need."""
     if dtype == "fp16":
         f, c = ("0x" + 2 * struct.pack(">e", value).hex() for value in (factor, addend))
-        body = [
+        return [
             f"mov.b32 f, {f}; mov.b32 c, {c};",
             "prmt.b32 l, $pair, $pair, 0x1010; prmt.b32 h, $pair, $pair, 0x3232;",
             "fma.rn.f16x2 $low, l, f, c; fma.rn.f16x2 $high, h, f, c;",
-        ]
-        return inline_ptx(body, outputs=outputs, inputs=inputs, registers={"b32": "l, h, f, c"})
+        ], {"b32": "l, h, f, c"}
     f, c = ptx_float(factor), ptx_float(addend)
-    body = [
+    return [
         "mov.b32 {l, h}, $pair; cvt.f32.f16 a, l; cvt.f32.f16 b, h;",
         f"fma.rn.f32 a, a, {f}, {c}; fma.rn.f32 b, b, {f}, {c};",
         "cvt.rn.bf16x2.f32 $low, a, a; cvt.rn.bf16x2.f32 $high, b, b;",
-    ]
-    return inline_ptx(body, outputs=outputs, inputs=inputs, registers={"b16": "l, h", "f32": "a, b"})
+    ], {"b16": "l, h", "f32": "a, b"}
+
+
+def broadcast_pair_ptx(dtype: str, factor: float, addend: float) -> Ptx:
+    """`broadcast_pair_lines` as a block of its own."""
+    lines, registers = broadcast_pair_lines(dtype, factor, addend)
+    return inline_ptx(lines, outputs={"low": "=r", "high": "=r"}, inputs={"pair": "r"}, registers=registers)

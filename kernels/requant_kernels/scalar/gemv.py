@@ -369,9 +369,11 @@ def _constants(
 def gemv(x: Tensor, layout: Layout, bias: Tensor | None, config: DecodeConfig, *, asm: bool) -> Tensor:
     """y [m, n] of x [m, k], 1 <= m <= 16, rows contiguous."""
     if config.gathered and asm and x.shape[0] <= 8:
-        from requant_kernels.scalar.gemv_sparse_mma import gathered  # in Gluon, part of Triton from 3.6 on
+        from requant_kernels.scalar.gemv_sparse_mma import (
+            gemv_sparse_mma,  # Gluon is part of Triton from 3.6 on
+        )
 
-        return gathered(x, layout, bias, config)
+        return gemv_sparse_mma(x, layout, bias, config)
     m, k = x.shape
     if config.bytes or config.halves:
         from requant_kernels.scalar import (

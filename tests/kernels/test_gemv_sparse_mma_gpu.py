@@ -1,4 +1,4 @@
-"""The decode kernel that gathers activations from shared memory, on the GPU against float64."""
+"""`gemv_sparse_mma` on the GPU, against the float64 reference."""
 
 from dataclasses import replace
 
@@ -47,31 +47,31 @@ CASES += [
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_gathered(case: Case) -> None:
-    from requant_kernels.scalar.gemv_sparse_mma import gathered
+def test_against_reference(case: Case) -> None:
+    from requant_kernels.scalar.gemv_sparse_mma import gemv_sparse_mma
 
     torch.manual_seed(0)
     layout = random_layout(case, "cuda")
     x = torch.randn(case.m, case.k, device="cuda", dtype=case.dtype)
     bias = torch.randn(case.n, device="cuda", dtype=case.dtype) if case.bias else None
     config = DecodeConfig(warps=4, unroll=2, pdl=True)
-    y = gathered(x, layout, bias, config)
+    y = gemv_sparse_mma(x, layout, bias, config)
     assert relative_error(y, reference.linear(x, layout, bias)) < LIMIT[case.dtype]
-    assert torch.equal(y, gathered(x, layout, bias, config))
+    assert torch.equal(y, gemv_sparse_mma(x, layout, bias, config))
 
 
 @pytest.mark.parametrize("launch", [(1, 3), (2, 2), (4, 4), (8, 3), (16, 1)], ids=str)
 def test_every_launch_agrees(launch: tuple[int, int]) -> None:
-    from requant_kernels.scalar.gemv_sparse_mma import gathered
+    from requant_kernels.scalar.gemv_sparse_mma import gemv_sparse_mma
 
     torch.manual_seed(0)
     layout = random_layout(Case(format="grid", bits=3, n=500, k=2304, m=8, density=0.02), "cuda")
     wide = torch.randn(8, 2401, device="cuda", dtype=torch.float16)
     config = DecodeConfig(warps=launch[0], unroll=launch[1], pdl=True, max_registers=128)
     for x in (wide[:, :2304], wide[:, 3:2307], wide[:, :2304].contiguous()):
-        y = gathered(x, layout, None, config)
+        y = gemv_sparse_mma(x, layout, None, config)
         assert relative_error(y, reference.linear(x, layout)) < 3e-3
-        assert torch.equal(y, gathered(x, layout, None, config))
+        assert torch.equal(y, gemv_sparse_mma(x, layout, None, config))
 
 
 @pytest.mark.parametrize("k", [1024, 1504, 8192, 16384])
@@ -102,15 +102,17 @@ def test_one_token_staged(warps: int, k: int) -> None:
 
 
 def test_graph_replays_on_new_activations() -> None:
-    from requant_kernels.scalar.gemv_sparse_mma import gathered
+    from requant_kernels.scalar.gemv_sparse_mma import gemv_sparse_mma
 
     layout = random_layout(Case(format="grid", bits=3, n=1024, k=1024, m=8, density=0.01), "cuda")
     x, config = torch.randn(8, 1024, device="cuda", dtype=torch.float16), DecodeConfig(warps=4, pdl=True)
-    gathered(x, layout, None, config)
+    gemv_sparse_mma(x, layout, None, config)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = gathered(gathered(x, layout, None, config) * 1e-2, layout, None, config)
+        y = gemv_sparse_mma(gemv_sparse_mma(x, layout, None, config) * 1e-2, layout, None, config)
     for _ in range(3):
         x.normal_()
         graph.replay()
-        assert torch.equal(y, gathered(gathered(x, layout, None, config) * 1e-2, layout, None, config))
+        assert torch.equal(
+            y, gemv_sparse_mma(gemv_sparse_mma(x, layout, None, config) * 1e-2, layout, None, config)
+        )
