@@ -27,7 +27,7 @@ FIRST = (
     "gemv_kernel",
     "gemv_int8_mma_kernel",
     "gemv_fp16_mma_kernel",
-    "arrange_kernel",
+    "permute_kernel",
 )  # kernels that a multiplication begins with
 # of a trellis, which a rotation ends, and may begin
 PRODUCTS = ("trellis_gemv_kernel", "trellis_gemm_sm90_kernel")

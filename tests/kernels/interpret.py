@@ -13,7 +13,8 @@ from requant_kernels.scalar.dequantize import dequantize
 from requant_kernels.scalar.embedding import lookup
 from requant_kernels.scalar.gemm import gemm
 from requant_kernels.scalar.gemv import gemv
-from requant_kernels.scalar.permute import add_partial, arrange
+from requant_kernels.scalar.permute import permute_activations
+from requant_kernels.scalar.splitk_reduce import splitk_reduce
 from requant_kernels.trellis.dequantize import dequantize as dequantize_trellis
 from requant_kernels.trellis.matmul import trellis_linear
 
@@ -66,24 +67,22 @@ def fixed_point(width: int, paired: bool) -> None:
     assert not q[1].any() and not q[:, padded:].any()
 
 
-def around_the_kernel_of_hopper() -> None:
-    """Activations in the order of the words, and partial products added in the order of the rows."""
+def check_permute_and_reduce() -> None:
+    """Activations in the order of the packed codes, and partial products added in the order of the rows."""
     for m, k, n in ((13, 301, 30), (9, 300, 48), (3, 512, 700)):
-        x, rows = (
-            torch.randn(m, k).half(),
-            torch.nn.functional.pad(torch.randperm(n).int(), (0, -n % 16), value=n),
-        )
-        arranged, positions = arrange(x, 2, rows, n, pdl=False)
+        x = torch.randn(m, k).half()
+        row_perm = torch.nn.functional.pad(torch.randperm(n).int(), (0, -n % 16), value=n)
+        permuted, inverse_perm = permute_activations(x, 2, row_perm, n, pdl=False)
         want = torch.nn.functional.pad(x, (0, 512 - k)).view(m, 16, 4, 2, 2, 2).permute(0, 1, 3, 4, 2, 5)
-        assert positions is not None and torch.equal(arranged, want.reshape(m, 512))
+        assert inverse_perm is not None and torch.equal(permuted, want.reshape(m, 512))
         partial, bias, y = (
-            torch.randn(3, len(rows), 64),
+            torch.randn(3, len(row_perm), 64),
             torch.randn(n).half(),
             torch.full((m, n), torch.nan).half(),
         )
-        add_partial(partial, positions, bias, y, pdl=False)
+        splitk_reduce(partial, inverse_perm, bias, y, pdl=False)
         want = torch.empty(m, n)
-        want[:, rows[:n].long()] = partial.sum(0)[:n, :m].T
+        want[:, row_perm[:n].long()] = partial.sum(0)[:n, :m].T
         assert relative_error(y, (want + bias).double()) < 1e-3
 
 
@@ -117,7 +116,7 @@ def main() -> None:
         assert error < 1e-3, f"the rotation of {width} is off by {error:.1e}"
     for width, paired in ((200, False), (1408, True), (4096, False)):
         fixed_point(width, paired)
-    around_the_kernel_of_hopper()
+    check_permute_and_reduce()
     for case, config in some(CASES):
         layout = random_layout(case, "cpu")
         x = torch.randn(case.m, case.k + case.bias).half()[:, case.bias :]  # some begin between two pairs

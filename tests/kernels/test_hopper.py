@@ -10,7 +10,8 @@ pytest.importorskip("triton.experimental.gluon")
 from requant_kernels import autotune, heuristics
 from requant_kernels.scalar import gemm_sm90_kernel
 from requant_kernels.scalar.gemm_sm90_ptx import decoding, reserve_asm, stages
-from requant_kernels.scalar.permute import arrange_kernel, sum_kernel
+from requant_kernels.scalar.permute import permute_kernel
+from requant_kernels.scalar.splitk_reduce import splitk_reduce_kernel
 
 from .compile_offline import Machine, compile_kernel
 
@@ -140,19 +141,20 @@ def test_every_format_compiles(
     assert machine.opcodes["HGMMA"] == 16
 
 
-def test_arranging_moves_sixteen_bytes_at_a_time() -> None:
+def test_permute_moves_sixteen_bytes_at_a_time() -> None:
     machine = compile_kernel(
-        arrange_kernel, {"PAIRS": True, "T": 8, "S": 8, "P": 32, "PDL": True}, capability=90,
-        pointers={"x_ptr": "*i32", "xa_ptr": "*i32"}, absent=("rows_ptr", "positions_ptr"), warps=4, aligned=("width",),
+        permute_kernel, {"PAIRS": True, "TOKENS": 8, "K32": 8, "ROWS": 32, "PDL": True}, capability=90,
+        pointers={"x_ptr": "*i32", "xp_ptr": "*i32"}, absent=("row_perm_ptr", "inverse_perm_ptr"), warps=4,
+        aligned=("width",),
     )  # fmt: skip
     assert machine.opcodes["LDG"] == machine.opcodes["STG"] == 2
     assert machine.instructions < 120
 
 
-def test_adding_moves_sixteen_bytes_at_a_time() -> None:
-    constants = {"SPLIT": 4, "WIDTH": 64, "ROWS": 16, "TOKENS": 64, "PDL": True}
+def test_splitk_reduce_moves_sixteen_bytes_at_a_time() -> None:
+    constants = {"SPLIT_K": 4, "WIDTH": 64, "ROWS": 16, "TOKENS": 64, "PDL": True}
     machine = compile_kernel(
-        sum_kernel, constants, capability=90, pointers={}, absent=("positions_ptr", "bias_ptr"), warps=4,
+        splitk_reduce_kernel, constants, capability=90, pointers={}, absent=("inverse_perm_ptr", "bias_ptr"), warps=4,
         aligned=("n_rows",),
     )  # fmt: skip
     assert machine.stack == 0

@@ -15,7 +15,8 @@ from requant_kernels.common.packing import CodebookLayout, Layout
 from requant_kernels.launch_config import HopperConfig
 from requant_kernels.scalar.gemm_sm90_kernel import multiply_kernel, x_layout
 from requant_kernels.scalar.gemm_sm90_ptx import decoding, reserve_asm, stages
-from requant_kernels.scalar.permute import add_partial, arrange
+from requant_kernels.scalar.permute import permute_activations
+from requant_kernels.scalar.splitk_reduce import splitk_reduce
 
 
 def hopper(x: Tensor, layout: Layout, bias: Tensor | None, config: HopperConfig) -> Tensor:
@@ -36,10 +37,12 @@ def hopper(x: Tensor, layout: Layout, bias: Tensor | None, config: HopperConfig)
     kind = "codebook" if isinstance(layout, CodebookLayout) else "grid"
     constants = _constants(kind, layout.bits, name, group, zeros is not None, sparse, direct, config)
     entries, bounds = (None, None) if layout.sparse is None else (layout.sparse.coo, layout.sparse.block_ptr)
-    arranged, positions = arrange(scaled_activations(x, layout), blocks, layout.row_perm, layout.n, pdl=True)
+    permuted, inverse_perm = permute_activations(
+        scaled_activations(x, layout), blocks, layout.row_perm, layout.n, pdl=True
+    )
     y = torch.empty(m, layout.n, dtype=x.dtype, device=x.device)
     partial = y if direct else torch.empty(split, tiles * 16, width, dtype=torch.float32, device=x.device)
-    activations = TensorDescriptor.from_tensor(arranged, [config.tokens, 256], x_layout())
+    activations = TensorDescriptor.from_tensor(permuted, [config.tokens, 256], x_layout())
     launch(
         multiply_kernel,
         (-(-tiles // (config.warps * config.tiles)), split, token_tiles),
@@ -50,7 +53,7 @@ def hopper(x: Tensor, layout: Layout, bias: Tensor | None, config: HopperConfig)
         constants,
     )  # fmt: skip
     if not direct:
-        add_partial(partial, positions, bias, y, pdl=True)
+        splitk_reduce(partial, inverse_perm, bias, y, pdl=True)
     return y
 
 

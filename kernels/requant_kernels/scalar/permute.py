@@ -1,7 +1,8 @@
-"""Before and after the tall kernel of Hopper: activations in the order of the words, and the sum of the partial products.
+"""Put the activations into the column order of the packed codes, for the sm_90 GEMM.
 
-A lane holds the codes of eight neighbouring columns, two of them in each of four places of the tensor cores (`words.py`), so
-the columns of the activations are put into the order (slab of 32, j, kh, t, e) in which the words meet them.
+A lane holds the codes of eight consecutive columns, two of them in each of four MMA fragments (`common/bit_layout.py`). TMA
+copies contiguous rows to shared memory, so the columns are permuted before, within each 32 of an mma_k32, to the order
+(j, kh, t, e) in which the fragments meet them.
 """
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none, reportAttributeAccessIssue=none
@@ -18,107 +19,57 @@ from requant_kernels.common.launch import launch
 
 
 @triton.jit
-def arrange_kernel(
-    x_ptr, xa_ptr, rows_ptr, positions_ptr, M, K, width, stride_x, n, PAIRS: tl.constexpr, T: tl.constexpr,
-    S: tl.constexpr, P: tl.constexpr, PDL: tl.constexpr,
+def permute_kernel(
+    x_ptr, xp_ptr, row_perm_ptr, inverse_perm_ptr, M, K, width, stride_x, n, PAIRS: tl.constexpr, TOKENS: tl.constexpr,
+    K32: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """xa `[M, width]` = x with columns in the order of the words, zero beyond K; T tokens and S slabs a program.
+    """xp `[M, width]` = x permuted, zero beyond K; TOKENS tokens and K32 units of 32 columns per CTA.
 
-    PAIRS: every number here counts two columns, 32 bits. Where the rows of the matrix are stored in another order, the
-    first tokens' programs also write the inverse of `rows`, P positions each.
+    PAIRS: columns are counted in pairs, 32 bits. Where the rows of the matrix are permuted, the CTAs of the first tokens
+    also write the inverse of `row_perm`, ROWS positions each.
     """
-    token = (tl.program_id(1) * T + tl.arange(0, T)).to(tl.int64)[:, None, None, None]
-    slab = (tl.program_id(0) * S + tl.arange(0, S))[None, :, None, None]
-    part = tl.arange(0, 4)[None, None, :, None]
+    token = (tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None, None, None]
+    k32 = (tl.program_id(0) * K32 + tl.arange(0, K32))[None, :, None, None]
+    quarter = tl.arange(0, 4)[None, None, :, None]
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    if rows_ptr is not None:  # noqa: SIM102 - known when compiled, the other when run
+    if row_perm_ptr is not None:  # noqa: SIM102 - known at compile time, the other at run time
         if tl.program_id(1) == 0:
-            position = tl.program_id(0) * P + tl.arange(0, P)
-            row = tl.load(rows_ptr + position, mask=position < n, other=n)  # padding comes last
-            tl.store(positions_ptr + row, position, mask=row < n)
+            position = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+            row = tl.load(row_perm_ptr + position, mask=position < n, other=n)  # padding comes last
+            tl.store(inverse_perm_ptr + row, position, mask=row < n)
     if PAIRS:
-        at = slab * 16 + part * 4 + tl.arange(0, 4)[None, None, None, :]
+        at = k32 * 16 + quarter * 4 + tl.arange(0, 4)[None, None, None, :]
         x = tl.load(x_ptr + token * stride_x + at, mask=(token < M) & (at < K), other=0)  # t (j kh)
         x = tl.permute(x, (0, 1, 3, 2))
     else:
         eight = tl.arange(0, 8)[None, None, None, :]  # t e
-        column = slab * 32 + 8 * (eight // 2) + 2 * part + eight % 2
+        column = k32 * 32 + 8 * (eight // 2) + 2 * quarter + eight % 2
         x = tl.load(x_ptr + token * stride_x + column, mask=(token < M) & (column < K), other=0.0)
-        at = slab * 32 + 8 * part + eight
-    tl.store(xa_ptr + token * width + at, x, mask=(token < M) & (at < width))
+        at = k32 * 32 + 8 * quarter + eight
+    tl.store(xp_ptr + token * width + at, x, mask=(token < M) & (at < width))
 
 
-@triton.jit(do_not_specialize=["M"])
-def sum_kernel(
-    partial_ptr, positions_ptr, bias_ptr, y_ptr, M, n, n_rows, stride_y, SPLIT: tl.constexpr, WIDTH: tl.constexpr,
-    ROWS: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """y `[M, n]` = the partial products `[SPLIT, n_rows, WIDTH]` in order, and the bias; grid: (rows, tokens).
-
-    Every partial product is read, and without a mask: with one, nothing would be read four at a time.
-    """
-    row, token = (
-        tl.program_id(0) * ROWS + tl.arange(0, ROWS),
-        tl.program_id(1) * TOKENS + tl.arange(0, TOKENS),
-    )
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    position = row if positions_ptr is None else tl.load(positions_ptr + row, mask=row < n, other=0)
-    y = tl.zeros([ROWS, TOKENS], tl.float32)
-    for i in tl.static_range(SPLIT):
-        y += tl.load(partial_ptr + (i * n_rows + position)[:, None].to(tl.int64) * WIDTH + token[None, :])
-    if bias_ptr is not None:
-        y += tl.load(bias_ptr + row, mask=row < n, other=0.0).to(tl.float32)[:, None]
-    place = y_ptr + token[None, :].to(tl.int64) * stride_y + row[:, None]
-    tl.store(place, y.to(y_ptr.dtype.element_ty), mask=(token < M)[None, :] & (row < n)[:, None])
-
-
-def arrange(
-    x: Tensor, blocks: int, rows: Tensor | None, n: int, *, pdl: bool
+def permute_activations(
+    x: Tensor, k_tiles: int, row_perm: Tensor | None, n: int, *, pdl: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """x [m, k], rows contiguous -> [m, 256 blocks] in the order of the words; and where each of its n rows is stored."""
+    """x [m, k], rows contiguous -> [m, 256 k_tiles] permuted; and the inverse of `row_perm`, row -> position, of n rows."""
     m, k = x.shape
-    arranged = torch.empty(m, blocks * 256, dtype=x.dtype, device=x.device)
-    positions = None if rows is None else torch.empty_like(rows)
+    permuted = torch.empty(m, k_tiles * 256, dtype=x.dtype, device=x.device)
+    inverse_perm = None if row_perm is None else torch.empty_like(row_perm)
     pairs = k % 2 == 0 and x.stride(0) % 2 == 0 and x.data_ptr() % 4 == 0
-    source, target, size = (x.view(torch.int32), arranged.view(torch.int32), 2) if pairs else (x, arranged, 1)
+    source, target, size = (x.view(torch.int32), permuted.view(torch.int32), 2) if pairs else (x, permuted, 1)
     launch(
-        arrange_kernel,
-        (blocks, triton.cdiv(m, 8), 1),
-        (source, target, rows, positions, m, k // size, blocks * 256 // size, source.stride(0), n),
-        _arranging(pairs, triton.next_power_of_2(triton.cdiv(n, blocks)), pdl),
+        permute_kernel,
+        (k_tiles, triton.cdiv(m, 8), 1),
+        (source, target, row_perm, inverse_perm, m, k // size, k_tiles * 256 // size, source.stride(0), n),
+        _constants(pairs, triton.next_power_of_2(triton.cdiv(n, k_tiles)), pdl),
     )
-    return arranged, positions
-
-
-def add_partial(
-    partial: Tensor, positions: Tensor | None, bias: Tensor | None, y: Tensor, *, pdl: bool, span: int = 16
-) -> None:
-    """y [m, n] = the sum of partial float32 [split, rows, width] over its first dimension, transposed, and the bias."""
-    split, n_rows, width = partial.shape
-    tokens = 64 if width % 64 == 0 else 32
-    launch(
-        sum_kernel,
-        (n_rows // span, width // tokens, 1),
-        (partial, positions, bias, y, *y.shape, n_rows, y.stride(0)),
-        _summing(split, width, span, tokens, pdl),
-    )
+    return permuted, inverse_perm
 
 
 @cache
-def _arranging(pairs: bool, rows: int, pdl: bool) -> dict[str, object]:
-    return {"PAIRS": pairs, "T": 8, "S": 8, "P": rows, "PDL": pdl, "num_warps": 4, **_early(pdl)}
-
-
-@cache
-def _summing(split: int, width: int, rows: int, tokens: int, pdl: bool) -> dict[str, object]:
-    return {
-        "SPLIT": split, "WIDTH": width, "ROWS": rows, "TOKENS": tokens, "PDL": pdl, "num_warps": 4, **_early(pdl)
-    }  # fmt: skip
-
-
-def _early(pdl: bool) -> dict[str, object]:
-    return {"launch_pdl": True} if pdl else {}
+def _constants(pairs: bool, rows: int, pdl: bool) -> dict[str, object]:
+    options: dict[str, object] = {"launch_pdl": True} if pdl else {}
+    return {"PAIRS": pairs, "TOKENS": 8, "K32": 8, "ROWS": rows, "PDL": pdl, "num_warps": 4, **options}

@@ -1,0 +1,66 @@
+"""Split-K reduction of the sm_90 GEMM: the partial products are added in a fixed order, with the bias.
+
+No atomics, so the result is the same in every run; the row permutation of the packed matrix is undone on the way.
+"""
+
+# pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none, reportAttributeAccessIssue=none
+# pyright: reportPossiblyUnboundVariable=none, reportGeneralTypeIssues=none, reportAssignmentType=none, reportReturnType=none, reportOptionalMemberAccess=none
+
+from functools import cache
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from requant_kernels.common.launch import launch
+
+
+@triton.jit(do_not_specialize=["M"])
+def splitk_reduce_kernel(
+    partial_ptr, inverse_perm_ptr, bias_ptr, y_ptr, M, n, n_rows, stride_y, SPLIT_K: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """y `[M, n]` = the sum of partial `[SPLIT_K, n_rows, WIDTH]` in order, and the bias; grid: (rows, tokens).
+
+    Padding is read too: a mask would keep the loads from being vectorized.
+    """
+    row, token = (
+        tl.program_id(0) * ROWS + tl.arange(0, ROWS),
+        tl.program_id(1) * TOKENS + tl.arange(0, TOKENS),
+    )
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    position = row if inverse_perm_ptr is None else tl.load(inverse_perm_ptr + row, mask=row < n, other=0)
+    y = tl.zeros([ROWS, TOKENS], tl.float32)
+    for i in tl.static_range(SPLIT_K):
+        y += tl.load(partial_ptr + (i * n_rows + position)[:, None].to(tl.int64) * WIDTH + token[None, :])
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + row, mask=row < n, other=0.0).to(tl.float32)[:, None]
+    y_ptrs = y_ptr + token[None, :].to(tl.int64) * stride_y + row[:, None]
+    tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=(token < M)[None, :] & (row < n)[:, None])
+
+
+def splitk_reduce(
+    partial: Tensor, inverse_perm: Tensor | None, bias: Tensor | None, y: Tensor, *, pdl: bool, rows: int = 16
+) -> None:
+    """Write y [m, n] = the sum of partial float32 [splits, n_rows, width] over splits, transposed, and the bias.
+
+    `inverse_perm`: int32 [n_rows], row -> position, or None. `rows` of a CTA; n_rows is a multiple of it.
+    """
+    splits, n_rows, width = partial.shape
+    tokens = 64 if width % 64 == 0 else 32
+    launch(
+        splitk_reduce_kernel,
+        (n_rows // rows, width // tokens, 1),
+        (partial, inverse_perm, bias, y, *y.shape, n_rows, y.stride(0)),
+        _constants(splits, width, rows, tokens, pdl),
+    )
+
+
+@cache
+def _constants(splits: int, width: int, rows: int, tokens: int, pdl: bool) -> dict[str, object]:
+    options: dict[str, object] = {"launch_pdl": True} if pdl else {}
+    return {
+        "SPLIT_K": splits, "WIDTH": width, "ROWS": rows, "TOKENS": tokens, "PDL": pdl, "num_warps": 4, **options
+    }  # fmt: skip
