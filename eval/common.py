@@ -32,7 +32,8 @@ from requant.evaluation.perplexity import Protocol, perplexity_and_kl
 from requant.formats.packing import pack
 from requant.pipeline.prepare import Prepared, prepare, start
 from requant.quantizers.registry import METHODS
-from requant.recipe.schema import Calibration, Evaluation, Recipe, Tuning, to_dict
+from requant.recipe.schema import Calibration, Evaluation, Finetune, Recipe
+from requant.recipe.yaml_files import to_dict
 from requant.run.context import RunContext, Weights
 from requant.run.workspace import Workspace
 from requant.text.sources import Text, read_text
@@ -79,14 +80,14 @@ def open_study(
     seq_len: int,
     windows: int | None,
     device: str,
-    tuning: Tuning | None = None,
+    finetune: Finetune | None = None,
 ) -> Study:
-    """Load everything once; `windows` None scores the whole test text. `tuning` decides how much text may train."""
+    """Load everything once; `windows` None scores the whole test text. `finetune` decides how much text may train."""
     recipe = Recipe(
         model=str(model),
         calibration=Calibration(text=(find(data, CALIBRATION),), num_samples=num_samples, seq_len=seq_len),
         evaluation=Evaluation(text=(find(data, TEST),), context=seq_len, windows=windows or 10**6),
-        tuning=tuning or Tuning(),
+        finetune=finetune or Finetune(),
     )
     prepared = prepare(recipe.model, recipe, device=device, dtype="float32")
     named = dataclasses.replace(  # what results say: names, no folders

@@ -36,12 +36,12 @@ from eval.common import (
 from requant.allocation.budget import allocate_bits, with_allocation
 from requant.pipeline.quantize import MODES, tuned
 from requant.recipe.options import TUNING_STEPS
-from requant.recipe.schema import Budget, Tuning
+from requant.recipe.schema import Budget, Finetune
 from requant.run.context import RunContext, Weights
 from requant.text.windows import spread
 
-TUNING = Tuning(steps=TUNING_STEPS)
-SHORT = Tuning(steps=225)  # what parts are compared at
+FINETUNE = Finetune(steps=TUNING_STEPS)
+SHORT = Finetune(steps=225)  # what parts are compared at
 
 
 def within_budget(run: RunContext) -> RunContext:
@@ -62,7 +62,7 @@ class Plan:
     mode: str = "best"
     method: str = "trellis"
     options: Mapping[str, Any] = field(default_factory=dict)
-    tuning: Tuning = TUNING
+    finetune: Finetune = FINETUNE
     statistics: int = 4  # times the windows of the study
     quarters: bool = True
     widths: Callable[[RunContext], RunContext] = within_budget
@@ -70,30 +70,32 @@ class Plan:
 
 PLANS: dict[str, Plan] = {
     "best": Plan(label=f"best, {TUNING_STEPS} steps a phase"),
-    "codes": Plan(label="trellis codes within the budget", mode="dense", tuning=Tuning(), statistics=1),
+    "codes": Plan(label="trellis codes within the budget", mode="dense", finetune=Finetune(), statistics=1),
     "flat-codes": Plan(
-        label="trellis codes, one width", mode="dense", tuning=Tuning(), statistics=1, widths=flat
+        label="trellis codes, one width", mode="dense", finetune=Finetune(), statistics=1, widths=flat
     ),
     "codes-one-sided": Plan(
         label="codes alone, inputs' curvature only",
         mode="dense",
-        tuning=Tuning(),
+        finetune=Finetune(),
         statistics=1,
         options={"two_sided": False},
     ),
     "codes-whole-bits": Plan(
-        label="codes alone, whole bits", mode="dense", tuning=Tuning(), statistics=1, quarters=False
+        label="codes alone, whole bits", mode="dense", finetune=Finetune(), statistics=1, quarters=False
     ),
-    "short": Plan(label="best", tuning=SHORT),
-    "little-statistics": Plan(label="best, statistics of 128 windows", tuning=SHORT, statistics=1),
-    "whole-bits": Plan(label="best, whole bits", tuning=SHORT, quarters=False),
+    "short": Plan(label="best", finetune=SHORT),
+    "little-statistics": Plan(label="best, statistics of 128 windows", finetune=SHORT, statistics=1),
+    "whole-bits": Plan(label="best, whole bits", finetune=SHORT, quarters=False),
     "no-rounds": Plan(
-        label="best, trained at the end only", mode="dense", tuning=dataclasses.replace(SHORT, steps=900)
+        label="best, trained at the end only", mode="dense", finetune=dataclasses.replace(SHORT, steps=900)
     ),
-    "no-allocation": Plan(label="best, one width", tuning=SHORT, widths=flat),
-    "one-sided": Plan(label="best, inputs' curvature only", tuning=SHORT, options={"two_sided": False}),
-    "little-text": Plan(label="best, trained on 128 windows", tuning=dataclasses.replace(SHORT, windows=128)),
-    "long": Plan(label="best, 675 steps a phase", tuning=Tuning(steps=675)),
+    "no-allocation": Plan(label="best, one width", finetune=SHORT, widths=flat),
+    "one-sided": Plan(label="best, inputs' curvature only", finetune=SHORT, options={"two_sided": False}),
+    "little-text": Plan(
+        label="best, trained on 128 windows", finetune=dataclasses.replace(SHORT, train_windows=128)
+    ),
+    "long": Plan(label="best, 675 steps a phase", finetune=Finetune(steps=675)),
     "codebooks": Plan(label="best over codebooks", method="kmeans"),
 }
 CURVE = (
@@ -122,7 +124,7 @@ ABLATION = (
 def measure(study: Study, name: str, bits: float, seed: int) -> dict[str, Any]:
     """One row, by the product's own stages; the model is left at the original."""
     plan, started = PLANS[name], time.perf_counter()
-    pool = study.base.training_windows[: plan.tuning.windows]
+    pool = study.base.training_windows[: plan.finetune.train_windows]
     whole = min(8, max(1, round(bits)))
     calibration = study.base.recipe.calibration
     calibration = dataclasses.replace(calibration, num_samples=plan.statistics * calibration.num_samples)
@@ -132,7 +134,7 @@ def measure(study: Study, name: str, bits: float, seed: int) -> dict[str, Any]:
         mode=plan.mode,
         budget=Budget(bits=None if plan.widths is flat else bits, quarters=plan.quarters),
         calibration=calibration,
-        tuning=plan.tuning,
+        finetune=plan.finetune,
         seed=seed,
     )
     if plan.statistics > 1:
@@ -142,7 +144,7 @@ def measure(study: Study, name: str, bits: float, seed: int) -> dict[str, Any]:
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     weights: Weights = MODES[plan.mode](run)
-    if plan.tuning.steps:
+    if plan.finetune.steps:
         weights = tuned(run, weights)
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
     found = quality(study, run, weights, second=True)
@@ -155,7 +157,7 @@ def measure(study: Study, name: str, bits: float, seed: int) -> dict[str, Any]:
         name=name,
         bits=bits,
         seed=seed,
-        training_tokens=pool.numel() if plan.tuning.steps else 0,
+        training_tokens=pool.numel() if plan.finetune.steps else 0,
         widths={str(width): widths.count(width) for width in sorted(set(widths))},
         peak_bytes=peak,
         **bits_per_weight(weights),
@@ -209,7 +211,13 @@ def main(
         return
     wanted = [parse(row) for row in rows or (*CURVE, *ABLATION)]
     study = open_study(
-        model, data, num_samples=num_samples, seq_len=seq_len, windows=windows, device=device, tuning=TUNING
+        model,
+        data,
+        num_samples=num_samples,
+        seq_len=seq_len,
+        windows=windows,
+        device=device,
+        finetune=FINETUNE,
     )
     file = out / f"quality-{model.name}{'' if part is None else f'-part{part}'}.json"
     old = json.loads(file.read_text())["rows"] if file.is_file() else []

@@ -44,7 +44,8 @@ from requant.pipeline.prepare import prepare, start
 from requant.pipeline.quantize import QuantizedModel, quantize
 from requant.quantizers.registry import METHODS
 from requant.recipe.options import BEST_SAMPLES, default_recipe
-from requant.recipe.schema import Budget, Calibration, Evaluation, Recipe, to_dict
+from requant.recipe.schema import Budget, Calibration, Evaluation, Recipe
+from requant.recipe.yaml_files import to_dict
 from requant.run.context import RunContext, Weights
 from requant.run.quantize_linears import gather, quantize_linears
 from requant.run.workspace import Workspace
@@ -115,8 +116,8 @@ def best_parts(recipe: Recipe, device: str, dtype: str) -> dict[str, Any]:
     where, method = prepared.model.device, METHODS[recipe.method]
     block = [target for target in run.targets if target.block == 1]
     blocks = len({target.block for target in run.targets})
-    found: dict[str, Any] = {"tokens": prepared.windows.numel(), "steps": recipe.tuning.steps}
-    found["tokens_per_step"] = recipe.tuning.tokens_per_step
+    found: dict[str, Any] = {"tokens": prepared.windows.numel(), "steps": recipe.finetune.steps}
+    found["tokens_per_step"] = recipe.finetune.tokens_per_step
     statistics: dict[str, Any] = {}
     found["statistics"] = timed(lambda: statistics.update(gather(run, block, method.needs)), where)
     weights: Weights = {}
@@ -129,16 +130,16 @@ def best_parts(recipe: Recipe, device: str, dtype: str) -> dict[str, Any]:
 
     quantize_block()  # compiles
     found["codes of a block"] = timed(quantize_block, where)
-    windows, _ = split_windows(run, recipe.tuning)
+    windows, _ = split_windows(run, recipe.finetune)
     teacher, finetuned_params = Teacher(original_model(run), windows), list(other_parameters(run).values())
     trainable = {name: trainable_params(weight) for name, weight in weights.items()}
     still_open = [target for target in run.targets if target.name not in weights]
-    few = dataclasses.replace(recipe.tuning, steps=WORTH_COMPILING)
+    few = dataclasses.replace(recipe.finetune, steps=WORTH_COMPILING)
     if where.type == "cuda":
         torch.cuda.reset_peak_memory_stats(where)
     with single_precision(run.model):
         trainables, derived = (
-            trainable_tensors(trainable, still_open, finetuned_params, few.rate),
+            trainable_tensors(trainable, still_open, finetuned_params, few.lr),
             reparametrized_weights(run, weights, trainable),
         )
 
@@ -153,7 +154,7 @@ def best_parts(recipe: Recipe, device: str, dtype: str) -> dict[str, Any]:
         found["compiling"]
         + rounds * found["statistics"]
         + blocks * found["codes of a block"]
-        + rounds * recipe.tuning.steps * found["a step"]
+        + rounds * recipe.finetune.steps * found["a step"]
         + 2 * found["the original's states"]  # once for all rounds, once for the last phase
     )
     return {**found, **memory(peak_memory(where), prepared.model)}

@@ -249,7 +249,7 @@ def speed_table(results: Path) -> str:
     for found, target in ((gpu, "180 s"), (cpu, "1800 s")):
         for key in sorted(key for key in found if key.startswith("best_run")):
             recipe = found[key]["recipe"]
-            samples, steps = recipe["calibration"]["num_samples"], recipe["tuning"]["steps"]
+            samples, steps = recipe["calibration"]["num_samples"], recipe["finetune"]["steps"]
             training = f"4 x {steps} steps" if steps else "codes without training"
             bits = f"{recipe['budget']['bits']:g}"
             what = f"bench-32m, {bits} bits, mode `best`, {samples} x 1024 tokens, {training}"

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from requant.pipeline.quantize import QuantizedModel as QuantizedModel
     from requant.pipeline.quantize import quantize as quantize
     from requant.recipe.schema import Recipe as Recipe
-    from requant.recipe.schema import load_recipe as load_recipe
+    from requant.recipe.yaml_files import load_recipe as load_recipe
     from requant.report.save import save as save
     from requant.report.score import score as score
 
@@ -29,7 +29,7 @@ _PUBLIC = {
     "Recipe": "requant.recipe.schema",
     "export": "requant.exporters.export",
     "load": "requant.inference.load",
-    "load_recipe": "requant.recipe.schema",
+    "load_recipe": "requant.recipe.yaml_files",
     "quantize": "requant.pipeline.quantize",
     "save": "requant.report.save",
     "score": "requant.report.score",

@@ -11,7 +11,7 @@ import typer
 from requant.cli import app
 from requant.models.loading import ALIASES
 from requant.quantizers.registry import METHODS
-from requant.recipe.schema import available_recipes, load_recipe
+from requant.recipe.yaml_files import available_recipes, load_recipe
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("requant", "kernels", "tests", "eval", "recipes")

@@ -36,7 +36,7 @@ from requant.formats.int8 import WIDEST_CODE
 from requant.formats.packed_spec import PackedSpec, TensorSpec
 from requant.formats.trellis_codes import PERIOD
 from requant.models.targets import QuantTarget
-from requant.quantizers.entries import count_of
+from requant.quantizers.outliers import outlier_count
 from requant.recipe.schema import Recipe
 from requant.run.context import Allocation, RunContext, recipe_sections
 from requant.run.workspace import digest
@@ -84,7 +84,9 @@ def allocate_bits(run: RunContext, *, reserve: int | None = None) -> Allocation:
     taken = {role: choice.options[role].bits if role in sizes else found[0] for role, found in widths.items()}
     return Allocation(
         bits={target.name: choice.options[target.name].bits for target in run.targets},
-        shares={target.name: share for target in run.targets if (share := choice.options[target.name].share)},
+        outlier_fractions={
+            target.name: share for target in run.targets if (share := choice.options[target.name].share)
+        },
         bytes=choice.bytes + fixed,
         budget=budget,
         predicted=choice.loss,
@@ -103,8 +105,8 @@ def with_allocation(run: RunContext, allocation: Allocation) -> RunContext:
         run,
         allocation=allocation,
         bits=allocation.bits,
-        shares=allocation.shares,
-        fingerprint=digest(run.fingerprint, allocation.bits, allocation.shares),
+        outlier_fractions=allocation.outlier_fractions,
+        fingerprint=digest(run.fingerprint, allocation.bits, allocation.outlier_fractions),
     )
 
 
@@ -133,13 +135,13 @@ def packed_spec(
         case "kmeans" | "lut":
             levels = "int8" if config.level_bits == 8 and width <= WIDEST_CODE else "float16"
             layout = PackedSpec(format="codebook", bits=width, shape=shape, levels=levels)
-            entries = count_of(config.share if share is None else share, shape)
+            entries = outlier_count(config.outlier_fraction if share is None else share, shape)
             if not entries:
                 return layout
             scales = "matrix" if shape[0] > 1 else "rows"
             return dataclasses.replace(layout, sparse=entries, sparse_values="int8", sparse_scales=scales)
         case "trellis":
-            learned = recipe.tuning.steps > 0
+            learned = recipe.finetune.steps > 0
             outputs = "int8" if learned and width <= WIDEST_CODE else "float16"
             return PackedSpec(
                 format="trellis",
@@ -162,8 +164,8 @@ def packed_spec(
 
 def entries_compete(recipe: Recipe) -> bool:
     """Whether the budget may buy entries beside the codes (`quantizers/entries.py`) in place of bits."""
-    codebook = recipe.method in ("kmeans", "lut") and recipe.quantizer.share == 0
-    return recipe.mode == "best" and codebook and recipe.budget.entries
+    codebook = recipe.method in ("kmeans", "lut") and recipe.quantizer.outlier_fraction == 0
+    return recipe.mode == "best" and codebook and recipe.budget.outliers
 
 
 def matrix_sizes(recipe: Recipe, shape: tuple[int, int]) -> dict[int | float, int]:

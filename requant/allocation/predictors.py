@@ -40,9 +40,9 @@ from requant.calibration.passes import batches, scored_tokens
 from requant.calibration.stats import LinearStats
 from requant.formats.hadamard import incoherence_process, random_signs
 from requant.quantizers.density import density_edges, run_cost, sort_rows
-from requant.quantizers.entries import remaining
 from requant.quantizers.gptq import hessian_inv_cholesky
 from requant.quantizers.kmeans import row_chunks
+from requant.quantizers.outliers import remaining_loss
 from requant.quantizers.registry import METHODS
 from requant.quantizers.rtn import columns_of_group, fit_grid
 from requant.quantizers.trellis import block_ldl
@@ -186,7 +186,7 @@ def entry_factors(run: RunContext) -> dict[str, dict[float, float]]:
                     if method == "kmeans"
                     else _after_feedback(stats, damp=config.damp, by_size=True)
                 )
-                found[target.name] = remaining(weight, cost)
+                found[target.name] = remaining_loss(weight, cost)
     return found
 
 

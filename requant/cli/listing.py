@@ -7,7 +7,7 @@ from requant.cli.common import AsJson, table
 
 def recipes(as_json: AsJson = False) -> None:
     """List the recipes that ship with requant."""
-    from requant.recipe.schema import available_recipes, load_recipe
+    from requant.recipe.yaml_files import available_recipes, load_recipe
 
     rows: list[dict[str, object]] = []
     for name in available_recipes():

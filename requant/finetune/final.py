@@ -28,11 +28,11 @@ from requant.finetune.loop import (
 )
 from requant.finetune.teacher import Teacher
 from requant.formats.trainable import trainable_params, with_trainable_params
-from requant.recipe.schema import Tuning
+from requant.recipe.schema import Finetune
 from requant.run.context import RunContext, Weights
 
 
-def tune(run: RunContext, weights: Weights, settings: Tuning) -> Weights:
+def tune(run: RunContext, weights: Weights, settings: Finetune) -> Weights:
     """The weights with tuned fields; what else has learned is in `run.others`. The model is left at the originals."""
     windows, judge = split_windows(run, settings)
     teacher = Teacher(original_model(run), windows)
@@ -55,12 +55,12 @@ def original_model(run: RunContext) -> PreTrainedModel:
     return copy.deepcopy(run.model)
 
 
-def split_windows(run: RunContext, settings: Tuning) -> tuple[Int64[Tensor, "b t"], Int64[Tensor, "h t"]]:
+def split_windows(run: RunContext, settings: Finetune) -> tuple[Int64[Tensor, "b t"], Int64[Tensor, "h t"]]:
     """The windows that train, and those that only judge. Raises RecipeError for fewer than two."""
     pool = run.training_windows
     if len(pool) < 2:
         raise RecipeError("tuning needs at least 2 calibration windows; raise --num-samples.")
-    held_out = min(settings.held_out, max(1, len(pool) // 8))
+    held_out = min(settings.val_windows, max(1, len(pool) // 8))
     return pool[:-held_out], pool[-held_out:]
 
 

@@ -27,7 +27,7 @@ from requant.finetune.step import ReparametrizedWeight, TrainableTensor, Trainin
 from requant.finetune.teacher import Teacher, precision_of_learning
 from requant.formats.trainable import TrainableParams, weight_function
 from requant.models.targets import QuantTarget
-from requant.recipe.schema import Tuning
+from requant.recipe.schema import Finetune
 from requant.run.context import RunContext, Weights
 
 RESIDUAL_RATE = 3.0  # of the rate of all else: residuals are few and each stands alone
@@ -54,10 +54,10 @@ def trainable_tensors(
     return trainables
 
 
-def rate_of(run: RunContext, settings: Tuning) -> float:
+def rate_of(run: RunContext, settings: Finetune) -> float:
     """Adam's rate at the run's average width."""
     bits = sum(run.config_of(target).bits * target.size for target in run.targets) / run.total_weights
-    return settings.rate * 2 ** (2 - bits)
+    return settings.lr * 2 ** (2 - bits)
 
 
 def other_parameters(run: RunContext) -> dict[str, nn.Parameter]:
@@ -80,7 +80,7 @@ def train(
     teacher: Teacher,
     trainables: Sequence[TrainableTensor],
     derived: Sequence[ReparametrizedWeight],
-    settings: Tuning,
+    settings: Finetune,
     *,
     label: str,
     judge: Int64[Tensor, "h t"] | None = None,
@@ -106,7 +106,7 @@ def train(
             chosen = _draw(count, length, step, settings, run.recipe.seed)
             step_of(teacher.parts(chosen, part), _share_of_rate(step, settings))
             last = step + 1 == settings.steps
-            if judge is not None and (last or (step + 1) % settings.check_every == 0):
+            if judge is not None and (last or (step + 1) % settings.eval_every == 0):
                 now = divergence(run.model, teacher, judge)
                 bar.set_postfix(kl=f"{now:.4f}", best=f"{min(now, best):.4f}")
                 if now < best:
@@ -172,7 +172,7 @@ def part_of(
     run: RunContext,
     trainables: Sequence[TrainableTensor],
     derived: Sequence[ReparametrizedWeight],
-    settings: Tuning,
+    settings: Finetune,
     length: int,
     *,
     awaited: int = 0,
@@ -198,12 +198,12 @@ def part_of(
     return part or None
 
 
-def _share_of_rate(step: int, settings: Tuning) -> float:
-    warm = min(1.0, (step + 1) / settings.warm_up)
+def _share_of_rate(step: int, settings: Finetune) -> float:
+    warm = min(1.0, (step + 1) / settings.warmup_steps)
     return warm * 0.5 * (1 + math.cos(math.pi * step / max(1, settings.steps)))
 
 
-def _draw(windows: int, length: int, step: int, settings: Tuning, seed: int) -> Int64[Tensor, " c"]:
+def _draw(windows: int, length: int, step: int, settings: Finetune, seed: int) -> Int64[Tensor, " c"]:
     """The windows of one step, by number: every window once before any comes again."""
     count = min(windows, max(1, settings.tokens_per_step // length))
     epoch, first = divmod(step * count, windows)

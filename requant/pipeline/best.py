@@ -38,7 +38,7 @@ ROUNDS = 4
 
 def best(run: RunContext) -> Weights:
     """Codes of every matrix within the budget; without tuning steps they are those of mode `dense`."""
-    if run.recipe.tuning.steps == 0:
+    if run.recipe.finetune.steps == 0:
         return quantize_linears(run, None, label="quantize")
     kept = load_stage(run, "rounds")
     if kept is None:
@@ -62,7 +62,7 @@ def rounds_of(targets: Sequence[QuantTarget]) -> list[list[QuantTarget]]:
 
 def in_rounds(run: RunContext, rounds: Sequence[Sequence[QuantTarget]]) -> Weights:
     """Quantize and train round by round; the model is left at the originals, the others' learning in `run.others`."""
-    settings, method = run.recipe.tuning, METHODS[run.recipe.method]
+    settings, method = run.recipe.finetune, METHODS[run.recipe.method]
     windows, _ = split_windows(run, settings)
     teacher = Teacher(original_model(run), windows)
     finetuned_params, rate = other_parameters(run), rate_of(run, settings)

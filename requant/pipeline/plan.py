@@ -86,9 +86,11 @@ class Plan:
                 for kind, counts in self.widths.items()
             ),
         ]
-        if found.shares:
-            entries = max(found.shares.values())
-            lines.append(f"  entries beside the codes of {len(found.shares)} matrices, {entries:.2%} at most")
+        if found.outlier_fractions:
+            entries = max(found.outlier_fractions.values())
+            lines.append(
+                f"  entries beside the codes of {len(found.outlier_fractions)} matrices, {entries:.2%} at most"
+            )
         if found.embedding_bits != 16 or found.head_bits != 16:
             lines.append(f"  embedding at {found.embedding_bits} bits, head at {found.head_bits}")
         if found.predicted is not None:
@@ -103,7 +105,7 @@ def make_plan(prepared: Prepared, recipe: Recipe, *, quiet: bool = True) -> Plan
     weights = sum(target.size for target in targets)
     fraction = _sparse_fraction(recipe)
     allocation = _allocation(prepared, recipe, quiet=quiet)
-    shares = allocation.shares
+    shares = allocation.outlier_fractions
     parts = sum(
         _bytes(target, recipe, allocation.bits[target.name], fraction, shares.get(target.name))
         for target in targets
@@ -176,7 +178,7 @@ def _peak_memory(prepared: Prepared, recipe: Recipe) -> int:
         model *= 2
         own += 8 * prepared.windows.numel() * embedding.weight.shape[1] if own else 0
     stages = model + weights + max(4 * weights, statistics)
-    if recipe.tuning.steps:
+    if recipe.finetune.steps:
         stages = max(stages, model + 16 * sum(p.numel() for p in prepared.model.parameters()))
     return own + stages + activations
 
@@ -194,11 +196,11 @@ def _seconds(prepared: Prepared, recipe: Recipe) -> float:
         forwards += len(recipe.detach.temperatures)
     if recipe.mode == "paper" and recipe.detach.significant_fraction:
         passes += nodes * recipe.detach.steps
-    phases = len(rounds_of(prepared.targets)) if recipe.mode == "best" and recipe.tuning.steps else 1
+    phases = len(rounds_of(prepared.targets)) if recipe.mode == "best" and recipe.finetune.steps else 1
     passes, forwards = passes * phases, forwards * phases  # statistics are taken again for every round
     forwards *= FORWARDS[recipe.calibration.inputs]
-    step = min(recipe.tuning.tokens_per_step, prepared.pool.numel())
-    passes += phases * recipe.tuning.steps * step / prepared.windows.numel() * 4 / 3
+    step = min(recipe.finetune.tokens_per_step, prepared.pool.numel())
+    passes += phases * recipe.finetune.steps * step / prepared.windows.numel() * 4 / 3
     scored = 3 * 2 * parameters * prepared.scored.numel()
     work = backward * (passes + forwards / 3) + scored
     quantizer = QUANTIZER_SECONDS[recipe.method][prepared.model.device.type == "cuda"]

@@ -68,7 +68,7 @@ def prepare(
         calibration, tokenizer, num_samples=None, seq_len=recipe.calibration.seq_len, seed=recipe.seed
     )
     windows = spread(everything, recipe.calibration.num_samples, of=calibration.name)
-    tuning = max(len(windows), recipe.tuning.windows if recipe.tuning.steps else 0)
+    tuning = max(len(windows), recipe.finetune.train_windows if recipe.finetune.steps else 0)
     scored = token_windows(evaluation, tokenizer, num_samples=None, seq_len=recipe.evaluation.context)
     shared = overlap(calibration, evaluation)
     if shared > OVERLAP_TOLERATED:

@@ -110,7 +110,7 @@ def quantize(
     run = with_allocation(run, allocate_bits(run))
     weights = MODES[recipe.mode](run)
     run.statistics.clear()
-    if recipe.tuning.steps:
+    if recipe.finetune.steps:
         weights = tuned(run, weights)
     vocabulary = quantize_embedding_and_head(run)
     diagnosis = diagnose(
@@ -143,7 +143,7 @@ def tuned(run: RunContext, weights: Weights) -> Weights:
     kept = load_stage(run, "tuned")
     if kept is None:
         with run.stage("tuning"):
-            kept = tune(run, weights, run.recipe.tuning)
+            kept = tune(run, weights, run.recipe.finetune)
         save_stage(run, "tuned", kept)
     return kept
 

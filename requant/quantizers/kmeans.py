@@ -33,7 +33,7 @@ from requant.formats.containers import Codebook, QuantizedWeight, in_8_bits, spa
 from requant.formats.int8 import WIDEST_CODE, fake_quantize_int8
 from requant.quantizers.checks import check_bits, check_level_bits, check_weight, statistic
 from requant.quantizers.density import SortedRows, density_edges, run_cost, sort_rows, with_ends
-from requant.quantizers.entries import check_share, places
+from requant.quantizers.outliers import check_outlier_fraction, outlier_mask
 
 NEEDS: frozenset[str] = frozenset({"fisher"})
 
@@ -47,17 +47,17 @@ MAX_ITERATIONS = 200  # of Lloyd; rows of 1408 columns settle in 10 to 60
 class KmeansConfig:
     """`bits` of a code; a row has `2**bits` levels of `level_bits`, 16 in any case beside codes of 7 and 8 bits.
 
-    `share` of the places, those that codes would serve worst, hold a float of their own (`entries.py`).
+    `outlier_fraction` of the weights, those whose codes cost most, are stored as floats (`outliers.py`).
     """
 
     bits: int = 4
     level_bits: int = 8
-    share: float = 0.0
+    outlier_fraction: float = 0.0
 
     def __post_init__(self) -> None:
         check_bits(self.bits)
         check_level_bits(self.level_bits)
-        check_share(self.share)
+        check_outlier_fraction(self.outlier_fraction)
 
 
 def quantize(
@@ -77,7 +77,9 @@ def quantize(
     fisher = statistic(stats.fisher, "fisher", tuple(weight.shape))
     chosen = detached is None
     if detached is None:
-        detached = places(weight.float(), fisher, bits=config.bits, share=config.share)
+        detached = outlier_mask(
+            weight.float(), fisher, bits=config.bits, outlier_fraction=config.outlier_fraction
+        )
     fitted = torch.cat(
         [
             fit_levels(

@@ -26,9 +26,9 @@ from requant.calibration.stats import LinearStats
 from requant.formats.containers import Codebook, QuantizedWeight, in_8_bits, sparse_residual
 from requant.quantizers.checks import check_bits, check_fraction, check_level_bits, check_weight, statistic
 from requant.quantizers.correction import corrected
-from requant.quantizers.entries import check_share, places
 from requant.quantizers.gptq import hessian_inv_cholesky
 from requant.quantizers.kmeans import fit_levels, midpoints, rounded, row_chunks
+from requant.quantizers.outliers import check_outlier_fraction, outlier_mask
 
 NEEDS: frozenset[str] = frozenset({"hessian"})
 
@@ -41,19 +41,19 @@ PULL = 1e-6  # of the mean curvature, towards the levels that were: an unused le
 class LutConfig:
     """`rounds` of least squares and coordinate descent, at most; `damp` is a fraction of the mean diagonal of H.
 
-    `level_bits` and `share` as in k-means.
+    `level_bits` and `outlier_fraction` as in k-means.
     """
 
     bits: int = 4
     level_bits: int = 8
-    share: float = 0.0
+    outlier_fraction: float = 0.0
     rounds: int = 8
     damp: float = 0.01
 
     def __post_init__(self) -> None:
         check_bits(self.bits)
         check_level_bits(self.level_bits)
-        check_share(self.share)
+        check_outlier_fraction(self.outlier_fraction)
         check_fraction("damp", self.damp)
 
 
@@ -78,7 +78,9 @@ def quantize(
     diagonal = damped.diagonal().expand_as(target).double()
     chosen = detached is None
     if detached is None:
-        detached = places(target, diagonal.float(), bits=config.bits, share=config.share)
+        detached = outlier_mask(
+            target, diagonal.float(), bits=config.bits, outlier_fraction=config.outlier_fraction
+        )
     apart = torch.zeros_like(target, dtype=torch.bool) if detached is None else detached
     seeds = torch.cat(
         [

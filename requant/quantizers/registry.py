@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from requant.errors import RecipeError, did_you_mean
 from requant.formats.containers import QuantizedWeight
 from requant.quantizers import awq, gptq, kmeans, lut, rtn, trellis
 
@@ -36,3 +37,12 @@ METHODS: dict[str, Method] = {
     "awq": Method(quantize=awq.quantize, config=awq.AwqConfig, needs=awq.NEEDS),
     "trellis": Method(quantize=trellis.quantize, config=trellis.TrellisConfig, needs=trellis.NEEDS),
 }
+
+
+def find_method(name: Any) -> Method:
+    """The method of that name. Raises RecipeError, with the nearest name, for another."""
+    if not isinstance(name, str) or name not in METHODS:
+        raise RecipeError(
+            f"method '{name}' is unknown{did_you_mean(str(name), METHODS)}; there are: {', '.join(METHODS)}."
+        )
+    return METHODS[name]

@@ -7,18 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from requant.errors import RecipeError, did_you_mean
-from requant.quantizers.registry import METHODS
-from requant.recipe.schema import (
-    Calibration,
-    Detach,
-    Evaluation,
-    Recipe,
-    Tuning,
-    from_dict,
-    load_recipe,
-    to_dict,
-)
+from requant.errors import RecipeError
+from requant.quantizers.registry import find_method
+from requant.recipe.schema import Calibration, Detach, Evaluation, Finetune, Recipe
+from requant.recipe.yaml_files import from_dict, load_recipe, to_dict
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +73,7 @@ def recipe_from_options(
     overrides: dict[str, dict[str, Any]] = {
         "calibration": {"text": calibration, "num_samples": num_samples, "seq_len": seq_len},
         "sensitivity": {"score": sensitivity, "nodes": nodes},
-        "tuning": {"steps": tune},
+        "finetune": {"steps": tune},
         "budget": {"head_bits": head_bits, "embedding_bits": head_bits},
         "evaluation": {"text": eval_text, "context": seq_len},
     }
@@ -104,17 +96,16 @@ def default_recipe(model: str, method: str | None, mode: str | None = None, *, g
     """
     mode = mode or ("best" if gpu else "paper")
     name = method or ("trellis" if mode == "best" else "lut")
-    if name not in METHODS:
-        raise RecipeError(
-            f"method '{name}' is unknown{did_you_mean(name, METHODS)}; there are: {', '.join(METHODS)}."
-        )
     recipe = Recipe(
-        model=model, method=name, quantizer=METHODS[name].config(), detach=PAPER_DETACH.get(name, Detach())
+        model=model,
+        method=name,
+        quantizer=find_method(name).config(),
+        detach=PAPER_DETACH.get(name, Detach()),
     )
     if mode == "best":
-        tuning = Tuning(steps=TUNING_STEPS if gpu else 0)
+        finetune = Finetune(steps=TUNING_STEPS if gpu else 0)
         calibration = Calibration(num_samples=BEST_SAMPLES if gpu else Calibration().num_samples)
-        recipe = dataclasses.replace(recipe, mode="best", tuning=tuning, calibration=calibration)
+        recipe = dataclasses.replace(recipe, mode="best", finetune=finetune, calibration=calibration)
     if model != "demo":
         return recipe
     return dataclasses.replace(

@@ -1,27 +1,19 @@
-"""A run, written down: frozen dataclasses, the one home of defaults, and their YAML form.
+"""The recipe: one run of `requant quantize`, as frozen dataclasses with the default of every field.
 
-Loading is strict: an unknown key answers "did you mean", a value of another type is refused, `load(dump(r)) == r`.
-No field is inferred from another. The recipe is stored in the checkpoint, so `requant quantize --recipe
-CHECKPOINT/recipe.yaml` makes it again.
+No field is inferred from another. What depends on the method, the mode or the machine is in `defaults.py`; a method's own
+options and their defaults are its config class (`requant.quantizers`); YAML is read and written by `yaml_files.py`.
 """
 
-import dataclasses
-import types
-import typing
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
-import yaml
-
-from requant.errors import RecipeError, did_you_mean, first_line
-from requant.quantizers.registry import METHODS
+from requant.errors import RecipeError
+from requant.quantizers.registry import METHODS, find_method
 
 Score = Literal["pqi", "hessian", "gradient", "marginal"]
 Predictor = Literal["curvature", "measured", "pqi"]
 EmbeddingBits = Literal[4, 5, 6, 8, 16]
 Nodes = Literal["gauss2", "gauss4", "midpoint", "simpson", "plain32"]
-RECIPES = (Path(__file__).parents[1] / "recipes", Path(__file__).parents[2] / "recipes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,26 +74,26 @@ class Detach:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tuning:
-    """Training of all that is not code against the original's outputs (`training/loop.py`); `steps` 0 is off.
+class Finetune:
+    """Training everything except the codes to match the original's outputs (`requant/finetune/`); `steps` 0: off.
 
-    `steps` are those of one phase: every round of mode `best`, and the last one with all codes fixed.
+    `steps` are those of one phase: each round of mode `best`, and the final phase with all codes fixed.
     """
 
     steps: int = 0
-    windows: int = 2048  # of the calibration text, at most; statistics keep to calibration.num_samples
+    train_windows: int = 2048  # of the calibration text, at most; statistics use calibration.num_samples
     tokens_per_step: int = 16384
-    # of Adam at 2 bits, in units of each tensor's root mean square; half of it with every bit more
-    rate: float = 3e-3
-    warm_up: int = 10
-    held_out: int = 8  # windows that only judge
-    check_every: int = 20
+    # of Adam at 2 bits, in units of each tensor's root mean square; halved with every further bit
+    lr: float = 3e-3
+    warmup_steps: int = 10
+    val_windows: int = 8  # held out from training; they choose the best step
+    eval_every: int = 20  # steps between two evaluations on the validation windows
 
     def __post_init__(self) -> None:
-        _require(self.steps >= 0, "tuning.steps", self.steps, "0 or more")
-        _require(self.rate > 0, "tuning.rate", self.rate, "a positive number")
-        for name in ("windows", "tokens_per_step", "warm_up", "held_out", "check_every"):
-            _require(getattr(self, name) >= 1, f"tuning.{name}", getattr(self, name), "1 or more")
+        _require(self.steps >= 0, "finetune.steps", self.steps, "0 or more")
+        _require(self.lr > 0, "finetune.lr", self.lr, "a positive number")
+        for name in ("train_windows", "tokens_per_step", "warmup_steps", "val_windows", "eval_every"):
+            _require(getattr(self, name) >= 1, f"finetune.{name}", getattr(self, name), "1 or more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,16 +102,16 @@ class Budget:
 
     `bits`: everything stored for the quantized matrices, over their weights. `size`: bytes of the weight files, all
     they hold. `head_bits` and `embedding_bits` store the head and the embedding on grids of that width (one tensor
-    where they are tied); None leaves them as they are with `bits`, and to the allocator with `size`. `quarters`: a
-    trellis may take 2.25, 2.5 and 2.75 bits too. `entries`: in mode `best`, weights of `kmeans` and `lut` that codes serve
-    badly may hold a float of their own, where that is worth its two bytes.
+    where they are tied); None leaves them as they are with `bits`, and to the allocator with `size`. `quarters`: methods
+    that take quarters of a bit may use them (2.25, 2.5, 2.75). `outliers`: in mode `best`, a codebook may store the weights
+    that its levels represent worst as floats, where that is worth their two bytes.
     """
 
     bits: float | None = None
     size: int | None = None
     predictor: Predictor = "curvature"
     quarters: bool = True
-    entries: bool = True
+    outliers: bool = True
     head_bits: EmbeddingBits | None = None
     embedding_bits: EmbeddingBits | None = None
 
@@ -159,22 +151,22 @@ class Recipe:
     calibration: Calibration = field(default_factory=Calibration)
     sensitivity: Sensitivity = field(default_factory=Sensitivity)
     detach: Detach = field(default_factory=Detach)
-    tuning: Tuning = field(default_factory=Tuning)
+    finetune: Finetune = field(default_factory=Finetune)
     budget: Budget = field(default_factory=Budget)
     evaluation: Evaluation = field(default_factory=Evaluation)
     skip: tuple[str, ...] = ()
     seed: int = 0
 
     def __post_init__(self) -> None:
-        expected = _method(self.method).config
+        expected = find_method(self.method).config
         if type(self.quantizer) is not expected:
             raise RecipeError(
                 f"method '{self.method}' takes a {expected.__name__}, not {type(self.quantizer).__name__}."
             )
-        if self.mode == "paper" and getattr(self.quantizer, "share", 0):
+        if self.mode == "paper" and getattr(self.quantizer, "outlier_fraction", 0):
             raise RecipeError(
-                "quantizer.share has no meaning in mode paper, whose sparse part follows detach; leave it out, or choose "
-                "mode dense or best."
+                "quantizer.outlier_fraction has no meaning in mode paper, whose sparse part follows detach; leave it out, "
+                "or choose mode dense or best."
             )
         if self.calibration.inputs == "original":
             return
@@ -184,120 +176,11 @@ class Recipe:
                 f"calibration.inputs changes nothing for method '{self.method}', which reads no Hessian of its inputs; "
                 f"leave it out, or choose one of: {', '.join(readers)}."
             )
-        if self.mode == "best" and self.tuning.steps:
+        if self.mode == "best" and self.finetune.steps:
             raise RecipeError(
-                "calibration.inputs changes nothing for mode best with tuning, which measures inputs in the model as "
+                "calibration.inputs changes nothing for mode best with fine-tuning, which measures inputs in the model as "
                 "training leaves it, round by round; leave it out, or choose mode dense."
             )
-
-
-def load_recipe(name: str) -> Recipe:
-    """A recipe from a YAML file, or by the name of one that ships with requant."""
-    path = Path(name)
-    if not path.is_file():
-        shipped = available_recipes()
-        if name not in shipped:
-            raise RecipeError(
-                f"'{name}' is neither a file nor a recipe{did_you_mean(name, shipped)}; "
-                f"there are: {', '.join(sorted(shipped))}."
-            )
-        path = shipped[name]
-    try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, ValueError, RecursionError, OSError) as error:
-        raise RecipeError(f"{path} is not valid YAML ({first_line(error)}).") from error
-    return from_dict(data, where=path.name)
-
-
-def available_recipes() -> dict[str, Path]:
-    """Name -> file of every recipe that ships with requant."""
-    return {
-        file.stem: file for folder in RECIPES if folder.is_dir() for file in sorted(folder.glob("*.yaml"))
-    }
-
-
-def from_dict(data: Any, *, where: str = "recipe") -> Recipe:
-    """Build a recipe from plain data, strictly."""
-    if not isinstance(data, dict):
-        raise RecipeError(f"{where} holds no mapping of keys to values.")
-    method = data.get("method", "kmeans")
-    config = _method(method).config
-    quantizer = _build(config, data.get("quantizer", {}), f"{where}: quantizer")
-    rest = {key: value for key, value in data.items() if key != "quantizer"}
-    return dataclasses.replace(_build(Recipe, {**rest, "method": method}, where, quantizer=quantizer))
-
-
-def to_dict(recipe: Recipe) -> dict[str, Any]:
-    """Plain data that YAML and JSON can hold; tuples become lists."""
-    return cast(dict[str, Any], _plain(dataclasses.asdict(recipe)))
-
-
-def dump_recipe(recipe: Recipe) -> str:
-    return yaml.safe_dump(to_dict(recipe), sort_keys=False, allow_unicode=True)
-
-
-def _method(name: Any) -> Any:
-    if not isinstance(name, str) or name not in METHODS:
-        raise RecipeError(
-            f"method '{name}' is unknown{did_you_mean(str(name), METHODS)}; there are: {', '.join(METHODS)}."
-        )
-    return METHODS[name]
-
-
-def _build(cls: type, data: Any, where: str, **given: Any) -> Any:
-    if not isinstance(data, dict):
-        raise RecipeError(f"{where} must be a mapping, not {type(data).__name__}.")
-    hints = typing.get_type_hints(cls)
-    known = {f.name for f in dataclasses.fields(cls)}
-    for key in data:
-        if key not in known:
-            raise RecipeError(
-                f"{where}: unknown key '{key}'{did_you_mean(str(key), known)}; "
-                f"known: {', '.join(sorted(known))}."
-            )
-    values = {
-        key: _coerce(hints[key], value, f"{where}: {key}") for key, value in data.items() if key not in given
-    }
-    return cls(**values, **given)
-
-
-def _coerce(kind: Any, value: Any, where: str) -> Any:
-    """`value` as the annotated type, or a RecipeError that names the key and what it takes."""
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if kind is Any:
-        return value
-    if dataclasses.is_dataclass(kind):
-        return _build(cast(type, kind), value, where)
-    if origin is Literal:
-        if value not in args:
-            raise RecipeError(
-                f"{where} is '{value}'{did_you_mean(str(value), map(str, args))}; "
-                f"it takes one of: {', '.join(map(str, args))}."
-            )
-        return value
-    if origin in (types.UnionType, typing.Union):
-        if value is None and type(None) in args:
-            return None
-        inner = next(arg for arg in args if arg is not type(None))
-        return _coerce(inner, value, where)
-    if origin is tuple:
-        items = [value] if isinstance(value, str | int | float) else value
-        if not isinstance(items, list | tuple):
-            raise RecipeError(f"{where} must be a list, not {type(value).__name__}.")
-        return tuple(_coerce(args[0], item, where) for item in items)
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise RecipeError(f"{where} is {value!r}; it takes a {kind.__name__}.")
-    return value
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value
 
 
 def _require(condition: bool, key: str, value: Any, takes: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from requant.checkpoint.save import save_checkpoint
 from requant.pipeline.quantize import QuantizedModel
-from requant.recipe.schema import dump_recipe
+from requant.recipe.yaml_files import dump_recipe
 from requant.report.report import (
     model_card,
     render_report,

@@ -12,7 +12,7 @@ from requant.models.loading import ALIASES
 from requant.pipeline.prepare import bytes_before
 from requant.pipeline.quantize import QuantizedModel
 from requant.recipe.options import budget_name
-from requant.recipe.schema import dump_recipe
+from requant.recipe.yaml_files import dump_recipe
 from requant.report.report import (
     BudgetSummary,
     CalibrationText,

@@ -21,7 +21,8 @@ from requant.calibration.passes import mean_loss
 from requant.calibration.stats import LinearStats
 from requant.formats.containers import QuantizedWeight
 from requant.models.targets import QuantTarget
-from requant.recipe.schema import Recipe, to_dict
+from requant.recipe.schema import Recipe
+from requant.recipe.yaml_files import to_dict
 from requant.run.workspace import Workspace, digest, model_digest
 from requant.sensitivity.path import QuantizedPath, Scores
 from requant.sensitivity.scores import score
@@ -43,7 +44,7 @@ class Allocation:
     embedding_bits: int = 16
     head_bits: int = 16
 
-    shares: dict[str, float] = field(default_factory=dict)  # of entries, where a matrix has some
+    outlier_fractions: dict[str, float] = field(default_factory=dict)  # of matrices that have outliers
 
     @property
     def unspent(self) -> float:
@@ -66,7 +67,7 @@ class RunContext:
     source: Path | None = None  # the model's folder
     # of matrices whose width is not the recipe's
     bits: Mapping[str, int | float] = field(default_factory=dict)
-    shares: Mapping[str, float] = field(default_factory=dict)  # of entries beside the codes, where allotted
+    outlier_fractions: Mapping[str, float] = field(default_factory=dict)  # where allocated
     allocation: Allocation | None = None
     # the windows that training may use, where they are more than `windows`
     pool: Int64[Tensor, "p t"] | None = None
@@ -82,8 +83,10 @@ class RunContext:
     def config_of(self, target: QuantTarget) -> Any:
         """The quantizer's settings for one matrix."""
         bits = self.bits.get(target.name, self.recipe.quantizer.bits)
-        share = {"share": self.shares[target.name]} if target.name in self.shares else {}
-        return dataclasses.replace(self.recipe.quantizer, bits=bits, **share)
+        options: dict[str, Any] = {"bits": bits}
+        if target.name in self.outlier_fractions:
+            options["outlier_fraction"] = self.outlier_fractions[target.name]
+        return dataclasses.replace(self.recipe.quantizer, **options)
 
     def path(self, weights: Weights) -> QuantizedPath:
         return QuantizedPath(

@@ -59,7 +59,7 @@ def _outcome_keys(run: RunContext, stage: str) -> dict[str, str]:
         "quantizer",
         "sensitivity",
         "detach",
-        "tuning",
+        "finetune",
         "budget",
         "seed",
     )

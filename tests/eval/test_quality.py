@@ -11,7 +11,7 @@ import typer
 from eval import quality
 from eval.common import open_study
 from eval.curve_tables import best_ablation_table, best_peer, of_mode_best, quality_table
-from requant.recipe.schema import Tuning
+from requant.recipe.schema import Finetune
 
 
 def test_the_peers_line_goes_through_their_points() -> None:
@@ -67,8 +67,8 @@ def test_a_row_is_measured_and_leaves_the_original(
     text = Path(tiny_text_file).read_text()
     for name in ("wikitext-like.raw", "wiki.test.raw", "c4-sample.txt"):
         (tmp_path / name).write_text(text)
-    tuning = Tuning(steps=3, tokens_per_step=128, held_out=1, check_every=2)
-    plan = dataclasses.replace(quality.PLANS["codebooks"], tuning=tuning)
+    tuning = Finetune(steps=3, tokens_per_step=128, val_windows=1, eval_every=2)
+    plan = dataclasses.replace(quality.PLANS["codebooks"], finetune=tuning)
     monkeypatch.setitem(quality.PLANS, "codebooks", plan)
     study = open_study(
         Path(tiny_folder("llama")),
@@ -77,7 +77,7 @@ def test_a_row_is_measured_and_leaves_the_original(
         seq_len=32,
         windows=4,
         device="cpu",
-        tuning=tuning,
+        finetune=tuning,
     )
     before = {name: p.clone() for name, p in study.prepared.model.named_parameters()}
     row = quality.measure(study, "codebooks", 4.0, 0)

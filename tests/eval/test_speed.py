@@ -7,7 +7,7 @@ import pytest
 
 from eval.speed import best_parts, best_recipe
 from requant.quantizers.registry import METHODS
-from requant.recipe.schema import Tuning
+from requant.recipe.schema import Finetune
 
 
 def test_parts_of_mode_best(tiny_folder, tiny_text_file: Path, tmp_path: Path) -> None:
@@ -19,7 +19,7 @@ def test_parts_of_mode_best(tiny_folder, tiny_text_file: Path, tmp_path: Path) -
         recipe,
         method="kmeans",
         quantizer=METHODS["kmeans"].config(bits=2),
-        tuning=Tuning(steps=10, tokens_per_step=64),
+        finetune=Finetune(steps=10, tokens_per_step=64),
     )
     found = best_parts(recipe, "cpu", "float32")
     blocks, rounds = 2, 4

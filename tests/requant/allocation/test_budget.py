@@ -19,7 +19,8 @@ from requant.models.loading import folder_bytes
 from requant.pipeline.prepare import prepare, start
 from requant.quantizers.registry import METHODS
 from requant.quantizers.trellis import TrellisConfig
-from requant.recipe.schema import Budget, Calibration, Detach, Evaluation, Recipe, Tuning, load_recipe
+from requant.recipe.schema import Budget, Calibration, Detach, Evaluation, Finetune, Recipe
+from requant.recipe.yaml_files import load_recipe
 from requant.run.workspace import Workspace
 
 TINY = ("--num-samples", 2, "--seq-len", 32, "--quiet")
@@ -84,7 +85,7 @@ def test_a_size_is_kept_to_the_byte(cli, tiny_folder, tiny_text_file: Path, name
 
 def test_mode_best_promises_whole_numbers_too(tiny_folder, tiny_text_file: Path, tmp_path: Path) -> None:
     """With what is learned beside the codes, and an embedding of 6 bits, which then does not learn."""
-    recipe = recipe_of(mode="best", tuning=Tuning(steps=2, windows=8), budget=Budget(head_bits=6))
+    recipe = recipe_of(mode="best", finetune=Finetune(steps=2, train_windows=8), budget=Budget(head_bits=6))
     result = requant.quantize(str(tiny_folder("llama-tied")), recipe, tiny_text_file)
     table = byte_table(requant.save(result, tmp_path / "out"))
     assert (1 - TOLERANCE) * 4 <= table.bits_per_weight <= 4
@@ -110,7 +111,7 @@ def test_a_sparse_part_is_paid_by_the_budget(
 
 def test_learned_scales_of_a_trellis_are_paid_by_the_budget(tiny_folder, tiny_text_file: Path) -> None:
     plain = recipe_of("trellis", budget=Budget(bits=2.5))
-    tuned = dataclasses.replace(plain, tuning=Tuning(steps=3))
+    tuned = dataclasses.replace(plain, finetune=Finetune(steps=3))
     n, k = 64, 172
     for bits, size in ((2, n + 2), (6, n + 2), (7, 2 * n)):  # a byte each and a magnitude, or float16
         difference = packed_spec(tuned, (n, k), bits).bytes - packed_spec(plain, (n, k), bits).bytes
@@ -262,8 +263,8 @@ def test_8_bit_levels_are_planned_to_the_byte(
     tiny_folder, tiny_text_file: Path, tmp_path: Path, method: str, steps: int
 ) -> None:
     """Each matrix as planned, trained or not."""
-    budget = Budget(bits=3.6, entries=False)
-    recipe = recipe_of(method, mode="best", budget=budget, tuning=Tuning(steps=steps, windows=8))
+    budget = Budget(bits=3.6, outliers=False)
+    recipe = recipe_of(method, mode="best", budget=budget, finetune=Finetune(steps=steps, train_windows=8))
     result = requant.quantize(str(tiny_folder("llama")), recipe, tiny_text_file)
     table = byte_table(requant.save(result, tmp_path / "out"))
     for layout in (matrix.layout for matrix in table.matrices.values()):
@@ -274,7 +275,7 @@ def test_8_bit_levels_are_planned_to_the_byte(
 @pytest.mark.parametrize("bits", [2, 6, 7])
 def test_what_a_trellis_learns_is_planned_to_the_byte(random_weight, bits: int) -> None:
     weight = random_weight(40, 70, kind="trellis", bits=bits, density=0)
-    recipe = recipe_of("trellis", tuning=Tuning(steps=1))
+    recipe = recipe_of("trellis", finetune=Finetune(steps=1))
     recipe = dataclasses.replace(recipe, quantizer=dataclasses.replace(recipe.quantizer, code="3inst"))
     signs = dataclasses.replace(weight.dense, output_scales=torch.ones(40).half() * 0.25)
     weight = dataclasses.replace(weight, dense=signs)
@@ -288,18 +289,18 @@ def test_entries_compete_with_bits(tiny_folder, tiny_text_file: Path, tmp_path: 
     recipe = recipe_of("kmeans", mode="best", budget=Budget(bits=2.9))
     recipe = dataclasses.replace(recipe, quantizer=METHODS["kmeans"].config(level_bits=8))
     folder = tiny_folder("llama")
-    codes = dataclasses.replace(recipe, budget=Budget(bits=2.9, entries=False))
+    codes = dataclasses.replace(recipe, budget=Budget(bits=2.9, outliers=False))
     alone, both = (allocate_bits(started(folder, tiny_text_file, each)) for each in (codes, recipe))
-    assert not alone.shares and both.shares and both.predicted < alone.predicted
+    assert not alone.outlier_fractions and both.outlier_fractions and both.predicted < alone.predicted
     kept = Workspace(tmp_path / "kept.partial", resume=True)
     result = requant.quantize(str(folder), recipe, tiny_text_file, workspace=kept)
     again = requant.quantize(str(folder), recipe, tiny_text_file, workspace=kept)
     assert again.allocation == result.allocation  # the options come back from the workspace as they were
     table = byte_table(requant.save(result, tmp_path / "out"))
     for name, matrix in table.matrices.items():
-        share = both.shares.get(name, 0.0)
+        share = both.outlier_fractions.get(name, 0.0)
         assert matrix.layout == packed_spec(recipe, matrix.layout.shape, both.bits[name], share)
-        assert (matrix.layout.sparse > 0) == (name in both.shares)
+        assert (matrix.layout.sparse > 0) == (name in both.outlier_fractions)
     assert (1 - TOLERANCE) * 2.9 <= table.bits_per_weight <= 2.9
 
 
@@ -312,6 +313,6 @@ def test_entries_are_in_a_size_too(tiny_folder, tiny_text_file: Path, tmp_path: 
     size = round(0.4 * folder_bytes(folder))
     recipe = recipe_of("kmeans", mode="best", budget=Budget(size=size, head_bits=16, embedding_bits=16))
     result = requant.quantize(str(folder), recipe, tiny_text_file)
-    assert result.allocation is not None and result.allocation.shares
+    assert result.allocation is not None and result.allocation.outlier_fractions
     found = (requant.save(result, tmp_path / "out") / "model.safetensors").stat().st_size
     assert (1 - TOLERANCE) * size <= found <= size

@@ -18,7 +18,8 @@ from requant.evaluation.perplexity import perplexity_and_kl
 from requant.pipeline.prepare import prepare, start
 from requant.quantizers.registry import METHODS
 from requant.quantizers.trellis import block_ldl
-from requant.recipe.schema import Calibration, Evaluation, Recipe, from_dict
+from requant.recipe.schema import Calibration, Evaluation, Recipe
+from requant.recipe.yaml_files import from_dict
 from requant.run.quantize_linears import quantize_linears
 from requant.run.workspace import Workspace
 

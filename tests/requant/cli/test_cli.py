@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import requant
-from requant.recipe.schema import load_recipe
+from requant.recipe.yaml_files import load_recipe
 
 TINY = ("--num-samples", 2, "--seq-len", 64, "--quiet")
 
@@ -99,7 +99,7 @@ def test_quantize_prints_json(cli, tiny_folder, tiny_text_file: Path) -> None:
     )  # fmt: skip
     assert code == 0, error
     assert {row[""]: row["after"] for row in json.loads(out)}["checkpoint"] == "out"
-    assert load_recipe("out/recipe.yaml").tuning.steps == 1
+    assert load_recipe("out/recipe.yaml").finetune.steps == 1
 
 
 def test_recipes_and_version(cli) -> None:

@@ -11,7 +11,7 @@ from requant.finetune.loop import part_of, reparametrized_weights
 from requant.formats.trainable import trainable_params, weight_function, with_trainable_params
 from requant.pipeline.prepare import prepare, start
 from requant.quantizers.registry import METHODS
-from requant.recipe.schema import Calibration, Evaluation, Recipe, Tuning
+from requant.recipe.schema import Calibration, Evaluation, Finetune, Recipe
 from requant.run.context import RunContext
 from requant.run.quantize_linears import quantize_linears
 from requant.run.workspace import Workspace
@@ -52,7 +52,7 @@ def test_gradients_reach_every_field(random_weight, kind):
         assert value.grad is not None and value.grad.abs().sum() > 0, name
 
 
-def prepared_run(folder: Path, text: Path, method: str, tuning: Tuning) -> tuple[RunContext, Recipe]:
+def prepared_run(folder: Path, text: Path, method: str, tuning: Finetune) -> tuple[RunContext, Recipe]:
     recipe = Recipe(
         model=str(folder),
         mode="dense",
@@ -60,14 +60,14 @@ def prepared_run(folder: Path, text: Path, method: str, tuning: Tuning) -> tuple
         quantizer=METHODS[method].config(bits=2),
         calibration=Calibration(text=(str(text),), num_samples=12, seq_len=32),
         evaluation=Evaluation(context=32, windows=2),
-        tuning=tuning,
+        finetune=tuning,
     )
     return start(prepare(str(folder), recipe), recipe, workspace=Workspace(None), quiet=True), recipe
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_a_coded_matrix_stands_in_the_model_as_it_is_stored(tiny_folder, tiny_text_file, kind):
-    run, _ = prepared_run(tiny_folder(kind), tiny_text_file, "kmeans", Tuning(steps=1))
+    run, _ = prepared_run(tiny_folder(kind), tiny_text_file, "kmeans", Finetune(steps=1))
     weights = quantize_linears(run, None, label="quantize")
     trainable = {name: trainable_params(weight) for name, weight in weights.items()}
     for params in trainable.values():
@@ -89,10 +89,10 @@ def test_tuning_lowers_the_divergence_and_keeps_the_codes(tiny_folder, tiny_text
         tiny_folder("llama"),
         tiny_text_file,
         method,
-        Tuning(steps=12, tokens_per_step=128, rate=3e-2, warm_up=2, held_out=1, check_every=4),
+        Finetune(steps=12, tokens_per_step=128, lr=3e-2, warmup_steps=2, val_windows=1, eval_every=4),
     )
     weights = quantize_linears(run, None, label="quantize")
-    tuned = tune(run, weights, recipe.tuning)
+    tuned = tune(run, weights, recipe.finetune)
 
     def distance(of):
         run.path(weights).place(0.0)
@@ -112,24 +112,24 @@ def test_a_hopeless_rate_keeps_the_start(tiny_folder, tiny_text_file):
         tiny_folder("llama"),
         tiny_text_file,
         "kmeans",
-        Tuning(steps=2, tokens_per_step=64, rate=50.0, warm_up=1, held_out=1, check_every=1),
+        Finetune(steps=2, tokens_per_step=64, lr=50.0, warmup_steps=1, val_windows=1, eval_every=1),
     )
     weights = quantize_linears(run, None, label="quantize")
-    for name, weight in tune(run, weights, recipe.tuning).items():
+    for name, weight in tune(run, weights, recipe.finetune).items():
         assert torch.equal(weight.dequantize(), weights[name].dequantize())
 
 
 def test_one_window_is_too_little(tiny_folder, tiny_text_file):
-    run, recipe = prepared_run(tiny_folder("llama"), tiny_text_file, "rtn", Tuning(steps=1))
+    run, recipe = prepared_run(tiny_folder("llama"), tiny_text_file, "rtn", Finetune(steps=1))
     weights = quantize_linears(run, None, label="quantize")
     one = RunContext(**{**{f: getattr(run, f) for f in run.__dataclass_fields__}, "pool": run.windows[:1]})
     with pytest.raises(RecipeError, match="at least 2 calibration windows"):
-        tune(one, weights, recipe.tuning)
+        tune(one, weights, recipe.finetune)
 
 
 @pytest.mark.parametrize(("room", "part"), [(10**12, 8), (2 * 10**6, 2), (10**5, None)])
 def test_a_part_is_what_the_gpu_has_room_for(tiny_folder, tiny_text_file, monkeypatch, room, part):
-    settings = Tuning(steps=1, tokens_per_step=256)
+    settings = Finetune(steps=1, tokens_per_step=256)
     run, _ = prepared_run(tiny_folder("llama"), tiny_text_file, "rtn", settings)
     assert part_of(run, [], [], settings, 32) is None  # on a CPU nothing is decided
     monkeypatch.setattr(type(run.model), "device", torch.device("cuda"))

@@ -9,7 +9,7 @@ from requant.finetune.teacher import Teacher
 from requant.models.targets import find_blocks
 from requant.pipeline.prepare import prepare, start
 from requant.quantizers.registry import METHODS
-from requant.recipe.schema import Calibration, Evaluation, Recipe, Tuning
+from requant.recipe.schema import Calibration, Evaluation, Finetune, Recipe
 from requant.run.quantize_linears import quantize_linears
 from requant.run.workspace import Workspace
 
@@ -76,13 +76,13 @@ def test_learning_is_the_same_with_and_without(tiny_folder, tiny_text_file, monk
         quantizer=METHODS["kmeans"].config(bits=2),
         calibration=Calibration(text=(str(tiny_text_file),), num_samples=12, seq_len=32),
         evaluation=Evaluation(context=32, windows=2),
-        tuning=Tuning(steps=9, tokens_per_step=128, warm_up=2, held_out=1, check_every=4),
+        finetune=Finetune(steps=9, tokens_per_step=128, warmup_steps=2, val_windows=1, eval_every=4),
     )
     for free in (10**12, 0):
         run = start(prepare(str(folder), recipe), recipe, workspace=Workspace(None), quiet=True)
         weights = quantize_linears(run, None, label="quantize")
         monkeypatch.setattr(module, "free_memory", lambda _, free=free: free)
-        found.append(tune(run, weights, recipe.tuning))
+        found.append(tune(run, weights, recipe.finetune))
     for name, weight in found[0].items():
         torch.testing.assert_close(weight.dequantize(), found[1][name].dequantize(), rtol=1e-5, atol=1e-7)
         assert not torch.equal(weight.dequantize(), weights[name].dequantize())

@@ -12,14 +12,14 @@ from requant.models.targets import find_linears
 from requant.pipeline.best import rounds_of
 from requant.pipeline.quantize import QuantizedModel
 from requant.quantizers.registry import METHODS
-from requant.recipe.schema import Budget, Calibration, Evaluation, Recipe, Tuning
+from requant.recipe.schema import Budget, Calibration, Evaluation, Finetune, Recipe
 from requant.run.workspace import Workspace
 
-TUNING = Tuning(steps=20, tokens_per_step=256, warm_up=2, held_out=2, check_every=10, rate=1e-2)
+TUNING = Finetune(steps=20, tokens_per_step=256, warmup_steps=2, val_windows=2, eval_every=10, lr=1e-2)
 
 
 def recipe(
-    text: Path, *, mode: str = "best", method: str = "kmeans", tuning: Tuning = TUNING, **changes
+    text: Path, *, mode: str = "best", method: str = "kmeans", tuning: Finetune = TUNING, **changes
 ) -> Recipe:
     return Recipe(
         mode=mode,
@@ -27,7 +27,7 @@ def recipe(
         quantizer=METHODS[method].config(bits=2),
         calibration=Calibration(text=(str(text),), num_samples=16, seq_len=32),
         evaluation=Evaluation(context=32, windows=8, samples=0),
-        tuning=tuning,
+        finetune=tuning,
         **changes,
     )
 
@@ -54,10 +54,10 @@ def test_rounds_hold_neighbouring_kinds(tiny_model) -> None:
 
 
 def test_best_beats_its_own_codes_at_the_same_bytes(quantized, trained_state, trained_model) -> None:
-    best = quantized(budget=Budget(bits=3.0, entries=False))
+    best = quantized(budget=Budget(bits=3.0, outliers=False))
     after = best.after.mean_kl
     trained_model.load_state_dict(trained_state)
-    dense = quantized(budget=Budget(bits=3.0), mode="dense", tuning=Tuning())
+    dense = quantized(budget=Budget(bits=3.0), mode="dense", finetune=Finetune())
     assert best.allocation.bytes == dense.allocation.bytes <= best.allocation.budget
     assert after < 0.8 * dense.after.mean_kl
 

@@ -8,7 +8,7 @@ from requant.checkpoint.sizes import byte_table
 from requant.pipeline.plan import make_plan
 from requant.pipeline.prepare import prepare
 from requant.quantizers.registry import METHODS
-from requant.recipe.schema import Budget, Calibration, Detach, Evaluation, Recipe, Tuning
+from requant.recipe.schema import Budget, Calibration, Detach, Evaluation, Finetune, Recipe
 
 SLOW = {"trellis": pytest.mark.slow}
 
@@ -45,7 +45,7 @@ def test_predicted_bytes_of_mode_best_are_exact(tiny_folder, tiny_text_file: Pat
         mode="best",
         budget=Budget(bits=4.5),
         calibration=Calibration(num_samples=4, seq_len=32),
-        tuning=Tuning(steps=1, tokens_per_step=64),
+        finetune=Finetune(steps=1, tokens_per_step=64),
     )
     source = str(tiny_folder("llama"))
     plan = make_plan(prepare(source, recipe, tiny_text_file), recipe)
@@ -89,7 +89,7 @@ def test_training_needs_memory_of_its_own(tiny_folder, tiny_text_file: Path) -> 
         parameters = sum(p.numel() for p in prepared.model.parameters())
         return make_plan(prepared, recipe).peak_memory, parameters
 
-    (without, parameters), (training, _) = plan(), plan(tuning=Tuning(steps=1))
+    (without, parameters), (training, _) = plan(), plan(finetune=Finetune(steps=1))
     assert 10 * parameters < training - without < 20 * parameters
 
 
@@ -103,6 +103,6 @@ def test_more_work_takes_longer(tiny_folder, tiny_text_file: Path, monkeypatch) 
 
     base = seconds()
     assert seconds(calibration=Calibration(num_samples=8, seq_len=64)) > base
-    assert seconds(tuning=Tuning(steps=9)) > seconds(tuning=Tuning(steps=1)) > base
+    assert seconds(finetune=Finetune(steps=9)) > seconds(finetune=Finetune(steps=1)) > base
     assert seconds(detach=Detach(steps=9)) > seconds(detach=Detach(steps=1))
     assert seconds(sensitivity=requant.recipe.Sensitivity(nodes="plain32")) > base

@@ -16,7 +16,8 @@ from requant.models.loading import DEMO
 from requant.models.targets import find_linears
 from requant.pipeline.prepare import prepare
 from requant.quantizers.registry import METHODS
-from requant.recipe.schema import Calibration, Detach, Evaluation, Recipe, Sensitivity, load_recipe
+from requant.recipe.schema import Calibration, Detach, Evaluation, Recipe, Sensitivity
+from requant.recipe.yaml_files import load_recipe
 from requant.report.summary import result_rows
 from requant.run.quantize_linears import chunks_that_fit
 from requant.run.workspace import Workspace

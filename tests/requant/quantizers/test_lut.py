@@ -99,7 +99,7 @@ def test_options_are_checked():
     assert dataclasses.asdict(LutConfig()) == {
         "bits": 4,
         "level_bits": 8,
-        "share": 0.0,
+        "outlier_fraction": 0.0,
         "rounds": 8,
         "damp": 0.01,
     }

@@ -12,16 +12,8 @@ from requant.recipe.options import (
     parse_size,
     recipe_from_options,
 )
-from requant.recipe.schema import (
-    Budget,
-    Calibration,
-    Detach,
-    Evaluation,
-    Recipe,
-    dump_recipe,
-    from_dict,
-    load_recipe,
-)
+from requant.recipe.schema import Budget, Calibration, Detach, Evaluation, Recipe
+from requant.recipe.yaml_files import dump_recipe, from_dict, load_recipe
 
 NONE = dict.fromkeys(
     ["model", "bits", "recipe", "method", "mode", "sensitivity", "calibration", "eval_text", "num_samples",

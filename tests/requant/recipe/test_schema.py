@@ -9,19 +9,8 @@ from requant.errors import RecipeError, did_you_mean
 from requant.quantizers.kmeans import KmeansConfig
 from requant.quantizers.registry import METHODS
 from requant.quantizers.rtn import RtnConfig
-from requant.recipe.schema import (
-    Calibration,
-    Detach,
-    Evaluation,
-    Recipe,
-    Sensitivity,
-    Tuning,
-    available_recipes,
-    dump_recipe,
-    from_dict,
-    load_recipe,
-    to_dict,
-)
+from requant.recipe.schema import Calibration, Detach, Evaluation, Finetune, Recipe, Sensitivity
+from requant.recipe.yaml_files import available_recipes, dump_recipe, from_dict, load_recipe, to_dict
 
 EVERYTHING = Recipe(
     model="some/folder: with #signs",
@@ -37,7 +26,7 @@ EVERYTHING = Recipe(
         significant_fraction=0.0,
         steps=5,
     ),
-    tuning=Tuning(steps=3, tokens_per_step=100, rate=1e-5, warm_up=2, held_out=3, check_every=4),
+    finetune=Finetune(steps=3, tokens_per_step=100, lr=1e-5, warmup_steps=2, val_windows=3, eval_every=4),
     evaluation=Evaluation(text=("e.txt",), field="f", context=64, windows=3),
     skip=("*.down_proj", "yes", "1"),
     seed=-3,
@@ -92,6 +81,9 @@ def test_defaults_fill_what_is_not_said(tmp_path: Path) -> None:
             r"r.yaml: calibration: unknown key 'seqlen' \(did you mean 'seq_len'\?\)",
         ),
         ("quantizer: {bit: 3}", r"r.yaml: quantizer: unknown key 'bit' \(did you mean 'bits'\?\)"),
+        ("tuning: {steps: 3}", r"r.yaml: unknown key 'tuning': it is called 'finetune' now"),
+        ("finetune: {rate: 0.1}", r"r.yaml: finetune: unknown key 'rate': it is called 'lr' now"),
+        ("quantizer: {share: 0.1}", r"quantizer: unknown key 'share': it is called 'outlier_fraction' now"),
         ("quantizer: {bits: 9}", r"bits is 9, but codes are 2 to 8 bits"),
         ("quantizer: {bits: '3'}", r"r.yaml: quantizer: bits is '3'; it takes a int"),
         ("quantizer: {bits: 3.0}", r"bits is 3.0; it takes a int"),
@@ -151,8 +143,8 @@ def test_inputs_that_a_method_does_not_read_are_refused() -> None:
     assert from_dict(recipe | {"method": "gptq"}).calibration.inputs == "corrected"
     best = recipe | {"method": "trellis", "mode": "best"}
     assert from_dict(best).calibration.inputs == "corrected"
-    with pytest.raises(RecipeError, match="changes nothing for mode best with tuning"):
-        from_dict(best | {"tuning": {"steps": 5}})
+    with pytest.raises(RecipeError, match="changes nothing for mode best with fine-tuning"):
+        from_dict(best | {"finetune": {"steps": 5}})
 
 
 def test_names() -> None:

@@ -13,7 +13,8 @@ import pytest
 import requant
 from requant.quantizers import registry
 from requant.quantizers.registry import METHODS
-from requant.recipe.schema import Calibration, Detach, Evaluation, Recipe, Tuning, dump_recipe, load_recipe
+from requant.recipe.schema import Calibration, Detach, Evaluation, Finetune, Recipe
+from requant.recipe.yaml_files import dump_recipe, load_recipe
 from requant.run.workspace import Workspace
 
 KILLED = """
@@ -145,8 +146,8 @@ def test_wherever_it_stops(
 @pytest.mark.parametrize("stop", [STAGES + 3, pytest.param(STAGES + 14, marks=pytest.mark.slow)])
 def test_a_tuned_run_resumes(cli, arguments, stop_after, tmp_path: Path, stop: int) -> None:
     """Tuning ends in one result a matrix; some of them are not enough, and it is done again."""
-    tuning = Tuning(steps=2, tokens_per_step=64, held_out=2, check_every=1)
-    recipe = dataclasses.replace(load_recipe(arguments[2]), tuning=tuning)
+    tuning = Finetune(steps=2, tokens_per_step=64, val_windows=2, eval_every=1)
+    recipe = dataclasses.replace(load_recipe(arguments[2]), finetune=tuning)
     recipe = dataclasses.replace(recipe, calibration=dataclasses.replace(recipe.calibration, num_samples=6))
     (tmp_path / "tuned.yaml").write_text(dump_recipe(recipe))
     command = ["quantize", "--recipe", tmp_path / "tuned.yaml", "--quiet", "--output"]

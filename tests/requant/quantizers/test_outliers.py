@@ -1,4 +1,4 @@
-"""Entries beside a codebook: the right places, as many as the budget counted, and worth what was predicted."""
+"""Outliers next to a codebook: the right weights, as many as the budget counted, and worth what was predicted."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from requant.allocation.budget import packed_spec
 from requant.calibration.stats import LinearStats
 from requant.errors import RecipeError
 from requant.formats.packing import pack
-from requant.quantizers.entries import SHARES, count_of, places, remaining
+from requant.quantizers.outliers import OUTLIER_FRACTIONS, outlier_count, outlier_mask, remaining_loss
 from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Recipe
 
@@ -23,8 +23,8 @@ def heavy():
 
 def test_outliers_are_taken_before_all(heavy):
     weight, cost = heavy
-    mask = places(weight, cost, bits=3, share=0.01)
-    assert int(mask.sum()) == count_of(0.01, (40, 300)) == 120
+    mask = outlier_mask(weight, cost, bits=3, outlier_fraction=0.01)
+    assert int(mask.sum()) == outlier_count(0.01, (40, 300)) == 120
     outliers = weight.abs() > 6
     assert 20 < int(outliers.sum()) < 60 and mask[outliers].float().mean() > 0.95
 
@@ -32,45 +32,47 @@ def test_outliers_are_taken_before_all(heavy):
 def test_what_is_dear_is_taken(heavy):
     weight, cost = heavy
     cost[:, 17] *= 1000  # one input that is far larger than all others
-    mask = places(weight, cost, bits=2, share=0.01)
+    mask = outlier_mask(weight, cost, bits=2, outlier_fraction=0.01)
     assert mask[:, 17].float().mean() > 10 * mask.float().mean()
 
 
-def test_more_entries_leave_less(heavy):
-    found = [remaining(*heavy)[share] for share in SHARES]
+def test_more_outliers_leave_less(heavy):
+    found = [remaining_loss(*heavy)[fraction] for fraction in OUTLIER_FRACTIONS]
     assert 1 > found[0] > found[1] > found[2] > found[3] > 0
-    assert remaining(*heavy, bits=2)[0.01] < 0.6  # the tail is gone: worth far more than 0.16 bits
+    assert remaining_loss(*heavy, bits=2)[0.01] < 0.6  # the tail is gone: worth far more than 0.16 bits
 
 
 def test_the_prediction_is_what_kmeans_finds(heavy):
     weight, cost = heavy
     method = METHODS["kmeans"]
 
-    def error(share: float) -> float:
-        found = method.quantize(weight, LinearStats(fisher=cost), method.config(bits=3, share=share))
+    def error(fraction: float) -> float:
+        found = method.quantize(
+            weight, LinearStats(fisher=cost), method.config(bits=3, outlier_fraction=fraction)
+        )
         return float((cost * (found.dequantize() - weight).square()).sum())
 
-    predicted = remaining(weight, cost)[0.01]
+    predicted = remaining_loss(weight, cost)[0.01]
     assert error(0.01) / error(0.0) == pytest.approx(predicted, rel=0.15)
 
 
 def test_a_tile_never_fills(heavy):
-    """Its entries are counted in a byte, also where one run of weights is worth all entries."""
+    """Its outliers are counted in a byte, even where one run of weights is worth all of them."""
     weight, cost = torch.zeros(4, 600), torch.ones(4, 600)
     weight[0, 256:512] = torch.linspace(5, 9, 256)
-    mask = places(weight, cost, bits=2, share=0.12)
-    assert int(mask[0, 256:512].sum()) == 255 and int(mask.sum()) == count_of(0.12, (4, 600)) - 1
+    mask = outlier_mask(weight, cost, bits=2, outlier_fraction=0.12)
+    assert int(mask[0, 256:512].sum()) == 255 and int(mask.sum()) == outlier_count(0.12, (4, 600)) - 1
 
 
 @pytest.mark.parametrize("method", ["kmeans", "lut"])
-@pytest.mark.parametrize("share", [0.0, 0.0001, 0.004, 0.02])
-def test_bytes_are_those_that_were_planned(layer, method: str, share: float):
+@pytest.mark.parametrize("fraction", [0.0, 0.0001, 0.004, 0.02])
+def test_bytes_are_those_that_were_planned(layer, method: str, fraction: float):
     made = layer(12, 300)
-    config = METHODS[method].config(bits=3, share=share)
+    config = METHODS[method].config(bits=3, outlier_fraction=fraction)
     found = METHODS[method].quantize(made.weight, made.stats, config)
     layout = pack(found)[0]
     assert layout == packed_spec(Recipe(mode="dense", method=method, quantizer=config), (12, 300))
-    assert layout.sparse == count_of(share, (12, 300))
+    assert layout.sparse == outlier_count(fraction, (12, 300))
     if layout.sparse:
         assert layout.sparse_values == "int8"
         plain = METHODS[method].quantize(made.weight, made.stats, METHODS[method].config(bits=3))
@@ -79,13 +81,13 @@ def test_bytes_are_those_that_were_planned(layer, method: str, share: float):
 
 def test_places_that_are_given_come_first(layer):
     made = layer(6, 172)
-    config = METHODS["lut"].config(bits=3, share=0.02)
+    config = METHODS["lut"].config(bits=3, outlier_fraction=0.02)
     found = METHODS["lut"].quantize(made.weight, made.stats, config, detached=made.detached)
     assert torch.equal(found.sparse.dequantize() != 0, made.detached) and found.sparse.row_scales is None
 
 
-def test_shares_are_checked():
-    with pytest.raises(RecipeError, match=r"share is 0.5, but entries are a fraction from 0 to 0.2"):
-        METHODS["kmeans"].config(share=0.5)
-    with pytest.raises(RecipeError, match=r"quantizer\.share has no meaning in mode paper"):
-        Recipe(mode="paper", method="kmeans", quantizer=METHODS["kmeans"].config(share=0.01))
+def test_fractions_are_checked():
+    with pytest.raises(RecipeError, match=r"outlier_fraction is 0.5, but it takes a fraction from 0 to 0.2"):
+        METHODS["kmeans"].config(outlier_fraction=0.5)
+    with pytest.raises(RecipeError, match=r"quantizer\.outlier_fraction has no meaning in mode paper"):
+        Recipe(mode="paper", method="kmeans", quantizer=METHODS["kmeans"].config(outlier_fraction=0.01))

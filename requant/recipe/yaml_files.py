@@ -1,0 +1,133 @@
+"""Recipes as YAML: strict reading, writing, and the recipes that ship with requant.
+
+An unknown key answers "did you mean", or its new name if it was renamed; a value of another type is refused; and
+`load(dump(r)) == r`. The recipe is stored in the checkpoint, so `requant quantize --recipe CHECKPOINT/recipe.yaml`
+makes it again.
+"""
+
+import dataclasses
+import types
+import typing
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import yaml
+
+from requant.errors import RecipeError, did_you_mean, first_line
+from requant.quantizers.registry import find_method
+from requant.recipe.schema import Recipe
+
+RECIPES = (Path(__file__).parents[1] / "recipes", Path(__file__).parents[2] / "recipes")
+RENAMED = {  # old key -> new key; an old key is refused with the new one
+    "tuning": "finetune",
+    "windows": "train_windows",
+    "rate": "lr",
+    "warm_up": "warmup_steps",
+    "held_out": "val_windows",
+    "check_every": "eval_every",
+    "entries": "outliers",
+    "share": "outlier_fraction",
+}
+
+
+def load_recipe(name: str) -> Recipe:
+    """A recipe from a YAML file, or by the name of one that ships with requant."""
+    path = Path(name)
+    if not path.is_file():
+        shipped = available_recipes()
+        if name not in shipped:
+            raise RecipeError(
+                f"'{name}' is neither a file nor a recipe{did_you_mean(name, shipped)}; "
+                f"there are: {', '.join(sorted(shipped))}."
+            )
+        path = shipped[name]
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, ValueError, RecursionError, OSError) as error:
+        raise RecipeError(f"{path} is not valid YAML ({first_line(error)}).") from error
+    return from_dict(data, where=path.name)
+
+
+def available_recipes() -> dict[str, Path]:
+    """Name -> file of every recipe that ships with requant."""
+    return {
+        file.stem: file for folder in RECIPES if folder.is_dir() for file in sorted(folder.glob("*.yaml"))
+    }
+
+
+def from_dict(data: Any, *, where: str = "recipe") -> Recipe:
+    """Build a recipe from plain data, strictly."""
+    if not isinstance(data, dict):
+        raise RecipeError(f"{where} holds no mapping of keys to values.")
+    method = data.get("method", Recipe.method)
+    config = find_method(method).config
+    quantizer = _build(config, data.get("quantizer", {}), f"{where}: quantizer")
+    rest = {key: value for key, value in data.items() if key != "quantizer"}
+    return dataclasses.replace(_build(Recipe, {**rest, "method": method}, where, quantizer=quantizer))
+
+
+def to_dict(recipe: Recipe) -> dict[str, Any]:
+    """Plain data that YAML and JSON can hold; tuples become lists."""
+    return cast(dict[str, Any], _plain(dataclasses.asdict(recipe)))
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    return yaml.safe_dump(to_dict(recipe), sort_keys=False, allow_unicode=True)
+
+
+def _build(cls: type, data: Any, where: str, **given: Any) -> Any:
+    if not isinstance(data, dict):
+        raise RecipeError(f"{where} must be a mapping, not {type(data).__name__}.")
+    hints = typing.get_type_hints(cls)
+    known = {f.name for f in dataclasses.fields(cls)}
+    for key in data:
+        if key not in known:
+            if RENAMED.get(key) in known:
+                raise RecipeError(f"{where}: unknown key '{key}': it is called '{RENAMED[key]}' now.")
+            raise RecipeError(
+                f"{where}: unknown key '{key}'{did_you_mean(str(key), known)}; "
+                f"known: {', '.join(sorted(known))}."
+            )
+    values = {
+        key: _coerce(hints[key], value, f"{where}: {key}") for key, value in data.items() if key not in given
+    }
+    return cls(**values, **given)
+
+
+def _coerce(kind: Any, value: Any, where: str) -> Any:
+    """`value` as the annotated type, or a RecipeError that names the key and what it takes."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if kind is Any:
+        return value
+    if dataclasses.is_dataclass(kind):
+        return _build(cast(type, kind), value, where)
+    if origin is Literal:
+        if value not in args:
+            raise RecipeError(
+                f"{where} is '{value}'{did_you_mean(str(value), map(str, args))}; "
+                f"it takes one of: {', '.join(map(str, args))}."
+            )
+        return value
+    if origin in (types.UnionType, typing.Union):
+        if value is None and type(None) in args:
+            return None
+        inner = next(arg for arg in args if arg is not type(None))
+        return _coerce(inner, value, where)
+    if origin is tuple:
+        items = [value] if isinstance(value, str | int | float) else value
+        if not isinstance(items, list | tuple):
+            raise RecipeError(f"{where} must be a list, not {type(value).__name__}.")
+        return tuple(_coerce(args[0], item, where) for item in items)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise RecipeError(f"{where} is {value!r}; it takes a {kind.__name__}.")
+    return value
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
