@@ -25,6 +25,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import requant
+from eval.markdown import ROOT
 from requant.calibration.stats import LinearStats
 from requant.checkpoint.sizes import matrix_parts
 from requant.errors import TextError
@@ -39,8 +40,6 @@ from requant.run.workspace import Workspace
 from requant.text.sources import Text, read_text
 from requant.text.windows import token_windows
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "eval" / "results"
 MODEL = ROOT.parent / "shared" / "models" / "bench-32m"
 DATA = ROOT.parent / "shared" / "data"
 CALIBRATION, TEST, SECOND = "wikitext-like.raw", "wiki.test.raw", "c4-sample.txt"

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ def quality_table(results: Path) -> str:
         peer, mark = best_peer(row["bits_per_weight"])
         trained = [
             f"{row['perplexity']:.2f}",
-            f"{row['kl']:.4f}" + spread([seed["kl"] for seed in seeds]),
+            f"{row['kl']:.4f}" + seed_range([seed["kl"] for seed in seeds]),
             f"{row['second']['kl']:.4f}",
         ]
         rows.append(
@@ -71,6 +71,28 @@ def quality_table(results: Path) -> str:
     return markdown(columns, rows)
 
 
+def quality_summary_table(results: Path) -> str:
+    """Mode `best` at whole budgets from 2 to 4 bits, first seed, beside the original and the best peer."""
+    found = read(results, "quality-bench-32m")
+    rows = []
+    for row in of_mode_best(found.get("rows", [])):
+        if row["seed"] == 0 and row["bits"] in (2, 2.5, 3, 4):
+            peer, mark = best_peer(row["bits_per_weight"])
+            rows.append(
+                [
+                    f"`--bits {row['bits']:g}`",
+                    f"{row['bits_per_weight']:.3f}",
+                    f"{row['perplexity']:.2f}",
+                    f"{row['kl']:.4f}",
+                    f"{mark}{peer:.4f}",
+                ]
+            )
+    rows.sort(key=lambda row: row[1])
+    if rows:
+        rows.insert(0, ["original", "16", f"{found['original']['perplexity']:.2f}", "0", ""])
+    return markdown(["", "bits per weight", "perplexity", "KL to the original", "best peer's KL"], rows)
+
+
 def quality_demo_table(results: Path) -> str:
     """The same on demo-4m, for which there are no peers' figures."""
     found = read(results, "quality-demo-4m").get("rows", [])
@@ -91,7 +113,7 @@ def quality_demo_table(results: Path) -> str:
     )
 
 
-def spread(values: Sequence[float]) -> str:
+def seed_range(values: Sequence[float]) -> str:
     """` (low to high, n seeds)`, or nothing for one value."""
     return "" if len(values) < 2 else f" ({min(values):.4f} to {max(values):.4f}, {len(values)} seeds)"
 
@@ -119,3 +141,27 @@ def best_ablation_table(results: Path, model: str = "bench-32m") -> str:
     rows = [[label, *(cell(name, budget) for budget in budgets)] for name, label in labels.items()]
     rows.sort(key=lambda row: next((text for text in row[1:] if text), ""))
     return markdown(["KL", *(f"{budget:g} bits" for budget in budgets)], rows)
+
+
+def bits_table(results: Path) -> str:
+    """What a number of bits costs: mode `best`, and k-means codes alone and with ReQuant's sparse part on both models."""
+    methods = {"k-means codes": "SqueezeLLM dense", "k-means and ReQuant": "SqueezeLLM + ReQuant (marginal)"}
+    best = of_mode_best(read(results, "quality-bench-32m").get("rows", []))
+    rows = [
+        ["bench-32m", f"{row['bits']:g} bits, mode `best`", *_measured(row)]
+        for row in sorted(best, key=lambda row: -row["bits"])
+        if row["seed"] == 0
+    ]
+    for model in ("bench-32m", "demo-4m"):
+        found = {
+            (row["bits"], row["label"]): row for row in read(results, f"baselines-{model}").get("rows", [])
+        }
+        for bits in sorted({bits for bits, _ in found}, reverse=True):
+            for name, label in methods.items():
+                if row := found.get((bits, label)):
+                    rows.append([model, f"{bits} bits, {name}", *_measured(row)])
+    return markdown(["model", "what", "real bits", "perplexity", "KL"], rows)
+
+
+def _measured(row: Mapping[str, Any]) -> list[str]:
+    return [f"{row['bits_per_weight']:.2f}", f"{row['perplexity']:.1f}", f"{row['kl']:.3f}"]

@@ -1,6 +1,6 @@
-"""Draws `eval/results/*.json` as the figures of `requant/docs`, and fills the tables of its pages.
+"""Draws `eval/results/*.json` as the figures of `docs/`.
 
-    python -m eval.figures          # rewrites requant/docs/figures/*.svg and the tables in requant/docs/*.md
+    python -m eval.figures          # rewrites docs/figures/*.svg
 
 A figure carries a digest of the numbers in it, by which a test knows whether it is up to date: the bytes of an SVG
 differ between versions of matplotlib.
@@ -16,14 +16,12 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from eval.common import RESULTS, ROOT
 from eval.curve_tables import of_mode_best
-from eval.markdown import PEERS, markdown, read
-from eval.tables import BLOCK, NODE_NAMES, PAPER_ERRORS, TABLES, widths_of
+from eval.markdown import PEERS, RESULTS, ROOT, read
+from eval.tables import NODE_NAMES, PAPER_ERRORS, widths_of
 from requant.report.plots import BAR, MARKERS, STYLE
 
-PAGES = ROOT / "requant" / "docs"
-FIGURES = PAGES / "figures"
+FIGURES = ROOT / "docs" / "figures"
 GREY = "#808890"  # readable on white and on black: an image in a page cannot take the page's ink
 MODELS = ("bench-32m", "demo-4m")
 SCORES = {
@@ -155,36 +153,6 @@ DRAWN: dict[str, tuple[Callable[[Path], Points], Callable[[Points, Figure], None
 }
 
 
-def widths(results: Path) -> str:
-    """What a width costs: mode `best`, and k-means codes alone and with ReQuant's sparse part on both models."""
-    methods = {"k-means codes": "SqueezeLLM dense", "k-means and ReQuant": "SqueezeLLM + ReQuant (marginal)"}
-    best = of_mode_best(read(results, "quality-bench-32m").get("rows", []))
-    rows = [
-        ["bench-32m", f"{row['bits']:g} bits, mode `best`", *_measured(row)]
-        for row in sorted(best, key=lambda row: -row["bits"])
-        if row["seed"] == 0
-    ]
-    for model in MODELS:
-        found = {
-            (row["bits"], row["label"]): row for row in read(results, f"baselines-{model}").get("rows", [])
-        }
-        for bits in sorted({bits for bits, _ in found}, reverse=True):
-            for name, label in methods.items():
-                if row := found.get((bits, label)):
-                    rows.append([model, f"{bits} bits, {name}", *_measured(row)])
-    return markdown(["model", "what", "real bits", "perplexity", "KL"], rows)
-
-
-def _measured(row: Mapping[str, Any]) -> list[str]:
-    return [f"{row['bits_per_weight']:.2f}", f"{row['perplexity']:.1f}", f"{row['kl']:.3f}"]
-
-
-def fill(page: str, results: Path = RESULTS) -> str:
-    """A page with its tables made new."""
-    makers: dict[str, Callable[[Path], str]] = {**TABLES, "widths": widths}
-    return BLOCK.sub(lambda match: f"{match[1]}{makers[match[2]](results)}\n{match[3]}", page)
-
-
 def digest(points: Points) -> str:
     """What an up-to-date figure carries."""
     return hashlib.sha256(json.dumps(points, sort_keys=True).encode()).hexdigest()[:16]
@@ -217,5 +185,3 @@ if __name__ == "__main__":
         if text:
             (FIGURES / f"{figure_name}.svg").write_text(text, encoding="utf-8")
             print(FIGURES / f"{figure_name}.svg")
-    for path in PAGES.glob("*.md"):
-        path.write_text(fill(path.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,12 +1,12 @@
-"""A study's results, the peers' figures, and a table of them."""
+"""Where results lie, how they are read, and a Markdown table of them; imports nothing heavy."""
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from eval.common import ROOT
-
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "eval" / "results"
 PEERS = ROOT / "eval" / "peers.json"
 
 

@@ -1,8 +1,9 @@
-"""Renders `eval/results/*.json` as the tables of README, between `<!-- results:NAME -->` and `<!-- /results -->`.
+"""Renders `eval/results/*.json` as the tables of README and `docs/`.
 
-    python -m eval.tables          # rewrites README.md
+    python -m eval.tables          # rewrites the tables of README.md and docs/*.md
 
-A table whose results do not exist yet is empty. A test keeps README equal to what this would write.
+A table stands between `<!-- results:NAME -->` and `<!-- /results -->`; where its results do not exist yet it is empty.
+A test keeps every page equal to what this would write.
 """
 
 import json
@@ -11,10 +12,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from eval.common import RESULTS, ROOT
-from eval.curve_tables import best_ablation_table, demo_ablation_table, quality_demo_table, quality_table
-from eval.markdown import PEERS, markdown, read
+from eval.curve_tables import (
+    best_ablation_table,
+    bits_table,
+    demo_ablation_table,
+    quality_demo_table,
+    quality_summary_table,
+    quality_table,
+)
+from eval.markdown import PEERS, RESULTS, ROOT, markdown, read
 
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 BLOCK = re.compile(r"(<!-- results:([a-z-]+) -->\n).*?(<!-- /results -->)", re.DOTALL)
 PAPER_ERRORS = {"plain4": 1.68, "plain8": 0.82, "plain16": 0.38, "plain32": 0.16}  # its Table 3, % of dF
 NODE_NAMES = {
@@ -35,7 +43,7 @@ def render(text: str, results: Path = RESULTS) -> str:
     def fill(match: re.Match[str]) -> str:
         name = match[2]
         if name not in TABLES:
-            raise KeyError(f"README asks for results:{name}; there are: {', '.join(TABLES)}.")
+            raise KeyError(f"a page asks for results:{name}; there are: {', '.join(TABLES)}.")
         table = TABLES[name](results)
         return match[1] + (table + "\n" if table else "") + match[3]
 
@@ -265,6 +273,31 @@ def speed_table(results: Path) -> str:
     return markdown(["what", "machine", "measured", "peak memory", "target"], rows)
 
 
+def decoding_table(results: Path) -> str:
+    """Decoding of whole models of random weights, ours beside bf16, by batch size and setup."""
+    found = read(results, "end-to-end-h200")
+    rows = [
+        [
+            row["shape"],
+            row["name"],
+            str(row["batch"]),
+            ", ".join(
+                (["torch.compile"] if row["compiled"] else [])
+                + (["attention kernel"] if row["attention"] == "kernel" else [])
+            ),
+            f"{row['decode_tokens_per_s']:.0f}",
+            f"{row['times_bf16']:.2f}",
+            f"{row['model_bytes'] / 2**30:.1f} GiB",
+        ]
+        for row in found.get("rows", [])
+        if "failed" not in row
+    ]
+    columns = ["shape", "weights", "sequences", "setup", "tokens/s", "times bf16", "weights in memory"]
+    if len({row[2] for row in rows}) == 1:  # nothing to compare
+        columns, rows = columns[:2] + columns[3:], [row[:2] + row[3:] for row in rows]
+    return markdown(columns, rows)
+
+
 def _seconds(found: Mapping[str, Any]) -> str:
     return f"{found.get('wall_seconds', found.get('seconds')):.0f} s"
 
@@ -282,18 +315,21 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "kinds": kinds_table,
     "shares": shares_table,
     "ablation": ablation_table,
+    "quality-summary": quality_summary_table,
     "quality": quality_table,
     "quality-demo": quality_demo_table,
     "best-ablation": best_ablation_table,
     "demo-ablation": demo_ablation_table,
     "tasks": tasks_table,
+    "widths": bits_table,
     "speed": speed_table,
+    "decoding": decoding_table,
 }
 
 
 def main() -> None:
-    readme = ROOT / "README.md"
-    readme.write_text(render(readme.read_text(encoding="utf-8")), encoding="utf-8")
+    for page in PAGES:
+        page.write_text(render(page.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -104,6 +104,23 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", bos_token="<end>")
 
 
+@pytest.fixture(scope="session")
+def shared() -> Callable[[str], Path]:
+    """`shared("models/bench-32m")`: a file or folder beside the repository; skips the test where there is none.
+
+    REQUANT_SHARED names another folder than `../shared`; empty, it hides the folder.
+    """
+    folder = os.environ.get("REQUANT_SHARED", str(Path(__file__).parents[2] / "shared"))
+
+    def path_of(name: str) -> Path:
+        path = Path(folder, name)
+        if not folder or not path.exists():
+            pytest.skip(f"needs ../shared/{name}, which is not part of the repository")
+        return path
+
+    return path_of
+
+
 @pytest.fixture(autouse=True)
 def one_seed() -> None:
     random.seed(0)

@@ -11,7 +11,7 @@ import requant.errors
 from requant.cli import app
 
 ROOT = Path(__file__).parents[1]
-DOCS = ROOT / "requant" / "docs"
+DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
 CLASSES = {name for name in vars(requant.errors) if name.endswith("Error")}
 
@@ -58,7 +58,7 @@ def test_every_error_has_a_line_on_the_page() -> None:
         for name, place, message in messages()
         if not any(phrase in message for phrase in known.get(name, []))
     ]
-    assert missing == [], "name a phrase of it in requant/docs/troubleshooting.md, with its remedy"
+    assert missing == [], "name a phrase of it in docs/troubleshooting.md, with its remedy"
 
 
 def test_every_line_of_the_page_stands_for_an_error() -> None:

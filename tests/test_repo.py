@@ -3,6 +3,7 @@
 import ast
 import re
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from requant.quantizers.registry import METHODS
 from requant.recipe.yaml_files import available_recipes, load_recipe
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("requant", "kernels", "tests", "eval", "recipes")
+FOLDERS = ("requant", "kernels", "tests", "eval", "recipes", "docs")
 TEXT = {".py", ".md", ".yaml", ".toml", ".html", ".yml", ".json", ".cfg"}
 
 
@@ -25,59 +26,120 @@ def files(*suffixes: str) -> list[Path]:
     return sorted(p for p in found if p.suffix in suffixes and "__pycache__" not in p.parts)
 
 
-@pytest.mark.parametrize("path", files(".py"), ids=lambda p: str(p.relative_to(ROOT)))
-def test_files_are_short_and_say_what_they_are(path: Path) -> None:
+LAYERS = (  # a module may import from its own folder and from those after it
+    "cli",
+    "server",
+    "integrations",
+    "exporters",
+    "report",
+    "pipeline",
+    "evaluation",
+    "inference",
+    "finetune",
+    "allocation",
+    "run",
+    "recipe",
+    "quantizers",
+    "sensitivity",
+    "calibration",
+    "checkpoint",
+    "formats",
+    "models",
+    "text",
+)
+BELOW_ALL = ("display", "errors", "version")
+
+
+def modules(folder: str) -> list[Path]:
+    return [path for path in files(".py") if path.is_relative_to(ROOT / folder)]
+
+
+@pytest.mark.parametrize("path", modules("requant") + modules("kernels") + modules("eval"), ids=str)
+def test_modules_say_what_they_are(path: Path) -> None:
     source = path.read_text(encoding="utf-8")
-    assert len(source.splitlines()) <= 400
-    if "tests" not in path.parts:
-        assert ast.get_docstring(ast.parse(source)), "no module docstring"
+    docstring = ast.get_docstring(ast.parse(source))
+    assert docstring or not source, "no module docstring"
+    if docstring and path.name == "__init__.py":
+        assert len(docstring.split("\n\n")[0].splitlines()) <= 3, "say in three lines what lives here"
 
 
-def test_readme_names_files_that_exist() -> None:
+def requant_imports(tree: ast.AST) -> list[str]:
+    """Modules of requant that the statements of `tree` import, as dotted names."""
+    found: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+    return [name for name in found if name.split(".")[0] == "requant"]
+
+
+def test_every_folder_has_its_layer() -> None:
+    folders = {path.parent.name for path in (ROOT / "requant").glob("*/__init__.py")}
+    assert folders == set(LAYERS)
+    assert {path.stem for path in (ROOT / "requant").glob("*.py")} == {"__init__", *BELOW_ALL}
+
+
+def test_imports_run_downward() -> None:
+    """Functions included; `requant/__init__.py`, which only names what is public, may import from everywhere."""
+    ranks = {name: rank for rank, name in enumerate((*LAYERS, *BELOW_ALL))}
+    upward = []
+    for path in modules("requant"):
+        importer = path.relative_to(ROOT / "requant").parts[0].removesuffix(".py")
+        if importer == "__init__":
+            continue
+        for name in requant_imports(ast.parse(path.read_text(encoding="utf-8"))):
+            imported = name.split(".")[1] if "." in name else ""
+            # `import requant` and its version are for everyone; every other name of it would be an import upward
+            if imported in ("", "__version__"):
+                continue
+            if ranks.get(imported, -1) < ranks[importer]:
+                upward.append(f"{path.relative_to(ROOT)} imports {name}")
+    assert upward == []
+
+
+def test_readme_is_short_and_names_files_that_exist() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    links = [link for link in re.findall(r"\]\(([^)#]+)", readme) if "://" not in link]
-    # In the file map `a/b.py`, `c.py` stands for a/c.py.
-    missing = [link for link in links if not (ROOT / link).exists()]
-    for line in readme.splitlines():
-        folder = Path()
-        for name in re.findall(
-            r"`([\w./-]+\.(?:py|md|toml|yaml|json)|(?:requant|kernels|recipes|eval|tests)[\w/.-]*/)`", line
-        ):
-            if "/" in name:
-                folder = Path(name) if name.endswith("/") else Path(name).parent
-            if not any(
-                (base / name).exists() for base in (ROOT, ROOT / folder, ROOT / "requant", ROOT / "kernels")
-            ):
-                missing.append(name)
-    made_by_a_run = {"recipe.yaml", "config.json", "README.md", "checksums.json"}
-    assert sorted(set(missing) - made_by_a_run) == []
+    assert len(readme.splitlines()) <= 150
+    links = {link for link in re.findall(r"\]\(([^)#]+)", readme) if "://" not in link}
+    missing = {link for link in links if not (ROOT / link).exists()}
+    for line in readme.splitlines():  # `a/b/`, `c/` in one line: c is beside b
+        folder = ROOT
+        for name in re.findall(r"`([\w./-]+(?:/|\.(?:py|md|toml|yaml)))`", line):
+            path = ROOT / name if (ROOT / name).exists() else folder / name
+            if not path.exists():
+                missing.add(name)
+            folder = path.parent
+    assert missing == set()
 
 
 @pytest.mark.parametrize("name", available_recipes())
 def test_recipes_load_and_are_named_by_the_rule(name: str) -> None:
     recipe = load_recipe(name)
     assert f"`{name}`" in (ROOT / "recipes" / "README.md").read_text(encoding="utf-8")
-    assert name.endswith(f"-{recipe.quantizer.bits}bit")
-    model = "bench" if "bench" in recipe.model else recipe.model
-    usual = (
-        ("paper", "lut")
-        if model == "demo"
-        else ("paper", "kmeans")
-        if model == "bench"
-        else ("best", "trellis")
-    )
-    own = (recipe.mode, recipe.method) == usual
-    assert own == (name == f"{model}-{recipe.quantizer.bits}bit")
-    assert own or recipe.method in name or recipe.mode in name
-    assert name.startswith(model) and (model in ALIASES or model in ("demo", "bench"))
+    assert recipe.model == "demo" or recipe.model in ALIASES
+    usual = ("paper", "lut") if recipe.model == "demo" else ("best", "trellis")
+    between = "" if (recipe.mode, recipe.method) == usual else f"{recipe.method}-"
+    assert name == f"{recipe.model}-{between}{recipe.quantizer.bits}bit"
 
 
-def test_shared_files_of_recipes_exist() -> None:
-    for name in available_recipes():
-        recipe = load_recipe(name)
-        for path in (recipe.model, *recipe.calibration.text, *recipe.evaluation.text):
-            if path.startswith(".."):
-                assert (ROOT / path).exists(), path
+@pytest.mark.parametrize("name", available_recipes())
+def test_recipes_of_the_package_read_no_folder(name: str) -> None:
+    """The wheel has them too, where nothing lies beside the repository."""
+    recipe = load_recipe(name)
+    paths = (recipe.model, *recipe.calibration.text, *recipe.evaluation.text)
+    assert [path for path in paths if path.startswith((".", "/", "~"))] == []
+
+
+@pytest.mark.parametrize(
+    "file", sorted((ROOT / "eval" / "recipes").glob("*.yaml")), ids=lambda file: file.stem
+)
+def test_recipes_of_the_studies_load_and_read_shared_files(file: Path, shared: Callable[[str], Path]) -> None:
+    recipe = load_recipe(str(file))
+    assert file.stem.endswith(f"-{recipe.quantizer.bits}bit")
+    for path in (recipe.model, *recipe.calibration.text, *recipe.evaluation.text):
+        assert shared(path.removeprefix("../shared/")).exists()
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from eval.figures import DRAWN, FIGURES, PAGES, RESULTS, digest, fill, nodes, svg, totals
+from eval.figures import DRAWN, FIGURES, RESULTS, digest, nodes, svg, totals
 
 
 @pytest.mark.parametrize("name", DRAWN)
@@ -35,9 +35,3 @@ def test_what_is_gathered() -> None:
     assert all(0.9 < row["pqi"] < 1.1 for row in shares.values())
     rules = {name: passes for name, passes, _ in nodes(RESULTS)["4"]}
     assert rules["gauss2"] == 2 and rules["plain32"] == 32
-
-
-@pytest.mark.parametrize("page", sorted(PAGES.glob("*.md")), ids=lambda page: page.name)
-def test_tables_of_the_pages_are_up_to_date(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    assert fill(text) == text, "run `python -m eval.figures`"

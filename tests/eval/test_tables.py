@@ -1,12 +1,12 @@
-"""README shows what the results say."""
+"""README and the pages show what the results say."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from eval.markdown import PEERS, markdown
-from eval.tables import RESULTS, ROOT, TABLES, baselines_table, nodes_table, render
+from eval.markdown import PEERS, RESULTS, markdown
+from eval.tables import PAGES, TABLES, baselines_table, decoding_table, nodes_table, render
 
 QUALITY = {"bits": 3, "bits_per_weight": 3.2104, "perplexity": 27.421, "kl": 0.27551, "second": {"kl": 0.2}}
 
@@ -15,9 +15,10 @@ def write(folder: Path, name: str, data: object) -> None:
     (folder / f"{name}.json").write_text(json.dumps(data), encoding="utf-8")
 
 
-def test_readme_is_up_to_date() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert render(readme) == readme, "run `python -m eval.tables`"
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages_are_up_to_date(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert render(text) == text, "run `python -m eval.tables`"
 
 
 def test_results_hold_names_and_no_folders() -> None:
@@ -55,6 +56,19 @@ def test_nodes_stand_beside_the_papers_error(tmp_path: Path) -> None:
     nodes = [{"nodes": name, "passes": 1, "error_percent": 0.5} for name in rules]
     write(tmp_path, "paper_tables-bench-32m", {"bits": {"4": {"nodes": nodes}}})
     assert "| plain 32 (the paper's) | 1 | +0.500 | +0.16 |" in nodes_table(tmp_path)
+
+
+def test_decoding_leaves_out_what_failed_and_what_does_not_differ(tmp_path: Path) -> None:
+    row = {"shape": "8b", "name": "2-bit", "batch": 1, "compiled": True, "attention": "kernel"}
+    row |= {"decode_tokens_per_s": 671.8, "times_bf16": 3.521, "model_bytes": 3 << 30}
+    write(
+        tmp_path,
+        "end-to-end-h200",
+        {"rows": [row, {"shape": "8b", "name": "x", "batch": 8, "failed": "OOM"}]},
+    )
+    assert decoding_table(tmp_path).splitlines()[2:] == [
+        "| 8b | 2-bit | torch.compile, attention kernel | 672 | 3.52 | 3.0 GiB |"
+    ]
 
 
 def test_markdown() -> None:
