@@ -31,7 +31,7 @@ FIRST = (
 )  # kernels that a multiplication begins with
 # of a trellis, which a rotation ends, and may begin
 PRODUCTS = ("trellis_gemv_kernel", "trellis_gemm_sm90_kernel")
-ROTATIONS = ("section_kernel", "many_sections_kernel", "butterfly_kernel")
+ROTATIONS = ("hadamard_tile_kernel", "hadamard_batched_kernel", "hadamard_butterfly_kernel")
 
 
 def launch(shapes: list[str], file: Path) -> None:

@@ -14,16 +14,16 @@ import torch
 import triton.language as tl
 from cases import random_trellis, relative_error
 from cases_taken import some
+from hadamard_ptx_model import run
 from ptx_model import run_ptx
 from requant_kernels import pack_trellis
 from requant_kernels.fallback import reference
-from requant_kernels.hadamard.rotate import rotate_fixed
+from requant_kernels.hadamard.transform import hadamard_transform_int8
 from requant_kernels.launch_config import TrellisConfig
 from requant_kernels.trellis import gemv
 from requant_kernels.trellis.dequantize import dequantize
 from requant_kernels.trellis.fused_hadamard import can_fuse
 from requant_kernels.trellis.gemv import gemv_fp16, gemv_fused_hadamard, gemv_int8, padded_columns
-from section_model import run
 from triton.runtime.interpreter import TensorHandle
 
 ACCESS = re.compile(r"(@p )?(ld|st)\.(global|shared)\S* (.*)")
@@ -180,7 +180,7 @@ CASES = [
     ("pair", 2, 32, 512, 5, (4, 2, 1)),
     ("mul1", 2.25, 32, 1200, 1, (2, 2, 1)),
     ("mul1", 3.5, 16, 512, 9, (2, 1, 2)),
-    ("mul1", 4, 16, 4352, 2, (4, 1, 4)),  # two sections
+    ("mul1", 4, 16, 4352, 2, (4, 1, 4)),  # two Hadamard tiles
     ("mul1", 7.75, 16, 256, 1, (2, 1, 1)),
     ("pair", 1, 16, 128, 4, (2, 1, 1)),
     ("3inst", 2.5, 32, 300, 3, (2, 2, 1)),
@@ -193,7 +193,7 @@ CASES = [
     ("pair", 2, 16, 256, 5, (8, 2, 2)),
     ("3inst", 3.25, 16, 200, 9, (8, 1, 1)),
     ("pair", 2, 130, 4200, 1, (16, 7, 1)),
-    ("pair", 2, 16, 4200, 1, (8, 1, 4)),  # two units in the second section, the last one not full
+    ("pair", 2, 16, 4200, 1, (8, 1, 4)),  # two units in the second Hadamard tile, the last one not full
 ]
 
 
@@ -217,12 +217,12 @@ def main() -> None:
             got = gemv_fp16(turned, layout, config, pdl=False)
             want = turned[:, :padded].double() @ values.T
         else:
-            fixed, scales = rotate_fixed(
+            fixed, scales = hadamard_transform_int8(
                 x,
                 layout.input_scales,
-                width=k,
+                in_width=k,
                 out_width=padded_columns(k),
-                paired=code == "pair",
+                pair=code == "pair",
                 asm=False,
                 pdl=False,
             )

@@ -7,7 +7,7 @@ from cases_taken import some
 from requant_kernels import pack_trellis
 from requant_kernels.attention import attend
 from requant_kernels.fallback import reference
-from requant_kernels.hadamard.rotate import rotate, rotate_fixed
+from requant_kernels.hadamard.transform import hadamard_transform, hadamard_transform_int8
 from requant_kernels.launch_config import DecodeConfig, TallConfig
 from requant_kernels.scalar.dequantize import dequantize
 from requant_kernels.scalar.embedding import lookup
@@ -50,20 +50,24 @@ TRELLISES = [
 ]
 
 
-def fixed_point(width: int, paired: bool) -> None:
+def check_int8(width: int, pair: bool) -> None:
     """Rotated activations as high and low bytes, with the sums of their integers."""
-    x, before = torch.randn(2, width).half(), torch.rand(width).half()
+    x, input_scales = torch.randn(2, width).half(), torch.rand(width).half()
     x[1] = 0
     padded, held = -(-width // 16) * 16, -(-width // 64) * 64
-    y, scales = rotate_fixed(x, before, width=width, out_width=held, paired=paired, asm=False, pdl=False)
+    y, scales = hadamard_transform_int8(
+        x, input_scales, in_width=width, out_width=held, pair=pair, asm=False, pdl=False
+    )
     bytes_of = y.view(2, 2, held).long()
     q = 256 * bytes_of[:, 0] + bytes_of[:, 1]
     assert torch.equal(q.sum(1).float(), scales[:, 0, 1])
-    want = torch.nn.functional.pad(x.double() * before, (0, padded - width)) @ reference.hadamard(padded)
-    if paired:
+    want = torch.nn.functional.pad(x.double() * input_scales, (0, padded - width)) @ reference.hadamard(
+        padded
+    )
+    if pair:
         want = torch.stack([want[:, ::2] + want[:, 1::2], want[:, ::2] - want[:, 1::2]], -1).flatten(1)
     error = relative_error((q * scales[:, :, 0].double())[:, :padded], want)
-    assert error < 5e-5, f"fixed point of {width} is off by {error:.1e}"
+    assert error < 5e-5, f"int8 of {width} is off by {error:.1e}"
     assert not q[1].any() and not q[:, padded:].any()
 
 
@@ -86,18 +90,22 @@ def check_permute_and_reduce() -> None:
         assert relative_error(y, (want + bias).double()) < 1e-3
 
 
-def check_arranged() -> None:
-    """Blocks of 16 to 1024 values: the sum of parts is rotated, and written in the order of `trellis_wgmma.py`."""
+def check_permuted() -> None:
+    """Blocks of 16 to 1024 values: the sum of splits is transformed, and written in the order of `trellis/gemm_sm90.py`."""
     for width in (48, 208, 1024):
-        out_width, parts = -(-width // 64) * 64, torch.randn(3, 5, width)
-        plain, whole, arranged = (torch.empty(5, out_width) for _ in range(3))
-        rotate(parts, plain, width=width, rotated=width, out_width=out_width, asm=False, pdl=False)
-        rotate(parts.sum(0), whole, width=width, rotated=width, out_width=out_width, asm=False, pdl=False)
-        rotate(
-            parts, arranged, width=width, rotated=width, out_width=out_width, asm=False, pdl=False, arranged=True
+        out_width, splits = -(-width // 64) * 64, torch.randn(3, 5, width)
+        plain, whole, permuted = (torch.empty(5, out_width) for _ in range(3))
+        hadamard_transform(
+            splits, plain, in_width=width, columns=width, out_width=out_width, asm=False, pdl=False
+        )
+        hadamard_transform(
+            splits.sum(0), whole, in_width=width, columns=width, out_width=out_width, asm=False, pdl=False
+        )
+        hadamard_transform(
+            splits, permuted, in_width=width, columns=width, out_width=out_width, asm=False, pdl=False, permute=True
         )  # fmt: skip
         assert relative_error(plain, whole.double()) < 1e-6
-        assert torch.equal(arranged, plain.view(5, -1, 4, 8, 2).transpose(2, 3).reshape(5, out_width))
+        assert torch.equal(permuted, plain.view(5, -1, 4, 8, 2).transpose(2, 3).reshape(5, out_width))
 
 
 def main() -> None:
@@ -109,13 +117,22 @@ def main() -> None:
         error = relative_error(attend(q, k, v, mask, 0.2), want)
         assert error < 2e-3, f"attention is off by {error:.1e}"
     for width in (2048, 6144):
-        x, before = torch.randn(2, width).half(), torch.rand(width).half()
+        x, input_scales = torch.randn(2, width).half(), torch.rand(width).half()
         y = torch.empty_like(x)
-        rotate(x, y, width=width, rotated=width, out_width=width, asm=False, pdl=False, before=before)
-        error = relative_error(y, (x.double() * before.double()) @ reference.hadamard(width))
-        assert error < 1e-3, f"the rotation of {width} is off by {error:.1e}"
-    for width, paired in ((200, False), (1408, True), (4096, False)):
-        fixed_point(width, paired)
+        hadamard_transform(
+            x,
+            y,
+            in_width=width,
+            columns=width,
+            out_width=width,
+            asm=False,
+            pdl=False,
+            input_scales=input_scales,
+        )
+        error = relative_error(y, (x.double() * input_scales.double()) @ reference.hadamard(width))
+        assert error < 1e-3, f"the transform of {width} is off by {error:.1e}"
+    for width, pair in ((200, False), (1408, True), (4096, False)):
+        check_int8(width, pair)
     check_permute_and_reduce()
     for case, config in some(CASES):
         layout = random_layout(case, "cpu")
@@ -144,7 +161,7 @@ def main() -> None:
         error = relative_error(trellis_linear(x, layout, bias, asm=False), want)
         assert error < 3e-3, f"trellis {code} at {bits} bits is off by {error:.1e}"
         assert torch.equal(dequantize_trellis(layout, asm=False).double(), reference.trellis_values(layout))
-    check_arranged()
+    check_permuted()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
-"""The trellis kernels and their rotations compiled for real GPUs without one: no spills, instructions a weight."""
+"""The trellis kernels compiled for real GPUs without one: no spills, instructions a weight."""
 
 import math
-import re
 
 import pytest
 import torch
@@ -9,8 +8,7 @@ import torch
 triton = pytest.importorskip("triton")
 
 from requant_kernels.autotune import TRELLIS  # noqa: E402
-from requant_kernels.hadamard.sections import SECTION, section_kernel  # noqa: E402
-from requant_kernels.hadamard.turns import section_asm  # noqa: E402
+from requant_kernels.hadamard.tile_kernel import HADAMARD_TILE  # noqa: E402
 from requant_kernels.heuristics import TrellisConfig  # noqa: E402
 from requant_kernels.heuristics import trellis_config as rule_of_trellis  # noqa: E402
 from requant_kernels.trellis import gemv  # noqa: E402
@@ -36,7 +34,12 @@ def trellis_machine(
     units, integers = launch[0] * launch[2], {}
     if k is not None:  # Triton compiles anew for an integer that is 1 or a multiple of 16
         units = -(-k // (64 * k64_per_unit(quad_bits)))
-        integers = {"M": tokens, "units": units, "hadamard_tiles": padded_columns(k) // SECTION, "rows": 16}
+        integers = {
+            "M": tokens,
+            "units": units,
+            "hadamard_tiles": padded_columns(k) // HADAMARD_TILE,
+            "rows": 16,
+        }
     kind = (k & -k, torch.float16) if fused and k is not None else None
     given = gemv_constants(code, quad_bits, vector, config, tokens, units, kind) | {
         "PDL": capability >= 90,
@@ -167,30 +170,6 @@ def test_dequantize_compiles(units: dict[str, int]) -> None:
     assert machine.stack == 0
     assert machine.opcodes["IDP"] == weights
     assert machine.instructions < 8 * weights
-
-
-@pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
-def test_rotation_keeps_256_values_in_a_warp(capability: int, dtype: str) -> None:
-    fixed = dtype == "fp16"  # the rotation of activations; the other one is that of outputs
-    text, names = section_asm(across=True, fixed=fixed)
-    constants = {
-        "ASM": text, "CONSTRAINTS": names, "P": 2, "V": 8 if fixed else 4, "MASK": 15, "ROOT": 1.0, "PAIRED": fixed,
-        "PDL": capability >= 90,
-    }  # fmt: skip
-    pointers = {"x_ptr": f"*{dtype}", "y_ptr": "*i8" if fixed else "*fp16", "scales_ptr": "*fp32"}
-    pointers |= {"before_ptr": "*fp16", "after_ptr": "*fp16", "width": "i32", "out_width": "i32"}
-    absent = ("after_ptr",) if fixed else ("before_ptr", "scales_ptr")
-    machine = compile_kernel(
-        section_kernel, constants, capability=capability, pointers=pointers, warps=16,
-        absent=(*absent, "bias_ptr", "added_ptr"), aligned=("width", "out_width"),
-    )  # fmt: skip
-    assert machine.stack == 0
-    assert machine.instructions < 450
-    assert machine.opcodes["BAR"] == (3 if fixed else 1)
-    layouts = dict(re.findall(r"(#\w+) = #ttg.blocked<\{(.*)\}>", machine.layout_ir))
-    (used,) = re.findall(r"elementwise_inline_asm .*mma.* -> tensor<\S+, (#\w+)>", machine.layout_ir)
-    assert "threadsPerWarp = [32, 1, 1, 1], warpsPerCTA = [1, 16, 1, 1]" in layouts[used]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import pytest
 import torch
 from requant_kernels import TrellisLayout, linear, pack_trellis, unpack_trellis
 from requant_kernels.fallback import reference
-from requant_kernels.hadamard.turns import turn_asm
 from requant_kernels.trellis.code_ptx import decode_ptx
 from requant_kernels.trellis.gemv_ptx import BYTE_SUM_MEAN, fp16_mma_ptx, int8_mma_ptx
 from requant_kernels.trellis.layout import k64_per_unit
@@ -13,7 +12,7 @@ from requant_kernels.trellis.layout import k64_per_unit
 from requant.formats.containers import Trellis
 
 from .cases import random_trellis, relative_error
-from .ptx_model import floats, pair_of, run_ptx
+from .ptx_model import floats, run_ptx
 
 KINDS = [
     ("mul1", 1), ("mul1", 2), ("mul1", 2.25), ("mul1", 2.5), ("mul1", 2.75), ("mul1", 3), ("mul1", 3.5), ("mul1", 4),
@@ -112,34 +111,6 @@ def test_weights_that_are_no_byte_sums_meet_floats(bits: float) -> None:
     )  # g row-half, t n-half
     want = reference.trellis_values(layout).numpy() @ x.T.astype(float)
     assert np.abs(got - want).max() < 1e-5 * np.abs(want).max()
-
-
-@pytest.mark.parametrize("paired", [False, True])
-def test_a_warp_turns_256_values(paired: bool) -> None:
-    """Both products with signs, on the values of 32 lanes; paired: the lowest bit of the index is left alone."""
-    values = np.random.randn(32, 8).astype(np.float32)
-    g, k = np.arange(32) // 4, np.arange(32) % 4 * 2
-
-    def signs(mask: int) -> np.ndarray:
-        entries = []
-        for j in (k, k + 1):
-            odd = np.array(
-                [(a & b & mask).bit_count() & 1 for a, b in zip(g.tolist(), j.tolist(), strict=True)]
-            )
-            entries.append(np.where((g ^ j) & ~mask & 7, 0.0, 1.0 - 2 * odd))
-        return pair_of(np.stack(entries, -1), "bf16")
-
-    text, names = turn_asm()
-    operands = {f"${8 + i}": values[:, i].copy().view(np.uint32) for i in range(8)}
-    operands |= {f"${16 + i}": signs(6 if paired else 7) for i in range(8)}
-    operands |= {f"${24 + i}": signs(7) for i in range(8)}
-    assert len(names.split(",")) == 8 + len(operands)
-    got = np.stack(run_ptx(text, operands, (32,)), -1).view(np.float32)
-    matrix = reference.hadamard(256).numpy() * 16
-    if paired:
-        matrix = np.kron(reference.hadamard(128).numpy() * 128**0.5, np.eye(2))
-    want = (matrix @ values.reshape(256)).reshape(32, 8)
-    assert np.abs(got - want).max() < 2e-4 * np.abs(want).max()
 
 
 def test_refusals_name_the_remedy() -> None:

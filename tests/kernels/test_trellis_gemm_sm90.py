@@ -12,8 +12,6 @@ pytest.importorskip("triton.experimental.gluon")
 
 from requant_kernels import autotune, heuristics
 from requant_kernels.fallback import reference
-from requant_kernels.hadamard.many_sections import many_sections_kernel
-from requant_kernels.hadamard.turns import turn_asm
 from requant_kernels.launch_config import HopperConfig
 from requant_kernels.scalar.gemm_sm90_kernel import x_layout
 from requant_kernels.trellis import gemm_sm90
@@ -179,39 +177,3 @@ def test_no_launch_of_the_rule_spills(code: str, bits: float, whole: bool) -> No
             assert machine.registers * 32 * warps * 2 <= 65536  # two programs a multiprocessor
         assert machine.opcodes["STG"] == tiles * tokens // 4  # 8 bytes: two rows of a token
         assert sum(machine.shared) <= 227 << 10
-
-
-@pytest.mark.parametrize(("blocks", "parts", "own"), [(1, 8, 1), (2, 4, 1), (2, 2, 2), (2, 4, 2), (4, 2, 4)])
-def test_the_rotation_adds_parts_without_spills(blocks: int, parts: int, own: int) -> None:
-    text, names = turn_asm()
-    given = {
-        "ASM": text, "CONSTRAINTS": names, "P": blocks, "V": 4, "MASK": 15, "ROOT": 1.0, "PDL": True,
-        "PARTS": parts, "ARRANGED": False, "OWN": own,
-    }  # fmt: skip
-    machine = compile_kernel(
-        many_sections_kernel, given, capability=90, warps=16, aligned=("width", "out_width"),
-        pointers={"x_ptr": "*fp32", "y_ptr": "*fp16", "after_ptr": "*fp16", "width": "i32", "out_width": "i32"},
-        absent=("before_ptr", "bias_ptr", "added_ptr"),
-    )  # fmt: skip
-    assert machine.stack == 0
-    assert (
-        machine.opcodes["LDG"] <= 2 * blocks * parts + own
-    )  # 16 bytes each, and the scales: what is read is read once
-
-
-def test_arranging_costs_the_rotation_no_launch_and_no_narrow_store() -> None:
-    text, names = turn_asm()
-    machines = []
-    for arranged in (False, True):
-        given = {
-            "ASM": text, "CONSTRAINTS": names, "P": 2, "V": 8, "MASK": 15, "ROOT": 1.0, "PDL": True,
-            "PARTS": 1, "ARRANGED": arranged, "OWN": 1,
-        }  # fmt: skip
-        machines.append(compile_kernel(
-            many_sections_kernel, given, capability=90, warps=16, aligned=("width", "out_width"),
-            pointers={"x_ptr": "*fp16", "y_ptr": "*fp16", "before_ptr": "*fp16", "width": "i32", "out_width": "i32"},
-            absent=("after_ptr", "bias_ptr", "added_ptr"),
-        ))  # fmt: skip
-    plain, arranged = machines
-    assert arranged.opcodes["STG"] == plain.opcodes["STG"] == 1
-    assert arranged.instructions < plain.instructions + 40

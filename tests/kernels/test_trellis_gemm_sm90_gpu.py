@@ -5,7 +5,7 @@ import torch
 from requant_kernels import linear, pack_trellis
 from requant_kernels.autotune import CODE_HOPPER
 from requant_kernels.fallback import reference
-from requant_kernels.hadamard.rotate import rotate
+from requant_kernels.hadamard.transform import hadamard_transform
 from requant_kernels.heuristics import HOPPER_VARIABLE, runs_on_hopper
 from requant_kernels.launch_config import HopperConfig
 from requant_kernels.trellis.layout import TrellisLayout
@@ -24,7 +24,7 @@ SHAPES = [(37, 200, 17), (512, 4096, 64), (64, 1408, 100), (300, 3000, 300), (10
 SHAPES += [(8192, 8192, 48), (100, 8190, 129), (48, 11008, 40), (28672, 1024, 512)]
 CASES = [(*kind, *shape) for kind in KINDS for shape in ((300, 1000, 40), (48, 2048, 90))]
 CASES += [(*kind, *shape) for kind in MAIN for shape in SHAPES]
-# programs of the rotation that make several sections
+# CTAs of the transform that compute several tiles
 CASES += [("mul1", 2, 8192, 8192, 300), ("pair", 2, 16384, 512, 200), ("mul1", 2.25, 64, 16384, 201)]
 
 
@@ -73,14 +73,17 @@ def test_every_launch_shape(setting: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     ("k", "dtype"), [(8192, torch.float16), (11008, torch.bfloat16), (200, torch.float16)]
 )
-def test_the_rotation_arranges(k: int, dtype: torch.dtype) -> None:
-    x, before = torch.randn(20, k, device="cuda", dtype=dtype), torch.rand(k, device="cuda").half() + 0.5
+def test_the_transform_permutes(k: int, dtype: torch.dtype) -> None:
+    x, input_scales = (
+        torch.randn(20, k, device="cuda", dtype=dtype),
+        torch.rand(k, device="cuda").half() + 0.5,
+    )
     width = -(-k // 64) * 64
-    given = {"width": k, "rotated": -(-k // 16) * 16, "out_width": width, "before": before}
-    plain, arranged = (torch.empty(20, width, dtype=torch.float16, device="cuda") for _ in range(2))
-    rotate(x, plain, asm=True, pdl=True, **given)
-    rotate(x, arranged, asm=True, pdl=True, arranged=True, **given)
-    assert torch.equal(arranged, plain.view(20, -1, 4, 8, 2).transpose(2, 3).reshape(20, width))
+    given = {"in_width": k, "columns": -(-k // 16) * 16, "out_width": width, "input_scales": input_scales}
+    plain, permuted = (torch.empty(20, width, dtype=torch.float16, device="cuda") for _ in range(2))
+    hadamard_transform(x, plain, asm=True, pdl=True, **given)
+    hadamard_transform(x, permuted, asm=True, pdl=True, permute=True, **given)
+    assert torch.equal(permuted, plain.view(20, -1, 4, 8, 2).transpose(2, 3).reshape(20, width))
 
 
 @pytest.mark.parametrize("code", ["mul1", "pair", "3inst"])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from requant_kernels import autotune, heuristics, launch_config, pack_trellis
 from requant_kernels.common import occupancy
-from requant_kernels.hadamard.sections import SECTION
+from requant_kernels.hadamard.tile_kernel import HADAMARD_TILE
 from requant_kernels.launch_config import DecodeConfig, TallConfig
 from requant_kernels.trellis.layout import k64_per_unit
 
@@ -320,4 +320,4 @@ def test_steps_of_the_rule_are_parts_of_a_section() -> None:
         for n in (512, 2048, 4096, 8192, 14336, 28672, 128256):
             for k in (512, 2048, 4096, 8192, 14336):
                 found = heuristics.one_token_rule(four / 4, n, k, 132)
-                assert SECTION % (64 * k64_per_unit(four) * found.warps * found.unroll) == 0
+                assert HADAMARD_TILE % (64 * k64_per_unit(four) * found.warps * found.unroll) == 0

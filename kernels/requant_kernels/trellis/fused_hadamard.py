@@ -19,15 +19,15 @@ import triton.language as tl
 from torch import Tensor
 
 from requant_kernels.common.ptx import Ptx
-from requant_kernels.hadamard.sections import SECTION, signs_of
-from requant_kernels.hadamard.turns import (
-    MOST_SUMS,
-    PLANE,
-    SUMS,
-    eight_asm,
-    room_asm,
-    room_bytes,
-    shared_section_asm,
+from requant_kernels.hadamard.tile_kernel import HADAMARD_TILE, sign_pair
+from requant_kernels.hadamard.tile_ptx import (
+    LOW_BYTES_OFFSET,
+    MAX_SUM_BYTES,
+    SUMS_OFFSET,
+    allocate_smem_ptx,
+    fused_smem_bytes,
+    fused_transform_ptx,
+    load_eight_ptx,
 )
 from requant_kernels.heuristics import multiprocessors
 from requant_kernels.launch_config import TrellisConfig
@@ -79,11 +79,11 @@ def rotate_token(x_ptr, factors, lane, warp, width, FUSED: tl.constexpr):
     LOAD: tl.constexpr = FUSED.load_x
     MASK: tl.constexpr = FUSED.warp_mask
     g, t = lane // 4 + warp * 0, lane % 4 * 2
-    second = signs_of(g, t, 7) | (signs_of(g, t + 1, 7) << 16)
+    second = sign_pair(g, t, 7)
     first = second
-    if FUSED.pair:  # without bit 0, which is the lowest of a lane's registers
-        first = signs_of(g, t, 6) | (signs_of(g, t + 1, 6) << 16)
-    third = signs_of(g, t, MASK) | (signs_of(g, t + 1, MASK) << 16)
+    if FUSED.pair:  # bit 0 is the lowest one of a lane's registers
+        first = sign_pair(g, t, 6)
+    third = sign_pair(g, t, MASK)
     smem = tl.inline_asm_elementwise(
         FUSED.allocate.text,
         FUSED.allocate.constraints,
@@ -108,15 +108,12 @@ def rotate_token(x_ptr, factors, lane, warp, width, FUSED: tl.constexpr):
 @cache
 def fused_hadamard(block_size: int, dtype: torch.dtype, *, pair: bool, row_tiles: int) -> FusedHadamard:
     """The prologue for Hadamard blocks of `block_size` values of a token of type `dtype`."""
-    own = room_bytes(128 * NUM_WARPS * 2 * row_tiles)
-    x, scales, room, turn = (
-        eight_asm("bf16" if dtype == torch.bfloat16 else "fp16"), eight_asm("fp16"), room_asm(own),
-        shared_section_asm(block_size >= SECTION, own),
-    )  # fmt: skip
-    x, scales, room, turn = (Ptx(text=text, constraints=names) for text, names in (x, scales, room, turn))
+    smem_bytes = fused_smem_bytes(128 * NUM_WARPS * 2 * row_tiles)
     return FusedHadamard(
-        factor=block_size**-0.5 * (2 if pair else 1), warp_mask=block_size - 1 >> 8, pair=pair, low_bytes=PLANE,
-        sums_offset=SUMS, load_x=x, load_input_scales=scales, allocate=room, rotate=turn,
+        factor=block_size**-0.5 * (2 if pair else 1), warp_mask=block_size - 1 >> 8, pair=pair,
+        low_bytes=LOW_BYTES_OFFSET, sums_offset=SUMS_OFFSET,
+        load_x=load_eight_ptx("bf16" if dtype == torch.bfloat16 else "fp16"), load_input_scales=load_eight_ptx("fp16"),
+        allocate=allocate_smem_ptx(smem_bytes), rotate=fused_transform_ptx(block_size >= HADAMARD_TILE, smem_bytes),
     )  # fmt: skip
 
 
@@ -127,8 +124,8 @@ def can_fuse(x: Tensor, layout: TrellisLayout, config: TrellisConfig) -> bool:
         x.shape[0] == 1
         and config.warps == NUM_WARPS
         and layout.k % 256 == 0
-        and layout.k <= SECTION
-        and 128 * NUM_WARPS * 2 * config.tiles <= MOST_SUMS
+        and layout.k <= HADAMARD_TILE
+        and 128 * NUM_WARPS * 2 * config.tiles <= MAX_SUM_BYTES
         and ctas <= multiprocessors(x.device)
         and x.data_ptr() % 16 == 0
         and layout.input_scales.data_ptr() % 16 == 0

@@ -40,7 +40,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from requant_kernels.common.launch import interned, launch
-from requant_kernels.hadamard.rotate import rotate
+from requant_kernels.hadamard.transform import hadamard_transform
 from requant_kernels.launch_config import HopperConfig
 from requant_kernels.scalar.gemm_sm90_kernel import rows_layout, x_layout
 from requant_kernels.trellis.code_ptx import decode_ptx, load_codes_ptx
@@ -243,9 +243,9 @@ def gemm_sm90(x: Tensor, layout: TrellisLayout, config: HopperConfig) -> Tensor:
     m, (tiles, units, _, _, vector) = x.shape[0], layout.packed_codes.shape
     width, k_tiles = -(-layout.k // K64) * K64, -(-layout.k // K_TILE)
     rotated = torch.empty(m, width, dtype=torch.float16, device=x.device)
-    rotate(
-        x, rotated, width=layout.k, rotated=-(-layout.k // 16) * 16, out_width=width, before=layout.input_scales,
-        arranged=True, asm=True, pdl=True,
+    hadamard_transform(
+        x, rotated, in_width=layout.k, columns=-(-layout.k // 16) * 16, out_width=width, input_scales=layout.input_scales,
+        permute=True, asm=True, pdl=True,
     )  # fmt: skip
     steps = -(-k_tiles // min(k_tiles, config.split))
     splits, whole = -(-k_tiles // steps), units * k64_per_unit(layout.quad_bits) * K64 == k_tiles * K_TILE

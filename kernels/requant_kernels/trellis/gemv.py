@@ -32,7 +32,7 @@ from requant_kernels.common.launch import interned, launch
 from requant_kernels.common.occupancy import shared_room
 from requant_kernels.common.pdl import wait_for_previous_launch
 from requant_kernels.common.ptx import Ptx
-from requant_kernels.hadamard.sections import SECTION
+from requant_kernels.hadamard.tile_kernel import HADAMARD_TILE
 from requant_kernels.launch_config import TrellisConfig
 from requant_kernels.trellis.code_ptx import load_codes_ptx
 from requant_kernels.trellis.fused_hadamard import fused_hadamard, load_factors, rotate_token
@@ -288,7 +288,7 @@ def trellis_gemv_kernel(
 
 def padded_columns(k: int) -> int:
     """Columns that the activations need: whole Hadamard tiles, zero beyond the end."""
-    return -(-k // SECTION) * SECTION
+    return -(-k // HADAMARD_TILE) * HADAMARD_TILE
 
 
 @cache
@@ -306,10 +306,10 @@ def gemv_constants(
     words, step_units = quad_bits * k64_count // 4, config.warps * config.unroll
     accumulators = 4 * config.tiles * n8_tiles
     results = accumulators // 2 if int8 else accumulators
-    if SECTION % (64 * k64_count * step_units):
+    if HADAMARD_TILE % (64 * k64_count * step_units):
         raise ValueError(
             f"{config} takes {64 * k64_count * step_units} columns a step, which does not divide a Hadamard tile of "
-            f"{SECTION}: use fewer warps or fewer units per step, in powers of two"
+            f"{HADAMARD_TILE}: use fewer warps or fewer units per step, in powers of two"
         )
     if results & (results - 1) and results > config.warps:
         raise ValueError(f"{config}: {results} sums a lane are no power of two, and more than the warps")
@@ -318,7 +318,7 @@ def gemv_constants(
     shape = GemvShape(
         num_warps=config.warps, row_tiles=config.tiles, units_per_step=config.unroll, n8_tiles=n8_tiles,
         k64_per_unit=k64_count, words=words, vector=vector,
-        steps_per_hadamard_tile=SECTION // (64 * k64_count * step_units), whole_steps=whole_steps, int8=int8,
+        steps_per_hadamard_tile=HADAMARD_TILE // (64 * k64_count * step_units), whole_steps=whole_steps, int8=int8,
         activation_bytes=activation_bytes, accumulators=accumulators, results=results,
         output_scale=1 / 128 if int8 else 1.0, byte_sum_mean=BYTE_SUM_MEAN.get(code, 0.0),
     )  # fmt: skip
@@ -369,7 +369,7 @@ def _launch(
             layout.input_scales, 1, layout.k, (layout.k & -layout.k, x.dtype)
         )  # fmt: skip
     else:
-        input_scales, hadamard_tiles, stride, dtype = None, x.shape[1] // SECTION, x.stride(0), None
+        input_scales, hadamard_tiles, stride, dtype = None, x.shape[1] // HADAMARD_TILE, x.stride(0), None
     steps = triton.cdiv(units, config.warps * config.unroll)
     constants = gemv_constants(
         layout.code, layout.quad_bits, layout.packed_codes.shape[-1], config, m, units, dtype

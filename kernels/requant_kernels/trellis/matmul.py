@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from requant_kernels.common.sparse_spmm import spmm
-from requant_kernels.hadamard.rotate import rotate, rotate_fixed
+from requant_kernels.hadamard.transform import hadamard_transform, hadamard_transform_int8
 from requant_kernels.heuristics import (
     DECODE_TOKENS,
     HOPPER_TOKENS,
@@ -75,9 +75,9 @@ def trellis_linear(
         product = _gemv(x, layout, config, pdl=pdl)
     residuals = None if layout.sparse is None else spmm(x, layout)
     y = torch.empty(m, layout.n, dtype=x.dtype, device=x.device)
-    rotate(
-        product, y, width=rows, rotated=rows, out_width=layout.n, after=layout.output_scales, bias=bias, added=residuals,
-        asm=asm, pdl=pdl,
+    hadamard_transform(
+        product, y, in_width=rows, columns=rows, out_width=layout.n, output_scales=layout.output_scales, bias=bias,
+        addend=residuals, asm=asm, pdl=pdl,
     )  # fmt: skip
     return y
 
@@ -89,12 +89,12 @@ def _gemv(x: Tensor, layout: TrellisLayout, config: TrellisConfig, *, pdl: bool)
         return gemv_fp16(_rotate_input(x, layout, columns, asm=True, pdl=pdl), layout, config, pdl=pdl)
     if can_fuse(x, layout, config):
         return gemv_fused_hadamard(x, layout, config, pdl=pdl)
-    quantized, scales = rotate_fixed(
+    quantized, scales = hadamard_transform_int8(
         x,
         layout.input_scales,
-        width=layout.k,
+        in_width=layout.k,
         out_width=columns,
-        paired=layout.code == "pair",
+        pair=layout.code == "pair",
         asm=True,
         pdl=pdl,
     )
@@ -104,8 +104,8 @@ def _gemv(x: Tensor, layout: TrellisLayout, config: TrellisConfig, *, pdl: bool)
 def _rotate_input(x: Tensor, layout: TrellisLayout, columns: int, *, asm: bool, pdl: bool) -> Tensor:
     """H (input_scales * x) in float16 [m, columns], zero beyond the padded width of the layout."""
     rotated = torch.empty(x.shape[0], columns, dtype=torch.float16, device=x.device)
-    rotate(
-        x, rotated, width=layout.k, rotated=-(-layout.k // TILE) * TILE, out_width=columns, before=layout.input_scales,
-        asm=asm, pdl=pdl,
+    hadamard_transform(
+        x, rotated, in_width=layout.k, columns=-(-layout.k // TILE) * TILE, out_width=columns,
+        input_scales=layout.input_scales, asm=asm, pdl=pdl,
     )  # fmt: skip
     return rotated

@@ -1,4 +1,4 @@
-"""A model of the PTX of a section of a rotation: all 16 warps of a program in step, with their shared memory."""
+"""A model of the PTX of a Hadamard tile: all 16 warps of a CTA in step, with their shared memory."""
 
 import re
 
@@ -11,7 +11,7 @@ except ImportError:  # a script of its own, `emulate_trellis.py`
 
 SHAPE = (16, 32)
 WARP, LANE = np.indices(SHAPE).astype(np.uint32)
-PLACES = {"values": 0, "most": 1 << 15, "totals": 1 << 16}  # in shared memory
+SYMBOLS = {"values": 0, "maxima": 1 << 15, "totals": 1 << 16}  # addresses in shared memory
 
 
 def as_float(register: np.ndarray) -> np.ndarray:
@@ -26,7 +26,7 @@ def run(
     registers, stored = dict(operands), {}
     shared = np.zeros(1 << 16, np.uint32) if shared is None else shared
     written = np.zeros(1 << 16, np.int64) - 1  # by which warp, since the last barrier
-    registers |= {name: np.full(SHAPE, place, np.uint32) for name, place in PLACES.items()}
+    registers |= {name: np.full(SHAPE, place, np.uint32) for name, place in SYMBOLS.items()}
     registers["%tid.x"] = WARP * 32 + LANE
 
     def read(name: str) -> np.ndarray:

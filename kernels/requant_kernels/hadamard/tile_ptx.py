@@ -1,0 +1,274 @@
+"""PTX of the Hadamard transform of a tile: 4096 values in the registers of 16 warps, 8 neighbours a lane.
+
+A transform of 2^s values mixes the s bits of the index one by one, in any order; four bits at a time are a product with a
+16 x 16 matrix of signs, one `mma.m16n8k16` for each 8 columns.
+
+    bits 0 to 7      256 values of a warp: two products. The accumulators of the first are, as they lie in the registers, the
+                     right operand of the second
+    bits 8 to 11     across the 16 warps: one product, whose right operand comes through shared memory
+    int8             optionally: the largest absolute value, by REDUX on the bits of floats; then high and low bytes of
+                     16-bit fixed point, four neighbours a store
+
+In shared memory the 256 values of a warp are 260 words apart, and 16 columns lie so that a lane of the third product ends
+with four neighbours of rows g and g + 8: what it reads as column 2 t + e of its n8 tile i is value 4 t + 2 i + e. In every
+other pair of 16 columns the two n8 tiles are swapped. With that no access of a warp has a bank conflict.
+
+Values enter the tensor cores as two bfloat16, the rounded value and the rest, so that a product is good to 2^-16.
+"""
+
+import struct
+from functools import cache
+
+from requant_kernels.common.ptx import Ptx, inline_ptx
+from requant_kernels.common.ptx_builder import PtxBuilder
+
+MAX_INT = 32512  # 127 * 256, of the fixed point: its high byte is never 128
+MIN_SCALE_BITS = 0x03800000  # 2^-120, the least scale that has an inverse
+ROUNDING_BITS = 0x4B400000  # 1.5 * 2^23: adding it leaves the nearest integer in the low bits
+WARP_STRIDE = 1040  # bytes from one warp's values to the next one's, in shared memory
+VALUES_BYTES = 16 * WARP_STRIDE
+# shared memory of a transform fused into another kernel: high bytes, low bytes, the sums over the kernel's warps, 32 words
+LOW_BYTES_OFFSET = 4096 + 64  # the 64 avoid bank conflicts between high and low bytes
+SUMS_OFFSET = 2 * LOW_BYTES_OFFSET
+MIN_SUM_BYTES, MAX_SUM_BYTES = 16384, 28672
+
+
+class TileBuilder(PtxBuilder):
+    """Appends the stages of a tile's transform."""
+
+    def split_bf16(self, low: str, high: str) -> tuple[str, str]:
+        """Pairs of bfloat16: two float32 values rounded, and what is left of them."""
+        rounded = self.new("rounded", f"cvt.rn.bf16x2.f32 {{d}}, {high}, {low};")
+        a = self.new("value", f"shl.b32 {{d}}, {rounded}, 16;")
+        b = self.new("value", f"and.b32 {{d}}, {rounded}, 0xffff0000;")
+        a, b = (
+            self.new("rest", f"sub.f32 {{d}}, {low}, {a};"),
+            self.new("rest", f"sub.f32 {{d}}, {high}, {b};"),
+        )
+        return rounded, self.new("rests", f"cvt.rn.bf16x2.f32 {{d}}, {b}, {a};")
+
+    def multiply(self, signs: tuple[str, ...], rows: list[str], out: list[str]) -> None:
+        """out = signs [16, 16] @ a matrix of 8 columns, whose rows 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 are `rows`."""
+        parts = list(zip(self.split_bf16(*rows[:2]), self.split_bf16(*rows[2:]), strict=True))
+        sums = ["0f00000000"] * 4
+        for i, part in enumerate(parts[::-1]):  # the rests first
+            to = out if i else [self.register("acc") for _ in range(4)]
+            self.emit(
+                f"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{{', '.join(to)}}}, "
+                f"{{{', '.join(signs)}}}, {{{part[0]}, {part[1]}}}, {{{', '.join(sums)}}};"
+            )
+            sums = to
+
+    def sign_fragment(self, quadrant: str) -> tuple[str, ...]:
+        """The left operand's four registers, where `quadrant` holds a lane's signs of 8 x 8: [[H, H], [H, -H]]."""
+        return quadrant, quadrant, quadrant, self.new("negated", f"xor.b32 {{d}}, {quadrant}, 0x80008000;")
+
+    def transform_warp(self, x: list[str], first: str, second: str, out: list[str]) -> None:
+        """The two products of a warp's 256 values."""
+        self.comment("bits 0 to 3: a lane's values 0 to 3 and 4 to 7 are two n8 tiles")
+        upper, lower = [self.register("acc") for _ in range(4)], [self.register("acc") for _ in range(4)]
+        signs = self.sign_fragment(first)
+        self.multiply(signs, x[:4], upper)
+        self.multiply(signs, x[4:], lower)
+        self.comment("bits 4 to 7: accumulators are the right operand")
+        signs = self.sign_fragment(second)
+        self.multiply(signs, upper[:2] + lower[:2], [*out[:2], *out[4:6]])
+        self.multiply(signs, upper[2:] + lower[2:], [*out[2:4], *out[6:]])
+
+    def transform_tile(
+        self, smem: str, x: list[str], signs: tuple[str, str, str], mix_bit_11: bool, out: list[str]
+    ) -> tuple[str, str, str]:
+        """All three products, through VALUES_BYTES of shared memory at `smem`; returns thread, lane and warp.
+
+        Without `mix_bit_11` (blocks of less than 4096) the third matrix is [[H, 0], [0, H]].
+        """
+        new = self.new
+        thread = new("thread", "mov.u32 {d}, %tid.x;")
+        lane, warp = new("lane", f"and.b32 {{d}}, {thread}, 31;"), new("warp", f"shr.u32 {{d}}, {thread}, 5;")
+        base = new("base", f"mov.u32 {{d}}, {smem};")
+        self.comment(
+            "where a lane writes: its pair of 16 columns, its half of one, and the swap of every other pair"
+        )
+        offset = new("offset", f"shr.u32 {{d}}, {lane}, 1;")
+        offset = new("offset", f"shl.b32 {{d}}, {offset}, 6;")
+        half = new("half", f"and.b32 {{d}}, {lane}, 1;")
+        offset = new("offset", f"mad.lo.u32 {{d}}, {half}, 16, {offset};")
+        swap = new("swap", f"shl.b32 {{d}}, {lane}, 3;")
+        swap = new("swap", f"and.b32 {{d}}, {swap}, 32;")
+        offset = new("offset", f"add.u32 {{d}}, {offset}, {swap};")
+        own = new("own", f"mad.lo.u32 {{d}}, {warp}, {WARP_STRIDE}, {base};")
+        store_to = [new("store_to", f"add.u32 {{d}}, {own}, {offset};")]
+        offset = new("offset", f"xor.b32 {{d}}, {offset}, 32;")
+        store_to.append(new("store_to", f"add.u32 {{d}}, {own}, {offset};"))
+        self.comment(
+            "where it reads: rows 2 t of 16 columns, which are the warp's, column g of both n8 tiles"
+        )
+        g, quarter = new("g", f"shr.u32 {{d}}, {lane}, 2;"), new("quarter", f"and.b32 {{d}}, {lane}, 3;")
+        offset = new("offset", f"shl.b32 {{d}}, {warp}, 4;")
+        swap = new("swap", f"and.b32 {{d}}, {offset}, 32;")
+        offset = new("offset", f"shl.b32 {{d}}, {warp}, 6;")
+        offset = new("offset", f"mad.lo.u32 {{d}}, {g}, 4, {offset};")
+        offset = new("offset", f"mad.lo.u32 {{d}}, {quarter}, {2 * WARP_STRIDE}, {offset};")
+        offset = new("offset", f"add.u32 {{d}}, {offset}, {base};")
+        load_from = [new("load_from", f"add.u32 {{d}}, {offset}, {swap};")]
+        swap = new("swap", f"xor.b32 {{d}}, {swap}, 32;")
+        load_from.append(new("load_from", f"add.u32 {{d}}, {offset}, {swap};"))
+
+        mixed = [self.register("mixed") for _ in range(8)]
+        self.transform_warp(x, signs[0], signs[1], mixed)
+        for address, four in zip(store_to, ((0, 1, 4, 5), (2, 3, 6, 7)), strict=True):
+            self.emit(f"st.shared.v4.b32 [{address}], {{{', '.join(mixed[i] for i in four)}}};")
+        self.emit("bar.sync 0;")
+        self.comment("bits 8 to 11: rows are warps")
+        third = self.sign_fragment(signs[2])
+        if not mix_bit_11:
+            zero = new("zero", "mov.b32 {d}, 0;")
+            third = signs[2], zero, zero, signs[2]
+        for n8 in range(2):
+            rows = [
+                new("row", f"ld.shared.b32 {{d}}, [{load_from[n8]} + {WARP_STRIDE * row}];")
+                for row in (0, 1, 8, 9)
+            ]
+            self.multiply(third, rows, [out[2 * n8 + i] for i in (0, 1, 4, 5)])
+        return thread, lane, warp
+
+    def quantize(
+        self, values: list[str], smem: tuple[str, str], lane: str, warp: str, space: str, to: tuple[str, str]
+    ) -> tuple[str, str]:
+        """Store the high and the low bytes of a lane's eight values at the addresses `to` in state space `space`; returns
+        the scale and the sum of the integers, the same in all threads.
+
+        `smem`: twice 16 words of shared memory, for the largest values and the sums of the warps.
+        """
+        new = self.new
+        self.comment("the largest absolute value of a lane, a warp, all warps")
+        greatest = [new("abs", f"abs.f32 {{d}}, {value};") for value in values]
+        while len(greatest) > 1:
+            halves = zip(greatest[::2], greatest[1::2], strict=True)
+            greatest = [new("greatest", f"max.NaN.f32 {{d}}, {a}, {b};") for a, b in halves]
+        begin = [new("begin", f"mov.u32 {{d}}, {name};") for name in smem]
+        of_warp = [new("of_warp", f"mad.lo.u32 {{d}}, {warp}, 4, {address};") for address in begin]
+        other = new("other", f"and.b32 {{d}}, {lane}, 15;")
+        of_other = [new("of_other", f"mad.lo.u32 {{d}}, {other}, 4, {address};") for address in begin]
+        # bits of floats that are not negative compare like integers
+        most = new("most", f"redux.sync.max.u32 {{d}}, {greatest[0]}, 0xffffffff;")
+        self.emit(f"st.shared.b32 [{of_warp[0]}], {most};", "bar.sync 0;")
+        most = new("most", f"ld.shared.b32 {{d}}, [{of_other[0]}];")
+        most = new("most", f"redux.sync.max.u32 {{d}}, {most}, 0xffffffff;")
+        self.comment("the scale, and the values as integers in the low bits of a float")
+        scale = new("scale", f"mul.f32 {{d}}, {most}, 0f{_float_bits(1 / MAX_INT):08X};")
+        scale = new("scale", f"max.NaN.f32 {{d}}, {scale}, 0f{MIN_SCALE_BITS:08X};")
+        inverse = new("inverse", f"rcp.approx.ftz.f32 {{d}}, {scale};")
+        integers = [
+            new("integer", f"fma.rn.f32 {{d}}, {value}, {inverse}, 0f{ROUNDING_BITS:08X};")
+            for value in values
+        ]
+        self.comment("bytes of four neighbours: (q + 128) / 256, and q mod 256 as a signed byte")
+        for i in range(2):
+            four = integers[4 * i : 4 * i + 4]
+            raised = [new("raised", f"add.u32 {{d}}, {value}, 128;") for value in four]
+            for address, source, byte in ((to[0], raised, 1), (to[1], four, 0)):
+                selector = f"0x00{byte + 4}{byte}"
+                pairs = [
+                    new("pair", f"prmt.b32 {{d}}, {source[j]}, {source[j + 1]}, {selector};") for j in (0, 2)
+                ]
+                both = new("bytes", f"prmt.b32 {{d}}, {pairs[0]}, {pairs[1]}, 0x5410;")
+                self.emit(f"st.{space}.b32 [{address} + {2048 * i}], {both};")
+        self.comment("the sum of the integers of a lane, a warp, all warps")
+        total = integers[0]
+        for value in integers[1:]:
+            total = new("total", f"add.u32 {{d}}, {total}, {value};")
+        total = new("total", f"sub.u32 {{d}}, {total}, 0x{8 * ROUNDING_BITS & 0xFFFFFFFF:08x};")
+        total = new("total", f"redux.sync.add.s32 {{d}}, {total}, 0xffffffff;")
+        self.emit(f"st.shared.b32 [{of_warp[1]}], {total};", "bar.sync 0;")
+        total = new("total", f"ld.shared.b32 {{d}}, [{of_other[1]}];")
+        total = new("total", f"redux.sync.add.s32 {{d}}, {total}, 0xffffffff;")  # each of 16 warps twice
+        total = new("total", f"shr.s32 {{d}}, {total}, 1;")
+        return scale, new("total", f"cvt.rn.f32.s32 {{d}}, {total};")
+
+
+@cache
+def warp_transform_ptx() -> Ptx:
+    """256 values of a warp. Outputs: 8. Inputs: 8 values; 8 times the lane's signs of the first product, and of the
+    second."""
+    ptx = TileBuilder()
+    ptx.transform_warp([f"${8 + i}" for i in range(8)], "$16", "$24", [f"${i}" for i in range(8)])
+    return ptx.build(["=f"] * 8 + ["f"] * 8 + ["r"] * 16)
+
+
+@cache
+def tile_transform_ptx(mix_bit_11: bool, int8: bool) -> Ptx:
+    """A tile. Outputs: 8. Inputs: 8 values, 8 times the lane's signs of each of the three products.
+
+    A lane's outputs are four neighbours of row g of the 16, at column 16 warp + 4 t, then of row g + 8. With `int8` it
+    stores their bytes instead (the outputs mean nothing), and takes 8 times each the address of its high bytes of row g,
+    that of its low bytes, and that of the tile's scale and sum, which one thread stores.
+    """
+    ptx = TileBuilder()
+    outputs = [f"${i}" for i in range(8)]
+    declarations = f".shared .align 16 .b32 values[{VALUES_BYTES // 4}];\n"
+    results = [ptx.register("result") for _ in range(8)] if int8 else outputs
+    values = [f"${8 + i}" for i in range(8)]
+    thread, lane, warp = ptx.transform_tile("values", values, ("$16", "$24", "$32"), mix_bit_11, results)
+    constraints = ["=f"] * 8 + ["f"] * 8 + ["r"] * 24
+    if int8:
+        scale, total = ptx.quantize(results, ("maxima", "totals"), lane, warp, "global", ("$40", "$48"))
+        ptx.emit(f"setp.eq.u32 p, {thread}, 0;", f"@p st.global.v2.b32 [$56], {{{scale}, {total}}};")
+        ptx.emit(*(f"mov.b32 {name}, 0;" for name in outputs))
+        declarations += ".shared .b32 maxima[16];\n.shared .b32 totals[16];\n.reg .pred p;\n"
+        constraints += ["l"] * 24
+    return ptx.build(constraints, declarations)
+
+
+def fused_smem_bytes(sum_bytes: int) -> int:
+    """Shared memory of a transform fused into a kernel whose sums over its warps take `sum_bytes`."""
+    return SUMS_OFFSET + max(MIN_SUM_BYTES, sum_bytes) + 128
+
+
+@cache
+def fused_transform_ptx(mix_bit_11: bool, smem_bytes: int) -> Ptx:
+    """A tile in int8 that stays in shared memory, for tensors of one element a thread.
+
+    Outputs: scale and sum, the same in all lanes. Inputs: 8 values, the signs of three products, the address of
+    `smem_bytes` of shared memory, the addresses of the lane's high bytes of row g and of its low bytes, below SUMS_OFFSET,
+    where values were.
+    """
+    ptx = TileBuilder()
+    results = [ptx.register("result") for _ in range(8)]
+    values = [f"${2 + i}" for i in range(8)]
+    _, lane, warp = ptx.transform_tile("$13", values, ("$10", "$11", "$12"), mix_bit_11, results)
+    maxima, totals = (ptx.new("words", f"add.u32 {{d}}, $13, {smem_bytes - 128 + 64 * i};") for i in range(2))
+    scale, total = ptx.quantize(results, (maxima, totals), lane, warp, "shared", ("$14", "$15"))
+    ptx.emit(f"mov.b32 $0, {scale};", f"mov.b32 $1, {total};")
+    return ptx.build(["=f"] * 2 + ["f"] * 8 + ["r"] * 6)
+
+
+@cache
+def allocate_smem_ptx(size: int) -> Ptx:
+    """Output: the address of `size` bytes of shared memory. Input: one that is not read."""
+    return Ptx(text=f"{{ .shared .align 16 .b8 smem[{size}]; mov.u32 $0, smem; }}", constraints="=r,r")
+
+
+@cache
+def load_eight_ptx(dtype: str) -> Ptx:
+    """Load eight neighbours, float16 or bfloat16, as float32. Outputs: 8. Input: the address."""
+    lines = ["ld.global.v4.b32 {a0, a1, a2, a3}, [$address];"]
+    for i in range(4):
+        if dtype == "bf16":
+            lines += [f"shl.b32 $x{2 * i}, a{i}, 16;", f"and.b32 $x{2 * i + 1}, a{i}, 0xffff0000;"]
+        else:
+            lines += [
+                f"mov.b32 {{l, h}}, a{i};",
+                f"cvt.f32.f16 $x{2 * i}, l;",
+                f"cvt.f32.f16 $x{2 * i + 1}, h;",
+            ]
+    return inline_ptx(
+        lines,
+        outputs={f"x{i}": "=f" for i in range(8)},
+        inputs={"address": "l"},
+        registers={"b32": "a0, a1, a2, a3", "b16": "l, h"},
+    )
+
+
+def _float_bits(value: float) -> int:
+    return int.from_bytes(struct.pack(">f", value), "big")

@@ -1,0 +1,75 @@
+"""The entry of the Hadamard transforms: y = output_scales * H (input_scales * x) + bias + addend.
+
+H is block diagonal: blocks of the largest power of two that divides the width, 8192 = 2^13 or 11008 = 43 * 2^8. From blocks
+of 256 on the transform runs on tensor cores (`tile_kernel.py`, for many tokens `batched.py`), else by butterflies. Where
+the output goes to the integer tensor cores of `trellis/gemv.py`, it is quantized on the way.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from requant_kernels.hadamard.batched import transform_batched
+from requant_kernels.hadamard.butterfly import transform_butterfly
+from requant_kernels.hadamard.tile_kernel import HADAMARD_TILE, transform_tiles
+
+MIN_TENSOR_CORE_BLOCK = 256
+FEW_TOKENS = 16  # beyond them there are CTAs enough without one for every tile
+
+
+def hadamard_transform(
+    x: Tensor, y: Tensor, *, in_width: int, columns: int, out_width: int, asm: bool, pdl: bool,
+    input_scales: Tensor | None = None, output_scales: Tensor | None = None, bias: Tensor | None = None,
+    addend: Tensor | None = None, scales: Tensor | None = None, pair: bool = False, permute: bool = False,
+) -> None:  # fmt: skip
+    """Write y [m, out_width], the first `columns` of which are transformed, a multiple of 16.
+
+    Args:
+        x: [m, in_width], or contiguous split-K partial sums [splits, m, in_width], which are added; zero beyond in_width.
+        y: any float type; with `scales` int8 [2 m, out_width], as `hadamard_transform_int8` describes it.
+        addend: float32 [m, out_width], for example the product of the residuals.
+        pair: sums and differences of neighbours, as the code `pair` multiplies them, in place of their transform: the first
+            stage is left out, and the rest doubled.
+        permute: y in the order in which `trellis/gemm_sm90.py` reads it.
+    """
+    block_size, most = columns & -columns, max(columns, out_width)
+    if not asm or block_size < MIN_TENSOR_CORE_BLOCK:
+        transform_butterfly(
+            x, y, scales, block_size=block_size, columns=most, in_width=in_width, out_width=out_width, pdl=pdl,
+            input_scales=input_scales, output_scales=output_scales, bias=bias, addend=addend, pair=pair, permute=permute,
+        )  # fmt: skip
+        return
+    if (
+        in_width % 16
+        or x.stride(-2) % 16
+        or x.data_ptr() % 16
+        or (input_scales is not None and input_scales.data_ptr() % 16)
+    ):  # lanes cannot load 16 bytes
+        x = torch.nn.functional.pad(x, (0, columns - in_width)).clone(memory_format=torch.contiguous_format)
+        if input_scales is not None:
+            input_scales = torch.nn.functional.pad(input_scales, (0, columns - in_width)).clone()
+        in_width = columns
+    common: dict[str, Any] = {
+        "block_size": block_size, "tiles": -(-most // HADAMARD_TILE), "in_width": in_width, "out_width": out_width,
+        "pdl": pdl, "input_scales": input_scales, "output_scales": output_scales, "bias": bias, "addend": addend,
+    }  # fmt: skip
+    if scales is None and (permute or x.shape[-2] > FEW_TOKENS):
+        transform_batched(x, y, permute=permute, **common)
+    else:
+        transform_tiles(x, y, scales, pair=pair, **common)
+
+
+def hadamard_transform_int8(
+    x: Tensor, input_scales: Tensor, *, in_width: int, out_width: int, pair: bool, asm: bool, pdl: bool
+) -> tuple[Tensor, Tensor]:
+    """H (input_scales * x) in 16-bit fixed point: int8 [2 m, out_width], a token's high bytes, then its low ones, and
+    float32 [m, tiles, 2]: the scale of a tile of 4096 values, and the sum of its integers."""
+    m, tiles = x.shape[0], -(-in_width // HADAMARD_TILE)
+    y = torch.empty(2 * m, out_width, dtype=torch.int8, device=x.device)
+    scales = torch.empty(m, tiles, 2, dtype=torch.float32, device=x.device)
+    hadamard_transform(
+        x, y, in_width=in_width, columns=-(-in_width // 16) * 16, out_width=out_width, asm=asm, pdl=pdl,
+        input_scales=input_scales, scales=scales, pair=pair,
+    )  # fmt: skip
+    return y, scales
