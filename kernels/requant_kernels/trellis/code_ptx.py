@@ -10,9 +10,9 @@ lane, so all shifts are constants.
 
 Three or four windows share one funnel shift, because positions repeat every few bits. In a shifted register F:
 
-    2 bits a weight: windows of columns         c     c + 4   c + 8    c + 12
-    their bits of F                          31..16   23..8   15..0    39..24, into the next register
-    extracted by                               SHR    PRMT    AND      PRMT, see below
+    2 bits a weight: windows of columns       c - 4                               c     c + 4   c + 8
+    their bits of F                          39..24, into the next register    31..16   23..8   15..0
+    extracted by                              PRMT, see below                    SHR    PRMT    AND
 
 The integer pipe is the bottleneck, so two windows are extracted on the multiplier's pipe instead:
 
