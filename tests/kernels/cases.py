@@ -1,6 +1,7 @@
 """Layouts of random content, shared by the kernel tests."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from requant_kernels import Layout, pack_codebook, pack_grid
@@ -27,13 +28,13 @@ class Case:
 def random_csr(
     n: int, k: int, density: float, int8: bool, device: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Residuals at random places; row 3 is full, row 5 empty."""
-    places = torch.rand(n, k, device=device) < density
+    """Residuals at random positions; row 3 is full, row 5 empty."""
+    mask = torch.rand(n, k, device=device) < density
     if n > 5:
-        places[3], places[5] = True, False
-    rows, columns = places.nonzero(as_tuple=True)
+        mask[3], mask[5] = True, False
+    rows, columns = mask.nonzero(as_tuple=True)
     indptr = torch.zeros(n + 1, dtype=torch.int64, device=device)
-    indptr[1:] = places.sum(1).cumsum(0)
+    indptr[1:] = mask.sum(1).cumsum(0)
     if int8:
         values = torch.randint(-127, 128, (len(rows),), dtype=torch.int8, device=device)
         return indptr, columns.int(), values, (torch.rand(n, device=device) * 0.01).half()
@@ -59,6 +60,15 @@ def random_layout(case: Case, device: str) -> Layout:
         column_scales=(torch.rand(case.k, device=device) + 0.5).half() if case.column_scales else None,
         sparse=sparse,
     )
+
+
+_empty = torch.empty
+
+
+def poisoned_empty(*args: Any, **kwargs: Any) -> Tensor:
+    """`torch.empty`, full of NaN: patched in, an output or a workspace that a kernel does not write shows in the result."""
+    tensor = _empty(*args, **kwargs)
+    return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:

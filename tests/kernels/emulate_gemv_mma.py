@@ -11,12 +11,12 @@ from functools import partial
 from typing import Any
 
 import gluon_as_triton  # noqa: F401
-import loop_bounds  # noqa: F401
+import interpreter_fixes  # noqa: F401
 import numpy as np
 import torch
 import triton.language as tl
+from case_selection import selected
 from cases import Case, random_layout, relative_error
-from cases_taken import some
 from ptx_model import float_product, integer_product, permute_bytes
 from requant_kernels.common.inline_ptx import SMEM_UNIT, smem_units
 from requant_kernels.common.occupancy import SM_BYTES
@@ -260,7 +260,7 @@ def inline_asm_elementwise(
 
 
 def one_token() -> None:
-    for case, launch in some(
+    for case, launch in selected(
         [
             (Case(format="grid", bits=2, n=32, k=1024, m=1), (2, 1, 3)),
             (Case(format="grid", bits=3, n=16, k=512, m=1), (1, 1, 2)),
@@ -316,7 +316,7 @@ def check_one(case: Case, launch: tuple[int, int, int], *, reload: bool = False)
 
 
 def several_tokens() -> None:
-    for case, (warps, tiles, stages, groups) in some(
+    for case, (warps, tiles, stages, groups) in selected(
         [
             # k_tiles, row tiles and tokens beyond the end
             (Case(format="grid", bits=3, n=40, k=768, m=3, bias=True), (4, 2, 2, 2)),

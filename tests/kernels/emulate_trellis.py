@@ -8,12 +8,12 @@ import ctypes
 import re
 from typing import Any
 
-import loop_bounds  # noqa: F401
+import interpreter_fixes  # noqa: F401
 import numpy as np
 import torch
 import triton.language as tl
+from case_selection import selected
 from cases import random_trellis, relative_error
-from cases_taken import some
 from hadamard_ptx_model import run
 from ptx_model import run_ptx
 from requant_kernels import pack_trellis
@@ -202,7 +202,7 @@ def main() -> None:
     torch.set_num_threads(1)
     tl.inline_asm_elementwise = inline_asm_elementwise
     torch.empty = held
-    for code, bits, n, k, m, launch in some(CASES):
+    for code, bits, n, k, m, launch in selected(CASES):
         HELD.clear()
         layout = pack_trellis(*random_trellis(n, k, bits, "cpu"), bits=bits, code=code)
         config = TrellisConfig(warps=launch[0], tiles=launch[1], unroll=launch[2])

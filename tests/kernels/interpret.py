@@ -1,10 +1,10 @@
 """Run under TRITON_INTERPRET=1 by `test_interpreter.py`: every kernel, without assembly, against its twin."""
 
-import loop_bounds  # noqa: F401
+import interpreter_fixes  # noqa: F401
 import torch
-from cases import Case, random_csr, random_layout, random_trellis, relative_error
-from cases_taken import some
-from requant_kernels import pack_trellis
+from case_selection import selected
+from cases import Case, poisoned_empty, random_csr, random_layout, random_trellis, relative_error
+from requant_kernels import GridLayout, pack_trellis
 from requant_kernels.attention import attend
 from requant_kernels.fallback import reference
 from requant_kernels.hadamard.transform import hadamard_transform, hadamard_transform_int8
@@ -111,6 +111,7 @@ def check_permuted() -> None:
 def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
+    torch.empty = poisoned_empty
     q, k, v = (torch.randn(2, h, n, 24).half() for h, n in ((6, 1), (2, 150), (2, 150)))
     for mask in (None, torch.arange(150).expand(2, -1) < torch.tensor([[70], [1]])):
         want = torch.ops.requant.attend(q, k, v, mask, 0.2).double()
@@ -134,7 +135,7 @@ def main() -> None:
     for width, pair in ((200, False), (1408, True), (4096, False)):
         check_int8(width, pair)
     check_permute_and_reduce()
-    for case, config in some(CASES):
+    for case, config in selected(CASES):
         layout = random_layout(case, "cpu")
         x = torch.randn(case.m, case.k + case.bias).half()[:, case.bias :]  # some begin between two pairs
         bias = torch.randn(case.n).half() if case.bias else None
@@ -150,10 +151,11 @@ def main() -> None:
         Case(format="grid", bits=5, n=37, k=300, m=1, group_size=64, zero_points=True, column_scales=True),
         "cpu",
     )
+    assert isinstance(grid, GridLayout)
     tokens = torch.tensor([0, 36, 8, 17])
     error = relative_error(lookup(tokens, grid, torch.float16), reference.weight(grid)[tokens])
     assert error < 2e-3, f"rows are off by {error:.1e}"
-    for code, bits, n, k, m, density in some(TRELLISES):
+    for code, bits, n, k, m, density in selected(TRELLISES):
         sparse = random_csr(n, k, density, m > 1, "cpu") if density else None
         layout = pack_trellis(*random_trellis(n, k, bits, "cpu"), bits=bits, code=code, sparse=sparse)
         x, bias = torch.randn(m, k).half(), torch.randn(n).half()

@@ -17,7 +17,7 @@ from requant_kernels.scalar.gemm import gemm_kernel  # noqa: E402
 from requant_kernels.scalar.gemv import RESERVE_PTX, GemvTiling, gemv_kernel  # noqa: E402
 
 from .cases import Case, random_layout  # noqa: E402
-from .compile_offline import Machine, compile_kernel  # noqa: E402
+from .compile_offline import Machine, compile_kernel, counts_instructions  # noqa: E402
 
 SPARSE = ("row_perm_ptr", "slice_ptr", "ell_columns_ptr", "ell_values_ptr", "ell_row_scales_ptr")
 WEIGHTS = 128  # of a lane in one k_tile
@@ -67,6 +67,7 @@ CEILING = {  # instructions per weight in the loop
 }
 
 
+@counts_instructions
 @pytest.mark.parametrize(
     ("format", "bits"),
     [

@@ -63,9 +63,9 @@ def test_one_instruction_makes_two_weights(setting: tuple[int, ...], bits: int) 
         return
     machine = machine_of(setting, layout)
     assert machine.registers * warps * 32 <= 65536
-    assert machine.products["HMMA"] == 16 * tiles + 16
-    assert machine.products.total() / (128 * tiles) < CEILING[bits]
-    assert machine.products["HFMA2"] == 0 and machine.products["BAR"] <= 1
+    assert machine.mma_loop["HMMA"] == 16 * tiles + 16
+    assert machine.mma_loop.total() / (128 * tiles) < CEILING[bits]
+    assert machine.mma_loop["HFMA2"] == 0 and machine.mma_loop["BAR"] <= 1
     assert machine.stack <= 32  # ptxas spills a few registers of the largest
     assert smem_bytes(layout, decode_setting(setting)) <= machine.shared[0]
 
@@ -78,8 +78,8 @@ def test_bfloat16_and_zero_points_cost_little(bits: int) -> None:
         for layout, dtype in ((plain, torch.float16), (plain, torch.bfloat16), (zeros, torch.float16))
     ]
     assert all(machine.stack == 0 and machine.registers <= 128 for machine in machines)
-    most = machines[0].products.total()
-    assert all(machine.products.total() < 1.2 * most for machine in machines)
+    most = machines[0].mma_loop.total()
+    assert all(machine.mma_loop.total() < 1.2 * most for machine in machines)
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])

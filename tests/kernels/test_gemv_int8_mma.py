@@ -68,9 +68,9 @@ def test_one_instruction_makes_four_weights(setting: tuple[int, ...], bits: int)
     layout = plain_grid(bits)
     machine = machine_of(setting, layout)
     assert machine.registers * warps * 32 <= 65536
-    assert machine.products["IMMA"] == machine.opcodes["IMMA"] == 8 * tiles
-    assert machine.products.total() / (128 * tiles) < CEILING[bits]
-    assert not {"BAR", "LDL", "STL"} & machine.products.keys()
+    assert machine.mma_loop["IMMA"] == machine.opcodes["IMMA"] == 8 * tiles
+    assert machine.mma_loop.total() / (128 * tiles) < CEILING[bits]
+    assert not {"BAR", "LDL", "STL"} & machine.mma_loop.keys()
     assert machine.stack <= 16  # ptxas spills a few registers outside of the loop
     smem = smem_layout(layout, decode_setting(setting), 132)
     assert smem.pipeline < smem.size <= machine.shared[0] < smem.size + 1024
@@ -83,9 +83,9 @@ def test_residuals_use_the_pipeline_stages(bits: int) -> None:
     without, machine = (machine_of(setting, plain_grid(bits, density=density)) for density in (0.0, 0.02))
     slices = smem_layout(plain_grid(bits, density=0.02), decode_setting(setting), 132).slices_per_stage
     assert machine.stack == 0 and machine.registers <= 128 and slices > 0
-    assert machine.products["IMMA"] == 16
+    assert machine.mma_loop["IMMA"] == 16
     assert (
-        machine.products.total() < without.products.total() + 24 * slices + 8
+        machine.mma_loop.total() < without.mma_loop.total() + 24 * slices + 8
     )  # nothing in an iteration over weights
     assert machine.opcodes["LDGSTS"] == without.opcodes["LDGSTS"] + 4 * slices
     assert (
@@ -136,7 +136,7 @@ def test_zero_points_cost_a_conversion(bits: int) -> None:
     setting = (8, 2, 2, BYTES, 0)
     without, machine = (machine_of(setting, plain_grid(bits, zeros=zeros)) for zeros in (False, True))
     assert machine.stack == 0 and machine.registers <= 128
-    assert machine.products.total() < without.products.total() + 0.13 * 256
+    assert machine.mma_loop.total() < without.mma_loop.total() + 0.13 * 256
 
 
 def test_loads_of_several_k_tiles_are_in_flight_together() -> None:

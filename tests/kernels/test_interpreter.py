@@ -10,18 +10,18 @@ import pytest
 pytest.importorskip("triton")
 
 
-LONG = (
+SCRIPTS = (
     "interpret.py",
     "emulate_trellis.py",
     "emulate_gemv_mma.py",
-)  # whose cases are taken in turn: every other one by default
+)  # every other case by default (`case_selection.py`)
 
 
 @pytest.mark.parametrize(
     "command",
     [
-        *((script,) for script in LONG),
-        *(pytest.param((script, "all"), marks=pytest.mark.slow) for script in LONG),
+        *((script,) for script in SCRIPTS),
+        *(pytest.param((script, "all"), marks=pytest.mark.slow) for script in SCRIPTS),
     ],
     ids=" ".join,
 )

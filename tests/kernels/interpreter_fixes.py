@@ -1,4 +1,4 @@
-"""Importing this lets Triton's interpreter take run-time bounds of `range`: Triton 3.6 and numpy 2.4 disagree about them."""
+"""Import this for loops with run-time bounds in Triton's interpreter: Triton 3.6 and numpy 2.4 disagree about them."""
 
 from typing import Any
 
