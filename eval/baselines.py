@@ -18,7 +18,6 @@ import typer
 from eval.common import (
     DATA,
     MODEL,
-    RESULTS,
     Study,
     bits_per_weight,
     header,
@@ -27,6 +26,7 @@ from eval.common import (
     row_of,
     write_json,
 )
+from eval.markdown import RESULTS
 from requant.pipeline.detach import global_top
 from requant.pipeline.paper import iqr_outliers, requant_as_published
 from requant.quantizers.registry import METHODS

@@ -30,7 +30,6 @@ from torch import Tensor
 from eval.common import (
     DATA,
     MODEL,
-    RESULTS,
     Study,
     bits_per_weight,
     header,
@@ -39,6 +38,7 @@ from eval.common import (
     row_of,
     write_json,
 )
+from eval.markdown import RESULTS
 from requant.calibration.passes import gradient_pass, mean_loss
 from requant.pipeline.detach import Masks, global_top
 from requant.pipeline.diagnosis import diagnose

@@ -24,7 +24,6 @@ import typer
 from eval.common import (
     DATA,
     MODEL,
-    RESULTS,
     Study,
     bits_per_weight,
     header,
@@ -33,6 +32,7 @@ from eval.common import (
     row_of,
     write_json,
 )
+from eval.markdown import RESULTS
 from requant.allocation.budget import allocate_bits, with_allocation
 from requant.pipeline.quantize import MODES, tuned
 from requant.recipe.options import TUNING_STEPS

@@ -24,7 +24,8 @@ import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import requant
-from eval.common import CALIBRATION, DATA, MODEL, RESULTS, TEST, environment, find, write_json
+from eval.common import CALIBRATION, DATA, MODEL, TEST, environment, find, write_json
+from eval.markdown import RESULTS
 from requant.checkpoint.sizes import byte_table
 from requant.evaluation.bench import timed
 from requant.finetune.compile_blocks import WORTH_COMPILING
