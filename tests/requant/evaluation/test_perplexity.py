@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,6 @@ from requant.evaluation.perplexity import Candidate, compare, perplexity_and_kl
 from requant.text.sources import Text, read_text
 from requant.text.windows import token_windows
 
-SHARED = Path(__file__).parents[4] / "shared"
 TEXT = Text.from_documents("words", ["some words"])
 
 
@@ -134,19 +134,19 @@ def test_cells(value):
 
 
 @pytest.mark.slow
-def test_wikitext2_of_bench_32m_is_the_published_number():
-    folder = SHARED / "models" / "bench-32m"
+def test_wikitext2_of_bench_32m_is_the_published_number(shared: Callable[[str], Path]) -> None:
+    folder = shared("models/bench-32m")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    text = read_text(SHARED / "data" / "wikitext2" / "wiki.test.raw")
+    text = read_text(shared("data/wikitext2/wiki.test.raw"))
     windows = token_windows(text, AutoTokenizer.from_pretrained(folder), num_samples=None, seq_len=1024)
     assert len(windows) == 318
     assert perplexity_and_kl(model, windows[:40], text=text).perplexity == pytest.approx(22.9, abs=0.05)
     assert perplexity_and_kl(model, windows, text=text).perplexity == pytest.approx(24.35, abs=0.01)
 
 
-def test_wikitext2_is_tokenised_as_the_peers_do():
-    text = read_text(SHARED / "data" / "wikitext2" / "wiki.test.raw")
-    tokenizer = AutoTokenizer.from_pretrained(SHARED / "models" / "bench-32m")
+def test_wikitext2_is_tokenised_as_the_peers_do(shared: Callable[[str], Path]) -> None:
+    text = read_text(shared("data/wikitext2/wiki.test.raw"))
+    tokenizer = AutoTokenizer.from_pretrained(shared("models/bench-32m"))
     windows = token_windows(text, tokenizer, num_samples=None, seq_len=5)
     assert windows.shape == (326_215 // 5, 5)
     assert text.sha256.startswith("173c87a5") and text.sha256.endswith("dd08")

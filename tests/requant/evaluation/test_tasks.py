@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from requant.models.loading import load_model
 
 lm_eval = pytest.importorskip("lm_eval")
 pytestmark = pytest.mark.filterwarnings("ignore")  # lm-eval's
-DATA = Path(__file__).parents[3] / ".." / "shared" / "data" / "tasks"
 # A document as the hub has it and as our files have it.
 DOCUMENTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "lambada_openai": (
@@ -109,8 +109,8 @@ def test_the_requests_are_lm_evals_own(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", LOCAL)
-def test_the_shared_files_are_wired(name: str, tmp_path: Path) -> None:
-    lines = (DATA / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()[:3]
+def test_the_shared_files_are_wired(name: str, shared: Callable[[str], Path], tmp_path: Path) -> None:
+    lines = shared(f"data/tasks/{name}.jsonl").read_text(encoding="utf-8").splitlines()[:3]
     documents = list(map(json.loads, lines))
     task = build(
         local_task(name, write(tmp_path / "data", name, documents), cache=str(tmp_path)), tmp_path / "a"
@@ -140,9 +140,10 @@ def log_likelihood(model: Any, tokenizer: Any, context: str, continuation: str) 
     return sum(scores[place - 1, whole[place]].item() for place in range(len(head), len(whole)))
 
 
-def test_accuracies_by_hand(tmp_path: Path) -> None:
-    documents = [json.loads(line) for line in (DATA / "arc_easy.jsonl").read_text().splitlines()[:6]]
-    endings = [json.loads(line) for line in (DATA / "winogrande.jsonl").read_text().splitlines()[:4]]
+def test_accuracies_by_hand(shared: Callable[[str], Path], tmp_path: Path) -> None:
+    data = shared("data/tasks")
+    documents = [json.loads(line) for line in (data / "arc_easy.jsonl").read_text().splitlines()[:6]]
+    endings = [json.loads(line) for line in (data / "winogrande.jsonl").read_text().splitlines()[:4]]
     write(tmp_path / "data", "arc_easy", documents)
     write(tmp_path / "data", "winogrande", endings)
     found = evaluate_tasks(["demo"], ["arc_easy", "winogrande"], data=tmp_path / "data", device="cpu")
@@ -169,7 +170,7 @@ def test_accuracies_by_hand(tmp_path: Path) -> None:
     assert scores["winogrande", "acc"].value == pytest.approx(sum(hits) / len(hits))
 
 
-def test_the_command(cli, tmp_path: Path) -> None:
+def test_the_command(cli, shared: Callable[[str], Path]) -> None:
     before, state = dict(os.environ), torch.random.get_rng_state()
     arguments = (
         "eval",
@@ -178,7 +179,7 @@ def test_the_command(cli, tmp_path: Path) -> None:
         "--tasks",
         "lambada_openai, piqa",
         "--task-data",
-        DATA,
+        shared("data/tasks"),
         "--limit",
         3,
         "-q",

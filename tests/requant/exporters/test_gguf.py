@@ -1,6 +1,7 @@
 """Every weight in the file is the checkpoint's; transformers' own GGUF reader computes the same logits."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -188,8 +189,8 @@ def test_a_tokenizer_that_llama_cpp_has_no_name_for(grid_checkpoint, tmp_path: P
 
 
 @pytest.mark.parametrize("model", ["demo-4m", "bench-32m"])
-def test_the_pre_tokenizer_of_a_shipped_kind(model: str) -> None:
-    file = Path(__file__).parents[3] / ".." / "shared" / "models" / model / "tokenizer.json"
+def test_the_pre_tokenizer_of_a_shipped_kind(model: str, shared: Callable[[str], Path]) -> None:
+    file = shared(f"models/{model}/tokenizer.json")
     assert pre_tokenizer(json.loads(file.read_text())) == "llama-bpe"
 
 
