@@ -35,12 +35,12 @@ from eval.common import (
 from eval.markdown import RESULTS
 from requant.allocation.budget import allocate_bits, with_allocation
 from requant.pipeline.quantize import MODES, tuned
-from requant.recipe.options import TUNING_STEPS
+from requant.recipe.defaults import FINETUNE_STEPS
 from requant.recipe.schema import Budget, Finetune
 from requant.run.context import RunContext, Weights
 from requant.text.windows import spread
 
-FINETUNE = Finetune(steps=TUNING_STEPS)
+FINETUNE = Finetune(steps=FINETUNE_STEPS)
 SHORT = Finetune(steps=225)  # what parts are compared at
 
 
@@ -69,7 +69,7 @@ class Plan:
 
 
 PLANS: dict[str, Plan] = {
-    "best": Plan(label=f"best, {TUNING_STEPS} steps a phase"),
+    "best": Plan(label=f"best, {FINETUNE_STEPS} steps a phase"),
     "codes": Plan(label="trellis codes within the budget", mode="dense", finetune=Finetune(), statistics=1),
     "flat-codes": Plan(
         label="trellis codes, one width", mode="dense", finetune=Finetune(), statistics=1, widths=flat

@@ -44,7 +44,7 @@ from requant.pipeline.best import rounds_of
 from requant.pipeline.prepare import prepare, start
 from requant.pipeline.quantize import QuantizedModel, quantize
 from requant.quantizers.registry import METHODS
-from requant.recipe.options import BEST_SAMPLES, default_recipe
+from requant.recipe.defaults import GPU_SAMPLES, default_recipe
 from requant.recipe.schema import Budget, Calibration, Evaluation, Recipe
 from requant.recipe.yaml_files import to_dict
 from requant.run.context import RunContext, Weights
@@ -248,10 +248,10 @@ def main(
         results |= json.loads(file.read_text()) if file.is_file() else {}
         if large:
             with large_model(model) as folder:
-                shaped = best_recipe(folder, data, num_samples=BEST_SAMPLES, seq_len=2048)
+                shaped = best_recipe(folder, data, num_samples=GPU_SAMPLES, seq_len=2048)
                 keep_row("large_best", best_parts(shaped, where, "bfloat16"))
             return
-        chosen = best_recipe(model, data, num_samples=2 * BEST_SAMPLES, seq_len=1024, bits=bits)
+        chosen = best_recipe(model, data, num_samples=2 * GPU_SAMPLES, seq_len=1024, bits=bits)
         keep_row(
             "best_run" if bits == 2 else f"best_run_{bits:g}", whole_run(chosen, where, "auto", keep=keep)
         )

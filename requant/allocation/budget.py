@@ -28,23 +28,21 @@ from requant.allocation.embedding_and_head import (
     wanted_widths,
 )
 from requant.allocation.knapsack import TOLERANCE, Option, allocate, neighbours
-from requant.allocation.predictors import entry_factors, predicted_losses
+from requant.allocation.predictors import outlier_factors, predicted_losses
 from requant.checkpoint.save import MAX_SHARD_BYTES, checkpoint_bytes
 from requant.errors import RecipeError
 from requant.formats.containers import INDEX_TILE
-from requant.formats.int8 import WIDEST_CODE
 from requant.formats.packed_spec import PackedSpec, TensorSpec
-from requant.formats.trellis_codes import PERIOD
 from requant.models.targets import QuantTarget
-from requant.quantizers.outliers import outlier_count
+from requant.quantizers.method import Bits
+from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Recipe
 from requant.run.context import Allocation, RunContext, recipe_sections
 from requant.run.workspace import digest
 
 __all__ = ["TOLERANCE", "Allocation", "allocate_bits", "packed_spec", "with_allocation"]
-WIDEST_QUARTER = 5  # bits
-WIDEST_WITH_ENTRIES = 4  # bits of codes beside which entries may compete
-ENTRY = {"float16": 3, "int8": 2}  # bytes of a residual with its index in the tile
+MAX_BITS_WITH_OUTLIERS = 4  # finer codes leave outliers too little to save
+RESIDUAL_BYTES = {"float16": 3, "int8": 2}  # with the index in its tile of 256 columns
 
 
 def allocate_bits(run: RunContext, *, reserve: int | None = None) -> Allocation:
@@ -67,7 +65,7 @@ def allocate_bits(run: RunContext, *, reserve: int | None = None) -> Allocation:
     else:
         assert recipe.budget.size is not None
         budget, fixed = recipe.budget.size, sparse + overhead_bytes(run, vocabulary)
-    sizes: dict[str, Mapping[int | float, int]] = {s.name: matrix_sizes(recipe, s.shape) for s in run.targets}
+    sizes: dict[str, Mapping[Bits, int]] = {s.name: matrix_sizes(recipe, s.shape) for s in run.targets}
     if asked is None:
         for role, part in vocabulary.parts.items():
             sizes[role] = {**part_sizes(run.model, run.source, part, widths[role])}
@@ -77,15 +75,17 @@ def allocate_bits(run: RunContext, *, reserve: int | None = None) -> Allocation:
         name: [Option(bits=bits, bytes=size, loss=losses[name][bits]) for bits, size in choices.items()]
         for name, choices in sizes.items()
     }
-    if entries_compete(recipe):
-        for name, found in _with_entries(run, losses).items():
+    if outliers_compete(recipe):
+        for name, found in _with_outliers(run, losses).items():
             options[name] += found
     choice = allocate(options, budget - fixed)
     taken = {role: choice.options[role].bits if role in sizes else found[0] for role, found in widths.items()}
     return Allocation(
         bits={target.name: choice.options[target.name].bits for target in run.targets},
         outlier_fractions={
-            target.name: share for target in run.targets if (share := choice.options[target.name].share)
+            target.name: fraction
+            for target in run.targets
+            if (fraction := choice.options[target.name].outlier_fraction)
         },
         bytes=choice.bytes + fixed,
         budget=budget,
@@ -123,72 +123,44 @@ def has_budget(recipe: Recipe) -> bool:
 
 
 def packed_spec(
-    recipe: Recipe, shape: tuple[int, int], bits: int | float | None = None, share: float | None = None
+    recipe: Recipe, shape: tuple[int, int], bits: Bits | None = None, outlier_fraction: float | None = None
 ) -> PackedSpec:
-    """What the method's container will store for a matrix, by default at the recipe's width, with its share of entries.
+    """What the checkpoint will store for a matrix [n, k]; by default at the recipe's own bits and outlier fraction.
 
     Residuals that mode `paper` chooses come on top (`sparse_bytes`).
     """
-    config: Any = recipe.quantizer
-    width = config.bits if bits is None else bits
-    match recipe.method:
-        case "kmeans" | "lut":
-            levels = "int8" if config.level_bits == 8 and width <= WIDEST_CODE else "float16"
-            layout = PackedSpec(format="codebook", bits=width, shape=shape, levels=levels)
-            entries = outlier_count(config.outlier_fraction if share is None else share, shape)
-            if not entries:
-                return layout
-            scales = "matrix" if shape[0] > 1 else "rows"
-            return dataclasses.replace(layout, sparse=entries, sparse_values="int8", sparse_scales=scales)
-        case "trellis":
-            learned = recipe.finetune.steps > 0
-            outputs = "int8" if learned and width <= WIDEST_CODE else "float16"
-            return PackedSpec(
-                format="trellis",
-                bits=width,
-                shape=shape,
-                code=config.code,
-                input_signs=True,
-                output_signs=not learned,
-                output_scales=outputs,
-            )
-    return PackedSpec(
-        format="grid",
-        bits=width,
-        shape=shape,
-        group_size=shape[1] if config.group_size == -1 else config.group_size,
-        zero_points=not config.symmetric,
-        column_scales=recipe.method == "awq",
-    )
+    options: dict[str, Any] = {"bits": bits, "outlier_fraction": outlier_fraction}
+    given = {name: value for name, value in options.items() if value is not None}
+    config = dataclasses.replace(recipe.quantizer, **given)
+    return METHODS[recipe.method].packed_spec(config, shape, finetuned=recipe.finetune.steps > 0)
 
 
-def entries_compete(recipe: Recipe) -> bool:
-    """Whether the budget may buy entries beside the codes (`quantizers/entries.py`) in place of bits."""
-    codebook = recipe.method in ("kmeans", "lut") and recipe.quantizer.outlier_fraction == 0
-    return recipe.mode == "best" and codebook and recipe.budget.outliers
+def outliers_compete(recipe: Recipe) -> bool:
+    """Whether the budget may buy outliers (`quantizers/outliers.py`) in place of bits."""
+    can = METHODS[recipe.method].outlier_cost is not None and recipe.quantizer.outlier_fraction == 0
+    return recipe.mode == "best" and can and recipe.budget.outliers
 
 
-def matrix_sizes(recipe: Recipe, shape: tuple[int, int]) -> dict[int | float, int]:
+def matrix_sizes(recipe: Recipe, shape: tuple[int, int]) -> dict[Bits, int]:
     """Width -> bytes of a matrix, at every width that the method takes."""
     return {bits: packed_spec(recipe, shape, bits).bytes for bits in widths_of(recipe)}
 
 
-def widths_of(recipe: Recipe) -> list[int | float]:
-    """The widths that the recipe's quantizer takes, ascending; of a trellis, quarters as far as kernels decode them."""
-    wide: list[int | float] = list(range(1, 9))
-    if recipe.method == "trellis" and recipe.budget.quarters:
-        wide += [bits / PERIOD for bits in range(PERIOD, PERIOD * WIDEST_QUARTER) if bits % PERIOD]
-    found: list[int | float] = []
-    for bits in sorted(wide):
+def widths_of(recipe: Recipe) -> list[Bits]:
+    """The bits that the recipe's quantizer takes, ascending."""
+    found: list[Bits] = []
+    for bits in METHODS[recipe.method].bits:
+        if bits % 1 and not recipe.budget.quarters:
+            continue
         try:
             dataclasses.replace(recipe.quantizer, bits=bits)
-        except RecipeError:
+        except RecipeError:  # excluded by another option of the method
             continue
         found.append(bits)
     return found
 
 
-def width(text: str) -> int | float:
+def width(text: str) -> Bits:
     """A width as JSON keeps it: 2.25 stays, 2 is a whole number."""
     return int(text) if text.isdecimal() else float(text)
 
@@ -202,7 +174,7 @@ def sparse_bytes(run: RunContext) -> int:
     entries = fraction * run.total_weights + len(run.targets) / 2 + 1  # each matrix rounds its share
     counts = sum(target.shape[0] * -(-target.shape[1] // INDEX_TILE) for target in run.targets)
     scales = 2 * len(run.targets) if detach.values == "int8" else 0
-    return round(ENTRY[detach.values] * entries) + counts + scales
+    return round(RESIDUAL_BYTES[detach.values] * entries) + counts + scales
 
 
 def overhead_bytes(run: RunContext, vocabulary: EmbeddingAndHead) -> int:
@@ -246,7 +218,7 @@ def uniform(
 
 
 def check_reachable(
-    run: RunContext, sizes: Mapping[str, Mapping[int | float, int]], budget: int, fixed: int
+    run: RunContext, sizes: Mapping[str, Mapping[Bits, int]], budget: int, fixed: int
 ) -> None:
     """Raise RecipeError for a budget that no choice meets: too small for the least, or larger than the most."""
     least, most = (fixed + sum(pick(choices.values()) for choices in sizes.values()) for pick in (min, max))
@@ -269,9 +241,9 @@ def check_reachable(
 def _losses(
     run: RunContext,
     vocabulary: EmbeddingAndHead,
-    sizes: Mapping[str, Mapping[int | float, int]],
+    sizes: Mapping[str, Mapping[Bits, int]],
     average: float,
-) -> dict[str, dict[int | float, float]]:
+) -> dict[str, dict[Bits, float]]:
     """Name -> width -> predicted loss, nats a token; `average` bits decide the width that predictors quantize at."""
     widths = widths_of(run.recipe)
     reference = min(widths, key=lambda bits: abs(bits - average))
@@ -290,33 +262,33 @@ def _losses(
     if any(set(choices) != {16} for choices in tables.values()):
         curvature = embedding_and_head_curvature(run, vocabulary)
         return losses | embedding_and_head_losses(vocabulary, curvature, tables)
-    kept: dict[str, dict[int | float, float]] = {role: {16: 0.0} for role in tables}
+    kept: dict[str, dict[Bits, float]] = {role: {16: 0.0} for role in tables}
     return losses | kept
 
 
-def _with_entries(
-    run: RunContext, losses: Mapping[str, Mapping[int | float, float]]
-) -> dict[str, list[Option]]:
-    """Options of every matrix with entries beside codes of few bits; beside finer codes they are not worth theirs."""
+def _with_outliers(run: RunContext, losses: Mapping[str, Mapping[Bits, float]]) -> dict[str, list[Option]]:
+    """Further options of every matrix: codes of few bits with outliers."""
     key = digest(
-        run.fingerprint, recipe_sections(run.recipe, "calibration", "method", "quantizer"), "entries"
+        run.fingerprint, recipe_sections(run.recipe, "calibration", "method", "quantizer"), "outliers"
     )
-    stored = run.workspace.get("entries", key)
+    stored = run.workspace.get("outliers", key)
     if stored is None:
-        factors = entry_factors(run)
-        run.workspace.put("entries", key, value=factors)
+        factors = outlier_factors(run)
+        run.workspace.put("outliers", key, value=factors)
     else:  # JSON has no numbers for keys
         factors = {name: {float(s): left for s, left in by.items()} for name, by in stored.value.items()}
-    widths = [bits for bits in widths_of(run.recipe) if bits <= WIDEST_WITH_ENTRIES]
+    widths = [bits for bits in widths_of(run.recipe) if bits <= MAX_BITS_WITH_OUTLIERS]
     found: dict[str, list[Option]] = {}
     for target in run.targets:
         found[target.name] = []
-        for bits, (share, left) in itertools.product(widths, factors[target.name].items()):
-            layout = packed_spec(run.recipe, target.shape, bits, share)
+        for bits, (fraction, left) in itertools.product(widths, factors[target.name].items()):
+            layout = packed_spec(run.recipe, target.shape, bits, fraction)
             file = run.recipe.budget.size
             size = layout.bytes + (0 if file is None else sparse_header(target.name, layout, file))
             found[target.name].append(
-                Option(bits=bits, share=share, bytes=size, loss=left * losses[target.name][bits])
+                Option(
+                    bits=bits, outlier_fraction=fraction, bytes=size, loss=left * losses[target.name][bits]
+                )
             )
     return found
 

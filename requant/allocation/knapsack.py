@@ -29,13 +29,13 @@ SECONDS = 60.0  # of the solver; a model of 500 matrices takes less than one
 class Option:
     """One way to store a tensor: its width, all bytes it takes, the loss it is predicted to cause (nats).
 
-    `share`: of its places that hold a float of their own beside the codes.
+    `outlier_fraction`: of its weights that are stored as floats.
     """
 
     bits: int | float
     bytes: int
     loss: float
-    share: float = 0.0
+    outlier_fraction: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,12 +77,12 @@ def allocate(options: Mapping[str, Sequence[Option]], budget: int) -> Choice:
 def neighbours(options: Mapping[str, Sequence[Option]], budget: int) -> dict[int, float]:
     """Budget in bytes -> predicted loss, at budgets beside this one that can be met."""
     smallest = sum(min(o.bytes for o in choices) for choices in options.values())
-    budgets = [round(share * budget) for share in NEIGHBOURS]
+    budgets = [round(fraction * budget) for fraction in NEIGHBOURS]
     return {near: allocate(options, near).loss for near in budgets if near >= smallest}
 
 
 def _size(option: Option) -> tuple[int, float, int | float, float]:
-    return option.bytes, option.loss, option.bits, option.share
+    return option.bytes, option.loss, option.bits, option.outlier_fraction
 
 
 def _efficient(options: Sequence[Option]) -> list[Option]:

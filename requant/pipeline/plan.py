@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from requant.allocation.budget import (
-    ENTRY,
+    RESIDUAL_BYTES,
     allocate_bits,
     embedding_and_head_savings,
     has_budget,
@@ -33,14 +33,6 @@ from requant.run.workspace import Workspace
 from requant.sensitivity.pqi import NODES
 
 FRACTION_OF_PEAK = 0.35  # of a plain matrix product's rate, as whole passes through small models reach it
-QUANTIZER_SECONDS = {  # per weight: one CPU core, one H200; measured on bench-32m, but for `lut` on a GPU, a guess
-    "rtn": (1e-8, 1e-9),
-    "kmeans": (4e-7, 2e-8),
-    "lut": (8e-6, 2e-7),
-    "gptq": (4e-7, 2e-7),
-    "awq": (5e-7, 4e-8),
-    "trellis": (6e-5, 4e-7),
-}
 FORWARDS = {"original": 1, "quantized": 2, "corrected": 7}  # whole passes, for the Hessians of all matrices
 
 
@@ -151,7 +143,9 @@ def _bytes(
     target: QuantTarget, recipe: Recipe, bits: int | float, fraction: float, share: float | None
 ) -> float:
     n, k = target.shape
-    sparse = ENTRY[recipe.detach.values] * fraction * n * k + (n * -(-k // INDEX_TILE) if fraction else 0)
+    sparse = RESIDUAL_BYTES[recipe.detach.values] * fraction * n * k + (
+        n * -(-k // INDEX_TILE) if fraction else 0
+    )
     return packed_spec(recipe, (n, k), bits, share).bytes + sparse
 
 
@@ -203,7 +197,8 @@ def _seconds(prepared: Prepared, recipe: Recipe) -> float:
     passes += phases * recipe.finetune.steps * step / prepared.windows.numel() * 4 / 3
     scored = 3 * 2 * parameters * prepared.scored.numel()
     work = backward * (passes + forwards / 3) + scored
-    quantizer = QUANTIZER_SECONDS[recipe.method][prepared.model.device.type == "cuda"]
+    device = "cuda" if prepared.model.device.type == "cuda" else "cpu"
+    quantizer = METHODS[recipe.method].seconds_per_weight[device]
     return work / (FRACTION_OF_PEAK * _rate(prepared.model)) + quantizations * weights * quantizer
 
 

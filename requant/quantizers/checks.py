@@ -50,7 +50,9 @@ def statistic(values: Tensor | None, name: str, shape: tuple[int, ...]) -> Tenso
     Raises InputError if it is missing or belongs to another matrix, NumericalError if it is not finite.
     """
     if values is None:
-        raise InputError(f"stats.{name} is missing: gather it in calibration, as NEEDS of this method asks.")
+        raise InputError(
+            f"stats.{name} is missing: gather it in calibration, as `needs` of this method asks."
+        )
     if tuple(values.shape) != shape:
         raise InputError(
             f"stats.{name} has shape {list(values.shape)}, but this matrix needs {list(shape)}: "

@@ -20,8 +20,10 @@ Levels are rounded, to 8 bits of the row's largest (`requant.int8`) or to float1
 is float64 but the costs of step 3.
 """
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Float16, Int64, UInt8
@@ -31,11 +33,11 @@ from requant.calibration.stats import LinearStats
 from requant.errors import NumericalError
 from requant.formats.containers import Codebook, QuantizedWeight, in_8_bits, sparse_residual
 from requant.formats.int8 import WIDEST_CODE, fake_quantize_int8
+from requant.formats.packed_spec import PackedSpec
 from requant.quantizers.checks import check_bits, check_level_bits, check_weight, statistic
 from requant.quantizers.density import SortedRows, density_edges, run_cost, sort_rows, with_ends
-from requant.quantizers.outliers import check_outlier_fraction, outlier_mask
-
-NEEDS: frozenset[str] = frozenset({"fisher"})
+from requant.quantizers.method import Bits, Losses, Method
+from requant.quantizers.outliers import check_outlier_fraction, outlier_count, outlier_mask
 
 ATOMS = 128
 ATOM_BITS = 6  # widest code of which a level still has two atoms
@@ -256,3 +258,54 @@ def nearest_codes(weight: Float[Tensor, "n k"], levels: Float16[Tensor, "n c"]) 
     for rows in row_chunks(weight, elements=1 << 22):
         codes[rows] = torch.searchsorted(boundaries[rows], weight[rows].double().contiguous()).to(torch.uint8)
     return codes
+
+
+def packed_spec(config: Any, shape: tuple[int, int], *, finetuned: bool = False) -> PackedSpec:
+    """What is stored for a codebook per row, with the outliers of `config.outlier_fraction`."""
+    levels = "int8" if config.level_bits == 8 and config.bits <= WIDEST_CODE else "float16"
+    spec = PackedSpec(format="codebook", bits=config.bits, shape=shape, levels=levels)
+    outliers = outlier_count(config.outlier_fraction, shape)
+    if not outliers:
+        return spec
+    scales = "matrix" if shape[0] > 1 else "rows"
+    return dataclasses.replace(spec, sparse=outliers, sparse_values="int8", sparse_scales=scales)
+
+
+def outlier_cost(stats: LinearStats, config: Any) -> Float[Tensor, "n k"]:
+    """The Fisher diagonal."""
+    assert stats.fisher is not None  # gathered as `predictor_needs`
+    return statistic(stats.fisher, "fisher", tuple(stats.fisher.shape))
+
+
+def predicted_losses(
+    weight: Float[Tensor, "n k"], stats: LinearStats, config: Any, widths: Sequence[Bits]
+) -> Losses:
+    """`1/2 sum F e^2` of levels of the optimal density."""
+    return codebook_losses(weight, outlier_cost(stats, config), widths)
+
+
+def codebook_losses(
+    weight: Float[Tensor, "n k"], cost: Float[Tensor, "n k"], widths: Sequence[Bits]
+) -> Losses:
+    """`1/2 sum cost e^2` with levels at the means of the runs that `density_edges` cuts (Panter and Dite 1951)."""
+    losses = dict.fromkeys(widths, 0.0)
+    for part in row_chunks(weight, elements=1 << 22):
+        rows = sort_rows(weight[part].double(), cost[part].double().clamp(min=1e-30))
+        for bits in widths:
+            edges = density_edges(rows, 1 << int(bits))
+            running = torch.stack([total.gather(1, edges) for total in (rows.mass, rows.moment, rows.energy)])
+            losses[bits] += 0.5 * run_cost(running.diff()).sum().item()
+    return losses
+
+
+METHOD = Method(
+    summary="a codebook per row by weighted k-means, as in SqueezeLLM",
+    config=KmeansConfig,
+    quantize=quantize,
+    needs=frozenset({"fisher"}),
+    packed_spec=packed_spec,
+    predicted_losses=predicted_losses,
+    outlier_cost=outlier_cost,
+    seconds_per_weight={"cpu": 4e-7, "cuda": 2e-8},
+    detach={"outlier_fraction": 0.0045, "significant_fraction": 0.0005},
+)

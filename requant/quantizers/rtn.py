@@ -10,7 +10,9 @@ al., "GPTQ" (2022, arXiv 2210.17323); `gptq` and `awq` take it from here. One de
 float16 before zero points and codes are chosen, so that they fit the scale that is stored.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Float16, UInt8
@@ -19,9 +21,9 @@ from torch import Tensor
 from requant.calibration.stats import LinearStats
 from requant.errors import NumericalError
 from requant.formats.containers import Grid, QuantizedWeight, group_count, sparse_residual
-from requant.quantizers.checks import check_bits, check_group_size, check_weight
-
-NEEDS: frozenset[str] = frozenset()
+from requant.formats.packed_spec import PackedSpec
+from requant.quantizers.checks import check_bits, check_group_size, check_weight, statistic
+from requant.quantizers.method import Bits, Losses, Method
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,3 +145,43 @@ def nearest_codes(
 ) -> Float[Tensor, "n k"]:
     """The codes, still as floats, with scale and zero point given for every place."""
     return ((weight / scales).round() + zero_points).clamp(0, 2**bits - 1)
+
+
+def packed_spec(config: Any, shape: tuple[int, int], *, finetuned: bool = False) -> PackedSpec:
+    """What is stored for a grid: codes, scales, and zero points unless it is symmetric."""
+    return PackedSpec(
+        format="grid",
+        bits=config.bits,
+        shape=shape,
+        group_size=columns_of_group(config.group_size, shape[1]),
+        zero_points=not config.symmetric,
+    )
+
+
+def predicted_losses(
+    weight: Float[Tensor, "n k"], stats: LinearStats, config: Any, widths: Sequence[Bits]
+) -> Losses:
+    """`1/2 sum F e^2`, F the Fisher diagonal."""
+    return grid_losses(weight, statistic(stats.fisher, "fisher", tuple(weight.shape)), config, widths)
+
+
+def grid_losses(
+    weight: Float[Tensor, "n k"], cost: Float[Tensor, "n k"], config: Any, widths: Sequence[Bits]
+) -> Losses:
+    """`1/2 sum cost e^2` with `e^2 = s^2 / 12`, the mean squared rounding error on a grid of step s."""
+    group_size = columns_of_group(config.group_size, weight.shape[1])
+    fit = fit_grid(weight, bits=8, group_size=group_size, symmetric=config.symmetric)
+    columns = torch.arange(weight.shape[1], device=weight.device) // group_size
+    one_step = (fit.scales.float() * 255).square()[:, columns] / 12  # of a grid of two levels
+    loss = (cost * one_step).sum(dtype=torch.float64).item()
+    return {bits: 0.5 * loss / (2**bits - 1) ** 2 for bits in widths}
+
+
+METHOD = Method(
+    summary="round to nearest on a grid per group; no calibration",
+    config=RtnConfig,
+    quantize=quantize,
+    packed_spec=packed_spec,
+    predicted_losses=predicted_losses,
+    seconds_per_weight={"cpu": 1e-8, "cuda": 1e-9},
+)

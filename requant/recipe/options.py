@@ -1,6 +1,5 @@
-"""Command-line options -> recipe: the recipe named, or the defaults of the method, and what the options override."""
+"""Command-line options -> recipe: the named recipe, or the defaults (`defaults.py`), overridden by the options given."""
 
-import dataclasses
 import logging
 import re
 from collections.abc import Sequence
@@ -8,23 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from requant.errors import RecipeError
-from requant.quantizers.registry import find_method
-from requant.recipe.schema import Calibration, Detach, Evaluation, Finetune, Recipe
+from requant.quantizers.registry import METHODS
+from requant.recipe.defaults import default_recipe
+from requant.recipe.schema import Recipe
 from requant.recipe.yaml_files import from_dict, load_recipe, to_dict
 
 logger = logging.getLogger(__name__)
 
-# The paper's r_o and r_s (Table 10), as fractions; methods it does not name get those of its scalar quantizer.
-PAPER_DETACH = {
-    "awq": Detach(outlier_fraction=0.0025, significant_fraction=0.0),
-    "kmeans": Detach(outlier_fraction=0.0045, significant_fraction=0.0005),
-    "trellis": Detach(outlier_fraction=0.0, significant_fraction=0.005),
-    "lut": Detach(values="int8"),  # 0.04 bits a weight less, and no more KL
-}
-TUNING_STEPS = (
-    450  # a phase, on a GPU: four of them take 35 s on a model of 32 M parameters, 9 minutes on one of 1 B
-)
-BEST_SAMPLES = 256  # windows of 2048: four times the tokens take 2 to 3 % off the KL (bench-32m)
 UNITS = {"": 1, "b": 1} | {
     f"{letter}{suffix}": base ** (power + 1)
     for suffix, base in (("b", 1000), ("ib", 1024))
@@ -89,32 +78,6 @@ def recipe_from_options(
     return from_dict(base, where="options")
 
 
-def default_recipe(model: str, method: str | None, mode: str | None = None, *, gpu: bool = False) -> Recipe:
-    """What `--bits` alone runs: on a GPU mode `best` over trellis codes, else the paper over `lut`, which a CPU can bear.
-
-    Sized to the demo model where that is it.
-    """
-    mode = mode or ("best" if gpu else "paper")
-    name = method or ("trellis" if mode == "best" else "lut")
-    recipe = Recipe(
-        model=model,
-        method=name,
-        quantizer=find_method(name).config(),
-        detach=PAPER_DETACH.get(name, Detach()),
-    )
-    if mode == "best":
-        finetune = Finetune(steps=TUNING_STEPS if gpu else 0)
-        calibration = Calibration(num_samples=BEST_SAMPLES if gpu else Calibration().num_samples)
-        recipe = dataclasses.replace(recipe, mode="best", finetune=finetune, calibration=calibration)
-    if model != "demo":
-        return recipe
-    return dataclasses.replace(
-        recipe,
-        calibration=Calibration(num_samples=16, seq_len=512),
-        evaluation=Evaluation(context=512, windows=32),
-    )
-
-
 def parse_bits(bits: str) -> float:
     """`--bits` as a number from 1 to 8."""
     try:
@@ -143,14 +106,14 @@ def parse_size(size: str) -> int:
 
 
 def _set_bits(base: dict[str, Any], bits: float) -> None:
-    """A whole number is the width of every code, a fraction (in mode `best` any number) what all bytes may come to."""
-    promised = base["mode"] == "best" or not bits.is_integer()
-    base["budget"] |= {"bits": bits if promised else None, "size": None}
-    whole = int(bits)
-    if promised:  # beside the budget the width of codes means nothing, but the method must know it
-        lowest = 1 if base["method"] == "trellis" else 2
-        whole = min(max(round(bits), lowest), 8)
-    base["quantizer"]["bits"] = whole
+    """A whole number is the width of every code; a fraction (in mode `best` any number) is a budget of all bytes."""
+    is_budget = base["mode"] == "best" or not bits.is_integer()
+    base["budget"] |= {"bits": bits if is_budget else None, "size": None}
+    width = int(bits)
+    if is_budget:  # the allocation decides; the config must still hold a width that the method takes
+        taken = METHODS[base["method"]].bits
+        width = min(max(round(bits), int(taken[0])), int(taken[-1]))
+    base["quantizer"]["bits"] = width
 
 
 def output_folder(recipe: Recipe) -> Path:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from requant.errors import RecipeError
 from requant.quantizers.registry import METHODS, find_method
 
+Mode = Literal["best", "paper", "dense"]
 Score = Literal["pqi", "hessian", "gradient", "marginal"]
 Predictor = Literal["curvature", "measured", "pqi"]
 EmbeddingBits = Literal[4, 5, 6, 8, 16]
@@ -145,7 +146,7 @@ class Recipe:
     """One run of `requant quantize`."""
 
     model: str = "demo"
-    mode: Literal["best", "paper", "dense"] = "paper"
+    mode: Mode = "paper"
     method: str = "kmeans"
     quantizer: Any = field(default_factory=METHODS["kmeans"].config)  # the method's own config
     calibration: Calibration = field(default_factory=Calibration)

@@ -307,7 +307,7 @@ def test_entries_compete_with_bits(tiny_folder, tiny_text_file: Path, tmp_path: 
 def test_entries_are_in_a_size_too(tiny_folder, tiny_text_file: Path, tmp_path: Path, monkeypatch) -> None:
     """With the headers of their tensors, which in so small a file would cost more than entries are worth."""
     monkeypatch.setattr(
-        "requant.allocation.budget.entry_factors", lambda run: {s.name: {0.02: 0.1} for s in run.targets}
+        "requant.allocation.budget.outlier_factors", lambda run: {s.name: {0.02: 0.1} for s in run.targets}
     )
     folder = tiny_folder("llama")
     size = round(0.4 * folder_bytes(folder))

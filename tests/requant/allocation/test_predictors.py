@@ -7,17 +7,15 @@ import torch
 
 from requant.allocation.predictors import (
     curvature,
-    expected,
     integrated,
     measured,
     predicted_losses,
-    white_trace,
 )
 from requant.calibration.stats import LinearStats
 from requant.evaluation.perplexity import perplexity_and_kl
 from requant.pipeline.prepare import prepare, start
 from requant.quantizers.registry import METHODS
-from requant.quantizers.trellis import block_ldl
+from requant.quantizers.trellis import block_ldl, white_trace
 from requant.recipe.schema import Calibration, Evaluation, Recipe
 from requant.recipe.yaml_files import from_dict
 from requant.run.quantize_linears import quantize_linears
@@ -68,7 +66,7 @@ def test_the_closed_form_foretells_the_loss_of_the_method(
         found = (stats.fisher * error.square()).sum()
     else:
         found = ((stats.output_hessian @ error @ stats.hessian) * error).sum()
-    foretold = expected(method, weight, stats, config, [bits])[bits]
+    foretold = METHODS[method].predicted_losses(weight, stats, config, [bits])[bits]
     assert foretold == pytest.approx(0.5 * found.item(), rel=within)
 
 
@@ -90,7 +88,7 @@ def test_white_trace_is_the_loss_of_white_errors_after_feedback() -> None:
 def test_more_bits_leave_less(method: str) -> None:
     weight, stats = statistics(64, 256)
     widths = range(1 if method == "trellis" else 2, 7)  # of a codebook, 8 bits are a level a weight here
-    losses = expected(method, weight, stats, METHODS[method].config(), widths)
+    losses = METHODS[method].predicted_losses(weight, stats, METHODS[method].config(), widths)
     assert list(losses) == list(widths) and losses[6] > 0
     assert all(2 < left / right < 25 for left, right in itertools.pairwise(losses.values()))
 

@@ -8,7 +8,7 @@ from requant.checkpoint.sizes import byte_table
 from requant.pipeline.plan import make_plan
 from requant.pipeline.prepare import prepare
 from requant.quantizers.registry import METHODS
-from requant.recipe.schema import Budget, Calibration, Detach, Evaluation, Finetune, Recipe
+from requant.recipe.schema import Budget, Calibration, Detach, Evaluation, Finetune, Recipe, Sensitivity
 
 SLOW = {"trellis": pytest.mark.slow}
 
@@ -105,4 +105,4 @@ def test_more_work_takes_longer(tiny_folder, tiny_text_file: Path, monkeypatch) 
     assert seconds(calibration=Calibration(num_samples=8, seq_len=64)) > base
     assert seconds(finetune=Finetune(steps=9)) > seconds(finetune=Finetune(steps=1)) > base
     assert seconds(detach=Detach(steps=9)) > seconds(detach=Detach(steps=1))
-    assert seconds(sensitivity=requant.recipe.Sensitivity(nodes="plain32")) > base
+    assert seconds(sensitivity=Sensitivity(nodes="plain32")) > base

@@ -4,9 +4,8 @@ import pytest
 
 from requant.errors import RecipeError
 from requant.quantizers.registry import METHODS
+from requant.recipe.defaults import default_recipe
 from requant.recipe.options import (
-    PAPER_DETACH,
-    default_recipe,
     output_folder,
     parse_bits,
     parse_size,
@@ -42,7 +41,7 @@ def test_neither_bits_nor_recipe() -> None:
 def test_every_method_has_defaults(method: str) -> None:
     recipe = default_recipe("demo", method)
     assert recipe.quantizer == METHODS[method].config()
-    assert recipe.detach == PAPER_DETACH.get(method, Detach())
+    assert recipe.detach == Detach(**METHODS[method].detach)
     assert options(bits="4", method=method).quantizer == METHODS[method].config(bits=4)
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 import requant
-from requant.quantizers import registry
 from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Calibration, Detach, Evaluation, Finetune, Recipe
 from requant.recipe.yaml_files import dump_recipe, load_recipe
@@ -93,9 +92,7 @@ def quantized(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         calls.append(tuple(weight.shape))
         return own.quantize(weight, *args, **kwargs)
 
-    monkeypatch.setitem(
-        METHODS, "kmeans", registry.Method(quantize=quantize, config=own.config, needs=own.needs)
-    )
+    monkeypatch.setitem(METHODS, "kmeans", dataclasses.replace(own, quantize=quantize))
     return calls
 
 

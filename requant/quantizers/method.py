@@ -1,0 +1,56 @@
+"""What a quantization method owns: its `Method` is everything the rest of requant knows of it.
+
+    quantize(weight [n, k], stats, config, *, detached=None) -> QuantizedWeight
+
+is pure: the same arguments give the same result; it edits none of them, moves nothing between devices and prints
+nothing. `weight` is float32. `detached` marks weights that go to the sparse part: the method leaves them out of its fit
+(they cost nothing, whatever code they get) and returns their residuals in `sparse`. `config` is the method's own frozen
+dataclass, with `bits` and the defaults of all its options.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxtyping import Float
+from torch import Tensor
+
+from requant.calibration.stats import LinearStats
+from requant.formats.containers import QuantizedWeight
+from requant.formats.packed_spec import PackedSpec
+
+Bits = int | float  # of a code: whole numbers, and quarters where a method takes them
+Losses = dict[Bits, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """One quantization method.
+
+    summary: one line of help.
+    config: the class of its options.
+    needs: the fields of `LinearStats` that `quantize` reads.
+    bits: the bits a weight that codes may take, ascending; `config` refuses those that other options exclude.
+    packed_spec: `(config, shape, *, finetuned)` -> what a checkpoint stores for a matrix [n, k] of that shape; `finetuned`
+        says whether scales and levels will be trained.
+    predicted_losses: `(weight [n, k], stats, config, bits)` -> for each of these bits the expected increase of the loss,
+        `1/2 tr(G E H E')` in nats a token, in closed form, without quantizing.
+    predictor_needs: the fields of `LinearStats` that `predicted_losses` reads.
+    outlier_cost: `(stats, config)` -> [n, k], the cost of a squared error of each weight; only of methods that can store
+        outliers as floats (`config.outlier_fraction`, `outliers.py`).
+    seconds_per_weight: time of `quantize` on one CPU core and on one H200, by device type.
+    detach: published sparse part of ReQuant with this method (Table 10), as fields of the recipe's section `detach`;
+        what is not given has the defaults of the scalar quantizer.
+    """
+
+    summary: str
+    config: type[Any]
+    quantize: Callable[..., QuantizedWeight]
+    packed_spec: Callable[..., PackedSpec]
+    predicted_losses: Callable[[Tensor, LinearStats, Any, Sequence[Bits]], Losses]
+    seconds_per_weight: Mapping[str, float]
+    needs: frozenset[str] = frozenset()
+    predictor_needs: frozenset[str] = frozenset({"fisher"})
+    bits: tuple[Bits, ...] = (2, 3, 4, 5, 6, 7, 8)
+    outlier_cost: Callable[[LinearStats, Any], Float[Tensor, "n k"]] | None = None
+    detach: Mapping[str, Any] = field(default_factory=dict)
