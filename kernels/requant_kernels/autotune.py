@@ -223,9 +223,9 @@ def call(kernel: str, x: Tensor, layout: Any, setting: Setting) -> Tensor:
         names = ("tokens", "warps", "tiles", "ahead", "split")
         config = HopperConfig(**dict(zip(names, setting, strict=True)))
         if not isinstance(layout, TrellisLayout):
-            from requant_kernels.scalar.gemm_sm90 import hopper
+            from requant_kernels.scalar.gemm_sm90 import gemm_sm90
 
-            return hopper(x, layout, None, config)
+            return gemm_sm90(x, layout, None, config)
     else:
         config = trellis_setting(setting)
     from requant_kernels.trellis.matmul import trellis_linear

@@ -217,9 +217,9 @@ def _of_words(x: Tensor, layout: Layout, bias: Tensor | None) -> Tensor:
 
         return gemv(x, layout, bias, decode_config(layout, x.shape[0], x.device), asm=asm)
     if x.shape[0] <= HOPPER_TOKENS and runs_on_hopper(layout, x.device):
-        from requant_kernels.scalar.gemm_sm90 import hopper
+        from requant_kernels.scalar.gemm_sm90 import gemm_sm90
 
-        return hopper(x, layout, bias, hopper_config(layout, x.shape[0], x.device))
+        return gemm_sm90(x, layout, bias, hopper_config(layout, x.shape[0], x.device))
     if x.shape[0] <= TALL_TOKENS:
         from requant_kernels.scalar.gemm import gemm
 

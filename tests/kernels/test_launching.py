@@ -69,7 +69,7 @@ def every_way() -> None:
     """Products by every kernel whose launches are remembered, on the CPU, where nothing runs."""
     from requant_kernels import pack_trellis
     from requant_kernels.launch_config import DecodeConfig, HopperConfig, TrellisConfig
-    from requant_kernels.scalar.gemm_sm90 import hopper
+    from requant_kernels.scalar.gemm_sm90 import gemm_sm90
     from requant_kernels.scalar.gemv import gemv
     from requant_kernels.trellis.matmul import trellis_linear
 
@@ -87,7 +87,7 @@ def every_way() -> None:
                 gemv(torch.randn(m, case.k).half(), layout, None, config, asm=True)
         for split in (1, 2):
             x = torch.randn(40, case.k).half()
-            hopper(x, layout, None, HopperConfig(tokens=64, warps=4, tiles=1, ahead=1, split=split))
+            gemm_sm90(x, layout, None, HopperConfig(tokens=64, warps=4, tiles=1, ahead=1, split=split))
     for code, bits, k in (("mul1", 2.25, 512), ("pair", 2, 512), ("3inst", 3, 512), ("mul1", 2, 80)):
         layout = pack_trellis(*random_trellis(48, k, bits, "cpu"), bits=bits, code=code)
         for m in (1, 8):

@@ -13,7 +13,7 @@ pytest.importorskip("triton.experimental.gluon")
 from requant_kernels import autotune, heuristics
 from requant_kernels.fallback import reference
 from requant_kernels.launch_config import HopperConfig
-from requant_kernels.scalar.gemm_sm90_kernel import x_layout
+from requant_kernels.scalar.gemm_sm90 import x_layout
 from requant_kernels.trellis import gemm_sm90
 from requant_kernels.trellis.gemm_sm90 import activation_stages, gemm_constants, max_registers
 from requant_kernels.trellis.layout import k64_per_unit

@@ -1,56 +1,506 @@
-"""17 tokens and more on Hopper: arrange the activations, multiply (`wgmma.py`), add the partial products.
+"""17 to 512 tokens on Hopper: weights are dequantized while wgmma multiplies the ones before them; every format with a PTX
+decoder.
 
-Imported where it runs: Gluon is part of Triton from 3.6 on.
+Why it exists: wgmma takes the left operand from registers, so weights need no shared memory, and it runs asynchronously.
+Triton waits for every such wgmma; Gluon leaves the waits to the kernel. So a warp group dequantizes a k64_stage (64
+columns, `gemm_sm90_ptx.py`), issues its wgmma, waits for the one *before* it, and dequantizes the next: two stages are in
+registers, one of them being multiplied. From 17 tokens on it is ahead of every other kernel here; beyond 512,
+dequantizing the matrix for cuBLAS is.
+
+    packed codes of k_tile b + 1    loading ........................................  (registers)
+    dequantize                      b.0   b.1   b.2   b.3   b+1.0
+    wgmma                                 b.0   b.1   b.2   b.3
+    activations of k_tile b + 1     TMA .........                                (two stages of 256 columns in shared memory)
+
+A CTA owns 16 W R rows and N tokens; each of its W warps dequantizes R row tiles. The scale of a group is applied to the
+weights, since one accumulator takes all columns. Activations come in the order of the packed codes (`permute.py`); K is
+split among CTAs, and `splitk_reduce.py` adds the partial sums in a fixed order. Without residuals and with one split, y
+is written directly.
+
+Residuals cost the same for any number of tokens: they become part of the weights. The COO entries of a k64_stage
+(`sparse.py`) are scattered into a zeroed tile of shared memory that belongs to the warp, every lane loads those of its
+weights as addends, and the same stores with zeros clear the tile again. No warp waits for another for that.
 """
 
+# pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none, reportAttributeAccessIssue=none
+# pyright: reportPossiblyUnboundVariable=none, reportGeneralTypeIssues=none, reportAssignmentType=none, reportReturnType=none, reportOptionalMemberAccess=none
+
+from dataclasses import dataclass
 from functools import cache
 
 import torch
+import triton.language as tl
 from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from requant_kernels.common.fragment_dequant import scaled_activations
+from requant_kernels.common.inline_ptx import issue
 from requant_kernels.common.launch import launch
 from requant_kernels.common.packing import CodebookLayout, Layout
+from requant_kernels.common.ptx import declare_smem_ptx
 from requant_kernels.launch_config import HopperConfig
-from requant_kernels.scalar.gemm_sm90_kernel import multiply_kernel, x_layout
-from requant_kernels.scalar.gemm_sm90_ptx import decoding, reserve_asm, stages
+from requant_kernels.scalar import gemm_sm90_ptx as ptx
 from requant_kernels.scalar.permute import permute_activations
 from requant_kernels.scalar.splitk_reduce import splitk_reduce
 
+CLEAR_TILE, SCATTER = gl.constexpr(ptx.CLEAR_TILE), gl.constexpr(ptx.SCATTER)
+SCATTER_REST, SCATTER_REST_BF16 = gl.constexpr(ptx.SCATTER_REST), gl.constexpr(ptx.SCATTER_REST_BF16)
+VALUE_TO_BF16, LOAD_RESIDUALS = gl.constexpr(ptx.VALUE_TO_BF16), gl.constexpr(ptx.LOAD_RESIDUALS)
+TILE_BYTES, NO_ENTRY = (
+    gl.constexpr(ptx.TILE_BYTES),
+    gl.constexpr(1 << 30),
+)  # an entry that belongs to no stage
+FOUR, SIXTEEN = gl.constexpr((gl.int32,) * 4), gl.constexpr((gl.int32,) * 16)
 
-def hopper(x: Tensor, layout: Layout, bias: Tensor | None, config: HopperConfig) -> Tensor:
-    """y [m, n] of x [m, k], rows contiguous. One split of a matrix without residuals is written as it comes out."""
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KernelConfig:
+    """The compile-time constants of one launch."""
+
+    dequant: ptx.Dequant
+    tokens: int  # N, of a CTA
+    num_warps: int
+    tiles: int  # R, row tiles of a warp
+    prefetch_at: int  # the k64_stage during which the packed codes of the next k_tile are loaded
+    x_stages: int  # stages of activations that are allocated; two are used
+    residual_smem: str | None  # PTX that declares the shared memory of residuals
+    direct: bool  # whether the output is y, not partial sums
+    pdl: bool
+
+
+@gluon.constexpr_function
+def codes_layout(W, R):
+    """`[R, W, lane, (kh rh)]`: a lane has the 16 bytes of packed codes that it will multiply."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 0, 1], [0, 0, 0, 2], *[[1 << i, 0, 0, 0] for i in range(R.bit_length() - 1)]],
+        lane_bases=[[0, 0, 1 << i, 0] for i in range(5)],
+        warp_bases=[[0, 1 << i, 0, 0] for i in range(W.bit_length() - 1)],
+        block_bases=[],
+        shape=[R, W, 32, 4],
+    )
+
+
+@gluon.constexpr_function
+def rows_layout(W, R):
+    """`[R, W, lane]`: what a lane has once per row tile."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[1 << i, 0, 0] for i in range(R.bit_length() - 1)],
+        lane_bases=[[0, 0, 1 << i] for i in range(5)],
+        warp_bases=[[0, 1 << i, 0] for i in range(W.bit_length() - 1)],
+        block_bases=[],
+        shape=[R, W, 32],
+    )
+
+
+@gluon.constexpr_function
+def _output_layout(W, R):
+    """Of y, transposed: eight consecutive rows per lane."""
+    lanes = min(32, 2 * W * R)
+    return gl.BlockedLayout([8, 1], [lanes, 32 // lanes], [1, W], [0, 1])
+
+
+@cache
+def x_layout() -> gl.NVMMASharedLayout:
+    """Of a stage of activations: lines of 64 columns, swizzled."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+
+
+@gluon.jit(do_not_specialize=["k_tiles", "last_tile", "steps", "M"])
+def gemm_sm90_kernel(
+    x_desc, w_ptr, s_ptr, z_ptr, coo_ptr, block_ptr, bias_ptr, out_ptr, k_tiles, last_tile, steps, n_rows, width, M, n,
+    stride_y, CONFIG: gl.constexpr,
+):  # fmt: skip
+    """out: partial sums `[splits, rows, width]`, or with CONFIG.direct y `[M, n]` with the bias.
+
+    Grid: (row tiles / (W R), splits of `steps` k_tiles, tokens / N). s_ptr, z_ptr: pairs of float16 as int32.
+    """
+    DEQUANT: gl.constexpr = CONFIG.dequant
+    N: gl.constexpr = CONFIG.tokens
+    W: gl.constexpr = CONFIG.num_warps
+    R: gl.constexpr = CONFIG.tiles
+    SPARSE: gl.constexpr = coo_ptr is not None
+    ACC: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[W, 1], instr_shape=[16, N, 16]
+    )
+    dtype: gl.constexpr = x_desc.dtype
+    first_tile = gl.program_id(0) * (W * R)
+    tiles, own_tiles, lane, warp_tile = _tile_indices(first_tile, last_tile, W, R)
+    first = gl.program_id(1) * steps
+    end = gl.minimum(first + steps, k_tiles)
+    token = gl.program_id(2) * N
+    x_smem = gl.allocate_shared_memory(dtype, [CONFIG.x_stages, N, 256], x_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(full.index(i), count=1)
+    fence_async_shared()
+    rows = _row_operands(s_ptr, z_ptr, own_tiles, lane, SPARSE, CONFIG)
+    codes = _load_codes(w_ptr, tiles, first, k_tiles, end, CONFIG)
+    scales, zeros = _load_scales(s_ptr, z_ptr, own_tiles, lane, first, k_tiles, end, DEQUANT)
+    if SPARSE:
+        base = _declare_residuals(CONFIG) + warp_tile * TILE_BYTES + lane * 0
+        issue(CLEAR_TILE, [base + lane * 16])
+        bounds = _load_bounds(block_ptr, own_tiles, first, k_tiles, end)
+        next_bounds = _load_bounds(block_ptr, own_tiles, first + 1, k_tiles, end)
+        entries = _load_entries(coo_ptr, bounds, lane)
+        gl.thread_barrier()
+    if CONFIG.pdl:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    for i in gl.static_range(2):
+        _copy_activations(
+            x_desc, token, first + i, k_tiles, end, full.index(i), x_smem.index(i), steps > i, N
+        )
+    acc = warpgroup_mma_init(gl.zeros([16 * W * R, N], gl.float32, layout=ACC))
+    for step in range(steps):
+        now, now_scales, now_zeros = codes, scales, zeros
+        following, stage = first + step + 1, step % 2
+        if SPARSE:
+            targets = _scatter_targets(entries, base, dtype)
+            now_bounds = bounds
+        for q in gl.static_range(4):
+            if q == CONFIG.prefetch_at:
+                codes = _load_codes(w_ptr, tiles, following, k_tiles, end, CONFIG)
+                scales, zeros = _load_scales(s_ptr, z_ptr, own_tiles, lane, following, k_tiles, end, DEQUANT)
+                if SPARSE:
+                    bounds = next_bounds
+                    entries = _load_entries(coo_ptr, bounds, lane)
+                    next_bounds = _load_bounds(block_ptr, own_tiles, following + 1, k_tiles, end)
+            operands = rows + _group_operands(now_scales, now_zeros, q, CONFIG)
+            if SPARSE:
+                operands = operands + _residuals(targets, coo_ptr, now_bounds, lane, base, q, dtype, W, R)
+            weight = _dequantize(now, operands, dtype, q, ACC, CONFIG)
+            if q == 0:
+                mbarrier.wait(full.index(stage), step // 2 % 2)
+            x = x_smem.index(stage).slice(64 * q, 64, dim=1).permute((1, 0))
+            acc = warpgroup_mma(weight, x, acc, is_async=True)
+            acc = warpgroup_mma_init(warpgroup_mma_wait(1, deps=[acc]))
+            if q == 0:  # every warp has multiplied the k_tile before this one: its stage is free
+                gl.thread_barrier()
+                wanted = (following - first < steps) & (step > 0)
+                _copy_activations(x_desc, token, following, k_tiles, end, full.index(1 - stage), x_smem.index(1 - stage),
+                                  wanted, N)  # fmt: skip
+    y = warpgroup_mma_wait(0, deps=[acc])
+    _store(
+        y,
+        s_ptr,
+        bias_ptr,
+        out_ptr,
+        first_tile,
+        token,
+        n_rows,
+        width,
+        M,
+        n,
+        stride_y,
+        SPARSE,
+        ACC,
+        dtype,
+        CONFIG,
+    )
+
+
+@gluon.jit
+def _tile_indices(first_tile, last_tile, W: gl.constexpr, R: gl.constexpr):
+    """The row tiles of this thread in the layout of the codes and in that of rows, its lane, and its tile within the CTA.
+
+    A tile beyond `last_tile` is `last_tile` again, which is not written.
+    """
+    LC: gl.constexpr = codes_layout(W, R)
+    LR: gl.constexpr = rows_layout(W, R)
+    r4 = gl.arange(0, R, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LC))))[:, None, None, None]
+    w4 = gl.arange(0, W, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LC))))[None, :, None, None]
+    tiles = gl.minimum(first_tile + r4 * W + w4, last_tile).to(gl.int64)
+    lane = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(1, LR)))[None, None, :]
+    r3 = gl.arange(0, R, gl.SliceLayout(1, gl.SliceLayout(2, LR)))[:, None, None]
+    w3 = gl.arange(0, W, gl.SliceLayout(0, gl.SliceLayout(2, LR)))[None, :, None]
+    lane = lane + (r3 + w3) * 0
+    own_tiles = gl.minimum(first_tile + r3 * W + w3 + lane * 0, last_tile).to(gl.int64)
+    return tiles, own_tiles, lane, r3 * W + w3
+
+
+@gluon.jit
+def _row_operands(s_ptr, z_ptr, own_tiles, lane, SPARSE: gl.constexpr, CONFIG: gl.constexpr):
+    """Operands of the dequantization that belong to the rows for the whole launch."""
+    DEQUANT: gl.constexpr = CONFIG.dequant
+    W: gl.constexpr = CONFIG.num_warps
+    R: gl.constexpr = CONFIG.tiles
+    SCALE_PAIRS: gl.constexpr = DEQUANT.scale_pairs
+    ZERO_PAIRS: gl.constexpr = DEQUANT.zero_pairs
+    TABLES: gl.constexpr = DEQUANT.tables
+    rows = ()
+    if DEQUANT.codebook:
+        for i in gl.static_range(TABLES):
+            at = (own_tiles * TABLES + i) * 16 + lane // 4 * 2
+            rows = rows + (_like_codes(gl.load(s_ptr + at), gl.load(s_ptr + at + 1), W, R),)
+    elif DEQUANT.group == 0:
+        if SPARSE:  # the scale of a row is applied to its weights, not to its sum
+            rows = rows + (_broadcast_pairs(gl.load(s_ptr + own_tiles * 8 + lane // 4), SCALE_PAIRS, W, R),)
+        if z_ptr is not None:
+            rows = rows + (_broadcast_pairs(gl.load(z_ptr + own_tiles * 8 + lane // 4), ZERO_PAIRS, W, R),)
+    return rows
+
+
+@gluon.jit
+def _group_operands(scales, zeros, q, CONFIG: gl.constexpr):
+    """Operands of the dequantization that belong to the groups of k64_stage q: scales, then zero points."""
+    DEQUANT: gl.constexpr = CONFIG.dequant
+    W: gl.constexpr = CONFIG.num_warps
+    R: gl.constexpr = CONFIG.tiles
+    SCALE_PAIRS: gl.constexpr = DEQUANT.scale_pairs
+    ZERO_PAIRS: gl.constexpr = DEQUANT.zero_pairs
+    GROUPS: gl.constexpr = DEQUANT.groups
+    PER_STAGE: gl.constexpr = GROUPS // 4 if GROUPS > 4 else 1
+    operands = ()
+    if GROUPS > 0:
+        for i in gl.static_range(PER_STAGE):
+            operands = operands + (_broadcast_pairs(scales[q * GROUPS // 4 + i], SCALE_PAIRS, W, R),)
+        if len(zeros) > 0:
+            for i in gl.static_range(PER_STAGE):
+                operands = operands + (_broadcast_pairs(zeros[q * GROUPS // 4 + i], ZERO_PAIRS, W, R),)
+    return operands
+
+
+@gluon.jit
+def _load_codes(w_ptr, tiles, k_tile, k_tiles, end, CONFIG: gl.constexpr):
+    """The packed codes of a k_tile. Beyond `end` whatever is there: it meets activations that are zero."""
+    BITS: gl.constexpr = CONFIG.dequant.bits
+    L: gl.constexpr = codes_layout(CONFIG.num_warps, CONFIG.tiles)
+    lane = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L))))[None, None, :, None]
+    four = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L))))[None, None, None, :]
+    at = (tiles * k_tiles + k_tile) * (BITS * 128) + lane * 4 + four
+    loaded = ()
+    for i in gl.static_range(BITS):
+        loaded = loaded + (gl.load(w_ptr + at + i * 128, mask=k_tile < end, eviction_policy="evict_first"),)
+    return loaded
+
+
+@gluon.jit
+def _load_scales(s_ptr, z_ptr, tiles, lane, k_tile, k_tiles, end, DEQUANT: gl.constexpr):
+    """Scales and zero points of a k_tile; none where a row has one."""
+    scales = ()
+    zeros = ()
+    if DEQUANT.groups > 0:
+        scales = _load_groups(s_ptr, tiles, lane, k_tile, k_tiles, end, DEQUANT)
+        if z_ptr is not None:
+            zeros = _load_groups(z_ptr, tiles, lane, k_tile, k_tiles, end, DEQUANT)
+    return scales, zeros
+
+
+@gluon.jit
+def _load_groups(pointer, tiles, lane, k_tile, k_tiles, end, DEQUANT: gl.constexpr):
+    """Both rows of a lane in one register, `[R, W, 32]` per group."""
+    GROUPS: gl.constexpr = DEQUANT.groups
+    groups = gl.cdiv(k_tiles, DEQUANT.k_tiles_per_scale) * GROUPS
+    loaded = ()
+    for i in gl.static_range(GROUPS):
+        at = (tiles * groups + k_tile // DEQUANT.k_tiles_per_scale * GROUPS + i) * 8 + lane // 4
+        loaded = loaded + (gl.load(pointer + at, mask=k_tile < end, other=0),)
+    return loaded
+
+
+@gluon.jit
+def _like_codes(low, high, W: gl.constexpr, R: gl.constexpr):
+    """What belongs to rows g and g + 8, each `[R, W, 32]` -> `[R, W, 32, (kh rh)]`."""
+    both = gl.reshape(gl.join(low, high), [R, W, 32, 1, 2])
+    both = both + gl.zeros([R, W, 32, 2, 2], gl.int32, layout=gl.AutoLayout())
+    return gl.convert_layout(gl.reshape(both, [R, W, 32, 4]), codes_layout(W, R))
+
+
+@gluon.jit
+def _broadcast_pairs(packed, PTX: gl.constexpr, W: gl.constexpr, R: gl.constexpr):
+    """Two float16, of rows g and g + 8, as operands of the dequantization."""
+    low, high = gl.inline_asm_elementwise(
+        PTX.text, PTX.constraints, [packed], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+    )
+    return _like_codes(low, high, W, R)
+
+
+@gluon.jit
+def _halves(pair, dtype):
+    """int32 -> the two 16-bit floats that it holds, in a new last dimension."""
+    low, high = pair.to(gl.int16), (pair >> 16).to(gl.int16)
+    return gl.join(low.to(dtype, bitcast=True), high.to(dtype, bitcast=True))
+
+
+@gluon.jit
+def _dequantize(codes, operands, dtype, Q: gl.constexpr, ACC: gl.constexpr, CONFIG: gl.constexpr):
+    """k64_stage Q of every row tile -> weights `[16 W R, 64]` in the layout of the left operand."""
+    W: gl.constexpr = CONFIG.num_warps
+    R: gl.constexpr = CONFIG.tiles
+    PTX: gl.constexpr = CONFIG.dequant.stages[Q]
+    A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=2)
+    a, b, c, d = gl.inline_asm_elementwise(
+        PTX.text, PTX.constraints, codes + operands, dtype=FOUR, is_pure=True, pack=1
+    )
+    low = gl.join(_halves(a, dtype), _halves(b, dtype))
+    high = gl.join(_halves(c, dtype), _halves(d, dtype))
+    weight = gl.reshape(gl.join(low, high), [R, W, 8, 4, 2, 2, 2, 2, 2])  # r w g t kh rh e j mma_k32
+    weight = gl.permute(weight, (0, 1, 5, 2, 8, 7, 4, 3, 6))  # r w rh g mma_k32 j kh t e
+    return gl.convert_layout(gl.reshape(weight, [16 * W * R, 64]), A, assert_trivial=True)
+
+
+@gluon.jit
+def _copy_activations(x_desc, token, k_tile, k_tiles, end, barrier, stage, wanted, N: gl.constexpr):
+    """Start the TMA copy of a k_tile of activations. From `end` on it reads beyond the matrix, where TMA fills in zeros."""
+    mbarrier.expect(barrier, N * 512, pred=wanted)
+    column = gl.where(k_tile < end, k_tile, k_tiles) * 256
+    tma.async_copy_global_to_shared(x_desc, [token, column], barrier, stage, pred=wanted)
+
+
+@gluon.jit
+def _store(y, s_ptr, bias_ptr, out_ptr, first_tile, token, n_rows, width, M, n, stride_y, SPARSE: gl.constexpr,
+           ACC: gl.constexpr, dtype, CONFIG: gl.constexpr):  # fmt: skip
+    """Apply row scales, then write y with the bias, or partial sums."""
+    N: gl.constexpr = CONFIG.tokens
+    W: gl.constexpr = CONFIG.num_warps
+    R: gl.constexpr = CONFIG.tiles
+    row = first_tile * 16 + gl.arange(0, 16 * W * R, gl.SliceLayout(1, ACC))
+    if not CONFIG.dequant.codebook and CONFIG.dequant.group == 0 and not SPARSE:
+        scale_ptr = s_ptr.to(gl.pointer_type(gl.float16), bitcast=True)
+        scale = gl.load(
+            scale_ptr + row // 16 * 16 + row % 8 * 2 + row % 16 // 8, mask=row < n_rows, other=0.0
+        )
+        y = y * (scale.to(gl.float32) * (1.0 / CONFIG.dequant.grid_step))[:, None]
+    if CONFIG.direct:
+        if bias_ptr is not None:
+            y += gl.load(bias_ptr + row, mask=row < n, other=0.0).to(gl.float32)[:, None]
+        L: gl.constexpr = _output_layout(W, R)
+        y = gl.convert_layout(y.to(dtype), L)
+        row = first_tile * 16 + gl.arange(0, 16 * W * R, gl.SliceLayout(1, L))
+        m = token + gl.arange(0, N, gl.SliceLayout(0, L))
+        at = m[None, :].to(gl.int64) * stride_y + row[:, None]
+        gl.store(out_ptr + at, y, mask=(m < M)[None, :] & (row < n)[:, None])
+    else:
+        at = (gl.program_id(1) * n_rows + row)[:, None].to(gl.int64) * width + token
+        at += gl.arange(0, N, gl.SliceLayout(0, ACC))[None, :]
+        gl.store(out_ptr + at, y, mask=(row < n_rows)[:, None])
+
+
+# Residuals.
+
+
+@gluon.jit
+def _declare_residuals(CONFIG: gl.constexpr):
+    """The shared address of the CTA's residuals, a tile for every row tile."""
+    return gl.inline_asm_elementwise(CONFIG.residual_smem, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _load_bounds(block_ptr, tiles, k_tile, k_tiles, end):
+    """Where the entries of a k_tile begin and end."""
+    at = tiles * (k_tiles + 1) + k_tile
+    return gl.load(block_ptr + at, mask=k_tile < end, other=0), gl.load(
+        block_ptr + at + 1, mask=k_tile < end, other=0
+    )
+
+
+@gluon.jit
+def _load_entries(coo_ptr, bounds, lane):
+    """The first two rounds of 32 entries of a k_tile, `[R, W, 32]` each."""
+    at = bounds[0] + lane
+    first = gl.load(coo_ptr + at, mask=at < bounds[1], other=NO_ENTRY)
+    return first, gl.load(coo_ptr + at + 32, mask=at + 32 < bounds[1], other=NO_ENTRY)
+
+
+@gluon.jit
+def _scatter_targets(entries, base, dtype):
+    """The operands of SCATTER for both rounds: shared address, k64_stage, value."""
+    made = ()
+    for i in gl.static_range(2):
+        value = entries[i]
+        if dtype == gl.bfloat16:
+            value = _value_to_bf16(value, VALUE_TO_BF16)
+        made = made + (base + (entries[i] >> 15 & 0x7FE), entries[i] >> 26, value)
+    return made
+
+
+@gluon.jit
+def _value_to_bf16(entry, PTX: gl.constexpr):
+    return gl.inline_asm_elementwise(PTX.text, PTX.constraints, [entry], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _scatter(targets, coo_ptr, bounds, lane, base, q, dtype, VALUES: gl.constexpr):
+    """Store the residuals of k64_stage q, or zeros in their places."""
+    stage = gl.full_like(base, q)
+    for i in gl.static_range(2):
+        value = targets[3 * i + 2] if VALUES else gl.full_like(base, 0)
+        issue(SCATTER, [targets[3 * i], targets[3 * i + 1], stage, value])
+    pointer = (lane * 0).to(gl.int64) + coo_ptr.to(gl.int64)
+    rest = [pointer, bounds[0] + lane, bounds[1], base, stage, gl.full_like(base, -1 if VALUES else 0)]
+    if dtype == gl.bfloat16:
+        issue(SCATTER_REST_BF16, rest)
+    else:
+        issue(SCATTER_REST, rest)
+
+
+@gluon.jit
+def _load_addends(address, PTX: gl.constexpr):
+    return gl.inline_asm_elementwise(
+        PTX.text, PTX.constraints, [address], dtype=SIXTEEN, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _residuals(targets, coo_ptr, bounds, lane, base, q, dtype, W: gl.constexpr, R: gl.constexpr):
+    """The residuals of k64_stage q as operands of its dequantization."""
+    _scatter(targets, coo_ptr, bounds, lane, base, q, dtype, True)
+    r = _load_addends(base + lane * 16, LOAD_RESIDUALS)
+    _scatter(targets, coo_ptr, bounds, lane, base, q, dtype, False)
+    addends = ()
+    for i in gl.static_range(4):
+        both = gl.join(gl.join(r[4 * i], r[4 * i + 1]), gl.join(r[4 * i + 2], r[4 * i + 3]))  # .. rh kh
+        both = gl.reshape(gl.permute(both, (0, 1, 2, 4, 3)), [R, W, 32, 4])
+        addends = addends + (gl.convert_layout(both, codes_layout(W, R), assert_trivial=True),)
+    return addends
+
+
+# Host side.
+
+
+def gemm_sm90(x: Tensor, layout: Layout, bias: Tensor | None, config: HopperConfig) -> Tensor:
+    """y [m, n] of x [m, k], rows contiguous: permute the activations, multiply, add the partial sums."""
     m, k = x.shape
-    name = "fp16" if x.dtype == torch.float16 else "bf16"
-    tiles, blocks = layout.packed_codes.shape[0], -(-k // 256)
-    steps = -(-blocks // min(blocks, config.split))
-    split, token_tiles = -(-blocks // steps), -(-m // config.tokens)
+    tiles, k_tiles = layout.packed_codes.shape[0], -(-k // 256)
+    steps = -(-k_tiles // min(k_tiles, config.split))
+    split, token_tiles = -(-k_tiles // steps), -(-m // config.tokens)
     width = token_tiles * config.tokens
-    direct, sparse = split == 1 and layout.row_perm is None, layout.sparse is not None
+    direct, sparse = split == 1 and layout.row_perm is None, layout.sparse
+    dtype = "fp16" if x.dtype == torch.float16 else "bf16"
     if isinstance(layout, CodebookLayout):
         assert layout.tables is not None
-        scales, zeros, group = layout.tables[int(name == "bf16")], None, 0
+        scales, zeros, group, format = layout.tables[int(dtype == "bf16")], None, 0, "codebook"
     else:
-        scales, group = layout.scales.view(torch.int32), layout.kernel_group
+        scales, group, format = layout.scales.view(torch.int32), layout.kernel_group, "grid"
         zeros = None if layout.zero_points is None else layout.zero_points.view(torch.int32)
-    kind = "codebook" if isinstance(layout, CodebookLayout) else "grid"
-    constants = _constants(kind, layout.bits, name, group, zeros is not None, sparse, direct, config)
-    entries, bounds = (None, None) if layout.sparse is None else (layout.sparse.coo, layout.sparse.block_ptr)
+    coo, block_ptr = (None, None) if sparse is None else (sparse.coo, sparse.block_ptr)
     permuted, inverse_perm = permute_activations(
-        scaled_activations(x, layout), blocks, layout.row_perm, layout.n, pdl=True
+        scaled_activations(x, layout), k_tiles, layout.row_perm, layout.n, pdl=True
     )
     y = torch.empty(m, layout.n, dtype=x.dtype, device=x.device)
     partial = y if direct else torch.empty(split, tiles * 16, width, dtype=torch.float32, device=x.device)
     activations = TensorDescriptor.from_tensor(permuted, [config.tokens, 256], x_layout())
     launch(
-        multiply_kernel,
+        gemm_sm90_kernel,
         (-(-tiles // (config.warps * config.tiles)), split, token_tiles),
         (
-            activations, layout.packed_codes, scales, zeros, entries, bounds, bias if direct else None, partial, blocks,
+            activations, layout.packed_codes, scales, zeros, coo, block_ptr, bias if direct else None, partial, k_tiles,
             tiles - 1, steps, tiles * 16, width, m, layout.n, y.stride(0),
         ),
-        constants,
+        launch_constants(
+            ptx.dequant(format, layout.bits, dtype, group, zeros=zeros is not None, sparse=sparse is not None), config,
+            sparse=sparse is not None, direct=direct,
+        ),
     )  # fmt: skip
     if not direct:
         splitk_reduce(partial, inverse_perm, bias, y, pdl=True)
@@ -58,21 +508,14 @@ def hopper(x: Tensor, layout: Layout, bias: Tensor | None, config: HopperConfig)
 
 
 @cache
-def _constants(
-    kind: str,
-    bits: int,
-    dtype: str,
-    group: int,
-    zeros: bool,
-    sparse: bool,
-    direct: bool,
-    config: HopperConfig,
+def launch_constants(
+    dequant: ptx.Dequant, config: HopperConfig, *, sparse: bool, direct: bool
 ) -> dict[str, object]:
-    """Of one kind of launch."""
+    """What `launch` takes beside the arguments; cached, for it knows constants by identity."""
     tiles = config.warps * config.tiles
-    return {
-        **decoding(kind, bits, dtype, group, zeros=zeros, sparse=sparse),
-        "RESERVE": reserve_asm(tiles) if sparse else None,
-        "N": config.tokens, "W": config.warps, "R": config.tiles, "AHEAD": config.ahead, "DIRECT": direct, "PDL": True,
-        "STAGES": stages(config.tokens, tiles, sparse=sparse), "num_warps": config.warps, "launch_pdl": True,
-    }  # fmt: skip
+    kernel_config = KernelConfig(
+        dequant=dequant, tokens=config.tokens, num_warps=config.warps, tiles=config.tiles, prefetch_at=config.ahead,
+        x_stages=ptx.x_stages(config.tokens, tiles, sparse=sparse),
+        residual_smem=declare_smem_ptx(tiles * ptx.TILE_BYTES) if sparse else None, direct=direct, pdl=True,
+    )  # fmt: skip
+    return {"CONFIG": kernel_config, "num_warps": config.warps, "launch_pdl": True}

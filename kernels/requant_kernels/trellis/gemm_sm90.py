@@ -42,7 +42,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from requant_kernels.common.launch import interned, launch
 from requant_kernels.hadamard.transform import hadamard_transform
 from requant_kernels.launch_config import HopperConfig
-from requant_kernels.scalar.gemm_sm90_kernel import rows_layout, x_layout
+from requant_kernels.scalar.gemm_sm90 import rows_layout, x_layout
 from requant_kernels.trellis.code_ptx import decode_ptx, load_codes_ptx
 from requant_kernels.trellis.layout import TrellisLayout, k64_per_unit
 

@@ -1,4 +1,4 @@
-"""Residuals of Hopper's kernel without a GPU: its PTX on 32 lanes that nothing but its own barriers keeps in step."""
+"""Residuals of `gemm_sm90` without a GPU: its PTX on 32 lanes that only its own barriers synchronize."""
 
 import itertools
 import random
@@ -13,22 +13,23 @@ import pytest
 import torch
 from requant_kernels import heuristics
 from requant_kernels.common.fragment_dequant import scaled_activations
+from requant_kernels.common.ptx import Ptx
 from requant_kernels.common.sparse import fragment_index, pack_coo
 from requant_kernels.fallback import reference
 from requant_kernels.scalar.gemm_sm90_ptx import (
-    CLEAR,
-    PIECES,
-    PUT,
-    PUT_MORE,
-    PUT_MORE_BF16,
-    TAKE,
+    CLEAR_TILE,
+    K64_STAGES,
+    LOAD_RESIDUALS,
+    SCATTER,
+    SCATTER_REST,
+    SCATTER_REST_BF16,
     TILE_BYTES,
-    TO_BF16,
+    VALUE_TO_BF16,
 )
 
 from .cases import Case, random_layout, relative_error
 
-NONE = 1 << 30  # `wgmma._load_entries`: belongs to no piece
+NO_ENTRY = 1 << 30  # that of `gemm_sm90.py`: belongs to no k64_stage
 
 
 @cache
@@ -48,11 +49,11 @@ def parse(text: str) -> tuple[list[tuple[str, str, list[str]]], dict[str, int]]:
 
 
 def lane_steps(
-    text: str, operands: dict[str, int], shared: np.ndarray, memory: np.ndarray
+    block: Ptx, operands: dict[str, int], shared: np.ndarray, memory: np.ndarray
 ) -> Generator[None, None, dict[str, int]]:
-    """One lane; stops at every barrier. `shared`: 16 bits a place; `memory`: 32 bits a place, from address 0."""
-    program, labels = parse(text)
-    registers, at = dict(operands), 0
+    """One lane; yields at every barrier. `shared` and `memory` in units of 16 and of 32 bits, from address 0."""
+    program, labels = parse(block.text)
+    registers, at = {f"${block.operands.index(name)}": value for name, value in operands.items()}, 0
 
     def read(name: str) -> int:
         return registers[name] if name in registers else int(name, 0)
@@ -113,34 +114,42 @@ def lane_steps(
     return registers
 
 
-def lane_of_a_block(
+def lane_of_a_k_tile(
     lane: int, bounds: tuple[int, int], base: int, bf16: bool, shared: np.ndarray, memory: np.ndarray
 ) -> Generator[None, None, list[list[int]]]:
-    """What `wgmma.py` has a lane do with the entries of a block: the 16 registers that it takes of every piece."""
+    """What the kernel has a lane do with the entries of a k_tile: the 16 registers that it loads in every k64_stage."""
     begin, end = bounds
-    more, rounds, taken = PUT_MORE_BF16 if bf16 else PUT_MORE, [], []
+    rest, rounds, loaded = SCATTER_REST_BF16 if bf16 else SCATTER_REST, [], []
+
+    def run(block: Ptx, operands: dict[str, int]) -> Generator[None, None, dict[str, int]]:
+        return lane_steps(block, operands, shared, memory)
+
     for first in (begin + lane, begin + lane + 32):
-        entry = int(memory[first]) if first < end else NONE
+        entry = int(memory[first]) if first < end else NO_ENTRY
         value = entry
         if bf16:
-            value = (yield from lane_steps(TO_BF16, {"$1": entry}, shared, memory))["$0"]
+            value = (yield from run(VALUE_TO_BF16, {"entry": entry}))["$0"]
         rounds.append((base + (entry >> 15 & 0x7FE), entry >> 26, value))
-    for q in range(PIECES):
+    for q in range(K64_STAGES):
         for values in (True, False):
-            for place, piece, value in rounds:
-                operands = {"$1": place, "$2": piece, "$3": q, "$4": value if values else 0}
-                yield from lane_steps(PUT, operands, shared, memory)
-            numbers = (0, begin + lane, end, base, q, 0xFFFFFFFF if values else 0)
-            operands = {f"${1 + i}": number for i, number in enumerate(numbers)}
-            yield from lane_steps(more, operands, shared, memory)
+            for address, stage, value in rounds:
+                operands = {
+                    "address": address,
+                    "entry_stage": stage,
+                    "stage": q,
+                    "entry": value if values else 0,
+                }
+                yield from run(SCATTER, operands)
+            operands = {"entries": 0, "first": begin + lane, "end": end, "tile": base, "stage": q}
+            yield from run(rest, operands | {"value_mask": 0xFFFFFFFF if values else 0})
             if values:
-                registers = yield from lane_steps(TAKE, {"$16": base + lane * 16}, shared, memory)
-                taken.append([registers[f"${i}"] for i in range(16)])
-    return taken
+                registers = yield from run(LOAD_RESIDUALS, {"address": base + lane * 16})
+                loaded.append([registers[f"${i}"] for i in range(16)])
+    return loaded
 
 
 def run_warp(lanes: list[Generator[None, None, Any]]) -> list[Any]:
-    """All lanes to their ends: between two barriers one after the other, in an order that is drawn anew."""
+    """All lanes to their ends: between two barriers one after the other, in random order."""
     waiting, done = dict(enumerate(lanes)), {}
     while waiting:
         for i in random.sample(list(waiting), len(waiting)):
@@ -154,8 +163,8 @@ def run_warp(lanes: list[Generator[None, None, Any]]) -> list[Any]:
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp16", "bf16"])
 @pytest.mark.parametrize("density", [0.004, 0.02, 0.1])
-def test_lanes_take_every_residual_once(density: float, bf16: bool) -> None:
-    """Up to 64 entries a block, of which lanes hold two each, and more, which they read again for every piece."""
+def test_every_residual_is_loaded_once(density: float, bf16: bool) -> None:
+    """Up to 64 entries per k_tile, of which lanes hold two each, and more, which they read again in every k64_stage."""
     random.seed(0)
     torch.manual_seed(0)
     layout = random_layout(Case(format="grid", bits=3, n=32, k=400, m=1, density=density), "cpu")
@@ -168,18 +177,18 @@ def test_lanes_take_every_residual_once(density: float, bf16: bool) -> None:
     base, sizes = 3 * TILE_BYTES, []
     shared, memory = np.zeros(5 * TILE_BYTES // 2, np.uint16), entries.numpy().view(np.uint32)
     shared[base // 2 : base // 2 + 1024] = 0x3C00  # whatever was there before
-    run_warp([lane_steps(CLEAR, {"$1": base + 16 * i}, shared, memory) for i in range(32)])
+    run_warp([lane_steps(CLEAR_TILE, {"address": base + 16 * i}, shared, memory) for i in range(32)])
     for tile, block in itertools.product(range(2), range(2)):
         begin, end = (int(edge) for edge in bounds[tile, block : block + 2])
         sizes.append(end - begin)
-        got = run_warp([lane_of_a_block(i, (begin, end), base, bf16, shared, memory) for i in range(32)])
+        got = run_warp([lane_of_a_k_tile(i, (begin, end), base, bf16, shared, memory) for i in range(32)])
         assert not shared.any()
         own = residuals[16 * tile : 16 * tile + 16, 256 * block : 256 * block + 256]
         flat = torch.empty(4096)
         flat[fragment_index(row, column)] = own
-        own = (flat.bfloat16() if bf16 else flat.half()).view(torch.int16).view(PIECES, 4, 32, 8)
+        own = (flat.bfloat16() if bf16 else flat.half()).view(torch.int16).view(K64_STAGES, 4, 32, 8)
         want = own.permute(2, 0, 1, 3).contiguous().numpy().view(np.uint32)
-        assert np.array_equal(np.array(got, np.uint32), want.reshape(32, PIECES, 16))
+        assert np.array_equal(np.array(got, np.uint32), want.reshape(32, K64_STAGES, 16))
     assert min(sizes) < 64 if density < 0.02 else max(sizes) > 128
 
 

@@ -84,13 +84,13 @@ def test_linear(case: Case) -> None:
     ids=str,
 )
 def test_every_launch_shape(setting: tuple[int, ...], density: float) -> None:
-    from requant_kernels.scalar.gemm_sm90 import hopper
+    from requant_kernels.scalar.gemm_sm90 import gemm_sm90
 
     torch.manual_seed(0)
     layout = random_layout(Case(format="grid", bits=3, n=720, k=2100, m=90, density=density), "cuda")
     x = torch.randn(90, 2100, device="cuda", dtype=torch.float16)
     bias = torch.randn(720, device="cuda", dtype=torch.float16)
-    y = hopper(x, layout, bias, HopperConfig(**dict(zip(NAMES, setting, strict=True))))
+    y = gemm_sm90(x, layout, bias, HopperConfig(**dict(zip(NAMES, setting, strict=True))))
     assert relative_error(y, reference.linear(x, layout, bias)) < LIMIT[torch.float16]
 
 

@@ -1,6 +1,4 @@
-"""The tall kernel of Hopper, compiled without one: products that run on, weights that stay in registers, no spills."""
-
-from typing import Any
+"""`gemm_sm90` compiled without a GPU: asynchronous wgmma, weights that stay in registers, no spills."""
 
 import pytest
 import torch
@@ -8,36 +6,35 @@ import torch
 pytest.importorskip("triton.experimental.gluon")
 
 from requant_kernels import autotune, heuristics
-from requant_kernels.scalar import gemm_sm90_kernel
-from requant_kernels.scalar.gemm_sm90_ptx import decoding, reserve_asm, stages
+from requant_kernels.launch_config import HopperConfig
+from requant_kernels.scalar.gemm_sm90 import gemm_sm90_kernel, launch_constants, x_layout
+from requant_kernels.scalar.gemm_sm90_ptx import DEFAULT_SMEM, dequant
 from requant_kernels.scalar.permute import permute_kernel
 from requant_kernels.scalar.splitk_reduce import splitk_reduce_kernel
 
 from .compile_offline import Machine, compile_kernel
 
 
-def multiply_machine(
-    kind: str, bits: int, *, launch: tuple[int, ...] = (64, 8, 2, 0, 0), group: int = 128, zeros: bool = False,
-    sparse: bool = False, dtype: str = "fp16",
+def machine_of(
+    format: str, bits: int, *, launch: tuple[int, ...] = (64, 8, 2, 0), direct: bool = False, group: int = 128,
+    zeros: bool = False, sparse: bool = False, dtype: str = "fp16",
 ) -> Machine:  # fmt: skip
-    """`launch`: tokens, warps, tiles, ahead, straight to the output."""
-    tokens, warps, tiles, ahead, direct = launch
-    constants: dict[str, Any] = decoding(kind, bits, dtype, group, zeros=zeros, sparse=sparse)
-    constants |= {
-        "N": tokens, "W": warps, "R": tiles, "AHEAD": ahead, "DIRECT": bool(direct), "PDL": True,
-        "STAGES": stages(tokens, warps * tiles, sparse=sparse),
-        "RESERVE": reserve_asm(warps * tiles) if sparse else None,
-    }  # fmt: skip
-    pointers = dict.fromkeys(("s_ptr", "z_ptr", "e_ptr", "b_ptr"), "*i32")
-    pointers |= {"out_ptr": f"*{dtype}" if direct else "*fp32", "bias_ptr": f"*{dtype}"}
-    pointers["x_desc"] = f"tensordesc<{dtype}[{tokens}, 256],{gemm_sm90_kernel.x_layout()!r}>"
+    """`launch`: tokens, warps, row tiles per warp, prefetch_at."""
+    tokens, warps, tiles, ahead = launch
+    config = HopperConfig(tokens=tokens, warps=warps, tiles=tiles, ahead=ahead)
+    constants = launch_constants(
+        dequant(format, bits, dtype, group, zeros=zeros, sparse=sparse), config, sparse=sparse, direct=direct
+    )
+    pointers = dict.fromkeys(("s_ptr", "z_ptr", "coo_ptr", "block_ptr"), "*i32")
+    pointers |= {"out_ptr": f"*{dtype}" if direct else "*fp32", "bias_ptr": f"*{dtype}", "k_tiles": "i32"}
+    pointers["x_desc"] = f"tensordesc<{dtype}[{tokens}, 256],{x_layout()!r}>"
     absent = (
         (() if zeros else ("z_ptr",))
-        + (() if sparse else ("e_ptr", "b_ptr"))
+        + (() if sparse else ("coo_ptr", "block_ptr"))
         + (() if direct else ("bias_ptr",))
     )
     return compile_kernel(
-        gemm_sm90_kernel.multiply_kernel, constants, capability=90, pointers=pointers, absent=absent, warps=warps,
+        gemm_sm90_kernel, {"CONFIG": constants["CONFIG"]}, capability=90, pointers=pointers, absent=absent, warps=warps,
         aligned=("width", "n_rows"),
     )  # fmt: skip
 
@@ -49,11 +46,11 @@ CEILING = {("grid", 2): 2.6, ("grid", 3): 2.7, ("grid", 4): 2.65, ("codebook", 3
     ("kind", "bits"),
     [pytest.param(*key, marks=() if key == ("grid", 3) else pytest.mark.slow) for key in CEILING],
 )
-def test_products_run_on_while_weights_are_decoded(kind: str, bits: int) -> None:
-    machine = multiply_machine(kind, bits, group=128 if kind == "grid" else 0)
+def test_wgmma_runs_while_weights_are_dequantized(kind: str, bits: int) -> None:
+    machine = machine_of(kind, bits, group=128 if kind == "grid" else 0)
     assert machine.stack <= 16
     assert machine.opcodes["HGMMA"] == 32  # two tiles, sixteen planes
-    assert machine.opcodes["WARPGROUP"] <= 12  # one fence and one wait a piece: nothing was serialized
+    assert machine.opcodes["WARPGROUP"] <= 12  # one fence and one wait per k64_stage: nothing was serialized
     assert (
         machine.opcodes["STS"] == machine.opcodes["STSM"] == 0
     )  # weights go from registers to the tensor cores
@@ -64,19 +61,15 @@ def test_products_run_on_while_weights_are_decoded(kind: str, bits: int) -> None
 @pytest.mark.parametrize("launch", [(32, 4, 1, 0), (64, 4, 1, 0), (64, 8, 1, 0), (128, 8, 1, 0)], ids=str)
 @pytest.mark.parametrize("direct", [0, 1])
 def test_no_launch_of_the_rule_spills(launch: tuple[int, ...], direct: int) -> None:
-    machine = multiply_machine("grid", 3, launch=(*launch, direct))
+    machine = machine_of("grid", 3, launch=launch, direct=bool(direct))
     assert machine.stack == 0
-    a_program = machine.registers * launch[1] * 32
-    assert 65536 // a_program >= (1 if launch[0] == 128 else 16 // launch[1])
+    registers_per_cta = machine.registers * launch[1] * 32
+    assert 65536 // registers_per_cta >= (1 if launch[0] == 128 else 16 // launch[1])
     if direct:  # eight rows of a token at a time
         assert machine.opcodes["STG"] == launch[0] * launch[1] * 16 // (launch[1] * 32 * 8)
 
 
-OPT_IN, UNASKED, SYSTEM = (
-    227 << 10,
-    48 << 10,
-    1 << 10,
-)  # bytes of a program: the most, without asking, CUDA's own
+OPT_IN, SYSTEM = 227 << 10, 1 << 10  # bytes of shared memory of a CTA: the most, and what CUDA keeps of it
 PROGRAMS = sorted({setting[:4] for setting in autotune.HOPPER} | {(32, 16, 1, 0), (64, 16, 1, 0)})
 
 
@@ -100,25 +93,25 @@ def test_every_launch_of_the_rule_is_among_these_programs() -> None:
     ids=str,
 )
 def test_shared_memory_of_every_launch(program: tuple[int, ...], sparse: bool) -> None:
-    """Triton asks for more than 48 KB where its own is more, whatever is declared beside it."""
+    """Triton opts in to more than 48 KB only where its own allocation is larger, whatever inline PTX declares."""
     group = 0 if sparse else 128
-    machine = multiply_machine("grid", 3, launch=(*program, not sparse), group=group, sparse=sparse)
+    machine = machine_of("grid", 3, launch=program, direct=not sparse, group=group, sparse=sparse)
     asked, declared = machine.shared
     declared -= SYSTEM
     assert declared == (2048 * program[1] * program[2] if sparse else 0)
     assert asked >= 2 * 512 * program[0]
-    assert asked > UNASKED or asked + declared <= UNASKED
+    assert asked > DEFAULT_SMEM or asked + declared <= DEFAULT_SMEM
     assert asked + declared <= OPT_IN
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-def test_residuals_cost_one_instruction_a_weight(dtype: str) -> None:
-    machine = multiply_machine("grid", 3, sparse=True, dtype=dtype)
+def test_residuals_cost_one_instruction_per_weight(dtype: str) -> None:
+    machine = machine_of("grid", 3, sparse=True, dtype=dtype)
     assert machine.stack <= 16
     assert machine.opcodes["HGMMA"] == 32
     assert machine.opcodes["LDS"] <= 40  # 16 bytes of every plane and tile
     assert machine.opcodes["SHFL"] == 0
-    # three instructions of every fourth loop are the rest of a crowded block, which is skipped
+    # three instructions of every fourth loop are for entries beyond 64, rarely entered
     assert machine.loop / 256 < 4.8
 
 
@@ -134,8 +127,8 @@ def test_residuals_cost_one_instruction_a_weight(dtype: str) -> None:
 def test_every_format_compiles(
     kind: str, bits: int, group: int, zeros: bool, dtype: str, direct: int
 ) -> None:
-    machine = multiply_machine(
-        kind, bits, launch=(64, 8, 1, 2, direct), group=group, zeros=zeros, dtype=dtype
+    machine = machine_of(
+        kind, bits, launch=(64, 8, 1, 2), direct=bool(direct), group=group, zeros=zeros, dtype=dtype
     )
     assert machine.stack == 0
     assert machine.opcodes["HGMMA"] == 16
