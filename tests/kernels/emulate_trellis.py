@@ -1,7 +1,7 @@
 """Run under TRITON_INTERPRET=1 by `test_interpreter.py`: the trellis kernels with their assembly, which `ptx_model` runs.
 
 Triton's interpreter knows no inline assembly. Here it gets some: blocks of arithmetic go to the model warp by warp, and the
-few that load, store or use shared memory are run line by line on the real addresses, all threads of a program in step.
+few that load, store or use shared memory are run line by line on the real addresses, all threads of a CTA in step.
 """
 
 import ctypes
@@ -28,22 +28,22 @@ from triton.runtime.interpreter import TensorHandle
 
 ACCESS = re.compile(r"(@p )?(ld|st)\.(global|shared)\S* (.*)")
 SIZE = re.compile(r"\[(\$?\w+)(?: \+ (\d+))?\]")
-HELD: list[torch.Tensor] = []  # what the kernels may touch
+ALLOCATED: list[torch.Tensor] = []  # what the kernels may touch
 SHARED = np.zeros(1 << 16, np.uint32)
 allocate = torch.empty
 
 
-def held(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """`torch.empty`, remembered, full of what no result may depend on."""
-    HELD.append(allocate(*args, **kwargs))
-    HELD[-1].view(torch.uint8).fill_(0x7F)
-    return HELD[-1]
+def allocate_poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """`torch.empty`, remembered, and filled with bytes that no result may depend on."""
+    ALLOCATED.append(allocate(*args, **kwargs))
+    ALLOCATED[-1].view(torch.uint8).fill_(0x7F)
+    return ALLOCATED[-1]
 
 
-def check_places(address: np.ndarray) -> None:
+def check_addresses(address: np.ndarray) -> None:
     """Every access of four bytes stays within one of the tensors: also in units, tiles and tokens beyond the end."""
     inside = np.zeros(address.shape, bool)
-    for tensor in HELD:
+    for tensor in ALLOCATED:
         start = np.uint64(tensor.data_ptr())
         inside |= (address >= start) & (address + np.uint64(4) <= start + np.uint64(tensor.nbytes))
     assert inside.all(), f"{(~inside).sum()} of {inside.size} accesses lie outside of every tensor"
@@ -52,12 +52,15 @@ def check_places(address: np.ndarray) -> None:
 def run_memory(
     text: str, operands: dict[str, np.ndarray], shape: tuple[int, ...], outputs: int
 ) -> list[np.ndarray]:
-    """A block that touches memory, for all threads of a program."""
+    """A block that touches memory, for all threads of a CTA."""
     text = re.sub("//.*", "", text)
     registers, shared = dict(operands), SHARED
     active = np.ones(shape, bool)
     for line in filter(None, (part.strip(" {}\n") for part in text.split(";"))):
-        if line.startswith((".reg", ".shared", "bar.sync")):
+        if line.startswith(".shared"):  # the only variable of a block is at address 0
+            registers[re.findall(r"(\w+)\[", line)[0]] = np.zeros(shape, np.uint32)
+            continue
+        if line.startswith((".reg", "bar.sync")):
             continue
         if line.startswith("mov.b32 {l, h}"):
             pair = registers[line.split()[-1]]
@@ -67,10 +70,7 @@ def run_memory(
         if access is None:
             opcode, rest = line.split(None, 1)
             target, *names = [name.strip() for name in rest.split(",")]
-            a = [
-                np.full(shape, int(n, 0), np.uint32) if n[0].isdigit() else registers.get(n, np.uint32(0))
-                for n in names
-            ]
+            a = [np.full(shape, int(n, 0), np.uint32) if n[0].isdigit() else registers[n] for n in names]
             match opcode:
                 case "setp.ne.b32":
                     active = a[0] != 0
@@ -93,14 +93,14 @@ def run_memory(
                     raise AssertionError(f"no model of {opcode}")
             continue
         where = np.ones(shape, bool) if access[1] is None else active
-        place = SIZE.search(access[4])
-        assert place is not None
+        address_of = SIZE.search(access[4])
+        assert address_of is not None
         names = re.findall(r"\$\d+|[a-z_]+\d+", SIZE.sub("", access[4]))
-        start = registers[place[1]].astype(np.uint64) + np.uint64(place[2] or 0)
+        start = registers[address_of[1]].astype(np.uint64) + np.uint64(address_of[2] or 0)
         for i, name in enumerate(names):
             address = start + np.uint64(4 * i)
             if access[3] == "global":
-                check_places(address[np.broadcast_to(where, shape)])
+                check_addresses(address[np.broadcast_to(where, shape)])
             if access[3] == "shared" and access[2] == "ld":
                 registers[name] = shared[address // 4]
             elif access[3] == "shared":
@@ -155,7 +155,7 @@ def inline_asm_elementwise(
 
 
 def check_fused() -> None:
-    """One token, rotated in the product's own launch, by every program."""
+    """One token, rotated in the GEMV's own launch, by every CTA."""
     for code, n, k, launch in (
         ("pair", 48, 4096, (16, 2, 1)),  # tiles run out
         ("mul1", 16, 2048, (16, 1, 2)),
@@ -163,11 +163,11 @@ def check_fused() -> None:
         ("pair", 16, 256, (16, 1, 1)),
         ("mul1", 130, 512, (16, 7, 1)),  # seven tiles, then two and the last one five times
     ):
-        HELD.clear()
+        ALLOCATED.clear()
         layout = pack_trellis(*random_trellis(n, k, 2, "cpu"), bits=2, code=code)
         config = TrellisConfig(warps=launch[0], tiles=launch[1], unroll=launch[2])
         x = torch.randn(1, k, dtype=torch.bfloat16 if n == 48 else torch.float16)
-        HELD.extend((layout.packed_codes, layout.input_scales, x))
+        ALLOCATED.extend((layout.packed_codes, layout.input_scales, x))
         assert can_fuse(x, layout, config)
         got = gemv_fused_hadamard(x, layout, config, pdl=False)
         want = (x.double() * layout.input_scales) @ reference.hadamard(k) @ reference.trellis_values(layout).T
@@ -201,21 +201,21 @@ def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     tl.inline_asm_elementwise = inline_asm_elementwise
-    torch.empty = held
+    torch.empty = allocate_poisoned
     for code, bits, n, k, m, launch in selected(CASES):
-        HELD.clear()
+        ALLOCATED.clear()
         layout = pack_trellis(*random_trellis(n, k, bits, "cpu"), bits=bits, code=code)
         config = TrellisConfig(warps=launch[0], tiles=launch[1], unroll=launch[2])
-        HELD.append(layout.packed_codes)
+        ALLOCATED.append(layout.packed_codes)
         values = reference.trellis_values(layout)
         assert torch.equal(dequantize(layout, asm=True).double(), values), f"{code} {bits}: dequantize"
         x, padded = torch.randn(m, k).half(), -(-k // 16) * 16
         gemv.MAX_SUM_BYTES = 32768 if bits != 2 or code == "pair" else 0  # Triton's own sum too
         if code == "3inst":
-            turned = torch.nn.functional.pad(x, (0, padded_columns(k) - k))
-            HELD.append(turned)
-            got = gemv_fp16(turned, layout, config, pdl=False)
-            want = turned[:, :padded].double() @ values.T
+            rotated = torch.nn.functional.pad(x, (0, padded_columns(k) - k))
+            ALLOCATED.append(rotated)
+            got = gemv_fp16(rotated, layout, config, pdl=False)
+            want = rotated[:, :padded].double() @ values.T
         else:
             fixed, scales = hadamard_transform_int8(
                 x,
@@ -227,10 +227,10 @@ def main() -> None:
                 pdl=False,
             )
             got = gemv_int8(fixed, scales, layout, config, pdl=False)
-            turned = torch.nn.functional.pad(
+            rotated = torch.nn.functional.pad(
                 x.double() * layout.input_scales, (0, padded - k)
             ) @ reference.hadamard(padded)
-            want = turned @ values.T
+            want = rotated @ values.T
         error = relative_error(got, want)
         assert error < 1e-4, f"{code} at {bits} bits is off by {error:.1e}"
 

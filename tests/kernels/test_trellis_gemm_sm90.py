@@ -142,14 +142,14 @@ def test_products_run_on_while_weights_are_decoded(code: str, bits: float) -> No
     machine = multiply_machine(code, bits, launch=(64, 8, 2, 0))
     assert machine.stack <= 16
     assert machine.opcodes["HGMMA"] == 32  # two tiles, sixteen steps
-    assert machine.opcodes["WARPGROUP"] <= 12  # one fence and one wait a piece: nothing was serialized
+    assert machine.opcodes["WARPGROUP"] <= 12  # one fence and one wait a k64: nothing was serialized
     assert machine.opcodes["STS"] == machine.opcodes["STSM"] == 0  # neither weights nor sums go through it
-    assert machine.opcodes["SHFL"] == 8  # the bits before a part
+    assert machine.opcodes["SHFL"] == 8  # the bits before a segment
     assert machine.opcodes["UTMALDG"] > 0
     assert machine.inner / 256 < CEILING[code, bits]
 
 
-PROGRAMS = sorted({setting[:4] for setting in autotune.CODE_HOPPER})
+LAUNCHES = sorted({setting[:4] for setting in autotune.CODE_HOPPER})
 
 
 @pytest.mark.parametrize(
@@ -161,19 +161,19 @@ PROGRAMS = sorted({setting[:4] for setting in autotune.CODE_HOPPER})
 )
 @pytest.mark.parametrize("whole", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["whole", "odd"])
 def test_no_launch_of_the_rule_spills(code: str, bits: float, whole: bool) -> None:
-    device, programs = torch.device("cpu"), set()
+    device, launches = torch.device("cpu"), set()
     for n, k in ((16, 16), (300, 1500), (4096, 4096), (28672, 8192), (128256, 4096)):
         for width in (32, 64, 128, 256, 512):
             config = heuristics._hopper_config(code, bits, n, k, width, device)
-            programs.add((config.tokens, config.warps, config.tiles, config.ahead))
+            launches.add((config.tokens, config.warps, config.tiles, config.ahead))
             rows = -(-n // 16) * 16
             assert config.split * max(1, (rows & -rows) // 4096) <= 8  # parts that the rotation adds
-    assert programs <= set(PROGRAMS) and len(programs) >= 4
-    for program in programs:
-        tokens, warps, tiles, _ = program
-        machine = multiply_machine(code, bits, launch=program, whole=whole)
+    assert launches <= set(LAUNCHES) and len(launches) >= 4
+    for launch in launches:
+        tokens, warps, tiles, _ = launch
+        machine = multiply_machine(code, bits, launch=launch, whole=whole)
         assert machine.stack <= 16
         if bits <= 4 and tokens <= 64:
-            assert machine.registers * 32 * warps * 2 <= 65536  # two programs a multiprocessor
+            assert machine.registers * 32 * warps * 2 <= 65536  # two CTAs an SM
         assert machine.opcodes["STG"] == tiles * tokens // 4  # 8 bytes: two rows of a token
         assert sum(machine.shared) <= 227 << 10

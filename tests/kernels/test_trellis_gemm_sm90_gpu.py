@@ -88,7 +88,7 @@ def test_the_transform_permutes(k: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("code", ["mul1", "pair", "3inst"])
 def test_activations_of_one_sign(code: str) -> None:
-    """Rotated activations whose sum is large, in whole blocks or in halves of them, beside small ones."""
+    """Rotated activations whose sum is large, in whole k_tiles or in halves of them, and small ones."""
     layout = layout_of(code, 2, 256, 8192)
     x = torch.randn(40, 8192, device="cuda", dtype=torch.float16) * 0.1
     for token, column in enumerate((0, 1, 5, 64, 192, 256, 4096, 4711, 8191)):

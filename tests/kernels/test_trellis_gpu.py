@@ -1,4 +1,4 @@
-"""The trellis on the GPU: rotations of every shape, one token rotated by every program, graphs beside streams, NaN."""
+"""The trellis on the GPU: transforms of every shape, one token rotated by every CTA, graphs and streams at once, NaN."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ SHAPES = [
 
 @pytest.mark.parametrize("code", ["mul1", "pair"])
 @pytest.mark.parametrize(("n", "k", "m"), SHAPES)
-def test_blocks_and_sections(n: int, k: int, m: int, code: str) -> None:
+def test_blocks_and_tiles(n: int, k: int, m: int, code: str) -> None:
     torch.manual_seed(0)
     layout = packed(code, n, k)
     x, bias = torch.randn(m, k, device="cuda").half(), torch.randn(n, device="cuda").half()
@@ -51,7 +51,7 @@ def test_blocks_and_sections(n: int, k: int, m: int, code: str) -> None:
         ("mul1", 2.25, 1000, 256, (16, 1, 1)), ("mul1", 2, 1429, 4096, (16, 7, 1)), ("pair", 2, 896, 3328, (16, 7, 1)),
     ],
 )  # fmt: skip
-def test_one_token_is_rotated_by_every_program(
+def test_one_token_is_rotated_by_every_cta(
     code: str, bits: float, n: int, k: int, launch: tuple[int, int, int]
 ) -> None:
     config = TrellisConfig(warps=launch[0], tiles=launch[1], unroll=launch[2])
@@ -69,7 +69,7 @@ def test_one_token_is_rotated_by_every_program(
 
 
 @pytest.mark.parametrize(("code", "n", "k"), [("mul1", 1429, 8192), ("pair", 112, 4224)])
-def test_seven_tiles_beside_a_rotation_of_their_own(code: str, n: int, k: int) -> None:
+def test_seven_tiles_with_a_separate_rotation(code: str, n: int, k: int) -> None:
     layout, config = packed(code, n, k), TrellisConfig(warps=16, tiles=7, unroll=1)
     x, rows = torch.randn(1, k, device="cuda", dtype=torch.float16), torch.arange(0, n, 5, device="cuda")
     assert not can_fuse(x, layout, config)
@@ -80,7 +80,7 @@ def test_seven_tiles_beside_a_rotation_of_their_own(code: str, n: int, k: int) -
 
 
 @pytest.mark.parametrize("m", [1, 3])
-def test_residuals_beside_a_trellis(m: int) -> None:
+def test_residuals_are_added(m: int) -> None:
     layout = packed("mul1", 4096, 1024, density=0.01)
     x = torch.randn(m, 1024, device="cuda", dtype=torch.float16)
     rows = torch.arange(0, 4096, 7, device="cuda")
@@ -94,7 +94,7 @@ def chain(x: Tensor, layouts: list[TrellisLayout]) -> Tensor:
 
 
 @pytest.mark.parametrize("m", [1, 8])
-def test_graph_beside_an_eager_stream(m: int) -> None:
+def test_a_graph_and_an_eager_stream_at_once(m: int) -> None:
     """A replayed graph, and eager calls of the same layers on another stream, at once."""
     layouts = [packed(code, 4096, 4096) for code in ("pair", "mul1", "pair")]
     x, other = (torch.randn(m, 4096, device="cuda", dtype=torch.float16) for _ in range(2))
@@ -113,7 +113,7 @@ def test_graph_beside_an_eager_stream(m: int) -> None:
     assert all(torch.equal(one, others) for one in found)
 
 
-def test_what_is_no_number_ends_as_no_number() -> None:
+def test_nan_and_inf_give_nan() -> None:
     layout = packed("pair", 4096, 4096)
     x = torch.randn(3, 4096, device="cuda", dtype=torch.float16)
     want = linear(x, layout)
