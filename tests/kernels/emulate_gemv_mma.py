@@ -49,7 +49,7 @@ def smem_indices(address: np.ndarray, count: int) -> np.ndarray:
     return (address.astype(np.int64)[..., None] - SMEM_BASE) // 4 + np.arange(count)
 
 
-class Program:
+class AsmBlock:
     """One asm block, run for all threads of a CTA: registers are arrays [warps, 32]."""
 
     def __init__(self, registers: Registers, shape: tuple[int, ...]) -> None:
@@ -223,17 +223,17 @@ def inline_asm_elementwise(
     values = [np.asarray(arg.handle.data) for arg in args]
     assert len(constraints.split(",")) == len(kinds) + len(values)
     shape = np.broadcast_shapes(*(value.shape for value in values)) if values else (1,)
-    program = Program({}, shape)
+    block = AsmBlock({}, shape)
     for i, value in enumerate(values):
         value = np.ascontiguousarray(np.broadcast_to(value, shape))
-        program.registers[f"${len(kinds) + i}"] = value.view(
+        block.registers[f"${len(kinds) + i}"] = value.view(
             np.uint64 if value.dtype.itemsize == 8 else np.uint32
         )
     for i, constraint in enumerate(constraints.split(",")):
         if constraint.isdigit():  # an input in the register of an output
-            program.registers[f"${constraint}"] = program.registers[f"${i}"]
+            block.registers[f"${constraint}"] = block.registers[f"${i}"]
     if "global_smem" in asm:
-        program.registers["$0"] = np.full(shape, SMEM_BASE, np.uint32)
+        block.registers["$0"] = np.full(shape, SMEM_BASE, np.uint32)
     elif "wait_group" in asm:
         while len(committed) > int(asm.split("wait_group")[1].split(";")[0]):
             for to, words in committed.pop(0):
@@ -242,12 +242,12 @@ def inline_asm_elementwise(
         text = asm.strip().removeprefix("{").removesuffix("}") if asm.lstrip().startswith("{") else asm
         for line in map(str.strip, re.split(r";|\w+:", text)):
             if line and not line.startswith(".reg"):
-                program.line(line)
+                block.line(line)
     numpy_of = {tl.float32: np.float32, tl.int32: np.int32}
     made = tuple(
         tl.tensor(
             TensorHandle(
-                np.ascontiguousarray(program.registers.get(f"${i}", np.zeros(shape, np.uint32))).view(
+                np.ascontiguousarray(block.registers.get(f"${i}", np.zeros(shape, np.uint32))).view(
                     numpy_of[kind]
                 ),
                 kind,

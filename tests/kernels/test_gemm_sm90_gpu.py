@@ -1,4 +1,4 @@
-"""The tall kernel of Hopper on the GPU: every format, every launch shape, rows beside the table."""
+"""`gemm_sm90` on the GPU: every format, every launch configuration, activations with odd strides."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from .cases import Case, random_layout, relative_error
 
 pytestmark = pytest.mark.gpu
 LIMIT = {torch.float16: 3e-3, torch.bfloat16: 1.2e-2}
-SETTINGS = [*HOPPER, (32, 16, 1, 0, 2), (64, 16, 1, 0, 2)]  # 16 warps: the rule's, with residuals
+SETTINGS = [*HOPPER, (32, 16, 1, 0, 2), (64, 16, 1, 0, 2)]  # 16 warps: the heuristic's, with residuals
 NAMES = ("tokens", "warps", "tiles", "ahead", "split")
 
 CASES = [
@@ -72,7 +72,7 @@ def test_linear(case: Case) -> None:
     x = torch.randn(case.m, case.k, device="cuda", dtype=case.dtype)
     bias = torch.randn(case.n, device="cuda", dtype=case.dtype) if case.bias else None
     poison = torch.full((8, case.m, case.n), torch.nan, device="cuda")
-    del poison  # what was there before is what the output and the partial products get
+    del poison  # the allocator hands its memory to the output and the partial sums
     y = linear(x, layout, bias)
     assert relative_error(y, reference.linear(x, layout, bias)) < LIMIT[case.dtype]
     assert torch.equal(y, linear(x, layout, bias))
@@ -94,15 +94,15 @@ def test_every_launch_shape(setting: tuple[int, ...], density: float) -> None:
     assert relative_error(y, reference.linear(x, layout, bias)) < LIMIT[torch.float16]
 
 
-def test_a_crowded_block_of_residuals() -> None:
-    """More entries in a block of 16 x 256 than two rounds of a warp take."""
+def test_many_residuals_in_one_k_tile() -> None:
+    """More entries in a k_tile than two rounds of a warp cover."""
     layout = random_layout(Case(format="codebook", bits=3, n=64, k=1024, m=48, density=0.3), "cuda")
     for dtype, limit in LIMIT.items():
         x = torch.randn(48, 1024, device="cuda", dtype=dtype)
         assert relative_error(linear(x, layout), reference.linear(x, layout)) < limit
 
 
-def test_activations_that_are_no_whole_rows() -> None:
+def test_activations_with_a_row_stride() -> None:
     layout = random_layout(Case(format="grid", bits=2, n=64, k=1024, m=48), "cuda")
     wide = torch.randn(48, 1031, device="cuda", dtype=torch.float16)
     for x in (wide[:, 3:1027], wide[:, 4:1028], wide.T.contiguous().T[:, :1024]):

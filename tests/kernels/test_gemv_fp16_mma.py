@@ -19,7 +19,7 @@ from requant_kernels.scalar.gemv_fp16_mma import (
 )
 
 from .cases import Case, random_layout
-from .compile_offline import Machine, compile_kernel
+from .compile_offline import Machine, compile_kernel, counts_instructions
 
 FAST = (16, 2, 2, HALVES | TEAM, 0)
 # instructions per weight in the loop, two tiles per warp; `gemv.py` has 2.1 to 2.3
@@ -48,6 +48,7 @@ def plain_grid(bits: int, **given: object) -> GridLayout:
     return layout
 
 
+@counts_instructions
 @pytest.mark.parametrize("bits", CEILING)
 @pytest.mark.parametrize(
     "setting",
@@ -70,6 +71,7 @@ def test_one_instruction_makes_two_weights(setting: tuple[int, ...], bits: int) 
     assert smem_bytes(layout, decode_setting(setting)) <= machine.shared[0]
 
 
+@counts_instructions
 @pytest.mark.parametrize("bits", CEILING)
 def test_bfloat16_and_zero_points_cost_little(bits: int) -> None:
     plain, zeros = plain_grid(bits), plain_grid(bits, zero_points=True)

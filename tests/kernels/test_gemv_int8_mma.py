@@ -14,7 +14,7 @@ from requant_kernels.launch_config import BYTES, DecodeConfig, decode_setting
 from requant_kernels.scalar.gemv_int8_mma import gemv_int8_mma_kernel, kernel_config, smem_layout, supports
 
 from .cases import Case, random_layout
-from .compile_offline import Machine, compile_kernel
+from .compile_offline import Machine, compile_kernel, counts_instructions
 
 LAUNCHES = sorted({setting for setting in DECODE + SPARSE if setting[3] & BYTES})
 FAST = ((4, 2, 2, BYTES, 0), (8, 2, 2, BYTES, 0))
@@ -58,6 +58,7 @@ def plain_grid(
     return layout
 
 
+@counts_instructions
 @pytest.mark.parametrize("bits", CEILING)
 @pytest.mark.parametrize(
     "setting",
@@ -76,6 +77,7 @@ def test_one_instruction_makes_four_weights(setting: tuple[int, ...], bits: int)
     assert smem.pipeline < smem.size <= machine.shared[0] < smem.size + 1024
 
 
+@counts_instructions
 @pytest.mark.parametrize("bits", ONE_FAST)
 def test_residuals_use_the_pipeline_stages(bits: int) -> None:
     """A slice is two copies per lane, issued beside or after the last weight tiles, and multiplied after the last one."""
@@ -101,6 +103,7 @@ def sparse_grid(bits: int, n: int, k: int, slices: int) -> GridLayout:
     return replace(layout, packed_codes=layout.packed_codes.new_empty(n // 16, 1), n=n, sparse=ell)
 
 
+@counts_instructions
 def test_activations_are_reloaded_where_one_more_cta_fits() -> None:
     """28672 x 8192, 3 bits: three CTAs per SM, as without residuals, and registers for three."""
     setting = (8, 2, 2, BYTES, 0)
@@ -130,6 +133,7 @@ def test_slices_per_stage() -> None:
         assert smem.slices_per_stage == per_stage and per_stage * 1024 <= smem.pipeline // (stages * warps)
 
 
+@counts_instructions
 @pytest.mark.parametrize("bits", ONE_FAST)
 def test_zero_points_cost_a_conversion(bits: int) -> None:
     """One per 128 weights, and their loads; nothing else is added to the loop."""
@@ -139,6 +143,7 @@ def test_zero_points_cost_a_conversion(bits: int) -> None:
     assert machine.mma_loop.total() < without.mma_loop.total() + 0.13 * 256
 
 
+@counts_instructions
 def test_loads_of_several_k_tiles_are_in_flight_together() -> None:
     """No branch between the loads of activations, which would serialize them."""
     assert kernel_config(plain_grid(2, k=8192), torch.float16, decode_setting(FAST[1])).k_tiles_per_step == 4

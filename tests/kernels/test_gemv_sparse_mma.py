@@ -26,7 +26,7 @@ from requant_kernels.scalar.gemv_sparse_mma import (
 )
 
 from .cases import Case, random_layout, relative_error
-from .compile_offline import Machine, compile_kernel
+from .compile_offline import Machine, compile_kernel, counts_instructions
 from .ptx_model import run_block, transposed_matrices
 
 LANE = np.arange(32)
@@ -164,7 +164,7 @@ def machine_of(
 
 
 def chosen_launches() -> list[tuple[str, int, tuple[int, int], int]]:
-    """Of the table: kind, bits, warps and k_tiles per step, registers."""
+    """Of the table: format, bits, warps and k_tiles per step, registers."""
     return sorted(
         (name.split()[1].partition("+")[0], int(name.split()[2]), (setting[0], setting[2]), setting[4])
         for table in json.loads(TABLE.read_text()).values()
@@ -173,11 +173,13 @@ def chosen_launches() -> list[tuple[str, int, tuple[int, int], int]]:
     )
 
 
-@pytest.mark.parametrize(("kind", "bits", "launch", "registers"), chosen_launches())
-def test_no_launch_spills(kind: str, bits: int, launch: tuple[int, int], registers: int) -> None:
-    assert machine_of(kind, bits, launch=launch, registers=registers).stack == 0
+@counts_instructions
+@pytest.mark.parametrize(("format", "bits", "launch", "registers"), chosen_launches())
+def test_no_launch_spills(format: str, bits: int, launch: tuple[int, int], registers: int) -> None:
+    assert machine_of(format, bits, launch=launch, registers=registers).stack == 0
 
 
+@counts_instructions
 @pytest.mark.parametrize(("bits", "ceiling"), [(2, 4.0), (3, 4.2), (4, 4.2)])
 def test_instructions_per_weight(bits: int, ceiling: float) -> None:
     """Including 1.2 for the loop over residuals beyond 64 of a k_tile, which is rarely entered."""
@@ -193,7 +195,7 @@ def test_instructions_per_weight(bits: int, ceiling: float) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "bits", "group", "zeros", "dtype", "even"),
+    ("format", "bits", "group", "zeros", "dtype", "even"),
     [
         ("grid", 3, 256, True, torch.bfloat16, False), ("grid", 8, 128, True, torch.float16, True),
         ("grid", 4, 32, True, torch.float16, False), ("codebook", 3, 0, False, torch.bfloat16, True),
@@ -201,9 +203,17 @@ def test_instructions_per_weight(bits: int, ceiling: float) -> None:
     ],
 )  # fmt: skip
 def test_every_format_compiles(
-    kind: str, bits: int, group: int, zeros: bool, dtype: torch.dtype, even: bool
+    format: str, bits: int, group: int, zeros: bool, dtype: torch.dtype, even: bool
 ) -> None:
     machine = machine_of(
-        kind, bits, launch=(8, 1), dtype=dtype, group=group, zeros=zeros, even=even, bias=True, registers=None
+        format,
+        bits,
+        launch=(8, 1),
+        dtype=dtype,
+        group=group,
+        zeros=zeros,
+        even=even,
+        bias=True,
+        registers=None,
     )
     assert machine.stack == 0
