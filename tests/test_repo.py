@@ -11,7 +11,6 @@ import typer
 
 from requant.cli import app
 from requant.models.loading import ALIASES
-from requant.quantizers.registry import METHODS
 from requant.recipe.yaml_files import available_recipes, load_recipe
 
 ROOT = Path(__file__).parents[1]
@@ -142,11 +141,6 @@ def test_recipes_of_the_studies_load_and_read_shared_files(file: Path, shared: C
         assert shared(path.removeprefix("../shared/")).exists()
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_every_method_has_its_test_file(method: str) -> None:
-    assert (ROOT / "tests" / "requant" / "quantizers" / f"test_{method}.py").is_file()
-
-
 def test_no_folders_or_hosts_of_a_machine() -> None:
     """Nothing in the project depends on, or speaks of, where it was made."""
     forbidden = re.compile(
@@ -187,6 +181,7 @@ OPTIONS = {
     "bench": "against as_json batch checkpoint compile device dtype new_tokens prompt_tokens tune",
     "serve": "api_key checkpoint context device dtype host max_tokens_limit max_waiting name port quiet",
     "recipes": "as_json",
+    "methods": "as_json",
 }
 
 
