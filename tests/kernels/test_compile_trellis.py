@@ -16,7 +16,7 @@ from requant_kernels.trellis.dequantize import dequantize_constants, trellis_deq
 from requant_kernels.trellis.gemv import gemv_constants, padded_columns, trellis_gemv_kernel  # noqa: E402
 from requant_kernels.trellis.layout import k64_per_unit  # noqa: E402
 
-from .compile_offline import Machine, compile_kernel  # noqa: E402
+from .compile_offline import Machine, compile_kernel, counts_instructions  # noqa: E402
 
 TRELLIS_CEILING = {  # instructions a weight, in the loop over steps
     ("mul1", 2): 3.2, ("pair", 2): 1.75, ("mul1", 4): 3.4, ("mul1", 2.25): 3.5, ("3inst", 2): 5.5,
@@ -61,6 +61,7 @@ def trellis_machine(
     )  # fmt: skip
 
 
+@counts_instructions
 @pytest.mark.parametrize(("code", "bits"), TRELLIS_CEILING)
 @pytest.mark.parametrize("shared", [True, False])
 def test_trellis_instructions_a_weight(
@@ -85,6 +86,7 @@ def test_trellis_instructions_a_weight(
         assert machine.opcodes["BAR"] <= 2
 
 
+@counts_instructions
 @pytest.mark.slow
 @pytest.mark.parametrize("tokens", [1, 8, 16])
 @pytest.mark.parametrize(
@@ -130,6 +132,7 @@ EVERY_ODD += [
 ]
 
 
+@counts_instructions
 @pytest.mark.parametrize(
     ("code", "bits", "n", "k", "tokens", "launch"),
     [*ODD, *(pytest.param(*case, marks=pytest.mark.slow) for case in EVERY_ODD if case not in ODD)],
@@ -161,6 +164,7 @@ def test_trellis_launches_that_do_not_fit_are_refused(launch: tuple[int, int, in
         trellis_machine("mul1", 2, launch=launch)
 
 
+@counts_instructions
 @pytest.mark.parametrize("units", [{}, {"units": 1}], ids=str)
 def test_dequantize_compiles(units: dict[str, int]) -> None:
     constants = dequantize_constants("mul1", 9, 1, num_warps=4) | units
@@ -172,6 +176,7 @@ def test_dequantize_compiles(units: dict[str, int]) -> None:
     assert machine.instructions < 8 * weights
 
 
+@counts_instructions
 @pytest.mark.parametrize(
     ("code", "bits", "k", "launch"),
     [("pair", 2, 4096, (16, 2, 1)), ("mul1", 2, 2048, (16, 4, 1)), ("mul1", 4, 256, (16, 1, 2)),

@@ -19,7 +19,7 @@ from requant_kernels.trellis.gemm_sm90 import activation_stages, gemm_constants,
 from requant_kernels.trellis.layout import k64_per_unit
 
 from .cases import random_trellis
-from .compile_offline import Machine, compile_kernel
+from .compile_offline import Machine, compile_kernel, counts_instructions
 from .ptx_model import run_ptx
 
 KINDS = [
@@ -137,6 +137,7 @@ def multiply_machine(
 CEILING = {("mul1", 2): 5.1, ("pair", 2): 4.1, ("mul1", 4): 5.3, ("mul1", 2.25): 5.4, ("3inst", 2): 5.8}
 
 
+@counts_instructions
 @pytest.mark.parametrize(("code", "bits"), CEILING)
 def test_products_run_on_while_weights_are_decoded(code: str, bits: float) -> None:
     machine = multiply_machine(code, bits, launch=(64, 8, 2, 0))
@@ -152,6 +153,7 @@ def test_products_run_on_while_weights_are_decoded(code: str, bits: float) -> No
 LAUNCHES = sorted({setting[:4] for setting in autotune.CODE_HOPPER})
 
 
+@counts_instructions
 @pytest.mark.parametrize(
     ("code", "bits"),
     [
