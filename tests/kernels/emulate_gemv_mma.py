@@ -19,10 +19,10 @@ from case_selection import selected
 from cases import Case, random_layout, relative_error
 from ptx_model import float_product, integer_product, permute_bytes
 from requant_kernels.common.inline_ptx import SMEM_UNIT, smem_units
-from requant_kernels.common.occupancy import SM_BYTES
+from requant_kernels.common.occupancy import SM_SMEM_BYTES
 from requant_kernels.common.packing import GridLayout, Layout
 from requant_kernels.fallback import reference
-from requant_kernels.launch_config import DecodeConfig
+from requant_kernels.launch_config import Fp16MmaConfig, Int8MmaConfig, LaunchConfig
 from requant_kernels.scalar import gemv_fp16_mma, gemv_int8_mma
 from requant_kernels.scalar.gemv_int8_mma import smem_layout
 from torch import Tensor
@@ -305,14 +305,15 @@ def one_token() -> None:
 def check_one(case: Case, launch: tuple[int, int, int], *, reload: bool = False) -> None:
     """`reload`: shared memory has no space for unquantized activations beside the others, so they are loaded again."""
     warps, tiles, stages = launch
-    layout, config = random_layout(case, "cpu"), DecodeConfig(warps=warps, tiles=tiles, unroll=stages)
+    layout = random_layout(case, "cpu")
+    config = Int8MmaConfig(num_warps=warps, tiles_per_cta=tiles, num_stages=stages)
     assert isinstance(layout, GridLayout)
     if reload:
         smem = smem_layout(layout, config, 132)
-        gemv_int8_mma.SM_BYTES = (smem_units(smem.size - 2 * case.k) + 1) * SMEM_UNIT.value
+        gemv_int8_mma.SM_SMEM_BYTES = (smem_units(smem.size - 2 * case.k) + 1) * SMEM_UNIT.value
     assert reload == (smem_layout(layout, config, 132).max_registers is not None)
-    check(case, layout, config, gemv_int8_mma.gemv_int8_mma, gemv_int8_mma.supports)
-    gemv_int8_mma.SM_BYTES = SM_BYTES
+    check(case, layout, config, gemv_int8_mma.gemv_int8_mma, gemv_int8_mma)
+    gemv_int8_mma.SM_SMEM_BYTES = SM_SMEM_BYTES
 
 
 def several_tokens() -> None:
@@ -332,22 +333,28 @@ def several_tokens() -> None:
             (Case(format="grid", bits=4, n=16, k=512, m=4, dtype=torch.bfloat16), (2, 1, 2, 1)),
         ]
     ):
-        config = DecodeConfig(warps=warps, tiles=tiles, unroll=stages, teams=groups, ahead=case.bits == 3)
-        check(case, random_layout(case, "cpu"), config, gemv_fp16_mma.gemv_fp16_mma, gemv_fp16_mma.supports)
+        config = Fp16MmaConfig(
+            num_warps=warps,
+            tiles_per_warp_group=tiles,
+            num_stages=stages,
+            warp_groups=groups,
+            prefetch=case.bits == 3,
+        )
+        check(case, random_layout(case, "cpu"), config, gemv_fp16_mma.gemv_fp16_mma, gemv_fp16_mma)
 
 
 def check(
     case: Case,
     layout: Layout,
-    config: DecodeConfig,
+    config: LaunchConfig,
     kernel: Callable[..., Tensor],
-    supports: Callable[..., bool],
+    module: Any,
 ) -> None:
     """One product against float64."""
     x = torch.randn(case.m, case.k).to(case.dtype)
     x[0, ::77] *= 50
     bias = torch.randn(case.n).to(case.dtype) if case.bias and case.m > 1 else None
-    assert supports(x, layout, config)
+    assert module.supports(layout, case.m, x.device) and module.fits(layout, config, x.device)
     SHARED[:] = GARBAGE
     committed.clear()
     error = relative_error(kernel(x, layout, bias, config), reference.linear(x, layout, bias))

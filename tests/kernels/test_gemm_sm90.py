@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton.experimental.gluon")
 
 from requant_kernels import autotune, heuristics
-from requant_kernels.launch_config import HopperConfig
+from requant_kernels.launch_config import GemmSm90Config, Shape
 from requant_kernels.scalar.gemm_sm90 import gemm_sm90_kernel, launch_constants, x_layout
 from requant_kernels.scalar.gemm_sm90_ptx import DEFAULT_SMEM, dequant
 from requant_kernels.scalar.permute import permute_kernel
@@ -21,7 +21,7 @@ def machine_of(
 ) -> Machine:  # fmt: skip
     """`launch`: tokens, warps, row tiles per warp, prefetch_at."""
     tokens, warps, tiles, ahead = launch
-    config = HopperConfig(tokens=tokens, warps=warps, tiles=tiles, ahead=ahead)
+    config = GemmSm90Config(tokens_per_cta=tokens, num_warps=warps, tiles_per_warp=tiles, prefetch_at=ahead)
     constants = launch_constants(
         dequant(format, bits, dtype, group, zeros=zeros, sparse=sparse), config, sparse=sparse, direct=direct
     )
@@ -72,7 +72,7 @@ def test_no_launch_of_the_heuristic_spills(launch: tuple[int, ...], direct: int)
 
 
 OPT_IN, SYSTEM = 227 << 10, 1 << 10  # bytes of shared memory of a CTA: the most, and what CUDA keeps of it
-LAUNCHES = sorted({setting[:4] for setting in autotune.HOPPER} | {(32, 16, 1, 0), (64, 16, 1, 0)})
+LAUNCHES = sorted({launch for launch, _ in autotune.GEMM_SM90} | {(32, 16, 1, 0), (64, 16, 1, 0)})
 
 
 def test_every_launch_of_the_heuristic_is_tested_here() -> None:
@@ -81,8 +81,9 @@ def test_every_launch_of_the_heuristic_is_tested_here() -> None:
         for bits in range(2, 9 if format.startswith("grid") else 5):
             for n, k in ((16, 16), (300, 1500), (4096, 4096), (32768, 8192), (128256, 4096)):
                 for width in (32, 64, 128, 256, 512):
-                    config = heuristics._hopper_config(format, bits, n, k, width, device)
-                    assert (config.tokens, config.warps, config.tiles, config.ahead) in LAUNCHES
+                    config = heuristics.gemm_sm90(Shape(format, bits, n, k, width), device)
+                    tiling = config.tokens_per_cta, config.num_warps, config.tiles_per_warp
+                    assert (*tiling, config.prefetch_at) in LAUNCHES
 
 
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])

@@ -3,17 +3,20 @@
 import pytest
 import torch
 from requant_kernels import linear
-from requant_kernels.autotune import HOPPER
+from requant_kernels.autotune import all_candidates
+from requant_kernels.common.device import supports_sm90
 from requant_kernels.fallback import reference
-from requant_kernels.heuristics import HOPPER_VARIABLE, runs_on_hopper
-from requant_kernels.launch_config import HopperConfig
+from requant_kernels.launch_config import GemmSm90Config, Shape
 
 from .cases import Case, random_layout, relative_error
 
 pytestmark = pytest.mark.gpu
 LIMIT = {torch.float16: 3e-3, torch.bfloat16: 1.2e-2}
-SETTINGS = [*HOPPER, (32, 16, 1, 0, 2), (64, 16, 1, 0, 2)]  # 16 warps: the heuristic's, with residuals
-NAMES = ("tokens", "warps", "tiles", "ahead", "split")
+LAUNCHES = [
+    *all_candidates("gemm_sm90", Shape("grid", 3, 720, 2100, 128)),
+    # the rule's, with residuals
+    *(GemmSm90Config(tokens_per_cta=tokens, num_warps=16, split_k=2) for tokens in (32, 64)),
+]
 
 CASES = [
     Case(
@@ -58,10 +61,8 @@ CASES += [
 
 
 @pytest.fixture(autouse=True)
-def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(HOPPER_VARIABLE, raising=False)
-    layout = random_layout(CASES[0], "cuda")
-    if not runs_on_hopper(layout, layout.packed_codes.device):
+def on_hopper() -> None:
+    if not supports_sm90(torch.device("cuda", torch.cuda.current_device())):
         pytest.skip("this GPU has no wgmma")
 
 
@@ -78,19 +79,17 @@ def test_linear(case: Case) -> None:
     assert torch.equal(y, linear(x, layout, bias))
 
 
-@pytest.mark.parametrize(
-    ("setting", "density"),
-    [(s, 0.01 * (s[4] - 1)) for s in SETTINGS if s[4] <= 2],
-    ids=str,
-)
-def test_every_launch_shape(setting: tuple[int, ...], density: float) -> None:
+@pytest.mark.parametrize("config", [c for c in LAUNCHES if getattr(c, "split_k", 0) <= 2], ids=str)
+def test_every_launch_config(config: GemmSm90Config) -> None:
     from requant_kernels.scalar.gemm_sm90 import gemm_sm90
 
     torch.manual_seed(0)
-    layout = random_layout(Case(format="grid", bits=3, n=720, k=2100, m=90, density=density), "cuda")
+    layout = random_layout(
+        Case(format="grid", bits=3, n=720, k=2100, m=90, density=0.01 * (config.split_k - 1)), "cuda"
+    )
     x = torch.randn(90, 2100, device="cuda", dtype=torch.float16)
     bias = torch.randn(720, device="cuda", dtype=torch.float16)
-    y = gemm_sm90(x, layout, bias, HopperConfig(**dict(zip(NAMES, setting, strict=True))))
+    y = gemm_sm90(x, layout, bias, config)
     assert relative_error(y, reference.linear(x, layout, bias)) < LIMIT[torch.float16]
 
 

@@ -1,6 +1,6 @@
 """`gemv_sparse_mma` without a GPU: its PTX run for the lanes of a warp, and the machine code that ptxas makes of it."""
 
-import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,8 +11,7 @@ pytest.importorskip("triton.experimental.gluon")
 
 from requant_kernels.common.fragment_dequant import scaled_activations
 from requant_kernels.fallback import reference
-from requant_kernels.heuristics import TABLE
-from requant_kernels.launch_config import GATHERED, DecodeConfig
+from requant_kernels.launch_config import TABLE, SparseMmaConfig, read_table
 from requant_kernels.scalar.gemv_sparse_mma import (
     NO_ENTRY,
     SCALE,
@@ -145,37 +144,39 @@ def machine_of(
     format: str, bits: int, *, launch: tuple[int, ...] = (4, 3), dtype: torch.dtype = torch.float16, group: int = 128,
     zeros: bool = False, even: bool = True, bias: bool = False, registers: int | None = 128,
 ) -> Machine:  # fmt: skip
-    """`launch`: warps, k_tiles per step."""
-    warps, unroll = launch
+    """`launch`: warps, stages."""
+    warps, stages = launch
     k = max(256 * warps, group) if even else max(256 * warps, group) + 256
     case = Case(
         format=format, bits=bits, n=16, k=k, m=1, group_size=group or k, zero_points=zeros, density=0.02
     )
-    config = DecodeConfig(warps=warps, unroll=unroll, pdl=True)
+    config = SparseMmaConfig(num_warps=warps, num_stages=stages)
+    constants = replace(kernel_config(random_layout(case, "cpu"), dtype, config), pdl=True)
     name = "fp16" if dtype == torch.float16 else "bf16"
     pointers = dict.fromkeys(("s_ptr", "z_ptr", "coo_ptr", "block_ptr", "row_perm_ptr"), "*i32") | {
         "bias_ptr": f"*{name}"
     }
     absent = (() if zeros else ("z_ptr",)) + (() if bias else ("bias_ptr",))
     return compile_kernel(
-        gemv_sparse_mma_kernel, {"CONFIG": kernel_config(random_layout(case, "cpu"), dtype, config)}, capability=90,
+        gemv_sparse_mma_kernel, {"CONFIG": constants}, capability=90,
         dtype=name, pointers=pointers, absent=absent, warps=warps, max_registers=registers,
     )  # fmt: skip
 
 
-def chosen_launches() -> list[tuple[str, int, tuple[int, int], int]]:
-    """Of the table: format, bits, warps and k_tiles per step, registers."""
+def chosen_launches() -> list[tuple[str, int, tuple[int, int], int | None]]:
+    """Of the table: format, bits, warps and stages, registers."""
     return sorted(
-        (name.split()[1].partition("+")[0], int(name.split()[2]), (setting[0], setting[2]), setting[4])
-        for table in json.loads(TABLE.read_text()).values()
-        for name, setting in table.items()
-        if name.startswith("decode") and setting[3] & GATHERED
-    )
+        (shape.format.partition("+")[0], int(shape.bits), (config.num_warps, config.num_stages), config.max_registers)
+        for rows in read_table(TABLE).values()
+        for shape, configs in rows.items()
+        for config in configs.values()
+        if isinstance(config, SparseMmaConfig)
+    )  # fmt: skip
 
 
 @counts_instructions
 @pytest.mark.parametrize(("format", "bits", "launch", "registers"), chosen_launches())
-def test_no_launch_spills(format: str, bits: int, launch: tuple[int, int], registers: int) -> None:
+def test_no_launch_spills(format: str, bits: int, launch: tuple[int, int], registers: int | None) -> None:
     assert machine_of(format, bits, launch=launch, registers=registers).stack == 0
 
 
