@@ -21,9 +21,9 @@ Nodes = Literal["gauss2", "gauss4", "midpoint", "simpson", "plain32"]
 class Calibration:
     """The text that statistics are measured on, and the model they are measured in.
 
-    `inputs` of a matrix come from the original model, from one whose earlier blocks are quantized (`quantized`), or from one
-    in which all that comes before is quantized, with the original's outputs as the aim (`corrected`:
-    `quantizers/correction.py`). Gradients are always the original's.
+    `inputs`: the model whose activations are a matrix's inputs: the original, one with all earlier blocks quantized
+    (`quantized`), or one with all earlier matrices quantized, where the weight is corrected to restore the original's
+    outputs (`corrected`: `quantizers/correction.py`). Gradients are always the original's.
     """
 
     # Files, a datasets name, `demo` or `self`; empty: `demo` for the demo model, else the training part of WikiText-2.
@@ -50,14 +50,14 @@ class Sensitivity:
 class Detach:
     """The sparse part (paper: r_o, r_s and beta), as fractions of all quantized weights.
 
-    `outlier_rule`: `adaptive` is Algorithm 1, `uniform` gives every matrix the same share, `iqr` is SqueezeLLM's
+    `outlier_rule`: `adaptive` is Algorithm 1, `uniform` gives every matrix the same fraction, `iqr` is SqueezeLLM's
     (largest |w| over the matrix's interquartile range, over all matrices). `values`: how a residual is stored; `int8`
     saves 8 of the 24 bits of an entry.
     """
 
     outlier_fraction: float = 0.0045
     outlier_rule: Literal["adaptive", "uniform", "iqr"] = "adaptive"
-    temperatures: tuple[float, ...] = (0.5, 1.0)  # 0.5 won on bench-32m at every width
+    temperatures: tuple[float, ...] = (0.5, 1.0)  # both are tried; 0.5 won on bench-32m at all bits
     significant_fraction: float = 0.0005
     steps: int = 2
     values: Literal["float16", "int8"] = "float16"
@@ -99,11 +99,11 @@ class Finetune:
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """What may be paid, in real bytes; without `bits` and `size` every matrix takes the quantizer's own width.
+    """A budget of stored bytes; without `bits` and `size` every matrix takes the quantizer's own bits.
 
-    `bits`: everything stored for the quantized matrices, over their weights. `size`: bytes of the weight files, all
-    they hold. `head_bits` and `embedding_bits` store the head and the embedding on grids of that width (one tensor
-    where they are tied); None leaves them as they are with `bits`, and to the allocator with `size`. `quarters`: methods
+    `bits`: all bytes stored for the quantized matrices, in bits a weight. `size`: all bytes of the weight files.
+    `head_bits` and `embedding_bits` quantize the head and the embedding to grids of these bits (one tensor where they are
+    tied); None: not quantized with `bits`, chosen by the allocation with `size`. `quarters`: methods
     that take quarters of a bit may use them (2.25, 2.5, 2.75). `outliers`: in mode `best`, a codebook may store the weights
     that its levels represent worst as floats, where that is worth their two bytes.
     """
@@ -120,7 +120,10 @@ class Budget:
         _require(self.bits is None or 1 <= self.bits <= 8, "budget.bits", self.bits, "1 to 8")  # NaN is not
         _require(self.size is None or self.size >= 1, "budget.size", self.size, "a number of bytes")
         _require(
-            self.bits is None or self.size is None, "budget.size", self.size, "no value beside budget.bits"
+            self.bits is None or self.size is None,
+            "budget.size",
+            self.size,
+            "no value together with budget.bits",
         )
 
 
@@ -133,7 +136,7 @@ class Evaluation:
     field: str = "text"
     context: int = 2048
     windows: int = 20
-    samples: int = 2  # beginnings of windows that both models continue, for the report; 0: none
+    samples: int = 2  # window beginnings that both models continue, for the report; 0: none
 
     def __post_init__(self) -> None:
         _require(self.context >= 8, "evaluation.context", self.context, "8 or more")

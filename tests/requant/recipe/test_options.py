@@ -180,7 +180,7 @@ def test_budgets_replace_one_another(tmp_path: Path) -> None:
     [
         ({"head_bits": 7}, "head_bits is '7'.*4, 5, 6, 8, 16"),
         ({"bits": 0.5}, "budget.bits is 0.5; it takes 1 to 8"),
-        ({"bits": 3.0, "size": 5}, "budget.size is 5; it takes no value beside budget.bits"),
+        ({"bits": 3.0, "size": 5}, "budget.size is 5; it takes no value together with budget.bits"),
         ({"size": 0}, "budget.size is 0"),
         ({"predictor": "curve"}, "predictor is 'curve' .did you mean 'curvature'"),
     ],
