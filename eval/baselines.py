@@ -1,14 +1,15 @@
 """Every method at 4, 3 and 2 bits under the peers' protocol (`common.py`), by the product's own functions.
 
-    python -m eval.baselines [--model FOLDER] [--data FOLDER] [--out FOLDER]
+    python -m eval.baselines [--model FOLDER] [--data FOLDER] [--out FOLDER] [--only LABEL]
 
 Writes `baselines-MODEL.json`; `peers.json` holds what the peers' own code, or a re-implementation of it, measured on
 the same model, texts and windows. SqueezeLLM's own sparse part is the one ReQuant is compared with, at equal entries.
 """
 
 import dataclasses
+import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,6 +21,7 @@ from eval.common import (
     MODEL,
     Study,
     bits_per_weight,
+    environment,
     header,
     open_study,
     quality,
@@ -27,7 +29,8 @@ from eval.common import (
     write_json,
 )
 from eval.markdown import RESULTS
-from requant.pipeline.paper import global_top, iqr_outliers, requant_as_published
+from requant.pipeline.detach import global_top
+from requant.pipeline.paper import iqr_outliers, requant_as_published
 from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Detach, Sensitivity
 from requant.run.context import RunContext, Weights
@@ -68,6 +71,8 @@ PUBLISHED = {"level_bits": 16}  # levels as the peers store them
 SPARSE = Detach(outlier_fraction=0.0045, significant_fraction=0.0005)
 PLANS = (
     Plan(label="RTN g128", method="rtn"),
+    Plan(label="HQQ g128", method="hqq"),
+    Plan(label="HQQ g64", method="hqq", options={"group_size": 64}),  # the authors' group size
     Plan(label="GPTQ g128", method="gptq", inputs="quantized"),  # block by block, as published
     Plan(label="GPTQ g128 act-order", method="gptq", options={"act_order": True}, inputs="quantized"),
     Plan(label="AWQ g128", method="awq"),
@@ -100,10 +105,10 @@ PLANS = (
 )
 
 
-def rows(study: Study) -> Iterator[dict[str, Any]]:
+def rows(study: Study, plans: Sequence[Plan] = PLANS) -> Iterator[dict[str, Any]]:
     """One row a plan and width."""
     for bits in BITS:
-        for plan in PLANS:
+        for plan in plans:
             started = time.perf_counter()
             calibration = dataclasses.replace(study.base.recipe.calibration, inputs=plan.inputs)
             changes = {"mode": "dense", "calibration": calibration, **plan.changes}
@@ -111,6 +116,13 @@ def rows(study: Study) -> Iterator[dict[str, Any]]:
             weights = plan.make(run)
             found = quality(study, run, weights, second=True)
             yield row_of(plan.label, run, started, bits=bits, **bits_per_weight(weights), **found)
+
+
+def with_row(rows: Sequence[dict[str, Any]], row: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows with this one in place of the one of its label and width, in the order of BITS and PLANS."""
+    labels = [plan.label for plan in PLANS]
+    others = [r for r in rows if (r["label"], r["bits"]) != (row["label"], row["bits"])]
+    return sorted([*others, row], key=lambda r: (BITS.index(r["bits"]), labels.index(r["label"])))
 
 
 def main(
@@ -121,13 +133,27 @@ def main(
     seq_len: Annotated[int, typer.Option(help="Tokens of a window.")] = 1024,
     windows: Annotated[int | None, typer.Option(help="Windows to score; all if not given.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
+    only: Annotated[
+        list[str] | None,
+        typer.Option(help="Label of a row to measure, repeatable; the file's other rows stay."),
+    ] = None,
 ) -> None:
+    file = out / f"baselines-{model.name}.json"
+    chosen = [plan for plan in PLANS if only is None or plan.label in only]
+    if not chosen:
+        raise typer.BadParameter(f"no row has that label; there are: {', '.join(p.label for p in PLANS)}.")
     study = open_study(model, data, num_samples=num_samples, seq_len=seq_len, windows=windows, device=device)
-    original = quality(study, study.base, {}, second=True)
-    results: dict[str, Any] = {**header(study), "original": original, "rows": []}
-    for row in rows(study):
-        results["rows"].append(row)
-        write_json(out / f"baselines-{model.name}.json", results)
+    results: dict[str, Any]
+    if only is None:
+        original = quality(study, study.base, {}, second=True)
+        results = {**header(study), "original": original, "rows": []}
+    else:
+        results = json.loads(file.read_text(encoding="utf-8"))
+    for row in rows(study, chosen):
+        if only is not None:  # measured elsewhere than the file's header says
+            row["environment"] = environment(study.prepared.model.device)
+        results["rows"] = with_row(results["rows"], row)
+        write_json(file, results)
         print(
             f"{row['bits']} {row['label']:32s} {row['bits_per_weight']:.3f} bits  ppl {row['perplexity']:.3f}  "
             f"KL {row['kl']:.4f}  second: ppl {row['second']['perplexity']:.2f} KL {row['second']['kl']:.4f}  "

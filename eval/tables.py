@@ -274,27 +274,34 @@ def speed_table(results: Path) -> str:
 
 
 def decoding_table(results: Path) -> str:
-    """Decoding of whole models of random weights, ours beside bf16, by batch size and setup."""
-    found = read(results, "end-to-end-h200")
+    """Decoding of whole models of random weights beside bf16 in the same setup."""
+    found = [
+        row for name in ("attention-h200", "end-to-end-h200") for row in read(results, name).get("rows", [])
+    ]
     rows = [
         [
             row["shape"],
             row["name"],
             str(row["batch"]),
-            ", ".join(
-                (["torch.compile"] if row["compiled"] else [])
-                + (["attention kernel"] if row["attention"] == "kernel" else [])
-            ),
+            "torch.compile" if row["compiled"] else "",
+            "requant's" if row["attention"] == "kernel" else "torch's",
+            f"{row['decode_tokens_per_s'] / row['times_bf16']:.0f}",
             f"{row['decode_tokens_per_s']:.0f}",
             f"{row['times_bf16']:.2f}",
-            f"{row['model_bytes'] / 2**30:.1f} GiB",
         ]
-        for row in found.get("rows", [])
-        if "failed" not in row
+        for row in found
+        if "failed" not in row and row["name"] != "bf16"
     ]
-    columns = ["shape", "weights", "sequences", "setup", "tokens/s", "times bf16", "weights in memory"]
-    if len({row[2] for row in rows}) == 1:  # nothing to compare
-        columns, rows = columns[:2] + columns[3:], [row[:2] + row[3:] for row in rows]
+    columns = [
+        "shape",
+        "weights",
+        "sequences",
+        "compiled",
+        "attention",
+        "bf16, tokens/s",
+        "requant, tokens/s",
+        "ratio",
+    ]
     return markdown(columns, rows)
 
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from requant_kernels.heuristics import launches_early
+from requant_kernels.common.device import supports_pdl
 
 BLOCK = 64
 
@@ -88,7 +88,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -
         torch.empty(b * heads, pieces, rows, dtype=torch.float32, device=q.device) for _ in range(2)
     )
     y = torch.empty(b, 1, h, width, dtype=q.dtype, device=q.device)
-    pdl = launches_early(q.device)
+    pdl = supports_pdl(q.device)
     early = {"launch_pdl": True} if pdl else {}
     shape = {"GROUP": group, "ROWS": rows, "D": width, "DP": padded, "PDL": pdl}
     bytes_ = None if mask is None else mask.view(torch.uint8)

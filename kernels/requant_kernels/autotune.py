@@ -1,236 +1,219 @@
-"""Launch shapes measured on this machine, on demand: `requant bench --tune`, REQUANT_AUTOTUNE=1, `kernels/bench/tune.py`.
+"""Launches measured on this machine, on demand: `requant bench --autotune`, REQUANT_AUTOTUNE=1, `kernels/bench/tune.py`.
 
-Every candidate of a kernel is timed on copies of one layout with cold caches (`timing.py`); the best is written under
-the GPU's name to `heuristics.cache_file()`, from where every later process takes it. It runs when a model is
-loaded, never inside a call, and so never inside the capture of a graph.
+Every candidate of a kernel is timed on copies of one layout with cold caches (`common/timing.py`); the best is written under
+the GPU's name to `launch_config.cache_file()`, from where every later process takes it. It runs when a model is loaded,
+never inside a call, and so never inside the capture of a graph.
 """
 
-import json
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, is_dataclass, replace
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from requant_kernels import heuristics
+from requant_kernels.common.device import H200_SMS
 from requant_kernels.common.packing import Layout
 from requant_kernels.common.timing import cold_time, copies_needed
-from requant_kernels.heuristics import DECODE_TOKENS, HOPPER_TOKENS, TALL_TOKENS, setting_name
+from requant_kernels.dispatch import Kernel, forget, kernels_of, shape_of
 from requant_kernels.launch_config import (
-    AHEAD,
-    BYTES,
-    GATHERED,
-    HALVES,
-    MASKED,
-    SHARE,
-    STAGED,
-    TEAM,
-    HopperConfig,
-    TallConfig,
-    decode_setting,
-    trellis_setting,
+    CONFIGS,
+    Fp16MmaConfig,
+    GemmConfig,
+    GemmSm90Config,
+    GemvConfig,
+    Int8MmaConfig,
+    LaunchConfig,
+    Shape,
+    SparseMmaConfig,
+    TrellisGemvConfig,
+    cache_file,
+    measured,
+    read_table,
+    write_table,
 )
-from requant_kernels.trellis.layout import CODES, TrellisLayout
+from requant_kernels.trellis.layout import TrellisLayout
 
-Setting = tuple[int, ...]
-# warps, tiles, unroll, activations ahead, most registers (0: as many as the compiler wants)
-DECODE: list[Setting] = [
-    (4, 1, 1, 1, 128), (8, 1, 1, 1, 128), (4, 1, 3, 0, 128), (8, 1, 3, 0, 128), (4, 2, 1, 1, 0), (4, 2, 2, 0, 168),
-    (4, 1, 2, 1, 128), (16, 1, 1, 1, 128), (4, 1, 4, 0, 128),
-    # one or two warps a tile, where tiles are many: all run at once, and little or nothing is added up at the end
-    (1, 1, 3, 0, 128), (1, 1, 2, 1, 128), (1, 1, 4, 0, 128), (2, 1, 3, 0, 128), (2, 1, 2, 1, 128), (2, 1, 4, 0, 128),
-    (1, 2, 2, 0, 168), (2, 2, 1, 1, 0), (2, 2, 2, 0, 168),
-    # one token of a grid, by `gemv_int8_mma.py`
-    (4, 1, 4, BYTES, 0), (2, 2, 4, BYTES, 0), (2, 4, 2, BYTES, 0),
-]  # fmt: skip
-OF_BYTES: list[Setting] = [
-    (*launch, BYTES, 0)
-    for launch in (
-        (4, 1, 2), (4, 2, 2), (4, 7, 2), (8, 1, 2), (8, 2, 2), (8, 2, 3), (8, 3, 2), (8, 4, 2), (16, 1, 2), (16, 2, 2),
-        (16, 4, 2),
-    )
-]  # fmt: skip
-DECODE += OF_BYTES
-# up to eight tokens, by `gemv_fp16_mma.py`: one, two or four teams
-OF_HALVES: list[Setting] = [
-    (*launch, HALVES | team * TEAM | ahead, 0)
-    for ahead in (0, AHEAD)
-    for team, launches in enumerate((
-        ((4, 2, 2), (4, 2, 3), (8, 1, 3), (8, 2, 2), (8, 2, 3), (4, 7, 2), (4, 4, 2), (8, 4, 2)),
-        ((4, 1, 3), (4, 2, 2), (4, 2, 3), (4, 4, 2), (4, 7, 2), (8, 1, 2), (8, 1, 3), (8, 2, 2), (8, 2, 3), (8, 4, 2),
-         (8, 7, 2), (4, 7, 3), (16, 1, 2), (16, 1, 3), (16, 2, 2)),
-        ((8, 1, 2), (8, 1, 3), (8, 2, 2), (8, 2, 3), (16, 1, 2), (16, 1, 3), (16, 2, 2), (16, 2, 3)),
-    ))
-    for launch in launches
-]  # fmt: skip
-# those of `gemv_int8_mma.py` with residuals, whose slots are turns of the ring: more of it, and wider programs
-OF_SPARSE_BYTES: list[Setting] = [
-    *OF_BYTES,
-    *((*launch, BYTES, 0) for launch in ((4, 2, 3), (4, 3, 2), (4, 4, 2))),
-]
-SPARSE: list[Setting] = [
-    (4, 1, 1, 1, 128),
-    (8, 1, 1, 1, 128),
-    (4, 1, 3, 0, 128),
-    (8, 1, 3, 0, 128),
-    (4, 1, 2, 0, 128),
-    (4, 1, 4, 0, 128),
-    (2, 1, 2, 0, 128),
-    (2, 1, 3, 0, 128),
-    # one token, residuals gathered from shared memory
-    *((4, 1, unroll, STAGED, 128) for unroll in (2, 3, 4)),
-    (2, 1, 2, STAGED, 128),
-    (8, 1, 1, AHEAD | STAGED, 128),
-    # several, by `gathered.py`
-    *((warps, 1, unroll, GATHERED, 128) for warps in (4, 8) for unroll in (1, 2)),
-    *OF_SPARSE_BYTES,
-]
-# warps, splits of the columns, stages
-TALL: list[Setting] = [
-    (warps, split, stages)
-    for warps, stages in ((4, 2), (4, 3), (8, 2), (8, 3), (16, 2))
-    for split in (1, 2, 4, 8)
-]
-# tokens, warps and tiles of a program, when words are requested, splits of the columns
-HOPPER: list[Setting] = [
-    (*program, split)
-    for program, splits in (
-        ((32, 4, 1, 0), (1, 2, 3, 4, 6, 8)), ((32, 8, 1, 0), (1, 2, 4, 8)), ((64, 4, 1, 0), (1, 2, 3, 4, 6, 8)),
-        ((64, 4, 2, 0), (1, 2, 4, 8)), ((64, 8, 1, 0), (1, 2, 3, 4, 6, 8)), ((64, 8, 2, 0), (1, 2, 4)),
-        ((128, 4, 2, 2), (1, 2, 4)), ((128, 8, 1, 0), (1, 2, 3, 4)), ((128, 8, 2, 3), (1, 2, 4)),
-    )
-    for split in splits
-]  # fmt: skip
-CODE_HOPPER: list[Setting] = [
-    (*program, split)
-    for program, splits in (
-        ((32, 4, 1, 0), (1, 2, 4, 8)), ((32, 8, 1, 0), (1, 2, 4, 8)), ((64, 4, 1, 0), (1, 2, 4, 8)),
-        ((64, 4, 2, 0), (1, 2, 4, 8)), ((64, 8, 1, 0), (1, 2, 3, 4, 6, 8)), ((64, 8, 2, 0), (1, 2, 4)),
-        ((128, 8, 1, 0), (1, 2, 3, 4)), ((128, 8, 2, 0), (1, 2, 4)), ((256, 8, 1, 2), (1, 2, 4, 8)),
-    )
-    for split in splits
-]  # fmt: skip
-# warps, tiles, units of columns at a time, whether the next launch may begin at once
-TRELLIS: list[Setting] = [
-    (*launch, early)
-    for launch in (
-        (8, 2, 2), (4, 2, 2), (16, 2, 1), (16, 4, 1), (8, 2, 4), (4, 2, 4), (8, 1, 2), (16, 1, 2), (8, 4, 2), (16, 2, 4),
-        (16, 2, 2), (8, 4, 1), (16, 7, 1),
-    )
-    for early in (0, AHEAD)
-]  # fmt: skip
-MOST_SHARES = 8  # programs of a multiprocessor, beyond which shared memory need not keep them apart
-PROCESSORS = 132  # of an H200; elsewhere a few candidates more or less
-AGREE = 3e-3  # relative Frobenius distance of two settings' results
-CANDIDATES = {"decode": DECODE + SPARSE, "tall": TALL, "hopper": HOPPER + CODE_HOPPER, "trellis": TRELLIS}
+MAX_CTAS_PER_SM = 8  # beyond so many a cap on them makes no difference
+RESULT_TOLERANCE = 3e-3  # relative Frobenius distance of two launches' results
 
 
-def kernel_of(layout: Layout | TrellisLayout, tokens: int) -> str | None:
-    """The kernel that has settings for this many tokens; None where cuBLAS multiplies."""
-    if tokens <= DECODE_TOKENS:
-        return "trellis" if isinstance(layout, TrellisLayout) else "decode"
-    if tokens <= HOPPER_TOKENS and heuristics.runs_on_hopper(layout, layout.packed_codes.device):
-        return "hopper"
-    return "tall" if not isinstance(layout, TrellisLayout) and tokens <= TALL_TOKENS else None
+class Candidate(NamedTuple):
+    """A kernel by name, and a launch of it."""
+
+    kernel: str
+    config: LaunchConfig
 
 
-def kind_of(layout: Layout | TrellisLayout) -> str:
-    """The name of a layout in the table."""
-    return layout.code if isinstance(layout, TrellisLayout) else heuristics.kind_of(layout)
-
-
-def width_of(kernel: str, tokens: int) -> int:
-    """The number of tokens that a kernel is compiled for, or settings are kept for."""
-    if kernel == "hopper":
-        return heuristics.hopper_width(tokens)
-    if kernel == "tall":
-        return max(16, 1 << (tokens - 1).bit_length())
-    if tokens == 1:
-        return 1
-    return 8 if tokens <= 8 else 16
-
-
-def candidates(kernel: str, kind: str, bits: float, n: int, k: int, width: int) -> list[Setting]:
-    """The settings that make sense for a layout and a width."""
-    found = CANDIDATES[kernel]
-    if kernel == "decode":
-        unknown = (STAGED if width > 1 else 0) | (GATHERED if width != 8 else 0)
-        unknown |= BYTES if width > 1 or not kind.startswith("grid") else 0
-        found = [s for s in (SPARSE if "+" in kind else DECODE) if not s[3] & unknown]
-        found += OF_HALVES if kind == "grid" and width <= 8 else []
-    if kernel == "hopper":
-        found = CODE_HOPPER if kind in CODES else HOPPER
-    found = [s for s in found if fits(kernel, n, k, width, s)]
-    return [(*s[:3], s[3] + shares * SHARE, *s[4:]) for s in found for shares in _shares(kernel, n, s)]
-
-
-def rows_of(setting: Setting) -> int:
-    """Of a program of the decode or the trellis kernel."""
-    return 16 * setting[1] << setting[3] // TEAM % 4
-
-
-def _shares(kernel: str, n: int, setting: Setting) -> list[int]:
-    """The `shares` that make a difference to a launch."""
-    each = -(-n // (rows_of(setting) * PROCESSORS))
-    apart = kernel in ("decode", "trellis")
-    return [shares for shares in (0, 1, 2) if shares == 0 or (apart and shares * each <= MOST_SHARES)]
-
-
-def fits(kernel: str, n: int, k: int, tokens: int, setting: Setting) -> bool:
-    """Whether a setting makes sense for a shape."""
-    if kernel == "decode":
-        warps, rows = setting[0], rows_of(setting)
-        enough = 32 if warps > 2 else 800 // warps  # programs
-        return warps * 256 <= max(k, 1024) * rows // (16 * setting[1]) and n // rows >= enough
-    if kernel == "tall":
-        warps, split, stages = setting
-        programs = n // (16 * warps) * split
-        return split * 4 <= k // 256 and (stages + 1) * tokens * 512 <= 220_000 and programs <= 1056
-    # enough programs to fill an H200, and no more than it holds at once, as long as there are splits
-    if kernel == "hopper":
-        width, warps, tiles, _, split = setting
-        programs, most = (
-            -(-n // (16 * warps * tiles)) * -(-tokens // width) * split,
-            132 * 16 // (warps * tiles),
+def _gemv(*launches: tuple[int, int, int, bool, int], stage_activations: bool = False) -> list[GemvConfig]:
+    """Of warps, tiles, stages, prefetch, registers (0: as many as the compiler wants)."""
+    return [
+        GemvConfig(
+            num_warps=num_warps, tiles_per_cta=tiles, num_stages=stages, prefetch=prefetch, max_registers=registers or None,
+            stage_activations=stage_activations,
         )
-        fitting = width == tokens if tokens <= 64 else width >= 64
-        return fitting and split * 4 <= max(4, k // 256) and (split == 1 or programs <= 1.1 * most)
-    warps, tiles, unroll, _ = setting
-    return warps * unroll * 64 <= max(k, 1024) and n // (16 * tiles) >= 32 and tiles * tokens <= 32
+        for num_warps, tiles, stages, prefetch, registers in launches
+    ]  # fmt: skip
 
 
-def call(kernel: str, x: Tensor, layout: Any, setting: Setting) -> Tensor:
-    """One call with a setting."""
-    if kernel == "decode":
-        from requant_kernels.scalar.gemv import gemv
+DENSE_GEMV = _gemv(
+    (4, 1, 1, True, 128), (8, 1, 1, True, 128), (4, 1, 3, False, 128), (8, 1, 3, False, 128), (4, 2, 1, True, 0),
+    (4, 2, 2, False, 168), (4, 1, 2, True, 128), (16, 1, 1, True, 128), (4, 1, 4, False, 128),
+    # one or two warps a tile, where tiles are many: all run at once, and little or nothing is added up at the end
+    (1, 1, 3, False, 128), (1, 1, 2, True, 128), (1, 1, 4, False, 128), (2, 1, 3, False, 128), (2, 1, 2, True, 128),
+    (2, 1, 4, False, 128), (1, 2, 2, False, 168), (2, 2, 1, True, 0), (2, 2, 2, False, 168),
+)  # fmt: skip
+SPARSE_GEMV = _gemv(
+    (4, 1, 1, True, 128), (8, 1, 1, True, 128), (4, 1, 3, False, 128), (8, 1, 3, False, 128), (4, 1, 2, False, 128),
+    (4, 1, 4, False, 128), (2, 1, 2, False, 128), (2, 1, 3, False, 128),
+)  # fmt: skip
+STAGED_GEMV = _gemv(
+    (4, 1, 2, False, 128), (4, 1, 3, False, 128), (4, 1, 4, False, 128), (2, 1, 2, False, 128), (8, 1, 1, True, 128),
+    stage_activations=True,
+)  # fmt: skip
+# warps, tiles, stages
+INT8_MMA = [
+    (4, 1, 2), (4, 2, 2), (4, 7, 2), (8, 1, 2), (8, 2, 2), (8, 2, 3), (8, 3, 2), (8, 4, 2), (16, 1, 2), (16, 2, 2),
+    (16, 4, 2),
+]  # fmt: skip
+DENSE_INT8_MMA = [(4, 1, 4), (2, 2, 4), (2, 4, 2)]
+SPARSE_INT8_MMA = [(4, 2, 3), (4, 3, 2), (4, 4, 2)]  # residuals take stages too: more of them, or wider CTAs
+# by warp groups: warps, tiles of a group, stages
+FP16_MMA = {
+    1: [(4, 2, 2), (4, 2, 3), (8, 1, 3), (8, 2, 2), (8, 2, 3), (4, 7, 2), (4, 4, 2), (8, 4, 2)],
+    2: [
+        (4, 1, 3), (4, 2, 2), (4, 2, 3), (4, 4, 2), (4, 7, 2), (8, 1, 2), (8, 1, 3), (8, 2, 2), (8, 2, 3), (8, 4, 2),
+        (8, 7, 2), (4, 7, 3), (16, 1, 2), (16, 1, 3), (16, 2, 2),
+    ],
+    4: [(8, 1, 2), (8, 1, 3), (8, 2, 2), (8, 2, 3), (16, 1, 2), (16, 1, 3), (16, 2, 2), (16, 2, 3)],
+}  # fmt: skip
+# tokens, warps and tiles of a CTA, the step at which codes are loaded; splits of K
+GEMM_SM90 = [
+    ((32, 4, 1, 0), (1, 2, 3, 4, 6, 8)), ((32, 8, 1, 0), (1, 2, 4, 8)), ((64, 4, 1, 0), (1, 2, 3, 4, 6, 8)),
+    ((64, 4, 2, 0), (1, 2, 4, 8)), ((64, 8, 1, 0), (1, 2, 3, 4, 6, 8)), ((64, 8, 2, 0), (1, 2, 4)),
+    ((128, 4, 2, 2), (1, 2, 4)), ((128, 8, 1, 0), (1, 2, 3, 4)), ((128, 8, 2, 3), (1, 2, 4)),
+]  # fmt: skip
+TRELLIS_GEMM_SM90 = [
+    ((32, 4, 1, 0), (1, 2, 4, 8)), ((32, 8, 1, 0), (1, 2, 4, 8)), ((64, 4, 1, 0), (1, 2, 4, 8)),
+    ((64, 4, 2, 0), (1, 2, 4, 8)), ((64, 8, 1, 0), (1, 2, 3, 4, 6, 8)), ((64, 8, 2, 0), (1, 2, 4)),
+    ((128, 8, 1, 0), (1, 2, 3, 4)), ((128, 8, 2, 0), (1, 2, 4)), ((256, 8, 1, 2), (1, 2, 4, 8)),
+]  # fmt: skip
+# warps, tiles, units of a step
+TRELLIS_GEMV = [
+    (8, 2, 2), (4, 2, 2), (16, 2, 1), (16, 4, 1), (8, 2, 4), (4, 2, 4), (8, 1, 2), (16, 1, 2), (8, 4, 2), (16, 2, 4),
+    (16, 2, 2), (8, 4, 1), (16, 7, 1),
+]  # fmt: skip
 
-        config = replace(decode_setting(setting), pdl=heuristics.launches_early(x.device))
-        if config.bytes or config.halves:
-            from requant_kernels.scalar import gemv_fp16_mma, gemv_int8_mma
 
-            if not (gemv_fp16_mma if config.halves else gemv_int8_mma).supports(x, layout, config):
-                raise ValueError("another kernel would be timed")
-        return gemv(x, layout, None, config, asm=True)
-    if kernel == "tall":
-        from requant_kernels.scalar.gemm import gemm
+def _int8_mma(launches: Iterable[tuple[int, int, int]]) -> list[Int8MmaConfig]:
+    return [Int8MmaConfig(num_warps=w, tiles_per_cta=t, num_stages=s) for w, t, s in launches]
 
-        warps, split, stages = setting
-        return gemm(x, layout, None, asm=True, config=TallConfig(warps=warps, split=split, stages=stages))
-    if kernel == "hopper":
-        names = ("tokens", "warps", "tiles", "ahead", "split")
-        config = HopperConfig(**dict(zip(names, setting, strict=True)))
-        if not isinstance(layout, TrellisLayout):
-            from requant_kernels.scalar.gemm_sm90 import gemm_sm90
 
-            return gemm_sm90(x, layout, None, config)
-    else:
-        config = trellis_setting(setting)
-    from requant_kernels.trellis.matmul import trellis_linear
+def _gemm_sm90(launches: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[GemmSm90Config]:
+    return [
+        GemmSm90Config(tokens_per_cta=m, num_warps=w, tiles_per_warp=t, prefetch_at=at, split_k=split_k)
+        for (m, w, t, at), splits in launches
+        for split_k in splits
+    ]
 
-    return trellis_linear(x, layout, None, asm=True, config=config)
+
+def all_candidates(kernel: str, shape: Shape) -> list[LaunchConfig]:
+    """The launches of a kernel that are ever timed for a format and a number of tokens, without caps on CTAs."""
+    sparse, one = "+" in shape.format, shape.m_bucket == 1
+    found: Sequence[LaunchConfig] = ()
+    if kernel == "gemv":
+        found = [*(SPARSE_GEMV if sparse else DENSE_GEMV), *(STAGED_GEMV if sparse and one else ())]
+    elif kernel == "int8_mma" and one and shape.format.startswith("grid"):
+        found = _int8_mma([*INT8_MMA, *(SPARSE_INT8_MMA if sparse else DENSE_INT8_MMA)])
+    elif kernel == "fp16_mma" and shape.format == "grid" and shape.m_bucket <= 8:
+        found = [
+            Fp16MmaConfig(
+                num_warps=w, tiles_per_warp_group=t, num_stages=s, warp_groups=groups, prefetch=prefetch
+            )
+            for prefetch, groups in product((False, True), FP16_MMA)
+            for w, t, s in FP16_MMA[groups]
+        ]
+    elif kernel == "sparse_mma" and sparse and shape.m_bucket == 8:
+        found = [
+            SparseMmaConfig(num_warps=w, num_stages=s, max_registers=128) for w, s in product((4, 8), (1, 2))
+        ]
+    elif kernel == "gemm":
+        found = [
+            GemmConfig(num_warps=w, split_k=split_k, num_stages=s)
+            for w, s in ((4, 2), (4, 3), (8, 2), (8, 3), (16, 2))
+            for split_k in (1, 2, 4, 8)
+        ]
+    elif kernel == "gemm_sm90":
+        found = _gemm_sm90(GEMM_SM90)
+    elif kernel == "trellis_gemm_sm90":
+        found = _gemm_sm90(TRELLIS_GEMM_SM90)
+    elif kernel == "trellis_gemv":
+        found = [
+            TrellisGemvConfig(num_warps=w, tiles_per_cta=t, units_per_step=u, pdl_trigger_early=early)
+            for w, t, u in TRELLIS_GEMV
+            for early in (False, True)
+        ]
+    return list(found)
+
+
+def candidates(kernel: str, shape: Shape) -> list[LaunchConfig]:
+    """The launches of a kernel that make sense for a shape."""
+    found = [config for config in all_candidates(kernel, shape) if makes_sense(config, shape)]
+    return [capped for config in found for capped in _with_caps(config, shape)]
+
+
+def tiles_per_cta(config: LaunchConfig) -> int:
+    """Tiles of 16 rows that a CTA of few tokens takes."""
+    if isinstance(config, Fp16MmaConfig):
+        return config.tiles_per_warp_group * config.warp_groups
+    return getattr(config, "tiles_per_cta", 1)
+
+
+def _with_caps(config: LaunchConfig, shape: Shape) -> list[LaunchConfig]:
+    """Also with as many CTAs an SM as the launch has for each, and twice as many, where that makes a difference."""
+    if isinstance(config, (GemmConfig, GemmSm90Config)):
+        return [config]
+    ctas = -(-shape.n // (16 * tiles_per_cta(config)))
+    caps = [waves * -(-ctas // H200_SMS) for waves in (1, 2)]
+    return [config, *(replace(config, max_ctas_per_sm=cap) for cap in caps if cap <= MAX_CTAS_PER_SM)]
+
+
+def makes_sense(config: LaunchConfig, shape: Shape) -> bool:
+    """Whether warps have columns, and CTAs fill an H200 and, where K is split, are no more than it holds at once."""
+    n, k, tokens, k_tiles = shape.n, shape.k, shape.m_bucket, shape.k // 256
+    if isinstance(config, GemmConfig):
+        ctas = n // (16 * config.num_warps) * config.split_k
+        stages = (config.num_stages + 1) * tokens * 512 <= 220_000
+        return config.split_k * 4 <= k_tiles and stages and ctas <= 8 * H200_SMS
+    if isinstance(config, GemmSm90Config):
+        tiles = config.num_warps * config.tiles_per_warp
+        ctas = -(-n // (16 * tiles)) * -(-tokens // config.tokens_per_cta) * config.split_k
+        most = H200_SMS * 16 // tiles
+        width = config.tokens_per_cta == tokens if tokens <= 64 else config.tokens_per_cta >= 64
+        return width and config.split_k * 4 <= max(4, k_tiles) and (config.split_k == 1 or ctas <= 1.1 * most)
+    rows = 16 * tiles_per_cta(config)
+    if isinstance(config, TrellisGemvConfig):
+        columns = config.num_warps * config.units_per_step * 64
+        return columns <= max(k, 1024) and n // rows >= 32 and config.tiles_per_cta * tokens <= 32
+    warp_groups = config.warp_groups if isinstance(config, Fp16MmaConfig) else 1
+    least_ctas = 32 if config.num_warps > 2 else 800 // config.num_warps
+    return config.num_warps * 256 <= max(k, 1024) * warp_groups and n // rows >= least_ctas
+
+
+def call(candidate: Candidate, x: Tensor, layout: Layout | TrellisLayout) -> Tensor:
+    """One call with a launch. ValueError where the kernel does not take the layout."""
+    kernel = _kernel(candidate.kernel, layout)
+    if not (
+        kernel.supports(layout, x.shape[0], x.device) and kernel.fits(layout, candidate.config, x.device)
+    ):
+        raise ValueError(f"{candidate.kernel} does not take this layout with {candidate.config}")
+    return kernel.linear(x, layout, None, candidate.config)
+
+
+def _kernel(name: str, layout: Layout | TrellisLayout) -> Kernel:
+    return next(kernel for kernel in kernels_of(layout) if kernel.name == name)
 
 
 def copies_of(layout: Any) -> list[Any]:
@@ -252,19 +235,21 @@ def _copy(held: Any) -> Any:
     return replace(held, **copied)
 
 
-def times(kernel: str, layout: Any, tokens: int, settings: Sequence[Setting]) -> dict[Setting, float]:
-    """Microseconds of every setting that runs, and agrees with the first that does."""
+def times(layout: Any, tokens: int, launches: Sequence[Candidate]) -> dict[Candidate, float]:
+    """Microseconds of every launch that runs, and agrees with the first that does."""
     copies, found = copies_of(layout), {}
     x = torch.randn(tokens, layout.k, device=layout.packed_codes.device, dtype=torch.float16)
     first: Tensor | None = None
-    for setting in settings:
+    for launch in launches:
         try:
-            y = call(kernel, x, layout, setting).float()
+            y = call(launch, x, layout).float()
             first = y if first is None else first
-            if not (y - first).norm() < AGREE * first.norm():
+            if not (y - first).norm() < RESULT_TOLERANCE * first.norm():
                 continue
-            calls: list[Callable[[], object]] = [lambda c=c, s=setting: call(kernel, x, c, s) for c in copies]
-            found[setting] = cold_time(calls, replays=5).median
+            calls: list[Callable[[], object]] = [
+                lambda c=c, launch=launch: call(launch, x, c) for c in copies
+            ]
+            found[launch] = cold_time(calls, replays=5).median
         except torch.OutOfMemoryError:
             raise
         except Exception:  # too much shared memory, too many registers: no candidate here
@@ -272,57 +257,48 @@ def times(kernel: str, layout: Any, tokens: int, settings: Sequence[Setting]) ->
     return found
 
 
-def winners(
-    kernel: str, kind: str, bits: float, n: int, k: int, width: int, found: dict[Setting, float]
-) -> dict[str, Setting]:
-    """What the table should hold of these times: the best, and beside one of `gemv_int8_mma.py` or `gemv_fp16_mma.py` the
-    best of the others, for layouts that these do not take."""
-    best: dict[str, Setting] = {}
-    for setting in sorted(found, key=found.__getitem__):
-        masked = kernel == "decode" and setting[3] & MASKED
-        name = "masked" if masked else kernel
-        if not masked or not best:  # one that is behind another kernel is none
-            best.setdefault(setting_name(name, kind, bits, n, k, width), setting)
+def winners(found: dict[Candidate, float]) -> dict[str, LaunchConfig]:
+    """What the table should hold of these times: the best, and beside one of `int8_mma` or `fp16_mma` the best of the
+    others, for layouts of this shape that those do not take."""
+    best: dict[str, LaunchConfig] = {}
+    for kernel, config in sorted(found, key=found.__getitem__):
+        mma = kernel in ("int8_mma", "fp16_mma")
+        if not best or (not mma and all(name in ("int8_mma", "fp16_mma") for name in best)):
+            best[kernel] = config
     return best
+
+
+def kernels_to_tune(layout: Layout | TrellisLayout, tokens: int) -> list[str]:
+    """The kernels that compete for this many tokens: to 16 all that support the layout, beyond them the first."""
+    device = layout.packed_codes.device
+    able = [kernel.name for kernel in kernels_of(layout) if kernel.supports(layout, tokens, device)]
+    able = [name for name in able if name in CONFIGS] if able and (tokens <= 16 or able[0] in CONFIGS) else []
+    return able if tokens <= 16 else able[:1]
 
 
 def tune(
     layouts: Sequence[Layout | TrellisLayout], tokens: Sequence[int], *, file: Path | None = None
 ) -> int:
-    """Measure what no table has yet for these layouts; returns how many settings were added to `file`."""
-    file = file or heuristics.cache_file()
+    """Measure what no table has yet for these layouts; returns how many shapes were added to `file`."""
+    file = file or cache_file()
     device = torch.cuda.get_device_name(layouts[0].packed_codes.device) if layouts else ""
-    table = heuristics.read_table(file)
+    table = read_table(file)
     mine, added = table.setdefault(device, {}), 0
     for layout in layouts:
         for m in tokens:
-            kernel = kernel_of(layout, m)
-            if kernel is None:
+            shape = shape_of(layout, m)
+            if shape in mine or shape in measured(device):
                 continue
-            width = width_of(kernel, m)
-            name = setting_name(kernel, kind_of(layout), layout.bits, layout.n, layout.k, width)
-            if name in mine or name in heuristics.measured(device):
-                continue
-            settings = candidates(kernel, kind_of(layout), layout.bits, layout.n, layout.k, width)
-            found = times(kernel, layout, m, settings)
-            best = winners(kernel, kind_of(layout), layout.bits, layout.n, layout.k, width, found)
-            mine |= {own: list(setting) for own, setting in best.items()}
-            added += bool(best)
+            launches = [
+                Candidate(kernel, config)
+                for kernel in kernels_to_tune(layout, m)
+                for config in candidates(kernel, shape)
+            ]
+            best = winners(times(layout, m, launches))
+            if best:
+                mine[shape] = best
+                added += 1
     if added:
         write_table(file, table)
-        heuristics.forget()
+        forget()
     return added
-
-
-def write_table(file: Path, table: dict[str, dict[str, list[int]]]) -> None:
-    """One setting a line."""
-    blocks = [
-        f"{json.dumps(device)}: {{\n"
-        + ",\n".join(f" {json.dumps(name)}: {json.dumps(list(mine[name]))}" for name in sorted(mine))
-        + "\n}"
-        for device, mine in table.items()
-    ]
-    file.parent.mkdir(parents=True, exist_ok=True)
-    aside = file.with_suffix(".writing")
-    aside.write_text("{\n" + ",\n".join(blocks) + "\n}\n")
-    os.replace(aside, file)

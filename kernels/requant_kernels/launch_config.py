@@ -1,90 +1,205 @@
-"""What a launch may be told, and how the tables of `tuning.py` hold it: a few whole numbers."""
+"""How a kernel is launched: one configuration a kernel, in named fields, and the tables that hold the measured ones.
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+A table is JSON: GPU name -> rows, each a shape (`format`, `bits`, `n`, `k`, `m_bucket`), a `kernel`, and the fields of that
+kernel's configuration. Two files are read: `tuned/h200.json` beside this file, and the user's cache, which
+`requant bench --autotune` and `kernels/bench/tune.py` write. Of a shape that both know the rows of the cache count.
 
-# bits of the fourth number of a setting of the decode kernel; AHEAD and shares of the trellis kernel too
-AHEAD, STAGED, GATHERED, BYTES, SHARE, TEAM, HALVES = 1, 2, 4, 16, 32, 128, 512
-SHARES, MASKED = 3 * SHARE, BYTES | HALVES
-# of a setting, by kernel; "masked" are those of the decode kernel with BYTES or HALVES
-NUMBERS = {"decode": 5, "masked": 5, "tall": 3, "hopper": 5, "trellis": 4}
+A configuration follows from the shape alone and never from timing inside a call, so a captured graph and an eager call run
+the same kernel.
+"""
+
+import json
+import logging
+import os
+from dataclasses import asdict, dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+logger = logging.getLogger(__name__)
+TABLE = Path(__file__).with_name("tuned") / "h200.json"
+CACHE_VARIABLE = "REQUANT_KERNEL_CACHE"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DecodeConfig:
-    """`warps` share the columns of `tiles` x 16 rows; the words of `unroll` - 1 blocks (one at least) are under way.
+class GemvConfig:
+    """`scalar/gemv.py`. `num_warps` divide K among them, for `tiles_per_cta` x 16 rows."""
 
-    Residuals: `staged`, those of one token gather its activations from shared memory; `gathered`, those of up to eight are
-    entries that `gathered.py` multiplies. Neither: from the cache.
-    `bytes`: one token of a grid goes to `byte_grid.py`, with a ring of `unroll` places, where it takes it. `halves`: up to
-    eight go to `half_grid.py`, whose warps are so many `teams` of the same columns, with `tiles` of their own; `ahead`
-    there: words are requested before those at hand are waited for.
-    `shares`: 1, programs take so much shared memory that no more than this launch's share fit a multiprocessor; 2, twice
-    as many; 0, as little as they need (`rooms.py`).
-    """
+    num_warps: int
+    tiles_per_cta: int = 1
+    num_stages: int = 1  # K tiles in the loop body; the codes of num_stages - 1 (at least one) are in flight
+    prefetch: bool = True  # load the activations of the next K tile early; to 8 tokens
+    stage_activations: bool = (
+        False  # residuals of one token gather activations from shared memory, not from the cache
+    )
+    max_registers: int | None = None  # a thread
+    max_ctas_per_sm: int | None = None  # `common/occupancy.py`
 
-    warps: int
-    tiles: int = 1
-    unroll: int = 1
-    bytes: bool = False
-    halves: bool = False
-    teams: int = 1
-    staged: bool = False
-    gathered: bool = False
-    ahead: bool = True  # activations of the next block are requested too; never for more than 8 tokens
-    pdl: bool = False
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Int8MmaConfig:
+    """`scalar/gemv_int8_mma.py`. `num_warps` divide K among them, for `tiles_per_cta` x 16 rows."""
+
+    num_warps: int
+    tiles_per_cta: int = 1
+    num_stages: int = 2  # of the shared-memory ring of codes
+    max_ctas_per_sm: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fp16MmaConfig:
+    """`scalar/gemv_fp16_mma.py`. `num_warps` in `warp_groups`, each with rows of its own, share the activations."""
+
+    num_warps: int
+    tiles_per_warp_group: int = 1
+    num_stages: int = 2  # of the shared-memory ring of codes and activations
+    warp_groups: int = 1
+    prefetch: bool = True  # load the next stage before waiting for the present one
+    max_ctas_per_sm: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SparseMmaConfig:
+    """`scalar/gemv_sparse_mma.py`. `num_warps` divide K among them, for 16 rows."""
+
+    num_warps: int
+    num_stages: int = 1  # as in GemvConfig
     max_registers: int | None = None
-    shares: int = 0
-
-
-def decode_setting(numbers: Sequence[int]) -> DecodeConfig:
-    """A setting as the tables hold it: warps, tiles, unroll, its bits, most registers (0: any)."""
-    warps, tiles, unroll, bits, registers = numbers
-    return DecodeConfig(
-        warps=warps, tiles=tiles, unroll=unroll, ahead=bool(bits & AHEAD), staged=bool(bits & STAGED),
-        gathered=bool(bits & GATHERED), max_registers=registers or None,
-        bytes=bool(bits & BYTES), halves=bool(bits & HALVES), shares=bits // SHARE % 4, teams=1 << bits // TEAM % 4,
-    )  # fmt: skip
+    max_ctas_per_sm: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TallConfig:
-    """`warps` x 16 rows a program, the columns among `split` programs, `stages` blocks of activations under way."""
+class GemmConfig:
+    """`scalar/gemm.py`. A CTA has `num_warps` x 16 rows; K is divided among `split_k` of them."""
 
-    warps: int = 8
-    split: int = 1
-    stages: int = 1
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HopperConfig:
-    """`tokens` and 16 `warps` x `tiles` rows a program, the columns among `split` programs; words are requested while piece
-    `ahead` of the block before is decoded."""
-
-    tokens: int = 64
-    warps: int = 4
-    tiles: int = 1
-    ahead: int = 0
-    split: int = 1
+    num_warps: int = 8
+    split_k: int = 1
+    num_stages: int = 1  # K tiles of activations in flight
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrellisConfig:
-    """`warps` share the columns of `tiles` x 16 rows, `unroll` units of columns (`rings.py`) a warp at a time.
+class GemmSm90Config:
+    """`scalar/gemm_sm90.py` and `trellis/gemm_sm90.py`. A CTA has `tokens_per_cta` and `num_warps` x `tiles_per_warp` x 16
+    rows; K is divided among `split_k` CTAs."""
 
-    `early`: the next launch may begin before this one waits for the one before. `shares` as in DecodeConfig.
-    """
-
-    warps: int = 8
-    tiles: int = 2
-    unroll: int = 2
-    early: bool = False
-    shares: int = 0
+    tokens_per_cta: int = 64
+    num_warps: int = 4
+    tiles_per_warp: int = 1
+    prefetch_at: int = 0  # the K step of a tile during which the codes of the next tile are loaded
+    split_k: int = 1
 
 
-def trellis_setting(numbers: Sequence[int]) -> TrellisConfig:
-    """A setting as the tables hold it: warps, tiles, unroll, its bits."""
-    warps, tiles, unroll, bits = numbers
-    return TrellisConfig(
-        warps=warps, tiles=tiles, unroll=unroll, early=bool(bits & AHEAD), shares=bits // SHARE,
-    )  # fmt: skip
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrellisGemvConfig:
+    """`trellis/gemv.py`. `num_warps` divide K among them, for `tiles_per_cta` x 16 rows."""
+
+    num_warps: int = 8
+    tiles_per_cta: int = 2
+    units_per_step: int = 2  # units of columns (`trellis/layout.py`) that a warp takes at a time
+    pdl_trigger_early: bool = False  # the next launch may begin before this one has waited for the one before
+    max_ctas_per_sm: int | None = None
+
+
+LaunchConfig = (
+    GemvConfig
+    | Int8MmaConfig
+    | Fp16MmaConfig
+    | SparseMmaConfig
+    | GemmConfig
+    | GemmSm90Config
+    | TrellisGemvConfig
+)
+CONFIGS: dict[str, type[LaunchConfig]] = {
+    "gemv": GemvConfig,
+    "int8_mma": Int8MmaConfig,
+    "fp16_mma": Fp16MmaConfig,
+    "sparse_mma": SparseMmaConfig,
+    "gemm": GemmConfig,
+    "gemm_sm90": GemmSm90Config,
+    "trellis_gemv": TrellisGemvConfig,
+    "trellis_gemm_sm90": GemmSm90Config,
+}
+
+
+class Shape(NamedTuple):
+    """What a configuration is measured for."""
+
+    format: str  # "grid", "codebook", either with "+s" for residuals, or the name of a trellis code
+    bits: float
+    n: int
+    k: int
+    m_bucket: int  # tokens, rounded up to what a kernel is compiled for: 1, 8, 16, 32, 64, ..
+
+
+Rows = dict[Shape, dict[str, LaunchConfig]]  # shape -> configuration by kernel
+
+
+def m_bucket(num_tokens: int) -> int:
+    """The number of tokens that configurations are kept for."""
+    if num_tokens <= 16:
+        return 1 if num_tokens == 1 else 8 if num_tokens <= 8 else 16
+    return max(32, 1 << (num_tokens - 1).bit_length())
+
+
+def cache_file() -> Path:
+    """Where configurations measured on this machine are kept."""
+    named = os.environ.get(CACHE_VARIABLE)
+    home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    return Path(named) if named else home / "requant" / "kernels.json"
+
+
+@cache
+def measured(device_name: str) -> Rows:
+    """The configurations of a GPU; those of the cache before those of the table."""
+    found: Rows = {}
+    for file in (TABLE, cache_file()):
+        found |= read_table(file).get(device_name, {})
+    return found
+
+
+def read_table(file: Path) -> dict[str, Rows]:
+    """GPU -> rows; nothing, with a warning, where the file is damaged or of an older form: it only makes calls faster."""
+    if not file.exists():
+        return {}
+    try:
+        return {device: _rows(rows) for device, rows in json.loads(file.read_text()).items()}
+    except (ValueError, TypeError, KeyError, AttributeError):
+        logger.warning("%s is damaged, or of an older form, and not used; delete it, and measure again", file)
+        return {}
+
+
+def write_table(file: Path, table: dict[str, Rows]) -> None:
+    """One configuration a line."""
+    devices = []
+    for device, rows in table.items():
+        lines = [
+            json.dumps(shape._asdict() | {"bits": _number(shape.bits), "kernel": kernel} | asdict(config))
+            for shape, configs in sorted(rows.items())
+            for kernel, config in sorted(configs.items())
+        ]
+        devices.append(f"{json.dumps(device)}: [\n" + ",\n".join(lines) + "\n]")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    aside = file.with_suffix(".writing")
+    aside.write_text("{\n" + ",\n".join(devices) + "\n}\n")
+    os.replace(aside, file)
+
+
+def _number(bits: float) -> float:
+    return int(bits) if bits == int(bits) else bits
+
+
+def _rows(rows: list[dict[str, Any]]) -> Rows:
+    """Rows as a file holds them; ValueError, TypeError or KeyError where they are no configurations."""
+    found: Rows = {}
+    if not isinstance(rows, list):
+        raise TypeError("rows are a list")
+    for row in rows:
+        own = dict(row)
+        shape = Shape(**{name: own.pop(name) for name in Shape._fields})
+        kernel = own.pop("kernel")
+        config = CONFIGS[kernel](**own)
+        for field in fields(config):
+            if not isinstance(getattr(config, field.name), field.type):  # pyright: ignore[reportArgumentType]
+                raise TypeError(f"{field.name} of {row}")
+        found.setdefault(shape, {})[kernel] = config
+    return found

@@ -1,18 +1,9 @@
 """The public operations: a linear layer, its fused siblings, and its matrix, from a packed layout on any device.
 
-One custom operator behind each, with a fake implementation, so that `torch.compile` sees no graph break. By the number
-of tokens the CUDA path takes
-
-    1 .. 16      decode.py       every byte once, one launch
-    17 .. 512    hopper.py       the same words against many tokens, on Hopper
-    17 .. 128    tall.py         the same elsewhere
-    beyond       dense.py        then cuBLAS
-
-A trellis takes trellis.py to 16 tokens, beyond them its expansion and cuBLAS. Every other device takes torch_fallback.py,
-except HIP, where the same kernels run without their assembly.
+One custom operator behind each, with a fake implementation, so that `torch.compile` sees no graph break. `dispatch.py`
+chooses the kernel.
 """
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -21,15 +12,8 @@ from torch import Tensor
 
 from requant_kernels.common.packing import CodebookLayout, GridLayout, Layout
 from requant_kernels.common.sparse import SlicedEll
+from requant_kernels.dispatch import dispatch
 from requant_kernels.fallback import reference, torch_fallback
-from requant_kernels.heuristics import (
-    DECODE_TOKENS,
-    HOPPER_TOKENS,
-    TALL_TOKENS,
-    decode_config,
-    hopper_config,
-    runs_on_hopper,
-)
 from requant_kernels.trellis.layout import TrellisLayout
 
 DTYPES = (torch.float16, torch.bfloat16)
@@ -60,8 +44,7 @@ def multiply(x: Tensor, layout: Layout | TrellisLayout, bias: Tensor | None) -> 
     tensors, autograd and dispatch modes (the profiler of operators among them) want to see the operator.
     """
     if x.is_cuda and type(x) is Tensor and not _watched(x):
-        trellis = isinstance(layout, TrellisLayout)
-        return _of_trellis(x, layout, bias) if trellis else _of_words(x, layout, bias)
+        return _multiply(x, layout, bias)
     return operator_of(layout)(x, bias, *flatten(layout))
 
 
@@ -200,33 +183,12 @@ def _layout(
     )  # fmt: skip
 
 
-@cache
-def _uses_asm(device: torch.device) -> bool:
-    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-def _of_words(x: Tensor, layout: Layout, bias: Tensor | None) -> Tensor:
-    """x [m, k] times a grid or codebook, by whatever suits the device and the number of tokens."""
+def _multiply(x: Tensor, layout: Layout | TrellisLayout, bias: Tensor | None) -> Tensor:
+    """x [m, k] times a layout, by the kernel that `dispatch` chooses."""
     if x.shape[0] == 0:
         return x.new_empty(0, layout.n)
-    if not x.is_cuda:
-        return torch_fallback.linear(x, layout, bias)
-    x, asm = x if x.stride(1) == 1 else x.contiguous(), _uses_asm(x.device)
-    if x.shape[0] <= DECODE_TOKENS:
-        from requant_kernels.scalar.gemv import gemv
-
-        return gemv(x, layout, bias, decode_config(layout, x.shape[0], x.device), asm=asm)
-    if x.shape[0] <= HOPPER_TOKENS and runs_on_hopper(layout, x.device):
-        from requant_kernels.scalar.gemm_sm90 import gemm_sm90
-
-        return gemm_sm90(x, layout, bias, hopper_config(layout, x.shape[0], x.device))
-    if x.shape[0] <= TALL_TOKENS:
-        from requant_kernels.scalar.gemm import gemm
-
-        return gemm(x, layout, bias, asm=asm)
-    from requant_kernels.scalar.dequantize import dequantize as dequantize_cuda
-
-    return torch.nn.functional.linear(x, dequantize_cuda(layout, x.dtype, asm=asm), bias)
+    kernel, config = dispatch(layout, x.shape[0], x.device)
+    return kernel.linear(x if x.stride(1) == 1 else x.contiguous(), layout, bias, config)
 
 
 @torch.library.custom_op("requant::linear", mutates_args=())
@@ -237,7 +199,7 @@ def _linear(
     row_nnz: Tensor | None, coo: Tensor | None, block_ptr: Tensor | None, n: int, k: int, bits: int, group_size: int,
     kernel_group: int,
 ) -> Tensor:  # fmt: skip
-    return _of_words(x, _layout(
+    return _multiply(x, _layout(
         packed_codes, scales, zero_points, column_scales, levels, tables, row_perm, slice_ptr, columns, values,
         row_scales, row_nnz, coo, block_ptr, n, k, bits, group_size, kernel_group,
     ), bias)  # fmt: skip
@@ -264,24 +226,12 @@ def _dequantize(
         return torch_fallback.dequantize(layout, dtype)
     from requant_kernels.scalar.dequantize import dequantize as dequantize_cuda
 
-    return dequantize_cuda(layout, dtype, asm=_uses_asm(packed_codes.device))
+    return dequantize_cuda(layout, dtype)
 
 
 @_dequantize.register_fake
 def _(dtype: torch.dtype, packed_codes: Tensor, *rest: Any) -> Tensor:
     return packed_codes.new_empty(rest[-5], rest[-4], dtype=dtype)
-
-
-def _of_trellis(x: Tensor, layout: TrellisLayout, bias: Tensor | None) -> Tensor:
-    """x [m, k] times a trellis."""
-    if x.shape[0] == 0:
-        return x.new_empty(0, layout.n)
-    if not x.is_cuda:
-        y = x.float() @ reference.weight(layout, torch.float32).T
-        return (y if bias is None else y + bias.float()).to(x.dtype)
-    from requant_kernels.trellis.matmul import trellis_linear as trellis_cuda
-
-    return trellis_cuda(x if x.stride(1) == 1 else x.contiguous(), layout, bias, asm=_uses_asm(x.device))
 
 
 @torch.library.custom_op("requant::trellis_linear", mutates_args=())
@@ -291,7 +241,7 @@ def _trellis_linear(
     row_scales: Tensor | None,
     row_nnz: Tensor | None, bits: float, code: str,
 ) -> Tensor:  # fmt: skip
-    return _of_trellis(x, _trellis_layout(
+    return _multiply(x, _trellis_layout(
         packed_codes, input_scales, output_scales, row_perm, slice_ptr, columns, values, row_scales, row_nnz, bits, code
     ), bias)  # fmt: skip
 

@@ -1,2 +1,2 @@
-"""What bits are worth and how a budget is spent: predicted losses of every matrix, an exact knapsack, and the share of
+"""Allocation of a byte budget: the predicted loss of every matrix at every bit width, an exact knapsack over them, and
 embedding and head."""

@@ -1,11 +1,11 @@
-"""From a budget to the width of every matrix: which bytes are free to spend, and on what.
+"""From a byte budget to the bits of every matrix, and of embedding and head.
 
     bits    everything stored for the quantized matrices, at most `bits * weights / 8` bytes
     size    the weight files whole: matrices, embedding, head, norms, headers
 
-Bytes are exact, for they follow from the layout (`planned_layout`); only the entries of a sparse part are set aside
-beforehand, with a count for every tile. `predictors.py` says what bits are worth, `knapsack.py` spends them. A run
-without a budget gives every matrix the recipe's width; mode `best` takes even that as a promise.
+Bytes are exact, since they follow from the shapes (`packed_spec`); only for a sparse part an upper bound is reserved, with
+its counts per tile. `predictors.py` predicts the loss at each bit width, `knapsack.py` minimizes their sum. A run without
+a budget gives every matrix the recipe's bits; mode `best` treats these too as a budget for all stored bytes.
 """
 
 import dataclasses
@@ -20,14 +20,14 @@ from transformers import PreTrainedModel
 
 from requant.allocation.embedding_and_head import (
     EmbeddingAndHead,
+    embedding_and_head_bits,
     embedding_and_head_curvature,
     embedding_and_head_losses,
     embedding_and_head_of,
     embedding_and_head_spec,
     part_sizes,
-    wanted_widths,
 )
-from requant.allocation.knapsack import TOLERANCE, Option, allocate, neighbours
+from requant.allocation.knapsack import TOLERANCE, Option, allocate, losses_at_other_budgets
 from requant.allocation.predictors import outlier_factors, predicted_losses
 from requant.checkpoint.save import MAX_SHARD_BYTES, checkpoint_bytes
 from requant.errors import RecipeError
@@ -46,16 +46,16 @@ RESIDUAL_BYTES = {"float16": 3, "int8": 2}  # with the index in its tile of 256 
 
 
 def allocate_bits(run: RunContext, *, reserve: int | None = None) -> Allocation:
-    """The width of every matrix, and of embedding and head, under the recipe's budget.
+    """The bits of every matrix, and of embedding and head, under the recipe's budget.
 
-    `reserve` bytes of the budget are left for a sparse part; None: what the recipe's own mode needs. A run that has its
-    allocation already gets that one. Raises RecipeError, with what can be reached, for a budget that cannot.
+    `reserve` bytes are kept free for a sparse part; None: as many as the recipe's mode needs. A run that has an allocation
+    already keeps it. Raises RecipeError, with the bytes that can be reached, for a budget that cannot be met.
     """
     if run.allocation is not None:
         return run.allocation
     recipe = run.recipe
     vocabulary = embedding_and_head_of(run.model)
-    widths = wanted_widths(recipe.budget, vocabulary)
+    widths = embedding_and_head_bits(recipe.budget, vocabulary)
     asked = target_bits(recipe)
     if not has_budget(recipe):
         return uniform(recipe, run.targets, widths)
@@ -91,14 +91,14 @@ def allocate_bits(run: RunContext, *, reserve: int | None = None) -> Allocation:
         budget=budget,
         predicted=choice.loss,
         predictor=recipe.budget.predictor,
-        loss_curve={near + fixed: loss for near, loss in neighbours(options, budget - fixed).items()},
+        curve={near + fixed: loss for near, loss in losses_at_other_budgets(options, budget - fixed).items()},
         embedding_bits=int(taken["embedding"]),
         head_bits=int(taken.get("head", taken["embedding"])),
     )
 
 
 def with_allocation(run: RunContext, allocation: Allocation) -> RunContext:
-    """The run that gives every matrix its width; results kept for another allocation are none of its."""
+    """The run with these bits for every matrix; its fingerprint changes, so cached results of others are not reused."""
     if allocation.budget is None:
         return dataclasses.replace(run, allocation=allocation)
     return dataclasses.replace(
@@ -111,14 +111,14 @@ def with_allocation(run: RunContext, allocation: Allocation) -> RunContext:
 
 
 def target_bits(recipe: Recipe) -> float | None:
-    """Bits a weight that the run promises; None where it promises none, or a size."""
+    """Bits a weight that all stored bytes may come to; None without such a budget, or where it is a size."""
     if recipe.budget.bits is not None or recipe.budget.size is not None or recipe.mode != "best":
         return recipe.budget.bits
     return float(recipe.quantizer.bits)
 
 
 def has_budget(recipe: Recipe) -> bool:
-    """Whether bits are spent matrix by matrix."""
+    """Whether matrices may get different bits within a budget."""
     return recipe.budget.size is not None or target_bits(recipe) is not None
 
 
@@ -142,11 +142,11 @@ def outliers_compete(recipe: Recipe) -> bool:
 
 
 def matrix_sizes(recipe: Recipe, shape: tuple[int, int]) -> dict[Bits, int]:
-    """Width -> bytes of a matrix, at every width that the method takes."""
-    return {bits: packed_spec(recipe, shape, bits).bytes for bits in widths_of(recipe)}
+    """Bits -> bytes of a matrix, for all bits that the method takes."""
+    return {bits: packed_spec(recipe, shape, bits).bytes for bits in available_bits(recipe)}
 
 
-def widths_of(recipe: Recipe) -> list[Bits]:
+def available_bits(recipe: Recipe) -> list[Bits]:
     """The bits that the recipe's quantizer takes, ascending."""
     found: list[Bits] = []
     for bits in METHODS[recipe.method].bits:
@@ -160,27 +160,27 @@ def widths_of(recipe: Recipe) -> list[Bits]:
     return found
 
 
-def width(text: str) -> Bits:
-    """A width as JSON keeps it: 2.25 stays, 2 is a whole number."""
+def bits_from_json(text: str) -> Bits:
+    """Bits from a JSON key: "2.25" is a float, "2" an integer."""
     return int(text) if text.isdecimal() else float(text)
 
 
 def sparse_bytes(run: RunContext) -> int:
-    """What the residuals of mode `paper` take at most: values, indices, and counts in every matrix."""
+    """Upper bound of the residuals of mode `paper`: values, indices, and counts in every matrix."""
     detach = run.recipe.detach
     fraction = detach.outlier_fraction + detach.significant_fraction
     if run.recipe.mode != "paper" or not fraction:
         return 0
-    entries = fraction * run.total_weights + len(run.targets) / 2 + 1  # each matrix rounds its share
+    entries = fraction * run.total_weights + len(run.targets) / 2 + 1  # each matrix rounds its count
     counts = sum(target.shape[0] * -(-target.shape[1] // INDEX_TILE) for target in run.targets)
     scales = 2 * len(run.targets) if detach.values == "int8" else 0
     return round(RESIDUAL_BYTES[detach.values] * entries) + counts + scales
 
 
 def overhead_bytes(run: RunContext, vocabulary: EmbeddingAndHead) -> int:
-    """Bytes of the weight files that no matrix, embedding or head accounts for: norms, biases, headers.
+    """Upper bound of the bytes of the weight files besides matrices, embedding and head: norms, biases, headers.
 
-    At most: the headers are those of the longest numbers, and of all tensors, that any choice could write.
+    The headers are counted with all tensors, and the longest numbers, that any allocation could write.
     """
     matrices = {target.name: largest_tensors(run, target) for target in run.targets}
     grids = {
@@ -192,9 +192,9 @@ def overhead_bytes(run: RunContext, vocabulary: EmbeddingAndHead) -> int:
 
 
 def largest_tensors(run: RunContext, target: QuantTarget) -> dict[str, TensorSpec]:
-    """Every tensor that a matrix stores at some width, as large as it gets."""
+    """Every tensor that a matrix may store, each at the bits where it is largest."""
     found: dict[str, TensorSpec] = {}
-    for bits in widths_of(run.recipe):
+    for bits in available_bits(run.recipe):
         layout = packed_spec(run.recipe, target.shape, bits)
         if sparse_bytes(run):
             layout = dataclasses.replace(
@@ -208,7 +208,7 @@ def largest_tensors(run: RunContext, target: QuantTarget) -> dict[str, TensorSpe
 def uniform(
     recipe: Recipe, targets: Sequence[QuantTarget], widths: Mapping[str, Sequence[int]]
 ) -> Allocation:
-    """The recipe's width everywhere: no budget, no promise."""
+    """The recipe's bits for every matrix, without a budget."""
     return Allocation(
         bits={target.name: recipe.quantizer.bits for target in targets},
         bytes=sum(packed_spec(recipe, target.shape).bytes for target in targets),
@@ -220,7 +220,7 @@ def uniform(
 def check_reachable(
     run: RunContext, sizes: Mapping[str, Mapping[Bits, int]], budget: int, fixed: int
 ) -> None:
-    """Raise RecipeError for a budget that no choice meets: too small for the least, or larger than the most."""
+    """Raise RecipeError for a budget below the smallest checkpoint, or above the largest."""
     least, most = (fixed + sum(pick(choices.values()) for choices in sizes.values()) for pick in (min, max))
     if least <= budget <= most / (1 - TOLERANCE):
         return
@@ -244,8 +244,8 @@ def _losses(
     sizes: Mapping[str, Mapping[Bits, int]],
     average: float,
 ) -> dict[str, dict[Bits, float]]:
-    """Name -> width -> predicted loss, nats a token; `average` bits decide the width that predictors quantize at."""
-    widths = widths_of(run.recipe)
+    """Name -> bits -> predicted loss, nats a token; predictors that quantize do so at the bits nearest to `average`."""
+    widths = available_bits(run.recipe)
     reference = min(widths, key=lambda bits: abs(bits - average))
     key = digest(
         run.fingerprint,
@@ -256,8 +256,11 @@ def _losses(
     if stored is None:
         losses = predicted_losses(run, widths, at=reference)
         run.workspace.put("predictor", key, value=losses)
-    else:  # JSON has no whole numbers for keys
-        losses = {name: {width(b): loss for b, loss in found.items()} for name, found in stored.value.items()}
+    else:  # keys of JSON are strings
+        losses = {
+            name: {bits_from_json(b): loss for b, loss in found.items()}
+            for name, found in stored.value.items()
+        }
     tables = {role: list(sizes[role]) for role in vocabulary.parts if role in sizes}
     if any(set(choices) != {16} for choices in tables.values()):
         curvature = embedding_and_head_curvature(run, vocabulary)
@@ -275,9 +278,9 @@ def _with_outliers(run: RunContext, losses: Mapping[str, Mapping[Bits, float]]) 
     if stored is None:
         factors = outlier_factors(run)
         run.workspace.put("outliers", key, value=factors)
-    else:  # JSON has no numbers for keys
+    else:  # keys of JSON are strings
         factors = {name: {float(s): left for s, left in by.items()} for name, by in stored.value.items()}
-    widths = [bits for bits in widths_of(run.recipe) if bits <= MAX_BITS_WITH_OUTLIERS]
+    widths = [bits for bits in available_bits(run.recipe) if bits <= MAX_BITS_WITH_OUTLIERS]
     found: dict[str, list[Option]] = {}
     for target in run.targets:
         found[target.name] = []

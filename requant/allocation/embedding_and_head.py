@@ -1,12 +1,12 @@
-"""Embedding and head on grids of 4 to 8 bits: which tensors they are, what an error in them costs, their codes.
+"""Embedding and head on grids of 4 to 8 bits: their tensors, the loss that an error in them causes, their codes.
 
-A row of `W [V, d]`, one a token, is cut into groups of GROUP neighbouring columns, each rounded to an asymmetric grid
-(`quantizers/rtn.py`) whose range is shrunk by the factor that leaves the least weighted error. The weights come from
-the diagonal of the curvature, a product of rows and columns, with t over the tokens of the calibration text:
+The rows of `W [V, d]`, one per token, are divided into groups of GROUP columns, each rounded to an asymmetric grid
+(`quantizers/rtn.py`) whose range is shrunk by the factor of the least weighted error. The weights are the diagonal of the
+curvature, a product of a row and a column factor, with t over the tokens of the calibration text:
 
     loss(E)  ~  1/2 sum_ij r_i c_j E_ij^2
     head       r_i = mean_t g_ti^2, g the loss's gradient at the logits      c_j = mean_t x_tj^2, x the head's input
-    embedding  r_i = share of token i                                         c_j = mean_t g_tj^2, g at its output
+    embedding  r_i = frequency of token i                                       c_j = mean_t g_tj^2, g at its output
 
 Tied, the two are one tensor, one set of codes, and the sum of both losses. The error at b bits is taken as
 `1 / (2^b - 1)^2` times that of one measured width.
@@ -38,10 +38,10 @@ from requant.run.context import RunContext
 from requant.run.workspace import digest
 
 GROUP = 64  # columns that share a scale
-WIDTHS = (4, 5, 6, 8, 16)  # 16: as it is
+WIDTHS = (4, 5, 6, 8, 16)  # 16: not quantized
 SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
-JUDGED = 4  # the width whose error is measured
-ELEMENTS = 1 << 24  # weights that are rounded at once
+MEASURED_BITS = 4  # at which the error is measured; those at other bits follow
+ELEMENTS = 1 << 24  # weights rounded at once, to bound memory
 TOKENS = 65536  # of the calibration text, for the curvature
 
 
@@ -63,7 +63,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingAndHead:
-    """`parts` by role, `embedding` before `head`; of tied ones `embedding` alone stands for both."""
+    """`parts` by role, `embedding` before `head`; tied, there is only `embedding`."""
 
     parts: Mapping[str, Part]
     tied: bool
@@ -72,14 +72,14 @@ class EmbeddingAndHead:
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizedEmbeddingAndHead:
-    """Codes by module name, and what stood there before, so that the original can be put back."""
+    """Codes by module name, and the original weights, to restore them."""
 
     vocabulary: EmbeddingAndHead
     weights: Mapping[str, QuantizedWeight] = field(default_factory=dict)
     originals: Mapping[str, Tensor] = field(default_factory=dict)
 
     @torch.no_grad()
-    def apply_weights(self, *, quantized: bool) -> None:
+    def place(self, *, quantized: bool) -> None:
         """Write the quantized floats, or the originals, into the model."""
         for part in self.vocabulary.parts.values():
             if part.name in self.weights:
@@ -98,8 +98,11 @@ def embedding_and_head_of(model: PreTrainedModel) -> EmbeddingAndHead:
     return EmbeddingAndHead(parts=parts, tied=tied, head=head)
 
 
-def wanted_widths(budget: Budget, vocabulary: EmbeddingAndHead) -> dict[str, Sequence[int]]:
-    """The widths among which the budget may choose, by role."""
+def embedding_and_head_bits(budget: Budget, vocabulary: EmbeddingAndHead) -> dict[str, Sequence[int]]:
+    """Role -> the bits among which the budget may choose.
+
+    Raises RecipeError if tied ones are given different bits, ModelError if one that is given bits cannot be quantized.
+    """
     given: dict[str, int | None] = {"embedding": budget.embedding_bits, "head": budget.head_bits}
     if vocabulary.tied:
         said = {bits for bits in given.values() if bits is not None}
@@ -120,7 +123,7 @@ def wanted_widths(budget: Budget, vocabulary: EmbeddingAndHead) -> dict[str, Seq
 
 
 def _obstacle(part: Part) -> str | None:
-    """Why codes cannot stand in for a module, if they cannot."""
+    """Why a module cannot be quantized; None if it can."""
     module: Any = part.module
     if isinstance(module, nn.Linear):
         return None
@@ -141,7 +144,7 @@ def embedding_and_head_spec(shape: tuple[int, int], bits: int) -> PackedSpec:
 def part_sizes(
     model: PreTrainedModel, source: Path | None, part: Part, widths: Sequence[int]
 ) -> dict[int, int]:
-    """Width -> bytes of a part."""
+    """Bits -> bytes of a part."""
     plain = part.weight.numel() * disk_dtype(model, source, part.weight).itemsize
     return {bits: plain if bits == 16 else embedding_and_head_spec(part.shape, bits).bytes for bits in widths}
 
@@ -157,7 +160,7 @@ class Curvature:
 def embedding_and_head_curvature(run: RunContext, vocabulary: EmbeddingAndHead) -> dict[str, list[Curvature]]:
     """The curvature of each part on the calibration text; of tied ones both uses. One backward pass."""
     windows = run.windows[: max(1, TOKENS // run.windows.shape[1])]
-    run.apply_original_weights()
+    run.path({}).place(0.0)
     embedding = vocabulary.parts["embedding"].module
     uses: dict[str, Curvature] = {}
 
@@ -205,14 +208,14 @@ def embedding_and_head_losses(
     curvature: Mapping[str, Sequence[Curvature]],
     widths: Mapping[str, Sequence[int | float]],
 ) -> dict[str, dict[int | float, float]]:
-    """Role -> width -> predicted loss, nats a token; none where the table stays as it is."""
+    """Role -> bits -> predicted loss, nats a token; zero at 16 bits."""
     found: dict[str, dict[int | float, float]] = {}
     for role, choices in widths.items():
         weight = vocabulary.parts[role].weight.detach()
         unit = 0.0
         if set(choices) != {16}:
-            codes = quantize_table(weight, curvature[role], bits=JUDGED)
-            unit = table_loss(weight, codes, curvature[role]) * (2**JUDGED - 1) ** 2
+            codes = quantize_table(weight, curvature[role], bits=MEASURED_BITS)
+            unit = table_loss(weight, codes, curvature[role]) * (2**MEASURED_BITS - 1) ** 2
         found[role] = {bits: 0.0 if bits == 16 else unit / (2**bits - 1) ** 2 for bits in choices}
     return found
 
@@ -275,7 +278,7 @@ def _rows(dense: Any, rows: slice) -> Grid:
 
 
 def quantize_embedding_and_head(run: RunContext) -> QuantizedEmbeddingAndHead:
-    """Codes of embedding and head at the widths of the run's allocation, through the workspace; not yet placed."""
+    """Codes of embedding and head at the bits of the run's allocation, cached in the workspace; the model is unchanged."""
     vocabulary, allocation = embedding_and_head_of(run.model), run.allocation
     assert allocation is not None
     bits = {"embedding": allocation.embedding_bits, "head": allocation.head_bits}

@@ -1,10 +1,10 @@
-"""Bits of every matrix within a budget of real bytes: a knapsack with one option a matrix.
+"""Bits of every matrix within a budget of stored bytes: a multiple-choice knapsack, one option per matrix.
 
     minimize    sum_m A_m c(b_m)                          the predicted loss
     subject to  sum_m bytes_m(b_m) <= budget              bytes as the checkpoint will hold them
 
-`c(b)` is the error that the method leaves at b bits and `A_m` what such an error costs the model in matrix m
-(`predictors.py`): the linearity theorem of Malinovskii et al. 2024 (HIGGS, arXiv 2411.17525). The integer program is
+`c(b)` is the method's error at b bits and `A_m` the loss that one unit of error in matrix m causes (`predictors.py`): the
+linearity theorem of Malinovskii et al. 2024 (HIGGS, arXiv 2411.17525). The integer program is
 solved exactly by HiGHS (`scipy.optimize.milp`). Where matrices are few or equal, the best choice may leave more than
 TOLERANCE of the budget unspent; then the best of those that spend it is taken.
 """
@@ -21,13 +21,13 @@ from scipy.sparse import csr_array
 from requant.errors import RecipeError, RequantError
 
 TOLERANCE = 0.005  # of the budget: what may stay unspent
-NEIGHBOURS = (0.9, 0.95, 1.05, 1.1)  # budgets beside the one asked for, whose predicted loss is reported
+OTHER_BUDGETS = (0.9, 0.95, 1.05, 1.1)  # times the budget: their predicted losses are reported too
 SECONDS = 60.0  # of the solver; a model of 500 matrices takes less than one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Option:
-    """One way to store a tensor: its width, all bytes it takes, the loss it is predicted to cause (nats).
+    """One way to store a tensor: bits of its codes, all bytes it takes, its predicted loss (nats a token).
 
     `outlier_fraction`: of its weights that are stored as floats.
     """
@@ -56,8 +56,8 @@ class Choice:
 def allocate(options: Mapping[str, Sequence[Option]], budget: int) -> Choice:
     """The choice of least loss whose bytes lie within `budget`, and above 99.5 % of it if any choice does.
 
-    Deterministic, whatever the order of `options`; one that costs more bytes for no less loss is taken only where
-    that 99.5 % asks for it. Raises RecipeError where even the smallest choice is too large.
+    Deterministic, whatever the order of `options`. An option with more bytes and no less loss is taken only to reach
+    those 99.5 %. Raises RecipeError where even the smallest choice is too large.
     """
     names = sorted(options)
     kept = {name: _efficient(options[name]) for name in names}
@@ -74,10 +74,10 @@ def allocate(options: Mapping[str, Sequence[Option]], budget: int) -> Choice:
     return _solved(names, {name: sorted(options[name], key=_size) for name in names}, budget, least) or best
 
 
-def neighbours(options: Mapping[str, Sequence[Option]], budget: int) -> dict[int, float]:
-    """Budget in bytes -> predicted loss, at budgets beside this one that can be met."""
+def losses_at_other_budgets(options: Mapping[str, Sequence[Option]], budget: int) -> dict[int, float]:
+    """Budget in bytes -> predicted loss, at those of OTHER_BUDGETS that can be met."""
     smallest = sum(min(o.bytes for o in choices) for choices in options.values())
-    budgets = [round(fraction * budget) for fraction in NEIGHBOURS]
+    budgets = [round(fraction * budget) for fraction in OTHER_BUDGETS]
     return {near: allocate(options, near).loss for near in budgets if near >= smallest}
 
 
@@ -109,15 +109,15 @@ def _solved(
     losses = np.array([option.loss for _, option in flat])
     spread = float(losses.max() - losses.min()) or 1.0
     once = csr_array((np.ones(len(flat)), (rows, np.arange(len(flat)))))
-    room, need = (budget - base) // unit, max(0, -(-(least - base) // unit))
-    while room >= need:
+    most, need = (budget - base) // unit, max(0, -(-(least - base) // unit))
+    while most >= need:
         found = milp(
             losses / spread,
             integrality=np.ones(len(flat)),
             bounds=Bounds(0, 1),
             constraints=[
                 LinearConstraint(once, 1, 1),  # type: ignore[arg-type]
-                LinearConstraint(cost[None], need, room),  # type: ignore[arg-type]
+                LinearConstraint(cost[None], need, most),  # type: ignore[arg-type]
             ],
             options={"mip_rel_gap": 1e-7, "time_limit": SECONDS},
         )
@@ -130,7 +130,7 @@ def _solved(
         choice = _choice(names, flat, found.x)
         if choice.bytes <= budget:
             return choice
-        room -= 1  # rounding inside the solver; integers decide
+        most -= 1  # the solver rounds; bytes are checked as integers
     return None
 
 

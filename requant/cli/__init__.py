@@ -14,7 +14,7 @@ import typer
 import requant
 from requant.cli.comparing import compare
 from requant.cli.exporting import export
-from requant.cli.listing import recipes
+from requant.cli.listing import methods, recipes
 from requant.cli.measuring import evaluate, inspect
 from requant.cli.quantizing import quantize, sensitivity
 from requant.cli.server import serve
@@ -37,6 +37,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "bench": bench,
     "serve": serve,
     "recipes": recipes,
+    "methods": methods,
 }
 
 app = typer.Typer(

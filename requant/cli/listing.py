@@ -1,4 +1,4 @@
-"""`requant recipes`."""
+"""`requant recipes` and `requant methods`."""
 
 import json
 
@@ -21,4 +21,20 @@ def recipes(as_json: AsJson = False) -> None:
                 "bits": str(found.quantizer.bits),
             }
         )
+    print(json.dumps(rows, indent=2) if as_json else table(rows))
+
+
+def methods(as_json: AsJson = False) -> None:
+    """List the quantization methods: what each does, the bits it takes, the statistics it is calibrated with."""
+    from requant.quantizers.registry import METHODS
+
+    rows: list[dict[str, object]] = [
+        {
+            "method": name,
+            "bits": f"{method.bits[0]:g} to {method.bits[-1]:g}",
+            "calibration": ", ".join(sorted(method.needs)) or "none",
+            "what it does": method.summary,
+        }
+        for name, method in METHODS.items()
+    ]
     print(json.dumps(rows, indent=2) if as_json else table(rows))

@@ -34,7 +34,9 @@ def quantize(
     recipe: Annotated[
         str | None, typer.Option(help="A recipe by name or YAML file; other options override it.")
     ] = None,
-    method: Annotated[str | None, typer.Option(help="rtn, kmeans, lut, gptq, awq or trellis.")] = None,
+    method: Annotated[
+        str | None, typer.Option(help="Quantization method; `requant methods` lists them.")
+    ] = None,
     mode: Annotated[
         str | None,
         typer.Option(

@@ -13,6 +13,9 @@ A file becomes a task that includes lm-eval's own definition and changes only wh
 columns are called: prompt, request, metric and average stay lm-eval's (Gao et al., zenodo 10.5281/zenodo.12608602).
 """
 
+# pyright: reportMissingImports=false
+# (lm-eval is an extra)
+
 import io
 import json
 import logging
@@ -176,7 +179,7 @@ def local_task(task: str, data: Path, *, cache: str | None = None) -> dict[str, 
     file = data.expanduser().absolute() / f"{task}.jsonl"
     _check_columns(file, changes)
     return {
-        "include": str(Path(lm_eval.__file__).parent / "tasks" / definition),
+        "include": str(Path(str(lm_eval.__file__)).parent / "tasks" / definition),
         "task": task + SUFFIX,
         "tag": None,
         "dataset_path": "json",

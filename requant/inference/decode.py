@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int64
-from requant_kernels.heuristics import launches_early
+from requant_kernels.common.device import supports_pdl
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -145,7 +145,7 @@ def compiled_step(model: Any) -> Any:
     """torch.compile of a step, its kernels too launched before their predecessors have ended where the GPU can."""
     from torch._inductor import config  # slow to import, and only needed here
 
-    early = launches_early(torch.device(model.device)) and hasattr(config.triton, "enable_pdl")
+    early = supports_pdl(torch.device(model.device)) and hasattr(config.triton, "enable_pdl")
     return torch.compile(model, dynamic=False, options={"triton.enable_pdl": True} if early else None)
 
 

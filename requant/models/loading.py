@@ -18,7 +18,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from requant.errors import ModelError, NumericalError, RequantError, first_line, is_out_of_memory
+from requant.errors import (
+    ModelError,
+    NumericalError,
+    RequantError,
+    did_you_mean,
+    first_line,
+    is_out_of_memory,
+)
 
 ALIASES: dict[str, str] = {
     "llama-3.2-1b": "meta-llama/Llama-3.2-1B",
@@ -124,8 +131,6 @@ def resolve_source(source: str) -> str:
             f"{source} is no folder; check the path, or give a hub name or one of: demo, {', '.join(ALIASES)}."
         )
     if "/" not in source:
-        from requant.errors import did_you_mean
-
         raise ModelError(
             f"'{source}' is neither a folder nor an alias{did_you_mean(source, ['demo', *ALIASES])}; "
             "hub names have the form owner/name."

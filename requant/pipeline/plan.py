@@ -20,8 +20,8 @@ from requant.allocation.budget import (
     packed_spec,
     uniform,
 )
-from requant.allocation.embedding_and_head import embedding_and_head_of, wanted_widths
-from requant.calibration.collect import bytes_needed
+from requant.allocation.embedding_and_head import embedding_and_head_bits, embedding_and_head_of
+from requant.calibration.statistics import bytes_needed
 from requant.formats.containers import INDEX_TILE
 from requant.models.targets import QuantTarget
 from requant.pipeline.best import rounds_of
@@ -79,17 +79,15 @@ class Plan:
             ),
         ]
         if found.outlier_fractions:
-            entries = max(found.outlier_fractions.values())
+            largest = max(found.outlier_fractions.values())
             lines.append(
-                f"  entries beside the codes of {len(found.outlier_fractions)} matrices, {entries:.2%} at most"
+                f"  outliers stored as floats in {len(found.outlier_fractions)} matrices, at most {largest:.2%}"
             )
         if found.embedding_bits != 16 or found.head_bits != 16:
             lines.append(f"  embedding at {found.embedding_bits} bits, head at {found.head_bits}")
         if found.predicted is not None:
             lines.append(f"predicted loss  {found.predicted:.4f} nats a token, by {found.predictor}")
-            lines += [
-                f"  {size:,} bytes would lose {loss:.4f}" for size, loss in sorted(found.loss_curve.items())
-            ]
+            lines += [f"  {size:,} bytes would lose {loss:.4f}" for size, loss in sorted(found.curve.items())]
         return lines
 
 
@@ -130,7 +128,9 @@ def make_plan(prepared: Prepared, recipe: Recipe, *, quiet: bool = True) -> Plan
 def _allocation(prepared: Prepared, recipe: Recipe, *, quiet: bool) -> Allocation:
     if not has_budget(recipe):
         return uniform(
-            recipe, prepared.targets, wanted_widths(recipe.budget, embedding_and_head_of(prepared.model))
+            recipe,
+            prepared.targets,
+            embedding_and_head_bits(recipe.budget, embedding_and_head_of(prepared.model)),
         )
     return allocate_bits(start(prepared, recipe, workspace=Workspace(None), quiet=quiet))
 
@@ -159,8 +159,8 @@ def _source_bytes_per_weight(prepared: Prepared, model_bytes: int) -> float:
 def _peak_memory(prepared: Prepared, recipe: Recipe) -> int:
     """Model + the larger of {statistics, one float32 score a weight} + codes + originals (where they share memory).
 
-    Corrected inputs take a copy of the model, and on a CPU the hidden states of both beside it.
-    Training holds more where it takes place: the original, and 16 bytes a parameter (float32, its gradient, Adam's two).
+    Corrected inputs take a copy of the model, and on a CPU also the hidden states of both.
+    Training holds more: the original, and 16 bytes a parameter (float32, its gradient, Adam's two).
     What a GPU has beyond that it fills with larger parts of a batch, which are not counted: it does not need them.
     """
     weights = sum(target.size for target in prepared.targets)
@@ -195,9 +195,9 @@ def _seconds(prepared: Prepared, recipe: Recipe) -> float:
     phases = len(rounds_of(prepared.targets)) if recipe.mode == "best" and recipe.finetune.steps else 1
     passes, forwards = passes * phases, forwards * phases  # statistics are taken again for every round
     forwards *= FORWARDS[recipe.calibration.inputs]
-    step = min(recipe.finetune.tokens_per_step, prepared.train_windows.numel())
+    step = min(recipe.finetune.tokens_per_step, prepared.pool.numel())
     passes += phases * recipe.finetune.steps * step / prepared.windows.numel() * 4 / 3
-    scored = 3 * 2 * parameters * prepared.eval_windows.numel()
+    scored = 3 * 2 * parameters * prepared.scored.numel()
     work = backward * (passes + forwards / 3) + scored
     device = "cuda" if prepared.model.device.type == "cuda" else "cpu"
     quantizer = METHODS[recipe.method].seconds_per_weight[device]

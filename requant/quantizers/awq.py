@@ -1,4 +1,4 @@
-"""Column scales that protect the weights which meet large inputs, then round to nearest.
+"""Column scales that protect the weights of large inputs, then round to nearest.
 
     w~ = round_to_grid(w * s) / s        s_j = (mean_t |x_jt|)^alpha, over sqrt(max s * min s)
 
@@ -66,7 +66,7 @@ def quantize(
     *,
     detached: Bool[Tensor, "n k"] | None = None,
 ) -> QuantizedWeight:
-    """Search column scales and ranges under `stats.hessian`, then round; detached places make no error.
+    """Search column scales and ranges under `stats.hessian`, then round; detached weights count no error.
 
     The weight is corrected for its inputs beforehand (`correction.py`).
 

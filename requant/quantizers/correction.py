@@ -1,6 +1,6 @@
-"""What a matrix behind quantized matrices should aim at: not its weight, but the outputs that the original has.
+"""The weight that a matrix after quantized matrices should approximate: the one that restores the original's outputs.
 
-There it reads x where the original reads z. The weight whose outputs come nearest to the original's is
+Its input is x where the original's is z. The weight whose outputs are nearest to the original's is
 
     W* = argmin_V  mean_t |V x_t - W z_t|^2 + damp mean(diag H) |V - W|^2
        = W + W (C - H) (H + damp mean(diag H) I)^-1,        H = mean x x',  C = mean z x'

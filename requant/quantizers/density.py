@@ -25,7 +25,7 @@ class SortedRows:
 
 
 def sort_rows(weight: Float[Tensor, "n k"], weights: Float[Tensor, "n k"]) -> SortedRows:
-    """Sort every row. Places without weight move to the row's mean, lest they bend the density of step 2."""
+    """Sort every row. Those of weight zero move to the row's mean, so that they do not distort the density."""
     mean = (weight * weights).sum(1, keepdim=True) / weights.sum(1, keepdim=True)
     values, order = torch.where(weights > 0, weight, mean).sort(1)
     mass = weights.gather(1, order)

@@ -15,7 +15,7 @@ is fitted when its first column is due, to the weights as the errors of earlier 
 
 Deviations: U comes from one Cholesky factorization of the reversed H, not from factorizing H and its inverse;
 dead columns (no input ever) are rounded to nearest rather than zeroed, for other text may use them; detached
-places keep whatever the errors have made of them, as free values: they have no error to pass on.
+weights keep the value that compensation has given them, and pass on no error.
 """
 
 import logging
@@ -66,7 +66,7 @@ def quantize(
 ) -> QuantizedWeight:
     """Round `weight`, corrected for its inputs (`correction.py`), with error compensation under `stats.hessian`.
 
-    The sparse part holds the compensated weights at detached places, not the original ones. Raises InputError
+    The sparse part holds the compensated values of detached weights, not the original ones. Raises InputError
     without `stats.hessian`, NumericalError if it or the weight is not finite, or if no damping makes it positive
     definite.
     """
@@ -107,7 +107,7 @@ def quantize(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rounded:
-    """What the column loop leaves: codes, their grids, and every weight as it stood when its turn came."""
+    """The result of the column loop: codes, their grids, and every weight as compensated when it was rounded."""
 
     codes: UInt8[Tensor, "n k"]
     fit: GridFit

@@ -47,7 +47,7 @@ MAX_ITERATIONS = 200  # of Lloyd; rows of 1408 columns settle in 10 to 60
 
 @dataclass(frozen=True, kw_only=True)
 class KmeansConfig:
-    """`bits` of a code; a row has `2**bits` levels of `level_bits`, 16 in any case beside codes of 7 and 8 bits.
+    """`bits` of a code; a row has `2**bits` levels of `level_bits`, always 16 with codes of 7 and 8 bits.
 
     `outlier_fraction` of the weights, those whose codes cost most, are stored as floats (`outliers.py`).
     """
@@ -69,7 +69,7 @@ def quantize(
     *,
     detached: Bool[Tensor, "n k"] | None = None,
 ) -> QuantizedWeight:
-    """Fit the levels of every row to `stats.fisher`; detached places weigh nothing.
+    """Fit the levels of every row to `stats.fisher`; detached weights count nothing.
 
     A row whose Fisher is zero everywhere was never reached by a gradient; its weights count alike.
     Raises InputError without `stats.fisher`, NumericalError if a weight is not finite or a Fisher value is
@@ -138,7 +138,7 @@ def fit_levels(
 
 
 def row_weights(fisher: Float[Tensor, "n k"], detached: Bool[Tensor, "n k"] | None) -> Float[Tensor, "n k"]:
-    """Fisher with detached places at zero, of mean one a row; rows of zeros become uniform."""
+    """Fisher with zeros for detached weights, scaled to mean one in a row; rows of zeros become uniform."""
     if (fisher < 0).any():
         raise NumericalError(
             "stats.fisher holds negative values, but it is a mean of squares: calibrate it again."
@@ -229,7 +229,7 @@ def centroids(
 
 
 def fill_empty(levels: Float[Tensor, "n _"], count: int) -> Float[Tensor, "n c"]:
-    """Ascending levels, `count` a row, the highest repeated in place of NaN and of those that lack."""
+    """Ascending levels, `count` per row; the highest replaces NaN and missing ones."""
     levels = torch.nn.functional.pad(levels, (0, count - levels.shape[1]), value=float("nan"))
     highest = levels.nan_to_num(nan=float("-inf")).amax(1, keepdim=True)
     return torch.where(levels.isnan(), highest, levels).sort(1).values

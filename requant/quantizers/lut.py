@@ -12,7 +12,7 @@ with H = mean x x', where k-means (`kmeans.py`) sees its diagonal alone. Alterna
    all others fixed; columns go in blocks, so that most of the work is one matrix product a block.
 
 2 and 3 never raise the error, but for the rounding of levels (`kmeans.rounded`), which 3 then works around, and stop when
-a round gains less than TOLERANCE. Places that are detached hold a float of their own: they take up the errors of the
+a round gains less than TOLERANCE. Detached weights are stored as floats: they take up the errors of the
 others in 1, and have their best value, not a level, in 3. So the sparse part is refitted together with levels and codes.
 """
 
@@ -64,7 +64,7 @@ def quantize(
     *,
     detached: Bool[Tensor, "n k"] | None = None,
 ) -> QuantizedWeight:
-    """Fit levels, codes and the floats at detached places to `weight`, corrected for its inputs (`correction.py`).
+    """Fit levels, codes and the floats of detached weights to `weight`, corrected for its inputs (`correction.py`).
 
     Raises InputError without `stats.hessian`, NumericalError if it or the weight is not finite, or if no damping makes it
     positive definite.
@@ -81,15 +81,15 @@ def quantize(
         detached = outlier_mask(
             target, diagonal.float(), bits=config.bits, outlier_fraction=config.outlier_fraction
         )
-    apart = torch.zeros_like(target, dtype=torch.bool) if detached is None else detached
+    detached_mask = torch.zeros_like(target, dtype=torch.bool) if detached is None else detached
     seeds = torch.cat(
         [
-            fit_levels(target[rows].double(), diagonal[rows], apart[rows], bits=config.bits)
+            fit_levels(target[rows].double(), diagonal[rows], detached_mask[rows], bits=config.bits)
             for rows in row_chunks(target, elements=1 << 22)
         ]
     )
     levels = rounded(seeds, level_bits=config.level_bits).float()
-    codes, values = compensated_codes(target, levels, damped, order, apart)
+    codes, values = compensated_codes(target, levels, damped, order, detached_mask)
     best = error_of(target, levels, codes, values, damped)
     for _ in range(config.rounds):
         solved = least_squares(target, levels, codes, values, damped)
@@ -129,15 +129,15 @@ def compensated_codes(
     levels: Float[Tensor, "n c"],
     hessian: Float[Tensor, "k k"],
     order: Int64[Tensor, " k"],
-    apart: Bool[Tensor, "n k"],
+    detached_mask: Bool[Tensor, "n k"],
 ) -> tuple[Int64[Tensor, "n k"], Float[Tensor, "n k"]]:
     """Nearest levels, column by column in `order`, each error passed on through the inverse of H.
 
-    With the codes come the floats of detached places, which take the error that was passed to them and pass none on.
+    Also returns the floats of detached weights, which take up the errors passed to them and pass on none.
     """
     upper = hessian_inv_cholesky(hessian[order][:, order], damp=1e-6)
     boundaries = midpoints(levels)
-    left, loose = target[:, order].clone(), apart[:, order]
+    left, free = target[:, order].clone(), detached_mask[:, order]
     codes = torch.empty_like(left, dtype=torch.int64)
     for start in range(0, left.shape[1], BLOCK):
         stop = min(start + BLOCK, left.shape[1])
@@ -146,13 +146,13 @@ def compensated_codes(
             column = left[:, j, None].contiguous()
             code = torch.searchsorted(boundaries, column)
             error = (column - levels.gather(1, code)) / upper[j, j]
-            error.masked_fill_(loose[:, j, None], 0)
+            error.masked_fill_(free[:, j, None], 0)
             left[:, j + 1 : stop] -= error * upper[j, j + 1 : stop]
             errors[:, j - start, None] = error
             codes[:, j, None] = code
         left[:, stop:] -= errors @ upper[start:stop, stop:]
     back = order.argsort()
-    return codes[:, back], left[:, back].masked_fill(~apart, torch.nan)
+    return codes[:, back], left[:, back].masked_fill(~detached_mask, torch.nan)
 
 
 def least_squares(

@@ -7,11 +7,12 @@ To add one: a file here that ends in a `METHOD` (`method.py` says what it holds)
 from typing import Any
 
 from requant.errors import RecipeError, did_you_mean
-from requant.quantizers import awq, gptq, kmeans, lut, rtn, trellis
+from requant.quantizers import awq, gptq, hqq, kmeans, lut, rtn, trellis
 from requant.quantizers.method import Method
 
 METHODS: dict[str, Method] = {
     "rtn": rtn.METHOD,
+    "hqq": hqq.METHOD,
     "kmeans": kmeans.METHOD,
     "lut": lut.METHOD,
     "gptq": gptq.METHOD,

@@ -54,7 +54,7 @@ def quantize(
     *,
     detached: Bool[Tensor, "n k"] | None = None,
 ) -> QuantizedWeight:
-    """Round every weight to the grid of its group; detached places do not widen it. `stats` is not read.
+    """Round every weight to the grid of its group; detached weights do not widen it. `stats` is not read.
 
     Raises NumericalError if a weight is not finite.
     """
@@ -87,7 +87,7 @@ def fit_grid(
     n, k = weight.shape
     groups = group_count(k, group_size)
     kept = weight if detached is None else weight.masked_fill(detached, 0)
-    # Zero belongs to every grid, so detached places and the padding of the last group may stand at zero.
+    # Zero belongs to every grid, so detached weights and the padding of the last group are set to zero.
     grouped = torch.nn.functional.pad(kept, (0, groups * group_size - k)).view(n, groups, group_size)
     low, high = grouped.amin(2).clamp(max=0), grouped.amax(2).clamp(min=0)
     if symmetric:
@@ -143,7 +143,7 @@ def nearest_codes(
     *,
     bits: int,
 ) -> Float[Tensor, "n k"]:
-    """The codes, still as floats, with scale and zero point given for every place."""
+    """The codes, as floats, with the scale and zero point of every weight given."""
     return ((weight / scales).round() + zero_points).clamp(0, 2**bits - 1)
 
 

@@ -5,14 +5,14 @@
 Tseng et al., "QTIP: Quantization with Trellises and Incoherence Processing" (2024, arXiv 2406.11235): random signs s
 and Hadamard blocks R (`requant.formats.hadamard`) make weights nearly Gaussian and curvatures incoherent; tiles of 16 by 16
 of V are rings through a bitshift trellis (`requant.quantizers.viterbi`) whose values are computed from its states
-(`requant.formats.trellis_codes`); what is lost on finished tiles is fed back into the targets of the others.
+(`requant.formats.trellis_codes`); the error of finished tiles is fed back into the targets of the others.
 
 H = mean x x' is the covariance of the inputs and G = mean g g' that of the loss's gradients at the outputs. With block
 Cholesky factors H = L D L' and G = M C M', unit lower triangular in blocks of 16,
 
     tr(G E H E') = tr(C F D F'),   F = M' E L
 
-so a tile (i, j) is coded, from the last corner on, to the target that makes F_ij small:
+so tiles (i, j) are coded from the last corner to the first, each to the target that makes F_ij small:
 
     W_ij + A_ij + B_ij,   A_ij = sum_{l > j} E_il L_lj,   B_ij = sum_{m > i} M_mi' (E + A)_mj
 
@@ -106,7 +106,7 @@ def quantize(
 ) -> QuantizedWeight:
     """Code `weight`, corrected for its inputs (`correction.py`), under `stats.hessian` and, if two-sided, `output_hessian`.
 
-    A rotated matrix has no places of its own, so detached ones count as zeros in it, and their residuals are kept.
+    Rotation mixes all weights, so detached ones are zeros in the rotated matrix; their residuals are the sparse part.
     Raises InputError if a statistic is missing, NumericalError if it or the weight is not finite.
     """
     check_weight(weight)
@@ -114,10 +114,10 @@ def quantize(
     hessian = statistic(stats.hessian, "hessian", (k, k))
     columns = random_signs(k, seed=2 * config.seed).to(weight.device)
     rows = random_signs(n, seed=2 * config.seed + 1).to(weight.device)
-    aim = corrected(weight, stats)
-    kept = aim if detached is None else aim.masked_fill(detached, 0)
+    goal = corrected(weight, stats)
+    kept = goal if detached is None else goal.masked_fill(detached, 0)
     rotated = incoherence_process(kept, rows=rows, columns=columns)
-    scale = unit_of(rotated, config)
+    scale = scale_of(rotated, config)
     target = rotated / scale
     across = block_ldl(incoherence_process(hessian, rows=columns, columns=columns), damp=config.damp)
     if config.two_sided:
@@ -133,12 +133,12 @@ def quantize(
         bits=config.bits,
         code=config.code,
     )
-    sparse = None if detached is None else sparse_residual(aim, dense.dequantize(), detached)
+    sparse = None if detached is None else sparse_residual(goal, dense.dequantize(), detached)
     return QuantizedWeight(dense=dense, sparse=sparse)
 
 
-def unit_of(rotated: Float[Tensor, "r c"], config: TrellisConfig) -> float:
-    """What a code value of 1 stands for, exact in float16 (1 for a matrix of zeros)."""
+def scale_of(rotated: Float[Tensor, "r c"], config: TrellisConfig) -> float:
+    """The scale of the code values, exact in float16; 1 for a matrix of zeros."""
     spreads = CODES[config.code].spreads
     spread = (
         float(np.interp(config.bits, range(1, len(spreads) + 1), spreads)) / code_values(config.code).std()

@@ -30,7 +30,7 @@ def tail_biting_states(
 
     Args:
         targets: b sequences of t steps of v weights.
-        values: what each of the 65536 states stands for, exact in float16.
+        values: of each of the 65536 states, exact in float16.
         bits: bits a weight; v * bits is at most 8. Quarters where v is 1.
     """
     steps, vector = targets.shape[1:]

@@ -13,7 +13,6 @@ from eval.figures import DRAWN, FIGURES, RESULTS, digest, nodes, svg, totals
 def test_figures_are_up_to_date(name: str) -> None:
     committed = (FIGURES / f"{name}.svg").read_text(encoding="utf-8")
     assert f"numbers {digest(DRAWN[name][0](RESULTS))}" in committed, "run `python -m eval.figures`"
-    assert f"eval.figures/{name}" not in committed and "<script" not in committed
 
 
 @pytest.mark.parametrize("name", DRAWN)

@@ -58,16 +58,13 @@ def test_nodes_stand_beside_the_papers_error(tmp_path: Path) -> None:
     assert "| plain 32 (the paper's) | 1 | +0.500 | +0.16 |" in nodes_table(tmp_path)
 
 
-def test_decoding_leaves_out_what_failed_and_what_does_not_differ(tmp_path: Path) -> None:
+def test_decoding_stands_beside_bf16_of_the_same_setup(tmp_path: Path) -> None:
     row = {"shape": "8b", "name": "2-bit", "batch": 1, "compiled": True, "attention": "kernel"}
-    row |= {"decode_tokens_per_s": 671.8, "times_bf16": 3.521, "model_bytes": 3 << 30}
-    write(
-        tmp_path,
-        "end-to-end-h200",
-        {"rows": [row, {"shape": "8b", "name": "x", "batch": 8, "failed": "OOM"}]},
-    )
+    row |= {"decode_tokens_per_s": 600.0, "times_bf16": 3.0}
+    failed = {"shape": "8b", "name": "2-bit", "batch": 8, "failed": "OutOfMemoryError"}
+    write(tmp_path, "end-to-end-h200", {"rows": [{**row, "name": "bf16"}, row, failed]})
     assert decoding_table(tmp_path).splitlines()[2:] == [
-        "| 8b | 2-bit | torch.compile, attention kernel | 672 | 3.52 | 3.0 GiB |"
+        "| 8b | 2-bit | 1 | torch.compile | requant's | 200 | 600 | 3.00 |"
     ]
 
 

@@ -19,10 +19,10 @@ from case_selection import selected
 from cases import Case, random_layout, relative_error
 from ptx_model import float_product, integer_product, permute_bytes
 from requant_kernels.common.inline_ptx import SMEM_UNIT, smem_units
-from requant_kernels.common.occupancy import SM_BYTES
+from requant_kernels.common.occupancy import SM_SMEM_BYTES
 from requant_kernels.common.packing import GridLayout, Layout
 from requant_kernels.fallback import reference
-from requant_kernels.launch_config import DecodeConfig
+from requant_kernels.launch_config import Fp16MmaConfig, Int8MmaConfig, LaunchConfig
 from requant_kernels.scalar import gemv_fp16_mma, gemv_int8_mma
 from requant_kernels.scalar.gemv_int8_mma import smem_layout
 from torch import Tensor
@@ -49,7 +49,7 @@ def smem_indices(address: np.ndarray, count: int) -> np.ndarray:
     return (address.astype(np.int64)[..., None] - SMEM_BASE) // 4 + np.arange(count)
 
 
-class Program:
+class AsmBlock:
     """One asm block, run for all threads of a CTA: registers are arrays [warps, 32]."""
 
     def __init__(self, registers: Registers, shape: tuple[int, ...]) -> None:
@@ -223,17 +223,17 @@ def inline_asm_elementwise(
     values = [np.asarray(arg.handle.data) for arg in args]
     assert len(constraints.split(",")) == len(kinds) + len(values)
     shape = np.broadcast_shapes(*(value.shape for value in values)) if values else (1,)
-    program = Program({}, shape)
+    block = AsmBlock({}, shape)
     for i, value in enumerate(values):
         value = np.ascontiguousarray(np.broadcast_to(value, shape))
-        program.registers[f"${len(kinds) + i}"] = value.view(
+        block.registers[f"${len(kinds) + i}"] = value.view(
             np.uint64 if value.dtype.itemsize == 8 else np.uint32
         )
     for i, constraint in enumerate(constraints.split(",")):
         if constraint.isdigit():  # an input in the register of an output
-            program.registers[f"${constraint}"] = program.registers[f"${i}"]
+            block.registers[f"${constraint}"] = block.registers[f"${i}"]
     if "global_smem" in asm:
-        program.registers["$0"] = np.full(shape, SMEM_BASE, np.uint32)
+        block.registers["$0"] = np.full(shape, SMEM_BASE, np.uint32)
     elif "wait_group" in asm:
         while len(committed) > int(asm.split("wait_group")[1].split(";")[0]):
             for to, words in committed.pop(0):
@@ -242,12 +242,12 @@ def inline_asm_elementwise(
         text = asm.strip().removeprefix("{").removesuffix("}") if asm.lstrip().startswith("{") else asm
         for line in map(str.strip, re.split(r";|\w+:", text)):
             if line and not line.startswith(".reg"):
-                program.line(line)
+                block.line(line)
     numpy_of = {tl.float32: np.float32, tl.int32: np.int32}
     made = tuple(
         tl.tensor(
             TensorHandle(
-                np.ascontiguousarray(program.registers.get(f"${i}", np.zeros(shape, np.uint32))).view(
+                np.ascontiguousarray(block.registers.get(f"${i}", np.zeros(shape, np.uint32))).view(
                     numpy_of[kind]
                 ),
                 kind,
@@ -305,14 +305,15 @@ def one_token() -> None:
 def check_one(case: Case, launch: tuple[int, int, int], *, reload: bool = False) -> None:
     """`reload`: shared memory has no space for unquantized activations beside the others, so they are loaded again."""
     warps, tiles, stages = launch
-    layout, config = random_layout(case, "cpu"), DecodeConfig(warps=warps, tiles=tiles, unroll=stages)
+    layout = random_layout(case, "cpu")
+    config = Int8MmaConfig(num_warps=warps, tiles_per_cta=tiles, num_stages=stages)
     assert isinstance(layout, GridLayout)
     if reload:
         smem = smem_layout(layout, config, 132)
-        gemv_int8_mma.SM_BYTES = (smem_units(smem.size - 2 * case.k) + 1) * SMEM_UNIT.value
+        gemv_int8_mma.SM_SMEM_BYTES = (smem_units(smem.size - 2 * case.k) + 1) * SMEM_UNIT.value
     assert reload == (smem_layout(layout, config, 132).max_registers is not None)
-    check(case, layout, config, gemv_int8_mma.gemv_int8_mma, gemv_int8_mma.supports)
-    gemv_int8_mma.SM_BYTES = SM_BYTES
+    check(case, layout, config, gemv_int8_mma.gemv_int8_mma, gemv_int8_mma)
+    gemv_int8_mma.SM_SMEM_BYTES = SM_SMEM_BYTES
 
 
 def several_tokens() -> None:
@@ -332,22 +333,28 @@ def several_tokens() -> None:
             (Case(format="grid", bits=4, n=16, k=512, m=4, dtype=torch.bfloat16), (2, 1, 2, 1)),
         ]
     ):
-        config = DecodeConfig(warps=warps, tiles=tiles, unroll=stages, teams=groups, ahead=case.bits == 3)
-        check(case, random_layout(case, "cpu"), config, gemv_fp16_mma.gemv_fp16_mma, gemv_fp16_mma.supports)
+        config = Fp16MmaConfig(
+            num_warps=warps,
+            tiles_per_warp_group=tiles,
+            num_stages=stages,
+            warp_groups=groups,
+            prefetch=case.bits == 3,
+        )
+        check(case, random_layout(case, "cpu"), config, gemv_fp16_mma.gemv_fp16_mma, gemv_fp16_mma)
 
 
 def check(
     case: Case,
     layout: Layout,
-    config: DecodeConfig,
+    config: LaunchConfig,
     kernel: Callable[..., Tensor],
-    supports: Callable[..., bool],
+    module: Any,
 ) -> None:
     """One product against float64."""
     x = torch.randn(case.m, case.k).to(case.dtype)
     x[0, ::77] *= 50
     bias = torch.randn(case.n).to(case.dtype) if case.bias and case.m > 1 else None
-    assert supports(x, layout, config)
+    assert module.supports(layout, case.m, x.device) and module.fits(layout, config, x.device)
     SHARED[:] = GARBAGE
     committed.clear()
     error = relative_error(kernel(x, layout, bias, config), reference.linear(x, layout, bias))

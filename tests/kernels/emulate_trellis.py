@@ -19,7 +19,7 @@ from ptx_model import run_ptx
 from requant_kernels import pack_trellis
 from requant_kernels.fallback import reference
 from requant_kernels.hadamard.transform import hadamard_transform_int8
-from requant_kernels.launch_config import TrellisConfig
+from requant_kernels.launch_config import TrellisGemvConfig
 from requant_kernels.trellis import gemv
 from requant_kernels.trellis.dequantize import dequantize
 from requant_kernels.trellis.fused_hadamard import can_fuse
@@ -165,7 +165,7 @@ def check_fused() -> None:
     ):
         ALLOCATED.clear()
         layout = pack_trellis(*random_trellis(n, k, 2, "cpu"), bits=2, code=code)
-        config = TrellisConfig(warps=launch[0], tiles=launch[1], unroll=launch[2])
+        config = TrellisGemvConfig(num_warps=launch[0], tiles_per_cta=launch[1], units_per_step=launch[2])
         x = torch.randn(1, k, dtype=torch.bfloat16 if n == 48 else torch.float16)
         ALLOCATED.extend((layout.packed_codes, layout.input_scales, x))
         assert can_fuse(x, layout, config)
@@ -205,7 +205,7 @@ def main() -> None:
     for code, bits, n, k, m, launch in selected(CASES):
         ALLOCATED.clear()
         layout = pack_trellis(*random_trellis(n, k, bits, "cpu"), bits=bits, code=code)
-        config = TrellisConfig(warps=launch[0], tiles=launch[1], unroll=launch[2])
+        config = TrellisGemvConfig(num_warps=launch[0], tiles_per_cta=launch[1], units_per_step=launch[2])
         ALLOCATED.append(layout.packed_codes)
         values = reference.trellis_values(layout)
         assert torch.equal(dequantize(layout, asm=True).double(), values), f"{code} {bits}: dequantize"

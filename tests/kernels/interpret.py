@@ -8,7 +8,7 @@ from requant_kernels import GridLayout, pack_trellis
 from requant_kernels.attention import attend
 from requant_kernels.fallback import reference
 from requant_kernels.hadamard.transform import hadamard_transform, hadamard_transform_int8
-from requant_kernels.launch_config import DecodeConfig, TallConfig
+from requant_kernels.launch_config import GemmConfig, GemvConfig
 from requant_kernels.scalar.dequantize import dequantize
 from requant_kernels.scalar.embedding import lookup
 from requant_kernels.scalar.gemm import gemm
@@ -16,25 +16,28 @@ from requant_kernels.scalar.gemv import gemv
 from requant_kernels.scalar.permute import permute_activations
 from requant_kernels.scalar.splitk_reduce import splitk_reduce
 from requant_kernels.trellis.dequantize import dequantize as dequantize_trellis
-from requant_kernels.trellis.matmul import trellis_linear
+from requant_kernels.trellis.matmul import dense as trellis_dense
 
 CASES = [
-    (Case(format="codebook", bits=3, n=37, k=300, m=1), DecodeConfig(warps=2)),
-    (Case(format="grid", bits=2, n=37, k=600, m=3, density=0.02), DecodeConfig(warps=2, tiles=2)),
-    (Case(format="grid", bits=3, n=20, k=1100, m=1, zero_points=True, bias=True), DecodeConfig(warps=2, unroll=2)),
-    (Case(format="grid", bits=2, n=37, k=600, m=1, density=0.05, int8_residuals=True), DecodeConfig(warps=2)),
+    (Case(format="codebook", bits=3, n=37, k=300, m=1), GemvConfig(num_warps=2)),
+    (Case(format="grid", bits=2, n=37, k=600, m=3, density=0.02), GemvConfig(num_warps=2, tiles_per_cta=2)),
+    (Case(format="grid", bits=3, n=20, k=1100, m=1, zero_points=True, bias=True), GemvConfig(num_warps=2, num_stages=2)),
+    (Case(format="grid", bits=2, n=37, k=600, m=1, density=0.05, int8_residuals=True), GemvConfig(num_warps=2)),
     (
         Case(format="grid", bits=3, n=20, k=1100, m=1, group_size=64, zero_points=True, bias=True),
-        DecodeConfig(warps=2, unroll=2, tiles=2),
+        GemvConfig(num_warps=2, num_stages=2, tiles_per_cta=2),
     ),
-    (Case(format="grid", bits=4, n=33, k=768, m=1, group_size=768), DecodeConfig(warps=1, unroll=3, ahead=False)),
+    (
+        Case(format="grid", bits=4, n=33, k=768, m=1, group_size=768),
+        GemvConfig(num_warps=1, num_stages=3, prefetch=False),
+    ),
     (
         Case(format="grid", bits=5, n=33, k=700, m=9, group_size=700, zero_points=True, density=0.01, int8_residuals=True),
-        DecodeConfig(warps=2),
+        GemvConfig(num_warps=2),
     ),
-    (Case(format="grid", bits=8, n=16, k=301, m=1, group_size=64, column_scales=True), DecodeConfig(warps=2)),
-    (Case(format="codebook", bits=6, n=16, k=300, m=2, density=0.1), DecodeConfig(warps=2)),
-    (Case(format="grid", bits=4, n=16, k=900, m=2, group_size=512, zero_points=True), DecodeConfig(warps=2)),
+    (Case(format="grid", bits=8, n=16, k=301, m=1, group_size=64, column_scales=True), GemvConfig(num_warps=2)),
+    (Case(format="codebook", bits=6, n=16, k=300, m=2, density=0.1), GemvConfig(num_warps=2)),
+    (Case(format="grid", bits=4, n=16, k=900, m=2, group_size=512, zero_points=True), GemvConfig(num_warps=2)),
     (Case(format="grid", bits=4, n=140, k=600, m=17, group_size=600, zero_points=True, density=0.02, bias=True), None),
     (Case(format="codebook", bits=2, n=40, k=300, m=20, column_scales=True), None),
     (Case(format="grid", bits=3, n=20, k=300, m=18, group_size=32, zero_points=True, bias=True), None),
@@ -140,7 +143,7 @@ def main() -> None:
         x = torch.randn(case.m, case.k + case.bias).half()[:, case.bias :]  # some begin between two pairs
         bias = torch.randn(case.n).half() if case.bias else None
         if config is None:
-            y = gemm(x, layout, bias, asm=False, config=TallConfig(warps=4, split=2))
+            y = gemm(x, layout, bias, GemmConfig(num_warps=4, split_k=2), asm=False)
         else:
             y = gemv(x, layout, bias, config, asm=False)
         error = relative_error(y, reference.linear(x, layout, bias))
@@ -160,7 +163,7 @@ def main() -> None:
         layout = pack_trellis(*random_trellis(n, k, bits, "cpu"), bits=bits, code=code, sparse=sparse)
         x, bias = torch.randn(m, k).half(), torch.randn(n).half()
         want = reference.linear(x, layout, bias)
-        error = relative_error(trellis_linear(x, layout, bias, asm=False), want)
+        error = relative_error(trellis_dense(x, layout, bias, asm=False), want)
         assert error < 3e-3, f"trellis {code} at {bits} bits is off by {error:.1e}"
         assert torch.equal(dequantize_trellis(layout, asm=False).double(), reference.trellis_values(layout))
     check_permuted()

@@ -1,6 +1,6 @@
 """The kernels compiled for real GPUs without one: no spills, no data moved between lanes, instructions per weight."""
 
-import json
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -10,8 +10,8 @@ triton = pytest.importorskip("triton")
 
 from requant_kernels.common.fragment_dequant import dequant_operands  # noqa: E402
 from requant_kernels.common.sparse_spmm import spmm_reduce_kernel  # noqa: E402
-from requant_kernels.heuristics import TABLE, distance_of, least_warps, registers_of  # noqa: E402
-from requant_kernels.launch_config import GATHERED, STAGED, decode_setting  # noqa: E402
+from requant_kernels.heuristics import gemv_least_warps, gemv_registers, gemv_stages  # noqa: E402
+from requant_kernels.launch_config import TABLE, GemvConfig, Shape, read_table  # noqa: E402
 from requant_kernels.scalar.dequantize import dequantize_kernel  # noqa: E402
 from requant_kernels.scalar.gemm import gemm_kernel  # noqa: E402
 from requant_kernels.scalar.gemv import RESERVE_PTX, GemvTiling, gemv_kernel  # noqa: E402
@@ -38,22 +38,21 @@ def arguments(
 
 
 def gemv_machine(
-    format: str, bits: int, *, capability: int = 90, launch: tuple[int, ...] = (4, 1, 1, 1, 128),
-    dtype: torch.dtype = torch.float16, sparse: bool = False, tokens: int = 8,
+    format: str, bits: int, config: GemvConfig, *, capability: int = 90, dtype: torch.dtype = torch.float16,
+    sparse: bool = False, tokens: int = 8,
 ) -> Machine:  # fmt: skip
-    """`launch`: warps, tiles, unroll, activations ahead, most registers."""
     constants, pointers, absent = arguments(format, bits, dtype)
-    config = decode_setting(launch)
     constants["TILING"] = GemvTiling(
-        warps=launch[0], tiles=launch[1], stages=launch[2], tokens=max(8, tokens), even_k=not sparse,
-        sparse_tokens=tokens if sparse else 1, slots=1 if sparse else 0, prefetch=config.ahead and tokens <= 8,
-        pdl=capability >= 90, reserve_ptx=RESERVE_PTX.format(bytes=16384) if config.staged else None,
+        warps=config.num_warps, tiles=config.tiles_per_cta, stages=config.num_stages, tokens=max(8, tokens),
+        even_k=not sparse,
+        sparse_tokens=tokens if sparse else 1, slots=1 if sparse else 0, prefetch=config.prefetch and tokens <= 8,
+        pdl=capability >= 90, reserve_ptx=RESERVE_PTX.format(bytes=16384) if config.stage_activations else None,
     )  # fmt: skip
     absent += ("bias_ptr", "ell_row_scales_ptr") if sparse else ("bias_ptr", *SPARSE)
     return compile_kernel(
         gemv_kernel, constants, capability=capability, dtype="fp16" if dtype == torch.float16 else "bf16",
-        pointers=pointers | {"ell_values_ptr": "*fp16"}, absent=absent, warps=launch[0],
-        max_registers=launch[4] or None,
+        pointers=pointers | {"ell_values_ptr": "*fp16"}, absent=absent, warps=config.num_warps,
+        max_registers=config.max_registers,
     )  # fmt: skip
 
 
@@ -76,7 +75,7 @@ CEILING = {  # instructions per weight in the loop
     ],
 )
 def test_gemv_instructions_per_weight(format: str, bits: int) -> None:
-    machine = gemv_machine(format, bits, launch=(4, 1, 1, 1, 0))
+    machine = gemv_machine(format, bits, GemvConfig(num_warps=4))
     assert machine.stack == 0
     assert machine.registers <= 160  # 12 warps a multiprocessor
     assert machine.loop / WEIGHTS < CEILING[format, bits]
@@ -87,57 +86,67 @@ def test_gemv_instructions_per_weight(format: str, bits: int) -> None:
 @pytest.mark.parametrize("tokens", [1, pytest.param(8, marks=pytest.mark.slow)])
 def test_residuals_are_taken_without_waiting_for_other_warps(tokens: int) -> None:
     """Slots, gathers and sums have one layout: nothing goes through shared memory beside the blocks."""
-    machine = gemv_machine(
-        "grid", 3, launch=(4, 1, *map(int, distance_of("grid+s", 3, tokens)), 128), sparse=True, tokens=tokens
-    )
+    stages, prefetch = gemv_stages(Shape("grid+s", 3, 4096, 4096, tokens))
+    config = GemvConfig(num_warps=4, num_stages=stages, prefetch=prefetch, max_registers=128)
+    machine = gemv_machine("grid", 3, config, sparse=True, tokens=tokens)
     assert machine.stack <= 16
     assert machine.barriers == 0
 
 
 def test_staged_residuals_wait_for_no_warp_in_the_loop() -> None:
-    machine = gemv_machine("grid", 3, launch=(4, 1, 3, STAGED, 128), sparse=True, tokens=1)
+    config = GemvConfig(num_warps=4, num_stages=3, prefetch=False, stage_activations=True, max_registers=128)
+    machine = gemv_machine("grid", 3, config, sparse=True, tokens=1)
     assert machine.stack == 0
     assert machine.barriers == 0
     assert machine.opcodes["LDGSTS"] > 0
 
 
-def chosen_launches() -> list[tuple[str, int, tuple[int, ...], bool, int]]:
-    """Every launch of `gemv_kernel` that the table or the rule can choose, up to 4 bits."""
-    found = set()
+Launch = tuple[
+    str, int, GemvConfig, bool, int
+]  # format without residuals, bits, config, residuals or not, tokens
+
+
+def chosen_launches() -> list[Launch]:
+    """Every launch of `gemv.py` that the table or the rule can choose, up to 4 bits."""
+    found: dict[Launch, None] = {}
     for format, bits, warps, sparse, tokens in product(
         ("grid", "codebook"), (2, 3, 4), (1, 2, 4, 8, 16), (False, True), (1, 8, 16)
     ):
-        registers = registers_of(format, bits, tokens)
-        name = format + "+s" * sparse
-        if (warps < 16 or registers) and warps >= least_warps(name, tokens):
-            distance = map(int, distance_of(name, bits, tokens))
-            found.add((format, bits, (warps, 1, *distance, registers), sparse, tokens))
-    for table in json.loads(TABLE.read_text()).values():
-        for name, setting in table.items():
-            kernel, format, bits, _, tokens = name.split()
-            if kernel == "decode" and int(bits) <= 4 and not setting[3] & GATHERED:
-                own, _, sparse = format.partition("+")
-                found.add((own, int(bits), tuple(setting), bool(sparse), int(tokens)))
-    return sorted(found)
+        shape = Shape(format + "+s" * sparse, bits, 4096, 4096, tokens)
+        if (warps < 16 or gemv_registers(shape)) and warps >= gemv_least_warps(shape):
+            stages, prefetch = gemv_stages(shape)
+            config = GemvConfig(
+                num_warps=warps, num_stages=stages, prefetch=prefetch, max_registers=gemv_registers(shape)
+            )
+            found[format, bits, config, sparse, tokens] = None
+    for shape, configs in (pair for rows in read_table(TABLE).values() for pair in rows.items()):
+        for config in configs.values():
+            if isinstance(config, GemvConfig) and shape.bits <= 4:
+                own, _, sparse = shape.format.partition("+")
+                same_code = replace(config, max_ctas_per_sm=None)
+                found[own, int(shape.bits), same_code, bool(sparse), shape.m_bucket] = None
+    return list(found)
 
 
-FAST = {
-    ("grid", 3, (4, 1, 4, STAGED, 128), True, 1),
-    ("grid", 3, (8, 1, 3, 0, 128), True, 8),
-    ("grid", 3, (4, 1, 1, 1, 128), False, 1),
-}
+def is_fast(format: str, bits: int, config: GemvConfig, sparse: bool, tokens: int) -> bool:
+    """Three launches that stand for the others where time is short."""
+    launch = config.num_warps, config.tiles_per_cta, config.num_stages, config.max_registers
+    return (format, bits, launch, config.stage_activations, sparse, tokens) in (
+        ("grid", 3, (4, 1, 4, 128), True, True, 1),
+        ("grid", 3, (8, 1, 3, 128), False, True, 8),
+        ("grid", 3, (4, 1, 1, 128), False, False, 1),
+    )
 
 
 @pytest.mark.parametrize(
-    ("format", "bits", "launch", "sparse", "tokens"),
-    [pytest.param(*c, marks=() if c in FAST else pytest.mark.slow) for c in chosen_launches()],
+    ("format", "bits", "config", "sparse", "tokens"),
+    [pytest.param(*c, marks=() if is_fast(*c) else pytest.mark.slow) for c in chosen_launches()],
 )
-def test_no_launch_spills(format: str, bits: int, launch: tuple[int, ...], sparse: bool, tokens: int) -> None:
-    machine = gemv_machine(format, bits, launch=launch, sparse=sparse, tokens=tokens)
-    assert (
-        machine.stack <= 24
-    )  # six registers, outside of the loop: measured the fastest all the same (8 warps, residuals)
-    assert machine.registers * launch[0] * 32 <= 65536
+def test_no_launch_spills(format: str, bits: int, config: GemvConfig, sparse: bool, tokens: int) -> None:
+    machine = gemv_machine(format, bits, config, sparse=sparse, tokens=tokens)
+    # six registers, outside of the loop: measured the fastest all the same (8 warps, residuals)
+    assert machine.stack <= 24
+    assert machine.registers * config.num_warps * 32 <= 65536
 
 
 @pytest.mark.parametrize(
@@ -145,8 +154,9 @@ def test_no_launch_spills(format: str, bits: int, launch: tuple[int, ...], spars
     [(80, "grid", 3, torch.bfloat16), (89, "codebook", 3, torch.float16), (90, "grid", 8, torch.bfloat16)],
 )
 def test_gemv_compiles_with_residuals(capability: int, format: str, bits: int, dtype: torch.dtype) -> None:
-    launch = (4, 1, 2, 0, registers_of(format, bits, 1))
-    machine = gemv_machine(format, bits, capability=capability, launch=launch, dtype=dtype, sparse=True)
+    registers = gemv_registers(Shape(format, bits, 4096, 4096, 1))
+    config = GemvConfig(num_warps=4, num_stages=2, prefetch=False, max_registers=registers)
+    machine = gemv_machine(format, bits, config, capability=capability, dtype=dtype, sparse=True)
     assert machine.stack == 0
     name = "fp16" if dtype == torch.float16 else "bf16"
     pointers = {"xt_ptr": f"*{name}", "ell_values_ptr": "*i8", "ell_row_scales_ptr": "*fp16"}

@@ -11,11 +11,12 @@ from requant_kernels.hadamard.batched import hadamard_batched_kernel  # noqa: E4
 from requant_kernels.hadamard.tile_kernel import hadamard_tile_kernel  # noqa: E402
 from requant_kernels.hadamard.tile_ptx import tile_transform_ptx, warp_transform_ptx  # noqa: E402
 
-from .compile_offline import Machine, compile_kernel  # noqa: E402
+from .compile_offline import Machine, compile_kernel, counts_instructions  # noqa: E402
 
 INTEGERS = {"in_width": "i32", "out_width": "i32"}
 
 
+@counts_instructions
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("dtype", ["fp16", "fp32"])
 def test_a_warp_keeps_256_neighbours(capability: int, dtype: str) -> None:
@@ -60,6 +61,7 @@ def batched_machine(dtype: str, *, tiles: int, splits: int, tiles_per_cta: int, 
     )  # fmt: skip
 
 
+@counts_instructions
 @pytest.mark.parametrize(
     ("tiles", "splits", "tiles_per_cta"), [(1, 8, 1), (2, 4, 1), (2, 2, 2), (2, 4, 2), (4, 2, 4)]
 )
@@ -70,6 +72,7 @@ def test_splits_are_added_without_spills(tiles: int, splits: int, tiles_per_cta:
     assert machine.opcodes["LDG"] <= 2 * tiles * splits + tiles_per_cta
 
 
+@counts_instructions
 def test_a_permuted_store_is_as_wide() -> None:
     plain, permuted = (
         batched_machine("fp16", tiles=2, splits=1, tiles_per_cta=1, permute=permute)

@@ -7,16 +7,16 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from requant_kernels.autotune import TRELLIS  # noqa: E402
+from requant_kernels import heuristics  # noqa: E402
+from requant_kernels.autotune import TRELLIS_GEMV  # noqa: E402
 from requant_kernels.hadamard.tile_kernel import HADAMARD_TILE  # noqa: E402
-from requant_kernels.heuristics import TrellisConfig  # noqa: E402
-from requant_kernels.heuristics import trellis_config as rule_of_trellis  # noqa: E402
+from requant_kernels.launch_config import Shape, TrellisGemvConfig, m_bucket  # noqa: E402
 from requant_kernels.trellis import gemv  # noqa: E402
 from requant_kernels.trellis.dequantize import dequantize_constants, trellis_dequantize_kernel  # noqa: E402
 from requant_kernels.trellis.gemv import gemv_constants, padded_columns, trellis_gemv_kernel  # noqa: E402
 from requant_kernels.trellis.layout import k64_per_unit  # noqa: E402
 
-from .compile_offline import Machine, compile_kernel  # noqa: E402
+from .compile_offline import Machine, compile_kernel, counts_instructions  # noqa: E402
 
 TRELLIS_CEILING = {  # instructions a weight, in the loop over steps
     ("mul1", 2): 3.2, ("pair", 2): 1.75, ("mul1", 4): 3.4, ("mul1", 2.25): 3.5, ("3inst", 2): 5.5,
@@ -29,7 +29,7 @@ def trellis_machine(
 ) -> Machine:  # fmt: skip
     """`launch`: warps, tiles, units a step; the integers of `k` columns as Triton takes them, or any of whole steps."""
     quad_bits = round(4 * bits)
-    config = TrellisConfig(warps=launch[0], tiles=launch[1], unroll=launch[2])
+    config = TrellisGemvConfig(num_warps=launch[0], tiles_per_cta=launch[1], units_per_step=launch[2])
     vector = math.gcd(quad_bits * k64_per_unit(quad_bits) // 4, 4)
     units, integers = launch[0] * launch[2], {}
     if k is not None:  # Triton compiles anew for an integer that is 1 or a multiple of 16
@@ -61,6 +61,7 @@ def trellis_machine(
     )  # fmt: skip
 
 
+@counts_instructions
 @pytest.mark.parametrize(("code", "bits"), TRELLIS_CEILING)
 @pytest.mark.parametrize("shared", [True, False])
 def test_trellis_instructions_a_weight(
@@ -85,15 +86,20 @@ def test_trellis_instructions_a_weight(
         assert machine.opcodes["BAR"] <= 2
 
 
+@counts_instructions
 @pytest.mark.slow
 @pytest.mark.parametrize("tokens", [1, 8, 16])
 @pytest.mark.parametrize(
     ("code", "bits"), [("mul1", 2.75), ("mul1", 3.75), ("mul1", 8), ("pair", 4), ("3inst", 2.25)]
 )
 def test_no_trellis_launch_spills(code: str, bits: float, tokens: int) -> None:
-    rule = rule_of_trellis(code, bits, 8192, 8192, tokens, torch.device("cpu"))
+    rule = heuristics.trellis_gemv(Shape(code, bits, 8192, 8192, tokens), torch.device("cpu"))
     machine = trellis_machine(
-        code, bits, launch=(rule.warps, rule.tiles, rule.unroll), tokens=tokens, capability=80
+        code,
+        bits,
+        launch=(rule.num_warps, rule.tiles_per_cta, rule.units_per_step),
+        tokens=tokens,
+        capability=80,
     )
     assert machine.stack == 0
 
@@ -124,12 +130,13 @@ EVERY_ODD: list[Odd] = [
 EVERY_ODD += [
     (code, bits, 8192, 11072, tokens, launch)
     for code, bits in (("mul1", 2), ("pair", 2), ("mul1", 4))
-    for launch in dict.fromkeys(setting[:3] for setting in TRELLIS)
+    for launch in TRELLIS_GEMV
     for tokens in (1, 8, 16)
     if launch[1] * tokens <= 32
 ]
 
 
+@counts_instructions
 @pytest.mark.parametrize(
     ("code", "bits", "n", "k", "tokens", "launch"),
     [*ODD, *(pytest.param(*case, marks=pytest.mark.slow) for case in EVERY_ODD if case not in ODD)],
@@ -137,9 +144,9 @@ EVERY_ODD += [
 def test_trellis_of_columns_that_are_no_whole_steps(
     code: str, bits: float, n: int, k: int, tokens: int, launch: tuple[int, int, int] | None
 ) -> None:
-    rule = rule_of_trellis(code, bits, n, k, tokens, torch.device("cpu"))
+    rule = heuristics.trellis_gemv(Shape(code, bits, n, k, m_bucket(tokens)), torch.device("cpu"))
     chosen, k64_count = launch is None, k64_per_unit(round(4 * bits))
-    launch = launch or (rule.warps, rule.tiles, rule.unroll)
+    launch = launch or (rule.num_warps, rule.tiles_per_cta, rule.units_per_step)
     assert -(-k // (64 * k64_count)) % (launch[0] * launch[2])  # some warps' units lie beyond the end
     machine = trellis_machine(code, bits, launch=launch, tokens=tokens, k=k)
     if chosen or tokens == 1:  # what the tuner tries for more tokens may spill; then it is not the fastest
@@ -161,6 +168,7 @@ def test_trellis_launches_that_do_not_fit_are_refused(launch: tuple[int, int, in
         trellis_machine("mul1", 2, launch=launch)
 
 
+@counts_instructions
 @pytest.mark.parametrize("units", [{}, {"units": 1}], ids=str)
 def test_dequantize_compiles(units: dict[str, int]) -> None:
     constants = dequantize_constants("mul1", 9, 1, num_warps=4) | units
@@ -172,6 +180,7 @@ def test_dequantize_compiles(units: dict[str, int]) -> None:
     assert machine.instructions < 8 * weights
 
 
+@counts_instructions
 @pytest.mark.parametrize(
     ("code", "bits", "k", "launch"),
     [("pair", 2, 4096, (16, 2, 1)), ("mul1", 2, 2048, (16, 4, 1)), ("mul1", 4, 256, (16, 1, 2)),

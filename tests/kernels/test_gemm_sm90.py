@@ -6,13 +6,13 @@ import torch
 pytest.importorskip("triton.experimental.gluon")
 
 from requant_kernels import autotune, heuristics
-from requant_kernels.launch_config import HopperConfig
+from requant_kernels.launch_config import GemmSm90Config, Shape
 from requant_kernels.scalar.gemm_sm90 import gemm_sm90_kernel, launch_constants, x_layout
 from requant_kernels.scalar.gemm_sm90_ptx import DEFAULT_SMEM, dequant
 from requant_kernels.scalar.permute import permute_kernel
 from requant_kernels.scalar.splitk_reduce import splitk_reduce_kernel
 
-from .compile_offline import Machine, compile_kernel
+from .compile_offline import Machine, compile_kernel, counts_instructions
 
 
 def machine_of(
@@ -21,7 +21,7 @@ def machine_of(
 ) -> Machine:  # fmt: skip
     """`launch`: tokens, warps, row tiles per warp, prefetch_at."""
     tokens, warps, tiles, ahead = launch
-    config = HopperConfig(tokens=tokens, warps=warps, tiles=tiles, ahead=ahead)
+    config = GemmSm90Config(tokens_per_cta=tokens, num_warps=warps, tiles_per_warp=tiles, prefetch_at=ahead)
     constants = launch_constants(
         dequant(format, bits, dtype, group, zeros=zeros, sparse=sparse), config, sparse=sparse, direct=direct
     )
@@ -42,25 +42,27 @@ def machine_of(
 CEILING = {("grid", 2): 2.6, ("grid", 3): 2.7, ("grid", 4): 2.65, ("codebook", 3): 2.8, ("codebook", 4): 4.0}
 
 
+@counts_instructions
 @pytest.mark.parametrize(
-    ("kind", "bits"),
+    ("format", "bits"),
     [pytest.param(*key, marks=() if key == ("grid", 3) else pytest.mark.slow) for key in CEILING],
 )
-def test_wgmma_runs_while_weights_are_dequantized(kind: str, bits: int) -> None:
-    machine = machine_of(kind, bits, group=128 if kind == "grid" else 0)
+def test_wgmma_runs_while_weights_are_dequantized(format: str, bits: int) -> None:
+    machine = machine_of(format, bits, group=128 if format == "grid" else 0)
     assert machine.stack <= 16
-    assert machine.opcodes["HGMMA"] == 32  # two tiles, sixteen planes
+    assert machine.opcodes["HGMMA"] == 32  # two row tiles, sixteen mma_k16
     assert machine.opcodes["WARPGROUP"] <= 12  # one fence and one wait per k64_stage: nothing was serialized
     assert (
         machine.opcodes["STS"] == machine.opcodes["STSM"] == 0
     )  # weights go from registers to the tensor cores
     assert machine.opcodes["UTMALDG"] > 0
-    assert machine.inner / 256 < CEILING[kind, bits]  # two tiles of 128 weights a lane
+    assert machine.inner / 256 < CEILING[format, bits]  # two tiles of 128 weights per lane
 
 
+@counts_instructions
 @pytest.mark.parametrize("launch", [(32, 4, 1, 0), (64, 4, 1, 0), (64, 8, 1, 0), (128, 8, 1, 0)], ids=str)
 @pytest.mark.parametrize("direct", [0, 1])
-def test_no_launch_of_the_rule_spills(launch: tuple[int, ...], direct: int) -> None:
+def test_no_launch_of_the_heuristic_spills(launch: tuple[int, ...], direct: int) -> None:
     machine = machine_of("grid", 3, launch=launch, direct=bool(direct))
     assert machine.stack == 0
     registers_per_cta = machine.registers * launch[1] * 32
@@ -70,46 +72,48 @@ def test_no_launch_of_the_rule_spills(launch: tuple[int, ...], direct: int) -> N
 
 
 OPT_IN, SYSTEM = 227 << 10, 1 << 10  # bytes of shared memory of a CTA: the most, and what CUDA keeps of it
-PROGRAMS = sorted({setting[:4] for setting in autotune.HOPPER} | {(32, 16, 1, 0), (64, 16, 1, 0)})
+LAUNCHES = sorted({launch for launch, _ in autotune.GEMM_SM90} | {(32, 16, 1, 0), (64, 16, 1, 0)})
 
 
-def test_every_launch_of_the_rule_is_among_these_programs() -> None:
+def test_every_launch_of_the_heuristic_is_tested_here() -> None:
     device = torch.device("cpu")
-    for kind in ("grid", "grid+s", "codebook", "codebook+s"):
-        for bits in range(2, 9 if kind.startswith("grid") else 5):
+    for format in ("grid", "grid+s", "codebook", "codebook+s"):
+        for bits in range(2, 9 if format.startswith("grid") else 5):
             for n, k in ((16, 16), (300, 1500), (4096, 4096), (32768, 8192), (128256, 4096)):
                 for width in (32, 64, 128, 256, 512):
-                    config = heuristics._hopper_config(kind, bits, n, k, width, device)
-                    assert (config.tokens, config.warps, config.tiles, config.ahead) in PROGRAMS
+                    config = heuristics.gemm_sm90(Shape(format, bits, n, k, width), device)
+                    tiling = config.tokens_per_cta, config.num_warps, config.tiles_per_warp
+                    assert (*tiling, config.prefetch_at) in LAUNCHES
 
 
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
 @pytest.mark.parametrize(
-    "program",
+    "launch",
     [
         pytest.param(p, marks=() if p in ((32, 8, 1, 0), (128, 8, 2, 3)) else pytest.mark.slow)
-        for p in PROGRAMS
+        for p in LAUNCHES
     ],
     ids=str,
 )
-def test_shared_memory_of_every_launch(program: tuple[int, ...], sparse: bool) -> None:
+def test_shared_memory_of_every_launch(launch: tuple[int, ...], sparse: bool) -> None:
     """Triton opts in to more than 48 KB only where its own allocation is larger, whatever inline PTX declares."""
     group = 0 if sparse else 128
-    machine = machine_of("grid", 3, launch=program, direct=not sparse, group=group, sparse=sparse)
+    machine = machine_of("grid", 3, launch=launch, direct=not sparse, group=group, sparse=sparse)
     asked, declared = machine.shared
     declared -= SYSTEM
-    assert declared == (2048 * program[1] * program[2] if sparse else 0)
-    assert asked >= 2 * 512 * program[0]
+    assert declared == (2048 * launch[1] * launch[2] if sparse else 0)
+    assert asked >= 2 * 512 * launch[0]
     assert asked > DEFAULT_SMEM or asked + declared <= DEFAULT_SMEM
     assert asked + declared <= OPT_IN
 
 
+@counts_instructions
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_residuals_cost_one_instruction_per_weight(dtype: str) -> None:
     machine = machine_of("grid", 3, sparse=True, dtype=dtype)
     assert machine.stack <= 16
     assert machine.opcodes["HGMMA"] == 32
-    assert machine.opcodes["LDS"] <= 40  # 16 bytes of every plane and tile
+    assert machine.opcodes["LDS"] <= 40  # 16 bytes per mma_k16 and row tile
     assert machine.opcodes["SHFL"] == 0
     # three instructions of every fourth loop are for entries beyond 64, rarely entered
     assert machine.loop / 256 < 4.8
@@ -118,22 +122,23 @@ def test_residuals_cost_one_instruction_per_weight(dtype: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("direct", [0, 1])
 @pytest.mark.parametrize(
-    ("kind", "bits", "group", "zeros", "dtype"),
+    ("format", "bits", "group", "zeros", "dtype"),
     [
         ("grid", 8, 128, True, "bf16"), ("grid", 5, 0, True, "fp16"), ("grid", 4, 32, True, "fp16"),
         ("grid", 7, 512, False, "fp16"), ("codebook", 2, 0, False, "bf16"),
     ],
 )  # fmt: skip
 def test_every_format_compiles(
-    kind: str, bits: int, group: int, zeros: bool, dtype: str, direct: int
+    format: str, bits: int, group: int, zeros: bool, dtype: str, direct: int
 ) -> None:
     machine = machine_of(
-        kind, bits, launch=(64, 8, 1, 2), direct=bool(direct), group=group, zeros=zeros, dtype=dtype
+        format, bits, launch=(64, 8, 1, 2), direct=bool(direct), group=group, zeros=zeros, dtype=dtype
     )
     assert machine.stack == 0
     assert machine.opcodes["HGMMA"] == 16
 
 
+@counts_instructions
 def test_permute_moves_sixteen_bytes_at_a_time() -> None:
     machine = compile_kernel(
         permute_kernel, {"PAIRS": True, "TOKENS": 8, "K32": 8, "ROWS": 32, "PDL": True}, capability=90,
@@ -144,6 +149,7 @@ def test_permute_moves_sixteen_bytes_at_a_time() -> None:
     assert machine.instructions < 120
 
 
+@counts_instructions
 def test_splitk_reduce_moves_sixteen_bytes_at_a_time() -> None:
     constants = {"SPLIT_K": 4, "WIDTH": 64, "ROWS": 16, "TOKENS": 64, "PDL": True}
     machine = compile_kernel(

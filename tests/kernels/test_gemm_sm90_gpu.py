@@ -1,19 +1,22 @@
-"""The tall kernel of Hopper on the GPU: every format, every launch shape, rows beside the table."""
+"""`gemm_sm90` on the GPU: every format, every launch configuration, activations with odd strides."""
 
 import pytest
 import torch
 from requant_kernels import linear
-from requant_kernels.autotune import HOPPER
+from requant_kernels.autotune import all_candidates
+from requant_kernels.common.device import supports_sm90
 from requant_kernels.fallback import reference
-from requant_kernels.heuristics import HOPPER_VARIABLE, runs_on_hopper
-from requant_kernels.launch_config import HopperConfig
+from requant_kernels.launch_config import GemmSm90Config, Shape
 
 from .cases import Case, random_layout, relative_error
 
 pytestmark = pytest.mark.gpu
 LIMIT = {torch.float16: 3e-3, torch.bfloat16: 1.2e-2}
-SETTINGS = [*HOPPER, (32, 16, 1, 0, 2), (64, 16, 1, 0, 2)]  # 16 warps: the rule's, with residuals
-NAMES = ("tokens", "warps", "tiles", "ahead", "split")
+LAUNCHES = [
+    *all_candidates("gemm_sm90", Shape("grid", 3, 720, 2100, 128)),
+    # the rule's, with residuals
+    *(GemmSm90Config(tokens_per_cta=tokens, num_warps=16, split_k=2) for tokens in (32, 64)),
+]
 
 CASES = [
     Case(
@@ -58,10 +61,8 @@ CASES += [
 
 
 @pytest.fixture(autouse=True)
-def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(HOPPER_VARIABLE, raising=False)
-    layout = random_layout(CASES[0], "cuda")
-    if not runs_on_hopper(layout, layout.packed_codes.device):
+def on_hopper() -> None:
+    if not supports_sm90(torch.device("cuda", torch.cuda.current_device())):
         pytest.skip("this GPU has no wgmma")
 
 
@@ -72,37 +73,35 @@ def test_linear(case: Case) -> None:
     x = torch.randn(case.m, case.k, device="cuda", dtype=case.dtype)
     bias = torch.randn(case.n, device="cuda", dtype=case.dtype) if case.bias else None
     poison = torch.full((8, case.m, case.n), torch.nan, device="cuda")
-    del poison  # what was there before is what the output and the partial products get
+    del poison  # the allocator hands its memory to the output and the partial sums
     y = linear(x, layout, bias)
     assert relative_error(y, reference.linear(x, layout, bias)) < LIMIT[case.dtype]
     assert torch.equal(y, linear(x, layout, bias))
 
 
-@pytest.mark.parametrize(
-    ("setting", "density"),
-    [(s, 0.01 * (s[4] - 1)) for s in SETTINGS if s[4] <= 2],
-    ids=str,
-)
-def test_every_launch_shape(setting: tuple[int, ...], density: float) -> None:
+@pytest.mark.parametrize("config", [c for c in LAUNCHES if getattr(c, "split_k", 0) <= 2], ids=str)
+def test_every_launch_config(config: GemmSm90Config) -> None:
     from requant_kernels.scalar.gemm_sm90 import gemm_sm90
 
     torch.manual_seed(0)
-    layout = random_layout(Case(format="grid", bits=3, n=720, k=2100, m=90, density=density), "cuda")
+    layout = random_layout(
+        Case(format="grid", bits=3, n=720, k=2100, m=90, density=0.01 * (config.split_k - 1)), "cuda"
+    )
     x = torch.randn(90, 2100, device="cuda", dtype=torch.float16)
     bias = torch.randn(720, device="cuda", dtype=torch.float16)
-    y = gemm_sm90(x, layout, bias, HopperConfig(**dict(zip(NAMES, setting, strict=True))))
+    y = gemm_sm90(x, layout, bias, config)
     assert relative_error(y, reference.linear(x, layout, bias)) < LIMIT[torch.float16]
 
 
-def test_a_crowded_block_of_residuals() -> None:
-    """More entries in a block of 16 x 256 than two rounds of a warp take."""
+def test_many_residuals_in_one_k_tile() -> None:
+    """More entries in a k_tile than two rounds of a warp cover."""
     layout = random_layout(Case(format="codebook", bits=3, n=64, k=1024, m=48, density=0.3), "cuda")
     for dtype, limit in LIMIT.items():
         x = torch.randn(48, 1024, device="cuda", dtype=dtype)
         assert relative_error(linear(x, layout), reference.linear(x, layout)) < limit
 
 
-def test_activations_that_are_no_whole_rows() -> None:
+def test_activations_with_a_row_stride() -> None:
     layout = random_layout(Case(format="grid", bits=2, n=64, k=1024, m=48), "cuda")
     wide = torch.randn(48, 1031, device="cuda", dtype=torch.float16)
     for x in (wide[:, 3:1027], wide[:, 4:1028], wide.T.contiguous().T[:, :1024]):

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from requant_kernels import heuristics
 from requant_kernels.common.fragment_dequant import scaled_activations
 from requant_kernels.common.ptx import Ptx
 from requant_kernels.common.sparse import fragment_index, pack_coo
 from requant_kernels.fallback import reference
+from requant_kernels.scalar import gemm_sm90
 from requant_kernels.scalar.gemm_sm90_ptx import (
     CLEAR_TILE,
     K64_STAGES,
@@ -219,12 +219,11 @@ def test_entries_meet_divided_activations(group: int, int8: bool) -> None:
     assert relative_error(got, reference.linear(x, layout)) < 1e-4
 
 
-def test_residuals_that_are_no_float16_have_no_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_residuals_that_are_no_float16_have_no_entries() -> None:
     layout = random_layout(Case(format="grid", bits=3, n=32, k=256, m=1, density=0.02), "cpu")
     assert layout.sparse is not None
-    monkeypatch.setattr(heuristics, "_has_wgmma", lambda device: True)
-    assert heuristics.runs_on_hopper(layout, layout.packed_codes.device)
+    assert gemm_sm90.supports(layout, 64, torch.device("cpu"))
     assert pack_coo(layout.sparse, 256, torch.full((256,), 2.0))[0] is not None
     assert pack_coo(layout.sparse, 256, torch.full((256,), 6e4)) == (None, None)
     without = replace(layout, sparse=replace(layout.sparse, coo=None, block_ptr=None))
-    assert not heuristics.runs_on_hopper(without, without.packed_codes.device)
+    assert not gemm_sm90.supports(without, 64, torch.device("cpu"))

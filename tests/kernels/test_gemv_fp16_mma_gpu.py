@@ -3,9 +3,8 @@
 import pytest
 import torch
 from requant_kernels.fallback import reference
-from requant_kernels.launch_config import DecodeConfig
-from requant_kernels.scalar.gemv import gemv
-from requant_kernels.scalar.gemv_fp16_mma import gemv_fp16_mma, supports
+from requant_kernels.launch_config import Fp16MmaConfig
+from requant_kernels.scalar.gemv_fp16_mma import fits, gemv_fp16_mma, supports
 
 from .cases import Case, random_layout, relative_error
 
@@ -36,11 +35,11 @@ def test_against_reference(number: int) -> None:
     x = torch.randn(case.m, case.k, device="cuda", dtype=case.dtype)
     x[0, ::77] *= 50
     bias = torch.randn(case.n, device="cuda", dtype=case.dtype) if case.bias else None
-    config = DecodeConfig(
-        warps=warps, tiles=tiles, unroll=stages, teams=groups, halves=True, ahead=number % 2 == 0, pdl=True
-    )
-    assert supports(x, layout, config)
-    y = gemv(x, layout, bias, config, asm=True)
+    config = Fp16MmaConfig(
+        num_warps=warps, tiles_per_warp_group=tiles, num_stages=stages, warp_groups=groups, prefetch=number % 2 == 0
+    )  # fmt: skip
+    assert supports(layout, case.m, x.device) and fits(layout, config, x.device)  # pyright: ignore[reportArgumentType]
+    y = gemv_fp16_mma(x, layout, bias, config)
     assert relative_error(y, reference.linear(x, layout, bias)) < (
         1e-3 if case.dtype == torch.float16 else 6e-3
     )
@@ -54,5 +53,5 @@ def test_small_and_large_activations(scale: float) -> None:
     torch.manual_seed(0)
     layout = random_layout(Case(format="grid", bits=2, n=64, k=4096, m=8), "cuda")
     x = (torch.randn(8, 4096, device="cuda") * scale).half()
-    config = DecodeConfig(warps=8, tiles=2, unroll=2, halves=True, pdl=True)
+    config = Fp16MmaConfig(num_warps=8, tiles_per_warp_group=2)
     assert relative_error(gemv_fp16_mma(x, layout, None, config), reference.linear(x, layout)) < 1e-3

@@ -7,17 +7,35 @@ import torch
 
 pytest.importorskip("triton")
 
-from requant_kernels.autotune import DECODE, SPARSE
-from requant_kernels.common.occupancy import SM_BYTES
+from requant_kernels.autotune import all_candidates
+from requant_kernels.common.occupancy import SM_SMEM_BYTES
 from requant_kernels.common.packing import GridLayout
-from requant_kernels.launch_config import BYTES, DecodeConfig, decode_setting
-from requant_kernels.scalar.gemv_int8_mma import gemv_int8_mma_kernel, kernel_config, smem_layout, supports
+from requant_kernels.launch_config import Int8MmaConfig, Shape
+from requant_kernels.scalar.gemv_int8_mma import (
+    fits,
+    gemv_int8_mma_kernel,
+    kernel_config,
+    smem_layout,
+    supports,
+)
 
 from .cases import Case, random_layout
-from .compile_offline import Machine, compile_kernel
+from .compile_offline import Machine, compile_kernel, counts_instructions
 
-LAUNCHES = sorted({setting for setting in DECODE + SPARSE if setting[3] & BYTES})
-FAST = ((4, 2, 2, BYTES, 0), (8, 2, 2, BYTES, 0))
+CPU = torch.device("cpu")
+
+
+def launch(num_warps: int, tiles: int, num_stages: int) -> Int8MmaConfig:
+    return Int8MmaConfig(num_warps=num_warps, tiles_per_cta=tiles, num_stages=num_stages)
+
+
+FAST = launch(8, 2, 2)
+LAUNCHES = dict.fromkeys(
+    config
+    for format in ("grid", "grid+s")
+    for config in all_candidates("int8_mma", Shape(format, 2, 8192, 8192, 1))
+    if isinstance(config, Int8MmaConfig)
+)
 CEILING = {2: 1.1, 3: 1.35, 4: 1.1}  # instructions per weight in the loop
 
 ONE_FAST = [pytest.param(bits, marks=() if bits == 3 else pytest.mark.slow) for bits in CEILING]
@@ -31,20 +49,19 @@ SPARSE_POINTERS = {
 }
 
 
-def machine_of(setting: tuple[int, ...], layout: GridLayout) -> Machine:
+def machine_of(config: Int8MmaConfig, layout: GridLayout) -> Machine:
     absent = ["bias_ptr"]
     absent += SPARSE_POINTERS if layout.sparse is None else []
     absent += ["z_ptr"] if layout.zero_points is None else []
-    config = decode_setting(setting)
-    assert supports(torch.zeros(1, layout.k).half(), layout, config)
+    assert supports(layout, 1, CPU) and fits(layout, config, CPU)
     return compile_kernel(
         gemv_int8_mma_kernel,
         {"CONFIG": kernel_config(layout, torch.float16, config)},
         capability=90,
         pointers={"x_ptr": "*fp16", "s_ptr": "*fp16"} | SPARSE_POINTERS,
         absent=tuple(absent),
-        warps=config.warps,
-        max_registers=config.max_registers or smem_layout(layout, config, 132).max_registers,
+        warps=config.num_warps,
+        max_registers=smem_layout(layout, config, 132).max_registers,
     )
 
 
@@ -58,30 +75,30 @@ def plain_grid(
     return layout
 
 
+@counts_instructions
 @pytest.mark.parametrize("bits", CEILING)
 @pytest.mark.parametrize(
-    "setting",
-    [pytest.param(s, marks=() if s == FAST[1] else pytest.mark.slow) for s in LAUNCHES], ids=str,
-)  # fmt: skip
-def test_one_instruction_makes_four_weights(setting: tuple[int, ...], bits: int) -> None:
-    warps, tiles = setting[:2]
+    "config", [pytest.param(c, marks=() if c == FAST else pytest.mark.slow) for c in LAUNCHES], ids=str
+)
+def test_one_instruction_makes_four_weights(config: Int8MmaConfig, bits: int) -> None:
+    warps, tiles = config.num_warps, config.tiles_per_cta
     layout = plain_grid(bits)
-    machine = machine_of(setting, layout)
+    machine = machine_of(config, layout)
     assert machine.registers * warps * 32 <= 65536
     assert machine.mma_loop["IMMA"] == machine.opcodes["IMMA"] == 8 * tiles
     assert machine.mma_loop.total() / (128 * tiles) < CEILING[bits]
     assert not {"BAR", "LDL", "STL"} & machine.mma_loop.keys()
     assert machine.stack <= 16  # ptxas spills a few registers outside of the loop
-    smem = smem_layout(layout, decode_setting(setting), 132)
+    smem = smem_layout(layout, config, 132)
     assert smem.pipeline < smem.size <= machine.shared[0] < smem.size + 1024
 
 
+@counts_instructions
 @pytest.mark.parametrize("bits", ONE_FAST)
 def test_residuals_use_the_pipeline_stages(bits: int) -> None:
     """A slice is two copies per lane, issued beside or after the last weight tiles, and multiplied after the last one."""
-    setting = (8, 2, 2, BYTES, 0)
-    without, machine = (machine_of(setting, plain_grid(bits, density=density)) for density in (0.0, 0.02))
-    slices = smem_layout(plain_grid(bits, density=0.02), decode_setting(setting), 132).slices_per_stage
+    without, machine = (machine_of(FAST, plain_grid(bits, density=density)) for density in (0.0, 0.02))
+    slices = smem_layout(plain_grid(bits, density=0.02), FAST, 132).slices_per_stage
     assert machine.stack == 0 and machine.registers <= 128 and slices > 0
     assert machine.mma_loop["IMMA"] == 16
     assert (
@@ -101,16 +118,16 @@ def sparse_grid(bits: int, n: int, k: int, slices: int) -> GridLayout:
     return replace(layout, packed_codes=layout.packed_codes.new_empty(n // 16, 1), n=n, sparse=ell)
 
 
+@counts_instructions
 def test_activations_are_reloaded_where_one_more_cta_fits() -> None:
     """28672 x 8192, 3 bits: three CTAs per SM, as without residuals, and registers for three."""
-    setting = (8, 2, 2, BYTES, 0)
-    layout, config = sparse_grid(3, 28672, 8192, 11), decode_setting(setting)
+    layout, config = sparse_grid(3, 28672, 8192, 11), FAST
     smem, dense = smem_layout(layout, config, 132), smem_layout(replace(layout, sparse=None), config, 132)
     assert smem.size == dense.size and smem.max_registers == 80
-    machine = machine_of(setting, layout)
+    machine = machine_of(config, layout)
     assert machine.registers == 80 and machine.stack == 0
-    assert 3 * (machine.shared[0] + machine.shared[1]) <= SM_BYTES
-    wide = smem_layout(sparse_grid(3, 14784, 6144, 8), decode_setting((4, 7, 2, BYTES, 0)), 66)
+    assert 3 * (machine.shared[0] + machine.shared[1]) <= SM_SMEM_BYTES
+    wide = smem_layout(sparse_grid(3, 14784, 6144, 8), launch(4, 7, 2), 66)
     assert wide.max_registers == 255  # two CTAs of four warps could have 256
     small = smem_layout(sparse_grid(3, 8192, 8192, 11), config, 132)  # the grid has only two
     assert (
@@ -122,43 +139,43 @@ def test_activations_are_reloaded_where_one_more_cta_fits() -> None:
 
 def test_slices_per_stage() -> None:
     """The fewest steps that most tiles need, evenly filled: nine eighths of the mean number of slices, 2 W / R per step."""
-    for setting, bits, slices, per_stage in (
+    for (warps, tiles, stages), bits, slices, per_stage in (
         ((8, 2, 2), 3, 11, 2), ((4, 7, 2), 2, 11, 7), ((4, 2, 2), 4, 6, 2), ((4, 1, 2), 2, 22, 1), ((16, 1, 2), 4, 3, 1),
     ):  # fmt: skip
-        smem = smem_layout(sparse_grid(bits, 8192, 4096, slices), decode_setting((*setting, BYTES, 0)), 132)
-        warps, _, stages = setting
+        smem = smem_layout(sparse_grid(bits, 8192, 4096, slices), launch(warps, tiles, stages), 132)
         assert smem.slices_per_stage == per_stage and per_stage * 1024 <= smem.pipeline // (stages * warps)
 
 
+@counts_instructions
 @pytest.mark.parametrize("bits", ONE_FAST)
 def test_zero_points_cost_a_conversion(bits: int) -> None:
     """One per 128 weights, and their loads; nothing else is added to the loop."""
-    setting = (8, 2, 2, BYTES, 0)
-    without, machine = (machine_of(setting, plain_grid(bits, zeros=zeros)) for zeros in (False, True))
+    without, machine = (machine_of(FAST, plain_grid(bits, zeros=zeros)) for zeros in (False, True))
     assert machine.stack == 0 and machine.registers <= 128
     assert machine.mma_loop.total() < without.mma_loop.total() + 0.13 * 256
 
 
+@counts_instructions
 def test_loads_of_several_k_tiles_are_in_flight_together() -> None:
     """No branch between the loads of activations, which would serialize them."""
-    assert kernel_config(plain_grid(2, k=8192), torch.float16, decode_setting(FAST[1])).k_tiles_per_step == 4
-    one, four = (machine_of(FAST[1], plain_grid(2, k=k)) for k in (2048, 8192))
+    assert kernel_config(plain_grid(2, k=8192), torch.float16, FAST).k_tiles_per_step == 4
+    one, four = (machine_of(FAST, plain_grid(2, k=k)) for k in (2048, 8192))
     assert four.opcodes["LDG"] == one.opcodes["LDG"] + 3 and four.opcodes["BRA"] <= one.opcodes["BRA"]
 
 
 def test_stages_that_no_k_tile_reaches_are_not_allocated() -> None:
-    config = decode_setting((8, 2, 3, BYTES, 0))
+    config = launch(8, 2, 3)
     buffers = [smem_layout(plain_grid(2, k=k), config, 132).pipeline for k in (2048, 4096, 8192)]
     assert buffers == [8 * 2 * 1280 * stages for stages in (1, 2, 3)]
 
 
 def test_supports() -> None:
-    config = DecodeConfig(warps=4, tiles=1, unroll=2)
-    x = torch.zeros(1, 1024).half()
+    config = launch(4, 1, 2)
     plain = random_layout(Case(format="grid", bits=3, n=32, k=1024, m=1), "cpu")
-    assert supports(x, plain, config)
-    assert not supports(x.repeat(2, 1), plain, config)
-    assert not supports(x, plain, replace(config, tiles=40))  # more shared memory than a CTA gets
+    assert isinstance(plain, GridLayout)
+    assert supports(plain, 1, CPU) and not supports(plain, 2, CPU)
+    assert fits(plain, config, CPU)
+    assert not fits(plain, replace(config, tiles_per_cta=40), CPU)  # more shared memory than a CTA gets
     for case in (
         Case(format="codebook", bits=3, n=32, k=1024, m=1), Case(format="grid", bits=5, n=32, k=1024, m=1),
         Case(format="grid", bits=3, n=32, k=1024, m=1, zero_points=True, group_size=1024),
@@ -167,4 +184,4 @@ def test_supports() -> None:
         Case(format="grid", bits=3, n=32, k=1024, m=1, group_size=64),
         Case(format="grid", bits=3, n=32, k=1024, m=1, column_scales=True),
     ):  # fmt: skip
-        assert not supports(torch.zeros(1, case.k).half(), random_layout(case, "cpu"), config), case
+        assert not supports(random_layout(case, "cpu"), 1, CPU), case

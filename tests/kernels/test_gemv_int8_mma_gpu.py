@@ -3,9 +3,8 @@
 import pytest
 import torch
 from requant_kernels.fallback import reference
-from requant_kernels.launch_config import DecodeConfig
-from requant_kernels.scalar.gemv import gemv
-from requant_kernels.scalar.gemv_int8_mma import gemv_int8_mma, supports
+from requant_kernels.launch_config import Int8MmaConfig
+from requant_kernels.scalar.gemv_int8_mma import fits, gemv_int8_mma, supports
 
 from .cases import Case, random_layout, relative_error
 
@@ -51,9 +50,9 @@ def test_against_reference(number: int) -> None:
     x = torch.randn(1, case.k, device="cuda", dtype=case.dtype)
     x[0, ::77] *= 50
     bias = torch.randn(case.n, device="cuda", dtype=case.dtype) if case.bias else None
-    config = DecodeConfig(warps=warps, tiles=tiles, unroll=stages, bytes=True, pdl=True)
-    assert supports(x, layout, config)
-    y = gemv(x, layout, bias, config, asm=True)
+    config = Int8MmaConfig(num_warps=warps, tiles_per_cta=tiles, num_stages=stages)
+    assert supports(layout, 1, x.device) and fits(layout, config, x.device)  # pyright: ignore[reportArgumentType]
+    y = gemv_int8_mma(x, layout, bias, config)
     assert relative_error(y, reference.linear(x, layout, bias)) < (
         1e-3 if case.dtype == torch.float16 else 6e-3
     )

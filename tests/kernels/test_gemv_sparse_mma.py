@@ -1,6 +1,6 @@
 """`gemv_sparse_mma` without a GPU: its PTX run for the lanes of a warp, and the machine code that ptxas makes of it."""
 
-import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,8 +11,7 @@ pytest.importorskip("triton.experimental.gluon")
 
 from requant_kernels.common.fragment_dequant import scaled_activations
 from requant_kernels.fallback import reference
-from requant_kernels.heuristics import TABLE
-from requant_kernels.launch_config import GATHERED, DecodeConfig
+from requant_kernels.launch_config import TABLE, SparseMmaConfig, read_table
 from requant_kernels.scalar.gemv_sparse_mma import (
     NO_ENTRY,
     SCALE,
@@ -26,7 +25,7 @@ from requant_kernels.scalar.gemv_sparse_mma import (
 )
 
 from .cases import Case, random_layout, relative_error
-from .compile_offline import Machine, compile_kernel
+from .compile_offline import Machine, compile_kernel, counts_instructions
 from .ptx_model import run_block, transposed_matrices
 
 LANE = np.arange(32)
@@ -145,39 +144,43 @@ def machine_of(
     format: str, bits: int, *, launch: tuple[int, ...] = (4, 3), dtype: torch.dtype = torch.float16, group: int = 128,
     zeros: bool = False, even: bool = True, bias: bool = False, registers: int | None = 128,
 ) -> Machine:  # fmt: skip
-    """`launch`: warps, k_tiles per step."""
-    warps, unroll = launch
+    """`launch`: warps, stages."""
+    warps, stages = launch
     k = max(256 * warps, group) if even else max(256 * warps, group) + 256
     case = Case(
         format=format, bits=bits, n=16, k=k, m=1, group_size=group or k, zero_points=zeros, density=0.02
     )
-    config = DecodeConfig(warps=warps, unroll=unroll, pdl=True)
+    config = SparseMmaConfig(num_warps=warps, num_stages=stages)
+    constants = replace(kernel_config(random_layout(case, "cpu"), dtype, config), pdl=True)
     name = "fp16" if dtype == torch.float16 else "bf16"
     pointers = dict.fromkeys(("s_ptr", "z_ptr", "coo_ptr", "block_ptr", "row_perm_ptr"), "*i32") | {
         "bias_ptr": f"*{name}"
     }
     absent = (() if zeros else ("z_ptr",)) + (() if bias else ("bias_ptr",))
     return compile_kernel(
-        gemv_sparse_mma_kernel, {"CONFIG": kernel_config(random_layout(case, "cpu"), dtype, config)}, capability=90,
+        gemv_sparse_mma_kernel, {"CONFIG": constants}, capability=90,
         dtype=name, pointers=pointers, absent=absent, warps=warps, max_registers=registers,
     )  # fmt: skip
 
 
-def chosen_launches() -> list[tuple[str, int, tuple[int, int], int]]:
-    """Of the table: kind, bits, warps and k_tiles per step, registers."""
+def chosen_launches() -> list[tuple[str, int, tuple[int, int], int | None]]:
+    """Of the table: format, bits, warps and stages, registers."""
     return sorted(
-        (name.split()[1].partition("+")[0], int(name.split()[2]), (setting[0], setting[2]), setting[4])
-        for table in json.loads(TABLE.read_text()).values()
-        for name, setting in table.items()
-        if name.startswith("decode") and setting[3] & GATHERED
-    )
+        (shape.format.partition("+")[0], int(shape.bits), (config.num_warps, config.num_stages), config.max_registers)
+        for rows in read_table(TABLE).values()
+        for shape, configs in rows.items()
+        for config in configs.values()
+        if isinstance(config, SparseMmaConfig)
+    )  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "bits", "launch", "registers"), chosen_launches())
-def test_no_launch_spills(kind: str, bits: int, launch: tuple[int, int], registers: int) -> None:
-    assert machine_of(kind, bits, launch=launch, registers=registers).stack == 0
+@counts_instructions
+@pytest.mark.parametrize(("format", "bits", "launch", "registers"), chosen_launches())
+def test_no_launch_spills(format: str, bits: int, launch: tuple[int, int], registers: int | None) -> None:
+    assert machine_of(format, bits, launch=launch, registers=registers).stack == 0
 
 
+@counts_instructions
 @pytest.mark.parametrize(("bits", "ceiling"), [(2, 4.0), (3, 4.2), (4, 4.2)])
 def test_instructions_per_weight(bits: int, ceiling: float) -> None:
     """Including 1.2 for the loop over residuals beyond 64 of a k_tile, which is rarely entered."""
@@ -193,7 +196,7 @@ def test_instructions_per_weight(bits: int, ceiling: float) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "bits", "group", "zeros", "dtype", "even"),
+    ("format", "bits", "group", "zeros", "dtype", "even"),
     [
         ("grid", 3, 256, True, torch.bfloat16, False), ("grid", 8, 128, True, torch.float16, True),
         ("grid", 4, 32, True, torch.float16, False), ("codebook", 3, 0, False, torch.bfloat16, True),
@@ -201,9 +204,17 @@ def test_instructions_per_weight(bits: int, ceiling: float) -> None:
     ],
 )  # fmt: skip
 def test_every_format_compiles(
-    kind: str, bits: int, group: int, zeros: bool, dtype: torch.dtype, even: bool
+    format: str, bits: int, group: int, zeros: bool, dtype: torch.dtype, even: bool
 ) -> None:
     machine = machine_of(
-        kind, bits, launch=(8, 1), dtype=dtype, group=group, zeros=zeros, even=even, bias=True, registers=None
+        format,
+        bits,
+        launch=(8, 1),
+        dtype=dtype,
+        group=group,
+        zeros=zeros,
+        even=even,
+        bias=True,
+        registers=None,
     )
     assert machine.stack == 0

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from requant_kernels import heuristics
+from requant_kernels.common.device import supports_sm90
 from requant_kernels.fallback import reference
-from requant_kernels.launch_config import DecodeConfig
+from requant_kernels.launch_config import GemvConfig, SparseMmaConfig
 from requant_kernels.scalar.gemv import gemv
 
 from .cases import Case, random_layout, relative_error
@@ -17,7 +17,7 @@ LIMIT = {torch.float16: 3e-3, torch.bfloat16: 1.2e-2}
 
 @pytest.fixture(autouse=True)
 def on_hopper() -> None:
-    if not heuristics._has_wgmma(torch.device("cuda", torch.cuda.current_device())):
+    if not supports_sm90(torch.device("cuda", torch.cuda.current_device())):
         pytest.skip("no Hopper, or a Triton without Gluon")
 
 
@@ -54,7 +54,7 @@ def test_against_reference(case: Case) -> None:
     layout = random_layout(case, "cuda")
     x = torch.randn(case.m, case.k, device="cuda", dtype=case.dtype)
     bias = torch.randn(case.n, device="cuda", dtype=case.dtype) if case.bias else None
-    config = DecodeConfig(warps=4, unroll=2, pdl=True)
+    config = SparseMmaConfig(num_warps=4, num_stages=2)
     y = gemv_sparse_mma(x, layout, bias, config)
     assert relative_error(y, reference.linear(x, layout, bias)) < LIMIT[case.dtype]
     assert torch.equal(y, gemv_sparse_mma(x, layout, bias, config))
@@ -67,7 +67,7 @@ def test_every_launch_agrees(launch: tuple[int, int]) -> None:
     torch.manual_seed(0)
     layout = random_layout(Case(format="grid", bits=3, n=500, k=2304, m=8, density=0.02), "cuda")
     wide = torch.randn(8, 2401, device="cuda", dtype=torch.float16)
-    config = DecodeConfig(warps=launch[0], unroll=launch[1], pdl=True, max_registers=128)
+    config = SparseMmaConfig(num_warps=launch[0], num_stages=launch[1], max_registers=128)
     for x in (wide[:, :2304], wide[:, 3:2307], wide[:, :2304].contiguous()):
         y = gemv_sparse_mma(x, layout, None, config)
         assert relative_error(y, reference.linear(x, layout)) < 3e-3
@@ -78,7 +78,9 @@ def test_every_launch_agrees(launch: tuple[int, int]) -> None:
 @pytest.mark.parametrize("warps", [2, 4, 8])
 def test_one_token_staged(warps: int, k: int) -> None:
     torch.manual_seed(0)
-    config = DecodeConfig(warps=warps, unroll=3, ahead=False, staged=True, pdl=True, max_registers=128)
+    config = GemvConfig(
+        num_warps=warps, num_stages=3, prefetch=False, stage_activations=True, max_registers=128
+    )
     for case in (
         Case(format="grid", bits=3, n=200, k=k, m=1, density=0.02),
         Case(
@@ -94,10 +96,10 @@ def test_one_token_staged(warps: int, k: int) -> None:
     ):
         layout = random_layout(case, "cuda")
         x = torch.randn(1, k, device="cuda", dtype=case.dtype)
-        y = gemv(x, layout, None, config, asm=True)
+        y = gemv(x, layout, None, config)
         assert relative_error(y, reference.linear(x, layout)) < LIMIT[case.dtype]
-        assert torch.equal(y, gemv(x, layout, None, config, asm=True))
-        plain = gemv(x, layout, None, replace(config, staged=False), asm=True)
+        assert torch.equal(y, gemv(x, layout, None, config))
+        plain = gemv(x, layout, None, replace(config, stage_activations=False))
         assert relative_error(y, plain.double()) < LIMIT[case.dtype]
 
 
@@ -105,7 +107,7 @@ def test_graph_replays_on_new_activations() -> None:
     from requant_kernels.scalar.gemv_sparse_mma import gemv_sparse_mma
 
     layout = random_layout(Case(format="grid", bits=3, n=1024, k=1024, m=8, density=0.01), "cuda")
-    x, config = torch.randn(8, 1024, device="cuda", dtype=torch.float16), DecodeConfig(warps=4, pdl=True)
+    x, config = torch.randn(8, 1024, device="cuda", dtype=torch.float16), SparseMmaConfig(num_warps=4)
     gemv_sparse_mma(x, layout, None, config)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

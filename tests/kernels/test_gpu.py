@@ -6,12 +6,12 @@ import pytest
 import torch
 from requant_kernels import dequantize, linear, lookup, pack_trellis
 from requant_kernels.fallback import reference
-from requant_kernels.launch_config import DecodeConfig, TrellisConfig
+from requant_kernels.launch_config import GemmConfig, GemvConfig, TrellisGemvConfig
 from requant_kernels.ops import flatten
 from requant_kernels.scalar.gemm import gemm
 from requant_kernels.scalar.gemv import gemv
+from requant_kernels.trellis import matmul
 from requant_kernels.trellis.dequantize import dequantize as dequantize_trellis
-from requant_kernels.trellis.matmul import trellis_linear
 
 from .cases import Case, poisoned_empty, random_csr, random_layout, random_trellis, relative_error
 
@@ -81,8 +81,10 @@ def test_linear(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_assembly(kind: str, m: int) -> None:
     layout = random_layout(Case(format=kind, bits=3, n=32, k=600, m=m, density=0.02), "cuda")
     x = torch.randn(m, 600, device="cuda", dtype=torch.float16)
-    config = DecodeConfig(warps=4)
-    y = gemv(x, layout, None, config, asm=False) if m <= 16 else gemm(x, layout, None, asm=False)
+    if m <= 16:
+        y = gemv(x, layout, None, GemvConfig(num_warps=4), asm=False)
+    else:
+        y = gemm(x, layout, None, GemmConfig(), asm=False)
     assert relative_error(y, reference.linear(x, layout)) < LIMIT[torch.float16]
 
 
@@ -90,8 +92,8 @@ def test_without_assembly(kind: str, m: int) -> None:
 def test_every_launch_shape_agrees(warps: int, tiles: int, unroll: int) -> None:
     layout = random_layout(Case(format="codebook", bits=3, n=100, k=5000, m=1, density=0.01), "cuda")
     x = torch.randn(1, 5000, device="cuda", dtype=torch.float16)
-    config = DecodeConfig(warps=warps, tiles=tiles, unroll=unroll, pdl=True)
-    assert relative_error(gemv(x, layout, None, config, asm=True), reference.linear(x, layout)) < 3e-3
+    config = GemvConfig(num_warps=warps, tiles_per_cta=tiles, num_stages=unroll)
+    assert relative_error(gemv(x, layout, None, config), reference.linear(x, layout)) < 3e-3
 
 
 @pytest.mark.parametrize("m", [1, 8, 40, 200])
@@ -204,11 +206,11 @@ def test_trellis_of_activations_that_are_hard_to_round(code: str) -> None:
 @pytest.mark.parametrize("launch", [(2, 1, 1), (16, 4, 1), (16, 2, 4)])
 def test_every_trellis_launch_agrees(launch: tuple[int, ...]) -> None:
     warps, tiles, unroll = launch
-    config = TrellisConfig(warps=warps, tiles=tiles, unroll=unroll)
+    config = TrellisGemvConfig(num_warps=warps, tiles_per_cta=tiles, units_per_step=unroll)
     for code, bits, m in (("mul1", 2, 1), ("pair", 2, 5)):
         layout = pack_trellis(*random_trellis(80, 5120, bits, "cuda"), bits=bits, code=code)
         x = torch.randn(m, 5120, device="cuda", dtype=torch.float16)
-        y = trellis_linear(x, layout, None, asm=True, config=config)
+        y = matmul.gemv(x, layout, None, config)
         assert relative_error(y, reference.linear(x, layout)) < 6e-4
 
 
@@ -216,7 +218,7 @@ def test_trellis_without_assembly() -> None:
     layout = pack_trellis(*random_trellis(64, 2048, 2.5, "cuda"), bits=2.5, code="mul1")
     for m in (3, 20):
         x = torch.randn(m, 2048, device="cuda", dtype=torch.float16)
-        assert relative_error(trellis_linear(x, layout, None, asm=False), reference.linear(x, layout)) < 2e-3
+        assert relative_error(matmul.dense(x, layout, None, asm=False), reference.linear(x, layout)) < 2e-3
 
 
 @pytest.mark.parametrize("m", [1, 12])

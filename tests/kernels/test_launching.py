@@ -9,7 +9,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from requant_kernels.common.launch import _tag, declared, with_room  # noqa: E402
+from requant_kernels.common.launch import _tag, declared, with_smem_bytes  # noqa: E402
 
 
 def declaration(size: int) -> str:
@@ -68,10 +68,10 @@ LAUNCHED: list[tuple] = []
 def every_way() -> None:
     """Products by every kernel whose launches are remembered, on the CPU, where nothing runs."""
     from requant_kernels import pack_trellis
-    from requant_kernels.launch_config import DecodeConfig, HopperConfig, TrellisConfig
+    from requant_kernels.launch_config import GemmSm90Config, GemvConfig, TrellisGemvConfig
     from requant_kernels.scalar.gemm_sm90 import gemm_sm90
     from requant_kernels.scalar.gemv import gemv
-    from requant_kernels.trellis.matmul import trellis_linear
+    from requant_kernels.trellis import matmul
 
     from .cases import Case, random_layout, random_trellis
 
@@ -83,29 +83,26 @@ def every_way() -> None:
         layout = random_layout(case, "cpu")
         for m in (1, case.m):
             for staged in (False, True):
-                config = DecodeConfig(warps=2, staged=staged, max_registers=128 if m == 1 else None)
+                config = GemvConfig(
+                    num_warps=2, stage_activations=staged, max_registers=128 if m == 1 else None
+                )
                 gemv(torch.randn(m, case.k).half(), layout, None, config, asm=True)
         for split in (1, 2):
             x = torch.randn(40, case.k).half()
-            gemm_sm90(x, layout, None, HopperConfig(tokens=64, warps=4, tiles=1, ahead=1, split=split))
+            gemm_sm90(x, layout, None, GemmSm90Config(prefetch_at=1, split_k=split))
     for code, bits, k in (("mul1", 2.25, 512), ("pair", 2, 512), ("3inst", 3, 512), ("mul1", 2, 80)):
         layout = pack_trellis(*random_trellis(48, k, bits, "cpu"), bits=bits, code=code)
         for m in (1, 8):
-            trellis_linear(
-                torch.randn(m, k).half(),
-                layout,
-                None,
-                asm=True,
-                config=TrellisConfig(warps=16, tiles=1, unroll=1),
-            )
+            config = TrellisGemvConfig(num_warps=16, tiles_per_cta=1, units_per_step=1)
+            matmul.gemv(torch.randn(m, k).half(), layout, None, config)
         for split in (1, 2):
-            config = HopperConfig(tokens=64, warps=4, tiles=1, ahead=0, split=split)
-            trellis_linear(torch.randn(40, k).half(), layout, None, asm=True, config=config)
+            config = GemmSm90Config(split_k=split)
+            matmul.gemm_sm90(torch.randn(40, k).half(), layout, None, config)
 
 
 def test_what_is_launched_directly_is_what_triton_would_bind(monkeypatch) -> None:
     from requant_kernels.common import launch
-    from requant_kernels.trellis import fused_hadamard, matmul
+    from requant_kernels.trellis import fused_hadamard
     from triton.runtime.jit import JITFunction
 
     def run(self, *args, grid, warmup, **kwargs):
@@ -117,8 +114,7 @@ def test_what_is_launched_directly_is_what_triton_would_bind(monkeypatch) -> Non
     monkeypatch.setattr(JITFunction, "run", run)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(launch, "_chosen", {})
-    monkeypatch.setattr(fused_hadamard, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(matmul, "runs_on_hopper", lambda layout, device: True)
+    monkeypatch.setattr(fused_hadamard, "num_sms", lambda device: 132)
     every_way()
     known, before = len(launch._chosen), len(LAUNCHED)
     every_way()
@@ -132,7 +128,7 @@ def test_shared_memory_that_a_text_declares() -> None:
     assert declared(".shared .b32 most[16];\n.shared .align 16 .b32 values[96];") == 4 * 112
 
 
-def test_room_is_what_a_launch_takes_beside_what_is_declared() -> None:
+def test_a_launch_takes_more_shared_memory_than_is_declared() -> None:
     """A compiled kernel of Triton's, as far as its copy is made of it."""
     from triton.backends.compiler import GPUTarget
 
@@ -147,16 +143,16 @@ def test_room_is_what_a_launch_takes_beside_what_is_declared() -> None:
         _run=3,
         asm={"ptx": declaration(4096)},
     )
-    roomy = with_room(compiled, 100_000)
-    assert roomy.metadata.shared == 95_904 and roomy.packed_metadata == (4, 1, 95_904)
-    assert roomy.module is None and roomy.function is None and roomy._run is None
+    padded = with_smem_bytes(compiled, 100_000)
+    assert padded.metadata.shared == 95_904 and padded.packed_metadata == (4, 1, 95_904)
+    assert padded.module is None and padded.function is None and padded._run is None
     assert compiled.metadata is metadata and compiled.module == 1
-    assert with_room(compiled, 4608) is compiled
+    assert with_smem_bytes(compiled, 4608) is compiled
 
 
 def test_a_triton_that_keeps_kernels_otherwise_costs_a_warning(caplog) -> None:
     for compiled in (SimpleNamespace(asm={}), SimpleNamespace(asm={"ptx": ""}, metadata={"shared": 1})):
-        assert with_room(compiled, 100_000) is compiled
+        assert with_smem_bytes(compiled, 100_000) is compiled
     assert len(caplog.records) == 2 and "slower for it" in caplog.text
-    with_room(SimpleNamespace(asm={}), 100_000)
+    with_smem_bytes(SimpleNamespace(asm={}), 100_000)
     assert len(caplog.records) == 2  # once

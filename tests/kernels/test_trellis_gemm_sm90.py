@@ -12,14 +12,14 @@ pytest.importorskip("triton.experimental.gluon")
 
 from requant_kernels import autotune, heuristics
 from requant_kernels.fallback import reference
-from requant_kernels.launch_config import HopperConfig
+from requant_kernels.launch_config import GemmSm90Config, Shape
 from requant_kernels.scalar.gemm_sm90 import x_layout
 from requant_kernels.trellis import gemm_sm90
 from requant_kernels.trellis.gemm_sm90 import activation_stages, gemm_constants, max_registers
 from requant_kernels.trellis.layout import k64_per_unit
 
 from .cases import random_trellis
-from .compile_offline import Machine, compile_kernel
+from .compile_offline import Machine, compile_kernel, counts_instructions
 from .ptx_model import run_ptx
 
 KINDS = [
@@ -87,7 +87,7 @@ def test_a_lane_has_the_operand_of_wgmma(code: str, bits: float, monkeypatch: py
     monkeypatch.setattr(gemm_sm90, "_unpack_pair", plain(gemm_sm90._unpack_pair))
     tiles, warps, k64_count = 2, 2, k64_per_unit(round(4 * bits))
     layout = pack_trellis(*random_trellis(16 * tiles * warps, 256, bits, "cpu"), bits=bits, code=code)
-    config = HopperConfig(tokens=64, warps=warps, tiles=tiles)
+    config = GemmSm90Config(tokens_per_cta=64, num_warps=warps, tiles_per_warp=tiles)
     given: dict[str, Any] = gemm_constants(
         code, layout.quad_bits, layout.packed_codes.shape[-1], config, whole=True
     )
@@ -118,7 +118,7 @@ def multiply_machine(
     """`launch`: tokens, warps, tiles, ahead."""
     tokens, warps, tiles, ahead = launch
     four = round(4 * bits)
-    config = HopperConfig(tokens=tokens, warps=warps, tiles=tiles, ahead=ahead)
+    config = GemmSm90Config(tokens_per_cta=tokens, num_warps=warps, tiles_per_warp=tiles, prefetch_at=ahead)
     given = gemm_constants(code, four, math.gcd(four * k64_per_unit(four) // 4, 4), config, whole=whole)
     box = f"[{tokens}, {activation_stages(tokens)[0]}]"
     pointers = {
@@ -137,6 +137,7 @@ def multiply_machine(
 CEILING = {("mul1", 2): 5.1, ("pair", 2): 4.1, ("mul1", 4): 5.3, ("mul1", 2.25): 5.4, ("3inst", 2): 5.8}
 
 
+@counts_instructions
 @pytest.mark.parametrize(("code", "bits"), CEILING)
 def test_products_run_on_while_weights_are_decoded(code: str, bits: float) -> None:
     machine = multiply_machine(code, bits, launch=(64, 8, 2, 0))
@@ -149,9 +150,10 @@ def test_products_run_on_while_weights_are_decoded(code: str, bits: float) -> No
     assert machine.inner / 256 < CEILING[code, bits]
 
 
-LAUNCHES = sorted({setting[:4] for setting in autotune.CODE_HOPPER})
+LAUNCHES = sorted(launch for launch, _ in autotune.TRELLIS_GEMM_SM90)
 
 
+@counts_instructions
 @pytest.mark.parametrize(
     ("code", "bits"),
     [
@@ -164,10 +166,10 @@ def test_no_launch_of_the_rule_spills(code: str, bits: float, whole: bool) -> No
     device, launches = torch.device("cpu"), set()
     for n, k in ((16, 16), (300, 1500), (4096, 4096), (28672, 8192), (128256, 4096)):
         for width in (32, 64, 128, 256, 512):
-            config = heuristics._hopper_config(code, bits, n, k, width, device)
-            launches.add((config.tokens, config.warps, config.tiles, config.ahead))
+            config = heuristics.trellis_gemm_sm90(Shape(code, bits, n, k, width), device)
+            launches.add((config.tokens_per_cta, config.num_warps, config.tiles_per_warp, config.prefetch_at))
             rows = -(-n // 16) * 16
-            assert config.split * max(1, (rows & -rows) // 4096) <= 8  # parts that the rotation adds
+            assert config.split_k * max(1, (rows & -rows) // 4096) <= 8  # parts that the rotation adds
     assert launches <= set(LAUNCHES) and len(launches) >= 4
     for launch in launches:
         tokens, warps, tiles, _ = launch

@@ -3,13 +3,13 @@
 import pytest
 import torch
 from requant_kernels import linear, pack_trellis
-from requant_kernels.autotune import CODE_HOPPER
+from requant_kernels.autotune import all_candidates
+from requant_kernels.common.device import supports_sm90
 from requant_kernels.fallback import reference
 from requant_kernels.hadamard.transform import hadamard_transform
-from requant_kernels.heuristics import HOPPER_VARIABLE, runs_on_hopper
-from requant_kernels.launch_config import HopperConfig
+from requant_kernels.launch_config import GemmSm90Config, Shape
+from requant_kernels.trellis import matmul
 from requant_kernels.trellis.layout import TrellisLayout
-from requant_kernels.trellis.matmul import trellis_linear
 
 from .cases import random_csr, random_trellis, relative_error
 
@@ -34,10 +34,8 @@ def layout_of(code: str, bits: float, n: int, k: int, *, density: float = 0.0) -
 
 
 @pytest.fixture(autouse=True)
-def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(HOPPER_VARIABLE, raising=False)
-    layout = layout_of("mul1", 2, 16, 64)
-    if not runs_on_hopper(layout, layout.packed_codes.device):
+def on_hopper() -> None:
+    if not supports_sm90(torch.device("cuda", torch.cuda.current_device())):
         pytest.skip("this GPU has no wgmma")
 
 
@@ -58,15 +56,16 @@ def test_trellis(code: str, bits: float, n: int, k: int, m: int, dtype: torch.dt
     assert torch.equal(y, linear(x, layout, bias))
 
 
-@pytest.mark.parametrize("setting", [s for s in CODE_HOPPER if s[4] in (1, 4)], ids=str)
-def test_every_launch_shape(setting: tuple[int, ...]) -> None:
+LAUNCHES = all_candidates("trellis_gemm_sm90", Shape("mul1", 2, 720, 2100, 128))
+
+
+@pytest.mark.parametrize("config", [c for c in LAUNCHES if getattr(c, "split_k", 0) in (1, 4)], ids=str)
+def test_every_launch_config(config: GemmSm90Config) -> None:
     torch.manual_seed(0)
-    names = ("tokens", "warps", "tiles", "ahead", "split")
     for code, bits in (("mul1", 2.5), ("pair", 2)):
         layout = layout_of(code, bits, 720, 2100)
         x = torch.randn(90, 2100, device="cuda", dtype=torch.float16)
-        config = HopperConfig(**dict(zip(names, setting, strict=True)))
-        y = trellis_linear(x, layout, None, asm=True, config=config)
+        y = matmul.gemm_sm90(x, layout, None, config)
         assert relative_error(y, reference.linear(x, layout)) < LIMIT[torch.float16]
 
 

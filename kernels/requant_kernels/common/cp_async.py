@@ -19,8 +19,18 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from requant_kernels.common.inline_ptx import issue
-from requant_kernels.common.packing import GridLayout
+from requant_kernels.common.packing import GridLayout, Layout
 from requant_kernels.common.ptx import Ptx, inline_ptx
+
+
+def supports_grid(layout: Layout) -> bool:
+    """Whether the kernels that multiply masked codes take the dense part: a grid of 2 to 4 bits in whole K tiles, groups of
+    128 columns or more, at an address that 16 bytes are copied from."""
+    if not isinstance(layout, GridLayout) or layout.bits > 4 or layout.column_scales is not None:
+        return False
+    whole = layout.k % 256 == 0 and layout.kernel_group % 128 == 0
+    zeros = layout.zero_points is None or layout.kernel_group > 0
+    return whole and zeros and layout.packed_codes.data_ptr() % 16 == 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

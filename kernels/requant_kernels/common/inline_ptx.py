@@ -44,7 +44,7 @@ def issue_scalar(TEXT: gl.constexpr):
 
 @gluon.jit
 def smem_base():
-    """The shared memory address of the one piece that the kernel allocates."""
+    """The shared memory address of the kernel's one allocation."""
     return gl.inline_asm_elementwise(_SMEM_BASE, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 

@@ -4,8 +4,8 @@ Triton specializes a kernel on the types of its arguments, on pointers and numbe
 are 1, and on constants. `launch` remembers the kernel that Triton chose by just these, constants by identity, and from
 the second time on hands the arguments to it directly. A prompt read without a CUDA graph takes most of its time in launches.
 
-A launch may take more shared memory than its kernel uses, so that no more programs than it says find room on a
-multiprocessor (`rooms.py`). Triton has no word for it: a copy of the compiled kernel gets the number that is passed on.
+A launch may take more shared memory than its kernel uses, so that fewer CTAs fit an SM (`occupancy.py`). Triton has no
+option for it: a copy of the compiled kernel gets the number that is passed on.
 """
 
 import copy
@@ -21,7 +21,7 @@ from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction
 
 OPTIONS = frozenset({"num_warps", "num_stages", "launch_pdl", "maxnreg"})  # are no arguments of a kernel
-FREELY = 48 << 10  # bytes of shared memory, declared and given at launch, that need no leave
+DEFAULT_SMEM_BYTES = 48 << 10  # that a CTA may have without raising the driver's limit
 
 logger = logging.getLogger(__name__)
 _mappings: dict[tuple[tuple[str, Any], ...], Mapping[str, Any]] = {}
@@ -34,23 +34,23 @@ def launch(
     args: tuple[Any, ...],
     constants: Mapping[str, Any],
     *,
-    room: int = 0,
+    smem_bytes: int = 0,
 ) -> None:
     """`kernel[grid](*args, **constants)`; `constants` are known by identity: from a cached function, or `interned`.
 
-    `room`: bytes of shared memory that a program takes at least.
+    `smem_bytes`: shared memory that a CTA takes at least.
     """
     if not isinstance(kernel, JITFunction):  # the interpreter's
         kernel[grid](*args, **constants)
         return
-    key = (kernel, torch.cuda.current_device(), id(constants), room, *map(_tag, args))
+    key = (kernel, torch.cuda.current_device(), id(constants), smem_bytes, *map(_tag, args))
     found = _chosen.get(key)
     if found is not None:
         compiled, values = found
         compiled[grid](*args, *values)
         return
-    if room:
-        compiled = with_room(kernel.warmup(*args, grid=grid, **constants), room)
+    if smem_bytes:
+        compiled = with_smem_bytes(kernel.warmup(*args, grid=grid, **constants), smem_bytes)
         compiled[grid](*args, *(constants[name] for name in kernel.arg_names[len(args) :]))
     else:
         compiled = kernel[grid](*args, **constants)
@@ -59,27 +59,27 @@ def launch(
     _chosen[key] = compiled, tuple(constants[name] for name in names)
 
 
-def with_room(compiled: Any, room: int) -> Any:
-    """The compiled kernel, whose programs take at least `room` bytes of shared memory; as it is, where Triton keeps its
-    compiled kernels in another way than 3.6: then it is slower, not wrong."""
+def with_smem_bytes(compiled: Any, smem_bytes: int) -> Any:
+    """The compiled kernel, whose CTAs take at least so much shared memory; as it is, where Triton keeps its compiled kernels
+    in another way than 3.6: then it is slower, not wrong."""
     try:
-        more = room - declared(compiled.asm["ptx"])
+        more = smem_bytes - declared(compiled.asm["ptx"])
         if more <= compiled.metadata.shared:
             return compiled
-        roomy, backend = copy.copy(compiled), make_backend(compiled.metadata.target)
+        padded, backend = copy.copy(compiled), make_backend(compiled.metadata.target)
         asked = compiled.metadata._replace(shared=more)
-        roomy.packed_metadata = backend.pack_metadata(asked)  # pyright: ignore[reportAttributeAccessIssue]
-        # loaded anew, with leave for as much: Triton asks for it where it sees more than what needs no leave
-        roomy.metadata = compiled.metadata._replace(shared=max(more, FREELY + 1))
+        padded.packed_metadata = backend.pack_metadata(asked)  # pyright: ignore[reportAttributeAccessIssue]
+        # loaded anew: Triton raises the driver's limit where a kernel needs more than what is allowed without asking
+        padded.metadata = compiled.metadata._replace(shared=max(more, DEFAULT_SMEM_BYTES + 1))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        _warn_of_room(str(error))
+        _warn_once(str(error))
         return compiled
-    roomy.module = roomy.function = roomy._run = None
-    return roomy
+    padded.module = padded.function = padded._run = None
+    return padded
 
 
 @cache
-def _warn_of_room(reason: str) -> None:
+def _warn_once(reason: str) -> None:
     logger.warning(
         "launches take no more shared memory than they need, and some are slower for it: %s", reason
     )
@@ -94,6 +94,12 @@ def declared(ptx: str) -> int:
 def interned(**constants: Any) -> Mapping[str, Any]:
     """The one mapping that stands for these constants, for `launch`."""
     return _mappings.setdefault(tuple(constants.items()), constants)
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x [m, k], k a multiple of 8 elements of two bytes; a copy where its rows do not begin at multiples of 16 bytes."""
+    rows = x.shape[0] == 1 or x.stride(0) % 8 == 0
+    return x if rows and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
 def _tag(value: Any) -> Any:

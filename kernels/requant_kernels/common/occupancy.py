@@ -7,16 +7,20 @@ even share). Padding the dynamic shared memory of a launch caps its CTAs per SM 
 
 import torch
 
-from requant_kernels.heuristics import multiprocessors, shared_memory
-from requant_kernels.launch_config import DecodeConfig, TrellisConfig
+from requant_kernels.common.device import max_smem_bytes, num_sms
 
-SM_BYTES = 227 << 10  # that the CTAs of an SM share, less 1024 each
+SM_SMEM_BYTES = 227 << 10  # that the CTAs of an SM divide among them
+CTA_SMEM_BYTES = 1024  # that the driver keeps of each CTA's
 
 
-def shared_room(programs: int, config: DecodeConfig | TrellisConfig, device: torch.device) -> int:
-    """Bytes that every program takes so that as many as its launch has for each multiprocessor fit there, or, of two
-    `shares`, twice as many: this launch's and the next one's. 0 where that is no matter."""
-    if config.shares == 0 or device.type != "cuda":
+def padded_smem_bytes(max_ctas_per_sm: int | None, device: torch.device) -> int:
+    """Bytes of shared memory with which no more than `max_ctas_per_sm` CTAs fit an SM; 0 where there is no cap."""
+    if max_ctas_per_sm is None or device.type != "cuda":
         return 0
-    each = config.shares * -(-programs // multiprocessors(device))
-    return max(0, min(shared_memory(device) - 1024, SM_BYTES // each - 1024))
+    most = max_smem_bytes(device) - CTA_SMEM_BYTES
+    return max(0, min(most, SM_SMEM_BYTES // max_ctas_per_sm - CTA_SMEM_BYTES))
+
+
+def ctas_per_sm(ctas: int, device: torch.device) -> int:
+    """CTAs that an SM gets of a launch that spreads evenly: the cap of a launch that runs alone."""
+    return -(-ctas // num_sms(device))

@@ -1,6 +1,6 @@
 """Inline PTX with named operands, and the snippets that several kernels share.
 
-Triton numbers the operands of inline assembly: $0, $1, .., outputs before inputs. Here a text names them, `$sum`, and
+Triton numbers the operands of inline assembly: $0, $1, .., outputs before inputs. Here the text uses names, `$sum`, and
 `inline_ptx` derives the numbers and the constraint string from one list, so that the two cannot disagree. Plain Python: it
 imports without Triton.
 """
@@ -52,14 +52,14 @@ def inline_ptx(
     )
 
 
-# The address of the shared memory that Triton allocates: our kernels allocate one piece, which begins there.
+# The address of the shared memory that Triton allocates; the kernels here allocate once, so it is that of their buffer.
 SMEM_BASE = "mov.u32 $0, global_smem;"
 SYNCWARP = "bar.warp.sync 0xffffffff;"
 LOAD_F32 = inline_ptx("ld.shared.f32 $value, [$address];", outputs={"value": "=f"}, inputs={"address": "r"})
 
 
 def declare_smem_ptx(size: int) -> str:
-    """`size` bytes of shared memory beside Triton's own, which stays aligned; returns the address."""
+    """Declare `size` bytes of static shared memory beside Triton's own, which stays aligned; returns the address."""
     return f"{{ .shared .align 1024 .b8 residuals[{size}];\n mov.u32 $0, residuals; }}"
 
 

@@ -16,6 +16,8 @@ from requant_kernels.common.packing import (
     unpack_row_codes,
 )
 from requant_kernels.common.sparse import unpack_residuals
+from requant_kernels.fallback import reference
+from requant_kernels.trellis.layout import TrellisLayout
 
 WEIGHTS_AT_ONCE = 1 << 22  # dequantized
 RESIDUALS_AT_ONCE = 1 << 20
@@ -38,9 +40,17 @@ def dequantize_tiles(layout: Layout, start: int, stop: int) -> Tensor:
     return (codes.float() - by_column(layout.zero_points)) * by_column(layout.scales)
 
 
-def linear(x: Tensor, layout: Layout, bias: Tensor | None) -> Tensor:
+def supports(layout: Layout | TrellisLayout, num_tokens: int, device: torch.device) -> bool:
+    """Any layout without a GPU."""
+    return device.type != "cuda"
+
+
+def linear(x: Tensor, layout: Layout | TrellisLayout, bias: Tensor | None, config: None = None) -> Tensor:
     """y [m, n] of x [m, k] in x's dtype, accumulated in float32."""
     tokens = x.float()
+    if isinstance(layout, TrellisLayout):
+        y = tokens @ reference.weight(layout, torch.float32).T
+        return (y if bias is None else y + bias.float()).to(x.dtype)
     dense = tokens
     if not isinstance(layout, CodebookLayout) and layout.column_scales is not None:
         dense = tokens / layout.column_scales.float()

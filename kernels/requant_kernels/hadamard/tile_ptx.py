@@ -65,12 +65,12 @@ class TileBuilder(PtxBuilder):
 
     def transform_warp(self, x: list[str], first: str, second: str, out: list[str]) -> None:
         """The two products of a warp's 256 values."""
-        self.comment("bits 0 to 3: a lane's values 0 to 3 and 4 to 7 are two n8 tiles")
+        self.comment("bits 0, 1, 3, 4: values 0 to 3 and 4 to 7 of all lanes are two n8 tiles, column g")
         upper, lower = [self.register("acc") for _ in range(4)], [self.register("acc") for _ in range(4)]
         signs = self.sign_fragment(first)
         self.multiply(signs, x[:4], upper)
         self.multiply(signs, x[4:], lower)
-        self.comment("bits 4 to 7: accumulators are the right operand")
+        self.comment("bits 2, 5, 6, 7: the accumulators are the right operand, in which g has become the row")
         signs = self.sign_fragment(second)
         self.multiply(signs, upper[:2] + lower[:2], [*out[:2], *out[4:6]])
         self.multiply(signs, upper[2:] + lower[2:], [*out[2:4], *out[6:]])

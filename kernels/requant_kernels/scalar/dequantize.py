@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from requant_kernels.common.device import supports_ptx
 from requant_kernels.common.fragment_dequant import (
     dequant_operands,
     dequantize_half,
@@ -90,8 +91,19 @@ def dequantize_kernel(
             first += SLICES
 
 
-def dequantize(layout: Layout, dtype: torch.dtype, *, asm: bool) -> Tensor:
-    """The weight [n, k] in `dtype` (float16 or bfloat16)."""
+def supports(layout: Layout, num_tokens: int, device: torch.device) -> bool:
+    """Any number of tokens of any layout."""
+    return True
+
+
+def matmul(x: Tensor, layout: Layout, bias: Tensor | None, config: None = None) -> Tensor:
+    """y [m, n] of x [m, k]: the dequantized weight, multiplied by cuBLAS."""
+    return torch.nn.functional.linear(x, dequantize(layout, x.dtype), bias)
+
+
+def dequantize(layout: Layout, dtype: torch.dtype, *, asm: bool | None = None) -> Tensor:
+    """The weight [n, k] in `dtype` (float16 or bfloat16). `asm` None: inline PTX where the device has it."""
+    asm = supports_ptx(layout.packed_codes.device) if asm is None else asm
     out = torch.empty(layout.n, layout.k, dtype=dtype, device=layout.packed_codes.device)
     tensors, format = dequant_operands(layout, dtype, asm)
     column_scales = None if isinstance(layout, CodebookLayout) else layout.column_scales

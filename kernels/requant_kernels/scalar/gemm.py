@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from requant_kernels.common.device import supports_pdl, supports_ptx
 from requant_kernels.common.fragment_dequant import (
     dequant_operands,
     dequantize_half,
@@ -28,8 +29,7 @@ from requant_kernels.common.fragment_dequant import (
 )
 from requant_kernels.common.packing import Layout
 from requant_kernels.common.sparse_spmm import spmm_reduce_kernel, transpose_kernel
-from requant_kernels.heuristics import kind_of, launches_early, tall_config
-from requant_kernels.launch_config import TallConfig
+from requant_kernels.launch_config import GemmConfig
 
 
 @triton.jit
@@ -144,18 +144,22 @@ def reduce_kernel(
     tl.store(y_ptr + token * stride_y + row, y.to(y_ptr.dtype.element_ty), mask=row < n)
 
 
+def supports(layout: Layout, num_tokens: int, device: torch.device) -> bool:
+    """Up to 128 tokens of any layout."""
+    return num_tokens <= 128
+
+
 def gemm(
-    x: Tensor, layout: Layout, bias: Tensor | None, *, asm: bool, config: TallConfig | None = None
+    x: Tensor, layout: Layout, bias: Tensor | None, config: GemmConfig, *, asm: bool | None = None
 ) -> Tensor:
-    """y [m, n] of x [m, k], 17 <= m <= 128, rows contiguous."""
+    """y [m, n] of x [m, k], 17 <= m <= 128, rows contiguous. `asm` None: inline PTX where the device has it."""
     m, k = x.shape
     tokens = max(16, triton.next_power_of_2(m))
     tiles, k_tiles = layout.packed_codes.shape[0], triton.cdiv(k, 256)
-    if config is None:
-        config = tall_config(kind_of(layout), layout.bits, layout.n, k, tokens, x.device)
-    steps = triton.cdiv(k_tiles, min(k_tiles, config.split))
+    asm = supports_ptx(x.device) if asm is None else asm
+    steps = triton.cdiv(k_tiles, min(k_tiles, config.split_k))
     splits = triton.cdiv(k_tiles, steps)
-    pdl = launches_early(x.device)
+    pdl = supports_pdl(x.device)
     launch_pdl = {"launch_pdl": True} if pdl else {}
     permuted = torch.empty(k_tiles * 256, tokens, dtype=x.dtype, device=x.device)
     scaled = scaled_activations(x, layout)
@@ -164,9 +168,9 @@ def gemm(
     )
     partial = torch.empty(splits, tokens, tiles * 16, dtype=torch.float32, device=x.device)
     tensors, format = dequant_operands(layout, x.dtype, asm)
-    gemm_kernel[(triton.cdiv(tiles, config.warps), splits)](
-        permuted, *tensors, partial, k, tiles - 1, steps, FORMAT=format, WARPS=config.warps, TOKENS=tokens, PDL=pdl,
-        num_warps=config.warps, num_stages=config.stages, **launch_pdl,
+    gemm_kernel[(triton.cdiv(tiles, config.num_warps), splits)](
+        permuted, *tensors, partial, k, tiles - 1, steps, FORMAT=format, WARPS=config.num_warps, TOKENS=tokens, PDL=pdl,
+        num_warps=config.num_warps, num_stages=config.num_stages, **launch_pdl,
     )  # fmt: skip
     y = torch.empty(m, layout.n, dtype=x.dtype, device=x.device)
     if layout.sparse is None:

@@ -48,7 +48,7 @@ from requant_kernels.common.inline_ptx import issue
 from requant_kernels.common.launch import launch
 from requant_kernels.common.packing import CodebookLayout, Layout
 from requant_kernels.common.ptx import declare_smem_ptx
-from requant_kernels.launch_config import HopperConfig
+from requant_kernels.launch_config import GemmSm90Config
 from requant_kernels.scalar import gemm_sm90_ptx as ptx
 from requant_kernels.scalar.permute import permute_activations
 from requant_kernels.scalar.splitk_reduce import splitk_reduce
@@ -468,13 +468,19 @@ def _residuals(targets, coo_ptr, bounds, lane, base, q, dtype, W: gl.constexpr, 
 # Host side.
 
 
-def gemm_sm90(x: Tensor, layout: Layout, bias: Tensor | None, config: HopperConfig) -> Tensor:
+def supports(layout: Layout, num_tokens: int, device: torch.device) -> bool:
+    """Up to 512 tokens of every format whose decoder is PTX, with residuals in COO order or without."""
+    from_memory = isinstance(layout, CodebookLayout) and layout.bits > 4
+    return num_tokens <= 512 and not from_memory and (layout.sparse is None or layout.sparse.coo is not None)
+
+
+def gemm_sm90(x: Tensor, layout: Layout, bias: Tensor | None, config: GemmSm90Config) -> Tensor:
     """y [m, n] of x [m, k], rows contiguous: permute the activations, multiply, add the partial sums."""
     m, k = x.shape
     tiles, k_tiles = layout.packed_codes.shape[0], -(-k // 256)
-    steps = -(-k_tiles // min(k_tiles, config.split))
-    split, token_tiles = -(-k_tiles // steps), -(-m // config.tokens)
-    width = token_tiles * config.tokens
+    steps = -(-k_tiles // min(k_tiles, config.split_k))
+    split, token_tiles = -(-k_tiles // steps), -(-m // config.tokens_per_cta)
+    width = token_tiles * config.tokens_per_cta
     direct, sparse = split == 1 and layout.row_perm is None, layout.sparse
     dtype = "fp16" if x.dtype == torch.float16 else "bf16"
     if isinstance(layout, CodebookLayout):
@@ -489,10 +495,10 @@ def gemm_sm90(x: Tensor, layout: Layout, bias: Tensor | None, config: HopperConf
     )
     y = torch.empty(m, layout.n, dtype=x.dtype, device=x.device)
     partial = y if direct else torch.empty(split, tiles * 16, width, dtype=torch.float32, device=x.device)
-    activations = TensorDescriptor.from_tensor(permuted, [config.tokens, 256], x_layout())
+    activations = TensorDescriptor.from_tensor(permuted, [config.tokens_per_cta, 256], x_layout())
     launch(
         gemm_sm90_kernel,
-        (-(-tiles // (config.warps * config.tiles)), split, token_tiles),
+        (-(-tiles // (config.num_warps * config.tiles_per_warp)), split, token_tiles),
         (
             activations, layout.packed_codes, scales, zeros, coo, block_ptr, bias if direct else None, partial, k_tiles,
             tiles - 1, steps, tiles * 16, width, m, layout.n, y.stride(0),
@@ -509,13 +515,14 @@ def gemm_sm90(x: Tensor, layout: Layout, bias: Tensor | None, config: HopperConf
 
 @cache
 def launch_constants(
-    dequant: ptx.Dequant, config: HopperConfig, *, sparse: bool, direct: bool
+    dequant: ptx.Dequant, config: GemmSm90Config, *, sparse: bool, direct: bool
 ) -> dict[str, object]:
     """What `launch` takes beside the arguments; cached, for it knows constants by identity."""
-    tiles = config.warps * config.tiles
+    tiles = config.num_warps * config.tiles_per_warp
     kernel_config = KernelConfig(
-        dequant=dequant, tokens=config.tokens, num_warps=config.warps, tiles=config.tiles, prefetch_at=config.ahead,
-        x_stages=ptx.x_stages(config.tokens, tiles, sparse=sparse),
+        dequant=dequant, tokens=config.tokens_per_cta, num_warps=config.num_warps, tiles=config.tiles_per_warp, 
+        prefetch_at=config.prefetch_at,
+        x_stages=ptx.x_stages(config.tokens_per_cta, tiles, sparse=sparse),
         residual_smem=declare_smem_ptx(tiles * ptx.TILE_BYTES) if sparse else None, direct=direct, pdl=True,
     )  # fmt: skip
-    return {"CONFIG": kernel_config, "num_warps": config.warps, "launch_pdl": True}
+    return {"CONFIG": kernel_config, "num_warps": config.num_warps, "launch_pdl": True}

@@ -29,6 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from requant_kernels.common.device import supports_pdl, supports_ptx
 from requant_kernels.common.fragment_dequant import (
     DequantFormat,
     activation_operand,
@@ -42,11 +43,10 @@ from requant_kernels.common.fragment_dequant import (
     weight_operand,
 )
 from requant_kernels.common.launch import interned, launch
-from requant_kernels.common.occupancy import shared_room
+from requant_kernels.common.occupancy import padded_smem_bytes
 from requant_kernels.common.packing import Layout
 from requant_kernels.common.sparse_spmm import transpose_kernel
-from requant_kernels.heuristics import decode_config
-from requant_kernels.launch_config import DecodeConfig
+from requant_kernels.launch_config import GemvConfig
 
 MOST_STAGED = 18432  # columns: beside the final sum, what fits the 48 KB that a launch need not ask for
 # The address of `bytes` of shared memory, declared beside Triton's own.
@@ -345,12 +345,12 @@ def gemv_kernel(
     )
 
 
-def slots_per_k_tile(layout: Layout, config: DecodeConfig) -> int:
+def slots_per_k_tile(layout: Layout, config: GemvConfig) -> int:
     """Slots that a thread takes for every k_tile of its warp, so that most tiles have none left after the last k_tile."""
     assert layout.sparse is not None
     slices = layout.sparse.columns.shape[0] / layout.packed_codes.shape[0]
-    steps = -(-layout.k // (256 * config.warps)) + 1
-    return min(3, max(1, round(slices / (steps * max(config.warps // (4 * config.tiles), 1)))))
+    steps = -(-layout.k // (256 * config.num_warps)) + 1
+    return min(3, max(1, round(slices / (steps * max(config.num_warps // (4 * config.tiles_per_cta), 1)))))
 
 
 @cache
@@ -366,26 +366,17 @@ def _constants(
     return {"FORMAT": format, "TILING": GemvTiling(**tiling), **options}  # pyright: ignore[reportArgumentType]
 
 
-def gemv(x: Tensor, layout: Layout, bias: Tensor | None, config: DecodeConfig, *, asm: bool) -> Tensor:
-    """y [m, n] of x [m, k], 1 <= m <= 16, rows contiguous."""
-    if config.gathered and asm and x.shape[0] <= 8:
-        from requant_kernels.scalar.gemv_sparse_mma import (
-            gemv_sparse_mma,  # Gluon is part of Triton from 3.6 on
-        )
+def supports(layout: Layout, num_tokens: int, device: torch.device) -> bool:
+    """Up to 16 tokens of any layout."""
+    return num_tokens <= 16
 
-        return gemv_sparse_mma(x, layout, bias, config)
+
+def gemv(
+    x: Tensor, layout: Layout, bias: Tensor | None, config: GemvConfig, *, asm: bool | None = None
+) -> Tensor:
+    """y [m, n] of x [m, k], 1 <= m <= 16, rows contiguous. `asm` None: inline PTX where the device has it."""
     m, k = x.shape
-    if config.bytes or config.halves:
-        from requant_kernels.scalar import (
-            gemv_fp16_mma,  # in Gluon too
-            gemv_int8_mma,  # in Gluon too
-        )
-
-        if asm and config.bytes and gemv_int8_mma.supports(x, layout, config):
-            return gemv_int8_mma.gemv_int8_mma(x, layout, bias, config)
-        if asm and config.halves and gemv_fp16_mma.supports(x, layout, config):
-            return gemv_fp16_mma.gemv_fp16_mma(x, layout, bias, config)
-        config = decode_config(layout, m, x.device, masked=False)
+    asm, pdl = supports_ptx(x.device) if asm is None else asm, supports_pdl(x.device)
     y = torch.empty(m, layout.n, dtype=x.dtype, device=x.device)
     tensors, format = dequant_operands(layout, x.dtype, asm)
     tokens = 8 if m <= 8 else 16
@@ -393,38 +384,38 @@ def gemv(x: Tensor, layout: Layout, bias: Tensor | None, config: DecodeConfig, *
     x_sparse = x
     if sparse_tokens > 1:
         x_sparse = torch.empty(k, sparse_tokens, dtype=x.dtype, device=x.device)
-        launch_pdl = {"launch_pdl": True} if config.pdl else {}
-        constants = interned(TOKENS=sparse_tokens, BLOCK=256, PDL=config.pdl, **launch_pdl)
+        launch_pdl = {"launch_pdl": True} if pdl else {}
+        constants = interned(TOKENS=sparse_tokens, BLOCK=256, PDL=pdl, **launch_pdl)
         launch(transpose_kernel, (triton.cdiv(k, 256), 1, 1), (x, x_sparse, m, k, x.stride(0)), constants)
-    staged = config.staged and asm and sparse_tokens == 1 and layout.sparse is not None
+    staged = config.stage_activations and asm and sparse_tokens == 1 and layout.sparse is not None
     staged = staged and k % 8 == 0 and k <= MOST_STAGED and x.data_ptr() % 16 == 0
     scaled = scaled_activations(x, layout)
     if k % 2 or scaled.stride(0) % 2 or scaled.data_ptr() % 4:  # the kernel reads activations in pairs
         scaled = torch.nn.functional.pad(scaled, (0, k % 2)).clone(memory_format=torch.contiguous_format)
     pairs = scaled.view(torch.int32)
     tiles, k_tiles = layout.packed_codes.shape[:2]
-    ctas = triton.cdiv(tiles, config.tiles)
+    ctas = triton.cdiv(tiles, config.tiles_per_cta)
     launch(
         gemv_kernel,
         (ctas, 1, 1),
         (
             pairs, x_sparse, *tensors, *sparse_operands(layout), bias, y, m, k, layout.n, tiles - 1,
-            triton.cdiv(triton.cdiv(k_tiles, config.warps), config.unroll), pairs.stride(0), y.stride(0),
+            triton.cdiv(triton.cdiv(k_tiles, config.num_warps), config.num_stages), pairs.stride(0), y.stride(0),
         ),
         _constants(
             format,
             config.max_registers,
-            warps=config.warps,
-            tiles=config.tiles,
-            stages=config.unroll,
+            warps=config.num_warps,
+            tiles=config.tiles_per_cta,
+            stages=config.num_stages,
             tokens=tokens,
-            even_k=k % (256 * config.warps) == 0,
+            even_k=k % (256 * config.num_warps) == 0,
             sparse_tokens=sparse_tokens,
             slots=0 if layout.sparse is None else slots_per_k_tile(layout, config),
-            prefetch=config.ahead and tokens == 8,
-            pdl=config.pdl,
+            prefetch=config.prefetch and tokens == 8,
+            pdl=pdl,
             reserve_ptx=RESERVE_PTX.format(bytes=-(-k // 1024) * 2048) if staged else None,
         ),
-        room=shared_room(ctas, config, x.device),
+        smem_bytes=padded_smem_bytes(config.max_ctas_per_sm, x.device),
     )  # fmt: skip
     return y

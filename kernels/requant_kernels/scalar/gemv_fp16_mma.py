@@ -35,14 +35,20 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from requant_kernels.common.bit_layout import MANTISSA_BITS, grid_fields, ptx_float
-from requant_kernels.common.cp_async import WeightStage, load_k_tile, weight_pointers, weight_stage
+from requant_kernels.common.cp_async import (
+    WeightStage,
+    load_k_tile,
+    supports_grid,
+    weight_pointers,
+    weight_stage,
+)
+from requant_kernels.common.device import max_smem_bytes, supports_pdl
 from requant_kernels.common.inline_ptx import SMEM_UNIT, issue, load_f32, smem_base, smem_units
-from requant_kernels.common.launch import interned, launch
-from requant_kernels.common.occupancy import shared_room
+from requant_kernels.common.launch import aligned, interned, launch
+from requant_kernels.common.occupancy import padded_smem_bytes
 from requant_kernels.common.packing import GridLayout, Layout
 from requant_kernels.common.ptx import SYNCWARP, Ptx, inline_ptx
-from requant_kernels.heuristics import is_plain, shared_memory
-from requant_kernels.launch_config import DecodeConfig
+from requant_kernels.launch_config import Fp16MmaConfig
 
 TOKENS = 8  # columns of the right operand
 X_TILE_BYTES = gl.constexpr(TOKENS * 512)  # the activations of a k_tile
@@ -404,49 +410,47 @@ def wait_ptx(in_flight: int, num_groups: int) -> Ptx:
 # Host side.
 
 
-def smem_bytes(layout: GridLayout, config: DecodeConfig) -> int:
+def smem_bytes(layout: GridLayout, config: Fp16MmaConfig) -> int:
     """Of a CTA: the stages of every warp's codes and scales, and of every column's activations."""
-    codes = config.warps * weight_stage(layout, config.tiles).bytes
-    return config.unroll * (codes + config.warps // config.teams * X_TILE_BYTES.value)
+    codes = config.num_warps * weight_stage(layout, config.tiles_per_warp_group).bytes
+    return config.num_stages * (codes + config.num_warps // config.warp_groups * X_TILE_BYTES.value)
 
 
-def supports(x: Tensor, layout: Layout, config: DecodeConfig) -> bool:
-    """Whether this kernel can run: a plain 2- to 4-bit grid without residuals, aligned addresses, enough shared memory."""
-    if not is_plain(layout, x.shape[0]) or layout.sparse is not None:
+def supports(layout: Layout, num_tokens: int, device: torch.device) -> bool:
+    """Up to eight tokens of a grid that `supports_grid` names, without residuals."""
+    return num_tokens <= TOKENS and layout.sparse is None and supports_grid(layout)
+
+
+def fits(layout: GridLayout, config: Fp16MmaConfig, device: torch.device) -> bool:
+    """Whether warps divide into their groups, and a CTA of this launch has shared memory enough."""
+    if config.num_stages < 2 or config.warp_groups not in (1, 2, 4) or config.num_warps % config.warp_groups:
         return False
-    if config.unroll < 2 or config.teams not in (1, 2, 4) or config.warps % config.teams:
-        return False
-    assert isinstance(layout, GridLayout)
-    aligned = x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0 and layout.packed_codes.data_ptr() % 16 == 0
-    return (
-        aligned and smem_units(smem_bytes(layout, config)) * SMEM_UNIT.value <= shared_memory(x.device) - 1024
-    )
+    return smem_units(smem_bytes(layout, config)) * SMEM_UNIT.value <= max_smem_bytes(device) - 1024
 
 
-def kernel_config(layout: GridLayout, dtype: torch.dtype, config: DecodeConfig) -> KernelConfig:
-    bits, stage = layout.bits, weight_stage(layout, config.tiles)
-    name, own_tokens = "fp16" if dtype == torch.float16 else "bf16", TOKENS // config.teams
+def kernel_config(layout: GridLayout, dtype: torch.dtype, config: Fp16MmaConfig) -> KernelConfig:
+    bits, stage = layout.bits, weight_stage(layout, config.tiles_per_warp_group)
+    name, own_tokens = "fp16" if dtype == torch.float16 else "bf16", TOKENS // config.warp_groups
     return KernelConfig(
-        stage=stage, num_warps=config.warps, num_groups=config.teams, num_stages=config.unroll,
-        smem_units=smem_units(smem_bytes(layout, config)), prefetch=config.ahead, unit=1 / unit_of(bits, name),
-        copy_x=copy_tokens_ptx(own_tokens, commit=config.ahead), copy_x_first=copy_tokens_ptx(own_tokens, commit=True),
-        wait=wait_ptx(config.unroll - (1 if config.ahead else 2), config.teams),
-        multiply=multiply_ptx(bits, name, stage.scales, stage.tiles, zeros=stage.zeros), pdl=config.pdl,
+        stage=stage, num_warps=config.num_warps, num_groups=config.warp_groups, num_stages=config.num_stages,
+        smem_units=smem_units(smem_bytes(layout, config)), prefetch=config.prefetch, unit=1 / unit_of(bits, name),
+        copy_x=copy_tokens_ptx(own_tokens, commit=config.prefetch), copy_x_first=copy_tokens_ptx(own_tokens, commit=True),
+        wait=wait_ptx(config.num_stages - (1 if config.prefetch else 2), config.warp_groups),
+        multiply=multiply_ptx(bits, name, stage.scales, stage.tiles, zeros=stage.zeros),
+        pdl=supports_pdl(layout.packed_codes.device),
     )  # fmt: skip
 
 
-def gemv_fp16_mma(x: Tensor, layout: Layout, bias: Tensor | None, config: DecodeConfig) -> Tensor:
+def gemv_fp16_mma(x: Tensor, layout: Layout, bias: Tensor | None, config: Fp16MmaConfig) -> Tensor:
     """y [m, n] of x [m, k], m <= 8, where `supports` says so."""
     assert isinstance(layout, GridLayout)
-    m = x.shape[0]
+    x, m = aligned(x), x.shape[0]
     y = torch.empty(m, layout.n, dtype=x.dtype, device=x.device)
-    options: dict[str, object] = {"launch_pdl": True} if config.pdl else {}
-    if config.max_registers:
-        options["maxnreg"] = config.max_registers
+    options: dict[str, object] = {"launch_pdl": True} if supports_pdl(x.device) else {}
     tiles = layout.packed_codes.shape[0]
-    ctas = triton.cdiv(tiles, config.tiles * config.teams)
+    ctas = triton.cdiv(tiles, config.tiles_per_warp_group * config.warp_groups)
     constants = interned(
-        CONFIG=kernel_config(layout, x.dtype, config), num_warps=config.warps, num_stages=1, **options
+        CONFIG=kernel_config(layout, x.dtype, config), num_warps=config.num_warps, num_stages=1, **options
     )
     launch(
         gemv_fp16_mma_kernel,
@@ -456,6 +460,6 @@ def gemv_fp16_mma(x: Tensor, layout: Layout, bias: Tensor | None, config: Decode
             x.stride(0), y.stride(0),
         ),
         constants,
-        room=shared_room(ctas, config, x.device),
+        smem_bytes=padded_smem_bytes(config.max_ctas_per_sm, x.device),
     )  # fmt: skip
     return y

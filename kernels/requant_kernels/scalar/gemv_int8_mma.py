@@ -43,7 +43,14 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from requant_kernels.common.cp_async import WeightStage, load_k_tile, weight_pointers, weight_stage
+from requant_kernels.common.cp_async import (
+    WeightStage,
+    load_k_tile,
+    supports_grid,
+    weight_pointers,
+    weight_stage,
+)
+from requant_kernels.common.device import max_smem_bytes, num_sms, supports_pdl
 from requant_kernels.common.fragment_dequant import sparse_operands
 from requant_kernels.common.inline_ptx import (
     SMEM_UNIT,
@@ -55,12 +62,11 @@ from requant_kernels.common.inline_ptx import (
     smem_base,
     smem_units,
 )
-from requant_kernels.common.launch import interned, launch
-from requant_kernels.common.occupancy import SM_BYTES, shared_room
+from requant_kernels.common.launch import aligned, interned, launch
+from requant_kernels.common.occupancy import SM_SMEM_BYTES, padded_smem_bytes
 from requant_kernels.common.packing import GridLayout, Layout
 from requant_kernels.common.ptx import SYNCWARP, Ptx
-from requant_kernels.heuristics import is_plain, multiprocessors, shared_memory
-from requant_kernels.launch_config import DecodeConfig
+from requant_kernels.launch_config import Int8MmaConfig
 from requant_kernels.scalar import gemv_int8_mma_ptx as ptx
 
 REGISTERS_PER_SM = 65536
@@ -389,12 +395,12 @@ class SmemLayout:
     max_registers: int | None = None
 
 
-def smem_layout(layout: GridLayout, config: DecodeConfig, num_sms: int) -> SmemLayout:
+def smem_layout(layout: GridLayout, config: Int8MmaConfig, num_sms: int) -> SmemLayout:
     """Stages that no k_tile reaches are not allocated. Activations for residuals are reloaded where one more CTA fits an
     SM."""
-    warps, tiles = config.warps, config.tiles
+    warps, tiles = config.num_warps, config.tiles_per_cta
     iterations = -(-layout.k // (256 * warps))
-    num_stages, sparse = min(config.unroll, iterations + 1), layout.sparse is not None
+    num_stages, sparse = min(config.num_stages, iterations + 1), layout.sparse is not None
     warp_bytes = weight_stage(layout, tiles).bytes
     pipeline = (num_stages if sparse else min(num_stages, iterations)) * warps * warp_bytes
     size = pipeline + ptx.X_TILE_BYTES + 2 * layout.k + layout.k // 8 + -(-layout.k // 512) * 16
@@ -403,7 +409,7 @@ def smem_layout(layout: GridLayout, config: DecodeConfig, num_sms: int) -> SmemL
     ctas_per_sm = -(-layout.packed_codes.shape[0] // (tiles * num_sms))
     with_copy = size + 2 * layout.k
     most, fewer = (
-        min(ctas_per_sm, SM_BYTES // (smem_units(bytes_) * SMEM_UNIT.value + 1024))
+        min(ctas_per_sm, SM_SMEM_BYTES // (smem_units(bytes_) * SMEM_UNIT.value + 1024))
         for bytes_ in (size, with_copy)
     )
     registers = min(MAX_REGISTERS, REGISTERS_PER_SM // (32 * warps * max(1, most)) // 8 * 8)
@@ -415,58 +421,62 @@ def smem_layout(layout: GridLayout, config: DecodeConfig, num_sms: int) -> SmemL
     )  # fmt: skip
 
 
-def slices_per_stage(layout: GridLayout, config: DecodeConfig, warp_bytes: int) -> int:
+def slices_per_stage(layout: GridLayout, config: Int8MmaConfig, warp_bytes: int) -> int:
     """Slices of a half-warp that go into the `warp_bytes` of a stage: the fewest steps that most tiles need, evenly
     filled."""
     assert layout.sparse is not None
     # of most tiles: 9/8 of the mean
     slices = -(-9 * layout.sparse.columns.shape[0] // (8 * layout.packed_codes.shape[0]))
-    needed = max(1, -(-slices // (2 * config.warps // config.tiles)))
+    needed = max(1, -(-slices // (2 * config.num_warps // config.tiles_per_cta)))
     steps = -(-needed // min(MAX_SLICES_PER_STAGE, warp_bytes // SLICE_BYTES))
     return -(-needed // steps)
 
 
-def supports(x: Tensor, layout: Layout, config: DecodeConfig) -> bool:
-    """Whether this kernel can run: one token, a plain 2- to 4-bit grid, aligned addresses, enough shared memory."""
-    if x.shape[0] != 1 or not is_plain(layout, 1) or config.unroll < 2:
+def supports(layout: Layout, num_tokens: int, device: torch.device) -> bool:
+    """One token of a grid that `supports_grid` names, with residuals of 16 bits or without."""
+    if num_tokens != 1 or not supports_grid(layout):
         return False
-    assert isinstance(layout, GridLayout)
-    if layout.sparse is not None and 2 * config.warps < config.tiles:
-        return False
-    aligned = x.data_ptr() % 16 == 0 and layout.packed_codes.data_ptr() % 16 == 0
-    smem = smem_layout(layout, config, multiprocessors(x.device))
-    return aligned and smem_units(smem.size) * SMEM_UNIT.value <= shared_memory(x.device) - 1024
+    return layout.sparse is None or layout.sparse.values.dtype == torch.float16
 
 
-def kernel_config(layout: GridLayout, dtype: torch.dtype, config: DecodeConfig) -> KernelConfig:
-    bits, stage = layout.bits, weight_stage(layout, config.tiles)
-    smem = smem_layout(layout, config, multiprocessors(layout.packed_codes.device))
-    iterations = -(-layout.k // (256 * config.warps))
+def fits(layout: GridLayout, config: Int8MmaConfig, device: torch.device) -> bool:
+    """Whether a CTA of this launch has shared memory enough, and warps for its residuals."""
+    if config.num_stages < 2 or (layout.sparse is not None and 2 * config.num_warps < config.tiles_per_cta):
+        return False
+    smem = smem_layout(layout, config, num_sms(device))
+    return smem_units(smem.size) * SMEM_UNIT.value <= max_smem_bytes(device) - 1024
+
+
+def kernel_config(layout: GridLayout, dtype: torch.dtype, config: Int8MmaConfig) -> KernelConfig:
+    bits, stage = layout.bits, weight_stage(layout, config.tiles_per_cta)
+    smem = smem_layout(layout, config, num_sms(layout.packed_codes.device))
+    iterations = -(-layout.k // (256 * config.num_warps))
     name, sparse = "fp16" if dtype == torch.float16 else "bf16", layout.sparse is not None
     return KernelConfig(
-        stage=stage, num_warps=config.warps, num_stages=smem.num_stages, smem_units=smem_units(smem.size),
+        stage=stage, num_warps=config.num_warps, num_stages=smem.num_stages, smem_units=smem_units(smem.size),
         x_offset=smem.pipeline, x_copy_offset=smem.x_copy_offset, slices_per_stage=smem.slices_per_stage,
         k_tiles_per_step=min(MAX_K_TILES_PER_STEP, 1 << (iterations - 1).bit_length()),
         rescale=tuple(1 / factor if factor else 0.0 for factor in ptx.CLASS_FACTOR[bits]),
         quantize=ptx.quantize_ptx(bits, name, copy=sparse and smem.max_registers is None, zeros=stage.zeros),
         multiply=ptx.multiply_ptx(bits, stage.scales, stage.tiles, zeros=stage.zeros),
         wait=f"cp.async.wait_group {smem.num_stages - 1}; mov.b32 $0, 0;",
-        sparse_fma=ptx.sparse_fma_ptx(name) if sparse else None, pdl=config.pdl,
+        sparse_fma=ptx.sparse_fma_ptx(name) if sparse else None, pdl=supports_pdl(layout.packed_codes.device),
     )  # fmt: skip
 
 
-def gemv_int8_mma(x: Tensor, layout: Layout, bias: Tensor | None, config: DecodeConfig) -> Tensor:
+def gemv_int8_mma(x: Tensor, layout: Layout, bias: Tensor | None, config: Int8MmaConfig) -> Tensor:
     """y [1, n] of x [1, k], where `supports` says so."""
     assert isinstance(layout, GridLayout)
+    x = aligned(x)
     y = torch.empty(1, layout.n, dtype=x.dtype, device=x.device)
-    options: dict[str, object] = {"launch_pdl": True} if config.pdl else {}
-    registers = config.max_registers or smem_layout(layout, config, multiprocessors(x.device)).max_registers
+    options: dict[str, object] = {"launch_pdl": True} if supports_pdl(x.device) else {}
+    registers = smem_layout(layout, config, num_sms(x.device)).max_registers
     if registers:
         options["maxnreg"] = registers
     tiles = layout.packed_codes.shape[0]
-    ctas = triton.cdiv(tiles, config.tiles)
+    ctas = triton.cdiv(tiles, config.tiles_per_cta)
     constants = interned(
-        CONFIG=kernel_config(layout, x.dtype, config), num_warps=config.warps, num_stages=1, **options
+        CONFIG=kernel_config(layout, x.dtype, config), num_warps=config.num_warps, num_stages=1, **options
     )
     launch(
         gemv_int8_mma_kernel,
@@ -476,6 +486,6 @@ def gemv_int8_mma(x: Tensor, layout: Layout, bias: Tensor | None, config: Decode
             layout.n, tiles - 1,
         ),
         constants,
-        room=shared_room(ctas, config, x.device),
+        smem_bytes=padded_smem_bytes(config.max_ctas_per_sm, x.device),
     )  # fmt: skip
     return y

@@ -40,13 +40,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from requant_kernels.common.bit_layout import GRID_STEP, zero_bias
+from requant_kernels.common.device import supports_pdl
 from requant_kernels.common.fragment_dequant import DequantFormat, dequant_operands, scaled_activations
 from requant_kernels.common.inline_ptx import load_f32, smem_base
 from requant_kernels.common.launch import interned, launch
-from requant_kernels.common.occupancy import shared_room
-from requant_kernels.common.packing import Layout
+from requant_kernels.common.occupancy import padded_smem_bytes
+from requant_kernels.common.packing import CodebookLayout, Layout
 from requant_kernels.common.ptx import SYNCWARP, Ptx, broadcast_pair_lines, inline_ptx
-from requant_kernels.launch_config import DecodeConfig
+from requant_kernels.launch_config import SparseMmaConfig
 
 X_TILE_BYTES = gl.constexpr(4096)  # the activations of a warp's k_tile: 256 columns
 WARP_BYTES = gl.constexpr(X_TILE_BYTES.value + 256)  # and 64 entries
@@ -498,7 +499,13 @@ def _add_residuals(sums, entries, x_smem, lane, CONFIG: gl.constexpr):
 # Host side.
 
 
-def kernel_config(layout: Layout, dtype: torch.dtype, config: DecodeConfig) -> KernelConfig:
+def supports(layout: Layout, num_tokens: int, device: torch.device) -> bool:
+    """Up to eight tokens with residuals in COO order, of a format whose decoder is PTX."""
+    from_memory = isinstance(layout, CodebookLayout) and layout.bits > 4
+    return num_tokens <= 8 and layout.sparse is not None and layout.sparse.coo is not None and not from_memory
+
+
+def kernel_config(layout: Layout, dtype: torch.dtype, config: SparseMmaConfig) -> KernelConfig:
     (_, _, zeros, _), format = dequant_operands(layout, dtype, True)
     name = "fp16" if dtype == torch.float16 else "bf16"
     step = GRID_STEP[name]
@@ -507,11 +514,12 @@ def kernel_config(layout: Layout, dtype: torch.dtype, config: DecodeConfig) -> K
     )
     return KernelConfig(
         format=format, multiply=multiply_ptx(name), gather=gather_ptx(name), zero_points=zero_points,
-        even=layout.k % (256 * config.warps) == 0, num_warps=config.warps, unroll=config.unroll, pdl=config.pdl,
+        even=layout.k % (256 * config.num_warps) == 0, num_warps=config.num_warps, unroll=config.num_stages,
+        pdl=supports_pdl(layout.packed_codes.device),
     )  # fmt: skip
 
 
-def gemv_sparse_mma(x: Tensor, layout: Layout, bias: Tensor | None, config: DecodeConfig) -> Tensor:
+def gemv_sparse_mma(x: Tensor, layout: Layout, bias: Tensor | None, config: SparseMmaConfig) -> Tensor:
     """y [m, n] of x [m, k], 1 <= m <= 8, rows contiguous; the layout has COO residuals."""
     m, k = x.shape
     y = torch.empty(m, layout.n, dtype=x.dtype, device=x.device)
@@ -522,7 +530,7 @@ def gemv_sparse_mma(x: Tensor, layout: Layout, bias: Tensor | None, config: Deco
         x = torch.nn.functional.pad(x, (0, k % 2)).clone(memory_format=torch.contiguous_format)
     pairs, (tiles, k_tiles) = x.view(torch.int32), layout.packed_codes.shape[:2]
     assert layout.sparse is not None and layout.sparse.coo is not None
-    options: dict[str, object] = {"launch_pdl": True} if config.pdl else {}
+    options: dict[str, object] = {"launch_pdl": True} if supports_pdl(x.device) else {}
     if config.max_registers:
         options["maxnreg"] = config.max_registers
     launch(
@@ -531,9 +539,9 @@ def gemv_sparse_mma(x: Tensor, layout: Layout, bias: Tensor | None, config: Deco
         (
             pairs, codes, scales.view(torch.int32), None if zeros is None else zeros.view(torch.int32), layout.sparse.coo,
             layout.sparse.block_ptr, layout.row_perm, bias, y, m, k, layout.n, tiles - 1,
-            triton.cdiv(triton.cdiv(k_tiles, config.warps), config.unroll), pairs.stride(0), y.stride(0),
+            triton.cdiv(triton.cdiv(k_tiles, config.num_warps), config.num_stages), pairs.stride(0), y.stride(0),
         ),
-        interned(CONFIG=kernel_config(layout, x.dtype, config), num_warps=config.warps, num_stages=1, **options),
-        room=shared_room(tiles, config, x.device),
+        interned(CONFIG=kernel_config(layout, x.dtype, config), num_warps=config.num_warps, num_stages=1, **options),
+        smem_bytes=padded_smem_bytes(config.max_ctas_per_sm, x.device),
     )  # fmt: skip
     return y

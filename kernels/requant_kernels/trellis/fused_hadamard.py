@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from requant_kernels.common.device import num_sms
 from requant_kernels.common.ptx import Ptx
 from requant_kernels.hadamard.tile_kernel import HADAMARD_TILE, sign_pair
 from requant_kernels.hadamard.tile_ptx import (
@@ -29,8 +30,7 @@ from requant_kernels.hadamard.tile_ptx import (
     fused_transform_ptx,
     load_eight_ptx,
 )
-from requant_kernels.heuristics import multiprocessors
-from requant_kernels.launch_config import TrellisConfig
+from requant_kernels.launch_config import TrellisGemvConfig
 from requant_kernels.trellis.layout import TrellisLayout
 
 NUM_WARPS = 16
@@ -117,16 +117,16 @@ def fused_hadamard(block_size: int, dtype: torch.dtype, *, pair: bool, row_tiles
     )  # fmt: skip
 
 
-def can_fuse(x: Tensor, layout: TrellisLayout, config: TrellisConfig) -> bool:
+def can_fuse(x: Tensor, layout: TrellisLayout, config: TrellisGemvConfig) -> bool:
     """Whether every CTA can rotate x itself, and all CTAs run at once."""
-    ctas = -(-layout.packed_codes.shape[0] // config.tiles)
+    ctas = -(-layout.packed_codes.shape[0] // config.tiles_per_cta)
     return (
         x.shape[0] == 1
-        and config.warps == NUM_WARPS
+        and config.num_warps == NUM_WARPS
         and layout.k % 256 == 0
         and layout.k <= HADAMARD_TILE
-        and 128 * NUM_WARPS * 2 * config.tiles <= MAX_SUM_BYTES
-        and ctas <= multiprocessors(x.device)
+        and 128 * NUM_WARPS * 2 * config.tiles_per_cta <= MAX_SUM_BYTES
+        and ctas <= num_sms(x.device)
         and x.data_ptr() % 16 == 0
         and layout.input_scales.data_ptr() % 16 == 0
     )

@@ -41,7 +41,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from requant_kernels.common.launch import interned, launch
 from requant_kernels.hadamard.transform import hadamard_transform
-from requant_kernels.launch_config import HopperConfig
+from requant_kernels.launch_config import GemmSm90Config
 from requant_kernels.scalar.gemm_sm90 import rows_layout, x_layout
 from requant_kernels.trellis.code_ptx import decode_ptx, load_codes_ptx
 from requant_kernels.trellis.layout import TrellisLayout, k64_per_unit
@@ -56,9 +56,9 @@ def activation_stages(tokens: int) -> tuple[int, int]:
     return (K_TILE, 2) if tokens <= 128 else (K_TILE // 2, 3)
 
 
-def max_registers(config: HopperConfig, quad_bits: int) -> int | None:
+def max_registers(config: GemmSm90Config, quad_bits: int) -> int | None:
     """Of a thread, where 16 warps are to fit an SM; None: as many as the compiler wants."""
-    return 128 if config.tokens <= 64 and config.tiles == 1 and quad_bits <= 16 else None
+    return 128 if config.tokens_per_cta <= 64 and config.tiles_per_warp == 1 and quad_bits <= 16 else None
 
 
 @gluon.constexpr_function
@@ -224,21 +224,22 @@ def trellis_gemm_sm90_kernel(
 
 @cache
 def gemm_constants(
-    code: str, quad_bits: int, vector: int, config: HopperConfig, *, whole: bool
+    code: str, quad_bits: int, vector: int, config: GemmSm90Config, *, whole: bool
 ) -> dict[str, object]:
     """What the kernel is compiled for; `whole`: the columns are whole k_tiles."""
     k64_count = k64_per_unit(quad_bits)
     words, units = quad_bits * k64_count // 4, K64_PER_K_TILE // k64_count
-    stage_columns, num_stages = activation_stages(config.tokens)
+    stage_columns, num_stages = activation_stages(config.tokens_per_cta)
     return {
         "DECODE": tuple(decode_ptx(code, quad_bits, k64) for k64 in range(k64_count)),
         "LOADS": tuple(load_codes_ptx(words, vector, 128 * words * unit) for unit in range(units if whole else 1)),
-        "COUNT": words, "V": vector, "J": k64_count, "WHOLE": whole, "N": config.tokens, "W": config.warps,
-        "R": config.tiles, "PREFETCH_AT": config.ahead, "STAGE_COLUMNS": stage_columns, "NUM_STAGES": num_stages,
+        "COUNT": words, "V": vector, "J": k64_count, "WHOLE": whole, "N": config.tokens_per_cta, "W": config.num_warps,
+        "R": config.tiles_per_warp, "PREFETCH_AT": config.prefetch_at, "STAGE_COLUMNS": stage_columns,
+        "NUM_STAGES": num_stages,
     }  # fmt: skip
 
 
-def gemm_sm90(x: Tensor, layout: TrellisLayout, config: HopperConfig) -> Tensor:
+def gemm_sm90(x: Tensor, layout: TrellisLayout, config: GemmSm90Config) -> Tensor:
     """V H (input_scales * x) as split-K partial sums: float32 [splits, m, rows], of x [m, k]."""
     m, (tiles, units, _, _, vector) = x.shape[0], layout.packed_codes.shape
     width, k_tiles = -(-layout.k // K64) * K64, -(-layout.k // K_TILE)
@@ -247,20 +248,20 @@ def gemm_sm90(x: Tensor, layout: TrellisLayout, config: HopperConfig) -> Tensor:
         x, rotated, in_width=layout.k, columns=-(-layout.k // 16) * 16, out_width=width, input_scales=layout.input_scales,
         permute=True, asm=True, pdl=True,
     )  # fmt: skip
-    steps = -(-k_tiles // min(k_tiles, config.split))
+    steps = -(-k_tiles // min(k_tiles, config.split_k))
     splits, whole = -(-k_tiles // steps), units * k64_per_unit(layout.quad_bits) * K64 == k_tiles * K_TILE
     product = torch.empty(splits, m, tiles * 16, dtype=torch.float32, device=x.device)
-    box = [config.tokens, activation_stages(config.tokens)[0]]
+    box = [config.tokens_per_cta, activation_stages(config.tokens_per_cta)[0]]
     launch(
         trellis_gemm_sm90_kernel,
-        (-(-tiles // (config.warps * config.tiles)), splits, -(-m // config.tokens)),
+        (-(-tiles // (config.num_warps * config.tiles_per_warp)), splits, -(-m // config.tokens_per_cta)),
         (
             TensorDescriptor.from_tensor(rotated, box, x_layout()), layout.packed_codes, product, units, k_tiles, tiles - 1,
             steps, tiles * 16, m,
         ),
         interned(
             **gemm_constants(layout.code, layout.quad_bits, vector, config, whole=whole), PDL=True,
-            num_warps=config.warps, launch_pdl=True, maxnreg=max_registers(config, layout.quad_bits),
+            num_warps=config.num_warps, launch_pdl=True, maxnreg=max_registers(config, layout.quad_bits),
         ),
     )  # fmt: skip
     return product

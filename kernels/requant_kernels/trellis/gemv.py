@@ -29,11 +29,11 @@ import triton.language as tl
 from torch import Tensor
 
 from requant_kernels.common.launch import interned, launch
-from requant_kernels.common.occupancy import shared_room
+from requant_kernels.common.occupancy import padded_smem_bytes
 from requant_kernels.common.pdl import wait_for_previous_launch
 from requant_kernels.common.ptx import Ptx
 from requant_kernels.hadamard.tile_kernel import HADAMARD_TILE
-from requant_kernels.launch_config import TrellisConfig
+from requant_kernels.launch_config import TrellisGemvConfig
 from requant_kernels.trellis.code_ptx import load_codes_ptx
 from requant_kernels.trellis.fused_hadamard import fused_hadamard, load_factors, rotate_token
 from requant_kernels.trellis.gemv_ptx import (
@@ -293,7 +293,7 @@ def padded_columns(k: int) -> int:
 
 @cache
 def gemv_constants(
-    code: str, quad_bits: int, vector: int, config: TrellisConfig, tokens: int, units: int,
+    code: str, quad_bits: int, vector: int, config: TrellisGemvConfig, tokens: int, units: int,
     fused_dtype: tuple[int, torch.dtype] | None = None,
 ) -> dict[str, object]:  # fmt: skip
     """SHAPE, PTX and FUSED of the kernel. `fused_dtype`: block size and type where the rotation is fused.
@@ -303,31 +303,35 @@ def gemv_constants(
     k64_count, int8 = k64_per_unit(quad_bits), code in BYTE_SUM_MEAN
     tokens_per_n8, activation_bytes = (4, 1) if int8 else (8, 2)
     n8_tiles = 1 if tokens <= tokens_per_n8 else 2 if tokens <= 2 * tokens_per_n8 else 4
-    words, step_units = quad_bits * k64_count // 4, config.warps * config.unroll
-    accumulators = 4 * config.tiles * n8_tiles
+    words, step_units = quad_bits * k64_count // 4, config.num_warps * config.units_per_step
+    accumulators = 4 * config.tiles_per_cta * n8_tiles
     results = accumulators // 2 if int8 else accumulators
     if HADAMARD_TILE % (64 * k64_count * step_units):
         raise ValueError(
             f"{config} takes {64 * k64_count * step_units} columns a step, which does not divide a Hadamard tile of "
             f"{HADAMARD_TILE}: use fewer warps or fewer units per step, in powers of two"
         )
-    if results & (results - 1) and results > config.warps:
+    if results & (results - 1) and results > config.num_warps:
         raise ValueError(f"{config}: {results} sums a lane are no power of two, and more than the warps")
     whole_steps = units % step_units == 0
-    unit_offsets = [config.warps * u for u in range(config.unroll)]
+    unit_offsets = [config.num_warps * u for u in range(config.units_per_step)]
     shape = GemvShape(
-        num_warps=config.warps, row_tiles=config.tiles, units_per_step=config.unroll, n8_tiles=n8_tiles,
+        num_warps=config.num_warps, row_tiles=config.tiles_per_cta, units_per_step=config.units_per_step, n8_tiles=n8_tiles,
         k64_per_unit=k64_count, words=words, vector=vector,
         steps_per_hadamard_tile=HADAMARD_TILE // (64 * k64_count * step_units), whole_steps=whole_steps, int8=int8,
         activation_bytes=activation_bytes, accumulators=accumulators, results=results,
         output_scale=1 / 128 if int8 else 1.0, byte_sum_mean=BYTE_SUM_MEAN.get(code, 0.0),
     )  # fmt: skip
-    fused = fused_hadamard(*fused_dtype, pair=code == "pair", row_tiles=config.tiles) if fused_dtype else None
+    fused = (
+        fused_hadamard(*fused_dtype, pair=code == "pair", row_tiles=config.tiles_per_cta)
+        if fused_dtype
+        else None
+    )
     sum_warps = None
-    if 128 * config.warps * results <= MAX_SUM_BYTES:
-        sum_warps = cross_warp_sum_ptx(config.warps, results, given_memory=fused is not None)
+    if 128 * config.num_warps * results <= MAX_SUM_BYTES:
+        sum_warps = cross_warp_sum_ptx(config.num_warps, results, given_memory=fused is not None)
     ptx = GemvPtx(
-        mma=(int8_mma_ptx if int8 else fp16_mma_ptx)(code, quad_bits, config.tiles, n8_tiles),
+        mma=(int8_mma_ptx if int8 else fp16_mma_ptx)(code, quad_bits, config.tiles_per_cta, n8_tiles),
         load_codes=tuple(
             load_codes_ptx(words, vector, 128 * words * offset)
             for offset in (unit_offsets if whole_steps else unit_offsets[:1])
@@ -342,24 +346,24 @@ def gemv_constants(
 
 
 def gemv_int8(
-    x: Tensor, scales: Tensor, layout: TrellisLayout, config: TrellisConfig, *, pdl: bool
+    x: Tensor, scales: Tensor, layout: TrellisLayout, config: TrellisGemvConfig, *, pdl: bool
 ) -> Tensor:
     """V times rotated activations: float32 [m, rows] of x int8 [2 m, columns] and scales float32 [m, Hadamard tiles, 2]."""
     return _launch(x, scales, scales.shape[0], layout, config, pdl=pdl)
 
 
-def gemv_fused_hadamard(x: Tensor, layout: TrellisLayout, config: TrellisConfig, *, pdl: bool) -> Tensor:
+def gemv_fused_hadamard(x: Tensor, layout: TrellisLayout, config: TrellisGemvConfig, *, pdl: bool) -> Tensor:
     """V H (input_scales * x), float32 [1, rows], of one token; see `can_fuse`."""
     return _launch(x, None, 1, layout, config, pdl=pdl, fused=True)
 
 
-def gemv_fp16(x: Tensor, layout: TrellisLayout, config: TrellisConfig, *, pdl: bool) -> Tensor:
+def gemv_fp16(x: Tensor, layout: TrellisLayout, config: TrellisGemvConfig, *, pdl: bool) -> Tensor:
     """V times rotated activations: float32 [m, rows] of x float16 [m, columns], for codes that are no byte sums."""
     return _launch(x, None, x.shape[0], layout, config, pdl=pdl)
 
 
 def _launch(
-    x: Tensor, scales: Tensor | None, m: int, layout: TrellisLayout, config: TrellisConfig, *, pdl: bool,
+    x: Tensor, scales: Tensor | None, m: int, layout: TrellisLayout, config: TrellisGemvConfig, *, pdl: bool,
     fused: bool = False,
 ) -> Tensor:  # fmt: skip
     tiles, units = layout.packed_codes.shape[:2]
@@ -370,12 +374,12 @@ def _launch(
         )  # fmt: skip
     else:
         input_scales, hadamard_tiles, stride, dtype = None, x.shape[1] // HADAMARD_TILE, x.stride(0), None
-    steps = triton.cdiv(units, config.warps * config.unroll)
+    steps = triton.cdiv(units, config.num_warps * config.units_per_step)
     constants = gemv_constants(
         layout.code, layout.quad_bits, layout.packed_codes.shape[-1], config, m, units, dtype
     )
-    ctas = triton.cdiv(tiles, config.tiles)
-    options = {"num_warps": config.warps, "num_stages": 1, **({"launch_pdl": True} if pdl else {})}
+    ctas = triton.cdiv(tiles, config.tiles_per_cta)
+    options = {"num_warps": config.num_warps, "num_stages": 1, **({"launch_pdl": True} if pdl else {})}
     launch(
         trellis_gemv_kernel,
         (ctas, 1, 1),
@@ -383,7 +387,7 @@ def _launch(
             x, scales, input_scales, layout.packed_codes, y, m, units, tiles * 16, tiles - 1, steps, hadamard_tiles,
             stride,
         ),
-        interned(**constants, PDL=pdl, EARLY_TRIGGER=config.early, **options),
-        room=shared_room(ctas, config, x.device),
+        interned(**constants, PDL=pdl, EARLY_TRIGGER=config.pdl_trigger_early, **options),
+        smem_bytes=padded_smem_bytes(config.max_ctas_per_sm, x.device),
     )  # fmt: skip
     return y

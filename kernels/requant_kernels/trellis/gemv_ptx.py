@@ -30,6 +30,27 @@ from requant_kernels.trellis.layout import k64_per_unit
 BYTE_SUM_MEAN = {"mul1": 510.0, "pair": 255.0}
 
 
+class ReplicatedActivations:
+    """The right operands of a k64: four bytes that meet a hash, made when first asked for, and shared by all row tiles."""
+
+    def __init__(self, ptx: PtxBuilder, code: str, first_registers: list[int]) -> None:
+        """`first_registers`: of each n8 tile, the first of four operands: a lane's sixteen bytes of a row of its tile."""
+        self.ptx, self.code, self.first_registers = ptx, code, first_registers
+        self._operands: dict[tuple[int, int], str] = {}
+
+    def operand(self, n8: int, index: int) -> str:
+        """What meets hash `index` of a row."""
+        if (n8, index) not in self._operands:
+            if self.code == "mul1":  # one activation four times
+                source, selector = index // 4, index % 4 * 0x1111
+            else:  # a sum and a difference: s d d s
+                source, selector = index // 2, 0x2332 if index % 2 else 0x0110
+            self._operands[n8, index] = self.ptx.new(
+                "x", f"prmt.b32 {{d}}, ${self.first_registers[n8] + source}, 0x0, 0x{selector:04x};"
+            )
+        return self._operands[n8, index]
+
+
 @cache
 def int8_mma_ptx(code: str, quad_bits: int, row_tiles: int, n8_tiles: int) -> Ptx:
     """`row_tiles` x 16 rows of a unit times 8 `n8_tiles` columns of int8 activations, added to int32 sums.
@@ -46,58 +67,45 @@ def int8_mma_ptx(code: str, quad_bits: int, row_tiles: int, n8_tiles: int) -> Pt
     hash_pairs = [(i, i + hashes_of_row // 2) for i in range(hashes_of_row // 2)]
     ptx = PtxBuilder()
     sums = [[f"${accumulators + 4 * i + j}" for j in range(4)] for i in range(row_tiles * n8_tiles)]
+    interleaved = row_tiles if row_tiles <= MAX_INTERLEAVED_TILES else 1
     for k64 in range(k64_count):
-        operands: dict[tuple[int, int], str] = {}  # made for the first row tiles, used by all
-
-        def operand(n8: int, i: int, k64: int = k64, operands: dict[tuple[int, int], str] = operands) -> str:
-            if (n8, i) not in operands:
-                first = first_x + 4 * (n8 * k64_count + k64)
-                operands[n8, i] = _replicate_activation(ptx, code, first, i)
-            return operands[n8, i]
-
-        for interleaved in (
-            [range(row_tiles)]
-            if row_tiles <= MAX_INTERLEAVED_TILES
-            else [range(r, r + 1) for r in range(row_tiles)]
-        ):
+        activations = ReplicatedActivations(
+            ptx, code, [first_x + 4 * (n8 * k64_count + k64) for n8 in range(n8_tiles)]
+        )
+        for first_tile in range(0, row_tiles, interleaved):
+            tiles = range(first_tile, first_tile + interleaved)
             segments = {}
-            for r in interleaved:
+            for r in tiles:
                 own = [f"${first_word + r * words + i}" for i in range(words)]
                 segments[r] = SegmentDecoder(
-                    ptx, code, quad_bits, own, k64, previous_lane, spanning=uses_spanning_windows(code, row_tiles)
-                )  # fmt: skip
+                    ptx,
+                    code,
+                    quad_bits,
+                    own,
+                    k64,
+                    previous_lane,
+                    spanning=uses_spanning_windows(code, row_tiles),
+                )
             for segment in segments.values():
                 # as many windows without a mask as leave the integer and the multiplier's pipe the same work
-                segment.unmasked_windows = (
-                    segment.funnel_shifts + n8_tiles * hashes_of_row // row_tiles
-                ) // 2
-            ptx.comment(f"k64 {k64}, row tiles {interleaved[0]} to {interleaved[-1]}: hash and multiply")
+                replications = n8_tiles * hashes_of_row // row_tiles
+                segment.unmasked_windows = (segment.funnel_shifts + replications) // 2
+            ptx.comment(f"k64 {k64}, row tiles {tiles[0]} to {tiles[-1]}: hash and multiply")
             for pair in hash_pairs:
-                x = [[operand(n8, i) for i in pair] for n8 in range(n8_tiles)]
-                for i in (r * n8_tiles + n8 for r in interleaved for n8 in range(n8_tiles)):
-                    a = ", ".join(
-                        segments[i // n8_tiles].hash(row * hashes_of_row + j)
-                        for j in pair
-                        for row in range(2)
-                    )
-                    last = k64 == k64_count - 1 and pair == hash_pairs[-1]
-                    d = [f"${4 * i + j}" if last else ptx.register("acc") for j in range(4)]
-                    ptx.emit(
-                        f"mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {{{', '.join(d)}}}, {{{a}}}, "
-                        f"{{{', '.join(x[i % n8_tiles])}}}, {{{', '.join(sums[i])}}};"
-                    )
-                    sums[i] = d
+                x = [", ".join(activations.operand(n8, i) for i in pair) for n8 in range(n8_tiles)]
+                last = k64 == k64_count - 1 and pair == hash_pairs[-1]
+                for r in tiles:
+                    for n8 in range(n8_tiles):
+                        i = r * n8_tiles + n8
+                        hashes = [segments[r].hash(row * hashes_of_row + j) for j in pair for row in range(2)]
+                        d = [f"${4 * i + j}" if last else ptx.register("acc") for j in range(4)]
+                        ptx.emit(
+                            f"mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {{{', '.join(d)}}}, "
+                            f"{{{', '.join(hashes)}}}, {{{x[n8]}}}, {{{', '.join(sums[i])}}};"
+                        )
+                        sums[i] = d
     inputs = accumulators + row_tiles * words + 4 * n8_tiles * k64_count + 1
     return ptx.build(["=r"] * accumulators + ["r"] * inputs)
-
-
-def _replicate_activation(ptx: PtxBuilder, code: str, first: int, index: int) -> str:
-    """The four bytes that meet hash `index` of a row, from a lane's sixteen bytes in the registers from `first` on."""
-    if code == "mul1":  # one activation four times
-        return ptx.new("x", f"prmt.b32 {{d}}, ${first + index // 4}, 0x0, 0x{index % 4 * 0x1111:04x};")
-    return ptx.new(  # a sum and a difference: s d d s
-        "x", f"prmt.b32 {{d}}, ${first + index // 2}, 0x0, 0x{(0x2332 if index % 2 else 0x0110):04x};"
-    )
 
 
 @cache

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 import requant
-from requant.allocation.budget import allocate_bits, packed_spec, target_bits, widths_of, with_allocation
+from requant.allocation.budget import allocate_bits, available_bits, packed_spec, target_bits, with_allocation
 from requant.allocation.knapsack import TOLERANCE
 from requant.checkpoint.sizes import byte_table
 from requant.errors import RecipeError
@@ -134,7 +134,7 @@ def test_quarters_of_a_bit_spend_a_budget_better(tiny_folder, tiny_text_file: Pa
     assert all(allocation.bytes <= allocation.budget for allocation in found.values())
     assert found[True].predicted < 0.98 * found[False].predicted
     pair = dataclasses.replace(recipe_of("trellis"), quantizer=TrellisConfig(code="pair"))
-    assert widths_of(pair) == [1, 2, 3, 4] and widths_of(recipe_of()) == list(range(2, 9))
+    assert available_bits(pair) == [1, 2, 3, 4] and available_bits(recipe_of()) == list(range(2, 9))
 
 
 def test_no_budget_is_the_recipes_width(tiny_folder, tiny_text_file: Path) -> None:

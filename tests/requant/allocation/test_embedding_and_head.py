@@ -11,6 +11,7 @@ from requant.allocation.embedding_and_head import (
     Curvature,
     EmbeddingAndHead,
     Part,
+    embedding_and_head_bits,
     embedding_and_head_curvature,
     embedding_and_head_losses,
     embedding_and_head_of,
@@ -18,7 +19,6 @@ from requant.allocation.embedding_and_head import (
     part_sizes,
     quantize_table,
     table_loss,
-    wanted_widths,
 )
 from requant.errors import ModelError, RecipeError
 from requant.pipeline.prepare import prepare, start
@@ -174,15 +174,15 @@ def test_sizes(tiny_folder, run) -> None:
 
 def test_what_may_be_chosen(run) -> None:
     untied, tied = (embedding_and_head_of(run(name).model) for name in ("llama", "llama-tied"))
-    assert wanted_widths(Budget(), untied) == {"embedding": (16,), "head": (16,)}
-    assert wanted_widths(Budget(size=5), untied) == {"embedding": WIDTHS, "head": WIDTHS}
-    assert wanted_widths(Budget(size=5, head_bits=8), untied) == {"embedding": WIDTHS, "head": (8,)}
-    assert wanted_widths(Budget(head_bits=8), tied) == {"embedding": (8,)}
-    assert wanted_widths(Budget(embedding_bits=6, head_bits=6), tied) == {"embedding": (6,)}
+    assert embedding_and_head_bits(Budget(), untied) == {"embedding": (16,), "head": (16,)}
+    assert embedding_and_head_bits(Budget(size=5), untied) == {"embedding": WIDTHS, "head": WIDTHS}
+    assert embedding_and_head_bits(Budget(size=5, head_bits=8), untied) == {"embedding": WIDTHS, "head": (8,)}
+    assert embedding_and_head_bits(Budget(head_bits=8), tied) == {"embedding": (8,)}
+    assert embedding_and_head_bits(Budget(embedding_bits=6, head_bits=6), tied) == {"embedding": (6,)}
     with pytest.raises(
         RecipeError, match=r"embedding_bits is 4 and budget.head_bits 8, but this model ties them"
     ):
-        wanted_widths(Budget(embedding_bits=4, head_bits=8), tied)
+        embedding_and_head_bits(Budget(embedding_bits=4, head_bits=8), tied)
 
 
 class Odd(nn.Embedding):
@@ -194,6 +194,6 @@ def test_other_embeddings_stay_as_they_are(run) -> None:
     for module, why in ((Odd(264, 64), "is a Odd"), (nn.Embedding(264, 64, max_norm=1.0), "renormalizes")):
         context.model.set_input_embeddings(module)
         vocabulary = embedding_and_head_of(context.model)
-        assert wanted_widths(Budget(size=5), vocabulary) == {"embedding": (16,), "head": WIDTHS}
+        assert embedding_and_head_bits(Budget(size=5), vocabulary) == {"embedding": (16,), "head": WIDTHS}
         with pytest.raises(ModelError, match=f"model.embed_tokens {why}.*give --head-bits 16"):
-            wanted_widths(Budget(embedding_bits=8), vocabulary)
+            embedding_and_head_bits(Budget(embedding_bits=8), vocabulary)

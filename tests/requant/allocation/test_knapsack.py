@@ -3,7 +3,7 @@ import random
 
 import pytest
 
-from requant.allocation.knapsack import TOLERANCE, Option, allocate, neighbours
+from requant.allocation.knapsack import TOLERANCE, Option, allocate, losses_at_other_budgets
 from requant.errors import RecipeError
 
 
@@ -96,11 +96,11 @@ def test_a_budget_below_the_smallest_choice() -> None:
 def test_neighbours_are_what_other_budgets_would_lose() -> None:
     options = instance(3, tensors=20)
     budget = sum(choices[1].bytes for choices in options.values())
-    curve = neighbours(options, budget)
+    curve = losses_at_other_budgets(options, budget)
     assert list(curve) == [round(share * budget) for share in (0.9, 0.95, 1.05, 1.1)]
     assert all(loss == allocate(options, size).loss for size, loss in curve.items())
     smallest = sum(choices[0].bytes for choices in options.values())
-    assert min(neighbours(options, smallest)) > smallest
+    assert min(losses_at_other_budgets(options, smallest)) > smallest
 
 
 def test_a_large_model_takes_seconds() -> None:

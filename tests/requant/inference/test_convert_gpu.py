@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from requant_kernels import heuristics
+from requant_kernels import dispatch, launch_config
 
 from requant.inference.convert import KernelLinear, Sibling, tune_kernels
 from requant.inference.decode import Decoder, generate_tokens
@@ -88,12 +88,12 @@ def test_text_is_the_same_with_and_without_a_graph(make_checkpoint) -> None:
 
 
 def test_tuning_is_kept(make_checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(heuristics.CACHE_VARIABLE, str(tmp_path / "kernels.json"))
+    monkeypatch.setenv(launch_config.CACHE_VARIABLE, str(tmp_path / "kernels.json"))
     folder, _ = make_checkpoint("llama", kind="codebook")
     model = load(folder, device="cuda", dtype="float16")
-    heuristics.forget()
+    dispatch.forget()
     added = tune_kernels(model, tokens=(1,))
     kept = json.loads((tmp_path / "kernels.json").read_text())[torch.cuda.get_device_name()] if added else {}
     assert len(kept) == added
     assert tune_kernels(model, tokens=(1,)) == 0
-    heuristics.forget()
+    dispatch.forget()

@@ -66,10 +66,8 @@ def test_what_was_measured_is_what_is_saved(quantized, tmp_path: Path, trained_s
     """Norms and embeddings learn too: the folder holds them, and the integral accounts for them."""
     result = quantized(budget=Budget(bits=3.0))
     diagnosis = result.diagnosis
-    assert abs(diagnosis.other_params_delta) > 1e-4 * abs(diagnosis.delta_loss)
-    assert diagnosis.total("pqi") + diagnosis.other_params_delta == pytest.approx(
-        diagnosis.delta_loss, rel=0.03
-    )
+    assert abs(diagnosis.beside) > 1e-4 * abs(diagnosis.measured)
+    assert diagnosis.total("pqi") + diagnosis.beside == pytest.approx(diagnosis.measured, rel=0.03)
     requant.save(result, tmp_path / "out")
     loaded = requant.load(tmp_path / "out")
     for name, layer in loaded.named_modules():
@@ -79,7 +77,7 @@ def test_what_was_measured_is_what_is_saved(quantized, tmp_path: Path, trained_s
         n for n, p in loaded.named_parameters() if n in trained_state and not torch.equal(p, trained_state[n])
     ]
     assert any("norm" in name for name in changed) and any("embed" in name for name in changed)
-    found = perplexity_and_kl(loaded, result.prepared.eval_windows, text=result.prepared.evaluation)
+    found = perplexity_and_kl(loaded, result.prepared.scored, text=result.prepared.evaluation)
     assert found.perplexity == pytest.approx(result.after.perplexity, rel=1e-4)
 
 
@@ -95,9 +93,7 @@ def test_the_page_accounts_for_what_learned_beside(quantized, tmp_path: Path) ->
     result = quantized(budget=Budget(bits=3.0))
     requant.save(result, tmp_path / "out")
     page = (tmp_path / "out" / "report.html").read_text()
-    assert "which learned too" in page and f"{result.diagnosis.other_params_delta:+.4f}" in page.replace(
-        "\u2212", "-"
-    )
+    assert "which learned too" in page and f"{result.diagnosis.beside:+.4f}" in page.replace("\u2212", "-")
 
 
 def test_a_run_that_resumes_ends_in_the_same_weights(
@@ -112,10 +108,8 @@ def test_a_run_that_resumes_ends_in_the_same_weights(
 
     first = run(resume=False)
     norms = {name: p.clone() for name, p in first.model.named_parameters() if "norm" in name}
-    monkeypatch.setattr(
-        "requant.pipeline.best.quantize_in_rounds", lambda *_: pytest.fail("the rounds ran again")
-    )
-    monkeypatch.setattr("requant.pipeline.quantize.finetune", lambda *_: pytest.fail("finetuning ran again"))
+    monkeypatch.setattr("requant.pipeline.best.in_rounds", lambda *_: pytest.fail("the rounds ran again"))
+    monkeypatch.setattr("requant.pipeline.quantize.tune", lambda *_: pytest.fail("tuning ran again"))
     again = run(resume=True)
     for name, weight in again.weights.items():
         assert torch.equal(weight.dequantize(), first.weights[name].dequantize())

@@ -37,16 +37,21 @@ def layer() -> Callable[[int, int], Layer]:
         def normal(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator)
 
+        # Correlated inputs of unequal size
         inputs = normal(512, k) @ (torch.eye(k) + normal(k, k) / k**0.5) * normal(k).exp()
+        weight, fisher = 0.05 * normal(n, k), (2 * normal(n, k)).exp()
+        detached = torch.rand(n, k, generator=generator) < 0.02
+        gradients = normal(512, n) @ (torch.eye(n) + normal(n, n) / n**0.5)
         return Layer(
-            weight=0.05 * normal(n, k),
+            weight=weight,
             stats=LinearStats(
                 hessian=inputs.T @ inputs / 512,
+                output_hessian=gradients.T @ gradients / 512,
                 input_mean_abs=inputs.abs().mean(0),
-                fisher=(2 * normal(n, k)).exp(),
+                fisher=fisher,
                 tokens=512,
             ),
-            detached=torch.rand(n, k, generator=generator) < 0.02,
+            detached=detached,
         )
 
     return make

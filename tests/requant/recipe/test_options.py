@@ -4,7 +4,6 @@ import pytest
 
 from requant.errors import RecipeError
 from requant.quantizers.registry import METHODS
-from requant.recipe.defaults import default_recipe
 from requant.recipe.options import (
     output_folder,
     parse_bits,
@@ -35,14 +34,6 @@ def test_bits_alone() -> None:
 def test_neither_bits_nor_recipe() -> None:
     with pytest.raises(RecipeError, match="say how many bits: --bits 1 to 8, or --size, or name a --recipe"):
         options(model="demo")
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_every_method_has_defaults(method: str) -> None:
-    recipe = default_recipe("demo", method)
-    assert recipe.quantizer == METHODS[method].config()
-    assert recipe.detach == Detach(**METHODS[method].detach)
-    assert options(bits="4", method=method).quantizer == METHODS[method].config(bits=4)
 
 
 def test_every_option_reaches_the_recipe() -> None:

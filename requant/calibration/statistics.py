@@ -1,5 +1,4 @@
-"""The statistics of a list of linears (`LinearStats`): one forward pass for those of inputs, one backward pass each for
-the others."""
+"""The statistics of a list of linears, by one pass over the text a kind: see `calibration.LinearStats`."""
 
 from collections.abc import Sequence
 
@@ -9,12 +8,12 @@ from transformers import PreTrainedModel
 
 from requant.calibration.fisher import position_fisher
 from requant.calibration.hessian import InputStatistics, input_statistics
-from requant.calibration.hidden_states import HiddenStateCache
 from requant.calibration.output_hessian import output_hessians
 from requant.calibration.stats import LinearStats
+from requant.calibration.stream import HiddenStateCache
 from requant.models.targets import QuantTarget
 
-# collected by one forward pass; the others take a backward pass each
+# by forward passes; the others take a backward pass each
 INPUT_STATISTICS = frozenset({"hessian", "input_mean_abs"})
 
 
@@ -24,17 +23,17 @@ def collect(
     targets: Sequence[QuantTarget],
     *,
     needs: frozenset[str],
-    cache: HiddenStateCache | None = None,
+    stream: HiddenStateCache | None = None,
     reference: HiddenStateCache | None = None,
     label: str | None = None,
 ) -> dict[str, LinearStats]:
-    """The fields named in `needs` for every target, by the target's name; with a `reference` also `cross_hessian`.
+    """The fields named in `needs` for every target, by the target's name; with a `reference`, `cross_hessian` beside them.
 
-    `cache` and `reference` only serve statistics of inputs: see `input_statistics`.
+    Only statistics of inputs go on from `stream`: see `input_statistics`.
     """
     inputs: dict[str, InputStatistics] = {}
     if needs & INPUT_STATISTICS:
-        inputs = input_statistics(model, windows, targets, cache=cache, reference=reference, label=label)
+        inputs = input_statistics(model, windows, targets, stream=stream, reference=reference, label=label)
     fisher = position_fisher(model, windows, targets, label=label) if "fisher" in needs else {}
     outputs = output_hessians(model, windows, targets, label=label) if "output_hessian" in needs else {}
     return {

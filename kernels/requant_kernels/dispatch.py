@@ -1,0 +1,157 @@
+"""Which kernel multiplies, and how it is launched: the only place that chooses.
+
+`dispatch` asks the kernels of a layout in order; the first that supports the layout and has a launch for it wins. A launch
+is a row of the tables (`launch_config.py`) or what the kernel's rule gives (`heuristics.py`). Shapes and the device decide,
+never timing inside a call.
+
+A kernel is a module with two functions, and a line in KERNELS:
+
+    supports(layout, num_tokens, device) -> bool      the layout's kind, sizes and alignment; not the launch
+    NAME(x, layout, bias, config) -> y [m, n]         NAME of the module; x [m, k] with contiguous rows; config as CONFIGS
+                                                      names it, or None
+
+and, where shared memory depends on the layout, `fits(layout, config, device) -> bool`. Modules are imported when they are
+first asked: those in Gluon need Triton 3.6, and the CPU needs no Triton at all. Every kernel is tested against
+`fallback/reference.py`.
+
+    | tokens     | kernel       | when                                                                               |
+    | 1          | int8_mma     | Hopper; a grid of 2 to 4 bits, K a multiple of 256, groups of 128 or more          |
+    | 1 .. 8     | fp16_mma     | the same without residuals                                                         |
+    | 1 .. 8     | sparse_mma   | Hopper; residuals, where it was measured the fastest                               |
+    | 1 .. 16    | gemv         | any                                                                                |
+    | 17 .. 512  | gemm_sm90    | Hopper; all but codebooks of more than 4 bits                                      |
+    | 17 .. 128  | gemm         | any                                                                                |
+    | any        | dense        | dequantize, then cuBLAS                                                            |
+    | 1 .. 16    | trellis_gemv, beyond it to 512 trellis_gemm_sm90 on Hopper, and trellis_dense                     |
+    | any        | torch_fallback, without a GPU                                                                     |
+"""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from requant_kernels import heuristics, launch_config
+from requant_kernels.common import device as device_properties
+from requant_kernels.common.device import supports_sm90
+from requant_kernels.common.packing import CodebookLayout, Layout
+from requant_kernels.launch_config import LaunchConfig, Shape, m_bucket, measured
+from requant_kernels.trellis.layout import TrellisLayout
+
+Rule = Callable[[Shape, torch.device], LaunchConfig | None]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Kernel:
+    """A module of `requant_kernels` that multiplies; `rule` None: it has no launch of its own to choose, or is taken only
+    where it was measured the fastest."""
+
+    name: str
+    module: str
+    rule: Rule | None = None
+    gluon: bool = False  # for Hopper alone
+    function: str = ""  # that multiplies; named as the module where nothing else is said
+    supports_function: str = "supports"
+
+    def supports(self, layout: Layout | TrellisLayout, num_tokens: int, device: torch.device) -> bool:
+        if self.gluon and not supports_sm90(device):
+            return False
+        return getattr(module_of(self), self.supports_function)(layout, num_tokens, device)
+
+    def fits(self, layout: Layout | TrellisLayout, config: LaunchConfig, device: torch.device) -> bool:
+        fits = getattr(module_of(self), "fits", None)
+        return fits is None or fits(layout, config, device)
+
+    def linear(
+        self, x: Tensor, layout: Layout | TrellisLayout, bias: Tensor | None, config: LaunchConfig | None
+    ) -> Tensor:
+        """`x @ weight^T + bias` [m, n] of x [m, k], rows contiguous."""
+        function = self.function or self.module.rpartition(".")[2]
+        return getattr(module_of(self), function)(x, layout, bias, config)
+
+
+KERNELS = (  # in the order in which they are asked
+    Kernel(name="torch_fallback", module="fallback.torch_fallback", function="linear"),
+    Kernel(name="int8_mma", module="scalar.gemv_int8_mma", rule=heuristics.int8_mma, gluon=True),
+    Kernel(name="fp16_mma", module="scalar.gemv_fp16_mma", rule=heuristics.fp16_mma, gluon=True),
+    Kernel(name="sparse_mma", module="scalar.gemv_sparse_mma", gluon=True),
+    Kernel(name="gemv", module="scalar.gemv", rule=heuristics.gemv),
+    Kernel(name="gemm_sm90", module="scalar.gemm_sm90", rule=heuristics.gemm_sm90, gluon=True),
+    Kernel(name="gemm", module="scalar.gemm", rule=heuristics.gemm),
+    Kernel(name="dense", module="scalar.dequantize", function="matmul"),
+)
+TRELLIS_KERNELS = (
+    Kernel(name="torch_fallback", module="fallback.torch_fallback", function="linear"),
+    Kernel(
+        name="trellis_gemv", module="trellis.matmul", function="gemv", supports_function="supports_gemv",
+        rule=heuristics.trellis_gemv,
+    ),
+    Kernel(
+        name="trellis_gemm_sm90", module="trellis.matmul", function="gemm_sm90", supports_function="supports_gemm_sm90",
+        rule=heuristics.trellis_gemm_sm90, gluon=True,
+    ),
+    Kernel(name="trellis_dense", module="trellis.matmul", function="dense", supports_function="supports_dense"),
+)  # fmt: skip
+
+
+def dispatch(
+    layout: Layout | TrellisLayout, num_tokens: int, device: torch.device
+) -> tuple[Kernel, LaunchConfig | None]:
+    """The kernel that multiplies so many tokens, and its launch."""
+    for kernel in kernels_of(layout):
+        if kernel.supports(layout, num_tokens, device):
+            if kernel.name not in launch_config.CONFIGS:
+                return kernel, None
+            config = config_of(kernel, shape_of(layout, num_tokens), device)
+            if config is not None and kernel.fits(layout, config, device):
+                return kernel, config
+    raise AssertionError(f"no kernel takes {type(layout).__name__}, though the last one takes all")
+
+
+def kernels_of(layout: Layout | TrellisLayout) -> tuple[Kernel, ...]:
+    """The kernels of a kind of layout, in the order in which they are asked."""
+    return TRELLIS_KERNELS if isinstance(layout, TrellisLayout) else KERNELS
+
+
+def shape_of(layout: Layout | TrellisLayout, num_tokens: int) -> Shape:
+    """What the tables know a layout by."""
+    if isinstance(layout, TrellisLayout):
+        name = layout.code
+    elif isinstance(layout, CodebookLayout):
+        name = "codebook" if layout.sparse is None else "codebook+s"
+    else:
+        name = "grid" if layout.sparse is None else "grid+s"
+    return Shape(name, layout.bits, layout.n, layout.k, m_bucket(num_tokens))
+
+
+@cache
+def config_of(kernel: Kernel, shape: Shape, device: torch.device) -> LaunchConfig | None:
+    """A kernel's launch, measured or by its rule. None: none is known, or other kernels of few tokens were measured for this
+    shape and this one was not ahead."""
+    known: dict[str, LaunchConfig] = {}
+    if device.type == "cuda":
+        known = measured(torch.cuda.get_device_properties(device).name).get(shape, {})
+    if kernel.name in known:
+        return known[kernel.name]
+    if kernel.rule is None or (known and kernel.name in MEASURED_AGAINST_GEMV):
+        return None
+    return kernel.rule(shape, device)
+
+
+MEASURED_AGAINST_GEMV = frozenset({"int8_mma", "fp16_mma", "sparse_mma"})
+
+
+@cache
+def module_of(kernel: Kernel) -> Any:
+    return importlib.import_module(f"requant_kernels.{kernel.module}")
+
+
+def forget() -> None:
+    """Read tables and devices anew."""
+    measured.cache_clear()
+    config_of.cache_clear()
+    device_properties.forget()
