@@ -77,7 +77,7 @@ CEILING = {  # instructions per weight in the loop
 def test_gemv_instructions_per_weight(format: str, bits: int) -> None:
     machine = gemv_machine(format, bits, GemvConfig(num_warps=4))
     assert machine.stack == 0
-    assert machine.registers <= 160  # 12 warps a multiprocessor
+    assert machine.registers <= 160  # 12 warps per SM
     assert machine.loop / WEIGHTS < CEILING[format, bits]
     assert machine.opcodes["HMMA"] == 16
     assert machine.opcodes["SHFL"] <= 16  # lanes exchange nothing before the last sum
@@ -85,7 +85,7 @@ def test_gemv_instructions_per_weight(format: str, bits: int) -> None:
 
 @pytest.mark.parametrize("tokens", [1, pytest.param(8, marks=pytest.mark.slow)])
 def test_residuals_are_taken_without_waiting_for_other_warps(tokens: int) -> None:
-    """Slots, gathers and sums have one layout: nothing goes through shared memory beside the blocks."""
+    """Slots, gathers and sums have one layout: nothing goes through shared memory in the loop."""
     stages, prefetch = gemv_stages(Shape("grid+s", 3, 4096, 4096, tokens))
     config = GemvConfig(num_warps=4, num_stages=stages, prefetch=prefetch, max_registers=128)
     machine = gemv_machine("grid", 3, config, sparse=True, tokens=tokens)

@@ -77,6 +77,25 @@ class GemvTiling:
     pdl: bool
     reserve_ptx: str | None
 
+    @property
+    def staged(self) -> bool:
+        return self.reserve_ptx is not None
+
+    @property
+    def in_flight(self) -> int:
+        """k_tiles of every warp that are loaded ahead."""
+        return max(self.stages - 1, 1)
+
+    @property
+    def slot_lanes(self) -> int:
+        """Slots of a row that are loaded together, one per thread."""
+        return max(2 * self.warps // self.tiles, 8)
+
+    @property
+    def slot_stride(self) -> int:
+        """Distance of a thread's slots: `slot_lanes` slots of 16 rows."""
+        return 16 * self.slot_lanes
+
 
 @triton.jit
 def load_activations(x_ptr, token, stride_x, k_tile, k_tiles, K, EVEN_K: tl.constexpr):
@@ -121,22 +140,37 @@ def _multiply_k_tile(acc, loaded, row_constants, x, like_ptr, levels_ptr, tiles,
 
 
 @triton.jit
-def _load_slots(ell_columns_ptr, ell_values_ptr, slot, end, SLOTS: tl.constexpr, STRIDE: tl.constexpr):
-    """SLOTS pairs (columns, values) at `slot` `[lanes of a row, rows]`, 0 from `end` `[1, rows]` on.
+def _first_slot(slice_ptr, position, iterations, TILING: tl.constexpr):
+    """Every thread's first slot `[slot_lanes, rows]`, the end of its row `[1, rows]`, and how many slots of the longest row
+    come after those that the loop multiplies."""
+    TILES: tl.constexpr = TILING.tiles
+    LANES: tl.constexpr = TILING.slot_lanes
+    slot = tl.load(slice_ptr + position)[None, :] * 128
+    end = tl.load(slice_ptr + position + 1)[None, :] * 128
+    in_loop = TILING.slots * TILING.slot_stride * (iterations * TILING.stages + 1)
+    left = tl.max(tl.max(end - slot, 1), 0) - in_loop
+    slot += (tl.arange(0, 16 * TILES) % 16)[None, :] * 8 + (
+        tl.arange(0, LANES) % 8 + tl.arange(0, LANES) // 8 * 128
+    )[:, None]
+    return slot, end, left
+
+
+@triton.jit
+def _load_slots(ell_columns_ptr, ell_values_ptr, slot, end, COUNT: tl.constexpr, TILING: tl.constexpr):
+    """COUNT pairs (columns, values) at `slot` `[slot_lanes, rows]`, 0 from `end` `[1, rows]` on.
 
     One slot per thread, slots before rows: the layout that Triton gives to the gathers, so no data moves between threads.
     """
     slots = ()
-    for i in tl.static_range(SLOTS):
-        at = slot + i * STRIDE
+    for i in tl.static_range(COUNT):
+        at = slot + i * TILING.slot_stride
         inside = at < end
         column = (
             tl.load(ell_columns_ptr + at, mask=inside, other=0, eviction_policy="evict_first").to(tl.int32)
             & 0xFFFF
         )
-        slots = slots + (
-            (column, tl.load(ell_values_ptr + at, mask=inside, other=0, eviction_policy="evict_first")),
-        )
+        value = tl.load(ell_values_ptr + at, mask=inside, other=0, eviction_policy="evict_first")
+        slots = slots + ((column, value),)
     return slots
 
 
@@ -159,9 +193,10 @@ def _stage_activations(x_ptr, K, TILING: tl.constexpr):
 
 
 @triton.jit
-def _gather(x_ptr, column, base, STAGED: tl.constexpr, TOKENS: tl.constexpr):
-    """Activations at `column`: of one token in the shape of `column`, or of TOKENS, transposed, in a last dimension."""
-    if STAGED:
+def _gather(x_ptr, column, base, TILING: tl.constexpr):
+    """Activations at `column`: of one token in the shape of `column`, or of several, transposed, in a last dimension."""
+    TOKENS: tl.constexpr = TILING.sparse_tokens
+    if TILING.staged:
         x = tl.inline_asm_elementwise(
             "ld.shared.u16 $0, [$1];", "=r,r", [base + column * 2], dtype=tl.int32, is_pure=False, pack=1
         )
@@ -174,35 +209,43 @@ def _gather(x_ptr, column, base, STAGED: tl.constexpr, TOKENS: tl.constexpr):
 
 
 @triton.jit
-def _multiply_slot(sums, value, x, TOKENS: tl.constexpr):
+def _zero_sums(TILING: tl.constexpr):
+    """Zeros `[slot_lanes, rows]`, or `[slot_lanes, rows, tokens]` for several."""
+    LANES: tl.constexpr = TILING.slot_lanes
+    TILES: tl.constexpr = TILING.tiles
+    TOKENS: tl.constexpr = TILING.sparse_tokens
+    return tl.zeros([LANES, 16 * TILES] if TOKENS == 1 else [LANES, 16 * TILES, TOKENS], tl.float32)
+
+
+@triton.jit
+def _multiply_slot(sums, value, x, TILING: tl.constexpr):
     """sums += values times activations, slot by slot."""
     value = value.to(tl.float32)
-    return sums + (value if TOKENS == 1 else value[:, :, None]) * x.to(tl.float32)
+    return sums + (value if TILING.sparse_tokens == 1 else value[:, :, None]) * x.to(tl.float32)
 
 
 @triton.jit
 def _finish_slots(sums, current, upcoming, x, slot, end, left, ell_columns_ptr, ell_values_ptr, x_ptr, base,
-                  TILING: tl.constexpr, STRIDE: tl.constexpr):  # fmt: skip
-    """Residuals that are left after the last k_tile: those in flight, then those of rows longer than the loop. `[rows, 1 or
-    tokens]`; `left` slots were not loaded for the loop."""
-    TOKENS: tl.constexpr = TILING.sparse_tokens
+                  TILING: tl.constexpr):  # fmt: skip
+    """The residuals after the last k_tile: those in flight, then `left` slots of rows that are longer than the loop.
+
+    Returns the sums `[rows, 1 or tokens]`.
+    """
     SLOTS: tl.constexpr = TILING.slots
-    STAGED: tl.constexpr = TILING.reserve_ptx is not None
     for i in tl.static_range(SLOTS):
-        sums = _multiply_slot(sums, current[i][1], x[i], TOKENS)
+        sums = _multiply_slot(sums, current[i][1], x[i], TILING)
     if left > 0:
         for i in tl.static_range(SLOTS):
-            gathered = _gather(x_ptr, upcoming[i][0], base, STAGED, TOKENS)
-            sums = _multiply_slot(sums, upcoming[i][1], gathered, TOKENS)
-        left -= SLOTS * STRIDE
-        slot += SLOTS * STRIDE
+            sums = _multiply_slot(sums, upcoming[i][1], _gather(x_ptr, upcoming[i][0], base, TILING), TILING)
+        left -= SLOTS * TILING.slot_stride
+        slot += SLOTS * TILING.slot_stride
         while left > 0:
-            more = _load_slots(ell_columns_ptr, ell_values_ptr, slot, end, 1, STRIDE)
-            sums = _multiply_slot(sums, more[0][1], _gather(x_ptr, more[0][0], base, STAGED, TOKENS), TOKENS)
-            slot += STRIDE
-            left -= STRIDE
+            more = _load_slots(ell_columns_ptr, ell_values_ptr, slot, end, 1, TILING)
+            sums = _multiply_slot(sums, more[0][1], _gather(x_ptr, more[0][0], base, TILING), TILING)
+            slot += TILING.slot_stride
+            left -= TILING.slot_stride
     sums = tl.sum(sums, 0)
-    if TOKENS == 1:
+    if TILING.sparse_tokens == 1:
         sums = sums[:, None]
     return sums
 
@@ -220,10 +263,7 @@ def gemv_kernel(
     TOKENS: tl.constexpr = TILING.tokens
     EVEN_K: tl.constexpr = TILING.even_k
     SLOTS: tl.constexpr = TILING.slots
-    SPARSE_TOKENS: tl.constexpr = TILING.sparse_tokens
-    ZEROS: tl.constexpr = zeros_ptr is not None
     SPARSE: tl.constexpr = slice_ptr is not None
-    STAGED: tl.constexpr = TILING.reserve_ptx is not None
     # where TILES does not divide the number of tiles, the last tile is computed, and written, more than once, equally
     tiles = tl.minimum(tl.program_id(0) * TILES + tl.arange(0, TILES), last_tile).to(tl.int64)
     tiles = tiles[None, :]
@@ -235,30 +275,18 @@ def gemv_kernel(
     # Prologue: weights do not depend on the kernel before, so their loads come before the PDL wait.
     row_constants = load_row_constants(scales_ptr, zeros_ptr, tiles, FORMAT, WARPS, TILES)
     if SPARSE:
-        LANES: tl.constexpr = max(
-            2 * WARPS // TILES, 8
-        )  # slots of a row that are loaded together, one per thread
-        STRIDE: tl.constexpr = LANES * 16
-        slot, end = (
-            tl.load(slice_ptr + position)[None, :] * 128,
-            tl.load(slice_ptr + position + 1)[None, :] * 128,
-        )
-        left = tl.max(tl.max(end - slot, 1), 0) - SLOTS * STRIDE * (iterations * STAGES + 1)  # after the loop
-        slot += (tl.arange(0, 16 * TILES) % 16)[None, :] * 8 + (
-            tl.arange(0, LANES) % 8 + tl.arange(0, LANES) // 8 * 128
-        )[:, None]
-        current = _load_slots(ell_columns_ptr, ell_values_ptr, slot, end, SLOTS, STRIDE)
-        slot += SLOTS * STRIDE
-        upcoming = _load_slots(ell_columns_ptr, ell_values_ptr, slot, end, SLOTS, STRIDE)
-    IN_FLIGHT: tl.constexpr = STAGES - 1 if STAGES > 1 else 1
+        slot, end, left = _first_slot(slice_ptr, position, iterations, TILING)
+        current = _load_slots(ell_columns_ptr, ell_values_ptr, slot, end, SLOTS, TILING)
+        slot += SLOTS * TILING.slot_stride
+        upcoming = _load_slots(ell_columns_ptr, ell_values_ptr, slot, end, SLOTS, TILING)
+    IN_FLIGHT: tl.constexpr = TILING.in_flight
     buffer = ()  # k_tiles in flight, of every warp
     for stage in tl.static_range(IN_FLIGHT):
         first = (stage * WARPS + warp)[:, None]
-        buffer = buffer + (
-            load_k_tile(
-                codes_ptr, scales_ptr, zeros_ptr, tiles, first, k_tiles, FORMAT, EVEN_K and stage == 0
-            ),
+        loaded = load_k_tile(
+            codes_ptr, scales_ptr, zeros_ptr, tiles, first, k_tiles, FORMAT, EVEN_K and stage == 0
         )
+        buffer = buffer + (loaded,)
     out = row
     if row_perm_ptr is not None:
         out = tl.load(row_perm_ptr + row).to(tl.int64)
@@ -270,15 +298,13 @@ def gemv_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     base = 0
-    if STAGED:
+    if TILING.staged:
         base = _stage_activations(x_sparse_ptr, K, TILING)
     if SPARSE:
         gathered = ()
         for i in tl.static_range(SLOTS):
-            gathered = gathered + (_gather(x_sparse_ptr, current[i][0], base, STAGED, SPARSE_TOKENS),)
-        sums = tl.zeros(
-            [LANES, 16 * TILES] if SPARSE_TOKENS == 1 else [LANES, 16 * TILES, SPARSE_TOKENS], tl.float32
-        )
+            gathered = gathered + (_gather(x_sparse_ptr, current[i][0], base, TILING),)
+        sums = _zero_sums(TILING)
     token = tl.arange(0, 8)[:, None] + 8 * tl.arange(0, TOKENS // 8)[None, :]
     token = tl.minimum(token, M - 1)  # the surplus columns are computed and never stored
     acc = tl.zeros([WARPS, 16 * TILES, TOKENS], tl.float32)
@@ -288,36 +314,28 @@ def gemv_kernel(
     for iteration in range(iterations):
         for stage in tl.static_range(STAGES):
             k_tile = (iteration * STAGES + stage) * WARPS + warp
-            ahead = (k_tile + IN_FLIGHT * WARPS)[
-                :, None
-            ]  # masked: loads beyond the matrix would prolong the end
-            buffer = buffer + (
-                load_k_tile(codes_ptr, scales_ptr, zeros_ptr, tiles, ahead, k_tiles, FORMAT, False),
-            )
+            # masked: loads beyond the matrix would prolong the end
+            ahead = (k_tile + IN_FLIGHT * WARPS)[:, None]
+            loaded = load_k_tile(codes_ptr, scales_ptr, zeros_ptr, tiles, ahead, k_tiles, FORMAT, False)
+            buffer = buffer + (loaded,)
             if SPARSE:  # multiply what was gathered for this k_tile, gather for the next, load slots for the one after
-                slot += SLOTS * STRIDE
-                following, arrived = (), gathered
-                gathered = ()
+                slot += SLOTS * TILING.slot_stride
+                following, arrived, gathered = (), gathered, ()
                 for i in tl.static_range(SLOTS):
-                    sums = _multiply_slot(sums, current[i][1], arrived[i], SPARSE_TOKENS)
-                    gathered = gathered + (
-                        _gather(x_sparse_ptr, upcoming[i][0], base, STAGED, SPARSE_TOKENS),
-                    )
-                    following = following + _load_slots(
-                        ell_columns_ptr, ell_values_ptr, slot + i * STRIDE, end, 1, STRIDE
-                    )
+                    sums = _multiply_slot(sums, current[i][1], arrived[i], TILING)
+                    gathered = gathered + (_gather(x_sparse_ptr, upcoming[i][0], base, TILING),)
+                    at = slot + i * TILING.slot_stride
+                    following = following + _load_slots(ell_columns_ptr, ell_values_ptr, at, end, 1, TILING)
                 current, upcoming = upcoming, following
             if TILING.prefetch:
                 x = next_x
                 next_x = load_activations(x_ptr, token, stride_x, k_tile + WARPS, k_tiles, K, EVEN_K)
             else:
                 x = load_activations(x_ptr, token, stride_x, k_tile, k_tiles, K, EVEN_K)
-            if (
-                iteration * STAGES + stage
-            ) * WARPS < k_tiles:  # always true: keeps the loads above in their place
-                acc = _multiply_k_tile(
-                    acc, buffer[0], row_constants, x, y_ptr, levels_ptr, tiles, FORMAT, ZEROS, TILING
-                )
+            # always true: the branch keeps ptxas from moving the loads above below the arithmetic
+            if (iteration * STAGES + stage) * WARPS < k_tiles:
+                acc = _multiply_k_tile(acc, buffer[0], row_constants, x, y_ptr, levels_ptr, tiles, FORMAT,
+                                       zeros_ptr is not None, TILING)  # fmt: skip
             buffer = buffer[1:]
 
     y = tl.sum(acc, 0)
@@ -327,13 +345,11 @@ def gemv_kernel(
         y *= 1.0 / FORMAT.grid_step
     if SPARSE:
         sums = _finish_slots(sums, current, upcoming, gathered, slot, end, left, ell_columns_ptr, ell_values_ptr,
-                             x_sparse_ptr, base, TILING, STRIDE)  # fmt: skip
+                             x_sparse_ptr, base, TILING)  # fmt: skip
         if ell_row_scales_ptr is not None:
             sums *= row_scale.to(tl.float32)[:, None]
-        if SPARSE_TOKENS < TOKENS:
-            sums = tl.broadcast_to(
-                sums, [16 * TILES, TOKENS]
-            )  # one token: the other columns are never stored
+        if TILING.sparse_tokens < TOKENS:  # one token: the other columns are never stored
+            sums = tl.broadcast_to(sums, [16 * TILES, TOKENS])
         y += sums
     if bias_ptr is not None:
         y += bias.to(tl.float32)[:, None]
