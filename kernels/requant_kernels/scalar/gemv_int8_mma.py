@@ -96,7 +96,7 @@ class KernelConfig:
     num_warps: int
     num_stages: int
     smem_units: int
-    x_offset: int  # of the zeros before the quantized activations
+    zeros_offset: int
     x_copy_offset: int  # of the unquantized activations that residuals gather
     slices_per_stage: int
     k_tiles_per_step: int
@@ -108,9 +108,14 @@ class KernelConfig:
     pdl: bool
 
     @property
+    def x_offset(self) -> int:
+        """Of the quantized activations."""
+        return self.zeros_offset + ptx.X_TILE_BYTES
+
+    @property
     def x_reloaded(self) -> bool:
         """Whether unquantized activations take the place of the quantized ones."""
-        return self.x_copy_offset == self.x_offset + ptx.X_TILE_BYTES
+        return self.x_copy_offset == self.x_offset
 
 
 @gluon.jit(do_not_specialize=["last_tile"])
@@ -148,20 +153,21 @@ def gemv_int8_mma_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     # zeros: what lanes read whose columns of the right operand belong to another shift class
-    issue(STORE_ZEROS, [base + CONFIG.x_offset + lane * 16 + warp * 0])
-    x_smem = base + (CONFIG.x_offset + X_TILE_BYTES)
-    x_sums = x_smem + K * 2  # the sums of activations that meet zero points, 16 bytes per 128 columns
+    issue(STORE_ZEROS, [base + CONFIG.zeros_offset + lane * 16 + warp * 0])
+    x_sums = (
+        base + CONFIG.x_offset + K * 2
+    )  # the sums of activations that meet zero points, 16 bytes per 128 columns
     x_scales = x_sums + K // 8
     x_copy = base + CONFIG.x_copy_offset
     _quantize_activations(
-        x_ptr, x_smem, x_sums, x_scales, x_copy, warp, lane, k_tiles, slice_ptr is not None, CONFIG
+        x_ptr, base, x_sums, x_scales, x_copy, warp, lane, k_tiles, slice_ptr is not None, CONFIG
     )
     gl.thread_barrier()
     # the epilogue's loads are issued here: later, memory latency would be all that is left to wait for
     rows = _output_rows(row_perm_ptr, warp, lane, last_tile, W, R)
     if slice_ptr is not None:
         bounds, first = _slice_bounds(slice_ptr, warp, lane, last_tile, R), _first_slice(warp, lane, W, R)
-    x, x_step = _class_addresses(base, x_smem, warp, lane, W, CONFIG)
+    x, x_step = _class_addresses(base, warp, lane, W, CONFIG)
     acc = ()
     for _ in gl.static_range(2 * R):
         acc = acc + (gl.zeros([W, 32], gl.float32, layout=L),)
@@ -208,7 +214,7 @@ def gemv_int8_mma_kernel(
 
 
 @gluon.jit
-def _quantize_activations(x_ptr, x_smem, x_sums, x_scales, x_copy, warp, lane, k_tiles, SPARSE: gl.constexpr,
+def _quantize_activations(x_ptr, base, x_sums, x_scales, x_copy, warp, lane, k_tiles, SPARSE: gl.constexpr,
                           CONFIG: gl.constexpr):  # fmt: skip
     """All activations to fixed point in shared memory, `k_tiles_per_step` k_tiles per warp at once: no branch lies between
     their loads, which would serialize them."""
@@ -227,7 +233,7 @@ def _quantize_activations(x_ptr, x_smem, x_sums, x_scales, x_copy, warp, lane, k
         for f in gl.static_range(STEP):
             k_tile = (i * STEP + f) * W + warp
             group = k_tile * 2 + lane // 16
-            to_bytes = x_smem + k_tile * X_TILE_BYTES + lane // 4 * 64 + lane % 4 * 8
+            to_bytes = base + CONFIG.x_offset + k_tile * X_TILE_BYTES + lane // 4 * 64 + lane % 4 * 8
             to_sums = x_sums + group * 16 + lane % 4 * 4
             where = ((k_tile < k_tiles).to(gl.int32), to_bytes, to_sums, x_scales + group * 4)
             if SPARSE and not CONFIG.x_reloaded:
@@ -247,13 +253,13 @@ def _output_rows(row_perm_ptr, warp, lane, last_tile, W: gl.constexpr, R: gl.con
 
 
 @gluon.jit
-def _class_addresses(base, x_smem, warp, lane, W: gl.constexpr, CONFIG: gl.constexpr):
+def _class_addresses(base, warp, lane, W: gl.constexpr, CONFIG: gl.constexpr):
     """For each shift class: where this lane reads its part of the right operand, and how far that moves per iteration.
 
     Column g = lane // 4 of the operand belongs to class g // 2; for other classes the lane reads the zeros.
     """
-    mine = x_smem + warp * X_TILE_BYTES + lane // 4 % 2 * 32 + lane % 4 * 8
-    zeros = base + CONFIG.x_offset + lane % 4 * 8
+    mine = base + CONFIG.x_offset + warp * X_TILE_BYTES + lane // 4 % 2 * 32 + lane % 4 * 8
+    zeros = base + CONFIG.zeros_offset + lane % 4 * 8
     x, step = (), ()
     for c in gl.static_range(4):
         own = lane // 8 == c
@@ -454,7 +460,7 @@ def kernel_config(layout: GridLayout, dtype: torch.dtype, config: Int8MmaConfig)
     name, sparse = "fp16" if dtype == torch.float16 else "bf16", layout.sparse is not None
     return KernelConfig(
         stage=stage, num_warps=config.num_warps, num_stages=smem.num_stages, smem_units=smem_units(smem.size),
-        x_offset=smem.pipeline, x_copy_offset=smem.x_copy_offset, slices_per_stage=smem.slices_per_stage,
+        zeros_offset=smem.pipeline, x_copy_offset=smem.x_copy_offset, slices_per_stage=smem.slices_per_stage,
         k_tiles_per_step=min(MAX_K_TILES_PER_STEP, 1 << (iterations - 1).bit_length()),
         rescale=tuple(1 / factor if factor else 0.0 for factor in ptx.CLASS_FACTOR[bits]),
         quantize=ptx.quantize_ptx(bits, name, copy=sparse and smem.max_registers is None, zeros=stage.zeros),
