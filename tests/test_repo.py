@@ -57,8 +57,8 @@ def modules(folder: str) -> list[Path]:
 def test_modules_say_what_they_are(path: Path) -> None:
     source = path.read_text(encoding="utf-8")
     docstring = ast.get_docstring(ast.parse(source))
-    assert docstring or not source, "no module docstring"
-    if docstring and path.name == "__init__.py":
+    assert docstring, "no module docstring"
+    if path.name == "__init__.py":
         assert len(docstring.split("\n\n")[0].splitlines()) <= 3, "say in three lines what lives here"
 
 
