@@ -37,7 +37,7 @@ class Allocation:
 
     bits: dict[str, int | float]
     bytes: int  # of the matrices, or of the weight files where the budget is a size
-    budget: int | None = None  # bytes that it must not exceed; None: no promise
+    budget: int | None = None  # bytes that it must not exceed; None: no budget
     predicted: float | None = None  # nats a token; None: nothing was predicted
     predictor: str | None = None
     curve: dict[int, float] = field(default_factory=dict)  # other budgets in bytes -> predicted loss
