@@ -29,8 +29,7 @@ from eval.common import (
     write_json,
 )
 from eval.markdown import RESULTS
-from requant.pipeline.detach import global_top
-from requant.pipeline.paper import iqr_outliers, requant_as_published
+from requant.pipeline.paper import global_top, iqr_outliers, requant_as_published
 from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Detach, Sensitivity
 from requant.run.context import RunContext, Weights

@@ -93,7 +93,7 @@ def open_study(
         recipe,
         model=model.name,
         calibration=dataclasses.replace(recipe.calibration, text=(CALIBRATION,)),
-        evaluation=dataclasses.replace(recipe.evaluation, text=(TEST,), windows=len(prepared.scored)),
+        evaluation=dataclasses.replace(recipe.evaluation, text=(TEST,), windows=len(prepared.eval_windows)),
     )
     second = read_text(find(data, SECOND))
     rest = token_windows(second, prepared.tokenizer, num_samples=None, seq_len=seq_len)
@@ -117,9 +117,11 @@ def find(folder: Path, name: str) -> str:
 def quality(study: Study, run: RunContext, weights: Weights, *, second: bool = False) -> dict[str, Any]:
     """Perplexity on the whole test, KL on its first windows; with `second` both on the second domain too."""
     prepared = study.prepared
-    run.path(weights).place(1.0 if weights else 0.0)
-    whole = perplexity_and_kl(prepared.model, prepared.scored, text=prepared.evaluation, batch_size=BATCH)
-    near = _against_original(study, prepared.scored[:KL_WINDOWS], prepared.evaluation)
+    run.path(weights).apply_weights(1.0 if weights else 0.0)
+    whole = perplexity_and_kl(
+        prepared.model, prepared.eval_windows, text=prepared.evaluation, batch_size=BATCH
+    )
+    near = _against_original(study, prepared.eval_windows[:KL_WINDOWS], prepared.evaluation)
     found = {"perplexity": whole.perplexity, "perplexity_first": near["perplexity"]}
     found |= {key: near[key] for key in ("kl", "p99_kl", "top1")}
     if second:
@@ -187,8 +189,8 @@ def header(study: Study) -> dict[str, Any]:
         "model": {"name": study.base.recipe.model, "fingerprint": study.base.fingerprint[:16]},
         "protocol": {
             "calibration": of(prepared.calibration, prepared.windows, "spread evenly"),
-            "perplexity": of(prepared.evaluation, prepared.scored, "all whole windows"),
-            "kl": of(prepared.evaluation, prepared.scored[:KL_WINDOWS], "the first windows"),
+            "perplexity": of(prepared.evaluation, prepared.eval_windows, "all whole windows"),
+            "kl": of(prepared.evaluation, prepared.eval_windows[:KL_WINDOWS], "the first windows"),
             "second": of(study.second, study.second_windows, f"the last 1/{SECOND_SHARE}"),
         },
     }

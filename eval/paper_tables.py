@@ -40,9 +40,8 @@ from eval.common import (
 )
 from eval.markdown import RESULTS
 from requant.calibration.passes import gradient_pass, mean_loss
-from requant.pipeline.detach import Masks, global_top
 from requant.pipeline.diagnosis import diagnose
-from requant.pipeline.paper import OUTLIER_RULES, detach_places, detach_significant
+from requant.pipeline.paper import OUTLIER_RULES, Masks, detach_significant, detach_weights, global_top
 from requant.recipe.schema import Detach
 from requant.run.context import RunContext, Weights, loss, scores
 from requant.run.quantize_linears import quantize_linears
@@ -71,10 +70,10 @@ def predicted(run: RunContext, weights: Weights, windows: Windows) -> dict[str, 
             },
             "measured": measured,
         }
-        for block, measured in found.measured_blocks.items()
+        for block, measured in found.block_delta_loss.items()
     ]
     whole = {name: sum(values.values()) for name, values in sums.items()}
-    return {"blocks": rows, "model": {**whole, "measured": found.measured}, "tokens": found.tokens}
+    return {"blocks": rows, "model": {**whole, "measured": found.delta_loss}, "tokens": found.tokens}
 
 
 def hessian_of_means(path: QuantizedPath, windows: Windows) -> Scores:
@@ -115,12 +114,12 @@ def interpolation(
     found: Mapping[str, float],
 ) -> list[dict[str, float]]:
     """Table 2: predictions and measured dF at w + lambda d."""
-    path.place(0.0)
+    path.apply_weights(0.0)
     start = mean_loss(run.model, windows)
     curvature = (slope(0.01) - slope(-0.01)) / 0.02
     rows = []
     for factor in LAMBDAS:
-        path.place(factor)
+        path.apply_weights(factor)
         rows.append(
             {
                 "lambda": factor,
@@ -239,7 +238,7 @@ def random_significant(run: RunContext, weights: Weights) -> Weights:
     """Random outliers with as many random weights put back as the paper's r_s."""
     more = random_places(run, 0.0005, seed=1)
     return {
-        name: detach_places(weight, run.original[name], more[name].to(weight.dense.codes.device))
+        name: detach_weights(weight, run.original[name], more[name].to(weight.dense.codes.device))
         for name, weight in weights.items()
     }
 

@@ -34,7 +34,7 @@ from eval.common import (
 )
 from eval.markdown import RESULTS
 from requant.allocation.budget import allocate_bits, with_allocation
-from requant.pipeline.quantize import MODES, tuned
+from requant.pipeline.quantize import MODES, finetuned
 from requant.recipe.defaults import FINETUNE_STEPS
 from requant.recipe.schema import Budget, Finetune
 from requant.run.context import RunContext, Weights
@@ -124,7 +124,7 @@ ABLATION = (
 def measure(study: Study, name: str, bits: float, seed: int) -> dict[str, Any]:
     """One row, by the product's own stages; the model is left at the original."""
     plan, started = PLANS[name], time.perf_counter()
-    pool = study.base.training_windows[: plan.finetune.train_windows]
+    train_windows = study.base.train_windows[: plan.finetune.train_windows]
     whole = min(8, max(1, round(bits)))
     calibration = study.base.recipe.calibration
     calibration = dataclasses.replace(calibration, num_samples=plan.statistics * calibration.num_samples)
@@ -138,17 +138,17 @@ def measure(study: Study, name: str, bits: float, seed: int) -> dict[str, Any]:
         seed=seed,
     )
     if plan.statistics > 1:
-        windows = spread(study.base.training_windows, calibration.num_samples, of=None)
+        windows = spread(study.base.train_windows, calibration.num_samples, of=None)
         run = dataclasses.replace(run, windows=windows, statistics={})
-    run = plan.widths(dataclasses.replace(run, pool=pool))
+    run = plan.widths(dataclasses.replace(run, train_windows=train_windows))
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     weights: Weights = MODES[plan.mode](run)
     if plan.finetune.steps:
-        weights = tuned(run, weights)
+        weights = finetuned(run, weights)
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
     found = quality(study, run, weights, second=True)
-    run.path({}).place(0.0)
+    run.apply_original_weights()
     widths = [run.config_of(target).bits for target in run.targets]
     return row_of(
         plan.label,
@@ -157,7 +157,7 @@ def measure(study: Study, name: str, bits: float, seed: int) -> dict[str, Any]:
         name=name,
         bits=bits,
         seed=seed,
-        training_tokens=pool.numel() if plan.finetune.steps else 0,
+        training_tokens=train_windows.numel() if plan.finetune.steps else 0,
         widths={str(width): widths.count(width) for width in sorted(set(widths))},
         peak_bytes=peak,
         **bits_per_weight(weights),

@@ -28,10 +28,10 @@ from eval.common import CALIBRATION, DATA, MODEL, TEST, environment, find, write
 from eval.markdown import RESULTS
 from requant.checkpoint.sizes import byte_table
 from requant.evaluation.bench import timed
-from requant.finetune.compile_blocks import WORTH_COMPILING
+from requant.finetune.compile_blocks import MIN_STEPS_TO_COMPILE
 from requant.finetune.final import original_model, split_windows
 from requant.finetune.loop import (
-    other_parameters,
+    params_without_codes,
     reparametrized_weights,
     single_precision,
     train,
@@ -50,7 +50,7 @@ from requant.recipe.yaml_files import to_dict
 from requant.run.context import RunContext, Weights
 from requant.run.quantize_linears import gather, quantize_linears
 from requant.run.workspace import Workspace
-from requant.sensitivity.scores import score
+from requant.sensitivity.scores import score_weights
 
 LARGE = {
     "hidden_size": 2048,
@@ -132,10 +132,13 @@ def best_parts(recipe: Recipe, device: str, dtype: str) -> dict[str, Any]:
     quantize_block()  # compiles
     found["codes of a block"] = timed(quantize_block, where)
     windows, _ = split_windows(run, recipe.finetune)
-    teacher, finetuned_params = Teacher(original_model(run), windows), list(other_parameters(run).values())
+    teacher, finetuned_params = (
+        Teacher(original_model(run), windows),
+        list(params_without_codes(run).values()),
+    )
     trainable = {name: trainable_params(weight) for name, weight in weights.items()}
     still_open = [target for target in run.targets if target.name not in weights]
-    few = dataclasses.replace(recipe.finetune, steps=WORTH_COMPILING)
+    few = dataclasses.replace(recipe.finetune, steps=MIN_STEPS_TO_COMPILE)
     if where.type == "cuda":
         torch.cuda.reset_peak_memory_stats(where)
     with single_precision(run.model):
@@ -164,10 +167,14 @@ def best_parts(recipe: Recipe, device: str, dtype: str) -> dict[str, Any]:
 def seconds_of_states(teacher: Teacher) -> float:
     """Of the states of all its windows, by the first 64 (blocks are not compiled here)."""
     few = torch.arange(min(64, len(teacher.windows)))
-    if not teacher.keeps:
+    if not teacher.caches:
         return 0.0
-    teacher.known[few] = False
-    return timed(lambda: teacher.parts(few, None), teacher.model.device) * len(teacher.windows) / len(few)
+    teacher.cached[few] = False
+    return (
+        timed(lambda: teacher.micro_batches(few, None), teacher.model.device)
+        * len(teacher.windows)
+        / len(few)
+    )
 
 
 def integral(recipe: Recipe, device: str, dtype: str, names: tuple[str, ...]) -> dict[str, Any]:
@@ -188,7 +195,7 @@ def integral(recipe: Recipe, device: str, dtype: str, names: tuple[str, ...]) ->
 
 
 def pass_once(run: RunContext, weights: Weights, nodes: str) -> None:
-    score("pqi", run.path(weights), run.windows, nodes=nodes)
+    score_weights("pqi", run.path(weights), run.windows, nodes=nodes)
 
 
 def memory(peak: int, model: torch.nn.Module) -> dict[str, Any]:

@@ -91,7 +91,9 @@ def allocate_bits(run: RunContext, *, reserve: int | None = None) -> Allocation:
         budget=budget,
         predicted=choice.loss,
         predictor=recipe.budget.predictor,
-        curve={near + fixed: loss for near, loss in losses_at_other_budgets(options, budget - fixed).items()},
+        loss_curve={
+            near + fixed: loss for near, loss in losses_at_other_budgets(options, budget - fixed).items()
+        },
         embedding_bits=int(taken["embedding"]),
         head_bits=int(taken.get("head", taken["embedding"])),
     )

@@ -79,7 +79,7 @@ class QuantizedEmbeddingAndHead:
     originals: Mapping[str, Tensor] = field(default_factory=dict)
 
     @torch.no_grad()
-    def place(self, *, quantized: bool) -> None:
+    def apply_weights(self, *, quantized: bool) -> None:
         """Write the quantized floats, or the originals, into the model."""
         for part in self.vocabulary.parts.values():
             if part.name in self.weights:
@@ -160,7 +160,7 @@ class Curvature:
 def embedding_and_head_curvature(run: RunContext, vocabulary: EmbeddingAndHead) -> dict[str, list[Curvature]]:
     """The curvature of each part on the calibration text; of tied ones both uses. One backward pass."""
     windows = run.windows[: max(1, TOKENS // run.windows.shape[1])]
-    run.path({}).place(0.0)
+    run.apply_original_weights()
     embedding = vocabulary.parts["embedding"].module
     uses: dict[str, Curvature] = {}
 

@@ -33,7 +33,7 @@ from requant.quantizers.registry import METHODS
 from requant.run.context import RunContext, Weights
 from requant.run.quantize_linears import chunks_that_fit, gather, quantize_linears
 from requant.sensitivity.path import signed_sum
-from requant.sensitivity.scores import score
+from requant.sensitivity.scores import score_weights
 
 MEASURED_TOKENS = 8192  # a forward pass over these for every matrix
 PQI_TOKENS = 65536
@@ -82,7 +82,7 @@ def measured(run: RunContext, reference: Weights) -> dict[str, float]:
     path = run.path(reference)
     totals = dict.fromkeys(reference, 0.0)
     with run.stage("allocation"), torch.no_grad():
-        path.place(0.0)
+        path.apply_weights(0.0)
         bar = tqdm(
             total=len(run.targets) * len(windows),
             desc="loss of each matrix",
@@ -106,7 +106,7 @@ def integrated(run: RunContext, reference: Weights) -> dict[str, float]:
     """Signed sums of PQI along the path to `reference`, nats a token; never below PQI_FLOOR."""
     windows = _first(run, PQI_TOKENS)
     with run.stage("allocation"):
-        values = score(
+        values = score_weights(
             "pqi",
             run.path(reference),
             windows,

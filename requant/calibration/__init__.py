@@ -1,2 +1,3 @@
-"""Statistics of every linear layer, gathered by running calibration text through the model (`stats.LinearStats` names
-them): one file a statistic, `statistics.collect` for all of them."""
+"""Statistics of every linear layer, collected by running calibration text through the model.
+
+`stats.py` defines them (`LinearStats`), one file computes each, and `collect.py` collects those that a method needs."""

@@ -2,10 +2,10 @@
 
     F_ij = mean_t (g_ti x_tj)^2 = [ (G*G)' (X*X) ]_ij / tokens
 
-where row t of X is the linear's input and row t of G the gradient of the text's summed loss at its output. That is the
-square of each *position's* contribution, summed, which a matrix product gives without a loop over tokens. The square
-of the gradient of a sequence-mean loss, which the literature often calls Fisher, is smaller by about the number of
-tokens: the reason why second-order estimates looked orders of magnitude too small (`../shared/method.md`, section 1).
+where row t of X is the linear's input and row t of G the gradient of the text's summed loss at its output. It is the mean
+square of each *position's* contribution, which a matrix product gives without a loop over tokens. The square of the
+gradient of a sequence's mean loss, which the literature often calls Fisher, is smaller by about the number of tokens:
+the reason why published second-order estimates look orders of magnitude too small (`../shared/method.md`, section 1).
 """
 
 from collections.abc import Sequence

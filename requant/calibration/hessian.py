@@ -2,9 +2,9 @@
 
 H is the exact Hessian of the layer's squared output error `1/2 mean_t |(w~ - w) x_t|^2` in each row of w (Frantar et
 al. 2022, arXiv 2210.17323, without their factor 2). With a reference model, whose linear reads z_t at the same token,
-`C = mean_t z_t x_t'` is gathered beside it: what a matrix behind quantized ones should aim at follows from both
-(`quantizers/correction.py`). Linears that read the same tensor (q, k and v; gate and up) share one object: the first of
-them gathers it.
+`C = mean_t z_t x_t'` is accumulated too: both give the weight that a matrix after quantized ones should approximate
+(`quantizers/correction.py`). Linears that read the same tensor (q, k and v; gate and up) share one object, which the
+first of them accumulates.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,8 +16,8 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from requant.calibration.hidden_states import HiddenStateCache, StopForward
 from requant.calibration.passes import tensor_cores
-from requant.calibration.stream import HiddenStateCache, StopForward
 from requant.errors import NumericalError
 from requant.models.targets import QuantTarget
 
@@ -37,52 +37,52 @@ def input_statistics(
     windows: Int64[Tensor, "b t"],
     targets: Sequence[QuantTarget],
     *,
-    stream: HiddenStateCache | None = None,
+    cache: HiddenStateCache | None = None,
     reference: HiddenStateCache | None = None,
     label: str | None = None,
 ) -> dict[str, InputStatistics]:
     """Statistics of every target's input over all tokens of `windows`; targets with one input share one object.
 
-    `stream` is where the model's pass stands, at its start if not given, and `reference` that of another model, a copy,
-    whose inputs z are set beside x. Raises NumericalError for a target that is never called or
+    The pass resumes from `cache` (None: from the first block). `reference` is the cache of another model, the unquantized
+    copy, which runs first on each batch to give the inputs z. Raises NumericalError for a target that is never called or
     whose inputs overflow.
     """
-    gather = _Gathering(tokens=windows.numel(), compare=reference is not None)
-    own = HiddenStateCache(model, windows) if stream is None else stream
+    sums = _Accumulator(tokens=windows.numel(), with_cross=reference is not None)
+    own = HiddenStateCache(model, windows) if cache is None else cache
     names = {target.name for target in targets}
     with ExitStack() as stack:
         stack.enter_context(tensor_cores(next(model.parameters()).device))
         for name in names:
             stack.callback(
-                own.module(name).register_forward_pre_hook(gather.hook_of(name, gather.accumulate)).remove
+                own.module(name).register_forward_pre_hook(sums.hook_of(name, sums.accumulate)).remove
             )
             if reference is not None:
-                hook = gather.hook_of(name, gather.keep)
+                hook = sums.hook_of(name, sums.save_reference)
                 stack.callback(reference.module(name).register_forward_pre_hook(hook).remove)
         for index, tokens in enumerate(own.batches(label)):
-            for one in (own,) if reference is None else (reference, own):
-                gather.begin(names)
-                one.run(index, tokens)
+            for each in (own,) if reference is None else (reference, own):
+                sums.begin(names)
+                each.run(index, tokens)
     for target in targets:
-        if target.name not in gather.found:
+        if target.name not in sums.found:
             raise NumericalError(
                 f"{target.name} was never called on the calibration text; skip it with --skip {target.name}."
             )
-        if not torch.isfinite(gather.found[target.name].hessian).all():
+        if not torch.isfinite(sums.found[target.name].hessian).all():
             raise NumericalError(f"{target.name}: its inputs overflow; use --dtype float32 or bfloat16.")
-    return gather.found
+    return sums.found
 
 
 @dataclass(kw_only=True, slots=True)
-class _Gathering:
-    """Sums as they grow, with the inputs z of the batch at hand."""
+class _Accumulator:
+    """The sums over all batches so far, and the reference's inputs z of the current batch."""
 
     tokens: int
-    compare: bool
+    with_cross: bool
     found: dict[str, InputStatistics] = field(default_factory=dict)
-    kept: dict[str, Tensor] = field(default_factory=dict)
-    waiting: set[str] = field(default_factory=set)
-    last: tuple[Tensor, str] | None = None  # the tensor read last, and by whom: siblings run in a row
+    reference_inputs: dict[str, Tensor] = field(default_factory=dict)
+    waiting: set[str] = field(default_factory=set)  # targets that the current pass has not reached
+    last: tuple[Tensor, str] | None = None  # the tensor read last, and by which target: siblings run in a row
 
     def begin(self, names: set[str]) -> None:
         self.waiting, self.last = set(names), None
@@ -96,8 +96,8 @@ class _Gathering:
 
         return hook
 
-    def keep(self, name: str, z: Tensor) -> None:
-        self.kept[name] = z
+    def save_reference(self, name: str, z: Tensor) -> None:
+        self.reference_inputs[name] = z
 
     def accumulate(self, name: str, x: Tensor) -> None:
         if self.last is not None and x is self.last[0]:
@@ -107,12 +107,14 @@ class _Gathering:
         x = x.flatten(0, -2).float()
         if name not in self.found:
             k = x.shape[1]
-            cross = x.new_zeros(k, k) if self.compare else None
+            cross = x.new_zeros(k, k) if self.with_cross else None
             self.found[name] = InputStatistics(
                 hessian=x.new_zeros(k, k), cross=cross, mean_abs=x.new_zeros(k)
             )
         sums = self.found[name]
         sums.hessian.addmm_(x.T, x, alpha=1 / self.tokens)
         if sums.cross is not None:
-            sums.cross.addmm_(self.kept.pop(name).flatten(0, -2).float().T, x, alpha=1 / self.tokens)
+            sums.cross.addmm_(
+                self.reference_inputs.pop(name).flatten(0, -2).float().T, x, alpha=1 / self.tokens
+            )
         sums.mean_abs += x.abs().sum(0) / self.tokens

@@ -1,12 +1,12 @@
-"""The covariance of the loss's gradients at a linear's output: how much an error there costs, and with which others.
+"""The covariance of the loss's gradients at a linear's output: what errors there cost, one output and pairs of them.
 
     G = mean_t g_t g_t'
 
 where g_t is the gradient of the summed loss at the linear's output for token t. With the inputs' H = mean_t x_t x_t', the
 Kronecker product of G and H approximates the curvature of the loss in the weight (Tseng et al. 2025, "YAQA", arXiv
-2505.22988, their first sketch): an error E costs about tr(G E H E') / 2 a token. The loss is that of next tokens which the
-model draws itself, whose gradients make the Fisher matrix, the curvature of the KL divergence. With those of the text's
-own tokens, codes have 1 to 2.5 % more KL on one text and the same on another (eval/LOG.md).
+2505.22988, their first sketch): an error E costs about tr(G E H E') / 2 a token. The loss is that of next tokens sampled
+from the model itself, whose gradients give the Fisher matrix, the curvature of the KL divergence. With the text's own next
+tokens in their place, codes have 1 to 2.5 % more KL on one text and the same on another (eval/LOG.md).
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from requant.calibration.passes import finite, output_gradient_pass, sampled_loss, tensor_cores
 from requant.models.targets import QuantTarget
 
-SEED = 0  # of the drawn tokens: the same text gives the same G
+SEED = 0  # of the sampled tokens: the same text gives the same G
 
 
 def output_hessians(
@@ -41,9 +41,7 @@ def output_hessians(
         totals[target.name].addmm_(gradient.T, gradient, alpha=1 / windows.numel())
 
     device = next(model.parameters()).device
-    drawn = partial(sampled_loss, generator=torch.Generator(device).manual_seed(SEED))
+    loss = partial(sampled_loss, generator=torch.Generator(device).manual_seed(SEED))
     with tensor_cores(device):
-        output_gradient_pass(
-            model, windows, targets, accumulate, loss=drawn, label=label, recompute=recompute
-        )
+        output_gradient_pass(model, windows, targets, accumulate, loss=loss, label=label, recompute=recompute)
     return finite(totals)

@@ -1,8 +1,8 @@
 """Running calibration tokens through a model: forward passes, backward passes, and what each may keep in memory.
 
-The loss is `F = mean over all windows and positions of the next-token cross-entropy`, nats. A backward pass hands each
-matrix's gradient to its receiver the moment it is complete and frees it: no gradient of the whole model ever exists.
-With `recompute` each transformer block keeps only its input and is run again in the backward pass (activation
+The loss is `F = mean over all windows and positions of the next-token cross-entropy`, nats. A backward pass calls
+`accumulate` with each matrix's gradient the moment it is complete and frees it: the gradient of the whole model never
+exists. With `recompute` each transformer block stores only its input and is run again in the backward pass (activation
 checkpointing), so activations cost one hidden state a block.
 """
 
@@ -21,9 +21,11 @@ from transformers import PreTrainedModel
 from requant.errors import NumericalError
 from requant.models.targets import QuantTarget, find_blocks, replaced_forward
 
-RECOMPUTE_ABOVE = 1_000_000_000  # parameters; below it activations are cheaper than a second forward pass
-Receiver = Callable[[QuantTarget, Float[Tensor, "n k"]], None]
-OutputReceiver = Callable[[QuantTarget, Float[Tensor, "m k"], Float[Tensor, "m n"]], None]
+RECOMPUTE_ABOVE = (
+    1_000_000_000  # parameters; below, memory suffices and a second forward pass is not worth it
+)
+GradientHandler = Callable[[QuantTarget, Float[Tensor, "n k"]], None]
+OutputGradientHandler = Callable[[QuantTarget, Float[Tensor, "m k"], Float[Tensor, "m n"]], None]
 Loss = Callable[[PreTrainedModel, Int64[Tensor, "b t"]], Float[Tensor, ""]]
 
 
@@ -53,16 +55,16 @@ def summed_loss(model: PreTrainedModel, tokens: Int64[Tensor, "b t"]) -> Float[T
 def sampled_loss(
     model: PreTrainedModel, tokens: Int64[Tensor, "b t"], generator: torch.Generator
 ) -> Float[Tensor, ""]:
-    """`summed_loss` of next tokens that the model itself draws, one for every position, in place of the text's."""
+    """`summed_loss` with next tokens sampled from the model, one for every position, in place of the text's."""
     logits = model(input_ids=tokens, use_cache=False).logits[:, :-1].flatten(0, 1).float()
-    return functional.cross_entropy(logits, draw(logits, generator), reduction="sum")
+    return functional.cross_entropy(logits, sample(logits, generator), reduction="sum")
 
 
 @torch.no_grad()
-def draw(logits: Float[Tensor, "m v"], generator: torch.Generator) -> Int64[Tensor, " m"]:
-    """A token for every row, by its probability p: where the first of exponential clocks of rates p rings."""
-    clocks = torch.empty_like(logits).exponential_(generator=generator)
-    return (logits.softmax(-1) / clocks).argmax(-1)  # not multinomial: NaN would stop a GPU for good
+def sample(logits: Float[Tensor, "m v"], generator: torch.Generator) -> Int64[Tensor, " m"]:
+    """A token for every row, drawn by its probabilities p as argmax p / e with e ~ Exp(1)."""
+    noise = torch.empty_like(logits).exponential_(generator=generator)
+    return (logits.softmax(-1) / noise).argmax(-1)  # torch.multinomial of NaN would leave the GPU unusable
 
 
 @torch.no_grad()
@@ -76,12 +78,12 @@ def gradient_pass(
     model: PreTrainedModel,
     windows: Int64[Tensor, "b t"],
     targets: Sequence[QuantTarget],
-    accumulate: Receiver,
+    accumulate: GradientHandler,
     *,
     label: str | None = None,
     recompute: bool | None = None,
 ) -> float:
-    """One backward pass over all windows; `receive(target, gradient [n, k])` is called per batch with dF/dw.
+    """One backward pass over all windows; `accumulate(target, gradient [n, k])` is called per batch with dF/dw.
 
     The gradients of all batches add up to the gradient of F. Returns F.
     """
@@ -101,13 +103,13 @@ def output_gradient_pass(
     model: PreTrainedModel,
     windows: Int64[Tensor, "b t"],
     targets: Sequence[QuantTarget],
-    accumulate: OutputReceiver,
+    accumulate: OutputGradientHandler,
     *,
     loss: Loss = summed_loss,
     label: str | None = None,
     recompute: bool | None = None,
 ) -> None:
-    """One backward pass of the summed `loss`; `receive(target, x [m, k], g [m, n])` is called per batch, float32.
+    """One backward pass of the summed `loss`; `accumulate(target, x [m, k], g [m, n])` is called per batch, float32.
 
     Row t of g is the gradient of the loss of the whole text at the linear's output for token t, row t of x its input.
     """
@@ -186,7 +188,7 @@ def _recomputing(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def _gradient_to(target: QuantTarget, accumulate: Receiver) -> Iterator[None]:
+def _gradient_to(target: QuantTarget, accumulate: GradientHandler) -> Iterator[None]:
     parameter = target.parameter
 
     def take_gradient(p: Tensor) -> None:

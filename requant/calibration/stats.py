@@ -3,12 +3,12 @@
 | field | formula | shape | pass |
 | --- | --- | --- | --- |
 | `hessian` | `H = mean_t x_t x_t'`, the mean over tokens | [k, k] | forward |
-| `cross_hessian` | `C = mean_t z_t x_t'`, z the original's input, x behind quantized matrices | [k, k] | forward |
+| `cross_hessian` | `C = mean_t z_t x_t'`, z the original model's input, x the quantized one's | [k, k] | forward |
 | `output_hessian` | `G = mean_t g_t g_t'`, g the gradient of the text's loss at the output | [n, n] | backward |
 | `input_mean_abs` | `mean_t |x_t|` | [k] | forward |
 | `fisher` | `F = mean_t g_t^2 x_t'^2`, g the gradient of the token's loss at the output | [n, k] | backward |
 
-All are float32 and never change with the order of the batches' devices: sums run in the order of the text.
+All are float32, and sums run in the order of the text.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinearStats:
-    """What a quantizer may know of a linear besides its weight; a field nobody asked for is None."""
+    """What a quantizer may use besides a linear's weight; a field that was not asked for is None."""
 
     hessian: Float[Tensor, "k k"] | None = None
     cross_hessian: Float[Tensor, "k k"] | None = None

@@ -1,2 +1,4 @@
-"""Training of everything that is not a code, against the original model's outputs: the loop, one step, the compiled blocks,
-the teacher's states, and the last phase with all codes fixed."""
+"""Knowledge distillation of everything that is not a code from the original model.
+
+`loop.py` is the training loop, `step.py` one step, `teacher.py` the original's logits, `compile_blocks.py` the fused blocks
+on a GPU, `final.py` the last phase, with all codes fixed."""

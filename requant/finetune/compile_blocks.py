@@ -1,13 +1,13 @@
-"""The elementwise work of a step of training, fused by torch's compiler, on a GPU.
+"""Transformer blocks compiled for training on a GPU, so that elementwise work is fused.
 
-Of 42 ms that a GPU works on a step of bench-32m, 10 are products and attention; the rest are four thousand small kernels
-for norms, rotations of positions, activations and the divergence of the logits. Blocks of one class share their code, so
-one block is compiled for the model that learns and one for the teacher, in seconds, and the divergence
+Of the 42 ms that a GPU spends on a step of bench-32m, 10 are matrix products and attention; the rest are four thousand
+small kernels for norms, rotary embeddings, activations and the KL divergence of the logits. Blocks of one class share
+their code, so one block is compiled for the model in training and one for the teacher, in seconds. The divergence
 
     KL = sum_t sum_v p_v (log p_v - log q_v)
 
-reads the logits of both in the 16 bits in which the products left them. Without a compiler (torch's needs one for C), or
-where it fails on a block, blocks run as they are.
+is compiled too and reads the bfloat16 logits of both models. Without a working compiler (torch.compile needs a C
+compiler), or where it fails on a block, blocks run eagerly.
 """
 
 import logging
@@ -28,7 +28,7 @@ from requant.models.targets import find_blocks, replaced_forward
 
 logger = logging.getLogger(__name__)
 Divergence = Callable[[Tensor, Tensor], Tensor]
-WORTH_COMPILING = 100  # steps; fewer end before the compiler does
+MIN_STEPS_TO_COMPILE = 100  # fewer are done before the compiler is
 
 
 def kl(found: Float[Tensor, "b t v"], expected: Float[Tensor, "b t v"]) -> Float[Tensor, ""]:
@@ -39,38 +39,40 @@ def kl(found: Float[Tensor, "b t v"], expected: Float[Tensor, "b t v"]) -> Float
 
 @contextmanager
 def fused(models: Sequence[PreTrainedModel], steps: int) -> Iterator[Divergence]:
-    """`kl` for training, compiled like the models' blocks while the context lasts, where that pays: on a GPU.
+    """`kl`, compiled like the models' blocks while the context lasts, on a GPU and for enough steps.
 
-    Blocks are compiled for what runs under autocast; what judges, in float32, finds them as they are.
+    Compiled blocks run under autocast only; validation, in float32, runs the blocks eagerly.
     """
     if not _on_gpus(models):
         yield kl
         return
-    compiles = steps >= WORTH_COMPILING and _compiler_works()
+    compiles = steps >= MIN_STEPS_TO_COMPILE and _compiler_works()
     with ExitStack() as stack:
         if compiles:
             stack.enter_context(torch._dynamo.config.patch(suppress_errors=True))  # its import takes seconds
         for block in (block for model in models for block in find_blocks(model)[1]):
             stack.enter_context(replaced_forward(block, _fused(block.forward, compiles=compiles)))
-        yield torch.compile(unwrap(kl), dynamic=False) if compiles else kl  # without the type checks of tests
+        yield (
+            torch.compile(unwrap(kl), dynamic=False) if compiles else kl
+        )  # unwrap: without the type checks of tests
 
 
 def _on_gpus(models: Sequence[PreTrainedModel]) -> bool:
     return {p.device.type for model in models for p in model.parameters()} == {"cuda"}
 
 
-def _learns() -> bool:
+def _in_training() -> bool:
     return torch.is_autocast_enabled("cuda")
 
 
 @cache
 def _compiler_works() -> bool:
-    """Whether torch can compile at all on this machine; otherwise it says so once instead of once a block."""
+    """Whether torch.compile works on this machine; if not, one warning instead of one a block."""
     try:
         torch.compile(torch.exp)(torch.ones(8, device="cuda"))
-    except Exception as error:  # whatever its many parts raise
+    except Exception as error:  # torch, triton and the C compiler raise their own
         logger.warning(
-            "training runs without torch's compiler, at less than half the speed: %s", first_line(error)
+            "training runs without torch.compile, at less than half the speed: %s", first_line(error)
         )
         return False
     return True
@@ -81,14 +83,14 @@ def _fused(plain: Callable[..., Any], *, compiles: bool) -> Callable[..., Any]:
     called, unmasked = signature(plain), False
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        # transformers makes a mask whenever a stream is captured, for a graph might meet padding; with a mask attention
-        # takes slower kernels, and a block would be compiled a second time, which a capture does not survive
+        # transformers builds an attention mask while a stream is captured, since a graph might be replayed with padding;
+        # with a mask attention uses slower kernels, and the block would be compiled again, which breaks the capture
         nonlocal unmasked
         given = called.bind(*args, **kwargs)
         if not torch.cuda.is_current_stream_capturing():
             unmasked = given.arguments.get("attention_mask") is None
         elif unmasked and "attention_mask" in given.arguments:
             given.arguments["attention_mask"] = None
-        return (compiled if _learns() else plain)(*given.args, **given.kwargs)
+        return (compiled if _in_training() else plain)(*given.args, **given.kwargs)
 
     return forward

@@ -1,18 +1,18 @@
-"""One step of Adam over parts of a batch; on one GPU a replay of CUDA graphs.
+"""One step of Adam with gradient accumulation; on one GPU a replay of CUDA graphs.
 
-    for part in parts: gradients += d loss(part) / d (leaves, derived)
-    gradients of leaves += d derived / d leaves, transposed, times gradients of derived
-    leaves -= Adam(gradients), at `share` of every leaf's rate
-    derived = value(leaves)
+    for each micro-batch: gradients += d loss(micro-batch) / d (trainables, derived)
+    gradients of trainables += (d derived / d trainables)' times gradients of derived
+    trainables -= Adam(gradients), at `lr_factor` of every tensor's learning rate
+    derived = value(trainables)
 
-A coded matrix is a function of leaves. It is computed once a step and written into the model's own parameter, whose
-gradient goes back through the function once a step too, whatever the number of parts; the model stays one of plain
-modules, which a compiler can fuse.
+A quantized matrix is derived: a function of trainable tensors. It is computed once a step and written into the model's own
+parameter, and its gradient is propagated back through the function once a step, whatever the number of micro-batches. So
+the model consists of plain modules, which a compiler can fuse.
 
-A step of a small model is thousands of launches, which Python issues more slowly than a GPU runs them. So after a few
-eager steps, which set up libraries and the optimizer's state, the gradients of a part and the update of the leaves are
-captured once each: gradients and rates then live where the graphs expect them, and a step is a copy of its parts and a
-replay. Leaves on a CPU or on several GPUs, and models that cannot be captured, go on step by step.
+A step of a small model is thousands of kernel launches, which Python issues more slowly than a GPU runs them. So after a
+few eager steps, which initialize libraries and the optimizer's state, the gradients of a micro-batch of each shape and the
+update are captured once each; gradients and learning rates then stay at fixed addresses, and a step copies its inputs and
+replays the graphs. Tensors on a CPU or on several GPUs, and models that cannot be captured, stay eager.
 """
 
 import logging
@@ -23,40 +23,41 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-Part = tuple[Tensor, ...]  # tokens of a part of the batch, and what else the loss takes
+MicroBatch = tuple[Tensor, ...]  # tokens, and what else the loss takes
 EAGER_STEPS = 3  # before the capture
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainableTensor:
-    """A float32 tensor that learns, and the step of Adam in units of its root mean square."""
+    """A float32 tensor to train, and its learning rate in units of its root mean square."""
 
     tensor: Tensor
-    rate: float
+    lr: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReparametrizedWeight:
-    """A parameter of the model that is a function of leaves."""
+    """A parameter of the model that is a function of trainable tensors."""
 
     parameter: Tensor
     value: Callable[[], Tensor]  # in the parameter's shape, differentiable
 
     @torch.no_grad()
-    def place(self) -> None:
+    def apply(self) -> None:
+        """Write the function's value into the parameter."""
         self.parameter.copy_(self.value())
 
-    def hand_back(self) -> None:
-        """The chain rule: the gradient of the parameter becomes one of the leaves."""
+    def backward(self) -> None:
+        """The chain rule: propagate the parameter's gradient to the trainable tensors."""
         if self.parameter.grad is not None:
             self.value().backward(self.parameter.grad)
 
 
 class TrainingStep:
-    """`step(parts, share)` for the sum of `loss(*part)` over the parts; `close` ends the learning.
+    """`step(micro_batches, lr_factor)` minimizes the sum of `loss(*micro_batch)`; `close` ends the training.
 
-    Parameters that derive from leaves hold their values from the start, and after every step.
+    Derived parameters hold their functions' values from the start, and after every step.
     """
 
     def __init__(
@@ -67,35 +68,35 @@ class TrainingStep:
     ) -> None:
         self.loss = loss
         self.derived = derived
-        self.tensors = [leaf.tensor.requires_grad_(True) for leaf in trainables]
+        self.tensors = [trainable.tensor.requires_grad_(True) for trainable in trainables]
         devices = {tensor.device for tensor in self.tensors}
         self.device = next(iter(devices)) if len(devices) == 1 else torch.device("cpu")
         self.captures = self.device.type == "cuda"
-        sizes = [leaf.rate * leaf.tensor.detach().square().mean().sqrt().item() for leaf in trainables]
-        self.full_rates = torch.tensor(sizes, device=self.device)
-        self.rates = self.full_rates.clone()  # a group looks its own up here, also from inside a graph
+        full_lrs = [each.lr * each.tensor.detach().square().mean().sqrt().item() for each in trainables]
+        self.full_lrs = torch.tensor(full_lrs, device=self.device)
+        self.lrs = self.full_lrs.clone()  # each parameter group reads its own entry, also inside a graph
         self.optimizer = torch.optim.Adam(
             [
-                {"params": [tensor], "lr": self.rates[i] if self.captures else size}
-                for i, (tensor, size) in enumerate(zip(self.tensors, sizes, strict=True))
+                {"params": [tensor], "lr": self.lrs[i] if self.captures else lr}
+                for i, (tensor, lr) in enumerate(zip(self.tensors, full_lrs, strict=True))
             ],
             betas=(0.9, 0.95),
             fused=self.captures or None,
             capturable=self.captures,
         )
-        self.graphs: dict[tuple[torch.Size, ...], tuple[torch.cuda.CUDAGraph, Part]] = {}
+        self.graphs: dict[tuple[torch.Size, ...], tuple[torch.cuda.CUDAGraph, MicroBatch]] = {}
         self.update: torch.cuda.CUDAGraph | None = None
         self.steps = 0
-        for matrix in derived:
-            matrix.parameter.requires_grad_(True)
-            matrix.place()
+        for weight in derived:
+            weight.parameter.requires_grad_(True)
+            weight.apply()
 
-    def __call__(self, parts: Sequence[Part], share: float) -> None:
-        self._set_rates(share)
+    def __call__(self, micro_batches: Sequence[MicroBatch], lr_factor: float) -> None:
+        self._set_lrs(lr_factor)
         if self.captures and self.steps == EAGER_STEPS:
-            self._capture(parts)
-        for part in parts:
-            self._add_gradients(part)
+            self._capture(micro_batches)
+        for micro_batch in micro_batches:
+            self._add_gradients(micro_batch)
         if self.update is None:
             self._update()
         else:
@@ -103,52 +104,52 @@ class TrainingStep:
         self.steps += 1
 
     def close(self) -> None:
-        """Give gradients and graphs back."""
+        """Free gradients and graphs."""
         self.graphs, self.update = {}, None
-        for tensor in (*self.tensors, *(matrix.parameter for matrix in self.derived)):
+        for tensor in (*self.tensors, *(weight.parameter for weight in self.derived)):
             tensor.grad = None
             tensor.requires_grad_(False)
 
-    def _set_rates(self, share: float) -> None:
+    def _set_lrs(self, lr_factor: float) -> None:
         if self.captures:
-            torch.mul(self.full_rates, share, out=self.rates)
+            torch.mul(self.full_lrs, lr_factor, out=self.lrs)
             return
-        for group, rate in zip(self.optimizer.param_groups, self.full_rates.tolist(), strict=True):
-            group["lr"] = rate * share
+        for group, lr in zip(self.optimizer.param_groups, self.full_lrs.tolist(), strict=True):
+            group["lr"] = lr * lr_factor
 
-    def _add_gradients(self, part: Part) -> None:
-        captured = self.graphs.get(_shapes(part))
+    def _add_gradients(self, micro_batch: MicroBatch) -> None:
+        captured = self.graphs.get(_shapes(micro_batch))
         if captured is None:
-            self.loss(*part).backward()
+            self.loss(*micro_batch).backward()
             return
-        graph, inputs = captured
-        for expected, given in zip(inputs, part, strict=True):
-            expected.copy_(given)
+        graph, static_inputs = captured
+        for static_input, tensor in zip(static_inputs, micro_batch, strict=True):
+            static_input.copy_(tensor)
         graph.replay()
 
     def _update(self) -> None:
-        for matrix in self.derived:
-            matrix.hand_back()
+        for weight in self.derived:
+            weight.backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=not self.captures)
-        for matrix in self.derived:
-            matrix.place()
-            if self.captures and matrix.parameter.grad is not None:
-                matrix.parameter.grad.zero_()
+        for weight in self.derived:
+            weight.apply()
+            if self.captures and weight.parameter.grad is not None:
+                weight.parameter.grad.zero_()
             else:
-                matrix.parameter.grad = None
+                weight.parameter.grad = None
 
-    def _capture(self, parts: Sequence[Part]) -> None:
-        """The gradients of one part of each shape, and the update; nothing is computed by it."""
+    def _capture(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Capture the gradients of one micro-batch of each shape, and the update; capturing computes nothing."""
         pool = torch.cuda.graph_pool_handle()
         try:
-            for part in parts:
-                if _shapes(part) in self.graphs:
+            for micro_batch in micro_batches:
+                if _shapes(micro_batch) in self.graphs:
                     continue
-                graph, inputs = torch.cuda.CUDAGraph(), tuple(t.clone() for t in part)
+                graph, static_inputs = torch.cuda.CUDAGraph(), tuple(t.clone() for t in micro_batch)
                 with torch.cuda.graph(graph, pool=pool):
-                    self.loss(*inputs).backward()
-                self.graphs[_shapes(part)] = graph, inputs
+                    self.loss(*static_inputs).backward()
+                self.graphs[_shapes(micro_batch)] = graph, static_inputs
             update = torch.cuda.CUDAGraph()
             with torch.cuda.graph(update, pool=pool):
                 self._update()
@@ -161,5 +162,5 @@ class TrainingStep:
             self.update = update
 
 
-def _shapes(part: Part) -> tuple[torch.Size, ...]:
-    return tuple(t.shape for t in part)
+def _shapes(micro_batch: MicroBatch) -> tuple[torch.Size, ...]:
+    return tuple(t.shape for t in micro_batch)

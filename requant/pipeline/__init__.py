@@ -1,1 +1,1 @@
-"""What a run is: its stages in order, the modes, diagnosis and the dry run. No mathematics lives here."""
+"""The stages of a run in order (`quantize.py`), the modes `best` and `paper`, the diagnosis and the dry run."""

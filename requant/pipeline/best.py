@@ -1,25 +1,27 @@
-"""Mode `best`: matrices take their codes kind by kind, and in between, what is still float learns to mend the damage.
+"""Mode `best`: quantize the matrices in rounds, kind by kind, and after each round train all that is still float.
 
     for every round of kinds (q and k; v and o; gate and up; down):
-        measure the round's statistics in the model as it now stands
-        quantize its matrices, each at the width that the budget gives it (allocation.py)
-        train all that is not code against the original (training/loop.py): open matrices, scales, norms, embedding
-    train once more with all codes fixed (training/tuning.py)
+        collect the round's statistics in the model as it now is
+        quantize its matrices, each at the bits that the budget gives it (allocation/budget.py)
+        train all that is not code to match the original's outputs (finetune/loop.py): the matrices that are not
+            quantized yet, scales and levels of those that are, norms, biases, embedding, head
+    train once more with all codes fixed (finetune/final.py)
 
 On bench-32m at 2.03 bits (KL to the original, nats): codes alone 0.415; the same codes and trained scales 0.343; rounds
-of one block each 0.302; widths by measured loss 0.289; steps three times as long and norms in place of input scales
-0.277; rounds of kinds 0.269, in two thirds of the time; the embedding learning too 0.258. Rounds over blocks are from
-Tseng et al. 2024 (QTIP, arXiv 2406.11235) after QuIP#, who train each block's own output; here the whole model's output
-is the target, and a round holds one kind of matrix from every block, so that every layer can mend every other.
+of one block each 0.302; bits by measured loss 0.289; a learning rate three times as large and norms in place of input
+scales 0.277; rounds of kinds 0.269, in two thirds of the time; training the embedding too 0.258. Rounds over blocks are
+from QuIP# and QTIP (Tseng et al. 2024, arXiv 2402.04396 and 2406.11235), who train each block to match its own output.
+We deviate: the target is the whole model's output, and a round holds one kind of matrix from every block, so that every
+layer can compensate the errors of every other.
 """
 
 from collections.abc import Sequence
 
-from requant.calibration.statistics import collect
-from requant.finetune.final import keep_others, original_model, split_windows
+from requant.calibration.collect import collect
+from requant.finetune.final import original_model, save_finetuned_params, split_windows
 from requant.finetune.loop import (
-    other_parameters,
-    rate_of,
+    learning_rate,
+    params_without_codes,
     reparametrized_weights,
     single_precision,
     train,
@@ -37,18 +39,18 @@ ROUNDS = 4
 
 
 def best(run: RunContext) -> Weights:
-    """Codes of every matrix within the budget; without tuning steps they are those of mode `dense`."""
+    """Codes of every matrix within the budget; without finetuning steps they are those of mode `dense`."""
     if run.recipe.finetune.steps == 0:
         return quantize_linears(run, None, label="quantize")
-    kept = load_stage(run, "rounds")
-    if kept is None:
-        kept = in_rounds(run, rounds_of(run.targets))
-        save_stage(run, "rounds", kept)
-    return kept
+    weights = load_stage(run, "rounds")
+    if weights is None:
+        weights = quantize_in_rounds(run, rounds_of(run.targets))
+        save_stage(run, "rounds", weights)
+    return weights
 
 
 def rounds_of(targets: Sequence[QuantTarget]) -> list[list[QuantTarget]]:
-    """Sites of at most ROUNDS rounds: the kinds of a block in the model's order, neighbours together."""
+    """The targets of at most ROUNDS rounds: the kinds of a block in the model's order, consecutive ones together."""
     kinds = list(dict.fromkeys(target.kind for target in targets))
     count = min(ROUNDS, len(kinds))
     each, more = divmod(len(kinds), count)
@@ -60,19 +62,19 @@ def rounds_of(targets: Sequence[QuantTarget]) -> list[list[QuantTarget]]:
     return rounds
 
 
-def in_rounds(run: RunContext, rounds: Sequence[Sequence[QuantTarget]]) -> Weights:
-    """Quantize and train round by round; the model is left at the originals, the others' learning in `run.others`."""
+def quantize_in_rounds(run: RunContext, rounds: Sequence[Sequence[QuantTarget]]) -> Weights:
+    """Quantize and train round by round; the model is left at the originals, `run.finetuned_params` is filled."""
     settings, method = run.recipe.finetune, METHODS[run.recipe.method]
-    windows, _ = split_windows(run, settings)
-    teacher = Teacher(original_model(run), windows)
-    finetuned_params, rate = other_parameters(run), rate_of(run, settings)
-    before = {name: run.original_of(name, parameter) for name, parameter in finetuned_params.items()}
+    train_windows, _ = split_windows(run, settings)
+    teacher = Teacher(original_model(run), train_windows)
+    other_params, lr = params_without_codes(run), learning_rate(run, settings)
+    before = {name: run.original_param(name, parameter) for name, parameter in other_params.items()}
     weights: Weights = {}
     trainable: dict[str, TrainableParams] = {}
     with single_precision(run.model):
         for index, members in enumerate(rounds):
             for chunk in chunks_that_fit(run, members, method.needs):
-                if index == 0:  # the originals, whose statistics the allocator may have left
+                if index == 0:  # nothing is quantized yet; the allocator may have collected these already
                     statistics = gather(run, chunk, method.needs)
                 else:
                     with run.stage("statistics"):
@@ -84,17 +86,15 @@ def in_rounds(run: RunContext, rounds: Sequence[Sequence[QuantTarget]]) -> Weigh
                         )
                         trainable[target.name] = trainable_params(weights[target.name])
             run.statistics.clear()
-            still_open = [target for later in rounds[index + 1 :] for target in later]
-            if still_open:
-                with run.stage("tuning"):
-                    trainables = trainable_tensors(
-                        trainable, still_open, list(finetuned_params.values()), rate
-                    )
+            unquantized = [target for later in rounds[index + 1 :] for target in later]
+            if unquantized:
+                with run.stage("finetuning"):
+                    trainables = trainable_tensors(trainable, unquantized, list(other_params.values()), lr)
                     derived = reparametrized_weights(run, weights, trainable)
                     label = f"round {index + 1}/{len(rounds)}"
                     train(run, teacher, trainables, derived, settings, label=label)
-    keep_others(run, before)
-    run.path({}).place(0.0)
+    save_finetuned_params(run, before)
+    run.apply_original_weights()
     return {
         target.name: with_trainable_params(weights[target.name], trainable[target.name])
         for target in run.targets

@@ -1,9 +1,10 @@
 """Predicted against measured: what each score says the quantization costs, and what it does cost.
 
     predicted dF = signed sum of a score over a matrix, a block or the model
-    measured  dF = F(w~) - F(w) with only that block, or the whole model, quantized
+    measured  dF = F(w~) - F(w) with only that matrix, that block, or the whole model, quantized
 
-Nats a token, on the calibration text. PQI must agree with the measured total: it is the same integral.
+F is the mean cross-entropy on the calibration text, in nats a token. PQI must agree with the measured total: it is the
+same integral (`sensitivity/pqi.py`), so a disagreement means too few nodes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,47 +19,45 @@ from requant.allocation.embedding_and_head import QuantizedEmbeddingAndHead
 from requant.calibration.passes import mean_loss
 from requant.models.targets import QuantTarget
 from requant.run.context import RunContext, Weights, loss
+from requant.run.quantize_linears import by_block
 from requant.sensitivity.path import Scores, signed_sum
 from requant.sensitivity.pqi import pqi_of_finetuned_params
-from requant.sensitivity.scores import score
+from requant.sensitivity.scores import score_weights
 
 K = TypeVar("K")
-MAPPED_TOKENS = 1024  # on a CPU, a pass over the model for every matrix takes the longest ...
-MAPPED_WEIGHTS = 200_000_000  # ... and hours above this size
+MATRIX_TOKENS_ON_CPU = 1024  # one pass over the model for every matrix takes the longest ...
+MATRIX_WEIGHTS_ON_CPU = 200_000_000  # ... and hours for models with more weights than this
 DISAGREEMENT = 0.02  # of the measured dF: above it the report warns
 
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """Signed sums and differences of F, nats a token."""
+    """Signed sums of scores, and measured differences of F, nats a token."""
 
     predicted: Mapping[str, Mapping[str, float]]  # score -> matrix -> signed sum
-    measured_blocks: Mapping[int, float]  # block -> dF with that block alone quantized
-    measured: float
+    delta_loss: float  # measured, with all matrices quantized
+    block_delta_loss: Mapping[int, float]  # block -> measured with that block alone quantized
     original_loss: float  # with all matrices original
     tokens: int
-    measured_matrices: Mapping[str, float] = field(
-        default_factory=dict
-    )  # matrix -> dF with it alone quantized
-    vocabulary: float = 0.0  # dF of quantizing embedding and head, all matrices original
-    beside: float = 0.0  # PQI of the norms, biases and embeddings that tuning changed
+    # matrix -> measured with that matrix alone quantized; empty where that was not measured
+    matrix_delta_loss: Mapping[str, float] = field(default_factory=dict)
+    embedding_and_head_delta: float = 0.0  # measured for the two tables alone, all matrices original
+    other_params_delta: float = 0.0  # PQI of the norms, biases and embeddings that finetuning changed
 
     def total(self, name: str) -> float:
+        """dF of the whole model as the score `name` predicts it."""
         return sum(self.predicted[name].values())
-
-    def block(self, name: str, names_of_block: Sequence[str]) -> float:
-        return sum(self.predicted[name][matrix] for matrix in names_of_block)
 
     @property
     def disagreement(self) -> float | None:
         """|PQI total - measured| over |measured|; None where PQI was not asked for or nothing was lost.
 
-        What training gained may cancel what codes cost: then over the larger of the two.
+        What finetuning gained may cancel what codes cost: then over the larger of the two.
         """
-        scale = max(abs(self.measured), abs(self.beside))
+        scale = max(abs(self.delta_loss), abs(self.other_params_delta))
         if "pqi" not in self.predicted or scale < 1e-6:
             return None
-        return abs(self.total("pqi") + self.beside - self.measured) / scale
+        return abs(self.total("pqi") + self.other_params_delta - self.delta_loss) / scale
 
 
 def diagnose(
@@ -67,25 +66,26 @@ def diagnose(
     windows: Int64[Tensor, "b t"],
     *,
     names: Sequence[str],
-    keep: Callable[[str, Scores], None] | None = None,
-    vocabulary: QuantizedEmbeddingAndHead | None = None,
+    on_scores: Callable[[str, Scores], None] | None = None,
+    embedding_and_head: QuantizedEmbeddingAndHead | None = None,
     by_matrix: bool = False,
 ) -> Diagnosis:
-    """Every score in `names`, the measured dF of the model and of each block alone; `keep` receives the scores.
+    """Every score in `names`, and the measured dF of the model and of each block alone; the model is left at `weights`.
 
-    With `vocabulary`, embedding and head are quantized first: the scores are of the step from there, and the dF of
-    those two tables is measured for itself. With `by_matrix`, so is that of every matrix alone, on a GPU on all of the
-    windows, elsewhere on the first MAPPED_TOKENS of them and only up to MAPPED_WEIGHTS.
+    `on_scores(name, scores)` is called with the scores of every weight before they are freed. With
+    `embedding_and_head`, those two tables are quantized first: scores are of the step from there, and the tables' own
+    dF is measured. With `by_matrix`, so is that of every matrix alone: on a GPU on all of the windows, on a CPU on the
+    first MATRIX_TOKENS_ON_CPU tokens of them and only for models of up to MATRIX_WEIGHTS_ON_CPU weights.
     """
     path = run.path(weights)
     predicted: dict[str, dict[str, float]] = {}
     with run.stage("diagnosis"):
-        untouched = None
-        if vocabulary is not None and vocabulary.weights:
-            untouched = loss(run, {}, windows=windows)
-            vocabulary.place(quantized=True)
+        unquantized = None
+        if embedding_and_head is not None and embedding_and_head.weights:
+            unquantized = loss(run, {}, windows=windows)
+            embedding_and_head.apply_weights(quantized=True)
         for name in names:
-            values = score(
+            values = score_weights(
                 name,
                 path,
                 windows,
@@ -93,27 +93,27 @@ def diagnose(
                 label=run.label(f"predicted by {name}"),
             )
             predicted[name] = {matrix: signed_sum(tensor) for matrix, tensor in values.items()}
-            if keep is not None:
-                keep(name, values)
+            if on_scores is not None:
+                on_scores(name, values)
             del values
-        beside = (
+        other_params_delta = (
             pqi_of_finetuned_params(path, windows, nodes=run.recipe.sensitivity.nodes)
             if run.finetuned_params
             else 0.0
         )
         original = loss(run, {}, windows=windows)
-        measured = loss(run, weights, windows=windows) - original
+        delta_loss = loss(run, weights, windows=windows) - original
         blocks = measured_by_block(run, weights, windows, original)
         matrices = measured_by_matrix(run, weights, windows) if by_matrix else {}
     return Diagnosis(
         predicted=predicted,
-        measured_blocks=blocks,
-        measured=measured,
-        beside=beside,
-        vocabulary=0.0 if untouched is None else original - untouched,
+        delta_loss=delta_loss,
+        block_delta_loss=blocks,
+        matrix_delta_loss=matrices,
+        embedding_and_head_delta=0.0 if unquantized is None else original - unquantized,
+        other_params_delta=other_params_delta,
         original_loss=original,
         tokens=windows.numel(),
-        measured_matrices=matrices,
     )
 
 
@@ -121,20 +121,17 @@ def measured_by_block(
     run: RunContext, weights: Weights, windows: Int64[Tensor, "b t"], original: float
 ) -> dict[int, float]:
     """dF with one block quantized and all others original; the model is left at `weights`."""
-    groups = {
-        block: [s for s in run.targets if s.block == block]
-        for block in dict.fromkeys(s.block for s in run.targets)
-    }
+    groups = {members[0].block: members for members in by_block(run.targets)}
     return _measured_alone(run, weights, windows, original, groups, label="block")
 
 
 def measured_by_matrix(run: RunContext, weights: Weights, windows: Int64[Tensor, "b t"]) -> dict[str, float]:
     """dF with one matrix quantized and all others original; the model is left at `weights`."""
     if run.model.device.type != "cuda":
-        if run.total_weights > MAPPED_WEIGHTS:
+        if run.total_weights > MATRIX_WEIGHTS_ON_CPU:
             return {}
-        windows = windows[: max(1, MAPPED_TOKENS // windows.shape[1])]
-    run.path(weights).place(0.0)
+        windows = windows[: max(1, MATRIX_TOKENS_ON_CPU // windows.shape[1])]
+    run.apply_original_weights()
     original = mean_loss(run.model, windows)
     groups = {target.name: [target] for target in run.targets}
     return _measured_alone(run, weights, windows, original, groups, label="matrix")
@@ -151,7 +148,7 @@ def _measured_alone(
 ) -> dict[K, float]:
     """dF with each group of matrices quantized by itself."""
     path = run.path(weights)
-    path.place(0.0)
+    run.apply_original_weights()
     found: dict[K, float] = {}
     for key, members in tqdm(groups.items(), desc=f"measured by {label}", disable=run.quiet, unit=label):
         for target in members:
@@ -159,5 +156,5 @@ def _measured_alone(
         found[key] = mean_loss(run.model, windows) - original
         for target in members:
             target.set_weight(path.start(target))
-    path.place(1.0)
+    run.apply_quantized_weights(weights)
     return found

@@ -21,7 +21,7 @@ from requant.allocation.budget import (
     uniform,
 )
 from requant.allocation.embedding_and_head import embedding_and_head_bits, embedding_and_head_of
-from requant.calibration.statistics import bytes_needed
+from requant.calibration.collect import bytes_needed
 from requant.formats.containers import INDEX_TILE
 from requant.models.targets import QuantTarget
 from requant.pipeline.best import rounds_of
@@ -87,7 +87,9 @@ class Plan:
             lines.append(f"  embedding at {found.embedding_bits} bits, head at {found.head_bits}")
         if found.predicted is not None:
             lines.append(f"predicted loss  {found.predicted:.4f} nats a token, by {found.predictor}")
-            lines += [f"  {size:,} bytes would lose {loss:.4f}" for size, loss in sorted(found.curve.items())]
+            lines += [
+                f"  {size:,} bytes would lose {loss:.4f}" for size, loss in sorted(found.loss_curve.items())
+            ]
         return lines
 
 
@@ -195,9 +197,9 @@ def _seconds(prepared: Prepared, recipe: Recipe) -> float:
     phases = len(rounds_of(prepared.targets)) if recipe.mode == "best" and recipe.finetune.steps else 1
     passes, forwards = passes * phases, forwards * phases  # statistics are taken again for every round
     forwards *= FORWARDS[recipe.calibration.inputs]
-    step = min(recipe.finetune.tokens_per_step, prepared.pool.numel())
+    step = min(recipe.finetune.tokens_per_step, prepared.train_windows.numel())
     passes += phases * recipe.finetune.steps * step / prepared.windows.numel() * 4 / 3
-    scored = 3 * 2 * parameters * prepared.scored.numel()
+    scored = 3 * 2 * parameters * prepared.eval_windows.numel()
     work = backward * (passes + forwards / 3) + scored
     device = "cuda" if prepared.model.device.type == "cuda" else "cpu"
     quantizer = METHODS[recipe.method].seconds_per_weight[device]

@@ -30,6 +30,8 @@ from requant.text.sources import SELF, WIKITEXT, Text, read_text
 from requant.text.windows import overlap, sample_self, spread, token_windows
 
 logger = logging.getLogger(__name__)
+OVERLAP_TOLERATED = 0.01  # fraction of the evaluation text; above it a warning
+DIAGNOSED_TOKENS = 4096  # PQI equals dF on any text, so a small one serves
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +43,10 @@ class Prepared:
     source: Path | None  # the model's folder; None for one that was built in memory
     targets: Sequence[QuantTarget]
     calibration: Text
-    windows: Int64[Tensor, "b t"]
-    pool: Int64[Tensor, "p t"]  # the windows that tuning may train on
+    windows: Int64[Tensor, "b t"]  # of the calibration text, for statistics
+    train_windows: Int64[Tensor, "p t"]  # that finetuning may train on
     evaluation: Text
-    scored: Int64[Tensor, "e c"]
+    eval_windows: Int64[Tensor, "e c"]
 
 
 def prepare(
@@ -64,17 +66,17 @@ def prepare(
     _check_context(model, recipe)
     given = [str(t) for t in ([text] if isinstance(text, str | Path) else text or recipe.calibration.text)]
     calibration, evaluation = _texts(model, tokenizer, source, recipe, given, quiet=quiet)
-    everything = token_windows(
+    all_windows = token_windows(
         calibration, tokenizer, num_samples=None, seq_len=recipe.calibration.seq_len, seed=recipe.seed
     )
-    windows = spread(everything, recipe.calibration.num_samples, of=calibration.name)
-    tuning = max(len(windows), recipe.finetune.train_windows if recipe.finetune.steps else 0)
-    scored = token_windows(evaluation, tokenizer, num_samples=None, seq_len=recipe.evaluation.context)
+    windows = spread(all_windows, recipe.calibration.num_samples, of=calibration.name)
+    num_train = max(len(windows), recipe.finetune.train_windows if recipe.finetune.steps else 0)
+    eval_windows = token_windows(evaluation, tokenizer, num_samples=None, seq_len=recipe.evaluation.context)
     shared = overlap(calibration, evaluation)
     if shared > OVERLAP_TOLERATED:
         logger.warning(
-            "%.0f%% of the evaluation text %s also stands in the calibration text %s: the perplexity will "
-            "flatter; give another --eval-text.",
+            "%.0f%% of the evaluation text %s is also in the calibration text %s: the perplexity will be too "
+            "low; give another --eval-text.",
             100 * shared,
             evaluation.name,
             calibration.name,
@@ -86,9 +88,9 @@ def prepare(
         targets=targets,
         calibration=calibration,
         windows=windows,
-        pool=spread(everything, tuning, of=None),
+        train_windows=spread(all_windows, num_train, of=None),
         evaluation=evaluation,
-        scored=scored[: recipe.evaluation.windows],
+        eval_windows=eval_windows[: recipe.evaluation.windows],
     )
 
 
@@ -101,7 +103,7 @@ def start(prepared: Prepared, recipe: Recipe, *, workspace: Workspace, quiet: bo
         targets=prepared.targets,
         original=originals(prepared.targets),
         windows=prepared.windows,
-        pool=prepared.pool,
+        train_windows=prepared.train_windows,
         recipe=recipe,
         workspace=workspace,
         fingerprint=fingerprint(prepared.model, prepared.targets, prepared.windows),
@@ -111,7 +113,7 @@ def start(prepared: Prepared, recipe: Recipe, *, workspace: Workspace, quiet: bo
 
 
 def diagnosed_windows(prepared: Prepared) -> Int64[Tensor, "d t"]:
-    """The calibration windows that sums are predicted and measured on."""
+    """The calibration windows on which dF is predicted and measured."""
     return prepared.windows[: max(1, DIAGNOSED_TOKENS // prepared.windows.shape[1])]
 
 
@@ -152,12 +154,12 @@ def _texts(
 ) -> tuple[Text, Text]:
     """Calibration and evaluation text; with one text for both, its last tenth is held out and scored."""
     demo = source == DEMO
-    names = given or ["demo" if demo else f"{WIKITEXT}:train"]
-    if list(names) == [SELF]:
+    sources = given or ["demo" if demo else f"{WIKITEXT}:train"]
+    if list(sources) == [SELF]:
         tokens = recipe.calibration.num_samples * recipe.calibration.seq_len
         calibration = sample_self(model, tokenizer, num_tokens=tokens, seed=recipe.seed, progress=not quiet)
     else:
-        calibration = read_text(names, field=recipe.calibration.field)
+        calibration = read_text(sources, field=recipe.calibration.field)
     scored = recipe.evaluation.text or (("demo-eval",) if demo else () if given else (f"{WIKITEXT}:test",))
     if scored:
         return calibration, read_text(scored, field=recipe.evaluation.field)
@@ -166,10 +168,6 @@ def _texts(
         Text.from_documents(calibration.name, [calibration.text[:cut]]),
         Text.from_documents(f"{calibration.name} (last tenth, held out)", [calibration.text[cut:]]),
     )
-
-
-OVERLAP_TOLERATED = 0.01
-DIAGNOSED_TOKENS = 4096  # the prediction holds on any text: it is an identity; few tokens keep it cheap
 
 
 def bytes_before(prepared: Prepared) -> int:

@@ -1,12 +1,13 @@
-"""The order of stages: model + text -> codes + sparse part -> measured, saved.
+"""The stages of a run in order: model + text -> codes + sparse part -> measured quality.
 
-prepare      load, find the matrices, check everything that can be checked before work begins
-allocate     bits of every matrix, and of embedding and head, within the budget (allocation.py)
+prepare      load, find the matrices, check everything that can be checked before work begins (prepare.py)
+allocate     bits of every matrix, and of embedding and head, within the budget (allocation/budget.py)
 quantize     one of MODES: `best` (rounds of codes and training), `dense` (codes only), `paper` (ReQuant as published)
-tune         what is not code learns from the original's outputs (training/tuning.py)
-diagnose     predicted against measured dF
-evaluate     perplexity and KL, the original beside the quantized model
-save         checkpoint, report, model card (saving.py)
+finetune     train all that is not code to match the original's outputs (finetune/final.py)
+diagnose     predicted against measured dF (diagnosis.py)
+evaluate     perplexity of the original and of the quantized model, and the KL between them
+
+The checkpoint and its report are written by `requant.save` (report/save.py).
 """
 
 import copy
@@ -23,7 +24,7 @@ from requant.allocation.embedding_and_head import QuantizedEmbeddingAndHead, qua
 from requant.allocation.knapsack import TOLERANCE
 from requant.evaluation.perplexity import Quality, perplexity_and_kl
 from requant.evaluation.samples import Sample, write_samples
-from requant.finetune.final import tune
+from requant.finetune.final import finetune
 from requant.models.devices import peak_memory
 from requant.pipeline.best import best
 from requant.pipeline.diagnosis import DISAGREEMENT, Diagnosis, diagnose
@@ -50,7 +51,7 @@ class QuantizedModel:
 
     prepared: Prepared
     weights: Weights
-    vocabulary: Weights  # embedding and head, where they are quantized; of tied ones the embedding
+    embedding_and_head: Weights  # where they are quantized; of tied ones the embedding
     allocation: Allocation | None
     recipe: Recipe
     before: Quality
@@ -58,7 +59,7 @@ class QuantizedModel:
     diagnosis: Diagnosis
     seconds: dict[str, float]
     peak_memory: int  # bytes, of the GPU where there is one, else of the process
-    samples: Sequence[Sample] = ()  # of what it writes
+    samples: Sequence[Sample] = ()  # continuations by the original and by the quantized model
 
     @property
     def model(self) -> PreTrainedModel:
@@ -70,11 +71,12 @@ class QuantizedModel:
 
     @property
     def warnings(self) -> list[str]:
+        """What to know before trusting the result, a sentence each."""
         found = []
-        share = self.diagnosis.disagreement
-        if share is not None and share > DISAGREEMENT:
+        disagreement = self.diagnosis.disagreement
+        if disagreement is not None and disagreement > DISAGREEMENT:
             found.append(
-                f"The sum of PQI differs from the measured dF by {share:.1%}: use more nodes "
+                f"The sum of PQI differs from the measured dF by {disagreement:.1%}: use more nodes "
                 "(sensitivity.nodes: gauss4) or more calibration text before trusting the ranking."
             )
         if self.allocation is not None and self.allocation.unspent > TOLERANCE:
@@ -111,22 +113,22 @@ def quantize(
     weights = MODES[recipe.mode](run)
     run.statistics.clear()
     if recipe.finetune.steps:
-        weights = tuned(run, weights)
-    vocabulary = quantize_embedding_and_head(run)
+        weights = finetuned(run, weights)
+    embedding_and_head = quantize_embedding_and_head(run)
     diagnosis = diagnose(
         run,
         weights,
         diagnosed_windows(prepared),
         names=("gradient", "hessian", "pqi"),
-        vocabulary=vocabulary,
+        embedding_and_head=embedding_and_head,
         by_matrix=True,
     )
-    before, after = evaluate(run, prepared, weights, vocabulary)
-    samples = _samples(run, prepared, weights, vocabulary)
+    before, after = evaluate(run, prepared, weights, embedding_and_head)
+    samples = _samples(run, prepared, weights, embedding_and_head)
     return QuantizedModel(
         prepared=prepared,
         weights=weights,
-        vocabulary=dict(vocabulary.weights),
+        embedding_and_head=dict(embedding_and_head.weights),
         allocation=run.allocation,
         recipe=recipe,
         before=before,
@@ -138,30 +140,29 @@ def quantize(
     )
 
 
-def tuned(run: RunContext, weights: Weights) -> Weights:
-    """The weights after tuning, through the workspace."""
-    kept = load_stage(run, "tuned")
-    if kept is None:
-        with run.stage("tuning"):
-            kept = tune(run, weights, run.recipe.finetune)
-        save_stage(run, "tuned", kept)
-    return kept
+def finetuned(run: RunContext, weights: Weights) -> Weights:
+    """The weights after the last finetuning phase, from the workspace where an earlier run finished it."""
+    result = load_stage(run, "finetuned")
+    if result is None:
+        with run.stage("finetuning"):
+            result = finetune(run, weights, run.recipe.finetune)
+        save_stage(run, "finetuned", result)
+    return result
 
 
 def evaluate(
-    run: RunContext, prepared: Prepared, weights: Weights, vocabulary: QuantizedEmbeddingAndHead
+    run: RunContext, prepared: Prepared, weights: Weights, embedding_and_head: QuantizedEmbeddingAndHead
 ) -> tuple[Quality, Quality]:
     """Quality of the original and of the quantized model on the evaluation text; the model is left quantized."""
     with run.stage("evaluation"):
-        path = run.path(weights)
-        path.place(0.0)
-        vocabulary.place(quantized=False)
+        run.apply_original_weights()
+        embedding_and_head.apply_weights(quantized=False)
         reference = copy.deepcopy(prepared.model)
-        path.place(1.0)
-        vocabulary.place(quantized=True)
+        run.apply_quantized_weights(weights)
+        embedding_and_head.apply_weights(quantized=True)
         after = perplexity_and_kl(
             prepared.model,
-            prepared.scored,
+            prepared.eval_windows,
             text=prepared.evaluation,
             reference=reference,
             progress=not run.quiet,
@@ -171,14 +172,19 @@ def evaluate(
 
 
 def _samples(
-    run: RunContext, prepared: Prepared, weights: Weights, vocabulary: QuantizedEmbeddingAndHead
+    run: RunContext, prepared: Prepared, weights: Weights, embedding_and_head: QuantizedEmbeddingAndHead
 ) -> list[Sample]:
-    """What the original and the quantized model write; the model is left quantized."""
+    """Continuations by the original and by the quantized model; the model is left quantized."""
 
-    def place(quantized: bool) -> None:
-        run.path(weights).place(float(quantized))
-        vocabulary.place(quantized=quantized)
+    def apply_weights(quantized: bool) -> None:
+        if quantized:
+            run.apply_quantized_weights(weights)
+        else:
+            run.apply_original_weights()
+        embedding_and_head.apply_weights(quantized=quantized)
 
     with run.stage("samples"):
         count = run.recipe.evaluation.samples
-        return write_samples(prepared.model, prepared.tokenizer, prepared.scored, place, count=count)
+        return write_samples(
+            prepared.model, prepared.tokenizer, prepared.eval_windows, apply_weights, count=count
+        )

@@ -138,7 +138,7 @@ def read_entry(name: str) -> Entry:
         scored=_protocol(protocol),
         calibration=_string(text, "name"),
         measured=_number(said, "measured"),
-        blocks=_blocks(_table(said, "measured_blocks")),
+        blocks=_blocks(_table(said, "block_delta_loss")),
     )
 
 

@@ -51,7 +51,7 @@ class MatrixRow:
     predicted: Mapping[str, float] = field(
         default_factory=dict
     )  # score -> its signed sum: dF in nats a token
-    measured: float | None = None  # dF with this matrix alone quantized
+    delta_loss: float | None = None  # measured dF with this matrix alone quantized
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,12 +68,12 @@ class CalibrationText:
 class BudgetSummary:
     """What might be paid, what was, and what the allocation expected of it."""
 
-    asked: str  # 2.25bit, 600MB
+    target: str  # 2.25bit, 600MB
     bytes: int
     written: int
     predictor: str
     predicted: float | None  # nats a token
-    curve: Mapping[int, float]  # bytes of other budgets -> predicted loss
+    loss_curve: Mapping[int, float]  # bytes of other budgets -> predicted loss
     embedding_bits: int
     head_bits: int
 
@@ -100,10 +100,12 @@ class RunSummary:
     before: Quality | None = None
     after: Quality | None = None
     original_loss: float | None = None  # F on the calibration text, nats a token
-    measured: float | None = None  # dF of the whole model, there
-    measured_vocabulary: float | None = None  # dF of embedding and head, where they were quantized
-    beside: float | None = None  # PQI of the norms, biases and embeddings that learned, a part of `measured`
-    measured_blocks: Mapping[int, float] = field(
+    delta_loss: float | None = None  # measured dF of the whole model, there
+    embedding_and_head_delta: float | None = None  # dF of embedding and head, where they were quantized
+    other_params_delta: float | None = (
+        None  # PQI of the finetuned norms, biases and embeddings, a part of `delta_loss`
+    )
+    block_delta_loss: Mapping[int, float] = field(
         default_factory=dict
     )  # block -> dF with that block alone quantized
     seconds: Mapping[str, float] = field(default_factory=dict)  # stage -> wall time
@@ -168,8 +170,8 @@ def heat_map(summary: RunSummary) -> HeatMap | None:
     for row in summary.matrices:
         place = (row.block, row.kind)
         predicted[place] = predicted.get(place, 0.0) + row.predicted.get(score, 0.0)
-        if row.measured is not None:
-            measured[place] = measured.get(place, 0.0) + row.measured
+        if row.delta_loss is not None:
+            measured[place] = measured.get(place, 0.0) + row.delta_loss
 
     def grid(values: Mapping[tuple[int, str], float]) -> dict[int, list[float | None]]:
         return {block: [values.get((block, kind)) for kind in kinds] for block in blocks}
@@ -188,11 +190,11 @@ def render_report(summary: RunSummary) -> str:
     plot = None
     if summary.scores:
         predicted = {score: summary.predicted_blocks(score) for score in summary.scores}
-        plot = Markup(sensitivity_plot(predicted, summary.measured_blocks, format="svg").decode())
+        plot = Markup(sensitivity_plot(predicted, summary.block_delta_loss, format="svg").decode())
     curve = None
-    if summary.budget is not None and summary.budget.curve and summary.budget.predicted is not None:
+    if summary.budget is not None and summary.budget.loss_curve and summary.budget.predicted is not None:
         chosen = (summary.budget.written, summary.budget.predicted)
-        curve = Markup(alternatives_plot(summary.budget.curve, chosen).decode())
+        curve = Markup(alternatives_plot(summary.budget.loss_curve, chosen).decode())
     return (
         environment(escape=True)
         .get_template("report.html")

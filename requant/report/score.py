@@ -48,10 +48,10 @@ class Sensitivities:
         sums = {score: self.by_block(score) for score in self.diagnosis.predicted}
         rows: list[dict[str, object]] = [
             {"block": str(block), **{score: sums[score][block] for score in sums}, "measured": measured}
-            for block, measured in self.diagnosis.measured_blocks.items()
+            for block, measured in self.diagnosis.block_delta_loss.items()
         ]
         whole = {score: self.diagnosis.total(score) for score in sums}
-        return [*rows, {"block": "model", **whole, "measured": self.diagnosis.measured}]
+        return [*rows, {"block": "model", **whole, "measured": self.diagnosis.delta_loss}]
 
 
 def score(
@@ -93,17 +93,18 @@ def _written(run: RunContext, weights: Weights, output: Path) -> Sensitivities:
     with tempfile.TemporaryDirectory(prefix=f".{output.name}.partial-", dir=output.parent) as name:
         folder = Path(name)
 
-        def keep(score: str, values: Scores) -> None:
+        def write_scores(score: str, values: Scores) -> None:
             (folder / score).mkdir()
             units = ({matrix: tensor} for matrix, tensor in values.items())
             write_shards(folder / score, units, max_shard_bytes=MAX_SHARD_BYTES)
 
         found = Sensitivities(
-            targets=run.targets, diagnosis=diagnose(run, weights, run.windows, names=SCORES, keep=keep)
+            targets=run.targets,
+            diagnosis=diagnose(run, weights, run.windows, names=SCORES, on_scores=write_scores),
         )
         (folder / "table.json").write_text(json.dumps(found.rows(), indent=2), encoding="utf-8")
         predicted = {score: found.by_block(score) for score in found.diagnosis.predicted}
-        plot = sensitivity_plot(predicted, found.diagnosis.measured_blocks, format="svg")
+        plot = sensitivity_plot(predicted, found.diagnosis.block_delta_loss, format="svg")
         (folder / "plot.svg").write_bytes(plot)
         folder.chmod(0o755)  # temporary folders are private
         folder.rename(output)

@@ -57,7 +57,7 @@ def run_summary(result: QuantizedModel, output: Path) -> RunSummary:
                 sparse_fraction=stored[target.name].layout.sparse / target.size,
                 size_bytes=stored[target.name].bytes,
                 predicted={score: sums[target.name] for score, sums in diagnosis.predicted.items()},
-                measured=diagnosis.measured_matrices.get(target.name),
+                delta_loss=diagnosis.matrix_delta_loss.get(target.name),
             )
             for target in prepared.targets
         ],
@@ -71,10 +71,10 @@ def run_summary(result: QuantizedModel, output: Path) -> RunSummary:
         before=result.before,
         after=result.after,
         original_loss=diagnosis.original_loss,
-        measured=diagnosis.measured,
-        measured_vocabulary=diagnosis.vocabulary if result.vocabulary else None,
-        beside=diagnosis.beside or None,
-        measured_blocks=diagnosis.measured_blocks,
+        delta_loss=diagnosis.delta_loss,
+        embedding_and_head_delta=diagnosis.embedding_and_head_delta if result.embedding_and_head else None,
+        other_params_delta=diagnosis.other_params_delta or None,
+        block_delta_loss=diagnosis.block_delta_loss,
         seconds=result.seconds,
         peak_memory=result.peak_memory,
         device=_device_name(result),
@@ -131,7 +131,7 @@ def _budget_rows(result: QuantizedModel, table: ByteTable) -> list[tuple[str, ob
         )
     ]
     if allocation.predicted is not None:
-        measured = result.diagnosis.measured + result.diagnosis.vocabulary
+        measured = result.diagnosis.delta_loss + result.diagnosis.embedding_and_head_delta
         rows.append(
             (
                 "loss predicted by the budget (codes alone), and measured dF, nats",
@@ -148,19 +148,19 @@ def _budget_line(result: QuantizedModel, stored: dict[str, MatrixBytes]) -> Budg
     if allocation is None or allocation.budget is None:
         return None
     layouts = {name: matrix.layout.tensors() for name, matrix in stored.items()}
-    tables = {name: pack(weight)[0].tensors() for name, weight in result.vocabulary.items()}
+    tables = {name: pack(weight)[0].tensors() for name, weight in result.embedding_and_head.items()}
     source = result.prepared.source
     if result.recipe.budget.size:
         written = checkpoint_bytes(result.model, source=source, modules=layouts, vocabulary=tables)
     else:
         written = sum(matrix.bytes for matrix in stored.values())
     return BudgetSummary(
-        asked=budget_name(result.recipe),
+        target=budget_name(result.recipe),
         bytes=allocation.budget,
         written=written,
         predictor=str(allocation.predictor),
         predicted=allocation.predicted,
-        curve=allocation.curve,
+        loss_curve=allocation.loss_curve,
         embedding_bits=allocation.embedding_bits,
         head_bits=allocation.head_bits,
     )
@@ -185,10 +185,12 @@ def _sizes(result: QuantizedModel, stored: dict[str, MatrixBytes]) -> dict[str, 
     embedding = model.get_input_embeddings().weight
     quantized = {id(target.parameter) for target in result.prepared.targets}
     scale = _source_element_size(result)
-    vocabulary = embedding_and_head_of(model)
-    for role, part in vocabulary.parts.items():
-        stays = part.name not in result.vocabulary
-        parts[role] = part.weight.numel() * scale if stays else pack(result.vocabulary[part.name])[0].bytes
+    tables = embedding_and_head_of(model)
+    for role, part in tables.parts.items():
+        stays = part.name not in result.embedding_and_head
+        parts[role] = (
+            part.weight.numel() * scale if stays else pack(result.embedding_and_head[part.name])[0].bytes
+        )
     rest = [
         p
         for p in model.parameters()

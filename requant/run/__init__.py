@@ -1,1 +1,1 @@
-"""One run: its context, the cache of finished stages it resumes from, and the loop over its matrices."""
+"""One run: its context, the workspace of finished stages it resumes from, and the loop over its matrices."""

@@ -1,7 +1,7 @@
-"""The context of one run, and the two things every mode measures with it: scores of the weights, the loss.
+"""The context of one run, and the two things every mode measures with it: scores of the weights, and the loss.
 
-A mode (`paper.py`) is a function of a `Run`. Results go through the workspace (`outcomes.py`), matrix by matrix, so an
-interrupted run resumes at the matrix where it stopped.
+A mode (`pipeline/best.py`, `pipeline/paper.py`) is a function of a `RunContext`. Results go through the workspace
+matrix by matrix (`stage_cache.py`), so an interrupted run resumes at the matrix where it stopped.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from requant.recipe.schema import Recipe
 from requant.recipe.yaml_files import to_dict
 from requant.run.workspace import Workspace, digest, model_digest
 from requant.sensitivity.path import QuantizedPath, Scores
-from requant.sensitivity.scores import score
+from requant.sensitivity.scores import score_weights
 from requant.version import VERSION
 
 Weights = dict[str, QuantizedWeight]
@@ -33,17 +33,16 @@ Weights = dict[str, QuantizedWeight]
 
 @dataclass(frozen=True, kw_only=True)
 class Allocation:
-    """What was decided for a run (`allocation.py`): the width of every matrix, and what it is expected to cost."""
+    """What was decided for a run (`allocation/budget.py`): bits of every matrix, and what they are expected to cost."""
 
     bits: dict[str, int | float]
     bytes: int  # of the matrices, or of the weight files where the budget is a size
     budget: int | None = None  # bytes that it must not exceed; None: no budget
     predicted: float | None = None  # nats a token; None: nothing was predicted
     predictor: str | None = None
-    curve: dict[int, float] = field(default_factory=dict)  # other budgets in bytes -> predicted loss
+    loss_curve: dict[int, float] = field(default_factory=dict)  # other budgets in bytes -> predicted loss
     embedding_bits: int = 16
     head_bits: int = 16
-
     outlier_fractions: dict[str, float] = field(default_factory=dict)  # of matrices that have outliers
 
     @property
@@ -54,27 +53,27 @@ class Allocation:
 
 @dataclass(frozen=True, kw_only=True)
 class RunContext:
-    """What every stage needs; `statistics` and `seconds` fill up as the run goes."""
+    """What every stage needs; `finetuned_params`, `statistics` and `seconds` fill up as the run goes."""
 
     model: PreTrainedModel
     targets: Sequence[QuantTarget]
     original: Mapping[str, Tensor]  # [n, k], CPU, the source's dtype
-    windows: Int64[Tensor, "b t"]
+    windows: Int64[Tensor, "b t"]  # calibration tokens for statistics, scores and losses
+    train_windows: Int64[Tensor, "p t"]  # calibration tokens that finetuning may train on
     recipe: Recipe
     workspace: Workspace
     fingerprint: str  # of the model, its matrices to quantize, the windows and the versions
     quiet: bool
     source: Path | None = None  # the model's folder
-    # of matrices whose width is not the recipe's
-    bits: Mapping[str, int | float] = field(default_factory=dict)
-    outlier_fractions: Mapping[str, float] = field(default_factory=dict)  # where allocated
+
     allocation: Allocation | None = None
-    # the windows that training may use, where they are more than `windows`
-    pool: Int64[Tensor, "p t"] | None = None
-    # parameters that learned: original, learned
+    # matrix -> bits, and fraction of sparse outliers, where they are not the recipe's
+    bits: Mapping[str, int | float] = field(default_factory=dict)
+    outlier_fractions: Mapping[str, float] = field(default_factory=dict)
+    # name -> (original, finetuned) of parameters without codes
     finetuned_params: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     statistics: dict[str, LinearStats] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)  # stage -> wall time
 
     @property
     def total_weights(self) -> int:
@@ -89,6 +88,7 @@ class RunContext:
         return dataclasses.replace(self.recipe.quantizer, **options)
 
     def path(self, weights: Weights) -> QuantizedPath:
+        """The line from the originals to `weights` and to the finetuned parameters."""
         return QuantizedPath(
             model=self.model,
             targets=self.targets,
@@ -97,17 +97,22 @@ class RunContext:
             finetuned_params=self.finetuned_params,
         )
 
-    @property
-    def training_windows(self) -> Int64[Tensor, "p t"]:
-        return self.windows if self.pool is None else self.pool
+    def apply_original_weights(self) -> None:
+        """Write the original matrices and parameters into the model."""
+        self.path({}).apply_weights(0.0)
 
-    def original_of(self, name: str, parameter: Tensor) -> Tensor:
-        """A copy, on the CPU, of what a parameter outside of the matrices was before anything learned."""
+    def apply_quantized_weights(self, weights: Weights) -> None:
+        """Write the dequantized `weights` and the finetuned parameters into the model."""
+        self.path(weights).apply_weights(1.0)
+
+    def original_param(self, name: str, parameter: Tensor) -> Tensor:
+        """A copy, on the CPU, of a parameter without codes as it was before any finetuning."""
         if name in self.finetuned_params:
             return self.finetuned_params[name][0]
         return parameter.detach().to("cpu", copy=True)
 
     def label(self, text: str) -> str | None:
+        """A progress bar's label, or None for a quiet run."""
         return None if self.quiet else text
 
     @contextmanager
@@ -134,7 +139,7 @@ def fingerprint(model: PreTrainedModel, targets: Sequence[QuantTarget], windows:
 def scores(run: RunContext, name: str, weights: Weights, *, label: str) -> Scores:
     """Signed scores of every weight for the step from the originals to `weights`."""
     with run.stage("sensitivity"):
-        return score(
+        return score_weights(
             name, run.path(weights), run.windows, nodes=run.recipe.sensitivity.nodes, label=run.label(label)
         )
 
@@ -146,9 +151,12 @@ def loss(
     windows: Int64[Tensor, "b t"] | None = None,
     label: str | None = None,
 ) -> float:
-    """F on the calibration windows with `weights` in the model; the originals for an empty dict."""
+    """F on the calibration windows, or on `windows`, with `weights` in the model; an empty dict: the original weights."""
     with run.stage("loss"):
-        run.path(weights).place(1.0 if weights else 0.0)
+        if weights:
+            run.apply_quantized_weights(weights)
+        else:
+            run.apply_original_weights()
         return mean_loss(
             run.model, run.windows if windows is None else windows, label=run.label(label) if label else None
         )

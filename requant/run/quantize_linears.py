@@ -1,9 +1,11 @@
-"""All matrices of a run through its quantizer, each with its statistics, as many together as memory allows.
+"""The loop over all matrices of a run: collect statistics, quantize, save to the workspace.
 
-    at once     statistics of the original model
-    in order    statistics of inputs behind what is quantized already (`calibration.inputs`), by block or by input
+    parallel      statistics of all matrices are taken in the original model
+    sequential    statistics of a matrix's inputs are taken with every earlier matrix quantized (`calibration.inputs`),
+                  block by block or input by input
 
-Statistics are gathered again when a resumed run still lacks some matrix.
+As many matrices as memory allows have their statistics collected in one pass. A resumed run that still lacks some matrix
+collects its statistics again.
 """
 
 import copy
@@ -16,9 +18,9 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from requant.calibration.statistics import INPUT_STATISTICS, bytes_needed, collect
+from requant.calibration.collect import INPUT_STATISTICS, bytes_needed, collect
+from requant.calibration.hidden_states import HiddenStateCache
 from requant.calibration.stats import LinearStats
-from requant.calibration.stream import HiddenStateCache
 from requant.models.devices import free_memory
 from requant.models.targets import SIBLINGS, QuantTarget
 from requant.quantizers.registry import METHODS
@@ -26,17 +28,18 @@ from requant.run.context import RunContext, Weights
 from requant.run.stage_cache import load_weight, save_weight
 from requant.run.workspace import digest
 
-Measured = Iterator[tuple[list[QuantTarget], dict[str, LinearStats]]]
+TargetsWithStatistics = Iterator[tuple[list[QuantTarget], dict[str, LinearStats]]]
 
 
 def quantize_linears(
     run: RunContext, detached: Mapping[str, Bool[Tensor, "n k"]] | None, *, label: str
 ) -> Weights:
-    """Every linear through the recipe's quantizer, in the model's order; `detached` places go to the sparse part.
+    """Every linear through the recipe's quantizer, in the model's order; `detached` masks weights for the sparse part.
 
-    Statistics come from the original model. Where the recipe says so, those of inputs come from a model in which all
-    that comes before is quantized already, so that a matrix may mend the errors before it: `inputs: quantized` block by
-    block (Frantar et al. 2022), `corrected` input by input, beside the original's inputs. Gradients stay the original's.
+    Statistics come from the original model. With `calibration.inputs` those of inputs come from a model whose earlier
+    matrices are quantized already, so that a matrix can compensate their errors: `quantized` advances block by block
+    (Frantar et al. 2022), `corrected` input by input, together with the original's inputs. Gradients are always the
+    original's.
     """
     method = METHODS[run.recipe.method]
     sequential = run.recipe.calibration.inputs != "original" and bool(method.needs & INPUT_STATISTICS)
@@ -45,7 +48,8 @@ def quantize_linears(
     done: Weights = {name: weight for name, weight in found.items() if weight is not None}
     pending = [target for target in run.targets if target.name not in done]
     bar = tqdm(total=len(pending), desc=label, unit="matrix", disable=run.quiet or not pending)
-    for members, statistics in (in_order if sequential else parallel)(run, pending, method.needs, done):
+    calibrate = sequential_calibration if sequential else parallel_calibration
+    for members, statistics in calibrate(run, pending, method.needs, done):
         for target in members:
             with run.stage("quantize"):
                 done[target.name] = method.quantize(
@@ -60,31 +64,30 @@ def quantize_linears(
     return {target.name: done[target.name] for target in run.targets}
 
 
-def parallel(
+def parallel_calibration(
     run: RunContext, pending: Sequence[QuantTarget], needs: frozenset[str], _done: Weights
-) -> Measured:
-    """Sites with their statistics in the original model, as many together as memory allows."""
+) -> TargetsWithStatistics:
+    """Targets with their statistics in the original model, as many together as memory allows."""
     for chunk in chunks_that_fit(run, pending, needs):
         yield chunk, gather(run, chunk, needs)
 
 
-def in_order(
+def sequential_calibration(
     run: RunContext, pending: Sequence[QuantTarget], needs: frozenset[str], done: Weights
-) -> Measured:
-    """Sites in the order of the forward pass; statistics of inputs with all that is `done` quantized."""
+) -> TargetsWithStatistics:
+    """Targets in the order of the forward pass; inputs are those of the model with the `done` weights quantized."""
     corrected = run.recipe.calibration.inputs == "corrected"
-    run.path({}).place(0.0)
+    run.apply_original_weights()
     original = copy.deepcopy(run.model) if corrected else None
     for chunk in chunks_that_fit(run, pending, needs):
         gradients = gather(run, chunk, needs - INPUT_STATISTICS)
-        run.path({}).place(0.0)
+        run.apply_original_weights()
         first, last = chunk[0].block, chunk[-1].block
         for target in run.targets:
             if target.block < first:
                 target.set_weight(done[target.name].dequantize())
-        span = [
-            target for target in run.targets if first <= target.block <= last
-        ]  # with those that an earlier run left
+        # with those that an earlier run quantized already
+        span = [target for target in run.targets if first <= target.block <= last]
         yield from sequential_statistics(run, span, needs, done, gradients, reference=original)
 
 
@@ -96,46 +99,47 @@ def sequential_statistics(
     gradients: Mapping[str, LinearStats],
     *,
     reference: PreTrainedModel | None,
-) -> Measured:
-    """Sites that are not `done`, with statistics of their inputs in the model as it stands, and beside them `gradients`.
+) -> TargetsWithStatistics:
+    """Targets that are not `done`, with statistics of their inputs in the model as it stands, and those of `gradients`.
 
-    The model takes the weights of every target that was passed. With a `reference`, a copy of the model before any of this,
-    targets come input by input, else block by block.
+    Each target is written into the model, quantized, before the next ones are visited. With a `reference`, a copy of the
+    original model, targets come input by input and with statistics of its inputs too, else block by block.
     """
-    stream = HiddenStateCache(run.model, run.windows)
-    other = None if reference is None else HiddenStateCache(reference, run.windows)
-    rest = needs - INPUT_STATISTICS
+    own = HiddenStateCache(run.model, run.windows)
+    original = None if reference is None else HiddenStateCache(reference, run.windows)
+    other_needs = needs - INPUT_STATISTICS
     for members in by_block(targets) if reference is None else by_input(targets):
         waiting = [target for target in members if target.name not in done]
         if waiting:
             with run.stage("statistics"):
-                for one in (stream,) if other is None else (other, stream):
-                    one.advance_to(waiting[0].block)
+                for cache in (own,) if original is None else (original, own):
+                    cache.advance_to(waiting[0].block)
                 inputs = collect(
                     run.model,
                     run.windows,
                     waiting,
                     needs=needs & INPUT_STATISTICS,
-                    stream=stream,
-                    reference=other,
+                    cache=own,
+                    reference=original,
                 )
-            yield (
-                waiting,
-                {target.name: _with(inputs[target.name], gradients[target.name], rest) for target in waiting},
-            )
+            merged = {
+                target.name: _merged(inputs[target.name], gradients[target.name], other_needs)
+                for target in waiting
+            }
+            yield waiting, merged
         for target in members:
             target.set_weight(done[target.name].dequantize())
 
 
-def _with(stats: LinearStats, other: LinearStats, names: frozenset[str]) -> LinearStats:
-    """The statistics with these fields of others."""
+def _merged(stats: LinearStats, other: LinearStats, names: frozenset[str]) -> LinearStats:
+    """`stats` with the fields in `names` taken from `other`."""
     return dataclasses.replace(stats, **{name: getattr(other, name) for name in names})
 
 
 def _keys(
     run: RunContext, detached: Mapping[str, Bool[Tensor, "n k"]] | None, *, sequential: bool
 ) -> dict[str, str]:
-    """A workspace key a matrix; in a sequential run it depends on all that came before."""
+    """Matrix -> workspace key; in a sequential run it depends on all earlier matrices."""
     keys: dict[str, str] = {}
     inputs, chain = run.recipe.calibration.inputs, ""
     for target in run.targets:
@@ -149,13 +153,13 @@ def _keys(
 
 
 def gather(run: RunContext, chunk: Sequence[QuantTarget], needs: frozenset[str]) -> dict[str, LinearStats]:
-    """Statistics of a chunk in the original model; kept for the next quantization if it is the whole model."""
+    """Statistics of `chunk` in the original model; kept in the run for the next quantization if it is the whole model."""
     if not needs:
         return {target.name: LinearStats() for target in chunk}
     if _gathered(run, chunk, needs):
         return run.statistics
     with run.stage("statistics"):
-        run.path({}).place(0.0)
+        run.apply_original_weights()
         label = run.label("statistics")
         gathered = collect(run.model, run.windows, chunk, needs=needs, label=label)
     if len(chunk) == len(run.targets):
@@ -165,20 +169,20 @@ def gather(run: RunContext, chunk: Sequence[QuantTarget], needs: frozenset[str])
 
 def _gathered(run: RunContext, targets: Sequence[QuantTarget], needs: frozenset[str]) -> bool:
     """Whether the run holds these statistics of all targets already."""
-    kept = [run.statistics.get(target.name) for target in targets]
+    held = [run.statistics.get(target.name) for target in targets]
     return all(
-        stats is not None and all(getattr(stats, need) is not None for need in needs) for stats in kept
+        stats is not None and all(getattr(stats, need) is not None for need in needs) for stats in held
     )
 
 
 def by_block(targets: Sequence[QuantTarget]) -> list[list[QuantTarget]]:
-    """Sites in one list a transformer block."""
+    """The targets, one list a transformer block."""
     blocks = dict.fromkeys(target.block for target in targets)
     return [[target for target in targets if target.block == block] for block in blocks]
 
 
 def by_input(targets: Sequence[QuantTarget]) -> list[list[QuantTarget]]:
-    """Sites in the model's order, those together that read one tensor (`models.SIBLINGS`)."""
+    """The targets in the model's order; those that read the same tensor (`models.targets.SIBLINGS`) form one list."""
     groups: list[list[QuantTarget]] = []
     for target in targets:
         last = groups[-1][-1] if groups else None
@@ -196,7 +200,7 @@ def _siblings(kind: str, other: str) -> bool:
 def chunks_that_fit(
     run: RunContext, targets: Sequence[QuantTarget], needs: frozenset[str]
 ) -> list[list[QuantTarget]]:
-    """Sites in runs of whole blocks whose statistics take at most half of the free memory."""
+    """The targets in chunks of whole blocks whose statistics take at most half of the free memory."""
     if not targets or _gathered(run, targets, needs):
         return [list(targets)] if targets else []
     budget = free_memory(targets[0].parameter.device) / 2

@@ -1,4 +1,7 @@
-"""What finished stages leave in the workspace for a run that resumes: single matrices, and whole outcomes of a stage."""
+"""What finished stages leave in the workspace for a run that resumes: single matrices, and all weights of a stage.
+
+A stage that finetunes also changes parameters without codes (norms, biases, embeddings); those are saved with it.
+"""
 
 from requant.formats.containers import QuantizedWeight
 from requant.formats.packed_spec import PackedSpec
@@ -9,7 +12,7 @@ from requant.run.workspace import digest
 
 
 def load_weight(run: RunContext, stage: str, key: str, target: QuantTarget) -> QuantizedWeight | None:
-    """A matrix that a finished stage left, on the model's device."""
+    """A matrix that a finished stage left, on the model's device; None where it left none."""
     stored = run.workspace.get(stage, key)
     if stored is None:
         return None
@@ -25,33 +28,33 @@ def save_weight(run: RunContext, stage: str, key: str, weight: QuantizedWeight) 
 
 
 def load_stage(run: RunContext, stage: str) -> Weights | None:
-    """All matrices, and into `run.others` what learned beside them, if a finished stage left them."""
-    keys = _outcome_keys(run, stage)
-    beside = run.workspace.get("others", keys[""])
+    """All weights of a finished stage, None where it did not finish; its finetuned parameters go into the run."""
+    keys = _stage_keys(run, stage)
+    finetuned = run.workspace.get("finetuned-params", keys[""])
     found = {target.name: load_weight(run, stage, keys[target.name], target) for target in run.targets}
     weights = {name: weight for name, weight in found.items() if weight is not None}
-    if beside is None or len(weights) < len(found):
+    if finetuned is None or len(weights) < len(found):
         return None
-    for name in beside.value:
-        run.finetuned_params[name] = (beside.tensors[f"{name}.start"], beside.tensors[f"{name}.end"])
+    for name in finetuned.value:
+        run.finetuned_params[name] = (finetuned.tensors[f"{name}.start"], finetuned.tensors[f"{name}.end"])
     return weights
 
 
 def save_stage(run: RunContext, stage: str, weights: Weights) -> None:
-    """Keep the outcome of a stage for a run that resumes."""
-    keys = _outcome_keys(run, stage)
+    """Keep all weights of a stage, and the run's finetuned parameters, for a run that resumes."""
+    keys = _stage_keys(run, stage)
     for name, weight in weights.items():
         save_weight(run, stage, keys[name], weight)
-    ends = {
+    tensors = {
         f"{name}.{end}": pair[i]
         for name, pair in run.finetuned_params.items()
         for i, end in enumerate(("start", "end"))
     }
-    run.workspace.put("others", keys[""], tensors=ends, value=list(run.finetuned_params))
+    run.workspace.put("finetuned-params", keys[""], tensors=tensors, value=list(run.finetuned_params))
 
 
-def _outcome_keys(run: RunContext, stage: str) -> dict[str, str]:
-    """A key a matrix, and one for all else under the empty name."""
+def _stage_keys(run: RunContext, stage: str) -> dict[str, str]:
+    """Matrix -> its key, and under the empty name the key of the finetuned parameters."""
     sections = (
         "mode",
         "calibration",
@@ -63,5 +66,5 @@ def _outcome_keys(run: RunContext, stage: str) -> dict[str, str]:
         "budget",
         "seed",
     )
-    base = digest(run.fingerprint, recipe_sections(run.recipe, *sections), run.training_windows, stage)
-    return {name: digest(base, name) for name in ("", *(s.name for s in run.targets))}
+    base = digest(run.fingerprint, recipe_sections(run.recipe, *sections), run.train_windows, stage)
+    return {name: digest(base, name) for name in ("", *(target.name for target in run.targets))}

@@ -1,1 +1,4 @@
-"""One score a weight: gradient, Hessian diagonal, PQI. `path.py` holds the line from original to quantized weights."""
+"""Sensitivity: one score a weight, by gradient, Hessian diagonal or post-quantization integral (PQI).
+
+`path.py` holds the line from the original to the quantized weights and the table of scores; `scores.py` finds them by
+name."""

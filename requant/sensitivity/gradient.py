@@ -1,9 +1,9 @@
-"""First-order scores: the loss's slope at one end of the path, times the step.
+"""First-order scores: the gradient of the loss at one end of the line, times the step.
 
-`gradient`: `g(w) d`, the first Taylor term at the original weights, close to zero in sum because w is near a minimum.
-`marginal`: `g(w~) d`, the slope at the quantized weights. It says what undoing a small share of the step would gain,
-which is the question when weights are put back, and ranks them better than PQI in 10 of 12 comparisons
-(`../shared/reference/pqi-study.md`, Q2); summed over all weights it overshoots dF about twofold.
+`gradient`: `g(w) d`, the first Taylor term at the original weights; its sum is close to zero because w is near a minimum.
+`marginal`: `g(w~) d`, the gradient at the quantized weights. It says what undoing a small part of the step would gain,
+which is the question when significant weights are restored, and ranks them better than PQI in 10 of 12 comparisons
+(`../shared/reference/pqi-study.md`, Q2); summed over all weights it is about twice dF.
 """
 
 import torch

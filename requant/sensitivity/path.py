@@ -1,14 +1,16 @@
-"""One score a weight: what the step from `w` to `w~` does to the loss, `d = w~ - w`, in nats.
+"""The line from the original weights w to the quantized ones w~, which every score integrates or differentiates along.
 
-| name | formula | backward passes | sum over the model |
+A score of a weight says, in nats, what its step `d = w~ - w` does to the loss F:
+
+| name | formula | backward passes | its sum over the model predicts |
 | --- | --- | --- | --- |
-| `gradient` | `g(w) d` | 1 | first-order Taylor |
-| `hessian` | `1/2 F d^2`, F by position | 1 | second-order, diagonal |
-| `pqi` | `d * integral_0^1 g(w + t d) dt` | nodes | the true dF |
-| `marginal` | `g(w~) d` | 1 | none: the slope at the end of the path |
+| `gradient` | `g(w) d` | 1 | dF to first order |
+| `hessian` | `1/2 F_jj d^2`, F_jj the Fisher information by position | 1 | dF to second order, diagonal only |
+| `pqi` | `d * integral_0^1 g(w + t d) dt` | one a node | dF |
+| `marginal` | `g(w~) d` | 1 | nothing: the slope at the end of the line |
 
-All are signed; `|score|` ranks weights, signed sums over a row, a matrix or a block predict dF. 96 % of the mass of
-`|pqi|` cancels in the sum, so `|pqi|` is no share of the loss.
+All are signed; `|score|` ranks weights, signed sums over a row, a matrix or a block predict dF = F(w~) - F(w). 96 % of
+the mass of `|pqi|` cancels in the sum, so a weight's `|pqi|` is not its share of the loss.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,17 +32,17 @@ Scores = dict[str, Float[Tensor, "n k"]]
 class QuantizedPath:
     """The straight line from the original weights (t = 0) to the quantized ones (t = 1).
 
-    Holds the originals in the model's own dtype on the CPU and the quantized weights as codes; `place(t)` writes the
-    weights of one point of the line into the model, matrix by matrix, so no second model in floats exists.
+    Holds the originals in the model's own dtype on the CPU and the quantized weights as codes. `apply_weights(t)`
+    writes the weights at one point of the line into the model, matrix by matrix, so there is never a second model in
+    floats.
     """
 
     model: PreTrainedModel
     targets: Sequence[QuantTarget]
     original: Mapping[str, Tensor]
     quantized: Mapping[str, QuantizedWeight]
-    finetuned_params: Mapping[str, tuple[Tensor, Tensor]] = field(
-        default_factory=dict
-    )  # parameters that learned: w, w~
+    # name -> (w, w~) of the parameters without codes that finetuning changed
+    finetuned_params: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def start(self, target: QuantTarget) -> Float[Tensor, "n k"]:
         """w, float32."""
@@ -57,31 +59,34 @@ class QuantizedPath:
         return self.start(target) if t == 0 else self.start(target) + t * self.step(target)
 
     @torch.no_grad()
-    def place(self, t: float) -> None:
-        """Write w + t d into every matrix of the model, and into what learned beside them."""
+    def apply_weights(self, t: float) -> None:
+        """Write w + t d into every matrix of the model and into the finetuned parameters; 0: original, 1: quantized."""
         for target in self.targets:
             target.set_weight(self.point(target, t))
-        for parameter, start, end in self.moved():
+        for parameter, start, end in self.finetuned():
             parameter.copy_(start if t == 0 else end if t == 1 else start.float().lerp(end.float(), t))
 
-    def moved(self) -> Iterator[tuple[nn.Parameter, Tensor, Tensor]]:
-        """The parameters outside of the matrices that move along the line, with both ends."""
+    def finetuned(self) -> Iterator[tuple[nn.Parameter, Tensor, Tensor]]:
+        """The parameters without codes that change along the line, with their values at both ends."""
         for name, (start, end) in self.finetuned_params.items():
             yield self.model.get_parameter(name), start, end
 
     @contextmanager
     def at(self, t: float):
-        """The model at t; back at the quantized weights afterwards."""
-        self.place(t)
+        """The model with the weights at t; the quantized weights afterwards."""
+        self.apply_weights(t)
         try:
             yield
         finally:
-            self.place(1.0)
+            self.apply_weights(1.0)
 
 
 def originals(targets: Sequence[QuantTarget]) -> dict[str, Tensor]:
-    """A copy of every weight, [n, k], in its own dtype, on the CPU; page-locked for a GPU, which reads it often."""
-    copies = {s.name: s.oriented(s.parameter.detach()).to("cpu", copy=True).contiguous() for s in targets}
+    """A copy of every weight, [n, k], in its own dtype, on the CPU; pinned where the model is on a GPU."""
+    copies = {
+        target.name: target.oriented(target.parameter.detach()).to("cpu", copy=True).contiguous()
+        for target in targets
+    }
     if targets and targets[0].parameter.is_cuda:
         return {name: copy.pin_memory() for name, copy in copies.items()}
     return copies

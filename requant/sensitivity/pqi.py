@@ -1,13 +1,14 @@
-"""Post-quantization integral: the exact change of the loss, split over the weights.
+"""Post-quantization integral (PQI): the exact change of the loss, split over the weights.
 
-Along the line from w to w~, with d = w~ - w, the gradient theorem gives
+Along the line from w to w~, with d = w~ - w and g the gradient of the loss F, the gradient theorem gives
 
     F(w~) - F(w) = integral_0^1 d . g(w + t d) dt  ~=  sum_j d_j sum_k c_k g_j(w + t_k d)
 
-and the j-th term is the score of weight j (Hu et al. 2025, arXiv 2503.01901, "Identifying Sensitive Weights via
-Post-quantization Integral"). The paper averages 32 equally spaced nodes, both ends included (`plain32`). We default to
-Gauss-Legendre with two nodes: exact where the loss along the line is a polynomial of degree 4, a smaller error than 32
-plain nodes at 3 and 4 bits, at a sixteenth of the cost; `gauss4` for 2 bits, where dF exceeds half a nat.
+with nodes t_k and weights c_k. The j-th term is the score of weight j (Hu et al. 2025, arXiv 2503.01901, "Identifying
+Sensitive Weights via Post-quantization Integral"). The paper averages 32 equally spaced nodes, both ends included
+(`plain32`). We default to Gauss-Legendre with two nodes: exact where the loss along the line is a polynomial of degree
+4, a smaller error than 32 plain nodes at 3 and 4 bits, at a sixteenth of the cost; use `gauss4` for 2 bits, where dF
+exceeds half a nat.
 """
 
 import torch
@@ -37,8 +38,8 @@ def pqi(
 ) -> Scores:
     """PQI of every weight, signed, nats; the model is left at the quantized weights.
 
-    Each gradient is folded into its float32 accumulator as it arrives and freed. Peak memory: the model, its originals
-    on the CPU, and one float32 per weight.
+    Each gradient is added to its float32 accumulator as it arrives, and freed. Peak memory: the model, its originals on
+    the CPU, and one float32 a weight.
     """
     mean_gradient = {
         target.name: torch.zeros(target.shape, device=target.parameter.device) for target in path.targets
@@ -51,37 +52,37 @@ def pqi(
             ) -> None:
                 mean_gradient[target.name].add_(gradient, alpha=weight)
 
-            path.place(t)
+            path.apply_weights(t)
             name = None if label is None else f"{label}, node {index + 1}/{len(NODES[nodes])}"
             gradient_pass(path.model, windows, path.targets, accumulate, label=name)
     finally:
-        path.place(1.0)
+        path.apply_weights(1.0)
     return {target.name: mean_gradient[target.name].mul_(path.step(target)) for target in path.targets}
 
 
 def pqi_of_finetuned_params(
     path: QuantizedPath, windows: Int64[Tensor, "b t"], *, nodes: str = "gauss2"
 ) -> float:
-    """The same integral over the parameters that learned beside the matrices: their share of dF, nats.
+    """The same integral over the parameters without codes that finetuning changed: their part of dF, nats.
 
     The model is left at the quantized weights.
     """
-    moved = list(path.moved())
+    finetuned = list(path.finetuned())
     total = 0.0
     try:
-        for parameter, _, _ in moved:
+        for parameter, _, _ in finetuned:
             parameter.requires_grad_(True)
         for t, weight in NODES[nodes]:
-            path.place(t)
-            gradient_pass(path.model, windows, (), lambda _site, _gradient: None)
-            for parameter, start, end in moved:
+            path.apply_weights(t)
+            gradient_pass(path.model, windows, (), lambda _target, _gradient: None)
+            for parameter, start, end in finetuned:
                 if parameter.grad is not None:
                     step = (end.float() - start.float()).to(parameter.device)
                     total += weight * (parameter.grad.float() * step).double().sum().item()
                 parameter.grad = None
     finally:
-        for parameter, _, _ in moved:
+        for parameter, _, _ in finetuned:
             parameter.requires_grad_(False)
             parameter.grad = None
-        path.place(1.0)
+        path.apply_weights(1.0)
     return total

@@ -1,4 +1,4 @@
-"""The scores by name, as recipes and the command line know them."""
+"""The scores by the names that recipes and the command line use; `path.py` has the table of their formulas."""
 
 from jaxtyping import Int64
 from torch import Tensor
@@ -10,7 +10,7 @@ from requant.sensitivity.path import QuantizedPath, Scores
 from requant.sensitivity.pqi import pqi
 
 
-def score(
+def score_weights(
     name: str,
     path: QuantizedPath,
     windows: Int64[Tensor, "b t"],

@@ -43,11 +43,13 @@ def run() -> RunContext:
         quantizer=METHODS["kmeans"].config(bits=2),
         detach=Detach(outlier_fraction=0.01, significant_fraction=0.005),
     )
+    windows = torch.randint(64, (3, 16))
     return RunContext(
         model=model,
         targets=targets,
         original=originals(targets),
-        windows=torch.randint(64, (3, 16)),
+        windows=windows,
+        train_windows=windows,
         recipe=recipe,
         workspace=Workspace(None),
         fingerprint="",
@@ -60,7 +62,7 @@ def test_the_papers_scaling_squares_sequence_means(run: RunContext) -> None:
     target = run.targets[3]
     path = run.path(weights)
     found = hessian_of_means(path, run.windows)[target.name]
-    path.place(0.0)
+    path.apply_weights(0.0)
     target.parameter.requires_grad_(True)
     squares = torch.zeros(target.shape)
     for window in run.windows:
@@ -73,9 +75,9 @@ def test_the_papers_scaling_squares_sequence_means(run: RunContext) -> None:
 def test_the_slope_integrates_to_the_loss(run: RunContext) -> None:
     run = dataclasses.replace(run, recipe=Recipe(quantizer=METHODS["kmeans"].config(bits=4)))
     path = run.path(quantize_linears(run, None, label=""))
-    path.place(0.0)
+    path.apply_weights(0.0)
     start = mean_loss(run.model, run.windows)
-    path.place(1.0)
+    path.apply_weights(1.0)
     measured = mean_loss(run.model, run.windows) - start
     errors = {
         row["nodes"]: abs(row["error_percent"]) for row in nodes(slope_along(path, run.windows), measured)

@@ -99,7 +99,7 @@ def run(tiny_folder, tiny_text_file):
 def test_measured_is_the_divergence_of_one_matrix_alone(run, tiny_text) -> None:
     weights = quantize_linears(run, None, label="")
     units = measured(run, weights)
-    run.path({}).place(0.0)
+    run.apply_original_weights()
     original = copy.deepcopy(run.model)
     target = run.targets[3]
     target.set_weight(weights[target.name].dequantize())
@@ -110,7 +110,7 @@ def test_measured_is_the_divergence_of_one_matrix_alone(run, tiny_text) -> None:
 
 def test_measured_leaves_the_model_as_it_was(run) -> None:
     weights = quantize_linears(run, None, label="")
-    run.path({}).place(0.0)
+    run.apply_original_weights()
     before = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
     measured(run, weights)
     assert all(torch.equal(before[name], tensor) for name, tensor in run.model.state_dict().items())

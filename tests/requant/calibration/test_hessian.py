@@ -1,9 +1,9 @@
 import pytest
 import torch
 
+from requant.calibration.collect import bytes_needed, collect
 from requant.calibration.hessian import input_statistics
-from requant.calibration.statistics import bytes_needed, collect
-from requant.calibration.stream import HiddenStateCache
+from requant.calibration.hidden_states import HiddenStateCache
 from requant.errors import NumericalError
 from requant.models.targets import find_linears
 
@@ -37,7 +37,7 @@ def inputs_of(model, windows: torch.Tensor) -> dict[str, torch.Tensor]:
 def test_hessian_is_the_second_moment(tiny_model, tiny_windows, monkeypatch, name: str) -> None:
     model = tiny_model(name)
     monkeypatch.setattr(
-        "requant.calibration.stream.batches",
+        "requant.calibration.hidden_states.batches",
         lambda windows, model, *, label: iter(windows.split(3)),
     )
     found = input_statistics(model, tiny_windows, find_linears(model))
@@ -95,7 +95,7 @@ def test_an_overflow_is_an_error(tiny_model, tiny_windows) -> None:
 
 def test_cross_moments_with_a_reference(tiny_model, tiny_windows, monkeypatch) -> None:
     monkeypatch.setattr(
-        "requant.calibration.stream.batches",
+        "requant.calibration.hidden_states.batches",
         lambda windows, model, *, label: iter(windows.split(3)),
     )
     model, other = tiny_model("llama"), tiny_model("llama", seed=1)

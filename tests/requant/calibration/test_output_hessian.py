@@ -2,9 +2,9 @@ import pytest
 import torch
 from torch.nn import functional
 
+from requant.calibration.collect import bytes_needed, collect
 from requant.calibration.output_hessian import SEED, output_hessians
-from requant.calibration.passes import draw
-from requant.calibration.statistics import bytes_needed, collect
+from requant.calibration.passes import sample
 from requant.errors import NumericalError
 from requant.models.targets import QuantTarget, find_linears
 
@@ -19,7 +19,7 @@ def test_is_the_mean_outer_product_of_the_gradients(tiny_model, tiny_windows, re
     generator = torch.Generator().manual_seed(SEED)
     every = model(input_ids=windows, use_cache=False).logits[:, :-1]
     seen.clear()
-    for window, drawn in zip(windows, draw(every.flatten(0, 1), generator).view(3, -1), strict=True):
+    for window, drawn in zip(windows, sample(every.flatten(0, 1), generator).view(3, -1), strict=True):
         embedded = model.get_input_embeddings()(window[None]).detach().requires_grad_()
         logits = model(inputs_embeds=embedded, use_cache=False).logits[0, :-1]
         loss = functional.cross_entropy(logits, drawn, reduction="sum")
@@ -35,7 +35,7 @@ def test_is_the_mean_outer_product_of_the_gradients(tiny_model, tiny_windows, re
 
 def test_tokens_are_drawn_by_their_probability() -> None:
     logits = torch.tensor([2.0, 0.0, 1.0, -1.0]).expand(40_000, 4)
-    drawn = draw(logits, torch.Generator().manual_seed(1)).bincount(minlength=4) / 40_000
+    drawn = sample(logits, torch.Generator().manual_seed(1)).bincount(minlength=4) / 40_000
     torch.testing.assert_close(drawn, logits[0].softmax(0), rtol=0, atol=0.01)  # four standard deviations
 
 

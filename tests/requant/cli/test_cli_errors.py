@@ -130,7 +130,7 @@ def test_text_that_is_calibrated_and_scored_is_said(cli, tiny_folder, tiny_text_
         "quantize", "--model", tiny_folder("llama"), "--bits", 3, "--calibration", tiny_text_file,
         "--eval-text", tiny_text_file, "--dry-run", *TINY
     )  # fmt: skip
-    assert code == 0 and "also stands in the calibration text" in caplog.text
+    assert code == 0 and "is also in the calibration text" in caplog.text
 
 
 def test_outputs_that_cannot_be(refused, tmp_path: Path, monkeypatch) -> None:

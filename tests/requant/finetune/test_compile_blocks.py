@@ -37,7 +37,7 @@ def test_blocks_are_compiled_once_for_all(tiny_folder, monkeypatch, kind) -> Non
     counting, compile_with = testing.CompileCounter(), torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, **_: compile_with(f, backend=counting, dynamic=False))
     monkeypatch.setattr(compile_blocks, "_on_gpus", lambda models: True)
-    monkeypatch.setattr(compile_blocks, "_learns", lambda: True)
+    monkeypatch.setattr(compile_blocks, "_in_training", lambda: True)
     monkeypatch.setattr(compile_blocks, "_compiler_works", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     model, _ = load_model(str(tiny_folder(kind)), device="cpu", dtype="float32")
@@ -46,7 +46,7 @@ def test_blocks_are_compiled_once_for_all(tiny_folder, monkeypatch, kind) -> Non
     blocks = len(find_blocks(model)[1])
     model.requires_grad_(True)
     plain = kl_sum(model, teacher, tokens).item()
-    with fused((model, teacher.model), compile_blocks.WORTH_COMPILING) as divergence:
+    with fused((model, teacher.model), compile_blocks.MIN_STEPS_TO_COMPILE) as divergence:
         found = kl_sum(model, teacher, tokens, kl_of=divergence)
         found.backward()
     assert found.item() == pytest.approx(plain, abs=1e-5)
@@ -63,11 +63,11 @@ def test_without_a_compiler_it_says_so_once_and_runs_as_it_is(tiny_folder, monke
     model, _ = load_model(str(tiny_folder("llama")), device="cpu", dtype="float32")
     compile_blocks._compiler_works.cache_clear()
     for _ in range(2):
-        with fused((model,), compile_blocks.WORTH_COMPILING) as divergence:
+        with fused((model,), compile_blocks.MIN_STEPS_TO_COMPILE) as divergence:
             assert divergence is kl
     compile_blocks._compiler_works.cache_clear()
     assert [record.message for record in caplog.records] == [
-        "training runs without torch's compiler, at less than half the speed: Failed to find C compiler"
+        "training runs without torch.compile, at less than half the speed: Failed to find C compiler"
     ]
 
 
@@ -91,7 +91,7 @@ def test_a_mask_does_not_come_with_a_capture(tiny_folder, monkeypatch) -> None:
 @pytest.mark.gpu
 def test_compiled_and_captured_it_learns_the_same(tiny_folder, caplog) -> None:
     found = []
-    for steps in (compile_blocks.WORTH_COMPILING, 1):
+    for steps in (compile_blocks.MIN_STEPS_TO_COMPILE, 1):
         model, _ = load_model(str(tiny_folder("llama")), device="cuda", dtype="float32")
         torch.manual_seed(0)
         tokens = torch.randint(0, 50, (4, 32))
@@ -105,11 +105,11 @@ def test_compiled_and_captured_it_learns_the_same(tiny_folder, caplog) -> None:
                 lambda *part, model=model, teacher=teacher, divergence=divergence: kl_sum(
                     model, teacher, *part, kl_of=divergence
                 ),
-                [TrainableTensor(tensor=p, rate=1e-3) for p in trainables],
+                [TrainableTensor(tensor=p, lr=1e-3) for p in trainables],
             )
             for _ in range(8):
-                step(teacher.parts(torch.arange(4), 4), 1.0)
-            assert step.update is not None and teacher.known.all(), caplog.text
+                step(teacher.micro_batches(torch.arange(4), 4), 1.0)
+            assert step.update is not None and teacher.cached.all(), caplog.text
             step.close()
         found.append(kl_sum(model, teacher, tokens.cuda()).item())
     assert found[0] == pytest.approx(found[1], rel=0.02)

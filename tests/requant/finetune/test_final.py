@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from requant.errors import RecipeError
-from requant.finetune.final import tune
-from requant.finetune.loop import part_of, reparametrized_weights
+from requant.finetune.final import finetune
+from requant.finetune.loop import micro_batch_that_fits, reparametrized_weights
 from requant.formats.trainable import trainable_params, weight_function, with_trainable_params
 from requant.pipeline.prepare import prepare, start
 from requant.quantizers.registry import METHODS
@@ -73,10 +73,10 @@ def test_a_coded_matrix_stands_in_the_model_as_it_is_stored(tiny_folder, tiny_te
     for params in trainable.values():
         params["levels"] = (params["levels"] * 1.25).requires_grad_(True)
     for target, matrix in zip(run.targets, reparametrized_weights(run, weights, trainable), strict=True):
-        matrix.place()
+        matrix.apply()
         torch.testing.assert_close(target.weight(), 1.25 * weights[target.name].dequantize())
         matrix.parameter.grad = torch.ones_like(matrix.parameter)
-        matrix.hand_back()
+        matrix.backward()
         counts = torch.nn.functional.one_hot(weights[target.name].dense.codes.long(), 4).sum(
             1
         )  # of a level in a row
@@ -92,12 +92,12 @@ def test_tuning_lowers_the_divergence_and_keeps_the_codes(tiny_folder, tiny_text
         Finetune(steps=12, tokens_per_step=128, lr=3e-2, warmup_steps=2, val_windows=1, eval_every=4),
     )
     weights = quantize_linears(run, None, label="quantize")
-    tuned = tune(run, weights, recipe.finetune)
+    tuned = finetune(run, weights, recipe.finetune)
 
     def distance(of):
-        run.path(weights).place(0.0)
+        run.apply_original_weights()
         original = run.model(input_ids=run.windows).logits.log_softmax(-1)
-        run.path(of).place(1.0)
+        run.apply_quantized_weights(of)
         return (original.exp() * (original - run.model(input_ids=run.windows).logits.log_softmax(-1))).sum()
 
     assert distance(tuned) < 0.97 * distance(weights)
@@ -115,30 +115,32 @@ def test_a_hopeless_rate_keeps_the_start(tiny_folder, tiny_text_file):
         Finetune(steps=2, tokens_per_step=64, lr=50.0, warmup_steps=1, val_windows=1, eval_every=1),
     )
     weights = quantize_linears(run, None, label="quantize")
-    for name, weight in tune(run, weights, recipe.finetune).items():
+    for name, weight in finetune(run, weights, recipe.finetune).items():
         assert torch.equal(weight.dequantize(), weights[name].dequantize())
 
 
 def test_one_window_is_too_little(tiny_folder, tiny_text_file):
     run, recipe = prepared_run(tiny_folder("llama"), tiny_text_file, "rtn", Finetune(steps=1))
     weights = quantize_linears(run, None, label="quantize")
-    one = RunContext(**{**{f: getattr(run, f) for f in run.__dataclass_fields__}, "pool": run.windows[:1]})
+    one = RunContext(
+        **{**{f: getattr(run, f) for f in run.__dataclass_fields__}, "train_windows": run.windows[:1]}
+    )
     with pytest.raises(RecipeError, match="at least 2 calibration windows"):
-        tune(one, weights, recipe.finetune)
+        finetune(one, weights, recipe.finetune)
 
 
 @pytest.mark.parametrize(("room", "part"), [(10**12, 8), (2 * 10**6, 2), (10**5, None)])
 def test_a_part_is_what_the_gpu_has_room_for(tiny_folder, tiny_text_file, monkeypatch, room, part):
     settings = Finetune(steps=1, tokens_per_step=256)
     run, _ = prepared_run(tiny_folder("llama"), tiny_text_file, "rtn", settings)
-    assert part_of(run, [], [], settings, 32) is None  # on a CPU nothing is decided
+    assert micro_batch_that_fits(run, [], [], settings, 32) is None  # on a CPU nothing is decided
     monkeypatch.setattr(type(run.model), "device", torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (room - 1000, 2 * room))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 3000)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 2000)
     head = run.model.get_output_embeddings().weight.shape[0]
     a_token = 4 * sum(sum(target.shape) for target in run.targets) + 24 * head
-    found = part_of(run, [], [], settings, 32)
+    found = micro_batch_that_fits(run, [], [], settings, 32)
     assert found == part
     if found:
         assert 1.5 * found * 32 * a_token <= room and (found == 8 or 3 * found * 32 * a_token > room)

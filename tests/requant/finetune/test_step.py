@@ -31,7 +31,7 @@ def test_is_adam_over_the_sum_of_the_parts() -> None:
     )
     full = [group["lr"] for group in optimizer.param_groups]
     step = TrainingStep(
-        loss, [TrainableTensor(tensor=t, rate=r) for t, r in zip(trainables, rates, strict=True)]
+        loss, [TrainableTensor(tensor=t, lr=r) for t, r in zip(trainables, rates, strict=True)]
     )
     for share in (0.5, 1.0, 0.25, 0.0):
         step([(p,) for p in parts], share)
@@ -58,8 +58,8 @@ def test_gradients_go_through_a_derived_parameter_as_through_its_formula() -> No
     direct, parts, loss = problem()
     trainables, _, matrix, derived_loss = derived_problem()
     steps = [
-        TrainingStep(loss, [TrainableTensor(tensor=t, rate=0.2) for t in direct]),
-        TrainingStep(derived_loss, [TrainableTensor(tensor=t, rate=0.2) for t in trainables], [matrix]),
+        TrainingStep(loss, [TrainableTensor(tensor=t, lr=0.2) for t in direct]),
+        TrainingStep(derived_loss, [TrainableTensor(tensor=t, lr=0.2) for t in trainables], [matrix]),
     ]
     for share in (1.0, 0.5, 0.25):
         for step in steps:
@@ -77,13 +77,13 @@ def test_captured_it_does_the_same() -> None:
     for captures in (True, False):
         trainables, parts, matrix, loss = derived_problem("cuda")
         parts.append(parts[0][:2])  # another shape, a graph of its own
-        step = TrainingStep(loss, [TrainableTensor(tensor=t, rate=0.1) for t in trainables], [matrix])
+        step = TrainingStep(loss, [TrainableTensor(tensor=t, lr=0.1) for t in trainables], [matrix])
         step.captures = captures and step.captures
         if not captures:
             step.optimizer = torch.optim.Adam(
                 [
                     {"params": [t], "lr": rate}
-                    for t, rate in zip(step.tensors, step.full_rates.tolist(), strict=True)
+                    for t, rate in zip(step.tensors, step.full_lrs.tolist(), strict=True)
                 ],
                 betas=(0.9, 0.95),
             )

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from requant.finetune import teacher as module
-from requant.finetune.final import tune
+from requant.finetune.final import finetune
 from requant.finetune.teacher import Teacher
 from requant.models.targets import find_blocks
 from requant.pipeline.prepare import prepare, start
@@ -30,20 +30,20 @@ def test_kept_states_give_the_logits_of_the_whole_model(tiny_model, windows, arc
     model = tiny_model(architecture)
     teacher, chosen = Teacher(model, windows), torch.tensor([4, 1, 5])
     for _ in range(2):
-        for part in teacher.parts(chosen, 2):
+        for part in teacher.micro_batches(chosen, 2):
             torch.testing.assert_close(teacher.logits(*part), model(input_ids=part[0]).logits)
     kept = architecture != "opt"
-    assert teacher.known.tolist() == [False, kept, False, False, kept, kept]
+    assert teacher.cached.tolist() == [False, kept, False, False, kept, kept]
     assert "forward" not in model.base_model.__dict__
 
 
 def test_a_window_goes_through_the_blocks_once(tiny_model, windows) -> None:
     teacher = Teacher(tiny_model("llama"), windows)
-    teacher.parts(torch.tensor([0, 1]), 2)  # tries it, too
+    teacher.micro_batches(torch.tensor([0, 1]), 2)  # tries it, too
     calls = count_blocks(teacher.model)
     for chosen, more in (([1, 0], 0), ([2, 3], 1), ([3, 4], 1), ([2, 3], 0), ([4, 0], 0)):
         before = len(calls)
-        for part in teacher.parts(torch.tensor(chosen), 2):
+        for part in teacher.micro_batches(torch.tensor(chosen), 2):
             teacher.logits(*part)
         assert len(calls) - before == more
 
@@ -51,8 +51,8 @@ def test_a_window_goes_through_the_blocks_once(tiny_model, windows) -> None:
 def test_a_model_whose_head_reads_past_the_base_model_runs_its_blocks(tiny_model, windows) -> None:
     """OPT calls the decoder inside of its base model."""
     teacher = Teacher(tiny_model("opt"), windows)
-    (part,) = teacher.parts(torch.arange(6), 8)
-    assert teacher.keeps is False and len(part) == 1 and teacher.awaited == 0
+    (part,) = teacher.micro_batches(torch.arange(6), 8)
+    assert teacher.caches is False and len(part) == 1 and teacher.bytes_to_come == 0
     assert teacher.states is None  # nor is their memory taken
 
 
@@ -62,9 +62,9 @@ def test_states_take_at_most_a_quarter_of_the_memory(tiny_model, windows, monkey
     for free, kept in ((4 * needed, True), (4 * needed - 1, False)):
         monkeypatch.setattr(module, "free_memory", lambda _, free=free: free)
         teacher = Teacher(model, windows)
-        assert teacher.awaited == (needed if kept else 0)
-        assert [len(part) for part in teacher.parts(torch.arange(6), 6)] == [2 if kept else 1]
-        assert teacher.awaited == 0 and (teacher.states is not None) == kept
+        assert teacher.bytes_to_come == (needed if kept else 0)
+        assert [len(part) for part in teacher.micro_batches(torch.arange(6), 6)] == [2 if kept else 1]
+        assert teacher.bytes_to_come == 0 and (teacher.states is not None) == kept
 
 
 def test_learning_is_the_same_with_and_without(tiny_folder, tiny_text_file, monkeypatch) -> None:
@@ -82,7 +82,7 @@ def test_learning_is_the_same_with_and_without(tiny_folder, tiny_text_file, monk
         run = start(prepare(str(folder), recipe), recipe, workspace=Workspace(None), quiet=True)
         weights = quantize_linears(run, None, label="quantize")
         monkeypatch.setattr(module, "free_memory", lambda _, free=free: free)
-        found.append(tune(run, weights, recipe.finetune))
+        found.append(finetune(run, weights, recipe.finetune))
     for name, weight in found[0].items():
         torch.testing.assert_close(weight.dequantize(), found[1][name].dequantize(), rtol=1e-5, atol=1e-7)
         assert not torch.equal(weight.dequantize(), weights[name].dequantize())

@@ -148,8 +148,8 @@ def test_generation_goes_on_from_a_prompt(make) -> None:
 def test_quality_and_sizes_are_of_what_is_stored(make, tmp_path: Path) -> None:
     plain, coarse = make("llama-tied")[0], make("llama-tied", head_bits=4)[0]
     assert coarse.after.mean_kl > plain.after.mean_kl and coarse.before == plain.before
-    assert plain.diagnosis.vocabulary == 0 != coarse.diagnosis.vocabulary
-    assert coarse.diagnosis.measured == pytest.approx(plain.diagnosis.measured, rel=0.2)
+    assert plain.diagnosis.embedding_and_head_delta == 0 != coarse.diagnosis.embedding_and_head_delta
+    assert coarse.diagnosis.delta_loss == pytest.approx(plain.diagnosis.delta_loss, rel=0.2)
     table, whole = byte_table(make("llama-tied", head_bits=4)[1]), byte_table(make("llama-tied")[1])
     assert table.bits_per_weight == whole.bits_per_weight  # of the matrices alone
     part = table.vocabulary["model.embed_tokens"]

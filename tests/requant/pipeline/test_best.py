@@ -15,11 +15,11 @@ from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Budget, Calibration, Evaluation, Finetune, Recipe
 from requant.run.workspace import Workspace
 
-TUNING = Finetune(steps=20, tokens_per_step=256, warmup_steps=2, val_windows=2, eval_every=10, lr=1e-2)
+FINETUNE = Finetune(steps=20, tokens_per_step=256, warmup_steps=2, val_windows=2, eval_every=10, lr=1e-2)
 
 
 def recipe(
-    text: Path, *, mode: str = "best", method: str = "kmeans", tuning: Finetune = TUNING, **changes
+    text: Path, *, mode: str = "best", method: str = "kmeans", finetune: Finetune = FINETUNE, **changes
 ) -> Recipe:
     return Recipe(
         mode=mode,
@@ -27,7 +27,7 @@ def recipe(
         quantizer=METHODS[method].config(bits=2),
         calibration=Calibration(text=(str(text),), num_samples=16, seq_len=32),
         evaluation=Evaluation(context=32, windows=8, samples=0),
-        finetune=tuning,
+        finetune=finetune,
         **changes,
     )
 
@@ -66,8 +66,10 @@ def test_what_was_measured_is_what_is_saved(quantized, tmp_path: Path, trained_s
     """Norms and embeddings learn too: the folder holds them, and the integral accounts for them."""
     result = quantized(budget=Budget(bits=3.0))
     diagnosis = result.diagnosis
-    assert abs(diagnosis.beside) > 1e-4 * abs(diagnosis.measured)
-    assert diagnosis.total("pqi") + diagnosis.beside == pytest.approx(diagnosis.measured, rel=0.03)
+    assert abs(diagnosis.other_params_delta) > 1e-4 * abs(diagnosis.delta_loss)
+    assert diagnosis.total("pqi") + diagnosis.other_params_delta == pytest.approx(
+        diagnosis.delta_loss, rel=0.03
+    )
     requant.save(result, tmp_path / "out")
     loaded = requant.load(tmp_path / "out")
     for name, layer in loaded.named_modules():
@@ -77,7 +79,7 @@ def test_what_was_measured_is_what_is_saved(quantized, tmp_path: Path, trained_s
         n for n, p in loaded.named_parameters() if n in trained_state and not torch.equal(p, trained_state[n])
     ]
     assert any("norm" in name for name in changed) and any("embed" in name for name in changed)
-    found = perplexity_and_kl(loaded, result.prepared.scored, text=result.prepared.evaluation)
+    found = perplexity_and_kl(loaded, result.prepared.eval_windows, text=result.prepared.evaluation)
     assert found.perplexity == pytest.approx(result.after.perplexity, rel=1e-4)
 
 
@@ -93,7 +95,9 @@ def test_the_page_accounts_for_what_learned_beside(quantized, tmp_path: Path) ->
     result = quantized(budget=Budget(bits=3.0))
     requant.save(result, tmp_path / "out")
     page = (tmp_path / "out" / "report.html").read_text()
-    assert "which learned too" in page and f"{result.diagnosis.beside:+.4f}" in page.replace("\u2212", "-")
+    assert "which learned too" in page and f"{result.diagnosis.other_params_delta:+.4f}" in page.replace(
+        "\u2212", "-"
+    )
 
 
 def test_a_run_that_resumes_ends_in_the_same_weights(
@@ -108,8 +112,10 @@ def test_a_run_that_resumes_ends_in_the_same_weights(
 
     first = run(resume=False)
     norms = {name: p.clone() for name, p in first.model.named_parameters() if "norm" in name}
-    monkeypatch.setattr("requant.pipeline.best.in_rounds", lambda *_: pytest.fail("the rounds ran again"))
-    monkeypatch.setattr("requant.pipeline.quantize.tune", lambda *_: pytest.fail("tuning ran again"))
+    monkeypatch.setattr(
+        "requant.pipeline.best.quantize_in_rounds", lambda *_: pytest.fail("the rounds ran again")
+    )
+    monkeypatch.setattr("requant.pipeline.quantize.finetune", lambda *_: pytest.fail("finetuning ran again"))
     again = run(resume=True)
     for name, weight in again.weights.items():
         assert torch.equal(weight.dequantize(), first.weights[name].dequantize())

@@ -8,7 +8,7 @@ import pytest
 import requant
 from requant.calibration.passes import mean_loss
 from requant.pipeline import diagnosis
-from requant.pipeline.diagnosis import MAPPED_TOKENS, measured_by_matrix
+from requant.pipeline.diagnosis import MATRIX_TOKENS_ON_CPU, measured_by_matrix
 from requant.pipeline.prepare import diagnosed_windows, start
 from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Calibration, Evaluation, Recipe
@@ -25,8 +25,8 @@ def test_each_matrix_alone(trained_model, tokenizer, tiny_text_file: Path, monke
         evaluation=Evaluation(context=32, windows=2, samples=1),
     )
     result = requant.quantize(trained_model, recipe, tiny_text_file, tokenizer=tokenizer)
-    found = result.diagnosis.measured_matrices
-    windows = diagnosed_windows(result.prepared)[: MAPPED_TOKENS // 32]
+    found = result.diagnosis.matrix_delta_loss
+    windows = diagnosed_windows(result.prepared)[: MATRIX_TOKENS_ON_CPU // 32]
     assert list(found) == [target.name for target in result.prepared.targets] and len(windows) == 32
     before = mean_loss(original, windows)
     for name in ("model.layers.0.self_attn.v_proj", "model.layers.1.mlp.down_proj"):
@@ -34,7 +34,7 @@ def test_each_matrix_alone(trained_model, tokenizer, tiny_text_file: Path, monke
         changed.get_submodule(name).weight.copy_(result.weights[name].dequantize())
         assert found[name] == pytest.approx(mean_loss(changed, windows) - before, rel=1e-4, abs=1e-7)
     run = start(result.prepared, recipe, workspace=Workspace(None), quiet=True)
-    monkeypatch.setattr(diagnosis, "MAPPED_WEIGHTS", 10)
+    monkeypatch.setattr(diagnosis, "MATRIX_WEIGHTS_ON_CPU", 10)
     assert measured_by_matrix(run, result.weights, windows) == {}  # too large for a CPU
     for target in result.prepared.targets:  # the model is left quantized
         assert target.weight().equal(result.weights[target.name].dequantize())

@@ -105,15 +105,15 @@ def test_what_is_measured_is_what_is_kept(run, tmp_path: Path) -> None:
     original = prepare_again(result)
     windows = result.prepared.windows
     measured = mean_loss(result.model, windows) - mean_loss(original, windows)
-    assert result.diagnosis.measured == pytest.approx(measured, abs=1e-6)
+    assert result.diagnosis.delta_loss == pytest.approx(measured, abs=1e-6)
     assert result.diagnosis.original_loss == pytest.approx(mean_loss(original, windows), abs=1e-6)
     assert result.before.perplexity == pytest.approx(
-        torch.tensor(mean_loss(original, result.prepared.scored)).exp()
+        torch.tensor(mean_loss(original, result.prepared.eval_windows)).exp()
     )
     assert result.after.perplexity == pytest.approx(
-        torch.tensor(mean_loss(result.model, result.prepared.scored)).exp()
+        torch.tensor(mean_loss(result.model, result.prepared.eval_windows)).exp()
     )
-    for block, found in result.diagnosis.measured_blocks.items():
+    for block, found in result.diagnosis.block_delta_loss.items():
         mixed = copy.deepcopy(original)
         for target in find_linears(mixed):
             if target.block == block:
@@ -172,7 +172,9 @@ def test_a_disagreement_is_said(run) -> None:
     result = run(changed(bits=2, mode="dense", method="rtn", sensitivity={"nodes": "midpoint"}))
     share = result.diagnosis.disagreement
     assert share is not None
-    expected = abs(result.diagnosis.total("pqi") - result.diagnosis.measured) / abs(result.diagnosis.measured)
+    expected = abs(result.diagnosis.total("pqi") - result.diagnosis.delta_loss) / abs(
+        result.diagnosis.delta_loss
+    )
     assert share == pytest.approx(expected)
     assert bool(result.warnings) == (share > 0.02)
     assert all("use more nodes" in warning for warning in result.warnings)
@@ -200,7 +202,7 @@ def test_texts(tiny_folder, tiny_text_file: Path, tmp_path: Path, caplog) -> Non
     )
     assert two.calibration.text == whole and two.evaluation.name == "other.jsonl" and not caplog.messages
     prepared(calibration={"text": (str(tiny_text_file),)}, evaluation={"text": (str(tiny_text_file),)})
-    assert "100% of the evaluation text tiny.txt also stands in the calibration text" in caplog.text
+    assert "100% of the evaluation text tiny.txt is also in the calibration text" in caplog.text
     assert "give another --eval-text" in caplog.text
 
 

@@ -53,7 +53,7 @@ def test_the_demo_keeps_closer_to_the_original_than_by_rounding_to_nearest() -> 
         for target in prepared.targets:
             weight = original.get_parameter(f"{target.name}.weight").detach().float()
             target.set_weight(method.quantize(weight, LinearStats(), config).dequantize())
-        windows = prepared.scored[:2]
+        windows = prepared.eval_windows[:2]
         found = perplexity_and_kl(prepared.model, windows, text=prepared.evaluation, reference=original)
         kl[method] = found.mean_kl
     assert kl[hqq] < 0.95 * kl[rtn]

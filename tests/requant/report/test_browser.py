@@ -56,10 +56,10 @@ def opened(page: str, folder: Path, *, width: int, dark: bool = False) -> dict[s
 
 
 def full_report() -> str:
-    rows = [dataclasses.replace(row, measured=0.002 * row.block - 0.001) for row in matrices(30)]
+    rows = [dataclasses.replace(row, delta_loss=0.002 * row.block - 0.001) for row in matrices(30)]
     budget = BudgetSummary(
-        asked="3.2bit", bytes=3_500_000, written=3_412_345, predictor="curvature", predicted=0.03,
-        curve={3_100_000: 0.05, 3_900_000: 0.02}, embedding_bits=16, head_bits=16,
+        target="3.2bit", bytes=3_500_000, written=3_412_345, predictor="curvature", predicted=0.03,
+        loss_curve={3_100_000: 0.05, 3_900_000: 0.02}, embedding_bits=16, head_bits=16,
     )  # fmt: skip
     samples = [Sample(prompt="Once upon a time", before="there " * 40, after="x" * 400)]
     return render_report(

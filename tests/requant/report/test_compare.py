@@ -47,7 +47,7 @@ def test_entries_are_what_the_run_wrote(checkpoints: list[str]) -> None:
         )
         assert entry.original_perplexity == report["before"]["perplexity"]
         assert (
-            entry.blocks == {int(b): v for b, v in report["measured_blocks"].items()}
+            entry.blocks == {int(b): v for b, v in report["block_delta_loss"].items()}
             and len(entry.blocks) == 2
         )
         assert sum(entry.spending.values()) == sum(table.parts.values())
@@ -95,7 +95,7 @@ def test_the_page(checkpoints: list[str]) -> None:
     [
         "{",
         "[]",
-        '{"after": 3, "before": [], "measured": "x", "model": {"a": 1}, "measured_blocks": {"x": 1, "0": "y"}}',
+        '{"after": 3, "before": [], "measured": "x", "model": {"a": 1}, "block_delta_loss": {"x": 1, "0": "y"}}',
         '{"after": {"perplexity": NaN, "mean_kl": true, "protocol": {"text": 5}}, "method": null}',
     ],
 )

@@ -73,8 +73,8 @@ def summary(blocks: int = 4, **changes) -> RunSummary:
         before=quality(22.08, None),
         after=quality(25.31, 0.1234),
         original_loss=3.0948,
-        measured=0.0251,
-        measured_blocks={block: 0.004 + 0.001 * block for block in range(blocks)},
+        delta_loss=0.0251,
+        block_delta_loss={block: 0.004 + 0.001 * block for block in range(blocks)},
         seconds={"statistics": 12.34, "quantize": 92.0},
         peak_memory=1_234_567_890,
         warnings=["predicted and measured dF differ by 3.1 %: set sensitivity.nodes to gauss4"],
@@ -145,9 +145,9 @@ def test_the_page_of_a_run_without_scores_or_scores_of_quality():
         matrices=matrices(2, ()),
         before=None,
         after=None,
-        measured=None,
+        delta_loss=None,
         original_loss=None,
-        measured_blocks={},
+        block_delta_loss={},
         seconds={},
         peak_memory=0,
         warnings=(),
@@ -194,7 +194,7 @@ def test_heat_map_places_every_sum():
 
 
 def test_heat_map_of_what_was_measured_shares_the_scale():
-    rows = [dataclasses.replace(row, measured=0.05 * row.block) for row in matrices(3)]
+    rows = [dataclasses.replace(row, delta_loss=0.05 * row.block) for row in matrices(3)]
     heat = heat_map(summary(matrices=rows))
     assert heat is not None and heat.largest == pytest.approx(0.1)
     assert heat.measured[2] == [pytest.approx(0.1)] * 3 and heat_map(summary()).measured == {}
@@ -228,20 +228,20 @@ def test_bytes_by_what_they_are_spent_on():
 
 def test_the_alternatives_stand_beside_the_choice():
     budget = BudgetSummary(
-        asked="3.2bit",
+        target="3.2bit",
         bytes=3_000_000,
         written=2_990_000,
         predictor="curvature",
         predicted=0.03,
-        curve={2_700_000: 0.05, 3_300_000: 0.02},
+        loss_curve={2_700_000: 0.05, 3_300_000: 0.02},
         embedding_bits=16,
         head_bits=16,
     )
     page = Page(render_report(summary(budget=budget)))
     assert page.tags.count("svg") == 2 and "the others were not" in "".join(page.words)
     assert Page(render_report(summary())).tags.count("svg") == 1  # no budget: no curve
-    svg = alternatives_plot(budget.curve, (budget.written, 0.03))
-    assert svg == alternatives_plot(budget.curve, (budget.written, 0.03)) and b"predicted dF" in svg
+    svg = alternatives_plot(budget.loss_curve, (budget.written, 0.03))
+    assert svg == alternatives_plot(budget.loss_curve, (budget.written, 0.03)) and b"predicted dF" in svg
 
 
 def test_samples_are_text():

@@ -14,7 +14,7 @@ from requant.quantizers.rtn import RtnConfig
 from requant.quantizers.rtn import quantize as round_to_nearest
 from requant.sensitivity.path import QuantizedPath, originals, signed_sum
 from requant.sensitivity.pqi import NODES
-from requant.sensitivity.scores import score
+from requant.sensitivity.scores import score_weights
 from requant.text.sources import read_text
 from requant.text.windows import token_windows
 
@@ -36,9 +36,9 @@ def gradients(path: QuantizedPath, windows: torch.Tensor, t: float) -> dict[str,
 
 
 def measured(path: QuantizedPath, windows: torch.Tensor) -> float:
-    path.place(0.0)
+    path.apply_weights(0.0)
     before = mean_loss(path.model, windows)
-    path.place(1.0)
+    path.apply_weights(1.0)
     return mean_loss(path.model, windows) - before
 
 
@@ -71,12 +71,12 @@ def test_the_path(trained_model) -> None:
         w, quantized = path.original[target.name], path.quantized[target.name].dequantize()
         assert torch.equal(path.start(target), w) and torch.equal(path.step(target), quantized - w)
     for t in (0.0, 0.3, 1.0):
-        path.place(t)
+        path.apply_weights(t)
         for target in path.targets:
             torch.testing.assert_close(target.weight(), path.start(target) + t * path.step(target))
-    path.place(0.0)
+    path.apply_weights(0.0)
     assert all(torch.equal(target.weight(), path.original[target.name]) for target in path.targets)
-    path.place(1.0)  # w + (w~ - w) would be w~ only nearly, and the checkpoint holds w~
+    path.apply_weights(1.0)  # w + (w~ - w) would be w~ only nearly, and the checkpoint holds w~
     assert all(
         torch.equal(target.weight(), path.quantized[target.name].dequantize()) for target in path.targets
     )
@@ -88,14 +88,14 @@ def test_the_path(trained_model) -> None:
 def test_a_bfloat16_path_starts_and_ends_exactly(trained_model) -> None:
     path = path_of(trained_model.to(torch.bfloat16))
     assert all(w.dtype == torch.bfloat16 for w in path.original.values())
-    path.place(0.37)
-    path.place(0.0)
+    path.apply_weights(0.37)
+    path.apply_weights(0.0)
     assert all(torch.equal(target.parameter, path.original[target.name]) for target in path.targets)
 
 
 def test_gradient_marginal_and_hessian_against_their_formulas(trained_model, tiny_windows) -> None:
     path = path_of(trained_model)
-    found = {name: score(name, path, tiny_windows) for name in ("gradient", "marginal", "hessian")}
+    found = {name: score_weights(name, path, tiny_windows) for name in ("gradient", "marginal", "hessian")}
     for t, name in ((0.0, "gradient"), (1.0, "marginal")):
         for matrix, g in gradients(path, tiny_windows, t).items():
             d = path.quantized[matrix].dequantize() - path.original[matrix]
@@ -112,7 +112,7 @@ def test_pqi_is_the_weighted_mean_of_gradients_times_the_step(
     trained_model, tiny_windows, nodes: str
 ) -> None:
     path = path_of(trained_model)
-    found = score("pqi", path, tiny_windows, nodes=nodes)
+    found = score_weights("pqi", path, tiny_windows, nodes=nodes)
     mean = {target.name: torch.zeros(target.shape) for target in path.targets}
     for t, weight in NODES[nodes]:
         for matrix, g in gradients(path, tiny_windows, t).items():
@@ -124,7 +124,7 @@ def test_pqi_is_the_weighted_mean_of_gradients_times_the_step(
 @pytest.mark.parametrize("name", ["pqi", "hessian", "gradient", "marginal"])
 def test_the_model_is_left_at_the_quantized_weights(trained_model, tiny_windows, name: str) -> None:
     path = path_of(trained_model)
-    score(name, path, tiny_windows)
+    score_weights(name, path, tiny_windows)
     assert all(
         torch.equal(target.weight(), path.quantized[target.name].dequantize()) for target in path.targets
     )
@@ -138,7 +138,9 @@ def test_the_sum_of_pqi_is_the_measured_loss(
 ) -> None:
     windows = token_windows(tiny_text, tokenizer, num_samples=128, seq_len=32)
     path = path_of(trained_model, bits)
-    predicted = sum(signed_sum(values) for values in score("pqi", path, windows, nodes=nodes).values())
+    predicted = sum(
+        signed_sum(values) for values in score_weights("pqi", path, windows, nodes=nodes).values()
+    )
     actual = measured(path, windows)
     assert actual > 0.002
     assert predicted == pytest.approx(actual, rel=error)
@@ -154,19 +156,19 @@ def test_the_sum_over_any_set_of_matrices_is_its_own_path(trained_model, tiny_wi
         original=path.original,
         quantized={target.name: path.quantized[target.name]},
     )
-    path.place(0.0)
-    found = score("pqi", alone, tiny_windows, nodes="gauss4")
+    path.apply_weights(0.0)
+    found = score_weights("pqi", alone, tiny_windows, nodes="gauss4")
     assert signed_sum(found[target.name]) == pytest.approx(measured(alone, tiny_windows), rel=5e-3)
 
 
 def test_nothing_moved_costs_nothing(trained_model, tiny_windows) -> None:
     path = path_of(trained_model)
-    path.place(1.0)
+    path.apply_weights(1.0)
     still = QuantizedPath(
         model=trained_model, targets=path.targets, original=originals(path.targets), quantized=path.quantized
     )
     for name in ("pqi", "hessian", "gradient", "marginal"):
-        assert all((values == 0).all() for values in score(name, still, tiny_windows).values())
+        assert all((values == 0).all() for values in score_weights(name, still, tiny_windows).values())
 
 
 def test_signed_sums_do_not_lose_small_terms() -> None:
@@ -179,10 +181,10 @@ def test_an_unknown_score_and_an_overflow(trained_model, tiny_windows) -> None:
     with pytest.raises(
         RecipeError, match="score 'fisher' is unknown; there are: pqi, hessian, gradient, marginal"
     ):
-        score("fisher", path, tiny_windows)
+        score_weights("fisher", path, tiny_windows)
     path.quantized[path.targets[2].name].dense.scales[0, 0] = float("inf")
     with pytest.raises(NumericalError):
-        score("gradient", path, tiny_windows)
+        score_weights("gradient", path, tiny_windows)
 
 
 def test_gauss2_on_the_demo_model() -> None:
@@ -190,5 +192,5 @@ def test_gauss2_on_the_demo_model() -> None:
     model, tokenizer = load_model("demo", device="cpu", dtype="auto")
     windows = token_windows(read_text("demo"), tokenizer, num_samples=2, seq_len=256)
     path = path_of(model)
-    predicted = sum(signed_sum(values) for values in score("pqi", path, windows).values())
+    predicted = sum(signed_sum(values) for values in score_weights("pqi", path, windows).values())
     assert predicted == pytest.approx(measured(path, windows), rel=0.02)

@@ -1,4 +1,5 @@
-"""The statistics of a list of linears, by one pass over the text a kind: see `calibration.LinearStats`."""
+"""The statistics of a list of linears (`LinearStats`): one forward pass for those of inputs, one backward pass each for
+the others."""
 
 from collections.abc import Sequence
 
@@ -8,12 +9,12 @@ from transformers import PreTrainedModel
 
 from requant.calibration.fisher import position_fisher
 from requant.calibration.hessian import InputStatistics, input_statistics
+from requant.calibration.hidden_states import HiddenStateCache
 from requant.calibration.output_hessian import output_hessians
 from requant.calibration.stats import LinearStats
-from requant.calibration.stream import HiddenStateCache
 from requant.models.targets import QuantTarget
 
-# by forward passes; the others take a backward pass each
+# collected by one forward pass; the others take a backward pass each
 INPUT_STATISTICS = frozenset({"hessian", "input_mean_abs"})
 
 
@@ -23,17 +24,17 @@ def collect(
     targets: Sequence[QuantTarget],
     *,
     needs: frozenset[str],
-    stream: HiddenStateCache | None = None,
+    cache: HiddenStateCache | None = None,
     reference: HiddenStateCache | None = None,
     label: str | None = None,
 ) -> dict[str, LinearStats]:
-    """The fields named in `needs` for every target, by the target's name; with a `reference`, `cross_hessian` beside them.
+    """The fields named in `needs` for every target, by the target's name; with a `reference` also `cross_hessian`.
 
-    Only statistics of inputs go on from `stream`: see `input_statistics`.
+    `cache` and `reference` only serve statistics of inputs: see `input_statistics`.
     """
     inputs: dict[str, InputStatistics] = {}
     if needs & INPUT_STATISTICS:
-        inputs = input_statistics(model, windows, targets, stream=stream, reference=reference, label=label)
+        inputs = input_statistics(model, windows, targets, cache=cache, reference=reference, label=label)
     fisher = position_fisher(model, windows, targets, label=label) if "fisher" in needs else {}
     outputs = output_hessians(model, windows, targets, label=label) if "output_hessian" in needs else {}
     return {

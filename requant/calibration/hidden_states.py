@@ -1,7 +1,8 @@
-"""A forward pass that goes on where the last one stopped: hidden states of the calibration text between two blocks.
+"""A forward pass that resumes where the last one stopped: cached hidden states of the calibration text between two blocks.
 
-Statistics behind quantized blocks need the inputs of one block at a time, in order. Keeping what the block before it
-put out, on the CPU, makes that one pass through the model in all, instead of one from the start for every block.
+Sequential calibration needs the inputs of one block at a time, with all earlier blocks quantized. The hidden states before
+the current block are cached on the CPU, so all blocks together cost one pass through the model, not one from the first
+block for each.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,17 +19,17 @@ from requant.models.targets import find_blocks
 
 
 class StopForward(Exception):
-    """Raised by a hook once nothing further of a forward pass is needed."""
+    """Raised by a hook when the rest of the forward pass is not needed."""
 
 
 class HiddenStateCache:
-    """One model's pass over the windows, held before block `due`."""
+    """The hidden states of the windows before block `next_block` of one model."""
 
     def __init__(self, model: PreTrainedModel, windows: Int64[Tensor, "b t"]) -> None:
         self.model, self.windows = model, windows
         self.blocks = list(find_blocks(model)[1])
-        self.due = 0
-        self.states: list[Any] = []  # a batch: what block `due - 1` returned, on the CPU
+        self.next_block = 0
+        self.states: list[Any] = []  # a batch each: what block `next_block - 1` returned, on the CPU
 
     def module(self, name: str) -> nn.Module:
         return self.model.get_submodule(name)
@@ -37,7 +38,7 @@ class HiddenStateCache:
         return batches(self.windows, self.model, label=label)
 
     def run(self, index: int, tokens: Int64[Tensor, "c t"]) -> None:
-        """Batch `index` from block `due` on, until a hook raises Enough; without the head, whose logits nobody reads."""
+        """Run batch `index` from block `next_block` on, until a hook raises StopForward; without the head."""
         body = getattr(self.model, self.model.base_model_prefix)
         with self._skipping(index, tokens.device):
             try:
@@ -47,26 +48,26 @@ class HiddenStateCache:
 
     @torch.no_grad()
     def advance_to(self, block: int) -> None:
-        """Go on to before block `block`, with the weights that the model has now."""
-        while self.due < block:
+        """Advance to before block `block`, with the weights that the model has now."""
+        while self.next_block < block:
             following: list[Any] = []
 
-            def keep(_module: nn.Module, _inputs: Any, output: Any, kept: list[Any] = following) -> None:
-                kept.append(_moved(output, "cpu"))
+            def save(_module: nn.Module, _inputs: Any, output: Any, states: list[Any] = following) -> None:
+                states.append(_moved(output, "cpu"))
                 raise StopForward
 
-            handle = self.blocks[self.due].register_forward_hook(keep)
+            handle = self.blocks[self.next_block].register_forward_hook(save)
             try:
                 for index, tokens in enumerate(self.batches()):
                     self.run(index, tokens)
             finally:
                 handle.remove()
-            self.states, self.due = following, self.due + 1
+            self.states, self.next_block = following, self.next_block + 1
 
     @contextmanager
     def _skipping(self, index: int, device: torch.device) -> Iterator[None]:
-        """Blocks before the one that is due return at once what it should see."""
-        passed = self.blocks[: self.due]
+        """Earlier blocks return the cached hidden states without computing."""
+        passed = self.blocks[: self.next_block]
         own = [block.__dict__.get("forward") for block in passed]
         if passed:
             state = _moved(self.states[index], device)

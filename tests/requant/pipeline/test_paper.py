@@ -1,52 +1,52 @@
 import pytest
 import torch
 
-from requant.pipeline.detach import global_top, interquartile_range, largest_weights, outlier_shares
+from requant.pipeline.paper import global_top, interquartile_range, largest_weights, outlier_fractions
 
 SIZES = {"a": 1000, "b": 4000, "c": 200}
 MEANS = {"a": 0.5, "b": 0.01, "c": 2.0}
 
 
-def spent(shares: dict[str, float], sizes: dict[str, int] = SIZES) -> float:
-    return sum(shares[name] * size for name, size in sizes.items())
+def spent(fractions: dict[str, float], sizes: dict[str, int] = SIZES) -> float:
+    return sum(fractions[name] * size for name, size in sizes.items())
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0, 10.0, float("inf")])
 @pytest.mark.parametrize("fraction", [0.0, 0.0005, 0.0045, 0.02])
 def test_algorithm_1_spends_the_budget(fraction: float, temperature: float) -> None:
-    shares = outlier_shares(MEANS, SIZES, fraction=fraction, temperature=temperature)
-    assert spent(shares) == pytest.approx(fraction * 5200)
-    assert all(0 <= share <= 1 for share in shares.values())
+    fractions = outlier_fractions(MEANS, SIZES, fraction=fraction, temperature=temperature)
+    assert spent(fractions) == pytest.approx(fraction * 5200)
+    assert all(0 <= share <= 1 for share in fractions.values())
 
 
-def test_shares_are_powers_of_the_scores() -> None:
+def test_fractions_are_powers_of_the_scores() -> None:
     for temperature in (0.5, 1.0, 2.0):
-        shares = outlier_shares(MEANS, SIZES, fraction=0.002, temperature=temperature)
-        assert shares["c"] / shares["a"] == pytest.approx(4 ** (1 / temperature))
-        assert shares["a"] / shares["b"] == pytest.approx(50 ** (1 / temperature))
+        fractions = outlier_fractions(MEANS, SIZES, fraction=0.002, temperature=temperature)
+        assert fractions["c"] / fractions["a"] == pytest.approx(4 ** (1 / temperature))
+        assert fractions["a"] / fractions["b"] == pytest.approx(50 ** (1 / temperature))
 
 
 def test_an_infinite_temperature_is_uniform() -> None:
     for temperature in (1e6, float("inf")):
-        shares = outlier_shares(MEANS, SIZES, fraction=0.0045, temperature=temperature)
-        assert list(shares.values()) == pytest.approx([0.0045] * 3, rel=1e-4)
+        fractions = outlier_fractions(MEANS, SIZES, fraction=0.0045, temperature=temperature)
+        assert list(fractions.values()) == pytest.approx([0.0045] * 3, rel=1e-4)
 
 
 def test_what_a_full_matrix_cannot_take_goes_to_the_others() -> None:
-    shares = outlier_shares(MEANS, SIZES, fraction=0.2, temperature=0.25)
-    assert shares["c"] == 1 and 0 < shares["b"] < shares["a"] < 1
-    assert spent(shares) == pytest.approx(0.2 * 5200)
-    assert spent(outlier_shares(MEANS, SIZES, fraction=1.0, temperature=1.0)) == pytest.approx(5200)
+    fractions = outlier_fractions(MEANS, SIZES, fraction=0.2, temperature=0.25)
+    assert fractions["c"] == 1 and 0 < fractions["b"] < fractions["a"] < 1
+    assert spent(fractions) == pytest.approx(0.2 * 5200)
+    assert spent(outlier_fractions(MEANS, SIZES, fraction=1.0, temperature=1.0)) == pytest.approx(5200)
 
 
 def test_scores_of_any_magnitude() -> None:
-    expected = outlier_shares(MEANS, SIZES, fraction=0.004, temperature=0.5)
+    expected = outlier_fractions(MEANS, SIZES, fraction=0.004, temperature=0.5)
     for scale in (1e-30, 1e-200, 1e30):
-        shares = outlier_shares(
+        fractions = outlier_fractions(
             {n: s * scale for n, s in MEANS.items()}, SIZES, fraction=0.004, temperature=0.5
         )
-        assert shares == pytest.approx(expected)
-    nothing = outlier_shares(dict.fromkeys(SIZES, 0.0), SIZES, fraction=0.004, temperature=0.5)
+        assert fractions == pytest.approx(expected)
+    nothing = outlier_fractions(dict.fromkeys(SIZES, 0.0), SIZES, fraction=0.004, temperature=0.5)
     assert list(nothing.values()) == pytest.approx([0.004] * 3)
 
 
