@@ -169,16 +169,16 @@ def test_no_pickle() -> None:
 
 
 OPTIONS = {
-    "quantize": "as_json bits calibration device dry_run dtype eval_text head_bits method mode model num_samples output "
-    "quiet recipe resume seed sensitivity seq_len size skip tune verbose",
+    "quantize": "as_json bits calibration device dry_run dtype eval_text finetune_steps head_bits method mode model "
+    "num_samples output quiet recipe resume seed sensitivity seq_len size skip verbose",
     "sensitivity": "as_json bits calibration device dtype method model nodes num_samples output quiet recipe seed seq_len "
     "skip verbose",
-    "eval": "against as_json context device dtype limit models quiet task_data tasks text windows",
+    "eval": "as_json context device dtype limit models quiet reference task_data tasks text windows",
     "inspect": "as_json checkpoint",
-    "compare": "against as_json checkpoints context device dtype output quiet text windows",
+    "compare": "as_json checkpoints context device dtype output quiet reference text windows",
     "export": "as_json checkpoint dtype output to",
     "generate": "checkpoint device dtype max_new_tokens prompt seed temperature",
-    "bench": "against as_json batch checkpoint compile device dtype new_tokens prompt_tokens tune",
+    "bench": "as_json autotune batch checkpoint compile device dtype new_tokens prompt_tokens reference",
     "serve": "api_key checkpoint context device dtype host max_tokens_limit max_waiting name port quiet",
     "recipes": "as_json",
     "methods": "as_json",

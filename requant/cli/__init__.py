@@ -6,7 +6,7 @@ Exit codes: 0 done, 1 the run failed, 2 what was asked for cannot be done, 130 i
 
 import errno
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import typer
@@ -19,9 +19,9 @@ from requant.cli.measuring import evaluate, inspect
 from requant.cli.quantizing import quantize, sensitivity
 from requant.cli.server import serve
 from requant.cli.serving import bench, generate
-from requant.errors import RequantError, is_out_of_memory
+from requant.errors import InputError, RequantError, is_out_of_memory
 
-INTERRUPTED = "interrupted; `requant quantize` goes on where it stopped with --resume."
+INTERRUPTED = "interrupted; `requant quantize --resume` continues where it stopped."
 OUT_OF_MEMORY = (
     "memory is exhausted; lower --seq-len or --num-samples, use --dtype bfloat16, or --device cpu where the GPU is "
     "too small."
@@ -38,6 +38,13 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "serve": serve,
     "recipes": recipes,
     "methods": methods,
+}
+RENAMED_OPTIONS = {
+    ("quantize", "--tune"): "--finetune-steps",
+    ("bench", "--tune"): "--autotune",
+    ("bench", "--against"): "--reference",
+    ("compare", "--against"): "--reference",
+    ("eval", "--against"): "--reference",
 }
 
 app = typer.Typer(
@@ -61,8 +68,9 @@ for _name, _command in COMMANDS.items():
 
 
 def main() -> None:
-    """Entry point: every failure that a user can mend becomes one sentence and an exit code."""
+    """Entry point: every failure that a user can fix becomes one sentence and an exit code."""
     try:
+        _refuse_renamed_options(sys.argv[1:])
         app()
     except RequantError as error:
         _fail(str(error), error.exit_code)
@@ -78,6 +86,14 @@ def main() -> None:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             _fail(f"the disk is full ({error.filename or 'a temporary file'}); free some space.", 1)
         raise
+
+
+def _refuse_renamed_options(arguments: Sequence[str]) -> None:
+    for word in arguments[1:]:
+        option = word.partition("=")[0]
+        renamed = RENAMED_OPTIONS.get((arguments[0], option))
+        if renamed is not None:
+            raise InputError(f"{option} of `requant {arguments[0]}` is called {renamed} now.")
 
 
 def _fail(message: str, code: int) -> None:

@@ -12,8 +12,11 @@ from requant.cli.common import AsJson, Device, Dtype, Quiet, table
 def compare(
     checkpoints: Annotated[list[str], typer.Argument(help="Checkpoints that requant wrote.")],
     output: Annotated[Path | None, typer.Option(help="HTML page to write.")] = None,
-    against: Annotated[str | None, typer.Option(help="The original: measure all again, on one text.")] = None,
-    text: Annotated[list[str] | None, typer.Option(help="Text to score, with --against.")] = None,
+    reference: Annotated[
+        str | None,
+        typer.Option(help="The original model; all checkpoints are then scored again, on one text."),
+    ] = None,
+    text: Annotated[list[str] | None, typer.Option(help="Text to score, with --reference.")] = None,
     context: Annotated[int | None, typer.Option(min=8, help="Tokens of a window.")] = None,
     windows: Annotated[int | None, typer.Option(min=1, help="Score the first windows only.")] = None,
     device: Device = "auto",
@@ -21,14 +24,14 @@ def compare(
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Checkpoints side by side, from what their own files say; a table, and with --output a page."""
+    """Compare checkpoints by what their own files say: a table, and with --output a page."""
     from requant.checkpoint.save import check_output
-    from requant.report.compare import lineup, note, render_lineup
+    from requant.report.compare import compare_checkpoints, note, render_comparison
 
     page = None if output is None else check_output(output)
-    entries = lineup(
+    entries = compare_checkpoints(
         checkpoints,
-        against=against,
+        reference=reference,
         text=text,
         context=context,
         windows=windows,
@@ -38,7 +41,7 @@ def compare(
     )
     if page is not None:
         page.parent.mkdir(parents=True, exist_ok=True)
-        page.write_text(render_lineup(entries), encoding="utf-8")
+        page.write_text(render_comparison(entries), encoding="utf-8")
     if as_json:
         print(json.dumps([entry.to_dict() for entry in entries], indent=2))
         return

@@ -20,14 +20,18 @@ def evaluate(
         int | None, typer.Option(min=8, help="Tokens of a window. [2048, or the model's positions]")
     ] = None,
     windows: Annotated[int | None, typer.Option(min=1, help="Score the first windows only.")] = None,
-    against: Annotated[str | None, typer.Option(help="The original, for KL and agreement.")] = None,
+    reference: Annotated[
+        str | None, typer.Option(help="The original model, for KL and top-1 agreement.")
+    ] = None,
     tasks: Annotated[
-        str | None, typer.Option(help="lm-eval's tasks instead of a text: piqa,arc_easy,...")
+        str | None, typer.Option(help="Tasks of lm-eval instead of a text: piqa,arc_easy,...")
     ] = None,
     task_data: Annotated[
-        Path | None, typer.Option(help="Folder with TASK.jsonl for tasks without a network.")
+        Path | None, typer.Option(help="Folder with TASK.jsonl files, for tasks without a network.")
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Documents of each task.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Evaluate only the first documents of each task.")
+    ] = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     as_json: AsJson = False,
@@ -35,8 +39,8 @@ def evaluate(
 ) -> None:
     """Perplexity, KL to the original and top-1 agreement, or accuracy on tasks; several models in one table."""
     if tasks is not None:
-        _check_alone(
-            "--tasks", {"--text": text, "--context": context, "--windows": windows, "--against": against}
+        _refuse_with(
+            "--tasks", {"--text": text, "--context": context, "--windows": windows, "--reference": reference}
         )
         from requant.evaluation.tasks import evaluate_tasks, score_rows
 
@@ -46,7 +50,7 @@ def evaluate(
         )
         print(json.dumps([s.to_dict() for s in scores], indent=2) if as_json else table(score_rows(scores)))
         return
-    _check_alone("eval of a text", {"--task-data": task_data, "--limit": limit})
+    _refuse_with("the evaluation of a text", {"--task-data": task_data, "--limit": limit})
     from requant.evaluation.compare import evaluate_all
 
     rows = evaluate_all(
@@ -54,7 +58,7 @@ def evaluate(
         text=text,
         context=context,
         windows=windows,
-        against=against,
+        reference=reference,
         device=device,
         dtype=dtype,
         quiet=quiet,
@@ -66,11 +70,11 @@ def evaluate(
     print(table([row.cells() for row in rows]))
 
 
-def _check_alone(what: str, finetuned_params: Mapping[str, object]) -> None:
+def _refuse_with(what: str, options: Mapping[str, object]) -> None:
     """Options of the other kind of evaluation are refused, not ignored."""
-    if given := [option for option, value in finetuned_params.items() if value is not None]:
+    if given := [option for option, value in options.items() if value is not None]:
         raise InputError(
-            f"{given[0]} says nothing to {what}; run `requant eval` once with --tasks and once without."
+            f"{given[0]} has no effect with {what}; run `requant eval` once with --tasks and once without."
         )
 
 

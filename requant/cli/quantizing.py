@@ -28,9 +28,15 @@ def quantize(
         typer.Option(help="Folder, hub name, alias (llama-3.2-1b), or demo. [the recipe's, or demo]"),
     ] = None,
     bits: Annotated[
-        str | None, typer.Option(help="Bits a weight, 1 to 8. A fraction counts all stored bytes.")
+        str | None,
+        typer.Option(
+            help="Bits a weight: a whole number is the bits of every code (2 to 8; trellis from 1), a fraction, and any "
+            "number in mode best, what all stored bytes may come to."
+        ),
     ] = None,
-    size: Annotated[str | None, typer.Option(help="Bytes of the weight files, all of them: 600MB.")] = None,
+    size: Annotated[
+        str | None, typer.Option(help="Bytes that the weight files may take in all, such as 600MB.")
+    ] = None,
     recipe: Annotated[
         str | None, typer.Option(help="A recipe by name or YAML file; other options override it.")
     ] = None,
@@ -40,13 +46,13 @@ def quantize(
     mode: Annotated[
         str | None,
         typer.Option(
-            help="best: codes and training in rounds; paper: ReQuant as published; dense: codes only. "
+            help="best: rounds of quantizing and finetuning; paper: ReQuant as published; dense: codes only. "
             "[best on a GPU, paper elsewhere]"
         ),
     ] = None,
     sensitivity: Annotated[str | None, typer.Option(help="pqi, hessian, gradient or marginal.")] = None,
     calibration: Calibration = None,
-    eval_text: Annotated[list[str] | None, typer.Option(help="Text to score; else a held-out part.")] = None,
+    eval_text: Annotated[list[str] | None, typer.Option(help="Text to score. [a held-out part]")] = None,
     num_samples: Annotated[
         int | None, typer.Option(help="Calibration windows. [128; on a GPU 256; demo: 16]")
     ] = None,
@@ -58,23 +64,23 @@ def quantize(
         int | None,
         typer.Option(help="Bits of embedding and head: 4, 5, 6, 8 or 16. [16; with --size the best]"),
     ] = None,
-    tune: Annotated[
+    finetune_steps: Annotated[
         int | None,
         typer.Option(
-            help="Steps of training a phase, for all that is not code. [450 in mode best on a GPU, else 0]"
+            help="Training steps of each finetuning phase; codes stay fixed. [450 in mode best on a GPU, else 0]"
         ),
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Folder to write. [./MODEL-METHOD-BITSbit]")] = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     seed: Seed = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last finished stage.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue after the last finished stage.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Quantize a model, measure what it cost, write a checkpoint and a report."""
+    """Quantize a model, measure the loss of quality, write a checkpoint and a report."""
     from requant.checkpoint.save import check_output
     from requant.models.devices import pick_device
     from requant.pipeline.plan import make_plan
@@ -86,7 +92,7 @@ def quantize(
     from requant.run.workspace import Workspace
 
     log_to_stderr(verbose)
-    run = recipe_from_options(
+    chosen = recipe_from_options(
         model=model,
         bits=bits,
         recipe=recipe,
@@ -99,19 +105,21 @@ def quantize(
         seq_len=seq_len,
         skip=skip,
         seed=seed,
-        tune=tune,
+        tune=finetune_steps,
         gpu=pick_device(device).startswith("cuda"),
         size=size,
         head_bits=head_bits,
     )
-    folder = (output if output is not None else output_folder(run)).expanduser()
+    folder = (output if output is not None else output_folder(chosen)).expanduser()
     if dry_run:
-        plan = make_plan(prepare(run.model, run, device=device, dtype=dtype, quiet=quiet), run, quiet=quiet)
+        plan = make_plan(
+            prepare(chosen.model, chosen, device=device, dtype=dtype, quiet=quiet), chosen, quiet=quiet
+        )
         print(json.dumps(dataclasses.asdict(plan), indent=2) if as_json else "\n".join(plan.lines()))
         return
     check_output(folder)
     workspace = Workspace(folder.with_name(folder.name + ".partial"), resume=resume)
-    result = quantize(run.model, run, device=device, dtype=dtype, workspace=workspace, quiet=quiet)
+    result = quantize(chosen.model, chosen, device=device, dtype=dtype, workspace=workspace, quiet=quiet)
     save(result, folder)
     workspace.remove()
     rows = result_rows(result, folder)
@@ -124,7 +132,7 @@ def sensitivity(
     model: Annotated[
         str | None, typer.Option(help="Folder, hub name, alias, or demo. [the recipe's, or demo]")
     ] = None,
-    bits: Annotated[str | None, typer.Option(help="Bits of a code, 2 to 8.")] = None,
+    bits: Annotated[str | None, typer.Option(help="Bits of a code, 2 to 8 (trellis from 1).")] = None,
     recipe: Annotated[str | None, typer.Option(help="A recipe by name or YAML file.")] = None,
     method: Annotated[str | None, typer.Option(help="The quantizer whose step is scored.")] = None,
     calibration: Calibration = None,
@@ -146,7 +154,7 @@ def sensitivity(
     from requant.report.score import score
 
     log_to_stderr(verbose)
-    run = recipe_from_options(
+    chosen = recipe_from_options(
         model=model,
         bits=bits,
         recipe=recipe,
@@ -162,7 +170,7 @@ def sensitivity(
         nodes=nodes,
     )
     check_output(output)
-    found = score(run.model, run, device=device, dtype=dtype, output=output, quiet=quiet)
+    found = score(chosen.model, chosen, device=device, dtype=dtype, output=output, quiet=quiet)
     rows = found.rows()
     print(json.dumps(rows, indent=2) if as_json else table(rows))
     if not as_json:

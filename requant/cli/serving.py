@@ -1,4 +1,4 @@
-"""`requant generate`, `requant bench`: what runs a checkpoint."""
+"""`requant generate` and `requant bench`."""
 
 import json
 from typing import Annotated
@@ -10,14 +10,14 @@ from requant.cli.common import AsJson, Device, Dtype, say_what_is_loaded
 
 def generate(
     checkpoint: Annotated[str, typer.Argument(help="A checkpoint or model.")],
-    prompt: Annotated[str, typer.Option(help="Text to go on from.")],
+    prompt: Annotated[str, typer.Option(help="Text to continue.")],
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write at most.")] = 100,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
-    """Text from a quantized model."""
+    """Continue a prompt with a quantized model."""
     from requant.inference.generate import generate_text
 
     say_what_is_loaded()
@@ -36,12 +36,19 @@ def generate(
 
 def bench(
     checkpoint: Annotated[str, typer.Argument(help="A checkpoint or model.")],
-    batch: Annotated[str | None, typer.Option(help="Numbers of sequences, as 1,8,64.")] = None,
+    batch: Annotated[str | None, typer.Option(help="Batch sizes to measure, such as 1,8,64.")] = None,
     prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Of each prompt.")] = None,
     new_tokens: Annotated[int | None, typer.Option(min=2, help="Written after each prompt.")] = None,
-    against: Annotated[str | None, typer.Option(help="A model to measure beside it: the original.")] = None,
-    compile: Annotated[bool, typer.Option("--compile", help="Put torch.compile before a step.")] = False,
-    tune: Annotated[bool, typer.Option("--tune", help="Measure launch shapes first, and keep them.")] = False,
+    reference: Annotated[
+        str | None, typer.Option(help="A second model to measure, such as the original.")
+    ] = None,
+    compile: Annotated[
+        bool, typer.Option("--compile", help="Compile a decoding step with torch.compile.")
+    ] = False,
+    autotune: Annotated[
+        bool,
+        typer.Option("--autotune", help="Measure launch configs of the kernels first, and keep the best."),
+    ] = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
     as_json: AsJson = False,
@@ -50,13 +57,13 @@ def bench(
     from requant.evaluation import bench
 
     rows = bench.bench(
-        checkpoint, against=against, batches=_batches(batch), prompt_tokens=prompt_tokens, new_tokens=new_tokens,
-        device=device, dtype=dtype, compiled=compile, tune=tune,
+        checkpoint, reference=reference, batches=_batches(batch), prompt_tokens=prompt_tokens, new_tokens=new_tokens,
+        device=device, dtype=dtype, compiled=compile, autotune=autotune,
     )  # fmt: skip
     print(
         json.dumps([row.to_dict() for row in rows], indent=1)
         if as_json
-        else bench.speed_table(rows, compared=against is not None)
+        else bench.speed_table(rows, compared=reference is not None)
     )
 
 

@@ -1,1 +1,1 @@
-"""What a model is worth: perplexity and KL, lm-eval tasks, models side by side, tokens a second, samples of text."""
+"""Measuring models: perplexity and KL to the original, lm-eval tasks, samples of text, tokens a second."""

@@ -1,10 +1,10 @@
-"""How fast a model reads and writes: tokens a second, and the memory it takes, by number of sequences.
+"""Tokens a second in prefill and in decoding, and memory, by batch size.
 
     prefill   tokens of all prompts / seconds of the forward pass that reads them
-    decode    sequences x new tokens / seconds of their steps (`decoding.py`: on a GPU replays of one CUDA graph)
+    decode    sequences x new tokens / seconds of their steps (`inference/decode.py`; on a GPU replays of a CUDA graph)
 
-Prompts are random tokens, all of one length; every token is the likeliest, none ends a text. The first round warms up and
-is not counted, the median of the others is. A quantized model and its original are measured by the same harness.
+Prompts are random tokens of equal length; decoding is greedy and ignores end-of-text tokens. The first round is warm-up,
+the median of the others is reported. A quantized model and its original are measured by the same code.
 """
 
 import gc
@@ -32,7 +32,7 @@ ON_GPU = ((1, 8, 64), 512, 128)
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """One model at one number of sequences."""
+    """One model at one batch size."""
 
     name: str
     batch: int
@@ -60,7 +60,7 @@ def measure(
     rounds: int = ROUNDS,
     kernel_attention: bool = False,
 ) -> Speed:
-    """Time `rounds` rounds of prompt and steps, after one that warms up. `compiled` puts torch.compile before a step."""
+    """Time `rounds` rounds of prefill and decoding steps after one of warm-up; `compiled` runs steps under torch.compile."""
     device = torch.device(model.device)
     generator = torch.Generator().manual_seed(0)
     vocabulary = model.get_input_embeddings().num_embeddings
@@ -103,23 +103,23 @@ def model_bytes(model: Any) -> int:
 def bench(
     checkpoint: str,
     *,
-    against: str | None = None,
+    reference: str | None = None,
     batches: Sequence[int] | None = None,
     prompt_tokens: int | None = None,
     new_tokens: int | None = None,
     device: str = "auto",
     dtype: str = "auto",
     compiled: bool = False,
-    tune: bool = False,
+    autotune: bool = False,
 ) -> list[Speed]:
-    """One row a model and number of sequences; None takes what suits the device. Raises RequantError."""
+    """One row a model and batch size; None takes what suits the device. Raises RequantError."""
     where = pick_device(device)
     usual = ON_CPU if where == "cpu" else ON_GPU
     batches = batches or usual[0]
     prompt_tokens, new_tokens = prompt_tokens or usual[1], new_tokens or usual[2]
     if new_tokens < 2:
         raise InputError(f"--new-tokens {new_tokens} leaves nothing to time; give 2 or more.")
-    names = [checkpoint] if against is None else [checkpoint, against]
+    names = [checkpoint] if reference is None else [checkpoint, reference]
     folders = [resolve_source(name) for name in names]
     for name, folder in zip(names, folders, strict=True):
         limit = context_limit(load_config(folder))
@@ -131,7 +131,7 @@ def bench(
     rows = []
     for name, folder in zip(names, folders, strict=True):
         model: Any = open_served(folder, device=where, dtype=dtype)
-        if tune:
+        if autotune:
             from requant.inference.convert import tune_kernels
 
             tune_kernels(model, tokens=sorted({min(batch, 64) for batch in batches}))
@@ -154,7 +154,7 @@ def bench(
 
 
 def speed_table(rows: Sequence[Speed], *, compared: bool = False) -> str:
-    """For people; where the second half of the rows is the original, how many times as fast the checkpoint writes."""
+    """The rows as text; `compared`: their second half is the reference, and a column has the speedup of decoding."""
     base = {row.batch: row for row in rows[len(rows) // 2 :]} if compared else {}
     lines = []
     for row in rows:
@@ -168,13 +168,13 @@ def speed_table(rows: Sequence[Speed], *, compared: bool = False) -> str:
             "peak memory": format_bytes(row.peak_bytes),
         }
         if base:
-            line["times"] = round(row.decode_tokens_per_s / base[row.batch].decode_tokens_per_s, 2)
+            line["speedup"] = round(row.decode_tokens_per_s / base[row.batch].decode_tokens_per_s, 2)
         lines.append(line)
     return format_table(lines)
 
 
 def timed(call: Callable[[], object], device: torch.device) -> float:
-    """Wall seconds, the device's queue drained at both ends."""
+    """Wall seconds of `call`, with the device synchronized before and after."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     started = time.perf_counter()

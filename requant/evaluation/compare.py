@@ -1,4 +1,4 @@
-"""Models and checkpoints as a user names them: opened, scored side by side, asked for text, inspected."""
+"""`requant eval`: models and checkpoints by the names a user gives, all scored on the same tokens."""
 
 from collections.abc import Sequence
 
@@ -26,17 +26,17 @@ def evaluate_all(
     text: Sequence[str] | None = None,
     context: int | None = None,
     windows: int | None = None,
-    against: str | None = None,
+    reference: str | None = None,
     device: str = "auto",
     dtype: str = "auto",
     quiet: bool = True,
 ) -> list[Row]:
-    """One row a model, in order, all on the first model's tokens; KL and agreement where `against` is given.
+    """One row a model, in order, all on the first model's tokens; KL and agreement to `reference` if one is given.
 
     `context` None takes 2048 tokens, or all that the first model has positions for. Raises RequantError.
     """
     folders = [resolve_source(model) for model in models]
-    original = None if against is None else resolve_source(against)
+    original = None if reference is None else resolve_source(reference)
     where = pick_device(device)
     names = (
         list(text) if text else ["demo-eval" if str(DEMO) in (folders[0], original) else f"{WIKITEXT}:test"]
@@ -45,11 +45,11 @@ def evaluate_all(
     if context is None:
         context = min(CONTEXT, context_limit(load_config(folders[0])) or CONTEXT)
     tokens = token_windows(scored, load_tokenizer(folders[0]), num_samples=None, seq_len=context)
-    reference = None if original is None else open_model(original, device=where, dtype=dtype)
+    reference_model = None if original is None else open_model(original, device=where, dtype=dtype)
     candidates = [
         _candidate(name, folder, where, dtype) for name, folder in zip(models, folders, strict=True)
     ]
-    return compare(candidates, tokens[:windows], text=scored, reference=reference, progress=not quiet)
+    return compare(candidates, tokens[:windows], text=scored, reference=reference_model, progress=not quiet)
 
 
 def _candidate(name: str, folder: str, device: str, dtype: str) -> Candidate:

@@ -1,13 +1,15 @@
-"""What quantization cost: perplexity, KL to the original, agreement.
+"""What quantization cost: perplexity, KL divergence to the original, top-1 agreement.
 
-Every window predicts its tokens 2..context from those before it, so with T scored tokens
+Every window predicts its tokens 2..context from those before it. Over the T scored tokens, with p the distribution of the
+original and q that of the quantized model:
 
-    perplexity = exp(1/T sum_t -log q_t(x_t)) KL         = 1/T sum_t sum_v p_t(v) (log p_t(v) - log q_t(v)),
-    p the original, q the quantized; nats a token top-1      = share of t with argmax p_t = argmax q_t
+    perplexity = exp( 1/T sum_t -log q_t(x_t) )
+    KL         = 1/T sum_t sum_v p_t(v) (log p_t(v) - log q_t(v))        nats a token
+    top-1      = fraction of t with argmax p_t = argmax q_t
 
-A number without its protocol means nothing, so `Protocol` (text, hash, context, windows) travels with it.
-Read KL before perplexity: at 3 bits three seeds of one method differed by 1.5 % of perplexity and by 0.6 % of
-KL, and adapting to the calibration text improves a perplexity, not a KL.
+A number means nothing without its protocol, so `Protocol` (text, hash, context, windows) is stored with it. Read KL before
+perplexity: at 3 bits three seeds of one method differed by 1.5 % in perplexity and by 0.6 % in KL, and adapting to the
+calibration text improves perplexity, not KL.
 """
 
 import math
@@ -46,7 +48,7 @@ class Protocol:
 
 @dataclass(frozen=True, kw_only=True)
 class Quality:
-    """One model's result; what compares with the original is None where there was none."""
+    """One model's result; comparisons with the original are None where there was no original."""
 
     protocol: Protocol
     perplexity: float
@@ -61,7 +63,7 @@ class Quality:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A checkpoint to compare: `load` is called when its turn comes, and its model freed before the next."""
+    """A checkpoint to compare; `load` is called right before it is scored, and its model freed before the next one."""
 
     name: str
     load: Callable[[], PreTrainedModel]
@@ -129,8 +131,8 @@ def perplexity_and_kl(
             logits = _logits(model, batch, start)
             original = None if reference is None else _logits(reference, batch, start)
             for row, window in enumerate(batch):
-                against = None if original is None else original[row, :-1]
-                scores.append(_score(logits[row, :-1], window[1:], against))
+                reference_logits = None if original is None else original[row, :-1]
+                scores.append(_score(logits[row, :-1], window[1:], reference_logits))
     finally:
         for each, mode in zip(models, training, strict=True):
             each.train(mode)

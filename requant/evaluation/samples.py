@@ -1,7 +1,7 @@
-"""What a model writes, before and after: the likeliest continuation of fixed places of the evaluation text.
+"""Samples of text by the original and by the quantized model, for the report.
 
-Two prompts of 24 tokens, the beginnings of windows spread evenly over the scored text, each continued by 40 tokens. No
-dice are thrown, so the same run writes the same words. It is an illustration; KL is the measurement.
+Each prompt is the first 24 tokens of a window of the evaluation text, continued by 40 tokens. Decoding is greedy, so the
+same run writes the same text. Samples are an illustration; KL is the measurement.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ NEW_TOKENS = 40
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """A prompt, and how each of the models goes on."""
+    """A prompt and its continuation by each model."""
 
     prompt: str
     before: str
@@ -31,20 +31,20 @@ def write_samples(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     windows: Int64[Tensor, "s t"],
-    place: Callable[[bool], None],
+    apply_weights: Callable[[bool], None],
     *,
     count: int,
 ) -> list[Sample]:
     """`count` prompts continued by the original and by the quantized model.
 
-    `place` puts the original's weights into the model (False) or the quantized ones (True), which it is left with.
+    `apply_weights(quantized)` writes the original or the quantized weights into the model, which is left quantized.
     """
     prompts = sample_prompts(windows, count)
     if not prompts:
         return []
-    place(False)
+    apply_weights(False)
     before = [continued(model, tokenizer, prompt) for prompt in prompts]
-    place(True)
+    apply_weights(True)
     after = [continued(model, tokenizer, prompt) for prompt in prompts]
     return [
         Sample(prompt=str(tokenizer.decode(prompt)), before=original, after=quantized)
@@ -60,7 +60,7 @@ def sample_prompts(windows: Int64[Tensor, "s t"], count: int) -> list[list[int]]
 
 
 def continued(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: list[int]) -> str:
-    """The likeliest tokens one after another, to NEW_TOKENS or the end of the text, as text."""
+    """The greedy continuation as text, up to NEW_TOKENS or the end-of-text token."""
     decoder = Decoder(model, length=len(prompt) + NEW_TOKENS, graph=False)
     logits = decoder.prompt(torch.tensor([prompt], device=model.device))
     written: list[int] = []

@@ -1,7 +1,7 @@
-"""Accuracy on lm-eval's tasks: original and checkpoints side by side, with standard errors.
+"""Accuracy on lm-eval's tasks for the original and checkpoints in one table, with standard errors.
 
-lm-eval asks, counts and averages; we open the models. Six tasks can also be read from files, for machines without a
-network: a line of JSON a document, prepared as lm-eval prepares it.
+lm-eval prompts, scores and averages; requant opens the models. Six tasks can also be read from files, for machines without
+a network: one line of JSON a document, prepared as lm-eval prepares it.
 
 | task | columns of FOLDER/TASK.jsonl |
 | --- | --- |
@@ -205,7 +205,7 @@ def _check_columns(file: Path, changes: Mapping[str, Any]) -> None:
         raise TextError(f"{file} holds no JSON lines ({first_line(error)}).") from error
     if lacking := sorted((wanted or {"text"}) - set(first if isinstance(first, dict) else ())):
         raise TextError(
-            f"{file}: its first line has no column '{lacking[0]}'; see requant/tasks.py for the columns."
+            f"{file}: its first line has no column '{lacking[0]}'; see `requant/evaluation/tasks.py` for the columns."
         )
 
 
@@ -247,9 +247,9 @@ def _run(
 
 @contextmanager
 def _undisturbed(evaluator: Any) -> Iterator[None]:
-    """No pool of processes for a second of bootstrapping, no questions to git and torch about this machine.
+    """No process pool for a second of bootstrapping, and no collecting of git and environment information.
 
-    The latter take seconds, and outside of a repository git complains on the terminal.
+    The latter takes seconds, and outside of a repository git prints an error.
     """
     pools = os.environ.get("DISABLE_MULTIPROC")
     names = ("get_git_commit_hash", "add_env_info")

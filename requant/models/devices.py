@@ -1,4 +1,4 @@
-"""Bytes of memory: what a device still has, and the most that was taken of it."""
+"""Choosing a device, its free memory and the peak of what was used."""
 
 import resource
 
@@ -9,21 +9,21 @@ from requant.errors import InputError
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that can still be had on a device."""
+    """Bytes that are free on a device."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return psutil.virtual_memory().available
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: allocated at most on the GPU, else resident at most in this process."""
+    """Peak bytes: allocated by torch on a GPU, else resident in this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def pick_device(name: str) -> str:
-    """`auto` is the GPU where torch sees one."""
+    """A device name that torch takes; `auto` is the GPU where there is one. Raises InputError."""
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:

@@ -1,10 +1,7 @@
-"""Which matrices of a model are quantized, in which order and under which names.
+"""Finding and loading models: folders, hub names, aliases and the demo; their configuration and tokenizer.
 
-The only file that knows architectures, and it knows little: a causal LM of transformers holds one list of equal
-transformer blocks, and every `nn.Linear` (GPT-2: `Conv1D`, whose weight is transposed) inside a block is a linear to
-quantize. So fused projections (Phi-3's `qkv_proj`, `gate_up_proj`; GPT-NeoX's `query_key_value`) need no special
-case. Embedding, head and norms stay as they are. Mixture-of-experts models that fuse experts in one 3-D tensor are
-refused: their experts would silently stay unquantized.
+A model is a causal LM of transformers with safetensors weights; no code of its folder is executed. Whatever transformers
+raises on a damaged or foreign folder becomes a ModelError of one sentence.
 """
 
 import json
@@ -41,17 +38,9 @@ ALIASES: dict[str, str] = {
     "gemma-3-1b": "google/gemma-3-1b-pt",
     "phi-3-mini": "microsoft/Phi-3-mini-4k-instruct",
 }
-
-
 DEMO = Path(__file__).parents[1] / "data" / "demo"
-
-
 DTYPES = ("float32", "bfloat16", "float16")
-
-
 WEIGHT_FILES = "model*.safetensors"  # as transformers names them; other files may hold the same weights again
-
-
 HUB_FILES = (WEIGHT_FILES, "*.json", "*.jinja", "tokenizer*", "*.model", "merges.txt", "vocab.txt")
 
 
@@ -64,7 +53,7 @@ def load_model(source: str, *, device: str, dtype: str) -> tuple[PreTrainedModel
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # a second bar for a second of work, above ours
+    logging.disable_progress_bar()  # loading takes a second and would print a bar above ours
     if dtype not in ("auto", *DTYPES):
         raise ModelError(f"--dtype {dtype} is unknown; give auto, {', '.join(DTYPES)}.")
     path = resolve_source(source)
@@ -106,7 +95,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 @contextmanager
 def _refusing(path: str, takes: str) -> Iterator[None]:
-    """Whatever transformers raises on a stranger's folder becomes one sentence; running out of memory stays itself."""
+    """Turn whatever transformers raises on a folder into a ModelError of one sentence, except running out of memory."""
     try:
         yield
     except Exception as error:
@@ -185,9 +174,10 @@ def context_limit(config: Any) -> int | None:
 
 
 def disk_name(model: Any, name: str, tensor: torch.Tensor) -> str:
-    """The inverse: what the checkpoint that `model` was loaded from calls its tensor `name`.
+    """The name that the weight files of `model` use for its tensor `name`.
 
-    Newer transformers know the names of older ones, but not the other way round, so this is the name to save.
+    transformers may rename tensors when it loads older checkpoints, but older versions do not know the new names, so the
+    name in the files is the one to save.
     """
     from transformers import PreTrainedModel
     from transformers.core_model_loading import revert_weight_conversion

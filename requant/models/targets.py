@@ -1,4 +1,11 @@
-"""Which matrices of a model are quantized, in which order and under which names: see `find_linears`."""
+"""Which matrices of a model are quantized, in which order and under which names.
+
+A causal LM of transformers holds one list of equal transformer blocks, and every `nn.Linear` (GPT-2: `Conv1D`, whose weight
+is transposed) inside a block is quantized. So no architecture is named here, and fused projections (Phi-3's `qkv_proj`,
+`gate_up_proj`; GPT-NeoX's `query_key_value`) need no special case. Embedding and head are handled apart
+(`allocation/embedding_and_head.py`), norms stay as they are. Mixture-of-experts models that fuse experts in one 3-D tensor
+are refused: their experts would silently stay unquantized. Exporters and integrations know more of some architectures.
+"""
 
 import fnmatch
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +20,7 @@ from transformers import PreTrainedModel
 
 from requant.errors import ModelError
 
-# Linears of one module that take the same x, so that one launch can serve them.
+# Linears of one module that read the same input, so that one kernel launch can compute them together.
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 
 
@@ -100,7 +107,7 @@ def find_linears(model: nn.Module, *, skip: Sequence[str] = ()) -> list[QuantTar
 
 @contextmanager
 def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """The module answers by `forward` while the context lasts."""
+    """Replace the module's `forward` while the context lasts."""
     before = module.__dict__.get("forward")  # accelerate puts its own before the class's
     module.forward = forward
     try:
@@ -129,13 +136,9 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _refuse_fused_experts(path: str, blocks: nn.ModuleList) -> None:
-    for name, parameter in _parameters(blocks):
+    for name, parameter in blocks.named_parameters():
         if parameter.dim() == 3 and "conv" not in name.lower():
             raise ModelError(
                 f"{path}.{name.rsplit('.', 1)[0]} fuses its experts in one 3-D tensor "
                 f"{tuple(parameter.shape)}; mixture-of-experts models are not supported yet."
             )
-
-
-def _parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    yield from module.named_parameters()

@@ -1,1 +1,1 @@
-"""What a run says about itself, beside its checkpoint: pages, plots, the model card, checkpoints side by side."""
+"""The edges that write: saving a run with its report and model card, scores on disk, and comparisons of checkpoints."""

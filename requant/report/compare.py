@@ -1,9 +1,9 @@
-"""Checkpoints side by side: what their own files say, as a table and as one page.
+"""`requant compare`: checkpoints by what their own files say, as a table and as one page.
 
 Bytes come from the headers of the weight files, everything else from the `report.json` that `requant quantize` wrote.
-Nothing is measured here; numbers that were scored on different texts are told apart by their protocol, and
-`lineup(..., against=...)` scores all checkpoints again on one text. The files may be a stranger's: a value of the wrong
-kind counts as absent.
+Nothing is measured, unless `compare_checkpoints(..., reference=...)` scores all checkpoints again on one text; numbers that
+were scored on different texts are told apart by their protocol. The files may come from strangers: a value of the wrong
+type counts as absent.
 """
 
 import math
@@ -33,7 +33,7 @@ class Entry:
     name: str
     bytes: int  # of the weight files
     bits_per_weight: float
-    spending: Mapping[str, int]
+    spending: Mapping[str, int]  # bytes by what they are spent on
     kinds: Mapping[str, float]  # bits a weight by kind of matrix
     model: str | None = None
     method: str | None = None
@@ -43,10 +43,12 @@ class Entry:
     mean_kl: float | None = None
     p99_kl: float | None = None
     top1_agreement: float | None = None
-    scored: str | None = None
+    protocol: str | None = None  # of perplexity and KL
     calibration: str | None = None
-    measured: float | None = None  # dF on the calibration text
-    blocks: Mapping[int, float] = field(default_factory=dict)  # block -> its dF alone
+    delta_loss: float | None = None  # measured dF on the calibration text
+    block_delta_loss: Mapping[int, float] = field(
+        default_factory=dict
+    )  # block -> measured with it alone quantized
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -65,10 +67,10 @@ class Entry:
         }
 
 
-def lineup(
+def compare_checkpoints(
     checkpoints: Sequence[str],
     *,
-    against: str | None = None,
+    reference: str | None = None,
     text: Sequence[str] | None = None,
     context: int | None = None,
     windows: int | None = None,
@@ -76,16 +78,16 @@ def lineup(
     dtype: str = "auto",
     quiet: bool = True,
 ) -> list[Entry]:
-    """An entry a checkpoint, in order; with `against`, its quality is measured now, beside that original.
+    """An entry a checkpoint, in order; with a `reference`, the original model, their quality is measured again.
 
-    Raises CheckpointError for a folder that is damaged or none of ours.
+    Raises CheckpointError for a folder that is damaged or was not written by requant.
     """
-    if against is None and (text or context or windows):
+    if reference is None and (text or context or windows):
         raise InputError(
-            "--text, --context and --windows measure again; give --against MODEL, the original, too."
+            "--text, --context and --windows measure again; give --reference MODEL, the original, too."
         )
     entries = [read_entry(name) for name in checkpoints]
-    if against is None:
+    if reference is None:
         return entries
     from requant.evaluation.compare import evaluate_all
 
@@ -94,16 +96,16 @@ def lineup(
         text=text,
         context=context,
         windows=windows,
-        against=against,
+        reference=reference,
         device=device,
         dtype=dtype,
         quiet=quiet,
     )
-    return [_measured(entry, row.quality) for entry, row in zip(entries, rows, strict=True)]
+    return [_with_quality(entry, row.quality) for entry, row in zip(entries, rows, strict=True)]
 
 
 def read_entry(name: str) -> Entry:
-    """What a checkpoint's files say of it."""
+    """What the files of a checkpoint say. Raises CheckpointError for the report of an older version."""
     folder = Path(resolve_source(name))
     header = read_header(folder, trust_remote_code=True)  # no code is run here
     table = byte_table(header)
@@ -121,8 +123,12 @@ def read_entry(name: str) -> Entry:
     )
     try:
         said = read_json(folder / REPORT)
-    except CheckpointError:  # written by another version, or by hand
+    except CheckpointError:  # missing or damaged
         return entry
+    if "measured_blocks" in said:
+        raise CheckpointError(
+            f"{folder / REPORT} was written by an older requant; quantize again, or delete it."
+        )
     before, after, text = (_table(said, key) for key in ("before", "after", "calibration"))
     protocol = _table(after, "protocol")
     return replace(
@@ -135,19 +141,19 @@ def read_entry(name: str) -> Entry:
         mean_kl=_number(after, "mean_kl"),
         p99_kl=_number(after, "p99_kl"),
         top1_agreement=_number(after, "top1_agreement"),
-        scored=_protocol(protocol),
+        protocol=_protocol(protocol),
         calibration=_string(text, "name"),
-        measured=_number(said, "measured"),
-        blocks=_blocks(_table(said, "block_delta_loss")),
+        delta_loss=_number(said, "delta_loss"),
+        block_delta_loss=_blocks(_table(said, "block_delta_loss")),
     )
 
 
 def same_text(entries: Sequence[Entry]) -> bool:
     """Whether the qualities may be compared: one protocol, and every entry has it."""
-    return len({entry.scored for entry in entries}) == 1 and entries[0].scored is not None
+    return len({entry.protocol for entry in entries}) == 1 and entries[0].protocol is not None
 
 
-def render_lineup(entries: Sequence[Entry]) -> str:
+def render_comparison(entries: Sequence[Entry]) -> str:
     """The page: one file without scripts or links."""
     labels = _labels([entry.name for entry in entries])
     measure = "mean_kl" if all(entry.mean_kl is not None for entry in entries) else "perplexity"
@@ -161,8 +167,8 @@ def render_lineup(entries: Sequence[Entry]) -> str:
         axis = "mean KL, nats a token" if measure == "mean_kl" else "perplexity"
         plot = Markup(quality_plot(points, measure=axis).decode())
     kinds = list(dict.fromkeys(kind for entry in entries for kind in entry.kinds))
-    blocks = sorted({block for entry in entries for block in entry.blocks})
-    rows = {block: [entry.blocks.get(block) for entry in entries] for block in blocks}
+    blocks = sorted({block for entry in entries for block in entry.block_delta_loss})
+    rows = {block: [entry.block_delta_loss.get(block) for entry in entries] for block in blocks}
     values = [abs(value) for row in rows.values() for value in row if value is not None]
     return (
         environment(escape=True)
@@ -181,10 +187,10 @@ def render_lineup(entries: Sequence[Entry]) -> str:
 
 
 def note(entries: Sequence[Entry]) -> str:
-    """What must be known to read the table."""
+    """The line below the table: what the numbers were scored on."""
     if same_text(entries):
-        return f"scored on {entries[0].scored}"
-    return "scored on different texts, or not at all: --against MODEL measures all of them on one."
+        return f"scored on {entries[0].protocol}"
+    return "scored on different texts, or not at all: --reference MODEL measures all of them on one."
 
 
 def _labels(names: Sequence[str]) -> list[str]:
@@ -193,7 +199,7 @@ def _labels(names: Sequence[str]) -> list[str]:
     return short if len(set(short)) == len(short) else [one_line(name) for name in names]
 
 
-def _measured(entry: Entry, quality: Quality) -> Entry:
+def _with_quality(entry: Entry, quality: Quality) -> Entry:
     return replace(
         entry,
         original_perplexity=quality.reference_perplexity,
@@ -201,7 +207,7 @@ def _measured(entry: Entry, quality: Quality) -> Entry:
         mean_kl=quality.mean_kl,
         p99_kl=quality.p99_kl,
         top1_agreement=quality.top1_agreement,
-        scored=_protocol(asdict(quality.protocol)),
+        protocol=_protocol(asdict(quality.protocol)),
     )
 
 

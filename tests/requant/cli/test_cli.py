@@ -43,11 +43,13 @@ def test_the_main_job_on_the_demo_model(cli, tmp_path: Path, left_alone: tuple[s
     }
     assert sorted(tmp_path.iterdir()) == [folder]
 
-    code, out, error = cli("eval", "demo", folder, "--against", "demo", "--context", 64, "--windows", 4, "-q")
+    code, out, error = cli(
+        "eval", "demo", folder, "--reference", "demo", "--context", 64, "--windows", 4, "-q"
+    )
     assert code == 0, error
     assert out.startswith("token perplexity of demo-eval") and len(out.splitlines()) == 5
     code, again, _ = cli(
-        "eval", "demo", folder, "--against", "demo", "--context", 64, "--windows", 4, "-q", "--json"
+        "eval", "demo", folder, "--reference", "demo", "--context", 64, "--windows", 4, "-q", "--json"
     )
     rows = json.loads(again)
     assert code == 0 and [row["name"] for row in rows] == ["demo", str(folder)]
@@ -95,7 +97,7 @@ def test_sensitivity(cli, tiny_folder, tiny_text_file: Path, tmp_path: Path) -> 
 def test_quantize_prints_json(cli, tiny_folder, tiny_text_file: Path) -> None:
     code, out, error = cli(
         "quantize", "--model", tiny_folder("llama"), "--bits", 4, "--method", "rtn", "--mode", "dense",
-        "--calibration", tiny_text_file, "--output", "out", "--json", "--tune", 1, *TINY
+        "--calibration", tiny_text_file, "--output", "out", "--json", "--finetune-steps", 1, *TINY
     )  # fmt: skip
     assert code == 0, error
     assert {row[""]: row["after"] for row in json.loads(out)}["checkpoint"] == "out"

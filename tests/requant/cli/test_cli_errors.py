@@ -315,3 +315,18 @@ def test_other_commands_refuse_in_one_sentence(refused, checkpoint: Path, tiny_f
 def test_usage_errors(cli, arguments: tuple[str, ...]) -> None:
     code, out, error = cli(*arguments)
     assert (code, out) == (2, "") and "Usage" in error and "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "renamed"),
+    [
+        (("quantize", "--tune", "3"), "--finetune-steps"),
+        (("bench", "x", "--tune"), "--autotune"),
+        (("bench", "x", "--against", "y"), "--reference"),
+        (("compare", "x", "--against=y"), "--reference"),
+        (("eval", "x", "--against", "y"), "--reference"),
+    ],
+)
+def test_renamed_options_answer_with_the_new_spelling(cli, arguments, renamed: str) -> None:
+    code, out, error = cli(*arguments)
+    assert code == 2 and out == "" and f"is called {renamed} now." in error and "\n" not in error.strip()

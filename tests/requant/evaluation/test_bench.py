@@ -28,7 +28,7 @@ def test_a_shared_tensor_counts_once(tiny_model) -> None:
 def test_bench(cli, make_checkpoint, tiny_folder) -> None:
     folder, _ = make_checkpoint("llama")
     small = ("--prompt-tokens", 4, "--new-tokens", 2, "--device", "cpu")
-    code, out, error = cli("bench", folder, "--batch", "1,2", "--against", folder.parent / "source", *small)
+    code, out, error = cli("bench", folder, "--batch", "1,2", "--reference", folder.parent / "source", *small)
     assert code == 2 and "cannot be loaded" in error  # no tokenizer is needed, but a loadable model is
     code, out, error = cli("bench", tiny_folder("llama"), "--batch", "1,2", *small)
     assert code == 0, error

@@ -36,7 +36,7 @@ def test_a_checkpoint_scores_as_the_run_said(
 ) -> None:
     source = str(tiny_folder("llama"))
     original, quantized = evaluate_all(
-        [source, checkpoint], text=[str(tiny_text_file)], context=32, windows=5, against=source
+        [source, checkpoint], text=[str(tiny_text_file)], context=32, windows=5, reference=source
     )
     assert quantized.quality == result.after
     assert original.quality.perplexity == result.before.perplexity and original.quality.mean_kl == 0

@@ -242,10 +242,10 @@ def test_what_cannot_be_asked(cli, tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "piqa.jsonl").write_text("not json")
     with pytest.raises(TextError, match="holds no JSON lines"):
         evaluate_tasks(["demo"], ["piqa"], data=tmp_path)
-    code, _, error = cli("eval", "demo", "--tasks", "piqa", "--against", "demo")
-    assert code == 2 and "--against says nothing to --tasks" in error
+    code, _, error = cli("eval", "demo", "--tasks", "piqa", "--reference", "demo")
+    assert code == 2 and "--reference has no effect with --tasks" in error
     code, _, error = cli("eval", "demo", "--limit", 3)
-    assert code == 2 and "--limit says nothing to eval of a text" in error
+    assert code == 2 and "--limit has no effect with eval of a text" in error
     monkeypatch.setitem(__import__("sys").modules, "lm_eval", None)
     with pytest.raises(InputError, match=r"pip install 'requant\[tasks\]'"):
         evaluate_tasks(["demo"], ["piqa"])

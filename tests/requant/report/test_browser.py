@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from requant.evaluation.samples import Sample
-from requant.report.compare import Entry, render_lineup
+from requant.report.compare import Entry, render_comparison
 from requant.report.report import BudgetSummary, render_report
 
 from .test_report import HOSTILE, matrices, summary
@@ -72,14 +72,14 @@ def full_lineup() -> str:
         name="checkpoints/" + "Llama-3.2-1B-requant-3bit", bytes=3_412_345, bits_per_weight=3.4,
         spending={"codes": 1_000_000, "embedding": 2_000_000}, kinds={"q_proj": 3.2, "down_proj": 3.6},
         model="demo", method="kmeans", mode="paper", original_perplexity=22.0, perplexity=25.0, mean_kl=0.1,
-        p99_kl=1.0, top1_agreement=0.8, scored="t (sha256 1), 2 x 8 tokens", calibration="c", measured=0.02,
-        blocks={0: 0.1, 1: -0.2},
+        p99_kl=1.0, top1_agreement=0.8, protocol="t (sha256 1), 2 x 8 tokens", calibration="c", delta_loss=0.02,
+        block_delta_loss={0: 0.1, 1: -0.2},
     )  # fmt: skip
     finetuned_params = [
         dataclasses.replace(entry, name=name, bytes=b, mean_kl=k)
         for name, b, k in (("b", 4_000_000, 0.05), (HOSTILE, 5_000_000, 0.01))
     ]
-    return render_lineup([entry, *finetuned_params])
+    return render_comparison([entry, *finetuned_params])
 
 
 PAGES = {"report": full_report, "lineup": full_lineup}

@@ -12,7 +12,7 @@ from requant.checkpoint.sizes import byte_table
 from requant.errors import CheckpointError, InputError
 from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Calibration, Evaluation, Recipe
-from requant.report.compare import lineup, note, read_entry, render_lineup, same_text
+from requant.report.compare import compare_checkpoints, note, read_entry, render_comparison, same_text
 
 from .test_report import HOSTILE, Page
 
@@ -36,7 +36,7 @@ def checkpoints(tiny_folder, tiny_text_file: Path, tmp_path_factory: pytest.Temp
 
 
 def test_entries_are_what_the_run_wrote(checkpoints: list[str]) -> None:
-    entries = lineup(checkpoints)
+    entries = compare_checkpoints(checkpoints)
     for entry, folder in zip(entries, checkpoints, strict=True):
         report = json.loads((Path(folder) / "report.json").read_text())
         table = byte_table(folder)
@@ -47,11 +47,11 @@ def test_entries_are_what_the_run_wrote(checkpoints: list[str]) -> None:
         )
         assert entry.original_perplexity == report["before"]["perplexity"]
         assert (
-            entry.blocks == {int(b): v for b, v in report["block_delta_loss"].items()}
-            and len(entry.blocks) == 2
+            entry.block_delta_loss == {int(b): v for b, v in report["block_delta_loss"].items()}
+            and len(entry.block_delta_loss) == 2
         )
         assert sum(entry.spending.values()) == sum(table.parts.values())
-        assert (entry.method, entry.mode, entry.measured) == ("rtn", "dense", report["measured"])
+        assert (entry.method, entry.mode, entry.delta_loss) == ("rtn", "dense", report["delta_loss"])
         weights = {m["kind"]: 0 for m in report["matrices"]}
         assert entry.kinds.keys() == weights.keys()
         assert entry.kinds["q_proj"] == pytest.approx(report["matrices"][0]["bits"])
@@ -60,18 +60,18 @@ def test_entries_are_what_the_run_wrote(checkpoints: list[str]) -> None:
 
 
 def test_measured_again_on_request(checkpoints: list[str], tiny_folder, tiny_text_file: Path) -> None:
-    settings = {"against": str(tiny_folder("llama")), "text": [str(tiny_text_file)], "context": 32}
-    same = lineup(checkpoints, windows=5, **settings)
-    assert [entry.mean_kl for entry in same] == [entry.mean_kl for entry in lineup(checkpoints)]
-    fewer = lineup(checkpoints, windows=2, **settings)
+    settings = {"reference": str(tiny_folder("llama")), "text": [str(tiny_text_file)], "context": 32}
+    same = compare_checkpoints(checkpoints, windows=5, **settings)
+    assert [entry.mean_kl for entry in same] == [entry.mean_kl for entry in compare_checkpoints(checkpoints)]
+    fewer = compare_checkpoints(checkpoints, windows=2, **settings)
     assert "2 x 32 tokens" in note(fewer) and fewer[0].mean_kl != same[0].mean_kl
-    with pytest.raises(InputError, match="give --against MODEL"):
-        lineup(checkpoints, windows=2)
+    with pytest.raises(InputError, match="give --reference MODEL"):
+        compare_checkpoints(checkpoints, windows=2)
 
 
 def test_the_page(checkpoints: list[str]) -> None:
-    entries = lineup(checkpoints)
-    page = Page(render_lineup(entries))
+    entries = compare_checkpoints(checkpoints)
+    page = Page(render_comparison(entries))
     words = " ".join("".join(page.words).split())
     assert "2 checkpoints side by side" in words and "3bit" in words and "4bit" in words
     assert (
@@ -80,13 +80,13 @@ def test_the_page(checkpoints: list[str]) -> None:
         and "scored on different texts" not in words
     )
     assert not {"script", "link", "img", "iframe"} & set(page.tags)
-    other = dataclasses.replace(entries[1], scored=None, mean_kl=None, blocks={}, method=None)
-    words = "".join(Page(render_lineup([entries[0], other])).words)
+    other = dataclasses.replace(entries[1], protocol=None, mean_kl=None, block_delta_loss={}, method=None)
+    words = "".join(Page(render_comparison([entries[0], other])).words)
     assert "different texts, or not at all" in words and "–" in words
     hostile = dataclasses.replace(
         entries[0], name=HOSTILE, model=HOSTILE, method=HOSTILE, kinds={HOSTILE: 3.0}
     )
-    page = Page(render_lineup([hostile, entries[1]]))
+    page = Page(render_comparison([hostile, entries[1]]))
     assert "script" not in page.tags and "{{ 7*7 }}" in "".join(page.words)
 
 
@@ -106,9 +106,14 @@ def test_a_report_of_another_kind_counts_as_absent(
     (folder / "report.json").write_text(report)
     entry = read_entry(str(folder))
     assert entry.bytes == byte_table(folder).bytes and entry.perplexity is None and entry.mean_kl is None
-    assert entry.scored is None and entry.blocks == {} and entry.method is None and entry.measured is None
+    assert (
+        entry.protocol is None
+        and entry.block_delta_loss == {}
+        and entry.method is None
+        and entry.delta_loss is None
+    )
     assert "not at all" in note([entry])
-    Page(render_lineup([entry]))
+    Page(render_comparison([entry]))
 
 
 def test_the_command(cli, checkpoints: list[str], tmp_path: Path, tiny_folder) -> None:
@@ -123,4 +128,4 @@ def test_the_command(cli, checkpoints: list[str], tmp_path: Path, tiny_folder) -
     code, _, error = cli("compare", tiny_folder("llama"))
     assert code == 2 and "is not quantized" in error
     with pytest.raises(CheckpointError):
-        lineup([str(tiny_folder("llama"))])
+        compare_checkpoints([str(tiny_folder("llama"))])
