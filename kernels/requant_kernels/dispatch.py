@@ -70,8 +70,7 @@ class Kernel:
         self, x: Tensor, layout: Layout | TrellisLayout, bias: Tensor | None, config: LaunchConfig | None
     ) -> Tensor:
         """`x @ weight^T + bias` [m, n] of x [m, k], rows contiguous."""
-        function = self.function or self.module.rpartition(".")[2]
-        return getattr(module_of(self), function)(x, layout, bias, config)
+        return function_of(self)(x, layout, bias, config)
 
 
 KERNELS = (  # in the order in which they are asked
@@ -101,7 +100,34 @@ TRELLIS_KERNELS = (
 def dispatch(
     layout: Layout | TrellisLayout, num_tokens: int, device: torch.device
 ) -> tuple[Kernel, LaunchConfig | None]:
-    """The kernel that multiplies so many tokens, and its launch."""
+    """The kernel that multiplies so many tokens, and its launch. Layouts that are alike are asked about once: choosing takes
+    longer than launching."""
+    key = (_alike(layout), m_bucket(num_tokens), device)
+    found = _chosen.get(key)
+    if found is None:
+        found = _chosen[key] = choose(layout, num_tokens, device)
+    return found
+
+
+_chosen: dict[Any, tuple[Kernel, LaunchConfig | None]] = {}
+
+
+def _alike(layout: Layout | TrellisLayout) -> tuple[Any, ...]:
+    """All that `supports` and `fits` may look at: sizes, types and which tensors there are, never their values."""
+    sparse = layout.sparse
+    residuals = None if sparse is None else (sparse.values.dtype, sparse.coo is None)
+    if isinstance(layout, TrellisLayout):
+        return layout.code, layout.bits, layout.n, layout.k, residuals
+    if isinstance(layout, CodebookLayout):
+        return layout.bits, layout.n, layout.k, residuals
+    tensors = layout.zero_points is None, layout.column_scales is None
+    return layout.bits, layout.n, layout.k, layout.group_size, layout.kernel_group, tensors, residuals
+
+
+def choose(
+    layout: Layout | TrellisLayout, num_tokens: int, device: torch.device
+) -> tuple[Kernel, LaunchConfig | None]:
+    """`dispatch` without its memory."""
     for kernel in kernels_of(layout):
         if kernel.supports(layout, num_tokens, device):
             if kernel.name not in launch_config.CONFIGS:
@@ -150,8 +176,14 @@ def module_of(kernel: Kernel) -> Any:
     return importlib.import_module(f"requant_kernels.{kernel.module}")
 
 
+@cache
+def function_of(kernel: Kernel) -> Callable[..., Tensor]:
+    return getattr(module_of(kernel), kernel.function or kernel.module.rpartition(".")[2])
+
+
 def forget() -> None:
     """Read tables and devices anew."""
     measured.cache_clear()
     config_of.cache_clear()
+    _chosen.clear()
     device_properties.forget()
