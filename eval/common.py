@@ -30,7 +30,7 @@ from requant.calibration.stats import LinearStats
 from requant.checkpoint.sizes import matrix_parts
 from requant.errors import TextError
 from requant.evaluation.perplexity import Protocol, perplexity_and_kl
-from requant.formats.packing import pack
+from requant.formats.quantized_weight import spec_of
 from requant.pipeline.prepare import Prepared, prepare, start
 from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Calibration, Evaluation, Finetune, Recipe
@@ -147,10 +147,10 @@ def bits_per_weight(weights: Weights) -> dict[str, Any]:
     parts: dict[str, int] = {}
     count = entries = 0
     for weight in weights.values():
-        layout = pack(weight)[0]
-        count += layout.shape[0] * layout.shape[1]
-        entries += layout.sparse
-        for part, size in matrix_parts(layout).items():
+        spec = spec_of(weight)
+        count += spec.shape[0] * spec.shape[1]
+        entries += spec.num_entries
+        for part, size in matrix_parts(spec).items():
             parts[part] = parts.get(part, 0) + size
     return {
         "bits_per_weight": 8 * sum(parts.values()) / count,

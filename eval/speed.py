@@ -38,7 +38,7 @@ from requant.finetune.loop import (
     trainable_tensors,
 )
 from requant.finetune.teacher import Teacher
-from requant.formats.trainable import trainable_params
+from requant.formats.quantized_weight import trainable_params
 from requant.models.devices import peak_memory, pick_device
 from requant.pipeline.best import rounds_of
 from requant.pipeline.prepare import prepare, start

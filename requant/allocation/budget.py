@@ -31,8 +31,9 @@ from requant.allocation.knapsack import TOLERANCE, Option, allocate, losses_at_o
 from requant.allocation.predictors import outlier_factors, predicted_losses
 from requant.checkpoint.save import MAX_SHARD_BYTES, checkpoint_bytes
 from requant.errors import RecipeError
-from requant.formats.containers import INDEX_TILE
-from requant.formats.packed_spec import PackedSpec, TensorSpec
+from requant.formats.packed_spec import PackedSpec
+from requant.formats.sparse import INDEX_TILE, SparseSpec
+from requant.formats.tensor_spec import TensorSpec
 from requant.models.targets import QuantTarget
 from requant.quantizers.method import Bits
 from requant.quantizers.registry import METHODS
@@ -199,9 +200,13 @@ def largest_tensors(run: RunContext, target: QuantTarget) -> dict[str, TensorSpe
     for bits in available_bits(run.recipe):
         layout = packed_spec(run.recipe, target.shape, bits)
         if sparse_bytes(run):
-            layout = dataclasses.replace(
-                layout, sparse=target.size, sparse_values=run.recipe.detach.values, sparse_scales="matrix"
+            sparse = SparseSpec(
+                shape=target.shape,
+                num_entries=target.size,
+                values=run.recipe.detach.values,
+                scales="matrix",
             )
+            layout = dataclasses.replace(layout, sparse=sparse)
         for suffix, spec in layout.tensors().items():
             found[suffix] = max(found.get(suffix, spec), spec, key=lambda each: each.bytes)
     return found

@@ -27,9 +27,9 @@ from transformers import PreTrainedModel
 from requant.calibration.passes import batches, recomputed_blocks, summed_loss
 from requant.checkpoint.save import disk_dtype
 from requant.errors import ModelError, RecipeError
-from requant.formats.containers import Grid, QuantizedWeight
+from requant.formats.grid import Grid, GridSpec
 from requant.formats.packed_spec import PackedSpec
-from requant.formats.packing import pack, unpack
+from requant.formats.quantized_weight import QuantizedWeight, pack, unpack
 from requant.models.targets import embedding_and_head_modules
 from requant.quantizers.kmeans import row_chunks
 from requant.quantizers.rtn import encode, fit_grid
@@ -138,7 +138,7 @@ def _obstacle(part: Part) -> str | None:
 
 def embedding_and_head_spec(shape: tuple[int, int], bits: int) -> PackedSpec:
     """What is stored for a table of this shape."""
-    return PackedSpec(format="grid", bits=bits, shape=shape, group_size=GROUP, zero_points=True)
+    return PackedSpec(dense=GridSpec(bits=bits, shape=shape, group_size=GROUP, zero_points=True))
 
 
 def part_sizes(

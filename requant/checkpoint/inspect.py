@@ -71,12 +71,12 @@ def _rows(matrices: Mapping[str, MatrixBytes]) -> list[dict[str, Any]]:
     return [
         {
             "matrix": name,
-            "format": matrix.layout.format,
-            "n": matrix.layout.shape[0],
-            "k": matrix.layout.shape[1],
-            "code bits": matrix.layout.bits,
+            "format": matrix.spec.format,
+            "n": matrix.spec.shape[0],
+            "k": matrix.spec.shape[1],
+            "code bits": matrix.spec.bits,
             "bits/weight": matrix.bits_per_weight,
-            "sparse": matrix.layout.sparse / matrix.weights,
+            "sparse": matrix.spec.num_entries / matrix.weights,
             "bytes": matrix.bytes,
         }
         for name, matrix in matrices.items()

@@ -13,17 +13,16 @@ from requant.checkpoint.header import read_json
 from requant.checkpoint.save import CHECKSUMS_FILE
 from requant.checkpoint.validate import check_values, read_header, read_matrix
 from requant.errors import CheckpointError
-from requant.formats.containers import QuantizedWeight
-from requant.formats.packing import unpack
+from requant.formats.quantized_weight import QuantizedWeight, unpack
 
 
 def load_weights(path: str | Path) -> Iterator[tuple[str, QuantizedWeight]]:
     """Every quantized matrix by name, on the CPU, one at a time, each fully checked."""
     header = read_header(path, trust_remote_code=True)  # no code is run here
-    for name, layout in header.modules.items():
-        tensors = read_matrix(name, layout.tensors(), header.tensors)
-        check_values(name, layout, tensors)
-        yield name, unpack(layout, tensors)
+    for name, spec in header.modules.items():
+        tensors = read_matrix(name, spec.tensors(), header.tensors)
+        check_values(name, spec, tensors)
+        yield name, unpack(spec, tensors)
 
 
 def provenance(path: str | Path) -> str:

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from requant.checkpoint.header import read_shard
-from requant.checkpoint.validate import flaw, version_of
+from requant.checkpoint.validate import version_of
 from requant.checkpoint.writer import planned_bytes, write_bytes, write_shards
 from requant.errors import NumericalError, OutputError
-from requant.formats.containers import QuantizedWeight
-from requant.formats.packed_spec import GUARD_TENSOR, PackedSpec, TensorSpec
-from requant.formats.packing import pack
+from requant.formats.packed_spec import GUARD_TENSOR, PackedSpec
+from requant.formats.quantized_weight import QuantizedWeight, pack
+from requant.formats.tensor_spec import TensorSpec
 
 MAX_SHARD_BYTES = 5_000_000_000
 CHECKSUMS_FILE = "checksums.json"
@@ -32,7 +32,7 @@ _WEIGHTS = ("safetensors", "bin", "pt", "pth", "ckpt", "pkl", "gguf", "msgpack",
 NOT_COPIED = (*(f"*.{suffix}" for suffix in _WEIGHTS), "*.index.json", "config.json", CHECKSUMS_FILE, ".*")
 COPIED_FOLDERS = ("additional_chat_templates",)
 _RESERVED = {"quant_method", "format_version", "modules", "vocabulary"}
-_STOP = TensorSpec(dtype=torch.float16, shape=(0,))
+_GUARD = TensorSpec(dtype=torch.float16, shape=(0,))
 
 
 def check_output(output: str | Path) -> Path:
@@ -114,7 +114,7 @@ def checkpoint_bytes(
     """Bytes of the weight files that `save_checkpoint` would write, headers included; matrices are given by tensors."""
     embedded = vocabulary or {}
     units: list[dict[str, TensorSpec]] = [
-        {f"{name}.{suffix}": spec for suffix, spec in {**tensors, GUARD_TENSOR: _STOP}.items()}
+        {f"{name}.{suffix}": spec for suffix, spec in {**tensors, GUARD_TENSOR: _GUARD}.items()}
         for name, tensors in (*modules.items(), *embedded.items())
     ]
     plain = _plain_tensors(model, _source_dtypes(source), modules, embedded)
@@ -140,14 +140,14 @@ def _units(
         if original is None or sorted(original.shape) != sorted(weight.shape):
             have = "no such matrix" if original is None else f"shape {list(original.shape)}"
             raise ValueError(f"{name}: quantized to {list(weight.shape)}, but the model has {have}")
-        layout, tensors = pack(weight)
-        if what := flaw(layout, tensors):
+        spec, tensors = pack(weight)
+        if what := spec.flaw(tensors):
             raise NumericalError(
                 f"{name}: {what} after quantization; use another method or more bits for this matrix."
             )
-        modules[name] = layout
-        stop = torch.empty(_STOP.shape, dtype=_STOP.dtype)
-        yield {f"{name}.{suffix}": tensor for suffix, tensor in {**tensors, GUARD_TENSOR: stop}.items()}
+        modules[name] = spec
+        guard = torch.empty(_GUARD.shape, dtype=_GUARD.dtype)
+        yield {f"{name}.{suffix}": tensor for suffix, tensor in {**tensors, GUARD_TENSOR: guard}.items()}
 
 
 def _plain_units(
@@ -213,11 +213,11 @@ def _config(
         "quant_method": "requant",
         "format_version": version_of(modules, vocabulary),
         **manifest,
-        "modules": {name: layout.to_json() for name, layout in modules.items()},
+        "modules": {name: spec.to_json() for name, spec in modules.items()},
     }
     if vocabulary:
         config["quantization_config"]["vocabulary"] = {
-            name: layout.to_json() for name, layout in vocabulary.items()
+            name: spec.to_json() for name, spec in vocabulary.items()
         }
     return config
 

@@ -20,7 +20,7 @@ HEADS = ("lm_head", "embed_out")
 class MatrixBytes:
     """One quantized matrix: bytes by part; their sum is what the files hold for it."""
 
-    layout: PackedSpec
+    spec: PackedSpec
     parts: dict[str, int]
 
     @property
@@ -29,7 +29,7 @@ class MatrixBytes:
 
     @property
     def weights(self) -> int:
-        return self.layout.shape[0] * self.layout.shape[1]
+        return self.spec.shape[0] * self.spec.shape[1]
 
     @property
     def bits_per_weight(self) -> float:
@@ -66,8 +66,8 @@ def byte_table(checkpoint: str | Path | CheckpointHeader) -> ByteTable:
         else read_header(checkpoint, trust_remote_code=True)
     )
     matrices, vocabulary = (
-        {name: MatrixBytes(layout=layout, parts=matrix_parts(layout)) for name, layout in layouts.items()}
-        for layouts in (header.modules, header.vocabulary)
+        {name: MatrixBytes(spec=spec, parts=matrix_parts(spec)) for name, spec in specs.items()}
+        for specs in (header.modules, header.vocabulary)
     )
     parts = dict.fromkeys(
         [
@@ -89,13 +89,13 @@ def byte_table(checkpoint: str | Path | CheckpointHeader) -> ByteTable:
     )
     for matrix in matrices.values():
         for part, size in matrix.parts.items():
-            parts[part] += size
+            parts[part] = parts.get(part, 0) + size
     for name, table in vocabulary.items():
         parts[_plain_part(f"{name}.weight")] += table.bytes
     owned = {
         f"{name}.{suffix}"
-        for name, layout in {**header.modules, **header.vocabulary}.items()
-        for suffix in layout.tensors()
+        for name, spec in {**header.modules, **header.vocabulary}.items()
+        for suffix in spec.tensors()
     }
     for name, stored in header.tensors.items():
         if name not in owned:
@@ -106,16 +106,15 @@ def byte_table(checkpoint: str | Path | CheckpointHeader) -> ByteTable:
     )
 
 
-def matrix_parts(layout: PackedSpec) -> dict[str, int]:
+def matrix_parts(spec: PackedSpec) -> dict[str, int]:
     """Bytes of a matrix by part; `padding` is what fills the rows of codes up to whole words, in whole
     bytes."""
     parts: dict[str, int] = {}
-    for suffix, spec in layout.tensors().items():
-        part = "scales" if suffix.startswith(("input_", "output_")) else suffix  # both sides of a trellis
-        part = "levels" if part == "level_scales" else part
-        parts[part] = parts.get(part, 0) + math.prod(spec.shape) * spec.dtype.itemsize
-    n, k = layout.shape
-    parts["padding"] = parts["codes"] - math.ceil(n * k * layout.bits / 8)
+    for suffix, tensor in spec.tensors().items():
+        part = spec.dense.size_parts.get(suffix, suffix)
+        parts[part] = parts.get(part, 0) + tensor.bytes
+    n, k = spec.shape
+    parts["padding"] = parts["codes"] - math.ceil(n * k * spec.bits / 8)
     parts["codes"] -= parts["padding"]
     return parts
 

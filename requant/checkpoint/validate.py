@@ -18,9 +18,8 @@ from torch import Tensor
 
 from requant.checkpoint.header import StoredTensor, read_folder, read_json
 from requant.errors import CheckpointError
-from requant.formats.containers import INDEX_TILE
-from requant.formats.packed_spec import GUARD_TENSOR, VECTORS, PackedSpec
-from requant.formats.packing import entry_tiles
+from requant.formats.grid import GridSpec
+from requant.formats.packed_spec import GUARD_TENSOR, PackedSpec
 
 FORMAT_VERSION = 3
 PLAIN_VERSION = 1  # of checkpoints whose embedding and head are not quantized
@@ -95,20 +94,20 @@ def parse_quantization(entry: Any, *, where: str | Path) -> dict[str, PackedSpec
     modules = entry.get("modules")
     if not isinstance(modules, dict) or not modules:
         raise CheckpointError(f"{where}: config.json lists no quantized modules; quantize the model again.")
-    layouts = {name: PackedSpec.from_json(name, layout) for name, layout in modules.items()}
-    early = next((name for name, layout in layouts.items() if layout.version > version), None)
+    specs = {name: PackedSpec.from_json(name, spec) for name, spec in modules.items()}
+    early = next((name for name, spec in specs.items() if spec.version > version), None)
     if early is not None:
         raise CheckpointError(
-            f"config.json: the entry of {early[:60]} needs format version {layouts[early].version}, but version {version} "
+            f"config.json: the entry of {early[:60]} needs format version {specs[early].version}, but version {version} "
             "is given; download the checkpoint again."
         )
-    return layouts
+    return specs
 
 
 def version_of(modules: Mapping[str, PackedSpec], vocabulary: Mapping[str, PackedSpec]) -> int:
     """The oldest version that can hold these tables."""
     oldest = EMBEDDING_AND_HEAD_VERSION if vocabulary else PLAIN_VERSION
-    return max([oldest, *(layout.version for layout in modules.values())])
+    return max([oldest, *(spec.version for spec in modules.values())])
 
 
 def parse_embedding_and_head(entry: Any, modules: Mapping[str, PackedSpec]) -> dict[str, PackedSpec]:
@@ -126,9 +125,10 @@ def parse_embedding_and_head(entry: Any, modules: Mapping[str, PackedSpec]) -> d
             f"config.json: format version {PLAIN_VERSION} has no vocabulary, but {next(iter(table))[:60]} is "
             "listed in one; download the checkpoint again."
         )
-    found = {name: PackedSpec.from_json(name, layout) for name, layout in table.items()}
-    for name, layout in found.items():
-        if name in modules or layout.format != "grid" or layout.sparse or layout.column_scales:
+    found = {name: PackedSpec.from_json(name, spec) for name, spec in table.items()}
+    for name, spec in found.items():
+        plain = isinstance(spec.dense, GridSpec) and not spec.dense.column_scales and spec.sparse is None
+        if name in modules or not plain:
             raise CheckpointError(
                 f"config.json: {name} in vocabulary is no plain grid of its own; download the checkpoint again."
             )
@@ -139,18 +139,18 @@ def check_matrices(modules: Mapping[str, PackedSpec], tensors: Mapping[str, Stor
     """Dtypes and shapes of every matrix's tensors are those of its entry; no tensor is missing or left
     over."""
     expected: set[str] = set()
-    for name, layout in modules.items():
-        for suffix, spec in layout.tensors().items():
+    for name, spec in modules.items():
+        for suffix, tensor in spec.tensors().items():
             key = f"{name}.{suffix}"
             stored = tensors.get(key)
             if stored is None:
                 raise CheckpointError(
                     f"{key} is missing from the weight files; download the checkpoint again."
                 )
-            if stored.shape != spec.shape or stored.dtype != spec.dtype:
+            if stored.shape != tensor.shape or stored.dtype != tensor.dtype:
                 raise CheckpointError(
                     f"{key} is {stored.dtype} {list(stored.shape)} in {stored.file.name}, but config.json "
-                    f"asks for {spec.dtype} {list(spec.shape)}; download the checkpoint again."
+                    f"asks for {tensor.dtype} {list(tensor.shape)}; download the checkpoint again."
                 )
             expected.add(key)
     for key in tensors.keys() - expected:
@@ -163,15 +163,16 @@ def check_matrices(modules: Mapping[str, PackedSpec], tensors: Mapping[str, Stor
 
 
 def check_all_values(modules: Mapping[str, PackedSpec], tensors: Mapping[str, StoredTensor]) -> None:
-    """`flaw` of every matrix, read from the files; packed codes are not read, since any bits are valid
+    """`check_values` of every matrix, read from the files; packed codes are not read, since any bits are valid
     codes."""
-    for name, layout in modules.items():
-        suffixes = [suffix for suffix, spec in layout.tensors().items() if spec.dtype != torch.int32]
-        check_values(name, layout, read_matrix(name, suffixes, tensors))
+    for name, spec in modules.items():
+        suffixes = [suffix for suffix, tensor in spec.tensors().items() if tensor.dtype != torch.int32]
+        check_values(name, spec, read_matrix(name, suffixes, tensors))
 
 
-def check_values(name: str, layout: PackedSpec, tensors: Mapping[str, Tensor]) -> None:
-    if what := flaw(layout, tensors):
+def check_values(name: str, spec: PackedSpec, tensors: Mapping[str, Tensor]) -> None:
+    """Raise CheckpointError for values of a matrix that no writer makes: NaN, unsorted indices, ..."""
+    if what := spec.flaw(tensors):
         raise CheckpointError(
             f"{name}: {what}; the checkpoint is damaged, download it again or quantize again."
         )
@@ -188,34 +189,6 @@ def read_matrix(name: str, suffixes: Iterable[str], tensors: Mapping[str, Stored
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{stored.file} cannot be read ({error}); download it again.") from error
     return values
-
-
-def flaw(layout: PackedSpec, tensors: Mapping[str, Tensor]) -> str | None:
-    """What is wrong with the values of a matrix whose dtypes and shapes are right, or None."""
-    for suffix, tensor in tensors.items():
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            return f"{suffix} holds NaN or infinity"
-        if suffix in VECTORS.values() and tensor.dtype == torch.int8 and (tensor == -128).any():
-            return f"{suffix} holds -128, but numbers go from -127 to 127"
-    if layout.column_scales and (tensors["column_scales"] == 0).any():
-        return "column_scales holds a zero, by which columns are divided"
-    if not layout.sparse:
-        return None
-    counts = tensors["sparse_counts"].long()
-    total = int(counts.sum())
-    if total != layout.sparse:
-        return f"sparse_counts sums to {total}, but {layout.sparse} sparse entries are stored"
-    width = torch.full((layout.tiles,), INDEX_TILE, device=counts.device)
-    width[-1] = layout.shape[1] - (layout.tiles - 1) * INDEX_TILE
-    if (counts > width).any():
-        return "sparse_counts has more entries in a 256-column tile than the tile has columns"
-    tile = entry_tiles(counts)
-    index = tensors["sparse_indices"].long()
-    if (index >= width[tile % layout.tiles]).any():
-        return f"sparse_indices points past the last of {layout.shape[1]} columns"
-    if ((tile * INDEX_TILE + index).diff() <= 0).any():
-        return "sparse_indices is not strictly ascending within a row (unsorted or duplicate entries)"
-    return None
 
 
 def _mentions_code(config: dict[str, Any]) -> bool:

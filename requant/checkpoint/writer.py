@@ -16,7 +16,7 @@ from torch import Tensor
 
 from requant.checkpoint.header import DTYPES, INDEX_FILE, WEIGHTS_FILE
 from requant.errors import OutputError
-from requant.formats.packed_spec import TensorSpec
+from requant.formats.tensor_spec import TensorSpec
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 

@@ -31,10 +31,12 @@ from requant.checkpoint.save import MAX_SHARD_BYTES
 from requant.checkpoint.writer import write_shards
 from requant.errors import InputError
 from requant.exporters.folder import Written, write_config
+from requant.exporters.grids import grid_of, grid_spec_of, obstacle
 from requant.exporters.source import Source
-from requant.formats.containers import Grid, QuantizedWeight
+from requant.formats.bits import pack_bits
+from requant.formats.grid import Grid
 from requant.formats.packed_spec import PackedSpec
-from requant.formats.packing import pack_bits
+from requant.formats.quantized_weight import QuantizedWeight
 
 VERSION = "0.15.0"  # the layout of zero points and of odd widths since this version of the package
 Group = tuple[int, int | None, bool]  # bits, group size (None: a row), symmetric
@@ -110,33 +112,27 @@ def _groups(source: Source) -> dict[Group, list[str]]:
     """Matrices by what a config group says of them; refuses the first that none can describe."""
     groups: dict[Group, list[str]] = {}
     modules = source.header.modules
-    rows = all(
-        layout.group_size >= layout.shape[1] for layout in modules.values()
-    )  # one scale a row, everywhere
-    for name, layout in modules.items():
-        what = _inexpressible(layout)
+    for name, spec in modules.items():
+        what = _inexpressible(spec)
         if what is None and not isinstance(source.skeleton.get_submodule(name), nn.Linear):
             what = f"is no linear layer but a {type(source.skeleton.get_submodule(name)).__name__}"
         if what is not None:
             raise InputError(f"{name} {what}, which compressed-tensors cannot express; export --to dense.")
-        whole_row = rows or layout.group_size > layout.shape[1]
-        key = (int(layout.bits), None if whole_row else layout.group_size, not layout.zero_points)
+    grids = {name: grid_spec_of(spec) for name, spec in modules.items()}
+    all_rows = all(grid.group_size >= grid.shape[1] for grid in grids.values())  # one scale a row, everywhere
+    for name, grid in grids.items():
+        whole_row = all_rows or grid.group_size > grid.shape[1]
+        key = (grid.bits, None if whole_row else grid.group_size, not grid.zero_points)
         groups.setdefault(key, []).append(name)
     return groups
 
 
-def _inexpressible(layout: PackedSpec) -> str | None:
-    """What stands in the way, as the end of a sentence."""
-    k = layout.shape[1]
-    if layout.format != "grid":
-        return "has a codebook of free levels" if layout.format == "codebook" else "has trellis codes"
-    if layout.sparse:
-        return f"has a sparse part ({layout.sparse:,} entries)"
-    if layout.column_scales:
-        return "has column scales of its own (AWQ)"
-    if layout.group_size < k and k % layout.group_size:
-        return f"has {k} columns in groups of {layout.group_size}, the last one shorter"
-    return None
+def _inexpressible(spec: PackedSpec) -> str | None:
+    """Why compressed-tensors cannot express a matrix, as the end of a sentence."""
+    what, k = obstacle(spec), spec.shape[1]
+    if what is None and (group_size := grid_spec_of(spec).group_size) < k and k % group_size:
+        return f"has {k} columns in groups of {group_size}, the last one shorter"
+    return what
 
 
 def _units(source: Source) -> Iterator[dict[str, Tensor]]:
@@ -151,8 +147,7 @@ def _units(source: Source) -> Iterator[dict[str, Tensor]]:
 
 def packed(weight: QuantizedWeight) -> dict[str, Tensor]:
     """The tensors of one matrix by suffix."""
-    grid = weight.dense
-    assert isinstance(grid, Grid) and weight.sparse is None, "refused before"
+    grid = grid_of(weight)
     tensors: dict[str, Tensor] = {
         "weight_packed": pack_bits(grid.codes, bits=grid.bits),
         "weight_scale": grid.scales,

@@ -91,7 +91,7 @@ def export(checkpoint: str | Path, target: str, output: str | Path, *, dtype: st
         target=target,
         output=str(output),
         dtype=str(source.dtype).removeprefix("torch."),
-        matrices=len(source.layouts),
+        matrices=len(source.specs),
         files=sizes,
         notes=written.notes,
     )

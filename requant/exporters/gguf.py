@@ -27,8 +27,8 @@ from requant.exporters.gguf_metadata import (
     rope_factors,
 )
 from requant.exporters.gguf_tokenizer import add_tokenizer
+from requant.exporters.grids import grid_of, grid_spec_of, obstacle
 from requant.exporters.source import Source
-from requant.formats.containers import Grid, QuantizedWeight
 from requant.formats.packed_spec import PackedSpec
 
 FILE = "model.gguf"
@@ -45,7 +45,7 @@ def write(source: Source, folder: Path) -> Written:
             "GGUF export needs the package `gguf`; install it with `pip install 'requant[gguf]'`."
         ) from error
     check_architecture(source.config)
-    types = {name: _type_of(source, name, layout) for name, layout in source.layouts.items()}
+    types = {name: _type_of(source, name, spec) for name, spec in source.specs.items()}
     architecture, paired = ARCHITECTURES[source.config.model_type]
     key = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
     names = gguf.get_tensor_name_map(key, source.config.num_hidden_layers)
@@ -64,15 +64,15 @@ def write(source: Source, folder: Path) -> Written:
         writer.add_file_type(_file_type(gguf, list(types.values())))
         factors = rope_factors(source.config)
         plain = source.plain_names()
-        for name, layout in source.layouts.items():
+        for name, spec in source.specs.items():
             if types[name] in TYPES:
-                row = bytes_of_row(types[name], layout.shape[1])
-                shape, read_as, size = (layout.shape[0], row), np.uint8, layout.shape[0] * row
+                row = bytes_of_row(types[name], spec.shape[1])
+                shape, read_as, size = (spec.shape[0], row), np.uint8, spec.shape[0] * row
             else:
                 shape, read_as, size = (
-                    layout.shape,
+                    spec.shape,
                     np.float32,
-                    math.prod(layout.shape) * source.dtype.itemsize,
+                    math.prod(spec.shape) * source.dtype.itemsize,
                 )
             kind = gguf.GGMLQuantizationType[types[name]]
             # given a kind, the writer takes uint8 shapes for bytes, and any other for what they are
@@ -109,11 +109,11 @@ def paired_rows(n: int, heads: int) -> Tensor:
 
 def _data(source: Source, types: dict[str, str], *, paired: bool) -> Iterator[Tensor]:
     """What the tensor infos announced, in their order."""
-    order = list(source.layouts)
+    order = list(source.specs)
     for expected, (name, weight) in zip(order, source.weights(), strict=True):
         assert name == expected
         if types[name] in TYPES:
-            yield encode(_dense(weight), types[name])[_rows(source, name, weight.shape[0], paired=paired)]
+            yield encode(grid_of(weight), types[name])[_rows(source, name, weight.shape[0], paired=paired)]
         else:
             yield source.floats(name, weight)
     for name, tensor in source.plain():
@@ -134,33 +134,25 @@ def _rows(source: Source, name: str, n: int, *, paired: bool) -> Any:
     return paired_rows(n, config.num_attention_heads if kind == "q_proj" else config.num_key_value_heads)
 
 
-def _dense(weight: QuantizedWeight) -> Grid:
-    assert isinstance(weight.dense, Grid) and weight.sparse is None, "refused before"
-    return weight.dense
-
-
-def _type_of(source: Source, name: str, layout: PackedSpec) -> str:
+def _type_of(source: Source, name: str, spec: PackedSpec) -> str:
     """A matrix's type: blocks, or plain floats for an embedding or head that no block holds."""
-    misfit = _misfit(layout)
+    misfit = _misfit(spec)
     if misfit is None:
-        return str(block_type(layout))
+        return str(block_type(grid_spec_of(spec)))
     if name in source.header.vocabulary:
         return FLOATS[source.dtype]
     raise InputError(f"{name} {misfit}, which no type of llama.cpp holds exactly; export --to dense.")
 
 
-def _misfit(layout: PackedSpec) -> str | None:
+def _misfit(spec: PackedSpec) -> str | None:
     """Why no block holds a matrix, as the end of a sentence."""
-    k = layout.shape[1]
-    if layout.format != "grid":
-        return f"is a {layout.format}"
-    if layout.sparse:
-        return f"has a sparse part ({layout.sparse:,} entries)"
-    if layout.column_scales:
-        return "has column scales of its own (AWQ)"
-    if k % BLOCK or (layout.group_size < k and layout.group_size % BLOCK):
-        return f"has {k} columns in groups of {layout.group_size}, not in multiples of {BLOCK}"
-    return f"has {layout.bits} bits with zero points" if block_type(layout) is None else None
+    if (what := obstacle(spec)) is not None:
+        return what
+    grid = grid_spec_of(spec)
+    k = grid.shape[1]
+    if k % BLOCK or (grid.group_size < k and grid.group_size % BLOCK):
+        return f"has {k} columns in groups of {grid.group_size}, not in multiples of {BLOCK}"
+    return f"has {grid.bits} bits with zero points" if block_type(grid) is None else None
 
 
 def _stored(dtype: torch.dtype, dimensions: int) -> torch.dtype:

@@ -21,16 +21,15 @@ import torch
 from jaxtyping import Int, UInt8
 from torch import Tensor
 
-from requant.formats.containers import Grid
-from requant.formats.packed_spec import PackedSpec
+from requant.formats.grid import Grid, GridSpec
 
 BLOCK = 32
 
 
-def block_type(layout: PackedSpec) -> str | None:
-    """The smallest type that holds every grid of this layout; None where none does."""
-    levels = 1 << int(layout.bits)
-    low, high = (1 - levels, levels - 1) if layout.zero_points else (-levels // 2, levels // 2 - 1)
+def block_type(spec: GridSpec) -> str | None:
+    """The smallest type that holds every grid of this spec; None where none does."""
+    levels = 1 << spec.bits
+    low, high = (1 - levels, levels - 1) if spec.zero_points else (-levels // 2, levels // 2 - 1)
     fits = [name for name, (_, bits) in TYPES.items() if -(1 << bits - 1) <= low and high < 1 << bits - 1]
     return fits[0] if fits else None
 

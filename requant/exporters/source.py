@@ -14,9 +14,8 @@ from transformers import PreTrainedModel
 from requant.checkpoint.header import StoredTensor
 from requant.checkpoint.validate import CheckpointHeader, check_values, read_header, read_matrix
 from requant.errors import CheckpointError, InputError, NumericalError
-from requant.formats.containers import QuantizedWeight
 from requant.formats.packed_spec import PackedSpec
-from requant.formats.packing import unpack
+from requant.formats.quantized_weight import QuantizedWeight, unpack
 from requant.models.loading import DTYPES, load_config, resolve_source
 
 
@@ -32,16 +31,16 @@ class Source:
     casts_all: bool  # a dtype was asked for: it goes for every float tensor
 
     @property
-    def layouts(self) -> dict[str, PackedSpec]:
+    def specs(self) -> dict[str, PackedSpec]:
         """What is quantized: the matrices of the blocks, then embedding and head where they are."""
         return {**self.header.modules, **self.header.vocabulary}
 
     def weights(self) -> Iterator[tuple[str, QuantizedWeight]]:
-        """Every quantized matrix by name, in the order of `layouts`, checked, on the CPU."""
-        for name, layout in self.layouts.items():
-            tensors = read_matrix(name, layout.tensors(), self.header.tensors)
-            check_values(name, layout, tensors)
-            yield name, unpack(layout, tensors)
+        """Every quantized matrix by name, in the order of `specs`, checked, on the CPU."""
+        for name, spec in self.specs.items():
+            tensors = read_matrix(name, spec.tensors(), self.header.tensors)
+            check_values(name, spec, tensors)
+            yield name, unpack(spec, tensors)
 
     def plain(self) -> Iterator[tuple[str, Tensor]]:
         """Every other tensor, in the dtype to write."""
@@ -51,7 +50,7 @@ class Source:
 
     def plain_names(self) -> list[str]:
         """Biases of quantized layers are among them; whatever else stands beside the codes is not."""
-        modules = self.layouts
+        modules = self.specs
         parts = {name: name.rpartition(".") for name in self.header.tensors}
         return [name for name, (parent, _, last) in parts.items() if parent not in modules or last == "bias"]
 

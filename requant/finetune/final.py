@@ -29,7 +29,7 @@ from requant.finetune.loop import (
     trainable_tensors,
 )
 from requant.finetune.teacher import Teacher
-from requant.formats.trainable import trainable_params, with_trainable_params
+from requant.formats.quantized_weight import trainable_params, with_trainable_params
 from requant.recipe.schema import Finetune
 from requant.run.context import RunContext, Weights
 

@@ -26,7 +26,8 @@ from requant.calibration.passes import batches, recomputed_blocks
 from requant.finetune.compile_blocks import Divergence, fused, kl
 from requant.finetune.step import ReparametrizedWeight, TrainableTensor, TrainingStep
 from requant.finetune.teacher import Teacher, training_autocast
-from requant.formats.trainable import TrainableParams, weight_function
+from requant.formats.contract import TrainableParams
+from requant.formats.quantized_weight import weight_function
 from requant.models.targets import QuantTarget
 from requant.recipe.schema import Finetune
 from requant.run.context import RunContext, Weights

@@ -1,1 +1,3 @@
-"""The containers of a quantized matrix and everything that depends on which one it is: packed tensors, slicing, training."""
+"""How a quantized matrix is represented: one file a format, each with its container, packed spec, slicing, trainable
+parameters and conversion for the kernels. `contract.py` says what a format is, `registry.py` lists them, and
+`quantized_weight.py` works on any of them."""

@@ -1,19 +1,21 @@
-"""Vectors of 8-bit numbers beside one float16, the largest magnitude: levels of a row, output scales of a trellis.
+"""Vectors in 8 bits an element, with one float16 scale: levels of a row, output scales of a trellis.
 
     value = half(magnitude q / 127),   q = -127 .. 127,   magnitude = max |value|
 
 The magnitude is itself one of the values (q = 127 or -127), so numbers and magnitude are found again from the float16
-values, and containers hold those alone. `snap` rounds any values onto such a grid, `fits` asks whether they lie on one,
-`encode` and `decode` lead to the stored form and back, bit for bit. What is lost is a uniform error of at most
-magnitude / 254, before float16 rounds.
+values, and containers hold those alone. `fake_quantize_int8` rounds any values to such a grid, `fits` tells whether they
+lie on one, `encode` and `decode` convert to the stored form and back, bit for bit. The rounding error is at most
+magnitude / 254, before float16 rounds again.
 """
+
+from collections.abc import Mapping
 
 import torch
 from jaxtyping import Float, Float16, Int8
 from torch import Tensor
 
 STEPS = 127
-WIDEST_CODE = 6  # bits; beside codes of more, what 8 bits lose would count
+WIDEST_CODE = 6  # bits; with more bits a code, the error of 8-bit levels or scales is no longer negligible
 
 
 def encode(
@@ -30,13 +32,13 @@ def encode(
 
 
 def decode(numbers: Int8[Tensor, "*n c"], magnitude: Float16[Tensor, "*n 1"]) -> Float16[Tensor, "*n c"]:
-    """The values, the same on every device: the divisor is a tensor, for a number would become a reciprocal on a GPU."""
+    """The values, the same on every device: a GPU would multiply by the reciprocal of a plain number."""
     floats = numbers.float() * magnitude.float() / torch.full_like(magnitude, STEPS, dtype=torch.float32)
-    return floats.half() + 0.0  # no negative zero, which has no number of its own
+    return floats.half() + 0.0  # int8 cannot store a negative zero
 
 
 def fake_quantize_int8(values: Float[Tensor, "*n c"], *, nonzero: bool = False) -> Float16[Tensor, "*n c"]:
-    """The nearest values that 8 bits hold; those that lie on a grid stay as they are. NaN and infinity stay visible."""
+    """The nearest values on a grid of 8 bits; values on one stay as they are. NaN and infinity stay NaN."""
     return decode(*encode(values, nonzero=nonzero))
 
 
@@ -45,3 +47,11 @@ def fits(values: Float16[Tensor, "*n c"]) -> bool:
     return bool(values.isfinite().all()) and torch.equal(
         fake_quantize_int8(values).view(torch.int16), values.contiguous().view(torch.int16)
     )
+
+
+def int8_flaw(suffix: str, tensors: Mapping[str, Tensor]) -> str | None:
+    """What is wrong with a stored vector of numbers, or None; one that is stored in float16 is none."""
+    stored = tensors.get(suffix)
+    if stored is not None and stored.dtype == torch.int8 and (stored == -STEPS - 1).any():
+        return f"{suffix} holds -128, but numbers go from -127 to 127"
+    return None

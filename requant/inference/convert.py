@@ -10,18 +10,17 @@ memory is then the packed size. A matrix that no kernel takes, or that one gets 
 import logging
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from requant_kernels import GridLayout, Layout, TrellisLayout, pack_codebook, pack_grid, pack_trellis
+from requant_kernels import GridLayout, Layout, TrellisLayout
 from requant_kernels.ops import OPERANDS, TRELLIS_OPERANDS, flatten, multiply, unflatten
 from torch import Tensor, nn
 
 from requant.errors import OutputError
-from requant.formats.containers import Codebook, Grid, QuantizedWeight, Trellis
-from requant.formats.slicing import join_rows
+from requant.formats.quantized_weight import QuantizedWeight, join_key, join_rows
 from requant.inference.kernel_check import KernelCheck
 from requant.inference.quant_embedding import QuantEmbedding
 from requant.inference.quant_linear import QuantLinear, apply_without_casts
@@ -197,15 +196,12 @@ def _serve_children(
     """The quantized layers directly below `parent`, siblings together."""
     layers = {name: child for name, child in parent.named_children() if isinstance(child, QuantLinear)}
     for names in (*SIBLINGS, *((name,) for name in layers)):
-        alike: dict[Any, list[str]] = defaultdict(list)
-        for name in names:
-            if name in layers:
-                alike[_likeness(layers[name])].append(name)
-        for group in alike.values():
+        weights = {name: layers[name].quantized().to(device) for name in names if name in layers}
+        for group in joinable(weights):
             chosen = [layers.pop(name) for name in group]
             try:
-                weight = join_rows([layer.quantized().to(device) for layer in chosen])
-                assert weight is not None  # their likeness says so
+                weight = join_rows([weights.pop(name) for name in group])
+                assert weight is not None  # their keys say so
                 layout = kernel_layout(weight)
                 check(KernelLinear(layout), layout, weight)
                 matrix = KernelLinear(layout, _joined_bias(chosen, device))
@@ -237,39 +233,19 @@ def _serve_embedding(
         model.set_submodule(name, KernelEmbedding(matrix, embedding, tied=bool(heads)))
 
 
+def joinable(weights: Mapping[str, QuantizedWeight]) -> list[list[str]]:
+    """The names of matrices that can be one matrix, group by group."""
+    groups: dict[Any, list[str]] = defaultdict(list)
+    for name, weight in weights.items():
+        key = join_key(weight)
+        values = torch.half if weight.sparse is None else weight.sparse.values.dtype
+        groups[name if key is None else (key, values)].append(name)
+    return list(groups.values())
+
+
 def kernel_layout(weight: QuantizedWeight) -> Layout | TrellisLayout:
     """The kernels' layout of a matrix, on its device. Raises ValueError for one that no kernel takes."""
-    sparse, dense = weight.sparse, weight.dense
-    csr = None if sparse is None else (sparse.indptr, sparse.indices, sparse.values, sparse.row_scales)
-    match dense:
-        case Grid():
-            return pack_grid(
-                dense.codes, dense.scales, dense.zero_points, bits=dense.bits, group_size=dense.group_size,
-                column_scales=dense.column_scales, sparse=csr,
-            )  # fmt: skip
-        case Codebook():
-            return pack_codebook(dense.codes, dense.levels, bits=dense.bits, sparse=csr)
-        case Trellis():
-            return pack_trellis(
-                dense.codes,
-                dense.input_scales,
-                dense.output_scales,
-                bits=dense.bits,
-                code=dense.code,
-                sparse=csr,
-            )
-
-
-def _likeness(layer: QuantLinear) -> Any:
-    """Layers of equal likeness can be one matrix."""
-    layout = layer.layout
-    if layout.format == "trellis":  # every matrix has rotations of its own
-        return id(layer)
-    scales = None
-    if layout.column_scales:  # they scale x, so they have to be the same
-        scales = tuple(layer.get_buffer("column_scales").tolist())
-    kind = layout.sparse_values if layout.sparse else "float16"
-    return layout.format, layout.bits, layout.group_size, layout.zero_points, layout.shape[1], scales, kind
+    return weight.dense.kernel_layout(None if weight.sparse is None else weight.sparse.csr())
 
 
 def _joined_bias(layers: Sequence[QuantLinear], device: torch.device) -> Tensor | None:

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from requant_kernels import Layout, TrellisLayout
+from requant_kernels.ops import flatten
 from torch import Tensor
 
-from requant.formats.containers import Grid, QuantizedWeight
+from requant.formats.quantized_weight import QuantizedWeight
 
 try:
     from triton.errors import TritonError
@@ -37,7 +38,7 @@ class KernelCheck:
         self, multiply: Callable[[Tensor], Tensor], layout: Layout | TrellisLayout, weight: QuantizedWeight
     ) -> None:
         """Raises ValueError where `multiply(x)` is not `x w~'`. No bias may be added."""
-        kind = kind_of(layout, weight)
+        kind = kind_of(layout)
         if kind in self.passed:
             return
         floats = weight.dequantize()
@@ -64,13 +65,11 @@ class KernelCheck:
         self.passed.add(kind)
 
 
-def kind_of(layout: Layout | TrellisLayout, weight: QuantizedWeight) -> tuple[Any, ...]:
-    """What decides which program runs."""
-    dense, sparse = weight.dense, weight.sparse
+def kind_of(layout: Layout | TrellisLayout) -> tuple[Any, ...]:
+    """What decides which program runs: format, sizes, and which operands there are, by dtype."""
     group, code = getattr(layout, "group_size", 0), getattr(layout, "code", "")
-    grid = isinstance(dense, Grid) and (dense.zero_points is not None, dense.column_scales is not None)
-    residuals = sparse is not None and (True, sparse.row_scales is not None)
-    return type(layout), layout.bits, layout.n, layout.k, group, code, grid, residuals
+    present = tuple(operand.dtype if isinstance(operand, Tensor) else None for operand in flatten(layout))
+    return type(layout), layout.bits, layout.n, layout.k, group, code, present
 
 
 def name_of(weight: QuantizedWeight) -> str:

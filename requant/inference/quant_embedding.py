@@ -14,24 +14,23 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from requant.formats.containers import QuantizedWeight
 from requant.formats.packed_spec import GUARD_TENSOR, PackedSpec
-from requant.formats.packing import unpack
+from requant.formats.quantized_weight import QuantizedWeight, unpack
 from requant.inference.quant_linear import QuantLinear, apply_without_casts
 
 
 class QuantEmbedding(nn.Module):
     """Replaces an `nn.Embedding`, or Gemma's, which multiplies its output by `embed_scale`."""
 
-    def __init__(self, layout: PackedSpec, plain: nn.Embedding) -> None:
-        """Empty buffers for `layout`, on the device of `plain`, whose dtype is that of the output."""
+    def __init__(self, spec: PackedSpec, plain: nn.Embedding) -> None:
+        """Empty buffers for `spec`, on the device of `plain`, whose dtype is that of the output."""
         super().__init__()
-        self.layout = layout
-        self.num_embeddings, self.embedding_dim = layout.shape
+        self.spec = spec
+        self.num_embeddings, self.embedding_dim = spec.shape
         self.padding_idx = plain.padding_idx
         self.dtype = plain.weight.dtype
-        for suffix, spec in layout.tensors().items():
-            buffer = torch.empty(spec.shape, dtype=spec.dtype, device=plain.weight.device)
+        for suffix, tensor in spec.tensors().items():
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device=plain.weight.device)
             self.register_buffer(suffix, buffer)
         self.register_buffer(GUARD_TENSOR, torch.empty(0, dtype=torch.half, device=plain.weight.device))
         # What this stands for; hidden, because a submodule would be saved. It holds the scale of Gemma's.
@@ -42,14 +41,19 @@ class QuantEmbedding(nn.Module):
         """What rows are multiplied by, in the dtype of the output."""
         return getattr(self.plain, "scalar_embed_scale", None)
 
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The stored tensors by suffix."""
+        return {suffix: self.get_buffer(suffix) for suffix in self.spec.tensors()}
+
     def quantized(self) -> QuantizedWeight:
         """The container behind the buffers."""
-        return unpack(self.layout, self._buffers)  # type: ignore[arg-type]
+        return unpack(self.spec, self.tensors)
 
     def forward(self, tokens: Int[Tensor, "*m"]) -> Float[Tensor, "*m d"]:
         rows = tokens.flatten()
-        taken = {suffix: self.get_buffer(suffix)[rows] for suffix in self.layout.tensors()}
-        floats = unpack(self.layout, taken).dequantize().to(self.dtype)
+        taken = self.spec.dense.packed_rows(self.tensors, rows)
+        floats = unpack(self.spec, taken).dequantize().to(self.dtype)
         if self.scale is not None:
             floats = floats * torch.tensor(self.scale, dtype=self.dtype, device=floats.device)
         return floats.view(*tokens.shape, self.embedding_dim)
@@ -71,12 +75,12 @@ class QuantEmbedding(nn.Module):
         return apply_without_casts(self, lambda: super(QuantEmbedding, self)._apply(fn, recurse))
 
     def extra_repr(self) -> str:
-        return f"{self.num_embeddings}, {self.embedding_dim}, bits={self.layout.bits}"
+        return f"{self.num_embeddings}, {self.embedding_dim}, bits={self.spec.bits}"
 
 
 def tied_head(embedding: QuantEmbedding, plain: nn.Linear) -> QuantLinear:
     """A head that computes with the codes of `embedding`."""
-    head = QuantLinear(embedding.layout, bias=False, dtype=plain.weight.dtype, device="meta")
+    head = QuantLinear(embedding.spec, bias=False, dtype=plain.weight.dtype, device="meta")
     head.bias = plain.bias
     head._buffers = embedding._buffers
     head._non_persistent_buffers_set = set(embedding._buffers)  # saved once, by the embedding

@@ -9,7 +9,6 @@ puts the kernels' own layer in the place of this one.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,9 +16,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from requant.formats.containers import QuantizedWeight
 from requant.formats.packed_spec import GUARD_TENSOR, PackedSpec
-from requant.formats.packing import pack, unpack
+from requant.formats.quantized_weight import QuantizedWeight, pack, unpack, unpack_rows
 
 BAND_WEIGHTS = 1 << 19  # dequantized at a time: small enough for a core's caches, large enough for threads
 
@@ -32,20 +30,20 @@ class QuantLinear(nn.Module):
 
     def __init__(
         self,
-        layout: PackedSpec,
+        spec: PackedSpec,
         *,
         bias: bool,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         transposed: bool = False,
     ) -> None:
-        """Empty buffers for `layout`; `dtype` is the bias's."""
+        """Empty buffers for `spec`; `dtype` is the bias's."""
         super().__init__()
-        self.layout = layout
+        self.spec = spec
         self.transposed = transposed
-        self.out_features, self.in_features = layout.shape
-        for suffix, spec in layout.tensors().items():
-            self.register_buffer(suffix, torch.empty(spec.shape, dtype=spec.dtype, device=device))
+        self.out_features, self.in_features = spec.shape
+        for suffix, tensor in spec.tensors().items():
+            self.register_buffer(suffix, torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
         self.register_buffer(GUARD_TENSOR, torch.empty(0, dtype=torch.half, device=device))
         self.bias = nn.Parameter(torch.empty(self.out_features, dtype=dtype, device=device)) if bias else None
 
@@ -59,22 +57,27 @@ class QuantLinear(nn.Module):
         transposed: bool = False,
     ) -> "QuantLinear":
         """The layer of a quantized matrix, on its device; `dtype` (default: kept) is the bias's."""
-        layout, tensors = pack(weight)
-        layer = cls(layout, bias=False, transposed=transposed, device=weight.dense.codes.device)
+        spec, tensors = pack(weight)
+        layer = cls(spec, bias=False, transposed=transposed, device=weight.dense.codes.device)
         for suffix, tensor in tensors.items():
             layer.register_buffer(suffix, tensor)
         if bias is not None:
             layer.bias = nn.Parameter(bias.detach().to(dtype or bias.dtype), requires_grad=False)
         return layer
 
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The stored tensors by suffix."""
+        return {suffix: self.get_buffer(suffix) for suffix in self.spec.tensors()}
+
     def quantized(self) -> QuantizedWeight:
         """The containers behind the buffers, on the layer's device."""
-        return unpack(self.layout, self._buffers)  # type: ignore[arg-type]
+        return unpack(self.spec, self.tensors)
 
     def dequantized(self, dtype: torch.dtype) -> nn.Module:
         """The plain layer with the same floats, of the class that was replaced."""
         weight = self.quantized().dequantize().to(dtype)
-        n, k = self.layout.shape
+        n, k = self.spec.shape
         if self.transposed:
             from transformers.pytorch_utils import Conv1D
 
@@ -97,11 +100,11 @@ class QuantLinear(nn.Module):
         return apply_without_casts(self, lambda: super(QuantLinear, self)._apply(fn, recurse))
 
     def extra_repr(self) -> str:
-        layout = self.layout
-        sparse = f", sparse={layout.sparse}" if layout.sparse else ""
+        spec = self.spec
+        sparse = f", sparse={spec.num_entries}" if spec.num_entries else ""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}, {layout.format}, bits={layout.bits}{sparse}"
+            f"bias={self.bias is not None}, {spec.format}, bits={spec.bits}{sparse}"
         )
 
 
@@ -124,37 +127,18 @@ def apply_without_casts(module: Any, apply: Callable[[], object]) -> Any:
 
 def matmul(x: Float[Tensor, "*m k"], layer: QuantLinear) -> Float[Tensor, "*m n"]:
     """`x w~' + bias` in the dtype of x, a band of rows at a time, so that little memory is needed at once."""
-    layout = layer.layout
-    n, k = layout.shape
+    spec = layer.spec
+    n, k = spec.shape
     step = max(1, BAND_WEIGHTS // k)
-    if layout.format == "trellis" or step >= n:  # rotations mix all rows
+    if not spec.dense.independent_rows or step >= n:
         return F.linear(x, layer.quantized().dequantize().to(x.dtype), layer.bias)
-    ends = (
-        F.pad(layer.get_buffer("sparse_counts").long().sum(1).cumsum(0), (1, 0)).tolist()
-        if layout.sparse
-        else None
-    )
+    first_entries = [0] * (n + 1)
+    if spec.sparse is not None:
+        first_entries = F.pad(layer.get_buffer("sparse_counts").long().sum(1).cumsum(0), (1, 0)).tolist()
     parts = []
     for start in range(0, n, step):
         rows = slice(start, min(start + step, n))
-        weight = _band(layer, rows, ends).dequantize().to(x.dtype)
+        entries = slice(first_entries[rows.start], first_entries[rows.stop])
+        weight = unpack_rows(spec, layer.tensors, rows, entries).dequantize().to(x.dtype)
         parts.append(F.linear(x, weight, None if layer.bias is None else layer.bias[rows]))
     return torch.cat(parts, dim=-1)
-
-
-def _band(layer: QuantLinear, rows: slice, ends: list[int] | None) -> QuantizedWeight:
-    """Some rows of a grid or a codebook; `ends[i]` counts the sparse entries above row i."""
-    layout, tensors = layer.layout, dict(layer._buffers)
-    entries = slice(0, 0) if ends is None else slice(ends[rows.start], ends[rows.stop])
-    whole = {"column_scales", GUARD_TENSOR} | (
-        {"sparse_scales"} if layout.sparse_scales == "matrix" else set()
-    )
-    for suffix, tensor in tensors.items():
-        if suffix in ("sparse_indices", "sparse_values"):
-            tensors[suffix] = tensor[entries]  # type: ignore[index]
-        elif suffix not in whole:
-            tensors[suffix] = tensor[rows]  # type: ignore[index]
-    part = replace(
-        layout, shape=(rows.stop - rows.start, layout.shape[1]), sparse=entries.stop - entries.start
-    )
-    return unpack(part, tensors)  # type: ignore[arg-type]

@@ -112,7 +112,7 @@ def register() -> None:
 def insert_layers(model: nn.Module, modules: Mapping[str, PackedSpec]) -> None:
     """Put an empty `QuantLinear` in place of every quantized layer; raises CheckpointError where none
     fits."""
-    for name, layout in modules.items():
+    for name, spec in modules.items():
         try:
             plain = model.get_submodule(name)
         except AttributeError as error:
@@ -126,13 +126,13 @@ def insert_layers(model: nn.Module, modules: Mapping[str, PackedSpec]) -> None:
             )
         transposed = isinstance(plain, Conv1D)
         shape = tuple(plain.weight.shape)[:: -1 if transposed else 1]
-        if shape != layout.shape:
+        if shape != spec.shape:
             raise CheckpointError(
-                f"{name} has shape {list(layout.shape)} in quantization_config, but {list(shape)} by the "
+                f"{name} has shape {list(spec.shape)} in quantization_config, but {list(shape)} by the "
                 "rest of config.json; download the checkpoint again."
             )
         layer = QuantLinear(
-            layout,
+            spec,
             bias=plain.bias is not None,
             dtype=plain.weight.dtype,
             device=plain.weight.device,
@@ -170,13 +170,13 @@ def insert_vocabulary(model: Any, vocabulary: Mapping[str, PackedSpec]) -> None:
         insert_layers(model, {head_name: vocabulary[head_name]})
     if embedding_name not in vocabulary:
         return
-    layout = vocabulary[embedding_name]
-    if not isinstance(plain, nn.Embedding) or tuple(plain.weight.shape) != layout.shape:
+    spec = vocabulary[embedding_name]
+    if not isinstance(plain, nn.Embedding) or tuple(plain.weight.shape) != spec.shape:
         raise CheckpointError(
-            f"{embedding_name} has shape {list(layout.shape)} in vocabulary, but by the rest of config.json it is "
+            f"{embedding_name} has shape {list(spec.shape)} in vocabulary, but by the rest of config.json it is "
             f"a {type(plain).__name__} of {list(plain.weight.shape)}; download the checkpoint again."
         )
-    embedding = QuantEmbedding(layout, plain)
+    embedding = QuantEmbedding(spec, plain)
     embedding.get_buffer(GUARD_TENSOR)._is_hf_initialized = True  # type: ignore[attr-defined]
     model.set_submodule(embedding_name, embedding)
     if tied:  # transformers ties parameters by name, and these have none

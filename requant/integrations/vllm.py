@@ -32,8 +32,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from requant.checkpoint.sizes import EMBEDDINGS
 from requant.checkpoint.validate import parse_embedding_and_head, parse_quantization
 from requant.errors import ModelError
-from requant.formats.containers import QuantizedWeight
 from requant.formats.packed_spec import GUARD_TENSOR, PackedSpec
+from requant.formats.quantized_weight import QuantizedWeight
 from requant.integrations.vllm_weights import Collector, Part, Shard, fused_runs, kernel_modules, rank_run
 
 METHOD = "requant"
@@ -86,14 +86,14 @@ class RequantConfig(QuantizationConfig):
             return RequantVocabularyMethod(name, self.vocabulary[name]) if name in self.vocabulary else None
         if not isinstance(layer, LinearBase):
             return None
-        layouts = self.layouts_of(prefix, attention=hasattr(layer, "total_num_kv_heads"))
-        return RequantLinearMethod(prefix, layouts) if layouts else UnquantizedLinearMethod()
+        specs = self.specs_of(prefix, attention=hasattr(layer, "total_num_kv_heads"))
+        return RequantLinearMethod(prefix, specs) if specs else UnquantizedLinearMethod()
 
     def _embedding(self) -> str:
         """The name of the quantized embedding; vLLM's Llama gives its own none."""
         return next((name for name in self.vocabulary if name.rpartition(".")[2] in EMBEDDINGS), "")
 
-    def layouts_of(self, prefix: str, *, attention: bool) -> dict[Shard, PackedSpec]:
+    def specs_of(self, prefix: str, *, attention: bool) -> dict[Shard, PackedSpec]:
         """The matrices of a layer, by the names under which vLLM loads them; empty for one that is not quantized."""
         parent, _, name = prefix.rpartition(".")
         if prefix in self.modules:
@@ -121,9 +121,9 @@ class RequantConfig(QuantizationConfig):
 class RequantLinearMethod(LinearMethodBase):
     """Loads and multiplies one layer; its state lies on the layer, as vLLM wants it."""
 
-    def __init__(self, prefix: str, layouts: Mapping[Shard, PackedSpec]) -> None:
+    def __init__(self, prefix: str, specs: Mapping[Shard, PackedSpec]) -> None:
         self.prefix = prefix
-        self.layouts = dict(layouts)
+        self.specs = dict(specs)
 
     def create_weights(
         self,
@@ -136,7 +136,7 @@ class RequantLinearMethod(LinearMethodBase):
         **extra_weight_attrs: Any,
     ) -> None:
         parts = self._parts(layer, input_size_per_partition, output_partition_sizes, input_size)
-        _collect(layer, Collector(self.prefix, self.layouts, parts))
+        _collect(layer, Collector(self.prefix, self.specs, parts))
         layer.register_parameter(GUARD_TENSOR, _placeholder(torch.float16, lambda *_: None))
 
     def process_weights_after_loading(self, layer: Any) -> None:
@@ -153,12 +153,12 @@ class RequantLinearMethod(LinearMethodBase):
         """What this rank takes of every matrix."""
         rank, ranks = layer.tp_rank, layer.tp_size
         run = rank_run(columns, columns_mine, rank=rank, ranks=ranks)
-        if self.layouts.keys() == {None}:
-            sizes = _sizes_on_disk(layer, rows_mine, self.layouts[None].shape[0])
+        if self.specs.keys() == {None}:
+            sizes = _sizes_on_disk(layer, rows_mine, self.specs[None].shape[0])
             return {None: Part(rows=fused_runs(sizes, rows_mine, rank=rank, ranks=ranks), columns=run)}
         parts: dict[Shard, Part] = {}
-        for (shard, layout), mine in zip(self.layouts.items(), rows_mine, strict=True):
-            rows = rank_run(layout.shape[0], mine, rank=rank, ranks=ranks)
+        for (shard, spec), mine in zip(self.specs.items(), rows_mine, strict=True):
+            rows = rank_run(spec.shape[0], mine, rank=rank, ranks=ranks)
             parts[shard] = Part(rows=(rows,), columns=run)
         return parts
 
@@ -166,18 +166,18 @@ class RequantLinearMethod(LinearMethodBase):
 class RequantVocabularyMethod(UnquantizedEmbeddingMethod):
     """An embedding or a head: its rows become floats at load, since vLLM looks rows up and shares tables as tensors."""
 
-    def __init__(self, prefix: str, layout: PackedSpec) -> None:
+    def __init__(self, prefix: str, spec: PackedSpec) -> None:
         self.prefix = prefix
-        self.layout = layout
+        self.spec = spec
 
     def create_weights(self, layer: Any, *arguments: Any, **named: Any) -> None:
         super().create_weights(layer, *arguments, **named)
         layer.weight.weight_loader = lambda *_: None  # what the file calls so is empty
-        indices, (n, k) = layer.shard_indices, self.layout.shape
+        indices, (n, k) = layer.shard_indices, self.spec.shape
         rows = (indices.org_vocab_start_index, min(indices.org_vocab_end_index, n))
         self.rows = max(0, rows[1] - rows[0])  # 0: this rank has nothing but padding
         part = Part(rows=(rows if self.rows else (0, 1),), columns=(0, k))
-        _collect(layer, Collector(self.prefix, {None: self.layout}, {None: part}))
+        _collect(layer, Collector(self.prefix, {None: self.spec}, {None: part}))
 
     def process_weights_after_loading(self, layer: Any) -> None:
         (weight,) = _collected(layer, layer.weight.device)

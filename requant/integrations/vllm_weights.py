@@ -19,10 +19,15 @@ import torch
 from torch import Tensor
 
 from requant.errors import CheckpointError, InputError, ModelError
-from requant.formats.containers import QuantizedWeight
 from requant.formats.packed_spec import PackedSpec
-from requant.formats.packing import pack, unpack
-from requant.formats.slicing import join_rows, slice_columns, slice_rows
+from requant.formats.quantized_weight import (
+    QuantizedWeight,
+    join_rows,
+    pack,
+    slice_columns,
+    slice_rows,
+    unpack,
+)
 from requant.inference.convert import KernelLinear, kernel_layout
 
 Shard = str | int | None  # "q", "k", "v"; 0, 1; None: the matrix is the layer's only one
@@ -82,56 +87,56 @@ def cut(weight: QuantizedWeight, part: Part, *, where: str) -> QuantizedWeight:
 class Collector:
     """Gathers the tensors of one layer's matrices, and keeps of each the rank's part, packed."""
 
-    def __init__(self, name: str, layouts: Mapping[Shard, PackedSpec], parts: Mapping[Shard, Part]) -> None:
+    def __init__(self, name: str, specs: Mapping[Shard, PackedSpec], parts: Mapping[Shard, Part]) -> None:
         self.name = name
-        self.layouts = dict(layouts)
+        self.specs = dict(specs)
         self.parts = dict(parts)
-        self._waiting: dict[Shard, dict[str, Tensor]] = {shard: {} for shard in layouts}
+        self._waiting: dict[Shard, dict[str, Tensor]] = {shard: {} for shard in specs}
         self._ready: dict[Shard, tuple[PackedSpec, dict[str, Tensor]]] = {}
 
     def suffixes(self) -> dict[str, torch.dtype]:
         """Names of all tensors that any of the matrices has, with the dtype that the first of those has."""
         found: dict[str, torch.dtype] = {}
-        for layout in self.layouts.values():
-            for suffix, spec in layout.tensors().items():
-                found.setdefault(suffix, spec.dtype)
+        for spec in self.specs.values():
+            for suffix, tensor in spec.tensors().items():
+                found.setdefault(suffix, tensor.dtype)
         return found
 
     def add(self, suffix: str, tensor: Tensor, shard: Shard = None) -> None:
         """Take a tensor of the checkpoint; raises CheckpointError for one that the layer's table does not list."""
-        layout = self.layouts.get(shard)
-        spec = None if layout is None else layout.tensors().get(suffix)
-        if layout is None or spec is None:
+        spec = self.specs.get(shard)
+        expected = None if spec is None else spec.tensors().get(suffix)
+        if spec is None or expected is None:
             raise CheckpointError(
                 f"{self.name}: {suffix} of part {shard!r} is not in the table of config.json; download the checkpoint again."
             )
-        if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
+        if tuple(tensor.shape) != expected.shape or tensor.dtype != expected.dtype:
             raise CheckpointError(
-                f"{self.name}: {suffix} is {tensor.dtype} {list(tensor.shape)}, but config.json asks for {spec.dtype} "
-                f"{list(spec.shape)}; download the checkpoint again."
+                f"{self.name}: {suffix} is {tensor.dtype} {list(tensor.shape)}, but config.json asks for {expected.dtype} "
+                f"{list(expected.shape)}; download the checkpoint again."
             )
         waiting = self._waiting[shard]
         waiting[suffix] = tensor
-        if waiting.keys() != layout.tensors().keys():
+        if waiting.keys() != spec.tensors().keys():
             return
-        part, (n, k) = self.parts[shard], layout.shape
+        part, (n, k) = self.parts[shard], spec.shape
         if part == Part(rows=((0, n),), columns=(0, k)):  # one GPU: as it is on disk
-            self._ready[shard] = layout, dict(waiting)
+            self._ready[shard] = spec, dict(waiting)
         else:
-            self._ready[shard] = pack(cut(unpack(layout, waiting), part, where=self.name))
+            self._ready[shard] = pack(cut(unpack(spec, waiting), part, where=self.name))
         waiting.clear()
 
     def weights(self, device: torch.device | str = "cpu") -> list[QuantizedWeight]:
         """The rank's matrices from top to bottom, neighbours joined where one container holds them."""
-        if absent := [shard for shard in self.layouts if shard not in self._ready]:
-            missing = sorted(self.layouts[absent[0]].tensors().keys() - self._waiting[absent[0]].keys())
+        if absent := [shard for shard in self.specs if shard not in self._ready]:
+            missing = sorted(self.specs[absent[0]].tensors().keys() - self._waiting[absent[0]].keys())
             raise CheckpointError(
                 f"{self.name}: {missing[0]} is missing from the weight files; download the checkpoint again."
             )
         joined: list[QuantizedWeight] = []
-        for shard in self.layouts:
-            layout, tensors = self._ready[shard]
-            weight = unpack(layout, {suffix: tensor.to(device) for suffix, tensor in tensors.items()})
+        for shard in self.specs:
+            spec, tensors = self._ready[shard]
+            weight = unpack(spec, {suffix: tensor.to(device) for suffix, tensor in tensors.items()})
             both = join_rows([joined[-1], weight]) if joined else None
             joined[-1:] = [both] if both is not None else [*joined[-1:], weight]
         return joined

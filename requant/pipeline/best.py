@@ -28,7 +28,8 @@ from requant.finetune.loop import (
     trainable_tensors,
 )
 from requant.finetune.teacher import Teacher
-from requant.formats.trainable import TrainableParams, trainable_params, with_trainable_params
+from requant.formats.contract import TrainableParams
+from requant.formats.quantized_weight import trainable_params, with_trainable_params
 from requant.models.targets import QuantTarget
 from requant.quantizers.registry import METHODS
 from requant.run.context import RunContext, Weights

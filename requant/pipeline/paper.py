@@ -29,7 +29,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from requant.formats.containers import QuantizedWeight, detached_mask, in_8_bits, sparse_at
+from requant.formats.quantized_weight import QuantizedWeight
+from requant.formats.sparse import residuals_to_int8, sparse_at, sparse_mask
 from requant.run.context import RunContext, Weights, loss, recipe_sections, scores
 from requant.run.quantize_linears import quantize_linears
 from requant.run.workspace import digest
@@ -53,7 +54,7 @@ def requant_as_published(run: RunContext) -> Weights:
 
 def with_int8_residuals(weight: QuantizedWeight) -> QuantizedWeight:
     """The same codes with residuals in 8 bits."""
-    return weight if weight.sparse is None else replace(weight, sparse=in_8_bits(weight.sparse))
+    return weight if weight.sparse is None else replace(weight, sparse=residuals_to_int8(weight.sparse))
 
 
 def adaptive_outliers(run: RunContext, weights: Weights) -> Masks:
@@ -139,7 +140,7 @@ def detach_significant(run: RunContext, weights: Weights, step: int) -> Weights:
         recipe_sections(run.recipe, "calibration", "method", "quantizer", "sensitivity", "detach"),
         step,
     )
-    taken = {name: detached_mask(w.sparse, w.shape, w.dense.codes.device) for name, w in weights.items()}
+    taken = {name: sparse_mask(w.sparse, w.shape, w.dense.codes.device) for name, w in weights.items()}
     stored = run.workspace.get("significant", key)
     if stored is None:
         values = scores(
@@ -159,7 +160,7 @@ def detach_weights(weight: QuantizedWeight, original: Tensor, mask: Bool[Tensor,
     the original.
     """
     exact = original.to(mask.device, torch.float32)
-    taken = detached_mask(weight.sparse, weight.shape, mask.device)
+    taken = sparse_mask(weight.sparse, weight.shape, mask.device)
     residual = torch.where(mask & ~taken, exact - weight.dense.dequantize(), 0.0)
     if weight.sparse is not None:
         residual += weight.sparse.dequantize()

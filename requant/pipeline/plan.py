@@ -22,7 +22,7 @@ from requant.allocation.budget import (
 )
 from requant.allocation.embedding_and_head import embedding_and_head_bits, embedding_and_head_of
 from requant.calibration.collect import bytes_needed
-from requant.formats.containers import INDEX_TILE
+from requant.formats.sparse import INDEX_TILE
 from requant.models.targets import QuantTarget
 from requant.pipeline.best import rounds_of
 from requant.pipeline.prepare import Prepared, bytes_before, start

@@ -13,7 +13,6 @@ measured on samples; both ends of a range shrink alike, where the paper's code c
 value.
 """
 
-import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -22,8 +21,10 @@ from torch import Tensor
 
 from requant.calibration.stats import LinearStats
 from requant.errors import RecipeError
-from requant.formats.containers import Grid, QuantizedWeight, group_count, sparse_residual
+from requant.formats.grid import Grid, group_count
 from requant.formats.packed_spec import PackedSpec
+from requant.formats.quantized_weight import QuantizedWeight
+from requant.formats.sparse import sparse_residual
 from requant.quantizers import rtn
 from requant.quantizers.checks import check_bits, check_group_size, check_weight, statistic
 from requant.quantizers.correction import corrected
@@ -141,7 +142,7 @@ def group_errors(
 
 def packed_spec(config: AwqConfig, shape: tuple[int, int], *, finetuned: bool = False) -> PackedSpec:
     """A grid with one scale per column."""
-    return dataclasses.replace(rtn.packed_spec(config, shape), column_scales=True)
+    return rtn.packed_spec(config, shape, column_scales=True)
 
 
 METHOD = Method(

@@ -28,7 +28,9 @@ from torch import Tensor
 
 from requant.calibration.stats import LinearStats
 from requant.errors import NumericalError
-from requant.formats.containers import Grid, QuantizedWeight, group_count, sparse_residual
+from requant.formats.grid import Grid, group_count
+from requant.formats.quantized_weight import QuantizedWeight
+from requant.formats.sparse import sparse_residual
 from requant.quantizers import rtn
 from requant.quantizers.checks import check_bits, check_fraction, check_group_size, check_weight, statistic
 from requant.quantizers.correction import corrected

@@ -30,8 +30,9 @@ from torch import Tensor
 
 from requant.calibration.stats import LinearStats
 from requant.errors import RecipeError
-from requant.formats.containers import QuantizedWeight, sparse_residual
 from requant.formats.packed_spec import PackedSpec
+from requant.formats.quantized_weight import QuantizedWeight
+from requant.formats.sparse import sparse_residual
 from requant.quantizers import rtn
 from requant.quantizers.checks import check_bits, check_group_size, check_weight
 from requant.quantizers.method import Bits, Losses, Method

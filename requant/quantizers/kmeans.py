@@ -20,7 +20,6 @@ Levels are rounded, to 8 bits of the row's largest (`requant.int8`) or to float1
 is float64 but the costs of step 3.
 """
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,9 +30,11 @@ from torch import Tensor
 
 from requant.calibration.stats import LinearStats
 from requant.errors import NumericalError
-from requant.formats.containers import Codebook, QuantizedWeight, in_8_bits, sparse_residual
+from requant.formats.codebook import Codebook, CodebookSpec
 from requant.formats.int8 import WIDEST_CODE, fake_quantize_int8
 from requant.formats.packed_spec import PackedSpec
+from requant.formats.quantized_weight import QuantizedWeight
+from requant.formats.sparse import SparseSpec, residuals_to_int8, sparse_residual
 from requant.quantizers.checks import check_bits, check_level_bits, check_weight, statistic
 from requant.quantizers.density import SortedRows, density_edges, run_cost, sort_rows, with_ends
 from requant.quantizers.method import Bits, Losses, Method
@@ -97,7 +98,7 @@ def quantize(
     codebook = Codebook(codes=nearest_codes(weight.float(), levels), levels=levels, bits=config.bits)
     sparse = None if detached is None else sparse_residual(weight.float(), codebook.dequantize(), detached)
     return QuantizedWeight(
-        dense=codebook, sparse=in_8_bits(sparse) if chosen and sparse is not None else sparse
+        dense=codebook, sparse=residuals_to_int8(sparse) if chosen and sparse is not None else sparse
     )
 
 
@@ -263,12 +264,13 @@ def nearest_codes(weight: Float[Tensor, "n k"], levels: Float16[Tensor, "n c"]) 
 def packed_spec(config: Any, shape: tuple[int, int], *, finetuned: bool = False) -> PackedSpec:
     """What is stored for a codebook per row, with the outliers of `config.outlier_fraction`."""
     levels = "int8" if config.level_bits == 8 and config.bits <= WIDEST_CODE else "float16"
-    spec = PackedSpec(format="codebook", bits=config.bits, shape=shape, levels=levels)
+    dense = CodebookSpec(bits=config.bits, shape=shape, levels=levels)
     outliers = outlier_count(config.outlier_fraction, shape)
     if not outliers:
-        return spec
+        return PackedSpec(dense=dense)
     scales = "matrix" if shape[0] > 1 else "rows"
-    return dataclasses.replace(spec, sparse=outliers, sparse_values="int8", sparse_scales=scales)
+    sparse = SparseSpec(shape=shape, num_entries=outliers, values="int8", scales=scales)
+    return PackedSpec(dense=dense, sparse=sparse)
 
 
 def outlier_cost(stats: LinearStats, config: Any) -> Float[Tensor, "n k"]:

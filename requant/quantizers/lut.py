@@ -24,7 +24,9 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from requant.calibration.stats import LinearStats
-from requant.formats.containers import Codebook, QuantizedWeight, in_8_bits, sparse_residual
+from requant.formats.codebook import Codebook
+from requant.formats.quantized_weight import QuantizedWeight
+from requant.formats.sparse import residuals_to_int8, sparse_residual
 from requant.quantizers.checks import check_bits, check_fraction, check_level_bits, check_weight, statistic
 from requant.quantizers.correction import corrected
 from requant.quantizers.gptq import cost_after_feedback, hessian_inv_cholesky
@@ -107,7 +109,7 @@ def quantize(
     codebook = Codebook(codes=codes.to(torch.uint8), levels=levels.half(), bits=config.bits)
     sparse = None if detached is None else sparse_residual(values, codebook.dequantize(), detached)
     return QuantizedWeight(
-        dense=codebook, sparse=in_8_bits(sparse) if chosen and sparse is not None else sparse
+        dense=codebook, sparse=residuals_to_int8(sparse) if chosen and sparse is not None else sparse
     )
 
 

@@ -16,8 +16,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from requant.calibration.stats import LinearStats
-from requant.formats.containers import QuantizedWeight
 from requant.formats.packed_spec import PackedSpec
+from requant.formats.quantized_weight import QuantizedWeight
 
 Bits = int | float  # of a code: whole numbers, and quarters where a method takes them
 Losses = dict[Bits, float]

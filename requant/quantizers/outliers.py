@@ -7,7 +7,7 @@ from their row's mean (cost times squared distance, as many as there will be out
 leave it no error of its own, at the expense of all other weights. In matrices with outliers the remaining loss is a tenth
 lower than with levels fitted to all weights. SqueezeLLM (Kim et al. 2023, arXiv 2306.07629) detaches large and sensitive
 weights by two rules and two fractions; here one number, the loss that an outlier saves, lets outliers compete with bits
-for the same bytes (`requant.allocation.budget`). Residuals are int8 (`formats.in_8_bits`), so an outlier costs two bytes.
+for the same bytes (`requant.allocation.budget`). Residuals are int8 (`residuals_to_int8`), so an outlier costs two bytes.
 """
 
 import torch
@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from requant.errors import RecipeError
-from requant.formats.containers import INDEX_TILE
+from requant.formats.sparse import INDEX_TILE
 from requant.quantizers.density import SortedRows, density_edges, run_cost, sort_rows, with_ends
 
 OUTLIER_FRACTIONS = (0.0025, 0.005, 0.01, 0.02)

@@ -20,8 +20,10 @@ from torch import Tensor
 
 from requant.calibration.stats import LinearStats
 from requant.errors import NumericalError
-from requant.formats.containers import Grid, QuantizedWeight, group_count, sparse_residual
+from requant.formats.grid import Grid, GridSpec, group_count
 from requant.formats.packed_spec import PackedSpec
+from requant.formats.quantized_weight import QuantizedWeight
+from requant.formats.sparse import sparse_residual
 from requant.quantizers.checks import check_bits, check_group_size, check_weight, statistic
 from requant.quantizers.method import Bits, Losses, Method
 
@@ -147,14 +149,18 @@ def nearest_codes(
     return ((weight / scales).round() + zero_points).clamp(0, 2**bits - 1)
 
 
-def packed_spec(config: Any, shape: tuple[int, int], *, finetuned: bool = False) -> PackedSpec:
+def packed_spec(
+    config: Any, shape: tuple[int, int], *, finetuned: bool = False, column_scales: bool = False
+) -> PackedSpec:
     """What is stored for a grid: codes, scales, and zero points unless it is symmetric."""
     return PackedSpec(
-        format="grid",
-        bits=config.bits,
-        shape=shape,
-        group_size=columns_of_group(config.group_size, shape[1]),
-        zero_points=not config.symmetric,
+        dense=GridSpec(
+            bits=config.bits,
+            shape=shape,
+            group_size=columns_of_group(config.group_size, shape[1]),
+            zero_points=not config.symmetric,
+            column_scales=column_scales,
+        )
     )
 
 

@@ -42,10 +42,12 @@ from torch import Tensor
 
 from requant.calibration.stats import LinearStats
 from requant.errors import NumericalError, RecipeError
-from requant.formats.containers import QuantizedWeight, Trellis, sparse_residual
 from requant.formats.hadamard import TILE, incoherence_process, random_signs
 from requant.formats.int8 import WIDEST_CODE
 from requant.formats.packed_spec import PackedSpec
+from requant.formats.quantized_weight import QuantizedWeight
+from requant.formats.sparse import sparse_residual
+from requant.formats.trellis import Trellis, TrellisSpec
 from requant.formats.trellis_codes import CODES, PERIOD, code_values, codes_of_states, from_tiles, to_tiles
 from requant.quantizers.checks import check_fraction, check_weight, statistic
 from requant.quantizers.correction import corrected
@@ -229,13 +231,14 @@ def two_sided_block_ldlq(
 def packed_spec(config: TrellisConfig, shape: tuple[int, int], *, finetuned: bool = False) -> PackedSpec:
     """What is stored for a trellis: as quantized, the scales are signs and a magnitude; training makes scales of them."""
     return PackedSpec(
-        format="trellis",
-        bits=config.bits,
-        shape=shape,
-        code=config.code,
-        input_signs=True,
-        output_signs=not finetuned,
-        output_scales="int8" if finetuned and config.bits <= WIDEST_CODE else "float16",
+        dense=TrellisSpec(
+            bits=config.bits,
+            shape=shape,
+            code=config.code,
+            input_signs=True,
+            output_signs=not finetuned,
+            output_scales="int8" if finetuned and config.bits <= WIDEST_CODE else "float16",
+        )
     )
 
 

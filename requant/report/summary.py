@@ -7,7 +7,7 @@ from requant.allocation.embedding_and_head import embedding_and_head_of
 from requant.checkpoint.save import checkpoint_bytes
 from requant.checkpoint.sizes import ByteTable, MatrixBytes, byte_table, matrix_parts
 from requant.display import format_bytes, format_seconds
-from requant.formats.packing import pack
+from requant.formats.quantized_weight import spec_of
 from requant.models.loading import ALIASES
 from requant.pipeline.prepare import bytes_before
 from requant.pipeline.quantize import QuantizedModel
@@ -26,8 +26,8 @@ def run_summary(result: QuantizedModel, output: Path) -> RunSummary:
     """Everything the report says, in plain values."""
     prepared, diagnosis = result.prepared, result.diagnosis
     stored = {
-        name: MatrixBytes(layout=layout, parts=matrix_parts(layout))
-        for name, layout in ((name, pack(weight)[0]) for name, weight in result.weights.items())
+        name: MatrixBytes(spec=spec, parts=matrix_parts(spec))
+        for name, spec in ((name, spec_of(weight)) for name, weight in result.weights.items())
     }
     before = bytes_before(prepared)
     sizes = _sizes(result, stored)
@@ -54,7 +54,7 @@ def run_summary(result: QuantizedModel, output: Path) -> RunSummary:
                 n=target.shape[0],
                 k=target.shape[1],
                 bits=stored[target.name].bits_per_weight,
-                sparse_fraction=stored[target.name].layout.sparse / target.size,
+                sparse_fraction=stored[target.name].spec.num_entries / target.size,
                 size_bytes=stored[target.name].bytes,
                 predicted={score: sums[target.name] for score, sums in diagnosis.predicted.items()},
                 delta_loss=diagnosis.matrix_delta_loss.get(target.name),
@@ -147,8 +147,8 @@ def _budget_line(result: QuantizedModel, stored: dict[str, MatrixBytes]) -> Budg
     allocation = result.allocation
     if allocation is None or allocation.budget is None:
         return None
-    layouts = {name: matrix.layout.tensors() for name, matrix in stored.items()}
-    tables = {name: pack(weight)[0].tensors() for name, weight in result.embedding_and_head.items()}
+    layouts = {name: matrix.spec.tensors() for name, matrix in stored.items()}
+    tables = {name: spec_of(weight).tensors() for name, weight in result.embedding_and_head.items()}
     source = result.prepared.source
     if result.recipe.budget.size:
         written = checkpoint_bytes(result.model, source=source, modules=layouts, vocabulary=tables)
@@ -189,7 +189,7 @@ def _sizes(result: QuantizedModel, stored: dict[str, MatrixBytes]) -> dict[str, 
     for role, part in tables.parts.items():
         stays = part.name not in result.embedding_and_head
         parts[role] = (
-            part.weight.numel() * scale if stays else pack(result.embedding_and_head[part.name])[0].bytes
+            part.weight.numel() * scale if stays else spec_of(result.embedding_and_head[part.name]).bytes
         )
     rest = [
         p

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from requant.calibration.passes import mean_loss
 from requant.calibration.stats import LinearStats
-from requant.formats.containers import QuantizedWeight
+from requant.formats.quantized_weight import QuantizedWeight
 from requant.models.targets import QuantTarget
 from requant.recipe.schema import Recipe
 from requant.recipe.yaml_files import to_dict

@@ -3,9 +3,8 @@
 A stage that finetunes also changes parameters without codes (norms, biases, embeddings); those are saved with it.
 """
 
-from requant.formats.containers import QuantizedWeight
 from requant.formats.packed_spec import PackedSpec
-from requant.formats.packing import pack, unpack
+from requant.formats.quantized_weight import QuantizedWeight, pack, unpack
 from requant.models.targets import QuantTarget
 from requant.run.context import RunContext, Weights, recipe_sections
 from requant.run.workspace import digest
@@ -16,15 +15,15 @@ def load_weight(run: RunContext, stage: str, key: str, target: QuantTarget) -> Q
     stored = run.workspace.get(stage, key)
     if stored is None:
         return None
-    layout = PackedSpec.from_json(target.name, stored.value)
-    return unpack(layout, stored.tensors).to(target.parameter.device)
+    spec = PackedSpec.from_json(target.name, stored.value)
+    return unpack(spec, stored.tensors).to(target.parameter.device)
 
 
 def save_weight(run: RunContext, stage: str, key: str, weight: QuantizedWeight) -> None:
     """Keep a matrix for a run that resumes."""
     if run.workspace.folder is not None:
-        layout, tensors = pack(weight)
-        run.workspace.put(stage, key, tensors=tensors, value=layout.to_json())
+        spec, tensors = pack(weight)
+        run.workspace.put(stage, key, tensors=tensors, value=spec.to_json())
 
 
 def load_stage(run: RunContext, stage: str) -> Weights | None:

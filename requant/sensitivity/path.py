@@ -22,7 +22,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from requant.formats.containers import QuantizedWeight
+from requant.formats.quantized_weight import QuantizedWeight
 from requant.models.targets import QuantTarget
 
 Scores = dict[str, Float[Tensor, "n k"]]

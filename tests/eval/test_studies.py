@@ -13,7 +13,7 @@ from eval.baselines import squeezellm
 from eval.common import bits_per_weight, write_json
 from eval.paper_tables import hessian_of_means, nodes, random_places, random_significant, shares, slope_along
 from requant.calibration.passes import mean_loss
-from requant.formats.containers import detached_mask
+from requant.formats.sparse import sparse_mask
 from requant.models.targets import find_linears
 from requant.pipeline.paper import iqr_outliers
 from requant.quantizers.registry import METHODS
@@ -98,7 +98,7 @@ def test_squeezellm_detaches_outliers_and_then_fisher(run: RunContext) -> None:
     entries = sum(w.sparse.values.numel() for w in weights.values() if w.sparse is not None)
     assert entries == round(0.01 * run.total_weights) + round(0.005 * run.total_weights)
     for name, weight in weights.items():
-        assert (detached_mask(weight.sparse, weight.shape, torch.device("cpu")) | ~outliers[name]).all()
+        assert (sparse_mask(weight.sparse, weight.shape, torch.device("cpu")) | ~outliers[name]).all()
 
 
 def test_random_places_are_as_many_as_asked(run: RunContext) -> None:

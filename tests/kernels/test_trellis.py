@@ -9,7 +9,7 @@ from requant_kernels.trellis.code_ptx import decode_ptx
 from requant_kernels.trellis.gemv_ptx import BYTE_SUM_MEAN, fp16_mma_ptx, int8_mma_ptx
 from requant_kernels.trellis.layout import k64_per_unit
 
-from requant.formats.containers import Trellis
+from requant.formats.trellis import Trellis
 
 from .cases import random_trellis, relative_error
 from .ptx_model import floats, run_ptx

@@ -17,16 +17,12 @@ from transformers import (
 )
 
 from requant.checkpoint.save import save_checkpoint
-from requant.formats.containers import (
-    Codebook,
-    Grid,
-    QuantizedWeight,
-    Sparse,
-    Trellis,
-    group_count,
-    sparse_residual,
-)
+from requant.formats.codebook import Codebook
+from requant.formats.grid import Grid, group_count
 from requant.formats.int8 import fake_quantize_int8
+from requant.formats.quantized_weight import QuantizedWeight
+from requant.formats.sparse import Sparse, sparse_residual
+from requant.formats.trellis import Trellis
 from requant.models.targets import find_linears
 
 LLAMA = {

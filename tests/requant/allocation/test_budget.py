@@ -13,8 +13,7 @@ from requant.allocation.budget import allocate_bits, available_bits, packed_spec
 from requant.allocation.knapsack import TOLERANCE
 from requant.checkpoint.sizes import byte_table
 from requant.errors import RecipeError
-from requant.formats.packing import pack
-from requant.formats.trainable import with_trainable_params
+from requant.formats.quantized_weight import pack, with_trainable_params
 from requant.models.loading import folder_bytes
 from requant.pipeline.prepare import prepare, start
 from requant.quantizers.registry import METHODS
@@ -66,7 +65,7 @@ def test_bits_are_kept_to_the_byte(cli, tiny_folder, tiny_text_file: Path, metho
     stored, weights = matrix_bytes(Path("out"))
     assert (1 - TOLERANCE) * float(bits) <= 8 * stored / weights <= float(bits)
     assert f"{stored:,} (" in out and "loss predicted by the budget" in out
-    assert len({m.layout.bits for m in byte_table("out").matrices.values()}) > 1
+    assert len({m.spec.bits for m in byte_table("out").matrices.values()}) > 1
     assert load_recipe("out/recipe.yaml").budget.bits == float(bits)
 
 
@@ -104,8 +103,8 @@ def test_a_sparse_part_is_paid_by_the_budget(
         requant.quantize(str(tiny_folder("llama")), recipe, tiny_text_file), tmp_path / "out"
     )
     table = byte_table(saved)
-    assert sum(matrix.layout.sparse for matrix in table.matrices.values()) > 1000
-    assert {m.layout.sparse_values for m in table.matrices.values() if m.layout.sparse} == {values}
+    assert sum(matrix.spec.num_entries for matrix in table.matrices.values()) > 1000
+    assert {m.spec.sparse.values for m in table.matrices.values() if m.spec.sparse} == {values}
     assert (1 - 2 * TOLERANCE) * 5 <= table.bits_per_weight <= 5
 
 
@@ -199,7 +198,7 @@ def test_the_dry_run_shows_the_allocation(cli, tiny_folder, tiny_text_file: Path
     plan = json.loads(out)
     assert cli(*arguments)[0] == 0
     table = byte_table("out")
-    assert plan["allocation"]["bits"] == {name: m.layout.bits for name, m in table.matrices.items()}
+    assert plan["allocation"]["bits"] == {name: m.spec.bits for name, m in table.matrices.items()}
     assert plan["allocation"]["bytes"] == sum(matrix.bytes for matrix in table.matrices.values())
 
 
@@ -267,7 +266,7 @@ def test_8_bit_levels_are_planned_to_the_byte(
     recipe = recipe_of(method, mode="best", budget=budget, finetune=Finetune(steps=steps, train_windows=8))
     result = requant.quantize(str(tiny_folder("llama")), recipe, tiny_text_file)
     table = byte_table(requant.save(result, tmp_path / "out"))
-    for layout in (matrix.layout for matrix in table.matrices.values()):
+    for layout in (matrix.spec for matrix in table.matrices.values()):
         assert layout == packed_spec(recipe, layout.shape, layout.bits) and layout.version == 3
     assert (1 - TOLERANCE) * 3.6 <= table.bits_per_weight <= 3.6
 
@@ -299,8 +298,8 @@ def test_entries_compete_with_bits(tiny_folder, tiny_text_file: Path, tmp_path: 
     table = byte_table(requant.save(result, tmp_path / "out"))
     for name, matrix in table.matrices.items():
         share = both.outlier_fractions.get(name, 0.0)
-        assert matrix.layout == packed_spec(recipe, matrix.layout.shape, both.bits[name], share)
-        assert (matrix.layout.sparse > 0) == (name in both.outlier_fractions)
+        assert matrix.spec == packed_spec(recipe, matrix.spec.shape, both.bits[name], share)
+        assert (matrix.spec.num_entries > 0) == (name in both.outlier_fractions)
     assert (1 - TOLERANCE) * 2.9 <= table.bits_per_weight <= 2.9
 
 

@@ -16,8 +16,8 @@ from requant.checkpoint.save import check_output, save_checkpoint
 from requant.checkpoint.sizes import byte_table
 from requant.checkpoint.validate import read_header
 from requant.errors import NumericalError, OutputError
-from requant.formats.containers import Grid, QuantizedWeight
-from requant.formats.packing import pack
+from requant.formats.grid import Grid
+from requant.formats.quantized_weight import QuantizedWeight, pack
 from requant.inference.load import load
 from requant.models.targets import find_linears
 

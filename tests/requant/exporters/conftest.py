@@ -11,7 +11,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from requant.checkpoint.save import save_checkpoint
-from requant.formats.containers import Grid, QuantizedWeight, group_count
+from requant.formats.grid import Grid, group_count
+from requant.formats.quantized_weight import QuantizedWeight
 from requant.models.targets import find_linears
 
 SIZES = {

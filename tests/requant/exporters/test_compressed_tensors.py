@@ -124,7 +124,7 @@ def test_bfloat16_is_said_to_round(grid_checkpoint, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        ("codebook", "has a codebook of free levels"),
+        ("codebook", "has codebook codes"),
         ("trellis", "has trellis codes"),
         ("symmetric", r"has a sparse part \(\d+ entries\)"),
     ],

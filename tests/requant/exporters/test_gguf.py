@@ -16,7 +16,7 @@ from requant.exporters.gguf import paired_rows
 from requant.exporters.gguf_blocks import block_type, bytes_of_row, encode
 from requant.exporters.gguf_metadata import rope_factors
 from requant.exporters.gguf_tokenizer import pre_tokenizer, starts_with_space
-from requant.formats.packed_spec import PackedSpec
+from requant.formats.grid import GridSpec
 from requant.inference.load import load
 
 from .conftest import grid, sentencepiece
@@ -38,10 +38,8 @@ EXACT = {
 @pytest.mark.parametrize(("bits", "symmetric"), EXACT)
 @pytest.mark.parametrize("group_size", [32, 96])
 def test_blocks_hold_the_grid_exactly(bits: int, symmetric: bool, group_size: int) -> None:
-    layout = PackedSpec(
-        format="grid", bits=bits, shape=(5, 192), group_size=group_size, zero_points=not symmetric
-    )
-    name = block_type(layout)
+    spec = GridSpec(bits=bits, shape=(5, 192), group_size=group_size, zero_points=not symmetric)
+    name = block_type(spec)
     assert name == EXACT[bits, symmetric]
     if name is not None:
         values = grid(5, 192, bits=bits, group_size=group_size, symmetric=symmetric)
@@ -140,8 +138,8 @@ def test_llama3_frequencies(grid_checkpoint, tmp_path: Path) -> None:
 
 def test_what_llama_cpp_cannot_hold(make_checkpoint, grid_checkpoint, tmp_path: Path) -> None:
     for kind, reason in (
-        ("codebook", "is a codebook"),
-        ("trellis", "is a trellis"),
+        ("codebook", "has codebook codes"),
+        ("trellis", "has trellis codes"),
         ("symmetric", "has a sparse part"),
     ):
         (tmp_path / kind).mkdir()

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from requant.calibration.stats import LinearStats
 from requant.checkpoint.save import save_checkpoint
 from requant.exporters.export import export
-from requant.formats.containers import QuantizedWeight
+from requant.formats.quantized_weight import QuantizedWeight
 from requant.inference.load import load
 from requant.models.loading import DEMO, load_tokenizer
 from requant.models.targets import find_linears

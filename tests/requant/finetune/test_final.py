@@ -8,7 +8,7 @@ import torch
 from requant.errors import RecipeError
 from requant.finetune.final import finetune
 from requant.finetune.loop import micro_batch_that_fits, reparametrized_weights
-from requant.formats.trainable import trainable_params, weight_function, with_trainable_params
+from requant.formats.quantized_weight import trainable_params, weight_function, with_trainable_params
 from requant.pipeline.prepare import prepare, start
 from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Calibration, Evaluation, Finetune, Recipe

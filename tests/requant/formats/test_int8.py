@@ -76,3 +76,15 @@ def test_random_float16_does_not_fit() -> None:
     on_grid = fake_quantize_int8(values)
     on_grid[2, 5] = torch.nextafter(on_grid[2, 5], torch.tensor(9.0).half())
     assert not fits(on_grid)
+
+
+@pytest.mark.parametrize(("kind", "vector"), [("codebook", "levels"), ("trellis", "output_scales")])
+def test_a_vector_takes_8_bits_where_that_is_exact(round_trip, random_weight, kind: str, vector: str) -> None:
+    n, k = 40, 300
+    plain, short = (round_trip(random_weight(n, k, kind=name, bits=3)) for name in (kind, f"{kind}-int8"))
+    assert vector not in plain.to_json() and short.to_json()[vector] == "int8"
+    saved = 8 * n - 2 * n if kind == "codebook" else n - 2
+    assert plain.bytes - short.bytes == saved
+    one_off = random_weight(n, k, kind=f"{kind}-int8", bits=3)
+    getattr(one_off.dense, vector)[7:8] *= 1.001
+    assert round_trip(one_off) == plain

@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from requant.errors import OutputError
-from requant.formats.containers import Grid, QuantizedWeight, sparse_residual
-from requant.formats.packing import pack
+from requant.formats.grid import Grid
+from requant.formats.quantized_weight import QuantizedWeight, pack
+from requant.formats.sparse import sparse_residual
 from requant.inference.convert import KernelEmbedding, KernelLinear, Sibling, kernel_layout, serve
 from requant.inference.load import load
 from requant.inference.quant_embedding import QuantEmbedding, tied_head

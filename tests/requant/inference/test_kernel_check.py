@@ -67,7 +67,7 @@ def test_running_out_of_memory_is_no_fault_of_a_kernel(random_weight) -> None:
 
 def test_what_runs_another_program_is_another_kind(random_weight) -> None:
     kinds = [
-        kind_of(kernel_layout(weight), weight)
+        kind_of(kernel_layout(weight))
         for kind in ("codebook", "trellis")
         for bits in (2, 3)
         for density in (0.0, 0.05)

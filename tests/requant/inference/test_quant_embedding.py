@@ -13,6 +13,8 @@ import requant
 from requant.checkpoint.sizes import byte_table
 from requant.checkpoint.validate import read_header
 from requant.errors import CheckpointError
+from requant.formats.codebook import CodebookSpec
+from requant.formats.grid import GridSpec
 from requant.formats.packed_spec import PackedSpec
 from requant.inference.quant_embedding import QuantEmbedding
 from requant.inference.quant_linear import QuantLinear
@@ -73,7 +75,7 @@ def test_a_checkpoint_gives_the_logits_that_were_measured(make, architecture: st
 def test_every_width(make, name: str, bits: int) -> None:
     result, path = make(name, head_bits=bits, embedding_bits=bits)
     assert torch.equal(logits(requant.load(path)), logits(result.model))
-    assert {layout.bits for layout in read_header(path).vocabulary.values()} == {bits}
+    assert {spec.bits for spec in read_header(path).vocabulary.values()} == {bits}
 
 
 def test_one_of_two_may_stay(make) -> None:
@@ -130,7 +132,7 @@ def test_only_the_rows_asked_for_are_dequantized(make, monkeypatch: pytest.Monke
     original = requant.embedding.unpack
     monkeypatch.setattr(
         "requant.inference.quant_embedding.unpack",
-        lambda layout, t: seen.append(len(t["codes"])) or original(layout, t),
+        lambda spec, t: seen.append(len(t["codes"])) or original(spec, t),
     )
     assert torch.equal(embedding(IDS[:, :2]), whole[IDS[:, :2]])
     assert seen == [6]
@@ -215,9 +217,9 @@ class TestHostile:
         refuse(change, "vocabulary does not list an embedding and a head")
 
     def test_formats(self, refuse) -> None:
-        layout = PackedSpec(format="codebook", bits=4, shape=(264, 64)).to_json()
+        spec = PackedSpec(dense=CodebookSpec(bits=4, shape=(264, 64))).to_json()
         sparse = {"sparse": 5, "sparse_values": "float16", "sparse_counts": "uint8"}
-        for broken in (layout, sparse, {"column_scales": True}):
+        for broken in (spec, sparse, {"column_scales": True}):
 
             def change(_config, entry, broken=broken) -> None:
                 table = entry["vocabulary"]
@@ -234,8 +236,8 @@ class TestHostile:
         refuse(renamed, "model.norm.codes is missing")
 
         def doubled(_config, entry) -> None:
-            name, layout = next(iter(entry["modules"].items()))
-            entry["vocabulary"][name] = layout
+            name, spec = next(iter(entry["modules"].items()))
+            entry["vocabulary"][name] = spec
 
         refuse(doubled, "in vocabulary is no plain grid of its own")
 
@@ -268,7 +270,7 @@ def test_the_layer_says_what_it_is(make) -> None:
 
 def test_a_layer_before_its_weights_come() -> None:
     plain = torch.nn.Embedding(10, 32, dtype=torch.bfloat16)
-    layout = PackedSpec(format="grid", bits=4, shape=(10, 32), group_size=16, zero_points=True)
-    layer = QuantEmbedding(layout, plain)
+    spec = PackedSpec(dense=GridSpec(bits=4, shape=(10, 32), group_size=16, zero_points=True))
+    layer = QuantEmbedding(spec, plain)
     assert layer.dtype == torch.bfloat16 and layer.codes.shape == (10, 4)
-    assert not list(layer.parameters()) and set(layer.state_dict()) == {*layout.tensors(), "weight"}
+    assert not list(layer.parameters()) and set(layer.state_dict()) == {*spec.tensors(), "weight"}

@@ -75,7 +75,7 @@ def test_casts_of_the_model_leave_the_weights_alone(random_weight) -> None:
 def test_state_dict_round_trip(random_weight) -> None:
     weight = random_weight(16, 300, kind="codebook", density=0.05)
     layer = QuantLinear.from_quantized(weight, torch.randn(16))
-    other = QuantLinear(layer.layout, bias=True)
+    other = QuantLinear(layer.spec, bias=True)
     other.load_state_dict(layer.state_dict())
     assert torch.equal(other(torch.ones(1, 300)), layer(torch.ones(1, 300)))
 

@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from requant.errors import CheckpointError, ModelError
-from requant.formats.containers import QuantizedWeight
-from requant.formats.packing import pack
+from requant.formats.quantized_weight import QuantizedWeight, pack
 
 from . import vllm_double
 
@@ -236,10 +235,10 @@ def test_trellis_on_one_rank_and_replicated(engine, matrix) -> None:
 def test_a_quantized_vocabulary(engine, matrix, ranks: int, prefix: str) -> None:
     """Every rank has its tokens' rows as floats, padding is zero, and a tied head sees the same table."""
     table = matrix(70, HIDDEN, "asymmetric", bits=6, density=0)
-    layouts = {"model.embed_tokens": pack(table)[0].to_json()}
+    specs = {"model.embed_tokens": pack(table)[0].to_json()}
     block = {"model.layers.0.o_proj": pack(matrix(HIDDEN, HIDDEN))[0].to_json()}
     found = engine.plugin.RequantConfig.from_config(
-        {"quant_method": "requant", "format_version": 2, "modules": block, "vocabulary": layouts}
+        {"quant_method": "requant", "format_version": 2, "modules": block, "vocabulary": specs}
     )
     floats = torch.nn.functional.pad(table.dequantize(), (0, 0, 0, 128 - 70))  # to a multiple of 64
     own = 128 // ranks
@@ -259,7 +258,7 @@ def test_layers_that_are_not_quantized(engine) -> None:
     found = engine.plugin.RequantConfig({})
     layer = torch.nn.Embedding(2, 2)
     assert found.get_quant_method(layer, "lm_head") is None  # embedding and head are no linear layers to vLLM
-    assert found.layouts_of("model.layers.0.mlp.gate_up_proj", attention=False) == {}
+    assert found.specs_of("model.layers.0.mlp.gate_up_proj", attention=False) == {}
     assert found.get_supported_act_dtypes() == [torch.float16, torch.bfloat16]
     assert found.get_name() == "requant" and found.get_config_filenames() == []
 
@@ -270,7 +269,7 @@ def test_what_is_refused(engine, matrix) -> None:
     with pytest.raises(ModelError, match=r"q_proj, which is quantized, with .*k_proj, which is not"):
         attention(engine, found)
     with pytest.raises(ModelError, match="head by head"):
-        found.layouts_of("model.layers.0.query_key_value", attention=True)
+        found.specs_of("model.layers.0.query_key_value", attention=True)
     with pytest.raises(CheckpointError, match="no quantized modules"):
         engine.plugin.RequantConfig.from_config(
             {"quant_method": "requant", "format_version": 1, "modules": {}}

@@ -9,8 +9,8 @@ import torch
 import requant
 from requant.calibration.passes import mean_loss
 from requant.errors import InputError, NumericalError, OutputError, TextError
-from requant.formats.containers import detached_mask
-from requant.formats.packing import pack
+from requant.formats.quantized_weight import pack
+from requant.formats.sparse import sparse_mask
 from requant.models.devices import pick_device
 from requant.models.loading import DEMO
 from requant.models.targets import find_linears
@@ -66,7 +66,7 @@ def test_paper_mode_detaches_what_the_recipe_says(run, rule: str, score: str) ->
     assert abs(sparse_count(result) - 0.02 * total) <= matrices / 2 + 1  # each matrix rounds its outliers
     originals = {target.name: target for target in find_linears(prepare_again(result))}
     for name, weight in result.weights.items():
-        places = detached_mask(weight.sparse, weight.shape, torch.device("cpu"))
+        places = sparse_mask(weight.sparse, weight.shape, torch.device("cpu"))
         error = (weight.dequantize() - originals[name].weight())[places].abs()
         assert error.numel() == 0 or error.max() < 1e-3 * originals[name].weight().abs().max()
 

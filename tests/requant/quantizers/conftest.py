@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from requant.calibration.stats import LinearStats
-from requant.formats.containers import QuantizedWeight
+from requant.formats.quantized_weight import QuantizedWeight
 
 
 @dataclass(frozen=True, kw_only=True)

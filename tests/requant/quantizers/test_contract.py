@@ -9,7 +9,7 @@ import yaml
 
 from requant.calibration.stats import LinearStats
 from requant.errors import InputError, NumericalError, RecipeError
-from requant.formats.packing import pack, unpack
+from requant.formats.quantized_weight import pack, unpack
 from requant.quantizers.registry import METHODS, Method
 from requant.recipe.defaults import default_recipe
 from requant.recipe.schema import Detach, Recipe

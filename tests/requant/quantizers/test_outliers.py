@@ -6,7 +6,7 @@ import torch
 from requant.allocation.budget import packed_spec
 from requant.calibration.stats import LinearStats
 from requant.errors import RecipeError
-from requant.formats.packing import pack
+from requant.formats.quantized_weight import pack
 from requant.quantizers.outliers import OUTLIER_FRACTIONS, outlier_count, outlier_mask, remaining_loss
 from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Recipe
@@ -72,9 +72,9 @@ def test_bytes_are_those_that_were_planned(layer, method: str, fraction: float):
     found = METHODS[method].quantize(made.weight, made.stats, config)
     layout = pack(found)[0]
     assert layout == packed_spec(Recipe(mode="dense", method=method, quantizer=config), (12, 300))
-    assert layout.sparse == outlier_count(fraction, (12, 300))
-    if layout.sparse:
-        assert layout.sparse_values == "int8"
+    assert layout.num_entries == outlier_count(fraction, (12, 300))
+    if layout.sparse is not None:
+        assert layout.sparse.values == "int8"
         plain = METHODS[method].quantize(made.weight, made.stats, METHODS[method].config(bits=3))
         assert made.output_error(found) < made.output_error(plain)
 

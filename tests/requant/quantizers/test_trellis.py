@@ -8,7 +8,7 @@ import torch
 
 from requant.calibration.stats import LinearStats
 from requant.errors import InputError, NumericalError, RecipeError
-from requant.formats.containers import Trellis
+from requant.formats.trellis import Trellis
 from requant.formats.trellis_codes import (
     CODES,
     STATES,

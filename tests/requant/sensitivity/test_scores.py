@@ -7,7 +7,7 @@ from requant.calibration.fisher import position_fisher
 from requant.calibration.passes import gradient_pass, mean_loss
 from requant.calibration.stats import LinearStats
 from requant.errors import NumericalError, RecipeError
-from requant.formats.containers import QuantizedWeight
+from requant.formats.quantized_weight import QuantizedWeight
 from requant.models.loading import load_model
 from requant.models.targets import find_linears
 from requant.quantizers.rtn import RtnConfig

@@ -1,0 +1,28 @@
+"""What other programs' formats express of ours: uniform grids without residuals and without column scales."""
+
+from requant.formats.grid import Grid, GridSpec
+from requant.formats.packed_spec import PackedSpec
+from requant.formats.quantized_weight import QuantizedWeight
+
+
+def obstacle(spec: PackedSpec) -> str | None:
+    """Why a matrix is no such grid, as the end of a sentence; None where it is one."""
+    if not isinstance(spec.dense, GridSpec):
+        return f"has {spec.format} codes"
+    if spec.sparse is not None:
+        return f"has a sparse part ({spec.num_entries:,} entries)"
+    if spec.dense.column_scales:
+        return "has column scales of its own (AWQ)"
+    return None
+
+
+def grid_spec_of(spec: PackedSpec) -> GridSpec:
+    """The spec of a matrix without obstacle."""
+    assert isinstance(spec.dense, GridSpec), "refused before"
+    return spec.dense
+
+
+def grid_of(weight: QuantizedWeight) -> Grid:
+    """The codes of a matrix without obstacle."""
+    assert isinstance(weight.dense, Grid) and weight.sparse is None, "refused before"
+    return weight.dense

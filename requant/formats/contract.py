@@ -1,0 +1,124 @@
+"""What a format is: a container of codes, and the packed spec that describes how the container is stored.
+
+A new format is one file with two classes that have these methods, and one line in `registry.py`; nothing else asks which
+format a matrix has. `tests/requant/formats/test_contract.py` holds every registered format to the contract.
+
+Names of stored tensors are suffixes: tensor `codes` of matrix `model.layers.0.mlp.up_proj` is
+`model.layers.0.mlp.up_proj.codes`.
+"""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+from jaxtyping import Float
+from torch import Tensor
+
+from requant.formats.tensor_spec import TensorSpec
+
+TrainableParams = dict[str, Tensor]  # float32 leaves of one matrix, by field
+
+
+@runtime_checkable
+class Container(Protocol):
+    """Codes, and a rule that turns them into floats, `[n, k]`; a frozen dataclass."""
+
+    @property
+    def codes(self) -> Tensor: ...
+
+    @property
+    def bits(self) -> int | float:
+        """Of a code; a quarter of a bit counts too."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    def dequantize(self) -> Float[Tensor, "n k"]:
+        """float32, the same bit for bit wherever the container is computed."""
+        ...
+
+    def spec(self) -> "ContainerSpec":
+        """The spec that `pack` gives, without packing the codes."""
+        ...
+
+    def pack(self) -> tuple["ContainerSpec", dict[str, Tensor]]:
+        """The spec, and the tensors it lists, on the device of the codes."""
+        ...
+
+    def slice_rows(self, start: int, stop: int) -> "Container":
+        """The rows as a container; raises InputError where the format cannot be cut there."""
+        ...
+
+    def slice_columns(self, start: int, stop: int) -> "Container": ...
+
+    def join_key(self) -> Hashable | None:
+        """Containers of one class with equal keys can be joined by rows; None never joins."""
+        ...
+
+    @classmethod
+    def join_rows(cls, parts: Sequence[Any]) -> "Container":
+        """One container of the rows of all; their join keys are equal."""
+        ...
+
+    def trainable_params(self) -> TrainableParams:
+        """The float fields that a checkpoint stores, as they are; codes stay fixed."""
+        ...
+
+    def with_trainable_params(self, params: Mapping[str, Tensor]) -> "Container":
+        """Trained fields, rounded to the 8 or 16 bits in which they will be stored."""
+        ...
+
+    def weight_function(self) -> Callable[[Mapping[str, Tensor]], Float[Tensor, "n k"]]:
+        """Trainable parameters -> float weight, differentiable; all else is computed once."""
+        ...
+
+    def kernel_layout(self, csr: Any) -> Any:
+        """The layout of `requant_kernels`, with residuals `Sparse.csr()`; ValueError where no kernel takes it."""
+        ...
+
+
+@runtime_checkable
+class ContainerSpec(Protocol):
+    """Dtypes and shapes of all tensors of a container, as a function of a few plain values; a frozen dataclass."""
+
+    format: ClassVar[str]  # its key in the registry and in `config.json`
+    independent_rows: ClassVar[bool]  # whether a row of the weight is a function of a row of every tensor
+    size_parts: ClassVar[
+        Mapping[str, str]
+    ]  # suffix -> the part as which its bytes are reported, if not itself
+
+    @property
+    def bits(self) -> int | float: ...
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    @property
+    def version(self) -> int:
+        """The first version of the checkpoint format that has what this spec says."""
+        ...
+
+    def tensors(self) -> dict[str, TensorSpec]:
+        """Suffix -> dtype and shape, in the order of the file."""
+        ...
+
+    def to_json(self) -> dict[str, Any]:
+        """The keys of its own in the entry of `config.json`: all but format, bits and shape."""
+        ...
+
+    @classmethod
+    def from_json(cls, name: str, entry: dict[str, Any]) -> "ContainerSpec":
+        """Parse and check an entry; raises CheckpointError with the name of the matrix and the key."""
+        ...
+
+    def flaw(self, tensors: Mapping[str, Tensor]) -> str | None:
+        """What is wrong with finite values of the right dtype and shape, or None; codes need not be given."""
+        ...
+
+    def packed_rows(self, tensors: Mapping[str, Tensor], rows: slice | Tensor) -> dict[str, Tensor]:
+        """The stored tensors of some rows; only where rows are independent."""
+        ...
+
+    def unpack(self, tensors: Mapping[str, Tensor]) -> Container:
+        """The inverse of `Container.pack`."""
+        ...

@@ -1,0 +1,179 @@
+"""A quantized matrix: codes in the container of one format, plus sparse residuals.
+
+A matrix `w [n, k]` (n = out_features, k = in_features) is stored as
+
+    w~ = dense + sparse
+
+where `dense` is the container of a registered format (`contract.py`), and `sparse` holds residuals of some weights.
+
+| container | value of code q in row i, column j | trainable parameters |
+| --- | --- | --- |
+| `Grid` | `(q - zero_point[i, g]) * scale[i, g] / column_scale[j]`, g = j // group_size | scales |
+| `Codebook` | `levels[i, q]` | levels |
+| `Trellis` | the code of the 16 bits up to q, rotated back and scaled on both sides | output scales |
+| `Sparse` | residual of a weight | residuals |
+
+Everything here is exact: scales, levels and residuals are held in the 16 bits in which they are stored, or rounded to the 8
+bits in which they are (`int8.py`), and `dequantize` works in float32. So packing and unpacking, slicing and joining give
+the same floats bit for bit:
+
+    unpack(*pack(w)).dequantize() == w.dequantize()
+    slice_rows(w, a, b).dequantize() == w.dequantize()[a:b]
+    weight_function(w)(trainable_params(w)) == w.dequantize()           with_trainable_params(w, trainable_params(w)) == w
+
+(The weight function may round differently; slices of a trellis too, since they rotate other sizes.)
+"""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from requant.errors import InputError
+from requant.formats.contract import Container, TrainableParams
+from requant.formats.packed_spec import PackedSpec
+from requant.formats.sparse import Sparse, join_sparse_rows
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuantizedWeight:
+    """What a quantizer returns and a checkpoint stores for one matrix."""
+
+    dense: Container
+    sparse: Sparse | None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.dense.shape
+
+    def to(self, device: torch.device | str) -> "QuantizedWeight":
+        """The same codes on another device."""
+        sparse = None if self.sparse is None else _moved(self.sparse, device)
+        return QuantizedWeight(dense=_moved(self.dense, device), sparse=sparse)
+
+    def dequantize(self) -> Float[Tensor, "n k"]:
+        """Floats of the whole matrix, float32: dense plus sparse."""
+        weight = self.dense.dequantize()
+        if self.sparse is not None:
+            weight[self.sparse.rows, self.sparse.indices.long()] += self.sparse.floats()
+        return weight
+
+
+def spec_of(weight: QuantizedWeight) -> PackedSpec:
+    """The spec that `pack` gives, without packing the codes."""
+    sparse = _present(weight.sparse)
+    return PackedSpec(dense=weight.dense.spec(), sparse=None if sparse is None else sparse.spec())
+
+
+def pack(weight: QuantizedWeight) -> tuple[PackedSpec, dict[str, Tensor]]:
+    """The spec of a matrix and its stored tensors by suffix, on the device of the codes."""
+    dense, tensors = weight.dense.pack()
+    sparse = _present(weight.sparse)
+    if sparse is None:
+        return PackedSpec(dense=dense), tensors
+    spec, sparse_tensors = sparse.pack()
+    return PackedSpec(dense=dense, sparse=spec), tensors | sparse_tensors
+
+
+def unpack(spec: PackedSpec, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
+    """The inverse of `pack`; `tensors` have the dtypes and shapes of `spec.tensors()`."""
+    sparse = None if spec.sparse is None else spec.sparse.unpack(tensors)
+    return QuantizedWeight(dense=spec.dense.unpack(tensors), sparse=sparse)
+
+
+def unpack_rows(
+    spec: PackedSpec, tensors: Mapping[str, Tensor], rows: slice, entries: slice = slice(0, 0)
+) -> QuantizedWeight:
+    """Some rows of a matrix from its stored tensors; its residuals are `entries` of all. Rows must be independent."""
+    dense = replace(spec.dense, shape=(rows.stop - rows.start, spec.shape[1]))  # type: ignore[type-var]
+    taken, sparse = spec.dense.packed_rows(tensors, rows), None
+    if spec.sparse is not None:
+        sparse, residuals = spec.sparse.packed_rows(tensors, rows, entries)
+        taken |= residuals
+    return unpack(PackedSpec(dense=dense, sparse=sparse), taken)
+
+
+def slice_rows(weight: QuantizedWeight, start: int, stop: int) -> QuantizedWeight:
+    """Rows `start` to `stop` (outputs: a column-parallel rank's part). Raises InputError where the format cannot."""
+    n, _ = weight.shape
+    _check_slice(start, stop, n, "rows")
+    if (start, stop) == (0, n):
+        return weight
+    sparse = None if weight.sparse is None else weight.sparse.slice_rows(start, stop)
+    return QuantizedWeight(dense=weight.dense.slice_rows(start, stop), sparse=sparse)
+
+
+def slice_columns(weight: QuantizedWeight, start: int, stop: int) -> QuantizedWeight:
+    """Columns `start` to `stop` (inputs: a row-parallel rank's part). Raises InputError where the format cannot."""
+    _, k = weight.shape
+    _check_slice(start, stop, k, "columns")
+    if (start, stop) == (0, k):
+        return weight
+    sparse = None if weight.sparse is None else weight.sparse.slice_columns(start, stop)
+    return QuantizedWeight(dense=weight.dense.slice_columns(start, stop), sparse=sparse)
+
+
+def join_key(weight: QuantizedWeight) -> Hashable | None:
+    """Matrices whose codes have equal keys can be joined by rows; None never joins."""
+    key = weight.dense.join_key()
+    return None if key is None else (type(weight.dense), key)
+
+
+def join_rows(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
+    """The matrix whose rows are those of `parts`, in order; None where no single container holds them.
+
+    Their join keys have to agree, and the dtype of their residuals.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    keys = {join_key(part) for part in parts}
+    dtypes = {part.sparse.values.dtype for part in parts if part.sparse is not None}
+    if len(keys) > 1 or None in keys or len(dtypes) > 1:
+        return None
+    dense = type(parts[0].dense).join_rows([part.dense for part in parts])
+    sparse = join_sparse_rows([part.sparse for part in parts], [part.shape for part in parts])
+    return QuantizedWeight(dense=dense, sparse=sparse)
+
+
+def trainable_params(weight: QuantizedWeight) -> TrainableParams:
+    """What a matrix can still learn with its codes fixed: the stored floats, as float32 copies by field."""
+    params = weight.dense.trainable_params()
+    if weight.sparse is not None:
+        params = params | {"values": weight.sparse.floats()}
+    return {name: value.detach().float().clone() for name, value in params.items()}
+
+
+def with_trainable_params(weight: QuantizedWeight, params: Mapping[str, Tensor]) -> QuantizedWeight:
+    """The matrix with trained parameters, rounded to the 8 or 16 bits in which they are stored."""
+    sparse = None if weight.sparse is None else weight.sparse.with_values(params["values"])
+    return QuantizedWeight(dense=weight.dense.with_trainable_params(params), sparse=sparse)
+
+
+def weight_function(weight: QuantizedWeight) -> Callable[[Mapping[str, Tensor]], Float[Tensor, "n k"]]:
+    """Trainable parameters -> float weight, differentiable; what does not depend on them is computed once."""
+    dense, sparse = weight.dense.weight_function(), weight.sparse
+    if sparse is None:
+        return dense
+    rows, columns = sparse.rows, sparse.indices.long()
+    return lambda params: dense(params).index_put((rows, columns), params["values"], accumulate=True)
+
+
+def _present(sparse: Sparse | None) -> Sparse | None:
+    """A sparse part without residuals is stored as none."""
+    return None if sparse is None or not sparse.values.numel() else sparse
+
+
+def _moved(container: Any, device: torch.device | str) -> Any:
+    values = {field.name: getattr(container, field.name) for field in fields(container)}
+    return replace(container, **{name: v.to(device) for name, v in values.items() if isinstance(v, Tensor)})
+
+
+def _check_slice(start: int, stop: int, size: int, side: str) -> None:
+    if not 0 <= start < stop <= size:
+        raise InputError(
+            f"{side} {start} to {stop} are no part of a matrix of {size} {side}; give a start below the stop, "
+            f"both within 0 to {size}."
+        )

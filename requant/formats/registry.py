@@ -1,0 +1,12 @@
+"""Every format by its name in `config.json`: the class of its packed specs, which knows all else (`contract.py`)."""
+
+from requant.formats.codebook import CodebookSpec
+from requant.formats.contract import ContainerSpec
+from requant.formats.grid import GridSpec
+from requant.formats.trellis import TrellisSpec
+
+FORMATS: dict[str, type[ContainerSpec]] = {
+    "grid": GridSpec,
+    "codebook": CodebookSpec,
+    "trellis": TrellisSpec,
+}

@@ -1,0 +1,283 @@
+"""Trellis codes in a rotated basis (QTIP; Tseng et al. 2024, arXiv 2406.11235).
+
+    w~ = diag(output_scales) H V H diag(input_scales)
+
+V holds the values of the codes (`trellis_codes.py`), H Hadamard blocks (`hadamard.py`). V and its codes are padded to
+multiples of 16 (`r`, `c`) and divided into tiles of 16 by 16, each a tail-biting sequence of 256 codes in row order.
+Before finetuning, the input scales are signs, and the output scales signs times one number: such a vector is stored as
+one bit an element and the magnitude. Output scales on a grid of 8 bits (`int8.py`) are stored in those.
+
+`bits` may be a quarter (`trellis_codes.step_bits`): some of four neighbouring codes then have one bit more. The bits that
+all codes of a tile have are stored first, then, in the same order, the highest bit of the longer codes.
+
+A weight is a sum over a Hadamard block, so a matrix can be cut between blocks only, and only if the slice alone has
+blocks of the same size. That is rare: most matrices are one block, or a few, in either direction.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+import torch
+from jaxtyping import Float, Float16, Int32, UInt8
+from requant_kernels import TrellisLayout, pack_trellis
+from torch import Tensor
+
+from requant.errors import CheckpointError, InputError
+from requant.formats.bits import pack_bits, unpack_bits, word_count
+from requant.formats.hadamard import TILE, block_size, hadamard, padded
+from requant.formats.int8 import WIDEST_CODE, decode, encode, fake_quantize_int8, fits, int8_flaw
+from requant.formats.json_entry import FLAG, MAX_BITS, choice, matrix_shape, whole_bits
+from requant.formats.tensor_spec import TensorSpec, float16_spec, int8_spec, int32_spec
+from requant.formats.trellis_codes import (
+    CODES,
+    PERIOD,
+    TILE_WEIGHTS,
+    code_values,
+    from_tiles,
+    states_of_codes,
+    step_bits,
+    to_tiles,
+)
+
+# Bits of a code of one weight a step, beside the whole numbers.
+QUARTERS = tuple(bits / PERIOD for bits in range(PERIOD, PERIOD * MAX_BITS) if bits % PERIOD)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trellis:
+    """Codes of the computed codebook `code`, a key of `trellis_codes.CODES`."""
+
+    codes: UInt8[Tensor, "r c"]
+    input_scales: Float16[Tensor, " k"]
+    output_scales: Float16[Tensor, " n"]
+    bits: int | float
+    code: str
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.output_scales.shape[0], self.input_scales.shape[0]
+
+    def rotated_values(self) -> Float[Tensor, "r c"]:
+        """V, float32: what the codes stand for before rotation and scales."""
+        rows, columns = self.codes.shape
+        states = states_of_codes(
+            to_tiles(self.codes), bits=self.bits, weights_per_step=CODES[self.code].weights_per_step
+        )
+        values = code_values(self.code).to(self.codes.device)[states]
+        return from_tiles(values.flatten(1), (rows, columns))
+
+    def dequantize(self) -> Float[Tensor, "n k"]:
+        """float32."""
+        n, k = self.shape
+        rotated_back = hadamard(hadamard(self.rotated_values()).mT).mT[:n, :k]
+        return self.output_scales.float()[:, None] * rotated_back * self.input_scales.float()
+
+    def spec(self) -> "TrellisSpec":
+        signs = _has_one_magnitude(self.output_scales)
+        return TrellisSpec(
+            bits=self.bits,
+            shape=self.shape,
+            code=self.code,
+            input_signs=_has_one_magnitude(self.input_scales),
+            output_signs=signs,
+            output_scales="int8" if not signs and fits(self.output_scales) else "float16",
+        )
+
+    def pack(self) -> tuple["TrellisSpec", dict[str, Tensor]]:
+        spec = self.spec()
+        rows, columns = self.codes.shape
+        tiles = pack_tiles(to_tiles(self.codes), bits=self.bits)
+        tensors = {"codes": tiles.view(rows // TILE, columns // TILE, -1)}
+        tensors |= _pack_scales("input", self.input_scales, signs=spec.input_signs)
+        if spec.output_scales == "int8":
+            numbers, magnitude = encode(self.output_scales)
+            return spec, tensors | {"output_scales": numbers, "output_magnitude": magnitude}
+        return spec, tensors | _pack_scales("output", self.output_scales, signs=spec.output_signs)
+
+    def slice_rows(self, start: int, stop: int) -> "Trellis":
+        end = _end_of_codes(self.shape[0], start, stop, "rows")
+        return replace(self, codes=self.codes[start:end], output_scales=self.output_scales[start:stop])
+
+    def slice_columns(self, start: int, stop: int) -> "Trellis":
+        end = _end_of_codes(self.shape[1], start, stop, "columns")
+        return replace(self, codes=self.codes[:, start:end], input_scales=self.input_scales[start:stop])
+
+    def join_key(self) -> None:
+        """Never: the rotation runs over all rows."""
+
+    @classmethod
+    def join_rows(cls, parts: Sequence["Trellis"]) -> "Trellis":
+        raise ValueError("matrices of trellis codes cannot be joined: each has a rotation of its own")
+
+    def trainable_params(self) -> dict[str, Tensor]:
+        """The output scales; the input scales stay signs, which cost one bit a column."""
+        return {"output_scales": self.output_scales}
+
+    def with_trainable_params(self, params: Mapping[str, Tensor]) -> "Trellis":
+        """Up to WIDEST_CODE bits, output scales on a grid of 8 bits return to one; signs are on one.
+
+        The rounding adds 1e-5 of the squared weight: nothing to the 4e-3 that codes of 4 bits leave, but a third to the
+        3e-5 of 8 bits.
+        """
+        scales = params["output_scales"].detach()
+        in_int8 = self.bits <= WIDEST_CODE and fits(self.output_scales)
+        rounded = fake_quantize_int8(scales, nonzero=True) if in_int8 else scales.half()
+        return replace(self, output_scales=rounded)
+
+    def weight_function(self) -> Callable[[Mapping[str, Tensor]], Float[Tensor, "n k"]]:
+        rows = replace(self, output_scales=torch.ones_like(self.output_scales)).dequantize()
+        return lambda params: params["output_scales"][:, None] * rows
+
+    def kernel_layout(self, csr: Any) -> TrellisLayout:
+        return pack_trellis(
+            self.codes,
+            self.input_scales,
+            self.output_scales,
+            bits=self.bits,
+            code=self.code,
+            sparse=csr,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrellisSpec:
+    """`input_signs`, `output_signs`: the scales of that side have one magnitude, so signs and magnitude are stored."""
+
+    format: ClassVar[str] = "trellis"
+    independent_rows: ClassVar[bool] = False
+    size_parts: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        [f"{side}_{kind}" for side in ("input", "output") for kind in ("scales", "signs", "magnitude")],
+        "scales",
+    )
+
+    bits: int | float
+    shape: tuple[int, int]
+    code: str
+    input_signs: bool = False
+    output_signs: bool = False
+    output_scales: Literal["float16", "int8"] = "float16"
+
+    @property
+    def version(self) -> int:
+        return 3 if self.output_scales == "int8" or self.bits % 1 else 1
+
+    def tensors(self) -> dict[str, TensorSpec]:
+        n, k = self.shape
+        specs = {"codes": int32_spec(-(-n // TILE), -(-k // TILE), word_count(TILE_WEIGHTS, self.bits))}
+        specs |= _scale_specs("input", k, signs=self.input_signs)
+        if self.output_scales == "int8":
+            return specs | {"output_scales": int8_spec(n), "output_magnitude": float16_spec(1)}
+        return specs | _scale_specs("output", n, signs=self.output_signs)
+
+    def to_json(self) -> dict[str, Any]:
+        entry = {"code": self.code, "input_signs": self.input_signs, "output_signs": self.output_signs}
+        return entry | ({"output_scales": "int8"} if self.output_scales == "int8" else {})
+
+    @classmethod
+    def from_json(cls, name: str, entry: dict[str, Any]) -> "TrellisSpec":
+        spec = cls(
+            bits=choice(name, entry, "bits", QUARTERS) if _may_be_quarter(entry) else whole_bits(name, entry),
+            shape=matrix_shape(name, entry),
+            code=choice(name, entry, "code", tuple(CODES)),
+            input_signs=choice(name, entry, "input_signs", FLAG),
+            output_signs=choice(name, entry, "output_signs", FLAG),
+            output_scales=choice(name, entry, "output_scales", ("int8",))
+            if "output_scales" in entry
+            else "float16",
+        )
+        if spec.output_signs and spec.output_scales == "int8":
+            raise CheckpointError(
+                f"config.json: {name} stores its output scales as signs and as int8; download the checkpoint again."
+            )
+        return spec
+
+    def flaw(self, tensors: Mapping[str, Tensor]) -> str | None:
+        return int8_flaw("output_scales", tensors)
+
+    def packed_rows(self, tensors: Mapping[str, Tensor], rows: slice | Tensor) -> dict[str, Tensor]:
+        raise ValueError("rows of a trellis are not independent: the rotation mixes them")
+
+    def unpack(self, tensors: Mapping[str, Tensor]) -> Trellis:
+        n, k = self.shape
+        rows, columns, words = tensors["codes"].shape
+        tiles = unpack_tiles(tensors["codes"].reshape(-1, words), bits=self.bits)
+        return Trellis(
+            codes=from_tiles(tiles, (rows * TILE, columns * TILE)),
+            input_scales=_unpack_scales("input", tensors, k),
+            output_scales=_unpack_scales("output", tensors, n),
+            bits=self.bits,
+            code=self.code,
+        )
+
+
+def pack_tiles(tiles: UInt8[Tensor, "b 256"], *, bits: int | float) -> Int32[Tensor, "b w"]:
+    """Tiles at `bits` bits a weight, a quarter or whole."""
+    whole, longer = _longer_codes(bits)
+    rows = pack_bits(tiles & ((1 << whole) - 1), bits=whole)
+    if not longer:
+        return rows
+    highest = tiles.unflatten(1, (-1, PERIOD))[:, :, longer].flatten(1) >> whole
+    return torch.cat([rows, pack_bits(highest, bits=1)], dim=1)
+
+
+def unpack_tiles(packed: Int32[Tensor, "b w"], *, bits: int | float) -> UInt8[Tensor, "b 256"]:
+    """The inverse of `pack_tiles`."""
+    whole, longer = _longer_codes(bits)
+    split = word_count(TILE_WEIGHTS, whole)
+    tiles = unpack_bits(packed[:, :split], bits=whole, k=TILE_WEIGHTS)
+    if longer:
+        highest = unpack_bits(packed[:, split:], bits=1, k=TILE_WEIGHTS // PERIOD * len(longer))
+        tiles.unflatten(1, (-1, PERIOD))[:, :, longer] |= highest.unflatten(1, (-1, len(longer))) << whole
+    return tiles
+
+
+def _longer_codes(bits: int | float) -> tuple[int, list[int]]:
+    """The bits that every code has, and which of PERIOD codes have one more."""
+    whole = int(bits)
+    return whole, [] if bits == whole else [i for i, own in enumerate(step_bits(bits)) if own > whole]
+
+
+def _has_one_magnitude(scales: Float16[Tensor, " k"]) -> bool:
+    magnitude = scales.abs()
+    return not (magnitude != magnitude[0]).any()
+
+
+def _scale_specs(side: str, count: int, *, signs: bool) -> dict[str, TensorSpec]:
+    if signs:
+        return {f"{side}_signs": int32_spec(1, word_count(count, 1)), f"{side}_magnitude": float16_spec(1)}
+    return {f"{side}_scales": float16_spec(count)}
+
+
+def _pack_scales(side: str, scales: Float16[Tensor, " k"], *, signs: bool) -> dict[str, Tensor]:
+    if not signs:
+        return {f"{side}_scales": scales}
+    negative = torch.signbit(scales).to(torch.uint8)
+    return {f"{side}_signs": pack_bits(negative[None], bits=1), f"{side}_magnitude": scales.abs()[:1]}
+
+
+def _unpack_scales(side: str, tensors: Mapping[str, Tensor], count: int) -> Float16[Tensor, " k"]:
+    scales, magnitude = tensors.get(f"{side}_scales"), tensors.get(f"{side}_magnitude")
+    if scales is not None:
+        return scales if magnitude is None else decode(scales, magnitude)
+    assert magnitude is not None
+    negative = unpack_bits(tensors[f"{side}_signs"], bits=1, k=count)[0].bool()
+    return torch.where(negative, -magnitude, magnitude)
+
+
+def _end_of_codes(size: int, start: int, stop: int, side: str) -> int:
+    """The end of a slice in padded codes; raises InputError where the cut goes through a Hadamard block."""
+    block = block_size(padded(size))
+    end = start + padded(stop - start)
+    if start % block or block_size(padded(stop - start)) != block or (stop != size and end != stop):
+        raise InputError(
+            f"a trellis of {size} {side} cannot be cut to {side} {start} to {stop}: its rotation mixes blocks of "
+            f"{block}; serve it on one GPU (or with pipeline parallelism), or quantize with kmeans or gptq."
+        )
+    return end
+
+
+def _may_be_quarter(entry: dict[str, Any]) -> bool:
+    code = entry.get("code")
+    one_a_step = isinstance(code, str) and code in CODES and CODES[code].weights_per_step == 1
+    return one_a_step and isinstance(entry.get("bits"), float)

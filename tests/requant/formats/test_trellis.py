@@ -1,0 +1,64 @@
+import pytest
+import torch
+
+from requant.errors import CheckpointError, InputError
+from requant.formats.grid import GridSpec
+from requant.formats.packed_spec import PackedSpec
+from requant.formats.quantized_weight import QuantizedWeight, slice_columns, slice_rows
+from requant.formats.trellis import Trellis, TrellisSpec, pack_tiles, unpack_tiles
+from requant.formats.trellis_codes import from_tiles, step_bits
+
+
+@pytest.mark.parametrize("bits", [1.25, 2.25, 2.5, 2.75, 3.5, 4.75, 7.25])
+def test_quarters_of_a_bit_take_no_more_than_they_say(round_trip, bits: float) -> None:
+    codes_below = torch.tensor([1 << own for own in step_bits(bits)]).repeat(64)
+    tiles = (torch.rand(7, 256, generator=torch.Generator().manual_seed(0)) * codes_below).to(torch.uint8)
+    packed = pack_tiles(tiles, bits=bits)
+    assert packed.shape == (7, 8 * bits) and packed.dtype == torch.int32
+    assert torch.equal(unpack_tiles(packed, bits=bits), tiles)
+    codes = from_tiles(tiles[:6], (32, 48))
+    signs = torch.ones(48).half()
+    round_trip(
+        QuantizedWeight(
+            dense=Trellis(codes=codes, input_scales=signs, output_scales=signs[:32], bits=bits, code="mul1"),
+            sparse=None,
+        )
+    )
+
+
+def test_quarters_belong_to_codes_of_one_weight_a_step() -> None:
+    pair = PackedSpec(dense=TrellisSpec(bits=2.25, shape=(16, 16), code="pair", input_signs=True))
+    with pytest.raises(CheckpointError, match="bits"):
+        PackedSpec.from_json("m", pair.to_json())
+    grid = PackedSpec(dense=GridSpec(bits=2, shape=(16, 16), group_size=16))
+    with pytest.raises(CheckpointError, match="bits"):
+        PackedSpec.from_json("m", grid.to_json() | {"bits": 2.5})
+    odd = PackedSpec(dense=TrellisSpec(bits=2.3, shape=(16, 16), code="mul1", input_signs=True))
+    with pytest.raises(CheckpointError, match="bits"):
+        PackedSpec.from_json("m", odd.to_json())
+
+
+def test_signs_are_stored_as_bits_although_bytes_would_hold_them(round_trip, random_weight) -> None:
+    weight = random_weight(40, 300, kind="trellis", bits=3)
+    weight.dense.output_scales.copy_(torch.where(torch.arange(40) % 3 == 0, -0.25, 0.25))
+    spec = round_trip(weight)
+    assert spec.dense.output_signs and spec.dense.output_scales == "float16"
+
+
+def test_a_trellis_is_cut_between_blocks_only(random_weight) -> None:
+    weight: QuantizedWeight = random_weight(
+        176, 112, kind="trellis", density=0.02
+    )  # blocks of 16, and 7 of 16
+    whole = weight.dequantize()
+    part = slice_rows(weight, 16, 64)  # three blocks: an odd number, so the slice has blocks of 16 too
+    torch.testing.assert_close(part.dequantize(), whole[16:64], rtol=0, atol=1e-6)
+    part = slice_columns(weight, 32, 112)
+    torch.testing.assert_close(part.dequantize(), whole[:, 32:112], rtol=0, atol=1e-6)
+    for start, stop in ((0, 32), (8, 24), (16, 32 + 8)):
+        with pytest.raises(InputError, match=r"mixes blocks of 16; serve it on one GPU .* kmeans or gptq"):
+            slice_rows(weight, start, stop)
+    uneven = random_weight(172, 64, kind="trellis")  # padded to 176
+    last = slice_rows(uneven, 128, 172)
+    torch.testing.assert_close(last.dequantize(), uneven.dequantize()[128:], rtol=0, atol=1e-6)
+    with pytest.raises(InputError, match="blocks of 64"):
+        slice_columns(uneven, 0, 32)
