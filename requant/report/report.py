@@ -8,7 +8,6 @@ import dataclasses
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import yaml
 from markupsafe import Markup
@@ -30,7 +29,6 @@ __all__ = [
     "HeatMap",
     "heat_map",
     "render_report",
-    "write_report",
     "model_card",
 ]
 PREFERRED_SCORES = ("pqi", "hessian", "gradient")  # the first one that was computed fills the heat map
@@ -207,11 +205,6 @@ def render_report(summary: RunSummary) -> str:
             quantized_parts=QUANTIZED,
         )
     )
-
-
-def write_report(summary: RunSummary, path: Path) -> None:
-    """`render_report` into a file, in UTF-8."""
-    path.write_text(render_report(summary), encoding="utf-8")
 
 
 def model_card(summary: RunSummary) -> str:

@@ -22,7 +22,6 @@ from requant.report.report import (
     heat_map,
     model_card,
     render_report,
-    write_report,
 )
 
 HOSTILE = '<script>alert("x")</script>`| {{ 7*7 }}\n---\n\x1b[31m'
@@ -114,9 +113,8 @@ class Page(HTMLParser):
         self.words.append(data)
 
 
-def test_the_page_is_whole_offline_and_says_what_happened(tmp_path):
-    write_report(summary(), tmp_path / "report.html")
-    source = (tmp_path / "report.html").read_text(encoding="utf-8")
+def test_the_page_is_whole_offline_and_says_what_happened():
+    source = render_report(summary())
     page = Page(source)
     assert not {"script", "link", "img", "iframe"} & set(page.tags)
     assert all(link.startswith("#") for link in page.links)  # markers inside the SVG
