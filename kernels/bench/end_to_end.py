@@ -105,9 +105,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--compile", action="store_true")
-    parser.add_argument(
-        "--attention", action="store_true", help="the kernel's attention in place of torch's, in both"
-    )
+    parser.add_argument("--no-attention", action="store_true", help="torch's attention, in both")
     parser.add_argument("--seconds", type=float, default=1e9, help="stop starting new rows after this long")
     args = parser.parse_args()
     started, rows = time.monotonic(), json.loads(args.base.read_text())["rows"] if args.base else []
@@ -127,7 +125,7 @@ def main() -> None:
                 try:
                     speed = measure(
                         name, model, batch=batch, prompt_tokens=args.prompt_tokens, new_tokens=args.new_tokens,
-                        compiled=args.compile, kernel_attention=args.attention,
+                        compiled=args.compile, kernel_attention=not args.no_attention,
                     )  # fmt: skip
                 except Exception as error:
                     rows.append(
@@ -144,7 +142,7 @@ def main() -> None:
                 row = {
                     "shape": shape,
                     "compiled": args.compile,
-                    "attention": "kernel" if args.attention else "sdpa",
+                    "attention": "sdpa" if args.no_attention else "kernel",
                 } | speed.to_dict()
                 row["times_bf16"] = speed.decode_tokens_per_s / base[batch]
                 rows.append(row)

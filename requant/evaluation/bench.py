@@ -58,9 +58,12 @@ def measure(
     new_tokens: int,
     compiled: bool = False,
     rounds: int = ROUNDS,
-    kernel_attention: bool = False,
+    kernel_attention: bool = True,
 ) -> Speed:
-    """Time `rounds` rounds of prefill and decoding steps after one of warm-up; `compiled` runs steps under torch.compile."""
+    """Time `rounds` rounds of prefill and decoding steps after one of warm-up; `compiled` runs steps under torch.compile.
+
+    `kernel_attention`: see `Decoder`.
+    """
     device = torch.device(model.device)
     generator = torch.Generator().manual_seed(0)
     vocabulary = model.get_input_embeddings().num_embeddings

@@ -7,6 +7,7 @@ positions on the host (sliding windows), the same steps run one by one.
 """
 
 import logging
+from contextlib import nullcontext
 from math import gcd
 from typing import Any
 
@@ -16,7 +17,7 @@ from requant_kernels.common.device import supports_pdl
 from torch import Tensor
 from transformers import DynamicCache
 
-from requant.inference.attention import use_kernel
+from requant.inference.attention import supports, use_kernel
 from requant.inference.static_cache import SharedLengthCache, static_cache
 from requant.text.sampling import sample_next
 
@@ -28,8 +29,8 @@ class Decoder:
     """A model with room for `length` tokens in each of its sequences; `reset` makes it forget them.
 
     `graph` None captures a step wherever that is possible. `step_model` is what runs a step, for instance a compiled
-    form of the model; the prompt always goes through the model itself. With
-    `kernel_attention`, the attention of a step on a GPU is `requant.inference.attention`'s where the model's own is torch's.
+    form of the model; the prompt always goes through the model itself. `kernel_attention`: steps on a GPU use the
+    attention kernel (`requant.inference.attention`) where the model would use torch's; the model's config stays as it is.
     """
 
     def __init__(
@@ -39,15 +40,14 @@ class Decoder:
         length: int,
         graph: bool | None = None,
         step_model: Any = None,
-        kernel_attention: bool = False,
+        kernel_attention: bool = True,
     ) -> None:
         self.model, self.step_model = model, model if step_model is None else step_model
         self.length = length
         self.device = torch.device(model.device)
         self.captured: torch.cuda.CUDAGraph | None = None
         self.wants_graph = self.device.type == "cuda" if graph is None else graph
-        if kernel_attention and self.device.type == "cuda":
-            use_kernel(model)
+        self.kernel_attention = kernel_attention and supports(model, length)
         self.tokens = torch.empty(0)
         self.logits = torch.empty(0)
         self.reset()
@@ -86,7 +86,8 @@ class Decoder:
         return self.logits
 
     def _step(self) -> None:
-        output = self.step_model(self.tokens, past_key_values=self.cache, use_cache=True)
+        with use_kernel(self.model) if self.kernel_attention else nullcontext():
+            output = self.step_model(self.tokens, past_key_values=self.cache, use_cache=True)
         self._count(1)
         self._keep(output.logits[:, -1])
 

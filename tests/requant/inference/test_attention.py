@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AttentionInterface, StaticCache
+from transformers import StaticCache
 
 from requant.inference import attention
 from requant.inference.decode import Decoder
@@ -41,27 +41,76 @@ def test_models_write_the_same_with_it(tiny_model, name: str, monkeypatch: pytes
     model, tokens = tiny_model(name), torch.randint(0, 256, (2, 7))
     plain = Decoder(model, length=24)
     want = [plain.prompt(tokens).clone(), *(plain.step().clone() for _ in range(3))]
-    assert attention.use_kernel(model) and attention.use_kernel(model)
     taken = []
 
     def on_a_gpu(module: Any, q: Any, k: Any, v: Any, mask: Any, **options: Any) -> Any:
-        if q.shape[2] > 1:
-            return attention.attend(module, q, k, v, mask, **options)
-        assert mask.dtype == torch.bool and mask.stride(-1) == 1
+        assert q.shape[2] == 1 and mask.dtype == torch.bool and mask.stride(-1) == 1
         assert {key for key, value in options.items() if value is not None} <= attention.PLAIN
         taken.append(mask)
         scale = options.get("scaling") or q.shape[-1] ** -0.5
         return torch.ops.requant.attend(q, k, v, mask[:, 0, 0].expand(len(q), -1), float(scale)), None
 
-    AttentionInterface.register(attention.NAME, on_a_gpu)
+    monkeypatch.setattr(attention, "attend", on_a_gpu)
     static = Decoder(model, length=24)
+    static.kernel_attention = True
     static.cache = StaticCache(config=model.config, max_cache_len=24)
     got = [static.prompt(tokens).clone(), *(static.step().clone() for _ in range(3))]
+    monkeypatch.undo()
     attention.register()
     assert taken and all(torch.allclose(a, b, atol=1e-5) for a, b in zip(got, want, strict=True))
+    assert model.config._attn_implementation == "sdpa"
 
 
-def test_other_attentions_stay(tiny_model) -> None:
+class OnGpu:
+    """What `supports` reads of a model, as a GPU would have it."""
+
+    device = torch.device("cuda")
+    dtype = torch.bfloat16
+
+    def __init__(self, model: Any, implementation: str = "sdpa") -> None:
+        self.config = model.config
+        self.config._attn_implementation = implementation
+
+
+def test_the_kernel_is_for_torchs_attention_on_a_gpu(tiny_model, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, asked = tiny_model("llama"), []
+    monkeypatch.setattr(attention, "is_right", lambda *shape: asked.append(shape) is None)
+    assert not Decoder(model, length=20).kernel_attention  # a CPU
+    assert attention.supports(OnGpu(model), 100)
+    assert not attention.supports(OnGpu(model, "eager"), 100)
+    assert not attention.supports(OnGpu(model), attention.LONGEST + 1)
+    config = model.config
+    head_dim = config.hidden_size // config.num_attention_heads
+    heads = config.num_attention_heads, config.num_key_value_heads
+    assert asked == [(*heads, head_dim, 128, torch.bfloat16, torch.device("cuda"))]
+
+
+def test_the_config_is_restored_after_an_error(tiny_model) -> None:
     model = tiny_model("llama")
-    model.config._attn_implementation = "eager"
-    assert not attention.use_kernel(model) and model.config._attn_implementation == "eager"
+    with pytest.raises(ZeroDivisionError), attention.use_kernel(model):
+        assert model.config._attn_implementation == attention.NAME
+        raise ZeroDivisionError
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_wrong_kernel_is_found_and_named_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    shape = 6, 2, 16, 128, torch.bfloat16, torch.device("cpu")
+    attention.is_right.cache_clear()
+    assert attention.is_right(*shape) and not caplog.records
+    right = torch.ops.requant.attend
+
+    def fails(*_: Any) -> torch.Tensor:
+        raise RuntimeError("out of resources")
+
+    for operator, reason in (
+        (lambda *given: right(*given).roll(1, -1), "is wrong"),
+        (fails, "does not compile"),
+    ):
+        attention.is_right.cache_clear()
+        caplog.clear()
+        monkeypatch.setattr(attention.torch.ops.requant, "attend", operator)
+        assert not attention.is_right(*shape) and not attention.is_right(*shape)
+        assert len(caplog.records) == 1 and reason in caplog.text
+    attention.is_right.cache_clear()
