@@ -4,12 +4,17 @@ import logging
 
 import pytest
 import torch
+from requant_kernels.launch_config import m_bucket
 from torch import nn
 
 from requant.inference import convert
 from requant.inference.convert import KernelLinear, kernel_layout, serve
 from requant.inference.kernel_check import TOKENS, KernelCheck, TritonError, kind_of
 from requant.inference.quant_linear import QuantLinear
+
+
+def test_every_bucket_of_tokens_is_checked() -> None:
+    assert {m_bucket(tokens) for tokens in TOKENS} == {m_bucket(tokens) for tokens in range(1, 1025)}
 
 
 def test_right_ones_pass_once(random_weight) -> None:
