@@ -1,4 +1,4 @@
-"""Tokens a second of whole models of random weights: ours beside bf16, by the harness of `requant bench`.
+"""Tokens per second of whole models with random weights, quantized and in bf16, by the harness of `requant bench`.
 
     python kernels/bench/end_to_end.py --out eval/results/end-to-end-h200.json
 

@@ -1,10 +1,10 @@
-"""One launch of every kernel between the profiler's start and stop, for Nsight Compute, and its answer as JSON.
+"""Profile every kernel once with Nsight Compute, and convert its CSV output to JSON.
 
     ncu --profile-from-start off --clock-control none --section SpeedOfLight --section WarpStateStats \
         --section SchedulerStats --csv --page details python kernels/bench/ncu.py 8192x8192 --launches names.json > ncu.csv
     python kernels/bench/ncu.py --read ncu.csv --launches names.json --out eval/results/ncu-h200.json
 
-Caches are cold, as ncu flushes them. `table.py` prints the JSON as a table.
+ncu flushes the caches before each launch. `table.py` prints the JSON as a table.
 """
 
 import argparse
@@ -23,19 +23,19 @@ METRICS = {
     "issued_percent": "One or More Eligible",
     "cycles_an_instruction": "Warp Cycles Per Issued Instruction",
 }
-FIRST = (
+FIRST_KERNELS = (
     "gemv_kernel",
     "gemv_int8_mma_kernel",
     "gemv_fp16_mma_kernel",
     "permute_kernel",
-)  # kernels that a multiplication begins with
-# of a trellis, which a rotation ends, and may begin
-PRODUCTS = ("trellis_gemv_kernel", "trellis_gemm_sm90_kernel")
-ROTATIONS = ("hadamard_tile_kernel", "hadamard_batched_kernel", "hadamard_butterfly_kernel")
+)  # a multiplication of a scalar format starts with one of these kernels
+# A trellis multiplication is one of these, usually between two Hadamard transforms.
+TRELLIS_MATMULS = ("trellis_gemv_kernel", "trellis_gemm_sm90_kernel")
+HADAMARD = ("hadamard_tile_kernel", "hadamard_batched_kernel", "hadamard_butterfly_kernel")
 
 
 def launch(shapes: list[str], file: Path) -> None:
-    """Warm every kernel up, then launch it once inside the profiler's window; what it was goes to `file`."""
+    """Warm every kernel up, then launch it once with the profiler on; `file` lists the multiplications in order."""
     import torch
     from formats import random_layout  # pyright: ignore[reportMissingImports]
     from requant_kernels import linear
@@ -58,7 +58,7 @@ def launch(shapes: list[str], file: Path) -> None:
 
 
 def read(found: Path, launches: Path, out: Path) -> None:
-    """A row a kernel, in order, under the multiplication that it belongs to."""
+    """One row per kernel, in order, with the multiplication that it belongs to."""
     data = json.loads(launches.read_text())
     text, names, rows = found.read_text(), iter(data["launches"]), []
     lines = list(csv.DictReader(io.StringIO(text[text.index('"ID"') :])))
@@ -66,10 +66,10 @@ def read(found: Path, launches: Path, out: Path) -> None:
     for number in dict.fromkeys(line["ID"] for line in lines):
         own = {line["Metric Name"]: line for line in lines if line["ID"] == number}
         kernel = own["Duration"]["Kernel Name"].split("(")[0]
-        if kernel in FIRST or (kernel in PRODUCTS + ROTATIONS and not trellis):
-            name, trellis, multiplied = next(names), kernel not in FIRST, False
-        multiplied |= kernel in PRODUCTS
-        trellis &= not (multiplied and kernel in ROTATIONS)
+        if kernel in FIRST_KERNELS or (kernel in TRELLIS_MATMULS + HADAMARD and not trellis):
+            name, trellis, multiplied = next(names), kernel not in FIRST_KERNELS, False
+        multiplied |= kernel in TRELLIS_MATMULS
+        trellis &= not (multiplied and kernel in HADAMARD)
         values = {key: float(own[metric]["Metric Value"].replace(",", "")) for key, metric in METRICS.items()}
         time = float(own["Duration"]["Metric Value"].replace(",", ""))
         microseconds = time * {"ns": 1e-3, "us": 1.0, "ms": 1e3}[own["Duration"]["Metric Unit"]]

@@ -1,4 +1,4 @@
-"""Other people's kernels behind one signature: `build(n, k, dtype) -> call(x)`, each with weights of its own.
+"""Kernels of other libraries behind one signature: `build(n, k) -> call(x)`, each call with its own random weights.
 
 A peer that cannot be imported, built or captured is reported as failing, with its error; none is required.
 """
@@ -17,11 +17,11 @@ class Peer:
     build: Callable[[int, int], Callable[[Tensor], Tensor]]
     dtype: torch.dtype
     bits_per_weight: float
-    tokens: int = 1 << 30  # the most that the peer takes
+    tokens: int = 1 << 30  # largest number of tokens that the peer supports
 
 
 def torch_linear(dtype: torch.dtype) -> Callable[[int, int], Callable[[Tensor], Tensor]]:
-    """The baseline: `F.linear` with a full matrix."""
+    """The baseline: `F.linear` with an unquantized weight."""
 
     def build(n: int, k: int) -> Callable[[Tensor], Tensor]:
         weight = torch.randn(n, k, device="cuda", dtype=dtype) * 0.02

@@ -1,9 +1,9 @@
-"""Correctness first, then time: our kernels beside torch's matmul and every peer that is installed.
+"""Benchmark of the kernels against torch's matmul and every installed peer library, after a correctness check.
 
     python kernels/bench/run.py --out eval/results/kernels-h200.json [--peers]
     python kernels/bench/table.py eval/results/kernels-h200.json        # the table in kernels/README.md
 
-Ratio = the faster of fp16 and bf16 `F.linear` of the same shape and tokens in the same run, over ours. The file is
+Ratio = time of the faster of fp16 and bf16 `F.linear` (same shape, tokens and run) / time of the kernel. The file is
 written after every format, so a run that is cut short keeps what it measured.
 """
 
@@ -32,7 +32,7 @@ SHAPES = [
 ]  # fmt: skip
 TOKENS = (1, 8, 64, 256)
 GATE = 3e-3  # relative Frobenius error against float64, fp16
-# kind, bits, density, tokens that are timed
+# format, bits, density of residuals, numbers of tokens to time
 FORMATS = [
     ("grid", 2, 0.0, TOKENS), ("grid", 3, 0.0, TOKENS), ("grid", 4, 0.0, TOKENS),
     ("codebook", 2, 0.0, (1, 8, 64)), ("codebook", 3, 0.0, (1, 8, 64)), ("codebook", 4, 0.0, (1, 8, 64)),
@@ -47,14 +47,14 @@ def format_name(kind: str, bits: float, density: float) -> str:
 
 
 def warm(kind: str, bits: float, n: int, k: int, density: float, tokens: tuple[int, ...]) -> None:
-    """Every kernel of a row of the table, compiled."""
+    """Compile every kernel that a row of the table needs."""
     layout = random_layout(kind, bits, n, k, density)
     for m in tokens:
         linear(torch.randn(m, k, device="cuda", dtype=torch.float16), layout)
 
 
 class Bench:
-    """The rows so far, and the file that holds them."""
+    """The rows measured so far, and the file they are saved in."""
 
     def __init__(self, out: Path, tokens: Sequence[int]) -> None:
         self.out, self.tokens = out, tokens
@@ -84,9 +84,9 @@ class Bench:
         self.out.write_text(json.dumps({"about": about, "rows": self.rows}, indent=1))
 
     def baseline(self, n: int, k: int) -> None:
-        """torch in both types at every number of tokens, and the ratios of all that was timed at this shape.
+        """Time torch in both dtypes at every number of tokens, and compute the ratios of all rows of this shape.
 
-        Last, for what was timed in the memory of its matrices ran up to a quarter slower.
+        It runs last: kernels timed in memory that torch's weights had used before ran up to a quarter slower.
         """
         for m in self.tokens:
             first = len(self.rows)
@@ -102,7 +102,7 @@ class Bench:
         torch.cuda.empty_cache()
 
     def ours(self, kind: str, bits: float, density: float, n: int, k: int, tokens: tuple[int, ...]) -> None:
-        """One format at one shape, gated by float64 of the first 2048 rows."""
+        """Time one format at one shape, if its first 2048 rows agree with a float64 reference."""
         name = format_name(kind, bits, density)
         layout = random_layout(kind, bits, n, k, density)
         stored = stored_bytes(layout)
@@ -133,11 +133,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--peers", action="store_true", help="also time the peers that are installed")
-    parser.add_argument("--shapes", nargs="+", help="rows x columns; by default all")
-    parser.add_argument("--formats", nargs="+", help="kinds and bits, as grid:2 mul1:2.25; by default all")
+    parser.add_argument("--shapes", nargs="+", help="ROWSxCOLUMNS of the weight; default: all")
+    parser.add_argument("--formats", nargs="+", help="FORMAT:BITS, such as grid:2 mul1:2.25; default: all")
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
-    parser.add_argument("--seconds", type=float, default=1e9, help="stop starting new rows after this long")
-    parser.add_argument("--processes", type=int, default=1, help="compile in so many processes first")
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no new row after this many seconds")
+    parser.add_argument(
+        "--processes", type=int, default=1, help="number of processes that compile the kernels first"
+    )
     parser.add_argument("--compile-only", action="store_true")
     args = parser.parse_args()
     shapes = [tuple(map(int, text.split("x"))) for text in args.shapes] if args.shapes else SHAPES

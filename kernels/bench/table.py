@@ -12,7 +12,7 @@ STARS = ("¹", "²", "³")
 
 
 def kernels(data: dict[str, Any]) -> None:
-    """Microseconds and ratios by shape, a table for each number of tokens."""
+    """Microseconds and ratios by shape, one table per number of tokens."""
     rows, about = data["rows"], data["about"]
     shapes = list(dict.fromkeys((row["n"], row["k"]) for row in rows))
     print(f"One {about['device']}, torch {about['torch']}, triton {about['triton']}; {about['method']}.")
@@ -51,16 +51,17 @@ def kernels(data: dict[str, Any]) -> None:
 
 
 def models(data: dict[str, Any]) -> None:
-    """Tokens a second of whole models."""
+    """Tokens per second of whole models."""
     first = next(row for row in data["rows"] if "failed" not in row)
     print(
-        f"\nWhole models, random weights of the shape, {first['prompt_tokens']} tokens of prompt and {first['new_tokens']} "
-        f"written, one CUDA graph a step; {data['about']['device']}.\n"
+        f"\nWhole models, random weights of the shape, {first['prompt_tokens']} prompt tokens and {first['new_tokens']} "
+        f"generated, one CUDA graph per step; {data['about']['device']}.\n"
     )
     if "runs" in data["about"]:
         print(f"Runs: {data['about']['runs']}.\n")
     print(
-        "| shape | weights | sequences | step | tokens/s | times bf16 | ms a step | prefill tokens/s | memory of weights |"
+        "| shape | weights | sequences | step | tokens/s | speedup over bf16 | ms per step | prefill tokens/s | "
+        "memory of weights |"
     )
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     for row in data["rows"]:
@@ -80,8 +81,8 @@ def models(data: dict[str, Any]) -> None:
 
 
 def profiled(data: dict[str, Any]) -> None:
-    """What Nsight Compute says of single launches."""
-    print("| launch | us | DRAM | issued | cycles an instruction and warp |")
+    """Measurements of single launches by Nsight Compute."""
+    print("| launch | us | DRAM | issued | cycles per instruction and warp |")
     print("| --- | --- | --- | --- | --- |")
     for row in data["rows"]:
         print(

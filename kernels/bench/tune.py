@@ -1,4 +1,4 @@
-"""Measure launches and write the best as `tuned/h200.json` holds them (`requant_kernels.launch_config`).
+"""Measure launch configurations and write the best in the format of `tuned/h200.json` (`requant_kernels.launch_config`).
 
     python kernels/bench/tune.py 8192x8192 4096x14336 --out kernels/requant_kernels/tuned/h200.json
 

@@ -1,8 +1,9 @@
-"""Attention of one new token: softmax(q k^T scale) v, with fewer key than query heads, over a static cache with a mask.
+"""Attention of one new token: softmax(q k^T scale) v, with grouped-query heads, over a static cache with a mask.
 
-torch's fused kernels take either a mask or shared heads, so keys and values would be copied once for every group of
-queries, and one program a head reads the whole cache. Here a program takes one key head, all queries that share it, and
-BLOCK positions; a second launch joins the pieces (Dao et al. 2023, Flash-Decoding).
+torch's fused kernels support either a mask or grouped-query attention, not both, so keys and values would be copied once for
+every query head, and a single CTA per head would read the whole cache. Here, as in Flash-Decoding (Dao et al. 2023), the
+cache is split among CTAs: each takes one key head, all query heads that share it, and BLOCK positions; a second launch
+combines the partial results.
 """
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none
@@ -19,12 +20,12 @@ BLOCK = 64
 
 
 @triton.jit
-def piece_kernel(
+def split_kernel(
     q_ptr, k_ptr, v_ptr, mask_ptr, o_ptr, top_ptr, sum_ptr, heads, length, scale,
     q_batch, q_head, k_batch, k_head, k_row, v_batch, v_head, v_row, mask_batch,
     GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Unnormalized output, highest score and sum of BLOCK positions; grid (batch heads, pieces)."""
+    """Unnormalized output, maximum score and sum of exponentials over BLOCK positions; grid (batch heads, splits)."""
     batch, head = tl.program_id(0).to(tl.int64) // heads, tl.program_id(0).to(tl.int64) % heads
     i, d, at = tl.arange(0, ROWS), tl.arange(0, DP), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if PDL:
@@ -51,53 +52,61 @@ def piece_kernel(
     score = tl.where(keep[None, :], tl.dot(q, tl.trans(k)) * scale, float("-inf"))
     top = tl.max(score, 1)
     weight = tl.exp(score - tl.where(top == float("-inf"), 0.0, top)[:, None])
-    piece = (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * ROWS + i
-    tl.store(o_ptr + piece[:, None] * DP + d[None, :], tl.dot(weight.to(v.dtype), v))
-    tl.store(top_ptr + piece, top)
-    tl.store(sum_ptr + piece, tl.sum(weight, 1))
+    split = (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * ROWS + i
+    tl.store(o_ptr + split[:, None] * DP + d[None, :], tl.dot(weight.to(v.dtype), v))
+    tl.store(top_ptr + split, top)
+    tl.store(sum_ptr + split, tl.sum(weight, 1))
 
 
 @triton.jit
-def join_kernel(
-    o_ptr, top_ptr, sum_ptr, y_ptr, pieces, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    PIECES: tl.constexpr, PDL: tl.constexpr,
+def combine_kernel(
+    o_ptr, top_ptr, sum_ptr, y_ptr, splits, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """y `[batch, heads GROUP, D]`; grid (batch heads, GROUP)."""
-    p, d = tl.arange(0, PIECES), tl.arange(0, DP)
+    """Combine the splits into y `[batch, heads GROUP, D]`; grid (batch heads, GROUP)."""
+    p, d = tl.arange(0, SPLITS), tl.arange(0, DP)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    piece = (tl.program_id(0).to(tl.int64) * pieces + p) * ROWS + tl.program_id(1)
-    top = tl.load(top_ptr + piece, mask=p < pieces, other=float("-inf"))
+    split = (tl.program_id(0).to(tl.int64) * splits + p) * ROWS + tl.program_id(1)
+    top = tl.load(top_ptr + split, mask=p < splits, other=float("-inf"))
     scale = tl.exp(top - tl.max(top, 0))
-    total = tl.sum(tl.load(sum_ptr + piece, mask=p < pieces, other=0.0) * scale, 0)
-    o = tl.load(o_ptr + piece[:, None] * DP + d[None, :], mask=(p < pieces)[:, None], other=0.0)
+    total = tl.sum(tl.load(sum_ptr + split, mask=p < splits, other=0.0) * scale, 0)
+    o = tl.load(o_ptr + split[:, None] * DP + d[None, :], mask=(p < splits)[:, None], other=0.0)
     y = tl.sum(o * scale[:, None], 0) / total
-    place = (tl.program_id(0).to(tl.int64) * GROUP + tl.program_id(1)) * D + d
-    tl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), mask=d < D)
+    offset = (tl.program_id(0).to(tl.int64) * GROUP + tl.program_id(1)) * D + d
+    tl.store(y_ptr + offset, y.to(y_ptr.dtype.element_ty), mask=d < D)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """y [b, 1, h, d] of q [b, h, 1, d], k and v [b, heads, length, d]; mask: bool [b, length]."""
-    b, h, _, width = q.shape
+    b, h, _, head_dim = q.shape
     heads, length = k.shape[1:3]
-    group, pieces = h // heads, triton.cdiv(length, BLOCK)
-    rows, padded = max(16, triton.next_power_of_2(group)), max(16, triton.next_power_of_2(width))
-    o = torch.empty(b * heads, pieces, rows, padded, dtype=torch.float32, device=q.device)
+    group, splits = h // heads, triton.cdiv(length, BLOCK)
+    rows, padded = max(16, triton.next_power_of_2(group)), max(16, triton.next_power_of_2(head_dim))
+    o = torch.empty(b * heads, splits, rows, padded, dtype=torch.float32, device=q.device)
     top, total = (
-        torch.empty(b * heads, pieces, rows, dtype=torch.float32, device=q.device) for _ in range(2)
+        torch.empty(b * heads, splits, rows, dtype=torch.float32, device=q.device) for _ in range(2)
     )
-    y = torch.empty(b, 1, h, width, dtype=q.dtype, device=q.device)
+    y = torch.empty(b, 1, h, head_dim, dtype=q.dtype, device=q.device)
     pdl = supports_pdl(q.device)
-    early = {"launch_pdl": True} if pdl else {}
-    shape = {"GROUP": group, "ROWS": rows, "D": width, "DP": padded, "PDL": pdl}
-    bytes_ = None if mask is None else mask.view(torch.uint8)
-    piece_kernel[(b * heads, pieces)](
-        q, k, v, bytes_, o, top, total, heads, length, scale, q.stride(0), q.stride(1), k.stride(0), k.stride(1),
-        k.stride(2), v.stride(0), v.stride(1), v.stride(2), 0 if bytes_ is None else bytes_.stride(0), **shape,
-        BLOCK=BLOCK, num_warps=4, **early,
+    launch_options = {"launch_pdl": True} if pdl else {}
+    shape = {"GROUP": group, "ROWS": rows, "D": head_dim, "DP": padded, "PDL": pdl}
+    mask_bytes = None if mask is None else mask.view(torch.uint8)
+    split_kernel[(b * heads, splits)](
+        q, k, v, mask_bytes, o, top, total, heads, length, scale, q.stride(0), q.stride(1), k.stride(0), k.stride(1),
+        k.stride(2), v.stride(0), v.stride(1), v.stride(2), 0 if mask_bytes is None else mask_bytes.stride(0), **shape,
+        BLOCK=BLOCK, num_warps=4, **launch_options,
     )  # fmt: skip
-    join_kernel[(b * heads, group)](
-        o, top, total, y, pieces, **shape, PIECES=triton.next_power_of_2(pieces), num_warps=4, **early
+    combine_kernel[(b * heads, group)](
+        o,
+        top,
+        total,
+        y,
+        splits,
+        **shape,
+        SPLITS=triton.next_power_of_2(splits),
+        num_warps=4,
+        **launch_options,
     )
     return y

@@ -5,7 +5,8 @@ Residuals take one more, whose result the last rotation adds.
 
 V is stored as 16 x 16 tiles, each a tail-biting bit stream of 256 codes in row order (`layout.py`). The value of a weight is
 a function of its state s, the 16 bits of the stream that end with its own (bitshift trellis, QTIP: Tseng et al. 2024, arXiv
-2406.11235). `3inst` is QTIP's; `mul1` is ExLlamaV3's; `pair`, two weights a hash, is ours (`requant/trellis_codes.py`).
+2406.11235). `3inst` is QTIP's; `mul1` is ExLlamaV3's; `pair`, two weights per hash, is ours
+(`requant/formats/trellis_codes.py`).
 
 | code | weights of state s | after the tensor cores |
 | --- | --- | --- |
