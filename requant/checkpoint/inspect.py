@@ -1,4 +1,4 @@
-"""`requant inspect`: what a checkpoint holds, by part and by matrix, with its checksums verified."""
+"""`requant inspect`: what a checkpoint contains, by part and by matrix, with its checksums verified."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

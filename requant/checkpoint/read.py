@@ -1,8 +1,7 @@
 """Read a checkpoint: its matrices as containers, or the whole model ready to run.
 
-`load` stands on transformers' own loader. Before it may allocate anything, the folder has passed
-`read_header`, and the quantizer in `requant.integrations.transformers` has compared it with the architecture
-and checked its values.
+`requant.inference.load` uses transformers' own loader. Before that allocates anything, the folder has passed `read_header`,
+and the quantizer in `requant.integrations.transformers` has compared it with the architecture and checked its values.
 """
 
 import hashlib
@@ -26,7 +25,7 @@ def load_weights(path: str | Path) -> Iterator[tuple[str, QuantizedWeight]]:
 
 
 def provenance(path: str | Path) -> str:
-    """`sha256 1a2b3c4d as saved`: the weight files are those of checksums.json, and these digits name them all.
+    """`sha256 1a2b3c4d as saved`: the weight files match checksums.json, and the digits identify them.
 
     A folder that `save_pretrained` wrote has no checksums. Raises CheckpointError where a file was changed.
     """

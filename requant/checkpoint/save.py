@@ -1,7 +1,6 @@
 """Write a checkpoint: a Hugging Face folder that appears whole or not at all.
 
-Everything goes to a hidden sibling folder first; the rename at the end is the only moment at which the output
-changes.
+Everything is written to a hidden sibling folder first, which is renamed at the end: only then does the output appear.
 """
 
 import errno
@@ -36,7 +35,7 @@ _GUARD = TensorSpec(dtype=torch.float16, shape=(0,))
 
 
 def check_output(output: str | Path) -> Path:
-    """Raise OutputError unless `output` can be created; to be asked before any long work."""
+    """Raise OutputError unless `output` can be created; called before any long work."""
     output = Path(output).expanduser().absolute()
     if output.exists() or output.is_symlink():
         raise OutputError(f"{output} exists already; remove it, or choose another --output.")
@@ -99,7 +98,7 @@ def save_checkpoint(
         raise OutputError(_sentence(error, output)) from error
     finally:
         if partial is not None:
-            shutil.rmtree(partial, ignore_errors=True)  # gone already where all went well
+            shutil.rmtree(partial, ignore_errors=True)  # already renamed if all went well
     return output
 
 
@@ -133,7 +132,7 @@ def disk_dtype(model: nn.Module, source: str | Path | None, tensor: Tensor) -> t
 def _units(
     model: nn.Module, weights: Iterable[tuple[str, QuantizedWeight]], modules: dict[str, PackedSpec]
 ) -> Iterator[dict[str, Tensor]]:
-    """Quantized matrices as they come; fills `modules`."""
+    """The tensors of each quantized matrix, in order; fills `modules` with their entries."""
     state = model.state_dict()
     for name, weight in weights:
         original = state.get(f"{name}.weight")
@@ -179,10 +178,10 @@ def _plain_tensors(
     # the sources of ties first, else the model's order
     for name in sorted(rest, key=lambda name: name in tied):
         tensor = rest[name]
-        place = (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
-        if tensor.numel() and place in seen:
+        storage = (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
+        if tensor.numel() and storage in seen:
             continue
-        seen.add(place)
+        seen.add(storage)
         stored = disk_name(model, name, tensor)
         # Some checkpoints name the tensors of the body without its prefix ("h.0..." of GPT-2).
         yield stored, tensor, dtypes.get(stored) or dtypes.get(stored.removeprefix(prefix)) or tensor.dtype

@@ -1,8 +1,8 @@
-"""Where the bytes of a checkpoint are, and what a weight really costs.
+"""Bytes of a checkpoint by part and by matrix, and bits per weight.
 
     bits per weight = 8 * (all stored bytes of the matrix) / (n * k)
 
-with codes, scales, levels, sparse part and padding counted; biases, embedding and head are listed beside it.
+with codes, scales, levels, sparse part and padding counted; biases, embedding and head are listed separately.
 """
 
 import math
@@ -18,7 +18,7 @@ HEADS = ("lm_head", "embed_out")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MatrixBytes:
-    """One quantized matrix: bytes by part; their sum is what the files hold for it."""
+    """One quantized matrix: bytes by part; their sum is its size in the files."""
 
     spec: PackedSpec
     parts: dict[str, int]
@@ -52,7 +52,7 @@ class ByteTable:
 
     @property
     def bits_per_weight(self) -> float:
-        """Of the quantized matrices; embedding and head are counted for themselves."""
+        """Over the quantized matrices of the blocks; embedding and head are counted separately."""
         return (
             8 * sum(m.bytes for m in self.matrices.values()) / sum(m.weights for m in self.matrices.values())
         )

@@ -1,4 +1,4 @@
-"""A checkpoint folder judged before use: strangers write them, disks damage them.
+"""Validation of a checkpoint folder before use: it may come from an untrusted author or a damaged disk.
 
 In order, each step trusting only what the ones before established: names of files, JSON of bounded size, the
 version, the module table, the headers of the weight files against the sizes of the files, every matrix
@@ -23,12 +23,14 @@ from requant.formats.packed_spec import GUARD_TENSOR, PackedSpec
 
 FORMAT_VERSION = 3
 PLAIN_VERSION = 1  # of checkpoints whose embedding and head are not quantized
-EMBEDDING_AND_HEAD_VERSION = 2  # the first that has a vocabulary; `PackedSpec.version` says what came with 3
+EMBEDDING_AND_HEAD_VERSION = (
+    2  # the first with quantized embedding and head; see `PackedSpec.version` for version 3
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointHeader:
-    """All there is to know of a checkpoint without reading weights."""
+    """What is known of a checkpoint without reading weights."""
 
     path: Path
     config: dict[str, Any]
@@ -113,7 +115,7 @@ def version_of(modules: Mapping[str, PackedSpec], vocabulary: Mapping[str, Packe
 def parse_embedding_and_head(entry: Any, modules: Mapping[str, PackedSpec]) -> dict[str, PackedSpec]:
     """The table of quantized embedding and head in a `quantization_config` that `parse_quantization` accepted.
 
-    Grids without a sparse part, because rows of an embedding are read one by one.
+    They are grids without a sparse part, because an embedding reads single rows.
     """
     table = entry.get("vocabulary", {})
     if not isinstance(table, dict) or len(table) > 2:
@@ -136,7 +138,7 @@ def parse_embedding_and_head(entry: Any, modules: Mapping[str, PackedSpec]) -> d
 
 
 def check_matrices(modules: Mapping[str, PackedSpec], tensors: Mapping[str, StoredTensor]) -> None:
-    """Dtypes and shapes of every matrix's tensors are those of its entry; no tensor is missing or left
+    """Check that dtypes and shapes of every matrix's tensors match its entry, and that no tensor is missing or left
     over."""
     expected: set[str] = set()
     for name, spec in modules.items():

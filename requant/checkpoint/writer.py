@@ -1,4 +1,4 @@
-"""Safetensors shards, written tensor by tensor, with checksums taken on the way.
+"""Safetensors shards, written tensor by tensor, with checksums computed while writing.
 
 Tensors of one unit (a matrix) stay in one shard. At most one shard waits in memory, because the header with
 all sizes comes first in the file; within a shard wide dtypes come first, so that every tensor is aligned.
@@ -57,7 +57,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
     """One safetensors file of CPU tensors, on disk when this returns; gives its sha256."""
     ordered = sorted(
         tensors.items(), key=lambda item: -item[1].itemsize
-    )  # stable: the given order within a width
+    )  # stable: the given order among dtypes of one size
     text = header_text({name: TensorSpec(dtype=t.dtype, shape=tuple(t.shape)) for name, t in ordered})
     end = _size(tensors)
     if (free := shutil.disk_usage(path.parent).free) < end + len(text):

@@ -1,2 +1,2 @@
-"""A checkpoint in a form that other programs read without requant: one file a target, `export.py` chooses. (Not `export`:
-that name is the public function.)"""
+"""Export of checkpoints to formats that other programs read without requant: one file per target, chosen by `export.py`.
+(The folder is not called `export`, which is the name of the public function.)"""

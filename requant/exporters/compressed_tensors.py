@@ -1,4 +1,4 @@
-"""compressed-tensors, format `pack-quantized`: what stock vLLM and transformers read.
+"""compressed-tensors, format `pack-quantized`: read by vLLM and transformers without a plugin.
 
 A uniform grid is stored as
 
@@ -11,11 +11,11 @@ A uniform grid is stored as
 
 Both formats store code and zero point with the offset 2^(bits - 1), so `(code - zero_point) scale` is the same number.
 A reader multiplies in its own dtype: in float16 and float32 the scale is exact and the product rounded once; in bfloat16
-the scale is rounded too (relative error up to 2^-9). Matrices of one width, group size and symmetry form a config group;
-a single group is named by layer class, which is what every reader understands best.
+the scale is rounded too (relative error up to 2^-9). Matrices of equal bits, group size and symmetry form a config
+group; a single group is named by layer class, which every reader supports.
 
-Not expressible: codebooks, trellis codes, sparse parts, AWQ's column scales (ours differ from matrix to matrix, so no
-layer before can take them up), groups that do not divide the columns. A quantized embedding or head becomes plain
+Not expressible: codebooks, trellis codes, sparse parts, AWQ's column scales (they differ from matrix to matrix, so they
+cannot be folded into the layer before), groups that do not divide the columns. A quantized embedding or head becomes plain
 numbers again.
 """
 
@@ -39,11 +39,11 @@ from requant.formats.packed_spec import PackedSpec
 from requant.formats.quantized_weight import QuantizedWeight
 
 VERSION = "0.15.0"  # the layout of zero points and of odd widths since this version of the package
-Group = tuple[int, int | None, bool]  # bits, group size (None: a row), symmetric
+Group = tuple[int, int | None, bool]  # bits, group size (None: one group per row), symmetric
 
 
 def write(source: Source, folder: Path, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> Written:
-    """Weights and config.json into `folder`. Raises InputError for what the format cannot say."""
+    """Weights and config.json into `folder`. Raises InputError for what the format cannot express."""
     groups = _groups(source)
     checksums = write_shards(folder, _units(source), max_shard_bytes=max_shard_bytes)
     write_config(source, folder, quantization(source, groups))
@@ -109,7 +109,7 @@ def _arguments(bits: int, group_size: int | None, symmetric: bool) -> dict[str, 
 
 
 def _groups(source: Source) -> dict[Group, list[str]]:
-    """Matrices by what a config group says of them; refuses the first that none can describe."""
+    """Matrices by the config group that describes them; raises for the first that none can describe."""
     groups: dict[Group, list[str]] = {}
     modules = source.header.modules
     for name, spec in modules.items():
@@ -119,7 +119,9 @@ def _groups(source: Source) -> dict[Group, list[str]]:
         if what is not None:
             raise InputError(f"{name} {what}, which compressed-tensors cannot express; export --to dense.")
     grids = {name: grid_spec_of(spec) for name, spec in modules.items()}
-    all_rows = all(grid.group_size >= grid.shape[1] for grid in grids.values())  # one scale a row, everywhere
+    all_rows = all(
+        grid.group_size >= grid.shape[1] for grid in grids.values()
+    )  # one scale per row in every matrix
     for name, grid in grids.items():
         whole_row = all_rows or grid.group_size > grid.shape[1]
         key = (grid.bits, None if whole_row else grid.group_size, not grid.zero_points)

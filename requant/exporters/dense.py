@@ -2,8 +2,8 @@
 
     W = round_to_dtype(dequantize(codes) + sparse)
 
-rounded once, to the dtype of the folder, so that a program that knows nothing of quantization computes with the
-same floats that `requant.load(..., dequantize=True, dtype=...)` gives. As large as the original.
+rounded once, to the dtype of the folder, so that a program without support for quantization computes with the
+same values that `requant.load(..., dequantize=True, dtype=...)` gives. As large as the original.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""A checkpoint in a form that other programs read without requant.
+"""Export a checkpoint to a format that other programs read without requant.
 
 | target | what is written | exact? |
 | --- | --- | --- |
@@ -6,8 +6,8 @@
 | `compressed-tensors` | `pack-quantized`: vLLM and transformers read it | codes and scales bit for bit |
 | `gguf` | one file of llama.cpp's own types | every weight bit for bit |
 
-`dense` takes every checkpoint. The others take what their format can say exactly, and refuse the rest in one
-sentence: an approximation would have another quality than the one that was measured.
+`dense` takes every checkpoint. The others take what their format can express exactly, and refuse the rest:
+an approximation would not have the quality that was measured.
 """
 
 from collections.abc import Callable
@@ -48,7 +48,7 @@ class Exported:
         return {**asdict(self), "bytes": self.bytes}
 
     def rows(self) -> list[dict[str, object]]:
-        """The lines of the closing table."""
+        """The rows of the final table."""
         values = {
             "target": self.target,
             "folder": self.output,
@@ -67,7 +67,7 @@ def export(checkpoint: str | Path, target: str, output: str | Path, *, dtype: st
 
     Raises:
         InputError: an unknown target, or a checkpoint that the target cannot express.
-        CheckpointError: a folder that is damaged or none of ours.
+        CheckpointError: a folder that is damaged or is no requant checkpoint.
         OutputError: an output that exists or cannot be written.
         NumericalError: a weight beyond float16.
     """
@@ -77,10 +77,10 @@ def export(checkpoint: str | Path, target: str, output: str | Path, *, dtype: st
         )
     source = open_source(checkpoint, dtype=dtype)
     try:
-        with new_folder(output) as (folder, place):
+        with new_folder(output) as (folder, target_path):
             written = TARGETS[target](source, folder)
             copy_files(source.path, folder)
-            write_card(source, target, folder, name=place.name)
+            write_card(source, target, folder, name=target_path.name)
             sizes = {name: (folder / name).stat().st_size for name in written.files}
     except OSError as error:
         raise OutputError(

@@ -1,4 +1,4 @@
-"""A folder that appears whole or not at all, with the small files that a model needs beside its weights."""
+"""The output folder, created atomically, and the small files that a model needs besides its weights."""
 
 import fnmatch
 import json
@@ -16,7 +16,7 @@ from requant.checkpoint.save import COPIED_FOLDERS, NOT_COPIED, check_output
 from requant.checkpoint.writer import write_bytes
 from requant.exporters.source import Source
 
-OURS = ("readme.md", "report.html", "report.json")  # they speak of the checkpoint, not of its export
+OURS = ("readme.md", "report.html", "report.json")  # they describe the checkpoint, not its export
 LOADING = {
     "dense": "It is an ordinary folder: `AutoModelForCausalLM.from_pretrained` needs no requant for it.",
     "compressed-tensors": "vLLM reads it as it is; transformers does with the package `compressed-tensors`.",
@@ -26,7 +26,7 @@ LOADING = {
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """Names of the weight files, and what the user should know of them."""
+    """Names of the weight files, and remarks for the user."""
 
     files: list[str]
     notes: list[str] = field(default_factory=list)
@@ -34,21 +34,21 @@ class Written:
 
 @contextmanager
 def new_folder(output: str | Path) -> Iterator[tuple[Path, Path]]:
-    """A hidden folder to fill and the place it is renamed to when the body ends; removed when the body fails."""
-    place = check_output(output)
-    place.parent.mkdir(parents=True, exist_ok=True)
-    prefix = f".{place.name}.partial-"
-    with tempfile.TemporaryDirectory(prefix=prefix, dir=place.parent, ignore_cleanup_errors=True) as name:
+    """A hidden folder to fill and the path it is renamed to when the body ends; removed when the body fails."""
+    path = check_output(output)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    prefix = f".{path.name}.partial-"
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=path.parent, ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        yield folder, place
+        yield folder, path
         umask = os.umask(0)
         os.umask(umask)
         folder.chmod(0o777 & ~umask)  # temporary folders are private
-        folder.rename(place)
+        folder.rename(path)
 
 
 def copy_files(source: Path, folder: Path) -> None:
-    """Tokenizer, templates, generation config, recipe, licence; what `folder` has already stays."""
+    """Tokenizer, templates, generation config, recipe, licence; files that `folder` already has are kept."""
     for origin in (source, *(source / name for name in COPIED_FOLDERS)):
         for file in sorted(origin.iterdir()) if origin.is_dir() else ():
             copy = folder / file.relative_to(source)
@@ -86,7 +86,7 @@ def write_card(source: Source, target: str, folder: Path, *, name: str) -> None:
 
 
 def _base_model(checkpoint: Path) -> str | None:
-    """What the checkpoint's own card names as its base."""
+    """The base model that the checkpoint's own card names."""
     try:
         text = (checkpoint / "README.md").read_text(encoding="utf-8")[:100_000]
         front = yaml.safe_load(text.removeprefix("---\n").split("\n---\n")[0])

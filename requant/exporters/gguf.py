@@ -1,11 +1,11 @@
-"""GGUF: one file for llama.cpp, every quantized weight the same number.
+"""GGUF: one file for llama.cpp, with every quantized weight reproduced exactly.
 
 Uniform grids become the smallest of llama.cpp's block types that hold them exactly (`gguf_blocks.py`); embedding, head
 and norms keep their numbers (norms as float32, which llama.cpp wants). llama.cpp multiplies with inputs rounded to 8
 bits, so its logits differ from ours by that.
 
-For `llama`, the rows of q and k change places: transformers turns the two halves of a head against each other,
-llama.cpp neighbouring pairs. Rows carry their scales along, so this too is exact.
+For `llama`, the rows of q and k are permuted: rotary embedding combines the two halves of a head in transformers and
+neighbouring pairs in llama.cpp. Scales are permuted with their rows, so this is exact too.
 """
 
 import math
@@ -103,7 +103,7 @@ def write(source: Source, folder: Path) -> Written:
 
 
 def paired_rows(n: int, heads: int) -> Tensor:
-    """Where each row of llama.cpp's q or k comes from: halves of a head become neighbours."""
+    """Index of the source row of each row of llama.cpp's q or k: the two halves of a head are interleaved."""
     return torch.arange(n).view(heads, 2, n // heads // 2).transpose(1, 2).flatten()
 
 
@@ -161,5 +161,5 @@ def _stored(dtype: torch.dtype, dimensions: int) -> torch.dtype:
 
 
 def _file_type(gguf: Any, types: list[str]) -> Any:
-    """The type of most matrices."""
+    """The type of most matrices, as llama.cpp records it for the file."""
     return gguf.LlamaFileType[f"MOSTLY_{max(set(types), key=lambda kind: (types.count(kind), kind))}"]

@@ -1,4 +1,4 @@
-"""What a GGUF file says of a model beside its weights and tokenizer: architecture and rotary embedding.
+"""Metadata of a GGUF file other than the tokenizer: architecture and rotary embedding.
 
 Keys and conventions are those of llama.cpp's own converter.
 """
@@ -47,7 +47,7 @@ def add_architecture(writer: Any, config: Any, *, name: str) -> None:
 
 
 def check_architecture(config: Any) -> None:
-    """Refuse models whose layers llama.cpp would compute in another way."""
+    """Raise InputError for models whose layers llama.cpp would compute differently."""
     if config.model_type not in ARCHITECTURES:
         raise InputError(
             f"GGUF export knows {', '.join(ARCHITECTURES)}, not {str(config.model_type)[:40]}; export --to dense and "

@@ -1,13 +1,13 @@
-"""The tokenizer in a GGUF file: llama.cpp tokenizes by itself, and must cut text as tokenizer.json does.
+"""The tokenizer in a GGUF file: llama.cpp has its own tokenizers, which must split text as tokenizer.json does.
 
 | tokenizer.json | llama.cpp's model | what it needs |
 | --- | --- | --- |
-| byte-level BPE (Llama 3, Qwen) | `gpt2` | merges, and the name of the pattern that cuts text before them |
+| byte-level BPE (Llama 3, Qwen) | `gpt2` | merges, and the name of the pattern that splits text before merging |
 | BPE with byte fallback (Llama 2, Mistral) | `llama` | scores: the pair whose token has the highest score merges first |
 
 Patterns are looked up by what they do. Scores are minus the token's id, which merges in the order of the list of merges
 where the ids of their results ascend (as in files converted from SentencePiece). A tokenizer that is neither is refused,
-because another would cut text in other places and the model would be worse without a word.
+because another one would split text differently and silently make the model worse.
 """
 
 import re
@@ -27,15 +27,15 @@ PRE_TOKENIZERS: dict[str, str] = {  # pattern of the Split before ByteLevel -> l
     for newlines in _NEWLINES
 }
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # llama.cpp's kinds of tokens
-SPACE = "\u2581"  # what SentencePiece writes for a space
+SPACE = "\u2581"  # what SentencePiece replaces a space by
 
 
 def add_tokenizer(writer: Any, folder: Path, config: Any) -> None:
-    """Tokens, merges or scores, special tokens and chat template. Raises InputError for what llama.cpp has no word for."""
+    """Tokens, merges or scores, special tokens and chat template. Raises InputError for what llama.cpp has no name for."""
     description = read_json(folder / "tokenizer.json")
     try:
         _add(writer, folder, config, description)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:  # the file is a stranger's
+    except (KeyError, TypeError, AttributeError, ValueError) as error:  # the file is untrusted
         raise InputError(
             f"{folder / 'tokenizer.json'} cannot be read ({type(error).__name__}: {first_line(error)}); "
             "download the checkpoint again, or export --to dense."
@@ -131,7 +131,7 @@ def _tokens(description: dict[str, Any], *, size: int) -> tuple[list[str], list[
 
 
 def _begins_with_bos(folder: Path, bos: int | None) -> bool:
-    """What the tokenizer does; llama.cpp would otherwise go by the name of the pre-tokenizer."""
+    """Whether the tokenizer adds a BOS token; otherwise llama.cpp decides by the name of the pre-tokenizer."""
     from requant.models.loading import load_tokenizer
 
     return bos is not None and load_tokenizer(str(folder))("a")["input_ids"][:1] == [bos]

@@ -1,4 +1,4 @@
-"""What other programs' formats express of ours: uniform grids without residuals and without column scales."""
+"""The matrices that other programs' formats can express: uniform grids without residuals or column scales."""
 
 from requant.formats.grid import Grid, GridSpec
 from requant.formats.packed_spec import PackedSpec
@@ -6,7 +6,7 @@ from requant.formats.quantized_weight import QuantizedWeight
 
 
 def obstacle(spec: PackedSpec) -> str | None:
-    """Why a matrix is no such grid, as the end of a sentence; None where it is one."""
+    """Why a matrix is not such a grid, as the end of a sentence; None if it is one."""
     if not isinstance(spec.dense, GridSpec):
         return f"has {spec.format} codes"
     if spec.sparse is not None:

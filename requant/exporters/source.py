@@ -28,11 +28,11 @@ class Source:
     config: Any  # transformers' configuration, without the quantization
     skeleton: PreTrainedModel
     dtype: torch.dtype
-    casts_all: bool  # a dtype was asked for: it goes for every float tensor
+    casts_all: bool  # a dtype was given: it applies to every float tensor
 
     @property
     def specs(self) -> dict[str, PackedSpec]:
-        """What is quantized: the matrices of the blocks, then embedding and head where they are."""
+        """Specs of all quantized matrices: those of the blocks, then embedding and head if they are quantized."""
         return {**self.header.modules, **self.header.vocabulary}
 
     def weights(self) -> Iterator[tuple[str, QuantizedWeight]]:
@@ -49,7 +49,7 @@ class Source:
             yield name, self.cast(name, tensor) if self._is_cast(tensor.dtype) else tensor
 
     def plain_names(self) -> list[str]:
-        """Biases of quantized layers are among them; whatever else stands beside the codes is not."""
+        """Includes biases of quantized layers, but no other tensor stored with their codes."""
         modules = self.specs
         parts = {name: name.rpartition(".") for name in self.header.tensors}
         return [name for name, (parent, _, last) in parts.items() if parent not in modules or last == "bias"]
@@ -66,7 +66,7 @@ class Source:
         return isinstance(self.skeleton.get_submodule(name), Conv1D)
 
     def floats(self, name: str, weight: QuantizedWeight) -> Float[Tensor, "n k"]:
-        """A matrix as plain numbers, rounded once to the dtype to write."""
+        """A matrix dequantized, rounded once to the output dtype."""
         return self.cast(f"{name}.weight", weight.dequantize())
 
     def cast(self, name: str, tensor: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ class Source:
 
 
 def open_source(checkpoint: str | Path, *, dtype: str) -> Source:
-    """Judge the folder, and find out what its layers are. Raises CheckpointError, InputError."""
+    """Check the folder and its architecture. Raises CheckpointError, InputError."""
     if dtype not in ("auto", *DTYPES):
         raise InputError(f"--dtype {dtype} is unknown; give auto, {', '.join(DTYPES)}.")
     path = Path(resolve_source(str(checkpoint)))
@@ -111,7 +111,7 @@ def _skeleton(path: Path, config: Any, header: CheckpointHeader) -> PreTrainedMo
     from transformers import AutoModelForCausalLM
 
     depth = getattr(config.get_text_config(), "num_hidden_layers", 0)
-    if depth > len(header.tensors):  # a hostile config.json could ask for billions
+    if depth > len(header.tensors):  # an untrusted config.json could ask for billions
         raise CheckpointError(
             f"{path}: config.json asks for {depth} blocks, but the weight files hold {len(header.tensors)} tensors; "
             "download the checkpoint again."
@@ -121,7 +121,7 @@ def _skeleton(path: Path, config: Any, header: CheckpointHeader) -> PreTrainedMo
             model = AutoModelForCausalLM.from_config(config)
         for name in (*header.modules, *header.vocabulary):
             model.get_submodule(name)
-    except Exception as error:  # config.json is a stranger's: transformers may fail on it in any way
+    except Exception as error:  # config.json is untrusted: transformers may raise anything
         raise CheckpointError(
             f"{path}: config.json describes no model with these matrices ({type(error).__name__}: "
             f"{str(error)[:160]}); upgrade transformers, or download it again."

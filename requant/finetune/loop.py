@@ -2,13 +2,13 @@
 
     minimize   mean_t KL( p_original(. | x_<t) || p(. | x_<t) )
 
-Three kinds of tensors are trained: the floats stored with the codes of quantized matrices (`formats/trainable.py`), the
-weights of matrices that are not quantized yet, and the parameters without codes, which are stored in 16 bits in any case:
-norms, biases, embedding, head. The optimizer is Adam (0.9, 0.95) with each tensor's learning rate in units of its root
-mean square, ten steps of warm-up, then a cosine to zero. The errors to correct are those of the codes, which halve with
-every bit, so the learning rate does too (`learning_rate`): at 4 bits a third of the rate of 2 bits gives KL 0.0205, the
-same rate 0.0225, and codes alone have 0.0229 (bench-32m). Parameters are float32 during training; on a GPU matrix products
-run in bfloat16 and blocks are compiled (`compile_blocks.py`).
+Three kinds of tensors are trained: the floats stored with the codes of quantized matrices (`trainable_params` of
+`formats/contract.py`), the weights of matrices that are not quantized yet, and the parameters without codes, which are
+stored in 16 bits in any case: norms, biases, embedding, head. The optimizer is Adam (0.9, 0.95) with each tensor's
+learning rate in units of its root mean square, ten steps of warm-up, then a cosine to zero. The errors to correct are
+those of the codes, which halve with every bit, so the learning rate does too (`learning_rate`): at 4 bits a third of the
+rate of 2 bits gives KL 0.0205, the same rate 0.0225, and codes alone have 0.0229 (bench-32m). Parameters are float32
+during training; on a GPU matrix products run in bfloat16 and blocks are compiled (`compile_blocks.py`).
 """
 
 import math

@@ -1,1 +1,1 @@
-"""The edges that write: saving a run with its report and model card, scores on disk, and comparisons of checkpoints."""
+"""What a run writes for its user: checkpoint folder, report, model card, scores on disk, comparisons of checkpoints."""

@@ -1,9 +1,9 @@
-"""`requant compare`: checkpoints by what their own files say, as a table and as one page.
+"""`requant compare`: sizes and quality of several checkpoints, from their own files, as a table and an HTML page.
 
 Bytes come from the headers of the weight files, everything else from the `report.json` that `requant quantize` wrote.
 Nothing is measured, unless `compare_checkpoints(..., reference=...)` scores all checkpoints again on one text; numbers that
-were scored on different texts are told apart by their protocol. The files may come from strangers: a value of the wrong
-type counts as absent.
+were scored on different texts are distinguished by their protocol. The files are untrusted: a value of the wrong type counts
+as absent.
 """
 
 import math
@@ -28,7 +28,7 @@ REPORT = "report.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One checkpoint; None where its files do not say."""
+    """One checkpoint; None for what its files do not record."""
 
     name: str
     bytes: int  # of the weight files
@@ -54,7 +54,7 @@ class Entry:
         return asdict(self)
 
     def cells(self) -> dict[str, object]:
-        """The line of the terminal's table."""
+        """The row of the terminal's table."""
         return {
             "checkpoint": self.name,
             "method": self.method,
@@ -78,7 +78,7 @@ def compare_checkpoints(
     dtype: str = "auto",
     quiet: bool = True,
 ) -> list[Entry]:
-    """An entry a checkpoint, in order; with a `reference`, the original model, their quality is measured again.
+    """One entry per checkpoint, in order; with a `reference`, the original model, their quality is measured again.
 
     Raises CheckpointError for a folder that is damaged or was not written by requant.
     """
@@ -105,7 +105,7 @@ def compare_checkpoints(
 
 
 def read_entry(name: str) -> Entry:
-    """What the files of a checkpoint say. Raises CheckpointError for the report of an older version."""
+    """What the files of a checkpoint record. Raises CheckpointError for the report of an older version."""
     folder = Path(resolve_source(name))
     header = read_header(folder, trust_remote_code=True)  # no code is run here
     table = byte_table(header)
@@ -154,7 +154,7 @@ def same_text(entries: Sequence[Entry]) -> bool:
 
 
 def render_comparison(entries: Sequence[Entry]) -> str:
-    """The page: one file without scripts or links."""
+    """The HTML page: one file without scripts or links."""
     labels = _labels([entry.name for entry in entries])
     measure = "mean_kl" if all(entry.mean_kl is not None for entry in entries) else "perplexity"
     points = {

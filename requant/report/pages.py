@@ -1,4 +1,4 @@
-"""What the HTML pages and the model card share: templates that escape, and numbers as people read them."""
+"""What the HTML pages and the model card share: escaping templates, and formatting of numbers."""
 
 import re
 from collections.abc import Mapping
@@ -17,9 +17,9 @@ BUDGET: dict[str, tuple[tuple[str, ...], str]] = {
     "sparse part": (("sparse_values", "sparse_indices", "sparse_counts", "sparse_scales"), "#d55e00"),
     "embedding": (("embedding",), "#009e73"),
     "head": (("head",), "#cc79a7"),
-    "norms and other": ((), "#9aa4ae"),  # whatever no line above names
+    "norms and other": ((), "#9aa4ae"),  # everything that no line above names
 }
-QUANTIZED = ("codes", "scales and levels", "sparse part")  # what bits a weight count
+QUANTIZED = ("codes", "scales and levels", "sparse part")  # the parts that count as bits per weight
 
 
 def environment(*, escape: bool) -> Environment:

@@ -1,8 +1,7 @@
-"""The plots of the pages: predicted beside measured loss, other budgets, size against quality; SVG or PNG.
+"""The plots of the pages: predicted and measured loss, other budgets, size against quality; SVG or PNG.
 
-Drawn without pyplot, so that no global state of matplotlib is read or changed. An SVG takes its ink from the
-page (`currentColor`), which makes it readable on a light and on a dark one, and is the same bytes for the
-same numbers.
+Drawn without pyplot, so that no global state of matplotlib is read or changed. An SVG takes its line colour from
+the page (`currentColor`), so that it is readable in light and dark mode; the same numbers give the same bytes.
 """
 
 import io
@@ -12,7 +11,7 @@ from typing import Any, Literal
 import matplotlib
 from matplotlib.figure import Figure
 
-INK = "#0b0c0d"  # stands for the page's own colour in an SVG, no plotted colour uses it
+INK = "#0b0c0d"  # replaced by `currentColor` in an SVG; no plotted colour uses it
 BAR = "#9aa4ae"
 CHOSEN = "#d55e00"
 MARKERS = {  # colours of Okabe and Ito, told apart by the colour-blind, and readable on white and on black
@@ -46,7 +45,7 @@ def sensitivity_plot(
     *,
     format: Literal["svg", "png"] = "svg",
 ) -> bytes:
-    """dF of every block: measured as bars, one marker a score. Nats a token.
+    """dF of every block: measured as bars, one marker per score. Nats per token.
 
     `predicted` is score -> block -> signed sum, `measured` block -> dF with that block alone quantized (may
     be empty).
@@ -88,7 +87,7 @@ def alternatives_plot(curve: Mapping[int, float], chosen: tuple[int, float]) -> 
 
 
 def quality_plot(points: Mapping[str, tuple[int, float]], *, measure: str) -> bytes:
-    """SVG: size against quality, a named marker a checkpoint. Points are (bytes of the weight files, measure)."""
+    """SVG: size against quality, one named marker per checkpoint. Points are (bytes of the weight files, measure)."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(5, 3), dpi=96, layout="constrained")
         axes = figure.add_subplot()

@@ -1,7 +1,7 @@
 """What a run did and what it cost: one HTML page, and the model card.
 
-The page is one file without scripts or links, light and dark, readable on a phone and offline. Every string
-in it may come from a stranger (names of models, of matrices, of files), so the template escapes all of them.
+The page is one file without scripts or links, for light and dark mode, readable on a phone and offline. Names of models,
+matrices and files are untrusted input, so the template escapes every string.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ class MatrixRow:
     size_bytes: int
     predicted: Mapping[str, float] = field(
         default_factory=dict
-    )  # score -> its signed sum: dF in nats a token
+    )  # score -> its signed sum: dF in nats per token
     delta_loss: float | None = None  # measured dF with this matrix alone quantized
 
 
@@ -64,7 +64,7 @@ class CalibrationText:
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetSummary:
-    """What might be paid, what was, and what the allocation expected of it."""
+    """The budget, the bytes written, and the loss that the allocation predicted."""
 
     target: str  # 2.25bit, 600MB
     bytes: int
@@ -78,7 +78,7 @@ class BudgetSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSummary:
-    """Everything the page and the card say, in plain values."""
+    """All values of the page and the card."""
 
     model: str  # as asked for: a folder, a hub name, `demo`
     base_model: str | None  # its name on the hub, where it has one
@@ -86,8 +86,8 @@ class RunSummary:
     version: str
     method: str
     mode: str
-    bits: int | float  # asked for
-    bits_per_weight: float  # paid: all bytes of what was quantized, over its weights
+    bits: int | float  # as requested
+    bits_per_weight: float  # all bytes of what was quantized, over its weights
     bytes_before: int  # weight files of the model, and of the checkpoint
     bytes_after: int
     sizes: Mapping[str, int]  # part (codes, scales, ..., embedding, head) -> bytes
@@ -119,12 +119,12 @@ class RunSummary:
 
     @property
     def weights(self) -> int:
-        """Of all quantized matrices."""
+        """Number of weights of all quantized matrices."""
         return sum(row.n * row.k for row in self.matrices)
 
     @property
     def scores(self) -> list[str]:
-        """The scores that were computed, the trusted one first."""
+        """The scores that were computed, in order of `PREFERRED_SCORES`."""
         found = {name for row in self.matrices for name in row.predicted}
         return sorted(found, key=lambda name: (_rank(name), name))
 
@@ -157,7 +157,7 @@ class HeatMap:
 
 
 def heat_map(summary: RunSummary) -> HeatMap | None:
-    """The heat map of the best score there is; None when no score was computed."""
+    """The heat map of the first score in `PREFERRED_SCORES` that was computed; None without any."""
     if not summary.scores:
         return None
     score = summary.scores[0]
@@ -166,10 +166,10 @@ def heat_map(summary: RunSummary) -> HeatMap | None:
     predicted: dict[tuple[int, str], float] = {}
     measured: dict[tuple[int, str], float] = {}
     for row in summary.matrices:
-        place = (row.block, row.kind)
-        predicted[place] = predicted.get(place, 0.0) + row.predicted.get(score, 0.0)
+        cell = (row.block, row.kind)
+        predicted[cell] = predicted.get(cell, 0.0) + row.predicted.get(score, 0.0)
         if row.delta_loss is not None:
-            measured[place] = measured.get(place, 0.0) + row.delta_loss
+            measured[cell] = measured.get(cell, 0.0) + row.delta_loss
 
     def grid(values: Mapping[tuple[int, str], float]) -> dict[int, list[float | None]]:
         return {block: [values.get((block, kind)) for kind in kinds] for block in blocks}
@@ -184,7 +184,7 @@ def heat_map(summary: RunSummary) -> HeatMap | None:
 
 
 def render_report(summary: RunSummary) -> str:
-    """The page."""
+    """The HTML page."""
     plot = None
     if summary.scores:
         predicted = {score: summary.predicted_blocks(score) for score in summary.scores}

@@ -1,4 +1,4 @@
-"""From a finished run to a folder: the checkpoint, its report and its model card, and the terminal's closing table."""
+"""Save a finished run: the checkpoint folder with its report and model card, and the table printed at the end."""
 
 import dataclasses
 import hashlib

@@ -1,6 +1,6 @@
-"""`requant sensitivity`: every score of every weight on disk, and how well each predicts the loss.
+"""`requant sensitivity`: writes every score of every weight, and how well each score predicts the loss.
 
-Writes a folder: `SCORE/model*.safetensors` (one float32 tensor a matrix, signed, sharded above 5 GB, with an index),
+Writes a folder: `SCORE/model*.safetensors` (one float32 tensor per matrix, signed, sharded above 5 GB, with an index),
 `table.json` and `plot.svg`.
 """
 
@@ -31,7 +31,7 @@ SCORES = ("gradient", "hessian", "pqi")
 
 @dataclass(frozen=True, kw_only=True)
 class Sensitivities:
-    """The table: predicted dF by every score beside the measured dF, by block and for the model."""
+    """The table: predicted dF by every score and the measured dF, by block and for the model."""
 
     targets: Sequence[QuantTarget]
     diagnosis: Diagnosis
@@ -44,7 +44,7 @@ class Sensitivities:
         return sums
 
     def rows(self) -> list[dict[str, object]]:
-        """One row a block, then the whole model; nats a token."""
+        """One row per block, then the whole model; nats per token."""
         sums = {score: self.by_block(score) for score in self.diagnosis.predicted}
         rows: list[dict[str, object]] = [
             {"block": str(block), **{score: sums[score][block] for score in sums}, "measured": measured}
@@ -65,7 +65,7 @@ def score(
     output: str | Path | None = None,
     quiet: bool = True,
 ) -> Sensitivities:
-    """Score the step that the recipe's quantizer takes (codes only, no sparse part) at every weight.
+    """Score every weight for the change that the recipe's quantizer makes (codes only, no sparse part).
 
     With `output`, the scores of every weight, the table and the plot are written there. Raises RequantError.
     """

@@ -1,4 +1,4 @@
-"""From a finished run to the plain values that its report, its model card and the closing table say."""
+"""The values of the report, the model card and the final table, computed from a finished run."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from requant.version import VERSION
 
 
 def run_summary(result: QuantizedModel, output: Path) -> RunSummary:
-    """Everything the report says, in plain values."""
+    """All values of the report and the model card."""
     prepared, diagnosis = result.prepared, result.diagnosis
     stored = {
         name: MatrixBytes(spec=spec, parts=matrix_parts(spec))
@@ -84,7 +84,7 @@ def run_summary(result: QuantizedModel, output: Path) -> RunSummary:
 
 
 def result_rows(result: QuantizedModel, output: Path) -> list[dict[str, object]]:
-    """The closing table: one row a quantity, the original beside the quantized model."""
+    """The closing table: one row per quantity, for the original and the quantized model."""
     table: ByteTable = byte_table(output)
     before, after = result.before, result.after
     source_bits = 8 * _source_element_size(result)
@@ -143,7 +143,7 @@ def _budget_rows(result: QuantizedModel, table: ByteTable) -> list[tuple[str, ob
 
 
 def _budget_line(result: QuantizedModel, stored: dict[str, MatrixBytes]) -> BudgetSummary | None:
-    """What the report says of the budget."""
+    """The budget and what was spent, for the report."""
     allocation = result.allocation
     if allocation is None or allocation.budget is None:
         return None
@@ -167,7 +167,7 @@ def _budget_line(result: QuantizedModel, stored: dict[str, MatrixBytes]) -> Budg
 
 
 def _target_bits(result: QuantizedModel, paid: float) -> int | float:
-    """Bits asked for; where a size was asked for, what it came to."""
+    """The requested bits; for a budget in bytes, the bits that resulted."""
     budget = result.recipe.budget
     if budget.size is not None:
         return round(paid, 2)
@@ -201,7 +201,7 @@ def _sizes(result: QuantizedModel, stored: dict[str, MatrixBytes]) -> dict[str, 
 
 
 def _source_element_size(result: QuantizedModel) -> int:
-    """Bytes of a number in the source's files, where a run in float32 may have widened it."""
+    """Bytes per element in the source's files, which a run in float32 may have widened."""
     return 4 if bytes_before(result.prepared) >= 3 * sum(p.numel() for p in result.model.parameters()) else 2
 
 

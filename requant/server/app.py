@@ -1,6 +1,6 @@
 """The routes: /v1/completions, /v1/chat/completions, /v1/models, /health; the key, the size limit, errors as JSON.
 
-No other page is served, no header allows other origins, and nothing of a request is logged but its outcome.
+No other page is served, no CORS header is sent, and of a request only its outcome is logged.
 """
 
 import hmac
@@ -24,18 +24,18 @@ DONE = "data: [DONE]\n\n"
 
 
 class KeyGuard:
-    """Turns away who does not send the key; /health answers anybody.
+    """Refuses requests without the API key, except for /health.
 
-    A plain ASGI application: FastAPI's decorator for middleware would hide from routes that a client has left.
+    A plain ASGI application: with FastAPI's middleware decorator, routes would not see that a client has disconnected.
     """
 
     def __init__(self, app: Any, api_key: str) -> None:
         self.app = app
         self.expected = f"bearer {api_key}".encode()
 
-    async def __call__(self, scope: Any, accumulate: Any, send: Any) -> None:
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http" or scope["path"] == "/health" or self._may(scope):
-            await self.app(scope, accumulate, send)
+            await self.app(scope, receive, send)
             return
         error = ApiError(
             "the API key is missing or wrong; send Authorization: Bearer KEY.",
@@ -43,7 +43,7 @@ class KeyGuard:
             kind="authentication_error",
             code="invalid_api_key",
         )
-        await _answer(error)(scope, accumulate, send)
+        await _answer(error)(scope, receive, send)
 
     def _may(self, scope: Any) -> bool:
         given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
@@ -52,7 +52,7 @@ class KeyGuard:
 
 
 def create_app(engine: Engine, *, model: str, api_key: str | None = None) -> FastAPI:
-    """The application that serves `engine` under the name `model`; with `api_key`, only to those who send it."""
+    """The application that serves `engine` under the name `model`; with `api_key`, every request must send that key."""
     app = FastAPI(title="requant", docs_url=None, redoc_url=None, openapi_url=None)
     started = int(time.time())
     card = {"id": model, "object": "model", "created": started, "owned_by": "requant"}
@@ -133,7 +133,7 @@ async def _collect(
             async for piece in job.pieces():
                 text, tokens, finish = text + piece.text, piece.tokens, piece.finish
                 if await http.is_disconnected():
-                    return JSONResponse({}, status_code=499)  # nobody reads it
+                    return JSONResponse({}, status_code=499)  # the client has disconnected
             total += tokens
             body: dict[str, Any] = (
                 {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
@@ -148,7 +148,7 @@ async def _collect(
 async def _stream(
     request: Request, jobs: list[Job], model: str, counted: int, *, chat: bool
 ) -> AsyncIterator[str]:
-    """Server-sent events; an error after the first byte is an event too, as OpenAI has it."""
+    """Server-sent events; an error after the first byte is an event too, as in OpenAI's API."""
     total = 0
     try:
         for index, job in enumerate(jobs):
@@ -199,7 +199,7 @@ def _check_model(asked: str | None, served: str) -> None:
 
 
 def _seeded(request: Request, choice: int) -> Any:
-    """Choices of one seed differ from one another, and are the same every time."""
+    """Each choice gets its own seed, derived from the request's, so that choices differ and are reproducible."""
     from dataclasses import replace
 
     seed = request.sampling.seed

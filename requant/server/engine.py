@@ -1,8 +1,8 @@
-"""One model, one worker thread, a bounded queue: requests are written one after another, token by token.
+"""One model, one worker thread, a bounded queue: requests are answered one after another, in order of arrival.
 
-A quantized matrix is read once a token whoever asks, so answers side by side would be cheaper than in turn; that takes a
-paged cache and a scheduler, which is what vLLM is. Here the order is that of arrival, and the same seed writes the same text
-whatever else is asked.
+Every decoding step reads all weights, whatever the batch size, so batching requests would be cheaper; that needs a paged
+cache and a scheduler, for which there is vLLM. Without batching, the same seed gives the same text whatever else is
+requested.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """Text that is final, tokens written so far, and in the last piece why it is the last."""
+    """Text that is final, the number of tokens generated so far, and in the last piece the reason for the end."""
 
     text: str
     tokens: int
@@ -33,7 +33,7 @@ class Piece:
 
 
 class Job:
-    """One answer on its way; made and read in the event loop, written by the worker."""
+    """One answer being generated; created and read in the event loop, written by the worker thread."""
 
     def __init__(self, prompt: list[int], sampling: Sampling) -> None:
         self.prompt = prompt
@@ -43,14 +43,14 @@ class Job:
         self._pieces: asyncio.Queue[Piece | Exception] = asyncio.Queue()
 
     def put(self, item: Piece | Exception) -> None:
-        """From the worker's thread."""
+        """Called from the worker thread."""
         try:
             self._loop.call_soon_threadsafe(self._pieces.put_nowait, item)
-        except RuntimeError:  # the loop is closed: nobody waits any more
+        except RuntimeError:  # the loop is closed: nobody reads the answer
             self.cancelled.set()
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """Until the last piece; leaving early stops the worker at its next token. Raises ApiError."""
+        """All pieces; closing the iterator early stops the worker at its next token. Raises ApiError."""
         try:
             while True:
                 item = await self._pieces.get()
@@ -64,7 +64,7 @@ class Job:
 
 
 class Engine:
-    """`submit` puts jobs into the queue; `close` ends the one that runs and refuses the others."""
+    """`submit` puts jobs into the queue; `close` stops the running one and refuses the others."""
 
     def __init__(self, model: Any, tokenizer: Any, *, limits: Limits) -> None:
         self.model = model
@@ -80,7 +80,7 @@ class Engine:
         self._thread.start()
 
     def tokens_of(self, prompt: Any) -> list[int]:
-        """Tokens of a text, of chat messages, or of tokens; raises ApiError for a prompt that leaves no room."""
+        """Tokens of a text, of chat messages, or of tokens; raises ApiError for an empty prompt or invalid tokens."""
         if isinstance(prompt, str):
             tokens = self.tokenizer(prompt)["input_ids"]
         elif prompt and isinstance(prompt[0], int):
@@ -122,7 +122,7 @@ class Engine:
         return self._jobs.qsize()
 
     def close(self) -> None:
-        """Ask the worker to end; the answer it writes is broken off at the next token. Safe in a signal handler."""
+        """Ask the worker to stop; the current answer ends at its next token. Safe in a signal handler."""
         self._closed.set()
 
     def join(self, seconds: float = 10.0) -> None:
@@ -142,7 +142,9 @@ class Engine:
             raise ApiError(
                 f"the model's chat template refuses these messages ({error}).", param="messages"
             ) from error
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]  # the template writes them
+        return self.tokenizer(text, add_special_tokens=False)[
+            "input_ids"
+        ]  # the template contains the special tokens
 
     def _work(self) -> None:
         while not self._closed.is_set():

@@ -1,6 +1,6 @@
 """What OpenAI's clients send and expect: requests checked field by field, answers and errors in their JSON.
 
-Fields that would change the answer and are not supported are refused by name, never ignored; fields that say nothing about
+Fields that would change the answer and are not supported are refused by name, never ignored; fields without effect on
 the text (`user`, `metadata`, ...) are ignored.
 """
 
@@ -32,7 +32,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 class ApiError(Exception):
-    """An answer other than the one asked for: HTTP status, and the fields of OpenAI's error object."""
+    """A request that is refused or failed: HTTP status, and the fields of OpenAI's error object."""
 
     def __init__(
         self,
@@ -52,15 +52,15 @@ class ApiError(Exception):
 class Limits:
     """What one request may ask for."""
 
-    max_tokens: int = 1024  # written for one choice
+    max_tokens: int = 1024  # generated for one choice
     context: int = 2048  # prompt and answer together
     body_bytes: int = 1 << 20
-    waiting: int = 16  # requests behind the one that is written
+    waiting: int = 16  # length of the queue, without the running request
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How tokens are drawn and when writing ends."""
+    """How tokens are sampled and when generation ends."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -110,7 +110,7 @@ def parse_chat(body: Mapping[str, Any], limits: Limits) -> Request:
 
 
 def completion(request: Request, model: str, choices: list[dict[str, Any]], usage: Any, *, chat: bool) -> Any:
-    """The whole answer."""
+    """The body of a complete answer."""
     kind, prefix = ("chat.completion", "chatcmpl") if chat else ("text_completion", "cmpl")
     head = {"id": f"{prefix}-{request.id}", "object": kind, "created": request.created, "model": model}
     return {**head, "choices": choices, "usage": usage}
@@ -119,7 +119,7 @@ def completion(request: Request, model: str, choices: list[dict[str, Any]], usag
 def chunk(
     request: Request, model: str, choices: list[dict[str, Any]], usage: Any = None, *, chat: bool
 ) -> Any:
-    """One event of a stream; `usage` comes alone, in the last one, for those who asked."""
+    """One event of a stream; `usage` comes in an event of its own, the last, if requested."""
     event = completion(request, model, choices, usage, chat=chat)
     if chat:
         event["object"] = "chat.completion.chunk"
@@ -230,6 +230,6 @@ def _is_tokens(value: Any) -> bool:
 
 
 def _short(value: Any) -> str:
-    """A hostile value may be long."""
+    """`repr`, cut to 40 characters: an untrusted value may be long."""
     text = repr(value)
     return text if len(text) <= 40 else text[:37] + "..."

@@ -1,4 +1,4 @@
-"""Load, bind, serve, end: the life of `requant serve`."""
+"""The command `requant serve`: bind the port, load the model, serve until a signal, shut down."""
 
 import ipaddress
 import logging
@@ -11,7 +11,7 @@ from requant.errors import InputError
 from requant.server.protocol import Limits
 
 logger = logging.getLogger(__name__)
-GRACE = 5  # seconds that answers under way have to end
+GRACE = 5  # seconds for running answers to end
 
 
 def serve_checkpoint(
@@ -27,7 +27,7 @@ def serve_checkpoint(
     device: str,
     dtype: str,
 ) -> None:
-    """Serve until SIGINT or SIGTERM; returns then. Raises RequantError."""
+    """Serve until SIGINT or SIGTERM, then return. Raises RequantError."""
     _check_installed()
     from requant.inference.load import open_served
     from requant.models.devices import pick_device
@@ -73,13 +73,13 @@ def _run(
 
     class Server(uvicorn.Server):
         def handle_exit(self, sig: int, frame: Any) -> None:
-            engine.close()  # streams end now, so that waiting for them is short
+            engine.close()  # ends open streams, so that uvicorn does not wait for them
             super().handle_exit(sig, frame)
 
-    # uvicorn raises its signals again when it is done; for us, an asked-for end is a success.
+    # uvicorn raises the signal again after its shutdown; here a requested shutdown is a success.
     before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        listener.listen(128)  # from the line below on, nobody is turned away
+        listener.listen(128)  # before the next line announces the address
         port = listener.getsockname()[1]
         logger.warning("serving %s on http://%s:%d/v1 (context %d)", served, _url(host), port, limits.context)
         if api_key is None and not ipaddress.ip_address(listener.getsockname()[0]).is_loopback:
@@ -94,7 +94,7 @@ def _run(
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """A listening socket, before any long work: a port that is taken must not cost the loading of a model."""
+    """A bound socket, before any long work: that a port is taken should be known before the model is loaded."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind)

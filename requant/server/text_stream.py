@@ -1,32 +1,36 @@
-"""Tokens to text as they come: only text that no later token can change, and none from a stop string on.
+"""Incremental detokenization: emits only text that no later token can change, and nothing from a stop string on.
 
 A character may span tokens (its bytes), and so may a stop string. Text is therefore held back while it ends in an unfinished
-character or in what may become a stop string; both are settled by the next tokens, or by the end.
+character or in what may become a stop string; the next tokens, or the end, decide both.
 """
 
 from typing import Any
 
-UNFINISHED = "\ufffd"  # what a decoder writes for bytes that are no character yet
+UNFINISHED = "\ufffd"  # what a tokenizer decodes an incomplete character to
 
 
 class TextStream:
-    """The text of one answer; `stopped` says that a stop string was written."""
+    """The text of one answer; `stopped` is true once a stop string was generated."""
 
     def __init__(self, tokenizer: Any, stop: tuple[str, ...] = ()) -> None:
         self.tokenizer = tokenizer
         self.stop = stop
         self.stopped = False
         self._tokens: list[int] = []
-        self._start = 0  # of the tokens that are decoded together, so that joints of words stay right
-        self._known = 0  # of the tokens whose text went into `_pending`
-        self._pending = ""  # settled characters that may be the beginning of a stop string
+        self._start = (
+            0  # index: tokens from here on are decoded together, so that spaces between words are right
+        )
+        self._known = 0  # index: the text of all tokens before it is in `_pending`
+        self._pending = ""  # complete characters that may begin a stop string
 
     def push(self, token: int) -> str:
         """Text that is final after one more token."""
         self._tokens.append(token)
         before = self._decode(self._start, self._known)
         now = self._decode(self._start, len(self._tokens))
-        if now.endswith(UNFINISHED) and len(self._tokens) - self._known < 8:  # no character is so long
+        if (
+            now.endswith(UNFINISHED) and len(self._tokens) - self._known < 8
+        ):  # no character takes that many tokens
             return ""
         self._pending += now[len(before) :]
         self._start, self._known = self._known, len(self._tokens)
@@ -46,7 +50,7 @@ class TextStream:
     def _settle(self, *, final: bool) -> str:
         if self.stopped:
             return ""
-        found = [place for stop in self.stop if (place := self._pending.find(stop)) >= 0]
+        found = [index for stop in self.stop if (index := self._pending.find(stop)) >= 0]
         if found:
             self.stopped = True
             text, self._pending = self._pending[: min(found)], ""

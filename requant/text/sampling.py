@@ -1,8 +1,8 @@
-"""Text written by a model: nucleus sampling with a key-value cache and a generator of its own.
+"""Sampling from a model: nucleus sampling with a key-value cache and its own random generator.
 
 The next token is drawn from the smallest set of tokens that holds `top_p` of `softmax(logits / temperature)`
 (Holtzman et al. 2019, arXiv:1904.09751). The global random state is neither read nor changed, so the same
-seed on the same machine writes the same text whatever ran before.
+seed on the same machine gives the same text whatever ran before.
 """
 
 import torch
@@ -17,7 +17,10 @@ from requant.errors import NumericalError
 def sample_next(
     logits: Float[Tensor, "b v"], *, temperature: float = 1.0, top_p: float = 1.0, generator: torch.Generator
 ) -> Int64[Tensor, "b 1"]:
-    """One token a row; temperature 0 takes the likeliest."""
+    """One token per row [b, 1] from logits [b, vocabulary]; temperature 0 takes the most likely.
+
+    Raises NumericalError for logits that are not finite.
+    """
     if not logits.isfinite().all():
         raise NumericalError(
             "the model's next-token logits hold NaN or infinity, so nothing can be sampled: load it in "
@@ -45,7 +48,7 @@ def sample_documents(
 ) -> list[list[int]]:
     """`batch_size` documents of at most `max_tokens` tokens, each begun from the token `start`.
 
-    A document that reaches `end` stops before it, whatever its row goes on to hold.
+    A document ends before the first `end` token; what its row of the batch samples afterwards is dropped.
     """
     tokens = torch.full((batch_size, 1), start, device=model.device)
     finished = torch.zeros(batch_size, dtype=torch.bool, device=model.device)

@@ -1,4 +1,4 @@
-"""Where text comes from.
+"""Reading calibration and evaluation text.
 
 `read_text` turns a source into one `Text`: files (.txt, .raw, .jsonl, .parquet), a named set, a data set of
 the Hugging Face hub (`NAME[:CONFIG[:SPLIT]]`), or several of these; documents are joined by a blank line. The
@@ -135,7 +135,7 @@ def _text_field(record: dict, field: str, where: str) -> str:
 
 
 def _listed(names: Iterable[object]) -> str:
-    """The first names of a list that may be long or hostile."""
+    """The first names of an untrusted list, which may be long."""
     shown = [repr(str(name)[:40]) for name in islice(names, 12)]
     return ", ".join(shown) or "(none)"
 
@@ -184,7 +184,7 @@ def _read_hub(key: str, field: str) -> Iterator[str]:
                 return
     except TextError:
         raise
-    except Exception as error:  # the library passes on whatever its network and file layers raise
+    except Exception as error:  # `datasets` passes on any exception of its network and file layers
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise TextError(
             f"{key} is neither a file nor one of {', '.join(NAMED_SETS)}, and the hub did not give it "

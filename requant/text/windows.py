@@ -1,11 +1,11 @@
-"""Text in, token windows out.
+"""From text to windows of tokens.
 
 `token_windows` tokenises the whole text once, without special tokens, and takes window i of n at
 
     seq_len * floor(i * total / n),        total = number of whole windows in the text
 
-so the windows lie evenly over the text, and with n = total they are the usual protocol of WikiText
-perplexity. `sample_self` lets the model write its own calibration text (LLM-QAT: Liu et al. 2023,
+so the windows are spaced evenly over the text, and with n = total they are the usual protocol of WikiText
+perplexity. `sample_self` samples calibration text from the model itself (LLM-QAT: Liu et al. 2023,
 arXiv:2305.17888). `requant.text.sources` reads the text.
 """
 
@@ -39,7 +39,7 @@ def token_windows(
     """`num_samples` windows of `seq_len` tokens, spread evenly over the text; None takes every whole window.
 
     A seed above 0 moves the first window by less than `seq_len` tokens, for another draw from the same text.
-    A text with fewer windows than asked for gives all it has, and a warning.
+    A text with fewer windows than `num_samples` gives all it has, with a warning.
 
     Raises:
         TextError: not one whole window.
@@ -65,7 +65,7 @@ def token_windows(
 
 
 def spread(windows: Int64[Tensor, "w t"], num_samples: int, *, of: str | None) -> Int64[Tensor, "s t"]:
-    """`num_samples` of the windows, evenly; where they are fewer all, with a warning that names the text in `of`."""
+    """`num_samples` evenly spaced windows; all of them if there are fewer, with a warning that names the text `of`."""
     total = len(windows)
     if total < num_samples:
         if of is not None:
@@ -82,7 +82,7 @@ def spread(windows: Int64[Tensor, "w t"], num_samples: int, *, of: str | None) -
 
 
 def overlap(calibration: Text, evaluation: Text) -> float:
-    """The share (0 to 1) of the evaluation's runs of 13 words that occur in the calibration text too."""
+    """The fraction of the evaluation text's 13-grams of words that also occur in the calibration text."""
     runs = list(_shingles(evaluation.text))
     shared = set(runs).intersection(_shingles(calibration.text))
     return sum(run in shared for run in runs) / len(runs)
@@ -105,8 +105,7 @@ def sample_self(
 ) -> Text:
     """At least `num_tokens` tokens of text written by the model, begun from its start (or end) token.
 
-    Temperature 1 over the whole distribution: the text is then a fair sample of what the model believes, with
-    no bias towards the likely.
+    Temperature 1 without truncation: the text is then an unbiased sample of the model's distribution.
 
     Raises:
         TextError: the tokenizer has neither token, or the model writes next to nothing.
