@@ -18,7 +18,6 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 POINTERS = {  # argument -> type, where the argument is not None
     "x_ptr": "*i32", "codes_ptr": "*i32", "slice_ptr": "*i32", "ell_columns_ptr": "*i16", "row_perm_ptr": "*i32",
     "zeros_ptr": "*fp16", "column_scales_ptr": "*fp16", "levels_ptr": "*fp16", "partial_ptr": "*fp32",
-    "w_ptr": "*i32", "z_ptr": "*fp16",
 }  # fmt: skip
 # Instruction counts hold for one compiler: another version schedules and unrolls differently.
 counts_instructions = pytest.mark.skipif(

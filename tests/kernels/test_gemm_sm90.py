@@ -25,11 +25,11 @@ def machine_of(
     constants = launch_constants(
         dequant(format, bits, dtype, group, zeros=zeros, sparse=sparse), config, sparse=sparse, direct=direct
     )
-    pointers = dict.fromkeys(("s_ptr", "z_ptr", "coo_ptr", "block_ptr"), "*i32")
+    pointers = dict.fromkeys(("scales_ptr", "zeros_ptr", "coo_ptr", "block_ptr"), "*i32")
     pointers |= {"out_ptr": f"*{dtype}" if direct else "*fp32", "bias_ptr": f"*{dtype}", "k_tiles": "i32"}
     pointers["x_desc"] = f"tensordesc<{dtype}[{tokens}, 256],{x_layout()!r}>"
     absent = (
-        (() if zeros else ("z_ptr",))
+        (() if zeros else ("zeros_ptr",))
         + (() if sparse else ("coo_ptr", "block_ptr"))
         + (() if direct else ("bias_ptr",))
     )

@@ -42,8 +42,8 @@ def machine_of(config: Fp16MmaConfig, layout: GridLayout, dtype: torch.dtype = t
         {"CONFIG": kernel_config(layout, dtype, config)},
         capability=90,
         dtype=name,
-        pointers={"x_ptr": f"*{name}", "s_ptr": "*fp16"},
-        absent=("bias_ptr",) if layout.zero_points is not None else ("bias_ptr", "z_ptr"),
+        pointers={"x_ptr": f"*{name}", "scales_ptr": "*fp16"},
+        absent=("bias_ptr",) if layout.zero_points is not None else ("bias_ptr", "zeros_ptr"),
         warps=config.num_warps,
     )
 

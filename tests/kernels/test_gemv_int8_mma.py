@@ -52,13 +52,13 @@ SPARSE_POINTERS = {
 def machine_of(config: Int8MmaConfig, layout: GridLayout) -> Machine:
     absent = ["bias_ptr"]
     absent += SPARSE_POINTERS if layout.sparse is None else []
-    absent += ["z_ptr"] if layout.zero_points is None else []
+    absent += ["zeros_ptr"] if layout.zero_points is None else []
     assert supports(layout, 1, CPU) and fits(layout, config, CPU)
     return compile_kernel(
         gemv_int8_mma_kernel,
         {"CONFIG": kernel_config(layout, torch.float16, config)},
         capability=90,
-        pointers={"x_ptr": "*fp16", "s_ptr": "*fp16"} | SPARSE_POINTERS,
+        pointers={"x_ptr": "*fp16", "scales_ptr": "*fp16"} | SPARSE_POINTERS,
         absent=tuple(absent),
         warps=config.num_warps,
         max_registers=smem_layout(layout, config, 132).max_registers,

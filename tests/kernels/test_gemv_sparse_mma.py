@@ -153,10 +153,10 @@ def machine_of(
     config = SparseMmaConfig(num_warps=warps, num_stages=stages)
     constants = replace(kernel_config(random_layout(case, "cpu"), dtype, config), pdl=True)
     name = "fp16" if dtype == torch.float16 else "bf16"
-    pointers = dict.fromkeys(("s_ptr", "z_ptr", "coo_ptr", "block_ptr", "row_perm_ptr"), "*i32") | {
+    pointers = dict.fromkeys(("scales_ptr", "zeros_ptr", "coo_ptr", "block_ptr", "row_perm_ptr"), "*i32") | {
         "bias_ptr": f"*{name}"
     }
-    absent = (() if zeros else ("z_ptr",)) + (() if bias else ("bias_ptr",))
+    absent = (() if zeros else ("zeros_ptr",)) + (() if bias else ("bias_ptr",))
     return compile_kernel(
         gemv_sparse_mma_kernel, {"CONFIG": constants}, capability=90,
         dtype=name, pointers=pointers, absent=absent, warps=warps, max_registers=registers,

@@ -94,7 +94,9 @@ def load_k_tile_ptx(bits: int, scales: int, tiles: int, *, zeros: bool = False) 
 
 
 @gluon.jit
-def weight_pointers(w_ptr, s_ptr, z_ptr, first_tile, last_tile, lane, k_tiles, STAGE: gl.constexpr):
+def weight_pointers(
+    codes_ptr, scales_ptr, zeros_ptr, first_tile, last_tile, lane, k_tiles, STAGE: gl.constexpr
+):
     """Pointers to this lane's codes and scales of k_tile 0, for every row tile; zero points follow the scales.
 
     A tile beyond `last_tile` is `last_tile` again: it is computed, and written, twice alike.
@@ -103,12 +105,14 @@ def weight_pointers(w_ptr, s_ptr, z_ptr, first_tile, last_tile, lane, k_tiles, S
     codes, scales, zeros = (), (), ()
     for r in gl.static_range(TILES):
         tile = gl.minimum(first_tile + r, last_tile).to(gl.int64)
-        codes = codes + (w_ptr + tile * k_tiles * (STAGE.bits * 128) + lane * 4,)
+        codes = codes + (codes_ptr + tile * k_tiles * (STAGE.bits * 128) + lane * 4,)
         groups = gl.cdiv(k_tiles, STAGE.k_tiles_per_scale) * STAGE.scales
-        scales = scales + (s_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + tile * groups * 8 + lane // 4,)
-        if z_ptr is not None:
+        scales = scales + (
+            scales_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + tile * groups * 8 + lane // 4,
+        )
+        if zeros_ptr is not None:
             zeros = zeros + (
-                z_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + tile * groups * 8 + lane // 4,
+                zeros_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + tile * groups * 8 + lane // 4,
             )
     return codes, scales + zeros
 

@@ -117,12 +117,12 @@ def x_layout() -> gl.NVMMASharedLayout:
 
 @gluon.jit(do_not_specialize=["k_tiles", "last_tile", "steps", "M"])
 def gemm_sm90_kernel(
-    x_desc, w_ptr, s_ptr, z_ptr, coo_ptr, block_ptr, bias_ptr, out_ptr, k_tiles, last_tile, steps, n_rows, width, M, n,
-    stride_y, CONFIG: gl.constexpr,
+    x_desc, codes_ptr, scales_ptr, zeros_ptr, coo_ptr, block_ptr, bias_ptr, out_ptr, k_tiles, last_tile, steps, n_rows,
+    width, M, n, stride_y, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """out: partial sums `[splits, rows, width]`, or with CONFIG.direct y `[M, n]` with the bias.
 
-    Grid: (row tiles / (W R), splits of `steps` k_tiles, tokens / N). s_ptr, z_ptr: pairs of float16 as int32.
+    Grid: (row tiles / (W R), splits of `steps` k_tiles, tokens / N). scales_ptr, zeros_ptr: pairs of float16 as int32.
     """
     DEQUANT: gl.constexpr = CONFIG.dequant
     N: gl.constexpr = CONFIG.tokens
@@ -143,9 +143,9 @@ def gemm_sm90_kernel(
     for i in gl.static_range(2):
         mbarrier.init(full.index(i), count=1)
     fence_async_shared()
-    rows = _row_operands(s_ptr, z_ptr, own_tiles, lane, SPARSE, CONFIG)
-    codes = _load_codes(w_ptr, tiles, first, k_tiles, end, CONFIG)
-    scales, zeros = _load_scales(s_ptr, z_ptr, own_tiles, lane, first, k_tiles, end, DEQUANT)
+    rows = _row_operands(scales_ptr, zeros_ptr, own_tiles, lane, SPARSE, CONFIG)
+    codes = _load_codes(codes_ptr, tiles, first, k_tiles, end, CONFIG)
+    scales, zeros = _load_scales(scales_ptr, zeros_ptr, own_tiles, lane, first, k_tiles, end, DEQUANT)
     if SPARSE:
         base = _declare_residuals(CONFIG) + warp_tile * TILE_BYTES + lane * 0
         issue(CLEAR_TILE, [base + lane * 16])
@@ -169,8 +169,10 @@ def gemm_sm90_kernel(
             now_bounds = bounds
         for q in gl.static_range(4):
             if q == CONFIG.prefetch_at:
-                codes = _load_codes(w_ptr, tiles, following, k_tiles, end, CONFIG)
-                scales, zeros = _load_scales(s_ptr, z_ptr, own_tiles, lane, following, k_tiles, end, DEQUANT)
+                codes = _load_codes(codes_ptr, tiles, following, k_tiles, end, CONFIG)
+                scales, zeros = _load_scales(
+                    scales_ptr, zeros_ptr, own_tiles, lane, following, k_tiles, end, DEQUANT
+                )
                 if SPARSE:
                     bounds = next_bounds
                     entries = _load_entries(coo_ptr, bounds, lane)
@@ -192,7 +194,7 @@ def gemm_sm90_kernel(
     y = warpgroup_mma_wait(0, deps=[acc])
     _store(
         y,
-        s_ptr,
+        scales_ptr,
         bias_ptr,
         out_ptr,
         first_tile,
@@ -229,7 +231,7 @@ def _tile_indices(first_tile, last_tile, W: gl.constexpr, R: gl.constexpr):
 
 
 @gluon.jit
-def _row_operands(s_ptr, z_ptr, own_tiles, lane, SPARSE: gl.constexpr, CONFIG: gl.constexpr):
+def _row_operands(scales_ptr, zeros_ptr, own_tiles, lane, SPARSE: gl.constexpr, CONFIG: gl.constexpr):
     """Operands of the dequantization that belong to the rows for the whole launch."""
     DEQUANT: gl.constexpr = CONFIG.dequant
     W: gl.constexpr = CONFIG.num_warps
@@ -241,12 +243,16 @@ def _row_operands(s_ptr, z_ptr, own_tiles, lane, SPARSE: gl.constexpr, CONFIG: g
     if DEQUANT.codebook:
         for i in gl.static_range(TABLES):
             at = (own_tiles * TABLES + i) * 16 + lane // 4 * 2
-            rows = rows + (_like_codes(gl.load(s_ptr + at), gl.load(s_ptr + at + 1), W, R),)
+            rows = rows + (_like_codes(gl.load(scales_ptr + at), gl.load(scales_ptr + at + 1), W, R),)
     elif DEQUANT.group == 0:
         if SPARSE:  # the scale of a row is applied to its weights, not to its sum
-            rows = rows + (_broadcast_pairs(gl.load(s_ptr + own_tiles * 8 + lane // 4), SCALE_PAIRS, W, R),)
-        if z_ptr is not None:
-            rows = rows + (_broadcast_pairs(gl.load(z_ptr + own_tiles * 8 + lane // 4), ZERO_PAIRS, W, R),)
+            rows = rows + (
+                _broadcast_pairs(gl.load(scales_ptr + own_tiles * 8 + lane // 4), SCALE_PAIRS, W, R),
+            )
+        if zeros_ptr is not None:
+            rows = rows + (
+                _broadcast_pairs(gl.load(zeros_ptr + own_tiles * 8 + lane // 4), ZERO_PAIRS, W, R),
+            )
     return rows
 
 
@@ -271,7 +277,7 @@ def _group_operands(scales, zeros, q, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def _load_codes(w_ptr, tiles, k_tile, k_tiles, end, CONFIG: gl.constexpr):
+def _load_codes(codes_ptr, tiles, k_tile, k_tiles, end, CONFIG: gl.constexpr):
     """The packed codes of a k_tile. Beyond `end` whatever is there: it meets activations that are zero."""
     BITS: gl.constexpr = CONFIG.dequant.bits
     L: gl.constexpr = codes_layout(CONFIG.num_warps, CONFIG.tiles)
@@ -280,19 +286,21 @@ def _load_codes(w_ptr, tiles, k_tile, k_tiles, end, CONFIG: gl.constexpr):
     at = (tiles * k_tiles + k_tile) * (BITS * 128) + lane * 4 + four
     loaded = ()
     for i in gl.static_range(BITS):
-        loaded = loaded + (gl.load(w_ptr + at + i * 128, mask=k_tile < end, eviction_policy="evict_first"),)
+        loaded = loaded + (
+            gl.load(codes_ptr + at + i * 128, mask=k_tile < end, eviction_policy="evict_first"),
+        )
     return loaded
 
 
 @gluon.jit
-def _load_scales(s_ptr, z_ptr, tiles, lane, k_tile, k_tiles, end, DEQUANT: gl.constexpr):
+def _load_scales(scales_ptr, zeros_ptr, tiles, lane, k_tile, k_tiles, end, DEQUANT: gl.constexpr):
     """Scales and zero points of a k_tile; none where a row has one."""
     scales = ()
     zeros = ()
     if DEQUANT.groups > 0:
-        scales = _load_groups(s_ptr, tiles, lane, k_tile, k_tiles, end, DEQUANT)
-        if z_ptr is not None:
-            zeros = _load_groups(z_ptr, tiles, lane, k_tile, k_tiles, end, DEQUANT)
+        scales = _load_groups(scales_ptr, tiles, lane, k_tile, k_tiles, end, DEQUANT)
+        if zeros_ptr is not None:
+            zeros = _load_groups(zeros_ptr, tiles, lane, k_tile, k_tiles, end, DEQUANT)
     return scales, zeros
 
 
@@ -358,7 +366,7 @@ def _copy_activations(x_desc, token, k_tile, k_tiles, end, barrier, stage, wante
 
 
 @gluon.jit
-def _store(y, s_ptr, bias_ptr, out_ptr, first_tile, token, n_rows, width, M, n, stride_y, SPARSE: gl.constexpr,
+def _store(y, scales_ptr, bias_ptr, out_ptr, first_tile, token, n_rows, width, M, n, stride_y, SPARSE: gl.constexpr,
            ACC: gl.constexpr, dtype, CONFIG: gl.constexpr):  # fmt: skip
     """Apply row scales, then write y with the bias, or partial sums."""
     N: gl.constexpr = CONFIG.tokens
@@ -366,7 +374,7 @@ def _store(y, s_ptr, bias_ptr, out_ptr, first_tile, token, n_rows, width, M, n, 
     R: gl.constexpr = CONFIG.tiles
     row = first_tile * 16 + gl.arange(0, 16 * W * R, gl.SliceLayout(1, ACC))
     if not CONFIG.dequant.codebook and CONFIG.dequant.group == 0 and not SPARSE:
-        scale_ptr = s_ptr.to(gl.pointer_type(gl.float16), bitcast=True)
+        scale_ptr = scales_ptr.to(gl.pointer_type(gl.float16), bitcast=True)
         scale = gl.load(
             scale_ptr + row // 16 * 16 + row % 8 * 2 + row % 16 // 8, mask=row < n_rows, other=0.0
         )

@@ -80,8 +80,9 @@ class KernelConfig:
 
 @gluon.jit(do_not_specialize=["last_tile", "M"])
 def gemv_fp16_mma_kernel(
-    x_ptr, w_ptr, s_ptr, z_ptr, bias_ptr, y_ptr, M, K, n, last_tile, stride_x, stride_y, CONFIG: gl.constexpr
-):
+    x_ptr, codes_ptr, scales_ptr, zeros_ptr, bias_ptr, y_ptr, M, K, n, last_tile, stride_x, stride_y,
+    CONFIG: gl.constexpr,
+):  # fmt: skip
     """y `[M, n]` = x `[M, K]` @ weight^T, M <= 8, K a multiple of 256. Grid: one CTA for every `num_groups` x `tiles` row
     tiles."""
     STAGE: gl.constexpr = CONFIG.stage
@@ -104,7 +105,9 @@ def gemv_fp16_mma_kernel(
     )
     base = smem_base()
     first_tile = gl.program_id(0) * (CONFIG.num_groups * R) + group * R
-    codes, scales = weight_pointers(w_ptr, s_ptr, z_ptr, first_tile, last_tile, lane, k_tiles, STAGE)
+    codes, scales = weight_pointers(
+        codes_ptr, scales_ptr, zeros_ptr, first_tile, last_tile, lane, k_tiles, STAGE
+    )
     own = base + warp * STAGE.bytes
     to_codes, to_scales = own + lane * 16, own + STAGE.code_bytes + lane * 4
     for s in gl.static_range(NUM_STAGES - 1):
@@ -152,7 +155,7 @@ def gemv_fp16_mma_kernel(
         free = stage
         stage = gl.where(stage == NUM_STAGES - 1, 0, stage + 1)
     _reduce_and_store(
-        acc, s_ptr, bias_ptr, y_ptr, M, n, base, own, warp, lane, last_tile, stride_y, L, CONFIG
+        acc, scales_ptr, bias_ptr, y_ptr, M, n, base, own, warp, lane, last_tile, stride_y, L, CONFIG
     )
     if K < 0:  # never: makes the compiler see a use of the allocation, or it would drop it
         region.index(0).store(
@@ -168,7 +171,7 @@ def _copy_tokens(x, stride, even, odd, k_tile, k_tiles, tokens, COPY: gl.constex
 
 
 @gluon.jit
-def _reduce_and_store(acc, s_ptr, bias_ptr, y_ptr, M, n, base, own, warp, lane, last_tile, stride_y, L: gl.constexpr,
+def _reduce_and_store(acc, scales_ptr, bias_ptr, y_ptr, M, n, base, own, warp, lane, last_tile, stride_y, L: gl.constexpr,
                       CONFIG: gl.constexpr):  # fmt: skip
     """Sum over the warps of each group through the first pipeline stage, apply row scales and bias, write y."""
     W: gl.constexpr = CONFIG.num_warps
@@ -195,7 +198,7 @@ def _reduce_and_store(acc, s_ptr, bias_ptr, y_ptr, M, n, base, own, warp, lane, 
         y *= CONFIG.unit
         tile = gl.minimum(gl.program_id(0) * T + t, last_tile)
         if CONFIG.stage.group == 0:
-            y *= gl.load(s_ptr + tile * 16 + row % 8 * 2 + row // 8).to(gl.float32)
+            y *= gl.load(scales_ptr + tile * 16 + row % 8 * 2 + row // 8).to(gl.float32)
         out = tile * 16 + row
         if bias_ptr is not None:
             y += gl.load(bias_ptr + out, mask=out < n, other=0.0).to(gl.float32)

@@ -120,8 +120,8 @@ class KernelConfig:
 
 @gluon.jit(do_not_specialize=["last_tile"])
 def gemv_int8_mma_kernel(
-    x_ptr, w_ptr, s_ptr, z_ptr, row_perm_ptr, slice_ptr, ell_columns_ptr, ell_values_ptr, bias_ptr, y_ptr, K, n, last_tile,
-    CONFIG: gl.constexpr,
+    x_ptr, codes_ptr, scales_ptr, zeros_ptr, row_perm_ptr, slice_ptr, ell_columns_ptr, ell_values_ptr, bias_ptr, y_ptr,
+    K, n, last_tile, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """y `[n]` = weight @ x `[K]`, K a multiple of 256. Grid: one CTA for every `CONFIG.stage.tiles` row tiles of 16."""
     STAGE: gl.constexpr = CONFIG.stage
@@ -141,7 +141,7 @@ def gemv_int8_mma_kernel(
     )
     base = smem_base()
     codes, scales = weight_pointers(
-        w_ptr, s_ptr, z_ptr, gl.program_id(0) * R, last_tile, lane, k_tiles, STAGE
+        codes_ptr, scales_ptr, zeros_ptr, gl.program_id(0) * R, last_tile, lane, k_tiles, STAGE
     )
     own = base + warp * STAGE.bytes  # this warp's part of stage 0
     for s in gl.static_range(IN_FLIGHT):
@@ -205,7 +205,7 @@ def gemv_int8_mma_kernel(
             ell_columns_ptr, ell_values_ptr, bounds, first, own, stage, x_copy, lane, L, CONFIG
         )
         _store_f32(sparse, own + 256 * R, lane)
-    _reduce_and_store(acc, rows, s_ptr, bias_ptr, y_ptr, n, base, own, warp, lane, last_tile, slice_ptr is not None, L,
+    _reduce_and_store(acc, rows, scales_ptr, bias_ptr, y_ptr, n, base, own, warp, lane, last_tile, slice_ptr is not None, L,
                       CONFIG)  # fmt: skip
     if K < 0:  # never: makes the compiler see a use of the allocation, or it would drop it
         region.index(0).store(
@@ -269,7 +269,7 @@ def _class_addresses(base, warp, lane, W: gl.constexpr, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def _reduce_and_store(acc, rows, s_ptr, bias_ptr, y_ptr, n, base, own, warp, lane, last_tile, SPARSE: gl.constexpr,
+def _reduce_and_store(acc, rows, scales_ptr, bias_ptr, y_ptr, n, base, own, warp, lane, last_tile, SPARSE: gl.constexpr,
                       L: gl.constexpr, CONFIG: gl.constexpr):  # fmt: skip
     """Rescale by shift class, sum over lanes and warps through the pipeline buffer, apply row scales and bias, write y."""
     R: gl.constexpr = CONFIG.stage.tiles
@@ -288,7 +288,7 @@ def _reduce_and_store(acc, rows, s_ptr, bias_ptr, y_ptr, n, base, own, warp, lan
         for w in gl.static_range(W):
             y += compute_f32(LOAD_REDUCE, [base + w * CONFIG.stage.bytes + (2 * r + upper) * 128 + g * 16])
         if CONFIG.stage.group == 0:
-            y *= gl.load(s_ptr + tile * 16 + g * 2 + upper).to(gl.float32)
+            y *= gl.load(scales_ptr + tile * 16 + g * 2 + upper).to(gl.float32)
         if SPARSE:
             y = _load_reduce_residuals(y, base + 256 * R, r, o % 16, CONFIG)
         row = rows[i]

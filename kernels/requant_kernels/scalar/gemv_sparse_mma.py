@@ -237,10 +237,10 @@ def lanes_layout(W):
 
 @gluon.jit(do_not_specialize=["last_tile", "steps", "M"])
 def gemv_sparse_mma_kernel(
-    x_ptr, w_ptr, s_ptr, z_ptr, coo_ptr, block_ptr, row_perm_ptr, bias_ptr, y_ptr, M, K, n, last_tile, steps, stride_x,
-    stride_y, CONFIG: gl.constexpr,
+    x_ptr, codes_ptr, scales_ptr, zeros_ptr, coo_ptr, block_ptr, row_perm_ptr, bias_ptr, y_ptr, M, K, n, last_tile, steps,
+    stride_x, stride_y, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """y `[M, n]` = x `[M, K]` @ weight^T, M <= 8. Grid: row tiles of 16. x_ptr: pairs; s_ptr, z_ptr: pairs too, or
+    """y `[M, n]` = x `[M, K]` @ weight^T, M <= 8. Grid: row tiles of 16. x_ptr: pairs; scales_ptr, zeros_ptr: pairs too, or
     tables."""
     W: gl.constexpr = CONFIG.num_warps
     UNROLL: gl.constexpr = CONFIG.unroll
@@ -262,13 +262,13 @@ def gemv_sparse_mma_kernel(
     own_column = x_smem + lane * 16
     bounds = _load_bounds(block_ptr, tile, sub, k_tiles)
     next_bounds = _load_bounds(block_ptr, tile, sub + W, k_tiles)
-    row_operands = _row_operands(s_ptr, z_ptr, tile, lane, four, CONFIG)
-    z_groups = z_ptr if CONFIG.format.group_size > 0 else None
+    row_operands = _row_operands(scales_ptr, zeros_ptr, tile, lane, four, CONFIG)
+    group_zeros_ptr = zeros_ptr if CONFIG.format.group_size > 0 else None
     codes = ()  # of k_tiles in flight
     for u in gl.static_range(IN_FLIGHT):
         codes = codes + (
-            _load_k_tile(w_ptr, s_ptr, z_groups, tile, u * W + sub, k_tiles, own_codes, lane, CONFIG.even and u == 0,
-                         CONFIG),
+            _load_k_tile(codes_ptr, scales_ptr, group_zeros_ptr, tile, u * W + sub, k_tiles, own_codes, lane,
+                         CONFIG.even and u == 0, CONFIG),
         )  # fmt: skip
     # not for synchronization: ptxas moves no load over a barrier, so the codes are requested before the wait for the bounds
     gl.thread_barrier()
@@ -280,7 +280,7 @@ def gemv_sparse_mma_kernel(
     if bias_ptr is not None:
         bias = gl.load(bias_ptr + out, mask=out < n, other=0.0)
     if not CONFIG.format.codebook and CONFIG.format.group_size == 0:
-        scale_ptr = s_ptr.to(gl.pointer_type(gl.float16), bitcast=True)
+        scale_ptr = scales_ptr.to(gl.pointer_type(gl.float16), bitcast=True)
         row_scale = gl.load(scale_ptr + gl.expand_dims(tile, 2) * 16 + lane4 // 4 * 2 + four // 2)
     if CONFIG.pdl:
         tl.extra.cuda.gdc_launch_dependents()
@@ -292,7 +292,8 @@ def gemv_sparse_mma_kernel(
         for u in gl.static_range(UNROLL):
             k_tile = (step * UNROLL + u) * W + sub
             codes = codes + (
-                _load_k_tile(w_ptr, s_ptr, z_groups, tile, k_tile + IN_FLIGHT * W, k_tiles, own_codes, lane, False, CONFIG),
+                _load_k_tile(codes_ptr, scales_ptr, group_zeros_ptr, tile, k_tile + IN_FLIGHT * W, k_tiles, own_codes, lane,
+                             False, CONFIG),
             )  # fmt: skip
             now = entries
             entries = _load_entries(coo_ptr, next_bounds, lane)
@@ -302,7 +303,7 @@ def gemv_sparse_mma_kernel(
             ) * W < k_tiles:  # always; without the branch the compiler sinks the loads below it
                 x = _load_activations(x_ptr, offset, k_tile, k_tiles, lane_pair, pairs, CONFIG)
                 _store_activations(x, own_column)
-                acc = _multiply_k_tile(acc, codes[0], row_operands, x, z_ptr is not None, CONFIG)
+                acc = _multiply_k_tile(acc, codes[0], row_operands, x, zeros_ptr is not None, CONFIG)
                 sums = _add_residuals(sums, now, x_smem, lane, CONFIG)
             codes = codes[1:]
     if not CONFIG.format.codebook:
@@ -352,23 +353,23 @@ def _zero_points(zeros, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def _row_operands(s_ptr, z_ptr, tile, lane, four, CONFIG: gl.constexpr):
+def _row_operands(scales_ptr, zeros_ptr, tile, lane, four, CONFIG: gl.constexpr):
     """Operands of the dequantization that belong to the rows for the whole launch: lookup tables, or one zero point."""
     rows = ()
     if CONFIG.format.codebook:
         TABLES: gl.constexpr = CONFIG.format.table_registers
         tile4, lane4 = gl.expand_dims(tile, 2), gl.expand_dims(lane, 2)
         for i in gl.static_range(TABLES):
-            rows = rows + (gl.load(s_ptr + (tile4 * TABLES + i) * 16 + lane4 // 4 * 2 + four % 2),)
-    elif z_ptr is not None and CONFIG.format.group_size == 0:
-        rows = (_zero_points(gl.load(z_ptr + tile * 8 + lane // 4), CONFIG),)
+            rows = rows + (gl.load(scales_ptr + (tile4 * TABLES + i) * 16 + lane4 // 4 * 2 + four % 2),)
+    elif zeros_ptr is not None and CONFIG.format.group_size == 0:
+        rows = (_zero_points(gl.load(zeros_ptr + tile * 8 + lane // 4), CONFIG),)
     return rows
 
 
 @gluon.jit
 def _load_k_tile(
-    w_ptr, s_ptr, z_ptr, tile, k_tile, k_tiles, own, lane, EVEN: gl.constexpr, CONFIG: gl.constexpr
-):
+    codes_ptr, scales_ptr, zeros_ptr, tile, k_tile, k_tiles, own, lane, EVEN: gl.constexpr, CONFIG: gl.constexpr,
+):  # fmt: skip
     """The packed codes of a k_tile per warp, its scales, and its zero points; those of both rows of a lane in one
     register."""
     BITS: gl.constexpr = CONFIG.format.bits
@@ -379,10 +380,10 @@ def _load_k_tile(
     loaded = ()
     for i in gl.static_range(BITS):
         if EVEN:
-            word = gl.load(w_ptr + start + i * 128, eviction_policy="evict_first")
+            word = gl.load(codes_ptr + start + i * 128, eviction_policy="evict_first")
         else:
             word = gl.load(
-                w_ptr + start + i * 128,
+                codes_ptr + start + i * 128,
                 mask=gl.expand_dims(inside, 2),
                 other=0,
                 eviction_policy="evict_first",
@@ -391,11 +392,11 @@ def _load_k_tile(
     groups = gl.cdiv(k_tiles, PER_SCALE) * SCALES
     for i in gl.static_range(SCALES):
         at = (tile * groups + k_tile // PER_SCALE * SCALES + i) * 8 + lane // 4
-        loaded = loaded + (gl.load(s_ptr + at, mask=inside, other=0),)
-    if z_ptr is not None:
+        loaded = loaded + (gl.load(scales_ptr + at, mask=inside, other=0),)
+    if zeros_ptr is not None:
         for i in gl.static_range(SCALES):
             at = (tile * groups + k_tile // PER_SCALE * SCALES + i) * 8 + lane // 4
-            loaded = loaded + (gl.load(z_ptr + at, mask=inside, other=0),)
+            loaded = loaded + (gl.load(zeros_ptr + at, mask=inside, other=0),)
     return loaded
 
 
