@@ -1,6 +1,9 @@
 """Programmatic dependent launch (sm_90 and up): a kernel starts while the one before it runs, and waits for its results.
 
 Packed codes and scales, which do not depend on those results, are loaded before the wait.
+
+Most kernels that multiply packed weights write the two instructions out: the PTX of a call that is inlined is the same, but
+for its debug locations, and ptxas then schedules some launches differently.
 """
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportAttributeAccessIssue=none

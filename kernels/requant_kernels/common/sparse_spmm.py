@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from requant_kernels.common.fragment_dequant import load_slices, sparse_operands
+from requant_kernels.common.pdl import wait_for_previous_launch
 
 MOST_TOKENS = 128  # of a launch: a row's sums stay in registers
 
@@ -29,9 +30,7 @@ def transpose_kernel(
     """xt `[K, TOKENS]` = x `[M, K]` transposed, zero beyond M."""
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     token = tl.arange(0, TOKENS)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous_launch(PDL, True)
     inside = (token < M)[None, :] & (column < K)[:, None]
     x = tl.load(x_ptr + token[None, :].to(tl.int64) * stride_x + column[:, None], mask=inside, other=0.0)
     tl.store(xt_ptr + column[:, None] * TOKENS + token[None, :], x, mask=(column < K)[:, None])

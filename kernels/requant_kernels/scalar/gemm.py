@@ -28,6 +28,7 @@ from requant_kernels.common.fragment_dequant import (
     sparse_operands,
 )
 from requant_kernels.common.packing import Layout
+from requant_kernels.common.pdl import wait_for_previous_launch
 from requant_kernels.common.sparse_spmm import spmm_reduce_kernel, transpose_kernel
 from requant_kernels.launch_config import GemmConfig
 
@@ -42,9 +43,7 @@ def permute_kernel(
     j, kh, t, e = at // 16 % 2, at // 8 % 2, at // 2 % 4, at % 2
     column = at // 32 * 32 + 8 * t + 4 * j + 2 * kh + e
     inside = (token < M)[None, :] & (column < K)[:, None]
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous_launch(PDL, True)
     x = tl.load(x_ptr + token[None, :].to(tl.int64) * stride_x + column[:, None], mask=inside, other=0.0)
     tl.store(xp_ptr + at[:, None] * TOKENS + token[None, :], x)
 
@@ -134,9 +133,7 @@ def reduce_kernel(
     """y = the partial products in order, and the bias; grid: (rows / BLOCK, tokens)."""
     row, token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1).to(tl.int64)
     y = tl.zeros([BLOCK], tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous_launch(PDL, True)
     for i in tl.static_range(SPLIT_K):
         y += tl.load(partial_ptr + (i * TOKENS + token) * n_rows + row, mask=row < n, other=0.0)
     if bias_ptr is not None:

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from requant_kernels.common.launch import launch
+from requant_kernels.common.pdl import wait_for_previous_launch
 
 
 @triton.jit
@@ -31,9 +32,7 @@ def permute_kernel(
     token = (tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None, None, None]
     k32 = (tl.program_id(0) * K32 + tl.arange(0, K32))[None, :, None, None]
     quarter = tl.arange(0, 4)[None, None, :, None]
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous_launch(PDL, True)
     if row_perm_ptr is not None:  # noqa: SIM102 - known at compile time, the other at run time
         if tl.program_id(1) == 0:
             position = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from requant_kernels.common.launch import launch
+from requant_kernels.common.pdl import wait_for_previous_launch
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -28,9 +29,7 @@ def splitk_reduce_kernel(
         tl.program_id(0) * ROWS + tl.arange(0, ROWS),
         tl.program_id(1) * TOKENS + tl.arange(0, TOKENS),
     )
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous_launch(PDL, True)
     position = row if inverse_perm_ptr is None else tl.load(inverse_perm_ptr + row, mask=row < n, other=0)
     y = tl.zeros([ROWS, TOKENS], tl.float32)
     for i in tl.static_range(SPLIT_K):
