@@ -151,7 +151,10 @@ def flat_bit_positions(format: str, bits: int) -> tuple[int, ...]:
 
 
 class _Ptx:
-    """Instructions of one asm block in order; every rotation of a word is made once."""
+    """Instructions of one asm block in order; every rotation of a word is made once.
+
+    Not `ptx.PtxBuilder`, which imports this module: registers here are numbered through the block, whatever their names.
+    """
 
     def __init__(self, words: dict[int, str]) -> None:
         self.lines: list[str] = []

@@ -1,12 +1,13 @@
-"""Inline PTX with named operands, and the snippets that several kernels share.
+"""Inline PTX with named operands and registers, and the snippets that several kernels share.
 
 Triton numbers the operands of inline assembly: $0, $1, .., outputs before inputs. Here the text uses names, `$sum`, and
-`inline_ptx` derives the numbers and the constraint string from one list, so that the two cannot disagree. Plain Python: it
-imports without Triton.
+`inline_ptx` derives the numbers and the constraint string from one list, so that the two cannot disagree. `PtxBuilder`
+writes long blocks line by line and declares their registers as it goes. Plain Python: it imports without Triton.
 """
 
 import re
 import struct
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -50,6 +51,44 @@ def inline_ptx(
         constraints=",".join([*outputs.values(), *inputs.values()]),
         operands=tuple(number),
     )
+
+
+class PtxBuilder:
+    """Lines of PTX in a scope of their own, whose 32-bit registers are declared as they are made: `hash0`, `hash1`, ...
+
+    A comment must hold neither `$` nor braces, which mean something to LLVM.
+    """
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.registers: list[str] = []
+        self._count: Counter[str] = Counter()
+
+    def register(self, name: str) -> str:
+        """A fresh register called after `name`."""
+        self.registers.append(f"{name}{self._count[name]}")
+        self._count[name] += 1
+        return self.registers[-1]
+
+    def new(self, name: str, line: str) -> str:
+        """Append `line`, where `{d}` is a fresh register called after `name`; returns the register."""
+        register = self.register(name)
+        self.lines.append(line.format(d=register))
+        return register
+
+    def emit(self, *lines: str) -> None:
+        self.lines += lines
+
+    def comment(self, text: str) -> None:
+        self.lines.append(f"// {text}")
+
+    def build(self, constraints: list[str], declarations: str = "") -> Ptx:
+        """`constraints` of the operands, outputs first; `declarations`: shared memory, and registers of other types."""
+        registers = f".reg .b32 {', '.join(self.registers)};\n"
+        return Ptx(
+            text="{ " + registers + declarations + "\n".join(self.lines) + "\n}",
+            constraints=",".join(constraints),
+        )
 
 
 # The address of the shared memory that Triton allocates; the kernels here allocate once, so it is that of their buffer.

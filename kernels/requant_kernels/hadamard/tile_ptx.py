@@ -19,8 +19,7 @@ Values enter the tensor cores as two bfloat16, the rounded value and the rest, s
 import struct
 from functools import cache
 
-from requant_kernels.common.ptx import Ptx, inline_ptx
-from requant_kernels.common.ptx_builder import PtxBuilder
+from requant_kernels.common.ptx import Ptx, PtxBuilder, inline_ptx
 
 MAX_INT = 32512  # 127 * 256, of the fixed point: its high byte is never 128
 MIN_SCALE_BITS = 0x03800000  # 2^-120, the least scale that has an inverse

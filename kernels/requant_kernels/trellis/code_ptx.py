@@ -24,8 +24,7 @@ The integer pipe is the bottleneck, so two windows are extracted on the multipli
 from dataclasses import dataclass
 from functools import cache
 
-from requant_kernels.common.ptx import Ptx
-from requant_kernels.common.ptx_builder import PtxBuilder
+from requant_kernels.common.ptx import Ptx, PtxBuilder
 from requant_kernels.trellis.layout import k64_per_unit
 
 ROW_WEIGHTS = 16  # of a tile

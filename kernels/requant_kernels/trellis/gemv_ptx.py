@@ -14,8 +14,7 @@ so that one operand register serves two weights; the rotation writes sums and di
 
 from functools import cache
 
-from requant_kernels.common.ptx import Ptx, inline_ptx
-from requant_kernels.common.ptx_builder import PtxBuilder
+from requant_kernels.common.ptx import Ptx, PtxBuilder, inline_ptx
 from requant_kernels.trellis.code_ptx import (
     MAX_INTERLEAVED_TILES,
     ROW_WEIGHTS,
