@@ -64,9 +64,9 @@ def random_linear(n: int, k: int, *, bits: int, group: int, density: float, devi
     )
     sparse = None
     if density:
-        places = torch.rand(n, k, device=device) < density
-        columns = places.nonzero(as_tuple=True)[1]
-        indptr = torch.nn.functional.pad(places.sum(1).cumsum(0), (1, 0))
+        mask = torch.rand(n, k, device=device) < density
+        columns = mask.nonzero(as_tuple=True)[1]
+        indptr = torch.nn.functional.pad(mask.sum(1).cumsum(0), (1, 0))
         sparse = indptr, columns.int(), torch.randn(len(columns), device=device).half() * 0.02, None
     return KernelLinear(pack_grid(codes, scales, zeros, bits=bits, group_size=group, sparse=sparse))
 

@@ -12,11 +12,11 @@ from torch import Tensor
 
 
 def random_sparse(n: int, k: int, density: float) -> tuple[Tensor, Tensor, Tensor, None]:
-    """CSR of random places, fp16 values."""
-    places = torch.rand(n, k, device="cuda") < density
-    rows, columns = places.nonzero(as_tuple=True)
+    """CSR of random positions, fp16 values."""
+    mask = torch.rand(n, k, device="cuda") < density
+    rows, columns = mask.nonzero(as_tuple=True)
     indptr = torch.zeros(n + 1, dtype=torch.int64, device="cuda")
-    indptr[1:] = places.sum(1).cumsum(0)
+    indptr[1:] = mask.sum(1).cumsum(0)
     return indptr, columns.int(), torch.randn(len(rows), device="cuda").half() * 0.1, None
 
 

@@ -42,7 +42,7 @@ class Int8MmaConfig:
 
     num_warps: int
     tiles_per_cta: int = 1
-    num_stages: int = 2  # of the shared-memory ring of codes
+    num_stages: int = 2  # of the multistage buffer of codes
     max_ctas_per_sm: int | None = None
 
 
@@ -52,7 +52,7 @@ class Fp16MmaConfig:
 
     num_warps: int
     tiles_per_warp_group: int = 1
-    num_stages: int = 2  # of the shared-memory ring of codes and activations
+    num_stages: int = 2  # of the multistage buffer of codes and activations
     warp_groups: int = 1
     prefetch: bool = True  # load the next stage before waiting for the present one
     max_ctas_per_sm: int | None = None

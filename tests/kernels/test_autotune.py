@@ -64,13 +64,13 @@ def test_every_kernel_with_a_config_is_one_of_the_dispatcher() -> None:
 
 
 def test_residuals_are_cold_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every copy that is timed has them at another place."""
+    """Every copy that is timed has them at another address."""
     monkeypatch.setattr(autotune, "copies_needed", lambda stored: 3)
     copies = autotune.copies_of(
         random_layout(Case(format="grid", bits=3, n=32, k=256, m=1, density=0.1), "cpu")
     )
-    for place in ("packed_codes", "sparse.columns", "sparse.values", "sparse.slice_ptr"):
-        held = [attrgetter(place)(layout) for layout in copies]
+    for name in ("packed_codes", "sparse.columns", "sparse.values", "sparse.slice_ptr"):
+        held = [attrgetter(name)(layout) for layout in copies]
         assert len({tensor.data_ptr() for tensor in held}) == 3 and torch.equal(held[0], held[2])
 
 

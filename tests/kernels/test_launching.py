@@ -17,11 +17,11 @@ def declaration(size: int) -> str:
 
 
 def arguments():
-    room = torch.empty(64, dtype=torch.uint8)
+    buffer = torch.empty(64, dtype=torch.uint8)
     for dtype, offset in itertools.product(
         (torch.float16, torch.bfloat16, torch.int32, torch.float32), (0, 8, 16)
     ):
-        yield room[offset : offset + 16].view(dtype)
+        yield buffer[offset : offset + 16].view(dtype)
     yield from (0, 1, 2, 3, 15, 16, 17, 32, 4096, 4097, 2**31 - 1, 2**31, 2**31 + 16, 2**40, -16, -1)
     yield None
 

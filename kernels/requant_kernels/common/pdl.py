@@ -17,7 +17,8 @@ def wait_for_previous_launch(PDL: tl.constexpr, EARLY_TRIGGER: tl.constexpr):
     """Wait, and let the next launch start: before the wait if EARLY_TRIGGER, else after it.
 
     After it, the next launch's CTAs find the SMs empty and spread evenly. Earlier ones pile onto the SMs that still have
-    room, and stay there: 8192 x 8192, `mul1` at 2 bits, took 22.5 us so, and 17.4 with the trigger after the wait.
+    resources to spare, and stay there: 8192 x 8192, `mul1` at 2 bits, took 22.5 us so, and 17.4 with the trigger after
+    the wait.
     """
     if PDL:
         if EARLY_TRIGGER:
