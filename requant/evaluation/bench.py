@@ -77,7 +77,7 @@ def measure(
     prefill, decode = [], []
     for _ in range(rounds + 1):
         decoder.reset()
-        prefill.append(timed(lambda: decoder.prompt(prompts), device))
+        prefill.append(timed(lambda: decoder.prefill(prompts), device))
         decoder.step()  # the first one captures
         decode.append(timed(lambda: [decoder.step() for _ in range(new_tokens - 1)], device))
     step = median(decode[1:]) / max(1, new_tokens - 1)

@@ -62,7 +62,7 @@ def sample_prompts(windows: Int64[Tensor, "s t"], count: int) -> list[list[int]]
 def continued(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: list[int]) -> str:
     """The greedy continuation as text, up to NEW_TOKENS or the end-of-text token."""
     decoder = Decoder(model, length=len(prompt) + NEW_TOKENS, graph=False, kernel_attention=False)
-    logits = decoder.prompt(torch.tensor([prompt], device=model.device))
+    logits = decoder.prefill(torch.tensor([prompt], device=model.device))
     written: list[int] = []
     while len(written) < NEW_TOKENS:
         written.append(int(logits[0].argmax()))

@@ -2,9 +2,9 @@
 
     q_proj, k_proj, v_proj  ->  one matrix [n_q + n_k + n_v, k], one launch; each layer returns its columns
 
-`QuantLinear` holds what is on disk, which no kernel can read at speed, so `serve` replaces it and drops its buffers:
-memory is then the packed size. A matrix that no kernel takes, or that one gets wrong (`kernel_check.py`), stays a
-`QuantLinear`, and the log says so.
+`QuantLinear` holds what is on disk, which no kernel can read at speed, so `convert_to_kernels` replaces it and drops its
+buffers: memory is then the packed size. A matrix that no kernel supports, or that one computes wrongly (`kernel_check.py`),
+stays a `QuantLinear`, and the log says so.
 """
 
 import logging
@@ -83,8 +83,8 @@ class KernelLinear(nn.Module):
 class FusedLinear(nn.Module):
     """Matrices that take the same x, in one launch: the first layer that is asked computes for all.
 
-    Results wait for their layers, which are asked with the very same tensor, and are forgotten when the last one has
-    come. A layer that is asked with another x is answered from a launch of its own.
+    Outputs are kept until each of their layers has been called with the very same tensor, then dropped. A layer that is
+    called with another x starts a launch of its own.
     """
 
     def __init__(self, matrix: KernelLinear, sizes: Sequence[int]) -> None:
@@ -92,22 +92,22 @@ class FusedLinear(nn.Module):
         self.matrix = matrix
         self.sizes = list(sizes)
         self.x: Tensor | None = None
-        self.waiting: list[Tensor | None] = []
+        self.pending: list[Tensor | None] = []
 
     def part(self, index: int, x: Float[Tensor, "*m k"]) -> Float[Tensor, "*m n"]:
         """The columns of layer `index`: a view."""
-        if self.x is not x or self.waiting[index] is None:
-            self.x, self.waiting = x, list(self.matrix(x).split(self.sizes, dim=-1))
-        y = self.waiting[index]
+        if self.x is not x or self.pending[index] is None:
+            self.x, self.pending = x, list(self.matrix(x).split(self.sizes, dim=-1))
+        y = self.pending[index]
         assert y is not None
-        self.waiting[index] = None
-        if all(part is None for part in self.waiting):
+        self.pending[index] = None
+        if all(part is None for part in self.pending):
             self.x = None
         return y
 
 
 class Sibling(nn.Module):
-    """One layer of `Siblings`; the first of them owns the matrix."""
+    """One layer of `FusedLinear`; the first of them owns the matrix."""
 
     def __init__(self, siblings: FusedLinear, index: int) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ class KernelEmbedding(nn.Module):
         return self
 
 
-def serve(model: Any, *, device: torch.device | str) -> Any:
+def convert_to_kernels(model: Any, *, device: torch.device | str) -> Any:
     """Replace every `QuantLinear` of `model` by the kernels' layout on `device`, in place, and move the rest there."""
     device = torch.device(device)
     refused: Counter[str] = Counter()
@@ -164,10 +164,10 @@ def serve(model: Any, *, device: torch.device | str) -> Any:
         heads = {name: m for name, m in model.named_modules() if isinstance(m, QuantLinear)}
         check = KernelCheck(model.dtype)
         for parent in list(model.modules()):
-            _serve_children(parent, device, refused, check)
+            _convert_children(parent, device, refused, check)
         for name, embedding in embeddings.items():
             partners = [head for head, m in heads.items() if m._buffers is embedding._buffers]
-            _serve_embedding(model, name, embedding, partners, device)
+            _convert_embedding(model, name, embedding, partners, device)
     for reason, count in refused.items():
         logger.warning(
             "%d of the quantized matrices are dequantized at every call, which is slow: %s", count, reason
@@ -190,7 +190,7 @@ def tune_kernels(model: Any, *, tokens: Sequence[int] = (1,)) -> int:
     return tune(list(shapes.values()), tokens)
 
 
-def _serve_children(
+def _convert_children(
     parent: nn.Module, device: torch.device, refused: Counter[str], check: KernelCheck
 ) -> None:
     """The quantized layers directly below `parent`, siblings together."""
@@ -216,7 +216,7 @@ def _serve_children(
                 setattr(parent, name, Sibling(siblings, index))
 
 
-def _serve_embedding(
+def _convert_embedding(
     model: nn.Module, name: str, embedding: QuantEmbedding, heads: list[str], device: torch.device
 ) -> None:
     """`heads`: names of the layers that share its codes."""

@@ -2,7 +2,7 @@
 
 A step of one token is hundreds of small launches, which Python issues more slowly than a GPU runs them. On a GPU the keys
 and values therefore live in a static cache, the step is captured once as a CUDA graph, and a token is one replay: embed,
-blocks, head, the likeliest token, which is the next step's input. Elsewhere, and for models whose cache counts its
+blocks, head, argmax, which is the next step's input. Elsewhere, and for models whose cache counts its
 positions on the host (sliding windows), the same steps run one by one.
 """
 
@@ -65,8 +65,8 @@ class Decoder:
             self.cache = DynamicCache(config=self.model.config)
 
     @torch.no_grad()
-    def prompt(self, tokens: Int64[Tensor, "b t"]) -> Float[Tensor, "b v"]:
-        """Logits after the last token of the prompts, all of one length; the likeliest is the next step's input."""
+    def prefill(self, tokens: Int64[Tensor, "b t"]) -> Float[Tensor, "b v"]:
+        """Logits after the last token of the prompts, all of one length; the argmax is the next step's input."""
         output = self.model(tokens, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
         self._count(tokens.shape[1])
         self._keep(output.logits[:, -1])
@@ -74,7 +74,7 @@ class Decoder:
 
     @torch.no_grad()
     def step(self, tokens: Int64[Tensor, "b 1"] | None = None) -> Float[Tensor, "b v"]:
-        """Logits after one more token of each sequence: `tokens`, or the likeliest of the last logits."""
+        """Logits after one more token of each sequence: `tokens`, or the argmax of the last logits."""
         if tokens is not None:
             self.tokens.copy_(tokens)
         if self.wants_graph and self.captured is None:
@@ -98,10 +98,10 @@ class Decoder:
     def _keep(self, logits: Tensor) -> None:
         """Into the tensors that a graph reads and writes."""
         if self.logits.shape != logits.shape:
-            self.logits, self.tokens = logits.clone(), likeliest(logits)
+            self.logits, self.tokens = logits.clone(), argmax_by_parts(logits)
         else:
             self.logits.copy_(logits)
-            self.tokens.copy_(likeliest(logits))
+            self.tokens.copy_(argmax_by_parts(logits))
 
     def _capture(self) -> None:
         """Warm up and capture a step, and take back what both did to the cache."""
@@ -133,13 +133,13 @@ class Decoder:
         self.logits.copy_(logits)
 
 
-def likeliest(logits: Float[Tensor, "b v"]) -> Int64[Tensor, "b 1"]:
-    """The argmax of every row, by parts first: torch gives a row to one multiprocessor, 29 us for 128 thousand tokens."""
+def argmax_by_parts(logits: Float[Tensor, "b v"]) -> Int64[Tensor, "b 1"]:
+    """The argmax of every row, first within parts: torch gives a row to one SM, 29 us for 128 thousand tokens."""
     b, v = logits.shape
     width = v // gcd(v, PARTS)
-    top, place = logits.view(b, -1, width).max(-1)
+    top, index = logits.view(b, -1, width).max(-1)
     part = top.argmax(-1, keepdim=True)
-    return part * width + place.gather(1, part)
+    return part * width + index.gather(1, part)
 
 
 def compiled_step(model: Any) -> Any:
@@ -161,7 +161,7 @@ def generate_tokens(
 ) -> list[int]:
     """The prompt's continuation, to `max_new_tokens` or a token of `end`, which is not part of it."""
     decoder = Decoder(model, length=prompt.shape[1] + max_new_tokens)
-    logits, written = decoder.prompt(prompt), []
+    logits, written = decoder.prefill(prompt), []
     while True:
         token = sample_next(logits, temperature=temperature, generator=generator)
         if int(token) in end:

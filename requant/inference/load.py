@@ -92,9 +92,9 @@ def load(
     if dequantize:
         model = model.dequantize()
     elif torch.device(device).type == "cuda":
-        from requant.inference.convert import serve
+        from requant.inference.convert import convert_to_kernels
 
-        return serve(model, device=device).eval()
+        return convert_to_kernels(model, device=device).eval()
     return model.to(device).eval()
 
 

@@ -180,7 +180,7 @@ class Engine:
         generator.manual_seed(sampling.seed) if sampling.seed is not None else generator.seed()
         stream = TextStream(self.tokenizer, sampling.stop)
         self._decoder.reset()
-        logits = self._decoder.prompt(torch.tensor([job.prompt], device=device))
+        logits = self._decoder.prefill(torch.tensor([job.prompt], device=device))
         written = 0
         while True:
             if self._closed.is_set():

@@ -40,7 +40,7 @@ def test_models_write_the_same_with_it(tiny_model, name: str, monkeypatch: pytes
     """The operator in the place where a GPU has it: what models pass is what it takes."""
     model, tokens = tiny_model(name), torch.randint(0, 256, (2, 7))
     plain = Decoder(model, length=24)
-    want = [plain.prompt(tokens).clone(), *(plain.step().clone() for _ in range(3))]
+    want = [plain.prefill(tokens).clone(), *(plain.step().clone() for _ in range(3))]
     taken = []
 
     def on_a_gpu(module: Any, q: Any, k: Any, v: Any, mask: Any, **options: Any) -> Any:
@@ -54,7 +54,7 @@ def test_models_write_the_same_with_it(tiny_model, name: str, monkeypatch: pytes
     static = Decoder(model, length=24)
     static.kernel_attention = True
     static.cache = StaticCache(config=model.config, max_cache_len=24)
-    got = [static.prompt(tokens).clone(), *(static.step().clone() for _ in range(3))]
+    got = [static.prefill(tokens).clone(), *(static.step().clone() for _ in range(3))]
     monkeypatch.undo()
     attention.register()
     assert taken and all(torch.allclose(a, b, atol=1e-5) for a, b in zip(got, want, strict=True))

@@ -17,7 +17,13 @@ from requant.errors import OutputError
 from requant.formats.grid import Grid
 from requant.formats.quantized_weight import QuantizedWeight, pack
 from requant.formats.sparse import sparse_residual
-from requant.inference.convert import KernelEmbedding, KernelLinear, Sibling, kernel_layout, serve
+from requant.inference.convert import (
+    KernelEmbedding,
+    KernelLinear,
+    Sibling,
+    convert_to_kernels,
+    kernel_layout,
+)
 from requant.inference.load import load
 from requant.inference.quant_embedding import QuantEmbedding, tied_head
 from requant.inference.quant_linear import QuantLinear
@@ -76,7 +82,7 @@ def test_a_layer_is_the_dequantized_layer(random_weight, kind: str, int8: bool) 
 def test_siblings_share_a_matrix_and_change_nothing(bias: bool) -> None:
     model, x = attention(bias=bias), torch.randn(2, 5, 128)
     want = model(x)
-    serve(model, device="cpu")
+    convert_to_kernels(model, device="cpu")
     assert all(isinstance(getattr(model, name), Sibling) for name in ("q_proj", "k_proj", "v_proj"))
     assert isinstance(model.o_proj, KernelLinear)
     assert torch.allclose(model(x), want, atol=1e-4)
@@ -89,7 +95,7 @@ def test_siblings_asked_in_any_order_and_with_other_inputs() -> None:
     model, x, z = attention(), torch.randn(1, 128), torch.randn(1, 128)
     want = {name: getattr(model, name)(x) for name in ("q_proj", "k_proj", "v_proj")}
     other = model.k_proj(z)
-    serve(model, device="cpu")
+    convert_to_kernels(model, device="cpu")
     for order in (("v_proj", "q_proj", "k_proj"), ("k_proj", "k_proj", "q_proj"), ("v_proj",)):
         for name in order:
             assert torch.allclose(getattr(model, name)(x), want[name], atol=1e-4)
@@ -98,18 +104,18 @@ def test_siblings_asked_in_any_order_and_with_other_inputs() -> None:
 
 
 def test_siblings_keep_no_activations() -> None:
-    model = serve(attention(), device="cpu")
+    model = convert_to_kernels(attention(), device="cpu")
     model(torch.randn(3, 128))
     siblings = model.q_proj.siblings
-    assert siblings.x is None and siblings.waiting == [None, None, None]
+    assert siblings.x is None and siblings.pending == [None, None, None]
 
 
 COMPILED = """
 import torch
-from tests_requant import attention, serve
+from tests_requant import attention, convert_to_kernels
 
 for backend in ("eager", "aot_eager"):
-    model, x, launches = serve(attention(), device="cpu"), torch.randn(2, 5, 128), []
+    model, x, launches = convert_to_kernels(attention(), device="cpu"), torch.randn(2, 5, 128), []
 
     def counting(graph, inputs):
         launches.append(sum("requant" in str(node.target) for node in graph.graph.nodes))
@@ -137,7 +143,7 @@ def test_only_what_is_alike_is_joined() -> None:
     weights = [grid(16, 64), grid(16, 64, bits=2), grid(16, 64, seed=4), grid(64, 16)]
     model, x = Attention(*weights), torch.randn(2, 64)
     want = [layer(x) for layer in (model.q_proj, model.k_proj, model.v_proj)]
-    serve(model, device="cpu")
+    convert_to_kernels(model, device="cpu")
     assert [type(model.get_submodule(name)) for name in ("q_proj", "k_proj", "v_proj")] == [
         Sibling, KernelLinear, Sibling,
     ]  # fmt: skip
@@ -150,7 +156,7 @@ def test_column_scales_have_to_agree() -> None:
     model = Attention(*same, grid(16, 64, scaled=True, seed=9), grid(64, 16))
     x = torch.randn(2, 64)
     want = [layer(x) for layer in (model.q_proj, model.k_proj, model.v_proj)]
-    serve(model, device="cpu")
+    convert_to_kernels(model, device="cpu")
     assert isinstance(model.q_proj, Sibling) and isinstance(model.v_proj, KernelLinear)
     for layer, y in zip((model.q_proj, model.k_proj, model.v_proj), want, strict=True):
         assert torch.allclose(layer(x), y, atol=1e-4)
@@ -162,7 +168,7 @@ def test_what_no_kernel_takes_stays_and_is_said(random_weight, caplog: pytest.Lo
     x = torch.randn(2, 64)
     want = model.q_proj(x)
     with caplog.at_level(logging.WARNING):
-        serve(model, device="cpu")
+        convert_to_kernels(model, device="cpu")
     assert isinstance(model.q_proj, QuantLinear) and isinstance(model.o_proj, KernelLinear)
     assert torch.equal(model.q_proj(x), want)
     assert "3 of the quantized matrices are dequantized at every call" in caplog.text
@@ -172,14 +178,14 @@ def test_what_no_kernel_takes_stays_and_is_said(random_weight, caplog: pytest.Lo
 def test_float32_on_a_gpu_is_said(caplog: pytest.LogCaptureFixture) -> None:
     model = attention()
     with caplog.at_level(logging.WARNING):
-        served = serve(model, device="meta")
+        served = convert_to_kernels(model, device="meta")
     assert isinstance(served.q_proj, QuantLinear)
     assert "4 of the quantized matrices" in caplog.text and "load with dtype='bfloat16'" in caplog.text
 
 
 def test_a_served_model_refuses_to_be_saved(make_checkpoint, tmp_path) -> None:
     folder, plain = make_checkpoint("llama", kind="codebook")
-    model = serve(load(folder), device="cpu")
+    model = convert_to_kernels(load(folder), device="cpu")
     tokens = torch.arange(12).view(2, 6)
     with torch.no_grad():
         assert torch.allclose(model(tokens).logits, plain(tokens).logits, atol=1e-4)
@@ -211,7 +217,7 @@ class EmbeddingAndHead(nn.Module):
 def test_embedding_and_head(tied: bool) -> None:
     model, tokens = EmbeddingAndHead(tied=tied), torch.tensor([[1, 39, 3], [0, 8, 8]])
     rows, want = model.embed(tokens), model(tokens)
-    serve(model, device="cpu")
+    convert_to_kernels(model, device="cpu")
     assert isinstance(model.embed, KernelEmbedding) and isinstance(model.head, KernelLinear)
     assert torch.equal(model.embed(tokens), rows)
     assert torch.allclose(model(tokens), want, atol=1e-5)

@@ -45,13 +45,13 @@ def test_a_captured_step_is_the_step(make_checkpoint, kind: str, batch: int) -> 
     graph = Decoder(model, length=32)
     plain = Decoder(model, length=32, graph=False, kernel_attention=False)
     assert graph.kernel_attention
-    assert relative(graph.prompt(ids), plain.prompt(ids)) < 4e-3
+    assert relative(graph.prefill(ids), plain.prefill(ids)) < 4e-3
     for _ in range(6):
         assert relative(graph.step(plain.tokens.clone()), plain.step()) < 4e-3
     assert graph.captured is not None and plain.captured is None
     first = graph.logits.clone()
     graph.reset()
-    graph.prompt(ids)
+    graph.prefill(ids)
     for _ in range(6):
         graph.step()
     assert (

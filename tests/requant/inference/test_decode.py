@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from requant.inference.decode import Decoder, generate_tokens, likeliest
+from requant.inference.decode import Decoder, argmax_by_parts, generate_tokens
 from requant.inference.static_cache import static_cache
 
 
@@ -13,7 +13,7 @@ def test_a_static_cache_changes_nothing(tiny_model, name: str) -> None:
     model, tokens = tiny_model(name), torch.randint(0, 256, (3, 9))
     plain, static = Decoder(model, length=24), Decoder(model, length=24)
     static.cache = static_cache(model, 24)
-    assert torch.allclose(plain.prompt(tokens), static.prompt(tokens), atol=1e-5)
+    assert torch.allclose(plain.prefill(tokens), static.prefill(tokens), atol=1e-5)
     before = static.cache.length.clone(), static.tokens.clone(), static.logits.clone()
     for _ in range(3):
         static._step()
@@ -23,13 +23,13 @@ def test_a_static_cache_changes_nothing(tiny_model, name: str) -> None:
     static.cache.reset()
     assert int(static.cache.length) == 0
     plain.reset()
-    assert torch.allclose(plain.prompt(tokens), static.prompt(tokens), atol=1e-5)
+    assert torch.allclose(plain.prefill(tokens), static.prefill(tokens), atol=1e-5)
 
 
 @pytest.mark.parametrize("v", [1, 7, 32000, 50257, 128256])
 def test_the_likeliest_token_is_found_by_parts(v: int) -> None:
     logits = torch.randn(3, v)
-    assert torch.equal(likeliest(logits), logits.argmax(-1, keepdim=True))
+    assert torch.equal(argmax_by_parts(logits), logits.argmax(-1, keepdim=True))
 
 
 def test_a_model_on_several_devices_has_no_static_cache(tiny_model) -> None:
@@ -42,14 +42,14 @@ def test_a_model_on_several_devices_has_no_static_cache(tiny_model) -> None:
 def test_steps_are_those_of_the_whole_text(tiny_model) -> None:
     model = tiny_model("llama")
     decoder, tokens = Decoder(model, length=20), torch.randint(0, 256, (2, 5))
-    logits = decoder.prompt(tokens)
+    logits = decoder.prefill(tokens)
     for _ in range(4):
         tokens = torch.cat([tokens, decoder.tokens], 1)
         logits = decoder.step()
     with torch.no_grad():
         assert torch.allclose(model(tokens).logits[:, -1], logits, atol=1e-5)
     decoder.reset()
-    assert torch.allclose(decoder.prompt(tokens), logits, atol=1e-5)
+    assert torch.allclose(decoder.prefill(tokens), logits, atol=1e-5)
 
 
 def test_a_sliding_window_goes_without_a_graph(tiny_model) -> None:
@@ -77,5 +77,5 @@ def test_a_compiled_model_runs_the_steps(tiny_model) -> None:
     torch._dynamo.reset()
     plain = Decoder(model, length=12)
     compiled = Decoder(model, length=12, step_model=torch.compile(model, backend="eager"))
-    assert torch.allclose(plain.prompt(tokens), compiled.prompt(tokens), atol=1e-6)
+    assert torch.allclose(plain.prefill(tokens), compiled.prefill(tokens), atol=1e-6)
     assert torch.allclose(plain.step(), compiled.step(), atol=1e-5)

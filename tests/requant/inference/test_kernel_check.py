@@ -8,7 +8,7 @@ from requant_kernels.launch_config import m_bucket
 from torch import nn
 
 from requant.inference import convert
-from requant.inference.convert import KernelLinear, kernel_layout, serve
+from requant.inference.convert import KernelLinear, convert_to_kernels, kernel_layout
 from requant.inference.kernel_check import TOKENS, KernelCheck, TritonError, kind_of
 from requant.inference.quant_linear import QuantLinear
 
@@ -100,7 +100,7 @@ def test_a_model_is_served_all_the_same(
     tokens = torch.randint(0, 50, (1, 9))
     want = model(tokens).logits
     with caplog.at_level(logging.WARNING):
-        serve(model, device="cpu")
+        convert_to_kernels(model, device="cpu")
     linears = [m for m in model.modules() if isinstance(m, (QuantLinear, KernelLinear, nn.Linear))]
     assert any(isinstance(m, QuantLinear) for m in linears) and not any(
         isinstance(m, KernelLinear) for m in linears
