@@ -77,16 +77,17 @@ def requant_imports(tree: ast.AST) -> list[str]:
 def test_every_folder_has_its_layer() -> None:
     folders = {path.parent.name for path in (ROOT / "requant").glob("*/__init__.py")}
     assert folders == set(LAYERS)
-    assert {path.stem for path in (ROOT / "requant").glob("*.py")} == {"__init__", *BELOW_ALL}
+    assert {path.stem for path in (ROOT / "requant").glob("*.py")} == {"__init__", "__main__", *BELOW_ALL}
 
 
 def test_imports_run_downward() -> None:
-    """Functions included; `requant/__init__.py`, which only names what is public, may import from everywhere."""
+    """Functions included; `requant/__init__.py`, which only names what is public, may import from everywhere, as
+    may `__main__.py`."""
     ranks = {name: rank for rank, name in enumerate((*LAYERS, *BELOW_ALL))}
     upward = []
     for path in modules("requant"):
         importer = path.relative_to(ROOT / "requant").parts[0].removesuffix(".py")
-        if importer == "__init__":
+        if importer in ("__init__", "__main__"):
             continue
         for name in requant_imports(ast.parse(path.read_text(encoding="utf-8"))):
             imported = name.split(".")[1] if "." in name else ""

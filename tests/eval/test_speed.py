@@ -26,7 +26,9 @@ def test_parts_of_mode_best(
     monkeypatch.setattr(speed, "timed", lambda work, device: (work(), 1.0)[1])
     found = speed.best_parts(recipe, "cpu", "float32")
     # four rounds of statistics, two blocks of codes, four rounds of ten steps, the original's states twice
-    assert found["a step"] == 1 / speed.WORTH_COMPILING and found["compiling"] == 0
+    assert found["a step"] == 1 / speed.MIN_STEPS_TO_COMPILE and found["compiling"] == 0
     states = found["the original's states"]
     assert states > 1  # more than the 64 windows that are timed
-    assert found["whole run, computed"] == pytest.approx(4 + 2 + 4 * 10 / speed.WORTH_COMPILING + 2 * states)
+    assert found["whole run, computed"] == pytest.approx(
+        4 + 2 + 4 * 10 / speed.MIN_STEPS_TO_COMPILE + 2 * states
+    )

@@ -16,6 +16,7 @@ from requant.errors import CheckpointError
 from requant.formats.codebook import CodebookSpec
 from requant.formats.grid import GridSpec
 from requant.formats.packed_spec import PackedSpec
+from requant.inference import quant_embedding
 from requant.inference.quant_embedding import QuantEmbedding
 from requant.inference.quant_linear import QuantLinear
 from requant.models.targets import embedding_and_head_modules
@@ -129,9 +130,10 @@ def test_only_the_rows_asked_for_are_dequantized(make, monkeypatch: pytest.Monke
     embedding = requant.load(path).get_input_embeddings()
     whole = embedding.quantized().dequantize()
     seen = []
-    original = requant.embedding.unpack
+    original = quant_embedding.unpack
     monkeypatch.setattr(
-        "requant.inference.quant_embedding.unpack",
+        quant_embedding,
+        "unpack",
         lambda spec, t: seen.append(len(t["codes"])) or original(spec, t),
     )
     assert torch.equal(embedding(IDS[:, :2]), whole[IDS[:, :2]])

@@ -153,7 +153,7 @@ def test_load_says_what_it_loaded(saved, tmp_path: Path, caplog: pytest.LogCaptu
     with caplog.at_level(logging.INFO, "requant"):
         model = requant.load(path)
     layers = sum(isinstance(module, QuantLinear) for module in model.modules())
-    (line,) = [r.getMessage() for r in caplog.records if r.name == "requant.checkpoint.read"]
+    (line,) = [r.getMessage() for r in caplog.records if r.name == "requant.inference.load"]
     assert line.startswith(f"loaded {layers} quantized matrices from {path}, sha256 ")
     assert line.endswith(" as saved")
 

@@ -95,8 +95,9 @@ def test_the_page_accounts_for_what_learned_beside(quantized, tmp_path: Path) ->
     result = quantized(budget=Budget(bits=3.0))
     requant.save(result, tmp_path / "out")
     page = (tmp_path / "out" / "report.html").read_text()
-    assert "which learned too" in page and f"{result.diagnosis.other_params_delta:+.4f}" in page.replace(
-        "\u2212", "-"
+    assert (
+        "finetuned norms, biases and embedding" in page
+        and f"{result.diagnosis.other_params_delta:+.4f}" in page.replace("\u2212", "-")
     )
 
 

@@ -89,7 +89,10 @@ def test_defaults_fill_what_is_not_said(tmp_path: Path) -> None:
         ("quantizer: {bits: 3.0}", r"bits is 3.0; it takes a int"),
         ("quantizer: {bits: true}", r"bits is True; it takes a int"),
         ("quantizer: 3", r"r.yaml: quantizer must be a mapping, not int"),
-        ("method: kmean", r"method 'kmean' is unknown \(did you mean 'kmeans'\?\); there are: rtn, kmeans"),
+        (
+            "method: kmean",
+            r"method 'kmean' is unknown \(did you mean 'kmeans'\?\); there are: rtn, hqq, kmeans",
+        ),
         ("method: [rtn]", r"method '\['rtn'\]' is unknown"),
         ("mode: papers", r"r.yaml: mode is 'papers' \(did you mean 'paper'\?\); it takes one of: "),
         ("sensitivity: {score: pqr}", r"score is 'pqr' \(did you mean 'pqi'\?\)"),
