@@ -55,8 +55,8 @@ def allocate_bits(run: RunContext, *, reserve: int | None = None) -> Allocation:
     if run.allocation is not None:
         return run.allocation
     recipe = run.recipe
-    vocabulary = embedding_and_head_of(run.model)
-    widths = embedding_and_head_bits(recipe.budget, vocabulary)
+    embedding_and_head = embedding_and_head_of(run.model)
+    widths = embedding_and_head_bits(recipe.budget, embedding_and_head)
     asked = target_bits(recipe)
     if not has_budget(recipe):
         return uniform(recipe, run.targets, widths)
@@ -65,13 +65,13 @@ def allocate_bits(run: RunContext, *, reserve: int | None = None) -> Allocation:
         budget, fixed = int(asked * run.total_weights / 8), sparse
     else:
         assert recipe.budget.size is not None
-        budget, fixed = recipe.budget.size, sparse + overhead_bytes(run, vocabulary)
+        budget, fixed = recipe.budget.size, sparse + overhead_bytes(run, embedding_and_head)
     sizes: dict[str, Mapping[Bits, int]] = {s.name: matrix_sizes(recipe, s.shape) for s in run.targets}
     if asked is None:
-        for role, part in vocabulary.parts.items():
+        for role, part in embedding_and_head.parts.items():
             sizes[role] = {**part_sizes(run.model, run.source, part, widths[role])}
     check_reachable(run, sizes, budget, fixed)
-    losses = _losses(run, vocabulary, sizes, 8 * (budget - fixed) / run.total_weights)
+    losses = _losses(run, embedding_and_head, sizes, 8 * (budget - fixed) / run.total_weights)
     options = {
         name: [Option(bits=bits, bytes=size, loss=losses[name][bits]) for bits, size in choices.items()]
         for name, choices in sizes.items()
@@ -180,16 +180,17 @@ def sparse_bytes(run: RunContext) -> int:
     return round(RESIDUAL_BYTES[detach.values] * entries) + counts + scales
 
 
-def overhead_bytes(run: RunContext, vocabulary: EmbeddingAndHead) -> int:
+def overhead_bytes(run: RunContext, embedding_and_head: EmbeddingAndHead) -> int:
     """Upper bound of the bytes of the weight files besides matrices, embedding and head: norms, biases, headers.
 
     The headers are counted with all tensors, and the longest numbers, that any allocation could write.
     """
     matrices = {target.name: largest_tensors(run, target) for target in run.targets}
     grids = {
-        part.name: embedding_and_head_spec(part.shape, 8).tensors() for part in vocabulary.parts.values()
+        part.name: embedding_and_head_spec(part.shape, 8).tensors()
+        for part in embedding_and_head.parts.values()
     }
-    whole = checkpoint_bytes(run.model, source=run.source, modules=matrices, vocabulary=grids)
+    whole = checkpoint_bytes(run.model, source=run.source, modules=matrices, embedding_and_head=grids)
     tables = (*matrices.values(), *grids.values())
     return whole - sum(spec.bytes for table in tables for spec in table.values())
 
@@ -247,7 +248,7 @@ def check_reachable(
 
 def _losses(
     run: RunContext,
-    vocabulary: EmbeddingAndHead,
+    embedding_and_head: EmbeddingAndHead,
     sizes: Mapping[str, Mapping[Bits, int]],
     average: float,
 ) -> dict[str, dict[Bits, float]]:
@@ -268,10 +269,10 @@ def _losses(
             name: {bits_from_json(b): loss for b, loss in found.items()}
             for name, found in stored.value.items()
         }
-    tables = {role: list(sizes[role]) for role in vocabulary.parts if role in sizes}
+    tables = {role: list(sizes[role]) for role in embedding_and_head.parts if role in sizes}
     if any(set(choices) != {16} for choices in tables.values()):
-        curvature = embedding_and_head_curvature(run, vocabulary)
-        return losses | embedding_and_head_losses(vocabulary, curvature, tables)
+        curvature = embedding_and_head_curvature(run, embedding_and_head)
+        return losses | embedding_and_head_losses(embedding_and_head, curvature, tables)
     kept: dict[str, dict[Bits, float]] = {role: {16: 0.0} for role in tables}
     return losses | kept
 

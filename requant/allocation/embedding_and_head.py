@@ -74,14 +74,14 @@ class EmbeddingAndHead:
 class QuantizedEmbeddingAndHead:
     """Codes by module name, and the original weights, to restore them."""
 
-    vocabulary: EmbeddingAndHead
+    embedding_and_head: EmbeddingAndHead
     weights: Mapping[str, QuantizedWeight] = field(default_factory=dict)
     originals: Mapping[str, Tensor] = field(default_factory=dict)
 
     @torch.no_grad()
     def apply_weights(self, *, quantized: bool) -> None:
         """Write the quantized floats, or the originals, into the model."""
-        for part in self.vocabulary.parts.values():
+        for part in self.embedding_and_head.parts.values():
             if part.name in self.weights:
                 floats = self.weights[part.name].dequantize() if quantized else self.originals[part.name]
                 part.weight.copy_(floats)
@@ -98,13 +98,13 @@ def embedding_and_head_of(model: PreTrainedModel) -> EmbeddingAndHead:
     return EmbeddingAndHead(parts=parts, tied=tied, head=head)
 
 
-def embedding_and_head_bits(budget: Budget, vocabulary: EmbeddingAndHead) -> dict[str, Sequence[int]]:
+def embedding_and_head_bits(budget: Budget, embedding_and_head: EmbeddingAndHead) -> dict[str, Sequence[int]]:
     """Role -> the bits among which the budget may choose.
 
     Raises RecipeError if tied ones are given different bits, ModelError if one that is given bits cannot be quantized.
     """
     given: dict[str, int | None] = {"embedding": budget.embedding_bits, "head": budget.head_bits}
-    if vocabulary.tied:
+    if embedding_and_head.tied:
         said = {bits for bits in given.values() if bits is not None}
         if len(said) > 1:
             raise RecipeError(
@@ -114,7 +114,7 @@ def embedding_and_head_bits(budget: Budget, vocabulary: EmbeddingAndHead) -> dic
         given = {"embedding": next(iter(said), None)}
     free: Sequence[int] = WIDTHS if budget.size is not None else (16,)
     widths: dict[str, Sequence[int]] = {}
-    for role, part in vocabulary.parts.items():
+    for role, part in embedding_and_head.parts.items():
         bits, why = given[role], _obstacle(part)
         if why and bits not in (None, 16):
             raise ModelError(f"{part.name} {why}, so it cannot be quantized; give --head-bits 16.")
@@ -157,11 +157,13 @@ class Curvature:
     columns: Float[Tensor, " d"]
 
 
-def embedding_and_head_curvature(run: RunContext, vocabulary: EmbeddingAndHead) -> dict[str, list[Curvature]]:
+def embedding_and_head_curvature(
+    run: RunContext, embedding_and_head: EmbeddingAndHead
+) -> dict[str, list[Curvature]]:
     """The curvature of each part on the calibration text; of tied ones both uses. One backward pass."""
     windows = run.windows[: max(1, TOKENS // run.windows.shape[1])]
     run.apply_original_weights()
-    embedding = vocabulary.parts["embedding"].module
+    embedding = embedding_and_head.parts["embedding"].module
     uses: dict[str, Curvature] = {}
 
     def accumulate(use: str, module: nn.Module) -> Callable[..., None]:
@@ -190,28 +192,32 @@ def embedding_and_head_curvature(run: RunContext, vocabulary: EmbeddingAndHead) 
     with ExitStack() as stack, run.stage("allocation"):
         stack.enter_context(recomputed_blocks(run.model, None))
         stack.callback(embedding.register_forward_hook(accumulate("embedding", embedding)).remove)
-        if vocabulary.head is not None:
-            stack.callback(vocabulary.head.register_forward_hook(accumulate("head", vocabulary.head)).remove)
+        if embedding_and_head.head is not None:
+            stack.callback(
+                embedding_and_head.head.register_forward_hook(
+                    accumulate("head", embedding_and_head.head)
+                ).remove
+            )
         for tokens in batches(windows, run.model, label=run.label("embedding and head")):
             summed_loss(run.model, tokens).backward()
     means = {
         use: Curvature(rows=found.rows / windows.numel(), columns=found.columns / windows.numel())
         for use, found in uses.items()
     }
-    if vocabulary.tied:
+    if embedding_and_head.tied:
         return {"embedding": list(means.values())}
-    return {role: [means[role]] for role in vocabulary.parts}
+    return {role: [means[role]] for role in embedding_and_head.parts}
 
 
 def embedding_and_head_losses(
-    vocabulary: EmbeddingAndHead,
+    embedding_and_head: EmbeddingAndHead,
     curvature: Mapping[str, Sequence[Curvature]],
     widths: Mapping[str, Sequence[int | float]],
 ) -> dict[str, dict[int | float, float]]:
     """Role -> bits -> predicted loss, nats a token; zero at 16 bits."""
     found: dict[str, dict[int | float, float]] = {}
     for role, choices in widths.items():
-        weight = vocabulary.parts[role].weight.detach()
+        weight = embedding_and_head.parts[role].weight.detach()
         unit = 0.0
         if set(choices) != {16}:
             codes = quantize_table(weight, curvature[role], bits=MEASURED_BITS)
@@ -279,32 +285,32 @@ def _rows(dense: Any, rows: slice) -> Grid:
 
 def quantize_embedding_and_head(run: RunContext) -> QuantizedEmbeddingAndHead:
     """Codes of embedding and head at the bits of the run's allocation, cached in the workspace; the model is unchanged."""
-    vocabulary, allocation = embedding_and_head_of(run.model), run.allocation
+    embedding_and_head, allocation = embedding_and_head_of(run.model), run.allocation
     assert allocation is not None
     bits = {"embedding": allocation.embedding_bits, "head": allocation.head_bits}
-    wanted = {role: bits[role] for role in vocabulary.parts if bits[role] != 16}
+    wanted = {role: bits[role] for role in embedding_and_head.parts if bits[role] != 16}
     curvature: dict[str, list[Curvature]] = {}
     weights: dict[str, QuantizedWeight] = {}
     for role, width in wanted.items():
-        part = vocabulary.parts[role]
+        part = embedding_and_head.parts[role]
         key = digest(run.fingerprint, part.name, width)
-        stored = run.workspace.get("vocabulary", key)
+        stored = run.workspace.get("embedding-and-head", key)
         if stored is not None:
             layout = PackedSpec.from_json(part.name, stored.value)
             weights[part.name] = unpack(layout, stored.tensors).to(part.weight.device)
             continue
-        curvature = curvature or embedding_and_head_curvature(run, vocabulary)
+        curvature = curvature or embedding_and_head_curvature(run, embedding_and_head)
         with run.stage("quantize"):
             weights[part.name] = quantize_table(part.weight.detach(), curvature[role], bits=width)
         if run.workspace.folder is not None:
             layout, tensors = pack(weights[part.name])
-            run.workspace.put("vocabulary", key, tensors=tensors, value=layout.to_json())
+            run.workspace.put("embedding-and-head", key, tensors=tensors, value=layout.to_json())
     return QuantizedEmbeddingAndHead(
-        vocabulary=vocabulary,
+        embedding_and_head=embedding_and_head,
         weights=weights,
         originals={
             part.name: part.weight.detach().to("cpu", copy=True)
-            for part in vocabulary.parts.values()
+            for part in embedding_and_head.parts.values()
             if part.name in weights
         },
     )

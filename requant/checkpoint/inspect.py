@@ -28,7 +28,7 @@ class Inspection:
             "bytes": self.table.bytes,
             "parts": self.table.parts,
             "matrices": _rows(self.table.matrices),
-            "vocabulary": _rows(self.table.vocabulary),
+            "vocabulary": _rows(self.table.embedding_and_head),
             "sha256": self.checksums,
         }
 
@@ -43,13 +43,13 @@ class Inspection:
             f"bits per weight {self.table.bits_per_weight:.4f} of the quantized matrices",
             *(
                 f"                {table.bits_per_weight:.4f} of {name}, beside them"
-                for name, table in self.table.vocabulary.items()
+                for name, table in self.table.embedding_and_head.items()
             ),
             f"weight files    {format_bytes(self.table.bytes)}, checksums verified: {', '.join(self.checksums)}",
         ]
         parts = [{"part": part, "bytes": size} for part, size in self.table.parts.items() if size]
         parts.append({"part": "file headers", "bytes": self.table.file_headers})
-        matrices = {**self.table.matrices, **self.table.vocabulary}
+        matrices = {**self.table.matrices, **self.table.embedding_and_head}
         return "\n".join([*head, "", format_table(parts), "", format_table(_rows(matrices))])
 
 

@@ -54,7 +54,7 @@ def save_checkpoint(
     model: nn.Module,
     weights: Mapping[str, QuantizedWeight] | Iterable[tuple[str, QuantizedWeight]],
     manifest: Mapping[str, Any],
-    vocabulary: Mapping[str, QuantizedWeight] | None = None,
+    embedding_and_head: Mapping[str, QuantizedWeight] | None = None,
     extra_files: Mapping[str, str | bytes] | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Path:
@@ -62,7 +62,7 @@ def save_checkpoint(
 
     `source` is the folder the model was loaded from: its tokenizer and other small files are copied, its
     config.json is kept, and tensors that stay as they are go back to the dtype they have there; None takes
-    all from the model. `weights` is consumed once, in order, and written as it comes. `vocabulary` holds the
+    all from the model. `weights` is consumed once, in order, and written as it comes. `embedding_and_head` holds the
     embedding and the head, where they are quantized too, by module; of tied ones the embedding alone. `manifest`
     (version, recipe hash, calibration, ...) joins `quantization_config`. Raises OutputError, or NumericalError
     for a matrix that holds NaN or infinity.
@@ -81,7 +81,7 @@ def save_checkpoint(
         pairs: Iterable[Any] = weights.items() if isinstance(weights, Mapping) else weights
         units = itertools.chain(
             _units(model, pairs, modules),
-            _units(model, (vocabulary or {}).items(), embedded),
+            _units(model, (embedding_and_head or {}).items(), embedded),
             _plain_units(model, _source_dtypes(source), modules, embedded),  # reads both once they are filled
         )
         checksums = write_shards(partial, units, max_shard_bytes=max_shard_bytes)
@@ -107,11 +107,11 @@ def checkpoint_bytes(
     *,
     source: str | Path | None,
     modules: Mapping[str, Mapping[str, TensorSpec]],
-    vocabulary: Mapping[str, Mapping[str, TensorSpec]] | None = None,
+    embedding_and_head: Mapping[str, Mapping[str, TensorSpec]] | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> int:
     """Bytes of the weight files that `save_checkpoint` would write, headers included; matrices are given by tensors."""
-    embedded = vocabulary or {}
+    embedded = embedding_and_head or {}
     units: list[dict[str, TensorSpec]] = [
         {f"{name}.{suffix}": spec for suffix, spec in {**tensors, GUARD_TENSOR: _GUARD}.items()}
         for name, tensors in (*modules.items(), *embedded.items())
@@ -153,9 +153,9 @@ def _plain_units(
     model: nn.Module,
     dtypes: Mapping[str, torch.dtype],
     modules: Mapping[str, PackedSpec],
-    vocabulary: Mapping[str, PackedSpec],
+    embedding_and_head: Mapping[str, PackedSpec],
 ) -> Iterator[dict[str, Tensor]]:
-    for name, tensor, dtype in _plain_tensors(model, dtypes, modules, vocabulary):
+    for name, tensor, dtype in _plain_tensors(model, dtypes, modules, embedding_and_head):
         yield {name: tensor.to(dtype)}
 
 
@@ -163,7 +163,7 @@ def _plain_tensors(
     model: nn.Module,
     dtypes: Mapping[str, torch.dtype],
     modules: Mapping[str, Any],
-    vocabulary: Mapping[str, Any],
+    embedding_and_head: Mapping[str, Any],
 ) -> Iterator[tuple[str, Tensor, torch.dtype]]:
     """Tensors that stay as they are, with name and dtype on disk; of those that share memory (tied heads) only the
     one the others are tied to, and none that is tied to a quantized embedding."""
@@ -171,8 +171,10 @@ def _plain_tensors(
 
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
-    quantized = {f"{name}.weight" for name in (*modules, *vocabulary)}
-    quantized |= {name for name, source in tied.items() if source.removesuffix(".weight") in vocabulary}
+    quantized = {f"{name}.weight" for name in (*modules, *embedding_and_head)}
+    quantized |= {
+        name for name, source in tied.items() if source.removesuffix(".weight") in embedding_and_head
+    }
     rest = {name: tensor for name, tensor in model.state_dict().items() if name not in quantized}
     seen: set[tuple[Any, ...]] = set()
     # the sources of ties first, else the model's order
@@ -198,7 +200,7 @@ def _config(
     source: str | Path | None,
     model: nn.Module,
     modules: Mapping[str, PackedSpec],
-    vocabulary: Mapping[str, PackedSpec],
+    embedding_and_head: Mapping[str, PackedSpec],
     manifest: Mapping[str, Any],
 ) -> dict[str, Any]:
     if source is not None:
@@ -210,13 +212,13 @@ def _config(
         config["tie_word_embeddings"] = False  # a quantized head no longer shares the embedding's memory
     config["quantization_config"] = {
         "quant_method": "requant",
-        "format_version": version_of(modules, vocabulary),
+        "format_version": version_of(modules, embedding_and_head),
         **manifest,
         "modules": {name: spec.to_json() for name, spec in modules.items()},
     }
-    if vocabulary:
+    if embedding_and_head:
         config["quantization_config"]["vocabulary"] = {
-            name: spec.to_json() for name, spec in vocabulary.items()
+            name: spec.to_json() for name, spec in embedding_and_head.items()
         }
     return config
 

@@ -42,7 +42,7 @@ class ByteTable:
 
     parts: dict[str, int]
     matrices: dict[str, MatrixBytes]
-    vocabulary: dict[str, MatrixBytes]  # embedding and head, where they are quantized
+    embedding_and_head: dict[str, MatrixBytes]  # where they are quantized
     file_headers: int
 
     @property
@@ -65,9 +65,9 @@ def byte_table(checkpoint: str | Path | CheckpointHeader) -> ByteTable:
         if isinstance(checkpoint, CheckpointHeader)
         else read_header(checkpoint, trust_remote_code=True)
     )
-    matrices, vocabulary = (
+    matrices, embedding_and_head = (
         {name: MatrixBytes(spec=spec, parts=matrix_parts(spec)) for name, spec in specs.items()}
-        for specs in (header.modules, header.vocabulary)
+        for specs in (header.modules, header.embedding_and_head)
     )
     parts = dict.fromkeys(
         [
@@ -90,11 +90,11 @@ def byte_table(checkpoint: str | Path | CheckpointHeader) -> ByteTable:
     for matrix in matrices.values():
         for part, size in matrix.parts.items():
             parts[part] = parts.get(part, 0) + size
-    for name, table in vocabulary.items():
+    for name, table in embedding_and_head.items():
         parts[_plain_part(f"{name}.weight")] += table.bytes
     owned = {
         f"{name}.{suffix}"
-        for name, spec in {**header.modules, **header.vocabulary}.items()
+        for name, spec in {**header.modules, **header.embedding_and_head}.items()
         for suffix in spec.tensors()
     }
     for name, stored in header.tensors.items():
@@ -102,7 +102,10 @@ def byte_table(checkpoint: str | Path | CheckpointHeader) -> ByteTable:
             parts[_plain_part(name)] += stored.bytes
     total = sum(file.stat().st_size for file in header.files)
     return ByteTable(
-        parts=parts, matrices=matrices, vocabulary=vocabulary, file_headers=total - sum(parts.values())
+        parts=parts,
+        matrices=matrices,
+        embedding_and_head=embedding_and_head,
+        file_headers=total - sum(parts.values()),
     )
 
 

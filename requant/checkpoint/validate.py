@@ -35,7 +35,7 @@ class CheckpointHeader:
     path: Path
     config: dict[str, Any]
     modules: dict[str, PackedSpec]
-    vocabulary: dict[str, PackedSpec]  # embedding and head, where they are quantized
+    embedding_and_head: dict[str, PackedSpec]  # where they are quantized
     tensors: dict[str, StoredTensor]
 
     @property
@@ -61,10 +61,12 @@ def read_header(path: str | Path, *, trust_remote_code: bool = False) -> Checkpo
         )
     entry = config.get("quantization_config")
     modules = parse_quantization(entry, where=path)
-    vocabulary = parse_embedding_and_head(entry, modules)
+    embedding_and_head = parse_embedding_and_head(entry, modules)
     tensors = read_folder(path)
-    check_matrices({**modules, **vocabulary}, tensors)
-    return CheckpointHeader(path=path, config=config, modules=modules, vocabulary=vocabulary, tensors=tensors)
+    check_matrices({**modules, **embedding_and_head}, tensors)
+    return CheckpointHeader(
+        path=path, config=config, modules=modules, embedding_and_head=embedding_and_head, tensors=tensors
+    )
 
 
 def parse_quantization(entry: Any, *, where: str | Path) -> dict[str, PackedSpec]:
@@ -106,9 +108,9 @@ def parse_quantization(entry: Any, *, where: str | Path) -> dict[str, PackedSpec
     return specs
 
 
-def version_of(modules: Mapping[str, PackedSpec], vocabulary: Mapping[str, PackedSpec]) -> int:
+def version_of(modules: Mapping[str, PackedSpec], embedding_and_head: Mapping[str, PackedSpec]) -> int:
     """The oldest version that can hold these tables."""
-    oldest = EMBEDDING_AND_HEAD_VERSION if vocabulary else PLAIN_VERSION
+    oldest = EMBEDDING_AND_HEAD_VERSION if embedding_and_head else PLAIN_VERSION
     return max([oldest, *(spec.version for spec in modules.values())])
 
 

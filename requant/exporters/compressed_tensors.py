@@ -58,7 +58,7 @@ def write(source: Source, folder: Path, *, max_shard_bytes: int = MAX_SHARD_BYTE
             "zero points: vLLM reads them; transformers, with compressed-tensors up to 0.20 at least, only with "
             "quantization_config=CompressedTensorsConfig(dequantize=True)."
         )
-    if source.header.vocabulary:
+    if source.header.embedding_and_head:
         notes.append("embedding and head are written as plain numbers: readers expect them so.")
     if len(groups) > 1:
         notes.append(
@@ -139,7 +139,7 @@ def _inexpressible(spec: PackedSpec) -> str | None:
 
 def _units(source: Source) -> Iterator[dict[str, Tensor]]:
     for name, weight in source.weights():
-        if name in source.header.vocabulary:
+        if name in source.header.embedding_and_head:
             yield {f"{name}.weight": source.floats(name, weight)}
         else:
             yield {f"{name}.{suffix}": tensor for suffix, tensor in packed(weight).items()}

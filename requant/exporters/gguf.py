@@ -139,7 +139,7 @@ def _type_of(source: Source, name: str, spec: PackedSpec) -> str:
     misfit = _misfit(spec)
     if misfit is None:
         return str(block_type(grid_spec_of(spec)))
-    if name in source.header.vocabulary:
+    if name in source.header.embedding_and_head:
         return FLOATS[source.dtype]
     raise InputError(f"{name} {misfit}, which no type of llama.cpp holds exactly; export --to dense.")
 

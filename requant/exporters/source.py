@@ -33,7 +33,7 @@ class Source:
     @property
     def specs(self) -> dict[str, PackedSpec]:
         """Specs of all quantized matrices: those of the blocks, then embedding and head if they are quantized."""
-        return {**self.header.modules, **self.header.vocabulary}
+        return {**self.header.modules, **self.header.embedding_and_head}
 
     def weights(self) -> Iterator[tuple[str, QuantizedWeight]]:
         """Every quantized matrix by name, in the order of `specs`, checked, on the CPU."""
@@ -119,7 +119,7 @@ def _skeleton(path: Path, config: Any, header: CheckpointHeader) -> PreTrainedMo
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-        for name in (*header.modules, *header.vocabulary):
+        for name in (*header.modules, *header.embedding_and_head):
             model.get_submodule(name)
     except Exception as error:  # config.json is untrusted: transformers may raise anything
         raise CheckpointError(

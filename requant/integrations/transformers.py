@@ -64,16 +64,16 @@ class RequantHfQuantizer(HfQuantizer):
     ) -> Any:
         entry = self.quantization_config.to_dict()
         modules = parse_quantization(entry, where=model.config.name_or_path or "the model")
-        vocabulary = parse_embedding_and_head(entry, modules)
+        embedding_and_head = parse_embedding_and_head(entry, modules)
         tensors = None
         if checkpoint_files is not None:
             tensors = read_tensors(map(Path, checkpoint_files))
-            check_matrices({**modules, **vocabulary}, tensors)
+            check_matrices({**modules, **embedding_and_head}, tensors)
         insert_layers(model, modules)
-        insert_vocabulary(model, vocabulary)
+        insert_embedding_and_head(model, embedding_and_head)
         if tensors is not None:
             check_architecture(model, tensors)
-            check_all_values({**modules, **vocabulary}, tensors)
+            check_all_values({**modules, **embedding_and_head}, tensors)
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
@@ -143,16 +143,16 @@ def insert_layers(model: nn.Module, modules: Mapping[str, PackedSpec]) -> None:
         model.set_submodule(name, layer)
 
 
-def insert_vocabulary(model: Any, vocabulary: Mapping[str, PackedSpec]) -> None:
+def insert_embedding_and_head(model: Any, embedding_and_head: Mapping[str, PackedSpec]) -> None:
     """Empty modules in place of a quantized embedding and head; a head that shares its codes follows in `tie_head`."""
-    if not vocabulary:
+    if not embedding_and_head:
         return
     from requant.models.targets import (
         embedding_and_head_modules,
     )  # late: this file is loaded in the midst of transformers
 
     (embedding_name, plain), (head_name, head) = embedding_and_head_modules(model)
-    for name in vocabulary:
+    for name in embedding_and_head:
         if name not in (embedding_name, head_name):
             raise CheckpointError(
                 f"config.json lists {name} in vocabulary, but the embedding of {type(model).__name__} is "
@@ -161,16 +161,16 @@ def insert_vocabulary(model: Any, vocabulary: Mapping[str, PackedSpec]) -> None:
     pair = f"{head_name}.weight", f"{embedding_name}.weight"
     ties: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
     tied = ties.get(pair[0]) == pair[1]
-    if tied and set(vocabulary) != {embedding_name}:
+    if tied and set(embedding_and_head) != {embedding_name}:
         raise CheckpointError(
             f"config.json ties {head_name} to {embedding_name}, but vocabulary does not list the embedding "
             "alone; download the checkpoint again."
         )
-    if head_name in vocabulary:
-        insert_layers(model, {head_name: vocabulary[head_name]})
-    if embedding_name not in vocabulary:
+    if head_name in embedding_and_head:
+        insert_layers(model, {head_name: embedding_and_head[head_name]})
+    if embedding_name not in embedding_and_head:
         return
-    spec = vocabulary[embedding_name]
+    spec = embedding_and_head[embedding_name]
     if not isinstance(plain, nn.Embedding) or tuple(plain.weight.shape) != spec.shape:
         raise CheckpointError(
             f"{embedding_name} has shape {list(spec.shape)} in vocabulary, but by the rest of config.json it is "

@@ -45,11 +45,11 @@ class RequantConfig(QuantizationConfig):
     """`quantization_config` of config.json: which matrices are quantized, and how."""
 
     def __init__(
-        self, modules: Mapping[str, PackedSpec], vocabulary: Mapping[str, PackedSpec] | None = None
+        self, modules: Mapping[str, PackedSpec], embedding_and_head: Mapping[str, PackedSpec] | None = None
     ) -> None:
         super().__init__()
         self.modules = dict(modules)
-        self.vocabulary = dict(vocabulary or {})
+        self.embedding_and_head = dict(embedding_and_head or {})
 
     def __repr__(self) -> str:
         return f"RequantConfig({len(self.modules)} modules)"
@@ -77,13 +77,17 @@ class RequantConfig(QuantizationConfig):
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Some models have other names for their modules in vLLM than in transformers."""
         self.modules = hf_to_vllm_mapper.apply_dict(self.modules)
-        self.vocabulary = hf_to_vllm_mapper.apply_dict(self.vocabulary)
+        self.embedding_and_head = hf_to_vllm_mapper.apply_dict(self.embedding_and_head)
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
         """The method of a linear layer, embedding or head; None leaves anything else as it is."""
         if isinstance(layer, VocabParallelEmbedding):  # ParallelLMHead is one too
             name = prefix or self._embedding()
-            return RequantVocabularyMethod(name, self.vocabulary[name]) if name in self.vocabulary else None
+            return (
+                RequantEmbeddingMethod(name, self.embedding_and_head[name])
+                if name in self.embedding_and_head
+                else None
+            )
         if not isinstance(layer, LinearBase):
             return None
         specs = self.specs_of(prefix, attention=hasattr(layer, "total_num_kv_heads"))
@@ -91,7 +95,7 @@ class RequantConfig(QuantizationConfig):
 
     def _embedding(self) -> str:
         """The name of the quantized embedding; vLLM's Llama gives its own none."""
-        return next((name for name in self.vocabulary if name.rpartition(".")[2] in EMBEDDINGS), "")
+        return next((name for name in self.embedding_and_head if name.rpartition(".")[2] in EMBEDDINGS), "")
 
     def specs_of(self, prefix: str, *, attention: bool) -> dict[Shard, PackedSpec]:
         """The matrices of a layer, by the names under which vLLM loads them; empty for one that is not quantized."""
@@ -163,7 +167,7 @@ class RequantLinearMethod(LinearMethodBase):
         return parts
 
 
-class RequantVocabularyMethod(UnquantizedEmbeddingMethod):
+class RequantEmbeddingMethod(UnquantizedEmbeddingMethod):
     """An embedding or a head: its rows become floats at load, since vLLM looks rows up and shares tables as tensors."""
 
     def __init__(self, prefix: str, spec: PackedSpec) -> None:

@@ -26,7 +26,7 @@ def save(result: QuantizedModel, output: str | Path) -> Path:
         source=result.prepared.source,
         model=result.model,
         weights=result.weights,
-        vocabulary=result.embedding_and_head,
+        embedding_and_head=result.embedding_and_head,
         manifest={
             "requant_version": VERSION,
             "recipe_sha256": hashlib.sha256(recipe.encode()).hexdigest(),

@@ -112,7 +112,7 @@ def result_rows(result: QuantizedModel, output: Path) -> list[dict[str, object]]
 def _embedding_and_head_rows(table: ByteTable, source_bits: int) -> list[tuple[str, object, object]]:
     return [
         (f"bits per weight of {name}", f"{source_bits}", f"{part.bits_per_weight:.3f}")
-        for name, part in table.vocabulary.items()
+        for name, part in table.embedding_and_head.items()
     ]
 
 
@@ -151,7 +151,7 @@ def _budget_line(result: QuantizedModel, stored: dict[str, MatrixBytes]) -> Budg
     tables = {name: spec_of(weight).tensors() for name, weight in result.embedding_and_head.items()}
     source = result.prepared.source
     if result.recipe.budget.size:
-        written = checkpoint_bytes(result.model, source=source, modules=layouts, vocabulary=tables)
+        written = checkpoint_bytes(result.model, source=source, modules=layouts, embedding_and_head=tables)
     else:
         written = sum(matrix.bytes for matrix in stored.values())
     return BudgetSummary(

@@ -222,7 +222,7 @@ def test_a_run_that_stops_goes_on_with_its_allocation(
         requant.quantize(folder, recipe, tiny_text_file, workspace=Workspace(kept))
     made[:] = ["already"] * 9
     resumed = requant.quantize(folder, recipe, tiny_text_file, workspace=Workspace(kept, resume=True))
-    assert made[9:] == ["linear"] * 6 + ["vocabulary"]  # the predictor and eight matrices were there
+    assert made[9:] == ["linear"] * 6 + ["embedding-and-head"]  # the predictor and eight matrices were there
     saved = requant.save(resumed, tmp_path / "resumed")
     assert (saved / "model.safetensors").read_bytes() == (undisturbed / "model.safetensors").read_bytes()
     made[:] = ["already"] * 9

@@ -60,12 +60,14 @@ def test_the_predicted_loss_is_that_of_the_codes(bits: int) -> None:
     error = found.dequantize() - weight
     loss = 0.5 * (use.rows[:, None] * use.columns * error.square()).sum().item()
     assert table_loss(weight, found, [use]) == pytest.approx(loss, rel=1e-4)
-    vocabulary = EmbeddingAndHead(
+    embedding_and_head = EmbeddingAndHead(
         parts={"embedding": Part(name="e", module=nn.Embedding.from_pretrained(weight))},
         tied=False,
         head=None,
     )
-    foretold = embedding_and_head_losses(vocabulary, {"embedding": [use]}, {"embedding": WIDTHS})["embedding"]
+    foretold = embedding_and_head_losses(embedding_and_head, {"embedding": [use]}, {"embedding": WIDTHS})[
+        "embedding"
+    ]
     assert foretold[bits] == pytest.approx(loss, rel=0.25) and foretold[16] == 0
 
 
@@ -108,8 +110,8 @@ def test_tokens_that_the_text_lacks_are_quantized_all_the_same() -> None:
 def test_curvature_is_the_mean_of_squares(run, name: str) -> None:
     """Against one pass of plain autograd over all windows at once."""
     context = run(name)
-    vocabulary = embedding_and_head_of(context.model)
-    found = embedding_and_head_curvature(context, vocabulary)
+    embedding_and_head = embedding_and_head_of(context.model)
+    found = embedding_and_head_curvature(context, embedding_and_head)
     kept: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def keep(use: str):
@@ -120,18 +122,18 @@ def test_curvature_is_the_mean_of_squares(run, name: str) -> None:
 
         return hook
 
-    embedding = vocabulary.parts["embedding"].module
-    assert vocabulary.head is not None
+    embedding = embedding_and_head.parts["embedding"].module
+    assert embedding_and_head.head is not None
     handles = [
         embedding.register_forward_hook(keep("embedding")),
-        vocabulary.head.register_forward_hook(keep("head")),
+        embedding_and_head.head.register_forward_hook(keep("head")),
     ]
     logits = context.model(context.windows, use_cache=False).logits[:, :-1].flatten(0, 1)
     functional.cross_entropy(logits, context.windows[:, 1:].flatten(), reduction="sum").backward()
     for handle in handles:
         handle.remove()
     tokens = context.windows.numel()
-    uses = found["embedding"] if vocabulary.tied else [found["embedding"][0], found["head"][0]]
+    uses = found["embedding"] if embedding_and_head.tied else [found["embedding"][0], found["head"][0]]
     scale = getattr(embedding, "scalar_embed_scale", 1.0) ** 2
     ids, output = kept["embedding"]
     torch.testing.assert_close(uses[0].rows, torch.bincount(ids.flatten(), minlength=264) / tokens)
@@ -150,9 +152,9 @@ def test_curvature_is_the_mean_of_squares(run, name: str) -> None:
 def test_the_curvature_foretells_the_divergence(run) -> None:
     """What 4 bits do to the outputs, within a factor of two: the form is quadratic, and its text is short."""
     context = run("llama")
-    vocabulary = embedding_and_head_of(context.model)
-    uses = embedding_and_head_curvature(context, vocabulary)
-    part = vocabulary.parts["head"]
+    embedding_and_head = embedding_and_head_of(context.model)
+    uses = embedding_and_head_curvature(context, embedding_and_head)
+    part = embedding_and_head.parts["head"]
     weight, codes = part.weight.clone(), quantize_table(part.weight, uses["head"], bits=4)
     with torch.no_grad():
         before = context.model(context.windows).logits.log_softmax(-1)
@@ -193,7 +195,10 @@ def test_other_embeddings_stay_as_they_are(run) -> None:
     context = run("llama")
     for module, why in ((Odd(264, 64), "is a Odd"), (nn.Embedding(264, 64, max_norm=1.0), "renormalizes")):
         context.model.set_input_embeddings(module)
-        vocabulary = embedding_and_head_of(context.model)
-        assert embedding_and_head_bits(Budget(size=5), vocabulary) == {"embedding": (16,), "head": WIDTHS}
+        embedding_and_head = embedding_and_head_of(context.model)
+        assert embedding_and_head_bits(Budget(size=5), embedding_and_head) == {
+            "embedding": (16,),
+            "head": WIDTHS,
+        }
         with pytest.raises(ModelError, match=f"model.embed_tokens {why}.*give --head-bits 16"):
-            embedding_and_head_bits(Budget(embedding_bits=8), vocabulary)
+            embedding_and_head_bits(Budget(embedding_bits=8), embedding_and_head)

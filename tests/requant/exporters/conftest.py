@@ -76,7 +76,7 @@ def grid_checkpoint(tmp_path: Path, tokenizer: Any) -> Callable[..., Path]:
         group_size: int = 32,
         symmetric: bool = True,
         dtype: torch.dtype = torch.float16,
-        vocabulary_bits: int | None = None,
+        embedding_and_head_bits: int | None = None,
         **changes: Any,
     ) -> Path:
         torch.manual_seed(0)
@@ -95,16 +95,16 @@ def grid_checkpoint(tmp_path: Path, tokenizer: Any) -> Callable[..., Path]:
             size = k if group_size == -1 else group_size
             dense = grid(n, k, bits=width, group_size=size, symmetric=symmetric, seed=seed)
             weights[target.name] = QuantizedWeight(dense=dense, sparse=None)
-        vocabulary = {}
-        if vocabulary_bits is not None:
-            dense = grid(264, 64, bits=vocabulary_bits, group_size=64, symmetric=False, seed=99)
-            vocabulary["model.embed_tokens"] = QuantizedWeight(dense=dense, sparse=None)
+        embedding_and_head = {}
+        if embedding_and_head_bits is not None:
+            dense = grid(264, 64, bits=embedding_and_head_bits, group_size=64, symmetric=False, seed=99)
+            embedding_and_head["model.embed_tokens"] = QuantizedWeight(dense=dense, sparse=None)
         return save_checkpoint(
             tmp_path / "checkpoint",
             source=source,
             model=model,
             weights=weights,
-            vocabulary=vocabulary,
+            embedding_and_head=embedding_and_head,
             manifest={"requant_version": "0.1.0"},
             extra_files={"recipe.yaml": "bits: 4\n", "README.md": "---\nbase_model: org/Base\n---\nours\n"},
         )

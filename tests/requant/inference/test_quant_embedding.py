@@ -64,7 +64,9 @@ def test_a_checkpoint_gives_the_logits_that_were_measured(make, architecture: st
     tied = result.prepared.model.get_output_embeddings().weight is (
         result.prepared.model.get_input_embeddings().weight
     )
-    assert set(read_header(path).vocabulary) == ({embedding_name} if tied else {embedding_name, head_name})
+    assert set(read_header(path).embedding_and_head) == (
+        {embedding_name} if tied else {embedding_name, head_name}
+    )
     expected = logits(result.model)
     assert torch.equal(logits(requant.load(path)), expected)
     assert torch.equal(logits(requant.load(path, dequantize=True)), expected)
@@ -76,13 +78,13 @@ def test_a_checkpoint_gives_the_logits_that_were_measured(make, architecture: st
 def test_every_width(make, name: str, bits: int) -> None:
     result, path = make(name, head_bits=bits, embedding_bits=bits)
     assert torch.equal(logits(requant.load(path)), logits(result.model))
-    assert {spec.bits for spec in read_header(path).vocabulary.values()} == {bits}
+    assert {spec.bits for spec in read_header(path).embedding_and_head.values()} == {bits}
 
 
 def test_one_of_two_may_stay(make) -> None:
     for part, kind in (("head_bits", "lm_head"), ("embedding_bits", "model.embed_tokens")):
         result, path = make("llama", **{part: 6})
-        assert list(read_header(path).vocabulary) == [kind]
+        assert list(read_header(path).embedding_and_head) == [kind]
         assert torch.equal(logits(requant.load(path)), logits(result.model))
 
 
@@ -156,7 +158,7 @@ def test_quality_and_sizes_are_of_what_is_stored(make, tmp_path: Path) -> None:
     assert coarse.diagnosis.delta_loss == pytest.approx(plain.diagnosis.delta_loss, rel=0.2)
     table, whole = byte_table(make("llama-tied", head_bits=4)[1]), byte_table(make("llama-tied")[1])
     assert table.bits_per_weight == whole.bits_per_weight  # of the matrices alone
-    part = table.vocabulary["model.embed_tokens"]
+    part = table.embedding_and_head["model.embed_tokens"]
     assert part.bits_per_weight == pytest.approx(
         4 + 16 / 64 + 32 / 64
     )  # scale; zero point, a word a row of 64

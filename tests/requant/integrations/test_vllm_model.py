@@ -26,7 +26,7 @@ def test_vllms_llama_by_vllms_loader(make_checkpoint, random_weight, tmp_path: P
             model=plain,
             weights=load_weights(path),
             manifest={},
-            vocabulary={"model.embed_tokens": quantized},
+            embedding_and_head={"model.embed_tokens": quantized},
         )
         table = quantized.dequantize()
     script = Path(__file__).with_name("vllm_model.py")

@@ -17,7 +17,7 @@ TOKENS = torch.arange(60)[None]
 @pytest.mark.parametrize("target", ["dense", "compressed-tensors", "gguf"])
 @pytest.mark.filterwarnings("ignore")
 def test_embedding(grid_checkpoint, tmp_path: Path, tied: bool, target: str) -> None:
-    checkpoint = grid_checkpoint(vocabulary_bits=4, tie_word_embeddings=tied)
+    checkpoint = grid_checkpoint(embedding_and_head_bits=4, tie_word_embeddings=tied)
     if target != "dense":
         pytest.importorskip(target.replace("-", "_"))
     written = export(checkpoint, target, tmp_path / "out")
@@ -40,7 +40,7 @@ def test_embedding(grid_checkpoint, tmp_path: Path, tied: bool, target: str) -> 
 
 def test_eight_bits_with_zero_points_are_floats_in_gguf(grid_checkpoint, tmp_path: Path) -> None:
     pytest.importorskip("gguf")
-    checkpoint = grid_checkpoint(vocabulary_bits=8, dtype=torch.bfloat16, tie_word_embeddings=True)
+    checkpoint = grid_checkpoint(embedding_and_head_bits=8, dtype=torch.bfloat16, tie_word_embeddings=True)
     written = export(checkpoint, "gguf", tmp_path / "out")
     assert "1 x BF16" in written.notes[0]
     theirs = AutoModelForCausalLM.from_pretrained(
