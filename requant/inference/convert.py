@@ -202,9 +202,7 @@ def _convert_children(
             try:
                 weight = join_rows([weights.pop(name) for name in group])
                 assert weight is not None  # their keys say so
-                layout = kernel_layout(weight)
-                check(KernelLinear(layout), layout, weight)
-                matrix = KernelLinear(layout, _joined_bias(chosen, device))
+                matrix = kernel_linear(weight, check, bias=_joined_bias(chosen, device))
             except ValueError as error:  # what no kernel takes, with the remedy, or what one gets wrong
                 refused[str(error)] += len(group)
                 continue
@@ -241,6 +239,18 @@ def joinable(weights: Mapping[str, QuantizedWeight]) -> list[list[str]]:
         values = torch.half if weight.sparse is None else weight.sparse.values.dtype
         groups[name if key is None else (key, values)].append(name)
     return list(groups.values())
+
+
+def kernel_linear(
+    weight: QuantizedWeight, check: KernelCheck, *, bias: Float[Tensor, " n"] | None = None
+) -> KernelLinear:
+    """The layer that multiplies with a matrix, on its device, its kernels checked there.
+
+    Raises ValueError for a matrix that no kernel takes, or that one computes wrongly on this machine.
+    """
+    layout = kernel_layout(weight)
+    check(KernelLinear(layout), layout, weight)
+    return KernelLinear(layout, bias)
 
 
 def kernel_layout(weight: QuantizedWeight) -> Layout | TrellisLayout:

@@ -6,7 +6,7 @@ vLLM calls `register` in every process. It then finds `quant_method: requant` in
 method of every linear layer, and that method
 
     create_weights                   registers empty parameters, one for each tensor on disk, whose loader gathers
-    process_weights_after_loading    packs the rank's part for the kernels (`vllm_weights`)
+    process_weights_after_loading    packs the rank's part for the kernels (`vllm_weights`), and checks them on this GPU
     apply                            multiplies with them
 
 Tensor parallelism cuts codes, scales, levels and residuals exactly. The stock loaders cannot: the sparse part of a rank
@@ -34,6 +34,7 @@ from requant.checkpoint.validate import parse_embedding_and_head, parse_quantiza
 from requant.errors import ModelError
 from requant.formats.packed_spec import GUARD_TENSOR, PackedSpec
 from requant.formats.quantized_weight import QuantizedWeight
+from requant.inference.kernel_check import KernelCheck
 from requant.integrations.vllm_weights import Collector, Part, Shard, fused_runs, kernel_modules, rank_run
 
 METHOD = "requant"
@@ -50,6 +51,7 @@ class RequantConfig(QuantizationConfig):
         super().__init__()
         self.modules = dict(modules)
         self.embedding_and_head = dict(embedding_and_head or {})
+        self.checks: dict[torch.dtype, KernelCheck] = {}  # by activations, for all layers of this process
 
     def __repr__(self) -> str:
         return f"RequantConfig({len(self.modules)} modules)"
@@ -91,7 +93,7 @@ class RequantConfig(QuantizationConfig):
         if not isinstance(layer, LinearBase):
             return None
         specs = self.specs_of(prefix, attention=hasattr(layer, "total_num_kv_heads"))
-        return RequantLinearMethod(prefix, specs) if specs else UnquantizedLinearMethod()
+        return RequantLinearMethod(prefix, specs, self.checks) if specs else UnquantizedLinearMethod()
 
     def _embedding(self) -> str:
         """The name of the quantized embedding; vLLM's Llama gives its own none."""
@@ -125,9 +127,12 @@ class RequantConfig(QuantizationConfig):
 class RequantLinearMethod(LinearMethodBase):
     """Loads and multiplies one layer; its state lies on the layer, as vLLM wants it."""
 
-    def __init__(self, prefix: str, specs: Mapping[Shard, PackedSpec]) -> None:
+    def __init__(
+        self, prefix: str, specs: Mapping[Shard, PackedSpec], checks: dict[torch.dtype, KernelCheck]
+    ) -> None:
         self.prefix = prefix
         self.specs = dict(specs)
+        self.checks = checks
 
     def create_weights(
         self,
@@ -139,13 +144,14 @@ class RequantLinearMethod(LinearMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
+        self.check = self.checks.setdefault(params_dtype, KernelCheck(params_dtype))
         parts = self._parts(layer, input_size_per_partition, output_partition_sizes, input_size)
         _collect(layer, Collector(self.prefix, self.specs, parts))
         layer.register_parameter(GUARD_TENSOR, _placeholder(torch.float16, lambda *_: None))
 
     def process_weights_after_loading(self, layer: Any) -> None:
         weights = _collected(layer, layer.get_parameter(GUARD_TENSOR).device)
-        layer.kernels = nn.ModuleList(kernel_modules(weights, where=self.prefix))
+        layer.kernels = nn.ModuleList(kernel_modules(weights, self.check, where=self.prefix))
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """`x w~' + bias`, in the dtype of x."""

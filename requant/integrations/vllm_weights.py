@@ -6,10 +6,10 @@ A layer of a serving engine is one or more matrices of the checkpoint: `qkv_proj
     column-parallel     rows     r P to (r + 1) P of every matrix, P = rows a rank
     row-parallel        columns  r P to (r + 1) P
 
-Tensors of a matrix arrive one at a time, whole. As soon as the last one is there the matrix is cut (`requant.checkpoint.
-slicing`, exact) and packed again, so that a rank never keeps more than its part. What then fits into one container is
-joined to one matrix, so that one kernel launch serves q, k and v; what does not (mixed bits, a trellis) is launched apart
-and concatenated.
+Tensors of a matrix arrive one at a time, whole. As soon as the last one is there the matrix is cut (exactly:
+`formats/quantized_weight.py`) and packed again, so that a rank never keeps more than its part. What then fits into one
+container is joined to one matrix, so that one kernel launch serves q, k and v; what does not (mixed bits, a trellis) is
+launched by itself, and the outputs are concatenated.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,8 @@ from requant.formats.quantized_weight import (
     slice_rows,
     unpack,
 )
-from requant.inference.convert import KernelLinear, kernel_layout
+from requant.inference.convert import KernelLinear, kernel_linear
+from requant.inference.kernel_check import KernelCheck
 
 Shard = str | int | None  # "q", "k", "v"; 0, 1; None: the matrix is the layer's only one
 
@@ -142,9 +143,11 @@ class Collector:
         return joined
 
 
-def kernel_modules(weights: Sequence[QuantizedWeight], *, where: str) -> list[KernelLinear]:
-    """What multiplies: a module a matrix, on its device. Raises ModelError where no kernel takes one."""
+def kernel_modules(
+    weights: Sequence[QuantizedWeight], check: KernelCheck, *, where: str
+) -> list[KernelLinear]:
+    """What multiplies: a module a matrix, on its device. Raises ModelError where no kernel takes one, or gets it wrong."""
     try:
-        return [KernelLinear(kernel_layout(weight)) for weight in weights]
+        return [kernel_linear(weight, check) for weight in weights]
     except ValueError as error:
         raise ModelError(f"{where}: {error}.") from error

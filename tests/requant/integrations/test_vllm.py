@@ -305,6 +305,24 @@ def test_tensors_that_are_missing_or_wrong(engine, matrix) -> None:
         fresh.codes.weight_loader(fresh.codes, torch.zeros(1, 6, dtype=torch.int32), "q")
 
 
+def test_a_kernel_that_is_wrong_is_refused(engine, matrix, monkeypatch) -> None:
+    """The kernels are checked as `requant.load` checks them; vLLM has no slower layer to fall back to."""
+    weight = matrix(HIDDEN, HIDDEN)
+    layer = engine.layers.RowParallelLinear(
+        HIDDEN,
+        HIDDEN,
+        bias=False,
+        quant_config=config(engine, o_proj=weight),
+        prefix="model.layers.0.o_proj",
+    )
+    load(layer, weight)
+    monkeypatch.setattr(
+        "requant.inference.convert.multiply", lambda x, layout, bias: torch.zeros(len(x), layout.n)
+    )
+    with pytest.raises(ModelError, match=r"o_proj: the kernel for 3-bit codebook codes is wrong"):
+        outputs(layer, torch.zeros(1, HIDDEN))
+
+
 def test_names_that_vllm_changes(engine, matrix) -> None:
     found = config(engine, o_proj=matrix(HIDDEN, HIDDEN))
     mapper = SimpleNamespace(
