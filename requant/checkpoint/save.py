@@ -1,15 +1,9 @@
-"""Write a checkpoint: a Hugging Face folder that appears whole or not at all.
-
-Everything is written to a hidden sibling folder first, which is renamed at the end: only then does the output appear.
-"""
+"""Write a checkpoint: packed matrices, plain tensors, config.json, checksums and the source's small files."""
 
 import errno
 import fnmatch
 import itertools
 import json
-import os
-import shutil
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from requant.checkpoint.header import read_shard
+from requant.checkpoint.new_folder import check_output, new_folder
 from requant.checkpoint.validate import version_of
 from requant.checkpoint.writer import planned_bytes, write_bytes, write_shards
 from requant.errors import NumericalError, OutputError
@@ -32,19 +27,6 @@ NOT_COPIED = (*(f"*.{suffix}" for suffix in _WEIGHTS), "*.index.json", "config.j
 COPIED_FOLDERS = ("additional_chat_templates",)
 _RESERVED = {"quant_method", "format_version", "modules", "vocabulary"}
 _GUARD = TensorSpec(dtype=torch.float16, shape=(0,))
-
-
-def check_output(output: str | Path) -> Path:
-    """Raise OutputError unless `output` can be created; called before any long work."""
-    output = Path(output).expanduser().absolute()
-    if output.exists() or output.is_symlink():
-        raise OutputError(f"{output} exists already; remove it, or choose another --output.")
-    ancestor = next(parent for parent in output.parents if parent.exists())
-    if not ancestor.is_dir() or not os.access(ancestor, os.W_OK | os.X_OK):
-        raise OutputError(
-            f"{ancestor} cannot be written to; choose another --output, or change its permissions."
-        )
-    return output
 
 
 def save_checkpoint(
@@ -72,33 +54,28 @@ def save_checkpoint(
     if wrong := [name for name in extra_files or {} if Path(name).name != name]:
         raise ValueError(f"extra file {wrong[0]!r} is no plain file name")
     output = check_output(output)
-    partial: Path | None = None
     try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f".{output.name}.partial-", dir=output.parent))
-        modules: dict[str, PackedSpec] = {}
-        embedded: dict[str, PackedSpec] = {}
-        pairs: Iterable[Any] = weights.items() if isinstance(weights, Mapping) else weights
-        units = itertools.chain(
-            _units(model, pairs, modules),
-            _units(model, (embedding_and_head or {}).items(), embedded),
-            _plain_units(model, _source_dtypes(source), modules, embedded),  # reads both once they are filled
-        )
-        checksums = write_shards(partial, units, max_shard_bytes=max_shard_bytes)
-        if not modules:
-            raise ValueError("weights is empty: nothing was quantized")
-        if source is not None:
-            _copy_files(Path(source), partial)
-        for name, content in (extra_files or {}).items():
-            write_bytes(partial / name, content.encode() if isinstance(content, str) else content)
-        _write_json(partial / "config.json", _config(source, model, modules, embedded, manifest))
-        _write_json(partial / CHECKSUMS_FILE, {"algorithm": "sha256", "files": checksums})
-        _publish(partial, output)
+        with new_folder(output) as partial:
+            modules: dict[str, PackedSpec] = {}
+            embedded: dict[str, PackedSpec] = {}
+            pairs: Iterable[Any] = weights.items() if isinstance(weights, Mapping) else weights
+            units = itertools.chain(
+                _units(model, pairs, modules),
+                _units(model, (embedding_and_head or {}).items(), embedded),
+                # consumed last: it reads the tables that the two before it fill
+                _plain_units(model, _source_dtypes(source), modules, embedded),
+            )
+            checksums = write_shards(partial, units, max_shard_bytes=max_shard_bytes)
+            if not modules:
+                raise ValueError("weights is empty: nothing was quantized")
+            if source is not None:
+                _copy_files(Path(source), partial)
+            for name, content in (extra_files or {}).items():
+                write_bytes(partial / name, content.encode() if isinstance(content, str) else content)
+            _write_json(partial / "config.json", _config(source, model, modules, embedded, manifest))
+            _write_json(partial / CHECKSUMS_FILE, {"algorithm": "sha256", "files": checksums})
     except OSError as error:
         raise OutputError(_sentence(error, output)) from error
-    finally:
-        if partial is not None:
-            shutil.rmtree(partial, ignore_errors=True)  # already renamed if all went well
     return output
 
 
@@ -236,24 +213,6 @@ def _copy_files(source: Path, target: Path) -> None:
 
 def _write_json(path: Path, value: Any) -> None:
     write_bytes(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
-
-
-def _publish(partial: Path, output: Path) -> None:
-    """Make the finished folder visible under its name; durable when this returns."""
-    umask = os.umask(0)
-    os.umask(umask)
-    partial.chmod(0o777 & ~umask)  # mkdtemp made it private
-    _sync(partial)
-    partial.rename(output)
-    _sync(output.parent)
-
-
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _sentence(error: OSError, output: Path) -> str:

@@ -25,7 +25,7 @@ def compare(
     quiet: Quiet = False,
 ) -> None:
     """Compare checkpoints by what their own files say: a table, and with --output a page."""
-    from requant.checkpoint.save import check_output
+    from requant.checkpoint.new_folder import check_output
     from requant.report.compare import compare_checkpoints, note, render_comparison
 
     page = None if output is None else check_output(output)

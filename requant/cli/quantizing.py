@@ -81,7 +81,7 @@ def quantize(
     verbose: Verbose = False,
 ) -> None:
     """Quantize a model, measure the loss of quality, write a checkpoint and a report."""
-    from requant.checkpoint.save import check_output
+    from requant.checkpoint.new_folder import check_output
     from requant.models.devices import pick_device
     from requant.pipeline.plan import make_plan
     from requant.pipeline.prepare import prepare
@@ -149,7 +149,7 @@ def sensitivity(
     verbose: Verbose = False,
 ) -> None:
     """Score every weight by gradient, Hessian diagonal and PQI; compare predicted with measured dF."""
-    from requant.checkpoint.save import check_output
+    from requant.checkpoint.new_folder import check_output
     from requant.recipe.options import recipe_from_options
     from requant.report.score import score
 

@@ -15,10 +15,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from requant.checkpoint.new_folder import check_output, new_folder
 from requant.display import format_bytes
 from requant.errors import InputError, OutputError, did_you_mean
 from requant.exporters import compressed_tensors, dense, gguf
-from requant.exporters.folder import Written, copy_files, new_folder, write_card
+from requant.exporters.folder import Written, copy_files, write_card
 from requant.exporters.source import Source, open_source
 
 TARGETS: dict[str, Callable[[Source, Path], Written]] = {
@@ -77,10 +78,11 @@ def export(checkpoint: str | Path, target: str, output: str | Path, *, dtype: st
         )
     source = open_source(checkpoint, dtype=dtype)
     try:
-        with new_folder(output) as (folder, target_path):
+        path = check_output(output)
+        with new_folder(path) as folder:
             written = TARGETS[target](source, folder)
             copy_files(source.path, folder)
-            write_card(source, target, folder, name=target_path.name)
+            write_card(source, target, folder, name=path.name)
             sizes = {name: (folder / name).stat().st_size for name in written.files}
     except OSError as error:
         raise OutputError(

@@ -1,18 +1,15 @@
-"""The output folder, created atomically, and the small files that a model needs besides its weights."""
+"""The small files that a model needs besides its weights."""
 
 import fnmatch
 import json
-import os
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from requant.checkpoint.save import COPIED_FOLDERS, NOT_COPIED, check_output
+from requant.checkpoint.save import COPIED_FOLDERS, NOT_COPIED
 from requant.checkpoint.writer import write_bytes
 from requant.exporters.source import Source
 
@@ -30,21 +27,6 @@ class Written:
 
     files: list[str]
     notes: list[str] = field(default_factory=list)
-
-
-@contextmanager
-def new_folder(output: str | Path) -> Iterator[tuple[Path, Path]]:
-    """A hidden folder to fill and the path it is renamed to when the body ends; removed when the body fails."""
-    path = check_output(output)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    prefix = f".{path.name}.partial-"
-    with tempfile.TemporaryDirectory(prefix=prefix, dir=path.parent, ignore_cleanup_errors=True) as name:
-        folder = Path(name)
-        yield folder, path
-        umask = os.umask(0)
-        os.umask(umask)
-        folder.chmod(0o777 & ~umask)  # temporary folders are private
-        folder.rename(path)
 
 
 def copy_files(source: Path, folder: Path) -> None:

@@ -5,7 +5,6 @@ Writes a folder: `SCORE/model*.safetensors` (one float32 tensor per matrix, sign
 """
 
 import json
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,8 @@ from pathlib import Path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from requant.allocation.budget import allocate_bits, with_allocation
-from requant.checkpoint.save import MAX_SHARD_BYTES, check_output
+from requant.checkpoint.new_folder import check_output, new_folder
+from requant.checkpoint.save import MAX_SHARD_BYTES
 from requant.checkpoint.writer import write_shards
 from requant.errors import OutputError
 from requant.models.targets import QuantTarget
@@ -89,9 +89,7 @@ def score(
 
 def _written(run: RunContext, weights: Weights, output: Path) -> Sensitivities:
     """The scores, each written to disk as it comes; the folder appears whole or not at all."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{output.name}.partial-", dir=output.parent) as name:
-        folder = Path(name)
+    with new_folder(output) as folder:
 
         def write_scores(score: str, values: Scores) -> None:
             (folder / score).mkdir()
@@ -106,7 +104,4 @@ def _written(run: RunContext, weights: Weights, output: Path) -> Sensitivities:
         predicted = {score: found.by_block(score) for score in found.diagnosis.predicted}
         plot = sensitivity_plot(predicted, found.diagnosis.block_delta_loss, format="svg")
         (folder / "plot.svg").write_bytes(plot)
-        folder.chmod(0o755)  # temporary folders are private
-        folder.rename(output)
-        folder.mkdir()  # what the context manager removes
     return found

@@ -2,6 +2,9 @@ import errno
 import hashlib
 import json
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,8 +14,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from requant.checkpoint import writer
+from requant.checkpoint.new_folder import check_output, new_folder
 from requant.checkpoint.read import load_weights
-from requant.checkpoint.save import check_output, save_checkpoint
+from requant.checkpoint.save import save_checkpoint
 from requant.checkpoint.sizes import byte_table
 from requant.checkpoint.validate import read_header
 from requant.errors import NumericalError, OutputError
@@ -207,6 +211,28 @@ def test_interruption_leaves_nothing(parts, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         save(model, tmp_path / "out", interrupted())
     assert set(tmp_path.iterdir()) == before
+
+
+KILLED = """
+import os, pathlib, signal, sys
+from requant.checkpoint.new_folder import new_folder
+with new_folder(pathlib.Path(sys.argv[1])) as folder:
+    (folder / "part-00000").write_bytes(bytes(1000))
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_run_left_is_removed_and_what_a_living_one_writes_is_not(tmp_path: Path) -> None:
+    output, other = tmp_path / "out", tmp_path / ".out.partially"
+    other.mkdir()
+    for _ in range(2):
+        assert subprocess.run([sys.executable, "-c", KILLED, output]).returncode == -signal.SIGKILL
+        assert len(list(tmp_path.glob(".out.partial-*"))) == 1  # the second run has removed the first one's
+    with new_folder(tmp_path / "out") as living:
+        with new_folder(output):
+            assert living.is_dir()
+        output.rmdir()
+    assert {path.name for path in tmp_path.iterdir()} == {"out", ".out.partially"}
 
 
 def test_infinite_scales_are_refused_with_the_name_of_the_matrix(parts, tmp_path: Path) -> None:

@@ -1,0 +1,86 @@
+"""An output folder that appears whole or not at all.
+
+Its files are written to a hidden sibling, `.NAME.partial-xxxxxxxx`, which is renamed at the end. The sibling is locked while
+its process lives (`flock`, which the kernel releases however the process ends), so that the next run with the same
+output can tell what a killed run left, and removes it.
+"""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from requant.errors import OutputError
+
+try:
+    import fcntl
+except ImportError:  # not a POSIX system: nothing is locked, and nothing of other runs is removed
+    fcntl = None
+
+
+def check_output(output: str | Path) -> Path:
+    """Raise OutputError unless `output` can be created; called before any long work."""
+    output = Path(output).expanduser().absolute()
+    if output.exists() or output.is_symlink():
+        raise OutputError(f"{output} exists already; remove it, or choose another --output.")
+    ancestor = next(parent for parent in output.parents if parent.exists())
+    if not ancestor.is_dir() or not os.access(ancestor, os.W_OK | os.X_OK):
+        raise OutputError(
+            f"{ancestor} cannot be written to; choose another --output, or change its permissions."
+        )
+    return output
+
+
+@contextmanager
+def new_folder(output: Path) -> Iterator[Path]:
+    """A hidden folder to fill, which becomes `output` when the body ends, durably; removed when the body fails.
+
+    `output` comes from `check_output`. Raises OSError.
+    """
+    output.parent.mkdir(parents=True, exist_ok=True)
+    prefix = f".{output.name}.partial-"
+    for left in output.parent.iterdir():
+        if left.name.startswith(prefix):
+            _remove_if_dead(left)
+    partial = Path(tempfile.mkdtemp(prefix=prefix, dir=output.parent))
+    handle = os.open(partial, os.O_RDONLY)
+    try:
+        if fcntl is not None:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield partial
+        umask = os.umask(0)
+        os.umask(umask)
+        partial.chmod(0o777 & ~umask)  # mkdtemp made it private
+        os.fsync(handle)
+        partial.rename(output)
+        _sync(output.parent)
+    finally:
+        os.close(handle)
+        shutil.rmtree(partial, ignore_errors=True)  # already renamed if all went well
+
+
+def _remove_if_dead(partial: Path) -> None:
+    """Remove a folder whose process has ended; one that cannot be opened or locked is left alone."""
+    if fcntl is None:
+        return
+    try:
+        handle = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(partial, ignore_errors=True)
+    except OSError:
+        return
+    finally:
+        os.close(handle)
+
+
+def _sync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
