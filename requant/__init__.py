@@ -1,7 +1,7 @@
 """Post-training quantization with sensitivity metrics: see README.md for the reading order.
 
 import requant
-result = requant.quantize("demo", requant.Recipe())   # or a loaded model
+result = requant.quantize("demo", bits=3)   # or a loaded model; a recipe, and the options of the command
 requant.save(result, "demo-3bit")
 model = requant.load("demo-3bit")
 """
@@ -14,6 +14,7 @@ from requant.version import VERSION
 __version__ = VERSION
 
 if TYPE_CHECKING:
+    from requant.errors import RequantError as RequantError
     from requant.exporters.export import export as export
     from requant.inference.load import load as load
     from requant.pipeline.quantize import QuantizedModel as QuantizedModel
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 _PUBLIC = {
     "QuantizedModel": "requant.pipeline.quantize",
     "Recipe": "requant.recipe.schema",
+    "RequantError": "requant.errors",
     "export": "requant.exporters.export",
     "load": "requant.inference.load",
     "load_recipe": "requant.recipe.yaml_files",
@@ -37,6 +39,7 @@ _PUBLIC = {
 __all__ = [
     "QuantizedModel",
     "Recipe",
+    "RequantError",
     "export",
     "load",
     "load_recipe",
@@ -58,4 +61,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 import requant
+from requant.cli.common import PanelledCommand
 from requant.cli.comparing import compare
 from requant.cli.exporting import export
 from requant.cli.listing import methods, recipes
@@ -64,7 +65,7 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 
 
 for _name, _command in COMMANDS.items():
-    app.command(name=_name)(_command)
+    app.command(name=_name, cls=PanelledCommand)(_command)
 
 
 def main() -> None:

@@ -4,17 +4,82 @@ import logging
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperOption
 
-Calibration = Annotated[list[str] | None, typer.Option(help="Text files, a datasets name, demo, or self.")]
-Skip = Annotated[
-    list[str] | None, typer.Option(help="Shell pattern of matrices not to quantize; repeatable.")
+RECIPE = "The recipe"  # panels of --help
+CALIBRATION = "Calibration and evaluation"
+RUN = "The run"
+PRINTED = "What is printed"
+
+Calibration = Annotated[
+    list[str] | None,
+    typer.Option(help="Text files, a datasets name, demo, or self.", rich_help_panel=CALIBRATION),
 ]
-Seed = Annotated[int | None, typer.Option(help="Seed; above 0 it shifts the calibration windows.")]
-Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: the GPU where there is one.")]
-Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: float32 on the CPU.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress bars.")]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log what the quantizers report.")]
+EvalText = Annotated[
+    list[str] | None, typer.Option(help="Text to score. [a held-out part]", rich_help_panel=CALIBRATION)
+]
+NumSamples = Annotated[
+    int | None,
+    typer.Option(help="Calibration windows. [128; on a GPU 256; demo: 16]", rich_help_panel=CALIBRATION),
+]
+SeqLen = Annotated[
+    int | None,
+    typer.Option(help="Tokens of a calibration window. [2048; demo: 512]", rich_help_panel=CALIBRATION),
+]
+GroupSize = Annotated[
+    int | None,
+    typer.Option(
+        help="Columns that share a scale, of gptq, awq, hqq and rtn; -1: whole rows. [128]",
+        rich_help_panel=RECIPE,
+    ),
+]
+Symmetric = Annotated[
+    bool | None,
+    typer.Option(
+        "--symmetric/--asymmetric",
+        help="Whether grids of gptq, awq and rtn go without zero points. [asymmetric]",
+        rich_help_panel=RECIPE,
+    ),
+]
+Skip = Annotated[
+    list[str] | None,
+    typer.Option(help="Shell pattern of matrices not to quantize; repeatable.", rich_help_panel=RECIPE),
+]
+Seed = Annotated[
+    int | None,
+    typer.Option(help="Seed; above 0 it shifts the calibration windows.", rich_help_panel=CALIBRATION),
+]
+Device = Annotated[
+    str, typer.Option(help="cpu, cuda, or auto: the GPU where there is one.", rich_help_panel=RUN)
+]
+Dtype = Annotated[
+    str,
+    typer.Option(help="float32, bfloat16, float16, or auto: float32 on the CPU.", rich_help_panel=RUN),
+]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print JSON instead of a table.", rich_help_panel=PRINTED)
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress bars.", rich_help_panel=PRINTED)]
+Verbose = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Log what the quantizers report.", rich_help_panel=PRINTED)
+]
+
+
+class PanelledCommand(TyperCommand):
+    """A command whose --help lists the options by panel; those of one command are listed as they come."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        panels: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            panel = getattr(parameter, "rich_help_panel", None) or "Options"
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                panels.setdefault(panel if isinstance(parameter, TyperOption) else "Arguments", []).append(
+                    record
+                )
+        for panel, records in panels.items():
+            with formatter.section(panel):
+                formatter.write_dl(records)
 
 
 def table(rows: Any) -> str:

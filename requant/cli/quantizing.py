@@ -3,19 +3,27 @@
 import dataclasses
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from requant.cli.common import (
+    RECIPE,
+    RUN,
     AsJson,
     Calibration,
     Device,
     Dtype,
+    EvalText,
+    GroupSize,
+    NumSamples,
     Quiet,
     Seed,
+    SeqLen,
     Skip,
+    Symmetric,
     Verbose,
     log_to_stderr,
     table,
@@ -25,62 +33,86 @@ from requant.cli.common import (
 def quantize(
     model: Annotated[
         str | None,
-        typer.Option(help="Folder, hub name, alias (llama-3.2-1b), or demo. [the recipe's, or demo]"),
+        typer.Option(
+            help="Folder, hub name, alias (llama-3.2-1b), or demo. [the recipe's, or demo]",
+            rich_help_panel=RECIPE,
+        ),
     ] = None,
     bits: Annotated[
         str | None,
         typer.Option(
             help="Bits a weight: a whole number is the bits of every code (2 to 8; trellis from 1), a fraction, and any "
-            "number in mode best, what all stored bytes may come to."
+            "number in mode best, what all stored bytes may come to.",
+            rich_help_panel=RECIPE,
         ),
     ] = None,
     size: Annotated[
-        str | None, typer.Option(help="Bytes that the weight files may take in all, such as 600MB.")
+        str | None,
+        typer.Option(
+            help="Bytes that the weight files may take in all, such as 600MB.", rich_help_panel=RECIPE
+        ),
     ] = None,
     recipe: Annotated[
-        str | None, typer.Option(help="A recipe by name or YAML file; other options override it.")
+        str | None,
+        typer.Option(
+            help="A recipe by name or YAML file; other options override it.", rich_help_panel=RECIPE
+        ),
     ] = None,
     method: Annotated[
-        str | None, typer.Option(help="Quantization method; `requant methods` lists them.")
+        str | None,
+        typer.Option(help="Quantization method; `requant methods` lists them.", rich_help_panel=RECIPE),
     ] = None,
     mode: Annotated[
         str | None,
         typer.Option(
             help="best: rounds of quantizing and finetuning; paper: ReQuant as published; dense: codes only. "
-            "[best on a GPU, paper elsewhere]"
+            "[best on a GPU, paper elsewhere]",
+            rich_help_panel=RECIPE,
         ),
     ] = None,
-    sensitivity: Annotated[str | None, typer.Option(help="pqi, hessian, gradient or marginal.")] = None,
-    calibration: Calibration = None,
-    eval_text: Annotated[list[str] | None, typer.Option(help="Text to score. [a held-out part]")] = None,
-    num_samples: Annotated[
-        int | None, typer.Option(help="Calibration windows. [128; on a GPU 256; demo: 16]")
-    ] = None,
-    seq_len: Annotated[
-        int | None, typer.Option(help="Tokens of a calibration window. [2048; demo: 512]")
-    ] = None,
-    skip: Skip = None,
+    group_size: GroupSize = None,
+    symmetric: Symmetric = None,
     head_bits: Annotated[
         int | None,
-        typer.Option(help="Bits of embedding and head: 4, 5, 6, 8 or 16. [16; with --size the best]"),
+        typer.Option(
+            help="Bits of embedding and head: 4, 5, 6, 8 or 16. [16; with --size the best]",
+            rich_help_panel=RECIPE,
+        ),
+    ] = None,
+    sensitivity: Annotated[
+        str | None, typer.Option(help="pqi, hessian, gradient or marginal.", rich_help_panel=RECIPE)
     ] = None,
     finetune_steps: Annotated[
         int | None,
         typer.Option(
-            help="Training steps of each finetuning phase; codes stay fixed. [450 in mode best on a GPU, else 0]"
+            help="Training steps of each finetuning phase; codes stay fixed. [450 in mode best on a GPU, else 0]",
+            rich_help_panel=RECIPE,
         ),
     ] = None,
-    output: Annotated[Path | None, typer.Option(help="Folder to write. [./MODEL-METHOD-BITSbit]")] = None,
+    skip: Skip = None,
+    calibration: Calibration = None,
+    eval_text: EvalText = None,
+    num_samples: NumSamples = None,
+    seq_len: SeqLen = None,
+    seed: Seed = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder to write. [./MODEL-METHOD-BITSbit]", rich_help_panel=RUN)
+    ] = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
-    seed: Seed = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue after the last finished stage.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Continue after the last finished stage.", rich_help_panel=RUN),
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the plan and stop.", rich_help_panel=RUN)
+    ] = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
     """Quantize a model, measure the loss of quality, write a checkpoint and a report."""
+    options = recipe_options(locals())
     from requant.checkpoint.new_folder import check_output
     from requant.models.devices import pick_device
     from requant.pipeline.plan import make_plan
@@ -92,24 +124,7 @@ def quantize(
     from requant.run.workspace import Workspace
 
     log_to_stderr(verbose)
-    chosen = recipe_from_options(
-        model=model,
-        bits=bits,
-        recipe=recipe,
-        method=method,
-        mode=mode,
-        sensitivity=sensitivity,
-        calibration=calibration,
-        eval_text=eval_text,
-        num_samples=num_samples,
-        seq_len=seq_len,
-        skip=skip,
-        seed=seed,
-        tune=finetune_steps,
-        gpu=pick_device(device).startswith("cuda"),
-        size=size,
-        head_bits=head_bits,
-    )
+    chosen = recipe_from_options(recipe, model=model, gpu=pick_device(device).startswith("cuda"), **options)
     folder = (output if output is not None else output_folder(chosen)).expanduser()
     if dry_run:
         plan = make_plan(
@@ -128,6 +143,13 @@ def quantize(
         print(f"warning: {warning}", file=sys.stderr)
 
 
+def recipe_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Those arguments of a command that the recipe is made of."""
+    from requant.recipe.options import Options
+
+    return {name: given[name] for name in Options.__annotations__ if name in given}
+
+
 def sensitivity(
     model: Annotated[
         str | None, typer.Option(help="Folder, hub name, alias, or demo. [the recipe's, or demo]")
@@ -135,40 +157,29 @@ def sensitivity(
     bits: Annotated[str | None, typer.Option(help="Bits of a code, 2 to 8 (trellis from 1).")] = None,
     recipe: Annotated[str | None, typer.Option(help="A recipe by name or YAML file.")] = None,
     method: Annotated[str | None, typer.Option(help="The quantizer whose step is scored.")] = None,
-    calibration: Calibration = None,
-    num_samples: Annotated[int | None, typer.Option(help="Calibration windows.")] = None,
-    seq_len: Annotated[int | None, typer.Option(help="Tokens of a window.")] = None,
     nodes: Annotated[str | None, typer.Option(help="gauss2, gauss4, midpoint, simpson or plain32.")] = None,
-    skip: Skip = None,
     output: Annotated[Path, typer.Option(help="Folder to write.")] = Path("sensitivity"),
+    group_size: GroupSize = None,
+    symmetric: Symmetric = None,
+    skip: Skip = None,
+    calibration: Calibration = None,
+    num_samples: NumSamples = None,
+    seq_len: SeqLen = None,
+    seed: Seed = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
-    seed: Seed = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
     """Score every weight by gradient, Hessian diagonal and PQI; compare predicted with measured dF."""
+    options = recipe_options(locals())
     from requant.checkpoint.new_folder import check_output
     from requant.recipe.options import recipe_from_options
     from requant.report.score import score
 
     log_to_stderr(verbose)
-    chosen = recipe_from_options(
-        model=model,
-        bits=bits,
-        recipe=recipe,
-        method=method,
-        mode="dense",
-        sensitivity=None,
-        calibration=calibration,
-        eval_text=None,
-        num_samples=num_samples,
-        seq_len=seq_len,
-        skip=skip,
-        seed=seed,
-        nodes=nodes,
-    )
+    chosen = recipe_from_options(recipe, model=model, mode="dense", **options)
     check_output(output)
     found = score(chosen.model, chosen, device=device, dtype=dtype, output=output, quiet=quiet)
     rows = found.rows()

@@ -10,10 +10,8 @@ from transformers import PreTrainedModel
 from requant.checkpoint.read import provenance
 from requant.checkpoint.validate import read_header
 from requant.errors import CheckpointError, InputError, RequantError
-from requant.models.loading import (
-    load_model,
-    read_config,
-)
+from requant.models.devices import pick_device
+from requant.models.loading import load_model, read_config
 
 logger = logging.getLogger(__name__)
 
@@ -51,15 +49,16 @@ def load(
 ) -> Any:
     """The model of a checkpoint, in eval mode.
 
+    `device` is cpu, cuda, cuda:NUMBER, or auto: the GPU where there is one.
     `dtype` is that of activations and of all that is not quantized; `auto` keeps what the checkpoint has.
     On a GPU the matrices are held as the kernels read them (`requant.inference.convert`), and such a model cannot be saved.
     With `dequantize`, plain layers hold the same floats: as large as the original, the same logits bit for
-    bit, and faster where no kernel serves the quantized form. Raises CheckpointError for a folder that is
-    damaged, foreign or hostile; then no model exists, not even in part. One line of the log (level INFO) says how
-    many matrices were loaded, and whether their files are those that were saved.
+    bit, and faster where no kernel serves the quantized form. Raises InputError for a device that is not there, and
+    CheckpointError for a folder that is damaged, foreign or hostile; then no model exists, not even in part. One line
+    of the log (level INFO) says how many matrices were loaded, and whether their files are those that were saved.
     """
+    device, dtype = pick_device(str(device)), _dtype(dtype)
     header = read_header(path, trust_remote_code=trust_remote_code)
-    dtype = _dtype(dtype)
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 

@@ -80,12 +80,14 @@ class RequantHfQuantizer(HfQuantizer):
         tie_head(model)
         return model
 
-    def _dequantize(self, model: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
+    def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None, **kwargs: Any) -> Any:
+        # save_pretrained leaves a name in the config, from which transformers takes it
+        wanted: torch.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype or model.dtype
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         tied = isinstance(embedding, QuantEmbedding) and head._buffers is embedding._buffers
         for name, layer in list(model.named_modules()):
             if isinstance(layer, QuantLinear | QuantEmbedding):
-                model.set_submodule(name, layer.dequantized(dtype or model.dtype))
+                model.set_submodule(name, layer.dequantized(wanted))
         if tied:
             model.get_output_embeddings().weight = model.get_input_embeddings().weight
             model.__dict__.pop("_tied_weights_keys")

@@ -11,25 +11,27 @@ The checkpoint and its report are written by `requant.save` (report/save.py).
 """
 
 import copy
-import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Unpack
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from requant.allocation.budget import allocate_bits, with_allocation
 from requant.allocation.embedding_and_head import QuantizedEmbeddingAndHead, quantize_embedding_and_head
 from requant.allocation.knapsack import TOLERANCE
+from requant.errors import RecipeError
 from requant.evaluation.perplexity import Quality, perplexity_and_kl
 from requant.evaluation.samples import Sample, write_samples
 from requant.finetune.final import finetune
-from requant.models.devices import peak_memory
+from requant.models.devices import peak_memory, pick_device
 from requant.pipeline.best import best
 from requant.pipeline.diagnosis import DISAGREEMENT, Diagnosis, diagnose
 from requant.pipeline.paper import requant_as_published
 from requant.pipeline.prepare import Prepared, diagnosed_windows, prepare, start
+from requant.recipe.options import Options, recipe_from_options
 from requant.recipe.schema import Recipe
 from requant.run.context import Allocation, RunContext, Weights
 from requant.run.quantize_linears import quantize_linears
@@ -88,7 +90,7 @@ class QuantizedModel:
 
 def quantize(
     model: str | PreTrainedModel,
-    recipe: Recipe,
+    recipe: Recipe | Mapping[str, Any] | str | Path | None = None,
     text: str | Path | Sequence[str] | None = None,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
@@ -96,17 +98,23 @@ def quantize(
     dtype: str = "auto",
     workspace: Workspace | None = None,
     quiet: bool = True,
+    **options: Unpack[Options],
 ) -> QuantizedModel:
-    """Quantize a model as the recipe says and measure what it cost; nothing is written.
+    """Quantize a model as the recipe and the options say, and measure what it cost; nothing is written.
 
-    `model` is a source (folder, hub name, alias, `demo`) or a loaded model, whose weights are then overwritten;
-    `text` replaces the recipe's calibration text. Raises RequantError.
+        quantize("demo", bits=3)
+        quantize("demo", "demo-3bit", method="gptq", group_size=64)
+
+    Args:
+        model: a source (folder, hub name, alias, `demo`), or a loaded model, whose weights are then overwritten.
+        recipe: a Recipe, its plain data (a dict as YAML holds it), a YAML file, or the name of a recipe that ships with
+            requant; None: the defaults, for which `bits` or `size` must be given.
+        text: calibration text; the same as the option `calibration`.
+        options: those of the command, under the same names (`recipe/options.py`); they override the recipe.
+
+    Raises RequantError.
     """
-    if not isinstance(model, str):
-        recipe = dataclasses.replace(recipe, model=model.name_or_path or type(model).__name__)
-    if text is not None:  # the recipe in the checkpoint says what was done
-        names = (str(text),) if isinstance(text, str | Path) else tuple(map(str, text))
-        recipe = dataclasses.replace(recipe, calibration=dataclasses.replace(recipe.calibration, text=names))
+    recipe = recipe_for(model, recipe, text, device=device, options=options)
     prepared = prepare(model, recipe, tokenizer=tokenizer, device=device, dtype=dtype, quiet=quiet)
     run = start(prepared, recipe, workspace=workspace or Workspace(None), quiet=quiet)
     run = with_allocation(run, allocate_bits(run))
@@ -138,6 +146,26 @@ def quantize(
         seconds=dict(run.seconds),
         peak_memory=peak_memory(prepared.model.device),
     )
+
+
+def recipe_for(
+    model: str | PreTrainedModel,
+    recipe: Recipe | Mapping[str, Any] | str | Path | None,
+    text: str | Path | Sequence[str] | None,
+    *,
+    device: str,
+    options: Mapping[str, Any],
+) -> Recipe:
+    """The recipe of a call from Python; it names the model and the text, since the checkpoint says what was done."""
+    if text is not None:
+        if options.get("calibration") is not None:
+            raise RecipeError("text and calibration are the same option; give one of them.")
+        options = {**options, "calibration": text}
+    if isinstance(model, str):
+        gpu, name = pick_device(device).startswith("cuda"), model
+    else:
+        gpu, name = model.device.type == "cuda", model.name_or_path or type(model).__name__
+    return recipe_from_options(recipe, model=name, gpu=gpu, **options)
 
 
 def finetuned(run: RunContext, weights: Weights) -> Weights:

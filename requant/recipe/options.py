@@ -1,12 +1,16 @@
-"""Command-line options -> recipe: the named recipe, or the defaults (`defaults.py`), overridden by the options given."""
+"""Options -> recipe: the named recipe, or the defaults (`defaults.py`), overridden by the options given.
+
+The command line (`requant/cli/quantizing.py`) and the Python calls (`requant.quantize`, `requant.score`) take the same
+options, those of `Options`; `KEYS` says which keys of the recipe each of them sets.
+"""
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
-from requant.errors import RecipeError
+from requant.errors import RecipeError, did_you_mean
 from requant.quantizers.registry import METHODS
 from requant.recipe.defaults import default_recipe
 from requant.recipe.schema import Recipe
@@ -21,64 +25,124 @@ UNITS = {"": 1, "b": 1} | {
 }
 
 
+class Options(TypedDict, total=False):
+    """What may be said beside a recipe; None, or nothing, leaves what the recipe says."""
+
+    bits: int | float | str | None  # of a code, or a budget (`_set_bits`)
+    size: int | str | None  # bytes of the weight files: 600_000_000, "600MB"
+    method: str | None
+    mode: str | None
+    group_size: int | None
+    symmetric: bool | None
+    head_bits: int | None
+    finetune_steps: int | None
+    sensitivity: str | None
+    nodes: str | None
+    calibration: str | Path | Sequence[str | Path] | None
+    eval_text: str | Path | Sequence[str | Path] | None
+    num_samples: int | None
+    seq_len: int | None
+    skip: str | Sequence[str] | None
+    seed: int | None
+
+
+KEYS: dict[str, tuple[str, ...]] = {  # option -> the keys of the recipe that it sets
+    "group_size": ("quantizer.group_size",),
+    "symmetric": ("quantizer.symmetric",),
+    "head_bits": ("budget.head_bits", "budget.embedding_bits"),
+    "finetune_steps": ("finetune.steps",),
+    "sensitivity": ("sensitivity.score",),
+    "nodes": ("sensitivity.nodes",),
+    "calibration": ("calibration.text",),
+    "eval_text": ("evaluation.text",),
+    "num_samples": ("calibration.num_samples",),
+    "seq_len": ("calibration.seq_len", "evaluation.context"),
+    "skip": ("skip",),
+    "seed": ("seed",),
+}
+
+
 def recipe_from_options(
+    recipe: Recipe | Mapping[str, Any] | str | Path | None = None,
     *,
-    model: str | None,
-    bits: str | None,
-    recipe: str | None,
-    method: str | None,
-    mode: str | None,
-    sensitivity: str | None,
-    calibration: Sequence[str] | None,
-    eval_text: Sequence[str] | None,
-    num_samples: int | None,
-    seq_len: int | None,
-    skip: Sequence[str] | None,
-    seed: int | None,
-    nodes: str | None = None,
-    tune: int | None = None,
-    size: str | None = None,
-    head_bits: int | None = None,
+    model: str | None = None,
     gpu: bool = False,
+    **options: Any,
 ) -> Recipe:
-    """One checked recipe; options that are None leave what the recipe says. `gpu`: whether the run will have one."""
-    if recipe is None and bits is None and size is None:
-        raise RecipeError("say how many bits: --bits 1 to 8, or --size, or name a --recipe.")
-    if bits is not None and size is not None:
+    """One checked recipe.
+
+    Args:
+        recipe: the base: a recipe, its plain data as YAML holds it, a YAML file, or the name of one that ships with
+            requant; None: the defaults of the model, the machine, mode and method, for which bits or a size must be given.
+        model: None leaves the recipe's own.
+        gpu: whether the run will have one.
+        options: those of `Options`.
+
+    Raises RecipeError.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    for name in given:
+        if name not in Options.__annotations__:
+            raise RecipeError(
+                f"there is no option '{name}'{did_you_mean(name, Options.__annotations__)}; "
+                f"there are: {', '.join(Options.__annotations__)}."
+            )
+    method, mode = given.get("method"), given.get("mode")
+    if recipe is None:
+        if "bits" not in given and "size" not in given:
+            raise RecipeError("say how many bits: --bits 1 to 8, or --size, or name a --recipe.")
+        base = to_dict(default_recipe(model or "demo", method, mode, gpu=gpu))
+    else:
+        base = to_dict(_as_recipe(recipe))
+    if "bits" in given and "size" in given:
         raise RecipeError("--bits and --size are two budgets; give one of them.")
-    base = to_dict(
-        default_recipe(model or "demo", method, mode, gpu=gpu) if recipe is None else load_recipe(recipe)
-    )
     if method is not None and method != base["method"]:
         base |= {"method": method, "quantizer": {"bits": base["quantizer"]["bits"]}}
     if model is not None:
         base["model"] = model
     if mode is not None:
         base["mode"] = mode
-    if bits is not None:
-        _set_bits(base, parse_bits(bits))
-    if size is not None:
-        base["budget"] |= {"bits": None, "size": parse_size(size)}
-    overrides: dict[str, dict[str, Any]] = {
-        "calibration": {"text": calibration, "num_samples": num_samples, "seq_len": seq_len},
-        "sensitivity": {"score": sensitivity, "nodes": nodes},
-        "finetune": {"steps": tune},
-        "budget": {"head_bits": head_bits, "embedding_bits": head_bits},
-        "evaluation": {"text": eval_text, "context": seq_len},
-    }
-    if sensitivity is not None and base["mode"] == "best":
+    if "bits" in given:
+        _set_bits(base, parse_bits(given["bits"]))
+    if "size" in given:
+        base["budget"] |= {"bits": None, "size": parse_size(given["size"])}
+    if "sensitivity" in given and base["mode"] == "best":
         logger.warning(
             "--sensitivity ranks the sparse part, which mode best does not have; give --mode paper."
         )
-    for section, values in overrides.items():
-        base[section] |= {key: _plain(value) for key, value in values.items() if value is not None}
-    for key, value in {"skip": skip, "seed": seed}.items():
-        if value is not None:
-            base[key] = _plain(value)
+    for name, value in given.items():
+        for key in KEYS.get(name, ()):
+            _set(base, key, _plain(value), option=name)
     return from_dict(base, where="options")
 
 
-def parse_bits(bits: str) -> float:
+def _as_recipe(recipe: Recipe | Mapping[str, Any] | str | Path) -> Recipe:
+    if isinstance(recipe, Recipe):
+        return recipe
+    if isinstance(recipe, str | Path):
+        return load_recipe(str(recipe))
+    for key in recipe if isinstance(recipe, Mapping) else ():
+        if key in Options.__annotations__ and key not in Recipe.__dataclass_fields__:
+            raise RecipeError(
+                f"'{key}' is an option and no key of a recipe; give it as {key}=... beside the recipe."
+            )
+    return from_dict(dict(recipe) if isinstance(recipe, Mapping) else recipe)
+
+
+def _set(base: dict[str, Any], key: str, value: Any, *, option: str) -> None:
+    """Set a dotted key of a recipe's plain data."""
+    section, _, name = key.rpartition(".")
+    if section == "quantizer":
+        takers = [name for name, method in METHODS.items() if option in method.config.__dataclass_fields__]
+        if base["method"] not in takers:
+            raise RecipeError(
+                f"--{option.replace('_', '-')} has no meaning for method '{base['method']}'; "
+                f"choose one of: {', '.join(takers)}."
+            )
+    (base[section] if section else base)[name] = value
+
+
+def parse_bits(bits: int | float | str) -> float:
     """`--bits` as a number from 1 to 8."""
     try:
         value = float(bits)
@@ -89,9 +153,9 @@ def parse_bits(bits: str) -> float:
     return value
 
 
-def parse_size(size: str) -> int:
+def parse_size(size: int | str) -> int:
     """`--size` in bytes: a number with a unit of UNITS, or without."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", size, re.IGNORECASE | re.ASCII)
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(size), re.IGNORECASE | re.ASCII)
     unit = UNITS.get(found[2].lower()) if found else None
     if found is None or unit is None:
         raise RecipeError(
@@ -133,4 +197,6 @@ def budget_name(recipe: Recipe) -> str:
 
 
 def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value

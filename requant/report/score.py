@@ -5,9 +5,10 @@ Writes a folder: `SCORE/model*.safetensors` (one float32 tensor per matrix, sign
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Unpack
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -19,6 +20,8 @@ from requant.errors import OutputError
 from requant.models.targets import QuantTarget
 from requant.pipeline.diagnosis import Diagnosis, diagnose
 from requant.pipeline.prepare import prepare, start
+from requant.pipeline.quantize import recipe_for
+from requant.recipe.options import Options
 from requant.recipe.schema import Recipe
 from requant.report.plots import sensitivity_plot
 from requant.run.context import RunContext, Weights
@@ -56,7 +59,7 @@ class Sensitivities:
 
 def score(
     model: str | PreTrainedModel,
-    recipe: Recipe,
+    recipe: Recipe | Mapping[str, Any] | str | Path | None = None,
     text: str | Path | Sequence[str] | None = None,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
@@ -64,13 +67,16 @@ def score(
     dtype: str = "auto",
     output: str | Path | None = None,
     quiet: bool = True,
+    **options: Unpack[Options],
 ) -> Sensitivities:
     """Score every weight for the change that the recipe's quantizer makes (codes only, no sparse part).
 
-    With `output`, the scores of every weight, the table and the plot are written there. Raises RequantError.
+    Model, recipe, text and options are those of `requant.quantize`. With `output`, the scores of every weight, the table
+    and the plot are written there. Raises RequantError.
     """
     out_folder = None if output is None else check_output(output)
-    prepared = prepare(model, recipe, text, tokenizer=tokenizer, device=device, dtype=dtype, quiet=quiet)
+    recipe = recipe_for(model, recipe, text, device=device, options={**options, "mode": "dense"})
+    prepared = prepare(model, recipe, tokenizer=tokenizer, device=device, dtype=dtype, quiet=quiet)
     run = start(prepared, recipe, workspace=Workspace(None), quiet=quiet)
     run = with_allocation(run, allocate_bits(run))
     weights = quantize_linears(run, None, label="quantize")

@@ -6,8 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 
 import requant
+from requant.cli import app
+from requant.recipe.options import Options
 from requant.recipe.yaml_files import load_recipe
 
 TINY = ("--num-samples", 2, "--seq-len", 64, "--quiet")
@@ -102,6 +105,40 @@ def test_quantize_prints_json(cli, tiny_folder, tiny_text_file: Path) -> None:
     assert code == 0, error
     assert {row[""]: row["after"] for row in json.loads(out)}["checkpoint"] == "out"
     assert load_recipe("out/recipe.yaml").finetune.steps == 1
+
+
+def test_the_python_call_takes_what_the_command_takes(cli, tiny_folder, tiny_text_file: Path) -> None:
+    """The same options give the same recipe and the same bytes."""
+    parameters = {parameter.name for parameter in typer.main.get_command(app).commands["quantize"].params}
+    assert set(Options.__annotations__) - {"nodes"} <= parameters  # nodes: of the command `sensitivity`
+    folder = str(tiny_folder("llama"))
+    code, _, error = cli(
+        "quantize", "--model", folder, "--bits", 4, "--method", "gptq", "--mode", "dense", "--group-size", 32,
+        "--symmetric", "--calibration", tiny_text_file, "--output", "a", *TINY
+    )  # fmt: skip
+    assert code == 0, error
+    result = requant.quantize(
+        folder, bits=4, method="gptq", mode="dense", group_size=32, symmetric=True, calibration=tiny_text_file,
+        num_samples=2, seq_len=64,
+    )  # fmt: skip
+    requant.save(result, "b")
+    assert Path("a/recipe.yaml").read_text() == Path("b/recipe.yaml").read_text()
+    assert Path("a/model.safetensors").read_bytes() == Path("b/model.safetensors").read_bytes()
+    with pytest.raises(requant.RequantError, match="give one of them"):
+        requant.quantize(folder, None, tiny_text_file, bits=4, calibration=tiny_text_file)
+
+
+def test_dir_shows_the_api() -> None:
+    assert dir(requant) == sorted(requant.__all__) and "quantize" in dir(requant)
+    assert all(getattr(requant, name) for name in dir(requant))
+
+
+def test_help_lists_options_by_panel(cli) -> None:
+    code, out, _ = cli("quantize", "--help")
+    assert code == 0
+    panels = [line.rstrip(":") for line in out.splitlines() if line.endswith(":") and line[0] != " "]
+    assert panels == ["The recipe", "Calibration and evaluation", "The run", "What is printed", "Options"]
+    assert out.index("Calibration and evaluation:") < out.index("--num-samples") < out.index("The run:")
 
 
 def test_recipes_and_version(cli) -> None:

@@ -73,6 +73,21 @@ def test_a_dequantized_model_is_saved_as_a_plain_one(make_checkpoint, tmp_path: 
         assert torch.equal(dense.state_dict()[key], value), key
 
 
+def test_a_saved_model_can_be_dequantized(make_checkpoint, tmp_path: Path) -> None:
+    path, plain = make_checkpoint("llama")
+    model = load(path)
+    model.save_pretrained(tmp_path / "again")
+    assert torch.equal(logits(model.dequantize()), logits(plain)) and layers(model) == 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_device_that_is_not_there_is_refused(make_checkpoint) -> None:
+    path, _ = make_checkpoint("llama")
+    with pytest.raises(requant.errors.InputError, match="torch sees 0 GPUs here"):
+        load(path, device="cuda")
+    assert load(path, device="auto").device.type == "cpu"
+
+
 def test_another_dtype_changes_activations_not_weights(make_checkpoint) -> None:
     path, plain = make_checkpoint("llama", dtype=torch.float32)
     assert torch.equal(logits(load(path).to(torch.bfloat16)), logits(plain.to(torch.bfloat16)))

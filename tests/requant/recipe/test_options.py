@@ -11,16 +11,9 @@ from requant.recipe.options import (
     recipe_from_options,
 )
 from requant.recipe.schema import Budget, Calibration, Detach, Evaluation, Recipe
-from requant.recipe.yaml_files import dump_recipe, from_dict, load_recipe
+from requant.recipe.yaml_files import dump_recipe, from_dict, load_recipe, to_dict
 
-NONE = dict.fromkeys(
-    ["model", "bits", "recipe", "method", "mode", "sensitivity", "calibration", "eval_text", "num_samples",
-     "seq_len", "skip", "seed", "size", "head_bits"]
-)  # fmt: skip
-
-
-def options(**given) -> Recipe:
-    return recipe_from_options(**(NONE | given))
+options = recipe_from_options
 
 
 def test_bits_alone() -> None:
@@ -81,6 +74,42 @@ def test_options_override_a_recipe_and_leave_the_rest(file: str) -> None:
     assert (recipe.model, recipe.skip, recipe.seed) == ("some/model", ("o_proj",), 4)
     assert options(recipe=file, model="demo").model == "demo"  # said, not defaulted
     assert options(recipe=file, seed=0).seed == 0
+
+
+def test_the_base_may_be_a_name_a_file_plain_data_or_a_recipe(file: str) -> None:
+    loaded = load_recipe(file)
+    for base in (file, Path(file), loaded, to_dict(loaded)):
+        assert options(base) == loaded
+        assert options(base, bits=2, model="demo").quantizer == METHODS["gptq"].config(bits=2, damp=0.05)
+    assert options({"method": "rtn", "quantizer": {"bits": 3}}).quantizer.bits == 3
+    with pytest.raises(
+        RecipeError, match=r"'bits' is an option and no key of a recipe; give it as bits=\.\.\."
+    ):
+        options({"bits": 3})
+
+
+def test_options_of_the_grid() -> None:
+    recipe = options(bits=4, method="gptq", group_size=32, symmetric=True)
+    assert recipe.quantizer == METHODS["gptq"].config(bits=4, group_size=32, symmetric=True)
+    with pytest.raises(
+        RecipeError, match=r"--group-size has no meaning for method 'lut'.*rtn, hqq, gptq, awq"
+    ):
+        options(bits=3, method="lut", group_size=32)
+    with pytest.raises(RecipeError, match="--symmetric has no meaning for method 'hqq'"):
+        options(bits=3, method="hqq", symmetric=True)
+    with pytest.raises(RecipeError, match=r"group_size is '32'; it takes a int"):
+        options(bits=3, method="gptq", group_size="32")
+
+
+def test_an_unknown_option_gets_a_hint() -> None:
+    with pytest.raises(RecipeError, match=r"there is no option 'grop_size' \(did you mean 'group_size'\?\)"):
+        options(bits=3, grop_size=32)
+
+
+def test_numbers_of_python_and_text_of_the_command_are_the_same() -> None:
+    assert options(bits=2.5) == options(bits="2.5") and options(bits=3) == options(bits="3")
+    assert options(size=600_000_000) == options(size="600MB")
+    assert options(bits=3, calibration=Path("a.txt")) == options(bits=3, calibration=["a.txt"])
 
 
 def test_another_method_keeps_the_bits_and_drops_settings_it_does_not_have(file: str) -> None:
