@@ -66,24 +66,47 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 DENSE = tuple(ARCHITECTURES)
+ROUTED = SIZES | {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 EXPERTS = {
-    "mixtral": ("mixtral", SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "qwen3-moe": (
-        "qwen3_moe",
-        SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "mixtral": ("mixtral", ROUTED | {"num_local_experts": 4, "intermediate_size": 32}),
+    "qwen3-moe": ("qwen3_moe", ROUTED | {"num_experts": 4}),
+    "qwen2-moe": ("qwen2_moe", ROUTED | {"num_experts": 4, "shared_expert_intermediate_size": 48}),
+    "olmoe": ("olmoe", ROUTED | {"num_experts": 4, "intermediate_size": 32}),
+    "deepseek-v3": (  # latent attention, a dense first block, groups of experts, a shared one
+        "deepseek_v3",
+        ROUTED
+        | {"num_key_value_heads": 4, "head_dim": 8, "q_lora_rank": 32, "kv_lora_rank": 16}
+        | {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "first_k_dense_replace": 1}
+        | {"n_routed_experts": 8, "n_shared_experts": 1, "n_group": 2, "topk_group": 1},
     ),
+    "gpt-oss": (  # transposed, interleaved, with biases
+        "gpt_oss",
+        ROUTED
+        | {"num_local_experts": 4, "intermediate_size": 32, "sliding_window": 32}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    ),
+}
+UNKNOWN_EXPERTS = {
+    "dbrx": (
+        "dbrx",
+        {"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 128}
+        | {"ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2}}
+        | {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4}},
+    ),
+    "llama4": ("llama4_text", SIZES | {"num_local_experts": 4, "num_experts_per_tok": 1}),
 }
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test that takes `architecture` runs on each of them."""
-    if "architecture" in metafunc.fixturenames:
-        metafunc.parametrize("architecture", DENSE)
+    """A test that takes `architecture` or `mixture` runs on each of them."""
+    for argument, names in (("architecture", DENSE), ("mixture", tuple(EXPERTS))):
+        if argument in metafunc.fixturenames:
+            metafunc.parametrize(argument, names)
 
 
 def build_model(name: str, *, seed: int = 0) -> Any:
     """A random tiny model in float32, in eval mode, frozen; its biases and norms are random too."""
-    kind, sizes = (ARCHITECTURES | EXPERTS)[name]
+    kind, sizes = (ARCHITECTURES | EXPERTS | UNKNOWN_EXPERTS)[name]
     torch.manual_seed(seed)
     config = AutoConfig.for_model(kind, **(COMMON | sizes))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)

@@ -4,6 +4,7 @@ import errno
 import fnmatch
 import itertools
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from requant.errors import NumericalError, OutputError
 from requant.formats.packed_spec import GUARD_TENSOR, PackedSpec
 from requant.formats.quantized_weight import QuantizedWeight, pack
 from requant.formats.tensor_spec import TensorSpec
+from requant.models.experts import names_in_files
 
 MAX_SHARD_BYTES = 5_000_000_000
 CHECKSUMS_FILE = "checksums.json"
@@ -59,9 +61,10 @@ def save_checkpoint(
             modules: dict[str, PackedSpec] = {}
             embedded: dict[str, PackedSpec] = {}
             pairs: Iterable[Any] = weights.items() if isinstance(weights, Mapping) else weights
+            renamed = names_in_files(model)
             units = itertools.chain(
-                _units(model, pairs, modules),
-                _units(model, (embedding_and_head or {}).items(), embedded),
+                _units(model, pairs, modules, renamed),
+                _units(model, (embedding_and_head or {}).items(), embedded, renamed),
                 # consumed last: it reads the tables that the two before it fill
                 _plain_units(model, _source_dtypes(source), modules, embedded),
             )
@@ -72,7 +75,8 @@ def save_checkpoint(
                 _copy_files(Path(source), partial)
             for name, content in (extra_files or {}).items():
                 write_bytes(partial / name, content.encode() if isinstance(content, str) else content)
-            _write_json(partial / "config.json", _config(source, model, modules, embedded, manifest))
+            entries = {renamed.get(name, name): spec for name, spec in modules.items()}
+            _write_json(partial / "config.json", _config(source, model, entries, embedded, manifest))
             _write_json(partial / CHECKSUMS_FILE, {"algorithm": "sha256", "files": checksums})
     except OSError as error:
         raise OutputError(_sentence(error, output)) from error
@@ -88,9 +92,12 @@ def checkpoint_bytes(
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> int:
     """Bytes of the weight files that `save_checkpoint` would write, headers included; matrices are given by tensors."""
-    embedded = embedding_and_head or {}
+    embedded, renamed = embedding_and_head or {}, names_in_files(model)
     units: list[dict[str, TensorSpec]] = [
-        {f"{name}.{suffix}": spec for suffix, spec in {**tensors, GUARD_TENSOR: _GUARD}.items()}
+        {
+            f"{renamed.get(name, name)}.{suffix}": spec
+            for suffix, spec in {**tensors, GUARD_TENSOR: _GUARD}.items()
+        }
         for name, tensors in (*modules.items(), *embedded.items())
     ]
     plain = _plain_tensors(model, _source_dtypes(source), modules, embedded)
@@ -107,7 +114,10 @@ def disk_dtype(model: nn.Module, source: str | Path | None, tensor: Tensor) -> t
 
 
 def _units(
-    model: nn.Module, weights: Iterable[tuple[str, QuantizedWeight]], modules: dict[str, PackedSpec]
+    model: nn.Module,
+    weights: Iterable[tuple[str, QuantizedWeight]],
+    modules: dict[str, PackedSpec],
+    renamed: Mapping[str, str],
 ) -> Iterator[dict[str, Tensor]]:
     """The tensors of each quantized matrix, in order; fills `modules` with their entries."""
     state = model.state_dict()
@@ -123,7 +133,8 @@ def _units(
             )
         modules[name] = spec
         guard = torch.empty(_GUARD.shape, dtype=_GUARD.dtype)
-        yield {f"{name}.{suffix}": tensor for suffix, tensor in {**tensors, GUARD_TENSOR: guard}.items()}
+        stored = renamed.get(name, name)
+        yield {f"{stored}.{suffix}": tensor for suffix, tensor in {**tensors, GUARD_TENSOR: guard}.items()}
 
 
 def _plain_units(
@@ -153,6 +164,8 @@ def _plain_tensors(
         name for name, source in tied.items() if source.removesuffix(".weight") in embedding_and_head
     }
     rest = {name: tensor for name, tensor in model.state_dict().items() if name not in quantized}
+    # of a tensor that is part of another one in the source (biases of experts that are fused there)
+    common = next((dtype for dtype, _ in Counter(dtypes.values()).most_common(1)), None)
     seen: set[tuple[Any, ...]] = set()
     # the sources of ties first, else the model's order
     for name in sorted(rest, key=lambda name: name in tied):
@@ -163,7 +176,8 @@ def _plain_tensors(
         seen.add(storage)
         stored = disk_name(model, name, tensor)
         # Some checkpoints name the tensors of the body without its prefix ("h.0..." of GPT-2).
-        yield stored, tensor, dtypes.get(stored) or dtypes.get(stored.removeprefix(prefix)) or tensor.dtype
+        found = dtypes.get(stored) or dtypes.get(stored.removeprefix(prefix))
+        yield stored, tensor, found or (common if tensor.is_floating_point() else None) or tensor.dtype
 
 
 def _source_dtypes(source: str | Path | None) -> dict[str, torch.dtype]:

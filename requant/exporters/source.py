@@ -1,6 +1,6 @@
 """The checkpoint that is exported: its matrices and its other tensors, one at a time."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from requant.checkpoint.header import StoredTensor
@@ -16,17 +16,19 @@ from requant.checkpoint.validate import CheckpointHeader, check_values, read_hea
 from requant.errors import CheckpointError, InputError, NumericalError
 from requant.formats.packed_spec import PackedSpec
 from requant.formats.quantized_weight import QuantizedWeight, unpack
+from requant.models.experts import Experts, names_in_files, unfuse_experts
 from requant.models.loading import DTYPES, load_config, resolve_source
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """`skeleton` is the model without memory (on the meta device): it says what kind of layer each matrix is."""
+    """`skeleton` is the model without memory (on the meta device), `layers` the layer of every quantized matrix in it."""
 
     path: Path
     header: CheckpointHeader
     config: Any  # transformers' configuration, without the quantization
     skeleton: PreTrainedModel
+    layers: Mapping[str, nn.Module]
     dtype: torch.dtype
     casts_all: bool  # a dtype was given: it applies to every float tensor
 
@@ -34,6 +36,11 @@ class Source:
     def specs(self) -> dict[str, PackedSpec]:
         """Specs of all quantized matrices: those of the blocks, then embedding and head if they are quantized."""
         return {**self.header.modules, **self.header.embedding_and_head}
+
+    @property
+    def experts(self) -> list[Experts]:
+        """The layers of experts, empty for a dense model."""
+        return [module for module in self.skeleton.modules() if isinstance(module, Experts)]
 
     def weights(self) -> Iterator[tuple[str, QuantizedWeight]]:
         """Every quantized matrix by name, in the order of `specs`, checked, on the CPU."""
@@ -63,7 +70,7 @@ class Source:
         """Whether the layer holds its weight as [k, n] (GPT-2)."""
         from transformers.pytorch_utils import Conv1D
 
-        return isinstance(self.skeleton.get_submodule(name), Conv1D)
+        return isinstance(self.layers[name], Conv1D)
 
     def floats(self, name: str, weight: QuantizedWeight) -> Float[Tensor, "n k"]:
         """A matrix dequantized, rounded once to the output dtype."""
@@ -88,12 +95,14 @@ def open_source(checkpoint: str | Path, *, dtype: str) -> Source:
     header = read_header(path)
     config = load_config(str(path))
     del config.quantization_config
+    skeleton, layers = _skeleton(path, config, header)
     own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
     return Source(
         path=path,
         header=header,
         config=config,
-        skeleton=_skeleton(path, config, header),
+        skeleton=skeleton,
+        layers=layers,
         dtype=own if dtype == "auto" else getattr(torch, dtype),
         casts_all=dtype != "auto",
     )
@@ -107,7 +116,9 @@ def read_tensor(name: str, stored: StoredTensor) -> Tensor:
         raise CheckpointError(f"{stored.file} cannot be read ({error}); download it again.") from error
 
 
-def _skeleton(path: Path, config: Any, header: CheckpointHeader) -> PreTrainedModel:
+def _skeleton(
+    path: Path, config: Any, header: CheckpointHeader
+) -> tuple[PreTrainedModel, dict[str, nn.Module]]:
     from transformers import AutoModelForCausalLM
 
     depth = getattr(config.get_text_config(), "num_hidden_layers", 0)
@@ -119,11 +130,13 @@ def _skeleton(path: Path, config: Any, header: CheckpointHeader) -> PreTrainedMo
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-        for name in (*header.modules, *header.embedding_and_head):
-            model.get_submodule(name)
+            unfuse_experts(model)
+        paths = {stored: path for path, stored in names_in_files(model).items()}
+        names = (*header.modules, *header.embedding_and_head)
+        layers = {name: model.get_submodule(paths.get(name, name)) for name in names}
     except Exception as error:  # config.json is untrusted: transformers may raise anything
         raise CheckpointError(
             f"{path}: config.json describes no model with these matrices ({type(error).__name__}: "
             f"{str(error)[:160]}); upgrade transformers, or download it again."
         ) from error
-    return model
+    return model, layers

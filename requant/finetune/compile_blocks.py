@@ -24,6 +24,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from requant.errors import first_line
+from requant.models.experts import Experts
 from requant.models.targets import find_blocks, replaced_forward
 
 logger = logging.getLogger(__name__)
@@ -51,7 +52,12 @@ def fused(models: Sequence[PreTrainedModel], steps: int) -> Iterator[Divergence]
         if compiles:
             stack.enter_context(torch._dynamo.config.patch(suppress_errors=True))  # its import takes seconds
         for block in (block for model in models for block in find_blocks(model)[1]):
-            stack.enter_context(replaced_forward(block, _fused(block.forward, compiles=compiles)))
+            routed = any(
+                isinstance(module, Experts) for module in block.modules()
+            )  # sizes change at every call
+            stack.enter_context(
+                replaced_forward(block, _fused(block.forward, compiles=compiles and not routed))
+            )
         yield (
             torch.compile(unwrap(kl), dynamic=False) if compiles else kl
         )  # unwrap: without the type checks of tests

@@ -28,6 +28,7 @@ from requant.finetune.step import ReparametrizedWeight, TrainableTensor, Trainin
 from requant.finetune.teacher import Teacher, training_autocast
 from requant.formats.contract import TrainableParams
 from requant.formats.quantized_weight import weight_function
+from requant.models.experts import routers
 from requant.models.targets import QuantTarget
 from requant.recipe.schema import Finetune
 from requant.run.context import RunContext, Weights
@@ -62,7 +63,7 @@ def learning_rate(run: RunContext, settings: Finetune) -> float:
 
 
 def params_without_codes(run: RunContext) -> dict[str, nn.Parameter]:
-    """Name -> parameter that is stored in 16 bits: norms, biases, and embedding and head unless they are quantized.
+    """Name -> parameter that is stored in 16 bits: norms, biases, routers, and embedding and head unless quantized.
 
     Matrices that the recipe skips are not trained.
     """
@@ -73,6 +74,7 @@ def params_without_codes(run: RunContext) -> dict[str, nn.Parameter]:
     tables = {
         id(part.weight) for role, part in embedding_and_head_of(run.model).parts.items() if bits[role] == 16
     }
+    tables |= set(map(id, routers(run.model).values()))
     return {name: p for name, p in run.model.named_parameters() if p.dim() < 2 or id(p) in tables}
 
 

@@ -12,6 +12,8 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, StaticCache
 from transformers.cache_utils import StaticLayer
 
+from requant.models.experts import Experts
+
 
 class SharedLengthLayer(StaticLayer):
     """Keys and values of a block, `[b, heads, length, d]`."""
@@ -58,8 +60,11 @@ class SharedLengthCache(StaticCache):
 def static_cache(model: PreTrainedModel, length: int) -> SharedLengthCache | None:
     """A cache whose step can be captured, or None where a layer is no plain static one (sliding windows).
 
-    None too for a model on several devices: its layers cannot share one length, nor a graph.
+    None too for a model on several devices: its layers cannot share one length, nor a graph; and for a mixture of experts,
+    where the host asks which experts a token goes to.
     """
+    if any(isinstance(module, Experts) for module in model.modules()):
+        return None
     plain = StaticCache(config=model.config, max_cache_len=length)
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) > 1 or any(type(layer) is not StaticLayer for layer in plain.layers):

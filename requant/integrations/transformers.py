@@ -8,7 +8,7 @@ tensor.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from requant.errors import CheckpointError
 from requant.formats.packed_spec import GUARD_TENSOR, PackedSpec
 from requant.inference.quant_embedding import QuantEmbedding, tied_head
 from requant.inference.quant_linear import QuantLinear
+from requant.models.experts import fuses_experts, unfuse_experts
 
 METHOD = "requant"
 
@@ -65,6 +66,7 @@ class RequantHfQuantizer(HfQuantizer):
         entry = self.quantization_config.to_dict()
         modules = parse_quantization(entry, where=model.config.name_or_path or "the model")
         embedding_and_head = parse_embedding_and_head(entry, modules)
+        unfuse_experts(model)
         tensors = None
         if checkpoint_files is not None:
             tensors = read_tensors(map(Path, checkpoint_files))
@@ -79,6 +81,10 @@ class RequantHfQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         tie_head(model)
         return model
+
+    def update_weight_conversions(self, weight_conversions: Any, model: Any = None) -> Any:
+        """transformers' conversions, but those that fuse experts: here every expert keeps its own tensors."""
+        return [entry for entry in weight_conversions if not fuses_experts(entry)]
 
     def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None, **kwargs: Any) -> Any:
         # save_pretrained leaves a name in the config, from which transformers takes it
@@ -114,9 +120,12 @@ def register() -> None:
 def insert_layers(model: nn.Module, modules: Mapping[str, PackedSpec]) -> None:
     """Put an empty `QuantLinear` in place of every quantized layer; raises CheckpointError where none
     fits."""
+    state = model.state_dict()
+    paths = module_names(model, [f"{name}.weight" for name in modules], state)
     for name, spec in modules.items():
+        path = paths[f"{name}.weight"].removesuffix(".weight")
         try:
-            plain = model.get_submodule(name)
+            plain = model.get_submodule(path)
         except AttributeError as error:
             raise CheckpointError(
                 f"config.json lists the quantized matrix {name}, but {type(model).__name__} has no such "
@@ -142,7 +151,7 @@ def insert_layers(model: nn.Module, modules: Mapping[str, PackedSpec]) -> None:
         )
         # Some models (GPT-2) initialize the `weight` of certain layers by name; the mark makes them skip it.
         layer.get_buffer(GUARD_TENSOR)._is_hf_initialized = True  # type: ignore[attr-defined]
-        model.set_submodule(name, layer)
+        model.set_submodule(path, layer)
 
 
 def insert_embedding_and_head(model: Any, embedding_and_head: Mapping[str, PackedSpec]) -> None:
@@ -220,7 +229,8 @@ def check_architecture(model: Any, tensors: Mapping[str, StoredTensor]) -> None:
     warning.
     """
     state = model.state_dict()
-    stored = {module_name(model, name, state): tensor for name, tensor in tensors.items()}
+    names = module_names(model, tensors, state)
+    stored = {names[name]: tensor for name, tensor in tensors.items()}
     tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     partners = dict(tied) | {source: target for target, source in tied.items()}
     for name, tensor in state.items():
@@ -242,17 +252,22 @@ def check_architecture(model: Any, tensors: Mapping[str, StoredTensor]) -> None:
             )
 
 
-def module_name(model: Any, name: str, state: Mapping[str, Any]) -> str:
-    """Where the model looks for a tensor that is called `name` on disk (GPT-NeoX: embed_out is lm_head today)."""
-    if name in state:
-        return name
+def module_names(model: Any, names: Iterable[str], state: Mapping[str, Any]) -> dict[str, str]:
+    """Name on disk -> where the model looks for that tensor (GPT-NeoX: embed_out is lm_head today)."""
+    found = {name: name for name in names}
+    if all(name in state for name in found):
+        return found
     # Imported late: this file is loaded while transformers is still importing its registry of quantizers.
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, rename_source_key
 
     conversions = get_model_conversion_mapping(model)
     renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
-    return rename_source_key(name, renamings, [], model.base_model_prefix, dict(state))[0]
+    known = dict(state)
+    for name in found:
+        if name not in state:
+            found[name] = rename_source_key(name, renamings, [], model.base_model_prefix, known)[0]
+    return found
 
 
 def _ignored(model: Any, kind: str, name: str) -> bool:

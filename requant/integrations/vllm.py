@@ -16,6 +16,7 @@ Tested against doubles of vLLM's documented interface (`tests/requant/integratio
 imports (`pytest -m peers`, no GPU needed) against its own layers, its loader and its Llama; not yet in the CUDA engine.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -72,8 +73,14 @@ class RequantConfig(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "RequantConfig":
-        """Raises CheckpointError for a table that does not hold together."""
+        """Raises CheckpointError for a table that does not hold together, ModelError for a mixture of experts."""
         modules = parse_quantization(config, where="config.json")
+        expert = next((name for name in modules if re.search(r"\.experts\.\d+\.", name)), None)
+        if expert is not None:
+            raise ModelError(
+                f"{expert[:80]} is a matrix of an expert: the vLLM plugin does not serve mixtures of experts; use "
+                "`requant serve` or transformers."
+            )
         return cls(modules, parse_embedding_and_head(config, modules))
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:

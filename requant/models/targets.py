@@ -3,8 +3,9 @@
 A causal LM of transformers holds one list of equal transformer blocks, and every `nn.Linear` (GPT-2: `Conv1D`, whose weight
 is transposed) inside a block is quantized. So no architecture is named here, and fused projections (Phi-3's `qkv_proj`,
 `gate_up_proj`; GPT-NeoX's `query_key_value`) need no special case. Embedding and head are handled apart
-(`allocation/embedding_and_head.py`), norms stay as they are. Mixture-of-experts models that fuse experts in one 3-D tensor
-are refused: their experts would silently stay unquantized. Exporters and integrations know more of some architectures.
+(`allocation/embedding_and_head.py`), norms stay as they are. Experts are linears too once `experts.py` has taken them out of
+their fused tensors, and routers stay; experts in a layout that is not known are refused, for they would silently stay
+unquantized. Exporters and integrations know more of some architectures.
 """
 
 import fnmatch
@@ -19,7 +20,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from requant.errors import ModelError
+from requant.models.experts import Experts, routers
 
+MAX_UNSEEN = 0.05  # of a block's weights: a larger matrix that is no linear layer is refused
 # Linears of one module that read the same input, so that one kernel launch can compute them together.
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 
@@ -33,6 +36,7 @@ class QuantTarget:
     block: int
     module: nn.Module
     transposed: bool  # GPT-2's Conv1D holds [k, n]
+    experts: str | None = None  # path of the layer's experts, for a matrix of one of them
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -83,7 +87,9 @@ def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
 def find_linears(model: nn.Module, *, skip: Sequence[str] = ()) -> list[QuantTarget]:
     """Every matrix to quantize, in the model's order; `skip` holds shell patterns on the dotted path."""
     path, blocks = find_blocks(model)
-    _refuse_fused_experts(path, blocks)
+    _refuse_unknown_experts(path, blocks)
+    layers = [name for name, module in model.named_modules() if isinstance(module, Experts)]
+    gates = {id(parameter) for parameter in routers(model).values()}
     targets = [
         QuantTarget(
             name=f"{path}.{index}.{name}",
@@ -91,10 +97,13 @@ def find_linears(model: nn.Module, *, skip: Sequence[str] = ()) -> list[QuantTar
             block=index,
             module=module,
             transposed=not isinstance(module, nn.Linear),
+            experts=next(
+                (layer for layer in layers if f"{path}.{index}.{name}".startswith(f"{layer}.")), None
+            ),
         )
         for index, block in enumerate(blocks)
         for name, module in block.named_modules()
-        if isinstance(module, _linear_types())
+        if isinstance(module, _linear_types()) and id(module.weight) not in gates
     ]
     unused = [pattern for pattern in skip if not any(_matches(target.name, pattern) for target in targets)]
     if unused:
@@ -135,10 +144,19 @@ def _matches(name: str, pattern: str) -> bool:
     return fnmatch.fnmatch(name, pattern) or fnmatch.fnmatch(name.rsplit(".", 1)[-1], pattern)
 
 
-def _refuse_fused_experts(path: str, blocks: nn.ModuleList) -> None:
-    for name, parameter in blocks.named_parameters():
-        if parameter.dim() == 3 and "conv" not in name.lower():
-            raise ModelError(
-                f"{path}.{name.rsplit('.', 1)[0]} fuses its experts in one 3-D tensor "
-                f"{tuple(parameter.shape)}; mixture-of-experts models are not supported yet."
-            )
+def _refuse_unknown_experts(path: str, blocks: nn.ModuleList) -> None:
+    """Raise ModelError for weights in no linear layer that are experts by their shape, or too many to leave alone."""
+    for index, block in enumerate(blocks):
+        total = sum(parameter.numel() for parameter in block.parameters())
+        for module_name, module in block.named_modules():
+            if isinstance(module, (*_linear_types(), nn.Embedding)):
+                continue
+            for name, parameter in module.named_parameters(recurse=False):
+                where = ".".join(filter(None, (path, str(index), module_name, name)))
+                fused = parameter.dim() == 3 and "conv" not in where.lower()
+                if fused or (parameter.dim() == 2 and parameter.numel() > MAX_UNSEEN * total):
+                    raise ModelError(
+                        f"{where} {list(parameter.shape)} holds experts in a layout that requant does not know, so "
+                        f"{parameter.numel() / total:.0%} of the block's weights would stay as they are; "
+                        "this model is not supported."
+                    )

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from requant.errors import ModelError, TextError
 from requant.models.devices import pick_device
+from requant.models.experts import unfuse_experts
 from requant.models.loading import (
     DEMO,
     check_finite,
@@ -120,14 +121,17 @@ def diagnosed_windows(prepared: Prepared) -> Int64[Tensor, "d t"]:
 def _opened(
     model: str | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, *, device: str, dtype: str
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Path | None]:
-    """The model, frozen, with its tokenizer and its folder if it has one."""
+    """The model, frozen and with its experts as linears, with its tokenizer and its folder if it has one."""
     if isinstance(model, str):
         folder = resolve_source(model)
-        return *load_model(folder, device=pick_device(device), dtype=dtype), Path(folder)
+        loaded, own = load_model(folder, device=pick_device(device), dtype=dtype)
+        unfuse_experts(loaded)
+        return loaded, own, Path(folder)
     source = Path(resolve_source(model.name_or_path)) if model.name_or_path else None
     if tokenizer is None and source is None:
         raise ModelError("a model that was built in memory needs its tokenizer; give tokenizer=.")
     found = load_tokenizer(str(source)) if tokenizer is None else tokenizer
+    unfuse_experts(model)
     return model.requires_grad_(False).eval(), found, source
 
 

@@ -274,6 +274,10 @@ def test_what_is_refused(engine, matrix) -> None:
         engine.plugin.RequantConfig.from_config(
             {"quant_method": "requant", "format_version": 1, "modules": {}}
         )
+    with pytest.raises(
+        ModelError, match=r"mlp\.experts\.3\.up_proj is a matrix of an expert: the vLLM plugin"
+    ):
+        config(engine, **{"mlp.experts.3.up_proj": square})
 
 
 def test_a_trellis_is_not_divided(engine, matrix) -> None:

@@ -1,0 +1,197 @@
+"""Mixtures of experts: every expert as linears of its own, so that all that is done to a linear is done to an expert's.
+
+    y_t = sum_{e in top k of t} g_te W_down_e (act(W_gate_e x_t) * W_up_e x_t)
+
+transformers holds the experts of a layer fused, in the 3-D parameters `gate_up_proj` and `down_proj`, and its decorator
+`use_experts_implementation` says how: `is_transposed`, `is_concatenated` (else gate and up are interleaved), `has_bias`.
+`unfuse_experts` replaces each such module by `Experts`, which computes the same with one module an expert. Its linears have
+the names of the weight files (`experts.3.gate_proj`; Mixtral: `experts.3.w1`), or, where the files are fused too (gpt-oss),
+those of most models. Routers stay as they are.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+
+USUAL_NAMES = ("gate_proj", "up_proj", "down_proj")
+WEIGHTS = {"gate_up_proj", "down_proj"}
+BIASES = {"gate_up_proj_bias", "down_proj_bias"}
+
+
+class Expert(nn.Module):
+    """One expert: its linears gate, up and down under the names in `names`; `fused` applies the model's own gating."""
+
+    fused: Any
+
+    def __init__(self, linears: Sequence[nn.Linear], names: Sequence[str], fused: Any) -> None:
+        super().__init__()
+        self.names = tuple(names)
+        self.__dict__["fused"] = fused  # no child: every expert has the same
+        for name, linear in zip(names, linears, strict=True):
+            self.add_module(name, linear)
+
+    def forward(self, x: Float[Tensor, "m h"]) -> Float[Tensor, "m h"]:
+        gate, up, down = (self.get_submodule(name) for name in self.names)
+        parts = gate(x), up(x)
+        joined = torch.cat(parts, -1) if self.fused.is_concatenated else torch.stack(parts, -1).flatten(-2)
+        return down(self.fused._apply_gate(joined))
+
+
+class Experts(nn.ModuleList):
+    """All experts of a layer, called as transformers calls its fused module.
+
+    An expert is called once, with the tokens that are routed to it, and not at all where there are none. With
+    `sees_all_tokens` every expert is called with all tokens, for statistics; the result is the same.
+    """
+
+    def __init__(self, experts: Sequence[Expert], *, fused_in_files: bool) -> None:
+        super().__init__(experts)
+        self.names = experts[0].names
+        self.fused_in_files = fused_in_files  # the original's weight files have no tensors of single experts
+        self.sees_all_tokens = False
+
+    def forward(
+        self,
+        hidden_states: Float[Tensor, "m h"],
+        top_k_index: Int64[Tensor, "m s"],
+        top_k_weights: Float[Tensor, "m s"],
+    ) -> Float[Tensor, "m h"]:
+        if self.sees_all_tokens:
+            weights = top_k_weights.new_zeros(len(hidden_states), len(self))
+            weights.scatter_(1, top_k_index, top_k_weights)
+            outputs = [expert(hidden_states) * weights[:, e, None] for e, expert in enumerate(self)]
+            return torch.stack(outputs).sum(0).to(hidden_states.dtype)
+        by_expert = top_k_index.flatten().argsort(stable=True)
+        counts = top_k_index.flatten().bincount(minlength=len(self)).tolist()
+        inputs = hidden_states[by_expert // top_k_index.shape[1]].split(counts)
+        found = torch.cat([expert(x) for expert, x in zip(self, inputs, strict=True) if len(x)])
+        outputs = found[by_expert.argsort()].view(*top_k_index.shape, -1)
+        return (outputs * top_k_weights.unsqueeze(-1)).sum(1).to(hidden_states.dtype)
+
+
+def unfuse_experts(model: nn.Module) -> None:
+    """Replace every fused module of experts in `model` by `Experts`, in place, also on the meta device.
+
+    Modules in a layout that transformers does not describe stay as they are; `targets.find_linears` refuses those. The
+    fused parameters of a layer are freed before those of the next one are copied.
+    """
+    for path, module in list(model.named_modules()):
+        if _is_fused(module):
+            names = _names_in_files(model, path)
+            experts = [Expert(linears, names or USUAL_NAMES, module) for linears in _linears(module)]
+            for name in dict(module.named_parameters()):
+                delattr(module, name)  # what stays in it is the gating
+            model.set_submodule(path, Experts(experts, fused_in_files=not names))
+
+
+def routers(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Matrices that choose or weigh experts, by name: those beside `Experts` with a row an expert, or a single row.
+
+    They are a thousandth of the weights and decide what all others compute, so they are learnt but never quantized.
+    """
+    found: dict[str, nn.Parameter] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, Experts):
+            parent = path.rpartition(".")[0]
+            for name, parameter in model.get_submodule(parent).named_parameters(prefix=parent):
+                if (
+                    parameter.dim() == 2
+                    and len(parameter) in (1, len(module))
+                    and not name.startswith(f"{path}.")
+                ):
+                    found[name] = parameter
+    return found
+
+
+def names_in_files(model: nn.Module) -> dict[str, str]:
+    """Matrix of an expert -> what weight files call it, where that is another name (Mixtral's layers have two)."""
+    from requant.models.loading import disk_name
+
+    layers = [(path, module) for path, module in model.named_modules() if isinstance(module, Experts)]
+    matrices = [
+        f"{path}.{e}.{name}" for path, layer in layers for e in range(len(layer)) for name in layer.names
+    ]
+    found = {
+        name: disk_name(model, f"{name}.weight", torch.empty(0)).removesuffix(".weight") for name in matrices
+    }
+    return {name: stored for name, stored in found.items() if stored != name}
+
+
+def fuses_experts(conversion: Any) -> bool:
+    """Whether a conversion that transformers applies to weight files makes fused experts of single ones."""
+    from transformers.core_model_loading import WeightConverter  # late: see `integrations/transformers.py`
+
+    targets = conversion.target_patterns if isinstance(conversion, WeightConverter) else ()
+    return any(re.search(r"experts\\?\.(gate_up|down)_proj$", target) for target in targets)
+
+
+@contextmanager
+def all_tokens_to_every_expert(model: nn.Module) -> Iterator[None]:
+    """Every expert of the model sees all tokens while the context lasts; outputs do not change."""
+    layers = [module for module in model.modules() if isinstance(module, Experts)]
+    for layer in layers:
+        layer.sees_all_tokens = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.sees_all_tokens = False
+
+
+def _is_fused(module: Any) -> bool:
+    """Whether a module holds gated experts in 3-D parameters of a layout that its attributes describe."""
+    described = (
+        "_apply_gate",
+        "is_transposed",
+        "is_concatenated",
+        "has_bias",
+        "has_gate",
+        "has_post_expert_norm",
+    )
+    if not all(hasattr(module, name) for name in described) or module.has_post_expert_norm:
+        return False
+    return module.has_gate and set(dict(module.named_parameters())) == WEIGHTS | (
+        BIASES if module.has_bias else set()
+    )
+
+
+def _linears(fused: Any) -> Iterator[tuple[nn.Linear, nn.Linear, nn.Linear]]:
+    """Copies of gate, up and down of every expert."""
+    for e in range(len(fused.down_proj)):
+        gate_up, down = fused.gate_up_proj[e], fused.down_proj[e]
+        if fused.is_transposed:
+            gate_up, down = gate_up.T, down.T
+        biases = (fused.gate_up_proj_bias[e], fused.down_proj_bias[e]) if fused.has_bias else (None, None)
+        halves = (slice(0, len(gate_up) // 2), slice(len(gate_up) // 2, None))
+        if not fused.is_concatenated:
+            halves = (slice(0, None, 2), slice(1, None, 2))
+        gate, up = (_linear(gate_up[half], None if biases[0] is None else biases[0][half]) for half in halves)
+        yield gate, up, _linear(down, biases[1])
+
+
+def _linear(weight: Float[Tensor, "n k"], bias: Float[Tensor, " n"] | None) -> nn.Linear:
+    n, k = weight.shape
+    linear = nn.Linear(k, n, bias=bias is not None, device="meta")
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None:
+            copy = tensor.detach().clone(memory_format=torch.contiguous_format)
+            setattr(linear, name, nn.Parameter(copy, requires_grad=weight.requires_grad))
+    return linear
+
+
+def _names_in_files(model: nn.Module, path: str) -> tuple[str, ...]:
+    """What weight files call gate, up and down of an expert of the module at `path`; empty where they are fused there."""
+    from transformers import PreTrainedModel
+    from transformers.core_model_loading import revert_weight_conversion
+
+    found: list[str] = []
+    if isinstance(model, PreTrainedModel):
+        for name, fused in (("gate_up_proj", torch.empty(1, 2, 1)), ("down_proj", torch.empty(1, 1, 1))):
+            found += revert_weight_conversion(model, {f"{path}.{name}": fused})
+    matches = [re.search(r"\.0\.(\w+)\.weight$", name) for name in found]
+    return tuple(match[1] for match in matches if match)

@@ -1,0 +1,108 @@
+"""Experts as linears: the same function, the names of the weight files, and what is refused."""
+
+import copy
+import re
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from requant.errors import ModelError
+from requant.models.experts import Experts, all_tokens_to_every_expert, routers, unfuse_experts
+from requant.models.targets import find_linears
+
+TOKENS = torch.arange(80).view(2, 40) * 7 % 256
+
+
+def unfused(model):
+    unfuse_experts(model)
+    return model
+
+
+def test_experts_compute_what_the_fused_module_does(tiny_model, mixture: str) -> None:
+    """In float64, where another order of summation would show in the last digits only."""
+    model = tiny_model(mixture).double()
+    model.set_experts_implementation("eager")
+    expected = model(TOKENS).logits
+    unfuse_experts(model)
+    torch.testing.assert_close(model(TOKENS).logits, expected, rtol=0, atol=1e-13)
+    with all_tokens_to_every_expert(model):
+        torch.testing.assert_close(model(TOKENS).logits, expected, rtol=0, atol=1e-13)
+    torch.testing.assert_close(copy.deepcopy(model)(TOKENS).logits, expected, rtol=0, atol=1e-13)
+
+
+def test_gradients_are_those_of_the_fused_module(tiny_model) -> None:
+    model = tiny_model("gpt-oss").double().requires_grad_(True)
+    model.set_experts_implementation("eager")
+    other = unfused(copy.deepcopy(model))
+    for each in (model, other):
+        each(TOKENS).logits.square().sum().backward()
+    fused = model.get_parameter("model.layers.0.mlp.experts.gate_up_proj").grad[2]
+    up = other.get_parameter("model.layers.0.mlp.experts.2.up_proj.weight").grad
+    torch.testing.assert_close(up, fused[:, 1::2].T, rtol=1e-10, atol=1e-12)
+    bias = model.get_parameter("model.layers.0.mlp.experts.down_proj_bias").grad[2]
+    torch.testing.assert_close(
+        other.get_parameter("model.layers.0.mlp.experts.2.down_proj.bias").grad, bias, rtol=1e-10, atol=1e-12
+    )
+
+
+def test_no_fused_weights_are_left(tiny_model, mixture: str) -> None:
+    model = tiny_model(mixture)
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    unfuse_experts(model)
+    assert sum(parameter.numel() for parameter in model.parameters()) == weights
+    assert all(parameter.dim() < 3 for parameter in model.parameters())
+
+
+def test_an_expert_sees_the_tokens_that_are_routed_to_it(tiny_model) -> None:
+    model = unfused(tiny_model("qwen3-moe"))
+    layer = model.get_submodule("model.layers.0.mlp.experts")
+    seen, chosen = [0] * 4, torch.zeros(4, dtype=torch.long)
+
+    def count_rows(expert: int):
+        def hook(_module, inputs) -> None:
+            seen[expert] += len(inputs[0])
+
+        return hook
+
+    def count_choices(_module, inputs) -> None:
+        chosen.add_(inputs[1].flatten().bincount(minlength=4))
+
+    layer.register_forward_pre_hook(count_choices)
+    for e, expert in enumerate(layer):
+        expert.up_proj.register_forward_pre_hook(count_rows(e))
+    model(TOKENS)
+    assert seen == chosen.tolist() and sum(seen) == 2 * TOKENS.numel()
+    once = list(seen)
+    with all_tokens_to_every_expert(model):
+        model(TOKENS)
+    assert seen == [count + TOKENS.numel() for count in once]
+
+
+def test_targets_have_the_names_of_the_weight_files(tiny_model, tiny_folder, mixture: str) -> None:
+    with safe_open(tiny_folder(mixture) / "model.safetensors", framework="pt") as file:
+        stored = {re.sub(r"^.*\.(?=experts\.)", "", name) for name in file.keys()}  # noqa: SIM118
+    targets = [target for target in find_linears(unfused(tiny_model(mixture))) if target.experts is not None]
+    names = {re.sub(r"^.*\.(?=experts\.)", "", f"{target.name}.weight") for target in targets}
+    assert len(names) == (24 if mixture == "deepseek-v3" else 12)
+    if mixture == "gpt-oss":  # fused in the files too
+        assert "experts.3.gate_proj.weight" in names
+    else:
+        assert names <= stored
+
+
+def test_routers_and_gates_are_no_targets(tiny_model, mixture: str) -> None:
+    model = unfused(tiny_model(mixture))
+    gates = routers(model)
+    layers = sum(isinstance(module, Experts) for module in model.modules())
+    assert len(gates) == layers * (2 if mixture == "qwen2-moe" else 1)  # with the shared expert's gate
+    assert not {f"{target.name}.weight" for target in find_linears(model)} & gates.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "weight"),
+    [("dbrx", r"ffn\.experts\.mlp\.w1 \[128, 64\]"), ("llama4", r"experts\.gate_up_proj \[4, 64")],
+)
+def test_unknown_layouts_are_refused(tiny_model, name: str, weight: str) -> None:
+    with pytest.raises(ModelError, match=weight + r".* holds experts in a layout that requant does not know"):
+        find_linears(unfused(tiny_model(name)))
