@@ -21,7 +21,7 @@ from scipy.sparse import csr_array
 from requant.errors import RecipeError, RequantError
 
 TOLERANCE = 0.005  # of the budget: what may stay unspent
-OTHER_BUDGETS = (0.9, 0.95, 1.05, 1.1)  # times the budget: their predicted losses are reported too
+OTHER_BUDGETS = (2 / 3, 5 / 6, 7 / 6, 4 / 3)  # times the budget: their predicted losses are reported too
 SECONDS = 60.0  # of the solver; a model of 500 matrices takes less than one
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -120,7 +121,7 @@ def quantize(
     from requant.pipeline.quantize import quantize
     from requant.recipe.options import output_folder, recipe_from_options
     from requant.report.save import save
-    from requant.report.summary import result_rows
+    from requant.report.summary import result_numbers, result_rows
     from requant.run.workspace import Workspace
 
     log_to_stderr(verbose)
@@ -137,10 +138,15 @@ def quantize(
     result = quantize(chosen.model, chosen, device=device, dtype=dtype, workspace=workspace, quiet=quiet)
     save(result, folder)
     workspace.remove()
-    rows = result_rows(result, folder)
-    print(json.dumps(rows, indent=2) if as_json else table(rows))
-    for warning in result.warnings:
+    numbers = result_numbers(result, folder)
+    print(json.dumps(numbers, indent=2) if as_json else table(result_rows(numbers)))
+    for warning in numbers["warnings"]:
         print(f"warning: {warning}", file=sys.stderr)
+    if not (as_json or quiet):
+        checkpoint = shlex.quote(str(folder))
+        print(
+            f"next: requant inspect {checkpoint}\n      requant generate {checkpoint} --prompt 'The history of'"
+        )
 
 
 def recipe_options(given: Mapping[str, Any]) -> dict[str, Any]:

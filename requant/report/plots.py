@@ -72,17 +72,27 @@ def sensitivity_plot(
         return _svg(figure)
 
 
-def alternatives_plot(curve: Mapping[int, float], chosen: tuple[int, float]) -> bytes:
-    """SVG: the loss that the allocator predicted at other budgets (bytes -> dF), and at the one that was taken."""
+def alternatives_plot(
+    curve: Mapping[int, float], chosen: tuple[int, float], measured: float | None = None
+) -> bytes:
+    """SVG: the loss that the allocator predicted at other budgets (bytes -> dF) and at the one that was taken.
+
+    `measured`: the loss that was measured there; it includes what training and a sparse part gained.
+    """
     points = sorted({**curve, chosen[0]: chosen[1]}.items())
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(5, 3), dpi=96, layout="constrained")
         axes = figure.add_subplot()
-        color = MARKERS["pqi"][2]
-        axes.plot([size / 2**20 for size, _ in points], [loss for _, loss in points], "-o", color=color)
-        axes.plot(chosen[0] / 2**20, chosen[1], "D", color=CHOSEN, markersize=9)
+        sizes, losses = [size / 2**20 for size, _ in points], [loss for _, loss in points]
+        axes.plot(sizes, losses, "-o", color=MARKERS["pqi"][2], label="predicted, codes alone")
+        axes.plot(chosen[0] / 2**20, chosen[1], "D", color=CHOSEN, markersize=9, label="taken")
+        if measured is not None:
+            axes.plot(chosen[0] / 2**20, measured, "x", color=CHOSEN, markersize=10, label="measured")
+        if min(*losses, measured if measured is not None else losses[0]) > 0:
+            axes.set_yscale("log")
         axes.set_xlabel("MiB")
-        axes.set_ylabel("predicted dF, nats a token")
+        axes.set_ylabel("dF, nats a token")
+        figure.legend(loc="outside upper left", ncols=3, frameon=False)
         return _svg(figure)
 
 

@@ -192,7 +192,10 @@ def render_report(summary: RunSummary) -> str:
     curve = None
     if summary.budget is not None and summary.budget.loss_curve and summary.budget.predicted is not None:
         chosen = (summary.budget.written, summary.budget.predicted)
-        curve = Markup(alternatives_plot(summary.budget.loss_curve, chosen).decode())
+        measured = summary.delta_loss
+        if measured is not None:
+            measured += summary.embedding_and_head_delta or 0.0
+        curve = Markup(alternatives_plot(summary.budget.loss_curve, chosen, measured).decode())
     return (
         environment(escape=True)
         .get_template("report.html")

@@ -1,5 +1,7 @@
 """The values of the report, the model card and the final table, computed from a finished run."""
 
+import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from requant.report.report import (
     MatrixRow,
     RunSummary,
 )
+from requant.report.verdicts import verdicts
 from requant.version import VERSION
 
 
@@ -30,10 +33,12 @@ def run_summary(result: QuantizedModel, output: Path) -> RunSummary:
         for name, spec in ((name, spec_of(weight)) for name, weight in result.weights.items())
     }
     before = bytes_before(prepared)
+    written = _written_bytes(result, stored)
     sizes = _sizes(result, stored)
-    spent = _budget_line(result, stored)
+    sizes["file_headers"] = written - sum(sizes.values())
+    spent = _budget_line(result, stored, written)
     weights = sum(matrix.weights for matrix in stored.values())
-    return RunSummary(
+    summary = RunSummary(
         model=result.recipe.model,
         base_model=_hub_name(result.recipe.model),
         checkpoint=output.name,
@@ -44,7 +49,7 @@ def run_summary(result: QuantizedModel, output: Path) -> RunSummary:
         bits_per_weight=8 * sum(matrix.bytes for matrix in stored.values()) / weights,
         budget=spent,
         bytes_before=before,
-        bytes_after=sum(sizes.values()),
+        bytes_after=written,
         sizes=sizes,
         matrices=[
             MatrixRow(
@@ -81,88 +86,126 @@ def run_summary(result: QuantizedModel, output: Path) -> RunSummary:
         warnings=result.warnings,
         samples=result.samples,
     )
+    return dataclasses.replace(summary, warnings=[*result.warnings, *verdicts(summary)])
 
 
-def result_rows(result: QuantizedModel, output: Path) -> list[dict[str, object]]:
-    """The closing table: one row per quantity, for the original and the quantized model."""
+def result_numbers(result: QuantizedModel, output: Path) -> dict[str, Any]:
+    """What `requant quantize --json` prints: numbers in nats a token, bytes and seconds; None for what was not measured.
+
+    `before` and `after` are the original and the checkpoint in `output`.
+    """
+    summary = run_summary(result, output)
+    before, after, source_bits = result.before, result.after, 8 * _source_element_size(result)
     table: ByteTable = byte_table(output)
-    before, after = result.before, result.after
-    source_bits = 8 * _source_element_size(result)
+    return {
+        "checkpoint": str(output),
+        "report": str(output / "report.html"),
+        "model": summary.model,
+        "method": summary.method,
+        "mode": summary.mode,
+        "device": summary.device,
+        "perplexity": {"before": before.perplexity, "after": after.perplexity},
+        "mean_kl": after.mean_kl,
+        "p99_kl": after.p99_kl,
+        "top1_agreement": after.top1_agreement,
+        "bits_per_weight": {"before": source_bits, "after": table.bits_per_weight},
+        "bits_per_weight_of": {
+            name: {"before": source_bits, "after": part.bits_per_weight}
+            for name, part in table.embedding_and_head.items()
+        },
+        "bytes": {"before": summary.bytes_before, "after": table.bytes},
+        "budget": None if summary.budget is None else _budget_numbers(summary, summary.budget),
+        "peak_memory": summary.peak_memory,
+        "seconds": sum(summary.seconds.values()),
+        "seconds_of": dict(summary.seconds),
+        "scored_on": dataclasses.asdict(after.protocol),
+        "warnings": list(summary.warnings),
+    }
+
+
+def _budget_numbers(summary: RunSummary, budget: BudgetSummary) -> dict[str, Any]:
+    """The budget against what was written, and its predicted loss (codes alone) against the measured one."""
+    measured = (summary.delta_loss or 0.0) + (summary.embedding_and_head_delta or 0.0)
+    return {
+        "of": "matrices" if budget.written != summary.bytes_after else "weight files",
+        "bytes": budget.bytes,
+        "written": budget.written,
+        "predicted_loss": budget.predicted,
+        "measured_loss": measured,
+    }
+
+
+def result_rows(numbers: Mapping[str, Any]) -> list[dict[str, object]]:
+    """The closing table, from `result_numbers`: a row a quantity, for the original and the quantized model."""
+    perplexity, bits, size = numbers["perplexity"], numbers["bits_per_weight"], numbers["bytes"]
+    scored = numbers["scored_on"]
     rows: list[tuple[str, object, object]] = [
-        ("perplexity", f"{before.perplexity:.3f}", f"{after.perplexity:.3f}"),
-        ("KL to the original, nats", "0", f"{after.mean_kl:.4f}"),
-        ("top-1 agreement", "1", f"{after.top1_agreement:.4f}"),
-        ("bits per quantized weight", f"{source_bits}", f"{table.bits_per_weight:.3f}"),
-        *_embedding_and_head_rows(table, source_bits),
-        ("weight files", format_bytes(bytes_before(result.prepared)), format_bytes(table.bytes)),
-        *_budget_rows(result, table),
-        ("peak memory", "", format_bytes(result.peak_memory)),
-        ("time", "", format_seconds(sum(result.seconds.values()))),
-        ("checkpoint", "", str(output)),
-        ("report", "", str(output / "report.html")),
-        (
-            "scored on",
-            "",
-            f"{after.protocol.text}, {after.protocol.windows} x {after.protocol.context} tokens",
+        ("perplexity", f"{perplexity['before']:.3f}", f"{perplexity['after']:.3f}"),
+        ("KL to the original, nats", "0", f"{numbers['mean_kl']:.4f}"),
+        ("top-1 agreement", "1", f"{numbers['top1_agreement']:.4f}"),
+        ("bits per quantized weight", f"{bits['before']}", f"{bits['after']:.3f}"),
+        *(
+            (f"bits per weight of {name}", f"{part['before']}", f"{part['after']:.3f}")
+            for name, part in numbers["bits_per_weight_of"].items()
         ),
+        ("weight files", format_bytes(size["before"]), format_bytes(size["after"])),
+        *_budget_rows(numbers["budget"]),
+        ("peak memory", "", format_bytes(numbers["peak_memory"])),
+        ("time", "", format_seconds(numbers["seconds"])),
+        ("checkpoint", "", numbers["checkpoint"]),
+        ("report", "", numbers["report"]),
+        ("scored on", "", f"{scored['text']}, {scored['windows']} x {scored['context']} tokens"),
     ]
     return [{"": name, "before": original, "after": quantized} for name, original, quantized in rows]
 
 
-def _embedding_and_head_rows(table: ByteTable, source_bits: int) -> list[tuple[str, object, object]]:
-    return [
-        (f"bits per weight of {name}", f"{source_bits}", f"{part.bits_per_weight:.3f}")
-        for name, part in table.embedding_and_head.items()
-    ]
-
-
-def _budget_rows(result: QuantizedModel, table: ByteTable) -> list[tuple[str, object, object]]:
-    """The budget against what was written, and its predicted loss against the measured one."""
-    allocation = result.allocation
-    if allocation is None or allocation.budget is None:
+def _budget_rows(budget: Mapping[str, Any] | None) -> list[tuple[str, object, object]]:
+    if budget is None:
         return []
-    written = table.bytes if result.recipe.budget.size else sum(m.bytes for m in table.matrices.values())
-    unspent = 1 - written / allocation.budget
+    unspent = 1 - budget["written"] / budget["bytes"]
+    label = (
+        "bytes of the budget" if budget["of"] == "weight files" else "bytes of the matrices, and their budget"
+    )
     rows: list[tuple[str, object, object]] = [
-        (
-            "bytes of the budget" if result.recipe.budget.size else "bytes of the matrices, and their budget",
-            f"{allocation.budget:,}",
-            f"{written:,} ({unspent:.2%} unspent)",
-        )
+        (label, f"{budget['bytes']:,}", f"{budget['written']:,} ({unspent:.2%} unspent)")
     ]
-    if allocation.predicted is not None:
-        measured = result.diagnosis.delta_loss + result.diagnosis.embedding_and_head_delta
+    if budget["predicted_loss"] is not None:
         rows.append(
             (
                 "loss predicted by the budget (codes alone), and measured dF, nats",
-                f"{allocation.predicted:.4f}",
-                f"{measured:.4f}",
+                f"{budget['predicted_loss']:.4f}",
+                f"{budget['measured_loss']:.4f}",
             )
         )
     return rows
 
 
-def _budget_line(result: QuantizedModel, stored: dict[str, MatrixBytes]) -> BudgetSummary | None:
+def _budget_line(
+    result: QuantizedModel, stored: dict[str, MatrixBytes], file_bytes: int
+) -> BudgetSummary | None:
     """The budget and what was spent, for the report."""
     allocation = result.allocation
     if allocation is None or allocation.budget is None:
         return None
-    layouts = {name: matrix.spec.tensors() for name, matrix in stored.items()}
-    tables = {name: spec_of(weight).tensors() for name, weight in result.embedding_and_head.items()}
-    source = result.prepared.source
-    if result.recipe.budget.size:
-        written = checkpoint_bytes(result.model, source=source, modules=layouts, embedding_and_head=tables)
-    else:
-        written = sum(matrix.bytes for matrix in stored.values())
+    matrices = sum(matrix.bytes for matrix in stored.values())
     return BudgetSummary(
         target=budget_name(result.recipe),
         bytes=allocation.budget,
-        written=written,
+        written=file_bytes if result.recipe.budget.size else matrices,
         predictor=str(allocation.predictor),
         predicted=allocation.predicted,
         loss_curve=allocation.loss_curve,
         embedding_bits=allocation.embedding_bits,
         head_bits=allocation.head_bits,
+    )
+
+
+def _written_bytes(result: QuantizedModel, stored: dict[str, MatrixBytes]) -> int:
+    """Bytes of the weight files, headers included."""
+    layouts = {name: matrix.spec.tensors() for name, matrix in stored.items()}
+    tables = {name: spec_of(weight).tensors() for name, weight in result.embedding_and_head.items()}
+    return checkpoint_bytes(
+        result.model, source=result.prepared.source, modules=layouts, embedding_and_head=tables
     )
 
 

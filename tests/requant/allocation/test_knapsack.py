@@ -97,7 +97,7 @@ def test_neighbours_are_what_other_budgets_would_lose() -> None:
     options = instance(3, tensors=20)
     budget = sum(choices[1].bytes for choices in options.values())
     curve = losses_at_other_budgets(options, budget)
-    assert list(curve) == [round(share * budget) for share in (0.9, 0.95, 1.05, 1.1)]
+    assert list(curve) == [round(share * budget) for share in (2 / 3, 5 / 6, 7 / 6, 4 / 3)]
     assert all(loss == allocate(options, size).loss for size, loss in curve.items())
     smallest = sum(choices[0].bytes for choices in options.values())
     assert min(losses_at_other_budgets(options, smallest)) > smallest

@@ -33,6 +33,7 @@ def test_the_main_job_on_the_demo_model(cli, tmp_path: Path, left_alone: tuple[s
     assert code == 0, error
     folder = tmp_path / "demo-lut-3bit"
     assert "perplexity" in out and "bits per quantized weight" in out and "peak memory" in out
+    assert "next: requant inspect demo-lut-3bit" in out
     for stage in ("pre-quantize", "sensitivity", "temperature 1", "predicted by pqi", "measured by block"):
         assert stage in error, "no progress bar"
     names = {file.name for file in folder.iterdir()}
@@ -103,7 +104,17 @@ def test_quantize_prints_json(cli, tiny_folder, tiny_text_file: Path) -> None:
         "--calibration", tiny_text_file, "--output", "out", "--json", "--finetune-steps", 1, *TINY
     )  # fmt: skip
     assert code == 0, error
-    assert {row[""]: row["after"] for row in json.loads(out)}["checkpoint"] == "out"
+    found = json.loads(out)
+    assert found["checkpoint"] == "out" and found["method"] == "rtn" and found["budget"] is None
+    assert found["bytes"]["after"] == Path("out/model.safetensors").stat().st_size
+    recorded = json.loads(Path("out/report.json").read_text())
+    assert found["bytes"] == {"before": recorded["bytes_before"], "after": recorded["bytes_after"]}
+    assert (
+        sum(recorded["sizes"].values()) == recorded["bytes_after"]
+    )  # the report's table adds up to the file
+    assert found["perplexity"]["after"] > 0 < found["mean_kl"] and found["seconds"] == sum(
+        found["seconds_of"].values()
+    )
     assert load_recipe("out/recipe.yaml").finetune.steps == 1
 
 

@@ -18,7 +18,7 @@ from requant.pipeline.prepare import prepare
 from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Calibration, Detach, Evaluation, Recipe, Sensitivity
 from requant.recipe.yaml_files import load_recipe
-from requant.report.summary import result_rows
+from requant.report.summary import result_numbers, result_rows
 from requant.run.quantize_linears import chunks_that_fit
 from requant.run.workspace import Workspace
 
@@ -121,7 +121,7 @@ def test_what_is_measured_is_what_is_kept(run, tmp_path: Path) -> None:
         assert found == pytest.approx(mean_loss(mixed, windows) - mean_loss(original, windows), abs=1e-6)
     assert not any(p.requires_grad or p.grad is not None for p in result.model.parameters())
     assert result.peak_memory > 1e6 and all(seconds >= 0 for seconds in result.seconds.values())
-    rows = result_rows(result, requant.save(result, tmp_path / "out"))
+    rows = result_rows(result_numbers(result, requant.save(result, tmp_path / "out")))
     assert {row[""] for row in rows} >= {"perplexity", "bits per quantized weight", "peak memory", "report"}
 
 

@@ -23,6 +23,7 @@ from requant.report.report import (
     model_card,
     render_report,
 )
+from requant.report.verdicts import verdicts
 
 HOSTILE = '<script>alert("x")</script>`| {{ 7*7 }}\n---\n\x1b[31m'
 KINDS = {"q_proj": (256, 256), "k_proj": (128, 256), "down_proj": (256, 768)}
@@ -238,8 +239,46 @@ def test_the_alternatives_stand_beside_the_choice():
     page = Page(render_report(summary(budget=budget)))
     assert page.tags.count("svg") == 2 and "the others were not" in "".join(page.words)
     assert Page(render_report(summary())).tags.count("svg") == 1  # no budget: no curve
-    svg = alternatives_plot(budget.loss_curve, (budget.written, 0.03))
-    assert svg == alternatives_plot(budget.loss_curve, (budget.written, 0.03)) and b"predicted dF" in svg
+    svg = alternatives_plot(budget.loss_curve, (budget.written, 0.03), 0.27)
+    assert svg == alternatives_plot(budget.loss_curve, (budget.written, 0.03), 0.27) and b"measured" in svg
+    assert b"measured" not in alternatives_plot(budget.loss_curve, (budget.written, 0.03))
+
+
+def test_verdicts_say_what_is_wrong_and_what_to_do() -> None:
+    assert verdicts(summary()) == []
+    damaged = verdicts(summary(after=dataclasses.replace(quality(400.0, 1.98), top1_agreement=0.32)))
+    assert (
+        len(damaged) == 1 and "The model is damaged: KL is 1.98" in damaged[0] and "times 7.2" in damaged[0]
+    )
+    assert (
+        "32% of the most likely" in damaged[0]
+        and "more --bits or --mode best or --finetune-steps" in damaged[0]
+    )
+    few = verdicts(summary(after=dataclasses.replace(quality(26.0, 0.2), top1_agreement=0.5)))
+    assert len(few) == 1 and "damaged" in few[0]
+    grown = verdicts(summary(bytes_after=8_397_312))
+    assert len(grown) == 1 and "did not shrink: 8.0 MiB before, 8.0 MiB now" in grown[0]
+
+
+@pytest.mark.parametrize(
+    ("predicted", "measured", "changes", "said"),
+    [
+        (0.02, 0.18, {}, True),
+        (0.02, 0.18, {"embedding_and_head_delta": -0.15}, False),  # what was predicted for both
+        (0.02, 0.03, {}, False),
+        (0.001, 0.009, {}, False),  # noise
+        (0.30, 0.10, {"mode": "dense"}, True),
+        (0.30, 0.10, {"mode": "paper"}, False),  # the sparse part gained it
+        (0.30, 0.10, {"mode": "dense", "seconds": {"finetuning": 5.0}}, False),  # training gained it
+    ],
+)
+def test_a_prediction_that_was_wrong_is_said(predicted, measured, changes, said) -> None:
+    budget = BudgetSummary(
+        target="3bit", bytes=3, written=3, predictor="curvature", predicted=predicted, loss_curve={},
+        embedding_bits=16, head_bits=16,
+    )  # fmt: skip
+    found = verdicts(summary(budget=budget, delta_loss=measured, **changes))
+    assert [f"a loss of {predicted:.3f} nats" in sentence for sentence in found] == [True] * said
 
 
 def test_samples_are_text():

@@ -1,0 +1,66 @@
+"""In words, what the numbers of a run say against its result: a damaged model, a file that grew, a wrong prediction.
+
+KL is in nats a token: on text that the original writes, the quantized model's perplexity is exp(KL) times as high. From
+DAMAGED_KL on that is two thirds more, which on both of our models goes with text that no longer makes sense.
+"""
+
+import math
+
+from requant.display import format_bytes
+from requant.report.report import RunSummary
+
+DAMAGED_KL = 0.5  # nats a token
+DAMAGED_AGREEMENT = 0.6  # of the most likely tokens
+SURPRISE = 2.0  # times: predicted and measured loss that differ by more
+LEAST_LOSS = 0.01  # nats a token: smaller losses are noise of the text
+
+
+def verdicts(run: RunSummary) -> list[str]:
+    """A sentence each, with the remedy; empty where nothing is to be said."""
+    found = [_damage(run), _growth(run), _surprise(run)]
+    return [sentence for sentence in found if sentence is not None]
+
+
+def _damage(run: RunSummary) -> str | None:
+    quality = run.after
+    if quality is None or quality.mean_kl is None or quality.top1_agreement is None:
+        return None
+    if quality.mean_kl < DAMAGED_KL and quality.top1_agreement >= DAMAGED_AGREEMENT:
+        return None
+    remedies = ["more --bits"]
+    if run.mode != "best":
+        remedies.append("--mode best")
+    if "finetuning" not in run.seconds:
+        remedies.append("--finetune-steps 100")
+    return (
+        f"The model is damaged: KL is {quality.mean_kl:.2f} nats a token (perplexity times "
+        f"{math.exp(quality.mean_kl):.1f} on the original's own text) and {quality.top1_agreement:.0%} of the most likely "
+        f"tokens are the original's; give {' or '.join(remedies)}."
+    )
+
+
+def _growth(run: RunSummary) -> str | None:
+    if run.bytes_after < run.bytes_before:
+        return None
+    return (
+        f"The weight files did not shrink: {format_bytes(run.bytes_before)} before, {format_bytes(run.bytes_after)} now, "
+        f"at {run.bits_per_weight:.2f} stored bits a weight; give fewer --bits, or a method that stores less beside its "
+        "codes (`requant methods`)."
+    )
+
+
+def _surprise(run: RunSummary) -> str | None:
+    """Codes alone were predicted: training and a sparse part may do better, but nothing should do worse."""
+    if run.budget is None or run.budget.predicted is None or run.delta_loss is None:
+        return None
+    predicted = run.budget.predicted
+    measured = run.delta_loss + (run.embedding_and_head_delta or 0.0)
+    if max(predicted, measured) < LEAST_LOSS:
+        return None
+    better = measured * SURPRISE < predicted and run.mode == "dense" and "finetuning" not in run.seconds
+    if not better and measured <= SURPRISE * predicted:
+        return None
+    return (
+        f"The budget predicted a loss of {predicted:.3f} nats a token, but {measured:.3f} were measured: the bits of the "
+        "matrices may be far from the best; set budget.predictor: measured in the recipe, or read the measured numbers only."
+    )
