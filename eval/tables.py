@@ -21,6 +21,7 @@ from eval.curve_tables import (
     quality_table,
 )
 from eval.markdown import PEERS, RESULTS, ROOT, markdown, read
+from requant.recipe.reference import recipe_keys
 
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 BLOCK = re.compile(r"(<!-- results:([a-z-]+) -->\n).*?(<!-- /results -->)", re.DOTALL)
@@ -332,6 +333,26 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "speed": speed_table,
     "decoding": decoding_table,
 }
+
+
+def recipe_keys_table(_results: Path) -> str:
+    """The keys of every recipe, from its classes."""
+    columns = ["key", "takes", "default", "meaning"]
+    rows = [key for key in recipe_keys() if key.method is None]
+    return markdown(columns, [[f"`{k.key}`", k.takes, f"`{k.default}`", k.meaning] for k in rows])
+
+
+def quantizer_keys_table(_results: Path) -> str:
+    """The keys of `quantizer` by method, from the methods' own classes."""
+    columns = ["method", "key", "takes", "default", "meaning"]
+    rows = [key for key in recipe_keys() if key.method is not None]
+    return markdown(
+        columns, [[f"`{k.method}`", f"`{k.key}`", k.takes, f"`{k.default}`", k.meaning] for k in rows]
+    )
+
+
+REFERENCE = {"recipe-keys": recipe_keys_table, "quantizer-keys": quantizer_keys_table}  # read no results
+TABLES |= REFERENCE
 
 
 def main() -> None:

@@ -1,12 +1,25 @@
 """`requant recipes` and `requant methods`."""
 
+import dataclasses
 import json
+from typing import Annotated
+
+import typer
 
 from requant.cli.common import AsJson, table
 
 
-def recipes(as_json: AsJson = False) -> None:
-    """List the recipes that ship with requant."""
+def recipes(
+    keys: Annotated[bool, typer.Option("--keys", help="List every key of a recipe instead.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """List the recipes that ship with requant, or every key that a recipe may hold."""
+    if keys:
+        from requant.recipe.reference import recipe_keys
+
+        known = [dataclasses.asdict(key) for key in recipe_keys()]
+        print(json.dumps(known, indent=2) if as_json else table(known))
+        return
     from requant.recipe.yaml_files import available_recipes, load_recipe
 
     rows: list[dict[str, object]] = []

@@ -37,16 +37,18 @@ SHRINK_STEP = 0.05  # of the range of a group
 
 @dataclass(frozen=True, kw_only=True)
 class AwqConfig:
-    """`alphas` exponents 0, 1/alphas, ... below 1 are tried, and `clip_steps` ranges 1, 0.95, 0.9, ... of a group.
-
-    One step leaves the ranges alone.
-    """
+    """Options of `awq`."""
 
     bits: int = 4
+    """Of a code."""
     group_size: int = 128
+    """Columns that share a scale; -1: the whole row."""
     symmetric: bool = False
+    """No zero points: a grid around 0."""
     alphas: int = 20
+    """Exponents 0, 1/alphas, ... below 1 of the column scales that are tried."""
     clip_steps: int = 10
+    """Ranges 1, 0.95, 0.9, ... of a group that are tried; 1: no clipping."""
 
     def __post_init__(self) -> None:
         check_bits(self.bits)

@@ -45,13 +45,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class GptqConfig:
-    """`damp`, a fraction of the mean diagonal of H, grows tenfold, with a warning, while H is not positive."""
+    """Options of `gptq`."""
 
     bits: int = 4
+    """Of a code."""
     group_size: int = 128
+    """Columns that share a scale; -1: the whole row."""
     symmetric: bool = False
+    """No zero points: a grid around 0."""
     act_order: bool = False
+    """Columns in the order of falling Hessian diagonal."""
     damp: float = 0.01
+    """Added to the Hessian's diagonal, as a fraction of its mean; grows tenfold, with a warning, until H is positive."""
 
     def __post_init__(self) -> None:
         check_bits(self.bits)

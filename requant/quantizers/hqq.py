@@ -43,14 +43,20 @@ MIN_RESIDUAL = 1e-6  # steps of the grid: |r|^(p-1) is infinite at zero
 
 @dataclass(frozen=True, kw_only=True)
 class HqqConfig:
-    """`p` of the norm, `beta` the weight of the splitting in the first iteration, `kappa` its growth per iteration."""
+    """Options of `hqq`."""
 
     bits: int = 4
+    """Of a code."""
     group_size: int = 128
+    """Columns that share a scale; -1: the whole row."""
     iterations: int = 20
+    """Of half-quadratic splitting."""
     p: float = 0.7
+    """Of the norm of the error."""
     beta: float = 10.0
+    """Weight of the splitting in the first iteration."""
     kappa: float = 1.01
+    """Growth of that weight per iteration."""
 
     def __post_init__(self) -> None:
         check_bits(self.bits)

@@ -48,14 +48,14 @@ MAX_ITERATIONS = 200  # of Lloyd; rows of 1408 columns settle in 10 to 60
 
 @dataclass(frozen=True, kw_only=True)
 class KmeansConfig:
-    """`bits` of a code; a row has `2**bits` levels of `level_bits`, always 16 with codes of 7 and 8 bits.
-
-    `outlier_fraction` of the weights, those whose codes cost most, are stored as floats (`outliers.py`).
-    """
+    """Options of `kmeans`; outliers: `outliers.py`."""
 
     bits: int = 4
+    """Of a code; a row has 2^bits levels."""
     level_bits: int = 8
+    """Bits of a level: 8 or 16; always 16 with codes of 7 and 8 bits."""
     outlier_fraction: float = 0.0
+    """Of the weights, those whose codes cost most, that are stored as floats; not in mode `paper`."""
 
     def __post_init__(self) -> None:
         check_bits(self.bits)

@@ -41,16 +41,18 @@ PULL = 1e-6  # of the mean curvature, towards the levels that were: an unused le
 
 @dataclass(frozen=True, kw_only=True)
 class LutConfig:
-    """`rounds` of least squares and coordinate descent, at most; `damp` is a fraction of the mean diagonal of H.
-
-    `level_bits` and `outlier_fraction` as in k-means.
-    """
+    """Options of `lut`; outliers: `outliers.py`."""
 
     bits: int = 4
+    """Of a code; a row has 2^bits levels."""
     level_bits: int = 8
+    """Bits of a level: 8 or 16; always 16 with codes of 7 and 8 bits."""
     outlier_fraction: float = 0.0
+    """Of the weights, those whose codes cost most, that are stored as floats; not in mode `paper`."""
     rounds: int = 8
+    """Of least squares and coordinate descent, at most."""
     damp: float = 0.01
+    """Added to the Hessian's diagonal, as a fraction of its mean."""
 
     def __post_init__(self) -> None:
         check_bits(self.bits)

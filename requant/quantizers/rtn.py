@@ -30,11 +30,14 @@ from requant.quantizers.method import Bits, Losses, Method
 
 @dataclass(frozen=True, kw_only=True)
 class RtnConfig:
-    """`group_size` in columns, -1 for one group a row; `symmetric` stores no zero points."""
+    """Options of `rtn`."""
 
     bits: int = 4
+    """Of a code."""
     group_size: int = 128
+    """Columns that share a scale; -1: the whole row."""
     symmetric: bool = False
+    """No zero points: a grid around 0."""
 
     def __post_init__(self) -> None:
         check_bits(self.bits)

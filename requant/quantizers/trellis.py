@@ -71,17 +71,23 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class TrellisConfig:
-    """`damp` and `output_damp` are fractions of the mean diagonals of H and G; `two_sided` False means G = I.
+    """Options of `trellis`; without `two_sided`, G = I.
 
     The allocator gives quarters of a bit too, where the code takes one weight a step.
     """
 
     bits: int | float = 2
+    """Of a code: 1 to 8 in quarters."""
     code: str = "mul1"
+    """How a state becomes values: `mul1`, `3inst`, or `pair` of two weights a step."""
     two_sided: bool = True
+    """Whether the curvature of the outputs counts too."""
     damp: float = 0.01
+    """Added to the diagonal of the inputs' Hessian, as a fraction of its mean."""
     output_damp: float = 0.1
+    """The same for the outputs."""
     seed: int = 0
+    """Of the random signs of the Hadamard transform."""
 
     def __post_init__(self) -> None:
         if self.code not in CODES:

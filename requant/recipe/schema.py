@@ -26,12 +26,16 @@ class Calibration:
     outputs (`corrected`: `quantizers/correction.py`). Gradients are always the original's.
     """
 
-    # Files, a datasets name, `demo` or `self`; empty: `demo` for the demo model, else the training part of WikiText-2.
     text: tuple[str, ...] = ()
+    """Files, a `datasets` name, `demo` or `self`; empty: `demo` for the demo model, else the training part of WikiText-2."""
     field: str = "text"
+    """The field of a .jsonl or .parquet file that holds the text."""
     num_samples: int = 128
+    """Windows that statistics, scores and losses are measured on."""
     seq_len: int = 2048
+    """Tokens of a window."""
     inputs: Literal["original", "quantized", "corrected"] = "original"
+    """The model whose activations are a matrix's inputs: the original, one with all earlier blocks or matrices quantized."""
 
     def __post_init__(self) -> None:
         _require(self.num_samples >= 1, "calibration.num_samples", self.num_samples, "1 or more")
@@ -43,7 +47,9 @@ class Sensitivity:
     """Which score ranks weights, and the nodes of the path integral."""
 
     score: Score = "pqi"
+    """What ranks the weights of the sparse part in mode `paper`."""
     nodes: Nodes = "gauss2"
+    """Nodes of the path integral of PQI."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,16 +57,21 @@ class Detach:
     """The sparse part (paper: r_o, r_s and beta), as fractions of all quantized weights.
 
     `outlier_rule`: `adaptive` is Algorithm 1, `uniform` gives every matrix the same fraction, `iqr` is SqueezeLLM's
-    (largest |w| over the matrix's interquartile range, over all matrices). `values`: how a residual is stored; `int8`
-    saves 8 of the 24 bits of an entry.
+    (largest |w| over the matrix's interquartile range, over all matrices).
     """
 
     outlier_fraction: float = 0.0045
+    """Fraction of all quantized weights that are detached as outliers before the codes (r_o)."""
     outlier_rule: Literal["adaptive", "uniform", "iqr"] = "adaptive"
-    temperatures: tuple[float, ...] = (0.5, 1.0)  # both are tried; 0.5 won on bench-32m at all bits
+    """How outliers are given to the matrices: Algorithm 1, evenly, or by the interquartile range."""
+    temperatures: tuple[float, ...] = (0.5, 1.0)
+    """Of Algorithm 1; each is tried, and the one with the smallest loss is kept. 0.5 won on bench-32m at all bits."""
     significant_fraction: float = 0.0005
+    """Fraction of all quantized weights that are detached as significant after the codes (r_s)."""
     steps: int = 2
+    """Equal parts of the significant weights, scored again between them."""
     values: Literal["float16", "int8"] = "float16"
+    """How a residual is stored; `int8` saves 8 of the 24 bits of an entry."""
 
     def __post_init__(self) -> None:
         for name in ("outlier_fraction", "significant_fraction"):
@@ -76,19 +87,22 @@ class Detach:
 
 @dataclass(frozen=True, kw_only=True)
 class Finetune:
-    """Training everything except the codes to match the original's outputs (`requant/finetune/`); `steps` 0: off.
-
-    `steps` are those of one phase: each round of mode `best`, and the final phase with all codes fixed.
-    """
+    """Training everything except the codes to match the original's outputs (`requant/finetune/`)."""
 
     steps: int = 0
-    train_windows: int = 2048  # of the calibration text, at most; statistics use calibration.num_samples
+    """Training steps of one phase: each round of mode `best`, and the final phase with all codes fixed; 0: off."""
+    train_windows: int = 2048
+    """Windows of the calibration text that training may use, at most."""
     tokens_per_step: int = 16384
-    # of Adam at 2 bits, in units of each tensor's root mean square; halved with every further bit
+    """Tokens of a step."""
     lr: float = 3e-3
+    """Adam's learning rate at 2 bits, in units of each tensor's root mean square; halved with every further bit."""
     warmup_steps: int = 10
-    val_windows: int = 8  # held out from training; they choose the best step
-    eval_every: int = 20  # steps between two evaluations on the validation windows
+    """Steps of linear warm-up; a cosine to zero follows."""
+    val_windows: int = 8
+    """Windows held out from training; they choose the best step of the final phase."""
+    eval_every: int = 20
+    """Steps between two evaluations on the validation windows."""
 
     def __post_init__(self) -> None:
         _require(self.steps >= 0, "finetune.steps", self.steps, "0 or more")
@@ -101,20 +115,23 @@ class Finetune:
 class Budget:
     """A budget of stored bytes; without `bits` and `size` every matrix takes the quantizer's own bits.
 
-    `bits`: all bytes stored for the quantized matrices, in bits a weight. `size`: all bytes of the weight files.
-    `head_bits` and `embedding_bits` quantize the head and the embedding to grids of these bits (one tensor where they are
-    tied); None: not quantized with `bits`, chosen by the allocation with `size`. `quarters`: methods
-    that take quarters of a bit may use them (2.25, 2.5, 2.75). `outliers`: in mode `best`, a codebook may store the weights
-    that its levels represent worst as floats, where that is worth their two bytes.
+    Embedding and head are quantized to grids.
     """
 
     bits: float | None = None
+    """All bytes stored for the quantized matrices, in bits a weight."""
     size: int | None = None
+    """All bytes of the weight files."""
     predictor: Predictor = "curvature"
+    """What predicts the loss of a matrix at each of its bits."""
     quarters: bool = True
+    """Whether methods that take quarters of a bit may use them (2.25, 2.5, 2.75)."""
     outliers: bool = True
+    """Whether, in mode `best`, a codebook may store the weights that its levels represent worst as floats."""
     head_bits: EmbeddingBits | None = None
+    """Bits of the head; none: not quantized with `bits`, chosen by the allocation with `size`."""
     embedding_bits: EmbeddingBits | None = None
+    """Bits of the embedding; one tensor with the head where they are tied."""
 
     def __post_init__(self) -> None:
         _require(self.bits is None or 1 <= self.bits <= 8, "budget.bits", self.bits, "1 to 8")  # NaN is not
@@ -131,12 +148,16 @@ class Budget:
 class Evaluation:
     """The text that quality is measured on."""
 
-    # Empty: `demo-eval` for the demo model, else the last tenth of a named calibration text, else WikiText-2's test.
     text: tuple[str, ...] = ()
+    """Empty: `demo-eval` for the demo model, else the last tenth of a named calibration text, else WikiText-2's test."""
     field: str = "text"
+    """The field of a .jsonl or .parquet file that holds the text."""
     context: int = 2048
+    """Tokens of a window."""
     windows: int = 20
-    samples: int = 2  # window beginnings that both models continue, for the report; 0: none
+    """Windows that are scored, at most."""
+    samples: int = 2
+    """Window beginnings that both models continue, for the report; 0: none."""
 
     def __post_init__(self) -> None:
         _require(self.context >= 8, "evaluation.context", self.context, "8 or more")
@@ -149,17 +170,29 @@ class Recipe:
     """One run of `requant quantize`."""
 
     model: str = "demo"
+    """A folder, a hub name, an alias, or `demo`."""
     mode: Mode = "paper"
+    """`best`: rounds of quantizing and training; `paper`: ReQuant as published; `dense`: codes only."""
     method: str = "kmeans"
-    quantizer: Any = field(default_factory=METHODS["kmeans"].config)  # the method's own config
+    """The quantization method; `requant methods` lists them."""
+    quantizer: Any = field(default_factory=METHODS["kmeans"].config)
+    """The method's own options."""
     calibration: Calibration = field(default_factory=Calibration)
+    """The text that statistics are measured on."""
     sensitivity: Sensitivity = field(default_factory=Sensitivity)
+    """The score of the weights."""
     detach: Detach = field(default_factory=Detach)
+    """The sparse part of mode `paper`."""
     finetune: Finetune = field(default_factory=Finetune)
+    """Training of everything except the codes."""
     budget: Budget = field(default_factory=Budget)
+    """A budget of stored bytes."""
     evaluation: Evaluation = field(default_factory=Evaluation)
+    """The text that quality is measured on."""
     skip: tuple[str, ...] = ()
+    """Shell patterns of matrices that are not quantized, on their whole name or its last part."""
     seed: int = 0
+    """Of the training's order; above 0 it also shifts the calibration windows."""
 
     def __post_init__(self) -> None:
         expected = find_method(self.method).config

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from eval.markdown import PEERS, RESULTS, markdown
-from eval.tables import PAGES, TABLES, baselines_table, decoding_table, nodes_table, render
+from eval.tables import PAGES, REFERENCE, TABLES, baselines_table, decoding_table, nodes_table, render
 
 QUALITY = {"bits": 3, "bits_per_weight": 3.2104, "perplexity": 27.421, "kl": 0.27551, "second": {"kl": 0.2}}
 
@@ -37,7 +37,7 @@ def test_an_unknown_block_is_named() -> None:
         render("<!-- results:sped -->\n<!-- /results -->")
 
 
-@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("name", sorted(TABLES.keys() - REFERENCE.keys()))
 def test_every_table_survives_missing_results(name: str, tmp_path: Path) -> None:
     assert TABLES[name](tmp_path) == ""
 
