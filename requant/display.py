@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
+from requant.errors import printable
+
 
 def format_table(rows: Sequence[Mapping[str, object]]) -> str:
     """Rows of equal keys as aligned text: a header, then one line a row; numbers right, None as a dash."""
@@ -27,7 +29,7 @@ def _cell(value: object) -> str:
     if value is None:
         return "-"
     if isinstance(value, bool) or not isinstance(value, int | float):
-        return "".join(char if char.isprintable() else "?" for char in str(value))
+        return printable(str(value))
     if isinstance(value, int):
         return f"{value:,}"
     if abs(value) >= 100_000:

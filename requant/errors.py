@@ -5,6 +5,7 @@
     │   ├── RecipeError          an unknown key, a value out of range
     │   ├── TextError            no text, too little text, a wrong field
     │   ├── ModelError           a model that cannot be read, or holds what requant does not quantize
+    │   ├── FileError        a pipe, a device, a file that would take too much memory
     │   ├── CheckpointError      a damaged, foreign or hostile checkpoint
     │   └── OutputError          the output folder exists, or cannot be written
     └── NumericalError           NaN or infinity in weights, gradients or statistics
@@ -20,6 +21,9 @@ class RequantError(Exception):
     """Base of all errors raised on purpose; `exit_code` is what the command line returns."""
 
     exit_code = 1
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message))
 
 
 class InputError(RequantError):
@@ -38,6 +42,10 @@ class ModelError(InputError):
     pass
 
 
+class FileError(InputError):
+    pass
+
+
 class CheckpointError(InputError):
     pass
 
@@ -48,6 +56,11 @@ class OutputError(InputError):
 
 class NumericalError(RequantError):
     pass
+
+
+def printable(text: str) -> str:
+    """`text` with question marks for control characters, which a hostile name may hold and a terminal would obey."""
+    return "".join(char if char.isprintable() else "?" for char in text)
 
 
 def first_line(error: BaseException, limit: int = 200) -> str:

@@ -46,7 +46,7 @@ LAYERS = (  # a module may import from its own folder and from those after it
     "models",
     "text",
 )
-BELOW_ALL = ("display", "errors", "version")
+BELOW_ALL = ("files", "display", "errors", "version")
 
 
 def modules(folder: str) -> list[Path]:

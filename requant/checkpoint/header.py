@@ -5,7 +5,6 @@ the data. We parse the header ourselves, because every number in it must agree w
 before anything is allocated from it.
 """
 
-import json
 import math
 import re
 from collections.abc import Iterable
@@ -16,12 +15,11 @@ from typing import Any
 import torch
 
 from requant.errors import CheckpointError
+from requant.files import MAX_SMALL_FILE, check_plain_file, parse_json, read_small_file
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-MAX_JSON_BYTES = 1 << 27
-MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -58,9 +56,7 @@ class StoredTensor:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object of bounded size."""
     try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise CheckpointError(f"{path} has {path.stat().st_size} bytes, too many for a JSON header.")
-        value = json.loads(path.read_bytes())
+        value = parse_json(read_small_file(path))
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{path} is missing; the checkpoint is incomplete, download it again."
@@ -125,12 +121,12 @@ def read_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
 def read_shard(path: Path) -> dict[str, StoredTensor]:
     """Parse a safetensors header; its tensors must fill the file to the last byte."""
     try:
-        size = path.stat().st_size
+        size = check_plain_file(path)
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+            if size < 8 or length > min(size - 8, MAX_SMALL_FILE):
                 raise CheckpointError(f"{path} is truncated or no safetensors file; download it again.")
-            header = json.loads(file.read(length))
+            header = parse_json(file.read(length))
         header.pop("__metadata__", None)
         entries = sorted((e["data_offsets"], name, e["dtype"], e["shape"]) for name, e in header.items())
         tensors: dict[str, StoredTensor] = {}

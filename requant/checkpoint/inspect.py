@@ -9,6 +9,7 @@ from requant.checkpoint.read import verify_checksums
 from requant.checkpoint.sizes import ByteTable, MatrixBytes, byte_table
 from requant.checkpoint.validate import read_header
 from requant.display import format_bytes, format_table
+from requant.errors import printable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,8 @@ class Inspection:
 
     def text(self) -> str:
         """Three tables: the checkpoint, its bytes by part, its matrices."""
-        calibration = self.header.get("calibration", {})
+        calibration = self.header.get("calibration")
+        calibration = calibration if isinstance(calibration, dict) else {}
         head = [
             f"{self.path}: format {self.header['format_version']}, requant {self.header.get('requant_version', '?')}",
             f"recipe          sha256 {str(self.header.get('recipe_sha256', '?'))[:16]} (recipe.yaml)",
@@ -50,7 +52,7 @@ class Inspection:
         parts = [{"part": part, "bytes": size} for part, size in self.table.parts.items() if size]
         parts.append({"part": "file headers", "bytes": self.table.file_headers})
         matrices = {**self.table.matrices, **self.table.embedding_and_head}
-        return "\n".join([*head, "", format_table(parts), "", format_table(_rows(matrices))])
+        return "\n".join([*map(printable, head), "", format_table(parts), "", format_table(_rows(matrices))])
 
 
 def inspection(checkpoint: str | Path) -> Inspection:
@@ -63,7 +65,7 @@ def inspection(checkpoint: str | Path) -> Inspection:
         path=Path(checkpoint),
         header=settings,
         table=byte_table(header),
-        checksums=verify_checksums(checkpoint),
+        checksums=verify_checksums(checkpoint, header.files),
     )
 
 

@@ -5,7 +5,7 @@ and the quantizer in `requant.integrations.transformers` has compared it with th
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from requant.checkpoint.header import read_json
@@ -13,6 +13,9 @@ from requant.checkpoint.save import CHECKSUMS_FILE
 from requant.checkpoint.validate import check_values, read_header, read_matrix
 from requant.errors import CheckpointError
 from requant.formats.quantized_weight import QuantizedWeight, unpack
+
+# A key of config.quantization_config while it is in memory: false skips the comparison with checksums.json.
+VERIFY_CHECKSUMS = "verify_checksums"
 
 
 def load_weights(path: str | Path) -> Iterator[tuple[str, QuantizedWeight]]:
@@ -24,25 +27,25 @@ def load_weights(path: str | Path) -> Iterator[tuple[str, QuantizedWeight]]:
         yield name, unpack(spec, tensors)
 
 
-def provenance(path: str | Path) -> str:
+def provenance(path: str | Path, files: Iterable[Path]) -> str:
     """`sha256 1a2b3c4d as saved`: the weight files match checksums.json, and the digits identify them.
 
     A folder that `save_pretrained` wrote has no checksums. Raises CheckpointError where a file was changed.
     """
-    if not (Path(path) / CHECKSUMS_FILE).is_file():
+    if not (Path(path) / CHECKSUMS_FILE).exists():
         return f"without {CHECKSUMS_FILE}"
-    listed = sorted(verify_checksums(path).items())
+    listed = sorted(verify_checksums(path, files).items())
     digest = hashlib.sha256("".join(f"{name} {sha256}\n" for name, sha256 in listed).encode()).hexdigest()
     return f"sha256 {digest[:8]} as saved"
 
 
-def verify_checksums(path: str | Path) -> dict[str, str]:
-    """Compare every weight file with checksums.json; returns sha256 by file name, raises CheckpointError."""
+def verify_checksums(path: str | Path, files: Iterable[Path]) -> dict[str, str]:
+    """Compare the weight files with checksums.json, streamed; returns sha256 by file name, raises CheckpointError."""
     path = Path(path)
     listed = read_json(path / CHECKSUMS_FILE).get("files")
     if not isinstance(listed, dict):
         raise CheckpointError(f"{path / CHECKSUMS_FILE} lists no files; download it again.")
-    present = {file.name for file in read_header(path, trust_remote_code=True).files}
+    present = {file.name for file in files}
     if present != listed.keys():
         odd = min(present ^ listed.keys())
         raise CheckpointError(

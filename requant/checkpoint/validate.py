@@ -2,12 +2,14 @@
 
 In order, each step trusting only what the ones before established: names of files, JSON of bounded size, the
 version, the module table, the headers of the weight files against the sizes of the files, every matrix
-against its entry, and last the values (finite scales, sparse entries in order and in range). Nothing is
+against its entry, and last the values (finite, of sane size, sparse entries in order and in range). Nothing is
 allocated from a number that a file header has not confirmed, and nothing but JSON and safetensors is ever
 opened.
 """
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +20,13 @@ from torch import Tensor
 
 from requant.checkpoint.header import StoredTensor, read_folder, read_json
 from requant.errors import CheckpointError
+from requant.files import check_model_folder
 from requant.formats.grid import GridSpec
+from requant.formats.magnitude import LARGEST
 from requant.formats.packed_spec import GUARD_TENSOR, PackedSpec
 
 FORMAT_VERSION = 3
+CHUNK_BYTES = 1 << 26
 PLAIN_VERSION = 1  # of checkpoints whose embedding and head are not quantized
 EMBEDDING_AND_HEAD_VERSION = (
     2  # the first with quantized embedding and head; see `PackedSpec.version` for version 3
@@ -53,6 +58,7 @@ def read_header(path: str | Path, *, trust_remote_code: bool = False) -> Checkpo
     path = Path(path)
     if not path.is_dir():
         raise CheckpointError(f"{path} is no folder; give the folder that `requant quantize` wrote.")
+    check_model_folder(path)
     config = read_json(path / "config.json")
     if not trust_remote_code and _mentions_code(config):
         raise CheckpointError(
@@ -167,11 +173,33 @@ def check_matrices(modules: Mapping[str, PackedSpec], tensors: Mapping[str, Stor
 
 
 def check_all_values(modules: Mapping[str, PackedSpec], tensors: Mapping[str, StoredTensor]) -> None:
-    """`check_values` of every matrix, read from the files; packed codes are not read, since any bits are valid
-    codes."""
+    """`check_values` of every matrix and the values of all that is not quantized, read from the files; packed codes are
+    not read, since any bits are valid codes."""
+    owned = {f"{name}.{suffix}" for name, spec in modules.items() for suffix in spec.tensors()}
+    check_plain_values(tensors.keys() - owned, tensors)
     for name, spec in modules.items():
         suffixes = [suffix for suffix, tensor in spec.tensors().items() if tensor.dtype != torch.int32]
         check_values(name, spec, read_matrix(name, suffixes, tensors))
+
+
+def check_plain_values(names: Iterable[str], tensors: Mapping[str, StoredTensor]) -> None:
+    """Raise CheckpointError for a tensor that is not quantized and holds NaN, infinity or what float16 cannot hold."""
+    for name in names:
+        stored = tensors[name]
+        if not stored.dtype.is_floating_point or 0 in stored.shape:
+            continue
+        largest = max(float(part.float().abs().max()) for part in _parts(name, stored))
+        if not largest <= LARGEST:
+            what = f"{largest:.3g}, beyond float16" if math.isfinite(largest) else "NaN or infinity"
+            raise CheckpointError(
+                f"{name} in {stored.file.name} holds {what}; the checkpoint is damaged, download it again."
+            )
+
+
+def _parts(name: str, stored: StoredTensor) -> Iterator[Tensor]:
+    """A tensor in parts of at most CHUNK_BYTES; the file is mapped, not read as a whole."""
+    with _opened(stored.file) as file:
+        yield from file.get_tensor(name).flatten().split(CHUNK_BYTES // stored.dtype.itemsize)
 
 
 def check_values(name: str, spec: PackedSpec, tensors: Mapping[str, Tensor]) -> None:
@@ -187,12 +215,18 @@ def read_matrix(name: str, suffixes: Iterable[str], tensors: Mapping[str, Stored
     values: dict[str, Tensor] = {}
     for suffix in suffixes:
         stored = tensors[f"{name}.{suffix}"]
-        try:
-            with safe_open(stored.file, framework="pt") as file:
-                values[suffix] = file.get_tensor(f"{name}.{suffix}")
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{stored.file} cannot be read ({error}); download it again.") from error
+        with _opened(stored.file) as file:
+            values[suffix] = file.get_tensor(f"{name}.{suffix}")
     return values
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); download it again.") from error
 
 
 def _mentions_code(config: dict[str, Any]) -> bool:

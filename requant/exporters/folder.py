@@ -11,7 +11,9 @@ import yaml
 
 from requant.checkpoint.save import COPIED_FOLDERS, NOT_COPIED
 from requant.checkpoint.writer import write_bytes
+from requant.errors import FileError
 from requant.exporters.source import Source
+from requant.files import parse_yaml, read_small_file
 
 OURS = ("readme.md", "report.html", "report.json")  # they describe the checkpoint, not its export
 LOADING = {
@@ -70,10 +72,10 @@ def write_card(source: Source, target: str, folder: Path, *, name: str) -> None:
 def _base_model(checkpoint: Path) -> str | None:
     """The base model that the checkpoint's own card names."""
     try:
-        text = (checkpoint / "README.md").read_text(encoding="utf-8")[:100_000]
-        front = yaml.safe_load(text.removeprefix("---\n").split("\n---\n")[0])
+        text = read_small_file(checkpoint / "README.md").decode()
+        front = parse_yaml(text.removeprefix("---\n").split("\n---\n")[0])
         base = front["base_model"]
-    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, RecursionError):
+    except (FileError, OSError, ValueError, yaml.YAMLError, KeyError, TypeError, RecursionError):
         return None
     return base if isinstance(base, str) else None
 

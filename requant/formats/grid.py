@@ -22,6 +22,7 @@ from torch import Tensor
 
 from requant.formats.bits import pack_bits, unpack_bits, word_count
 from requant.formats.json_entry import FLAG, MAX_DIMENSION, choice, matrix_shape, whole_bits, whole_number
+from requant.formats.magnitude import too_large
 from requant.formats.tensor_spec import TensorSpec, float16_spec, int32_spec
 
 
@@ -181,7 +182,10 @@ class GridSpec:
     def flaw(self, tensors: Mapping[str, Tensor]) -> str | None:
         if self.column_scales and (tensors["column_scales"] == 0).any():
             return "column_scales holds a zero, by which columns are divided"
-        return None
+        largest = tensors["scales"].float().abs().max() * ((1 << self.bits) - 1)
+        if self.column_scales:
+            largest = largest / tensors["column_scales"].float().abs().min()
+        return too_large("scales", largest)
 
     def packed_rows(self, tensors: Mapping[str, Tensor], rows: slice | Tensor) -> dict[str, Tensor]:
         return {

@@ -19,6 +19,7 @@ from jaxtyping import Bool, Float, Float16, Int8, Int32, Int64
 from torch import Tensor
 
 from requant.formats.json_entry import choice
+from requant.formats.magnitude import too_large
 from requant.formats.tensor_spec import TensorSpec, float16_spec
 
 INDEX_TILE = 256  # columns a sparse index spans on disk and in the kernels: one byte
@@ -195,6 +196,8 @@ class SparseSpec:
             return f"sparse_indices points past the last of {self.shape[1]} columns"
         if ((tile * INDEX_TILE + index).diff() <= 0).any():
             return "sparse_indices is not strictly ascending within a row (unsorted or duplicate entries)"
+        if self.values == "int8":
+            return too_large("sparse_scales", tensors["sparse_scales"].float().abs().max() * 127)
         return None
 
     def packed_rows(

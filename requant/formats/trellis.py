@@ -28,6 +28,7 @@ from requant.formats.bits import pack_bits, unpack_bits, word_count
 from requant.formats.hadamard import TILE, block_size, hadamard, padded
 from requant.formats.int8 import WIDEST_CODE, decode, encode, fake_quantize_int8, fits, int8_flaw
 from requant.formats.json_entry import FLAG, MAX_BITS, choice, matrix_shape, whole_bits
+from requant.formats.magnitude import too_large
 from requant.formats.tensor_spec import TensorSpec, float16_spec, int8_spec, int32_spec
 from requant.formats.trellis_codes import (
     CODES,
@@ -193,7 +194,14 @@ class TrellisSpec:
         return spec
 
     def flaw(self, tensors: Mapping[str, Tensor]) -> str | None:
-        return int8_flaw("output_scales", tensors)
+        if what := int8_flaw("output_scales", tensors):
+            return what
+        sides = [
+            max(values.float().abs().max() for suffix, values in tensors.items()
+                if suffix.startswith(side) and values.is_floating_point())
+            for side in ("input", "output")
+        ]  # fmt: skip
+        return too_large("output_scales", sides[0] * sides[1])
 
     def packed_rows(self, tensors: Mapping[str, Tensor], rows: slice | Tensor) -> dict[str, Tensor]:
         raise ValueError("rows of a trellis are not independent: the rotation mixes them")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from requant.checkpoint.read import provenance
+from requant.checkpoint.read import VERIFY_CHECKSUMS
 from requant.checkpoint.validate import read_header
 from requant.errors import CheckpointError, InputError, RequantError
 from requant.models.devices import pick_device
@@ -46,6 +46,7 @@ def load(
     dtype: str | torch.dtype = "auto",
     dequantize: bool = False,
     trust_remote_code: bool = False,
+    verify_checksums: bool = True,
 ) -> Any:
     """The model of a checkpoint, in eval mode.
 
@@ -53,9 +54,10 @@ def load(
     `dtype` is that of activations and of all that is not quantized; `auto` keeps what the checkpoint has.
     On a GPU the matrices are held as the kernels read them (`requant.inference.convert`), and such a model cannot be saved.
     With `dequantize`, plain layers hold the same floats: as large as the original, the same logits bit for
-    bit, and faster where no kernel serves the quantized form. Raises InputError for a device that is not there, and
-    CheckpointError for a folder that is damaged, foreign or hostile; then no model exists, not even in part. One line
-    of the log (level INFO) says how many matrices were loaded, and whether their files are those that were saved.
+    bit, and faster where no kernel serves the quantized form. `verify_checksums` compares the weight files with
+    checksums.json, which reads them once more. Raises InputError for a device that is not there, and CheckpointError or
+    FileError for a folder that is damaged, foreign or hostile; then no model exists, not even in part. One line of the
+    log (level INFO) says how many matrices were loaded, and whether their files are those that were saved.
     """
     device, dtype = pick_device(str(device)), _dtype(dtype)
     header = read_header(path, trust_remote_code=trust_remote_code)
@@ -65,6 +67,7 @@ def load(
     logging.disable_progress_bar()  # a bar for a second of work
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
+        config.quantization_config[VERIFY_CHECKSUMS] = verify_checksums
         depth = getattr(config.get_text_config(), "num_hidden_layers", 0)
         if depth > len(header.tensors):  # would build that many blocks before it finds their tensors missing
             raise CheckpointError(
@@ -87,7 +90,9 @@ def load(
             f"{path}: transformers cannot build the model of config.json "
             f"({type(error).__name__}: {first[:160]}); upgrade transformers, or download it again."
         ) from error
-    logger.info("loaded %d quantized matrices from %s, %s", len(header.modules), path, provenance(path))
+    logger.info(
+        "loaded %d quantized matrices from %s, %s", len(header.modules), path, model.hf_quantizer.provenance
+    )
     if dequantize:
         model = model.dequantize()
     elif torch.device(device).type == "cuda":

@@ -25,6 +25,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from requant.checkpoint.header import StoredTensor, read_tensors
+from requant.checkpoint.read import VERIFY_CHECKSUMS, provenance
 from requant.checkpoint.validate import (
     check_all_values,
     check_matrices,
@@ -59,22 +60,27 @@ class RequantHfQuantizer(HfQuantizer):
 
     requires_calibration = True
     quantization_config: Any
+    provenance = "unverified"  # what the checksums said of the weight files
 
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: Any = None, **kwargs: Any
     ) -> Any:
+        verified = self.quantization_config.__dict__.pop(VERIFY_CHECKSUMS, True)  # of this loading: not saved
         entry = self.quantization_config.to_dict()
         modules = parse_quantization(entry, where=model.config.name_or_path or "the model")
         embedding_and_head = parse_embedding_and_head(entry, modules)
         unfuse_experts(model)
+        files = [Path(file) for file in checkpoint_files or ()]
         tensors = None
-        if checkpoint_files is not None:
-            tensors = read_tensors(map(Path, checkpoint_files))
+        if files:
+            tensors = read_tensors(files)
             check_matrices({**modules, **embedding_and_head}, tensors)
         insert_layers(model, modules)
         insert_embedding_and_head(model, embedding_and_head)
         if tensors is not None:
             check_architecture(model, tensors)
+            if verified:
+                self.provenance = provenance(files[0].parent, files)
             check_all_values({**modules, **embedding_and_head}, tensors)
         return model
 

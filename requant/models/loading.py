@@ -4,7 +4,7 @@ A model is a causal LM of transformers with safetensors weights; no code of its 
 raises on a damaged or foreign folder becomes a ModelError of one sentence.
 """
 
-import json
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +23,7 @@ from requant.errors import (
     first_line,
     is_out_of_memory,
 )
+from requant.files import check_model_folder, parse_json, read_small_file
 
 ALIASES: dict[str, str] = {
     "llama-3.2-1b": "meta-llama/Llama-3.2-1B",
@@ -112,6 +113,7 @@ def resolve_source(source: str) -> str:
     if os.path.isdir(path):
         if not os.path.isfile(os.path.join(path, "config.json")):
             raise ModelError(f"{path} has no config.json; give the folder of a Hugging Face causal LM.")
+        check_model_folder(Path(path))
         return path
     if source in ALIASES:
         return _download(ALIASES[source])
@@ -132,20 +134,27 @@ def _download(name: str) -> str:
     from huggingface_hub import snapshot_download
 
     try:
-        return str(snapshot_download(name, allow_patterns=list(HUB_FILES)))
+        folder = str(snapshot_download(name, allow_patterns=list(HUB_FILES)))
     except Exception as error:  # the library passes on whatever its network and file layers raise
         raise ModelError(
             f"{name} did not come from the hub ({first_line(error)}); check the name and the network, run "
             "`hf auth login` for a gated model, or give a folder."
         ) from error
+    check_model_folder(Path(folder))
+    return folder
 
 
 def check_finite(model: nn.Module) -> None:
-    """Refuse a model whose weights hold NaN or infinity, before any work."""
+    """Refuse a model whose weights hold NaN, infinity or what float16 cannot hold, before any work."""
     for name, parameter in model.named_parameters():
-        if not torch.isfinite(parameter).all():
+        largest = float(parameter.abs().max()) if parameter.numel() else 0.0
+        if not math.isfinite(largest):
             raise NumericalError(
                 f"{name} holds NaN or infinity; the source model is damaged, download it again."
+            )
+        if largest > torch.finfo(torch.float16).max:
+            raise NumericalError(
+                f"{name} holds {largest:.3g}, a weight beyond float16; the source model is damaged, download it again."
             )
 
 
@@ -157,7 +166,7 @@ def folder_bytes(folder: str | Path) -> int:
 def read_config(folder: str | Path) -> dict[str, Any]:
     """config.json as it stands."""
     try:
-        config = json.loads((Path(folder) / "config.json").read_bytes())
+        config = parse_json(read_small_file(Path(folder) / "config.json"))
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(
             f"{folder}/config.json cannot be read ({first_line(error)}); download it again."

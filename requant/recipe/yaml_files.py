@@ -14,6 +14,7 @@ from typing import Any, Literal, cast
 import yaml
 
 from requant.errors import RecipeError, did_you_mean, first_line
+from requant.files import parse_yaml, read_small_file
 from requant.quantizers.registry import find_method
 from requant.recipe.schema import Recipe
 
@@ -42,7 +43,7 @@ def load_recipe(name: str) -> Recipe:
             )
         path = shipped[name]
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        data = parse_yaml(read_small_file(path).decode())
     except (yaml.YAMLError, ValueError, RecursionError, OSError) as error:
         raise RecipeError(f"{path} is not valid YAML ({first_line(error)}).") from error
     return from_dict(data, where=path.name)

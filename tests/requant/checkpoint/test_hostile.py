@@ -1,6 +1,7 @@
 """Damaged and hostile folders: one sentence, no model, no large allocation."""
 
 import json
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -8,11 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from requant.checkpoint.inspect import inspection
 from requant.checkpoint.read import load_weights, verify_checksums
 from requant.checkpoint.validate import read_header
-from requant.errors import CheckpointError
+from requant.errors import CheckpointError, FileError
 from requant.inference.load import load
 
 UP = "model.layers.0.mlp.up_proj"
@@ -34,15 +38,15 @@ def edit_tensors(path: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -
     shards = sorted(path.glob("model*.safetensors"))
     tensors = {name: tensor for file in shards for name, tensor in load_file(file).items()}
     change(tensors)
-    for file in [*shards, path / "model.safetensors.index.json"]:
-        file.unlink(missing_ok=True)
+    for file in [*shards, path / "model.safetensors.index.json", path / "checksums.json"]:
+        file.unlink(missing_ok=True)  # who can write the weights can write their checksums
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
 
 
 def refuse(path: Path, sentence: str) -> None:
-    """Both ways in answer with the sentence, and nothing else than CheckpointError comes out."""
+    """Both ways in answer with the sentence, and nothing else comes out."""
     for read in (lambda: load(path), lambda: list(load_weights(path))):
-        with pytest.raises(CheckpointError, match=sentence) as caught:
+        with pytest.raises((CheckpointError, FileError), match=sentence) as caught:
             read()
         assert "\n" not in str(caught.value) and len(str(caught.value)) < 700
 
@@ -54,7 +58,7 @@ def refuse_load(path: Path, sentence: str) -> None:
 
 def test_the_copy_itself_loads(checkpoint: Path) -> None:
     assert load(checkpoint) is not None
-    assert len(verify_checksums(checkpoint)) == 2
+    assert len(verify_checksums(checkpoint, read_header(checkpoint).files)) == 2
 
 
 @pytest.mark.parametrize(
@@ -334,6 +338,102 @@ def test_an_unknown_vector_of_a_grid(checkpoint: Path) -> None:
     refuse(checkpoint, "unknown key 'levels'")
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
+def test_values_that_are_not_quantized(checkpoint: Path, value: float) -> None:
+    change_values(checkpoint, "model.norm.weight", lambda tensor: tensor[3:4].fill_(value))
+    refuse_load(
+        checkpoint, "model.norm.weight in model.safetensors holds (NaN or infinity|1e\\+30, beyond float16)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("asymmetric", {"scales": 60000.0}),
+        ("awq", {"scales": 1.0, "column_scales": 6e-8}),
+        ("trellis", {"output_scales": 60000.0, "input_magnitude": 2.0}),
+    ],
+)
+def test_absurd_scales(make_checkpoint, kind: str, change: dict[str, float]) -> None:
+    path, _ = make_checkpoint("llama", kind=kind)
+    for suffix, value in change.items():
+        change_values(path, f"{UP}.{suffix}", lambda tensor, value=value: tensor.view(-1)[:1].fill_(value))
+    refuse(path, f"{UP}: (output_)?scales makes weights of up to .*, beyond float16's 65504")
+
+
+def test_an_absurd_scale_of_residuals(make_checkpoint) -> None:
+    path, _ = make_checkpoint("llama", int8=True)
+    change_values(path, f"{UP}.sparse_scales", lambda scales: scales[:1].fill_(60000.0))
+    refuse(path, f"{UP}: sparse_scales makes weights of up to")
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "generation_config.json", "model.safetensors", "model-00001-of-00002.safetensors"]
+)
+@pytest.mark.parametrize("kind", ["pipe", "device", "sparse"])
+def test_pipes_devices_and_sparse_files(checkpoint: Path, name: str, kind: str) -> None:
+    """Refused before they are read: this test would hang, or take 8 GB."""
+    file = checkpoint / name
+    file.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(file)
+    elif kind == "device":
+        file.symlink_to("/dev/zero")
+    else:
+        file.touch()
+        os.truncate(file, 8 << 30)
+    says = "no plain file" if kind != "sparse" else "at most|unreadable safetensors header"
+    refuse(checkpoint, f"{name} (is|has) .*({says})")
+    with pytest.raises((CheckpointError, FileError), match=says):
+        inspection(checkpoint)
+
+
+def test_json_that_grows_in_memory(checkpoint: Path) -> None:
+    """60 MB of empty lists would be 1.5 GB of objects."""
+    (checkpoint / "config.json").write_bytes(b'{"a":[' + b"[]," * (20 << 20) + b"[]]}")
+    refuse(checkpoint, "config.json (cannot be read as JSON|holds .* more than any model needs)")
+
+
+@pytest.mark.parametrize("entry", [2, "requant", [], {"quant_method": 2}])
+def test_a_quantization_config_of_another_kind(checkpoint: Path, entry: object) -> None:
+    edit_config(checkpoint, lambda config: config.update(quantization_config=entry))
+    refuse(checkpoint, "is not quantized|was written by another tool")
+    edit_config(checkpoint, lambda config: config.update(quantization_config=entry))
+
+
+def test_a_foreign_calibration_entry_is_inspected(checkpoint: Path) -> None:
+    edit_config(
+        checkpoint, lambda c: c["quantization_config"].update(calibration=2, requant_version="\x1b[2J")
+    )
+    assert "requant ?[2J" in inspection(checkpoint).text()
+
+
+def test_a_message_has_no_control_characters(checkpoint: Path) -> None:
+    edit_config(checkpoint, lambda c: c["quantization_config"]["modules"].update({"a\nb\x1b[2J": {}}))
+    with pytest.raises(CheckpointError, match=r"a\?b\?\[2J has format"):
+        read_header(checkpoint)
+
+
+def test_from_pretrained_verifies_checksums(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Codes of any bits are valid, so only the checksums know that one has changed."""
+    name = f"{UP}.codes"
+    header = read_header(checkpoint).tensors[name].file
+    with safe_open(header, "pt") as opened:
+        codes = opened.get_tensor(name).numpy().tobytes()
+    content = header.read_bytes()
+    header.write_bytes(content.replace(codes, bytes([codes[0] ^ 1]) + codes[1:]))
+    for way in (load, AutoModelForCausalLM.from_pretrained):
+        with pytest.raises(CheckpointError, match=r"has sha256 .* but checksums.json says"):
+            way(checkpoint)
+    with caplog.at_level("INFO"):
+        load(checkpoint, verify_checksums=False)
+    assert "unverified" in caplog.text
+    config = AutoConfig.from_pretrained(checkpoint)
+    config.quantization_config["verify_checksums"] = False
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, config=config)
+    assert "verify_checksums" not in model.config.to_json_string()
+
+
 def test_checksums(checkpoint: Path) -> None:
     shard = checkpoint / "model-00001-of-00002.safetensors"
     content = bytearray(shard.read_bytes())
@@ -342,7 +442,7 @@ def test_checksums(checkpoint: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"00001-of-00002.safetensors has sha256 .* but checksums.json says"
     ):
-        verify_checksums(checkpoint)
+        verify_checksums(checkpoint, read_header(checkpoint).files)
     (checkpoint / "checksums.json").unlink()
     with pytest.raises(CheckpointError, match=r"checksums\.json is missing"):
-        verify_checksums(checkpoint)
+        verify_checksums(checkpoint, read_header(checkpoint).files)

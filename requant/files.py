@@ -1,0 +1,97 @@
+"""Small files of strangers: plain files of bounded size, and JSON and YAML that cannot grow in memory.
+
+A pipe or a device under a file's name would be read for ever, a sparse file of a gigabyte costs its author nothing, and
+`[[],[],...]` takes twenty times its size as Python objects: so the kind and the size are looked at before the first byte
+is read, and brackets and commas are counted before they are parsed.
+"""
+
+import fnmatch
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from requant.errors import FileError
+
+MAX_SMALL_FILE = 1 << 26  # bytes; the largest tokenizers and indices of shards have 40 million
+MAX_CONTAINERS = (
+    1_000_000  # objects and lists in a JSON file; tokenizers have up to 600,000 (merges as pairs)
+)
+MAX_ITEMS = 4_000_000  # commas
+MAX_YAML = 1 << 16  # bytes; the parser is slow
+MAX_YAML_DEPTH = 16
+SMALL = (  # names of the files that transformers reads whole
+    "*config.json", "*.index.json", "tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.*",
+    "merges.txt", "*.model", "*.jinja", "chat_template.*",
+)  # fmt: skip
+
+
+def check_plain_file(path: Path) -> int:
+    """Size of a regular file, or of the one that a link leads to; raises FileError for a pipe, a socket, a device.
+
+    Raises FileNotFoundError where there is none.
+    """
+    size = path.stat().st_size
+    if not path.is_file():
+        raise FileError(f"{path} is no plain file but a folder, a pipe or a device; do not use it.")
+    return size
+
+
+def read_small_file(path: Path) -> bytes:
+    """The content of a plain file of at most MAX_SMALL_FILE bytes; raises FileError, or OSError."""
+    size = check_plain_file(path)
+    if size > MAX_SMALL_FILE:
+        raise FileError(f"{path} has {size:,} bytes where at most {MAX_SMALL_FILE:,} are read; do not use it.")
+    with open(path, "rb") as file:
+        return file.read(MAX_SMALL_FILE)
+
+
+def parse_json(data: bytes) -> Any:
+    """`json.loads` of a value of bounded memory; raises ValueError or RecursionError."""
+    check_json_size(data)
+    return json.loads(data)
+
+
+def check_json_size(data: bytes) -> None:
+    """Raise ValueError for JSON whose objects would take hundreds of megabytes."""
+    containers, items = data.count(b"[") + data.count(b"{"), data.count(b",")
+    if containers > MAX_CONTAINERS or items > MAX_ITEMS:
+        raise ValueError(f"{containers} objects and lists of {items} values")
+
+
+def check_model_folder(folder: Path) -> None:
+    """Refuse a folder with a file that libraries would choke on: they read weights, JSON and templates without a look."""
+    for path in sorted(folder.iterdir()):
+        if not path.exists():  # a link that leads nowhere is a missing file
+            continue
+        if path.suffix == ".safetensors":
+            check_plain_file(path)
+        elif any(fnmatch.fnmatchcase(path.name, pattern) for pattern in SMALL):
+            data = read_small_file(path)
+            if path.suffix == ".json":
+                try:
+                    check_json_size(data)
+                except ValueError as error:
+                    raise FileError(
+                        f"{path} holds {error}, more than any model needs; do not use it."
+                    ) from error
+
+
+def parse_yaml(text: str) -> Any:
+    """Plain data from YAML without aliases, which can name one list a billion times; raises yaml.YAMLError or ValueError."""
+    if len(text) > MAX_YAML:
+        raise ValueError(f"{len(text):,} characters, more than {MAX_YAML:,}")
+    _check_events(yaml.parse(text, Loader=yaml.SafeLoader))
+    return yaml.safe_load(text)
+
+
+def _check_events(events: Iterable[yaml.Event]) -> None:
+    depth = 0
+    for event in events:
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if isinstance(event, yaml.AliasEvent):
+            raise ValueError(f"an alias, *{event.anchor[:40]}; write the value out")
+        if depth > MAX_YAML_DEPTH:
+            raise ValueError(f"lists within lists, more than {MAX_YAML_DEPTH} deep")

@@ -1,0 +1,16 @@
+"""The largest weight that a checkpoint may describe: float16's, because kernels and other engines compute in it.
+
+No trained model comes near it; a scale of a damaged or hostile file does, and overflows to infinity far from its cause.
+"""
+
+import torch
+from torch import Tensor
+
+LARGEST = torch.finfo(torch.float16).max
+
+
+def too_large(suffix: str, largest: Tensor) -> str | None:
+    """What is wrong with scales by which weights reach `largest`, or None."""
+    if float(largest) <= LARGEST:
+        return None
+    return f"{suffix} makes weights of up to {float(largest):.3g}, beyond float16's {LARGEST:g}"
