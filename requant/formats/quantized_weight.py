@@ -26,6 +26,7 @@ the same floats bit for bit:
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ from requant.formats.packed_spec import PackedSpec
 from requant.formats.sparse import Sparse, join_sparse_rows
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class QuantizedWeight:
     """What a quantizer returns and a checkpoint stores for one matrix."""
 
@@ -61,6 +62,15 @@ class QuantizedWeight:
             weight[self.sparse.rows, self.sparse.indices.long()] += self.sparse.floats()
         return weight
 
+    @cached_property
+    def _packed(self) -> tuple[PackedSpec, dict[str, Tensor]]:
+        dense, tensors = self.dense.pack()
+        sparse, residuals = None, {}
+        if (present := _present(self.sparse)) is not None:
+            sparse, residuals = present.pack()
+        stored = {suffix: tensor.detach().cpu() for suffix, tensor in (tensors | residuals).items()}
+        return PackedSpec(dense=dense, sparse=sparse), stored
+
 
 def spec_of(weight: QuantizedWeight) -> PackedSpec:
     """The spec that `pack` gives, without packing the codes."""
@@ -69,13 +79,11 @@ def spec_of(weight: QuantizedWeight) -> PackedSpec:
 
 
 def pack(weight: QuantizedWeight) -> tuple[PackedSpec, dict[str, Tensor]]:
-    """The spec of a matrix and its stored tensors by suffix, on the device of the codes."""
-    dense, tensors = weight.dense.pack()
-    sparse = _present(weight.sparse)
-    if sparse is None:
-        return PackedSpec(dense=dense), tensors
-    spec, sparse_tensors = sparse.pack()
-    return PackedSpec(dense=dense, sparse=spec), tensors | sparse_tensors
+    """The spec of a matrix and its stored tensors by suffix, on the CPU.
+
+    Made once and kept with the weight: the workspace and the checkpoint store the same tensors.
+    """
+    return weight._packed
 
 
 def unpack(spec: PackedSpec, tensors: Mapping[str, Tensor]) -> QuantizedWeight:

@@ -1,11 +1,10 @@
-"""`QuantLinear`: a linear layer whose buffers are the tensors of the checkpoint, and whose floats are
-computed.
+"""`QuantLinear`: a linear layer whose buffers are the tensors of the checkpoint, and whose floats are computed.
 
     y = x w~' + bias,    w~ = dense(codes) + sparse
 
 `matmul` is the torch reference, for the CPU and for what no kernel takes: it dequantizes to float32, rounds to the
-dtype of x and calls `F.linear`, as an ordinary layer holding the same floats would. On a GPU `inference/serving.py`
-puts the kernels' own layer in the place of this one.
+dtype of x and calls `F.linear`, as an ordinary layer holding the same floats would. On a GPU `convert_to_kernels`
+(`inference/convert.py`) replaces this layer by the kernels' own.
 """
 
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from requant.formats.packed_spec import GUARD_TENSOR, PackedSpec
-from requant.formats.quantized_weight import QuantizedWeight, pack, unpack, unpack_rows
+from requant.formats.quantized_weight import QuantizedWeight, unpack, unpack_rows
 
 BAND_WEIGHTS = 1 << 19  # dequantized at a time: small enough for a core's caches, large enough for threads
 
@@ -46,24 +45,6 @@ class QuantLinear(nn.Module):
             self.register_buffer(suffix, torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
         self.register_buffer(GUARD_TENSOR, torch.empty(0, dtype=torch.half, device=device))
         self.bias = nn.Parameter(torch.empty(self.out_features, dtype=dtype, device=device)) if bias else None
-
-    @classmethod
-    def from_quantized(
-        cls,
-        weight: QuantizedWeight,
-        bias: Float[Tensor, " n"] | None = None,
-        *,
-        dtype: torch.dtype | None = None,
-        transposed: bool = False,
-    ) -> "QuantLinear":
-        """The layer of a quantized matrix, on its device; `dtype` (default: kept) is the bias's."""
-        spec, tensors = pack(weight)
-        layer = cls(spec, bias=False, transposed=transposed, device=weight.dense.codes.device)
-        for suffix, tensor in tensors.items():
-            layer.register_buffer(suffix, tensor)
-        if bias is not None:
-            layer.bias = nn.Parameter(bias.detach().to(dtype or bias.dtype), requires_grad=False)
-        return layer
 
     @property
     def tensors(self) -> dict[str, Tensor]:

@@ -161,13 +161,17 @@ def _source_bytes_per_weight(prepared: Prepared, model_bytes: int) -> float:
 def _peak_memory(prepared: Prepared, recipe: Recipe) -> int:
     """Model + the larger of {statistics, one float32 score a weight} + codes + originals (where they share memory).
 
-    Corrected inputs take a copy of the model, and on a CPU also the hidden states of both.
-    Training holds more: the original, and 16 bytes a parameter (float32, its gradient, Adam's two).
-    What a GPU has beyond that it fills with larger parts of a batch, which are not counted: it does not need them.
+    Codes take a byte a weight; packed for the workspace, they are on the CPU. Corrected inputs take a copy of the model, and
+    on a CPU also the hidden states of both. Training holds more: the original, and 16 bytes a parameter (float32, its
+    gradient, Adam's two). What a GPU has beyond that it fills with larger parts of a batch, which are not counted: it does
+    not need them.
     """
     weights = sum(target.size for target in prepared.targets)
     model = sum(p.numel() * p.element_size() for p in prepared.model.parameters())
-    own = weights * prepared.targets[0].parameter.element_size() if prepared.model.device.type == "cpu" else 0
+    own = 0
+    if prepared.model.device.type == "cpu":
+        packed = round(weights * recipe.quantizer.bits / 8)
+        own = weights * prepared.targets[0].parameter.element_size() + packed
     needs = METHODS[recipe.method].needs
     statistics = sum(bytes_needed(target, needs) for target in prepared.targets)
     embedding: Any = prepared.model.get_input_embeddings()

@@ -1,5 +1,6 @@
 """Through the stored form and back, bit for bit."""
 
+import dataclasses
 import json
 from collections.abc import Callable
 
@@ -15,10 +16,10 @@ def check_same(a: object, b: object) -> None:
     if isinstance(a, torch.Tensor):
         assert isinstance(b, torch.Tensor) and a.dtype == b.dtype and a.shape == b.shape
         assert torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
-    elif hasattr(a, "__slots__"):
+    elif dataclasses.is_dataclass(a):
         assert type(a) is type(b)
-        for name in a.__slots__:
-            check_same(getattr(a, name), getattr(b, name))
+        for field in dataclasses.fields(a):
+            check_same(getattr(a, field.name), getattr(b, field.name))
     else:
         assert a == b
 

@@ -28,6 +28,8 @@ from requant.inference.load import load
 from requant.inference.quant_embedding import QuantEmbedding, tied_head
 from requant.inference.quant_linear import QuantLinear
 
+from .layers import quant_linear
+
 
 def grid(n: int, k: int, *, bits: int = 3, density: float = 0.02, seed: int = 0, scaled: bool = False) -> Any:
     """A grid in groups of 64, which the kernels take."""
@@ -53,7 +55,7 @@ class Attention(nn.Module):
     def __init__(self, *weights: QuantizedWeight, bias: bool = False) -> None:
         super().__init__()
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
-            QuantLinear.from_quantized(w, torch.randn(w.shape[0]) if bias and i != 1 else None)
+            quant_linear(w, torch.randn(w.shape[0]) if bias and i != 1 else None)
             for i, w in enumerate(weights)
         )
         self.dtype = torch.float32
@@ -112,7 +114,7 @@ def test_siblings_keep_no_activations() -> None:
 
 COMPILED = """
 import torch
-from tests_requant import attention, convert_to_kernels
+from tests.requant.inference.test_convert import attention, convert_to_kernels
 
 for backend in ("eager", "aot_eager"):
     model, x, launches = convert_to_kernels(attention(), device="cpu"), torch.randn(2, 5, 128), []
@@ -131,10 +133,12 @@ for backend in ("eager", "aot_eager"):
 
 def test_compiled_without_a_graph_break_in_one_launch_each() -> None:
     """In a process of its own: the type checks of the tests are no part of a server's graph."""
-    script = COMPILED.replace("tests_requant", Path(__file__).stem)
-    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", ""), *sys.path])
+    path = os.pathsep.join([str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", ""), *sys.path])
     run = subprocess.run(
-        [sys.executable, "-c", script], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
+        [sys.executable, "-c", COMPILED],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
     )
     assert run.returncode == 0, run.stderr[-3000:]
 
@@ -205,7 +209,7 @@ class EmbeddingAndHead(nn.Module):
         self.embed = QuantEmbedding(layout, nn.Embedding(40, 128, padding_idx=3))
         for name, tensor in tensors.items():
             self.embed.get_buffer(name).copy_(tensor)
-        own = QuantLinear.from_quantized(grid(40, 128, bits=4, density=0, seed=5))
+        own = quant_linear(grid(40, 128, bits=4, density=0, seed=5))
         self.head = tied_head(self.embed, nn.Linear(128, 40, bias=False)) if tied else own
         self.dtype = torch.float32
 

@@ -5,8 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from requant.inference import quant_linear
 from requant.inference.quant_linear import QuantLinear
+
+from .layers import quant_linear
 
 
 @pytest.mark.parametrize(
@@ -16,7 +17,7 @@ from requant.inference.quant_linear import QuantLinear
 def test_forward_is_that_of_the_dequantized_layer(random_weight, kind: str, dtype: torch.dtype) -> None:
     weight = random_weight(40, 172, kind=kind)
     bias = torch.randn(40)
-    layer = QuantLinear.from_quantized(weight, bias, dtype=dtype)
+    layer = quant_linear(weight, bias, dtype=dtype)
     x = torch.randn(2, 3, 172).to(dtype)
     y = layer(x)
     assert y.dtype == dtype and y.shape == (2, 3, 40)
@@ -28,14 +29,14 @@ def test_forward_is_that_of_the_dequantized_layer(random_weight, kind: str, dtyp
 @pytest.mark.parametrize("options", [{}, {"int8": True}, {"int8": True, "one_scale": True}])
 def test_bands_of_rows_are_the_whole(random_weight, monkeypatch, kind: str, options: dict[str, bool]) -> None:
     weight, x = random_weight(40, 172, kind=kind, **options), torch.randn(3, 172)
-    monkeypatch.setattr(quant_linear, "BAND_WEIGHTS", 172 * 7)
-    banded = QuantLinear.from_quantized(weight)(x)
+    monkeypatch.setattr("requant.inference.quant_linear.BAND_WEIGHTS", 172 * 7)
+    banded = quant_linear(weight)(x)
     torch.testing.assert_close(banded, F.linear(x, weight.dequantize()), rtol=1e-5, atol=1e-6)
 
 
 def test_a_transposed_layer_becomes_conv1d_again(random_weight) -> None:
     weight = random_weight(48, 64)
-    layer = QuantLinear.from_quantized(weight, torch.randn(48), transposed=True)
+    layer = quant_linear(weight, torch.randn(48), transposed=True)
     plain = layer.dequantized(torch.float32)
     assert type(plain).__name__ == "Conv1D" and plain.weight.shape == (64, 48)
     x = torch.randn(5, 64)
@@ -44,7 +45,7 @@ def test_a_transposed_layer_becomes_conv1d_again(random_weight) -> None:
 
 def test_without_bias_or_sparse_part(random_weight) -> None:
     weight = random_weight(8, 64, density=0)
-    layer = QuantLinear.from_quantized(weight)
+    layer = quant_linear(weight)
     assert (
         weight.sparse is None
         and layer.bias is None
@@ -55,7 +56,7 @@ def test_without_bias_or_sparse_part(random_weight) -> None:
 
 def test_quantized_gives_the_containers_back(random_weight) -> None:
     weight = random_weight(8, 520, density=0.1)
-    back = QuantLinear.from_quantized(weight).quantized()
+    back = quant_linear(weight).quantized()
     assert torch.equal(back.dense.codes, weight.dense.codes)
     assert torch.equal(back.sparse.indices, weight.sparse.indices)
     assert torch.equal(back.dequantize(), weight.dequantize())
@@ -63,7 +64,7 @@ def test_quantized_gives_the_containers_back(random_weight) -> None:
 
 def test_casts_of_the_model_leave_the_weights_alone(random_weight) -> None:
     weight = random_weight(16, 64)
-    layer = QuantLinear.from_quantized(weight, torch.randn(16))
+    layer = quant_linear(weight, torch.randn(16))
     for cast in (torch.bfloat16, torch.float64, torch.float16):
         layer = nn.Sequential(layer).to(cast)[0]
         assert layer.bias.dtype == cast
@@ -74,7 +75,7 @@ def test_casts_of_the_model_leave_the_weights_alone(random_weight) -> None:
 
 def test_state_dict_round_trip(random_weight) -> None:
     weight = random_weight(16, 300, kind="codebook", density=0.05)
-    layer = QuantLinear.from_quantized(weight, torch.randn(16))
+    layer = quant_linear(weight, torch.randn(16))
     other = QuantLinear(layer.spec, bias=True)
     other.load_state_dict(layer.state_dict())
     assert torch.equal(other(torch.ones(1, 300)), layer(torch.ones(1, 300)))
@@ -83,10 +84,10 @@ def test_state_dict_round_trip(random_weight) -> None:
 def test_gradients_reach_the_input(random_weight) -> None:
     weight = random_weight(16, 64)
     x = torch.randn(3, 64, requires_grad=True)
-    QuantLinear.from_quantized(weight)(x).sum().backward()
+    quant_linear(weight)(x).sum().backward()
     assert torch.allclose(x.grad, weight.dequantize().sum(0).expand(3, 64), atol=1e-6)
 
 
 def test_representation_says_what_it_is(random_weight) -> None:
-    text = repr(QuantLinear.from_quantized(random_weight(16, 64, density=0)))
+    text = repr(quant_linear(random_weight(16, 64, density=0)))
     assert text == "QuantLinear(in_features=64, out_features=16, bias=False, grid, bits=3)"

@@ -9,6 +9,7 @@ import torch
 import requant
 from requant.calibration.passes import mean_loss
 from requant.errors import InputError, NumericalError, OutputError, TextError
+from requant.formats.grid import Grid
 from requant.formats.quantized_weight import pack
 from requant.formats.sparse import sparse_mask
 from requant.models.devices import pick_device
@@ -85,6 +86,16 @@ def test_residuals_in_8_bits_say_the_same_in_fewer_bytes(run, tmp_path: Path) ->
     saved = requant.save(short, tmp_path / "out")
     ids = torch.arange(40)[None]
     assert torch.equal(requant.load(saved)(ids).logits, short.model(ids).logits)
+
+
+def test_a_weight_is_packed_once(run, tmp_path: Path, monkeypatch) -> None:
+    """What the workspace keeps and what the checkpoint stores are the same tensors."""
+    own, packed = Grid.pack, []
+    monkeypatch.setattr(Grid, "pack", lambda grid: packed.append(grid) or own(grid))
+    result = run(changed(method="rtn", mode="dense"), workspace=Workspace(tmp_path / "work.partial"))
+    assert len(packed) == len(result.weights)
+    requant.save(result, tmp_path / "out")
+    assert len(packed) == len(result.weights)
 
 
 def prepare_again(result: requant.QuantizedModel):
