@@ -5,7 +5,7 @@
 where row t of X is the linear's input and row t of G the gradient of the text's summed loss at its output. It is the mean
 square of each *position's* contribution, which a matrix product gives without a loop over tokens. The square of the
 gradient of a sequence's mean loss, which the literature often calls Fisher, is smaller by about the number of tokens:
-the reason why published second-order estimates look orders of magnitude too small (`../shared/method.md`, section 1).
+the reason why published second-order estimates look orders of magnitude too small.
 """
 
 from collections.abc import Sequence

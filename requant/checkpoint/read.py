@@ -1,7 +1,7 @@
-"""Read a checkpoint: its matrices as containers, or the whole model ready to run.
+"""Read a checkpoint's matrices as containers, and compare its files with their checksums.
 
-`requant.inference.load` uses transformers' own loader. Before that allocates anything, the folder has passed `read_header`,
-and the quantizer in `requant.integrations.transformers` has compared it with the architecture and checked its values.
+The whole model, ready to run, is `requant.inference.load`'s: by transformers' own loader, after the folder has passed
+`read_header`, and the quantizer in `requant.integrations.transformers` has checked its values.
 """
 
 import hashlib

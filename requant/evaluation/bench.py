@@ -19,6 +19,7 @@ import torch
 
 from requant.display import format_bytes, format_table
 from requant.errors import InputError
+from requant.inference.convert import tune_kernels
 from requant.inference.decode import Decoder, compiled_step
 from requant.inference.load import open_served
 from requant.models.devices import pick_device
@@ -135,8 +136,6 @@ def bench(
     for name, folder in zip(names, folders, strict=True):
         model: Any = open_served(folder, device=where, dtype=dtype)
         if autotune:
-            from requant.inference.convert import tune_kernels
-
             tune_kernels(model, tokens=sorted({min(batch, 64) for batch in batches}))
         for batch in batches:
             rows.append(

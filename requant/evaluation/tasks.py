@@ -32,6 +32,9 @@ from typing import Any
 import yaml
 
 from requant.errors import InputError, RequantError, TextError, did_you_mean, first_line, is_out_of_memory
+from requant.inference.load import open_model
+from requant.models.devices import pick_device
+from requant.models.loading import load_tokenizer, resolve_source
 
 CHOICES = {"doc_to_text": "{{query}}", "doc_to_choice": "{{choices}}", "doc_to_target": "gold"}
 # task -> lm-eval's definition below its folder of tasks, and what the columns of our files change in it
@@ -87,10 +90,6 @@ def evaluate_tasks(
     `data` is a folder of files for the tasks in LOCAL; all others come from where lm-eval takes them. Raises
     InputError for an unknown task, TextError for a file that is missing or no such file, ModelError.
     """
-    from requant.inference.load import open_model
-    from requant.models.devices import pick_device
-    from requant.models.loading import load_tokenizer, resolve_source
-
     _check_installed()
     if not tasks:
         raise InputError("--tasks names no task; give lm-eval's names, separated by commas.")

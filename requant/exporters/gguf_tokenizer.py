@@ -16,6 +16,7 @@ from typing import Any
 
 from requant.checkpoint.header import read_json
 from requant.errors import InputError, first_line
+from requant.models.loading import load_tokenizer
 
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|%s|\s+(?!\S)|\s+"
 _CONTRACTIONS = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|", r"'(?i:[sdmt]|ll|ve|re)|")  # two ways to write one set
@@ -132,6 +133,4 @@ def _tokens(description: dict[str, Any], *, size: int) -> tuple[list[str], list[
 
 def _begins_with_bos(folder: Path, bos: int | None) -> bool:
     """Whether the tokenizer adds a BOS token; otherwise llama.cpp decides by the name of the pre-tokenizer."""
-    from requant.models.loading import load_tokenizer
-
     return bos is not None and load_tokenizer(str(folder))("a")["input_ids"][:1] == [bos]

@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 
 from requant.checkpoint.read import VERIFY_CHECKSUMS
 from requant.checkpoint.validate import read_header
 from requant.errors import CheckpointError, InputError, RequantError
+from requant.inference.convert import convert_to_kernels
 from requant.models.devices import pick_device
 from requant.models.loading import load_model, read_config
 
@@ -61,10 +63,7 @@ def load(
     """
     device, dtype = pick_device(str(device)), _dtype(dtype)
     header = read_header(path, trust_remote_code=trust_remote_code)
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()  # a bar for a second of work
+    disable_progress_bar()  # a bar for a second of work
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
         config.quantization_config[VERIFY_CHECKSUMS] = verify_checksums
@@ -96,8 +95,6 @@ def load(
     if dequantize:
         model = model.dequantize()
     elif torch.device(device).type == "cuda":
-        from requant.inference.convert import convert_to_kernels
-
         return convert_to_kernels(model, device=device).eval()
     return model.to(device).eval()
 

@@ -15,7 +15,7 @@ Algorithm 1 (outliers). Matrix m of `size_m` weights gets the fraction
 
 for a temperature t (t -> infinity: the same fraction everywhere); its outliers are the `r_m size_m` largest |w|. Each t
 of a grid is tried, and the one with the smallest loss on the calibration text is kept. The published text leaves open
-how s_m becomes a fraction; `../shared/method.md` section 2 records this reading and what it measures.
+how s_m becomes a fraction; this is our reading.
 
 Algorithm 2 (significant weights). r_s in `steps` equal parts: score all weights, detach the global top part, and score
 again, because what was detached changes the gradients of the rest. With `sensitivity.score: marginal` the ranking is by

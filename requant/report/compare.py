@@ -18,6 +18,7 @@ from requant.checkpoint.header import read_json
 from requant.checkpoint.sizes import byte_table
 from requant.checkpoint.validate import read_header
 from requant.errors import CheckpointError, InputError
+from requant.evaluation.compare import evaluate_all
 from requant.evaluation.perplexity import Quality
 from requant.models.loading import resolve_source
 from requant.report.pages import budget_parts, environment, one_line
@@ -89,8 +90,6 @@ def compare_checkpoints(
     entries = [read_entry(name) for name in checkpoints]
     if reference is None:
         return entries
-    from requant.evaluation.compare import evaluate_all
-
     rows = evaluate_all(
         checkpoints,
         text=text,

@@ -8,6 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from requant.errors import InputError
+from requant.inference.load import open_served
+from requant.models.devices import pick_device
+from requant.models.loading import context_limit, load_config, load_tokenizer, resolve_source
+from requant.server.engine import Engine
 from requant.server.protocol import Limits
 
 logger = logging.getLogger(__name__)
@@ -29,10 +33,6 @@ def serve_checkpoint(
 ) -> None:
     """Serve until SIGINT or SIGTERM, then return. Raises RequantError."""
     _check_installed()
-    from requant.inference.load import open_served
-    from requant.models.devices import pick_device
-    from requant.models.loading import context_limit, load_config, load_tokenizer, resolve_source
-
     if api_key is not None and not api_key.strip():
         raise InputError("--api-key is empty; give a key, or leave the option out.")
     folder, where = resolve_source(checkpoint), pick_device(device)
@@ -65,7 +65,6 @@ def _run(
     import uvicorn
 
     from requant.server.app import create_app
-    from requant.server.engine import Engine
 
     engine = Engine(model, tokenizer, limits=limits)
     app = create_app(engine, model=served, api_key=api_key)
