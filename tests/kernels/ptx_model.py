@@ -3,7 +3,7 @@
 import re
 
 import numpy as np
-from requant_kernels.common.bit_layout import STEPS_PER_ASM
+from requant_kernels.common.dequant_ptx import STEPS_PER_ASM
 from requant_kernels.common.ptx import Ptx
 
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from requant_kernels.common.bit_layout import (
+from requant_kernels.common.bit_layout import bit_positions
+from requant_kernels.common.dequant_ptx import (
     GRID_STEP,
     STEPS_PER_ASM,
-    asm_constraints,
-    bit_positions,
     codebook_dequant_ptx,
+    dequant_constraints,
     grid_dequant_ptx,
     zero_bias,
 )
@@ -75,7 +75,8 @@ def test_grid_dequant_ptx_is_exact(bits: int, dtype: str) -> None:
             for i, group in enumerate(own):
                 z = -(zeros[group][rows] + zero_bias(bits, dtype)) * GRID_STEP[dtype]
                 operands[f"${STEPS_PER_ASM + bits + i}"] = pair_of(np.stack([z, z], -1), dtype)
-            steps += run_ptx(grid_dequant_ptx(bits, dtype, groups, half), operands, words[0].shape)
+            text = grid_dequant_ptx(bits, dtype, groups, half).build([]).text
+            steps += run_ptx(text, operands, words[0].shape)
         got = np.stack([floats(step, dtype) for step in steps]) / GRID_STEP[dtype]
         zero_of_column = zeros[np.arange(256) * max(groups, 1) // 256].T  # [16, 256]
         assert np.array_equal(got, fragments_of(codes.astype(np.float64) - zero_of_column))
@@ -95,7 +96,7 @@ def test_codebook_dequant_ptx_is_exact(bits: int, dtype: str) -> None:
     steps = [
         step
         for half in range(2)
-        for step in run_ptx(codebook_dequant_ptx(bits, half), operands, words[0].shape)
+        for step in run_ptx(codebook_dequant_ptx(bits, half).build([]).text, operands, words[0].shape)
     ]
     held = levels.float() if dtype == "fp16" else levels.bfloat16().float()
     want = fragments_of(held.gather(1, torch.from_numpy(codes).long()).double().numpy())
@@ -105,5 +106,6 @@ def test_codebook_dequant_ptx_is_exact(bits: int, dtype: str) -> None:
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_constraints_name_every_operand(bits: int) -> None:
     inputs = bits + (1 << (bits - 1))
-    highest = max(int(i) for i in re.findall(r"\$(\d+)", codebook_dequant_ptx(bits, 1)))
-    assert highest + 1 == len(asm_constraints(inputs).split(",")) == STEPS_PER_ASM + inputs
+    built = codebook_dequant_ptx(bits, 1).build(dequant_constraints(inputs))
+    highest = max(int(i) for i in re.findall(r"\$(\d+)", built.text))
+    assert highest + 1 == len(built.constraints.split(",")) == STEPS_PER_ASM + inputs

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 import torch
-from requant_kernels.common.bit_layout import GRID_STEP, zero_bias
+from requant_kernels.common.dequant_ptx import GRID_STEP, zero_bias
 from requant_kernels.common.packing import CodebookLayout, unpack_codes
 from requant_kernels.common.ptx import broadcast_pair_ptx
 from requant_kernels.common.sparse import fragment_index, unpack_residuals

@@ -20,11 +20,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from requant_kernels.common.bit_layout import (
+from requant_kernels.common.bit_layout import flat_bit_positions
+from requant_kernels.common.dequant_ptx import (
     GRID_STEP,
-    asm_constraints,
     codebook_dequant_ptx,
-    flat_bit_positions,
+    dequant_constraints,
     grid_dequant_ptx,
 )
 from requant_kernels.common.packing import CodebookLayout, Layout
@@ -60,15 +60,16 @@ def dequant_format(
     if codebook:
         tables = 1 << (bits - 1) if use_ptx else 0
         inputs = tables
-        texts = [codebook_dequant_ptx(bits, half) for half in range(2)] if use_ptx else []
+        halves = [codebook_dequant_ptx(bits, half) for half in range(2)] if use_ptx else []
     else:
         tables = 0
         groups = 0 if not zeros else max(1, 256 // group_size) if group_size else 1
         inputs = groups // 2 if groups > 1 else groups
-        texts = [grid_dequant_ptx(bits, name, groups, half) for half in range(2)] if use_ptx else []
+        halves = [grid_dequant_ptx(bits, name, groups, half) for half in range(2)] if use_ptx else []
+    built = [half.build(dequant_constraints(bits + inputs)) for half in halves]
     return DequantFormat(
-        ptx=(texts[0], texts[1]) if use_ptx else None,
-        constraints=asm_constraints(bits + inputs) if use_ptx else None,
+        ptx=(built[0].text, built[1].text) if use_ptx else None,
+        constraints=built[0].constraints if use_ptx else None,
         bit_positions=None if use_ptx else flat_bit_positions("codebook" if codebook else "grid", bits),
         codebook=codebook,
         bits=bits,
@@ -230,7 +231,7 @@ def dequantize_half(loaded, row_constants, levels_ptr, tiles, like_ptr, FORMAT: 
     GROUPS: tl.constexpr = 256 // GROUP if GROUP > 0 and GROUP < 256 else 1
     OWN: tl.constexpr = GROUPS // 2 if GROUPS > 1 else 1  # groups of a half
     STEP: tl.constexpr = FORMAT.grid_step
-    BIAS: tl.constexpr = 1024 if BITS == 8 and dtype == tl.float16 else 0  # `zero_bias` of bit_layout.py
+    BIAS: tl.constexpr = 1024 if BITS == 8 and dtype == tl.float16 else 0  # `zero_bias` of dequant_ptx.py
     zeros = ()
     if ZEROS and GROUP == 0:
         zeros = row_constants

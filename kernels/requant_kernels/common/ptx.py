@@ -11,8 +11,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from requant_kernels.common.bit_layout import ptx_float
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ptx:
@@ -89,6 +87,11 @@ class PtxBuilder:
             text="{ " + registers + declarations + "\n".join(self.lines) + "\n}",
             constraints=",".join(constraints),
         )
+
+
+def ptx_float(value: float) -> str:
+    """A float32 as PTX writes it."""
+    return "0f" + struct.pack(">f", value).hex().upper()
 
 
 # The address of the shared memory that Triton allocates; the kernels here allocate once, so it is that of their buffer.

@@ -2,7 +2,7 @@
 
 A *k64_stage* is a quarter of a k_tile: 16 rows x 64 columns per row tile, four mma_k16 (`bit_layout.py`), of which a lane
 holds 16 registers over both operands. 64 columns of 16 bits are one line of swizzled shared memory. `dequant_k64_ptx` is
-made from the text of `grid_dequant_ptx` and `codebook_dequant_ptx`: the lines of other stages are dropped, and one more
+made from the lines of `grid_dequant_ptx` and `codebook_dequant_ptx`: those of other stages are dropped, and one more
 multiplication per pair of weights applies the scale of their group, so that one accumulator serves a whole row. With
 residuals that multiplication becomes a fused multiply-add: the residual, or zero, is its addend, and costs nothing but
 its load.
@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass
 from functools import cache
 
-from requant_kernels.common.bit_layout import (
+from requant_kernels.common.dequant_ptx import (
     GRID_STEP,
     STEPS_PER_ASM,
     codebook_dequant_ptx,
@@ -41,23 +41,22 @@ def dequant_k64_ptx(
     half, quarter = divmod(stage, K64_STAGES // 2)
     own = max(1, groups // K64_STAGES)  # groups of this stage
     if format == "codebook":
-        text, scales = codebook_dequant_ptx(bits, half), 0
+        source, scales = codebook_dequant_ptx(bits, half), 0
         names = [f"code{i}" for i in range(bits)] + [f"table{i}" for i in range(1 << (bits - 1))]
     else:
-        text = grid_dequant_ptx(bits, dtype, max(1, groups) if zeros else 0, half)
+        source = grid_dequant_ptx(bits, dtype, max(1, groups) if zeros else 0, half)
         names, scales = [f"code{i}" for i in range(bits)], own if groups else 0
 
     def operand(match: re.Match[str]) -> str:
-        """An input of the half's text, by name."""
+        """An input of the half's lines, by name."""
         index = int(match[1]) - STEPS_PER_ASM
         if index < len(names):
             return f"${names[index]}"
         group = index - len(names) - (quarter * own if groups > 2 else 0)
         return f"$zero{group if 0 <= group < own else 0}"  # in a line that is dropped any will do
 
-    head, body = text[: text.index("\n")], text[text.index("\n") + 1 : text.rindex("}")]
-    registers, lines, kind = re.findall(r"%\w+", head), [], dtype.replace("fp", "f")
-    for line in body.strip().split("\n"):
+    registers, lines, kind = list(source.registers), [], dtype.replace("fp", "f")
+    for line in source.lines:
         found = re.match(r"(\S+) \$([0-7]), ", line)
         if found is None:
             lines.append(re.sub(r"\$(\d+)", operand, line))

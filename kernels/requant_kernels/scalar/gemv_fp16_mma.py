@@ -34,7 +34,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from requant_kernels.common.bit_layout import MANTISSA_BITS, grid_fields, ptx_float
+from requant_kernels.common.bit_layout import grid_fields
 from requant_kernels.common.cp_async import (
     WeightStage,
     load_k_tile,
@@ -42,12 +42,13 @@ from requant_kernels.common.cp_async import (
     weight_pointers,
     weight_stage,
 )
+from requant_kernels.common.dequant_ptx import MANTISSA_BITS
 from requant_kernels.common.device import max_smem_bytes, supports_pdl
 from requant_kernels.common.inline_ptx import SMEM_UNIT, issue, load_f32, smem_base, smem_units
 from requant_kernels.common.launch import aligned, interned, launch
 from requant_kernels.common.occupancy import padded_smem_bytes
 from requant_kernels.common.packing import GridLayout, Layout
-from requant_kernels.common.ptx import SYNCWARP, Ptx, inline_ptx
+from requant_kernels.common.ptx import SYNCWARP, Ptx, inline_ptx, ptx_float
 from requant_kernels.launch_config import Fp16MmaConfig
 
 TOKENS = 8  # columns of the right operand

@@ -24,8 +24,7 @@ point times the sum of the activations is subtracted per group.
 
 from functools import cache
 
-from requant_kernels.common.bit_layout import ptx_float
-from requant_kernels.common.ptx import SYNCWARP, Ptx, inline_ptx
+from requant_kernels.common.ptx import SYNCWARP, Ptx, inline_ptx, ptx_float
 
 MMA_K32 = 8  # of a k_tile of 256 columns
 X_TILE_BYTES = 512  # of the quantized activations of a k_tile: mma_k32, high or low byte, t, (kh b)

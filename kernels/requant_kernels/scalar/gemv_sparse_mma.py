@@ -39,7 +39,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from requant_kernels.common.bit_layout import GRID_STEP, zero_bias
+from requant_kernels.common.dequant_ptx import GRID_STEP, zero_bias
 from requant_kernels.common.device import supports_pdl
 from requant_kernels.common.fragment_dequant import DequantFormat, dequant_operands, scaled_activations
 from requant_kernels.common.inline_ptx import load_f32, smem_base
