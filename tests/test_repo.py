@@ -99,6 +99,17 @@ def test_imports_run_downward() -> None:
     assert upward == []
 
 
+@pytest.mark.parametrize("path", modules("kernels"), ids=str)
+def test_kernels_stay_readable(path: Path) -> None:
+    """At most 25 parameters and 120 lines a function."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef):
+            given = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
+            assert len(given) <= 25, f"{node.name} has {len(given)} parameters"
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            assert lines <= 120, f"{node.name} has {lines} lines"
+
+
 def test_readme_is_short_and_names_files_that_exist() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(readme.splitlines()) <= 150

@@ -55,12 +55,11 @@ class Kernel:
     rule: Rule | None = None
     gluon: bool = False  # for Hopper alone
     function: str = ""  # that multiplies; named as the module where nothing else is said
-    supports_function: str = "supports"
 
     def supports(self, layout: Layout | TrellisLayout, num_tokens: int, device: torch.device) -> bool:
         if self.gluon and not supports_sm90(device):
             return False
-        return getattr(module_of(self), self.supports_function)(layout, num_tokens, device)
+        return module_of(self).supports(layout, num_tokens, device)
 
     def fits(self, layout: Layout | TrellisLayout, config: LaunchConfig, device: torch.device) -> bool:
         fits = getattr(module_of(self), "fits", None)
@@ -85,16 +84,12 @@ KERNELS = (  # in the order in which they are asked
 )
 TRELLIS_KERNELS = (
     Kernel(name="torch_fallback", module="fallback.torch_fallback", function="linear"),
+    Kernel(name="trellis_gemv", module="trellis.gemv", rule=heuristics.trellis_gemv),
     Kernel(
-        name="trellis_gemv", module="trellis.matmul", function="gemv", supports_function="supports_gemv",
-        rule=heuristics.trellis_gemv,
+        name="trellis_gemm_sm90", module="trellis.gemm_sm90", rule=heuristics.trellis_gemm_sm90, gluon=True
     ),
-    Kernel(
-        name="trellis_gemm_sm90", module="trellis.matmul", function="gemm_sm90", supports_function="supports_gemm_sm90",
-        rule=heuristics.trellis_gemm_sm90, gluon=True,
-    ),
-    Kernel(name="trellis_dense", module="trellis.matmul", function="dense", supports_function="supports_dense"),
-)  # fmt: skip
+    Kernel(name="trellis_dense", module="trellis.dequantize", function="matmul"),
+)
 
 
 def dispatch(

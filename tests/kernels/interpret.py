@@ -16,7 +16,7 @@ from requant_kernels.scalar.gemv import gemv
 from requant_kernels.scalar.permute import permute_activations
 from requant_kernels.scalar.splitk_reduce import splitk_reduce
 from requant_kernels.trellis.dequantize import dequantize as dequantize_trellis
-from requant_kernels.trellis.matmul import dense as trellis_dense
+from requant_kernels.trellis.dequantize import matmul as trellis_dense
 
 CASES = [
     (Case(format="codebook", bits=3, n=37, k=300, m=1), GemvConfig(num_warps=2)),

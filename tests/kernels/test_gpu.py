@@ -10,8 +10,9 @@ from requant_kernels.launch_config import GemmConfig, GemvConfig, TrellisGemvCon
 from requant_kernels.ops import flatten
 from requant_kernels.scalar.gemm import gemm
 from requant_kernels.scalar.gemv import gemv
-from requant_kernels.trellis import matmul
 from requant_kernels.trellis.dequantize import dequantize as dequantize_trellis
+from requant_kernels.trellis.dequantize import matmul as trellis_dense
+from requant_kernels.trellis.gemv import gemv as trellis_gemv
 
 from .cases import Case, poisoned_empty, random_csr, random_layout, random_trellis, relative_error
 
@@ -210,7 +211,7 @@ def test_every_trellis_launch_agrees(launch: tuple[int, ...]) -> None:
     for code, bits, m in (("mul1", 2, 1), ("pair", 2, 5)):
         layout = pack_trellis(*random_trellis(80, 5120, bits, "cuda"), bits=bits, code=code)
         x = torch.randn(m, 5120, device="cuda", dtype=torch.float16)
-        y = matmul.gemv(x, layout, None, config)
+        y = trellis_gemv(x, layout, None, config)
         assert relative_error(y, reference.linear(x, layout)) < 6e-4
 
 
@@ -218,7 +219,7 @@ def test_trellis_without_assembly() -> None:
     layout = pack_trellis(*random_trellis(64, 2048, 2.5, "cuda"), bits=2.5, code="mul1")
     for m in (3, 20):
         x = torch.randn(m, 2048, device="cuda", dtype=torch.float16)
-        assert relative_error(matmul.dense(x, layout, None, asm=False), reference.linear(x, layout)) < 2e-3
+        assert relative_error(trellis_dense(x, layout, None, asm=False), reference.linear(x, layout)) < 2e-3
 
 
 @pytest.mark.parametrize("m", [1, 12])

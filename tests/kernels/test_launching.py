@@ -71,7 +71,8 @@ def every_way() -> None:
     from requant_kernels.launch_config import GemmSm90Config, GemvConfig, TrellisGemvConfig
     from requant_kernels.scalar.gemm_sm90 import gemm_sm90
     from requant_kernels.scalar.gemv import gemv
-    from requant_kernels.trellis import matmul
+    from requant_kernels.trellis import gemm_sm90 as trellis_gemm_sm90
+    from requant_kernels.trellis import gemv as trellis_gemv
 
     from .cases import Case, random_layout, random_trellis
 
@@ -94,10 +95,10 @@ def every_way() -> None:
         layout = pack_trellis(*random_trellis(48, k, bits, "cpu"), bits=bits, code=code)
         for m in (1, 8):
             config = TrellisGemvConfig(num_warps=16, tiles_per_cta=1, units_per_step=1)
-            matmul.gemv(torch.randn(m, k).half(), layout, None, config)
+            trellis_gemv.gemv(torch.randn(m, k).half(), layout, None, config)
         for split in (1, 2):
             config = GemmSm90Config(split_k=split)
-            matmul.gemm_sm90(torch.randn(40, k).half(), layout, None, config)
+            trellis_gemm_sm90.gemm_sm90(torch.randn(40, k).half(), layout, None, config)
 
 
 def test_what_is_launched_directly_is_what_triton_would_bind(monkeypatch) -> None:

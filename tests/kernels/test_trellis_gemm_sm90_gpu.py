@@ -8,7 +8,7 @@ from requant_kernels.common.device import supports_sm90
 from requant_kernels.fallback import reference
 from requant_kernels.hadamard.transform import hadamard_transform
 from requant_kernels.launch_config import GemmSm90Config, Shape
-from requant_kernels.trellis import matmul
+from requant_kernels.trellis import gemm_sm90
 from requant_kernels.trellis.layout import TrellisLayout
 
 from .cases import random_csr, random_trellis, relative_error
@@ -65,7 +65,7 @@ def test_every_launch_config(config: GemmSm90Config) -> None:
     for code, bits in (("mul1", 2.5), ("pair", 2)):
         layout = layout_of(code, bits, 720, 2100)
         x = torch.randn(90, 2100, device="cuda", dtype=torch.float16)
-        y = matmul.gemm_sm90(x, layout, None, config)
+        y = gemm_sm90.gemm_sm90(x, layout, None, config)
         assert relative_error(y, reference.linear(x, layout)) < LIMIT[torch.float16]
 
 

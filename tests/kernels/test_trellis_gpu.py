@@ -5,7 +5,7 @@ import torch
 from requant_kernels import TrellisLayout, linear, pack_trellis
 from requant_kernels.fallback import reference
 from requant_kernels.launch_config import TrellisGemvConfig
-from requant_kernels.trellis import matmul
+from requant_kernels.trellis import gemv
 from requant_kernels.trellis.fused_hadamard import can_fuse
 from torch import Tensor
 
@@ -60,12 +60,12 @@ def test_one_token_is_rotated_by_every_cta(
     for dtype, limit in ((torch.float16, 6e-4), (torch.bfloat16, 6e-3)):
         x = torch.randn(1, k, device="cuda", dtype=dtype)
         assert can_fuse(x, layout, config)
-        y = matmul.gemv(x, layout, None, config)
+        y = gemv.gemv(x, layout, None, config)
         assert relative_error(y[:, rows], want_of(x, layout, None, rows)) < limit
         for _ in range(20):
-            assert torch.equal(y, matmul.gemv(x, layout, None, config))
+            assert torch.equal(y, gemv.gemv(x, layout, None, config))
     x[:] = 0
-    assert not matmul.gemv(x, layout, None, config).any()
+    assert not gemv.gemv(x, layout, None, config).any()
 
 
 @pytest.mark.parametrize(("code", "n", "k"), [("mul1", 1429, 8192), ("pair", 112, 4224)])
@@ -73,10 +73,10 @@ def test_seven_tiles_with_a_separate_rotation(code: str, n: int, k: int) -> None
     layout, config = packed(code, n, k), TrellisGemvConfig(num_warps=16, tiles_per_cta=7, units_per_step=1)
     x, rows = torch.randn(1, k, device="cuda", dtype=torch.float16), torch.arange(0, n, 5, device="cuda")
     assert not can_fuse(x, layout, config)
-    y = matmul.gemv(x, layout, None, config)
+    y = gemv.gemv(x, layout, None, config)
     assert relative_error(y[:, rows], want_of(x, layout, None, rows)) < 6e-4
     for _ in range(20):
-        assert torch.equal(y, matmul.gemv(x, layout, None, config))
+        assert torch.equal(y, gemv.gemv(x, layout, None, config))
 
 
 @pytest.mark.parametrize("m", [1, 3])

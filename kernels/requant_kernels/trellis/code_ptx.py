@@ -1,7 +1,14 @@
 """PTX that decodes trellis codes: windows of the bit stream, their hashes, and the weights as pairs of float16.
 
 The state of a weight is the 16 bits of its tile's stream that end with the weight's own bits (bitshift trellis, QTIP,
-arXiv 2406.11235); the computed codes hash it and read the weight off the hash (`HASHES`, and the table in `matmul.py`).
+arXiv 2406.11235); the computed codes hash it and read the weight off the hash. `3inst` is QTIP's, `mul1` ExLlamaV3's,
+`pair`, two weights per hash, is ours (`requant/formats/trellis_codes.py`).
+
+| code | weights of state s | after the tensor cores |
+| --- | --- | --- |
+| mul1 | byte sum of 0x83DCD12D s | / 128 |
+| pair | two: b0 + b1 + b2 + b3 and 510 + b0 - b1 - b2 + b3 of 0x4E6DA66B s + 0x3C6EF35F | / 128 |
+| 3inst | the two float16 in ((89226354 s + 64248484) & 0x8FFF8FFF) ^ 0x3B603B60, added | |
 
 A lane `4 g + t` holds a *segment*: the bits of rows 2 g and 2 g + 1 of tile t of a k64, 8 T bits where four weights take T
 (`layout.py`). The first windows need the 32 bits before the segment, which are the last ones of lane `4 (g - 1) + t`; lane

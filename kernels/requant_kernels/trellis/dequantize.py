@@ -1,4 +1,7 @@
-"""V of a trellis as float16, exactly, in the rotated basis: for many tokens, where cuBLAS multiplies."""
+"""V of a trellis as float16, exactly, in the rotated basis: for many tokens, where cuBLAS multiplies.
+
+Also the way for whatever has no kernel of its own: without inline PTX, V is decoded by plain Triton (`portable.py`).
+"""
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none
 # pyright: reportAttributeAccessIssue=none, reportPossiblyUnboundVariable=none, reportGeneralTypeIssues=none
@@ -9,11 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from requant_kernels.common.device import supports_ptx
 from requant_kernels.common.ptx import inline_ptx
 from requant_kernels.trellis.code_ptx import decode_ptx, load_codes_ptx
 from requant_kernels.trellis.gemv import load_registers
 from requant_kernels.trellis.layout import TILE, TrellisLayout, k64_per_unit
-from requant_kernels.trellis.portable import portable_dequantize
+from requant_kernels.trellis.portable import MAX_TOKENS, portable_dequantize, portable_gemv
+from requant_kernels.trellis.rotate import rotate_input, rotate_output
 
 # where the condition is not zero
 STORE_16_BYTES = inline_ptx(
@@ -61,6 +66,25 @@ def dequantize_constants(code: str, quad_bits: int, vector: int, *, num_warps: i
         "LOAD": (load_codes_ptx(words, vector, 0),), "STORE": STORE_16_BYTES, "COUNT": words, "V": vector,
         "J": k64_count, "W": num_warps,
     }  # fmt: skip
+
+
+def supports(layout: TrellisLayout, num_tokens: int, device: torch.device) -> bool:
+    """Any number of tokens on any GPU."""
+    return True
+
+
+def matmul(
+    x: Tensor, layout: TrellisLayout, bias: Tensor | None, config: None = None, *, asm: bool | None = None
+) -> Tensor:
+    """y [m, n] of x [m, k], rows contiguous: by cuBLAS, or without PTX, up to 16 tokens, by plain Triton. `asm` None: inline
+    PTX where the device has it."""
+    asm = supports_ptx(x.device) if asm is None else asm
+    rotated = rotate_input(x, layout, -(-layout.k // TILE) * TILE, asm=asm)
+    if x.shape[0] > MAX_TOKENS:
+        product = torch.nn.functional.linear(rotated, dequantize(layout, asm=asm))
+    else:
+        product = portable_gemv(rotated, layout)
+    return rotate_output(product, x, layout, bias, asm=asm)
 
 
 def dequantize(layout: TrellisLayout, *, asm: bool) -> Tensor:

@@ -45,6 +45,7 @@ from requant_kernels.launch_config import GemmSm90Config
 from requant_kernels.scalar.gemm_sm90 import rows_layout, x_layout
 from requant_kernels.trellis.code_ptx import decode_ptx, load_codes_ptx
 from requant_kernels.trellis.layout import TrellisLayout, k64_per_unit
+from requant_kernels.trellis.rotate import rotate_output
 
 K64, K_TILE = 64, 256  # columns
 K64_PER_K_TILE = K_TILE // K64
@@ -239,7 +240,17 @@ def gemm_constants(
     }  # fmt: skip
 
 
-def gemm_sm90(x: Tensor, layout: TrellisLayout, config: GemmSm90Config) -> Tensor:
+def supports(layout: TrellisLayout, num_tokens: int, device: torch.device) -> bool:
+    """Up to 512 tokens."""
+    return num_tokens <= 512
+
+
+def gemm_sm90(x: Tensor, layout: TrellisLayout, bias: Tensor | None, config: GemmSm90Config) -> Tensor:
+    """y [m, n] of x [m, k], rows contiguous: rotate, multiply, rotate."""
+    return rotate_output(_partial_products(x, layout, config), x, layout, bias, asm=True)
+
+
+def _partial_products(x: Tensor, layout: TrellisLayout, config: GemmSm90Config) -> Tensor:
     """V H (input_scales * x) as split-K partial sums: float32 [splits, m, rows], of x [m, k]."""
     m, (tiles, units, _, _, vector) = x.shape[0], layout.packed_codes.shape
     width, k_tiles = -(-layout.k // K64) * K64, -(-layout.k // K_TILE)

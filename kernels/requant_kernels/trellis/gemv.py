@@ -28,14 +28,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from requant_kernels.common.device import supports_pdl, supports_ptx
 from requant_kernels.common.launch import interned, launch
 from requant_kernels.common.occupancy import padded_smem_bytes
 from requant_kernels.common.pdl import wait_for_previous_launch
 from requant_kernels.common.ptx import Ptx
 from requant_kernels.hadamard.tile_kernel import HADAMARD_TILE
+from requant_kernels.hadamard.transform import hadamard_transform_int8
 from requant_kernels.launch_config import TrellisGemvConfig
 from requant_kernels.trellis.code_ptx import load_codes_ptx
-from requant_kernels.trellis.fused_hadamard import fused_hadamard, load_factors, rotate_token
+from requant_kernels.trellis.fused_hadamard import can_fuse, fused_hadamard, load_factors, rotate_token
 from requant_kernels.trellis.gemv_ptx import (
     BYTE_SUM_MEAN,
     LOAD_SCALES,
@@ -46,6 +48,7 @@ from requant_kernels.trellis.gemv_ptx import (
     load_activations_ptx,
 )
 from requant_kernels.trellis.layout import TrellisLayout, k64_per_unit
+from requant_kernels.trellis.rotate import rotate_input, rotate_output
 
 # bytes of shared memory that our sum over the warps may take; above it Triton's, which has four barriers more
 MAX_SUM_BYTES = 32768
@@ -343,6 +346,26 @@ def gemv_constants(
         load_scales=LOAD_SCALES, sum_warps=sum_warps, store=STORE,
     )  # fmt: skip
     return {"SHAPE": shape, "PTX": ptx, "FUSED": fused}
+
+
+def supports(layout: TrellisLayout, num_tokens: int, device: torch.device) -> bool:
+    """Up to 16 tokens where there is inline PTX."""
+    return num_tokens <= 16 and supports_ptx(device)
+
+
+def gemv(x: Tensor, layout: TrellisLayout, bias: Tensor | None, config: TrellisGemvConfig) -> Tensor:
+    """y [m, n] of x [m, k], m up to 16, rows contiguous: rotate, multiply, rotate; the first two in one where they fuse."""
+    columns, pdl = padded_columns(layout.k), supports_pdl(x.device)
+    if layout.code not in BYTE_SUM_MEAN:
+        product = gemv_fp16(rotate_input(x, layout, columns, asm=True), layout, config, pdl=pdl)
+    elif can_fuse(x, layout, config):
+        product = gemv_fused_hadamard(x, layout, config, pdl=pdl)
+    else:
+        quantized, scales = hadamard_transform_int8(
+            x, layout.input_scales, in_width=layout.k, out_width=columns, pair=layout.code == "pair", asm=True, pdl=pdl
+        )  # fmt: skip
+        product = gemv_int8(quantized, scales, layout, config, pdl=pdl)
+    return rotate_output(product, x, layout, bias, asm=True)
 
 
 def gemv_int8(
