@@ -2,8 +2,8 @@
 
 `gradient`: `g(w) d`, the first Taylor term at the original weights; its sum is close to zero because w is near a minimum.
 `marginal`: `g(w~) d`, the gradient at the quantized weights. It says what undoing a small part of the step would gain,
-which is the question when significant weights are restored, and ranks them better than PQI in 10 of 12 comparisons
-(bench-32m and the demo); summed over all weights it is about twice dF.
+which is the question when significant weights are restored, and ranks them better than PQI in 10 of 12 comparisons;
+summed over all weights it is about twice dF.
 """
 
 import torch
