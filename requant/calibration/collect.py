@@ -26,15 +26,25 @@ def collect(
     needs: frozenset[str],
     cache: HiddenStateCache | None = None,
     reference: HiddenStateCache | None = None,
+    all_experts: bool = False,
     label: str | None = None,
 ) -> dict[str, LinearStats]:
     """The fields named in `needs` for every target, by the target's name; with a `reference` also `cross_hessian`.
 
-    `cache` and `reference` only serve statistics of inputs: see `input_statistics`.
+    `cache` and `reference` only serve statistics of inputs: see `input_statistics`. With `all_experts` every expert sees
+    every token for those; gradients are always those of the tokens that were routed to it.
     """
     inputs: dict[str, InputStatistics] = {}
     if needs & INPUT_STATISTICS:
-        inputs = input_statistics(model, windows, targets, cache=cache, reference=reference, label=label)
+        inputs = input_statistics(
+            model,
+            windows,
+            targets,
+            cache=cache,
+            reference=reference,
+            all_tokens=all_experts,
+            label=label,
+        )
     fisher = position_fisher(model, windows, targets, label=label) if "fisher" in needs else {}
     outputs = output_hessians(model, windows, targets, label=label) if "output_hessian" in needs else {}
     return {
@@ -44,7 +54,7 @@ def collect(
             input_mean_abs=inputs[target.name].mean_abs if "input_mean_abs" in needs else None,
             fisher=fisher.get(target.name),
             output_hessian=outputs.get(target.name),
-            tokens=windows.numel(),
+            tokens=inputs[target.name].tokens if inputs else windows.numel(),
         )
         for target in targets
     }

@@ -4,31 +4,42 @@ H is the exact Hessian of the layer's squared output error `1/2 mean_t |(w~ - w)
 al. 2022, arXiv 2210.17323, without their factor 2). With a reference model, whose linear reads z_t at the same token,
 `C = mean_t z_t x_t'` is accumulated too: both give the weight that a matrix after quantized ones should approximate
 (`quantizers/correction.py`). Linears that read the same tensor (q, k and v; gate and up) share one object, which the
-first of them accumulates.
+first of them accumulates. Means of an expert are over the tokens that reach it, and shrunk (`experts.py`).
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from requant.calibration.experts import peers, same_routes, shrunk
 from requant.calibration.hidden_states import HiddenStateCache, StopForward
 from requant.calibration.passes import tensor_cores
 from requant.errors import NumericalError
+from requant.models.experts import all_tokens_to_every_expert
 from requant.models.targets import QuantTarget
 
 
 @dataclass(kw_only=True, slots=True)
 class InputStatistics:
-    """Means over tokens, float32, on the model's device."""
+    """Means over tokens, float32, on the model's device, and how many tokens the linear saw."""
 
     hessian: Float[Tensor, "k k"]
     cross: Float[Tensor, "k k"] | None
     mean_abs: Float[Tensor, " k"]
+    tokens: int = 0
+
+    @property
+    def means(self) -> list[Tensor]:
+        """All that is a mean, to change in place."""
+        return (
+            [self.hessian, self.mean_abs] if self.cross is None else [self.hessian, self.mean_abs, self.cross]
+        )
 
 
 @torch.no_grad()
@@ -39,30 +50,44 @@ def input_statistics(
     *,
     cache: HiddenStateCache | None = None,
     reference: HiddenStateCache | None = None,
+    all_tokens: bool = False,
     label: str | None = None,
 ) -> dict[str, InputStatistics]:
     """Statistics of every target's input over all tokens of `windows`; targets with one input share one object.
 
+    Those of experts are over the tokens that are routed to them, or with `all_tokens` over all, whatever the routing.
+
     The pass resumes from `cache` (None: from the first block). `reference` is the cache of another model, the unquantized
-    copy, which runs first on each batch to give the inputs z. Raises NumericalError for a target that is never called or
+    copy, which runs first on each batch to give the inputs z, and whose routing of tokens to experts is then followed; the
+    targets lie in one block then. Raises NumericalError for a target that is never called or
     whose inputs overflow.
     """
     sums = _Accumulator(tokens=windows.numel(), with_cross=reference is not None)
     own = HiddenStateCache(model, windows) if cache is None else cache
-    names = {target.name for target in targets}
+    caches = (own,) if reference is None else (reference, own)
+    experts = peers(
+        model, targets
+    )  # all of a layer, also where some are quantized already: they share their average
+    names = {target.name for target in targets}.union(*experts)
     with ExitStack() as stack:
         stack.enter_context(tensor_cores(next(model.parameters()).device))
-        for name in names:
-            stack.callback(
-                own.module(name).register_forward_pre_hook(sums.hook_of(name, sums.accumulate)).remove
-            )
-            if reference is not None:
-                hook = sums.hook_of(name, sums.save_reference)
-                stack.callback(reference.module(name).register_forward_pre_hook(hook).remove)
+        if reference is not None:
+            stack.enter_context(same_routes(reference.model, model))
+        for each in caches:
+            if all_tokens:
+                stack.enter_context(all_tokens_to_every_expert(each.model))
+            use = sums.accumulate if each is own else sums.save_reference
+            for name in names:
+                handle = each.module(name).register_forward_pre_hook(sums.hook_of(name, use))
+                stack.callback(handle.remove)
+            # reached where an expert is not
+            last = each.blocks[max(target.block for target in targets)]
+            stack.callback(last.register_forward_hook(_stop).remove)
         for index, tokens in enumerate(own.batches(label)):
-            for each in (own,) if reference is None else (reference, own):
+            for each in caches:
                 sums.begin(names)
                 each.run(index, tokens)
+    sums.finish(experts)
     for target in targets:
         if target.name not in sums.found:
             raise NumericalError(
@@ -71,6 +96,10 @@ def input_statistics(
         if not torch.isfinite(sums.found[target.name].hessian).all():
             raise NumericalError(f"{target.name}: its inputs overflow; use --dtype float32 or bfloat16.")
     return sums.found
+
+
+def _stop(*_: Any) -> None:
+    raise StopForward
 
 
 @dataclass(kw_only=True, slots=True)
@@ -112,9 +141,31 @@ class _Accumulator:
                 hessian=x.new_zeros(k, k), cross=cross, mean_abs=x.new_zeros(k)
             )
         sums = self.found[name]
+        sums.tokens += len(x)
         sums.hessian.addmm_(x.T, x, alpha=1 / self.tokens)
         if sums.cross is not None:
             sums.cross.addmm_(
                 self.reference_inputs.pop(name).flatten(0, -2).float().T, x, alpha=1 / self.tokens
             )
         sums.mean_abs += x.abs().sum(0) / self.tokens
+
+    def finish(self, experts: Sequence[Sequence[str]]) -> None:
+        """Turn what was divided by all tokens into means over an expert's own, shrunk towards those of its layer."""
+        averages: dict[tuple[int, ...], InputStatistics] = {}  # one of gate and up, which share their objects
+        for names in experts:
+            seen = [self.found[name] for name in names if name in self.found]
+            key = tuple(map(id, seen))
+            if seen and key not in averages:
+                averages[key] = self._shrunk(seen)
+            self.found |= {name: averages[key] for name in names if seen and name not in self.found}
+
+    def _shrunk(self, seen: Sequence[InputStatistics]) -> InputStatistics:
+        """Shrink the statistics of a layer's experts in place; returns their average, for those that saw no token."""
+        scale = self.tokens / sum(each.tokens for each in seen)
+        sums: list[Any] = [sum(parts) for parts in zip(*(each.means for each in seen), strict=True)]
+        hessian, mean_abs, *cross = [total * scale for total in sums]
+        average = InputStatistics(hessian=hessian, mean_abs=mean_abs, cross=cross[0] if cross else None)
+        for each in seen:
+            for own, common in zip(each.means, average.means, strict=True):
+                own.copy_(shrunk(own * (self.tokens / each.tokens), common, each.tokens))
+        return average

@@ -26,6 +26,14 @@ SeqLen = Annotated[
     int | None,
     typer.Option(help="Tokens of a calibration window. [2048; demo: 512]", rich_help_panel=CALIBRATION),
 ]
+AllExperts = Annotated[
+    bool | None,
+    typer.Option(
+        "--all-experts",
+        help="Every expert of a mixture sees every calibration token, not only those routed to it.",
+        rich_help_panel=CALIBRATION,
+    ),
+]
 GroupSize = Annotated[
     int | None,
     typer.Option(

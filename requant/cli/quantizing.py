@@ -13,6 +13,7 @@ import typer
 from requant.cli.common import (
     RECIPE,
     RUN,
+    AllExperts,
     AsJson,
     Calibration,
     Device,
@@ -95,6 +96,7 @@ def quantize(
     eval_text: EvalText = None,
     num_samples: NumSamples = None,
     seq_len: SeqLen = None,
+    all_experts: AllExperts = None,
     seed: Seed = None,
     output: Annotated[
         Path | None, typer.Option(help="Folder to write. [./MODEL-METHOD-BITSbit]", rich_help_panel=RUN)
@@ -171,6 +173,7 @@ def sensitivity(
     calibration: Calibration = None,
     num_samples: NumSamples = None,
     seq_len: SeqLen = None,
+    all_experts: AllExperts = None,
     seed: Seed = None,
     device: Device = "auto",
     dtype: Dtype = "auto",

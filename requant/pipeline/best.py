@@ -79,7 +79,10 @@ def quantize_in_rounds(run: RunContext, rounds: Sequence[Sequence[QuantTarget]])
                     statistics = gather(run, chunk, method.needs)
                 else:
                     with run.stage("statistics"):
-                        statistics = collect(run.model, run.windows, chunk, needs=method.needs)
+                        all_experts = run.recipe.calibration.all_experts
+                        statistics = collect(
+                            run.model, run.windows, chunk, needs=method.needs, all_experts=all_experts
+                        )
                 with run.stage("quantize"):
                     for target in chunk:
                         weights[target.name] = method.quantize(

@@ -10,6 +10,7 @@ from jaxtyping import Int64
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from requant.calibration.experts import routed_tokens
 from requant.errors import ModelError, TextError
 from requant.models.devices import pick_device
 from requant.models.experts import unfuse_experts
@@ -109,6 +110,9 @@ def start(prepared: Prepared, recipe: Recipe, *, workspace: Workspace, quiet: bo
         workspace=workspace,
         fingerprint=fingerprint(prepared.model, prepared.targets, prepared.windows),
         source=prepared.source,
+        routed_tokens=routed_tokens(
+            prepared.model, prepared.windows, label=None if quiet else "tokens of each expert"
+        ),
         quiet=quiet,
     )
 

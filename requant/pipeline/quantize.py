@@ -13,7 +13,7 @@ The checkpoint and its report are written by `requant.save` (report/save.py).
 import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -62,6 +62,8 @@ class QuantizedModel:
     seconds: dict[str, float]
     peak_memory: int  # bytes, of the GPU where there is one, else of the process
     samples: Sequence[Sample] = ()  # continuations by the original and by the quantized model
+    # expert -> tokens of the calibration text that were routed to it
+    routed_tokens: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def model(self) -> PreTrainedModel:
@@ -85,7 +87,23 @@ class QuantizedModel:
             found.append(
                 f"The matrices are too few to spend the budget: {self.allocation.unspent:.2%} of it stays unspent."
             )
+        if (starved := self.starved_experts) and not self.recipe.calibration.all_experts:
+            least = min(starved, key=lambda expert: self.routed_tokens[expert])
+            found.append(
+                f"{len(starved)} of {len(self.routed_tokens)} experts saw fewer tokens of the calibration text than their "
+                f"matrices have columns (least: {least}, {self.routed_tokens[least]:,}): their statistics are largely "
+                "those of their layer; raise --num-samples."
+            )
         return found
+
+    @property
+    def starved_experts(self) -> list[str]:
+        """Experts that saw fewer tokens than the widest of their matrices has columns."""
+        columns: dict[str, int] = {}
+        for target in self.prepared.targets:
+            expert = target.name.rpartition(".")[0]
+            columns[expert] = max(columns.get(expert, 0), target.shape[1])
+        return [expert for expert, tokens in self.routed_tokens.items() if tokens < columns.get(expert, 0)]
 
 
 def quantize(
@@ -143,6 +161,7 @@ def quantize(
         after=after,
         diagnosis=diagnosis,
         samples=samples,
+        routed_tokens=run.routed_tokens,
         seconds=dict(run.seconds),
         peak_memory=peak_memory(prepared.model.device),
     )

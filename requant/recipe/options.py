@@ -42,6 +42,7 @@ class Options(TypedDict, total=False):
     eval_text: str | Path | Sequence[str | Path] | None
     num_samples: int | None
     seq_len: int | None
+    all_experts: bool | None
     skip: str | Sequence[str] | None
     seed: int | None
 
@@ -57,6 +58,7 @@ KEYS: dict[str, tuple[str, ...]] = {  # option -> the keys of the recipe that it
     "eval_text": ("evaluation.text",),
     "num_samples": ("calibration.num_samples",),
     "seq_len": ("calibration.seq_len", "evaluation.context"),
+    "all_experts": ("calibration.all_experts",),
     "skip": ("skip",),
     "seed": ("seed",),
 }

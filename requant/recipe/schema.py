@@ -36,6 +36,8 @@ class Calibration:
     """Tokens of a window."""
     inputs: Literal["original", "quantized", "corrected"] = "original"
     """The model whose activations are a matrix's inputs: the original, one with all earlier blocks or matrices quantized."""
+    all_experts: bool = False
+    """Whether statistics of inputs take every token to every expert of a mixture, not only those that are routed to it."""
 
     def __post_init__(self) -> None:
         _require(self.num_samples >= 1, "calibration.num_samples", self.num_samples, "1 or more")

@@ -50,6 +50,7 @@ class MatrixRow:
         default_factory=dict
     )  # score -> its signed sum: dF in nats per token
     delta_loss: float | None = None  # measured dF with this matrix alone quantized
+    tokens: int | None = None  # of the calibration text that were routed to it, for a matrix of an expert
 
 
 @dataclass(frozen=True, kw_only=True)

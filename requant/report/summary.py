@@ -63,6 +63,7 @@ def run_summary(result: QuantizedModel, output: Path) -> RunSummary:
                 size_bytes=stored[target.name].bytes,
                 predicted={score: sums[target.name] for score, sums in diagnosis.predicted.items()},
                 delta_loss=diagnosis.matrix_delta_loss.get(target.name),
+                tokens=result.routed_tokens.get(target.name.rpartition(".")[0]),
             )
             for target in prepared.targets
         ],

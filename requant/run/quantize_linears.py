@@ -121,6 +121,7 @@ def sequential_statistics(
                     needs=needs & INPUT_STATISTICS,
                     cache=own,
                     reference=original,
+                    all_experts=run.recipe.calibration.all_experts,
                 )
             merged = {
                 target.name: _merged(inputs[target.name], gradients[target.name], other_needs)
@@ -142,6 +143,8 @@ def _keys(
     """Matrix -> workspace key; in a sequential run it depends on all earlier matrices."""
     keys: dict[str, str] = {}
     inputs, chain = run.recipe.calibration.inputs, ""
+    if run.recipe.calibration.all_experts:
+        inputs += ", all experts"
     for target in run.targets:
         mask = "" if detached is None else detached[target.name]
         config = dataclasses.asdict(run.config_of(target))
@@ -161,7 +164,8 @@ def gather(run: RunContext, chunk: Sequence[QuantTarget], needs: frozenset[str])
     with run.stage("statistics"):
         run.apply_original_weights()
         label = run.label("statistics")
-        gathered = collect(run.model, run.windows, chunk, needs=needs, label=label)
+        all_experts = run.recipe.calibration.all_experts
+        gathered = collect(run.model, run.windows, chunk, needs=needs, all_experts=all_experts, label=label)
     if len(chunk) == len(run.targets):
         run.statistics.update(gathered)
     return gathered
@@ -182,15 +186,23 @@ def by_block(targets: Sequence[QuantTarget]) -> list[list[QuantTarget]]:
 
 
 def by_input(targets: Sequence[QuantTarget]) -> list[list[QuantTarget]]:
-    """The targets in the model's order; those that read the same tensor (`models.targets.SIBLINGS`) form one list."""
-    groups: list[list[QuantTarget]] = []
+    """The targets in the model's order; those that read the same tensor (`models.targets.SIBLINGS`) form one list.
+
+    Experts of a layer run side by side, so all of their gates and ups form one list, and then all of their downs.
+    """
+    groups: dict[tuple[str, ...], list[QuantTarget]] = {}
+    last: tuple[QuantTarget, tuple[str, ...]] | None = None
     for target in targets:
-        last = groups[-1][-1] if groups else None
-        if last is not None and last.block == target.block and _siblings(last.kind, target.kind):
-            groups[-1].append(target)
+        if target.experts is not None:
+            siblings = next((kinds for kinds in SIBLINGS if target.kind in kinds), (target.kind,))
+            key = (target.experts, *siblings)
+        elif last is not None and last[0].block == target.block and _siblings(last[0].kind, target.kind):
+            key = last[1]
         else:
-            groups.append([target])
-    return groups
+            key = (target.name,)
+        groups.setdefault(key, []).append(target)
+        last = target, key
+    return list(groups.values())
 
 
 def _siblings(kind: str, other: str) -> bool:
