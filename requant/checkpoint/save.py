@@ -21,7 +21,6 @@ from requant.formats.packed_spec import GUARD_TENSOR, PackedSpec
 from requant.formats.quantized_weight import QuantizedWeight, pack
 from requant.formats.tensor_spec import TensorSpec
 from requant.models.experts import names_in_files
-from requant.models.loading import disk_name
 
 MAX_SHARD_BYTES = 5_000_000_000
 CHECKSUMS_FILE = "checksums.json"
@@ -156,6 +155,8 @@ def _plain_tensors(
 ) -> Iterator[tuple[str, Tensor, torch.dtype]]:
     """Tensors that stay as they are, with name and dtype on disk; of those that share memory (tied heads) only the
     one the others are tied to, and none that is tied to a quantized embedding."""
+    from requant.models.loading import disk_name  # late: transformers may be importing this package
+
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     quantized = {f"{name}.weight" for name in (*modules, *embedding_and_head)}
