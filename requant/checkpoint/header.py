@@ -19,6 +19,7 @@ from requant.files import MAX_SMALL_FILE, check_plain_file, parse_json, read_sma
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+CHECKSUMS_FILE = "checksums.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,

@@ -8,8 +8,7 @@ import hashlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from requant.checkpoint.header import read_json
-from requant.checkpoint.save import CHECKSUMS_FILE
+from requant.checkpoint.header import CHECKSUMS_FILE, read_json
 from requant.checkpoint.validate import check_values, read_header, read_matrix
 from requant.errors import CheckpointError
 from requant.formats.quantized_weight import QuantizedWeight, unpack

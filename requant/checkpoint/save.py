@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from requant.checkpoint.header import read_shard
+from requant.checkpoint.header import CHECKSUMS_FILE, read_shard
 from requant.checkpoint.new_folder import check_output, new_folder
 from requant.checkpoint.validate import version_of
 from requant.checkpoint.writer import planned_bytes, write_bytes, write_shards
@@ -23,7 +23,6 @@ from requant.formats.tensor_spec import TensorSpec
 from requant.models.experts import names_in_files
 
 MAX_SHARD_BYTES = 5_000_000_000
-CHECKSUMS_FILE = "checksums.json"
 _WEIGHTS = ("safetensors", "bin", "pt", "pth", "ckpt", "pkl", "gguf", "msgpack", "h5", "onnx", "npz")
 NOT_COPIED = (*(f"*.{suffix}" for suffix in _WEIGHTS), "*.index.json", "config.json", CHECKSUMS_FILE, ".*")
 COPIED_FOLDERS = ("additional_chat_templates",)
