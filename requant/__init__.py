@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from requant.recipe.yaml_files import load_recipe as load_recipe
     from requant.report.save import save as save
     from requant.report.score import score as score
+    from requant.report.sweep import sweep as sweep
 
 # name -> module; torch and transformers take seconds to import, so `requant --help` must not wait for them
 _PUBLIC = {
@@ -35,6 +36,7 @@ _PUBLIC = {
     "quantize": "requant.pipeline.quantize",
     "save": "requant.report.save",
     "score": "requant.report.score",
+    "sweep": "requant.report.sweep",
 }
 __all__ = [
     "QuantizedModel",
@@ -46,6 +48,7 @@ __all__ = [
     "quantize",
     "save",
     "score",
+    "sweep",
     "__version__",
 ]
 

@@ -185,6 +185,8 @@ OPTIONS = {
     "model num_samples output quiet recipe resume seed sensitivity seq_len size skip symmetric verbose",
     "sensitivity": "as_json bits calibration device dtype group_size method model nodes num_samples output quiet recipe "
     "seed seq_len skip symmetric verbose",
+    "sweep": "as_json bits calibration device dtype eval_text finetune_steps group_size head_bits method mode model "
+    "num_samples output quiet recipe resume seed seq_len skip symmetric verbose",
     "eval": "as_json context device dtype limit models quiet reference task_data tasks text windows",
     "inspect": "as_json checkpoint",
     "compare": "as_json checkpoints context device dtype output quiet reference text windows",

@@ -20,6 +20,7 @@ from requant.cli.measuring import evaluate, inspect
 from requant.cli.quantizing import quantize, sensitivity
 from requant.cli.server import serve
 from requant.cli.serving import bench, generate
+from requant.cli.sweeping import sweep
 from requant.errors import InputError, RequantError, is_out_of_memory
 
 INTERRUPTED = "interrupted; `requant quantize --resume` continues where it stopped."
@@ -29,6 +30,7 @@ OUT_OF_MEMORY = (
 )
 COMMANDS: dict[str, Callable[..., None]] = {
     "quantize": quantize,
+    "sweep": sweep,
     "sensitivity": sensitivity,
     "eval": evaluate,
     "inspect": inspect,

@@ -1,6 +1,7 @@
 """What the commands share: options of one meaning, the table, the log."""
 
 import logging
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
@@ -11,6 +12,46 @@ CALIBRATION = "Calibration and evaluation"
 RUN = "The run"
 PRINTED = "What is printed"
 
+Model = Annotated[
+    str | None,
+    typer.Option(
+        help="Folder, hub name, alias (llama-3.2-1b), or demo. [the recipe's, or demo]",
+        rich_help_panel=RECIPE,
+    ),
+]
+RecipeName = Annotated[
+    str | None,
+    typer.Option(help="A recipe by name or YAML file; other options override it.", rich_help_panel=RECIPE),
+]
+Method = Annotated[
+    str | None,
+    typer.Option(help="Quantization method; `requant methods` lists them.", rich_help_panel=RECIPE),
+]
+Mode = Annotated[
+    str | None,
+    typer.Option(
+        help="best: rounds of quantizing and finetuning; paper: ReQuant as published; dense: codes only. "
+        "[best on a GPU, paper elsewhere]",
+        rich_help_panel=RECIPE,
+    ),
+]
+HeadBits = Annotated[
+    int | None,
+    typer.Option(
+        help="Bits of embedding and head: 4, 5, 6, 8 or 16. [16; with --size the best]",
+        rich_help_panel=RECIPE,
+    ),
+]
+Score = Annotated[
+    str | None, typer.Option(help="pqi, hessian, gradient or marginal.", rich_help_panel=RECIPE)
+]
+FinetuneSteps = Annotated[
+    int | None,
+    typer.Option(
+        help="Training steps of each finetuning phase; codes stay fixed. [450 in mode best on a GPU, else 0]",
+        rich_help_panel=RECIPE,
+    ),
+]
 Calibration = Annotated[
     list[str] | None,
     typer.Option(help="Text files, a datasets name, demo, or self.", rich_help_panel=CALIBRATION),
@@ -88,6 +129,13 @@ class PanelledCommand(TyperCommand):
         for panel, records in panels.items():
             with formatter.section(panel):
                 formatter.write_dl(records)
+
+
+def recipe_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Those arguments of a command that the recipe is made of."""
+    from requant.recipe.options import Options
+
+    return {name: given[name] for name in Options.__annotations__ if name in given}
 
 
 def table(rows: Any) -> str:

@@ -4,9 +4,8 @@ import dataclasses
 import json
 import shlex
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -19,27 +18,29 @@ from requant.cli.common import (
     Device,
     Dtype,
     EvalText,
+    FinetuneSteps,
     GroupSize,
+    HeadBits,
+    Method,
+    Mode,
+    Model,
     NumSamples,
     Quiet,
+    RecipeName,
+    Score,
     Seed,
     SeqLen,
     Skip,
     Symmetric,
     Verbose,
     log_to_stderr,
+    recipe_options,
     table,
 )
 
 
 def quantize(
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="Folder, hub name, alias (llama-3.2-1b), or demo. [the recipe's, or demo]",
-            rich_help_panel=RECIPE,
-        ),
-    ] = None,
+    model: Model = None,
     bits: Annotated[
         str | None,
         typer.Option(
@@ -54,43 +55,14 @@ def quantize(
             help="Bytes that the weight files may take in all, such as 600MB.", rich_help_panel=RECIPE
         ),
     ] = None,
-    recipe: Annotated[
-        str | None,
-        typer.Option(
-            help="A recipe by name or YAML file; other options override it.", rich_help_panel=RECIPE
-        ),
-    ] = None,
-    method: Annotated[
-        str | None,
-        typer.Option(help="Quantization method; `requant methods` lists them.", rich_help_panel=RECIPE),
-    ] = None,
-    mode: Annotated[
-        str | None,
-        typer.Option(
-            help="best: rounds of quantizing and finetuning; paper: ReQuant as published; dense: codes only. "
-            "[best on a GPU, paper elsewhere]",
-            rich_help_panel=RECIPE,
-        ),
-    ] = None,
+    recipe: RecipeName = None,
+    method: Method = None,
+    mode: Mode = None,
     group_size: GroupSize = None,
     symmetric: Symmetric = None,
-    head_bits: Annotated[
-        int | None,
-        typer.Option(
-            help="Bits of embedding and head: 4, 5, 6, 8 or 16. [16; with --size the best]",
-            rich_help_panel=RECIPE,
-        ),
-    ] = None,
-    sensitivity: Annotated[
-        str | None, typer.Option(help="pqi, hessian, gradient or marginal.", rich_help_panel=RECIPE)
-    ] = None,
-    finetune_steps: Annotated[
-        int | None,
-        typer.Option(
-            help="Training steps of each finetuning phase; codes stay fixed. [450 in mode best on a GPU, else 0]",
-            rich_help_panel=RECIPE,
-        ),
-    ] = None,
+    head_bits: HeadBits = None,
+    sensitivity: Score = None,
+    finetune_steps: FinetuneSteps = None,
     skip: Skip = None,
     calibration: Calibration = None,
     eval_text: EvalText = None,
@@ -149,13 +121,6 @@ def quantize(
         print(
             f"next: requant inspect {checkpoint}\n      requant generate {checkpoint} --prompt 'The history of'"
         )
-
-
-def recipe_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Those arguments of a command that the recipe is made of."""
-    from requant.recipe.options import Options
-
-    return {name: given[name] for name in Options.__annotations__ if name in given}
 
 
 def sensitivity(

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from requant.allocation.budget import allocate_bits, with_allocation
 from requant.allocation.embedding_and_head import QuantizedEmbeddingAndHead, quantize_embedding_and_head
 from requant.allocation.knapsack import TOLERANCE
+from requant.calibration.stats import LinearStats
 from requant.errors import RecipeError
 from requant.evaluation.perplexity import Quality, perplexity_and_kl
 from requant.evaluation.samples import Sample, write_samples
@@ -34,7 +35,7 @@ from requant.pipeline.prepare import Prepared, diagnosed_windows, prepare, start
 from requant.recipe.options import Options, recipe_from_options
 from requant.recipe.schema import Recipe
 from requant.run.context import Allocation, RunContext, Weights
-from requant.run.quantize_linears import quantize_linears
+from requant.run.quantize_linears import quantize_linears, share_statistics
 from requant.run.stage_cache import load_stage, save_stage
 from requant.run.workspace import Workspace
 
@@ -115,6 +116,7 @@ def quantize(
     device: str = "auto",
     dtype: str = "auto",
     workspace: Workspace | None = None,
+    statistics: dict[str, LinearStats] | None = None,
     quiet: bool = True,
     **options: Unpack[Options],
 ) -> QuantizedModel:
@@ -128,6 +130,7 @@ def quantize(
         recipe: a Recipe, its plain data (a dict as YAML holds it), a YAML file, or the name of a recipe that ships with
             requant; None: the defaults, for which `bits` or `size` must be given.
         text: calibration text; the same as the option `calibration`.
+        statistics: shared by calls with one model, method and calibration: the first fills it, the others read it.
         options: those of the command, under the same names (`recipe/options.py`); they override the recipe.
 
     Raises RequantError.
@@ -135,6 +138,8 @@ def quantize(
     recipe = recipe_for(model, recipe, text, device=device, options=options)
     prepared = prepare(model, recipe, tokenizer=tokenizer, device=device, dtype=dtype, quiet=quiet)
     run = start(prepared, recipe, workspace=workspace or Workspace(None), quiet=quiet)
+    if statistics is not None:
+        share_statistics(run, statistics)
     run = with_allocation(run, allocate_bits(run))
     weights = MODES[recipe.mode](run)
     run.statistics.clear()

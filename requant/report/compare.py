@@ -152,8 +152,11 @@ def same_text(entries: Sequence[Entry]) -> bool:
     return len({entry.protocol for entry in entries}) == 1 and entries[0].protocol is not None
 
 
-def render_comparison(entries: Sequence[Entry]) -> str:
-    """The HTML page: one file without scripts or links."""
+def render_comparison(entries: Sequence[Entry], *, answer: str | None = None) -> str:
+    """The HTML page: one file without scripts or links.
+
+    With an `answer`, the entries are a sweep over one model's budgets: the text stands on top, and a line joins them.
+    """
     labels = _labels([entry.name for entry in entries])
     measure = "mean_kl" if all(entry.mean_kl is not None for entry in entries) else "perplexity"
     points = {
@@ -164,7 +167,7 @@ def render_comparison(entries: Sequence[Entry]) -> str:
     plot = None
     if len(points) > 1:
         axis = "mean KL, nats a token" if measure == "mean_kl" else "perplexity"
-        plot = Markup(quality_plot(points, measure=axis).decode())
+        plot = Markup(quality_plot(points, measure=axis, joined=answer is not None).decode())
     kinds = list(dict.fromkeys(kind for entry in entries for kind in entry.kinds))
     blocks = sorted({block for entry in entries for block in entry.block_delta_loss})
     rows = {block: [entry.block_delta_loss.get(block) for entry in entries] for block in blocks}
@@ -174,6 +177,7 @@ def render_comparison(entries: Sequence[Entry]) -> str:
         .get_template("compare.html")
         .render(
             entries=entries,
+            answer=answer,
             labels=labels,
             plot=plot,
             kinds=kinds,

@@ -5,6 +5,7 @@ the page (`currentColor`), so that it is readable in light and dark mode; the sa
 """
 
 import io
+import itertools
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -96,19 +97,30 @@ def alternatives_plot(
         return _svg(figure)
 
 
-def quality_plot(points: Mapping[str, tuple[int, float]], *, measure: str) -> bytes:
-    """SVG: size against quality, one named marker per checkpoint. Points are (bytes of the weight files, measure)."""
+def quality_plot(points: Mapping[str, tuple[int, float]], *, measure: str, joined: bool = False) -> bytes:
+    """SVG: size against quality, a marker a checkpoint, named in the legend.
+
+    Points are (bytes of the weight files, measure).
+
+    `joined` draws a line through them, by size.
+    """
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(5, 3), dpi=96, layout="constrained")
+        figure = Figure(figsize=(5, 3 + 0.22 * len(points)), dpi=96, layout="constrained")
         axes = figure.add_subplot()
         axes.margins(0.15)
-        for name, (size, value) in points.items():
-            axes.plot(size / 2**20, value, "o", color=MARKERS["pqi"][2], markersize=7)
-            axes.annotate(
-                name, (size / 2**20, value), xytext=(6, 6), textcoords="offset points", parse_math=False
+        if joined:
+            line = sorted(points.values())
+            axes.plot(
+                [size / 2**20 for size, _ in line], [value for _, value in line], "-", color=BAR, zorder=1
             )
+        styles = itertools.cycle(MARKERS.values())
+        for (name, (size, value)), (_, marker, color) in zip(points.items(), styles, strict=False):
+            label = name.replace("$", r"\$")  # names are text, not formulas
+            axes.plot(size / 2**20, value, marker, color=color, markersize=8, label=label)
         axes.set_xlabel("weight files, MiB")
         axes.set_ylabel(measure)
+        axes.set_ylim(bottom=0 if measure.startswith("mean KL") else None)
+        figure.legend(loc="outside lower left", frameon=False)
         return _svg(figure)
 
 

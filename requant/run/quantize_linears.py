@@ -171,6 +171,15 @@ def gather(run: RunContext, chunk: Sequence[QuantTarget], needs: frozenset[str])
     return gathered
 
 
+def share_statistics(run: RunContext, shared: dict[str, LinearStats]) -> None:
+    """Take the original model's statistics from `shared`, or collect them all and put them there, if memory has room."""
+    method = METHODS[run.recipe.method]
+    needs = method.needs | method.predictor_needs
+    if not shared and len(chunks_that_fit(run, run.targets, needs)) == 1:
+        shared.update(gather(run, run.targets, needs))
+    run.statistics.update(shared)
+
+
 def _gathered(run: RunContext, targets: Sequence[QuantTarget], needs: frozenset[str]) -> bool:
     """Whether the run holds these statistics of all targets already."""
     held = [run.statistics.get(target.name) for target in targets]

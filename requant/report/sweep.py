@@ -1,0 +1,131 @@
+"""`requant sweep`: one model at several budgets, each quantized and measured, with the statistics collected once.
+
+Writes a folder with a checkpoint per budget (`2.5bit/`, as `requant quantize` writes it), `index.html` with the measured
+curve of KL against size, and `sweep.json` with its numbers. A checkpoint that an interrupted sweep finished is kept by
+`resume` where its recipe is the one asked for.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from requant.calibration.stats import LinearStats
+from requant.checkpoint.new_folder import check_output
+from requant.errors import RecipeError
+from requant.models.devices import pick_device
+from requant.pipeline.quantize import quantize
+from requant.recipe.options import budget_name, output_folder, recipe_from_options
+from requant.recipe.schema import Recipe
+from requant.recipe.yaml_files import dump_recipe
+from requant.report.compare import Entry, compare_checkpoints, render_comparison
+from requant.report.save import save
+from requant.report.verdicts import DAMAGED_AGREEMENT, DAMAGED_KL
+from requant.run.workspace import Workspace
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """The checkpoints by rising size, and what their numbers say."""
+
+    entries: Sequence[Entry]
+    answer: str
+    page: Path
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "answer": self.answer,
+            "page": str(self.page),
+            "checkpoints": [entry.to_dict() for entry in self.entries],
+        }
+
+
+def sweep(
+    model: str | None,
+    bits: Sequence[int | float | str],
+    output: str | Path | None = None,
+    recipe: Recipe | Mapping[str, Any] | str | Path | None = None,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    resume: bool = False,
+    quiet: bool = True,
+    **options: Any,
+) -> Sweep:
+    """Quantize `model` at each of `bits` into the folder `output` (None: ./MODEL-METHOD-sweep), and compare the results.
+
+    `model` is a source (folder, hub name, alias, `demo`); None: the recipe's, or `demo`. Recipe and options are those of
+    `requant.quantize`. All recipes are checked before the first run. Raises RequantError.
+    """
+    gpu = pick_device(device).startswith("cuda")
+    recipes = [
+        recipe_from_options(recipe, model=model, gpu=gpu, **{**options, "bits": each}) for each in bits
+    ]
+    names = [budget_name(each) for each in recipes]
+    if len(set(names)) < max(2, len(names)):
+        raise RecipeError("a sweep takes two or more different --bits, such as 2,2.5,3,4.")
+    folder = Path(sweep_folder(recipes[0]) if output is None else output).expanduser()
+    if not (resume and folder.is_dir()):
+        check_output(folder)
+    statistics: dict[str, LinearStats] = {}
+    for name, each in zip(names, recipes, strict=True):
+        if resume and _finished(folder / name, each):
+            continue
+        workspace = Workspace(folder / f"{name}.partial", resume=resume)
+        result = quantize(
+            each.model,
+            each,
+            device=device,
+            dtype=dtype,
+            workspace=workspace,
+            statistics=statistics,
+            quiet=quiet,
+        )
+        save(result, folder / name)
+        workspace.remove()
+        del result
+    entries = sorted(
+        compare_checkpoints([str(folder / name) for name in names]), key=lambda entry: entry.bytes
+    )
+    found = Sweep(entries=entries, answer=answer(entries), page=folder / "index.html")
+    found.page.write_text(render_comparison(entries, answer=found.answer), encoding="utf-8")
+    (folder / "sweep.json").write_text(json.dumps(found.to_dict(), indent=2), encoding="utf-8")
+    return found
+
+
+def sweep_folder(recipe: Recipe) -> str:
+    """MODEL-METHOD-sweep."""
+    return output_folder(recipe).name.removesuffix(budget_name(recipe)) + "sweep"
+
+
+def answer(entries: Sequence[Entry]) -> str:
+    """Which budget to take, from what was measured; entries by rising size."""
+    parts, last = [], None
+    for entry in entries:
+        name, kl, agreement = Path(entry.name).name, entry.mean_kl, entry.top1_agreement
+        if kl is None or agreement is None:
+            continue
+        size = f"{entry.bytes / 2**20:.1f} MiB"
+        if kl >= DAMAGED_KL or agreement < DAMAGED_AGREEMENT:
+            parts.append(f"{name} is damaged ({size}, KL {kl:.2f}, {agreement:.0%} of the top tokens).")
+        elif last is None:
+            parts.append(
+                f"{name} is the smallest that is not damaged: {size}, KL {kl:.3f}, {agreement:.0%} of the top tokens."
+            )
+            last = entry
+        else:
+            assert last.mean_kl is not None
+            more = (entry.bytes - last.bytes) / 2**20
+            parts.append(
+                f"{name} takes {more:.1f} MiB more and has {kl / last.mean_kl:.2f} times its KL ({kl:.3f})."
+            )
+            last = entry
+    if last is None:
+        parts.append("None of them is worth using: give more --bits, --mode best or --finetune-steps.")
+    return " ".join(parts)
+
+
+def _finished(folder: Path, recipe: Recipe) -> bool:
+    file = folder / "recipe.yaml"
+    return file.is_file() and file.read_text(encoding="utf-8") == dump_recipe(recipe)
