@@ -43,7 +43,9 @@ def read_small_file(path: Path) -> bytes:
     """The content of a plain file of at most MAX_SMALL_FILE bytes; raises FileError, or OSError."""
     size = check_plain_file(path)
     if size > MAX_SMALL_FILE:
-        raise FileError(f"{path} has {size:,} bytes where at most {MAX_SMALL_FILE:,} are read; do not use it.")
+        raise FileError(
+            f"{path} has {size:,} bytes where at most {MAX_SMALL_FILE:,} are read; do not use it."
+        )
     with open(path, "rb") as file:
         return file.read(MAX_SMALL_FILE)
 

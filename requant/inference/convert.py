@@ -161,13 +161,13 @@ def convert_to_kernels(model: Any, *, device: torch.device | str) -> Any:
         ] = matrices
     else:
         embeddings = {name: m for name, m in model.named_modules() if isinstance(m, QuantEmbedding)}
-        heads = {name: m for name, m in model.named_modules() if isinstance(m, QuantLinear)}
+        linears = {name: m for name, m in model.named_modules() if isinstance(m, QuantLinear)}
         check = KernelCheck(model.dtype)
         for parent in list(model.modules()):
             _convert_children(parent, device, refused, check)
         for name, embedding in embeddings.items():
-            partners = [head for head, m in heads.items() if m._buffers is embedding._buffers]
-            _convert_embedding(model, name, embedding, partners, device)
+            tied = [head for head, m in linears.items() if m._buffers is embedding._buffers]
+            _convert_embedding(model, name, embedding, tied, device)
     for reason, count in refused.items():
         logger.warning(
             "%d of the quantized matrices are dequantized at every call, which is slow: %s", count, reason

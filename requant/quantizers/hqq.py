@@ -32,11 +32,10 @@ from requant.calibration.stats import LinearStats
 from requant.errors import RecipeError
 from requant.formats.packed_spec import PackedSpec
 from requant.formats.quantized_weight import QuantizedWeight
-from requant.formats.sparse import sparse_residual
 from requant.quantizers import rtn
 from requant.quantizers.checks import check_bits, check_group_size, check_weight
 from requant.quantizers.method import Bits, Losses, Method
-from requant.quantizers.rtn import GridFit, RtnConfig, columns_of_group, encode, fit_grid
+from requant.quantizers.rtn import GridFit, RtnConfig, columns_of_group, fit_grid, round_to_grid
 
 MIN_RESIDUAL = 1e-6  # steps of the grid: |r|^(p-1) is infinite at zero
 
@@ -87,9 +86,7 @@ def quantize(
     group_size = columns_of_group(config.group_size, weight.shape[1])
     values = weight.float()
     fit = fit_half_quadratic(values, config, group_size=group_size, detached=detached)
-    grid = encode(values, fit, bits=config.bits, group_size=group_size)
-    sparse = None if detached is None else sparse_residual(values, grid.dequantize(), detached)
-    return QuantizedWeight(dense=grid, sparse=sparse)
+    return round_to_grid(values, fit, bits=config.bits, group_size=group_size, detached=detached)
 
 
 def fit_half_quadratic(

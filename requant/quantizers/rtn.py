@@ -69,8 +69,20 @@ def quantize(
     fit = fit_grid(
         values, bits=config.bits, group_size=group_size, symmetric=config.symmetric, detached=detached
     )
-    grid = encode(values, fit, bits=config.bits, group_size=group_size)
-    sparse = None if detached is None else sparse_residual(values, grid.dequantize(), detached)
+    return round_to_grid(values, fit, bits=config.bits, group_size=group_size, detached=detached)
+
+
+def round_to_grid(
+    weight: Float[Tensor, "n k"],
+    fit: GridFit,
+    *,
+    bits: int,
+    group_size: int,
+    detached: Bool[Tensor, "n k"] | None,
+) -> QuantizedWeight:
+    """Every weight at its nearest code, and the residuals of the detached ones."""
+    grid = encode(weight, fit, bits=bits, group_size=group_size)
+    sparse = None if detached is None else sparse_residual(weight, grid.dequantize(), detached)
     return QuantizedWeight(dense=grid, sparse=sparse)
 
 
