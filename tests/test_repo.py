@@ -191,9 +191,9 @@ OPTIONS = {
     "inspect": "as_json checkpoint",
     "compare": "as_json checkpoints context device dtype output quiet reference text windows",
     "export": "as_json checkpoint dtype output to",
-    "generate": "checkpoint device dtype max_new_tokens prompt seed temperature",
+    "generate": "chat checkpoint device dtype max_new_tokens prompt seed temperature",
     "bench": "as_json autotune batch checkpoint compile device dtype new_tokens prompt_tokens reference",
-    "serve": "api_key checkpoint context device dtype host max_tokens_limit max_waiting name port quiet",
+    "serve": "api_key batch checkpoint context device dtype host max_tokens_limit max_waiting name port quiet",
     "recipes": "as_json",
     "methods": "as_json",
 }

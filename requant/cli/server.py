@@ -19,7 +19,10 @@ def serve(
     max_tokens_limit: Annotated[
         int | None, typer.Option(min=1, help="Most tokens of an answer. [1024, or half the context]")
     ] = None,
-    max_waiting: Annotated[int, typer.Option(min=1, help="Requests that may wait for their turn.")] = 16,
+    max_waiting: Annotated[int, typer.Option(min=1, help="Answers that may wait for their turn.")] = 128,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Answers written at the same time. [8 on a CPU, 1 on a GPU]")
+    ] = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     quiet: Quiet = False,
@@ -37,6 +40,7 @@ def serve(
         context=context,
         max_tokens=max_tokens_limit,
         waiting=max_waiting,
+        batch=batch,
         device=device,
         dtype=dtype,
     )

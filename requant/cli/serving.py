@@ -14,6 +14,9 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write at most.")] = 100,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="The prompt is a message; print the model's answer.")
+    ] = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
@@ -28,6 +31,7 @@ def generate(
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             seed=seed,
+            chat=chat,
             device=device,
             dtype=dtype,
         )

@@ -14,6 +14,7 @@ from requant.models.loading import (
     load_tokenizer,
     resolve_source,
 )
+from requant.text.chat import ChatTemplate
 
 
 def generate_text(
@@ -23,13 +24,23 @@ def generate_text(
     max_new_tokens: int,
     temperature: float,
     seed: int,
+    chat: bool = False,
     device: str,
     dtype: str,
 ) -> str:
-    """`prompt` and what the model goes on with, as text. Raises RequantError."""
+    """`prompt` and what the model goes on with, as text; with `chat`, the answer to the message `prompt`.
+
+    Raises RequantError.
+    """
     folder, where = resolve_source(checkpoint), pick_device(device)
     tokenizer = load_tokenizer(folder)
-    tokens = tokenizer(prompt, return_tensors="pt").to(where)
+    if chat:
+        template = ChatTemplate(tokenizer)
+        prompt = template.render([{"role": "user", "content": prompt}])
+        template.close()
+    tokens = tokenizer(prompt, return_tensors="pt", add_special_tokens=not chat).to(
+        where
+    )  # a template has them
     length = tokens["input_ids"].shape[1]
     if length == 0:
         raise TextError("--prompt holds no token; give the text to go on from.")
@@ -49,4 +60,5 @@ def generate_text(
         generator=torch.Generator(where).manual_seed(seed),  # the caller's generator stays
         end=frozenset([] if ends is None else [ends] if isinstance(ends, int) else ends),
     )
-    return str(tokenizer.decode(tokens["input_ids"][0].tolist() + written, skip_special_tokens=True))
+    shown = [] if chat else tokens["input_ids"][0].tolist()
+    return str(tokenizer.decode(shown + written, skip_special_tokens=True))

@@ -3,6 +3,7 @@
 No other page is served, no CORS header is sent, and of a request only its outcome is logged.
 """
 
+import asyncio
 import hmac
 import json
 import logging
@@ -100,9 +101,9 @@ def create_app(engine: Engine, *, model: str, api_key: str | None = None) -> Fas
     async def respond(
         http: HttpRequest, parse: Callable[[Mapping[str, Any], Limits], Request], *, chat: bool
     ) -> Any:
-        request = parse(await _body(http, limits.body_bytes), limits)
+        request = parse(await _body(http, limits), limits)
         _check_model(request.model, model)
-        prompts = [engine.tokens_of(prompt) for prompt in request.prompts]
+        prompts = [await engine.tokens_of(prompt) for prompt in request.prompts]
         jobs: list[Job] = []
         try:
             for prompt in prompts:
@@ -174,13 +175,22 @@ async def _stream(
             job.cancelled.set()
 
 
-async def _body(http: HttpRequest, most: int) -> Mapping[str, Any]:
-    """The JSON object of a request, of bounded size."""
+async def _body(http: HttpRequest, limits: Limits) -> Mapping[str, Any]:
+    """The JSON object of a request, of bounded size, sent in bounded time."""
     received = bytearray()
-    async for part in http.stream():
-        received += part
-        if len(received) > most:
-            raise ApiError(f"the request is larger than {most} bytes; shorten the prompt.", status=413)
+    try:
+        async with asyncio.timeout(limits.body_seconds):
+            async for part in http.stream():
+                received += part
+                if len(received) > limits.body_bytes:
+                    raise ApiError(
+                        f"the request is larger than {limits.body_bytes} bytes; shorten the prompt.",
+                        status=413,
+                    )
+    except TimeoutError:
+        raise ApiError(
+            f"the request took longer than {limits.body_seconds:g} s to arrive; send it again.", status=408
+        ) from None
     try:
         value = json.loads(received)
     except (ValueError, RecursionError) as error:
@@ -207,7 +217,9 @@ def _seeded(request: Request, choice: int) -> Any:
 
 
 def _answer(error: ApiError) -> JSONResponse:
-    headers = {"Retry-After": "1"} if error.status in (429, 503) else None
+    headers = {"Retry-After": "1"} if error.status in (429, 503) else {}
+    if error.status in (408, 413):  # the rest of the body is not read
+        headers["Connection"] = "close"
     return JSONResponse(error.body, status_code=error.status, headers=headers)
 
 

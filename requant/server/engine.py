@@ -1,23 +1,33 @@
-"""One model, one worker thread, a bounded queue: requests are answered one after another, in order of arrival.
+"""One model and its worker thread, a bounded queue, and answers that are written together, a token of each at a time.
 
-Every decoding step reads all weights, whatever the batch size, so batching requests would be cheaper; that needs a paged
-cache and a scheduler, for which there is vLLM. Without batching, the same seed gives the same text whatever else is
-requested.
+A waiting request joins the running ones at the next token, so that a short one is not held up by long ones before it
+(`requant.inference.batch`). transformers' continuous batching is not used: it draws all requests from one random state, so
+that no seed can be kept, knows no stop strings, reserves a share of the whole memory for its pages, and was slower on a
+CPU than one request after another.
+
+Texts become tokens in a second thread, and chat templates are rendered in a process of their own
+(`requant.text.chat`): both take as long as a stranger likes, and the event loop must go on answering.
 """
 
 import asyncio
 import logging
 import queue
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
-from requant.inference.decode import Decoder
+from requant.errors import NumericalError, TextError
+from requant.inference.batch import open_sequences
 from requant.server.protocol import ApiError, Limits, Sampling
 from requant.server.text_stream import TextStream
+from requant.text.chat import ChatTemplate
 from requant.text.sampling import sample_next
 
 logger = logging.getLogger(__name__)
@@ -63,8 +73,59 @@ class Job:
             self.cancelled.set()
 
 
+class Answer:
+    """A job that is being written: its random generator, its text, the count of each token so far."""
+
+    def __init__(self, job: Job, tokenizer: Any, device: torch.device) -> None:
+        self.job = job
+        self.stream = TextStream(tokenizer, job.sampling.stop)
+        self.counts: Counter[int] = Counter()
+        self.last = -1
+        self.generator = torch.Generator(device)
+        seed = job.sampling.seed
+        self.generator.manual_seed(seed) if seed is not None else self.generator.seed()
+
+    def sample(self, logits: Float[Tensor, " v"]) -> int:
+        """The next token. Raises NumericalError."""
+        sampling = self.job.sampling
+        if self.counts and (sampling.presence_penalty or sampling.frequency_penalty):
+            logits = logits.float().clone()
+            index = torch.tensor(list(self.counts), device=logits.device)
+            counts = torch.tensor(list(self.counts.values()), device=logits.device)
+            logits[index] -= sampling.presence_penalty + sampling.frequency_penalty * counts
+        token = sample_next(
+            logits[None],
+            temperature=sampling.temperature,
+            top_p=max(sampling.top_p, 1e-9),
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            generator=self.generator,
+        )
+        self.last = int(token)
+        self.counts[self.last] += 1
+        return self.last
+
+    def put(self, token: int, ends: frozenset[int]) -> bool:
+        """Send what is final after one more token; whether the answer goes on."""
+        written, most = self.counts.total(), self.job.sampling.max_tokens
+        if token in ends:
+            self.job.put(Piece(text=self.stream.finish(), tokens=written, finish="stop"))
+            return False
+        text = self.stream.push(token)
+        if self.stream.stopped:
+            self.job.put(Piece(text=text, tokens=written, finish="stop"))
+            return False
+        if written == most:
+            text += self.stream.finish()
+            self.job.put(Piece(text=text, tokens=written, finish="stop" if self.stream.stopped else "length"))
+            return False
+        if text:
+            self.job.put(Piece(text=text, tokens=written))
+        return True
+
+
 class Engine:
-    """`submit` puts jobs into the queue; `close` stops the running one and refuses the others."""
+    """`submit` puts jobs into the queue; `close` stops the running ones and refuses the others."""
 
     def __init__(self, model: Any, tokenizer: Any, *, limits: Limits) -> None:
         self.model = model
@@ -73,25 +134,46 @@ class Engine:
         ends = model.generation_config.eos_token_id
         self.ends = frozenset([] if ends is None else [ends] if isinstance(ends, int) else ends)
         self.vocabulary = model.get_input_embeddings().num_embeddings
-        self._jobs: queue.Queue[Job | None] = queue.Queue(maxsize=limits.waiting)
+        self._jobs: queue.Queue[Job] = queue.Queue(maxsize=limits.waiting)
         self._closed = threading.Event()
-        self._decoder = Decoder(model, length=limits.context)
+        self._sequences = open_sequences(model, length=limits.context, capacity=limits.batch)
+        self._tokenizing = 0
+        self._tokenizer_thread = ThreadPoolExecutor(1, thread_name_prefix="requant-tokenizer")
+        self._chat: ChatTemplate | None = None
+        self._prompt_bytes = limits.context * _longest_token(tokenizer)
         self._thread = threading.Thread(target=self._work, name="requant-engine", daemon=True)
         self._thread.start()
 
-    def tokens_of(self, prompt: Any) -> list[int]:
+    async def tokens_of(self, prompt: Any) -> list[int]:
         """Tokens of a text, of chat messages, or of tokens; raises ApiError for an empty prompt or invalid tokens."""
-        if isinstance(prompt, str):
-            tokens = self.tokenizer(prompt)["input_ids"]
-        elif prompt and isinstance(prompt[0], int):
-            tokens = prompt
-            if not all(0 <= token < self.vocabulary for token in tokens):
+        if not isinstance(prompt, str) and prompt and isinstance(prompt[0], int):
+            if not all(0 <= token < self.vocabulary for token in prompt):
                 raise ApiError(f"prompt has a token outside 0 to {self.vocabulary - 1}.", param="prompt")
-        else:
-            tokens = self._chat(prompt)
+            return list(prompt)
+        texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
+        size = sum(len(text.encode(errors="replace")) for text in texts)
+        if size > self._prompt_bytes:
+            raise ApiError(
+                f"the prompt has {size} bytes, but the context of {self.limits.context} tokens holds at most "
+                f"{self._prompt_bytes}; shorten it.",
+                code="context_length_exceeded",
+                param="prompt" if isinstance(prompt, str) else "messages",
+            )
+        if self._tokenizing >= self.limits.waiting:
+            raise self._full()
+        self._tokenizing += 1
+        try:
+            loop = asyncio.get_running_loop()
+            tokens = await loop.run_in_executor(self._tokenizer_thread, self._tokenize, prompt)
+        except RuntimeError as error:
+            if not self._closed.is_set():
+                raise
+            raise _closing() from error
+        finally:
+            self._tokenizing -= 1
         if not tokens:
             raise ApiError("the prompt holds no token; give the text to go on from.", param="prompt")
-        return list(tokens)
+        return tokens
 
     def submit(self, prompt: list[int], sampling: Sampling) -> Job:
         """Put an answer into the queue; raises ApiError if it does not fit into the context, or the queue is full."""
@@ -108,103 +190,114 @@ class Engine:
         try:
             self._jobs.put_nowait(job)
         except queue.Full:
-            raise ApiError(
-                f"{self.limits.waiting} requests wait already; try again in a moment.",
-                status=429,
-                kind="rate_limit_error",
-                code="queue_full",
-            ) from None
+            raise self._full() from None
         return job
 
     @property
     def waiting(self) -> int:
-        """Jobs in the queue, without the one that runs."""
+        """Jobs in the queue, without those that run."""
         return self._jobs.qsize()
 
     def close(self) -> None:
-        """Ask the worker to stop; the current answer ends at its next token. Safe in a signal handler."""
+        """Ask the worker to stop; running answers end at their next token. Safe in a signal handler."""
         self._closed.set()
 
     def join(self, seconds: float = 10.0) -> None:
+        """Wait for the worker, and end the process of the chat template."""
         self._thread.join(seconds)
+        self._tokenizer_thread.shutdown(wait=False, cancel_futures=True)
+        if self._chat is not None:
+            self._chat.close()
 
-    def _chat(self, messages: list[dict[str, str]]) -> list[int]:
-        if not getattr(self.tokenizer, "chat_template", None):
-            raise ApiError(
-                "this model has no chat template, so it is no chat model; use /v1/completions.",
-                param="messages",
-            )
+    def _full(self) -> ApiError:
+        return ApiError(
+            f"{self.limits.waiting} requests wait already; try again in a moment.",
+            status=429,
+            kind="rate_limit_error",
+            code="queue_full",
+        )
+
+    def _tokenize(self, prompt: Any) -> list[int]:
+        if isinstance(prompt, str):
+            return list(self.tokenizer(prompt)["input_ids"])
         try:
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except (
-            Exception
-        ) as error:  # the template is the model's own program, and may refuse a role or an order
-            raise ApiError(
-                f"the model's chat template refuses these messages ({error}).", param="messages"
-            ) from error
-        return self.tokenizer(text, add_special_tokens=False)[
-            "input_ids"
-        ]  # the template contains the special tokens
+            if self._chat is None:
+                self._chat = ChatTemplate(self.tokenizer, max_characters=2 * self._prompt_bytes + 100_000)
+            text = self._chat.render(prompt)
+        except TextError as error:
+            raise ApiError(str(error), param="messages") from error
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])  # the template has them
 
     def _work(self) -> None:
+        answers: list[Answer] = []
         while not self._closed.is_set():
             try:
-                job = self._jobs.get(timeout=0.1)
-            except queue.Empty:
+                answers = self._turn(answers)
+            except Exception:
+                logger.exception("a step of the model failed")
+                for answer in answers:
+                    answer.job.put(_failed())
+                answers = []
+                self._sequences.keep([])
+        waiting = [answer.job for answer in answers]
+        while not self._jobs.empty():
+            waiting.append(self._jobs.get_nowait())
+        for job in waiting:
+            job.put(_closing())
+
+    def _turn(self, answers: list[Answer]) -> list[Answer]:
+        """One token of every answer, and the first of those that join them; the answers that go on."""
+        rows: list[int] = []
+        if answers:
+            logits = self._sequences.step([answer.last for answer in answers])
+            rows = [row for row, answer in enumerate(answers) if self._write(answer, logits[row])]
+            if len(rows) < len(answers):
+                self._sequences.keep(rows)
+        going = [answers[row] for row in rows]
+        while len(going) < self._sequences.capacity and not self._closed.is_set():
+            job = self._next_job(wait=not going)
+            if job is None:
+                break
+            if job.cancelled.is_set():
                 continue
-            if job is None or job.cancelled.is_set():
-                continue
+            answer = Answer(job, self.tokenizer, torch.device(self.model.device))
             try:
-                self._write(job)
-            except ApiError as error:
-                job.put(error)
+                logits = self._sequences.add(job.prompt)
             except Exception:
                 logger.exception("a request failed")
-                job.put(
-                    ApiError(
-                        "the server failed on this request; its log says why.",
-                        status=500,
-                        kind="server_error",
-                    )
-                )
-        while not self._jobs.empty():
-            job = self._jobs.get_nowait()
-            if job is not None:
-                job.put(_closing())
+                job.put(_failed())
+                continue
+            if self._write(answer, logits):
+                going.append(answer)
+            else:
+                self._sequences.keep(list(range(len(going))))
+        return going
 
-    @torch.no_grad()
-    def _write(self, job: Job) -> None:
-        sampling = job.sampling
-        device = torch.device(self.model.device)
-        generator = torch.Generator(device)
-        generator.manual_seed(sampling.seed) if sampling.seed is not None else generator.seed()
-        stream = TextStream(self.tokenizer, sampling.stop)
-        self._decoder.reset()
-        logits = self._decoder.prefill(torch.tensor([job.prompt], device=device))
-        written = 0
-        while True:
-            if self._closed.is_set():
-                raise _closing()
-            if job.cancelled.is_set():
-                return
-            token = sample_next(
-                logits, temperature=sampling.temperature, top_p=max(sampling.top_p, 1e-9), generator=generator
-            )
-            written += 1
-            if int(token) in self.ends:
-                job.put(Piece(text=stream.finish(), tokens=written, finish="stop"))
-                return
-            text = stream.push(int(token))
-            if stream.stopped:
-                job.put(Piece(text=text, tokens=written, finish="stop"))
-                return
-            if written == sampling.max_tokens:
-                text += stream.finish()
-                job.put(Piece(text=text, tokens=written, finish="stop" if stream.stopped else "length"))
-                return
-            if text:
-                job.put(Piece(text=text, tokens=written))
-            logits = self._decoder.step(token)
+    def _next_job(self, *, wait: bool) -> Job | None:
+        try:
+            return self._jobs.get(timeout=0.1) if wait else self._jobs.get_nowait()
+        except queue.Empty:
+            return None
+
+    def _write(self, answer: Answer, logits: Float[Tensor, " v"]) -> bool:
+        """Sample and send one token; whether the answer goes on."""
+        if answer.job.cancelled.is_set():
+            return False
+        try:
+            return answer.put(answer.sample(logits), self.ends)
+        except NumericalError:
+            logger.exception("a request failed")
+            answer.job.put(_failed())
+            return False
+
+
+def _longest_token(tokenizer: Any) -> int:
+    """Bytes of text that one token can stand for, at most: those of its name, in which a byte may be a longer character."""
+    return max((len(name.encode(errors="replace")) for name in tokenizer.get_vocab()), default=1)
+
+
+def _failed() -> ApiError:
+    return ApiError("the server failed on this request; its log says why.", status=500, kind="server_error")
 
 
 def _closing() -> ApiError:

@@ -1,7 +1,7 @@
 """What OpenAI's clients send and expect: requests checked field by field, answers and errors in their JSON.
 
-Fields that would change the answer and are not supported are refused by name, never ignored; fields without effect on
-the text (`user`, `metadata`, ...) are ignored.
+A field that would change the answer and is not supported, or that is not known, is refused by name; only fields without
+effect on the text (`user`, `metadata`, ...) are ignored.
 """
 
 import time
@@ -16,19 +16,38 @@ MAX_CHOICES = 8
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "best_of": (None, 1),
     "echo": (None, False),
-    "frequency_penalty": (None, 0),
     "function_call": (None, "none"),
     "functions": (None, []),
     "logit_bias": (None, {}),
     "logprobs": (None, False),
     "modalities": (None, ["text"]),
-    "presence_penalty": (None, 0),
     "response_format": (None, {"type": "text"}),
     "suffix": (None, ""),
     "tool_choice": (None, "none", "auto"),
     "tools": (None, []),
     "top_logprobs": (None, 0),
 }
+HONOURED = frozenset(
+    [
+        "frequency_penalty",
+        "max_completion_tokens",
+        "max_tokens",
+        "messages",
+        "min_p",
+        "model",
+        "n",
+        "presence_penalty",
+        "prompt",
+        "seed",
+        "stop",
+        "stream",
+        "stream_options",
+        "temperature",
+        "top_k",
+        "top_p",
+    ]
+)
+IGNORED = frozenset(["metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user"])
 
 
 class ApiError(Exception):
@@ -55,7 +74,9 @@ class Limits:
     max_tokens: int = 1024  # generated for one choice
     context: int = 2048  # prompt and answer together
     body_bytes: int = 1 << 20
-    waiting: int = 16  # length of the queue, without the running request
+    body_seconds: float = 30.0  # to send a body
+    waiting: int = 128  # length of the queue, without the running requests
+    batch: int | None = None  # sequences decoded together; see `open_sequences`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +86,10 @@ class Sampling:
     max_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
+    top_k: int | None = None
+    min_p: float = 0.0
+    presence_penalty: float = 0.0  # off the logit of every token of the answer so far
+    frequency_penalty: float = 0.0  # times its count
     seed: int | None = None
     stop: tuple[str, ...] = ()
 
@@ -140,6 +165,10 @@ def _request(body: Mapping[str, Any], prompts: list[Any], limits: Limits, *, max
     for name, harmless in UNSUPPORTED.items():
         if name in body and not any(body[name] == value for value in harmless):
             raise ApiError(f"{name} is not supported by this server; leave it out.", param=name)
+    if unknown := sorted(body.keys() - UNSUPPORTED.keys() - HONOURED - IGNORED):
+        raise ApiError(
+            f"{_short(unknown[0])} is no field that this server knows; leave it out.", param=unknown[0][:80]
+        )
     model = body.get("model")
     if model is not None and not isinstance(model, str):
         raise ApiError("model must be a string.", param="model")
@@ -156,6 +185,10 @@ def _request(body: Mapping[str, Any], prompts: list[Any], limits: Limits, *, max
         max_tokens=_whole(body, "max_tokens", min(max_tokens, limits.max_tokens), 1, limits.max_tokens),
         temperature=_number(body, "temperature", 1.0, 0.0, 2.0),
         top_p=_number(body, "top_p", 1.0, 0.0, 1.0),
+        top_k=_top_k(body),
+        min_p=_number(body, "min_p", 0.0, 0.0, 1.0),
+        presence_penalty=_number(body, "presence_penalty", 0.0, -2.0, 2.0),
+        frequency_penalty=_number(body, "frequency_penalty", 0.0, -2.0, 2.0),
         seed=None if body.get("seed") is None else _whole(body, "seed", 0, -(1 << 63), (1 << 63) - 1),
         stop=_stops(body.get("stop")),
     )
@@ -167,6 +200,12 @@ def _request(body: Mapping[str, Any], prompts: list[Any], limits: Limits, *, max
         stream=_flag(body, "stream"),
         include_usage=_flag(options, "include_usage"),
     )
+
+
+def _top_k(body: Mapping[str, Any]) -> int | None:
+    """Elsewhere 0 and -1 mean all tokens, so they do here."""
+    value = _whole(body, "top_k", 0, -1, 1 << 31)
+    return value if value > 0 else None
 
 
 def _message(message: Any, where: str) -> dict[str, str]:

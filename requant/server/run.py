@@ -28,6 +28,7 @@ def serve_checkpoint(
     context: int,
     max_tokens: int | None,
     waiting: int,
+    batch: int | None,
     device: str,
     dtype: str,
 ) -> None:
@@ -46,7 +47,7 @@ def serve_checkpoint(
             "raise --context."
         )
     with _bound(host, port) as listener:
-        limits = Limits(max_tokens=max_tokens, context=context, waiting=waiting)
+        limits = Limits(max_tokens=max_tokens, context=context, waiting=waiting, batch=batch)
         model = open_served(folder, device=where, dtype=dtype)
         served = name or Path(checkpoint).name
         _run(model, load_tokenizer(folder), limits, listener, served=served, api_key=api_key, host=host)
@@ -65,10 +66,13 @@ def _run(
     import uvicorn
 
     from requant.server.app import create_app
+    from requant.server.connection import Connection
 
     engine = Engine(model, tokenizer, limits=limits)
     app = create_app(engine, model=served, api_key=api_key)
-    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=GRACE)
+    config = uvicorn.Config(
+        app, http=Connection, log_level="warning", access_log=False, timeout_graceful_shutdown=GRACE
+    )
 
     class Server(uvicorn.Server):
         def handle_exit(self, sig: int, frame: Any) -> None:

@@ -15,10 +15,17 @@ from requant.errors import NumericalError
 
 
 def sample_next(
-    logits: Float[Tensor, "b v"], *, temperature: float = 1.0, top_p: float = 1.0, generator: torch.Generator
+    logits: Float[Tensor, "b v"],
+    *,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int | None = None,
+    min_p: float = 0.0,
+    generator: torch.Generator,
 ) -> Int64[Tensor, "b 1"]:
     """One token per row [b, 1] from logits [b, vocabulary]; temperature 0 takes the most likely.
 
+    `top_k` leaves only that many tokens, `min_p` those that are at least so likely, relative to the likeliest.
     Raises NumericalError for logits that are not finite.
     """
     if not logits.isfinite().all():
@@ -31,6 +38,9 @@ def sample_next(
     probabilities, order = (logits.float() / temperature).softmax(-1).sort(-1, descending=True)
     mass_before = probabilities.cumsum(-1) - probabilities
     probabilities[mass_before >= top_p] = 0.0
+    probabilities[probabilities < min_p * probabilities[:, :1]] = 0.0
+    if top_k is not None:
+        probabilities[:, top_k:] = 0.0
     return order.gather(-1, torch.multinomial(probabilities, 1, generator=generator))
 
 

@@ -1,6 +1,7 @@
 """The commands, as a person types them."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -66,6 +67,20 @@ def test_the_main_job_on_the_demo_model(cli, tmp_path: Path, left_alone: tuple[s
     )
     code, out, error = cli("generate", folder, "--prompt", "The city of", "--max-new-tokens", 5)
     assert code == 0 and out.startswith("The city of") and len(out) > len("The city of\n")
+
+
+def test_generate_answers_a_message(cli, tiny_folder, tmp_path: Path) -> None:
+    """The prompt goes through the chat template of the model, and is not printed."""
+    folder = Path(shutil.copytree(tiny_folder("llama"), tmp_path / "chatty"))
+    few = ("--max-new-tokens", 6)
+    code, _, error = cli("generate", folder, "--chat", "--prompt", "hi", *few)
+    assert code == 2 and "no chat template" in error
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+    (folder / "chat_template.jinja").write_text(template)
+    code, answer, error = cli("generate", folder, "--chat", "--prompt", "hi", *few)
+    assert code == 0, error
+    _, whole, _ = cli("generate", folder, "--prompt", "[user]hi[assistant]", *few)
+    assert whole == "[user]hi[assistant]" + answer
 
 
 def test_dry_run_writes_nothing(cli, tmp_path: Path) -> None:

@@ -10,11 +10,18 @@ from typing import Any
 import torch
 import uvicorn
 
+try:
+    import httpx
+except ImportError:  # OpenAI's client brings the one or the other
+    import httpx2 as httpx
+
 from requant.server.app import create_app
+from requant.server.connection import Connection
 from requant.server.engine import Engine
 from requant.server.protocol import Limits
 from requant.server.run import _bound
 
+__all__ = ["LIMITS", "Slow", "httpx", "running"]
 LIMITS = Limits(max_tokens=40, context=100, body_bytes=20_000, waiting=4)
 
 
@@ -38,7 +45,7 @@ class Slow(torch.nn.Module):
 @contextmanager
 def running(engine: Engine, **options: Any) -> Iterator[str]:
     listener = _bound("127.0.0.1", 0)
-    config = uvicorn.Config(create_app(engine, model="tiny", **options), log_level="error")
+    config = uvicorn.Config(create_app(engine, model="tiny", **options), http=Connection, log_level="error")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
     thread.start()
@@ -48,6 +55,7 @@ def running(engine: Engine, **options: Any) -> Iterator[str]:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         engine.close()
+        engine.join()
         server.should_exit = True
         thread.join(10)
         listener.close()

@@ -7,11 +7,10 @@ import torch
 
 pytest.importorskip("fastapi")
 openai = pytest.importorskip("openai")
-httpx = pytest.importorskip("httpx")
 
 from requant.server.engine import Engine  # noqa: E402
 
-from .harness import LIMITS, Slow, running  # noqa: E402
+from .harness import LIMITS, Slow, httpx, running  # noqa: E402
 
 
 @torch.no_grad()

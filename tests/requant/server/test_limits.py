@@ -10,12 +10,11 @@ import pytest
 
 pytest.importorskip("fastapi")
 openai = pytest.importorskip("openai")
-httpx = pytest.importorskip("httpx")
 
 from requant.server.engine import Engine  # noqa: E402
 from requant.server.protocol import Limits  # noqa: E402
 
-from .harness import LIMITS, Slow, running  # noqa: E402
+from .harness import LIMITS, Slow, httpx, running  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -125,7 +124,7 @@ def test_the_key(model: Slow, chatty) -> None:
 
 def test_a_full_queue_says_so_and_drains(model: Slow, chatty) -> None:
     model.pause = 0.05
-    limits = Limits(max_tokens=40, context=100, waiting=1)
+    limits = Limits(max_tokens=40, context=100, waiting=1, batch=1)
     with running(Engine(model, chatty, limits=limits)) as address:
         answers: list[Any] = []
 
@@ -194,7 +193,7 @@ def test_a_request_that_fails_does_not_end_the_server(model: Slow, chatty, monke
     engine = Engine(model, chatty, limits=LIMITS)
     with running(engine) as address:
         with monkeypatch.context() as patch:
-            patch.setattr(engine._decoder, "prompt", lambda tokens: 1 / 0)
+            patch.setattr(engine._sequences, "add", lambda tokens: 1 / 0)
             answer = httpx.post(f"{address}/v1/completions", json={"prompt": "a"})
         assert answer.status_code == 500 and answer.json()["error"]["type"] == "server_error"
         assert "ZeroDivisionError" in caplog.text and "Zero" not in answer.text

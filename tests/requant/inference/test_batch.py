@@ -1,0 +1,58 @@
+"""Sequences in a batch: each has the logits that it has alone, whoever comes and goes."""
+
+import pytest
+import torch
+
+from requant.inference.batch import OneSequence, SequenceBatch, open_sequences
+
+PROMPTS = [[5, 9, 200, 31], list(range(40, 64)), [7]]
+
+
+def alone(model, tokens: list[int]) -> torch.Tensor:
+    return model(torch.tensor([tokens])).logits[0, -1]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "phi3", "opt", "gpt2", "gpt-neox"])
+def test_logits_are_those_of_each_alone(tiny_model, name: str) -> None:
+    """The second joins after two steps and leaves first; the third takes its place."""
+    model = tiny_model(name)
+    batch = SequenceBatch(model, 4)
+    texts = [list(PROMPTS[0])]
+
+    def check(logits: torch.Tensor) -> None:
+        expected = torch.stack([alone(model, text) for text in texts])
+        torch.testing.assert_close(logits, expected, atol=2e-5, rtol=1e-4)
+
+    def step() -> None:
+        for text in texts:
+            text.append((text[-1] * 7 + 3) % 256)
+        check(batch.step([text[-1] for text in texts]))
+
+    check(batch.add(PROMPTS[0])[None])
+    step(), step()
+    for prompt in PROMPTS[1:]:
+        texts.append(list(prompt))
+        torch.testing.assert_close(batch.add(prompt), alone(model, prompt), atol=2e-5, rtol=1e-4)
+        step(), step()
+    batch.keep([0, 2])
+    texts.pop(1)
+    assert batch.cache.get_seq_length() == max(map(len, texts))  # the longest has left with its columns
+    step()
+    batch.keep([])
+    texts[:] = [list(PROMPTS[1])]
+    check(batch.add(PROMPTS[1])[None])
+    step()
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3"])
+def test_sliding_windows_are_decoded_one_by_one(tiny_model, name: str) -> None:
+    model = tiny_model(name)
+    sequences = open_sequences(model, length=64, capacity=8)
+    assert isinstance(sequences, OneSequence) and sequences.capacity == 1
+    torch.testing.assert_close(sequences.add(PROMPTS[1]), alone(model, PROMPTS[1]), atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(sequences.step([3])[0], alone(model, [*PROMPTS[1], 3]), atol=2e-5, rtol=1e-4)
+
+
+def test_capacity(tiny_model) -> None:
+    assert open_sequences(tiny_model("llama"), length=64, capacity=None).capacity == 8
+    assert isinstance(open_sequences(tiny_model("llama"), length=64, capacity=1), OneSequence)
