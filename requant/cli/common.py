@@ -75,6 +75,15 @@ AllExperts = Annotated[
         rich_help_panel=CALIBRATION,
     ),
 ]
+For = Annotated[
+    str | None,
+    typer.Option(
+        "--for",
+        help="A program that has to read the export: vllm, transformers or llama.cpp. Picks mode, method and grid, and "
+        "refuses what it cannot read before the run.",
+        rich_help_panel=RECIPE,
+    ),
+]
 GroupSize = Annotated[
     int | None,
     typer.Option(

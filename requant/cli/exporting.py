@@ -12,7 +12,10 @@ from requant.cli.common import AsJson, table
 
 def export(
     checkpoint: Annotated[str, typer.Argument(help="A checkpoint that requant wrote.")],
-    to: Annotated[str, typer.Option(help="dense, compressed-tensors or gguf.")],
+    to: Annotated[
+        str,
+        typer.Option(help="dense, compressed-tensors, gguf, or a program: vllm, transformers, llama.cpp."),
+    ],
     output: Annotated[Path, typer.Option(help="Folder to write.")],
     dtype: Annotated[
         str, typer.Option(help="float32, bfloat16, float16, or auto: the model's own.")

@@ -19,6 +19,7 @@ from requant.cli.common import (
     Dtype,
     EvalText,
     FinetuneSteps,
+    For,
     GroupSize,
     HeadBits,
     Method,
@@ -58,6 +59,7 @@ def quantize(
     recipe: RecipeName = None,
     method: Method = None,
     mode: Mode = None,
+    target: For = None,
     group_size: GroupSize = None,
     symmetric: Symmetric = None,
     head_bits: HeadBits = None,
@@ -100,6 +102,10 @@ def quantize(
 
     log_to_stderr(verbose)
     chosen = recipe_from_options(recipe, model=model, gpu=pick_device(device).startswith("cuda"), **options)
+    if target is not None:
+        from requant.exporters.readable import check_readable
+
+        check_readable(chosen, target)
     folder = (output if output is not None else output_folder(chosen)).expanduser()
     if dry_run:
         plan = make_plan(
@@ -117,10 +123,16 @@ def quantize(
     for warning in numbers["warnings"]:
         print(f"warning: {warning}", file=sys.stderr)
     if not (as_json or quiet):
-        checkpoint = shlex.quote(str(folder))
-        print(
-            f"next: requant inspect {checkpoint}\n      requant generate {checkpoint} --prompt 'The history of'"
-        )
+        print(f"next: {next_commands(folder, target)}")
+
+
+def next_commands(folder: Path, target: str | None) -> str:
+    """Two commands that a user may want next."""
+    checkpoint = shlex.quote(str(folder))
+    first = f"requant inspect {checkpoint}"
+    if target is not None:
+        first = f"requant export {checkpoint} --to {target} --output {shlex.quote(f'{folder}-{target}')}"
+    return f"{first}\n      requant generate {checkpoint} --prompt 'The history of'"
 
 
 def sensitivity(

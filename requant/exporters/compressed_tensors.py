@@ -118,7 +118,7 @@ def _groups(source: Source) -> dict[Group, list[str]]:
     groups: dict[Group, list[str]] = {}
     modules = source.header.modules
     for name, spec in modules.items():
-        what = _inexpressible(spec)
+        what = inexpressible(spec)
         if what is None and not isinstance(source.layers[name], nn.Linear):
             what = f"is no linear layer but a {type(source.layers[name]).__name__}"
         if what is not None:
@@ -134,7 +134,7 @@ def _groups(source: Source) -> dict[Group, list[str]]:
     return groups
 
 
-def _inexpressible(spec: PackedSpec) -> str | None:
+def inexpressible(spec: PackedSpec) -> str | None:
     """Why compressed-tensors cannot express a matrix, as the end of a sentence."""
     what, k = obstacle(spec), spec.shape[1]
     if what is None and (group_size := grid_spec_of(spec).group_size) < k and k % group_size:

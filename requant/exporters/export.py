@@ -21,6 +21,7 @@ from requant.errors import InputError, OutputError, did_you_mean
 from requant.exporters import compressed_tensors, dense, gguf
 from requant.exporters.folder import Written, copy_files, write_card
 from requant.exporters.source import Source, open_source
+from requant.recipe.readers import READERS
 
 TARGETS: dict[str, Callable[[Source, Path], Written]] = {
     "dense": dense.write,
@@ -63,6 +64,7 @@ class Exported:
 def export(checkpoint: str | Path, target: str, output: str | Path, *, dtype: str = "auto") -> Exported:
     """Write `checkpoint` to the new folder `output` as `target`; it appears whole or not at all.
 
+    `target` may be a program too: vllm, transformers, llama.cpp (`recipe/readers.py`).
     `dtype` is that of all floats in a dense folder (and of what is not quantized in the others); `auto` keeps
     the model's own. Matrices pass through memory one at a time, with at most one shard of them.
 
@@ -72,9 +74,12 @@ def export(checkpoint: str | Path, target: str, output: str | Path, *, dtype: st
         OutputError: an output that exists or cannot be written.
         NumericalError: a weight beyond float16.
     """
+    if target in READERS:
+        target = READERS[target].export
     if target not in TARGETS:
         raise InputError(
-            f"--to {target} is unknown{did_you_mean(target, TARGETS)}; there are: {', '.join(TARGETS)}."
+            f"--to {target} is unknown{did_you_mean(target, [*TARGETS, *READERS])}; "
+            f"there are: {', '.join([*TARGETS, *READERS])}."
         )
     source = open_source(checkpoint, dtype=dtype)
     try:

@@ -21,6 +21,11 @@ LOADING = {
     "compressed-tensors": "vLLM reads it as it is; transformers does with the package `compressed-tensors`.",
     "gguf": "llama.cpp reads it: `llama-cli -m model.gguf`.",
 }
+ZERO_POINTS = (
+    "vLLM reads it as it is. transformers, with the package `compressed-tensors` up to 0.20 at least, reads its zero points "
+    "only with `from_pretrained(..., quantization_config=CompressedTensorsConfig(dequantize=True))`; quantize with "
+    "`requant quantize --for transformers` for grids without zero points."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +58,8 @@ def write_config(source: Source, folder: Path, quantization: Mapping[str, Any] |
 
 def write_card(source: Source, target: str, folder: Path, *, name: str) -> None:
     """README.md: where the weights come from, and what reads them."""
+    zero_points = any(getattr(spec.dense, "zero_points", False) for spec in source.header.modules.values())
+    loading = ZERO_POINTS if target == "compressed-tensors" and zero_points else LOADING[target]
     front: dict[str, Any] = {"pipeline_tag": "text-generation", "tags": ["requant", "quantized", target]}
     if base := _base_model(source.path):
         front |= {"base_model": base, "base_model_relation": "quantized"}
@@ -65,7 +72,7 @@ def write_card(source: Source, target: str, folder: Path, *, name: str) -> None:
     write_bytes(
         folder / "README.md",
         f"---\n{head}\n---\n\n# `{title}`\n\nThe weights of `{origin}`, quantized by requant {version}, "
-        f"exported as {target}.\n{LOADING[target]}\n".encode(),
+        f"exported as {target}.\n{loading}\n".encode(),
     )
 
 

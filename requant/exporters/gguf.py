@@ -136,15 +136,15 @@ def _rows(source: Source, name: str, n: int, *, paired: bool) -> Any:
 
 def _type_of(source: Source, name: str, spec: PackedSpec) -> str:
     """A matrix's type: blocks, or plain floats for an embedding or head that no block holds."""
-    misfit = _misfit(spec)
-    if misfit is None:
+    what = misfit(spec)
+    if what is None:
         return str(block_type(grid_spec_of(spec)))
     if name in source.header.embedding_and_head:
         return FLOATS[source.dtype]
-    raise InputError(f"{name} {misfit}, which no type of llama.cpp holds exactly; export --to dense.")
+    raise InputError(f"{name} {what}, which no type of llama.cpp holds exactly; export --to dense.")
 
 
-def _misfit(spec: PackedSpec) -> str | None:
+def misfit(spec: PackedSpec) -> str | None:
     """Why no block holds a matrix, as the end of a sentence."""
     if (what := obstacle(spec)) is not None:
         return what

@@ -13,6 +13,7 @@ from typing import Any, TypedDict
 from requant.errors import RecipeError, did_you_mean
 from requant.quantizers.registry import METHODS
 from requant.recipe.defaults import default_recipe
+from requant.recipe.readers import check_reader, settings_for
 from requant.recipe.schema import Recipe
 from requant.recipe.yaml_files import from_dict, load_recipe, to_dict
 
@@ -30,6 +31,7 @@ class Options(TypedDict, total=False):
 
     bits: int | float | str | None  # of a code, or a budget (`_set_bits`)
     size: int | str | None  # bytes of the weight files: 600_000_000, "600MB"
+    target: str | None  # --for: a program that must read the export of the result (`readers.py`)
     method: str | None
     mode: str | None
     group_size: int | None
@@ -89,6 +91,9 @@ def recipe_from_options(
                 f"there is no option '{name}'{did_you_mean(name, Options.__annotations__)}; "
                 f"there are: {', '.join(Options.__annotations__)}."
             )
+    program = given.pop("target", None)
+    if program is not None:
+        given = settings_for(program, given)
     method, mode = given.get("method"), given.get("mode")
     if recipe is None:
         if "bits" not in given and "size" not in given:
@@ -115,7 +120,10 @@ def recipe_from_options(
     for name, value in given.items():
         for key in KEYS.get(name, ()):
             _set(base, key, _plain(value), option=name)
-    return from_dict(base, where="options")
+    chosen = from_dict(base, where="options")
+    if program is not None:
+        check_reader(program, chosen)
+    return chosen
 
 
 def _as_recipe(recipe: Recipe | Mapping[str, Any] | str | Path) -> Recipe:

@@ -154,6 +154,27 @@ def test_the_python_call_takes_what_the_command_takes(cli, tiny_folder, tiny_tex
         requant.quantize(folder, None, tiny_text_file, bits=4, calibration=tiny_text_file)
 
 
+def test_for_a_program(cli, tiny_folder, tiny_text_file: Path) -> None:
+    common = ("--calibration", tiny_text_file, "--num-samples", 2, "--seq-len", 64)
+    arguments = ("quantize", "--model", tiny_folder("llama"), "--bits", 4, "--for", "transformers", *common)
+    code, _, error = cli(*arguments)  # 172 columns are no multiple of 128
+    assert code == 2 and "down_proj has 172 columns in groups of 128, the last one shorter" in error
+    code, out, error = cli(*arguments, "--group-size", -1, "--output", "out")
+    assert code == 0, error
+    following = out.splitlines()[-2].removeprefix("next: requant ")
+    assert following == "export out --to transformers --output out-transformers"
+    code, out, error = cli(*following.split())
+    assert code == 0, error
+    assert "zero points" not in error + Path("out-transformers/README.md").read_text()
+    code, _, error = cli(*arguments, "--asymmetric", "--group-size", -1, "--output", "zero")
+    assert code == 0 and cli("export", "zero", "--to", "vllm", "--output", "zero-vllm")[0] == 0
+    assert "CompressedTensorsConfig(dequantize=True)" in Path("zero-vllm/README.md").read_text()
+    code, _, error = cli(
+        "quantize", "--model", tiny_folder("gpt2"), "--bits", 4, "--for", "llama.cpp", *common
+    )
+    assert code == 2 and "GGUF export knows llama" in error
+
+
 def test_dir_shows_the_api() -> None:
     assert dir(requant) == sorted(requant.__all__) and "quantize" in dir(requant)
     assert all(getattr(requant, name) for name in dir(requant))

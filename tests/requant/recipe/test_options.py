@@ -245,3 +245,29 @@ def test_a_score_that_ranks_nothing_is_said(caplog: pytest.LogCaptureFixture) ->
     caplog.clear()
     options(bits="3", mode="paper", sensitivity="hessian")
     assert not caplog.text
+
+
+@pytest.mark.parametrize(("program", "group"), [("vllm", 128), ("transformers", 128), ("llama.cpp", 32)])
+def test_a_program_picks_its_grids(program: str, group: int) -> None:
+    recipe = options(bits=4, target=program)
+    assert (recipe.mode, recipe.method, recipe.quantizer.symmetric) == ("dense", "gptq", True)
+    assert recipe.quantizer.group_size == group and recipe.quantizer.bits == 4
+    own = options(bits=4, target=program, method="rtn", group_size=64, symmetric=False)
+    assert own.quantizer == METHODS["rtn"].config(bits=4, group_size=64)
+    assert options(bits=4, target=program, method="hqq").quantizer == METHODS["hqq"].config(
+        bits=4, group_size=group
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"target": "vlm"}, r"--for vlm is unknown \(did you mean 'vllm'\?\)"),
+        ({"target": "vllm", "mode": "paper"}, "takes mode dense, not 'paper'"),
+        ({"target": "vllm", "method": "awq"}, "uniform grids, not 'awq'; choose one of: gptq, hqq, rtn"),
+        ({"target": "vllm", "bits": 4.5}, "one whole number of --bits"),
+    ],
+)
+def test_what_a_program_cannot_read_is_refused(given: dict, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        options(**{"bits": 4, **given})

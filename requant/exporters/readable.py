@@ -1,0 +1,43 @@
+"""Whether a checkpoint will be readable by another program, from the shapes alone, before it is made."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from requant.errors import InputError
+from requant.exporters.compressed_tensors import inexpressible
+from requant.exporters.gguf import misfit
+from requant.exporters.gguf_metadata import check_architecture
+from requant.models.experts import unfuse_experts
+from requant.models.loading import load_config, resolve_source
+from requant.models.targets import find_linears
+from requant.quantizers.registry import METHODS
+from requant.recipe.readers import find_reader
+from requant.recipe.schema import Recipe
+
+OBSTACLES = {"compressed-tensors": inexpressible, "gguf": misfit}
+
+
+def check_readable(recipe: Recipe, program: str) -> None:
+    """Raise InputError, with the first matrix that `program` could not read, if the recipe makes such ones."""
+    from transformers import AutoModelForCausalLM
+
+    export = find_reader(program).export
+    config: Any = load_config(resolve_source(recipe.model))
+    if export == "gguf":
+        check_architecture(config)
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(config)
+        unfuse_experts(skeleton)
+    for target in find_linears(skeleton, skip=recipe.skip):
+        spec = METHODS[recipe.method].packed_spec(
+            recipe.quantizer, target.shape, finetuned=recipe.finetune.steps > 0
+        )
+        what = OBSTACLES[export](spec)
+        if what is None and not isinstance(target.module, nn.Linear):
+            what = f"is no linear layer but a {type(target.module).__name__}"
+        if what is not None:
+            raise InputError(
+                f"--for {program}: {target.name} {what}; choose another --group-size, --skip it, or leave --for out."
+            )
