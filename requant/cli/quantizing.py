@@ -91,6 +91,9 @@ def quantize(
     """Quantize a model, measure the loss of quality, write a checkpoint and a report."""
     options = recipe_options(locals())
     from requant.checkpoint.new_folder import check_output
+
+    if output is not None and not dry_run:  # before the imports that take seconds
+        check_output(output)
     from requant.models.devices import pick_device
     from requant.pipeline.plan import make_plan
     from requant.pipeline.prepare import prepare
@@ -111,7 +114,9 @@ def quantize(
         plan = make_plan(
             prepare(chosen.model, chosen, device=device, dtype=dtype, quiet=quiet), chosen, quiet=quiet
         )
-        print(json.dumps(dataclasses.asdict(plan), indent=2) if as_json else "\n".join(plan.lines()))
+        lines = [*plan.lines(), f"output          {folder}"]
+        said = {**dataclasses.asdict(plan), "output": str(folder)}
+        print(json.dumps(said, indent=2) if as_json else "\n".join(lines))
         return
     check_output(folder)
     workspace = Workspace(folder.with_name(folder.name + ".partial"), resume=resume)

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from jaxtyping import Int64
+from torch import Tensor
 
 from requant.allocation.budget import (
     RESIDUAL_BYTES,
@@ -22,6 +24,7 @@ from requant.allocation.budget import (
 )
 from requant.allocation.embedding_and_head import embedding_and_head_bits, embedding_and_head_of
 from requant.calibration.collect import bytes_needed
+from requant.display import format_seconds
 from requant.formats.sparse import INDEX_TILE
 from requant.models.targets import QuantTarget
 from requant.pipeline.best import rounds_of
@@ -40,6 +43,11 @@ FORWARDS = {"original": 1, "quantized": 2, "corrected": 7}  # whole passes, for 
 class Plan:
     """Predictions for one run."""
 
+    method: str
+    mode: str
+    device: str
+    calibration: str  # text and windows
+    scored_on: str
     matrices: Mapping[str, int]  # kind -> how many
     weights: int
     bits_per_weight: float
@@ -55,12 +63,15 @@ class Plan:
     def lines(self) -> list[str]:
         kinds = ", ".join(f"{count} {kind}" for kind, count in self.matrices.items())
         return [
+            f"method          {self.method}, mode {self.mode}, on {self.device}",
+            f"calibration     {self.calibration}",
+            f"scored on       {self.scored_on}",
             f"matrices        {sum(self.matrices.values())} ({kinds})",
             f"weights         {self.weights:,}",
             f"bits per weight {self.bits_per_weight:.3f}",
             f"bytes           {self.bytes_before:,} -> {self.bytes_after:,}",
             f"peak memory     about {self.peak_memory / 2**30:.2f} GiB",
-            f"time            about {self.seconds:.0f} s",
+            f"time            about {format_seconds(self.seconds)}",
             *self._budget_lines(),
         ]
 
@@ -115,16 +126,25 @@ def make_plan(prepared: Prepared, recipe: Recipe, *, quiet: bool = True) -> Plan
         counts, bits = widths.setdefault(target.kind, {}), allocation.bits[target.name]
         counts[bits] = counts.get(bits, 0) + 1
     return Plan(
+        method=recipe.method,
+        mode=recipe.mode,
+        device=prepared.model.device.type,
+        calibration=f"{prepared.calibration.name}, {_windows(prepared.windows)}",
+        scored_on=f"{prepared.evaluation.name}, {_windows(prepared.eval_windows)}",
         matrices=kinds,
         weights=weights,
         bits_per_weight=8 * parts / weights,
         bytes_before=model_bytes,
         bytes_after=round(model_bytes - stored + parts),
         peak_memory=_peak_memory(prepared, recipe),
-        seconds=_seconds(prepared, recipe),
+        seconds=expected_seconds(prepared, recipe),
         allocation=None if allocation.budget is None else allocation,
         widths={} if allocation.budget is None else widths,
     )
+
+
+def _windows(windows: Int64[Tensor, "b t"]) -> str:
+    return f"{windows.shape[0]} x {windows.shape[1]} tokens"
 
 
 def _allocation(prepared: Prepared, recipe: Recipe, *, quiet: bool) -> Allocation:
@@ -185,7 +205,8 @@ def _peak_memory(prepared: Prepared, recipe: Recipe) -> int:
     return own + stages + activations
 
 
-def _seconds(prepared: Prepared, recipe: Recipe) -> float:
+def expected_seconds(prepared: Prepared, recipe: Recipe) -> float:
+    """Wall time of a run, by its floating-point operations and the method's time per weight."""
     weights = sum(target.size for target in prepared.targets)
     parameters = sum(p.numel() for p in prepared.model.parameters())
     backward = 6 * parameters * prepared.windows.numel()

@@ -23,6 +23,7 @@ from requant.allocation.budget import allocate_bits, with_allocation
 from requant.allocation.embedding_and_head import QuantizedEmbeddingAndHead, quantize_embedding_and_head
 from requant.allocation.knapsack import TOLERANCE
 from requant.calibration.stats import LinearStats
+from requant.display import format_seconds
 from requant.errors import RecipeError
 from requant.evaluation.perplexity import Quality, perplexity_and_kl
 from requant.evaluation.samples import Sample, write_samples
@@ -31,6 +32,7 @@ from requant.models.devices import peak_memory, pick_device
 from requant.pipeline.best import best
 from requant.pipeline.diagnosis import DISAGREEMENT, Diagnosis, diagnose
 from requant.pipeline.paper import requant_as_published
+from requant.pipeline.plan import expected_seconds
 from requant.pipeline.prepare import Prepared, diagnosed_windows, prepare, start
 from requant.recipe.options import Options, recipe_from_options
 from requant.recipe.schema import Recipe
@@ -40,6 +42,7 @@ from requant.run.stage_cache import load_stage, save_stage
 from requant.run.workspace import Workspace
 
 logger = logging.getLogger(__name__)
+SLOW_RUN = 600.0  # seconds expected on a CPU: above it a warning
 
 MODES: dict[str, Callable[[RunContext], Weights]] = {
     "best": best,
@@ -137,6 +140,7 @@ def quantize(
     """
     recipe = recipe_for(model, recipe, text, device=device, options=options)
     prepared = prepare(model, recipe, tokenizer=tokenizer, device=device, dtype=dtype, quiet=quiet)
+    _warn_of_a_slow_run(prepared, recipe)
     run = start(prepared, recipe, workspace=workspace or Workspace(None), quiet=quiet)
     if statistics is not None:
         share_statistics(run, statistics)
@@ -190,6 +194,16 @@ def recipe_for(
     else:
         gpu, name = model.device.type == "cuda", model.name_or_path or type(model).__name__
     return recipe_from_options(recipe, model=name, gpu=gpu, **options)
+
+
+def _warn_of_a_slow_run(prepared: Prepared, recipe: Recipe) -> None:
+    """Say before the work, not after an hour of it, that a CPU is slow at this."""
+    if prepared.model.device.type == "cpu" and (seconds := expected_seconds(prepared, recipe)) > SLOW_RUN:
+        logger.warning(
+            "this run takes about %s on this CPU; fewer --num-samples or --finetune-steps, another --method, --mode dense "
+            "or a GPU make it shorter.",
+            format_seconds(seconds),
+        )
 
 
 def finetuned(run: RunContext, weights: Weights) -> Weights:

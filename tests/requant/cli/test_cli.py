@@ -86,6 +86,11 @@ def test_generate_answers_a_message(cli, tiny_folder, tmp_path: Path) -> None:
 def test_dry_run_writes_nothing(cli, tmp_path: Path) -> None:
     code, out, error = cli("quantize", "--bits", 3, "--dry-run", *TINY)
     assert code == 0, error
+    assert "method          lut, mode paper, on cpu" in out and "output          demo-lut-3bit" in out
+    assert (
+        "calibration     demo (written by a model), 2 x 64 tokens" in out
+        and "scored on       demo-eval" in out
+    )
     assert "matrices        28 (4 q_proj" in out and "bits per weight 3." in out and "peak memory" in out
     code, out, _ = cli("quantize", "--bits", 3, "--dry-run", "--json", *TINY)
     assert code == 0 and json.loads(out)["matrices"]["q_proj"] == 4

@@ -136,6 +136,22 @@ def test_what_is_measured_is_what_is_kept(run, tmp_path: Path) -> None:
     assert {row[""] for row in rows} >= {"perplexity", "bits per quantized weight", "peak memory", "report"}
 
 
+def test_a_run_that_takes_long_on_a_cpu_is_said_before(
+    run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(_run: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("requant.pipeline.quantize.allocate_bits", refuse)  # the first work of a run
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert not caplog.text
+    monkeypatch.setattr("requant.pipeline.quantize.SLOW_RUN", 1e-6)
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert "this run takes about" in caplog.text and "on this CPU" in caplog.text
+
+
 def test_the_same_recipe_gives_the_same_bytes(run, tmp_path: Path) -> None:
     recipe = changed(detach={"temperatures": (1.0,), "steps": 1})
     result = run(recipe)
