@@ -77,6 +77,7 @@ def byte_table(checkpoint: str | Path | CheckpointHeader) -> ByteTable:
             "zero_points",
             "column_scales",
             "levels",
+            "metadata",
             "sparse_values",
             "sparse_indices",
             "sparse_counts",
@@ -116,8 +117,7 @@ def matrix_parts(spec: PackedSpec) -> dict[str, int]:
     for suffix, tensor in spec.tensors().items():
         part = spec.dense.size_parts.get(suffix, suffix)
         parts[part] = parts.get(part, 0) + tensor.bytes
-    n, k = spec.shape
-    parts["padding"] = parts["codes"] - math.ceil(n * k * spec.bits / 8)
+    parts["padding"] = parts["codes"] - math.ceil(spec.dense.num_codes * spec.bits / 8)
     parts["codes"] -= parts["padding"]
     return parts
 

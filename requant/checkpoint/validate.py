@@ -25,11 +25,11 @@ from requant.formats.grid import GridSpec
 from requant.formats.magnitude import LARGEST
 from requant.formats.packed_spec import GUARD_TENSOR, PackedSpec
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 CHUNK_BYTES = 1 << 26
 PLAIN_VERSION = 1  # of checkpoints whose embedding and head are not quantized
 EMBEDDING_AND_HEAD_VERSION = (
-    2  # the first with quantized embedding and head; see `PackedSpec.version` for version 3
+    2  # the first with quantized embedding and head; see `PackedSpec.version` for versions 3 and 4
 )
 
 

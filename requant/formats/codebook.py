@@ -93,6 +93,10 @@ class CodebookSpec:
     levels: Literal["float16", "int8"] = "float16"
 
     @property
+    def num_codes(self) -> int:
+        return self.shape[0] * self.shape[1]
+
+    @property
     def version(self) -> int:
         return 3 if self.levels == "int8" else 1
 

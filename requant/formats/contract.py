@@ -94,6 +94,11 @@ class ContainerSpec(Protocol):
     def shape(self) -> tuple[int, int]: ...
 
     @property
+    def num_codes(self) -> int:
+        """Codes that are stored, of `bits` each: one a weight, or one for each weight that a mask keeps."""
+        ...
+
+    @property
     def version(self) -> int:
         """The first version of the checkpoint format that has what this spec says."""
         ...

@@ -149,6 +149,10 @@ class GridSpec:
     column_scales: bool = False
 
     @property
+    def num_codes(self) -> int:
+        return self.shape[0] * self.shape[1]
+
+    @property
     def version(self) -> int:
         return 1
 

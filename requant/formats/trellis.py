@@ -160,6 +160,10 @@ class TrellisSpec:
     output_scales: Literal["float16", "int8"] = "float16"
 
     @property
+    def num_codes(self) -> int:
+        return self.shape[0] * self.shape[1]
+
+    @property
     def version(self) -> int:
         return 3 if self.output_scales == "int8" or self.bits % 1 else 1
 

@@ -14,12 +14,18 @@ SCORE_NAMES = {"pqi": "PQI", "hessian": "Hessian diagonal", "gradient": "gradien
 BUDGET: dict[str, tuple[tuple[str, ...], str]] = {
     "codes": (("codes", "padding"), "#0a84d0"),
     "scales and levels": (("scales", "zero_points", "column_scales", "levels"), "#56b4e9"),
+    "2:4 metadata": (("metadata",), "#e69f00"),
     "sparse part": (("sparse_values", "sparse_indices", "sparse_counts", "sparse_scales"), "#d55e00"),
     "embedding": (("embedding",), "#009e73"),
     "head": (("head",), "#cc79a7"),
     "norms and other": ((), "#9aa4ae"),  # everything that no line above names
 }
-QUANTIZED = ("codes", "scales and levels", "sparse part")  # the parts that count as bits per weight
+QUANTIZED = (
+    "codes",
+    "scales and levels",
+    "2:4 metadata",
+    "sparse part",
+)  # the parts that count as bits per weight
 
 
 def environment(*, escape: bool) -> Environment:

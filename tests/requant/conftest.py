@@ -21,6 +21,7 @@ from requant.formats.codebook import Codebook
 from requant.formats.grid import Grid, group_count
 from requant.formats.int8 import fake_quantize_int8
 from requant.formats.quantized_weight import QuantizedWeight
+from requant.formats.semi_structured import SemiStructured
 from requant.formats.sparse import Sparse, sparse_residual
 from requant.formats.trellis import Trellis
 from requant.models.targets import find_linears
@@ -67,7 +68,7 @@ def build_weight(
     """A random matrix of any container, with a share `density` of sparse entries (1: full rows).
 
     `int8`: residuals in 8 bits, with a scale a row or, with `one_scale`, for the matrix. `codebook-int8` and
-    `trellis-int8` have levels and output scales that are stored in 8 bits.
+    `trellis-int8` have levels and output scales that are stored in 8 bits; `semi_structured-16` has no codes, but values.
     """
     g = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 1 << bits, (n, k), generator=g, dtype=torch.uint8)
@@ -88,6 +89,17 @@ def build_weight(
                 else scales.half(),
                 bits=bits,
                 code="3inst",
+            )
+        case "semi_structured" | "semi_structured-hardware" | "semi_structured-16":
+            floats = kind == "semi_structured-16"
+            values = torch.randn(n, k // 2, generator=g).mul(0.05).half()
+            dense = SemiStructured(
+                codes=values if floats else codes[:, : k // 2],
+                patterns=torch.randint(0, 6, (n, k // 4), generator=g, dtype=torch.uint8),
+                scales=None if floats else (torch.rand(n, groups, generator=g) * 0.02).half(),
+                bits=16 if floats else bits,
+                group_size=48,
+                metadata="hardware" if kind == "semi_structured-hardware" else "packed",
             )
         case _:
             zero_points = torch.randint(0, 1 << bits, (n, groups), generator=g, dtype=torch.uint8)

@@ -74,7 +74,10 @@ def test_the_copy_itself_loads(checkpoint: Path) -> None:
         ({"shape": [64, 172]}, "but config.json asks for"),
         ({"group_size": 0}, "group_size = 0"),
         ({"group_size": 16}, "but config.json asks for"),
-        ({"format": "pickle"}, "format = 'pickle', not one of 'grid', 'codebook', 'trellis'"),
+        (
+            {"format": "pickle"},
+            "format = 'pickle', not one of 'grid', 'codebook', 'trellis', 'semi_structured'",
+        ),
         ({"format": "codebook"}, "unknown key 'column_scales'"),
         ({"zero_points": False}, "has no such tensor"),
         ({"zero_points": 1}, "zero_points = 1, not one of False, True"),
@@ -94,7 +97,7 @@ def test_wrong_entries(checkpoint: Path, values: dict[str, Any], sentence: str) 
 @pytest.mark.parametrize(
     ("version", "sentence"),
     [
-        (4, "format version 4, newer than the 3 .*pip install --upgrade requant"),
+        (5, "format version 5, newer than the 4 .*pip install --upgrade requant"),
         (0, "format version 0, older than the 1 that .*requant quantize --recipe .*/copy/recipe.yaml"),
         ("1", "names no format_version"),
         (None, "names no format_version"),
@@ -331,6 +334,38 @@ def test_output_scales_have_one_form(make_checkpoint) -> None:
     path, _ = make_checkpoint("llama", kind="trellis-int8")
     edit_config(path, lambda c: c["quantization_config"]["modules"][UP].update(output_signs=True))
     refuse(path, "stores its output scales as signs and as int8")
+
+
+@pytest.mark.parametrize("kind", ["semi_structured", "semi_structured-hardware"])
+def test_metadata_must_name_two_columns(make_checkpoint, kind: str) -> None:
+    path, _ = make_checkpoint("llama", kind=kind)
+    load(path)
+    assert read_header(path).quantization["format_version"] == 4
+    change_values(path, f"{UP}.metadata", lambda metadata: metadata[3, 2:3].fill_(255))
+    refuse(path, f"{UP}: metadata names no two different columns")
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"bits": 9}, "cannot be a 2:4 matrix .* of 9-bit values"),
+        ({"bits": 17}, "bits = 17, not a whole number from 1 to 16"),
+        ({"bits": 16}, "codes is torch.int32 .* asks for torch.float16"),
+        ({"group_size": 6}, "in groups of 6; the checkpoint is damaged"),
+        ({"shape": [172, 62]}, r"cannot be a 2:4 matrix \[172, 62\]"),
+        ({"metadata": "none"}, "metadata = 'none', not one of 'packed', 'hardware'"),
+    ],
+)
+def test_wrong_entries_of_2_4_matrices(make_checkpoint, values: dict[str, Any], sentence: str) -> None:
+    path, _ = make_checkpoint("llama", kind="semi_structured")
+    edit_module(path, **values)
+    refuse(path, sentence)
+
+
+def test_the_other_form_of_metadata_has_another_size(make_checkpoint) -> None:
+    path, _ = make_checkpoint("llama", kind="semi_structured")
+    edit_module(path, DOWN, metadata="hardware")
+    refuse(path, r"metadata is torch.uint8 \[64, 20\] .* asks for torch.uint8 \[64, 24\]")
 
 
 def test_an_unknown_vector_of_a_grid(checkpoint: Path) -> None:

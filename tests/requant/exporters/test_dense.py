@@ -19,7 +19,7 @@ from requant.inference.load import load
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "gpt2", "gpt-neox", "qwen2"])
-@pytest.mark.parametrize("kind", ["awq", "codebook-int8", "trellis-int8"])
+@pytest.mark.parametrize("kind", ["awq", "codebook-int8", "trellis-int8", "semi_structured"])
 def test_the_logits_are_those_of_the_checkpoint(
     make_checkpoint, tmp_path: Path, name: str, kind: str
 ) -> None:
