@@ -1,0 +1,5 @@
+"""2:4 sparse training in a loop of your own: `sparsify_(model)` before, `densify_()` for a dense end, `step()` between."""
+
+from requant.sparse_training.sparsify import SparseTraining, sparsify_
+
+__all__ = ["SparseTraining", "sparsify_"]
