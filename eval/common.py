@@ -32,7 +32,7 @@ from requant.errors import TextError
 from requant.evaluation.perplexity import Protocol, perplexity_and_kl
 from requant.formats.quantized_weight import spec_of
 from requant.pipeline.prepare import Prepared, prepare, start
-from requant.quantizers.registry import METHODS
+from requant.quantizers.registry import find_method
 from requant.recipe.schema import Calibration, Evaluation, Finetune, Recipe
 from requant.recipe.yaml_files import to_dict
 from requant.run.context import RunContext, Weights
@@ -61,13 +61,13 @@ class Study:
 
     def run(self, method: str, *, options: Mapping[str, Any], **changes: Any) -> RunContext:
         """A run of `method` with these options of its quantizer; rows share the statistics of the originals."""
-        chosen = METHODS[method]
+        chosen = find_method(method)
         recipe = dataclasses.replace(
             self.base.recipe, method=method, quantizer=chosen.config(**options), **changes
         )
         shared = self.statistics.setdefault(chosen.needs, {})
         return dataclasses.replace(
-            self.base, recipe=recipe, statistics=shared, seconds={}, finetuned_params={}
+            self.base, recipe=recipe, statistics=shared, seconds={}, finetuned_params={}, flip_rates=[]
         )
 
 

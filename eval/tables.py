@@ -306,6 +306,25 @@ def decoding_table(results: Path) -> str:
     return markdown(columns, rows)
 
 
+def sparsity_table(results: Path, model: str) -> str:
+    """2:4 by method and by recovery."""
+    found = read(results, f"sparsity-{model}").get("rows", [])
+    rows = [
+        [
+            row["label"],
+            f"{row['bits_per_weight']:.3f}",
+            f"{row['training_tokens']:,}" if row["training_tokens"] else "",
+            f"{row['perplexity']:.2f}",
+            f"{row['kl']:.3f}",
+            f"{row['second']['kl']:.3f}",
+            f"{row['flip_rates'][-1]:.4f}" if row["flip_rates"] else "",
+        ]
+        for row in found
+    ]
+    columns = ["method", "bits", "tokens trained", "perplexity", "KL", "KL on C4", "last flip rate"]
+    return markdown(columns, rows)
+
+
 def _seconds(found: Mapping[str, Any]) -> str:
     return f"{found.get('wall_seconds', found.get('seconds')):.0f} s"
 
@@ -332,6 +351,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "widths": bits_table,
     "speed": speed_table,
     "decoding": decoding_table,
+    "sparsity-demo": lambda results: sparsity_table(results, "demo-4m"),
+    "sparsity-bench": lambda results: sparsity_table(results, "bench-32m"),
 }
 
 

@@ -43,6 +43,8 @@ LAYERS = (  # a module may import from its own folder and from those after it
     "calibration",
     "checkpoint",
     "formats",
+    "sparse_training",
+    "sparsity",
     "models",
     "text",
 )
@@ -183,6 +185,8 @@ def test_no_pickle() -> None:
 OPTIONS = {
     "quantize": "as_json bits calibration device dry_run dtype eval_text finetune_steps group_size head_bits method mode "
     "model num_samples output quiet recipe resume seed sensitivity seq_len size skip symmetric verbose",
+    "sparsify": "as_json bits calibration device dry_run dtype eval_text finetune_steps method model num_samples output "
+    "pattern quiet recipe recover resume seed seq_len skip verbose verify",
     "sensitivity": "as_json bits calibration device dtype group_size method model nodes num_samples output quiet recipe "
     "seed seq_len skip symmetric verbose",
     "sweep": "as_json bits calibration device dtype eval_text finetune_steps group_size head_bits method mode model "

@@ -36,7 +36,7 @@ from requant.formats.sparse import INDEX_TILE, SparseSpec
 from requant.formats.tensor_spec import TensorSpec
 from requant.models.targets import QuantTarget
 from requant.quantizers.method import Bits
-from requant.quantizers.registry import METHODS
+from requant.quantizers.registry import METHODS, find_method
 from requant.recipe.schema import Recipe
 from requant.run.context import Allocation, RunContext, recipe_sections
 from requant.run.workspace import digest
@@ -135,7 +135,7 @@ def packed_spec(
     options: dict[str, Any] = {"bits": bits, "outlier_fraction": outlier_fraction}
     given = {name: value for name, value in options.items() if value is not None}
     config = dataclasses.replace(recipe.quantizer, **given)
-    return METHODS[recipe.method].packed_spec(config, shape, finetuned=recipe.finetune.steps > 0)
+    return find_method(recipe.method).packed_spec(config, shape, finetuned=recipe.finetune.steps > 0)
 
 
 def outliers_compete(recipe: Recipe) -> bool:

@@ -20,10 +20,11 @@ from requant.cli.measuring import evaluate, inspect
 from requant.cli.quantizing import quantize, sensitivity
 from requant.cli.server import serve
 from requant.cli.serving import bench, generate
+from requant.cli.sparsifying import sparsify
 from requant.cli.sweeping import sweep
 from requant.errors import InputError, RequantError, is_out_of_memory
 
-INTERRUPTED = "interrupted; `requant quantize --resume` continues where it stopped."
+INTERRUPTED = "interrupted; the same command with --resume continues where it stopped."
 OUT_OF_MEMORY = (
     "memory is exhausted; lower --seq-len or --num-samples, use --dtype bfloat16, or --device cpu where the GPU is "
     "too small."
@@ -31,6 +32,7 @@ OUT_OF_MEMORY = (
 COMMANDS: dict[str, Callable[..., None]] = {
     "quantize": quantize,
     "sweep": sweep,
+    "sparsify": sparsify,
     "sensitivity": sensitivity,
     "eval": evaluate,
     "inspect": inspect,

@@ -38,8 +38,8 @@ def recipes(
 
 
 def methods(as_json: AsJson = False) -> None:
-    """List the quantization methods: what each does, the bits it takes, the statistics it is calibrated with."""
-    from requant.quantizers.registry import METHODS
+    """List the methods: what each does, the bits it takes, the statistics it is calibrated with."""
+    from requant.quantizers.registry import METHODS, PRUNING_METHODS
 
     rows: list[dict[str, object]] = [
         {
@@ -49,5 +49,14 @@ def methods(as_json: AsJson = False) -> None:
             "what it does": method.summary,
         }
         for name, method in METHODS.items()
+    ]
+    rows += [
+        {
+            "method": name,
+            "bits": "2 to 8, 16",
+            "calibration": ", ".join(sorted(method.needs)) or "none",
+            "what it does": f"`requant sparsify`: {method.summary}",
+        }
+        for name, method in PRUNING_METHODS.items()
     ]
     print(json.dumps(rows, indent=2) if as_json else table(rows))

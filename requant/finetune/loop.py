@@ -12,7 +12,7 @@ during training; on a GPU matrix products run in bfloat16 and blocks are compile
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -24,7 +24,13 @@ from transformers import PreTrainedModel
 from requant.allocation.embedding_and_head import embedding_and_head_of
 from requant.calibration.passes import batches, recomputed_blocks
 from requant.finetune.compile_blocks import Divergence, fused, kl
-from requant.finetune.step import ReparametrizedWeight, TrainableTensor, TrainingStep
+from requant.finetune.step import (
+    OptimizerOf,
+    ReparametrizedWeight,
+    TrainableTensor,
+    TrainingStep,
+    adam,
+)
 from requant.finetune.teacher import Teacher, training_autocast
 from requant.formats.contract import TrainableParams
 from requant.formats.quantized_weight import weight_function
@@ -87,12 +93,17 @@ def train(
     *,
     label: str,
     val_windows: Int64[Tensor, "h t"] | None = None,
+    optimizer: OptimizerOf = adam,
+    between_steps: Callable[[int], Mapping[str, str]] | None = None,
+    buffers: Sequence[Tensor] = (),
 ) -> None:
     """`settings.steps` steps on the teacher's windows; `trainables` and the weights `derived` from them are updated.
 
     With `val_windows`, the tensors end at the values with the lowest KL on those windows, the initial ones included.
+    `between_steps` is called with the number of each finished step; it may change the `buffers`, on which derived weights
+    depend as well, in place, and returns what the progress bar shows.
     """
-    tensors = [trainable.tensor for trainable in trainables]
+    tensors = [*(trainable.tensor for trainable in trainables), *buffers]
     count, length = teacher.windows.shape
     batch_tokens = len(_windows_of_step(count, length, 0, settings, run.recipe.seed)) * length
     best_kl = math.inf
@@ -106,6 +117,7 @@ def train(
             lambda *batch: kl_sum(run.model, teacher, *batch, kl_of=kl_of) / batch_tokens,
             trainables,
             derived,
+            optimizer,
         )
         if val_windows is not None:
             best_kl = mean_kl(run.model, teacher, val_windows)
@@ -113,12 +125,19 @@ def train(
         for step in bar:
             chosen = _windows_of_step(count, length, step, settings, run.recipe.seed)
             training_step(teacher.micro_batches(chosen, micro_batch), _lr_schedule(step, settings))
+            shown: dict[str, str] = {}
+            if between_steps is not None:
+                shown |= between_steps(step)
+                for weight in derived:
+                    weight.apply()
             last = step + 1 == settings.steps
             if val_windows is not None and (last or (step + 1) % settings.eval_every == 0):
                 kl_now = mean_kl(run.model, teacher, val_windows)
-                bar.set_postfix(kl=f"{kl_now:.4f}", best=f"{min(kl_now, best_kl):.4f}")
                 if kl_now < best_kl:
                     best_kl, best = kl_now, [tensor.detach().clone() for tensor in tensors]
+                shown |= {"kl": f"{kl_now:.4f}", "best": f"{best_kl:.4f}"}
+            if shown:
+                bar.set_postfix(shown)
         training_step.close()
     with torch.no_grad():
         for tensor, value in zip(tensors, best, strict=True):

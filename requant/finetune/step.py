@@ -18,12 +18,15 @@ replays the graphs. Tensors on a CPU or on several GPUs, and models that cannot 
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 MicroBatch = tuple[Tensor, ...]  # tokens, and what else the loss takes
+# parameter groups of one tensor each, and whether a CUDA graph will capture the step -> an optimizer of torch's interface
+OptimizerOf = Callable[[list[dict[str, Any]], bool], Any]
 EAGER_STEPS = 3  # before the capture
 logger = logging.getLogger(__name__)
 
@@ -54,6 +57,11 @@ class ReparametrizedWeight:
             self.value().backward(self.parameter.grad)
 
 
+def adam(groups: list[dict[str, Any]], captures: bool) -> torch.optim.Adam:
+    """Adam (0.9, 0.95)."""
+    return torch.optim.Adam(groups, betas=(0.9, 0.95), fused=captures or None, capturable=captures)
+
+
 class TrainingStep:
     """`step(micro_batches, lr_factor)` minimizes the sum of `loss(*micro_batch)`; `close` ends the training.
 
@@ -65,6 +73,7 @@ class TrainingStep:
         loss: Callable[..., Float[Tensor, ""]],
         trainables: Sequence[TrainableTensor],
         derived: Sequence[ReparametrizedWeight] = (),
+        optimizer: OptimizerOf = adam,
     ) -> None:
         self.loss = loss
         self.derived = derived
@@ -75,15 +84,11 @@ class TrainingStep:
         full_lrs = [each.lr * each.tensor.detach().square().mean().sqrt().item() for each in trainables]
         self.full_lrs = torch.tensor(full_lrs, device=self.device)
         self.lrs = self.full_lrs.clone()  # each parameter group reads its own entry, also inside a graph
-        self.optimizer = torch.optim.Adam(
-            [
-                {"params": [tensor], "lr": self.lrs[i] if self.captures else lr}
-                for i, (tensor, lr) in enumerate(zip(self.tensors, full_lrs, strict=True))
-            ],
-            betas=(0.9, 0.95),
-            fused=self.captures or None,
-            capturable=self.captures,
-        )
+        groups: list[dict[str, Any]] = [
+            {"params": [tensor], "lr": self.lrs[i] if self.captures else lr}
+            for i, (tensor, lr) in enumerate(zip(self.tensors, full_lrs, strict=True))
+        ]
+        self.optimizer = optimizer(groups, self.captures)
         self.graphs: dict[tuple[torch.Size, ...], tuple[torch.cuda.CUDAGraph, MicroBatch]] = {}
         self.update: torch.cuda.CUDAGraph | None = None
         self.steps = 0

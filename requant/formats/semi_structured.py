@@ -27,6 +27,7 @@ from requant.errors import CheckpointError, InputError
 from requant.formats.bits import pack_bits, unpack_bits, word_count
 from requant.formats.grid import group_count
 from requant.formats.json_entry import MAX_DIMENSION, choice, matrix_shape, whole_number
+from requant.formats.magnitude import too_large
 from requant.formats.tensor_spec import TensorSpec, float16_spec, int32_spec
 from requant.sparsity.masks import GROUP, PAIRS, mask_of
 
@@ -200,7 +201,9 @@ class SemiStructuredSpec:
     def flaw(self, tensors: Mapping[str, Tensor]) -> str | None:
         if (self._patterns(tensors) == len(PAIRS)).any():
             return "metadata names no two different columns, in ascending order, of a group of four"
-        return None
+        if self.bits == FLOAT16_BITS:
+            return None
+        return too_large("scales", tensors["scales"].float().abs().max() * ((1 << (self.bits - 1)) - 0.5))
 
     def packed_rows(self, tensors: Mapping[str, Tensor], rows: slice | Tensor) -> dict[str, Tensor]:
         return {suffix: tensors[suffix][rows] for suffix in self.tensors()}

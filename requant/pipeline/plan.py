@@ -29,7 +29,7 @@ from requant.formats.sparse import INDEX_TILE
 from requant.models.targets import QuantTarget
 from requant.pipeline.best import rounds_of
 from requant.pipeline.prepare import Prepared, bytes_before, start
-from requant.quantizers.registry import METHODS
+from requant.quantizers.registry import find_method
 from requant.recipe.schema import Recipe
 from requant.run.context import Allocation
 from requant.run.workspace import Workspace
@@ -192,7 +192,7 @@ def _peak_memory(prepared: Prepared, recipe: Recipe) -> int:
     if prepared.model.device.type == "cpu":
         packed = round(weights * recipe.quantizer.bits / 8)
         own = weights * prepared.targets[0].parameter.element_size() + packed
-    needs = METHODS[recipe.method].needs
+    needs = find_method(recipe.method).needs
     statistics = sum(bytes_needed(target, needs) for target in prepared.targets)
     embedding: Any = prepared.model.get_input_embeddings()
     activations = 6 * 4 * 2048 * embedding.weight.shape[0]
@@ -211,7 +211,7 @@ def expected_seconds(prepared: Prepared, recipe: Recipe) -> float:
     parameters = sum(p.numel() for p in prepared.model.parameters())
     backward = 6 * parameters * prepared.windows.numel()
     nodes = len(NODES[recipe.sensitivity.nodes]) if recipe.sensitivity.score == "pqi" else 1
-    needs = METHODS[recipe.method].needs
+    needs = find_method(recipe.method).needs
     passes, quantizations, forwards = len(needs & {"fisher", "output_hessian"}), 1, len(needs & {"hessian"})
     if recipe.mode == "paper" and recipe.detach.outlier_fraction:
         passes += nodes
@@ -227,7 +227,7 @@ def expected_seconds(prepared: Prepared, recipe: Recipe) -> float:
     scored = 3 * 2 * parameters * prepared.eval_windows.numel()
     work = backward * (passes + forwards / 3) + scored
     device = "cuda" if prepared.model.device.type == "cuda" else "cpu"
-    quantizer = METHODS[recipe.method].seconds_per_weight[device]
+    quantizer = find_method(recipe.method).seconds_per_weight[device]
     return work / (FRACTION_OF_PEAK * _rate(prepared.model)) + quantizations * weights * quantizer
 
 

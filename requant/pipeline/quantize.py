@@ -2,8 +2,9 @@
 
 prepare      load, find the matrices, check everything that can be checked before work begins (prepare.py)
 allocate     bits of every matrix, and of embedding and head, within the budget (allocation/budget.py)
-quantize     one of MODES: `best` (rounds of codes and training), `dense` (codes only), `paper` (ReQuant as published)
-finetune     train all that is not code to match the original's outputs (finetune/final.py)
+quantize     one of MODES: `best` (rounds of codes and training), `dense` (codes only), `paper` (ReQuant as published),
+             `sparse` (2:4, and training after it)
+finetune     train all that is not code to match the original's outputs (finetune/final.py); not in mode `sparse`
 diagnose     predicted against measured dF (diagnosis.py)
 evaluate     perplexity of the original and of the quantized model, and the KL between them
 
@@ -34,6 +35,7 @@ from requant.pipeline.diagnosis import DISAGREEMENT, Diagnosis, diagnose
 from requant.pipeline.paper import requant_as_published
 from requant.pipeline.plan import expected_seconds
 from requant.pipeline.prepare import Prepared, diagnosed_windows, prepare, start
+from requant.pipeline.sparse import sparse
 from requant.recipe.options import Options, recipe_from_options
 from requant.recipe.schema import Recipe
 from requant.run.context import Allocation, RunContext, Weights
@@ -48,6 +50,7 @@ MODES: dict[str, Callable[[RunContext], Weights]] = {
     "best": best,
     "dense": lambda run: quantize_linears(run, None, label="quantize"),
     "paper": requant_as_published,
+    "sparse": sparse,
 }
 
 
@@ -68,6 +71,7 @@ class QuantizedModel:
     samples: Sequence[Sample] = ()  # continuations by the original and by the quantized model
     # expert -> tokens of the calibration text that were routed to it
     routed_tokens: Mapping[str, int] = field(default_factory=dict)
+    flip_rates: Sequence[float] = ()  # of 2:4 masks: the share that each update during training moved
 
     @property
     def model(self) -> PreTrainedModel:
@@ -147,7 +151,7 @@ def quantize(
     run = with_allocation(run, allocate_bits(run))
     weights = MODES[recipe.mode](run)
     run.statistics.clear()
-    if recipe.finetune.steps:
+    if recipe.finetune.steps and recipe.mode != "sparse":
         weights = finetuned(run, weights)
     embedding_and_head = quantize_embedding_and_head(run)
     diagnosis = diagnose(
@@ -171,6 +175,7 @@ def quantize(
         diagnosis=diagnosis,
         samples=samples,
         routed_tokens=run.routed_tokens,
+        flip_rates=run.flip_rates,
         seconds=dict(run.seconds),
         peak_memory=peak_memory(prepared.model.device),
     )

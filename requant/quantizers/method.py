@@ -54,3 +54,20 @@ class Method:
     bits: tuple[Bits, ...] = (2, 3, 4, 5, 6, 7, 8)
     outlier_cost: Callable[[LinearStats, Any], Float[Tensor, "n k"]] | None = None
     detach: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PruningMethod:
+    """One method of 2:4 sparsity (`requant sparsify`): fields as in `Method`.
+
+    `quantize(weight [n, k], stats, config) -> QuantizedWeight` is as pure, and prunes and rounds in one pass. All bytes
+    follow from the bits of a kept weight, so there is no budget to predict losses for, and no sparse part.
+    """
+
+    summary: str
+    config: type[Any]
+    quantize: Callable[..., QuantizedWeight]
+    packed_spec: Callable[..., PackedSpec]
+    seconds_per_weight: Mapping[str, float]
+    needs: frozenset[str] = frozenset()
+    predictor_needs: frozenset[str] = frozenset()

@@ -5,7 +5,8 @@ Every other default is that of its field: in `schema.py`, or in the config class
 
 import dataclasses
 
-from requant.quantizers.registry import find_method
+from requant.errors import RecipeError
+from requant.quantizers.registry import METHODS, PRUNING_METHODS, find_method
 from requant.recipe.schema import Calibration, Detach, Evaluation, Finetune, Mode, Recipe
 
 # On a GPU mode `best` over trellis codes; elsewhere ReQuant as published over `lut`, which a CPU can run in minutes.
@@ -16,6 +17,8 @@ METHOD_OF_MODE = {"best": "trellis", "paper": "lut", "dense": "lut"}
 FINETUNE_STEPS = 450
 # Calibration windows of 2048 of mode `best` on a GPU: four times the tokens lower the KL by 2 to 3 % (bench-32m).
 GPU_SAMPLES = 256
+PRUNING_METHOD = "alps"
+RECOVERY_STEPS = 500  # 11 s on a GPU for a model of 32 M parameters
 DEMO_CALIBRATION = Calibration(num_samples=16, seq_len=512)
 DEMO_EVALUATION = Evaluation(context=512, windows=32)
 
@@ -31,7 +34,13 @@ def default_recipe(model: str, method: str | None, mode: str | None = None, *, g
     """
     mode = mode or (GPU_MODE if gpu else CPU_MODE)
     name = method or METHOD_OF_MODE.get(mode, METHOD_OF_MODE[CPU_MODE])  # an unknown mode is refused later
-    chosen = find_method(name)
+    find_method(name)  # refuses what is none
+    if name not in METHODS:
+        raise RecipeError(
+            f"method '{name}' makes 2:4 matrices: run `requant sparsify --method {name}`, or choose one of "
+            f"{', '.join(METHODS)}."
+        )
+    chosen = METHODS[name]
     recipe = Recipe(model=model, method=name, quantizer=chosen.config(), detach=Detach(**chosen.detach))
     if mode == "best":
         recipe = dataclasses.replace(
@@ -40,6 +49,29 @@ def default_recipe(model: str, method: str | None, mode: str | None = None, *, g
             finetune=Finetune(steps=FINETUNE_STEPS if gpu else 0),
             calibration=Calibration(num_samples=GPU_SAMPLES) if gpu else Calibration(),
         )
-    if model != "demo":
-        return recipe
+    return _for_demo(recipe) if model == "demo" else recipe
+
+
+def default_sparsify_recipe(model: str, method: str | None, *, steps: int) -> Recipe:
+    """The recipe that `requant sparsify` runs, with `steps` of recovery; inputs are those of the pruned blocks.
+
+    Raises RecipeError for a method that is none of PRUNING_METHODS.
+    """
+    name = method or PRUNING_METHOD
+    chosen = find_method(name)
+    if name not in PRUNING_METHODS:
+        raise RecipeError(
+            f"method '{name}' makes no 2:4 matrices: choose one of {', '.join(PRUNING_METHODS)}, or run "
+            "`requant quantize`."
+        )
+    recipe = Recipe(
+        model=model, mode="sparse", method=name, quantizer=chosen.config(), finetune=Finetune(steps=steps)
+    )
+    if model == "demo":
+        recipe = _for_demo(recipe)
+    inputs = "quantized" if "hessian" in chosen.needs else "original"
+    return dataclasses.replace(recipe, calibration=dataclasses.replace(recipe.calibration, inputs=inputs))
+
+
+def _for_demo(recipe: Recipe) -> Recipe:
     return dataclasses.replace(recipe, calibration=DEMO_CALIBRATION, evaluation=DEMO_EVALUATION)

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from requant.errors import RecipeError, did_you_mean
-from requant.quantizers.registry import METHODS
-from requant.recipe.defaults import default_recipe
+from requant.quantizers.registry import METHODS, PRUNING_METHODS
+from requant.recipe.defaults import RECOVERY_STEPS, default_recipe, default_sparsify_recipe
 from requant.recipe.readers import check_reader, settings_for
 from requant.recipe.schema import Recipe
 from requant.recipe.yaml_files import from_dict, load_recipe, to_dict
@@ -126,6 +126,40 @@ def recipe_from_options(
     return chosen
 
 
+def sparsify_recipe(
+    recipe: str | None = None,
+    *,
+    model: str | None = None,
+    gpu: bool = False,
+    pattern: str = "2:4",
+    method: str | None = None,
+    recover: str | None = None,
+    bits: int | None = None,
+    **options: Any,
+) -> Recipe:
+    """One checked recipe of mode `sparse`: the named one, or the defaults of `requant sparsify`, and the options given.
+
+    `recover` and `bits` are `recovery.method` and the bits of a kept weight; `options` are those of `Options`. Raises
+    RecipeError.
+    """
+    if pattern != "2:4":
+        raise RecipeError(f"--pattern {pattern} is not supported: GPUs multiply 2:4 matrices only; give 2:4.")
+    if recipe is None:
+        steps = RECOVERY_STEPS if gpu or recover is not None else 0
+        base = to_dict(default_sparsify_recipe(model or "demo", method, steps=steps))
+    else:
+        base = to_dict(load_recipe(recipe))
+        if base["mode"] != "sparse":
+            raise RecipeError(f"recipe {recipe} has mode {base['mode']}, not sparse: run `requant quantize`.")
+        if method is not None and method != base["method"]:
+            base |= {"method": method, "quantizer": {"bits": base["quantizer"]["bits"]}}
+    if bits is not None:
+        base["quantizer"]["bits"] = bits
+    if recover is not None:
+        base["recovery"]["method"] = recover
+    return recipe_from_options(base, model=model, **options)
+
+
 def _as_recipe(recipe: Recipe | Mapping[str, Any] | str | Path) -> Recipe:
     if isinstance(recipe, Recipe):
         return recipe
@@ -143,7 +177,8 @@ def _set(base: dict[str, Any], key: str, value: Any, *, option: str) -> None:
     """Set a dotted key of a recipe's plain data."""
     section, _, name = key.rpartition(".")
     if section == "quantizer":
-        takers = [name for name, method in METHODS.items() if option in method.config.__dataclass_fields__]
+        known = METHODS | PRUNING_METHODS
+        takers = [name for name, method in known.items() if option in method.config.__dataclass_fields__]
         if base["method"] not in takers:
             raise RecipeError(
                 f"--{option.replace('_', '-')} has no meaning for method '{base['method']}'; "

@@ -14,7 +14,7 @@ import typing
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from requant.quantizers.registry import METHODS
+from requant.quantizers.registry import METHODS, PRUNING_METHODS
 from requant.recipe.schema import Recipe
 
 
@@ -32,7 +32,7 @@ class Key:
 def recipe_keys() -> list[Key]:
     """All keys: those of every recipe, then those of `quantizer` by method."""
     found = [key for key in _keys(Recipe, "") if key.key != "quantizer"]
-    for name, method in METHODS.items():
+    for name, method in (METHODS | PRUNING_METHODS).items():
         found += [dataclasses.replace(key, method=name) for key in _keys(method.config, "quantizer.")]
     return found
 

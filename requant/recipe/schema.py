@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from requant.errors import RecipeError
-from requant.quantizers.registry import METHODS, find_method
+from requant.quantizers.registry import METHODS, PRUNING_METHODS, find_method
 
-Mode = Literal["best", "paper", "dense"]
+Mode = Literal["best", "paper", "dense", "sparse"]
 Score = Literal["pqi", "hessian", "gradient", "marginal"]
 Predictor = Literal["curvature", "measured", "pqi"]
 EmbeddingBits = Literal[4, 5, 6, 8, 16]
@@ -114,6 +114,25 @@ class Finetune:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Recovery:
+    """Mode `sparse`: what `finetune.steps` of training after pruning learn, and how masks move (`finetune/recovery.py`)."""
+
+    method: Literal["fixed", "ast", "s-ste"] = "fixed"
+    """`fixed`: values alone learn; `ast`: masks move too; `s-ste`: weights are projected continuously."""
+    lr: float = 1e-2
+    """Adam's learning rate, in units of each tensor's root mean square."""
+    mask_every: int = 10
+    """Steps between updates of the masks of `ast`; 0: never."""
+    decay: float = 1.0
+    """Of the weights that `ast` prunes, in units of gradient over weight (`finetune/masked_adam.py`)."""
+
+    def __post_init__(self) -> None:
+        _require(self.lr > 0, "recovery.lr", self.lr, "a positive number")
+        _require(self.mask_every >= 0, "recovery.mask_every", self.mask_every, "0 or more")
+        _require(self.decay >= 0, "recovery.decay", self.decay, "0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Budget:
     """A budget of stored bytes; without `bits` and `size` every matrix takes the quantizer's own bits.
 
@@ -174,7 +193,7 @@ class Recipe:
     model: str = "demo"
     """A folder, a hub name, an alias, or `demo`."""
     mode: Mode = "paper"
-    """`best`: rounds of quantizing and training; `paper`: ReQuant as published; `dense`: codes only."""
+    """`best`: rounds of quantizing and training; `paper`: ReQuant as published; `dense`: codes only; `sparse`: 2:4."""
     method: str = "kmeans"
     """The quantization method; `requant methods` lists them."""
     quantizer: Any = field(default_factory=METHODS["kmeans"].config)
@@ -187,6 +206,8 @@ class Recipe:
     """The sparse part of mode `paper`."""
     finetune: Finetune = field(default_factory=Finetune)
     """Training of everything except the codes."""
+    recovery: Recovery = field(default_factory=Recovery)
+    """Training after 2:4 pruning, of mode `sparse`."""
     budget: Budget = field(default_factory=Budget)
     """A budget of stored bytes."""
     evaluation: Evaluation = field(default_factory=Evaluation)
@@ -202,6 +223,16 @@ class Recipe:
             raise RecipeError(
                 f"method '{self.method}' takes a {expected.__name__}, not {type(self.quantizer).__name__}."
             )
+        if (self.mode == "sparse") != (self.method in PRUNING_METHODS):
+            raise RecipeError(
+                f"method '{self.method}' and mode {self.mode} do not go together: mode sparse, which `requant sparsify` "
+                f"runs, takes one of {', '.join(PRUNING_METHODS)}, and the other modes take one of {', '.join(METHODS)}."
+            )
+        if self.mode == "sparse" and (self.budget.bits is not None or self.budget.size is not None):
+            raise RecipeError(
+                "budget.bits and budget.size change nothing in mode sparse, where all bytes follow from quantizer.bits; "
+                "leave them out."
+            )
         if self.mode == "paper" and getattr(self.quantizer, "outlier_fraction", 0):
             raise RecipeError(
                 "quantizer.outlier_fraction has no meaning in mode paper, whose sparse part follows detach; leave it out, "
@@ -209,8 +240,10 @@ class Recipe:
             )
         if self.calibration.inputs == "original":
             return
-        if "hessian" not in METHODS[self.method].needs:
-            readers = [name for name, method in METHODS.items() if "hessian" in method.needs]
+        if "hessian" not in find_method(self.method).needs:
+            readers = [
+                name for name, method in (METHODS | PRUNING_METHODS).items() if "hessian" in method.needs
+            ]
             raise RecipeError(
                 f"calibration.inputs changes nothing for method '{self.method}', which reads no Hessian of its inputs; "
                 f"leave it out, or choose one of: {', '.join(readers)}."

@@ -14,6 +14,7 @@ from markupsafe import Markup
 
 from requant.evaluation.perplexity import Quality
 from requant.evaluation.samples import Sample
+from requant.pipeline.sparse_verdict import SparseVerdict
 from requant.report.pages import (
     QUANTIZED,
     budget_parts,
@@ -112,6 +113,8 @@ class RunSummary:
     device: str = "cpu"
     warnings: Sequence[str] = ()
     samples: Sequence[Sample] = ()
+    flip_rates: Sequence[float] = ()  # of 2:4 masks, by update
+    verdict: SparseVerdict | None = None  # of a 2:4 run
 
     @property
     def spending(self) -> dict[str, int]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from requant.checkpoint.save import save_checkpoint
 from requant.pipeline.quantize import QuantizedModel
+from requant.pipeline.sparse_verdict import SparseVerdict
 from requant.recipe.yaml_files import dump_recipe
 from requant.report.report import (
     model_card,
@@ -17,10 +18,13 @@ from requant.report.summary import run_summary
 from requant.version import VERSION
 
 
-def save(result: QuantizedModel, output: str | Path) -> Path:
-    """Write the checkpoint folder of a run, with recipe.yaml, report.html and README.md; whole or not at all."""
+def save(result: QuantizedModel, output: str | Path, *, verdict: SparseVerdict | None = None) -> Path:
+    """Write the checkpoint folder of a run, with recipe.yaml, report.html and README.md; whole or not at all.
+
+    `verdict`, of a 2:4 run, goes into the report.
+    """
     recipe = dump_recipe(result.recipe)
-    summary = run_summary(result, Path(output))
+    summary = dataclasses.replace(run_summary(result, Path(output)), verdict=verdict)
     return save_checkpoint(
         output,
         source=result.prepared.source,

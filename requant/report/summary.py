@@ -86,6 +86,7 @@ def run_summary(result: QuantizedModel, output: Path) -> RunSummary:
         device=_device_name(result),
         warnings=result.warnings,
         samples=result.samples,
+        flip_rates=result.flip_rates,
     )
     return dataclasses.replace(summary, warnings=[*result.warnings, *verdicts(summary)])
 

@@ -27,8 +27,10 @@ def _damage(run: RunSummary) -> str | None:
         return None
     if quality.mean_kl < DAMAGED_KL and quality.top1_agreement >= DAMAGED_AGREEMENT:
         return None
-    remedies = ["more --bits"]
-    if run.mode != "best":
+    remedies = ["more --bits"] if run.bits < 16 else []
+    if run.mode == "sparse":
+        remedies.append("plain codes (`requant quantize`)")
+    elif run.mode != "best":
         remedies.append("--mode best")
     if "finetuning" not in run.seconds:
         remedies.append("--finetune-steps 100")

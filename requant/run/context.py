@@ -53,7 +53,7 @@ class Allocation:
 
 @dataclass(frozen=True, kw_only=True)
 class RunContext:
-    """What every stage needs; `finetuned_params`, `statistics` and `seconds` fill up as the run goes."""
+    """What every stage needs; `finetuned_params`, `statistics`, `seconds` and `flip_rates` fill up as the run goes."""
 
     model: PreTrainedModel
     targets: Sequence[QuantTarget]
@@ -77,6 +77,8 @@ class RunContext:
     finetuned_params: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     statistics: dict[str, LinearStats] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)  # stage -> wall time
+    # share of the 2:4 masks that each update during training moved
+    flip_rates: list[float] = field(default_factory=list)
 
     @property
     def total_weights(self) -> int:

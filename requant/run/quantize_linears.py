@@ -23,7 +23,7 @@ from requant.calibration.hidden_states import HiddenStateCache
 from requant.calibration.stats import LinearStats
 from requant.models.devices import free_memory
 from requant.models.targets import SIBLINGS, QuantTarget
-from requant.quantizers.registry import METHODS
+from requant.quantizers.registry import find_method
 from requant.run.context import RunContext, Weights
 from requant.run.stage_cache import load_weight, save_weight
 from requant.run.workspace import digest
@@ -41,7 +41,7 @@ def quantize_linears(
     (Frantar et al. 2022), `corrected` input by input, together with the original's inputs. Gradients are always the
     original's.
     """
-    method = METHODS[run.recipe.method]
+    method = find_method(run.recipe.method)
     sequential = run.recipe.calibration.inputs != "original" and bool(method.needs & INPUT_STATISTICS)
     keys = _keys(run, detached, sequential=sequential)
     found = {target.name: load_weight(run, "linear", keys[target.name], target) for target in run.targets}
@@ -51,12 +51,14 @@ def quantize_linears(
     calibrate = sequential_calibration if sequential else parallel_calibration
     for members, statistics in calibrate(run, pending, method.needs, done):
         for target in members:
+            device = target.parameter.device
+            masks = {} if detached is None else {"detached": detached[target.name].to(device)}
             with run.stage("quantize"):
                 done[target.name] = method.quantize(
-                    run.original[target.name].to(target.parameter.device, torch.float32),
+                    run.original[target.name].to(device, torch.float32),
                     statistics[target.name],
                     run.config_of(target),
-                    detached=None if detached is None else detached[target.name].to(target.parameter.device),
+                    **masks,
                 )
             save_weight(run, "linear", keys[target.name], done[target.name])
             bar.update()
@@ -173,7 +175,7 @@ def gather(run: RunContext, chunk: Sequence[QuantTarget], needs: frozenset[str])
 
 def share_statistics(run: RunContext, shared: dict[str, LinearStats]) -> None:
     """Take the original model's statistics from `shared`, or collect them all and put them there, if memory has room."""
-    method = METHODS[run.recipe.method]
+    method = find_method(run.recipe.method)
     needs = method.needs | method.predictor_needs
     if not shared and len(chunks_that_fit(run, run.targets, needs)) == 1:
         shared.update(gather(run, run.targets, needs))

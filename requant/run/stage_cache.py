@@ -52,8 +52,8 @@ def save_stage(run: RunContext, stage: str, weights: Weights) -> None:
     run.workspace.put("finetuned-params", keys[""], tensors=tensors, value=list(run.finetuned_params))
 
 
-def _stage_keys(run: RunContext, stage: str) -> dict[str, str]:
-    """Matrix -> its key, and under the empty name the key of the finetuned parameters."""
+def stage_key(run: RunContext, stage: str) -> str:
+    """The key of a stage's result as a whole."""
     sections = (
         "mode",
         "calibration",
@@ -62,8 +62,14 @@ def _stage_keys(run: RunContext, stage: str) -> dict[str, str]:
         "sensitivity",
         "detach",
         "finetune",
+        "recovery",
         "budget",
         "seed",
     )
-    base = digest(run.fingerprint, recipe_sections(run.recipe, *sections), run.train_windows, stage)
+    return digest(run.fingerprint, recipe_sections(run.recipe, *sections), run.train_windows, stage)
+
+
+def _stage_keys(run: RunContext, stage: str) -> dict[str, str]:
+    """Matrix -> its key, and under the empty name the key of the finetuned parameters."""
+    base = stage_key(run, stage)
     return {name: digest(base, name) for name in ("", *(target.name for target in run.targets))}

@@ -203,7 +203,7 @@ def test_ctrl_c(cli, arguments: list[str], undisturbed: str, stop_after, tmp_pat
     stop_after(9, lambda: os.kill(os.getpid(), signal.SIGINT))
     code, out, error = cli(*arguments, "--output", output)
     assert code == 130 and out == ""
-    assert error == "requant: interrupted; `requant quantize --resume` continues where it stopped.\n"
+    assert error == "requant: interrupted; the same command with --resume continues where it stopped.\n"
     assert not output.exists() and not list(tmp_path.glob(".out*"))
     stop_after(0)
     assert cli(*arguments, "--output", output, "--resume")[0] == 0

@@ -1,0 +1,139 @@
+"""`requant sparsify`."""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from requant.cli.common import (
+    CALIBRATION,
+    RECIPE,
+    RUN,
+    AsJson,
+    Calibration,
+    Device,
+    Dtype,
+    EvalText,
+    Quiet,
+    Seed,
+    SeqLen,
+    Skip,
+    Verbose,
+    log_to_stderr,
+    table,
+)
+from requant.cli.quantizing import recipe_options
+
+
+def sparsify(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Folder, hub name, alias, or demo. [the recipe's, or demo]", rich_help_panel=RECIPE
+        ),
+    ] = None,
+    pattern: Annotated[
+        str, typer.Option(help="2:4, the pattern that GPUs multiply.", rich_help_panel=RECIPE)
+    ] = "2:4",
+    method: Annotated[
+        str | None,
+        typer.Option(
+            help="How kept weights are chosen: magnitude, wanda, sparsegpt or alps. [alps]",
+            rich_help_panel=RECIPE,
+        ),
+    ] = None,
+    recover: Annotated[
+        str | None,
+        typer.Option(
+            help="What training after pruning may move: fixed (values only), ast or s-ste (masks too). [fixed]",
+            rich_help_panel=RECIPE,
+        ),
+    ] = None,
+    bits: Annotated[
+        int | None, typer.Option(help="Bits of a kept weight: 2 to 8, or 16. [16]", rich_help_panel=RECIPE)
+    ] = None,
+    finetune_steps: Annotated[
+        int | None,
+        typer.Option(
+            help="Training steps after pruning. [500 on a GPU or with --recover, else 0]",
+            rich_help_panel=RECIPE,
+        ),
+    ] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            help="A YAML file of an earlier run; other options override it.", rich_help_panel=RECIPE
+        ),
+    ] = None,
+    skip: Skip = None,
+    calibration: Calibration = None,
+    eval_text: EvalText = None,
+    num_samples: Annotated[
+        int | None, typer.Option(help="Calibration windows. [128; demo: 16]", rich_help_panel=CALIBRATION)
+    ] = None,
+    seq_len: SeqLen = None,
+    seed: Seed = None,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify",
+            help="Quantize to the same bytes as well, and compare with what that measures in place of its prediction.",
+            rich_help_panel=RUN,
+        ),
+    ] = False,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder to write. [./MODEL-METHOD-BITSbit]", rich_help_panel=RUN)
+    ] = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Continue after the last finished stage.", rich_help_panel=RUN),
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the plan and stop.", rich_help_panel=RUN)
+    ] = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Prune a model to 2:4, and say for what plain codes of the same bytes are better."""
+    options = recipe_options(locals())
+    from requant.checkpoint.new_folder import check_output
+    from requant.models.devices import pick_device
+    from requant.pipeline.plan import make_plan
+    from requant.pipeline.prepare import prepare
+    from requant.pipeline.quantize import quantize
+    from requant.pipeline.sparse_verdict import plain_codes, sparse_verdict
+    from requant.recipe.options import output_folder, sparsify_recipe
+    from requant.report.save import save
+    from requant.report.summary import result_numbers, result_rows
+    from requant.run.workspace import Workspace
+
+    log_to_stderr(verbose)
+    gpu = pick_device(device).startswith("cuda")
+    chosen = sparsify_recipe(recipe, model=model, gpu=gpu, pattern=pattern, recover=recover, **options)
+    folder = (output if output is not None else output_folder(chosen)).expanduser()
+    if dry_run:
+        plan = make_plan(
+            prepare(chosen.model, chosen, device=device, dtype=dtype, quiet=quiet), chosen, quiet=quiet
+        )
+        print(json.dumps(dataclasses.asdict(plan), indent=2) if as_json else "\n".join(plan.lines()))
+        return
+    check_output(folder)
+    workspace = Workspace(folder.with_name(folder.name + ".partial"), resume=resume)
+    codes = plain_codes(chosen, device=device, dtype=dtype, workspace=workspace, measure=verify, quiet=quiet)
+    result = quantize(chosen.model, chosen, device=device, dtype=dtype, workspace=workspace, quiet=quiet)
+    found = sparse_verdict(result, codes)
+    save(result, folder, verdict=found)
+    workspace.remove()
+    numbers = {**result_numbers(result, folder), "verdict": dataclasses.asdict(found)}
+    if as_json:
+        print(json.dumps(numbers, indent=2))
+    else:
+        print(table(result_rows(numbers)), table(found.rows()), *found.sentences(), sep="\n\n")
+    for warning in numbers["warnings"]:
+        print(f"warning: {warning}", file=sys.stderr)

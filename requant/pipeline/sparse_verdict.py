@@ -1,0 +1,161 @@
+"""2:4 or plain codes: what mode `best` makes of the same bytes, and which of the two to take for what.
+
+    one token at a time   a product's time is that of reading its bytes, so at equal bytes the lower KL wins
+    many tokens           a product's time is that of its arithmetic; 2:4 does half of it in an engine that has such products
+
+A Gaussian weight loses 13.2 % of its energy to the best 2:4 mask, even with exact values: as much as to codes of 1.46 bits.
+The mask costs 0.75 bits and the values come on top, so plain codes of the same size are better (docs/sparsity.md).
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from requant.allocation.budget import allocate_bits, packed_spec
+from requant.formats.semi_structured import FLOAT16_BITS
+from requant.pipeline.prepare import Prepared, prepare, start
+from requant.pipeline.quantize import QuantizedModel, quantize
+from requant.quantizers.registry import METHODS
+from requant.recipe.schema import Budget, Recipe, Recovery
+from requant.run.workspace import Workspace
+
+CODES_METHOD = "trellis"
+# Products with 2:4 weights of 16 bits over dense bfloat16 ones, from 1024 tokens on: measured on an H200 by cuSPARSELt 0.8,
+# default and best algorithm, four shapes (docs/sparsity.md)
+SPARSE_SPEED = "1.13 to 1.55"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainCodes:
+    """Mode `best` at the bytes of a 2:4 run, or at as many as its codes can take."""
+
+    budget: float  # bits a weight that all bytes may come to
+    bits: float  # all bytes, a weight
+    bytes: int  # of the matrices
+    predicted: float  # KL, nats a token, of the codes without training
+    kl: float | None = None  # measured, where it was run
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseVerdict:
+    """A 2:4 run beside plain codes; bits a weight and bytes are those of the matrices."""
+
+    bits: float
+    bytes: int
+    dense_bytes: int
+    kl: float
+    value_bits: int
+    codes: PlainCodes
+
+    def rows(self) -> list[dict[str, object]]:
+        """The table that is printed."""
+        codes = self.codes
+        kl = f"{codes.predicted:.4f} (predicted)" if codes.kl is None else f"{codes.kl:.4f}"
+        sparse_rate = f"{SPARSE_SPEED} where an engine has 2:4 products" if self._has_products else "1"
+        rows: Mapping[str, tuple[object, object]] = {
+            "bits per weight": (f"{self.bits:.3f}", f"{codes.bits:.3f}"),
+            "bytes of the matrices": (f"{self.bytes:,}", f"{codes.bytes:,}"),
+            "KL to the original, nats": (f"{self.kl:.4f}", kl),
+            "speed of one stream by its bytes, dense 16 bits = 1": (
+                f"{self.dense_bytes / self.bytes:.2f}",
+                f"{self.dense_bytes / codes.bytes:.2f}",
+            ),
+            "speed from 1024 tokens on, dense bfloat16 = 1": (sparse_rate, "1"),
+        }
+        return [{"": name, "2:4": one, "plain codes": other} for name, (one, other) in rows.items()]
+
+    def sentences(self) -> list[str]:
+        """Which to take, one sentence for each purpose."""
+        codes = self.codes
+        theirs, how = (codes.predicted, "predicted") if codes.kl is None else (codes.kl, "measured")
+        if theirs < self.kl:
+            streams = (
+                f"Memory and single streams: take plain codes (`requant quantize --mode best --bits {codes.budget:g}`): "
+                f"with no more bytes, on which that speed depends, their KL is {theirs:.4f} ({how}), that of 2:4 "
+                f"{self.kl:.4f}."
+            )
+        else:
+            streams = (
+                f"Memory and single streams: take 2:4; its KL is {self.kl:.4f}, that of plain codes of the same bytes "
+                f"{theirs:.4f} ({how})."
+            )
+        if self._has_products:
+            batches = (
+                "Prefill and large batches: take 2:4 (`requant export --to dense`) only in an engine that has 2:4 products, "
+                f"at {SPARSE_SPEED} times the speed of dense bfloat16, and where a KL of {self.kl:.4f} is acceptable, else "
+                "dense FP8; requant multiplies 2:4 matrices as dense ones."
+            )
+        else:
+            winner = "plain codes" if theirs < self.kl else "2:4"
+            batches = (
+                f"Prefill and large batches: take {winner}; no kernel here multiplies 2:4 values of {self.value_bits} bits "
+                "at the sparse rate, so both run at the speed of dense weights."
+            )
+        return [streams, batches]
+
+    @property
+    def _has_products(self) -> bool:
+        return self.value_bits == FLOAT16_BITS
+
+
+def plain_codes(
+    recipe: Recipe, *, device: str, dtype: str, workspace: Workspace, measure: bool, quiet: bool
+) -> PlainCodes:
+    """What mode `best` would make of the bytes of the 2:4 run of `recipe`: predicted, and with `measure` run too.
+
+    Nothing of the model stays in memory, so this comes before the 2:4 run.
+    """
+    prepared = prepare(recipe.model, recipe, device=device, dtype=dtype, quiet=quiet)
+    bits = sparse_bytes(prepared, recipe) * 8 / sum(target.size for target in prepared.targets)
+    budget = min(math.floor(1000 * bits) / 1000, float(METHODS[CODES_METHOD].bits[-1]))
+    wanted = codes_recipe(recipe, budget)
+    run = start(prepared, wanted, workspace=workspace, quiet=quiet)
+    allocation = allocate_bits(run)
+    assert allocation.predicted is not None
+    found = PlainCodes(
+        budget=budget,
+        bits=8 * allocation.bytes / run.total_weights,
+        bytes=allocation.bytes,
+        predicted=allocation.predicted,
+    )
+    if not measure:
+        return found
+    del run, prepared
+    result = quantize(recipe.model, wanted, device=device, dtype=dtype, workspace=workspace, quiet=quiet)
+    return dataclasses.replace(found, kl=result.after.mean_kl)
+
+
+def codes_recipe(recipe: Recipe, bits: float) -> Recipe:
+    """Mode `best` at this budget, with the texts, the training steps and the skipped matrices of a 2:4 run."""
+    config: Any = METHODS[CODES_METHOD].config
+    return dataclasses.replace(
+        recipe,
+        mode="best",
+        method=CODES_METHOD,
+        quantizer=config(),
+        calibration=dataclasses.replace(recipe.calibration, inputs="original"),
+        recovery=Recovery(),
+        budget=Budget(bits=bits),
+    )
+
+
+def sparse_bytes(prepared: Prepared, recipe: Recipe) -> int:
+    """Bytes of the matrices of a 2:4 run, which follow from their shapes."""
+    return sum(packed_spec(recipe, target.shape).bytes for target in prepared.targets)
+
+
+def sparse_verdict(result: QuantizedModel, codes: PlainCodes) -> SparseVerdict:
+    """The 2:4 run beside the plain codes of its bytes."""
+    stored = sparse_bytes(result.prepared, result.recipe)
+    weights = sum(target.size for target in result.prepared.targets)
+    assert result.after.mean_kl is not None
+    return SparseVerdict(
+        bits=8 * stored / weights,
+        bytes=stored,
+        dense_bytes=2 * weights,
+        kl=result.after.mean_kl,
+        value_bits=result.recipe.quantizer.bits,
+        codes=codes,
+    )

@@ -1,0 +1,28 @@
+"""2:4 by magnitude: of every four weights the two largest stay as they are. No calibration."""
+
+from jaxtyping import Float
+from torch import Tensor
+
+from requant.calibration.stats import LinearStats
+from requant.formats.quantized_weight import QuantizedWeight
+from requant.quantizers.checks import check_weight
+from requant.quantizers.method import PruningMethod
+from requant.quantizers.semi_structured import SemiStructuredConfig, on_mask, packed_spec
+from requant.sparsity.masks import keep2
+
+
+def quantize(
+    weight: Float[Tensor, "n k"], stats: LinearStats, config: SemiStructuredConfig
+) -> QuantizedWeight:
+    """`stats` is not read. Raises NumericalError if a weight is not finite."""
+    check_weight(weight)
+    return on_mask(weight, keep2(weight.abs()), config)
+
+
+METHOD = PruningMethod(
+    summary="the two largest of four; no calibration",
+    config=SemiStructuredConfig,
+    quantize=quantize,
+    packed_spec=packed_spec,
+    seconds_per_weight={"cpu": 5e-8, "cuda": 1e-9},
+)
