@@ -3,12 +3,15 @@
 import ast
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import typer
 
 import requant.errors
 from requant.cli import app
+from requant.quantizers.registry import METHODS
+from requant.recipe.schema import Score
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -136,3 +139,23 @@ def test_completion_is_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     with pytest.raises(SystemExit):
         app(prog_name="requant")
     assert capsys.readouterr().out.split() == ["quantize"]
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("--mode ", {"best", "paper", "dense"}),
+        ("--method ", set(METHODS)),
+        ("--for l", {"llama.cpp"}),
+        ("--sensitivity ", set(get_args(Score))),
+    ],
+)
+def test_completion_offers_values(monkeypatch, capsys, line: str, offered: set[str]) -> None:
+    words = f"requant quantize {line}"
+    monkeypatch.setenv("_REQUANT_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(len(words.split(" ")) - 1))
+    monkeypatch.setattr("sys.argv", ["requant"])
+    with pytest.raises(SystemExit):
+        app(prog_name="requant")
+    assert set(capsys.readouterr().out.split()) == offered

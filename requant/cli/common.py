@@ -1,7 +1,9 @@
 """What the commands share: options of one meaning, the table, the log."""
 
 import logging
-from collections.abc import Mapping
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
@@ -11,6 +13,12 @@ RECIPE = "The recipe"  # panels of --help
 CALIBRATION = "Calibration and evaluation"
 RUN = "The run"
 PRINTED = "What is printed"
+
+
+def values(*known: str) -> Callable[[str], list[str]]:
+    """What completion offers for an option of these values."""
+    return lambda incomplete: [value for value in known if value.startswith(incomplete)]
+
 
 Model = Annotated[
     str | None,
@@ -25,13 +33,18 @@ RecipeName = Annotated[
 ]
 Method = Annotated[
     str | None,
-    typer.Option(help="Quantization method; `requant methods` lists them.", rich_help_panel=RECIPE),
+    typer.Option(
+        help="Quantization method; `requant methods` lists them.",
+        autocompletion=values("trellis", "lut", "kmeans", "gptq", "awq", "hqq", "rtn"),
+        rich_help_panel=RECIPE,
+    ),
 ]
 Mode = Annotated[
     str | None,
     typer.Option(
         help="best: rounds of quantizing and finetuning; paper: ReQuant as published; dense: codes only. "
         "[best on a GPU, paper elsewhere]",
+        autocompletion=values("best", "paper", "dense"),
         rich_help_panel=RECIPE,
     ),
 ]
@@ -43,7 +56,12 @@ HeadBits = Annotated[
     ),
 ]
 Score = Annotated[
-    str | None, typer.Option(help="pqi, hessian, gradient or marginal.", rich_help_panel=RECIPE)
+    str | None,
+    typer.Option(
+        help="pqi, hessian, gradient or marginal.",
+        autocompletion=values("pqi", "hessian", "gradient", "marginal"),
+        rich_help_panel=RECIPE,
+    ),
 ]
 FinetuneSteps = Annotated[
     int | None,
@@ -81,6 +99,7 @@ For = Annotated[
         "--for",
         help="A program that has to read the export: vllm, transformers or llama.cpp. Picks mode, method and grid, and "
         "refuses what it cannot read before the run.",
+        autocompletion=values("vllm", "transformers", "llama.cpp"),
         rich_help_panel=RECIPE,
     ),
 ]
@@ -108,11 +127,20 @@ Seed = Annotated[
     typer.Option(help="Seed; above 0 it shifts the calibration windows.", rich_help_panel=CALIBRATION),
 ]
 Device = Annotated[
-    str, typer.Option(help="cpu, cuda, or auto: the GPU where there is one.", rich_help_panel=RUN)
+    str,
+    typer.Option(
+        help="cpu, cuda, or auto: the GPU where there is one.",
+        autocompletion=values("auto", "cpu", "cuda"),
+        rich_help_panel=RUN,
+    ),
 ]
 Dtype = Annotated[
     str,
-    typer.Option(help="float32, bfloat16, float16, or auto: float32 on the CPU.", rich_help_panel=RUN),
+    typer.Option(
+        help="float32, bfloat16, float16, or auto: float32 on the CPU.",
+        autocompletion=values("auto", "float32", "bfloat16", "float16"),
+        rich_help_panel=RUN,
+    ),
 ]
 AsJson = Annotated[
     bool, typer.Option("--json", help="Print JSON instead of a table.", rich_help_panel=PRINTED)
@@ -145,6 +173,20 @@ def recipe_options(given: Mapping[str, Any]) -> dict[str, Any]:
     from requant.recipe.options import Options
 
     return {name: given[name] for name in Options.__annotations__ if name in given}
+
+
+@contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """While the context lasts, SIGTERM (a preempted machine, a scheduler) ends a run as Ctrl-C does: cleanly, to resume."""
+
+    def interrupt(_signal: int, _frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def table(rows: Any) -> str:

@@ -36,6 +36,7 @@ from requant.cli.common import (
     Verbose,
     log_to_stderr,
     recipe_options,
+    sigterm_interrupts,
     table,
 )
 
@@ -120,8 +121,9 @@ def quantize(
         return
     check_output(folder)
     workspace = Workspace(folder.with_name(folder.name + ".partial"), resume=resume)
-    result = quantize(chosen.model, chosen, device=device, dtype=dtype, workspace=workspace, quiet=quiet)
-    save(result, folder)
+    with sigterm_interrupts():
+        result = quantize(chosen.model, chosen, device=device, dtype=dtype, workspace=workspace, quiet=quiet)
+        save(result, folder)
     workspace.remove()
     numbers = result_numbers(result, folder)
     print(json.dumps(numbers, indent=2) if as_json else table(result_rows(numbers)))

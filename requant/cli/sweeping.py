@@ -30,6 +30,7 @@ from requant.cli.common import (
     Verbose,
     log_to_stderr,
     recipe_options,
+    sigterm_interrupts,
     table,
 )
 
@@ -68,9 +69,10 @@ def sweep(
 
     log_to_stderr(verbose)
     budgets = [each.strip() for each in options.pop("bits").split(",") if each.strip()]
-    found = sweep(
-        model, budgets, output, recipe, device=device, dtype=dtype, resume=resume, quiet=quiet, **options
-    )
+    with sigterm_interrupts():
+        found = sweep(
+            model, budgets, output, recipe, device=device, dtype=dtype, resume=resume, quiet=quiet, **options
+        )
     if as_json:
         print(json.dumps(found.to_dict(), indent=2))
         return

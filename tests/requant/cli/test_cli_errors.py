@@ -1,7 +1,9 @@
 """What cannot be done: one sentence, an exit code, before long work, and nothing left behind."""
 
 import errno
+import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -257,6 +259,22 @@ def test_disk_full_anywhere_else(cli, monkeypatch) -> None:
     monkeypatch.setattr("requant.pipeline.prepare.overlap", full)
     code, _, error = cli("quantize", "--bits", 3, *TINY)
     assert code == 1 and error == "requant: the disk is full (some/file); free some space.\n"
+
+
+def test_sigterm_ends_a_run_as_ctrl_c_does(cli, tiny_folder, tiny_text_file: Path, monkeypatch) -> None:
+    monkeypatch.setattr(
+        "requant.pipeline.quantize.diagnose", lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM)
+    )
+    before = signal.getsignal(signal.SIGTERM)
+    arguments = ("quantize", "--model", tiny_folder("llama"), "--bits", 3, "--mode", "dense", "--method", "gptq",
+                 "--calibration", tiny_text_file, "--output", "out", *TINY)  # fmt: skip
+    code, _, error = cli(*arguments)
+    assert code == 130 and "--resume continues where it stopped" in error
+    assert signal.getsignal(signal.SIGTERM) == before and list(Path("out.partial").glob("linear-*"))
+    monkeypatch.undo()
+    monkeypatch.chdir(Path.cwd())
+    code, _, error = cli(*arguments, "--resume")
+    assert code == 0, error
 
 
 def test_a_bug_keeps_its_traceback(cli, monkeypatch) -> None:
