@@ -261,18 +261,21 @@ def test_disk_full_anywhere_else(cli, monkeypatch) -> None:
     assert code == 1 and error == "requant: the disk is full (some/file); free some space.\n"
 
 
-def test_sigterm_ends_a_run_as_ctrl_c_does(cli, tiny_folder, tiny_text_file: Path, monkeypatch) -> None:
-    monkeypatch.setattr(
-        "requant.pipeline.quantize.diagnose", lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM)
-    )
+def test_sigterm_ends_a_run_as_ctrl_c_does(
+    cli, tiny_folder, tiny_text_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = signal.getsignal(signal.SIGTERM)
-    arguments = ("quantize", "--model", tiny_folder("llama"), "--bits", 3, "--mode", "dense", "--method", "gptq",
-                 "--calibration", tiny_text_file, "--output", "out", *TINY)  # fmt: skip
-    code, _, error = cli(*arguments)
+    arguments = (
+        "quantize", "--model", tiny_folder("llama"), "--bits", 3, "--mode", "dense", "--method", "gptq",
+        "--calibration", tiny_text_file, "--output", "out", *TINY
+    )  # fmt: skip
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            "requant.pipeline.quantize.diagnose", lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM)
+        )
+        code, _, error = cli(*arguments)
     assert code == 130 and "--resume continues where it stopped" in error
     assert signal.getsignal(signal.SIGTERM) == before and list(Path("out.partial").glob("linear-*"))
-    monkeypatch.undo()
-    monkeypatch.chdir(Path.cwd())
     code, _, error = cli(*arguments, "--resume")
     assert code == 0, error
 
