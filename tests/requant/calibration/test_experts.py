@@ -115,6 +115,22 @@ def test_tokens_are_counted(model, tiny_windows) -> None:
         assert count == len(x)
 
 
+def test_predicted_losses_count_how_often_an_expert_is_used(tiny_model) -> None:
+    """White errors of size 1 cost mean |g|^2 |x|^2 over all tokens, which tr G tr H must give for rare experts too."""
+    model = tiny_model("qwen3-moe")
+    unfuse_experts(model)
+    targets = [
+        target for target in find_linears(model) if target.experts == LAYER and target.kind == "gate_proj"
+    ]
+    needs = frozenset({"hessian", "output_hessian", "fisher"})
+    found = collect(model, torch.randint(0, 256, (4, 64)), targets, needs=needs)
+    assert max(stats.tokens for stats in found.values()) > 1.5 * min(stats.tokens for stats in found.values())
+    for stats in found.values():
+        assert stats.hessian is not None and stats.output_hessian is not None and stats.fisher is not None
+        product = stats.hessian.trace() * stats.output_hessian.trace()
+        torch.testing.assert_close(product, stats.fisher.sum(), rtol=0.1, atol=0)
+
+
 RECIPE = Recipe(
     mode="dense",
     method="gptq",

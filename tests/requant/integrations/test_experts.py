@@ -1,5 +1,6 @@
 """Mixtures of experts through the whole path: quantize, save, load in transformers, export."""
 
+import copy
 import dataclasses
 import re
 
@@ -11,6 +12,9 @@ from transformers import AutoModelForCausalLM
 import requant
 from requant.errors import InputError
 from requant.exporters.export import export
+from requant.inference.convert import convert_to_kernels
+from requant.inference.quant_linear import QuantLinear
+from requant.inference.static_cache import static_cache
 from requant.quantizers.rtn import RtnConfig
 from requant.recipe.schema import Calibration, Evaluation, Recipe
 
@@ -44,6 +48,11 @@ def test_round_trip_through_transformers_and_export(
     torch.testing.assert_close(loaded(TOKENS).logits, expected, rtol=1e-4, atol=1e-5)
     floats = requant.load(folder, dtype=torch.float32, dequantize=True)
     assert torch.equal(floats(TOKENS).logits, expected)
+
+    assert static_cache(loaded, 64) is None  # a step is not captured: the host asks which experts it needs
+    served = convert_to_kernels(copy.deepcopy(loaded), device="cpu")
+    assert not any(isinstance(module, QuantLinear) for module in served.modules())
+    torch.testing.assert_close(served(TOKENS).logits, expected, rtol=1e-3, atol=1e-4)
 
     loaded.save_pretrained(tmp_path / "again")
     assert names_of(tmp_path / "again") == names_of(folder)
