@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from requant.formats.trellis_codes import STATES, step_bits
+from requant.formats.trellis_codes import step_bits
 
 
 def tail_biting_states(
@@ -30,12 +30,12 @@ def tail_biting_states(
 
     Args:
         targets: b sequences of t steps of v weights.
-        values: of each of the 65536 states, exact in float16.
+        values: of each state, exact in float16; 65536 states on a GPU, any power of two on a CPU.
         bits: bits a weight; v * bits is at most 8. Quarters where v is 1.
     """
     steps, vector = targets.shape[1:]
     shifts = step_bits(bits, vector)
-    kept = (STATES >> shifts[0]) - 1  # mask of the bits that the last state hands on to the first
+    kept = (len(values) >> shifts[0]) - 1  # mask of the bits that the last state hands on to the first
     half = steps // 2  # a multiple of PERIOD
     if targets.is_cuda:
         from requant_kernels.viterbi import gpu  # Triton is imported only where it can run
