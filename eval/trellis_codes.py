@@ -41,7 +41,7 @@ from requant.quantizers.viterbi import tail_biting_states
 OCTAGON = torch.tensor([[3.0, 0.0], [-2.0, 2.0], [0.0, 3.0], [2.0, 2.0]])
 SPREADS = (0.95, 1.0, 1.05, 1.1, 1.15, 1.2, 1.25, 1.3)
 BITS = (2, 3, 4)
-STATE_SIZES = (16, 18, 20)
+STATE_SIZES = (16, 18)
 FITTING_TILES = 32
 
 
