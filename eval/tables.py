@@ -333,6 +333,21 @@ def _memory(found: Mapping[str, Any]) -> str:
     return f"{found['peak_bytes'] / 2**30:.1f} GiB"
 
 
+def trellis_codes_table(results: Path) -> str:
+    """Error of each code by width: on Gaussians, and on the rotated matrices of the model."""
+    found: dict[tuple[str, int], dict[int, dict[str, Any]]] = {}
+    for row in read(results, "trellis-codes").get("rows", []):
+        found.setdefault((row["code"], row["state_bits"]), {})[row["bits"]] = row
+    return markdown(
+        ["code", "bits of a state", "hashes a weight", "2 bits", "3 bits", "4 bits"],
+        [
+            [f"`{code}`", str(state_bits), f"{widths[2]['hashes_per_weight']:g}"]
+            + [f"{widths[bits]['gaussian']:.3f} / {widths[bits]['model']:.3f}" for bits in (2, 3, 4)]
+            for (code, state_bits), widths in found.items()
+        ],
+    )
+
+
 TABLES: dict[str, Callable[[Path], str]] = {
     "demo": demo_table,
     "baselines": baselines_table,
@@ -353,6 +368,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "decoding": decoding_table,
     "sparsity-demo": lambda results: sparsity_table(results, "demo-4m"),
     "sparsity-bench": lambda results: sparsity_table(results, "bench-32m"),
+    "trellis-codes": trellis_codes_table,
 }
 
 
