@@ -176,7 +176,8 @@ def run_cases(numbers: range | list[int], pristine: Callable[[str], Path], folde
         finally:
             shutil.rmtree(here)
     sys.stdout.write(json.dumps(dict(sorted(classes.items())), indent=1))
-    assert failures == []
+    if failures:
+        pytest.fail("\n".join(failures), pytrace=False)
     return classes
 
 
