@@ -67,7 +67,13 @@ class Study:
         )
         shared = self.statistics.setdefault(chosen.needs, {})
         return dataclasses.replace(
-            self.base, recipe=recipe, statistics=shared, seconds={}, finetuned_params={}, flip_rates=[]
+            self.base,
+            recipe=recipe,
+            statistics=shared,
+            curvature={},
+            seconds={},
+            finetuned_params={},
+            flip_rates=[],
         )
 
 
@@ -121,15 +127,16 @@ def quality(study: Study, run: RunContext, weights: Weights, *, second: bool = F
     whole = perplexity_and_kl(
         prepared.model, prepared.eval_windows, text=prepared.evaluation, batch_size=BATCH
     )
-    near = _against_original(study, prepared.eval_windows[:KL_WINDOWS], prepared.evaluation)
+    near = against_original(study, prepared.eval_windows[:KL_WINDOWS], prepared.evaluation)
     found = {"perplexity": whole.perplexity, "perplexity_first": near["perplexity"]}
     found |= {key: near[key] for key in ("kl", "p99_kl", "top1")}
     if second:
-        found["second"] = _against_original(study, study.second_windows, study.second)
+        found["second"] = against_original(study, study.second_windows, study.second)
     return found
 
 
-def _against_original(study: Study, windows: Int64[Tensor, "s t"], text: Text) -> dict[str, Any]:
+def against_original(study: Study, windows: Int64[Tensor, "s t"], text: Text) -> dict[str, Any]:
+    """Perplexity of the model as it stands, and its KL to the original, on these windows."""
     found = perplexity_and_kl(
         study.prepared.model, windows, text=text, reference=study.reference, batch_size=BATCH
     )

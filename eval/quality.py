@@ -3,8 +3,9 @@
     python -m eval.quality [--model FOLDER] [--data FOLDER] [--out FOLDER] [--rows best:2 --rows best:3:1 ...]
 
 A row is NAME:BITS[:SEED] with a name of PLANS; without `--rows` all of CURVE and ABLATION run. Rows are added to
-`quality-MODEL.json`, where one of the same name, bits and seed gives way. `--part N` writes `quality-MODEL-partN.json`
-instead, for machines side by side; `--merge` joins the parts. Peers' rows are in `peers.json`.
+`quality-MODEL.json`, where one of the same name, bits and seed gives way. `--rows file:2 --rows file:3 --rows file:4` is the
+whole file: embedding and head at their default bits, `file_bytes` beside the KL. `--part N` writes
+`quality-MODEL-partN.json` instead, for machines side by side; `--merge` joins the parts. Peers' rows are in `peers.json`.
 
 Statistics of the codes alone are measured on 128 x 1024 tokens as the peers' are; mode `best` measures them on four
 times as many, and training, which the peers' rows do not have, may use 2048 windows of the same text.
@@ -13,7 +14,7 @@ times as many, and training, which the peers' rows do not have, may use 2048 win
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,24 +35,17 @@ from eval.common import (
 )
 from eval.markdown import RESULTS
 from requant.allocation.budget import allocate_bits, with_allocation
+from requant.allocation.embedding_and_head import quantize_embedding_and_head
+from requant.checkpoint.save import checkpoint_bytes
+from requant.formats.quantized_weight import spec_of
 from requant.pipeline.quantize import MODES, finetuned
 from requant.recipe.defaults import FINETUNE_STEPS
-from requant.recipe.schema import Budget, Finetune
-from requant.run.context import RunContext, Weights
+from requant.recipe.schema import Budget, EmbeddingBits, Finetune
+from requant.run.context import Weights
 from requant.text.windows import spread
 
 FINETUNE = Finetune(steps=FINETUNE_STEPS)
 SHORT = Finetune(steps=225)  # what parts are compared at
-
-
-def within_budget(run: RunContext) -> RunContext:
-    """Widths by the allocator."""
-    return with_allocation(run, allocate_bits(run))
-
-
-def flat(run: RunContext) -> RunContext:
-    """The same whole width everywhere: what is stored beside the codes comes on top."""
-    return run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,14 +59,23 @@ class Plan:
     finetune: Finetune = FINETUNE
     statistics: int = 4  # times the windows of the study
     quarters: bool = True
-    widths: Callable[[RunContext], RunContext] = within_budget
+    one_width: bool = False  # codes of whole bits everywhere: what is stored beside them comes on top
+    head_bits: EmbeddingBits | None = 16  # of embedding and head; None: by the rule of `--bits`
 
 
 PLANS: dict[str, Plan] = {
     "best": Plan(label=f"best, {FINETUNE_STEPS} steps a phase"),
+    "file": Plan(label="best, embedding and head by default", head_bits=None),
+    "file-codes": Plan(
+        label="trellis codes, embedding and head by default",
+        mode="dense",
+        finetune=Finetune(),
+        statistics=1,
+        head_bits=None,
+    ),
     "codes": Plan(label="trellis codes within the budget", mode="dense", finetune=Finetune(), statistics=1),
     "flat-codes": Plan(
-        label="trellis codes, one width", mode="dense", finetune=Finetune(), statistics=1, widths=flat
+        label="trellis codes, one width", mode="dense", finetune=Finetune(), statistics=1, one_width=True
     ),
     "codes-one-sided": Plan(
         label="codes alone, inputs' curvature only",
@@ -90,7 +93,7 @@ PLANS: dict[str, Plan] = {
     "no-rounds": Plan(
         label="best, trained at the end only", mode="dense", finetune=dataclasses.replace(SHORT, steps=900)
     ),
-    "no-allocation": Plan(label="best, one width", finetune=SHORT, widths=flat),
+    "no-allocation": Plan(label="best, one width", finetune=SHORT, one_width=True),
     "one-sided": Plan(label="best, inputs' curvature only", finetune=SHORT, options={"two_sided": False}),
     "little-text": Plan(
         label="best, trained on 128 windows", finetune=dataclasses.replace(SHORT, train_windows=128)
@@ -132,7 +135,12 @@ def measure(study: Study, name: str, bits: float, seed: int) -> dict[str, Any]:
         plan.method,
         options={"bits": whole, **({"seed": seed} if plan.method == "trellis" else {}), **plan.options},
         mode=plan.mode,
-        budget=Budget(bits=None if plan.widths is flat else bits, quarters=plan.quarters),
+        budget=Budget(
+            bits=None if plan.one_width else bits,
+            quarters=plan.quarters,
+            head_bits=plan.head_bits,
+            embedding_bits=plan.head_bits,
+        ),
         calibration=calibration,
         finetune=plan.finetune,
         seed=seed,
@@ -140,14 +148,18 @@ def measure(study: Study, name: str, bits: float, seed: int) -> dict[str, Any]:
     if plan.statistics > 1:
         windows = spread(study.base.train_windows, calibration.num_samples, of=None)
         run = dataclasses.replace(run, windows=windows, statistics={})
-    run = plan.widths(dataclasses.replace(run, train_windows=train_windows))
+    run = dataclasses.replace(run, train_windows=train_windows)
+    run = with_allocation(run, allocate_bits(run))
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     weights: Weights = MODES[plan.mode](run)
+    tables = quantize_embedding_and_head(run)
     if plan.finetune.steps:
-        weights = finetuned(run, weights)
+        weights, tables = finetuned(run, weights, tables)
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
+    tables.apply_weights(quantized=True)
     found = quality(study, run, weights, second=True)
+    tables.apply_weights(quantized=False)
     run.apply_original_weights()
     widths = [run.config_of(target).bits for target in run.targets]
     return row_of(
@@ -160,6 +172,13 @@ def measure(study: Study, name: str, bits: float, seed: int) -> dict[str, Any]:
         training_tokens=train_windows.numel() if plan.finetune.steps else 0,
         widths={str(width): widths.count(width) for width in sorted(set(widths))},
         peak_bytes=peak,
+        embedding_and_head_bits=sorted(table.dense.bits for table in tables.weights.values()) or 16,
+        file_bytes=checkpoint_bytes(
+            run.model,
+            source=study.prepared.source,
+            modules={name: spec_of(weight).tensors() for name, weight in weights.items()},
+            embedding_and_head={name: spec_of(table).tensors() for name, table in tables.weights.items()},
+        ),
         **bits_per_weight(weights),
         **found,
     )

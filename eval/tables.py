@@ -154,6 +154,28 @@ def predicted_table(results: Path) -> str:
     return markdown(columns, rows)
 
 
+def embedding_table(results: Path) -> str:
+    """KL with embedding and head alone quantized, by width."""
+    found = {model: read(results, f"embedding-{model}").get("rows", []) for model in ("bench-32m", "demo-4m")}
+    widths = [row["bits"] for row in found["bench-32m"]]
+    rows = [
+        [
+            str(bits),
+            *(cell for model in found for row in found[model] if row["bits"] == bits for cell in _costs(row)),
+        ]
+        for bits in widths
+    ]
+    columns = [
+        "bits of a code",
+        *(f"{model}: {what}" for model in found for what in ("real bits", "KL", "predicted")),
+    ]
+    return markdown(columns, rows) if rows else ""
+
+
+def _costs(row: Mapping[str, Any]) -> list[str]:
+    return [f"{row['bits_per_weight']:.3f}", f"{row['kl']:.5f}", f"{row['predicted']:.5f}"]
+
+
 def nodes_table(results: Path) -> str:
     """The paper's Table 3: error in % of the measured dF, by rule and width."""
     widths = widths_of(results, "bench-32m")
@@ -357,6 +379,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "kinds": kinds_table,
     "shares": shares_table,
     "ablation": ablation_table,
+    "embedding": embedding_table,
     "quality-summary": quality_summary_table,
     "quality": quality_table,
     "quality-demo": quality_demo_table,

@@ -11,6 +11,8 @@ import typer
 
 from requant.cli import app
 from requant.models.loading import ALIASES
+from requant.recipe.defaults import default_recipe
+from requant.recipe.options import budget_name
 from requant.recipe.yaml_files import available_recipes, load_recipe
 
 ROOT = Path(__file__).parents[1]
@@ -132,9 +134,9 @@ def test_recipes_load_and_are_named_by_the_rule(name: str) -> None:
     recipe = load_recipe(name)
     assert f"`{name}`" in (ROOT / "recipes" / "README.md").read_text(encoding="utf-8")
     assert recipe.model == "demo" or recipe.model in ALIASES
-    usual = ("paper", "lut") if recipe.model == "demo" else ("best", "trellis")
-    between = "" if (recipe.mode, recipe.method) == usual else f"{recipe.method}-"
-    assert name == f"{recipe.model}-{between}{recipe.quantizer.bits}bit"
+    usual = default_recipe(recipe.model, None, gpu=recipe.model != "demo", bits=recipe.budget.bits)
+    between = "" if (recipe.mode, recipe.method) == (usual.mode, usual.method) else f"{recipe.method}-"
+    assert name == f"{recipe.model}-{between}{budget_name(recipe)}"
 
 
 @pytest.mark.parametrize("name", available_recipes())
@@ -150,7 +152,7 @@ def test_recipes_of_the_package_read_no_folder(name: str) -> None:
 )
 def test_recipes_of_the_studies_load_and_read_shared_files(file: Path, shared: Callable[[str], Path]) -> None:
     recipe = load_recipe(str(file))
-    assert file.stem.endswith(f"-{recipe.quantizer.bits}bit")
+    assert file.stem.endswith(f"-{budget_name(recipe)}")
     for path in (recipe.model, *recipe.calibration.text, *recipe.evaluation.text):
         assert shared(path.removeprefix("../shared/")).exists()
 
@@ -183,12 +185,12 @@ def test_no_pickle() -> None:
 
 
 OPTIONS = {
-    "quantize": "as_json bits calibration device dry_run dtype eval_text finetune_steps group_size head_bits method mode "
-    "model num_samples output quiet recipe resume seed sensitivity seq_len size skip symmetric verbose",
+    "quantize": "as_json bits calibration code_bits device dry_run dtype eval_text finetune_steps group_size head_bits "
+    "method mode model num_samples output quiet recipe resume seed sensitivity seq_len size skip symmetric verbose",
     "sparsify": "as_json bits calibration device dry_run dtype eval_text finetune_steps method model num_samples output "
     "pattern quiet recipe recover resume seed seq_len skip verbose verify",
-    "sensitivity": "as_json bits calibration device dtype group_size method model nodes num_samples output quiet recipe "
-    "seed seq_len skip symmetric verbose",
+    "sensitivity": "as_json bits calibration code_bits device dtype group_size method model nodes num_samples output quiet "
+    "recipe seed seq_len skip symmetric verbose",
     "sweep": "as_json bits calibration device dtype eval_text finetune_steps group_size head_bits method mode model "
     "num_samples output quiet recipe resume seed seq_len skip symmetric verbose",
     "eval": "as_json context device dtype limit models quiet reference task_data tasks text windows",

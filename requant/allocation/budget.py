@@ -1,11 +1,12 @@
 """From a byte budget to the bits of every matrix, and of embedding and head.
 
-    bits    everything stored for the quantized matrices, at most `bits * weights / 8` bytes
-    size    the weight files whole: matrices, embedding, head, norms, headers
+    bits    everything stored for the quantized matrices, at most `bits * weights / 8` bytes; embedding and head get the
+            fewest bits that add at most EMBEDDING_AND_HEAD_LOSS to the predicted loss
+    size    the weight files whole: matrices, embedding, head, norms, headers, split by the same knapsack
 
 Bytes are exact, since they follow from the shapes (`packed_spec`); only for a sparse part an upper bound is reserved, with
 its counts per tile. `predictors.py` predicts the loss at each bit width, `knapsack.py` minimizes their sum. A run without
-a budget gives every matrix the recipe's bits; mode `best` treats these too as a budget for all stored bytes.
+a budget gives every matrix codes of the recipe's bits (`quantizer.bits`), and what is stored beside codes comes on top.
 """
 
 import dataclasses
@@ -21,7 +22,6 @@ from transformers import PreTrainedModel
 from requant.allocation.embedding_and_head import (
     EmbeddingAndHead,
     embedding_and_head_bits,
-    embedding_and_head_curvature,
     embedding_and_head_losses,
     embedding_and_head_of,
     embedding_and_head_spec,
@@ -43,6 +43,9 @@ from requant.run.workspace import digest
 
 __all__ = ["TOLERANCE", "Allocation", "allocate_bits", "packed_spec", "with_allocation"]
 MAX_BITS_WITH_OUTLIERS = 4  # finer codes leave outliers too little to save
+EMBEDDING_AND_HEAD_LOSS = (
+    0.01  # of the matrices' predicted loss: what the two may add where `bits` leaves them free
+)
 RESIDUAL_BYTES = {"float16": 3, "int8": 2}  # with the index in its tile of 256 columns
 
 
@@ -57,7 +60,7 @@ def allocate_bits(run: RunContext, *, reserve: int | None = None) -> Allocation:
     recipe = run.recipe
     embedding_and_head = embedding_and_head_of(run.model)
     widths = embedding_and_head_bits(recipe.budget, embedding_and_head)
-    asked = target_bits(recipe)
+    asked = recipe.budget.bits
     if not has_budget(recipe):
         return uniform(recipe, run.targets, widths)
     sparse = sparse_bytes(run) if reserve is None else reserve
@@ -71,7 +74,7 @@ def allocate_bits(run: RunContext, *, reserve: int | None = None) -> Allocation:
         for role, part in embedding_and_head.parts.items():
             sizes[role] = {**part_sizes(run.model, run.source, part, widths[role])}
     check_reachable(run, sizes, budget, fixed)
-    losses = _losses(run, embedding_and_head, sizes, 8 * (budget - fixed) / run.total_weights)
+    losses = _losses(run, embedding_and_head, widths, 8 * (budget - fixed) / run.total_weights)
     options = {
         name: [Option(bits=bits, bytes=size, loss=losses[name][bits]) for bits, size in choices.items()]
         for name, choices in sizes.items()
@@ -80,7 +83,13 @@ def allocate_bits(run: RunContext, *, reserve: int | None = None) -> Allocation:
         for name, found in _with_outliers(run, losses).items():
             options[name] += found
     choice = allocate(options, budget - fixed)
-    taken = {role: choice.options[role].bits if role in sizes else found[0] for role, found in widths.items()}
+    if asked is None:
+        taken = {role: choice.options[role].bits for role in widths}
+        beside = 0.0
+    else:  # their bytes are not in the budget
+        limit = EMBEDDING_AND_HEAD_LOSS * choice.loss / len(widths)
+        taken = {role: fewest_bits(losses[role], limit) for role in widths}
+        beside = math.fsum(losses[role][bits] for role, bits in taken.items())
     return Allocation(
         bits={target.name: choice.options[target.name].bits for target in run.targets},
         outlier_fractions={
@@ -90,14 +99,20 @@ def allocate_bits(run: RunContext, *, reserve: int | None = None) -> Allocation:
         },
         bytes=choice.bytes + fixed,
         budget=budget,
-        predicted=choice.loss,
+        predicted=choice.loss + beside,
         predictor=recipe.budget.predictor,
         loss_curve={
-            near + fixed: loss for near, loss in losses_at_other_budgets(options, budget - fixed).items()
+            near + fixed: loss + beside
+            for near, loss in losses_at_other_budgets(options, budget - fixed).items()
         },
         embedding_bits=int(taken["embedding"]),
         head_bits=int(taken.get("head", taken["embedding"])),
     )
+
+
+def fewest_bits(losses: Mapping[Bits, float], limit: float) -> Bits:
+    """The fewest bits of predicted loss at most `limit`; the most where none are."""
+    return min((bits for bits, loss in losses.items() if loss <= limit), default=max(losses))
 
 
 def with_allocation(run: RunContext, allocation: Allocation) -> RunContext:
@@ -113,16 +128,9 @@ def with_allocation(run: RunContext, allocation: Allocation) -> RunContext:
     )
 
 
-def target_bits(recipe: Recipe) -> float | None:
-    """Bits a weight that all stored bytes may come to; None without such a budget, or where it is a size."""
-    if recipe.budget.bits is not None or recipe.budget.size is not None or recipe.mode != "best":
-        return recipe.budget.bits
-    return float(recipe.quantizer.bits)
-
-
 def has_budget(recipe: Recipe) -> bool:
     """Whether matrices may get different bits within a budget."""
-    return recipe.budget.size is not None or target_bits(recipe) is not None
+    return recipe.budget.bits is not None or recipe.budget.size is not None
 
 
 def packed_spec(
@@ -233,23 +241,27 @@ def check_reachable(
     if least <= budget <= most / (1 - TOLERANCE):
         return
     which, reached = ("smallest", least) if budget < least else ("largest", most)
-    if target_bits(run.recipe) is None:
+    method = run.recipe.method
+    other = (
+        ", or --method trellis, whose codes start at 1 bit" if budget < least and method != "trellis" else ""
+    )
+    if run.recipe.budget.bits is None:
         raise RecipeError(
-            f"--size {run.recipe.budget.size:,} cannot be met: the {which} checkpoint that method "
-            f"'{run.recipe.method}' makes of this model has {reached:,} bytes."
+            f"--size {run.recipe.budget.size:,} cannot be met: the {which} checkpoint that method '{method}' makes of this "
+            f"model has {reached:,} bytes; give --size {reached}{other}."
         )
     bits = 8 * reached / run.total_weights
     shown = math.ceil(1000 * bits) / 1000 if budget < least else math.floor(1000 * bits) / 1000
     raise RecipeError(
-        f"--bits {target_bits(run.recipe):g} cannot be met: the {which} that method '{run.recipe.method}' makes of this "
-        f"model is {shown:.3f} bits a weight, all stored bytes counted."
+        f"--bits {run.recipe.budget.bits:g} cannot be met: the {which} that method '{method}' makes of this model is "
+        f"{shown:.3f} bits a weight, all stored bytes counted; give --bits {shown:g}{other}."
     )
 
 
 def _losses(
     run: RunContext,
     embedding_and_head: EmbeddingAndHead,
-    sizes: Mapping[str, Mapping[Bits, int]],
+    tables: Mapping[str, Sequence[Bits]],
     average: float,
 ) -> dict[str, dict[Bits, float]]:
     """Name -> bits -> predicted loss, nats a token; predictors that quantize do so at the bits nearest to `average`."""
@@ -269,12 +281,7 @@ def _losses(
             name: {bits_from_json(b): loss for b, loss in found.items()}
             for name, found in stored.value.items()
         }
-    tables = {role: list(sizes[role]) for role in embedding_and_head.parts if role in sizes}
-    if any(set(choices) != {16} for choices in tables.values()):
-        curvature = embedding_and_head_curvature(run, embedding_and_head)
-        return losses | embedding_and_head_losses(embedding_and_head, curvature, tables)
-    kept: dict[str, dict[Bits, float]] = {role: {16: 0.0} for role in tables}
-    return losses | kept
+    return losses | embedding_and_head_losses(run, embedding_and_head, tables)
 
 
 def _with_outliers(run: RunContext, losses: Mapping[str, Mapping[Bits, float]]) -> dict[str, list[Option]]:

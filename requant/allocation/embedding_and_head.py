@@ -25,20 +25,22 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from requant.calibration.passes import batches, recomputed_blocks, summed_loss
+from requant.calibration.stats import Curvature
 from requant.checkpoint.save import disk_dtype
 from requant.errors import ModelError, RecipeError
 from requant.formats.grid import Grid, GridSpec
 from requant.formats.packed_spec import PackedSpec
-from requant.formats.quantized_weight import QuantizedWeight, pack, unpack
+from requant.formats.quantized_weight import QuantizedWeight
 from requant.models.targets import embedding_and_head_modules
 from requant.quantizers.kmeans import row_chunks
 from requant.quantizers.rtn import encode, fit_grid
 from requant.recipe.schema import Budget
 from requant.run.context import RunContext
+from requant.run.stage_cache import load_weight, save_weight
 from requant.run.workspace import digest
 
 GROUP = 64  # columns that share a scale
-WIDTHS = (4, 5, 6, 8, 16)  # 16: not quantized
+WIDTHS = (3, 4, 5, 6, 7, 8, 16)  # 16: not quantized
 SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
 MEASURED_BITS = 4  # at which the error is measured; those at other bits follow
 ELEMENTS = 1 << 24  # weights rounded at once, to bound memory
@@ -78,13 +80,17 @@ class QuantizedEmbeddingAndHead:
     weights: Mapping[str, QuantizedWeight] = field(default_factory=dict)
     originals: Mapping[str, Tensor] = field(default_factory=dict)
 
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The model's parameters that have codes, by module name."""
+        parts = self.embedding_and_head.parts.values()
+        return {part.name: part.weight for part in parts if part.name in self.weights}
+
     @torch.no_grad()
     def apply_weights(self, *, quantized: bool) -> None:
         """Write the quantized floats, or the originals, into the model."""
-        for part in self.embedding_and_head.parts.values():
-            if part.name in self.weights:
-                floats = self.weights[part.name].dequantize() if quantized else self.originals[part.name]
-                part.weight.copy_(floats)
+        for name, parameter in self.parameters.items():
+            parameter.copy_(self.weights[name].dequantize() if quantized else self.originals[name])
 
 
 def embedding_and_head_of(model: PreTrainedModel) -> EmbeddingAndHead:
@@ -112,7 +118,7 @@ def embedding_and_head_bits(budget: Budget, embedding_and_head: EmbeddingAndHead
                 "model ties them to one tensor; give the same."
             )
         given = {"embedding": next(iter(said), None)}
-    free: Sequence[int] = WIDTHS if budget.size is not None else (16,)
+    free: Sequence[int] = (16,) if budget.size is None and budget.bits is None else WIDTHS
     widths: dict[str, Sequence[int]] = {}
     for role, part in embedding_and_head.parts.items():
         bits, why = given[role], _obstacle(part)
@@ -149,18 +155,12 @@ def part_sizes(
     return {bits: plain if bits == 16 else embedding_and_head_spec(part.shape, bits).bytes for bits in widths}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Curvature:
-    """`r_i c_j` of one use of a table."""
-
-    rows: Float[Tensor, " v"]
-    columns: Float[Tensor, " d"]
-
-
 def embedding_and_head_curvature(
     run: RunContext, embedding_and_head: EmbeddingAndHead
 ) -> dict[str, list[Curvature]]:
-    """The curvature of each part on the calibration text; of tied ones both uses. One backward pass."""
+    """The curvature of each part on the calibration text; of tied ones both uses. One backward pass in a run."""
+    if run.curvature:
+        return run.curvature
     windows = run.windows[: max(1, TOKENS // run.windows.shape[1])]
     run.apply_original_weights()
     embedding = embedding_and_head.parts["embedding"].module
@@ -204,24 +204,30 @@ def embedding_and_head_curvature(
         use: Curvature(rows=found.rows / windows.numel(), columns=found.columns / windows.numel())
         for use, found in uses.items()
     }
-    if embedding_and_head.tied:
-        return {"embedding": list(means.values())}
-    return {role: [means[role]] for role in embedding_and_head.parts}
+    tied = embedding_and_head.tied
+    run.curvature.update(
+        {"embedding": list(means.values())}
+        if tied
+        else {role: [means[role]] for role in embedding_and_head.parts}
+    )
+    return run.curvature
 
 
 def embedding_and_head_losses(
-    embedding_and_head: EmbeddingAndHead,
-    curvature: Mapping[str, Sequence[Curvature]],
-    widths: Mapping[str, Sequence[int | float]],
+    run: RunContext, embedding_and_head: EmbeddingAndHead, widths: Mapping[str, Sequence[int | float]]
 ) -> dict[str, dict[int | float, float]]:
-    """Role -> bits -> predicted loss, nats a token; zero at 16 bits."""
+    """Role -> bits -> predicted loss, nats a token; zero at 16 bits.
+
+    On bench-32m and demo-4m the measured KL is 0.8 times the predicted one, at all bits from 3 to 8.
+    """
     found: dict[str, dict[int | float, float]] = {}
     for role, choices in widths.items():
         weight = embedding_and_head.parts[role].weight.detach()
         unit = 0.0
         if set(choices) != {16}:
-            codes = quantize_table(weight, curvature[role], bits=MEASURED_BITS)
-            unit = table_loss(weight, codes, curvature[role]) * (2**MEASURED_BITS - 1) ** 2
+            curvature = embedding_and_head_curvature(run, embedding_and_head)[role]
+            codes = quantize_table(weight, curvature, bits=MEASURED_BITS)
+            unit = table_loss(weight, codes, curvature) * (2**MEASURED_BITS - 1) ** 2
         found[role] = {bits: 0.0 if bits == 16 else unit / (2**bits - 1) ** 2 for bits in choices}
     return found
 
@@ -284,33 +290,29 @@ def _rows(dense: Any, rows: slice) -> Grid:
 
 
 def quantize_embedding_and_head(run: RunContext) -> QuantizedEmbeddingAndHead:
-    """Codes of embedding and head at the bits of the run's allocation, cached in the workspace; the model is unchanged."""
+    """Codes of embedding and head at the bits of the run's allocation, cached in the workspace; the model is unchanged.
+
+    Where earlier rounds have trained them, the codes are of the trained floats, and replace them in the run.
+    """
     embedding_and_head, allocation = embedding_and_head_of(run.model), run.allocation
     assert allocation is not None
     bits = {"embedding": allocation.embedding_bits, "head": allocation.head_bits}
-    wanted = {role: bits[role] for role in embedding_and_head.parts if bits[role] != 16}
-    curvature: dict[str, list[Curvature]] = {}
     weights: dict[str, QuantizedWeight] = {}
-    for role, width in wanted.items():
-        part = embedding_and_head.parts[role]
-        key = digest(run.fingerprint, part.name, width)
-        stored = run.workspace.get("embedding-and-head", key)
-        if stored is not None:
-            layout = PackedSpec.from_json(part.name, stored.value)
-            weights[part.name] = unpack(layout, stored.tensors).to(part.weight.device)
+    originals: dict[str, Tensor] = {}
+    for role, part in embedding_and_head.parts.items():
+        if bits[role] == 16:
             continue
-        curvature = curvature or embedding_and_head_curvature(run, embedding_and_head)
-        with run.stage("quantize"):
-            weights[part.name] = quantize_table(part.weight.detach(), curvature[role], bits=width)
-        if run.workspace.folder is not None:
-            layout, tensors = pack(weights[part.name])
-            run.workspace.put("embedding-and-head", key, tensors=tensors, value=layout.to_json())
+        original = originals[part.name] = part.weight.detach().to("cpu", copy=True)
+        _, trained = run.finetuned_params.pop(f"{part.name}.weight", (original, original))
+        key = digest(run.fingerprint, part.name, bits[role], trained)
+        device = part.weight.device
+        found = load_weight(run, "embedding-and-head", key, part.name, device)
+        if found is None:
+            curvature = embedding_and_head_curvature(run, embedding_and_head)[role]
+            with run.stage("quantize"):
+                found = quantize_table(trained.to(device), curvature, bits=bits[role])
+            save_weight(run, "embedding-and-head", key, found)
+        weights[part.name] = found
     return QuantizedEmbeddingAndHead(
-        embedding_and_head=embedding_and_head,
-        weights=weights,
-        originals={
-            part.name: part.weight.detach().to("cpu", copy=True)
-            for part in embedding_and_head.parts.values()
-            if part.name in weights
-        },
+        embedding_and_head=embedding_and_head, weights=weights, originals=originals
     )

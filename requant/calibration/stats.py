@@ -27,3 +27,11 @@ class LinearStats:
     fisher: Float[Tensor, "n k"] | None = None
     output_hessian: Float[Tensor, "n n"] | None = None
     tokens: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Curvature:
+    """`r_i c_j`, of one use of an embedding or head: as table of inputs, or as matrix of the logits."""
+
+    rows: Float[Tensor, " v"]
+    columns: Float[Tensor, " d"]

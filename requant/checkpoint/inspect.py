@@ -26,6 +26,7 @@ class Inspection:
             "path": str(self.path),
             "quantization_config": self.header,
             "bits_per_weight": self.table.bits_per_weight,
+            "whole_bits_per_weight": self.table.whole_bits_per_weight,
             "bytes": self.table.bytes,
             "parts": self.table.parts,
             "matrices": _rows(self.table.matrices),
@@ -42,9 +43,10 @@ class Inspection:
             f"recipe          sha256 {str(self.header.get('recipe_sha256', '?'))[:16]} (recipe.yaml)",
             f"calibration     {calibration.get('name', '?')}, sha256 {str(calibration.get('sha256', '?'))[:16]}, "
             f"{calibration.get('num_samples', '?')} x {calibration.get('seq_len', '?')} tokens",
-            f"bits per weight {self.table.bits_per_weight:.4f} of the quantized matrices",
+            f"bits per weight {self.table.bits_per_weight:.3f} of the matrices",
+            f"                {self.table.whole_bits_per_weight:.3f} of the whole file",
             *(
-                f"                {table.bits_per_weight:.4f} of {name}, beside them"
+                f"                {table.bits_per_weight:.3f} of {name}"
                 for name, table in self.table.embedding_and_head.items()
             ),
             f"weight files    {format_bytes(self.table.bytes)}, checksums verified: {', '.join(self.checksums)}",

@@ -2,7 +2,8 @@
 
     bits per weight = 8 * (all stored bytes of the matrix) / (n * k)
 
-with codes, scales, levels, sparse part and padding counted; biases, embedding and head are listed separately.
+with codes, scales, levels, sparse part and padding counted. The same for the whole files: all their bytes, with embedding,
+head, norms, biases and headers, over all their weights.
 """
 
 import math
@@ -44,6 +45,20 @@ class ByteTable:
     matrices: dict[str, MatrixBytes]
     embedding_and_head: dict[str, MatrixBytes]  # where they are quantized
     file_headers: int
+    other_weights: (
+        int  # stored as they were: norms, biases, what was skipped, embedding and head unless quantized
+    )
+
+    @property
+    def weights(self) -> int:
+        """Of the whole model; embedding and head count once where they are tied."""
+        quantized = (*self.matrices.values(), *self.embedding_and_head.values())
+        return self.other_weights + sum(matrix.weights for matrix in quantized)
+
+    @property
+    def whole_bits_per_weight(self) -> float:
+        """All bytes of the weight files over all weights."""
+        return 8 * self.bytes / self.weights
 
     @property
     def bytes(self) -> int:
@@ -98,15 +113,16 @@ def byte_table(checkpoint: str | Path | CheckpointHeader) -> ByteTable:
         for name, spec in {**header.modules, **header.embedding_and_head}.items()
         for suffix in spec.tensors()
     }
-    for name, stored in header.tensors.items():
-        if name not in owned:
-            parts[_plain_part(name)] += stored.bytes
+    plain = {name: stored for name, stored in header.tensors.items() if name not in owned}
+    for name, stored in plain.items():
+        parts[_plain_part(name)] += stored.bytes
     total = sum(file.stat().st_size for file in header.files)
     return ByteTable(
         parts=parts,
         matrices=matrices,
         embedding_and_head=embedding_and_head,
         file_headers=total - sum(parts.values()),
+        other_weights=sum(math.prod(stored.shape) for stored in plain.values()),
     )
 
 

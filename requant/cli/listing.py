@@ -20,6 +20,7 @@ def recipes(
         known = [dataclasses.asdict(key) for key in recipe_keys()]
         print(json.dumps(known, indent=2) if as_json else table(known))
         return
+    from requant.recipe.options import budget_name
     from requant.recipe.yaml_files import available_recipes, load_recipe
 
     rows: list[dict[str, object]] = []
@@ -31,7 +32,7 @@ def recipes(
                 "model": found.model,
                 "mode": found.mode,
                 "method": found.method,
-                "bits": str(found.quantizer.bits),
+                "bits": budget_name(found),
             }
         )
     print(json.dumps(rows, indent=2) if as_json else table(rows))

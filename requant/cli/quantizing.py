@@ -46,8 +46,14 @@ def quantize(
     bits: Annotated[
         str | None,
         typer.Option(
-            help="Bits a weight: a whole number is the bits of every code (2 to 8; trellis from 1), a fraction, and any "
-            "number in mode best, what all stored bytes may come to.",
+            help="Bits a weight, 1 to 8, that everything stored for the matrices may take: 3, 2.25. Never exceeded.",
+            rich_help_panel=RECIPE,
+        ),
+    ] = None,
+    code_bits: Annotated[
+        str | None,
+        typer.Option(
+            help="Instead: bits of every code; scales, levels and residuals come on top.",
             rich_help_panel=RECIPE,
         ),
     ] = None,
@@ -146,7 +152,12 @@ def sensitivity(
     model: Annotated[
         str | None, typer.Option(help="Folder, hub name, alias, or demo. [the recipe's, or demo]")
     ] = None,
-    bits: Annotated[str | None, typer.Option(help="Bits of a code, 2 to 8 (trellis from 1).")] = None,
+    bits: Annotated[
+        str | None, typer.Option(help="Bits a weight, all stored bytes counted, as of quantize.")
+    ] = None,
+    code_bits: Annotated[
+        str | None, typer.Option(help="Instead: bits of every code, 2 to 8 (trellis from 1).")
+    ] = None,
     recipe: Annotated[str | None, typer.Option(help="A recipe by name or YAML file.")] = None,
     method: Annotated[str | None, typer.Option(help="The quantizer whose step is scored.")] = None,
     nodes: Annotated[str | None, typer.Option(help="gauss2, gauss4, midpoint, simpson or plain32.")] = None,

@@ -1,11 +1,11 @@
 """The last finetuning phase: with all codes fixed, train every float to bring the outputs back to the original's.
 
 Trained are the floats stored with the codes (scales of a grid, levels of a codebook, output scales of a trellis, sparse
-residuals) and the parameters without codes (norms, biases, and embedding and head unless quantized), by the KL divergence
-to the original (`loop.py`). Codes are fixed, so the checkpoint takes the same bytes; a trellis stores only signs on its
-input side, for which the norms make up at no cost: KL 0.301 at 2.028 bits where both scale vectors give 0.302 at 2.051
-(bench-32m). Every `eval_every` steps the KL on the validation windows is measured, and the best values are restored at
-the end: there the finetuned model is never worse than the one it started from.
+residuals), those of embedding and head too where they are quantized, and the parameters without codes (norms, biases, and
+else embedding and head), by the KL divergence to the original (`loop.py`). Codes are fixed, so the checkpoint takes the
+same bytes; a trellis stores only signs on its input side, for which the norms make up at no cost: KL 0.301 at 2.028 bits
+where both scale vectors give 0.302 at 2.051 (bench-32m). Every `eval_every` steps the KL on the validation windows is
+measured, and the best values are restored at the end: there the finetuned model is never worse than the one it started from.
 
 This is the end-to-end tuning of AQLM and QTIP (Egiazarian et al. 2024, arXiv 2401.06118; Tseng et al. 2024, arXiv
 2406.11235), reduced to what a short run on little text allows.
@@ -18,42 +18,65 @@ from jaxtyping import Int64
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from requant.allocation.embedding_and_head import QuantizedEmbeddingAndHead
 from requant.checkpoint.save import disk_dtype
 from requant.errors import RecipeError
 from requant.finetune.loop import (
+    EMBEDDING_LR,
     learning_rate,
     params_without_codes,
+    reparametrized_tables,
     reparametrized_weights,
     single_precision,
     train,
     trainable_tensors,
 )
+from requant.finetune.step import TrainableTensor
 from requant.finetune.teacher import Teacher
 from requant.formats.quantized_weight import trainable_params, with_trainable_params
 from requant.recipe.schema import Finetune
 from requant.run.context import RunContext, Weights
 
 
-def finetune(run: RunContext, weights: Weights, settings: Finetune) -> Weights:
-    """The weights with finetuned floats; the parameters without codes go into `run.finetuned_params`.
+def finetune(
+    run: RunContext,
+    weights: Weights,
+    settings: Finetune,
+    embedding_and_head: QuantizedEmbeddingAndHead | None = None,
+) -> Weights:
+    """The weights with finetuned floats, those of embedding and head among them where they are given.
 
-    The model is left at the originals. Raises RecipeError for fewer than two calibration windows.
+    The parameters without codes go into `run.finetuned_params`. The model is left at the originals. Raises RecipeError for
+    fewer than two calibration windows.
     """
+    tables = {} if embedding_and_head is None else embedding_and_head.weights
     train_windows, val_windows = split_windows(run, settings)
     teacher = Teacher(original_model(run), train_windows)
     run.apply_quantized_weights(weights)
     trainable = {name: trainable_params(weight) for name, weight in weights.items()}
-    other_params = params_without_codes(run)
+    table_params = {name: trainable_params(table) for name, table in tables.items()}
+    other_params = params_without_codes(run, tables)
     before = {name: run.original_param(name, p) for name, p in other_params.items()}
     with single_precision(run.model):
-        trainables = trainable_tensors(
-            trainable, (), list(other_params.values()), learning_rate(run, settings)
-        )
+        lr = learning_rate(run, settings)
+        trainables = trainable_tensors(trainable, (), list(other_params.values()), lr)
+        trainables += [
+            TrainableTensor(tensor=value, lr=lr * EMBEDDING_LR)
+            for params in table_params.values()
+            for value in params.values()
+        ]
         derived = reparametrized_weights(run, weights, trainable)
+        if embedding_and_head is not None:
+            derived += reparametrized_tables(embedding_and_head, table_params)
         train(run, teacher, trainables, derived, settings, label="finetune", val_windows=val_windows)
     save_finetuned_params(run, before)
     run.apply_original_weights()
-    return {name: with_trainable_params(weight, trainable[name]) for name, weight in weights.items()}
+    if embedding_and_head is not None:
+        embedding_and_head.apply_weights(quantized=False)
+    params = trainable | table_params
+    return {
+        name: with_trainable_params(weight, params[name]) for name, weight in {**weights, **tables}.items()
+    }
 
 
 def original_model(run: RunContext) -> PreTrainedModel:

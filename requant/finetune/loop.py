@@ -3,16 +3,16 @@
     minimize   mean_t KL( p_original(. | x_<t) || p(. | x_<t) )
 
 Three kinds of tensors are trained: the floats stored with the codes of quantized matrices (`trainable_params` of
-`formats/contract.py`), the weights of matrices that are not quantized yet, and the parameters without codes, which are
-stored in 16 bits in any case: norms, biases, embedding, head. The optimizer is Adam (0.9, 0.95) with each tensor's
-learning rate in units of its root mean square, ten steps of warm-up, then a cosine to zero. The errors to correct are
-those of the codes, which halve with every bit, so the learning rate does too (`learning_rate`): at 4 bits a third of the
-rate of 2 bits gives KL 0.0205, the same rate 0.0225, and codes alone have 0.0229 (bench-32m). Parameters are float32
-during training; on a GPU matrix products run in bfloat16 and blocks are compiled (`compile_blocks.py`).
+`formats/contract.py`), the weights of matrices that are not quantized yet, and the parameters without codes: norms,
+biases, and embedding and head until they are quantized. The optimizer is Adam (0.9, 0.95) with each tensor's learning
+rate in units of its root mean square, ten steps of warm-up, then a cosine to zero. The errors to correct are those of the
+codes, which halve with every bit, so the learning rate does too (`learning_rate`): at 4 bits a third of the rate of 2 bits
+gives KL 0.0205, the same rate 0.0225, and codes alone have 0.0229 (bench-32m). Parameters are float32 during training; on
+a GPU matrix products run in bfloat16 and blocks are compiled (`compile_blocks.py`).
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from requant.allocation.embedding_and_head import embedding_and_head_of
+from requant.allocation.embedding_and_head import QuantizedEmbeddingAndHead, embedding_and_head_of
 from requant.calibration.passes import batches, recomputed_blocks
 from requant.finetune.compile_blocks import Divergence, fused, kl
 from requant.finetune.step import (
@@ -68,18 +68,13 @@ def learning_rate(run: RunContext, settings: Finetune) -> float:
     return settings.lr * 2 ** (2 - bits)
 
 
-def params_without_codes(run: RunContext) -> dict[str, nn.Parameter]:
-    """Name -> parameter that is stored in 16 bits: norms, biases, routers, and embedding and head unless quantized.
+def params_without_codes(run: RunContext, quantized: Collection[str] = ()) -> dict[str, nn.Parameter]:
+    """Name -> parameter without codes: norms, biases, routers, and embedding and head unless among `quantized`.
 
     Matrices that the recipe skips are not trained.
     """
-    allocation = run.allocation
-    bits = {"embedding": 16, "head": 16}
-    if allocation is not None:
-        bits = {"embedding": allocation.embedding_bits, "head": allocation.head_bits}
-    tables = {
-        id(part.weight) for role, part in embedding_and_head_of(run.model).parts.items() if bits[role] == 16
-    }
+    parts = embedding_and_head_of(run.model).parts.values()
+    tables = {id(part.weight) for part in parts if part.name not in quantized}
     tables |= set(map(id, routers(run.model).values()))
     return {name: p for name, p in run.model.named_parameters() if p.dim() < 2 or id(p) in tables}
 
@@ -169,6 +164,18 @@ def reparametrized_weights(
         return ReparametrizedWeight(parameter=target.parameter, value=lambda: target.oriented(floats(params)))
 
     return [derive(target) for target in run.targets if target.name in weights]
+
+
+def reparametrized_tables(
+    tables: QuantizedEmbeddingAndHead, trainable: Mapping[str, TrainableParams]
+) -> list[ReparametrizedWeight]:
+    """Embedding and head where they are quantized: each parameter as a function of its trainable floats."""
+
+    def derive(name: str, parameter: nn.Parameter) -> ReparametrizedWeight:
+        floats, params = weight_function(tables.weights[name]), trainable[name]
+        return ReparametrizedWeight(parameter=parameter, value=lambda: floats(params))
+
+    return [derive(name, parameter) for name, parameter in tables.parameters.items()]
 
 
 def kl_sum(

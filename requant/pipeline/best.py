@@ -5,6 +5,7 @@
         quantize its matrices, each at the bits that the budget gives it (allocation/budget.py)
         train all that is not code to match the original's outputs (finetune/loop.py): the matrices that are not
             quantized yet, scales and levels of those that are, norms, biases, embedding, head
+    quantize embedding and head (allocation/embedding_and_head.py)
     train once more with all codes fixed (finetune/final.py)
 
 On bench-32m at 2.03 bits (KL to the original, nats): codes alone 0.415; the same codes and trained scales 0.343; rounds

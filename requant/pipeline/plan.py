@@ -53,6 +53,7 @@ class Plan:
     bits_per_weight: float
     bytes_before: int
     bytes_after: int
+    whole_bits_per_weight: float  # of the weight files
     peak_memory: int
     seconds: float
     allocation: Allocation | None = None  # of a budget
@@ -68,7 +69,7 @@ class Plan:
             f"scored on       {self.scored_on}",
             f"matrices        {sum(self.matrices.values())} ({kinds})",
             f"weights         {self.weights:,}",
-            f"bits per weight {self.bits_per_weight:.3f}",
+            f"bits per weight {self.bits_per_weight:.3f} of the matrices, {self.whole_bits_per_weight:.3f} of the file",
             f"bytes           {self.bytes_before:,} -> {self.bytes_after:,}",
             f"peak memory     about {self.peak_memory / 2**30:.2f} GiB",
             f"time            about {format_seconds(self.seconds)}",
@@ -119,6 +120,7 @@ def make_plan(prepared: Prepared, recipe: Recipe, *, quiet: bool = True) -> Plan
     per_weight = _source_bytes_per_weight(prepared, model_bytes)
     saved = embedding_and_head_savings(prepared.model, prepared.source, allocation)
     stored = sum(target.size for target in targets) * per_weight + saved
+    bytes_after = round(model_bytes - stored + parts)
     kinds: dict[str, int] = {}
     widths: dict[str, dict[int | float, int]] = {}
     for target in targets:
@@ -135,7 +137,8 @@ def make_plan(prepared: Prepared, recipe: Recipe, *, quiet: bool = True) -> Plan
         weights=weights,
         bits_per_weight=8 * parts / weights,
         bytes_before=model_bytes,
-        bytes_after=round(model_bytes - stored + parts),
+        bytes_after=bytes_after,
+        whole_bits_per_weight=8 * bytes_after / sum(p.numel() for p in prepared.model.parameters()),
         peak_memory=_peak_memory(prepared, recipe),
         seconds=expected_seconds(prepared, recipe),
         allocation=None if allocation.budget is None else allocation,

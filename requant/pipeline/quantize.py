@@ -12,6 +12,7 @@ The checkpoint and its report are written by `requant.save` (report/save.py).
 """
 
 import copy
+import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -151,9 +152,9 @@ def quantize(
     run = with_allocation(run, allocate_bits(run))
     weights = MODES[recipe.mode](run)
     run.statistics.clear()
-    if recipe.finetune.steps and recipe.mode != "sparse":
-        weights = finetuned(run, weights)
     embedding_and_head = quantize_embedding_and_head(run)
+    if recipe.finetune.steps and recipe.mode != "sparse":
+        weights, embedding_and_head = finetuned(run, weights, embedding_and_head)
     diagnosis = diagnose(
         run,
         weights,
@@ -211,14 +212,17 @@ def _warn_of_a_slow_run(prepared: Prepared, recipe: Recipe) -> None:
         )
 
 
-def finetuned(run: RunContext, weights: Weights) -> Weights:
-    """The weights after the last finetuning phase, from the workspace where an earlier run finished it."""
-    result = load_stage(run, "finetuned")
+def finetuned(
+    run: RunContext, weights: Weights, embedding_and_head: QuantizedEmbeddingAndHead
+) -> tuple[Weights, QuantizedEmbeddingAndHead]:
+    """Both after the last finetuning phase, from the workspace where an earlier run finished it."""
+    result = load_stage(run, "finetuned", embedding_and_head.parameters)
     if result is None:
         with run.stage("finetuning"):
-            result = finetune(run, weights, run.recipe.finetune)
+            result = finetune(run, weights, run.recipe.finetune, embedding_and_head)
         save_stage(run, "finetuned", result)
-    return result
+    tables = {name: result.pop(name) for name in embedding_and_head.weights}
+    return result, dataclasses.replace(embedding_and_head, weights=tables)
 
 
 def evaluate(

@@ -9,9 +9,11 @@ from requant.errors import RecipeError
 from requant.quantizers.registry import METHODS, PRUNING_METHODS, find_method
 from requant.recipe.schema import Calibration, Detach, Evaluation, Finetune, Mode, Recipe
 
-# On a GPU mode `best` over trellis codes; elsewhere ReQuant as published over `lut`, which a CPU can run in minutes.
+# On a GPU mode `best` over trellis codes; elsewhere ReQuant as published over `lut`, which a CPU can run in minutes, down
+# to LUT_BITS: its levels and residuals come on top of codes of 2 bits, 0.36 bits in matrices of 256 columns.
 GPU_MODE: Mode = "best"
 CPU_MODE: Mode = "paper"
+LUT_BITS = 2.4
 METHOD_OF_MODE = {"best": "trellis", "paper": "lut", "dense": "lut"}
 # Steps of a phase of mode `best` on a GPU: four phases take 35 s on a model of 32 M parameters, 9 minutes on one of 1 B.
 FINETUNE_STEPS = 450
@@ -23,16 +25,25 @@ DEMO_CALIBRATION = Calibration(num_samples=16, seq_len=512)
 DEMO_EVALUATION = Evaluation(context=512, windows=32)
 
 
-def default_recipe(model: str, method: str | None, mode: str | None = None, *, gpu: bool = False) -> Recipe:
+def default_recipe(
+    model: str,
+    method: str | None,
+    mode: str | None = None,
+    *,
+    gpu: bool = False,
+    bits: float | None = None,
+) -> Recipe:
     """The recipe that `--bits` alone runs, with the method's own options and its published sparse part.
 
     Args:
-        method, mode: None for the default of the machine and of the mode.
+        method, mode: None for the default of the machine, of the mode and of the budget.
         gpu: whether the run will have one.
+        bits: the budget, bits a weight.
 
     Raises RecipeError for an unknown method.
     """
-    mode = mode or (GPU_MODE if gpu else CPU_MODE)
+    trellis_only = bits is not None and bits < LUT_BITS and method is None
+    mode = mode or (GPU_MODE if gpu or trellis_only else CPU_MODE)
     name = method or METHOD_OF_MODE.get(mode, METHOD_OF_MODE[CPU_MODE])  # an unknown mode is refused later
     find_method(name)  # refuses what is none
     if name not in METHODS:

@@ -29,7 +29,8 @@ UNITS = {"": 1, "b": 1} | {
 class Options(TypedDict, total=False):
     """What may be said beside a recipe; None, or nothing, leaves what the recipe says."""
 
-    bits: int | float | str | None  # of a code, or a budget (`_set_bits`)
+    bits: int | float | str | None  # a weight, everything stored for the matrices counted
+    code_bits: int | float | str | None  # of every code
     size: int | str | None  # bytes of the weight files: 600_000_000, "600MB"
     target: str | None  # --for: a program that must read the export of the result (`readers.py`)
     method: str | None
@@ -95,24 +96,29 @@ def recipe_from_options(
     if program is not None:
         given = settings_for(program, given)
     method, mode = given.get("method"), given.get("mode")
+    sizes = [name for name in ("bits", "code_bits", "size") if name in given]
+    bits = parse_bits(given["bits"]) if "bits" in given else None
     if recipe is None:
-        if "bits" not in given and "size" not in given:
+        if not sizes:
             raise RecipeError("say how many bits: --bits 1 to 8, or --size, or name a --recipe.")
-        base = to_dict(default_recipe(model or "demo", method, mode, gpu=gpu))
+        base = to_dict(default_recipe(model or "demo", method, mode, gpu=gpu, bits=bits))
     else:
         base = to_dict(_as_recipe(recipe))
-    if "bits" in given and "size" in given:
-        raise RecipeError("--bits and --size are two budgets; give one of them.")
+    if len(sizes) > 1:
+        raise RecipeError("--bits, --code-bits and --size exclude one another; give one of them.")
     if method is not None and method != base["method"]:
-        base |= {"method": method, "quantizer": {"bits": base["quantizer"]["bits"]}}
+        budget = base["budget"]["bits"] or base["budget"]["size"]  # which decides the bits of a code
+        base |= {"method": method, "quantizer": {} if budget else {"bits": base["quantizer"]["bits"]}}
     if model is not None:
         base["model"] = model
     if mode is not None:
         base["mode"] = mode
-    if "bits" in given:
-        _set_bits(base, parse_bits(given["bits"]))
-    if "size" in given:
-        base["budget"] |= {"bits": None, "size": parse_size(given["size"])}
+    if sizes:  # one replaces what the recipe says by another
+        size = parse_size(given["size"]) if "size" in given else None
+        base["budget"] |= {"bits": bits, "size": size}
+    if "code_bits" in given:
+        code_bits = parse_bits(given["code_bits"], option="--code-bits")
+        base["quantizer"]["bits"] = int(code_bits) if code_bits.is_integer() else code_bits
     if "sensitivity" in given and base["mode"] == "best":
         logger.warning(
             "--sensitivity ranks the sparse part, which mode best does not have; give --mode paper."
@@ -187,14 +193,14 @@ def _set(base: dict[str, Any], key: str, value: Any, *, option: str) -> None:
     (base[section] if section else base)[name] = value
 
 
-def parse_bits(bits: int | float | str) -> float:
-    """`--bits` as a number from 1 to 8."""
+def parse_bits(bits: int | float | str, *, option: str = "--bits") -> float:
+    """`--bits` or `--code-bits` as a number from 1 to 8."""
     try:
         value = float(bits)
     except ValueError:
-        raise RecipeError(f"--bits {bits} is no number; give 1 to 8, like 3 or 2.25.") from None
+        raise RecipeError(f"{option} {bits} is no number; give 1 to 8, like 3 or 2.25.") from None
     if not 1 <= value <= 8:  # so neither is NaN
-        raise RecipeError(f"--bits {bits} is out of range; give 1 to 8, like 3 or 2.25.")
+        raise RecipeError(f"{option} {bits} is out of range; give 1 to 8, like 3 or 2.25.")
     return value
 
 
@@ -214,29 +220,20 @@ def parse_size(size: int | str) -> int:
     return value
 
 
-def _set_bits(base: dict[str, Any], bits: float) -> None:
-    """A whole number is the width of every code; a fraction (in mode `best` any number) is a budget of all bytes."""
-    is_budget = base["mode"] == "best" or not bits.is_integer()
-    base["budget"] |= {"bits": bits if is_budget else None, "size": None}
-    width = int(bits)
-    if is_budget:  # the allocation decides; the config must still hold a width that the method takes
-        taken = METHODS[base["method"]].bits
-        width = min(max(round(bits), int(taken[0])), int(taken[-1]))
-    base["quantizer"]["bits"] = width
-
-
 def output_folder(recipe: Recipe) -> Path:
-    """`./MODEL-METHOD-BITSbit`, or `./MODEL-METHOD-SIZE`."""
+    """`./MODEL-METHOD-BITSbit`, `./MODEL-METHOD-SIZE`, or `./MODEL-METHOD-BITSbit-codes`."""
     path = Path(recipe.model).expanduser()
     name = path.resolve().name or "model" if path.is_dir() else path.name  # `.` and `..` have names too
     return Path(f"{name}-{recipe.method}-{budget_name(recipe)}")
 
 
 def budget_name(recipe: Recipe) -> str:
-    """What was asked for, short: 2.25bit, 600MB."""
+    """What was asked for, short: 2.25bit, 600MB, and 4bit-codes where only the codes have 4 bits."""
     budget = recipe.budget
+    if budget.bits is not None:
+        return f"{budget.bits:g}bit"
     if budget.size is None:
-        return f"{recipe.quantizer.bits if budget.bits is None else budget.bits:g}bit"
+        return f"{recipe.quantizer.bits:g}bit-codes"
     unit = next(name for name in ("GB", "MB", "KB", "B") if budget.size >= UNITS[name.lower()])
     return f"{budget.size / UNITS[unit.lower()]:.6g}{unit}"
 

@@ -58,4 +58,4 @@ def check_reader(name: str, recipe: Recipe) -> None:
     if recipe.mode != "dense":
         raise RecipeError(f"--for {name} takes mode dense, not '{recipe.mode}': it reads no sparse part.")
     if recipe.budget.bits is not None or recipe.budget.size is not None:
-        raise RecipeError(f"--for {name} takes one whole number of --bits for all codes, no budget.")
+        raise RecipeError(f"--for {name} takes --code-bits, one width for all matrices, no budget.")

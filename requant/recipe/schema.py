@@ -13,7 +13,7 @@ from requant.quantizers.registry import METHODS, PRUNING_METHODS, find_method
 Mode = Literal["best", "paper", "dense", "sparse"]
 Score = Literal["pqi", "hessian", "gradient", "marginal"]
 Predictor = Literal["curvature", "measured", "pqi"]
-EmbeddingBits = Literal[4, 5, 6, 8, 16]
+EmbeddingBits = Literal[3, 4, 5, 6, 7, 8, 16]
 Nodes = Literal["gauss2", "gauss4", "midpoint", "simpson", "plain32"]
 
 
@@ -134,13 +134,13 @@ class Recovery:
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """A budget of stored bytes; without `bits` and `size` every matrix takes the quantizer's own bits.
+    """A budget of stored bytes; without `bits` and `size` every code has `quantizer.bits`, and the rest comes on top.
 
-    Embedding and head are quantized to grids.
+    With one, the allocation chooses the bits of every code. Embedding and head are quantized to grids.
     """
 
     bits: float | None = None
-    """All bytes stored for the quantized matrices, in bits a weight."""
+    """`--bits`: what all bytes stored for the quantized matrices may come to, in bits a weight; in every mode."""
     size: int | None = None
     """All bytes of the weight files."""
     predictor: Predictor = "curvature"
@@ -150,7 +150,7 @@ class Budget:
     outliers: bool = True
     """Whether, in mode `best`, a codebook may store the weights that its levels represent worst as floats."""
     head_bits: EmbeddingBits | None = None
-    """Bits of the head; none: not quantized with `bits`, chosen by the allocation with `size`."""
+    """Bits of the head; none: with `bits` the fewest that add 1 % to the loss, with `size` the best split, else 16."""
     embedding_bits: EmbeddingBits | None = None
     """Bits of the embedding; one tensor with the head where they are tied."""
 

@@ -112,6 +112,8 @@ def _coerce(kind: Any, value: Any, where: str) -> Any:
     if origin in (types.UnionType, typing.Union):
         if value is None and type(None) in args:
             return None
+        if type(value) in args:  # of int | float
+            return value
         inner = next(arg for arg in args if arg is not type(None))
         return _coerce(inner, value, where)
     if origin is tuple:

@@ -89,7 +89,8 @@ class RunSummary:
     method: str
     mode: str
     bits: int | float  # as requested
-    bits_per_weight: float  # all bytes of what was quantized, over its weights
+    bits_per_weight: float  # all bytes of the quantized matrices, over their weights
+    whole_bits_per_weight: float  # all bytes of the weight files, over all weights
     bytes_before: int  # weight files of the model, and of the checkpoint
     bytes_after: int
     sizes: Mapping[str, int]  # part (codes, scales, ..., embedding, head) -> bytes

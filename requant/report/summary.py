@@ -47,6 +47,7 @@ def run_summary(result: QuantizedModel, output: Path) -> RunSummary:
         mode=result.recipe.mode,
         bits=_target_bits(result, 8 * sum(matrix.bytes for matrix in stored.values()) / weights),
         bits_per_weight=8 * sum(matrix.bytes for matrix in stored.values()) / weights,
+        whole_bits_per_weight=8 * written / sum(p.numel() for p in result.model.parameters()),
         budget=spent,
         bytes_before=before,
         bytes_after=written,
@@ -111,6 +112,7 @@ def result_numbers(result: QuantizedModel, output: Path) -> dict[str, Any]:
         "p99_kl": after.p99_kl,
         "top1_agreement": after.top1_agreement,
         "bits_per_weight": {"before": source_bits, "after": table.bits_per_weight},
+        "whole_bits_per_weight": {"before": source_bits, "after": table.whole_bits_per_weight},
         "bits_per_weight_of": {
             name: {"before": source_bits, "after": part.bits_per_weight}
             for name, part in table.embedding_and_head.items()
@@ -140,16 +142,18 @@ def _budget_numbers(summary: RunSummary, budget: BudgetSummary) -> dict[str, Any
 def result_rows(numbers: Mapping[str, Any]) -> list[dict[str, object]]:
     """The closing table, from `result_numbers`: a row a quantity, for the original and the quantized model."""
     perplexity, bits, size = numbers["perplexity"], numbers["bits_per_weight"], numbers["bytes"]
+    whole = numbers["whole_bits_per_weight"]
     scored = numbers["scored_on"]
     rows: list[tuple[str, object, object]] = [
         ("perplexity", f"{perplexity['before']:.3f}", f"{perplexity['after']:.3f}"),
         ("KL to the original, nats", "0", f"{numbers['mean_kl']:.4f}"),
         ("top-1 agreement", "1", f"{numbers['top1_agreement']:.4f}"),
-        ("bits per quantized weight", f"{bits['before']}", f"{bits['after']:.3f}"),
+        ("bits per weight, matrices", f"{bits['before']}", f"{bits['after']:.3f}"),
         *(
-            (f"bits per weight of {name}", f"{part['before']}", f"{part['after']:.3f}")
+            (f"bits per weight, {name}", f"{part['before']}", f"{part['after']:.3f}")
             for name, part in numbers["bits_per_weight_of"].items()
         ),
+        ("bits per weight, whole file", f"{whole['before']}", f"{whole['after']:.3f}"),
         ("weight files", format_bytes(size["before"]), format_bytes(size["after"])),
         *_budget_rows(numbers["budget"]),
         ("peak memory", "", format_bytes(numbers["peak_memory"])),

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from requant.calibration.passes import mean_loss
-from requant.calibration.stats import LinearStats
+from requant.calibration.stats import Curvature, LinearStats
 from requant.formats.quantized_weight import QuantizedWeight
 from requant.models.targets import QuantTarget
 from requant.recipe.schema import Recipe
@@ -53,7 +53,7 @@ class Allocation:
 
 @dataclass(frozen=True, kw_only=True)
 class RunContext:
-    """What every stage needs; `finetuned_params`, `statistics`, `seconds` and `flip_rates` fill up as the run goes."""
+    """What every stage needs; its dicts and `flip_rates` fill up as the run goes."""
 
     model: PreTrainedModel
     targets: Sequence[QuantTarget]
@@ -76,6 +76,7 @@ class RunContext:
     # name -> (original, finetuned) of parameters without codes
     finetuned_params: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     statistics: dict[str, LinearStats] = field(default_factory=dict)
+    curvature: dict[str, list[Curvature]] = field(default_factory=dict)  # of embedding and head
     seconds: dict[str, float] = field(default_factory=dict)  # stage -> wall time
     # share of the 2:4 masks that each update during training moved
     flip_rates: list[float] = field(default_factory=list)

@@ -44,7 +44,10 @@ def quantize_linears(
     method = find_method(run.recipe.method)
     sequential = run.recipe.calibration.inputs != "original" and bool(method.needs & INPUT_STATISTICS)
     keys = _keys(run, detached, sequential=sequential)
-    found = {target.name: load_weight(run, "linear", keys[target.name], target) for target in run.targets}
+    found = {
+        target.name: load_weight(run, "linear", keys[target.name], target.name, target.parameter.device)
+        for target in run.targets
+    }
     done: Weights = {name: weight for name, weight in found.items() if weight is not None}
     pending = [target for target in run.targets if target.name not in done]
     bar = tqdm(total=len(pending), desc=label, unit="matrix", disable=run.quiet or not pending)

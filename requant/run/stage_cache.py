@@ -3,20 +3,26 @@
 A stage that finetunes also changes parameters without codes (norms, biases, embeddings); those are saved with it.
 """
 
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
 from requant.formats.packed_spec import PackedSpec
 from requant.formats.quantized_weight import QuantizedWeight, pack, unpack
-from requant.models.targets import QuantTarget
 from requant.run.context import RunContext, Weights, recipe_sections
 from requant.run.workspace import digest
 
 
-def load_weight(run: RunContext, stage: str, key: str, target: QuantTarget) -> QuantizedWeight | None:
-    """A matrix that a finished stage left, on the model's device; None where it left none."""
+def load_weight(
+    run: RunContext, stage: str, key: str, name: str, device: torch.device
+) -> QuantizedWeight | None:
+    """A matrix that a finished stage left; None where it left none."""
     stored = run.workspace.get(stage, key)
     if stored is None:
         return None
-    spec = PackedSpec.from_json(target.name, stored.value)
-    return unpack(spec, stored.tensors).to(target.parameter.device)
+    spec = PackedSpec.from_json(name, stored.value)
+    return unpack(spec, stored.tensors).to(device)
 
 
 def save_weight(run: RunContext, stage: str, key: str, weight: QuantizedWeight) -> None:
@@ -26,11 +32,18 @@ def save_weight(run: RunContext, stage: str, key: str, weight: QuantizedWeight) 
         run.workspace.put(stage, key, tensors=tensors, value=spec.to_json())
 
 
-def load_stage(run: RunContext, stage: str) -> Weights | None:
-    """All weights of a finished stage, None where it did not finish; its finetuned parameters go into the run."""
-    keys = _stage_keys(run, stage)
+def load_stage(run: RunContext, stage: str, tables: Mapping[str, Tensor] | None = None) -> Weights | None:
+    """The weights of a finished stage, None where it did not finish; its finetuned parameters go into the run.
+
+    `tables`: name -> parameter of embedding and head, where the stage has them beside the matrices.
+    """
+    parameters = {target.name: target.parameter for target in run.targets} | {**(tables or {})}
+    keys = _stage_keys(run, stage, parameters)
     finetuned = run.workspace.get("finetuned-params", keys[""])
-    found = {target.name: load_weight(run, stage, keys[target.name], target) for target in run.targets}
+    found = {
+        name: load_weight(run, stage, keys[name], name, parameter.device)
+        for name, parameter in parameters.items()
+    }
     weights = {name: weight for name, weight in found.items() if weight is not None}
     if finetuned is None or len(weights) < len(found):
         return None
@@ -40,8 +53,8 @@ def load_stage(run: RunContext, stage: str) -> Weights | None:
 
 
 def save_stage(run: RunContext, stage: str, weights: Weights) -> None:
-    """Keep all weights of a stage, and the run's finetuned parameters, for a run that resumes."""
-    keys = _stage_keys(run, stage)
+    """Keep the weights of a stage, and the run's finetuned parameters, for a run that resumes."""
+    keys = _stage_keys(run, stage, weights)
     for name, weight in weights.items():
         save_weight(run, stage, keys[name], weight)
     tensors = {
@@ -69,7 +82,7 @@ def stage_key(run: RunContext, stage: str) -> str:
     return digest(run.fingerprint, recipe_sections(run.recipe, *sections), run.train_windows, stage)
 
 
-def _stage_keys(run: RunContext, stage: str) -> dict[str, str]:
+def _stage_keys(run: RunContext, stage: str, names: Iterable[str]) -> dict[str, str]:
     """Matrix -> its key, and under the empty name the key of the finetuned parameters."""
     base = stage_key(run, stage)
-    return {name: digest(base, name) for name in ("", *(target.name for target in run.targets))}
+    return {name: digest(base, name) for name in ("", *names)}

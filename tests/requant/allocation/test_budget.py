@@ -9,7 +9,14 @@ import torch
 from safetensors.torch import load_file
 
 import requant
-from requant.allocation.budget import allocate_bits, available_bits, packed_spec, target_bits, with_allocation
+from requant.allocation.budget import (
+    EMBEDDING_AND_HEAD_LOSS,
+    allocate_bits,
+    available_bits,
+    packed_spec,
+    with_allocation,
+)
+from requant.allocation.embedding_and_head import WIDTHS, embedding_and_head_losses, embedding_and_head_of
 from requant.allocation.knapsack import TOLERANCE
 from requant.checkpoint.sizes import byte_table
 from requant.errors import RecipeError
@@ -55,10 +62,13 @@ def matrix_bytes(checkpoint: Path) -> tuple[int, int]:
     return stored, sum(matrix.weights for matrix in table.matrices.values())
 
 
-@pytest.mark.parametrize(("method", "bits"), [("rtn", "3.3"), ("gptq", "2.9"), ("kmeans", "6.1")])
-def test_bits_are_kept_to_the_byte(cli, tiny_folder, tiny_text_file: Path, method: str, bits: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "bits", "mode"),
+    [("rtn", "3.3", "dense"), ("gptq", "3", "dense"), ("hqq", "4", "best"), ("kmeans", "6.1", "paper")],
+)
+def test_bits_are_kept_to_the_byte(cli, tiny_folder, tiny_text_file: Path, method, bits, mode) -> None:
     code, out, error = cli(
-        "quantize", "--model", tiny_folder("llama"), "--bits", bits, "--method", method, "--mode", "dense",
+        "quantize", "--model", tiny_folder("llama"), "--bits", bits, "--method", method, "--mode", mode,
         "--calibration", tiny_text_file, "--output", "out", *TINY
     )  # fmt: skip
     assert code == 0, error
@@ -82,9 +92,10 @@ def test_a_size_is_kept_to_the_byte(cli, tiny_folder, tiny_text_file: Path, name
     assert f"{size:,}" in out and f"{found:,} (" in out
 
 
-def test_mode_best_promises_whole_numbers_too(tiny_folder, tiny_text_file: Path, tmp_path: Path) -> None:
-    """With what is learned beside the codes, and an embedding of 6 bits, which then does not learn."""
-    recipe = recipe_of(mode="best", finetune=Finetune(steps=2, train_windows=8), budget=Budget(head_bits=6))
+def test_mode_best_keeps_it_with_what_is_learned(tiny_folder, tiny_text_file: Path, tmp_path: Path) -> None:
+    """Beside the codes, and in an embedding of 6 bits."""
+    budget = Budget(bits=4.0, head_bits=6)
+    recipe = recipe_of(mode="best", finetune=Finetune(steps=2, train_windows=8), budget=budget)
     result = requant.quantize(str(tiny_folder("llama-tied")), recipe, tiny_text_file)
     table = byte_table(requant.save(result, tmp_path / "out"))
     assert (1 - TOLERANCE) * 4 <= table.bits_per_weight <= 4
@@ -141,7 +152,28 @@ def test_no_budget_is_the_recipes_width(tiny_folder, tiny_text_file: Path) -> No
     found = allocate_bits(run)
     assert set(found.bits.values()) == {4} and found.budget is None and found.predicted is None
     assert with_allocation(run, found).fingerprint == run.fingerprint  # results of earlier runs stay valid
-    assert target_bits(recipe_of()) is None and target_bits(recipe_of(budget=Budget(bits=2.0))) == 2.0
+    assert found.embedding_bits == found.head_bits == 16
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied"])
+@pytest.mark.parametrize("bits", [3.0, 4.0])
+def test_embedding_and_head_have_the_fewest_bits_that_add_little(
+    tiny_folder, tiny_text_file: Path, name: str, bits: float
+) -> None:
+    run = started(tiny_folder(name), tiny_text_file, recipe_of(budget=Budget(bits=bits)))
+    found = allocate_bits(run)
+    assert found.bytes <= bits * run.total_weights / 8  # theirs come on top
+    kept = allocate_bits(
+        dataclasses.replace(run, recipe=recipe_of(budget=Budget(bits=bits, head_bits=16, embedding_bits=16)))
+    )
+    parts = embedding_and_head_of(run.model)
+    losses = embedding_and_head_losses(run, parts, dict.fromkeys(parts.parts, WIDTHS))
+    limit = EMBEDDING_AND_HEAD_LOSS * kept.predicted / len(losses)
+    chosen = {"embedding": found.embedding_bits, "head": found.head_bits}
+    for role, of in losses.items():
+        assert of[chosen[role]] <= limit and all(of[b] > limit for b in WIDTHS if b < chosen[role])
+    added = sum(of[chosen[role]] for role, of in losses.items())
+    assert found.predicted == pytest.approx(kept.predicted + added) and added > 0
 
 
 def test_an_allocation_is_made_once(tiny_folder, tiny_text_file: Path) -> None:
@@ -168,8 +200,14 @@ def test_what_cannot_be_reached(tiny_folder, tiny_text_file: Path) -> None:
         with pytest.raises(RecipeError, match=message):
             allocate_bits(started(folder, tiny_text_file, recipe_of(budget=Budget(**budget))))
 
-    refuse(r"--bits 1.5 cannot be met: the smallest that method 'rtn' .* is 2\.\d+ bits a weight", bits=1.5)
-    refuse(r"--size 20,000 cannot be met: the smallest checkpoint .* has \d\d,\d\d\d bytes", size=20_000)
+    refuse(
+        r"--bits 2 cannot be met: the smallest that method 'rtn' .* is 2\.950 bits a weight, all stored bytes counted; "
+        r"give --bits 2\.95, or --method trellis, whose codes start at 1 bit",
+        bits=2.0,
+    )
+    refuse(
+        r"--size 20,000 cannot be met: the smallest checkpoint .* has \d\d,\d\d\d bytes; give", size=20_000
+    )
     refuse(
         r"--size 9,000,000 cannot be met: the largest checkpoint .* has \d\d\d,\d\d\d bytes", size=9_000_000
     )

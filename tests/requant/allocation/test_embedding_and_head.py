@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from requant.allocation.budget import uniform
 from requant.allocation.embedding_and_head import (
     WIDTHS,
     Curvature,
@@ -17,6 +18,7 @@ from requant.allocation.embedding_and_head import (
     embedding_and_head_of,
     embedding_and_head_spec,
     part_sizes,
+    quantize_embedding_and_head,
     quantize_table,
     table_loss,
 )
@@ -53,8 +55,8 @@ def run(tiny_folder, tiny_text_file: Path):
     return of
 
 
-@pytest.mark.parametrize("bits", [4, 5, 6, 8])
-def test_the_predicted_loss_is_that_of_the_codes(bits: int) -> None:
+@pytest.mark.parametrize("bits", [4, 5, 7, 8])
+def test_the_predicted_loss_is_that_of_the_codes(run, bits: int) -> None:
     weight, use = table()
     found = quantize_table(weight, [use], bits=bits)
     error = found.dequantize() - weight
@@ -65,9 +67,8 @@ def test_the_predicted_loss_is_that_of_the_codes(bits: int) -> None:
         tied=False,
         head=None,
     )
-    foretold = embedding_and_head_losses(embedding_and_head, {"embedding": [use]}, {"embedding": WIDTHS})[
-        "embedding"
-    ]
+    context = dataclasses.replace(run("llama"), curvature={"embedding": [use]})
+    foretold = embedding_and_head_losses(context, embedding_and_head, {"embedding": WIDTHS})["embedding"]
     assert foretold[bits] == pytest.approx(loss, rel=0.25) and foretold[16] == 0
 
 
@@ -177,6 +178,7 @@ def test_sizes(tiny_folder, run) -> None:
 def test_what_may_be_chosen(run) -> None:
     untied, tied = (embedding_and_head_of(run(name).model) for name in ("llama", "llama-tied"))
     assert embedding_and_head_bits(Budget(), untied) == {"embedding": (16,), "head": (16,)}
+    assert embedding_and_head_bits(Budget(bits=3.0), untied) == {"embedding": WIDTHS, "head": WIDTHS}
     assert embedding_and_head_bits(Budget(size=5), untied) == {"embedding": WIDTHS, "head": WIDTHS}
     assert embedding_and_head_bits(Budget(size=5, head_bits=8), untied) == {"embedding": WIDTHS, "head": (8,)}
     assert embedding_and_head_bits(Budget(head_bits=8), tied) == {"embedding": (8,)}
@@ -202,3 +204,20 @@ def test_other_embeddings_stay_as_they_are(run) -> None:
         }
         with pytest.raises(ModelError, match=f"model.embed_tokens {why}.*give --head-bits 16"):
             embedding_and_head_bits(Budget(embedding_bits=8), embedding_and_head)
+
+
+def test_codes_of_trained_floats_take_their_place(run) -> None:
+    """What earlier rounds have learned is in the codes, and no longer among the parameters without codes."""
+    context = run("llama-tied")
+    part = embedding_and_head_of(context.model).parts["embedding"]
+    original = part.weight.detach().clone()
+    decided = uniform(context.recipe, context.targets, {"embedding": (6,)})
+    context = dataclasses.replace(context, allocation=decided)
+    context.finetuned_params[f"{part.name}.weight"] = (original, 1.5 * original)
+    context.finetuned_params["model.norm.weight"] = (torch.ones(64), torch.ones(64))
+    found = quantize_embedding_and_head(context)
+    assert list(context.finetuned_params) == ["model.norm.weight"]
+    found.apply_weights(quantized=True)
+    assert (part.weight - 1.5 * original).norm() < 0.05 * original.norm()
+    found.apply_weights(quantized=False)
+    assert torch.equal(part.weight, original)

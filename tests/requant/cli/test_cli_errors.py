@@ -58,9 +58,9 @@ def checkpoint(tiny_folder, tiny_text_file: Path, tmp_path_factory: pytest.TempP
         (("--bits", "0.5"), "--bits 0.5 is out of range; give 1 to 8, like 3 or 2.25."),
         (("--bits", "9"), "--bits 9 is out of range; give 1 to 8, like 3 or 2.25."),
         (("--size", "10XB"), "--size 10XB is no size; give a number of bytes"),
-        (("--bits", "3", "--size", "1MB"), "--bits and --size are two budgets"),
+        (("--bits", "3", "--size", "1MB"), "--bits, --code-bits and --size exclude one another"),
         (
-            ("--bits", "1.5", "--quiet"),
+            ("--bits", "1.5", "--method", "lut", "--quiet"),
             "--bits 1.5 cannot be met: the smallest that method 'lut' makes of this model is 2.",
         ),
         (
@@ -71,7 +71,7 @@ def checkpoint(tiny_folder, tiny_text_file: Path, tmp_path_factory: pytest.TempP
             ("--size", "1GB", "--quiet"),
             "--size 1,000,000,000 cannot be met: the largest checkpoint that method 'lut'",
         ),
-        (("--bits", "3", "--head-bits", "7"), "head_bits is '7'"),
+        (("--bits", "3", "--head-bits", "9"), "head_bits is '9'"),
         (("--bits", "x"), "--bits x is no number"),
         ((), "say how many bits"),
         (

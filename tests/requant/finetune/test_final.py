@@ -1,16 +1,21 @@
 """Tuning: theta stands for the same floats as the matrix, learns, and leaves codes and bytes alone."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
 
+from requant.allocation.budget import uniform
+from requant.allocation.embedding_and_head import quantize_embedding_and_head
+from requant.calibration.stats import LinearStats
 from requant.errors import RecipeError
 from requant.finetune.final import finetune
 from requant.finetune.loop import micro_batch_that_fits, reparametrized_weights
 from requant.formats.quantized_weight import trainable_params, weight_function, with_trainable_params
 from requant.pipeline.prepare import prepare, start
 from requant.quantizers.registry import METHODS
+from requant.quantizers.rtn import RtnConfig
 from requant.recipe.schema import Calibration, Evaluation, Finetune, Recipe
 from requant.run.context import RunContext
 from requant.run.quantize_linears import quantize_linears
@@ -104,6 +109,37 @@ def test_tuning_lowers_the_divergence_and_keeps_the_codes(tiny_folder, tiny_text
     for name, weight in tuned.items():
         assert torch.equal(weight.dense.codes, weights[name].dense.codes)
     assert not run.targets[0].parameter.requires_grad and run.targets[0].parameter.grad is None
+
+
+def test_scales_of_a_quantized_embedding_learn_too(tiny_folder, tiny_text_file):
+    settings = Finetune(steps=12, tokens_per_step=128, lr=3e-2, warmup_steps=2, val_windows=1, eval_every=4)
+    run, recipe = prepared_run(tiny_folder("llama-tied"), tiny_text_file, "rtn", settings)
+    run = dataclasses.replace(run, allocation=uniform(recipe, run.targets, {"embedding": (3,)}))
+    tables = quantize_embedding_and_head(run)
+    (name,) = tables.weights
+    exact = {
+        t.name: METHODS["rtn"].quantize(t.weight(), LinearStats(), RtnConfig(bits=8)) for t in run.targets
+    }
+    found = finetune(run, exact, settings, tables)
+    assert set(found) == {*exact, name} and torch.equal(
+        found[name].dense.codes, tables.weights[name].dense.codes
+    )
+    assert not torch.equal(found[name].dense.scales, tables.weights[name].dense.scales)
+    assert f"{name}.weight" not in run.finetuned_params and torch.equal(
+        tables.parameters[name].cpu(), tables.originals[name]
+    )
+
+    def distance(of):
+        run.apply_original_weights()
+        tables.apply_weights(quantized=False)
+        original = run.model(input_ids=run.windows).logits.log_softmax(-1)
+        run.apply_quantized_weights(exact)
+        dataclasses.replace(tables, weights={name: of[name]}).apply_weights(quantized=True)
+        return (original.exp() * (original - run.model(input_ids=run.windows).logits.log_softmax(-1))).sum()
+
+    learned = distance(found)
+    run.finetuned_params.clear()
+    assert learned < 0.97 * distance(tables.weights)
 
 
 def test_a_hopeless_rate_keeps_the_start(tiny_folder, tiny_text_file):

@@ -18,7 +18,8 @@ options = recipe_from_options
 
 def test_bits_alone() -> None:
     recipe = options(bits="3")
-    assert (recipe.model, recipe.method, recipe.quantizer.bits, recipe.mode) == ("demo", "lut", 3, "paper")
+    assert (recipe.model, recipe.method, recipe.mode) == ("demo", "lut", "paper")
+    assert recipe.budget == Budget(bits=3.0)
     assert recipe.calibration == Calibration(num_samples=16, seq_len=512)
     other = options(bits="3", model="llama-3.2-1b")
     assert other.calibration == Calibration() and other.evaluation == Evaluation()
@@ -31,7 +32,7 @@ def test_neither_bits_nor_recipe() -> None:
 
 def test_every_option_reaches_the_recipe() -> None:
     recipe = options(
-        bits="2", method="gptq", mode="dense", sensitivity="marginal", calibration=["a.txt", "b.txt"],
+        code_bits="2", method="gptq", mode="dense", sensitivity="marginal", calibration=["a.txt", "b.txt"],
         eval_text=["c.txt"], num_samples=3, seq_len=65, skip=["down_proj"], seed=9, nodes="gauss4", model="x/y",
     )  # fmt: skip
     assert recipe == Recipe(
@@ -68,7 +69,7 @@ def test_a_recipe_alone_is_taken_as_it_is(file: str) -> None:
 
 
 def test_options_override_a_recipe_and_leave_the_rest(file: str) -> None:
-    recipe = options(recipe=file, bits="4", num_samples=9)
+    recipe = options(recipe=file, code_bits="4", num_samples=9)
     assert recipe.quantizer == METHODS["gptq"].config(bits=4, damp=0.05)
     assert recipe.calibration == Calibration(text=("own.txt",), num_samples=9)
     assert (recipe.model, recipe.skip, recipe.seed) == ("some/model", ("o_proj",), 4)
@@ -80,7 +81,7 @@ def test_the_base_may_be_a_name_a_file_plain_data_or_a_recipe(file: str) -> None
     loaded = load_recipe(file)
     for base in (file, Path(file), loaded, to_dict(loaded)):
         assert options(base) == loaded
-        assert options(base, bits=2, model="demo").quantizer == METHODS["gptq"].config(bits=2, damp=0.05)
+        assert options(base, code_bits=2, model="demo").quantizer == METHODS["gptq"].config(bits=2, damp=0.05)
     assert options({"method": "rtn", "quantizer": {"bits": 3}}).quantizer.bits == 3
     with pytest.raises(
         RecipeError, match=r"'bits' is an option and no key of a recipe; give it as bits=\.\.\."
@@ -174,14 +175,34 @@ def test_other_sizes_are_refused(size: str) -> None:
         parse_size(size)
 
 
-def test_a_fraction_is_a_budget_and_a_whole_number_a_width() -> None:
-    whole, part = options(bits="3"), options(bits="2.25")
-    assert (whole.quantizer.bits, whole.budget) == (3, Budget())
-    assert (part.quantizer.bits, part.budget) == (2, Budget(bits=2.25))
-    assert options(bits="1.25").quantizer.bits == 2  # kmeans has no narrower one
-    assert options(bits="1.25", method="trellis").quantizer.bits == 1
-    assert options(size="600MB").budget == Budget(size=600_000_000)
-    assert options(bits="3", head_bits=6).budget == Budget(head_bits=6, embedding_bits=6)
+@pytest.mark.parametrize("gpu", [False, True])
+@pytest.mark.parametrize("mode", [None, "best", "paper", "dense"])
+@pytest.mark.parametrize("method", [None, "rtn", "kmeans", "trellis"])
+def test_bits_are_a_budget_everywhere_and_code_bits_are_those_of_a_code(gpu, mode, method) -> None:
+    where = {"gpu": gpu, "mode": mode, "method": method}
+    for bits in ("2", "3", "2.25"):
+        assert options(bits=bits, **where).budget == Budget(bits=float(bits))
+    codes = options(code_bits="3", **where)
+    assert (codes.quantizer.bits, codes.budget) == (3, Budget())
+    assert options(size="600MB", **where).budget == Budget(size=600_000_000)
+    given = options(bits="3", head_bits=6, **where).budget
+    assert given == Budget(bits=3.0, head_bits=6, embedding_bits=6)
+
+
+def test_code_bits_are_those_that_the_method_takes() -> None:
+    assert options(code_bits="2.25", method="trellis").quantizer.bits == 2.25
+    with pytest.raises(RecipeError, match=r"bits is 2.25; it takes a int"):
+        options(code_bits="2.25", method="rtn")
+    with pytest.raises(RecipeError, match=r"--code-bits 9 is out of range"):
+        options(code_bits="9")
+
+
+def test_below_what_lut_reaches_a_cpu_has_trellis_codes() -> None:
+    few = options(bits="2")
+    assert (few.mode, few.method, few.finetune.steps) == ("best", "trellis", 0)
+    assert options(bits="2.4").method == "lut"
+    assert options(bits="2", method="lut").mode == "paper"  # refused with the remedy when its sizes are known
+    assert options(bits="2", mode="dense").method == "lut"
 
 
 def test_budgets_replace_one_another(tmp_path: Path) -> None:
@@ -189,16 +210,23 @@ def test_budgets_replace_one_another(tmp_path: Path) -> None:
     file.write_text(dump_recipe(Recipe(budget=Budget(bits=2.5, head_bits=8, predictor="pqi"))))
     assert load_recipe(str(file)).budget == Budget(bits=2.5, head_bits=8, predictor="pqi")
     assert options(recipe=str(file)).budget.bits == 2.5
-    assert options(recipe=str(file), bits="3").budget == Budget(head_bits=8, predictor="pqi")
+    assert options(recipe=str(file), bits="3").budget == Budget(bits=3.0, head_bits=8, predictor="pqi")
+    assert options(recipe=str(file), code_bits="3").budget == Budget(head_bits=8, predictor="pqi")
+    assert options(recipe=str(file), method="rtn").budget.bits == 2.5
     assert options(recipe=str(file), size="9KB").budget == Budget(size=9000, head_bits=8, predictor="pqi")
-    with pytest.raises(RecipeError, match="--bits and --size are two budgets; give one of them"):
-        options(bits="3", size="9KB")
+    for two in (
+        {"bits": "3", "size": "9KB"},
+        {"bits": "3", "code_bits": "3"},
+        {"code_bits": "3", "size": "9KB"},
+    ):
+        with pytest.raises(RecipeError, match="--bits, --code-bits and --size exclude one another; give one"):
+            options(**two)
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"head_bits": 7}, "head_bits is '7'.*4, 5, 6, 8, 16"),
+        ({"head_bits": 9}, "head_bits is '9'.*3, 4, 5, 6, 7, 8, 16"),
         ({"bits": 0.5}, "budget.bits is 0.5; it takes 1 to 8"),
         ({"bits": 3.0, "size": 5}, "budget.size is 5; it takes no value together with budget.bits"),
         ({"size": 0}, "budget.size is 0"),
@@ -213,7 +241,7 @@ def test_other_budgets_are_refused(values: dict, message: str) -> None:
 @pytest.mark.parametrize(
     ("budget", "name"),
     [
-        (Budget(), "4bit"),
+        (Budget(), "4bit-codes"),
         (Budget(bits=2.25), "2.25bit"),
         (Budget(size=600_000_000), "600MB"),
         (Budget(size=1_500), "1.5KB"),
@@ -236,7 +264,7 @@ def test_the_output_is_named_by_what_was_asked(budget: Budget, name: str) -> Non
 def test_output_folder(model: str, name: str) -> None:
     if name == "..":
         name = Path.cwd().parent.name
-    assert output_folder(Recipe(model=model)) == Path(f"{name}-kmeans-4bit")
+    assert output_folder(Recipe(model=model)) == Path(f"{name}-kmeans-4bit-codes")
 
 
 def test_a_score_that_ranks_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
@@ -249,12 +277,12 @@ def test_a_score_that_ranks_nothing_is_said(caplog: pytest.LogCaptureFixture) ->
 
 @pytest.mark.parametrize(("program", "group"), [("vllm", 128), ("transformers", 128), ("llama.cpp", 32)])
 def test_a_program_picks_its_grids(program: str, group: int) -> None:
-    recipe = options(bits=4, target=program)
+    recipe = options(code_bits=4, target=program)
     assert (recipe.mode, recipe.method, recipe.quantizer.symmetric) == ("dense", "gptq", True)
     assert recipe.quantizer.group_size == group and recipe.quantizer.bits == 4
-    own = options(bits=4, target=program, method="rtn", group_size=64, symmetric=False)
+    own = options(code_bits=4, target=program, method="rtn", group_size=64, symmetric=False)
     assert own.quantizer == METHODS["rtn"].config(bits=4, group_size=64)
-    assert options(bits=4, target=program, method="hqq").quantizer == METHODS["hqq"].config(
+    assert options(code_bits=4, target=program, method="hqq").quantizer == METHODS["hqq"].config(
         bits=4, group_size=group
     )
 
@@ -265,9 +293,9 @@ def test_a_program_picks_its_grids(program: str, group: int) -> None:
         ({"target": "vlm"}, r"--for vlm is unknown \(did you mean 'vllm'\?\)"),
         ({"target": "vllm", "mode": "paper"}, "takes mode dense, not 'paper'"),
         ({"target": "vllm", "method": "awq"}, "uniform grids, not 'awq'; choose one of: gptq, hqq, rtn"),
-        ({"target": "vllm", "bits": 4.5}, "one whole number of --bits"),
+        ({"target": "vllm", "bits": 4}, "takes --code-bits, one width for all matrices"),
     ],
 )
 def test_what_a_program_cannot_read_is_refused(given: dict, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
-        options(**{"bits": 4, **given})
+        options(**({} if "bits" in given else {"code_bits": 4}), **given)

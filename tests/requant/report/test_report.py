@@ -64,6 +64,7 @@ def summary(blocks: int = 4, **changes) -> RunSummary:
         mode="paper",
         bits=3,
         bits_per_weight=3.371,
+        whole_bits_per_weight=6.441,
         bytes_before=8_397_312,
         bytes_after=3_412_345,
         sizes={"codes": 1_179_648, "codebooks": 92_160, "sparse values": 31_457, "embedding": 2_097_152},

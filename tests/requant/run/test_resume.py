@@ -175,7 +175,7 @@ def test_without_resume_it_starts_over(
     [
         (["--skip", "o_proj"], 3 * 12),
         (["--mode", "dense"], 0),
-        pytest.param(["--bits", "4"], 3 * 14, marks=pytest.mark.slow),
+        pytest.param(["--code-bits", "4"], 3 * 14, marks=pytest.mark.slow),
         pytest.param(["--num-samples", "3"], 3 * 14, marks=pytest.mark.slow),
         pytest.param(["--seed", "1"], 3 * 14, marks=pytest.mark.slow),
         pytest.param(["--dtype", "bfloat16"], 3 * 14, marks=pytest.mark.slow),
