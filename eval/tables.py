@@ -390,7 +390,6 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "speed": speed_table,
     "decoding": decoding_table,
     "sparsity-demo": lambda results: sparsity_table(results, "demo-4m"),
-    "sparsity-bench": lambda results: sparsity_table(results, "bench-32m"),
     "trellis-codes": trellis_codes_table,
 }
 

@@ -43,6 +43,9 @@ FORMATS: dict[str, dict[str, Any]] = {
     "codebook of int8": {"kind": "codebook-int8", "int8": True, "one_scale": True},
     "trellis": {"kind": "trellis"},
     "trellis of int8": {"kind": "trellis-int8", "int8": True},
+    "2:4": {"kind": "semi_structured"},
+    "2:4 in the order of the hardware": {"kind": "semi_structured-hardware"},
+    "2:4 of 16 bits": {"kind": "semi_structured-16"},
 }
 AS_WRITTEN = {"header", "values", "config", "entry"}  # parts that an author may mean
 MESSAGES = [{"role": "user", "content": "hello"}]

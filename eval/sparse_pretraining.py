@@ -1,0 +1,176 @@
+"""Tiny models trained from scratch with 2:4 weights: validation loss and flip rate beside a dense run.
+
+    python -m eval.sparse_pretraining [--steps N] [--hidden D] [--blocks B] [--seeds S]
+
+Dense, S-STE, transposable masks (2404.01847, dense for the last sixth) and naive SR-STE, on equal tokens of the calibration
+text, with the demo model's tokenizer and shape unless told otherwise. The sparse layers are those of the feed-forward
+networks. A sparse model is scored with its 2:4 weights, except after a dense end. Writes `sparse-pretraining.json`.
+"""
+
+import dataclasses
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from jaxtyping import Int64
+from torch import Tensor
+from torch.nn import functional
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from eval.common import CALIBRATION, DATA, MODEL, environment, find, write_json
+from eval.markdown import RESULTS
+from requant.models.loading import load_tokenizer
+from requant.sparse_training import sparsify_
+from requant.sparsity.masks import flip_rate, keep2
+from requant.text.sources import read_text
+from requant.text.windows import token_windows
+
+VAL_WINDOWS = 16
+PEAK_LR, WARMUP = 3e-3, 0.05
+FLIPS_EVERY = 10  # steps between the masks that are compared
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """One study: the shape of the model, and the training that all rows share."""
+
+    steps: int
+    windows_per_step: int
+    seq_len: int
+    hidden: int
+    blocks: int
+    decay: float
+
+
+ROWS: dict[str, tuple[str, bool] | None] = {  # label -> method, MVUE
+    "dense": None,
+    "s-ste": ("s-ste", False),
+    "s-ste, MVUE": ("s-ste", True),
+    "transposable, MVUE, dense end": ("transposable", True),
+    "sr-ste": ("sr-ste", False),
+}
+
+
+def train_one(
+    label: str, seed: int, windows: Int64[Tensor, "b t"], val: Int64[Tensor, "v t"], settings: Settings
+) -> dict[str, Any]:
+    """One row: a model trained with `ROWS[label]`, and what it scores."""
+    started = time.perf_counter()
+    model = fresh_model(settings, seed)
+    training = None
+    if (row := ROWS[label]) is not None:
+        method, mvue = row
+        decay = None if method == "s-ste" else settings.decay
+        training = sparsify_(model, method, decay=decay, mvue=mvue, seed=seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.95), weight_decay=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, PEAK_LR, total_steps=settings.steps, pct_start=WARMUP
+    )
+    order = torch.Generator().manual_seed(seed)
+    dense_from = 5 * settings.steps // 6 if label.endswith("dense end") else settings.steps
+    flips, masks = [], masks_of(model)
+    for step in range(settings.steps):
+        if training is not None and step == dense_from:
+            training.densify_()
+            training = None
+        chosen = torch.randint(len(windows), (settings.windows_per_step,), generator=order)
+        loss_of(model, windows[chosen]).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if training is not None:
+            training.step()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        if (step + 1) % FLIPS_EVERY == 0:
+            now = masks_of(model)
+            flips.append(sum(flip_rate(now[n], masks[n]) for n in now) / len(now))
+            masks = now
+    if training is not None:
+        training.densify_(keep_sparse=True)
+    with torch.no_grad():
+        loss = sum(loss_of(model, part).item() for part in val.split(4)) / len(val.split(4))
+    return {
+        "label": label,
+        "seed": seed,
+        "val_loss": loss,
+        "flip_rates": flips,
+        "seconds": round(time.perf_counter() - started, 1),
+    }
+
+
+def fresh_model(settings: Settings, seed: int) -> Any:
+    """The demo model's architecture with random weights, in another size."""
+    torch.manual_seed(seed)
+    config = AutoConfig.from_pretrained(MODEL.parent / "demo-4m")
+    config.hidden_size, config.intermediate_size = settings.hidden, 3 * settings.hidden
+    config.num_hidden_layers = settings.blocks
+    config.head_dim = settings.hidden // config.num_attention_heads
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+
+
+def masks_of(model: Any) -> dict[str, Tensor]:
+    """The 2:4 masks by magnitude of the feed-forward weights, which a dense run has as well."""
+    return {
+        name: keep2(parameter.detach().abs())
+        for name, parameter in model.named_parameters()
+        if ".mlp." in name
+    }
+
+
+def loss_of(model: Any, tokens: Int64[Tensor, "b t"]) -> Tensor:
+    logits = model(input_ids=tokens, use_cache=False).logits[:, :-1]
+    return functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def rows(windows: Int64[Tensor, "b t"], settings: Settings, seeds: int) -> Iterator[dict[str, Any]]:
+    for seed in range(seeds):
+        for label in ROWS:
+            yield train_one(label, seed, windows[:-VAL_WINDOWS], windows[-VAL_WINDOWS:], settings)
+
+
+def main(
+    data: Annotated[Path, typer.Option(help="Folder with the texts of the protocol.")] = DATA,
+    out: Annotated[Path, typer.Option(help="Folder of the results.")] = RESULTS,
+    steps: Annotated[int, typer.Option(help="Training steps.")] = 3000,
+    windows_per_step: Annotated[int, typer.Option(help="Windows of a step.")] = 32,
+    seq_len: Annotated[int, typer.Option(help="Tokens of a window.")] = 256,
+    hidden: Annotated[
+        int, typer.Option(help="Width; the feed-forward network is three times as wide.")
+    ] = 256,
+    blocks: Annotated[int, typer.Option(help="Transformer blocks.")] = 4,
+    decay: Annotated[float, typer.Option(help="Of pruned weights, added to the gradient.")] = 2e-4,
+    seeds: Annotated[int, typer.Option(help="Runs of every row.")] = 3,
+) -> None:
+    settings = Settings(
+        steps=steps,
+        windows_per_step=windows_per_step,
+        seq_len=seq_len,
+        hidden=hidden,
+        blocks=blocks,
+        decay=decay,
+    )
+    tokenizer = load_tokenizer(str(MODEL.parent / "demo-4m"))
+    windows = token_windows(read_text(find(data, CALIBRATION)), tokenizer, num_samples=None, seq_len=seq_len)
+    results: dict[str, Any] = {
+        **environment(torch.device("cpu")),
+        "text": CALIBRATION,
+        "settings": dataclasses.asdict(settings),
+        "tokens": steps * windows_per_step * seq_len,
+        "rows": [],
+    }
+    for row in rows(windows, settings, seeds):
+        results["rows"].append(row)
+        write_json(out / "sparse-pretraining.json", results)
+        print(
+            f"seed {row['seed']} {row['label']:32s} validation loss {row['val_loss']:.4f}  "
+            f"flips {row['flip_rates'][0]:.4f} to {row['flip_rates'][-1]:.4f}  {row['seconds']} s",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    typer.run(main)
