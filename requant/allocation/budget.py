@@ -19,6 +19,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from requant import ranks
 from requant.allocation.embedding_and_head import (
     EmbeddingAndHead,
     embedding_and_head_bits,
@@ -90,7 +91,7 @@ def allocate_bits(run: RunContext, *, reserve: int | None = None) -> Allocation:
         limit = EMBEDDING_AND_HEAD_LOSS * choice.loss / len(widths)
         taken = {role: fewest_bits(losses[role], limit) for role in widths}
         beside = math.fsum(losses[role][bits] for role, bits in taken.items())
-    return Allocation(
+    allocation = Allocation(
         bits={target.name: choice.options[target.name].bits for target in run.targets},
         outlier_fractions={
             target.name: fraction
@@ -108,6 +109,10 @@ def allocate_bits(run: RunContext, *, reserve: int | None = None) -> Allocation:
         embedding_bits=int(taken["embedding"]),
         head_bits=int(taken.get("head", taken["embedding"])),
     )
+    # of several processes all decide alike: losses that each computed by itself may differ in the last bit
+    decided, _ = ranks.shared(dataclasses.asdict(allocation), {})
+    loss_curve = {int(size): loss for size, loss in decided["loss_curve"].items()}  # keys of JSON are strings
+    return Allocation(**(decided | {"loss_curve": loss_curve}))
 
 
 def fewest_bits(losses: Mapping[Bits, float], limit: float) -> Bits:

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn import functional
 from tqdm import tqdm
 
+from requant import ranks
 from requant.calibration.passes import batches, scored_tokens
 from requant.calibration.stats import LinearStats
 from requant.quantizers.method import Bits, Losses
@@ -66,14 +67,14 @@ def _from_statistics(
     """`predict(weight, stats)` of every matrix, as many together as memory allows."""
     method = METHODS[run.recipe.method]
     needs = method.predictor_needs | method.needs  # the quantizer comes next: gather once
-    found: dict[str, dict[Any, float]] = {}
+    found: dict[str, list[tuple[Any, float]]] = {}
     for chunk in chunks_that_fit(run, run.targets, needs):
         statistics = gather(run, chunk, needs)
         with run.stage("allocation"):
-            for target in chunk:
+            for target in ranks.owned(chunk):
                 weight = run.original[target.name].to(target.parameter.device, torch.float32)
-                found[target.name] = predict(weight, statistics[target.name])
-    return found
+                found[target.name] = list(predict(weight, statistics[target.name]).items())
+    return {name: dict(pairs) for name, pairs in ranks.of_all(run.targets, found).items()}
 
 
 def measured(run: RunContext, reference: Weights) -> dict[str, float]:
@@ -113,7 +114,7 @@ def integrated(run: RunContext, reference: Weights) -> dict[str, float]:
             nodes=run.recipe.sensitivity.nodes,
             label=run.label("allocation"),
         )
-    sums = {name: signed_sum(tensor) for name, tensor in values.items()}
+    sums = ranks.of_all(run.targets, {name: signed_sum(tensor) for name, tensor in values.items()})
     mean = sum(map(abs, sums.values())) / run.total_weights
     sizes = {target.name: target.size for target in run.targets}
     return {name: max(total, PQI_FLOOR * mean * sizes[name]) for name, total in sums.items()}

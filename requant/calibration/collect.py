@@ -7,6 +7,7 @@ from jaxtyping import Int64
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from requant import ranks
 from requant.calibration.fisher import position_fisher
 from requant.calibration.hessian import InputStatistics, input_statistics
 from requant.calibration.hidden_states import HiddenStateCache
@@ -29,7 +30,7 @@ def collect(
     all_experts: bool = False,
     label: str | None = None,
 ) -> dict[str, LinearStats]:
-    """The fields named in `needs` for every target, by the target's name; with a `reference` also `cross_hessian`.
+    """The fields named in `needs` for every target that this rank owns, by name; with a `reference` also `cross_hessian`.
 
     `cache` and `reference` only serve statistics of inputs: see `input_statistics`. With `all_experts` every expert sees
     every token for those; gradients are always those of the tokens that were routed to it.
@@ -56,7 +57,7 @@ def collect(
             output_hessian=outputs.get(target.name),
             tokens=inputs[target.name].tokens if inputs else windows.numel(),
         )
-        for target in targets
+        for target in ranks.owned(targets)
     }
 
 

@@ -15,6 +15,7 @@ from jaxtyping import Int64
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from requant import ranks
 from requant.calibration.hidden_states import HiddenStateCache
 from requant.models.experts import Experts
 from requant.models.targets import QuantTarget
@@ -40,8 +41,10 @@ def routed_tokens(
             stack.callback(layer.register_forward_pre_hook(count).remove)
         cache = HiddenStateCache(model, windows)
         for index, tokens in enumerate(cache.batches(label)):
-            cache.run(index, tokens)
-    return {f"{path}.{e}": n for path, count in counts.items() for e, n in enumerate(count.tolist())}
+            if tokens is not None:
+                cache.run(index, tokens)
+    own = {f"{path}.{e}": n for path, count in counts.items() for e, n in enumerate(count.tolist())}
+    return {expert: sum(found[expert] for found in ranks.merged([own])) for expert in own}
 
 
 def peers(model: nn.Module, targets: Sequence[QuantTarget]) -> list[list[str]]:

@@ -15,6 +15,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from requant import ranks
 from requant.calibration.passes import finite, output_gradient_pass
 from requant.models.targets import QuantTarget
 
@@ -27,11 +28,14 @@ def position_fisher(
     label: str | None = None,
     recompute: bool | None = None,
 ) -> dict[str, Float[Tensor, "n k"]]:
-    """F of every target, float32, on the model's device."""
-    fisher = {target.name: torch.zeros(target.shape, device=target.parameter.device) for target in targets}
+    """F of every target that this rank owns, float32, on the model's device."""
+    fisher = {
+        target.name: torch.zeros(target.shape, device=target.parameter.device)
+        for target in ranks.owned(targets)
+    }
 
-    def accumulate(target: QuantTarget, x: Float[Tensor, "m k"], gradient: Float[Tensor, "m n"]) -> None:
+    def accumulate(target: QuantTarget, gradient: Float[Tensor, "m n"], x: Float[Tensor, "m k"]) -> None:
         fisher[target.name].addmm_(gradient.square().T, x.square(), alpha=1 / windows.numel())
 
-    output_gradient_pass(model, windows, targets, accumulate, label=label, recompute=recompute)
+    output_gradient_pass(model, windows, targets, accumulate, inputs=True, label=label, recompute=recompute)
     return finite(fisher)

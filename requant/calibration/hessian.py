@@ -10,6 +10,7 @@ first of them accumulates. Means of an expert are over the tokens that reach it,
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from requant import ranks
 from requant.calibration.experts import peers, same_routes, shrunk
 from requant.calibration.hidden_states import HiddenStateCache, StopForward
 from requant.calibration.passes import tensor_cores
@@ -53,7 +55,8 @@ def input_statistics(
     all_tokens: bool = False,
     label: str | None = None,
 ) -> dict[str, InputStatistics]:
-    """Statistics of every target's input over all tokens of `windows`; targets with one input share one object.
+    """Statistics of the inputs of every target that this rank owns, over all tokens of `windows`; targets with one input
+    share one object.
 
     Those of experts are over the tokens that are routed to them, or with `all_tokens` over all, whatever the routing.
 
@@ -69,6 +72,10 @@ def input_statistics(
         model, targets
     )  # all of a layer, also where some are quantized already: they share their average
     names = {target.name for target in targets}.union(*experts)
+    owners = {target.name: target.rank for target in targets}
+    for group in experts:  # all of a layer's are owned together
+        owners |= dict.fromkeys(group, next(owners[name] for name in group if name in owners))
+    exchange = ranks.Exchange(owners, sums.accumulate)
     with ExitStack() as stack:
         stack.enter_context(tensor_cores(next(model.parameters()).device))
         if reference is not None:
@@ -76,7 +83,7 @@ def input_statistics(
         for each in caches:
             if all_tokens:
                 stack.enter_context(all_tokens_to_every_expert(each.model))
-            use = sums.accumulate if each is own else sums.save_reference
+            use = partial(sums.give, exchange) if each is own else sums.save_reference
             for name in names:
                 handle = each.module(name).register_forward_pre_hook(sums.hook_of(name, use))
                 stack.callback(handle.remove)
@@ -84,11 +91,13 @@ def input_statistics(
             last = each.blocks[max(target.block for target in targets)]
             stack.callback(last.register_forward_hook(_stop).remove)
         for index, tokens in enumerate(own.batches(label)):
-            for each in caches:
-                sums.begin(names)
-                each.run(index, tokens)
+            if tokens is not None:
+                for each in caches:
+                    sums.begin(names)
+                    each.run(index, tokens)
+            exchange.deliver()
     sums.finish(experts)
-    for target in targets:
+    for target in ranks.owned(targets):
         if target.name not in sums.found:
             raise NumericalError(
                 f"{target.name} was never called on the calibration text; skip it with --skip {target.name}."
@@ -128,7 +137,10 @@ class _Accumulator:
     def save_reference(self, name: str, z: Tensor) -> None:
         self.reference_inputs[name] = z
 
-    def accumulate(self, name: str, x: Tensor) -> None:
+    def give(self, exchange: ranks.Exchange, name: str, x: Tensor) -> None:
+        exchange.give(name, x, *([self.reference_inputs.pop(name)] if self.with_cross else ()))
+
+    def accumulate(self, name: str, x: Tensor, z: Tensor | None = None) -> None:
         if self.last is not None and x is self.last[0]:
             self.found[name] = self.found[self.last[1]]
             return
@@ -143,10 +155,8 @@ class _Accumulator:
         sums = self.found[name]
         sums.tokens += len(x)
         sums.hessian.addmm_(x.T, x, alpha=1 / self.tokens)
-        if sums.cross is not None:
-            sums.cross.addmm_(
-                self.reference_inputs.pop(name).flatten(0, -2).float().T, x, alpha=1 / self.tokens
-            )
+        if sums.cross is not None and z is not None:
+            sums.cross.addmm_(z.flatten(0, -2).float().T, x, alpha=1 / self.tokens)
         sums.mean_abs += x.abs().sum(0) / self.tokens
 
     def finish(self, experts: Sequence[Sequence[str]]) -> None:

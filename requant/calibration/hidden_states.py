@@ -14,7 +14,7 @@ from jaxtyping import Int64
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from requant.calibration.passes import batches
+from requant.calibration.passes import rounds
 from requant.models.targets import find_blocks
 
 
@@ -29,16 +29,19 @@ class HiddenStateCache:
         self.model, self.windows = model, windows
         self.blocks = list(find_blocks(model)[1])
         self.next_block = 0
-        self.states: list[Any] = []  # a batch each: what block `next_block - 1` returned, on the CPU
+        self.states: list[
+            Any
+        ] = []  # one for each of this rank's batches: what block `next_block - 1` returned, on the CPU
 
     def module(self, name: str) -> nn.Module:
         return self.model.get_submodule(name)
 
-    def batches(self, label: str | None = None) -> Iterator[Int64[Tensor, "c t"]]:
-        return batches(self.windows, self.model, label=label)
+    def batches(self, label: str | None = None) -> Iterator[Int64[Tensor, "c t"] | None]:
+        """The batches of this rank; None where other ranks have one more."""
+        return (tokens for _, tokens in rounds(self.windows, self.model, label=label))
 
     def run(self, index: int, tokens: Int64[Tensor, "c t"]) -> None:
-        """Run batch `index` from block `next_block` on, until a hook raises StopForward; without the head."""
+        """Run this rank's batch `index` from block `next_block` on, until a hook raises StopForward; without the head."""
         body = getattr(self.model, self.model.base_model_prefix)
         with self._skipping(index, tokens.device):
             try:
@@ -59,7 +62,8 @@ class HiddenStateCache:
             handle = self.blocks[self.next_block].register_forward_hook(save)
             try:
                 for index, tokens in enumerate(self.batches()):
-                    self.run(index, tokens)
+                    if tokens is not None:
+                        self.run(index, tokens)
             finally:
                 handle.remove()
             self.states, self.next_block = following, self.next_block + 1

@@ -10,14 +10,14 @@ tokens in their place, codes have 1 to 2.5 % more KL on one text and the same on
 """
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from requant.calibration.passes import finite, output_gradient_pass, sampled_loss, tensor_cores
+from requant import ranks
+from requant.calibration.passes import finite, output_gradient_pass, tensor_cores
 from requant.models.targets import QuantTarget
 
 SEED = 0  # of the sampled tokens: the same text gives the same G
@@ -31,17 +31,15 @@ def output_hessians(
     label: str | None = None,
     recompute: bool | None = None,
 ) -> dict[str, Float[Tensor, "n n"]]:
-    """G of every target, float32, on the model's device."""
+    """G of every target that this rank owns, float32, on the model's device."""
     totals = {
         target.name: torch.zeros(target.shape[0], target.shape[0], device=target.parameter.device)
-        for target in targets
+        for target in ranks.owned(targets)
     }
 
-    def accumulate(target: QuantTarget, _x: Float[Tensor, "m k"], gradient: Float[Tensor, "m n"]) -> None:
+    def accumulate(target: QuantTarget, gradient: Float[Tensor, "m n"]) -> None:
         totals[target.name].addmm_(gradient.T, gradient, alpha=1 / windows.numel())
 
-    device = next(model.parameters()).device
-    loss = partial(sampled_loss, generator=torch.Generator(device).manual_seed(SEED))
-    with tensor_cores(device):
-        output_gradient_pass(model, windows, targets, accumulate, loss=loss, label=label, recompute=recompute)
+    with tensor_cores(next(model.parameters()).device):
+        output_gradient_pass(model, windows, targets, accumulate, seed=SEED, label=label, recompute=recompute)
     return finite(totals)

@@ -4,11 +4,14 @@ The loss is `F = mean over all windows and positions of the next-token cross-ent
 `accumulate` with each matrix's gradient the moment it is complete and frees it: the gradient of the whole model never
 exists. With `recompute` each transformer block stores only its input and is run again in the backward pass (activation
 checkpointing), so activations cost one hidden state a block.
+
+Of several processes (`ranks.py`) each runs its share of the batches; `accumulate` is called where a matrix is owned, for
+every batch in the order of the text, so all sums are those of one process.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float, Int64
@@ -18,15 +21,16 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from requant import ranks
 from requant.errors import NumericalError
 from requant.models.targets import QuantTarget, find_blocks, replaced_forward
 
 RECOMPUTE_ABOVE = (
     1_000_000_000  # parameters; below, memory suffices and a second forward pass is not worth it
 )
+T = TypeVar("T")
 GradientHandler = Callable[[QuantTarget, Float[Tensor, "n k"]], None]
-OutputGradientHandler = Callable[[QuantTarget, Float[Tensor, "m k"], Float[Tensor, "m n"]], None]
-Loss = Callable[[PreTrainedModel, Int64[Tensor, "b t"]], Float[Tensor, ""]]
+OutputGradientHandler = Callable[..., None]  # (target, g [m, n]) or (target, g [m, n], x [m, k])
 
 
 def batches(
@@ -37,13 +41,32 @@ def batches(
     windows_each: int | None = None,
 ) -> Iterator[Int64[Tensor, "c t"]]:
     """Windows in chunks whose logits stay near 1 GB, or of `windows_each`, on the model's device, with a progress bar."""
+    for chunk in _with_bar(_chunks(windows, model, windows_each), label):
+        yield chunk.to(next(model.parameters()).device)
+
+
+def rounds(
+    windows: Int64[Tensor, "b t"], model: PreTrainedModel, *, label: str | None, split: bool = True
+) -> Iterator[tuple[int, Int64[Tensor, "c t"] | None]]:
+    """The `batches` of this rank, each with its number among all; None where other ranks have one more."""
+    device = next(model.parameters()).device
+    numbered = list(enumerate(_chunks(windows, model, None)))
+    for each in _with_bar(ranks.rounds(numbered) if split else numbered, label):
+        yield (-1, None) if each is None else (each[0], each[1].to(device))
+
+
+def _chunks(
+    windows: Int64[Tensor, "b t"], model: PreTrainedModel, windows_each: int | None
+) -> Sequence[Int64[Tensor, "c t"]]:
     head = model.get_output_embeddings()
     vocabulary = 50_000 if head is None else head.weight.shape[0]
     parameter = next(model.parameters())
     tokens = min(8192 if parameter.is_cuda else 2048, 300_000_000 // vocabulary)
-    chunks = windows.split(windows_each or max(1, tokens // windows.shape[1]))
-    for chunk in tqdm(chunks, desc=label or "", disable=label is None, leave=True, unit="batch"):
-        yield chunk.to(parameter.device)
+    return windows.split(windows_each or max(1, tokens // windows.shape[1]))
+
+
+def _with_bar(chunks: Sequence[T], label: str | None) -> Iterable[T]:
+    return tqdm(chunks, desc=label or "", disable=label is None, leave=True, unit="batch")
 
 
 def summed_loss(model: PreTrainedModel, tokens: Int64[Tensor, "b t"]) -> Float[Tensor, ""]:
@@ -52,12 +75,27 @@ def summed_loss(model: PreTrainedModel, tokens: Int64[Tensor, "b t"]) -> Float[T
     return functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="sum")
 
 
-def sampled_loss(
-    model: PreTrainedModel, tokens: Int64[Tensor, "b t"], generator: torch.Generator
-) -> Float[Tensor, ""]:
-    """`summed_loss` with next tokens sampled from the model, one for every position, in place of the text's."""
-    logits = model(input_ids=tokens, use_cache=False).logits[:, :-1].flatten(0, 1).float()
-    return functional.cross_entropy(logits, sample(logits, generator), reduction="sum")
+class SampledLoss:
+    """`summed_loss` with next tokens sampled from the model, one for every position, in place of the text's.
+
+    Batches of `rows` positions (the last may have fewer) come in order. The noise of those that other ranks run is drawn
+    and dropped, so that a batch has the same tokens whoever runs it.
+    """
+
+    def __init__(self, seed: int, rows: int, device: torch.device) -> None:
+        self.generator, self.rows = torch.Generator(device).manual_seed(seed), rows
+        self.drawn = 0  # batches
+
+    def __call__(
+        self, model: PreTrainedModel, tokens: Int64[Tensor, "b t"], number: int
+    ) -> Float[Tensor, ""]:
+        logits = model(input_ids=tokens, use_cache=False).logits[:, :-1].flatten(0, 1).float()
+        for _ in range(self.drawn, number):
+            torch.empty(self.rows, logits.shape[1], device=logits.device).exponential_(
+                generator=self.generator
+            )
+        self.drawn = number + 1
+        return functional.cross_entropy(logits, sample(logits, self.generator), reduction="sum")
 
 
 @torch.no_grad()
@@ -68,10 +106,13 @@ def sample(logits: Float[Tensor, "m v"], generator: torch.Generator) -> Int64[Te
 
 
 @torch.no_grad()
-def mean_loss(model: PreTrainedModel, windows: Int64[Tensor, "b t"], *, label: str | None = None) -> float:
-    """F of the model as it stands, nats a token."""
-    total = sum(summed_loss(model, tokens).double().item() for tokens in batches(windows, model, label=label))
-    return _finite(total / scored_tokens(windows), "the loss")
+def mean_loss(
+    model: PreTrainedModel, windows: Int64[Tensor, "b t"], *, label: str | None = None, split: bool = True
+) -> float:
+    """F of the model as it stands, nats a token; not `split` among ranks where each has another model."""
+    own = rounds(windows, model, label=label, split=split)
+    losses = [summed_loss(model, tokens).double().item() for _, tokens in own if tokens is not None]
+    return _finite(sum(ranks.merged(losses) if split else losses) / scored_tokens(windows), "the loss")
 
 
 def gradient_pass(
@@ -82,21 +123,29 @@ def gradient_pass(
     *,
     label: str | None = None,
     recompute: bool | None = None,
+    split: bool = True,
 ) -> float:
     """One backward pass over all windows; `accumulate(target, gradient [n, k])` is called per batch with dF/dw.
 
-    The gradients of all batches add up to the gradient of F. Returns F.
+    The gradients of all batches add up to the gradient of F. Returns F. Not `split`, every rank runs all of them, and
+    other parameters have the same gradients on each.
     """
-    total = 0.0
+    by_name = {target.name: target for target in targets}
+    exchange = ranks.Exchange(
+        {target.name: target.rank for target in targets}, lambda name, g: accumulate(by_name[name], g)
+    )
+    losses: list[float] = []
     with ExitStack() as stack:
         for target in targets:
-            stack.enter_context(_gradient_to(target, accumulate))
+            stack.enter_context(_gradient_to(target, exchange))
         stack.enter_context(recomputed_blocks(model, recompute))
-        for tokens in batches(windows, model, label=label):
-            loss = summed_loss(model, tokens) / scored_tokens(windows)
-            total += loss.item()
-            loss.backward()
-    return _finite(total, "the loss")
+        for _, tokens in rounds(windows, model, label=label, split=split):
+            if tokens is not None:
+                loss = summed_loss(model, tokens) / scored_tokens(windows)
+                losses.append(loss.item())
+                loss.backward()
+            exchange.deliver()
+    return _finite(sum(ranks.merged(losses) if split else losses), "the loss")
 
 
 def output_gradient_pass(
@@ -105,22 +154,32 @@ def output_gradient_pass(
     targets: Sequence[QuantTarget],
     accumulate: OutputGradientHandler,
     *,
-    loss: Loss = summed_loss,
+    inputs: bool = False,
+    seed: int | None = None,
     label: str | None = None,
     recompute: bool | None = None,
 ) -> None:
-    """One backward pass of the summed `loss`; `accumulate(target, x [m, k], g [m, n])` is called per batch, float32.
+    """One backward pass of the summed loss; `accumulate(target, g [m, n])` is called per batch, float32.
 
-    Row t of g is the gradient of the loss of the whole text at the linear's output for token t, row t of x its input.
+    Row t of g is the gradient of the loss of the whole text at the linear's output for token t. With `inputs` a third
+    argument is x [m, k], the linear's inputs. With a `seed` the loss is that of next tokens sampled from the model.
     """
+    by_name = {target.name: target for target in targets}
+
+    def use(name: str, *parts: Tensor) -> None:
+        accumulate(by_name[name], *(part.detach().flatten(0, -2).float() for part in parts))
+
+    exchange = ranks.Exchange({target.name: target.rank for target in targets}, use)
+    sampled = None
+    if seed is not None:
+        rows = scored_tokens(_chunks(windows, model, None)[0])
+        sampled = SampledLoss(seed, rows, next(model.parameters()).device)
 
     def hook_of(target: QuantTarget) -> Callable[..., None]:
-        def hook(_module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        def hook(_module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> None:
             if output.requires_grad:  # not in the graph-less first pass of a recomputed block
-                x = inputs[0].detach()
-                output.register_hook(
-                    lambda g: accumulate(target, x.flatten(0, -2).float(), g.flatten(0, -2).float())
-                )
+                x = arguments[:1] if inputs else ()
+                output.register_hook(lambda g: exchange.give(target.name, g, *x))
 
         return hook
 
@@ -128,8 +187,11 @@ def output_gradient_pass(
         for target in targets:
             stack.callback(target.module.register_forward_hook(hook_of(target)).remove)
         stack.enter_context(recomputed_blocks(model, recompute))
-        for tokens in batches(windows, model, label=label):
-            loss(model, tokens).backward()
+        for number, tokens in rounds(windows, model, label=label):
+            if tokens is not None:
+                loss = summed_loss(model, tokens) if sampled is None else sampled(model, tokens, number)
+                loss.backward()
+            exchange.deliver()
 
 
 def finite(statistics: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -188,12 +250,12 @@ def _recomputing(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def _gradient_to(target: QuantTarget, accumulate: GradientHandler) -> Iterator[None]:
+def _gradient_to(target: QuantTarget, exchange: ranks.Exchange) -> Iterator[None]:
     parameter = target.parameter
 
     def take_gradient(p: Tensor) -> None:
         assert p.grad is not None
-        accumulate(target, target.oriented(p.grad))
+        exchange.give(target.name, target.oriented(p.grad))
         p.grad = None
 
     parameter.requires_grad_(True)

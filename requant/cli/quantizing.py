@@ -83,13 +83,24 @@ def quantize(
         Path | None, typer.Option(help="Folder to write. [./MODEL-METHOD-BITSbit]", rich_help_panel=RUN)
     ] = None,
     device: Device = "auto",
+    gpus: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="GPUs to work on, each in a process, as with torchrun. [1]", rich_help_panel=RUN
+        ),
+    ] = None,
     dtype: Dtype = "auto",
     resume: Annotated[
         bool,
         typer.Option("--resume", help="Continue after the last finished stage.", rich_help_panel=RUN),
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the plan and stop.", rich_help_panel=RUN)
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Print the plan and stop; with --gpus from config.json alone.",
+            rich_help_panel=RUN,
+        ),
     ] = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -97,46 +108,60 @@ def quantize(
 ) -> None:
     """Quantize a model, measure the loss of quality, write a checkpoint and a report."""
     options = recipe_options(locals())
+    from requant import ranks
     from requant.checkpoint.new_folder import check_output
 
     if output is not None and not dry_run:  # before the imports that take seconds
         check_output(output)
+    from requant.cli.launching import ran_on
     from requant.models.devices import pick_device
     from requant.pipeline.plan import make_plan
-    from requant.pipeline.prepare import prepare
+    from requant.pipeline.prepare import outline, prepare
     from requant.pipeline.quantize import quantize
     from requant.recipe.options import output_folder, recipe_from_options
     from requant.report.save import save
     from requant.report.summary import result_numbers, result_rows
     from requant.run.workspace import Workspace
 
-    log_to_stderr(verbose)
-    chosen = recipe_from_options(recipe, model=model, gpu=pick_device(device).startswith("cuda"), **options)
-    if target is not None:
-        from requant.exporters.readable import check_readable
+    with ranks.joined(pick_device(device)) as own_device:
+        log_to_stderr(verbose)
+        if dry_run and gpus is not None and device == "auto":
+            own_device = "cuda"  # the plan of GPUs that need not be here
+        gpu = own_device.startswith("cuda")
+        chosen = recipe_from_options(recipe, model=model, gpu=gpu, **options)
+        if target is not None:
+            from requant.exporters.readable import check_readable
 
-        check_readable(chosen, target)
-    folder = (output if output is not None else output_folder(chosen)).expanduser()
-    if dry_run:
-        plan = make_plan(
-            prepare(chosen.model, chosen, device=device, dtype=dtype, quiet=quiet), chosen, quiet=quiet
-        )
-        lines = [*plan.lines(), f"output          {folder}"]
-        said = {**dataclasses.asdict(plan), "output": str(folder)}
-        print(json.dumps(said, indent=2) if as_json else "\n".join(lines))
-        return
-    check_output(folder)
-    workspace = Workspace(folder.with_name(folder.name + ".partial"), resume=resume)
-    with sigterm_interrupts():
-        result = quantize(chosen.model, chosen, device=device, dtype=dtype, workspace=workspace, quiet=quiet)
-        save(result, folder)
-    workspace.remove()
-    numbers = result_numbers(result, folder)
-    print(json.dumps(numbers, indent=2) if as_json else table(result_rows(numbers)))
-    for warning in numbers["warnings"]:
-        print(f"warning: {warning}", file=sys.stderr)
-    if not (as_json or quiet):
-        print(f"next: {next_commands(folder, target)}")
+            check_readable(chosen, target)
+        folder = (output if output is not None else output_folder(chosen)).expanduser()
+        if dry_run:
+            if gpus is None:
+                prepared = prepare(chosen.model, chosen, device=own_device, dtype=dtype, quiet=quiet)
+            else:
+                prepared = outline(chosen.model, chosen, dtype=dtype, gpus=gpus)
+            plan = make_plan(prepared, chosen, device=own_device, quiet=quiet)
+            lines = [*plan.lines(), f"output          {folder}"]
+            said = {**dataclasses.asdict(plan), "output": str(folder)}
+            print(json.dumps(said, indent=2) if as_json else "\n".join(lines))
+            return
+        check_output(folder)
+        if ran_on(gpus, device):
+            return
+        workspace = Workspace(folder.with_name(folder.name + ".partial"), resume=resume)
+        with sigterm_interrupts():
+            result = quantize(
+                chosen.model, chosen, device=own_device, dtype=dtype, workspace=workspace, quiet=quiet
+            )
+            if ranks.rank() > 0:
+                return
+            save(result, folder)
+        workspace.remove()
+        numbers = result_numbers(result, folder)
+        print(json.dumps(numbers, indent=2) if as_json else table(result_rows(numbers)))
+        for warning in numbers["warnings"]:
+            print(f"warning: {warning}", file=sys.stderr)
+        if not (as_json or quiet):
+            print(f"next: {next_commands(folder, target)}")
 
 
 def next_commands(folder: Path, target: str | None) -> str:

@@ -23,6 +23,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from requant import ranks
 from requant.errors import ModelError, NumericalError, TextError
 from requant.text.sources import Text
 
@@ -110,7 +111,8 @@ def perplexity_and_kl(
     """The quality of `model` on the windows of `text`, and its distance to `reference` if there is one.
 
     At most two batches of logits exist at once, in the models' own dtype; log-softmax runs in float32 on
-    slices of them. Leave `batch_size` at 1 when the vocabulary is large.
+    slices of them. Leave `batch_size` at 1 when the vocabulary is large. Of several processes each scores its
+    share of the windows.
 
     Raises:
         TextError: windows longer than the model's positions, or tokens outside its vocabulary.
@@ -125,18 +127,20 @@ def perplexity_and_kl(
         each.eval()
     scores: list[Tensor] = []
     try:
-        starts = range(0, len(windows), batch_size)
+        starts = ranks.mine(range(0, len(windows), batch_size))
         for start in tqdm(starts, desc="scoring", unit="batch", leave=False, disable=not progress):
             batch = windows[start : start + batch_size]
             logits = _logits(model, batch, start)
             original = None if reference is None else _logits(reference, batch, start)
+            rows: list[Tensor] = []
             for row, window in enumerate(batch):
                 reference_logits = None if original is None else original[row, :-1]
-                scores.append(_score(logits[row, :-1], window[1:], reference_logits))
+                rows.append(_score(logits[row, :-1], window[1:], reference_logits))
+            scores.append(torch.cat(rows, dim=1))
     finally:
         for each, mode in zip(models, training, strict=True):
             each.train(mode)
-    quantized, *compared = torch.cat(scores, dim=1).double()
+    quantized, *compared = torch.cat(ranks.merged_tensors(scores), dim=1).double()
     protocol = Protocol(
         text=text.name,
         sha256=text.sha256,

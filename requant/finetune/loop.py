@@ -9,6 +9,7 @@ rate in units of its root mean square, ten steps of warm-up, then a cosine to ze
 codes, which halve with every bit, so the learning rate does too (`learning_rate`): at 4 bits a third of the rate of 2 bits
 gives KL 0.0205, the same rate 0.0225, and codes alone have 0.0229 (bench-32m). Parameters are float32 during training; on
 a GPU matrix products run in bfloat16 and blocks are compiled (`compile_blocks.py`).
+Of several processes each trains on its part of a step's windows.
 """
 
 import math
@@ -21,8 +22,9 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from requant import ranks
 from requant.allocation.embedding_and_head import QuantizedEmbeddingAndHead, embedding_and_head_of
-from requant.calibration.passes import batches, recomputed_blocks
+from requant.calibration.passes import recomputed_blocks, rounds
 from requant.finetune.compile_blocks import Divergence, fused, kl
 from requant.finetune.step import (
     OptimizerOf,
@@ -119,7 +121,9 @@ def train(
         bar = tqdm(range(settings.steps), desc=label, unit="step", disable=run.quiet)
         for step in bar:
             chosen = _windows_of_step(count, length, step, settings, run.recipe.seed)
-            training_step(teacher.micro_batches(chosen, micro_batch), _lr_schedule(step, settings))
+            own = chosen[ranks.rank() :: ranks.world_size()]
+            micro_batches = teacher.micro_batches(own, micro_batch) if len(own) else []
+            training_step(micro_batches, _lr_schedule(step, settings))
             shown: dict[str, str] = {}
             if between_steps is not None:
                 shown |= between_steps(step)
@@ -137,6 +141,7 @@ def train(
     with torch.no_grad():
         for tensor, value in zip(tensors, best, strict=True):
             tensor.copy_(value)
+    ranks.copy_from_rank_zero(tensors)
     for weight in derived:
         weight.apply()
 
@@ -196,10 +201,8 @@ def kl_sum(
 @torch.no_grad()
 def mean_kl(model: PreTrainedModel, teacher: Teacher, windows: Int64[Tensor, "b t"]) -> float:
     """Mean KL over all positions, nats."""
-    total = sum(
-        kl_sum(model, teacher, tokens).double().item() for tokens in batches(windows, model, label=None)
-    )
-    return total / windows.numel()
+    own = [tokens for _, tokens in rounds(windows, model, label=None) if tokens is not None]
+    return sum(ranks.merged([kl_sum(model, teacher, b).double().item() for b in own])) / windows.numel()
 
 
 def micro_batch_that_fits(

@@ -2,6 +2,7 @@
 
     for each micro-batch: gradients += d loss(micro-batch) / d (trainables, derived)
     gradients of trainables += (d derived / d trainables)' times gradients of derived
+    gradients of trainables are summed over ranks, where the run has several processes (`ranks.py`)
     trainables -= Adam(gradients), at `lr_factor` of every tensor's learning rate
     derived = value(trainables)
 
@@ -12,7 +13,8 @@ the model consists of plain modules, which a compiler can fuse.
 A step of a small model is thousands of kernel launches, which Python issues more slowly than a GPU runs them. So after a
 few eager steps, which initialize libraries and the optimizer's state, the gradients of a micro-batch of each shape and the
 update are captured once each; gradients and learning rates then stay at fixed addresses, and a step copies its inputs and
-replays the graphs. Tensors on a CPU or on several GPUs, and models that cannot be captured, stay eager.
+replays the graphs. With several processes only gradients are captured, for their sum over ranks comes before the update.
+Tensors on a CPU or on several GPUs, and models that cannot be captured, stay eager.
 """
 
 import logging
@@ -23,6 +25,8 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
+
+from requant import ranks
 
 MicroBatch = tuple[Tensor, ...]  # tokens, and what else the loss takes
 # parameter groups of one tensor each, and whether a CUDA graph will capture the step -> an optimizer of torch's interface
@@ -135,6 +139,8 @@ class TrainingStep:
     def _update(self) -> None:
         for weight in self.derived:
             weight.backward()
+        if ranks.world_size() > 1:
+            ranks.sum_over_ranks([_gradient(tensor) for tensor in self.tensors])
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=not self.captures)
         for weight in self.derived:
@@ -155,9 +161,11 @@ class TrainingStep:
                 with torch.cuda.graph(graph, pool=pool):
                     self.loss(*static_inputs).backward()
                 self.graphs[_shapes(micro_batch)] = graph, static_inputs
-            update = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(update, pool=pool):
-                self._update()
+            update = None
+            if ranks.world_size() == 1:
+                update = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(update, pool=pool):
+                    self._update()
         except RuntimeError as error:
             self.graphs = {}
             logger.warning(
@@ -165,6 +173,13 @@ class TrainingStep:
             )
         else:
             self.update = update
+
+
+def _gradient(tensor: Tensor) -> Tensor:
+    """The tensor's gradient, zero where this rank had no window in the step."""
+    if tensor.grad is None:
+        tensor.grad = torch.zeros_like(tensor)
+    return tensor.grad
 
 
 def _shapes(micro_batch: MicroBatch) -> tuple[torch.Size, ...]:

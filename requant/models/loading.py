@@ -78,6 +78,19 @@ def load_model(source: str, *, device: str, dtype: str) -> tuple[PreTrainedModel
     return model, tokenizer
 
 
+def empty_model(path: str, *, dtype: str) -> PreTrainedModel:
+    """The model of a folder on the meta device: shapes from its configuration, no memory, no weight files read."""
+    from transformers import AutoModelForCausalLM
+
+    config = load_config(path)
+    stored = getattr(config.get_text_config(), "dtype", None) or torch.bfloat16
+    with _refusing(path, "the folder of a causal LM that transformers knows"), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=stored if dtype == "auto" else getattr(torch, dtype), trust_remote_code=False
+        )
+    return model.eval().requires_grad_(False)
+
+
 def load_config(path: str) -> Any:
     """The configuration of a folder, as transformers reads it."""
     from transformers import AutoConfig

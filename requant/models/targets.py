@@ -37,6 +37,7 @@ class QuantTarget:
     module: nn.Module
     transposed: bool  # GPT-2's Conv1D holds [k, n]
     experts: str | None = None  # path of the layer's experts, for a matrix of one of them
+    rank: int = 0  # of several processes, the one that collects its statistics and makes its codes
 
     @property
     def shape(self) -> tuple[int, int]:

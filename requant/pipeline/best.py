@@ -18,6 +18,7 @@ layer can compensate the errors of every other.
 
 from collections.abc import Sequence
 
+from requant import ranks
 from requant.calibration.collect import collect
 from requant.finetune.final import original_model, save_finetuned_params, split_windows
 from requant.finetune.loop import (
@@ -34,7 +35,7 @@ from requant.formats.quantized_weight import trainable_params, with_trainable_pa
 from requant.models.targets import QuantTarget
 from requant.quantizers.registry import METHODS
 from requant.run.context import RunContext, Weights
-from requant.run.quantize_linears import chunks_that_fit, gather, quantize_linears
+from requant.run.quantize_linears import chunks_that_fit, gather, quantize_linears, shared_codes
 from requant.run.stage_cache import load_stage, save_stage
 
 ROUNDS = 4
@@ -85,11 +86,13 @@ def quantize_in_rounds(run: RunContext, rounds: Sequence[Sequence[QuantTarget]])
                             run.model, run.windows, chunk, needs=method.needs, all_experts=all_experts
                         )
                 with run.stage("quantize"):
-                    for target in chunk:
-                        weights[target.name] = method.quantize(
+                    made: Weights = {}
+                    for target in ranks.owned(chunk):
+                        made[target.name] = method.quantize(
                             target.weight(), statistics[target.name], run.config_of(target)
                         )
-                        trainable[target.name] = trainable_params(weights[target.name])
+                    weights |= shared_codes(chunk, made)
+                    trainable |= {target.name: trainable_params(weights[target.name]) for target in chunk}
             run.statistics.clear()
             unquantized = [target for later in rounds[index + 1 :] for target in later]
             if unquantized:

@@ -15,6 +15,7 @@ from jaxtyping import Int64
 from torch import Tensor
 from tqdm import tqdm
 
+from requant import ranks
 from requant.allocation.embedding_and_head import QuantizedEmbeddingAndHead
 from requant.calibration.passes import mean_loss
 from requant.models.targets import QuantTarget
@@ -92,7 +93,8 @@ def diagnose(
                 nodes=run.recipe.sensitivity.nodes,
                 label=run.label(f"predicted by {name}"),
             )
-            predicted[name] = {matrix: signed_sum(tensor) for matrix, tensor in values.items()}
+            sums = {matrix: signed_sum(tensor) for matrix, tensor in values.items()}
+            predicted[name] = ranks.of_all(run.targets, sums)
             if on_scores is not None:
                 on_scores(name, values)
             del values
@@ -132,7 +134,7 @@ def measured_by_matrix(run: RunContext, weights: Weights, windows: Int64[Tensor,
             return {}
         windows = windows[: max(1, MATRIX_TOKENS_ON_CPU // windows.shape[1])]
     run.apply_original_weights()
-    original = mean_loss(run.model, windows)
+    original = mean_loss(run.model, windows, split=False)
     groups = {target.name: [target] for target in run.targets}
     return _measured_alone(run, weights, windows, original, groups, label="matrix")
 
@@ -149,12 +151,13 @@ def _measured_alone(
     """dF with each group of matrices quantized by itself."""
     path = run.path(weights)
     run.apply_original_weights()
-    found: dict[K, float] = {}
-    for key, members in tqdm(groups.items(), desc=f"measured by {label}", disable=run.quiet, unit=label):
+    found: list[float] = []
+    own = ranks.mine(list(groups.values()))
+    for members in tqdm(own, desc=f"measured by {label}", disable=run.quiet, unit=label):
         for target in members:
             target.set_weight(weights[target.name].dequantize())
-        found[key] = mean_loss(run.model, windows) - original
+        found.append(mean_loss(run.model, windows, split=False) - original)
         for target in members:
             target.set_weight(path.start(target))
     run.apply_quantized_weights(weights)
-    return found
+    return dict(zip(groups, ranks.merged(found), strict=True))

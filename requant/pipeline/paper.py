@@ -29,6 +29,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from requant import ranks
 from requant.formats.quantized_weight import QuantizedWeight
 from requant.formats.sparse import residuals_to_int8, sparse_at, sparse_mask
 from requant.run.context import RunContext, Weights, loss, recipe_sections, scores
@@ -90,10 +91,9 @@ def mean_scores(run: RunContext, weights: Weights) -> dict[str, float]:
     stored = run.workspace.get("mean-scores", key)
     if stored is not None:
         return stored.value
-    means = {
-        name: values.abs().mean(dtype=torch.float64).item()
-        for name, values in scores(run, run.recipe.sensitivity.score, weights, label="sensitivity").items()
-    }
+    values = scores(run, run.recipe.sensitivity.score, weights, label="sensitivity")
+    own = {name: each.abs().mean(dtype=torch.float64).item() for name, each in values.items()}
+    means = ranks.of_all(run.targets, own)
     run.workspace.put("mean-scores", key, value=means)
     return means
 
@@ -146,6 +146,7 @@ def detach_significant(run: RunContext, weights: Weights, step: int) -> Weights:
         values = scores(
             run, run.recipe.sensitivity.score, weights, label=f"sensitivity, step {step + 1}/{detach.steps}"
         )
+        values = ranks.tensors_of_all(run.targets, values, device=run.model.device)
         chosen = global_top(values, count, taken=taken)
         run.workspace.put("significant", key, tensors={n: m.nonzero().int() for n, m in chosen.items()})
     else:

@@ -3,10 +3,15 @@
 Bytes are exact for the dense part (they follow from the layout) and expected for the sparse part. With a budget the
 bits are given out as the run will do it, which takes its calibration passes. Memory and time are estimates: bytes held
 at the fullest stage, and floating-point operations over the rate of a short matrix product.
+
+An `Outline`, from config.json alone, is planned too: nothing is measured, so a budget is taken as spent, and where
+the GPUs are not here times are those of H200s. Of several GPUs each holds a whole model, and its share of statistics and
+scores; work is divided evenly, matrices as the run will divide them. What GPUs send to each other is not counted.
 """
 
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,13 +33,16 @@ from requant.display import format_seconds
 from requant.formats.sparse import INDEX_TILE
 from requant.models.targets import QuantTarget
 from requant.pipeline.best import rounds_of
-from requant.pipeline.prepare import Prepared, bytes_before, start
+from requant.pipeline.prepare import Outline, Prepared, bytes_before, start
 from requant.quantizers.registry import find_method
 from requant.recipe.schema import Recipe
 from requant.run.context import Allocation
 from requant.run.workspace import Workspace
 from requant.sensitivity.pqi import NODES
 
+# operations a second of whole passes on an H200 in bfloat16: 6 * 1.24e9 parameters * 16384 tokens in the 0.29 s of a
+# training step of the 1B shape (docs/results.md)
+H200_RATE = 4.2e14
 FRACTION_OF_PEAK = 0.35  # of a plain matrix product's rate, as whole passes through small models reach it
 FORWARDS = {"original": 1, "quantized": 2, "corrected": 7}  # whole passes, for the Hessians of all matrices
 
@@ -54,8 +62,9 @@ class Plan:
     bytes_before: int
     bytes_after: int
     whole_bits_per_weight: float  # of the weight files
-    peak_memory: int
+    peak_memory: int  # bytes of one GPU, or of the process
     seconds: float
+    gpus: int = 1
     allocation: Allocation | None = None  # of a budget
     widths: Mapping[str, Mapping[int | float, int]] = field(
         default_factory=dict
@@ -71,8 +80,9 @@ class Plan:
             f"weights         {self.weights:,}",
             f"bits per weight {self.bits_per_weight:.3f} of the matrices, {self.whole_bits_per_weight:.3f} of the file",
             f"bytes           {self.bytes_before:,} -> {self.bytes_after:,}",
-            f"peak memory     about {self.peak_memory / 2**30:.2f} GiB",
-            f"time            about {format_seconds(self.seconds)}",
+            f"peak memory     about {self.peak_memory / 2**30:.2f} GiB" + (" a GPU" if self.gpus > 1 else ""),
+            f"time            about {format_seconds(self.seconds)}"
+            + (f" on {self.gpus} GPUs" if self.gpus > 1 else ""),
             *self._budget_lines(),
         ]
 
@@ -105,8 +115,14 @@ class Plan:
         return lines
 
 
-def make_plan(prepared: Prepared, recipe: Recipe, *, quiet: bool = True) -> Plan:
-    """Predictions from shapes, the recipe and a matrix product of a tenth of a second; with a budget, its allocation."""
+def make_plan(
+    prepared: Prepared | Outline, recipe: Recipe, *, device: str | None = None, quiet: bool = True
+) -> Plan:
+    """Predictions from shapes, the recipe and a matrix product of a tenth of a second; with a budget, its allocation.
+
+    `device` is where the run will be, None: where the model is.
+    """
+    device = prepared.model.device.type if device is None else torch.device(device).type
     targets = prepared.targets
     weights = sum(target.size for target in targets)
     fraction = _sparse_fraction(recipe)
@@ -116,31 +132,43 @@ def make_plan(prepared: Prepared, recipe: Recipe, *, quiet: bool = True) -> Plan
         _bytes(target, recipe, allocation.bits[target.name], fraction, shares.get(target.name))
         for target in targets
     )
+    if isinstance(prepared, Outline) and recipe.budget.bits is not None:
+        parts = recipe.budget.bits * weights / 8
     model_bytes = bytes_before(prepared)
     per_weight = _source_bytes_per_weight(prepared, model_bytes)
     saved = embedding_and_head_savings(prepared.model, prepared.source, allocation)
     stored = sum(target.size for target in targets) * per_weight + saved
     bytes_after = round(model_bytes - stored + parts)
+    if isinstance(prepared, Outline) and recipe.budget.size is not None:
+        bytes_after = recipe.budget.size
     kinds: dict[str, int] = {}
     widths: dict[str, dict[int | float, int]] = {}
     for target in targets:
         kinds[target.kind] = kinds.get(target.kind, 0) + 1
         counts, bits = widths.setdefault(target.kind, {}), allocation.bits[target.name]
         counts[bits] = counts.get(bits, 0) + 1
+    if isinstance(prepared, Outline):  # which text it would be is not looked up
+        texts = [
+            ", ".join(given) or "the usual text"
+            for given in (recipe.calibration.text, recipe.evaluation.text)
+        ]
+    else:
+        texts = [prepared.calibration.name, prepared.evaluation.name]
     return Plan(
         method=recipe.method,
         mode=recipe.mode,
-        device=prepared.model.device.type,
-        calibration=f"{prepared.calibration.name}, {_windows(prepared.windows)}",
-        scored_on=f"{prepared.evaluation.name}, {_windows(prepared.eval_windows)}",
+        device=device,
+        calibration=f"{texts[0]}, {_windows(prepared.windows)}",
+        scored_on=f"{texts[1]}, {_windows(prepared.eval_windows)}",
         matrices=kinds,
         weights=weights,
         bits_per_weight=8 * parts / weights,
         bytes_before=model_bytes,
         bytes_after=bytes_after,
         whole_bits_per_weight=8 * bytes_after / sum(p.numel() for p in prepared.model.parameters()),
-        peak_memory=_peak_memory(prepared, recipe),
-        seconds=expected_seconds(prepared, recipe),
+        peak_memory=_peak_memory(prepared, recipe, device),
+        seconds=expected_seconds(prepared, recipe, device),
+        gpus=_gpus(prepared),
         allocation=None if allocation.budget is None else allocation,
         widths={} if allocation.budget is None else widths,
     )
@@ -150,8 +178,20 @@ def _windows(windows: Int64[Tensor, "b t"]) -> str:
     return f"{windows.shape[0]} x {windows.shape[1]} tokens"
 
 
-def _allocation(prepared: Prepared, recipe: Recipe, *, quiet: bool) -> Allocation:
-    if not has_budget(recipe):
+def _gpus(prepared: Prepared | Outline) -> int:
+    return 1 + max(target.rank for target in prepared.targets)
+
+
+def _fullest(prepared: Prepared | Outline, size: Callable[[QuantTarget], int]) -> int:
+    """The sum of `size` over the matrices of the rank that has most."""
+    sums: Counter[int] = Counter()
+    for target in prepared.targets:
+        sums[target.rank] += size(target)
+    return max(sums.values())
+
+
+def _allocation(prepared: Prepared | Outline, recipe: Recipe, *, quiet: bool) -> Allocation:
+    if isinstance(prepared, Outline) or not has_budget(recipe):
         return uniform(
             recipe,
             prepared.targets,
@@ -176,41 +216,42 @@ def _bytes(
     return packed_spec(recipe, (n, k), bits, share).bytes + sparse
 
 
-def _source_bytes_per_weight(prepared: Prepared, model_bytes: int) -> float:
-    tensors = {p.data_ptr(): p.numel() for p in prepared.model.parameters()}
-    return model_bytes / max(1, sum(tensors.values()))
+def _source_bytes_per_weight(prepared: Prepared | Outline, model_bytes: int) -> float:
+    return model_bytes / max(1, sum(p.numel() for p in prepared.model.parameters()))
 
 
-def _peak_memory(prepared: Prepared, recipe: Recipe) -> int:
+def _peak_memory(prepared: Prepared | Outline, recipe: Recipe, device: str) -> int:
     """Model + the larger of {statistics, one float32 score a weight} + codes + originals (where they share memory).
 
     Codes take a byte a weight; packed for the workspace, they are on the CPU. Corrected inputs take a copy of the model, and
     on a CPU also the hidden states of both. Training holds more: the original, and 16 bytes a parameter (float32, its
     gradient, Adam's two). What a GPU has beyond that it fills with larger parts of a batch, which are not counted: it does
-    not need them.
+    not need them. One of several GPUs holds the statistics and scores of its own matrices, and a batch's gradients on their
+    way to their owners.
     """
     weights = sum(target.size for target in prepared.targets)
     model = sum(p.numel() * p.element_size() for p in prepared.model.parameters())
     own = 0
-    if prepared.model.device.type == "cpu":
+    if device == "cpu":
         packed = round(weights * recipe.quantizer.bits / 8)
         own = weights * prepared.targets[0].parameter.element_size() + packed
     needs = find_method(recipe.method).needs
-    statistics = sum(bytes_needed(target, needs) for target in prepared.targets)
+    statistics = _fullest(prepared, lambda target: bytes_needed(target, needs))
+    scores = 4 * _fullest(prepared, lambda target: target.size) + (model if _gpus(prepared) > 1 else 0)
     embedding: Any = prepared.model.get_input_embeddings()
     activations = 6 * 4 * 2048 * embedding.weight.shape[0]
     if recipe.calibration.inputs == "corrected":
         model *= 2
         own += 8 * prepared.windows.numel() * embedding.weight.shape[1] if own else 0
-    stages = model + weights + max(4 * weights, statistics)
+    stages = model + weights + max(scores, statistics)
     if recipe.finetune.steps:
         stages = max(stages, model + 16 * sum(p.numel() for p in prepared.model.parameters()))
     return own + stages + activations
 
 
-def expected_seconds(prepared: Prepared, recipe: Recipe) -> float:
-    """Wall time of a run, by its floating-point operations and the method's time per weight."""
-    weights = sum(target.size for target in prepared.targets)
+def expected_seconds(prepared: Prepared | Outline, recipe: Recipe, device: str) -> float:
+    """Wall time of a run on devices of a type, by its floating-point operations and the method's time per weight."""
+    weights = _fullest(prepared, lambda target: target.size)
     parameters = sum(p.numel() for p in prepared.model.parameters())
     backward = 6 * parameters * prepared.windows.numel()
     nodes = len(NODES[recipe.sensitivity.nodes]) if recipe.sensitivity.score == "pqi" else 1
@@ -229,21 +270,22 @@ def expected_seconds(prepared: Prepared, recipe: Recipe) -> float:
     passes += phases * recipe.finetune.steps * step / prepared.windows.numel() * 4 / 3
     scored = 3 * 2 * parameters * prepared.eval_windows.numel()
     work = backward * (passes + forwards / 3) + scored
-    device = "cuda" if prepared.model.device.type == "cuda" else "cpu"
     quantizer = find_method(recipe.method).seconds_per_weight[device]
-    return work / (FRACTION_OF_PEAK * _rate(prepared.model)) + quantizations * weights * quantizer
+    rate = _rate(next(prepared.model.parameters()).dtype, device) * _gpus(prepared)
+    return work / rate + quantizations * weights * quantizer
 
 
-def _rate(model: torch.nn.Module) -> float:
-    """Floating-point operations a second of a square matrix product in the model's dtype."""
-    parameter = next(model.parameters())
-    size = 4096 if parameter.is_cuda else 768
-    a = torch.randn(size, size, device=parameter.device, dtype=parameter.dtype)
+def _rate(dtype: torch.dtype, device: str) -> float:
+    """Floating-point operations a second of whole passes, from those of a square matrix product."""
+    if device == "cuda" and not torch.cuda.is_available():
+        return H200_RATE
+    size = 4096 if device == "cuda" else 768
+    a = torch.randn(size, size, device=device, dtype=dtype)
     torch.mm(a, a)
     runs, start = 0, time.perf_counter()
     while time.perf_counter() - start < 0.1:
         torch.mm(a, a)
         runs += 1
-        if parameter.is_cuda:
+        if device == "cuda":
             torch.cuda.synchronize()
-    return 2 * size**3 * runs / (time.perf_counter() - start)
+    return FRACTION_OF_PEAK * 2 * size**3 * runs / (time.perf_counter() - start)

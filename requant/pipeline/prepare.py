@@ -1,5 +1,6 @@
 """Load a model and its texts, and refuse what cannot work before any long work begins."""
 
+import dataclasses
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from jaxtyping import Int64
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from requant import ranks
 from requant.calibration.experts import routed_tokens
 from requant.errors import ModelError, TextError
 from requant.models.devices import pick_device
@@ -18,6 +20,7 @@ from requant.models.loading import (
     DEMO,
     check_finite,
     context_limit,
+    empty_model,
     folder_bytes,
     load_model,
     load_tokenizer,
@@ -34,6 +37,18 @@ from requant.text.windows import overlap, sample_self, spread, token_windows
 logger = logging.getLogger(__name__)
 OVERLAP_TOLERATED = 0.01  # fraction of the evaluation text; above it a warning
 DIAGNOSED_TOKENS = 4096  # PQI equals dF on any text, so a small one serves
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outline:
+    """A model's shape and how much text the recipe takes: all tensors are on the meta device."""
+
+    model: PreTrainedModel
+    source: Path | None  # None: a folder without weight files
+    targets: Sequence[QuantTarget]
+    windows: Int64[Tensor, "b t"]
+    train_windows: Int64[Tensor, "p t"]
+    eval_windows: Int64[Tensor, "e c"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +78,7 @@ def prepare(
 ) -> Prepared:
     """Load what the run needs and refuse what cannot work."""
     model, tokenizer, source = _opened(model, tokenizer, device=device, dtype=dtype)
-    targets = find_linears(model, skip=recipe.skip)
+    targets = divided(find_linears(model, skip=recipe.skip), ranks.world_size())
     check_finite(model)
     _check_context(model, recipe)
     given = [str(t) for t in ([text] if isinstance(text, str | Path) else text or recipe.calibration.text)]
@@ -94,6 +109,43 @@ def prepare(
         evaluation=evaluation,
         eval_windows=eval_windows[: recipe.evaluation.windows],
     )
+
+
+def outline(model: str, recipe: Recipe, *, dtype: str = "auto", gpus: int = 1) -> Outline:
+    """What can be said of a run from config.json alone, with the matrices divided among `gpus`."""
+    folder = Path(resolve_source(model))
+    empty = empty_model(str(folder), dtype=dtype)
+    unfuse_experts(empty)
+    _check_context(empty, recipe)
+    calibration, evaluation = recipe.calibration, recipe.evaluation
+    num_train = max(calibration.num_samples, recipe.finetune.train_windows if recipe.finetune.steps else 0)
+    sizes = (
+        (calibration.num_samples, calibration.seq_len),
+        (num_train, calibration.seq_len),
+        (evaluation.windows, evaluation.context),
+    )
+    windows = [torch.empty(size, dtype=torch.int64, device="meta") for size in sizes]
+    return Outline(
+        model=empty,
+        source=folder if folder_bytes(folder) else None,
+        targets=divided(find_linears(empty, skip=recipe.skip), gpus),
+        windows=windows[0],
+        train_windows=windows[1],
+        eval_windows=windows[2],
+    )
+
+
+def divided(targets: Sequence[QuantTarget], count: int) -> list[QuantTarget]:
+    """The targets, each owned by one of `count` ranks; experts of a layer, which share their statistics, by the same."""
+    sizes: dict[str, int] = {}
+    kinds: dict[str, str] = {}
+    for target in targets:
+        unit = target.experts or target.name
+        sizes[unit] = sizes.get(unit, 0) + target.size
+        kinds[unit] = "experts" if target.experts else target.kind
+    found = ranks.owners([(kinds[unit], size) for unit, size in sizes.items()], count)
+    owner_of = dict(zip(sizes, found, strict=True))
+    return [dataclasses.replace(target, rank=owner_of[target.experts or target.name]) for target in targets]
 
 
 def start(prepared: Prepared, recipe: Recipe, *, workspace: Workspace, quiet: bool) -> RunContext:
@@ -178,7 +230,7 @@ def _texts(
     )
 
 
-def bytes_before(prepared: Prepared) -> int:
+def bytes_before(prepared: Prepared | Outline) -> int:
     """Bytes of the original's weight files, or of its parameters where it was built in memory."""
     if prepared.source is not None:
         return folder_bytes(prepared.source)

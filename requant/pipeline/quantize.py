@@ -204,7 +204,10 @@ def recipe_for(
 
 def _warn_of_a_slow_run(prepared: Prepared, recipe: Recipe) -> None:
     """Say before the work, not after an hour of it, that a CPU is slow at this."""
-    if prepared.model.device.type == "cpu" and (seconds := expected_seconds(prepared, recipe)) > SLOW_RUN:
+    if (
+        prepared.model.device.type == "cpu"
+        and (seconds := expected_seconds(prepared, recipe, "cpu")) > SLOW_RUN
+    ):
         logger.warning(
             "this run takes about %s on this CPU; fewer --num-samples or --finetune-steps, another --method, --mode dense "
             "or a GPU make it shorter.",

@@ -5,11 +5,12 @@
                   block by block or input by input
 
 As many matrices as memory allows have their statistics collected in one pass. A resumed run that still lacks some matrix
-collects its statistics again.
+collects its statistics again. Of several processes (`ranks.py`) each quantizes the matrices that it owns.
 """
 
 import copy
 import dataclasses
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -18,9 +19,12 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from requant import ranks
 from requant.calibration.collect import INPUT_STATISTICS, bytes_needed, collect
 from requant.calibration.hidden_states import HiddenStateCache
 from requant.calibration.stats import LinearStats
+from requant.formats.packed_spec import PackedSpec
+from requant.formats.quantized_weight import pack, unpack
 from requant.models.devices import free_memory
 from requant.models.targets import SIBLINGS, QuantTarget
 from requant.quantizers.registry import find_method
@@ -50,10 +54,11 @@ def quantize_linears(
     }
     done: Weights = {name: weight for name, weight in found.items() if weight is not None}
     pending = [target for target in run.targets if target.name not in done]
-    bar = tqdm(total=len(pending), desc=label, unit="matrix", disable=run.quiet or not pending)
+    own = len(ranks.owned(pending))
+    bar = tqdm(total=own, desc=label, unit="matrix", disable=run.quiet or not own)
     calibrate = sequential_calibration if sequential else parallel_calibration
     for members, statistics in calibrate(run, pending, method.needs, done):
-        for target in members:
+        for target in ranks.owned(members):
             device = target.parameter.device
             masks = {} if detached is None else {"detached": detached[target.name].to(device)}
             with run.stage("quantize"):
@@ -63,10 +68,26 @@ def quantize_linears(
                     run.config_of(target),
                     **masks,
                 )
-            save_weight(run, "linear", keys[target.name], done[target.name])
+            save_weight(run, "linear", keys[target.name], done[target.name], rank=target.rank)
             bar.update()
+        done.update(shared_codes(members, done))
     bar.close()
     return {target.name: done[target.name] for target in run.targets}
+
+
+def shared_codes(targets: Sequence[QuantTarget], made: Weights) -> Weights:
+    """The codes of all targets, on every rank, from those that each rank made of its own."""
+    found: Weights = {}
+    for target in targets:
+        packed = pack(made[target.name]) if ranks.world_size() > 1 and target.rank == ranks.rank() else None
+        spec, tensors = (None, {}) if packed is None else (packed[0].to_json(), packed[1])
+        spec, tensors = ranks.shared(spec, tensors, source=target.rank)
+        found[target.name] = (
+            made[target.name]
+            if target.rank == ranks.rank()
+            else unpack(PackedSpec.from_json(target.name, spec), tensors).to(target.parameter.device)
+        )
+    return found
 
 
 def parallel_calibration(
@@ -130,7 +151,7 @@ def sequential_statistics(
                 )
             merged = {
                 target.name: _merged(inputs[target.name], gradients[target.name], other_needs)
-                for target in waiting
+                for target in ranks.owned(waiting)
             }
             yield waiting, merged
         for target in members:
@@ -187,9 +208,9 @@ def share_statistics(run: RunContext, shared: dict[str, LinearStats]) -> None:
 
 def _gathered(run: RunContext, targets: Sequence[QuantTarget], needs: frozenset[str]) -> bool:
     """Whether the run holds these statistics of all targets already."""
-    held = [run.statistics.get(target.name) for target in targets]
-    return all(
-        stats is not None and all(getattr(stats, need) is not None for need in needs) for stats in held
+    held = [run.statistics.get(target.name) for target in ranks.owned(targets)]
+    return ranks.all_agree(
+        all(stats is not None and all(getattr(stats, need) is not None for need in needs) for stats in held)
     )
 
 
@@ -226,17 +247,19 @@ def _siblings(kind: str, other: str) -> bool:
 def chunks_that_fit(
     run: RunContext, targets: Sequence[QuantTarget], needs: frozenset[str]
 ) -> list[list[QuantTarget]]:
-    """The targets in chunks of whole blocks whose statistics take at most half of the free memory."""
+    """The targets in chunks of whole blocks whose statistics take at most half of the free memory of every rank."""
     if not targets or _gathered(run, targets, needs):
         return [list(targets)] if targets else []
-    budget = free_memory(targets[0].parameter.device) / 2
+    budget = ranks.smallest(free_memory(targets[0].parameter.device)) / 2
     chunks: list[list[QuantTarget]] = [[]]
-    used = 0
+    used: Counter[int] = Counter()  # rank -> bytes
     for members in by_block(targets):
-        size = sum(bytes_needed(target, needs) for target in members)
-        if chunks[-1] and used + size > budget:
+        sizes: Counter[int] = Counter()
+        for target in members:
+            sizes[target.rank] += bytes_needed(target, needs)
+        if chunks[-1] and max((used + sizes).values(), default=0) > budget:
             chunks.append([])
-            used = 0
+            used.clear()
         chunks[-1].extend(members)
-        used += size
+        used += sizes
     return chunks

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
+from requant import ranks
 from requant.formats.packed_spec import PackedSpec
 from requant.formats.quantized_weight import QuantizedWeight, pack, unpack
 from requant.run.context import RunContext, Weights, recipe_sections
@@ -25,11 +26,11 @@ def load_weight(
     return unpack(spec, stored.tensors).to(device)
 
 
-def save_weight(run: RunContext, stage: str, key: str, weight: QuantizedWeight) -> None:
-    """Keep a matrix for a run that resumes."""
-    if run.workspace.folder is not None:
+def save_weight(run: RunContext, stage: str, key: str, weight: QuantizedWeight, *, rank: int = 0) -> None:
+    """Keep a matrix, which `rank` made or all ranks alike, for a run that resumes."""
+    if run.workspace.folder is not None and rank == ranks.rank():
         spec, tensors = pack(weight)
-        run.workspace.put(stage, key, tensors=tensors, value=spec.to_json())
+        run.workspace.put(stage, key, tensors=tensors, value=spec.to_json(), rank=rank)
 
 
 def load_stage(run: RunContext, stage: str, tables: Mapping[str, Tensor] | None = None) -> Weights | None:

@@ -6,6 +6,9 @@ matters, the version of requant. So a changed recipe never meets an old result. 
 a result exists whole or not at all. The folder is made, and an old one cleared, only when the first result is asked
 for: a command that is refused before it works destroys nothing. A lock beside the folder keeps a second run out of it
 while the first one lives.
+
+Of several processes, rank 0 opens, reads and tells the others; a result is written by the rank that made it. Keys know
+nothing of ranks, so a run resumes with any number of them.
 """
 
 import hashlib
@@ -26,6 +29,7 @@ from jaxtyping import Shaped
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from requant import ranks
 from requant.errors import OutputError
 
 logger = logging.getLogger(__name__)
@@ -52,7 +56,17 @@ class Workspace:
             self.lock = FileLock(folder.with_name(f"{folder.name}.lock"), is_singleton=True)  # one a process
 
     def get(self, stage: str, key: str) -> Stored | None:
-        """The result of a stage, or None where it was not finished with this key."""
+        """The result of a stage, or None where it was not finished with this key; all ranks ask together."""
+        if self.folder is None:
+            return None
+        found = self._read(stage, key) if ranks.rank() == 0 else None
+        self.opened = True  # by rank 0, before the others go on
+        value, tensors = ranks.shared(
+            None if found is None else [found.value], {} if found is None else found.tensors
+        )
+        return None if value is None else Stored(tensors=tensors, value=value[0])
+
+    def _read(self, stage: str, key: str) -> Stored | None:
         file = self._file(stage, key)
         if file is None or not file.is_file():
             return None
@@ -65,10 +79,16 @@ class Workspace:
             return None
 
     def put(
-        self, stage: str, key: str, *, tensors: Mapping[str, Tensor] | None = None, value: Any = None
+        self,
+        stage: str,
+        key: str,
+        *,
+        tensors: Mapping[str, Tensor] | None = None,
+        value: Any = None,
+        rank: int = 0,
     ) -> None:
-        """Keep the result of a stage."""
-        file = self._file(stage, key)
+        """Keep the result of a stage, which `rank` made, or all ranks alike."""
+        file = self._file(stage, key) if rank == ranks.rank() else None
         if file is None:
             return
         aside = file.with_suffix(".writing")
@@ -87,7 +107,7 @@ class Workspace:
 
     def remove(self) -> None:
         """Delete everything: the run is complete."""
-        if self.folder is not None and self.opened:
+        if self.folder is not None and self.opened and ranks.rank() == 0:
             shutil.rmtree(self.folder, ignore_errors=True)
             self._unlock()
 

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from requant import ranks
 from requant.calibration.passes import gradient_pass
 from requant.models.targets import QuantTarget
 from requant.sensitivity.path import QuantizedPath, Scores
@@ -20,7 +21,8 @@ def gradient_score(
 ) -> Scores:
     """`g(w + at d) d` of every weight, signed, nats; the model is left at the quantized weights."""
     total = {
-        target.name: torch.zeros(target.shape, device=target.parameter.device) for target in path.targets
+        target.name: torch.zeros(target.shape, device=target.parameter.device)
+        for target in ranks.owned(path.targets)
     }
 
     def accumulate(target: QuantTarget, gradient: Float[Tensor, "n k"]) -> None:
@@ -28,4 +30,4 @@ def gradient_score(
 
     with path.at(at):
         gradient_pass(path.model, windows, path.targets, accumulate, label=label)
-    return {target.name: total[target.name].mul_(path.step(target)) for target in path.targets}
+    return {target.name: total[target.name].mul_(path.step(target)) for target in ranks.owned(path.targets)}

@@ -8,6 +8,7 @@ is smaller by the number of tokens in a sequence.
 from jaxtyping import Int64
 from torch import Tensor
 
+from requant import ranks
 from requant.calibration.fisher import position_fisher
 from requant.sensitivity.path import QuantizedPath, Scores
 
@@ -20,5 +21,5 @@ def hessian_diagonal(
         fisher = position_fisher(path.model, windows, path.targets, label=label)
     return {
         target.name: fisher[target.name].mul_(path.step(target).square_()).mul_(0.5)
-        for target in path.targets
+        for target in ranks.owned(path.targets)
     }

@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from requant import ranks
 from requant.calibration.passes import gradient_pass
 from requant.models.targets import QuantTarget
 from requant.sensitivity.path import QuantizedPath, Scores
@@ -42,7 +43,8 @@ def pqi(
     the CPU, and one float32 a weight.
     """
     mean_gradient = {
-        target.name: torch.zeros(target.shape, device=target.parameter.device) for target in path.targets
+        target.name: torch.zeros(target.shape, device=target.parameter.device)
+        for target in ranks.owned(path.targets)
     }
     try:
         for index, (t, weight) in enumerate(NODES[nodes]):
@@ -57,7 +59,10 @@ def pqi(
             gradient_pass(path.model, windows, path.targets, accumulate, label=name)
     finally:
         path.apply_weights(1.0)
-    return {target.name: mean_gradient[target.name].mul_(path.step(target)) for target in path.targets}
+    return {
+        target.name: mean_gradient[target.name].mul_(path.step(target))
+        for target in ranks.owned(path.targets)
+    }
 
 
 def pqi_of_finetuned_params(
@@ -74,7 +79,7 @@ def pqi_of_finetuned_params(
             parameter.requires_grad_(True)
         for t, weight in NODES[nodes]:
             path.apply_weights(t)
-            gradient_pass(path.model, windows, (), lambda _target, _gradient: None)
+            gradient_pass(path.model, windows, (), lambda _target, _gradient: None, split=False)
             for parameter, start, end in finetuned:
                 if parameter.grad is not None:
                     step = (end.float() - start.float()).to(parameter.device)

@@ -18,7 +18,10 @@ def score_weights(
     nodes: str = "gauss2",
     label: str | None = None,
 ) -> Scores:
-    """The score `name` of every weight, signed, nats; `nodes` matters to `pqi` alone. Raises NumericalError."""
+    """The score `name` of every weight of this rank's matrices, signed, nats; `nodes` matters to `pqi` alone.
+
+    Raises NumericalError.
+    """
     match name:
         case "pqi":
             scores = pqi(path, windows, nodes=nodes, label=label)

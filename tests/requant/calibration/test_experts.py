@@ -149,10 +149,10 @@ def test_a_run_that_was_interrupted_ends_with_the_same_codes(
     expected = requant.quantize(source, recipe, tiny_text_file)
     saved, save = [], quantize_linears.save_weight
 
-    def stops(*arguments) -> None:
+    def stops(*arguments, **options) -> None:
         if len(saved) == 21:  # in the midst of the second layer's experts
             raise KeyboardInterrupt
-        saved.append(save(*arguments))
+        saved.append(save(*arguments, **options))
 
     monkeypatch.setattr(quantize_linears, "save_weight", stops)
     with pytest.raises(KeyboardInterrupt):

@@ -37,8 +37,8 @@ def inputs_of(model, windows: torch.Tensor) -> dict[str, torch.Tensor]:
 def test_hessian_is_the_second_moment(tiny_model, tiny_windows, monkeypatch, name: str) -> None:
     model = tiny_model(name)
     monkeypatch.setattr(
-        "requant.calibration.hidden_states.batches",
-        lambda windows, model, *, label: iter(windows.split(3)),
+        "requant.calibration.passes._chunks",
+        lambda windows, model, windows_each: windows.split(3),
     )
     found = input_statistics(model, tiny_windows, find_linears(model))
     for matrix, x in inputs_of(model, tiny_windows).items():
@@ -95,8 +95,8 @@ def test_an_overflow_is_an_error(tiny_model, tiny_windows) -> None:
 
 def test_cross_moments_with_a_reference(tiny_model, tiny_windows, monkeypatch) -> None:
     monkeypatch.setattr(
-        "requant.calibration.hidden_states.batches",
-        lambda windows, model, *, label: iter(windows.split(3)),
+        "requant.calibration.passes._chunks",
+        lambda windows, model, windows_each: windows.split(3),
     )
     model, other = tiny_model("llama"), tiny_model("llama", seed=1)
     found = input_statistics(

@@ -44,7 +44,7 @@ def gathered(model, windows: torch.Tensor, **options) -> tuple[float, dict[str, 
 @pytest.fixture
 def small_batches(monkeypatch) -> None:
     """One window a batch."""
-    monkeypatch.setattr(passes, "batches", lambda windows, model, *, label: iter(windows.split(1)))
+    monkeypatch.setattr(passes, "_chunks", lambda windows, model, windows_each: windows.split(1))
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

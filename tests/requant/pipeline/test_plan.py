@@ -1,4 +1,5 @@
 import dataclasses
+import shutil
 from pathlib import Path
 
 import pytest
@@ -6,7 +7,7 @@ import pytest
 import requant
 from requant.checkpoint.sizes import byte_table
 from requant.pipeline.plan import make_plan
-from requant.pipeline.prepare import prepare
+from requant.pipeline.prepare import outline, prepare
 from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Budget, Calibration, Detach, Evaluation, Finetune, Recipe, Sensitivity
 
@@ -67,6 +68,42 @@ def test_every_method_has_a_plan(tiny_folder, tiny_text_file: Path, method: str,
     assert plan.peak_memory > plan.bytes_before
     text = "\n".join(plan.lines())
     assert "14 (2 q_proj, " in text and f"{plan.bytes_before:,} -> {plan.bytes_after:,}" in text
+
+
+@pytest.mark.parametrize("mode", ["dense", "paper"])
+def test_a_configuration_is_enough_for_a_plan(
+    tiny_folder, tiny_text_file: Path, tmp_path: Path, mode: str
+) -> None:
+    """The bytes are those of a plan that has read the weights; there are none to read here."""
+    recipe = recipe_of("gptq", mode=mode)
+    source = tiny_folder("llama")
+    shutil.copy(source / "config.json", tmp_path)
+    expected = make_plan(prepare(str(source), recipe, tiny_text_file), recipe)
+    outlined = outline(str(tmp_path), recipe)
+    assert {p.device.type for p in outlined.model.parameters()} == {"meta"}
+    plan = make_plan(outlined, recipe, device="cpu")
+    assert plan.matrices == expected.matrices and plan.bits_per_weight == expected.bits_per_weight
+    assert plan.peak_memory == expected.peak_memory
+    headers = expected.bytes_before - plan.bytes_before  # of the weight files
+    assert plan.bytes_after == pytest.approx(expected.bytes_after - headers, abs=headers)
+
+
+def test_a_plan_for_several_gpus(tiny_folder) -> None:
+    """Times of GPUs that are not here: of two, half; statistics are divided, what trains is not."""
+    recipe = recipe_of("trellis", budget=Budget(bits=2.0))
+    one, two = (
+        make_plan(outline(str(tiny_folder("llama")), recipe, gpus=count), recipe, device="cuda")
+        for count in (1, 2)
+    )
+    assert two.seconds == pytest.approx(one.seconds / 2, rel=1e-6)
+    assert one.bits_per_weight == two.bits_per_weight == 2.0
+    assert two.peak_memory < one.peak_memory
+    text = "\n".join(two.lines())
+    assert " GiB a GPU\n" in text and " on 2 GPUs" in text
+    trained = dataclasses.replace(recipe, mode="best", finetune=Finetune(steps=10))
+    plan = make_plan(outline(str(tiny_folder("llama")), trained, gpus=2), trained, device="cuda")
+    parameters = sum(p.numel() for p in outline(str(tiny_folder("llama")), trained).model.parameters())
+    assert plan.peak_memory > 16 * parameters
 
 
 def test_the_sparse_part_is_expected_within_a_few_percent(

@@ -6,8 +6,10 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 import requant
@@ -155,6 +157,60 @@ def test_a_tuned_run_resumes(cli, arguments, stop_after, tmp_path: Path, stop: i
     assert cli(*command, tmp_path / "out", "--resume")[0] == 0
     assert cli(*command, tmp_path / "alone")[0] == 0
     assert sha256(tmp_path / "out") == sha256(tmp_path / "alone")
+
+
+def test_two_processes_go_on_where_one_stopped(
+    cli, arguments, undisturbed: str, stop_after, tmp_path: Path
+) -> None:
+    """Everything between is split: inputs, gradients, scores, codes, evaluation; the bytes are those of one process."""
+    stop_after(10)
+    with pytest.raises(Stopped):
+        cli(*arguments, "--output", tmp_path / "out")
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "requant",
+            *arguments,
+            "--output",
+            tmp_path / "out",
+            "--gpus",
+            "2",
+            "--resume",
+        ],
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count("checkpoint") == 1  # one of the two prints
+    assert sha256(tmp_path / "out") == undisturbed
+
+
+def test_one_process_goes_on_where_two_were_killed(
+    cli, arguments, undisturbed: str, stop_after, tmp_path: Path
+) -> None:
+    """One of two processes dies, which ends the run with one sentence."""
+    output, partial = tmp_path / "out", tmp_path / "out.partial"
+    run = subprocess.Popen(
+        [sys.executable, "-m", "requant", *arguments, "--output", output, "--gpus", "2"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while run.poll() is None and not list(partial.glob("linear-*.safetensors")):
+        time.sleep(0.01)
+    ranks = {child.environ().get("RANK"): child for child in psutil.Process(run.pid).children()}
+    ranks["1"].kill()
+    out, error = run.communicate(timeout=60)
+    assert (run.returncode, out) == (1, "")
+    assert error == (
+        "requant: process 1 of 2 was killed by SIGKILL, which ends the run (SIGKILL: memory may have run out); "
+        "`requant quantize --resume`, with any number of GPUs, continues where it stopped.\n"
+    )
+    assert not output.exists() and not ranks["0"].is_running()
+    stop_after(0)
+    assert cli(*arguments, "--output", output, "--resume")[0] == 0
+    assert sha256(output) == undisturbed
 
 
 def test_without_resume_it_starts_over(
