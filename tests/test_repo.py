@@ -44,10 +44,10 @@ LAYERS = (  # a module may import from its own folder and from those after it
     "sensitivity",
     "calibration",
     "checkpoint",
+    "models",
     "formats",
     "sparse_training",
     "sparsity",
-    "models",
     "text",
 )
 BELOW_ALL = ("files", "display", "ranks", "errors", "version")

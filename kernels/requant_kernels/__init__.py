@@ -11,7 +11,7 @@ from requant_kernels.common.packing import (
     unpack_sparse,
 )
 from requant_kernels.common.sparse import SlicedEll
-from requant_kernels.ops import dequantize, linear, linear_siblings, lookup
+from requant_kernels.ops import dequantize, linear, linear_siblings, lookup, rotate
 from requant_kernels.trellis.layout import TrellisLayout, pack_trellis, unpack_trellis
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "linear_siblings",
     "dequantize",
     "lookup",
+    "rotate",
     "pack_grid",
     "pack_codebook",
     "pack_trellis",

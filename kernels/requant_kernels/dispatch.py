@@ -112,7 +112,8 @@ def _alike(layout: Layout | TrellisLayout) -> tuple[Any, ...]:
     sparse = layout.sparse
     residuals = None if sparse is None else (sparse.values.dtype, sparse.coo is None)
     if isinstance(layout, TrellisLayout):
-        return layout.code, layout.bits, layout.n, layout.k, residuals
+        rotations = layout.input_scales is not None, layout.rotates_output
+        return layout.code, layout.bits, layout.n, layout.k, rotations, residuals
     if isinstance(layout, CodebookLayout):
         return layout.bits, layout.n, layout.k, residuals
     tensors = layout.zero_points is None, layout.column_scales is None

@@ -85,6 +85,17 @@ def lookup(tokens: Int[Tensor, "*m"], layout: GridLayout, dtype: torch.dtype) ->
     return rows.view(*tokens.shape, layout.k)
 
 
+def rotate(
+    x: Float[Tensor, "*tokens k"],
+    *,
+    input_scales: Float[Tensor, " k"] | None = None,
+    output_scales: Float[Tensor, " k"] | None = None,
+) -> Float[Tensor, "*tokens k"]:
+    """output_scales * H (input_scales * x) in x's dtype, without gradients; k is a multiple of 16."""
+    flat = x.reshape(-1, x.shape[-1]).contiguous()
+    return torch.ops.requant.rotate(flat, input_scales, output_scales).view(x.shape)
+
+
 def dequantize(layout: Layout | TrellisLayout, dtype: torch.dtype = torch.float16) -> Shaped[Tensor, "n k"]:
     """The matrix that the layout stands for; a trellis is rotated back by full matrices, which is slow."""
     if isinstance(layout, TrellisLayout):
@@ -99,7 +110,7 @@ OPERANDS = (
 )  # fmt: skip
 TRELLIS_OPERANDS = (
     "packed_codes", "input_scales", "output_scales", "row_perm", "slice_ptr", "columns", "values", "row_scales",
-    "row_nnz", "bits", "code",
+    "row_nnz", "k", "rotates_output", "bits", "code",
 )  # fmt: skip
 
 
@@ -122,6 +133,8 @@ def flatten(layout: Layout | TrellisLayout) -> tuple[Any, ...]:
             layout.input_scales,
             layout.output_scales,
             *slots,
+            layout.k,
+            layout.rotates_output,
             layout.bits,
             layout.code,
         )
@@ -153,13 +166,13 @@ def _slots(
 
 
 def _trellis_layout(
-    packed_codes: Tensor, input_scales: Tensor, output_scales: Tensor, row_perm: Tensor | None,
+    packed_codes: Tensor, input_scales: Tensor | None, output_scales: Tensor, row_perm: Tensor | None,
     slice_ptr: Tensor | None, columns: Tensor | None, values: Tensor | None, row_scales: Tensor | None,
-    row_nnz: Tensor | None, bits: float, code: str,
+    row_nnz: Tensor | None, k: int, rotates_output: bool, bits: float, code: str,
 ) -> TrellisLayout:  # fmt: skip
     return TrellisLayout(
-        packed_codes=packed_codes, input_scales=input_scales, output_scales=output_scales, n=len(output_scales),
-        k=len(input_scales), bits=bits, code=code, row_perm=row_perm,
+        packed_codes=packed_codes, input_scales=input_scales, output_scales=output_scales, n=len(output_scales), k=k,
+        bits=bits, code=code, rotates_output=rotates_output, row_perm=row_perm,
         sparse=_slots(slice_ptr, columns, values, row_scales, row_nnz),
     )  # fmt: skip
 
@@ -236,13 +249,13 @@ def _(dtype: torch.dtype, packed_codes: Tensor, *rest: Any) -> Tensor:
 
 @torch.library.custom_op("requant::trellis_linear", mutates_args=())
 def _trellis_linear(
-    x: Tensor, bias: Tensor | None, packed_codes: Tensor, input_scales: Tensor, output_scales: Tensor,
+    x: Tensor, bias: Tensor | None, packed_codes: Tensor, input_scales: Tensor | None, output_scales: Tensor,
     row_perm: Tensor | None, slice_ptr: Tensor | None, columns: Tensor | None, values: Tensor | None,
-    row_scales: Tensor | None,
-    row_nnz: Tensor | None, bits: float, code: str,
+    row_scales: Tensor | None, row_nnz: Tensor | None, k: int, rotates_output: bool, bits: float, code: str,
 ) -> Tensor:  # fmt: skip
     return _multiply(x, _trellis_layout(
-        packed_codes, input_scales, output_scales, row_perm, slice_ptr, columns, values, row_scales, row_nnz, bits, code
+        packed_codes, input_scales, output_scales, row_perm, slice_ptr, columns, values, row_scales, row_nnz, k,
+        rotates_output, bits, code,
     ), bias)  # fmt: skip
 
 
@@ -251,7 +264,7 @@ def _(
     x: Tensor,
     bias: Tensor | None,
     packed_codes: Tensor,
-    input_scales: Tensor,
+    input_scales: Tensor | None,
     output_scales: Tensor,
     *rest: Any,
 ) -> Tensor:
@@ -277,6 +290,29 @@ def _lookup(
 @_lookup.register_fake
 def _(tokens: Tensor, dtype: torch.dtype, packed_codes: Tensor, *rest: Any) -> Tensor:
     return packed_codes.new_empty(tokens.shape[0], rest[-4], dtype=dtype)
+
+
+@torch.library.custom_op("requant::rotate", mutates_args=())
+def _rotate(x: Tensor, input_scales: Tensor | None, output_scales: Tensor | None) -> Tensor:
+    """output_scales * H (input_scales * x) of x [m, k], k a multiple of 16, in x's type: see `hadamard/`."""
+    if not x.is_cuda:
+        y = x.float() if input_scales is None else x.float() * input_scales.float()
+        y = y @ reference.hadamard(x.shape[1], torch.float32).to(x.device)
+        return (y if output_scales is None else y * output_scales.float()).to(x.dtype)
+    from requant_kernels.common.device import supports_pdl, supports_ptx
+    from requant_kernels.hadamard.transform import hadamard_transform
+
+    k, y = x.shape[1], torch.empty_like(x)
+    hadamard_transform(
+        x, y, in_width=k, columns=k, out_width=k, asm=supports_ptx(x.device), pdl=supports_pdl(x.device),
+        input_scales=input_scales, output_scales=output_scales,
+    )  # fmt: skip
+    return y
+
+
+@_rotate.register_fake
+def _(x: Tensor, input_scales: Tensor | None, output_scales: Tensor | None) -> Tensor:
+    return torch.empty_like(x)
 
 
 @torch.library.custom_op("requant::attend", mutates_args=())

@@ -70,7 +70,7 @@ def allocate_bits(run: RunContext, *, reserve: int | None = None) -> Allocation:
     else:
         assert recipe.budget.size is not None
         budget, fixed = recipe.budget.size, sparse + overhead_bytes(run, embedding_and_head)
-    sizes: dict[str, Mapping[Bits, int]] = {s.name: matrix_sizes(recipe, s.shape) for s in run.targets}
+    sizes: dict[str, Mapping[Bits, int]] = {s.name: matrix_sizes(recipe, s) for s in run.targets}
     if asked is None:
         for role, part in embedding_and_head.parts.items():
             sizes[role] = {**part_sizes(run.model, run.source, part, widths[role])}
@@ -139,15 +139,20 @@ def has_budget(recipe: Recipe) -> bool:
 
 
 def packed_spec(
-    recipe: Recipe, shape: tuple[int, int], bits: Bits | None = None, outlier_fraction: float | None = None
+    recipe: Recipe,
+    shape: tuple[int, int],
+    bits: Bits | None = None,
+    outlier_fraction: float | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> PackedSpec:
     """What the checkpoint will store for a matrix [n, k]; by default at the recipe's own bits and outlier fraction.
 
+    `options` are those of the target (`QuantTarget.options`).
     Residuals that mode `paper` chooses come on top (`sparse_bytes`).
     """
-    options: dict[str, Any] = {"bits": bits, "outlier_fraction": outlier_fraction}
-    given = {name: value for name, value in options.items() if value is not None}
-    config = dataclasses.replace(recipe.quantizer, **given)
+    chosen: dict[str, Any] = {"bits": bits, "outlier_fraction": outlier_fraction}
+    given = {name: value for name, value in chosen.items() if value is not None}
+    config = dataclasses.replace(recipe.quantizer, **given, **(options or {}))
     return find_method(recipe.method).packed_spec(config, shape, finetuned=recipe.finetune.steps > 0)
 
 
@@ -157,9 +162,12 @@ def outliers_compete(recipe: Recipe) -> bool:
     return recipe.mode == "best" and can and recipe.budget.outliers
 
 
-def matrix_sizes(recipe: Recipe, shape: tuple[int, int]) -> dict[Bits, int]:
+def matrix_sizes(recipe: Recipe, target: QuantTarget) -> dict[Bits, int]:
     """Bits -> bytes of a matrix, for all bits that the method takes."""
-    return {bits: packed_spec(recipe, shape, bits).bytes for bits in available_bits(recipe)}
+    return {
+        bits: packed_spec(recipe, target.shape, bits, options=target.options).bytes
+        for bits in available_bits(recipe)
+    }
 
 
 def available_bits(recipe: Recipe) -> list[Bits]:
@@ -212,7 +220,7 @@ def largest_tensors(run: RunContext, target: QuantTarget) -> dict[str, TensorSpe
     """Every tensor that a matrix may store, each at the bits where it is largest."""
     found: dict[str, TensorSpec] = {}
     for bits in available_bits(run.recipe):
-        layout = packed_spec(run.recipe, target.shape, bits)
+        layout = packed_spec(run.recipe, target.shape, bits, options=target.options)
         if sparse_bytes(run):
             sparse = SparseSpec(
                 shape=target.shape,
@@ -232,7 +240,7 @@ def uniform(
     """The recipe's bits for every matrix, without a budget."""
     return Allocation(
         bits={target.name: recipe.quantizer.bits for target in targets},
-        bytes=sum(packed_spec(recipe, target.shape).bytes for target in targets),
+        bytes=sum(packed_spec(recipe, target.shape, options=target.options).bytes for target in targets),
         embedding_bits=widths["embedding"][0],
         head_bits=widths.get("head", widths["embedding"])[0],
     )
@@ -305,7 +313,7 @@ def _with_outliers(run: RunContext, losses: Mapping[str, Mapping[Bits, float]]) 
     for target in run.targets:
         found[target.name] = []
         for bits, (fraction, left) in itertools.product(widths, factors[target.name].items()):
-            layout = packed_spec(run.recipe, target.shape, bits, fraction)
+            layout = packed_spec(run.recipe, target.shape, bits, fraction, target.options)
             file = run.recipe.budget.size
             size = layout.bytes + (0 if file is None else sparse_header(target.name, layout, file))
             found[target.name].append(

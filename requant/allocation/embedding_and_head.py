@@ -191,7 +191,9 @@ def embedding_and_head_curvature(
 
     with ExitStack() as stack, run.stage("allocation"):
         stack.enter_context(recomputed_blocks(run.model, None))
-        stack.callback(embedding.register_forward_hook(accumulate("embedding", embedding)).remove)
+        # before the hook that rotates the rows of a folded model
+        own = embedding.register_forward_hook(accumulate("embedding", embedding), prepend=True)
+        stack.callback(own.remove)
         if embedding_and_head.head is not None:
             stack.callback(
                 embedding_and_head.head.register_forward_hook(

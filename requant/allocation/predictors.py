@@ -28,6 +28,7 @@ from tqdm import tqdm
 from requant import ranks
 from requant.calibration.passes import batches, scored_tokens
 from requant.calibration.stats import LinearStats
+from requant.models.targets import QuantTarget
 from requant.quantizers.method import Bits, Losses
 from requant.quantizers.outliers import remaining_loss
 from requant.quantizers.registry import METHODS
@@ -48,7 +49,8 @@ def curvature(run: RunContext, widths: Sequence[Bits]) -> MatrixLosses:
     """The method's closed form for every matrix, from the statistics of the calibration text."""
     method = METHODS[run.recipe.method]
     return _from_statistics(
-        run, lambda weight, stats: method.predicted_losses(weight, stats, run.recipe.quantizer, widths)
+        run,
+        lambda target, weight, stats: method.predicted_losses(weight, stats, run.config_of(target), widths),
     )
 
 
@@ -57,14 +59,14 @@ def outlier_factors(run: RunContext) -> dict[str, dict[float, float]]:
     cost = METHODS[run.recipe.method].outlier_cost
     assert cost is not None
     return _from_statistics(
-        run, lambda weight, stats: remaining_loss(weight, cost(stats, run.recipe.quantizer))
+        run, lambda _, weight, stats: remaining_loss(weight, cost(stats, run.recipe.quantizer))
     )
 
 
 def _from_statistics(
-    run: RunContext, predict: Callable[[Tensor, LinearStats], dict[Any, float]]
+    run: RunContext, predict: Callable[[QuantTarget, Tensor, LinearStats], dict[Any, float]]
 ) -> dict[str, dict[Any, float]]:
-    """`predict(weight, stats)` of every matrix, as many together as memory allows."""
+    """`predict(target, weight, stats)` of every matrix, as many together as memory allows."""
     method = METHODS[run.recipe.method]
     needs = method.predictor_needs | method.needs  # the quantizer comes next: gather once
     found: dict[str, list[tuple[Any, float]]] = {}
@@ -73,7 +75,7 @@ def _from_statistics(
         with run.stage("allocation"):
             for target in ranks.owned(chunk):
                 weight = run.original[target.name].to(target.parameter.device, torch.float32)
-                found[target.name] = list(predict(weight, statistics[target.name]).items())
+                found[target.name] = list(predict(target, weight, statistics[target.name]).items())
     return {name: dict(pairs) for name, pairs in ranks.of_all(run.targets, found).items()}
 
 

@@ -21,12 +21,13 @@ from requant.formats.packed_spec import GUARD_TENSOR, PackedSpec
 from requant.formats.quantized_weight import QuantizedWeight, pack
 from requant.formats.tensor_spec import TensorSpec
 from requant.models.experts import names_in_files
+from requant.models.rotations import rotation_of
 
 MAX_SHARD_BYTES = 5_000_000_000
 _WEIGHTS = ("safetensors", "bin", "pt", "pth", "ckpt", "pkl", "gguf", "msgpack", "h5", "onnx", "npz")
 NOT_COPIED = (*(f"*.{suffix}" for suffix in _WEIGHTS), "*.index.json", "config.json", CHECKSUMS_FILE, ".*")
 COPIED_FOLDERS = ("additional_chat_templates",)
-_RESERVED = {"quant_method", "format_version", "modules", "vocabulary"}
+_RESERVED = {"quant_method", "format_version", "modules", "vocabulary", "rotation"}
 _GUARD = TensorSpec(dtype=torch.float16, shape=(0,))
 
 
@@ -200,12 +201,15 @@ def _config(
     tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     if any(name.removesuffix(".weight") in modules for pair in tied.items() for name in pair):
         config["tie_word_embeddings"] = False  # a quantized head no longer shares the embedding's memory
+    rotation = rotation_of(model)
     config["quantization_config"] = {
         "quant_method": "requant",
-        "format_version": version_of(modules, embedding_and_head),
+        "format_version": version_of(modules, embedding_and_head, rotation),
         **manifest,
         "modules": {name: spec.to_json() for name, spec in modules.items()},
     }
+    if rotation is not None:
+        config["quantization_config"]["rotation"] = {"seed": rotation.seed}
     if embedding_and_head:
         config["quantization_config"]["vocabulary"] = {
             name: spec.to_json() for name, spec in embedding_and_head.items()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from requant.checkpoint.validate import CheckpointHeader, read_header
 from requant.formats.packed_spec import PackedSpec
+from requant.models.rotations import HEAD_SCALES
 
 EMBEDDINGS = ("embed_tokens", "embed_in", "wte", "wpe", "embed_positions", "word_embeddings")
 HEADS = ("lm_head", "embed_out")
@@ -142,4 +143,5 @@ def _plain_part(name: str) -> str:
     components = name.split(".")
     if any(part in components for part in HEADS):
         return "head"
-    return "embedding" if any(part in components for part in EMBEDDINGS) else "other"
+    is_embedding = components[-1] != HEAD_SCALES and any(part in components for part in EMBEDDINGS)
+    return "embedding" if is_embedding else "other"

@@ -24,13 +24,16 @@ from requant.files import check_model_folder
 from requant.formats.grid import GridSpec
 from requant.formats.magnitude import LARGEST
 from requant.formats.packed_spec import GUARD_TENSOR, PackedSpec
+from requant.models.rotations import HEAD_SCALES, Rotation
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 CHUNK_BYTES = 1 << 26
 PLAIN_VERSION = 1  # of checkpoints whose embedding and head are not quantized
 EMBEDDING_AND_HEAD_VERSION = (
     2  # the first with quantized embedding and head; see `PackedSpec.version` for versions 3 and 4
 )
+ROTATION_VERSION = 5  # the first with rotations that are folded into the model
+MAX_SEED = 1 << 31
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +44,7 @@ class CheckpointHeader:
     config: dict[str, Any]
     modules: dict[str, PackedSpec]
     embedding_and_head: dict[str, PackedSpec]  # where they are quantized
+    rotation: Rotation | None  # that is folded into the model
     tensors: dict[str, StoredTensor]
 
     @property
@@ -68,10 +72,16 @@ def read_header(path: str | Path, *, trust_remote_code: bool = False) -> Checkpo
     entry = config.get("quantization_config")
     modules = parse_quantization(entry, where=path)
     embedding_and_head = parse_embedding_and_head(entry, modules)
+    rotation = parse_rotation(entry)
     tensors = read_folder(path)
     check_matrices({**modules, **embedding_and_head}, tensors)
     return CheckpointHeader(
-        path=path, config=config, modules=modules, embedding_and_head=embedding_and_head, tensors=tensors
+        path=path,
+        config=config,
+        modules=modules,
+        embedding_and_head=embedding_and_head,
+        rotation=rotation,
+        tensors=tensors,
     )
 
 
@@ -114,10 +124,30 @@ def parse_quantization(entry: Any, *, where: str | Path) -> dict[str, PackedSpec
     return specs
 
 
-def version_of(modules: Mapping[str, PackedSpec], embedding_and_head: Mapping[str, PackedSpec]) -> int:
-    """The oldest version that can hold these tables."""
+def version_of(
+    modules: Mapping[str, PackedSpec],
+    embedding_and_head: Mapping[str, PackedSpec],
+    rotation: Rotation | None = None,
+) -> int:
+    """The oldest version that can hold these tables, and the rotation of the model."""
     oldest = EMBEDDING_AND_HEAD_VERSION if embedding_and_head else PLAIN_VERSION
+    if rotation is not None:
+        oldest = ROTATION_VERSION
     return max([oldest, *(spec.version for spec in modules.values())])
+
+
+def parse_rotation(entry: Any) -> Rotation | None:
+    """The rotation in a `quantization_config` that `parse_quantization` accepted; None where the model has none."""
+    if "rotation" not in entry:
+        return None
+    found = entry["rotation"]
+    seed = found.get("seed") if isinstance(found, dict) and found.keys() == {"seed"} else None
+    if type(seed) is not int or not 0 <= seed < MAX_SEED or entry["format_version"] < ROTATION_VERSION:
+        raise CheckpointError(
+            f"config.json: rotation is {repr(found)[:60]}, not {{'seed': a whole number}} in format version "
+            f"{ROTATION_VERSION}; upgrade requant, or download the checkpoint again."
+        )
+    return Rotation(seed=seed)
 
 
 def parse_embedding_and_head(entry: Any, modules: Mapping[str, PackedSpec]) -> dict[str, PackedSpec]:
@@ -165,7 +195,11 @@ def check_matrices(modules: Mapping[str, PackedSpec], tensors: Mapping[str, Stor
             expected.add(key)
     for key in tensors.keys() - expected:
         parent, _, suffix = key.rpartition(".")
-        if parent in modules and suffix != "bias" and (suffix, tensors[key].shape) != (GUARD_TENSOR, (0,)):
+        if (
+            parent in modules
+            and suffix not in ("bias", HEAD_SCALES)
+            and (suffix, tensors[key].shape) != (GUARD_TENSOR, (0,))
+        ):
             raise CheckpointError(
                 f"{key} is in {tensors[key].file.name}, but the entry of {parent} in config.json "
                 "has no such tensor; download the checkpoint again."

@@ -71,6 +71,14 @@ FinetuneSteps = Annotated[
         rich_help_panel=RECIPE,
     ),
 ]
+Rotations = Annotated[
+    str | None,
+    typer.Option(
+        help="Of trellis codes: per-matrix, or folded into the model where its architecture allows it, which leaves the "
+        "input of down_proj to rotate at run time. [per-matrix]",
+        rich_help_panel=RECIPE,
+    ),
+]
 Calibration = Annotated[
     list[str] | None,
     typer.Option(help="Text files, a datasets name, demo, or self.", rich_help_panel=CALIBRATION),

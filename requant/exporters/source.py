@@ -17,7 +17,10 @@ from requant.errors import CheckpointError, InputError, NumericalError
 from requant.formats.packed_spec import PackedSpec
 from requant.formats.quantized_weight import QuantizedWeight, unpack
 from requant.models.experts import Experts, names_in_files, unfuse_experts
+from requant.models.folding import unfold
 from requant.models.loading import DTYPES, load_config, resolve_source
+from requant.models.rotations import HEAD_SCALES
+from requant.models.targets import embedding_and_head_modules
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,14 +55,19 @@ class Source:
     def plain(self) -> Iterator[tuple[str, Tensor]]:
         """Every other tensor, in the dtype to write."""
         for name in self.plain_names():
-            tensor = read_tensor(name, self.header.tensors[name])
-            yield name, self.cast(name, tensor) if self._is_cast(tensor.dtype) else tensor
+            stored = self._read(name)
+            tensor = self._unfolded(name, stored)
+            yield name, self.cast(name, tensor) if self._is_cast(stored.dtype) else tensor.to(stored.dtype)
 
     def plain_names(self) -> list[str]:
-        """Includes biases of quantized layers, but no other tensor stored with their codes."""
+        """Includes biases of quantized layers, but no other tensor stored with their codes, and no `head_scales`."""
         modules = self.specs
         parts = {name: name.rpartition(".") for name in self.header.tensors}
-        return [name for name, (parent, _, last) in parts.items() if parent not in modules or last == "bias"]
+        return [
+            name
+            for name, (parent, _, last) in parts.items()
+            if (parent not in modules and last != HEAD_SCALES) or last == "bias"
+        ]
 
     def plain_dtype(self, name: str) -> torch.dtype:
         """The dtype in which `plain` gives a tensor."""
@@ -73,8 +81,8 @@ class Source:
         return isinstance(self.layers[name], Conv1D)
 
     def floats(self, name: str, weight: QuantizedWeight) -> Float[Tensor, "n k"]:
-        """A matrix dequantized, rounded once to the output dtype."""
-        return self.cast(f"{name}.weight", weight.dequantize())
+        """A matrix dequantized, without rotations that are folded into it, rounded once to the output dtype."""
+        return self.cast(f"{name}.weight", self._unfolded(f"{name}.weight", weight.dequantize()))
 
     def cast(self, name: str, tensor: Tensor) -> Tensor:
         """Rounded to the dtype to write; raises NumericalError where that makes an infinity."""
@@ -82,6 +90,19 @@ class Source:
         if not torch.isfinite(rounded).all():
             raise NumericalError(f"{name} holds values beyond {self.dtype}; export with --dtype bfloat16.")
         return rounded
+
+    def _unfolded(self, name: str, tensor: Tensor) -> Tensor:
+        """A tensor in the original's basis."""
+        if self.header.rotation is None:
+            return tensor
+        (embedding, _), _ = embedding_and_head_modules(self.skeleton)
+        base: Any = self.skeleton.base_model
+        if name == f"{self.skeleton.base_model_prefix}.norm.weight" and base.norm is not None:
+            return self._read(f"{embedding}.{HEAD_SCALES}")
+        return unfold(name, tensor, self.header.rotation, self._read)
+
+    def _read(self, name: str) -> Tensor:
+        return read_tensor(name, self.header.tensors[name])
 
     def _is_cast(self, stored: torch.dtype) -> bool:
         return self.casts_all and stored.is_floating_point

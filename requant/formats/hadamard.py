@@ -50,13 +50,17 @@ def pad_columns(x: Float[Tensor, "*rows k"], width: int) -> Float[Tensor, "*rows
     return torch.nn.functional.pad(x, (0, width - x.shape[-1]))
 
 
-def rotate_columns(x: Float[Tensor, "*rows k"], scales: Float[Tensor, " k"]) -> Float[Tensor, "*rows w"]:
-    """H (scales * x) of every row, padded to a multiple of TILE."""
+def rotate_columns(
+    x: Float[Tensor, "*rows k"], scales: Float[Tensor, " k"] | None
+) -> Float[Tensor, "*rows w"]:
+    """H (scales * x) of every row, padded to a multiple of TILE; None: x, padded."""
+    if scales is None:
+        return pad_columns(x, padded(x.shape[-1]))
     return hadamard(pad_columns(x * scales, padded(x.shape[-1])))
 
 
 def incoherence_process(
-    x: Float[Tensor, "n k"], *, rows: Float[Tensor, " n"], columns: Float[Tensor, " k"]
+    x: Float[Tensor, "n k"], *, rows: Float[Tensor, " n"] | None, columns: Float[Tensor, " k"] | None
 ) -> Float[Tensor, "r c"]:
-    """H (rows * x * columns) H, padded to multiples of TILE."""
+    """H (rows * x * columns) H, padded to multiples of TILE; a side whose signs are None is not rotated."""
     return rotate_columns(rotate_columns(x, columns).mT, rows).mT.contiguous()

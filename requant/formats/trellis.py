@@ -7,14 +7,19 @@ multiples of 16 (`r`, `c`) and divided into tiles of 16 by 16, each a tail-bitin
 Before finetuning, the input scales are signs, and the output scales signs times one number: such a vector is stored as
 one bit an element and the magnitude. Output scales on a grid of 8 bits (`int8.py`) are stored in those.
 
+Where the rotations are folded into the model (`requant/models/rotations.py`), a side needs none of its own. A matrix whose
+input comes rotated has no input scales, `w~ = diag(output_scales) H V`: the norm before it scales its input. One whose
+output stays as it is has `w~ = diag(output_scales) V H diag(input_scales)`, and a scale that fits every row.
+
 `bits` may be a quarter (`trellis_codes.step_bits`): some of four neighbouring codes then have one bit more. The bits that
 all codes of a tile have are stored first, then, in the same order, the highest bit of the longer codes.
 
-A weight is a sum over a Hadamard block, so a matrix can be cut between blocks only, and only if the slice alone has
-blocks of the same size. That is rare: most matrices are one block, or a few, in either direction.
+A weight is a sum over a Hadamard block, so on a rotated side a matrix can be cut between blocks only, and only if the slice
+alone has blocks of the same size. That is rare: most matrices are one block, or a few, in either direction. A side that is
+not rotated is cut between tiles, and matrices without rotations can be joined.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -47,17 +52,19 @@ QUARTERS = tuple(bits / PERIOD for bits in range(PERIOD, PERIOD * MAX_BITS) if b
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trellis:
-    """Codes of the computed codebook `code`, a key of `trellis_codes.CODES`."""
+    """Codes of the computed codebook `code`, a key of `trellis_codes.CODES`; without input scales k = c."""
 
     codes: UInt8[Tensor, "r c"]
-    input_scales: Float16[Tensor, " k"]
+    input_scales: Float16[Tensor, " k"] | None  # None: the input is not rotated
     output_scales: Float16[Tensor, " n"]
     bits: int | float
     code: str
+    rotates_output: bool = True
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.output_scales.shape[0], self.input_scales.shape[0]
+        columns = self.codes.shape[1] if self.input_scales is None else self.input_scales.shape[0]
+        return self.output_scales.shape[0], columns
 
     def rotated_values(self) -> Float[Tensor, "r c"]:
         """V, float32: what the codes stand for before rotation and scales."""
@@ -71,8 +78,13 @@ class Trellis:
     def dequantize(self) -> Float[Tensor, "n k"]:
         """float32."""
         n, k = self.shape
-        rotated_back = hadamard(hadamard(self.rotated_values()).mT).mT[:n, :k]
-        return self.output_scales.float()[:, None] * rotated_back * self.input_scales.float()
+        values = self.rotated_values()
+        if self.input_scales is not None:
+            values = hadamard(values)
+        if self.rotates_output:
+            values = hadamard(values.mT).mT
+        scaled = self.output_scales.float()[:, None] * values[:n, :k]
+        return scaled if self.input_scales is None else scaled * self.input_scales.float()
 
     def spec(self) -> "TrellisSpec":
         signs = _has_one_magnitude(self.output_scales)
@@ -80,7 +92,9 @@ class Trellis:
             bits=self.bits,
             shape=self.shape,
             code=self.code,
-            input_signs=_has_one_magnitude(self.input_scales),
+            rotates_input=self.input_scales is not None,
+            rotates_output=self.rotates_output,
+            input_signs=self.input_scales is not None and _has_one_magnitude(self.input_scales),
             output_signs=signs,
             output_scales="int8" if not signs and fits(self.output_scales) else "float16",
         )
@@ -90,26 +104,41 @@ class Trellis:
         rows, columns = self.codes.shape
         tiles = pack_tiles(to_tiles(self.codes), bits=self.bits)
         tensors = {"codes": tiles.view(rows // TILE, columns // TILE, -1)}
-        tensors |= _pack_scales("input", self.input_scales, signs=spec.input_signs)
+        if self.input_scales is not None:
+            tensors |= _pack_scales("input", self.input_scales, signs=spec.input_signs)
         if spec.output_scales == "int8":
             numbers, magnitude = encode(self.output_scales)
             return spec, tensors | {"output_scales": numbers, "output_magnitude": magnitude}
         return spec, tensors | _pack_scales("output", self.output_scales, signs=spec.output_signs)
 
     def slice_rows(self, start: int, stop: int) -> "Trellis":
-        end = _end_of_codes(self.shape[0], start, stop, "rows")
+        end = _end_of_codes(self.shape[0], start, stop, "rows", rotated=self.rotates_output)
         return replace(self, codes=self.codes[start:end], output_scales=self.output_scales[start:stop])
 
     def slice_columns(self, start: int, stop: int) -> "Trellis":
-        end = _end_of_codes(self.shape[1], start, stop, "columns")
-        return replace(self, codes=self.codes[:, start:end], input_scales=self.input_scales[start:stop])
+        scales = self.input_scales
+        end = _end_of_codes(self.shape[1], start, stop, "columns", rotated=scales is not None)
+        return replace(
+            self, codes=self.codes[:, start:end], input_scales=None if scales is None else scales[start:stop]
+        )
 
-    def join_key(self) -> None:
-        """Never: the rotation runs over all rows."""
+    def join_key(self) -> Hashable | None:
+        """Only without rotations, and of whole tiles: a rotation runs over all rows, and has its own signs."""
+        n, k = self.shape
+        if self.rotates_output or self.input_scales is not None or n % TILE:
+            return None
+        return self.bits, self.code, k
 
     @classmethod
     def join_rows(cls, parts: Sequence["Trellis"]) -> "Trellis":
-        raise ValueError("matrices of trellis codes cannot be joined: each has a rotation of its own")
+        keys = {part.join_key() for part in parts}
+        if len(keys) > 1 or None in keys:
+            raise ValueError("matrices of trellis codes can be joined only where none has a rotation")
+        return replace(
+            parts[0],
+            codes=torch.cat([part.codes for part in parts]),
+            output_scales=torch.cat([part.output_scales for part in parts]),
+        )
 
     def trainable_params(self) -> dict[str, Tensor]:
         """The output scales; the input scales stay signs, which cost one bit a column."""
@@ -137,13 +166,17 @@ class Trellis:
             self.output_scales,
             bits=self.bits,
             code=self.code,
+            rotates_output=self.rotates_output,
             sparse=csr,
         )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrellisSpec:
-    """`input_signs`, `output_signs`: the scales of that side have one magnitude, so signs and magnitude are stored."""
+    """`input_signs`, `output_signs`: the scales of that side have one magnitude, so signs and magnitude are stored.
+
+    `rotates_input`, `rotates_output`: the side has a rotation; without that of the input there are no input scales.
+    """
 
     format: ClassVar[str] = "trellis"
     independent_rows: ClassVar[bool] = False
@@ -155,6 +188,8 @@ class TrellisSpec:
     bits: int | float
     shape: tuple[int, int]
     code: str
+    rotates_input: bool = True
+    rotates_output: bool = True
     input_signs: bool = False
     output_signs: bool = False
     output_scales: Literal["float16", "int8"] = "float16"
@@ -165,18 +200,23 @@ class TrellisSpec:
 
     @property
     def version(self) -> int:
+        if not (self.rotates_input and self.rotates_output):
+            return 5
         return 3 if self.output_scales == "int8" or self.bits % 1 else 1
 
     def tensors(self) -> dict[str, TensorSpec]:
         n, k = self.shape
         specs = {"codes": int32_spec(-(-n // TILE), -(-k // TILE), word_count(TILE_WEIGHTS, self.bits))}
-        specs |= _scale_specs("input", k, signs=self.input_signs)
+        if self.rotates_input:
+            specs |= _scale_specs("input", k, signs=self.input_signs)
         if self.output_scales == "int8":
             return specs | {"output_scales": int8_spec(n), "output_magnitude": float16_spec(1)}
         return specs | _scale_specs("output", n, signs=self.output_signs)
 
     def to_json(self) -> dict[str, Any]:
         entry = {"code": self.code, "input_signs": self.input_signs, "output_signs": self.output_signs}
+        entry |= {} if self.rotates_input else {"rotates_input": False}
+        entry |= {} if self.rotates_output else {"rotates_output": False}
         return entry | ({"output_scales": "int8"} if self.output_scales == "int8" else {})
 
     @classmethod
@@ -185,6 +225,12 @@ class TrellisSpec:
             bits=choice(name, entry, "bits", QUARTERS) if _may_be_quarter(entry) else whole_bits(name, entry),
             shape=matrix_shape(name, entry),
             code=choice(name, entry, "code", tuple(CODES)),
+            rotates_input=choice(name, entry, "rotates_input", (False,))
+            if "rotates_input" in entry
+            else True,
+            rotates_output=choice(name, entry, "rotates_output", (False,))
+            if "rotates_output" in entry
+            else True,
             input_signs=choice(name, entry, "input_signs", FLAG),
             output_signs=choice(name, entry, "output_signs", FLAG),
             output_scales=choice(name, entry, "output_scales", ("int8",))
@@ -195,6 +241,11 @@ class TrellisSpec:
             raise CheckpointError(
                 f"config.json: {name} stores its output scales as signs and as int8; download the checkpoint again."
             )
+        if not spec.rotates_input and (spec.input_signs or spec.shape[1] % TILE):
+            raise CheckpointError(
+                f"config.json: {name} has no rotation of its input, but signs for it, or {spec.shape[1]} columns, which is "
+                f"no multiple of {TILE}; download the checkpoint again."
+            )
         return spec
 
     def flaw(self, tensors: Mapping[str, Tensor]) -> str | None:
@@ -203,9 +254,9 @@ class TrellisSpec:
         sides = [
             max(values.float().abs().max() for suffix, values in tensors.items()
                 if suffix.startswith(side) and values.is_floating_point())
-            for side in ("input", "output")
+            for side in ("input", "output")[not self.rotates_input :]
         ]  # fmt: skip
-        return too_large("output_scales", sides[0] * sides[1])
+        return too_large("output_scales", torch.stack(sides).prod())
 
     def packed_rows(self, tensors: Mapping[str, Tensor], rows: slice | Tensor) -> dict[str, Tensor]:
         raise ValueError("rows of a trellis are not independent: the rotation mixes them")
@@ -216,10 +267,11 @@ class TrellisSpec:
         tiles = unpack_tiles(tensors["codes"].reshape(-1, words), bits=self.bits)
         return Trellis(
             codes=from_tiles(tiles, (rows * TILE, columns * TILE)),
-            input_scales=_unpack_scales("input", tensors, k),
+            input_scales=_unpack_scales("input", tensors, k) if self.rotates_input else None,
             output_scales=_unpack_scales("output", tensors, n),
             bits=self.bits,
             code=self.code,
+            rotates_output=self.rotates_output,
         )
 
 
@@ -277,14 +329,16 @@ def _unpack_scales(side: str, tensors: Mapping[str, Tensor], count: int) -> Floa
     return torch.where(negative, -magnitude, magnitude)
 
 
-def _end_of_codes(size: int, start: int, stop: int, side: str) -> int:
-    """The end of a slice in padded codes; raises InputError where the cut goes through a Hadamard block."""
-    block = block_size(padded(size))
+def _end_of_codes(size: int, start: int, stop: int, side: str, *, rotated: bool) -> int:
+    """The end of a slice in padded codes; raises InputError where the cut goes through a Hadamard block, or a tile."""
+    block = block_size(padded(size)) if rotated else TILE
     end = start + padded(stop - start)
-    if start % block or block_size(padded(stop - start)) != block or (stop != size and end != stop):
+    whole = block_size(padded(stop - start)) == block or not rotated
+    if start % block or not whole or (stop != size and end != stop):
+        why = "rotation mixes" if rotated else "codes are tied in"
         raise InputError(
-            f"a trellis of {size} {side} cannot be cut to {side} {start} to {stop}: its rotation mixes blocks of "
-            f"{block}; serve it on one GPU (or with pipeline parallelism), or quantize with kmeans or gptq."
+            f"a trellis of {size} {side} cannot be cut to {side} {start} to {stop}: its {why} blocks of {block}; serve it "
+            "on one GPU (or with pipeline parallelism), or quantize with kmeans or gptq."
         )
     return end
 

@@ -24,6 +24,7 @@ from requant.formats.quantized_weight import QuantizedWeight, join_key, join_row
 from requant.inference.kernel_check import KernelCheck
 from requant.inference.quant_embedding import QuantEmbedding
 from requant.inference.quant_linear import QuantLinear, apply_without_casts
+from requant.models.rotations import stream_kept
 from requant.models.targets import SIBLINGS
 
 AUTOTUNE = "REQUANT_AUTOTUNE"  # 1: measure launch shapes that no table has, when a model is loaded
@@ -163,11 +164,12 @@ def convert_to_kernels(model: Any, *, device: torch.device | str) -> Any:
         embeddings = {name: m for name, m in model.named_modules() if isinstance(m, QuantEmbedding)}
         linears = {name: m for name, m in model.named_modules() if isinstance(m, QuantLinear)}
         check = KernelCheck(model.dtype)
-        for parent in list(model.modules()):
-            _convert_children(parent, device, refused, check)
-        for name, embedding in embeddings.items():
-            tied = [head for head, m in linears.items() if m._buffers is embedding._buffers]
-            _convert_embedding(model, name, embedding, tied, device)
+        with stream_kept(model):
+            for parent in list(model.modules()):
+                _convert_children(parent, device, refused, check)
+            for name, embedding in embeddings.items():
+                tied = [head for head, m in linears.items() if m._buffers is embedding._buffers]
+                _convert_embedding(model, name, embedding, tied, device)
     for reason, count in refused.items():
         logger.warning(
             "%d of the quantized matrices are dequantized at every call, which is slow: %s", count, reason

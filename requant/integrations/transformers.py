@@ -31,12 +31,14 @@ from requant.checkpoint.validate import (
     check_matrices,
     parse_embedding_and_head,
     parse_quantization,
+    parse_rotation,
 )
 from requant.errors import CheckpointError
 from requant.formats.packed_spec import GUARD_TENSOR, PackedSpec
 from requant.inference.quant_embedding import QuantEmbedding, tied_head
 from requant.inference.quant_linear import QuantLinear
 from requant.models.experts import fuses_experts, unfuse_experts
+from requant.models.rotations import Rotation, add_head_scales, rotate_stream, stream_kept
 
 METHOD = "requant"
 
@@ -77,6 +79,7 @@ class RequantHfQuantizer(HfQuantizer):
             check_matrices({**modules, **embedding_and_head}, tensors)
         insert_layers(model, modules)
         insert_embedding_and_head(model, embedding_and_head)
+        insert_head_scales(model, parse_rotation(entry))
         if tensors is not None:
             check_architecture(model, tensors)
             if verified:
@@ -86,6 +89,9 @@ class RequantHfQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         tie_head(model)
+        rotation = parse_rotation(self.quantization_config.to_dict())
+        if rotation is not None:
+            rotate_stream(model, rotation)
         return model
 
     def update_weight_conversions(self, weight_conversions: Any, model: Any = None) -> Any:
@@ -97,9 +103,10 @@ class RequantHfQuantizer(HfQuantizer):
         wanted: torch.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype or model.dtype
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         tied = isinstance(embedding, QuantEmbedding) and head._buffers is embedding._buffers
-        for name, layer in list(model.named_modules()):
-            if isinstance(layer, QuantLinear | QuantEmbedding):
-                model.set_submodule(name, layer.dequantized(wanted))
+        with stream_kept(model):
+            for name, layer in list(model.named_modules()):
+                if isinstance(layer, QuantLinear | QuantEmbedding):
+                    model.set_submodule(name, layer.dequantized(wanted))
         if tied:
             model.get_output_embeddings().weight = model.get_input_embeddings().weight
             model.__dict__.pop("_tied_weights_keys")
@@ -206,6 +213,20 @@ def insert_embedding_and_head(model: Any, embedding_and_head: Mapping[str, Packe
             target: source for target, source in ties.items() if (target, source) != pair
         }
         model.set_submodule(head_name, UntiedYet(head))
+
+
+def insert_head_scales(model: Any, rotation: Rotation | None) -> None:
+    """An empty parameter for what the file of a model with folded rotations has."""
+    if rotation is None:
+        return
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if embedding is None or head is None:
+        raise CheckpointError(
+            f"config.json lists a rotation, but {type(model).__name__} has no head; download the checkpoint again."
+        )
+    size = model.config.get_text_config().hidden_size
+    with torch.device("meta"):
+        add_head_scales(model, torch.empty(size, dtype=model.dtype))
 
 
 class UntiedYet(nn.Module):

@@ -26,17 +26,19 @@ from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, Unqu
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
     UnquantizedEmbeddingMethod,
     VocabParallelEmbedding,
 )
 
 from requant.checkpoint.sizes import EMBEDDINGS
-from requant.checkpoint.validate import parse_embedding_and_head, parse_quantization
+from requant.checkpoint.validate import parse_embedding_and_head, parse_quantization, parse_rotation
 from requant.errors import ModelError
 from requant.formats.packed_spec import GUARD_TENSOR, PackedSpec
 from requant.formats.quantized_weight import QuantizedWeight
 from requant.inference.kernel_check import KernelCheck
 from requant.integrations.vllm_weights import Collector, Part, Shard, fused_runs, kernel_modules, rank_run
+from requant.models.rotations import HEAD_SCALES, Rotation
 
 METHOD = "requant"
 QKV: tuple[Shard, ...] = ("q", "k", "v")
@@ -47,11 +49,16 @@ class RequantConfig(QuantizationConfig):
     """`quantization_config` of config.json: which matrices are quantized, and how."""
 
     def __init__(
-        self, modules: Mapping[str, PackedSpec], embedding_and_head: Mapping[str, PackedSpec] | None = None
+        self,
+        modules: Mapping[str, PackedSpec],
+        embedding_and_head: Mapping[str, PackedSpec] | None = None,
+        rotation: Rotation | None = None,
     ) -> None:
         super().__init__()
         self.modules = dict(modules)
         self.embedding_and_head = dict(embedding_and_head or {})
+        self.rotation = rotation
+        self.head_scales: list[Tensor] = []  # one, once the embedding is loaded
         self.checks: dict[torch.dtype, KernelCheck] = {}  # by activations, for all layers of this process
 
     def __repr__(self) -> str:
@@ -81,7 +88,7 @@ class RequantConfig(QuantizationConfig):
                 f"{expert[:80]} is a matrix of an expert: the vLLM plugin does not serve mixtures of experts; use "
                 "`requant serve` or transformers."
             )
-        return cls(modules, parse_embedding_and_head(config, modules))
+        return cls(modules, parse_embedding_and_head(config, modules), parse_rotation(config))
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Some models have other names for their modules in vLLM than in transformers."""
@@ -92,11 +99,14 @@ class RequantConfig(QuantizationConfig):
         """The method of a linear layer, embedding or head; None leaves anything else as it is."""
         if isinstance(layer, VocabParallelEmbedding):  # ParallelLMHead is one too
             name = prefix or self._embedding()
-            return (
-                RequantEmbeddingMethod(name, self.embedding_and_head[name])
-                if name in self.embedding_and_head
-                else None
-            )
+            spec = self.embedding_and_head.get(name)
+            method = None if spec is None else RequantEmbeddingMethod(name, spec)
+            if self.rotation is None:
+                return method
+            plain = method or UnquantizedEmbeddingMethod()
+            if isinstance(layer, ParallelLMHead):
+                return RotatedHeadMethod(plain, self.rotation, self.head_scales)
+            return RotatedEmbeddingMethod(plain, self.rotation, self.head_scales)
         if not isinstance(layer, LinearBase):
             return None
         specs = self.specs_of(prefix, attention=hasattr(layer, "total_num_kv_heads"))
@@ -202,6 +212,49 @@ class RequantEmbeddingMethod(UnquantizedEmbeddingMethod):
             layer.weight.zero_()
             layer.weight[: self.rows] = weight.dequantize()[: self.rows].to(layer.weight.dtype)
         super().process_weights_after_loading(layer)
+
+
+class RotatedEmbeddingMethod(UnquantizedEmbeddingMethod):
+    """An embedding whose rows enter the rotated stream (`requant.models.rotations`); it also takes the head's scales."""
+
+    def __init__(self, plain: Any, rotation: Rotation, head_scales: list[Tensor]) -> None:
+        self.plain, self.rotation, self.head_scales = plain, rotation, head_scales
+
+    def create_weights(self, layer: Any, *arguments: Any, **named: Any) -> None:
+        self.plain.create_weights(layer, *arguments, **named)
+
+        def take(parameter: nn.Parameter, tensor: Tensor) -> None:
+            self.head_scales[:] = [tensor.float().to(layer.weight.device)]
+
+        layer.register_parameter(HEAD_SCALES, _placeholder(torch.float32, take))
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        delattr(layer, HEAD_SCALES)
+        self.plain.process_weights_after_loading(layer)
+
+    def embedding(self, layer: Any, input_: Tensor) -> Tensor:
+        return self.rotation.stream(self.plain.embedding(layer, input_))
+
+
+class RotatedHeadMethod(UnquantizedEmbeddingMethod):
+    """A head whose input leaves the rotated stream, and is scaled as the final norm would."""
+
+    def __init__(self, plain: Any, rotation: Rotation, head_scales: list[Tensor]) -> None:
+        self.plain, self.rotation, self.head_scales = plain, rotation, head_scales
+
+    def create_weights(self, layer: Any, *arguments: Any, **named: Any) -> None:
+        self.plain.create_weights(layer, *arguments, **named)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        if not self.head_scales:
+            raise ModelError(
+                f"{HEAD_SCALES} was not loaded with the embedding: this GPU holds the head alone; use tensor parallelism, "
+                "not pipeline parallelism, for a model with folded rotations."
+            )
+        self.plain.process_weights_after_loading(layer)
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self.plain.apply(layer, self.rotation.stream_back(x, self.head_scales[0]), bias)
 
 
 def register() -> None:

@@ -9,9 +9,9 @@ unquantized. Exporters and integrations know more of some architectures.
 """
 
 import fnmatch
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,6 +36,8 @@ class QuantTarget:
     block: int
     module: nn.Module
     transposed: bool  # GPT-2's Conv1D holds [k, n]
+    # of the quantizer, for this matrix alone: which sides a model's own rotation leaves to it (`rotations.py`)
+    options: Mapping[str, Any] = field(default_factory=dict)
     experts: str | None = None  # path of the layer's experts, for a matrix of one of them
     rank: int = 0  # of several processes, the one that collects its statistics and makes its codes
 

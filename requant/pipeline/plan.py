@@ -69,6 +69,7 @@ class Plan:
     widths: Mapping[str, Mapping[int | float, int]] = field(
         default_factory=dict
     )  # kind -> bits -> how many matrices
+    rotations: str | None = None  # whether they are folded; None where the recipe does not ask for it
 
     def lines(self) -> list[str]:
         kinds = ", ".join(f"{count} {kind}" for kind, count in self.matrices.items())
@@ -83,6 +84,7 @@ class Plan:
             f"peak memory     about {self.peak_memory / 2**30:.2f} GiB" + (" a GPU" if self.gpus > 1 else ""),
             f"time            about {format_seconds(self.seconds)}"
             + (f" on {self.gpus} GPUs" if self.gpus > 1 else ""),
+            *([] if self.rotations is None else [f"rotations       {self.rotations}"]),
             *self._budget_lines(),
         ]
 
@@ -171,6 +173,7 @@ def make_plan(
         gpus=_gpus(prepared),
         allocation=None if allocation.budget is None else allocation,
         widths={} if allocation.budget is None else widths,
+        rotations=_rotations(prepared, recipe),
     )
 
 
@@ -200,6 +203,14 @@ def _allocation(prepared: Prepared | Outline, recipe: Recipe, *, quiet: bool) ->
     return allocate_bits(start(prepared, recipe, workspace=Workspace(None), quiet=quiet))
 
 
+def _rotations(prepared: Prepared | Outline, recipe: Recipe) -> str | None:
+    if recipe.rotations != "folded":
+        return None
+    if isinstance(prepared, Outline):
+        return "folded into the model where its architecture allows it"
+    return f"per matrix: {prepared.why_not_folded}" if prepared.why_not_folded else "folded into the model"
+
+
 def _sparse_fraction(recipe: Recipe) -> float:
     if recipe.mode != "paper":
         return 0.0
@@ -213,7 +224,7 @@ def _bytes(
     sparse = RESIDUAL_BYTES[recipe.detach.values] * fraction * n * k + (
         n * -(-k // INDEX_TILE) if fraction else 0
     )
-    return packed_spec(recipe, (n, k), bits, share).bytes + sparse
+    return packed_spec(recipe, (n, k), bits, share, target.options).bytes + sparse
 
 
 def _source_bytes_per_weight(prepared: Prepared | Outline, model_bytes: int) -> float:

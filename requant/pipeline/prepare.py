@@ -16,6 +16,7 @@ from requant.calibration.experts import routed_tokens
 from requant.errors import ModelError, TextError
 from requant.models.devices import pick_device
 from requant.models.experts import unfuse_experts
+from requant.models.folding import fold, obstacle, rotated_targets
 from requant.models.loading import (
     DEMO,
     check_finite,
@@ -64,6 +65,7 @@ class Prepared:
     train_windows: Int64[Tensor, "p t"]  # that finetuning may train on
     evaluation: Text
     eval_windows: Int64[Tensor, "e c"]
+    why_not_folded: str | None = None  # where the recipe asks for folded rotations
 
 
 def prepare(
@@ -80,6 +82,12 @@ def prepare(
     model, tokenizer, source = _opened(model, tokenizer, device=device, dtype=dtype)
     targets = divided(find_linears(model, skip=recipe.skip), ranks.world_size())
     check_finite(model)
+    why_not_folded = None
+    if recipe.rotations == "folded":
+        why_not_folded = obstacle(model)
+        if why_not_folded is None:
+            fold(model, seed=recipe.quantizer.seed)
+            targets = rotated_targets(targets)
     _check_context(model, recipe)
     given = [str(t) for t in ([text] if isinstance(text, str | Path) else text or recipe.calibration.text)]
     calibration, evaluation = _texts(model, tokenizer, source, recipe, given, quiet=quiet)
@@ -100,6 +108,7 @@ def prepare(
         )
     return Prepared(
         model=model,
+        why_not_folded=why_not_folded,
         tokenizer=tokenizer,
         source=source,
         targets=targets,

@@ -86,6 +86,10 @@ class QuantizedModel:
     def warnings(self) -> list[str]:
         """What to know before trusting the result, a sentence each."""
         found = []
+        if self.prepared.why_not_folded:
+            found.append(
+                f"Every matrix has its own rotations, not folded ones: {self.prepared.why_not_folded}."
+            )
         disagreement = self.diagnosis.disagreement
         if disagreement is not None and disagreement > DISAGREEMENT:
             found.append(

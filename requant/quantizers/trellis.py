@@ -20,6 +20,10 @@ QTIP has G = I, where B vanishes (block LDLQ). G is from Tseng et al. 2025 (YAQA
 form, a mean over tokens: it takes 10 to 16 % off the KL of models/bench-32m at 2, 3 and 4 bits. Their estimate from
 gradients of whole sequences, and weighting the tokens of one factor by the other, did worse there.
 
+A side whose rotation is folded into the model (`requant/models/rotations.py`) has none here (`rotate_input`,
+`rotate_output` False): its identity takes the place of R diag(s). Rows that are not mixed keep norms of their own, so each
+has a scale of its own, on a grid of 8 bits; W is divided and G multiplied by them.
+
 The predicted loss (`predicted_losses`) takes errors as white before feedback, so that `tr(G E H E')` becomes
 
     e^2 (1 + WIDENING e^2 g) tr(M^-1 G M^-T) tr(L^-1 H L^-T),    1 + g = |L^-1|^2 |M^-1|^2 per row
@@ -43,7 +47,7 @@ from torch import Tensor
 from requant.calibration.stats import LinearStats
 from requant.errors import NumericalError, RecipeError
 from requant.formats.hadamard import TILE, incoherence_process, random_signs
-from requant.formats.int8 import WIDEST_CODE
+from requant.formats.int8 import WIDEST_CODE, fake_quantize_int8
 from requant.formats.packed_spec import PackedSpec
 from requant.formats.quantized_weight import QuantizedWeight
 from requant.formats.sparse import sparse_residual
@@ -86,6 +90,10 @@ class TrellisConfig:
     """Added to the diagonal of the inputs' Hessian, as a fraction of its mean."""
     output_damp: float = 0.1
     """The same for the outputs."""
+    rotate_input: bool = True
+    """False: the input is not rotated; set for the matrices of a model that rotations are folded into."""
+    rotate_output: bool = True
+    """The same for the output; every row then has a scale of its own."""
     seed: int = 0
     """Of the random signs of the Hadamard transform."""
 
@@ -120,38 +128,65 @@ def quantize(
     check_weight(weight)
     n, k = weight.shape
     hessian = statistic(stats.hessian, "hessian", (k, k))
-    columns = random_signs(k, seed=2 * config.seed).to(weight.device)
-    rows = random_signs(n, seed=2 * config.seed + 1).to(weight.device)
+    rows, columns = signs_of(weight, config)
     goal = corrected(weight, stats)
     kept = goal if detached is None else goal.masked_fill(detached, 0)
     rotated = incoherence_process(kept, rows=rows, columns=columns)
-    scale = scale_of(rotated, config)
-    target = rotated / scale
+    if rows is None:
+        scales = row_scales(rotated, config)
+        target, output_scales = rotated / scales[:, None], scales[:n]
+    else:
+        scale = scale_of(rotated, config)
+        scales, target, output_scales = None, rotated / scale, rows * scale
     across = block_ldl(incoherence_process(hessian, rows=columns, columns=columns), damp=config.damp)
     if config.two_sided:
         gradients = statistic(stats.output_hessian, "output_hessian", (n, n))
-        down = block_ldl(incoherence_process(gradients, rows=rows, columns=rows), damp=config.output_damp)
-        codes = two_sided_block_ldlq(target, across, down, config)
+        gradients = incoherence_process(gradients, rows=rows, columns=rows)
+        if scales is not None:
+            gradients = scales[:, None] * gradients * scales
+        codes = two_sided_block_ldlq(target, across, block_ldl(gradients, damp=config.output_damp), config)
     else:
         codes = block_ldlq(target, across, config)
     dense = Trellis(
         codes=codes,
-        input_scales=columns.half(),
-        output_scales=(rows * scale).half(),
+        input_scales=None if columns is None else columns.half(),
+        output_scales=output_scales.half(),
         bits=config.bits,
         code=config.code,
+        rotates_output=rows is not None,
     )
     sparse = None if detached is None else sparse_residual(goal, dense.dequantize(), detached)
     return QuantizedWeight(dense=dense, sparse=sparse)
 
 
+def signs_of(
+    weight: Float[Tensor, "n k"], config: TrellisConfig
+) -> tuple[Float[Tensor, " n"] | None, Float[Tensor, " k"] | None]:
+    """Random signs of the rows and of the columns; None for a side that is not rotated."""
+    n, k = weight.shape
+    columns = random_signs(k, seed=2 * config.seed).to(weight.device) if config.rotate_input else None
+    rows = random_signs(n, seed=2 * config.seed + 1).to(weight.device) if config.rotate_output else None
+    return rows, columns
+
+
 def scale_of(rotated: Float[Tensor, "r c"], config: TrellisConfig) -> float:
     """The scale of the code values, exact in float16; 1 for a matrix of zeros."""
+    return float((rotated.square().mean().sqrt().cpu() * relative_scale(config)).half()) or 1.0
+
+
+def row_scales(rotated: Float[Tensor, "r c"], config: TrellisConfig) -> Float[Tensor, " r"]:
+    """A scale for every row, in the 8 or 16 bits in which it is stored; a row of zeros takes the largest."""
+    exact = rotated.square().mean(1).sqrt() * relative_scale(config)
+    in_int8 = config.bits <= WIDEST_CODE
+    scales = (fake_quantize_int8(exact, nonzero=True) if in_int8 else exact.half()).float()
+    return torch.where(scales > 0, scales, scales.amax() if scales.any() else torch.ones_like(scales))
+
+
+def relative_scale(config: TrellisConfig) -> float:
+    """The scale of the code values for weights of variance 1."""
     spreads = CODES[config.code].spreads
-    spread = (
-        float(np.interp(config.bits, range(1, len(spreads) + 1), spreads)) / code_values(config.code).std()
-    )
-    return float((rotated.square().mean().sqrt().cpu() * spread).half()) or 1.0
+    spread = float(np.interp(config.bits, range(1, len(spreads) + 1), spreads))
+    return (spread / code_values(config.code).std()).item()
 
 
 def block_ldl(hessian: Float[Tensor, "c c"], *, damp: float) -> Float[Tensor, "c c"]:
@@ -235,15 +270,19 @@ def two_sided_block_ldlq(
 
 
 def packed_spec(config: TrellisConfig, shape: tuple[int, int], *, finetuned: bool = False) -> PackedSpec:
-    """What is stored for a trellis: as quantized, the scales are signs and a magnitude; training makes scales of them."""
+    """What is stored for a trellis: as quantized, the scales of a rotated side are signs and a magnitude; training makes
+    scales of those of the output."""
+    scales = finetuned or not config.rotate_output
     return PackedSpec(
         dense=TrellisSpec(
             bits=config.bits,
             shape=shape,
             code=config.code,
-            input_signs=True,
-            output_signs=not finetuned,
-            output_scales="int8" if finetuned and config.bits <= WIDEST_CODE else "float16",
+            rotates_input=config.rotate_input,
+            rotates_output=config.rotate_output,
+            input_signs=config.rotate_input,
+            output_signs=not scales,
+            output_scales="int8" if scales and config.bits <= WIDEST_CODE else "float16",
         )
     )
 
@@ -256,14 +295,15 @@ def predicted_losses(
     Raises InputError if a statistic is missing, NumericalError if it is not finite.
     """
     n, k = weight.shape
-    columns = random_signs(k, seed=2 * config.seed).to(weight.device)
-    rows = random_signs(n, seed=2 * config.seed + 1).to(weight.device)
+    rows, columns = signs_of(weight, config)
     inputs = incoherence_process(statistic(stats.hessian, "hessian", (k, k)), rows=columns, columns=columns)
     outputs = statistic(stats.output_hessian, "output_hessian", (n, n))
     outputs = incoherence_process(outputs, rows=rows, columns=rows)
-    variance = (
-        incoherence_process(weight, rows=rows, columns=columns).square().mean(dtype=torch.float64).item()
-    )
+    rotated = incoherence_process(weight, rows=rows, columns=columns)
+    variance = rotated.square().mean(dtype=torch.float64).item()
+    if rows is None and variance:  # every row is coded at its own scale
+        scale = (rotated.square().mean(1) / variance).sqrt()
+        outputs = scale[:, None] * outputs * scale
     input_trace, input_gain = white_trace(inputs, block_ldl(inputs, damp=config.damp))
     output_trace, output_gain = outputs.diagonal().sum(dtype=torch.float64).item(), 1.0
     if config.two_sided:

@@ -38,6 +38,7 @@ class Options(TypedDict, total=False):
     group_size: int | None
     symmetric: bool | None
     head_bits: int | None
+    rotations: str | None
     finetune_steps: int | None
     sensitivity: str | None
     nodes: str | None
@@ -54,6 +55,7 @@ KEYS: dict[str, tuple[str, ...]] = {  # option -> the keys of the recipe that it
     "group_size": ("quantizer.group_size",),
     "symmetric": ("quantizer.symmetric",),
     "head_bits": ("budget.head_bits", "budget.embedding_bits"),
+    "rotations": ("rotations",),
     "finetune_steps": ("finetune.steps",),
     "sensitivity": ("sensitivity.score",),
     "nodes": ("sensitivity.nodes",),

@@ -14,6 +14,7 @@ Mode = Literal["best", "paper", "dense", "sparse"]
 Score = Literal["pqi", "hessian", "gradient", "marginal"]
 Predictor = Literal["curvature", "measured", "pqi"]
 EmbeddingBits = Literal[3, 4, 5, 6, 7, 8, 16]
+Rotations = Literal["per-matrix", "folded"]
 Nodes = Literal["gauss2", "gauss4", "midpoint", "simpson", "plain32"]
 
 
@@ -198,6 +199,9 @@ class Recipe:
     """The quantization method; `requant methods` lists them."""
     quantizer: Any = field(default_factory=METHODS["kmeans"].config)
     """The method's own options."""
+    rotations: Rotations = "per-matrix"
+    """Of trellis codes: `per-matrix`, two around every matrix; `folded` into the model where its architecture allows it, so
+    that only the input of `down_proj` is rotated at run time."""
     calibration: Calibration = field(default_factory=Calibration)
     """The text that statistics are measured on."""
     sensitivity: Sensitivity = field(default_factory=Sensitivity)
@@ -237,6 +241,11 @@ class Recipe:
             raise RecipeError(
                 "quantizer.outlier_fraction has no meaning in mode paper, whose sparse part follows detach; leave it out, "
                 "or choose mode dense or best."
+            )
+        if self.rotations == "folded" and not hasattr(self.quantizer, "rotate_input"):
+            raise RecipeError(
+                f"rotations: folded has no meaning for method '{self.method}', which rotates nothing; leave it out, or "
+                "choose method trellis."
             )
         if self.calibration.inputs == "original":
             return

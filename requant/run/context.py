@@ -88,7 +88,7 @@ class RunContext:
     def config_of(self, target: QuantTarget) -> Any:
         """The quantizer's settings for one matrix."""
         bits = self.bits.get(target.name, self.recipe.quantizer.bits)
-        options: dict[str, Any] = {"bits": bits}
+        options: dict[str, Any] = {"bits": bits, **target.options}
         if target.name in self.outlier_fractions:
             options["outlier_fraction"] = self.outlier_fractions[target.name]
         return dataclasses.replace(self.recipe.quantizer, **options)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import triton.language as tl
 from case_selection import selected
-from cases import random_trellis, relative_error
+from cases import random_csr, random_trellis, relative_error
 from hadamard_ptx_model import run
 from ptx_model import run_ptx
 from requant_kernels import pack_trellis
@@ -175,6 +175,34 @@ def check_fused() -> None:
         assert error < 1e-4, f"{code} of {k} columns, fused, is off by {error:.1e}"
 
 
+def check_unrotated() -> None:
+    """Matrices that lack one rotation or both: the product is finished where it is computed."""
+    for code, bits, n, k, m, rotates, launch in (
+        ("mul1", 2, 50, 304, 1, (False, False), (2, 2, 2)),
+        ("pair", 2, 32, 4224, 5, (False, False), (4, 2, 1)),
+        ("3inst", 3, 20, 256, 3, (False, False), (2, 1, 1)),
+        ("mul1", 4, 30, 300, 2, (True, False), (2, 1, 2)),
+        ("mul1", 2, 33, 2048, 1, (True, False), (16, 1, 2)),  # rotated by every CTA
+    ):
+        ALLOCATED.clear()
+        codes, input_scales, output_scales = random_trellis(n, k, bits, "cpu")
+        layout = pack_trellis(
+            codes, input_scales if rotates[0] else None, output_scales, bits=bits, code=code,
+            rotates_output=rotates[1], sparse=random_csr(n, k, 0.02, False, "cpu") if m > 1 else None,
+        )  # fmt: skip
+        config = TrellisGemvConfig(num_warps=launch[0], tiles_per_cta=launch[1], units_per_step=launch[2])
+        gemv.MAX_SUM_BYTES = 32768 if bits == 2 else 0
+        x, bias = torch.randn(m, k).half(), torch.randn(n).half() if m != 5 else None
+        ALLOCATED.extend(
+            tensor for tensor in (layout.packed_codes, layout.input_scales, x) if tensor is not None
+        )
+        assert can_fuse(x, layout, config) == (k == 2048)
+        got = gemv.gemv(x, layout, bias, config)
+        assert got.dtype == x.dtype and got.shape == (m, n)
+        error = relative_error(got, reference.linear(x, layout, bias))
+        assert error < 6e-4, f"{code} of {k} columns, rotating {rotates}, is off by {error:.1e}"
+
+
 CASES = [
     ("mul1", 2, 50, 300, 1, (2, 2, 2)),  # an odd number of tiles, a last step that is not full
     ("pair", 2, 32, 512, 5, (4, 2, 1)),
@@ -236,6 +264,7 @@ def main() -> None:
 
     gemv.MAX_SUM_BYTES = 32768
     check_fused()
+    check_unrotated()
 
 
 if __name__ == "__main__":

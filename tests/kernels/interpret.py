@@ -74,6 +74,32 @@ def check_int8(width: int, pair: bool) -> None:
     assert not q[1].any() and not q[:, padded:].any()
 
 
+def check_unrotated() -> None:
+    """A trellis without one rotation or both, and activations that are only quantized."""
+    for code, n, k, m, rotates in (
+        ("mul1", 30, 208, 2, (False, False)), ("pair", 32, 300, 17, (True, False)), ("3inst", 37, 48, 3, (False, True)),
+    ):  # fmt: skip
+        codes, input_scales, output_scales = random_trellis(n, k, 2, "cpu")
+        layout = pack_trellis(
+            codes, input_scales if rotates[0] else None, output_scales, bits=2, code=code, rotates_output=rotates[1],
+            sparse=random_csr(n, k, 0.02, False, "cpu"),
+        )  # fmt: skip
+        x, bias = torch.randn(m, k).half(), torch.randn(n).half()
+        error = relative_error(trellis_dense(x, layout, bias, asm=False), reference.linear(x, layout, bias))
+        assert error < 3e-3, f"trellis {code}, rotating {rotates}, is off by {error:.1e}"
+    x = torch.randn(2, 200).half()
+    for pair in (False, True):
+        y, scales = hadamard_transform_int8(
+            x, None, in_width=200, out_width=256, pair=pair, asm=False, pdl=False, rotate=False
+        )
+        q = 256 * y.view(2, 2, 256)[:, 0].double() + y.view(2, 2, 256)[:, 1]
+        want = x.double()
+        if pair:
+            want = torch.stack([want[:, ::2] + want[:, 1::2], want[:, ::2] - want[:, 1::2]], -1).flatten(1)
+        assert relative_error((q * scales[:, :, 0].double())[:, :200], want) < 5e-5
+        assert torch.equal(q.sum(1).float(), scales[:, 0, 1]) and not q[:, 200:].any()
+
+
 def check_permute_and_reduce() -> None:
     """Activations in the order of the packed codes, and partial products added in the order of the rows."""
     for m, k, n in ((13, 301, 30), (9, 300, 48), (3, 512, 700)):
@@ -167,6 +193,7 @@ def main() -> None:
         assert error < 3e-3, f"trellis {code} at {bits} bits is off by {error:.1e}"
         assert torch.equal(dequantize_trellis(layout, asm=False).double(), reference.trellis_values(layout))
     check_permuted()
+    check_unrotated()
 
 
 if __name__ == "__main__":

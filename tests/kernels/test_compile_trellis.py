@@ -25,9 +25,10 @@ TRELLIS_CEILING = {  # instructions a weight, in the loop over steps
 
 def trellis_machine(
     code: str, bits: float, *, launch: tuple[int, ...] = (8, 2, 1), tokens: int = 1, capability: int = 90,
-    k: int | None = None, fused: bool = False,
+    k: int | None = None, fused: bool = False, finished: bool = False,
 ) -> Machine:  # fmt: skip
-    """`launch`: warps, tiles, units a step; the integers of `k` columns as Triton takes them, or any of whole steps."""
+    """`launch`: warps, tiles, units a step; the integers of `k` columns as Triton takes them, or any of whole steps.
+    `finished`: with output scales and a bias, for an output that is not rotated."""
     quad_bits = round(4 * bits)
     config = TrellisGemvConfig(num_warps=launch[0], tiles_per_cta=launch[1], units_per_step=launch[2])
     vector = math.gcd(quad_bits * k64_per_unit(quad_bits) // 4, 4)
@@ -49,12 +50,14 @@ def trellis_machine(
     pointers = dict.fromkeys(("units", "rows", "hadamard_tiles"), "i32")
     pointers |= {
         "codes_ptr": "*i32",
-        "y_ptr": "*fp32",
+        "y_ptr": "*bf16" if finished else "*fp32",
         "x_ptr": "*i8" if given["SHAPE"].int8 and not fused else "*fp16",
     }
     pointers |= {"scales_ptr": "*fp32", "input_scales_ptr": "*fp16"}
     absent = () if given["SHAPE"].int8 and not fused else ("scales_ptr",)
     absent += () if fused else ("input_scales_ptr",)
+    pointers |= {"output_scales_ptr": "*fp16", "bias_ptr": "*bf16", "addend_ptr": "*fp32"}
+    absent += ("addend_ptr",) if finished else ("output_scales_ptr", "bias_ptr", "addend_ptr")
     return compile_kernel(
         trellis_gemv_kernel, given, capability=capability, pointers=pointers, warps=launch[0], absent=absent,
         aligned=tuple(name for name, value in integers.items() if value % 16 == 0),
@@ -84,6 +87,16 @@ def test_trellis_instructions_a_weight(
     if shared:
         assert machine.opcodes["SHFL"] == 2 * k64_count  # the bits before a segment, of each row tile
         assert machine.opcodes["BAR"] <= 2
+
+
+@counts_instructions
+@pytest.mark.parametrize(("code", "tokens"), [("mul1", 1), ("pair", 1), ("mul1", 8), ("3inst", 5)])
+def test_an_output_that_is_not_rotated_is_finished_without_spills(code: str, tokens: int) -> None:
+    plain = trellis_machine(code, 2, tokens=tokens)
+    machine = trellis_machine(code, 2, tokens=tokens, finished=True)
+    assert machine.stack == 0 and machine.barriers == plain.barriers
+    assert machine.inner == plain.inner  # the loop over steps is the same
+    assert machine.instructions <= plain.instructions + 120
 
 
 @counts_instructions

@@ -5,6 +5,7 @@ import pytest
 import torch
 from requant_kernels import TrellisLayout, linear, pack_trellis, unpack_trellis
 from requant_kernels.fallback import reference
+from requant_kernels.launch_config import TrellisGemvConfig
 from requant_kernels.trellis.code_ptx import decode_ptx
 from requant_kernels.trellis.gemv_ptx import BYTE_SUM_MEAN, fp16_mma_ptx, int8_mma_ptx
 from requant_kernels.trellis.layout import k64_per_unit
@@ -122,3 +123,38 @@ def test_refusals_name_the_remedy() -> None:
             pack_trellis(codes, input_scales, output_scales, bits=bits, code=code)
     with pytest.raises(ValueError, match="padded to multiples of 16"):
         pack_trellis(codes[:8], input_scales, output_scales, bits=2, code="mul1")
+
+
+@pytest.mark.parametrize(
+    ("rotates", "k", "launches"),
+    [
+        ((True, True), 8192, ["hadamard_tile_kernel", "trellis_gemv_kernel", "hadamard_butterfly_kernel"]),
+        ((True, False), 8192, ["hadamard_tile_kernel", "trellis_gemv_kernel"]),
+        ((False, False), 8192, ["hadamard_butterfly_kernel", "trellis_gemv_kernel"]),
+    ],
+)
+def test_launches_of_a_token(
+    rotates: tuple[bool, bool], k: int, launches: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A side that is not rotated costs no transform: that of blocks of one value only quantizes x."""
+    pytest.importorskip("triton")
+    from requant_kernels.hadamard import butterfly, tile_kernel
+    from requant_kernels.trellis import gemv
+
+    found: list[str] = []
+    for module in (butterfly, tile_kernel, gemv):
+        monkeypatch.setattr(
+            module, "launch", lambda kernel, *_args, **_options: found.append(kernel.__name__)
+        )
+    codes, input_scales, output_scales = random_trellis(48, k, 2, "cpu")
+    layout = pack_trellis(
+        codes,
+        input_scales if rotates[0] else None,
+        output_scales,
+        bits=2,
+        code="mul1",
+        rotates_output=rotates[1],
+    )
+    config = TrellisGemvConfig(num_warps=8, tiles_per_cta=1, units_per_step=1)
+    y = gemv.gemv(torch.zeros(1, k, dtype=torch.half), layout, None, config)
+    assert y.shape == (1, 48) and found == launches

@@ -157,6 +157,23 @@ def build_checkpoint(
     return path, model
 
 
+def build_trellis(
+    n: int, k: int, *, rotate_input: bool, rotate_output: bool, seed: int = 0
+) -> QuantizedWeight:
+    """Random trellis codes of 2 bits, with the rotations that are asked for."""
+    g = torch.Generator().manual_seed(seed)
+    signs = (torch.randint(0, 2, (k,), generator=g) * 2 - 1).half()
+    dense = Trellis(
+        codes=torch.randint(0, 4, (-(-n // 16) * 16, -(-k // 16) * 16), generator=g, dtype=torch.uint8),
+        input_scales=signs if rotate_input else None,
+        output_scales=fake_quantize_int8(torch.rand(n, generator=g) * 0.1 + 0.01),
+        bits=2,
+        code="mul1",
+        rotates_output=rotate_output,
+    )
+    return QuantizedWeight(dense=dense, sparse=None)
+
+
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)
@@ -182,3 +199,8 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def checkpoint(pristine: Path, tmp_path: Path) -> Path:
     """A copy to damage."""
     return Path(shutil.copytree(pristine, tmp_path / "copy"))
+
+
+@pytest.fixture(scope="session")
+def random_trellis() -> Callable[..., QuantizedWeight]:
+    return build_trellis

@@ -1,4 +1,8 @@
-"""Hadamard transform in plain Triton, log2(S) stages of butterflies: without PTX, and for blocks of less than 256 values."""
+"""Hadamard transform in plain Triton, log2(S) stages of butterflies: without PTX, and for blocks of less than 256 values.
+
+Blocks of one value are not mixed: the kernel then only scales, adds and converts. `pair` wants sums and differences of
+neighbours all the same, which is one stage without its factor.
+"""
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none
 # pyright: reportAttributeAccessIssue=none, reportPossiblyUnboundVariable=none, reportGeneralTypeIssues=none
@@ -77,14 +81,19 @@ def transform_butterfly(
     addend: Tensor | None = None, pair: bool = False, permute: bool = False,
 ) -> None:  # fmt: skip
     """Write y, `columns` values of every token of x [m, in_width] or [splits, m, in_width]. See `hadamard_transform`."""
-    size = block_size if scales is None else max(block_size, HADAMARD_TILE)
+    size = HADAMARD_TILE if scales is not None or block_size == 1 else block_size
+    if block_size == 1:
+        stages = {"LOG": int(pair), "FACTOR": 1.0, "PAIR": False}
+    else:
+        factor = block_size**-0.5 * (2 if pair else 1)
+        stages = {"LOG": block_size.bit_length() - 1, "FACTOR": factor, "PAIR": pair}
     options: dict[str, object] = {"launch_pdl": True} if pdl else {}
     launch(
         hadamard_butterfly_kernel,
         (x.shape[-2], triton.cdiv(columns, size), 1),
         (x, input_scales, output_scales, bias, addend, y, scales, in_width, out_width, x.stride(-2), y.stride(0)),
         interned(
-            SIZE=size, LOG=block_size.bit_length() - 1, FACTOR=block_size**-0.5 * (2 if pair else 1), PAIR=pair, PDL=pdl,
-            SPLITS=x.shape[0] if x.dim() == 3 else 1, PERMUTE=permute, num_warps=min(16, max(1, size // 512)), **options,
+            SIZE=size, **stages, PDL=pdl, SPLITS=x.shape[0] if x.dim() == 3 else 1, PERMUTE=permute,
+            num_warps=min(16, max(1, size // 512)), **options,
         ),
     )  # fmt: skip

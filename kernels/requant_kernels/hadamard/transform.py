@@ -22,6 +22,7 @@ def hadamard_transform(
     x: Tensor, y: Tensor, *, in_width: int, columns: int, out_width: int, asm: bool, pdl: bool,
     input_scales: Tensor | None = None, output_scales: Tensor | None = None, bias: Tensor | None = None,
     addend: Tensor | None = None, scales: Tensor | None = None, pair: bool = False, permute: bool = False,
+    rotate: bool = True,
 ) -> None:  # fmt: skip
     """Write y [m, out_width], the first `columns` of which are transformed, a multiple of 16.
 
@@ -32,8 +33,9 @@ def hadamard_transform(
         pair: sums and differences of neighbours, as the code `pair` multiplies them, in place of their transform: the first
             stage is left out, and the rest doubled.
         permute: y in the order in which `trellis/gemm_sm90.py` reads it.
+        rotate: False: H is the identity; what is left are scales, sums and the form of y.
     """
-    block_size, most = columns & -columns, max(columns, out_width)
+    block_size, most = columns & -columns if rotate else 1, max(columns, out_width)
     if not asm or block_size < MIN_TENSOR_CORE_BLOCK:
         transform_butterfly(
             x, y, scales, block_size=block_size, columns=most, in_width=in_width, out_width=out_width, pdl=pdl,
@@ -61,8 +63,9 @@ def hadamard_transform(
 
 
 def hadamard_transform_int8(
-    x: Tensor, input_scales: Tensor, *, in_width: int, out_width: int, pair: bool, asm: bool, pdl: bool
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, input_scales: Tensor | None, *, in_width: int, out_width: int, pair: bool, asm: bool, pdl: bool,
+    rotate: bool = True,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """H (input_scales * x) in 16-bit fixed point: int8 [2 m, out_width], a token's high bytes, then its low ones, and
     float32 [m, tiles, 2]: the scale of a tile of 4096 values, and the sum of its integers."""
     m, tiles = x.shape[0], -(-in_width // HADAMARD_TILE)
@@ -71,5 +74,6 @@ def hadamard_transform_int8(
     hadamard_transform(
         x, y, in_width=in_width, columns=-(-in_width // 16) * 16, out_width=out_width, asm=asm, pdl=pdl,
         input_scales=input_scales, scales=scales, pair=pair,
+        rotate=rotate,
     )  # fmt: skip
     return y, scales

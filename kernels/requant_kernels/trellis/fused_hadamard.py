@@ -122,6 +122,7 @@ def can_fuse(x: Tensor, layout: TrellisLayout, config: TrellisGemvConfig) -> boo
     ctas = -(-layout.packed_codes.shape[0] // config.tiles_per_cta)
     return (
         x.shape[0] == 1
+        and layout.input_scales is not None
         and config.num_warps == NUM_WARPS
         and layout.k % 256 == 0
         and layout.k <= HADAMARD_TILE

@@ -257,7 +257,7 @@ def _partial_products(x: Tensor, layout: TrellisLayout, config: GemmSm90Config) 
     rotated = torch.empty(m, width, dtype=torch.float16, device=x.device)
     hadamard_transform(
         x, rotated, in_width=layout.k, columns=-(-layout.k // 16) * 16, out_width=width, input_scales=layout.input_scales,
-        permute=True, asm=True, pdl=True,
+        permute=True, asm=True, pdl=True, rotate=layout.input_scales is not None,
     )  # fmt: skip
     steps = -(-k_tiles // min(k_tiles, config.split_k))
     splits, whole = -(-k_tiles // steps), units * k64_per_unit(layout.quad_bits) * K64 == k_tiles * K_TILE

@@ -12,6 +12,9 @@ A warp owns units of J x 64 columns (`layout.py`) of `row_tiles` x 16 rows. Ever
 the last sum, whose order is fixed, so every run has the same bits. The codes of the next step are loaded before those of
 this one are multiplied, those of the first step before the previous launch has ended.
 
+A matrix whose output is not rotated is finished here: scales, residuals and bias are applied where the sums are stored
+(`Epilogue`), and no launch follows.
+
 For one token of a small matrix `fused_hadamard.py` puts the first rotation into this kernel, as its prologue; the two files
 are one kernel. A launch of its own costs about 1 us, of 4 to 7 that such a matrix takes.
 """
@@ -48,7 +51,7 @@ from requant_kernels.trellis.gemv_ptx import (
     load_activations_ptx,
 )
 from requant_kernels.trellis.layout import TrellisLayout, k64_per_unit
-from requant_kernels.trellis.rotate import rotate_input, rotate_output
+from requant_kernels.trellis.rotate import residual_product, rotate_input, rotate_output
 
 # bytes of shared memory that our sum over the warps may take; above it Triton's, which has four barriers more
 MAX_SUM_BYTES = 32768
@@ -190,12 +193,26 @@ def _sum_warps_by_triton(y, SHAPE: tl.constexpr):
     return tl.reshape(tl.sum(y[0], 0), [32, RESULTS]), index
 
 
+@triton.jit
+def _store_scaled(y, token, row, inside, output_scales_ptr, bias_ptr, addend_ptr, y_ptr, rows):
+    """Store results of `inside`, in y's type `[M, rows]`."""
+    inside = inside & (row < rows)
+    y *= tl.load(output_scales_ptr + row, mask=inside, other=0.0).to(tl.float32)
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + row, mask=inside, other=0.0).to(tl.float32)
+    at = token.to(tl.int64) * rows + row
+    if addend_ptr is not None:
+        y += tl.load(addend_ptr + at, mask=inside, other=0.0)
+    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
 @triton.jit(do_not_specialize=["steps", "last_tile"])
 def trellis_gemv_kernel(
-    x_ptr, scales_ptr, input_scales_ptr, codes_ptr, y_ptr, M, units, rows, last_tile, steps, hadamard_tiles, stride_x,
+    x_ptr, scales_ptr, input_scales_ptr, codes_ptr, y_ptr, output_scales_ptr, bias_ptr, addend_ptr, M, units, rows,
+    last_tile, steps, hadamard_tiles, stride_x,
     SHAPE: tl.constexpr, PTX: tl.constexpr, FUSED: tl.constexpr, PDL: tl.constexpr, EARLY_TRIGGER: tl.constexpr,
 ):  # fmt: skip
-    """y float32 `[M, rows]`; grid: `row_tiles` tiles of 16 rows each.
+    """y float32 `[M, rows]`, or with output scales finished, of any type; grid: `row_tiles` tiles of 16 rows each.
 
     x int8 `[2 M, stride_x]`, high and low bytes of a token, and scales `[M, hadamard_tiles, 2]`, scale and sum; or x float16
     `[M, stride_x]` without scales; or, with FUSED, the only token itself, `stride_x` columns, which every CTA rotates.
@@ -270,7 +287,11 @@ def trellis_gemv_kernel(
     if PTX.sum_warps is None:
         total, index = _sum_warps_by_triton(y, SHAPE)
         token, row = _token_and_row(tl.arange(0, 32)[:, None], index, last_tile, SHAPE)
-        tl.store(y_ptr + token.to(tl.int64) * rows + row, total * SHAPE.output_scale, mask=token < M)
+        total *= SHAPE.output_scale
+        if output_scales_ptr is None:
+            tl.store(y_ptr + token.to(tl.int64) * rows + row, total, mask=token < M)
+        else:
+            _store_scaled(total, token, row, token < M, output_scales_ptr, bias_ptr, addend_ptr, y_ptr, rows)
     else:
         OUTPUTS: tl.constexpr = Y // W if Y > W else 1
         output_types: tl.constexpr = (tl.float32,) * OUTPUTS
@@ -281,12 +302,18 @@ def trellis_gemv_kernel(
         )  # fmt: skip
         for i in tl.static_range(OUTPUTS):
             token, row = _token_and_row(lane, warp % Y + i * W, last_tile, SHAPE)
-            address = (y_ptr + token.to(tl.int64) * rows + row).to(tl.int64)
-            inside = ((token < M) & (warp + i * W < Y)).to(tl.int32)
-            tl.inline_asm_elementwise(
-                PTX.store.text, PTX.store.constraints, (address, y[i] * SHAPE.output_scale, inside), dtype=tl.int32,
-                is_pure=False, pack=1,
-            )  # fmt: skip
+            inside = (token < M) & (warp + i * W < Y)
+            result = y[i] * SHAPE.output_scale
+            if output_scales_ptr is None:
+                address = (y_ptr + token.to(tl.int64) * rows + row).to(tl.int64)
+                tl.inline_asm_elementwise(
+                    PTX.store.text, PTX.store.constraints, (address, result, inside.to(tl.int32)), dtype=tl.int32,
+                    is_pure=False, pack=1,
+                )  # fmt: skip
+            else:
+                _store_scaled(
+                    result, token, row, inside, output_scales_ptr, bias_ptr, addend_ptr, y_ptr, rows
+                )
 
 
 def padded_columns(k: int) -> int:
@@ -354,43 +381,80 @@ def supports(layout: TrellisLayout, num_tokens: int, device: torch.device) -> bo
 
 
 def gemv(x: Tensor, layout: TrellisLayout, bias: Tensor | None, config: TrellisGemvConfig) -> Tensor:
-    """y [m, n] of x [m, k], m up to 16, rows contiguous: rotate, multiply, rotate; the first two in one where they fuse."""
-    columns, pdl = padded_columns(layout.k), supports_pdl(x.device)
+    """y [m, n] of x [m, k], m up to 16, rows contiguous: rotate, multiply, rotate; the first two in one where they fuse, no
+    third one for an output that is not rotated."""
+    columns, pdl, epilogue = padded_columns(layout.k), supports_pdl(x.device), None
+    if not layout.rotates_output:
+        addend = residual_product(x, layout)
+        epilogue = Epilogue(dtype=x.dtype, output_scales=layout.output_scales, bias=bias, addend=addend)
     if layout.code not in BYTE_SUM_MEAN:
-        product = gemv_fp16(rotate_input(x, layout, columns, asm=True), layout, config, pdl=pdl)
+        rotated = rotate_input(x, layout, columns, asm=True)
+        product = gemv_fp16(rotated, layout, config, pdl=pdl, epilogue=epilogue)
     elif can_fuse(x, layout, config):
-        product = gemv_fused_hadamard(x, layout, config, pdl=pdl)
+        product = gemv_fused_hadamard(x, layout, config, pdl=pdl, epilogue=epilogue)
     else:
         quantized, scales = hadamard_transform_int8(
-            x, layout.input_scales, in_width=layout.k, out_width=columns, pair=layout.code == "pair", asm=True, pdl=pdl
+            x, layout.input_scales, in_width=layout.k, out_width=columns, pair=layout.code == "pair", asm=True, pdl=pdl,
+            rotate=layout.input_scales is not None,
         )  # fmt: skip
-        product = gemv_int8(quantized, scales, layout, config, pdl=pdl)
-    return rotate_output(product, x, layout, bias, asm=True)
+        product = gemv_int8(quantized, scales, layout, config, pdl=pdl, epilogue=epilogue)
+    return product if epilogue is not None else rotate_output(product, x, layout, bias, asm=True)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Epilogue:
+    """What finishes the outputs of a matrix that does not rotate them."""
+
+    dtype: torch.dtype
+    output_scales: Tensor
+    bias: Tensor | None
+    addend: Tensor | None  # float32 [m, n]: the product of the residuals
 
 
 def gemv_int8(
-    x: Tensor, scales: Tensor, layout: TrellisLayout, config: TrellisGemvConfig, *, pdl: bool
+    x: Tensor, scales: Tensor, layout: TrellisLayout, config: TrellisGemvConfig, *, pdl: bool,
+    epilogue: Epilogue | None = None,
+) -> Tensor:  # fmt: skip
+    """V times rotated activations: float32 [m, rows] of x int8 [2 m, columns] and scales float32 [m, Hadamard tiles, 2];
+    with an epilogue y [m, n]."""
+    return _launch(x, scales, scales.shape[0], layout, config, pdl=pdl, epilogue=epilogue)
+
+
+def gemv_fused_hadamard(
+    x: Tensor,
+    layout: TrellisLayout,
+    config: TrellisGemvConfig,
+    *,
+    pdl: bool,
+    epilogue: Epilogue | None = None,
 ) -> Tensor:
-    """V times rotated activations: float32 [m, rows] of x int8 [2 m, columns] and scales float32 [m, Hadamard tiles, 2]."""
-    return _launch(x, scales, scales.shape[0], layout, config, pdl=pdl)
+    """V H (input_scales * x), float32 [1, rows], of one token; see `can_fuse`. With an epilogue y [1, n]."""
+    return _launch(x, None, 1, layout, config, pdl=pdl, fused=True, epilogue=epilogue)
 
 
-def gemv_fused_hadamard(x: Tensor, layout: TrellisLayout, config: TrellisGemvConfig, *, pdl: bool) -> Tensor:
-    """V H (input_scales * x), float32 [1, rows], of one token; see `can_fuse`."""
-    return _launch(x, None, 1, layout, config, pdl=pdl, fused=True)
-
-
-def gemv_fp16(x: Tensor, layout: TrellisLayout, config: TrellisGemvConfig, *, pdl: bool) -> Tensor:
-    """V times rotated activations: float32 [m, rows] of x float16 [m, columns], for codes that are no byte sums."""
-    return _launch(x, None, x.shape[0], layout, config, pdl=pdl)
+def gemv_fp16(
+    x: Tensor,
+    layout: TrellisLayout,
+    config: TrellisGemvConfig,
+    *,
+    pdl: bool,
+    epilogue: Epilogue | None = None,
+) -> Tensor:
+    """V times rotated activations: float32 [m, rows] of x float16 [m, columns], for codes that are no byte sums. With an
+    epilogue y [m, n]."""
+    return _launch(x, None, x.shape[0], layout, config, pdl=pdl, epilogue=epilogue)
 
 
 def _launch(
     x: Tensor, scales: Tensor | None, m: int, layout: TrellisLayout, config: TrellisGemvConfig, *, pdl: bool,
-    fused: bool = False,
+    fused: bool = False, epilogue: Epilogue | None = None,
 ) -> Tensor:  # fmt: skip
     tiles, units = layout.packed_codes.shape[:2]
-    y = torch.empty(m, tiles * 16, dtype=torch.float32, device=x.device)
+    rows = tiles * 16 if epilogue is None else layout.n
+    y = torch.empty(m, rows, dtype=torch.float32 if epilogue is None else epilogue.dtype, device=x.device)
+    finish = (
+        (None, None, None) if epilogue is None else (epilogue.output_scales, epilogue.bias, epilogue.addend)
+    )
     if fused:
         input_scales, hadamard_tiles, stride, dtype = (
             layout.input_scales, 1, layout.k, (layout.k & -layout.k, x.dtype)
@@ -407,7 +471,7 @@ def _launch(
         trellis_gemv_kernel,
         (ctas, 1, 1),
         (
-            x, scales, input_scales, layout.packed_codes, y, m, units, tiles * 16, tiles - 1, steps, hadamard_tiles,
+            x, scales, input_scales, layout.packed_codes, y, *finish, m, units, rows, tiles - 1, steps, hadamard_tiles,
             stride,
         ),
         interned(**constants, PDL=pdl, EARLY_TRIGGER=config.pdl_trigger_early, **options),

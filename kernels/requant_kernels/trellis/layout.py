@@ -28,15 +28,16 @@ CODES = {"mul1": 8, "3inst": 8, "pair": 8}  # code -> most bits
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrellisLayout:
-    """w~ = diag(output_scales) H V H diag(input_scales) + sparse; V padded to tiles."""
+    """w~ = diag(output_scales) H V H diag(input_scales) + sparse; V padded to tiles. A side may be without its H."""
 
     packed_codes: Tensor
-    input_scales: Tensor  # float16 [k]
+    input_scales: Tensor | None  # float16 [k]; None: x comes rotated, and without padding
     output_scales: Tensor  # float16 [n]
     n: int
     k: int
     bits: float  # a multiple of 1/4, whole for `pair`
     code: str
+    rotates_output: bool = True
     row_perm: Tensor | None = None  # of `sparse` alone: int32 [16 tiles], position -> row; padding has n
     sparse: SlicedEll | None = None
 
@@ -58,18 +59,19 @@ def k64_per_unit(quad_bits: int) -> int:
 
 def pack_trellis(
     codes: Tensor,
-    input_scales: Tensor,
+    input_scales: Tensor | None,
     output_scales: Tensor,
     *,
     bits: float,
     code: str,
+    rotates_output: bool = True,
     sparse: Csr | None = None,
 ) -> TrellisLayout:
     """codes uint8 [r, c], r and c the multiples of 16 at or above n and k; `sparse` as in `pack_grid`.
 
     Raises ValueError with the remedy.
     """
-    n, k = len(output_scales), len(input_scales)
+    n, k = len(output_scales), codes.shape[1] if input_scales is None else len(input_scales)
     quad_bits = round(4 * bits)
     if (
         code not in CODES
@@ -107,7 +109,8 @@ def pack_trellis(
     vector = math.gcd(words.shape[-1], 4)
     return TrellisLayout(
         packed_codes=words.unflatten(-1, (-1, vector)).transpose(2, 3).contiguous(), input_scales=input_scales,
-        output_scales=output_scales, n=n, k=k, bits=float(bits), code=code, row_perm=padded_row_perm(order, n),
+        output_scales=output_scales, n=n, k=k, bits=float(bits), code=code,
+        rotates_output=rotates_output, row_perm=padded_row_perm(order, n),
         sparse=pack_sparse(sparse, order, k),
     )  # fmt: skip
 

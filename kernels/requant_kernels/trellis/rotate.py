@@ -2,7 +2,8 @@
 
     y = output_scales * H (V (H (input_scales * x))) + residuals + bias
 
-Each is a launch of `hadamard/`; the residuals take one more, whose result the last rotation adds.
+Each is a launch of `hadamard/`; the residuals take one more, whose result the last rotation adds. Where a side is without
+its H, what is left is to convert x, or to add, scale and convert the product; up to 16 tokens `gemv.py` does the latter.
 """
 
 import torch
@@ -15,11 +16,15 @@ from requant_kernels.trellis.layout import TILE, TrellisLayout
 
 
 def rotate_input(x: Tensor, layout: TrellisLayout, columns: int, *, asm: bool) -> Tensor:
-    """H (input_scales * x) in float16 [m, columns], zero beyond the padded width of the layout."""
+    """H (input_scales * x) in float16 [m, columns], zero beyond the padded width of the layout; x that needs nothing of that
+    as it is."""
+    rotates = layout.input_scales is not None
+    if not rotates and x.dtype == torch.float16 and x.shape[1] == columns and x.is_contiguous():
+        return x
     rotated = torch.empty(x.shape[0], columns, dtype=torch.float16, device=x.device)
     hadamard_transform(
         x, rotated, in_width=layout.k, columns=-(-layout.k // TILE) * TILE, out_width=columns,
-        input_scales=layout.input_scales, asm=asm, pdl=supports_pdl(x.device),
+        input_scales=layout.input_scales, asm=asm, pdl=supports_pdl(x.device), rotate=rotates,
     )  # fmt: skip
     return rotated
 
@@ -29,10 +34,14 @@ def rotate_output(
 ) -> Tensor:
     """y [m, n] of V H (input_scales * x), or of its split-K partial sums, with the residuals and the bias."""
     m, rows = x.shape[0], layout.packed_codes.shape[0] * TILE
-    residuals = None if layout.sparse is None else spmm(x, layout)
     y = torch.empty(m, layout.n, dtype=x.dtype, device=x.device)
     hadamard_transform(
         product, y, in_width=rows, columns=rows, out_width=layout.n, output_scales=layout.output_scales, bias=bias,
-        addend=residuals, asm=asm, pdl=supports_pdl(x.device),
+        addend=residual_product(x, layout), asm=asm, pdl=supports_pdl(x.device), rotate=layout.rotates_output,
     )  # fmt: skip
     return y
+
+
+def residual_product(x: Tensor, layout: TrellisLayout) -> Tensor | None:
+    """What residuals add, float32 [m, n]."""
+    return None if layout.sparse is None else spmm(x, layout)

@@ -1,10 +1,11 @@
 import pytest
 import torch
+from requant_kernels import linear
 
 from requant.errors import CheckpointError, InputError
 from requant.formats.grid import GridSpec
 from requant.formats.packed_spec import PackedSpec
-from requant.formats.quantized_weight import QuantizedWeight, slice_columns, slice_rows
+from requant.formats.quantized_weight import QuantizedWeight, join_rows, pack, slice_columns, slice_rows
 from requant.formats.trellis import Trellis, TrellisSpec, pack_tiles, unpack_tiles
 from requant.formats.trellis_codes import from_tiles, step_bits
 
@@ -62,3 +63,40 @@ def test_a_trellis_is_cut_between_blocks_only(random_weight) -> None:
     torch.testing.assert_close(last.dequantize(), uneven.dequantize()[128:], rtol=0, atol=1e-6)
     with pytest.raises(InputError, match="blocks of 64"):
         slice_columns(uneven, 0, 32)
+
+
+@pytest.mark.parametrize("rotate_output", [False, True])
+@pytest.mark.parametrize("rotate_input", [False, True])
+def test_a_trellis_without_rotations(
+    round_trip, random_trellis, rotate_input: bool, rotate_output: bool
+) -> None:
+    weight = random_trellis(40, 96, rotate_input=rotate_input, rotate_output=rotate_output)
+    spec = round_trip(weight)
+    assert spec.dense.version == (3 if rotate_input and rotate_output else 5)
+    assert spec.dense.rotates_input == rotate_input and spec.dense.rotates_output == rotate_output
+    layout = weight.dense.kernel_layout(None)
+    x = torch.randn(3, 96)
+    torch.testing.assert_close(linear(x, layout), x @ weight.dequantize().T, rtol=1e-4, atol=1e-5)
+    whole = weight.dequantize()
+    if not rotate_output:
+        torch.testing.assert_close(slice_rows(weight, 16, 40).dequantize(), whole[16:], rtol=0, atol=1e-6)
+    if not rotate_input:
+        assert torch.equal(slice_columns(weight, 32, 48).dequantize(), whole[:, 32:48])
+        with pytest.raises(InputError, match="tied in blocks of 16"):
+            slice_columns(weight, 8, 24)
+
+
+def test_only_matrices_without_rotations_join(random_trellis) -> None:
+    plain, other = (random_trellis(32, 64, rotate_input=False, rotate_output=False, seed=i) for i in (0, 1))
+    joined = join_rows([plain, other])
+    assert joined is not None
+    assert torch.equal(joined.dequantize(), torch.cat([plain.dequantize(), other.dequantize()]))
+    one_sided = random_trellis(32, 64, rotate_input=True, rotate_output=False)
+    assert join_rows([plain, one_sided]) is None and join_rows([one_sided, one_sided]) is None
+    uneven = random_trellis(40, 64, rotate_input=False, rotate_output=False)
+    assert join_rows([uneven, uneven]) is None  # its last tile has padding
+
+
+def test_what_is_not_rotated_stores_no_signs(random_trellis) -> None:
+    plain = random_trellis(16, 32, rotate_input=False, rotate_output=False)
+    assert pack(plain)[1].keys() == {"codes", "output_scales", "output_magnitude"}

@@ -16,6 +16,7 @@ import torch
 
 from requant.errors import CheckpointError, ModelError
 from requant.formats.quantized_weight import QuantizedWeight, pack
+from requant.models.rotations import Rotation
 
 from . import vllm_double
 
@@ -252,6 +253,37 @@ def test_a_quantized_vocabulary(engine, matrix, ranks: int, prefix: str) -> None
         assert torch.equal(layer.weight, floats[rank * own : (rank + 1) * own])
         assert head.weight is layer.weight and [name for name, _ in layer.named_parameters()] == ["weight"]
         assert torch.equal(layer.quant_method.embedding(layer, torch.tensor([1])), layer.weight[[1]])
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_a_folded_stream_enters_and_leaves(engine, matrix, quantized: bool) -> None:
+    """The embedding's rows are rotated, the head's input is rotated back and scaled; both tied, as Llama has them."""
+    table, scales = matrix(70, HIDDEN, "asymmetric", bits=6, density=0), torch.rand(HIDDEN) + 0.5
+    block = {"model.layers.0.o_proj": pack(matrix(HIDDEN, HIDDEN))[0].to_json()}
+    entry = {"quant_method": "requant", "format_version": 5, "modules": block, "rotation": {"seed": 3}}
+    entry |= {"vocabulary": {"model.embed_tokens": pack(table)[0].to_json()}} if quantized else {}
+    found, floats = engine.plugin.RequantConfig.from_config(entry), table.dequantize()
+    layer = engine.embedding.VocabParallelEmbedding(
+        70, HIDDEN, quant_config=found, prefix="model.embed_tokens"
+    )
+    head = engine.embedding.ParallelLMHead(70, HIDDEN, quant_config=found, prefix="lm_head").tie_weights(
+        layer
+    )
+    with pytest.raises(ModelError, match="not pipeline parallelism"):
+        head.quant_method.process_weights_after_loading(head)
+    if quantized:
+        load(layer, table)
+    else:
+        layer.weight.data[:70] = floats
+    parameter = dict(layer.named_parameters())["head_scales"]
+    parameter.weight_loader(parameter, scales)
+    for each in (layer, head):
+        each.quant_method.process_weights_after_loading(each)
+    assert [name for name, _ in layer.named_parameters()] == ["weight"]
+    rotation, tokens, x = Rotation(seed=3), torch.tensor([1, 69]), torch.randn(2, HIDDEN)
+    close(layer.quant_method.embedding(layer, tokens), rotation.stream(floats[tokens]))
+    expected = rotation.stream_back(x) * scales @ floats.T
+    close(head.quant_method.apply(head, x)[:, :70], expected)
 
 
 def test_layers_that_are_not_quantized(engine) -> None:

@@ -138,6 +138,9 @@ class UnquantizedEmbeddingMethod:
     def process_weights_after_loading(self, layer):
         pass
 
+    def apply(self, layer, x, bias=None):
+        return nn.functional.linear(x, layer.weight, bias)
+
     def embedding(self, layer, tokens):
         return nn.functional.embedding(tokens, layer.weight)
 

@@ -8,6 +8,7 @@ import torch
 
 from requant.calibration.stats import LinearStats
 from requant.errors import InputError, NumericalError, RecipeError
+from requant.formats.quantized_weight import spec_of
 from requant.formats.trellis import Trellis
 from requant.formats.trellis_codes import (
     CODES,
@@ -20,7 +21,7 @@ from requant.formats.trellis_codes import (
     to_tiles,
 )
 from requant.quantizers import viterbi
-from requant.quantizers.trellis import TrellisConfig, block_ldl, quantize
+from requant.quantizers.trellis import TrellisConfig, block_ldl, packed_spec, predicted_losses, quantize
 
 
 @pytest.fixture(autouse=True)
@@ -319,3 +320,41 @@ def test_missing_and_broken_statistics() -> None:
             LinearStats(hessian=torch.diag(torch.tensor([-99.0] + [1.0] * 15))),
             TrellisConfig(two_sided=False),
         )
+
+
+# sides that are not rotated
+
+
+@pytest.mark.parametrize("sides", [(False, False), (True, False)])
+def test_a_side_that_is_not_rotated(sides: tuple[bool, bool]) -> None:
+    """Rows of very different norms are coded as well as equal ones, each at its own scale; bytes are those foretold."""
+    generator = torch.Generator().manual_seed(0)
+    norms = torch.logspace(-1, 0.5, 32)[torch.randperm(32, generator=generator)]
+    weight = torch.randn(32, 48, generator=generator) * norms[:, None]
+    stats = LinearStats(hessian=torch.eye(48), output_hessian=torch.eye(32))
+    config = TrellisConfig(bits=2, rotate_input=sides[0], rotate_output=sides[1])
+    found = quantize(weight, stats, config)
+    assert isinstance(found.dense, Trellis)
+    assert (found.dense.input_scales is not None, found.dense.rotates_output) == sides
+    assert spec_of(found) == packed_spec(config, (32, 48)) == packed_spec(config, (32, 48), finetuned=True)
+    errors = (weight - found.dequantize()).square().mean(1) / norms.square()
+    assert errors.mean() < 0.1 and errors.max() < 0.2  # a Gaussian at 2 bits leaves 0.07
+    rotated = quantize(weight, stats, TrellisConfig(bits=2))
+    spread = (weight - rotated.dequantize()).square().mean(1) / norms.square()
+    assert spread.max() > 10 * errors.max()  # its error is the same in every row
+
+
+def test_the_predicted_loss_of_rows_with_their_own_scales() -> None:
+    """Rows that matter more where they are small lose less by it, and the prediction knows that."""
+    generator = torch.Generator().manual_seed(1)
+    norms = torch.logspace(-1, 1, 32)
+    weight = torch.randn(32, 48, generator=generator) * norms[:, None]
+    stats = LinearStats(hessian=torch.eye(48), output_hessian=norms.square().reciprocal().diag())
+    losses = {}
+    for rotate in (False, True):
+        config = TrellisConfig(bits=3, rotate_input=False, rotate_output=rotate)
+        error = weight - quantize(weight, stats, config).dequantize()
+        measured = 0.5 * cost(error, stats.hessian, stats.output_hessian)
+        losses[rotate] = measured
+        assert predicted_losses(weight, stats, config, [3])[3] == pytest.approx(measured, rel=0.5)
+    assert losses[False] < 0.5 * losses[True]

@@ -1,0 +1,145 @@
+"""Checkpoints with folded rotations: every loader and exporter gives the logits of the folded model, or refuses."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from requant.allocation.embedding_and_head import Curvature, embedding_and_head_of, quantize_table
+from requant.checkpoint.save import save_checkpoint
+from requant.checkpoint.validate import read_header
+from requant.errors import CheckpointError, InputError
+from requant.exporters.export import export
+from requant.formats.quantized_weight import QuantizedWeight
+from requant.inference.convert import convert_to_kernels
+from requant.inference.load import load
+from requant.models.folding import fold, rotated_targets
+from requant.models.rotations import HEAD_SCALES, rotation_of
+from requant.models.targets import find_linears
+
+TOKENS = torch.arange(48)[None] * 7 % 96
+
+
+@torch.no_grad()
+def logits(model: nn.Module) -> torch.Tensor:
+    return model(TOKENS).logits
+
+
+@pytest.fixture
+def folded(make_checkpoint, random_trellis, tmp_path: Path) -> Callable[..., tuple[Path, nn.Module]]:
+    """A checkpoint of a folded model, and the model with the floats of its codes."""
+
+    def make(name: str, *, head_bits: int = 16) -> tuple[Path, nn.Module]:
+        make_checkpoint(name)  # for the folder of its model
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "source").eval().requires_grad_(False)
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+        fold(model, seed=5)
+        for parameter in model.parameters():  # as training leaves norms and head_scales
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+        targets = rotated_targets(find_linears(model))
+        weights = {
+            target.name: random_trellis(*target.shape, **target.options, seed=i)
+            for i, target in enumerate(targets)
+        }
+        tables: dict[str, QuantizedWeight] = {}
+        if head_bits != 16:
+            part = embedding_and_head_of(model).parts["embedding"]
+            even = Curvature(rows=torch.ones(part.shape[0]), columns=torch.ones(part.shape[1]))
+            tables[part.name] = quantize_table(part.weight, [even], bits=head_bits)
+        path = save_checkpoint(
+            tmp_path / "folded", source=tmp_path / "source", model=model, weights=weights, manifest={},
+            embedding_and_head=tables,
+        )  # fmt: skip
+        for target in targets:
+            target.set_weight(weights[target.name].dequantize())
+        for table in tables.values():
+            model.get_input_embeddings().weight.copy_(table.dequantize())
+        return path, model
+
+    return make
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen2"])
+def test_loaders_give_the_logits_of_the_folded_model(folded, tmp_path: Path, name: str) -> None:
+    path, model = folded(name)
+    header = read_header(path)
+    assert header.quantization["format_version"] == 5 and header.rotation == rotation_of(model)
+    expected = logits(model)
+    for found in (load(path), load(path, dequantize=True), AutoModelForCausalLM.from_pretrained(path)):
+        assert torch.equal(logits(found), expected)
+    load(path).save_pretrained(tmp_path / "again")
+    assert torch.equal(logits(load(tmp_path / "again")), expected)
+    served = convert_to_kernels(load(path), device="cpu")
+    torch.testing.assert_close(logits(served), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_a_quantized_embedding_is_rotated_too(folded) -> None:
+    path, model = folded("llama-tied", head_bits=6)
+    expected = logits(model)
+    for found in (load(path), load(path, dequantize=True), convert_to_kernels(load(path), device="cpu")):
+        torch.testing.assert_close(logits(found), expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen2"])
+def test_a_dense_export_is_a_plain_model(folded, tmp_path: Path, name: str) -> None:
+    path, model = folded(name)
+    export(path, "dense", tmp_path / "dense")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "dense").eval()
+    torch.testing.assert_close(logits(plain), logits(model), rtol=1e-3, atol=1e-4)
+    assert "rotation" not in (tmp_path / "dense" / "config.json").read_text()
+    source = AutoModelForCausalLM.from_pretrained(tmp_path / "source")
+    assert torch.equal(plain.get_input_embeddings().weight, source.get_input_embeddings().weight)
+    assert plain.config.tie_word_embeddings == source.config.tie_word_embeddings
+
+
+@pytest.mark.parametrize("target", ["compressed-tensors", "gguf"])
+def test_other_exports_refuse_a_trellis(folded, tmp_path: Path, target: str) -> None:
+    with pytest.raises(InputError, match="trellis"):
+        export(folded("llama")[0], target, tmp_path / "out")
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    config = json.loads((path / "config.json").read_text())
+    change(config["quantization_config"])
+    (path / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda entry: entry.update(rotation={"seed": -1}), "rotation is {'seed': -1}"),
+        (lambda entry: entry.update(rotation=[3]), "rotation is"),
+        (lambda entry: entry.update(rotation={"seed": 0, "more": 1}), "rotation is"),
+        (lambda entry: entry.update(format_version=3), "needs format version 5"),
+        (lambda entry: entry.pop("rotation"), HEAD_SCALES),
+    ],
+)
+def test_a_hostile_rotation(folded, change: Callable[[dict[str, Any]], Any], sentence: str) -> None:
+    path, _ = folded("llama")
+    edit(path, change)
+    with pytest.raises(CheckpointError, match=sentence):
+        load(path)
+
+
+def test_siblings_are_one_launch(folded) -> None:
+    """q, k and v are one matrix to the kernels, and gate and up are where their rows are whole tiles."""
+    model = convert_to_kernels(load(folded("llama")[0]), device="cpu")
+    attention = model.model.layers[0].self_attn
+    assert attention.q_proj.siblings is attention.v_proj.siblings
+    assert attention.q_proj.siblings.matrix.out_features == 64 + 32 + 32
+
+
+def test_packed_columns_must_be_whole_tiles(folded) -> None:
+    path, _ = folded("llama")
+    name = "model.layers.0.self_attn.q_proj"
+    edit(path, lambda entry: entry["modules"][name].update(input_signs=True))
+    with pytest.raises(CheckpointError, match="no rotation of its input, but signs for it"):
+        read_header(path)
