@@ -23,7 +23,7 @@ def recipes(
     from requant.recipe.options import budget_name
     from requant.recipe.yaml_files import available_recipes, load_recipe
 
-    rows: list[dict[str, object]] = []
+    rows = []
     for name in available_recipes():
         found = load_recipe(name)
         rows.append(

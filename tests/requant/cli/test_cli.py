@@ -188,7 +188,7 @@ def test_for_a_program(cli, tiny_folder, tiny_text_file: Path) -> None:
         "quantize", "--model", tiny_folder("gpt2"), "--code-bits", 4, "--for", "llama.cpp", *common
     )
     assert code == 2 and "GGUF export knows llama" in error
-    mixture = ("--model", tiny_folder("qwen3-moe"), "--bits", 4, "--group-size", -1, "--for", "vllm")
+    mixture = ("--model", tiny_folder("qwen3-moe"), "--code-bits", 4, "--group-size", -1, "--for", "vllm")
     code, _, error = cli("quantize", *mixture, *common)
     assert code == 2 and "experts.0.gate_proj is a matrix of an expert" in error
 

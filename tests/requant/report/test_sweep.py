@@ -26,23 +26,23 @@ def test_a_sweep_is_single_runs_with_shared_statistics(
         quantize_linears, "collect", lambda *args, **kw: passes.append(1) or collect(*args, **kw)
     )
     folder, options = str(tiny_folder("llama")), {**TINY, "calibration": str(tiny_text_file)}
-    found = sweep(folder, [4, 2], tmp_path / "out", **options)
+    found = sweep(folder, [4, 3], tmp_path / "out", **options)
     assert len(passes) == 1
-    assert [Path(entry.name).name for entry in found.entries] == ["2bit", "4bit"]  # by size
+    assert [Path(entry.name).name for entry in found.entries] == ["3bit", "4bit"]  # by size
     assert found.entries[0].mean_kl > found.entries[1].mean_kl > 0
-    alone = requant.save(requant.quantize(folder, bits=2, **options), tmp_path / "alone")
+    alone = requant.save(requant.quantize(folder, bits=3, **options), tmp_path / "alone")
     for name in ("model.safetensors", "recipe.yaml"):
-        assert (alone / name).read_bytes() == (tmp_path / "out" / "2bit" / name).read_bytes()
+        assert (alone / name).read_bytes() == (tmp_path / "out" / "3bit" / name).read_bytes()
     page = Page((tmp_path / "out" / "index.html").read_text())
     assert found.answer in " ".join("".join(page.words).split()) and "svg" in page.tags
     saved = json.loads((tmp_path / "out" / "sweep.json").read_text())
     assert [entry["bytes"] for entry in saved["checkpoints"]] == [entry.bytes for entry in found.entries]
 
     passes.clear()
-    again = sweep(folder, [2, 4, 3], tmp_path / "out", resume=True, **options)
+    again = sweep(folder, [3, 4, 5], tmp_path / "out", resume=True, **options)
     assert len(again.entries) == 3 and again.entries[0] == found.entries[0]
     with pytest.raises(OutputError, match="exists already"):
-        sweep(folder, [2, 4], tmp_path / "out", **options)
+        sweep(folder, [3, 4], tmp_path / "out", **options)
 
 
 def test_wrong_bits_are_refused_before_the_first_run(tiny_folder, tmp_path: Path) -> None:

@@ -271,7 +271,10 @@ def test_ctrl_c_while_saving_leaves_no_folder(
 ) -> None:
     output = tmp_path / "out"
     with monkeypatch.context() as patch:
-        patch.setattr("requant.checkpoint.save._publish", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+        # the last call before the folder gets its name
+        patch.setattr(
+            "requant.checkpoint.new_folder.os.umask", lambda *_: os.kill(os.getpid(), signal.SIGINT)
+        )
         assert cli(*arguments, "--output", output)[0] == 130
     assert not output.exists() and not list(tmp_path.glob(".out*"))
     assert cli(*arguments, "--output", output, "--resume")[0] == 0
