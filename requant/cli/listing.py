@@ -23,7 +23,7 @@ def recipes(
     from requant.recipe.options import budget_name
     from requant.recipe.yaml_files import available_recipes, load_recipe
 
-    rows = []
+    rows: list[dict[str, object]] = []
     for name in available_recipes():
         found = load_recipe(name)
         rows.append(
@@ -42,7 +42,7 @@ def methods(as_json: AsJson = False) -> None:
     """List the methods: what each does, the bits it takes, the statistics it is calibrated with."""
     from requant.quantizers.registry import METHODS, PRUNING_METHODS
 
-    rows: list[dict[str, object]] = [
+    rows = [
         {
             "method": name,
             "bits": f"{method.bits[0]:g} to {method.bits[-1]:g}",

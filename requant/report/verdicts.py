@@ -1,7 +1,7 @@
 """In words, what the numbers of a run say against its result: a damaged model, a file that grew, a wrong prediction.
 
 KL is in nats a token: on text that the original writes, the quantized model's perplexity is exp(KL) times as high. From
-DAMAGED_KL on that is two thirds more, which on both of our models goes with text that no longer makes sense.
+DAMAGED_KL on that is two thirds more; the limits are chosen, not derived from a measurement.
 """
 
 import math
