@@ -120,11 +120,14 @@ def rotate_stream(model: Any, rotation: Rotation) -> None:
 @contextmanager
 def stream_kept(model: Any) -> Iterator[None]:
     """The body may replace the modules of the embedding and the head: the rotations of a folded model stay."""
-    rotation, embedding = rotation_of(model), model.get_input_embeddings()
+    rotation = rotation_of(model)
+    if rotation is None:
+        yield
+        return
+    head_scales = model.get_input_embeddings().get_parameter(HEAD_SCALES).detach()
     yield
-    if rotation is not None:
-        add_head_scales(model, embedding.get_parameter(HEAD_SCALES).detach())
-        rotate_stream(model, rotation)
+    add_head_scales(model, head_scales)
+    rotate_stream(model, rotation)
 
 
 def rotation_of(model: Any) -> Rotation | None:
