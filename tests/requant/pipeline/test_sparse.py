@@ -63,6 +63,7 @@ def test_the_recipe_of_a_run_gives_the_same_bytes(cli, sparsify, tmp_path: Path)
     assert sha256(tmp_path / "one") == sha256(tmp_path / "three")
 
 
+@pytest.mark.slow
 def test_a_run_that_stopped_resumes_with_the_same_bytes(sparsify, tmp_path: Path, monkeypatch) -> None:
     training = ("--recover", "ast", "--finetune-steps", 12, "--method", "magnitude")
     assert sparsify("one", *training)[0] == 0

@@ -186,6 +186,7 @@ def test_two_processes_go_on_where_one_stopped(
     assert sha256(tmp_path / "out") == undisturbed
 
 
+@pytest.mark.slow
 def test_one_process_goes_on_where_two_were_killed(
     cli, arguments, undisturbed: str, stop_after, tmp_path: Path
 ) -> None:
