@@ -23,9 +23,10 @@ from requant.cli.common import (
     Skip,
     Verbose,
     log_to_stderr,
+    recipe_options,
+    sigterm_interrupts,
     table,
 )
-from requant.cli.quantizing import recipe_options
 
 
 def sparsify(
@@ -125,11 +126,14 @@ def sparsify(
         return
     check_output(folder)
     workspace = Workspace(folder.with_name(folder.name + ".partial"), resume=resume)
-    codes = plain_codes(chosen, device=device, dtype=dtype, workspace=workspace, measure=verify, quiet=quiet)
-    result = quantize(chosen.model, chosen, device=device, dtype=dtype, workspace=workspace, quiet=quiet)
-    found = sparse_verdict(result, codes)
-    save(result, folder, verdict=found)
-    workspace.remove()
+    with sigterm_interrupts():
+        codes = plain_codes(
+            chosen, device=device, dtype=dtype, workspace=workspace, measure=verify, quiet=quiet
+        )
+        result = quantize(chosen.model, chosen, device=device, dtype=dtype, workspace=workspace, quiet=quiet)
+        found = sparse_verdict(result, codes)
+        save(result, folder, verdict=found)
+        workspace.remove()
     numbers = {**result_numbers(result, folder), "verdict": dataclasses.asdict(found)}
     if as_json:
         print(json.dumps(numbers, indent=2))
