@@ -240,14 +240,14 @@ def write_json(file: Path, data: Mapping[str, Any]) -> None:
     """Write aside and rename: a study that is stopped leaves the rows it finished."""
     file.parent.mkdir(parents=True, exist_ok=True)
     aside = file.with_suffix(".writing")
-    aside.write_text(json.dumps(_rounded(data), indent=1) + "\n", encoding="utf-8")
+    aside.write_text(json.dumps(rounded(data), indent=1) + "\n", encoding="utf-8")
     os.replace(aside, file)
 
 
-def _rounded(value: Any) -> Any:
+def rounded(value: Any) -> Any:
     """Six significant digits, enough for every table and easy to compare."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, Mapping):
-        return {key: _rounded(item) for key, item in value.items()}
-    return [_rounded(item) for item in value] if isinstance(value, list | tuple) else value
+        return {key: rounded(item) for key, item in value.items()}
+    return [rounded(item) for item in value] if isinstance(value, list | tuple) else value

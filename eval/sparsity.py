@@ -1,17 +1,22 @@
-"""2:4 sparsity: one-shot methods, values of few bits, and recovery by training, under the protocol of `common.py`.
+"""2:4 sparsity: one-shot methods, values of few bits, recovery by training and its ablation, by the protocol of `common.py`.
 
-    python -m eval.sparsity [--model FOLDER] [--steps N] [--tokens-per-step T] [--only LABEL]
+    python -m eval.sparsity [--model FOLDER] [--steps N] [--tokens-per-step T] [--only PATTERN]
 
-Writes `sparsity-MODEL.json`. Rows without training come first; `--steps 0` leaves the others out. The full protocol of
+Writes `sparsity-MODEL.json` after every row, and measures only rows that the file does not have yet, so a run that stopped
+goes on by the same command. Rows without training come first; `--steps 0` leaves the others out. The full protocol of
 recovery is 500 steps of 16 x 1024 tokens and takes a GPU:
 
     python -m eval.sparsity --steps 500 --device cuda
+
+Bits count the metadata in hardware order, 1 bit a weight. All rows that train keep the step of the lowest KL on the
+validation windows, those that train on the cross-entropy of the text too.
 """
 
 import dataclasses
+import fnmatch
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -27,6 +32,7 @@ from eval.common import (
     header,
     open_study,
     quality,
+    rounded,
     row_of,
     write_json,
 )
@@ -34,6 +40,8 @@ from eval.markdown import RESULTS
 from requant.pipeline.sparse import sparse
 from requant.quantizers.registry import PRUNING_METHODS
 from requant.recipe.schema import Finetune, Recovery
+from requant.recipe.yaml_files import to_dict
+from requant.run.context import RunContext
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,38 +54,83 @@ class Plan:
     recovery: Recovery | None = None
 
 
+AST, S_STE = Recovery(method="ast"), Recovery(method="s-ste")
+TEXT_ALONE = {"distillation": 0.0}  # cross-entropy in place of the KL divergence to the original
 PLANS = (
     *(Plan(label=name, method=name) for name in PRUNING_METHODS),
     Plan(label="sparsegpt, 4 bits", method="sparsegpt", bits=4),
     Plan(label="alps, 4 bits", method="alps", bits=4),
     Plan(label="alps, fixed", method="alps", recovery=Recovery()),
+    Plan(label="alps, fixed, lr 0.02", method="alps", recovery=Recovery(lr=2e-2)),
+    Plan(label="alps, ast", method="alps", recovery=AST),
     Plan(label="magnitude, fixed", method="magnitude", recovery=Recovery()),
-    Plan(label="magnitude, ast", method="magnitude", recovery=Recovery(method="ast")),
-    Plan(label="magnitude, s-ste", method="magnitude", recovery=Recovery(method="s-ste")),
+    Plan(label="magnitude, ast", method="magnitude", recovery=AST),
+    Plan(label="magnitude, ast, lr 0.02", method="magnitude", recovery=Recovery(method="ast", lr=2e-2)),
+    Plan(label="magnitude, s-ste", method="magnitude", recovery=S_STE),
     Plan(label="alps, 4 bits, fixed", method="alps", bits=4, recovery=Recovery()),
+    Plan(label="alps, 4 bits, fixed, lr 0.02", method="alps", bits=4, recovery=Recovery(lr=2e-2)),
+    Plan(label="magnitude, 4 bits, ast", method="magnitude", bits=4, recovery=AST),
+    Plan(label="magnitude, 4 bits, s-ste", method="magnitude", bits=4, recovery=S_STE),
+    Plan(
+        label="magnitude, fixed, not distilled",
+        method="magnitude",
+        recovery=dataclasses.replace(Recovery(), **TEXT_ALONE),
+    ),
+    Plan(
+        label="magnitude, ast, not distilled",
+        method="magnitude",
+        recovery=dataclasses.replace(AST, **TEXT_ALONE),
+    ),
 )
 
 
-def rows(study: Study, plans: Sequence[Plan], finetune: Finetune) -> Iterator[dict[str, Any]]:
-    """One row a plan."""
-    for plan in plans:
-        started = time.perf_counter()
-        inputs: Literal["original", "quantized"] = (
-            "quantized" if PRUNING_METHODS[plan.method].needs else "original"
-        )
-        run = study.run(
-            plan.method,
-            options={"bits": plan.bits},
-            mode="sparse",
-            calibration=dataclasses.replace(study.base.recipe.calibration, inputs=inputs),
-            finetune=finetune if plan.recovery else Finetune(),
-            recovery=plan.recovery or Recovery(),
-        )
-        weights = sparse(run)
-        found = quality(study, run, weights, second=True)
-        tokens = finetune.steps * finetune.tokens_per_step if plan.recovery else 0
-        values = bits_per_weight(weights) | found
-        yield row_of(plan.label, run, started, training_tokens=tokens, flip_rates=run.flip_rates, **values)
+def run_of(study: Study, plan: Plan, finetune: Finetune) -> RunContext:
+    """The run of a plan; its recipe says all that the row depends on."""
+    inputs: Literal["original", "quantized"] = (
+        "quantized" if PRUNING_METHODS[plan.method].needs else "original"
+    )
+    return study.run(
+        plan.method,
+        options={"bits": plan.bits, "metadata": "hardware"},
+        mode="sparse",
+        calibration=dataclasses.replace(study.base.recipe.calibration, inputs=inputs),
+        finetune=finetune if plan.recovery else Finetune(),
+        recovery=plan.recovery or Recovery(),
+    )
+
+
+def measure(study: Study, plan: Plan, run: RunContext) -> dict[str, Any]:
+    """One row; the model is left at the original."""
+    started = time.perf_counter()
+    weights = sparse(run)
+    found = quality(study, run, weights, second=True)
+    run.apply_original_weights()
+    finetune = run.recipe.finetune
+    return row_of(
+        plan.label,
+        run,
+        started,
+        training_tokens=finetune.steps * finetune.tokens_per_step,
+        flip_rates=run.flip_rates,
+        **bits_per_weight(weights),
+        **found,
+    )
+
+
+def results_so_far(file: Path, study: Study) -> dict[str, Any]:
+    """The file's rows where it is of the same model and protocol; a new header and no rows where there is no file."""
+    if not file.is_file():
+        return {**header(study), "original": quality(study, study.base, {}, second=True), "rows": []}
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    expected = header(study)
+    if any(found[key] != expected[key] for key in ("model", "protocol")):
+        raise typer.BadParameter(f"{file.name} is of another protocol: delete it, or give another --out.")
+    return found
+
+
+def is_measured(results: Mapping[str, Any], plan: Plan, run: RunContext) -> bool:
+    recipe = rounded(to_dict(run.recipe))
+    return any(row["label"] == plan.label and row["recipe"] == recipe for row in results["rows"])
 
 
 def main(
@@ -94,11 +147,11 @@ def main(
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
     only: Annotated[
         list[str] | None,
-        typer.Option(help="Label of a row to measure, repeatable; the file's other rows stay."),
+        typer.Option(help="Shell pattern of labels of rows to measure, repeatable; all if not given."),
     ] = None,
 ) -> None:
-    file = out / f"sparsity-{model.name}.json"
-    plans = [p for p in PLANS if (only is None or p.label in only) and (steps or p.recovery is None)]
+    wanted = [p for p in PLANS if any(fnmatch.fnmatch(p.label, pattern) for pattern in only or ["*"])]
+    plans = [p for p in wanted if steps or p.recovery is None]
     if not plans:
         raise typer.BadParameter(f"no row has that label; there are: {', '.join(p.label for p in PLANS)}.")
     finetune = Finetune(steps=steps, tokens_per_step=tokens_per_step)
@@ -111,20 +164,23 @@ def main(
         device=device,
         finetune=finetune,
     )
-    results: dict[str, Any]
-    if only is None:
-        results = {**header(study), "original": quality(study, study.base, {}, second=True), "rows": []}
-    else:
-        results = json.loads(file.read_text(encoding="utf-8"))
-    for row in rows(study, plans, finetune):
-        if only is not None:  # measured elsewhere than the file's header says
-            row["environment"] = environment(study.prepared.model.device)
-        order = [plan.label for plan in PLANS]
-        others = [r for r in results["rows"] if r["label"] != row["label"]]
+    file = out / f"sparsity-{model.name}.json"
+    results = results_so_far(file, study)
+    made = environment(study.prepared.model.device)
+    order = [plan.label for plan in PLANS]
+    for plan in plans:
+        run = run_of(study, plan, finetune)
+        if is_measured(results, plan, run):
+            print(f"{plan.label:32s} is in {file.name} already", flush=True)
+            continue
+        row = measure(study, plan, run)
+        if any(results[key] != made[key] for key in ("sources", "device", "torch")):
+            row["environment"] = made  # not that of the file's header
+        others = [r for r in results["rows"] if r["label"] != plan.label]
         results["rows"] = sorted([*others, row], key=lambda r: order.index(r["label"]))
         write_json(file, results)
         print(
-            f"{row['label']:24s} {row['bits_per_weight']:.3f} bits  ppl {row['perplexity']:.3f}  KL {row['kl']:.4f}  "
+            f"{plan.label:32s} {row['bits_per_weight']:.3f} bits  ppl {row['perplexity']:.3f}  KL {row['kl']:.4f}  "
             f"second: KL {row['second']['kl']:.4f}  {row['wall_seconds']:.1f} s",
             flush=True,
         )

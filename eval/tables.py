@@ -347,6 +347,23 @@ def sparsity_table(results: Path, model: str) -> str:
     return markdown(columns, rows)
 
 
+def sparsity_ablation_table(results: Path) -> str:
+    """Masks that move against fixed ones, and distillation against the text alone."""
+    rows = {row["label"]: row for row in read(results, "sparsity-bench-32m").get("rows", [])}
+    losses = {"KL to the original": "", "cross-entropy of the text": ", not distilled"}
+    columns = {"fixed masks": "magnitude, fixed", "adaptive masks (AST)": "magnitude, ast"}
+    if not all(base + suffix in rows for base in columns.values() for suffix in losses.values()):
+        return ""
+
+    def cell(row: Mapping[str, Any]) -> str:
+        return f"{row['kl']:.3f} ({row['second']['kl']:.3f})"
+
+    lines = [
+        [loss, *(cell(rows[base + suffix]) for base in columns.values())] for loss, suffix in losses.items()
+    ]
+    return markdown(["trained on", *columns], lines)
+
+
 def _seconds(found: Mapping[str, Any]) -> str:
     return f"{found.get('wall_seconds', found.get('seconds')):.0f} s"
 
@@ -390,6 +407,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "speed": speed_table,
     "decoding": decoding_table,
     "sparsity-demo": lambda results: sparsity_table(results, "demo-4m"),
+    "sparsity-bench": lambda results: sparsity_table(results, "bench-32m"),
+    "sparsity-ablation": sparsity_ablation_table,
     "trellis-codes": trellis_codes_table,
 }
 

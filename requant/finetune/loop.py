@@ -4,7 +4,8 @@
 
 Three kinds of tensors are trained: the floats stored with the codes of quantized matrices (`trainable_params` of
 `formats/contract.py`), the weights of matrices that are not quantized yet, and the parameters without codes: norms,
-biases, and embedding and head until they are quantized. The optimizer is Adam (0.9, 0.95) with each tensor's learning
+biases, and embedding and head until they are quantized. Recovery after pruning may mix in the cross-entropy of the text
+(`recovery.distillation`). The optimizer is Adam (0.9, 0.95) with each tensor's learning
 rate in units of its root mean square, ten steps of warm-up, then a cosine to zero. The errors to correct are those of the
 codes, which halve with every bit, so the learning rate does too (`learning_rate`): at 4 bits a third of the rate of 2 bits
 gives KL 0.0205, the same rate 0.0225, and codes alone have 0.0229 (bench-32m). Parameters are float32 during training; on
@@ -19,6 +20,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
+from torch.nn import functional
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
@@ -93,12 +95,14 @@ def train(
     optimizer: OptimizerOf = adam,
     between_steps: Callable[[int], Mapping[str, str]] | None = None,
     buffers: Sequence[Tensor] = (),
+    distillation: float = 1.0,
 ) -> None:
     """`settings.steps` steps on the teacher's windows; `trainables` and the weights `derived` from them are updated.
 
     With `val_windows`, the tensors end at the values with the lowest KL on those windows, the initial ones included.
     `between_steps` is called with the number of each finished step; it may change the `buffers`, on which derived weights
-    depend as well, in place, and returns what the progress bar shows.
+    depend as well, in place, and returns what the progress bar shows. `distillation` is the share of the KL divergence in
+    the loss; the rest is the cross-entropy of the text.
     """
     tensors = [*(trainable.tensor for trainable in trainables), *buffers]
     count, length = teacher.windows.shape
@@ -111,7 +115,9 @@ def train(
     recompute = None if micro_batch is None else False
     with fused((run.model, teacher.model), settings.steps) as kl_of, recomputed_blocks(run.model, recompute):
         training_step = TrainingStep(
-            lambda *batch: kl_sum(run.model, teacher, *batch, kl_of=kl_of) / batch_tokens,
+            lambda *batch: (
+                loss_sum(run.model, teacher, *batch, kl_of=kl_of, distillation=distillation) / batch_tokens
+            ),
             trainables,
             derived,
             optimizer,
@@ -183,26 +189,36 @@ def reparametrized_tables(
     return [derive(name, parameter) for name, parameter in tables.parameters.items()]
 
 
-def kl_sum(
+def loss_sum(
     model: PreTrainedModel,
     teacher: Teacher,
     tokens: Int64[Tensor, "b t"],
     states: Float[Tensor, "b t d"] | None = None,
     *,
     kl_of: Divergence = kl,
+    distillation: float = 1.0,
 ) -> Float[Tensor, ""]:
-    """Sum of KL(teacher || model) over the positions of a batch, nats; under autocast if gradients are enabled."""
+    """Sum of `distillation KL(teacher || model) + (1 - distillation) (-log p_model(text))` over the positions of a batch.
+
+    In nats; under autocast if gradients are enabled.
+    """
     with training_autocast(tokens) if torch.is_grad_enabled() else nullcontext():
         expected = teacher.logits(tokens, states)
         found = model(input_ids=tokens, use_cache=False).logits
-    return kl_of(found, expected)
+    divergence = kl_of(found, expected)
+    if distillation == 1:
+        return divergence
+    surprise = functional.cross_entropy(
+        found[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="sum"
+    )
+    return distillation * divergence + (1 - distillation) * surprise
 
 
 @torch.no_grad()
 def mean_kl(model: PreTrainedModel, teacher: Teacher, windows: Int64[Tensor, "b t"]) -> float:
     """Mean KL over all positions, nats."""
     own = [tokens for _, tokens in rounds(windows, model, label=None) if tokens is not None]
-    return sum(ranks.merged([kl_sum(model, teacher, b).double().item() for b in own])) / windows.numel()
+    return sum(ranks.merged([loss_sum(model, teacher, b).double().item() for b in own])) / windows.numel()
 
 
 def micro_batch_that_fits(

@@ -13,7 +13,7 @@ elsewhere. The model multiplies by a 2:4 function of it:
 the steps (`masked_adam.py`): first they explore, then masks settle. With strength 0 and a mask that is never updated it is
 `fixed`, bit for bit. `s-ste` (Hu et al. 2024, arXiv 2409.09099) computes beta once, before the first step. Both were made
 for billions of tokens; at a few millions `fixed` is better (docs/sparsity.md). We deviate from AST in the loss, which is the
-KL divergence alone, at temperature 1.
+KL divergence alone, at temperature 1, unless `recovery.distillation` gives the cross-entropy of the text a share.
 
 With fewer than 16 bits the model's weight is rounded in every step, and the steps of the levels learn too (LSQ; Esser et al.
 2019, arXiv 1902.08153):
@@ -190,6 +190,7 @@ def recover(
             ),
             between_steps=updates,
             buffers=[matrix.mask for matrix in matrices.values()],
+            distillation=recovery.distillation,
         )
     save_finetuned_params(run, before)
     run.apply_original_weights()

@@ -126,11 +126,14 @@ class Recovery:
     """Steps between updates of the masks of `ast`; 0: never."""
     decay: float = 1.0
     """Of the weights that `ast` prunes, in units of gradient over weight (`finetune/masked_adam.py`)."""
+    distillation: float = 1.0
+    """Share of the KL divergence to the original in the loss; the rest is the cross-entropy of the text."""
 
     def __post_init__(self) -> None:
         _require(self.lr > 0, "recovery.lr", self.lr, "a positive number")
         _require(self.mask_every >= 0, "recovery.mask_every", self.mask_every, "0 or more")
         _require(self.decay >= 0, "recovery.decay", self.decay, "0 or more")
+        _require(0 <= self.distillation <= 1, "recovery.distillation", self.distillation, "0 to 1")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -68,5 +68,16 @@ def test_decoding_stands_beside_bf16_of_the_same_setup(tmp_path: Path) -> None:
     ]
 
 
+def test_the_ablation_crosses_masks_with_losses(tmp_path: Path) -> None:
+    labels = [f"magnitude, {masks}{loss}" for masks in ("fixed", "ast") for loss in ("", ", not distilled")]
+    rows = [{"label": label, "kl": i / 10, "second": {"kl": i}} for i, label in enumerate(labels)]
+    write(tmp_path, "sparsity-bench-32m", {"rows": rows})
+    lines = TABLES["sparsity-ablation"](tmp_path).splitlines()
+    assert lines[2] == "| KL to the original | 0.000 (0.000) | 0.200 (2.000) |"
+    assert lines[3] == "| cross-entropy of the text | 0.100 (1.000) | 0.300 (3.000) |"
+    write(tmp_path, "sparsity-bench-32m", {"rows": rows[1:]})
+    assert TABLES["sparsity-ablation"](tmp_path) == ""
+
+
 def test_markdown() -> None:
     assert markdown(["a", "b"], [["1", "2"]]) == "| a | b |\n| --- | --- |\n| 1 | 2 |"

@@ -8,7 +8,7 @@ import torch
 
 from requant.finetune import compile_blocks
 from requant.finetune.compile_blocks import fused, kl
-from requant.finetune.loop import kl_sum
+from requant.finetune.loop import loss_sum
 from requant.finetune.step import TrainableTensor, TrainingStep
 from requant.finetune.teacher import Teacher
 from requant.models.loading import load_model
@@ -45,9 +45,9 @@ def test_blocks_are_compiled_once_for_all(tiny_folder, monkeypatch, kind) -> Non
     teacher = Teacher(copy.deepcopy(model), tokens)
     blocks = len(find_blocks(model)[1])
     model.requires_grad_(True)
-    plain = kl_sum(model, teacher, tokens).item()
+    plain = loss_sum(model, teacher, tokens).item()
     with fused((model, teacher.model), compile_blocks.MIN_STEPS_TO_COMPILE) as divergence:
-        found = kl_sum(model, teacher, tokens, kl_of=divergence)
+        found = loss_sum(model, teacher, tokens, kl_of=divergence)
         found.backward()
     assert found.item() == pytest.approx(plain, abs=1e-5)
     assert blocks > 1 and counting.frame_count <= 5  # first block, the others, the teacher, kl
@@ -102,7 +102,7 @@ def test_compiled_and_captured_it_learns_the_same(tiny_folder, caplog) -> None:
                 p.add_(torch.randn_like(p) * 0.3 * p.std())
         with fused((model, teacher.model), steps) as divergence, caplog.at_level(logging.WARNING):
             step = TrainingStep(
-                lambda *part, model=model, teacher=teacher, divergence=divergence: kl_sum(
+                lambda *part, model=model, teacher=teacher, divergence=divergence: loss_sum(
                     model, teacher, *part, kl_of=divergence
                 ),
                 [TrainableTensor(tensor=p, lr=1e-3) for p in trainables],
@@ -111,5 +111,5 @@ def test_compiled_and_captured_it_learns_the_same(tiny_folder, caplog) -> None:
                 step(teacher.micro_batches(torch.arange(4), 4), 1.0)
             assert step.update is not None and teacher.cached.all(), caplog.text
             step.close()
-        found.append(kl_sum(model, teacher, tokens.cuda()).item())
+        found.append(loss_sum(model, teacher, tokens.cuda()).item())
     assert found[0] == pytest.approx(found[1], rel=0.02)

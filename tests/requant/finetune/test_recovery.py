@@ -1,13 +1,16 @@
 """Training after pruning: what learns, what moves, and what stays."""
 
+import copy
 import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
 
+from requant.finetune.loop import loss_sum
 from requant.finetune.masked_adam import BETAS, EPSILON, MaskedDecay, MaskedDecayAdam
 from requant.finetune.recovery import PrunedWeight, recover
+from requant.finetune.teacher import Teacher
 from requant.pipeline.prepare import prepare, start
 from requant.quantizers.registry import PRUNING_METHODS
 from requant.quantizers.semi_structured import SemiStructuredConfig, on_mask
@@ -81,6 +84,34 @@ def test_ast_without_decay_and_with_frozen_masks_is_fixed(tiny_folder, tiny_text
     run.finetuned_params.clear()
     decayed, _ = recover(run, pruned, TRAINING, Recovery(method="ast", decay=5.0, mask_every=1, lr=1e-3))
     assert not same(fixed, decayed)
+
+
+def test_the_loss_is_a_share_of_divergence_and_one_of_cross_entropy(trained_model, tiny_windows) -> None:
+    """Against the loss that transformers computes."""
+    teacher = Teacher(copy.deepcopy(trained_model), tiny_windows)
+    with torch.no_grad():
+        for parameter in trained_model.parameters():
+            parameter *= 1.05
+        divergence, mixed, text = (
+            loss_sum(trained_model, teacher, tiny_windows, distillation=share) for share in (1.0, 0.25, 0.0)
+        )
+        mean = trained_model(input_ids=tiny_windows, labels=tiny_windows).loss
+    count = tiny_windows[:, 1:].numel()
+    torch.testing.assert_close(text, count * mean)
+    torch.testing.assert_close(mixed, 0.25 * divergence + 0.75 * count * mean)
+    assert divergence > 0
+
+
+def test_distillation_lowers_the_divergence_more_than_the_text_does(
+    trained_model, tokenizer, tiny_text_file
+) -> None:
+    run, pruned = pruned_run(trained_model, tiny_text_file, tokenizer=tokenizer)
+    found = {}
+    for share in (0.0, 1.0):
+        recovered, _ = recover(run, pruned, TRAINING, Recovery(distillation=share))
+        found[share] = divergence(run, recovered)
+        run.finetuned_params.clear()
+    assert found[1.0] < found[0.0] <= divergence(run, pruned)  # the start is kept where nothing is lower
 
 
 def test_a_model_that_is_2_4_already_stays(tiny_folder, tiny_text_file) -> None:
