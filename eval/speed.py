@@ -37,6 +37,7 @@ from requant.finetune.loop import (
     train,
     trainable_tensors,
 )
+from requant.finetune.saved_training import SavedTraining
 from requant.finetune.teacher import Teacher
 from requant.formats.quantized_weight import trainable_params
 from requant.models.devices import peak_memory, pick_device
@@ -148,7 +149,7 @@ def best_parts(recipe: Recipe, device: str, dtype: str) -> dict[str, Any]:
         )
 
         def learn() -> None:
-            train(run, teacher, trainables, derived, few, label="")
+            train(run, teacher, trainables, derived, few, label="", saved=SavedTraining.of(run, "timed"))
 
         first, again = timed(learn, where), timed(learn, where)
         found |= {"compiling": max(0.0, first - again), "a step": again / few.steps}

@@ -151,6 +151,14 @@ Dtype = Annotated[
         rich_help_panel=RUN,
     ),
 ]
+SaveEvery = Annotated[
+    float,
+    typer.Option(
+        min=0.0,
+        help="Minutes between two saved states of training, where --resume goes on; less often if saving takes long.",
+        rich_help_panel=RUN,
+    ),
+]
 AsJson = Annotated[
     bool, typer.Option("--json", help="Print JSON instead of a table.", rich_help_panel=PRINTED)
 ]

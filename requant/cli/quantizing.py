@@ -29,6 +29,7 @@ from requant.cli.common import (
     Quiet,
     RecipeName,
     Rotations,
+    SaveEvery,
     Score,
     Seed,
     SeqLen,
@@ -96,6 +97,7 @@ def quantize(
         bool,
         typer.Option("--resume", help="Continue after the last finished stage.", rich_help_panel=RUN),
     ] = False,
+    save_every: SaveEvery = 10.0,
     dry_run: Annotated[
         bool,
         typer.Option(
@@ -149,7 +151,9 @@ def quantize(
         check_output(folder)
         if ran_on(gpus, device):
             return
-        workspace = Workspace(folder.with_name(folder.name + ".partial"), resume=resume)
+        workspace = Workspace(
+            folder.with_name(folder.name + ".partial"), resume=resume, save_every=60 * save_every
+        )
         with sigterm_interrupts():
             result = quantize(
                 chosen.model, chosen, device=own_device, dtype=dtype, workspace=workspace, quiet=quiet

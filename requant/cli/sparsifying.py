@@ -18,6 +18,7 @@ from requant.cli.common import (
     Dtype,
     EvalText,
     Quiet,
+    SaveEvery,
     Seed,
     SeqLen,
     Skip,
@@ -94,6 +95,7 @@ def sparsify(
         bool,
         typer.Option("--resume", help="Continue after the last finished stage.", rich_help_panel=RUN),
     ] = False,
+    save_every: SaveEvery = 10.0,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the plan and stop.", rich_help_panel=RUN)
     ] = False,
@@ -125,7 +127,9 @@ def sparsify(
         print(json.dumps(dataclasses.asdict(plan), indent=2) if as_json else "\n".join(plan.lines()))
         return
     check_output(folder)
-    workspace = Workspace(folder.with_name(folder.name + ".partial"), resume=resume)
+    workspace = Workspace(
+        folder.with_name(folder.name + ".partial"), resume=resume, save_every=60 * save_every
+    )
     with sigterm_interrupts():
         codes = plain_codes(
             chosen, device=device, dtype=dtype, workspace=workspace, measure=verify, quiet=quiet

@@ -24,6 +24,7 @@ from requant.cli.common import (
     Quiet,
     RecipeName,
     Rotations,
+    SaveEvery,
     Seed,
     SeqLen,
     Skip,
@@ -61,6 +62,7 @@ def sweep(
     resume: Annotated[
         bool, typer.Option("--resume", help="Keep the checkpoints that are finished.", rich_help_panel=RUN)
     ] = False,
+    save_every: SaveEvery = 10.0,
     as_json: AsJson = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
@@ -73,7 +75,16 @@ def sweep(
     budgets = [each.strip() for each in options.pop("bits").split(",") if each.strip()]
     with sigterm_interrupts():
         found = sweep(
-            model, budgets, output, recipe, device=device, dtype=dtype, resume=resume, quiet=quiet, **options
+            model,
+            budgets,
+            output,
+            recipe,
+            device=device,
+            dtype=dtype,
+            resume=resume,
+            save_every=60 * save_every,
+            quiet=quiet,
+            **options,
         )
     if as_json:
         print(json.dumps(found.to_dict(), indent=2))

@@ -31,6 +31,7 @@ from requant.finetune.loop import (
     train,
     trainable_tensors,
 )
+from requant.finetune.saved_training import SavedTraining
 from requant.finetune.step import TrainableTensor
 from requant.finetune.teacher import Teacher
 from requant.formats.quantized_weight import trainable_params, with_trainable_params
@@ -68,7 +69,17 @@ def finetune(
         derived = reparametrized_weights(run, weights, trainable)
         if embedding_and_head is not None:
             derived += reparametrized_tables(embedding_and_head, table_params)
-        train(run, teacher, trainables, derived, settings, label="finetune", val_windows=val_windows)
+        saved = SavedTraining.of(run, "finetuned")
+        train(
+            run,
+            teacher,
+            trainables,
+            derived,
+            settings,
+            label="finetune",
+            saved=saved,
+            val_windows=val_windows,
+        )
     save_finetuned_params(run, before)
     run.apply_original_weights()
     if embedding_and_head is not None:

@@ -28,7 +28,9 @@ from requant import ranks
 from requant.allocation.embedding_and_head import QuantizedEmbeddingAndHead, embedding_and_head_of
 from requant.calibration.passes import recomputed_blocks, rounds
 from requant.finetune.compile_blocks import Divergence, fused, kl
+from requant.finetune.saved_training import SavedTraining, numbered, restore
 from requant.finetune.step import (
+    MicroBatch,
     OptimizerOf,
     ReparametrizedWeight,
     TrainableTensor,
@@ -91,6 +93,7 @@ def train(
     settings: Finetune,
     *,
     label: str,
+    saved: SavedTraining,
     val_windows: Int64[Tensor, "h t"] | None = None,
     optimizer: OptimizerOf = adam,
     between_steps: Callable[[int], Mapping[str, str]] | None = None,
@@ -102,7 +105,8 @@ def train(
     With `val_windows`, the tensors end at the values with the lowest KL on those windows, the initial ones included.
     `between_steps` is called with the number of each finished step; it may change the `buffers`, on which derived weights
     depend as well, in place, and returns what the progress bar shows. `distillation` is the share of the KL divergence in
-    the loss; the rest is the cross-entropy of the text.
+    the loss; the rest is the cross-entropy of the text. Training goes on where `saved` says that an earlier run stopped.
+    Raises KeyboardInterrupt after the step in which a signal asked for it, with the state saved.
     """
     tensors = [*(trainable.tensor for trainable in trainables), *buffers]
     count, length = teacher.windows.shape
@@ -113,7 +117,17 @@ def train(
         run, trainables, derived, settings, length, reserved=teacher.bytes_to_come
     )
     recompute = None if micro_batch is None else False
-    with fused((run.model, teacher.model), settings.steps) as kl_of, recomputed_blocks(run.model, recompute):
+
+    def micro_batches(step: int) -> list[MicroBatch]:
+        chosen = _windows_of_step(count, length, step, settings, run.recipe.seed)
+        own = chosen[ranks.rank() :: ranks.world_size()]
+        return teacher.micro_batches(own, micro_batch) if len(own) else []
+
+    with (
+        fused((run.model, teacher.model), settings.steps) as kl_of,
+        recomputed_blocks(run.model, recompute),
+        saved.interrupts_noted() as interrupts,
+    ):
         training_step = TrainingStep(
             lambda *batch: (
                 loss_sum(run.model, teacher, *batch, kl_of=kl_of, distillation=distillation) / batch_tokens
@@ -122,14 +136,28 @@ def train(
             derived,
             optimizer,
         )
-        if val_windows is not None:
+
+        def state() -> dict[str, Tensor]:
+            kept = {} if best is tensors else numbered("best", best)
+            return training_step.state() | numbered("buffer", buffers) | kept
+
+        resumed = saved.take()
+        done = 0 if resumed is None else resumed.value["step"]
+        if resumed is not None:
+            best_kl = resumed.value["best_kl"]
+            restore(buffers, "buffer", resumed.tensors)
+            training_step.restore(resumed.tensors)
+            if "best.0" in resumed.tensors:
+                restore(best, "best", resumed.tensors)
+            else:  # the last step is done
+                best = tensors
+            for step in range(settings.steps if saved.round else done):
+                micro_batches(step)  # the teacher's states as they were cached, in the same batches
+        elif val_windows is not None:
             best_kl = mean_kl(run.model, teacher, val_windows)
-        bar = tqdm(range(settings.steps), desc=label, unit="step", disable=run.quiet)
+        bar = tqdm(range(done, settings.steps), desc=label, unit="step", disable=run.quiet)
         for step in bar:
-            chosen = _windows_of_step(count, length, step, settings, run.recipe.seed)
-            own = chosen[ranks.rank() :: ranks.world_size()]
-            micro_batches = teacher.micro_batches(own, micro_batch) if len(own) else []
-            training_step(micro_batches, _lr_schedule(step, settings))
+            training_step(micro_batches(step), _lr_schedule(step, settings))
             shown: dict[str, str] = {}
             if between_steps is not None:
                 shown |= between_steps(step)
@@ -143,6 +171,10 @@ def train(
                 shown |= {"kl": f"{kl_now:.4f}", "best": f"{best_kl:.4f}"}
             if shown:
                 bar.set_postfix(shown)
+            if interrupts or (saved.due and not last):
+                saved.save(state, step=step + 1, best_kl=best_kl)
+            if interrupts:
+                raise KeyboardInterrupt
         training_step.close()
     with torch.no_grad():
         for tensor, value in zip(tensors, best, strict=True):
@@ -150,6 +182,11 @@ def train(
     ranks.copy_from_rank_zero(tensors)
     for weight in derived:
         weight.apply()
+    saved.save(
+        lambda: training_step.state(optimizer=False) | numbered("buffer", buffers),
+        step=settings.steps,
+        best_kl=best_kl,
+    )
 
 
 @contextmanager

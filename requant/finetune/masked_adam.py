@@ -32,20 +32,26 @@ class MaskedDecayAdam:
     def __init__(self, param_groups: list[dict[str, Any]], decays: Mapping[Tensor, MaskedDecay]) -> None:
         self.param_groups = param_groups
         self.decays = decays
-        self.moments = [
-            [torch.zeros_like(group["params"][0], requires_grad=False) for _ in range(2)]
-            for group in param_groups
-        ]
         self.steps = torch.zeros((), device=param_groups[0]["params"][0].device)
+        self.state: dict[Tensor, dict[str, Tensor]] = {  # as torch's optimizers hold theirs
+            tensor: {
+                "step": self.steps,
+                "exp_avg": torch.zeros_like(tensor, requires_grad=False),
+                "exp_avg_sq": torch.zeros_like(tensor, requires_grad=False),
+            }
+            for group in param_groups
+            for tensor in group["params"]
+        }
 
     @torch.no_grad()
     def step(self) -> None:
         self.steps += 1
         first_bias, second_bias = (1 - beta**self.steps for beta in BETAS)
-        for group, (first, second) in zip(self.param_groups, self.moments, strict=True):
+        for group in self.param_groups:
             (tensor,) = group["params"]
             if tensor.grad is None:
                 continue
+            first, second = self.state[tensor]["exp_avg"], self.state[tensor]["exp_avg_sq"]
             first.lerp_(tensor.grad, 1 - BETAS[0])
             direction, squared = first, tensor.grad
             decay = self.decays.get(tensor)

@@ -38,6 +38,7 @@ from requant.finetune.loop import (
     trainable_tensors,
 )
 from requant.finetune.masked_adam import MaskedDecay, MaskedDecayAdam
+from requant.finetune.saved_training import SavedTraining
 from requant.finetune.step import ReparametrizedWeight, TrainableTensor
 from requant.finetune.teacher import Teacher
 from requant.formats.quantized_weight import QuantizedWeight
@@ -161,12 +162,14 @@ def recover(
     if recovery.method == "s-ste":
         for matrix in matrices.values():
             matrix.mask.copy_(keep2(matrix.weight.abs()))
+    saved = SavedTraining.of(run, "recovered")
     updates = MaskUpdates(
         matrices=list(matrices.values()),
         every={"fixed": 0, "ast": recovery.mask_every, "s-ste": 1}[recovery.method],
         strength=strength,
         full_strength=recovery.decay if recovery.method == "ast" else 0.0,
         steps=settings.steps,
+        flip_rates=saved.record,
     )
     with single_precision(run.model):
         trainables = [TrainableTensor(tensor=m.weight, lr=recovery.lr) for m in matrices.values()]
@@ -184,12 +187,13 @@ def recover(
             [_derived(target, matrices[target.name], project) for target in run.targets],
             settings,
             label=recovery.method,
+            saved=saved,
             val_windows=val_windows,
             optimizer=lambda groups, captures: MaskedDecayAdam(
                 groups, decays if updates.full_strength else {}
             ),
             between_steps=updates,
-            buffers=[matrix.mask for matrix in matrices.values()],
+            buffers=[strength, *(matrix.mask for matrix in matrices.values())],
             distillation=recovery.distillation,
         )
     save_finetuned_params(run, before)

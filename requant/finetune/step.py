@@ -18,7 +18,7 @@ Tensors on a CPU or on several GPUs, and models that cannot be captured, stay ea
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,6 +111,32 @@ class TrainingStep:
         else:
             self.update.replay()
         self.steps += 1
+
+    def state(self, *, optimizer: bool = True) -> dict[str, Tensor]:
+        """What the next step depends on; without the `optimizer`, what is left of it after the last."""
+        found = {"lrs": self.full_lrs} | {f"tensor.{i}": tensor for i, tensor in enumerate(self.tensors)}
+        for i, tensor in enumerate(self.tensors if optimizer else ()):
+            held = self.optimizer.state.get(tensor, {})
+            found |= {f"optimizer.{i}.{name}": value.clone() for name, value in held.items()}
+        return found
+
+    @torch.no_grad()
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Go on where `state` was taken, before the first step."""
+        self.full_lrs.copy_(state["lrs"])
+        for i, tensor in enumerate(self.tensors):
+            tensor.copy_(state[f"tensor.{i}"])
+            held, prefix = self.optimizer.state[tensor], f"optimizer.{i}."
+            for name, value in state.items():
+                if not name.startswith(prefix):
+                    continue
+                name = name.removeprefix(prefix)
+                if name in held:
+                    held[name].copy_(value)
+                else:  # Adam counts its steps on the CPU, unless they are captured
+                    held[name] = value.to(tensor.device if value.dim() or self.captures else "cpu", copy=True)
+        for weight in self.derived:
+            weight.apply()
 
     def close(self) -> None:
         """Free gradients and graphs."""

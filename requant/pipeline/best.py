@@ -29,6 +29,7 @@ from requant.finetune.loop import (
     train,
     trainable_tensors,
 )
+from requant.finetune.saved_training import SavedTraining
 from requant.finetune.teacher import Teacher
 from requant.formats.contract import TrainableParams
 from requant.formats.quantized_weight import trainable_params, with_trainable_params
@@ -36,7 +37,8 @@ from requant.models.targets import QuantTarget
 from requant.quantizers.registry import METHODS
 from requant.run.context import RunContext, Weights
 from requant.run.quantize_linears import chunks_that_fit, gather, quantize_linears, shared_codes
-from requant.run.stage_cache import load_stage, save_stage
+from requant.run.stage_cache import load_stage, load_weight, save_stage, save_weight, stage_key
+from requant.run.workspace import digest
 
 ROUNDS = 4
 
@@ -72,11 +74,19 @@ def quantize_in_rounds(run: RunContext, rounds: Sequence[Sequence[QuantTarget]])
     teacher = Teacher(original_model(run), train_windows)
     other_params, lr = params_without_codes(run), learning_rate(run, settings)
     before = {name: run.original_param(name, parameter) for name, parameter in other_params.items()}
+    saved = SavedTraining.of(run, "rounds")
+    keys = {target.name: digest(stage_key(run, "codes"), target.name) for target in run.targets}
     weights: Weights = {}
     trainable: dict[str, TrainableParams] = {}
     with single_precision(run.model):
         for index, members in enumerate(rounds):
-            for chunk in chunks_that_fit(run, members, method.needs):
+            saved.round = index
+            for target in members:
+                found = load_weight(run, "codes", keys[target.name], target.name, target.parameter.device)
+                if found is not None:
+                    weights[target.name] = found
+            pending = [target for target in members if target.name not in weights]
+            for chunk in chunks_that_fit(run, pending, method.needs):
                 if index == 0:  # nothing is quantized yet; the allocator may have collected these already
                     statistics = gather(run, chunk, method.needs)
                 else:
@@ -91,16 +101,17 @@ def quantize_in_rounds(run: RunContext, rounds: Sequence[Sequence[QuantTarget]])
                         made[target.name] = method.quantize(
                             target.weight(), statistics[target.name], run.config_of(target)
                         )
+                        save_weight(run, "codes", keys[target.name], made[target.name], rank=target.rank)
                     weights |= shared_codes(chunk, made)
-                    trainable |= {target.name: trainable_params(weights[target.name]) for target in chunk}
+            trainable |= {target.name: trainable_params(weights[target.name]) for target in members}
             run.statistics.clear()
             unquantized = [target for later in rounds[index + 1 :] for target in later]
-            if unquantized:
+            if unquantized and not saved.round_is_over:
                 with run.stage("finetuning"):
                     trainables = trainable_tensors(trainable, unquantized, list(other_params.values()), lr)
                     derived = reparametrized_weights(run, weights, trainable)
                     label = f"round {index + 1}/{len(rounds)}"
-                    train(run, teacher, trainables, derived, settings, label=label)
+                    train(run, teacher, trainables, derived, settings, label=label, saved=saved)
     save_finetuned_params(run, before)
     run.apply_original_weights()
     return {

@@ -22,7 +22,7 @@ from requant.recipe.yaml_files import dump_recipe
 from requant.report.compare import Entry, compare_checkpoints, render_comparison
 from requant.report.save import save
 from requant.report.verdicts import DAMAGED_AGREEMENT, DAMAGED_KL
-from requant.run.workspace import Workspace
+from requant.run.workspace import SAVE_EVERY, Workspace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,13 +50,15 @@ def sweep(
     device: str = "auto",
     dtype: str = "auto",
     resume: bool = False,
+    save_every: float = SAVE_EVERY,
     quiet: bool = True,
     **options: Any,
 ) -> Sweep:
     """Quantize `model` at each of `bits` into the folder `output` (None: ./MODEL-METHOD-sweep), and compare the results.
 
     `model` is a source (folder, hub name, alias, `demo`); None: the recipe's, or `demo`. Recipe and options are those of
-    `requant.quantize`. All recipes are checked before the first run. Raises RequantError.
+    `requant.quantize`; `save_every`: seconds between two saved states of training. All recipes are checked before the first
+    run. Raises RequantError.
     """
     gpu = pick_device(device).startswith("cuda")
     recipes = [
@@ -72,7 +74,7 @@ def sweep(
     for name, each in zip(names, recipes, strict=True):
         if resume and _finished(folder / name, each):
             continue
-        workspace = Workspace(folder / f"{name}.partial", resume=resume)
+        workspace = Workspace(folder / f"{name}.partial", resume=resume, save_every=save_every)
         result = quantize(
             each.model,
             each,

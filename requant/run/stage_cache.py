@@ -14,6 +14,8 @@ from requant.formats.quantized_weight import QuantizedWeight, pack, unpack
 from requant.run.context import RunContext, Weights, recipe_sections
 from requant.run.workspace import digest
 
+TRAINING = "training"  # the state inside a stage that trains (`finetune/saved_training.py`)
+
 
 def load_weight(
     run: RunContext, stage: str, key: str, name: str, device: torch.device
@@ -54,7 +56,10 @@ def load_stage(run: RunContext, stage: str, tables: Mapping[str, Tensor] | None 
 
 
 def save_stage(run: RunContext, stage: str, weights: Weights) -> None:
-    """Keep the weights of a stage, and the run's finetuned parameters, for a run that resumes."""
+    """Keep the weights of a stage, and the run's finetuned parameters, for a run that resumes.
+
+    The state of its training is needed no more.
+    """
     keys = _stage_keys(run, stage, weights)
     for name, weight in weights.items():
         save_weight(run, stage, keys[name], weight)
@@ -64,6 +69,7 @@ def save_stage(run: RunContext, stage: str, weights: Weights) -> None:
         for i, end in enumerate(("start", "end"))
     }
     run.workspace.put("finetuned-params", keys[""], tensors=tensors, value=list(run.finetuned_params))
+    run.workspace.discard(TRAINING, training_key(run, stage))
 
 
 def stage_key(run: RunContext, stage: str) -> str:
@@ -81,6 +87,11 @@ def stage_key(run: RunContext, stage: str) -> str:
         "seed",
     )
     return digest(run.fingerprint, recipe_sections(run.recipe, *sections), run.train_windows, stage)
+
+
+def training_key(run: RunContext, stage: str) -> str:
+    """The key of the state inside a stage that trains."""
+    return digest(stage_key(run, stage), TRAINING)
 
 
 def _stage_keys(run: RunContext, stage: str, names: Iterable[str]) -> dict[str, str]:

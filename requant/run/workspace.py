@@ -33,6 +33,7 @@ from requant import ranks
 from requant.errors import OutputError
 
 logger = logging.getLogger(__name__)
+SAVE_EVERY = 600.0  # seconds
 RESULT = re.compile(r"[a-z-]+-[0-9a-f]{32}\.(safetensors|writing)")  # finished, and not
 
 
@@ -45,11 +46,15 @@ class Stored:
 
 
 class Workspace:
-    """A folder of stage results; None keeps nothing, for runs from Python that need no resuming."""
+    """A folder of stage results; None keeps nothing, for runs from Python that need no resuming.
 
-    def __init__(self, folder: Path | None, *, resume: bool = False) -> None:
+    `save_every`: seconds between two states of training (`finetune/saved_training.py`).
+    """
+
+    def __init__(self, folder: Path | None, *, resume: bool = False, save_every: float = SAVE_EVERY) -> None:
         self.folder = folder
         self.resume = resume
+        self.save_every = save_every
         self.opened = False
         self.lock: BaseFileLock | None = None
         if folder is not None:
@@ -104,6 +109,12 @@ class Workspace:
             raise OutputError(
                 f"{self.folder} cannot be written ({error}); free some space and run again with --resume."
             ) from error
+
+    def discard(self, stage: str, key: str) -> None:
+        """Delete a result that nothing will ask for again."""
+        file = self._file(stage, key) if ranks.rank() == 0 else None
+        if file is not None:
+            file.unlink(missing_ok=True)
 
     def remove(self) -> None:
         """Delete everything: the run is complete."""
