@@ -93,9 +93,9 @@ def quality_summary_table(results: Path) -> str:
     return markdown(["", "bits per weight", "perplexity", "KL to the original", "best peer's KL"], rows)
 
 
-def quality_demo_table(results: Path) -> str:
-    """The same on demo-4m, for which there are no peers' figures."""
-    found = read(results, "quality-demo-4m").get("rows", [])
+def own_codes_table(results: Path, model: str) -> str:
+    """The same on a model for which there are no peers' figures: beside our own codes without training."""
+    found = read(results, f"quality-{model}").get("rows", [])
     trained = {row["bits"]: row for row in of_mode_best(found) if row["seed"] == 0}
     alone = {row["bits"]: row for row in found if row["seed"] == 0 and row["name"] == "codes"}
     rows = []

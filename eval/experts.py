@@ -29,8 +29,8 @@ from eval.common import (
     write_json,
 )
 from eval.markdown import RESULTS
+from eval.quality import least_and_most
 from requant.calibration import experts
-from requant.calibration.experts import routed_tokens
 from requant.run.quantize_linears import quantize_linears
 
 MOE = MODEL.with_name("moe-3m")
@@ -77,7 +77,6 @@ def rows(study: Study, plans: Sequence[Plan]) -> Iterator[dict[str, Any]]:
         finally:
             experts.SHRINKAGE = default
         run.apply_original_weights()
-        seen = sorted(routed_tokens(run.model, run.windows).values())
         yield row_of(
             label_of(plan),
             run,
@@ -86,7 +85,7 @@ def rows(study: Study, plans: Sequence[Plan]) -> Iterator[dict[str, Any]]:
             bits=bits,
             windows=count,
             tau=tau,
-            tokens_of_experts={"least": seen[0], "median": seen[len(seen) // 2], "most": seen[-1]},
+            tokens_of_experts=least_and_most(run),
             **bits_per_weight(weights),
             **quality(study, run, weights),
         )

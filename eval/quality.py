@@ -4,7 +4,8 @@
 
 A row is NAME:BITS[:SEED] with a name of PLANS; without `--rows` all of CURVE and ABLATION run. Rows are added to
 `quality-MODEL.json`, where one of the same name, bits and seed gives way. `--rows file:2 --rows file:3 --rows file:4` is the
-whole file: embedding and head at their default bits, `file_bytes` beside the KL. `--part N` writes
+whole file: embedding and head at their default bits, `file_bytes` beside the KL. Mixtures of experts are models like others:
+`--model ../shared/models/moe-31m --rows codes:2 --rows best:2`. `--part N` writes
 `quality-MODEL-partN.json` instead, for machines side by side; `--merge` joins the parts. Peers' rows are in `peers.json`.
 
 Statistics of the codes alone are measured on 128 x 1024 tokens as the peers' are; mode `best` measures them on four
@@ -36,12 +37,13 @@ from eval.common import (
 from eval.markdown import RESULTS
 from requant.allocation.budget import allocate_bits, with_allocation
 from requant.allocation.embedding_and_head import quantize_embedding_and_head
+from requant.calibration.experts import routed_tokens
 from requant.checkpoint.save import checkpoint_bytes
 from requant.formats.quantized_weight import spec_of
 from requant.pipeline.quantize import MODES, finetuned
 from requant.recipe.defaults import FINETUNE_STEPS
 from requant.recipe.schema import Budget, EmbeddingBits, Finetune
-from requant.run.context import Weights
+from requant.run.context import RunContext, Weights
 from requant.text.windows import spread
 
 FINETUNE = Finetune(steps=FINETUNE_STEPS)
@@ -172,6 +174,7 @@ def measure(study: Study, name: str, bits: float, seed: int) -> dict[str, Any]:
         training_tokens=train_windows.numel() if plan.finetune.steps else 0,
         widths={str(width): widths.count(width) for width in sorted(set(widths))},
         peak_bytes=peak,
+        tokens_of_experts=least_and_most(run),
         embedding_and_head_bits=sorted(table.dense.bits for table in tables.weights.values()) or 16,
         file_bytes=checkpoint_bytes(
             run.model,
@@ -182,6 +185,12 @@ def measure(study: Study, name: str, bits: float, seed: int) -> dict[str, Any]:
         **bits_per_weight(weights),
         **found,
     )
+
+
+def least_and_most(run: RunContext) -> dict[str, int] | None:
+    """Calibration tokens that the experts of a mixture saw."""
+    seen = sorted(routed_tokens(run.model, run.windows).values())
+    return {"least": seen[0], "median": seen[len(seen) // 2], "most": seen[-1]} if seen else None
 
 
 def parse(row: str) -> tuple[str, float, int]:

@@ -16,7 +16,7 @@ from eval.curve_tables import (
     best_ablation_table,
     bits_table,
     demo_ablation_table,
-    quality_demo_table,
+    own_codes_table,
     quality_summary_table,
     quality_table,
 )
@@ -399,7 +399,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "embedding": embedding_table,
     "quality-summary": quality_summary_table,
     "quality": quality_table,
-    "quality-demo": quality_demo_table,
+    "quality-demo": lambda results: own_codes_table(results, "demo-4m"),
+    "quality-moe": lambda results: own_codes_table(results, "moe-31m"),
     "best-ablation": best_ablation_table,
     "demo-ablation": demo_ablation_table,
     "tasks": tasks_table,

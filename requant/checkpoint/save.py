@@ -107,10 +107,14 @@ def checkpoint_bytes(
 
 def disk_dtype(model: nn.Module, source: str | Path | None, tensor: Tensor) -> torch.dtype:
     """The dtype in which a tensor of the model is stored where it is not quantized."""
-    for _, stored, dtype in _plain_tensors(model, _source_dtypes(source), {}, {}):
-        if stored.data_ptr() == tensor.data_ptr():
-            return dtype
-    return tensor.dtype
+    return disk_dtypes(model, source).get(tensor.data_ptr(), tensor.dtype)
+
+
+def disk_dtypes(model: nn.Module, source: str | Path | None) -> dict[int, torch.dtype]:
+    """`data_ptr` of every tensor of the model -> `disk_dtype`."""
+    return {
+        stored.data_ptr(): dtype for _, stored, dtype in _plain_tensors(model, _source_dtypes(source), {}, {})
+    }
 
 
 def _units(

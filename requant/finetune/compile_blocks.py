@@ -6,7 +6,8 @@ their code, so one block is compiled for the model in training and one for the t
 
     KL = sum_t sum_v p_v (log p_v - log q_v)
 
-is compiled too and reads the bfloat16 logits of both models. Without a working compiler (torch.compile needs a C
+is compiled too and reads the bfloat16 logits of both models. Blocks with experts are not compiled; their experts compute in
+grouped products, which a CUDA graph can hold (`step.py`). Without a working compiler (torch.compile needs a C
 compiler), or where it fails on a block, blocks run eagerly.
 """
 
@@ -24,7 +25,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from requant.errors import first_line
-from requant.models.experts import Experts
+from requant.models.experts import Experts, grouped_products
 from requant.models.targets import find_blocks, replaced_forward
 
 logger = logging.getLogger(__name__)
@@ -51,10 +52,10 @@ def fused(models: Sequence[PreTrainedModel], steps: int) -> Iterator[Divergence]
     with ExitStack() as stack:
         if compiles:
             stack.enter_context(torch._dynamo.config.patch(suppress_errors=True))  # its import takes seconds
+        for model in models:
+            stack.enter_context(grouped_products(model))
         for block in (block for model in models for block in find_blocks(model)[1]):
-            routed = any(
-                isinstance(module, Experts) for module in block.modules()
-            )  # sizes change at every call
+            routed = any(isinstance(module, Experts) for module in block.modules())  # was never compiled
             stack.enter_context(
                 replaced_forward(block, _fused(block.forward, compiles=compiles and not routed))
             )

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from requant.allocation.embedding_and_head import QuantizedEmbeddingAndHead
-from requant.checkpoint.save import disk_dtype
+from requant.checkpoint.save import disk_dtypes
 from requant.errors import RecipeError
 from requant.finetune.loop import (
     EMBEDDING_LR,
@@ -108,8 +108,9 @@ def split_windows(run: RunContext, settings: Finetune) -> tuple[Int64[Tensor, "b
 @torch.no_grad()
 def save_finetuned_params(run: RunContext, originals: dict[str, Tensor]) -> None:
     """Put the finetuned parameters without codes, rounded to the dtype of their files, into the run with `originals`."""
+    dtypes = disk_dtypes(run.model, run.source)
     for name, parameter in run.model.named_parameters():
         if name in originals:
-            stored = disk_dtype(run.model, run.source, parameter)
+            stored = dtypes.get(parameter.data_ptr(), parameter.dtype)
             finetuned = parameter.detach().to(stored).to(parameter.dtype)
             run.finetuned_params[name] = (originals[name], finetuned.cpu().clone())

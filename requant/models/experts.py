@@ -17,10 +17,13 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
+from torch.nn import functional
 
 USUAL_NAMES = ("gate_proj", "up_proj", "down_proj")
 WEIGHTS = {"gate_up_proj", "down_proj"}
 BIASES = {"gate_up_proj_bias", "down_proj_bias"}
+ALIGNMENT = 8  # of rows and columns of a matrix for `grouped_mm`: 16 bytes of bfloat16
+grouped_mm: Any = getattr(functional, "grouped_mm", None) or torch._grouped_mm  # of torch 2.10, and of 2.9
 
 
 class Expert(nn.Module):
@@ -37,23 +40,32 @@ class Expert(nn.Module):
 
     def forward(self, x: Float[Tensor, "m h"]) -> Float[Tensor, "m h"]:
         gate, up, down = (self.get_submodule(name) for name in self.names)
-        parts = gate(x), up(x)
-        joined = torch.cat(parts, -1) if self.fused.is_concatenated else torch.stack(parts, -1).flatten(-2)
-        return down(self.fused._apply_gate(joined))
+        return down(self.gated(gate(x), up(x)))
+
+    def gated(self, gate: Float[Tensor, "m f"], up: Float[Tensor, "m f"]) -> Float[Tensor, "m f"]:
+        """What the model makes of both, mostly act(gate) * up."""
+        joined = (
+            torch.cat((gate, up), -1)
+            if self.fused.is_concatenated
+            else torch.stack((gate, up), -1).flatten(-2)
+        )
+        return self.fused._apply_gate(joined)
 
 
 class Experts(nn.ModuleList):
     """All experts of a layer, called as transformers calls its fused module.
 
     An expert is called once, with the tokens that are routed to it, and not at all where there are none. With
-    `sees_all_tokens` every expert is called with all tokens, for statistics; the result is the same.
+    `sees_all_tokens` every expert is called with all tokens, for statistics; the result is the same. With `grouped`, and
+    under autocast, no expert is called: the products of one kind are one `grouped_mm`, and the host does not learn where
+    tokens go.
     """
 
     def __init__(self, experts: Sequence[Expert], *, fused_in_files: bool) -> None:
         super().__init__(experts)
         self.names = experts[0].names
         self.fused_in_files = fused_in_files  # the original's weight files have no tensors of single experts
-        self.sees_all_tokens = False
+        self.sees_all_tokens = self.grouped = False
 
     def forward(
         self,
@@ -67,11 +79,34 @@ class Experts(nn.ModuleList):
             outputs = [expert(hidden_states) * weights[:, e, None] for e, expert in enumerate(self)]
             return torch.stack(outputs).sum(0).to(hidden_states.dtype)
         by_expert = top_k_index.flatten().argsort(stable=True)
-        counts = top_k_index.flatten().bincount(minlength=len(self)).tolist()
-        inputs = hidden_states[by_expert // top_k_index.shape[1]].split(counts)
-        found = torch.cat([expert(x) for expert, x in zip(self, inputs, strict=True) if len(x)])
+        x = hidden_states[by_expert // top_k_index.shape[1]]
+        if self.grouped and torch.is_autocast_enabled(x.device.type):
+            found = self._grouped(x, top_k_index.flatten()[by_expert])
+        else:
+            counts = top_k_index.flatten().bincount(minlength=len(self)).tolist()
+            found = torch.cat([
+                expert(own) for expert, own in zip(self, x.split(counts), strict=True) if len(own)
+            ])  # fmt: skip
         outputs = found[by_expert.argsort()].view(*top_k_index.shape, -1)
         return (outputs * top_k_weights.unsqueeze(-1)).sum(1).to(hidden_states.dtype)
+
+    def _grouped(self, x: Float[Tensor, "r h"], experts: Int64[Tensor, " r"]) -> Float[Tensor, "r h"]:
+        """Row i of x through expert `experts[i]`, in autocast's type; rows are in the order of experts."""
+        dtype = torch.get_autocast_dtype(x.device.type)
+        ends = torch.searchsorted(experts, torch.arange(len(self), device=x.device), right=True).int()
+
+        def product(x: Tensor, name: str) -> Tensor:
+            linears = [expert.get_submodule(name) for expert in self]
+            weight = torch.stack([linear.get_parameter("weight") for linear in linears]).to(dtype)
+            y = grouped_mm(x.to(dtype), weight.mT, offs=ends)
+            if y.requires_grad:  # its backward pass takes no gradients of interleaved gates as they come
+                y.register_hook(Tensor.contiguous)
+            biases = [linear.bias for linear in linears if isinstance(linear.bias, Tensor)]
+            return y if not biases else y + torch.stack(biases).to(dtype)[experts]
+
+        gate, up, down = self.names
+        first: Any = self[0]
+        return product(first.gated(product(x, gate), product(x, up)), down)
 
 
 def unfuse_experts(model: nn.Module) -> None:
@@ -141,6 +176,30 @@ def all_tokens_to_every_expert(model: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.sees_all_tokens = False
+
+
+@contextmanager
+def grouped_products(model: nn.Module) -> Iterator[None]:
+    """Experts of the model compute in grouped products under autocast while the context lasts, so that a step of training
+    can be captured.
+
+    Hooks on their linears are not called. Matrices that `grouped_mm` does not take stay with one call an expert.
+    """
+    layers = [module for module in model.modules() if isinstance(module, Experts) and _can_group(module)]
+    for layer in layers:
+        layer.grouped = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.grouped = False
+
+
+def _can_group(experts: Experts) -> bool:
+    weights = [parameter for parameter in experts.parameters() if parameter.dim() == 2]
+    if any(size % ALIGNMENT for weight in weights for size in weight.shape):
+        return False
+    return not weights[0].is_cuda or torch.cuda.get_device_capability(weights[0].device) >= (8, 0)
 
 
 def _is_fused(module: Any) -> bool:

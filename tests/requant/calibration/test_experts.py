@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import sys
 
 import pytest
 import torch
@@ -14,8 +15,10 @@ from requant.calibration.experts import routed_tokens
 from requant.calibration.hidden_states import HiddenStateCache
 from requant.models.experts import unfuse_experts
 from requant.models.targets import find_linears
+from requant.pipeline import best
 from requant.quantizers.gptq import GptqConfig
-from requant.recipe.schema import Calibration, Evaluation, Finetune, Recipe
+from requant.quantizers.trellis import TrellisConfig
+from requant.recipe.schema import Budget, Calibration, Evaluation, Finetune, Recipe
 from requant.run import quantize_linears
 from requant.run.workspace import Workspace
 
@@ -188,3 +191,37 @@ def test_routers_are_learnt_and_saved(tiny_folder, tiny_text_file, tmp_path) -> 
     learnt = requant.load(tmp_path / "out").get_parameter(name)
     assert torch.equal(learnt, result.model.get_parameter(name))
     assert not torch.equal(learnt, load_file(f"{source}/model.safetensors")[name])
+
+
+def test_a_trained_run_resumes_with_the_same_bytes(
+    tiny_folder, tiny_text_file, tmp_path, monkeypatch
+) -> None:
+    """Mode `best` over trellis codes, interrupted after the rounds, with routers learnt in them."""
+    recipe = dataclasses.replace(
+        RECIPE,
+        mode="best",
+        method="trellis",
+        quantizer=TrellisConfig(bits=2),
+        budget=Budget(bits=2.5),
+        finetune=Finetune(steps=2, lr=1e-2, tokens_per_step=64, val_windows=1, eval_every=1),
+    )
+    source = str(tiny_folder("qwen3-moe"))
+    requant.save(requant.quantize(source, recipe, tiny_text_file), tmp_path / "whole")
+
+    def stops(*_arguments, **_options):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.modules["requant.pipeline.quantize"], "finetuned", stops)
+        with pytest.raises(KeyboardInterrupt):
+            requant.quantize(source, recipe, tiny_text_file, workspace=Workspace(tmp_path / "work"))
+    workspace = Workspace(tmp_path / "work", resume=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(best, "quantize_in_rounds", stops)  # they are not made again
+        result = requant.quantize(source, recipe, tiny_text_file, workspace=workspace)
+    requant.save(result, tmp_path / "resumed")
+    whole, resumed = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "resumed"))
+    assert whole.keys() == resumed.keys()
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    model = requant.load(tmp_path / "resumed")
+    assert torch.isfinite(model(torch.arange(40)[None]).logits).all()

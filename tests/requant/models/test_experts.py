@@ -8,7 +8,13 @@ import torch
 from safetensors import safe_open
 
 from requant.errors import ModelError
-from requant.models.experts import Experts, all_tokens_to_every_expert, routers, unfuse_experts
+from requant.models.experts import (
+    Experts,
+    all_tokens_to_every_expert,
+    grouped_products,
+    routers,
+    unfuse_experts,
+)
 from requant.models.targets import find_linears
 
 TOKENS = torch.arange(80).view(2, 40) * 7 % 256
@@ -44,6 +50,36 @@ def test_gradients_are_those_of_the_fused_module(tiny_model) -> None:
     torch.testing.assert_close(
         other.get_parameter("model.layers.0.mlp.experts.2.down_proj.bias").grad, bias, rtol=1e-10, atol=1e-12
     )
+
+
+def test_grouped_products_are_those_of_single_experts(tiny_model, mixture: str) -> None:
+    """Values and gradients, in bfloat16; the last expert is never chosen. Without autocast nothing changes."""
+    model = unfused(tiny_model(mixture)).requires_grad_(True)
+    layers = [module for module in model.modules() if isinstance(module, Experts)]
+    for layer in layers:
+        last = len(layer) - 1
+        layer.register_forward_pre_hook(lambda _m, x, last=last: (x[0], x[1] % last, x[2]))
+    calls: list[object] = []
+    for layer in layers:
+        layer[0].register_forward_pre_hook(lambda *_: calls.append(None))
+
+    def gradients() -> list[torch.Tensor]:
+        model.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            logits = model(TOKENS, use_cache=False).logits
+        logits.float().square().sum().backward()
+        return [logits.detach()] + [p.new_zeros(()) if p.grad is None else p.grad for p in model.parameters()]
+
+    expected = gradients()
+    assert calls
+    calls.clear()
+    with grouped_products(model):
+        found = gradients()
+        assert not calls
+        model(TOKENS)
+        assert calls
+    for one, other in zip(found, expected, strict=True):
+        assert (one - other).norm() <= 0.02 * other.norm()
 
 
 def test_no_fused_weights_are_left(tiny_model, mixture: str) -> None:
