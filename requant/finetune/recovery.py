@@ -73,7 +73,7 @@ class PrunedWeight:
             weight=weight,
             mask=dense.mask,
             steps=None if dense.scales is None else dense.scales.float(),
-            beta=least_squares_scale(weight, soft_threshold(weight)),
+            beta=least_squares_scale(weight),
             config=SemiStructuredConfig(
                 bits=dense.bits, group_size=dense.group_size, metadata=dense.metadata
             ),
@@ -107,7 +107,7 @@ def adaptive(matrix: PrunedWeight) -> Float[Tensor, "n k"]:
 
 def smooth(matrix: PrunedWeight) -> Float[Tensor, "n k"]:
     """`beta S(w)`, with the gradient of w"""
-    return straight_through(matrix.weight, matrix.beta * soft_threshold(matrix.weight))
+    return straight_through(matrix.weight, matrix.beta * soft_threshold(matrix.weight.detach()))
 
 
 PROJECTIONS: dict[str, Projection] = {"fixed": fixed, "ast": adaptive, "s-ste": smooth}

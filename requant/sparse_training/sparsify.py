@@ -68,7 +68,7 @@ class SparseLinear(nn.Module):
         self.method, self.mvue, self.fp8, self.generator = method, mvue, fp8, generator
         weight = linear.weight.detach()
         self.register_buffer("mask", method.mask(weight.abs()))
-        self.register_buffer("beta", least_squares_scale(weight, soft_threshold(weight)))
+        self.register_buffer("beta", least_squares_scale(weight))
 
     @torch.no_grad()
     def projected(self) -> Float[Tensor, "n k"]:
@@ -91,9 +91,10 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, layer: SparseLinear) -> Tensor:
+        ctx.layer, ctx.dtype = layer, x.dtype
+        x = x.to(product_dtype(x))  # saved so: autocast is over when gradients are computed
         sparse = layer.projected().to(x.dtype)
         ctx.save_for_backward(x, sparse)
-        ctx.layer = layer
         if layer.fp8:
             return F.linear(simulate(x, FORWARD), simulate(sparse, FORWARD))
         return F.linear(x, sparse)
@@ -106,7 +107,13 @@ class _Product(torch.autograd.Function):
         left = pruned_by_token(dz, layer.generator) if layer.mvue else dz
         if layer.fp8:
             dz, left, x, sparse = (simulate(operand, BACKWARD) for operand in (dz, left, x, sparse))
-        return dz @ sparse, (left.T @ x).to(layer.weight.dtype), None
+        return (dz @ sparse).to(ctx.dtype), (left.T @ x).to(layer.weight.dtype), None
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """That of autocast where it is enabled, else that of x."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def pruned_by_token(dz: Float[Tensor, "m n"], generator: torch.Generator) -> Float[Tensor, "m n"]:
@@ -177,6 +184,8 @@ def sparsify_(
     seed: int = 0,
 ) -> SparseTraining:
     """Make linear layers of `model` train with 2:4 weights, in place; their parameters stay the same objects.
+
+    The model must be on the device where it will be trained; under autocast products have autocast's dtype.
 
         training = requant.sparse_training.sparsify_(model, "transposable")
         for step, batch in enumerate(batches):

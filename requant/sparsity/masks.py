@@ -11,9 +11,12 @@ columns), so training needs transposable masks: "Accelerating Transformer Pre-tr
 arXiv 2404.01847), section 4. The soft threshold is S-STE's (Hu et al. 2024, arXiv 2409.09099): a continuous function of w,
 while hard masks jump where the second and the third magnitude are equal.
 
+On a GPU one Triton kernel each computes the same, bit for bit (`gpu.py`).
+
 Ties are decided by position: of equal scores the first is kept, of equal blocks the mask that comes first in
-`TRANSPOSABLE`. So the masks have exactly two ones a group whatever the scores are, zeros included; the soft threshold has
-fewer non-zeros where magnitudes are equal, as continuity demands. NaN counts as the smallest score.
+`TRANSPOSABLE`; a block's sum is (row 0 + row 1) + (row 2 + row 3) in float32, on every device. So the masks have exactly two
+ones a group whatever the scores are, zeros included; the soft threshold has fewer non-zeros where magnitudes are equal, as
+continuity demands. NaN counts as the smallest score.
 """
 
 import itertools
@@ -23,25 +26,26 @@ from jaxtyping import Bool, Float, Shaped, UInt8
 from torch import Tensor
 
 from requant.errors import InputError
+from requant.sparsity.gpu import fastest
 
 GROUP = 4
 PAIRS = tuple(itertools.combinations(range(GROUP), 2))  # the kept columns of the six patterns of a group
-BLOCK_ROWS_AT_ONCE = 1 << 14  # 4 x 4 blocks scored at once: their 90 sums are six times the matrix
+BLOCKS_AT_ONCE = 1 << 14  # 4 x 4 blocks scored at once: their 90 sums are six times the matrix
+LARGEST_SCORE = torch.finfo(torch.float32).max / 16  # of a transposable mask: sums of eight stay finite
 
 
 def _patterns() -> tuple[tuple[bool, ...], ...]:
     return tuple(tuple(column in pair for column in range(GROUP)) for pair in PAIRS)
 
 
-def _transposable() -> Tensor:
-    rows = _patterns()
-    blocks = itertools.product(rows, repeat=GROUP)
-    found = [block for block in blocks if all(sum(column) == 2 for column in zip(*block, strict=True))]
-    return torch.tensor(found, device="cpu")
-
-
+# the patterns of the four rows of a block with two ones a column
+PAIRS_OF_ROWS = tuple(
+    rows
+    for rows in itertools.product(range(len(PAIRS)), repeat=GROUP)
+    if all(sum(column in PAIRS[pair] for pair in rows) == 2 for column in range(GROUP))
+)
 PATTERNS: Bool[Tensor, "6 4"] = torch.tensor(_patterns(), device="cpu")  # not where a model is being built
-TRANSPOSABLE: Bool[Tensor, "90 4 4"] = _transposable()
+TRANSPOSABLE: Bool[Tensor, "90 4 4"] = PATTERNS[torch.tensor(PAIRS_OF_ROWS, device="cpu")]
 
 
 def groups_of_four(values: Shaped[Tensor, "... k"]) -> Shaped[Tensor, "... q 4"]:
@@ -56,6 +60,11 @@ def groups_of_four(values: Shaped[Tensor, "... k"]) -> Shaped[Tensor, "... q 4"]
 
 def keep2(scores: Float[Tensor, "... k"]) -> Bool[Tensor, "... k"]:
     """The mask of the two largest scores of every group."""
+    groups_of_four(scores)
+    return fastest("keep2", _keep2, scores)
+
+
+def _keep2(scores: Float[Tensor, "... k"]) -> Bool[Tensor, "... k"]:
     grouped = groups_of_four(scores.nan_to_num(nan=-torch.inf))
     better: list[Tensor] = []  # of column j: how many others of the group come before it
     for j in range(GROUP):
@@ -71,27 +80,47 @@ def keep2_transposable(scores: Float[Tensor, "n k"]) -> Bool[Tensor, "n k"]:
     Raises InputError where n or k is no multiple of four.
     """
     groups_of_four(scores.T)
+    groups_of_four(scores)
+    return fastest("keep2_transposable", _keep2_transposable, scores)
+
+
+def _keep2_transposable(scores: Float[Tensor, "n k"]) -> Bool[Tensor, "n k"]:
     n, k = scores.shape
-    finite = groups_of_four(scores).nan_to_num(nan=torch.finfo(scores.dtype).min / 16)
-    blocks = finite.view(n // 4, 4, k // 4, 4).transpose(1, 2).reshape(-1, 16)
-    masks = TRANSPOSABLE.to(scores.device)
-    sums_of = masks.flatten(1).to(scores.dtype).T
-    chosen = torch.cat([(part @ sums_of).argmax(1) for part in blocks.split(BLOCK_ROWS_AT_ONCE)])
-    return masks[chosen].view(n // 4, k // 4, 4, 4).transpose(1, 2).reshape(n, k)
+    finite = scores.float().nan_to_num(nan=-LARGEST_SCORE).clamp(-LARGEST_SCORE, LARGEST_SCORE)
+    blocks = finite.view(n // 4, 4, k // 4, 4).transpose(1, 2).reshape(-1, 4, 4)
+    first, second = torch.tensor(PAIRS, device=scores.device).T
+    pairs = torch.tensor(PAIRS_OF_ROWS, device=scores.device).T
+
+    def best(part: Float[Tensor, "b 4 4"]) -> Tensor:
+        sums = part[..., first] + part[..., second]
+        rows = [sums[:, row, pairs[row]] for row in range(4)]
+        return ((rows[0] + rows[1]) + (rows[2] + rows[3])).argmax(1)
+
+    chosen = torch.cat([best(part) for part in blocks.split(BLOCKS_AT_ONCE)])
+    return TRANSPOSABLE.to(scores.device)[chosen].view(n // 4, k // 4, 4, 4).transpose(1, 2).reshape(n, k)
 
 
 def soft_threshold(weight: Float[Tensor, "... k"]) -> Float[Tensor, "... k"]:
     """At most two non-zeros a group; `|S(a) - S(b)| <= 2 |a - b|` in the largest element."""
+    groups_of_four(weight)
+    return fastest("soft_threshold", _soft_threshold, weight)
+
+
+def _soft_threshold(weight: Float[Tensor, "... k"]) -> Float[Tensor, "... k"]:
     grouped = groups_of_four(weight)
     threshold = grouped.abs().sort(-1).values[..., 1:2]
     return (grouped.sign() * (grouped.abs() - threshold).clamp(min=0)).flatten(-2)
 
 
-def least_squares_scale(
-    weight: Float[Tensor, "... k"], projected: Float[Tensor, "... k"]
-) -> Float[Tensor, ""]:
-    """`beta = <w, s> / <s, s>`, which minimizes `|w - beta s|`; 1 where s is zero."""
-    energy = projected.double().square().sum()
+def least_squares_scale(weight: Float[Tensor, "... k"]) -> Float[Tensor, ""]:
+    """`beta = <w, s> / <s, s>` of `s = soft_threshold(w)`, which minimizes `|w - beta s|`; 1 where s is zero."""
+    groups_of_four(weight)
+    return fastest("least_squares_scale", _least_squares_scale, weight)
+
+
+def _least_squares_scale(weight: Float[Tensor, "... k"]) -> Float[Tensor, ""]:
+    projected = _soft_threshold(weight).double()
+    energy = projected.square().sum()
     beta = (weight.double() * projected).sum() / energy
     return torch.where(energy > 0, beta, torch.ones_like(beta)).to(weight.dtype)
 

@@ -36,7 +36,7 @@ def test_products_and_gradients(method: str) -> None:
     assert {name: id(p) for name, p in model.named_parameters()} == {n: id(p) for n, p in before.items()}
     layer, x = model.mlp[0], inputs(2, 6, 16).requires_grad_()
     expected = {
-        "s-ste": least_squares_scale(weight, soft_threshold(weight)) * soft_threshold(weight),
+        "s-ste": least_squares_scale(weight) * soft_threshold(weight),
         "transposable": weight * keep2_transposable(weight.abs()),
         "sr-ste": weight * keep2(weight.abs()),
     }[method]
@@ -47,6 +47,20 @@ def test_products_and_gradients(method: str) -> None:
     torch.testing.assert_close(x.grad, dz @ expected)
     torch.testing.assert_close(layer.weight.grad, dz.flatten(0, 1).T @ x.detach().flatten(0, 1))
     torch.testing.assert_close(layer.bias.grad, dz.sum((0, 1)))
+
+
+@pytest.mark.parametrize("mvue", [False, True])
+def test_autocast_decides_the_dtype_of_products(mvue: bool) -> None:
+    """Gradients are computed after autocast has ended, and arrive in the dtype of what they belong to."""
+    model = Network()
+    training, x = sparsify_(model, mvue=mvue), inputs(8, 16).requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = training.layers["mlp.2"](training.layers["mlp.0"](x))
+    assert y.dtype == torch.bfloat16
+    plain = training.layers["mlp.2"](training.layers["mlp.0"](x))
+    torch.testing.assert_close(y.float(), plain, rtol=3e-2, atol=3e-2)
+    y.sum().backward()
+    assert x.grad.dtype == model.mlp[0].weight.grad.dtype == torch.float32
 
 
 def test_the_weight_gradient_of_mvue_is_unbiased() -> None:

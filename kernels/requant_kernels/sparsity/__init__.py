@@ -1,0 +1,1 @@
+"""Masks and projections of 2:4 sparsity in Triton."""
