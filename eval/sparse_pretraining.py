@@ -1,15 +1,18 @@
 """Tiny models trained from scratch with 2:4 weights: validation loss and flip rate beside a dense run.
 
-    python -m eval.sparse_pretraining [--steps N] [--hidden D] [--blocks B] [--seeds S]
+    python -m eval.sparse_pretraining [--steps N] [--hidden D] [--blocks B] [--seeds S] [--only PATTERN]
 
 Dense, S-STE, transposable masks (2404.01847, dense for the last sixth) and naive SR-STE, on equal tokens of the calibration
 text, with the demo model's tokenizer and shape unless told otherwise. The sparse layers are those of the feed-forward
-networks. A sparse model is scored with its 2:4 weights, except after a dense end. Writes `sparse-pretraining.json`.
+networks. A sparse model is scored with its 2:4 weights, except after a dense end. On a GPU products are in bfloat16, by
+autocast. Writes `sparse-pretraining.json` after every row, and goes on there by the same command.
 """
 
 import dataclasses
+import fnmatch
+import itertools
+import json
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,14 +24,17 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from eval.common import CALIBRATION, DATA, MODEL, environment, find, write_json
+from eval.common import CALIBRATION, DATA, environment, find, rounded, write_json
+from eval.common import MODEL as BENCH_MODEL
 from eval.markdown import RESULTS
+from requant.models.devices import pick_device
 from requant.models.loading import load_tokenizer
 from requant.sparse_training import sparsify_
 from requant.sparsity.masks import flip_rate, keep2
 from requant.text.sources import read_text
 from requant.text.windows import token_windows
 
+MODEL = BENCH_MODEL.with_name("demo-4m")
 VAL_WINDOWS = 16
 PEAK_LR, WARMUP = 3e-3, 0.05
 FLIPS_EVERY = 10  # steps between the masks that are compared
@@ -44,6 +50,7 @@ class Settings:
     hidden: int
     blocks: int
     decay: float
+    device: str
 
 
 ROWS: dict[str, tuple[str, bool] | None] = {  # label -> method, MVUE
@@ -56,11 +63,16 @@ ROWS: dict[str, tuple[str, bool] | None] = {  # label -> method, MVUE
 
 
 def train_one(
-    label: str, seed: int, windows: Int64[Tensor, "b t"], val: Int64[Tensor, "v t"], settings: Settings
+    source: Path,
+    label: str,
+    seed: int,
+    windows: Int64[Tensor, "b t"],
+    val: Int64[Tensor, "v t"],
+    settings: Settings,
 ) -> dict[str, Any]:
     """One row: a model trained with `ROWS[label]`, and what it scores."""
     started = time.perf_counter()
-    model = fresh_model(settings, seed)
+    model = fresh_model(source, settings, seed)
     training = None
     if (row := ROWS[label]) is not None:
         method, mvue = row
@@ -97,19 +109,21 @@ def train_one(
         "label": label,
         "seed": seed,
         "val_loss": loss,
+        "flips_every": FLIPS_EVERY,
         "flip_rates": flips,
         "seconds": round(time.perf_counter() - started, 1),
     }
 
 
-def fresh_model(settings: Settings, seed: int) -> Any:
-    """The demo model's architecture with random weights, in another size."""
+def fresh_model(source: Path, settings: Settings, seed: int) -> Any:
+    """The architecture of `source` with random weights, in another size."""
     torch.manual_seed(seed)
-    config = AutoConfig.from_pretrained(MODEL.parent / "demo-4m")
+    config = AutoConfig.from_pretrained(source)
     config.hidden_size, config.intermediate_size = settings.hidden, 3 * settings.hidden
     config.num_hidden_layers = settings.blocks
     config.head_dim = settings.hidden // config.num_attention_heads
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return model.to(settings.device).train()
 
 
 def masks_of(model: Any) -> dict[str, Tensor]:
@@ -122,20 +136,17 @@ def masks_of(model: Any) -> dict[str, Tensor]:
 
 
 def loss_of(model: Any, tokens: Int64[Tensor, "b t"]) -> Tensor:
-    logits = model(input_ids=tokens, use_cache=False).logits[:, :-1]
-    return functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-
-
-def rows(windows: Int64[Tensor, "b t"], settings: Settings, seeds: int) -> Iterator[dict[str, Any]]:
-    for seed in range(seeds):
-        for label in ROWS:
-            yield train_one(label, seed, windows[:-VAL_WINDOWS], windows[-VAL_WINDOWS:], settings)
+    tokens = tokens.to(model.device)
+    with torch.autocast("cuda", dtype=torch.bfloat16, enabled=tokens.is_cuda):
+        logits = model(input_ids=tokens, use_cache=False).logits[:, :-1]
+    return functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
 def main(
+    model: Annotated[Path, typer.Option(help="Folder whose tokenizer and shape are taken.")] = MODEL,
     data: Annotated[Path, typer.Option(help="Folder with the texts of the protocol.")] = DATA,
     out: Annotated[Path, typer.Option(help="Folder of the results.")] = RESULTS,
-    steps: Annotated[int, typer.Option(help="Training steps.")] = 3000,
+    steps: Annotated[int, typer.Option(help="Training steps.")] = 1500,
     windows_per_step: Annotated[int, typer.Option(help="Windows of a step.")] = 32,
     seq_len: Annotated[int, typer.Option(help="Tokens of a window.")] = 256,
     hidden: Annotated[
@@ -144,6 +155,11 @@ def main(
     blocks: Annotated[int, typer.Option(help="Transformer blocks.")] = 4,
     decay: Annotated[float, typer.Option(help="Of pruned weights, added to the gradient.")] = 2e-4,
     seeds: Annotated[int, typer.Option(help="Runs of every row.")] = 3,
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
+    only: Annotated[
+        list[str] | None,
+        typer.Option(help="Shell pattern of labels of rows to train, repeatable; all if not given."),
+    ] = None,
 ) -> None:
     settings = Settings(
         steps=steps,
@@ -152,21 +168,32 @@ def main(
         hidden=hidden,
         blocks=blocks,
         decay=decay,
+        device=pick_device(device),
     )
-    tokenizer = load_tokenizer(str(MODEL.parent / "demo-4m"))
+    tokenizer = load_tokenizer(str(model))
     windows = token_windows(read_text(find(data, CALIBRATION)), tokenizer, num_samples=None, seq_len=seq_len)
+    file = out / "sparse-pretraining.json"
     results: dict[str, Any] = {
-        **environment(torch.device("cpu")),
+        **environment(torch.device(settings.device)),
         "text": CALIBRATION,
-        "settings": dataclasses.asdict(settings),
+        "settings": rounded(dataclasses.asdict(settings)),
         "tokens": steps * windows_per_step * seq_len,
         "rows": [],
     }
-    for row in rows(windows, settings, seeds):
+    if file.is_file():
+        found = json.loads(file.read_text(encoding="utf-8"))
+        if found["settings"] != results["settings"]:
+            raise typer.BadParameter(f"{file.name} has other settings: delete it, or give another --out.")
+        results = found
+    labels = [label for label in ROWS if any(fnmatch.fnmatch(label, pattern) for pattern in only or ["*"])]
+    for seed, label in itertools.product(range(seeds), labels):
+        if any((row["seed"], row["label"]) == (seed, label) for row in results["rows"]):
+            continue
+        row = train_one(model, label, seed, windows[:-VAL_WINDOWS], windows[-VAL_WINDOWS:], settings)
         results["rows"].append(row)
-        write_json(out / "sparse-pretraining.json", results)
+        write_json(file, results)
         print(
-            f"seed {row['seed']} {row['label']:32s} validation loss {row['val_loss']:.4f}  "
+            f"seed {seed} {label:32s} validation loss {row['val_loss']:.4f}  "
             f"flips {row['flip_rates'][0]:.4f} to {row['flip_rates'][-1]:.4f}  {row['seconds']} s",
             flush=True,
         )
