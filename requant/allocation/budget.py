@@ -152,7 +152,7 @@ def packed_spec(
     """
     chosen: dict[str, Any] = {"bits": bits, "outlier_fraction": outlier_fraction}
     given = {name: value for name, value in chosen.items() if value is not None}
-    config = dataclasses.replace(recipe.quantizer, **given, **(options or {}))
+    config = dataclasses.replace(recipe.quantizer, **(given | dict(options or {})))
     return find_method(recipe.method).packed_spec(config, shape, finetuned=recipe.finetune.steps > 0)
 
 
@@ -166,18 +166,21 @@ def matrix_sizes(recipe: Recipe, target: QuantTarget) -> dict[Bits, int]:
     """Bits -> bytes of a matrix, for all bits that the method takes."""
     return {
         bits: packed_spec(recipe, target.shape, bits, options=target.options).bytes
-        for bits in available_bits(recipe)
+        for bits in available_bits(recipe, target.options)
     }
 
 
-def available_bits(recipe: Recipe) -> list[Bits]:
-    """The bits that the recipe's quantizer takes, ascending."""
+def available_bits(recipe: Recipe, options: Mapping[str, Any] | None = None) -> list[Bits]:
+    """The bits that the recipe's quantizer takes for a target of these `options`, ascending; one where they fix it."""
+    options = options or {}
+    if "bits" in options:
+        return [options["bits"]]
     found: list[Bits] = []
     for bits in METHODS[recipe.method].bits:
         if bits % 1 and not recipe.budget.quarters:
             continue
         try:
-            dataclasses.replace(recipe.quantizer, bits=bits)
+            dataclasses.replace(recipe.quantizer, **{**options, "bits": bits})
         except RecipeError:  # excluded by another option of the method
             continue
         found.append(bits)
@@ -219,7 +222,7 @@ def overhead_bytes(run: RunContext, embedding_and_head: EmbeddingAndHead) -> int
 def largest_tensors(run: RunContext, target: QuantTarget) -> dict[str, TensorSpec]:
     """Every tensor that a matrix may store, each at the bits where it is largest."""
     found: dict[str, TensorSpec] = {}
-    for bits in available_bits(run.recipe):
+    for bits in available_bits(run.recipe, target.options):
         layout = packed_spec(run.recipe, target.shape, bits, options=target.options)
         if sparse_bytes(run):
             sparse = SparseSpec(
@@ -239,7 +242,7 @@ def uniform(
 ) -> Allocation:
     """The recipe's bits for every matrix, without a budget."""
     return Allocation(
-        bits={target.name: recipe.quantizer.bits for target in targets},
+        bits={target.name: target.options.get("bits", recipe.quantizer.bits) for target in targets},
         bytes=sum(packed_spec(recipe, target.shape, options=target.options).bytes for target in targets),
         embedding_bits=widths["embedding"][0],
         head_bits=widths.get("head", widths["embedding"])[0],
@@ -255,19 +258,21 @@ def check_reachable(
         return
     which, reached = ("smallest", least) if budget < least else ("largest", most)
     method = run.recipe.method
+    pinned = " with the bits that modules fixes" if any("bits" in t.options for t in run.targets) else ""
+    made = f"that method '{method}' makes of this model{pinned}"
     other = (
         ", or --method trellis, whose codes start at 1 bit" if budget < least and method != "trellis" else ""
     )
     if run.recipe.budget.bits is None:
         raise RecipeError(
-            f"--size {run.recipe.budget.size:,} cannot be met: the {which} checkpoint that method '{method}' makes of this "
-            f"model has {reached:,} bytes; give --size {reached}{other}."
+            f"--size {run.recipe.budget.size:,} cannot be met: the {which} checkpoint {made} has {reached:,} bytes; give "
+            f"--size {reached}{other}."
         )
     bits = 8 * reached / run.total_weights
     shown = math.ceil(1000 * bits) / 1000 if budget < least else math.floor(1000 * bits) / 1000
     raise RecipeError(
-        f"--bits {run.recipe.budget.bits:g} cannot be met: the {which} that method '{method}' makes of this model is "
-        f"{shown:.3f} bits a weight, all stored bytes counted; give --bits {shown:g}{other}."
+        f"--bits {run.recipe.budget.bits:g} cannot be met: the {which} {made} is {shown:.3f} bits a weight, all stored "
+        f"bytes counted; give --bits {shown:g}{other}."
     )
 
 
@@ -278,8 +283,8 @@ def _losses(
     average: float,
 ) -> dict[str, dict[Bits, float]]:
     """Name -> bits -> predicted loss, nats a token; predictors that quantize do so at the bits nearest to `average`."""
-    widths = available_bits(run.recipe)
-    reference = min(widths, key=lambda bits: abs(bits - average))
+    widths = {target.name: available_bits(run.recipe, target.options) for target in run.targets}
+    reference = {name: min(found, key=lambda bits: abs(bits - average)) for name, found in widths.items()}
     key = digest(
         run.fingerprint,
         recipe_sections(run.recipe, "calibration", "method", "quantizer", "sensitivity"),
@@ -308,10 +313,12 @@ def _with_outliers(run: RunContext, losses: Mapping[str, Mapping[Bits, float]]) 
         run.workspace.put("outliers", key, value=factors)
     else:  # keys of JSON are strings
         factors = {name: {float(s): left for s, left in by.items()} for name, by in stored.value.items()}
-    widths = [bits for bits in available_bits(run.recipe) if bits <= MAX_BITS_WITH_OUTLIERS]
     found: dict[str, list[Option]] = {}
     for target in run.targets:
         found[target.name] = []
+        if "outlier_fraction" in target.options:
+            continue
+        widths = [b for b in available_bits(run.recipe, target.options) if b <= MAX_BITS_WITH_OUTLIERS]
         for bits, (fraction, left) in itertools.product(widths, factors[target.name].items()):
             layout = packed_spec(run.recipe, target.shape, bits, fraction, target.options)
             file = run.recipe.budget.size

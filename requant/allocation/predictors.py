@@ -16,7 +16,7 @@ loss of a matrix, unlike its KL, may be negative, and such matrices lost their b
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,12 +45,14 @@ PQI_FLOOR = (
 )
 
 
-def curvature(run: RunContext, widths: Sequence[Bits]) -> MatrixLosses:
-    """The method's closed form for every matrix, from the statistics of the calibration text."""
+def curvature(run: RunContext, widths: Mapping[str, Sequence[Bits]]) -> MatrixLosses:
+    """The method's closed form for every matrix at its `widths`, from the statistics of the calibration text."""
     method = METHODS[run.recipe.method]
     return _from_statistics(
         run,
-        lambda target, weight, stats: method.predicted_losses(weight, stats, run.config_of(target), widths),
+        lambda target, weight, stats: method.predicted_losses(
+            weight, stats, run.config_of(target), widths[target.name]
+        ),
     )
 
 
@@ -59,7 +61,7 @@ def outlier_factors(run: RunContext) -> dict[str, dict[float, float]]:
     cost = METHODS[run.recipe.method].outlier_cost
     assert cost is not None
     return _from_statistics(
-        run, lambda _, weight, stats: remaining_loss(weight, cost(stats, run.recipe.quantizer))
+        run, lambda target, weight, stats: remaining_loss(weight, cost(stats, run.config_of(target)))
     )
 
 
@@ -122,20 +124,18 @@ def integrated(run: RunContext, reference: Weights) -> dict[str, float]:
     return {name: max(total, PQI_FLOOR * mean * sizes[name]) for name, total in sums.items()}
 
 
-def predicted_losses(run: RunContext, widths: Sequence[Bits], *, at: Bits) -> MatrixLosses:
-    """Matrix -> bits -> loss by the recipe's predictor; `measured` and `pqi` quantize everything at `at` bits."""
+def predicted_losses(
+    run: RunContext, widths: Mapping[str, Sequence[Bits]], *, at: Mapping[str, Bits]
+) -> MatrixLosses:
+    """Matrix -> bits -> loss by the recipe's predictor; `measured` and `pqi` quantize every matrix at its `at` bits."""
     loss_curve = curvature(run, widths)
     if run.recipe.budget.predictor == "curvature":
         return loss_curve
-    reference = quantize_linears(
-        dataclasses.replace(run, bits=dict.fromkeys((target.name for target in run.targets), at)),
-        None,
-        label=f"quantize at {at} bits, to allocate",
-    )
+    reference = quantize_linears(dataclasses.replace(run, bits=at), None, label="quantize, to allocate")
     predict = {"measured": measured, "pqi": integrated}[run.recipe.budget.predictor]
     found = predict(run, reference)
     return {
-        name: {bits: found[name] * loss / (losses[at] or 1.0) for bits, loss in losses.items()}
+        name: {bits: found[name] * loss / (losses[at[name]] or 1.0) for bits, loss in losses.items()}
         for name, losses in loss_curve.items()
     }
 

@@ -131,6 +131,15 @@ Skip = Annotated[
     list[str] | None,
     typer.Option(help="Shell pattern of matrices not to quantize; repeatable.", rich_help_panel=RECIPE),
 ]
+Modules = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--module",
+        help="What is different for some matrices: a shell pattern and options of the method, such as "
+        "'*.down_proj:bits=4,group_size=64'; repeatable. Bits given here are fixed, a budget gives out the rest.",
+        rich_help_panel=RECIPE,
+    ),
+]
 Seed = Annotated[
     int | None,
     typer.Option(help="Seed; above 0 it shifts the calibration windows.", rich_help_panel=CALIBRATION),

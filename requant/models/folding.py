@@ -69,7 +69,7 @@ def rotated_targets(targets: Sequence[QuantTarget]) -> list[QuantTarget]:
     def options(target: QuantTarget) -> dict[str, bool]:
         return {"rotate_input": target.name.endswith(WRITERS[1]), "rotate_output": False}
 
-    return [replace(target, options=options(target)) for target in targets]
+    return [replace(target, options={**target.options, **options(target)}) for target in targets]
 
 
 def has_parameters(module: nn.Module) -> bool:

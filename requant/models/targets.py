@@ -11,7 +11,7 @@ unquantized. Exporters and integrations know more of some architectures.
 import fnmatch
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -36,7 +36,8 @@ class QuantTarget:
     block: int
     module: nn.Module
     transposed: bool  # GPT-2's Conv1D holds [k, n]
-    # of the quantizer, for this matrix alone: which sides a model's own rotation leaves to it (`rotations.py`)
+    # of the quantizer, for this matrix alone: those of the recipe's `modules`, and which sides a model's own rotation
+    # leaves to it (`rotations.py`)
     options: Mapping[str, Any] = field(default_factory=dict)
     experts: str | None = None  # path of the layer's experts, for a matrix of one of them
     rank: int = 0  # of several processes, the one that collects its statistics and makes its codes
@@ -87,8 +88,14 @@ def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
     return path, blocks
 
 
-def find_linears(model: nn.Module, *, skip: Sequence[str] = ()) -> list[QuantTarget]:
-    """Every matrix to quantize, in the model's order; `skip` holds shell patterns on the dotted path."""
+def find_linears(
+    model: nn.Module, *, skip: Sequence[str] = (), options: Mapping[str, Mapping[str, Any]] | None = None
+) -> list[QuantTarget]:
+    """Every matrix to quantize, in the model's order.
+
+    `skip` holds shell patterns on the dotted path or its last part; `options` has for such patterns what the quantizer does
+    differently there (a recipe's `modules`).
+    """
     path, blocks = find_blocks(model)
     _refuse_unknown_experts(path, blocks)
     layers = [name for name, module in model.named_modules() if isinstance(module, Experts)]
@@ -114,7 +121,13 @@ def find_linears(model: nn.Module, *, skip: Sequence[str] = ()) -> list[QuantTar
     kept = [target for target in targets if not any(_matches(target.name, pattern) for pattern in skip)]
     if not kept:
         raise ModelError("every matrix is skipped; nothing is left to quantize.")
-    return kept
+    for pattern in options or {}:
+        if not any(_matches(target.name, pattern) for target in kept):
+            raise ModelError(
+                f"modules: '{pattern}' matches no matrix that is quantized; names look like {kept[0].name}, and embedding "
+                "and head have --head-bits."
+            )
+    return [_with_options(target, options or {}) for target in kept]
 
 
 @contextmanager
@@ -145,6 +158,15 @@ def _linear_types() -> tuple[type, ...]:
 
 def _matches(name: str, pattern: str) -> bool:
     return fnmatch.fnmatch(name, pattern) or fnmatch.fnmatch(name.rsplit(".", 1)[-1], pattern)
+
+
+def _with_options(target: QuantTarget, options: Mapping[str, Mapping[str, Any]]) -> QuantTarget:
+    """The target with the options of every pattern that matches, the last one's where two have the same."""
+    own = dict(target.options)
+    for pattern, given in options.items():
+        if _matches(target.name, pattern):
+            own |= given
+    return replace(target, options=own)
 
 
 def _refuse_unknown_experts(path: str, blocks: nn.ModuleList) -> None:

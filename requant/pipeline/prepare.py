@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from requant import ranks
 from requant.calibration.experts import routed_tokens
-from requant.errors import ModelError, TextError
+from requant.errors import ModelError, RecipeError, TextError
 from requant.models.devices import pick_device
 from requant.models.experts import unfuse_experts
 from requant.models.folding import fold, obstacle, rotated_targets
@@ -80,7 +80,7 @@ def prepare(
 ) -> Prepared:
     """Load what the run needs and refuse what cannot work."""
     model, tokenizer, source = _opened(model, tokenizer, device=device, dtype=dtype)
-    targets = divided(find_linears(model, skip=recipe.skip), ranks.world_size())
+    targets = divided(_targets(model, recipe), ranks.world_size())
     check_finite(model)
     why_not_folded = None
     if recipe.rotations == "folded":
@@ -137,11 +137,22 @@ def outline(model: str, recipe: Recipe, *, dtype: str = "auto", gpus: int = 1) -
     return Outline(
         model=empty,
         source=folder if folder_bytes(folder) else None,
-        targets=divided(find_linears(empty, skip=recipe.skip), gpus),
+        targets=divided(_targets(empty, recipe), gpus),
         windows=windows[0],
         train_windows=windows[1],
         eval_windows=windows[2],
     )
+
+
+def _targets(model: PreTrainedModel, recipe: Recipe) -> list[QuantTarget]:
+    """The matrices to quantize; raises RecipeError where patterns of `modules` give one of them what excludes each other."""
+    targets = find_linears(model, skip=recipe.skip, options=recipe.modules)
+    for target in targets:
+        try:
+            dataclasses.replace(recipe.quantizer, **target.options)
+        except RecipeError as error:
+            raise RecipeError(f"modules: {target.name}: {error}") from error
+    return targets
 
 
 def divided(targets: Sequence[QuantTarget], count: int) -> list[QuantTarget]:

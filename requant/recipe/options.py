@@ -10,7 +10,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
-from requant.errors import RecipeError, did_you_mean
+import yaml
+
+from requant.errors import RecipeError, did_you_mean, first_line
+from requant.files import parse_yaml
 from requant.quantizers.registry import METHODS, PRUNING_METHODS
 from requant.recipe.defaults import RECOVERY_STEPS, default_recipe, default_sparsify_recipe
 from requant.recipe.readers import check_reader, settings_for
@@ -48,6 +51,7 @@ class Options(TypedDict, total=False):
     seq_len: int | None
     all_experts: bool | None
     skip: str | Sequence[str] | None
+    modules: Mapping[str, Mapping[str, Any]] | Sequence[str] | None  # the recipe's, or as `--module` has them
     seed: int | None
 
 
@@ -65,6 +69,7 @@ KEYS: dict[str, tuple[str, ...]] = {  # option -> the keys of the recipe that it
     "seq_len": ("calibration.seq_len", "evaluation.context"),
     "all_experts": ("calibration.all_experts",),
     "skip": ("skip",),
+    "modules": ("modules",),
     "seed": ("seed",),
 }
 
@@ -125,6 +130,8 @@ def recipe_from_options(
         logger.warning(
             "--sensitivity ranks the sparse part, which mode best does not have; give --mode paper."
         )
+    if "modules" in given and not isinstance(given["modules"], Mapping):
+        given["modules"] = parse_modules(given["modules"])
     for name, value in given.items():
         for key in KEYS.get(name, ()):
             _set(base, key, _plain(value), option=name)
@@ -204,6 +211,24 @@ def parse_bits(bits: int | float | str, *, option: str = "--bits") -> float:
     if not 1 <= value <= 8:  # so neither is NaN
         raise RecipeError(f"{option} {bits} is out of range; give 1 to 8, like 3 or 2.25.")
     return value
+
+
+def parse_modules(given: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """`--module` as the recipe's `modules`: `*.down_proj:bits=4,group_size=64`, any number of them."""
+    found: dict[str, dict[str, Any]] = {}
+    for text in given:
+        pattern, _, settings = text.rpartition(":")
+        pairs = [pair.partition("=") for pair in settings.split(",")]
+        if not pattern or not all(key.strip() and value.strip() for key, _, value in pairs):
+            raise RecipeError(
+                f"--module {text} is no pattern with settings; give one like '*.down_proj:bits=4,group_size=64'."
+            )
+        try:
+            values = {key.strip(): parse_yaml(value) for key, _, value in pairs}
+        except (yaml.YAMLError, ValueError) as error:
+            raise RecipeError(f"--module {text} holds a value that is none ({first_line(error)}).") from error
+        found.setdefault(pattern, {}).update(values)
+    return found
 
 
 def parse_size(size: int | str) -> int:

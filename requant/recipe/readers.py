@@ -57,5 +57,9 @@ def check_reader(name: str, recipe: Recipe) -> None:
         )
     if recipe.mode != "dense":
         raise RecipeError(f"--for {name} takes mode dense, not '{recipe.mode}': it reads no sparse part.")
+    if recipe.modules:
+        raise RecipeError(
+            f"--for {name} takes one width for all matrices; leave modules out, or --skip some."
+        )
     if recipe.budget.bits is not None or recipe.budget.size is not None:
         raise RecipeError(f"--for {name} takes --code-bits, one width for all matrices, no budget.")

@@ -11,7 +11,7 @@ import itertools
 import textwrap
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from requant.quantizers.registry import METHODS, PRUNING_METHODS
@@ -44,7 +44,9 @@ def _keys(cls: type, prefix: str) -> Iterator[Key]:
         if dataclasses.is_dataclass(kind):
             yield from _keys(typing.cast(type, kind), f"{prefix}{field.name}.")
             continue
-        default = field.default if field.default is not dataclasses.MISSING else None
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
         yield Key(
             key=prefix + field.name,
             method=None,
@@ -75,6 +77,8 @@ def _takes(kind: Any) -> str:
         return ", ".join(map(str, args))
     if origin in (types.UnionType, typing.Union):
         return " or ".join("none" if arg is type(None) else _takes(arg) for arg in args)
+    if origin is Mapping:
+        return "patterns, each with keys of `quantizer`"
     if origin is tuple:
         return f"list of {_takes(args[0])}"
     return {int: "whole number", float: "number", str: "text", bool: "true or false"}.get(kind, str(kind))

@@ -4,10 +4,12 @@ No field is inferred from another. What depends on the method, the mode or the m
 options and their defaults are its config class (`requant.quantizers`); YAML is read and written by `yaml_files.py`.
 """
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from requant.errors import RecipeError
+from requant.errors import RecipeError, did_you_mean
 from requant.quantizers.registry import METHODS, PRUNING_METHODS, find_method
 
 Mode = Literal["best", "paper", "dense", "sparse"]
@@ -221,6 +223,9 @@ class Recipe:
     """The text that quality is measured on."""
     skip: tuple[str, ...] = ()
     """Shell patterns of matrices that are not quantized, on their whole name or its last part."""
+    modules: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Patterns as of `skip`, with what `quantizer` is there: `{"*.down_proj": {bits: 4}}`; of several that match the last
+    wins. Bits that stand here are fixed, and a budget gives out the rest."""
     seed: int = 0
     """Of the training's order; above 0 it also shifts the calibration windows."""
 
@@ -250,6 +255,8 @@ class Recipe:
                 f"rotations: folded has no meaning for method '{self.method}', which rotates nothing; leave it out, or "
                 "choose method trellis."
             )
+        for pattern, options in self.modules.items():
+            self._check_module(pattern, options)
         if self.calibration.inputs == "original":
             return
         if "hessian" not in find_method(self.method).needs:
@@ -265,6 +272,36 @@ class Recipe:
                 "calibration.inputs changes nothing for mode best with fine-tuning, which measures inputs in the model as "
                 "training leaves it, round by round; leave it out, or choose mode dense."
             )
+
+    def _check_module(self, pattern: str, options: Mapping[str, Any]) -> None:
+        """Raise RecipeError for settings of some matrices that the method does not take, or that the run decides."""
+        where = f"modules: '{pattern}'"
+        if self.mode == "sparse":
+            raise RecipeError(
+                f"{where}: mode sparse stores all matrices alike; leave it out, or give --skip."
+            )
+        known = [each.name for each in dataclasses.fields(self.quantizer)]
+        for key in options:
+            if key not in known:
+                raise RecipeError(
+                    f"{where}: method '{self.method}' has no option '{key}'{did_you_mean(str(key), known)}; "
+                    f"it has: {', '.join(known)}."
+                )
+        if options.get("bits") == 16:
+            raise RecipeError(f"{where}: to keep matrices at 16 bits, list their pattern under skip.")
+        if self.mode == "paper" and "outlier_fraction" in options:
+            raise RecipeError(
+                f"{where}: outlier_fraction has no meaning in mode paper, whose sparse part follows detach; leave it out."
+            )
+        if self.rotations == "folded" and (own := {"rotate_input", "rotate_output", "seed"} & options.keys()):
+            raise RecipeError(
+                f"{where}: rotations that are folded into the model decide {min(own)}; leave it out, or choose "
+                "rotations: per-matrix."
+            )
+        try:
+            dataclasses.replace(self.quantizer, **options)
+        except RecipeError as error:
+            raise RecipeError(f"{where}: {error}") from error
 
 
 def _require(condition: bool, key: str, value: Any, takes: str) -> None:

@@ -63,8 +63,9 @@ def from_dict(data: Any, *, where: str = "recipe") -> Recipe:
     method = data.get("method", Recipe.method)
     config = find_method(method).config
     quantizer = _build(config, data.get("quantizer", {}), f"{where}: quantizer")
-    rest = {key: value for key, value in data.items() if key != "quantizer"}
-    return dataclasses.replace(_build(Recipe, {**rest, "method": method}, where, quantizer=quantizer))
+    modules = _modules(config, data.get("modules", {}), f"{where}: modules")
+    rest = {key: value for key, value in data.items() if key not in ("quantizer", "modules")}
+    return _build(Recipe, {**rest, "method": method}, where, quantizer=quantizer, modules=modules)
 
 
 def to_dict(recipe: Recipe) -> dict[str, Any]:
@@ -76,7 +77,19 @@ def dump_recipe(recipe: Recipe) -> str:
     return yaml.safe_dump(to_dict(recipe), sort_keys=False, allow_unicode=True)
 
 
+def _modules(config: type, data: Any, where: str) -> dict[str, dict[str, Any]]:
+    """Pattern -> options of the quantizer."""
+    if not isinstance(data, dict) or not all(isinstance(pattern, str) for pattern in data):
+        raise RecipeError(f"{where} must be a mapping of patterns to keys of quantizer.")
+    return {pattern: _values(config, options, f"{where}: '{pattern}'") for pattern, options in data.items()}
+
+
 def _build(cls: type, data: Any, where: str, **given: Any) -> Any:
+    return cls(**_values(cls, data, where), **given)
+
+
+def _values(cls: type, data: Any, where: str) -> dict[str, Any]:
+    """Those fields of `cls` that `data` gives, each of its type."""
     if not isinstance(data, dict):
         raise RecipeError(f"{where} must be a mapping, not {type(data).__name__}.")
     hints = typing.get_type_hints(cls)
@@ -89,10 +102,7 @@ def _build(cls: type, data: Any, where: str, **given: Any) -> Any:
                 f"{where}: unknown key '{key}'{did_you_mean(str(key), known)}; "
                 f"known: {', '.join(sorted(known))}."
             )
-    values = {
-        key: _coerce(hints[key], value, f"{where}: {key}") for key, value in data.items() if key not in given
-    }
-    return cls(**values, **given)
+    return {key: _coerce(hints[key], value, f"{where}: {key}") for key, value in data.items()}
 
 
 def _coerce(kind: Any, value: Any, where: str) -> Any:

@@ -137,7 +137,7 @@ def fingerprint(model: PreTrainedModel, targets: Sequence[QuantTarget], windows:
         [VERSION, torch.__version__, next(model.parameters()).device.type],
         model.config.to_json_string(),
         model_digest(model),
-        [target.name for target in targets],
+        [[target.name, dict(target.options)] for target in targets],
         windows,
     )
 

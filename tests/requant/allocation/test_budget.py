@@ -353,3 +353,60 @@ def test_entries_are_in_a_size_too(tiny_folder, tiny_text_file: Path, tmp_path: 
     assert result.allocation is not None and result.allocation.outlier_fractions
     found = (requant.save(result, tmp_path / "out") / "model.safetensors").stat().st_size
     assert (1 - TOLERANCE) * size <= found <= size
+
+
+@pytest.mark.parametrize("predictor", ["curvature", "measured"])
+def test_bits_of_modules_are_fixed_and_the_budget_gives_out_the_rest(
+    tiny_folder, tiny_text_file: Path, predictor
+) -> None:
+    recipe = recipe_of(
+        budget=Budget(bits=5.5, predictor=predictor),
+        modules={"*_proj": {"group_size": 16}, "down_proj": {"bits": 7}, "*.1.mlp.up_proj": {"bits": 2}},
+    )
+    run = started(tiny_folder("llama"), tiny_text_file, recipe)
+    allocation = allocate_bits(run)
+    fixed = {n: b for n, b in allocation.bits.items() if n.endswith(("down_proj", ".1.mlp.up_proj"))}
+    assert sorted(fixed.values()) == [2, 7, 7]
+    assert len(set(allocation.bits.values()) - {2, 7}) > 1
+    assert allocation.budget is not None and 0 <= allocation.unspent <= TOLERANCE
+    configs = [with_allocation(run, allocation).config_of(target) for target in run.targets]
+    assert [c.bits for c in configs] == list(allocation.bits.values())
+    assert {c.group_size for c in configs} == {16}
+    stored = sum(
+        packed_spec(recipe, t.shape, allocation.bits[t.name], options=t.options).bytes for t in run.targets
+    )
+    assert stored == allocation.bytes
+
+
+def test_a_budget_that_fixed_bits_leave_no_room_for(tiny_folder, tiny_text_file: Path) -> None:
+    recipe = recipe_of(budget=Budget(bits=3.0), modules={"*_proj": {"bits": 8}})
+    with pytest.raises(
+        RecipeError,
+        match=r"--bits 3 cannot be met: the smallest .* with the bits that modules fixes is 8\.\d+ bits a weight",
+    ):
+        allocate_bits(started(tiny_folder("llama"), tiny_text_file, recipe))
+
+
+def test_modules_from_the_command_to_the_file(cli, tiny_folder, tiny_text_file: Path) -> None:
+    code, _, error = cli(
+        "quantize", "--model", tiny_folder("llama"), "--code-bits", 3, "--method", "rtn", "--mode", "dense",
+        "--module", "*.down_proj:bits=5,symmetric=true", "--module", "o_proj:group_size=-1",
+        "--calibration", tiny_text_file, "--output", "out", *TINY
+    )  # fmt: skip
+    assert code == 0, error
+    specs = {name: matrix.spec for name, matrix in byte_table("out").matrices.items()}
+    for name, spec in specs.items():
+        down, wide = name.endswith("down_proj"), name.endswith("o_proj")
+        assert spec.bits == (5 if down else 3)
+        assert ("zero_points" in spec.tensors()) == (not down)
+        groups = spec.tensors()["scales"].shape[1]
+        assert groups == 1 if wide else groups == -(-spec.shape[1] // 128)
+    assert load_recipe("out/recipe.yaml").modules == {
+        "*.down_proj": {"bits": 5, "symmetric": True},
+        "o_proj": {"group_size": -1},
+    }
+    code, _, error = cli(
+        "quantize", "--model", tiny_folder("llama"), "--recipe", "out/recipe.yaml", "--module", "head:bits=5",
+        "--calibration", tiny_text_file, "--output", "other", *TINY
+    )  # fmt: skip
+    assert code == 2 and "modules: 'head' matches no matrix that is quantized" in error

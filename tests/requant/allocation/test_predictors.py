@@ -124,10 +124,11 @@ def test_pqi_has_a_floor(run) -> None:
 
 def test_curvature_scales_with_what_an_error_costs(run) -> None:
     """Twice the weights of a matrix, with half the inputs of its readers, is four times the error."""
-    before = curvature(run, [3])
+    widths = {target.name: [3] for target in run.targets}
+    before = curvature(run, widths)
     name = run.targets[0].name
     doubled = dict(run.original) | {name: 2 * run.original[name]}
-    after = curvature(dataclasses.replace(run, original=doubled), [3])
+    after = curvature(dataclasses.replace(run, original=doubled), widths)
     assert after[name][3] == pytest.approx(4 * before[name][3], rel=1e-3)
     assert all(after[other] == before[other] for other in before if other != name)
 
@@ -140,7 +141,8 @@ def test_every_predictor_can_be_chosen(run, predictor: str) -> None:
             run.recipe, budget=from_dict({"budget": {"bits": 3.5, "predictor": predictor}}).budget
         ),
     )
-    losses = predicted_losses(chosen, [2, 3, 4], at=3)
+    names = [target.name for target in run.targets]
+    losses = predicted_losses(chosen, {name: [2, 3, 4] for name in names}, at=dict.fromkeys(names, 3))
     assert losses.keys() == {target.name for target in run.targets}
     assert all(found[2] > found[3] > found[4] > 0 for found in losses.values())
     if predictor == "measured":

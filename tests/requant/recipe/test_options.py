@@ -299,3 +299,29 @@ def test_a_program_picks_its_grids(program: str, group: int) -> None:
 def test_what_a_program_cannot_read_is_refused(given: dict, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         options(**({} if "bits" in given else {"code_bits": 4}), **given)
+
+
+def test_modules_as_words_or_as_data() -> None:
+    words = ["*.down_proj:bits=4,group_size=64", "*.down_proj:symmetric=true", "model.*.o_proj:bits=8"]
+    found = recipe_from_options(code_bits=3, method="gptq", modules=words)
+    assert found.modules == {
+        "*.down_proj": {"bits": 4, "group_size": 64, "symmetric": True},
+        "model.*.o_proj": {"bits": 8},
+    }
+    assert recipe_from_options(code_bits=3, method="gptq", modules=found.modules) == found
+    assert Recipe(modules={"a": {"bits": 3}}) != Recipe()
+    with pytest.raises(RecipeError, match="method 'kmeans' has no option 'bit'"):
+        Recipe(modules={"a": {"bit": 3}})
+
+
+@pytest.mark.parametrize(
+    "text", ["down_proj", "down_proj:", ":bits=4", "a:bits", "a:=4", "a:bits=4,", "a:bits=[1"]
+)
+def test_what_is_no_module(text: str) -> None:
+    with pytest.raises(RecipeError, match="--module"):
+        recipe_from_options(code_bits=3, method="gptq", modules=[text])
+
+
+def test_programs_that_read_one_width_refuse_modules() -> None:
+    with pytest.raises(RecipeError, match="--for vllm takes one width for all matrices"):
+        recipe_from_options(code_bits=4, target="vllm", modules=["*.down_proj:bits=8"])

@@ -29,6 +29,7 @@ EVERYTHING = Recipe(
     finetune=Finetune(steps=3, tokens_per_step=100, lr=1e-5, warmup_steps=2, val_windows=3, eval_every=4),
     evaluation=Evaluation(text=("e.txt",), field="f", context=64, windows=3),
     skip=("*.down_proj", "yes", "1"),
+    modules={"*.o_proj": {"bits": 3}, "1": {"symmetric": False, "group_size": 32}},
     seed=-3,
 )
 
@@ -55,6 +56,7 @@ def test_random_recipes_round_trip(tmp_path: Path) -> None:
             model=pick.choice(["null", "1e3", "~", "é", "true", "- x", "demo"]),
             method="kmeans",
             quantizer=KmeansConfig(bits=pick.randint(2, 8)),
+            modules={"*": {"bits": pick.randint(2, 8)}},
             detach=Detach(
                 outlier_fraction=pick.uniform(0, 0.2),
                 temperatures=tuple(10 ** pick.uniform(-9, 9) for _ in range(3)),
@@ -110,6 +112,19 @@ def test_defaults_fill_what_is_not_said(tmp_path: Path) -> None:
         ("calibration: {seq_len: 4}", r"calibration.seq_len is 4; it takes 8 or more"),
         ("evaluation: {windows: 0}", r"evaluation.windows is 0"),
         ("skip: [1]", r"skip is 1; it takes a str"),
+        ("modules: [a]", r"r.yaml: modules must be a mapping of patterns to keys of quantizer"),
+        ("modules: {1: {bits: 3}}", r"modules must be a mapping of patterns"),
+        ("modules: {a: 3}", r"r.yaml: modules: 'a' must be a mapping, not int"),
+        ("modules: {a: {bit: 3}}", r"modules: 'a': unknown key 'bit' \(did you mean 'bits'\?\)"),
+        ("modules: {a: {bits: '3'}}", r"modules: 'a': bits is '3'; it takes a int"),
+        ("modules: {a: {bits: 9}}", r"modules: 'a': bits is 9, but codes are 2 to 8 bits"),
+        ("modules: {a: {bits: 16}}", r"to keep matrices at 16 bits, list their pattern under skip"),
+        ("modules: {a: {outlier_fraction: 0.1}}", r"outlier_fraction has no meaning in mode paper"),
+        (
+            "{method: trellis, mode: dense, rotations: folded, modules: {a: {rotate_input: false}}}",
+            r"rotations that are folded into the model decide rotate_input",
+        ),
+        ("{method: alps, mode: sparse, modules: {a: {bits: 8}}}", r"mode sparse stores all matrices alike"),
         ("seed: x", r"seed is 'x'; it takes a int"),
         ("- 1", r"r.yaml holds no mapping of keys to values"),
         ("", r"r.yaml holds no mapping"),
