@@ -8,7 +8,7 @@ import hmac
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI
@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 
 from requant.server import protocol
 from requant.server.engine import Engine, Job
-from requant.server.protocol import ApiError, Limits, Request
+from requant.server.protocol import ApiError, Limits, Request, TokenLogprob
 
 logger = logging.getLogger(__name__)
 DONE = "data: [DONE]\n\n"
@@ -104,11 +104,12 @@ def create_app(engine: Engine, *, model: str, api_key: str | None = None) -> Fas
         request = parse(await _body(http, limits), limits)
         _check_model(request.model, model)
         prompts = [await engine.tokens_of(prompt) for prompt in request.prompts]
+        matcher = await engine.matcher_of(request.schema)
         jobs: list[Job] = []
         try:
             for prompt in prompts:
                 for choice in range(request.choices):
-                    jobs.append(engine.submit(prompt, _seeded(request, choice)))
+                    jobs.append(engine.submit(prompt, _seeded(request, choice), matcher))
         except ApiError:
             for job in jobs:
                 job.cancelled.set()
@@ -131,15 +132,18 @@ async def _collect(
     try:
         for index, job in enumerate(jobs):
             text, tokens, finish = "", 0, None
+            found: list[TokenLogprob] = []
             async for piece in job.pieces():
                 text, tokens, finish = text + piece.text, piece.tokens, piece.finish
+                found += piece.logprobs
                 if await http.is_disconnected():
                     return JSONResponse({}, status_code=499)  # the client has disconnected
             total += tokens
             body: dict[str, Any] = (
                 {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
             )
-            choices.append({"index": index, **body, "logprobs": None, "finish_reason": finish})
+            logprobs = _logprobs(request, found, chat=chat)
+            choices.append({"index": index, **body, "logprobs": logprobs, "finish_reason": finish})
     finally:
         for job in jobs:
             job.cancelled.set()
@@ -162,7 +166,8 @@ async def _stream(
                 body: dict[str, Any] = {"delta": {"content": piece.text}} if chat else {"text": piece.text}
                 if chat and piece.finish is not None and not piece.text:
                     body = {"delta": {}}
-                choice = {"index": index, **body, "logprobs": None, "finish_reason": piece.finish}
+                logprobs = _logprobs(request, piece.logprobs, chat=chat)
+                choice = {"index": index, **body, "logprobs": logprobs, "finish_reason": piece.finish}
                 yield _event(protocol.chunk(request, model, [choice], chat=chat))
             total += tokens
         if request.include_usage:
@@ -173,6 +178,10 @@ async def _stream(
     finally:
         for job in jobs:
             job.cancelled.set()
+
+
+def _logprobs(request: Request, found: Sequence[TokenLogprob], *, chat: bool) -> dict[str, Any] | None:
+    return None if request.sampling.logprobs is None else protocol.logprobs(found, chat=chat)
 
 
 async def _body(http: HttpRequest, limits: Limits) -> Mapping[str, Any]:

@@ -14,7 +14,7 @@ import logging
 import queue
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -23,10 +23,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from requant.errors import NumericalError, TextError
+from requant.errors import NumericalError, TextError, first_line
 from requant.inference.batch import open_sequences
-from requant.server.protocol import ApiError, Limits, Sampling
-from requant.server.text_stream import TextStream
+from requant.server.json_mode import JsonMode, masked
+from requant.server.protocol import ApiError, Limits, Sampling, TokenLogprob
+from requant.server.text_stream import TextStream, token_text
 from requant.text.chat import ChatTemplate
 from requant.text.sampling import sample_next
 
@@ -40,14 +41,16 @@ class Piece:
     text: str
     tokens: int
     finish: Literal["stop", "length"] | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()  # of the tokens of this text, where they were asked for
 
 
 class Job:
     """One answer being generated; created and read in the event loop, written by the worker thread."""
 
-    def __init__(self, prompt: list[int], sampling: Sampling) -> None:
+    def __init__(self, prompt: list[int], sampling: Sampling, matcher: Any = None) -> None:
         self.prompt = prompt
         self.sampling = sampling
+        self.matcher = matcher  # of JSON mode
         self.cancelled = threading.Event()
         self._loop = asyncio.get_running_loop()
         self._pieces: asyncio.Queue[Piece | Exception] = asyncio.Queue()
@@ -74,25 +77,29 @@ class Job:
 
 
 class Answer:
-    """A job that is being written: its random generator, its text, the count of each token so far."""
+    """A job that is being written: its random generator, its text, the count of each token so far, logprobs to send."""
 
     def __init__(self, job: Job, tokenizer: Any, device: torch.device) -> None:
         self.job = job
         self.stream = TextStream(tokenizer, job.sampling.stop)
         self.counts: Counter[int] = Counter()
         self.last = -1
+        self.unsent: list[TokenLogprob] = []
+        self.sent = 0  # characters
         self.generator = torch.Generator(device)
         seed = job.sampling.seed
         self.generator.manual_seed(seed) if seed is not None else self.generator.seed()
 
     def sample(self, logits: Float[Tensor, " v"]) -> int:
         """The next token. Raises NumericalError."""
-        sampling = self.job.sampling
+        sampling, given = self.job.sampling, logits
         if self.counts and (sampling.presence_penalty or sampling.frequency_penalty):
             logits = logits.float().clone()
             index = torch.tensor(list(self.counts), device=logits.device)
             counts = torch.tensor(list(self.counts.values()), device=logits.device)
             logits[index] -= sampling.presence_penalty + sampling.frequency_penalty * counts
+        if self.job.matcher is not None:
+            logits = masked(logits, self.job.matcher)
         token = sample_next(
             logits[None],
             temperature=sampling.temperature,
@@ -103,25 +110,57 @@ class Answer:
         )
         self.last = int(token)
         self.counts[self.last] += 1
+        if sampling.logprobs is not None:
+            self.unsent.append(self._logprob(given, sampling.logprobs))
         return self.last
+
+    def _logprob(self, logits: Float[Tensor, " v"], count: int) -> TokenLogprob:
+        """That of the last token, with those of the `count` likeliest."""
+        found, tokenizer = logits.float().log_softmax(-1), self.stream.tokenizer
+        values, tokens = (top.tolist() for top in found.topk(min(count, len(found))))
+        texts = [token_text(tokenizer, token) for token in tokens]
+        return TokenLogprob(
+            text=token_text(tokenizer, self.last),
+            logprob=float(found[self.last]),
+            top=tuple(zip(texts, values, strict=True)),
+            offset=self.stream.length,
+        )
 
     def put(self, token: int, ends: frozenset[int]) -> bool:
         """Send what is final after one more token; whether the answer goes on."""
         written, most = self.counts.total(), self.job.sampling.max_tokens
         if token in ends:
-            self.job.put(Piece(text=self.stream.finish(), tokens=written, finish="stop"))
-            return False
+            del self.unsent[-1:]  # the end token has no text
+            return self._send(self.stream.finish(), written, "stop")
         text = self.stream.push(token)
         if self.stream.stopped:
-            self.job.put(Piece(text=text, tokens=written, finish="stop"))
-            return False
+            return self._send(text, written, "stop")
+        if not self._goes_on(token):
+            return self._send(text + self.stream.finish(), written, "stop")
         if written == most:
             text += self.stream.finish()
-            self.job.put(Piece(text=text, tokens=written, finish="stop" if self.stream.stopped else "length"))
-            return False
-        if text:
-            self.job.put(Piece(text=text, tokens=written))
-        return True
+            return self._send(text, written, "stop" if self.stream.stopped else "length")
+        return self._send(text, written)
+
+    def _goes_on(self, token: int) -> bool:
+        """Whether JSON mode allows another token after this one. Raises NumericalError where it gave up."""
+        matcher = self.job.matcher
+        if matcher is None:
+            return True
+        matcher.consume_token(token)
+        if matcher.is_error():
+            raise NumericalError(f"JSON mode gave up: {first_line(ValueError(matcher.get_error()))}")
+        return not matcher.is_stopped()
+
+    def _send(self, text: str, written: int, finish: Literal["stop", "length"] | None = None) -> bool:
+        """Send what is final, with the logprobs of its tokens; whether the answer goes on."""
+        self.sent += len(text)
+        whole = finish is not None and not self.stream.stopped
+        count = sum(whole or each.offset < self.sent for each in self.unsent)
+        due, self.unsent = tuple(self.unsent[:count]), self.unsent[count:]
+        if text or finish is not None:
+            self.job.put(Piece(text=text, tokens=written, finish=finish, logprobs=due))
+        return finish is None
 
 
 class Engine:
@@ -140,6 +179,7 @@ class Engine:
         self._tokenizing = 0
         self._tokenizer_thread = ThreadPoolExecutor(1, thread_name_prefix="requant-tokenizer")
         self._chat: ChatTemplate | None = None
+        self._json: JsonMode | None = None
         self._prompt_bytes = limits.context * _longest_token(tokenizer)
         self._thread = threading.Thread(target=self._work, name="requant-engine", daemon=True)
         self._thread.start()
@@ -175,7 +215,18 @@ class Engine:
             raise ApiError("the prompt holds no token; give the text to go on from.", param="prompt")
         return tokens
 
-    def submit(self, prompt: list[int], sampling: Sampling) -> Job:
+    async def matcher_of(self, schema: Mapping[str, Any] | None) -> Any:
+        """The parser of JSON mode for a schema, None for None; raises ApiError."""
+        if schema is None:
+            return None
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizer_thread, self._matcher, schema)
+
+    def _matcher(self, schema: Mapping[str, Any]) -> Any:
+        if self._json is None:
+            self._json = JsonMode(self.tokenizer, vocabulary=self.vocabulary, ends=self.ends)
+        return self._json.matcher(schema)
+
+    def submit(self, prompt: list[int], sampling: Sampling, matcher: Any = None) -> Job:
         """Put an answer into the queue; raises ApiError if it does not fit into the context, or the queue is full."""
         if len(prompt) + sampling.max_tokens > self.limits.context:
             raise ApiError(
@@ -184,7 +235,7 @@ class Engine:
                 code="context_length_exceeded",
                 param="max_tokens",
             )
-        job = Job(prompt, sampling)
+        job = Job(prompt, sampling, None if matcher is None else matcher.deep_copy())
         if self._closed.is_set():
             raise _closing()
         try:

@@ -6,12 +6,16 @@ effect on the text (`user`, `metadata`, ...) are ignored.
 
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from requant.server.text_stream import UNFINISHED
+
 MAX_STOPS = 4  # as OpenAI
 MAX_CHOICES = 8
+MAX_TOP_LOGPROBS = {"chat": 20, "completion": 5}  # as OpenAI
+LEAST_LOGPROB = -9999.0  # as OpenAI: JSON has no minus infinity
 # field -> the values that change nothing; any other is refused
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "best_of": (None, 1),
@@ -19,17 +23,15 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "function_call": (None, "none"),
     "functions": (None, []),
     "logit_bias": (None, {}),
-    "logprobs": (None, False),
     "modalities": (None, ["text"]),
-    "response_format": (None, {"type": "text"}),
     "suffix": (None, ""),
     "tool_choice": (None, "none", "auto"),
     "tools": (None, []),
-    "top_logprobs": (None, 0),
 }
 HONOURED = frozenset(
     [
         "frequency_penalty",
+        "logprobs",
         "max_completion_tokens",
         "max_tokens",
         "messages",
@@ -38,12 +40,14 @@ HONOURED = frozenset(
         "n",
         "presence_penalty",
         "prompt",
+        "response_format",
         "seed",
         "stop",
         "stream",
         "stream_options",
         "temperature",
         "top_k",
+        "top_logprobs",
         "top_p",
     ]
 )
@@ -92,6 +96,19 @@ class Sampling:
     frequency_penalty: float = 0.0  # times its count
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    logprobs: int | None = (
+        None  # how many of the likeliest tokens are told beside each; None: no logprobs at all
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenLogprob:
+    """A token of the answer with its log-probability, nats, by the model alone: before temperature, penalties, schema."""
+
+    text: str
+    logprob: float
+    top: tuple[tuple[str, float], ...]  # the likeliest tokens
+    offset: int  # of its text in the answer, characters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +118,7 @@ class Request:
     model: str | None
     prompts: list[Any]
     sampling: Sampling
+    schema: Mapping[str, Any] | None = None  # the JSON schema of the answers
     choices: int = 1  # of every prompt
     stream: bool = False
     include_usage: bool = False
@@ -119,7 +137,13 @@ def parse_completion(body: Mapping[str, Any], limits: Limits) -> Request:
         prompts = prompt
     else:
         raise ApiError("prompt must be a string, a list of token ids, or a list of either.", param="prompt")
-    return _request(body, prompts, limits, max_tokens=16)  # OpenAI's default
+    if body.get("top_logprobs"):
+        raise ApiError(
+            "top_logprobs is a field of chat completions; give logprobs: 1 to 5.", param="top_logprobs"
+        )
+    most = MAX_TOP_LOGPROBS["completion"]
+    logprobs = None if body.get("logprobs") is None else _whole(body, "logprobs", 0, 0, most)
+    return _request(body, prompts, limits, max_tokens=16, logprobs=logprobs)  # OpenAI's default
 
 
 def parse_chat(body: Mapping[str, Any], limits: Limits) -> Request:
@@ -131,7 +155,11 @@ def parse_chat(body: Mapping[str, Any], limits: Limits) -> Request:
     most = body.get("max_completion_tokens")
     if most is not None:
         body = {**body, "max_tokens": most}
-    return _request(body, [checked], limits, max_tokens=limits.max_tokens)
+    top = _whole(body, "top_logprobs", 0, 0, MAX_TOP_LOGPROBS["chat"])
+    logprobs = top if _flag(body, "logprobs") else None
+    if top and logprobs is None:
+        raise ApiError("top_logprobs needs logprobs: true.", param="top_logprobs")
+    return _request(body, [checked], limits, max_tokens=limits.max_tokens, logprobs=logprobs)
 
 
 def completion(request: Request, model: str, choices: list[dict[str, Any]], usage: Any, *, chat: bool) -> Any:
@@ -153,6 +181,35 @@ def chunk(
     return event
 
 
+def logprobs(found: Sequence[TokenLogprob], *, chat: bool) -> dict[str, Any]:
+    """The object `logprobs` of a choice, or of a part of it in a stream."""
+    if chat:
+        content = [
+            {**_chance(each.text, each.logprob), "top_logprobs": [_chance(*one) for one in each.top]}
+            for each in found
+        ]
+        return {"content": content, "refusal": None}
+    return {
+        "tokens": [each.text for each in found],
+        "token_logprobs": [_finite(each.logprob) for each in found],
+        "top_logprobs": [
+            {text: _finite(logprob) for text, logprob in (*each.top, (each.text, each.logprob))}
+            for each in found
+        ],
+        "text_offset": [each.offset for each in found],
+    }
+
+
+def _chance(text: str, logprob: float) -> dict[str, Any]:
+    """A token of chat; where its bytes are not those of whole characters they are not known."""
+    size = None if UNFINISHED in text else list(text.encode(errors="replace"))
+    return {"token": text, "logprob": _finite(logprob), "bytes": size}
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LEAST_LOGPROB)
+
+
 def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
     return {
         "prompt_tokens": prompt_tokens,
@@ -161,7 +218,9 @@ def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
     }
 
 
-def _request(body: Mapping[str, Any], prompts: list[Any], limits: Limits, *, max_tokens: int) -> Request:
+def _request(
+    body: Mapping[str, Any], prompts: list[Any], limits: Limits, *, max_tokens: int, logprobs: int | None
+) -> Request:
     for name, harmless in UNSUPPORTED.items():
         if name in body and not any(body[name] == value for value in harmless):
             raise ApiError(f"{name} is not supported by this server; leave it out.", param=name)
@@ -191,11 +250,13 @@ def _request(body: Mapping[str, Any], prompts: list[Any], limits: Limits, *, max
         frequency_penalty=_number(body, "frequency_penalty", 0.0, -2.0, 2.0),
         seed=None if body.get("seed") is None else _whole(body, "seed", 0, -(1 << 63), (1 << 63) - 1),
         stop=_stops(body.get("stop")),
+        logprobs=logprobs,
     )
     return Request(
         model=model,
         prompts=prompts,
         sampling=sampling,
+        schema=_schema(body.get("response_format")),
         choices=choices,
         stream=_flag(body, "stream"),
         include_usage=_flag(options, "include_usage"),
@@ -206,6 +267,23 @@ def _top_k(body: Mapping[str, Any]) -> int | None:
     """Elsewhere 0 and -1 mean all tokens, so they do here."""
     value = _whole(body, "top_k", 0, -1, 1 << 31)
     return value if value > 0 else None
+
+
+def _schema(wanted: Any) -> Mapping[str, Any] | None:
+    """The JSON schema that `response_format` asks for; None: any text."""
+    kind = wanted.get("type") if isinstance(wanted, Mapping) else wanted
+    if kind is None or kind == "text":
+        return None
+    if kind == "json_object":
+        return {"type": "object"}
+    named = wanted.get("json_schema") if kind == "json_schema" else None
+    schema = named.get("schema") if isinstance(named, Mapping) else None
+    if not isinstance(schema, Mapping):
+        raise ApiError(
+            "response_format must have type text, json_object, or json_schema with json_schema: {name, schema}.",
+            param="response_format",
+        )
+    return schema
 
 
 def _message(message: Any, where: str) -> dict[str, str]:

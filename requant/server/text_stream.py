@@ -22,6 +22,7 @@ class TextStream:
         )
         self._known = 0  # index: the text of all tokens before it is in `_pending`
         self._pending = ""  # complete characters that may begin a stop string
+        self.length = 0  # complete characters, those after a stop string too
 
     def push(self, token: int) -> str:
         """Text that is final after one more token."""
@@ -32,7 +33,7 @@ class TextStream:
             now.endswith(UNFINISHED) and len(self._tokens) - self._known < 8
         ):  # no character takes that many tokens
             return ""
-        self._pending += now[len(before) :]
+        self._take(now[len(before) :])
         self._start, self._known = self._known, len(self._tokens)
         return self._settle(final=False)
 
@@ -40,9 +41,13 @@ class TextStream:
         """What is left when no token follows."""
         if not self.stopped:
             before = self._decode(self._start, self._known)
-            self._pending += self._decode(self._start, len(self._tokens))[len(before) :]
+            self._take(self._decode(self._start, len(self._tokens))[len(before) :])
             self._known = len(self._tokens)
         return self._settle(final=True)
+
+    def _take(self, text: str) -> None:
+        self._pending += text
+        self.length += len(text)
 
     def _decode(self, start: int, end: int) -> str:
         return str(self.tokenizer.decode(self._tokens[start:end], skip_special_tokens=True))
@@ -67,3 +72,9 @@ class TextStream:
             if any(stop.startswith(self._pending[-length:]) for stop in self.stop):
                 return length
         return 0
+
+
+def token_text(tokenizer: Any, token: int) -> str:
+    """The text of one token inside a text, with its space before it; `UNFINISHED` for a part of a character."""
+    before = tokenizer("a", add_special_tokens=False)["input_ids"]
+    return str(tokenizer.decode([*before, token]))[len(tokenizer.decode(before)) :]

@@ -75,7 +75,7 @@ def test_sampling_fields_are_honoured(url: str) -> None:
 @pytest.mark.parametrize(
     "field",
     [
-        {"logprobs": 1}, {"top_logprobs": 3}, {"response_format": {"type": "json_object"}}, {"repetition_penalty": 1.2},
+        {"logprobs": 6}, {"top_logprobs": 3}, {"response_format": {"type": "xml"}}, {"repetition_penalty": 1.2},
         {"logit_bias": {"1": 5}}, {"top_k": -2}, {"min_p": 1.5}, {"presence_penalty": 3}, {"guided_json": {}},
         {"reasoning_effort": "high"}, {"x\n": 1},
     ],
