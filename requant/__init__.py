@@ -8,7 +8,7 @@ model = requant.load("demo-3bit")
 
 from typing import TYPE_CHECKING, Any
 
-from requant.integrations import register_integrations
+from requant.integrations import register_with_transformers
 from requant.version import VERSION
 
 __version__ = VERSION
@@ -52,7 +52,7 @@ __all__ = [
     "__version__",
 ]
 
-register_integrations()
+register_with_transformers()
 
 
 def __getattr__(name: str) -> Any:

@@ -319,7 +319,7 @@ def _(x: Tensor, input_scales: Tensor | None, output_scales: Tensor | None) -> T
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """Attention of one token: y [b, 1, h, d] of q [b, h, 1, d], k and v [b, heads, length, d], mask bool [b, length]."""
     if q.is_cuda:
-        from requant_kernels.attention import attend
+        from requant_kernels.step.attention import attend
 
         return attend(q, k, v, mask, scale)
     group = q.shape[1] // k.shape[1]

@@ -45,6 +45,7 @@ class Speed:
     model_bytes: int  # parameters and buffers
     peak_bytes: int  # on a GPU what torch allocated, else the process's largest size
     graph: bool  # whether a step was a replay of a CUDA graph
+    fused: bool  # whether its small operations were fused
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -60,10 +61,11 @@ def measure(
     compiled: bool = False,
     rounds: int = ROUNDS,
     kernel_attention: bool = True,
+    fused: bool = True,
 ) -> Speed:
     """Time `rounds` rounds of prefill and decoding steps after one of warm-up; `compiled` runs steps under torch.compile.
 
-    `kernel_attention`: see `Decoder`.
+    `kernel_attention`, `fused`: see `Decoder`.
     """
     device = torch.device(model.device)
     generator = torch.Generator().manual_seed(0)
@@ -71,9 +73,13 @@ def measure(
     prompts = torch.randint(vocabulary, (batch, prompt_tokens), generator=generator).to(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    step_model = compiled_step(model) if compiled else model
+    step_model = compiled_step(model) if compiled else None
     decoder = Decoder(
-        model, length=prompt_tokens + new_tokens, step_model=step_model, kernel_attention=kernel_attention
+        model,
+        length=prompt_tokens + new_tokens,
+        step_model=step_model,
+        kernel_attention=kernel_attention,
+        fused=fused,
     )
     prefill, decode = [], []
     for _ in range(rounds + 1):
@@ -95,6 +101,7 @@ def measure(
         if device.type == "cuda"
         else 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         graph=decoder.captured is not None,
+        fused=decoder.fused is not None,
     )
 
 

@@ -2,7 +2,8 @@
 
 A step of one token is hundreds of small launches, which Python issues more slowly than a GPU runs them. On a GPU the keys
 and values therefore live in a static cache, the step is captured once as a CUDA graph, and a token is one replay: embed,
-blocks, head, argmax, which is the next step's input. Elsewhere, and for models whose cache counts its
+blocks, head, argmax, which is the next step's input. Where the model allows it, the operations between the matrices are
+fused as well (`fused_step.py`). Elsewhere, and for models whose cache counts its
 positions on the host (sliding windows), the same steps run one by one.
 """
 
@@ -31,6 +32,7 @@ class Decoder:
     `graph` None captures a step wherever that is possible. `step_model` is what runs a step, for instance a compiled
     form of the model; the prompt always goes through the model itself. `kernel_attention`: steps on a GPU use the
     attention kernel (`requant.inference.attention`) where the model would use torch's; the model's config stays as it is.
+    `fused`: captured steps are fused where the model allows it, which needs that kernel.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class Decoder:
         graph: bool | None = None,
         step_model: Any = None,
         kernel_attention: bool = True,
+        fused: bool = True,
     ) -> None:
         self.model, self.step_model = model, model if step_model is None else step_model
         self.length = length
@@ -48,6 +51,8 @@ class Decoder:
         self.captured: torch.cuda.CUDAGraph | None = None
         self.wants_graph = self.device.type == "cuda" if graph is None else graph
         self.kernel_attention = kernel_attention and supports(model, length)
+        self.wants_fused = fused and self.kernel_attention and step_model is None
+        self.fused: Any = None  # a FusedStep, once it was compared with the model
         self.tokens = torch.empty(0)
         self.logits = torch.empty(0)
         self.reset()
@@ -86,10 +91,14 @@ class Decoder:
         return self.logits
 
     def _step(self) -> None:
-        with use_kernel(self.model) if self.kernel_attention else nullcontext():
-            output = self.step_model(self.tokens, past_key_values=self.cache, use_cache=True)
+        if self.fused is not None:
+            logits = self.fused(self.tokens, self.cache)
+        else:
+            with use_kernel(self.model) if self.kernel_attention else nullcontext():
+                output = self.step_model(self.tokens, past_key_values=self.cache, use_cache=True)
+            logits = output.logits[:, -1]
         self._count(1)
-        self._keep(output.logits[:, -1])
+        self._keep(logits)
 
     def _count(self, tokens: int) -> None:
         if isinstance(self.cache, SharedLengthCache):
@@ -109,6 +118,7 @@ class Decoder:
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
+            self._fuse(before)
             for _ in range(3):  # kernels are compiled and libraries set up outside of the capture
                 self._step()
                 self._restore(*before)
@@ -126,6 +136,21 @@ class Decoder:
         else:
             self.captured = graph
         self._restore(*before)
+
+    def _fuse(self, before: tuple[Tensor, Tensor, Tensor]) -> None:
+        """Fuse the steps from now on, if one that is fused gives the logits of one that is not."""
+        if not self.wants_fused:
+            return
+        from requant.inference.fused_step import fused_step  # needs Triton
+
+        step = fused_step(self.model)
+        if step is None:
+            return
+        self._step()
+        wanted = self.logits.clone()
+        self._restore(*before)
+        if step.agrees(self.tokens, self.cache, wanted):
+            self.fused = step
 
     def _restore(self, length: Tensor, tokens: Tensor, logits: Tensor) -> None:
         self.cache.length.copy_(length)

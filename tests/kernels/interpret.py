@@ -5,7 +5,6 @@ import torch
 from case_selection import selected
 from cases import Case, poisoned_empty, random_csr, random_layout, random_trellis, relative_error
 from requant_kernels import GridLayout, pack_trellis
-from requant_kernels.attention import attend
 from requant_kernels.fallback import reference
 from requant_kernels.hadamard.transform import hadamard_transform, hadamard_transform_int8
 from requant_kernels.launch_config import GemmConfig, GemvConfig
@@ -15,6 +14,7 @@ from requant_kernels.scalar.gemm import gemm
 from requant_kernels.scalar.gemv import gemv
 from requant_kernels.scalar.permute import permute_activations
 from requant_kernels.scalar.splitk_reduce import splitk_reduce
+from requant_kernels.step.attention import attend
 from requant_kernels.trellis.dequantize import dequantize as dequantize_trellis
 from requant_kernels.trellis.dequantize import matmul as trellis_dense
 

@@ -108,6 +108,6 @@ def _tag(value: Any) -> Any:
         return value.dtype if value.data_ptr() % 16 == 0 else (value.dtype,)
     if isinstance(value, int):
         return 1 if value == 1 else (value % 16 == 0, -(2**31) <= value < 2**31)
-    if value is None:
-        return None
+    if value is None or isinstance(value, float):
+        return type(value)
     return type(value), value.base.dtype, tuple(value.block_shape), value.layout  # a tensor descriptor

@@ -25,7 +25,7 @@ def test_answers_are_those_of_generate(pristine_checkpoint: Path) -> None:
                 model,
                 torch.tensor([tokenizer(prompt)["input_ids"]], device="cuda"),
                 max_new_tokens=12,
-                temperature=0,
+                temperature=0.0,
                 generator=torch.Generator("cuda"),
             )
         )

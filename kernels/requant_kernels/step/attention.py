@@ -4,6 +4,9 @@ torch's fused kernels support either a mask or grouped-query attention, not both
 every query head, and a single CTA per head would read the whole cache. Here, as in Flash-Decoding (Dao et al. 2023), the
 cache is split among CTAs: each takes one key head, all query heads that share it, and BLOCK positions; a second launch
 combines the partial results.
+
+Which positions there are, a mask says, or the number of tokens before this one, `position`, which is on the device: then the
+CTAs behind it read nothing.
 """
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none
@@ -21,16 +24,18 @@ BLOCK = 64
 
 @triton.jit
 def split_kernel(
-    q_ptr, k_ptr, v_ptr, mask_ptr, o_ptr, top_ptr, sum_ptr, heads, length, scale,
+    q_ptr, k_ptr, v_ptr, mask_ptr, position_ptr, o_ptr, top_ptr, sum_ptr, length, scale,
     q_batch, q_head, k_batch, k_head, k_row, v_batch, v_head, v_row, mask_batch,
     GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Unnormalized output, maximum score and sum of exponentials over BLOCK positions; grid (batch heads, splits)."""
-    batch, head = tl.program_id(0).to(tl.int64) // heads, tl.program_id(0).to(tl.int64) % heads
+    """Unnormalized output, maximum score and sum of exponentials over BLOCK positions; grid (heads, splits, batch)."""
+    batch, head = tl.program_id(2).to(tl.int64), tl.program_id(0).to(tl.int64)
     i, d, at = tl.arange(0, ROWS), tl.arange(0, DP), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+    if position_ptr is not None:
+        length = tl.minimum(length, tl.load(position_ptr).to(tl.int32) + 1)
     inside = (at < length)[:, None] & (d < D)[None, :]
     keep = at < length
     if mask_ptr is not None:
@@ -52,7 +57,7 @@ def split_kernel(
     score = tl.where(keep[None, :], tl.dot(q, tl.trans(k)) * scale, float("-inf"))
     top = tl.max(score, 1)
     weight = tl.exp(score - tl.where(top == float("-inf"), 0.0, top)[:, None])
-    split = (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * ROWS + i
+    split = ((batch * tl.num_programs(0) + head) * tl.num_programs(1) + tl.program_id(1)) * ROWS + i
     tl.store(o_ptr + split[:, None] * DP + d[None, :], tl.dot(weight.to(v.dtype), v))
     tl.store(top_ptr + split, top)
     tl.store(sum_ptr + split, tl.sum(weight, 1))
@@ -78,8 +83,13 @@ def combine_kernel(
     tl.store(y_ptr + offset, y.to(y_ptr.dtype.element_ty), mask=d < D)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """y [b, 1, h, d] of q [b, h, 1, d], k and v [b, heads, length, d]; mask: bool [b, length]."""
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, *, position: Tensor | None = None
+) -> Tensor:
+    """y [b, 1, h, d] of q [b, h, 1, d], k and v [b, heads, length, d].
+
+    mask: bool [b, length]. position: int64, one number: of all sequences, only so many rows and the next one count.
+    """
     b, h, _, head_dim = q.shape
     heads, length = k.shape[1:3]
     group, splits = h // heads, triton.cdiv(length, BLOCK)
@@ -93,8 +103,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -
     launch_options = {"launch_pdl": True} if pdl else {}
     shape = {"GROUP": group, "ROWS": rows, "D": head_dim, "DP": padded, "PDL": pdl}
     mask_bytes = None if mask is None else mask.view(torch.uint8)
-    split_kernel[(b * heads, splits)](
-        q, k, v, mask_bytes, o, top, total, heads, length, scale, q.stride(0), q.stride(1), k.stride(0), k.stride(1),
+    split_kernel[(heads, splits, b)](
+        q, k, v, mask_bytes, position, o, top, total, length, scale, q.stride(0), q.stride(1), k.stride(0), k.stride(1),
         k.stride(2), v.stride(0), v.stride(1), v.stride(2), 0 if mask_bytes is None else mask_bytes.stride(0), **shape,
         BLOCK=BLOCK, num_warps=4, **launch_options,
     )  # fmt: skip

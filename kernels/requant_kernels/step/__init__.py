@@ -1,0 +1,4 @@
+"""The small operations of a decoding step, between its matrices: sums with norms, positions, attention, gates.
+
+`rms_norm.py`, `rope_cache.py`, `attention.py`, `gated.py`: one launch each (attention two).
+"""

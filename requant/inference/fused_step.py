@@ -1,0 +1,182 @@
+"""A decoding step in few launches, for models whose blocks are made of Llama's modules.
+
+    x += delta;  y = norm(x)          one launch; delta is what the attention or the MLP before gave
+    q, k, v = matrices of y           turned and cached: one launch
+    attention                         two
+    delta = o(attention)
+    x += delta;  y = norm(x)          one
+    delta = down(act(gate y) * up y)  the gate one
+
+transformers writes this as some thirty small operations a block, each a launch of its own, which take longer than the
+matrices at 2 bits. torch.compile fuses them as well, but takes a minute. Here they are the kernels of
+`requant_kernels/step`; matrices, embedding and head are whatever modules the model holds.
+
+Which models qualify, names decide first, then numbers: `Decoder` compares the logits of one step with the model's own, and
+keeps to the latter where they differ (a block that scales its residuals, for instance).
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int64
+from requant_kernels.step.attention import attend
+from requant_kernels.step.gated import ACTIVATIONS, gated
+from requant_kernels.step.rms_norm import add_rms_norm
+from requant_kernels.step.rope_cache import rope_cache
+from torch import Tensor, nn
+from torch.nn import functional
+
+from requant.inference.kernel_check import TritonError
+from requant.models.targets import find_blocks
+
+BLOCK = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+ATTENTION = ({"q_proj", "k_proj", "v_proj", "o_proj"}, {"qkv_proj", "o_proj"})
+HEAD_NORMS = {"q_norm", "k_norm"}
+MLP = ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"})
+TOLERANCE = 5e-2  # of the logits, relative: two correct steps in bfloat16 differ by 1e-2, a wrong one by 1
+logger = logging.getLogger(__name__)
+
+
+class FusedStep:
+    """One more token of every sequence, by the modules of a model that `fused_step` found to qualify."""
+
+    def __init__(self, model: Any, blocks: list[Any], activation: str) -> None:
+        self.model, self.blocks, self.activation = model, blocks, activation
+
+    @torch.no_grad()
+    def __call__(self, tokens: Int64[Tensor, "b 1"], cache: Any) -> Float[Tensor, "b v"]:
+        """Logits; keys and values are written behind the `cache.length` that are there, which the caller counts."""
+        base: Any = self.model.base_model
+        x = self.model.get_input_embeddings()(tokens)
+        cos, sin = (part[0].expand(len(x), -1) for part in base.rotary_emb(x, cache.length.view(1, 1)))
+        x, delta = x.flatten(0, 1), None
+        for block, layer in zip(self.blocks, cache.layers, strict=True):
+            y = normalized(x, delta, block.input_layernorm)
+            delta = attention(block.self_attn, y, cos, sin, layer, cache.length)
+            y = normalized(x, delta, block.post_attention_layernorm)
+            gate, up = parts(block.mlp, ("gate_proj", "up_proj"), "gate_up_proj", y)
+            delta = block.mlp.down_proj(gated(gate, up, self.activation))
+        return self.model.get_output_embeddings()(normalized(x, delta, base.norm))
+
+    def agrees(self, tokens: Int64[Tensor, "b 1"], cache: Any, wanted: Float[Tensor, "b v"]) -> bool:
+        """Whether a step gives the logits that are wanted; the log says where it does not."""
+        try:
+            error = ((self(tokens, cache).float() - wanted.float()).norm() / wanted.float().norm()).item()
+        except torch.OutOfMemoryError:
+            raise
+        except (TritonError, RuntimeError, ImportError, ValueError) as problem:
+            reason = f"does not compile or start on this machine ({type(problem).__name__}: {problem})"
+        else:
+            if error <= TOLERANCE:
+                return True
+            reason = f"gives other logits (relative error {error:.2g})"
+        logger.warning(
+            "the fused step of %s %s, so transformers' own is used, which is slower",
+            type(self.model).__name__,
+            reason,
+        )
+        return False
+
+
+def normalized(
+    x: Float[Tensor, "b d"], delta: Float[Tensor, "b d"] | None, norm: Any
+) -> Float[Tensor, "b d"]:
+    """The norm of x + delta, which x becomes."""
+    return add_rms_norm(x, delta, norm.weight, norm.variance_epsilon)
+
+
+def attention(
+    module: Any, y: Float[Tensor, "b d"], cos: Tensor, sin: Tensor, layer: Any, position: Tensor
+) -> Float[Tensor, "b d"]:
+    """Of one token of every sequence, over a layer of the cache, to which it is added."""
+    head_dim, key_heads = layer.keys.shape[-1], layer.keys.shape[1]
+    sizes = (module.o_proj.in_features, key_heads * head_dim, key_heads * head_dim)
+    q, k, v = parts(module, ("q_proj", "k_proj", "v_proj"), "qkv_proj", y, sizes)
+    norms: dict[str, Any] = {}
+    if hasattr(module, "q_norm"):
+        norms = {
+            "q_norm": module.q_norm.weight,
+            "k_norm": module.k_norm.weight,
+            "eps": module.q_norm.variance_epsilon,
+        }
+    q = rope_cache(q, k, v, cos, sin, position, layer.keys, layer.values, **norms)
+    scale = getattr(module, "scaling", head_dim**-0.5)
+    output = attend(q[:, :, None], layer.keys, layer.values, None, scale, position=position)
+    return module.o_proj(output.flatten(1))
+
+
+def parts(
+    module: Any, names: tuple[str, ...], fused: str, y: Float[Tensor, "b d"], sizes: tuple[int, ...] = ()
+) -> tuple[Tensor, ...]:
+    """What several matrices make of y, or the one that holds them all."""
+    if not hasattr(module, fused):
+        return tuple(getattr(module, name)(y) for name in names)
+    whole = getattr(module, fused)(y)
+    return whole.split(sizes, -1) if sizes else whole.chunk(len(names), -1)
+
+
+def fused_step(model: Any) -> FusedStep | None:
+    """The fused step of a model, or None where its modules are not those of a Llama."""
+    base = model.base_model
+    if not is_norm(getattr(base, "norm", None), model.dtype) or not hasattr(base, "rotary_emb"):
+        return None
+    blocks: list[Any] = list(find_blocks(model)[1])
+    activations = {activation_of(block) if qualifies(block, model.dtype) else None for block in blocks}
+    activation = activations.pop()
+    if activations or activation is None or model.get_output_embeddings() is None:
+        return None
+    return FusedStep(model, blocks, activation)
+
+
+def qualifies(block: nn.Module, dtype: torch.dtype) -> bool:
+    """Whether a block has the modules of Llama's, and none of those that a fused step passes over has hooks."""
+    if children_of(block) != BLOCK:
+        return False
+    attention, mlp = block.get_submodule("self_attn"), block.get_submodule("mlp")
+    norms = [block.get_submodule(name) for name in BLOCK if name.endswith("layernorm")]
+    if children_of(attention) >= HEAD_NORMS:
+        norms += [attention.get_submodule(name) for name in HEAD_NORMS]
+    return (
+        children_of(attention) - HEAD_NORMS in ATTENTION
+        and children_of(attention) & HEAD_NORMS in (HEAD_NORMS, set())
+        and children_of(mlp) in MLP
+        and all(is_norm(norm, dtype) for norm in norms)
+        and not any(part._forward_hooks or part._forward_pre_hooks for part in (block, attention, mlp))
+    )
+
+
+def children_of(module: nn.Module) -> set[str]:
+    """The names of the modules that hold tensors: not of activations and dropout."""
+    return {
+        name
+        for name, child in module.named_children()
+        if next(child.parameters(), None) is not None or next(child.buffers(), None) is not None
+    }
+
+
+def is_norm(norm: Any, dtype: torch.dtype) -> bool:
+    """Whether a module has what `add_rms_norm` needs, and no hooks."""
+    weight = getattr(norm, "weight", None)
+    return (
+        isinstance(weight, Tensor)
+        and weight.dtype == dtype
+        and hasattr(norm, "variance_epsilon")
+        and not norm._forward_hooks
+        and not norm._forward_pre_hooks
+    )
+
+
+def activation_of(block: nn.Module) -> str | None:
+    """Which of the activations the gate of an MLP has, by trying it."""
+    mlp = block.get_submodule("mlp")
+    act: Any = getattr(mlp, "act_fn", None) or getattr(mlp, "activation_fn", None)
+    known: dict[str, Callable[[Tensor], Tensor]] = dict(
+        zip(ACTIVATIONS, (functional.silu, lambda x: functional.gelu(x, approximate="tanh")), strict=True)
+    )
+    x = torch.linspace(-4, 4, 33)
+    for name, function in known.items():
+        if act is not None and torch.allclose(act(x), function(x), atol=1e-6):
+            return name
+    return None

@@ -1,0 +1,45 @@
+"""The small operations of a step, compiled for sm_90 without a GPU: everything stays in registers."""
+
+import pytest
+
+pytest.importorskip("triton")
+
+from requant_kernels.step.attention import split_kernel
+from requant_kernels.step.gated import gated_kernel
+from requant_kernels.step.rms_norm import add_rms_norm_kernel
+from requant_kernels.step.rope_cache import rope_cache_kernel
+
+from .compile_offline import compile_kernel
+
+HALF = dict.fromkeys(
+    ("x_ptr", "delta_ptr", "weight_ptr", "gate_ptr", "up_ptr", "q_ptr", "k_ptr", "v_ptr", "q_norm_ptr", "k_norm_ptr",
+     "cos_ptr", "sin_ptr", "keys_ptr", "values_ptr"), "*bf16"
+)  # fmt: skip
+INTEGERS = dict.fromkeys(
+    ("k", "n", "delta_row", "gate_row", "up_row", "q_heads", "k_heads", "head_dim", "q_row", "k_row", "v_row", "trig_row",
+     "cache_batch", "cache_head", "length", "q_batch", "q_head", "k_batch", "k_head", "v_batch", "v_head", "mask_batch"),
+    "i32",
+)  # fmt: skip
+POINTERS = HALF | INTEGERS | {
+    "eps": "fp32", "scale": "fp32", "position_ptr": "*i64", "o_ptr": "*fp32", "top_ptr": "*fp32", "sum_ptr": "*fp32",
+}  # fmt: skip
+CASES = {
+    "rms_norm": (add_rms_norm_kernel, {"BLOCK": 4096, "PDL": True}, (), 8),
+    "rms_norm of the widest model": (add_rms_norm_kernel, {"BLOCK": 16384, "PDL": True}, (), 16),
+    "gated": (gated_kernel, {"ACTIVATION": "silu", "BLOCK": 1024, "PDL": True}, (), 4),
+    "rope_cache": (rope_cache_kernel, {"D": 128, "PDL": True}, ("q_norm_ptr", "k_norm_ptr"), 2),
+    "rope_cache with norms": (rope_cache_kernel, {"D": 128, "PDL": True}, (), 2),
+    "attention": (
+        split_kernel, {"GROUP": 4, "ROWS": 16, "D": 128, "DP": 128, "BLOCK": 64, "PDL": True}, ("mask_ptr",), 4,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_spills(name: str) -> None:
+    kernel, constants, absent, warps = CASES[name]
+    machine = compile_kernel(
+        kernel, constants, capability=90, dtype="bf16", pointers=POINTERS, absent=absent, warps=warps,
+        aligned=tuple(INTEGERS),
+    )  # fmt: skip
+    assert machine.stack == 0

@@ -1,0 +1,69 @@
+"""Run under TRITON_INTERPRET=1 by `test_fused_step.py`: a fused step of tiny models gives the logits of transformers'."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "kernels"))
+
+import interpreter_fixes  # noqa: F401
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from requant.inference.decode import Decoder
+from requant.inference.fused_step import fused_step
+from requant.inference.static_cache import static_cache
+
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 264, "max_position_embeddings": 128, "pad_token_id": None,
+    "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+MODELS = {"llama": {"hidden_act": "gelu_pytorch_tanh"}, "qwen3": {}, "phi3": {}}
+
+
+@torch.no_grad()
+def main() -> None:
+    for kind, options in MODELS.items():
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(kind, **SIZES | options)
+        model = AutoModelForCausalLM.from_config(config).half().eval()
+        for name, parameter in model.named_parameters():
+            noise = torch.randn_like(parameter)
+            parameter.copy_(1 + 0.3 * noise if "norm" in name else noise * parameter.shape[-1] ** -0.5)
+        step, cache = fused_step(model), static_cache(model, 100)
+        assert step is not None and cache is not None, kind
+        model(torch.randint(0, 256, (2, 70)), past_key_values=cache, use_cache=True)
+        cache.add(70)
+        tokens = torch.randint(0, 256, (2, 1))
+        logits = step(tokens, cache)
+        keys = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
+        wanted = model(tokens, past_key_values=cache, use_cache=True).logits[:, -1]
+        error = ((logits.float() - wanted.float()).norm() / wanted.float().norm()).item()
+        assert error < 3e-3, f"{kind}: logits are off by {error:.1e}"
+        for (key, value), layer in zip(keys, cache.layers, strict=True):
+            assert (key - layer.keys).abs().max() < 1e-2, f"{kind}: keys"
+            assert (value - layer.values).abs().max() < 1e-2, f"{kind}: values"
+    check_decoder(model)
+
+
+@torch.no_grad()
+def check_decoder(model: Any) -> None:
+    """As before a capture on a GPU: compared with the model's own step, taken back, and used from then on."""
+    plain, fused = (Decoder(model, length=100) for _ in range(2))
+    prompt = torch.randint(0, 256, (2, 70))
+    for decoder in (plain, fused):
+        decoder.cache = static_cache(model, 100)
+        decoder.prefill(prompt)
+    fused.wants_fused = True
+    fused._fuse((fused.cache.length.clone(), fused.tokens.clone(), fused.logits.clone()))
+    assert fused.fused is not None
+    for _ in range(3):
+        wanted = plain.step().float()
+        error = ((fused.step().float() - wanted).norm() / wanted.norm()).item()
+        assert error < 3e-3, f"a step of the decoder is off by {error:.1e}"
+        fused.tokens.copy_(plain.tokens)
+
+
+if __name__ == "__main__":
+    main()
