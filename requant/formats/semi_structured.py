@@ -137,7 +137,8 @@ class SemiStructured:
 
     def kernel_layout(self, csr: Any) -> Any:
         raise ValueError(
-            "no kernel multiplies 2:4 matrices: load with dequantize=True, as large and as fast as the original"
+            f"no kernel multiplies 2:4 values of {self.bits} bits: load with dequantize=True, as large and as fast as the "
+            "original"
         )
 
     def _unit(self) -> Float[Tensor, "n h"]:

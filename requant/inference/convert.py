@@ -3,8 +3,8 @@
     q_proj, k_proj, v_proj  ->  one matrix [n_q + n_k + n_v, k], one launch; each layer returns its columns
 
 `QuantLinear` holds what is on disk, which no kernel can read at speed, so `convert_to_kernels` replaces it and drops its
-buffers: memory is then the packed size. A matrix that no kernel supports, or that one computes wrongly (`kernel_check.py`),
-stays a `QuantLinear`, and the log says so.
+buffers: memory is then the packed size. 2:4 matrices of 16-bit values become `SemiStructuredLinear`. A matrix that no kernel
+supports, or that one computes wrongly (`kernel_check.py`), stays a `QuantLinear`, and the log says so.
 """
 
 import logging
@@ -19,11 +19,15 @@ from requant_kernels import GridLayout, Layout, TrellisLayout
 from requant_kernels.ops import OPERANDS, TRELLIS_OPERANDS, flatten, multiply, unflatten
 from torch import Tensor, nn
 
-from requant.errors import OutputError
 from requant.formats.quantized_weight import QuantizedWeight, join_key, join_rows
 from requant.inference.kernel_check import KernelCheck
 from requant.inference.quant_embedding import QuantEmbedding
-from requant.inference.quant_linear import QuantLinear, apply_without_casts
+from requant.inference.quant_linear import QuantLinear, apply_without_casts, refuse_to_save
+from requant.inference.semi_structured_linear import (
+    SemiStructuredLinear,
+    has_sparse_products,
+    semi_structured_linear,
+)
 from requant.models.rotations import stream_kept
 from requant.models.targets import SIBLINGS
 
@@ -71,11 +75,7 @@ class KernelLinear(nn.Module):
         self.held = None
         return apply_without_casts(self, lambda: super(KernelLinear, self)._apply(fn, recurse))
 
-    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        raise OutputError(
-            "this model holds its matrices as the kernels read them, not as a checkpoint stores them; load it with "
-            "device='cpu' and save that one."
-        )
+    _save_to_state_dict = refuse_to_save
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bits={self.bits}"
@@ -88,7 +88,7 @@ class FusedLinear(nn.Module):
     called with another x starts a launch of its own.
     """
 
-    def __init__(self, matrix: KernelLinear, sizes: Sequence[int]) -> None:
+    def __init__(self, matrix: KernelLinear | SemiStructuredLinear, sizes: Sequence[int]) -> None:
         super().__init__()
         self.matrix = matrix
         self.sizes = list(sizes)
@@ -204,7 +204,11 @@ def _convert_children(
             try:
                 weight = join_rows([weights.pop(name) for name in group])
                 assert weight is not None  # their keys say so
-                matrix = kernel_linear(weight, check, bias=_joined_bias(chosen, device))
+                bias = _joined_bias(chosen, device)
+                if has_sparse_products(weight):
+                    matrix = semi_structured_linear(weight, check, bias)
+                else:
+                    matrix = kernel_linear(weight, check, bias=bias)
             except ValueError as error:  # what no kernel takes, with the remedy, or what one gets wrong
                 refused[str(error)] += len(group)
                 continue

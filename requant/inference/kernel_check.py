@@ -7,7 +7,7 @@ not compile there is found here, its matrices are dequantized at every call inst
 dequantized matrix and nine products per kind: matrices of one format, bit width and shape run the same programs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -38,12 +38,21 @@ class KernelCheck:
         self, multiply: Callable[[Tensor], Tensor], layout: Layout | TrellisLayout, weight: QuantizedWeight
     ) -> None:
         """Raises ValueError where `multiply(x)` is not `x w~'`. No bias may be added."""
-        kind = kind_of(layout)
+        self.once(kind_of(layout), multiply, weight, TOKENS)
+
+    def once(
+        self,
+        kind: tuple[Any, ...],
+        multiply: Callable[[Tensor], Tensor],
+        weight: QuantizedWeight,
+        numbers: Sequence[int],
+    ) -> None:
+        """The same for any kind of product, at these numbers of tokens."""
         if kind in self.passed:
             return
         floats = weight.dequantize()
         generator = torch.Generator().manual_seed(0)
-        for tokens in TOKENS:
+        for tokens in numbers:
             x = torch.randn(tokens, floats.shape[1], generator=generator).to(floats.device, self.dtype)
             wanted = x.float() @ floats.T
             try:

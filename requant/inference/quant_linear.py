@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from requant.errors import OutputError
 from requant.formats.packed_spec import GUARD_TENSOR, PackedSpec
 from requant.formats.quantized_weight import QuantizedWeight, unpack, unpack_rows
 
@@ -104,6 +105,14 @@ def apply_without_casts(module: Any, apply: Callable[[], object]) -> Any:
         for name in halves:
             buffers[name] = buffers[name].view(torch.half)
     return module
+
+
+def refuse_to_save(*_args: Any, **_kwargs: Any) -> None:
+    """In place of `_save_to_state_dict` of a layer that holds no tensor of the checkpoint. Raises OutputError."""
+    raise OutputError(
+        "this model holds its matrices as the kernels read them, not as a checkpoint stores them; load it with "
+        "device='cpu' and save that one."
+    )
 
 
 def matmul(x: Float[Tensor, "*m k"], layer: QuantLinear) -> Float[Tensor, "*m n"]:

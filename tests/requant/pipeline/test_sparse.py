@@ -140,6 +140,6 @@ def test_the_verdict_follows_the_numbers() -> None:
     assert "0.1000 (predicted)" in streams and "take plain codes; no kernel here multiplies" in batches
     streams, batches = verdict(bits=16, kl=0.1, theirs=0.5, measured=True).sentences()
     assert "take 2:4; its KL is 0.1000" in streams and "0.5000 (measured)" in streams
-    assert "take 2:4 (`requant export --to dense`) only in an engine that has 2:4 products" in batches
+    assert "take 2:4 only where its products run (in requant on Ampere to Hopper" in batches
     rows = {row[""]: row for row in verdict(bits=16, kl=0.1, theirs=0.5, measured=True).rows()}
     assert rows["speed of one stream by its bytes, dense 16 bits = 1"]["2:4"] == "5.33"
