@@ -149,7 +149,7 @@ def best_parts(recipe: Recipe, device: str, dtype: str) -> dict[str, Any]:
         )
 
         def learn() -> None:
-            train(run, teacher, trainables, derived, few, label="", saved=SavedTraining.of(run, "timed"))
+            train(run, teacher, trainables, derived, few, saved=SavedTraining.of(run, "timed"))
 
         first, again = timed(learn, where), timed(learn, where)
         found |= {"compiling": max(0.0, first - again), "a step": again / few.steps}

@@ -50,7 +50,7 @@ LAYERS = (  # a module may import from its own folder and from those after it
     "sparsity",
     "text",
 )
-BELOW_ALL = ("files", "display", "ranks", "errors", "version")
+BELOW_ALL = ("files", "progress", "display", "ranks", "errors", "version")
 
 
 def modules(folder: str) -> list[Path]:

@@ -23,12 +23,12 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.nn import functional
-from tqdm import tqdm
 
 from requant import ranks
 from requant.calibration.passes import batches, scored_tokens
 from requant.calibration.stats import LinearStats
 from requant.models.targets import QuantTarget
+from requant.progress import counted
 from requant.quantizers.method import Bits, Losses
 from requant.quantizers.outliers import remaining_loss
 from requant.quantizers.registry import METHODS
@@ -86,14 +86,13 @@ def measured(run: RunContext, reference: Weights) -> dict[str, float]:
     windows = _first(run, MEASURED_TOKENS)
     path = run.path(reference)
     totals = dict.fromkeys(reference, 0.0)
-    with run.stage("allocation"), torch.no_grad():
+    total = len(run.targets) * len(windows)
+    with (
+        run.stage("allocation"),
+        torch.no_grad(),
+        counted(total, label=run.label("loss of each matrix"), unit="windows") as bar,
+    ):
         path.apply_weights(0.0)
-        bar = tqdm(
-            total=len(run.targets) * len(windows),
-            desc="loss of each matrix",
-            unit="window",
-            disable=run.quiet,
-        )
         for tokens in batches(windows, run.model, label=None):
             expected = _log_probabilities(run, tokens)
             for target in run.targets:
@@ -103,7 +102,6 @@ def measured(run: RunContext, reference: Weights) -> dict[str, float]:
                 totals[target.name] += divergence.double().item()
                 target.set_weight(path.start(target))
                 bar.update(len(tokens))
-        bar.close()
     return {name: max(total, 0.0) / scored_tokens(windows) for name, total in totals.items()}
 
 

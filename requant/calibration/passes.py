@@ -9,7 +9,7 @@ Of several processes (`ranks.py`) each runs its share of the batches; `accumulat
 every batch in the order of the text, so all sums are those of one process.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
@@ -18,12 +18,12 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from requant import ranks
 from requant.errors import NumericalError
 from requant.models.targets import QuantTarget, find_blocks, replaced_forward
+from requant.progress import tracked
 
 RECOMPUTE_ABOVE = (
     1_000_000_000  # parameters; below, memory suffices and a second forward pass is not worth it
@@ -41,7 +41,7 @@ def batches(
     windows_each: int | None = None,
 ) -> Iterator[Int64[Tensor, "c t"]]:
     """Windows in chunks whose logits stay near 1 GB, or of `windows_each`, on the model's device, with a progress bar."""
-    for chunk in _with_bar(_chunks(windows, model, windows_each), label):
+    for chunk in tracked(_chunks(windows, model, windows_each), label=label, unit="batches"):
         yield chunk.to(next(model.parameters()).device)
 
 
@@ -51,7 +51,7 @@ def rounds(
     """The `batches` of this rank, each with its number among all; None where other ranks have one more."""
     device = next(model.parameters()).device
     numbered = list(enumerate(_chunks(windows, model, None)))
-    for each in _with_bar(ranks.rounds(numbered) if split else numbered, label):
+    for each in tracked(ranks.rounds(numbered) if split else numbered, label=label, unit="batches"):
         yield (-1, None) if each is None else (each[0], each[1].to(device))
 
 
@@ -63,10 +63,6 @@ def _chunks(
     parameter = next(model.parameters())
     tokens = min(8192 if parameter.is_cuda else 2048, 300_000_000 // vocabulary)
     return windows.split(windows_each or max(1, tokens // windows.shape[1]))
-
-
-def _with_bar(chunks: Sequence[T], label: str | None) -> Iterable[T]:
-    return tqdm(chunks, desc=label or "", disable=label is None, leave=True, unit="batch")
 
 
 def summed_loss(model: PreTrainedModel, tokens: Int64[Tensor, "b t"]) -> Float[Tensor, ""]:

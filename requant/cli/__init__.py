@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 import requant
-from requant.cli.common import PanelledCommand
+from requant.cli.common import PanelledCommand, log_failure
 from requant.cli.comparing import compare
 from requant.cli.exporting import export
 from requant.cli.listing import methods, recipes
@@ -103,4 +103,5 @@ def _refuse_renamed_options(arguments: Sequence[str]) -> None:
 
 def _fail(message: str, code: int) -> None:
     print(f"requant: {message}", file=sys.stderr)
+    log_failure(message)
     sys.exit(code)

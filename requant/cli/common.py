@@ -1,13 +1,17 @@
 """What the commands share: options of one meaning, the table, the log."""
 
 import logging
+import shlex
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperOption
+
+from requant.errors import OutputError
 
 RECIPE = "The recipe"  # panels of --help
 CALIBRATION = "Calibration and evaluation"
@@ -171,7 +175,14 @@ SaveEvery = Annotated[
 AsJson = Annotated[
     bool, typer.Option("--json", help="Print JSON instead of a table.", rich_help_panel=PRINTED)
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress bars.", rich_help_panel=PRINTED)]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.", rich_help_panel=PRINTED)]
+LogFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="File to which stages, a line a minute and what the quantizers report are appended.",
+        rich_help_panel=PRINTED,
+    ),
+]
 Verbose = Annotated[
     bool, typer.Option("--verbose", "-v", help="Log what the quantizers report.", rich_help_panel=PRINTED)
 ]
@@ -221,10 +232,44 @@ def table(rows: Any) -> str:
     return format_table(rows)
 
 
+def next_commands(folder: Path, target: str | None = None) -> str:
+    """Two commands that a user may want next."""
+    checkpoint = shlex.quote(str(folder))
+    first = f"requant inspect {checkpoint}"
+    if target is not None:
+        first = f"requant export {checkpoint} --to {target} --output {shlex.quote(f'{folder}-{target}')}"
+    return f"{first}\n      requant generate {checkpoint} --prompt 'The history of'"
+
+
 def log_to_stderr(verbose: bool) -> None:
     logging.basicConfig(format="requant: %(message)s", level=logging.INFO if verbose else logging.WARNING)
     for noisy in ("transformers", "datasets", "httpx"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
+
+
+def log_to_file(file: Path | None) -> None:
+    """Append what the package reports to a file, with the time; what is printed stays the same. Raises OutputError."""
+    if file is None:
+        return
+    try:
+        handler = logging.FileHandler(file.expanduser(), encoding="utf-8")
+    except OSError as error:
+        raise OutputError(
+            f"--log-file {file} cannot be written ({error.strerror}); choose another."
+        ) from error
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    root, package = logging.getLogger(), logging.getLogger("requant")
+    for printing in root.handlers:
+        printing.setLevel(max(printing.level, root.level))
+    package.setLevel(logging.INFO)
+    package.addHandler(handler)
+
+
+def log_failure(message: str) -> None:
+    """Add to the log file, if there is one, why the run ended; whoever prints it calls this too."""
+    record = logging.makeLogRecord({"name": "requant", "levelno": logging.ERROR, "msg": message})
+    for handler in logging.getLogger("requant").handlers:
+        handler.handle(record)
 
 
 def say_what_is_loaded(quiet: bool = False) -> None:

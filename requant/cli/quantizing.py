@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -22,6 +21,7 @@ from requant.cli.common import (
     For,
     GroupSize,
     HeadBits,
+    LogFile,
     Method,
     Mode,
     Model,
@@ -37,7 +37,9 @@ from requant.cli.common import (
     Skip,
     Symmetric,
     Verbose,
+    log_to_file,
     log_to_stderr,
+    next_commands,
     recipe_options,
     sigterm_interrupts,
     table,
@@ -111,10 +113,11 @@ def quantize(
     as_json: AsJson = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
+    log_file: LogFile = None,
 ) -> None:
     """Quantize a model, measure the loss of quality, write a checkpoint and a report."""
     options = recipe_options(locals())
-    from requant import ranks
+    from requant import progress, ranks
     from requant.checkpoint.new_folder import check_output
 
     if output is not None and not dry_run:  # before the imports that take seconds
@@ -131,6 +134,7 @@ def quantize(
 
     with ranks.joined(pick_device(device)) as own_device:
         log_to_stderr(verbose)
+        log_to_file(log_file if ranks.rank() == 0 else None)
         if dry_run and gpus is not None and device == "auto":
             own_device = "cuda"  # the plan of GPUs that need not be here
         gpu = own_device.startswith("cuda")
@@ -156,12 +160,14 @@ def quantize(
         workspace = Workspace(
             folder.with_name(folder.name + ".partial"), resume=resume, save_every=60 * save_every
         )
-        with sigterm_interrupts():
+        silent = quiet and log_file is None
+        with sigterm_interrupts(), progress.display(shown=not quiet):
             result = quantize(
-                chosen.model, chosen, device=own_device, dtype=dtype, workspace=workspace, quiet=quiet
+                chosen.model, chosen, device=own_device, dtype=dtype, workspace=workspace, quiet=silent
             )
             if ranks.rank() > 0:
                 return
+            progress.enter("writing")
             save(result, folder)
         workspace.remove()
         numbers = result_numbers(result, folder)
@@ -170,15 +176,6 @@ def quantize(
             print(f"warning: {warning}", file=sys.stderr)
         if not (as_json or quiet):
             print(f"next: {next_commands(folder, target)}")
-
-
-def next_commands(folder: Path, target: str | None) -> str:
-    """Two commands that a user may want next."""
-    checkpoint = shlex.quote(str(folder))
-    first = f"requant inspect {checkpoint}"
-    if target is not None:
-        first = f"requant export {checkpoint} --to {target} --output {shlex.quote(f'{folder}-{target}')}"
-    return f"{first}\n      requant generate {checkpoint} --prompt 'The history of'"
 
 
 def sensitivity(

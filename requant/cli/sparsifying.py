@@ -17,13 +17,16 @@ from requant.cli.common import (
     Device,
     Dtype,
     EvalText,
+    LogFile,
     Quiet,
     SaveEvery,
     Seed,
     SeqLen,
     Skip,
     Verbose,
+    log_to_file,
     log_to_stderr,
+    next_commands,
     recipe_options,
     sigterm_interrupts,
     table,
@@ -102,9 +105,11 @@ def sparsify(
     as_json: AsJson = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
+    log_file: LogFile = None,
 ) -> None:
     """Prune a model to 2:4, and say for what plain codes of the same bytes are better."""
     options = recipe_options(locals())
+    from requant import progress
     from requant.checkpoint.new_folder import check_output
     from requant.models.devices import pick_device
     from requant.pipeline.plan import make_plan
@@ -117,6 +122,7 @@ def sparsify(
     from requant.run.workspace import Workspace
 
     log_to_stderr(verbose)
+    log_to_file(log_file)
     gpu = pick_device(device).startswith("cuda")
     chosen = sparsify_recipe(recipe, model=model, gpu=gpu, pattern=pattern, recover=recover, **options)
     folder = (output if output is not None else output_folder(chosen)).expanduser()
@@ -130,12 +136,14 @@ def sparsify(
     workspace = Workspace(
         folder.with_name(folder.name + ".partial"), resume=resume, save_every=60 * save_every
     )
-    with sigterm_interrupts():
+    silent = quiet and log_file is None
+    with sigterm_interrupts(), progress.display(shown=not quiet):
         codes = plain_codes(
-            chosen, device=device, dtype=dtype, workspace=workspace, measure=verify, quiet=quiet
+            chosen, device=device, dtype=dtype, workspace=workspace, measure=verify, quiet=silent
         )
-        result = quantize(chosen.model, chosen, device=device, dtype=dtype, workspace=workspace, quiet=quiet)
+        result = quantize(chosen.model, chosen, device=device, dtype=dtype, workspace=workspace, quiet=silent)
         found = sparse_verdict(result, codes)
+        progress.enter("writing")
         save(result, folder, verdict=found)
         workspace.remove()
     numbers = {**result_numbers(result, folder), "verdict": dataclasses.asdict(found)}
@@ -145,3 +153,5 @@ def sparsify(
         print(table(result_rows(numbers)), table(found.rows()), *found.sentences(), sep="\n\n")
     for warning in numbers["warnings"]:
         print(f"warning: {warning}", file=sys.stderr)
+    if not (as_json or quiet):
+        print(f"next: {next_commands(folder)}")

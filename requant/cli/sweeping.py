@@ -17,6 +17,7 @@ from requant.cli.common import (
     FinetuneSteps,
     GroupSize,
     HeadBits,
+    LogFile,
     Method,
     Mode,
     Model,
@@ -31,6 +32,7 @@ from requant.cli.common import (
     Skip,
     Symmetric,
     Verbose,
+    log_to_file,
     log_to_stderr,
     recipe_options,
     sigterm_interrupts,
@@ -68,14 +70,18 @@ def sweep(
     as_json: AsJson = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
+    log_file: LogFile = None,
 ) -> None:
     """Quantize a model at several bits and compare: the measured curve of KL against size."""
     options = recipe_options(locals())
+    from requant import progress
     from requant.report.sweep import sweep
 
     log_to_stderr(verbose)
+    log_to_file(log_file)
     budgets = [each.strip() for each in options.pop("bits").split(",") if each.strip()]
-    with sigterm_interrupts():
+    silent = quiet and log_file is None
+    with sigterm_interrupts(), progress.display(shown=not quiet):
         found = sweep(
             model,
             budgets,
@@ -85,7 +91,7 @@ def sweep(
             dtype=dtype,
             resume=resume,
             save_every=60 * save_every,
-            quiet=quiet,
+            quiet=silent,
             **options,
         )
     if as_json:

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from requant import ranks
 from requant.errors import ModelError, NumericalError, TextError
+from requant.progress import tracked
 from requant.text.sources import Text
 
 CHUNK_ELEMENTS = 2**24  # log-softmax runs over this many float32 logits at once: 64 MiB
@@ -128,7 +128,7 @@ def perplexity_and_kl(
     scores: list[Tensor] = []
     try:
         starts = ranks.mine(range(0, len(windows), batch_size))
-        for start in tqdm(starts, desc="scoring", unit="batch", leave=False, disable=not progress):
+        for start in tracked(starts, label="scoring" if progress else None, unit="batches"):
             batch = windows[start : start + batch_size]
             logits = _logits(model, batch, start)
             original = None if reference is None else _logits(reference, batch, start)

@@ -70,16 +70,7 @@ def finetune(
         if embedding_and_head is not None:
             derived += reparametrized_tables(embedding_and_head, table_params)
         saved = SavedTraining.of(run, "finetuned")
-        train(
-            run,
-            teacher,
-            trainables,
-            derived,
-            settings,
-            label="finetune",
-            saved=saved,
-            val_windows=val_windows,
-        )
+        train(run, teacher, trainables, derived, settings, saved=saved, val_windows=val_windows)
     save_finetuned_params(run, before)
     run.apply_original_weights()
     if embedding_and_head is not None:

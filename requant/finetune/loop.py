@@ -15,13 +15,12 @@ Of several processes each trains on its part of a step's windows.
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torch.nn import functional
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from requant import ranks
@@ -42,6 +41,7 @@ from requant.formats.contract import TrainableParams
 from requant.formats.quantized_weight import weight_function
 from requant.models.experts import routers
 from requant.models.targets import QuantTarget
+from requant.progress import counted
 from requant.recipe.schema import Finetune
 from requant.run.context import RunContext, Weights
 
@@ -92,7 +92,6 @@ def train(
     derived: Sequence[ReparametrizedWeight],
     settings: Finetune,
     *,
-    label: str,
     saved: SavedTraining,
     val_windows: Int64[Tensor, "h t"] | None = None,
     optimizer: OptimizerOf = adam,
@@ -124,6 +123,7 @@ def train(
         return teacher.micro_batches(own, micro_batch) if len(own) else []
 
     with (
+        ExitStack() as stack,
         fused((run.model, teacher.model), settings.steps) as kl_of,
         recomputed_blocks(run.model, recompute),
         saved.interrupts_noted() as interrupts,
@@ -155,8 +155,10 @@ def train(
                 micro_batches(step)  # the teacher's states as they were cached, in the same batches
         elif val_windows is not None:
             best_kl = mean_kl(run.model, teacher, val_windows)
-        bar = tqdm(range(done, settings.steps), desc=label, unit="step", disable=run.quiet)
-        for step in bar:
+        bar = stack.enter_context(
+            counted(settings.steps, label=run.label("training"), unit="steps", done=done)
+        )
+        for step in range(done, settings.steps):
             training_step(micro_batches(step), _lr_schedule(step, settings))
             shown: dict[str, str] = {}
             if between_steps is not None:
@@ -169,8 +171,7 @@ def train(
                 if kl_now < best_kl:
                     best_kl, best = kl_now, [tensor.detach().clone() for tensor in tensors]
                 shown |= {"kl": f"{kl_now:.4f}", "best": f"{best_kl:.4f}"}
-            if shown:
-                bar.set_postfix(shown)
+            bar.update(notes=shown)
             if interrupts or (saved.due and not last):
                 saved.save(state, step=step + 1, best_kl=best_kl)
             if interrupts:

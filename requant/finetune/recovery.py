@@ -186,7 +186,6 @@ def recover(
             trainables,
             [_derived(target, matrices[target.name], project) for target in run.targets],
             settings,
-            label=recovery.method,
             saved=saved,
             val_windows=val_windows,
             optimizer=lambda groups, captures: MaskedDecayAdam(

@@ -22,6 +22,13 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def used_memory(device: torch.device) -> int:
+    """Bytes now: reserved by torch on a GPU, else resident in this process."""
+    if device.type == "cuda":
+        return torch.cuda.memory_reserved(device)
+    return psutil.Process().memory_info().rss
+
+
 def pick_device(name: str) -> str:
     """A device name that torch takes; `auto` is the GPU where there is one. Raises InputError."""
     if name == "auto":

@@ -18,7 +18,7 @@ layer can compensate the errors of every other.
 
 from collections.abc import Sequence
 
-from requant import ranks
+from requant import progress, ranks
 from requant.calibration.collect import collect
 from requant.finetune.final import original_model, save_finetuned_params, split_windows
 from requant.finetune.loop import (
@@ -46,6 +46,7 @@ ROUNDS = 4
 def best(run: RunContext) -> Weights:
     """Codes of every matrix within the budget; without finetuning steps they are those of mode `dense`."""
     if run.recipe.finetune.steps == 0:
+        progress.enter("codes")
         return quantize_linears(run, None, label="quantize")
     weights = load_stage(run, "rounds")
     if weights is None:
@@ -67,42 +68,26 @@ def rounds_of(targets: Sequence[QuantTarget]) -> list[list[QuantTarget]]:
     return rounds
 
 
+def round_name(index: int, count: int) -> str:
+    """The rounds of mode `best` are numbered from 1."""
+    return f"round {index + 1} of {count}"
+
+
 def quantize_in_rounds(run: RunContext, rounds: Sequence[Sequence[QuantTarget]]) -> Weights:
     """Quantize and train round by round; the model is left at the originals, `run.finetuned_params` is filled."""
-    settings, method = run.recipe.finetune, METHODS[run.recipe.method]
+    settings = run.recipe.finetune
     train_windows, _ = split_windows(run, settings)
     teacher = Teacher(original_model(run), train_windows)
     other_params, lr = params_without_codes(run), learning_rate(run, settings)
     before = {name: run.original_param(name, parameter) for name, parameter in other_params.items()}
     saved = SavedTraining.of(run, "rounds")
-    keys = {target.name: digest(stage_key(run, "codes"), target.name) for target in run.targets}
     weights: Weights = {}
     trainable: dict[str, TrainableParams] = {}
     with single_precision(run.model):
         for index, members in enumerate(rounds):
-            saved.round = index
-            for target in members:
-                found = load_weight(run, "codes", keys[target.name], target.name, target.parameter.device)
-                if found is not None:
-                    weights[target.name] = found
-            pending = [target for target in members if target.name not in weights]
-            for chunk in chunks_that_fit(run, pending, method.needs):
-                if index == 0:  # nothing is quantized yet; the allocator may have collected these already
-                    statistics = gather(run, chunk, method.needs)
-                else:
-                    with run.stage("statistics"):
-                        all_experts = run.recipe.calibration.all_experts
-                        statistics = collect(
-                            run.model, run.windows, chunk, needs=method.needs, all_experts=all_experts
-                        )
-                with run.stage("quantize"):
-                    made: Weights = {}
-                    for target in ranks.owned(chunk):
-                        made[target.name] = method.quantize(
-                            target.weight(), statistics[target.name], run.config_of(target)
-                        )
-                        save_weight(run, "codes", keys[target.name], made[target.name], rank=target.rank)
-                    weights |= shared_codes(chunk, made)
+            name, saved.round = round_name(index, len(rounds)), index
+            progress.enter(f"{name}, codes")
+            weights |= codes_of_round(run, members, first=index == 0)
             trainable |= {target.name: trainable_params(weights[target.name]) for target in members}
             run.statistics.clear()
             unquantized = [target for later in rounds[index + 1 :] for target in later]
@@ -110,11 +95,47 @@ def quantize_in_rounds(run: RunContext, rounds: Sequence[Sequence[QuantTarget]])
                 with run.stage("finetuning"):
                     trainables = trainable_tensors(trainable, unquantized, list(other_params.values()), lr)
                     derived = reparametrized_weights(run, weights, trainable)
-                    label = f"round {index + 1}/{len(rounds)}"
-                    train(run, teacher, trainables, derived, settings, label=label, saved=saved)
+                    progress.enter(f"{name}, training")
+                    train(run, teacher, trainables, derived, settings, saved=saved)
     save_finetuned_params(run, before)
     run.apply_original_weights()
     return {
         target.name: with_trainable_params(weights[target.name], trainable[target.name])
         for target in run.targets
     }
+
+
+def codes_of_round(run: RunContext, members: Sequence[QuantTarget], *, first: bool) -> Weights:
+    """Codes of the matrices in the model as it now is, from the workspace where an earlier run made them."""
+    method, base = METHODS[run.recipe.method], stage_key(run, "codes")
+    keys = {target.name: digest(base, target.name) for target in members}
+    found = {
+        target.name: load_weight(run, "codes", keys[target.name], target.name, target.parameter.device)
+        for target in members
+    }
+    weights: Weights = {name: weight for name, weight in found.items() if weight is not None}
+    pending = [target for target in members if target.name not in weights]
+    own, left = len(ranks.owned(members)), len(ranks.owned(pending))
+    with progress.counted(own, label=run.label("codes"), unit="matrices", done=own - left) as bar:
+        for chunk in chunks_that_fit(run, pending, method.needs):
+            if first:  # nothing is quantized yet; the allocator may have collected these already
+                statistics = gather(run, chunk, method.needs)
+            else:
+                with run.stage("statistics"):
+                    statistics = collect(
+                        run.model,
+                        run.windows,
+                        chunk,
+                        needs=method.needs,
+                        all_experts=run.recipe.calibration.all_experts,
+                        label=run.label("statistics"),
+                    )
+            with run.stage("quantize"):
+                for target in ranks.owned(chunk):
+                    weights[target.name] = method.quantize(
+                        target.weight(), statistics[target.name], run.config_of(target)
+                    )
+                    save_weight(run, "codes", keys[target.name], weights[target.name], rank=target.rank)
+                    bar.update()
+                weights |= shared_codes(chunk, weights)
+    return weights

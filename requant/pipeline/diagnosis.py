@@ -13,12 +13,12 @@ from typing import TypeVar
 
 from jaxtyping import Int64
 from torch import Tensor
-from tqdm import tqdm
 
 from requant import ranks
 from requant.allocation.embedding_and_head import QuantizedEmbeddingAndHead
 from requant.calibration.passes import mean_loss
 from requant.models.targets import QuantTarget
+from requant.progress import tracked
 from requant.run.context import RunContext, Weights, loss
 from requant.run.quantize_linears import by_block
 from requant.sensitivity.path import Scores, signed_sum
@@ -153,7 +153,7 @@ def _measured_alone(
     run.apply_original_weights()
     found: list[float] = []
     own = ranks.mine(list(groups.values()))
-    for members in tqdm(own, desc=f"measured by {label}", disable=run.quiet, unit=label):
+    for members in tracked(own, label=run.label(f"measured by {label}"), unit=""):
         for target in members:
             target.set_weight(weights[target.name].dequantize())
         found.append(mean_loss(run.model, windows, split=False) - original)

@@ -29,7 +29,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from requant import ranks
+from requant import progress, ranks
 from requant.formats.quantized_weight import QuantizedWeight
 from requant.formats.sparse import residuals_to_int8, sparse_at, sparse_mask
 from requant.run.context import RunContext, Weights, loss, recipe_sections, scores
@@ -41,11 +41,15 @@ Masks = dict[str, Bool[Tensor, "n k"]]
 
 def requant_as_published(run: RunContext) -> Weights:
     """Steps 1 to 6; every stage's result goes through the workspace."""
+    progress.enter("codes")
     weights = quantize_linears(run, None, label="pre-quantize")
     if run.recipe.detach.outlier_fraction > 0:
+        progress.enter("outliers")
         outliers = OUTLIER_RULES[run.recipe.detach.outlier_rule](run, weights)
+        progress.enter("codes again")
         weights = quantize_linears(run, outliers, label="quantize again")
     if run.recipe.detach.significant_fraction > 0:
+        progress.enter("significant weights")
         for step in range(run.recipe.detach.steps):
             weights = detach_significant(run, weights, step)
     if run.recipe.detach.values == "float16":

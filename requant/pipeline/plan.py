@@ -2,16 +2,14 @@
 
 Bytes are exact for the dense part (they follow from the layout) and expected for the sparse part. With a budget the
 bits are given out as the run will do it, which takes its calibration passes. Memory and time are estimates: bytes held
-at the fullest stage, and floating-point operations over the rate of a short matrix product.
+at the fullest stage, and the seconds of `schedule.py`.
 
 An `Outline`, from config.json alone, is planned too: nothing is measured, so a budget is taken as spent, and where
 the GPUs are not here times are those of H200s. Of several GPUs each holds a whole model, and its share of statistics and
 scores; work is divided evenly, matrices as the run will divide them. What GPUs send to each other is not counted.
 """
 
-import time
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,19 +30,12 @@ from requant.calibration.collect import bytes_needed
 from requant.display import format_seconds
 from requant.formats.sparse import INDEX_TILE
 from requant.models.targets import QuantTarget
-from requant.pipeline.best import rounds_of
 from requant.pipeline.prepare import Outline, Prepared, bytes_before, start
+from requant.pipeline.schedule import count_gpus, expected_seconds, of_fullest_rank
 from requant.quantizers.registry import find_method
 from requant.recipe.schema import Recipe
 from requant.run.context import Allocation
 from requant.run.workspace import Workspace
-from requant.sensitivity.pqi import NODES
-
-# operations a second of whole passes on an H200 in bfloat16: 6 * 1.24e9 parameters * 16384 tokens in the 0.29 s of a
-# training step of the 1B shape (docs/results.md)
-H200_RATE = 4.2e14
-FRACTION_OF_PEAK = 0.35  # of a plain matrix product's rate, as whole passes through small models reach it
-FORWARDS = {"original": 1, "quantized": 2, "corrected": 7}  # whole passes, for the Hessians of all matrices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +161,7 @@ def make_plan(
         whole_bits_per_weight=8 * bytes_after / sum(p.numel() for p in prepared.model.parameters()),
         peak_memory=_peak_memory(prepared, recipe, device),
         seconds=expected_seconds(prepared, recipe, device),
-        gpus=_gpus(prepared),
+        gpus=count_gpus(prepared),
         allocation=None if allocation.budget is None else allocation,
         widths={} if allocation.budget is None else widths,
         rotations=_rotations(prepared, recipe),
@@ -179,18 +170,6 @@ def make_plan(
 
 def _windows(windows: Int64[Tensor, "b t"]) -> str:
     return f"{windows.shape[0]} x {windows.shape[1]} tokens"
-
-
-def _gpus(prepared: Prepared | Outline) -> int:
-    return 1 + max(target.rank for target in prepared.targets)
-
-
-def _fullest(prepared: Prepared | Outline, size: Callable[[QuantTarget], int]) -> int:
-    """The sum of `size` over the matrices of the rank that has most."""
-    sums: Counter[int] = Counter()
-    for target in prepared.targets:
-        sums[target.rank] += size(target)
-    return max(sums.values())
 
 
 def _allocation(prepared: Prepared | Outline, recipe: Recipe, *, quiet: bool) -> Allocation:
@@ -247,8 +226,10 @@ def _peak_memory(prepared: Prepared | Outline, recipe: Recipe, device: str) -> i
         packed = round(weights * recipe.quantizer.bits / 8)
         own = weights * prepared.targets[0].parameter.element_size() + packed
     needs = find_method(recipe.method).needs
-    statistics = _fullest(prepared, lambda target: bytes_needed(target, needs))
-    scores = 4 * _fullest(prepared, lambda target: target.size) + (model if _gpus(prepared) > 1 else 0)
+    statistics = of_fullest_rank(prepared.targets, lambda target: bytes_needed(target, needs))
+    scores = 4 * of_fullest_rank(prepared.targets, lambda target: target.size) + (
+        model if count_gpus(prepared) > 1 else 0
+    )
     embedding: Any = prepared.model.get_input_embeddings()
     activations = 6 * 4 * 2048 * embedding.weight.shape[0]
     if recipe.calibration.inputs == "corrected":
@@ -258,45 +239,3 @@ def _peak_memory(prepared: Prepared | Outline, recipe: Recipe, device: str) -> i
     if recipe.finetune.steps:
         stages = max(stages, model + 16 * sum(p.numel() for p in prepared.model.parameters()))
     return own + stages + activations
-
-
-def expected_seconds(prepared: Prepared | Outline, recipe: Recipe, device: str) -> float:
-    """Wall time of a run on devices of a type, by its floating-point operations and the method's time per weight."""
-    weights = _fullest(prepared, lambda target: target.size)
-    parameters = sum(p.numel() for p in prepared.model.parameters())
-    backward = 6 * parameters * prepared.windows.numel()
-    nodes = len(NODES[recipe.sensitivity.nodes]) if recipe.sensitivity.score == "pqi" else 1
-    needs = find_method(recipe.method).needs
-    passes, quantizations, forwards = len(needs & {"fisher", "output_hessian"}), 1, len(needs & {"hessian"})
-    if recipe.mode == "paper" and recipe.detach.outlier_fraction:
-        passes += nodes
-        quantizations += len(recipe.detach.temperatures)
-        forwards += len(recipe.detach.temperatures)
-    if recipe.mode == "paper" and recipe.detach.significant_fraction:
-        passes += nodes * recipe.detach.steps
-    phases = len(rounds_of(prepared.targets)) if recipe.mode == "best" and recipe.finetune.steps else 1
-    passes, forwards = passes * phases, forwards * phases  # statistics are taken again for every round
-    forwards *= FORWARDS[recipe.calibration.inputs]
-    step = min(recipe.finetune.tokens_per_step, prepared.train_windows.numel())
-    passes += phases * recipe.finetune.steps * step / prepared.windows.numel() * 4 / 3
-    scored = 3 * 2 * parameters * prepared.eval_windows.numel()
-    work = backward * (passes + forwards / 3) + scored
-    quantizer = find_method(recipe.method).seconds_per_weight[device]
-    rate = _rate(next(prepared.model.parameters()).dtype, device) * _gpus(prepared)
-    return work / rate + quantizations * weights * quantizer
-
-
-def _rate(dtype: torch.dtype, device: str) -> float:
-    """Floating-point operations a second of whole passes, from those of a square matrix product."""
-    if device == "cuda" and not torch.cuda.is_available():
-        return H200_RATE
-    size = 4096 if device == "cuda" else 768
-    a = torch.randn(size, size, device=device, dtype=dtype)
-    torch.mm(a, a)
-    runs, start = 0, time.perf_counter()
-    while time.perf_counter() - start < 0.1:
-        torch.mm(a, a)
-        runs += 1
-        if device == "cuda":
-            torch.cuda.synchronize()
-    return FRACTION_OF_PEAK * 2 * size**3 * runs / (time.perf_counter() - start)

@@ -21,7 +21,8 @@ from typing import Any, Unpack
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from requant.allocation.budget import allocate_bits, with_allocation
+from requant import progress
+from requant.allocation.budget import allocate_bits, has_budget, with_allocation
 from requant.allocation.embedding_and_head import QuantizedEmbeddingAndHead, quantize_embedding_and_head
 from requant.allocation.knapsack import TOLERANCE
 from requant.calibration.stats import LinearStats
@@ -30,12 +31,12 @@ from requant.errors import RecipeError
 from requant.evaluation.perplexity import Quality, perplexity_and_kl
 from requant.evaluation.samples import Sample, write_samples
 from requant.finetune.final import finetune
-from requant.models.devices import peak_memory, pick_device
+from requant.models.devices import peak_memory, pick_device, used_memory
 from requant.pipeline.best import best
 from requant.pipeline.diagnosis import DISAGREEMENT, Diagnosis, diagnose
 from requant.pipeline.paper import requant_as_published
-from requant.pipeline.plan import expected_seconds
 from requant.pipeline.prepare import Prepared, diagnosed_windows, prepare, start
+from requant.pipeline.schedule import expected_seconds, expected_stages
 from requant.pipeline.sparse import sparse
 from requant.recipe.options import Options, recipe_from_options
 from requant.recipe.schema import Recipe
@@ -47,9 +48,16 @@ from requant.run.workspace import Workspace
 logger = logging.getLogger(__name__)
 SLOW_RUN = 600.0  # seconds expected on a CPU: above it a warning
 
+
+def codes(run: RunContext) -> Weights:
+    """Mode `dense`."""
+    progress.enter("codes")
+    return quantize_linears(run, None, label="quantize")
+
+
 MODES: dict[str, Callable[[RunContext], Weights]] = {
     "best": best,
-    "dense": lambda run: quantize_linears(run, None, label="quantize"),
+    "dense": codes,
     "paper": requant_as_published,
     "sparse": sparse,
 }
@@ -148,17 +156,33 @@ def quantize(
     Raises RequantError.
     """
     recipe = recipe_for(model, recipe, text, device=device, options=options)
-    prepared = prepare(model, recipe, tokenizer=tokenizer, device=device, dtype=dtype, quiet=quiet)
-    _warn_of_a_slow_run(prepared, recipe)
-    run = start(prepared, recipe, workspace=workspace or Workspace(None), quiet=quiet)
+    with progress.display(shown=not quiet):
+        progress.enter("loading")
+        prepared = prepare(model, recipe, tokenizer=tokenizer, device=device, dtype=dtype, quiet=quiet)
+        where = prepared.model.device
+        progress.expect(expected_stages(prepared, recipe, where.type), memory=lambda: used_memory(where))
+        _warn_of_a_slow_run(prepared, recipe)
+        run = start(prepared, recipe, workspace=workspace or Workspace(None), quiet=quiet)
+        return _quantized(prepared, run, statistics)
+
+
+def _quantized(
+    prepared: Prepared, run: RunContext, statistics: dict[str, LinearStats] | None
+) -> QuantizedModel:
+    """All stages."""
+    recipe = run.recipe
+    if has_budget(recipe):
+        progress.enter("allocation")
     if statistics is not None:
         share_statistics(run, statistics)
     run = with_allocation(run, allocate_bits(run))
     weights = MODES[recipe.mode](run)
     run.statistics.clear()
+    progress.enter("embedding and head")
     embedding_and_head = quantize_embedding_and_head(run)
     if recipe.finetune.steps and recipe.mode != "sparse":
         weights, embedding_and_head = finetuned(run, weights, embedding_and_head)
+    progress.enter("diagnosis")
     diagnosis = diagnose(
         run,
         weights,
@@ -167,7 +191,9 @@ def quantize(
         embedding_and_head=embedding_and_head,
         by_matrix=True,
     )
+    progress.enter("evaluation")
     before, after = evaluate(run, prepared, weights, embedding_and_head)
+    progress.enter("samples")
     samples = _samples(run, prepared, weights, embedding_and_head)
     return QuantizedModel(
         prepared=prepared,
@@ -223,6 +249,7 @@ def finetuned(
     run: RunContext, weights: Weights, embedding_and_head: QuantizedEmbeddingAndHead
 ) -> tuple[Weights, QuantizedEmbeddingAndHead]:
     """Both after the last finetuning phase, from the workspace where an earlier run finished it."""
+    progress.enter("fine-tuning")
     result = load_stage(run, "finetuned", embedding_and_head.parameters)
     if result is None:
         with run.stage("finetuning"):

@@ -13,10 +13,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from requant import progress
 from requant.allocation.budget import allocate_bits, packed_spec
 from requant.formats.semi_structured import FLOAT16_BITS
+from requant.models.devices import used_memory
 from requant.pipeline.prepare import Prepared, prepare, start
 from requant.pipeline.quantize import QuantizedModel, quantize
+from requant.pipeline.schedule import expected_stages
 from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Budget, Recipe, Recovery
 from requant.run.workspace import Workspace
@@ -107,10 +110,19 @@ def plain_codes(
 
     Nothing of the model stays in memory, so this comes before the 2:4 run.
     """
+    progress.enter("loading")
     prepared = prepare(recipe.model, recipe, device=device, dtype=dtype, quiet=quiet)
     bits = sparse_bytes(prepared, recipe) * 8 / sum(target.size for target in prepared.targets)
     budget = min(math.floor(1000 * bits) / 1000, float(METHODS[CODES_METHOD].bits[-1]))
     wanted = codes_recipe(recipe, budget)
+    where = prepared.model.device
+    stages = expected_stages(prepared, wanted, where.type)
+    predicting = dataclasses.replace(stages[0], name="plain codes of the same bytes")
+    progress.expect(
+        [predicting, *(stages if measure else ()), *expected_stages(prepared, recipe, where.type)],
+        memory=lambda: used_memory(where),
+    )
+    progress.enter(predicting.name)
     run = start(prepared, wanted, workspace=workspace, quiet=quiet)
     allocation = allocate_bits(run)
     assert allocation.predicted is not None

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from requant import progress
 from requant.calibration.stats import LinearStats
 from requant.checkpoint.new_folder import check_output
 from requant.errors import RecipeError
@@ -71,22 +72,24 @@ def sweep(
     if not (resume and folder.is_dir()):
         check_output(folder)
     statistics: dict[str, LinearStats] = {}
-    for name, each in zip(names, recipes, strict=True):
-        if resume and _finished(folder / name, each):
-            continue
-        workspace = Workspace(folder / f"{name}.partial", resume=resume, save_every=save_every)
-        result = quantize(
-            each.model,
-            each,
-            device=device,
-            dtype=dtype,
-            workspace=workspace,
-            statistics=statistics,
-            quiet=quiet,
-        )
-        save(result, folder / name)
-        workspace.remove()
-        del result
+    with progress.display(shown=not quiet):
+        for index, (name, each) in enumerate(zip(names, recipes, strict=True)):
+            if resume and _finished(folder / name, each):
+                continue
+            progress.begin(f"{name} ({index + 1} of {len(names)}), ", runs_left=len(names) - index - 1)
+            workspace = Workspace(folder / f"{name}.partial", resume=resume, save_every=save_every)
+            result = quantize(
+                each.model,
+                each,
+                device=device,
+                dtype=dtype,
+                workspace=workspace,
+                statistics=statistics,
+                quiet=quiet,
+            )
+            save(result, folder / name)
+            workspace.remove()
+            del result
     entries = sorted(
         compare_checkpoints([str(folder / name) for name in names]), key=lambda entry: entry.bytes
     )

@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from jaxtyping import Bool
 from torch import Tensor
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from requant import ranks
@@ -27,6 +26,7 @@ from requant.formats.packed_spec import PackedSpec
 from requant.formats.quantized_weight import pack, unpack
 from requant.models.devices import free_memory
 from requant.models.targets import SIBLINGS, QuantTarget
+from requant.progress import counted
 from requant.quantizers.registry import find_method
 from requant.run.context import RunContext, Weights
 from requant.run.stage_cache import load_weight, save_weight
@@ -54,24 +54,23 @@ def quantize_linears(
     }
     done: Weights = {name: weight for name, weight in found.items() if weight is not None}
     pending = [target for target in run.targets if target.name not in done]
-    own = len(ranks.owned(pending))
-    bar = tqdm(total=own, desc=label, unit="matrix", disable=run.quiet or not own)
+    own, left = (len(ranks.owned(targets)) for targets in (run.targets, pending))
     calibrate = sequential_calibration if sequential else parallel_calibration
-    for members, statistics in calibrate(run, pending, method.needs, done):
-        for target in ranks.owned(members):
-            device = target.parameter.device
-            masks = {} if detached is None else {"detached": detached[target.name].to(device)}
-            with run.stage("quantize"):
-                done[target.name] = method.quantize(
-                    run.original[target.name].to(device, torch.float32),
-                    statistics[target.name],
-                    run.config_of(target),
-                    **masks,
-                )
-            save_weight(run, "linear", keys[target.name], done[target.name], rank=target.rank)
-            bar.update()
-        done.update(shared_codes(members, done))
-    bar.close()
+    with counted(own, label=run.label(label), unit="matrices", done=own - left) as bar:
+        for members, statistics in calibrate(run, pending, method.needs, done):
+            for target in ranks.owned(members):
+                device = target.parameter.device
+                masks = {} if detached is None else {"detached": detached[target.name].to(device)}
+                with run.stage("quantize"):
+                    done[target.name] = method.quantize(
+                        run.original[target.name].to(device, torch.float32),
+                        statistics[target.name],
+                        run.config_of(target),
+                        **masks,
+                    )
+                save_weight(run, "linear", keys[target.name], done[target.name], rank=target.rank)
+                bar.update()
+            done.update(shared_codes(members, done))
     return {target.name: done[target.name] for target in run.targets}
 
 

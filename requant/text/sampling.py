@@ -8,10 +8,10 @@ seed on the same machine gives the same text whatever ran before.
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from requant.errors import NumericalError
+from requant.progress import tracked
 
 
 def sample_next(
@@ -63,7 +63,7 @@ def sample_documents(
     tokens = torch.full((batch_size, 1), start, device=model.device)
     finished = torch.zeros(batch_size, dtype=torch.bool, device=model.device)
     columns, cache = [], None
-    for _ in tqdm(range(max_tokens), desc="sampling text", unit="token", leave=False, disable=not progress):
+    for _ in tracked(range(max_tokens), label="sampling text" if progress else None, unit="tokens"):
         output = model(tokens, past_key_values=cache, use_cache=True)
         cache = output.past_key_values
         tokens = sample_next(output.logits[:, -1], top_p=top_p, generator=generator)

@@ -35,8 +35,7 @@ def test_the_main_job_on_the_demo_model(cli, tmp_path: Path, left_alone: tuple[s
     folder = tmp_path / "demo-lut-3bit"
     assert "perplexity" in out and "bits per weight, matrices" in out and "peak memory" in out
     assert "next: requant inspect demo-lut-3bit" in out
-    for stage in ("pre-quantize", "sensitivity", "temperature 1", "predicted by pqi", "measured by block"):
-        assert stage in error, "no progress bar"
+    assert "stage" not in error, "progress where there is no terminal to show it"
     names = {file.name for file in folder.iterdir()}
     assert names >= {
         "config.json",

@@ -131,7 +131,7 @@ def test_training_needs_memory_of_its_own(tiny_folder, tiny_text_file: Path) -> 
 
 
 def test_more_work_takes_longer(tiny_folder, tiny_text_file: Path, monkeypatch) -> None:
-    monkeypatch.setattr("requant.pipeline.plan._rate", lambda *_: 1e9)
+    monkeypatch.setattr("requant.pipeline.schedule._rate", lambda *_: 1e9)
     source = str(tiny_folder("llama"))
 
     def seconds(**changes) -> float:

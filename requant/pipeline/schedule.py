@@ -1,0 +1,139 @@
+"""The stages of a run in order, each with the seconds that it is expected to take.
+
+Floating-point operations over the rate of a short matrix product, and the method's time per weight. Where the GPUs are
+not here the rate is that of an H200. `progress.py` shows the stages of a run that is made, by these names: whatever
+`enter` is called with belongs here.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from requant.allocation.budget import has_budget
+from requant.allocation.predictors import MEASURED_TOKENS, PQI_TOKENS
+from requant.models.targets import QuantTarget
+from requant.pipeline.best import round_name, rounds_of
+from requant.pipeline.diagnosis import MATRIX_TOKENS_ON_CPU, MATRIX_WEIGHTS_ON_CPU
+from requant.pipeline.prepare import DIAGNOSED_TOKENS, Outline, Prepared
+from requant.progress import Stage
+from requant.quantizers.registry import find_method
+from requant.recipe.schema import Recipe
+from requant.sensitivity.pqi import NODES
+
+# operations a second of whole passes on an H200 in bfloat16: 6 * 1.24e9 parameters * 16384 tokens in the 0.29 s of a
+# training step of the 1B shape (docs/results.md)
+H200_RATE = 4.2e14
+FRACTION_OF_PEAK = 0.35  # of a plain matrix product's rate, as whole passes through small models reach it
+FORWARDS = {"original": 1, "quantized": 2, "corrected": 7}  # whole passes, for the Hessians of all matrices
+
+
+def expected_stages(prepared: Prepared | Outline, recipe: Recipe, device: str) -> list[Stage]:
+    """The stages of a run on devices of a type; loading and writing files are not counted."""
+    return list(_stages(prepared, recipe, device))
+
+
+def expected_seconds(prepared: Prepared | Outline, recipe: Recipe, device: str) -> float:
+    """Wall time of a run on devices of a type."""
+    return sum(stage.seconds for stage in _stages(prepared, recipe, device))
+
+
+def _stages(prepared: Prepared | Outline, recipe: Recipe, device: str) -> Iterator[Stage]:
+    parameters = sum(p.numel() for p in prepared.model.parameters())
+    rate = _rate(next(prepared.model.parameters()).dtype, device) * count_gpus(prepared)
+    method, nodes = find_method(recipe.method), len(NODES[recipe.sensitivity.nodes])
+    windows, steps = prepared.windows.numel(), recipe.finetune.steps
+
+    def forward(tokens: int) -> float:
+        return 2 * parameters * tokens / rate
+
+    def backward(tokens: int) -> float:
+        return 3 * forward(tokens)
+
+    def codes(targets: Sequence[QuantTarget]) -> float:
+        weights = of_fullest_rank(targets, lambda target: target.size)
+        return weights * method.seconds_per_weight[device]
+
+    gradients = len(method.needs & {"fisher", "output_hessian"}) * backward(windows)
+    inputs = len(method.needs & {"hessian"}) * FORWARDS[recipe.calibration.inputs] * forward(windows)
+    statistics = gradients + inputs
+    scored = backward(windows) * (nodes if recipe.sensitivity.score == "pqi" else 1)
+    all_codes = codes(prepared.targets)
+    collected = 0.0  # of the statistics: seconds that the codes will not have to wait for
+    if has_budget(recipe):
+        predictor = {
+            "curvature": 0.0,
+            "measured": all_codes + len(prepared.targets) * forward(MEASURED_TOKENS),
+        }
+        predictor["pqi"] = all_codes + nodes * backward(min(windows, PQI_TOKENS))
+        more = predictor[recipe.budget.predictor]
+        yield Stage(name="allocation", kind="statistics", seconds=statistics + more, bars=0)
+        collected = statistics
+    step = min(recipe.finetune.tokens_per_step, prepared.train_windows.numel())
+    training = steps * backward(step) * 4 / 3
+    if recipe.mode == "best" and steps:
+        rounds = rounds_of(prepared.targets)
+        for index, members in enumerate(rounds):
+            name = round_name(index, len(rounds))
+            seconds = codes(members) + (statistics if index else statistics - collected)
+            yield Stage(name=f"{name}, codes", kind="codes", seconds=seconds)
+            if index + 1 < len(rounds):
+                yield Stage(name=f"{name}, training", kind="training", seconds=training)
+    else:
+        yield Stage(name="codes", kind="codes", seconds=statistics - collected + all_codes)
+    if recipe.mode == "paper" and recipe.detach.outlier_fraction:
+        adaptive = recipe.detach.outlier_rule == "adaptive"
+        again = all_codes + (inputs if recipe.calibration.inputs != "original" else 0.0)
+        trials = len(recipe.detach.temperatures) * (again + forward(windows))
+        yield Stage(name="outliers", kind="outliers", seconds=scored + trials if adaptive else 0.0, bars=0)
+        yield Stage(name="codes again", kind="codes", seconds=0.0 if adaptive else again)
+    if recipe.mode == "paper" and recipe.detach.significant_fraction:
+        bars = recipe.detach.steps * (nodes if recipe.sensitivity.score == "pqi" else 1)
+        yield Stage(
+            name="significant weights", kind="scores", seconds=recipe.detach.steps * scored, bars=bars
+        )
+    if recipe.mode == "sparse" and steps:
+        yield Stage(name="recovery", kind="training", seconds=training)
+    yield Stage(name="embedding and head", kind="tables", seconds=0.0, bars=0)
+    if recipe.mode != "sparse" and steps:
+        yield Stage(name="fine-tuning", kind="training", seconds=training)
+    diagnosed = min(windows, DIAGNOSED_TOKENS)
+    by_matrix = 0.0
+    if device == "cuda":
+        by_matrix = len(prepared.targets) * forward(diagnosed)
+    elif sum(target.size for target in prepared.targets) <= MATRIX_WEIGHTS_ON_CPU:
+        by_matrix = len(prepared.targets) * forward(min(windows, MATRIX_TOKENS_ON_CPU))
+    blocks = len({target.block for target in prepared.targets})
+    passes = (2 + nodes) * backward(diagnosed) + (2 + blocks) * forward(diagnosed)
+    yield Stage(name="diagnosis", kind="diagnosis", seconds=passes + by_matrix, bars=0)
+    yield Stage(name="evaluation", kind="evaluation", seconds=2 * forward(prepared.eval_windows.numel()))
+    yield Stage(name="samples", kind="samples", seconds=0.0, bars=0)
+
+
+def count_gpus(prepared: Prepared | Outline) -> int:
+    return 1 + max(target.rank for target in prepared.targets)
+
+
+def of_fullest_rank(targets: Sequence[QuantTarget], size: Callable[[QuantTarget], int]) -> int:
+    """The sum of `size` over the matrices of the rank that has most."""
+    sums: Counter[int] = Counter()
+    for target in targets:
+        sums[target.rank] += size(target)
+    return max(sums.values())
+
+
+def _rate(dtype: torch.dtype, device: str) -> float:
+    """Floating-point operations a second of whole passes, from those of a square matrix product."""
+    if device == "cuda" and not torch.cuda.is_available():
+        return H200_RATE
+    size = 4096 if device == "cuda" else 768
+    a = torch.randn(size, size, device=device, dtype=dtype)
+    torch.mm(a, a)
+    runs, start = 0, time.perf_counter()
+    while time.perf_counter() - start < 0.1:
+        torch.mm(a, a)
+        runs += 1
+        if device == "cuda":
+            torch.cuda.synchronize()
+    return FRACTION_OF_PEAK * 2 * size**3 * runs / (time.perf_counter() - start)
