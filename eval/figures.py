@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 
 from eval.curve_tables import of_mode_best
 from eval.markdown import PEERS, RESULTS, ROOT, read
+from eval.sparsity_tables import products_by_shape
 from eval.tables import NODE_NAMES, PAPER_ERRORS, widths_of
 from requant.report.plots import BAR, MARKERS, STYLE
 
@@ -78,6 +79,50 @@ def curve(results: Path) -> Points:
         label = "QTIP (best peer)" if row["label"] == "QTIP-3INST" else "other peers"
         found.setdefault(label, []).append((row["bits_per_weight"], row["kl"]))
     return {label: sorted(points) for label, points in found.items() if points}
+
+
+def sparsity(results: Path) -> Points:
+    """Real bits and KL on bench-32m: 2:4 by one shot and after training, and mode `best`."""
+    rows = read(results, "sparsity-bench-32m").get("rows", [])
+    found: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        label = "2:4, trained" if row["training_tokens"] else "2:4, one shot"
+        found.setdefault(label, []).append((row["bits_per_weight"], row["kl"]))
+    plain = curve(results).get("mode best", []) if rows else []
+    return {label: sorted(line) for label, line in {**found, "plain codes, mode best": plain}.items() if line}
+
+
+def sparse_products(results: Path) -> Points:
+    """Tokens and time of dense bfloat16 over that of the best 2:4 product, by shape."""
+    return {
+        shape: [(row["tokens"], row["ratio"]) for row in rows if "ratio" in row]
+        for shape, rows in products_by_shape(results).items()
+    }
+
+
+def draw_sparsity(points: Points, figure: Figure) -> None:
+    axes = figure.add_subplot()
+    looks = {"2:4, one shot": ("x", GREY), "2:4, trained": ("s", OTHER),
+             "plain codes, mode best": ("o-", MARKERS["pqi"][2])}  # fmt: skip
+    for label, (marker, color) in looks.items():
+        if label in points:
+            axes.plot(*zip(*points[label], strict=True), marker, color=color, label=label, markersize=6)
+    axes.set_yscale("log")
+    axes.set_xlabel("real bits a weight, metadata in hardware order")
+    axes.set_ylabel("KL to the original, nats")
+    figure.legend(loc="outside upper left", ncols=3, frameon=False)
+
+
+def draw_sparse_products(points: Points, figure: Figure) -> None:
+    axes = figure.add_subplot()
+    axes.axhline(1, color=GREY, linewidth=0.8, linestyle="--")
+    colors = (MARKERS["pqi"][2], OTHER, MARKERS["gradient"][2], GREY)
+    for index, (shape, line) in enumerate(points.items()):
+        axes.plot(*zip(*line, strict=True), "o-", color=colors[index % 4], label=shape, markersize=5)
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("tokens")
+    axes.set_ylabel("dense time / 2:4 time")
+    figure.legend(loc="outside upper left", ncols=4, frameon=False)
 
 
 def draw_curve(points: Points, figure: Figure) -> None:
@@ -150,6 +195,8 @@ DRAWN: dict[str, tuple[Callable[[Path], Points], Callable[[Points, Figure], None
     "totals": (totals, draw_totals),
     "blocks": (blocks, draw_blocks),
     "nodes": (nodes, draw_nodes),
+    "sparsity": (sparsity, draw_sparsity),
+    "sparse-products": (sparse_products, draw_sparse_products),
 }
 
 

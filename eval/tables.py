@@ -21,6 +21,12 @@ from eval.curve_tables import (
     quality_table,
 )
 from eval.markdown import PEERS, RESULTS, ROOT, markdown, read
+from eval.sparsity_tables import (
+    pretraining_table,
+    products_table,
+    sparsity_ablation_table,
+    sparsity_table,
+)
 from requant.recipe.reference import recipe_keys
 
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -328,42 +334,6 @@ def decoding_table(results: Path) -> str:
     return markdown(columns, rows)
 
 
-def sparsity_table(results: Path, model: str) -> str:
-    """2:4 by method and by recovery."""
-    found = read(results, f"sparsity-{model}").get("rows", [])
-    rows = [
-        [
-            row["label"],
-            f"{row['bits_per_weight']:.3f}",
-            f"{row['training_tokens']:,}" if row["training_tokens"] else "",
-            f"{row['perplexity']:.2f}",
-            f"{row['kl']:.3f}",
-            f"{row['second']['kl']:.3f}",
-            f"{row['flip_rates'][-1]:.4f}" if row["flip_rates"] else "",
-        ]
-        for row in found
-    ]
-    columns = ["method", "bits", "tokens trained", "perplexity", "KL", "KL on C4", "last flip rate"]
-    return markdown(columns, rows)
-
-
-def sparsity_ablation_table(results: Path) -> str:
-    """Masks that move against fixed ones, and distillation against the text alone."""
-    rows = {row["label"]: row for row in read(results, "sparsity-bench-32m").get("rows", [])}
-    losses = {"KL to the original": "", "cross-entropy of the text": ", not distilled"}
-    columns = {"fixed masks": "magnitude, fixed", "adaptive masks (AST)": "magnitude, ast"}
-    if not all(base + suffix in rows for base in columns.values() for suffix in losses.values()):
-        return ""
-
-    def cell(row: Mapping[str, Any]) -> str:
-        return f"{row['kl']:.3f} ({row['second']['kl']:.3f})"
-
-    lines = [
-        [loss, *(cell(rows[base + suffix]) for base in columns.values())] for loss, suffix in losses.items()
-    ]
-    return markdown(["trained on", *columns], lines)
-
-
 def _seconds(found: Mapping[str, Any]) -> str:
     return f"{found.get('wall_seconds', found.get('seconds')):.0f} s"
 
@@ -410,6 +380,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "sparsity-demo": lambda results: sparsity_table(results, "demo-4m"),
     "sparsity-bench": lambda results: sparsity_table(results, "bench-32m"),
     "sparsity-ablation": sparsity_ablation_table,
+    "sparse-pretraining": pretraining_table,
+    "sparse-products": products_table,
     "trellis-codes": trellis_codes_table,
 }
 

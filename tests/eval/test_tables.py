@@ -79,5 +79,36 @@ def test_the_ablation_crosses_masks_with_losses(tmp_path: Path) -> None:
     assert TABLES["sparsity-ablation"](tmp_path) == ""
 
 
+def test_training_from_scratch_stands_beside_dense(tmp_path: Path) -> None:
+    losses = {"dense": (3.0, 3.2), "s-ste": (3.1, 3.5)}
+    rows = [
+        {
+            "label": label,
+            "seed": seed,
+            "val_loss": loss,
+            "flip_rates": [0.1 if label == "dense" else 0.05] * 2,
+        }
+        for label, both in losses.items()
+        for seed, loss in enumerate(both)
+    ]
+    write(tmp_path, "sparse-pretraining", {"rows": rows})
+    lines = TABLES["sparse-pretraining"](tmp_path).splitlines()
+    assert lines[2:] == [
+        "| dense | 3.1000 | 3.0000 to 3.2000 | +0.0000 | 1.00 |",
+        "| s-ste | 3.3000 | 3.1000 to 3.5000 | +0.2000 | 0.50 |",
+    ]
+
+
+def test_products_are_listed_by_shape_and_tokens(tmp_path: Path) -> None:
+    row = {"n": 8, "k": 16, "tokens": 64, "ratio": 0.9, "ratio_default": 0.8}
+    rows = [row, {**row, "tokens": 8, "failed": {}, "ratio": 0.5}, {"n": 32, "k": 16, "tokens": 64}]
+    del rows[1]["ratio_default"]
+    write(tmp_path, "semi-structured-h100", {"rows": rows})
+    lines = TABLES["sparse-products"](tmp_path).splitlines()
+    assert lines[0] == "| out x in | 8 | 64 |"
+    assert lines[2:4] == ["| 8 x 16 | 0.50 | 0.80, 0.90 |", "| 32 x 16 |  |  |"]
+    assert lines[-1].endswith("(figures/sparse-products.svg)")
+
+
 def test_markdown() -> None:
     assert markdown(["a", "b"], [["1", "2"]]) == "| a | b |\n| --- | --- |\n| 1 | 2 |"
