@@ -118,15 +118,19 @@ def test_the_dense_end(keep_sparse: bool) -> None:
     assert torch.allclose(model(x), sparse, atol=1e-6) == keep_sparse
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("method", METHODS)
-def test_a_network_learns(method: str) -> None:
-    model = Network()
+def test_a_network_learns(method: str, device: str) -> None:
+    """On a GPU under autocast."""
+    model = Network().to(device)
     training = sparsify_(model, method, mvue=True, mask_every=2)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    x, target = inputs(64, 16), inputs(64, 16).roll(1, 1)
-    losses = []
+    x = inputs(64, 16).to(device)
+    target, losses = x.roll(1, 1), []
     for _ in range(150):
-        loss = (model(x) - target).square().mean()
+        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=device == "cuda"):
+            y = model(x)
+        loss = (y - target).square().mean()
         loss.backward()
         training.step()
         optimizer.step()

@@ -13,10 +13,11 @@ VALUES = torch.tensor(
 )
 
 
-def test_it_is_unbiased_and_keeps_two_of_four() -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_it_is_unbiased_and_keeps_two_of_four(device: str) -> None:
     """The mean of 20000 draws is within four standard errors of the values."""
-    draws = 20_000
-    many = prune_unbiased(VALUES.repeat(draws, 1), torch.Generator().manual_seed(0)).view(draws, 4, 4)
+    draws, generator = 20_000, torch.Generator(device).manual_seed(0)
+    many = prune_unbiased(VALUES.to(device).repeat(draws, 1), generator).cpu().view(draws, 4, 4)
     assert ((many != 0).sum(-1) <= 2).all()
     error = many.mean(0) - VALUES
     assert (error.abs() <= 4 * many.std(0) / draws**0.5 + 1e-6 * VALUES.abs()).all()

@@ -1,0 +1,39 @@
+"""`eval.sparse_pretraining` trains every row once, the same twice, and goes on where it stopped."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from eval import sparse_pretraining
+from eval.common import CALIBRATION
+
+
+@pytest.fixture
+def study(tiny_folder, tiny_text_file: Path, tmp_path: Path):
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / CALIBRATION).write_text(tiny_text_file.read_text())
+
+    def run(out: str, **options: Any) -> list[dict[str, Any]]:
+        given: dict[str, Any] = {"steps": 12, "windows_per_step": 4, "seq_len": 32, "hidden": 32, "blocks": 1}
+        given |= {"seeds": 1, "device": "cpu", **options}
+        sparse_pretraining.main(model=tiny_folder("llama"), data=data, out=tmp_path / out, **given)
+        return json.loads((tmp_path / out / "sparse-pretraining.json").read_text())["rows"]
+
+    return run
+
+
+def test_rows_are_trained_once_and_alike(study) -> None:
+    rows = study("one", only=["dense", "transposable*"])
+    assert [row["label"] for row in rows] == ["dense", "transposable, MVUE, dense end"]
+    more = study("one", only=["dense", "s-ste"], seeds=2)
+    assert more[:2] == rows  # seconds too: they were not trained again
+    assert [(row["label"], row["seed"]) for row in more[2:]] == [("s-ste", 0), ("dense", 1), ("s-ste", 1)]
+    assert len({row["val_loss"] for row in more}) == 5 and all(row["val_loss"] < 6 for row in more)
+    again = study("two", only=["s-ste"])
+    assert again[0]["val_loss"] == more[2]["val_loss"] and again[0]["flip_rates"] == more[2]["flip_rates"]
+    with pytest.raises(typer.BadParameter, match="has other settings: delete it, or give another --out"):
+        study("one", steps=13)
