@@ -49,7 +49,7 @@ KERNELS = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", KERNELS)
 def test_compiled_for_hopper_nothing_spills_and_groups_stay_in_their_thread(name: str, dtype: str) -> None:
     kernel, constants = KERNELS[name]
