@@ -94,6 +94,16 @@ def parse_yaml(text: str) -> Any:
     return yaml.safe_load(text)
 
 
+def front_matter(folder: Path) -> dict[str, Any]:
+    """The metadata at the head of a model card, README.md in `folder`; empty where there is none that can be read."""
+    try:
+        text = read_small_file(folder / "README.md").decode()
+        found = parse_yaml(text.removeprefix("---\n").split("\n---\n")[0]) if text.startswith("---\n") else {}
+    except (FileError, OSError, ValueError, yaml.YAMLError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def _check_events(events: Iterable[yaml.Event]) -> None:
     depth = 0
     for event in events:

@@ -89,6 +89,14 @@ def quantize(
     output: Annotated[
         Path | None, typer.Option(help="Folder to write. [./MODEL-METHOD-BITSbit]", rich_help_panel=RUN)
     ] = None,
+    push_to: Annotated[
+        str | None,
+        typer.Option(
+            "--push-to-hub",
+            help="OWNER/NAME of the hub's repository that gets the checkpoint too; made private if it is new.",
+            rich_help_panel=RUN,
+        ),
+    ] = None,
     device: Device = "auto",
     gpus: Annotated[
         int | None,
@@ -155,6 +163,10 @@ def quantize(
             print(json.dumps(said, indent=2) if as_json else "\n".join(lines))
             return
         check_output(folder)
+        if push_to is not None:
+            from requant.integrations.hub import check_hub, push_to_hub
+
+            check_hub(push_to)
         if ran_on(gpus, device):
             return
         workspace = Workspace(
@@ -174,6 +186,8 @@ def quantize(
         print(json.dumps(numbers, indent=2) if as_json else table(result_rows(numbers)))
         for warning in numbers["warnings"]:
             print(f"warning: {warning}", file=sys.stderr)
+        if push_to is not None:
+            print(f"pushed to {push_to_hub(folder, push_to)}", file=sys.stderr)
         if not (as_json or quiet):
             print(f"next: {next_commands(folder, target)}")
 

@@ -11,9 +11,8 @@ import yaml
 
 from requant.checkpoint.save import COPIED_FOLDERS, NOT_COPIED
 from requant.checkpoint.writer import write_bytes
-from requant.errors import FileError
 from requant.exporters.source import Source
-from requant.files import parse_yaml, read_small_file
+from requant.files import front_matter
 
 OURS = ("readme.md", "report.html", "report.json")  # they describe the checkpoint, not its export
 LOADING = {
@@ -78,12 +77,7 @@ def write_card(source: Source, target: str, folder: Path, *, name: str) -> None:
 
 def _base_model(checkpoint: Path) -> str | None:
     """The base model that the checkpoint's own card names."""
-    try:
-        text = read_small_file(checkpoint / "README.md").decode()
-        front = parse_yaml(text.removeprefix("---\n").split("\n---\n")[0])
-        base = front["base_model"]
-    except (FileError, OSError, ValueError, yaml.YAMLError, KeyError, TypeError, RecursionError):
-        return None
+    base = front_matter(checkpoint).get("base_model")
     return base if isinstance(base, str) else None
 
 

@@ -42,7 +42,16 @@ ALIASES: dict[str, str] = {
 DEMO = Path(__file__).parents[1] / "data" / "demo"
 DTYPES = ("float32", "bfloat16", "float16")
 WEIGHT_FILES = "model*.safetensors"  # as transformers names them; other files may hold the same weights again
-HUB_FILES = (WEIGHT_FILES, "*.json", "*.jinja", "tokenizer*", "*.model", "merges.txt", "vocab.txt")
+HUB_FILES = (
+    WEIGHT_FILES,
+    "README.md",
+    "*.json",
+    "*.jinja",
+    "tokenizer*",
+    "*.model",
+    "merges.txt",
+    "vocab.txt",
+)
 
 
 def load_model(source: str, *, device: str, dtype: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -116,6 +116,8 @@ class RunSummary:
     samples: Sequence[Sample] = ()
     flip_rates: Sequence[float] = ()  # of 2:4 masks, by update
     verdict: SparseVerdict | None = None  # of a 2:4 run
+    # licence and languages by the original's model card
+    terms: Mapping[str, str | list[str]] = field(default_factory=dict)
 
     @property
     def spending(self) -> dict[str, int]:
@@ -220,6 +222,7 @@ def model_card(summary: RunSummary) -> str:
     front: dict[str, object] = {"library_name": "requant", "pipeline_tag": "text-generation"}
     if summary.base_model is not None:
         front |= {"base_model": summary.base_model, "base_model_relation": "quantized"}
+    front |= summary.terms
     front["tags"] = ["requant", "quantized", f"{summary.bits:g}-bit", summary.method]
     command = [
         "requant",

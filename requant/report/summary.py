@@ -9,6 +9,7 @@ from requant.allocation.embedding_and_head import embedding_and_head_of
 from requant.checkpoint.save import checkpoint_bytes
 from requant.checkpoint.sizes import ByteTable, MatrixBytes, byte_table, matrix_parts
 from requant.display import format_bytes, format_seconds
+from requant.files import front_matter
 from requant.formats.quantized_weight import spec_of
 from requant.models.loading import ALIASES
 from requant.pipeline.prepare import bytes_before
@@ -41,6 +42,7 @@ def run_summary(result: QuantizedModel, output: Path) -> RunSummary:
     summary = RunSummary(
         model=result.recipe.model,
         base_model=_hub_name(result.recipe.model),
+        terms=_terms(prepared.source),
         checkpoint=output.name,
         version=VERSION,
         method=result.recipe.method,
@@ -261,6 +263,21 @@ def _hub_name(model: str) -> str | None:
     if Path(model).exists():
         return None
     return ALIASES.get(model, model if "/" in model else None)
+
+
+def _terms(source: Path | None) -> dict[str, Any]:
+    """Licence and languages that the original's model card names: they hold for the quantized model too."""
+    found = {} if source is None else front_matter(source)
+
+    def short(value: object) -> bool:
+        return isinstance(value, str) and len(value) <= 200
+
+    given = {key: found.get(key) for key in ("license", "license_name", "license_link", "language")}
+    return {
+        key: value
+        for key, value in given.items()
+        if short(value) or (isinstance(value, list) and all(map(short, value)))
+    }
 
 
 def _device_name(result: QuantizedModel) -> str:
