@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from requant_kernels.sparsity.products import RULE_SIZE
+
 from requant import progress
 from requant.allocation.budget import allocate_bits, packed_spec
 from requant.formats.semi_structured import FLOAT16_BITS
@@ -50,13 +52,14 @@ class SparseVerdict:
     dense_bytes: int
     kl: float
     value_bits: int
+    large_fraction: float  # of the weights, in matrices that sparse products are known to speed up
     codes: PlainCodes
 
     def rows(self) -> list[dict[str, object]]:
         """The table that is printed."""
         codes = self.codes
         kl = f"{codes.predicted:.4f} (predicted)" if codes.kl is None else f"{codes.kl:.4f}"
-        sparse_rate = f"{SPARSE_SPEED} by cuSPARSELt" if self._has_products else "1"
+        sparse_rate = f"{SPARSE_SPEED} by cuSPARSELt" if self._why_not is None else "1"
         rows: Mapping[str, tuple[object, object]] = {
             "bits per weight": (f"{self.bits:.3f}", f"{codes.bits:.3f}"),
             "bytes of the matrices": (f"{self.bytes:,}", f"{codes.bytes:,}"),
@@ -84,23 +87,29 @@ class SparseVerdict:
                 f"Memory and single streams: take 2:4; its KL is {self.kl:.4f}, that of plain codes of the same bytes "
                 f"{theirs:.4f} ({how})."
             )
-        if self._has_products:
+        if self._why_not is None:
+            share = "" if self.large_fraction == 1 else f" for {self.large_fraction:.0%} of the weights"
             batches = (
                 "Prefill and large batches: take 2:4 only where its products run (in requant on Ampere to Hopper, by "
-                f"cuSPARSELt), at {SPARSE_SPEED} times the speed of dense bfloat16, and where a KL of {self.kl:.4f} is "
-                "acceptable, else dense FP8."
+                f"cuSPARSELt), at {SPARSE_SPEED} times the speed of dense bfloat16{share}, and where a KL of {self.kl:.4f} "
+                "is acceptable, else dense FP8."
             )
         else:
             winner = "plain codes" if theirs < self.kl else "2:4"
             batches = (
-                f"Prefill and large batches: take {winner}; no kernel here multiplies 2:4 values of {self.value_bits} bits "
-                "at the sparse rate, so both run at the speed of dense weights."
+                f"Prefill and large batches: take {winner}; {self._why_not}, "
+                "so both run at the speed of dense weights."
             )
         return [streams, batches]
 
     @property
-    def _has_products(self) -> bool:
-        return self.value_bits == FLOAT16_BITS
+    def _why_not(self) -> str | None:
+        """Why no product of these matrices is sparse; None where some are."""
+        if self.value_bits != FLOAT16_BITS:
+            return f"no kernel here multiplies 2:4 values of {self.value_bits} bits at the sparse rate"
+        if self.large_fraction == 0:
+            return f"sparse products are known to be faster from {RULE_SIZE} rows and columns on only"
+        return None
 
 
 def plain_codes(
@@ -161,7 +170,9 @@ def sparse_bytes(prepared: Prepared, recipe: Recipe) -> int:
 def sparse_verdict(result: QuantizedModel, codes: PlainCodes) -> SparseVerdict:
     """The 2:4 run beside the plain codes of its bytes."""
     stored = sparse_bytes(result.prepared, result.recipe)
-    weights = sum(target.size for target in result.prepared.targets)
+    targets = result.prepared.targets
+    weights = sum(target.size for target in targets)
+    large = sum(target.size for target in targets if min(target.shape) >= RULE_SIZE)
     assert result.after.mean_kl is not None
     return SparseVerdict(
         bits=8 * stored / weights,
@@ -169,5 +180,6 @@ def sparse_verdict(result: QuantizedModel, codes: PlainCodes) -> SparseVerdict:
         dense_bytes=2 * weights,
         kl=result.after.mean_kl,
         value_bits=result.recipe.quantizer.bits,
+        large_fraction=large / weights,
         codes=codes,
     )

@@ -129,9 +129,11 @@ def test_quantize_points_to_sparsify(cli) -> None:
     assert code == 2 and "mode sparse do not go together" in error
 
 
-def verdict(*, bits: int, kl: float, theirs: float, measured: bool) -> SparseVerdict:
+def verdict(*, bits: int, kl: float, theirs: float, measured: bool, large: float = 1.0) -> SparseVerdict:
     codes = PlainCodes(budget=3.0, bits=3.0, bytes=300, predicted=theirs, kl=theirs if measured else None)
-    return SparseVerdict(bits=3.0, bytes=300, dense_bytes=1600, kl=kl, value_bits=bits, codes=codes)
+    return SparseVerdict(
+        bits=3.0, bytes=300, dense_bytes=1600, kl=kl, value_bits=bits, large_fraction=large, codes=codes
+    )
 
 
 def test_the_verdict_follows_the_numbers() -> None:
@@ -141,5 +143,13 @@ def test_the_verdict_follows_the_numbers() -> None:
     streams, batches = verdict(bits=16, kl=0.1, theirs=0.5, measured=True).sentences()
     assert "take 2:4; its KL is 0.1000" in streams and "0.5000 (measured)" in streams
     assert "take 2:4 only where its products run (in requant on Ampere to Hopper" in batches
+    assert "bfloat16, and" in batches
+    _, batches = verdict(bits=16, kl=0.1, theirs=0.5, measured=True, large=0.83).sentences()
+    assert "times the speed of dense bfloat16 for 83% of the weights, and" in batches
+    _, batches = verdict(bits=16, kl=0.5, theirs=0.1, measured=True, large=0.0).sentences()
+    assert (
+        "take plain codes; sparse products are known to be faster from 4096 rows and columns on only"
+        in batches
+    )
     rows = {row[""]: row for row in verdict(bits=16, kl=0.1, theirs=0.5, measured=True).rows()}
     assert rows["speed of one stream by its bytes, dense 16 bits = 1"]["2:4"] == "5.33"
