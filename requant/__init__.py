@@ -8,7 +8,7 @@ model = requant.load("demo-3bit")
 
 from typing import TYPE_CHECKING, Any
 
-from requant.integrations import register_with_transformers
+from requant.integrations import register_integrations
 from requant.version import VERSION
 
 __version__ = VERSION
@@ -52,7 +52,7 @@ __all__ = [
     "__version__",
 ]
 
-register_with_transformers()
+register_integrations()
 
 
 def __getattr__(name: str) -> Any:

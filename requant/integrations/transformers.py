@@ -300,3 +300,6 @@ def module_names(model: Any, names: Iterable[str], state: Mapping[str, Any]) -> 
 def _ignored(model: Any, kind: str, name: str) -> bool:
     patterns = getattr(model, f"_keys_to_ignore_on_load_{kind}", None) or ()
     return any(re.search(pattern, name) for pattern in patterns)
+
+
+register()

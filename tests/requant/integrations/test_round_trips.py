@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import requant
 from requant.checkpoint.validate import read_header
-from requant.errors import CheckpointError
+from requant.errors import CheckpointError, RequantError
 from requant.inference.quant_linear import QuantLinear
 from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Calibration, Detach, Evaluation, Recipe
@@ -87,7 +87,6 @@ def test_generate_with_and_without_a_cache(saved) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")  # PEFT asks for it, transformers renamed it
-@pytest.mark.filterwarnings("ignore:Unsupported layer type")  # PEFT of every layer class but its own list
 def test_adapters_train_over_frozen_codes(saved, tmp_path: Path) -> None:
     """PEFT adapts quantized layers; steps move the adapters and nothing else, and they save alone."""
     peft = pytest.importorskip("peft")
@@ -95,7 +94,6 @@ def test_adapters_train_over_frozen_codes(saved, tmp_path: Path) -> None:
     base = AutoModelForCausalLM.from_pretrained(path)
     codes = {name: buffer.clone() for name, buffer in base.named_buffers()}
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
-    config._register_custom_module({QuantLinear: peft.tuners.lora.Linear})
     model = peft.get_peft_model(base, config)
     assert isinstance(model.base_model.model.model.layers[0].mlp.down_proj.base_layer, QuantLinear)
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -112,12 +110,46 @@ def test_adapters_train_over_frozen_codes(saved, tmp_path: Path) -> None:
     assert all(torch.equal(now[name], buffer) for name, buffer in codes.items())
     model.save_pretrained(tmp_path / "adapter")
     assert not list((tmp_path / "adapter").glob("model*.safetensors"))
-    fresh = AutoModelForCausalLM.from_pretrained(path)
-    again = peft.get_peft_model(fresh, config)
-    peft.set_peft_model_state_dict(
-        again, peft.load_peft_weights(tmp_path / "adapter", device="cpu"), adapter_name="default"
-    )
+    again = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(path), tmp_path / "adapter")
     assert again(IDS, labels=IDS).loss.item() == pytest.approx(loss, abs=1e-5)
+    floats = AutoModelForCausalLM.from_pretrained(path).dequantize()
+    merged = peft.PeftModel.from_pretrained(floats, tmp_path / "adapter").merge_and_unload()
+    assert merged(IDS, labels=IDS).loss.item() == pytest.approx(loss, abs=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")
+def test_what_adapters_of_quantized_layers_cannot(saved) -> None:
+    peft = pytest.importorskip("peft")
+    options = {"r": 2, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+    base = AutoModelForCausalLM.from_pretrained(saved("kmeans", "llama"))
+    expected = logits(base)
+    model = peft.get_peft_model(base, peft.LoraConfig(**options))
+    for merge in (model.merge_and_unload, model.merge_adapter):
+        with pytest.raises(RequantError, match="cannot be merged into quantized layers"):
+            merge()
+    assert torch.equal(logits(model.unload()), expected)
+    for option in ({"use_dora": True}, {"init_lora_weights": "pissa"}):
+        base = AutoModelForCausalLM.from_pretrained(saved("kmeans", "llama"))
+        with pytest.raises(RequantError, match=f"{next(iter(option))}.* needs the weights as floats"):
+            peft.get_peft_model(base, peft.LoraConfig(**options, **option))
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "requant.integrations.transformers", "requant.integrations.peft", "peft, requant", "requant, peft",
+        "transformers.quantizers, requant",
+    ],
+)  # fmt: skip
+def test_any_order_of_imports_registers(imports: str) -> None:
+    program = (
+        f"import {imports}\nimport peft, transformers.quantizers.auto as auto\n"
+        "from requant.inference.quant_linear import QuantLinear\n"
+        "assert 'requant' in auto.AUTO_QUANTIZER_MAPPING\n"
+        "assert QuantLinear in peft.LoraConfig()._custom_modules\n"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
 
 
 def test_without_requant_transformers_stops(saved) -> None:
