@@ -71,28 +71,6 @@ def quality_table(results: Path) -> str:
     return markdown(columns, rows)
 
 
-def quality_summary_table(results: Path) -> str:
-    """Mode `best` at whole budgets from 2 to 4 bits, first seed, beside the original and the best peer."""
-    found = read(results, "quality-bench-32m")
-    rows = []
-    for row in of_mode_best(found.get("rows", [])):
-        if row["seed"] == 0 and row["bits"] in (2, 2.5, 3, 4):
-            peer, mark = best_peer(row["bits_per_weight"])
-            rows.append(
-                [
-                    f"`--bits {row['bits']:g}`",
-                    f"{row['bits_per_weight']:.3f}",
-                    f"{row['perplexity']:.2f}",
-                    f"{row['kl']:.4f}",
-                    f"{mark}{peer:.4f}",
-                ]
-            )
-    rows.sort(key=lambda row: row[1])
-    if rows:
-        rows.insert(0, ["original", "16", f"{found['original']['perplexity']:.2f}", "0", ""])
-    return markdown(["", "bits per weight", "perplexity", "KL to the original", "best peer's KL"], rows)
-
-
 def own_codes_table(results: Path, model: str) -> str:
     """The same on a model for which there are no peers' figures: beside our own codes without training."""
     found = read(results, f"quality-{model}").get("rows", [])

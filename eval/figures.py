@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 
 from eval.curve_tables import of_mode_best
 from eval.markdown import PEERS, RESULTS, ROOT, read
+from eval.pareto import OURS, PEER, gathered
 from eval.sparsity_tables import products_by_shape
 from eval.tables import NODE_NAMES, PAPER_ERRORS, widths_of
 from requant.report.plots import BAR, MARKERS, STYLE
@@ -138,6 +139,36 @@ def draw_curve(points: Points, figure: Figure) -> None:
     figure.legend(loc="outside upper left", ncols=4, frameon=False)
 
 
+def draw_pareto(points: Points, figure: Figure) -> None:
+    """The front of each program is a line, which joins its files that no other of its own dominates."""
+    axes = figure.add_subplot()
+    for program, marker, color in ((PEER, "x", GREY), (OURS, "o", MARKERS["pqi"][2])):
+        rows = sorted(points[program], key=lambda row: row["megabytes"])
+        front = [row for i, row in enumerate(rows) if row["kl"] < min([r["kl"] for r in rows[:i]], default=9)]
+        axes.plot(
+            [row["megabytes"] for row in rows],
+            [row["kl"] for row in rows],
+            marker,
+            color=color,
+            label=program,
+        )
+        axes.plot(
+            [row["megabytes"] for row in front], [row["kl"] for row in front], "-", color=color, linewidth=0.8
+        )
+        for row in rows:
+            speed = "" if row["tokens_per_s"] is None else f"\n{row['tokens_per_s']:.0f} tokens/s at 8B"
+            below = program == OURS
+            axes.annotate(row["label"] + speed, (row["megabytes"], row["kl"]), xytext=(0, -6 if below else 5),
+                          textcoords="offset points", fontsize=7, color=color, va="top" if below else "bottom",
+                          ha="right" if below else "left")  # fmt: skip
+    axes.set_yscale("log")
+    axes.set_xlim(9.5, 30)
+    axes.set_ylim(1e-3, 3)
+    axes.set_xlabel("file of bench-32m, MB (64 at 16 bits)")
+    axes.set_ylabel("KL to the original, nats")
+    figure.legend(loc="outside upper left", ncols=2, frameon=False)
+
+
 def draw_totals(points: Points, figure: Figure) -> None:
     axes = figure.add_subplot()
     axes.axhline(1, color=GREY, linewidth=0.8, linestyle="--")
@@ -191,6 +222,7 @@ def _passes(row: tuple[str, int, float]) -> int:
 
 
 DRAWN: dict[str, tuple[Callable[[Path], Points], Callable[[Points, Figure], None]]] = {
+    "pareto": (gathered, draw_pareto),
     "curve": (curve, draw_curve),
     "totals": (totals, draw_totals),
     "blocks": (blocks, draw_blocks),

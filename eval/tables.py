@@ -17,10 +17,10 @@ from eval.curve_tables import (
     bits_table,
     demo_ablation_table,
     own_codes_table,
-    quality_summary_table,
     quality_table,
 )
 from eval.markdown import PEERS, RESULTS, ROOT, markdown, read
+from eval.pareto import files_table
 from eval.sparsity_tables import (
     pretraining_table,
     products_table,
@@ -367,7 +367,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "shares": shares_table,
     "ablation": ablation_table,
     "embedding": embedding_table,
-    "quality-summary": quality_summary_table,
+    "files": files_table,
     "quality": quality_table,
     "quality-demo": lambda results: own_codes_table(results, "demo-4m"),
     "quality-moe": lambda results: own_codes_table(results, "moe-31m"),

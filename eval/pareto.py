@@ -1,0 +1,114 @@
+"""Three axes at once: bytes of the file, KL to the original, and tokens a second; ours beside llama.cpp's types.
+
+Files are of bench-32m, embedding and head quantized as each program does by default (`eval.quality --rows file:2 ...`; the
+peers' are in `peers.json`). Tokens a second are of one sequence of the 8B shape in the same format
+(`kernels/bench/end_to_end.py`); where they were not measured, the picture has none. `python -m eval.figures` draws it.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from eval.markdown import PEERS, markdown, read
+
+OURS, PEER = "requant", "llama.cpp"
+LARGER = 1.1  # a peer's file may be so many times as large
+
+
+@dataclass(frozen=True, kw_only=True)
+class File:
+    """One format of one program."""
+
+    program: str
+    label: str
+    megabytes: float
+    kl: float
+    tokens_per_s: float | None = None
+
+    def dominates(self, other: "File") -> bool:
+        """Whether it is better in one way that was measured of both, and worse in none."""
+        gains = [other.megabytes - self.megabytes, other.kl - self.kl]
+        if self.tokens_per_s is not None and other.tokens_per_s is not None:
+            gains.append(self.tokens_per_s - other.tokens_per_s)
+        return min(gains) >= 0 and max(gains) > 0
+
+
+def files(results: Path) -> list[File]:
+    """All files of bench-32m, ours first, by size; none where ours were not measured."""
+    ours = [
+        File(
+            program=OURS,
+            label=f"--bits {row['bits']:g}",
+            megabytes=round(row["file_bytes"] / 1e6, 2),
+            kl=round(row["kl"], 4),
+            tokens_per_s=speed(results, row["bits"]),
+        )
+        for row in measured(results)
+    ]
+    theirs = json.loads(PEERS.read_text(encoding="utf-8"))["files"]["rows"] if ours else []
+    return ours + [
+        File(program=PEER, label=row["label"], megabytes=row["file_mb"], kl=row["kl"]) for row in theirs
+    ]
+
+
+def measured(results: Path) -> list[dict[str, Any]]:
+    """Rows of the whole file, first seed."""
+    rows = read(results, "quality-bench-32m").get("rows", [])
+    return sorted(
+        (row for row in rows if row["name"] == "file" and row["seed"] == 0), key=lambda row: row["bits"]
+    )
+
+
+def speed(results: Path, bits: float) -> float | None:
+    """Tokens a second of one sequence of the 8B shape in the default format of a GPU."""
+    rows: Sequence[Mapping[str, Any]] = read(results, "end-to-end-h100").get("rows", [])
+    found = [
+        row["decode_tokens_per_s"]
+        for row in rows
+        if row["shape"] == "llama-3.1-8b" and row["name"] == f"mul1 {bits:g}-bit" and row["batch"] == 1
+    ]
+    return round(found[0], 1) if found else None
+
+
+def gathered(results: Path) -> dict[str, list[dict[str, Any]]]:
+    """The points of the figure by program."""
+    found = files(results)
+    return {
+        program: [asdict(file) for file in found if file.program == program] for program in (OURS, PEER)
+    } if found else {}  # fmt: skip
+
+
+def files_table(results: Path) -> str:
+    """Our files beside the best of llama.cpp's that are at most LARGER times as large."""
+    every = files(results)
+    lines = []
+    for row, ours in zip(measured(results), every, strict=False):
+        near = [file for file in every if file.program == PEER and file.megabytes <= LARGER * ours.megabytes]
+        peer = min(near, key=lambda file: file.kl)
+        lines.append(
+            [
+                f"`{ours.label}`",
+                f"{ours.megabytes:.1f} MB",
+                f"{row['bits_per_weight']:.3f}",
+                f"{row['perplexity']:.2f}",
+                f"{ours.kl:.4f}",
+                f"{peer.label}, {peer.megabytes:.1f} MB",
+                f"{peer.kl:.4f}",
+            ]
+        )
+    original = read(results, "quality-bench-32m").get("original", {})
+    if not lines:
+        return ""
+    lines.insert(0, ["original", "64.0 MB", "16", f"{original['perplexity']:.2f}", "0", "", ""])
+    columns = [
+        "",
+        "file",
+        "bits of the matrices",
+        "perplexity",
+        "KL",
+        "llama.cpp's best up to 1.1 times that",
+        "its KL",
+    ]
+    return markdown(columns, lines)
