@@ -18,6 +18,7 @@ from requant.cli.exporting import export
 from requant.cli.listing import methods, recipes
 from requant.cli.measuring import evaluate, inspect
 from requant.cli.quantizing import quantize, sensitivity
+from requant.cli.resuming import restored_arguments
 from requant.cli.server import serve
 from requant.cli.serving import bench, generate
 from requant.cli.sparsifying import sparsify
@@ -76,6 +77,7 @@ def main() -> None:
     """Entry point: every failure that a user can fix becomes one sentence and an exit code."""
     try:
         _refuse_renamed_options(sys.argv[1:])
+        sys.argv[1:] = restored_arguments(sys.argv[1:])
         app()
     except RequantError as error:
         _fail(str(error), error.exit_code)

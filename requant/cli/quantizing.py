@@ -107,7 +107,11 @@ def quantize(
     dtype: Dtype = "auto",
     resume: Annotated[
         bool,
-        typer.Option("--resume", help="Continue after the last finished stage.", rich_help_panel=RUN),
+        typer.Option(
+            "--resume",
+            help="Continue where the run stopped; `--resume OUTPUT` alone takes all arguments from it.",
+            rich_help_panel=RUN,
+        ),
     ] = False,
     save_every: SaveEvery = 10.0,
     dry_run: Annotated[
@@ -126,10 +130,10 @@ def quantize(
     """Quantize a model, measure the loss of quality, write a checkpoint and a report."""
     options = recipe_options(locals())
     from requant import progress, ranks
-    from requant.checkpoint.new_folder import check_output
+    from requant.cli.resuming import check_new_output
 
     if output is not None and not dry_run:  # before the imports that take seconds
-        check_output(output)
+        check_new_output(output, resume=resume)
     from requant.cli.launching import ran_on
     from requant.models.devices import pick_device
     from requant.pipeline.plan import make_plan
@@ -162,7 +166,7 @@ def quantize(
             said = {**dataclasses.asdict(plan), "output": str(folder)}
             print(json.dumps(said, indent=2) if as_json else "\n".join(lines))
             return
-        check_output(folder)
+        check_new_output(folder, resume=resume)
         if push_to is not None:
             from requant.integrations.hub import check_hub, push_to_hub
 
@@ -170,7 +174,10 @@ def quantize(
         if ran_on(gpus, device):
             return
         workspace = Workspace(
-            folder.with_name(folder.name + ".partial"), resume=resume, save_every=60 * save_every
+            folder.with_name(folder.name + ".partial"),
+            resume=resume,
+            save_every=60 * save_every,
+            arguments=sys.argv[1:],
         )
         silent = quiet and log_file is None
         with sigterm_interrupts(), progress.display(shown=not quiet):
@@ -180,6 +187,7 @@ def quantize(
             if ranks.rank() > 0:
                 return
             progress.enter("writing")
+            workspace.check()
             save(result, folder)
         workspace.remove()
         numbers = result_numbers(result, folder)

@@ -96,7 +96,11 @@ def sparsify(
     dtype: Dtype = "auto",
     resume: Annotated[
         bool,
-        typer.Option("--resume", help="Continue after the last finished stage.", rich_help_panel=RUN),
+        typer.Option(
+            "--resume",
+            help="Continue where the run stopped; `--resume OUTPUT` alone takes all arguments from it.",
+            rich_help_panel=RUN,
+        ),
     ] = False,
     save_every: SaveEvery = 10.0,
     dry_run: Annotated[
@@ -110,7 +114,7 @@ def sparsify(
     """Prune a model to 2:4, and say for what plain codes of the same bytes are better."""
     options = recipe_options(locals())
     from requant import progress
-    from requant.checkpoint.new_folder import check_output
+    from requant.cli.resuming import check_new_output
     from requant.models.devices import pick_device
     from requant.pipeline.plan import make_plan
     from requant.pipeline.prepare import prepare
@@ -132,9 +136,12 @@ def sparsify(
         )
         print(json.dumps(dataclasses.asdict(plan), indent=2) if as_json else "\n".join(plan.lines()))
         return
-    check_output(folder)
+    check_new_output(folder, resume=resume)
     workspace = Workspace(
-        folder.with_name(folder.name + ".partial"), resume=resume, save_every=60 * save_every
+        folder.with_name(folder.name + ".partial"),
+        resume=resume,
+        save_every=60 * save_every,
+        arguments=sys.argv[1:],
     )
     silent = quiet and log_file is None
     with sigterm_interrupts(), progress.display(shown=not quiet):
@@ -144,6 +151,7 @@ def sparsify(
         result = quantize(chosen.model, chosen, device=device, dtype=dtype, workspace=workspace, quiet=silent)
         found = sparse_verdict(result, codes)
         progress.enter("writing")
+        workspace.check()
         save(result, folder, verdict=found)
         workspace.remove()
     numbers = {**result_numbers(result, folder), "verdict": dataclasses.asdict(found)}

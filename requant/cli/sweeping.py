@@ -1,6 +1,7 @@
 """`requant sweep`."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -64,7 +65,12 @@ def sweep(
     device: Device = "auto",
     dtype: Dtype = "auto",
     resume: Annotated[
-        bool, typer.Option("--resume", help="Keep the checkpoints that are finished.", rich_help_panel=RUN)
+        bool,
+        typer.Option(
+            "--resume",
+            help="Keep the checkpoints that are finished; `--resume OUTPUT` alone takes all arguments from that run.",
+            rich_help_panel=RUN,
+        ),
     ] = False,
     save_every: SaveEvery = 10.0,
     as_json: AsJson = False,
@@ -91,6 +97,7 @@ def sweep(
             dtype=dtype,
             resume=resume,
             save_every=60 * save_every,
+            arguments=sys.argv[1:],
             quiet=silent,
             **options,
         )

@@ -23,6 +23,7 @@ from requant.recipe.yaml_files import dump_recipe
 from requant.report.compare import Entry, compare_checkpoints, render_comparison
 from requant.report.save import save
 from requant.report.verdicts import DAMAGED_AGREEMENT, DAMAGED_KL
+from requant.run.ownership import FILE, claim
 from requant.run.workspace import SAVE_EVERY, Workspace
 
 
@@ -52,14 +53,15 @@ def sweep(
     dtype: str = "auto",
     resume: bool = False,
     save_every: float = SAVE_EVERY,
+    arguments: Sequence[str] | None = None,
     quiet: bool = True,
     **options: Any,
 ) -> Sweep:
     """Quantize `model` at each of `bits` into the folder `output` (None: ./MODEL-METHOD-sweep), and compare the results.
 
     `model` is a source (folder, hub name, alias, `demo`); None: the recipe's, or `demo`. Recipe and options are those of
-    `requant.quantize`; `save_every`: seconds between two saved states of training. All recipes are checked before the first
-    run. Raises RequantError.
+    `requant.quantize`; `save_every` and `arguments` are those of `Workspace`. All recipes are checked before the first run.
+    Raises RequantError.
     """
     gpu = pick_device(device).startswith("cuda")
     recipes = [
@@ -75,9 +77,12 @@ def sweep(
     with progress.display(shown=not quiet):
         for index, (name, each) in enumerate(zip(names, recipes, strict=True)):
             if resume and _finished(folder / name, each):
+                Workspace(folder / f"{name}.partial").remove_leftover()
                 continue
             progress.begin(f"{name} ({index + 1} of {len(names)}), ", runs_left=len(names) - index - 1)
-            workspace = Workspace(folder / f"{name}.partial", resume=resume, save_every=save_every)
+            workspace = Workspace(
+                folder / f"{name}.partial", resume=resume, save_every=save_every, arguments=arguments
+            )
             result = quantize(
                 each.model,
                 each,
@@ -87,7 +92,9 @@ def sweep(
                 statistics=statistics,
                 quiet=quiet,
             )
+            workspace.check()
             save(result, folder / name)
+            claim(folder, arguments)  # for `--resume OUTPUT` between two checkpoints
             workspace.remove()
             del result
     entries = sorted(
@@ -96,6 +103,7 @@ def sweep(
     found = Sweep(entries=entries, answer=answer(entries), page=folder / "index.html")
     found.page.write_text(render_comparison(entries, answer=found.answer), encoding="utf-8")
     (folder / "sweep.json").write_text(json.dumps(found.to_dict(), indent=2), encoding="utf-8")
+    (folder / FILE).unlink(missing_ok=True)
     return found
 
 

@@ -5,7 +5,7 @@ is a hash of everything the result depends on: the model's weights, the calibrat
 matters, the version of requant. So a changed recipe never meets an old result. Files are written aside and renamed:
 a result exists whole or not at all. The folder is made, and an old one cleared, only when the first result is asked
 for: a command that is refused before it works destroys nothing. A lock beside the folder keeps a second run out of it
-while the first one lives.
+while the first one lives; where locks do not hold, the older run stops (`ownership.py`).
 
 Of several processes, rank 0 opens, reads and tells the others; a result is written by the rank that made it. Keys know
 nothing of ranks, so a run resumes with any number of them.
@@ -17,7 +17,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,10 +31,12 @@ from torch import Tensor, nn
 
 from requant import ranks
 from requant.errors import OutputError
+from requant.run.ownership import Owner, check_owner, claim
 
 logger = logging.getLogger(__name__)
 SAVE_EVERY = 600.0  # seconds
-RESULT = re.compile(r"[a-z-]+-[0-9a-f]{32}\.(safetensors|writing)")  # finished, and not
+# finished, and not; and whose it is
+RESULT = re.compile(r"[a-z-]+-[0-9a-f]{32}\.(safetensors|writing)|run\.json(\.writing)?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,11 +50,22 @@ class Stored:
 class Workspace:
     """A folder of stage results; None keeps nothing, for runs from Python that need no resuming.
 
-    `save_every`: seconds between two states of training (`finetune/saved_training.py`).
+    `save_every`: seconds between two states of training (`finetune/saved_training.py`). `arguments`: those of the command
+    line, for `--resume OUTPUT`. Where another run has taken the folder over, `put`, `discard`, `check` and `remove` raise
+    RequantError.
     """
 
-    def __init__(self, folder: Path | None, *, resume: bool = False, save_every: float = SAVE_EVERY) -> None:
+    def __init__(
+        self,
+        folder: Path | None,
+        *,
+        resume: bool = False,
+        save_every: float = SAVE_EVERY,
+        arguments: Sequence[str] | None = None,
+    ) -> None:
         self.folder = folder
+        self.arguments = arguments
+        self.owner: Owner | None = None
         self.resume = resume
         self.save_every = save_every
         self.opened = False
@@ -96,6 +109,7 @@ class Workspace:
         file = self._file(stage, key) if rank == ranks.rank() else None
         if file is None:
             return
+        self.check()
         aside = file.with_suffix(".writing")
         # An empty file has no place for metadata in the format's library, hence the one dummy byte.
         kept = {name: t.detach().cpu().contiguous() for name, t in (tensors or {}).items()} or {
@@ -114,13 +128,28 @@ class Workspace:
         """Delete a result that nothing will ask for again."""
         file = self._file(stage, key) if ranks.rank() == 0 else None
         if file is not None:
+            self.check()
             file.unlink(missing_ok=True)
+
+    def check(self) -> None:
+        """Raise RequantError if another run has taken the folder over since this one opened it."""
+        if self.folder is not None and self.owner is not None:
+            check_owner(self.folder, self.owner)
 
     def remove(self) -> None:
         """Delete everything: the run is complete."""
         if self.folder is not None and self.opened and ranks.rank() == 0:
+            self.check()
             shutil.rmtree(self.folder, ignore_errors=True)
             self._unlock()
+
+    def remove_leftover(self) -> None:
+        """Delete what a run left that was killed when its output was complete. Raises OutputError where a run is at work."""
+        if self.folder is None or self.lock is None:
+            return
+        if self.folder.is_dir() or Path(self.lock.lock_file).exists():
+            self._open(self.folder)
+            self.remove()
 
     def _file(self, stage: str, key: str) -> Path | None:
         if self.folder is None:
@@ -139,6 +168,7 @@ class Workspace:
             except NotImplementedError:
                 logger.warning("%s lies where files cannot be locked: do not run twice into it", folder)
             self._clear(folder)
+            self.owner = claim(folder, self.arguments)
         except Timeout:
             raise OutputError(
                 f"another run is writing to {folder}; wait until it ends, or choose another --output."

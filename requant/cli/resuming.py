@@ -1,0 +1,97 @@
+"""`--resume OUTPUT`: the arguments of the run that was interrupted come from its workspace (`requant/run/ownership.py`)."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from requant.errors import InputError, OutputError
+
+COMMANDS = ("quantize", "sweep", "sparsify")
+BESIDE = {  # options that may be given beside, for they change nothing of the result; whether they take a value
+    "-q": False,
+    "--quiet": False,
+    "-v": False,
+    "--verbose": False,
+    "--json": False,
+    "--log-file": True,
+    "--save-every": True,
+    "--gpus": True,
+}
+
+
+def restored_arguments(arguments: Sequence[str]) -> list[str]:
+    """The arguments of the run that `COMMAND --resume OUTPUT` names, into whose folder the process changes.
+
+    Others come back as they are. Raises InputError where anything else is given beside, OutputError where there is nothing
+    to resume, SystemExit where nothing is left to do.
+    """
+    command, *words = arguments or [""]
+    if command not in COMMANDS or "--resume" not in words:
+        return list(arguments)
+    index = words.index("--resume")
+    given = words[index + 1 : index + 2]
+    if not given or given[0].startswith("-"):
+        return list(arguments)
+    beside = words[:index] + words[index + 2 :]
+    _refuse_others(command, given[0], beside)
+    # an absolute path, for the folder changes
+    output = Path(given[0]).expanduser().absolute()
+    restored = _arguments_of(command, output)
+    ends = ["--resume", "--output", str(output)]
+    return [*restored, *([] if restored[-3:] == ends else ends), *beside]
+
+
+def _refuse_others(command: str, output: str, beside: Sequence[str]) -> None:
+    words = iter(beside)
+    for word in words:
+        option, _, value = word.partition("=")
+        if option not in BESIDE:
+            raise InputError(
+                f"`requant {command} --resume {output}` takes all arguments from that run: leave out {word}, or repeat them "
+                f"all, with --output {output} --resume."
+            )
+        if BESIDE[option] and not value:
+            next(words, None)
+
+
+def _arguments_of(command: str, output: Path) -> list[str]:
+    from requant.run.ownership import owner_of
+
+    of_sweep = (output, *sorted(output.glob("*.partial")))
+    if output.exists() and not any(map(owner_of, of_sweep)):
+        remove_leftover(output)
+        print(f"{output} is finished; nothing is left to do.")
+        raise SystemExit(0)
+    owner = next(filter(None, map(owner_of, (output.with_name(f"{output.name}.partial"), *of_sweep))), None)
+    if owner is None:
+        raise OutputError(f"there is no interrupted run of {output}; start it, with --output {output}.")
+    if not owner.arguments:
+        raise OutputError(f"the run of {output} was started from Python: go on there, with its workspace.")
+    if owner.arguments[0] != command:
+        raise InputError(
+            f"that run is a {owner.arguments[0]}: `requant {owner.arguments[0]} --resume {output}`."
+        )
+    try:
+        os.chdir(owner.started_in)
+    except OSError as error:
+        raise OutputError(
+            f"the run of {output} was started in {owner.started_in}, which is not here ({error.strerror}); repeat its "
+            f"arguments, with --output {output} --resume."
+        ) from error
+    return owner.arguments
+
+
+def remove_leftover(output: Path) -> None:
+    """Delete the workspace of a run that was killed when its output was complete, just before it would have done so."""
+    from requant.run.workspace import Workspace
+
+    Workspace(output.with_name(f"{output.name}.partial"), resume=True).remove_leftover()
+
+
+def check_new_output(output: Path, *, resume: bool) -> None:
+    """Raise OutputError unless the output can be created; of one that is complete nothing else is left then."""
+    from requant.checkpoint.new_folder import check_output
+
+    if resume and output.exists():
+        remove_leftover(output.expanduser().absolute())
+    check_output(output)
