@@ -28,7 +28,6 @@ from requant_kernels.step.rope_cache import rope_cache
 from torch import Tensor, nn
 from torch.nn import functional
 
-from requant.inference.kernel_check import TritonError
 from requant.models.targets import find_blocks
 
 BLOCK = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -66,7 +65,7 @@ class FusedStep:
             error = ((self(tokens, cache).float() - wanted.float()).norm() / wanted.float().norm()).item()
         except torch.OutOfMemoryError:
             raise
-        except (TritonError, RuntimeError, ImportError, ValueError) as problem:
+        except Exception as problem:  # it is a shortcut: whatever stops it, the model's own step is there
             reason = f"does not compile or start on this machine ({type(problem).__name__}: {problem})"
         else:
             if error <= TOLERANCE:
