@@ -1,6 +1,6 @@
 """Tables of `docs/sparsity.md`: one-shot methods and recovery, its ablation, training from scratch, and 2:4 products."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -19,11 +19,11 @@ def sparsity_table(results: Path, model: str) -> str:
             f"{row['perplexity']:.2f}",
             f"{row['kl']:.3f}",
             f"{row['second']['kl']:.3f}",
-            f"{row['flip_rates'][-1]:.4f}" if row["flip_rates"] else "",
+            _range(row["flip_rates"]),
         ]
         for row in found
     ]
-    columns = ["method", "bits", "tokens trained", "perplexity", "KL", "KL on C4", "last flip rate"]
+    columns = ["method", "bits", "tokens trained", "perplexity", "KL", "KL on C4", "flip rate, first to last"]
     return markdown(columns, rows) + _figure(
         bool(rows) and model == "bench-32m", "sparsity", "KL by real bits"
     )
@@ -87,6 +87,10 @@ def products_by_shape(results: Path) -> dict[str, list[dict[str, Any]]]:
 
 def _ratios(row: Mapping[str, Any]) -> str:
     return ", ".join(f"{row[key]:.2f}" for key in ("ratio_default", "ratio") if key in row)
+
+
+def _range(rates: Sequence[float]) -> str:
+    return f"{rates[0]:.4f} to {rates[-1]:.4f}" if rates else ""
 
 
 def _flips(row: Mapping[str, Any]) -> float:
