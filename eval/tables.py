@@ -357,6 +357,24 @@ def trellis_codes_table(results: Path) -> str:
     )
 
 
+def experts_step_table(results: Path) -> str:
+    """The experts of one block, by kernel and tokens: microseconds, and how many times faster than the best of bf16."""
+    found = read(results, "experts-step-h200").get("rows", [])
+    tokens = sorted({row["m"] for row in found})
+    cells = {
+        (row["kernel"], row["bits"], row["m"]): f"{row['us']:.1f} ({row['ratio']:.2f} x)" for row in found
+    }
+    kinds = dict.fromkeys((row["kernel"], row["bits"]) for row in found)
+    rows = [
+        [
+            kernel if bits == 16 else f"trellis `{kernel}`, {bits:g} bits",
+            *(cells.get((kernel, bits, m), "") for m in tokens),
+        ]
+        for kernel, bits in kinds
+    ]
+    return markdown(["", *(f"{m} token{'s' * (m > 1)}" for m in tokens)], rows)
+
+
 TABLES: dict[str, Callable[[Path], str]] = {
     "demo": demo_table,
     "baselines": baselines_table,
@@ -373,6 +391,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "quality-moe": lambda results: own_codes_table(results, "moe-31m"),
     "best-ablation": best_ablation_table,
     "demo-ablation": demo_ablation_table,
+    "experts-step": experts_step_table,
     "tasks": tasks_table,
     "widths": bits_table,
     "speed": speed_table,

@@ -13,6 +13,7 @@ from requant.checkpoint.validate import read_header
 from requant.errors import CheckpointError, InputError, RequantError
 from requant.inference.convert import convert_to_kernels
 from requant.models.devices import pick_device
+from requant.models.experts import Experts
 from requant.models.loading import load_model, read_config
 
 logger = logging.getLogger(__name__)
@@ -95,7 +96,12 @@ def load(
     if dequantize:
         model = model.dequantize()
     elif torch.device(device).type == "cuda":
-        return convert_to_kernels(model, device=device).eval()
+        model = convert_to_kernels(model, device=device).eval()
+        if any(isinstance(module, Experts) for module in model.modules()):
+            from requant.inference.experts import group_experts  # late: it needs Triton and torch's compiler
+
+            group_experts(model)
+        return model
     return model.to(device).eval()
 
 

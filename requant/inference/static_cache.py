@@ -60,10 +60,10 @@ class SharedLengthCache(StaticCache):
 def static_cache(model: PreTrainedModel, length: int) -> SharedLengthCache | None:
     """A cache whose step can be captured, or None where a layer is no plain static one (sliding windows).
 
-    None too for a model on several devices: its layers cannot share one length, nor a graph; and for a mixture of experts,
-    where the host asks which experts a token goes to.
+    None too for a model on several devices: its layers cannot share one length, nor a graph; and for a mixture of experts
+    that are served one by one, where the host asks which of them a token goes to.
     """
-    if any(isinstance(module, Experts) for module in model.modules()):
+    if any(isinstance(module, Experts) and module.step is None for module in model.modules()):
         return None
     plain = StaticCache(config=model.config, max_cache_len=length)
     devices = {parameter.device for parameter in model.parameters()}

@@ -5,6 +5,7 @@ few that load, store or use shared memory are run line by line on the real addre
 """
 
 import ctypes
+import itertools
 import re
 from typing import Any
 
@@ -16,7 +17,9 @@ from case_selection import selected
 from cases import random_csr, random_trellis, relative_error
 from hadamard_ptx_model import run
 from ptx_model import run_ptx
-from requant_kernels import pack_trellis
+from requant_kernels import TrellisLayout, pack_trellis
+from requant_kernels.experts.stack import stack_experts
+from requant_kernels.experts.step import experts_step
 from requant_kernels.fallback import reference
 from requant_kernels.hadamard.transform import hadamard_transform_int8
 from requant_kernels.launch_config import TrellisGemvConfig
@@ -203,6 +206,61 @@ def check_unrotated() -> None:
         assert error < 6e-4, f"{code} of {k} columns, rotating {rotates}, is off by {error:.1e}"
 
 
+def check_experts() -> None:
+    """A step of a mixture beside its experts one by one: shapes, widths of codes, rotations fused or not, biases, gates."""
+    for code, widths, h, f, experts, m, s, biased in (
+        ("mul1", (2,), 256, 48, 4, 1, 2, False),  # the first product rotates the token itself
+        ("mul1", (2, 2.25, 3), 272, 32, 5, 3, 2, True),
+        ("pair", (2, 1), 512, 256, 3, 2, 3, False),
+        ("3inst", (2, 5), 64, 48, 3, 2, 1, False),
+    ):
+        ALLOCATED.clear()
+        signs = {k: (torch.randint(0, 2, (k,)) * 2 - 1).half() for k in (h, f)}
+
+        def matrix(n: int, k: int, index: int) -> TrellisLayout:
+            codes, _, scales = random_trellis(n, k, widths[index % len(widths)], "cpu")  # noqa: B023
+            return pack_trellis(codes, signs[k], scales, bits=widths[index % len(widths)], code=code)  # noqa: B023
+
+        gates_and_ups, downs = (
+            [matrix(f, h, i // 2) for i in range(2 * experts)],
+            [matrix(h, f, i) for i in range(experts)],
+        )
+        biases = [torch.randn(f).half() for _ in gates_and_ups] if biased else None
+        first = stack_experts(gates_and_ups, parts=2, biases=biases)
+        second = stack_experts(
+            downs, parts=1, biases=[torch.randn(h).half() for _ in downs] if biased else None
+        )
+        x, chosen = torch.randn(m, h).half(), torch.stack([torch.randperm(experts)[:s] for _ in range(m)])
+        weights = torch.rand(m, s)
+        for stack in (first, second):
+            ALLOCATED.extend(layout.packed_codes for layout, _ in stack.by_bits.values())
+        ALLOCATED.extend((x, *signs.values()))
+
+        def silu_times(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+            ALLOCATED.append(torch.nn.functional.silu(gate) * up)
+            return ALLOCATED[-1]
+
+        wanted = torch.zeros(m, h, dtype=torch.float64)
+        for t, j in itertools.product(range(m), range(s)):
+            e = int(chosen[t, j])
+            parts = [
+                reference.linear(x[t : t + 1], gates_and_ups[p * experts + e], None).double() for p in (0, 1)
+            ]
+            bias = (
+                (0, 0, 0)
+                if biases is None
+                else (first.biases[e], first.biases[experts + e], second.biases[e])
+            )
+            hidden = silu_times(parts[0] + bias[0], parts[1] + bias[1])
+            wanted[t] += weights[t, j] * (
+                reference.linear(hidden.half(), downs[e], None)[0].double() + bias[2]
+            )
+        for gated in (None, silu_times):
+            got = experts_step(x, first, second, chosen, weights, gated=gated, asm=False)
+            error = relative_error(got, wanted)
+            assert error < 2e-3, f"experts of {code} {widths} are off by {error:.1e}"
+
+
 CASES = [
     ("mul1", 2, 50, 300, 1, (2, 2, 2)),  # an odd number of tiles, a last step that is not full
     ("pair", 2, 32, 512, 5, (4, 2, 1)),
@@ -265,6 +323,7 @@ def main() -> None:
     gemv.MAX_SUM_BYTES = 32768
     check_fused()
     check_unrotated()
+    check_experts()
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ triton = pytest.importorskip("triton")
 
 from requant_kernels import heuristics  # noqa: E402
 from requant_kernels.autotune import TRELLIS_GEMV  # noqa: E402
+from requant_kernels.common.slots import Slots  # noqa: E402
+from requant_kernels.experts.scale import combine_kernel, gate_kernel  # noqa: E402
 from requant_kernels.hadamard.tile_kernel import HADAMARD_TILE  # noqa: E402
 from requant_kernels.launch_config import Shape, TrellisGemvConfig, m_bucket  # noqa: E402
 from requant_kernels.trellis import gemv  # noqa: E402
@@ -25,10 +27,10 @@ TRELLIS_CEILING = {  # instructions a weight, in the loop over steps
 
 def trellis_machine(
     code: str, bits: float, *, launch: tuple[int, ...] = (8, 2, 1), tokens: int = 1, capability: int = 90,
-    k: int | None = None, fused: bool = False, finished: bool = False,
+    k: int | None = None, fused: bool = False, finished: bool = False, slots: Slots | None = None,
 ) -> Machine:  # fmt: skip
     """`launch`: warps, tiles, units a step; the integers of `k` columns as Triton takes them, or any of whole steps.
-    `finished`: with output scales and a bias, for an output that is not rotated."""
+    `finished`: with output scales and a bias, for an output that is not rotated. `slots`: of a stack of experts."""
     quad_bits = round(4 * bits)
     config = TrellisGemvConfig(num_warps=launch[0], tiles_per_cta=launch[1], units_per_step=launch[2])
     vector = math.gcd(quad_bits * k64_per_unit(quad_bits) // 4, 4)
@@ -45,6 +47,7 @@ def trellis_machine(
     given = gemv_constants(code, quad_bits, vector, config, tokens, units, kind) | {
         "PDL": capability >= 90,
         "EARLY_TRIGGER": False,
+        "SLOTS": slots,
     }
     given |= {name: 1 for name, value in integers.items() if value == 1}
     pointers = dict.fromkeys(("units", "rows", "hadamard_tiles"), "i32")
@@ -57,6 +60,8 @@ def trellis_machine(
     absent = () if given["SHAPE"].int8 and not fused else ("scales_ptr",)
     absent += () if fused else ("input_scales_ptr",)
     pointers |= {"output_scales_ptr": "*fp16", "bias_ptr": "*bf16", "addend_ptr": "*fp32"}
+    pointers |= {"experts_ptr": "*i64", "matrices_ptr": "*i32"}
+    absent += () if slots else ("experts_ptr", "matrices_ptr")
     absent += ("addend_ptr",) if finished else ("output_scales_ptr", "bias_ptr", "addend_ptr")
     return compile_kernel(
         trellis_gemv_kernel, given, capability=capability, pointers=pointers, warps=launch[0], absent=absent,
@@ -97,6 +102,40 @@ def test_an_output_that_is_not_rotated_is_finished_without_spills(code: str, tok
     assert machine.stack == 0 and machine.barriers == plain.barriers
     assert machine.inner == plain.inner  # the loop over steps is the same
     assert machine.instructions <= plain.instructions + 120
+
+
+@counts_instructions
+@pytest.mark.parametrize(
+    ("code", "bits"), [("mul1", 2), ("mul1", 2.25), ("mul1", 4), ("pair", 2), ("3inst", 2)]
+)
+@pytest.mark.parametrize(("n", "k", "parts"), [(768, 2048, 2), (2048, 768, 1)])
+def test_experts_add_little_to_the_loop_and_do_not_spill(
+    code: str, bits: float, n: int, k: int, parts: int
+) -> None:
+    """Qwen3-30B-A3B, one token: the launches that `experts/step.py` makes of gates and ups, and of downs."""
+    config = heuristics.trellis_slots(Shape(code, bits, n, k, 1), 8 * parts, torch.device("cpu"))
+    fused = config.num_warps == 16
+    assert fused == (parts == 2 and code != "3inst" and bits <= 3)
+    launch = config.num_warps, config.tiles_per_cta, config.units_per_step
+    plain = trellis_machine(code, bits, launch=launch, k=k, fused=fused)
+    slots = Slots(parts=parts, experts=128, per_token=8 if parts == 2 else 1)
+    machine = trellis_machine(code, bits, launch=launch, k=k, fused=fused, slots=slots)
+    assert machine.stack == 0 and machine.registers <= 65536 // (32 * max(config.num_warps, 8))
+    assert machine.inner <= 1.1 * plain.inner and machine.opcodes["IMMA"] == plain.opcodes["IMMA"]
+    assert machine.instructions <= plain.instructions + 150
+
+
+@counts_instructions
+@pytest.mark.parametrize("kernel", [gate_kernel, combine_kernel], ids=lambda kernel: kernel.__name__)
+def test_what_follows_the_experts_products_is_small(kernel) -> None:
+    constants = {"BLOCK": 256, "PDL": True}
+    constants |= {"NUM_EXPERTS": 128, "SILU": True} if kernel is gate_kernel else {"PER_TOKEN": 8}
+    pointers = {"z_ptr": "*fp32", "scales_ptr": "*fp16", "experts_ptr": "*i64", "weights_ptr": "*bf16"}
+    pointers |= {"h_ptr": "*bf16", "y_ptr": "*bf16", "n": "i32"}
+    machine = compile_kernel(
+        kernel, constants, capability=90, pointers=pointers, warps=4, absent=("biases_ptr",)
+    )
+    assert machine.stack == 0 and machine.instructions < 500
 
 
 @counts_instructions

@@ -36,6 +36,7 @@ from requant_kernels.common.launch import interned, launch
 from requant_kernels.common.occupancy import padded_smem_bytes
 from requant_kernels.common.pdl import wait_for_previous_launch
 from requant_kernels.common.ptx import Ptx
+from requant_kernels.common.slots import Slots, slot_of
 from requant_kernels.hadamard.tile_kernel import HADAMARD_TILE
 from requant_kernels.hadamard.transform import hadamard_transform_int8
 from requant_kernels.launch_config import TrellisGemvConfig
@@ -208,14 +209,16 @@ def _store_scaled(y, token, row, inside, output_scales_ptr, bias_ptr, addend_ptr
 
 @triton.jit(do_not_specialize=["steps", "last_tile"])
 def trellis_gemv_kernel(
-    x_ptr, scales_ptr, input_scales_ptr, codes_ptr, y_ptr, output_scales_ptr, bias_ptr, addend_ptr, M, units, rows,
-    last_tile, steps, hadamard_tiles, stride_x,
+    x_ptr, scales_ptr, input_scales_ptr, codes_ptr, y_ptr, output_scales_ptr, bias_ptr, addend_ptr, experts_ptr,
+    matrices_ptr, M, units, rows, last_tile, steps, hadamard_tiles, stride_x,
     SHAPE: tl.constexpr, PTX: tl.constexpr, FUSED: tl.constexpr, PDL: tl.constexpr, EARLY_TRIGGER: tl.constexpr,
+    SLOTS: tl.constexpr,
 ):  # fmt: skip
     """y float32 `[M, rows]`, or with output scales finished, of any type; grid: `row_tiles` tiles of 16 rows each.
 
     x int8 `[2 M, stride_x]`, high and low bytes of a token, and scales `[M, hadamard_tiles, 2]`, scale and sum; or x float16
     `[M, stride_x]` without scales; or, with FUSED, the only token itself, `stride_x` columns, which every CTA rotates.
+    With SLOTS the grid's second dimension are slots (`common/slots.py`), M is 1, and codes are those of a stack.
     """
     LOAD_CODES: tl.constexpr = PTX.load_codes
     LOAD_ACTIVATIONS: tl.constexpr = PTX.load_activations
@@ -229,6 +232,16 @@ def trellis_gemv_kernel(
     ACCUMULATORS: tl.constexpr = SHAPE.accumulators
     accumulator_types: tl.constexpr = ((tl.int32 if SHAPE.int8 else tl.float32),) * ACCUMULATORS
     previous_lane = (lane + 28) % 32 + warp * 0
+    if SLOTS is not None:
+        wait_for_previous_launch(PDL, EARLY_TRIGGER)  # it may have chosen the experts
+        token, place = slot_of(experts_ptr, matrices_ptr, SLOTS)
+        if place < 0:
+            return
+        codes_ptr += place * (last_tile + 1) * units * (32 * SHAPE.words)
+        x_ptr += token * stride_x * (2 if SHAPE.int8 and FUSED is None else 1)
+        y_ptr += tl.program_id(1).to(tl.int64) * rows
+        if scales_ptr is not None:
+            scales_ptr += token * hadamard_tiles * 2
     codes = ()
     for r in tl.static_range(R):  # beyond the end the last tile is computed, and written, again
         tile = tl.minimum(tl.program_id(0) * R + r, last_tile).to(tl.int64)
@@ -237,7 +250,8 @@ def trellis_gemv_kernel(
     next_words = _load_codes(codes, warp, units, LOAD_CODES, SHAPE)
     if FUSED is not None:
         input_factors = load_factors(input_scales_ptr, lane, warp, stride_x, FUSED)
-    wait_for_previous_launch(PDL, EARLY_TRIGGER)
+    if SLOTS is None:
+        wait_for_previous_launch(PDL, EARLY_TRIGGER)
     if FUSED is not None:
         smem, scale, total = rotate_token(x_ptr, input_factors, lane, warp, stride_x, FUSED)
         factors = (scale, tl.where(warp == 0, total * -SHAPE.byte_sum_mean, 0.0))
@@ -445,13 +459,30 @@ def gemv_fp16(
     return _launch(x, None, x.shape[0], layout, config, pdl=pdl, epilogue=epilogue)
 
 
+def gemv_slots(
+    x: Tensor, scales: Tensor | None, layout: TrellisLayout, config: TrellisGemvConfig, y: Tensor, experts: Tensor,
+    matrices: Tensor, slots: Slots, *, fused: bool, pdl: bool,
+) -> None:  # fmt: skip
+    """Write y float32 [slots, rows], of those slots whose matrix is in the stack `layout`: its codes have a first dimension
+    more. x and scales as for `gemv_int8`, `gemv_fused_hadamard` or `gemv_fp16`, a row a token.
+
+    experts: int [slots / parts], of each slot. matrices: int32 [parts * experts], places in the stack, -1 where not there.
+    """
+    _launch(x, scales, 1, layout, config, pdl=pdl, fused=fused, stacked=(y, experts, matrices, slots))
+
+
 def _launch(
     x: Tensor, scales: Tensor | None, m: int, layout: TrellisLayout, config: TrellisGemvConfig, *, pdl: bool,
     fused: bool = False, epilogue: Epilogue | None = None,
+    stacked: tuple[Tensor, Tensor, Tensor, Slots] | None = None,
 ) -> Tensor:  # fmt: skip
-    tiles, units = layout.packed_codes.shape[:2]
+    tiles, units = layout.packed_codes.shape[-5:-3]
     rows = tiles * 16 if epilogue is None else layout.n
-    y = torch.empty(m, rows, dtype=torch.float32 if epilogue is None else epilogue.dtype, device=x.device)
+    if stacked is None:
+        experts = matrices = slots = None
+        y = torch.empty(m, rows, dtype=torch.float32 if epilogue is None else epilogue.dtype, device=x.device)
+    else:
+        y, experts, matrices, slots = stacked
     finish = (
         (None, None, None) if epilogue is None else (epilogue.output_scales, epilogue.bias, epilogue.addend)
     )
@@ -469,12 +500,12 @@ def _launch(
     options = {"num_warps": config.num_warps, "num_stages": 1, **({"launch_pdl": True} if pdl else {})}
     launch(
         trellis_gemv_kernel,
-        (ctas, 1, 1),
+        (ctas, 1 if slots is None else y.shape[0], 1),
         (
-            x, scales, input_scales, layout.packed_codes, y, *finish, m, units, rows, tiles - 1, steps, hadamard_tiles,
-            stride,
+            x, scales, input_scales, layout.packed_codes, y, *finish, experts, matrices, m, units, rows, tiles - 1, steps,
+            hadamard_tiles, stride,
         ),
-        interned(**constants, PDL=pdl, EARLY_TRIGGER=config.pdl_trigger_early, **options),
+        interned(**constants, PDL=pdl, EARLY_TRIGGER=config.pdl_trigger_early, SLOTS=slots, **options),
         smem_bytes=padded_smem_bytes(config.max_ctas_per_sm, x.device),
     )  # fmt: skip
     return y

@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from requant_kernels import linear
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
@@ -14,9 +15,11 @@ from requant.errors import InputError
 from requant.exporters.export import export
 from requant.inference.convert import convert_to_kernels
 from requant.inference.quant_linear import QuantLinear
-from requant.inference.static_cache import static_cache
+from requant.inference.static_cache import SharedLengthCache, static_cache
+from requant.models.experts import Experts
 from requant.quantizers.rtn import RtnConfig
-from requant.recipe.schema import Calibration, Evaluation, Recipe
+from requant.quantizers.trellis import TrellisConfig
+from requant.recipe.schema import Budget, Calibration, Evaluation, Recipe
 
 RECIPE = Recipe(
     mode="dense",
@@ -31,6 +34,63 @@ TOKENS = torch.arange(80).view(2, 40) * 7 % 256
 def names_of(folder) -> set[str]:
     with safe_open(folder / "model.safetensors", framework="pt") as file:
         return set(file.keys())
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss", "deepseek-v3"])
+def test_a_step_of_few_tokens_takes_the_stacks_of_all_experts(
+    name: str, tiny_folder, tiny_text_file, tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernels' step with its launches replaced by their reference: codes, scales, biases, gates and order are right."""
+    pytest.importorskip("triton")
+    from requant.inference import experts
+
+    recipe = dataclasses.replace(
+        RECIPE, method="trellis", quantizer=TrellisConfig(bits=4), budget=Budget(bits=4.5)
+    )
+    requant.save(requant.quantize(str(tiny_folder(name)), recipe, tiny_text_file), tmp_path / "checkpoint")
+    model = convert_to_kernels(requant.load(tmp_path / "checkpoint", dtype=torch.float32), device="cpu")
+    expected, alone = model(TOKENS[:, :20]).logits, model(TOKENS[:1, :1]).logits
+    calls: list[int] = []
+
+    def product(x, stack, slots, part):
+        rows = []
+        for row, expert in zip(x, slots.tolist(), strict=True):
+            index = part * stack.experts + expert
+            layout = stack.by_bits[stack.places[index][0]][0]
+            layout = dataclasses.replace(
+                layout, packed_codes=stack.codes(index), output_scales=stack.output_scales[index]
+            )
+            rows.append(linear(row[None], layout, None if stack.biases is None else stack.biases[index]))
+        return torch.cat(rows)
+
+    def step(x, gate_up, down, chosen, weights, *, gated):
+        calls.append(len(x))
+        repeated, slots = x.repeat_interleave(chosen.shape[1], 0), chosen.flatten()
+        gate, up = (product(repeated, gate_up, slots, part) for part in (0, 1))
+        h = torch.nn.functional.silu(gate) * up if gated is None else gated(gate, up)
+        y = product(h, down, slots, 0).view(*chosen.shape, -1)
+        return (y * weights[..., None]).sum(1).to(x.dtype)
+
+    monkeypatch.setattr(experts, "supports", lambda _device: True)
+    monkeypatch.setattr(experts, "experts_step", step)
+    experts.group_experts(model)
+    calls.clear()
+    torch.testing.assert_close(model(TOKENS[:, :20]).logits, expected, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(model(TOKENS[:1, :1]).logits, alone, rtol=1e-3, atol=1e-4)
+    assert set(calls) == {40, 1}
+    if name == "qwen3-moe":
+        assert isinstance(static_cache(model, 64), SharedLengthCache)  # its step can be captured
+    model(TOKENS)  # 80 tokens go expert by expert
+    assert set(calls) == {40, 1}
+
+    calls.clear()  # a step that is wrong is not used
+    layer = next(module for module in model.modules() if isinstance(module, Experts))
+    monkeypatch.setattr(experts, "experts_step", lambda x, *_arguments, **_options: x)
+    for module in model.modules():
+        if isinstance(module, Experts):
+            module.step = None
+    experts.group_experts(model)
+    assert layer.step is None
 
 
 def test_round_trip_through_transformers_and_export(

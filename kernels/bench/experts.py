@@ -1,0 +1,157 @@
+"""The experts of one block of Qwen3-30B-A3B (128 experts, 8 a token, 2048 x 768) with random weights: ours beside bf16.
+
+    python kernels/bench/experts.py --out eval/results/experts-step-h200.json
+
+Timed is what replaces `mlp.experts` in a step: from tokens, chosen experts and their weights to the sum; the router is in
+neither. bf16 is the faster of transformers' way (tokens sorted by expert, `grouped_mm`), which a graph can hold too, and of
+a product an expert, for experts that the host knew before the capture, as no server could. Every call chooses other experts,
+so that none finds its weights in the L2 cache. A step that differs from its experts one by one is not timed.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from formats import random_layout  # pyright: ignore[reportMissingImports]
+from requant_kernels import linear
+from requant_kernels.common.timing import Timing, cold_time
+from requant_kernels.experts.stack import ExpertStack, stack_experts
+from requant_kernels.experts.step import experts_step
+from torch import Tensor
+from torch.nn import functional
+
+EXPERTS, PER_TOKEN, HIDDEN, INTERMEDIATE = 128, 8, 2048, 768
+CODES = (("mul1", 2), ("pair", 2), ("mul1", 2.25), ("mul1", 3), ("mul1", 4))
+GATE = 2e-2  # relative Frobenius error against the experts one by one, bfloat16
+
+
+def stack(code: str, bits: float, n: int, k: int, parts: int) -> ExpertStack:
+    """Random matrices of all experts, with the input scales of one seed."""
+    signs = (torch.randint(0, 2, (k,), device="cuda") * 2 - 1).half()
+    layouts = [
+        replace(random_layout(code, bits, n, k), input_scales=signs)  # type: ignore[arg-type]
+        for _ in range(parts * EXPERTS)
+    ]
+    return stack_experts(layouts, parts=parts)  # pyright: ignore[reportArgumentType]
+
+
+def matrix(stack: ExpertStack, index: int):
+    """The layout of one matrix."""
+    layout = stack.by_bits[stack.places[index][0]][0]
+    return replace(layout, packed_codes=stack.codes(index), output_scales=stack.output_scales[index])
+
+
+def one_by_one(x: Tensor, gate_up: ExpertStack, down: ExpertStack, chosen: Tensor, weights: Tensor) -> Tensor:
+    y = torch.zeros_like(x, dtype=torch.float32)
+    for token, slot in torch.cartesian_prod(torch.arange(len(x)), torch.arange(chosen.shape[1])).tolist():
+        expert, row = int(chosen[token, slot]), x[token : token + 1]
+        gate, up = (linear(row, matrix(gate_up, part * EXPERTS + expert)) for part in (0, 1))
+        h = functional.silu(gate) * up
+        y[token] += weights[token, slot] * linear(h, matrix(down, expert))[0]
+    return y
+
+
+def grouped(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """As `transformers.integrations.moe.grouped_mm_experts_forward`."""
+    experts, order = chosen.flatten().sort()
+    counts = torch.histc(experts.int(), bins=EXPERTS, min=0, max=EXPERTS - 1)
+    ends = counts.cumsum(0, dtype=torch.int32)
+    gate, up = functional.grouped_mm(x[order // PER_TOKEN], gate_up.mT, offs=ends).chunk(2, -1)
+    y = functional.grouped_mm(functional.silu(gate) * up, down.mT, offs=ends)
+    y = (y * weights.flatten()[order, None])[order.argsort()]
+    return y.view(*chosen.shape, -1).sum(1)
+
+
+def known_to_the_host(
+    x: Tensor, gate_up: Tensor, down: Tensor, chosen: Sequence[int], weights: Tensor
+) -> Tensor:
+    """One token."""
+    found = []
+    for expert in chosen:
+        gate, up = functional.linear(x, gate_up[expert]).chunk(2, -1)
+        found.append(functional.linear(functional.silu(gate) * up, down[expert]))
+    return weights @ torch.cat(found)
+
+
+def choices(tokens: int) -> list[Tensor]:
+    """Chosen experts of as many calls as take all experts twice; neighbouring calls share none as long as they can."""
+    order = torch.cat([torch.randperm(EXPERTS) for _ in range(2 * max(1, tokens * PER_TOKEN // EXPERTS + 1))])
+    each = tokens * PER_TOKEN
+    return [c.view(tokens, PER_TOKEN).cuda() for c in order[: len(order) // each * each].split(each)]
+
+
+def best(*candidates: Sequence[Callable[[], object]]) -> Timing:
+    return min((cold_time(calls) for calls in candidates for _ in range(2)), key=lambda found: found.median)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 16])
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    x = {m: torch.randn(m, HIDDEN, device="cuda", dtype=torch.bfloat16) for m in args.tokens}
+    weights = {m: torch.rand(m, PER_TOKEN, device="cuda", dtype=torch.bfloat16) for m in args.tokens}
+    calls_of = {m: choices(m) for m in args.tokens}
+    rows: list[dict[str, object]] = []
+
+    def record(name: str, bits: float, m: int, timing: Timing, error: float | None) -> None:
+        rows.append({
+            "kernel": name, "bits": bits, "m": m, "us": timing.median, "low": timing.low, "high": timing.high,
+            "error": error,
+        })  # fmt: skip
+        print(rows[-1], flush=True)
+
+    for code, bits in CODES:
+        gate_up = stack(code, bits, INTERMEDIATE, HIDDEN, 2)
+        down = stack(code, bits, HIDDEN, INTERMEDIATE, 1)
+        for m in args.tokens:
+            first = calls_of[m][0]
+            want = one_by_one(x[m], gate_up, down, first, weights[m])
+            error = (
+                (experts_step(x[m], gate_up, down, first, weights[m]) - want).norm() / want.norm()
+            ).item()
+            if not error < GATE:
+                print(f"{code} {bits} bits, {m} tokens: relative error {error:.1e}, not timed", flush=True)
+                continue
+            calls = [
+                lambda c=c, m=m, a=gate_up, b=down: experts_step(x[m], a, b, c, weights[m])
+                for c in calls_of[m]
+            ]
+            record(code, bits, m, best(calls), error)
+        del gate_up, down
+    wide, narrow = (
+        torch.randn(EXPERTS, n, k, device="cuda", dtype=torch.bfloat16) * 0.02
+        for n, k in ((2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE))
+    )
+    for m in args.tokens:
+        candidates: dict[str, list[Callable[[], object]]] = {
+            "bf16 grouped_mm": [
+                lambda c=c, m=m: grouped(x[m], wide, narrow, c, weights[m]) for c in calls_of[m]
+            ]
+        }
+        if m == 1:
+            hosts: list[list[int]] = [c.flatten().tolist() for c in calls_of[m]]
+            candidates["bf16, known to the host"] = [
+                lambda own=own: known_to_the_host(x[1], wide, narrow, own, weights[1]) for own in hosts
+            ]
+        for name, calls in candidates.items():
+            record(name, 16, m, best(calls), None)
+        base = min(row["us"] for row in rows if row["m"] == m and row["bits"] == 16)  # type: ignore[type-var]
+        for row in rows:
+            if row["m"] == m:
+                row["ratio"] = base / row["us"]  # type: ignore[operator]
+    about = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "shape": f"{EXPERTS} experts, {PER_TOKEN} a token, hidden {HIDDEN}, intermediate {INTERMEDIATE}",
+        "method": "CUDA graph, other experts in every call, the lower of two medians of 11",
+    }
+    args.out.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

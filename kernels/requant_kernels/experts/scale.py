@@ -1,0 +1,96 @@
+"""What follows the products of experts: scales and biases of each slot's own matrix, the gate, and the sum over a token's
+experts. Elementwise, in plain Triton.
+
+    h_j = silu(s_gate z_gate + b_gate) * (s_up z_up + b_up)          y_t = sum_j w_j (s_j z_j + b_j)
+"""
+
+# pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none
+# pyright: reportAttributeAccessIssue=none, reportPossiblyUnboundVariable=none
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from requant_kernels.common.launch import interned, launch
+from requant_kernels.common.pdl import wait_for_previous_launch
+from requant_kernels.experts.stack import ExpertStack
+
+BLOCK = 256
+
+
+@triton.jit
+def _scaled(z_ptr, scales_ptr, biases_ptr, slot, matrix, at, inside, n):
+    """s z + b of a slot, float32."""
+    z = tl.load(z_ptr + slot * n + at, mask=inside, other=0.0)
+    z *= tl.load(scales_ptr + matrix * n + at, mask=inside, other=0.0).to(tl.float32)
+    if biases_ptr is not None:
+        z += tl.load(biases_ptr + matrix * n + at, mask=inside, other=0.0).to(tl.float32)
+    return z
+
+
+@triton.jit
+def gate_kernel(
+    z_ptr, scales_ptr, biases_ptr, experts_ptr, h_ptr, n, NUM_EXPERTS: tl.constexpr, SILU: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """z float32 [2, slots, n] -> h [slots, n], or without SILU [2, slots, n], scaled only; grid (slots, blocks)."""
+    slot, slots = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    wait_for_previous_launch(PDL, False)
+    expert = tl.load(experts_ptr + slot).to(tl.int64)
+    gate = _scaled(z_ptr, scales_ptr, biases_ptr, slot, expert, at, inside, n)
+    up = _scaled(z_ptr, scales_ptr, biases_ptr, slot + slots, expert + NUM_EXPERTS, at, inside, n)
+    if SILU:
+        gate = gate / (1.0 + tl.exp(-gate)) * up
+    else:
+        tl.store(h_ptr + (slot + slots) * n + at, up.to(h_ptr.dtype.element_ty), mask=inside)
+    tl.store(h_ptr + slot * n + at, gate.to(h_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def combine_kernel(
+    z_ptr, scales_ptr, biases_ptr, experts_ptr, weights_ptr, y_ptr, n, PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """z float32 [tokens * PER_TOKEN, n] -> y [tokens, n]; grid (tokens, blocks)."""
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    wait_for_previous_launch(PDL, False)
+    y = tl.zeros([BLOCK], tl.float32)
+    for i in tl.static_range(PER_TOKEN):
+        slot = token * PER_TOKEN + i
+        expert = tl.load(experts_ptr + slot).to(tl.int64)
+        weight = tl.load(weights_ptr + slot).to(tl.float32)
+        y += weight * _scaled(z_ptr, scales_ptr, biases_ptr, slot, expert, at, inside, n)
+    tl.store(y_ptr + token * n + at, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+def gate(
+    z: Tensor, stack: ExpertStack, experts: Tensor, dtype: torch.dtype, *, silu: bool, pdl: bool
+) -> Tensor:
+    """h [slots, n] of z float32 [2 slots, n]; without `silu` gates and ups [2, slots, n]."""
+    slots, n = len(experts), stack.n
+    h = torch.empty((slots, n) if silu else (2, slots, n), dtype=dtype, device=z.device)
+    options: dict[str, object] = {"launch_pdl": True} if pdl else {}
+    launch(
+        gate_kernel, (slots, triton.cdiv(n, BLOCK), 1), (z, stack.output_scales, stack.biases, experts, h, n),
+        interned(NUM_EXPERTS=stack.experts, SILU=silu, BLOCK=BLOCK, PDL=pdl, num_warps=4, **options),
+    )  # fmt: skip
+    return h
+
+
+def combine(
+    z: Tensor, stack: ExpertStack, experts: Tensor, weights: Tensor, dtype: torch.dtype, *, pdl: bool
+) -> Tensor:
+    """y [m, n] of z float32 [m s, n] and weights [m, s]."""
+    (m, per_token), n = weights.shape, stack.n
+    y = torch.empty(m, n, dtype=dtype, device=z.device)
+    options: dict[str, object] = {"launch_pdl": True} if pdl else {}
+    launch(
+        combine_kernel, (m, triton.cdiv(n, BLOCK), 1), (z, stack.output_scales, stack.biases, experts, weights, y, n),
+        interned(PER_TOKEN=per_token, BLOCK=BLOCK, PDL=pdl, num_warps=4, **options),
+    )  # fmt: skip
+    return y

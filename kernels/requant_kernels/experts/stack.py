@@ -1,0 +1,72 @@
+"""Trellis matrices of all experts of a layer, of one shape, stacked for launches that find theirs by expert.
+
+Experts may have codes of different widths; those of one width are a stack, and a launch. Input scales are signs that depend
+on the seed and the number of columns alone, so one rotation of x serves all experts; output scales are each matrix's own.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from requant_kernels.trellis.layout import TrellisLayout
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertStack:
+    """Matrix `part * experts + e` is part `part` (gate and up: 2; down: 1) of expert e."""
+
+    by_bits: Mapping[
+        float, tuple[TrellisLayout, Tensor]
+    ]  # stacked codes, and int32 [matrices]: place of each in them or -1
+    places: Sequence[tuple[float, int]]  # of every matrix: its bits, and its place there
+    output_scales: Tensor  # float16 [matrices, n]
+    biases: Tensor | None  # [matrices, n]
+    parts: int
+    n: int
+    k: int
+
+    @property
+    def experts(self) -> int:
+        return len(self.places) // self.parts
+
+    @property
+    def layout(self) -> TrellisLayout:
+        """One of the stacks: what all have in common."""
+        return next(iter(self.by_bits.values()))[0]
+
+    def codes(self, matrix: int) -> Tensor:
+        """The packed codes of a matrix: a view of its stack."""
+        bits, place = self.places[matrix]
+        return self.by_bits[bits][0].packed_codes[place]
+
+
+def stack_experts(
+    matrices: Sequence[TrellisLayout], *, parts: int, biases: Sequence[Tensor] | None = None
+) -> ExpertStack:
+    """Stack the matrices of all experts, part after part. Raises ValueError for matrices that no launch can share."""
+    first = matrices[0]
+    for matrix in matrices:
+        if matrix.input_scales is None or first.input_scales is None or not matrix.rotates_output:
+            raise ValueError("experts whose rotations are folded into the model are not stacked")
+        if matrix.sparse is not None:
+            raise ValueError("experts with residuals are not stacked")
+        if (matrix.n, matrix.k, matrix.code) != (first.n, first.k, first.code):
+            raise ValueError("experts of different shapes or codes are not stacked")
+        if not torch.equal(matrix.input_scales, first.input_scales):
+            raise ValueError("experts whose inputs are rotated by different signs are not stacked")
+    members: dict[float, list[int]] = {}
+    for index, matrix in enumerate(matrices):
+        members.setdefault(matrix.bits, []).append(index)
+    by_bits: dict[float, tuple[TrellisLayout, Tensor]] = {}
+    for bits, own in members.items():
+        table = torch.full((len(matrices),), -1, dtype=torch.int32)
+        table[own] = torch.arange(len(own), dtype=torch.int32)
+        codes = torch.stack([matrices[index].packed_codes for index in own])
+        by_bits[bits] = replace(matrices[own[0]], packed_codes=codes), table.to(codes.device)
+    return ExpertStack(
+        by_bits=by_bits, places=[(m.bits, members[m.bits].index(i)) for i, m in enumerate(matrices)],
+        output_scales=torch.stack([matrix.output_scales for matrix in matrices]),
+        biases=None if biases is None else torch.stack(list(biases)), parts=parts, n=first.n, k=first.k,
+    )  # fmt: skip
