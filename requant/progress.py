@@ -8,7 +8,7 @@ else all stages so far.
 
 On a terminal the line is drawn by tqdm, over itself, and gone at the end. Elsewhere a line is written at most once a
 minute. Every stage, and a line a minute, is logged as well, for `--log-file`. Where no run is displayed, `counted` and
-`tracked` draw a plain bar: they know nothing of what they are a part of.
+`tracked` draw a plain bar, on a terminal: they know nothing of what they are a part of.
 """
 
 import logging
@@ -286,7 +286,7 @@ def counted(total: int, *, label: str | None, unit: str, done: int = 0) -> Itera
         return
     run = _display
     if run is None:
-        with tqdm(total=total, initial=done, desc=label, unit=unit, leave=False) as counter.bar:
+        with tqdm(total=total, initial=done, desc=label, unit=unit, leave=False, disable=None) as counter.bar:
             yield counter
         return
     run.counters.append(counter)

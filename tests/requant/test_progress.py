@@ -116,11 +116,12 @@ def test_the_stages_are_those_that_were_planned(
     assert entered == [(str(i + 1), str(len(planned)), name) for i, name in enumerate(planned)]
 
 
-def test_on_a_terminal_it_is_one_line_that_goes(monkeypatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
+
+def test_on_a_terminal_it_is_one_line_that_goes(monkeypatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setattr(progress, "BETWEEN_DRAWINGS", 0.0)
@@ -149,11 +150,15 @@ def test_elsewhere_it_is_a_line_a_minute(clock, capsys) -> None:
     assert capsys.readouterr().err == ""
 
 
-def test_without_a_run_there_is_a_plain_bar(capsys) -> None:
+def test_without_a_run_there_is_a_plain_bar(monkeypatch, capsys) -> None:
     assert list(progress.tracked([1, 2], label="scoring", unit="batches")) == [1, 2]
-    assert "scoring:   0%" in capsys.readouterr().err
+    assert capsys.readouterr().err == ""  # no terminal
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    assert list(progress.tracked([1, 2], label="scoring", unit="batches")) == [1, 2]
+    assert "scoring:   0%" in terminal.getvalue()
+    length = len(terminal.getvalue())
     assert list(progress.tracked([1, 2], label=None, unit="batches")) == [1, 2]
-    assert capsys.readouterr().err == ""
+    assert len(terminal.getvalue()) == length
 
 
 @pytest.fixture
