@@ -202,6 +202,7 @@ OPTIONS = {
     "serve": "api_key batch checkpoint context device dtype host max_tokens_limit max_waiting name port quiet",
     "recipes": "as_json",
     "methods": "as_json",
+    "doctor": "as_json device quiet",
 }
 
 

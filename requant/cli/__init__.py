@@ -14,6 +14,7 @@ import typer
 import requant
 from requant.cli.common import PanelledCommand, log_failure
 from requant.cli.comparing import compare
+from requant.cli.doctor import doctor
 from requant.cli.exporting import export
 from requant.cli.listing import methods, recipes
 from requant.cli.measuring import evaluate, inspect
@@ -44,6 +45,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "serve": serve,
     "recipes": recipes,
     "methods": methods,
+    "doctor": doctor,
 }
 RENAMED_OPTIONS = {
     ("quantize", "--tune"): "--finetune-steps",
