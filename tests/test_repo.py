@@ -187,12 +187,12 @@ def test_no_pickle() -> None:
 OPTIONS = {
     "quantize": "as_json bits calibration code_bits device dry_run dtype eval_text finetune_steps group_size head_bits "
     "method mode model num_samples output quiet recipe resume seed sensitivity seq_len size skip symmetric verbose",
-    "sparsify": "as_json bits calibration device dry_run dtype eval_text finetune_steps method model num_samples output "
-    "pattern quiet recipe recover resume seed seq_len skip verbose verify",
+    "sparsify": "all_experts as_json bits calibration device dry_run dtype eval_text finetune_steps method model "
+    "num_samples output pattern quiet recipe recover resume seed seq_len skip verbose verify",
     "sensitivity": "as_json bits calibration code_bits device dtype group_size method model nodes num_samples output quiet "
     "recipe seed seq_len skip symmetric verbose",
-    "sweep": "as_json bits calibration device dtype eval_text finetune_steps group_size head_bits method mode model "
-    "num_samples output quiet recipe resume seed seq_len skip symmetric verbose",
+    "sweep": "all_experts as_json bits calibration device dtype eval_text finetune_steps group_size head_bits method mode "
+    "model num_samples output quiet recipe resume seed seq_len skip symmetric verbose",
     "eval": "as_json context device dtype limit models quiet reference task_data tasks text windows",
     "inspect": "as_json checkpoint",
     "compare": "as_json checkpoints context device dtype output quiet reference text windows",

@@ -148,6 +148,9 @@ Seed = Annotated[
     int | None,
     typer.Option(help="Seed; above 0 it shifts the calibration windows.", rich_help_panel=CALIBRATION),
 ]
+Output = Annotated[
+    Path | None, typer.Option(help="Folder to write. [./MODEL-METHOD-BITSbit]", rich_help_panel=RUN)
+]
 Device = Annotated[
     str,
     typer.Option(

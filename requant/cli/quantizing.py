@@ -27,6 +27,7 @@ from requant.cli.common import (
     Model,
     Modules,
     NumSamples,
+    Output,
     Quiet,
     RecipeName,
     Rotations,
@@ -43,6 +44,7 @@ from requant.cli.common import (
     recipe_options,
     sigterm_interrupts,
     table,
+    values,
 )
 
 
@@ -86,9 +88,7 @@ def quantize(
     seq_len: SeqLen = None,
     all_experts: AllExperts = None,
     seed: Seed = None,
-    output: Annotated[
-        Path | None, typer.Option(help="Folder to write. [./MODEL-METHOD-BITSbit]", rich_help_panel=RUN)
-    ] = None,
+    output: Output = None,
     push_to: Annotated[
         str | None,
         typer.Option(
@@ -135,6 +135,7 @@ def quantize(
     if output is not None and not dry_run:  # before the imports that take seconds
         check_new_output(output, resume=resume)
     from requant.cli.launching import ran_on
+    from requant.integrations.hub import check_hub, push_to_hub
     from requant.models.devices import pick_device
     from requant.pipeline.plan import make_plan
     from requant.pipeline.prepare import outline, prepare
@@ -168,8 +169,6 @@ def quantize(
             return
         check_new_output(folder, resume=resume)
         if push_to is not None:
-            from requant.integrations.hub import check_hub, push_to_hub
-
             check_hub(push_to)
         if ran_on(gpus, device):
             return
@@ -201,18 +200,23 @@ def quantize(
 
 
 def sensitivity(
-    model: Annotated[
-        str | None, typer.Option(help="Folder, hub name, alias, or demo. [the recipe's, or demo]")
-    ] = None,
+    model: Model = None,
     bits: Annotated[
         str | None, typer.Option(help="Bits a weight, all stored bytes counted, as of quantize.")
     ] = None,
     code_bits: Annotated[
         str | None, typer.Option(help="Instead: bits of every code, 2 to 8 (trellis from 1).")
     ] = None,
-    recipe: Annotated[str | None, typer.Option(help="A recipe by name or YAML file.")] = None,
-    method: Annotated[str | None, typer.Option(help="The quantizer whose step is scored.")] = None,
-    nodes: Annotated[str | None, typer.Option(help="gauss2, gauss4, midpoint, simpson or plain32.")] = None,
+    recipe: RecipeName = None,
+    method: Method = None,
+    nodes: Annotated[
+        str | None,
+        typer.Option(
+            help="gauss2, gauss4, midpoint, simpson or plain32.",
+            autocompletion=values("gauss2", "gauss4", "midpoint", "simpson", "plain32"),
+            rich_help_panel=RECIPE,
+        ),
+    ] = None,
     output: Annotated[Path, typer.Option(help="Folder to write.")] = Path("sensitivity"),
     group_size: GroupSize = None,
     symmetric: Symmetric = None,

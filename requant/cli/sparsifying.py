@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,13 +11,17 @@ from requant.cli.common import (
     CALIBRATION,
     RECIPE,
     RUN,
+    AllExperts,
     AsJson,
     Calibration,
     Device,
     Dtype,
     EvalText,
     LogFile,
+    Model,
+    Output,
     Quiet,
+    RecipeName,
     SaveEvery,
     Seed,
     SeqLen,
@@ -30,16 +33,12 @@ from requant.cli.common import (
     recipe_options,
     sigterm_interrupts,
     table,
+    values,
 )
 
 
 def sparsify(
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="Folder, hub name, alias, or demo. [the recipe's, or demo]", rich_help_panel=RECIPE
-        ),
-    ] = None,
+    model: Model = None,
     pattern: Annotated[
         str, typer.Option(help="2:4, the pattern that GPUs multiply.", rich_help_panel=RECIPE)
     ] = "2:4",
@@ -47,6 +46,7 @@ def sparsify(
         str | None,
         typer.Option(
             help="How kept weights are chosen: magnitude, wanda, sparsegpt or alps. [alps]",
+            autocompletion=values("alps", "sparsegpt", "wanda", "magnitude"),
             rich_help_panel=RECIPE,
         ),
     ] = None,
@@ -54,6 +54,7 @@ def sparsify(
         str | None,
         typer.Option(
             help="What training after pruning may move: fixed (values only), ast or s-ste (masks too). [fixed]",
+            autocompletion=values("fixed", "ast", "s-ste"),
             rich_help_panel=RECIPE,
         ),
     ] = None,
@@ -67,12 +68,7 @@ def sparsify(
             rich_help_panel=RECIPE,
         ),
     ] = None,
-    recipe: Annotated[
-        str | None,
-        typer.Option(
-            help="A YAML file of an earlier run; other options override it.", rich_help_panel=RECIPE
-        ),
-    ] = None,
+    recipe: RecipeName = None,
     skip: Skip = None,
     calibration: Calibration = None,
     eval_text: EvalText = None,
@@ -80,6 +76,7 @@ def sparsify(
         int | None, typer.Option(help="Calibration windows. [128; demo: 16]", rich_help_panel=CALIBRATION)
     ] = None,
     seq_len: SeqLen = None,
+    all_experts: AllExperts = None,
     seed: Seed = None,
     verify: Annotated[
         bool,
@@ -89,9 +86,7 @@ def sparsify(
             rich_help_panel=RUN,
         ),
     ] = False,
-    output: Annotated[
-        Path | None, typer.Option(help="Folder to write. [./MODEL-METHOD-BITSbit]", rich_help_panel=RUN)
-    ] = None,
+    output: Output = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     resume: Annotated[

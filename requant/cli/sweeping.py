@@ -10,6 +10,7 @@ import typer
 from requant.cli.common import (
     RECIPE,
     RUN,
+    AllExperts,
     AsJson,
     Calibration,
     Device,
@@ -58,6 +59,7 @@ def sweep(
     eval_text: EvalText = None,
     num_samples: NumSamples = None,
     seq_len: SeqLen = None,
+    all_experts: AllExperts = None,
     seed: Seed = None,
     output: Annotated[
         Path | None, typer.Option(help="Folder to write. [./MODEL-METHOD-sweep]", rich_help_panel=RUN)

@@ -281,8 +281,9 @@ def _terms(source: Path | None) -> dict[str, Any]:
 
 
 def _device_name(result: QuantizedModel) -> str:
-    if result.model.device.type == "cuda":
-        import torch
+    """Sums differ in their last bits with the number of threads, and with them, now and then, an allocation."""
+    import torch
 
+    if result.model.device.type == "cuda":
         return torch.cuda.get_device_name(result.model.device)
-    return "cpu"
+    return f"cpu, {torch.get_num_threads()} threads"
