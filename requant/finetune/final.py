@@ -12,6 +12,7 @@ This is the end-to-end tuning of AQLM and QTIP (Egiazarian et al. 2024, arXiv 24
 """
 
 import copy
+import logging
 
 import torch
 from jaxtyping import Int64
@@ -33,10 +34,13 @@ from requant.finetune.loop import (
 )
 from requant.finetune.saved_training import SavedTraining
 from requant.finetune.step import TrainableTensor
-from requant.finetune.teacher import Teacher
+from requant.finetune.teacher import HeadTeacher, Teacher, why_states_do_not_suffice
 from requant.formats.quantized_weight import trainable_params, with_trainable_params
 from requant.recipe.schema import Finetune
 from requant.run.context import RunContext, Weights
+
+BLOCKWISE_FROM = 1_000_000_000  # parameters; smaller ones are trained as a whole, which is faster
+logger = logging.getLogger(__name__)
 
 
 def finetune(
@@ -52,13 +56,13 @@ def finetune(
     """
     tables = {} if embedding_and_head is None else embedding_and_head.weights
     train_windows, val_windows = split_windows(run, settings)
-    teacher = Teacher(original_model(run), train_windows)
+    teacher = teacher_of(run, settings, train_windows, val_windows)
     run.apply_quantized_weights(weights)
     trainable = {name: trainable_params(weight) for name, weight in weights.items()}
     table_params = {name: trainable_params(table) for name, table in tables.items()}
     other_params = params_without_codes(run, tables)
     before = {name: run.original_param(name, p) for name, p in other_params.items()}
-    with single_precision(run.model):
+    with single_precision(params_in_single_precision(run.model, teacher)):
         lr = learning_rate(run, settings)
         trainables = trainable_tensors(trainable, (), list(other_params.values()), lr)
         trainables += [
@@ -85,6 +89,41 @@ def original_model(run: RunContext) -> PreTrainedModel:
     """A frozen copy of the original."""
     run.apply_original_weights()
     return copy.deepcopy(run.model)
+
+
+def teacher_of(
+    run: RunContext,
+    settings: Finetune,
+    train_windows: Int64[Tensor, "b t"],
+    val_windows: Int64[Tensor, "h t"] | None = None,
+) -> Teacher | HeadTeacher:
+    """What the run learns from: the original, or its head and states where it learns block by block."""
+    if trains_by_block(run.model, settings):
+        run.apply_original_weights()
+        devices = {p.device for p in run.model.parameters()}
+        reason = (
+            "it lies on several devices"
+            if len(devices) > 1
+            else why_states_do_not_suffice(run.model, train_windows[:1].to(run.model.device))
+        )
+        if reason is None:
+            return HeadTeacher(
+                run.model, train_windows, val_windows, label=run.label("the original's states")
+            )
+        logger.warning("the model is not trained block by block, and takes more memory: %s", reason)
+    return Teacher(original_model(run), train_windows)
+
+
+def trains_by_block(model: PreTrainedModel, settings: Finetune) -> bool:
+    """Whether training goes block by block (`blockwise.py`), as the recipe says or as the model's size asks for."""
+    if settings.blockwise is not None:
+        return settings.blockwise
+    return sum(p.numel() for p in model.parameters()) >= BLOCKWISE_FROM
+
+
+def params_in_single_precision(model: PreTrainedModel, teacher: Teacher | HeadTeacher) -> list[Tensor]:
+    """What is float32 from the first training to the last: all parameters, or none where training goes block by block."""
+    return [] if isinstance(teacher, HeadTeacher) else list(model.parameters())
 
 
 def split_windows(run: RunContext, settings: Finetune) -> tuple[Int64[Tensor, "b t"], Int64[Tensor, "h t"]]:

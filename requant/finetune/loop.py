@@ -14,7 +14,7 @@ Of several processes each trains on its part of a step's windows.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from requant import ranks
 from requant.allocation.embedding_and_head import QuantizedEmbeddingAndHead, embedding_and_head_of
 from requant.calibration.passes import recomputed_blocks, rounds
+from requant.finetune.blockwise import BlockwiseStep
 from requant.finetune.compile_blocks import Divergence, fused, kl
 from requant.finetune.saved_training import SavedTraining, numbered, restore
 from requant.finetune.step import (
@@ -36,7 +37,7 @@ from requant.finetune.step import (
     TrainingStep,
     adam,
 )
-from requant.finetune.teacher import Teacher, training_autocast
+from requant.finetune.teacher import HeadTeacher, Teacher, training_autocast
 from requant.formats.contract import TrainableParams
 from requant.formats.quantized_weight import weight_function
 from requant.models.experts import routers
@@ -87,7 +88,7 @@ def params_without_codes(run: RunContext, quantized: Collection[str] = ()) -> di
 
 def train(
     run: RunContext,
-    teacher: Teacher,
+    teacher: Teacher | HeadTeacher,
     trainables: Sequence[TrainableTensor],
     derived: Sequence[ReparametrizedWeight],
     settings: Finetune,
@@ -112,10 +113,17 @@ def train(
     batch_tokens = len(_windows_of_step(count, length, 0, settings, run.recipe.seed)) * length
     best_kl = math.inf
     best = [tensor.detach().clone() for tensor in tensors] if val_windows is not None else tensors
-    micro_batch = micro_batch_that_fits(
-        run, trainables, derived, settings, length, reserved=teacher.bytes_to_come
-    )
-    recompute = None if micro_batch is None else False
+    micro_batch = None
+    if isinstance(teacher, HeadTeacher):
+        coded = {weight.parameter for weight in derived} & {target.parameter for target in run.targets}
+        widened = [p for p in run.model.parameters() if p not in coded]
+        models, recompute = (run.model,), False
+    else:
+        micro_batch = micro_batch_that_fits(
+            run, trainables, derived, settings, length, reserved=teacher.bytes_to_come
+        )
+        widened: Sequence[Tensor] = ()
+        models, recompute = (run.model, teacher.model), None if micro_batch is None else False
 
     def micro_batches(step: int) -> list[MicroBatch]:
         chosen = _windows_of_step(count, length, step, settings, run.recipe.seed)
@@ -124,18 +132,31 @@ def train(
 
     with (
         ExitStack() as stack,
-        fused((run.model, teacher.model), settings.steps) as kl_of,
+        single_precision(widened),
+        fused(models, settings.steps) as kl_of,
         recomputed_blocks(run.model, recompute),
         saved.interrupts_noted() as interrupts,
     ):
-        training_step = TrainingStep(
-            lambda *batch: (
-                loss_sum(run.model, teacher, *batch, kl_of=kl_of, distillation=distillation) / batch_tokens
-            ),
-            trainables,
-            derived,
-            optimizer,
-        )
+        if isinstance(teacher, HeadTeacher):
+            training_step = BlockwiseStep(
+                run.model, teacher, trainables, derived, batch_tokens=batch_tokens, kl_of=kl_of
+            )
+        else:
+            training_step = TrainingStep(
+                lambda *batch: (
+                    loss_sum(run.model, teacher, *batch, kl_of=kl_of, distillation=distillation)
+                    / batch_tokens
+                ),
+                trainables,
+                derived,
+                optimizer,
+            )
+
+        def measured(windows: Int64[Tensor, "h t"]) -> float:
+            if isinstance(training_step, BlockwiseStep):
+                return training_step.mean_kl()
+            assert isinstance(teacher, Teacher)
+            return mean_kl(run.model, teacher, windows)
 
         def state() -> dict[str, Tensor]:
             kept = {} if best is tensors else numbered("best", best)
@@ -151,10 +172,11 @@ def train(
                 restore(best, "best", resumed.tensors)
             else:  # the last step is done
                 best = tensors
-            for step in range(settings.steps if saved.round else done):
-                micro_batches(step)  # the teacher's states as they were cached, in the same batches
+            if isinstance(teacher, Teacher):
+                for step in range(settings.steps if saved.round else done):
+                    micro_batches(step)  # its states as they were cached, in the same batches
         elif val_windows is not None:
-            best_kl = mean_kl(run.model, teacher, val_windows)
+            best_kl = measured(val_windows)
         bar = stack.enter_context(
             counted(settings.steps, label=run.label("training"), unit="steps", done=done)
         )
@@ -167,7 +189,7 @@ def train(
                     weight.apply()
             last = step + 1 == settings.steps
             if val_windows is not None and (last or (step + 1) % settings.eval_every == 0):
-                kl_now = mean_kl(run.model, teacher, val_windows)
+                kl_now = measured(val_windows)
                 if kl_now < best_kl:
                     best_kl, best = kl_now, [tensor.detach().clone() for tensor in tensors]
                 shown |= {"kl": f"{kl_now:.4f}", "best": f"{best_kl:.4f}"}
@@ -191,9 +213,9 @@ def train(
 
 
 @contextmanager
-def single_precision(model: nn.Module) -> Iterator[None]:
-    """Parameters in float32 while the context lasts: Adam's updates are too small for 16 bits."""
-    dtypes = {p: p.dtype for p in model.parameters() if p.is_floating_point()}
+def single_precision(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """These in float32 while the context lasts: Adam's updates are too small for 16 bits."""
+    dtypes = {p: p.dtype for p in parameters if p.is_floating_point()}
     for p in dtypes:
         p.data = p.data.float()
     try:
@@ -206,10 +228,11 @@ def single_precision(model: nn.Module) -> Iterator[None]:
 def reparametrized_weights(
     run: RunContext, weights: Weights, trainable: Mapping[str, TrainableParams]
 ) -> list[ReparametrizedWeight]:
-    """The quantized matrices: each parameter as a function of its trainable floats."""
+    """The quantized matrices: each parameter as a function of its trainable floats, all else in the parameter's dtype."""
 
     def derive(target: QuantTarget) -> ReparametrizedWeight:
-        floats, params = weight_function(weights[target.name]), trainable[target.name]
+        floats = weight_function(weights[target.name], target.parameter.dtype)
+        params = trainable[target.name]
         return ReparametrizedWeight(parameter=target.parameter, value=lambda: target.oriented(floats(params)))
 
     return [derive(target) for target in run.targets if target.name in weights]

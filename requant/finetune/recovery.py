@@ -171,7 +171,7 @@ def recover(
         steps=settings.steps,
         flip_rates=saved.record,
     )
-    with single_precision(run.model):
+    with single_precision(run.model.parameters()):
         trainables = [TrainableTensor(tensor=m.weight, lr=recovery.lr) for m in matrices.values()]
         trainables += [
             TrainableTensor(tensor=m.steps, lr=learning_rate(run, settings))

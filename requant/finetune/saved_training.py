@@ -4,8 +4,9 @@
         trained tensors, the optimizer's state, masks, the best values so far, the number of finished steps -> one file
 
 Each file replaces the one before at once, and the last goes when the stage has left its weights (`run/stage_cache.py`). It
-takes 12 bytes a trained number, on disk and, of a GPU's tensors, for a moment in memory. Windows and learning rates follow
-from the number of a step, and nothing is drawn: what is left are the steps of a run that was never interrupted.
+takes 12 bytes a trained number (8 in `blockwise.py`) on disk, and for a moment twice that in the host's memory; where that
+is not free nothing is saved. Windows and learning rates follow from the number of a step, and nothing is drawn: what is left
+are the steps of a run that was never interrupted.
 """
 
 import logging
@@ -21,10 +22,12 @@ from torch import Tensor
 
 from requant import ranks
 from requant.errors import OutputError
+from requant.models.devices import free_memory
 from requant.run.context import RunContext
 from requant.run.stage_cache import TRAINING, training_key
 from requant.run.workspace import Stored, Workspace
 
+COPIES = 2  # of a state on the host while its file is written
 MAX_FRACTION = 0.1  # of the time of a run that saving may take; where it would, states are saved less often
 logger = logging.getLogger(__name__)
 
@@ -74,8 +77,15 @@ class SavedTraining:
             return
         start = time.monotonic()
         value = {"round": self.round, "step": step, "best_kl": best_kl, "record": self.record}
+        tensors = state()
+        size, free = sum(tensor.nbytes for tensor in tensors.values()), free_memory(torch.device("cpu"))
         try:
-            self.workspace.put(TRAINING, self.key, tensors=state(), value=value)
+            if COPIES * size > free:
+                raise OutputError(
+                    f"it takes {COPIES * size / 1e9:.1f} GB of the host's memory, of which {free / 1e9:.1f} GB are free; "
+                    "a run that stops here goes on at the start of this phase."
+                )
+            self.workspace.put(TRAINING, self.key, tensors=tensors, value=value)
         except OutputError as error:
             logger.warning("the state of training was not saved: %s", error)
         self.saved_at = time.monotonic()

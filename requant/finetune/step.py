@@ -14,7 +14,8 @@ A step of a small model is thousands of kernel launches, which Python issues mor
 few eager steps, which initialize libraries and the optimizer's state, the gradients of a micro-batch of each shape and the
 update are captured once each; gradients and learning rates then stay at fixed addresses, and a step copies its inputs and
 replays the graphs. With several processes only gradients are captured, for their sum over ranks comes before the update.
-Tensors on a CPU or on several GPUs, and models that cannot be captured, stay eager.
+Tensors on a CPU or on several GPUs, and models that cannot be captured, stay eager. Where memory runs out, micro-batches are
+halved once, and the log says so.
 """
 
 import logging
@@ -27,6 +28,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from requant import ranks
+from requant.errors import is_out_of_memory
 
 MicroBatch = tuple[Tensor, ...]  # tokens, and what else the loss takes
 # parameter groups of one tensor each, and whether a CUDA graph will capture the step -> an optimizer of torch's interface
@@ -58,7 +60,8 @@ class ReparametrizedWeight:
     def backward(self) -> None:
         """The chain rule: propagate the parameter's gradient to the trainable tensors."""
         if self.parameter.grad is not None:
-            self.value().backward(self.parameter.grad)
+            value = self.value()
+            value.backward(self.parameter.grad.to(value.dtype))
 
 
 def adam(groups: list[dict[str, Any]], captures: bool) -> torch.optim.Adam:
@@ -96,16 +99,26 @@ class TrainingStep:
         self.graphs: dict[tuple[torch.Size, ...], tuple[torch.cuda.CUDAGraph, MicroBatch]] = {}
         self.update: torch.cuda.CUDAGraph | None = None
         self.steps = 0
+        self.halves = False  # micro-batches, since memory ran out
         for weight in derived:
             weight.parameter.requires_grad_(True)
             weight.apply()
 
     def __call__(self, micro_batches: Sequence[MicroBatch], lr_factor: float) -> None:
         self._set_lrs(lr_factor)
+        if self.halves:
+            micro_batches = _halved(micro_batches)
         if self.captures and self.steps == EAGER_STEPS:
             self._capture(micro_batches)
-        for micro_batch in micro_batches:
-            self._add_gradients(micro_batch)
+        try:
+            for micro_batch in micro_batches:
+                self._add_gradients(micro_batch)
+        except (RuntimeError, MemoryError) as error:
+            if self.halves or self.graphs or not is_out_of_memory(error):
+                raise
+            self._halve()
+            for micro_batch in _halved(micro_batches):
+                self._add_gradients(micro_batch)
         if self.update is None:
             self._update()
         else:
@@ -114,27 +127,17 @@ class TrainingStep:
 
     def state(self, *, optimizer: bool = True) -> dict[str, Tensor]:
         """What the next step depends on; without the `optimizer`, what is left of it after the last."""
-        found = {"lrs": self.full_lrs} | {f"tensor.{i}": tensor for i, tensor in enumerate(self.tensors)}
-        for i, tensor in enumerate(self.tensors if optimizer else ()):
-            held = self.optimizer.state.get(tensor, {})
-            found |= {f"optimizer.{i}.{name}": value.clone() for name, value in held.items()}
-        return found
+        return state_of(self.tensors, self.full_lrs, self.optimizer.state if optimizer else {})
 
-    @torch.no_grad()
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Go on where `state` was taken, before the first step."""
-        self.full_lrs.copy_(state["lrs"])
-        for i, tensor in enumerate(self.tensors):
-            tensor.copy_(state[f"tensor.{i}"])
-            held, prefix = self.optimizer.state[tensor], f"optimizer.{i}."
-            for name, value in state.items():
-                if not name.startswith(prefix):
-                    continue
-                name = name.removeprefix(prefix)
-                if name in held:
-                    held[name].copy_(value)
-                else:  # Adam counts its steps on the CPU, unless they are captured
-                    held[name] = value.to(tensor.device if value.dim() or self.captures else "cpu", copy=True)
+        restore_state(
+            state,
+            self.tensors,
+            self.full_lrs,
+            lambda i: self.optimizer.state[self.tensors[i]],
+            counts_on_cpu=not self.captures,
+        )
         for weight in self.derived:
             weight.apply()
 
@@ -152,6 +155,17 @@ class TrainingStep:
         for group, lr in zip(self.optimizer.param_groups, self.full_lrs.tolist(), strict=True):
             group["lr"] = lr * lr_factor
 
+    def _halve(self) -> None:
+        """Drop the gradients of a step that memory did not suffice for, and halve micro-batches from now on."""
+        self.halves = True
+        for tensor in (*self.tensors, *(weight.parameter for weight in self.derived)):
+            tensor.grad = None
+        if self.captures:
+            torch.cuda.empty_cache()
+        logger.warning(
+            "memory ran out in training: from now on half as many windows go through the model at once"
+        )
+
     def _add_gradients(self, micro_batch: MicroBatch) -> None:
         captured = self.graphs.get(_shapes(micro_batch))
         if captured is None:
@@ -166,7 +180,7 @@ class TrainingStep:
         for weight in self.derived:
             weight.backward()
         if ranks.world_size() > 1:
-            ranks.sum_over_ranks([_gradient(tensor) for tensor in self.tensors])
+            ranks.sum_over_ranks([gradient_of(tensor) for tensor in self.tensors])
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=not self.captures)
         for weight in self.derived:
@@ -201,11 +215,56 @@ class TrainingStep:
             self.update = update
 
 
-def _gradient(tensor: Tensor) -> Tensor:
+def state_of(
+    tensors: Sequence[Tensor], lrs: Tensor, states: Mapping[Tensor, Mapping[str, Tensor]]
+) -> dict[str, Tensor]:
+    """The trained tensors, their learning rates, and what an optimizer holds of each, by names for `restore_state`."""
+    found = {"lrs": lrs} | {f"tensor.{i}": tensor for i, tensor in enumerate(tensors)}
+    for i, tensor in enumerate(tensors):
+        for name, value in states.get(tensor, {}).items():
+            # a count may be one tensor for all, which a file cannot hold
+            found[f"optimizer.{i}.{name}"] = value if value.dim() else value.clone()
+    return found
+
+
+@torch.no_grad()
+def restore_state(
+    state: Mapping[str, Tensor],
+    tensors: Sequence[Tensor],
+    lrs: Tensor,
+    held_of: Callable[[int], dict[str, Tensor]],
+    *,
+    counts_on_cpu: bool,
+) -> None:
+    """Overwrite all that `state_of` saved; `held_of(i)`: the optimizer's state of tensor i, empty before its first step."""
+    lrs.copy_(state["lrs"])
+    for i, tensor in enumerate(tensors):
+        tensor.copy_(state[f"tensor.{i}"])
+        held, prefix = held_of(i), f"optimizer.{i}."
+        for name, value in state.items():
+            if not name.startswith(prefix):
+                continue
+            name = name.removeprefix(prefix)
+            if name in held:
+                held[name].copy_(value)
+            else:  # Adam counts its steps on the CPU, unless they are captured
+                held[name] = value.to(
+                    "cpu" if counts_on_cpu and not value.dim() else tensor.device, copy=True
+                )
+
+
+def gradient_of(tensor: Tensor) -> Tensor:
     """The tensor's gradient, zero where this rank had no window in the step."""
     if tensor.grad is None:
         tensor.grad = torch.zeros_like(tensor)
     return tensor.grad
+
+
+def _halved(micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """Two of every micro-batch of more than one window."""
+    return [
+        half for each in micro_batches for half in zip(*(tensor.chunk(2) for tensor in each), strict=True)
+    ]
 
 
 def _shapes(micro_batch: MicroBatch) -> tuple[torch.Size, ...]:

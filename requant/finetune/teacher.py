@@ -7,21 +7,29 @@ arithmetic. Caching logits would take tens of times the memory (vocabulary size 
 every step. Whatever a model does after its blocks (scaling or capping logits) is kept: its whole forward pass runs, with a
 base model that returns the cached states. Where that gives other logits, or where the states would take more than a
 quarter of the free memory, the blocks run in every step.
+
+For a model that is trained block by block (`blockwise.py`) all states are computed at the start and kept on the host, in
+memory or in a file, and of the original nothing but the head is left on the GPU (`HeadTeacher`).
 """
 
+import copy
 import logging
+import os
+import tempfile
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int64
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from requant.calibration.passes import batches
-from requant.errors import first_line
+from requant.errors import InputError, first_line
 from requant.models.devices import free_memory
-from requant.models.targets import replaced_forward
+from requant.models.targets import find_blocks, replaced_forward
 
 MAX_MEMORY_FRACTION = 0.25  # of what is free, for the states
+MAX_HOST_FRACTION = 0.5  # of the host's free memory, for those of a HeadTeacher; more go to a file
 LOGITS_TOLERANCE = 1e-2  # relative Frobenius distance: caching may round a state to 16 bits once more
 logger = logging.getLogger(__name__)
 
@@ -60,9 +68,7 @@ class Teacher:
         """The original's logits; with `states` its blocks do not run."""
         if states is None:
             return self.model(input_ids=tokens, use_cache=False).logits
-        output = self.output_class(last_hidden_state=states)
-        with replaced_forward(self.model.base_model, lambda *_, **__: output):
-            return self.model(input_ids=tokens, use_cache=False).logits
+        return logits_of_states(self.model, self.output_class, tokens, states)
 
     @torch.no_grad()
     def _cached_states(
@@ -81,27 +87,130 @@ class Teacher:
             return (self.states[members],)
 
     def _last_states(self, tokens: Int64[Tensor, "c t"]) -> Float[Tensor, "c t d"]:
-        output = self.model.base_model(input_ids=tokens, use_cache=False)
-        self.output_class = type(output)
-        # on a GPU autocast would round them before the head anyway
-        return output.last_hidden_state.to(torch.bfloat16 if tokens.is_cuda else torch.float32)
+        self.output_class, states = last_states(self.model, tokens)
+        return states
 
     def _caching_works(self, tokens: Int64[Tensor, "c t"]) -> bool:
         """Whether the logits follow from the last states alone, tried on a first micro-batch."""
-        try:
+        reason = why_states_do_not_suffice(self.model, tokens)
+        if reason is None:
             states = self._last_states(tokens)
-            from_states, expected = self.logits(tokens, states), self.logits(tokens)
-            # a model that ignores the replaced blocks would give the same logits for any states
-            from_zeros = self.logits(tokens, torch.zeros_like(states))
-            tolerance = LOGITS_TOLERANCE * expected.norm()
-            if (from_states - expected).norm() <= tolerance < (from_zeros - expected).norm():
-                self.states = states.new_empty(*self.windows.shape, states.shape[-1])
-                return True
-            reason = "its logits do not follow from its last hidden states alone"
-        except Exception as error:  # whatever a model of another kind raises
-            reason = first_line(error)
+            self.states = states.new_empty(*self.windows.shape, states.shape[-1])
+            return True
         logger.info("the original's blocks run at every step: %s", reason)
         return False
+
+
+class HeadTeacher:
+    """The head of the original, and its last hidden states on all windows, on the host.
+
+    `model` holds the original weights now; it may hold others afterwards. The validation windows, if there are any, are
+    numbered on from the training windows.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        windows: Int64[Tensor, "b t"],
+        val_windows: Int64[Tensor, "h t"] | None = None,
+        *,
+        label: str | None = None,
+    ) -> None:
+        self.windows = windows
+        self.all_windows = windows if val_windows is None else torch.cat([windows, val_windows])
+        self.val = range(len(windows), len(self.all_windows))
+        self.states, self.output_class = _states_on_host(model, self.all_windows, label)
+        blocks = find_blocks(model)[1]
+        self.model: PreTrainedModel = copy.deepcopy(
+            model, {id(blocks): nn.ModuleList()}
+        )  # the memo leaves them out
+
+    def micro_batches(
+        self, chosen: Int64[Tensor, " c"], _windows_each: int | None
+    ) -> list[tuple[Tensor, ...]]:
+        """The tokens of the chosen windows and their states, on the model's device, as one micro-batch.
+
+        Steps are issued ahead of the GPU, so that the copy runs while it still works on the step before.
+        """
+        tokens, states, device = self.all_windows[chosen], self.states[chosen], self.model.device
+        if device.type == "cuda":
+            tokens, states = tokens.pin_memory(), states.pin_memory()
+        return [(tokens.to(device, non_blocking=True), states.to(device, non_blocking=True))]
+
+    @torch.no_grad()
+    def logits(self, tokens: Int64[Tensor, "c t"], states: Float[Tensor, "c t d"]) -> Float[Tensor, "c t v"]:
+        """The original's logits; of the tokens only the number counts."""
+        return logits_of_states(self.model, self.output_class, tokens, states)
+
+
+def logits_of_states(
+    model: PreTrainedModel, output_class: type, tokens: Int64[Tensor, "c t"], states: Float[Tensor, "c t d"]
+) -> Float[Tensor, "c t v"]:
+    """What the model makes of these last hidden states."""
+    output = output_class(last_hidden_state=states)
+    with replaced_forward(model.base_model, lambda *_, **__: output):
+        return model(input_ids=tokens, use_cache=False).logits
+
+
+def last_states(model: PreTrainedModel, tokens: Int64[Tensor, "c t"]) -> tuple[type, Float[Tensor, "c t d"]]:
+    """The class of the base model's output, and its last hidden states."""
+    output = model.base_model(input_ids=tokens, use_cache=False)
+    # on a GPU autocast would round them before the head anyway
+    return type(output), output.last_hidden_state.to(torch.bfloat16 if tokens.is_cuda else torch.float32)
+
+
+@torch.no_grad()
+def why_states_do_not_suffice(model: PreTrainedModel, tokens: Int64[Tensor, "c t"]) -> str | None:
+    """Why the logits do not follow from the last states alone, tried on some windows; None if they do."""
+    try:
+        output_class, states = last_states(model, tokens)
+        from_states, expected = (
+            logits_of_states(model, output_class, tokens, states),
+            model(input_ids=tokens, use_cache=False).logits,
+        )
+        # a model that ignores the replaced blocks would give the same logits for any states
+        from_zeros = logits_of_states(model, output_class, tokens, torch.zeros_like(states))
+        tolerance = LOGITS_TOLERANCE * expected.norm()
+        if (from_states - expected).norm() <= tolerance < (from_zeros - expected).norm():
+            return None
+        return "its logits do not follow from its last hidden states alone"
+    except Exception as error:  # whatever a model of another kind raises
+        return first_line(error)
+
+
+@torch.no_grad()
+def _states_on_host(
+    model: PreTrainedModel, windows: Int64[Tensor, "b t"], label: str | None
+) -> tuple[Float[Tensor, "b t d"], type]:
+    """The last hidden states of all windows, and the class of the base model's output."""
+    found: Any = None
+    output_class, start = object, 0
+    for tokens in batches(windows, model, label=label):
+        with training_autocast(tokens):
+            output_class, states = last_states(model, tokens)
+        if found is None:
+            found = _host_tensor((*windows.shape, states.shape[-1]), states.dtype)
+        found[start : start + len(states)] = states.cpu()
+        start += len(states)
+    return found, output_class
+
+
+def _host_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """An empty tensor, in a temporary file where memory is short. Raises InputError where the disk is full too."""
+    numel = torch.Size(shape).numel()
+    size = numel * dtype.itemsize
+    if size <= MAX_HOST_FRACTION * free_memory(torch.device("cpu")):
+        return torch.empty(shape, dtype=dtype)
+    with tempfile.NamedTemporaryFile(prefix="requant-states-") as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, size)
+        except OSError as error:
+            raise InputError(
+                f"the original's hidden states on the training text take {size / 1e9:.1f} GB, more than half of the free "
+                f"memory and all of {tempfile.gettempdir()} ({first_line(error)}); lower finetune.train_windows, or set "
+                "TMPDIR to a larger disk."
+            ) from error
+        return torch.from_file(file.name, shared=True, size=numel, dtype=dtype).view(shape)
 
 
 def training_autocast(tokens: Tensor) -> torch.autocast:

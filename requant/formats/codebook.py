@@ -75,7 +75,9 @@ class Codebook:
         levels = params["levels"].detach()
         return replace(self, levels=fake_quantize_int8(levels) if fits(self.levels) else levels.half())
 
-    def weight_function(self) -> Callable[[Mapping[str, Tensor]], Float[Tensor, "n k"]]:
+    def weight_function(
+        self, dtype: torch.dtype = torch.float32
+    ) -> Callable[[Mapping[str, Tensor]], Float[Tensor, "n k"]]:
         return lambda params: params["levels"].gather(1, self.codes.long())
 
     def kernel_layout(self, csr: Any) -> CodebookLayout:

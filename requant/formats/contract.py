@@ -10,6 +10,7 @@ Names of stored tensors are suffixes: tensor `codes` of matrix `model.layers.0.m
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -68,8 +69,10 @@ class Container(Protocol):
         """Trained fields, rounded to the 8 or 16 bits in which they will be stored."""
         ...
 
-    def weight_function(self) -> Callable[[Mapping[str, Tensor]], Float[Tensor, "n k"]]:
-        """Trainable parameters -> float weight, differentiable; all else is computed once."""
+    def weight_function(
+        self, dtype: torch.dtype = torch.float32
+    ) -> Callable[[Mapping[str, Tensor]], Float[Tensor, "n k"]]:
+        """Trainable parameters -> float weight, differentiable; all else is computed once, and held in `dtype`."""
         ...
 
     def kernel_layout(self, csr: Any) -> Any:

@@ -112,8 +112,10 @@ class Grid:
     def with_trainable_params(self, params: Mapping[str, Tensor]) -> "Grid":
         return replace(self, scales=params["scales"].detach().half())
 
-    def weight_function(self) -> Callable[[Mapping[str, Tensor]], Float[Tensor, "n k"]]:
-        unit = replace(self, scales=torch.ones_like(self.scales)).dequantize()
+    def weight_function(
+        self, dtype: torch.dtype = torch.float32
+    ) -> Callable[[Mapping[str, Tensor]], Float[Tensor, "n k"]]:
+        unit = replace(self, scales=torch.ones_like(self.scales)).dequantize().to(dtype)
         groups = torch.arange(self.shape[1], device=unit.device) // self.group_size
         return lambda params: unit * params["scales"][:, groups]
 

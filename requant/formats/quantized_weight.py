@@ -160,9 +160,11 @@ def with_trainable_params(weight: QuantizedWeight, params: Mapping[str, Tensor])
     return QuantizedWeight(dense=weight.dense.with_trainable_params(params), sparse=sparse)
 
 
-def weight_function(weight: QuantizedWeight) -> Callable[[Mapping[str, Tensor]], Float[Tensor, "n k"]]:
-    """Trainable parameters -> float weight, differentiable; what does not depend on them is computed once."""
-    dense, sparse = weight.dense.weight_function(), weight.sparse
+def weight_function(
+    weight: QuantizedWeight, dtype: torch.dtype = torch.float32
+) -> Callable[[Mapping[str, Tensor]], Float[Tensor, "n k"]]:
+    """Trainable parameters -> float weight, differentiable; what does not depend on them is computed once, in `dtype`."""
+    dense, sparse = weight.dense.weight_function(dtype), weight.sparse
     if sparse is None:
         return dense
     rows, columns = sparse.rows, sparse.indices.long()

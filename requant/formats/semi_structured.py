@@ -129,10 +129,12 @@ class SemiStructured:
             return replace(self, codes=params["kept"].detach().half())
         return replace(self, scales=params["scales"].detach().half())
 
-    def weight_function(self) -> Callable[[Mapping[str, Tensor]], Float[Tensor, "n k"]]:
+    def weight_function(
+        self, dtype: torch.dtype = torch.float32
+    ) -> Callable[[Mapping[str, Tensor]], Float[Tensor, "n k"]]:
         if self.scales is None:
             return lambda params: scattered(params["kept"], self.patterns)
-        unit = self._unit()
+        unit = self._unit().to(dtype)
         return lambda params: scattered(unit * self._by_value(params["scales"]), self.patterns)
 
     def kernel_layout(self, csr: Any) -> Any:

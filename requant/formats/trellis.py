@@ -155,8 +155,10 @@ class Trellis:
         rounded = fake_quantize_int8(scales, nonzero=True) if in_int8 else scales.half()
         return replace(self, output_scales=rounded)
 
-    def weight_function(self) -> Callable[[Mapping[str, Tensor]], Float[Tensor, "n k"]]:
-        rows = replace(self, output_scales=torch.ones_like(self.output_scales)).dequantize()
+    def weight_function(
+        self, dtype: torch.dtype = torch.float32
+    ) -> Callable[[Mapping[str, Tensor]], Float[Tensor, "n k"]]:
+        rows = replace(self, output_scales=torch.ones_like(self.output_scales)).dequantize().to(dtype)
         return lambda params: params["output_scales"][:, None] * rows
 
     def kernel_layout(self, csr: Any) -> TrellisLayout:

@@ -20,7 +20,12 @@ from collections.abc import Sequence
 
 from requant import progress, ranks
 from requant.calibration.collect import collect
-from requant.finetune.final import original_model, save_finetuned_params, split_windows
+from requant.finetune.final import (
+    params_in_single_precision,
+    save_finetuned_params,
+    split_windows,
+    teacher_of,
+)
 from requant.finetune.loop import (
     learning_rate,
     params_without_codes,
@@ -30,7 +35,6 @@ from requant.finetune.loop import (
     trainable_tensors,
 )
 from requant.finetune.saved_training import SavedTraining
-from requant.finetune.teacher import Teacher
 from requant.formats.contract import TrainableParams
 from requant.formats.quantized_weight import trainable_params, with_trainable_params
 from requant.models.targets import QuantTarget
@@ -77,13 +81,13 @@ def quantize_in_rounds(run: RunContext, rounds: Sequence[Sequence[QuantTarget]])
     """Quantize and train round by round; the model is left at the originals, `run.finetuned_params` is filled."""
     settings = run.recipe.finetune
     train_windows, _ = split_windows(run, settings)
-    teacher = Teacher(original_model(run), train_windows)
+    teacher = teacher_of(run, settings, train_windows)
     other_params, lr = params_without_codes(run), learning_rate(run, settings)
     before = {name: run.original_param(name, parameter) for name, parameter in other_params.items()}
     saved = SavedTraining.of(run, "rounds")
     weights: Weights = {}
     trainable: dict[str, TrainableParams] = {}
-    with single_precision(run.model):
+    with single_precision(params_in_single_precision(run.model, teacher)):
         for index, members in enumerate(rounds):
             name, saved.round = round_name(index, len(rounds)), index
             progress.enter(f"{name}, codes")

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import psutil
 import torch
 from jaxtyping import Int64
 from torch import Tensor
@@ -28,14 +29,20 @@ from requant.allocation.budget import (
 from requant.allocation.embedding_and_head import embedding_and_head_bits, embedding_and_head_of
 from requant.calibration.collect import bytes_needed
 from requant.display import format_seconds
+from requant.finetune.final import trains_by_block
+from requant.finetune.memory import training_bytes
 from requant.formats.sparse import INDEX_TILE
 from requant.models.targets import QuantTarget
+from requant.pipeline.best import rounds_of
 from requant.pipeline.prepare import Outline, Prepared, bytes_before, start
 from requant.pipeline.schedule import count_gpus, expected_seconds, of_fullest_rank
 from requant.quantizers.registry import find_method
 from requant.recipe.schema import Recipe
 from requant.run.context import Allocation
+from requant.run.quantize_linears import by_block
 from requant.run.workspace import Workspace
+
+H200_MEMORY = 150_000_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +166,7 @@ def make_plan(
         bytes_before=model_bytes,
         bytes_after=bytes_after,
         whole_bits_per_weight=8 * bytes_after / sum(p.numel() for p in prepared.model.parameters()),
-        peak_memory=_peak_memory(prepared, recipe, device),
+        peak_memory=expected_memory(prepared, recipe, device),
         seconds=expected_seconds(prepared, recipe, device),
         gpus=count_gpus(prepared),
         allocation=None if allocation.budget is None else allocation,
@@ -210,14 +217,13 @@ def _source_bytes_per_weight(prepared: Prepared | Outline, model_bytes: int) -> 
     return model_bytes / max(1, sum(p.numel() for p in prepared.model.parameters()))
 
 
-def _peak_memory(prepared: Prepared | Outline, recipe: Recipe, device: str) -> int:
+def expected_memory(prepared: Prepared | Outline, recipe: Recipe, device: str) -> int:
     """Model + the larger of {statistics, one float32 score a weight} + codes + originals (where they share memory).
 
     Codes take a byte a weight; packed for the workspace, they are on the CPU. Corrected inputs take a copy of the model, and
-    on a CPU also the hidden states of both. Training holds more: the original, and 16 bytes a parameter (float32, its
-    gradient, Adam's two). What a GPU has beyond that it fills with larger parts of a batch, which are not counted: it does
-    not need them. One of several GPUs holds the statistics and scores of its own matrices, and a batch's gradients on their
-    way to their owners.
+    on a CPU also the hidden states of both. Statistics are collected in as many passes as keep them below half of the free
+    memory. What training holds is added up in `finetune/memory.py`. One of several GPUs holds the statistics and scores of
+    its own matrices, and a batch's gradients on their way to their owners.
     """
     weights = sum(target.size for target in prepared.targets)
     model = sum(p.numel() * p.element_size() for p in prepared.model.parameters())
@@ -235,7 +241,33 @@ def _peak_memory(prepared: Prepared | Outline, recipe: Recipe, device: str) -> i
     if recipe.calibration.inputs == "corrected":
         model *= 2
         own += 8 * prepared.windows.numel() * embedding.weight.shape[1] if own else 0
-    stages = model + weights + max(scores, statistics)
-    if recipe.finetune.steps:
-        stages = max(stages, model + 16 * sum(p.numel() for p in prepared.model.parameters()))
-    return own + stages + activations
+    block = max(
+        sum(bytes_needed(target, needs) for target in members) for members in by_block(prepared.targets)
+    )
+    statistics = min(statistics, max(block, round((_device_memory(device) - model - weights) / 2)))
+    stages = model + weights + max(scores, statistics) + activations
+    return own + max(stages, _training_memory(prepared, recipe, device))
+
+
+def _training_memory(prepared: Prepared | Outline, recipe: Recipe, device: str) -> int:
+    """Of the first phase, when most matrices learn: after the first round of mode `best`, else at the end."""
+    if not recipe.finetune.steps:
+        return 0
+    coded = {"best": rounds_of(prepared.targets)[0], "sparse": []}.get(recipe.mode, prepared.targets)
+    return training_bytes(
+        prepared.model,
+        prepared.targets,
+        {target.name for target in coded},
+        recipe.finetune,
+        (prepared.train_windows.shape[0], prepared.train_windows.shape[1]),
+        by_block=recipe.mode != "sparse" and trains_by_block(prepared.model, recipe.finetune),
+        gpu=device == "cuda",
+        device_memory=_device_memory(device),
+    )
+
+
+def _device_memory(device: str) -> int:
+    """All of it; that of an H200 where there is no GPU."""
+    if device != "cuda":
+        return psutil.virtual_memory().total
+    return torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else H200_MEMORY

@@ -13,6 +13,7 @@ import torch
 import requant
 from requant.errors import OutputError
 from requant.finetune import saved_training
+from requant.finetune.blockwise import BlockwiseStep
 from requant.finetune.saved_training import SavedTraining
 from requant.finetune.step import TrainingStep
 from requant.quantizers.registry import METHODS, PRUNING_METHODS
@@ -30,7 +31,14 @@ def recipe_of(kind: str, folder: Path, text: Path) -> Recipe:
         "model": str(folder),
         "calibration": Calibration(text=(str(text),), num_samples=7, seq_len=32),
         "evaluation": Evaluation(context=32, windows=2),
-        "finetune": Finetune(steps=STEPS, tokens_per_step=96, lr=3e-2, warmup_steps=2, eval_every=2),
+        "finetune": Finetune(
+            steps=STEPS,
+            tokens_per_step=96,
+            lr=3e-2,
+            warmup_steps=2,
+            eval_every=2,
+            blockwise=kind == "best-blockwise",
+        ),
     }
     if kind in ("ast", "fixed"):
         config = PRUNING_METHODS["wanda"].config(bits=4)
@@ -50,13 +58,16 @@ class Stopped(BaseException):
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A one for every step of training that is made."""
     made: list[int] = []
-    call = TrainingStep.__call__
 
-    def counted(self, *args) -> None:
-        call(self, *args)
-        made.append(1)
+    def counted(call):
+        def count(self, *args) -> None:
+            call(self, *args)
+            made.append(1)
 
-    monkeypatch.setattr(TrainingStep, "__call__", counted)
+        return count
+
+    for kind in (TrainingStep, BlockwiseStep):
+        monkeypatch.setattr(kind, "__call__", counted(kind.__call__))
     monkeypatch.setattr(saved_training, "MAX_FRACTION", math.inf)  # every step is saved
     return made
 
@@ -74,6 +85,7 @@ def run(recipe: Recipe, output: Path, *, resume: bool = False) -> str:
     ("kind", "shape", "stops"),
     [
         ("best", "llama", (STEPS + 2,)),
+        ("best-blockwise", "llama", (STEPS + 2,)),
         ("ast", "llama", (3,)),
         pytest.param("best", "llama", (2, STEPS, 3 * STEPS + 3), marks=pytest.mark.slow),
         pytest.param("codes", "llama-tied", (1, STEPS - 1), marks=pytest.mark.slow),
@@ -145,6 +157,15 @@ def test_a_second_signal_does_not_wait_for_the_step(tmp_path) -> None:
         assert noted == [signal.SIGINT]
         os.kill(os.getpid(), signal.SIGINT)
     signal.signal(signal.SIGINT, before)
+
+
+def test_a_state_that_the_host_cannot_hold_is_not_saved(tmp_path, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(saved_training, "free_memory", lambda _: 1000)
+    saved = SavedTraining(workspace=Workspace(tmp_path / "w"), key="ab" * 32, found=None)
+    saved.save(lambda: {"tensor.0": torch.zeros(200)}, step=1, best_kl=1.0)
+    assert "was not saved: it takes" in caplog.text and not (tmp_path / "w").exists()
+    saved.save(lambda: {"tensor.0": torch.zeros(100)}, step=1, best_kl=1.0)
+    assert len(list((tmp_path / "w").glob("training-*.safetensors"))) == 1
 
 
 def test_saving_takes_a_tenth_of_the_time_at_most(tmp_path, monkeypatch) -> None:

@@ -46,6 +46,33 @@ def test_is_adam_over_the_sum_of_the_parts() -> None:
     assert not any(leaf.requires_grad or leaf.grad is not None for leaf in trainables)
 
 
+def test_memory_that_runs_out_halves_the_parts_once(caplog) -> None:
+    """The step is that of the whole parts; when memory runs out again the run ends."""
+    ends = []
+    for fits in (99, 2, 1):
+        trainables, parts, loss = problem()
+
+        def limited(tokens, loss=loss, fits=fits, trainables=trainables):
+            if len(tokens) > fits:
+                trainables[0].sum().backward()  # gradients of a part that was not finished
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            return loss(tokens) * len(tokens)
+
+        step = TrainingStep(limited, [TrainableTensor(tensor=t, lr=0.1) for t in trainables])
+        if fits == 1:
+            with pytest.raises(torch.OutOfMemoryError):
+                step([(p,) for p in parts], 1.0)
+            continue
+        for _ in range(3):
+            step([(p,) for p in parts], 1.0)
+        ends.append([leaf.detach().clone() for leaf in trainables])
+    assert [record.message for record in caplog.records] == [
+        "memory ran out in training: from now on half as many windows go through the model at once"
+    ] * 2
+    for whole, halved in zip(*ends, strict=True):
+        torch.testing.assert_close(whole, halved)
+
+
 def derived_problem(device: str = "cpu"):
     """The same problem with `parameter = leaves[0] * leaves[1]`, a matrix that the loss reads in its place."""
     trainables, parts, _ = problem(device)

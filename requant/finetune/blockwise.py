@@ -1,0 +1,415 @@
+"""A step of training block by block, for models that are large beside their GPU: the same gradients in less memory.
+
+    forward     for every block: h = block(h) without a graph; of all activations only h is kept
+    divergence  LOGITS_AT_ONCE logits at a time, down to the gradient at the last hidden states
+    backward    for every block, the last first: block(h) again, with a graph, TOKENS_AT_ONCE tokens at a time
+                gradients of its coded matrices -> those of their trained floats, by the chain rule
+                matrices without codes -= Adam(gradients);  gradients dropped
+
+The weights of a coded matrix exist in its block's turn alone, forward and backward; so do all gradients of matrices. The
+numbers are those of `step.py`: the same sums over a step's tokens, in another order. What is kept between steps differs:
+Adam's moments are bfloat16 (`SixteenBitAdam`), and so is what codes stand for before the scales, in a model that is. (To
+decode a trellis again costs a kilobyte of traffic a weight in torch, some seconds a step at 8e9 weights.) Bytes a weight:
+
+    without codes           8    float32, two moments                     (`step.py`: 20, with the original and its cast)
+    coded                   3    code, and its value before the scales    (`step.py`: 17)
+    embedding, head, norms  12   float32, gradient, two moments           (`step.py`: 16)
+
+Beside them: h before every block, one block at work, the logits (`memory.py` adds up). Activation checkpointing is Chen et
+al. 2016 (arXiv 1604.06174); updating each matrix as soon as its gradient is complete is LOMO's (Lv et al. 2023, arXiv
+2306.09782). Where memory runs out all the same, half as many tokens go at once from then on, and the log says so.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from requant import ranks
+from requant.errors import is_out_of_memory
+from requant.finetune.compile_blocks import Divergence
+from requant.finetune.step import (
+    MicroBatch,
+    ReparametrizedWeight,
+    TrainableTensor,
+    gradient_of,
+    restore_state,
+    state_of,
+)
+from requant.finetune.teacher import HeadTeacher, logits_of_states
+from requant.models.targets import find_blocks, replaced_forward
+
+TOKENS_AT_ONCE = 8192  # through a block
+LOGITS_AT_ONCE = 2**27  # 3 GB with their logarithms and gradients
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+
+class SixteenBitAdam:
+    """torch's Adam (0.9, 0.95) of groups of one tensor each, with its moments in bfloat16 between steps.
+
+    A moment moves by 5 or 10 % of its distance a step, which the 8 bits of bfloat16 resolve; a weight moves by less than its
+    own resolution, so weights stay float32.
+    """
+
+    def __init__(self, param_groups: Sequence[dict[str, Any]]) -> None:
+        self.tensors = [group["params"][0] for group in param_groups]
+        self.each = [
+            torch.optim.Adam([group], betas=(0.9, 0.95), fused=tensor.is_cuda or None)
+            for group, tensor in zip(param_groups, self.tensors, strict=True)
+        ]
+
+    def step(self) -> None:
+        for optimizer in self.each:
+            _cast_moments(optimizer, torch.float32)
+            optimizer.step()
+            _cast_moments(optimizer, torch.bfloat16)
+
+    def zero_grad(self) -> None:
+        for optimizer in self.each:
+            optimizer.zero_grad(set_to_none=True)
+
+
+def _cast_moments(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> None:
+    for state in optimizer.state.values():
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name] = state[name].to(dtype)
+
+
+@dataclass(kw_only=True)
+class Room:
+    """How much goes at once; halved once where memory runs out."""
+
+    windows: int  # through a block
+    positions: int  # whose logits exist
+    lowered: bool = False
+
+    def fitting(self, compute: Callable[[], T]) -> T:
+        """`compute()`, which reads both numbers; where memory runs out for the first time, once more with half of them."""
+        try:
+            return compute()
+        except (RuntimeError, MemoryError) as error:
+            if self.lowered or not is_out_of_memory(error):
+                raise
+        self.lowered = True
+        self.windows, self.positions = max(1, self.windows // 2), max(1, self.positions // 2)
+        logger.warning(
+            "memory ran out in training: from now on %d windows go through a block at once, and %d logits' positions",
+            self.windows,
+            self.positions,
+        )
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return compute()
+
+
+class LearningBlock:
+    """One transformer block in training; called in place of its forward.
+
+    `coded` are its quantized matrices, `optimizer` that of its matrices without codes, None where it has none.
+    """
+
+    def __init__(
+        self,
+        block: nn.Module,
+        coded: Sequence[ReparametrizedWeight],
+        optimizer: SixteenBitAdam | None,
+        room: Room,
+    ) -> None:
+        self.forward, self.parameters = block.forward, list(block.parameters())
+        self.coded, self.optimizer, self.room = coded, optimizer, room
+        self.others: tuple[Any, ...] | None = (
+            None  # what the block returns behind its hidden states, if a tuple
+        )
+        self.dtypes = [weight.parameter.dtype for weight in coded]
+        for weight in coded:
+            weight.parameter.data = _placeholder(weight.parameter)
+
+    def __call__(self, hidden: Float[Tensor, "b t d"], *args: Any, **kwargs: Any) -> Any:
+        output = _Recomputed.apply(hidden, self, args, kwargs)
+        return output if self.others is None else (output, *self.others)
+
+    def run(self, hidden: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+        """The block's output, without a graph."""
+
+        def compute() -> Tensor:
+            each = _parts(hidden, args, kwargs, self.room.windows)
+            return torch.cat([self._output(*part) for part in each])
+
+        with self._built():
+            return self.room.fitting(compute)
+
+    def learn(
+        self, hidden: Tensor, gradient: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Tensor:
+        """The gradient at `hidden` from that at the output; the block's matrices are updated."""
+
+        def compute() -> Tensor:
+            for parameter in self.parameters:
+                parameter.grad = None
+            found = []
+            each = _parts(hidden, args, kwargs, self.room.windows)
+            for part, arriving in zip(each, gradient.split(self.room.windows), strict=True):
+                leaf = part[0].detach().requires_grad_()
+                with torch.enable_grad():
+                    self._output(leaf, *part[1:]).backward(arriving)
+                assert leaf.grad is not None
+                found.append(leaf.grad)
+            return torch.cat(found)
+
+        with training_precision(hidden), self._built():
+            found = self.room.fitting(compute)
+        with torch.enable_grad():
+            for weight in self.coded:
+                weight.backward()
+                weight.parameter.grad = None
+        self.update()
+        return found
+
+    def update(self) -> None:
+        """One step of Adam for the matrices without codes; their gradients are summed over ranks, and dropped."""
+        if self.optimizer is not None:
+            update(self.optimizer)
+
+    def close(self) -> None:
+        """Give the coded matrices room again, for whoever writes into them."""
+        for weight, dtype in zip(self.coded, self.dtypes, strict=True):
+            parameter = weight.parameter
+            parameter.data = torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
+
+    def _output(self, hidden: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+        output = self.forward(hidden, *args, **kwargs)
+        if isinstance(output, Tensor):
+            return output
+        self.others = tuple(output[1:])
+        return output[0]
+
+    @contextmanager
+    def _built(self) -> Iterator[None]:
+        """The coded matrices hold their weights while the context lasts."""
+        with torch.no_grad(), torch.autocast(self.parameters[0].device.type, enabled=False):
+            for weight in self.coded:
+                # in one layout: a compiled block is compiled again for another
+                weight.parameter.data = weight.value().contiguous()
+        try:
+            yield
+        finally:
+            for weight in self.coded:
+                weight.parameter.data = _placeholder(weight.parameter)
+
+
+class BlockwiseStep:
+    """`step(micro_batches, lr_factor)` minimizes the divergence from the teacher, as `TrainingStep` does; `close` ends it.
+
+    A step's windows come as one micro-batch with their states, or none for a rank without windows. `trainables` are
+    float32; derived parameters inside of blocks hold nothing between steps.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        teacher: HeadTeacher,
+        trainables: Sequence[TrainableTensor],
+        derived: Sequence[ReparametrizedWeight],
+        *,
+        batch_tokens: int,
+        kl_of: Divergence,
+    ) -> None:
+        self.model, self.teacher, self.kl_of, self.batch_tokens = model, teacher, kl_of, batch_tokens
+        blocks = list(find_blocks(model)[1])
+        of_parameter = {id(p): index for index, block in enumerate(blocks) for p in block.parameters()}
+        for tensor in (*(each.tensor for each in trainables), *(weight.parameter for weight in derived)):
+            tensor.requires_grad_(True)
+        full_lrs = [each.lr * each.tensor.detach().square().mean().sqrt().item() for each in trainables]
+        self.full_lrs = torch.tensor(full_lrs)
+        groups: dict[int | None, list[dict[str, Any]]] = {None: []}  # block -> its matrices; None: all else
+        for each, lr in zip(trainables, full_lrs, strict=True):
+            block = of_parameter.get(id(each.tensor)) if each.tensor.dim() > 1 else None
+            groups.setdefault(block, []).append({"params": [each.tensor], "lr": lr})
+        coded: dict[int | None, list[ReparametrizedWeight]] = {None: []}
+        for weight in derived:
+            coded.setdefault(of_parameter.get(id(weight.parameter)), []).append(weight)
+        self.outside = coded[None]  # embedding and head
+        for weight in self.outside:
+            weight.apply()
+        optimizers = {block: SixteenBitAdam(members) for block, members in groups.items()}
+        self.optimizer = optimizers.pop(None)
+        _, length = teacher.windows.shape
+        head: Any = model.get_output_embeddings()
+        self.room = Room(
+            windows=max(1, TOKENS_AT_ONCE // length), positions=positions_at_once(head.weight.shape[0])
+        )
+        self.blocks = [
+            LearningBlock(block, coded.get(index, []), optimizers.get(index), self.room)
+            for index, block in enumerate(blocks)
+        ]
+        of_tensor = {
+            tensor: each
+            for optimizer in (self.optimizer, *optimizers.values())
+            for tensor, each in zip(optimizer.tensors, optimizer.each, strict=True)
+        }
+        self.tensors = [each.tensor for each in trainables]
+        self.optimizers = [of_tensor[tensor] for tensor in self.tensors]  # one a tensor
+        self.derived = derived
+        self.forwards = ExitStack()
+        for block, learning in zip(blocks, self.blocks, strict=True):
+            self.forwards.enter_context(replaced_forward(block, learning))
+
+    def __call__(self, micro_batches: Sequence[MicroBatch], lr_factor: float) -> None:
+        for optimizer, lr in zip(self.optimizers, self.full_lrs.tolist(), strict=True):
+            optimizer.param_groups[0]["lr"] = lr * lr_factor
+        if micro_batches:
+            ((tokens, states),) = micro_batches
+            self._learn(tokens, states)
+        else:
+            for block in reversed(self.blocks):  # in the order in which the others sum their gradients
+                block.update()
+        for weight in self.outside:
+            weight.backward()
+        update(self.optimizer)
+        for weight in self.outside:
+            weight.parameter.grad = None
+            weight.apply()
+
+    def state(self, *, optimizer: bool = True) -> dict[str, Tensor]:
+        """What the next step depends on; without the `optimizer`, what is left of it after the last."""
+        states = {
+            tensor: state for each in self.optimizers if optimizer for tensor, state in each.state.items()
+        }
+        return state_of(self.tensors, self.full_lrs, states)
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Go on where `state` was taken, before the first step."""
+        restore_state(
+            state,
+            self.tensors,
+            self.full_lrs,
+            lambda i: self.optimizers[i].state[self.tensors[i]],
+            counts_on_cpu=not self.tensors[0].is_cuda,  # where Adam is fused they are on the GPU
+        )
+        for weight in self.outside:
+            weight.apply()
+
+    def close(self) -> None:
+        """Free gradients; the blocks run as before."""
+        self.forwards.close()
+        for block in self.blocks:
+            block.close()
+        for tensor in (*self.tensors, *(weight.parameter for weight in self.derived)):
+            tensor.grad = None
+            tensor.requires_grad_(False)
+
+    @torch.no_grad()
+    def mean_kl(self) -> float:
+        """Mean KL over all positions of the validation windows, nats."""
+        windows = self.teacher.val
+        sums = []
+        for index in ranks.mine(windows):
+            ((tokens, states),) = self.teacher.micro_batches(torch.tensor([index]), None)
+            hidden = self._hidden(tokens).flatten(0, 1)
+            sums.append(sum(self._kl(*part).double().item() for part in self._rows(hidden, states)))
+        return sum(ranks.merged(sums)) / (len(windows) * self.teacher.windows.shape[1])
+
+    def _learn(self, tokens: Int64[Tensor, "b t"], states: Float[Tensor, "b t d"]) -> None:
+        hidden = self._hidden(tokens)
+        gradient = torch.cat(
+            [
+                self.room.fitting(lambda part=part: self._gradient(*part))
+                for part in self._rows(hidden.detach().flatten(0, 1), states)
+            ]
+        )
+        hidden.backward(gradient.view_as(hidden))
+
+    def _hidden(self, tokens: Int64[Tensor, "b t"]) -> Float[Tensor, "b t d"]:
+        """The last hidden states."""
+        with training_precision(tokens):
+            return self.model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+
+    def _rows(
+        self, hidden: Float[Tensor, "p d"], states: Float[Tensor, "b t d"]
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        rows = self.room.positions
+        yield from zip(hidden.split(rows), states.flatten(0, 1).split(rows), strict=True)
+
+    def _gradient(self, hidden: Float[Tensor, "p d"], states: Float[Tensor, "p d"]) -> Float[Tensor, "p d"]:
+        """Of the divergence, at the hidden states of some positions; the head's is added up."""
+        found = []
+        for own, original in zip(
+            hidden.split(self.room.positions), states.split(self.room.positions), strict=True
+        ):
+            leaf = own.detach().requires_grad_()
+            (self._kl(leaf, original) / self.batch_tokens).backward()
+            assert leaf.grad is not None
+            found.append(leaf.grad)
+        return torch.cat(found)
+
+    def _kl(self, hidden: Float[Tensor, "p d"], states: Float[Tensor, "p d"]) -> Float[Tensor, ""]:
+        """The sum over some positions."""
+        tokens = self.teacher.windows.new_zeros(1, len(hidden), device=hidden.device)
+        with training_precision(hidden):
+            expected = self.teacher.logits(tokens, states[None])
+            found = logits_of_states(self.model, self.teacher.output_class, tokens, hidden[None])
+        return self.kl_of(found, expected)
+
+
+class _Recomputed(torch.autograd.Function):
+    """A block of which only the input is kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, block: LearningBlock, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Tensor:
+        ctx.block, ctx.call = block, (args, kwargs)
+        ctx.save_for_backward(hidden)
+        return block.run(hidden, args, kwargs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        (hidden,) = ctx.saved_tensors
+        return ctx.block.learn(hidden, gradients[0], *ctx.call), None, None, None
+
+
+def update(optimizer: SixteenBitAdam) -> None:
+    """One step with the gradients of all ranks, which are dropped."""
+    if ranks.world_size() > 1:
+        ranks.sum_over_ranks([gradient_of(tensor) for tensor in optimizer.tensors])
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def positions_at_once(vocabulary: int) -> int:
+    """Positions with LOGITS_AT_ONCE logits, a power of two."""
+    return 1 << max(1, LOGITS_AT_ONCE // vocabulary).bit_length() - 1
+
+
+def training_precision(tensor: Tensor) -> torch.autocast:
+    """`teacher.training_autocast`, without keeping the casts of all weights."""
+    return torch.autocast("cuda", dtype=torch.bfloat16, enabled=tensor.is_cuda, cache_enabled=False)
+
+
+def _parts(
+    hidden: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any], windows: int
+) -> Iterator[tuple[Tensor, tuple[Any, ...], Mapping[str, Any]]]:
+    """A block's arguments for some windows at a time: tensors with a row for every window are cut, others are for all."""
+    count = len(hidden)
+
+    def cut(value: Any, rows: slice) -> Any:
+        if isinstance(value, tuple):
+            return tuple(cut(each, rows) for each in value)
+        each_window = isinstance(value, Tensor) and value.dim() > 1 and len(value) == count
+        return value[rows] if each_window else value
+
+    for start in range(0, count, windows):
+        rows = slice(start, start + windows)
+        yield hidden[rows], cut(args, rows), {name: cut(value, rows) for name, value in kwargs.items()}
+
+
+def _placeholder(parameter: Tensor) -> Tensor:
+    """A float32 tensor of a parameter's shape in the memory of one number."""
+    return torch.zeros(1, device=parameter.device).expand(parameter.shape)

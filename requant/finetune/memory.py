@@ -1,0 +1,81 @@
+"""Bytes that training holds at its fullest, from shapes: for the dry run, before any weight is read.
+
+With O weights of matrices without codes, C coded ones, R in embedding, head and norms, P = O + C + R, e bytes of the
+model's own dtype, and c = 2 for the casts of autocast on a GPU (0 on a CPU, where there is none):
+
+    as a whole        P (4 + c)     parameters in float32, and their casts
+                    + P e           the teacher, a copy of the original
+                    + 12 (O + R)    gradients, and two moments of Adam
+                    + C (1 + 8)     codes; in float32 what they stand for before the scales, and gradients
+                    + its states    of the teacher, where they are kept on the device; an activation for every linear
+
+    block by block    8 O + 12 R + C (1 + e)    see `blockwise.py`
+                    + R e                       the teacher's head
+                    + its hidden states         before every block, float32, of all tokens of a step
+                    + the larger of             one block: its weights' casts, gradients and activations, or a matrix's
+                                                moments in float32; or the logits, with logarithms and gradients
+
+The fullest phase is the first: every round turns open matrices into coded ones. As a whole, a GPU fills what is left with
+larger parts of a batch; counted is one window at a time, since it needs no more.
+"""
+
+from collections.abc import Collection, Sequence
+
+from transformers import PreTrainedModel
+
+from requant.finetune.blockwise import TOKENS_AT_ONCE, positions_at_once
+from requant.finetune.teacher import MAX_MEMORY_FRACTION
+from requant.models.targets import QuantTarget, find_blocks
+from requant.recipe.schema import Finetune
+
+BYTES_OF_A_LOGIT = 24  # of both models: bfloat16, float32 logarithms, gradients
+
+
+def training_bytes(
+    model: PreTrainedModel,
+    targets: Sequence[QuantTarget],
+    coded: Collection[str],
+    settings: Finetune,
+    windows: tuple[int, int],
+    *,
+    by_block: bool,
+    gpu: bool,
+    device_memory: int,
+) -> int:
+    """Of a phase in which the matrices in `coded` have codes and all others learn; `windows`: those of training."""
+    count, length = windows
+    tokens = length * min(count, max(1, settings.tokens_per_step // length))
+    embedding = model.get_input_embeddings().get_parameter("weight")
+    vocabulary, hidden_size = embedding.shape
+    own, cast = embedding.element_size(), 2 if gpu else 0
+    parameters = sum(p.numel() for p in model.parameters())
+    with_codes = sum(target.size for target in targets if target.name in coded)
+    still_open = sum(target.size for target in targets) - with_codes
+    rest = parameters - with_codes - still_open
+    blocks = len(find_blocks(model)[1])
+    if by_block:
+        state = 8 * still_open + 12 * rest + with_codes * (1 + own) + rest * own
+        hidden = 4 * tokens * hidden_size * (blocks + 2)
+        at_work = max(_block_at_work(targets, coded, index, tokens, cast) for index in range(blocks))
+        logits = BYTES_OF_A_LOGIT * vocabulary * min(tokens, positions_at_once(vocabulary))
+        largest = max(p.numel() for p in model.parameters())
+        return state + max(hidden + max(at_work, logits + cast * embedding.numel()), 4 * largest)
+    states = count * length * hidden_size * (2 if gpu else 4)
+    if states > MAX_MEMORY_FRACTION * device_memory:
+        states = 0
+    state = parameters * (4 + cast + own) + 12 * (still_open + rest) + 9 * with_codes + states
+    activations = 4 * sum(sum(target.shape) for target in targets) + BYTES_OF_A_LOGIT * vocabulary
+    return state + length * activations
+
+
+def _block_at_work(
+    targets: Sequence[QuantTarget], coded: Collection[str], index: int, tokens: int, cast: int
+) -> int:
+    """Bytes beside what is kept while one block's gradients are computed, or its largest matrix is updated."""
+    members = [target for target in targets if target.block == index]
+    if not members:
+        return 0
+    gradients = sum(target.size * ((8 if target.name in coded else 4) + cast) for target in members)
+    moments = max((4 * target.size for target in members if target.name not in coded), default=0)
+    activations = 4 * sum(sum(target.shape) for target in members)
+    return gradients + max(moments, min(tokens, TOKENS_AT_ONCE) * activations)

@@ -1,0 +1,104 @@
+"""What training is said to hold, beside what it holds: the bytes of all live tensors, operation by operation."""
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from requant.finetune.final import params_in_single_precision, split_windows, teacher_of
+from requant.finetune.loop import (
+    params_without_codes,
+    reparametrized_weights,
+    single_precision,
+    train,
+    trainable_tensors,
+)
+from requant.finetune.memory import training_bytes
+from requant.finetune.saved_training import SavedTraining
+from requant.finetune.teacher import HeadTeacher
+from requant.formats.quantized_weight import trainable_params
+from requant.pipeline.best import rounds_of
+from requant.pipeline.prepare import prepare, start
+from requant.quantizers.registry import METHODS
+from requant.recipe.schema import Calibration, Evaluation, Finetune, Recipe
+from requant.run.quantize_linears import gather
+from requant.run.workspace import Workspace
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the storages of all tensors that operations return while the context lasts, and of those it is told of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: dict[int, weakref.ref[Any]] = {}
+        self.now = self.peak = 0
+
+    def note(self, tensor: Any) -> None:
+        if not isinstance(tensor, torch.Tensor) or tensor.untyped_storage()._cdata in self.live:
+            return
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+
+        def freed(_: Any) -> None:
+            self.now -= size
+            del self.live[key]
+
+        self.live[key] = weakref.ref(storage, freed)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for each in tree_iter(found):
+            self.note(each)
+        return found
+
+
+@pytest.mark.parametrize(
+    ("by_block", "tokens"),
+    [(False, 128), (True, 128), (True, 512), pytest.param(True, 1024, marks=pytest.mark.slow)],
+)
+def test_what_training_holds_is_predicted(by_block: bool, tokens: int) -> None:
+    """Within 15 % of the peak of round 1, on the demo model."""
+    settings = Finetune(steps=2, tokens_per_step=tokens, train_windows=8, blockwise=by_block)
+    recipe = Recipe(
+        mode="best",
+        method="kmeans",
+        quantizer=METHODS["kmeans"].config(bits=2),
+        calibration=Calibration(num_samples=8, seq_len=128),
+        evaluation=Evaluation(context=32, windows=2),
+        finetune=settings,
+    )
+    run = start(prepare("demo", recipe, device="cpu"), recipe, workspace=Workspace(None), quiet=True)
+    coded, method = rounds_of(run.targets)[0], METHODS["rtn"]
+    statistics = gather(run, coded, method.needs)
+    weights = {t.name: method.quantize(t.weight(), statistics[t.name], method.config(bits=2)) for t in coded}
+    windows, _ = split_windows(run, settings)
+    live = LiveBytes()
+    for tensor in (*run.model.parameters(), *(weight.dense.codes for weight in weights.values())):
+        live.note(tensor)
+    with live:
+        teacher = teacher_of(run, settings, windows)
+        host = teacher.states.untyped_storage().nbytes() if isinstance(teacher, HeadTeacher) else 0
+        with single_precision(params_in_single_precision(run.model, teacher)):
+            params = {name: trainable_params(weight) for name, weight in weights.items()}
+            others = list(params_without_codes(run).values())
+            still_open = [target for target in run.targets if target.name not in weights]
+            trainables = trainable_tensors(params, still_open, others, 1e-3)
+            derived = reparametrized_weights(run, weights, params)
+            live.peak = live.now
+            train(run, teacher, trainables, derived, settings, saved=SavedTraining.of(run, "test"))
+    predicted = training_bytes(
+        run.model,
+        run.targets,
+        set(weights),
+        settings,
+        (windows.shape[0], windows.shape[1]),
+        by_block=by_block,
+        gpu=False,
+        device_memory=10**10,
+    )
+    assert predicted == pytest.approx(live.peak - host, rel=0.15)
