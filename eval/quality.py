@@ -90,6 +90,9 @@ PLANS: dict[str, Plan] = {
         label="codes alone, whole bits", mode="dense", finetune=Finetune(), statistics=1, quarters=False
     ),
     "short": Plan(label="best", finetune=SHORT),
+    "blockwise": Plan(
+        label="best, trained block by block", finetune=dataclasses.replace(SHORT, blockwise=True)
+    ),
     "little-statistics": Plan(label="best, statistics of 128 windows", finetune=SHORT, statistics=1),
     "whole-bits": Plan(label="best, whole bits", finetune=SHORT, quarters=False),
     "no-rounds": Plan(

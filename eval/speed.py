@@ -1,12 +1,13 @@
 """Seconds by stage and peak memory: the targets of speed, measured.
 
     python -m eval.speed [--model FOLDER] [--data FOLDER] [--out FOLDER] [--num-samples 64] [--nodes] [--large]
-    python -m eval.speed --best [--bits 3] [--keep FOLDER] [--large]
+    python -m eval.speed --best [--bits 3] [--keep FOLDER]
+    python -m eval.speed --best --shape 1b [--parts] [--steps 100] [--samples 256]
 
-`--nodes` times PQI with 2 Gauss nodes against 32 plain ones. `--large` builds a Llama of the shape of Llama 3.2 1B with
-random weights, for time and memory alone: hidden 2048, 16 blocks, intermediate 8192, 32 heads over 8 kv heads,
-vocabulary 128256, tied, bfloat16. `--best` runs mode `best` at `--bits` alone; `--best --large` its parts on that shape:
-statistics, the codes of one block, training steps, from which a whole run is computed.
+`--nodes` times PQI with 2 Gauss nodes against 32 plain ones. `--large` adds the 1B shape (`eval/shapes.py`), in mode
+`paper`. `--best` runs mode `best` at `--bits` alone, with `--shape` on random weights of a shape, for time and memory alone;
+`--parts` runs one of each part in form: statistics and codes of one block, and steps of training with every other matrix
+open, which is the fullest phase. Peaks stand beside those that the dry run predicts.
 """
 
 import dataclasses
@@ -21,15 +22,20 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import requant
 from eval.common import CALIBRATION, DATA, MODEL, TEST, environment, find, write_json
 from eval.markdown import RESULTS
+from eval.shapes import build
 from requant.checkpoint.sizes import byte_table
 from requant.evaluation.bench import timed
 from requant.finetune.compile_blocks import MIN_STEPS_TO_COMPILE
-from requant.finetune.final import original_model, split_windows
+from requant.finetune.final import (
+    params_in_single_precision,
+    split_windows,
+    teacher_of,
+    trains_by_block,
+)
 from requant.finetune.loop import (
     params_without_codes,
     reparametrized_weights,
@@ -37,11 +43,11 @@ from requant.finetune.loop import (
     train,
     trainable_tensors,
 )
+from requant.finetune.memory import training_bytes
 from requant.finetune.saved_training import SavedTraining
-from requant.finetune.teacher import Teacher
 from requant.formats.quantized_weight import trainable_params
 from requant.models.devices import peak_memory, pick_device
-from requant.pipeline.best import rounds_of
+from requant.pipeline.plan import expected_memory
 from requant.pipeline.prepare import prepare, start
 from requant.pipeline.quantize import QuantizedModel, quantize
 from requant.quantizers.registry import METHODS
@@ -52,18 +58,6 @@ from requant.run.context import RunContext, Weights
 from requant.run.quantize_linears import gather, quantize_linears
 from requant.run.workspace import Workspace
 from requant.sensitivity.scores import score_weights
-
-LARGE = {
-    "hidden_size": 2048,
-    "num_hidden_layers": 16,
-    "intermediate_size": 8192,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "vocab_size": 128256,
-    "max_position_embeddings": 4096,
-    "tie_word_embeddings": True,
-}
 
 
 def recipe_for(model: Path, data: Path, *, num_samples: int, seq_len: int) -> Recipe:
@@ -98,30 +92,45 @@ def whole_run(recipe: Recipe, device: str, dtype: str, *, keep: Path | None = No
         "perplexity": result.after.perplexity,
         "kl": result.after.mean_kl,
         **memory(result.peak_memory, result.model),
+        "predicted_bytes": expected_memory(result.prepared, recipe, pick_device(device)),
         "recipe": _named(recipe),
     }
 
 
-def best_recipe(model: Path, data: Path, *, num_samples: int, seq_len: int, bits: float = 2.0) -> Recipe:
-    """Mode `best` at its defaults."""
+def best_recipe(
+    model: Path, data: Path, *, num_samples: int, seq_len: int, bits: float = 2.0, steps: int | None = None
+) -> Recipe:
+    """Mode `best` at its defaults, but for `steps`; training has at most 8 times the windows of the statistics."""
     plain = recipe_for(model, data, num_samples=num_samples, seq_len=seq_len)
     best = default_recipe(str(model), None, "best", gpu=True)
+    finetune = dataclasses.replace(
+        best.finetune,
+        steps=best.finetune.steps if steps is None else steps,
+        train_windows=min(best.finetune.train_windows, 8 * num_samples),
+    )
     return dataclasses.replace(
-        best, calibration=plain.calibration, evaluation=plain.evaluation, budget=Budget(bits=bits)
+        best,
+        calibration=plain.calibration,
+        evaluation=plain.evaluation,
+        budget=Budget(bits=bits),
+        finetune=finetune,
     )
 
 
 def best_parts(recipe: Recipe, device: str, dtype: str) -> dict[str, Any]:
-    """What mode `best` does on a large model, one of each, and what a whole run then comes to."""
+    """What mode `best` does on a large model, one of each."""
     prepared = prepare(recipe.model, recipe, device=device, dtype=dtype)
     run = start(prepared, recipe, workspace=Workspace(None), quiet=True)
-    where, method = prepared.model.device, METHODS[recipe.method]
+    where, method, settings = prepared.model.device, METHODS[recipe.method], recipe.finetune
     block = [target for target in run.targets if target.block == 1]
-    blocks = len({target.block for target in run.targets})
-    found: dict[str, Any] = {"tokens": prepared.windows.numel(), "steps": recipe.finetune.steps}
-    found["tokens_per_step"] = recipe.finetune.tokens_per_step
+    found: dict[str, Any] = {
+        "tokens": prepared.windows.numel(),
+        "steps": settings.steps,
+        "tokens_per_step": settings.tokens_per_step,
+        "compiled": settings.steps >= MIN_STEPS_TO_COMPILE,
+    }
     statistics: dict[str, Any] = {}
-    found["statistics"] = timed(lambda: statistics.update(gather(run, block, method.needs)), where)
+    found["statistics of a block"] = timed(lambda: statistics.update(gather(run, block, method.needs)), where)
     weights: Weights = {}
 
     def quantize_block() -> None:
@@ -132,50 +141,38 @@ def best_parts(recipe: Recipe, device: str, dtype: str) -> dict[str, Any]:
 
     quantize_block()  # compiles
     found["codes of a block"] = timed(quantize_block, where)
-    windows, _ = split_windows(run, recipe.finetune)
-    teacher, finetuned_params = (
-        Teacher(original_model(run), windows),
-        list(params_without_codes(run).values()),
-    )
+    found["peak_bytes_before_training"] = peak_memory(where)
+    statistics.clear()
+    run.statistics.clear()
+    windows, _ = split_windows(run, settings)
+    teachers: list[Any] = []
+    found["the original's states"] = timed(lambda: teachers.append(teacher_of(run, settings, windows)), where)
+    (teacher,) = teachers
+    others = list(params_without_codes(run).values())
     trainable = {name: trainable_params(weight) for name, weight in weights.items()}
     still_open = [target for target in run.targets if target.name not in weights]
-    few = dataclasses.replace(recipe.finetune, steps=MIN_STEPS_TO_COMPILE)
     if where.type == "cuda":
         torch.cuda.reset_peak_memory_stats(where)
-    with single_precision(run.model):
-        trainables, derived = (
-            trainable_tensors(trainable, still_open, finetuned_params, few.lr),
-            reparametrized_weights(run, weights, trainable),
-        )
+    with single_precision(params_in_single_precision(run.model, teacher)):
+        trainables = trainable_tensors(trainable, still_open, others, settings.lr)
+        derived = reparametrized_weights(run, weights, trainable)
 
         def learn() -> None:
-            train(run, teacher, trainables, derived, few, saved=SavedTraining.of(run, "timed"))
+            train(run, teacher, trainables, derived, settings, saved=SavedTraining.of(run, "timed"))
 
         first, again = timed(learn, where), timed(learn, where)
-        found |= {"compiling": max(0.0, first - again), "a step": again / few.steps}
-        found["the original's states"] = seconds_of_states(teacher)
-    rounds = len(rounds_of(run.targets))
-    found["whole run, computed"] = (
-        found["compiling"]
-        + rounds * found["statistics"]
-        + blocks * found["codes of a block"]
-        + rounds * recipe.finetune.steps * found["a step"]
-        + 2 * found["the original's states"]  # once for all rounds, once for the last phase
+    found |= {"compiling": max(0.0, first - again), "a step": again / settings.steps}
+    predicted = training_bytes(
+        run.model,
+        run.targets,
+        set(weights),
+        settings,
+        (windows.shape[0], windows.shape[1]),
+        by_block=trains_by_block(run.model, settings),
+        gpu=where.type == "cuda",
+        device_memory=torch.cuda.mem_get_info()[1] if where.type == "cuda" else 0,
     )
-    return {**found, **memory(peak_memory(where), prepared.model)}
-
-
-def seconds_of_states(teacher: Teacher) -> float:
-    """Of the states of all its windows, by the first 64 (blocks are not compiled here)."""
-    few = torch.arange(min(64, len(teacher.windows)))
-    if not teacher.caches:
-        return 0.0
-    teacher.cached[few] = False
-    return (
-        timed(lambda: teacher.micro_batches(few, None), teacher.model.device)
-        * len(teacher.windows)
-        / len(few)
-    )
+    return {**found, "predicted_bytes": predicted, **memory(peak_memory(where), prepared.model)}
 
 
 def integral(recipe: Recipe, device: str, dtype: str, names: tuple[str, ...]) -> dict[str, Any]:
@@ -206,20 +203,12 @@ def memory(peak: int, model: torch.nn.Module) -> dict[str, Any]:
 
 
 @contextmanager
-def large_model(tokenizer: Path) -> Iterator[Path]:
-    """The 1B shape with random weights, on disk, with a tokenizer whose tokens it knows."""
+def shaped_model(shape: str, tokenizer: Path) -> Iterator[Path]:
+    """A folder with random weights of the shape while the context lasts."""
     with tempfile.TemporaryDirectory() as parent:
-        folder = Path(parent) / "llama-1b-shape"
-        build_large(folder, tokenizer)
+        folder = Path(parent) / f"llama-{shape}-shape"
+        build(shape, folder, tokenizer)
         yield folder
-
-
-def build_large(folder: Path, tokenizer: Path) -> None:
-    torch.manual_seed(0)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = AutoModelForCausalLM.from_config(LlamaConfig(**LARGE), dtype=torch.bfloat16)
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
 
 
 def _named(recipe: Recipe) -> dict[str, Any]:
@@ -239,6 +228,10 @@ def main(
     nodes: Annotated[bool, typer.Option(help="Time gauss2 against plain32 too.")] = False,
     large: Annotated[bool, typer.Option(help="The 1B shape too: 128 x 2048 tokens.")] = False,
     best: Annotated[bool, typer.Option(help="Mode `best` alone: a GPU is needed.")] = False,
+    shape: Annotated[str | None, typer.Option(help="Of `--best`: random weights of 1b, 3b or 8b.")] = None,
+    parts: Annotated[bool, typer.Option(help="Of `--shape`: one of each part, not a whole run.")] = False,
+    steps: Annotated[int | None, typer.Option(help="Of `--best`: steps of a phase of training.")] = None,
+    samples: Annotated[int, typer.Option(help="Of `--shape`: windows of 2048 tokens.")] = GPU_SAMPLES,
     bits: Annotated[float, typer.Option(help="Of mode `best`.")] = 2.0,
     keep: Annotated[Path | None, typer.Option(help="Where the checkpoint of mode `best` stays.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
@@ -254,12 +247,13 @@ def main(
 
     if best:
         results |= json.loads(file.read_text()) if file.is_file() else {}
-        if large:
-            with large_model(model) as folder:
-                shaped = best_recipe(folder, data, num_samples=GPU_SAMPLES, seq_len=2048)
-                keep_row("large_best", best_parts(shaped, where, "bfloat16"))
+        if shape is not None:
+            with shaped_model(shape, model) as folder:
+                shaped = best_recipe(folder, data, num_samples=samples, seq_len=2048, bits=bits, steps=steps)
+                found = (best_parts if parts else whole_run)(shaped, where, "bfloat16")
+                keep_row(f"{'parts' if parts else 'run'}_{shape}", found)
             return
-        chosen = best_recipe(model, data, num_samples=2 * GPU_SAMPLES, seq_len=1024, bits=bits)
+        chosen = best_recipe(model, data, num_samples=2 * GPU_SAMPLES, seq_len=1024, bits=bits, steps=steps)
         keep_row(
             "best_run" if bits == 2 else f"best_run_{bits:g}", whole_run(chosen, where, "auto", keep=keep)
         )
@@ -269,7 +263,7 @@ def main(
     if nodes:
         keep_row("nodes", integral(recipe, where, "float32", ("gauss2", "plain32")))
     if large:
-        with large_model(model) as folder:
+        with shaped_model("1b", model) as folder:
             shaped = recipe_for(folder, data, num_samples=128, seq_len=2048)
             keep_row("large_pqi", integral(shaped, where, "bfloat16", ("gauss2",)))
             keep_row("large_run", whole_run(shaped, where, "bfloat16"))

@@ -299,7 +299,24 @@ def speed_table(results: Path) -> str:
         what = f"1B shape, mode `best`, computed from the codes of a block, {steps} and the statistics"
         times = f"{_memory(found)}, {found['peak_in_bf16_models']:.1f} x the model"
         rows.append([what, gpu["device"], f"{found['whole run, computed']:.0f} s", times, "1200 s"])
+    for shape, target in (("1b", "720 s, 24 GiB"), ("8b", "4500 s, 90 GiB")):
+        if (key := f"run_{shape}") in gpu:
+            steps = gpu[key]["recipe"]["finetune"]["steps"]
+            what = f"{shape.upper()} shape, 2 bits, the whole `best` run, 4 x {steps} steps"
+            rows.append([what, gpu["device"], _seconds(gpu[key]), _predicted(gpu[key]), target])
+        if (key := f"parts_{shape}") in gpu:
+            found = gpu[key]
+            eager = "" if found["compiled"] else ", not compiled"
+            what = (
+                f"{shape.upper()} shape, 2 bits, a step of `best` in its fullest phase{eager}; no whole run"
+            )
+            rows.append([what, gpu["device"], f"{found['a step']:.2f} s", _predicted(found), "90 GiB"])
     return markdown(["what", "machine", "measured", "peak memory", "target"], rows)
+
+
+def _predicted(found: Mapping[str, Any]) -> str:
+    """Peak memory beside what the dry run says."""
+    return f"{_memory(found)}, predicted {found['predicted_bytes'] / 2**30:.1f} GiB"
 
 
 def decoding_table(results: Path) -> str:

@@ -1,11 +1,14 @@
-"""The parts of mode `best` that are timed on a large model run on a tiny one, and the sum follows from them."""
+"""The parts of mode `best` that are timed on a large model run on a tiny one."""
 
 import dataclasses
 from pathlib import Path
 
 import pytest
+import torch
+import typer
+from transformers import AutoModelForCausalLM
 
-from eval import speed
+from eval import shapes, speed
 from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Finetune
 
@@ -25,10 +28,14 @@ def test_parts_of_mode_best(
     )
     monkeypatch.setattr(speed, "timed", lambda work, device: (work(), 1.0)[1])
     found = speed.best_parts(recipe, "cpu", "float32")
-    # four rounds of statistics, two blocks of codes, four rounds of ten steps, the original's states twice
-    assert found["a step"] == 1 / speed.MIN_STEPS_TO_COMPILE and found["compiling"] == 0
-    states = found["the original's states"]
-    assert states > 1  # more than the 64 windows that are timed
-    assert found["whole run, computed"] == pytest.approx(
-        4 + 2 + 4 * 10 / speed.MIN_STEPS_TO_COMPILE + 2 * states
-    )
+    assert found["a step"] == 1 / 10 and found["compiling"] == 0
+    assert 0 < found["predicted_bytes"] < found["peak_bytes"]  # which are those of the whole process on a CPU
+
+
+def test_shapes_are_those_of_their_names() -> None:
+    for shape, billions in (("1b", 1.24), ("3b", 3.21), ("8b", 8.03)):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(shapes.config_of(shape))
+        assert sum(p.numel() for p in model.parameters()) == pytest.approx(billions * 1e9, rel=0.005)
+    with pytest.raises(typer.BadParameter, match="there are: 1b, 3b, 8b"):
+        shapes.config_of("9b")

@@ -1,0 +1,75 @@
+"""Models of a Llama's shape with random weights, as folders: time and memory depend on shapes, not on values.
+
+    python -m eval.shapes 1b FOLDER [--tokenizer ../shared/models/bench-32m]
+    requant quantize --model FOLDER --bits 2 --calibration TEXT --eval-text TEXT
+
+Shapes are those of Llama 3.2 1B and 3B and of Llama 3.1 8B, in bfloat16 with transformers' initialization; the tokenizer
+is that of a smaller model, whose tokens every one of them knows.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+from eval.common import MODEL
+
+COMMON = {"num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 4096}
+SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "1b": {
+        "hidden_size": 2048,
+        "num_hidden_layers": 16,
+        "intermediate_size": 8192,
+        "num_attention_heads": 32,
+        "head_dim": 64,
+        "tie_word_embeddings": True,
+    },
+    "3b": {
+        "hidden_size": 3072,
+        "num_hidden_layers": 28,
+        "intermediate_size": 8192,
+        "num_attention_heads": 24,
+        "head_dim": 128,
+        "tie_word_embeddings": True,
+    },
+    "8b": {
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "head_dim": 128,
+        "tie_word_embeddings": False,
+    },
+}
+
+
+def config_of(shape: str) -> LlamaConfig:
+    """Raises typer.BadParameter for an unknown shape."""
+    if shape not in SHAPES:
+        raise typer.BadParameter(f"{shape} is no shape; there are: {', '.join(SHAPES)}.")
+    return LlamaConfig(**COMMON, **SHAPES[shape])
+
+
+def build(shape: str, folder: Path, tokenizer: Path) -> None:
+    """Write a model of the shape into a folder."""
+    config = config_of(shape)
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
+
+
+def main(
+    shape: Annotated[str, typer.Argument(help="1b, 3b or 8b.")],
+    folder: Annotated[Path, typer.Argument(help="Where the model is written.")],
+    tokenizer: Annotated[Path, typer.Option(help="Folder of a model whose tokenizer is taken.")] = MODEL,
+) -> None:
+    build(shape, folder, tokenizer)
+
+
+if __name__ == "__main__":
+    typer.run(main)
