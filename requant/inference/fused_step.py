@@ -28,8 +28,6 @@ from requant_kernels.step.rope_cache import rope_cache
 from torch import Tensor, nn
 from torch.nn import functional
 
-from requant.models.targets import find_blocks
-
 BLOCK = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 ATTENTION = ({"q_proj", "k_proj", "v_proj", "o_proj"}, {"qkv_proj", "o_proj"})
 HEAD_NORMS = {"q_norm", "k_norm"}
@@ -121,10 +119,10 @@ def fused_step(model: Any) -> FusedStep | None:
     base = model.base_model
     if not is_norm(getattr(base, "norm", None), model.dtype) or not hasattr(base, "rotary_emb"):
         return None
-    blocks: list[Any] = list(find_blocks(model)[1])
+    blocks: list[Any] = list(getattr(base, "layers", ()))
     activations = {activation_of(block) if qualifies(block, model.dtype) else None for block in blocks}
-    activation = activations.pop()
-    if activations or activation is None or model.get_output_embeddings() is None:
+    activation = activations.pop() if len(activations) == 1 else None
+    if activation is None or model.get_output_embeddings() is None:
         return None
     return FusedStep(model, blocks, activation)
 

@@ -1,4 +1,5 @@
-"""Run under TRITON_INTERPRET=1 by `test_fused_step.py`: a fused step of tiny models gives the logits of transformers'."""
+"""Run under TRITON_INTERPRET=1 by `test_fused_step.py`: a fused step of tiny models, and of a checkpoint on the
+kernels, gives the logits of transformers' step."""
 
 import sys
 from pathlib import Path
@@ -10,8 +11,10 @@ import interpreter_fixes  # noqa: F401
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from requant.inference.convert import convert_to_kernels
 from requant.inference.decode import Decoder
 from requant.inference.fused_step import fused_step
+from requant.inference.load import load
 from requant.inference.static_cache import static_cache
 
 SIZES = {
@@ -31,27 +34,35 @@ def main() -> None:
         for name, parameter in model.named_parameters():
             noise = torch.randn_like(parameter)
             parameter.copy_(1 + 0.3 * noise if "norm" in name else noise * parameter.shape[-1] ** -0.5)
-        step, cache = fused_step(model), static_cache(model, 100)
-        assert step is not None and cache is not None, kind
-        model(torch.randint(0, 256, (2, 70)), past_key_values=cache, use_cache=True)
-        cache.add(70)
-        tokens = torch.randint(0, 256, (2, 1))
-        logits = step(tokens, cache)
-        keys = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
-        wanted = model(tokens, past_key_values=cache, use_cache=True).logits[:, -1]
-        error = ((logits.float() - wanted.float()).norm() / wanted.float().norm()).item()
-        assert error < 3e-3, f"{kind}: logits are off by {error:.1e}"
-        for (key, value), layer in zip(keys, cache.layers, strict=True):
-            assert (key - layer.keys).abs().max() < 1e-2, f"{kind}: keys"
-            assert (value - layer.values).abs().max() < 1e-2, f"{kind}: values"
+        check_step(model, kind)
     check_decoder(model)
+    checkpoint = load(sys.argv[1], dtype="float16")
+    check_step(convert_to_kernels(checkpoint, device="cpu"), "checkpoint")
+
+
+@torch.no_grad()
+def check_step(model: Any, kind: str) -> None:
+    """Logits, and what is written into the cache."""
+    step, cache = fused_step(model), static_cache(model, 100)
+    assert step is not None and cache is not None, kind
+    model(torch.randint(0, 60, (2, 70)), past_key_values=cache, use_cache=True)
+    cache.add(70)
+    tokens = torch.randint(0, 60, (2, 1))
+    logits = step(tokens, cache)
+    keys = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
+    wanted = model(tokens, past_key_values=cache, use_cache=True).logits[:, -1]
+    error = ((logits.float() - wanted.float()).norm() / wanted.float().norm()).item()
+    assert error < 3e-3, f"{kind}: logits are off by {error:.1e}"
+    for (key, value), layer in zip(keys, cache.layers, strict=True):
+        assert (key - layer.keys).abs().max() < 1e-2, f"{kind}: keys"
+        assert (value - layer.values).abs().max() < 1e-2, f"{kind}: values"
 
 
 @torch.no_grad()
 def check_decoder(model: Any) -> None:
     """As before a capture on a GPU: compared with the model's own step, taken back, and used from then on."""
     plain, fused = (Decoder(model, length=100) for _ in range(2))
-    prompt = torch.randint(0, 256, (2, 70))
+    prompt = torch.randint(0, 60, (2, 70))
     for decoder in (plain, fused):
         decoder.cache = static_cache(model, 100)
         decoder.prefill(prompt)

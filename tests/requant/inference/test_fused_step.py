@@ -35,11 +35,11 @@ def test_hooks_of_what_is_passed_over_are_honoured(tiny_model) -> None:
         assert fused_step(model) is not None
 
 
-def test_in_the_interpreter() -> None:
+def test_in_the_interpreter(make_checkpoint) -> None:
     pytest.importorskip("triton")
     script = Path(__file__).with_name("interpret_fused_step.py")
     run = subprocess.run(
-        [sys.executable, script],
+        [sys.executable, script, make_checkpoint(kind="trellis")[0]],
         env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
