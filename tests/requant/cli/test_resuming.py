@@ -53,7 +53,12 @@ def sha256(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("command", "stop"), [("quantize", 3), ("sweep", 17), pytest.param("sparsify", 3, marks=pytest.mark.slow)]
+    ("command", "stop"),
+    [
+        ("quantize", 3),
+        pytest.param("sweep", 17, marks=pytest.mark.slow),
+        pytest.param("sparsify", 3, marks=pytest.mark.slow),
+    ],
 )
 def test_it_is_the_run_that_was_interrupted(
     cli, folder: Path, monkeypatch, stop_after, command: str, stop: int
