@@ -3,8 +3,9 @@
     |█████       | stage 5 of 12: round 2 of 4, training, 120 of 450 steps, 4 min 10 s left, 3.1 GiB
 
 The time left is that of the present stage by the pace of its steps, where it has any, and of later stages what the plan
-expects of them (`Stage.seconds`), times what stages of the same kind took so far over what was expected of them, or
-else all stages so far.
+expects of them (`Stage.seconds`), times what stages of the same kind took so far over what was expected of them. Of a kind
+that was not seen yet it is the same of all stages so far, and of PRIOR of the run as planned: a first stage of seconds says
+little of hours.
 
 On a terminal the line is drawn by tqdm, over itself, and gone at the end. Elsewhere a line is written at most once a
 minute. Every stage, and a line a minute, is logged as well, for `--log-file`. Where no run is displayed, `counted` and
@@ -25,6 +26,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from requant.display import format_bytes, format_seconds
 
 T = TypeVar("T")
+PRIOR = 0.1
 BETWEEN_LINES = 60.0  # seconds, in a log
 BETWEEN_DRAWINGS = 0.2  # seconds, on a terminal
 logger = logging.getLogger(__name__)
@@ -202,20 +204,21 @@ class Display:
         return pace + max(0, stage.bars - bars) * (elapsed + pace) / bars
 
     def _correction(self, stage: Stage) -> float:
-        """What stages took over what was expected of them: those of the same kind, else all."""
+        """What stages took over what was expected of them: those of the same kind, else all and a part of the plan."""
         seen = [
             (each.stage, each.seconds, each.fraction) for each in self.passed if each.worked and each.stage
         ]
         if self.present is not None and (of_present := self._pace_of_present(self.present)) is not None:
             seen.append(of_present)
-        for same_kind in (True, False):
-            took = expected = 0.0
-            for other, seconds, fraction in seen:
-                if not same_kind or other.kind == stage.kind:
-                    took, expected = took + seconds, expected + other.seconds * fraction
-            if expected > 0:
-                return took / expected
-        return 1.0
+        took = expected = prior = PRIOR * sum(each.seconds for each in self.stages)
+        took_alike = expected_alike = 0.0
+        for other, seconds, fraction in seen:
+            took, expected = took + seconds, expected + other.seconds * fraction
+            if other.kind == stage.kind:
+                took_alike, expected_alike = took_alike + seconds, expected_alike + other.seconds * fraction
+        if expected_alike > 0:
+            return took_alike / expected_alike
+        return took / expected if prior > 0 else 1.0
 
     def _pace_of_present(self, present: _Passed) -> tuple[Stage, float, float] | None:
         """The present stage, how long it will have taken, and of what fraction; None where there is no saying yet."""
@@ -241,7 +244,10 @@ def display(*, shown: bool) -> Iterator[Display]:
     with ExitStack() as stack:
         _display = Display(shown=shown)
         if shown and sys.stderr.isatty():
+            root = logging.getLogger()
+            levels = [each.level for each in root.handlers if isinstance(each, logging.StreamHandler)]
             stack.enter_context(logging_redirect_tqdm())
+            root.handlers[-1].setLevel(min(levels, default=logging.NOTSET))  # it forgets the level
             _display.line = stack.enter_context(
                 tqdm(
                     total=1.0,

@@ -11,6 +11,7 @@ import pytest
 
 import requant
 from requant import progress
+from requant.cli.common import log_to_file
 from requant.pipeline.prepare import prepare
 from requant.pipeline.schedule import expected_stages
 from requant.progress import Stage
@@ -48,9 +49,11 @@ def test_time_left_follows_what_stages_of_the_same_kind_took(clock) -> None:
         progress.expect(PLANNED, memory=None)
         progress.enter("loading")  # was not planned
         assert shown.left == pytest.approx(360)
-        run_stage(clock, "statistics", 20.0)  # twice the plan: so all is expected to take twice as long
+        run_stage(
+            clock, "statistics", 20.0
+        )  # twice the plan, which says something of the rest, beside a tenth of 360 s
         progress.enter("round 1, training")
-        assert shown.left == pytest.approx(2 * 350)
+        assert shown.left == pytest.approx((20 + 36) / (10 + 36) * 350)
         with progress.counted(100, label="training", unit="steps") as counter:
             clock[0] += 100.0  # a compiler
             counter.update()
@@ -58,7 +61,7 @@ def test_time_left_follows_what_stages_of_the_same_kind_took(clock) -> None:
                 clock[0] += 0.5
                 counter.update()
             # 89 steps at 0.5 s; round 2 twice of 149.5 s, where 100 s were planned; scoring as all so far
-            everything = (20 + 149.5) / (10 + 100)
+            everything = (20 + 149.5 + 36) / (10 + 100 + 36)
             assert shown.left == pytest.approx(89 * 0.5 + 2 * 149.5 + 50 * everything)
             clock[0] += 89 * 0.5
             counter.update(89)
@@ -78,7 +81,7 @@ def test_what_an_earlier_run_did_says_nothing_of_the_pace(clock) -> None:
                 clock[0] += 3.0
                 counter.update()
         progress.enter("round 2, training")  # a tenth of the work took 30 s of the 10 planned
-        assert shown.left == pytest.approx(3 * 200 + 3 * 50)
+        assert shown.left == pytest.approx(3 * 200 + (30 + 36) / (10 + 36) * 50)
 
 
 def test_several_runs_are_one(clock) -> None:
@@ -86,8 +89,9 @@ def test_several_runs_are_one(clock) -> None:
         progress.begin("2bit (1 of 3), ", runs_left=2)
         progress.expect(PLANNED, memory=lambda: 3 << 30)
         run_stage(clock, "statistics", 5.0)
-        assert shown.left == pytest.approx(0.5 * (350 + 2 * 360))
-        assert shown.text == "2bit (1 of 3), stage 1 of 4: statistics, 8 min 55 s left, 3.0 GiB"
+        later = (5 + 36) / (10 + 36) * 350
+        assert shown.left == pytest.approx(later + 2 * (5 + later))
+        assert shown.text == "2bit (1 of 3), stage 1 of 4: statistics, 15 min 46 s left, 3.0 GiB"
 
 
 @pytest.mark.parametrize(
@@ -121,16 +125,21 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_on_a_terminal_it_is_one_line_that_goes(monkeypatch) -> None:
+@pytest.mark.usefixtures("package_log")
+def test_on_a_terminal_it_is_one_line_that_goes(monkeypatch, tmp_path: Path) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setattr(progress, "BETWEEN_DRAWINGS", 0.0)
+    printing = logging.StreamHandler(terminal)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [printing])
+    log_to_file(tmp_path / "run.log")
     with progress.display(shown=True):
         progress.expect(PLANNED, memory=None)
         for stage in PLANNED:
             progress.enter(stage.name)
             for _ in progress.tracked(range(3), label="steps", unit="steps"):
-                logging.getLogger("requant").debug("nothing")
+                pass
+    assert "stage 3 of 4" in (tmp_path / "run.log").read_text()  # and that it begins is not printed
     drawn = terminal.getvalue()
     assert "\n" not in drawn and drawn.split("\r")[-1] == ""
     assert re.search(r"\|.+\| stage 3 of 4: round 2, training, 2 of 3 steps, .+ left", drawn)
