@@ -86,6 +86,11 @@ EXPERTS = {
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
     ),
 }
+BY_ALIAS = {  # families of the aliases that nothing above has
+    "olmo2": ("olmo2", SIZES),  # norms behind the blocks' parts, and of whole queries and keys
+    "smollm3": ("smollm3", SIZES | {"no_rope_layer_interval": 2, "tie_word_embeddings": True}),
+    "phi4-mini": ("phi3", SIZES | {"partial_rotary_factor": 0.75, "tie_word_embeddings": True}),
+}
 UNKNOWN_EXPERTS = {
     "dbrx": (
         "dbrx",
@@ -106,7 +111,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def build_model(name: str, *, seed: int = 0) -> Any:
     """A random tiny model in float32, in eval mode, frozen; its biases and norms are random too."""
-    kind, sizes = (ARCHITECTURES | EXPERTS | UNKNOWN_EXPERTS)[name]
+    kind, sizes = (ARCHITECTURES | EXPERTS | BY_ALIAS | UNKNOWN_EXPERTS)[name]
     torch.manual_seed(seed)
     config = AutoConfig.for_model(kind, **(COMMON | sizes))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)

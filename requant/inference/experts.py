@@ -47,10 +47,13 @@ class ExpertsStep:
         return *shapes, self.gate_up.experts, self.gated is None
 
 
-@torch.compiler.disable
-def _uncompiled(*arguments: Any, **options: Any) -> Any:
-    """A graph of the compiler breaks here; the launches can still be captured."""
+def _launches(*arguments: Any, **options: Any) -> Any:
     return experts_step(*arguments, **options)
+
+
+_uncompiled: Any = torch.compiler.disable(
+    _launches
+)  # the compiler's graph breaks here; launches can still be captured
 
 
 @torch.no_grad()
