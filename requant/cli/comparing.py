@@ -26,7 +26,7 @@ def compare(
 ) -> None:
     """Compare checkpoints by what their own files say: a table, and with --output a page."""
     from requant.checkpoint.new_folder import check_output
-    from requant.report.compare import compare_checkpoints, note, render_comparison
+    from requant.report.compare import compare_checkpoints, kl_above_first, note, render_comparison
 
     page = None if output is None else check_output(output)
     entries = compare_checkpoints(
@@ -45,7 +45,8 @@ def compare(
     if as_json:
         print(json.dumps([entry.to_dict() for entry in entries], indent=2))
         return
-    print(table([entry.cells() for entry in entries]))
+    beside = zip(entries, kl_above_first(entries), strict=True)
+    print(table([{**entry.cells(), "KL above the first": above} for entry, above in beside]))
     print(note(entries))
     if page is not None:
         print(f"page: {output}")

@@ -19,7 +19,7 @@ from requant.checkpoint.sizes import byte_table
 from requant.checkpoint.validate import read_header
 from requant.errors import CheckpointError, InputError
 from requant.evaluation.compare import evaluate_all
-from requant.evaluation.perplexity import Quality
+from requant.evaluation.perplexity import Quality, mean_difference, standard_error
 from requant.models.loading import resolve_source
 from requant.report.pages import budget_parts, environment, one_line
 from requant.report.plots import quality_plot
@@ -44,12 +44,18 @@ class Entry:
     mean_kl: float | None = None
     p99_kl: float | None = None
     top1_agreement: float | None = None
+    window_kl: tuple[float, ...] = ()  # mean KL of each window
     protocol: str | None = None  # of perplexity and KL
     calibration: str | None = None
     delta_loss: float | None = None  # measured dF on the calibration text
     block_delta_loss: Mapping[int, float] = field(
         default_factory=dict
     )  # block -> measured with it alone quantized
+
+    @property
+    def kl_error(self) -> float | None:
+        """Standard error of the mean KL."""
+        return standard_error(self.window_kl)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -63,6 +69,7 @@ class Entry:
             "MiB": self.bytes / 2**20,
             "perplexity": self.perplexity,
             "mean KL": self.mean_kl,
+            "± KL": self.kl_error,
             "p99 KL": self.p99_kl,
             "top-1": self.top1_agreement,
         }
@@ -140,11 +147,23 @@ def read_entry(name: str) -> Entry:
         mean_kl=_number(after, "mean_kl"),
         p99_kl=_number(after, "p99_kl"),
         top1_agreement=_number(after, "top1_agreement"),
+        window_kl=_numbers(after, "window_kl"),
         protocol=_protocol(protocol),
         calibration=_string(text, "name"),
         delta_loss=_number(said, "delta_loss"),
         block_delta_loss=_blocks(_table(said, "block_delta_loss")),
     )
+
+
+def kl_above_first(entries: Sequence[Entry]) -> list[str | None]:
+    """For each entry its mean KL less that of the first, with the standard error of that difference, paired by window."""
+    first, *others = entries
+    found: list[str | None] = [None]
+    for entry in others:
+        same = entry.protocol is not None and entry.protocol == first.protocol
+        difference = mean_difference(entry.window_kl, first.window_kl) if same else None
+        found.append(None if difference is None else f"{difference[0]:+.4f} ± {difference[1]:.4f}")
+    return found
 
 
 def same_text(entries: Sequence[Entry]) -> bool:
@@ -184,6 +203,7 @@ def render_comparison(entries: Sequence[Entry], *, answer: str | None = None) ->
             blocks=rows,
             largest=max(values, default=0.0) or 1.0,
             same_text=same_text(entries),
+            above=kl_above_first(entries),
             largest_bytes=max(entry.bytes for entry in entries),
         )
     )
@@ -210,6 +230,7 @@ def _with_quality(entry: Entry, quality: Quality) -> Entry:
         mean_kl=quality.mean_kl,
         p99_kl=quality.p99_kl,
         top1_agreement=quality.top1_agreement,
+        window_kl=quality.window_kl,
         protocol=_protocol(asdict(quality.protocol)),
     )
 
@@ -217,6 +238,14 @@ def _with_quality(entry: Entry, quality: Quality) -> Entry:
 def _table(values: Mapping[str, Any], key: str) -> dict[str, Any]:
     found = values.get(key)
     return found if isinstance(found, dict) else {}
+
+
+def _numbers(values: Mapping[str, Any], key: str) -> tuple[float, ...]:
+    """A list of finite numbers; empty where it is none."""
+    found = values.get(key)
+    if not isinstance(found, list) or not all(type(each) in (int, float) for each in found):
+        return ()
+    return tuple(map(float, found)) if all(abs(each) < 1e300 for each in found) else ()
 
 
 def _string(values: Mapping[str, Any], key: str) -> str | None:

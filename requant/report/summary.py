@@ -111,6 +111,7 @@ def result_numbers(result: QuantizedModel, output: Path) -> dict[str, Any]:
         "device": summary.device,
         "perplexity": {"before": before.perplexity, "after": after.perplexity},
         "mean_kl": after.mean_kl,
+        "kl_error": after.kl_error,
         "p99_kl": after.p99_kl,
         "top1_agreement": after.top1_agreement,
         "bits_per_weight": {"before": source_bits, "after": table.bits_per_weight},
@@ -149,7 +150,7 @@ def result_rows(numbers: Mapping[str, Any]) -> list[dict[str, object]]:
     scored = numbers["scored_on"]
     rows: list[tuple[str, object, object]] = [
         ("perplexity", f"{perplexity['before']:.3f}", f"{perplexity['after']:.3f}"),
-        ("KL to the original, nats", "0", f"{numbers['mean_kl']:.4f}"),
+        ("KL to the original, nats", "0", f"{numbers['mean_kl']:.4f}" + _plus_minus(numbers["kl_error"])),
         ("top-1 agreement", "1", f"{numbers['top1_agreement']:.4f}"),
         ("bits per weight, matrices", f"{bits['before']}", f"{bits['after']:.3f}"),
         *(
@@ -263,6 +264,10 @@ def _hub_name(model: str) -> str | None:
     if Path(model).exists():
         return None
     return ALIASES.get(model, model if "/" in model else None)
+
+
+def _plus_minus(error: float | None) -> str:
+    return "" if error is None else f" ± {error:.4f}"
 
 
 def _terms(source: Path | None) -> dict[str, Any]:

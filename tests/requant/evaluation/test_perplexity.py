@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from requant.display import format_table
 from requant.errors import ModelError, NumericalError, TextError
-from requant.evaluation.perplexity import Candidate, compare, perplexity_and_kl
+from requant.evaluation.perplexity import Candidate, compare, mean_difference, perplexity_and_kl
 from requant.text.sources import Text, read_text
 from requant.text.windows import token_windows
 
@@ -53,6 +53,10 @@ def test_matches_the_definitions(windows, monkeypatch):
     assert quality.mean_kl == pytest.approx(kl.mean().item(), rel=1e-5)
     assert quality.p99_kl == pytest.approx(kl.sort().values[math.ceil(0.99 * len(kl)) - 1].item(), rel=1e-5)
     assert quality.top1_agreement == pytest.approx((p.argmax(-1) == q.argmax(-1)).double().mean().item())
+    by_window = kl.view(5, 15).mean(1)
+    assert quality.window_kl == pytest.approx(by_window.tolist(), rel=1e-5)
+    assert quality.kl_error == pytest.approx(float(by_window.std() / 5**0.5), rel=1e-4)
+    assert alone.kl_error is None and alone.window_kl == ()
     assert quality.protocol.tokens == 5 * 15
     assert "5 windows of 16 tokens, 75 tokens scored" in str(quality.protocol)
 
@@ -106,6 +110,8 @@ def test_compare_makes_one_table_and_json(windows):
         "perplexity",
         "mean",
         "KL",
+        "±",
+        "KL",
         "p99",
         "KL",
         "top-1",
@@ -150,3 +156,12 @@ def test_wikitext2_is_tokenised_as_the_peers_do(shared: Callable[[str], Path]) -
     windows = token_windows(text, tokenizer, num_samples=None, seq_len=5)
     assert windows.shape == (326_215 // 5, 5)
     assert text.sha256.startswith("173c87a5") and text.sha256.endswith("dd08")
+
+
+def test_differences_are_paired() -> None:
+    """Windows that are hard for both models do not blur the difference between the two."""
+    one, other = [0.1, 0.9, 0.5, 2.0], [0.11, 0.92, 0.51, 2.02]
+    mean, error = mean_difference(other, one) or (0.0, 0.0)
+    assert mean == pytest.approx(0.015) and error == pytest.approx(0.00577 / 2, rel=1e-2)
+    assert mean_difference(one, one) == (0.0, 0.0)
+    assert mean_difference(one, other[:3]) is None and mean_difference([1.0], [2.0]) is None

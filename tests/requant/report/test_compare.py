@@ -12,7 +12,14 @@ from requant.checkpoint.sizes import byte_table
 from requant.errors import CheckpointError, InputError
 from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Calibration, Evaluation, Recipe
-from requant.report.compare import compare_checkpoints, note, read_entry, render_comparison, same_text
+from requant.report.compare import (
+    compare_checkpoints,
+    kl_above_first,
+    note,
+    read_entry,
+    render_comparison,
+    same_text,
+)
 
 from .test_report import HOSTILE, Page
 
@@ -56,6 +63,12 @@ def test_entries_are_what_the_run_wrote(checkpoints: list[str]) -> None:
         assert entry.kinds.keys() == weights.keys()
         assert entry.kinds["q_proj"] == pytest.approx(report["matrices"][0]["bits"])
     assert entries[0].mean_kl > entries[1].mean_kl and entries[0].bytes < entries[1].bytes
+    assert entries[0].kl_error is not None and 0 < entries[0].kl_error < entries[0].mean_kl
+    none, above = kl_above_first(entries)
+    difference = entries[1].mean_kl - entries[0].mean_kl
+    assert none is None and above is not None and above.startswith(f"{difference:+.4f} ± ")
+    elsewhere = dataclasses.replace(entries[1], protocol="another")
+    assert kl_above_first([entries[0], elsewhere]) == [None, None]
     assert same_text(entries) and note(entries).startswith("scored on ") and "5 x 32 tokens" in note(entries)
 
 
@@ -76,6 +89,7 @@ def test_the_page(checkpoints: list[str]) -> None:
     assert "2 checkpoints side by side" in words and "3bit" in words and "4bit" in words
     assert (
         f"{entries[0].mean_kl:.4f}" in words
+        and "above the first, paired by window" in words
         and "svg" in page.tags
         and "scored on different texts" not in words
     )
@@ -96,7 +110,7 @@ def test_the_page(checkpoints: list[str]) -> None:
         "{",
         "[]",
         '{"after": 3, "before": [], "measured": "x", "model": {"a": 1}, "block_delta_loss": {"x": 1, "0": "y"}}',
-        '{"after": {"perplexity": NaN, "mean_kl": true, "protocol": {"text": 5}}, "method": null}',
+        '{"after": {"perplexity": NaN, "mean_kl": true, "window_kl": [1, NaN], "protocol": {"text": 5}}, "method": null}',
     ],
 )
 def test_a_report_of_another_kind_counts_as_absent(
