@@ -67,7 +67,10 @@ def speed(results: Path, bits: float) -> float | None:
     found = [
         row["decode_tokens_per_s"]
         for row in rows
-        if row["shape"] == "llama-3.1-8b" and row["name"] == f"mul1 {bits:g}-bit" and row["batch"] == 1
+        if row["shape"] == "llama-3.1-8b"
+        and row["name"] == f"mul1 {bits:g}-bit"
+        and row["batch"] == 1
+        and row["fused"]
     ]
     return round(found[0], 1) if found else None
 

@@ -320,6 +320,32 @@ def _predicted(found: Mapping[str, Any]) -> str:
 
 
 def decoding_table(results: Path) -> str:
+    """Tokens a second of the 8B shape, beside bf16 with the same step: a line for each format and kind of step."""
+    lines: dict[tuple[bool, str], dict[int, Mapping[str, Any]]] = {}
+    for row in read(results, "end-to-end-h100").get("rows", []):
+        if row["shape"] == "llama-3.1-8b" and "failed" not in row:
+            lines.setdefault((row["fused"], row["name"]), {})[row["batch"]] = row
+    batches = sorted({batch for line in lines.values() for batch in line})
+
+    def cell(row: Mapping[str, Any] | None, number: str) -> str:
+        if row is None:
+            return ""
+        return f"{row[number]:,.0f}" + ("" if row["name"] == "bf16" else f" ({row[f'{number}_ratio']:.2f})")
+
+    rows = [
+        [
+            name,
+            "fused" if fused else "transformers' own",
+            *(cell(line.get(batch), "decode_tokens_per_s") for batch in batches),
+            cell(line.get(1), "prefill_tokens_per_s"),
+        ]
+        for (fused, name), line in lines.items()
+    ]
+    columns = ["weights", "small operations", *(f"{batch} at once" for batch in batches), "prefill of 512"]
+    return markdown(columns, rows)
+
+
+def earlier_decoding_table(results: Path) -> str:
     """Decoding of whole models of random weights beside bf16 in the same setup."""
     found = [
         row for name in ("attention-h200", "end-to-end-h200") for row in read(results, name).get("rows", [])
@@ -376,7 +402,7 @@ def trellis_codes_table(results: Path) -> str:
 
 def experts_step_table(results: Path) -> str:
     """The experts of one block, by kernel and tokens: microseconds, and how many times faster than the best of bf16."""
-    found = read(results, "experts-step-h200").get("rows", [])
+    found = read(results, "experts-step-h100").get("rows", [])
     tokens = sorted({row["m"] for row in found})
     cells = {
         (row["kernel"], row["bits"], row["m"]): f"{row['us']:.1f} ({row['ratio']:.2f} x)" for row in found
@@ -413,6 +439,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "widths": bits_table,
     "speed": speed_table,
     "decoding": decoding_table,
+    "decoding-earlier": earlier_decoding_table,
     "sparsity-demo": lambda results: sparsity_table(results, "demo-4m"),
     "sparsity-bench": lambda results: sparsity_table(results, "bench-32m"),
     "sparsity-ablation": sparsity_ablation_table,

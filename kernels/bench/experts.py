@@ -1,6 +1,6 @@
 """The experts of one block of Qwen3-30B-A3B (128 experts, 8 a token, 2048 x 768) with random weights: ours beside bf16.
 
-    python kernels/bench/experts.py --out eval/results/experts-step-h200.json
+    python kernels/bench/experts.py --out eval/results/experts-step-h100.json
 
 Timed is what replaces `mlp.experts` in a step: from tokens, chosen experts and their weights to the sum; the router is in
 neither. bf16 is the faster of transformers' way (tokens sorted by expert, `grouped_mm`), which a graph can hold too, and of

@@ -13,8 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from requant_kernels.sparsity.products import RULE_SIZE
-
 from requant import progress
 from requant.allocation.budget import allocate_bits, packed_spec
 from requant.formats.semi_structured import FLOAT16_BITS
@@ -27,9 +25,9 @@ from requant.recipe.schema import Budget, Recipe, Recovery
 from requant.run.workspace import Workspace
 
 CODES_METHOD = "trellis"
-# Products with 2:4 weights of 16 bits over dense bfloat16 ones, from 1024 tokens on: measured on an H200 by cuSPARSELt 0.8,
-# default and best algorithm, four shapes (docs/sparsity.md)
-SPARSE_SPEED = "1.13 to 1.55"
+# Products with 2:4 weights of 16 bits over dense bfloat16 ones, from 1024 tokens and so many rows and columns on: by
+# cuSPARSELt 0.8, on an H100 at one shape (to 1.07) and on an H200 at four (from 1.13; docs/sparsity.md)
+SPARSE_SPEED, FASTER_SIZE = "1.02 to 1.55", 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +106,7 @@ class SparseVerdict:
         if self.value_bits != FLOAT16_BITS:
             return f"no kernel here multiplies 2:4 values of {self.value_bits} bits at the sparse rate"
         if self.large_fraction == 0:
-            return f"sparse products are known to be faster from {RULE_SIZE} rows and columns on only"
+            return f"sparse products are known to be faster from {FASTER_SIZE} rows and columns on only"
         return None
 
 
@@ -172,7 +170,7 @@ def sparse_verdict(result: QuantizedModel, codes: PlainCodes) -> SparseVerdict:
     stored = sparse_bytes(result.prepared, result.recipe)
     targets = result.prepared.targets
     weights = sum(target.size for target in targets)
-    large = sum(target.size for target in targets if min(target.shape) >= RULE_SIZE)
+    large = sum(target.size for target in targets if min(target.shape) >= FASTER_SIZE)
     assert result.after.mean_kl is not None
     return SparseVerdict(
         bits=8 * stored / weights,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from eval.markdown import PEERS, RESULTS, markdown
-from eval.tables import PAGES, REFERENCE, TABLES, baselines_table, decoding_table, nodes_table, render
+from eval.tables import PAGES, REFERENCE, TABLES, baselines_table, nodes_table, render
 
 QUALITY = {"bits": 3, "bits_per_weight": 3.2104, "perplexity": 27.421, "kl": 0.27551, "second": {"kl": 0.2}}
 
@@ -63,8 +63,29 @@ def test_decoding_stands_beside_bf16_of_the_same_setup(tmp_path: Path) -> None:
     row |= {"decode_tokens_per_s": 600.0, "times_bf16": 3.0}
     failed = {"shape": "8b", "name": "2-bit", "batch": 8, "failed": "OutOfMemoryError"}
     write(tmp_path, "end-to-end-h200", {"rows": [{**row, "name": "bf16"}, row, failed]})
-    assert decoding_table(tmp_path).splitlines()[2:] == [
+    assert TABLES["decoding-earlier"](tmp_path).splitlines()[2:] == [
         "| 8b | 2-bit | 1 | torch.compile | requant's | 200 | 600 | 3.00 |"
+    ]
+    base = {"shape": "llama-3.1-8b", "name": "bf16", "fused": True, "batch": 1}
+    numbers = {"decode_tokens_per_s": 200.0, "prefill_tokens_per_s": 5000.0}
+    ratios = {"decode_tokens_per_s_ratio": 3.0, "prefill_tokens_per_s_ratio": 0.9}
+    ours = {
+        **base,
+        "name": "mul1 2-bit",
+        "decode_tokens_per_s": 600.0,
+        "prefill_tokens_per_s": 4500.0,
+        **ratios,
+    }
+    rows = [
+        {**base, **numbers},
+        {**base, **numbers, "batch": 8},
+        ours,
+        {**base, "fused": False, "failed": "?"},
+    ]
+    write(tmp_path, "end-to-end-h100", {"rows": rows})
+    assert TABLES["decoding"](tmp_path).splitlines()[2:] == [
+        "| bf16 | fused | 200 | 200 | 5,000 |",
+        "| mul1 2-bit | fused | 600 (3.00) |  | 4,500 (0.90) |",
     ]
 
 

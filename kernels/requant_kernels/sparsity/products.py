@@ -6,8 +6,8 @@ The tensor cores of Ampere to Hopper skip the zeros, which pays where arithmetic
 m on, below which the dense product is faster. cuSPARSELt has several algorithms for a product. It can search for the best,
 but a search synchronizes, cannot be captured in a CUDA graph, and has been seen to leave the library in an error; so they
 come from a table (`tuned/semi_structured.json`, by `kernels/bench/semi_structured.py`), by GPU, shape and m. A shape or a
-GPU that it lacks has the default algorithm from RULE_TOKENS on, if it has at least RULE_SIZE rows and columns: 1.13 to 1.53
-times the speed of dense bfloat16 at 1024 and 4096 tokens and four such shapes of an H200 (docs/sparsity.md).
+GPU that it lacks is multiplied dense: the default algorithm, 1.13 to 1.53 times as fast as dense bfloat16 from 1024 tokens
+on at four shapes of an H200, takes a fifth to a half longer on an H100, where the best gains 2 to 7 % (docs/sparsity.md).
 """
 
 import json
@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 TABLE = Path(__file__).parents[1] / "tuned" / "semi_structured.json"
-RULE_TOKENS, RULE_SIZE, DEFAULT_ALGORITHM = 1024, 4096, 0
 WEIGHT_MULTIPLE, TOKEN_MULTIPLE = 16, 8  # what cuSPARSELt takes, of 16-bit values
 Algorithms = tuple[
     tuple[int, int], ...
@@ -40,10 +39,7 @@ def supports(n: int, k: int, dtype: torch.dtype, device: torch.device) -> bool:
 
 def algorithms(n: int, k: int, device_name: str) -> Algorithms:
     """Which algorithm to use from which number of tokens on."""
-    measured = _table(TABLE).get(device_name, {})
-    if f"{n}x{k}" in measured:
-        return measured[f"{n}x{k}"]
-    return ((RULE_TOKENS, DEFAULT_ALGORITHM),) if min(n, k) >= RULE_SIZE else ()
+    return _table(TABLE).get(device_name, {}).get(f"{n}x{k}", ())
 
 
 def algorithm_for(tokens: int, rows: Algorithms) -> int | None:

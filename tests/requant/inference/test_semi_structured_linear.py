@@ -96,23 +96,20 @@ def test_wrong_products_are_not_used(products_on_cpu, monkeypatch, caplog) -> No
     assert len(products_on_cpu) == 1
 
 
-def test_the_table_and_the_rule(tmp_path, monkeypatch, caplog) -> None:
+def test_what_the_table_lacks_is_dense(tmp_path, monkeypatch, caplog) -> None:
     file = tmp_path / "table.json"
     monkeypatch.setattr(products, "TABLE", file)
-    assert (
-        products.algorithms(8192, 8192, "GPU") == ((1024, 0),)
-        and products.algorithms(4096, 2048, "GPU") == ()
-    )
+    assert products.algorithms(8192, 8192, "GPU") == ()
     file.write_text(json.dumps({"GPU": {"8192x8192": [[512, 4], [2048, 1]], "4096x4096": []}}))
     products._table.cache_clear()
     rows = products.algorithms(8192, 8192, "GPU")
     assert [products.algorithm_for(m, rows) for m in (1, 511, 512, 2047, 4096)] == [None, None, 4, 4, 1]
     assert products.algorithms(4096, 4096, "GPU") == ()
-    assert products.algorithms(8192, 8192, "other") == products.algorithms(9000, 8192, "GPU") == ((1024, 0),)
+    assert products.algorithms(8192, 8192, "other") == products.algorithms(9000, 8192, "GPU") == ()
     for damaged in ("[]", '{"GPU": {"8192x8192": [[512, 4], [8, 1]]}}', '{"GPU": {"8192x8192": [3]}}', "{"):
         file.write_text(damaged)
         products._table.cache_clear()
-        assert products.algorithms(8192, 8192, "GPU") == ((1024, 0),)
+        assert products.algorithms(8192, 8192, "GPU") == ()
         assert "damaged and not used" in caplog.text
     products._table.cache_clear()
 
