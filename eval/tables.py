@@ -1,6 +1,6 @@
 """Renders `eval/results/*.json` as the tables of README and `docs/`.
 
-    python -m eval.tables          # rewrites the tables of README.md and docs/*.md
+    python -m eval.tables          # rewrites the tables of README.md, recipes/README.md and docs/*.md
 
 A table stands between `<!-- results:NAME -->` and `<!-- /results -->`; where its results do not exist yet it is empty.
 A test keeps every page equal to what this would write.
@@ -29,7 +29,7 @@ from eval.sparsity_tables import (
 )
 from requant.recipe.reference import recipe_keys
 
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (ROOT / "README.md", ROOT / "recipes" / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 BLOCK = re.compile(r"(<!-- results:([a-z-]+) -->\n).*?(<!-- /results -->)", re.DOTALL)
 PAPER_ERRORS = {"plain4": 1.68, "plain8": 0.82, "plain16": 0.38, "plain32": 0.16}  # its Table 3, % of dF
 NODE_NAMES = {
@@ -400,6 +400,26 @@ def trellis_codes_table(results: Path) -> str:
     )
 
 
+def recipes_table(results: Path) -> str:
+    """The recipes that ship with requant, as they were run."""
+    rows = [
+        [
+            f"`{row['recipe']}`",
+            f"{row['method']}, mode `{row['mode']}`",
+            f"{row['bits_per_weight']:.3f}",
+            f"{row['perplexity']['before']:.2f} to {row['perplexity']['after']:.2f}",
+            f"{row['kl']:.4f}",
+            f"{row['bytes']['after'] / 2**20:.1f} MiB",
+            f"{row['seconds']:.0f} s",
+            f"{row['peak_memory'] / 2**30:.1f} GiB",
+        ]
+        for row in read(results, "recipes").get("rows", [])
+    ]
+    return markdown(
+        ["recipe", "method", "real bits", "perplexity", "KL", "weight files", "time", "memory"], rows
+    )
+
+
 def experts_step_table(results: Path) -> str:
     """The experts of one block, by kernel and tokens: microseconds, and how many times faster than the best of bf16."""
     found = read(results, "experts-step-h100").get("rows", [])
@@ -435,6 +455,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "best-ablation": best_ablation_table,
     "demo-ablation": demo_ablation_table,
     "experts-step": experts_step_table,
+    "recipes": recipes_table,
     "tasks": tasks_table,
     "widths": bits_table,
     "speed": speed_table,

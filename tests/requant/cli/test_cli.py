@@ -207,7 +207,7 @@ def test_help_lists_options_by_panel(cli) -> None:
 
 def test_recipes_and_version(cli) -> None:
     code, out, _ = cli("recipes")
-    assert code == 0 and "demo-3bit" in out and "llama-3.2-1b" in out
+    assert code == 0 and "demo-3bit" in out and "demo-kmeans-3bit-codes" in out
     code, out, _ = cli("recipes", "--json")
     assert code == 0 and {row["recipe"] for row in json.loads(out)} >= {"demo-3bit"}
     assert cli("--version") == (0, f"requant {requant.__version__}\n", "")
