@@ -28,6 +28,7 @@ from requant.allocation.budget import (
 )
 from requant.allocation.embedding_and_head import embedding_and_head_bits, embedding_and_head_of
 from requant.calibration.collect import bytes_needed
+from requant.calibration.passes import RECOMPUTE_ABOVE
 from requant.display import format_seconds
 from requant.finetune.final import trains_by_block
 from requant.finetune.memory import training_bytes
@@ -43,6 +44,11 @@ from requant.run.quantize_linears import by_block
 from requant.run.workspace import Workspace
 
 H200_MEMORY = 150_000_000_000
+# A process that has imported what a run needs and loaded nothing: on Linux, with the CPU build of torch 2.13
+PROCESS_BYTES = 430 << 20
+CHARACTER_BYTES = 135  # of a text that becomes tokens
+CPU_TOKENS = 2048  # of a batch (calibration/passes.py)
+EXPERTS_A_TOKEN = 4  # one expert of so many sees a token, roughly
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,8 +228,10 @@ def expected_memory(prepared: Prepared | Outline, recipe: Recipe, device: str) -
 
     Codes take a byte a weight; packed for the workspace, they are on the CPU. Corrected inputs take a copy of the model, and
     on a CPU also the hidden states of both. Statistics are collected in as many passes as keep them below half of the free
-    memory. What training holds is added up in `finetune/memory.py`. One of several GPUs holds the statistics and scores of
-    its own matrices, and a batch's gradients on their way to their owners.
+    memory. What training holds is added up in `finetune/memory.py`. A CPU's is that of the whole process: with its programs,
+    the activations of a backward pass (inputs and outputs of every linear for 2048 tokens), and no less than what cutting
+    the texts into tokens takes. One of several GPUs holds the statistics and scores of its own matrices, and a batch's
+    gradients on their way to their owners.
     """
     weights = sum(target.size for target in prepared.targets)
     model = sum(p.numel() * p.element_size() for p in prepared.model.parameters())
@@ -246,7 +254,24 @@ def expected_memory(prepared: Prepared | Outline, recipe: Recipe, device: str) -
     )
     statistics = min(statistics, max(block, round((_device_memory(device) - model - weights) / 2)))
     stages = model + weights + max(scores, statistics) + activations
-    return own + max(stages, _training_memory(prepared, recipe, device))
+    if device != "cpu":
+        return own + max(stages, _training_memory(prepared, recipe, device))
+    stages += _backward_bytes(prepared)
+    stages = own + max(stages, _training_memory(prepared, recipe, device))
+    characters = 0
+    if isinstance(prepared, Prepared):
+        characters = len(prepared.calibration.text) + len(prepared.evaluation.text)
+    return PROCESS_BYTES + max(stages, model + CHARACTER_BYTES * characters)
+
+
+def _backward_bytes(prepared: Prepared | Outline) -> int:
+    """Inputs and outputs of every linear for a batch of a CPU, float32; of one block where blocks are recomputed."""
+    floats = [
+        sum(sum(target.shape) // (1 if target.experts is None else EXPERTS_A_TOKEN) for target in members)
+        for members in by_block(prepared.targets)
+    ]
+    parameters = sum(p.numel() for p in prepared.model.parameters())
+    return 4 * CPU_TOKENS * (max(floats) if parameters >= RECOMPUTE_ABOVE else sum(floats))
 
 
 def _training_memory(prepared: Prepared | Outline, recipe: Recipe, device: str) -> int:

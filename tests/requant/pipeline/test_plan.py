@@ -1,5 +1,8 @@
 import dataclasses
+import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -166,3 +169,20 @@ def test_more_work_takes_longer(tiny_folder, tiny_text_file: Path, monkeypatch) 
     assert seconds(finetune=Finetune(steps=9)) > seconds(finetune=Finetune(steps=1)) > base
     assert seconds(detach=Detach(steps=9)) > seconds(detach=Detach(steps=1))
     assert seconds(sensitivity=Sensitivity(nodes="plain32")) > base
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [("--method", "rtn", "--mode", "dense"), ("--method", "gptq", "--mode", "dense")]
+)
+def test_the_memory_of_a_cpu_run_is_what_it_takes(tmp_path: Path, options: tuple[str, ...]) -> None:
+    """A process of its own, for its peak is the whole process's."""
+    command = [
+        sys.executable, "-m", "requant", "quantize", "--code-bits", "4", "--num-samples", "2", "--device", "cpu", "--json",
+        "--output", str(tmp_path / "out"), *options,
+    ]  # fmt: skip
+    planned, done = (
+        json.loads(subprocess.run([*command, *more], check=True, capture_output=True, text=True).stdout)
+        for more in (["--dry-run"], [])
+    )
+    assert planned["peak_memory"] == pytest.approx(done["peak_memory"], rel=0.2)
