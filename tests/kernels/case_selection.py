@@ -1,4 +1,4 @@
-"""Which cases a script runs in the interpreter: every other one, or with the argument `all` every one."""
+"""Which cases a script runs in the interpreter: one of some, or with the argument `all` every one."""
 
 import sys
 from collections.abc import Sequence
@@ -7,5 +7,5 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def selected(cases: Sequence[T]) -> Sequence[T]:
-    return cases if "all" in sys.argv[1:] else cases[::2]
+def selected(cases: Sequence[T], *, one_of: int = 2) -> Sequence[T]:
+    return cases if "all" in sys.argv[1:] else cases[::one_of]

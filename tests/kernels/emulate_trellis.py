@@ -206,14 +206,17 @@ def check_unrotated() -> None:
         assert error < 6e-4, f"{code} of {k} columns, rotating {rotates}, is off by {error:.1e}"
 
 
+EXPERTS = [
+    ("mul1", (2,), 256, 48, 4, 1, 2, False),  # the first product rotates the token itself
+    ("mul1", (2, 2.25, 3), 272, 32, 5, 3, 2, True),
+    ("pair", (2, 1), 512, 256, 3, 2, 3, False),
+    ("3inst", (2, 5), 64, 48, 3, 2, 1, False),
+]
+
+
 def check_experts() -> None:
     """A step of a mixture beside its experts one by one: shapes, widths of codes, rotations fused or not, biases, gates."""
-    for code, widths, h, f, experts, m, s, biased in (
-        ("mul1", (2,), 256, 48, 4, 1, 2, False),  # the first product rotates the token itself
-        ("mul1", (2, 2.25, 3), 272, 32, 5, 3, 2, True),
-        ("pair", (2, 1), 512, 256, 3, 2, 3, False),
-        ("3inst", (2, 5), 64, 48, 3, 2, 1, False),
-    ):
+    for code, widths, h, f, experts, m, s, biased in selected(EXPERTS, one_of=4):
         ALLOCATED.clear()
         signs = {k: (torch.randint(0, 2, (k,)) * 2 - 1).half() for k in (h, f)}
 

@@ -193,6 +193,7 @@ def test_routers_are_learnt_and_saved(tiny_folder, tiny_text_file, tmp_path) -> 
     assert not torch.equal(learnt, load_file(f"{source}/model.safetensors")[name])
 
 
+@pytest.mark.slow
 def test_a_trained_run_resumes_with_the_same_bytes(
     tiny_folder, tiny_text_file, tmp_path, monkeypatch
 ) -> None:

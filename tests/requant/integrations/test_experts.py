@@ -36,7 +36,10 @@ def names_of(folder) -> set[str]:
         return set(file.keys())
 
 
-@pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss", "deepseek-v3"])
+@pytest.mark.parametrize(
+    "name",
+    ["qwen3-moe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt-oss", "deepseek-v3"))],
+)
 def test_a_step_of_few_tokens_takes_the_stacks_of_all_experts(
     name: str, tiny_folder, tiny_text_file, tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -301,7 +301,7 @@ def test_hub_models_come_as_a_folder(tiny_folder, monkeypatch) -> None:
 
 
 def test_what_is_fetched_from_the_hub() -> None:
-    """Weights once, in safetensors; configuration, tokenizer, chat template; no pickle, no code."""
+    """Weights once, in safetensors; configuration, tokenizer, chat template, model card; no pickle, no code."""
     from fnmatch import fnmatch
 
     def wanted(name: str) -> bool:
@@ -309,8 +309,8 @@ def test_what_is_fetched_from_the_hub() -> None:
 
     fetched = ["model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "config.json",
                "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.txt",
-               "merges.txt", "special_tokens_map.json", "chat_template.jinja", "vocab.json"]  # fmt: skip
-    left = ["pytorch_model.bin", "consolidated.safetensors", "consolidated.00.pth", "modeling_x.py", "README.md",
+               "merges.txt", "special_tokens_map.json", "chat_template.jinja", "vocab.json", "README.md"]  # fmt: skip
+    left = ["pytorch_model.bin", "consolidated.safetensors", "consolidated.00.pth", "modeling_x.py",
             "original/params.pt", "model.gguf", "flax_model.msgpack", "tf_model.h5"]  # fmt: skip
     assert [name for name in fetched if not wanted(name)] == []
     assert [name for name in left if wanted(name)] == []

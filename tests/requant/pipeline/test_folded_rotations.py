@@ -70,6 +70,7 @@ def test_a_dry_run_says_what_is_folded(tiny_folder, tiny_text_file: Path) -> Non
         assert any(expected in line for line in make_plan(prepared, recipe).lines())
 
 
+@pytest.mark.slow
 def test_the_command_says_where_nothing_can_be_folded(
     cli, tiny_folder, tiny_text_file: Path, tmp_path: Path
 ) -> None:

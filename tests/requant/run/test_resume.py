@@ -98,6 +98,7 @@ def quantized(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return calls
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes(
     cli, arguments: list[str], undisturbed: str, quantized: list, tmp_path: Path
 ) -> None:
@@ -159,6 +160,7 @@ def test_a_tuned_run_resumes(cli, arguments, stop_after, tmp_path: Path, stop: i
     assert sha256(tmp_path / "out") == sha256(tmp_path / "alone")
 
 
+@pytest.mark.slow
 def test_two_processes_go_on_where_one_stopped(
     cli, arguments, undisturbed: str, stop_after, tmp_path: Path
 ) -> None:
