@@ -109,7 +109,7 @@ class Finetune:
     eval_every: int = 20
     """Steps between two evaluations on the validation windows."""
     blockwise: bool | None = None
-    """Whether to train block by block, in half the memory; none: from 1e9 parameters (`finetune/blockwise.py`)."""
+    """Whether to train block by block, in half the memory; none: from 2.5e9 parameters (`finetune/blockwise.py`)."""
 
     def __post_init__(self) -> None:
         _require(self.steps >= 0, "finetune.steps", self.steps, "0 or more")
