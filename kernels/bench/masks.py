@@ -8,6 +8,7 @@ Each kernel is compared with its formula on the very matrix first. `copy` is `y.
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -21,13 +22,13 @@ SHAPES = ((14336, 4096), (4096, 4096))
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-def rows_of(n: int, k: int, dtype: torch.dtype) -> list[dict[str, object]]:
+def rows_of(n: int, k: int, dtype: torch.dtype) -> list[dict[str, Any]]:
     """One row a kernel at one shape and dtype, microseconds."""
     count = copies_needed(n * k * dtype.itemsize)
     matrices = [torch.randn(n, k, device="cuda", dtype=dtype).abs() for _ in range(count)]
     target = torch.empty_like(matrices[0])
     copy = cold_time([lambda m=m: target.copy_(m) for m in matrices]).median
-    found: list[dict[str, object]] = []
+    found: list[dict[str, Any]] = []
     for name in NAMES:
         kernel, formula = getattr(kernels, name), getattr(masks, f"_{name}")
         mine, theirs = kernel(matrices[0]).double(), formula(matrices[0]).double()
@@ -56,7 +57,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
-    rows: list[dict[str, object]] = []
+    rows: list[dict[str, Any]] = []
     for n, k in SHAPES:
         for dtype in DTYPES:
             rows += rows_of(n, k, dtype)
