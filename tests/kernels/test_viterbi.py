@@ -17,7 +17,7 @@ from requant.formats.trellis_codes import code_values, step_bits
 from requant_kernels.viterbi.gpu import viterbi_paths
 
 torch.set_num_threads(1)
-for name, bits in (("3inst", 4), ("pair", 2), ("mul1", 2.25)):
+for name, bits in (("pair", 2), ("mul1", 2.25)):
     values = code_values(name)
     shifts = step_bits(bits, values.shape[1])
     targets = torch.randn(2, 8, values.shape[1], generator=torch.Generator().manual_seed(int(bits)))

@@ -84,7 +84,7 @@ def run(recipe: Recipe, output: Path, *, resume: bool = False) -> str:
 @pytest.mark.parametrize(
     ("kind", "shape", "stops"),
     [
-        ("best", "llama", (STEPS + 2,)),
+        pytest.param("best", "llama", (STEPS + 2,), marks=pytest.mark.slow),
         pytest.param("best-blockwise", "llama", (STEPS + 2,), marks=pytest.mark.slow),
         ("ast", "llama", (3,)),
         pytest.param("best", "llama", (2, STEPS, 3 * STEPS + 3), marks=pytest.mark.slow),

@@ -134,16 +134,12 @@ def test_what_adapters_of_quantized_layers_cannot(saved) -> None:
             peft.get_peft_model(base, peft.LoraConfig(**options, **option))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "imports",
     [
-        "requant.integrations.peft",
-        *(
-            pytest.param(order, marks=pytest.mark.slow)
-            for order in (
-                "requant.integrations.transformers", "peft, requant", "requant, peft", "transformers.quantizers, requant"
-            )
-        ),
+        "requant.integrations.transformers", "requant.integrations.peft", "peft, requant", "requant, peft",
+        "transformers.quantizers, requant",
     ],
 )  # fmt: skip
 def test_any_order_of_imports_registers(imports: str) -> None:

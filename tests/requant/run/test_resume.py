@@ -143,7 +143,8 @@ def test_wherever_it_stops(
     assert sha256(output) == undisturbed
 
 
-@pytest.mark.parametrize("stop", [STAGES + 3, pytest.param(STAGES + 14, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stop", [STAGES + 3, STAGES + 14])
 def test_a_tuned_run_resumes(cli, arguments, stop_after, tmp_path: Path, stop: int) -> None:
     """Tuning ends in one result a matrix; some of them are not enough, and it is done again."""
     tuning = Finetune(steps=2, tokens_per_step=64, val_windows=2, eval_every=1)
