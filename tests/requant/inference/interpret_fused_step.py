@@ -56,6 +56,11 @@ def check_step(model: Any, kind: str) -> None:
     for (key, value), layer in zip(keys, cache.layers, strict=True):
         assert (key - layer.keys).abs().max() < 1e-2, f"{kind}: keys"
         assert (value - layer.values).abs().max() < 1e-2, f"{kind}: values"
+    held = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
+    cache.length.fill_(100)  # full: a row more would lie in the next head, or behind the tensor
+    step(tokens, cache)
+    for (key, value), layer in zip(held, cache.layers, strict=True):
+        assert torch.equal(key, layer.keys) and torch.equal(value, layer.values), f"{kind}: beyond the cache"
 
 
 @torch.no_grad()
