@@ -40,7 +40,7 @@ def stack(code: str, bits: float, n: int, k: int, parts: int) -> ExpertStack:
 
 def matrix(stack: ExpertStack, index: int):
     """The layout of one matrix."""
-    layout = stack.by_bits[stack.places[index][0]][0]
+    layout = stack.by_bits[stack.index_of[index][0]][0]
     return replace(layout, packed_codes=stack.codes(index), output_scales=stack.output_scales[index])
 
 

@@ -25,9 +25,9 @@ class Slots:
 
 @triton.jit
 def slot_of(experts_ptr, matrices_ptr, SLOTS: tl.constexpr):
-    """Row of x, and place in the stack, of the slot `program_id(1)`, int64; negative where another launch has the matrix."""
+    """Row of x, and index in the stack, of the slot `program_id(1)`, int64; negative where another launch has the matrix."""
     own = tl.program_id(1) % (tl.num_programs(1) // SLOTS.parts)
     expert = tl.load(experts_ptr + own).to(tl.int64)
     part = tl.program_id(1) // (tl.num_programs(1) // SLOTS.parts)
-    place = tl.load(matrices_ptr + part * SLOTS.experts + expert)
-    return (own // SLOTS.per_token).to(tl.int64), place.to(tl.int64)
+    index = tl.load(matrices_ptr + part * SLOTS.experts + expert)
+    return (own // SLOTS.per_token).to(tl.int64), index.to(tl.int64)

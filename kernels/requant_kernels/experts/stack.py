@@ -19,8 +19,8 @@ class ExpertStack:
 
     by_bits: Mapping[
         float, tuple[TrellisLayout, Tensor]
-    ]  # stacked codes, and int32 [matrices]: place of each in them or -1
-    places: Sequence[tuple[float, int]]  # of every matrix: its bits, and its place there
+    ]  # stacked codes, and int32 [matrices]: index of each in them or -1
+    index_of: Sequence[tuple[float, int]]  # of every matrix: its bits, and its index there
     output_scales: Tensor  # float16 [matrices, n]
     biases: Tensor | None  # [matrices, n]
     parts: int
@@ -29,7 +29,7 @@ class ExpertStack:
 
     @property
     def experts(self) -> int:
-        return len(self.places) // self.parts
+        return len(self.index_of) // self.parts
 
     @property
     def layout(self) -> TrellisLayout:
@@ -38,8 +38,8 @@ class ExpertStack:
 
     def codes(self, matrix: int) -> Tensor:
         """The packed codes of a matrix: a view of its stack."""
-        bits, place = self.places[matrix]
-        return self.by_bits[bits][0].packed_codes[place]
+        bits, index = self.index_of[matrix]
+        return self.by_bits[bits][0].packed_codes[index]
 
 
 def stack_experts(
@@ -66,7 +66,7 @@ def stack_experts(
         codes = torch.stack([matrices[index].packed_codes for index in own])
         by_bits[bits] = replace(matrices[own[0]], packed_codes=codes), table.to(codes.device)
     return ExpertStack(
-        by_bits=by_bits, places=[(m.bits, members[m.bits].index(i)) for i, m in enumerate(matrices)],
+        by_bits=by_bits, index_of=[(m.bits, members[m.bits].index(i)) for i, m in enumerate(matrices)],
         output_scales=torch.stack([matrix.output_scales for matrix in matrices]),
         biases=None if biases is None else torch.stack(list(biases)), parts=parts, n=first.n, k=first.k,
     )  # fmt: skip

@@ -234,10 +234,10 @@ def trellis_gemv_kernel(
     previous_lane = (lane + 28) % 32 + warp * 0
     if SLOTS is not None:
         wait_for_previous_launch(PDL, EARLY_TRIGGER)  # it may have chosen the experts
-        token, place = slot_of(experts_ptr, matrices_ptr, SLOTS)
-        if place < 0:
+        token, index = slot_of(experts_ptr, matrices_ptr, SLOTS)
+        if index < 0:
             return
-        codes_ptr += place * (last_tile + 1) * units * (32 * SHAPE.words)
+        codes_ptr += index * (last_tile + 1) * units * (32 * SHAPE.words)
         x_ptr += token * stride_x * (2 if SHAPE.int8 and FUSED is None else 1)
         y_ptr += tl.program_id(1).to(tl.int64) * rows
         if scales_ptr is not None:
@@ -466,7 +466,7 @@ def gemv_slots(
     """Write y float32 [slots, rows], of those slots whose matrix is in the stack `layout`: its codes have a first dimension
     more. x and scales as for `gemv_int8`, `gemv_fused_hadamard` or `gemv_fp16`, a row a token.
 
-    experts: int [slots / parts], of each slot. matrices: int32 [parts * experts], places in the stack, -1 where not there.
+    experts: int [slots / parts], of each slot. matrices: int32 [parts * experts], indices in the stack, -1 where not there.
     """
     _launch(x, scales, 1, layout, config, pdl=pdl, fused=fused, stacked=(y, experts, matrices, slots))
 
