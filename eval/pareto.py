@@ -47,10 +47,15 @@ def files(results: Path) -> list[File]:
         )
         for row in measured(results)
     ]
-    theirs = json.loads(PEERS.read_text(encoding="utf-8"))["files"]["rows"] if ours else []
+    theirs = peers()["rows"] if ours else []
     return ours + [
         File(program=PEER, label=row["label"], megabytes=row["file_mb"], kl=row["kl"]) for row in theirs
     ]
+
+
+def peers() -> dict[str, Any]:
+    """llama.cpp's files, and the size of the original's."""
+    return json.loads(PEERS.read_text(encoding="utf-8"))["files"]
 
 
 def measured(results: Path) -> list[dict[str, Any]]:
@@ -104,7 +109,10 @@ def files_table(results: Path) -> str:
     original = read(results, "quality-bench-32m").get("original", {})
     if not lines:
         return ""
-    lines.insert(0, ["original", "64.0 MB", "16", f"{original['perplexity']:.2f}", "0", "", ""])
+    lines.insert(
+        0,
+        ["original", f"{peers()['original_mb']:.1f} MB", "16", f"{original['perplexity']:.2f}", "0", "", ""],
+    )
     columns = [
         "",
         "file",
