@@ -59,7 +59,7 @@ def test_a_step_of_few_tokens_takes_the_stacks_of_all_experts(
         rows = []
         for row, expert in zip(x, slots.tolist(), strict=True):
             index = part * stack.experts + expert
-            layout = stack.by_bits[stack.places[index][0]][0]
+            layout = stack.by_bits[stack.index_of[index][0]][0]
             layout = dataclasses.replace(
                 layout, packed_codes=stack.codes(index), output_scales=stack.output_scales[index]
             )
