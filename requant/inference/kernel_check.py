@@ -4,7 +4,8 @@
 
 Kernels are compiled on the user's machine, for its GPU, by whatever compiler is installed there. One that is wrong or does
 not compile there is found here, its matrices are dequantized at every call instead, and the log says so. A check costs one
-dequantized matrix and nine products per kind: matrices of one format, bit width and shape run the same programs.
+dequantized matrix and nine products per kind: matrices of one format, bit width and shape run the same programs. What these
+launch is compiled first, several kernels at once, since compiling is all the time that a check takes.
 """
 
 from collections.abc import Callable, Sequence
@@ -52,8 +53,15 @@ class KernelCheck:
             return
         floats = weight.dequantize()
         generator = torch.Generator().manual_seed(0)
-        for tokens in numbers:
-            x = torch.randn(tokens, floats.shape[1], generator=generator).to(floats.device, self.dtype)
+        inputs = [
+            torch.randn(tokens, floats.shape[1], generator=generator).to(floats.device, self.dtype)
+            for tokens in numbers
+        ]
+        if floats.is_cuda:
+            from requant_kernels.common.compile_ahead import compile_ahead
+
+            compile_ahead(lambda: [multiply(x) for x in inputs])
+        for x in inputs:
             wanted = x.float() @ floats.T
             try:
                 y = multiply(x)
@@ -68,7 +76,7 @@ class KernelCheck:
             if not error <= LIMIT:  # NaN is not
                 raise ValueError(
                     f"the kernel for {name_of(weight)} codes is wrong on this "
-                    f"machine (relative error {error:.2g} at {tokens} tokens); please report it with the GPU and the "
+                    f"machine (relative error {error:.2g} at {len(x)} tokens); please report it with the GPU and the "
                     "versions of torch and triton"
                 )
         self.passed.add(kind)

@@ -20,6 +20,8 @@ from torch import Tensor
 from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction
 
+from requant_kernels.common.compile_ahead import compiling
+
 OPTIONS = frozenset({"num_warps", "num_stages", "launch_pdl", "maxnreg"})  # are no arguments of a kernel
 DEFAULT_SMEM_BYTES = 48 << 10  # that a CTA may have without raising the driver's limit
 
@@ -42,6 +44,9 @@ def launch(
     """
     if not isinstance(kernel, JITFunction):  # the interpreter's
         kernel[grid](*args, **constants)
+        return
+    if compiling():
+        kernel.warmup(*args, grid=grid, **constants)
         return
     key = (kernel, torch.cuda.current_device(), id(constants), smem_bytes, *map(_tag, args))
     found = _chosen.get(key)
