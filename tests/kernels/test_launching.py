@@ -71,6 +71,7 @@ def every_way() -> None:
     from requant_kernels.launch_config import GemmSm90Config, GemvConfig, TrellisGemvConfig
     from requant_kernels.scalar.gemm_sm90 import gemm_sm90
     from requant_kernels.scalar.gemv import gemv
+    from requant_kernels.trellis import dequantize as trellis_dequantize
     from requant_kernels.trellis import gemm_sm90 as trellis_gemm_sm90
     from requant_kernels.trellis import gemv as trellis_gemv
 
@@ -99,6 +100,7 @@ def every_way() -> None:
         for split in (1, 2):
             config = GemmSm90Config(split_k=split)
             trellis_gemm_sm90.gemm_sm90(torch.randn(40, k).half(), layout, None, config)
+        trellis_dequantize.dequantize(layout, asm=True)
 
 
 def test_what_is_launched_directly_is_what_triton_would_bind(monkeypatch) -> None:

@@ -7,12 +7,15 @@ Also the way for whatever has no kernel of its own: without inline PTX, V is dec
 # pyright: reportAttributeAccessIssue=none, reportPossiblyUnboundVariable=none, reportGeneralTypeIssues=none
 # pyright: reportAssignmentType=none
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from requant_kernels.common.device import supports_ptx
+from requant_kernels.common.launch import launch
 from requant_kernels.common.ptx import inline_ptx
 from requant_kernels.trellis.code_ptx import decode_ptx, load_codes_ptx
 from requant_kernels.trellis.gemv import load_registers
@@ -57,14 +60,15 @@ def trellis_dequantize_kernel(
             )  # fmt: skip
 
 
+@cache
 def dequantize_constants(code: str, quad_bits: int, vector: int, *, num_warps: int) -> dict[str, object]:
-    """What the kernel is compiled for."""
+    """What the kernel is compiled for, one mapping for `launch`."""
     k64_count = k64_per_unit(quad_bits)
     words = quad_bits * k64_count // 4
     return {
         "DECODE": tuple(decode_ptx(code, quad_bits, k64) for k64 in range(k64_count)),
         "LOAD": (load_codes_ptx(words, vector, 0),), "STORE": STORE_16_BYTES, "COUNT": words, "V": vector,
-        "J": k64_count, "W": num_warps,
+        "J": k64_count, "W": num_warps, "num_warps": num_warps,
     }  # fmt: skip
 
 
@@ -95,8 +99,7 @@ def dequantize(layout: TrellisLayout, *, asm: bool) -> Tensor:
     if not asm:
         portable_dequantize(layout, out)
         return out
-    trellis_dequantize_kernel[(tiles, triton.cdiv(units, 4))](
-        layout.packed_codes, out, units, columns,
-        **dequantize_constants(layout.code, layout.quad_bits, vector, num_warps=4), num_warps=4,
-    )  # fmt: skip
+    constants = dequantize_constants(layout.code, layout.quad_bits, vector, num_warps=4)
+    grid = (tiles, triton.cdiv(units, 4), 1)
+    launch(trellis_dequantize_kernel, grid, (layout.packed_codes, out, units, columns), constants)
     return out
