@@ -13,12 +13,13 @@ import gc
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from formats import random_layout  # pyright: ignore[reportMissingImports]
-from requant_kernels import pack_grid
+from requant_kernels import TrellisLayout, pack_grid
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -77,7 +78,10 @@ def _replace_children(parent: nn.Module, kind: str, bits: float, density: float)
         if "lm_head" in chosen:
             matrix = random_head(sum(sizes), k, round(bits) + 4)
         else:
-            matrix = KernelLinear(random_layout(kind, bits, sum(sizes), k, density))
+            layout = random_layout(kind, bits, sum(sizes), k, density)
+            if isinstance(layout, TrellisLayout) and len(sizes) > 1:
+                layout = replace(layout, parts=tuple(sizes))
+            matrix = KernelLinear(layout)
         if len(sizes) == 1:
             setattr(parent, next(iter(chosen)), matrix)
             continue

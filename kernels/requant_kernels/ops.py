@@ -110,7 +110,7 @@ OPERANDS = (
 )  # fmt: skip
 TRELLIS_OPERANDS = (
     "packed_codes", "input_scales", "output_scales", "row_perm", "slice_ptr", "columns", "values", "row_scales",
-    "row_nnz", "k", "rotates_output", "bits", "code",
+    "row_nnz", "k", "rotates_output", "parts", "bits", "code",
 )  # fmt: skip
 
 
@@ -135,6 +135,7 @@ def flatten(layout: Layout | TrellisLayout) -> tuple[Any, ...]:
             *slots,
             layout.k,
             layout.rotates_output,
+            list(layout.parts),
             layout.bits,
             layout.code,
         )
@@ -168,11 +169,11 @@ def _slots(
 def _trellis_layout(
     packed_codes: Tensor, input_scales: Tensor | None, output_scales: Tensor, row_perm: Tensor | None,
     slice_ptr: Tensor | None, columns: Tensor | None, values: Tensor | None, row_scales: Tensor | None,
-    row_nnz: Tensor | None, k: int, rotates_output: bool, bits: float, code: str,
+    row_nnz: Tensor | None, k: int, rotates_output: bool, parts: list[int], bits: float, code: str,
 ) -> TrellisLayout:  # fmt: skip
     return TrellisLayout(
         packed_codes=packed_codes, input_scales=input_scales, output_scales=output_scales, n=len(output_scales), k=k,
-        bits=bits, code=code, rotates_output=rotates_output, row_perm=row_perm,
+        bits=bits, code=code, rotates_output=rotates_output, parts=tuple(parts), row_perm=row_perm,
         sparse=_slots(slice_ptr, columns, values, row_scales, row_nnz),
     )  # fmt: skip
 
@@ -251,11 +252,12 @@ def _(dtype: torch.dtype, packed_codes: Tensor, *rest: Any) -> Tensor:
 def _trellis_linear(
     x: Tensor, bias: Tensor | None, packed_codes: Tensor, input_scales: Tensor | None, output_scales: Tensor,
     row_perm: Tensor | None, slice_ptr: Tensor | None, columns: Tensor | None, values: Tensor | None,
-    row_scales: Tensor | None, row_nnz: Tensor | None, k: int, rotates_output: bool, bits: float, code: str,
+    row_scales: Tensor | None, row_nnz: Tensor | None, k: int, rotates_output: bool, parts: list[int], bits: float,
+    code: str,
 ) -> Tensor:  # fmt: skip
     return _multiply(x, _trellis_layout(
         packed_codes, input_scales, output_scales, row_perm, slice_ptr, columns, values, row_scales, row_nnz, k,
-        rotates_output, bits, code,
+        rotates_output, parts, bits, code,
     ), bias)  # fmt: skip
 
 

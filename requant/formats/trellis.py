@@ -16,7 +16,8 @@ all codes of a tile have are stored first, then, in the same order, the highest 
 
 A weight is a sum over a Hadamard block, so on a rotated side a matrix can be cut between blocks only, and only if the slice
 alone has blocks of the same size. That is rare: most matrices are one block, or a few, in either direction. A side that is
-not rotated is cut between tiles, and matrices without rotations can be joined.
+not rotated is cut between tiles. Matrices whose input is rotated by the same signs (those of a width and seed are) are
+joined to one product, of which every part has an H of its own: in memory only, a file holds them apart.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -60,6 +61,9 @@ class Trellis:
     bits: int | float
     code: str
     rotates_output: bool = True
+    parts: tuple[
+        int, ...
+    ] = ()  # rows of the matrices that were joined, each rotated by itself; (): one matrix
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -82,11 +86,14 @@ class Trellis:
         if self.input_scales is not None:
             values = hadamard(values)
         if self.rotates_output:
-            values = hadamard(values.mT).mT
+            parts = values.split(self.parts or (len(values),))
+            values = torch.cat([hadamard(part.mT).mT for part in parts])
         scaled = self.output_scales.float()[:, None] * values[:n, :k]
         return scaled if self.input_scales is None else scaled * self.input_scales.float()
 
     def spec(self) -> "TrellisSpec":
+        if self.parts:
+            raise ValueError("joined matrices of trellis codes are multiplied, never stored")
         signs = _has_one_magnitude(self.output_scales)
         return TrellisSpec(
             bits=self.bits,
@@ -123,19 +130,23 @@ class Trellis:
         )
 
     def join_key(self) -> Hashable | None:
-        """Only without rotations, and of whole tiles: a rotation runs over all rows, and has its own signs."""
+        """Equal input scales, so that one rotation of the input serves all, and whole tiles."""
         n, k = self.shape
-        if self.rotates_output or self.input_scales is not None or n % TILE:
+        if n % TILE or self.parts:
             return None
-        return self.bits, self.code, k
+        scales = None if self.input_scales is None else self.input_scales.cpu().numpy().tobytes()
+        return self.bits, self.code, k, self.rotates_output, scales
 
     @classmethod
     def join_rows(cls, parts: Sequence["Trellis"]) -> "Trellis":
         keys = {part.join_key() for part in parts}
         if len(keys) > 1 or None in keys:
-            raise ValueError("matrices of trellis codes can be joined only where none has a rotation")
+            raise ValueError(
+                "matrices of trellis codes can be joined only where their inputs are rotated alike"
+            )
         return replace(
             parts[0],
+            parts=tuple(part.shape[0] for part in parts) if parts[0].rotates_output else (),
             codes=torch.cat([part.codes for part in parts]),
             output_scales=torch.cat([part.output_scales for part in parts]),
         )
@@ -169,6 +180,7 @@ class Trellis:
             bits=self.bits,
             code=self.code,
             rotates_output=self.rotates_output,
+            parts=self.parts,
             sparse=csr,
         )
 

@@ -2,6 +2,8 @@
 
     q_proj, k_proj, v_proj  ->  one matrix [n_q + n_k + n_v, k], one launch; each layer returns its columns
 
+Trellis codes of one width join too: one rotation of x, one product, and a rotation back for neighbours of equal size.
+
 `QuantLinear` holds what is on disk, which no kernel can read at speed, so `convert_to_kernels` replaces it and drops its
 buffers: memory is then the packed size. 2:4 matrices of 16-bit values become `SemiStructuredLinear`. A matrix that no kernel
 supports, or that one computes wrongly (`kernel_check.py`), stays a `QuantLinear`, and the log says so.
@@ -20,6 +22,7 @@ from requant_kernels.ops import OPERANDS, TRELLIS_OPERANDS, flatten, multiply, u
 from torch import Tensor, nn
 
 from requant.formats.quantized_weight import QuantizedWeight, join_key, join_rows
+from requant.formats.trellis import Trellis
 from requant.inference.kernel_check import KernelCheck
 from requant.inference.quant_embedding import QuantEmbedding
 from requant.inference.quant_linear import QuantLinear, apply_without_casts, refuse_to_save
@@ -28,6 +31,7 @@ from requant.inference.semi_structured_linear import (
     has_sparse_products,
     semi_structured_linear,
 )
+from requant.models.experts import Expert
 from requant.models.rotations import stream_kept
 from requant.models.targets import SIBLINGS
 
@@ -70,6 +74,14 @@ class KernelLinear(nn.Module):
                 self.held = self.layout
             y = multiply(flat, self.held, self.bias)
         return y.view(*x.shape[:-1], self.out_features)
+
+    def rows(self, tokens: Int[Tensor, "*m"], dtype: torch.dtype) -> Float[Tensor, "*m k"]:
+        """Rows of a grid without residuals, as an embedding looks them up."""
+        found = torch.ops.requant.lookup(
+            tokens.reshape(-1), dtype, self.packed_codes, self.scales, self.zero_points, self.column_scales,
+            self.n, self.k, self.bits, self.group_size, self.kernel_group,
+        )  # fmt: skip
+        return found.view(*tokens.shape, self.in_features)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "KernelLinear":
         self.held = None
@@ -136,14 +148,8 @@ class KernelEmbedding(nn.Module):
         self.padding_idx, self.dtype, self.scale = plain.padding_idx, plain.dtype, plain.scale
 
     def forward(self, tokens: Int[Tensor, "*m"]) -> Float[Tensor, "*m d"]:
-        matrix = self.matrix
-        rows = torch.ops.requant.lookup(
-            tokens.reshape(-1), self.dtype, matrix.packed_codes, matrix.scales, matrix.zero_points, matrix.column_scales,
-            matrix.n, matrix.k, matrix.bits, matrix.group_size, matrix.kernel_group,
-        )  # fmt: skip
-        if self.scale is not None:
-            rows = rows * float(torch.tensor(self.scale, dtype=self.dtype))
-        return rows.view(*tokens.shape, self.embedding_dim)
+        rows = self.matrix.rows(tokens, self.dtype)
+        return rows if self.scale is None else rows * float(torch.tensor(self.scale, dtype=self.dtype))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "KernelEmbedding":
         self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
@@ -199,10 +205,13 @@ def _convert_children(
     layers = {name: child for name, child in parent.named_children() if isinstance(child, QuantLinear)}
     for names in (*SIBLINGS, *((name,) for name in layers)):
         weights = {name: layers[name].quantized().to(device) for name in names if name in layers}
-        for group in joinable(weights):
-            chosen = [layers.pop(name) for name in group]
+        apart = isinstance(parent, Expert) and any(isinstance(w.dense, Trellis) for w in weights.values())
+        groups = [[name] for name in weights] if apart else joinable(weights)  # `experts.py` stacks them
+        while groups:
+            group = groups.pop(0)
+            chosen = [layers[name] for name in group]
             try:
-                weight = join_rows([weights.pop(name) for name in group])
+                weight = join_rows([weights[name] for name in group])
                 assert weight is not None  # their keys say so
                 bias = _joined_bias(chosen, device)
                 if has_sparse_products(weight):
@@ -210,8 +219,14 @@ def _convert_children(
                 else:
                     matrix = kernel_linear(weight, check, bias=bias)
             except ValueError as error:  # what no kernel takes, with the remedy, or what one gets wrong
-                refused[str(error)] += len(group)
+                if len(group) > 1:  # perhaps only the joined one
+                    groups += [[name] for name in group]
+                else:
+                    refused[str(error)] += 1
+                    del layers[group[0]]
                 continue
+            for name in group:
+                del layers[name], weights[name]
             if len(group) == 1:
                 setattr(parent, group[0], matrix)
                 continue

@@ -28,6 +28,8 @@ from requant_kernels.step.rope_cache import rope_cache
 from torch import Tensor, nn
 from torch.nn import functional
 
+from requant.inference.convert import Sibling
+
 BLOCK = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 ATTENTION = ({"q_proj", "k_proj", "v_proj", "o_proj"}, {"qkv_proj", "o_proj"})
 HEAD_NORMS = {"q_norm", "k_norm"}
@@ -145,11 +147,13 @@ def qualifies(block: nn.Module, dtype: torch.dtype) -> bool:
 
 
 def children_of(module: nn.Module) -> set[str]:
-    """The names of the modules that hold tensors: not of activations and dropout."""
+    """The names of the modules that hold tensors, or share another's: not of activations and dropout."""
     return {
         name
         for name, child in module.named_children()
-        if next(child.parameters(), None) is not None or next(child.buffers(), None) is not None
+        if isinstance(child, Sibling)
+        or next(child.parameters(), None) is not None
+        or next(child.buffers(), None) is not None
     }
 
 

@@ -85,7 +85,7 @@ class KernelCheck:
 def kind_of(layout: Layout | TrellisLayout) -> tuple[Any, ...]:
     """What decides which program runs: format, sizes, and which operands there are, by dtype."""
     group, code = getattr(layout, "group_size", 0), getattr(layout, "code", "")
-    rotates = getattr(layout, "rotates_output", None)
+    rotates = getattr(layout, "rotates_output", None), getattr(layout, "parts", ())
     present = tuple(operand.dtype if isinstance(operand, Tensor) else None for operand in flatten(layout))
     return type(layout), layout.bits, layout.n, layout.k, group, code, rotates, present
 

@@ -100,6 +100,19 @@ def check_unrotated() -> None:
         assert torch.equal(q.sum(1).float(), scales[:, 0, 1]) and not q[:, 200:].any()
 
 
+def check_joined() -> None:
+    """Matrices of one rotation of the input, each with one of its own for the output: q, k and v, gate and up."""
+    for parts, m, density in (((64, 16, 16), 2, 0.0), ((48, 48), 3, 0.02), ((16, 48, 48, 32), 20, 0.02)):
+        n, k = sum(parts), 96
+        layout = pack_trellis(
+            *random_trellis(n, k, 2, "cpu"), bits=2, code="mul1", parts=parts,
+            sparse=random_csr(n, k, density, False, "cpu") if density else None,
+        )  # fmt: skip
+        x, bias = torch.randn(m, k).half(), torch.randn(n).half()
+        error = relative_error(trellis_dense(x, layout, bias, asm=False), reference.linear(x, layout, bias))
+        assert error < 3e-3, f"matrices of {parts} rows, joined, are off by {error:.1e}"
+
+
 def check_permute_and_reduce() -> None:
     """Activations in the order of the packed codes, and partial products added in the order of the rows."""
     for m, k, n in ((13, 301, 30), (9, 300, 48), (3, 512, 700)):
@@ -194,6 +207,7 @@ def main() -> None:
         assert torch.equal(dequantize_trellis(layout, asm=False).double(), reference.trellis_values(layout))
     check_permuted()
     check_unrotated()
+    check_joined()
 
 
 if __name__ == "__main__":

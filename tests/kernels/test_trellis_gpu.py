@@ -44,6 +44,20 @@ def test_blocks_and_tiles(n: int, k: int, m: int, code: str) -> None:
         assert torch.equal(y, linear(x, layout, bias))
 
 
+@pytest.mark.parametrize("m", [1, 8, 40, 600])
+@pytest.mark.parametrize("parts", [(4096, 1024, 1024), (1408, 1408), (512, 16, 16), (14336, 14336)])
+def test_joined_matrices_are_rotated_one_by_one(parts: tuple[int, ...], m: int) -> None:
+    torch.manual_seed(0)
+    n, k = sum(parts), 1024
+    layout = pack_trellis(
+        *random_trellis(n, k, 2, "cuda"), bits=2, code="mul1", parts=parts,
+        sparse=random_csr(n, k, 0.01, False, "cuda") if n == 2816 else None,
+    )  # fmt: skip
+    x, bias = torch.randn(m, k, device="cuda").half(), torch.randn(n, device="cuda").half()
+    rows = torch.arange(0, n, max(1, n // 300), device="cuda")
+    assert relative_error(linear(x, layout, bias)[:, rows], want_of(x, layout, bias, rows)) < 2e-3
+
+
 @pytest.mark.parametrize(
     ("code", "bits", "n", "k", "launch"),
     [

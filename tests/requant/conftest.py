@@ -19,6 +19,7 @@ from transformers import (
 from requant.checkpoint.save import save_checkpoint
 from requant.formats.codebook import Codebook
 from requant.formats.grid import Grid, group_count
+from requant.formats.hadamard import random_signs
 from requant.formats.int8 import fake_quantize_int8
 from requant.formats.quantized_weight import QuantizedWeight
 from requant.formats.semi_structured import SemiStructured
@@ -83,7 +84,7 @@ def build_weight(
             scales = torch.rand(n, generator=g) * 0.1
             dense = Trellis(
                 codes=torch.randint(0, 1 << bits, padded, generator=g, dtype=torch.uint8),
-                input_scales=(torch.randint(0, 2, (k,), generator=g) * 2 - 1).half(),
+                input_scales=random_signs(k, seed=0).half(),  # those of a width are alike, as in a checkpoint
                 output_scales=fake_quantize_int8(scales, nonzero=True)
                 if kind == "trellis-int8"
                 else scales.half(),
@@ -158,11 +159,17 @@ def build_checkpoint(
 
 
 def build_trellis(
-    n: int, k: int, *, rotate_input: bool, rotate_output: bool, seed: int = 0
+    n: int,
+    k: int,
+    *,
+    rotate_input: bool = True,
+    rotate_output: bool = True,
+    seed: int = 0,
+    input_seed: int = 0,
 ) -> QuantizedWeight:
     """Random trellis codes of 2 bits, with the rotations that are asked for."""
     g = torch.Generator().manual_seed(seed)
-    signs = (torch.randint(0, 2, (k,), generator=g) * 2 - 1).half()
+    signs = random_signs(k, seed=input_seed).half()
     dense = Trellis(
         codes=torch.randint(0, 4, (-(-n // 16) * 16, -(-k // 16) * 16), generator=g, dtype=torch.uint8),
         input_scales=signs if rotate_input else None,

@@ -98,9 +98,11 @@ def trellis_values(layout: TrellisLayout, dtype: torch.dtype = torch.float64) ->
 def trellis_weight(layout: TrellisLayout, dtype: torch.dtype = torch.float64) -> Tensor:
     """The dense part of a trellis: diag(output_scales) H V H diag(input_scales), [n, k], without the H that it lacks."""
     values = trellis_values(layout, dtype)
-    left, right = (hadamard(width, dtype).to(values.device) for width in values.shape)
+    rows, columns = values.shape
     if layout.rotates_output:
-        values = left @ values
+        parts = values.split(layout.parts or (rows,))
+        values = torch.cat([hadamard(len(part), dtype).to(part.device) @ part for part in parts])
     if layout.input_scales is not None:
-        values = (values @ right)[:, : layout.k] * layout.input_scales.to(dtype)
+        values = values @ hadamard(columns, dtype).to(values.device)
+        values = values[:, : layout.k] * layout.input_scales.to(dtype)
     return layout.output_scales.to(dtype)[:, None] * values[: layout.n]

@@ -22,7 +22,7 @@ def hadamard_transform(
     x: Tensor, y: Tensor, *, in_width: int, columns: int, out_width: int, asm: bool, pdl: bool,
     input_scales: Tensor | None = None, output_scales: Tensor | None = None, bias: Tensor | None = None,
     addend: Tensor | None = None, scales: Tensor | None = None, pair: bool = False, permute: bool = False,
-    rotate: bool = True,
+    rotate: bool = True, block_size: int | None = None,
 ) -> None:  # fmt: skip
     """Write y [m, out_width], the first `columns` of which are transformed, a multiple of 16.
 
@@ -34,8 +34,11 @@ def hadamard_transform(
             stage is left out, and the rest doubled.
         permute: y in the order in which `trellis/gemm_sm90.py` reads it.
         rotate: False: H is the identity; what is left are scales, sums and the form of y.
+        block_size: of H, a power of two that divides `columns`; None: the largest.
     """
-    block_size, most = columns & -columns if rotate else 1, max(columns, out_width)
+    if block_size is None:
+        block_size = columns & -columns if rotate else 1
+    most = max(columns, out_width)
     if not asm or block_size < MIN_TENSOR_CORE_BLOCK:
         transform_butterfly(
             x, y, scales, block_size=block_size, columns=most, in_width=in_width, out_width=out_width, pdl=pdl,

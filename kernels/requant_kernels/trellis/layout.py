@@ -38,6 +38,9 @@ class TrellisLayout:
     bits: float  # a multiple of 1/4, whole for `pair`
     code: str
     rotates_output: bool = True
+    parts: tuple[
+        int, ...
+    ] = ()  # rows of the matrices that were joined, each with an H of its own; (): one matrix
     row_perm: Tensor | None = None  # of `sparse` alone: int32 [16 tiles], position -> row; padding has n
     sparse: SlicedEll | None = None
 
@@ -65,9 +68,11 @@ def pack_trellis(
     bits: float,
     code: str,
     rotates_output: bool = True,
+    parts: tuple[int, ...] = (),
     sparse: Csr | None = None,
 ) -> TrellisLayout:
-    """codes uint8 [r, c], r and c the multiples of 16 at or above n and k; `sparse` as in `pack_grid`.
+    """codes uint8 [r, c], r and c the multiples of 16 at or above n and k; `sparse` as in `pack_grid`. `parts`: multiples of
+    16 whose sum is n.
 
     Raises ValueError with the remedy.
     """
@@ -105,12 +110,14 @@ def pack_trellis(
     words = torch.zeros(stream.shape[:-1], dtype=torch.int32, device=codes.device)
     for i in range(32):
         words |= stream[..., i].int() << (31 - i)
+    if parts and (sum(parts) != n or any(part % TILE for part in parts)):
+        raise ValueError(f"parts of {parts} rows are not multiples of {TILE} that make {n}")
     order = None if sparse is None else sort_rows(sparse[0].to(codes.device))
     vector = math.gcd(words.shape[-1], 4)
     return TrellisLayout(
         packed_codes=words.unflatten(-1, (-1, vector)).transpose(2, 3).contiguous(), input_scales=input_scales,
         output_scales=output_scales, n=n, k=k, bits=float(bits), code=code,
-        rotates_output=rotates_output, row_perm=padded_row_perm(order, n),
+        rotates_output=rotates_output, parts=parts, row_perm=padded_row_perm(order, n),
         sparse=pack_sparse(sparse, order, k),
     )  # fmt: skip
 

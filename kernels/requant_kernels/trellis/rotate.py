@@ -6,6 +6,9 @@ Each is a launch of `hadamard/`; the residuals take one more, whose result the l
 its H, what is left is to convert x, or to add, scale and convert the product; up to 16 tokens `gemv.py` does the latter.
 """
 
+import itertools
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -35,11 +38,31 @@ def rotate_output(
     """y [m, n] of V H (input_scales * x), or of its split-K partial sums, with the residuals and the bias."""
     m, rows = x.shape[0], layout.packed_codes.shape[0] * TILE
     y = torch.empty(m, layout.n, dtype=x.dtype, device=x.device)
-    hadamard_transform(
-        product, y, in_width=rows, columns=rows, out_width=layout.n, output_scales=layout.output_scales, bias=bias,
-        addend=residual_product(x, layout), asm=asm, pdl=supports_pdl(x.device), rotate=layout.rotates_output,
-    )  # fmt: skip
+    addend, pdl = residual_product(x, layout), supports_pdl(x.device)
+    if not (layout.rotates_output and layout.parts):
+        hadamard_transform(
+            product, y, in_width=rows, columns=rows, out_width=layout.n, output_scales=layout.output_scales, bias=bias,
+            addend=addend, asm=asm, pdl=pdl, rotate=layout.rotates_output,
+        )  # fmt: skip
+        return y
+    for own, size in runs_of_equal_parts(layout.parts):
+        width = own.stop - own.start
+        hadamard_transform(
+            product[..., own], y[:, own], in_width=width, columns=width, out_width=width, asm=asm, pdl=pdl,
+            output_scales=layout.output_scales[own], bias=None if bias is None else bias[own],
+            addend=None if addend is None else addend[:, own].contiguous(), block_size=size & -size,
+        )  # fmt: skip
     return y
+
+
+def runs_of_equal_parts(parts: Sequence[int]) -> list[tuple[slice, int]]:
+    """Rows of neighbours of equal size, which one launch transforms, and that size: q alone, k and v, gate and up."""
+    runs: list[tuple[slice, int]] = []
+    stop = 0
+    for size, group in itertools.groupby(parts):
+        start, stop = stop, stop + sum(group)
+        runs.append((slice(start, stop), size))
+    return runs
 
 
 def residual_product(x: Tensor, layout: TrellisLayout) -> Tensor | None:

@@ -1,6 +1,7 @@
 import pytest
 import torch
 from requant_kernels import linear
+from requant_kernels.fallback import reference
 
 from requant.errors import CheckpointError, InputError
 from requant.formats.grid import GridSpec
@@ -86,14 +87,27 @@ def test_a_trellis_without_rotations(
             slice_columns(weight, 8, 24)
 
 
-def test_only_matrices_without_rotations_join(random_trellis) -> None:
+def test_matrices_with_one_rotation_of_the_input_join(random_trellis) -> None:
+    """Each keeps a rotation of its own for its output; what is joined is never stored."""
     plain, other = (random_trellis(32, 64, rotate_input=False, rotate_output=False, seed=i) for i in (0, 1))
     joined = join_rows([plain, other])
     assert joined is not None
     assert torch.equal(joined.dequantize(), torch.cat([plain.dequantize(), other.dequantize()]))
-    one_sided = random_trellis(32, 64, rotate_input=True, rotate_output=False)
-    assert join_rows([plain, one_sided]) is None and join_rows([one_sided, one_sided]) is None
-    uneven = random_trellis(40, 64, rotate_input=False, rotate_output=False)
+    for sides in ({"rotate_output": False}, {"rotate_input": False}, {}):
+        q, k, v = (random_trellis(n, 64, **sides, seed=i, input_seed=0) for i, n in enumerate((64, 32, 32)))
+        both = join_rows([q, k, v])
+        assert both is not None and join_rows([plain, q]) is None
+        whole = torch.cat([each.dequantize() for each in (q, k, v)])
+        assert torch.equal(both.dequantize(), whole)
+        torch.testing.assert_close(
+            reference.weight(both.dense.kernel_layout(None)), whole.double(), rtol=0, atol=1e-5
+        )
+        if sides.get("rotate_output", True):
+            with pytest.raises(ValueError, match="never stored"):
+                pack(both)
+        if sides.get("rotate_input", True):
+            assert join_rows([q, random_trellis(32, 64, **sides, seed=1, input_seed=1)]) is None
+    uneven = random_trellis(40, 64)
     assert join_rows([uneven, uneven]) is None  # its last tile has padding
 
 

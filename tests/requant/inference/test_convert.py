@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from requant_kernels.ops import multiply
 from torch import nn
 
 from requant.errors import OutputError
@@ -91,6 +92,38 @@ def test_siblings_share_a_matrix_and_change_nothing(bias: bool) -> None:
     assert torch.allclose(copy.deepcopy(model)(x), want, atol=1e-4)
     held = sum(b.numel() * b.element_size() for b in model.q_proj.siblings.matrix.buffers())
     assert held < 128 * 256  # the packed bits of whole blocks, and no copy of the codes
+
+
+def trellis_attention(random_trellis: Any) -> Attention:
+    return Attention(
+        *(random_trellis(n, 64, seed=seed) for seed, n in enumerate((64, 32, 32))),
+        random_trellis(64, 64, seed=3),
+    )
+
+
+def test_trellis_siblings_share_one_rotation_of_their_input(random_trellis) -> None:
+    model, x = trellis_attention(random_trellis), torch.randn(2, 5, 64)
+    want = model(x)
+    convert_to_kernels(model, device="cpu")
+    matrix = model.q_proj.siblings.matrix
+    assert matrix.layout.parts == (64, 32, 32) and model.v_proj.siblings.matrix is matrix
+    assert torch.allclose(model(x), want, atol=1e-4)
+
+
+def test_siblings_that_cannot_be_multiplied_together_are_apart(
+    random_trellis, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A joined matrix that a kernel gets wrong costs two launches more, not its kernels."""
+    model, x = trellis_attention(random_trellis), torch.randn(2, 5, 64)
+    want = model(x)
+
+    def wrong_where_joined(x: torch.Tensor, layout: Any, bias: Any) -> torch.Tensor:
+        return multiply(x, layout, bias) * (2 if layout.parts else 1)
+
+    monkeypatch.setattr("requant.inference.convert.multiply", wrong_where_joined)
+    convert_to_kernels(model, device="cpu")
+    assert {type(getattr(model, name)) for name in ("q_proj", "k_proj", "v_proj")} == {KernelLinear}
+    assert torch.allclose(model(x), want, atol=1e-4) and not caplog.records
 
 
 def test_siblings_asked_in_any_order_and_with_other_inputs() -> None:
