@@ -47,7 +47,7 @@ from requant.formats.trellis_codes import (
     to_tiles,
 )
 
-# Bits of a code of one weight a step, beside the whole numbers.
+# Bits of a code, beside the whole numbers.
 QUARTERS = tuple(bits / PERIOD for bits in range(PERIOD, PERIOD * MAX_BITS) if bits % PERIOD)
 
 
@@ -236,7 +236,9 @@ class TrellisSpec:
     @classmethod
     def from_json(cls, name: str, entry: dict[str, Any]) -> "TrellisSpec":
         spec = cls(
-            bits=choice(name, entry, "bits", QUARTERS) if _may_be_quarter(entry) else whole_bits(name, entry),
+            bits=choice(name, entry, "bits", QUARTERS)
+            if isinstance(entry.get("bits"), float)
+            else whole_bits(name, entry),
             shape=matrix_shape(name, entry),
             code=choice(name, entry, "code", tuple(CODES)),
             rotates_input=choice(name, entry, "rotates_input", (False,))
@@ -355,9 +357,3 @@ def _end_of_codes(size: int, start: int, stop: int, side: str, *, rotated: bool)
             "on one GPU (or with pipeline parallelism), or quantize with kmeans or gptq."
         )
     return end
-
-
-def _may_be_quarter(entry: dict[str, Any]) -> bool:
-    code = entry.get("code")
-    one_a_step = isinstance(code, str) and code in CODES and CODES[code].weights_per_step == 1
-    return one_a_step and isinstance(entry.get("bits"), float)

@@ -30,7 +30,8 @@ of a row, the left one in its high bits. The state of a step is the 16 bits of t
 **Quarter bits.** Nothing obliges every step to move the ring by the same number of bits. At 2.25 bits three steps of
 four move it by 2 and the last by 3 (`step_bits`); the state is 16 bits as ever, so the error falls smoothly with the
 average: 1.100, 1.107 and 1.114 at 2.25, 2.5 and 2.75 bits (`mul1`), where a mixture of tiles of 2 and of 3 bits has
-1.26, 1.37 and 1.37. So the allocator need not round what a matrix deserves to whole bits. Codes of one weight a step.
+1.26, 1.37 and 1.37. So the allocator need not round what a matrix deserves to whole bits. A step of `pair` moves the ring
+by what its two weights do: 4 and 5 bits in turn at 2.25.
 """
 
 from collections.abc import Callable
@@ -127,11 +128,9 @@ def step_bits(bits: int | float, weights_per_step: int = 1) -> tuple[int, ...]:
 
     Raises ValueError where PERIOD steps do not make a whole number of bits.
     """
+    if bits * PERIOD % 1:
+        raise ValueError(f"{bits} bits a weight are no multiple of 1/{PERIOD}")
     total = bits * weights_per_step * PERIOD
-    if total != int(total) or (bits != int(bits) and weights_per_step > 1):
-        raise ValueError(
-            f"{bits} bits a weight are no multiple of 1/{PERIOD}, or the code takes whole bits only"
-        )
     return tuple((i + 1) * int(total) // PERIOD - i * int(total) // PERIOD for i in range(PERIOD))
 
 
@@ -139,21 +138,26 @@ def codes_of_states(
     states: Int64[Tensor, "b t"], *, bits: int | float, weights_per_step: int
 ) -> UInt8[Tensor, "b 256"]:
     """The bits that each weight shifts in."""
-    if weights_per_step == 1:
-        masks = torch.tensor([(1 << own) - 1 for own in step_bits(bits)], device=states.device)
-        return (states.unflatten(1, (-1, PERIOD)) & masks).to(torch.uint8).flatten(1)
-    parts = [states >> (int(bits) * (weights_per_step - 1 - v)) for v in range(weights_per_step)]
-    return (torch.stack(parts, dim=2) & ((1 << int(bits)) - 1)).to(torch.uint8).flatten(1)
+    own = step_bits(bits)
+    steps = states.unflatten(1, (-1, PERIOD // weights_per_step))
+    codes = torch.empty(*steps.shape[:2], PERIOD, dtype=torch.uint8, device=states.device)
+    for i in range(PERIOD):
+        step = i // weights_per_step
+        after = sum(own[i + 1 : (step + 1) * weights_per_step])  # bits of the weights behind it in its step
+        codes[..., i] = steps[..., step] >> after & (1 << own[i]) - 1
+    return codes.flatten(1)
 
 
 def states_of_codes(
     codes: UInt8[Tensor, "b 256"], *, bits: int | float, weights_per_step: int
 ) -> Int64[Tensor, "b t"]:
     """The 16 bits that end with each step, around the ring."""
-    steps = codes.long().view(codes.shape[0], -1, weights_per_step)
-    symbols = steps[..., 0]
+    weights, own = codes.long().unflatten(1, (-1, PERIOD)), step_bits(bits)
+    symbols = weights[..., ::weights_per_step]
     for v in range(1, weights_per_step):
-        symbols = symbols << int(bits) | steps[..., v]
+        shifts = torch.tensor(own[v::weights_per_step], device=codes.device)
+        symbols = symbols << shifts | weights[..., v::weights_per_step]
+    symbols = symbols.flatten(1)
     moves = step_bits(bits, weights_per_step)
     states, shifts = symbols.unflatten(1, (-1, PERIOD)), torch.zeros(PERIOD, dtype=torch.int64)
     back = 0

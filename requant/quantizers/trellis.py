@@ -77,7 +77,7 @@ logger = logging.getLogger(__name__)
 class TrellisConfig:
     """Options of `trellis`; without `two_sided`, G = I.
 
-    The allocator gives quarters of a bit too, where the code takes one weight a step.
+    The allocator gives quarters of a bit too.
     """
 
     bits: int | float = 2
@@ -102,12 +102,10 @@ class TrellisConfig:
             raise RecipeError(
                 f"code is {self.code!r}, but the trellis codes are {', '.join(CODES)}: choose one."
             )
-        step = CODES[self.code].weights_per_step
-        widest, parts = MAX_SHIFT // step, PERIOD if step == 1 else 1
-        if not 1 <= self.bits <= widest or self.bits * parts % 1:
-            quarters = " in quarters" if parts > 1 else ""
+        widest = MAX_SHIFT // CODES[self.code].weights_per_step
+        if not 1 <= self.bits <= widest or self.bits * PERIOD % 1:
             raise RecipeError(
-                f"bits is {self.bits}, but trellis code {self.code!r} takes 1 to {widest}{quarters}: choose one of those."
+                f"bits is {self.bits}, but trellis code {self.code!r} takes 1 to {widest} in quarters: choose one of those."
             )
         check_fraction("damp", self.damp)
         check_fraction("output_damp", self.output_damp)

@@ -142,7 +142,8 @@ def test_what_follows_the_experts_products_is_small(kernel) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("tokens", [1, 8, 16])
 @pytest.mark.parametrize(
-    ("code", "bits"), [("mul1", 2.75), ("mul1", 3.75), ("mul1", 8), ("pair", 4), ("3inst", 2.25)]
+    ("code", "bits"),
+    [("mul1", 2.75), ("mul1", 3.75), ("mul1", 8), ("pair", 4), ("pair", 2.25), ("3inst", 2.25)],
 )
 def test_no_trellis_launch_spills(code: str, bits: float, tokens: int) -> None:
     rule = heuristics.trellis_gemv(Shape(code, bits, 8192, 8192, tokens), torch.device("cpu"))
@@ -173,7 +174,7 @@ EVERY_ODD: list[Odd] = [
     (*kind, *shape, tokens, None)
     for kind in [
         *(("mul1", bits) for bits in (1, 2, 2.25, 2.5, 3.5, 4, 8)),
-        *(("pair", bits) for bits in (1, 2, 4, 8)),
+        *(("pair", bits) for bits in (1, 2, 2.25, 4, 8)),
         *(("3inst", bits) for bits in (1, 2, 2.25, 3.5, 4, 8)),
     ]
     for shape in ((37, 200), (8192, 11072))

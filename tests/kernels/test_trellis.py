@@ -17,7 +17,7 @@ from .ptx_model import floats, run_ptx
 
 KINDS = [
     ("mul1", 1), ("mul1", 2), ("mul1", 2.25), ("mul1", 2.5), ("mul1", 2.75), ("mul1", 3), ("mul1", 3.5), ("mul1", 4),
-    ("mul1", 5), ("mul1", 7.75), ("mul1", 8), ("3inst", 2), ("3inst", 3.25), ("3inst", 6), ("pair", 1), ("pair", 2),
+    ("mul1", 5), ("mul1", 7.75), ("mul1", 8), ("3inst", 2), ("3inst", 3.25), ("3inst", 6), ("pair", 1), ("pair", 1.75), ("pair", 2), ("pair", 2.25),
     ("pair", 3), ("pair", 4), ("pair", 8),
 ]  # fmt: skip
 
@@ -116,7 +116,7 @@ def test_weights_that_are_no_byte_sums_meet_floats(bits: float) -> None:
 
 def test_refusals_name_the_remedy() -> None:
     codes, input_scales, output_scales = random_trellis(16, 16, 6, "cpu")
-    for code, bits in (("mul1", 9), ("mul1", 2.1), ("pair", 2.5), ("hyb", 2)):
+    for code, bits in (("mul1", 9), ("mul1", 2.1), ("pair", 2.125), ("hyb", 2)):
         with pytest.raises(
             ValueError, match=f"no trellis kernel decodes '{code}' at {bits} bits; there are mul1 to 8"
         ):

@@ -17,7 +17,7 @@ from requant.formats.trellis_codes import code_values, step_bits
 from requant_kernels.viterbi.gpu import viterbi_paths
 
 torch.set_num_threads(1)
-for name, bits in (("pair", 2), ("mul1", 2.25)):
+for name, bits in (("pair", 2.25), ("mul1", 2.25)):
     values = code_values(name)
     shifts = step_bits(bits, values.shape[1])
     targets = torch.randn(2, 8, values.shape[1], generator=torch.Generator().manual_seed(int(bits)))
@@ -41,7 +41,7 @@ def test_interpreted_kernel_finds_the_paths_of_the_cpu() -> None:
     ("name", "bits"),
     [("mul1", b) for b in (*range(1, 9), 2.25, 2.5, 3.75)]
     + [("3inst", 2)]
-    + [("pair", b) for b in range(1, 5)],
+    + [("pair", b) for b in (1, 1.75, 2, 2.25, 2.5, 3, 4)],
 )
 def test_gpu_finds_streams_as_good_as_the_cpu(name: str, bits: int | float) -> None:
     values = code_values(name)

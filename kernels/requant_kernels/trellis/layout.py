@@ -35,7 +35,7 @@ class TrellisLayout:
     output_scales: Tensor  # float16 [n]
     n: int
     k: int
-    bits: float  # a multiple of 1/4, whole for `pair`
+    bits: float  # a multiple of 1/4
     code: str
     rotates_output: bool = True
     parts: tuple[
@@ -78,15 +78,10 @@ def pack_trellis(
     """
     n, k = len(output_scales), codes.shape[1] if input_scales is None else len(input_scales)
     quad_bits = round(4 * bits)
-    if (
-        code not in CODES
-        or not 1 <= bits <= CODES[code]
-        or quad_bits != 4 * bits
-        or (code == "pair" and quad_bits % 4)
-    ):
+    if code not in CODES or not 1 <= bits <= CODES[code] or quad_bits != 4 * bits:
         supported = ", ".join(f"{name} to {most} bits" for name, most in CODES.items())
         raise ValueError(
-            f"no trellis kernel decodes {code!r} at {bits} bits; there are {supported}, in quarters but for pair"
+            f"no trellis kernel decodes {code!r} at {bits} bits; there are {supported}, in quarters"
         )
     if codes.shape != (-(-n // TILE) * TILE, -(-k // TILE) * TILE):
         raise ValueError(

@@ -11,8 +11,11 @@ from requant.formats.trellis import Trellis, TrellisSpec, pack_tiles, unpack_til
 from requant.formats.trellis_codes import from_tiles, step_bits
 
 
-@pytest.mark.parametrize("bits", [1.25, 2.25, 2.5, 2.75, 3.5, 4.75, 7.25])
-def test_quarters_of_a_bit_take_no_more_than_they_say(round_trip, bits: float) -> None:
+@pytest.mark.parametrize(
+    ("bits", "code"),
+    [(bits, "mul1") for bits in (1.25, 2.25, 2.5, 2.75, 3.5, 4.75, 7.25)] + [(2.25, "pair"), (3.75, "pair")],
+)
+def test_quarters_of_a_bit_take_no_more_than_they_say(round_trip, bits: float, code: str) -> None:
     codes_below = torch.tensor([1 << own for own in step_bits(bits)]).repeat(64)
     tiles = (torch.rand(7, 256, generator=torch.Generator().manual_seed(0)) * codes_below).to(torch.uint8)
     packed = pack_tiles(tiles, bits=bits)
@@ -22,16 +25,13 @@ def test_quarters_of_a_bit_take_no_more_than_they_say(round_trip, bits: float) -
     signs = torch.ones(48).half()
     round_trip(
         QuantizedWeight(
-            dense=Trellis(codes=codes, input_scales=signs, output_scales=signs[:32], bits=bits, code="mul1"),
+            dense=Trellis(codes=codes, input_scales=signs, output_scales=signs[:32], bits=bits, code=code),
             sparse=None,
         )
     )
 
 
-def test_quarters_belong_to_codes_of_one_weight_a_step() -> None:
-    pair = PackedSpec(dense=TrellisSpec(bits=2.25, shape=(16, 16), code="pair", input_signs=True))
-    with pytest.raises(CheckpointError, match="bits"):
-        PackedSpec.from_json("m", pair.to_json())
+def test_quarters_belong_to_trellis_codes() -> None:
     grid = PackedSpec(dense=GridSpec(bits=2, shape=(16, 16), group_size=16))
     with pytest.raises(CheckpointError, match="bits"):
         PackedSpec.from_json("m", grid.to_json() | {"bits": 2.5})
