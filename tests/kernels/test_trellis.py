@@ -17,8 +17,8 @@ from .ptx_model import floats, run_ptx
 
 KINDS = [
     ("mul1", 1), ("mul1", 2), ("mul1", 2.25), ("mul1", 2.5), ("mul1", 2.75), ("mul1", 3), ("mul1", 3.5), ("mul1", 4),
-    ("mul1", 5), ("mul1", 7.75), ("mul1", 8), ("3inst", 2), ("3inst", 3.25), ("3inst", 6), ("pair", 1), ("pair", 1.75), ("pair", 2), ("pair", 2.25),
-    ("pair", 3), ("pair", 4), ("pair", 8),
+    ("mul1", 5), ("mul1", 7.75), ("mul1", 8), ("3inst", 2), ("3inst", 3.25), ("3inst", 6), ("pair", 1), ("pair", 1.75),
+    ("pair", 2), ("pair", 2.25), ("pair", 3), ("pair", 4), ("pair", 8),
 ]  # fmt: skip
 
 

@@ -23,8 +23,8 @@ from .compile_offline import Machine, compile_kernel, counts_instructions
 from .ptx_model import run_ptx
 
 KINDS = [
-    ("mul1", 1), ("mul1", 2), ("mul1", 2.25), ("mul1", 3), ("mul1", 3.5), ("mul1", 4), ("mul1", 8), ("pair", 1), ("pair", 2.25),
-    ("pair", 2), ("pair", 4), ("3inst", 2), ("3inst", 3.25),
+    ("mul1", 1), ("mul1", 2), ("mul1", 2.25), ("mul1", 3), ("mul1", 3.5), ("mul1", 4), ("mul1", 8), ("pair", 1),
+    ("pair", 2), ("pair", 2.25), ("pair", 4), ("3inst", 2), ("3inst", 3.25),
 ]  # fmt: skip
 
 

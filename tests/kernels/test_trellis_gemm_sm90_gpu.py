@@ -17,7 +17,8 @@ pytestmark = pytest.mark.gpu
 LIMIT = {torch.float16: 6e-4, torch.bfloat16: 4e-3}
 KINDS = [
     ("mul1", 1), ("mul1", 2), ("mul1", 2.25), ("mul1", 2.5), ("mul1", 3), ("mul1", 3.5), ("mul1", 4), ("mul1", 7.75),
-    ("mul1", 8), ("pair", 1), ("pair", 2), ("pair", 2.25), ("pair", 4), ("pair", 8), ("3inst", 2), ("3inst", 3.25), ("3inst", 6),
+    ("mul1", 8), ("pair", 1), ("pair", 2), ("pair", 2.25), ("pair", 4), ("pair", 8), ("3inst", 2), ("3inst", 3.25),
+    ("3inst", 6),
 ]  # fmt: skip
 MAIN = [("mul1", 2), ("mul1", 2.25), ("pair", 2)]
 SHAPES = [(37, 200, 17), (512, 4096, 64), (64, 1408, 100), (300, 3000, 300), (1024, 16, 33)]
