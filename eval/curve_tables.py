@@ -1,24 +1,62 @@
 """Tables of `eval.quality`: mode `best` by budget, beside the best peer, and with parts left out."""
 
 import json
-import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from eval.markdown import PEERS, markdown, read
 
+Row = Mapping[str, Any]
+UNTRAINED = "QTIP-3INST"  # the best of `peers.json` at 2, 3 and 4 bits
+SPAN = 0.1  # bits beyond a line's ends to which it still holds
 
-def best_peer(bits: float) -> tuple[float, str]:
-    """KL of the best peer at these bits, by the line through QTIP's three points, straight in log KL; "~" beyond them."""
-    rows = json.loads(PEERS.read_text(encoding="utf-8"))["rows"]
-    points = sorted(
-        (row["bits_per_weight"], math.log(row["kl"])) for row in rows if row["label"] == "QTIP-3INST"
-    )
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """KL of one peer at some bits, by the line through its measured points, straight in log KL."""
+
+    name: str
+    kl: float
+    beyond: bool  # the measured points
+
+    @property
+    def mark(self) -> str:
+        return "~" * self.beyond
+
+
+def best_peer(bits: float, measured: Sequence[Row] = ()) -> Peer:
+    """The peer with the least KL at these bits: of those that train, among the `measured` rows, and of untrained QTIP.
+
+    One that was measured on both sides of `bits` goes before any whose line is continued.
+    """
+    peers = [_peer(name, points, bits) for name, points in peer_points(measured).items() if len(points) > 1]
+    return min(peers, key=lambda peer: (peer.beyond, peer.kl))
+
+
+def peer_points(measured: Sequence[Row]) -> dict[str, list[tuple[float, float]]]:
+    """Peer -> (bits, KL), ascending; untrained QTIP first, then those among the rows, first seed."""
+    untrained = json.loads(PEERS.read_text(encoding="utf-8"))["rows"]
+    points = {
+        UNTRAINED: [(row["bits_per_weight"], row["kl"]) for row in untrained if row["label"] == UNTRAINED]
+    }
+    for row in measured:
+        if "peer" in row and row["seed"] == 0:
+            points.setdefault(row["peer"], []).append((row["bits_per_weight"], row["kl"]))
+    return {name: sorted(found) for name, found in points.items()}
+
+
+def _peer(name: str, points: Sequence[tuple[float, float]], bits: float) -> Peer:
+    beyond = not points[0][0] - SPAN < bits < points[-1][0] + SPAN
+    return Peer(name=name, kl=on_the_line(points, bits), beyond=beyond)
+
+
+def on_the_line(points: Sequence[tuple[float, float]], bits: float) -> float:
+    """KL at some bits by the line through (bits, KL), ascending and at least two, straight in log KL; continued beyond."""
     below = max((i for i, (at, _) in enumerate(points) if at <= bits), default=0)
     (x0, y0), (x1, y1) = points[min(below, len(points) - 2) :][:2]
-    beyond = not points[0][0] - 0.1 < bits < points[-1][0] + 0.1
-    return math.exp(y0 + (y1 - y0) * (bits - x0) / (x1 - x0)), "~" * beyond
+    return y0 * (y1 / y0) ** ((bits - x0) / (x1 - x0))
 
 
 def of_mode_best(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -42,7 +80,7 @@ def quality_table(results: Path) -> str:
         alone = codes.get(budget)
         row = min(seeds, key=lambda row: row["seed"], default=alone)
         assert row is not None
-        peer, mark = best_peer(row["bits_per_weight"])
+        peer = best_peer(row["bits_per_weight"], found)
         trained = [
             f"{row['perplexity']:.2f}",
             f"{row['kl']:.4f}" + seed_range([seed["kl"] for seed in seeds]),
@@ -54,8 +92,9 @@ def quality_table(results: Path) -> str:
                 f"{row['bits_per_weight']:.3f}",
                 *(trained if seeds else ("", "", "")),
                 "" if alone is None else f"{alone['perplexity']:.2f} / {alone['kl']:.4f}",
-                f"{mark}{peer:.4f}",
-                f"{mark}{row['kl'] / peer:.2f}",
+                peer.name,
+                f"{peer.mark}{peer.kl:.4f}",
+                f"{peer.mark}{row['kl'] / peer.kl:.2f}",
             ]
         )
     columns = [
@@ -65,15 +104,40 @@ def quality_table(results: Path) -> str:
         "KL",
         "KL on C4",
         "codes alone",
-        "best peer's KL",
+        "best peer",
+        "its KL",
         "ratio",
     ]
     return markdown(columns, rows)
 
 
+def trained_peers_table(results: Path) -> str:
+    """Peers that train on the same text, beside mode `best` at the same bits, by the line through its points."""
+    rows = []
+    for model in ("bench-32m", "demo-4m"):
+        found = read(results, f"quality-{model}").get("rows", [])
+        ours = sorted((row["bits_per_weight"], row["kl"]) for row in of_mode_best(found) if row["seed"] == 0)
+        for row in sorted((row for row in found if "peer" in row), key=lambda row: row["bits_per_weight"]):
+            kl = on_the_line(ours, row["bits_per_weight"])
+            rows.append(
+                [
+                    model,
+                    row["label"],
+                    f"{row['bits_per_weight']:.3f}",
+                    f"{row['perplexity']:.2f}",
+                    f"{row['kl']:.4f}",
+                    f"{row['second']['kl']:.4f}",
+                    f"{kl:.4f}",
+                    f"{kl / row['kl']:.2f}",
+                ]
+            )
+    columns = ["model", "peer", "real bits", "perplexity", "KL", "KL on C4", "ours there", "ratio"]
+    return markdown(columns, rows)
+
+
 def own_codes_table(results: Path, model: str) -> str:
     """The same on a model for which there are no peers' figures: beside our own codes without training."""
-    found = read(results, f"quality-{model}").get("rows", [])
+    found = [row for row in read(results, f"quality-{model}").get("rows", []) if "peer" not in row]
     trained = {row["bits"]: row for row in of_mode_best(found) if row["seed"] == 0}
     alone = {row["bits"]: row for row in found if row["seed"] == 0 and row["name"] == "codes"}
     rows = []
@@ -103,7 +167,8 @@ def demo_ablation_table(results: Path) -> str:
 
 def best_ablation_table(results: Path, model: str = "bench-32m") -> str:
     """KL of mode `best` with one part left out or changed, by budget; real bits where they are not the budget's."""
-    found = [row for row in read(results, f"quality-{model}").get("rows", []) if row["seed"] == 0]
+    every = read(results, f"quality-{model}").get("rows", [])
+    found = [row for row in every if row["seed"] == 0 and "peer" not in row]
     studied = {row["bits"] for row in found if row["name"] not in ("best", "short", "codes")}
     budgets = sorted(studied or {row["bits"] for row in found})
     labels = {row["name"]: row["label"] for row in found}
@@ -141,5 +206,5 @@ def bits_table(results: Path) -> str:
     return markdown(["model", "what", "real bits", "perplexity", "KL"], rows)
 
 
-def _measured(row: Mapping[str, Any]) -> list[str]:
+def _measured(row: Row) -> list[str]:
     return [f"{row['bits_per_weight']:.2f}", f"{row['perplexity']:.1f}", f"{row['kl']:.3f}"]

@@ -2,20 +2,21 @@
 
     python -m eval.quality [--model FOLDER] [--data FOLDER] [--out FOLDER] [--rows best:2 --rows best:3:1 ...]
 
-A row is NAME:BITS[:SEED] with a name of PLANS; without `--rows` all of CURVE and ABLATION run. Rows are added to
-`quality-MODEL.json`, where one of the same name, bits and seed gives way. `--rows file:2 --rows file:3 --rows file:4` is the
-whole file: embedding and head at their default bits, `file_bytes` beside the KL. Mixtures of experts are models like others:
-`--model ../shared/models/moe-31m --rows codes:2 --rows best:2`. `--part N` writes
-`quality-MODEL-partN.json` instead, for machines side by side; `--merge` joins the parts. Peers' rows are in `peers.json`.
+A row is NAME:BITS[:SEED] with a name of PLANS; without `--rows` all of CURVE, ABLATION and PEERS_THAT_TRAIN run. Rows are
+added to `quality-MODEL.json`, where one of the same name, bits and seed gives way. `--rows file:2 --rows file:3
+--rows file:4` is the whole file: embedding and head at their default bits, `file_bytes` beside the KL. Mixtures of experts
+are models like others: `--model ../shared/models/moe-31m --rows codes:2 --rows best:2`. `--part N` writes
+`quality-MODEL-partN.json` instead, for machines side by side; `--merge` joins the parts. Rows of peers that train are made
+here, by `block_training.py`; those of untrained ones are in `peers.json`.
 
 Statistics of the codes alone are measured on 128 x 1024 tokens as the peers' are; mode `best` measures them on four
-times as many, and training, which the peers' rows do not have, may use 2048 windows of the same text.
+times as many, as those of the peers that train, and training may use 2048 windows of the same text.
 """
 
 import dataclasses
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,6 +24,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from eval import block_training
 from eval.common import (
     DATA,
     MODEL,
@@ -48,6 +50,7 @@ from requant.text.windows import spread
 
 FINETUNE = Finetune(steps=FINETUNE_STEPS)
 SHORT = Finetune(steps=225)  # what parts are compared at
+AT_THE_END = Finetune(steps=4 * FINETUNE_STEPS)  # as many as all phases of mode `best` together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +66,33 @@ class Plan:
     quarters: bool = True
     one_width: bool = False  # codes of whole bits everywhere: what is stored beside them comes on top
     head_bits: EmbeddingBits | None = 16  # of embedding and head; None: by the rule of `--bits`
+    make: Callable[[RunContext], Weights] | None = None  # in place of the mode's codes
+    peer: str | None = None  # its name, where the row is a peer's
+
+
+def _qtip(peer: str, label: str, code: str, **changes: Any) -> Plan:
+    return Plan(
+        label=f"{peer} in form, {label}",
+        peer=peer,
+        mode="dense",
+        one_width=True,
+        options={"code": code, "two_sided": False},
+        **changes,
+    )
+
+
+def _efficient_qat(group_size: int) -> Plan:
+    peer = f"EfficientQAT g{group_size}"
+    return Plan(
+        label=f"{peer} in form, 2 x {2 * FINETUNE_STEPS} steps",
+        peer=peer,
+        mode="dense",
+        method="rtn",
+        one_width=True,
+        options={"group_size": group_size},
+        make=block_training.efficient_qat,
+        finetune=dataclasses.replace(FINETUNE, steps=2 * FINETUNE_STEPS),
+    )
 
 
 PLANS: dict[str, Plan] = {
@@ -105,7 +135,13 @@ PLANS: dict[str, Plan] = {
     ),
     "long": Plan(label="best, 675 steps a phase", finetune=Finetune(steps=675)),
     "codebooks": Plan(label="best over codebooks", method="kmeans"),
+    "qtip": _qtip("QTIP 3INST", "trained by block and at the end", "3inst", make=block_training.qtip),
+    "qtip-1mad": _qtip("QTIP 1MAD", "trained by block and at the end", "mul1", make=block_training.qtip),
+    "qtip-end": _qtip("QTIP 3INST (end)", "trained at the end only", "3inst", finetune=AT_THE_END),
+    "efficient-qat-64": _efficient_qat(64),
+    "efficient-qat-128": _efficient_qat(128),
 }
+PEERS_THAT_TRAIN = tuple(f"{name}:{bits}" for bits in (2, 3, 4) for name, plan in PLANS.items() if plan.peer)
 CURVE = (
     "best:2",
     "best:2.25",
@@ -157,7 +193,7 @@ def measure(study: Study, name: str, bits: float, seed: int) -> dict[str, Any]:
     run = with_allocation(run, allocate_bits(run))
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    weights: Weights = MODES[plan.mode](run)
+    weights: Weights = (plan.make or MODES[plan.mode])(run)
     tables = quantize_embedding_and_head(run)
     if plan.finetune.steps:
         weights, tables = finetuned(run, weights, tables)
@@ -174,6 +210,7 @@ def measure(study: Study, name: str, bits: float, seed: int) -> dict[str, Any]:
         name=name,
         bits=bits,
         seed=seed,
+        **({} if plan.peer is None else {"peer": plan.peer}),
         training_tokens=train_windows.numel() if plan.finetune.steps else 0,
         widths={str(width): widths.count(width) for width in sorted(set(widths))},
         peak_bytes=peak,
@@ -240,7 +277,7 @@ def main(
     if join:
         merge(out, model.name)
         return
-    wanted = [parse(row) for row in rows or (*CURVE, *ABLATION)]
+    wanted = [parse(row) for row in rows or (*CURVE, *ABLATION, *PEERS_THAT_TRAIN)]
     study = open_study(
         model,
         data,

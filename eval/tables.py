@@ -18,6 +18,7 @@ from eval.curve_tables import (
     demo_ablation_table,
     own_codes_table,
     quality_table,
+    trained_peers_table,
 )
 from eval.markdown import PEERS, RESULTS, ROOT, markdown, read
 from eval.pareto import files_table
@@ -450,6 +451,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "embedding": embedding_table,
     "files": files_table,
     "quality": quality_table,
+    "trained-peers": trained_peers_table,
     "quality-demo": lambda results: own_codes_table(results, "demo-4m"),
     "quality-moe": lambda results: own_codes_table(results, "moe-31m"),
     "best-ablation": best_ablation_table,

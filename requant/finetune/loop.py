@@ -110,7 +110,7 @@ def train(
     """
     tensors = [*(trainable.tensor for trainable in trainables), *buffers]
     count, length = teacher.windows.shape
-    batch_tokens = len(_windows_of_step(count, length, 0, settings, run.recipe.seed)) * length
+    batch_tokens = len(windows_of_step(count, length, 0, settings, run.recipe.seed)) * length
     best_kl = math.inf
     best = [tensor.detach().clone() for tensor in tensors] if val_windows is not None else tensors
     micro_batch = None
@@ -126,7 +126,7 @@ def train(
         models, recompute = (run.model, teacher.model), None if micro_batch is None else False
 
     def micro_batches(step: int) -> list[MicroBatch]:
-        chosen = _windows_of_step(count, length, step, settings, run.recipe.seed)
+        chosen = windows_of_step(count, length, step, settings, run.recipe.seed)
         own = chosen[ranks.rank() :: ranks.world_size()]
         return teacher.micro_batches(own, micro_batch) if len(own) else []
 
@@ -181,7 +181,7 @@ def train(
             counted(settings.steps, label=run.label("training"), unit="steps", done=done)
         )
         for step in range(done, settings.steps):
-            training_step(micro_batches(step), _lr_schedule(step, settings))
+            training_step(micro_batches(step), lr_schedule(step, settings))
             shown: dict[str, str] = {}
             if between_steps is not None:
                 shown |= between_steps(step)
@@ -313,13 +313,13 @@ def micro_batch_that_fits(
     return windows or None
 
 
-def _lr_schedule(step: int, settings: Finetune) -> float:
+def lr_schedule(step: int, settings: Finetune) -> float:
     """The factor of the learning rate at a step: linear warm-up, then a cosine to zero."""
     warm = min(1.0, (step + 1) / settings.warmup_steps)
     return warm * 0.5 * (1 + math.cos(math.pi * step / max(1, settings.steps)))
 
 
-def _windows_of_step(
+def windows_of_step(
     windows: int, length: int, step: int, settings: Finetune, seed: int
 ) -> Int64[Tensor, " c"]:
     """Indices of the windows of one step: a new random order every epoch."""

@@ -10,15 +10,44 @@ import typer
 
 from eval import quality
 from eval.common import open_study
-from eval.curve_tables import best_ablation_table, best_peer, of_mode_best, quality_table
+from eval.curve_tables import (
+    best_ablation_table,
+    best_peer,
+    of_mode_best,
+    quality_table,
+    trained_peers_table,
+)
 from requant.recipe.schema import Finetune
 
 
 def test_the_peers_line_goes_through_their_points() -> None:
-    assert best_peer(2.003)[0] == pytest.approx(0.4599)
-    assert best_peer(3.003)[0] == pytest.approx(0.1163)
-    assert best_peer(2.503)[0] == pytest.approx(math.sqrt(0.4599 * 0.1163))
-    assert 0.0301 > best_peer(4.5)[0] > 0 and best_peer(4.5)[1] == "~" and not best_peer(2.25)[1]
+    assert best_peer(2.003).kl == pytest.approx(0.4599)
+    assert best_peer(3.003).kl == pytest.approx(0.1163)
+    assert best_peer(2.503).kl == pytest.approx(math.sqrt(0.4599 * 0.1163))
+    assert 0.0301 > best_peer(4.5).kl > 0 and best_peer(4.5).mark == "~" and not best_peer(2.25).mark
+
+
+def peer_row(peer: str, bits: float, kl: float) -> dict:
+    found = {"name": peer, "label": f"{peer} in form", "peer": peer, "bits": round(bits), "seed": 0}
+    return found | {"bits_per_weight": bits, "perplexity": 25.0, "kl": kl, "second": {"kl": kl}}
+
+
+def test_a_peer_that_trains_takes_the_place_of_one_that_does_not(tmp_path: Path) -> None:
+    trained = [peer_row("A", 2.1, 0.3), peer_row("A", 3.1, 0.2), peer_row("B", 2.5, 0.01)]
+    assert (best_peer(2.1, trained).name, best_peer(2.1, trained).kl) == ("A", 0.3)
+    assert best_peer(3.003, trained).name == "QTIP-3INST"  # 0.116 for 0.21; one point of B makes no line
+    assert not best_peer(4.0, trained).mark  # measured there, and A is not
+    ours = [
+        {key: value for key, value in peer_row("best", bits, kl).items() if key != "peer"}
+        | {"label": "best", "bits": bits}
+        for bits, kl in ((2.1, 0.2), (3.1, 0.05))
+    ]
+    (tmp_path / "quality-bench-32m.json").write_text(json.dumps({"rows": [*ours, *trained]}))
+    assert "| 2.1 | 2.100 | 25.00 | 0.2000 | 0.2000 |  | A | 0.3000 | 0.67 |" in quality_table(tmp_path)
+    lines = trained_peers_table(tmp_path).splitlines()
+    assert len(lines) == 5 and lines[3].startswith("| bench-32m | B in form | 2.500 | 25.00 | 0.0100 |")
+    assert lines[3].endswith(f"| {0.2 * 0.25**0.4:.4f} | {20 * 0.25**0.4:.2f} |")  # between 0.2 and 0.05
+    assert "in form" not in best_ablation_table(tmp_path)
 
 
 def test_rows_are_named_by_plan_bits_and_seed() -> None:
@@ -26,7 +55,7 @@ def test_rows_are_named_by_plan_bits_and_seed() -> None:
     assert quality.parse("codes:3") == ("codes", 3.0, 0)
     with pytest.raises(typer.BadParameter, match="there are: best"):
         quality.parse("better:2")
-    for row in (*quality.CURVE, *quality.ABLATION):
+    for row in (*quality.CURVE, *quality.ABLATION, *quality.PEERS_THAT_TRAIN):
         quality.parse(row)
 
 
