@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 
 import requant
 from eval.markdown import ROOT
+from eval.own_text import own_windows
 from requant.calibration.stats import LinearStats
 from requant.checkpoint.sizes import matrix_parts
 from requant.errors import TextError
@@ -58,6 +59,13 @@ class Study:
     second_windows: Int64[Tensor, "s t"]
     base: RunContext
     statistics: dict[frozenset[str], dict[str, LinearStats]] = field(default_factory=dict)
+    written: dict[int, Int64[Tensor, "c t"]] = field(default_factory=dict)
+
+    def own_text(self, count: int, *, of: Int64[Tensor, "b t"]) -> Int64[Tensor, "c t"]:
+        """`count` windows that the original writes after the beginnings `of` these; rows share them."""
+        if count not in self.written:
+            self.written[count] = own_windows(self.reference, of, count)
+        return self.written[count]
 
     def run(self, method: str, *, options: Mapping[str, Any], **changes: Any) -> RunContext:
         """A run of `method` with these options of its quantizer; rows share the statistics of the originals."""

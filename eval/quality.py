@@ -68,6 +68,7 @@ class Plan:
     head_bits: EmbeddingBits | None = 16  # of embedding and head; None: by the rule of `--bits`
     make: Callable[[RunContext], Weights] | None = None  # in place of the mode's codes
     peer: str | None = None  # its name, where the row is a peer's
+    own_windows: int = 0  # of text that the model writes, to train on beside the real ones
 
 
 def _qtip(peer: str, label: str, code: str, **changes: Any) -> Plan:
@@ -133,6 +134,9 @@ PLANS: dict[str, Plan] = {
     "little-text": Plan(
         label="best, trained on 128 windows", finetune=dataclasses.replace(SHORT, train_windows=128)
     ),
+    "own-text": Plan(
+        label=f"best, {FINETUNE_STEPS} steps a phase, and 6144 windows that the model wrote", own_windows=6144
+    ),
     "long": Plan(label="best, 675 steps a phase", finetune=Finetune(steps=675)),
     "codebooks": Plan(label="best over codebooks", method="kmeans"),
     "qtip": _qtip("QTIP 3INST", "trained by block and at the end", "3inst", make=block_training.qtip),
@@ -189,6 +193,9 @@ def measure(study: Study, name: str, bits: float, seed: int) -> dict[str, Any]:
     if plan.statistics > 1:
         windows = spread(study.base.train_windows, calibration.num_samples, of=None)
         run = dataclasses.replace(run, windows=windows, statistics={})
+    if plan.own_windows:  # in front: the last ones are held out
+        own = study.own_text(plan.own_windows, of=train_windows)
+        train_windows = torch.cat([own, train_windows])
     run = dataclasses.replace(run, train_windows=train_windows)
     run = with_allocation(run, allocate_bits(run))
     if torch.cuda.is_available():
