@@ -250,7 +250,7 @@ def ablation_table(results: Path) -> str:
 
 
 def tasks_table(results: Path) -> str:
-    """Accuracy by lm-eval, one column a model, with standard errors."""
+    """Accuracy by lm-eval, one column a model, with standard errors; in brackets the difference to the first, paired."""
     found = read(results, "tasks-bench-32m").get("rows", [])
     models = list(dict.fromkeys(row["model"] for row in found))
     cells = {
@@ -259,8 +259,15 @@ def tasks_table(results: Path) -> str:
     rows = []
     for task, metric in dict.fromkeys((task, metric) for task, metric, _ in cells):
         values = [cells[task, metric, model] for model in models]
-        rows.append([f"{task}, {metric}", *(f"{row['value']:.3f} ± {row['stderr']:.3f}" for row in values)])
-    return markdown(["300 documents each", *models], rows)
+        rows.append([f"{task}, {metric}", *map(_accuracy, values)])
+    return markdown([f"{found[0]['documents']} documents each" if found else "", *models], rows)
+
+
+def _accuracy(row: Mapping[str, Any]) -> str:
+    value = f"{row['value']:.3f} ± {row['stderr']:.3f}"
+    if row.get("difference") is None:
+        return value
+    return f"{value} ({row['difference']:+.3f} ± {row['difference_stderr']:.3f})"
 
 
 def speed_table(results: Path) -> str:

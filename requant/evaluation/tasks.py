@@ -1,5 +1,8 @@
 """Accuracy on lm-eval's tasks for the original and checkpoints in one table, with standard errors.
 
+The models answer the same questions, so the error of a difference is that of the mean of d_i = a_i - b_i over documents i,
+which is smaller than the two models' own errors suggest where they mostly agree.
+
 lm-eval prompts, scores and averages; requant opens the models. Six tasks can also be read from files, for machines without
 a network: one line of JSON a document, prepared as lm-eval prepares it.
 
@@ -21,17 +24,19 @@ import json
 import logging
 import math
 import os
+import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from requant.errors import InputError, RequantError, TextError, did_you_mean, first_line, is_out_of_memory
+from requant.evaluation.perplexity import mean_difference
 from requant.inference.load import open_model
 from requant.models.devices import pick_device
 from requant.models.loading import load_tokenizer, resolve_source
@@ -62,7 +67,11 @@ MISSING = "tasks need the package lm-eval; install it with `pip install 'requant
 
 @dataclass(frozen=True, kw_only=True)
 class TaskScore:
-    """One metric of one task for one model."""
+    """One metric of one task for one model.
+
+    `difference`: to the first model, with its error paired by document; None for that model itself, and for metrics that
+    are no mean over documents.
+    """
 
     model: str
     task: str
@@ -70,6 +79,8 @@ class TaskScore:
     value: float
     stderr: float | None
     documents: int
+    difference: float | None = None
+    difference_stderr: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -85,7 +96,7 @@ def evaluate_tasks(
     dtype: str = "auto",
     quiet: bool = True,
 ) -> list[TaskScore]:
-    """Every metric of every task, model by model; `limit` takes the first documents of each task.
+    """Every metric of every task, model by model, with differences to the first; `limit` takes the first documents of each.
 
     `data` is a folder of files for the tasks in LOCAL; all others come from where lm-eval takes them. Raises
     InputError for an unknown task, TextError for a file that is missing or no such file, ModelError.
@@ -97,16 +108,25 @@ def evaluate_tasks(
     where = pick_device(device)
     with _task_manager(tasks, None if data is None else Path(data)) as (manager, names):
         scores: list[TaskScore] = []
-        for model, folder in zip(models, folders, strict=True):
+        first: dict[tuple[str, str], list[float]] = {}
+        for index, (model, folder) in enumerate(zip(models, folders, strict=True)):
             opened = open_model(folder, device=where, dtype=dtype)
             results = _run(opened, load_tokenizer(folder), names, manager, limit=limit, quiet=quiet)
-            scores += _scores(model, results)
+            found, by_document = _scores(model, results), _by_document(results)
+            if index == 0:
+                first = by_document
+            else:
+                found = [_with_difference(score, by_document, first) for score in found]
+            scores += found
             del opened
     return scores
 
 
 def score_rows(scores: Sequence[TaskScore]) -> list[dict[str, object]]:
-    """The table: a line a metric of a task, a column a model, then the mean accuracy where tasks have one."""
+    """The table: a line a metric of a task, a column a model, then the mean accuracy where tasks have one.
+
+    Models behind the first have their difference to it in brackets.
+    """
     models = list(dict.fromkeys(score.model for score in scores))
     lines = list(dict.fromkeys((score.task, score.metric) for score in scores))
     found = {(score.task, score.metric, score.model): score for score in scores}
@@ -126,11 +146,20 @@ def score_rows(scores: Sequence[TaskScore]) -> list[dict[str, object]]:
 
 def _mean(scores: Sequence[TaskScore]) -> str:
     """The plain mean over tasks, and its error: documents of different tasks are independent."""
-    errors = [score.stderr for score in scores if score.stderr is not None]
-    mean = sum(score.value for score in scores) / len(scores)
-    if len(errors) < len(scores):
-        return f"{mean:.4f}"
-    return f"{mean:.4f} ± {math.sqrt(sum(error**2 for error in errors)) / len(scores):.4f}"
+    mean = _mean_of([(score.value, score.stderr) for score in scores])
+    difference = _mean_of([(score.difference, score.difference_stderr) for score in scores], sign="+")
+    return f"{mean}{difference and f' ({difference})'}"
+
+
+def _mean_of(found: Sequence[tuple[float | None, float | None]], sign: str = "") -> str:
+    """Mean of values with errors, as text; nothing where a value is missing."""
+    values, errors = ([x for x in column if x is not None] for column in zip(*found, strict=True))
+    if len(values) < len(found):
+        return ""
+    mean = f"{sum(values) / len(values):{sign}.4f}"
+    if len(errors) < len(found):
+        return mean
+    return f"{mean} ± {math.sqrt(sum(error**2 for error in errors)) / len(found):.4f}"
 
 
 def _cell(score: TaskScore | None) -> str | None:
@@ -138,7 +167,10 @@ def _cell(score: TaskScore | None) -> str | None:
         return None
     digits = 4 if abs(score.value) < 10 else 2
     error = "" if score.stderr is None else f" ± {score.stderr:.{digits}f}"
-    return f"{score.value:.{digits}f}{error}"
+    beside = ""
+    if score.difference is not None:
+        beside = f" ({score.difference:+.{digits}f} ± {score.difference_stderr:.{digits}f})"
+    return f"{score.value:.{digits}f}{error}{beside}"
 
 
 def _check_installed() -> None:
@@ -229,7 +261,7 @@ def _run(
                 task_manager=manager,
                 limit=limit,
                 bootstrap_iters=BOOTSTRAPS,
-                log_samples=False,
+                log_samples=True,  # differences are paired by document
                 random_seed=None,  # type: ignore[arg-type]  # the caller's generators stay as they are
                 numpy_random_seed=None,  # type: ignore[arg-type]
                 torch_random_seed=None,  # type: ignore[arg-type]
@@ -287,3 +319,29 @@ def _scores(model: str, results: Mapping[str, Any]) -> list[TaskScore]:
                 )
             )
     return scores
+
+
+def _by_document(results: Mapping[str, Any]) -> dict[tuple[str, str], list[float]]:
+    """(task, metric) -> the metric of every document in order, for metrics that are a number a document."""
+    found: dict[tuple[str, str], list[float]] = {}
+    for task, samples in results.get("samples", {}).items():
+        for sample in sorted(samples, key=lambda sample: sample["doc_id"]):
+            for metric in sample.get("metrics", ()):
+                value, filtered = sample.get(metric), sample.get("filter", "none")
+                if isinstance(value, int | float):
+                    name = metric if filtered == "none" else f"{metric} ({filtered})"
+                    found.setdefault((task.removesuffix(SUFFIX), name), []).append(float(value))
+    return found
+
+
+def _with_difference(
+    score: TaskScore,
+    by_document: Mapping[tuple[str, str], Sequence[float]],
+    first: Mapping[tuple[str, str], Sequence[float]],
+) -> TaskScore:
+    """The score with its difference to the first model on the same documents, if it is a mean over documents."""
+    own, others = (values.get((score.task, score.metric), ()) for values in (by_document, first))
+    found = mean_difference(own, others)
+    if found is None or not math.isclose(statistics.fmean(own), score.value, abs_tol=1e-9):
+        return score
+    return replace(score, difference=found[0], difference_stderr=found[1])

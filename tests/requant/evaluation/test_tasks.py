@@ -229,6 +229,31 @@ def test_the_table_and_its_mean() -> None:
     assert rows[-1] == {"task": "mean", "metric": "acc", "a": "0.3750", "b": "0.5000", "documents": None}
 
 
+def test_differences_are_paired_by_document(shared: Callable[[str], Path], tmp_path: Path) -> None:
+    model, tokenizer = load_model("demo", device="cpu", dtype="auto")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + 0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
+    model.save_pretrained(tmp_path / "other")
+    tokenizer.save_pretrained(tmp_path / "other")
+    models = ["demo", str(tmp_path / "other"), "demo"]
+    found = evaluate_tasks(
+        models, ["piqa", "lambada_openai"], data=shared("data/tasks"), limit=40, device="cpu"
+    )
+    first, other, same = (found[i : i + len(found) // 3] for i in range(0, len(found), len(found) // 3))
+    assert {(score.task, score.metric) for score in first} >= {("piqa", "acc"), ("lambada_openai", "acc")}
+    for a, b, c in zip(first, other, same, strict=True):
+        assert a.difference is None
+        if b.metric == "perplexity":  # no mean over documents
+            assert b.difference is None and c.difference is None
+            continue
+        assert b.difference == pytest.approx(b.value - a.value) and c.difference == c.difference_stderr == 0
+    changed = next(score for score in other if (score.task, score.metric) == ("piqa", "acc_norm"))
+    assert changed.difference is not None and changed.difference_stderr is not None
+    assert 0 < changed.difference_stderr <= first[0].documents ** -0.5
+    assert f"({changed.difference:+.4f} ± {changed.difference_stderr:.4f})" in str(score_rows(found))
+
+
 def test_what_cannot_be_asked(cli, tmp_path: Path, monkeypatch) -> None:
     with pytest.raises(InputError, match=r"knows no task 'piqqa' \(did you mean 'piqa"):
         evaluate_tasks(["demo"], ["piqqa"])
@@ -245,7 +270,7 @@ def test_what_cannot_be_asked(cli, tmp_path: Path, monkeypatch) -> None:
     code, _, error = cli("eval", "demo", "--tasks", "piqa", "--reference", "demo")
     assert code == 2 and "--reference has no effect with --tasks" in error
     code, _, error = cli("eval", "demo", "--limit", 3)
-    assert code == 2 and "--limit has no effect with eval of a text" in error
+    assert code == 2 and "--limit has no effect with the evaluation of a text" in error
     monkeypatch.setitem(__import__("sys").modules, "lm_eval", None)
     with pytest.raises(InputError, match=r"pip install 'requant\[tasks\]'"):
         evaluate_tasks(["demo"], ["piqa"])
