@@ -3,17 +3,19 @@
     pip install requant vllm;  vllm serve CHECKPOINT
 
 vLLM calls `register` in every process. It then finds `quant_method: requant` in config.json, asks `RequantConfig` for the
-method of every linear layer, and that method
+method of every linear layer, embedding and head, and that method
 
     create_weights                   registers empty parameters, one for each tensor on disk, whose loader gathers
     process_weights_after_loading    packs the rank's part for the kernels (`vllm_weights`), and checks them on this GPU
-    apply                            multiplies with them
+    apply, embedding                 multiply with them, look rows up in them
 
-Tensor parallelism cuts codes, scales, levels and residuals exactly. The stock loaders cannot: the sparse part of a rank
-has another length on each, and codes are a bitstream.
+by custom operators, which vLLM's compiler and CUDA graphs take as they are. Tensor parallelism cuts codes, scales, levels
+and residuals exactly, and divides trellis codes whose rotation runs over all ranks (`vllm_trellis`). The stock loaders could
+not: the sparse part of a rank has another length on each, and codes are a bitstream.
 
-Tested against doubles of vLLM's documented interface (`tests/requant/integrations/vllm_double.py`), and where vLLM 0.33
-imports (`pytest -m peers`, no GPU needed) against its own layers, its loader and its Llama; not yet in the CUDA engine.
+Tested against doubles of vLLM's documented interface (`tests/requant/integrations/vllm_double.py`), and where vLLM imports
+(`pytest -m peers`, no GPU needed; 0.26.0 and 0.33.0) against its own layers, its loader and its Llama; not yet in the CUDA
+engine.
 """
 
 import re
@@ -22,9 +24,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_gather
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import register_quantization_config
-from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     UnquantizedEmbeddingMethod,
@@ -35,9 +38,18 @@ from requant.checkpoint.sizes import EMBEDDINGS
 from requant.checkpoint.validate import parse_embedding_and_head, parse_quantization, parse_rotation
 from requant.errors import ModelError
 from requant.formats.packed_spec import GUARD_TENSOR, PackedSpec
-from requant.formats.quantized_weight import QuantizedWeight
+from requant.inference.convert import KernelLinear
 from requant.inference.kernel_check import KernelCheck
-from requant.integrations.vllm_weights import Collector, Part, Shard, fused_runs, kernel_modules, rank_run
+from requant.integrations.vllm_trellis import Gather
+from requant.integrations.vllm_weights import (
+    Collector,
+    Conversion,
+    Part,
+    Shard,
+    Share,
+    fused_runs,
+    rank_run,
+)
 from requant.models.rotations import HEAD_SCALES, Rotation
 
 METHOD = "requant"
@@ -59,7 +71,7 @@ class RequantConfig(QuantizationConfig):
         self.embedding_and_head = dict(embedding_and_head or {})
         self.rotation = rotation
         self.head_scales: list[Tensor] = []  # one, once the embedding is loaded
-        self.checks: dict[torch.dtype, KernelCheck] = {}  # by activations, for all layers of this process
+        self.conversions: dict[torch.dtype, Conversion] = {}  # by activations, for all layers of this process
 
     def __repr__(self) -> str:
         return f"RequantConfig({len(self.modules)} modules)"
@@ -98,19 +110,27 @@ class RequantConfig(QuantizationConfig):
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
         """The method of a linear layer, embedding or head; None leaves anything else as it is."""
         if isinstance(layer, VocabParallelEmbedding):  # ParallelLMHead is one too
-            name = prefix or self._embedding()
-            spec = self.embedding_and_head.get(name)
-            method = None if spec is None else RequantEmbeddingMethod(name, spec)
-            if self.rotation is None:
-                return method
-            plain = method or UnquantizedEmbeddingMethod()
-            if isinstance(layer, ParallelLMHead):
-                return RotatedHeadMethod(plain, self.rotation, self.head_scales)
-            return RotatedEmbeddingMethod(plain, self.rotation, self.head_scales)
+            return self._vocabulary_method(layer, prefix)
         if not isinstance(layer, LinearBase):
             return None
         specs = self.specs_of(prefix, attention=hasattr(layer, "total_num_kv_heads"))
-        return RequantLinearMethod(prefix, specs, self.checks) if specs else UnquantizedLinearMethod()
+        return RequantLinearMethod(prefix, specs, self) if specs else UnquantizedLinearMethod()
+
+    def conversion(self, dtype: torch.dtype) -> Conversion:
+        """What makes the modules of this process for activations of `dtype`."""
+        return self.conversions.setdefault(dtype, Conversion(check=KernelCheck(dtype)))
+
+    def _vocabulary_method(self, layer: nn.Module, prefix: str) -> Any:
+        """The method of an embedding or a head; None where it is an ordinary one."""
+        name = prefix or self._embedding()
+        spec = self.embedding_and_head.get(name)
+        method = None if spec is None else RequantEmbeddingMethod(name, spec, self)
+        if self.rotation is not None:
+            plain = method or UnquantizedEmbeddingMethod()
+            return RotatedMethod(plain, self.rotation, self.head_scales)
+        if method is None and isinstance(layer, ParallelLMHead) and self.embedding_and_head:
+            return HeadMethod()  # it may be tied to an embedding that has no floats
+        return method
 
     def _embedding(self) -> str:
         """The name of the quantized embedding; vLLM's Llama gives its own none."""
@@ -144,12 +164,8 @@ class RequantConfig(QuantizationConfig):
 class RequantLinearMethod(LinearMethodBase):
     """Loads and multiplies one layer; its state lies on the layer, as vLLM wants it."""
 
-    def __init__(
-        self, prefix: str, specs: Mapping[Shard, PackedSpec], checks: dict[torch.dtype, KernelCheck]
-    ) -> None:
-        self.prefix = prefix
-        self.specs = dict(specs)
-        self.checks = checks
+    def __init__(self, prefix: str, specs: Mapping[Shard, PackedSpec], config: RequantConfig) -> None:
+        self.prefix, self.specs, self.config = prefix, dict(specs), config
 
     def create_weights(
         self,
@@ -161,20 +177,33 @@ class RequantLinearMethod(LinearMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        self.check = self.checks.setdefault(params_dtype, KernelCheck(params_dtype))
+        self.dtype = params_dtype
         parts = self._parts(layer, input_size_per_partition, output_partition_sizes, input_size)
-        _collect(layer, Collector(self.prefix, self.specs, parts))
+        _collect(layer, self.prefix, self.specs, parts)
         layer.register_parameter(GUARD_TENSOR, _placeholder(torch.float16, lambda *_: None))
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        weights = _collected(layer, layer.get_parameter(GUARD_TENSOR).device)
-        layer.kernels = nn.ModuleList(kernel_modules(weights, self.check, where=self.prefix))
+        found = _collected(layer, layer.get_parameter(GUARD_TENSOR).device)
+        layer.kernels = nn.ModuleList(
+            self.config.conversion(self.dtype).modules(
+                found, where=self.prefix, ranks=layer.tp_size, gather=self._gather(layer)
+            )
+        )
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """`x w~' + bias`, in the dtype of x."""
         outputs = [kernel(x) for kernel in layer.kernels]
         y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
         return y if bias is None else y + bias
+
+    def _gather(self, layer: Any) -> Gather:
+        """The all-gather of the ranks that share this layer."""
+        if layer.tp_size not in (1, get_tensor_model_parallel_world_size()):
+            raise ModelError(
+                f"{self.prefix} is divided among {layer.tp_size} of {get_tensor_model_parallel_world_size()} GPUs, over "
+                "which the plugin cannot gather; serve this model with `requant serve`."
+            )
+        return tensor_model_parallel_all_gather
 
     def _parts(self, layer: Any, columns_mine: int, rows_mine: list[int], columns: int) -> dict[Shard, Part]:
         """What this rank takes of every matrix."""
@@ -190,62 +219,79 @@ class RequantLinearMethod(LinearMethodBase):
         return parts
 
 
-class RequantEmbeddingMethod(UnquantizedEmbeddingMethod):
-    """An embedding or a head: its rows become floats at load, since vLLM looks rows up and shares tables as tensors."""
+class RequantEmbeddingMethod(QuantizeMethodBase):
+    """An embedding or a head: rows are looked up in the codes, and multiplied by the kernels; no floats of the table."""
 
-    def __init__(self, prefix: str, spec: PackedSpec) -> None:
-        self.prefix = prefix
-        self.spec = spec
+    def __init__(self, prefix: str, spec: PackedSpec, config: RequantConfig) -> None:
+        self.prefix, self.spec, self.config = prefix, spec, config
 
-    def create_weights(self, layer: Any, *arguments: Any, **named: Any) -> None:
-        super().create_weights(layer, *arguments, **named)
-        layer.weight.weight_loader = lambda *_: None  # what the file calls so is empty
+    def create_weights(
+        self,
+        layer: Any,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        self.dtype, self.rows_padded = params_dtype, sum(output_partition_sizes)
         indices, (n, k) = layer.shard_indices, self.spec.shape
         rows = (indices.org_vocab_start_index, min(indices.org_vocab_end_index, n))
-        self.rows = max(0, rows[1] - rows[0])  # 0: this rank has nothing but padding
+        self.rows = max(
+            0, rows[1] - rows[0]
+        )  # 0: this rank has nothing but padding, and holds a row that nobody asks for
         part = Part(rows=(rows if self.rows else (0, 1),), columns=(0, k))
-        _collect(layer, Collector(self.prefix, {None: self.spec}, {None: part}))
+        _collect(layer, self.prefix, {None: self.spec}, {None: part})
+        layer.register_parameter(GUARD_TENSOR, _placeholder(torch.float16, lambda *_: None))
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        (weight,) = _collected(layer, layer.weight.device)
-        with torch.no_grad():
-            layer.weight.zero_()
-            layer.weight[: self.rows] = weight.dequantize()[: self.rows].to(layer.weight.dtype)
-        super().process_weights_after_loading(layer)
+        found: list[Share] = _collected(layer, layer.get_parameter(GUARD_TENSOR).device)
+        (layer.table,) = self.config.conversion(self.dtype).modules(found, where=self.prefix)
+
+    def embedding(self, layer: Any, input_: Tensor) -> Tensor:
+        if isinstance(layer.table, KernelLinear):
+            return layer.table.rows(input_, self.dtype)
+        return nn.functional.embedding(input_, layer.table.weight)
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Logits of the rank's tokens; 0 for those that only pad its part."""
+        y = nn.functional.pad(layer.table(x)[..., : self.rows], (0, self.rows_padded - self.rows))
+        return y if bias is None else y + bias
+
+    def tie_weights(self, layer: Any, embed_tokens: Any) -> Any:
+        return _tied(layer, embed_tokens)
 
 
-class RotatedEmbeddingMethod(UnquantizedEmbeddingMethod):
-    """An embedding whose rows enter the rotated stream (`requant.models.rotations`); it also takes the head's scales."""
+class HeadMethod(UnquantizedEmbeddingMethod):
+    """A head of plain floats, unless it is tied to a quantized embedding: then it has none, and asks that for logits."""
+
+    def tie_weights(self, layer: Any, embed_tokens: Any) -> Any:
+        if isinstance(embed_tokens.quant_method, RequantEmbeddingMethod):
+            return _tied(layer, embed_tokens)
+        return super().tie_weights(layer, embed_tokens)
+
+
+class RotatedMethod(QuantizeMethodBase):
+    """Embedding and head of a folded model (`requant.models.rotations`): rows enter the rotated stream, and the head's input
+    leaves it, scaled as the final norm would. The scales are a parameter of the embedding."""
 
     def __init__(self, plain: Any, rotation: Rotation, head_scales: list[Tensor]) -> None:
         self.plain, self.rotation, self.head_scales = plain, rotation, head_scales
 
     def create_weights(self, layer: Any, *arguments: Any, **named: Any) -> None:
         self.plain.create_weights(layer, *arguments, **named)
+        if isinstance(layer, ParallelLMHead):
+            return
 
         def take(parameter: nn.Parameter, tensor: Tensor) -> None:
-            self.head_scales[:] = [tensor.float().to(layer.weight.device)]
+            self.head_scales[:] = [tensor.float().to(parameter.device)]
 
         layer.register_parameter(HEAD_SCALES, _placeholder(torch.float32, take))
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        delattr(layer, HEAD_SCALES)
-        self.plain.process_weights_after_loading(layer)
-
-    def embedding(self, layer: Any, input_: Tensor) -> Tensor:
-        return self.rotation.stream(self.plain.embedding(layer, input_))
-
-
-class RotatedHeadMethod(UnquantizedEmbeddingMethod):
-    """A head whose input leaves the rotated stream, and is scaled as the final norm would."""
-
-    def __init__(self, plain: Any, rotation: Rotation, head_scales: list[Tensor]) -> None:
-        self.plain, self.rotation, self.head_scales = plain, rotation, head_scales
-
-    def create_weights(self, layer: Any, *arguments: Any, **named: Any) -> None:
-        self.plain.create_weights(layer, *arguments, **named)
-
-    def process_weights_after_loading(self, layer: Any) -> None:
+        if hasattr(layer, HEAD_SCALES):
+            delattr(layer, HEAD_SCALES)
         if not self.head_scales:
             raise ModelError(
                 f"{HEAD_SCALES} was not loaded with the embedding: this GPU holds the head alone; use tensor parallelism, "
@@ -253,8 +299,27 @@ class RotatedHeadMethod(UnquantizedEmbeddingMethod):
             )
         self.plain.process_weights_after_loading(layer)
 
+    def embedding(self, layer: Any, input_: Tensor) -> Tensor:
+        return self.rotation.stream(self.plain.embedding(layer, input_))
+
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return self.plain.apply(layer, self.rotation.stream_back(x, self.head_scales[0]), bias)
+
+    def tie_weights(self, layer: Any, embed_tokens: Any) -> Any:
+        return _tied(layer, embed_tokens)
+
+
+class TiedMethod(QuantizeMethodBase):
+    """A head without weights: logits are what the embedding's own method computes."""
+
+    def __init__(self, embed_tokens: Any) -> None:
+        self.embed_tokens = embed_tokens
+
+    def create_weights(self, layer: Any, *arguments: Any, **named: Any) -> None:
+        raise AssertionError("a tied head is made from one that has weights")
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self.embed_tokens.quant_method.apply(self.embed_tokens, x, bias)
 
 
 def register() -> None:
@@ -262,8 +327,20 @@ def register() -> None:
     register_quantization_config(METHOD)(RequantConfig)
 
 
-def _collect(layer: Any, collector: Collector) -> None:
+def _tied(layer: Any, embed_tokens: Any) -> Any:
+    """A head that holds nothing and asks the embedding."""
+    for name, _ in list(layer.named_parameters(recurse=False)):
+        if name != "bias":
+            delattr(layer, name)
+    layer.quant_method = TiedMethod(embed_tokens)
+    return layer
+
+
+def _collect(layer: Any, name: str, specs: Mapping[Shard, PackedSpec], parts: Mapping[Shard, Part]) -> None:
     """Parameters that take what the file has; they hold no data themselves, so that nothing is allocated twice."""
+    rank, ranks = getattr(layer, "tp_rank", 0), layer.tp_size
+    device = torch.get_default_device()  # where vLLM builds the layer
+    collector = Collector(name, specs, parts, rank=rank, ranks=ranks, device=device)
     for suffix, dtype in collector.suffixes().items():
 
         def take(parameter: nn.Parameter, tensor: Tensor, shard: Shard = None, suffix: str = suffix) -> None:
@@ -273,13 +350,13 @@ def _collect(layer: Any, collector: Collector) -> None:
     layer.collector = collector
 
 
-def _collected(layer: Any, device: torch.device) -> list[QuantizedWeight]:
-    """The rank's matrices, once; the parameters that took them are gone then."""
-    weights = layer.collector.weights(device)
+def _collected(layer: Any, device: torch.device) -> list[Share]:
+    """The rank's shares, once; the parameters that took them are gone then."""
+    found = layer.collector.shares(device)
     for suffix in layer.collector.suffixes():
         delattr(layer, suffix)
     del layer.collector
-    return weights
+    return found
 
 
 def _placeholder(dtype: torch.dtype, loader: Any) -> nn.Parameter:

@@ -7,16 +7,18 @@ A layer of a serving engine is one or more matrices of the checkpoint: `qkv_proj
     row-parallel        columns  r P to (r + 1) P
 
 Tensors of a matrix arrive one at a time, whole. As soon as the last one is there the matrix is cut (exactly:
-`formats/quantized_weight.py`) and packed again, so that a rank never keeps more than its part. What then fits into one
-container is joined to one matrix, so that one kernel launch serves q, k and v; what does not (mixed bits, a trellis) is
-launched by itself, and the outputs are concatenated.
+`formats/quantized_weight.py`; trellis codes by `vllm_trellis.py`) and packed again, so that a rank never keeps more than its
+part. What then fits into one container is joined to one matrix, so that one product serves q, k and v; what does not
+(mixed bits) is multiplied by itself, and the outputs are concatenated. A matrix that no kernel takes, or that one gets wrong
+on this machine, is held as floats.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from requant.errors import CheckpointError, InputError, ModelError
 from requant.formats.packed_spec import PackedSpec
@@ -28,8 +30,20 @@ from requant.formats.quantized_weight import (
     slice_rows,
     unpack,
 )
-from requant.inference.convert import KernelLinear, kernel_linear
+from requant.formats.trellis import Trellis
+from requant.inference.convert import kernel_linear
 from requant.inference.kernel_check import KernelCheck
+from requant.integrations.vllm_trellis import (
+    Gather,
+    GatheredInput,
+    GatheredOutput,
+    InputRotation,
+    OutputRotation,
+    divide_columns,
+    divide_rows,
+)
+
+logger = logging.getLogger(__name__)
 
 Shard = str | int | None  # "q", "k", "v"; 0, 1; None: the matrix is the layer's only one
 
@@ -70,30 +84,61 @@ def fused_runs(
     return tuple(runs)
 
 
-def cut(weight: QuantizedWeight, part: Part, *, where: str) -> QuantizedWeight:
-    """The part of a matrix that a rank holds; raises ModelError where the format cannot be cut there."""
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """What a rank multiplies, and where its rotation runs over all ranks, what it does before or after."""
+
+    weight: QuantizedWeight
+    rotation: OutputRotation | InputRotation | None = None
+
+
+def shares(weight: QuantizedWeight, part: Part, *, rank: int, ranks: int, where: str) -> list[Share]:
+    """The rank's part of a matrix, from top to bottom; raises ModelError where the format cannot be divided so."""
     try:
         narrow = slice_columns(weight, *part.columns)
-        joined = join_rows([slice_rows(narrow, *run) for run in part.rows])
+        return [Share(weight=slice_rows(narrow, *run)) for run in part.rows]
     except InputError as error:
-        raise ModelError(f"{where}: {error}") from error
-    if joined is None:
-        raise ModelError(
-            f"{where}: a {type(weight.dense).__name__.lower()} of fused matrices cannot be divided among GPUs; serve it "
-            "on one, or quantize with kmeans or gptq."
-        )
-    return joined
+        dense, by_rows = weight.dense, part.columns == (0, weight.shape[1])
+        if isinstance(dense, Trellis) and by_rows and dense.rotates_output:
+            own, rotation = divide_rows(weight, part.rows, rank=rank, ranks=ranks, where=where)
+        elif isinstance(dense, Trellis) and not by_rows and dense.input_scales is not None:
+            own, rotation = divide_columns(weight, rank=rank, ranks=ranks, where=where)
+        else:
+            raise ModelError(f"{where}: {error}") from error
+        return [Share(weight=own, rotation=rotation)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Stored:
+    """A share, packed until all of the layer are there."""
+
+    spec: PackedSpec
+    tensors: Mapping[str, Tensor]
+    rotation: OutputRotation | InputRotation | None
+
+    def unpacked(self, device: torch.device | str) -> Share:
+        tensors = {suffix: tensor.to(device) for suffix, tensor in self.tensors.items()}
+        return Share(weight=unpack(self.spec, tensors), rotation=self.rotation)
 
 
 class Collector:
-    """Gathers the tensors of one layer's matrices, and keeps of each the rank's part, packed."""
+    """Gathers the tensors of one layer's matrices, and keeps of each the rank's share, packed."""
 
-    def __init__(self, name: str, specs: Mapping[Shard, PackedSpec], parts: Mapping[Shard, Part]) -> None:
-        self.name = name
-        self.specs = dict(specs)
-        self.parts = dict(parts)
+    def __init__(
+        self,
+        name: str,
+        specs: Mapping[Shard, PackedSpec],
+        parts: Mapping[Shard, Part],
+        *,
+        rank: int = 0,
+        ranks: int = 1,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """`device` cuts, where there is something to cut."""
+        self.name, self.specs, self.parts = name, dict(specs), dict(parts)
+        self.rank, self.ranks, self.device = rank, ranks, device
         self._waiting: dict[Shard, dict[str, Tensor]] = {shard: {} for shard in specs}
-        self._ready: dict[Shard, tuple[PackedSpec, dict[str, Tensor]]] = {}
+        self._ready: dict[Shard, list[_Stored]] = {}
 
     def suffixes(self) -> dict[str, torch.dtype]:
         """Names of all tensors that any of the matrices has, with the dtype that the first of those has."""
@@ -122,32 +167,87 @@ class Collector:
             return
         part, (n, k) = self.parts[shard], spec.shape
         if part == Part(rows=((0, n),), columns=(0, k)):  # one GPU: as it is on disk
-            self._ready[shard] = spec, dict(waiting)
+            self._ready[shard] = [_Stored(spec=spec, tensors=dict(waiting), rotation=None)]
         else:
-            self._ready[shard] = pack(cut(unpack(spec, waiting), part, where=self.name))
+            weight = unpack(spec, {suffix: tensor.to(self.device) for suffix, tensor in waiting.items()})
+            found = shares(weight, part, rank=self.rank, ranks=self.ranks, where=self.name)
+            self._ready[shard] = [
+                _Stored(spec=own, tensors=tensors, rotation=share.rotation)
+                for share in found
+                for own, tensors in [pack(share.weight)]
+            ]
         waiting.clear()
 
-    def weights(self, device: torch.device | str = "cpu") -> list[QuantizedWeight]:
-        """The rank's matrices from top to bottom, neighbours joined where one container holds them."""
+    def shares(self, device: torch.device | str = "cpu") -> list[Share]:
+        """The rank's shares from top to bottom, on a device."""
         if absent := [shard for shard in self.specs if shard not in self._ready]:
             missing = sorted(self.specs[absent[0]].tensors().keys() - self._waiting[absent[0]].keys())
             raise CheckpointError(
                 f"{self.name}: {missing[0]} is missing from the weight files; download the checkpoint again."
             )
-        joined: list[QuantizedWeight] = []
-        for shard in self.specs:
-            spec, tensors = self._ready[shard]
-            weight = unpack(spec, {suffix: tensor.to(device) for suffix, tensor in tensors.items()})
-            both = join_rows([joined[-1], weight]) if joined else None
-            joined[-1:] = [both] if both is not None else [*joined[-1:], weight]
-        return joined
+        return [stored.unpacked(device) for shard in self.specs for stored in self._ready[shard]]
 
 
-def kernel_modules(
-    weights: Sequence[QuantizedWeight], check: KernelCheck, *, where: str
-) -> list[KernelLinear]:
-    """What multiplies: a module a matrix, on its device. Raises ModelError where no kernel takes one, or gets it wrong."""
-    try:
-        return [kernel_linear(weight, check) for weight in weights]
-    except ValueError as error:
-        raise ModelError(f"{where}: {error}.") from error
+@dataclass(kw_only=True)
+class Conversion:
+    """Makes what multiplies. One for all layers of a process: kernels are checked, and a reason is logged, once."""
+
+    check: KernelCheck
+    said: set[str] = field(default_factory=set)
+
+    def modules(
+        self, found: Sequence[Share], *, where: str, ranks: int = 1, gather: Gather | None = None
+    ) -> list[nn.Module]:
+        """Modules whose outputs, side by side, are those of the layer; neighbours that can be are one."""
+        made: list[nn.Module] = []
+        for group in _neighbours(found):
+            products = self.products([share.weight for share in group], where=where)
+            rotations = [share.rotation for share in group]
+            if rotations[0] is None:
+                made += products
+                continue
+            assert gather is not None
+            if isinstance(rotations[0], InputRotation):
+                made.append(GatheredInput(products[0], rotations[0], gather))
+            else:
+                outputs = [each for each in rotations if isinstance(each, OutputRotation)]
+                made.append(GatheredOutput(products, outputs, ranks, gather))
+        return made
+
+    def products(self, weights: Sequence[QuantizedWeight], *, where: str) -> list[nn.Module]:
+        """One product of matrices that can be joined, or one each, where the kernels do not take the joined one."""
+        joined = join_rows(weights)
+        assert joined is not None
+        try:
+            return [kernel_linear(joined, self.check)]
+        except ValueError as error:
+            if len(weights) > 1:
+                return [self.products([weight], where=where)[0] for weight in weights]
+            if str(error) not in self.said:
+                self.said.add(str(error))
+                logger.warning(
+                    "%s and matrices like it are held as %s, 16 bits a weight: %s",
+                    where, str(self.check.dtype).removeprefix("torch."), error,
+                )  # fmt: skip
+            return [float_linear(joined, self.check.dtype)]
+
+
+def float_linear(weight: QuantizedWeight, dtype: torch.dtype) -> nn.Linear:
+    """A plain layer with the floats of a matrix, which a CUDA graph can hold."""
+    n, k = weight.shape
+    layer = nn.Linear(k, n, bias=False, device="meta")
+    layer.weight = nn.Parameter(weight.dequantize().to(dtype), requires_grad=False)
+    return layer
+
+
+def _neighbours(found: Sequence[Share]) -> list[list[Share]]:
+    """Shares one below the other that one matrix can hold, and that are rotated alike."""
+    groups: list[list[Share]] = []
+    for share in found:
+        last = groups[-1] if groups else []
+        alike = bool(last) and type(last[-1].rotation) is type(share.rotation)
+        if alike and join_rows([*(each.weight for each in last), share.weight]) is not None:
+            last.append(share)
+        else:
+            groups.append([share])
+    return groups

@@ -1,4 +1,4 @@
-"""Doubles of the classes of vLLM 0.33 that the plugin meets: names, signatures and order of calls are vLLM's.
+"""Doubles of the classes of vLLM 0.26 to 0.33 that the plugin meets: names, signatures and order of calls are vLLM's.
 
 Only what a plugin can see is here: how a layer asks for its method, which sizes it hands over, how the loader finds a
 parameter, and what `forward` calls. Attributes are set where vLLM sets them.
@@ -23,6 +23,10 @@ def get_tensor_model_parallel_world_size() -> int:
     return RANKS
 
 
+def tensor_model_parallel_all_gather(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+    raise AssertionError("a rank alone has nobody to gather from")
+
+
 def divide(numerator: int, denominator: int) -> int:
     assert numerator % denominator == 0
     return numerator // denominator
@@ -33,7 +37,16 @@ class QuantizationConfig:
         self.packed_modules_mapping: dict[str, list[str]] = {}
 
 
-class LinearMethodBase:
+class QuantizeMethodBase:
+    def tie_weights(self, layer, embed_tokens):
+        layer.weight = embed_tokens.weight
+        return layer
+
+    def process_weights_after_loading(self, layer):
+        pass
+
+
+class LinearMethodBase(QuantizeMethodBase):
     pass
 
 
@@ -129,14 +142,11 @@ class RowParallelLinear(LinearBase):
         self._create(self.input_size_per_partition, self.weight_loader, bias, output_size)
 
 
-class UnquantizedEmbeddingMethod:
+class UnquantizedEmbeddingMethod(QuantizeMethodBase):
     def create_weights(self, layer, columns, rows, *rest, params_dtype=None, **attributes):
         weight = nn.Parameter(torch.empty(sum(rows), columns, dtype=params_dtype), requires_grad=False)
         weight.weight_loader = attributes["weight_loader"]
         layer.register_parameter("weight", weight)
-
-    def process_weights_after_loading(self, layer):
-        pass
 
     def apply(self, layer, x, bias=None):
         return nn.functional.linear(x, layer.weight, bias)
@@ -149,6 +159,7 @@ class VocabParallelEmbedding(nn.Module):
     def __init__(self, num_embeddings, embedding_dim, params_dtype=None, quant_config=None, prefix=""):
         super().__init__()
         rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        self.tp_size, self.embedding_dim = ranks, embedding_dim
         padded = -(-num_embeddings // 64) * 64
         own = divide(padded, ranks)
         self.shard_indices = SimpleNamespace(
@@ -167,8 +178,7 @@ class VocabParallelEmbedding(nn.Module):
 
 class ParallelLMHead(VocabParallelEmbedding):
     def tie_weights(self, embedding):
-        self.weight = embedding.weight
-        return self
+        return self.quant_method.tie_weights(self, embedding)
 
 
 def register_quantization_config(quantization: str) -> Any:
@@ -186,11 +196,14 @@ def modules() -> dict[str, ModuleType]:
     layers = "vllm.model_executor.layers"
     made = {
         name: ModuleType(name)
-        for name in ("vllm", "vllm.model_executor", layers, f"{layers}.quantization",
+        for name in ("vllm", "vllm.distributed", "vllm.model_executor", layers, f"{layers}.quantization",
                      f"{layers}.quantization.base_config")
     }  # fmt: skip
     made[f"{layers}.linear"] = made[f"{layers}.vocab_parallel_embedding"] = sys.modules[__name__]
     made[f"{layers}.quantization"].register_quantization_config = register_quantization_config
     made[f"{layers}.quantization"]._CUSTOMIZED_METHOD_TO_QUANT_CONFIG = CONFIGS
     made[f"{layers}.quantization.base_config"].QuantizationConfig = QuantizationConfig
+    made[f"{layers}.quantization.base_config"].QuantizeMethodBase = QuantizeMethodBase
+    made["vllm.distributed"].get_tensor_model_parallel_world_size = get_tensor_model_parallel_world_size
+    made["vllm.distributed"].tensor_model_parallel_all_gather = tensor_model_parallel_all_gather
     return made

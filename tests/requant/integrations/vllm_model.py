@@ -6,9 +6,15 @@ Prints the largest relative error of any quantized layer against the floats of t
 operators (its embedding on a CPU) or an accelerator is replaced by nothing; the plugin calls none of it.
 """
 
+import contextlib
 import sys
 
 import torch
+
+with contextlib.suppress(
+    ImportError
+):  # registers operators that vLLM's modules ask for while they are imported
+    import vllm._C_stable_libtorch  # noqa: F401
 import vllm.model_executor.layers.utils
 import vllm.platforms
 from vllm.platforms.cpu import CpuPlatform
@@ -62,7 +68,8 @@ def main(path: str) -> None:
             x = torch.randn(3, matrix.shape[1])
             y = layer.quant_method.apply(layer, x, None)
             worst = max(worst, float((y - x @ matrix.T).norm() / (x @ matrix.T).norm()))
-    table = model.model.embed_tokens.weight
+    embedding = model.model.embed_tokens
+    table = embedding.quant_method.embedding(embedding, torch.arange(model_config.get_vocab_size()))
     sys.stdout.write(f"worst {worst:.3g} embedding {table.float().norm().item():.6g}\n")
 
 
