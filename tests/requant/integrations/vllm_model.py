@@ -14,7 +14,7 @@ import torch
 with contextlib.suppress(
     ImportError
 ):  # registers operators that vLLM's modules ask for while they are imported
-    import vllm._C_stable_libtorch  # noqa: F401
+    import vllm._C_stable_libtorch
 import vllm.model_executor.layers.utils
 import vllm.platforms
 from vllm.platforms.cpu import CpuPlatform
