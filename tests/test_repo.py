@@ -134,7 +134,7 @@ def test_recipes_load_and_are_named_by_the_rule(name: str) -> None:
     recipe = load_recipe(name)
     assert f"`{name}`" in (ROOT / "recipes" / "README.md").read_text(encoding="utf-8")
     assert recipe.model == "demo" or recipe.model in ALIASES
-    usual = default_recipe(recipe.model, None, gpu=recipe.model != "demo", bits=recipe.budget.bits)
+    usual = default_recipe(recipe.model, None, gpu=recipe.model != "demo")
     between = "" if (recipe.mode, recipe.method) == (usual.mode, usual.method) else f"{recipe.method}-"
     assert name == f"{recipe.model}-{between}{budget_name(recipe)}"
 

@@ -47,7 +47,7 @@ Mode = Annotated[
     str | None,
     typer.Option(
         help="best: rounds of quantizing and finetuning; paper: ReQuant as published; dense: codes only. "
-        "[best on a GPU, paper elsewhere]",
+        "[best]",
         autocompletion=values("best", "paper", "dense"),
         rich_help_panel=RECIPE,
     ),

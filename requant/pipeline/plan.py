@@ -36,6 +36,7 @@ from requant.formats.sparse import INDEX_TILE
 from requant.models.targets import QuantTarget
 from requant.pipeline.best import rounds_of
 from requant.pipeline.prepare import Outline, Prepared, bytes_before, start
+from requant.pipeline.quicker import warn_of_a_slow_run
 from requant.pipeline.schedule import count_gpus, expected_seconds, of_fullest_rank
 from requant.quantizers.registry import find_method
 from requant.recipe.schema import Recipe
@@ -132,6 +133,7 @@ def make_plan(
     targets = prepared.targets
     weights = sum(target.size for target in targets)
     fraction = _sparse_fraction(recipe)
+    warn_of_a_slow_run(prepared, recipe, device)
     allocation = _allocation(prepared, recipe, quiet=quiet)
     shares = allocation.outlier_fractions
     parts = sum(

@@ -13,7 +13,6 @@ The checkpoint and its report are written by `requant.save` (report/save.py).
 
 import copy
 import dataclasses
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +25,6 @@ from requant.allocation.budget import allocate_bits, has_budget, with_allocation
 from requant.allocation.embedding_and_head import QuantizedEmbeddingAndHead, quantize_embedding_and_head
 from requant.allocation.knapsack import TOLERANCE
 from requant.calibration.stats import LinearStats
-from requant.display import format_seconds
 from requant.errors import RecipeError
 from requant.evaluation.perplexity import Quality, perplexity_and_kl
 from requant.evaluation.samples import Sample, write_samples
@@ -36,7 +34,8 @@ from requant.pipeline.best import best
 from requant.pipeline.diagnosis import DISAGREEMENT, Diagnosis, diagnose
 from requant.pipeline.paper import requant_as_published
 from requant.pipeline.prepare import Prepared, diagnosed_windows, prepare, start
-from requant.pipeline.schedule import expected_seconds, expected_stages
+from requant.pipeline.quicker import warn_of_a_slow_run
+from requant.pipeline.schedule import expected_stages
 from requant.pipeline.sparse import sparse
 from requant.recipe.options import Options, recipe_from_options
 from requant.recipe.schema import Recipe
@@ -44,9 +43,6 @@ from requant.run.context import Allocation, RunContext, Weights
 from requant.run.quantize_linears import quantize_linears, share_statistics
 from requant.run.stage_cache import load_stage, save_stage
 from requant.run.workspace import Workspace
-
-logger = logging.getLogger(__name__)
-SLOW_RUN = 600.0  # seconds expected on a CPU: above it a warning
 
 
 def codes(run: RunContext) -> Weights:
@@ -161,7 +157,7 @@ def quantize(
         prepared = prepare(model, recipe, tokenizer=tokenizer, device=device, dtype=dtype, quiet=quiet)
         where = prepared.model.device
         progress.expect(expected_stages(prepared, recipe, where.type), memory=lambda: used_memory(where))
-        _warn_of_a_slow_run(prepared, recipe)
+        warn_of_a_slow_run(prepared, recipe, where.type)
         run = start(prepared, recipe, workspace=workspace or Workspace(None), quiet=quiet)
         return _quantized(prepared, run, statistics)
 
@@ -230,19 +226,6 @@ def recipe_for(
     else:
         gpu, name = model.device.type == "cuda", model.name_or_path or type(model).__name__
     return recipe_from_options(recipe, model=name, gpu=gpu, **options)
-
-
-def _warn_of_a_slow_run(prepared: Prepared, recipe: Recipe) -> None:
-    """Say before the work, not after an hour of it, that a CPU is slow at this."""
-    if (
-        prepared.model.device.type == "cpu"
-        and (seconds := expected_seconds(prepared, recipe, "cpu")) > SLOW_RUN
-    ):
-        logger.warning(
-            "this run takes about %s on this CPU; fewer --num-samples or --finetune-steps, another --method, --mode dense "
-            "or a GPU make it shorter.",
-            format_seconds(seconds),
-        )
 
 
 def finetuned(

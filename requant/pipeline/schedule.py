@@ -8,6 +8,7 @@ not here the rate is that of an H200. `progress.py` shows the stages of a run th
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 
 import torch
 
@@ -53,7 +54,9 @@ def _stages(prepared: Prepared | Outline, recipe: Recipe, device: str) -> Iterat
 
     def codes(targets: Sequence[QuantTarget]) -> float:
         weights = of_fullest_rank(targets, lambda target: target.size)
-        return weights * method.seconds_per_weight[device]
+        return (
+            weights * method.seconds_per_weight[device] / (torch.get_num_threads() if device == "cpu" else 1)
+        )
 
     gradients = len(method.needs & {"fisher", "output_hessian"}) * backward(windows)
     inputs = len(method.needs & {"hessian"}) * FORWARDS[recipe.calibration.inputs] * forward(windows)
@@ -123,6 +126,7 @@ def of_fullest_rank(targets: Sequence[QuantTarget], size: Callable[[QuantTarget]
     return max(sums.values())
 
 
+@cache
 def _rate(dtype: torch.dtype, device: str) -> float:
     """Floating-point operations a second of whole passes, from those of a square matrix product."""
     if device == "cuda" and not torch.cuda.is_available():

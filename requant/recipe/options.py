@@ -108,7 +108,7 @@ def recipe_from_options(
     if recipe is None:
         if not sizes:
             raise RecipeError("say how many bits: --bits 1 to 8, or --size, or name a --recipe.")
-        base = to_dict(default_recipe(model or "demo", method, mode, gpu=gpu, bits=bits))
+        base = to_dict(default_recipe(model or "demo", method, mode, gpu=gpu))
     else:
         base = to_dict(_as_recipe(recipe))
     if len(sizes) > 1:

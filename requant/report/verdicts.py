@@ -30,8 +30,8 @@ def _damage(run: RunSummary) -> str | None:
     remedies = ["more --bits"] if run.bits < 16 else []
     if run.mode == "sparse":
         remedies.append("plain codes (`requant quantize`)")
-    elif run.mode != "best":
-        remedies.append("--mode best")
+    elif run.mode != "best" or run.method != "trellis":
+        remedies.append("--mode best --method trellis")
     if "finetuning" not in run.seconds:
         remedies.append("--finetune-steps 100")
     return (

@@ -24,17 +24,20 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "left_alone",
-    [("--skip", "*.layers.[012].*"), pytest.param((), marks=pytest.mark.slow)],
-    ids=["one of four blocks", "whole"],
+    ("options", "method"),
+    [
+        (("--mode", "paper", "--skip", "*.layers.[012].*"), "lut"),
+        pytest.param((), "trellis", marks=pytest.mark.slow),
+    ],
+    ids=["one of four blocks, quickly", "whole"],
 )
-def test_the_main_job_on_the_demo_model(cli, tmp_path: Path, left_alone: tuple[str, ...]) -> None:
+def test_the_main_job_on_the_demo_model(cli, tmp_path: Path, options: tuple[str, ...], method: str) -> None:
     """Quantize, compare, inspect, generate: what the README shows."""
-    code, out, error = cli("quantize", "--bits", 3, "--num-samples", 2, "--seq-len", 64, *left_alone)
+    code, out, error = cli("quantize", "--bits", 3, "--num-samples", 2, "--seq-len", 64, *options)
     assert code == 0, error
-    folder = tmp_path / "demo-lut-3bit"
+    folder = tmp_path / f"demo-{method}-3bit"
     assert "perplexity" in out and "bits per weight, matrices" in out and "peak memory" in out
-    assert "next: requant inspect demo-lut-3bit" in out
+    assert f"next: requant inspect demo-{method}-3bit" in out
     assert "stage" not in error, "progress where there is no terminal to show it"
     names = {file.name for file in folder.iterdir()}
     assert names >= {
@@ -85,7 +88,7 @@ def test_generate_answers_a_message(cli, tiny_folder, tmp_path: Path) -> None:
 def test_dry_run_writes_nothing(cli, tmp_path: Path) -> None:
     code, out, error = cli("quantize", "--bits", 3, "--dry-run", *TINY)
     assert code == 0, error
-    assert "method          lut, mode paper, on cpu" in out and "output          demo-lut-3bit" in out
+    assert "method          trellis, mode best, on cpu" in out and "output          demo-trellis-3bit" in out
     assert (
         "calibration     demo (written by a model), 2 x 64 tokens" in out
         and "scored on       demo-eval" in out
@@ -227,7 +230,8 @@ def test_help_does_not_wait_for_torch() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["demo-2bit", "demo-3bit", "demo-rtn-4bit-codes", "demo-gptq-4bit-codes", "demo-awq-4bit-codes"]
+    "name",
+    ["demo-3bit", "demo-lut-3bit", "demo-rtn-4bit-codes", "demo-gptq-4bit-codes", "demo-awq-4bit-codes"],
 )
 def test_shipped_recipes_of_the_demo_run(cli, name: str, tmp_path: Path) -> None:
     code, _, error = cli("quantize", "--recipe", name, "--output", "out", "--quiet")

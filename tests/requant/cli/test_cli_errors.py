@@ -64,11 +64,11 @@ def checkpoint(tiny_folder, tiny_text_file: Path, tmp_path_factory: pytest.TempP
             "--bits 1.5 cannot be met: the smallest that method 'lut' makes of this model is 2.",
         ),
         (
-            ("--size", "1MB", "--quiet"),
+            ("--size", "1MB", "--method", "lut", "--quiet"),
             "--size 1,000,000 cannot be met: the smallest checkpoint that method 'lut'",
         ),
         (
-            ("--size", "1GB", "--quiet"),
+            ("--size", "1GB", "--method", "lut", "--quiet"),
             "--size 1,000,000,000 cannot be met: the largest checkpoint that method 'lut'",
         ),
         (("--bits", "3", "--head-bits", "9"), "head_bits is '9'"),

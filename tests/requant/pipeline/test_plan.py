@@ -144,7 +144,7 @@ def test_large_shapes_are_trained_in_less_memory(tmp_path: Path, monkeypatch, sh
         tie_word_embeddings=tied,
     ).save_pretrained(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # an H200 is taken
-    recipe = default_recipe(str(tmp_path), None, gpu=True, bits=2.0)
+    recipe = default_recipe(str(tmp_path), None, gpu=True)
     recipe = dataclasses.replace(recipe, budget=Budget(bits=2.0))
 
     def gib(**changes) -> float:

@@ -114,7 +114,7 @@ def test_the_plan(sparsify) -> None:
         (("--method", "gptq"), "method 'gptq' makes no 2:4 matrices: choose one of magnitude, wanda"),
         (("--recover", "all"), "method is 'all'; it takes one of: fixed, ast, s-ste"),
         (("--bits", 12), "bits is 12, but the values of a 2:4 matrix take 2 to 8 bits, or 16"),
-        (("--recipe", "demo-3bit"), "recipe demo-3bit has mode paper, not sparse: run `requant quantize`"),
+        (("--recipe", "demo-3bit"), "recipe demo-3bit has mode best, not sparse: run `requant quantize`"),
     ],
 )
 def test_what_cannot_be_done_is_said_at_once(sparsify, options, sentence: str) -> None:

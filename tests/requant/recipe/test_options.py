@@ -18,7 +18,7 @@ options = recipe_from_options
 
 def test_bits_alone() -> None:
     recipe = options(bits="3")
-    assert (recipe.model, recipe.method, recipe.mode) == ("demo", "lut", "paper")
+    assert (recipe.model, recipe.method, recipe.mode) == ("demo", "trellis", "best")
     assert recipe.budget == Budget(bits=3.0)
     assert recipe.calibration == Calibration(num_samples=16, seq_len=512)
     other = options(bits="3", model="llama-3.2-1b")
@@ -197,12 +197,12 @@ def test_code_bits_are_those_that_the_method_takes() -> None:
         options(code_bits="9")
 
 
-def test_below_what_lut_reaches_a_cpu_has_trellis_codes() -> None:
-    few = options(bits="2")
-    assert (few.mode, few.method, few.finetune.steps) == ("best", "trellis", 0)
-    assert options(bits="2.4").method == "lut"
-    assert options(bits="2", method="lut").mode == "paper"  # refused with the remedy when its sizes are known
-    assert options(bits="2", mode="dense").method == "lut"
+def test_every_device_has_the_same_kind_of_codes_and_a_gpu_trains() -> None:
+    cpu, gpu = options(bits="2"), options(bits="2", gpu=True)
+    assert (cpu.mode, cpu.method) == (gpu.mode, gpu.method) == ("best", "trellis")
+    assert cpu.finetune.steps == 0 < gpu.finetune.steps
+    assert options(bits="3", method="lut").mode == "best"
+    assert options(bits="3", mode="dense").method == options(bits="3", mode="paper").method == "lut"
 
 
 def test_budgets_replace_one_another(tmp_path: Path) -> None:

@@ -253,7 +253,7 @@ def test_verdicts_say_what_is_wrong_and_what_to_do() -> None:
     )
     assert (
         "32% of the most likely" in damaged[0]
-        and "more --bits or --mode best or --finetune-steps" in damaged[0]
+        and "more --bits or --mode best --method trellis or --finetune-steps" in damaged[0]
     )
     few = verdicts(summary(after=dataclasses.replace(quality(26.0, 0.2), top1_agreement=0.5)))
     assert len(few) == 1 and "damaged" in few[0]
