@@ -87,7 +87,13 @@ def test_blocks_are_between_the_original_states(study: Study) -> None:
     ("make", "method", "options"),
     [
         (block_training.efficient_qat, "rtn", {"bits": 2, "group_size": 16}),
-        (block_training.qtip, "trellis", {"bits": 2, "code": "3inst", "two_sided": False}),
+        (block_training.qtip, "gptq", {"bits": 2, "group_size": 16}),  # any method: these codes are quick
+        pytest.param(
+            block_training.qtip,
+            "trellis",
+            {"bits": 2, "code": "3inst", "two_sided": False},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_training_starts_at_the_codes_alone_and_lowers_the_error_of_outputs(
