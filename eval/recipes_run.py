@@ -19,7 +19,8 @@ import typer
 from eval.common import environment, write_json
 from eval.markdown import RESULTS, ROOT, read
 from requant.models.devices import pick_device
-from requant.recipe.yaml_files import available_recipes, load_recipe
+from requant.recipe.shipped import available_recipes
+from requant.recipe.yaml_files import load_recipe
 
 
 def run(name: str) -> dict[str, Any]:

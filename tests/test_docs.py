@@ -149,6 +149,9 @@ def test_completion_is_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
         ("--method ", set(METHODS)),
         ("--for l", {"llama.cpp"}),
         ("--sensitivity ", set(get_args(Score))),
+        ("--model llama-3.3", {"llama-3.3-70b-instruct"}),
+        ("--model de", {"demo"}),
+        ("--recipe demo-lut", {"demo-lut-3bit"}),
     ],
 )
 def test_completion_offers_values(monkeypatch, capsys, line: str, offered: set[str]) -> None:

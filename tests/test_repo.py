@@ -10,10 +10,11 @@ import pytest
 import typer
 
 from requant.cli import app
-from requant.models.loading import ALIASES
+from requant.models.aliases import ALIASES
 from requant.recipe.defaults import default_recipe
 from requant.recipe.options import budget_name
-from requant.recipe.yaml_files import available_recipes, load_recipe
+from requant.recipe.shipped import available_recipes
+from requant.recipe.yaml_files import load_recipe
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("requant", "kernels", "tests", "eval", "recipes", "docs")
@@ -50,7 +51,7 @@ LAYERS = (  # a module may import from its own folder and from those after it
     "sparsity",
     "text",
 )
-BELOW_ALL = ("files", "progress", "display", "ranks", "errors", "version")
+BELOW_ALL = ("files", "progress", "display", "ranks", "errors", "extras", "version")
 
 
 def modules(folder: str) -> list[Path]:

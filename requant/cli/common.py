@@ -20,20 +20,39 @@ PRINTED = "What is printed"
 
 
 def values(*known: str) -> Callable[[str], list[str]]:
-    """What completion offers for an option of these values."""
+    """What completion offers for an option of these values; where none fits, the shell offers files."""
     return lambda incomplete: [value for value in known if value.startswith(incomplete)]
+
+
+def models(incomplete: str) -> list[str]:
+    """Aliases, for completion."""
+    from requant.models.aliases import ALIASES
+
+    return values("demo", *ALIASES)(incomplete)
+
+
+def shipped_recipes(incomplete: str) -> list[str]:
+    """Names of recipes, for completion."""
+    from requant.recipe.shipped import available_recipes
+
+    return values(*available_recipes())(incomplete)
 
 
 Model = Annotated[
     str | None,
     typer.Option(
         help="Folder, hub name, alias (llama-3.2-1b), or demo. [the recipe's, or demo]",
+        autocompletion=models,
         rich_help_panel=RECIPE,
     ),
 ]
 RecipeName = Annotated[
     str | None,
-    typer.Option(help="A recipe by name or YAML file; other options override it.", rich_help_panel=RECIPE),
+    typer.Option(
+        help="A recipe by name or YAML file; other options override it.",
+        autocompletion=shipped_recipes,
+        rich_help_panel=RECIPE,
+    ),
 ]
 Method = Annotated[
     str | None,
@@ -80,6 +99,7 @@ Rotations = Annotated[
     typer.Option(
         help="Of trellis codes: per-matrix, or folded into the model where its architecture allows it, which leaves the "
         "input of down_proj to rotate at run time. [per-matrix]",
+        autocompletion=values("per-matrix", "folded"),
         rich_help_panel=RECIPE,
     ),
 ]

@@ -7,14 +7,17 @@ from typing import Annotated
 
 import typer
 
-from requant.cli.common import AsJson, table
+from requant.cli.common import AsJson, table, values
 
 
 def export(
     checkpoint: Annotated[str, typer.Argument(help="A checkpoint that requant wrote.")],
     to: Annotated[
         str,
-        typer.Option(help="dense, compressed-tensors, gguf, or a program: vllm, transformers, llama.cpp."),
+        typer.Option(
+            help="dense, compressed-tensors, gguf, or a program: vllm, transformers, llama.cpp.",
+            autocompletion=values("dense", "compressed-tensors", "gguf", "vllm", "transformers", "llama.cpp"),
+        ),
     ],
     output: Annotated[Path, typer.Option(help="Folder to write.")],
     dtype: Annotated[
@@ -23,6 +26,9 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Write a checkpoint for programs that know nothing of requant."""
+    from requant.checkpoint.new_folder import check_output
+
+    check_output(output)  # before the imports that take seconds
     from requant.exporters.export import export
 
     written = export(checkpoint, to, output, dtype=dtype)

@@ -21,7 +21,8 @@ def recipes(
         print(json.dumps(known, indent=2) if as_json else table(known))
         return
     from requant.recipe.options import budget_name
-    from requant.recipe.yaml_files import available_recipes, load_recipe
+    from requant.recipe.shipped import available_recipes
+    from requant.recipe.yaml_files import load_recipe
 
     rows: list[dict[str, object]] = []
     for name in available_recipes():

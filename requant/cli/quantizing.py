@@ -128,22 +128,14 @@ def quantize(
     log_file: LogFile = None,
 ) -> None:
     """Quantize a model, measure the loss of quality, write a checkpoint and a report."""
+    from requant.cli.resuming import check_new_output, workspace_of
+
+    if output is not None and not dry_run:  # what can be refused is, before the imports that take seconds
+        check_new_output(output, resume=resume)
     options = recipe_options(locals())
     from requant import progress, ranks
-    from requant.cli.resuming import check_new_output
-
-    if output is not None and not dry_run:  # before the imports that take seconds
-        check_new_output(output, resume=resume)
-    from requant.cli.launching import ran_on
-    from requant.integrations.hub import check_hub, push_to_hub
     from requant.models.devices import pick_device
-    from requant.pipeline.plan import make_plan
-    from requant.pipeline.prepare import outline, prepare
-    from requant.pipeline.quantize import quantize
     from requant.recipe.options import output_folder, recipe_from_options
-    from requant.report.save import save
-    from requant.report.summary import result_numbers, result_rows
-    from requant.run.workspace import Workspace
 
     with ranks.joined(pick_device(device)) as own_device:
         log_to_stderr(verbose)
@@ -157,6 +149,16 @@ def quantize(
 
             check_readable(chosen, target)
         folder = (output if output is not None else output_folder(chosen)).expanduser()
+        if not dry_run:
+            check_new_output(folder, resume=resume)
+        from requant.cli.launching import ran_on
+        from requant.integrations.hub import check_hub, push_to_hub
+        from requant.pipeline.plan import make_plan
+        from requant.pipeline.prepare import outline, prepare
+        from requant.pipeline.quantize import quantize
+        from requant.report.save import save
+        from requant.report.summary import result_numbers, result_rows
+
         if dry_run:
             if gpus is None:
                 prepared = prepare(chosen.model, chosen, device=own_device, dtype=dtype, quiet=quiet)
@@ -167,17 +169,11 @@ def quantize(
             said = {**dataclasses.asdict(plan), "output": str(folder)}
             print(json.dumps(said, indent=2) if as_json else "\n".join(lines))
             return
-        check_new_output(folder, resume=resume)
         if push_to is not None:
             check_hub(push_to)
         if ran_on(gpus, device):
             return
-        workspace = Workspace(
-            folder.with_name(folder.name + ".partial"),
-            resume=resume,
-            save_every=60 * save_every,
-            arguments=sys.argv[1:],
-        )
+        workspace = workspace_of(folder, resume=resume, save_every=save_every)
         silent = quiet and log_file is None
         with sigterm_interrupts(), progress.display(shown=not quiet):
             result = quantize(
@@ -234,14 +230,16 @@ def sensitivity(
     verbose: Verbose = False,
 ) -> None:
     """Score every weight by gradient, Hessian diagonal and PQI; compare predicted with measured dF."""
-    options = recipe_options(locals())
     from requant.checkpoint.new_folder import check_output
+
+    check_output(output)
+    options = recipe_options(locals())
     from requant.recipe.options import recipe_from_options
-    from requant.report.score import score
 
     log_to_stderr(verbose)
     chosen = recipe_from_options(recipe, model=model, mode="dense", **options)
-    check_output(output)
+    from requant.report.score import score
+
     found = score(chosen.model, chosen, device=device, dtype=dtype, output=output, quiet=quiet)
     rows = found.rows()
     print(json.dumps(rows, indent=2) if as_json else table(rows))

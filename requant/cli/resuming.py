@@ -1,10 +1,15 @@
 """`--resume OUTPUT`: the arguments of the run that was interrupted come from its workspace (`requant/run/ownership.py`)."""
 
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from requant.errors import InputError, OutputError
+
+if TYPE_CHECKING:
+    from requant.run.workspace import Workspace
 
 COMMANDS = ("quantize", "sweep", "sparsify")
 BESIDE = {  # options that may be given beside, for they change nothing of the result; whether they take a value
@@ -86,6 +91,18 @@ def remove_leftover(output: Path) -> None:
     from requant.run.workspace import Workspace
 
     Workspace(output.with_name(f"{output.name}.partial"), resume=True).remove_leftover()
+
+
+def workspace_of(output: Path, *, resume: bool, save_every: float) -> "Workspace":
+    """Beside the output of a command; it keeps the arguments for `--resume OUTPUT`. `save_every` is in minutes."""
+    from requant.run.workspace import Workspace
+
+    return Workspace(
+        output.with_name(f"{output.name}.partial"),
+        resume=resume,
+        save_every=60 * save_every,
+        arguments=sys.argv[1:],
+    )
 
 
 def check_new_output(output: Path, *, resume: bool) -> None:

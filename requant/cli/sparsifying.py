@@ -107,37 +107,36 @@ def sparsify(
     log_file: LogFile = None,
 ) -> None:
     """Prune a model to 2:4, and say for what plain codes of the same bytes are better."""
+    from requant.cli.resuming import check_new_output, workspace_of
+
+    if output is not None and not dry_run:  # what can be refused is, before the imports that take seconds
+        check_new_output(output, resume=resume)
     options = recipe_options(locals())
     from requant import progress
-    from requant.cli.resuming import check_new_output
     from requant.models.devices import pick_device
-    from requant.pipeline.plan import make_plan
-    from requant.pipeline.prepare import prepare
-    from requant.pipeline.quantize import quantize
-    from requant.pipeline.sparse_verdict import plain_codes, sparse_verdict
     from requant.recipe.options import output_folder, sparsify_recipe
-    from requant.report.save import save
-    from requant.report.summary import result_numbers, result_rows
-    from requant.run.workspace import Workspace
 
     log_to_stderr(verbose)
     log_to_file(log_file)
     gpu = pick_device(device).startswith("cuda")
     chosen = sparsify_recipe(recipe, model=model, gpu=gpu, pattern=pattern, recover=recover, **options)
     folder = (output if output is not None else output_folder(chosen)).expanduser()
+    if not dry_run:
+        check_new_output(folder, resume=resume)
+    from requant.pipeline.plan import make_plan
+    from requant.pipeline.prepare import prepare
+    from requant.pipeline.quantize import quantize
+    from requant.pipeline.sparse_verdict import plain_codes, sparse_verdict
+    from requant.report.save import save
+    from requant.report.summary import result_numbers, result_rows
+
     if dry_run:
         plan = make_plan(
             prepare(chosen.model, chosen, device=device, dtype=dtype, quiet=quiet), chosen, quiet=quiet
         )
         print(json.dumps(dataclasses.asdict(plan), indent=2) if as_json else "\n".join(plan.lines()))
         return
-    check_new_output(folder, resume=resume)
-    workspace = Workspace(
-        folder.with_name(folder.name + ".partial"),
-        resume=resume,
-        save_every=60 * save_every,
-        arguments=sys.argv[1:],
-    )
+    workspace = workspace_of(folder, resume=resume, save_every=save_every)
     silent = quiet and log_file is None
     with sigterm_interrupts(), progress.display(shown=not quiet):
         codes = plain_codes(

@@ -37,6 +37,7 @@ import yaml
 
 from requant.errors import InputError, RequantError, TextError, did_you_mean, first_line, is_out_of_memory
 from requant.evaluation.perplexity import mean_difference
+from requant.extras import requirement
 from requant.inference.load import open_model
 from requant.models.devices import pick_device
 from requant.models.loading import load_tokenizer, resolve_source
@@ -62,7 +63,7 @@ LOCAL: dict[str, tuple[str, dict[str, Any]]] = {
 SUFFIX = "_from_file"
 BATCH = 8
 BOOTSTRAPS = 1000  # for the error of metrics that have no formula, such as a perplexity
-MISSING = "tasks need the package lm-eval; install it with `pip install 'requant[tasks]'`."
+MISSING = f"tasks need the package lm-eval; install it with `pip install {requirement('tasks')}`."
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,6 +29,7 @@ from requant.exporters.gguf_metadata import (
 from requant.exporters.gguf_tokenizer import add_tokenizer
 from requant.exporters.grids import grid_of, grid_spec_of, obstacle
 from requant.exporters.source import Source
+from requant.extras import requirement
 from requant.formats.packed_spec import PackedSpec
 
 FILE = "model.gguf"
@@ -42,7 +43,7 @@ def write(source: Source, folder: Path) -> Written:
         import gguf
     except ImportError as error:
         raise InputError(
-            "GGUF export needs the package `gguf`; install it with `pip install 'requant[gguf]'`."
+            f"GGUF export needs the package `gguf`; install it with `pip install {requirement('gguf')}`."
         ) from error
     check_architecture(source.config)
     types = {name: _type_of(source, name, spec) for name, spec in source.specs.items()}

@@ -24,39 +24,8 @@ from requant.errors import (
     is_out_of_memory,
 )
 from requant.files import check_model_folder, parse_json, read_small_file
+from requant.models.aliases import ALIASES
 
-ALIASES: dict[str, str] = {
-    "llama-3.2-1b": "meta-llama/Llama-3.2-1B",
-    "llama-3.2-1b-instruct": "meta-llama/Llama-3.2-1B-Instruct",
-    "llama-3.2-3b": "meta-llama/Llama-3.2-3B",
-    "llama-3.2-3b-instruct": "meta-llama/Llama-3.2-3B-Instruct",
-    "llama-3.1-8b": "meta-llama/Llama-3.1-8B",
-    "llama-3.1-8b-instruct": "meta-llama/Llama-3.1-8B-Instruct",
-    "llama-3.3-70b-instruct": "meta-llama/Llama-3.3-70B-Instruct",
-    "qwen3-0.6b": "Qwen/Qwen3-0.6B",
-    "qwen3-1.7b": "Qwen/Qwen3-1.7B",
-    "qwen3-4b": "Qwen/Qwen3-4B",
-    "qwen3-8b": "Qwen/Qwen3-8B",
-    "qwen3-14b": "Qwen/Qwen3-14B",
-    "qwen3-32b": "Qwen/Qwen3-32B",
-    "qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B",
-    "mistral-7b": "mistralai/Mistral-7B-v0.3",
-    "mistral-small-24b": "mistralai/Mistral-Small-24B-Base-2501",
-    "mistral-small-24b-instruct": "mistralai/Mistral-Small-24B-Instruct-2501",
-    "gemma-3-270m": "google/gemma-3-270m",
-    "gemma-3-1b": "google/gemma-3-1b-pt",
-    "gemma-3-1b-instruct": "google/gemma-3-1b-it",
-    "phi-3-mini": "microsoft/Phi-3-mini-4k-instruct",
-    "phi-4": "microsoft/phi-4",
-    "phi-4-mini": "microsoft/Phi-4-mini-instruct",
-    "olmo-2-1b": "allenai/OLMo-2-0425-1B",
-    "olmo-2-7b": "allenai/OLMo-2-1124-7B",
-    "olmo-2-13b": "allenai/OLMo-2-1124-13B",
-    "olmo-2-32b": "allenai/OLMo-2-0325-32B",
-    "olmoe-1b-7b": "allenai/OLMoE-1B-7B-0924",
-    "smollm3-3b": "HuggingFaceTB/SmolLM3-3B-Base",
-    "smollm3-3b-instruct": "HuggingFaceTB/SmolLM3-3B",
-}
 DEMO = Path(__file__).parents[1] / "data" / "demo"
 DTYPES = ("float32", "bfloat16", "float16")
 WEIGHT_FILES = "model*.safetensors"  # as transformers names them; other files may hold the same weights again

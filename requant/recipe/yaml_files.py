@@ -17,8 +17,8 @@ from requant.errors import RecipeError, did_you_mean, first_line
 from requant.files import parse_yaml, read_small_file
 from requant.quantizers.registry import find_method
 from requant.recipe.schema import Recipe
+from requant.recipe.shipped import available_recipes
 
-RECIPES = (Path(__file__).parents[1] / "recipes", Path(__file__).parents[2] / "recipes")
 RENAMED = {  # old key -> new key; an old key is refused with the new one
     "tuning": "finetune",
     "windows": "train_windows",
@@ -47,13 +47,6 @@ def load_recipe(name: str) -> Recipe:
     except (yaml.YAMLError, ValueError, RecursionError, OSError) as error:
         raise RecipeError(f"{path} is not valid YAML ({first_line(error)}).") from error
     return from_dict(data, where=path.name)
-
-
-def available_recipes() -> dict[str, Path]:
-    """Name -> file of every recipe that ships with requant."""
-    return {
-        file.stem: file for folder in RECIPES if folder.is_dir() for file in sorted(folder.glob("*.yaml"))
-    }
 
 
 def from_dict(data: Any, *, where: str = "recipe") -> Recipe:

@@ -11,7 +11,7 @@ from requant.checkpoint.sizes import ByteTable, MatrixBytes, byte_table, matrix_
 from requant.display import format_bytes, format_seconds
 from requant.files import front_matter
 from requant.formats.quantized_weight import spec_of
-from requant.models.loading import ALIASES
+from requant.models.aliases import ALIASES
 from requant.pipeline.prepare import bytes_before
 from requant.pipeline.quantize import QuantizedModel
 from requant.recipe.options import budget_name

@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from requant.errors import first_line
+from requant.extras import requirement
 from requant.server.protocol import ApiError
 
 MAX_DEPTH = (
@@ -31,7 +32,8 @@ class JsonMode:
             from llguidance.hf import from_tokenizer
         except ImportError as error:
             raise ApiError(
-                "JSON answers need llguidance on the server, which is not installed: pip install 'requant[serve]'.",
+                "JSON answers need llguidance on the server, which is not installed: "
+                f"pip install {requirement('serve')}.",
                 param="response_format",
             ) from error
         try:

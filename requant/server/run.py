@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from requant.errors import InputError
+from requant.extras import requirement
 from requant.inference.load import open_served
 from requant.models.devices import pick_device
 from requant.models.loading import context_limit, load_config, load_tokenizer, resolve_source
@@ -124,5 +125,5 @@ def _check_installed() -> None:
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise InputError(
-            f"`requant serve` needs {error.name}, which is not installed; run `pip install 'requant[serve]'`."
+            f"`requant serve` needs {error.name}, which is not installed; run `pip install {requirement('serve')}`."
         ) from error

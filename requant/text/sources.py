@@ -17,6 +17,7 @@ from itertools import islice
 from pathlib import Path
 
 from requant.errors import TextError
+from requant.extras import requirement
 
 # Files in requant/data/demo-text, which bench-32m wrote (eval/make_demo_text.py).
 NAMED_SETS = {"demo": "calibration.txt", "demo-eval": "evaluation.txt"}
@@ -145,7 +146,7 @@ def _read_parquet(path: Path, field: str) -> Iterator[str]:
         import pyarrow as arrow
         from pyarrow import parquet
     except ImportError as error:
-        raise TextError(f"reading {path} needs pyarrow: pip install 'requant[data]'") from error
+        raise TextError(f"reading {path} needs pyarrow: pip install {requirement('data')}") from error
     try:
         columns = parquet.read_schema(path).names
         if field not in columns:
@@ -169,7 +170,7 @@ def _read_hub(key: str, field: str) -> Iterator[str]:
     except ImportError as error:
         raise TextError(
             f"{key} is neither a file nor one of {', '.join(NAMED_SETS)}; to read it from the hub: "
-            "pip install 'requant[data]'"
+            f"pip install {requirement('data')}"
         ) from error
     name, _, rest = key.partition(":")
     config, _, split = rest.partition(":")

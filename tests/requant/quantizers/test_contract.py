@@ -13,7 +13,8 @@ from requant.formats.quantized_weight import pack, unpack
 from requant.quantizers.registry import METHODS, Method
 from requant.recipe.defaults import default_recipe
 from requant.recipe.schema import Detach, Recipe
-from requant.recipe.yaml_files import available_recipes, dump_recipe, from_dict, load_recipe
+from requant.recipe.shipped import available_recipes
+from requant.recipe.yaml_files import dump_recipe, from_dict, load_recipe
 
 from .cases import CASES, PARAMS, Case
 

@@ -10,7 +10,8 @@ from requant.quantizers.kmeans import KmeansConfig
 from requant.quantizers.registry import METHODS
 from requant.quantizers.rtn import RtnConfig
 from requant.recipe.schema import Calibration, Detach, Evaluation, Finetune, Recipe, Sensitivity
-from requant.recipe.yaml_files import available_recipes, dump_recipe, from_dict, load_recipe, to_dict
+from requant.recipe.shipped import available_recipes
+from requant.recipe.yaml_files import dump_recipe, from_dict, load_recipe, to_dict
 
 EVERYTHING = Recipe(
     model="some/folder: with #signs",

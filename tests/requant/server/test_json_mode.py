@@ -12,6 +12,7 @@ pytest.importorskip("fastapi")
 openai = pytest.importorskip("openai")
 pytest.importorskip("llguidance")
 
+from requant.extras import requirement  # noqa: E402
 from requant.server.engine import Engine  # noqa: E402
 
 from .harness import LIMITS, Slow, httpx, running  # noqa: E402
@@ -139,4 +140,7 @@ def test_without_the_library(model: Slow, chatty, monkeypatch: pytest.MonkeyPatc
         answer = httpx.post(
             f"{address}/v1/completions", json={"prompt": "a", "response_format": {"type": "json_object"}}
         )
-    assert answer.status_code == 400 and "pip install 'requant[serve]'" in answer.json()["error"]["message"]
+    assert (
+        answer.status_code == 400
+        and f"pip install {requirement('serve')}" in answer.json()["error"]["message"]
+    )

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from requant.extras import requirement
+
 pytest.importorskip("fastapi")
 
 
@@ -98,4 +100,4 @@ def test_what_cannot_be_served(cli, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert code == 2 and "no config.json" in error
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     code, _, error = cli("serve", "demo")
-    assert code == 2 and "pip install 'requant[serve]'" in error
+    assert code == 2 and f"pip install {requirement('serve')}" in error
