@@ -6,15 +6,16 @@ Prints the largest relative error of any quantized layer against the floats of t
 operators (its embedding on a CPU) or an accelerator is replaced by nothing; the plugin calls none of it.
 """
 
-import contextlib
 import sys
 
 import torch
 
-with contextlib.suppress(
-    ImportError
-):  # registers operators that vLLM's modules ask for while they are imported
+try:  # modules ask for its operators while they are made
     import vllm._C_stable_libtorch
+except ImportError:  # built for CUDA, which is not here: names suffice
+    operators = torch.library.Library("_C", "FRAGMENT")
+    for name in ("silu_and_mul", "gelu_and_mul", "rms_norm", "fused_add_rms_norm"):
+        operators.define(f"{name}(Tensor x) -> Tensor")
 import vllm.model_executor.layers.utils
 import vllm.platforms
 from vllm.platforms.cpu import CpuPlatform
