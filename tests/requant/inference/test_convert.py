@@ -28,6 +28,7 @@ from requant.inference.convert import (
 from requant.inference.load import load
 from requant.inference.quant_embedding import QuantEmbedding, tied_head
 from requant.inference.quant_linear import QuantLinear
+from requant.models.experts import Expert
 
 from .layers import quant_linear
 
@@ -108,6 +109,16 @@ def test_trellis_siblings_share_one_rotation_of_their_input(random_trellis) -> N
     matrix = model.q_proj.siblings.matrix
     assert matrix.layout.parts == (64, 32, 32) and model.v_proj.siblings.matrix is matrix
     assert torch.allclose(model(x), want, atol=1e-4)
+
+
+def test_matrices_of_an_expert_stay_apart(random_trellis) -> None:
+    """They are stacked with those of the other experts (`inference/experts.py`)."""
+    shapes = {"gate_proj": (32, 64), "up_proj": (32, 64), "down_proj": (64, 32)}
+    layers = [quant_linear(random_trellis(*shape), None) for shape in shapes.values()]
+    model: Any = nn.Sequential(Expert(layers, list(shapes), None))
+    model.dtype = torch.float32
+    convert_to_kernels(model, device="cpu")
+    assert {type(model[0].get_submodule(name)) for name in shapes} == {KernelLinear}
 
 
 def test_siblings_that_cannot_be_multiplied_together_are_apart(
