@@ -4,6 +4,7 @@ Each prompt is the first 24 tokens of a window of the evaluation text, continued
 same run writes the same text. Samples are an illustration; KL is the measurement.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from requant.inference.decode import Decoder
 
 PROMPT_TOKENS = 24
 NEW_TOKENS = 40
+WHITE_SPACE = " \n\t"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +27,18 @@ class Sample:
     prompt: str
     before: str
     after: str
+
+    @property
+    def same(self) -> str:
+        """What both continuations begin with, in whole words; all of it where they are equal."""
+        if not self.differs:
+            return self.before
+        begun = os.path.commonprefix([self.before, self.after])  # noqa: RUF071 (text, no paths)
+        return begun[: max(map(begun.rfind, WHITE_SPACE)) + 1]
+
+    @property
+    def differs(self) -> bool:
+        return self.before != self.after
 
 
 def write_samples(

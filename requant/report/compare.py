@@ -36,6 +36,7 @@ class Entry:
     bits_per_weight: float
     spending: Mapping[str, int]  # bytes by what they are spent on
     kinds: Mapping[str, float]  # bits a weight by kind of matrix
+    whole_bits_per_weight: float | None = None  # of the weight files
     model: str | None = None
     method: str | None = None
     mode: str | None = None
@@ -66,6 +67,7 @@ class Entry:
             "checkpoint": self.name,
             "method": self.method,
             "bits/weight": self.bits_per_weight,
+            "of the file": self.whole_bits_per_weight,
             "MiB": self.bytes / 2**20,
             "perplexity": self.perplexity,
             "mean KL": self.mean_kl,
@@ -142,6 +144,7 @@ def read_entry(name: str) -> Entry:
         model=_string(said, "model"),
         method=_string(said, "method"),
         mode=_string(said, "mode"),
+        whole_bits_per_weight=_number(said, "whole_bits_per_weight"),
         original_perplexity=_number(before, "perplexity"),
         perplexity=_number(after, "perplexity"),
         mean_kl=_number(after, "mean_kl"),

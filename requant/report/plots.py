@@ -113,8 +113,10 @@ def quality_plot(points: Mapping[str, tuple[int, float]], *, measure: str, joine
             axes.plot(
                 [size / 2**20 for size, _ in line], [value for _, value in line], "-", color=BAR, zorder=1
             )
-        styles = itertools.cycle(MARKERS.values())
-        for (name, (size, value)), (_, marker, color) in zip(points.items(), styles, strict=False):
+        _, markers, colors = zip(*MARKERS.values(), strict=True)
+        # four colours and five markers: the twenty first pairs differ
+        styles = zip(itertools.cycle([*markers, "v"]), itertools.cycle(colors), strict=False)
+        for (name, (size, value)), (marker, color) in zip(points.items(), styles, strict=False):
             label = name.replace("$", r"\$")  # names are text, not formulas
             axes.plot(size / 2**20, value, marker, color=color, markersize=8, label=label)
         axes.set_xlabel("weight files, MiB")

@@ -1,8 +1,16 @@
 """Samples are the likeliest continuation, the same every time, and leave the model as it was."""
 
+import pytest
 import torch
 
-from requant.evaluation.samples import NEW_TOKENS, PROMPT_TOKENS, continued, sample_prompts, write_samples
+from requant.evaluation.samples import (
+    NEW_TOKENS,
+    PROMPT_TOKENS,
+    Sample,
+    continued,
+    sample_prompts,
+    write_samples,
+)
 
 
 def test_prompts_are_spread_over_the_text() -> None:
@@ -21,6 +29,21 @@ def test_greedy_as_transformers_writes(trained_model, tokenizer, tiny_windows) -
     )[0]
     assert text == tokenizer.decode(expected).removeprefix(tokenizer.decode(prompt)) and text
     assert text == continued(trained_model, tokenizer, prompt)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "same"),
+    [
+        (" the old town", " the old tower", " the old "),  # whole words
+        (" the old", " the old town", " the "),
+        ("one", "two", ""),
+        ("a b", "a b", "a b"),
+        ("a\nb", "a\nc", "a\n"),
+    ],
+)
+def test_where_two_continuations_part(before: str, after: str, same: str) -> None:
+    sample = Sample(prompt="", before=before, after=after)
+    assert sample.same == same and sample.differs == (before != after)
 
 
 def test_before_and_after(trained_model, tokenizer, tiny_windows) -> None:
