@@ -145,6 +145,9 @@ class Decoder:
 
         step = fused_step(self.model)
         if step is None:
+            logger.info(
+                "steps of %s are not fused: not all its modules are Llama's", type(self.model).__name__
+            )
             return
         self._step()
         wanted = self.logits.clone()

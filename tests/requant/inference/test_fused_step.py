@@ -25,6 +25,16 @@ def test_others_keep_their_own_steps(tiny_model, name: str) -> None:
     assert fused_step(tiny_model(name)) is None
 
 
+def test_a_decoder_says_which_models_have_none(tiny_model, caplog: pytest.LogCaptureFixture) -> None:
+    decoder = Decoder(tiny_model("gpt2"), length=8, graph=False, kernel_attention=False)
+    decoder.wants_fused = True  # as with the kernels of a GPU
+    logits = decoder.prefill(torch.tensor([[1, 2]]))
+    with caplog.at_level(logging.INFO, logger="requant.inference"):
+        decoder._fuse((decoder.tokens, decoder.tokens, logits))
+    assert decoder.fused is None
+    assert "steps of GPT2LMHeadModel are not fused: not all its modules are Llama's" in caplog.text
+
+
 def test_hooks_of_what_is_passed_over_are_honoured(tiny_model) -> None:
     """An adapter or an offloading library that hangs on a module must still be called."""
     for path in ("model.layers.1", "model.layers.0.self_attn", "model.layers.0.mlp", "model.norm"):
