@@ -1,6 +1,6 @@
 """Run by `test_vllm_model.py` in a process of its own: vLLM's Llama, made and filled by vLLM's own loader, on a CPU.
 
-    python vllm_model.py CHECKPOINT
+    python vllm_model.py CHECKPOINT [RANK RANKS]
 
 Prints the largest relative error of any quantized layer against the floats of the checkpoint. What needs vLLM's compiled
 operators (its embedding on a CPU) or an accelerator is replaced by nothing; the plugin calls none of it.
@@ -39,7 +39,7 @@ PARTS = {
 }
 
 
-def main(path: str) -> None:
+def main(path: str, rank: int, ranks: int) -> None:
     register()
     model_config = ModelConfig(
         model=path,
@@ -56,23 +56,31 @@ def main(path: str) -> None:
     )
     with set_current_vllm_config(config):
         rendezvous = f"file://{path}/rendezvous"
-        init_distributed_environment(1, 0, rendezvous, 0, "gloo")
-        initialize_model_parallel(1)
+        init_distributed_environment(ranks, rank, rendezvous, rank, "gloo")
+        initialize_model_parallel(ranks)
         model = get_model(vllm_config=config)
     assert isinstance(config.quant_config, RequantConfig)
     weights = dict(load_weights(path))
-    worst = 0.0
+    worst, generator = 0.0, torch.Generator().manual_seed(0)
     for index, block in enumerate(model.model.layers):
         for name, parts in PARTS.items():
             layer = block.get_submodule(name)
-            matrix = torch.cat([weights[f"model.layers.{index}.{part}"].dequantize() for part in parts])
-            x = torch.randn(3, matrix.shape[1])
-            y = layer.quant_method.apply(layer, x, None)
-            worst = max(worst, float((y - x @ matrix.T).norm() / (x @ matrix.T).norm()))
+            matrices = [weights[f"model.layers.{index}.{part}"].dequantize() for part in parts]
+            x = torch.randn(3, matrices[0].shape[1], generator=generator, dtype=torch.float32)
+            if len(parts) > 1:  # column-parallel: the rank's outputs
+                y = layer.quant_method.apply(layer, x, None)
+                expected = x @ torch.cat([matrix.chunk(ranks)[rank] for matrix in matrices]).T
+            else:  # row-parallel: what the ranks have together
+                y = layer.quant_method.apply(layer, x.chunk(ranks, 1)[rank], None)
+                torch.distributed.all_reduce(y)
+                expected = x @ matrices[0].T
+            worst = max(worst, float((y - expected).norm() / expected.norm()))
     embedding = model.model.embed_tokens
-    table = embedding.quant_method.embedding(embedding, torch.arange(model_config.get_vocab_size()))
+    indices = embedding.shard_indices
+    own = torch.arange(indices.org_vocab_end_index - indices.org_vocab_start_index)
+    table = embedding.quant_method.embedding(embedding, own)
     sys.stdout.write(f"worst {worst:.3g} embedding {table.float().norm().item():.6g}\n")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], *(int(number) for number in sys.argv[2:] or (0, 1)))
