@@ -12,9 +12,10 @@ from torch import Tensor
 
 from requant_kernels.common.packing import CodebookLayout, GridLayout, Layout
 from requant_kernels.common.sparse import SlicedEll
-from requant_kernels.dispatch import dispatch
+from requant_kernels.dispatch import dispatch, module_of
 from requant_kernels.fallback import reference, torch_fallback
 from requant_kernels.trellis.layout import TrellisLayout
+from requant_kernels.trellis.pieces import ActivationForm, Product, RotatedActivations
 
 DTYPES = (torch.float16, torch.bfloat16)
 
@@ -73,6 +74,22 @@ def linear_siblings(
     if sum(sizes) != layout.n:
         raise ValueError(f"siblings of {sizes} rows make {sum(sizes)}, but the packed matrix has {layout.n}")
     return linear(x, layout, bias).split(sizes, dim=-1)
+
+
+def activation_form(layout: TrellisLayout, num_tokens: int) -> ActivationForm | None:
+    """How the kernel of so many tokens reads rotated activations; None where it takes none but those of `linear`."""
+    kernel, _ = dispatch(layout, num_tokens, layout.packed_codes.device)
+    form: Any = getattr(module_of(kernel), "activation_form", None)
+    return None if form is None else form(layout)
+
+
+def product(x: Tensor | RotatedActivations, layout: TrellisLayout, bias: Tensor | None = None) -> Product:
+    """A trellis layer but for its last rotation, of a layout that has an `activation_form`; x [m, k], rows contiguous, or
+    rotated already."""
+    num_tokens = x.shape[0] if isinstance(x, Tensor) else x.num_tokens
+    kernel, config = dispatch(layout, num_tokens, layout.packed_codes.device)
+    values = module_of(kernel).product(x, layout, config)
+    return Product(values=values, output_scales=layout.output_scales, bias=bias)
 
 
 def lookup(tokens: Int[Tensor, "*m"], layout: GridLayout, dtype: torch.dtype) -> Float[Tensor, "*m k"]:

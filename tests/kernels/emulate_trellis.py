@@ -124,9 +124,12 @@ def run_memory(
 def inline_asm_elementwise(
     asm: str, constraints: str, args: Any, dtype: Any, is_pure: bool, pack: int, _semantic: Any = None
 ) -> Any:
-    """What Triton's own does on a GPU, for one element a thread: tensors [warps, 32]."""
+    """What Triton's own does on a GPU, for one element a thread: tensors [warps, 32], or [32 warps]."""
     kinds = dtype if isinstance(dtype, tuple) else (dtype,)
     values = [np.asarray(arg.handle.data) for arg in args]
+    given = np.broadcast_shapes(*(value.shape for value in values))
+    if len(given) == 1:
+        values = [np.broadcast_to(value, given).reshape(-1, 32) for value in values]
     shape = np.broadcast_shapes(*(value.shape for value in values))
     operands = {}
     for i, value in enumerate(values):
@@ -137,7 +140,9 @@ def inline_asm_elementwise(
     assert len(constraints.split(",")) == len(kinds) + len(values)
     if "mma.sync" in asm and "st.shared" in asm:
         registers, stored = run(asm, operands, SHARED)
-        assert not stored
+        for at, word in stored.items():
+            check_addresses(np.array([at], np.uint64))
+            ctypes.c_uint32.from_address(at).value = word
         results = [registers[f"${i}"] for i in range(len(kinds))]
     elif "mma.sync" in asm or "dp4a" in asm or "f16x2" in asm:
         warps = [
@@ -149,8 +154,8 @@ def inline_asm_elementwise(
         results = run_memory(asm, operands, shape, len(kinds))
     made = tuple(
         tl.tensor(
-            TensorHandle(result.view(np.float32 if kind == tl.float32 else np.int32), kind),
-            tl.block_type(kind, list(shape)),
+            TensorHandle(result.view(np.float32 if kind == tl.float32 else np.int32).reshape(given), kind),
+            tl.block_type(kind, list(given)),
         )
         for result, kind in zip(results, kinds, strict=True)
     )

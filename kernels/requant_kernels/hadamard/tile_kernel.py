@@ -22,9 +22,7 @@ from torch import Tensor
 
 from requant_kernels.common.launch import interned, launch
 from requant_kernels.common.pdl import wait_for_previous_launch
-from requant_kernels.hadamard.tile_ptx import tile_transform_ptx
-
-HADAMARD_TILE = 4096  # values of a CTA, which share a scale in int8
+from requant_kernels.hadamard.tile_ptx import HADAMARD_TILE, tile_transform_ptx
 
 
 @triton.jit

@@ -21,6 +21,7 @@ from functools import cache
 
 from requant_kernels.common.ptx import Ptx, PtxBuilder, inline_ptx
 
+HADAMARD_TILE = 4096  # values of a CTA, which share a scale in int8
 MAX_INT = 32512  # 127 * 256, of the fixed point: its high byte is never 128
 MIN_SCALE_BITS = 0x03800000  # 2^-120, the least scale that has an inverse
 ROUNDING_BITS = 0x4B400000  # 1.5 * 2^23: adding it leaves the nearest integer in the low bits
@@ -58,11 +59,17 @@ class TileBuilder(PtxBuilder):
             )
             sums = to
 
-    def sign_fragment(self, quadrant: str) -> tuple[str, ...]:
-        """The left operand's four registers, where `quadrant` holds a lane's signs of 8 x 8: [[H, H], [H, -H]]."""
+    def sign_fragment(self, quadrant: str, *, mixes_halves: bool = True) -> tuple[str, ...]:
+        """The left operand's four registers, where `quadrant` holds a lane's signs of 8 x 8: [[H, H], [H, -H]]; where the
+        halves are not mixed [[H, 0], [0, H]]."""
+        if not mixes_halves:
+            zero = self.new("zero", "mov.b32 {d}, 0;")
+            return quadrant, zero, zero, quadrant
         return quadrant, quadrant, quadrant, self.new("negated", f"xor.b32 {{d}}, {quadrant}, 0x80008000;")
 
-    def transform_warp(self, x: list[str], first: str, second: str, out: list[str]) -> None:
+    def transform_warp(
+        self, x: list[str], first: str, second: str, out: list[str], *, second_mixes_halves: bool = True
+    ) -> None:
         """The two products of a warp's 256 values."""
         self.comment("bits 0, 1, 3, 4: values 0 to 3 and 4 to 7 of all lanes are two n8 tiles, column g")
         upper, lower = [self.register("acc") for _ in range(4)], [self.register("acc") for _ in range(4)]
@@ -70,13 +77,14 @@ class TileBuilder(PtxBuilder):
         self.multiply(signs, x[:4], upper)
         self.multiply(signs, x[4:], lower)
         self.comment("bits 2, 5, 6, 7: the accumulators are the right operand, in which g has become the row")
-        signs = self.sign_fragment(second)
+        signs = self.sign_fragment(second, mixes_halves=second_mixes_halves)
         self.multiply(signs, upper[:2] + lower[:2], [*out[:2], *out[4:6]])
         self.multiply(signs, upper[2:] + lower[2:], [*out[2:4], *out[6:]])
 
     def transform_tile(
-        self, smem: str, x: list[str], signs: tuple[str, str, str], mix_bit_11: bool, out: list[str]
-    ) -> tuple[str, str, str]:
+        self, smem: str, x: list[str], signs: tuple[str, str, str], mix_bit_11: bool, out: list[str], *,
+        second_mixes_halves: bool = True,
+    ) -> tuple[str, str, str]:  # fmt: skip
         """All three products, through VALUES_BYTES of shared memory at `smem`; returns thread, lane and warp.
 
         Without `mix_bit_11` (blocks of less than 4096) the third matrix is [[H, 0], [0, H]].
@@ -114,15 +122,12 @@ class TileBuilder(PtxBuilder):
         load_from.append(new("load_from", f"add.u32 {{d}}, {offset}, {swap};"))
 
         mixed = [self.register("mixed") for _ in range(8)]
-        self.transform_warp(x, signs[0], signs[1], mixed)
+        self.transform_warp(x, signs[0], signs[1], mixed, second_mixes_halves=second_mixes_halves)
         for address, four in zip(store_to, ((0, 1, 4, 5), (2, 3, 6, 7)), strict=True):
             self.emit(f"st.shared.v4.b32 [{address}], {{{', '.join(mixed[i] for i in four)}}};")
         self.emit("bar.sync 0;")
         self.comment("bits 8 to 11: rows are warps")
-        third = self.sign_fragment(signs[2])
-        if not mix_bit_11:
-            zero = new("zero", "mov.b32 {d}, 0;")
-            third = signs[2], zero, zero, signs[2]
+        third = self.sign_fragment(signs[2], mixes_halves=mix_bit_11)
         for n8 in range(2):
             rows = [
                 new("row", f"ld.shared.b32 {{d}}, [{load_from[n8]} + {WARP_STRIDE * row}];")
@@ -132,10 +137,11 @@ class TileBuilder(PtxBuilder):
         return thread, lane, warp
 
     def quantize(
-        self, values: list[str], smem: tuple[str, str], lane: str, warp: str, space: str, to: tuple[str, str]
-    ) -> tuple[str, str]:
-        """Store the high and the low bytes of a lane's eight values at the addresses `to` in state space `space`; returns
-        the scale and the sum of the integers, the same in all threads.
+        self, values: list[str], smem: tuple[str, str], lane: str, warp: str, space: str, to: tuple[str, str],
+        next_four: int = 2048,
+    ) -> tuple[str, str]:  # fmt: skip
+        """Store the high and the low bytes of a lane's eight values at the addresses `to` in state space `space`, the second
+        four `next_four` bytes behind the first; returns the scale and the sum of the integers, the same in all threads.
 
         `smem`: twice 16 words of shared memory, for the largest values and the sums of the warps.
         """
@@ -172,7 +178,7 @@ class TileBuilder(PtxBuilder):
                     new("pair", f"prmt.b32 {{d}}, {source[j]}, {source[j + 1]}, {selector};") for j in (0, 2)
                 ]
                 both = new("bytes", f"prmt.b32 {{d}}, {pairs[0]}, {pairs[1]}, 0x5410;")
-                self.emit(f"st.{space}.b32 [{address} + {2048 * i}], {both};")
+                self.emit(f"st.{space}.b32 [{address} + {next_four * i}], {both};")
         self.comment("the sum of the integers of a lane, a warp, all warps")
         total = integers[0]
         for value in integers[1:]:
@@ -217,6 +223,53 @@ def tile_transform_ptx(mix_bit_11: bool, int8: bool) -> Ptx:
         declarations += ".shared .b32 maxima[16];\n.shared .b32 totals[16];\n.reg .pred p;\n"
         constraints += ["l"] * 24
     return ptx.build(constraints, declarations)
+
+
+@cache
+def register_transform_ptx(second_mixes_halves: bool, third_mixes_halves: bool) -> Ptx:
+    """A tile that stays in registers, for tensors of one element a thread (`registers.py`).
+
+    Outputs: 8. Inputs: 8 values, the signs of three products, the address of VALUES_BYTES of shared memory.
+    """
+    ptx = TileBuilder()
+    outputs, values = [f"${i}" for i in range(8)], [f"${8 + i}" for i in range(8)]
+    results = [ptx.register("result") for _ in range(8)]
+    ptx.transform_tile(
+        "$19", values, ("$16", "$17", "$18"), third_mixes_halves, results,
+        second_mixes_halves=second_mixes_halves,
+    )  # fmt: skip
+    ptx.emit(*(f"mov.b32 {to}, {result};" for to, result in zip(outputs, results, strict=True)))
+    return ptx.build(["=f"] * 8 + ["f"] * 8 + ["r"] * 4)
+
+
+@cache
+def register_transform_int8_ptx(
+    second_mixes_halves: bool, third_mixes_halves: bool, *, next_four: int
+) -> Ptx:
+    """The same in int8, stored in global memory.
+
+    Output: one that means nothing. Inputs: 8 values, the signs of three products, the addresses of VALUES_BYTES and of 32
+    words of shared memory, those of the thread's high bytes, of its low bytes, and of the tile's scale and sum.
+    """
+    ptx = TileBuilder()
+    values = [f"${1 + i}" for i in range(8)]
+    results = [ptx.register("result") for _ in range(8)]
+    thread, lane, warp = ptx.transform_tile(
+        "$12",
+        values,
+        ("$9", "$10", "$11"),
+        third_mixes_halves,
+        results,
+        second_mixes_halves=second_mixes_halves,
+    )
+    totals = ptx.new("words", "add.u32 {d}, $13, 64;")
+    scale, total = ptx.quantize(
+        results, ("$13", totals), lane, warp, "global", ("$14", "$15"), next_four=next_four
+    )
+    ptx.emit(
+        f"setp.eq.u32 p, {thread}, 0;", f"@p st.global.v2.b32 [$16], {{{scale}, {total}}};", "mov.b32 $0, 0;"
+    )
+    return ptx.build(["=r"] + ["f"] * 8 + ["r"] * 5 + ["l"] * 3, ".reg .pred p;\n")
 
 
 def fused_smem_bytes(sum_bytes: int) -> int:

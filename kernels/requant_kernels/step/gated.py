@@ -18,6 +18,17 @@ ACTIVATIONS = ("silu", "gelu_tanh")
 
 
 @triton.jit
+def activated(gate, ACTIVATION: tl.constexpr):
+    """The activation of a gate, rounded to its type, as float32."""
+    x = gate.to(tl.float32)
+    if ACTIVATION == "silu":
+        z = x
+    else:  # (1 + tanh(z / 2)) / 2 is the sigmoid of z
+        z = 1.5957691216057308 * (x + 0.044715 * x * x * x)
+    return (x / (1.0 + tl.exp(-z))).to(gate.dtype).to(tl.float32)
+
+
+@triton.jit
 def gated_kernel(
     gate_ptr,
     up_ptr,
@@ -34,13 +45,7 @@ def gated_kernel(
     wait_for_previous_launch(PDL, True)
     gate = tl.load(gate_ptr + token * gate_row + at, mask=at < n, other=0.0)
     up = tl.load(up_ptr + token * up_row + at, mask=at < n, other=0.0)
-    x = gate.to(tl.float32)
-    if ACTIVATION == "silu":
-        z = x
-    else:  # (1 + tanh(z / 2)) / 2 is the sigmoid of z
-        z = 1.5957691216057308 * (x + 0.044715 * x * x * x)
-    active = (x / (1.0 + tl.exp(-z))).to(gate.dtype).to(tl.float32)
-    y = (active * up.to(tl.float32)).to(y_ptr.dtype.element_ty)
+    y = (activated(gate, ACTIVATION) * up.to(tl.float32)).to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + token * n + at, y, mask=at < n)
 
 

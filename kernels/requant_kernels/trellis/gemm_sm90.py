@@ -45,6 +45,7 @@ from requant_kernels.launch_config import GemmSm90Config
 from requant_kernels.scalar.gemm_sm90 import rows_layout, x_layout
 from requant_kernels.trellis.code_ptx import decode_ptx, load_codes_ptx
 from requant_kernels.trellis.layout import TrellisLayout, k64_per_unit
+from requant_kernels.trellis.pieces import ActivationForm, RotatedActivations
 from requant_kernels.trellis.rotate import rotate_output
 
 K64, K_TILE = 64, 256  # columns
@@ -247,27 +248,37 @@ def supports(layout: TrellisLayout, num_tokens: int, device: torch.device) -> bo
 
 def gemm_sm90(x: Tensor, layout: TrellisLayout, bias: Tensor | None, config: GemmSm90Config) -> Tensor:
     """y [m, n] of x [m, k], rows contiguous: rotate, multiply, rotate."""
-    return rotate_output(_partial_products(x, layout, config), x, layout, bias, asm=True)
+    return rotate_output(product(x, layout, config), x, layout, bias, asm=True)
 
 
-def _partial_products(x: Tensor, layout: TrellisLayout, config: GemmSm90Config) -> Tensor:
-    """V H (input_scales * x) as split-K partial sums: float32 [splits, m, rows], of x [m, k]."""
-    m, (tiles, units, _, _, vector) = x.shape[0], layout.packed_codes.shape
-    width, k_tiles = -(-layout.k // K64) * K64, -(-layout.k // K_TILE)
-    rotated = torch.empty(m, width, dtype=torch.float16, device=x.device)
+def activation_form(layout: TrellisLayout) -> ActivationForm:
+    """What `product` reads."""
+    return ActivationForm(columns=-(-layout.k // K64) * K64, permute=True)
+
+
+def _rotated(x: Tensor, layout: TrellisLayout) -> RotatedActivations:
+    found = activation_form(layout).empty(x.shape[0], x.device)
     hadamard_transform(
-        x, rotated, in_width=layout.k, columns=-(-layout.k // 16) * 16, out_width=width, input_scales=layout.input_scales,
-        permute=True, asm=True, pdl=True, rotate=layout.input_scales is not None,
+        x, found.values, in_width=layout.k, columns=-(-layout.k // 16) * 16, out_width=found.values.shape[1],
+        input_scales=layout.input_scales, permute=True, asm=True, pdl=True, rotate=layout.input_scales is not None,
     )  # fmt: skip
+    return found
+
+
+def product(x: Tensor | RotatedActivations, layout: TrellisLayout, config: GemmSm90Config) -> Tensor:
+    """V H (input_scales * x) as split-K partial sums: float32 [splits, m, rows], of x [m, k], or rotated already."""
+    rotated = (x if isinstance(x, RotatedActivations) else _rotated(x, layout)).values
+    m, (tiles, units, _, _, vector) = rotated.shape[0], layout.packed_codes.shape
+    k_tiles = -(-layout.k // K_TILE)
     steps = -(-k_tiles // min(k_tiles, config.split_k))
     splits, whole = -(-k_tiles // steps), units * k64_per_unit(layout.quad_bits) * K64 == k_tiles * K_TILE
-    product = torch.empty(splits, m, tiles * 16, dtype=torch.float32, device=x.device)
+    partial = torch.empty(splits, m, tiles * 16, dtype=torch.float32, device=rotated.device)
     box = [config.tokens_per_cta, activation_stages(config.tokens_per_cta)[0]]
     launch(
         trellis_gemm_sm90_kernel,
         (-(-tiles // (config.num_warps * config.tiles_per_warp)), splits, -(-m // config.tokens_per_cta)),
         (
-            TensorDescriptor.from_tensor(rotated, box, x_layout()), layout.packed_codes, product, units, k_tiles, tiles - 1,
+            TensorDescriptor.from_tensor(rotated, box, x_layout()), layout.packed_codes, partial, units, k_tiles, tiles - 1,
             steps, tiles * 16, m,
         ),
         interned(
@@ -275,4 +286,4 @@ def _partial_products(x: Tensor, layout: TrellisLayout, config: GemmSm90Config) 
             num_warps=config.num_warps, launch_pdl=True, maxnreg=max_registers(config, layout.quad_bits),
         ),
     )  # fmt: skip
-    return product
+    return partial

@@ -52,6 +52,7 @@ from requant_kernels.trellis.gemv_ptx import (
     load_activations_ptx,
 )
 from requant_kernels.trellis.layout import TrellisLayout, k64_per_unit
+from requant_kernels.trellis.pieces import ActivationForm, RotatedActivations
 from requant_kernels.trellis.rotate import residual_product, rotate_input, rotate_output
 
 # bytes of shared memory that our sum over the warps may take; above it Triton's, which has four barriers more
@@ -397,22 +398,40 @@ def supports(layout: TrellisLayout, num_tokens: int, device: torch.device) -> bo
 def gemv(x: Tensor, layout: TrellisLayout, bias: Tensor | None, config: TrellisGemvConfig) -> Tensor:
     """y [m, n] of x [m, k], m up to 16, rows contiguous: rotate, multiply, rotate; the first two in one where they fuse, no
     third one for an output that is not rotated."""
-    columns, pdl, epilogue = padded_columns(layout.k), supports_pdl(x.device), None
+    epilogue = None
     if not layout.rotates_output:
         addend = residual_product(x, layout)
         epilogue = Epilogue(dtype=x.dtype, output_scales=layout.output_scales, bias=bias, addend=addend)
+    found = product(x, layout, config, epilogue=epilogue)
+    return found if epilogue is not None else rotate_output(found, x, layout, bias, asm=True)
+
+
+def activation_form(layout: TrellisLayout) -> ActivationForm:
+    """What `product` reads."""
+    columns = padded_columns(layout.k)
+    return ActivationForm(columns=columns, int8=layout.code in BYTE_SUM_MEAN, pair=layout.code == "pair")
+
+
+def product(
+    x: Tensor | RotatedActivations, layout: TrellisLayout, config: TrellisGemvConfig, *,
+    epilogue: "Epilogue | None" = None,
+) -> Tensor:  # fmt: skip
+    """V H (input_scales * x), float32 [m, rows]; with an epilogue y [m, n]. x [m, k], or rotated already."""
+    columns, m = padded_columns(layout.k), x.shape[0] if isinstance(x, Tensor) else x.num_tokens
+    device = layout.packed_codes.device
+    pdl = supports_pdl(device)
+    if isinstance(x, RotatedActivations):
+        return _launch(x.values, x.scales, m, layout, config, pdl=pdl, epilogue=epilogue)
     if layout.code not in BYTE_SUM_MEAN:
         rotated = rotate_input(x, layout, columns, asm=True)
-        product = gemv_fp16(rotated, layout, config, pdl=pdl, epilogue=epilogue)
-    elif can_fuse(x, layout, config):
-        product = gemv_fused_hadamard(x, layout, config, pdl=pdl, epilogue=epilogue)
-    else:
-        quantized, scales = hadamard_transform_int8(
-            x, layout.input_scales, in_width=layout.k, out_width=columns, pair=layout.code == "pair", asm=True, pdl=pdl,
-            rotate=layout.input_scales is not None,
-        )  # fmt: skip
-        product = gemv_int8(quantized, scales, layout, config, pdl=pdl, epilogue=epilogue)
-    return product if epilogue is not None else rotate_output(product, x, layout, bias, asm=True)
+        return gemv_fp16(rotated, layout, config, pdl=pdl, epilogue=epilogue)
+    if can_fuse(x, layout, config):
+        return gemv_fused_hadamard(x, layout, config, pdl=pdl, epilogue=epilogue)
+    quantized, scales = hadamard_transform_int8(
+        x, layout.input_scales, in_width=layout.k, out_width=columns, pair=layout.code == "pair", asm=True, pdl=pdl,
+        rotate=layout.input_scales is not None,
+    )  # fmt: skip
+    return gemv_int8(quantized, scales, layout, config, pdl=pdl, epilogue=epilogue)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,0 +1,178 @@
+"""A tile's transform for kernels that hold its values in registers, and do more with them before and after.
+
+Tensors are [512], one element a thread of 16 warps, and eight of them hold a tile of 4096 values. (Of two dimensions, Triton
+would be free to deal them out in another way than lanes and warps.) Which bit of a value's
+index each bit of its place stands for is the *order* of a tile: 3 bits of the eight, 5 of the lane, 4 of the warp. The
+products of `tile_ptx.py` mix the bits of the place, and leave them elsewhere:
+
+    place         eight           lane                  warp
+    before        o0 o1 o2        o3 o4 o5 o6 o7        o8 o9 o10 o11
+    after         o0 o1 o11       o2 o3 o8 o9 o10       o4 o5 o6  o7
+
+A Hadamard transform does not care in which order its bits are mixed, so the next transform takes the values where the first
+one left them: between the two nothing moves. Blocks of less than 4096 leave the upper bits of the index alone, wherever
+these are: a product whose matrix of signs has them masked.
+"""
+
+# pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none
+# pyright: reportAttributeAccessIssue=none, reportPossiblyUnboundVariable=none, reportGeneralTypeIssues=none
+# pyright: reportAssignmentType=none
+
+from dataclasses import dataclass
+from functools import cache
+
+import triton
+import triton.language as tl
+
+from requant_kernels.common.ptx import Ptx
+from requant_kernels.hadamard.tile_kernel import sign_pair
+from requant_kernels.hadamard.tile_ptx import (
+    VALUES_BYTES,
+    allocate_smem_ptx,
+    register_transform_int8_ptx,
+    register_transform_ptx,
+)
+
+Order = tuple[int, ...]  # 12 bits of the index
+NATURAL: Order = tuple(range(12))
+# bits of the place that the rows of each product are: the three of a quadrant of signs, and the one between quadrants
+PRODUCTS = (((0, 3, 4), 1), ((5, 6, 7), 2), ((8, 9, 10), 11))
+# Two buffers: a transform does not wait until all warps have read what the one before it exchanged. 32 words for int8.
+BUFFER = tl.constexpr(VALUES_BYTES)
+SMEM_BYTES = 2 * VALUES_BYTES + 128
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TileTransform:
+    """Transforms of tiles in one order, by blocks of one size."""
+
+    order: Order
+    after: Order
+    masks: tuple[int, int, int]  # of the bits that each product mixes
+    factor: float  # of all values, for a transform that keeps lengths
+    ptx: Ptx
+
+
+@cache
+def tile_transform(order: Order, block_size: int, *, int8: bool = False, pair: bool = False) -> TileTransform:
+    """`block_size`: a power of two from 16 on; from 8192 on the bits above the eleventh are mixed by `butterfly`.
+    `int8`: the values are quantized and stored. `pair`: bit 0 is not mixed, and all are doubled."""
+    mixed = [1 << bit < block_size and not (pair and bit == 0) for bit in order]
+    masks = tuple(sum(mixed[bit] << i for i, bit in enumerate(quadrant)) for quadrant, _ in PRODUCTS)
+    first, second, third = (mixed[between] for _, between in PRODUCTS)
+    if not first:
+        raise ValueError(
+            f"blocks of {block_size} values leave bit {order[1]} alone, which the first product mixes"
+        )
+    after = tuple(order[bit] for bit in (0, 1, 11, 2, 3, 8, 9, 10, 4, 5, 6, 7))
+    ptx = (
+        register_transform_int8_ptx(second, third, next_four=1 << after[2])
+        if int8
+        else register_transform_ptx(second, third)
+    )
+    factor = block_size**-0.5 * (2 if pair else 1)
+    return TileTransform(order=order, after=after, masks=masks, factor=factor, ptx=ptx)
+
+
+ALLOCATE = allocate_smem_ptx(SMEM_BYTES)
+
+
+@triton.jit
+def place_of_thread():
+    """Lane and warp."""
+    thread = tl.arange(0, 512)
+    return thread % 32, thread // 32
+
+
+@triton.jit
+def index_of(lane, warp, ORDER: tl.constexpr):
+    """The index in its tile of the first of a thread's eight values. The fourth after it is `1 << ORDER[2]` further."""
+    index = lane * 0
+    for bit in tl.static_range(5):
+        index += (lane >> bit & 1) * (1 << ORDER[3 + bit])
+    for bit in tl.static_range(4):
+        index += (warp >> bit & 1) * (1 << ORDER[8 + bit])
+    return index
+
+
+@triton.jit
+def load_eight(pointer, index, width, NEXT_FOUR: tl.constexpr):
+    """A thread's eight values, two times four neighbours, in the type of the pointer; zeros from `width` on, a multiple of
+    16."""
+    found = ()
+    for half in tl.static_range(2):
+        first = index + half * NEXT_FOUR
+        at = first[:, None] + tl.arange(0, 4)[None, :]
+        four = tl.load(pointer + at, mask=(first < width)[:, None], other=0.0)
+        even, odd = tl.split(tl.reshape(four, [512, 2, 2]))
+        a, c = tl.split(even)
+        b, d = tl.split(odd)
+        found = found + (a, b, c, d)
+    return found
+
+
+@triton.jit
+def store_eight(pointer, index, values, first_inside, second_inside, NEXT_FOUR: tl.constexpr):
+    """The reverse of `load_eight`, where the first and the second four are inside."""
+    for half in tl.static_range(2):
+        first, inside = index, first_inside
+        if half:
+            first, inside = index + NEXT_FOUR, second_inside
+        at = first[:, None] + tl.arange(0, 4)[None, :]
+        even = tl.join(values[4 * half], values[4 * half + 2])
+        odd = tl.join(values[4 * half + 1], values[4 * half + 3])
+        four = tl.reshape(tl.join(even, odd), [512, 4]).to(pointer.dtype.element_ty)
+        tl.store(pointer + at, four, mask=inside[:, None])
+
+
+@triton.jit
+def allocate_smem(lane, PTX: tl.constexpr):
+    """The address of what all transforms of a kernel exchange their values in."""
+    return tl.inline_asm_elementwise(
+        PTX.text, PTX.constraints, (lane,), dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def signs_of(lane, first, second, third):
+    """A thread's signs of the three products, whose masks may be numbers of the program."""
+    g, t = lane // 4, lane % 4 * 2
+    return sign_pair(g, t, first), sign_pair(g, t, second), sign_pair(g, t, third)
+
+
+@triton.jit
+def transform(values, signs, smem, NUMBER: tl.constexpr, PTX: tl.constexpr):
+    """H times a tile's values, without its factor. NUMBER: which transform of its kernel it is, so that neighbours do not
+    share a buffer."""
+    types: tl.constexpr = (tl.float32,) * 8
+    return tl.inline_asm_elementwise(
+        PTX.text,
+        PTX.constraints,
+        values + signs + (smem + NUMBER % 2 * BUFFER,),
+        dtype=types,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def transform_to_int8(values, signs, smem, high, low, scale, NUMBER: tl.constexpr, PTX: tl.constexpr):
+    """The same in 16-bit fixed point, stored where the thread's first high and low bytes belong, with the tile's scale and
+    sum (`hadamard_transform_int8`)."""
+    zero = signs[0] * 0
+    tl.inline_asm_elementwise(
+        PTX.text, PTX.constraints,
+        values + signs + (smem + NUMBER % 2 * BUFFER, smem + 2 * BUFFER)
+        + ((high + zero).to(tl.int64), (low + zero).to(tl.int64), (scale + zero).to(tl.int64)),
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def butterfly(first, second):
+    """Sums and differences of two tiles: the bit above the eleventh."""
+    sums, differences = (), ()
+    for i in tl.static_range(8):
+        sums = sums + (first[i] + second[i],)
+        differences = differences + (first[i] - second[i],)
+    return sums, differences

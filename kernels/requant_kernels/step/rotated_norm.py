@@ -1,0 +1,161 @@
+"""From one trellis matrix to the next, across the residual stream, in one launch: finish, add, normalize, rotate.
+
+    x += output_scales * H product + bias;   y = weight * x / rms(x);   activations = H (input_scales * y)
+
+A CTA has a token, since the norm needs all of it. Every value is rounded where `trellis/rotate.py` and `rms_norm.py` round
+it. Either end may be missing: the first norm of a model follows no product, and after the last one y itself is wanted.
+"""
+
+# pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none
+# pyright: reportAttributeAccessIssue=none, reportPossiblyUnboundVariable=none, reportGeneralTypeIssues=none
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from requant_kernels.common.device import supports_pdl
+from requant_kernels.common.launch import interned, launch
+from requant_kernels.common.pdl import wait_for_previous_launch
+from requant_kernels.hadamard.registers import (
+    ALLOCATE,
+    NATURAL,
+    TileTransform,
+    allocate_smem,
+    index_of,
+    load_eight,
+    place_of_thread,
+    store_eight,
+    tile_transform,
+)
+from requant_kernels.hadamard.tile_kernel import HADAMARD_TILE
+from requant_kernels.step.rotated import (
+    MAX_TILES,
+    NUM_WARPS,
+    Target,
+    finished,
+    load_product,
+    rotate,
+    rotate_and_store,
+    target_of,
+    tiles_of_block,
+)
+from requant_kernels.trellis.pieces import ActivationForm, Product, RotatedActivations, Source
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NormShape:
+    """What `rotated_norm_kernel` is compiled for."""
+
+    width: int
+    num_tiles: int  # of a token
+    crosses: bool  # a Hadamard block is two tiles
+    finish: TileTransform  # of the product; without one its order is that in which the stream is read
+    source: Source | None
+    target: Target | None  # None: y is stored as it is
+
+
+@triton.jit
+def _store_row(pointer, index, values, WIDTH: tl.constexpr, NEXT: tl.constexpr):
+    store_eight(pointer, index, values, index < WIDTH, index + NEXT < WIDTH, NEXT)
+
+
+@triton.jit
+def rotated_norm_kernel(
+    product_ptr, output_scales_ptr, bias_ptr, x_ptr, weight_ptr, input_scales_ptr, y_ptr, scales_ptr, eps,
+    SHAPE: tl.constexpr, ALLOCATE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One token; grid (1, tokens). x `[m, width]` becomes the sum."""
+    FINISH: tl.constexpr = SHAPE.finish
+    BEFORE: tl.constexpr = FINISH.order
+    AFTER: tl.constexpr = FINISH.after
+    NEXT: tl.constexpr = 1 << FINISH.after[2]
+    COUNT: tl.constexpr = SHAPE.num_tiles
+    WIDTH: tl.constexpr = SHAPE.width
+    SOURCE: tl.constexpr = SHAPE.source
+    CROSSES: tl.constexpr = SHAPE.crosses
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    token = tl.program_id(1).to(tl.int64)
+    lane, warp = place_of_thread()
+    index = index_of(lane, warp, AFTER)
+    smem = allocate_smem(lane, ALLOCATE)
+    output_scales, bias, weight, input_scales = (), (), (), ()
+    for t in tl.static_range(COUNT):  # what no launch before this one has written
+        weight = weight + load_eight(weight_ptr, t * 4096 + index, WIDTH, NEXT)
+        if product_ptr is not None:
+            output_scales = output_scales + load_eight(output_scales_ptr, t * 4096 + index, WIDTH, NEXT)
+        if bias_ptr is not None:
+            bias = bias + load_eight(bias_ptr, t * 4096 + index, WIDTH, NEXT)
+        if input_scales_ptr is not None:
+            input_scales = input_scales + load_eight(input_scales_ptr, t * 4096 + index, WIDTH, NEXT)
+    wait_for_previous_launch(PDL, False)
+    x, z = (), ()
+    for t in tl.static_range(COUNT):
+        if product_ptr is not None:
+            first = t * 4096 + index_of(lane, warp, BEFORE)
+            z = z + load_product(product_ptr, token, first, WIDTH, SOURCE, FINISH)
+        x = x + load_eight(x_ptr + token * WIDTH, t * 4096 + index, WIDTH, NEXT)
+    if product_ptr is not None:
+        z = rotate(z, lane, smem, 0, FINISH, CROSSES)
+        total = ()
+        for i in tl.static_range(8 * COUNT):
+            delta = finished(z[i], output_scales[i], None if bias_ptr is None else bias[i], DTYPE)
+            total = total + ((x[i].to(tl.float32) + delta.to(tl.float32)).to(DTYPE),)
+        x = total
+        for t in tl.static_range(COUNT):
+            _store_row(x_ptr + token * WIDTH, t * 4096 + index, x[8 * t : 8 * t + 8], WIDTH, NEXT)
+    squares = tl.zeros([512], tl.float32)
+    for i in tl.static_range(8 * COUNT):
+        squares += x[i].to(tl.float32) * x[i].to(tl.float32)
+    scale = tl.rsqrt(tl.sum(squares, 0) / WIDTH + eps)
+    y = ()
+    for i in tl.static_range(8 * COUNT):
+        normalized = (x[i].to(tl.float32) * scale).to(DTYPE)
+        y = y + ((weight[i].to(tl.float32) * normalized.to(tl.float32)).to(DTYPE),)
+    if input_scales_ptr is None:
+        for t in tl.static_range(COUNT):
+            _store_row(y_ptr + token * WIDTH, t * 4096 + index, y[8 * t : 8 * t + 8], WIDTH, NEXT)
+    else:
+        TARGET: tl.constexpr = SHAPE.target
+        HELD: tl.constexpr = TARGET.transform.after
+        held = index_of(lane, warp, HELD)
+        rotate_and_store(
+            y, input_scales, lane, held, smem, token, 0, y_ptr, scales_ptr, COUNT, TARGET, CROSSES
+        )
+
+
+def supports(width: int) -> bool:
+    """Whether a CTA holds a token of so many values."""
+    return width % 16 == 0 and width <= MAX_TILES * HADAMARD_TILE
+
+
+def rotated_norm(
+    x: Tensor, product: Product | None, weight: Tensor, eps: float, *, input_scales: Tensor | None = None,
+    form: ActivationForm | None = None,
+) -> RotatedActivations | Tensor:  # fmt: skip
+    """RMSNorm of x [m, k] plus the finished product, in x's dtype; x, contiguous, becomes the sum.
+
+    With the `input_scales` and the `form` of the matrices that read it, rotated for them.
+    """
+    m, k = x.shape
+    finish = tile_transform(NATURAL, k & -k)
+    found = torch.empty_like(x) if form is None else form.empty(m, x.device)
+    y, scales = (found, None) if isinstance(found, Tensor) else (found.values, found.scales)
+    pdl = supports_pdl(x.device)
+    options: dict[str, object] = {"launch_pdl": True} if pdl else {}
+    shape = NormShape(
+        width=k, num_tiles=-(-k // HADAMARD_TILE), crosses=tiles_of_block(k) > 1, finish=finish,
+        source=None if product is None else product.source, target=form and target_of(form, finish.after, k),
+    )  # fmt: skip
+    launch(
+        rotated_norm_kernel,
+        (1, m, 1),
+        (
+            product and product.values, product and product.output_scales, product and product.bias, x, weight,
+            input_scales, y, scales, eps,
+        ),
+        interned(SHAPE=shape, ALLOCATE=ALLOCATE, PDL=pdl, num_warps=NUM_WARPS, num_stages=1, **options),
+    )  # fmt: skip
+    return found

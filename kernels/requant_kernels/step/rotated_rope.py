@@ -1,0 +1,212 @@
+"""From q, k and v to attention in one launch: finish the products, norms of heads, RoPE, keys and values into the cache.
+
+    q, k  ->  rope(norm(output_scales * H product + bias))        k, v  ->  row `position` of the cache
+
+A CTA has a tile of one of the three, whose rotations are their own. Its order (`hadamard/registers.py`) is chosen so that
+after the transform a thread holds values and their partners, half a head apart, and neighbouring lanes the rest of the head.
+Rounded as `rope_cache.py` rounds.
+"""
+
+# pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none
+# pyright: reportAttributeAccessIssue=none, reportPossiblyUnboundVariable=none, reportGeneralTypeIssues=none
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from requant_kernels.common.device import supports_pdl
+from requant_kernels.common.launch import interned, launch
+from requant_kernels.common.pdl import wait_for_previous_launch
+from requant_kernels.hadamard.registers import (
+    ALLOCATE,
+    Order,
+    TileTransform,
+    allocate_smem,
+    index_of,
+    load_eight,
+    place_of_thread,
+    store_eight,
+    tile_transform,
+)
+from requant_kernels.hadamard.tile_kernel import HADAMARD_TILE
+from requant_kernels.step.rotated import NUM_WARPS, finished, load_product, rotate, tiles_of_block
+from requant_kernels.trellis.pieces import Product, Source
+
+HEAD_DIMS = (16, 32, 64, 128, 256)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """q, k or v: its rows, as tiles of a token."""
+
+    width: int
+    num_tiles: int
+    source: Source
+    finish: TileTransform
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RopeShape:
+    """What `rotated_rope_kernel` is compiled for."""
+
+    q: Part
+    k: Part
+    v: Part
+    head_dim: int
+
+
+@cache
+def head_order(head_dim: int) -> Order:
+    """The order of a tile that the transform turns into: half a head between a thread's two fours, the rest of the head in
+    the fours and the lowest bits of the lane."""
+    half = head_dim.bit_length() - 2
+    order = [0] * 12
+    order[11] = half
+    others = [bit for bit in range(12) if bit != half]
+    for place, bit in zip((0, 1, 2, 3, 8, 9, 10, 4, 5, 6, 7), others, strict=True):
+        order[place] = bit
+    return tuple(order)
+
+
+@triton.jit
+def _finished_tile(
+    product_ptr, output_scales_ptr, bias_ptr, tile, token, lane, warp, smem, PART: tl.constexpr, DTYPE: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """A thread's eight outputs of a tile."""
+    FINISH: tl.constexpr = PART.finish
+    SOURCE: tl.constexpr = PART.source
+    BEFORE: tl.constexpr = FINISH.order
+    AFTER: tl.constexpr = FINISH.after
+    NEXT: tl.constexpr = 1 << FINISH.after[2]
+    index = tile * 4096 + index_of(lane, warp, AFTER)
+    output_scales = load_eight(output_scales_ptr, index, PART.width, NEXT)
+    bias = output_scales
+    if bias_ptr is not None:
+        bias = load_eight(bias_ptr, index, PART.width, NEXT)
+    wait_for_previous_launch(PDL, False)
+    first = tile * 4096 + index_of(lane, warp, BEFORE)
+    z = load_product(product_ptr, token, first, PART.width, SOURCE, FINISH)
+    z = rotate(z, lane, smem, 0, FINISH, False)
+    x = ()
+    for i in tl.static_range(8):
+        x = x + (finished(z[i], output_scales[i], None if bias_ptr is None else bias[i], DTYPE),)
+    return x
+
+
+@triton.jit
+def _with_rope(x, in_head, norm_ptr, cos_ptr, sin_ptr, eps, HEAD_DIM: tl.constexpr):
+    """The norm of heads, if there is one, and RoPE, float32; `in_head`: the index of a thread's first value in its head."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    LANES: tl.constexpr = HEAD_DIM // 8
+    cos = load_eight(cos_ptr, in_head, HEAD_DIM, HALF)
+    sin = load_eight(sin_ptr, in_head, HEAD_DIM, HALF)
+    if norm_ptr is not None:
+        weight = load_eight(norm_ptr, in_head, HEAD_DIM, HALF)
+        squares = tl.zeros([512], tl.float32)
+        for i in tl.static_range(8):
+            squares += x[i].to(tl.float32) * x[i].to(tl.float32)
+        total = tl.sum(tl.reshape(squares, [512 // LANES, LANES]), 1)
+        total = tl.broadcast_to(total[:, None], [512 // LANES, LANES])
+        scale = tl.rsqrt(tl.reshape(total, [512]) / HEAD_DIM + eps)
+        y = ()
+        for i in tl.static_range(8):
+            normalized = (x[i].to(tl.float32) * scale).to(x[i].dtype)
+            y = y + ((weight[i].to(tl.float32) * normalized.to(tl.float32)).to(x[i].dtype),)
+        x = y
+    turned = ()
+    for i in tl.static_range(8):
+        other = x[(i + 4) % 8].to(tl.float32)
+        sine = sin[i].to(tl.float32)
+        if i < 4:
+            sine = -sine
+        turned = turned + (x[i].to(tl.float32) * cos[i].to(tl.float32) + other * sine,)
+    return turned
+
+
+@triton.jit
+def rotated_rope_kernel(
+    q_ptr, k_ptr, v_ptr, q_scales_ptr, k_scales_ptr, v_scales_ptr, q_bias_ptr, k_bias_ptr, v_bias_ptr, q_norm_ptr,
+    k_norm_ptr, cos_ptr, sin_ptr, position_ptr, y_ptr, keys_ptr, values_ptr, length, trig_row, cache_batch, cache_head,
+    eps, SHAPE: tl.constexpr, ALLOCATE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A tile of one token: first those of q, then of k, then of v; grid (tiles, tokens)."""
+    Q: tl.constexpr = SHAPE.q
+    K: tl.constexpr = SHAPE.k
+    V: tl.constexpr = SHAPE.v
+    AFTER: tl.constexpr = Q.finish.after
+    D: tl.constexpr = SHAPE.head_dim
+    HALF: tl.constexpr = D // 2
+    DTYPE: tl.constexpr = y_ptr.dtype.element_ty
+    tile, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    lane, warp = place_of_thread()
+    smem = allocate_smem(lane, ALLOCATE)
+    index = index_of(lane, warp, AFTER)
+    in_head = index % D
+    cos_ptr += token * trig_row
+    sin_ptr += token * trig_row
+    if tile < Q.num_tiles:
+        x = _finished_tile(q_ptr, q_scales_ptr, q_bias_ptr, tile, token, lane, warp, smem, Q, DTYPE, PDL)
+        at = tile * 4096 + index
+        y = _with_rope(x, in_head, q_norm_ptr, cos_ptr, sin_ptr, eps, D)
+        store_eight(y_ptr + token * Q.width, at, y, at < Q.width, at < Q.width, HALF)
+    elif tile < Q.num_tiles + K.num_tiles:
+        own = tile - Q.num_tiles
+        x = _finished_tile(k_ptr, k_scales_ptr, k_bias_ptr, own, token, lane, warp, smem, K, DTYPE, PDL)
+        at = own * 4096 + index
+        y = _with_rope(x, in_head, k_norm_ptr, cos_ptr, sin_ptr, eps, D)
+        position = tl.load(position_ptr)
+        inside = (at < K.width) & (position < length)
+        row = keys_ptr + token * cache_batch + position.to(tl.int64) * D
+        store_eight(row, at // D * cache_head + in_head, y, inside, inside, HALF)
+    else:
+        own = tile - Q.num_tiles - K.num_tiles
+        x = _finished_tile(v_ptr, v_scales_ptr, v_bias_ptr, own, token, lane, warp, smem, V, DTYPE, PDL)
+        at = own * 4096 + index
+        position = tl.load(position_ptr)
+        inside = (at < V.width) & (position < length)
+        row = values_ptr + token * cache_batch + position.to(tl.int64) * D
+        store_eight(row, at // D * cache_head + in_head, x, inside, inside, HALF)
+
+
+def supports(head_dim: int, widths: tuple[int, ...]) -> bool:
+    """Whether a tile holds whole heads and whole Hadamard blocks of q, k and v of so many values."""
+    return head_dim in HEAD_DIMS and all(
+        width % head_dim == 0 and tiles_of_block(width) == 1 for width in widths
+    )
+
+
+def rotated_rope(
+    q: Product, k: Product, v: Product, cos: Tensor, sin: Tensor, position: Tensor, keys: Tensor, values: Tensor, *,
+    q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """The queries after RoPE, [b, q_heads, head_dim]; the keys after it, and the values, go into the caches. The other
+    arguments are those of `rope_cache`."""
+    b, q_width = q.values.shape[-2:]
+    length, head_dim = keys.shape[2:]
+    order = head_order(head_dim)
+
+    def part(product: Product) -> Part:
+        width = product.values.shape[-1]
+        finish = tile_transform(order, width & -width)
+        return Part(width=width, num_tiles=-(-width // HADAMARD_TILE), source=product.source, finish=finish)
+
+    shape = RopeShape(q=part(q), k=part(k), v=part(v), head_dim=head_dim)
+    y = torch.empty(b, q_width // head_dim, head_dim, dtype=keys.dtype, device=keys.device)
+    pdl = supports_pdl(keys.device)
+    options: dict[str, object] = {"launch_pdl": True} if pdl else {}
+    launch(
+        rotated_rope_kernel,
+        (shape.q.num_tiles + shape.k.num_tiles + shape.v.num_tiles, b, 1),
+        (
+            q.values, k.values, v.values, q.output_scales, k.output_scales, v.output_scales, q.bias, k.bias, v.bias,
+            q_norm, k_norm, cos, sin, position, y, keys, values, length, cos.stride(0), keys.stride(0), keys.stride(1),
+            eps,
+        ),
+        interned(SHAPE=shape, ALLOCATE=ALLOCATE, PDL=pdl, num_warps=NUM_WARPS, num_stages=1, **options),
+    )  # fmt: skip
+    return y

@@ -1,0 +1,89 @@
+"""A trellis linear layer in pieces, for steps that put other operations between them.
+
+    rotated activations     H (input_scales * x), in the form that the kernel of the product reads
+    product                 V times them, float32, still to be rotated
+    y                       output_scales * H product + bias
+
+`gemv.py` and `gemm_sm90.py` multiply what is rotated already; which of them, `dispatch.py` says by layout and tokens. The
+kernels of `step/` finish one layer's product and rotate the next one's activations in one launch.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from requant_kernels.hadamard.tile_ptx import HADAMARD_TILE
+from requant_kernels.trellis.layout import TrellisLayout
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ActivationForm:
+    """How a kernel reads rotated activations. int8: in 16-bit fixed point (`hadamard_transform_int8`); else float16.
+
+    pair: sums and differences of neighbours. permute: in the order of `gemm_sm90.py`. columns: of the tensor.
+    """
+
+    columns: int
+    int8: bool = False
+    pair: bool = False
+    permute: bool = False
+
+    def empty(self, m: int, device: torch.device) -> "RotatedActivations":
+        """For m tokens."""
+        if not self.int8:
+            return RotatedActivations(
+                values=torch.empty(m, self.columns, dtype=torch.float16, device=device), scales=None
+            )
+        tiles = self.columns // HADAMARD_TILE
+        return RotatedActivations(
+            values=torch.empty(2 * m, self.columns, dtype=torch.int8, device=device),
+            scales=torch.empty(m, tiles, 2, dtype=torch.float32, device=device),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RotatedActivations:
+    """float16 [m, columns]; or int8 [2 m, columns] with scales float32 [m, tiles, 2]."""
+
+    values: Tensor
+    scales: Tensor | None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.values) if self.scales is None else len(self.scales)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Product:
+    """What is still to be rotated: float32 [m, n], or split-K partial sums [splits, m, n]; n is a multiple of 16. Several
+    matrices' rows may lie side by side, in `values` of one stride."""
+
+    values: Tensor
+    output_scales: Tensor  # float16 [n]
+    bias: Tensor | None
+
+    @property
+    def source(self) -> "Source":
+        splits = self.values.shape[0] if self.values.dim() == 3 else 1
+        return Source(splits=splits, row_stride=self.values.stride(-2))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """How a kernel reads a product: the sum of `splits` matrices, one behind the other."""
+
+    splits: int
+    row_stride: int
+
+
+def shares_form(layouts: "tuple[TrellisLayout, ...]") -> bool:
+    """Whether matrices can read the very same rotated activations."""
+    first = layouts[0].input_scales
+    return all(
+        layout.input_scales is not None
+        and first is not None
+        and layout.code == layouts[0].code
+        and torch.equal(layout.input_scales, first)
+        for layout in layouts
+    )

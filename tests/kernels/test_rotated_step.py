@@ -1,0 +1,129 @@
+"""The kernels between trellis matrices: in an interpreter with their assembly, and compiled for sm_90 without a GPU."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+triton = pytest.importorskip("triton")
+
+import triton.language as tl  # noqa: E402
+from requant_kernels.hadamard.registers import ALLOCATE, NATURAL, tile_transform  # noqa: E402
+from requant_kernels.step.rotated import target_of, tiles_of_block  # noqa: E402
+from requant_kernels.step.rotated_gate import GateShape, rotated_gate_kernel  # noqa: E402
+from requant_kernels.step.rotated_norm import NormShape, rotated_norm_kernel  # noqa: E402
+from requant_kernels.step.rotated_rope import Part, RopeShape, head_order, rotated_rope_kernel  # noqa: E402
+from requant_kernels.trellis.pieces import ActivationForm, Source  # noqa: E402
+
+from .compile_offline import Machine, compile_kernel, counts_instructions  # noqa: E402
+
+
+@pytest.mark.parametrize("cases", ["some", pytest.param("all", marks=pytest.mark.slow)])
+def test_beside_the_launches_that_they_replace(cases: str) -> None:
+    script = Path(__file__).with_name("emulate_rotated_step.py")
+    run = subprocess.run(
+        [sys.executable, script, cases],
+        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+
+
+PRODUCTS = dict.fromkeys(
+    ("product_ptr", "gate_ptr", "up_ptr", "q_ptr", "k_ptr", "v_ptr", "scales_ptr"), "*fp32"
+)
+SCALES = dict.fromkeys(
+    ("output_scales_ptr", "input_scales_ptr", "gate_scales_ptr", "up_scales_ptr", "q_scales_ptr", "k_scales_ptr",
+     "v_scales_ptr"), "*fp16"
+)  # fmt: skip
+ACTIVATIONS = dict.fromkeys(
+    ("x_ptr", "weight_ptr", "q_norm_ptr", "k_norm_ptr", "cos_ptr", "sin_ptr", "keys_ptr", "values_ptr"),
+    "*bf16",
+)
+NUMBERS = dict.fromkeys(("length", "trig_row", "cache_batch", "cache_head"), "i32")
+ARGUMENTS = PRODUCTS | SCALES | ACTIVATIONS | NUMBERS | {"position_ptr": "*i64", "eps": "fp32"}
+
+
+def machine_of(kernel: Any, shape: Any, y: str, absent: tuple[str, ...], **constants: Any) -> Machine:
+    return compile_kernel(
+        kernel, {"SHAPE": shape, "ALLOCATE": ALLOCATE, "PDL": True, **constants}, capability=90, warps=16,
+        pointers=ARGUMENTS | {"y_ptr": y}, absent=absent, aligned=tuple(NUMBERS),
+    )  # fmt: skip
+
+
+def form_of(kind: str, width: int) -> ActivationForm:
+    if kind == "int8":
+        return ActivationForm(columns=-(-width // 4096) * 4096, int8=True)
+    return ActivationForm(columns=width, permute=True)
+
+
+def norm(width: int, kind: str, splits: int) -> Machine:
+    finish = tile_transform(NATURAL, width & -width)
+    target = None if kind == "plain" else target_of(form_of(kind, width), finish.after, width)
+    shape = NormShape(
+        width=width, num_tiles=-(-width // 4096), crosses=tiles_of_block(width) > 1, finish=finish,
+        source=Source(splits=splits, row_stride=width), target=target,
+    )  # fmt: skip
+    y = {"int8": "*i8", "permuted": "*fp16", "plain": "*bf16"}[kind]
+    absent = ("bias_ptr", *(() if kind == "int8" else ("scales_ptr",)))
+    return machine_of(
+        rotated_norm_kernel, shape, y, absent + (("input_scales_ptr",) if kind == "plain" else ())
+    )
+
+
+def gate(width: int, kind: str, splits: int) -> Machine:
+    finish, tiles = tile_transform(NATURAL, width & -width), tiles_of_block(width)
+    source = Source(splits=splits, row_stride=2 * width)
+    shape = GateShape(
+        width=width, num_tiles=tiles, crosses=tiles > 1, finish=finish, gate=source, up=source,
+        target=target_of(form_of(kind, width), finish.after, width),
+    )  # fmt: skip
+    absent = ("gate_bias_ptr", "up_bias_ptr", *(() if kind == "int8" else ("scales_ptr",)))
+    y = "*i8" if kind == "int8" else "*fp16"
+    return machine_of(rotated_gate_kernel, shape, y, absent, DTYPE=tl.bfloat16, ACTIVATION="silu")
+
+
+def rope(widths: tuple[int, int], splits: int, normed: bool) -> Machine:
+    source = Source(splits=splits, row_stride=6144)
+    q, k = (
+        Part(width=w, num_tiles=-(-w // 4096), source=source, finish=tile_transform(head_order(128), w & -w))
+        for w in widths
+    )
+    norms = () if normed else ("q_norm_ptr", "k_norm_ptr")
+    absent = ("q_bias_ptr", "k_bias_ptr", "v_bias_ptr", *norms)
+    return machine_of(rotated_rope_kernel, RopeShape(q=q, k=k, v=k, head_dim=128), "*bf16", absent)
+
+
+CASES = {  # what is compiled, most instructions, barriers
+    "norm, 8B": (lambda: norm(4096, "int8", 1), 650, 6),
+    "norm, 64 tokens": (lambda: norm(4096, "permuted", 4), 640, 4),
+    "norm, the last one": (lambda: norm(4096, "plain", 1), 370, 3),
+    "norm, 3B": (lambda: norm(3072, "int8", 1), 750, 6),
+    "norm, 8192 wide": (lambda: norm(8192, "int8", 1), 1220, 10),
+    "gate, 8B": (lambda: gate(14336, "int8", 1), 900, 5),
+    "gate, 64 tokens": (lambda: gate(14336, "permuted", 2), 960, 3),
+    "gate, 1B": (lambda: gate(8192, "int8", 1), 1630, 10),
+    "rope, 8B": (lambda: rope((4096, 1024), 1, False), 960, 3),
+    "rope, Qwen3-8B": (lambda: rope((4096, 1024), 1, True), 1080, 5),
+    "rope, 64 tokens": (lambda: rope((4096, 1024), 8, True), 1480, 5),
+}
+
+
+@counts_instructions
+@pytest.mark.parametrize("name", CASES)
+def test_everything_stays_in_registers(name: str) -> None:
+    compiled, instructions, barriers = CASES[name]
+    machine = compiled()
+    assert machine.stack == 0 and machine.registers <= 128
+    assert machine.instructions <= instructions
+    assert machine.opcodes["BAR"] <= barriers
+    layouts = dict(re.findall(r"(#\w+) = #ttg.blocked<\{(.*)\}>", machine.layout_ir))
+    used = re.findall(r"elementwise_inline_asm .*mma.* -> tensor<512xf32, (#\w+)>", machine.layout_ir)
+    for layout in used:
+        assert "sizePerThread = [1], threadsPerWarp = [32], warpsPerCTA = [16]" in layouts[layout]
+    assert sum(machine.shared) <= 48 << 10
