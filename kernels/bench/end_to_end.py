@@ -102,6 +102,9 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--no-fused", action="store_true", help="steps of transformers' own operations")
+    parser.add_argument(
+        "--rotations-apart", action="store_true", help="rotations of trellis codes as launches of their own"
+    )
     parser.add_argument("--seconds", type=float, default=1e9, help="stop starting new rows after this long")
     args = parser.parse_args()
     started = time.monotonic()
@@ -120,7 +123,7 @@ def main() -> None:
                 try:
                     row |= measure(
                         name, model, batch=batch, prompt_tokens=args.prompt_tokens, new_tokens=args.new_tokens,
-                        fused=not args.no_fused,
+                        fused=not args.no_fused, fuses_rotations=not args.rotations_apart,
                     ).to_dict()  # fmt: skip
                 except (RuntimeError, ValueError) as error:
                     row["failed"] = f"{type(error).__name__}: {error}"[:500]
@@ -133,7 +136,7 @@ def main() -> None:
                         f"{shape} {name} batch {batch}: {row['decode_tokens_per_s']:.0f} tokens/s, "
                         f"{row['ms_per_step']:.3f} ms, {row['decode_tokens_per_s_ratio']:.2f} x, prefill "
                         f"{row['prefill_tokens_per_s']:.0f}, {row['prefill_tokens_per_s_ratio']:.2f} x, "
-                        f"graph {row['graph']}, fused {row['fused']}", flush=True,
+                        f"graph {row['graph']}, fused {row['fused']}, its rotations {row['fused_rotations']}", flush=True,
                     )  # fmt: skip
                 rows.append(row)
                 about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}

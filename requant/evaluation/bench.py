@@ -46,6 +46,7 @@ class Speed:
     peak_bytes: int  # on a GPU what torch allocated, else the process's largest size
     graph: bool  # whether a step was a replay of a CUDA graph
     fused: bool  # whether its small operations were fused
+    fused_rotations: bool  # and with them the rotations of trellis codes
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -62,10 +63,11 @@ def measure(
     rounds: int = ROUNDS,
     kernel_attention: bool = True,
     fused: bool = True,
+    fuses_rotations: bool = True,
 ) -> Speed:
     """Time `rounds` rounds of prefill and decoding steps after one of warm-up; `compiled` runs steps under torch.compile.
 
-    `kernel_attention`, `fused`: see `Decoder`.
+    `kernel_attention`, `fused`, `fuses_rotations`: see `Decoder`.
     """
     device = torch.device(model.device)
     generator = torch.Generator().manual_seed(0)
@@ -80,6 +82,7 @@ def measure(
         step_model=step_model,
         kernel_attention=kernel_attention,
         fused=fused,
+        fuses_rotations=fuses_rotations,
     )
     prefill, decode = [], []
     for _ in range(rounds + 1):
@@ -102,6 +105,7 @@ def measure(
         else 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         graph=decoder.captured is not None,
         fused=decoder.fused is not None,
+        fused_rotations=decoder.fused is not None and decoder.fused.fuses_rotations,
     )
 
 

@@ -32,7 +32,8 @@ class Decoder:
     `graph` None captures a step wherever that is possible. `step_model` is what runs a step, for instance a compiled
     form of the model; the prompt always goes through the model itself. `kernel_attention`: steps on a GPU use the
     attention kernel (`requant.inference.attention`) where the model would use torch's; the model's config stays as it is.
-    `fused`: captured steps are fused where the model allows it, which needs that kernel.
+    `fused`: captured steps are fused where the model allows it, which needs that kernel; `fuses_rotations`: with the
+    rotations of its matrices.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Decoder:
         step_model: Any = None,
         kernel_attention: bool = True,
         fused: bool = True,
+        fuses_rotations: bool = True,
     ) -> None:
         self.model, self.step_model = model, model if step_model is None else step_model
         self.length = length
@@ -52,6 +54,7 @@ class Decoder:
         self.wants_graph = self.device.type == "cuda" if graph is None else graph
         self.kernel_attention = kernel_attention and supports(model, length)
         self.wants_fused = fused and self.kernel_attention and step_model is None
+        self.fuses_rotations = fuses_rotations
         self.fused: Any = None  # a FusedStep, once it was compared with the model
         self.tokens = torch.empty(0)
         self.logits = torch.empty(0)
@@ -141,10 +144,10 @@ class Decoder:
         """Fuse the steps from now on, if one that is fused gives the logits of one that is not."""
         if not self.wants_fused:
             return
-        from requant.inference.fused_step import fused_step  # needs Triton
+        from requant.inference.fused_step import fused_steps  # needs Triton
 
-        step = fused_step(self.model)
-        if step is None:
+        steps = fused_steps(self.model, len(self.tokens), rotations=self.fuses_rotations)
+        if not steps:
             logger.info(
                 "steps of %s are not fused: not all its modules are Llama's", type(self.model).__name__
             )
@@ -152,8 +155,7 @@ class Decoder:
         self._step()
         wanted = self.logits.clone()
         self._restore(*before)
-        if step.agrees(self.tokens, self.cache, wanted):
-            self.fused = step
+        self.fused = next((step for step in steps if step.agrees(self.tokens, self.cache, wanted)), None)
 
     def _restore(self, length: Tensor, tokens: Tensor, logits: Tensor) -> None:
         self.cache.length.copy_(length)

@@ -9,14 +9,15 @@
 
 transformers writes this as some thirty small operations a block, each a launch of its own: two of the 8.5 ms of a step of an
 8B model in bf16 on an H100 go by fusing them. torch.compile does too, but first compiles, model by model. Here they are the
-kernels of `requant_kernels/step`; matrices, embedding and head are whatever modules the model holds.
+kernels of `requant_kernels/step`; matrices, embedding and head are whatever modules the model holds (`PlainBlock`). Where
+all matrices of the blocks are trellis codes, the rotations around them are fused too (`trellis_block.py`).
 
 Which models qualify, names decide first, then numbers: `Decoder` compares the logits of one step with the model's own, and
 keeps to the latter where they differ (a block that scales its residuals, for instance).
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,10 +26,13 @@ from requant_kernels.step.attention import attend
 from requant_kernels.step.gated import ACTIVATIONS, gated
 from requant_kernels.step.rms_norm import add_rms_norm
 from requant_kernels.step.rope_cache import rope_cache
+from requant_kernels.step.rotated_norm import rotated_norm
+from requant_kernels.trellis.pieces import Product
 from torch import Tensor, nn
 from torch.nn import functional
 
 from requant.inference.convert import Sibling
+from requant.inference.trellis_block import TrellisBlock, trellis_block
 
 BLOCK = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 ATTENTION = ({"q_proj", "k_proj", "v_proj", "o_proj"}, {"qkv_proj", "o_proj"})
@@ -39,10 +43,11 @@ logger = logging.getLogger(__name__)
 
 
 class FusedStep:
-    """One more token of every sequence, by the modules of a model that `fused_step` found to qualify."""
+    """One more token of every sequence, by the modules of a model that `fused_steps` found to qualify."""
 
-    def __init__(self, model: Any, blocks: list[Any], activation: str) -> None:
-        self.model, self.blocks, self.activation = model, blocks, activation
+    def __init__(self, model: Any, blocks: "Sequence[PlainBlock] | Sequence[TrellisBlock]") -> None:
+        self.model, self.blocks = model, blocks
+        self.fuses_rotations = isinstance(blocks[0], TrellisBlock)
 
     @torch.no_grad()
     def __call__(self, tokens: Int64[Tensor, "b 1"], cache: Any) -> Float[Tensor, "b v"]:
@@ -52,11 +57,8 @@ class FusedStep:
         cos, sin = (part[0].expand(len(x), -1) for part in base.rotary_emb(x, cache.length.view(1, 1)))
         x, delta = x.flatten(0, 1), None
         for block, layer in zip(self.blocks, cache.layers, strict=True):
-            y = normalized(x, delta, block.input_layernorm)
-            delta = attention(block.self_attn, y, cos, sin, layer, cache.length)
-            y = normalized(x, delta, block.post_attention_layernorm)
-            gate, up = parts(block.mlp, ("gate_proj", "up_proj"), "gate_up_proj", y)
-            delta = block.mlp.down_proj(gated(gate, up, self.activation))
+            step: Any = block
+            delta = step(x, delta, cos, sin, layer, cache.length)
         return self.model.get_output_embeddings()(normalized(x, delta, base.norm))
 
     def agrees(self, tokens: Int64[Tensor, "b 1"], cache: Any, wanted: Float[Tensor, "b v"]) -> bool:
@@ -72,17 +74,48 @@ class FusedStep:
                 return True
             reason = f"gives other logits (relative error {error:.2g})"
         logger.warning(
-            "the fused step of %s %s, so transformers' own is used, which is slower",
+            "the fused step of %s %s, so %s, which is slower",
             type(self.model).__name__,
             reason,
+            "its rotations are launches of their own"
+            if self.fuses_rotations
+            else "transformers' own is used",
         )
         return False
 
 
+class PlainBlock:
+    """A block whose matrices are modules that take and give ordinary activations."""
+
+    def __init__(self, block: Any, activation: str) -> None:
+        self.block, self.activation = block, activation
+
+    def __call__(
+        self,
+        x: Float[Tensor, "b d"],
+        delta: Float[Tensor, "b d"] | None,
+        cos: Tensor,
+        sin: Tensor,
+        layer: Any,
+        position: Tensor,
+    ) -> Float[Tensor, "b d"]:
+        """What the block adds to x last; x becomes what it has added before."""
+        block = self.block
+        y = normalized(x, delta, block.input_layernorm)
+        delta = attention(block.self_attn, y, cos, sin, layer, position)
+        y = normalized(x, delta, block.post_attention_layernorm)
+        gate, up = parts(block.mlp, ("gate_proj", "up_proj"), "gate_up_proj", y)
+        return block.mlp.down_proj(gated(gate, up, self.activation))
+
+
 def normalized(
-    x: Float[Tensor, "b d"], delta: Float[Tensor, "b d"] | None, norm: Any
+    x: Float[Tensor, "b d"], delta: Float[Tensor, "b d"] | Product | None, norm: Any
 ) -> Float[Tensor, "b d"]:
     """The norm of x + delta, which x becomes."""
+    if isinstance(delta, Product):
+        found = rotated_norm(x, delta, norm.weight, norm.variance_epsilon)
+        assert isinstance(found, Tensor)
+        return found
     return add_rms_norm(x, delta, norm.weight, norm.variance_epsilon)
 
 
@@ -116,17 +149,23 @@ def parts(
     return whole.split(sizes, -1) if sizes else whole.chunk(len(names), -1)
 
 
-def fused_step(model: Any) -> FusedStep | None:
-    """The fused step of a model, or None where its modules are not those of a Llama."""
+def fused_steps(model: Any, sequences: int, *, rotations: bool = True) -> list[FusedStep]:
+    """The fused steps of a model for so many sequences, the fastest first; none where its modules are not those of a Llama.
+    `rotations`: those of trellis codes are fused too."""
     base = model.base_model
     if not is_norm(getattr(base, "norm", None), model.dtype) or not hasattr(base, "rotary_emb"):
-        return None
+        return []
     blocks: list[Any] = list(getattr(base, "layers", ()))
     activations = {activation_of(block) if qualifies(block, model.dtype) else None for block in blocks}
     activation = activations.pop() if len(activations) == 1 else None
     if activation is None or model.get_output_embeddings() is None:
-        return None
-    return FusedStep(model, blocks, activation)
+        return []
+    steps: list[FusedStep] = []
+    trellises = [trellis_block(block, activation, sequences) for block in blocks] if rotations else [None]
+    found = [block for block in trellises if block is not None]
+    if len(found) == len(blocks):
+        steps.append(FusedStep(model, found))
+    return [*steps, FusedStep(model, [PlainBlock(block, activation) for block in blocks])]
 
 
 def qualifies(block: nn.Module, dtype: torch.dtype) -> bool:

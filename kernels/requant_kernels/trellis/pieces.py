@@ -8,6 +8,7 @@
 kernels of `step/` finish one layer's product and rotate the next one's activations in one launch.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -63,6 +64,11 @@ class Product:
     output_scales: Tensor  # float16 [n]
     bias: Tensor | None
 
+    def part(self, rows: slice) -> "Product":
+        """That of one of several joined matrices."""
+        bias = None if self.bias is None else self.bias[rows]
+        return Product(values=self.values[..., rows], output_scales=self.output_scales[rows], bias=bias)
+
     @property
     def source(self) -> "Source":
         splits = self.values.shape[0] if self.values.dim() == 3 else 1
@@ -77,7 +83,7 @@ class Source:
     row_stride: int
 
 
-def shares_form(layouts: "tuple[TrellisLayout, ...]") -> bool:
+def shares_form(layouts: Sequence[TrellisLayout]) -> bool:
     """Whether matrices can read the very same rotated activations."""
     first = layouts[0].input_scales
     return all(

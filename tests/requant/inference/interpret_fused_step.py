@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from requant.inference.convert import convert_to_kernels
 from requant.inference.decode import Decoder
-from requant.inference.fused_step import fused_step
+from requant.inference.fused_step import fused_steps
 from requant.inference.load import load
 from requant.inference.static_cache import static_cache
 
@@ -43,8 +43,8 @@ def main() -> None:
 @torch.no_grad()
 def check_step(model: Any, kind: str) -> None:
     """Logits, and what is written into the cache."""
-    step, cache = fused_step(model), static_cache(model, 100)
-    assert step is not None and cache is not None, kind
+    (step,), cache = fused_steps(model, 2), static_cache(model, 100)
+    assert cache is not None, kind
     model(torch.randint(0, 60, (2, 70)), past_key_values=cache, use_cache=True)
     cache.add(70)
     tokens = torch.randint(0, 60, (2, 1))

@@ -10,19 +10,18 @@ import pytest
 import torch
 
 from requant.inference.decode import Decoder
-from requant.inference.fused_step import fused_step
+from requant.inference.fused_step import fused_steps
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen2", "qwen3", "phi3"])
 def test_models_of_the_modules_of_llama_qualify(tiny_model, name: str) -> None:
-    step = fused_step(tiny_model(name))
-    assert step is not None
-    assert step.activation == "silu"
+    (step,) = fused_steps(tiny_model(name), 1)
+    assert {block.activation for block in step.blocks} == {"silu"}
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "opt", "gpt2", "gpt-neox"])
 def test_others_keep_their_own_steps(tiny_model, name: str) -> None:
-    assert fused_step(tiny_model(name)) is None
+    assert not fused_steps(tiny_model(name), 1)
 
 
 def test_a_decoder_says_which_models_have_none(tiny_model, caplog: pytest.LogCaptureFixture) -> None:
@@ -40,9 +39,9 @@ def test_hooks_of_what_is_passed_over_are_honoured(tiny_model) -> None:
     for path in ("model.layers.1", "model.layers.0.self_attn", "model.layers.0.mlp", "model.norm"):
         model = tiny_model("llama")
         handle = model.get_submodule(path).register_forward_hook(lambda *_: None)
-        assert fused_step(model) is None, path
+        assert not fused_steps(model, 1), path
         handle.remove()
-        assert fused_step(model) is not None
+        assert fused_steps(model, 1)
 
 
 def test_in_the_interpreter(make_checkpoint) -> None:

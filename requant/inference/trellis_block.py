@@ -1,0 +1,157 @@
+"""A block of a fused step whose matrices are trellis codes with rotations: nothing but products between few launches.
+
+    y = rotated norm(x += finished product of the block before)                  1 launch  (`step/rotated_norm.py`)
+    q, k, v = products of y                                                      1, or one for each width of codes
+    queries, cache = rotated rope(q, k, v)                                       1         (`step/rotated_rope.py`)
+    attention                                                                    2
+    o = product of the attention                                                 1, or 2 where its input is rotated apart
+    y = rotated norm(x += finished o)                                            1
+    gate, up = products of y                                                     1, or 2
+    h = rotated gate(gate, up)                                                   1         (`step/rotated_gate.py`)
+    down = product of h, which the next block finishes                           1
+
+So 10 launches where matrices that finish and rotate for themselves take 17 for one token, 19 for more, and 21 and 27 where
+none are joined. Matrices that read the same activations need the same input scales, which those that `requant quantize`
+made have: signs that follow from the recipe's seed. Of equal bits, they are one matrix on the kernels (`convert.py`).
+"""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+from jaxtyping import Float
+from requant_kernels.ops import activation_form, product
+from requant_kernels.step import rotated_gate, rotated_norm, rotated_rope
+from requant_kernels.step.attention import attend
+from requant_kernels.trellis.layout import TILE, TrellisLayout
+from requant_kernels.trellis.pieces import ActivationForm, Product, RotatedActivations, shares_form
+from torch import Tensor, nn
+
+from requant.inference.convert import KernelLinear, Sibling
+
+
+class TrellisBlock:
+    """A block for steps of a number of sequences, by `trellis_block`."""
+
+    def __init__(self, block: Any, activation: str, readers: "tuple[Readers, Readers, Readers]") -> None:
+        self.block, self.activation = block, activation
+        self.qkv, self.gate_up, self.down = readers
+
+    def __call__(
+        self,
+        x: Float[Tensor, "b d"],
+        delta: Product | None,
+        cos: Tensor,
+        sin: Tensor,
+        layer: Any,
+        position: Tensor,
+    ) -> Product:
+        """What the block adds to x last, still to be finished; x becomes what it has added before."""
+        module = self.block.self_attn
+        y = self.qkv.normalized(x, delta, self.block.input_layernorm)
+        norms: dict[str, Any] = {}
+        if hasattr(module, "q_norm"):
+            norms = {
+                "q_norm": module.q_norm.weight,
+                "k_norm": module.k_norm.weight,
+                "eps": module.q_norm.variance_epsilon,
+            }
+        q, k, v = self.qkv.products(y)
+        scale = getattr(module, "scaling", layer.keys.shape[-1] ** -0.5)
+        q = rotated_rope.rotated_rope(q, k, v, cos, sin, position, layer.keys, layer.values, **norms)
+        output = attend(q[:, :, None], layer.keys, layer.values, None, scale, position=position)
+        delta = product(output.flatten(1), layout_of(module.o_proj), module.o_proj.bias)
+        y = self.gate_up.normalized(x, delta, self.block.post_attention_layernorm)
+        gate, up = self.gate_up.products(y)
+        h = rotated_gate.rotated_gate(
+            gate, up, self.activation, x.dtype, input_scales=self.down.input_scales, form=self.down.form
+        )
+        (delta,) = self.down.products(h)
+        return delta
+
+
+class Readers:
+    """Matrices that read the same rotated activations, of so many sequences."""
+
+    def __init__(self, layers: "Sequence[KernelLinear | Sibling]", sequences: int) -> None:
+        self.parts = [part_of(layer) for layer in layers]
+        self.matrices = list(dict.fromkeys(matrix for matrix, _ in self.parts))
+        layout = layout_of(self.matrices[0])
+        self.form = cast(ActivationForm, activation_form(layout, sequences))
+        self.input_scales = cast(Tensor, layout.input_scales)
+
+    def normalized(self, x: Float[Tensor, "b d"], delta: Product | None, norm: Any) -> RotatedActivations:
+        """The norm of x + delta, which x becomes, rotated."""
+        found = rotated_norm.rotated_norm(
+            x, delta, norm.weight, norm.variance_epsilon, input_scales=self.input_scales, form=self.form
+        )
+        return cast(RotatedActivations, found)
+
+    def products(self, x: RotatedActivations) -> list[Product]:
+        """One a layer; several may be parts of one tensor."""
+        whole = {matrix: product(x, layout_of(matrix), matrix.bias) for matrix in self.matrices}
+        return [whole[matrix].part(rows) for matrix, rows in self.parts]
+
+
+def trellis_block(block: nn.Module, activation: str, sequences: int) -> TrellisBlock | None:
+    """A qualified block (`fused_step.qualifies`) for steps of so many sequences; None where a matrix is no trellis that is
+    rotated on both sides, or of a size that the kernels do not take."""
+    layers = [
+        [getattr(block.get_submodule(parent), name, None) for name in names] for parent, names in MATRICES
+    ]
+    if not all(is_rotated_trellis(layer, sequences) for group in layers for layer in group):
+        return None
+    qkv, o, gate_up, down = cast("list[list[KernelLinear | Sibling]]", layers)
+    head_dim = getattr(block.get_submodule("self_attn"), "head_dim", 0)
+    if not (
+        isinstance(o[0], KernelLinear)
+        and rotated_norm.supports(o[0].out_features)
+        and rotated_gate.supports(down[0].in_features)
+        and rotated_rope.supports(head_dim, tuple(layer.out_features for layer in qkv))
+    ):
+        return None
+    readers = Readers(qkv, sequences), Readers(gate_up, sequences), Readers(down, sequences)
+    if not all(shares_form([layout_of(matrix) for matrix in own.matrices]) for own in readers):
+        return None
+    return TrellisBlock(block, activation, readers)
+
+
+MATRICES = (
+    ("self_attn", ("q_proj", "k_proj", "v_proj")),
+    ("self_attn", ("o_proj",)),
+    ("mlp", ("gate_proj", "up_proj")),
+    ("mlp", ("down_proj",)),
+)
+
+
+def is_rotated_trellis(layer: Any, sequences: int) -> bool:
+    """Whether a layer is on the kernels, its codes a trellis with both rotations, without residuals and hooks, and whether
+    the kernel of so many sequences takes rotated activations."""
+    if not isinstance(layer, KernelLinear | Sibling) or layer._forward_hooks or layer._forward_pre_hooks:
+        return False
+    matrix: Any = layer.siblings.matrix if isinstance(layer, Sibling) else layer
+    if not isinstance(matrix, KernelLinear) or not matrix.trellis:
+        return False
+    layout, sizes = layout_of(matrix), layer.siblings.sizes if isinstance(layer, Sibling) else ()
+    return (
+        layout.input_scales is not None
+        and layout.rotates_output
+        and layout.parts == tuple(sizes)
+        and layout.sparse is None
+        and layout.n % TILE == 0
+        and activation_form(layout, sequences) is not None
+    )
+
+
+def part_of(layer: KernelLinear | Sibling) -> tuple[KernelLinear, slice]:
+    """The matrix that holds a layer's codes, and the layer's rows of it."""
+    if isinstance(layer, KernelLinear):
+        return layer, slice(0, layer.out_features)
+    start = sum(layer.siblings.sizes[: layer.index])
+    return cast(KernelLinear, layer.siblings.matrix), slice(start, start + layer.out_features)
+
+
+def layout_of(layer: KernelLinear) -> TrellisLayout:
+    """What the kernels hold of a trellis."""
+    if layer.held is None:
+        layer.held = layer.layout
+    return cast(TrellisLayout, layer.held)

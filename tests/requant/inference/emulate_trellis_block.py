@@ -1,0 +1,120 @@
+"""Run under TRITON_INTERPRET=1 by `test_trellis_block.py`: a fused step with its rotations, the assembly emulated, gives the
+logits of transformers' step with every matrix multiplied by the reference."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "kernels"))
+
+import emulate_trellis
+import torch
+import triton.language as tl
+from cases import random_trellis
+from requant_kernels import dispatch, ops, pack_trellis
+from requant_kernels.launch_config import TrellisGemvConfig
+from requant_kernels.trellis import gemv
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from requant.inference.convert import FusedLinear, KernelLinear, Sibling
+from requant.inference.fused_step import PlainBlock, fused_steps
+from requant.inference.static_cache import static_cache
+from requant.inference.trellis_block import TrellisBlock
+from requant.models.targets import SIBLINGS
+
+SIZES = {
+    "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 64, "max_position_embeddings": 128, "pad_token_id": None,
+    "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+REFERENCE = ops.dispatch
+
+
+def on_the_gemv(*_: Any) -> tuple[dispatch.Kernel, TrellisGemvConfig]:
+    """What a GPU would be asked for."""
+    config = TrellisGemvConfig(num_warps=2, tiles_per_cta=4, units_per_step=1)
+    return next(kernel for kernel in dispatch.TRELLIS_KERNELS if kernel.name == "trellis_gemv"), config
+
+
+def random_model(kind: str, bits: dict[str, float]) -> Any:
+    """Every linear of a block a trellis, its input signs those of its width; siblings of equal bits are one matrix."""
+    config = AutoConfig.for_model(kind, **SIZES)
+    model: Any = AutoModelForCausalLM.from_config(config).half().eval()
+    for name, parameter in model.named_parameters():
+        noise = torch.randn_like(parameter)
+        parameter.data.copy_(1 + 0.3 * noise if "norm" in name else noise * 0.5)
+    signs = {k: torch.randn(k).sign().half() for k in (128, 192)}
+    for parent in [part for block in model.model.layers for part in (block.self_attn, block.mlp)]:
+        layers = {name: child for name, child in parent.named_children() if isinstance(child, nn.Linear)}
+        for names in (*SIBLINGS, *((name,) for name in layers)):
+            for own in {bits.get(name, 2) for name in names}:
+                group = {
+                    name: layers.pop(name) for name in names if bits.get(name, 2) == own and name in layers
+                }
+                if group:
+                    put_on_the_kernels(parent, group, own, signs)
+    return model
+
+
+def put_on_the_kernels(
+    parent: Any, layers: dict[str, nn.Linear], bits: float, signs: dict[int, torch.Tensor]
+) -> None:
+    sizes, k = [layer.out_features for layer in layers.values()], next(iter(layers.values())).in_features
+    codes, _, scales = random_trellis(sum(sizes), k, bits, "cpu")
+    biases = [layer.bias for layer in layers.values() if layer.bias is not None]
+    layout = pack_trellis(
+        codes, signs[k], scales / scales.abs().max() * k**-0.5, bits=bits, code="mul1",
+        parts=tuple(sizes) if len(sizes) > 1 else (),
+    )  # fmt: skip
+    matrix = KernelLinear(layout, torch.cat(biases) if biases else None)
+    if len(sizes) == 1:
+        setattr(parent, next(iter(layers)), matrix)
+        return
+    siblings = FusedLinear(matrix, sizes)
+    for index, name in enumerate(layers):
+        setattr(parent, name, Sibling(siblings, index))
+
+
+@torch.no_grad()
+def check(kind: str, batch: int, bits: dict[str, float], launches: int) -> None:
+    model = random_model(kind, bits)
+    cache = static_cache(model, 100)
+    assert cache is not None
+    model(torch.randint(0, 60, (batch, 70)), past_key_values=cache, use_cache=True)
+    cache.add(70)
+    tokens = torch.randint(0, 60, (batch, 1))
+    wanted = model(tokens, past_key_values=cache, use_cache=True).logits[:, -1]
+    held = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
+    for layer in cache.layers:
+        assert layer.keys is not None and layer.values is not None
+        layer.keys[:, :, 70], layer.values[:, :, 70] = 0, 0
+    ops.dispatch = on_the_gemv
+    step, _ = fused_steps(model, batch)
+    block = step.blocks[0]
+    assert isinstance(block, TrellisBlock), kind
+    assert sum(len(readers.matrices) for readers in (block.qkv, block.gate_up, block.down)) == launches
+    logits = step(tokens, cache)
+    error = ((logits.float() - wanted.float()).norm() / wanted.float().norm()).item()
+    assert error < 5e-3, f"{kind}: logits are off by {error:.1e}"
+    for (key, value), layer in zip(held, cache.layers, strict=True):
+        for got, want in ((layer.keys, key), (layer.values, value)):
+            assert ((got - want).float().norm() / want.float().norm()).item() < 5e-3, f"{kind}: cache"
+    ops.dispatch = REFERENCE
+    (plain,) = fused_steps(model, batch)
+    assert isinstance(plain.blocks[0], PlainBlock)
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    tl.inline_asm_elementwise = emulate_trellis.inline_asm_elementwise
+    emulate_trellis.check_addresses = lambda address: None
+    rotate_apart = gemv.hadamard_transform_int8
+    gemv.hadamard_transform_int8 = lambda *args, **options: rotate_apart(*args, **options | {"asm": False})
+    check("qwen3", 2, {"k_proj": 2.25, "up_proj": 3}, 5)
+    check("qwen2", 1, {"q_proj": 4, "k_proj": 3, "v_proj": 4}, 4)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""Fused steps of trellis codes: with their rotations the logits are those of the model."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from requant.formats.hadamard import random_signs
+from requant.formats.packed_spec import PackedSpec
+from requant.formats.trellis import Trellis
+from requant.inference.convert import convert_to_kernels
+from requant.inference.decode import Decoder
+from requant.inference.quant_linear import QuantLinear
+
+
+def test_with_the_assembly_emulated() -> None:
+    pytest.importorskip("triton")
+    script = Path(__file__).with_name("emulate_trellis_block.py")
+    run = subprocess.run(
+        [sys.executable, script],
+        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+
+
+SHAPES = {  # hidden, intermediate, heads, heads of keys
+    "llama": (4096, 14336, 32, 8),
+    "qwen2": (2048, 8192, 32, 8),  # biases; a block of two tiles
+    "qwen3": (3072, 9728, 24, 8),  # norms of heads; blocks of 1024 and 512
+}
+
+
+def random_trellises(kind: str) -> Any:
+    """Two blocks on the kernels, through a checkpoint's own layers; k has other bits than q and v."""
+    hidden, intermediate, heads, key_heads = SHAPES[kind]
+    config = AutoConfig.for_model(
+        kind, hidden_size=hidden, intermediate_size=intermediate, num_attention_heads=heads,
+        num_key_value_heads=key_heads, head_dim=hidden // heads, num_hidden_layers=2, vocab_size=256,
+        max_position_embeddings=128,
+    )  # fmt: skip
+    with torch.device("cuda"):
+        model: Any = (
+            AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval().requires_grad_(False)
+        )
+    for name, layer in list(model.model.named_modules()):
+        if isinstance(layer, nn.Linear):
+            n, k = layer.weight.shape
+            bits = 3 if name.endswith("k_proj") else 2
+            dense = Trellis(
+                codes=torch.randint(0, 1 << bits, (n, k), dtype=torch.uint8, device="cuda"),
+                input_scales=random_signs(k, seed=0).half().cuda(),
+                output_scales=(random_signs(n, seed=1) * k**-0.5).half().cuda(), bits=bits, code="mul1",
+            )  # fmt: skip
+            spec, tensors = dense.pack()
+            own = QuantLinear(
+                PackedSpec(dense=spec), bias=layer.bias is not None, dtype=torch.bfloat16, device="cuda"
+            )
+            for suffix, tensor in tensors.items():
+                own.get_buffer(suffix).copy_(tensor)
+            if layer.bias is not None:
+                own.bias = nn.Parameter(torch.randn_like(layer.bias) * 0.1, requires_grad=False)
+            model.model.set_submodule(name, own)
+    return convert_to_kernels(model, device="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.parametrize("batch", [1, 5, 40])
+def test_captured_steps_give_the_same_logits(kind: str, batch: int) -> None:
+    """By `gemv.py` and, beyond 16 sequences on Hopper, `gemm_sm90.py`."""
+    model = random_trellises(kind)
+    tokens = torch.randint(0, 256, (batch, 70), device="cuda")
+    fused, apart, plain = (
+        Decoder(model, length=100, **options)
+        for options in ({}, {"fuses_rotations": False}, {"fused": False})
+    )
+    for decoder in (fused, apart, plain):
+        decoder.prefill(tokens)
+        decoder.tokens.copy_(fused.tokens)
+    for _ in range(4):
+        wanted, beside, got = plain.step(), apart.step(), fused.step()
+        assert fused.fused is not None and fused.fused.fuses_rotations and fused.captured is not None
+        assert apart.fused is not None and not apart.fused.fuses_rotations and plain.fused is None
+        for other in (wanted, beside):
+            assert ((got - other).norm() / other.norm()).item() < 3e-2
+        for decoder in (fused, apart):
+            decoder.tokens.copy_(plain.tokens)
