@@ -93,7 +93,7 @@ PEERS: dict[str, dict[str, Any] | None] = {
 
 
 def engine(folder: Path, args: argparse.Namespace, *, length: int, **options: Any) -> Any:
-    from vllm import LLM
+    from vllm import LLM  # pyright: ignore[reportMissingImports]
 
     most = max(args.batch)
     graphs: dict[str, Any] = {"cudagraph_capture_sizes": sorted({1, *args.batch})}
@@ -101,14 +101,15 @@ def engine(folder: Path, args: argparse.Namespace, *, length: int, **options: An
         graphs |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     return LLM(
         str(folder), dtype="bfloat16", max_model_len=length, max_num_seqs=most, gpu_memory_utilization=args.memory,
-        tensor_parallel_size=args.tensor_parallel, compilation_config=graphs, enable_prefix_caching=False, **options,
+        tensor_parallel_size=args.tensor_parallel, compilation_config=graphs, enable_prefix_caching=False,
+        skip_tokenizer_init=True, **options,
     )  # fmt: skip
 
 
 def timed(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Rows of one format."""
     from end_to_end import SHAPES  # pyright: ignore[reportMissingImports]
-    from vllm import SamplingParams
+    from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
 
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -124,7 +125,7 @@ def timed(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     }
     config |= SHAPES[args.shape] | ({"num_hidden_layers": args.layers} if args.layers else {})
     with tempfile.TemporaryDirectory() as home:
-        options: dict[str, Any] = {"skip_tokenizer_init": True}
+        options: dict[str, Any] = {}
         if name in PEERS:
             quantized = {} if PEERS[name] is None else {"quantization_config": PEERS[name]}
             (Path(home) / "config.json").write_text(json.dumps(config | quantized))
@@ -160,7 +161,7 @@ def timed(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
 def checked(folder: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Log-probabilities of a checkpoint."""
     from transformers import AutoTokenizer
-    from vllm import SamplingParams
+    from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
 
     import requant
 
@@ -168,7 +169,9 @@ def checked(folder: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     ids = AutoTokenizer.from_pretrained(folder)(text)["input_ids"]
     prompts = [ids[start : start + CHECKED] for start in range(0, 4 * CHECKED, CHECKED)]
     llm = engine(Path(folder), args, length=2 * CHECKED)
-    given = SamplingParams(temperature=0, max_tokens=CHOSEN, ignore_eos=True, logprobs=0, prompt_logprobs=0)
+    given = SamplingParams(
+        temperature=0, max_tokens=CHOSEN, ignore_eos=True, logprobs=0, prompt_logprobs=0, detokenize=False
+    )
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], given, use_tqdm=False)
     found: dict[str, list[float]] = {"prompt": [], "decoded": []}
     whole = []
