@@ -192,7 +192,7 @@ def _set(base: dict[str, Any], key: str, value: Any, *, option: str) -> None:
     """Set a dotted key of a recipe's plain data."""
     section, _, name = key.rpartition(".")
     if section == "quantizer":
-        known = METHODS | PRUNING_METHODS
+        known = METHODS if base["method"] in METHODS else PRUNING_METHODS
         takers = [name for name, method in known.items() if option in method.config.__dataclass_fields__]
         if base["method"] not in takers:
             raise RecipeError(
