@@ -47,8 +47,8 @@ MAX_BITS_WITH_OUTLIERS = 4  # finer codes leave outliers too little to save
 EMBEDDING_AND_HEAD_LOSS = (
     0.01  # of the matrices' predicted loss: what the two may add where `bits` leaves them free
 )
-# Of one block: where they have the same bits, the kernels multiply with both at once. This adds 0.1 to 0.4 % to the predicted
-# loss (demo, bench-32m); q and k together would add 0.9 to 1.7 %, q, k and v 5 to 11 %.
+# Of one block: where they have the same bits, the kernels multiply with both at once. This adds 0.1 to 0.4 % to the
+# predicted loss (demo, bench-32m); q and k together would add 0.9 to 1.7 %, q, k and v 5 to 11 %.
 SAME_BITS = (("gate_proj", "up_proj"), ("w1", "w3"))
 RESIDUAL_BYTES = {"float16": 3, "int8": 2}  # with the index in its tile of 256 columns
 
