@@ -44,7 +44,7 @@ from requant.checkpoint.save import checkpoint_bytes
 from requant.formats.quantized_weight import spec_of
 from requant.pipeline.quantize import MODES, finetuned
 from requant.recipe.defaults import FINETUNE_STEPS
-from requant.recipe.schema import Budget, EmbeddingBits, Finetune
+from requant.recipe.schema import Budget, EmbeddingBits, Finetune, Predictor
 from requant.run.context import RunContext, Weights
 from requant.text.windows import spread
 
@@ -64,6 +64,7 @@ class Plan:
     finetune: Finetune = FINETUNE
     statistics: int = 4  # times the windows of the study
     quarters: bool = True
+    predictor: Predictor = "curvature"
     one_width: bool = False  # codes of whole bits everywhere: what is stored beside them comes on top
     head_bits: EmbeddingBits | None = 16  # of embedding and head; None: by the rule of `--bits`
     make: Callable[[RunContext], Weights] | None = None  # in place of the mode's codes
@@ -109,6 +110,17 @@ PLANS: dict[str, Plan] = {
     "codes": Plan(label="trellis codes within the budget", mode="dense", finetune=Finetune(), statistics=1),
     "flat-codes": Plan(
         label="trellis codes, one width", mode="dense", finetune=Finetune(), statistics=1, one_width=True
+    ),
+    "codes-restored": Plan(
+        label="trellis codes, bits by what restoring a matrix saves",
+        mode="dense",
+        finetune=Finetune(),
+        statistics=1,
+        predictor="restored",
+    ),
+    "restored": Plan(
+        label=f"best, {FINETUNE_STEPS} steps a phase, bits by what restoring a matrix saves",
+        predictor="restored",
     ),
     "codes-one-sided": Plan(
         label="codes alone, inputs' curvature only",
@@ -183,6 +195,7 @@ def measure(study: Study, name: str, bits: float, seed: int) -> dict[str, Any]:
         budget=Budget(
             bits=None if plan.one_width else bits,
             quarters=plan.quarters,
+            predictor=plan.predictor,
             head_bits=plan.head_bits,
             embedding_bits=plan.head_bits,
         ),

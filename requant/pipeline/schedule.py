@@ -65,11 +65,13 @@ def _stages(prepared: Prepared | Outline, recipe: Recipe, device: str) -> Iterat
     all_codes = codes(prepared.targets)
     collected = 0.0  # of the statistics: seconds that the codes will not have to wait for
     if has_budget(recipe):
+        each = all_codes + len(prepared.targets) * forward(MEASURED_TOKENS)
         predictor = {
             "curvature": 0.0,
-            "measured": all_codes + len(prepared.targets) * forward(MEASURED_TOKENS),
+            "measured": each,
+            "restored": each,
+            "pqi": all_codes + nodes * backward(min(windows, PQI_TOKENS)),
         }
-        predictor["pqi"] = all_codes + nodes * backward(min(windows, PQI_TOKENS))
         more = predictor[recipe.budget.predictor]
         yield Stage(name="allocation", kind="statistics", seconds=statistics + more, bars=0)
         collected = statistics

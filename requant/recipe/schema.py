@@ -14,7 +14,7 @@ from requant.quantizers.registry import METHODS, PRUNING_METHODS, find_method
 
 Mode = Literal["best", "paper", "dense", "sparse"]
 Score = Literal["pqi", "hessian", "gradient", "marginal"]
-Predictor = Literal["curvature", "measured", "pqi"]
+Predictor = Literal["curvature", "measured", "restored", "pqi"]
 EmbeddingBits = Literal[3, 4, 5, 6, 7, 8, 16]
 Rotations = Literal["per-matrix", "folded"]
 Nodes = Literal["gauss2", "gauss4", "midpoint", "simpson", "plain32"]

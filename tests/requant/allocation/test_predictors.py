@@ -9,6 +9,7 @@ from requant.allocation.predictors import (
     integrated,
     measured,
     predicted_losses,
+    restored,
 )
 from requant.calibration.stats import LinearStats
 from requant.evaluation.perplexity import perplexity_and_kl
@@ -108,11 +109,32 @@ def test_measured_is_the_divergence_of_one_matrix_alone(run, tiny_text) -> None:
     assert units.keys() == {target.name for target in run.targets} and min(units.values()) > 0
 
 
-def test_measured_leaves_the_model_as_it_was(run) -> None:
+def test_restored_is_what_one_original_saves_among_the_quantized(run, tiny_text) -> None:
+    weights = quantize_linears(run, None, label="")
+    units = restored(run, weights)
+    run.apply_original_weights()
+    original = copy.deepcopy(run.model)
+
+    def kl() -> float:
+        found = perplexity_and_kl(run.model, run.windows, text=tiny_text, reference=original).mean_kl
+        assert found is not None
+        return found
+
+    run.apply_quantized_weights(weights)
+    whole = kl()
+    name, saved = max(units.items(), key=lambda item: item[1])
+    target = next(target for target in run.targets if target.name == name)
+    target.set_weight(run.original[name])
+    assert saved == pytest.approx(whole - kl(), rel=1e-2)
+    assert units.keys() == weights.keys() and min(units.values()) > 0
+
+
+@pytest.mark.parametrize("predict", [measured, restored])
+def test_measuring_leaves_the_model_as_it_was(run, predict) -> None:
     weights = quantize_linears(run, None, label="")
     run.apply_original_weights()
     before = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
-    measured(run, weights)
+    predict(run, weights)
     assert all(torch.equal(before[name], tensor) for name, tensor in run.model.state_dict().items())
 
 
@@ -133,7 +155,7 @@ def test_curvature_scales_with_what_an_error_costs(run) -> None:
     assert all(after[other] == before[other] for other in before if other != name)
 
 
-@pytest.mark.parametrize("predictor", ["curvature", "measured", "pqi"])
+@pytest.mark.parametrize("predictor", ["curvature", "measured", "restored", "pqi"])
 def test_every_predictor_can_be_chosen(run, predictor: str) -> None:
     chosen = dataclasses.replace(
         run,
