@@ -14,8 +14,9 @@ linearity theorem of Malinovskii et al. 2024 (HIGGS, arXiv 2411.17525). The clos
 Losses of single matrices add up: the KL of the whole model is 1.04 to 1.11 times their sum at 2 to 3 bits (bench-32m,
 trellis). `measured` chose as well as `curvature`, at the cost of a quantization. `restored` also sees what the errors of the
 others make of an error: on demo-4m at 2 bits 0.3 times the closed form in some q and k, twice in the first gate and up, and
-codes by it have 5 and 7 % less KL (two seeds), 3 % after a short training; not measured on a larger model. `pqi` misleads on a trellis: the
-delta loss of a matrix, unlike its KL, may be negative, and such matrices lost their bits (KL .44 against .21 at 2.5 bits).
+codes by it have 5 and 7 % less KL (two seeds), 3 % after a short training; not measured on a larger model. `pqi` misleads
+on a trellis: the delta loss of a matrix, unlike its KL, may be negative, and such matrices lost their bits (KL .44 against
+.21 at 2.5 bits).
 """
 
 import dataclasses
