@@ -272,5 +272,5 @@ def test_what_cannot_be_asked(cli, tmp_path: Path, monkeypatch) -> None:
     code, _, error = cli("eval", "demo", "--limit", 3)
     assert code == 2 and "--limit has no effect with the evaluation of a text" in error
     monkeypatch.setitem(__import__("sys").modules, "lm_eval", None)
-    with pytest.raises(InputError, match=r"pip install 'requant\[tasks\]'"):
+    with pytest.raises(InputError, match=r"pip install .*\[tasks\]"):
         evaluate_tasks(["demo"], ["piqa"])
