@@ -47,9 +47,6 @@ MAX_BITS_WITH_OUTLIERS = 4  # finer codes leave outliers too little to save
 EMBEDDING_AND_HEAD_LOSS = (
     0.01  # of the matrices' predicted loss: what the two may add where `bits` leaves them free
 )
-# Of one block: where they have the same bits, the kernels multiply with both at once. This adds 0.1 to 0.4 % to the
-# predicted loss (demo, bench-32m); q and k together would add 0.9 to 1.7 %, q, k and v 5 to 11 %.
-SAME_BITS = (("gate_proj", "up_proj"), ("w1", "w3"))
 RESIDUAL_BYTES = {"float16": 3, "int8": 2}  # with the index in its tile of 256 columns
 
 
@@ -86,8 +83,7 @@ def allocate_bits(run: RunContext, *, reserve: int | None = None) -> Allocation:
     if outliers_compete(recipe):
         for name, found in _with_outliers(run, losses).items():
             options[name] += found
-    together = same_bits(run.targets)
-    choice = allocate(options, budget - fixed, together=together)
+    choice = allocate(options, budget - fixed)
     if asked is None:
         taken = {role: choice.options[role].bits for role in widths}
         beside = 0.0
@@ -108,7 +104,7 @@ def allocate_bits(run: RunContext, *, reserve: int | None = None) -> Allocation:
         predictor=recipe.budget.predictor,
         loss_curve={
             near + fixed: loss + beside
-            for near, loss in losses_at_other_budgets(options, budget - fixed, together=together).items()
+            for near, loss in losses_at_other_budgets(options, budget - fixed).items()
         },
         embedding_bits=int(taken["embedding"]),
         head_bits=int(taken.get("head", taken["embedding"])),
@@ -117,19 +113,6 @@ def allocate_bits(run: RunContext, *, reserve: int | None = None) -> Allocation:
     decided, _ = ranks.shared(dataclasses.asdict(allocation), {})
     loss_curve = {int(size): loss for size, loss in decided["loss_curve"].items()}  # keys of JSON are strings
     return Allocation(**(decided | {"loss_curve": loss_curve}))
-
-
-def same_bits(targets: Sequence[QuantTarget]) -> list[tuple[str, ...]]:
-    """Names of matrices that get the same bits (SAME_BITS), group by group."""
-    names = {target.name for target in targets}
-    groups: list[tuple[str, ...]] = []
-    for target in targets:
-        parent = target.name.removesuffix(target.kind)
-        for kinds in SAME_BITS:
-            group = tuple(parent + kind for kind in kinds)
-            if target.kind == kinds[0] and names.issuperset(group):
-                groups.append(group)
-    return groups
 
 
 def fewest_bits(losses: Mapping[Bits, float], limit: float) -> Bits:

@@ -7,9 +7,6 @@
 linearity theorem of Malinovskii et al. 2024 (HIGGS, arXiv 2411.17525). The integer program is
 solved exactly by HiGHS (`scipy.optimize.milp`). Where matrices are few or equal, the best choice may leave more than
 TOLERANCE of the budget unspent; then the best of those that spend it is taken.
-
-Tensors that are served as one may be given the same bits: then they are one row of the program, whose bytes and losses are
-the sums of theirs.
 """
 
 import math
@@ -56,63 +53,12 @@ class Choice:
         return math.fsum(option.loss for option in self.options.values())
 
 
-def allocate(
-    options: Mapping[str, Sequence[Option]], budget: int, *, together: Sequence[Sequence[str]] = ()
-) -> Choice:
+def allocate(options: Mapping[str, Sequence[Option]], budget: int) -> Choice:
     """The choice of least loss whose bytes lie within `budget`, and above 99.5 % of it if any choice does.
 
-    `together`: groups of names whose tensors get the same bits, where they have the same to choose from; all are free where
-    only so 99.5 % can be spent.
-    Deterministic, whatever the order of `options`. An option with more bytes and no less loss is taken only to reach those
-    99.5 %. Raises RecipeError where even the smallest choice is too large.
+    Deterministic, whatever the order of `options`. An option with more bytes and no less loss is taken only to reach
+    those 99.5 %. Raises RecipeError where even the smallest choice is too large.
     """
-    joined, groups = _joined(options, together)
-    choice = _split(_allocate(joined, budget), options, groups)
-    least = (1 - TOLERANCE) * budget
-    if groups and choice.bytes < least:
-        free = _allocate(options, budget)
-        return free if free.bytes >= least else choice
-    return choice
-
-
-def _joined(
-    options: Mapping[str, Sequence[Option]], together: Sequence[Sequence[str]]
-) -> tuple[dict[str, Sequence[Option]], dict[str, Sequence[str]]]:
-    """The options with those of a group in one row, under the name of its first; and such rows -> the names in them."""
-    joined = dict(options)
-    groups: dict[str, Sequence[str]] = {}
-    for group in together:
-        by_bits = [{option.bits: option for option in options[name]} for name in group]
-        one_each = all(len(found) == len(options[name]) for found, name in zip(by_bits, group, strict=True))
-        if not one_each or len({tuple(sorted(found)) for found in by_bits}) > 1:
-            continue
-        for name in group:
-            del joined[name]
-        groups[group[0]] = group
-        joined[group[0]] = [
-            Option(
-                bits=bits,
-                bytes=sum(found[bits].bytes for found in by_bits),
-                loss=math.fsum(found[bits].loss for found in by_bits),
-            )
-            for bits in by_bits[0]
-        ]
-    return joined, groups
-
-
-def _split(
-    choice: Choice, options: Mapping[str, Sequence[Option]], groups: Mapping[str, Sequence[str]]
-) -> Choice:
-    """The choice by single tensors."""
-    found = dict(choice.options)
-    for row, names in groups.items():
-        bits = choice.options[row].bits
-        found |= {name: next(o for o in options[name] if o.bits == bits) for name in names}
-    return Choice(options=found)
-
-
-def _allocate(options: Mapping[str, Sequence[Option]], budget: int) -> Choice:
-    """`allocate` of rows that are free."""
     names = sorted(options)
     kept = {name: _efficient(options[name]) for name in names}
     smallest = sum(kept[name][0].bytes for name in names)
@@ -128,13 +74,11 @@ def _allocate(options: Mapping[str, Sequence[Option]], budget: int) -> Choice:
     return _solved(names, {name: sorted(options[name], key=_size) for name in names}, budget, least) or best
 
 
-def losses_at_other_budgets(
-    options: Mapping[str, Sequence[Option]], budget: int, *, together: Sequence[Sequence[str]] = ()
-) -> dict[int, float]:
+def losses_at_other_budgets(options: Mapping[str, Sequence[Option]], budget: int) -> dict[int, float]:
     """Budget in bytes -> predicted loss, at those of OTHER_BUDGETS that can be met."""
     smallest = sum(min(o.bytes for o in choices) for choices in options.values())
     budgets = [round(fraction * budget) for fraction in OTHER_BUDGETS]
-    return {near: allocate(options, near, together=together).loss for near in budgets if near >= smallest}
+    return {near: allocate(options, near).loss for near in budgets if near >= smallest}
 
 
 def _size(option: Option) -> tuple[int, float, int | float, float]:

@@ -14,7 +14,6 @@ from requant.allocation.budget import (
     allocate_bits,
     available_bits,
     packed_spec,
-    same_bits,
     with_allocation,
 )
 from requant.allocation.embedding_and_head import WIDTHS, embedding_and_head_losses, embedding_and_head_of
@@ -295,20 +294,6 @@ def test_a_matrix_that_matters_more_gets_more(tiny_folder, tiny_text_file: Path)
         found.append(allocate_bits(start(prepared, recipe, workspace=Workspace(None), quiet=True)))
     assert found[1].bits[name] > found[0].bits[name]
     assert found[1].bytes <= found[1].budget == found[0].budget
-
-
-@pytest.mark.parametrize(("name", "quarters"), [("llama", True), ("llama", False), ("qwen3-moe", True)])
-def test_gate_and_up_get_the_same_bits(tiny_folder, tiny_text_file: Path, name: str, quarters: bool) -> None:
-    recipe = recipe_of(method="trellis", budget=Budget(bits=3.3, quarters=quarters))
-    run = started(tiny_folder(name), tiny_text_file, recipe)
-    allocation = allocate_bits(run)
-    groups = same_bits(run.targets)
-    assert len(groups) == sum(target.kind == "gate_proj" for target in run.targets) > 1
-    for gate, up in groups:
-        assert gate.endswith("gate_proj") and up == gate.replace("gate_proj", "up_proj")
-        assert allocation.bits[gate] == allocation.bits[up]
-    assert len(set(allocation.bits.values())) > 1
-    assert (1 - TOLERANCE) * allocation.budget <= allocation.bytes <= allocation.budget
 
 
 @pytest.mark.parametrize(("method", "steps"), [("lut", 0), ("kmeans", 2)])

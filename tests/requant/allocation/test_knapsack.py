@@ -1,6 +1,5 @@
 import itertools
 import random
-from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -21,16 +20,12 @@ def instance(seed: int, tensors: int = 5, widths: int = 4) -> dict[str, list[Opt
     return found
 
 
-def brute_force(
-    options: dict[str, list[Option]],
-    budget: int,
-    allowed: Callable[[Sequence[Option]], bool] = lambda choice: True,
-) -> float:
-    """The least loss within the budget of allowed choices, among those above 99.5 % of it if there are any."""
+def brute_force(options: dict[str, list[Option]], budget: int) -> float:
+    """The least loss within the budget, among choices above 99.5 % of it if there are any."""
     fitting = [
         (sum(o.bytes for o in choice), sum(o.loss for o in choice))
         for choice in itertools.product(*options.values())
-        if sum(o.bytes for o in choice) <= budget and allowed(choice)
+        if sum(o.bytes for o in choice) <= budget
     ]
     full = [loss for size, loss in fitting if size >= (1 - TOLERANCE) * budget]
     return min(full) if full else min(loss for _, loss in fitting)
@@ -113,31 +108,3 @@ def test_a_large_model_takes_seconds() -> None:
     budget = int(2.5 * sum(choices[0].bytes for choices in options.values()))
     choice = allocate(options, budget)
     assert 0 <= 1 - choice.bytes / budget < 1e-3
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_tensors_that_are_served_as_one_get_the_same_bits(seed: int) -> None:
-    options = instance(seed)
-    smallest, largest = (sum(pick(o.bytes for o in c) for c in options.values()) for pick in (min, max))
-    for share in (0.0, 0.35, 0.77, 1.0):
-        budget = round(smallest + share * (largest - smallest))
-        choice = allocate(options, budget, together=[("m0", "m1"), ("m2", "m3")])
-        assert choice.options.keys() == options.keys() and choice.bytes <= budget
-        assert all(option in options[name] for name, option in choice.options.items())
-        if together([choice.options[name] for name in options]):
-            assert choice.loss == pytest.approx(brute_force(options, budget, together), rel=1e-6)
-        else:  # less of the budget would be spent so
-            assert choice.bytes >= (1 - TOLERANCE) * budget
-
-
-def together(choice: Sequence[Option]) -> bool:
-    """Whether the first two, and the next two, have the same bits."""
-    return choice[0].bits == choice[1].bits and choice[2].bits == choice[3].bits
-
-
-def test_tensors_with_other_bits_to_choose_from_stay_free() -> None:
-    options = instance(3, tensors=2)
-    options["m0"] = options["m0"][:1]
-    largest = sum(choices[-1].bytes for choices in options.values())
-    choice = allocate(options, largest, together=[("m0", "m1")])
-    assert [choice.options[name].bits for name in ("m0", "m1")] == [1, 4]
