@@ -9,7 +9,7 @@ from requant.errors import RecipeError
 from requant.quantizers.registry import METHODS, PRUNING_METHODS, find_method
 from requant.recipe.schema import Calibration, Detach, Evaluation, Finetune, Mode, Recipe
 
-# On every device, so that the same command makes the same kind of checkpoint. On the demo at 3 bits two cores take 94 s and
+# On every device, so that the same command makes the same kind of checkpoint. On the demo at 3 bits two cores take 79 s and
 # the KL is 0.151; ReQuant as published over `lut` takes 45 s, and its KL is 0.418.
 MODE: Mode = "best"
 METHOD_OF_MODE = {"best": "trellis", "paper": "lut", "dense": "lut"}
