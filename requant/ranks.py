@@ -11,7 +11,9 @@ number of ranks, and leave all Hessians on all of them.
         exchange.deliver()                  on the owner: use(name, x) for every rank's x, in the order of the text
 
 Gradients of training are summed over ranks instead (`sum_over_ranks`), always in the order of ranks, but one process adds
-micro-batches in another order: results with training differ in rounding from those of another number of ranks.
+micro-batches in another order: results with training differ in rounding from those of another number of ranks. What trains
+block by block is divided too: of a matrix without codes each rank holds a `Part` (ZeRO stage 3, Rajbhandari et al. 2020,
+arXiv 1910.02054).
 
 Alone, which is how everything runs that nobody started as several processes, every function here is a plain loop or does
 nothing. Numbers and codes travel as safetensors and JSON through gloo on the CPU; activations and gradients by NCCL on
@@ -24,6 +26,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -32,7 +35,7 @@ import torch.distributed as dist
 from safetensors.torch import load, save
 from torch import Tensor
 
-from requant.errors import RequantError
+from requant.errors import RequantError, is_out_of_memory
 
 T = TypeVar("T")
 BUCKET = 2**24  # elements that are summed over ranks at once
@@ -76,6 +79,8 @@ def joined(device: str) -> Iterator[str]:
     _store, own, count = next(dist.rendezvous("env://", timeout=SLOWEST_STAGE))
     backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
     dist.init_process_group(backend, store=_store, rank=own, world_size=count, timeout=SLOWEST_STAGE)
+    if gpu:  # NCCL connects in the first operation, which all ranks must take part in; those of `Exchange` may be of some
+        dist.all_reduce(torch.zeros(1, device="cuda"))
     if LAUNCHED in os.environ:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # the launcher has it too, and says so
     with ExitStack() as stack:
@@ -222,14 +227,49 @@ def sum_over_ranks(tensors: Sequence[Tensor]) -> None:
         parts = torch.empty_like(flat)
         with _communicating():
             dist.all_to_all_single(parts, flat)
-            first, *others = parts.view(count, -1)
-            for part in others:
-                first += part
-            dist.all_gather(list(flat.view(count, -1)), first)
+            dist.all_gather(list(flat.view(count, -1)), _sum_of_rows(parts.view(count, -1)))
         start = 0
         for piece in pieces:
             piece.copy_(flat[start : start + piece.numel()])
             start += piece.numel()
+
+
+@dataclass(frozen=True)
+class Part:
+    """Of a tensor that is divided among ranks by its elements in row-major order, equally: those of this rank.
+
+    The last parts are filled with zeros.
+    """
+
+    elements: Tensor  # [ceil(numel / ranks)]
+    shape: torch.Size
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Part":
+        """Of a tensor that this rank holds whole."""
+        return cls(_equal_parts(tensor.detach())[rank()].clone(), tensor.shape)
+
+    @classmethod
+    def of_sum(cls, tensor: Tensor) -> "Part":
+        """Of the sum of a tensor over ranks, added in the order of ranks."""
+        sent = _equal_parts(tensor.detach())
+        received = torch.empty_like(sent)
+        with _communicating():
+            dist.all_to_all_single(received, sent)
+        return cls(_sum_of_rows(received), tensor.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole tensor."""
+        return self.shape.numel() * self.elements.element_size()
+
+    def whole(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The tensor, from the parts of all ranks, which are rounded to the dtype before they are sent."""
+        elements = self.elements if dtype is None else self.elements.to(dtype)
+        found = elements.new_empty(world_size(), elements.numel())
+        with _communicating():
+            dist.all_gather(list(found), elements)
+        return found.view(-1)[: self.shape.numel()].view(self.shape)
 
 
 class Exchange:
@@ -303,6 +343,21 @@ def _on_gpu() -> bool:
     return "nccl" in str(dist.get_backend_config())
 
 
+def _equal_parts(tensor: Tensor) -> Tensor:
+    """The elements in as many rows as there are ranks; filled with zeros, and a copy, where there are not as many."""
+    flat, count = tensor.reshape(-1), world_size()
+    missing = -flat.numel() % count
+    return (torch.cat([flat, flat.new_zeros(missing)]) if missing else flat).view(count, -1)
+
+
+def _sum_of_rows(rows: Tensor) -> Tensor:
+    """In their order; the first row is overwritten."""
+    first, *others = rows
+    for row in others:
+        first += row
+    return first
+
+
 def _buckets(pieces: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """The pieces in lists of at most BUCKET elements."""
     bucket: list[Tensor] = []
@@ -352,6 +407,8 @@ def _communicating() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
         time.sleep(ENDED_WITHIN)
         raise RequantError(
             f"another process of this run ended ({type(error).__name__}); run again with --resume."

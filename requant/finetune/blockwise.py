@@ -15,7 +15,8 @@ decode a trellis again costs a kilobyte of traffic a weight in torch, some secon
     coded                   3    code, and its value before the scales    (`step.py`: 17)
     embedding, head, norms  12   float32, gradient, two moments           (`step.py`: 16)
 
-Beside them: h before every block, one block at work, the logits (`memory.py` adds up). Activation checkpointing is Chen et
+Of N ranks, which learn from different windows, each holds an Nth of what a matrix without codes takes (`DividedMatrix`).
+Beside these: h before every block, one block at work, the logits (`memory.py` adds up). Activation checkpointing is Chen et
 al. 2016 (arXiv 1604.06174); updating each matrix as soon as its gradient is complete is LOMO's (Lv et al. 2023, arXiv
 2306.09782). Where memory runs out all the same, half as many tokens go at once from then on, and the log says so.
 """
@@ -109,27 +110,52 @@ class Room:
         return compute()
 
 
+class DividedMatrix:
+    """A matrix without codes of which each rank keeps and updates a part in float32; whole in its block's turn alone.
+
+    It is to its part what a ReparametrizedWeight is to its trained floats: `value` joins the parts of all ranks, and
+    `backward` adds up the gradients of all. On a GPU ranks send what products read, which is bfloat16.
+    """
+
+    def __init__(self, parameter: Tensor) -> None:
+        self.parameter, self.dtype = parameter, parameter.dtype
+        of_original = ranks.Part.of(parameter)
+        self.part = ranks.Part(of_original.elements.float(), of_original.shape)
+
+    @torch.no_grad()
+    def value(self) -> Tensor:
+        return self.part.whole(torch.bfloat16 if self.part.elements.is_cuda else None).float()
+
+    def backward(self) -> None:
+        self.part.elements.grad = ranks.Part.of_sum(gradient_of(self.parameter)).elements
+
+    def close(self) -> None:
+        """Make the parameter whole again, as it was."""
+        self.parameter.data = self.part.whole(self.dtype)
+
+
 class LearningBlock:
     """One transformer block in training; called in place of its forward.
 
-    `coded` are its quantized matrices, `optimizer` that of its matrices without codes, None where it has none.
+    `coded` are its quantized matrices, `divided` those without codes of which this rank holds a part, `optimizer` that of
+    its matrices without codes, None where it has none.
     """
 
     def __init__(
         self,
         block: nn.Module,
         coded: Sequence[ReparametrizedWeight],
+        divided: Sequence[DividedMatrix],
         optimizer: SixteenBitAdam | None,
         room: Room,
     ) -> None:
         self.forward, self.parameters = block.forward, list(block.parameters())
-        self.coded, self.optimizer, self.room = coded, optimizer, room
+        self.coded, self.divided, self.optimizer, self.room = coded, divided, optimizer, room
         self.others: tuple[Any, ...] | None = (
             None  # what the block returns behind its hidden states, if a tuple
         )
         self.dtypes = [weight.parameter.dtype for weight in coded]
-        for weight in coded:
-            weight.parameter.data = _placeholder(weight.parameter)
+        self._release()
 
     def __call__(self, hidden: Float[Tensor, "b t d"], *args: Any, **kwargs: Any) -> Any:
         output = _Recomputed.apply(hidden, self, args, kwargs)
@@ -169,19 +195,35 @@ class LearningBlock:
             for weight in self.coded:
                 weight.backward()
                 weight.parameter.grad = None
-        self.update()
+        self._update()
         return found
 
-    def update(self) -> None:
-        """One step of Adam for the matrices without codes; their gradients are summed over ranks, and dropped."""
-        if self.optimizer is not None:
-            update(self.optimizer)
+    def run_along(self) -> None:
+        """`run` of a rank without windows: other ranks need its parts."""
+        for matrix in self.divided:
+            matrix.value()
+
+    def learn_along(self) -> None:
+        """`learn` of a rank without windows: its gradients are zero, those of others are not."""
+        self.run_along()
+        self._update()
 
     def close(self) -> None:
-        """Give the coded matrices room again, for whoever writes into them."""
+        """Give the coded matrices room again, for whoever writes into them; make divided ones whole."""
         for weight, dtype in zip(self.coded, self.dtypes, strict=True):
             parameter = weight.parameter
             parameter.data = torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
+        for matrix in self.divided:
+            matrix.close()
+
+    def _update(self) -> None:
+        """One step of Adam for the matrices without codes; their gradients are dropped."""
+        for matrix in self.divided:
+            matrix.backward()
+            matrix.parameter.grad = None
+        if self.optimizer is not None:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
 
     def _output(self, hidden: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
         output = self.forward(hidden, *args, **kwargs)
@@ -192,23 +234,27 @@ class LearningBlock:
 
     @contextmanager
     def _built(self) -> Iterator[None]:
-        """The coded matrices hold their weights while the context lasts."""
+        """Coded and divided matrices hold their weights while the context lasts."""
         with torch.no_grad(), torch.autocast(self.parameters[0].device.type, enabled=False):
-            for weight in self.coded:
+            for weight in (*self.coded, *self.divided):
                 # in one layout: a compiled block is compiled again for another
                 weight.parameter.data = weight.value().contiguous()
         try:
             yield
         finally:
-            for weight in self.coded:
-                weight.parameter.data = _placeholder(weight.parameter)
+            self._release()
+
+    def _release(self) -> None:
+        for weight in (*self.coded, *self.divided):
+            weight.parameter.data = _placeholder(weight.parameter)
 
 
 class BlockwiseStep:
     """`step(micro_batches, lr_factor)` minimizes the divergence from the teacher, as `TrainingStep` does; `close` ends it.
 
     A step's windows come as one micro-batch with their states, or none for a rank without windows. `trainables` are
-    float32; derived parameters inside of blocks hold nothing between steps.
+    float32, but for those that ranks divide (`divided_among_ranks`); derived parameters inside of blocks hold nothing
+    between steps.
     """
 
     def __init__(
@@ -226,12 +272,20 @@ class BlockwiseStep:
         of_parameter = {id(p): index for index, block in enumerate(blocks) for p in block.parameters()}
         for tensor in (*(each.tensor for each in trainables), *(weight.parameter for weight in derived)):
             tensor.requires_grad_(True)
-        full_lrs = [each.lr * each.tensor.detach().square().mean().sqrt().item() for each in trainables]
+        full_lrs = [
+            each.lr * each.tensor.detach().float().square().mean().sqrt().item() for each in trainables
+        ]
         self.full_lrs = torch.tensor(full_lrs)
+        self.divided = {tensor: DividedMatrix(tensor) for tensor in divided_among_ranks(model, trainables)}
+        self.learning = [each.tensor for each in trainables]
+        self.tensors = [  # what Adam updates
+            self.divided[tensor].part.elements if tensor in self.divided else tensor
+            for tensor in self.learning
+        ]
         groups: dict[int | None, list[dict[str, Any]]] = {None: []}  # block -> its matrices; None: all else
-        for each, lr in zip(trainables, full_lrs, strict=True):
-            block = of_parameter.get(id(each.tensor)) if each.tensor.dim() > 1 else None
-            groups.setdefault(block, []).append({"params": [each.tensor], "lr": lr})
+        for parameter, tensor, lr in zip(self.learning, self.tensors, full_lrs, strict=True):
+            block = of_parameter.get(id(parameter)) if parameter.dim() > 1 else None
+            groups.setdefault(block, []).append({"params": [tensor], "lr": lr})
         coded: dict[int | None, list[ReparametrizedWeight]] = {None: []}
         for weight in derived:
             coded.setdefault(of_parameter.get(id(weight.parameter)), []).append(weight)
@@ -246,7 +300,13 @@ class BlockwiseStep:
             windows=max(1, TOKENS_AT_ONCE // length), positions=positions_at_once(head.weight.shape[0])
         )
         self.blocks = [
-            LearningBlock(block, coded.get(index, []), optimizers.get(index), self.room)
+            LearningBlock(
+                block,
+                coded.get(index, []),
+                [matrix for tensor, matrix in self.divided.items() if of_parameter[id(tensor)] == index],
+                optimizers.get(index),
+                self.room,
+            )
             for index, block in enumerate(blocks)
         ]
         of_tensor = {
@@ -254,7 +314,6 @@ class BlockwiseStep:
             for optimizer in (self.optimizer, *optimizers.values())
             for tensor, each in zip(optimizer.tensors, optimizer.each, strict=True)
         }
-        self.tensors = [each.tensor for each in trainables]
         self.optimizers = [of_tensor[tensor] for tensor in self.tensors]  # one a tensor
         self.derived = derived
         self.forwards = ExitStack()
@@ -268,26 +327,41 @@ class BlockwiseStep:
             ((tokens, states),) = micro_batches
             self._learn(tokens, states)
         else:
-            for block in reversed(self.blocks):  # in the order in which the others sum their gradients
-                block.update()
+            self._run_along()
+            for block in reversed(self.blocks):
+                block.learn_along()
         for weight in self.outside:
             weight.backward()
-        update(self.optimizer)
+        if ranks.world_size() > 1:
+            ranks.sum_over_ranks([gradient_of(tensor) for tensor in self.optimizer.tensors])
+        self.optimizer.step()
+        self.optimizer.zero_grad()
         for weight in self.outside:
             weight.parameter.grad = None
             weight.apply()
 
-    def state(self, *, optimizer: bool = True) -> dict[str, Tensor]:
+    def state(self, *, optimizer: bool = True) -> dict[str, Tensor | ranks.Part]:
         """What the next step depends on; without the `optimizer`, what is left of it after the last."""
         states = {
             tensor: state for each in self.optimizers if optimizer for tensor, state in each.state.items()
         }
-        return state_of(self.tensors, self.full_lrs, states)
+        found = state_of(self.tensors, self.full_lrs, states)
+        parts: dict[str, Tensor | ranks.Part] = {
+            name: ranks.Part(value, matrix.part.shape)
+            for name, value in found.items()
+            if (matrix := self._divided_at(name)) is not None and value.dim()
+        }
+        return {**found, **parts}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Go on where `state` was taken, before the first step."""
+        divided = {
+            name: ranks.Part.of(value).elements
+            for name, value in state.items()
+            if self._divided_at(name) is not None and value.dim()
+        }
         restore_state(
-            state,
+            {**state, **divided},
             self.tensors,
             self.full_lrs,
             lambda i: self.optimizers[i].state[self.tensors[i]],
@@ -301,7 +375,7 @@ class BlockwiseStep:
         self.forwards.close()
         for block in self.blocks:
             block.close()
-        for tensor in (*self.tensors, *(weight.parameter for weight in self.derived)):
+        for tensor in (*self.learning, *(weight.parameter for weight in self.derived)):
             tensor.grad = None
             tensor.requires_grad_(False)
 
@@ -310,11 +384,25 @@ class BlockwiseStep:
         """Mean KL over all positions of the validation windows, nats."""
         windows = self.teacher.val
         sums = []
-        for index in ranks.mine(windows):
+        for index in ranks.rounds(windows):
+            if index is None:
+                self._run_along()
+                continue
             ((tokens, states),) = self.teacher.micro_batches(torch.tensor([index]), None)
             hidden = self._hidden(tokens).flatten(0, 1)
             sums.append(sum(self._kl(*part).double().item() for part in self._rows(hidden, states)))
         return sum(ranks.merged(sums)) / (len(windows) * self.teacher.windows.shape[1])
+
+    def _divided_at(self, name: str) -> DividedMatrix | None:
+        """Whose part an entry of a state is, where the whole matrix is in the file."""
+        kind, _, rest = name.partition(".")
+        if kind not in ("tensor", "optimizer"):
+            return None
+        return self.divided.get(self.learning[int(rest.partition(".")[0])])
+
+    def _run_along(self) -> None:
+        for block in self.blocks:
+            block.run_along()
 
     def _learn(self, tokens: Int64[Tensor, "b t"], states: Float[Tensor, "b t d"]) -> None:
         hidden = self._hidden(tokens)
@@ -375,12 +463,12 @@ class _Recomputed(torch.autograd.Function):
         return ctx.block.learn(hidden, gradients[0], *ctx.call), None, None, None
 
 
-def update(optimizer: SixteenBitAdam) -> None:
-    """One step with the gradients of all ranks, which are dropped."""
-    if ranks.world_size() > 1:
-        ranks.sum_over_ranks([gradient_of(tensor) for tensor in optimizer.tensors])
-    optimizer.step()
-    optimizer.zero_grad()
+def divided_among_ranks(model: PreTrainedModel, trainables: Sequence[TrainableTensor]) -> list[Tensor]:
+    """The matrices of blocks without codes, where there are several ranks to divide them."""
+    if ranks.world_size() == 1:
+        return []
+    inside = {id(p) for block in find_blocks(model)[1] for p in block.parameters()}
+    return [each.tensor for each in trainables if each.tensor.dim() > 1 and id(each.tensor) in inside]
 
 
 def positions_at_once(vocabulary: int) -> int:

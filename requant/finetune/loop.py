@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from requant import ranks
 from requant.allocation.embedding_and_head import QuantizedEmbeddingAndHead, embedding_and_head_of
 from requant.calibration.passes import recomputed_blocks, rounds
-from requant.finetune.blockwise import BlockwiseStep
+from requant.finetune.blockwise import BlockwiseStep, divided_among_ranks
 from requant.finetune.compile_blocks import Divergence, fused, kl
 from requant.finetune.saved_training import SavedTraining, numbered, restore
 from requant.finetune.step import (
@@ -116,7 +116,8 @@ def train(
     micro_batch = None
     if isinstance(teacher, HeadTeacher):
         coded = {weight.parameter for weight in derived} & {target.parameter for target in run.targets}
-        widened = [p for p in run.model.parameters() if p not in coded]
+        elsewhere = coded.union(divided_among_ranks(run.model, trainables))
+        widened = [p for p in run.model.parameters() if p not in elsewhere]
         models, recompute = (run.model,), False
     else:
         micro_batch = micro_batch_that_fits(
@@ -158,9 +159,9 @@ def train(
             assert isinstance(teacher, Teacher)
             return mean_kl(run.model, teacher, windows)
 
-        def state() -> dict[str, Tensor]:
+        def state() -> dict[str, Tensor | ranks.Part]:
             kept = {} if best is tensors else numbered("best", best)
-            return training_step.state() | numbered("buffer", buffers) | kept
+            return {**training_step.state(), **numbered("buffer", buffers), **kept}
 
         resumed = saved.take()
         done = 0 if resumed is None else resumed.value["step"]
@@ -206,7 +207,7 @@ def train(
     for weight in derived:
         weight.apply()
     saved.save(
-        lambda: training_step.state(optimizer=False) | numbered("buffer", buffers),
+        lambda: {**training_step.state(optimizer=False), **numbered("buffer", buffers)},
         step=settings.steps,
         best_kl=best_kl,
     )

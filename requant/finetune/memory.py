@@ -15,6 +15,8 @@ model's own dtype, and c = 2 for the casts of autocast on a GPU (0 on a CPU, whe
                     + the larger of             one block: its weights' casts, gradients and activations, or a matrix's
                                                 moments in float32; or the logits, with logarithms and gradients
 
+Of N GPUs each holds 8 O / N of the matrices without codes, and the hidden states of its windows.
+
 The fullest phase is the first: every round turns open matrices into coded ones. As a whole, a GPU fills what is left with
 larger parts of a batch; counted is one window at a time, since it needs no more.
 """
@@ -41,10 +43,14 @@ def training_bytes(
     by_block: bool,
     gpu: bool,
     device_memory: int,
+    gpus: int = 1,
 ) -> int:
-    """Of a phase in which the matrices in `coded` have codes and all others learn; `windows`: those of training."""
+    """Of a phase in which the matrices in `coded` have codes and all others learn; `windows`: those of training.
+
+    Of `gpus` that work together, those of one.
+    """
     count, length = windows
-    tokens = length * min(count, max(1, settings.tokens_per_step // length))
+    tokens = length * -(-min(count, max(1, settings.tokens_per_step // length)) // gpus)
     embedding = model.get_input_embeddings().get_parameter("weight")
     vocabulary, hidden_size = embedding.shape
     own, cast = embedding.element_size(), 2 if gpu else 0
@@ -54,9 +60,11 @@ def training_bytes(
     rest = parameters - with_codes - still_open
     blocks = len(find_blocks(model)[1])
     if by_block:
-        state = 8 * still_open + 12 * rest + with_codes * (1 + own) + rest * own
+        state = 8 * still_open // gpus + 12 * rest + with_codes * (1 + own) + rest * own
         hidden = 4 * tokens * hidden_size * (blocks + 2)
-        at_work = max(_block_at_work(targets, coded, index, tokens, cast) for index in range(blocks))
+        at_work = max(
+            _block_at_work(targets, coded, index, tokens, cast, divided=gpus > 1) for index in range(blocks)
+        )
         logits = BYTES_OF_A_LOGIT * vocabulary * min(tokens, positions_at_once(vocabulary))
         largest = max(p.numel() for p in model.parameters())
         return state + max(hidden + max(at_work, logits + cast * embedding.numel()), 4 * largest)
@@ -69,13 +77,20 @@ def training_bytes(
 
 
 def _block_at_work(
-    targets: Sequence[QuantTarget], coded: Collection[str], index: int, tokens: int, cast: int
+    targets: Sequence[QuantTarget],
+    coded: Collection[str],
+    index: int,
+    tokens: int,
+    cast: int,
+    *,
+    divided: bool,
 ) -> int:
     """Bytes beside what is kept while one block's gradients are computed, or its largest matrix is updated."""
     members = [target for target in targets if target.block == index]
     if not members:
         return 0
-    gradients = sum(target.size * ((8 if target.name in coded else 4) + cast) for target in members)
+    built = 8 if divided else 4  # matrices that are not kept whole are beside their gradients
+    gradients = sum(target.size * ((8 if target.name in coded else built) + cast) for target in members)
     moments = max((4 * target.size for target in members if target.name not in coded), default=0)
     activations = 4 * sum(sum(target.shape) for target in members)
     return gradients + max(moments, min(tokens, TOKENS_AT_ONCE) * activations)

@@ -67,25 +67,33 @@ class SavedTraining:
 
     @property
     def due(self) -> bool:
-        """Whether it is time to save."""
+        """Whether it is time to save, by the clock of rank 0."""
+        if self.workspace.folder is None:
+            return False
         wait = max(self.workspace.save_every, self.seconds / MAX_FRACTION)
-        return self.workspace.folder is not None and time.monotonic() - self.saved_at >= wait
+        return ranks.shared(time.monotonic() - self.saved_at >= wait, {})[0]
 
-    def save(self, state: Callable[[], Mapping[str, Tensor]], *, step: int, best_kl: float) -> None:
-        """Replace the saved state by that after `step` steps; where that fails, say so and leave it."""
-        if self.workspace.folder is None or ranks.rank() > 0:  # ranks hold the same
+    def save(
+        self, state: Callable[[], Mapping[str, Tensor | ranks.Part]], *, step: int, best_kl: float
+    ) -> None:
+        """Replace the saved state by that after `step` steps; where that fails, say so and leave it.
+
+        All ranks call it together, rank 0 writes the file.
+        """
+        if self.workspace.folder is None:
             return
         start = time.monotonic()
         value = {"round": self.round, "step": step, "best_kl": best_kl, "record": self.record}
-        tensors = state()
-        size, free = sum(tensor.nbytes for tensor in tensors.values()), free_memory(torch.device("cpu"))
+        found = state()
+        size, free = sum(each.nbytes for each in found.values()), free_memory(torch.device("cpu"))
+        fits, _ = ranks.shared(COPIES * size <= free, {})
         try:
-            if COPIES * size > free:
+            if not fits:
                 raise OutputError(
                     f"it takes {COPIES * size / 1e9:.1f} GB of the host's memory, of which {free / 1e9:.1f} GB are free; "
                     "a run that stops here goes on at the start of this phase."
                 )
-            self.workspace.put(TRAINING, self.key, tensors=tensors, value=value)
+            self.workspace.put(TRAINING, self.key, tensors=_on_rank_zero(found), value=value)
         except OutputError as error:
             logger.warning("the state of training was not saved: %s", error)
         self.saved_at = time.monotonic()
@@ -121,6 +129,16 @@ class SavedTraining:
                 signal.signal(number, handler)
         if noted:  # after the last step
             raise KeyboardInterrupt
+
+
+def _on_rank_zero(state: Mapping[str, Tensor | ranks.Part]) -> dict[str, Tensor]:
+    """The state with divided tensors whole, on the CPU, one after the other; nothing on other ranks."""
+    found: dict[str, Tensor] = {}
+    for name, each in sorted(state.items()):  # in one order on all ranks, which restored states do not have
+        tensor = each.whole() if isinstance(each, ranks.Part) else each
+        if ranks.rank() == 0:
+            found[name] = tensor.cpu() if isinstance(each, ranks.Part) else tensor
+    return found
 
 
 def numbered(name: str, tensors: Sequence[Tensor]) -> dict[str, Tensor]:

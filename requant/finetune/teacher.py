@@ -9,27 +9,30 @@ base model that returns the cached states. Where that gives other logits, or whe
 quarter of the free memory, the blocks run in every step.
 
 For a model that is trained block by block (`blockwise.py`) all states are computed at the start and kept on the host, in
-memory or in a file, and of the original nothing but the head is left on the GPU (`HeadTeacher`).
+memory or in a file, and of the original nothing but the head is left on the GPU (`HeadTeacher`). Of several processes each
+computes the states of its share of the windows, into memory that all of them map.
 """
 
 import copy
 import logging
 import os
 import tempfile
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from requant.calibration.passes import batches
+from requant import ranks
+from requant.calibration.passes import batches, rounds
 from requant.errors import InputError, first_line
 from requant.models.devices import free_memory
 from requant.models.targets import find_blocks, replaced_forward
 
 MAX_MEMORY_FRACTION = 0.25  # of what is free, for the states
 MAX_HOST_FRACTION = 0.5  # of the host's free memory, for those of a HeadTeacher; more go to a file
+SHARED_MEMORY = "/dev/shm"  # a folder of files in memory, of Linux
 LOGITS_TOLERANCE = 1e-2  # relative Frobenius distance: caching may round a state to 16 bits once more
 logger = logging.getLogger(__name__)
 
@@ -183,34 +186,61 @@ def _states_on_host(
     model: PreTrainedModel, windows: Int64[Tensor, "b t"], label: str | None
 ) -> tuple[Float[Tensor, "b t d"], type]:
     """The last hidden states of all windows, and the class of the base model's output."""
-    found: Any = None
-    output_class, start = object, 0
-    for tokens in batches(windows, model, label=label):
-        with training_autocast(tokens):
-            output_class, states = last_states(model, tokens)
-        if found is None:
-            found = _host_tensor((*windows.shape, states.shape[-1]), states.dtype)
-        found[start : start + len(states)] = states.cpu()
-        start += len(states)
+    first = next(batches(windows, model, label=None))
+    with training_autocast(first):
+        output_class, states = last_states(model, first[:1])
+    found = _host_tensor((*windows.shape, states.shape[-1]), states.dtype)
+    for number, tokens in rounds(windows, model, label=label):
+        if tokens is not None:
+            with training_autocast(tokens):
+                _, states = last_states(model, tokens)
+            start = number * len(first)
+            found[start : start + len(states)] = states.cpu()
+    ranks.all_agree(True)  # those of the others are there
     return found, output_class
 
 
 def _host_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """An empty tensor, in a temporary file where memory is short. Raises InputError where the disk is full too."""
+    """An empty tensor, in a temporary file where memory is short. Raises InputError where the disk is full too.
+
+    Of several processes all map the same file, which lies in memory where that suffices.
+    """
     numel = torch.Size(shape).numel()
     size = numel * dtype.itemsize
-    if size <= MAX_HOST_FRACTION * free_memory(torch.device("cpu")):
+    in_memory = size <= MAX_HOST_FRACTION * free_memory(torch.device("cpu"))
+    if in_memory and ranks.world_size() == 1:
         return torch.empty(shape, dtype=dtype)
-    with tempfile.NamedTemporaryFile(prefix="requant-states-") as file:
-        try:
-            os.posix_fallocate(file.fileno(), 0, size)
-        except OSError as error:
-            raise InputError(
-                f"the original's hidden states on the training text take {size / 1e9:.1f} GB, more than half of the free "
-                f"memory and all of {tempfile.gettempdir()} ({first_line(error)}); lower finetune.train_windows, or set "
-                "TMPDIR to a larger disk."
-            ) from error
-        return torch.from_file(file.name, shared=True, size=numel, dtype=dtype).view(shape)
+    name, problem = "", ""
+    if ranks.rank() == 0:
+        name, problem = _file_of(size, ([SHARED_MEMORY] if in_memory else []) + [tempfile.gettempdir()])
+    name, problem = ranks.shared([name, problem], {})[0]
+    if not name:
+        raise InputError(
+            f"the original's hidden states on the training text take {size / 1e9:.1f} GB, more than half of the free "
+            f"memory and all of {tempfile.gettempdir()} ({problem}); lower finetune.train_windows, or set "
+            "TMPDIR to a larger disk."
+        )
+    try:
+        found = torch.from_file(name, shared=True, size=numel, dtype=dtype).view(shape)
+        ranks.all_agree(True)  # all have mapped it
+    finally:
+        if ranks.rank() == 0:
+            os.unlink(name)
+    return found
+
+
+def _file_of(size: int, folders: Sequence[str]) -> tuple[str, str]:
+    """A new file of so many bytes in the first folder that has room, or no name, and what the last one said."""
+    problem = ""
+    for folder in filter(os.path.isdir, folders):
+        with tempfile.NamedTemporaryFile(prefix="requant-states-", dir=folder, delete=False) as file:
+            try:
+                os.posix_fallocate(file.fileno(), 0, size)
+                return file.name, ""
+            except OSError as error:
+                os.unlink(file.name)
+                problem = first_line(error)
+    return "", problem
 
 
 def training_autocast(tokens: Tensor) -> torch.autocast:

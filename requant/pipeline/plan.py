@@ -5,8 +5,9 @@ bits are given out as the run will do it, which takes its calibration passes. Me
 at the fullest stage, and the seconds of `schedule.py`.
 
 An `Outline`, from config.json alone, is planned too: nothing is measured, so a budget is taken as spent, and where
-the GPUs are not here times are those of H200s. Of several GPUs each holds a whole model, and its share of statistics and
-scores; work is divided evenly, matrices as the run will divide them. What GPUs send to each other is not counted.
+the GPUs are not here times are those of H200s. Of several GPUs each holds a whole model, and its share of statistics,
+scores and what trains block by block; work is divided evenly, matrices as the run will divide them. What GPUs send to each
+other is not counted.
 """
 
 from collections.abc import Mapping
@@ -69,6 +70,7 @@ class Plan:
     whole_bits_per_weight: float  # of the weight files
     peak_memory: int  # bytes of one GPU, or of the process
     seconds: float
+    device_memory: int  # bytes of one GPU, or of the machine
     gpus: int = 1
     allocation: Allocation | None = None  # of a budget
     widths: Mapping[str, Mapping[int | float, int]] = field(
@@ -86,12 +88,21 @@ class Plan:
             f"weights         {self.weights:,}",
             f"bits per weight {self.bits_per_weight:.3f} of the matrices, {self.whole_bits_per_weight:.3f} of the file",
             f"bytes           {self.bytes_before:,} -> {self.bytes_after:,}",
-            f"peak memory     about {self.peak_memory / 2**30:.2f} GiB" + (" a GPU" if self.gpus > 1 else ""),
+            f"peak memory     about {self.peak_memory / 2**30:.2f} GiB"
+            + (" a GPU" if self.gpus > 1 else "")
+            + self._lacking(),
             f"time            about {format_seconds(self.seconds)}"
             + (f" on {self.gpus} GPUs" if self.gpus > 1 else ""),
             *([] if self.rotations is None else [f"rotations       {self.rotations}"]),
             *self._budget_lines(),
         ]
+
+    def _lacking(self) -> str:
+        """What to say of memory that is not there."""
+        if self.peak_memory <= self.device_memory:
+            return ""
+        owner = "the GPU" if self.device == "cuda" else "this machine"
+        return f", more than the {self.device_memory / 2**30:.2f} GiB of {owner}"
 
     def _budget_lines(self) -> list[str]:
         """The allocation: widths by kind, bytes, loss, and what other budgets would give."""
@@ -176,6 +187,7 @@ def make_plan(
         whole_bits_per_weight=8 * bytes_after / sum(p.numel() for p in prepared.model.parameters()),
         peak_memory=expected_memory(prepared, recipe, device),
         seconds=expected_seconds(prepared, recipe, device),
+        device_memory=_device_memory(device),
         gpus=count_gpus(prepared),
         allocation=None if allocation.budget is None else allocation,
         widths={} if allocation.budget is None else widths,
@@ -290,6 +302,7 @@ def _training_memory(prepared: Prepared | Outline, recipe: Recipe, device: str) 
         by_block=recipe.mode != "sparse" and trains_by_block(prepared.model, recipe.finetune),
         gpu=device == "cuda",
         device_memory=_device_memory(device),
+        gpus=count_gpus(prepared),
     )
 
 

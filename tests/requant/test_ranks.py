@@ -1,17 +1,24 @@
 """Several processes of one run, over gloo on the CPU: who does what, and what comes out."""
 
 import json
+import math
 import os
+import shutil
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from time import sleep
 
+import psutil
 import pytest
 
 from requant import ranks
+from requant.finetune import saved_training
+from requant.finetune.blockwise import BlockwiseStep
 from requant.recipe.schema import Budget, Calibration, Evaluation, Finetune, Recipe
 from requant.recipe.yaml_files import dump_recipe
+from requant.run.workspace import Workspace
 
 COLLECTIVES = """
 import json, sys
@@ -37,6 +44,12 @@ with ranks.joined("cpu"):
     big, small = torch.full((ranks.BUCKET + 5,), 2.0**-me), torch.tensor([[1e8, 1.0, -1e8][me]])
     ranks.sum_over_ranks([big, small])
     found["sums"] = [big.unique().tolist(), small.tolist()]
+
+    matrix = torch.arange(1, 8).float().view(7, 1)  # no multiple of three
+    part = ranks.Part.of(matrix)
+    found["part"] = part.elements.tolist()
+    found["whole"] = [torch.equal(part.whole(), matrix), part.whole(torch.bfloat16).dtype == torch.bfloat16, part.nbytes]
+    found["part of a sum"] = ranks.Part.of_sum(matrix * [1e8, 1.0, -1e8][me]).elements.tolist()
 
     used = []
     def use(name, *parts):
@@ -85,6 +98,13 @@ def test_collective_operations(tmp_path: Path) -> None:
     assert [len(each) for each in lines] == [2, 1, 1]  # of rank 0 also what it printed
     found = [json.loads(each[-1]) for each in lines]
     assert [each.pop("rounds") for each in found] == [[0, 3, 6], [1, 4, None], [2, 5, None]]
+    assert [each.pop("part") for each in found] == [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0], [7.0, 0.0, 0.0]]
+    # x 1e8 + x - x 1e8 in float32, where the unit at 1e8 x is 8 to 64
+    assert [each.pop("part of a sum") for each in found] == [
+        [0.0, 0.0, 0.0],
+        [0.0, 0.0, 0.0],
+        [0.0, 0.0, 0.0],
+    ]
     used, objects = ([each.pop(key) for each in found] for key in ("used", "one object"))
     assert found[0] == found[1] == found[2]
     assert found[0] == {
@@ -95,6 +115,7 @@ def test_collective_operations(tmp_path: Path) -> None:
         "shared": {"x": 0.1},
         "smallest": 3,
         "agree": [True, False],
+        "whole": [True, True, 28],
         # (1e8 + 1) - 1e8 in the order of ranks, in float32; another order would leave 1
         "sums": [[1.75], [0.0]],
     }
@@ -135,30 +156,112 @@ def test_gpus_that_cannot_be_had(cli, monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert "give --device cuda, or CUDA_VISIBLE_DEVICES" in cli(*command, "--device", "cuda:0")[2]
 
 
-@pytest.mark.slow
-def test_training_on_two_processes(cli, tiny_folder, tiny_text_file: Path, tmp_path: Path) -> None:
-    """Gradients are summed in another order: not the same bytes, but the same quality, and the same bytes every time."""
-    recipe = Recipe(
-        model=str(tiny_folder("llama")),
+def recipe_with_training(folder: Path, text: Path, *, blockwise: bool) -> Recipe:
+    """Steps of three windows, of which two processes take two and one; two windows are for validation."""
+    return Recipe(
+        model=str(folder),
         mode="best",
-        calibration=Calibration(text=(str(tiny_text_file),), num_samples=16, seq_len=32),
+        calibration=Calibration(text=(str(text),), num_samples=16, seq_len=32),
         evaluation=Evaluation(context=32, windows=7),
         budget=Budget(bits=3.5),
-        finetune=Finetune(steps=5, tokens_per_step=128, val_windows=2, eval_every=2),
+        finetune=Finetune(steps=5, tokens_per_step=96, val_windows=2, eval_every=2, blockwise=blockwise),
     )
+
+
+def two_processes(launcher: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command in two processes, by torchrun or by --gpus; it must end well."""
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "requant")
+    start, end = (torchrun, ()) if launcher == "torchrun" else (("requant",), ("--gpus", "2"))
+    done = subprocess.run(
+        [sys.executable, "-m", *start, *arguments, *end], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def kl_of(checkpoint: Path) -> float:
+    return json.loads((checkpoint / "report.json").read_text())["after"]["mean_kl"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("blockwise", [False, True])
+def test_training_on_two_processes(
+    cli, tiny_folder, tiny_text_file: Path, tmp_path: Path, blockwise: bool
+) -> None:
+    """Gradients are summed in another order: not the same bytes, but the same quality, and the same bytes every time."""
+    recipe = recipe_with_training(tiny_folder("llama"), tiny_text_file, blockwise=blockwise)
     (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe))
-    command = ["quantize", "--recipe", str(tmp_path / "recipe.yaml"), "--quiet", "--output"]
+    command = ("quantize", "--recipe", str(tmp_path / "recipe.yaml"), "--quiet", "--output")
     assert cli(*command, tmp_path / "one")[0] == 0
-    for name in ("two", "again"):
-        done = subprocess.run(
-            [sys.executable, "-m", "requant", *command, str(tmp_path / name), "--gpus", "2"],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert (done.returncode, done.stderr) == (0, "")
-    assert (tmp_path / "two/model.safetensors").read_bytes() == (
-        tmp_path / "again/model.safetensors"
-    ).read_bytes()
-    one, two = (json.loads((tmp_path / name / "report.json").read_text()) for name in ("one", "two"))
-    assert two["after"]["mean_kl"] == pytest.approx(one["after"]["mean_kl"], rel=0.02)
+    for launcher in ("torchrun", "gpus"):
+        two_processes(launcher, *command, str(tmp_path / launcher))
+    by_torchrun, by_gpus = (
+        (tmp_path / name / "model.safetensors").read_bytes() for name in ("torchrun", "gpus")
+    )
+    assert by_torchrun == by_gpus
+    assert kl_of(tmp_path / "gpus") == pytest.approx(kl_of(tmp_path / "one"), rel=0.02)
+
+
+@pytest.mark.slow
+def test_another_number_of_processes_goes_on_inside_a_round(
+    cli, tiny_folder, tiny_text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Block by block, where each process holds a part of what learns: stopped as one, gone on as two, and the reverse."""
+    recipe = recipe_with_training(tiny_folder("llama"), tiny_text_file, blockwise=True)
+    (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe))
+    command = (
+        "quantize",
+        "--recipe",
+        str(tmp_path / "recipe.yaml"),
+        "--quiet",
+        "--save-every",
+        "0",
+        "--output",
+    )
+    monkeypatch.setattr(saved_training, "MAX_FRACTION", math.inf)  # every step is saved
+    steps, put = [], Workspace.put
+
+    def counted(self, *args) -> None:
+        plain(self, *args)
+        steps.append(1)
+
+    plain = BlockwiseStep.__call__
+    monkeypatch.setattr(BlockwiseStep, "__call__", counted)
+    assert cli(*command, tmp_path / "alone")[0] == 0
+    total = len(steps)
+
+    def stopping(self, stage: str, *args, **kwargs) -> None:
+        put(self, stage, *args, **kwargs)
+        if stage == "training" and kwargs["value"]["step"] == 3:
+            raise KeyboardInterrupt
+
+    steps.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(Workspace, "put", stopping)
+        assert cli(*command, tmp_path / "out")[0] == 130
+    assert len(steps) == 3
+    shutil.copytree(tmp_path / "out.partial", tmp_path / "again.partial")
+    two_processes("gpus", *command, str(tmp_path / "out"), "--resume")
+    assert kl_of(tmp_path / "out") == pytest.approx(kl_of(tmp_path / "alone"), rel=0.02)
+
+    run = subprocess.Popen(
+        [sys.executable, "-m", "requant", *command, str(tmp_path / "again"), "--resume", "--gpus", "2"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    before = {
+        file: file.stat().st_mtime_ns for file in (tmp_path / "again.partial").glob("training-*.safetensors")
+    }
+    while run.poll() is None and not any(
+        file.exists() and file.stat().st_mtime_ns > time for file, time in before.items()
+    ):
+        sleep(0.01)
+    ranks_of_run = {child.environ().get("RANK"): child for child in psutil.Process(run.pid).children()}
+    ranks_of_run["1"].kill()
+    assert "process 1 of 2 was killed by SIGKILL" in run.communicate(timeout=120)[1]
+    steps.clear()
+    code, _, error = cli(*command, tmp_path / "again", "--resume")
+    assert code == 0, error
+    assert 0 < len(steps) < total - 3
+    assert kl_of(tmp_path / "again") == pytest.approx(kl_of(tmp_path / "alone"), rel=0.02)

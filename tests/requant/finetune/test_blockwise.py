@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from requant import ranks
 from requant.calibration.passes import recomputed_blocks
 from requant.errors import InputError
 from requant.finetune import blockwise, compile_blocks, final
@@ -184,21 +185,34 @@ def test_memory_that_runs_out_twice_ends_the_run(tiny_model, random_weight, wind
 
 
 def test_a_rank_without_windows_takes_part(tiny_model, random_weight, windows, monkeypatch) -> None:
-    """Its gradients are zeros, summed with those of the others matrix by matrix in their order."""
-    sums: dict[bool, list[list[torch.Size]]] = {}
-    monkeypatch.setattr(blockwise.ranks, "world_size", lambda: 2)
+    """It sends parts and gradients of zero, matrix by matrix in the order of the others."""
+    sent: list[tuple[str, torch.Size]] = []
+
+    def all_gather(received: list[torch.Tensor], part: torch.Tensor) -> None:
+        sent.append(("parts", part.shape))
+        for row in received:
+            row.copy_(part)
+
+    def all_to_all(received: torch.Tensor, rows: torch.Tensor) -> None:
+        sent.append(("gradients", rows.shape))
+        received.copy_(rows)
+
+    teacher = HeadTeacher(tiny_model("qwen3-moe"), windows)
+    monkeypatch.setattr(ranks, "world_size", lambda: 2)
+    monkeypatch.setattr(ranks.dist, "all_gather", all_gather)
+    monkeypatch.setattr(ranks.dist, "all_to_all_single", all_to_all)
+    found, matrices = [], 0
     for idle in (False, True):
-        own = sums[idle] = []
-        monkeypatch.setattr(
-            blockwise.ranks, "sum_over_ranks", lambda given, own=own: own.append([t.shape for t in given])
-        )
-        teacher = HeadTeacher(tiny_model("qwen3-moe"), windows)
         problem = Problem(tiny_model("qwen3-moe"), random_weight)
+        sent.clear()
         with recomputed_blocks(problem.model, False):
             step = problem.step(teacher)
             step([] if idle else teacher.micro_batches(torch.arange(2), None), 1.0)
-            step.close()
-    assert sums[True] == sums[False] and len(sums[True]) == 3  # two blocks, and all else
+        found.append(list(sent))
+        matrices = len(step.divided)
+    assert found[0] == found[1]
+    assert matrices and [kind for kind, _ in sent].count("gradients") > matrices  # and all else
+    assert [kind for kind, _ in sent].count("parts") > 2 * matrices  # forward and backward
 
 
 def test_a_teacher_keeps_the_head_and_states_on_the_host(tiny_model, windows, monkeypatch) -> None:

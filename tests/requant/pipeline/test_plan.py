@@ -11,7 +11,8 @@ from transformers import LlamaConfig
 
 import requant
 from requant.checkpoint.sizes import byte_table
-from requant.pipeline.plan import make_plan
+from requant.pipeline.best import rounds_of
+from requant.pipeline.plan import _training_memory, make_plan
 from requant.pipeline.prepare import outline, prepare
 from requant.quantizers.registry import METHODS
 from requant.recipe.defaults import default_recipe
@@ -110,6 +111,19 @@ def test_a_plan_for_several_gpus(tiny_folder) -> None:
     plan = make_plan(outline(str(tiny_folder("llama")), trained, gpus=2), trained, device="cuda")
     parameters = sum(p.numel() for p in outline(str(tiny_folder("llama")), trained).model.parameters())
     assert plan.peak_memory > 16 * parameters
+
+
+def test_a_plan_divides_what_trains_block_by_block(tiny_folder) -> None:
+    """Of the open matrices' 8 bytes a weight, three quarters go to three other GPUs; and it says what does not fit."""
+    recipe = recipe_of("trellis", mode="best", finetune=Finetune(steps=10, blockwise=True))
+    outlined = [outline(str(tiny_folder("llama")), recipe, gpus=count) for count in (1, 4)]
+    one, four = (_training_memory(each, recipe, "cuda") for each in outlined)
+    still_open = sum(target.size for later in rounds_of(outlined[0].targets)[1:] for target in later)
+    assert one - four >= 6 * still_open
+    plan = make_plan(outlined[1], recipe, device="cuda")
+    assert "more than" not in "\n".join(plan.lines())
+    poor = dataclasses.replace(plan, device_memory=2**30, peak_memory=3 * 2**30)
+    assert "peak memory     about 3.00 GiB a GPU, more than the 1.00 GiB of the GPU" in poor.lines()
 
 
 def test_the_sparse_part_is_expected_within_a_few_percent(
