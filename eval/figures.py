@@ -33,6 +33,15 @@ SCORES = {
     "pqi": ("PQI, 2 nodes", *MARKERS["pqi"][1:]),
 }
 OTHER = "#e08a00"
+# of a report's seconds; the files of older versions say `tuning`
+STAGE_NAMES = {
+    "statistics": "statistics",
+    "quantize": "codes",
+    "finetuning": "training",
+    "tuning": "training",
+    "diagnosis": "diagnosis",
+    "evaluation": "evaluation",
+}
 
 Points = Mapping[str, Any]
 
@@ -99,6 +108,38 @@ def sparse_products(results: Path) -> Points:
         shape: [(row["tokens"], row["ratio"]) for row in rows if "ratio" in row]
         for shape, rows in products_by_shape(results).items()
     }
+
+
+def stages(results: Path) -> Points:
+    """Stage -> parameters and seconds of the whole runs of mode `best` at 2 bits on one GPU with all steps, by size."""
+    rows = read(results, "speed-cuda")
+    whole = [
+        rows[key] for key in ("best_run", *(f"run_{shape}" for shape in ("1b", "3b", "8b"))) if key in rows
+    ]
+    most = max((row["recipe"]["finetune"]["steps"] for row in whole), default=0)
+    found: dict[str, list[tuple[float, float]]] = {}
+    for row in (row for row in whole if row["recipe"]["finetune"]["steps"] == most):
+        parameters = row["peak_bytes"] / row["peak_in_bf16_models"] / 2
+        for stage, seconds in row["seconds"].items():
+            label = STAGE_NAMES.get(stage, "all else")
+            line = found.setdefault(label, [])
+            if line and line[-1][0] == parameters:
+                line[-1] = (parameters, line[-1][1] + seconds)
+            else:
+                line.append((parameters, seconds))
+    return found if max(map(len, found.values()), default=0) > 1 else {}
+
+
+def draw_stages(points: Points, figure: Figure) -> None:
+    axes = figure.add_subplot()
+    colors = (MARKERS["pqi"][2], OTHER, MARKERS["gradient"][2], "#cc79a7", BAR, GREY)
+    for (label, line), color in zip(points.items(), colors, strict=False):
+        axes.plot(*zip(*line, strict=True), "o-", color=color, label=label, markersize=5)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("parameters")
+    axes.set_ylabel("seconds")
+    figure.legend(loc="outside upper left", ncols=6, frameon=False)
 
 
 def draw_sparsity(points: Points, figure: Figure) -> None:
@@ -227,6 +268,7 @@ DRAWN: dict[str, tuple[Callable[[Path], Points], Callable[[Points, Figure], None
     "totals": (totals, draw_totals),
     "blocks": (blocks, draw_blocks),
     "nodes": (nodes, draw_nodes),
+    "stages": (stages, draw_stages),
     "sparsity": (sparsity, draw_sparsity),
     "sparse-products": (sparse_products, draw_sparse_products),
 }

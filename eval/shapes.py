@@ -1,10 +1,11 @@
 """Models of a Llama's shape with random weights, as folders: time and memory depend on shapes, not on values.
 
-    python -m eval.shapes 1b FOLDER [--tokenizer ../shared/models/bench-32m]
+    python -m eval.shapes 1b FOLDER [--tokenizer ../shared/models/bench-32m] [--blocks 2]
     requant quantize --model FOLDER --bits 2 --calibration TEXT --eval-text TEXT
 
-Shapes are those of Llama 3.2 1B and 3B and of Llama 3.1 8B, in bfloat16 with transformers' initialization; the tokenizer
-is that of a smaller model, whose tokens every one of them knows.
+Shapes are those of Llama 3.2 1B and 3B and of Llama 3.1 8B and 70B, in bfloat16 with transformers' initialization; the
+tokenizer is that of a smaller model, whose tokens every one of them knows. With `--blocks` the model has its first blocks
+alone: what a large model does to each of them runs where the whole does not fit.
 """
 
 from collections.abc import Mapping
@@ -43,19 +44,30 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "head_dim": 128,
         "tie_word_embeddings": False,
     },
+    "70b": {
+        "hidden_size": 8192,
+        "num_hidden_layers": 80,
+        "intermediate_size": 28672,
+        "num_attention_heads": 64,
+        "head_dim": 128,
+        "tie_word_embeddings": False,
+    },
 }
 
 
-def config_of(shape: str) -> LlamaConfig:
-    """Raises typer.BadParameter for an unknown shape."""
+def config_of(shape: str, blocks: int | None = None) -> LlamaConfig:
+    """Of all blocks or the first ones. Raises typer.BadParameter for an unknown shape, or more blocks than it has."""
     if shape not in SHAPES:
         raise typer.BadParameter(f"{shape} is no shape; there are: {', '.join(SHAPES)}.")
-    return LlamaConfig(**COMMON, **SHAPES[shape])
+    all_blocks = SHAPES[shape]["num_hidden_layers"]
+    if blocks is not None and not 1 <= blocks <= all_blocks:
+        raise typer.BadParameter(f"{shape} has {all_blocks} blocks, not {blocks}.")
+    return LlamaConfig(**COMMON, **{**SHAPES[shape], "num_hidden_layers": blocks or all_blocks})
 
 
-def build(shape: str, folder: Path, tokenizer: Path) -> None:
+def build(shape: str, folder: Path, tokenizer: Path, blocks: int | None = None) -> None:
     """Write a model of the shape into a folder."""
-    config = config_of(shape)
+    config = config_of(shape, blocks)
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -64,11 +76,12 @@ def build(shape: str, folder: Path, tokenizer: Path) -> None:
 
 
 def main(
-    shape: Annotated[str, typer.Argument(help="1b, 3b or 8b.")],
+    shape: Annotated[str, typer.Argument(help="1b, 3b, 8b or 70b.")],
     folder: Annotated[Path, typer.Argument(help="Where the model is written.")],
     tokenizer: Annotated[Path, typer.Option(help="Folder of a model whose tokenizer is taken.")] = MODEL,
+    blocks: Annotated[int | None, typer.Option(help="Only the first ones.")] = None,
 ) -> None:
-    build(shape, folder, tokenizer)
+    build(shape, folder, tokenizer, blocks)
 
 
 if __name__ == "__main__":

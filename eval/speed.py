@@ -2,17 +2,23 @@
 
     python -m eval.speed [--model FOLDER] [--data FOLDER] [--out FOLDER] [--num-samples 64] [--nodes] [--large]
     python -m eval.speed --best [--bits 3] [--keep FOLDER]
-    python -m eval.speed --best --shape 1b [--parts] [--steps 100] [--samples 256]
+    python -m eval.speed --best --shape 1b [--blocks 4] [--gpus 2] [--parts] [--steps 100] [--samples 256]
 
 `--nodes` times PQI with 2 Gauss nodes against 32 plain ones. `--large` adds the 1B shape (`eval/shapes.py`), in mode
-`paper`. `--best` runs mode `best` at `--bits` alone, with `--shape` on random weights of a shape, for time and memory alone;
-`--parts` runs one of each part in form: statistics and codes of one block, and steps of training with every other matrix
-open, which is the fullest phase. Peaks stand beside those that the dry run predicts.
+`paper`. `--best` runs mode `best` at `--bits` alone, with `--shape` on random weights of a shape, or of its first
+`--blocks`, for time and memory alone. A whole run is the command that a user types, in a process of its own (on `--gpus`
+GPUs in several), from its start to its end. `--parts` runs one of each part in form: statistics and codes of one block, and
+steps of training with every other matrix open, which is the fullest phase. Peaks stand beside those that the dry run
+predicts.
 """
 
 import dataclasses
+import gc
 import json
 import os
+import resource
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -23,11 +29,9 @@ from typing import Annotated, Any
 import torch
 import typer
 
-import requant
 from eval.common import CALIBRATION, DATA, MODEL, TEST, environment, find, write_json
 from eval.markdown import RESULTS
 from eval.shapes import build
-from requant.checkpoint.sizes import byte_table
 from requant.evaluation.bench import timed
 from requant.finetune.compile_blocks import MIN_STEPS_TO_COMPILE
 from requant.finetune.final import (
@@ -48,12 +52,11 @@ from requant.finetune.saved_training import SavedTraining
 from requant.formats.quantized_weight import trainable_params
 from requant.models.devices import peak_memory, pick_device
 from requant.pipeline.plan import expected_memory
-from requant.pipeline.prepare import prepare, start
-from requant.pipeline.quantize import QuantizedModel, quantize
+from requant.pipeline.prepare import outline, prepare, start
 from requant.quantizers.registry import METHODS
 from requant.recipe.defaults import GPU_SAMPLES, default_recipe
 from requant.recipe.schema import Budget, Calibration, Evaluation, Recipe
-from requant.recipe.yaml_files import to_dict
+from requant.recipe.yaml_files import dump_recipe, to_dict
 from requant.run.context import RunContext, Weights
 from requant.run.quantize_linears import gather, quantize_linears
 from requant.run.workspace import Workspace
@@ -70,31 +73,40 @@ def recipe_for(model: Path, data: Path, *, num_samples: int, seq_len: int) -> Re
     )
 
 
-def whole_run(recipe: Recipe, device: str, dtype: str, *, keep: Path | None = None) -> dict[str, Any]:
-    """What `requant quantize` does, from loading to the saved checkpoint, which stays in `keep`."""
-    started, worked = time.perf_counter(), time.process_time()
-    with tempfile.TemporaryDirectory() as folder:
-        workspace = Workspace(Path(folder) / "partial")
-        result: QuantizedModel = quantize(
-            recipe.model, recipe, device=device, dtype=dtype, workspace=workspace
-        )
-        finished = time.perf_counter()
-        saved = requant.save(result, keep or Path(folder) / "checkpoint")
-        seconds = {**result.seconds, "save": time.perf_counter() - finished}
-        bits = byte_table(saved).bits_per_weight
-    total = time.perf_counter() - started
+def whole_run(
+    recipe: Recipe, device: str, dtype: str, *, gpus: int = 1, keep: Path | None = None
+) -> dict[str, Any]:
+    """`requant quantize`, from its start to its end; the checkpoint stays in `keep`. Its progress goes to stderr."""
+    with tempfile.TemporaryDirectory() as parent:
+        file = Path(parent) / "recipe.yaml"
+        file.write_text(dump_recipe(recipe), encoding="utf-8")
+        output = keep or Path(parent) / "checkpoint"
+        command = [sys.executable, "-m", "requant", "quantize", "--recipe", file, "--output", output, "--json",
+                   "--device", device, "--dtype", dtype, "--gpus", gpus]  # fmt: skip
+        started, worked = time.perf_counter(), _seconds_of_children()
+        done = subprocess.run(list(map(str, command)), stdout=subprocess.PIPE, check=True, text=True)
+        total = time.perf_counter() - started
+    numbers = json.loads(done.stdout)
+    seconds = numbers["seconds_of"]
+    outlined = outline(recipe.model, recipe, dtype=dtype, gpus=gpus)
     return {
         "wall_seconds": total,
-        "cpu_seconds": time.process_time() - worked,
+        "cpu_seconds": _seconds_of_children() - worked,
         "load_average": os.getloadavg()[0],  # a busy machine's seconds are no measurement
-        "seconds": {**seconds, "load, hashes and the rest": total - sum(seconds.values())},
-        "bits_per_weight": bits,
-        "perplexity": result.after.perplexity,
-        "kl": result.after.mean_kl,
-        **memory(result.peak_memory, result.model),
-        "predicted_bytes": expected_memory(result.prepared, recipe, pick_device(device)),
+        "gpus": gpus,
+        "seconds": {**seconds, "start, load, hashes, save": total - sum(seconds.values())},
+        "bits_per_weight": numbers["bits_per_weight"]["after"],
+        "perplexity": numbers["perplexity"]["after"],
+        "kl": numbers["mean_kl"],
+        **memory(numbers["peak_memory"], outlined.model),
+        "predicted_bytes": expected_memory(outlined, recipe, device),
         "recipe": _named(recipe),
     }
+
+
+def _seconds_of_children() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def best_recipe(
@@ -203,11 +215,13 @@ def memory(peak: int, model: torch.nn.Module) -> dict[str, Any]:
 
 
 @contextmanager
-def shaped_model(shape: str, tokenizer: Path) -> Iterator[Path]:
-    """A folder with random weights of the shape while the context lasts."""
+def shaped_model(shape: str, tokenizer: Path, blocks: int | None = None) -> Iterator[Path]:
+    """A folder with random weights of the shape while the context lasts; none of them stay on the GPU."""
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / f"llama-{shape}-shape"
-        build(shape, folder, tokenizer)
+        build(shape, folder, tokenizer, blocks)
+        gc.collect()
+        torch.cuda.empty_cache()
         yield folder
 
 
@@ -228,7 +242,9 @@ def main(
     nodes: Annotated[bool, typer.Option(help="Time gauss2 against plain32 too.")] = False,
     large: Annotated[bool, typer.Option(help="The 1B shape too: 128 x 2048 tokens.")] = False,
     best: Annotated[bool, typer.Option(help="Mode `best` alone: a GPU is needed.")] = False,
-    shape: Annotated[str | None, typer.Option(help="Of `--best`: random weights of 1b, 3b or 8b.")] = None,
+    shape: Annotated[str | None, typer.Option(help="Of `--best`: random weights of 1b, 3b, 8b, 70b.")] = None,
+    blocks: Annotated[int | None, typer.Option(help="Of `--shape`: its first blocks alone.")] = None,
+    gpus: Annotated[int, typer.Option(help="Of `--shape`: GPUs for a whole run.")] = 1,
     parts: Annotated[bool, typer.Option(help="Of `--shape`: one of each part, not a whole run.")] = False,
     steps: Annotated[int | None, typer.Option(help="Of `--best`: steps of a phase of training.")] = None,
     samples: Annotated[int, typer.Option(help="Of `--shape`: windows of 2048 tokens.")] = GPU_SAMPLES,
@@ -248,10 +264,15 @@ def main(
     if best:
         results |= json.loads(file.read_text()) if file.is_file() else {}
         if shape is not None:
-            with shaped_model(shape, model) as folder:
+            name = shape + (f"_{blocks}_blocks" if blocks else "")
+            with shaped_model(shape, model, blocks) as folder:
                 shaped = best_recipe(folder, data, num_samples=samples, seq_len=2048, bits=bits, steps=steps)
-                found = (best_parts if parts else whole_run)(shaped, where, "bfloat16")
-                keep_row(f"{'parts' if parts else 'run'}_{shape}", found)
+                if parts:
+                    keep_row(f"parts_{name}", best_parts(shaped, where, "bfloat16"))
+                    return
+                name += f"_{gpus}_gpus" if gpus > 1 else ""
+                found = whole_run(shaped, where, "bfloat16", gpus=gpus)
+                keep_row(f"run_{name}", {**found, "shape": shape, "blocks": blocks})
             return
         chosen = best_recipe(model, data, num_samples=2 * GPU_SAMPLES, seq_len=1024, bits=bits, steps=steps)
         keep_row(

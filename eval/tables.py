@@ -307,11 +307,14 @@ def speed_table(results: Path) -> str:
         what = f"1B shape, mode `best`, computed from the codes of a block, {steps} and the statistics"
         times = f"{_memory(found)}, {found['peak_in_bf16_models']:.1f} x the model"
         rows.append([what, gpu["device"], f"{found['whole run, computed']:.0f} s", times, "1200 s"])
-    for shape, target in (("1b", "720 s, 24 GiB"), ("8b", "4500 s, 90 GiB")):
-        if (key := f"run_{shape}") in gpu:
-            steps = gpu[key]["recipe"]["finetune"]["steps"]
-            what = f"{shape.upper()} shape, 2 bits, the whole `best` run, 4 x {steps} steps"
-            rows.append([what, gpu["device"], _seconds(gpu[key]), _predicted(gpu[key]), target])
+    for shape, target in (("1b", "720 s, 24 GiB"), ("3b", ""), ("8b", "4500 s, 90 GiB"), ("70b", "")):
+        for found in (row for key, row in gpu.items() if key.startswith(f"run_{shape}")):
+            part = "" if found["blocks"] is None else f", its first {found['blocks']} blocks"
+            steps = found["recipe"]["finetune"]["steps"]
+            what = f"{shape.upper()} shape{part}, 2 bits, the whole `best` run, 4 x {steps} steps"
+            machine = gpu["device"] if found["gpus"] == 1 else f"{found['gpus']} x {gpu['device']}"
+            aim = "" if part or found["gpus"] > 1 else target
+            rows.append([what, machine, _seconds(found), _predicted(found), aim])
         if (key := f"parts_{shape}") in gpu:
             found = gpu[key]
             eager = "" if found["compiled"] else ", not compiled"

@@ -33,9 +33,29 @@ def test_parts_of_mode_best(
 
 
 def test_shapes_are_those_of_their_names() -> None:
-    for shape, billions in (("1b", 1.24), ("3b", 3.21), ("8b", 8.03)):
+    for shape, billions in (("1b", 1.24), ("3b", 3.21), ("8b", 8.03), ("70b", 70.55)):
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(shapes.config_of(shape))
         assert sum(p.numel() for p in model.parameters()) == pytest.approx(billions * 1e9, rel=0.005)
-    with pytest.raises(typer.BadParameter, match="there are: 1b, 3b, 8b"):
+    assert shapes.config_of("70b", 2).num_hidden_layers == 2
+    with pytest.raises(typer.BadParameter, match="there are: 1b, 3b, 8b, 70b"):
         shapes.config_of("9b")
+    with pytest.raises(typer.BadParameter, match="70b has 80 blocks, not 81"):
+        shapes.config_of("70b", 81)
+
+
+@pytest.mark.slow
+def test_a_whole_run_is_the_command(tiny_folder, tiny_text_file: Path, tmp_path: Path) -> None:
+    """In two processes: its seconds by stage, and its own peak beside the predicted one."""
+    for name in ("wikitext-like.raw", "wiki.test.raw"):
+        (tmp_path / name).write_text(Path(tiny_text_file).read_text())
+    recipe = speed.best_recipe(
+        Path(tiny_folder("llama")), tmp_path, num_samples=4, seq_len=32, bits=3.5, steps=2
+    )
+    recipe = dataclasses.replace(recipe, method="kmeans", quantizer=METHODS["kmeans"].config(bits=2))
+    found = speed.whole_run(recipe, "cpu", "float32", gpus=2, keep=tmp_path / "kept")
+    assert (tmp_path / "kept" / "model.safetensors").is_file()
+    seconds = found["seconds"]
+    assert min(seconds[stage] for stage in ("statistics", "quantize", "finetuning", "evaluation")) > 0
+    assert sum(seconds.values()) == pytest.approx(found["wall_seconds"])
+    assert found["bits_per_weight"] <= 3.5 and found["peak_bytes"] > 0 and found["predicted_bytes"] > 0
