@@ -11,7 +11,7 @@ A kernel is a module with two functions, and a line in KERNELS:
                                                       names it, or None
 
 and, where shared memory depends on the layout, `fits(layout, config, device) -> bool`; those of a trellis whose product can
-be had before its last rotation, `activation_form` and `product` (`trellis/pieces.py`). Modules are imported when they are
+be had before its last rotation, `activation_form` and `product` (`trellis/operands.py`). Modules are imported when they are
 first asked: those in Gluon need Triton 3.6, and the CPU needs no Triton at all. Every kernel is tested against
 `fallback/reference.py`.
 

@@ -10,12 +10,13 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
+from requant_kernels.common.device import supports_pdl, supports_ptx
 from requant_kernels.common.packing import CodebookLayout, GridLayout, Layout
 from requant_kernels.common.sparse import SlicedEll
 from requant_kernels.dispatch import dispatch, module_of
 from requant_kernels.fallback import reference, torch_fallback
 from requant_kernels.trellis.layout import TrellisLayout
-from requant_kernels.trellis.pieces import ActivationForm, Product, RotatedActivations
+from requant_kernels.trellis.operands import ActivationForm, Product, RotatedActivations
 
 DTYPES = (torch.float16, torch.bfloat16)
 
@@ -318,7 +319,6 @@ def _rotate(x: Tensor, input_scales: Tensor | None, output_scales: Tensor | None
         y = x.float() if input_scales is None else x.float() * input_scales.float()
         y = y @ reference.hadamard(x.shape[1], torch.float32).to(x.device)
         return (y if output_scales is None else y * output_scales.float()).to(x.dtype)
-    from requant_kernels.common.device import supports_pdl, supports_ptx
     from requant_kernels.hadamard.transform import hadamard_transform
 
     k, y = x.shape[1], torch.empty_like(x)

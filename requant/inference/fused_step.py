@@ -27,12 +27,12 @@ from requant_kernels.step.gated import ACTIVATIONS, gated
 from requant_kernels.step.rms_norm import add_rms_norm
 from requant_kernels.step.rope_cache import rope_cache
 from requant_kernels.step.rotated_norm import rotated_norm
-from requant_kernels.trellis.pieces import Product
+from requant_kernels.trellis.operands import Product
 from torch import Tensor, nn
 from torch.nn import functional
 
 from requant.inference.convert import Sibling
-from requant.inference.trellis_block import TrellisBlock, trellis_block
+from requant.inference.trellis_block import TrellisBlock, head_norms, trellis_block
 
 BLOCK = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 ATTENTION = ({"q_proj", "k_proj", "v_proj", "o_proj"}, {"qkv_proj", "o_proj"})
@@ -126,14 +126,7 @@ def attention(
     head_dim, key_heads = layer.keys.shape[-1], layer.keys.shape[1]
     sizes = (module.o_proj.in_features, key_heads * head_dim, key_heads * head_dim)
     q, k, v = parts(module, ("q_proj", "k_proj", "v_proj"), "qkv_proj", y, sizes)
-    norms: dict[str, Any] = {}
-    if hasattr(module, "q_norm"):
-        norms = {
-            "q_norm": module.q_norm.weight,
-            "k_norm": module.k_norm.weight,
-            "eps": module.q_norm.variance_epsilon,
-        }
-    q = rope_cache(q, k, v, cos, sin, position, layer.keys, layer.values, **norms)
+    q = rope_cache(q, k, v, cos, sin, position, layer.keys, layer.values, **head_norms(module))
     scale = getattr(module, "scaling", head_dim**-0.5)
     output = attend(q[:, :, None], layer.keys, layer.values, None, scale, position=position)
     return module.o_proj(output.flatten(1))

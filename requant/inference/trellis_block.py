@@ -23,7 +23,7 @@ from requant_kernels.ops import activation_form, product
 from requant_kernels.step import rotated_gate, rotated_norm, rotated_rope
 from requant_kernels.step.attention import attend
 from requant_kernels.trellis.layout import TILE, TrellisLayout
-from requant_kernels.trellis.pieces import ActivationForm, Product, RotatedActivations, shares_form
+from requant_kernels.trellis.operands import ActivationForm, Product, RotatedActivations, shares_form
 from torch import Tensor, nn
 
 from requant.inference.convert import KernelLinear, Sibling
@@ -48,16 +48,11 @@ class TrellisBlock:
         """What the block adds to x last, still to be finished; x becomes what it has added before."""
         module = self.block.self_attn
         y = self.qkv.normalized(x, delta, self.block.input_layernorm)
-        norms: dict[str, Any] = {}
-        if hasattr(module, "q_norm"):
-            norms = {
-                "q_norm": module.q_norm.weight,
-                "k_norm": module.k_norm.weight,
-                "eps": module.q_norm.variance_epsilon,
-            }
         q, k, v = self.qkv.products(y)
         scale = getattr(module, "scaling", layer.keys.shape[-1] ** -0.5)
-        q = rotated_rope.rotated_rope(q, k, v, cos, sin, position, layer.keys, layer.values, **norms)
+        q = rotated_rope.rotated_rope(
+            q, k, v, cos, sin, position, layer.keys, layer.values, **head_norms(module)
+        )
         output = attend(q[:, :, None], layer.keys, layer.values, None, scale, position=position)
         delta = product(output.flatten(1), layout_of(module.o_proj), module.o_proj.bias)
         y = self.gate_up.normalized(x, delta, self.block.post_attention_layernorm)
@@ -121,6 +116,17 @@ MATRICES = (
     ("mlp", ("gate_proj", "up_proj")),
     ("mlp", ("down_proj",)),
 )
+
+
+def head_norms(attention: Any) -> dict[str, Any]:
+    """Of q and k, as the kernels of RoPE take them; nothing where there are none."""
+    if not hasattr(attention, "q_norm"):
+        return {}
+    return {
+        "q_norm": attention.q_norm.weight,
+        "k_norm": attention.k_norm.weight,
+        "eps": attention.q_norm.variance_epsilon,
+    }
 
 
 def is_rotated_trellis(layer: Any, sequences: int) -> bool:

@@ -9,7 +9,7 @@ from requant_kernels.fallback import reference
 from requant_kernels.step.rotated_gate import rotated_gate
 from requant_kernels.step.rotated_norm import rotated_norm
 from requant_kernels.step.rotated_rope import rotated_rope
-from requant_kernels.trellis.pieces import ActivationForm, Product, RotatedActivations
+from requant_kernels.trellis.operands import ActivationForm, Product, RotatedActivations
 from torch import Tensor
 
 HALF = 2e-3  # a few roundings to float16

@@ -17,7 +17,7 @@ from requant_kernels.step.rotated import target_of, tiles_of_block  # noqa: E402
 from requant_kernels.step.rotated_gate import GateShape, rotated_gate_kernel  # noqa: E402
 from requant_kernels.step.rotated_norm import NormShape, rotated_norm_kernel  # noqa: E402
 from requant_kernels.step.rotated_rope import Part, RopeShape, head_order, rotated_rope_kernel  # noqa: E402
-from requant_kernels.trellis.pieces import ActivationForm, Source  # noqa: E402
+from requant_kernels.trellis.operands import ActivationForm, Source  # noqa: E402
 
 from .compile_offline import Machine, compile_kernel, counts_instructions  # noqa: E402
 

@@ -2,10 +2,10 @@
 
 Tensors are [512], one element a thread of 16 warps, and eight of them hold a tile of 4096 values. (Of two dimensions, Triton
 would be free to deal them out in another way than lanes and warps.) Which bit of a value's
-index each bit of its place stands for is the *order* of a tile: 3 bits of the eight, 5 of the lane, 4 of the warp. The
-products of `tile_ptx.py` mix the bits of the place, and leave them elsewhere:
+index each bit of its position stands for is the *order* of a tile: 3 bits of the eight, 5 of the lane, 4 of the warp. The
+products of `tile_ptx.py` mix the bits of the position, and leave them elsewhere:
 
-    place         eight           lane                  warp
+    position      eight           lane                  warp
     before        o0 o1 o2        o3 o4 o5 o6 o7        o8 o9 o10 o11
     after         o0 o1 o11       o2 o3 o8 o9 o10       o4 o5 o6  o7
 
@@ -35,7 +35,7 @@ from requant_kernels.hadamard.tile_ptx import (
 
 Order = tuple[int, ...]  # 12 bits of the index
 NATURAL: Order = tuple(range(12))
-# bits of the place that the rows of each product are: the three of a quadrant of signs, and the one between quadrants
+# bits of the position that the rows of each product are: the three of a quadrant of signs, and the one between quadrants
 PRODUCTS = (((0, 3, 4), 1), ((5, 6, 7), 2), ((8, 9, 10), 11))
 # Two buffers: a transform does not wait until all warps have read what the one before it exchanged. 32 words for int8.
 BUFFER = tl.constexpr(VALUES_BYTES)
@@ -78,8 +78,8 @@ ALLOCATE = allocate_smem_ptx(SMEM_BYTES)
 
 
 @triton.jit
-def place_of_thread():
-    """Lane and warp."""
+def lane_and_warp():
+    """Of each of the 512 threads."""
     thread = tl.arange(0, 512)
     return thread % 32, thread // 32
 

@@ -1,7 +1,7 @@
 """What the kernels between trellis matrices share: products are finished, and activations rotated, in registers.
 
     y = output_scales * H product + bias            as `trellis/rotate.py` does, rounded to the type of activations
-    activations = H (input_scales * y)              in the form that the next product reads (`trellis/pieces.py`)
+    activations = H (input_scales * y)              in the form that the next product reads (`trellis/operands.py`)
 
 Both rotations of a tile of 4096 values are those of `hadamard/registers.py`, so what lies between them costs no launch, and
 no memory is touched but for what stays: the residual stream, keys and values.
@@ -26,7 +26,7 @@ from requant_kernels.hadamard.registers import (
     transform_to_int8,
 )
 from requant_kernels.hadamard.tile_kernel import HADAMARD_TILE
-from requant_kernels.trellis.pieces import ActivationForm
+from requant_kernels.trellis.operands import ActivationForm
 
 NUM_WARPS = 16
 MAX_TILES = 2  # of a CTA, so that a thread's values fit its registers

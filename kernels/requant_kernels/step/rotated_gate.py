@@ -25,8 +25,8 @@ from requant_kernels.hadamard.registers import (
     TileTransform,
     allocate_smem,
     index_of,
+    lane_and_warp,
     load_eight,
-    place_of_thread,
     tile_transform,
 )
 from requant_kernels.hadamard.tile_kernel import HADAMARD_TILE
@@ -42,7 +42,7 @@ from requant_kernels.step.rotated import (
     target_of,
     tiles_of_block,
 )
-from requant_kernels.trellis.pieces import ActivationForm, Product, RotatedActivations, Source
+from requant_kernels.trellis.operands import ActivationForm, Product, RotatedActivations, Source
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +76,7 @@ def rotated_gate_kernel(
     UP: tl.constexpr = SHAPE.up
     CROSSES: tl.constexpr = SHAPE.crosses
     token, tile = tl.program_id(1).to(tl.int64), tl.program_id(0) * COUNT
-    lane, warp = place_of_thread()
+    lane, warp = lane_and_warp()
     index = tile * 4096 + index_of(lane, warp, AFTER)
     smem = allocate_smem(lane, ALLOCATE)
     gate_scales, up_scales, gate_bias, up_bias, input_scales = (), (), (), (), ()

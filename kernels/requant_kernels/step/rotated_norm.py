@@ -25,8 +25,8 @@ from requant_kernels.hadamard.registers import (
     TileTransform,
     allocate_smem,
     index_of,
+    lane_and_warp,
     load_eight,
-    place_of_thread,
     store_eight,
     tile_transform,
 )
@@ -42,7 +42,7 @@ from requant_kernels.step.rotated import (
     target_of,
     tiles_of_block,
 )
-from requant_kernels.trellis.pieces import ActivationForm, Product, RotatedActivations, Source
+from requant_kernels.trellis.operands import ActivationForm, Product, RotatedActivations, Source
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +78,7 @@ def rotated_norm_kernel(
     CROSSES: tl.constexpr = SHAPE.crosses
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     token = tl.program_id(1).to(tl.int64)
-    lane, warp = place_of_thread()
+    lane, warp = lane_and_warp()
     index = index_of(lane, warp, AFTER)
     smem = allocate_smem(lane, ALLOCATE)
     output_scales, bias, weight, input_scales = (), (), (), ()

@@ -27,14 +27,14 @@ from requant_kernels.hadamard.registers import (
     TileTransform,
     allocate_smem,
     index_of,
+    lane_and_warp,
     load_eight,
-    place_of_thread,
     store_eight,
     tile_transform,
 )
 from requant_kernels.hadamard.tile_kernel import HADAMARD_TILE
 from requant_kernels.step.rotated import NUM_WARPS, finished, load_product, rotate, tiles_of_block
-from requant_kernels.trellis.pieces import Product, Source
+from requant_kernels.trellis.operands import Product, Source
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
 
@@ -67,8 +67,8 @@ def head_order(head_dim: int) -> Order:
     order = [0] * 12
     order[11] = half
     others = [bit for bit in range(12) if bit != half]
-    for place, bit in zip((0, 1, 2, 3, 8, 9, 10, 4, 5, 6, 7), others, strict=True):
-        order[place] = bit
+    for position, bit in zip((0, 1, 2, 3, 8, 9, 10, 4, 5, 6, 7), others, strict=True):
+        order[position] = bit
     return tuple(order)
 
 
@@ -143,7 +143,7 @@ def rotated_rope_kernel(
     HALF: tl.constexpr = D // 2
     DTYPE: tl.constexpr = y_ptr.dtype.element_ty
     tile, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    lane, warp = place_of_thread()
+    lane, warp = lane_and_warp()
     smem = allocate_smem(lane, ALLOCATE)
     index = index_of(lane, warp, AFTER)
     in_head = index % D

@@ -45,7 +45,7 @@ from requant_kernels.launch_config import GemmSm90Config
 from requant_kernels.scalar.gemm_sm90 import rows_layout, x_layout
 from requant_kernels.trellis.code_ptx import decode_ptx, load_codes_ptx
 from requant_kernels.trellis.layout import TrellisLayout, k64_per_unit
-from requant_kernels.trellis.pieces import ActivationForm, RotatedActivations
+from requant_kernels.trellis.operands import ActivationForm, RotatedActivations
 from requant_kernels.trellis.rotate import rotate_output
 
 K64, K_TILE = 64, 256  # columns

@@ -52,7 +52,7 @@ from requant_kernels.trellis.gemv_ptx import (
     load_activations_ptx,
 )
 from requant_kernels.trellis.layout import TrellisLayout, k64_per_unit
-from requant_kernels.trellis.pieces import ActivationForm, RotatedActivations
+from requant_kernels.trellis.operands import ActivationForm, RotatedActivations
 from requant_kernels.trellis.rotate import residual_product, rotate_input, rotate_output
 
 # bytes of shared memory that our sum over the warps may take; above it Triton's, which has four barriers more

@@ -1,4 +1,4 @@
-"""A trellis linear layer in pieces, for steps that put other operations between them.
+"""What goes into a trellis product and comes out of it, for steps that put other operations around it.
 
     rotated activations     H (input_scales * x), in the form that the kernel of the product reads
     product                 V times them, float32, still to be rotated
