@@ -161,6 +161,7 @@ def convert_to_kernels(model: Any, *, device: torch.device | str) -> Any:
     """Replace every `QuantLinear` of `model` by the kernels' layout on `device`, in place, and move the rest there."""
     device = torch.device(device)
     refused: Counter[str] = Counter()
+    unjoined: Counter[str] = Counter()
     if device.type != "cpu" and model.dtype not in (torch.float16, torch.bfloat16):
         matrices = sum(isinstance(layer, QuantLinear) for layer in model.modules())
         refused[
@@ -172,10 +173,14 @@ def convert_to_kernels(model: Any, *, device: torch.device | str) -> Any:
         check = KernelCheck(model.dtype)
         with stream_kept(model):
             for parent in list(model.modules()):
-                _convert_children(parent, device, refused, check)
+                _convert_children(parent, device, refused, unjoined, check)
             for name, embedding in embeddings.items():
                 tied = [head for head, m in linears.items() if m._buffers is embedding._buffers]
                 _convert_embedding(model, name, embedding, tied, device)
+    for reason, count in unjoined.items():
+        logger.warning(
+            "%d of the quantized matrices are multiplied one by one, not joined: %s", count, reason
+        )
     for reason, count in refused.items():
         logger.warning(
             "%d of the quantized matrices are dequantized at every call, which is slow: %s", count, reason
@@ -199,14 +204,19 @@ def tune_kernels(model: Any, *, tokens: Sequence[int] = (1,)) -> int:
 
 
 def _convert_children(
-    parent: nn.Module, device: torch.device, refused: Counter[str], check: KernelCheck
+    parent: nn.Module,
+    device: torch.device,
+    refused: Counter[str],
+    unjoined: Counter[str],
+    check: KernelCheck,
 ) -> None:
-    """The quantized layers directly below `parent`, siblings together."""
+    """The quantized layers directly below `parent`, siblings together. Reasons are counted where that cannot be."""
     layers = {name: child for name, child in parent.named_children() if isinstance(child, QuantLinear)}
     for names in (*SIBLINGS, *((name,) for name in layers)):
         weights = {name: layers[name].quantized().to(device) for name in names if name in layers}
         apart = isinstance(parent, Expert) and any(isinstance(w.dense, Trellis) for w in weights.values())
         groups = [[name] for name in weights] if apart else joinable(weights)  # `experts.py` stacks them
+        reasons: dict[str, str] = {}  # why a matrix is not joined, though it could be
         while groups:
             group = groups.pop(0)
             chosen = [layers[name] for name in group]
@@ -221,6 +231,7 @@ def _convert_children(
             except ValueError as error:  # what no kernel takes, with the remedy, or what one gets wrong
                 if len(group) > 1:  # perhaps only the joined one
                     groups += [[name] for name in group]
+                    reasons |= dict.fromkeys(group, str(error))
                 else:
                     refused[str(error)] += 1
                     del layers[group[0]]
@@ -229,6 +240,8 @@ def _convert_children(
                 del layers[name], weights[name]
             if len(group) == 1:
                 setattr(parent, group[0], matrix)
+                if group[0] in reasons:
+                    unjoined[reasons[group[0]]] += 1
                 continue
             siblings = FusedLinear(matrix, [layer.out_features for layer in chosen])
             for index, name in enumerate(group):
