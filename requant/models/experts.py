@@ -207,16 +207,12 @@ def _can_group(experts: Experts) -> bool:
 
 
 def _is_fused(module: Any) -> bool:
-    """Whether a module holds gated experts in 3-D parameters of a layout that its attributes describe."""
-    described = (
-        "_apply_gate",
-        "is_transposed",
-        "is_concatenated",
-        "has_bias",
-        "has_gate",
-        "has_post_expert_norm",
-    )
-    if not all(hasattr(module, name) for name in described) or module.has_post_expert_norm:
+    """Whether a module holds gated experts in 3-D parameters of a layout that its attributes describe.
+
+    `has_post_expert_norm` is missing before the first models that have one (transformers 5.8 to 5.17, at least).
+    """
+    described = ("_apply_gate", "is_transposed", "is_concatenated", "has_bias", "has_gate")
+    if not all(hasattr(module, name) for name in described) or getattr(module, "has_post_expert_norm", False):
         return False
     return module.has_gate and set(dict(module.named_parameters())) == WEIGHTS | (
         BIASES if module.has_bias else set()
