@@ -43,7 +43,7 @@ from requant.finetune.step import (
     restore_state,
     state_of,
 )
-from requant.finetune.teacher import HeadTeacher, logits_of_states
+from requant.finetune.teacher import PRODUCTS, HeadTeacher, logits_of_states, training_autocast
 from requant.models.targets import find_blocks, replaced_forward
 
 TOKENS_AT_ONCE = 8192  # through a block
@@ -124,7 +124,7 @@ class DividedMatrix:
 
     @torch.no_grad()
     def value(self) -> Tensor:
-        return self.part.whole(torch.bfloat16 if self.part.elements.is_cuda else None).float()
+        return self.part.whole(PRODUCTS.get(self.part.elements.device.type)).float()
 
     def backward(self) -> None:
         self.part.elements.grad = ranks.Part.of_sum(gradient_of(self.parameter)).elements
@@ -184,12 +184,14 @@ class LearningBlock:
             for part, arriving in zip(each, gradient.split(self.room.windows), strict=True):
                 leaf = part[0].detach().requires_grad_()
                 with torch.enable_grad():
-                    self._output(leaf, *part[1:]).backward(arriving)
+                    with training_autocast(leaf, keeps_casts=False):  # of weights that are not there long
+                        output = self._output(leaf, *part[1:])
+                    output.backward(arriving)
                 assert leaf.grad is not None
                 found.append(leaf.grad)
             return torch.cat(found)
 
-        with training_precision(hidden), self._built():
+        with self._built():
             found = self.room.fitting(compute)
         with torch.enable_grad():
             for weight in self.coded:
@@ -416,7 +418,7 @@ class BlockwiseStep:
 
     def _hidden(self, tokens: Int64[Tensor, "b t"]) -> Float[Tensor, "b t d"]:
         """The last hidden states."""
-        with training_precision(tokens):
+        with training_autocast(tokens, keeps_casts=False):
             return self.model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
 
     def _rows(
@@ -440,7 +442,7 @@ class BlockwiseStep:
     def _kl(self, hidden: Float[Tensor, "p d"], states: Float[Tensor, "p d"]) -> Float[Tensor, ""]:
         """The sum over some positions."""
         tokens = self.teacher.windows.new_zeros(1, len(hidden), device=hidden.device)
-        with training_precision(hidden):
+        with training_autocast(hidden, keeps_casts=False):
             expected = self.teacher.logits(tokens, states[None])
             found = logits_of_states(self.model, self.teacher.output_class, tokens, hidden[None])
         return self.kl_of(found, expected)
@@ -474,11 +476,6 @@ def divided_among_ranks(model: PreTrainedModel, trainables: Sequence[TrainableTe
 def positions_at_once(vocabulary: int) -> int:
     """Positions with LOGITS_AT_ONCE logits, a power of two."""
     return 1 << max(1, LOGITS_AT_ONCE // vocabulary).bit_length() - 1
-
-
-def training_precision(tensor: Tensor) -> torch.autocast:
-    """`teacher.training_autocast`, without keeping the casts of all weights."""
-    return torch.autocast("cuda", dtype=torch.bfloat16, enabled=tensor.is_cuda, cache_enabled=False)
 
 
 def _parts(

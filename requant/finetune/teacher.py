@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from requant import ranks
 from requant.calibration.passes import batches, rounds
-from requant.errors import InputError, first_line
+from requant.errors import InputError, first_line, is_out_of_memory
 from requant.models.devices import free_memory
 from requant.models.targets import find_blocks, replaced_forward
 
@@ -34,6 +34,9 @@ MAX_MEMORY_FRACTION = 0.25  # of what is free, for the states
 MAX_HOST_FRACTION = 0.5  # of the host's free memory, for those of a HeadTeacher; more go to a file
 SHARED_MEMORY = "/dev/shm"  # a folder of files in memory, of Linux
 LOGITS_TOLERANCE = 1e-2  # relative Frobenius distance: caching may round a state to 16 bits once more
+PRODUCTS = {
+    "cuda": torch.bfloat16
+}  # device -> dtype of matrix products in training; elsewhere that of the weights
 logger = logging.getLogger(__name__)
 
 
@@ -158,27 +161,28 @@ def logits_of_states(
 def last_states(model: PreTrainedModel, tokens: Int64[Tensor, "c t"]) -> tuple[type, Float[Tensor, "c t d"]]:
     """The class of the base model's output, and its last hidden states."""
     output = model.base_model(input_ids=tokens, use_cache=False)
-    # on a GPU autocast would round them before the head anyway
-    return type(output), output.last_hidden_state.to(torch.bfloat16 if tokens.is_cuda else torch.float32)
+    # autocast would round them before the head anyway
+    return type(output), output.last_hidden_state.to(PRODUCTS.get(tokens.device.type, torch.float32))
 
 
 @torch.no_grad()
 def why_states_do_not_suffice(model: PreTrainedModel, tokens: Int64[Tensor, "c t"]) -> str | None:
-    """Why the logits do not follow from the last states alone, tried on some windows; None if they do."""
-    try:
-        output_class, states = last_states(model, tokens)
-        from_states, expected = (
-            logits_of_states(model, output_class, tokens, states),
-            model(input_ids=tokens, use_cache=False).logits,
-        )
-        # a model that ignores the replaced blocks would give the same logits for any states
-        from_zeros = logits_of_states(model, output_class, tokens, torch.zeros_like(states))
-        tolerance = LOGITS_TOLERANCE * expected.norm()
-        if (from_states - expected).norm() <= tolerance < (from_zeros - expected).norm():
-            return None
-        return "its logits do not follow from its last hidden states alone"
-    except Exception as error:  # whatever a model of another kind raises
-        return first_line(error)
+    """Why the logits do not follow from the last states alone, tried on some windows as training does; None if they do."""
+    with training_autocast(tokens):
+        expected = model(input_ids=tokens, use_cache=False).logits
+        try:
+            output_class, states = last_states(model, tokens)
+            from_states = logits_of_states(model, output_class, tokens, states)
+            # a model that ignores the replaced blocks would give the same logits for any states
+            from_zeros = logits_of_states(model, output_class, tokens, torch.zeros_like(states))
+        except Exception as error:  # whatever a model of another kind raises
+            if is_out_of_memory(error):
+                raise
+            return first_line(error)
+    tolerance = LOGITS_TOLERANCE * expected.norm()
+    if (from_states - expected).norm() <= tolerance < (from_zeros - expected).norm():
+        return None
+    return "its logits do not follow from its last hidden states alone"
 
 
 @torch.no_grad()
@@ -243,6 +247,7 @@ def _file_of(size: int, folders: Sequence[str]) -> tuple[str, str]:
     return "", problem
 
 
-def training_autocast(tokens: Tensor) -> torch.autocast:
-    """The precision of matrix products in training: bfloat16 on a GPU."""
-    return torch.autocast("cuda", dtype=torch.bfloat16, enabled=tokens.is_cuda)
+def training_autocast(tensor: Tensor, *, keeps_casts: bool = True) -> torch.autocast:
+    """The precision of matrix products in training on the tensor's device; `keeps_casts`: of weights, until it ends."""
+    kind = tensor.device.type
+    return torch.autocast(kind, dtype=PRODUCTS.get(kind), enabled=kind in PRODUCTS, cache_enabled=keeps_casts)

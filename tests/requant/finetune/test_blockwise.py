@@ -17,7 +17,7 @@ from requant.finetune.loop import loss_sum
 from requant.finetune.step import ReparametrizedWeight, TrainableTensor, adam
 from requant.finetune.teacher import HeadTeacher, Teacher
 from requant.formats.quantized_weight import trainable_params, weight_function
-from requant.models.experts import unfuse_experts
+from requant.models.experts import grouped_products, unfuse_experts
 from requant.models.targets import find_blocks, find_linears
 from requant.pipeline.best import quantize_in_rounds
 from requant.pipeline.prepare import prepare, start
@@ -36,7 +36,7 @@ def windows() -> torch.Tensor:
 class Problem:
     """A model with every second matrix coded, or those of some kinds, its teacher, and all that learns by name."""
 
-    def __init__(self, model, random_weight, kinds: tuple[str, ...] = ()) -> None:
+    def __init__(self, model, random_weight, kinds: tuple[str, ...] = (), dtype=torch.float32) -> None:
         unfuse_experts(model)
         self.model = model
         targets = find_linears(model)
@@ -45,7 +45,7 @@ class Problem:
         self.params = {name: trainable_params(weight) for name, weight in weights.items()}
         self.derived = []
         for target in self.coded:
-            floats, params = weight_function(weights[target.name]), self.params[target.name]
+            floats, params = weight_function(weights[target.name], dtype), self.params[target.name]
             value = lambda floats=floats, params=params, target=target: target.oriented(floats(params))  # noqa: E731
             self.derived.append(ReparametrizedWeight(parameter=target.parameter, value=value))
         coded = {id(target.parameter) for target in self.coded}
@@ -75,24 +75,22 @@ def gradients_of_the_whole(problem: Problem, original, tokens) -> dict[str, torc
     return found
 
 
-@pytest.mark.parametrize(
-    "name", ["llama", "llama-tied", "gpt2", "gemma2", "phi3", "gpt-neox", "qwen3-moe", "gpt-oss"]
-)
-def test_gradients_are_those_of_the_whole_model(
-    tiny_model, random_weight, windows, monkeypatch, name
-) -> None:
-    """In parts of two windows and of seven positions."""
-    original = tiny_model(name)
-    teacher = HeadTeacher(original, windows)
-    problem = Problem(tiny_model(name), random_weight)
-    chosen = torch.tensor([4, 1, 5, 0])
-    expected = gradients_of_the_whole(problem, original, windows[chosen])
+@pytest.fixture
+def products_of_a_gpu(monkeypatch) -> None:
+    """Training on the CPU multiplies in bfloat16, as it does on a GPU."""
+    monkeypatch.setitem(module.PRODUCTS, "cpu", torch.bfloat16)
+
+
+def gradients_block_by_block(
+    problem: Problem, teacher: HeadTeacher, chosen, monkeypatch
+) -> dict[int, torch.Tensor]:
+    """What Adam gets in a step, by tensor; in parts of two windows and of seven positions."""
     found: dict[int, torch.Tensor] = {}
 
     def note(self: SixteenBitAdam) -> None:
         for tensor in self.tensors:
             if tensor.grad is not None:
-                assert id(tensor) not in found
+                assert id(tensor) not in found and tensor.grad.dtype == torch.float32
                 found[id(tensor)] = tensor.grad.clone()
 
     monkeypatch.setattr(SixteenBitAdam, "step", note)
@@ -102,12 +100,47 @@ def test_gradients_are_those_of_the_whole_model(
         step = problem.step(teacher)
         step(teacher.micro_batches(chosen, None), 1.0)
         step.close()
+    return found
+
+
+MODELS = ("llama", "llama-tied", "gpt2", "gemma2", "phi3", "gpt-neox", "qwen3-moe", "gpt-oss")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_those_of_the_whole_model(
+    tiny_model, random_weight, windows, monkeypatch, name
+) -> None:
+    original = tiny_model(name)
+    teacher = HeadTeacher(original, windows)
+    problem = Problem(tiny_model(name), random_weight)
+    chosen = torch.tensor([4, 1, 5, 0])
+    expected = gradients_of_the_whole(problem, original, windows[chosen])
+    found = gradients_block_by_block(problem, teacher, chosen, monkeypatch)
     assert len(expected) == len(found) > len(problem.derived)
     for key, tensor in problem.learning.items():
         if key in expected:
             torch.testing.assert_close(found[id(tensor)], expected[key], rtol=1e-4, atol=1e-6)
             assert tensor.grad is None
     assert not any("forward" in block.__dict__ for block in find_blocks(problem.model)[1])
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.usefixtures("products_of_a_gpu")
+def test_gradients_of_products_in_bfloat16_are_those_of_the_whole_model(
+    tiny_model, random_weight, windows, monkeypatch, name, dtype
+) -> None:
+    """Of a model in float32, and of one whose original and codes are bfloat16; mixtures in grouped products."""
+    original, chosen = tiny_model(name).to(dtype), torch.tensor([4, 1, 5, 0])
+    teacher = HeadTeacher(original, windows)
+    assert teacher.states.dtype == torch.bfloat16
+    problem = Problem(tiny_model(name), random_weight, dtype=dtype)
+    with grouped_products(problem.model):
+        expected = gradients_of_the_whole(problem, original, windows[chosen])
+        found = gradients_block_by_block(problem, teacher, chosen, monkeypatch)
+    assert len(expected) == len(found) > len(problem.derived)
+    for key, gradient in expected.items():
+        assert (found[id(problem.learning[key])] - gradient).norm() <= 0.03 * gradient.norm(), key
 
 
 def test_moments_of_sixteen_bits_learn_as_those_of_adam() -> None:
@@ -306,6 +339,30 @@ def test_a_model_whose_head_reads_past_the_base_model_is_trained_as_a_whole(
     run = run_of(tiny_folder("opt"), tiny_text_file, blockwise=True)
     teacher = teacher_of(run, run.recipe.finetune, run.train_windows)
     assert isinstance(teacher, Teacher) and "is not trained block by block" in caplog.text
+
+
+@pytest.mark.usefixtures("products_of_a_gpu")
+def test_a_model_in_float32_is_trained_block_by_block_on_a_gpu(tiny_folder, tiny_text_file, caplog) -> None:
+    """Its states are bfloat16 there, which its head takes under autocast alone. It learns as the whole model does."""
+    ends = []
+    for by_block in (False, True):
+        run = run_of(tiny_folder("llama"), tiny_text_file, blockwise=by_block)
+        teacher = teacher_of(run, run.recipe.finetune, run.train_windows)
+        assert isinstance(teacher, HeadTeacher if by_block else Teacher)
+        finetune(run, quantize_linears(run, None, label="quantize"), run.recipe.finetune)
+        ends.append({key: end - original for key, (original, end) in run.finetuned_params.items()})
+    assert "block by block" not in caplog.text
+    distance = sum((ends[0][key] - ends[1][key]).norm() ** 2 for key in ends[0])
+    assert distance < 0.05 * sum(change.norm() ** 2 for change in ends[0].values())
+
+
+def test_too_little_memory_to_try_it_is_no_reason_to_take_more(tiny_model, windows, monkeypatch) -> None:
+    def exhausted(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(module, "logits_of_states", exhausted)
+    with pytest.raises(torch.OutOfMemoryError):
+        module.why_states_do_not_suffice(tiny_model("llama"), windows)
 
 
 @pytest.mark.filterwarnings("default")  # the compiler looks where torch warns
