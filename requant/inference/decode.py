@@ -95,13 +95,12 @@ class Decoder:
 
     def _step(self) -> None:
         if self.fused is not None:
-            logits = self.fused(self.tokens, self.cache)
-        else:
-            with use_kernel(self.model) if self.kernel_attention else nullcontext():
-                output = self.step_model(self.tokens, past_key_values=self.cache, use_cache=True)
-            logits = output.logits[:, -1]
+            self.fused.advance(self.tokens, self.cache, self.logits)
+            return
+        with use_kernel(self.model) if self.kernel_attention else nullcontext():
+            output = self.step_model(self.tokens, past_key_values=self.cache, use_cache=True)
         self._count(1)
-        self._keep(logits)
+        self._keep(output.logits[:, -1])
 
     def _count(self, tokens: int) -> None:
         if isinstance(self.cache, SharedLengthCache):
@@ -146,7 +145,7 @@ class Decoder:
             return
         from requant.inference.fused_step import fused_steps  # needs Triton
 
-        steps = fused_steps(self.model, len(self.tokens), rotations=self.fuses_rotations)
+        steps = fused_steps(self.model, len(self.tokens), self.length, rotations=self.fuses_rotations)
         if not steps:
             logger.info(
                 "steps of %s are not fused: not all its modules are Llama's", type(self.model).__name__

@@ -1,11 +1,13 @@
 """A decoding step in few launches, for models whose blocks are made of Llama's modules.
 
+    x = rows of the embedding         one, with RoPE's cosines and sines (`step_inputs.py`); then for every block
     x += delta;  y = norm(x)          one launch; delta is what the attention or the MLP before gave
     q, k, v = matrices of y           RoPE, and into the cache: one launch
     attention                         two
     delta = o(attention)
     x += delta;  y = norm(x)          one
     delta = down(act(gate y) * up y)  the gate one
+    logits = head(norm(x += delta))   the norm one, and two to keep the logits and choose the tokens
 
 transformers writes this as some thirty small operations a block, each a launch of its own: two of the 8.5 ms of a step of an
 8B model in bf16 on an H100 go by fusing them. torch.compile does too, but first compiles, model by model. Here they are the
@@ -23,6 +25,7 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int64
 from requant_kernels.step.attention import attend
+from requant_kernels.step.choose import choose_tokens
 from requant_kernels.step.gated import ACTIVATIONS, gated
 from requant_kernels.step.rms_norm import add_rms_norm
 from requant_kernels.step.rope_cache import rope_cache
@@ -32,6 +35,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from requant.inference.convert import Sibling
+from requant.inference.step_inputs import ModelInputs, TableInputs, step_inputs
 from requant.inference.trellis_block import TrellisBlock, head_norms, trellis_block
 
 BLOCK = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -45,26 +49,37 @@ logger = logging.getLogger(__name__)
 class FusedStep:
     """One more token of every sequence, by the modules of a model that `fused_steps` found to qualify."""
 
-    def __init__(self, model: Any, blocks: "Sequence[PlainBlock] | Sequence[TrellisBlock]") -> None:
-        self.model, self.blocks = model, blocks
+    def __init__(
+        self,
+        model: Any,
+        inputs: TableInputs | ModelInputs,
+        blocks: "Sequence[PlainBlock] | Sequence[TrellisBlock]",
+    ) -> None:
+        self.model, self.inputs, self.blocks = model, inputs, blocks
         self.fuses_rotations = isinstance(blocks[0], TrellisBlock)
 
     @torch.no_grad()
     def __call__(self, tokens: Int64[Tensor, "b 1"], cache: Any) -> Float[Tensor, "b v"]:
         """Logits; keys and values are written behind the `cache.length` that are there, which the caller counts."""
-        base: Any = self.model.base_model
-        x = self.model.get_input_embeddings()(tokens)
-        cos, sin = (part[0].expand(len(x), -1) for part in base.rotary_emb(x, cache.length.view(1, 1)))
-        x, delta = x.flatten(0, 1), None
+        (x, cos, sin), delta = self.inputs(tokens, cache.length), None
         for block, layer in zip(self.blocks, cache.layers, strict=True):
             step: Any = block
             delta = step(x, delta, cos, sin, layer, cache.length)
-        return self.model.get_output_embeddings()(normalized(x, delta, base.norm))
+        return self.model.get_output_embeddings()(normalized(x, delta, self.model.base_model.norm))
+
+    @torch.no_grad()
+    def advance(self, tokens: Int64[Tensor, "b 1"], cache: Any, logits: Float[Tensor, "b v"]) -> None:
+        """A step as a graph repeats it: `logits` become its own, `tokens` their argmax, and the cache counts it."""
+        choose_tokens(self(tokens, cache), logits, tokens, cache.length)
 
     def agrees(self, tokens: Int64[Tensor, "b 1"], cache: Any, wanted: Float[Tensor, "b v"]) -> bool:
         """Whether a step gives the logits that are wanted; the log says where it does not."""
         try:
-            error = ((self(tokens, cache).float() - wanted.float()).norm() / wanted.float().norm()).item()
+            logits, kept, chosen = self(tokens, cache), torch.empty_like(wanted), torch.empty_like(tokens)
+            error = ((logits.float() - wanted.float()).norm() / wanted.float().norm()).item()
+            choose_tokens(logits, kept, chosen)
+            if not (torch.equal(kept, logits) and torch.equal(chosen, logits.argmax(-1, keepdim=True))):
+                raise ValueError("it takes another token than the likeliest")
         except torch.OutOfMemoryError:
             raise
         except Exception as problem:  # it is a shortcut: whatever stops it, the model's own step is there
@@ -142,9 +157,9 @@ def parts(
     return whole.split(sizes, -1) if sizes else whole.chunk(len(names), -1)
 
 
-def fused_steps(model: Any, sequences: int, *, rotations: bool = True) -> list[FusedStep]:
-    """The fused steps of a model for so many sequences, the fastest first; none where its modules are not those of a Llama.
-    `rotations`: those of trellis codes are fused too."""
+def fused_steps(model: Any, sequences: int, length: int, *, rotations: bool = True) -> list[FusedStep]:
+    """The fused steps of a model for so many sequences and a cache of `length` tokens, the fastest first; none where its
+    modules are not those of a Llama. `rotations`: those of trellis codes are fused too."""
     base = model.base_model
     if not is_norm(getattr(base, "norm", None), model.dtype) or not hasattr(base, "rotary_emb"):
         return []
@@ -153,12 +168,12 @@ def fused_steps(model: Any, sequences: int, *, rotations: bool = True) -> list[F
     activation = activations.pop() if len(activations) == 1 else None
     if activation is None or model.get_output_embeddings() is None:
         return []
-    steps: list[FusedStep] = []
+    inputs, steps = step_inputs(model, length), []
     trellises = [trellis_block(block, activation, sequences) for block in blocks] if rotations else [None]
     found = [block for block in trellises if block is not None]
     if len(found) == len(blocks):
-        steps.append(FusedStep(model, found))
-    return [*steps, FusedStep(model, [PlainBlock(block, activation) for block in blocks])]
+        steps.append(FusedStep(model, inputs, found))
+    return [*steps, FusedStep(model, inputs, [PlainBlock(block, activation) for block in blocks])]
 
 
 def qualifies(block: nn.Module, dtype: torch.dtype) -> bool:

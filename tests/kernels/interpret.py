@@ -15,6 +15,8 @@ from requant_kernels.scalar.gemv import gemv
 from requant_kernels.scalar.permute import permute_activations
 from requant_kernels.scalar.splitk_reduce import splitk_reduce
 from requant_kernels.step.attention import attend
+from requant_kernels.step.choose import choose_tokens
+from requant_kernels.step.embed import embed
 from requant_kernels.trellis.dequantize import dequantize as dequantize_trellis
 from requant_kernels.trellis.dequantize import matmul as trellis_dense
 
@@ -133,6 +135,25 @@ def check_permute_and_reduce() -> None:
         assert relative_error(y, (want + bias).double()) < 1e-3
 
 
+def check_ends() -> None:
+    """Tokens as torch.argmax chooses them: the first of equal ones, zeros of both signs are, and NaN is the largest."""
+    for dtype, v in ((torch.float16, 5000), (torch.float32, 7), (torch.float16, 2048)):
+        logits = torch.randn(6, v + 3, dtype=dtype)[:, 3:]
+        logits[1], logits[2], logits[3] = -torch.inf, 0, logits[3].round()
+        logits[2, ::3], logits[4, v // 3 :], logits[4, v // 2] = -0.0, torch.nan, -torch.nan
+        kept, tokens, length = torch.empty(6, v, dtype=dtype), torch.zeros(6, 1).long(), torch.tensor(4)
+        choose_tokens(logits, kept, tokens, length)
+        assert torch.equal(tokens, logits.argmax(-1, keepdim=True)), f"tokens of {v}"
+        assert torch.equal(kept.view(torch.uint8), logits.contiguous().view(torch.uint8))
+        assert int(length) == 5
+    table, cos, sin = torch.randn(50, 1500).half(), torch.randn(9, 24), torch.randn(9, 24)
+    for position in (0, 8, 9):
+        x, cosines, sines = embed(torch.tensor([[3], [49], [50]]), table, cos, sin, torch.tensor(position))
+        row = min(position, 8)
+        assert torch.equal(x, table[[3, 49, 0]])
+        assert torch.equal(cosines[0], cos[row]) and torch.equal(sines[0], sin[row])
+
+
 def check_permuted() -> None:
     """Blocks of 16 to 1024 values: the sum of splits is transformed, and written in the order of `trellis/gemm_sm90.py`."""
     for width in (48, 208, 1024):
@@ -160,6 +181,7 @@ def main() -> None:
         want = torch.ops.requant.attend(q, k, v, mask, 0.2).double()
         error = relative_error(attend(q, k, v, mask, 0.2), want)
         assert error < 2e-3, f"attention is off by {error:.1e}"
+    check_ends()
     for width in (2048, 6144):
         x, input_scales = torch.randn(2, width).half(), torch.rand(width).half()
         y = torch.empty_like(x)

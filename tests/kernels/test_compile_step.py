@@ -4,7 +4,9 @@ import pytest
 
 pytest.importorskip("triton")
 
+from requant_kernels.step import choose
 from requant_kernels.step.attention import split_kernel
+from requant_kernels.step.embed import embed_kernel
 from requant_kernels.step.gated import gated_kernel
 from requant_kernels.step.rms_norm import add_rms_norm_kernel
 from requant_kernels.step.rope_cache import rope_cache_kernel
@@ -13,15 +15,18 @@ from .compile_offline import compile_kernel
 
 HALF = dict.fromkeys(
     ("x_ptr", "delta_ptr", "weight_ptr", "gate_ptr", "up_ptr", "q_ptr", "k_ptr", "v_ptr", "q_norm_ptr", "k_norm_ptr",
-     "cos_ptr", "sin_ptr", "keys_ptr", "values_ptr"), "*bf16"
+     "cos_ptr", "sin_ptr", "keys_ptr", "values_ptr", "table_ptr", "cos_table_ptr", "sin_table_ptr",
+     "logits_ptr", "kept_ptr"), "*bf16",
 )  # fmt: skip
 INTEGERS = dict.fromkeys(
     ("k", "n", "delta_row", "gate_row", "up_row", "q_heads", "k_heads", "head_dim", "q_row", "k_row", "v_row", "trig_row",
-     "cache_batch", "cache_head", "length", "q_batch", "q_head", "k_batch", "k_head", "v_batch", "v_head", "mask_batch"),
+     "cache_batch", "cache_head", "length", "q_batch", "q_head", "k_batch", "k_head", "v_batch", "v_head", "mask_batch", "v",
+     "logits_row"),
     "i32",
 )  # fmt: skip
 POINTERS = HALF | INTEGERS | {
-    "eps": "fp32", "scale": "fp32", "position_ptr": "*i64", "o_ptr": "*fp32", "top_ptr": "*fp32", "sum_ptr": "*fp32",
+    "eps": "fp32", "scale": "fp32", "o_ptr": "*fp32", "top_ptr": "*fp32", "sum_ptr": "*fp32", "parts": "i32",
+    **dict.fromkeys(("position_ptr", "tokens_ptr", "length_ptr", "largest_ptr"), "*i64"),
 }  # fmt: skip
 CASES = {
     "rms_norm": (add_rms_norm_kernel, {"BLOCK": 4096, "PDL": True}, (), 8),
@@ -32,6 +37,9 @@ CASES = {
     "attention": (
         split_kernel, {"GROUP": 4, "ROWS": 16, "D": 128, "DP": 128, "BLOCK": 64, "PDL": True}, ("mask_ptr",), 4,
     ),
+    "embed": (embed_kernel, {"BLOCK": 1024, "D": 128, "PDL": True}, (), 4),
+    "likeliest of a part": (choose.part_kernel, {"PART": choose.PART, "LEAST": choose.LEAST_KEY, "PDL": True}, (), 4),
+    "token": (choose.token_kernel, {"PARTS": 64, "LEAST": choose.LEAST_KEY, "PDL": True}, (), 1),
 }  # fmt: skip
 
 

@@ -10,6 +10,8 @@ from requant_kernels.launch_config import GemmConfig, GemvConfig, TrellisGemvCon
 from requant_kernels.ops import flatten
 from requant_kernels.scalar.gemm import gemm
 from requant_kernels.scalar.gemv import gemv
+from requant_kernels.step.choose import choose_tokens
+from requant_kernels.step.embed import embed
 from requant_kernels.trellis.dequantize import dequantize as dequantize_trellis
 from requant_kernels.trellis.dequantize import matmul as trellis_dense
 from requant_kernels.trellis.gemv import gemv as trellis_gemv
@@ -136,6 +138,21 @@ def test_attention_of_one_token(
         got = torch.ops.requant.attend(q, k, v, mask, 0.1)
         assert relative_error(got.cpu(), want.double()) < 2 * LIMIT[dtype]
     torch.library.opcheck(torch.ops.requant.attend, (q, k, v, filled, 0.1))
+
+
+@pytest.mark.parametrize("dtype", [*LIMIT, torch.float32])
+@pytest.mark.parametrize(("b", "v"), [(1, 128256), (5, 50257), (64, 3)])
+def test_the_ends_of_a_step(b: int, v: int, dtype: torch.dtype) -> None:
+    logits = torch.randn(b, v, device="cuda").mul(10).round().to(dtype)  # many are equal
+    kept, tokens = torch.empty_like(logits), torch.empty(b, 1, dtype=torch.int64, device="cuda")
+    length = torch.tensor(4, device="cuda")
+    choose_tokens(logits, kept, tokens, length)
+    assert torch.equal(tokens, logits.argmax(-1, keepdim=True)) and torch.equal(kept, logits)
+    assert int(length) == 5
+    table, cos, sin = (torch.randn(n, k, device="cuda").to(dtype) for n, k in ((v, 1500), (9, 80), (9, 80)))
+    x, *angles = embed(tokens, table, cos, sin, length)
+    assert torch.equal(x, table[tokens[:, 0]])
+    assert torch.equal(angles[0][0], cos[5]) and torch.equal(angles[1][0], sin[5])
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 7, 8])

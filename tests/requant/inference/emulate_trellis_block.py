@@ -90,7 +90,7 @@ def check(kind: str, batch: int, bits: dict[str, float], launches: int) -> None:
         assert layer.keys is not None and layer.values is not None
         layer.keys[:, :, 70], layer.values[:, :, 70] = 0, 0
     ops.dispatch = on_the_gemv
-    step, _ = fused_steps(model, batch)
+    step, _ = fused_steps(model, batch, 100)
     block = step.blocks[0]
     assert isinstance(block, TrellisBlock), kind
     assert sum(len(readers.matrices) for readers in (block.qkv, block.gate_up, block.down)) == launches
@@ -101,7 +101,7 @@ def check(kind: str, batch: int, bits: dict[str, float], launches: int) -> None:
         for got, want in ((layer.keys, key), (layer.values, value)):
             assert ((got - want).float().norm() / want.float().norm()).item() < 5e-3, f"{kind}: cache"
     ops.dispatch = REFERENCE
-    (plain,) = fused_steps(model, batch)
+    (plain,) = fused_steps(model, batch, 100)
     assert isinstance(plain.blocks[0], PlainBlock)
 
 

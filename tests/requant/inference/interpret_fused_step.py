@@ -22,7 +22,10 @@ SIZES = {
     "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 264, "max_position_embeddings": 128, "pad_token_id": None,
     "bos_token_id": None, "eos_token_id": None,
 }  # fmt: skip
-MODELS = {"llama": {"hidden_act": "gelu_pytorch_tanh"}, "qwen3": {}, "phi3": {}}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+MODELS = {
+    "llama": {"hidden_act": "gelu_pytorch_tanh"}, "qwen3": {"rope_parameters": YARN}, "phi3": {},
+}  # fmt: skip
 
 
 @torch.no_grad()
@@ -43,7 +46,7 @@ def main() -> None:
 @torch.no_grad()
 def check_step(model: Any, kind: str) -> None:
     """Logits, and what is written into the cache."""
-    (step,), cache = fused_steps(model, 2), static_cache(model, 100)
+    (step,), cache = fused_steps(model, 2, 100), static_cache(model, 100)
     assert cache is not None, kind
     model(torch.randint(0, 60, (2, 70)), past_key_values=cache, use_cache=True)
     cache.add(70)
@@ -72,12 +75,16 @@ def check_decoder(model: Any) -> None:
         decoder.cache = static_cache(model, 100)
         decoder.prefill(prompt)
     fused.wants_fused = True
+    length = int(fused.cache.length)
     fused._fuse((fused.cache.length.clone(), fused.tokens.clone(), fused.logits.clone()))
     assert fused.fused is not None
-    for _ in range(3):
+    for step in range(1, 4):
         wanted = plain.step().float()
-        error = ((fused.step().float() - wanted).norm() / wanted.norm()).item()
+        logits = fused.step()
+        error = ((logits.float() - wanted).norm() / wanted.norm()).item()
         assert error < 3e-3, f"a step of the decoder is off by {error:.1e}"
+        assert logits is fused.logits and torch.equal(fused.tokens, logits.argmax(-1, keepdim=True))
+        assert int(fused.cache.length) == length + step
         fused.tokens.copy_(plain.tokens)
 
 

@@ -11,17 +11,18 @@ import torch
 
 from requant.inference.decode import Decoder
 from requant.inference.fused_step import fused_steps
+from requant.inference.step_inputs import ModelInputs, TableInputs, step_inputs
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen2", "qwen3", "phi3"])
 def test_models_of_the_modules_of_llama_qualify(tiny_model, name: str) -> None:
-    (step,) = fused_steps(tiny_model(name), 1)
+    (step,) = fused_steps(tiny_model(name), 1, 20)
     assert {block.activation for block in step.blocks} == {"silu"}
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "opt", "gpt2", "gpt-neox"])
 def test_others_keep_their_own_steps(tiny_model, name: str) -> None:
-    assert not fused_steps(tiny_model(name), 1)
+    assert not fused_steps(tiny_model(name), 1, 20)
 
 
 def test_a_decoder_says_which_models_have_none(tiny_model, caplog: pytest.LogCaptureFixture) -> None:
@@ -39,9 +40,36 @@ def test_hooks_of_what_is_passed_over_are_honoured(tiny_model) -> None:
     for path in ("model.layers.1", "model.layers.0.self_attn", "model.layers.0.mlp", "model.norm"):
         model = tiny_model("llama")
         handle = model.get_submodule(path).register_forward_hook(lambda *_: None)
-        assert not fused_steps(model, 1), path
+        assert not fused_steps(model, 1, 20), path
         handle.remove()
-        assert fused_steps(model, 1)
+        assert fused_steps(model, 1, 20)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "phi3"])
+def test_rows_and_angles_are_copied_where_they_are_fixed(tiny_model, name: str) -> None:
+    model = tiny_model(name)
+    inputs = step_inputs(model, 20)
+    assert isinstance(inputs, TableInputs)
+    wanted = ModelInputs(model)
+    for position in (0, 7, 19):
+        _, cos, sin = wanted(torch.zeros(1, 1, dtype=torch.int64), torch.tensor(position))
+        assert torch.equal(inputs.cos[position], cos[0]) and torch.equal(inputs.sin[position], sin[0])
+    model.model.embed_tokens.register_forward_hook(lambda *_: None)
+    assert isinstance(step_inputs(model, 20), ModelInputs)
+
+
+def test_angles_that_change_with_the_length_are_the_models(tiny_model) -> None:
+    for rope_type in ("dynamic", "longrope", {"full_attention": "default"}):
+        model = tiny_model("llama")
+        model.model.rotary_emb.rope_type = rope_type
+        assert isinstance(step_inputs(model, 20), ModelInputs), rope_type
+
+
+def test_an_embedding_of_another_class_is_called(tiny_model) -> None:
+    """Gemma's multiplies its rows; one that is quantized has none."""
+    model = tiny_model("llama")
+    model.model.embed_tokens.__class__ = type("Scaled", (torch.nn.Embedding,), {})
+    assert isinstance(step_inputs(model, 20), ModelInputs)
 
 
 def test_in_the_interpreter(make_checkpoint) -> None:
@@ -69,6 +97,8 @@ def test_captured_steps_give_the_same_logits(tiny_model, name: str, batch: int) 
         assert fused.fused is not None and plain.fused is None
         assert fused.captured is not None and plain.captured is not None
         assert ((got - wanted).norm() / wanted.norm()).item() < 3e-2
+        assert torch.equal(fused.tokens, got.argmax(-1, keepdim=True))
+        assert torch.equal(fused.cache.length, plain.cache.length)
         fused.tokens.copy_(plain.tokens)
 
 
