@@ -28,7 +28,7 @@ first asked: those in Gluon need Triton 3.6, and the CPU needs no Triton at all.
 """
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -40,7 +40,7 @@ from requant_kernels import heuristics, launch_config
 from requant_kernels.common import device as device_properties
 from requant_kernels.common.device import supports_sm90
 from requant_kernels.common.packing import CodebookLayout, Layout
-from requant_kernels.launch_config import LaunchConfig, Shape, m_bucket, measured
+from requant_kernels.launch_config import LaunchConfig, Shape, TrellisGemvConfig, m_bucket, measured
 from requant_kernels.trellis.layout import TrellisLayout
 
 Rule = Callable[[Shape, torch.device], LaunchConfig | None]
@@ -103,6 +103,17 @@ def dispatch(
     if found is None:
         found = _chosen[key] = choose(layout, num_tokens, device)
     return found
+
+
+def dispatch_group(
+    layouts: Sequence[TrellisLayout], num_tokens: int, device: torch.device
+) -> list[TrellisGemvConfig] | None:
+    """The launches of matrices that `trellis/gemv_group.py` multiplies in one; None where they are better multiplied each
+    by its own kernel, since it is one alone or the kernel another."""
+    kernels = {dispatch(layout, num_tokens, device)[0].name for layout in layouts}
+    if len(layouts) == 1 or kernels != {"trellis_gemv"}:
+        return None
+    return heuristics.trellis_group([shape_of(layout, num_tokens) for layout in layouts], device)
 
 
 _chosen: dict[Any, tuple[Kernel, LaunchConfig | None]] = {}

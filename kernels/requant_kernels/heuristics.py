@@ -4,6 +4,8 @@ What the rules aim at is the same everywhere: enough bytes in flight to hide the
 over the SMs, and few enough registers that 16 warps fit an SM. None means that the kernel does not want the shape.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from requant_kernels.common.device import max_smem_bytes, num_sms
@@ -166,6 +168,33 @@ def trellis_one_token(shape: Shape, device: torch.device) -> TrellisGemvConfig:
         units = 1 if not whole or tiles > 2 else 2 if tiles == 1 else long
         return TrellisGemvConfig(num_warps=16, tiles_per_cta=tiles, units_per_step=max(1, min(units, most)))
     return TrellisGemvConfig(num_warps=8 if whole or tiles == 4 else 4, tiles_per_cta=2, units_per_step=2)
+
+
+def trellis_group(shapes: Sequence[Shape], device: torch.device) -> list[TrellisGemvConfig]:
+    """Several matrices in one launch (`trellis/gemv_group.py`), measured on an H200: CTAs of 16 warps as long as all run at
+    once, for one token one an SM; else CTAs of four warps and two tiles."""
+    k, m, bits = shapes[0].k, shapes[0].m_bucket, max(shape.bits for shape in shapes)
+    k64_counts = [k64_per_unit(round(4 * shape.bits)) for shape in shapes]
+    at_once = num_sms(device) * (1 if m == 1 else 2)
+    one_wave = [
+        tiles
+        for tiles in ((1, 2, 3, 4) if m == 1 else (2,))
+        if sum(-(-shape.n // (ROWS * tiles)) for shape in shapes) <= at_once
+    ]
+    if bits > 4 or m > 8:
+        num_warps, tiles = 8, 1
+    elif one_wave and k >= 1024 * max(k64_counts):  # every warp has columns
+        num_warps, tiles = 16, one_wave[0]
+    else:
+        num_warps, tiles = 4, 2
+    return [
+        TrellisGemvConfig(
+            num_warps=num_warps,
+            tiles_per_cta=tiles,
+            units_per_step=2 if own == 1 and num_warps * tiles <= 16 else 1,
+        )
+        for own in k64_counts
+    ]
 
 
 def trellis_slots(shape: Shape, slots: int, device: torch.device) -> TrellisGemvConfig:

@@ -4,6 +4,7 @@ One custom operator behind each, with a fake implementation, so that `torch.comp
 chooses the kernel.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from requant_kernels.common.device import supports_pdl, supports_ptx
 from requant_kernels.common.packing import CodebookLayout, GridLayout, Layout
 from requant_kernels.common.sparse import SlicedEll
-from requant_kernels.dispatch import dispatch, module_of
+from requant_kernels.dispatch import dispatch, dispatch_group, module_of
 from requant_kernels.fallback import reference, torch_fallback
 from requant_kernels.trellis.layout import TrellisLayout
 from requant_kernels.trellis.operands import ActivationForm, Product, RotatedActivations
@@ -91,6 +92,21 @@ def product(x: Tensor | RotatedActivations, layout: TrellisLayout, bias: Tensor 
     kernel, config = dispatch(layout, num_tokens, layout.packed_codes.device)
     values = module_of(kernel).product(x, layout, config)
     return Product(values=values, output_scales=layout.output_scales, bias=bias)
+
+
+def products(
+    inputs: Sequence[RotatedActivations], layouts: Sequence[TrellisLayout], biases: Sequence[Tensor | None]
+) -> list[Product]:
+    """`product` of several layers, each of its own rotated activations or shared ones: in one launch where kernels can."""
+    configs = dispatch_group(layouts, inputs[0].num_tokens, layouts[0].packed_codes.device)
+    if configs is None:
+        return [product(x, layout, bias) for x, layout, bias in zip(inputs, layouts, biases, strict=True)]
+    from requant_kernels.trellis.gemv_group import gemv_group  # needs Triton
+
+    return [
+        Product(values=values, output_scales=layout.output_scales, bias=bias)
+        for values, layout, bias in zip(gemv_group(inputs, layouts, configs), layouts, biases, strict=True)
+    ]
 
 
 def lookup(tokens: Int[Tensor, "*m"], layout: GridLayout, dtype: torch.dtype) -> Float[Tensor, "*m k"]:

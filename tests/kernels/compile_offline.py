@@ -38,6 +38,7 @@ class Machine:
     barriers: int  # of the CTA, in that loop
     inner: int  # static instructions of the longest innermost loop
     mma_loop: Counter[str]  # by opcode, the shortest loop that multiplies on tensor cores
+    mma_loops: tuple[int, ...]  # static instructions of the innermost ones, ascending
     layout_ir: str
     shared: tuple[int, int]  # bytes per CTA: dynamic, and static (declared in PTX)
 
@@ -46,13 +47,20 @@ class Machine:
         return sum(self.opcodes.values())
 
 
+def paths(position: int, kind: str | tuple[str, ...]) -> list[tuple[tuple[int, ...], str]]:
+    """Where an argument, or each of a tuple, is, and its type."""
+    if isinstance(kind, str):
+        return [((position,), kind)]
+    return [((position, i), own) for i, own in enumerate(kind)]
+
+
 def compile_kernel(
     kernel: Any,
     constants: dict[str, Any],
     *,
     capability: int,
     dtype: str = "fp16",
-    pointers: dict[str, str],
+    pointers: dict[str, Any],
     absent: tuple[str, ...] = (),
     warps: int,
     stages: int = 1,
@@ -74,9 +82,10 @@ def compile_kernel(
         signature=signature,
         constexprs={(position[n],): constants.get(n) for n, kind in signature.items() if kind == "constexpr"},
         attrs={
-            (position[n],): [["tt.divisibility", 16]]
+            path: [["tt.divisibility", 16]]
             for n, kind in signature.items()
-            if kind[0] == "*" or (kind == "i32" and n in (*ALIGNED, *aligned))
+            for path, own in paths(position[n], kind)
+            if own[0] == "*" or (own == "i32" and n in (*ALIGNED, *aligned))
         },
     )
     options = {"num_warps": warps, "num_stages": stages}
@@ -108,13 +117,14 @@ def compile_kernel(
     targets = [(i, re.search(r"BRA.*(\.L_\w+)", line)) for i, line in enumerate(listing)]
     spans = [(labels[to[1]], i) for i, to in targets if to is not None and labels.get(to[1], i) < i]
     length, end = max(((last + 1 - first, last) for first, last in spans), default=(0, 0))
-    inner = [b + 1 - a for a, b in spans if not any(a <= c and d <= b for c, d in spans if (c, d) != (a, b))]
+    innermost = [(a, b) for a, b in spans if not any(a <= c and d <= b for c, d in spans if (c, d) != (a, b))]
     multiplying = [codes[a : b + 1] for a, b in spans if {"IMMA", "HMMA"} & set(codes[a : b + 1])]
     return Machine(
         registers=int(found[1]), stack=int(found[2]), opcodes=opcodes, loop=length,
         barriers=sum(line.startswith("BAR") for line in listing[end + 1 - length : end + 1]),
-        inner=max(inner, default=0),
+        inner=max((b + 1 - a for a, b in innermost), default=0),
         mma_loop=Counter(min(multiplying, key=len, default=[])),
+        mma_loops=tuple(sorted(b + 1 - a for a, b in innermost if {"IMMA", "HMMA"} & set(codes[a : b + 1]))),
         layout_ir=str(built.asm["ttgir"]),
         shared=(built.metadata.shared, int(found[3])),
     )  # fmt: skip

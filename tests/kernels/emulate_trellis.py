@@ -26,7 +26,15 @@ from requant_kernels.launch_config import TrellisGemvConfig
 from requant_kernels.trellis import gemv
 from requant_kernels.trellis.dequantize import dequantize
 from requant_kernels.trellis.fused_hadamard import can_fuse
-from requant_kernels.trellis.gemv import gemv_fp16, gemv_fused_hadamard, gemv_int8, padded_columns
+from requant_kernels.trellis.gemv import (
+    gemv_constants,
+    gemv_fp16,
+    gemv_fused_hadamard,
+    gemv_int8,
+    padded_columns,
+)
+from requant_kernels.trellis.gemv_group import gemv_group, group_constants
+from requant_kernels.trellis.operands import RotatedActivations
 from triton.runtime.interpreter import TensorHandle
 
 ACCESS = re.compile(r"(@p )?(ld|st)\.(global|shared)\S* (.*)")
@@ -211,6 +219,42 @@ def check_unrotated() -> None:
         assert error < 6e-4, f"{code} of {k} columns, rotating {rotates}, is off by {error:.1e}"
 
 
+GROUPS = [  # columns, tokens, warps, and of each matrix: code, bits, rows, row tiles of a CTA, units a step
+    (1024, 1, 2, (("mul1", 1.75, 48, 2, 1), ("mul1", 2, 16, 2, 2), ("mul1", 2.75, 80, 2, 1))),
+    (320, 9, 2, (("mul1", 2, 32, 1, 2), ("pair", 2, 48, 2, 1), ("3inst", 3, 16, 1, 1))),
+    (4352, 2, 4, (("pair", 2.25, 32, 2, 1), ("mul1", 4, 48, 1, 1))),  # two Hadamard tiles
+]
+
+
+def check_groups() -> None:
+    """Matrices of several widths and codes in one launch: bit for bit what a launch of each gives."""
+    for k, m, num_warps, parts in selected(GROUPS):
+        ALLOCATED.clear()
+        layouts, configs, inputs = [], [], []
+        x = torch.randn(m, k).half()
+        for code, bits, n, tiles, units in parts:
+            layouts.append(pack_trellis(*random_trellis(n, k, bits, "cpu"), bits=bits, code=code))
+            configs.append(TrellisGemvConfig(num_warps=num_warps, tiles_per_cta=tiles, units_per_step=units))
+            if code == "3inst":
+                rotated = torch.nn.functional.pad(x, (0, padded_columns(k) - k))
+                inputs.append(RotatedActivations(values=rotated, scales=None))
+            else:
+                values, scales = hadamard_transform_int8(
+                    x, layouts[-1].input_scales, in_width=k, out_width=padded_columns(k), pair=code == "pair",
+                    asm=False, pdl=False,
+                )  # fmt: skip
+                inputs.append(RotatedActivations(values=values, scales=scales))
+            ALLOCATED.extend((layouts[-1].packed_codes, inputs[-1].values))
+        gemv.MAX_SUM_BYTES = 32768 if m != 2 else 0  # Triton's own sum too
+        gemv_constants.cache_clear()
+        group_constants.cache_clear()
+        together = gemv_group(inputs, layouts, configs)
+        for own, layout, config, got in zip(inputs, layouts, configs, together, strict=True):
+            assert torch.equal(got, gemv.product(own, layout, config)), (
+                f"{layout.code} {layout.bits} of {k} columns"
+            )
+
+
 EXPERTS = [
     ("mul1", (2,), 256, 48, 4, 1, 2, False),  # the first product rotates the token itself
     ("mul1", (2, 2.25, 3), 272, 32, 5, 3, 2, True),
@@ -330,6 +374,7 @@ def main() -> None:
         error = relative_error(got, want)
         assert error < 1e-4, f"{code} at {bits} bits is off by {error:.1e}"
 
+    check_groups()
     gemv.MAX_SUM_BYTES = 32768
     check_fused()
     check_unrotated()

@@ -1,6 +1,8 @@
 """The trellis kernels compiled for real GPUs without one: no spills, instructions a weight."""
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from requant_kernels.launch_config import Shape, TrellisGemvConfig, m_bucket  # 
 from requant_kernels.trellis import gemv  # noqa: E402
 from requant_kernels.trellis.dequantize import dequantize_constants, trellis_dequantize_kernel  # noqa: E402
 from requant_kernels.trellis.gemv import gemv_constants, padded_columns, trellis_gemv_kernel  # noqa: E402
+from requant_kernels.trellis.gemv_group import group_constants, trellis_gemv_group_kernel  # noqa: E402
 from requant_kernels.trellis.layout import k64_per_unit  # noqa: E402
 
 from .compile_offline import Machine, compile_kernel, counts_instructions  # noqa: E402
@@ -155,6 +158,74 @@ def test_no_trellis_launch_spills(code: str, bits: float, tokens: int) -> None:
         capability=80,
     )
     assert machine.stack == 0
+
+
+Parts = tuple[tuple[str, float], ...]  # code and bits
+
+
+def group_machine(
+    parts: Parts, configs: Sequence[TrellisGemvConfig], tokens: int, columns: int | None = None
+) -> Machine:
+    """Matrices in one launch; `columns` as `k` of `trellis_machine`."""
+    kinds, units = [], 1
+    for (code, bits), config in zip(parts, configs, strict=True):
+        quad_bits = round(4 * bits)
+        k64_count = k64_per_unit(quad_bits)
+        units = (
+            config.num_warps * config.units_per_step if columns is None else -(-columns // (64 * k64_count))
+        )
+        kinds.append((code, quad_bits, math.gcd(quad_bits * k64_count // 4, 4), config, units))
+    given = group_constants(tuple(kinds), tokens) | {"PDL": True, "EARLY_TRIGGER": False}
+    if columns is not None:
+        given |= {
+            name: 1 for name in ("M", "hadamard_tiles") if (tokens if name == "M" else columns // 4096) == 1
+        }
+    types = {"x_ptrs": "*i8", "scales_ptrs": "*fp32", "codes_ptrs": "*i32", "y_ptrs": "*fp32", "tiles": "i32"}
+    pointers: dict[str, Any] = {
+        name: (kind,) * len(parts) for name, kind in (types | {"units": "i32"}).items()
+    }
+    return compile_kernel(
+        trellis_gemv_group_kernel, given, capability=90, pointers=pointers | {"hadamard_tiles": "i32"},
+        warps=configs[0].num_warps, aligned=() if columns is None else ("units",),
+    )  # fmt: skip
+
+
+@counts_instructions
+@pytest.mark.parametrize(
+    ("parts", "tokens"),
+    [((("mul1", 1.75), ("mul1", 2), ("mul1", 2.75)), 1),
+     ((("mul1", 2.5), ("mul1", 3), ("mul1", 3.25)), 1),
+     ((("pair", 2), ("mul1", 2.75)), 1),
+     ((("mul1", 1.75), ("mul1", 2), ("mul1", 2.75)), 8)],
+    ids=str,
+)  # fmt: skip
+def test_matrices_in_one_launch_keep_their_loops(parts: Parts, tokens: int) -> None:
+    configs = [TrellisGemvConfig(num_warps=8, tiles_per_cta=2, units_per_step=1)] * len(parts)
+    machine = group_machine(parts, configs, tokens)
+    alone = [trellis_machine(*part, launch=(8, 2, 1), tokens=tokens) for part in parts]
+    assert machine.stack == 0
+    assert machine.registers <= (128 if tokens == 1 else 168)
+    wanted = sorted(loop for own in alone for loop in own.mma_loops)
+    assert len(machine.mma_loops) == len(wanted) == len(parts)
+    for got, want in zip(machine.mma_loops, wanted, strict=True):
+        assert got <= want + 16
+
+
+@counts_instructions
+@pytest.mark.parametrize("tokens", [1, 8, 16])
+@pytest.mark.parametrize(
+    ("parts", "sizes"),
+    [((("mul1", 1.25), ("mul1", 1.75), ("mul1", 2.25)), (4096, 1024, 1024)),
+     ((("pair", 1.75), ("pair", 2), ("pair", 2.5)), (4096, 1024, 1024)),
+     ((("mul1", 2.5), ("mul1", 3.25), ("mul1", 3.5)), (4096, 1024, 1024)),
+     ((("mul1", 4), ("mul1", 4.75)), (5120, 1024)),
+     ((("mul1", 3), ("mul1", 2.75)), (14336, 14336))],
+    ids=str,
+)  # fmt: skip
+def test_no_launch_of_several_matrices_spills(parts: Parts, sizes: tuple[int, ...], tokens: int) -> None:
+    shapes = [Shape(code, bits, n, 4096, tokens) for (code, bits), n in zip(parts, sizes, strict=True)]
+    machine = group_machine(parts, heuristics.trellis_group(shapes, torch.device("cpu")), tokens, 4096)
+    assert machine.stack <= 8  # ptxas rather spills two registers than takes more than 64
 
 
 Odd = tuple[

@@ -1,5 +1,6 @@
 """Which kernel multiplies, and how it is launched: the order of kernels, tables and cache, and the rules."""
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -260,6 +261,38 @@ def test_the_rule_of_one_token_of_a_trellis(n: int, k: int, bits: float, launch:
     """Of `mul1`, what was measured on an H200, or within 6 % of it."""
     found = heuristics.trellis_one_token(Shape("mul1", bits, n, k, 1), torch.device("cpu"))
     assert (found.num_warps, found.tiles_per_cta, found.units_per_step) == launch
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_several_trellis_matrices_are_one_launch_to_16_tokens(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    pretend(monkeypatch, name)
+    layouts = [
+        pack_trellis(*random_trellis(n, 256, bits, "cpu"), bits=bits, code="mul1")
+        for n, bits in ((48, 2), (16, 2.25))
+    ]
+    for tokens in (1, 5, 16):
+        configs = dispatch.dispatch_group(layouts, tokens, CUDA)
+        assert configs is not None and len(configs) == 2
+        assert dispatch.dispatch_group(layouts[:1], tokens, CUDA) is None
+        assert dispatch.dispatch_group(layouts, tokens, torch.device("cpu")) is None
+    assert dispatch.dispatch_group(layouts, 17, CUDA) is None
+
+
+def test_the_rule_of_several_matrices_fits_all_of_them() -> None:
+    """Equal warps, and steps that are parts of a section; one token's CTAs of 16 warps run at once."""
+    for fours in itertools.product((4, 7, 8, 10, 17), (5, 8, 14, 24)):
+        for sizes in ((4096, 1024), (14336, 14336), (512, 64), (28672, 8192)):
+            for k, m in itertools.product((256, 2048, 4096, 8192), (1, 8, 16)):
+                shapes = [Shape("mul1", four / 4, n, k, m) for four, n in zip(fours, sizes, strict=True)]
+                configs = heuristics.trellis_group(shapes, torch.device("cpu"))
+                assert len({config.num_warps for config in configs}) == 1
+                for four, config in zip(fours, configs, strict=True):
+                    assert (
+                        HADAMARD_TILE % (64 * k64_per_unit(four) * config.num_warps * config.units_per_step)
+                        == 0
+                    )
 
 
 def test_steps_of_the_rule_are_parts_of_a_section() -> None:

@@ -3,10 +3,12 @@
 import pytest
 import torch
 from requant_kernels import TrellisLayout, linear, pack_trellis
+from requant_kernels.dispatch import dispatch_group
 from requant_kernels.fallback import reference
 from requant_kernels.launch_config import TrellisGemvConfig
 from requant_kernels.trellis import gemv
 from requant_kernels.trellis.fused_hadamard import can_fuse
+from requant_kernels.trellis.gemv_group import gemv_group
 from torch import Tensor
 
 from .cases import random_csr, random_trellis, relative_error
@@ -42,6 +44,30 @@ def test_blocks_and_tiles(n: int, k: int, m: int, code: str) -> None:
     assert relative_error(y[:, rows], want_of(x, layout, bias, rows)) < 6e-4
     for _ in range(20):
         assert torch.equal(y, linear(x, layout, bias))
+
+
+@pytest.mark.parametrize("m", [1, 8, 16])
+@pytest.mark.parametrize(
+    "parts",
+    [(("mul1", 1.75, 4096), ("mul1", 2, 1024), ("mul1", 2.75, 1024)), (("mul1", 3, 14336), ("mul1", 2.75, 14336)),
+     (("pair", 2, 4096), ("mul1", 5, 1000))],
+    ids=str,
+)  # fmt: skip
+def test_matrices_in_one_launch_give_what_each_gives(
+    parts: tuple[tuple[str, float, int], ...], m: int
+) -> None:
+    torch.manual_seed(0)
+    layouts = [packed(code, n, 4096, bits=bits) for code, bits, n in parts]
+    inputs = [gemv.activation_form(layout).empty(m, torch.device("cuda")) for layout in layouts]
+    for own in inputs:
+        assert own.scales is not None
+        own.values.random_(-128, 128)
+        own.scales.normal_()
+    configs = dispatch_group(layouts, m, torch.device("cuda"))
+    assert configs is not None
+    together = gemv_group(inputs, layouts, configs)
+    for own, layout, config, got in zip(inputs, layouts, configs, together, strict=True):
+        assert torch.equal(got, gemv.product(own, layout, config))
 
 
 @pytest.mark.parametrize("m", [1, 8, 40, 600])

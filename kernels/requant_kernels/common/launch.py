@@ -115,4 +115,6 @@ def _tag(value: Any) -> Any:
         return 1 if value == 1 else (value % 16 == 0, -(2**31) <= value < 2**31)
     if value is None or isinstance(value, float):
         return type(value)
+    if isinstance(value, tuple):
+        return tuple(map(_tag, value))
     return type(value), value.base.dtype, tuple(value.block_shape), value.layout  # a tensor descriptor

@@ -16,7 +16,8 @@ A matrix whose output is not rotated is finished here: scales, residuals and bia
 (`Epilogue`), and no launch follows.
 
 For one token of a small matrix `fused_hadamard.py` puts the first rotation into this kernel, as its prologue; the two files
-are one kernel. A launch of its own costs about 1 us, of 4 to 7 that such a matrix takes.
+are one kernel. A launch of its own costs about 1 us, of 4 to 7 that such a matrix takes. Several matrices that read the same
+activations are one launch in `gemv_group.py`, by the same program (`multiply_tiles`).
 """
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none
@@ -167,7 +168,7 @@ def _add_hadamard_tile(y, sums, factors, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def _token_and_row(lane, index, last_tile, SHAPE: tl.constexpr):
+def _token_and_row(lane, index, cta, last_tile, SHAPE: tl.constexpr):
     """Where result `index` of a lane belongs."""
     if SHAPE.int8:  # row of the lane, n8 tile, row tile
         half, n8, of = index % 2, index // 2 % SHAPE.n8_tiles, index // (2 * SHAPE.n8_tiles)
@@ -175,7 +176,7 @@ def _token_and_row(lane, index, last_tile, SHAPE: tl.constexpr):
     else:  # token of the lane's two, row of the lane, n8 tile, row tile
         half, n8, of = index // 2 % 2, index // 4 % SHAPE.n8_tiles, index // (4 * SHAPE.n8_tiles)
         token = lane % 4 * 2 + index % 2 + 8 * n8
-    tile = tl.minimum(tl.program_id(0) * SHAPE.row_tiles + of, last_tile).to(tl.int64)
+    tile = tl.minimum(cta * SHAPE.row_tiles + of, last_tile).to(tl.int64)
     return token, tile * 16 + lane // 4 * 2 + half
 
 
@@ -208,18 +209,15 @@ def _store_scaled(y, token, row, inside, output_scales_ptr, bias_ptr, addend_ptr
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["steps", "last_tile"])
-def trellis_gemv_kernel(
-    x_ptr, scales_ptr, input_scales_ptr, codes_ptr, y_ptr, output_scales_ptr, bias_ptr, addend_ptr, experts_ptr,
-    matrices_ptr, M, units, rows, last_tile, steps, hadamard_tiles, stride_x,
-    SHAPE: tl.constexpr, PTX: tl.constexpr, FUSED: tl.constexpr, PDL: tl.constexpr, EARLY_TRIGGER: tl.constexpr,
-    SLOTS: tl.constexpr,
+@triton.jit
+def multiply_tiles(
+    cta, x_ptr, scales_ptr, input_scales_ptr, codes_ptr, y_ptr, output_scales_ptr, bias_ptr, addend_ptr, M, units, rows,
+    last_tile, steps, hadamard_tiles, stride_x, sums_at, SHAPE: tl.constexpr, PTX: tl.constexpr, FUSED: tl.constexpr,
+    PDL: tl.constexpr, EARLY_TRIGGER: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
-    """y float32 `[M, rows]`, or with output scales finished, of any type; grid: `row_tiles` tiles of 16 rows each.
+    """`trellis_gemv_kernel` for the row tiles of CTA number `cta`; WAIT: the launch before has still to be waited for.
 
-    x int8 `[2 M, stride_x]`, high and low bytes of a token, and scales `[M, hadamard_tiles, 2]`, scale and sum; or x float16
-    `[M, stride_x]` without scales; or, with FUSED, the only token itself, `stride_x` columns, which every CTA rotates.
-    With SLOTS the grid's second dimension are slots (`common/slots.py`), M is 1, and codes are those of a stack.
+    sums_at: the address of shared memory for the sum over the warps, in a tuple; empty where `PTX.sum_warps` has its own.
     """
     LOAD_CODES: tl.constexpr = PTX.load_codes
     LOAD_ACTIVATIONS: tl.constexpr = PTX.load_activations
@@ -233,25 +231,15 @@ def trellis_gemv_kernel(
     ACCUMULATORS: tl.constexpr = SHAPE.accumulators
     accumulator_types: tl.constexpr = ((tl.int32 if SHAPE.int8 else tl.float32),) * ACCUMULATORS
     previous_lane = (lane + 28) % 32 + warp * 0
-    if SLOTS is not None:
-        wait_for_previous_launch(PDL, EARLY_TRIGGER)  # it may have chosen the experts
-        token, index = slot_of(experts_ptr, matrices_ptr, SLOTS)
-        if index < 0:
-            return
-        codes_ptr += index * (last_tile + 1) * units * (32 * SHAPE.words)
-        x_ptr += token * stride_x * (2 if SHAPE.int8 and FUSED is None else 1)
-        y_ptr += tl.program_id(1).to(tl.int64) * rows
-        if scales_ptr is not None:
-            scales_ptr += token * hadamard_tiles * 2
     codes = ()
     for r in tl.static_range(R):  # beyond the end the last tile is computed, and written, again
-        tile = tl.minimum(tl.program_id(0) * R + r, last_tile).to(tl.int64)
+        tile = tl.minimum(cta * R + r, last_tile).to(tl.int64)
         start = (codes_ptr + tile * units * (32 * SHAPE.words)).to(tl.int64)
         codes = codes + (start + lane * (4 * SHAPE.vector) + warp * 0,)
     next_words = _load_codes(codes, warp, units, LOAD_CODES, SHAPE)
     if FUSED is not None:
         input_factors = load_factors(input_scales_ptr, lane, warp, stride_x, FUSED)
-    if SLOTS is None:
+    if WAIT:
         wait_for_previous_launch(PDL, EARLY_TRIGGER)
     if FUSED is not None:
         smem, scale, total = rotate_token(x_ptr, input_factors, lane, warp, stride_x, FUSED)
@@ -301,7 +289,7 @@ def trellis_gemv_kernel(
         y = _add_hadamard_tile(y, sums, factors, SHAPE) if SHAPE.int8 else sums
     if PTX.sum_warps is None:
         total, index = _sum_warps_by_triton(y, SHAPE)
-        token, row = _token_and_row(tl.arange(0, 32)[:, None], index, last_tile, SHAPE)
+        token, row = _token_and_row(tl.arange(0, 32)[:, None], index, cta, last_tile, SHAPE)
         total *= SHAPE.output_scale
         if output_scales_ptr is None:
             tl.store(y_ptr + token.to(tl.int64) * rows + row, total, mask=token < M)
@@ -312,11 +300,13 @@ def trellis_gemv_kernel(
         output_types: tl.constexpr = (tl.float32,) * OUTPUTS
         y = tl.inline_asm_elementwise(
             PTX.sum_warps.text, PTX.sum_warps.constraints,
-            y + (warp + lane * 0, lane + warp * 0) + ((smem + FUSED.sums_offset,) if FUSED is not None else ()),
+            y
+            + (warp + lane * 0, lane + warp * 0)
+            + ((smem + FUSED.sums_offset,) if FUSED is not None else sums_at),
             dtype=output_types, is_pure=False, pack=1,
         )  # fmt: skip
         for i in tl.static_range(OUTPUTS):
-            token, row = _token_and_row(lane, warp % Y + i * W, last_tile, SHAPE)
+            token, row = _token_and_row(lane, warp % Y + i * W, cta, last_tile, SHAPE)
             inside = (token < M) & (warp + i * W < Y)
             result = y[i] * SHAPE.output_scale
             if output_scales_ptr is None:
@@ -331,6 +321,35 @@ def trellis_gemv_kernel(
                 )
 
 
+@triton.jit(do_not_specialize=["steps", "last_tile"])
+def trellis_gemv_kernel(
+    x_ptr, scales_ptr, input_scales_ptr, codes_ptr, y_ptr, output_scales_ptr, bias_ptr, addend_ptr, experts_ptr,
+    matrices_ptr, M, units, rows, last_tile, steps, hadamard_tiles, stride_x,
+    SHAPE: tl.constexpr, PTX: tl.constexpr, FUSED: tl.constexpr, PDL: tl.constexpr, EARLY_TRIGGER: tl.constexpr,
+    SLOTS: tl.constexpr,
+):  # fmt: skip
+    """y float32 `[M, rows]`, or with output scales finished, of any type; grid: `row_tiles` tiles of 16 rows each.
+
+    x int8 `[2 M, stride_x]`, high and low bytes of a token, and scales `[M, hadamard_tiles, 2]`, scale and sum; or x float16
+    `[M, stride_x]` without scales; or, with FUSED, the only token itself, `stride_x` columns, which every CTA rotates.
+    With SLOTS the grid's second dimension are slots (`common/slots.py`), M is 1, and codes are those of a stack.
+    """
+    if SLOTS is not None:
+        wait_for_previous_launch(PDL, EARLY_TRIGGER)  # it may have chosen the experts
+        token, index = slot_of(experts_ptr, matrices_ptr, SLOTS)
+        if index < 0:
+            return
+        codes_ptr += index * (last_tile + 1) * units * (32 * SHAPE.words)
+        x_ptr += token * stride_x * (2 if SHAPE.int8 and FUSED is None else 1)
+        y_ptr += tl.program_id(1).to(tl.int64) * rows
+        if scales_ptr is not None:
+            scales_ptr += token * hadamard_tiles * 2
+    multiply_tiles(
+        tl.program_id(0), x_ptr, scales_ptr, input_scales_ptr, codes_ptr, y_ptr, output_scales_ptr, bias_ptr, addend_ptr, M,
+        units, rows, last_tile, steps, hadamard_tiles, stride_x, (), SHAPE, PTX, FUSED, PDL, EARLY_TRIGGER, SLOTS is None,
+    )  # fmt: skip
+
+
 def padded_columns(k: int) -> int:
     """Columns that the activations need: whole Hadamard tiles, zero beyond the end."""
     return -(-k // HADAMARD_TILE) * HADAMARD_TILE
@@ -339,9 +358,10 @@ def padded_columns(k: int) -> int:
 @cache
 def gemv_constants(
     code: str, quad_bits: int, vector: int, config: TrellisGemvConfig, tokens: int, units: int,
-    fused_dtype: tuple[int, torch.dtype] | None = None,
+    fused_dtype: tuple[int, torch.dtype] | None = None, *, given_memory: bool = False,
 ) -> dict[str, object]:  # fmt: skip
-    """SHAPE, PTX and FUSED of the kernel. `fused_dtype`: block size and type where the rotation is fused.
+    """SHAPE, PTX and FUSED of the kernel. `fused_dtype`: block size and type where the rotation is fused. `given_memory`:
+    the sum over the warps takes the address of its shared memory.
 
     Raises ValueError where the launch config does not divide the matrix.
     """
@@ -374,7 +394,9 @@ def gemv_constants(
     )
     sum_warps = None
     if 128 * config.num_warps * results <= MAX_SUM_BYTES:
-        sum_warps = cross_warp_sum_ptx(config.num_warps, results, given_memory=fused is not None)
+        sum_warps = cross_warp_sum_ptx(
+            config.num_warps, results, given_memory=given_memory or fused is not None
+        )
     ptx = GemvPtx(
         mma=(int8_mma_ptx if int8 else fp16_mma_ptx)(code, quad_bits, config.tiles_per_cta, n8_tiles),
         load_codes=tuple(

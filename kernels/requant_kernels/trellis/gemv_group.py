@@ -1,0 +1,136 @@
+"""Several trellis matrices that read the same activations, in one launch, whatever the widths and codes of each.
+
+A budget gives every matrix its own width, so q, k and v are hardly ever one matrix, nor gate and up. But a CTA of `gemv.py`
+needs nothing of any other: here the grid is that of all parts one behind the other, and a CTA branches by its number to the
+program of its part. Each part's results are those of a launch of its own, bit for bit.
+
+    CTAs    [ part 0 | part 1 | part 2 ]        codes of the most bits first, which take the longest
+
+What a launch costs besides its bytes is paid once, and CTAs of the small parts fill the SMs that those of the large one
+leave idle: a step of the 8B shape takes 7 % less on an H200, with eight sequences 10 to 15 %. All parts have the same warps;
+registers and shared memory are those of the part that needs most.
+"""
+
+# pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none
+# pyright: reportAttributeAccessIssue=none, reportGeneralTypeIssues=none
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from requant_kernels.common.device import supports_pdl
+from requant_kernels.common.launch import interned, launch
+from requant_kernels.common.occupancy import padded_smem_bytes
+from requant_kernels.hadamard.tile_kernel import HADAMARD_TILE
+from requant_kernels.hadamard.tile_ptx import allocate_smem_ptx
+from requant_kernels.launch_config import TrellisGemvConfig
+from requant_kernels.trellis.gemv import GemvPtx, GemvShape, gemv_constants, multiply_tiles
+from requant_kernels.trellis.layout import TILE, TrellisLayout
+from requant_kernels.trellis.operands import RotatedActivations
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupPart:
+    """What `gemv.py` is compiled for, of one of the matrices."""
+
+    shape: GemvShape
+    ptx: GemvPtx
+
+
+@triton.jit
+def _multiply_part(
+    cta, x_ptr, scales_ptr, codes_ptr, y_ptr, tiles, units, M, hadamard_tiles, stride_x, sums_at, INDEX: tl.constexpr,
+    PARTS: tl.constexpr, PDL: tl.constexpr, EARLY_TRIGGER: tl.constexpr,
+):  # fmt: skip
+    SHAPE: tl.constexpr = PARTS[INDEX].shape
+    PTX: tl.constexpr = PARTS[INDEX].ptx
+    steps = tl.cdiv(units, SHAPE.num_warps * SHAPE.units_per_step)
+    multiply_tiles(
+        cta, x_ptr, scales_ptr, None, codes_ptr, y_ptr, None, None, None, M, units, tiles * 16, tiles - 1, steps,
+        hadamard_tiles, stride_x, sums_at, SHAPE, PTX, None, PDL, EARLY_TRIGGER, True,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["tiles"])
+def trellis_gemv_group_kernel(
+    x_ptrs, scales_ptrs, codes_ptrs, y_ptrs, tiles, units, M, hadamard_tiles, stride_x,
+    PARTS: tl.constexpr, ALLOCATE: tl.constexpr, PDL: tl.constexpr, EARLY_TRIGGER: tl.constexpr,
+):  # fmt: skip
+    """y float32 `[M, rows]` of every part, operands as for `trellis_gemv_kernel`, each a tuple; grid: the CTAs of all parts.
+
+    ALLOCATE: shared memory, in which a CTA adds its warps; None where Triton does that.
+    """
+    W: tl.constexpr = PARTS[0].shape.num_warps
+    sums_at = ()
+    if ALLOCATE is not None:
+        thread = tl.arange(0, 32)[None, :] + tl.arange(0, W)[:, None] * 0
+        sums_at = (
+            tl.inline_asm_elementwise(
+                ALLOCATE.text, ALLOCATE.constraints, (thread,), dtype=tl.int32, is_pure=False, pack=1
+            ),
+        )
+    cta = tl.program_id(0)
+    for i in tl.static_range(len(PARTS)):
+        ctas = tl.cdiv(tiles[i], PARTS[i].shape.row_tiles)
+        if (cta >= 0) & (cta < ctas):
+            _multiply_part(
+                cta, x_ptrs[i], scales_ptrs[i], codes_ptrs[i], y_ptrs[i], tiles[i], units[i], M, hadamard_tiles, stride_x,
+                sums_at, i, PARTS, PDL, EARLY_TRIGGER,
+            )  # fmt: skip
+        cta -= ctas
+
+
+@cache
+def group_constants(
+    parts: tuple[tuple[str, int, int, TrellisGemvConfig, int], ...], tokens: int
+) -> dict[str, object]:
+    """PARTS and ALLOCATE of the kernel. `parts`: code, quad bits, words of a load, launch and units of each.
+
+    Raises ValueError where a launch config does not divide its matrix.
+    """
+    found = []
+    for code, quad_bits, vector, config, units in parts:
+        own: Any = gemv_constants(code, quad_bits, vector, config, tokens, units, given_memory=True)
+        found.append(GroupPart(shape=own["SHAPE"], ptx=own["PTX"]))
+    words = [part.shape.num_warps * part.shape.results for part in found if part.ptx.sum_warps is not None]
+    return {"PARTS": tuple(found), "ALLOCATE": allocate_smem_ptx(128 * max(words)) if words else None}
+
+
+def gemv_group(
+    inputs: Sequence[RotatedActivations],
+    layouts: Sequence[TrellisLayout],
+    configs: Sequence[TrellisGemvConfig],
+) -> list[Tensor]:
+    """V times rotated activations, float32 [m, rows] of every matrix. `inputs`: those of each in its form; matrices that
+    read the same share them. `configs` agree in their warps; the rest of a launch is that of the first."""
+    order = sorted(range(len(layouts)), key=lambda i: -layouts[i].quad_bits)
+    first, m, device = configs[0], inputs[0].num_tokens, layouts[0].packed_codes.device
+    tiles, units = zip(*(layout.packed_codes.shape[:2] for layout in layouts), strict=True)
+    outputs = [torch.empty(m, TILE * own, dtype=torch.float32, device=device) for own in tiles]
+    parts = (
+        (layouts[i].code, layouts[i].quad_bits, layouts[i].packed_codes.shape[-1], configs[i], units[i])
+        for i in order
+    )
+    constants = group_constants(tuple(parts), m)
+    pdl = supports_pdl(device)
+    options = {"num_warps": first.num_warps, "num_stages": 1, **({"launch_pdl": True} if pdl else {})}
+    values = inputs[0].values
+    launch(
+        trellis_gemv_group_kernel,
+        (sum(-(-own // config.tiles_per_cta) for own, config in zip(tiles, configs, strict=True)), 1, 1),
+        (
+            tuple(inputs[i].values for i in order), tuple(inputs[i].scales for i in order),
+            tuple(layouts[i].packed_codes for i in order), tuple(outputs[i] for i in order),
+            tuple(tiles[i] for i in order), tuple(units[i] for i in order), m,
+            values.shape[1] // HADAMARD_TILE, values.stride(0),
+        ),
+        interned(**constants, PDL=pdl, EARLY_TRIGGER=first.pdl_trigger_early, **options),
+        smem_bytes=padded_smem_bytes(first.max_ctas_per_sm, device),
+    )  # fmt: skip
+    return outputs
