@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int64
+from requant_kernels.common.compile_ahead import compile_ahead
 from requant_kernels.step.attention import attend
 from requant_kernels.step.choose import choose_tokens
 from requant_kernels.step.gated import ACTIVATIONS, gated
@@ -75,6 +76,8 @@ class FusedStep:
     def agrees(self, tokens: Int64[Tensor, "b 1"], cache: Any, wanted: Float[Tensor, "b v"]) -> bool:
         """Whether a step gives the logits that are wanted; the log says where it does not."""
         try:
+            if tokens.is_cuda:  # matrices of many widths are many programs
+                compile_ahead(lambda: self(tokens, cache))
             logits, kept, chosen = self(tokens, cache), torch.empty_like(wanted), torch.empty_like(tokens)
             error = ((logits.float() - wanted.float()).norm() / wanted.float().norm()).item()
             choose_tokens(logits, kept, chosen)

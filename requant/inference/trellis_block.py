@@ -1,25 +1,26 @@
 """A block of a fused step whose matrices are trellis codes with rotations: nothing but products between few launches.
 
     y = rotated norm(x += finished product of the block before)                  1 launch  (`step/rotated_norm.py`)
-    q, k, v = products of y                                                      1, or one for each width of codes
+    q, k, v = products of y                                                      1         (`trellis/gemv_group.py`)
     queries, cache = rotated rope(q, k, v)                                       1         (`step/rotated_rope.py`)
     attention                                                                    2
     o = product of the attention                                                 1, or 2 where its input is rotated apart
     y = rotated norm(x += finished o)                                            1
-    gate, up = products of y                                                     1, or 2
+    gate, up = products of y                                                     1
     h = rotated gate(gate, up)                                                   1         (`step/rotated_gate.py`)
     down = product of h, which the next block finishes                           1
 
-So 10 launches where matrices that finish and rotate for themselves take 17 for one token, 19 for more, and 21 and 27 where
-none are joined. Matrices that read the same activations need the same input scales, which those that `requant quantize`
-made have: signs that follow from the recipe's seed. Of equal bits, they are one matrix on the kernels (`convert.py`).
+So 10 launches where matrices that finish and rotate for themselves take 21 for one token and 27 for more. Matrices that
+read the same activations need the same input scales, which those that `requant quantize` made have: signs that follow from
+the recipe's seed. Of equal bits, they are one matrix on the kernels (`convert.py`); of other widths, as a budget gives them,
+they are one launch to 16 sequences, and beyond one for each width.
 """
 
 from collections.abc import Sequence
 from typing import Any, cast
 
 from jaxtyping import Float
-from requant_kernels.ops import activation_form, product
+from requant_kernels.ops import activation_form, product, products
 from requant_kernels.step import rotated_gate, rotated_norm, rotated_rope
 from requant_kernels.step.attention import attend
 from requant_kernels.trellis.layout import TILE, TrellisLayout
@@ -83,7 +84,9 @@ class Readers:
 
     def products(self, x: RotatedActivations) -> list[Product]:
         """One a layer; several may be parts of one tensor."""
-        whole = {matrix: product(x, layout_of(matrix), matrix.bias) for matrix in self.matrices}
+        layouts = [layout_of(matrix) for matrix in self.matrices]
+        found = products([x] * len(layouts), layouts, [matrix.bias for matrix in self.matrices])
+        whole = dict(zip(self.matrices, found, strict=True))
         return [whole[matrix].part(rows) for matrix, rows in self.parts]
 
 

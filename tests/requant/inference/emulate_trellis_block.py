@@ -2,6 +2,7 @@
 logits of transformers' step with every matrix multiplied by the reference."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import emulate_trellis
 import torch
 import triton.language as tl
 from cases import random_trellis
-from requant_kernels import dispatch, ops, pack_trellis
+from requant_kernels import TrellisLayout, dispatch, ops, pack_trellis
 from requant_kernels.launch_config import TrellisGemvConfig
 from requant_kernels.trellis import gemv
 from torch import nn
@@ -31,10 +32,19 @@ SIZES = {
 REFERENCE = ops.dispatch
 
 
+CONFIG = TrellisGemvConfig(num_warps=2, tiles_per_cta=4, units_per_step=1)
+GROUPS: list[int] = []  # matrices of each launch
+
+
 def on_the_gemv(*_: Any) -> tuple[dispatch.Kernel, TrellisGemvConfig]:
     """What a GPU would be asked for."""
-    config = TrellisGemvConfig(num_warps=2, tiles_per_cta=4, units_per_step=1)
-    return next(kernel for kernel in dispatch.TRELLIS_KERNELS if kernel.name == "trellis_gemv"), config
+    return next(kernel for kernel in dispatch.TRELLIS_KERNELS if kernel.name == "trellis_gemv"), CONFIG
+
+
+def in_one_launch(layouts: Sequence[TrellisLayout], *_: Any) -> list[TrellisGemvConfig] | None:
+    """What `dispatch_group` would say on a GPU."""
+    GROUPS.append(len(layouts))
+    return [CONFIG] * len(layouts) if len(layouts) > 1 else None
 
 
 def random_model(kind: str, bits: dict[str, float]) -> Any:
@@ -93,8 +103,15 @@ def check(kind: str, batch: int, bits: dict[str, float], launches: int) -> None:
     step, _ = fused_steps(model, batch, 100)
     block = step.blocks[0]
     assert isinstance(block, TrellisBlock), kind
-    assert sum(len(readers.matrices) for readers in (block.qkv, block.gate_up, block.down)) == launches
+    matrices = [len(readers.matrices) for readers in (block.qkv, block.gate_up, block.down)]
+    assert sum(matrices) == launches
+    apart = step(tokens, cache)
+    ops.dispatch_group = in_one_launch
     logits = step(tokens, cache)
+    assert torch.equal(logits, apart), f"{kind}: in one launch, products are others"
+    assert 2 * matrices == GROUPS
+    GROUPS.clear()
+    ops.dispatch_group = dispatch.dispatch_group
     error = ((logits.float() - wanted.float()).norm() / wanted.float().norm()).item()
     assert error < 5e-3, f"{kind}: logits are off by {error:.1e}"
     for (key, value), layer in zip(held, cache.layers, strict=True):
