@@ -3,9 +3,10 @@
     python kernels/bench/end_to_end.py --out eval/results/end-to-end-h200.json
 
 Speed depends on shapes, not on values, so no checkpoint is needed: a model is built empty, its linears are filled with
-random codes (q/k/v and gate/up as one matrix each; the head a grid of 6, 7 or 8 bits in groups of 64, as `requant quantize
---bits 2`, 3 or 4 makes it), or with random bf16 numbers. A format is KIND:BITS: `mul1` and `pair` are trellis codes, of
-which `mul1` is the default of `requant quantize` on a GPU; `grid` has groups of 128.
+random codes (the head a grid of 6, 7 or 8 bits in groups of 64, as `requant quantize --bits 2`, 3 or 4 makes it), or with
+random bf16 numbers. A format is KIND:BITS: `mul1` and `pair` are trellis codes, of which `mul1` is the default of `requant
+quantize` on a GPU; `grid` has groups of 128. Trellis matrices have the widths that mode `best` gives out (WIDTHS), so that
+q, k and v are hardly ever one matrix; with `--widths equal` all have the same, and q/k/v and gate/up are one matrix each.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import gc
 import json
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from typing import Any
 import torch
 from formats import random_layout  # pyright: ignore[reportMissingImports]
 from requant_kernels import TrellisLayout, pack_grid
+from requant_kernels.trellis.layout import CODES
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -37,19 +40,47 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8, "head_dim": 64, "tie_word_embeddings": False,
     },
 }  # fmt: skip
+# budget -> matrix -> bits in the first, the middle and the last third of the blocks: the mean, in quarters, of what mode
+# best with `--method trellis --bits 2`, 3 and 4 gives the eight blocks of `../shared/models/bench-32m` (eight calibration
+# windows of 512 tokens). On llama-3.1-8b they make 1.997, 3.000 and 3.988 bits a weight.
+WIDTHS: dict[float, dict[str, tuple[float, float, float]]] = {
+    2: {
+        "q_proj": (1.25, 1.75, 1.75), "k_proj": (1.75, 2, 2), "v_proj": (2.25, 2.5, 2.5), "o_proj": (2, 2, 2),
+        "gate_proj": (2, 2, 2), "up_proj": (2, 2, 2), "down_proj": (2.25, 2, 2),
+    },
+    3: {
+        "q_proj": (2, 2.5, 2.5), "k_proj": (2.5, 3, 3.25), "v_proj": (3.5, 3.75, 3.5), "o_proj": (3, 3, 3),
+        "gate_proj": (3, 3, 3.25), "up_proj": (2.75, 2.75, 3), "down_proj": (3.25, 3.25, 3.25),
+    },
+    4: {
+        "q_proj": (2.75, 3.5, 3.5), "k_proj": (3.25, 4, 4), "v_proj": (4.25, 4.75, 4.5), "o_proj": (4, 4, 4),
+        "gate_proj": (4, 4, 4.25), "up_proj": (3.75, 3.75, 4), "down_proj": (4.25, 4.25, 4.25),
+    },
+}  # fmt: skip
 
 
 def build(
-    shape: str, kind: str, bits: float, *, density: float = 0.0, device: str = "cuda", **changes: Any
-) -> Any:
-    """A model of the shape in bf16, its linears of a format, or bf16 where `kind` is that."""
+    shape: str, kind: str, bits: float, *, density: float = 0.0, device: str = "cuda", widths: str = "equal",
+    **changes: Any,
+) -> Any:  # fmt: skip
+    """A model of the shape in bf16, its linears of a format, or bf16 where `kind` is that. `widths`: `equal`, or `best` for
+    those of WIDTHS."""
+    best = widths == "best" and kind in CODES and bits in WIDTHS
     sizes: dict[str, Any] = {"vocab_size": 128256, "max_position_embeddings": 8192} | SHAPES[shape] | changes
     config = LlamaConfig(**sizes, rope_parameters={"rope_type": "default", "rope_theta": 500000.0})
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     if kind != "bf16":
-        for parent in list(model.modules()):
-            _replace_children(parent, kind, bits, density)
+        blocks = model.model.layers
+        for index, block in enumerate(blocks):
+            own = (
+                {name: thirds[3 * index // len(blocks)] for name, thirds in WIDTHS[bits].items()}
+                if best
+                else {}
+            )
+            for parent in list(block.modules()):
+                _replace_children(parent, kind, bits, own, density)
+        _replace_children(model, kind, bits, {}, density)
     for module in model.modules():  # what is left on the meta device
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.is_meta:
@@ -67,27 +98,39 @@ def random_head(n: int, k: int, bits: int) -> KernelLinear:
     return KernelLinear(pack_grid(codes, scales, zeros, bits=bits, group_size=64))
 
 
-def _replace_children(parent: nn.Module, kind: str, bits: float, density: float) -> None:
+def _replace_children(
+    parent: nn.Module, kind: str, bits: float, widths: Mapping[str, float], density: float
+) -> None:
+    """`widths`: of single matrices, where they are not `bits`."""
     layers = {name: child for name, child in parent.named_children() if isinstance(child, nn.Linear)}
     for names in (*SIBLINGS, *((name,) for name in list(layers))):
-        chosen = {name: layers.pop(name) for name in names if name in layers}
-        if not chosen:
-            continue
-        sizes = [layer.out_features for layer in chosen.values()]
-        k = next(iter(chosen.values())).in_features
-        if "lm_head" in chosen:
-            matrix = random_head(sum(sizes), k, round(bits) + 4)
-        else:
-            layout = random_layout(kind, bits, sum(sizes), k, density)
-            if isinstance(layout, TrellisLayout) and len(sizes) > 1:
-                layout = replace(layout, parts=tuple(sizes))
-            matrix = KernelLinear(layout)
-        if len(sizes) == 1:
-            setattr(parent, next(iter(chosen)), matrix)
-            continue
-        siblings = FusedLinear(matrix, sizes)
-        for index, name in enumerate(chosen):
-            setattr(parent, name, Sibling(siblings, index))
+        for own in dict.fromkeys(widths.get(name, bits) for name in names):
+            chosen = {
+                name: layers.pop(name) for name in names if name in layers and widths.get(name, bits) == own
+            }
+            if chosen:
+                _replace(parent, chosen, kind, own, density)
+
+
+def _replace(
+    parent: nn.Module, chosen: Mapping[str, nn.Linear], kind: str, bits: float, density: float
+) -> None:
+    """Layers of one width, as one matrix."""
+    sizes = [layer.out_features for layer in chosen.values()]
+    k = next(iter(chosen.values())).in_features
+    if "lm_head" in chosen:
+        matrix = random_head(sum(sizes), k, round(bits) + 4)
+    else:
+        layout = random_layout(kind, bits, sum(sizes), k, density)
+        if isinstance(layout, TrellisLayout) and len(sizes) > 1:
+            layout = replace(layout, parts=tuple(sizes))
+        matrix = KernelLinear(layout)
+    if len(sizes) == 1:
+        setattr(parent, next(iter(chosen)), matrix)
+        return
+    siblings = FusedLinear(matrix, sizes)
+    for index, name in enumerate(chosen):
+        setattr(parent, name, Sibling(siblings, index))
 
 
 def main() -> None:
@@ -97,6 +140,12 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument(
         "--formats", nargs="+", default=["bf16:16", "mul1:2", "pair:2", "mul1:3", "mul1:4", "grid:2"]
+    )
+    parser.add_argument(
+        "--widths",
+        choices=("best", "equal"),
+        default="best",
+        help="of trellis matrices: as mode best gives them, or equal",
     )
     parser.add_argument("--density", type=float, default=0.0, help="share of residuals")
     parser.add_argument("--prompt-tokens", type=int, default=512)
@@ -113,11 +162,13 @@ def main() -> None:
         base: dict[int, dict[str, Any]] = {}
         for kind, bits in (text.split(":") for text in args.formats):
             name = "bf16" if kind == "bf16" else f"{kind} {bits}-bit"
+            if kind in CODES and args.widths == "best" and float(bits) in WIDTHS:
+                name += ", widths of mode best"
             if kind != "bf16" and args.density:
                 name += f", {args.density:.1%} sparse"
             if time.monotonic() - started > args.seconds:
                 break
-            model = build(shape, kind, float(bits), density=args.density)
+            model = build(shape, kind, float(bits), density=args.density, widths=args.widths)
             for batch in args.batch:
                 row = {"shape": shape, "name": name, "batch": batch}
                 try:

@@ -20,13 +20,19 @@ def random_sparse(n: int, k: int, density: float) -> tuple[Tensor, Tensor, Tenso
     return indptr, columns.int(), torch.randn(len(rows), device="cuda").half() * 0.1, None
 
 
+def _signs(width: int) -> Tensor:
+    """The same for all matrices of a width, as those that `requant quantize` makes."""
+    g = torch.Generator("cuda").manual_seed(width)
+    return torch.randn(width, generator=g, device="cuda").sign()
+
+
 def random_layout(kind: str, bits: float, n: int, k: int, density: float = 0.0) -> Layout | TrellisLayout:
     """A packed matrix of random codes; groups of 128 for a grid; `kind` may name a trellis code."""
     sparse = random_sparse(n, k, density) if density else None
     if kind in CODES:
         own = torch.tensor([1 << width for width in step_bits(round(4 * bits))], device="cuda").repeat(k // 4)
         codes = (torch.randint(0, 256, (n, k), dtype=torch.uint8, device="cuda") % own).to(torch.uint8)
-        scales = [(torch.randn(width, device="cuda").sign() * 0.02).half() for width in (k, n)]
+        scales = [(_signs(width) * 0.02).half() for width in (k, n)]
         return pack_trellis(codes, *scales, bits=bits, code=kind, sparse=sparse)
     bits = int(bits)
     codes = torch.randint(0, 1 << bits, (n, k), dtype=torch.uint8, device="cuda")
