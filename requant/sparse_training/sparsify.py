@@ -162,14 +162,14 @@ class SparseTraining:
         return self.model
 
     def _update_masks(self) -> None:
-        moved = total = 0
+        moved: list[Tensor] = []  # counted on the device: the rate is read once, not layer by layer
         for layer in self.layers.values():
             mask = layer.method.mask(layer.weight.abs())
-            moved += int((mask ^ layer.mask).sum())
-            total += mask.numel()
+            moved.append((mask ^ layer.mask).sum())
             layer.mask.copy_(mask)
-        if self.steps and total:
-            self.flip_rates.append(moved / total)
+        if self.steps and moved:
+            total = sum(layer.mask.numel() for layer in self.layers.values())
+            self.flip_rates.append(int(torch.stack(moved).sum()) / total)
 
 
 def sparsify_(

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from requant.sparsity.masks import groups_of_four
+from requant.sparsity.masks import groups_of_four, keep2
 
 EPSILON = torch.finfo(torch.float32).eps  # every value can be drawn
 
@@ -31,9 +31,8 @@ def prune_unbiased(values: Float[Tensor, "... k"], generator: torch.Generator | 
     shares = _shares(groups_of_four(values).float().abs())
     noise = torch.empty_like(shares).exponential_(generator=generator)
     # the two smallest of independent exponential times with these rates are such a draw without replacement
-    drawn = torch.zeros_like(shares).scatter_(-1, (noise / shares).topk(2, -1, largest=False).indices, 1.0)
-    kept = values.float() / inclusion_probabilities(values) * drawn.flatten(-2)
-    return kept.to(values.dtype)
+    drawn = keep2((-noise / shares).flatten(-2))
+    return torch.where(drawn, values.float() / inclusion_probabilities(values), 0.0).to(values.dtype)
 
 
 def _shares(grouped: Float[Tensor, "... 4"]) -> Float[Tensor, "... 4"]:
