@@ -1,11 +1,17 @@
 """Tiny models trained from scratch with 2:4 weights: validation loss and flip rate beside a dense run.
 
-    python -m eval.sparse_pretraining [--steps N] [--hidden D] [--blocks B] [--seeds S] [--only PATTERN]
+    python -m eval.sparse_pretraining [--steps N] [--hidden D] [--blocks B] [--seed S] [--only PATTERN]
 
 Dense, S-STE, transposable masks (2404.01847, dense for the last sixth) and naive SR-STE, on equal tokens of the calibration
 text, with the demo model's tokenizer and shape unless told otherwise. The sparse layers are those of the feed-forward
 networks. A sparse model is scored with its 2:4 weights, except after a dense end. On a GPU products are in bfloat16, by
 autocast. Writes `sparse-pretraining.json` after every row, and goes on there by the same command.
+
+A model of this size leaves a GPU waiting for launches, so train rows side by side: `--part N` writes
+`sparse-pretraining-partN.json`, and leaves out the rows that the whole file has; `--merge` joins the parts:
+
+    for seed in 0 1 2; do python -m eval.sparse_pretraining --seed $seed --part $seed & done; wait
+    python -m eval.sparse_pretraining --merge
 """
 
 import dataclasses
@@ -13,6 +19,7 @@ import fnmatch
 import itertools
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,6 +34,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from eval.common import CALIBRATION, DATA, environment, find, rounded, write_json
 from eval.common import MODEL as BENCH_MODEL
 from eval.markdown import RESULTS
+from eval.parts import marked, merge, part_file
 from requant.models.devices import pick_device
 from requant.models.loading import load_tokenizer
 from requant.sparse_training import sparsify_
@@ -37,6 +45,7 @@ from requant.text.windows import token_windows
 MODEL = BENCH_MODEL.with_name("demo-4m")
 VAL_WINDOWS = 16
 PEAK_LR, WARMUP = 3e-3, 0.05
+SEEDS = (0, 1, 2)
 FLIPS_EVERY = 10  # steps between the masks that are compared
 
 
@@ -115,6 +124,15 @@ def train_one(
     }
 
 
+def key_of(row: Mapping[str, Any]) -> tuple[int, str]:
+    return row["seed"], row["label"]
+
+
+def place(row: Mapping[str, Any]) -> tuple[int, int]:
+    """Of a row in the file: by seed, then as in ROWS."""
+    return row["seed"], list(ROWS).index(row["label"])
+
+
 def fresh_model(source: Path, settings: Settings, seed: int) -> Any:
     """The architecture of `source` with random weights, in another size."""
     torch.manual_seed(seed)
@@ -154,13 +172,22 @@ def main(
     ] = 256,
     blocks: Annotated[int, typer.Option(help="Transformer blocks.")] = 4,
     decay: Annotated[float, typer.Option(help="Of pruned weights, added to the gradient.")] = 2e-4,
-    seeds: Annotated[int, typer.Option(help="Runs of every row.")] = 3,
+    seed: Annotated[
+        list[int] | None,
+        typer.Option(help="Seed of a run of every row, repeatable; 0, 1 and 2 if not given."),
+    ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
     only: Annotated[
         list[str] | None,
         typer.Option(help="Shell pattern of labels of rows to train, repeatable; all if not given."),
     ] = None,
+    part: Annotated[int | None, typer.Option(help="Number of the part to write.")] = None,
+    join: Annotated[bool, typer.Option("--merge", help="Join the parts and stop.")] = False,
 ) -> None:
+    whole_file = out / "sparse-pretraining.json"
+    if join:
+        merge(whole_file, same=("settings",), key=key_of, order=place)
+        return
     settings = Settings(
         steps=steps,
         windows_per_step=windows_per_step,
@@ -172,28 +199,31 @@ def main(
     )
     tokenizer = load_tokenizer(str(model))
     windows = token_windows(read_text(find(data, CALIBRATION)), tokenizer, num_samples=None, seq_len=seq_len)
-    file = out / "sparse-pretraining.json"
+    file, made = part_file(whole_file, part), environment(torch.device(settings.device))
     results: dict[str, Any] = {
-        **environment(torch.device(settings.device)),
+        **made,
         "text": CALIBRATION,
         "settings": rounded(dataclasses.asdict(settings)),
         "tokens": steps * windows_per_step * seq_len,
         "rows": [],
     }
-    if file.is_file():
-        found = json.loads(file.read_text(encoding="utf-8"))
-        if found["settings"] != results["settings"]:
-            raise typer.BadParameter(f"{file.name} has other settings: delete it, or give another --out.")
-        results = found
+    trained: set[tuple[int, str]] = set()
+    for path in (whole_file, file):
+        if path.is_file():
+            found = json.loads(path.read_text(encoding="utf-8"))
+            if found["settings"] != results["settings"]:
+                raise typer.BadParameter(f"{path.name} has other settings: delete it, or give another --out.")
+            trained |= {key_of(row) for row in found["rows"]}
+            results = found if path == file else results
     labels = [label for label in ROWS if any(fnmatch.fnmatch(label, pattern) for pattern in only or ["*"])]
-    for seed, label in itertools.product(range(seeds), labels):
-        if any((row["seed"], row["label"]) == (seed, label) for row in results["rows"]):
+    for number, label in itertools.product(seed or SEEDS, labels):
+        if (number, label) in trained:
             continue
-        row = train_one(model, label, seed, windows[:-VAL_WINDOWS], windows[-VAL_WINDOWS:], settings)
-        results["rows"].append(row)
+        row = train_one(model, label, number, windows[:-VAL_WINDOWS], windows[-VAL_WINDOWS:], settings)
+        results["rows"].append(marked(row, results, made))
         write_json(file, results)
         print(
-            f"seed {seed} {label:32s} validation loss {row['val_loss']:.4f}  "
+            f"seed {number} {label:32s} validation loss {row['val_loss']:.4f}  "
             f"flips {row['flip_rates'][0]:.4f} to {row['flip_rates'][-1]:.4f}  {row['seconds']} s",
             flush=True,
         )

@@ -8,6 +8,12 @@ recovery is 500 steps of 16 x 1024 tokens and takes a GPU:
 
     python -m eval.sparsity --steps 500 --device cuda
 
+Rows can be measured side by side on one GPU: `--part N` writes `sparsity-MODEL-partN.json`, and leaves out the rows that the
+whole file has; `--merge` joins the parts:
+
+    python -m eval.sparsity --part 0 --only "alps, ast" & python -m eval.sparsity --part 1 --only "magnitude, s-ste" & wait
+    python -m eval.sparsity --merge
+
 Bits count the metadata in hardware order, 1 bit a weight. All rows that train keep the step of the lowest KL on the
 validation windows, those that train on the cross-entropy of the text too.
 """
@@ -16,7 +22,7 @@ import dataclasses
 import fnmatch
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -37,6 +43,7 @@ from eval.common import (
     write_json,
 )
 from eval.markdown import RESULTS
+from eval.parts import marked, merge, part_file
 from requant.pipeline.sparse import sparse
 from requant.quantizers.registry import PRUNING_METHODS
 from requant.recipe.schema import Finetune, Recovery
@@ -54,6 +61,7 @@ class Plan:
     recovery: Recovery | None = None
 
 
+SAME = ("protocol",)  # of a header: rows of one file share it; the model is in the name of the file
 AST, S_STE = Recovery(method="ast"), Recovery(method="s-ste")
 TEXT_ALONE = {"distillation": 0.0}  # cross-entropy in place of the KL divergence to the original
 PLANS = (
@@ -117,20 +125,33 @@ def measure(study: Study, plan: Plan, run: RunContext) -> dict[str, Any]:
     )
 
 
-def results_so_far(file: Path, study: Study) -> dict[str, Any]:
-    """The file's rows where it is of the same model and protocol; a new header and no rows where there is no file."""
+def results_so_far(file: Path, study: Study) -> dict[str, Any] | None:
+    """What the file holds; None where there is none. Raises typer.BadParameter for another protocol."""
     if not file.is_file():
-        return {**header(study), "original": quality(study, study.base, {}, second=True), "rows": []}
+        return None
     found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     expected = header(study)
-    if any(found[key] != expected[key] for key in ("model", "protocol")):
+    if any(found[key] != expected[key] for key in SAME):
         raise typer.BadParameter(f"{file.name} is of another protocol: delete it, or give another --out.")
     return found
 
 
-def is_measured(results: Mapping[str, Any], plan: Plan, run: RunContext) -> bool:
+def is_measured(rows: Sequence[Mapping[str, Any]], plan: Plan, run: RunContext) -> bool:
     recipe = rounded(to_dict(run.recipe))
-    return any(row["label"] == plan.label and row["recipe"] == recipe for row in results["rows"])
+    return any(row["label"] == plan.label and agrees(row["recipe"], recipe) for row in rows)
+
+
+def agrees(recorded: Mapping[str, Any], recipe: Mapping[str, Any]) -> bool:
+    """Whether a row was made by this recipe, as far as it says: a setting that came later was at its default."""
+    return all(
+        agrees(value, recipe.get(key, {})) if isinstance(value, Mapping) else recipe.get(key) == value
+        for key, value in recorded.items()
+    )
+
+
+def place(row: Mapping[str, Any]) -> int:
+    """Of a row in the table."""
+    return [plan.label for plan in PLANS].index(row["label"])
 
 
 def main(
@@ -149,7 +170,13 @@ def main(
         list[str] | None,
         typer.Option(help="Shell pattern of labels of rows to measure, repeatable; all if not given."),
     ] = None,
+    part: Annotated[int | None, typer.Option(help="Number of the part to write.")] = None,
+    join: Annotated[bool, typer.Option("--merge", help="Join the parts and stop.")] = False,
 ) -> None:
+    whole_file = out / f"sparsity-{model.name}.json"
+    if join:
+        merge(whole_file, same=SAME, key=lambda row: row["label"], order=place)
+        return
     wanted = [p for p in PLANS if any(fnmatch.fnmatch(p.label, pattern) for pattern in only or ["*"])]
     plans = [p for p in wanted if steps or p.recovery is None]
     if not plans:
@@ -164,20 +191,21 @@ def main(
         device=device,
         finetune=finetune,
     )
-    file = out / f"sparsity-{model.name}.json"
-    results = results_so_far(file, study)
+    file = part_file(whole_file, part)
+    whole, results = results_so_far(whole_file, study), results_so_far(file, study)
+    if results is None:
+        results = whole or {**header(study), "original": quality(study, study.base, {}, second=True)}
+        results = {**results, "rows": []}
+    elsewhere = whole["rows"] if whole is not None and part is not None else []
     made = environment(study.prepared.model.device)
-    order = [plan.label for plan in PLANS]
     for plan in plans:
         run = run_of(study, plan, finetune)
-        if is_measured(results, plan, run):
-            print(f"{plan.label:32s} is in {file.name} already", flush=True)
+        if is_measured([*results["rows"], *elsewhere], plan, run):
+            print(f"{plan.label:32s} is measured already", flush=True)
             continue
-        row = measure(study, plan, run)
-        if any(results[key] != made[key] for key in ("sources", "device", "torch")):
-            row["environment"] = made  # not that of the file's header
+        row = marked(measure(study, plan, run), results, made)
         others = [r for r in results["rows"] if r["label"] != plan.label]
-        results["rows"] = sorted([*others, row], key=lambda r: order.index(r["label"]))
+        results["rows"] = sorted([*others, row], key=place)
         write_json(file, results)
         print(
             f"{plan.label:32s} {row['bits_per_weight']:.3f} bits  ppl {row['perplexity']:.3f}  KL {row['kl']:.4f}  "

@@ -31,7 +31,7 @@ def study(tiny_folder, tiny_text_file: Path, tmp_path: Path):
             "tokens_per_step": 64,
         } | options
         sparsity.main(model=tiny_folder("llama"), data=data, out=out, device="cpu", **given)
-        (file,) = out.iterdir()
+        (file,) = (file for file in out.iterdir() if ("-part" in file.stem) == ("part" in given))
         return json.loads(file.read_text())["rows"]
 
     return run
@@ -43,15 +43,45 @@ def test_a_row_is_measured_once(study, monkeypatch, capsys) -> None:
     assert first["training_tokens"] == 0
     rows = study(only=["magnitude", "magnitude, ast*distilled", DISTILLED])
     assert [row["label"] for row in rows] == ["magnitude", DISTILLED, ON_TEXT] and rows[0] == first
-    assert "magnitude                        is in sparsity-" in capsys.readouterr().out
+    assert "magnitude                        is measured already" in capsys.readouterr().out
     assert rows[1]["kl"] != rows[2]["kl"] and all(math.isfinite(row["kl"]) for row in rows)
     assert rows[1]["training_tokens"] == 192 and len(rows[1]["flip_rates"]) == 1
     monkeypatch.setattr(sparsity, "sparse", None)  # nothing is left to do
     assert study(only=["magnitude", DISTILLED, ON_TEXT])[0] == first
 
 
-def test_a_row_of_other_settings_is_measured_again_and_another_protocol_refused(study) -> None:
+def test_parts_hold_what_the_whole_file_lacks_and_are_joined_in_the_order_of_the_table(
+    study, tmp_path
+) -> None:
+    study(only=["wanda"])
+    (part,) = study(only=["magnitude", "wanda"], part=1)
+    assert part["label"] == "magnitude" and len(study(only=["wanda"])) == 1
+    folder = tmp_path / "results"
+    (file,) = folder.glob("*part1.json")
+    whole = file.with_name(file.name.replace("-part1", ""))
+    elsewhere = json.loads(file.read_text()) | {"device": "another"}
+    file.write_text(json.dumps(elsewhere))
+    study_name = Path(whole.stem.removeprefix("sparsity-"))
+    sparsity.main(model=study_name, out=folder, join=True)
+    assert list(folder.iterdir()) == [whole]
+    magnitude, wanda = json.loads(whole.read_text())["rows"]
+    assert magnitude["environment"]["device"] == "another" and "environment" not in wanda
+    assert magnitude | part == magnitude and (part["label"], wanda["label"]) == ("magnitude", "wanda")
+    with pytest.raises(typer.BadParameter, match="has no parts of sparsity-"):
+        sparsity.main(model=study_name, out=folder, join=True)
+    file.write_text(json.dumps(elsewhere | {"protocol": {}}))
+    with pytest.raises(typer.BadParameter, match=r"part1\.json has another protocol: delete it"):
+        sparsity.main(model=study_name, out=folder, join=True)
+
+
+def test_a_row_of_other_settings_is_measured_again_and_another_protocol_refused(study, tmp_path) -> None:
     (short,) = study(only=[DISTILLED])
+    (file,) = (tmp_path / "results").iterdir()
+    older = json.loads(file.read_text())
+    del older["rows"][0]["recipe"]["finetune"]["blockwise"]  # as before there was such a setting
+    older["model"]["fingerprint"] = "by other versions"
+    file.write_text(json.dumps(older))
+    assert study(only=[DISTILLED])[0] == older["rows"][0]
     (longer,) = study(only=[DISTILLED], steps=4)
     assert (short["training_tokens"], longer["training_tokens"]) == (192, 256)
     with pytest.raises(typer.BadParameter, match="is of another protocol: delete it, or give another --out"):
