@@ -15,7 +15,7 @@ import torch
 import triton.language as tl
 from case_selection import selected
 from cases import random_csr, random_trellis, relative_error
-from hadamard_ptx_model import run
+from hadamard_ptx_model import Accesses, run
 from ptx_model import run_ptx
 from requant_kernels import TrellisLayout, pack_trellis
 from requant_kernels.experts.stack import stack_experts
@@ -40,7 +40,7 @@ from triton.runtime.interpreter import TensorHandle
 ACCESS = re.compile(r"(@p )?(ld|st)\.(global|shared)\S* (.*)")
 SIZE = re.compile(r"\[(\$?\w+)(?: \+ (\d+))?\]")
 ALLOCATED: list[torch.Tensor] = []  # what the kernels may touch
-SHARED = np.zeros(1 << 16, np.uint32)
+SHARED, ACCESSES = np.zeros(1 << 16, np.uint32), Accesses()
 allocate = torch.empty
 
 
@@ -67,10 +67,14 @@ def run_memory(
     text = re.sub("//.*", "", text)
     registers, shared = dict(operands), SHARED
     active = np.ones(shape, bool)
+    warps = np.indices(shape)[0]
     for line in filter(None, (part.strip(" {}\n") for part in text.split(";"))):
         if line.startswith(".shared"):  # the only variable of a block is at address 0
             registers[re.findall(r"(\w+)\[", line)[0]] = np.zeros(shape, np.uint32)
+            ACCESSES.barrier()  # of a new CTA
             continue
+        if line.startswith("bar.sync"):
+            ACCESSES.barrier()
         if line.startswith((".reg", "bar.sync")):
             continue
         if line.startswith("mov.b32 {l, h}"):
@@ -85,6 +89,10 @@ def run_memory(
             match opcode:
                 case "setp.ne.b32":
                     active = a[0] != 0
+                case "setp.eq.u32":
+                    active = a[0] == a[1]
+                case "shfl.sync.bfly.b32":
+                    registers[target] = a[0][..., np.arange(32) ^ int(names[1])]
                 case "mov.u32" | "mov.b32":
                     registers[target] = np.broadcast_to(a[0], shape)
                 case "mad.lo.u32":
@@ -113,9 +121,12 @@ def run_memory(
             if access[3] == "global":
                 check_addresses(address[np.broadcast_to(where, shape)])
             if access[3] == "shared" and access[2] == "ld":
+                ACCESSES.read(address // 4, warps)
                 registers[name] = shared[address // 4]
             elif access[3] == "shared":
-                shared[address // 4] = registers[name]
+                words = (address // 4)[where]
+                ACCESSES.write(words, warps[where])
+                shared[words] = registers[name][where]
             elif access[2] == "ld":
                 registers[name] = np.array(
                     [ctypes.c_uint32.from_address(int(at)).value for at in address.ravel()], np.uint32
@@ -147,7 +158,7 @@ def inline_asm_elementwise(
         )
     assert len(constraints.split(",")) == len(kinds) + len(values)
     if "mma.sync" in asm and "st.shared" in asm:
-        registers, stored = run(asm, operands, SHARED)
+        registers, stored = run(asm, operands, SHARED, ACCESSES)
         for at, word in stored.items():
             check_addresses(np.array([at], np.uint64))
             ctypes.c_uint32.from_address(at).value = word

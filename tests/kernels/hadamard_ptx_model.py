@@ -14,18 +14,45 @@ WARP, LANE = np.indices(SHAPE).astype(np.uint32)
 SYMBOLS = {"values": 0, "maxima": 1 << 15, "totals": 1 << 16}  # addresses in shared memory
 
 
+class Accesses:
+    """Which warps have read and written each word of shared memory since the last barrier; whatever depends on which warp is
+    faster fails."""
+
+    def __init__(self) -> None:
+        self.barrier()
+
+    def barrier(self) -> None:
+        self.readers = np.zeros(1 << 16, np.uint32)  # a bit a warp
+        self.writer = np.zeros(1 << 16, np.int64) - 1
+
+    def read(self, words: np.ndarray, warps: np.ndarray) -> None:
+        by = self.writer[words]
+        assert ((by < 0) | (by == warps)).all(), "read before a barrier"
+        np.bitwise_or.at(
+            self.readers, words, np.uint32(1) << np.broadcast_to(warps, words.shape).astype(np.uint32)
+        )
+
+    def write(self, words: np.ndarray, warps: np.ndarray) -> None:
+        own = np.uint32(1) << np.broadcast_to(warps, words.shape).astype(np.uint32)
+        assert not (self.readers[words] & ~own).any(), "overwritten before a barrier"
+        self.writer[words] = warps
+
+
 def as_float(register: np.ndarray) -> np.ndarray:
     return register.view(np.float32)
 
 
 def run(
-    text: str, operands: dict[str, np.ndarray], shared: np.ndarray | None = None
+    text: str,
+    operands: dict[str, np.ndarray],
+    shared: np.ndarray | None = None,
+    accesses: Accesses | None = None,
 ) -> tuple[dict[str, np.ndarray], dict[int, int]]:
-    """Registers at the end, and the words that were stored; `shared`: 2^16 words."""
+    """Registers at the end, and the words that were stored; `shared`: 2^16 words, whose `accesses` several blocks share."""
     text = re.sub("//.*", "", text)
     registers, stored = dict(operands), {}
     shared = np.zeros(1 << 16, np.uint32) if shared is None else shared
-    written = np.zeros(1 << 16, np.int64) - 1  # by which warp, since the last barrier
+    accesses = accesses or Accesses()
     registers |= {name: np.full(SHAPE, place, np.uint32) for name, place in SYMBOLS.items()}
     registers["%tid.x"] = WARP * 32 + LANE
 
@@ -40,7 +67,7 @@ def run(
 
     for line in filter(None, (part.strip(" {}\n") for part in text.split(";"))):
         if line.startswith("bar.sync"):
-            written[:] = -1
+            accesses.barrier()
         if line.startswith((".reg", ".shared", "bar.sync")):
             continue
         where = read("p").astype(bool) if line.startswith("@p ") else np.ones(SHAPE, bool)
@@ -58,10 +85,10 @@ def run(
                         assert int(at) not in stored
                         stored[int(at)] = int(value)
                 elif opcode.startswith("st.shared"):
-                    shared[address // 4 + i], written[address // 4 + i] = read(name), WARP
+                    accesses.write(address // 4 + i, WARP)
+                    shared[address // 4 + i] = read(name)
                 else:
-                    by = written[address // 4 + i]
-                    assert ((by < 0) | (by == WARP)).all(), "read before a barrier"
+                    accesses.read(address // 4 + i, WARP)
                     registers[name] = shared[address // 4 + i]
             continue
         names = [name.strip() for name in re.sub("[{}]", "", rest).split(",")]

@@ -19,7 +19,7 @@ these are: a product whose matrix of signs has them masked.
 # pyright: reportAssignmentType=none
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import triton
 import triton.language as tl
@@ -31,13 +31,15 @@ from requant_kernels.hadamard.tile_ptx import (
     allocate_smem_ptx,
     register_transform_int8_ptx,
     register_transform_ptx,
+    sum_threads_ptx,
 )
 
 Order = tuple[int, ...]  # 12 bits of the index
 NATURAL: Order = tuple(range(12))
 # bits of the position that the rows of each product are: the three of a quadrant of signs, and the one between quadrants
 PRODUCTS = (((0, 3, 4), 1), ((5, 6, 7), 2), ((8, 9, 10), 11))
-# Two buffers: a transform does not wait until all warps have read what the one before it exchanged. 32 words for int8.
+# Two buffers: of tiles one at a time, a transform does not wait until all warps have read what the one before it exchanged.
+# 32 words for int8 and sums.
 BUFFER = tl.constexpr(VALUES_BYTES)
 SMEM_BYTES = 2 * VALUES_BYTES + 128
 
@@ -50,7 +52,9 @@ class TileTransform:
     after: Order
     masks: tuple[int, int, int]  # of the bits that each product mixes
     factor: float  # of all values, for a transform that keeps lengths
-    ptx: Ptx
+    ptx: tuple[
+        tuple[Ptx, Ptx], ...
+    ]  # of a tile, and of two where not int8; the second of each waits at a barrier
 
 
 @cache
@@ -65,16 +69,18 @@ def tile_transform(order: Order, block_size: int, *, int8: bool = False, pair: b
             f"blocks of {block_size} values leave bit {order[1]} alone, which the first product mixes"
         )
     after = tuple(order[bit] for bit in (0, 1, 11, 2, 3, 8, 9, 10, 4, 5, 6, 7))
-    ptx = (
-        register_transform_int8_ptx(second, third, next_four=1 << after[2])
+    makers = (
+        [partial(register_transform_int8_ptx, second, third, next_four=1 << after[2])]
         if int8
-        else register_transform_ptx(second, third)
+        else [partial(register_transform_ptx, second, third, tiles=tiles) for tiles in (1, 2)]
     )
+    ptx = tuple((make(waits=False), make(waits=True)) for make in makers)
     factor = block_size**-0.5 * (2 if pair else 1)
     return TileTransform(order=order, after=after, masks=masks, factor=factor, ptx=ptx)
 
 
 ALLOCATE = allocate_smem_ptx(SMEM_BYTES)
+SUM_THREADS = sum_threads_ptx()
 
 
 @triton.jit
@@ -134,6 +140,15 @@ def allocate_smem(lane, PTX: tl.constexpr):
 
 
 @triton.jit
+def sum_threads(values, lane, warp, smem, PTX: tl.constexpr):
+    """The sum of values [512], in every thread; it takes the words of `transform_to_int8`."""
+    return tl.inline_asm_elementwise(
+        PTX.text, PTX.constraints, (values, lane, warp, smem + 2 * BUFFER), dtype=tl.float32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
 def signs_of(lane, first, second, third):
     """A thread's signs of the three products, whose masks may be numbers of the program."""
     g, t = lane // 4, lane % 4 * 2
@@ -141,14 +156,20 @@ def signs_of(lane, first, second, third):
 
 
 @triton.jit
-def transform(values, signs, smem, NUMBER: tl.constexpr, PTX: tl.constexpr):
-    """H times a tile's values, without its factor. NUMBER: which transform of its kernel it is, so that neighbours do not
-    share a buffer."""
-    types: tl.constexpr = (tl.float32,) * 8
+def transform(values, signs, smem, NUMBER: tl.constexpr, WAITS: tl.constexpr, TRANSFORM: tl.constexpr):
+    """H times the values of a tile, or of two at the same time, without its factor.
+
+    NUMBER: which transform of its kernel it is, so that neighbours do not share a buffer. Two tiles take both; then this
+    transform and the next one are those that WAITS.
+    """
+    types: tl.constexpr = (tl.float32,) * len(values)
+    TILES: tl.constexpr = len(values) // 8
+    PTX: tl.constexpr = TRANSFORM.ptx[TILES - 1][WAITS]
+    START: tl.constexpr = 0 if TILES == 2 else NUMBER % 2
     return tl.inline_asm_elementwise(
         PTX.text,
         PTX.constraints,
-        values + signs + (smem + NUMBER % 2 * BUFFER,),
+        values + signs + (smem + START * BUFFER,),
         dtype=types,
         is_pure=False,
         pack=1,
@@ -156,9 +177,12 @@ def transform(values, signs, smem, NUMBER: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
-def transform_to_int8(values, signs, smem, high, low, scale, NUMBER: tl.constexpr, PTX: tl.constexpr):
+def transform_to_int8(
+    values, signs, smem, high, low, scale, NUMBER: tl.constexpr, WAITS: tl.constexpr, TRANSFORM: tl.constexpr
+):
     """The same in 16-bit fixed point, stored where the thread's first high and low bytes belong, with the tile's scale and
     sum (`hadamard_transform_int8`)."""
+    PTX: tl.constexpr = TRANSFORM.ptx[0][WAITS]
     zero = signs[0] * 0
     tl.inline_asm_elementwise(
         PTX.text, PTX.constraints,

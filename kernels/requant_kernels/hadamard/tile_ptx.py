@@ -83,11 +83,13 @@ class TileBuilder(PtxBuilder):
 
     def transform_tile(
         self, smem: str, x: list[str], signs: tuple[str, str, str], mix_bit_11: bool, out: list[str], *,
-        second_mixes_halves: bool = True,
+        second_mixes_halves: bool = True, waits: bool = False,
     ) -> tuple[str, str, str]:  # fmt: skip
-        """All three products, through VALUES_BYTES of shared memory at `smem`; returns thread, lane and warp.
+        """All three products, through VALUES_BYTES of shared memory for each tile at `smem`; returns thread, lane and warp.
 
-        Without `mix_bit_11` (blocks of less than 4096) the third matrix is [[H, 0], [0, H]].
+        Of several tiles x and out hold eight values each, one tile after the other, and the tiles share a barrier. Without
+        `mix_bit_11` (blocks of less than 4096) the third matrix is [[H, 0], [0, H]]. `waits`: a barrier before anything
+        is written, where other warps may still read what the kernel's transform before this one has left.
         """
         new = self.new
         thread = new("thread", "mov.u32 {d}, %tid.x;")
@@ -121,19 +123,31 @@ class TileBuilder(PtxBuilder):
         swap = new("swap", f"xor.b32 {{d}}, {swap}, 32;")
         load_from.append(new("load_from", f"add.u32 {{d}}, {offset}, {swap};"))
 
-        mixed = [self.register("mixed") for _ in range(8)]
-        self.transform_warp(x, signs[0], signs[1], mixed, second_mixes_halves=second_mixes_halves)
-        for address, four in zip(store_to, ((0, 1, 4, 5), (2, 3, 6, 7)), strict=True):
-            self.emit(f"st.shared.v4.b32 [{address}], {{{', '.join(mixed[i] for i in four)}}};")
+        count = len(x) // 8
+        mixed = [self.register("mixed") for _ in x]
+        for tile in range(count):
+            own_values = slice(8 * tile, 8 * tile + 8)
+            self.transform_warp(
+                x[own_values], signs[0], signs[1], mixed[own_values], second_mixes_halves=second_mixes_halves
+            )
+        if waits:
+            self.emit("bar.sync 0;")
+        for tile in range(count):
+            for address, four in zip(store_to, ((0, 1, 4, 5), (2, 3, 6, 7)), strict=True):
+                values = ", ".join(mixed[8 * tile + i] for i in four)
+                self.emit(f"st.shared.v4.b32 [{address} + {tile * VALUES_BYTES}], {{{values}}};")
         self.emit("bar.sync 0;")
         self.comment("bits 8 to 11: rows are warps")
         third = self.sign_fragment(signs[2], mixes_halves=mix_bit_11)
-        for n8 in range(2):
-            rows = [
-                new("row", f"ld.shared.b32 {{d}}, [{load_from[n8]} + {WARP_STRIDE * row}];")
+        columns = [
+            [
+                new("row", f"ld.shared.b32 {{d}}, [{load_from[n8]} + {tile * VALUES_BYTES + WARP_STRIDE * row}];")
                 for row in (0, 1, 8, 9)
             ]
-            self.multiply(third, rows, [out[2 * n8 + i] for i in (0, 1, 4, 5)])
+            for tile in range(count) for n8 in range(2)
+        ]  # fmt: skip
+        for i, rows in enumerate(columns):
+            self.multiply(third, rows, [out[8 * (i // 2) + 2 * (i % 2) + j] for j in (0, 1, 4, 5)])
         return thread, lane, warp
 
     def quantize(
@@ -226,25 +240,29 @@ def tile_transform_ptx(mix_bit_11: bool, int8: bool) -> Ptx:
 
 
 @cache
-def register_transform_ptx(second_mixes_halves: bool, third_mixes_halves: bool) -> Ptx:
-    """A tile that stays in registers, for tensors of one element a thread (`registers.py`).
+def register_transform_ptx(
+    second_mixes_halves: bool, third_mixes_halves: bool, *, tiles: int = 1, waits: bool = False
+) -> Ptx:
+    """Tiles that stay in registers, for tensors of one element a thread (`registers.py`).
 
-    Outputs: 8. Inputs: 8 values, the signs of three products, the address of VALUES_BYTES of shared memory.
+    Outputs: 8 a tile. Inputs: as many values, the signs of three products, the address of VALUES_BYTES of shared memory for
+    each tile.
     """
-    ptx = TileBuilder()
-    outputs, values = [f"${i}" for i in range(8)], [f"${8 + i}" for i in range(8)]
-    results = [ptx.register("result") for _ in range(8)]
+    ptx, count = TileBuilder(), 8 * tiles
+    outputs, values = [f"${i}" for i in range(count)], [f"${count + i}" for i in range(count)]
+    results = [ptx.register("result") for _ in range(count)]
+    first, second, third, smem = (f"${2 * count + i}" for i in range(4))
     ptx.transform_tile(
-        "$19", values, ("$16", "$17", "$18"), third_mixes_halves, results,
-        second_mixes_halves=second_mixes_halves,
+        smem, values, (first, second, third), third_mixes_halves, results,
+        second_mixes_halves=second_mixes_halves, waits=waits,
     )  # fmt: skip
     ptx.emit(*(f"mov.b32 {to}, {result};" for to, result in zip(outputs, results, strict=True)))
-    return ptx.build(["=f"] * 8 + ["f"] * 8 + ["r"] * 4)
+    return ptx.build(["=f"] * count + ["f"] * count + ["r"] * 4)
 
 
 @cache
 def register_transform_int8_ptx(
-    second_mixes_halves: bool, third_mixes_halves: bool, *, next_four: int
+    second_mixes_halves: bool, third_mixes_halves: bool, *, next_four: int, waits: bool = False
 ) -> Ptx:
     """The same in int8, stored in global memory.
 
@@ -261,6 +279,7 @@ def register_transform_int8_ptx(
         third_mixes_halves,
         results,
         second_mixes_halves=second_mixes_halves,
+        waits=waits,
     )
     totals = ptx.new("words", "add.u32 {d}, $13, 64;")
     scale, total = ptx.quantize(
@@ -293,6 +312,32 @@ def fused_transform_ptx(mix_bit_11: bool, smem_bytes: int) -> Ptx:
     scale, total = ptx.quantize(results, (maxima, totals), lane, warp, "shared", ("$14", "$15"))
     ptx.emit(f"mov.b32 $0, {scale};", f"mov.b32 $1, {total};")
     return ptx.build(["=f"] * 2 + ["f"] * 8 + ["r"] * 6)
+
+
+@cache
+def sum_threads_ptx() -> Ptx:
+    """The sum of a value of each of 512 threads, in the order of a tree: within warps, then over them.
+
+    Output: the sum, in every thread. Inputs: the value, its lane and warp, the address of 16 words of shared memory.
+    """
+    ptx = PtxBuilder()
+    total = "$1"
+    for lanes in (16, 8, 4, 2, 1):
+        other = ptx.new("other", f"shfl.sync.bfly.b32 {{d}}, {total}, {lanes}, 0x1f, 0xffffffff;")
+        total = ptx.new("total", f"add.f32 {{d}}, {total}, {other};")
+    own = ptx.new("own", "mad.lo.u32 {d}, $3, 4, $4;")
+    ptx.emit("setp.eq.u32 p, $2, 0;", f"@p st.shared.b32 [{own}], {total};", "bar.sync 0;")
+    words = [ptx.register("word") for _ in range(16)]
+    for i in range(0, 16, 4):
+        ptx.emit(f"ld.shared.v4.b32 {{{', '.join(words[i : i + 4])}}}, [$4 + {4 * i}];")
+    while len(words) > 1:
+        half = len(words) // 2
+        words = [
+            ptx.new("word", f"add.f32 {{d}}, {a}, {b};")
+            for a, b in zip(words[:half], words[half:], strict=True)
+        ]
+    ptx.emit(f"mov.b32 $0, {words[0]};")
+    return ptx.build(["=f", "f", "r", "r", "r"], ".reg .pred p;\n")
 
 
 @cache

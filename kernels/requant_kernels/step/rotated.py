@@ -79,18 +79,15 @@ def load_product(pointer, token, index, width, SOURCE: tl.constexpr, TRANSFORM: 
 
 
 @triton.jit
-def rotate(values, lane, smem, FIRST: tl.constexpr, TRANSFORM: tl.constexpr, CROSSES: tl.constexpr):
-    """H times the values of one tile, or of two, which CROSSES mixes. FIRST: how many transforms the kernel has done."""
-    PTX: tl.constexpr = TRANSFORM.ptx
-    COUNT: tl.constexpr = len(values) // 8
+def rotate(
+    values, lane, smem, NUMBER: tl.constexpr, WAITS: tl.constexpr, TRANSFORM: tl.constexpr, CROSSES: tl.constexpr
+):  # fmt: skip
+    """H times the values of one tile, or of two, which CROSSES mixes. NUMBER, WAITS: `transform`."""
     if CROSSES:
         sums, differences = butterfly(values[0:8], values[8:16])
         values = sums + differences
     signs = signs_of(lane, TRANSFORM.masks[0], TRANSFORM.masks[1], TRANSFORM.masks[2])
-    found = ()
-    for t in tl.static_range(COUNT):
-        found = found + transform(values[8 * t : 8 * t + 8], signs, smem, FIRST + t, PTX)
-    return found
+    return transform(values, signs, smem, NUMBER, WAITS, TRANSFORM)
 
 
 @triton.jit
@@ -105,19 +102,18 @@ def finished(value, output_scale, bias, DTYPE: tl.constexpr):
 @triton.jit
 def rotate_and_store(
     values, input_scales, lane, held, smem, token, tile, y_ptr, scales_ptr,
-    FIRST: tl.constexpr, TARGET: tl.constexpr, CROSSES: tl.constexpr,
+    NUMBER: tl.constexpr, WAITS: tl.constexpr, TARGET: tl.constexpr, CROSSES: tl.constexpr,
 ):  # fmt: skip
     """Activations H (input_scales * values) of the tiles from `tile` on. held: the index, in a tile, of a thread's first
-    value after the transform."""
+    value after the transform. NUMBER, WAITS: `transform`."""
     T: tl.constexpr = TARGET.transform
-    PTX: tl.constexpr = T.ptx
     FACTOR: tl.constexpr = T.factor
     COUNT: tl.constexpr = len(values) // 8
     z = ()
     for i in tl.static_range(8 * COUNT):
         z = z + (values[i].to(tl.float32) * (input_scales[i].to(tl.float32) * FACTOR),)
     if scales_ptr is None:
-        z = rotate(z, lane, smem, FIRST, T, CROSSES)
+        z = rotate(z, lane, smem, NUMBER, WAITS, T, CROSSES)
         for t in tl.static_range(COUNT):
             _store_float16(
                 y_ptr + token * TARGET.columns, (tile + t) * 4096 + held, z[8 * t : 8 * t + 8], TARGET
@@ -131,8 +127,8 @@ def rotate_and_store(
             high = y_ptr + 2 * token * TARGET.columns + (tile + t) * 4096 + held
             scale = scales_ptr + (token * TARGET.num_tiles + tile + t) * 2
             transform_to_int8(
-                z[8 * t : 8 * t + 8], signs, smem, high, high + TARGET.columns, scale, FIRST + t, PTX
-            )
+                z[8 * t : 8 * t + 8], signs, smem, high, high + TARGET.columns, scale, NUMBER + t, WAITS and t == 0, T
+            )  # fmt: skip
 
 
 @triton.jit

@@ -94,8 +94,12 @@ def rotated_gate_kernel(
         first = (tile + t) * 4096 + index_of(lane, warp, BEFORE)
         gate = gate + load_product(gate_ptr, token, first, WIDTH, GATE, FINISH)
         up = up + load_product(up_ptr, token, first, WIDTH, UP, FINISH)
-    gate = rotate(gate, lane, smem, 0, FINISH, CROSSES)
-    up = rotate(up, lane, smem, COUNT, FINISH, CROSSES)
+    if COUNT == 1:  # a tile of each: two at a time
+        both = rotate(gate + up, lane, smem, 0, False, FINISH, False)
+        gate, up = both[0:8], both[8:16]
+    else:
+        gate = rotate(gate, lane, smem, 0, False, FINISH, CROSSES)
+        up = rotate(up, lane, smem, 0, True, FINISH, CROSSES)
     y = ()
     for i in tl.static_range(8 * COUNT):
         g = finished(gate[i], gate_scales[i], None if gate_bias_ptr is None else gate_bias[i], DTYPE)
@@ -106,7 +110,7 @@ def rotated_gate_kernel(
         h = h + (y[i].to(DTYPE),)
     held = index_of(lane, warp, HELD)
     rotate_and_store(
-        h, input_scales, lane, held, smem, token, tile, y_ptr, scales_ptr, 2 * COUNT, TARGET, CROSSES
+        h, input_scales, lane, held, smem, token, tile, y_ptr, scales_ptr, 0, True, TARGET, CROSSES
     )
 
 

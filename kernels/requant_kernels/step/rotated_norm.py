@@ -22,12 +22,14 @@ from requant_kernels.common.pdl import wait_for_previous_launch
 from requant_kernels.hadamard.registers import (
     ALLOCATE,
     NATURAL,
+    SUM_THREADS,
     TileTransform,
     allocate_smem,
     index_of,
     lane_and_warp,
     load_eight,
     store_eight,
+    sum_threads,
     tile_transform,
 )
 from requant_kernels.hadamard.tile_kernel import HADAMARD_TILE
@@ -65,7 +67,7 @@ def _store_row(pointer, index, values, WIDTH: tl.constexpr, NEXT: tl.constexpr):
 @triton.jit
 def rotated_norm_kernel(
     product_ptr, output_scales_ptr, bias_ptr, x_ptr, weight_ptr, input_scales_ptr, y_ptr, scales_ptr, eps,
-    SHAPE: tl.constexpr, ALLOCATE: tl.constexpr, PDL: tl.constexpr,
+    SHAPE: tl.constexpr, ALLOCATE: tl.constexpr, SUM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One token; grid (1, tokens). x `[m, width]` becomes the sum."""
     FINISH: tl.constexpr = SHAPE.finish
@@ -98,7 +100,7 @@ def rotated_norm_kernel(
             z = z + load_product(product_ptr, token, first, WIDTH, SOURCE, FINISH)
         x = x + load_eight(x_ptr + token * WIDTH, t * 4096 + index, WIDTH, NEXT)
     if product_ptr is not None:
-        z = rotate(z, lane, smem, 0, FINISH, CROSSES)
+        z = rotate(z, lane, smem, 0, False, FINISH, CROSSES)
         total = ()
         for i in tl.static_range(8 * COUNT):
             delta = finished(z[i], output_scales[i], None if bias_ptr is None else bias[i], DTYPE)
@@ -109,7 +111,7 @@ def rotated_norm_kernel(
     squares = tl.zeros([512], tl.float32)
     for i in tl.static_range(8 * COUNT):
         squares += x[i].to(tl.float32) * x[i].to(tl.float32)
-    scale = tl.rsqrt(tl.sum(squares, 0) / WIDTH + eps)
+    scale = tl.rsqrt(sum_threads(squares, lane, warp, smem, SUM) / WIDTH + eps)
     y = ()
     for i in tl.static_range(8 * COUNT):
         normalized = (x[i].to(tl.float32) * scale).to(DTYPE)
@@ -122,7 +124,7 @@ def rotated_norm_kernel(
         HELD: tl.constexpr = TARGET.transform.after
         held = index_of(lane, warp, HELD)
         rotate_and_store(
-            y, input_scales, lane, held, smem, token, 0, y_ptr, scales_ptr, COUNT, TARGET, CROSSES
+            y, input_scales, lane, held, smem, token, 0, y_ptr, scales_ptr, 1, COUNT == 2, TARGET, CROSSES
         )
 
 
@@ -156,6 +158,8 @@ def rotated_norm(
             product and product.values, product and product.output_scales, product and product.bias, x, weight,
             input_scales, y, scales, eps,
         ),
-        interned(SHAPE=shape, ALLOCATE=ALLOCATE, PDL=pdl, num_warps=NUM_WARPS, num_stages=1, **options),
+        interned(
+            SHAPE=shape, ALLOCATE=ALLOCATE, SUM=SUM_THREADS, PDL=pdl, num_warps=NUM_WARPS, num_stages=1, **options
+        ),
     )  # fmt: skip
     return found

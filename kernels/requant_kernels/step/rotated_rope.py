@@ -91,7 +91,7 @@ def _finished_tile(
     wait_for_previous_launch(PDL, False)
     first = tile * 4096 + index_of(lane, warp, BEFORE)
     z = load_product(product_ptr, token, first, PART.width, SOURCE, FINISH)
-    z = rotate(z, lane, smem, 0, FINISH, False)
+    z = rotate(z, lane, smem, 0, False, FINISH, False)
     x = ()
     for i in tl.static_range(8):
         x = x + (finished(z[i], output_scales[i], None if bias_ptr is None else bias[i], DTYPE),)
