@@ -219,6 +219,14 @@ def test_a_cap_keeps_more_ctas_away(monkeypatch: pytest.MonkeyPatch) -> None:
     assert occupancy.padded_smem_bytes(1, torch.device("cpu")) == 0
 
 
+def test_ctas_apart_leave_room_for_other_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = pretend(monkeypatch, "H100")
+    padded = occupancy.apart_smem_bytes(33, device) + 1024
+    assert (228 << 10) // padded == 1 and (228 << 10) - padded > 112 << 10
+    assert occupancy.apart_smem_bytes(34, device) == 0
+    assert occupancy.apart_smem_bytes(1, torch.device("cpu")) == 0
+
+
 def test_the_table_reads_back_as_it_is(tmp_path: Path) -> None:
     table = read_table(launch_config.TABLE)
     write_table(tmp_path / "table.json", table)

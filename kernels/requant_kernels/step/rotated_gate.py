@@ -18,6 +18,7 @@ from torch import Tensor
 
 from requant_kernels.common.device import supports_pdl
 from requant_kernels.common.launch import interned, launch
+from requant_kernels.common.occupancy import apart_smem_bytes
 from requant_kernels.common.pdl import wait_for_previous_launch
 from requant_kernels.hadamard.registers import (
     ALLOCATE,
@@ -141,9 +142,10 @@ def rotated_gate(
         width=f, num_tiles=tiles, crosses=tiles > 1, finish=finish, gate=gate.source, up=up.source,
         target=target_of(form, finish.after, f),
     )  # fmt: skip
+    ctas = -(-f // (tiles * HADAMARD_TILE))
     launch(
         rotated_gate_kernel,
-        (-(-f // (tiles * HADAMARD_TILE)), m, 1),
+        (ctas, m, 1),
         (
             gate.values, up.values, gate.output_scales, up.output_scales, gate.bias, up.bias, input_scales, found.values,
             found.scales,
@@ -152,5 +154,6 @@ def rotated_gate(
             SHAPE=shape, ALLOCATE=ALLOCATE, DTYPE=TYPES[dtype], ACTIVATION=activation, PDL=pdl, num_warps=NUM_WARPS,
             num_stages=1, **options,
         ),
+        smem_bytes=apart_smem_bytes(ctas * m, device),
     )  # fmt: skip
     return found

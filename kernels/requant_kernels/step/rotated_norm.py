@@ -18,6 +18,7 @@ from torch import Tensor
 
 from requant_kernels.common.device import supports_pdl
 from requant_kernels.common.launch import interned, launch
+from requant_kernels.common.occupancy import apart_smem_bytes
 from requant_kernels.common.pdl import wait_for_previous_launch
 from requant_kernels.hadamard.registers import (
     ALLOCATE,
@@ -161,5 +162,6 @@ def rotated_norm(
         interned(
             SHAPE=shape, ALLOCATE=ALLOCATE, SUM=SUM_THREADS, PDL=pdl, num_warps=NUM_WARPS, num_stages=1, **options
         ),
+        smem_bytes=apart_smem_bytes(m, x.device),
     )  # fmt: skip
     return found

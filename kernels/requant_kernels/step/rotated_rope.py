@@ -20,6 +20,7 @@ from torch import Tensor
 
 from requant_kernels.common.device import supports_pdl
 from requant_kernels.common.launch import interned, launch
+from requant_kernels.common.occupancy import apart_smem_bytes
 from requant_kernels.common.pdl import wait_for_previous_launch
 from requant_kernels.hadamard.registers import (
     ALLOCATE,
@@ -199,14 +200,16 @@ def rotated_rope(
     y = torch.empty(b, q_width // head_dim, head_dim, dtype=keys.dtype, device=keys.device)
     pdl = supports_pdl(keys.device)
     options: dict[str, object] = {"launch_pdl": True} if pdl else {}
+    ctas = shape.q.num_tiles + shape.k.num_tiles + shape.v.num_tiles
     launch(
         rotated_rope_kernel,
-        (shape.q.num_tiles + shape.k.num_tiles + shape.v.num_tiles, b, 1),
+        (ctas, b, 1),
         (
             q.values, k.values, v.values, q.output_scales, k.output_scales, v.output_scales, q.bias, k.bias, v.bias,
             q_norm, k_norm, cos, sin, position, y, keys, values, length, cos.stride(0), keys.stride(0), keys.stride(1),
             eps,
         ),
         interned(SHAPE=shape, ALLOCATE=ALLOCATE, PDL=pdl, num_warps=NUM_WARPS, num_stages=1, **options),
+        smem_bytes=apart_smem_bytes(ctas * b, keys.device),
     )  # fmt: skip
     return y
