@@ -172,20 +172,21 @@ def trellis_one_token(shape: Shape, device: torch.device) -> TrellisGemvConfig:
 
 def trellis_group(shapes: Sequence[Shape], device: torch.device) -> list[TrellisGemvConfig]:
     """Several matrices in one launch (`trellis/gemv_group.py`), measured on an H200: CTAs of 16 warps as long as all run at
-    once, for one token one an SM; else CTAs of four warps and two tiles."""
+    once, for one token one an SM, or of seven tiles two after another; else CTAs of four warps and two tiles."""
     k, m, bits = shapes[0].k, shapes[0].m_bucket, max(shape.bits for shape in shapes)
     k64_counts = [k64_per_unit(round(4 * shape.bits)) for shape in shapes]
-    at_once = num_sms(device) * (1 if m == 1 else 2)
-    one_wave = [
+    an_sm = {1: 1, 2: 1, 3: 1, 4: 1} if m == 1 else {2: 2}  # tiles of a CTA -> CTAs of an SM at most
+    if m == 1 and bits <= 3.5:  # of 4 bits they spill
+        an_sm[7] = 2
+    fitting = (
         tiles
-        for tiles in ((1, 2, 3, 4) if m == 1 else (2,))
-        if sum(-(-shape.n // (ROWS * tiles)) for shape in shapes) <= at_once
-    ]
+        for tiles, most in an_sm.items()
+        if sum(-(-shape.n // (ROWS * tiles)) for shape in shapes) <= most * num_sms(device)
+    )
+    num_warps, tiles = 16, next(fitting, None)
     if bits > 4 or m > 8:
         num_warps, tiles = 8, 1
-    elif one_wave and k >= 1024 * max(k64_counts):  # every warp has columns
-        num_warps, tiles = 16, one_wave[0]
-    else:
+    elif tiles is None or k < 1024 * max(k64_counts):  # some of 16 warps would have no columns
         num_warps, tiles = 4, 2
     return [
         TrellisGemvConfig(

@@ -222,10 +222,10 @@ def test_matrices_in_one_launch_keep_their_loops(parts: Parts, tokens: int) -> N
      ((("mul1", 3), ("mul1", 2.75)), (14336, 14336))],
     ids=str,
 )  # fmt: skip
-def test_no_launch_of_several_matrices_spills(parts: Parts, sizes: tuple[int, ...], tokens: int) -> None:
+def test_launches_of_several_matrices_spill_little(parts: Parts, sizes: tuple[int, ...], tokens: int) -> None:
     shapes = [Shape(code, bits, n, 4096, tokens) for (code, bits), n in zip(parts, sizes, strict=True)]
     machine = group_machine(parts, heuristics.trellis_group(shapes, torch.device("cpu")), tokens, 4096)
-    assert machine.stack <= 8  # ptxas rather spills two registers than takes more than 64
+    assert machine.stack <= 32  # a few registers of one token: the fastest launches spill so much
 
 
 Odd = tuple[
