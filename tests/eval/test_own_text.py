@@ -1,9 +1,13 @@
 """Windows that a model writes."""
 
+import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from eval import own_text
-from eval.own_text import PREFIX, own_windows
+from eval.own_text import PREFIX, draw, in_training_precision, own_windows
+from requant.errors import NumericalError
+from requant.finetune import teacher
 
 
 def test_windows_begin_with_real_text_and_go_on_as_the_model_does(tiny_model, monkeypatch) -> None:
@@ -20,3 +24,45 @@ def test_windows_begin_with_real_text_and_go_on_as_the_model_does(tiny_model, mo
     for row in own_windows(model, real, 6):
         logits = model(row[None], use_cache=False).logits[0]
         assert (logits[PREFIX - 1 : -1].argmax(-1) == row[PREFIX:]).all()
+
+
+def test_tokens_are_drawn_from_the_distribution() -> None:
+    logits, count = torch.tensor([2.0, 0.0, -1.0, 1.5, -30.0]), 100_000
+    drawn = draw(logits.expand(count, -1), torch.Generator().manual_seed(0))
+    found, expected = drawn.flatten().bincount(minlength=5) / count, logits.softmax(0)
+    assert ((found - expected).abs() <= 5 * (expected * (1 - expected) / count).sqrt() + 1e-9).all()
+
+
+def test_a_draw_is_four_launches_and_waits_for_none() -> None:
+    """Nothing is sorted, and no number comes to the host."""
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.append(str(func.overloadpacket).removeprefix("aten."))
+            return func(*args, **(kwargs or {}))
+
+    names: list[str] = []
+    logits, generator = torch.zeros(3, 7, dtype=torch.bfloat16), torch.Generator()
+    with Names():
+        draw(logits, generator)
+    assert names == ["empty", "exponential_", "log_", "sub", "argmax"]
+
+
+def test_a_model_writes_in_the_precision_of_training(tiny_model, monkeypatch) -> None:
+    """But for its frequencies, which are no parameters; the model itself stays as it is."""
+    model = tiny_model("llama-tied")
+    assert in_training_precision(model) is model
+    monkeypatch.setitem(teacher.PRODUCTS, "cpu", torch.bfloat16)
+    writer = in_training_precision(model)
+    assert {p.dtype for p in writer.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert all(buffer.dtype == torch.float32 for buffer in writer.buffers())
+    assert writer.get_input_embeddings().weight is writer.get_output_embeddings().weight
+    assert own_windows(model, torch.zeros(1, PREFIX + 4, dtype=torch.long), 2).shape == (2, PREFIX + 4)
+
+
+def test_logits_that_are_not_finite_write_nothing(tiny_model) -> None:
+    model = tiny_model("llama")
+    model.get_input_embeddings().weight.data.fill_(float("nan"))
+    with pytest.raises(NumericalError, match="cannot write text"):
+        own_windows(model, torch.zeros(1, PREFIX + 2, dtype=torch.long), 1)
