@@ -29,6 +29,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from requant.calibration.hidden_states import StopForward
+from requant.finetune.compile_blocks import fused
 from requant.finetune.final import split_windows
 from requant.finetune.loop import (
     learning_rate,
@@ -149,18 +150,23 @@ class TrainedGrid:
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.latent, self.scales, self.zero_points
 
-    def codes(self, scales: Float[Tensor, "n g"]) -> tuple[Float[Tensor, "n k"], Float[Tensor, "n k"]]:
+    def of_columns(self, values: Float[Tensor, "n g"]) -> Float[Tensor, "n k"]:
+        """A group's value for each of its columns. The gradient is a sum over them; that of an index would be sorted."""
+        columns = self.latent.shape[1]
+        spread = values.repeat_interleave(self.group_size, 1)
+        return spread if spread.shape[1] == columns else spread[:, :columns]  # the last group may be smaller
+
+    def codes(self, scales: Float[Tensor, "n k"]) -> tuple[Float[Tensor, "n k"], Float[Tensor, "n k"]]:
         """The codes as floats, and the zero point of every weight."""
-        columns = torch.arange(self.latent.shape[1], device=self.latent.device) // self.group_size
-        zeros = straight_through_round(self.zero_points).clamp(0, 2**self.bits - 1)[:, columns]
-        steps = straight_through_round(self.latent / scales[:, columns])
+        zeros = self.of_columns(straight_through_round(self.zero_points).clamp(0, 2**self.bits - 1))
+        steps = straight_through_round(self.latent / scales)
         return (steps + zeros).clamp(0, 2**self.bits - 1), zeros
 
     def weight(self) -> Float[Tensor, "n k"]:
         """What the grid makes of the weights, differentiable in all three."""
-        codes, zeros = self.codes(self.scales)
-        columns = torch.arange(codes.shape[1], device=codes.device) // self.group_size
-        return (codes - zeros) * self.scales[:, columns]
+        scales = self.of_columns(self.scales)
+        codes, zeros = self.codes(scales)
+        return (codes - zeros) * scales
 
     @torch.no_grad()
     def rounded(self) -> Grid:
@@ -168,7 +174,7 @@ class TrainedGrid:
         scales = self.scales.half()
         zero_points = self.zero_points.round().clamp(0, 2**self.bits - 1).to(torch.uint8)
         return Grid(
-            codes=self.codes(scales.float())[0].to(torch.uint8),
+            codes=self.codes(self.of_columns(scales.float()))[0].to(torch.uint8),
             scales=scales,
             zero_points=zero_points,
             column_scales=None,
@@ -185,20 +191,23 @@ def straight_through_round(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
 def blocks(run: RunContext) -> Iterator[Block]:
     """Every block in order, in single precision; its two ends are those of the original, whatever the caller does to it.
 
-    Training windows that fill no whole batch are left out.
+    Training windows that fill no whole batch are left out. On a GPU blocks are compiled, as `finetune/loop.py` has them.
     """
     windows, batch = split_windows(run, run.recipe.finetune)[0], batch_of(run)
     windows = windows[: len(windows) // batch * batch]
     run.apply_original_weights()
     inputs, options = first_states(run.model, windows, batch)
     outputs = torch.empty_like(inputs)
-    for index, module in enumerate(find_blocks(run.model)[1]):
-        targets = [target for target in run.targets if target.block == index]
-        block = Block(module=module, options=options[index], targets=targets, inputs=inputs, outputs=outputs)
-        advance(block, inputs, outputs, batch)
-        with single_precision(module.parameters()):
-            yield block
-        inputs, outputs = outputs, inputs
+    with fused((run.model,), run.recipe.finetune.steps):
+        for index, module in enumerate(find_blocks(run.model)[1]):
+            targets = [target for target in run.targets if target.block == index]
+            block = Block(
+                module=module, options=options[index], targets=targets, inputs=inputs, outputs=outputs
+            )
+            advance(block, inputs, outputs, batch)
+            with single_precision(module.parameters()):
+                yield block
+            inputs, outputs = outputs, inputs
 
 
 def batch_of(run: RunContext) -> int:
@@ -256,6 +265,12 @@ def train(
 ) -> None:
     """`finetune.steps` steps towards the block's original outputs, from these inputs."""
     settings = run.recipe.finetune
+    if not settings.steps:
+        return
+    count, length = states.shape[:2]
+    order = torch.stack(
+        [windows_of_step(count, length, step, settings, run.recipe.seed) for step in range(settings.steps)]
+    ).to(states.device)  # at once: a copy a step would have the host wait
 
     def loss(x: Tensor, wanted: Tensor) -> Tensor:
         with training_autocast(x):
@@ -263,8 +278,6 @@ def train(
 
     with run.stage("block training"):
         step = TrainingStep(loss, trainables, derived)
-        for number in range(settings.steps):
-            count, length = states.shape[:2]
-            chosen = windows_of_step(count, length, number, settings, run.recipe.seed)
+        for number, chosen in enumerate(order):
             step([(states[chosen], block.outputs[chosen])], lr_schedule(number, settings))
         step.close()

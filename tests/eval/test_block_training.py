@@ -10,7 +10,9 @@ from eval import block_training
 from eval.block_training import TrainedGrid
 from eval.common import CALIBRATION, SECOND, TEST, Study, open_study
 from requant.calibration.stats import LinearStats
+from requant.finetune import compile_blocks
 from requant.formats.quantized_weight import QuantizedWeight
+from requant.models.targets import find_blocks
 from requant.quantizers.rtn import RtnConfig, quantize
 from requant.recipe.schema import Finetune
 from requant.run.context import RunContext
@@ -59,6 +61,17 @@ def test_gradients_pass_through_rounding_and_stop_where_codes_are_clamped() -> N
     torch.testing.assert_close(grid.scales.grad, torch.tensor([[(3 - 3.2) + 5.0]]))
 
 
+def test_gradients_of_a_group_are_sums_over_its_columns() -> None:
+    """Also where the last group is smaller."""
+    weight, arriving = torch.randn(6, 40), torch.randn(6, 40)
+    grid = TrainedGrid.fitted(weight, RtnConfig(bits=3, group_size=16))
+    found = grid.of_columns(grid.scales.requires_grad_())
+    found.backward(arriving)
+    for group, columns in enumerate((slice(0, 16), slice(16, 32), slice(32, 40))):
+        assert (found[:, columns] == grid.scales[:, [group]]).all()
+        torch.testing.assert_close(grid.scales.grad[:, group], arriving[:, columns].sum(1))
+
+
 def test_a_grid_starts_as_rtn_and_is_stored_as_it_was_trained() -> None:
     weight = torch.randn(6, 40, generator=torch.Generator().manual_seed(0))
     config = RtnConfig(bits=3, group_size=16)
@@ -81,6 +94,24 @@ def test_blocks_are_between_the_original_states(study: Study) -> None:
         last = index + 1 == len(expected) - 1  # transformers gives the last states behind the final norm
         if not last:
             torch.testing.assert_close(block.outputs, expected[index + 1], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.filterwarnings("default")  # the compiler looks where torch warns
+def test_blocks_are_compiled_once_for_all(study: Study, monkeypatch) -> None:
+    """With a compiler that counts, on a CPU: without a graph and with one, not once a block."""
+    testing = pytest.importorskip("torch._dynamo.testing")
+    counting, compile_with = testing.CompileCounter(), torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **_: compile_with(f, backend=counting, dynamic=False))
+    monkeypatch.setattr(compile_blocks, "_on_gpus", lambda models: True)
+    monkeypatch.setattr(compile_blocks, "_in_training", lambda: True)
+    monkeypatch.setattr(compile_blocks, "_compiler_works", lambda: True)
+    monkeypatch.setattr(compile_blocks, "MIN_STEPS_TO_COMPILE", 1)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    run = run_of(study, "rtn", 2, bits=2, group_size=16)
+    block_training.efficient_qat(run)
+    blocks = find_blocks(run.model)[1]
+    assert len(blocks) > 1 and 0 < counting.frame_count <= 3
+    assert not any("forward" in block.__dict__ for block in blocks)
 
 
 @pytest.mark.parametrize(
