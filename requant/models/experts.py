@@ -98,10 +98,15 @@ class Experts(nn.ModuleList):
         """Row i of x through expert `experts[i]`, in autocast's type; rows are in the order of experts."""
         dtype = torch.get_autocast_dtype(x.device.type)
         ends = torch.searchsorted(experts, torch.arange(len(self), device=x.device), right=True).int()
+        used = torch.diff(ends, prepend=ends.new_zeros(1))[:, None, None] > 0
 
         def product(x: Tensor, name: str) -> Tensor:
             linears = [expert.get_submodule(name) for expert in self]
             weight = torch.stack([linear.get_parameter("weight") for linear in linears]).to(dtype)
+            if (
+                weight.requires_grad
+            ):  # of an expert without tokens it is not zero on Blackwell: pytorch issue 172439
+                weight.register_hook(lambda g: torch.where(used, g, 0.0))
             y = grouped_mm(x.to(dtype), weight.mT, offs=ends)
             if y.requires_grad:  # its backward pass takes no gradients of interleaved gates as they come
                 y.register_hook(Tensor.contiguous)

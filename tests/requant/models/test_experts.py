@@ -8,6 +8,7 @@ import torch
 from safetensors import safe_open
 
 from requant.errors import ModelError
+from requant.models import experts
 from requant.models.experts import (
     Experts,
     all_tokens_to_every_expert,
@@ -96,6 +97,36 @@ def test_grouped_products_are_those_of_single_experts(tiny_model, mixture: str) 
         assert calls
     for one, other in zip(found, expected, strict=True):
         assert (one - other).norm() <= 0.02 * other.norm()
+
+
+def test_an_expert_without_tokens_has_no_gradient(tiny_model, monkeypatch) -> None:
+    """Whatever the kernel of the GPU leaves in its place."""
+
+    class Leaving(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight, ends):
+            ctx.save_for_backward(x, weight, ends)
+            return experts.grouped_mm_of_torch(x, weight, offs=ends)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            x, weight, ends = ctx.saved_tensors
+            x, weight = (tensor.detach().requires_grad_() for tensor in (x, weight))
+            with torch.enable_grad():
+                experts.grouped_mm_of_torch(x, weight, offs=ends).backward(gradient)
+            weight.grad[ends.diff(prepend=ends.new_zeros(1)) == 0] = torch.nan
+            return x.grad, weight.grad, None
+
+    model = unfused(tiny_model("qwen3-moe")).requires_grad_(True)
+    layer = model.get_submodule("model.layers.0.mlp.experts")
+    monkeypatch.setattr(experts, "grouped_mm_of_torch", experts.grouped_mm, raising=False)
+    monkeypatch.setattr(experts, "grouped_mm", lambda x, weight, offs: Leaving.apply(x, weight, offs))
+    layer.register_forward_pre_hook(lambda _m, x: (x[0], x[1] % 3, x[2]))
+    with grouped_products(model), torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(TOKENS, use_cache=False).logits.float().square().sum()
+    loss.backward()
+    for name, p in layer.named_parameters():
+        assert (p.grad == 0).all() == name.startswith("3."), name
 
 
 def test_no_fused_weights_are_left(tiny_model, mixture: str) -> None:
