@@ -41,7 +41,10 @@ class Problem:
         self.model = model
         targets = find_linears(model)
         self.coded = [target for target in targets if target.kind in kinds] if kinds else targets[::2]
-        weights = {t.name: random_weight(*t.shape, kind="trellis", seed=i) for i, t in enumerate(self.coded)}
+        weights = {
+            t.name: random_weight(*t.shape, kind="trellis", seed=i).to(model.device)
+            for i, t in enumerate(self.coded)
+        }
         self.params = {name: trainable_params(weight) for name, weight in weights.items()}
         self.derived = []
         for target in self.coded:
@@ -126,17 +129,18 @@ def test_gradients_are_those_of_the_whole_model(
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.usefixtures("products_of_a_gpu")
 def test_gradients_of_products_in_bfloat16_are_those_of_the_whole_model(
-    tiny_model, random_weight, windows, monkeypatch, name, dtype
+    tiny_model, random_weight, windows, monkeypatch, name, dtype, device
 ) -> None:
     """Of a model in float32, and of one whose original and codes are bfloat16; mixtures in grouped products."""
-    original, chosen = tiny_model(name).to(dtype), torch.tensor([4, 1, 5, 0])
+    original, chosen = tiny_model(name).to(device, dtype), torch.tensor([4, 1, 5, 0])
     teacher = HeadTeacher(original, windows)
     assert teacher.states.dtype == torch.bfloat16
-    problem = Problem(tiny_model(name), random_weight, dtype=dtype)
+    problem = Problem(tiny_model(name).to(device), random_weight, dtype=dtype)
     with grouped_products(problem.model):
-        expected = gradients_of_the_whole(problem, original, windows[chosen])
+        expected = gradients_of_the_whole(problem, original, windows[chosen].to(device))
         for target in problem.coded:  # a run widens all else
             target.parameter.data = target.parameter.data.to(dtype)
         found = gradients_block_by_block(problem, teacher, chosen, monkeypatch)
