@@ -1,7 +1,7 @@
 """Attention of a decoding step by `requant_kernels`, as an attention function of transformers.
 
-The kernel takes one query per sequence, on a GPU, in float16 or bfloat16, with a Boolean mask or none, over a cache of at
-most LONGEST tokens. Prompts, biases and whatever else a model passes go to torch's scaled dot product attention.
+The kernel takes one query per sequence, on a GPU, in float16 or bfloat16, with a Boolean mask or none. Prompts,
+biases and whatever else a model passes go to torch's scaled dot product attention.
 
 Like every kernel, it is compiled on the user's machine, so it is compared there with torch's attention before it is used.
 """
@@ -20,9 +20,7 @@ from torch import Tensor
 from requant.inference.kernel_check import LIMIT, TritonError
 
 NAME = "requant"
-LONGEST = (
-    8192  # the second launch holds one output per 64 tokens in registers, and more than 128 of them spill
-)
+LONGEST_CHECK = 8192  # positions
 PLAIN = {
     "dropout",
     "scaling",
@@ -52,15 +50,13 @@ def supports(model: Any, length: int) -> bool:
         torch.device(model.device).type != "cuda"
         or model.dtype not in (torch.float16, torch.bfloat16)
         or config._attn_implementation != "sdpa"
-        or length > LONGEST
         or not heads
     ):
         return False
     key_heads = getattr(config, "num_key_value_heads", None) or heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    positions = 1 << max(
-        6, (length - 1).bit_length()
-    )  # lengths up to the same power of two run the same program
+    # lengths up to the same power of two run the same program, longer ones the same as LONGEST_CHECK
+    positions = min(LONGEST_CHECK, 1 << max(6, (length - 1).bit_length()))
     return is_right(heads, key_heads, head_dim, positions, model.dtype, torch.device(model.device))
 
 
@@ -130,7 +126,6 @@ def attend(
         query.is_cuda
         and query.shape[2] == 1
         and query.dtype in (torch.float16, torch.bfloat16)
-        and key.shape[2] <= LONGEST
         and query.shape[-1] == value.shape[-1]
         and key.stride(-1) == value.stride(-1) == query.stride(-1) == 1
         and (

@@ -3,7 +3,7 @@
     x = rows of the embedding         one, with RoPE's cosines and sines (`step_inputs.py`); then for every block
     x += delta;  y = norm(x)          one launch; delta is what the attention or the MLP before gave
     q, k, v = matrices of y           RoPE, and into the cache: one launch
-    attention                         two
+    attention                         two, of many sequences one
     delta = o(attention)
     x += delta;  y = norm(x)          one
     delta = down(act(gate y) * up y)  the gate one

@@ -3,7 +3,7 @@
     y = rotated norm(x += finished product of the block before)                  1 launch  (`step/rotated_norm.py`)
     q, k, v = products of y                                                      1         (`trellis/gemv_group.py`)
     queries, cache = rotated rope(q, k, v)                                       1         (`step/rotated_rope.py`)
-    attention                                                                    2
+    attention                                                                    2, or 1 of many sequences
     o = product of the attention                                                 1, or 2 where its input is rotated apart
     y = rotated norm(x += finished o)                                            1
     gate, up = products of y                                                     1

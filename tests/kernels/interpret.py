@@ -14,7 +14,7 @@ from requant_kernels.scalar.gemm import gemm
 from requant_kernels.scalar.gemv import gemv
 from requant_kernels.scalar.permute import permute_activations
 from requant_kernels.scalar.splitk_reduce import splitk_reduce
-from requant_kernels.step.attention import attend
+from requant_kernels.step import attention
 from requant_kernels.step.choose import choose_tokens
 from requant_kernels.step.embed import embed
 from requant_kernels.trellis.dequantize import dequantize as dequantize_trellis
@@ -135,6 +135,31 @@ def check_permute_and_reduce() -> None:
         assert relative_error(y, (want + bias).double()) < 1e-3
 
 
+def check_attention() -> None:
+    """In one part and in several, of one block and of more; with a mask, or a position behind which nothing is read."""
+    q, k, v = (torch.randn(2, h, n, 24).half() for h, n in ((6, 1), (2, 150), (2, 150)))
+    at, sms = torch.arange(150).expand(2, -1), attention.num_sms
+    for parts, most in ((1, 2), (2, 4), (-(-150 // attention.BLOCK), 264)):
+        attention.num_sms = lambda _, most=most: most
+        assert attention.num_parts(4, 150, most) == parts
+        for mask in (None, at < torch.tensor([[70], [1]])):
+            error = attention_error(q, k, v, mask, attention.attend(q, k, v, mask, 0.2))
+            assert error < 2e-3, f"attention in {parts} parts is off by {error:.1e}"
+        for position in (0, 63, 64, 100, 149, 150):
+            visible = at <= position
+            keys, values = (x.masked_fill(~visible[:, None, :, None], torch.nan) for x in (k, v))
+            y = attention.attend(q, keys, values, None, 0.2, position=torch.tensor(position))
+            error = attention_error(q, k, v, visible, y)
+            assert error < 2e-3, f"attention in {parts} parts is off by {error:.1e} at {position}"
+    attention.num_sms = sms
+
+
+def attention_error(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, y: torch.Tensor
+) -> float:
+    return relative_error(y, torch.ops.requant.attend(q, k, v, mask, 0.2).double())
+
+
 def check_ends() -> None:
     """Tokens as torch.argmax chooses them: the first of equal ones, zeros of both signs are, and NaN is the largest."""
     for dtype, v in ((torch.float16, 5000), (torch.float32, 7), (torch.float16, 2048)):
@@ -176,11 +201,7 @@ def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     torch.empty = poisoned_empty
-    q, k, v = (torch.randn(2, h, n, 24).half() for h, n in ((6, 1), (2, 150), (2, 150)))
-    for mask in (None, torch.arange(150).expand(2, -1) < torch.tensor([[70], [1]])):
-        want = torch.ops.requant.attend(q, k, v, mask, 0.2).double()
-        error = relative_error(attend(q, k, v, mask, 0.2), want)
-        assert error < 2e-3, f"attention is off by {error:.1e}"
+    check_attention()
     check_ends()
     for width in (2048, 6144):
         x, input_scales = torch.randn(2, width).half(), torch.rand(width).half()

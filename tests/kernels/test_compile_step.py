@@ -4,8 +4,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from requant_kernels.step import choose
-from requant_kernels.step.attention import split_kernel
+from requant_kernels.step import attention, choose
 from requant_kernels.step.embed import embed_kernel
 from requant_kernels.step.gated import gated_kernel
 from requant_kernels.step.rms_norm import add_rms_norm_kernel
@@ -25,18 +24,27 @@ INTEGERS = dict.fromkeys(
     "i32",
 )  # fmt: skip
 POINTERS = HALF | INTEGERS | {
-    "eps": "fp32", "scale": "fp32", "o_ptr": "*fp32", "top_ptr": "*fp32", "sum_ptr": "*fp32", "parts": "i32",
+    "eps": "fp32", "scale": "fp32", "o_ptr": "*fp32", "z_ptr": "*fp32", "mask_ptr": "*u8", "parts": "i32",
     **dict.fromkeys(("position_ptr", "tokens_ptr", "length_ptr", "largest_ptr"), "*i64"),
 }  # fmt: skip
+SHAPE = {"GROUP": 4, "ROWS": 16, "D": 128, "DP": 128, "BLOCK": attention.BLOCK, "PDL": True}
+SEVERAL = SHAPE | {"STAGES": attention.STAGES}
+ONE = SHAPE | {"STAGES": 0}
 CASES = {
     "rms_norm": (add_rms_norm_kernel, {"BLOCK": 4096, "PDL": True}, (), 8),
     "rms_norm of the widest model": (add_rms_norm_kernel, {"BLOCK": 16384, "PDL": True}, (), 16),
     "gated": (gated_kernel, {"ACTIVATION": "silu", "BLOCK": 1024, "PDL": True}, (), 4),
     "rope_cache": (rope_cache_kernel, {"D": 128, "PDL": True}, ("q_norm_ptr", "k_norm_ptr"), 2),
     "rope_cache with norms": (rope_cache_kernel, {"D": 128, "PDL": True}, (), 2),
-    "attention": (
-        split_kernel, {"GROUP": 4, "ROWS": 16, "D": 128, "DP": 128, "BLOCK": 64, "PDL": True}, ("mask_ptr",), 4,
+    "attention": (attention.part_kernel, SEVERAL, ("mask_ptr", "y_ptr"), 4),
+    "attention, parts of one block": (attention.part_kernel, ONE, ("mask_ptr", "y_ptr"), 4),
+    "attention in one part": (attention.part_kernel, SEVERAL, ("mask_ptr", "o_ptr", "z_ptr"), 4),
+    "attention with a mask": (attention.part_kernel, SEVERAL, ("position_ptr", "y_ptr"), 4),
+    "attention of small heads": (attention.part_kernel, ONE | {"D": 24, "DP": 32}, ("mask_ptr", "y_ptr"), 4),
+    "its parts": (
+        attention.combine_kernel, {"D": 128, "DP": 128, "PARTS": attention.MOST_PARTS, "BLOCK": 64, "PDL": True}, (), 8,
     ),
+    "a few parts": (attention.combine_kernel, {"D": 128, "DP": 128, "PARTS": 16, "BLOCK": 64, "PDL": True}, (), 1),
     "embed": (embed_kernel, {"BLOCK": 1024, "D": 128, "PDL": True}, (), 4),
     "likeliest of a part": (choose.part_kernel, {"PART": choose.PART, "LEAST": choose.LEAST_KEY, "PDL": True}, (), 4),
     "token": (choose.token_kernel, {"PARTS": 64, "LEAST": choose.LEAST_KEY, "PDL": True}, (), 1),

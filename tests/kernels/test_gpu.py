@@ -10,6 +10,7 @@ from requant_kernels.launch_config import GemmConfig, GemvConfig, TrellisGemvCon
 from requant_kernels.ops import flatten
 from requant_kernels.scalar.gemm import gemm
 from requant_kernels.scalar.gemv import gemv
+from requant_kernels.step.attention import attend
 from requant_kernels.step.choose import choose_tokens
 from requant_kernels.step.embed import embed
 from requant_kernels.trellis.dequantize import dequantize as dequantize_trellis
@@ -138,6 +139,30 @@ def test_attention_of_one_token(
         got = torch.ops.requant.attend(q, k, v, mask, 0.1)
         assert relative_error(got.cpu(), want.double()) < 2 * LIMIT[dtype]
     torch.library.opcheck(torch.ops.requant.attend, (q, k, v, filled, 0.1))
+
+
+@pytest.mark.parametrize(("b", "length"), [(1, 700), (8, 700), (1, 20000), (40, 3000)])
+def test_attention_up_to_a_position(b: int, length: int) -> None:
+    """What lies behind the position is not read, and a graph gives the same bits in every run."""
+    q = torch.randn(b, 32, 1, 128, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(b, 8, length, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    position = torch.tensor(0, device="cuda")
+    attend(q, k, v, None, 0.1, position=position)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = attend(q, k, v, None, 0.1, position=position)
+    for last in (0, 63, 64, length // 2, length - 1):
+        keys, values = k[:, :, : last + 1].clone(), v[:, :, : last + 1].clone()
+        k[:, :, last + 1 :], v[:, :, last + 1 :] = torch.nan, torch.nan
+        position.fill_(last)
+        graph.replay()
+        want = torch.ops.requant.attend(q.cpu(), keys.cpu(), values.cpu(), None, 0.1)
+        assert relative_error(y.cpu(), want.double()) < 2 * LIMIT[torch.bfloat16]
+        first = y.clone()
+        graph.replay()
+        assert torch.equal(y, first)
+        k.normal_()
+        v.normal_()
 
 
 @pytest.mark.parametrize("dtype", [*LIMIT, torch.float32])

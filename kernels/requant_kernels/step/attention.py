@@ -1,86 +1,136 @@
-"""Attention of one new token: softmax(q k^T scale) v, with grouped-query heads, over a static cache with a mask.
+"""Attention of one new token: softmax(q k^T scale) v, with grouped-query heads, over a static cache.
 
 torch's fused kernels support either a mask or grouped-query attention, not both, so keys and values would be copied once for
 every query head, and a single CTA per head would read the whole cache. Here, as in Flash-Decoding (Dao et al. 2023), the
-cache is split among CTAs: each takes one key head, all query heads that share it, and BLOCK positions; a second launch
-combines the partial results.
+positions of a key head are divided among CTAs, each with all query heads that share it, and a second launch combines
 
-Which positions there are, a mask says, or the number of tokens before this one, `position`, which is on the device: then the
-CTAs behind it read nothing.
+    y = sum_i 2^(z_i) o_i / sum_i 2^(z_i)        z_i: the logarithm of a part's sum of exponentials, o_i: its output
+
+which is left out where batch and heads alone fill the GPU. How many parts there are, a captured graph fixes; how long they
+are follows from `position`, the number of tokens before this one, which is on the device. So a short context in a long
+cache is divided as evenly as a full one, in parts of BLOCK positions at least.
 """
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none
 # pyright: reportAttributeAccessIssue=none, reportPossiblyUnboundVariable=none, reportGeneralTypeIssues=none
+# pyright: reportAssignmentType=none
+
+from functools import cache
+from math import log2
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from requant_kernels.common.device import supports_pdl
+from requant_kernels.common.device import num_sms, supports_pdl
+from requant_kernels.common.launch import launch
+from requant_kernels.common.pdl import wait_for_previous_launch
 
-BLOCK = 64
+BLOCK = 32  # positions that are multiplied at a time
+STAGES = 3  # blocks in flight, where a part has several
+CTAS_PER_SM = 2
+MOST_PARTS = 128  # more do not fit the registers of the CTA that combines them
+LOG2_E = log2(2.718281828459045)
 
 
 @triton.jit
-def split_kernel(
-    q_ptr, k_ptr, v_ptr, mask_ptr, position_ptr, o_ptr, top_ptr, sum_ptr, length, scale,
+def part_length(length, parts, BLOCK: tl.constexpr):
+    """Positions of a part: whole blocks, so that only the last block of all is not full."""
+    return tl.cdiv(tl.cdiv(length, parts), BLOCK) * BLOCK
+
+
+@triton.jit
+def _attend_block(
+    q, k_ptr, v_ptr, mask_ptr, at, last, scale, k_row, v_row, o, top, total, D: tl.constexpr, DP: tl.constexpr
+):
+    """Positions `at`: one step of the softmax that goes along (Milakov & Gimelshein 2018), to base 2."""
+    d = tl.arange(0, DP)
+    keep = at < last
+    inside = keep[:, None] & (d < D)[None, :]
+    k = tl.load(k_ptr + at[:, None].to(tl.int64) * k_row + d[None, :], mask=inside, other=0.0)
+    v = tl.load(v_ptr + at[:, None].to(tl.int64) * v_row + d[None, :], mask=inside, other=0.0)
+    if mask_ptr is not None:
+        keep &= tl.load(mask_ptr + at, mask=keep, other=0) != 0
+    score = tl.where(keep[None, :], tl.dot(q, tl.trans(k)) * scale, float("-inf"))
+    higher = tl.maximum(top, tl.max(score, 1))
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    weight = tl.exp2(score - base[:, None])
+    shrunk = tl.exp2(top - base)
+    o = tl.dot(weight.to(v.dtype), v, o * shrunk[:, None])
+    return o, higher, total * shrunk + tl.sum(weight, 1)
+
+
+@triton.jit
+def part_kernel(
+    q_ptr, k_ptr, v_ptr, mask_ptr, position_ptr, o_ptr, z_ptr, y_ptr, length, scale, parts,
     q_batch, q_head, k_batch, k_head, k_row, v_batch, v_head, v_row, mask_batch,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Unnormalized output, maximum score and sum of exponentials over BLOCK positions; grid (heads, splits, batch)."""
-    batch, head = tl.program_id(2).to(tl.int64), tl.program_id(0).to(tl.int64)
-    i, d, at = tl.arange(0, ROWS), tl.arange(0, DP), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    """A part of the positions of one key head; grid (heads, parts, batch). STAGES 0: it is one block.
+
+    o `[b, heads GROUP, parts, D]` and z `[b, heads GROUP, parts]`, or y `[b, heads GROUP, D]` where there is one part.
+    """
+    head, part, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    i, d, n = tl.arange(0, ROWS), tl.arange(0, DP), tl.arange(0, BLOCK)
     if position_ptr is not None:
         length = tl.minimum(length, tl.load(position_ptr).to(tl.int32) + 1)
-    inside = (at < length)[:, None] & (d < D)[None, :]
-    keep = at < length
-    if mask_ptr is not None:
-        keep &= tl.load(mask_ptr + batch * mask_batch + at, mask=at < length, other=0) != 0
+    size = part_length(length, parts, BLOCK)
+    first = part * size
+    if first >= length:
+        return
+    last = tl.minimum(first + size, length)
+    k_ptr += batch * k_batch + head.to(tl.int64) * k_head
+    v_ptr += batch * v_batch + head.to(tl.int64) * v_head
+    wait_for_previous_launch(PDL, True)
+    row = head * GROUP + i
     own = (i < GROUP)[:, None] & (d < D)[None, :]
-    q = tl.load(
-        q_ptr + batch * q_batch + (head * GROUP + i)[:, None] * q_head + d[None, :], mask=own, other=0.0
-    )
-    k = tl.load(
-        k_ptr + batch * k_batch + head * k_head + at[:, None].to(tl.int64) * k_row + d[None, :],
-        mask=inside,
-        other=0.0,
-    )
-    v = tl.load(
-        v_ptr + batch * v_batch + head * v_head + at[:, None].to(tl.int64) * v_row + d[None, :],
-        mask=inside,
-        other=0.0,
-    )
-    score = tl.where(keep[None, :], tl.dot(q, tl.trans(k)) * scale, float("-inf"))
-    top = tl.max(score, 1)
-    weight = tl.exp(score - tl.where(top == float("-inf"), 0.0, top)[:, None])
-    split = ((batch * tl.num_programs(0) + head) * tl.num_programs(1) + tl.program_id(1)) * ROWS + i
-    tl.store(o_ptr + split[:, None] * DP + d[None, :], tl.dot(weight.to(v.dtype), v))
-    tl.store(top_ptr + split, top)
-    tl.store(sum_ptr + split, tl.sum(weight, 1))
+    q = tl.load(q_ptr + batch * q_batch + row[:, None] * q_head + d[None, :], mask=own, other=0.0)
+    if mask_ptr is not None:
+        mask_ptr += batch * mask_batch
+    o, total = tl.zeros([ROWS, DP], tl.float32), tl.zeros([ROWS], tl.float32)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    if STAGES == 0:
+        o, top, total = _attend_block(
+            q, k_ptr, v_ptr, mask_ptr, first + n, last, scale, k_row, v_row, o, top, total, D, DP
+        )
+    else:
+        for start in tl.range(first, last, BLOCK, num_stages=STAGES):
+            o, top, total = _attend_block(
+                q, k_ptr, v_ptr, mask_ptr, start + n, last, scale, k_row, v_row, o, top, total, D, DP
+            )
+    row = batch * tl.num_programs(0) * GROUP + row
+    if y_ptr is not None:
+        y = o / total[:, None]
+        tl.store(y_ptr + row[:, None] * D + d[None, :], y.to(y_ptr.dtype.element_ty), mask=own)
+    else:
+        o /= tl.where(total == 0.0, 1.0, total)[:, None]
+        tl.store(o_ptr + (row * parts + part)[:, None] * D + d[None, :], o, mask=own)
+        tl.store(z_ptr + row * parts + part, top + tl.log2(total), mask=i < GROUP)
 
 
 @triton.jit
 def combine_kernel(
-    o_ptr, top_ptr, sum_ptr, y_ptr, splits, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    SPLITS: tl.constexpr, PDL: tl.constexpr,
+    o_ptr, z_ptr, position_ptr, y_ptr, length, parts,
+    D: tl.constexpr, DP: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Combine the splits into y `[batch, heads GROUP, D]`; grid (batch heads, GROUP)."""
-    p, d = tl.arange(0, SPLITS), tl.arange(0, DP)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    split = (tl.program_id(0).to(tl.int64) * splits + p) * ROWS + tl.program_id(1)
-    top = tl.load(top_ptr + split, mask=p < splits, other=float("-inf"))
-    scale = tl.exp(top - tl.max(top, 0))
-    total = tl.sum(tl.load(sum_ptr + split, mask=p < splits, other=0.0) * scale, 0)
-    o = tl.load(o_ptr + split[:, None] * DP + d[None, :], mask=(p < splits)[:, None], other=0.0)
-    y = tl.sum(o * scale[:, None], 0) / total
-    offset = (tl.program_id(0).to(tl.int64) * GROUP + tl.program_id(1)) * D + d
-    tl.store(y_ptr + offset, y.to(y_ptr.dtype.element_ty), mask=d < D)
+    """The parts of one query head into y `[b, h, D]`, in their order; grid (b h)."""
+    row = tl.program_id(0).to(tl.int64)
+    p, d = tl.arange(0, PARTS), tl.arange(0, DP)
+    if position_ptr is not None:
+        length = tl.minimum(length, tl.load(position_ptr).to(tl.int32) + 1)
+    there = p < tl.cdiv(length, part_length(length, parts, BLOCK))
+    wait_for_previous_launch(PDL, True)
+    z = tl.load(z_ptr + row * parts + p, mask=there, other=float("-inf"))
+    o = tl.load(
+        o_ptr + (row * parts + p)[:, None] * D + d[None, :],
+        mask=there[:, None] & (d < D)[None, :],
+        other=0.0,
+    )
+    weight = tl.exp2(z - tl.max(z, 0))
+    y = tl.sum(o * weight[:, None], 0) / tl.sum(weight, 0)
+    tl.store(y_ptr + row * D + d, y.to(y_ptr.dtype.element_ty), mask=d < D)
 
 
 def attend(
@@ -88,35 +138,62 @@ def attend(
 ) -> Tensor:
     """y [b, 1, h, d] of q [b, h, 1, d], k and v [b, heads, length, d].
 
-    mask: bool [b, length]. position: int64, one number: of all sequences, only so many rows and the next one count.
+    mask: bool [b, length], rows contiguous. position: int64, one number: of all sequences, only so many rows and the next
+    one count. It is read before the launch before this one has ended, so no launch that may still run writes it.
     """
     b, h, _, head_dim = q.shape
     heads, length = k.shape[1:3]
-    group, splits = h // heads, triton.cdiv(length, BLOCK)
-    rows, padded = max(16, triton.next_power_of_2(group)), max(16, triton.next_power_of_2(head_dim))
-    o = torch.empty(b * heads, splits, rows, padded, dtype=torch.float32, device=q.device)
-    top, total = (
-        torch.empty(b * heads, splits, rows, dtype=torch.float32, device=q.device) for _ in range(2)
-    )
+    parts = num_parts(b * heads, length, num_sms(q.device))
     y = torch.empty(b, 1, h, head_dim, dtype=q.dtype, device=q.device)
-    pdl = supports_pdl(q.device)
-    launch_options = {"launch_pdl": True} if pdl else {}
-    shape = {"GROUP": group, "ROWS": rows, "D": head_dim, "DP": padded, "PDL": pdl}
+    o = z = None
+    if parts > 1:
+        o = torch.empty(b, h, parts, head_dim, dtype=torch.float32, device=q.device)
+        z = torch.empty(b, h, parts, dtype=torch.float32, device=q.device)
     mask_bytes = None if mask is None else mask.view(torch.uint8)
-    split_kernel[(heads, splits, b)](
-        q, k, v, mask_bytes, position, o, top, total, length, scale, q.stride(0), q.stride(1), k.stride(0), k.stride(1),
-        k.stride(2), v.stride(0), v.stride(1), v.stride(2), 0 if mask_bytes is None else mask_bytes.stride(0), **shape,
-        BLOCK=BLOCK, num_warps=4, **launch_options,
+    pdl, one_block = supports_pdl(q.device), parts * BLOCK >= length
+    launch(
+        part_kernel,
+        (heads, parts, b),
+        (
+            q, k, v, mask_bytes, position, o, z, y if parts == 1 else None, length, scale * LOG2_E, parts, q.stride(0),
+            q.stride(1), k.stride(0), k.stride(1), k.stride(2), v.stride(0), v.stride(1), v.stride(2),
+            0 if mask_bytes is None else mask_bytes.stride(0),
+        ),
+        _part_constants(h // heads, head_dim, one_block, pdl),
     )  # fmt: skip
-    combine_kernel[(b * heads, group)](
-        o,
-        top,
-        total,
-        y,
-        splits,
-        **shape,
-        SPLITS=triton.next_power_of_2(splits),
-        num_warps=4,
-        **launch_options,
-    )
+    if parts > 1:
+        launch(
+            combine_kernel,
+            (b * h, 1, 1),
+            (o, z, position, y, length, parts),
+            _combine_constants(head_dim, triton.next_power_of_2(parts), pdl),
+        )
     return y
+
+
+def num_parts(rows: int, length: int, sms: int) -> int:
+    """Parts of each of so many (sequence, key head), at least a block each: enough to fill the GPU."""
+    return max(1, min(-(-length // BLOCK), CTAS_PER_SM * sms // rows, MOST_PARTS))
+
+
+@cache
+def _part_constants(group: int, head_dim: int, one_block: bool, pdl: bool) -> dict[str, object]:
+    return {
+        "GROUP": group, "ROWS": max(16, triton.next_power_of_2(group)), "D": head_dim, "DP": _padded(head_dim),
+        "BLOCK": BLOCK, "STAGES": 0 if one_block else STAGES, "PDL": pdl,
+        "num_warps": 4, **_options(pdl),
+    }  # fmt: skip
+
+
+@cache
+def _combine_constants(head_dim: int, parts: int, pdl: bool) -> dict[str, object]:
+    shape = {"D": head_dim, "DP": _padded(head_dim), "PARTS": parts, "BLOCK": BLOCK}
+    return {**shape, "PDL": pdl, "num_warps": max(1, parts // 16), **_options(pdl)}
+
+
+def _padded(head_dim: int) -> int:
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def _options(pdl: bool) -> dict[str, object]:
+    return {"launch_pdl": True} if pdl else {}

@@ -53,7 +53,7 @@ def rope_cache_kernel(
     token, head = tl.program_id(1).to(tl.int64), tl.program_id(0)
     at = tl.arange(0, D)
     inside = at < head_dim
-    wait_for_previous_launch(PDL, True)
+    wait_for_previous_launch(PDL, False)
     cos_ptr += token * trig_row
     sin_ptr += token * trig_row
     position = tl.load(position_ptr)
