@@ -11,6 +11,8 @@ import torch
 triton = pytest.importorskip("triton")
 
 from requant_kernels.common.launch import _tag, declared, with_smem_bytes  # noqa: E402
+from triton.compiler import CompiledKernel  # noqa: E402
+from triton.runtime.jit import JITFunction  # noqa: E402
 
 
 def declaration(size: int) -> str:
@@ -118,7 +120,6 @@ def every_way() -> None:
 def test_what_is_launched_directly_is_what_triton_would_bind(monkeypatch) -> None:
     from requant_kernels.common import launch
     from requant_kernels.trellis import fused_hadamard
-    from triton.runtime.jit import JITFunction
 
     def run(self, *args, grid, warmup, **kwargs):
         own = {name: value for name, value in kwargs.items() if name not in launch.OPTIONS}
@@ -136,6 +137,49 @@ def test_what_is_launched_directly_is_what_triton_would_bind(monkeypatch) -> Non
     assert len(launch._chosen) == known >= 20, "the second time every launch is known"
     assert len(LAUNCHED) - before > known
     assert len({kernel for kernel, *_ in launch._chosen}) >= 8
+
+
+def takes_a_tensor(x_ptr, n, absent, BLOCK):
+    """What a kernel is made of."""
+
+
+class Started(CompiledKernel):
+    """A compiled kernel that notes how it is started."""
+
+    def __init__(self) -> None:
+        self.started: list[tuple] = []
+
+    function, packed_metadata = 7, (4, 1)
+
+    @property
+    def run(self) -> object:
+        return lambda *args: self.started.append(args)
+
+    def __getitem__(self, grid: tuple) -> object:
+        return lambda *args: self.started.append((grid, *args))
+
+
+def test_known_kernels_are_started_with_addresses(monkeypatch) -> None:
+    """Without Triton's hooks, unless there are any."""
+    from requant_kernels.common import launch
+    from triton import knobs
+
+    compiled, x, constants = Started(), torch.zeros(16), {"BLOCK": 8, "num_warps": 4}
+    kernel = JITFunction(takes_a_tensor)
+    monkeypatch.setattr(JITFunction, "run", lambda self, *args, **options: compiled)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 99, raising=False)
+    monkeypatch.setattr(launch, "_chosen", {})
+    for _ in range(2):
+        launch.launch(kernel, (3, 2, 1), (x, 5, None), constants)
+    assert compiled.started == [(3, 2, 1, 99, 7, (4, 1), None, None, None, x.data_ptr(), 5, None, 8)]
+    hook = lambda metadata: None  # noqa: E731
+    knobs.runtime.launch_enter_hook.add(hook)
+    try:
+        launch.launch(kernel, (3, 2, 1), (x, 5, None), constants)
+    finally:
+        knobs.runtime.launch_enter_hook.remove(hook)
+    assert compiled.started[1][0] == (3, 2, 1) and compiled.started[1][1] is x
 
 
 def test_shared_memory_that_a_text_declares() -> None:
