@@ -23,7 +23,7 @@ first asked: those in Gluon need Triton 3.6, and the CPU needs no Triton at all.
     | 17 .. 512  | gemm_sm90    | Hopper; all but codebooks of more than 4 bits                                      |
     | 17 .. 128  | gemm         | any                                                                                |
     | any        | dense        | dequantize, then cuBLAS                                                            |
-    | 1 .. 16    | trellis_gemv, beyond it to 512 trellis_gemm_sm90 on Hopper, and trellis_dense                     |
+    | 1 .. 16    | trellis_gemv, beyond it to 1024 trellis_gemm_sm90 on Hopper, and trellis_dense                    |
     | any        | torch_fallback, without a GPU                                                                     |
 """
 

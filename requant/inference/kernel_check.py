@@ -1,10 +1,10 @@
 """Kernels are checked while a model loads: the first matrix of every kind, against the same matrix dequantized.
 
-    |y - x w~'| <= LIMIT |x w~'|        (Frobenius; x Gaussian, one number of tokens for every bucket up to 1024)
+    |y - x w~'| <= LIMIT |x w~'|        (Frobenius; x Gaussian, one number of tokens for every bucket up to 2048)
 
 Kernels are compiled on the user's machine, for its GPU, by whatever compiler is installed there. One that is wrong or does
 not compile there is found here, its matrices are dequantized at every call instead, and the log says so. A check costs one
-dequantized matrix and nine products per kind: matrices of one format, bit width and shape run the same programs. What these
+dequantized matrix and ten products per kind: matrices of one format, bit width and shape run the same programs. What these
 launch is compiled first, several kernels at once, since compiling is all the time that a check takes.
 """
 
@@ -23,8 +23,8 @@ try:
 except ImportError:  # no Triton, so nothing that it could fail to compile
     TritonError = type("TritonError", (Exception,), {})
 
-# one for each `m_bucket` up to 1024, since kernel and launch are chosen per bucket; larger ones run the last program too
-TOKENS = (1, 8, 16, 24, 40, 100, 160, 300, 520)
+# one for each `m_bucket` up to 2048, since kernel and launch are chosen per bucket; larger ones run the last program too
+TOKENS = (1, 8, 16, 24, 40, 100, 160, 300, 520, 1040)
 LIMIT = 2e-2  # bfloat16 rounds to 2e-3; a wrong index is of the order of 1
 
 

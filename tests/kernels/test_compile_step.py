@@ -19,8 +19,8 @@ HALF = dict.fromkeys(
 )  # fmt: skip
 INTEGERS = dict.fromkeys(
     ("k", "n", "delta_row", "gate_row", "up_row", "q_heads", "k_heads", "head_dim", "q_row", "k_row", "v_row", "trig_row",
-     "cache_batch", "cache_head", "length", "q_batch", "q_head", "k_batch", "k_head", "v_batch", "v_head", "mask_batch", "v",
-     "logits_row"),
+     "cache_head", "length", "tokens", "q_batch", "q_head", "k_batch", "k_head", "v_batch", "v_head",
+     "mask_batch", "v", "logits_row"),
     "i32",
 )  # fmt: skip
 POINTERS = HALF | INTEGERS | {
@@ -34,8 +34,9 @@ CASES = {
     "rms_norm": (add_rms_norm_kernel, {"BLOCK": 4096, "PDL": True}, (), 8),
     "rms_norm of the widest model": (add_rms_norm_kernel, {"BLOCK": 16384, "PDL": True}, (), 16),
     "gated": (gated_kernel, {"ACTIVATION": "silu", "BLOCK": 1024, "PDL": True}, (), 4),
-    "rope_cache": (rope_cache_kernel, {"D": 128, "PDL": True}, ("q_norm_ptr", "k_norm_ptr"), 2),
-    "rope_cache with norms": (rope_cache_kernel, {"D": 128, "PDL": True}, (), 2),
+    "rope_cache": (rope_cache_kernel, {"HEADS": 1, "D": 128, "PDL": True}, ("q_norm_ptr", "k_norm_ptr"), 2),
+    "rope_cache with norms": (rope_cache_kernel, {"HEADS": 1, "D": 128, "PDL": True}, (), 2),
+    "rope_cache of a prompt, with norms": (rope_cache_kernel, {"HEADS": 8, "D": 128, "PDL": True}, (), 4),
     "attention": (attention.part_kernel, SEVERAL, ("mask_ptr", "y_ptr"), 4),
     "attention, parts of one block": (attention.part_kernel, ONE, ("mask_ptr", "y_ptr"), 4),
     "attention in one part": (attention.part_kernel, SEVERAL, ("mask_ptr", "o_ptr", "z_ptr"), 4),

@@ -295,13 +295,14 @@ def test_trellis_launches_that_do_not_fit_are_refused(launch: tuple[int, int, in
 @counts_instructions
 @pytest.mark.parametrize("units", [{}, {"units": 1}], ids=str)
 def test_dequantize_compiles(units: dict[str, int]) -> None:
-    constants = dequantize_constants("mul1", 9, 1, num_warps=4) | units
-    pointers = {"codes_ptr": "*i32", "out_ptr": "*fp16", "units": "i32", "columns": "i32"}
-    machine = compile_kernel(trellis_dequantize_kernel, constants, capability=90, pointers=pointers, warps=4)
+    constants = dequantize_constants("mul1", 9, 1) | units
+    pointers = {"codes_ptr": "*i32", "out_ptr": "*i32", "units": "i32", "columns": "i32"}
+    machine = compile_kernel(trellis_dequantize_kernel, constants, capability=90, pointers=pointers, warps=1)
     weights = 32 * constants["J"]  # of a lane
     assert machine.stack == 0
     assert machine.opcodes["IDP"] == weights
-    assert machine.instructions < 8 * weights
+    assert machine.opcodes["STS"] == 0
+    assert machine.instructions < 13 * weights
 
 
 @counts_instructions

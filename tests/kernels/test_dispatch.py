@@ -104,7 +104,7 @@ def test_the_kernel_of_every_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -
                 513: "dense",
             }  # fmt: skip
             assert chosen(four, 17)[0] == (many or "gemm") and chosen(from_memory, 17)[0] == "gemm"
-            names = [chosen(trellis, m)[0] for m in (1, 16, 17, 512, 513)]
+            names = [chosen(trellis, m)[0] for m in (1, 16, 17, 1024, 1025)]
             many = "trellis_gemm_sm90" if sm90 else "trellis_dense"
             assert names == ["trellis_gemv", "trellis_gemv", many, many, "trellis_dense"]
 

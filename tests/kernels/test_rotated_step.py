@@ -45,21 +45,28 @@ ACTIVATIONS = dict.fromkeys(
     ("x_ptr", "weight_ptr", "q_norm_ptr", "k_norm_ptr", "cos_ptr", "sin_ptr", "keys_ptr", "values_ptr"),
     "*bf16",
 )
-NUMBERS = dict.fromkeys(("length", "trig_row", "cache_batch", "cache_head"), "i32")
+NUMBERS = dict.fromkeys(("length", "tokens", "trig_row", "cache_head"), "i32")
 ARGUMENTS = PRODUCTS | SCALES | ACTIVATIONS | NUMBERS | {"position_ptr": "*i64", "eps": "fp32"}
 
 
-def machine_of(kernel: Any, shape: Any, y: str, absent: tuple[str, ...], **constants: Any) -> Machine:
+def machine_of(
+    kernel: Any, shape: Any, y: str, absent: tuple[str, ...], *, products: str = "*fp32", **constants: Any
+) -> Machine:
     return compile_kernel(
         kernel, {"SHAPE": shape, "ALLOCATE": ALLOCATE, "PDL": True, **constants}, capability=90, warps=16,
-        pointers=ARGUMENTS | {"y_ptr": y}, absent=absent, aligned=tuple(NUMBERS),
+        pointers=ARGUMENTS | dict.fromkeys(PRODUCTS.keys() - {"scales_ptr"}, products) | {"y_ptr": y}, absent=absent,
+        aligned=tuple(NUMBERS),
     )  # fmt: skip
 
 
 def form_of(kind: str, width: int) -> ActivationForm:
     if kind == "int8":
         return ActivationForm(columns=-(-width // 4096) * 4096, int8=True)
-    return ActivationForm(columns=width, permute=True)
+    return ActivationForm(columns=width, permute=kind == "permuted")
+
+
+def products_of(kind: str) -> str:
+    return "*fp16" if kind == "dense" else "*fp32"  # cuBLAS gives the former
 
 
 def norm(width: int, kind: str, splits: int) -> Machine:
@@ -69,10 +76,10 @@ def norm(width: int, kind: str, splits: int) -> Machine:
         width=width, num_tiles=-(-width // 4096), crosses=tiles_of_block(width) > 1, finish=finish,
         source=Source(splits=splits, row_stride=width), target=target,
     )  # fmt: skip
-    y = {"int8": "*i8", "permuted": "*fp16", "plain": "*bf16"}[kind]
+    y = {"int8": "*i8", "permuted": "*fp16", "dense": "*fp16", "plain": "*bf16"}[kind]
     absent = ("bias_ptr", *(() if kind == "int8" else ("scales_ptr",)))
     absent += ("input_scales_ptr",) if kind == "plain" else ()
-    return machine_of(rotated_norm_kernel, shape, y, absent, SUM=SUM_THREADS)
+    return machine_of(rotated_norm_kernel, shape, y, absent, products=products_of(kind), SUM=SUM_THREADS)
 
 
 def gate(width: int, kind: str, splits: int) -> Machine:
@@ -84,10 +91,18 @@ def gate(width: int, kind: str, splits: int) -> Machine:
     )  # fmt: skip
     absent = ("gate_bias_ptr", "up_bias_ptr", *(() if kind == "int8" else ("scales_ptr",)))
     y = "*i8" if kind == "int8" else "*fp16"
-    return machine_of(rotated_gate_kernel, shape, y, absent, DTYPE=tl.bfloat16, ACTIVATION="silu")
+    return machine_of(
+        rotated_gate_kernel,
+        shape,
+        y,
+        absent,
+        products=products_of(kind),
+        DTYPE=tl.bfloat16,
+        ACTIVATION="silu",
+    )
 
 
-def rope(widths: tuple[int, int], splits: int, normed: bool) -> Machine:
+def rope(widths: tuple[int, int], splits: int, normed: bool, kind: str = "") -> Machine:
     source = Source(splits=splits, row_stride=6144)
     q, k = (
         Part(width=w, num_tiles=-(-w // 4096), source=source, finish=tile_transform(head_order(128), w & -w))
@@ -95,21 +110,30 @@ def rope(widths: tuple[int, int], splits: int, normed: bool) -> Machine:
     )
     norms = () if normed else ("q_norm_ptr", "k_norm_ptr")
     absent = ("q_bias_ptr", "k_bias_ptr", "v_bias_ptr", *norms)
-    return machine_of(rotated_rope_kernel, RopeShape(q=q, k=k, v=k, head_dim=128), "*bf16", absent)
+    return machine_of(
+        rotated_rope_kernel,
+        RopeShape(q=q, k=k, v=k, head_dim=128),
+        "*bf16",
+        absent,
+        products=products_of(kind),
+    )
 
 
 CASES = {  # what is compiled, most instructions, barriers
     "norm, 8B": (lambda: norm(4096, "int8", 1), 650, 5),
     "norm, 64 tokens": (lambda: norm(4096, "permuted", 4), 640, 3),
+    "norm, 4096 tokens": (lambda: norm(4096, "dense", 1), 640, 3),
     "norm, the last one": (lambda: norm(4096, "plain", 1), 370, 2),
     "norm, 3B": (lambda: norm(3072, "int8", 1), 750, 5),
     "norm, 8192 wide": (lambda: norm(8192, "int8", 1), 1220, 9),
     "gate, 8B": (lambda: gate(14336, "int8", 1), 900, 5),
     "gate, 64 tokens": (lambda: gate(14336, "permuted", 2), 960, 3),
+    "gate, 4096 tokens": (lambda: gate(14336, "dense", 1), 960, 3),
     "gate, 1B": (lambda: gate(8192, "int8", 1), 1630, 10),
     "rope, 8B": (lambda: rope((4096, 1024), 1, False), 960, 3),
     "rope, Qwen3-8B": (lambda: rope((4096, 1024), 1, True), 1080, 5),
     "rope, 64 tokens": (lambda: rope((4096, 1024), 8, True), 1480, 5),
+    "rope, 4096 tokens": (lambda: rope((4096, 1024), 1, False, "dense"), 1000, 3),
 }
 
 

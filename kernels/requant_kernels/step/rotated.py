@@ -74,7 +74,7 @@ def load_product(pointer, token, index, width, SOURCE: tl.constexpr, TRANSFORM: 
         found = total
     scaled = ()
     for i in tl.static_range(8):
-        scaled = scaled + (found[i] * FACTOR,)
+        scaled = scaled + (found[i].to(tl.float32) * FACTOR,)
     return scaled
 
 

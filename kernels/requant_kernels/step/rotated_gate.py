@@ -10,6 +10,7 @@ tile of a token, or a block of two tiles, and needs no other's values. Rounded a
 # pyright: reportAttributeAccessIssue=none, reportPossiblyUnboundVariable=none, reportGeneralTypeIssues=none
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -17,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from requant_kernels.common.device import supports_pdl
-from requant_kernels.common.launch import interned, launch
+from requant_kernels.common.launch import launch
 from requant_kernels.common.occupancy import apart_smem_bytes
 from requant_kernels.common.pdl import wait_for_previous_launch
 from requant_kernels.hadamard.registers import (
@@ -31,6 +32,7 @@ from requant_kernels.hadamard.registers import (
     tile_transform,
 )
 from requant_kernels.hadamard.tile_kernel import HADAMARD_TILE
+from requant_kernels.step import dense_gate
 from requant_kernels.step.gated import activated
 from requant_kernels.step.rotated import (
     MAX_TILES,
@@ -133,16 +135,11 @@ def rotated_gate(
     form: ActivationForm,
 ) -> RotatedActivations:
     """`activation` of the finished gate times the finished up, rounded to `dtype`, rotated for the matrix that reads it."""
+    if dense_gate.supports(gate, up, form):
+        return dense_gate.dense_gate(gate, up, activation, dtype, input_scales=input_scales, form=form)
     m, f = gate.values.shape[-2:]
     found, device = form.empty(m, input_scales.device), input_scales.device
-    finish, tiles = tile_transform(NATURAL, f & -f), tiles_of_block(f)
-    pdl = supports_pdl(device)
-    options: dict[str, object] = {"launch_pdl": True} if pdl else {}
-    shape = GateShape(
-        width=f, num_tiles=tiles, crosses=tiles > 1, finish=finish, gate=gate.source, up=up.source,
-        target=target_of(form, finish.after, f),
-    )  # fmt: skip
-    ctas = -(-f // (tiles * HADAMARD_TILE))
+    ctas = -(-f // (tiles_of_block(f) * HADAMARD_TILE))
     launch(
         rotated_gate_kernel,
         (ctas, m, 1),
@@ -150,10 +147,23 @@ def rotated_gate(
             gate.values, up.values, gate.output_scales, up.output_scales, gate.bias, up.bias, input_scales, found.values,
             found.scales,
         ),
-        interned(
-            SHAPE=shape, ALLOCATE=ALLOCATE, DTYPE=TYPES[dtype], ACTIVATION=activation, PDL=pdl, num_warps=NUM_WARPS,
-            num_stages=1, **options,
-        ),
+        _constants(f, gate.source, up.source, form, dtype, activation, supports_pdl(device)),
         smem_bytes=apart_smem_bytes(ctas * m, device),
     )  # fmt: skip
     return found
+
+
+@cache
+def _constants(
+    width: int, gate: Source, up: Source, form: ActivationForm, dtype: torch.dtype, activation: str, pdl: bool
+) -> dict[str, object]:
+    options: dict[str, object] = {"launch_pdl": True} if pdl else {}
+    finish, tiles = tile_transform(NATURAL, width & -width), tiles_of_block(width)
+    shape = GateShape(
+        width=width, num_tiles=tiles, crosses=tiles > 1, finish=finish, gate=gate, up=up,
+        target=target_of(form, finish.after, width),
+    )  # fmt: skip
+    return {
+        "SHAPE": shape, "ALLOCATE": ALLOCATE, "DTYPE": TYPES[dtype], "ACTIVATION": activation, "PDL": pdl,
+        "num_warps": NUM_WARPS, "num_stages": 1, **options,
+    }  # fmt: skip

@@ -10,6 +10,7 @@ it. Either end may be missing: the first norm of a model follows no product, and
 # pyright: reportAttributeAccessIssue=none, reportPossiblyUnboundVariable=none, reportGeneralTypeIssues=none
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -17,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from requant_kernels.common.device import supports_pdl
-from requant_kernels.common.launch import interned, launch
+from requant_kernels.common.launch import launch
 from requant_kernels.common.occupancy import apart_smem_bytes
 from requant_kernels.common.pdl import wait_for_previous_launch
 from requant_kernels.hadamard.registers import (
@@ -143,15 +144,8 @@ def rotated_norm(
     With the `input_scales` and the `form` of the matrices that read it, rotated for them.
     """
     m, k = x.shape
-    finish = tile_transform(NATURAL, k & -k)
     found = torch.empty_like(x) if form is None else form.empty(m, x.device)
     y, scales = (found, None) if isinstance(found, Tensor) else (found.values, found.scales)
-    pdl = supports_pdl(x.device)
-    options: dict[str, object] = {"launch_pdl": True} if pdl else {}
-    shape = NormShape(
-        width=k, num_tiles=-(-k // HADAMARD_TILE), crosses=tiles_of_block(k) > 1, finish=finish,
-        source=None if product is None else product.source, target=form and target_of(form, finish.after, k),
-    )  # fmt: skip
     launch(
         rotated_norm_kernel,
         (1, m, 1),
@@ -159,9 +153,28 @@ def rotated_norm(
             product and product.values, product and product.output_scales, product and product.bias, x, weight,
             input_scales, y, scales, eps,
         ),
-        interned(
-            SHAPE=shape, ALLOCATE=ALLOCATE, SUM=SUM_THREADS, PDL=pdl, num_warps=NUM_WARPS, num_stages=1, **options
-        ),
+        _constants(k, product and product.source, form, supports_pdl(x.device)),
         smem_bytes=apart_smem_bytes(m, x.device),
     )  # fmt: skip
     return found
+
+
+@cache
+def _constants(
+    width: int, source: Source | None, form: ActivationForm | None, pdl: bool
+) -> dict[str, object]:
+    options: dict[str, object] = {"launch_pdl": True} if pdl else {}
+    finish = tile_transform(NATURAL, width & -width)
+    shape = NormShape(
+        width=width, num_tiles=-(-width // HADAMARD_TILE), crosses=tiles_of_block(width) > 1, finish=finish,
+        source=source, target=form and target_of(form, finish.after, width),
+    )  # fmt: skip
+    return {
+        "SHAPE": shape,
+        "ALLOCATE": ALLOCATE,
+        "SUM": SUM_THREADS,
+        "PDL": pdl,
+        "num_warps": NUM_WARPS,
+        "num_stages": 1,
+        **options,
+    }

@@ -1,6 +1,6 @@
 """From q, k and v to attention in one launch: finish the products, norms of heads, RoPE, keys and values into the cache.
 
-    q, k  ->  rope(norm(output_scales * H product + bias))        k, v  ->  row `position` of the cache
+    q, k  ->  rope(norm(output_scales * H product + bias))        k, v  ->  the cache, from row `position` on
 
 A CTA has a tile of one of the three, whose rotations are their own. Its order (`hadamard/registers.py`) is chosen so that
 after the transform a thread holds values and their partners, half a head apart, and neighbouring lanes the rest of the head.
@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from requant_kernels.common.device import supports_pdl
-from requant_kernels.common.launch import interned, launch
+from requant_kernels.common.launch import launch
 from requant_kernels.common.occupancy import apart_smem_bytes
 from requant_kernels.common.pdl import wait_for_previous_launch
 from requant_kernels.hadamard.registers import (
@@ -132,8 +132,8 @@ def _with_rope(x, in_head, norm_ptr, cos_ptr, sin_ptr, eps, HEAD_DIM: tl.constex
 @triton.jit
 def rotated_rope_kernel(
     q_ptr, k_ptr, v_ptr, q_scales_ptr, k_scales_ptr, v_scales_ptr, q_bias_ptr, k_bias_ptr, v_bias_ptr, q_norm_ptr,
-    k_norm_ptr, cos_ptr, sin_ptr, position_ptr, y_ptr, keys_ptr, values_ptr, length, trig_row, cache_batch, cache_head,
-    eps, SHAPE: tl.constexpr, ALLOCATE: tl.constexpr, PDL: tl.constexpr,
+    k_norm_ptr, cos_ptr, sin_ptr, position_ptr, y_ptr, keys_ptr, values_ptr, length, tokens, trig_row,
+    cache_head, eps, SHAPE: tl.constexpr, ALLOCATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A tile of one token: first those of q, then of k, then of v; grid (tiles, tokens)."""
     Q: tl.constexpr = SHAPE.q
@@ -150,6 +150,7 @@ def rotated_rope_kernel(
     in_head = index % D
     cos_ptr += token * trig_row
     sin_ptr += token * trig_row
+    cache_row = token // tokens * (K.width // D) * cache_head
     if tile < Q.num_tiles:
         x = _finished_tile(q_ptr, q_scales_ptr, q_bias_ptr, tile, token, lane, warp, smem, Q, DTYPE, PDL)
         at = tile * 4096 + index
@@ -160,17 +161,17 @@ def rotated_rope_kernel(
         x = _finished_tile(k_ptr, k_scales_ptr, k_bias_ptr, own, token, lane, warp, smem, K, DTYPE, PDL)
         at = own * 4096 + index
         y = _with_rope(x, in_head, k_norm_ptr, cos_ptr, sin_ptr, eps, D)
-        position = tl.load(position_ptr)
+        position = tl.load(position_ptr) + token % tokens
         inside = (at < K.width) & (position < length)
-        row = keys_ptr + token * cache_batch + position.to(tl.int64) * D
+        row = keys_ptr + cache_row + position * D
         store_eight(row, at // D * cache_head + in_head, y, inside, inside, HALF)
     else:
         own = tile - Q.num_tiles - K.num_tiles
         x = _finished_tile(v_ptr, v_scales_ptr, v_bias_ptr, own, token, lane, warp, smem, V, DTYPE, PDL)
         at = own * 4096 + index
-        position = tl.load(position_ptr)
+        position = tl.load(position_ptr) + token % tokens
         inside = (at < V.width) & (position < length)
-        row = values_ptr + token * cache_batch + position.to(tl.int64) * D
+        row = values_ptr + cache_row + position * D
         store_eight(row, at // D * cache_head + in_head, x, inside, inside, HALF)
 
 
@@ -185,31 +186,45 @@ def rotated_rope(
     q: Product, k: Product, v: Product, cos: Tensor, sin: Tensor, position: Tensor, keys: Tensor, values: Tensor, *,
     q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0,
 ) -> Tensor:  # fmt: skip
-    """The queries after RoPE, [b, q_heads, head_dim]; the keys after it, and the values, go into the caches. The other
+    """The queries after RoPE, [m, q_heads, head_dim]; the keys after it, and the values, go into the caches. The other
     arguments are those of `rope_cache`."""
-    b, q_width = q.values.shape[-2:]
-    length, head_dim = keys.shape[2:]
-    order = head_order(head_dim)
-
-    def part(product: Product) -> Part:
-        width = product.values.shape[-1]
-        finish = tile_transform(order, width & -width)
-        return Part(width=width, num_tiles=-(-width // HADAMARD_TILE), source=product.source, finish=finish)
-
-    shape = RopeShape(q=part(q), k=part(k), v=part(v), head_dim=head_dim)
-    y = torch.empty(b, q_width // head_dim, head_dim, dtype=keys.dtype, device=keys.device)
-    pdl = supports_pdl(keys.device)
-    options: dict[str, object] = {"launch_pdl": True} if pdl else {}
-    ctas = shape.q.num_tiles + shape.k.num_tiles + shape.v.num_tiles
+    m, q_width = q.values.shape[-2:]
+    b, _, length, head_dim = keys.shape
+    widths = q_width, k.values.shape[-1], v.values.shape[-1]
+    y = torch.empty(m, q_width // head_dim, head_dim, dtype=keys.dtype, device=keys.device)
+    ctas = sum(-(-width // HADAMARD_TILE) for width in widths)
     launch(
         rotated_rope_kernel,
-        (ctas, b, 1),
+        (ctas, m, 1),
         (
             q.values, k.values, v.values, q.output_scales, k.output_scales, v.output_scales, q.bias, k.bias, v.bias,
-            q_norm, k_norm, cos, sin, position, y, keys, values, length, cos.stride(0), keys.stride(0), keys.stride(1),
-            eps,
+            q_norm, k_norm, cos, sin, position, y, keys, values, length, m // b, cos.stride(0), keys.stride(1), eps,
         ),
-        interned(SHAPE=shape, ALLOCATE=ALLOCATE, PDL=pdl, num_warps=NUM_WARPS, num_stages=1, **options),
-        smem_bytes=apart_smem_bytes(ctas * b, keys.device),
+        _constants(head_dim, widths, (q.source, k.source, v.source), supports_pdl(keys.device)),
+        smem_bytes=apart_smem_bytes(ctas * m, keys.device),
     )  # fmt: skip
     return y
+
+
+@cache
+def _constants(
+    head_dim: int, widths: tuple[int, ...], sources: tuple[Source, ...], pdl: bool
+) -> dict[str, object]:
+    options: dict[str, object] = {"launch_pdl": True} if pdl else {}
+    order = head_order(head_dim)
+    q, k, v = (
+        Part(
+            width=width, num_tiles=-(-width // HADAMARD_TILE), source=source,
+            finish=tile_transform(order, width & -width),
+        )
+        for width, source in zip(widths, sources, strict=True)
+    )  # fmt: skip
+    shape = RopeShape(q=q, k=k, v=v, head_dim=head_dim)
+    return {
+        "SHAPE": shape,
+        "ALLOCATE": ALLOCATE,
+        "PDL": pdl,
+        "num_warps": NUM_WARPS,
+        "num_stages": 1,
+        **options,
+    }

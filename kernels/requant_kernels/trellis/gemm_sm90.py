@@ -1,4 +1,4 @@
-"""The trellis kernel of Hopper for 17 to 512 tokens, in Gluon: weights are decoded while wgmma multiplies the ones before.
+"""The trellis kernel of Hopper for 17 to 1024 tokens, in Gluon: weights are decoded while wgmma multiplies the ones before.
 
     y = V x_rot        V float16, exactly; x_rot float16, rotated and permuted by `hadamard/`
 
@@ -39,7 +39,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from requant_kernels.common.launch import interned, launch
+from requant_kernels.common.launch import launch
 from requant_kernels.hadamard.transform import hadamard_transform
 from requant_kernels.launch_config import GemmSm90Config
 from requant_kernels.scalar.gemm_sm90 import rows_layout, x_layout
@@ -48,6 +48,7 @@ from requant_kernels.trellis.layout import TrellisLayout, k64_per_unit
 from requant_kernels.trellis.operands import ActivationForm, RotatedActivations
 from requant_kernels.trellis.rotate import rotate_output
 
+MAX_TOKENS = 1024  # beyond, decoding once for all and cuBLAS take less time
 K64, K_TILE = 64, 256  # columns
 K64_PER_K_TILE = K_TILE // K64
 INT32_X16 = gl.constexpr((gl.int32,) * 16)
@@ -242,8 +243,8 @@ def gemm_constants(
 
 
 def supports(layout: TrellisLayout, num_tokens: int, device: torch.device) -> bool:
-    """Up to 512 tokens."""
-    return num_tokens <= 512
+    """Up to 1024 tokens."""
+    return num_tokens <= MAX_TOKENS
 
 
 def gemm_sm90(x: Tensor, layout: TrellisLayout, bias: Tensor | None, config: GemmSm90Config) -> Tensor:
@@ -271,7 +272,7 @@ def product(x: Tensor | RotatedActivations, layout: TrellisLayout, config: GemmS
     m, (tiles, units, _, _, vector) = rotated.shape[0], layout.packed_codes.shape
     k_tiles = -(-layout.k // K_TILE)
     steps = -(-k_tiles // min(k_tiles, config.split_k))
-    splits, whole = -(-k_tiles // steps), units * k64_per_unit(layout.quad_bits) * K64 == k_tiles * K_TILE
+    splits = -(-k_tiles // steps)
     partial = torch.empty(splits, m, tiles * 16, dtype=torch.float32, device=rotated.device)
     box = [config.tokens_per_cta, activation_stages(config.tokens_per_cta)[0]]
     launch(
@@ -281,9 +282,17 @@ def product(x: Tensor | RotatedActivations, layout: TrellisLayout, config: GemmS
             TensorDescriptor.from_tensor(rotated, box, x_layout()), layout.packed_codes, partial, units, k_tiles, tiles - 1,
             steps, tiles * 16, m,
         ),
-        interned(
-            **gemm_constants(layout.code, layout.quad_bits, vector, config, whole=whole), PDL=True,
-            num_warps=config.num_warps, launch_pdl=True, maxnreg=max_registers(config, layout.quad_bits),
-        ),
+        _launch_constants(layout.code, layout.quad_bits, vector, units, k_tiles, config),
     )  # fmt: skip
     return partial
+
+
+@cache
+def _launch_constants(
+    code: str, quad_bits: int, vector: int, units: int, k_tiles: int, config: GemmSm90Config
+) -> dict[str, object]:
+    whole = units * k64_per_unit(quad_bits) * K64 == k_tiles * K_TILE
+    return gemm_constants(code, quad_bits, vector, config, whole=whole) | {
+        "PDL": True, "num_warps": config.num_warps, "launch_pdl": True,
+        "maxnreg": max_registers(config, quad_bits),
+    }  # fmt: skip

@@ -1,15 +1,16 @@
 """What goes into a trellis product and comes out of it, for steps that put other operations around it.
 
     rotated activations     H (input_scales * x), in the form that the kernel of the product reads
-    product                 V times them, float32, still to be rotated
+    product                 V times them, float32 or (cuBLAS) float16, still to be rotated
     y                       output_scales * H product + bias
 
-`gemv.py` and `gemm_sm90.py` multiply what is rotated already; which of them, `dispatch.py` says by layout and tokens. The
-kernels of `step/` finish one layer's product and rotate the next one's activations in one launch.
+`gemv.py`, `gemm_sm90.py` and `dequantize.py` multiply what is rotated already; which of them, `dispatch.py` says by
+layout and tokens. The kernels of `step/` finish one layer's product and rotate the next one's activations in one launch.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -52,13 +53,13 @@ class RotatedActivations:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.values) if self.scales is None else len(self.scales)
+        return (self.values if self.scales is None else self.scales).shape[0]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Product:
-    """What is still to be rotated: float32 [m, n], or split-K partial sums [splits, m, n]; n is a multiple of 16. Several
-    matrices' rows may lie side by side, in `values` of one stride."""
+    """What is still to be rotated: float32 or float16 [m, n], or split-K partial sums, float32 [splits, m, n]; n is
+    a multiple of 16. Several matrices' rows may lie side by side, in `values` of one stride."""
 
     values: Tensor
     output_scales: Tensor  # float16 [n]
@@ -72,7 +73,7 @@ class Product:
     @property
     def source(self) -> "Source":
         splits = self.values.shape[0] if self.values.dim() == 3 else 1
-        return Source(splits=splits, row_stride=self.values.stride(-2))
+        return _source(splits, self.values.stride(-2))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,6 +82,11 @@ class Source:
 
     splits: int
     row_stride: int
+
+
+@cache
+def _source(splits: int, row_stride: int) -> Source:
+    return Source(splits=splits, row_stride=row_stride)
 
 
 def shares_form(layouts: Sequence[TrellisLayout]) -> bool:

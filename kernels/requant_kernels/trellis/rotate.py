@@ -14,8 +14,11 @@ from torch import Tensor
 
 from requant_kernels.common.device import supports_pdl
 from requant_kernels.common.sparse_spmm import spmm
+from requant_kernels.hadamard.products import rotate, supports
 from requant_kernels.hadamard.transform import hadamard_transform
 from requant_kernels.trellis.layout import TILE, TrellisLayout
+
+MANY_TOKENS = 512  # beyond them an SM has CTAs enough without dividing a tile among 16 warps
 
 
 def rotate_input(x: Tensor, layout: TrellisLayout, columns: int, *, asm: bool) -> Tensor:
@@ -25,11 +28,26 @@ def rotate_input(x: Tensor, layout: TrellisLayout, columns: int, *, asm: bool) -
     if not rotates and x.dtype == torch.float16 and x.shape[1] == columns and x.is_contiguous():
         return x
     rotated = torch.empty(x.shape[0], columns, dtype=torch.float16, device=x.device)
+    if many_tokens(x, layout, columns) and asm:
+        assert layout.input_scales is not None
+        rotate(x, layout.input_scales, rotated)
+        return rotated
     hadamard_transform(
         x, rotated, in_width=layout.k, columns=-(-layout.k // TILE) * TILE, out_width=columns,
         input_scales=layout.input_scales, asm=asm, pdl=supports_pdl(x.device), rotate=rotates,
     )  # fmt: skip
     return rotated
+
+
+def many_tokens(x: Tensor, layout: TrellisLayout, columns: int) -> bool:
+    """Whether `hadamard/products.py` rotates x."""
+    return (
+        x.shape[0] > MANY_TOKENS
+        and layout.input_scales is not None
+        and x.dtype.itemsize == 2
+        and x.shape[1] == columns
+        and supports(columns & -columns)
+    )
 
 
 def rotate_output(

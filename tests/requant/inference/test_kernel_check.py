@@ -14,7 +14,7 @@ from requant.inference.quant_linear import QuantLinear
 
 
 def test_every_bucket_of_tokens_is_checked() -> None:
-    assert {m_bucket(tokens) for tokens in TOKENS} == {m_bucket(tokens) for tokens in range(1, 1025)}
+    assert {m_bucket(tokens) for tokens in TOKENS} == {m_bucket(tokens) for tokens in range(1, 2049)}
 
 
 def test_right_ones_pass_once(random_weight) -> None:
