@@ -3,7 +3,7 @@
 A step of one token is hundreds of small launches, which Python issues more slowly than a GPU runs them. On a GPU the keys
 and values therefore live in a static cache, the step is captured once as a CUDA graph, and a token is one replay: embed,
 blocks, head, argmax, which is the next step's input. Where the model allows it, the operations between the matrices are
-fused as well (`fused_step.py`). Elsewhere, and for models whose cache counts its
+fused as well, in prompts too (`fused_step.py`, `fused_prefill.py`). Elsewhere, and for models whose cache counts its
 positions on the host (sliding windows), the same steps run one by one.
 """
 
@@ -32,8 +32,8 @@ class Decoder:
     `graph` None captures a step wherever that is possible. `step_model` is what runs a step, for instance a compiled
     form of the model; the prompt always goes through the model itself. `kernel_attention`: steps on a GPU use the
     attention kernel (`requant.inference.attention`) where the model would use torch's; the model's config stays as it is.
-    `fused`: captured steps are fused where the model allows it, which needs that kernel; `fuses_rotations`: with the
-    rotations of its matrices.
+    `fused`: prompts and captured steps are fused where the model allows it (steps need that kernel); `fuses_rotations`: with
+    the rotations of its matrices.
     """
 
     def __init__(
@@ -56,6 +56,8 @@ class Decoder:
         self.wants_fused = fused and self.kernel_attention and step_model is None
         self.fuses_rotations = fuses_rotations
         self.fused: Any = None  # a FusedStep, once it was compared with the model
+        self.fuses_prompts = fused and self.device.type == "cuda" and takes_fused_prompts(model)
+        self.fused_prefill: Any = None  # a FusedPrefill, once there was a prompt
         self.tokens = torch.empty(0)
         self.logits = torch.empty(0)
         self.reset()
@@ -75,10 +77,21 @@ class Decoder:
     @torch.no_grad()
     def prefill(self, tokens: Int64[Tensor, "b t"]) -> Float[Tensor, "b v"]:
         """Logits after the last token of the prompts, all of one length; the argmax is the next step's input."""
-        output = self.model(tokens, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        if self.fuses_prompts and isinstance(self.cache, SharedLengthCache):
+            logits = self._fused_prompts()(tokens, self.cache)
+        else:
+            output = self.model(tokens, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+            logits = output.logits[:, -1]
         self._count(tokens.shape[1])
-        self._keep(output.logits[:, -1])
+        self._keep(logits)
         return self.logits
+
+    def _fused_prompts(self) -> Any:
+        if self.fused_prefill is None:
+            from requant.inference.fused_prefill import FusedPrefill  # needs Triton
+
+            self.fused_prefill = FusedPrefill(self.model, rotations=self.fuses_rotations)
+        return self.fused_prefill
 
     @torch.no_grad()
     def step(self, tokens: Int64[Tensor, "b 1"] | None = None) -> Float[Tensor, "b v"]:
@@ -160,6 +173,14 @@ class Decoder:
         self.cache.length.copy_(length)
         self.tokens.copy_(tokens)
         self.logits.copy_(logits)
+
+
+def takes_fused_prompts(model: Any) -> bool:
+    """Whether a model computes as the kernels of fused prompts do: in 16 bits, with torch's attention."""
+    return (
+        model.dtype in (torch.float16, torch.bfloat16)
+        and model.config.get_text_config()._attn_implementation == "sdpa"
+    )
 
 
 def argmax_by_parts(logits: Float[Tensor, "b v"]) -> Int64[Tensor, "b 1"]:

@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from requant.inference.convert import Sibling
+from requant.inference.prompt_attention import attend_prompt
 from requant.inference.step_inputs import ModelInputs, TableInputs, step_inputs
 from requant.inference.trellis_block import TrellisBlock, head_norms, trellis_block
 
@@ -54,7 +55,7 @@ class FusedStep:
         self,
         model: Any,
         inputs: TableInputs | ModelInputs,
-        blocks: "Sequence[PlainBlock] | Sequence[TrellisBlock]",
+        blocks: "Blocks",
     ) -> None:
         self.model, self.inputs, self.blocks = model, inputs, blocks
         self.fuses_rotations = isinstance(blocks[0], TrellisBlock)
@@ -75,31 +76,44 @@ class FusedStep:
 
     def agrees(self, tokens: Int64[Tensor, "b 1"], cache: Any, wanted: Float[Tensor, "b v"]) -> bool:
         """Whether a step gives the logits that are wanted; the log says where it does not."""
-        try:
+
+        def checked() -> Tensor:
             if tokens.is_cuda:  # matrices of many widths are many programs
                 compile_ahead(lambda: self(tokens, cache))
             logits, kept, chosen = self(tokens, cache), torch.empty_like(wanted), torch.empty_like(tokens)
-            error = ((logits.float() - wanted.float()).norm() / wanted.float().norm()).item()
             choose_tokens(logits, kept, chosen)
             if not (torch.equal(kept, logits) and torch.equal(chosen, logits.argmax(-1, keepdim=True))):
                 raise ValueError("it takes another token than the likeliest")
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as problem:  # it is a shortcut: whatever stops it, the model's own step is there
-            reason = f"fails on this machine ({type(problem).__name__}: {problem})"
-        else:
-            if error <= TOLERANCE:
-                return True
-            reason = f"gives other logits (relative error {error:.2g})"
-        logger.warning(
-            "the fused step of %s %s, so %s, which is slower",
-            type(self.model).__name__,
-            reason,
-            "its rotations are launches of their own"
-            if self.fuses_rotations
-            else "transformers' own is used",
-        )
-        return False
+            return logits
+
+        return agrees(self.model, self.blocks, "step", checked, wanted)
+
+
+def agrees(
+    model: Any, blocks: "Blocks", what: str, run: Callable[[], Tensor], wanted: Float[Tensor, "b v"]
+) -> bool:
+    """Whether `run`, a step or whatever else goes through fused blocks, gives the logits that are wanted; the log says where
+    it does not."""
+    try:
+        error = ((run().float() - wanted.float()).norm() / wanted.float().norm()).item()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as problem:  # it is a shortcut: whatever stops it, the model's own way is there
+        reason = f"fails on this machine ({type(problem).__name__}: {problem})"
+    else:
+        if error <= TOLERANCE:
+            return True
+        reason = f"gives other logits (relative error {error:.2g})"
+    logger.warning(
+        "the fused %s of %s %s, so %s, which is slower",
+        what,
+        type(model).__name__,
+        reason,
+        "its rotations are launches of their own"
+        if isinstance(blocks[0], TrellisBlock)
+        else "transformers' own is used",
+    )
+    return False
 
 
 class PlainBlock:
@@ -116,11 +130,13 @@ class PlainBlock:
         sin: Tensor,
         layer: Any,
         position: Tensor,
+        past: int | None = None,
     ) -> Float[Tensor, "b d"]:
-        """What the block adds to x last; x becomes what it has added before."""
+        """What the block adds to x last; x becomes what it has added before. `past`: x are the tokens of prompts, behind so
+        many others; None: x has one token of every sequence."""
         block = self.block
         y = normalized(x, delta, block.input_layernorm)
-        delta = attention(block.self_attn, y, cos, sin, layer, position)
+        delta = attention(block.self_attn, y, cos, sin, layer, position, past)
         y = normalized(x, delta, block.post_attention_layernorm)
         gate, up = parts(block.mlp, ("gate_proj", "up_proj"), "gate_up_proj", y)
         return block.mlp.down_proj(gated(gate, up, self.activation))
@@ -138,14 +154,22 @@ def normalized(
 
 
 def attention(
-    module: Any, y: Float[Tensor, "b d"], cos: Tensor, sin: Tensor, layer: Any, position: Tensor
+    module: Any,
+    y: Float[Tensor, "b d"],
+    cos: Tensor,
+    sin: Tensor,
+    layer: Any,
+    position: Tensor,
+    past: int | None,
 ) -> Float[Tensor, "b d"]:
-    """Of one token of every sequence, over a layer of the cache, to which it is added."""
+    """Of one token of every sequence, or of prompts, over a layer of the cache, to which it is added."""
     head_dim, key_heads = layer.keys.shape[-1], layer.keys.shape[1]
     sizes = (module.o_proj.in_features, key_heads * head_dim, key_heads * head_dim)
     q, k, v = parts(module, ("q_proj", "k_proj", "v_proj"), "qkv_proj", y, sizes)
     q = rope_cache(q, k, v, cos, sin, position, layer.keys, layer.values, **head_norms(module))
     scale = getattr(module, "scaling", head_dim**-0.5)
+    if past is not None:
+        return module.o_proj(attend_prompt(q, layer.keys, layer.values, scale, past=past))
     output = attend(q[:, :, None], layer.keys, layer.values, None, scale, position=position)
     return module.o_proj(output.flatten(1))
 
@@ -160,9 +184,20 @@ def parts(
     return whole.split(sizes, -1) if sizes else whole.chunk(len(names), -1)
 
 
+Blocks = Sequence[PlainBlock] | Sequence[TrellisBlock]
+
+
 def fused_steps(model: Any, sequences: int, length: int, *, rotations: bool = True) -> list[FusedStep]:
     """The fused steps of a model for so many sequences and a cache of `length` tokens, the fastest first; none where its
     modules are not those of a Llama. `rotations`: those of trellis codes are fused too."""
+    found = fused_blocks(model, sequences, rotations=rotations)
+    inputs: Any = step_inputs(model, length) if found else None
+    return [FusedStep(model, inputs, blocks) for blocks in found]
+
+
+def fused_blocks(model: Any, rows: int, *, rotations: bool = True) -> list[Blocks]:
+    """A model's blocks, fused, in one way or two, the fastest first, for activations of so many rows: sequences of a step,
+    or tokens of prompts."""
     base = model.base_model
     if not is_norm(getattr(base, "norm", None), model.dtype) or not hasattr(base, "rotary_emb"):
         return []
@@ -171,12 +206,10 @@ def fused_steps(model: Any, sequences: int, length: int, *, rotations: bool = Tr
     activation = activations.pop() if len(activations) == 1 else None
     if activation is None or model.get_output_embeddings() is None:
         return []
-    inputs, steps = step_inputs(model, length), []
-    trellises = [trellis_block(block, activation, sequences) for block in blocks] if rotations else [None]
+    trellises = [trellis_block(block, activation, rows) for block in blocks] if rotations else [None]
     found = [block for block in trellises if block is not None]
-    if len(found) == len(blocks):
-        steps.append(FusedStep(model, inputs, found))
-    return [*steps, FusedStep(model, inputs, [PlainBlock(block, activation) for block in blocks])]
+    plain = [PlainBlock(block, activation) for block in blocks]
+    return [found, plain] if len(found) == len(blocks) else [plain]
 
 
 def qualifies(block: nn.Module, dtype: torch.dtype) -> bool:

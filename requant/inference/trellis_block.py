@@ -28,6 +28,7 @@ from requant_kernels.trellis.operands import ActivationForm, Product, RotatedAct
 from torch import Tensor, nn
 
 from requant.inference.convert import KernelLinear, Sibling
+from requant.inference.prompt_attention import attend_prompt
 
 
 class TrellisBlock:
@@ -45,8 +46,10 @@ class TrellisBlock:
         sin: Tensor,
         layer: Any,
         position: Tensor,
+        past: int | None = None,
     ) -> Product:
-        """What the block adds to x last, still to be finished; x becomes what it has added before."""
+        """What the block adds to x last, still to be finished; x becomes what it has added before. `past`: as in
+        `PlainBlock`."""
         module = self.block.self_attn
         y = self.qkv.normalized(x, delta, self.block.input_layernorm)
         q, k, v = self.qkv.products(y)
@@ -54,7 +57,10 @@ class TrellisBlock:
         q = rotated_rope.rotated_rope(
             q, k, v, cos, sin, position, layer.keys, layer.values, **head_norms(module)
         )
-        output = attend(q[:, :, None], layer.keys, layer.values, None, scale, position=position)
+        if past is None:
+            output = attend(q[:, :, None], layer.keys, layer.values, None, scale, position=position)
+        else:
+            output = attend_prompt(q, layer.keys, layer.values, scale, past=past)
         delta = product(output.flatten(1), layout_of(module.o_proj), module.o_proj.bias)
         y = self.gate_up.normalized(x, delta, self.block.post_attention_layernorm)
         gate, up = self.gate_up.products(y)

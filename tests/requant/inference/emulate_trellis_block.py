@@ -19,6 +19,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from requant.inference.convert import FusedLinear, KernelLinear, Sibling
+from requant.inference.fused_prefill import read_prompts
 from requant.inference.fused_step import PlainBlock, fused_steps
 from requant.inference.static_cache import static_cache
 from requant.inference.trellis_block import TrellisBlock
@@ -117,7 +118,20 @@ def check(kind: str, batch: int, bits: dict[str, float], launches: int) -> None:
     for (key, value), layer in zip(held, cache.layers, strict=True):
         for got, want in ((layer.keys, key), (layer.values, value)):
             assert ((got - want).float().norm() / want.float().norm()).item() < 5e-3, f"{kind}: cache"
+    prompts, scratch, own = torch.randint(0, 60, (batch, 5)), static_cache(model, 8), static_cache(model, 8)
+    assert scratch is not None and own is not None
+    logits = read_prompts(model, step.blocks, prompts, scratch, 0)
     ops.dispatch = REFERENCE
+    wanted = model(prompts, past_key_values=own, use_cache=True).logits[:, -1]
+    assert ((logits.float() - wanted.float()).norm() / wanted.float().norm()).item() < 5e-3, (
+        f"{kind}: prompts"
+    )
+    for layer, other in zip(scratch.layers, own.layers, strict=True):
+        for got, want in ((layer.keys, other.keys), (layer.values, other.values)):
+            assert got is not None and want is not None
+            assert ((got - want).float().norm() / want.float().norm()).item() < 5e-3, (
+                f"{kind}: cache of prompts"
+            )
     (plain,) = fused_steps(model, batch, 100)
     assert isinstance(plain.blocks[0], PlainBlock)
 

@@ -1,5 +1,5 @@
 """Run under TRITON_INTERPRET=1 by `test_fused_step.py`: a fused step of tiny models, and of a checkpoint on the
-kernels, gives the logits of transformers' step."""
+kernels, gives the logits of transformers' step, and fused prompts those of transformers' forward."""
 
 import sys
 from pathlib import Path
@@ -9,8 +9,10 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "kernels"))
 
 import interpreter_fixes  # noqa: F401
 import torch
+from requant_kernels.step import rope_cache
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from requant.inference import fused_prefill
 from requant.inference.convert import convert_to_kernels
 from requant.inference.decode import Decoder
 from requant.inference.fused_step import fused_steps
@@ -38,9 +40,11 @@ def main() -> None:
             noise = torch.randn_like(parameter)
             parameter.copy_(1 + 0.3 * noise if "norm" in name else noise * parameter.shape[-1] ** -0.5)
         check_step(model, kind)
+        check_prompts(model, kind)
     check_decoder(model)
-    checkpoint = load(sys.argv[1], dtype="float16")
-    check_step(convert_to_kernels(checkpoint, device="cpu"), "checkpoint")
+    checkpoint = convert_to_kernels(load(sys.argv[1], dtype="float16"), device="cpu")
+    check_step(checkpoint, "checkpoint")
+    check_prompts(checkpoint, "checkpoint")
 
 
 @torch.no_grad()
@@ -64,6 +68,33 @@ def check_step(model: Any, kind: str) -> None:
     step(tokens, cache)
     for (key, value), layer in zip(held, cache.layers, strict=True):
         assert torch.equal(key, layer.keys) and torch.equal(value, layer.values), f"{kind}: beyond the cache"
+
+
+@torch.no_grad()
+def check_prompts(model: Any, kind: str) -> None:
+    """Logits and cache after prompts, after more of them behind these, and of a step after both."""
+    own, fused = Decoder(model, length=100), Decoder(model, length=100)
+    prompts = torch.randint(0, 60, (2, 7))
+    rope_cache.MANY_TOKENS, fused_prefill.MAX_ROWS = 5, 9  # several heads a CTA, a sequence a pass
+    for decoder in (own, fused):
+        decoder.cache = static_cache(model, 100)
+    fused.fuses_prompts = True  # as on a GPU
+    assert torch.equal(own.prefill(prompts), fused.prefill(prompts)), kind  # compared, on its way
+    assert fused.fused_prefill.found[0] is not None, kind
+    fused.cache = static_cache(model, 100)
+    for tokens in (prompts, torch.randint(0, 60, (2, 4))):
+        if tokens is not prompts:
+            own.prefill(tokens)
+        logits = fused.prefill(tokens)
+        assert close(logits, own.logits), f"{kind}: logits of {tokens.shape}"
+        for mine, wanted in zip(fused.cache.layers, own.cache.layers, strict=True):
+            assert close(mine.keys, wanted.keys) and close(mine.values, wanted.values), f"{kind}: cache"
+    fused.tokens.copy_(own.tokens)
+    assert close(fused.step(), own.step()), f"{kind}: the step after prompts"
+
+
+def close(got: torch.Tensor, wanted: torch.Tensor) -> bool:
+    return ((got.float() - wanted.float()).norm() / wanted.float().norm()).item() < 3e-3
 
 
 @torch.no_grad()

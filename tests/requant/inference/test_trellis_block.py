@@ -73,6 +73,29 @@ def random_trellises(kind: str) -> Any:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.parametrize("shape", [(1, 12), (5, 70), (2, 600)])
+def test_fused_prompts_give_the_same_logits(
+    kind: str, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By `gemv.py`, `gemm_sm90.py` on Hopper, and cuBLAS."""
+    from requant.inference.trellis_block import TrellisBlock
+
+    monkeypatch.setattr("requant.inference.kernel_check.TOKENS", (shape[0] * shape[1],))
+    model, tokens = random_trellises(kind), torch.randint(0, 256, shape, device="cuda")
+    fused, plain = (Decoder(model, length=shape[1] + 8, fused=fused) for fused in (True, False))
+    fused.prefill(tokens)
+    fused.reset()
+    wanted, got = plain.prefill(tokens), fused.prefill(tokens)
+    (blocks,) = fused.fused_prefill.found.values()
+    assert blocks is not None and isinstance(blocks[0], TrellisBlock)
+    assert ((got - wanted).norm() / wanted.norm()).item() < 3e-2
+    for mine, other in zip(fused.cache.layers, plain.cache.layers, strict=True):
+        assert ((mine.keys - other.keys).norm() / other.keys.norm()).item() < 3e-2
+        assert ((mine.values - other.values).norm() / other.values.norm()).item() < 3e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", SHAPES)
 @pytest.mark.parametrize("batch", [1, 5, 40])
 def test_captured_steps_give_the_same_logits(kind: str, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By `gemv.py` and, beyond 16 sequences on Hopper, `gemm_sm90.py`."""

@@ -1,0 +1,152 @@
+"""Prompts in few launches: the blocks of a fused step (`fused_step.py`), with all tokens of the prompts as rows.
+
+    x [b t, d]          rows of a sequence's tokens one after another
+    RoPE, cache         token i of a sequence at row past + i
+    attention           causal, by torch (`prompt_attention.py`)
+    logits              of every last token
+
+Of the fifty launches a block that transformers' small operations and the rotations of trellis codes make, 10 are left (12
+of an original in bf16): a prompt of 512 tokens waits for Python a third to half as long.
+
+The first prompts of each kind go through the model itself, which also gives the logits of an excerpt; the same excerpt
+then goes the fused way, and the model's own stays where the two differ. Kinds are numbers of rows that other kernels
+multiply (`requant_kernels/dispatch.py`).
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int64
+from requant_kernels.common.compile_ahead import compile_ahead
+from torch import Tensor
+
+from requant.inference.fused_step import Blocks, agrees, fused_blocks, normalized
+from requant.inference.static_cache import SharedLengthCache
+
+FEW, MANY = 16, 1024  # rows beyond which other kernels multiply
+EXCERPT = 1152  # rows that are compared, at least: more than MANY
+MAX_ROWS = 1 << 15  # of a pass: launches have a row each along a dimension that ends at 65535
+logger = logging.getLogger(__name__)
+
+
+class FusedPrefill:
+    """Reads prompts into the cache of a model, fused where that gives the model's own logits."""
+
+    def __init__(self, model: Any, *, rotations: bool = True) -> None:
+        """`rotations`: those of trellis codes are fused too."""
+        self.model, self.rotations = model, rotations
+        self.found: dict[int, Blocks | None] = {}  # by kind, once they were compared
+
+    @torch.no_grad()
+    def __call__(self, tokens: Int64[Tensor, "b t"], cache: SharedLengthCache) -> Float[Tensor, "b v"]:
+        """Logits after the prompts; keys and values are written behind the `cache.length` that are there, which the caller
+        counts."""
+        b, t = tokens.shape
+        kind, past = kind_of(b * t), int(cache.length)
+        if kind not in self.found and past == 0 and t <= MAX_ROWS:
+            return self._compared(tokens, cache, kind)
+        blocks = self.found.get(kind)
+        if blocks is None or t > MAX_ROWS:
+            return own_logits(self.model, tokens, cache)[:, -1]
+        return read_prompts(self.model, blocks, tokens, cache, past)
+
+    def _compared(
+        self, tokens: Int64[Tensor, "b t"], cache: SharedLengthCache, kind: int
+    ) -> Float[Tensor, "b v"]:
+        """By the model itself, with what is fused compared beside it, on tokens [:s, :n]."""
+        b, t = tokens.shape
+        n = min(t, EXCERPT)
+        s = min(b, -(-EXCERPT // n))
+        ways = fused_blocks(self.model, s * n, rotations=self.rotations)
+        if not ways:
+            logger.info(
+                "prompts of %s are not fused: not all its modules are Llama's", type(self.model).__name__
+            )
+            self.found[kind] = None
+            return own_logits(self.model, tokens, cache)[:, -1]
+        logits = own_logits(self.model, tokens, cache, torch.tensor([n - 1, t - 1], device=tokens.device))
+        wanted, excerpt = logits[:s, 0], tokens[:s, :n]
+
+        def run(blocks: Blocks) -> Tensor:
+            scratch = SharedLengthCache(self.model.config, n, tokens.device)
+            return read_prompts(self.model, blocks, excerpt, scratch, 0)
+
+        def compiled(blocks: Blocks) -> Tensor:
+            if tokens.is_cuda:
+                compile_ahead(lambda: run(blocks))
+            return run(blocks)
+
+        self.found[kind] = None
+        for blocks in ways:
+            if agrees(self.model, blocks, "prefill", lambda blocks=blocks: compiled(blocks), wanted):
+                self.found[kind] = blocks
+                break
+        return logits[:, -1]
+
+
+class Held(NamedTuple):
+    """Keys and values of some of the sequences in a layer of a cache."""
+
+    keys: Tensor
+    values: Tensor
+
+
+def kind_of(rows: int) -> int:
+    """What stands for all numbers of rows that the same kernels multiply."""
+    return 0 if rows <= FEW else 1 if rows <= MANY else 2
+
+
+def own_logits(
+    model: Any, tokens: Int64[Tensor, "b t"], cache: Any, keep: int | Tensor = 1
+) -> Float[Tensor, "b k v"]:
+    """By the model's own forward: of the last `keep` tokens, or of those at the places `keep`."""
+    return model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=keep).logits
+
+
+def read_prompts(
+    model: Any, blocks: Blocks, tokens: Int64[Tensor, "b t"], cache: SharedLengthCache, past: int
+) -> Float[Tensor, "b v"]:
+    """Logits after the prompts, by blocks for so many rows; `past` is `cache.length`, on the host."""
+    b, t = tokens.shape
+    allocate(model, cache, b)
+    logits = []
+    for first in range(0, b, MAX_ROWS // t):
+        own = slice(first, first + MAX_ROWS // t)
+        layers: list[Any] = list(cache.layers)
+        held = [Held(layer.keys[own], layer.values[own]) for layer in layers]
+        logits.append(_pass(model, blocks, tokens[own], held, cache.length, past))
+    return logits[0] if len(logits) == 1 else torch.cat(logits)
+
+
+def allocate(model: Any, cache: SharedLengthCache, sequences: int) -> None:
+    """Room for so many sequences in every layer that has none yet."""
+    config = model.config.get_text_config()
+    heads = config.num_attention_heads
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    like = torch.empty(sequences, key_heads, 0, head_dim, dtype=model.dtype, device=cache.length.device)
+    for layer in cache.layers:
+        if not layer.is_initialized:
+            layer.lazy_initialization(like, like)
+
+
+def _pass(
+    model: Any,
+    blocks: Blocks,
+    tokens: Int64[Tensor, "b t"],
+    layers: Sequence[Held],
+    position: Tensor,
+    past: int,
+) -> Float[Tensor, "b v"]:
+    (b, t), base = tokens.shape, model.base_model
+    embedded = model.get_input_embeddings()(tokens)
+    places = torch.arange(past, past + t, device=tokens.device)[None]
+    cos, sin = (part.expand(b, -1, -1).flatten(0, 1) for part in base.rotary_emb(embedded, places))
+    x, delta = embedded.flatten(0, 1), None
+    for block, layer in zip(blocks, layers, strict=True):
+        one: Any = block
+        delta = one(x, delta, cos, sin, layer, position, past)
+    y = normalized(x, delta, base.norm).view(b, t, -1)[:, -1]
+    return model.get_output_embeddings()(y)
