@@ -8,7 +8,7 @@ A test keeps every page equal to what this would write.
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -331,11 +331,11 @@ def _predicted(found: Mapping[str, Any]) -> str:
 
 
 def decoding_table(results: Path) -> str:
-    """Tokens a second of the 8B shape, beside bf16 with the same step: a line for each format and kind of step."""
-    lines: dict[tuple[bool, str], dict[int, Mapping[str, Any]]] = {}
-    for row in read(results, "end-to-end-h100").get("rows", []):
-        if row["shape"] == "llama-3.1-8b" and "failed" not in row:
-            lines.setdefault((row["fused"], row["name"]), {})[row["batch"]] = row
+    """Tokens a second of whole models, each beside bf16 by the same steps: a line for each shape and format."""
+    lines: dict[tuple[str, str], dict[int, Mapping[str, Any]]] = {}
+    for row in read(results, "end-to-end-h200").get("rows", []):
+        if "failed" not in row:
+            lines.setdefault((row["shape"], row["name"]), {})[row["batch"]] = row
     batches = sorted({batch for line in lines.values() for batch in line})
 
     def cell(row: Mapping[str, Any] | None, number: str) -> str:
@@ -343,23 +343,29 @@ def decoding_table(results: Path) -> str:
             return ""
         return f"{row[number]:,.0f}" + ("" if row["name"] == "bf16" else f" ({row[f'{number}_ratio']:.2f})")
 
+    def cells(line: Mapping[int, Mapping[str, Any]], number: str, batches: Sequence[int]) -> list[str]:
+        return [cell(line.get(batch), number) for batch in batches]
+
     rows = [
         [
-            name,
-            "fused" if fused else "transformers' own",
-            *(cell(line.get(batch), "decode_tokens_per_s") for batch in batches),
-            cell(line.get(1), "prefill_tokens_per_s"),
+            shape,
+            name.removesuffix(", widths of mode best"),
+            *cells(line, "decode_tokens_per_s", batches),
+            *cells(line, "prefill_tokens_per_s", batches[:2]),
         ]
-        for (fused, name), line in lines.items()
+        for (shape, name), line in lines.items()
     ]
-    columns = ["weights", "small operations", *(f"{batch} at once" for batch in batches), "prefill of 512"]
+    columns = ["shape", "weights", *(f"{batch} at once" for batch in batches)]
+    columns += [f"prefill of {batch} x 512" for batch in batches[:2]]
     return markdown(columns, rows)
 
 
 def earlier_decoding_table(results: Path) -> str:
     """Decoding of whole models of random weights beside bf16 in the same setup."""
     found = [
-        row for name in ("attention-h200", "end-to-end-h200") for row in read(results, name).get("rows", [])
+        row
+        for name in ("attention-h200", "end-to-end-compiled-h200")
+        for row in read(results, name).get("rows", [])
     ]
     rows = [
         [
