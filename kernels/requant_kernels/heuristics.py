@@ -166,7 +166,8 @@ def trellis_one_token(shape: Shape, device: torch.device) -> TrellisGemvConfig:
             return TrellisGemvConfig(num_warps=8, tiles_per_cta=2, units_per_step=1)
         long = 4 if k <= 4096 and bits <= 3 else 2 if k > 4096 else 1
         units = 1 if not whole or tiles > 2 else 2 if tiles == 1 else long
-        return TrellisGemvConfig(num_warps=16, tiles_per_cta=tiles, units_per_step=max(1, min(units, most)))
+        step = 1 << max(1, min(units, most)).bit_length() - 1  # a power of two, which divides a Hadamard tile
+        return TrellisGemvConfig(num_warps=16, tiles_per_cta=tiles, units_per_step=step)
     return TrellisGemvConfig(num_warps=8 if whole or tiles == 4 else 4, tiles_per_cta=2, units_per_step=2)
 
 

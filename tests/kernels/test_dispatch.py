@@ -24,6 +24,7 @@ from requant_kernels.launch_config import (
     read_table,
     write_table,
 )
+from requant_kernels.trellis.gemv import gemv_constants
 from requant_kernels.trellis.layout import k64_per_unit
 
 from .cases import Case, random_csr, random_layout, random_trellis
@@ -83,6 +84,18 @@ def test_the_rules_fill_every_gpu(monkeypatch: pytest.MonkeyPatch, name: str, n:
         assert sm90.tokens_per_cta == min(tokens, 128) and 1 <= sm90.split_k <= max(1, k // 1024)
         ctas = -(-n // (16 * sm90.num_warps)) * -(-tokens // sm90.tokens_per_cta) * sm90.split_k
         assert sm90.split_k == 1 or ctas <= 1.5 * num_sms * (16 // sm90.num_warps if tokens <= 64 else 1)
+
+
+@pytest.mark.parametrize("k", [896, 1536, 2048, 2304, 2560, 3072, 3584, 4096, 5120, 8960, 9728, 14336])
+def test_trellis_steps_divide_a_hadamard_tile(monkeypatch: pytest.MonkeyPatch, k: int) -> None:
+    """Widths of models that people have; where a step does not divide the tile, the kernel refuses the matrix."""
+    device = pretend(monkeypatch, "H100")
+    for code, quarters, n, tokens in itertools.product(
+        ("mul1", "pair"), range(4, 17), (256, 1024, 3072, 4096, 8192, 28672), (1, 8, 16)
+    ):
+        units = -(-k // (64 * k64_per_unit(quarters)))
+        config = heuristics.trellis_gemv(Shape(code, quarters / 4, n, k, tokens), device)
+        gemv_constants(code, quarters, 1, config, tokens, units)
 
 
 def test_the_kernel_of_every_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
