@@ -27,7 +27,7 @@ POINTERS = HALF | INTEGERS | {
     "eps": "fp32", "scale": "fp32", "o_ptr": "*fp32", "z_ptr": "*fp32", "mask_ptr": "*u8", "parts": "i32",
     **dict.fromkeys(("position_ptr", "tokens_ptr", "length_ptr", "largest_ptr"), "*i64"),
 }  # fmt: skip
-SHAPE = {"GROUP": 4, "ROWS": 16, "D": 128, "DP": 128, "BLOCK": attention.BLOCK, "PDL": True}
+SHAPE = {"GROUP": 4, "D": 128, "BLOCK": attention.BLOCK, "PDL": True}
 SEVERAL = SHAPE | {"STAGES": attention.STAGES}
 ONE = SHAPE | {"STAGES": 0}
 CASES = {
@@ -41,11 +41,11 @@ CASES = {
     "attention, parts of one block": (attention.part_kernel, ONE, ("mask_ptr", "y_ptr"), 4),
     "attention in one part": (attention.part_kernel, SEVERAL, ("mask_ptr", "o_ptr", "z_ptr"), 4),
     "attention with a mask": (attention.part_kernel, SEVERAL, ("position_ptr", "y_ptr"), 4),
-    "attention of small heads": (attention.part_kernel, ONE | {"D": 24, "DP": 32}, ("mask_ptr", "y_ptr"), 4),
+    "attention of small heads": (attention.part_kernel, ONE | {"D": 24}, ("mask_ptr", "y_ptr"), 4),
     "its parts": (
-        attention.combine_kernel, {"D": 128, "DP": 128, "PARTS": attention.MOST_PARTS, "BLOCK": 64, "PDL": True}, (), 8,
+        attention.combine_kernel, {"D": 128, "PARTS": attention.MOST_PARTS, "BLOCK": 64, "PDL": True}, (), 8,
     ),
-    "a few parts": (attention.combine_kernel, {"D": 128, "DP": 128, "PARTS": 16, "BLOCK": 64, "PDL": True}, (), 1),
+    "a few parts": (attention.combine_kernel, {"D": 128, "PARTS": 16, "BLOCK": 64, "PDL": True}, (), 1),
     "embed": (embed_kernel, {"BLOCK": 1024, "D": 128, "PDL": True}, (), 4),
     "likeliest of a part": (choose.part_kernel, {"PART": choose.PART, "LEAST": choose.LEAST_KEY, "PDL": True}, (), 4),
     "token": (choose.token_kernel, {"PARTS": 64, "LEAST": choose.LEAST_KEY, "PDL": True}, (), 1),

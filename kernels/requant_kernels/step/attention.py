@@ -34,6 +34,12 @@ MOST_PARTS = 128  # more do not fit the registers of the CTA that combines them
 LOG2_E = log2(2.718281828459045)
 
 
+@triton.constexpr_function
+def padded(size):
+    """What a block's dimension has room for: a power of two, 16 at least."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
 @triton.jit
 def part_length(length, parts, BLOCK: tl.constexpr):
     """Positions of a part: whole blocks, so that only the last block of all is not full."""
@@ -65,13 +71,14 @@ def _attend_block(
 def part_kernel(
     q_ptr, k_ptr, v_ptr, mask_ptr, position_ptr, o_ptr, z_ptr, y_ptr, length, scale, parts,
     q_batch, q_head, k_batch, k_head, k_row, v_batch, v_head, v_row, mask_batch,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A part of the positions of one key head; grid (heads, parts, batch). STAGES 0: it is one block.
 
     o `[b, heads GROUP, parts, D]` and z `[b, heads GROUP, parts]`, or y `[b, heads GROUP, D]` where there is one part.
     """
+    ROWS: tl.constexpr = padded(GROUP)
+    DP: tl.constexpr = padded(D)
     head, part, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     i, d, n = tl.arange(0, ROWS), tl.arange(0, DP), tl.arange(0, BLOCK)
     if position_ptr is not None:
@@ -113,9 +120,10 @@ def part_kernel(
 @triton.jit
 def combine_kernel(
     o_ptr, z_ptr, position_ptr, y_ptr, length, parts,
-    D: tl.constexpr, DP: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    D: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The parts of one query head into y `[b, h, D]`, in their order; grid (b h)."""
+    DP: tl.constexpr = padded(D)
     row = tl.program_id(0).to(tl.int64)
     p, d = tl.arange(0, PARTS), tl.arange(0, DP)
     if position_ptr is not None:
@@ -179,20 +187,15 @@ def num_parts(rows: int, length: int, sms: int) -> int:
 @cache
 def _part_constants(group: int, head_dim: int, one_block: bool, pdl: bool) -> dict[str, object]:
     return {
-        "GROUP": group, "ROWS": max(16, triton.next_power_of_2(group)), "D": head_dim, "DP": _padded(head_dim),
-        "BLOCK": BLOCK, "STAGES": 0 if one_block else STAGES, "PDL": pdl,
-        "num_warps": 4, **_options(pdl),
+        "GROUP": group, "D": head_dim, "BLOCK": BLOCK, "STAGES": 0 if one_block else STAGES, "PDL": pdl, "num_warps": 4,
+        **_options(pdl),
     }  # fmt: skip
 
 
 @cache
 def _combine_constants(head_dim: int, parts: int, pdl: bool) -> dict[str, object]:
-    shape = {"D": head_dim, "DP": _padded(head_dim), "PARTS": parts, "BLOCK": BLOCK}
+    shape = {"D": head_dim, "PARTS": parts, "BLOCK": BLOCK}
     return {**shape, "PDL": pdl, "num_warps": max(1, parts // 16), **_options(pdl)}
-
-
-def _padded(head_dim: int) -> int:
-    return max(16, 1 << (head_dim - 1).bit_length())
 
 
 def _options(pdl: bool) -> dict[str, object]:
