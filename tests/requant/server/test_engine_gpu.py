@@ -35,7 +35,7 @@ def test_answers_are_those_of_generate(pristine_checkpoint: Path) -> None:
     engine.ends = frozenset()
 
     async def ask(prompt: str) -> str:
-        job = engine.submit(engine.tokens_of(prompt), Sampling(max_tokens=12, temperature=0))
+        job = engine.submit(await engine.tokens_of(prompt), Sampling(max_tokens=12, temperature=0))
         return "".join([piece.text async for piece in job.pieces()])
 
     async def all_of_them() -> list[str]:
@@ -48,7 +48,7 @@ def test_answers_are_those_of_generate(pristine_checkpoint: Path) -> None:
         async def twice() -> list[str]:
             texts = []
             for _ in range(2):
-                job = engine.submit(engine.tokens_of("A"), seeded)
+                job = engine.submit(await engine.tokens_of("A"), seeded)
                 texts.append("".join([piece.text async for piece in job.pieces()]))
             return texts
 
