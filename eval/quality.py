@@ -99,6 +99,7 @@ def _efficient_qat(group_size: int) -> Plan:
 
 PLANS: dict[str, Plan] = {
     "best": Plan(label=f"best, {FINETUNE_STEPS} steps a phase"),
+    "pair": Plan(label=f"best, {FINETUNE_STEPS} steps a phase, pair codes", options={"code": "pair"}),
     "file": Plan(label="best, embedding and head by default", head_bits=None),
     "file-codes": Plan(
         label="trellis codes, embedding and head by default",
