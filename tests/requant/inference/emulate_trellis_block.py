@@ -136,6 +136,13 @@ def check(kind: str, batch: int, bits: dict[str, float], launches: int) -> None:
     assert isinstance(plain.blocks[0], PlainBlock)
 
 
+# architecture -> sequences, bits where they are not the model's, products of a block
+CASES = {
+    "qwen2": ("qwen2", 1, {"q_proj": 4, "k_proj": 3, "v_proj": 4}, 4),
+    "qwen3": ("qwen3", 2, {"k_proj": 2.25, "up_proj": 3}, 5),
+}
+
+
 def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -143,8 +150,7 @@ def main() -> None:
     emulate_trellis.check_addresses = lambda address: None
     rotate_apart = gemv.hadamard_transform_int8
     gemv.hadamard_transform_int8 = lambda *args, **options: rotate_apart(*args, **options | {"asm": False})
-    check("qwen3", 2, {"k_proj": 2.25, "up_proj": 3}, 5)
-    check("qwen2", 1, {"q_proj": 4, "k_proj": 3, "v_proj": 4}, 4)
+    check(*CASES[sys.argv[1]])
 
 
 if __name__ == "__main__":

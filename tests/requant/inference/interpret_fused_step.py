@@ -32,9 +32,10 @@ MODELS = {
 
 @torch.no_grad()
 def main() -> None:
-    for kind, options in MODELS.items():
+    checkpoint_folder, *kinds = sys.argv[1:]
+    for kind in kinds:
         torch.manual_seed(0)
-        config = AutoConfig.for_model(kind, **SIZES | options)
+        config = AutoConfig.for_model(kind, **SIZES | MODELS[kind])
         model = AutoModelForCausalLM.from_config(config).half().eval()
         for name, parameter in model.named_parameters():
             noise = torch.randn_like(parameter)
@@ -42,7 +43,7 @@ def main() -> None:
         check_step(model, kind)
         check_prompts(model, kind)
     check_decoder(model)
-    checkpoint = convert_to_kernels(load(sys.argv[1], dtype="float16"), device="cpu")
+    checkpoint = convert_to_kernels(load(checkpoint_folder, dtype="float16"), device="cpu")
     check_step(checkpoint, "checkpoint")
     check_prompts(checkpoint, "checkpoint")
 

@@ -72,11 +72,14 @@ def test_an_embedding_of_another_class_is_called(tiny_model) -> None:
     assert isinstance(step_inputs(model, 20), ModelInputs)
 
 
-def test_in_the_interpreter(make_checkpoint) -> None:
+@pytest.mark.parametrize(
+    "kinds", [("llama",), pytest.param(("qwen3", "phi3"), marks=pytest.mark.slow)], ids=" ".join
+)
+def test_in_the_interpreter(make_checkpoint, kinds: tuple[str, ...]) -> None:
     pytest.importorskip("triton")
     script = Path(__file__).with_name("interpret_fused_step.py")
     run = subprocess.run(
-        [sys.executable, script, make_checkpoint(kind="trellis")[0]],
+        [sys.executable, script, make_checkpoint(kind="trellis")[0], *kinds],
         env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -19,11 +19,12 @@ from requant.inference.decode import Decoder
 from requant.inference.quant_linear import QuantLinear
 
 
-def test_with_the_assembly_emulated() -> None:
+@pytest.mark.parametrize("kind", ["qwen2", pytest.param("qwen3", marks=pytest.mark.slow)])
+def test_with_the_assembly_emulated(kind: str) -> None:
     pytest.importorskip("triton")
     script = Path(__file__).with_name("emulate_trellis_block.py")
     run = subprocess.run(
-        [sys.executable, script],
+        [sys.executable, script, kind],
         env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
