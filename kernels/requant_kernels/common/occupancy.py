@@ -5,8 +5,8 @@ them, and stay there (8192 x 8192, 2 bits: 12.4 us with space for six CTAs an SM
 even share). Padding the dynamic shared memory of a launch caps its CTAs per SM (`launch.py`).
 
 It happens to launches of a few CTAs too, while most SMs idle; those that compute more than they load then take almost twice
-as long (`step/rotated_gate.py`: 5.4 us in place of 3.6). More than half of the shared memory keeps them apart, and leaves
-room for the launches before and after.
+as long (`step/rotated_gate.py`: 5.4 us in place of 3.6). Half of the shared memory keeps them apart, and leaves space
+for the launches before and after.
 """
 
 import torch
