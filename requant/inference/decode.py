@@ -90,7 +90,7 @@ class Decoder:
         if self.fused_prefill is None:
             from requant.inference.fused_prefill import FusedPrefill  # needs Triton
 
-            self.fused_prefill = FusedPrefill(self.model, rotations=self.fuses_rotations)
+            self.fused_prefill = FusedPrefill.of(self.model, rotations=self.fuses_rotations)
         return self.fused_prefill
 
     @torch.no_grad()

@@ -39,6 +39,16 @@ class FusedPrefill:
         self.model, self.rotations = model, rotations
         self.found: dict[int, Blocks | None] = {}  # by kind, once they were compared
 
+    @classmethod
+    def of(cls, model: Any, *, rotations: bool = True) -> "FusedPrefill":
+        """The model's one: what was compared once serves every decoder of the model, a request or a batch each, for as long
+        as it has the same modules, without new hooks."""
+        state = tuple((id(m), len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules())
+        held = model.__dict__.setdefault("_fused_prefills", {})
+        if rotations not in held or held[rotations][0] != state:
+            held[rotations] = state, cls(model, rotations=rotations)
+        return held[rotations][1]
+
     @torch.no_grad()
     def __call__(self, tokens: Int64[Tensor, "b t"], cache: SharedLengthCache) -> Float[Tensor, "b v"]:
         """Logits after the prompts; keys and values are written behind the `cache.length` that are there, which the caller

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from requant.inference import fused_prefill
 from requant.inference.convert import convert_to_kernels
 from requant.inference.decode import Decoder
+from requant.inference.fused_prefill import FusedPrefill
 from requant.inference.fused_step import fused_steps
 from requant.inference.load import load
 from requant.inference.static_cache import static_cache
@@ -82,6 +83,10 @@ def check_prompts(model: Any, kind: str) -> None:
     fused.fuses_prompts = True  # as on a GPU
     assert torch.equal(own.prefill(prompts), fused.prefill(prompts)), kind  # compared, on its way
     assert fused.fused_prefill.found[0] is not None, kind
+    assert FusedPrefill.of(model) is fused.fused_prefill  # the next decoder compares nothing again
+    handle = model.base_model.layers[0].mlp.register_forward_hook(lambda *_: None)
+    assert FusedPrefill.of(model) is not fused.fused_prefill  # a hook is passed over by what was fused before
+    handle.remove()
     fused.cache = static_cache(model, 100)
     for tokens in (prompts, torch.randint(0, 60, (2, 4))):
         if tokens is not prompts:
