@@ -186,14 +186,17 @@ def test_no_pickle() -> None:
 
 
 OPTIONS = {
-    "quantize": "as_json bits calibration code_bits device dry_run dtype eval_text finetune_steps group_size head_bits "
-    "method mode model num_samples output quiet recipe resume seed sensitivity seq_len size skip symmetric verbose",
-    "sparsify": "all_experts as_json bits calibration device dry_run dtype eval_text finetune_steps method model "
-    "num_samples output pattern quiet recipe recover resume seed seq_len skip verbose verify",
-    "sensitivity": "as_json bits calibration code_bits device dtype group_size method model nodes num_samples output quiet "
-    "recipe seed seq_len skip symmetric verbose",
-    "sweep": "all_experts as_json bits calibration device dtype eval_text finetune_steps group_size head_bits method mode "
-    "model num_samples output quiet recipe resume seed seq_len skip symmetric verbose",
+    "quantize": "all_experts as_json bits calibration code_bits device dry_run dtype eval_text finetune_steps "
+    "gpus group_size head_bits log_file method mode model modules num_samples output push_to quiet recipe resume "
+    "rotations save_every seed sensitivity seq_len size skip symmetric target verbose",
+    "sweep": "all_experts as_json bits calibration device dtype eval_text finetune_steps group_size head_bits "
+    "log_file method mode model modules num_samples output quiet recipe resume rotations save_every seed "
+    "sensitivity seq_len skip symmetric verbose",
+    "sparsify": "all_experts as_json bits calibration device dry_run dtype eval_text finetune_steps log_file "
+    "method model num_samples output pattern quiet recipe recover resume save_every seed seq_len skip verbose "
+    "verify",
+    "sensitivity": "all_experts as_json bits calibration code_bits device dtype group_size method model "
+    "modules nodes num_samples output quiet recipe seed seq_len skip symmetric verbose",
     "eval": "as_json context device dtype limit models quiet reference task_data tasks text windows",
     "inspect": "as_json checkpoint",
     "compare": "as_json checkpoints context device dtype output quiet reference text windows",
@@ -201,7 +204,7 @@ OPTIONS = {
     "generate": "chat checkpoint device dtype max_new_tokens prompt seed temperature",
     "bench": "as_json autotune batch checkpoint compile device dtype new_tokens prompt_tokens reference",
     "serve": "api_key batch checkpoint context device dtype host max_tokens_limit max_waiting name port quiet",
-    "recipes": "as_json",
+    "recipes": "as_json keys",
     "methods": "as_json",
     "doctor": "as_json device quiet",
 }

@@ -12,12 +12,13 @@ from typing import Annotated
 import typer
 
 import requant
-from requant.cli.common import PanelledCommand, log_failure
+from requant.cli.common import log_failure
 from requant.cli.comparing import compare
 from requant.cli.doctor import doctor
 from requant.cli.exporting import export
 from requant.cli.listing import methods, recipes
 from requant.cli.measuring import evaluate, inspect
+from requant.cli.options import PanelledCommand, spelled_out
 from requant.cli.quantizing import quantize, sensitivity
 from requant.cli.resuming import restored_arguments
 from requant.cli.server import serve
@@ -72,7 +73,7 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 
 
 for _name, _command in COMMANDS.items():
-    app.command(name=_name, cls=PanelledCommand)(_command)
+    app.command(name=_name, cls=PanelledCommand)(spelled_out(_command))
 
 
 def main() -> None:

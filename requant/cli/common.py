@@ -1,238 +1,17 @@
-"""What the commands share: options of one meaning, the table, the log."""
+"""What the commands share besides their options: what they print, the log, and how a run ends."""
 
+import dataclasses
+import json
 import logging
 import shlex
 import signal
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
-from typer.core import TyperCommand, TyperOption
+from typing import Any
 
 from requant.errors import OutputError
-
-RECIPE = "The recipe"  # panels of --help
-CALIBRATION = "Calibration and evaluation"
-RUN = "The run"
-PRINTED = "What is printed"
-
-
-def values(*known: str) -> Callable[[str], list[str]]:
-    """What completion offers for an option of these values; where none fits, the shell offers files."""
-    return lambda incomplete: [value for value in known if value.startswith(incomplete)]
-
-
-def models(incomplete: str) -> list[str]:
-    """Aliases, for completion."""
-    from requant.models.aliases import ALIASES
-
-    return values("demo", *ALIASES)(incomplete)
-
-
-def shipped_recipes(incomplete: str) -> list[str]:
-    """Names of recipes, for completion."""
-    from requant.recipe.shipped import available_recipes
-
-    return values(*available_recipes())(incomplete)
-
-
-Model = Annotated[
-    str | None,
-    typer.Option(
-        help="Folder, hub name, alias (llama-3.2-1b), or demo. [the recipe's, or demo]",
-        autocompletion=models,
-        rich_help_panel=RECIPE,
-    ),
-]
-RecipeName = Annotated[
-    str | None,
-    typer.Option(
-        help="A recipe by name or YAML file; other options override it.",
-        autocompletion=shipped_recipes,
-        rich_help_panel=RECIPE,
-    ),
-]
-Method = Annotated[
-    str | None,
-    typer.Option(
-        help="Quantization method; `requant methods` lists them.",
-        autocompletion=values("trellis", "lut", "kmeans", "gptq", "awq", "hqq", "rtn"),
-        rich_help_panel=RECIPE,
-    ),
-]
-Mode = Annotated[
-    str | None,
-    typer.Option(
-        help="best: rounds of quantizing and finetuning; paper: ReQuant as published; dense: codes only. "
-        "[best]",
-        autocompletion=values("best", "paper", "dense"),
-        rich_help_panel=RECIPE,
-    ),
-]
-HeadBits = Annotated[
-    int | None,
-    typer.Option(
-        help="Bits of embedding and head, 3 to 8 or 16. [the fewest that add 1 % to the loss; with --size the best "
-        "split; with --code-bits 16]",
-        rich_help_panel=RECIPE,
-    ),
-]
-Score = Annotated[
-    str | None,
-    typer.Option(
-        help="pqi, hessian, gradient or marginal.",
-        autocompletion=values("pqi", "hessian", "gradient", "marginal"),
-        rich_help_panel=RECIPE,
-    ),
-]
-FinetuneSteps = Annotated[
-    int | None,
-    typer.Option(
-        help="Training steps of each finetuning phase; codes stay fixed. [450 in mode best on a GPU, else 0]",
-        rich_help_panel=RECIPE,
-    ),
-]
-Rotations = Annotated[
-    str | None,
-    typer.Option(
-        help="Of trellis codes: per-matrix, or folded into the model where its architecture allows it, which leaves the "
-        "input of down_proj to rotate at run time. [per-matrix]",
-        autocompletion=values("per-matrix", "folded"),
-        rich_help_panel=RECIPE,
-    ),
-]
-Calibration = Annotated[
-    list[str] | None,
-    typer.Option(help="Text files, a datasets name, demo, or self.", rich_help_panel=CALIBRATION),
-]
-EvalText = Annotated[
-    list[str] | None, typer.Option(help="Text to score. [a held-out part]", rich_help_panel=CALIBRATION)
-]
-NumSamples = Annotated[
-    int | None,
-    typer.Option(help="Calibration windows. [128; on a GPU 256; demo: 16]", rich_help_panel=CALIBRATION),
-]
-SeqLen = Annotated[
-    int | None,
-    typer.Option(help="Tokens of a calibration window. [2048; demo: 512]", rich_help_panel=CALIBRATION),
-]
-AllExperts = Annotated[
-    bool | None,
-    typer.Option(
-        "--all-experts",
-        help="Every expert of a mixture sees every calibration token, not only those routed to it.",
-        rich_help_panel=CALIBRATION,
-    ),
-]
-For = Annotated[
-    str | None,
-    typer.Option(
-        "--for",
-        help="A program that has to read the export: vllm, transformers or llama.cpp. Picks mode, method and grid, and "
-        "refuses what it cannot read before the run.",
-        autocompletion=values("vllm", "transformers", "llama.cpp"),
-        rich_help_panel=RECIPE,
-    ),
-]
-GroupSize = Annotated[
-    int | None,
-    typer.Option(
-        help="Columns that share a scale, of gptq, awq, hqq and rtn; -1: whole rows. [128]",
-        rich_help_panel=RECIPE,
-    ),
-]
-Symmetric = Annotated[
-    bool | None,
-    typer.Option(
-        "--symmetric/--asymmetric",
-        help="Whether grids of gptq, awq and rtn go without zero points. [asymmetric]",
-        rich_help_panel=RECIPE,
-    ),
-]
-Skip = Annotated[
-    list[str] | None,
-    typer.Option(help="Shell pattern of matrices not to quantize; repeatable.", rich_help_panel=RECIPE),
-]
-Modules = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--module",
-        help="What is different for some matrices: a shell pattern and options of the method, such as "
-        "'*.down_proj:bits=4,group_size=64'; repeatable. Bits given here are fixed, a budget gives out the rest.",
-        rich_help_panel=RECIPE,
-    ),
-]
-Seed = Annotated[
-    int | None,
-    typer.Option(help="Seed; above 0 it shifts the calibration windows.", rich_help_panel=CALIBRATION),
-]
-Output = Annotated[
-    Path | None, typer.Option(help="Folder to write. [./MODEL-METHOD-BITSbit]", rich_help_panel=RUN)
-]
-Device = Annotated[
-    str,
-    typer.Option(
-        help="cpu, cuda, or auto: the GPU where there is one.",
-        autocompletion=values("auto", "cpu", "cuda"),
-        rich_help_panel=RUN,
-    ),
-]
-Dtype = Annotated[
-    str,
-    typer.Option(
-        help="float32, bfloat16, float16, or auto: float32 on the CPU.",
-        autocompletion=values("auto", "float32", "bfloat16", "float16"),
-        rich_help_panel=RUN,
-    ),
-]
-SaveEvery = Annotated[
-    float,
-    typer.Option(
-        min=0.0,
-        help="Minutes between two saved states of training, where --resume goes on; less often if saving takes long.",
-        rich_help_panel=RUN,
-    ),
-]
-AsJson = Annotated[
-    bool, typer.Option("--json", help="Print JSON instead of a table.", rich_help_panel=PRINTED)
-]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.", rich_help_panel=PRINTED)]
-LogFile = Annotated[
-    Path | None,
-    typer.Option(
-        help="File to which stages, a line a minute and what the quantizers report are appended.",
-        rich_help_panel=PRINTED,
-    ),
-]
-Verbose = Annotated[
-    bool, typer.Option("--verbose", "-v", help="Log what the quantizers report.", rich_help_panel=PRINTED)
-]
-
-
-class PanelledCommand(TyperCommand):
-    """A command whose --help lists the options by panel; those of one command are listed as they come."""
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        panels: dict[str, list[tuple[str, str]]] = {}
-        for parameter in self.get_params(ctx):
-            panel = getattr(parameter, "rich_help_panel", None) or "Options"
-            record = parameter.get_help_record(ctx)
-            if record is not None:
-                panels.setdefault(panel if isinstance(parameter, TyperOption) else "Arguments", []).append(
-                    record
-                )
-        for panel, records in panels.items():
-            with formatter.section(panel):
-                formatter.write_dl(records)
-
-
-def recipe_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Those arguments of a command that the recipe is made of."""
-    from requant.recipe.options import Options
-
-    return {name: given[name] for name in Options.__annotations__ if name in given}
 
 
 @contextmanager
@@ -253,6 +32,21 @@ def table(rows: Any) -> str:
     from requant.display import format_table
 
     return format_table(rows)
+
+
+def print_plan(plan: Any, folder: Path, *, as_json: bool) -> None:
+    """What --dry-run says of a run that would write `folder`."""
+    if as_json:
+        print(json.dumps({**dataclasses.asdict(plan), "output": str(folder)}, indent=2))
+    else:
+        print(*plan.lines(), f"output          {folder}", sep="\n")
+
+
+def print_result(numbers: Mapping[str, Any], *tables: str, as_json: bool) -> None:
+    """What a run ends with: the numbers, or the tables of them; warnings go to standard error."""
+    print(json.dumps(numbers, indent=2) if as_json else "\n\n".join(tables))
+    for warning in numbers["warnings"]:
+        print(f"warning: {warning}", file=sys.stderr)
 
 
 def next_commands(folder: Path, target: str | None = None) -> str:

@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from requant.cli.common import AsJson, Device, Dtype, Quiet, table
+from requant.cli import options as opt
+from requant.cli.common import table
 
 
 def compare(
@@ -19,10 +20,10 @@ def compare(
     text: Annotated[list[str] | None, typer.Option(help="Text to score, with --reference.")] = None,
     context: Annotated[int | None, typer.Option(min=8, help="Tokens of a window.")] = None,
     windows: Annotated[int | None, typer.Option(min=1, help="Score the first windows only.")] = None,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    as_json: AsJson = False,
-    quiet: Quiet = False,
+    device: opt.Device = "auto",
+    dtype: opt.Dtype = "auto",
+    as_json: opt.AsJson = False,
+    quiet: opt.Quiet = False,
 ) -> None:
     """Compare checkpoints by what their own files say: a table, and with --output a page."""
     from requant.checkpoint.new_folder import check_output

@@ -5,13 +5,14 @@ import json
 import sys
 from typing import Any
 
-from requant.cli.common import AsJson, Device, Quiet, table
+from requant.cli import options as opt
+from requant.cli.common import table
 
 
 def doctor(
-    device: Device = "auto",
-    as_json: AsJson = False,
-    quiet: Quiet = False,
+    device: opt.Device = "auto",
+    as_json: opt.AsJson = False,
+    quiet: opt.Quiet = False,
 ) -> None:
     """What this machine has: GPUs, versions, extras, caches, and whether its kernels are right; exit code 1 if not."""
     from requant.display import format_bytes

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from requant.cli.common import AsJson, table, values
+from requant.cli import options as opt
+from requant.cli.common import table
 
 
 def export(
@@ -16,14 +17,16 @@ def export(
         str,
         typer.Option(
             help="dense, compressed-tensors, gguf, or a program: vllm, transformers, llama.cpp.",
-            autocompletion=values("dense", "compressed-tensors", "gguf", "vllm", "transformers", "llama.cpp"),
+            autocompletion=opt.values(
+                "dense", "compressed-tensors", "gguf", "vllm", "transformers", "llama.cpp"
+            ),
         ),
     ],
     output: Annotated[Path, typer.Option(help="Folder to write.")],
     dtype: Annotated[
         str, typer.Option(help="float32, bfloat16, float16, or auto: the model's own.")
     ] = "auto",
-    as_json: AsJson = False,
+    as_json: opt.AsJson = False,
 ) -> None:
     """Write a checkpoint for programs that know nothing of requant."""
     from requant.checkpoint.new_folder import check_output

@@ -6,12 +6,13 @@ from typing import Annotated
 
 import typer
 
-from requant.cli.common import AsJson, table
+from requant.cli import options as opt
+from requant.cli.common import table
 
 
 def recipes(
     keys: Annotated[bool, typer.Option("--keys", help="List every key of a recipe instead.")] = False,
-    as_json: AsJson = False,
+    as_json: opt.AsJson = False,
 ) -> None:
     """List the recipes that ship with requant, or every key that a recipe may hold."""
     if keys:
@@ -39,7 +40,7 @@ def recipes(
     print(json.dumps(rows, indent=2) if as_json else table(rows))
 
 
-def methods(as_json: AsJson = False) -> None:
+def methods(as_json: opt.AsJson = False) -> None:
     """List the methods: what each does, the bits it takes, the statistics it is calibrated with."""
     from requant.quantizers.registry import METHODS, PRUNING_METHODS
 

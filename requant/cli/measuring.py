@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from requant.cli.common import AsJson, Device, Dtype, Quiet, table
+from requant.cli import options as opt
+from requant.cli.common import table
 from requant.errors import InputError
 
 
@@ -32,10 +33,10 @@ def evaluate(
     limit: Annotated[
         int | None, typer.Option(min=1, help="Evaluate only the first documents of each task.")
     ] = None,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    as_json: AsJson = False,
-    quiet: Quiet = False,
+    device: opt.Device = "auto",
+    dtype: opt.Dtype = "auto",
+    as_json: opt.AsJson = False,
+    quiet: opt.Quiet = False,
 ) -> None:
     """Perplexity, KL to the original and top-1 agreement, or accuracy on tasks; several models in one table."""
     if tasks is not None:
@@ -80,7 +81,7 @@ def _refuse_with(what: str, options: Mapping[str, object]) -> None:
 
 def inspect(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint folder.")],
-    as_json: AsJson = False,
+    as_json: opt.AsJson = False,
 ) -> None:
     """What a checkpoint stores, matrix by matrix and byte by byte; verifies its checksums."""
     from requant.checkpoint.inspect import inspection

@@ -4,7 +4,8 @@ from typing import Annotated
 
 import typer
 
-from requant.cli.common import Device, Dtype, Quiet, say_what_is_loaded
+from requant.cli import options as opt
+from requant.cli.common import say_what_is_loaded
 
 
 def serve(
@@ -23,9 +24,9 @@ def serve(
     batch: Annotated[
         int | None, typer.Option(min=1, help="Answers written at the same time. [8 on a CPU, 1 on a GPU]")
     ] = None,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    quiet: Quiet = False,
+    device: opt.Device = "auto",
+    dtype: opt.Dtype = "auto",
+    quiet: opt.Quiet = False,
 ) -> None:
     """Serve a model to OpenAI's clients: completions and chat, streamed or whole."""
     from requant.server.run import serve_checkpoint

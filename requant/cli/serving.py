@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from requant.cli.common import AsJson, Device, Dtype, say_what_is_loaded
+from requant.cli import options as opt
+from requant.cli.common import say_what_is_loaded
 
 
 def generate(
@@ -17,8 +18,8 @@ def generate(
     chat: Annotated[
         bool, typer.Option("--chat", help="The prompt is a message; print the model's answer.")
     ] = False,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
+    device: opt.Device = "auto",
+    dtype: opt.Dtype = "auto",
 ) -> None:
     """Continue a prompt with a quantized model."""
     from requant.inference.generate import generate_text
@@ -53,9 +54,9 @@ def bench(
         bool,
         typer.Option("--autotune", help="Measure launch configs of the kernels first, and keep the best."),
     ] = False,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    as_json: AsJson = False,
+    device: opt.Device = "auto",
+    dtype: opt.Dtype = "auto",
+    as_json: opt.AsJson = False,
 ) -> None:
     """Tokens a second and memory of a model."""
     from requant.evaluation import bench

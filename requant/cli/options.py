@@ -1,0 +1,243 @@
+"""Options of the command line: the types of those that several commands take, and the groups that belong together.
+
+A command that makes a recipe takes `**options: Unpack[GROUP]`, the group being a TypedDict below: every field is an option
+that is None unless it is given, under the name that it has in `requant/recipe/options.py`. A new one is a field here, and
+`quantize`, `sweep` and their --help have it. `spelled_out` makes parameters of a group, for typer reads those.
+"""
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, TypedDict, get_args, get_type_hints
+
+import typer
+from typer.core import TyperCommand, TyperOption
+
+RECIPE = "The recipe"  # panels of --help
+CALIBRATION = "Calibration and evaluation"
+RUN = "The run"
+PRINTED = "What is printed"
+PANELS = (RECIPE, CALIBRATION, RUN, PRINTED)
+of_recipe = partial(typer.Option, rich_help_panel=RECIPE)
+of_calibration = partial(typer.Option, rich_help_panel=CALIBRATION)
+of_run = partial(typer.Option, rich_help_panel=RUN)
+of_printing = partial(typer.Option, rich_help_panel=PRINTED)
+
+
+def values(*known: str) -> Callable[[str], list[str]]:
+    """What completion offers for an option of these values; where none fits, the shell offers files."""
+    return lambda incomplete: [value for value in known if value.startswith(incomplete)]
+
+
+def models(incomplete: str) -> list[str]:
+    """Aliases, for completion."""
+    from requant.models.aliases import ALIASES
+
+    return values("demo", *ALIASES)(incomplete)
+
+
+def shipped_recipes(incomplete: str) -> list[str]:
+    """Names of recipes, for completion."""
+    from requant.recipe.shipped import available_recipes
+
+    return values(*available_recipes())(incomplete)
+
+
+Model = Annotated[
+    str | None,
+    of_recipe(
+        help="Folder, hub name, alias (llama-3.2-1b), or demo. [the recipe's, or demo]", autocompletion=models
+    ),
+]
+Bits = Annotated[
+    str | None,
+    of_recipe(
+        help="Bits a weight, 1 to 8, that everything stored for the matrices may take: 3, 2.25. Never exceeded."
+    ),
+]
+CodeBits = Annotated[
+    str | None,
+    of_recipe(
+        help="Instead: bits of every code, 2 to 8 (trellis from 1); scales, levels and residuals come on top."
+    ),
+]
+RecipeName = Annotated[
+    str | None,
+    of_recipe(
+        help="A recipe by name or YAML file; other options override it.", autocompletion=shipped_recipes
+    ),
+]
+Method = Annotated[
+    str | None,
+    of_recipe(
+        help="Quantization method; `requant methods` lists them.",
+        autocompletion=values("trellis", "lut", "kmeans", "gptq", "awq", "hqq", "rtn"),
+    ),
+]
+EvalText = Annotated[list[str] | None, of_calibration(help="Text to score. [a held-out part]")]
+GroupSize = Annotated[
+    int | None,
+    of_recipe(help="Columns that share a scale, of gptq, awq, hqq and rtn; -1: whole rows. [128]"),
+]
+Symmetric = Annotated[
+    bool | None,
+    of_recipe(
+        "--symmetric/--asymmetric",
+        help="Whether grids of gptq, awq and rtn go without zero points. [asymmetric]",
+    ),
+]
+Skip = Annotated[
+    list[str] | None,
+    of_recipe(help="Shell pattern of matrices not to quantize; repeatable."),
+]
+Modules = Annotated[
+    list[str] | None,
+    of_recipe(
+        "--module",
+        help="What is different for some matrices: a shell pattern and options of the method, such as "
+        "'*.down_proj:bits=4,group_size=64'; repeatable. Bits given here are fixed, a budget gives out the rest.",
+    ),
+]
+Output = Annotated[Path | None, of_run(help="Folder to write. [./MODEL-METHOD-BITSbit]")]
+Device = Annotated[
+    str,
+    of_run(
+        help="cpu, cuda, or auto: the GPU where there is one.", autocompletion=values("auto", "cpu", "cuda")
+    ),
+]
+Dtype = Annotated[
+    str,
+    of_run(
+        help="float32, bfloat16, float16, or auto: float32 on the CPU.",
+        autocompletion=values("auto", "float32", "bfloat16", "float16"),
+    ),
+]
+Resume = Annotated[
+    bool,
+    of_run(
+        "--resume",
+        help="Continue where the run stopped; `--resume OUTPUT` alone takes all arguments from it.",
+    ),
+]
+SaveEvery = Annotated[
+    float,
+    of_run(
+        min=0.0,
+        help="Minutes between two saved states of training, where --resume goes on; less often if saving takes long.",
+    ),
+]
+AsJson = Annotated[bool, of_printing("--json", help="Print JSON instead of a table.")]
+Quiet = Annotated[bool, of_printing("--quiet", "-q", help="Show no progress.")]
+LogFile = Annotated[
+    Path | None,
+    of_printing(help="File to which stages, a line a minute and what the quantizers report are appended."),
+]
+Verbose = Annotated[bool, of_printing("--verbose", "-v", help="Log what the quantizers report.")]
+
+
+class CalibrationOptions(TypedDict, total=False):
+    """Options of every command that calibrates."""
+
+    calibration: Annotated[
+        list[str] | None,
+        of_calibration(help="Text files, a datasets name, demo, or self."),
+    ]
+    num_samples: Annotated[
+        int | None,
+        of_calibration(help="Calibration windows. [128; on a GPU 256; demo: 16]"),
+    ]
+    seq_len: Annotated[
+        int | None,
+        of_calibration(help="Tokens of a calibration window. [2048; demo: 512]"),
+    ]
+    all_experts: Annotated[
+        bool | None,
+        of_calibration(
+            "--all-experts",
+            help="Every expert of a mixture sees every calibration token, not only those routed to it.",
+        ),
+    ]
+    seed: Annotated[
+        int | None,
+        of_calibration(help="Seed; above 0 it shifts the calibration windows."),
+    ]
+
+
+class QuantizeOptions(CalibrationOptions, total=False):
+    """Options of commands that quantize a model and measure it."""
+
+    method: Method
+    mode: Annotated[
+        str | None,
+        of_recipe(
+            help="best: rounds of quantizing and finetuning; paper: ReQuant as published; dense: codes only. [best]",
+            autocompletion=values("best", "paper", "dense"),
+        ),
+    ]
+    group_size: GroupSize
+    symmetric: Symmetric
+    head_bits: Annotated[
+        int | None,
+        of_recipe(
+            help="Bits of embedding and head, 3 to 8 or 16. [the fewest that add 1 % to the loss; with --size the best "
+            "split; with --code-bits 16]"
+        ),
+    ]
+    sensitivity: Annotated[
+        str | None,
+        of_recipe(
+            help="Score that picks the sparse part of mode paper: pqi, hessian, gradient or marginal. [pqi]",
+            autocompletion=values("pqi", "hessian", "gradient", "marginal"),
+        ),
+    ]
+    finetune_steps: Annotated[
+        int | None,
+        of_recipe(
+            help="Training steps of each finetuning phase; codes stay fixed. [450 in mode best on a GPU, else 0]"
+        ),
+    ]
+    rotations: Annotated[
+        str | None,
+        of_recipe(
+            help="Of trellis codes: per-matrix, or folded into the model where its architecture allows it, which leaves the "
+            "input of down_proj to rotate at run time. [per-matrix]",
+            autocompletion=values("per-matrix", "folded"),
+        ),
+    ]
+    skip: Skip
+    modules: Modules
+    eval_text: EvalText
+
+
+def spelled_out(command: Callable[..., None]) -> Callable[..., None]:
+    """`command` with a signature that names every option of the group in its `**options: Unpack[GROUP]`, if it has one."""
+    signature = inspect.signature(command)
+    own = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    groups = [get_args(each.annotation)[0] for each in signature.parameters.values() if each not in own]
+    grouped = {
+        name: inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+        for group in groups
+        for name, annotation in get_type_hints(group, include_extras=True).items()
+    }
+    command.__signature__ = signature.replace(parameters=[*own, *grouped.values()])  # type: ignore[attr-defined]
+    return command
+
+
+class PanelledCommand(TyperCommand):
+    """A command whose --help lists the options by panel: those of several commands in the order of PANELS."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        panels: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            panel = getattr(parameter, "rich_help_panel", None) or "Options"
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                panels.setdefault(panel if isinstance(parameter, TyperOption) else "Arguments", []).append(
+                    record
+                )
+        shared = iter([panel for panel in PANELS if panel in panels])
+        for panel in panels:
+            title = next(shared) if panel in PANELS else panel
+            with formatter.section(title):
+                formatter.write_dl(panels[title])
