@@ -16,25 +16,23 @@ decode a trellis again costs a kilobyte of traffic a weight in torch, some secon
     embedding, head, norms  12   float32, gradient, two moments           (`step.py`: 16)
 
 Of N ranks, which learn from different windows, each holds an Nth of what a matrix without codes takes (`DividedMatrix`).
-Beside these: h before every block, one block at work, the logits (`memory.py` adds up). Activation checkpointing is Chen et
-al. 2016 (arXiv 1604.06174); updating each matrix as soon as its gradient is complete is LOMO's (Lv et al. 2023, arXiv
-2306.09782). Where memory runs out all the same, half as many tokens go at once from then on, and the log says so.
+Beside these: h before every block, one block at work (`recomputed_block.py`), the logits (`memory.py` adds up). Where memory
+runs out all the same, half as many tokens go at once from then on, and the log says so.
 """
 
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int64
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from requant import ranks
-from requant.errors import is_out_of_memory
 from requant.finetune.compile_blocks import Divergence
+from requant.finetune.recomputed_block import ChunkSizes, DividedMatrix, LearningBlock
+from requant.finetune.sixteen_bit_adam import SixteenBitAdam
 from requant.finetune.step import (
     MicroBatch,
     ReparametrizedWeight,
@@ -43,212 +41,11 @@ from requant.finetune.step import (
     restore_state,
     state_of,
 )
-from requant.finetune.teacher import PRODUCTS, HeadTeacher, logits_of_states, training_autocast
+from requant.finetune.teacher import HeadTeacher, logits_of_states, training_autocast
 from requant.models.targets import find_blocks, replaced_forward
 
 TOKENS_AT_ONCE = 8192  # through a block
 LOGITS_AT_ONCE = 2**27  # 3 GB with their logarithms and gradients
-T = TypeVar("T")
-logger = logging.getLogger(__name__)
-
-
-class SixteenBitAdam:
-    """torch's Adam (0.9, 0.95) of groups of one tensor each, with its moments in bfloat16 between steps.
-
-    A moment moves by 5 or 10 % of its distance a step, which the 8 bits of bfloat16 resolve; a weight moves by less than its
-    own resolution, so weights stay float32.
-    """
-
-    def __init__(self, param_groups: Sequence[dict[str, Any]]) -> None:
-        self.tensors = [group["params"][0] for group in param_groups]
-        self.each = [
-            torch.optim.Adam([group], betas=(0.9, 0.95), fused=tensor.is_cuda or None)
-            for group, tensor in zip(param_groups, self.tensors, strict=True)
-        ]
-
-    def step(self) -> None:
-        for optimizer in self.each:
-            _cast_moments(optimizer, torch.float32)
-            optimizer.step()
-            _cast_moments(optimizer, torch.bfloat16)
-
-    def zero_grad(self) -> None:
-        for optimizer in self.each:
-            optimizer.zero_grad(set_to_none=True)
-
-
-def _cast_moments(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> None:
-    for state in optimizer.state.values():
-        for name in ("exp_avg", "exp_avg_sq"):
-            state[name] = state[name].to(dtype)
-
-
-@dataclass(kw_only=True)
-class Room:
-    """How much goes at once; halved once where memory runs out."""
-
-    windows: int  # through a block
-    positions: int  # whose logits exist
-    lowered: bool = False
-
-    def fitting(self, compute: Callable[[], T]) -> T:
-        """`compute()`, which reads both numbers; where memory runs out for the first time, once more with half of them."""
-        try:
-            return compute()
-        except (RuntimeError, MemoryError) as error:
-            if self.lowered or not is_out_of_memory(error):
-                raise
-        self.lowered = True
-        self.windows, self.positions = max(1, self.windows // 2), max(1, self.positions // 2)
-        logger.warning(
-            "memory ran out in training: from now on %d windows go through a block at once, and %d logits' positions",
-            self.windows,
-            self.positions,
-        )
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        return compute()
-
-
-class DividedMatrix:
-    """A matrix without codes of which each rank keeps and updates a part in float32; whole in its block's turn alone.
-
-    It is to its part what a ReparametrizedWeight is to its trained floats: `value` joins the parts of all ranks, and
-    `backward` adds up the gradients of all. On a GPU ranks send what products read, which is bfloat16.
-    """
-
-    def __init__(self, parameter: Tensor) -> None:
-        self.parameter, self.dtype = parameter, parameter.dtype
-        of_original = ranks.Part.of(parameter)
-        self.part = ranks.Part(of_original.elements.float(), of_original.shape)
-
-    @torch.no_grad()
-    def value(self) -> Tensor:
-        return self.part.whole(PRODUCTS.get(self.part.elements.device.type)).float()
-
-    def backward(self) -> None:
-        self.part.elements.grad = ranks.Part.of_sum(gradient_of(self.parameter)).elements
-
-    def close(self) -> None:
-        """Make the parameter whole again, as it was."""
-        self.parameter.data = self.part.whole(self.dtype)
-
-
-class LearningBlock:
-    """One transformer block in training; called in place of its forward.
-
-    `coded` are its quantized matrices, `divided` those without codes of which this rank holds a part, `optimizer` that of
-    its matrices without codes, None where it has none.
-    """
-
-    def __init__(
-        self,
-        block: nn.Module,
-        coded: Sequence[ReparametrizedWeight],
-        divided: Sequence[DividedMatrix],
-        optimizer: SixteenBitAdam | None,
-        room: Room,
-    ) -> None:
-        self.forward, self.parameters = block.forward, list(block.parameters())
-        self.coded, self.divided, self.optimizer, self.room = coded, divided, optimizer, room
-        self.others: tuple[Any, ...] | None = (
-            None  # what the block returns behind its hidden states, if a tuple
-        )
-        self.dtypes = [weight.parameter.dtype for weight in coded]
-        self._release()
-
-    def __call__(self, hidden: Float[Tensor, "b t d"], *args: Any, **kwargs: Any) -> Any:
-        output = _Recomputed.apply(hidden, self, args, kwargs)
-        return output if self.others is None else (output, *self.others)
-
-    def run(self, hidden: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-        """The block's output, without a graph."""
-
-        def compute() -> Tensor:
-            each = _parts(hidden, args, kwargs, self.room.windows)
-            return torch.cat([self._output(*part) for part in each])
-
-        with self._built():
-            return self.room.fitting(compute)
-
-    def learn(
-        self, hidden: Tensor, gradient: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Tensor:
-        """The gradient at `hidden` from that at the output; the block's matrices are updated."""
-
-        def compute() -> Tensor:
-            for parameter in self.parameters:
-                parameter.grad = None
-            found = []
-            each = _parts(hidden, args, kwargs, self.room.windows)
-            for part, arriving in zip(each, gradient.split(self.room.windows), strict=True):
-                leaf = part[0].detach().requires_grad_()
-                with torch.enable_grad():
-                    with training_autocast(leaf, keeps_casts=False):  # of weights that are not there long
-                        output = self._output(leaf, *part[1:])
-                    output.backward(arriving)
-                assert leaf.grad is not None
-                found.append(leaf.grad)
-            return torch.cat(found)
-
-        with self._built():
-            found = self.room.fitting(compute)
-        with torch.enable_grad():
-            for weight in self.coded:
-                weight.backward()
-                weight.parameter.grad = None
-        self._update()
-        return found
-
-    def run_along(self) -> None:
-        """`run` of a rank without windows: other ranks need its parts."""
-        for matrix in self.divided:
-            matrix.value()
-
-    def learn_along(self) -> None:
-        """`learn` of a rank without windows: its gradients are zero, those of others are not."""
-        self.run_along()
-        self._update()
-
-    def close(self) -> None:
-        """Give the coded matrices room again, for whoever writes into them; make divided ones whole."""
-        for weight, dtype in zip(self.coded, self.dtypes, strict=True):
-            parameter = weight.parameter
-            parameter.data = torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
-        for matrix in self.divided:
-            matrix.close()
-
-    def _update(self) -> None:
-        """One step of Adam for the matrices without codes; their gradients are dropped."""
-        for matrix in self.divided:
-            matrix.backward()
-            matrix.parameter.grad = None
-        if self.optimizer is not None:
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-
-    def _output(self, hidden: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-        output = self.forward(hidden, *args, **kwargs)
-        if isinstance(output, Tensor):
-            return output
-        self.others = tuple(output[1:])
-        return output[0]
-
-    @contextmanager
-    def _built(self) -> Iterator[None]:
-        """Coded and divided matrices hold their weights while the context lasts."""
-        with torch.no_grad(), torch.autocast(self.parameters[0].device.type, enabled=False):
-            for weight in (*self.coded, *self.divided):
-                # in one layout: a compiled block is compiled again for another
-                weight.parameter.data = weight.value().contiguous()
-        try:
-            yield
-        finally:
-            self._release()
-
-    def _release(self) -> None:
-        for weight in (*self.coded, *self.divided):
-            weight.parameter.data = _placeholder(weight.parameter)
 
 
 class BlockwiseStep:
@@ -298,7 +95,7 @@ class BlockwiseStep:
         self.optimizer = optimizers.pop(None)
         _, length = teacher.windows.shape
         head: Any = model.get_output_embeddings()
-        self.room = Room(
+        self.chunks = ChunkSizes(
             windows=max(1, TOKENS_AT_ONCE // length), positions=positions_at_once(head.weight.shape[0])
         )
         self.blocks = [
@@ -307,7 +104,7 @@ class BlockwiseStep:
                 coded.get(index, []),
                 [matrix for tensor, matrix in self.divided.items() if of_parameter[id(tensor)] == index],
                 optimizers.get(index),
-                self.room,
+                self.chunks,
             )
             for index, block in enumerate(blocks)
         ]
@@ -410,7 +207,7 @@ class BlockwiseStep:
         hidden = self._hidden(tokens)
         gradient = torch.cat(
             [
-                self.room.fitting(lambda part=part: self._gradient(*part))
+                self.chunks.fitting(lambda part=part: self._gradient(*part))
                 for part in self._rows(hidden.detach().flatten(0, 1), states)
             ]
         )
@@ -424,14 +221,14 @@ class BlockwiseStep:
     def _rows(
         self, hidden: Float[Tensor, "p d"], states: Float[Tensor, "b t d"]
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        rows = self.room.positions
+        rows = self.chunks.positions
         yield from zip(hidden.split(rows), states.flatten(0, 1).split(rows), strict=True)
 
     def _gradient(self, hidden: Float[Tensor, "p d"], states: Float[Tensor, "p d"]) -> Float[Tensor, "p d"]:
         """Of the divergence, at the hidden states of some positions; the head's is added up."""
         found = []
         for own, original in zip(
-            hidden.split(self.room.positions), states.split(self.room.positions), strict=True
+            hidden.split(self.chunks.positions), states.split(self.chunks.positions), strict=True
         ):
             leaf = own.detach().requires_grad_()
             (self._kl(leaf, original) / self.batch_tokens).backward()
@@ -448,23 +245,6 @@ class BlockwiseStep:
         return self.kl_of(found, expected)
 
 
-class _Recomputed(torch.autograd.Function):
-    """A block of which only the input is kept."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, block: LearningBlock, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Tensor:
-        ctx.block, ctx.call = block, (args, kwargs)
-        ctx.save_for_backward(hidden)
-        return block.run(hidden, args, kwargs)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        (hidden,) = ctx.saved_tensors
-        return ctx.block.learn(hidden, gradients[0], *ctx.call), None, None, None
-
-
 def divided_among_ranks(model: PreTrainedModel, trainables: Sequence[TrainableTensor]) -> list[Tensor]:
     """The matrices of blocks without codes, where there are several ranks to divide them."""
     if ranks.world_size() == 1:
@@ -476,25 +256,3 @@ def divided_among_ranks(model: PreTrainedModel, trainables: Sequence[TrainableTe
 def positions_at_once(vocabulary: int) -> int:
     """Positions with LOGITS_AT_ONCE logits, a power of two."""
     return 1 << max(1, LOGITS_AT_ONCE // vocabulary).bit_length() - 1
-
-
-def _parts(
-    hidden: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any], windows: int
-) -> Iterator[tuple[Tensor, tuple[Any, ...], Mapping[str, Any]]]:
-    """A block's arguments for some windows at a time: tensors with a row for every window are cut, others are for all."""
-    count = len(hidden)
-
-    def cut(value: Any, rows: slice) -> Any:
-        if isinstance(value, tuple):
-            return tuple(cut(each, rows) for each in value)
-        each_window = isinstance(value, Tensor) and value.dim() > 1 and len(value) == count
-        return value[rows] if each_window else value
-
-    for start in range(0, count, windows):
-        rows = slice(start, start + windows)
-        yield hidden[rows], cut(args, rows), {name: cut(value, rows) for name, value in kwargs.items()}
-
-
-def _placeholder(parameter: Tensor) -> Tensor:
-    """A float32 tensor of a parameter's shape in the memory of one number."""
-    return torch.zeros(1, device=parameter.device).expand(parameter.shape)

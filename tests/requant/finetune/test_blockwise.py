@@ -10,10 +10,12 @@ from requant.calibration.passes import recomputed_blocks
 from requant.errors import InputError
 from requant.finetune import blockwise, compile_blocks, final
 from requant.finetune import teacher as module
-from requant.finetune.blockwise import BlockwiseStep, LearningBlock, SixteenBitAdam
+from requant.finetune.blockwise import BlockwiseStep
 from requant.finetune.compile_blocks import Divergence, fused, kl
 from requant.finetune.final import finetune, teacher_of, trains_by_block
 from requant.finetune.loop import loss_sum
+from requant.finetune.recomputed_block import LearningBlock
+from requant.finetune.sixteen_bit_adam import SixteenBitAdam
 from requant.finetune.step import ReparametrizedWeight, TrainableTensor, adam
 from requant.finetune.teacher import HeadTeacher, Teacher
 from requant.formats.quantized_weight import trainable_params, weight_function
@@ -206,11 +208,11 @@ def test_where_memory_runs_out_half_as_much_goes_at_once(
 ) -> None:
     """The step is not lost, nothing is counted twice, and the log says so once."""
     expected, step = learned(tiny_model, random_weight, windows)
-    before = step.room.positions
+    before = step.chunks.positions
     Exhausted(monkeypatch, windows=3, times=1)
     monkeypatch.setattr(blockwise, "TOKENS_AT_ONCE", 6 * 16)
     found, step = learned(tiny_model, random_weight, windows)
-    assert (step.room.windows, step.room.positions) == (3, before // 2)
+    assert (step.chunks.windows, step.chunks.positions) == (3, before // 2)
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-4)
     (record,) = caplog.records
