@@ -11,11 +11,11 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import typer
 
+from eval import options as opt
 from eval.common import (
     DATA,
     MODEL,
@@ -125,17 +125,14 @@ def with_row(rows: Sequence[dict[str, Any]], row: dict[str, Any]) -> list[dict[s
 
 
 def main(
-    model: Annotated[Path, typer.Option(help="Folder of the model.")] = MODEL,
-    data: Annotated[Path, typer.Option(help="Folder with the texts of the protocol.")] = DATA,
-    out: Annotated[Path, typer.Option(help="Folder of the results.")] = RESULTS,
-    num_samples: Annotated[int, typer.Option(help="Calibration windows.")] = 128,
-    seq_len: Annotated[int, typer.Option(help="Tokens of a window.")] = 1024,
-    windows: Annotated[int | None, typer.Option(help="Windows to score; all if not given.")] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
-    only: Annotated[
-        list[str] | None,
-        typer.Option(help="Label of a row to measure, repeatable; the file's other rows stay."),
-    ] = None,
+    model: opt.Model = MODEL,
+    data: opt.Data = DATA,
+    out: opt.Out = RESULTS,
+    num_samples: opt.NumSamples = 128,
+    seq_len: opt.SeqLen = 1024,
+    windows: opt.Windows = None,
+    device: opt.Device = "auto",
+    only: opt.Labels = None,
 ) -> None:
     file = out / f"baselines-{model.name}.json"
     chosen = [plan for plan in PLANS if only is None or plan.label in only]

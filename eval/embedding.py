@@ -5,12 +5,12 @@
 One row a width of `allocation/embedding_and_head.py`; losses of the blocks add to it, as far as losses add up.
 """
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 
+from eval import options as opt
 from eval.common import DATA, MODEL, Study, against_original, header, open_study, write_json
 from eval.markdown import RESULTS
 from requant.allocation.embedding_and_head import (
@@ -50,13 +50,13 @@ def measure(study: Study, bits: int) -> dict[str, Any]:
 
 
 def main(
-    model: Annotated[Path, typer.Option(help="Folder of the model.")] = MODEL,
-    data: Annotated[Path, typer.Option(help="Folder with the texts of the protocol.")] = DATA,
-    out: Annotated[Path, typer.Option(help="Folder of the results.")] = RESULTS,
+    model: opt.Model = MODEL,
+    data: opt.Data = DATA,
+    out: opt.Out = RESULTS,
     num_samples: Annotated[int, typer.Option(help="Calibration windows, for the prediction.")] = 16,
-    seq_len: Annotated[int, typer.Option(help="Tokens of a window.")] = 1024,
+    seq_len: opt.SeqLen = 1024,
     windows: Annotated[int, typer.Option(help="Windows to score.")] = 10,
-    device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
+    device: opt.Device = "auto",
 ) -> None:
     study = open_study(model, data, num_samples=num_samples, seq_len=seq_len, windows=windows, device=device)
     results: dict[str, Any] = {**header(study), "rows": []}

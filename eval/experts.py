@@ -11,11 +11,11 @@ import dataclasses
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
+from eval import options as opt
 from eval.common import (
     DATA,
     MODEL,
@@ -92,10 +92,10 @@ def rows(study: Study, plans: Sequence[Plan]) -> Iterator[dict[str, Any]]:
 
 
 def main(
-    model: Annotated[Path, typer.Option(help="Folder of the model.")] = MOE,
-    data: Annotated[Path, typer.Option(help="Folder with the texts of the protocol.")] = DATA,
-    out: Annotated[Path, typer.Option(help="Folder of the results.")] = RESULTS,
-    only: Annotated[list[str] | None, typer.Option(help="Label of a row to measure, repeatable.")] = None,
+    model: opt.Model = MOE,
+    data: opt.Data = DATA,
+    out: opt.Out = RESULTS,
+    only: opt.Labels = None,
 ) -> None:
     file = out / f"experts-{model.name}.json"
     chosen = [plan for plan in PLANS if only is None or label_of(plan) in only]

@@ -19,8 +19,8 @@ from matplotlib.figure import Figure
 from eval.curve_tables import of_mode_best
 from eval.markdown import PEERS, RESULTS, ROOT, read
 from eval.pareto import OURS, PEER, gathered
+from eval.pqi_tables import NODE_NAMES, PAPER_ERRORS, widths_of
 from eval.sparsity_tables import products_by_shape
-from eval.tables import NODE_NAMES, PAPER_ERRORS, widths_of
 from requant.report.plots import BAR, MARKERS, STYLE
 
 FIGURES = ROOT / "docs" / "figures"

@@ -19,7 +19,6 @@ shown, and `1/2 d'Hd`, taken from the slope along the path, beside them.
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -27,6 +26,7 @@ import typer
 from jaxtyping import Int64
 from torch import Tensor
 
+from eval import options as opt
 from eval.common import (
     DATA,
     MODEL,
@@ -276,14 +276,14 @@ def _sums(found: Scores) -> dict[str, float]:
 
 
 def main(
-    model: Annotated[Path, typer.Option(help="Folder of the model.")] = MODEL,
-    data: Annotated[Path, typer.Option(help="Folder with the texts of the protocol.")] = DATA,
-    out: Annotated[Path, typer.Option(help="Folder of the results.")] = RESULTS,
+    model: opt.Model = MODEL,
+    data: opt.Data = DATA,
+    out: opt.Out = RESULTS,
     bits: Annotated[list[int] | None, typer.Option(help="Widths. [4 3 2]")] = None,
-    num_samples: Annotated[int, typer.Option(help="Calibration windows.")] = 128,
-    seq_len: Annotated[int, typer.Option(help="Tokens of a window.")] = 1024,
-    windows: Annotated[int | None, typer.Option(help="Windows to score; all if not given.")] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
+    num_samples: opt.NumSamples = 128,
+    seq_len: opt.SeqLen = 1024,
+    windows: opt.Windows = None,
+    device: opt.Device = "auto",
     ablate: Annotated[bool, typer.Option(help="Table 8, the dear one, too.")] = True,
 ) -> None:
     study = open_study(model, data, num_samples=num_samples, seq_len=seq_len, windows=windows, device=device)

@@ -18,18 +18,19 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 
 from eval import block_training
+from eval import options as opt
 from eval.common import (
     DATA,
     MODEL,
     Study,
     bits_per_weight,
+    environment,
     header,
     open_study,
     quality,
@@ -37,6 +38,7 @@ from eval.common import (
     write_json,
 )
 from eval.markdown import RESULTS
+from eval.parts import merge, part_file
 from requant.allocation.budget import allocate_bits, with_allocation
 from requant.allocation.embedding_and_head import quantize_embedding_and_head
 from requant.calibration.experts import routed_tokens
@@ -272,31 +274,21 @@ def joined(old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]]) -
     return [rows[key] for key in sorted(rows)]
 
 
-def merge(out: Path, model: str) -> None:
-    """Join `quality-MODEL-part*.json` into `quality-MODEL.json`, and delete the parts."""
-    file = out / f"quality-{model}.json"
-    whole: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {"rows": []}
-    for part in sorted(out.glob(f"quality-{model}-part*.json")):
-        found = json.loads(part.read_text())
-        whole = {**found, "rows": joined(whole["rows"], found["rows"])}
-        part.unlink()
-    write_json(file, whole)
-
-
 def main(
-    model: Annotated[Path, typer.Option(help="Folder of the model.")] = MODEL,
-    data: Annotated[Path, typer.Option(help="Folder with the texts of the protocol.")] = DATA,
-    out: Annotated[Path, typer.Option(help="Folder of the results.")] = RESULTS,
+    model: opt.Model = MODEL,
+    data: opt.Data = DATA,
+    out: opt.Out = RESULTS,
     rows: Annotated[list[str] | None, typer.Option(help="NAME:BITS[:SEED]; all if not given.")] = None,
-    part: Annotated[int | None, typer.Option(help="Number of the part to write.")] = None,
-    join: Annotated[bool, typer.Option("--merge", help="Join the parts and stop.")] = False,
-    num_samples: Annotated[int, typer.Option(help="Calibration windows.")] = 128,
-    seq_len: Annotated[int, typer.Option(help="Tokens of a window.")] = 1024,
-    windows: Annotated[int | None, typer.Option(help="Windows to score; all if not given.")] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
+    part: opt.Part = None,
+    join: opt.Join = False,
+    num_samples: opt.NumSamples = 128,
+    seq_len: opt.SeqLen = 1024,
+    windows: opt.Windows = None,
+    device: opt.Device = "auto",
 ) -> None:
+    whole_file = out / f"quality-{model.name}.json"
     if join:
-        merge(out, model.name)
+        merge(whole_file, same=("protocol",), key=key_of, order=key_of)
         return
     wanted = [parse(row) for row in rows or (*CURVE, *ABLATION, *PEERS_THAT_TRAIN)]
     study = open_study(
@@ -308,17 +300,16 @@ def main(
         device=device,
         finetune=FINETUNE,
     )
-    file = out / f"quality-{model.name}{'' if part is None else f'-part{part}'}.json"
+    file = part_file(whole_file, part)
     old = json.loads(file.read_text())["rows"] if file.is_file() else []
     results: dict[str, Any] = {
         **header(study),
         "original": quality(study, study.base, {}, second=True),
         "rows": old,
     }
+    made = environment(study.prepared.model.device)  # the header's, but rows of other runs stand beside it
     for name, bits, seed in wanted:
-        # rows of other runs stand beside it
-        made = {key: results[key] for key in ("commit", "sources", "device")}
-        row = {**measure(study, name, bits, seed), **made}
+        row = {**measure(study, name, bits, seed), "environment": made}
         results["rows"] = joined(results["rows"], [row])
         write_json(file, results)
         print(

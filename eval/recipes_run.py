@@ -10,12 +10,12 @@ import json
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 
+from eval import options as opt
 from eval.common import environment, write_json
 from eval.markdown import RESULTS, ROOT, read
 from requant.models.devices import pick_device
@@ -54,7 +54,7 @@ def main(
     only: Annotated[
         list[str] | None, typer.Option(help="Name of a recipe, repeatable; all if not given.")
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder of the results.")] = RESULTS,
+    out: opt.Out = RESULTS,
 ) -> None:
     known = list(available_recipes())
     if unknown := sorted(set(only or ()) - set(known)):

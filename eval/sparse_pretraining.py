@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from eval import options as opt
 from eval.common import CALIBRATION, DATA, environment, find, rounded, write_json
 from eval.common import MODEL as BENCH_MODEL
 from eval.markdown import RESULTS
@@ -162,11 +163,11 @@ def loss_of(model: Any, tokens: Int64[Tensor, "b t"]) -> Tensor:
 
 def main(
     model: Annotated[Path, typer.Option(help="Folder whose tokenizer and shape are taken.")] = MODEL,
-    data: Annotated[Path, typer.Option(help="Folder with the texts of the protocol.")] = DATA,
-    out: Annotated[Path, typer.Option(help="Folder of the results.")] = RESULTS,
+    data: opt.Data = DATA,
+    out: opt.Out = RESULTS,
     steps: Annotated[int, typer.Option(help="Training steps.")] = 1500,
     windows_per_step: Annotated[int, typer.Option(help="Windows of a step.")] = 32,
-    seq_len: Annotated[int, typer.Option(help="Tokens of a window.")] = 256,
+    seq_len: opt.SeqLen = 256,
     hidden: Annotated[
         int, typer.Option(help="Width; the feed-forward network is three times as wide.")
     ] = 256,
@@ -176,13 +177,10 @@ def main(
         list[int] | None,
         typer.Option(help="Seed of a run of every row, repeatable; 0, 1 and 2 if not given."),
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
-    only: Annotated[
-        list[str] | None,
-        typer.Option(help="Shell pattern of labels of rows to train, repeatable; all if not given."),
-    ] = None,
-    part: Annotated[int | None, typer.Option(help="Number of the part to write.")] = None,
-    join: Annotated[bool, typer.Option("--merge", help="Join the parts and stop.")] = False,
+    device: opt.Device = "auto",
+    only: opt.LabelPatterns = None,
+    part: opt.Part = None,
+    join: opt.Join = False,
 ) -> None:
     whole_file = out / "sparse-pretraining.json"
     if join:

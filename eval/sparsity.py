@@ -29,6 +29,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from eval import options as opt
 from eval.common import (
     DATA,
     MODEL,
@@ -155,23 +156,20 @@ def place(row: Mapping[str, Any]) -> int:
 
 
 def main(
-    model: Annotated[Path, typer.Option(help="Folder of the model.")] = MODEL,
-    data: Annotated[Path, typer.Option(help="Folder with the texts of the protocol.")] = DATA,
-    out: Annotated[Path, typer.Option(help="Folder of the results.")] = RESULTS,
-    num_samples: Annotated[int, typer.Option(help="Calibration windows.")] = 128,
-    seq_len: Annotated[int, typer.Option(help="Tokens of a window.")] = 1024,
-    windows: Annotated[int | None, typer.Option(help="Windows to score; all if not given.")] = None,
+    model: opt.Model = MODEL,
+    data: opt.Data = DATA,
+    out: opt.Out = RESULTS,
+    num_samples: opt.NumSamples = 128,
+    seq_len: opt.SeqLen = 1024,
+    windows: opt.Windows = None,
     steps: Annotated[
         int, typer.Option(help="Training steps of the rows that recover; 0: no such rows.")
     ] = 500,
     tokens_per_step: Annotated[int, typer.Option(help="Tokens of a step.")] = 16384,
-    device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
-    only: Annotated[
-        list[str] | None,
-        typer.Option(help="Shell pattern of labels of rows to measure, repeatable; all if not given."),
-    ] = None,
-    part: Annotated[int | None, typer.Option(help="Number of the part to write.")] = None,
-    join: Annotated[bool, typer.Option("--merge", help="Join the parts and stop.")] = False,
+    device: opt.Device = "auto",
+    only: opt.LabelPatterns = None,
+    part: opt.Part = None,
+    join: opt.Join = False,
 ) -> None:
     whole_file = out / f"sparsity-{model.name}.json"
     if join:

@@ -29,6 +29,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from eval import options as opt
 from eval.common import CALIBRATION, DATA, MODEL, TEST, environment, find, write_json
 from eval.markdown import RESULTS
 from eval.shapes import build
@@ -235,9 +236,9 @@ def _named(recipe: Recipe) -> dict[str, Any]:
 
 
 def main(
-    model: Annotated[Path, typer.Option(help="Folder of the model.")] = MODEL,
-    data: Annotated[Path, typer.Option(help="Folder with the texts.")] = DATA,
-    out: Annotated[Path, typer.Option(help="Folder of the results.")] = RESULTS,
+    model: opt.Model = MODEL,
+    data: opt.Data = DATA,
+    out: opt.Out = RESULTS,
     num_samples: Annotated[int, typer.Option(help="Calibration windows of 1024 tokens.")] = 64,
     nodes: Annotated[bool, typer.Option(help="Time gauss2 against plain32 too.")] = False,
     large: Annotated[bool, typer.Option(help="The 1B shape too: 128 x 2048 tokens.")] = False,
@@ -250,7 +251,7 @@ def main(
     samples: Annotated[int, typer.Option(help="Of `--shape`: windows of 2048 tokens.")] = GPU_SAMPLES,
     bits: Annotated[float, typer.Option(help="Of mode `best`.")] = 2.0,
     keep: Annotated[Path | None, typer.Option(help="Where the checkpoint of mode `best` stays.")] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
+    device: opt.Device = "auto",
 ) -> None:
     where = pick_device(device)
     file = out / f"speed-{where}.json"

@@ -31,6 +31,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from eval import options as opt
 from eval.common import MODEL, environment, write_json
 from eval.markdown import RESULTS
 from requant.formats.hadamard import incoherence_process, random_signs
@@ -115,8 +116,8 @@ def best_spread(tiles: Float[Tensor, "b 256"], values: Float[Tensor, "s v"], bit
 
 
 def main(
-    model: Annotated[Path, typer.Option(help="Folder of the model.")] = MODEL,
-    out: Annotated[Path, typer.Option(help="Folder of the results.")] = RESULTS,
+    model: opt.Model = MODEL,
+    out: opt.Out = RESULTS,
     tiles: Annotated[int, typer.Option(help="Tiles of 256 weights of each kind.")] = 200,
 ) -> None:
     results = environment(torch.device("cpu")) | {"model": model.name, "tiles": tiles, "rows": []}

@@ -17,6 +17,7 @@ from eval.curve_tables import (
     quality_table,
     trained_peers_table,
 )
+from eval.parts import ENVIRONMENT
 from requant.recipe.schema import Finetune
 
 
@@ -60,14 +61,19 @@ def test_rows_are_named_by_plan_bits_and_seed() -> None:
 
 
 def test_parts_are_joined_and_newer_rows_win(tmp_path: Path) -> None:
-    def row(bits: float, kl: float) -> dict:
-        return {"name": "best", "bits": bits, "seed": 0, "kl": kl}
+    def write(name: str, device: str, **kl_of_bits: float) -> None:
+        rows = [
+            {"name": "best", "bits": int(bits[1:]), "seed": 0, "kl": kl} for bits, kl in kl_of_bits.items()
+        ]
+        header = {**dict.fromkeys(ENVIRONMENT, ""), "device": device, "protocol": "P"}
+        (tmp_path / name).write_text(json.dumps({**header, "rows": rows}))
 
-    (tmp_path / "quality-m.json").write_text(json.dumps({"rows": [row(2, 0.5), row(3, 0.1)]}))
-    (tmp_path / "quality-m-part0.json").write_text(json.dumps({"device": "x", "rows": [row(2, 0.3)]}))
-    quality.merge(tmp_path, "m")
+    write("quality-m.json", "x", _2=0.5, _3=0.1)
+    write("quality-m-part0.json", "y", _2=0.3)
+    quality.main(model=tmp_path / "m", out=tmp_path, join=True)
     found = json.loads((tmp_path / "quality-m.json").read_text())
-    assert [(r["bits"], r["kl"]) for r in found["rows"]] == [(2, 0.3), (3, 0.1)] and found["device"] == "x"
+    assert [(row["bits"], row["kl"]) for row in found["rows"]] == [(2, 0.3), (3, 0.1)]
+    assert found["rows"][0]["environment"]["device"] == "y" and "environment" not in found["rows"][1]
     assert not list(tmp_path.glob("*part*"))
 
 

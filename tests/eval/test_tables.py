@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from eval.baseline_tables import baselines_table
 from eval.markdown import PEERS, RESULTS, markdown
-from eval.tables import PAGES, REFERENCE, TABLES, baselines_table, nodes_table, render
+from eval.pqi_tables import nodes_table
+from eval.tables import PAGES, REFERENCE, TABLES, render
 
 QUALITY = {"bits": 3, "bits_per_weight": 3.2104, "perplexity": 27.421, "kl": 0.27551, "second": {"kl": 0.2}}
 

@@ -1,0 +1,157 @@
+"""Tables of time and memory: runs against their targets, tokens a second of whole models, experts of one block."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from eval.markdown import markdown, read
+
+
+def speed_table(results: Path) -> str:
+    """Targets beside what was measured."""
+    rows: list[list[str]] = []
+    cpu, gpu = read(results, "speed-cpu"), read(results, "speed-cuda")
+    for found, target in ((cpu, "480 s"), (gpu, "60 s")):
+        if "run" in found:
+            samples = found["run"]["recipe"]["calibration"]["num_samples"]
+            what = f"bench-32m, 3 bits, k-means, `paper`, {samples} x 1024 tokens"
+            rows.append([what, found["device"], _seconds(found["run"]), _memory(found["run"]), target])
+    if "nodes" in gpu:
+        ratio = gpu["nodes"]["plain32"]["seconds"] / gpu["nodes"]["gauss2"]["seconds"]
+        what = "the same model, PQI: 2 Gauss nodes against 32 plain ones"
+        rows.append([what, gpu["device"], f"{ratio:.1f} times cheaper", "", "12 times"])
+    for key, what, target in (
+        ("large_pqi", "1B shape, PQI over 128 x 2048 tokens", "30 s"),
+        ("large_run", "1B shape, the whole `paper` run", "300 s"),
+    ):
+        if key in gpu:
+            found = gpu[key].get("gauss2", gpu[key])
+            times = f"{_memory(found)}, {found['peak_in_bf16_models']:.1f} x the model"
+            rows.append([what, gpu["device"], _seconds(found), times, target])
+    for found, target in ((gpu, "180 s"), (cpu, "1800 s")):
+        for key in sorted(key for key in found if key.startswith("best_run")):
+            recipe = found[key]["recipe"]
+            samples, steps = recipe["calibration"]["num_samples"], recipe["finetune"]["steps"]
+            training = f"4 x {steps} steps" if steps else "codes without training"
+            bits = f"{recipe['budget']['bits']:g}"
+            what = f"bench-32m, {bits} bits, mode `best`, {samples} x 1024 tokens, {training}"
+            rows.append([what, found["device"], _seconds(found[key]), _memory(found[key]), target])
+    if "large_best" in gpu:
+        found = gpu["large_best"]
+        steps = (
+            f"4 x {found['steps']} steps of {found['tokens_per_step']} tokens ({found['a step']:.2f} s each)"
+        )
+        what = f"1B shape, mode `best`, computed from the codes of a block, {steps} and the statistics"
+        times = f"{_memory(found)}, {found['peak_in_bf16_models']:.1f} x the model"
+        rows.append([what, gpu["device"], f"{found['whole run, computed']:.0f} s", times, "1200 s"])
+    for shape, target in (("1b", "720 s, 24 GiB"), ("3b", ""), ("8b", "4500 s, 90 GiB"), ("70b", "")):
+        for found in (row for key, row in gpu.items() if key.startswith(f"run_{shape}")):
+            part = "" if found["blocks"] is None else f", its first {found['blocks']} blocks"
+            steps = found["recipe"]["finetune"]["steps"]
+            what = f"{shape.upper()} shape{part}, 2 bits, the whole `best` run, 4 x {steps} steps"
+            machine = gpu["device"] if found["gpus"] == 1 else f"{found['gpus']} x {gpu['device']}"
+            aim = "" if part or found["gpus"] > 1 else target
+            rows.append([what, machine, _seconds(found), _predicted(found), aim])
+        if (key := f"parts_{shape}") in gpu:
+            found = gpu[key]
+            eager = "" if found["compiled"] else ", not compiled"
+            what = (
+                f"{shape.upper()} shape, 2 bits, a step of `best` in its fullest phase{eager}; no whole run"
+            )
+            rows.append([what, gpu["device"], f"{found['a step']:.2f} s", _predicted(found), "90 GiB"])
+    return markdown(["what", "machine", "measured", "peak memory", "target"], rows)
+
+
+def decoding_table(results: Path) -> str:
+    """Tokens a second of whole models, each beside bf16 by the same steps: a line for each shape and format."""
+    lines: dict[tuple[str, str], dict[int, Mapping[str, Any]]] = {}
+    for row in read(results, "end-to-end-h200").get("rows", []):
+        if "failed" not in row:
+            lines.setdefault((row["shape"], row["name"]), {})[row["batch"]] = row
+    batches = sorted({batch for line in lines.values() for batch in line})
+
+    def cell(row: Mapping[str, Any] | None, number: str) -> str:
+        if row is None:
+            return ""
+        return f"{row[number]:,.0f}" + ("" if row["name"] == "bf16" else f" ({row[f'{number}_ratio']:.2f})")
+
+    def cells(line: Mapping[int, Mapping[str, Any]], number: str, batches: Sequence[int]) -> list[str]:
+        return [cell(line.get(batch), number) for batch in batches]
+
+    rows = [
+        [
+            shape,
+            name.removesuffix(", widths of mode best"),
+            *cells(line, "decode_tokens_per_s", batches),
+            *cells(line, "prefill_tokens_per_s", batches[:2]),
+        ]
+        for (shape, name), line in lines.items()
+    ]
+    columns = ["shape", "weights", *(f"{batch} at once" for batch in batches)]
+    columns += [f"prefill of {batch} x 512" for batch in batches[:2]]
+    return markdown(columns, rows)
+
+
+def earlier_decoding_table(results: Path) -> str:
+    """Decoding of whole models of random weights beside bf16 in the same setup."""
+    found = [
+        row
+        for name in ("attention-h200", "end-to-end-compiled-h200")
+        for row in read(results, name).get("rows", [])
+    ]
+    rows = [
+        [
+            row["shape"],
+            row["name"],
+            str(row["batch"]),
+            "torch.compile" if row["compiled"] else "",
+            "requant's" if row["attention"] == "kernel" else "torch's",
+            f"{row['decode_tokens_per_s'] / row['times_bf16']:.0f}",
+            f"{row['decode_tokens_per_s']:.0f}",
+            f"{row['times_bf16']:.2f}",
+        ]
+        for row in found
+        if "failed" not in row and row["name"] != "bf16"
+    ]
+    columns = [
+        "shape",
+        "weights",
+        "sequences",
+        "compiled",
+        "attention",
+        "bf16, tokens/s",
+        "requant, tokens/s",
+        "ratio",
+    ]
+    return markdown(columns, rows)
+
+
+def experts_step_table(results: Path) -> str:
+    """The experts of one block, by kernel and tokens: microseconds, and how many times faster than the best of bf16."""
+    found = read(results, "experts-step-h100").get("rows", [])
+    tokens = sorted({row["m"] for row in found})
+    cells = {
+        (row["kernel"], row["bits"], row["m"]): f"{row['us']:.1f} ({row['ratio']:.2f} x)" for row in found
+    }
+    kinds = dict.fromkeys((row["kernel"], row["bits"]) for row in found)
+    rows = [
+        [
+            kernel if bits == 16 else f"trellis `{kernel}`, {bits:g} bits",
+            *(cells.get((kernel, bits, m), "") for m in tokens),
+        ]
+        for kernel, bits in kinds
+    ]
+    return markdown(["", *(f"{m} token{'s' * (m > 1)}" for m in tokens)], rows)
+
+
+def _predicted(found: Mapping[str, Any]) -> str:
+    """Peak memory beside what the dry run says."""
+    return f"{_memory(found)}, predicted {found['predicted_bytes'] / 2**30:.1f} GiB"
+
+
+def _seconds(found: Mapping[str, Any]) -> str:
+    return f"{found.get('wall_seconds', found.get('seconds')):.0f} s"
+
+
+def _memory(found: Mapping[str, Any]) -> str:
+    return f"{found['peak_bytes'] / 2**30:.1f} GiB"
