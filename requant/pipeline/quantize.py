@@ -159,53 +159,45 @@ def quantize(
         progress.expect(expected_stages(prepared, recipe, where.type), memory=lambda: used_memory(where))
         warn_of_a_slow_run(prepared, recipe, where.type)
         run = start(prepared, recipe, workspace=workspace or Workspace(None), quiet=quiet)
-        return _quantized(prepared, run, statistics)
-
-
-def _quantized(
-    prepared: Prepared, run: RunContext, statistics: dict[str, LinearStats] | None
-) -> QuantizedModel:
-    """All stages."""
-    recipe = run.recipe
-    if has_budget(recipe):
-        progress.enter("allocation")
-    if statistics is not None:
-        share_statistics(run, statistics)
-    run = with_allocation(run, allocate_bits(run))
-    weights = MODES[recipe.mode](run)
-    run.statistics.clear()
-    progress.enter("embedding and head")
-    embedding_and_head = quantize_embedding_and_head(run)
-    if recipe.finetune.steps and recipe.mode != "sparse":
-        weights, embedding_and_head = finetuned(run, weights, embedding_and_head)
-    progress.enter("diagnosis")
-    diagnosis = diagnose(
-        run,
-        weights,
-        diagnosed_windows(prepared),
-        names=("gradient", "hessian", "pqi"),
-        embedding_and_head=embedding_and_head,
-        by_matrix=True,
-    )
-    progress.enter("evaluation")
-    before, after = evaluate(run, prepared, weights, embedding_and_head)
-    progress.enter("samples")
-    samples = _samples(run, prepared, weights, embedding_and_head)
-    return QuantizedModel(
-        prepared=prepared,
-        weights=weights,
-        embedding_and_head=dict(embedding_and_head.weights),
-        allocation=run.allocation,
-        recipe=recipe,
-        before=before,
-        after=after,
-        diagnosis=diagnosis,
-        samples=samples,
-        routed_tokens=run.routed_tokens,
-        flip_rates=run.flip_rates,
-        seconds=dict(run.seconds),
-        peak_memory=peak_memory(prepared.model.device),
-    )
+        if has_budget(recipe):
+            progress.enter("allocation")
+        if statistics is not None:
+            share_statistics(run, statistics)
+        run = with_allocation(run, allocate_bits(run))
+        weights = MODES[recipe.mode](run)
+        run.statistics.clear()
+        progress.enter("embedding and head")
+        embedding_and_head = quantize_embedding_and_head(run)
+        if recipe.finetune.steps and recipe.mode != "sparse":
+            weights, embedding_and_head = finetuned(run, weights, embedding_and_head)
+        progress.enter("diagnosis")
+        diagnosis = diagnose(
+            run,
+            weights,
+            diagnosed_windows(prepared),
+            names=("gradient", "hessian", "pqi"),
+            embedding_and_head=embedding_and_head,
+            by_matrix=True,
+        )
+        progress.enter("evaluation")
+        before, after = evaluate(run, prepared, weights, embedding_and_head)
+        progress.enter("samples")
+        samples = _samples(run, prepared, weights, embedding_and_head)
+        return QuantizedModel(
+            prepared=prepared,
+            weights=weights,
+            embedding_and_head=dict(embedding_and_head.weights),
+            allocation=run.allocation,
+            recipe=recipe,
+            before=before,
+            after=after,
+            diagnosis=diagnosis,
+            samples=samples,
+            routed_tokens=run.routed_tokens,
+            flip_rates=run.flip_rates,
+            seconds=dict(run.seconds),
+            peak_memory=peak_memory(prepared.model.device),
+        )
 
 
 def recipe_for(
