@@ -104,6 +104,15 @@ def test_imports_run_downward() -> None:
     assert upward == []
 
 
+def test_kernels_lie_below_requant() -> None:
+    """The package of kernels can be used without the rest; its benchmarks measure both."""
+    imports = {
+        path: requant_imports(ast.parse(path.read_text(encoding="utf-8"))) for path in modules("kernels")
+    }
+    package = ROOT / "kernels" / "requant_kernels"
+    assert {path: names for path, names in imports.items() if names and path.is_relative_to(package)} == {}
+
+
 @pytest.mark.parametrize("path", modules("kernels"), ids=str)
 def test_kernels_stay_readable(path: Path) -> None:
     """At most 25 parameters and 120 lines a function."""
