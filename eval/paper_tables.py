@@ -284,7 +284,7 @@ def main(
     seq_len: opt.SeqLen = 1024,
     windows: opt.Windows = None,
     device: opt.Device = "auto",
-    ablate: Annotated[bool, typer.Option(help="Table 8, the dear one, too.")] = True,
+    ablate: Annotated[bool, typer.Option(help="Table 8 too, which takes the longest.")] = True,
 ) -> None:
     study = open_study(model, data, num_samples=num_samples, seq_len=seq_len, windows=windows, device=device)
     results: dict[str, Any] = {**header(study), "path_windows": PATH_WINDOWS, "bits": {}}

@@ -5,7 +5,7 @@
     │   ├── RecipeError          an unknown key, a value out of range
     │   ├── TextError            no text, too little text, a wrong field
     │   ├── ModelError           a model that cannot be read, or holds what requant does not quantize
-    │   ├── FileError        a pipe, a device, a file that would take too much memory
+    │   ├── FileError            a pipe, a device, a file that would take too much memory
     │   ├── CheckpointError      a damaged, foreign or hostile checkpoint
     │   └── OutputError          the output folder exists, or cannot be written
     └── NumericalError           NaN or infinity in weights, gradients or statistics

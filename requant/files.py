@@ -1,6 +1,6 @@
 """Small files of strangers: plain files of bounded size, and JSON and YAML that cannot grow in memory.
 
-A pipe or a device under a file's name would be read for ever, a sparse file of a gigabyte costs its author nothing, and
+A pipe or a device under a file's name would be read forever, a sparse file of a gigabyte costs its author nothing, and
 `[[],[],...]` takes twenty times its size as Python objects: so the kind and the size are looked at before the first byte
 is read, and brackets and commas are counted before they are parsed.
 """

@@ -1,4 +1,4 @@
-"""Embedding and head on grids of 4 to 8 bits: their tensors, the loss that an error in them causes, their codes.
+"""Embedding and head on grids of 3 to 8 bits: their tensors, the loss that an error in them causes, their codes.
 
 The rows of `W [V, d]`, one per token, are divided into groups of GROUP columns, each rounded to an asymmetric grid
 (`quantizers/rtn.py`) whose range is shrunk by the factor of the least weighted error. The weights are the diagonal of the

@@ -126,7 +126,7 @@ def evaluate_tasks(
 def score_rows(scores: Sequence[TaskScore]) -> list[dict[str, object]]:
     """The table: a line a metric of a task, a column a model, then the mean accuracy where tasks have one.
 
-    Models behind the first have their difference to it in brackets.
+    Models after the first have their difference to it in brackets.
     """
     models = list(dict.fromkeys(score.model for score in scores))
     lines = list(dict.fromkeys((score.task, score.metric) for score in scores))

@@ -1,1 +1,1 @@
-"""The stages of a run in order (`quantize.py`), the modes `best` and `paper`, the diagnosis and the dry run."""
+"""The stages of a run in order (`quantize.py`), the modes `best`, `paper` and `sparse`, the diagnosis and the dry run."""

@@ -16,7 +16,7 @@ solve for the optimum:
 
 Wide rows come within 0.2 % of the least cost at 2 to 4 bits, 1 % at 5 and 6 % at 6 (from the density alone, Lloyd
 stops 5 to 50 % above). At 7 and 8 bits 128 atoms are too few, and step 4 starts from the density of step 2.
-Levels are rounded, to 8 bits of the row's largest (`requant.int8`) or to float16, and codes chosen afterwards. Everything
+Levels are rounded, to 8 bits of the row's largest (`formats/int8.py`) or to float16, and codes chosen afterwards. Everything
 is float64 but the costs of step 3.
 """
 

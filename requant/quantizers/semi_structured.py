@@ -39,7 +39,7 @@ class SemiStructuredConfig:
     bits: int = FLOAT16_BITS
     """Bits of a kept weight: 2 to 8, or 16."""
     group_size: int = 128
-    """Columns that share a scale, a multiple of 4; -1: a whole row. Of no account with 16 bits."""
+    """Columns that share a scale, a multiple of 4; -1: a whole row. Ignored with 16 bits."""
     metadata: MetadataForm = "packed"
     """How the mask is stored: in 0.75 bits a weight, or in 1 bit as GPUs read it."""
 
@@ -54,7 +54,7 @@ class CompensatingConfig:
     bits: int = FLOAT16_BITS
     """Bits of a kept weight: 2 to 8, or 16."""
     group_size: int = 128
-    """Columns that share a scale, a multiple of 4; -1: a whole row. Of no account with 16 bits."""
+    """Columns that share a scale, a multiple of 4; -1: a whole row. Ignored with 16 bits."""
     metadata: MetadataForm = "packed"
     """How the mask is stored: in 0.75 bits a weight, or in 1 bit as GPUs read it."""
     damp: float = 0.01

@@ -4,7 +4,7 @@ A sequence of 256 weights is a ring of 256 `bits` bits; the state of a weight is
 its own, so neighbours share 16 - bits of them: a weight costs `bits` bits and has 2**16 values to choose from. A code
 of v weights a step moves v `bits` bits a step.
 
-The ring has no first state, which makes an exact search 2**(16 - bits) times dearer. As in the paper, two walks do
+The ring has no first state, which makes an exact search 2**(16 - bits) times as expensive. As in the paper, two walks do
 nearly as well: a free one through the sequence rotated by half tells the state where the ring closes, a second is
 pinned to it. Rotating and pinning again gains 0.3 % at 2 bits, a first walk through half the sequence loses 0.5 %.
 

@@ -1,6 +1,6 @@
 """Options -> recipe: the named recipe, or the defaults (`defaults.py`), overridden by the options given.
 
-The command line (`requant/cli/quantizing.py`) and the Python calls (`requant.quantize`, `requant.score`) take the same
+The command line (`requant/cli/options.py`) and the Python calls (`requant.quantize`, `requant.score`) take the same
 options, those of `Options`; `KEYS` says which keys of the recipe each of them sets.
 """
 

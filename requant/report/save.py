@@ -1,4 +1,4 @@
-"""Save a finished run: the checkpoint folder with its report and model card, and the table printed at the end."""
+"""Save a finished run: the checkpoint folder with its recipe, report and model card."""
 
 import dataclasses
 import hashlib
@@ -10,10 +10,7 @@ from requant.checkpoint.save import save_checkpoint
 from requant.pipeline.quantize import QuantizedModel
 from requant.pipeline.sparse_verdict import SparseVerdict
 from requant.recipe.yaml_files import dump_recipe
-from requant.report.report import (
-    model_card,
-    render_report,
-)
+from requant.report.report import model_card, render_report
 from requant.report.summary import run_summary
 from requant.version import VERSION
 

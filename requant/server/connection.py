@@ -1,6 +1,6 @@
 """HTTP connections with time limits, which uvicorn has only for idle ones.
 
-A client that never ends its headers, or never reads its answer, would hold a connection and a descriptor for ever.
+A client that never ends its headers, or never reads its answer, would hold a connection and a descriptor forever.
 """
 
 import asyncio
