@@ -155,6 +155,20 @@ def one_seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def counting_compiler(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Blocks are compiled as on a GPU, but on a CPU and by a compiler that only counts; its `frame_count`."""
+    from requant.finetune import compile_blocks  # not before jaxtyping's hook, which comes after this file
+
+    counting, compile_with = pytest.importorskip("torch._dynamo.testing").CompileCounter(), torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **_: compile_with(f, backend=counting, dynamic=False))
+    monkeypatch.setattr(compile_blocks, "_on_gpus", lambda models: True)
+    monkeypatch.setattr(compile_blocks, "_in_training", lambda: True)
+    monkeypatch.setattr(compile_blocks, "_compiler_works", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return counting
+
+
 @pytest.fixture(scope="session")
 def tiny_model() -> Callable[..., Any]:
     """`tiny_model(name, seed=0)`: a fresh model of an architecture."""

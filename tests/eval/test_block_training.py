@@ -97,20 +97,13 @@ def test_blocks_are_between_the_original_states(study: Study) -> None:
 
 
 @pytest.mark.filterwarnings("default")  # the compiler looks where torch warns
-def test_blocks_are_compiled_once_for_all(study: Study, monkeypatch) -> None:
-    """With a compiler that counts, on a CPU: without a graph and with one, not once a block."""
-    testing = pytest.importorskip("torch._dynamo.testing")
-    counting, compile_with = testing.CompileCounter(), torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, **_: compile_with(f, backend=counting, dynamic=False))
-    monkeypatch.setattr(compile_blocks, "_on_gpus", lambda models: True)
-    monkeypatch.setattr(compile_blocks, "_in_training", lambda: True)
-    monkeypatch.setattr(compile_blocks, "_compiler_works", lambda: True)
+def test_blocks_are_compiled_once_for_all(study: Study, counting_compiler, monkeypatch) -> None:
+    """Without a graph and with one, not once a block."""
     monkeypatch.setattr(compile_blocks, "MIN_STEPS_TO_COMPILE", 1)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     run = run_of(study, "rtn", 2, bits=2, group_size=16)
     block_training.efficient_qat(run)
     blocks = find_blocks(run.model)[1]
-    assert len(blocks) > 1 and 0 < counting.frame_count <= 3
+    assert len(blocks) > 1 and 0 < counting_compiler.frame_count <= 3
     assert not any("forward" in block.__dict__ for block in blocks)
 
 

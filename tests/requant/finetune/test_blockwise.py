@@ -379,15 +379,10 @@ def test_too_little_memory_to_try_it_is_no_reason_to_take_more(tiny_model, windo
 
 
 @pytest.mark.filterwarnings("default")  # the compiler looks where torch warns
-def test_blocks_are_compiled_once_for_all_phases(tiny_model, random_weight, windows, monkeypatch) -> None:
-    """Whatever is coded: weights that are built look as those that are kept. With a compiler that counts, on a CPU."""
-    testing = pytest.importorskip("torch._dynamo.testing")
-    counting, compile_with = testing.CompileCounter(), torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, **_: compile_with(f, backend=counting, dynamic=False))
-    monkeypatch.setattr(compile_blocks, "_on_gpus", lambda models: True)
-    monkeypatch.setattr(compile_blocks, "_in_training", lambda: True)
-    monkeypatch.setattr(compile_blocks, "_compiler_works", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+def test_blocks_are_compiled_once_for_all_phases(
+    tiny_model, random_weight, windows, counting_compiler
+) -> None:
+    """Whatever is coded: weights that are built look as those that are kept."""
     model, teacher = tiny_model("llama"), HeadTeacher(tiny_model("llama"), windows)
     for kinds in (("q_proj", "k_proj"), ("q_proj", "k_proj", "v_proj", "o_proj")):
         problem = Problem(model, random_weight, kinds)
@@ -396,4 +391,4 @@ def test_blocks_are_compiled_once_for_all_phases(tiny_model, random_weight, wind
             step(teacher.micro_batches(torch.arange(4), None), 1.0)
             step.close()
     # without a graph and with one, for the first block and the others, and the divergence
-    assert len(find_blocks(model)[1]) > 1 and counting.frame_count <= 4
+    assert len(find_blocks(model)[1]) > 1 and counting_compiler.frame_count <= 4

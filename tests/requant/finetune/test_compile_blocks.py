@@ -31,15 +31,8 @@ def test_nothing_is_compiled_on_a_cpu_or_for_a_few_steps(tiny_folder) -> None:
 
 @pytest.mark.filterwarnings("default")  # the compiler looks where torch warns
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_blocks_are_compiled_once_for_all(tiny_folder, monkeypatch, kind) -> None:
-    """With a compiler that counts, on a CPU: as many compilations as kinds of calls, not of blocks."""
-    testing = pytest.importorskip("torch._dynamo.testing")
-    counting, compile_with = testing.CompileCounter(), torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, **_: compile_with(f, backend=counting, dynamic=False))
-    monkeypatch.setattr(compile_blocks, "_on_gpus", lambda models: True)
-    monkeypatch.setattr(compile_blocks, "_in_training", lambda: True)
-    monkeypatch.setattr(compile_blocks, "_compiler_works", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+def test_blocks_are_compiled_once_for_all(tiny_folder, counting_compiler, kind) -> None:
+    """As many compilations as kinds of calls, not of blocks."""
     model, _ = load_model(str(tiny_folder(kind)), device="cpu", dtype="float32")
     tokens = torch.randint(0, 50, (2, 16))
     teacher = Teacher(copy.deepcopy(model), tokens)
@@ -50,7 +43,7 @@ def test_blocks_are_compiled_once_for_all(tiny_folder, monkeypatch, kind) -> Non
         found = loss_sum(model, teacher, tokens, kl_of=divergence)
         found.backward()
     assert found.item() == pytest.approx(plain, abs=1e-5)
-    assert blocks > 1 and counting.frame_count <= 5  # first block, the others, the teacher, kl
+    assert blocks > 1 and counting_compiler.frame_count <= 5  # first block, the others, the teacher, kl
     assert not any("forward" in block.__dict__ for m in (model, teacher.model) for block in find_blocks(m)[1])
 
 
