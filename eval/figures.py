@@ -143,16 +143,28 @@ def draw_stages(points: Points, figure: Figure) -> None:
 
 
 def draw_sparsity(points: Points, figure: Figure) -> None:
-    axes = figure.add_subplot()
     looks = {"2:4, one shot": ("x", GREY), "2:4, trained": ("s", OTHER),
              "plain codes, mode best": ("o-", MARKERS["pqi"][2])}  # fmt: skip
+    _draw_kl_by_bits(points, figure, looks, bits="real bits a weight, metadata in hardware order")
+
+
+def draw_curve(points: Points, figure: Figure) -> None:
+    looks = {"mode best": ("o-", MARKERS["pqi"][2]), "codes alone": ("s-", MARKERS["gradient"][2]),
+             "QTIP (best peer)": ("x-", OTHER), "other peers": ("x", GREY)}  # fmt: skip
+    _draw_kl_by_bits(points, figure, looks, bits="real bits a weight")
+
+
+def _draw_kl_by_bits(
+    points: Points, figure: Figure, looks: Mapping[str, tuple[str, str]], *, bits: str
+) -> None:
+    axes = figure.add_subplot()
     for label, (marker, color) in looks.items():
         if label in points:
             axes.plot(*zip(*points[label], strict=True), marker, color=color, label=label, markersize=6)
     axes.set_yscale("log")
-    axes.set_xlabel("real bits a weight, metadata in hardware order")
+    axes.set_xlabel(bits)
     axes.set_ylabel("KL to the original, nats")
-    figure.legend(loc="outside upper left", ncols=3, frameon=False)
+    figure.legend(loc="outside upper left", ncols=len(looks), frameon=False)
 
 
 def draw_sparse_products(points: Points, figure: Figure) -> None:
@@ -164,19 +176,6 @@ def draw_sparse_products(points: Points, figure: Figure) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xlabel("tokens")
     axes.set_ylabel("dense time / 2:4 time")
-    figure.legend(loc="outside upper left", ncols=4, frameon=False)
-
-
-def draw_curve(points: Points, figure: Figure) -> None:
-    axes = figure.add_subplot()
-    looks = {"mode best": ("o-", MARKERS["pqi"][2]), "codes alone": ("s-", MARKERS["gradient"][2]),
-             "QTIP (best peer)": ("x-", OTHER), "other peers": ("x", GREY)}  # fmt: skip
-    for label, (marker, color) in looks.items():
-        if label in points:
-            axes.plot(*zip(*points[label], strict=True), marker, color=color, label=label, markersize=6)
-    axes.set_yscale("log")
-    axes.set_xlabel("real bits a weight")
-    axes.set_ylabel("KL to the original, nats")
     figure.legend(loc="outside upper left", ncols=4, frameon=False)
 
 

@@ -16,6 +16,7 @@ the gradient of a sequence's *mean* loss; ours sums squares by position (`requan
 shown, and `1/2 d'Hd`, taken from the slope along the path, beside them.
 """
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -168,36 +169,20 @@ def shares(pqi: Scores) -> dict[str, Any]:
 
 def ablation(study: Study, base: RunContext) -> Iterator[dict[str, Any]]:
     """Table 8: where the outliers come from, significant weights or none, in how many steps."""
-    started = time.perf_counter()
+    bits, started = base.recipe.quantizer.bits, time.perf_counter()
     start = quantize_linears(base, None, label="quantize")
     yield measured_row(study, base, start, started, outliers="none", significant="none")
     parts = {"none": start}
     for rule in ("random", *OUTLIER_RULES):
-        run = study.run(
-            "kmeans",
-            options={"bits": base.recipe.quantizer.bits, "level_bits": 16},
-            mode="paper",
-            detach=SPARSE,
-        )
+        run = kmeans_run(study, bits, mode="paper", detach=SPARSE)
         started = time.perf_counter()
         masks = random_places(run, 0.0045) if rule == "random" else OUTLIER_RULES[rule](run, start)
         parts[rule] = quantize_linears(run, masks, label=rule)
         yield measured_row(study, run, parts[rule], started, outliers=rule, significant="none")
-    for rule, steps in (
-        ("none", 2),
-        ("uniform", 2),
-        ("iqr", 2),
-        ("adaptive", 1),
-        ("adaptive", 2),
-        ("adaptive", 4),
-    ):
-        detach = Detach(outlier_fraction=0.0045, significant_fraction=0.0005, steps=steps)
-        run = study.run(
-            "kmeans",
-            options={"bits": base.recipe.quantizer.bits, "level_bits": 16},
-            mode="paper",
-            detach=detach,
-        )
+    significant = (("none", 2), ("uniform", 2), ("iqr", 2), ("adaptive", 1), ("adaptive", 2), ("adaptive", 4))
+    for rule, steps in significant:
+        detach = dataclasses.replace(SPARSE, steps=steps)
+        run = kmeans_run(study, bits, mode="paper", detach=detach)
         started = time.perf_counter()
         weights = parts[rule]
         for step in range(steps):
@@ -206,6 +191,11 @@ def ablation(study: Study, base: RunContext) -> Iterator[dict[str, Any]]:
     started = time.perf_counter()
     both = random_significant(base, parts["random"])
     yield measured_row(study, base, both, started, outliers="random", significant="random")
+
+
+def kmeans_run(study: Study, bits: int, **changes: Any) -> RunContext:
+    """A run over k-means codes with the levels in 16 bits, as SqueezeLLM stores them."""
+    return study.run("kmeans", options={"bits": bits, "level_bits": 16}, **changes)
 
 
 def measured_row(
@@ -245,7 +235,7 @@ def random_significant(run: RunContext, weights: Weights) -> Weights:
 
 def tables(study: Study, bits: int, *, with_ablation: bool) -> Iterator[tuple[str, Any]]:
     """Name and content of every table at one width, as they are finished."""
-    run = study.run("kmeans", options={"bits": bits, "level_bits": 16}, mode="dense")
+    run = kmeans_run(study, bits, mode="dense")
     weights = quantize_linears(run, None, label="quantize")
     few = run.windows[:PATH_WINDOWS]
     found = predicted(run, weights, few)
