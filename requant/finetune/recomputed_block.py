@@ -1,4 +1,4 @@
-"""A transformer block in training of which only the input is kept: its weights and its graph exist in its turn alone.
+"""A transformer block in training of which only the input is kept; its weights and its graph exist while it is computed.
 
     forward     h = block(h) without a graph
     backward    block(h) again, with a graph, some windows at a time; gradients of its coded matrices -> those of their
@@ -56,7 +56,7 @@ class ChunkSizes:
 
 
 class DividedMatrix:
-    """A matrix without codes of which each rank keeps and updates a part in float32; whole in its block's turn alone.
+    """A matrix without codes of which each rank keeps and updates a part in float32; whole only while its block is computed.
 
     It is to its part what a ReparametrizedWeight is to its trained floats: `value` joins the parts of all ranks, and
     `backward` adds up the gradients of all. On a GPU ranks send what products read, which is bfloat16.
