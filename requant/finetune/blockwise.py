@@ -7,9 +7,10 @@
                 matrices without codes -= Adam(gradients);  gradients dropped
 
 The weights of a coded matrix exist only while its block is computed, forward and backward, and so do all gradients of
-matrices. The numbers are those of `step.py`: the same sums over a step's tokens, in another order. What is kept between steps differs:
-Adam's moments are bfloat16 (`SixteenBitAdam`), and so is what codes stand for before the scales, in a model that is. (To
-decode a trellis again costs a kilobyte of traffic a weight in torch, some seconds a step at 8e9 weights.) Bytes a weight:
+matrices. The numbers are those of `step.py`: the same sums over a step's tokens, in another order. What is kept between
+steps differs: Adam's moments are bfloat16 (`SixteenBitAdam`), and so is what codes stand for before the scales, in a model
+that is. (To decode a trellis again costs a kilobyte of traffic a weight in torch, some seconds a step at 8e9 weights.)
+Bytes a weight:
 
     without codes           8    float32, two moments                     (`step.py`: 20, with the original and its cast)
     coded                   3    code, and its value before the scales    (`step.py`: 17)
