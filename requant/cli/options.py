@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypedDict, get_args, get_type_hints
 
 import typer
-from typer.core import TyperCommand, TyperOption
+from typer.core import TyperCommand
 
 RECIPE = "The recipe"  # panels of --help
 CALIBRATION = "Calibration and evaluation"
@@ -231,11 +231,11 @@ class PanelledCommand(TyperCommand):
         panels: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
             panel = getattr(parameter, "rich_help_panel", None) or "Options"
+            if parameter.param_type_name == "argument":
+                panel = "Arguments"
             record = parameter.get_help_record(ctx)
             if record is not None:
-                panels.setdefault(panel if isinstance(parameter, TyperOption) else "Arguments", []).append(
-                    record
-                )
+                panels.setdefault(panel, []).append(record)
         shared = iter([panel for panel in PANELS if panel in panels])
         for panel in panels:
             title = next(shared) if panel in PANELS else panel
