@@ -6,7 +6,9 @@ Writes a folder: `SCORE/model*.safetensors` (one float32 tensor per matrix, sign
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -24,7 +26,6 @@ from requant.pipeline.quantize import recipe_for
 from requant.recipe.options import Options
 from requant.recipe.schema import Recipe
 from requant.report.plots import sensitivity_plot
-from requant.run.context import RunContext, Weights
 from requant.run.quantize_linears import quantize_linears
 from requant.run.workspace import Workspace
 from requant.sensitivity.path import Scores
@@ -81,33 +82,31 @@ def score(
     run = with_allocation(run, allocate_bits(run))
     weights = quantize_linears(run, None, label="quantize")
     run.statistics.clear()
-    if out_folder is None:
-        return Sensitivities(
-            targets=prepared.targets, diagnosis=diagnose(run, weights, prepared.windows, names=SCORES)
-        )
     try:
-        return _written(run, weights, out_folder)
+        with nullcontext() if out_folder is None else new_folder(out_folder) as folder:
+            on_scores = None if folder is None else partial(_write_scores, folder)
+            diagnosis = diagnose(run, weights, prepared.windows, names=SCORES, on_scores=on_scores)
+            found = Sensitivities(targets=prepared.targets, diagnosis=diagnosis)
+            if folder is not None:
+                _write_table(folder, found)
     except OSError as error:
+        if out_folder is None:
+            raise
         raise OutputError(
             f"{out_folder} cannot be written ({error.strerror or error}); free some space, or choose another --output."
         ) from error
-
-
-def _written(run: RunContext, weights: Weights, output: Path) -> Sensitivities:
-    """The scores, each written to disk as it comes; the folder appears whole or not at all."""
-    with new_folder(output) as folder:
-
-        def write_scores(score: str, values: Scores) -> None:
-            (folder / score).mkdir()
-            units = ({matrix: tensor} for matrix, tensor in values.items())
-            write_shards(folder / score, units, max_shard_bytes=MAX_SHARD_BYTES)
-
-        found = Sensitivities(
-            targets=run.targets,
-            diagnosis=diagnose(run, weights, run.windows, names=SCORES, on_scores=write_scores),
-        )
-        (folder / "table.json").write_text(json.dumps(found.rows(), indent=2), encoding="utf-8")
-        predicted = {score: found.by_block(score) for score in found.diagnosis.predicted}
-        plot = sensitivity_plot(predicted, found.diagnosis.block_delta_loss, format="svg")
-        (folder / "plot.svg").write_bytes(plot)
     return found
+
+
+def _write_scores(folder: Path, score: str, values: Scores) -> None:
+    """One score of every weight, as it comes: the next one takes its memory."""
+    (folder / score).mkdir()
+    units = ({matrix: tensor} for matrix, tensor in values.items())
+    write_shards(folder / score, units, max_shard_bytes=MAX_SHARD_BYTES)
+
+
+def _write_table(folder: Path, found: Sensitivities) -> None:
+    (folder / "table.json").write_text(json.dumps(found.rows(), indent=2), encoding="utf-8")
+    predicted = {score: found.by_block(score) for score in found.diagnosis.predicted}
+    plot = sensitivity_plot(predicted, found.diagnosis.block_delta_loss, format="svg")
+    (folder / "plot.svg").write_bytes(plot)
