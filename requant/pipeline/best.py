@@ -41,7 +41,7 @@ from requant.models.targets import QuantTarget
 from requant.quantizers.registry import METHODS
 from requant.run.context import RunContext, Weights
 from requant.run.quantize_linears import chunks_that_fit, gather, quantize_linears, shared_codes
-from requant.run.stage_cache import load_stage, load_weight, save_stage, save_weight, stage_key
+from requant.run.stage_cache import load_stage, load_weights, save_stage, save_weight, stage_key
 from requant.run.workspace import digest
 
 ROUNDS = 4
@@ -113,11 +113,7 @@ def codes_of_round(run: RunContext, members: Sequence[QuantTarget], *, first: bo
     """Codes of the matrices in the model as it now is, from the workspace where an earlier run made them."""
     method, base = METHODS[run.recipe.method], stage_key(run, "codes")
     keys = {target.name: digest(base, target.name) for target in members}
-    found = {
-        target.name: load_weight(run, "codes", keys[target.name], target.name, target.parameter.device)
-        for target in members
-    }
-    weights: Weights = {name: weight for name, weight in found.items() if weight is not None}
+    weights = load_weights(run, "codes", keys, {target.name: target.parameter for target in members})
     pending = [target for target in members if target.name not in weights]
     own, left = len(ranks.owned(members)), len(ranks.owned(pending))
     with progress.counted(own, label=run.label("codes"), unit="matrices", done=own - left) as bar:

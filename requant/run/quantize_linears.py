@@ -29,7 +29,7 @@ from requant.models.targets import SIBLINGS, QuantTarget
 from requant.progress import counted
 from requant.quantizers.registry import find_method
 from requant.run.context import RunContext, Weights
-from requant.run.stage_cache import load_weight, save_weight
+from requant.run.stage_cache import load_weights, save_weight
 from requant.run.workspace import digest
 
 TargetsWithStatistics = Iterator[tuple[list[QuantTarget], dict[str, LinearStats]]]
@@ -48,11 +48,7 @@ def quantize_linears(
     method = find_method(run.recipe.method)
     sequential = run.recipe.calibration.inputs != "original" and bool(method.needs & INPUT_STATISTICS)
     keys = _keys(run, detached, sequential=sequential)
-    found = {
-        target.name: load_weight(run, "linear", keys[target.name], target.name, target.parameter.device)
-        for target in run.targets
-    }
-    done: Weights = {name: weight for name, weight in found.items() if weight is not None}
+    done = load_weights(run, "linear", keys, {target.name: target.parameter for target in run.targets})
     pending = [target for target in run.targets if target.name not in done]
     own, left = (len(ranks.owned(targets)) for targets in (run.targets, pending))
     calibrate = sequential_calibration if sequential else parallel_calibration

@@ -28,6 +28,17 @@ def load_weight(
     return unpack(spec, stored.tensors).to(device)
 
 
+def load_weights(
+    run: RunContext, stage: str, keys: Mapping[str, str], parameters: Mapping[str, Tensor]
+) -> Weights:
+    """Those of these matrices that a finished stage left, on the devices of their parameters."""
+    found = {
+        name: load_weight(run, stage, keys[name], name, parameter.device)
+        for name, parameter in parameters.items()
+    }
+    return {name: weight for name, weight in found.items() if weight is not None}
+
+
 def save_weight(run: RunContext, stage: str, key: str, weight: QuantizedWeight, *, rank: int = 0) -> None:
     """Keep a matrix, which `rank` made or all ranks alike, for a run that resumes."""
     if run.workspace.folder is not None and rank == ranks.rank():
@@ -43,12 +54,8 @@ def load_stage(run: RunContext, stage: str, tables: Mapping[str, Tensor] | None 
     parameters = {target.name: target.parameter for target in run.targets} | {**(tables or {})}
     keys = _stage_keys(run, stage, parameters)
     finetuned = run.workspace.get("finetuned-params", keys[""])
-    found = {
-        name: load_weight(run, stage, keys[name], name, parameter.device)
-        for name, parameter in parameters.items()
-    }
-    weights = {name: weight for name, weight in found.items() if weight is not None}
-    if finetuned is None or len(weights) < len(found):
+    weights = load_weights(run, stage, keys, parameters)
+    if finetuned is None or len(weights) < len(parameters):
         return None
     for name in finetuned.value:
         run.finetuned_params[name] = (finetuned.tensors[f"{name}.start"], finetuned.tensors[f"{name}.end"])
