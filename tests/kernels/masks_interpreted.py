@@ -1,5 +1,6 @@
 """Run under TRITON_INTERPRET=1 by `test_masks.py`: every mask kernel against the formula in torch."""
 
+import interpreter_fixes  # noqa: F401
 import torch
 from mask_cases import CASES, same
 from requant_kernels.sparsity import masks as kernels

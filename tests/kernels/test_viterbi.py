@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from requant.formats.trellis_codes import CODES, code_values, step_bits
 from requant.quantizers.viterbi import plain_paths, tail_biting_states
 
 INTERPRETED = """
+import interpreter_fixes
 import torch
 from requant.quantizers.viterbi import plain_paths
 from requant.formats.trellis_codes import code_values, step_bits
@@ -29,7 +31,8 @@ for name, bits in (("pair", 2.25), ("mul1", 2.25)):
 
 
 def test_interpreted_kernel_finds_the_paths_of_the_cpu() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
     done = subprocess.run(
         [sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True
     )
