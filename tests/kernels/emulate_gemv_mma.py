@@ -135,9 +135,8 @@ class AsmBlock:
             product = integer_product
             if "s32" not in opcode:
                 product = partial(float_product, dtype="bf16" if "bf16" in opcode else "fp16")
-            results = [product(*([r[w] for r in part] for part in (a, b, c))) for w in range(self.shape[0])]
-            for i in range(4):
-                self.put(operands[i], np.stack([result[i] for result in results]))
+            for name, result in zip(operands[:4], product(a, b, c), strict=True):
+                self.put(name, result)
         elif opcode == "mov.b32" and rest[0] == "{":
             pair = self.value(operands[2])
             self.put(operands[0], pair & np.uint32(0xFFFF))

@@ -60,6 +60,15 @@ def check_addresses(address: np.ndarray) -> None:
     assert inside.all(), f"{(~inside).sum()} of {inside.size} accesses lie outside of every tensor"
 
 
+def memory_around(address: np.ndarray) -> tuple[np.ndarray, np.uint64]:
+    """The words of global memory from the first address to the last one, and the former."""
+    first, last = address.min(), address.max()
+    assert not ((address - first) % 4).any()
+    return np.ctypeslib.as_array(
+        (ctypes.c_uint32 * (int(last - first) // 4 + 1)).from_address(int(first))
+    ), first
+
+
 def run_memory(
     text: str, operands: dict[str, np.ndarray], shape: tuple[int, ...], outputs: int
 ) -> list[np.ndarray]:
@@ -128,15 +137,13 @@ def run_memory(
                 ACCESSES.write(words, warps[where])
                 shared[words] = registers[name][where]
             elif access[2] == "ld":
-                registers[name] = np.array(
-                    [ctypes.c_uint32.from_address(int(at)).value for at in address.ravel()], np.uint32
-                ).reshape(shape)
+                words, first = memory_around(address)
+                registers[name] = words[(address - first) // 4]
             else:
-                for at, value, inside in zip(
-                    address.ravel(), registers[name].ravel(), where.ravel(), strict=True
-                ):
-                    if inside:
-                        ctypes.c_uint32.from_address(int(at)).value = int(value)
+                own = np.broadcast_to(address, shape)[where]
+                if own.size:
+                    words, first = memory_around(own)
+                    words[(own - first) // 4] = registers[name][where]
     return [registers[f"${i}"] for i in range(outputs)]
 
 
@@ -164,11 +171,7 @@ def inline_asm_elementwise(
             ctypes.c_uint32.from_address(at).value = word
         results = [registers[f"${i}"] for i in range(len(kinds))]
     elif "mma.sync" in asm or "dp4a" in asm or "f16x2" in asm:
-        warps = [
-            run_ptx(asm, {name: value[warp] for name, value in operands.items()}, (32,), outputs=len(kinds))
-            for warp in range(shape[0])
-        ]
-        results = [np.stack(own) for own in zip(*warps, strict=True)]
+        results = run_ptx(asm, operands, shape, outputs=len(kinds))
     else:
         results = run_memory(asm, operands, shape, len(kinds))
     made = tuple(

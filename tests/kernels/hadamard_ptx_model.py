@@ -94,11 +94,7 @@ def run(
         names = [name.strip() for name in re.sub("[{}]", "", rest).split(",")]
         if opcode.startswith("mma"):
             a, b, c = ([read(name) for name in names[i:j]] for i, j in ((4, 8), (8, 10), (10, 14)))
-            warps = [
-                float_product([r[w] for r in a], [r[w] for r in b], [r[w] for r in c], "bf16")
-                for w in range(16)
-            ]
-            registers |= {name: np.stack([w[i] for w in warps]) for i, name in enumerate(names[:4])}
+            registers |= dict(zip(names[:4], float_product(a, b, c, "bf16"), strict=True))
             continue
         target, *rest = names
         x = [read(name) for name in rest]

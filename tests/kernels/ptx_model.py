@@ -1,6 +1,7 @@
 """A numpy interpreter of the PTX instructions that the kernels' inline assembly uses, 32 lanes or more at a time."""
 
 import re
+from functools import cache
 
 import numpy as np
 from requant_kernels.common.dequant_ptx import STEPS_PER_ASM
@@ -9,7 +10,7 @@ from requant_kernels.common.ptx import Ptx
 
 def floats(pair: np.ndarray, dtype: str) -> np.ndarray:
     """A 32-bit register as its two 16-bit floats, in float64, subnormals included: [.., 2]."""
-    halves = np.stack([pair & 0xFFFF, pair >> 16], -1).astype(np.uint16)
+    halves = np.ascontiguousarray(pair, np.uint32)[..., None].view(np.uint16)
     if dtype == "fp16":
         return halves.view(np.float16).astype(np.float64)
     return (halves.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
@@ -26,42 +27,39 @@ def pair_of(values: np.ndarray, dtype: str) -> np.ndarray:
 
 def permute_bytes(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
     """PRMT: each of four nibbles picks one of eight bytes, or with bit 3 spreads its sign."""
-    out = np.zeros_like(a)
-    table = (b.astype(np.uint64) << np.uint64(32)) | a
-    for i in range(4):
-        nibble = (selector >> np.uint32(4 * i)) & 0xF
-        byte = ((table >> ((nibble & 7).astype(np.uint64) * np.uint64(8))) & np.uint64(0xFF)).astype(
-            np.uint32
-        )
-        sign = np.where(byte & 0x80, np.uint32(0xFF), np.uint32(0))
-        out |= np.where(nibble & 8, sign, byte) << np.uint32(8 * i)
-    return out
+    nibbles = selector[..., None] >> np.arange(0, 16, 4, dtype=np.uint32)
+    table = np.stack(np.broadcast_arrays(a, b), -1).view(np.uint8)
+    picked = np.take_along_axis(table, (nibbles & 7).astype(np.intp), -1)
+    return np.where(nibbles & 8, picked // 128 * 255, picked).astype(np.uint8).view(np.uint32)[..., 0]
 
 
 def byte_matrix(register: np.ndarray, dtype: type) -> np.ndarray:
-    """The four bytes of a register, int64."""
-    return (
-        np.stack([register >> np.uint32(8 * i) & 0xFF for i in range(4)], -1)
-        .astype(np.uint8)
-        .view(dtype)
-        .astype(int)
-    )
+    """The four bytes of a register, int64: [.., 4]."""
+    return np.ascontiguousarray(register)[..., None].view(dtype).astype(int)
+
+
+def tile_product(
+    a: list[np.ndarray], b: list[np.ndarray], c: list[np.ndarray], dtype: type
+) -> list[np.ndarray]:
+    """An m16n8 product of each warp, `[.., 32, values of a register]` by lane 4 g + t: four left registers, two right ones,
+    four sums."""
+    warps, held = a[0].shape[:-2], a[0].shape[-1]
+    # left: column half, row half, g, t, value -> row, column; right: column half, n, t, value -> column, n
+    left = np.stack(a, -3).reshape(*warps, 2, 2, 8, 4 * held)
+    left = np.moveaxis(left, -4, -2).reshape(*warps, 16, 8 * held)
+    right = np.moveaxis(np.stack(b, -3).reshape(*warps, 2, 8, 4 * held), -2, -3).reshape(*warps, 8, 8 * held)
+    product = left.astype(float) @ np.swapaxes(right, -1, -2).astype(float)  # exact, if of integers
+    product = product.astype(left.dtype).reshape(*warps, 2, 32, 2)
+    return [
+        (product[..., i // 2, :, i % 2] + own.view(dtype)).astype(dtype).view(np.uint32)
+        for i, own in enumerate(c)
+    ]
 
 
 def integer_product(a: list[np.ndarray], b: list[np.ndarray], c: list[np.ndarray]) -> list[np.ndarray]:
-    """`mma.m16n8k32` of a warp: four registers of unsigned bytes, two of signed ones, four sums; arrays by lane, 4 g + t."""
-    left = np.zeros((2, 8, 2, 4, 4), int)  # row half, g, column half, t, byte
-    for i, register in enumerate(a):
-        left[i % 2, :, i // 2] = byte_matrix(register, np.uint8).reshape(8, 4, 4)
-    right = np.stack(
-        [byte_matrix(register, np.int8).reshape(8, 4, 4) for register in b]
-    )  # column half, n, t, byte
-    product = np.einsum("hgktb,kntb->hgn", left, right)
-    sums = [product[i // 2, :, i % 2 :: 2].reshape(32) for i in range(4)]
-    return [
-        (x + register.astype(np.int32)).astype(np.int32).view(np.uint32)
-        for x, register in zip(sums, c, strict=True)
-    ]
+    """`mma.m16n8k32`: four registers of unsigned bytes, two of signed ones, four sums; arrays by lane, `[.., 32]`."""
+    left, right = ([byte_matrix(r, dtype) for r in part] for part, dtype in ((a, np.uint8), (b, np.int8)))
+    return tile_product(left, right, c, np.int32)
 
 
 def bfloat16(register: np.ndarray) -> np.ndarray:
@@ -72,17 +70,9 @@ def bfloat16(register: np.ndarray) -> np.ndarray:
 def float_product(
     a: list[np.ndarray], b: list[np.ndarray], c: list[np.ndarray], dtype: str
 ) -> list[np.ndarray]:
-    """`mma.m16n8k16` of a warp: pairs of 16-bit floats, float32 sums; arrays by lane, 4 g + t."""
-    left = np.zeros((2, 8, 2, 4, 2))  # row half, g, column half, t, which of the pair
-    for i, register in enumerate(a):
-        left[i % 2, :, i // 2] = floats(register, dtype).reshape(8, 4, 2)
-    right = np.stack([floats(register, dtype).reshape(8, 4, 2) for register in b])  # row half, n, t, which
-    product = np.einsum("hgkte,knte->hgn", left, right)
-    sums = [product[i // 2, :, i % 2 :: 2].reshape(32) for i in range(4)]
-    return [
-        (x + register.view(np.float32)).astype(np.float32).view(np.uint32)
-        for x, register in zip(sums, c, strict=True)
-    ]
+    """`mma.m16n8k16`: pairs of 16-bit floats, float32 sums; arrays by lane, `[.., 32]`."""
+    left, right = ([floats(register, dtype) for register in part] for part in (a, b))
+    return tile_product(left, right, c, np.float32)
 
 
 def transposed_matrices(shared: np.ndarray, address: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -95,31 +85,44 @@ def transposed_matrices(shared: np.ndarray, address: np.ndarray) -> tuple[np.nda
     return rows[:, lane % 4 * 2] + lane // 4, rows[:, lane % 4 * 2 + 1] + lane // 4
 
 
+@cache
+def program_of(text: str) -> tuple[list[tuple[str, str, str]], dict[str, int]]:
+    """The lines of an asm block as guard, opcode and operands, and which line every label is at."""
+    text = re.sub(r"//.*", "", text)
+    labels: dict[str, int] = {}
+    program: list[tuple[str, str, str]] = []
+    for part in text[text.index("{") + 1 : text.rindex("}")].split(";"):
+        found = re.match(r"\s*(?:(\w+):)?\s*(?:@(\w+)\s+)?(.*?)\s*$", part, re.DOTALL)
+        assert found is not None
+        if found[1]:
+            labels[found[1]] = len(program)
+        if found[3] and not found[3].startswith((".reg", ".pragma", "bar.warp.sync")):
+            program.append((found[2] or "", *found[3].split(None, 1)))
+    return program, labels
+
+
+@cache
+def constant(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """A literal of the text in every lane: an integer, or the bits of a float after `0f`."""
+    value = np.full(shape, int(re.sub("^0f", "0x", name), 0), np.uint32)
+    value.flags.writeable = False
+    return value
+
+
 def run_ptx(
     text: str, operands: dict[str, np.ndarray], shape: tuple[int, ...], outputs: int = STEPS_PER_ASM,
     shared: np.ndarray | None = None, memory: np.ndarray | None = None,
 ) -> list[np.ndarray]:  # fmt: skip
     """Run an asm block on arrays of 32-bit registers, by operand number (`$0`); returns its outputs.
 
-    `shared` and `memory` are shared and global memory from address 0, in units of 16 and of 32 bits. Branches are taken by
-    all lanes or by none.
+    The last axis of `shape` is the lanes, where instructions are those of a warp. `shared` and `memory` are shared and
+    global memory from address 0, in units of 16 and of 32 bits. Branches are taken by all lanes or by none.
     """
-    text = re.sub(r"//.*", "", text)
+    program, labels = program_of(text)
     registers = dict(operands)
-    labels: dict[str, int] = {}
-    program: list[str] = []
-    for part in text[text.index("{") + 1 : text.rindex("}")].split(";"):
-        found = re.match(r"\s*(?:(\w+):)?\s*(.*?)\s*$", part, re.DOTALL)
-        assert found is not None
-        if found[1]:
-            labels[found[1]] = len(program)
-        if found[2] and not found[2].startswith((".reg", ".pragma", "bar.warp.sync")):
-            program.append(found[2])
 
     def read(name: str) -> np.ndarray:
-        if not name[0].isdigit():
-            return registers[name]
-        return np.full(shape, int(re.sub("^0f", "0x", name), 0), np.uint32)
+        return constant(name, shape) if name[0].isdigit() else registers[name]
 
     def address(line: str) -> np.ndarray:
         parts = re.findall(r"\[(.*)\]", line)[0].split(" + ")
@@ -127,12 +130,8 @@ def run_ptx(
 
     at = 0
     while at < len(program):
-        line, at = program[at], at + 1
-        guard = np.ones(shape, bool)
-        if line[0] == "@":
-            name, line = line[1:].split(None, 1)
-            guard = registers[name]
-        opcode, rest = line.split(None, 1)
+        (guarded_by, opcode, rest), at = program[at], at + 1
+        guard = registers[guarded_by] if guarded_by else constant("1", shape).astype(bool)
         if opcode == "bra":
             assert guard.all() or not guard.any()
             at = labels[rest] if guard.all() else at
@@ -185,7 +184,7 @@ def run_ptx(
         a = [read(name) for name in names]
         match opcode:
             case "shfl.sync.idx.b32":
-                value = a[0][a[1]]
+                value = np.take_along_axis(a[0], a[1].astype(np.intp), -1)
             case "mov.b32" | "mov.b64":
                 value = a[0]
             case "add.u32" | "add.s32":
@@ -245,7 +244,7 @@ def run_ptx(
                 value = pair_of(x * y + z, dtype)
             case _:
                 raise AssertionError(f"the model does not know {opcode}")
-        registers[target] = value if opcode.endswith("64") else value.astype(np.uint32)
+        registers[target] = value if opcode.endswith("64") else value.astype(np.uint32, copy=False)
     return [registers[f"${i}"] for i in range(outputs)]
 
 
