@@ -88,7 +88,7 @@ def put_on_the_kernels(
 
 
 @torch.no_grad()
-def check(kind: str, batch: int, bits: dict[str, float], launches: int) -> None:
+def check(kind: str, batch: int, length: int, bits: dict[str, float], launches: int) -> None:
     model = random_model(kind, bits)
     cache = static_cache(model, 100)
     assert cache is not None
@@ -118,7 +118,11 @@ def check(kind: str, batch: int, bits: dict[str, float], launches: int) -> None:
     for (key, value), layer in zip(held, cache.layers, strict=True):
         for got, want in ((layer.keys, key), (layer.values, value)):
             assert ((got - want).float().norm() / want.float().norm()).item() < 5e-3, f"{kind}: cache"
-    prompts, scratch, own = torch.randint(0, 60, (batch, 5)), static_cache(model, 8), static_cache(model, 8)
+    prompts, scratch, own = (
+        torch.randint(0, 60, (batch, length)),
+        static_cache(model, 8),
+        static_cache(model, 8),
+    )
     assert scratch is not None and own is not None
     logits = read_prompts(model, step.blocks, prompts, scratch, 0)
     ops.dispatch = REFERENCE
@@ -136,10 +140,10 @@ def check(kind: str, batch: int, bits: dict[str, float], launches: int) -> None:
     assert isinstance(plain.blocks[0], PlainBlock)
 
 
-# architecture -> sequences, bits where they are not the model's, products of a block
+# architecture -> sequences, tokens of a prompt, bits where they are not the model's, products of a block
 CASES = {
-    "qwen2": ("qwen2", 1, {"q_proj": 4, "k_proj": 3, "v_proj": 4}, 4),
-    "qwen3": ("qwen3", 2, {"k_proj": 2.25, "up_proj": 3}, 5),
+    "qwen2": ("qwen2", 1, 2, {"q_proj": 4, "k_proj": 3, "v_proj": 4}, 4),
+    "qwen3": ("qwen3", 2, 5, {"k_proj": 2.25, "up_proj": 3}, 5),
 }
 
 
