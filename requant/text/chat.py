@@ -54,14 +54,16 @@ class ChatTemplate:
                         f"the model's chat template ran longer than {self.seconds:g} s; do not use this model for chat."
                     )
                 kind, text = json.loads(connection.recv_bytes(12 * self.max_characters + 4000))
-            except TextError:
-                self._kill()
-                raise
             except (OSError, EOFError) as error:  # the kernel ended it, or it answered at too great a length
                 self._kill()
                 raise TextError(
                     "the model's chat template takes too much memory or writes too much; do not use this model for chat."
                 ) from error
+            except (
+                BaseException
+            ):  # Ctrl-C too: what this child still answers is no answer to the next messages
+                self._kill()
+                raise
         if kind != "text":
             raise TextError(f"the model's chat template refuses these messages ({text}).")
         return text
@@ -90,6 +92,9 @@ class ChatTemplate:
         except (OSError, EOFError) as error:
             self._kill()
             raise TextError("the process that renders chat templates did not start; try again.") from error
+        except BaseException:
+            self._kill()
+            raise
         return self._child
 
     def _kill(self) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import time
+from multiprocessing.connection import Connection
 from typing import Any
 
 import psutil
@@ -56,6 +57,24 @@ def test_bounds(renderer: ChatTemplate, monkeypatch, template: str, sentence: st
             assert "\n" not in str(caught.value) and "\x1b" not in str(caught.value)
         assert time.monotonic() - before < 20
     assert renderer.render(MESSAGES).endswith("[assistant]")  # the next one is served
+
+
+@pytest.mark.parametrize("started", [True, False])
+def test_a_call_that_was_interrupted_leaves_no_answer_to_the_next(
+    renderer: ChatTemplate, monkeypatch, started: bool
+) -> None:
+    def interrupted(*_: Any) -> bool:
+        raise KeyboardInterrupt
+
+    if started:
+        renderer.render(MESSAGES)
+    else:
+        renderer.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(Connection, "poll", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            renderer.render([{"role": "user", "content": "secret"}])
+    assert renderer.render(MESSAGES) == f"<end>[user]{MESSAGES[0]['content']}[assistant]"
 
 
 def test_its_process_ends_with_it(tokenizer) -> None:
