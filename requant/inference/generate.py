@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from requant.errors import TextError
+from requant.errors import InputError, TextError
 from requant.inference.decode import generate_tokens
 from requant.inference.load import open_served
 from requant.models.devices import pick_device
@@ -32,6 +32,8 @@ def generate_text(
 
     Raises RequantError.
     """
+    if not -(1 << 63) <= seed < 1 << 63:
+        raise InputError(f"--seed {seed} has more than 64 bits; give a smaller one.")
     folder, where = resolve_source(checkpoint), pick_device(device)
     tokenizer = load_tokenizer(folder)
     if chat:

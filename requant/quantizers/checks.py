@@ -34,6 +34,14 @@ def check_fraction(name: str, value: float) -> None:
         raise RecipeError(f"{name} is {value}, but it is a fraction between 0 and 1: choose one in between.")
 
 
+def check_seed(seed: int) -> None:
+    """32 bits: torch's generators take 64, and what they get is a multiple of the seed."""
+    if not -(1 << 31) <= seed < 1 << 31:
+        raise RecipeError(
+            f"seed is {seed}; it takes a whole number of 32 bits, {-(1 << 31)} to {(1 << 31) - 1}."
+        )
+
+
 def check_weight(weight: Tensor) -> None:
     """Raise NumericalError if a weight is NaN, infinite or beyond float16."""
     bad = int((~(weight.abs() <= FLOAT16_MAX)).sum())

@@ -53,7 +53,7 @@ from requant.formats.quantized_weight import QuantizedWeight
 from requant.formats.sparse import sparse_residual
 from requant.formats.trellis import Trellis, TrellisSpec
 from requant.formats.trellis_codes import CODES, PERIOD, code_values, codes_of_states, from_tiles, to_tiles
-from requant.quantizers.checks import check_fraction, check_weight, statistic
+from requant.quantizers.checks import check_fraction, check_seed, check_weight, statistic
 from requant.quantizers.correction import corrected
 from requant.quantizers.method import Bits, Losses, Method
 from requant.quantizers.viterbi import tail_biting_states
@@ -109,6 +109,7 @@ class TrellisConfig:
             )
         check_fraction("damp", self.damp)
         check_fraction("output_damp", self.output_damp)
+        check_seed(self.seed)
 
 
 def quantize(

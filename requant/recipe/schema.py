@@ -5,11 +5,13 @@ options and their defaults are its config class (`requant.quantizers`); YAML is 
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from requant.errors import RecipeError, did_you_mean
+from requant.quantizers.checks import check_seed
 from requant.quantizers.registry import METHODS, PRUNING_METHODS, find_method
 
 Mode = Literal["best", "paper", "dense", "sparse"]
@@ -113,7 +115,7 @@ class Finetune:
 
     def __post_init__(self) -> None:
         _require(self.steps >= 0, "finetune.steps", self.steps, "0 or more")
-        _require(self.lr > 0, "finetune.lr", self.lr, "a positive number")
+        _require(0 < self.lr < math.inf, "finetune.lr", self.lr, "a positive number")
         for name in ("train_windows", "tokens_per_step", "warmup_steps", "val_windows", "eval_every"):
             _require(getattr(self, name) >= 1, f"finetune.{name}", getattr(self, name), "1 or more")
 
@@ -134,9 +136,9 @@ class Recovery:
     """Share of the KL divergence to the original in the loss; the rest is the cross-entropy of the text."""
 
     def __post_init__(self) -> None:
-        _require(self.lr > 0, "recovery.lr", self.lr, "a positive number")
+        _require(0 < self.lr < math.inf, "recovery.lr", self.lr, "a positive number")
         _require(self.mask_every >= 0, "recovery.mask_every", self.mask_every, "0 or more")
-        _require(self.decay >= 0, "recovery.decay", self.decay, "0 or more")
+        _require(0 <= self.decay < math.inf, "recovery.decay", self.decay, "0 or more")
         _require(0 <= self.distillation <= 1, "recovery.distillation", self.distillation, "0 to 1")
 
 
@@ -232,6 +234,7 @@ class Recipe:
     """Of the training's order; above 0 it also shifts the calibration windows."""
 
     def __post_init__(self) -> None:
+        check_seed(self.seed)
         expected = find_method(self.method).config
         if type(self.quantizer) is not expected:
             raise RecipeError(

@@ -6,7 +6,7 @@ import torch
 
 import requant
 from requant.checkpoint.inspect import inspection
-from requant.errors import CheckpointError, ModelError, TextError
+from requant.errors import CheckpointError, InputError, ModelError, TextError
 from requant.evaluation.compare import evaluate_all
 from requant.inference.generate import generate_text
 from requant.inference.load import is_checkpoint, open_model
@@ -101,6 +101,8 @@ def test_prompts_that_cannot_be(checkpoint: str) -> None:
         TextError, match="the prompt's 3 tokens and --max-new-tokens 126 exceed the model's 128"
     ):
         generate_text(checkpoint, "abc", max_new_tokens=126, **settings)
+    with pytest.raises(InputError, match="--seed 9223372036854775808 has more than 64 bits"):
+        generate_text(checkpoint, "abc", max_new_tokens=1, **(settings | {"seed": 1 << 63}))
 
 
 def test_inspection(result, checkpoint: str) -> None:
