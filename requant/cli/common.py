@@ -58,8 +58,25 @@ def next_commands(folder: Path, target: str | None = None) -> str:
     return f"{first}\n      requant generate {checkpoint} --prompt 'The history of'"
 
 
+class FirstOfItsKind(logging.Filter):
+    """Lets a warning through once: the runs of a sweep read the same texts, and find the same to say of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        new = record.levelno < logging.WARNING or message not in self.said
+        self.said.add(message)
+        return new
+
+
 def log_to_stderr(verbose: bool) -> None:
-    logging.basicConfig(format="requant: %(message)s", level=logging.INFO if verbose else logging.WARNING)
+    root = logging.getLogger()
+    if not root.handlers:
+        logging.basicConfig(format="requant: %(message)s", level=logging.INFO if verbose else logging.WARNING)
+        root.handlers[0].addFilter(FirstOfItsKind())
     for noisy in ("transformers", "datasets", "httpx"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
 

@@ -76,9 +76,10 @@ def prepare(
     tokenizer: PreTrainedTokenizerBase | None = None,
     device: str = "auto",
     dtype: str = "auto",
+    scored: bool = True,
     quiet: bool = True,
 ) -> Prepared:
-    """Load what the run needs and refuse what cannot work."""
+    """Load what the run needs and refuse what cannot work; warn of texts that overlap where one of them is `scored`."""
     model, tokenizer, source = _opened(model, tokenizer, device=device, dtype=dtype)
     targets = divided(_targets(model, recipe), ranks.world_size())
     check_finite(model)
@@ -97,7 +98,7 @@ def prepare(
     windows = spread(all_windows, recipe.calibration.num_samples, of=calibration.name)
     num_train = max(len(windows), recipe.finetune.train_windows if recipe.finetune.steps else 0)
     eval_windows = token_windows(evaluation, tokenizer, num_samples=None, seq_len=recipe.evaluation.context)
-    shared = overlap(calibration, evaluation)
+    shared = overlap(calibration, evaluation) if scored else 0.0
     if shared > OVERLAP_TOLERATED:
         logger.warning(
             "%.0f%% of the evaluation text %s is also in the calibration text %s: the perplexity will be too "

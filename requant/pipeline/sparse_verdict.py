@@ -118,7 +118,7 @@ def plain_codes(
     Nothing of the model stays in memory, so this comes before the 2:4 run.
     """
     progress.enter("loading")
-    prepared = prepare(recipe.model, recipe, device=device, dtype=dtype, quiet=quiet)
+    prepared = prepare(recipe.model, recipe, device=device, dtype=dtype, scored=False, quiet=quiet)
     bits = sparse_bytes(prepared, recipe) * 8 / sum(target.size for target in prepared.targets)
     budget = min(math.floor(1000 * bits) / 1000, float(METHODS[CODES_METHOD].bits[-1]))
     wanted = codes_recipe(recipe, budget)

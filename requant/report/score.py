@@ -77,7 +77,9 @@ def score(
     """
     out_folder = None if output is None else check_output(output)
     recipe = recipe_for(model, recipe, text, device=device, options={**options, "mode": "dense"})
-    prepared = prepare(model, recipe, tokenizer=tokenizer, device=device, dtype=dtype, quiet=quiet)
+    prepared = prepare(
+        model, recipe, tokenizer=tokenizer, device=device, dtype=dtype, scored=False, quiet=quiet
+    )
     run = start(prepared, recipe, workspace=Workspace(None), quiet=quiet)
     run = with_allocation(run, allocate_bits(run))
     weights = quantize_linears(run, None, label="quantize")

@@ -1,6 +1,7 @@
 """What cannot be done: one sentence, an exit code, before long work, and nothing left behind."""
 
 import errno
+import logging
 import os
 import shutil
 import signal
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import requant
+from requant.cli.common import log_to_stderr
 from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Calibration, Evaluation, Recipe
 from requant.run.workspace import Workspace
@@ -351,3 +353,15 @@ def test_usage_errors(cli, arguments: tuple[str, ...]) -> None:
 def test_renamed_options_answer_with_the_new_spelling(cli, arguments, renamed: str) -> None:
     code, out, error = cli(*arguments)
     assert code == 2 and out == "" and f"is called {renamed} now." in error and "\n" not in error.strip()
+
+
+def test_a_warning_is_printed_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    monkeypatch.setattr(root, "level", root.level)
+    log_to_stderr(verbose=False)
+    for name in ("wiki.txt", "wiki.txt", "c4.txt"):
+        logging.getLogger("requant.pipeline.prepare").warning("%s is short", name)
+    assert capsys.readouterr().err == "requant: wiki.txt is short\nrequant: c4.txt is short\n"

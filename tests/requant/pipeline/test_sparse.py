@@ -105,6 +105,7 @@ def test_verify_measures_the_codes(sparsify) -> None:
 def test_the_plan(sparsify) -> None:
     code, out, _ = sparsify("out", "--dry-run", "--json")
     assert code == 0 and json.loads(out)["bits_per_weight"] == pytest.approx(8.75, abs=0.4)
+    assert Path(json.loads(out)["output"]).name == "out"
 
 
 @pytest.mark.parametrize(
