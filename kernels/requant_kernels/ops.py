@@ -154,25 +154,13 @@ def flatten(layout: Layout | TrellisLayout) -> tuple[Any, ...]:
     slots = (layout.row_perm, None, None, None, None, None)
     if sparse is not None:
         slots = (
-            layout.row_perm,
-            sparse.slice_ptr,
-            sparse.columns,
-            sparse.values,
-            sparse.row_scales,
-            sparse.row_nnz,
-        )
+            layout.row_perm, sparse.slice_ptr, sparse.columns, sparse.values, sparse.row_scales, sparse.row_nnz,
+        )  # fmt: skip
     if isinstance(layout, TrellisLayout):
         return (
-            layout.packed_codes,
-            layout.input_scales,
-            layout.output_scales,
-            *slots,
-            layout.k,
-            layout.rotates_output,
-            list(layout.parts),
-            layout.bits,
-            layout.code,
-        )
+            layout.packed_codes, layout.input_scales, layout.output_scales, *slots, layout.k, layout.rotates_output,
+            list(layout.parts), layout.bits, layout.code,
+        )  # fmt: skip
     if isinstance(layout, CodebookLayout):
         own = (None, None, None, layout.levels, layout.tables)
         sizes = (layout.n, layout.k, layout.bits, 0, 0)

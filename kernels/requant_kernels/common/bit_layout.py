@@ -11,9 +11,9 @@ group. The 32 codes of one (row, t, kh), 2 columns x 16 steps, fill exactly `bit
 (kh, rh) of one word: already the registers of the A fragment, without shared memory or shuffles.
 
 Within a word there are two orders, each made for its decoder (`dequant_ptx.py`):
-- grid: a field at bit s of a 16-bit half is an fp16 subnormal, so `(word & mask) * 2^(15-s) - zero` is the exact weight: one
-  LOP3 and one HFMA2 for two weights. Of 5 to 7 bits those beyond the first 4 lie in other words and are rotated into place.
-  Eight bits are bytes, which PRMT puts under the exponent of 1024.
+- grid: a field at bit s of a 16-bit half is an fp16 subnormal, so `(word & mask) * 2^(15-s) - zero` is the exact
+  weight: one LOP3 and one HFMA2 for two weights. Of 5 to 7 bits those beyond the first 4 lie in other words and are
+  rotated to their position. Eight bits are bytes, which PRMT puts under the exponent of 1024.
 - codebook: a nibble is a selector of PRMT, a lookup in 8 bytes: four lookups give four high bytes, four more the low bytes,
   two more interleave them into four exact fp16 (or bf16) levels.
 

@@ -19,7 +19,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from requant_kernels.common.inline_ptx import issue
-from requant_kernels.common.packing import GridLayout, Layout
+from requant_kernels.common.packing import GridLayout, Layout, k_tiles_per_scale, scales_per_k_tile
 from requant_kernels.common.ptx import Ptx, inline_ptx
 
 
@@ -44,12 +44,12 @@ class WeightStage:
 
     @property
     def scales(self) -> int:
-        """Scales of a row in a k_tile; 1 too where a group spans several k_tiles."""
-        return 0 if self.group == 0 else 2 if self.group == 128 else 1
+        """Scales of a row in a k_tile."""
+        return scales_per_k_tile(self.group)
 
     @property
     def k_tiles_per_scale(self) -> int:
-        return max(1, self.group // 256)
+        return k_tiles_per_scale(self.group)
 
     @property
     def code_bytes(self) -> int:

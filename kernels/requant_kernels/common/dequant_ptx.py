@@ -1,7 +1,7 @@
 """PTX that dequantizes packed codes in registers: half of a k_tile (`bit_layout.py`) at a time.
 
-A block has STEPS_PER_ASM outputs, a step's two weights (e = 0 and 1) each; its inputs are the words of the codes, and what
-the format needs beside them. It is returned as a `PtxBuilder`, whose lines `scalar/gemm_sm90_ptx.py` takes apart.
+A block has STEPS_PER_ASM outputs, a step's two weights (e = 0 and 1) each; its inputs are the words of the codes, and
+what else the format needs. It is returned as a `PtxBuilder`, whose lines `scalar/gemm_sm90_ptx.py` takes apart.
 """
 
 from collections.abc import Callable
@@ -137,7 +137,7 @@ def codebook_dequant_ptx(bits: int, half: int) -> PtxBuilder:
 
     For every two steps: four nibbles are isolated as a PRMT selector (`sel`), looked up in the table of high bytes and in
     that of low bytes, and two PRMTs interleave the bytes into two pairs of 16-bit floats. A 4-bit selector reaches only 8
-    bytes, so 4-bit codes look up both halves of the table and bit 3, spread over a byte (`msb`), selects between them.
+    bytes, so 4-bit codes look up both halves of the table and bit 3, replicated over a byte (`msb`), selects between them.
     """
     tables = [f"${STEPS_PER_ASM + bits + i}" for i in range(1 << (bits - 1))]
     middle = len(tables) // 2

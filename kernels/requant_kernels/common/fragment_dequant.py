@@ -27,7 +27,8 @@ from requant_kernels.common.dequant_ptx import (
     dequant_constraints,
     grid_dequant_ptx,
 )
-from requant_kernels.common.packing import CodebookLayout, Layout
+from requant_kernels.common.packing import CodebookLayout, Layout, k_tiles_per_scale, scales_per_k_tile
+from requant_kernels.common.ptx import ptx_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,29 +49,42 @@ class DequantFormat:
     table_registers: int
     grid_step: float
 
+    @property
+    def groups(self) -> int:
+        """Scales of a row in a k_tile; 0: one per row."""
+        return scales_per_k_tile(self.group_size)
+
+    @property
+    def k_tiles_per_group(self) -> int:
+        return k_tiles_per_scale(self.group_size)
+
+
+def has_ptx_decoder(format: str, bits: int) -> bool:
+    """Whether PTX decodes a format: all but codebooks of more than 4 bits, whose levels are read from memory."""
+    return format != "codebook" or bits <= 4
+
 
 @cache
 def dequant_format(
-    layout_type: type, bits: int, group_size: int, zeros: bool, dtype: torch.dtype, asm: bool
+    format: str, bits: int, group_size: int, zeros: bool, dtype: torch.dtype, asm: bool
 ) -> DequantFormat:
     """The `DequantFormat` of a layout; `group_size` is its kernel_group, `dtype` that of the activations."""
-    name = "fp16" if dtype == torch.float16 else "bf16"
-    codebook = layout_type is CodebookLayout
-    use_ptx = asm and not (codebook and bits > 4)
+    name, codebook = ptx_dtype(dtype), format == "codebook"
+    use_ptx = asm and has_ptx_decoder(format, bits)
     if codebook:
         tables = 1 << (bits - 1) if use_ptx else 0
         inputs = tables
         halves = [codebook_dequant_ptx(bits, half) for half in range(2)] if use_ptx else []
     else:
         tables = 0
-        groups = 0 if not zeros else max(1, 256 // group_size) if group_size else 1
+        groups = max(1, scales_per_k_tile(group_size)) if zeros else 0
         inputs = groups // 2 if groups > 1 else groups
         halves = [grid_dequant_ptx(bits, name, groups, half) for half in range(2)] if use_ptx else []
     built = [half.build(dequant_constraints(bits + inputs)) for half in halves]
     return DequantFormat(
         ptx=(built[0].text, built[1].text) if use_ptx else None,
         constraints=built[0].constraints if use_ptx else None,
-        bit_positions=None if use_ptx else flat_bit_positions("codebook" if codebook else "grid", bits),
+        bit_positions=None if use_ptx else flat_bit_positions(format, bits),
         codebook=codebook,
         bits=bits,
         group_size=group_size,
@@ -79,19 +93,21 @@ def dequant_format(
     )
 
 
+def weight_tensors(layout: Layout, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Packed codes, scales or byte tables, zero points, levels; the tables are those of activations of type `dtype`."""
+    if not isinstance(layout, CodebookLayout):
+        return layout.packed_codes, layout.scales, layout.zero_points, None
+    tables = layout.levels if layout.tables is None else layout.tables[int(dtype != torch.float16)]
+    return layout.packed_codes, tables, None, layout.levels
+
+
 def dequant_operands(
     layout: Layout, dtype: torch.dtype, asm: bool
 ) -> tuple[tuple[Tensor | None, ...], DequantFormat]:
-    """The weight's tensors (packed codes, scales or byte tables, zero points, levels) and its `DequantFormat`."""
-    if isinstance(layout, CodebookLayout):
-        tables = layout.levels if layout.tables is None else layout.tables[int(dtype != torch.float16)]
-        tensors = (layout.packed_codes, tables, None, layout.levels)
-        return tensors, dequant_format(CodebookLayout, layout.bits, 0, False, dtype, asm)
-    zeros = layout.zero_points
-    tensors = (layout.packed_codes, layout.scales, zeros, None)
-    return tensors, dequant_format(
-        type(layout), layout.bits, layout.kernel_group, zeros is not None, dtype, asm
-    )
+    """The weight's tensors and its `DequantFormat`."""
+    zeros = layout.zero_points is not None
+    format = dequant_format(layout.format, layout.bits, layout.kernel_group, zeros, dtype, asm)
+    return weight_tensors(layout, dtype), format
 
 
 def sparse_operands(layout: Any) -> tuple[Tensor | None, ...]:
@@ -104,9 +120,15 @@ def sparse_operands(layout: Any) -> tuple[Tensor | None, ...]:
 
 def scaled_activations(x: Tensor, layout: Layout) -> Tensor:
     """The activations of the dense part: divided by `column_scales` where there are any."""
-    if isinstance(layout, CodebookLayout) or layout.column_scales is None:
-        return x
-    return x / layout.column_scales.to(x.dtype)
+    return x if layout.column_scales is None else x / layout.column_scales.to(x.dtype)
+
+
+def activation_pairs(x: Tensor, layout: Layout) -> Tensor:
+    """`scaled_activations` of x [m, k], rows contiguous, two neighbours an int32: [m, ceil(k / 2)]."""
+    x, k = scaled_activations(x, layout), x.shape[1]
+    if k % 2 or x.stride(0) % 2 or x.data_ptr() % 4:
+        x = torch.nn.functional.pad(x, (0, k % 2)).clone(memory_format=torch.contiguous_format)
+    return x.view(torch.int32)
 
 
 @triton.jit

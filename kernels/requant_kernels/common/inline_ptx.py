@@ -16,6 +16,11 @@ def smem_units(size: int) -> int:
     return -(-size // SMEM_UNIT.value)
 
 
+def allocated_bytes(size: int) -> int:
+    """`size` in whole units."""
+    return smem_units(size) * SMEM_UNIT.value
+
+
 @gluon.jit
 def issue(PTX: gl.constexpr, operands):
     """Run PTX for its effect on memory."""
@@ -40,6 +45,24 @@ def compute_tuple(PTX: gl.constexpr, operands, TYPES: gl.constexpr):
 def issue_scalar(TEXT: gl.constexpr):
     """An instruction without operands, for example a wait; once for every thread."""
     gl.inline_asm_elementwise(TEXT, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def allocate_smem(UNITS: gl.constexpr):
+    """The kernel's one allocation, of UNITS x SMEM_UNIT bytes that only PTX uses, and its address."""
+    region = gl.allocate_shared_memory(
+        gl.int8, [UNITS, 1, SMEM_UNIT], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    )
+    return region, smem_base()
+
+
+@gluon.jit
+def keep_smem(region, never, WARPS: gl.constexpr):
+    """Where `never` is true, which the compiler does not know: a use of the allocation, or it would drop it."""
+    if never:
+        region.index(0).store(
+            gl.zeros([1, SMEM_UNIT], gl.int8, layout=gl.BlockedLayout([1, 8], [1, 32], [1, WARPS], [1, 0]))
+        )
 
 
 @gluon.jit

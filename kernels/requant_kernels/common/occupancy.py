@@ -1,8 +1,8 @@
 """Dynamic shared memory as an occupancy cap.
 
-With programmatic dependent launch, the first CTAs of a kernel begin on whatever SMs the kernel before leaves free, pile onto
-them, and stay there (8192 x 8192, 2 bits: 12.4 us with space for six CTAs an SM, 9.05 with space for the four that are an
-even share). Padding the dynamic shared memory of a launch caps its CTAs per SM (`launch.py`).
+With programmatic dependent launch, the first CTAs of a kernel are placed on the SMs that the previous kernel leaves
+free, as many as fit, and stay there (8192 x 8192, 2 bits: 12.4 us with space for six CTAs an SM, 9.05 with space for
+the four that are an even share). Padding the dynamic shared memory of a launch caps its CTAs per SM (`launch.py`).
 
 It happens to launches of a few CTAs too, while most SMs idle; those that compute more than they load then take almost twice
 as long (`step/rotated_gate.py`: 5.4 us in place of 3.6). Half of the shared memory keeps them apart, and leaves space
@@ -23,6 +23,11 @@ def padded_smem_bytes(max_ctas_per_sm: int | None, device: torch.device) -> int:
         return 0
     most = max_smem_bytes(device) - CTA_SMEM_BYTES
     return max(0, min(most, SM_SMEM_BYTES // max_ctas_per_sm - CTA_SMEM_BYTES))
+
+
+def fits_cta(smem_bytes: int, device: torch.device) -> bool:
+    """Whether a CTA can have so many bytes of shared memory."""
+    return smem_bytes <= max_smem_bytes(device) - CTA_SMEM_BYTES
 
 
 def apart_smem_bytes(ctas: int, device: torch.device) -> int:

@@ -13,7 +13,7 @@ bits of one k_tile. Rows are stored in the order `row_perm`: a matrix with resid
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ FINEST_GROUP = 32  # columns of an mma_k32
 class GridLayout:
     """A uniform grid. `group_size` is the user's, `kernel_group` what the kernels use (0: one scale per row)."""
 
+    format: ClassVar[str] = "grid"
     packed_codes: Tensor
     scales: Tensor
     zero_points: Tensor | None
@@ -52,6 +53,10 @@ class GridLayout:
 class CodebookLayout:
     """A codebook: every row has its own 2^bits levels. The shapes are those of the table above."""
 
+    format: ClassVar[str] = "codebook"
+    zero_points: ClassVar[None] = None
+    column_scales: ClassVar[None] = None
+    kernel_group: ClassVar[int] = 0
     packed_codes: Tensor
     levels: Tensor
     tables: Tensor | None
@@ -63,6 +68,16 @@ class CodebookLayout:
 
 
 Layout = GridLayout | CodebookLayout
+
+
+def scales_per_k_tile(group: int) -> int:
+    """Scales of a row in a k_tile, by the columns of one: 1 too where a group spans several k_tiles, 0 for one per row."""
+    return max(1, K_TILE // group) if group else 0
+
+
+def k_tiles_per_scale(group: int) -> int:
+    """k_tiles that share a scale."""
+    return max(1, group // K_TILE)
 
 
 def pack_grid(

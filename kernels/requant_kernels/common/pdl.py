@@ -16,8 +16,8 @@ import triton.language as tl
 def wait_for_previous_launch(PDL: tl.constexpr, EARLY_TRIGGER: tl.constexpr):
     """Wait, and let the next launch start: before the wait if EARLY_TRIGGER, else after it.
 
-    After it, the next launch's CTAs find the SMs empty and spread evenly. Earlier ones pile onto the SMs that still have
-    resources to spare, and stay there: 8192 x 8192, `mul1` at 2 bits, took 22.5 us so, and 17.4 with the trigger after
+    After it, the next launch's CTAs find the SMs empty and spread evenly. Earlier ones are all placed on the few SMs that
+    still have resources, and stay there: 8192 x 8192, `mul1` at 2 bits, took 22.5 us so, and 17.4 with the trigger after
     the wait.
     """
     if PDL:
@@ -26,3 +26,8 @@ def wait_for_previous_launch(PDL: tl.constexpr, EARLY_TRIGGER: tl.constexpr):
         tl.extra.cuda.gdc_wait()
         if not EARLY_TRIGGER:
             tl.extra.cuda.gdc_launch_dependents()
+
+
+def pdl_option(pdl: bool) -> dict[str, object]:
+    """The option of a launch that may begin before the one before has ended."""
+    return {"launch_pdl": True} if pdl else {}

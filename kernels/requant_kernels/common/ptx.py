@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+import torch
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ptx:
@@ -89,6 +91,25 @@ class PtxBuilder:
         )
 
 
+def ptx_dtype(dtype: torch.dtype) -> str:
+    """The name of a type of 16-bit activations."""
+    return "fp16" if dtype == torch.float16 else "bf16"
+
+
+def mma_line(
+    shape: str, types: str, d: Iterable[str], a: Iterable[str], b: Iterable[str], c: Iterable[str]
+) -> str:
+    """d = a b + c on the tensor cores; fragments by their registers, `types` in the order d, a, b, c."""
+    fragments = ", ".join(f"{{{', '.join(registers)}}}" for registers in (d, a, b, c))
+    return f"mma.sync.aligned.{shape}.row.col.{types} {fragments};"
+
+
+def mma_k16_types(dtype: str) -> str:
+    """Of `mma_line`: products of 16-bit floats, float32 sums."""
+    kind = dtype.replace("fp", "f")
+    return f"f32.{kind}.{kind}.f32"
+
+
 def ptx_float(value: float) -> str:
     """A float32 as PTX writes it."""
     return "0f" + struct.pack(">f", value).hex().upper()
@@ -101,12 +122,12 @@ LOAD_F32 = inline_ptx("ld.shared.f32 $value, [$address];", outputs={"value": "=f
 
 
 def declare_smem_ptx(size: int) -> str:
-    """Declare `size` bytes of static shared memory beside Triton's own, which stays aligned; returns the address."""
+    """Declare `size` bytes of static shared memory in addition to Triton's own, which stays aligned; returns the address."""
     return f"{{ .shared .align 1024 .b8 residuals[{size}];\n mov.u32 $0, residuals; }}"
 
 
 def broadcast_pair_lines(dtype: str, factor: float, addend: float) -> tuple[list[str], dict[str, str]]:
-    """Lines that turn two float16 in $pair into `factor * x + addend` of the lower one, twice in $low, and of the upper one,
+    """Lines that make of two float16 in $pair `factor * x + addend` of the lower one, twice in $low, and of the upper one,
     twice in $high, as `dtype`; and the registers that they need."""
     if dtype == "fp16":
         f, c = ("0x" + 2 * struct.pack(">e", value).hex() for value in (factor, addend))

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from requant_kernels.common.launch import interned, launch
+from requant_kernels.common.pdl import pdl_option
 from requant_kernels.hadamard.tile_kernel import HADAMARD_TILE, hadamard_entry, sign_pair, tile_factors
 from requant_kernels.hadamard.tile_ptx import warp_transform_ptx
 
@@ -29,7 +30,7 @@ def hadamard_batched_kernel(
     """TILES_PER_CTA tiles, 1 or TILES, of one token; grid (tokens, tiles / TILES_PER_CTA), 16 warps.
 
     TILES: of a block; VECTOR: values of a load; WARP_MASK: the mixed bits from bit 8 on. x is the sum of SPLITS matrices,
-    one behind the other. PERMUTE: y in the order of `trellis/gemm_sm90.py`.
+    one after the other. PERMUTE: y in the order of `trellis/gemm_sm90.py`.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -105,7 +106,6 @@ def transform_batched(
     addend: Tensor | None = None, permute: bool = False,
 ) -> None:  # fmt: skip
     """Write y, `tiles` tiles of every token of x [m, in_width] or [splits, m, in_width]. See `hadamard_transform`."""
-    options: dict[str, object] = {"launch_pdl": True} if pdl else {}
     block_tiles = max(1, block_size // HADAMARD_TILE)
     many = x.shape[-2] * tiles >= MANY_TILES and tiles % block_tiles == 0 and block_tiles <= 4
     tiles_per_cta = block_tiles if many else 1
@@ -117,6 +117,6 @@ def transform_batched(
             PTX=warp_transform_ptx(), TILES=block_tiles, VECTOR=16 // x.element_size() if x.element_size() > 2 else 8,
             WARP_MASK=min(block_size, HADAMARD_TILE) - 1 >> 8, FACTOR=block_size**-0.5, PDL=pdl,
             SPLITS=x.shape[0] if x.dim() == 3 else 1, PERMUTE=permute, TILES_PER_CTA=tiles_per_cta, num_warps=16,
-            num_stages=1, **options,
+            num_stages=1, **pdl_option(pdl),
         ),
     )  # fmt: skip

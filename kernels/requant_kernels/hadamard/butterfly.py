@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from requant_kernels.common.launch import interned, launch
-from requant_kernels.common.pdl import wait_for_previous_launch
+from requant_kernels.common.pdl import pdl_option, wait_for_previous_launch
 from requant_kernels.hadamard.tile_kernel import HADAMARD_TILE
 
 MAX_INT = tl.constexpr(32512.0)  # 127 * 256
@@ -43,7 +43,7 @@ def hadamard_butterfly_kernel(
 ):  # fmt: skip
     """SIZE values, in blocks of 2^LOG, of one token; grid (tokens, CTAs of SIZE values); int8 where there are scales.
 
-    x is the sum of SPLITS matrices, one behind the other. PERMUTE: y in the order of `trellis/gemm_sm90.py`.
+    x is the sum of SPLITS matrices, one after the other. PERMUTE: y in the order of `trellis/gemm_sm90.py`.
     """
     token, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     inside = at < out_width
@@ -87,13 +87,12 @@ def transform_butterfly(
     else:
         factor = block_size**-0.5 * (2 if pair else 1)
         stages = {"LOG": block_size.bit_length() - 1, "FACTOR": factor, "PAIR": pair}
-    options: dict[str, object] = {"launch_pdl": True} if pdl else {}
     launch(
         hadamard_butterfly_kernel,
         (x.shape[-2], triton.cdiv(columns, size), 1),
         (x, input_scales, output_scales, bias, addend, y, scales, in_width, out_width, x.stride(-2), y.stride(0)),
         interned(
             SIZE=size, **stages, PDL=pdl, SPLITS=x.shape[0] if x.dim() == 3 else 1, PERMUTE=permute,
-            num_warps=min(16, max(1, size // 512)), **options,
+            num_warps=min(16, max(1, size // 512)), **pdl_option(pdl),
         ),
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """A tile's transform for kernels that hold its values in registers, and do more with them before and after.
 
-Tensors are [512], one element a thread of 16 warps, and eight of them hold a tile of 4096 values. (Of two dimensions, Triton
-would be free to deal them out in another way than lanes and warps.) Which bit of a value's
+Tensors are [512], one element a thread of 16 warps, and eight of them hold a tile of 4096 values. (With two dimensions
+Triton would be free to assign elements to lanes and warps differently.) Which bit of a value's
 index each bit of its position stands for is the *order* of a tile: 3 bits of the eight, 5 of the lane, 4 of the warp. The
 products of `tile_ptx.py` mix the bits of the position, and leave them elsewhere:
 

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from requant_kernels.common.launch import interned, launch
-from requant_kernels.common.pdl import wait_for_previous_launch
+from requant_kernels.common.pdl import pdl_option, wait_for_previous_launch
 from requant_kernels.hadamard.tile_ptx import HADAMARD_TILE, tile_transform_ptx
 
 
@@ -125,7 +125,6 @@ def transform_tiles(
 ) -> None:  # fmt: skip
     """Write y, `tiles` tiles of every token of x [m, in_width]; with `scales` in int8. See `hadamard_transform`."""
     warp_mask = min(block_size, HADAMARD_TILE) - 1 >> 8
-    options: dict[str, object] = {"launch_pdl": True} if pdl else {}
     launch(
         hadamard_tile_kernel,
         (x.shape[0], tiles, 1),
@@ -136,6 +135,6 @@ def transform_tiles(
             PTX=tile_transform_ptx(mix_bit_11=warp_mask >= 8, int8=scales is not None),
             TILES=max(1, block_size // HADAMARD_TILE), VECTOR=16 // x.element_size() if x.element_size() > 2 else 8,
             WARP_MASK=warp_mask, FACTOR=block_size**-0.5 * (2 if pair else 1), PAIR=pair, PDL=pdl, num_warps=16,
-            num_stages=1, **options,
+            num_stages=1, **pdl_option(pdl),
         ),
     )  # fmt: skip

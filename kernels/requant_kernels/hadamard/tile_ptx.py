@@ -19,7 +19,7 @@ Values enter the tensor cores as two bfloat16, the rounded value and the rest, s
 import struct
 from functools import cache
 
-from requant_kernels.common.ptx import Ptx, PtxBuilder, inline_ptx
+from requant_kernels.common.ptx import Ptx, PtxBuilder, inline_ptx, mma_k16_types, mma_line
 
 HADAMARD_TILE = 4096  # values of a CTA, which share a scale in int8
 MAX_INT = 32512  # 127 * 256, of the fixed point: its high byte is never 128
@@ -53,10 +53,7 @@ class TileBuilder(PtxBuilder):
         sums = ["0f00000000"] * 4
         for i, part in enumerate(parts[::-1]):  # the rests first
             to = out if i else [self.register("acc") for _ in range(4)]
-            self.emit(
-                f"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{{', '.join(to)}}}, "
-                f"{{{', '.join(signs)}}}, {{{part[0]}, {part[1]}}}, {{{', '.join(sums)}}};"
-            )
+            self.emit(mma_line("m16n8k16", mma_k16_types("bf16"), to, signs, part, sums))
             sums = to
 
     def sign_fragment(self, quadrant: str, *, mixes_halves: bool = True) -> tuple[str, ...]:
@@ -155,7 +152,7 @@ class TileBuilder(PtxBuilder):
         next_four: int = 2048,
     ) -> tuple[str, str]:  # fmt: skip
         """Store the high and the low bytes of a lane's eight values at the addresses `to` in state space `space`, the second
-        four `next_four` bytes behind the first; returns the scale and the sum of the integers, the same in all threads.
+        four `next_four` bytes after the first; returns the scale and the sum of the integers, the same in all threads.
 
         `smem`: twice 16 words of shared memory, for the largest values and the sums of the warps.
         """

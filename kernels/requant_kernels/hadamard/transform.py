@@ -30,7 +30,7 @@ def hadamard_transform(
         x: [m, in_width], or contiguous split-K partial sums [splits, m, in_width], which are added; zero beyond in_width.
         y: any float type; with `scales` int8 [2 m, out_width], as `hadamard_transform_int8` describes it.
         addend: float32 [m, out_width], for example the product of the residuals.
-        pair: sums and differences of neighbours, as the code `pair` multiplies them, in place of their transform: the first
+        pair: sums and differences of neighbours, as the code `pair` multiplies them, instead of their transform: the first
             stage is left out, and the rest doubled.
         permute: y in the order in which `trellis/gemm_sm90.py` reads it.
         rotate: False: H is the identity; what is left are scales, sums and the form of y.

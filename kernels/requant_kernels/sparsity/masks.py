@@ -133,7 +133,7 @@ def _thresholded(value, threshold):
 
 @triton.jit
 def soft_threshold_kernel(weight_ptr, projected_ptr, sums_ptr, numel, FITS: tl.constexpr, SIZE: tl.constexpr):
-    """Grid: SIZE groups a CTA. With FITS the CTA's sums of w s and of s s go to `sums_ptr`, float64, in place of s."""
+    """Grid: SIZE groups a CTA. With FITS the CTA's sums of w s and of s s go to `sums_ptr`, float64, instead of s."""
     at = tl.program_id(0).to(tl.int64) * (4 * SIZE) + tl.arange(0, 4 * SIZE)
     stored = tl.load(weight_ptr + at, mask=at < numel, other=0.0)
     weight = stored.to(tl.float32)
