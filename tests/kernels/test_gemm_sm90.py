@@ -6,9 +6,11 @@ import torch
 pytest.importorskip("triton.experimental.gluon")
 
 from requant_kernels import autotune, heuristics
+from requant_kernels.common.wgmma import x_layout
 from requant_kernels.launch_config import GemmSm90Config, Shape
-from requant_kernels.scalar.gemm_sm90 import gemm_sm90_kernel, launch_constants, x_layout
-from requant_kernels.scalar.gemm_sm90_ptx import DEFAULT_SMEM, dequant
+from requant_kernels.scalar.gemm_sm90 import gemm_sm90_kernel, launch_constants
+from requant_kernels.scalar.gemm_sm90_ptx import dequant
+from requant_kernels.scalar.gemm_sm90_residuals import DEFAULT_SMEM
 from requant_kernels.scalar.permute import permute_kernel
 from requant_kernels.scalar.splitk_reduce import splitk_reduce_kernel
 

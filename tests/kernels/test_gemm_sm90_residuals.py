@@ -16,20 +16,15 @@ from requant_kernels.common.ptx import Ptx
 from requant_kernels.common.sparse import fragment_index, pack_coo
 from requant_kernels.fallback import reference
 from requant_kernels.scalar import gemm_sm90
-from requant_kernels.scalar.gemm_sm90_ptx import (
-    CLEAR_TILE,
-    K64_STAGES,
-    LOAD_RESIDUALS,
-    SCATTER,
-    SCATTER_REST,
-    SCATTER_REST_BF16,
-    TILE_BYTES,
-    VALUE_TO_BF16,
-)
+from requant_kernels.scalar import gemm_sm90_residuals as residuals_of
+from requant_kernels.scalar.gemm_sm90_ptx import K64_STAGES
 
 from .cases import Case, random_layout, relative_error
 
-NO_ENTRY = 1 << 30  # that of `gemm_sm90.py`: belongs to no k64_stage
+CLEAR_TILE, SCATTER = residuals_of.CLEAR_TILE.value, residuals_of.SCATTER.value
+SCATTER_REST, SCATTER_REST_BF16 = residuals_of.SCATTER_REST.value, residuals_of.SCATTER_REST_BF16.value
+VALUE_TO_BF16, LOAD_RESIDUALS = residuals_of.VALUE_TO_BF16.value, residuals_of.LOAD_RESIDUALS.value
+TILE_BYTES, NO_ENTRY = residuals_of.TILE_BYTES.value, residuals_of.NO_ENTRY.value
 
 
 @cache

@@ -15,10 +15,10 @@ from requant_kernels.scalar.gemv_fp16_mma import (
     fits,
     gemv_fp16_mma_kernel,
     kernel_config,
-    masked_codes,
     smem_bytes,
     supports,
 )
+from requant_kernels.scalar.gemv_fp16_mma_ptx import masked_codes
 
 from .cases import Case, random_layout
 from .compile_offline import Machine, compile_kernel, counts_instructions

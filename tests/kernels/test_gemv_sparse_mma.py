@@ -12,15 +12,14 @@ pytest.importorskip("triton.experimental.gluon")
 from requant_kernels.common.fragment_dequant import scaled_activations
 from requant_kernels.fallback import reference
 from requant_kernels.launch_config import TABLE, SparseMmaConfig, read_table
-from requant_kernels.scalar.gemv_sparse_mma import (
+from requant_kernels.scalar.gemv_sparse_mma import gemv_sparse_mma_kernel, kernel_config
+from requant_kernels.scalar.gemv_sparse_mma_ptx import (
     NO_ENTRY,
     SCALE,
     STORE_X,
     WARP_BYTES,
     X_TILE_BYTES,
     gather_ptx,
-    gemv_sparse_mma_kernel,
-    kernel_config,
     multiply_ptx,
 )
 
@@ -76,16 +75,15 @@ def test_residuals_of_a_k_tile_are_added_once(density: float, dtype: torch.dtype
     for tile in range(3):
         sums = [np.zeros(32, np.uint32) for _ in range(4)]
         for k_tile in range(3):
-            shared = np.full((base + WARP_BYTES.value) // 2, 0x7E00, np.uint16)  # NaN
+            shared = np.full((base + WARP_BYTES) // 2, 0x7E00, np.uint16)  # NaN
             store_activations(shared, base, bits_of(divided[:, 256 * k_tile : 256 * k_tile + 256], dtype))
             begin, end = (int(edge) for edge in bounds[tile, k_tile : k_tile + 2])
             sizes.append(end - begin)
             at = begin + LANE
             loaded = [
-                np.where(at + i < end, memory[np.minimum(at + i, len(memory) - 1)], NO_ENTRY.value)
-                for i in (0, 32)
+                np.where(at + i < end, memory[np.minimum(at + i, len(memory) - 1)], NO_ENTRY) for i in (0, 32)
             ]
-            entry_at = base + X_TILE_BYTES.value
+            entry_at = base + X_TILE_BYTES
             once = {
                 "x_smem": LANE * 0 + base, "store_at": entry_at + 4 * LANE, "load_at": entry_at + 8 * T,
                 "first": loaded[0], "second": loaded[1], "count": LANE * 0 + end - begin, "row": G * (32 * 0x10001),

@@ -11,9 +11,10 @@ from requant_kernels import pack_trellis
 pytest.importorskip("triton.experimental.gluon")
 
 from requant_kernels import autotune, heuristics
+from requant_kernels.common import wgmma
+from requant_kernels.common.wgmma import x_layout
 from requant_kernels.fallback import reference
 from requant_kernels.launch_config import GemmSm90Config, Shape
-from requant_kernels.scalar.gemm_sm90 import x_layout
 from requant_kernels.trellis import gemm_sm90
 from requant_kernels.trellis.gemm_sm90 import activation_stages, gemm_constants, max_registers
 from requant_kernels.trellis.layout import k64_per_unit
@@ -84,7 +85,8 @@ class Language:
 def test_a_lane_has_the_operand_of_wgmma(code: str, bits: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel's own `_decode`, run on the words: rows 2 g + h, columns as activations are arranged."""
     monkeypatch.setattr(gemm_sm90, "gl", Language)
-    monkeypatch.setattr(gemm_sm90, "_unpack_pair", plain(gemm_sm90._unpack_pair))
+    monkeypatch.setattr(wgmma, "gl", Language)
+    monkeypatch.setattr(gemm_sm90, "unpack_pair", plain(wgmma.unpack_pair))
     tiles, warps, k64_count = 2, 2, k64_per_unit(round(4 * bits))
     layout = pack_trellis(*random_trellis(16 * tiles * warps, 256, bits, "cpu"), bits=bits, code=code)
     config = GemmSm90Config(tokens_per_cta=64, num_warps=warps, tiles_per_warp=tiles)

@@ -21,7 +21,7 @@ from requant_kernels.common.fragment_dequant import (
     load_slices,
     sparse_operands,
 )
-from requant_kernels.common.packing import CodebookLayout, Layout
+from requant_kernels.common.packing import Layout
 
 
 @triton.jit(do_not_specialize=["last_tile", "steps"])
@@ -106,10 +106,9 @@ def dequantize(layout: Layout, dtype: torch.dtype, *, asm: bool | None = None) -
     asm = supports_ptx(layout.packed_codes.device) if asm is None else asm
     out = torch.empty(layout.n, layout.k, dtype=dtype, device=layout.packed_codes.device)
     tensors, format = dequant_operands(layout, dtype, asm)
-    column_scales = None if isinstance(layout, CodebookLayout) else layout.column_scales
     tiles, warps = layout.packed_codes.shape[0], 8 if layout.k > 1024 else 4
     dequantize_kernel[(tiles,)](
-        *tensors, *sparse_operands(layout), column_scales, out, layout.k, layout.n, tiles - 1,
+        *tensors, *sparse_operands(layout), layout.column_scales, out, layout.k, layout.n, tiles - 1,
         triton.cdiv(triton.cdiv(layout.k, 256), warps), FORMAT=format, SLICES=16, WARPS=warps, num_warps=warps,
         num_stages=1,
     )  # fmt: skip

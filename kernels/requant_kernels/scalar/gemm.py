@@ -28,7 +28,7 @@ from requant_kernels.common.fragment_dequant import (
     sparse_operands,
 )
 from requant_kernels.common.packing import Layout
-from requant_kernels.common.pdl import wait_for_previous_launch
+from requant_kernels.common.pdl import pdl_option, wait_for_previous_launch
 from requant_kernels.common.sparse_spmm import spmm_reduce_kernel, transpose_kernel
 from requant_kernels.launch_config import GemmConfig
 
@@ -85,7 +85,7 @@ def gemm_kernel(
     """
     BITS: tl.constexpr = FORMAT.bits
     GROUP: tl.constexpr = FORMAT.group_size
-    GROUPS: tl.constexpr = 0 if GROUP == 0 else (256 // GROUP if GROUP < 256 else 1)
+    GROUPS: tl.constexpr = FORMAT.groups
     K32: tl.constexpr = GROUP // 32 if GROUP > 0 and GROUP < 128 else 4  # units of 32 columns of one tl.dot
     tiles = tl.minimum(tl.program_id(0) * WARPS + tl.arange(0, WARPS), last_tile).to(tl.int64)[:, None]
     row = tl.program_id(0) * WARPS * 16 + tl.arange(0, 16 * WARPS)
@@ -157,7 +157,7 @@ def gemm(
     steps = triton.cdiv(k_tiles, min(k_tiles, config.split_k))
     splits = triton.cdiv(k_tiles, steps)
     pdl = supports_pdl(x.device)
-    launch_pdl = {"launch_pdl": True} if pdl else {}
+    launch_pdl = pdl_option(pdl)
     permuted = torch.empty(k_tiles * 256, tokens, dtype=x.dtype, device=x.device)
     scaled = scaled_activations(x, layout)
     permute_kernel[(k_tiles * 4,)](

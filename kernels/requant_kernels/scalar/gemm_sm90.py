@@ -4,7 +4,7 @@ decoder.
 Why it exists: wgmma takes the left operand from registers, so weights need no shared memory, and it runs asynchronously.
 Triton waits for every such wgmma; Gluon leaves the waits to the kernel. So a warp group dequantizes a k64_stage (64
 columns, `gemm_sm90_ptx.py`), issues its wgmma, waits for the one *before* it, and dequantizes the next: two stages are in
-registers, one of them being multiplied. From 17 tokens on it is ahead of every other kernel here; beyond 512,
+registers, one of them being multiplied. From 17 tokens on it is the fastest kernel here; beyond 512,
 dequantizing the matrix for cuBLAS is.
 
     packed codes of k_tile b + 1    loading ........................................  (registers)
@@ -17,9 +17,7 @@ weights, since one accumulator takes all columns. Activations come in the order 
 split among CTAs, and `splitk_reduce.py` adds the partial sums in a fixed order. Without residuals and with one split, y
 is written directly.
 
-Residuals cost the same for any number of tokens: they become part of the weights. The COO entries of a k64_stage
-(`sparse.py`) are scattered into a zeroed tile of shared memory that belongs to the warp, every lane loads those of its
-weights as addends, and the same stores with zeros clear the tile again. No warp waits for another for that.
+Residuals become part of the weights (`gemm_sm90_residuals.py`), so they cost the same for any number of tokens.
 """
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none, reportAttributeAccessIssue=none
@@ -43,24 +41,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from requant_kernels.common.fragment_dequant import scaled_activations
+from requant_kernels.common.fragment_dequant import has_ptx_decoder, scaled_activations, weight_tensors
 from requant_kernels.common.inline_ptx import issue
 from requant_kernels.common.launch import launch
-from requant_kernels.common.packing import CodebookLayout, Layout
-from requant_kernels.common.ptx import declare_smem_ptx
+from requant_kernels.common.packing import Layout
+from requant_kernels.common.ptx import declare_smem_ptx, ptx_dtype
+from requant_kernels.common.wgmma import codes_layout, lane_and_tiles, unpack_pair, x_layout
 from requant_kernels.launch_config import GemmSm90Config
 from requant_kernels.scalar import gemm_sm90_ptx as ptx
+from requant_kernels.scalar import gemm_sm90_residuals as residuals
 from requant_kernels.scalar.permute import permute_activations
 from requant_kernels.scalar.splitk_reduce import splitk_reduce
 
-CLEAR_TILE, SCATTER = gl.constexpr(ptx.CLEAR_TILE), gl.constexpr(ptx.SCATTER)
-SCATTER_REST, SCATTER_REST_BF16 = gl.constexpr(ptx.SCATTER_REST), gl.constexpr(ptx.SCATTER_REST_BF16)
-VALUE_TO_BF16, LOAD_RESIDUALS = gl.constexpr(ptx.VALUE_TO_BF16), gl.constexpr(ptx.LOAD_RESIDUALS)
-TILE_BYTES, NO_ENTRY = (
-    gl.constexpr(ptx.TILE_BYTES),
-    gl.constexpr(1 << 30),
-)  # an entry that belongs to no stage
-FOUR, SIXTEEN = gl.constexpr((gl.int32,) * 4), gl.constexpr((gl.int32,) * 16)
+FOUR = gl.constexpr((gl.int32,) * 4)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,40 +72,10 @@ class KernelConfig:
 
 
 @gluon.constexpr_function
-def codes_layout(W, R):
-    """`[R, W, lane, (kh rh)]`: a lane has the 16 bytes of packed codes that it will multiply."""
-    return gl.DistributedLinearLayout(
-        reg_bases=[[0, 0, 0, 1], [0, 0, 0, 2], *[[1 << i, 0, 0, 0] for i in range(R.bit_length() - 1)]],
-        lane_bases=[[0, 0, 1 << i, 0] for i in range(5)],
-        warp_bases=[[0, 1 << i, 0, 0] for i in range(W.bit_length() - 1)],
-        block_bases=[],
-        shape=[R, W, 32, 4],
-    )
-
-
-@gluon.constexpr_function
-def rows_layout(W, R):
-    """`[R, W, lane]`: what a lane has once per row tile."""
-    return gl.DistributedLinearLayout(
-        reg_bases=[[1 << i, 0, 0] for i in range(R.bit_length() - 1)],
-        lane_bases=[[0, 0, 1 << i] for i in range(5)],
-        warp_bases=[[0, 1 << i, 0] for i in range(W.bit_length() - 1)],
-        block_bases=[],
-        shape=[R, W, 32],
-    )
-
-
-@gluon.constexpr_function
 def _output_layout(W, R):
     """Of y, transposed: eight consecutive rows per lane."""
     lanes = min(32, 2 * W * R)
     return gl.BlockedLayout([8, 1], [lanes, 32 // lanes], [1, W], [0, 1])
-
-
-@cache
-def x_layout() -> gl.NVMMASharedLayout:
-    """Of a stage of activations: lines of 64 columns, swizzled."""
-    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
 @gluon.jit(do_not_specialize=["k_tiles", "last_tile", "steps", "M"])
@@ -134,7 +97,8 @@ def gemm_sm90_kernel(
     )
     dtype: gl.constexpr = x_desc.dtype
     first_tile = gl.program_id(0) * (W * R)
-    tiles, own_tiles, lane, warp_tile = _tile_indices(first_tile, last_tile, W, R)
+    tiles = _tiles_of_codes(first_tile, last_tile, W, R)
+    lane, tile_of_cta, own_tiles = lane_and_tiles(first_tile, last_tile, W, R)
     first = gl.program_id(1) * steps
     end = gl.minimum(first + steps, k_tiles)
     token = gl.program_id(2) * N
@@ -147,17 +111,17 @@ def gemm_sm90_kernel(
     codes = _load_codes(codes_ptr, tiles, first, k_tiles, end, CONFIG)
     scales, zeros = _load_scales(scales_ptr, zeros_ptr, own_tiles, lane, first, k_tiles, end, DEQUANT)
     if SPARSE:
-        base = _declare_residuals(CONFIG) + warp_tile * TILE_BYTES + lane * 0
-        issue(CLEAR_TILE, [base + lane * 16])
-        bounds = _load_bounds(block_ptr, own_tiles, first, k_tiles, end)
-        next_bounds = _load_bounds(block_ptr, own_tiles, first + 1, k_tiles, end)
-        entries = _load_entries(coo_ptr, bounds, lane)
+        base = residuals.declare(CONFIG) + tile_of_cta * residuals.TILE_BYTES + lane * 0
+        issue(residuals.CLEAR_TILE, [base + lane * 16])
+        bounds = residuals.load_bounds(block_ptr, own_tiles, first, k_tiles, end)
+        next_bounds = residuals.load_bounds(block_ptr, own_tiles, first + 1, k_tiles, end)
+        entries = residuals.load_entries(coo_ptr, bounds, lane)
         gl.thread_barrier()
     if CONFIG.pdl:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     for i in gl.static_range(2):
-        _copy_activations(
+        _load_activations(
             x_desc, token, first + i, k_tiles, end, full.index(i), x_smem.index(i), steps > i, N
         )
     acc = warpgroup_mma_init(gl.zeros([16 * W * R, N], gl.float32, layout=ACC))
@@ -165,7 +129,7 @@ def gemm_sm90_kernel(
         now, now_scales, now_zeros = codes, scales, zeros
         following, stage = first + step + 1, step % 2
         if SPARSE:
-            targets = _scatter_targets(entries, base, dtype)
+            targets = residuals.scatter_targets(entries, base, dtype)
             now_bounds = bounds
         for q in gl.static_range(4):
             if q == CONFIG.prefetch_at:
@@ -175,11 +139,13 @@ def gemm_sm90_kernel(
                 )
                 if SPARSE:
                     bounds = next_bounds
-                    entries = _load_entries(coo_ptr, bounds, lane)
-                    next_bounds = _load_bounds(block_ptr, own_tiles, following + 1, k_tiles, end)
+                    entries = residuals.load_entries(coo_ptr, bounds, lane)
+                    next_bounds = residuals.load_bounds(block_ptr, own_tiles, following + 1, k_tiles, end)
             operands = rows + _group_operands(now_scales, now_zeros, q, CONFIG)
             if SPARSE:
-                operands = operands + _residuals(targets, coo_ptr, now_bounds, lane, base, q, dtype, W, R)
+                operands = operands + residuals.addends(
+                    targets, coo_ptr, now_bounds, lane, base, q, dtype, W, R
+                )
             weight = _dequantize(now, operands, dtype, q, ACC, CONFIG)
             if q == 0:
                 mbarrier.wait(full.index(stage), step // 2 % 2)
@@ -189,45 +155,20 @@ def gemm_sm90_kernel(
             if q == 0:  # every warp has multiplied the k_tile before this one: its stage is free
                 gl.thread_barrier()
                 wanted = (following - first < steps) & (step > 0)
-                _copy_activations(x_desc, token, following, k_tiles, end, full.index(1 - stage), x_smem.index(1 - stage),
+                _load_activations(x_desc, token, following, k_tiles, end, full.index(1 - stage), x_smem.index(1 - stage),
                                   wanted, N)  # fmt: skip
     y = warpgroup_mma_wait(0, deps=[acc])
-    _store(
-        y,
-        scales_ptr,
-        bias_ptr,
-        out_ptr,
-        first_tile,
-        token,
-        n_rows,
-        width,
-        M,
-        n,
-        stride_y,
-        SPARSE,
-        ACC,
-        dtype,
-        CONFIG,
-    )
+    _store(y, scales_ptr, bias_ptr, out_ptr, first_tile, token, n_rows, width, M, n, stride_y, SPARSE, ACC, dtype,
+           CONFIG)  # fmt: skip
 
 
 @gluon.jit
-def _tile_indices(first_tile, last_tile, W: gl.constexpr, R: gl.constexpr):
-    """The row tiles of this thread in the layout of the codes and in that of rows, its lane, and its tile within the CTA.
-
-    A tile beyond `last_tile` is `last_tile` again, which is not written.
-    """
-    LC: gl.constexpr = codes_layout(W, R)
-    LR: gl.constexpr = rows_layout(W, R)
-    r4 = gl.arange(0, R, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LC))))[:, None, None, None]
-    w4 = gl.arange(0, W, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LC))))[None, :, None, None]
-    tiles = gl.minimum(first_tile + r4 * W + w4, last_tile).to(gl.int64)
-    lane = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(1, LR)))[None, None, :]
-    r3 = gl.arange(0, R, gl.SliceLayout(1, gl.SliceLayout(2, LR)))[:, None, None]
-    w3 = gl.arange(0, W, gl.SliceLayout(0, gl.SliceLayout(2, LR)))[None, :, None]
-    lane = lane + (r3 + w3) * 0
-    own_tiles = gl.minimum(first_tile + r3 * W + w3 + lane * 0, last_tile).to(gl.int64)
-    return tiles, own_tiles, lane, r3 * W + w3
+def _tiles_of_codes(first_tile, last_tile, W: gl.constexpr, R: gl.constexpr):
+    """`lane_and_tiles` in the layout of the codes: the tile's number in the matrix."""
+    L: gl.constexpr = codes_layout(W, R)
+    r = gl.arange(0, R, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L))))[:, None, None, None]
+    w = gl.arange(0, W, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))[None, :, None, None]
+    return gl.minimum(first_tile + r * W + w, last_tile).to(gl.int64)
 
 
 @gluon.jit
@@ -334,13 +275,6 @@ def _broadcast_pairs(packed, PTX: gl.constexpr, W: gl.constexpr, R: gl.constexpr
 
 
 @gluon.jit
-def _halves(pair, dtype):
-    """int32 -> the two 16-bit floats that it holds, in a new last dimension."""
-    low, high = pair.to(gl.int16), (pair >> 16).to(gl.int16)
-    return gl.join(low.to(dtype, bitcast=True), high.to(dtype, bitcast=True))
-
-
-@gluon.jit
 def _dequantize(codes, operands, dtype, Q: gl.constexpr, ACC: gl.constexpr, CONFIG: gl.constexpr):
     """k64_stage Q of every row tile -> weights `[16 W R, 64]` in the layout of the left operand."""
     W: gl.constexpr = CONFIG.num_warps
@@ -350,19 +284,19 @@ def _dequantize(codes, operands, dtype, Q: gl.constexpr, ACC: gl.constexpr, CONF
     a, b, c, d = gl.inline_asm_elementwise(
         PTX.text, PTX.constraints, codes + operands, dtype=FOUR, is_pure=True, pack=1
     )
-    low = gl.join(_halves(a, dtype), _halves(b, dtype))
-    high = gl.join(_halves(c, dtype), _halves(d, dtype))
+    low = gl.join(unpack_pair(a, dtype), unpack_pair(b, dtype))
+    high = gl.join(unpack_pair(c, dtype), unpack_pair(d, dtype))
     weight = gl.reshape(gl.join(low, high), [R, W, 8, 4, 2, 2, 2, 2, 2])  # r w g t kh rh e j mma_k32
     weight = gl.permute(weight, (0, 1, 5, 2, 8, 7, 4, 3, 6))  # r w rh g mma_k32 j kh t e
     return gl.convert_layout(gl.reshape(weight, [16 * W * R, 64]), A, assert_trivial=True)
 
 
 @gluon.jit
-def _copy_activations(x_desc, token, k_tile, k_tiles, end, barrier, stage, wanted, N: gl.constexpr):
+def _load_activations(x_desc, token, k_tile, k_tiles, end, barrier, stage, pred, N: gl.constexpr):
     """Start the TMA copy of a k_tile of activations. From `end` on it reads beyond the matrix, where TMA fills in zeros."""
-    mbarrier.expect(barrier, N * 512, pred=wanted)
+    mbarrier.expect(barrier, N * 512, pred=pred)
     column = gl.where(k_tile < end, k_tile, k_tiles) * 256
-    tma.async_copy_global_to_shared(x_desc, [token, column], barrier, stage, pred=wanted)
+    tma.async_copy_global_to_shared(x_desc, [token, column], barrier, stage, pred=pred)
 
 
 @gluon.jit
@@ -394,92 +328,13 @@ def _store(y, scales_ptr, bias_ptr, out_ptr, first_tile, token, n_rows, width, M
         gl.store(out_ptr + at, y, mask=(row < n_rows)[:, None])
 
 
-# Residuals.
-
-
-@gluon.jit
-def _declare_residuals(CONFIG: gl.constexpr):
-    """The shared address of the CTA's residuals, a tile for every row tile."""
-    return gl.inline_asm_elementwise(CONFIG.residual_smem, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _load_bounds(block_ptr, tiles, k_tile, k_tiles, end):
-    """Where the entries of a k_tile begin and end."""
-    at = tiles * (k_tiles + 1) + k_tile
-    return gl.load(block_ptr + at, mask=k_tile < end, other=0), gl.load(
-        block_ptr + at + 1, mask=k_tile < end, other=0
-    )
-
-
-@gluon.jit
-def _load_entries(coo_ptr, bounds, lane):
-    """The first two rounds of 32 entries of a k_tile, `[R, W, 32]` each."""
-    at = bounds[0] + lane
-    first = gl.load(coo_ptr + at, mask=at < bounds[1], other=NO_ENTRY)
-    return first, gl.load(coo_ptr + at + 32, mask=at + 32 < bounds[1], other=NO_ENTRY)
-
-
-@gluon.jit
-def _scatter_targets(entries, base, dtype):
-    """The operands of SCATTER for both rounds: shared address, k64_stage, value."""
-    made = ()
-    for i in gl.static_range(2):
-        value = entries[i]
-        if dtype == gl.bfloat16:
-            value = _value_to_bf16(value, VALUE_TO_BF16)
-        made = made + (base + (entries[i] >> 15 & 0x7FE), entries[i] >> 26, value)
-    return made
-
-
-@gluon.jit
-def _value_to_bf16(entry, PTX: gl.constexpr):
-    return gl.inline_asm_elementwise(PTX.text, PTX.constraints, [entry], dtype=gl.int32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def _scatter(targets, coo_ptr, bounds, lane, base, q, dtype, VALUES: gl.constexpr):
-    """Store the residuals of k64_stage q, or zeros in their places."""
-    stage = gl.full_like(base, q)
-    for i in gl.static_range(2):
-        value = targets[3 * i + 2] if VALUES else gl.full_like(base, 0)
-        issue(SCATTER, [targets[3 * i], targets[3 * i + 1], stage, value])
-    pointer = (lane * 0).to(gl.int64) + coo_ptr.to(gl.int64)
-    rest = [pointer, bounds[0] + lane, bounds[1], base, stage, gl.full_like(base, -1 if VALUES else 0)]
-    if dtype == gl.bfloat16:
-        issue(SCATTER_REST_BF16, rest)
-    else:
-        issue(SCATTER_REST, rest)
-
-
-@gluon.jit
-def _load_addends(address, PTX: gl.constexpr):
-    return gl.inline_asm_elementwise(
-        PTX.text, PTX.constraints, [address], dtype=SIXTEEN, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def _residuals(targets, coo_ptr, bounds, lane, base, q, dtype, W: gl.constexpr, R: gl.constexpr):
-    """The residuals of k64_stage q as operands of its dequantization."""
-    _scatter(targets, coo_ptr, bounds, lane, base, q, dtype, True)
-    r = _load_addends(base + lane * 16, LOAD_RESIDUALS)
-    _scatter(targets, coo_ptr, bounds, lane, base, q, dtype, False)
-    addends = ()
-    for i in gl.static_range(4):
-        both = gl.join(gl.join(r[4 * i], r[4 * i + 1]), gl.join(r[4 * i + 2], r[4 * i + 3]))  # .. rh kh
-        both = gl.reshape(gl.permute(both, (0, 1, 2, 4, 3)), [R, W, 32, 4])
-        addends = addends + (gl.convert_layout(both, codes_layout(W, R), assert_trivial=True),)
-    return addends
-
-
 # Host side.
 
 
 def supports(layout: Layout, num_tokens: int, device: torch.device) -> bool:
     """Up to 512 tokens of every format whose decoder is PTX, with residuals in COO order or without."""
-    from_memory = isinstance(layout, CodebookLayout) and layout.bits > 4
-    return num_tokens <= 512 and not from_memory and (layout.sparse is None or layout.sparse.coo is not None)
+    coo = layout.sparse is None or layout.sparse.coo is not None
+    return num_tokens <= 512 and coo and has_ptx_decoder(layout.format, layout.bits)
 
 
 def gemm_sm90(x: Tensor, layout: Layout, bias: Tensor | None, config: GemmSm90Config) -> Tensor:
@@ -490,13 +345,7 @@ def gemm_sm90(x: Tensor, layout: Layout, bias: Tensor | None, config: GemmSm90Co
     split, token_tiles = -(-k_tiles // steps), -(-m // config.tokens_per_cta)
     width = token_tiles * config.tokens_per_cta
     direct, sparse = split == 1 and layout.row_perm is None, layout.sparse
-    dtype = "fp16" if x.dtype == torch.float16 else "bf16"
-    if isinstance(layout, CodebookLayout):
-        assert layout.tables is not None
-        scales, zeros, group, format = layout.tables[int(dtype == "bf16")], None, 0, "codebook"
-    else:
-        scales, group, format = layout.scales.view(torch.int32), layout.kernel_group, "grid"
-        zeros = None if layout.zero_points is None else layout.zero_points.view(torch.int32)
+    codes, scales, zeros, _ = weight_tensors(layout, x.dtype)
     coo, block_ptr = (None, None) if sparse is None else (sparse.coo, sparse.block_ptr)
     permuted, inverse_perm = permute_activations(
         scaled_activations(x, layout), k_tiles, layout.row_perm, layout.n, pdl=True
@@ -508,11 +357,15 @@ def gemm_sm90(x: Tensor, layout: Layout, bias: Tensor | None, config: GemmSm90Co
         gemm_sm90_kernel,
         (-(-tiles // (config.num_warps * config.tiles_per_warp)), split, token_tiles),
         (
-            activations, layout.packed_codes, scales, zeros, coo, block_ptr, bias if direct else None, partial, k_tiles,
-            tiles - 1, steps, tiles * 16, width, m, layout.n, y.stride(0),
+            activations, codes, scales.view(torch.int32), None if zeros is None else zeros.view(torch.int32), coo, block_ptr,
+            bias if direct else None, partial, k_tiles, tiles - 1, steps, tiles * 16, width, m, layout.n, y.stride(0),
         ),
         launch_constants(
-            ptx.dequant(format, layout.bits, dtype, group, zeros=zeros is not None, sparse=sparse is not None), config,
+            ptx.dequant(
+                layout.format, layout.bits, ptx_dtype(x.dtype), layout.kernel_group, zeros=zeros is not None,
+                sparse=sparse is not None,
+            ),
+            config,
             sparse=sparse is not None, direct=direct,
         ),
     )  # fmt: skip
@@ -525,12 +378,12 @@ def gemm_sm90(x: Tensor, layout: Layout, bias: Tensor | None, config: GemmSm90Co
 def launch_constants(
     dequant: ptx.Dequant, config: GemmSm90Config, *, sparse: bool, direct: bool
 ) -> dict[str, object]:
-    """What `launch` takes beside the arguments; cached, for it knows constants by identity."""
+    """The constants and options of a launch; cached, for `launch` knows them by identity."""
     tiles = config.num_warps * config.tiles_per_warp
     kernel_config = KernelConfig(
         dequant=dequant, tokens=config.tokens_per_cta, num_warps=config.num_warps, tiles=config.tiles_per_warp, 
         prefetch_at=config.prefetch_at,
-        x_stages=ptx.x_stages(config.tokens_per_cta, tiles, sparse=sparse),
-        residual_smem=declare_smem_ptx(tiles * ptx.TILE_BYTES) if sparse else None, direct=direct, pdl=True,
+        x_stages=residuals.x_stages(config.tokens_per_cta, tiles, sparse=sparse),
+        residual_smem=declare_smem_ptx(tiles * residuals.TILE_BYTES.value) if sparse else None, direct=direct, pdl=True,
     )  # fmt: skip
     return {"CONFIG": kernel_config, "num_warps": config.num_warps, "launch_pdl": True}

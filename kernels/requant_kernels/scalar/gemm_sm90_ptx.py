@@ -1,11 +1,11 @@
-"""PTX of `gemm_sm90.py`: packed codes to scaled weights, and residuals to addends of those weights.
+"""PTX of `gemm_sm90.py`: packed codes to scaled weights, a *k64_stage* at a time.
 
-A *k64_stage* is a quarter of a k_tile: 16 rows x 64 columns per row tile, four mma_k16 (`bit_layout.py`), of which a lane
+A k64_stage is a quarter of a k_tile: 16 rows x 64 columns per row tile, four mma_k16 (`bit_layout.py`), of which a lane
 holds 16 registers over both operands. 64 columns of 16 bits are one line of swizzled shared memory. `dequant_k64_ptx` is
 made from the lines of `grid_dequant_ptx` and `codebook_dequant_ptx`: those of other stages are dropped, and one more
 multiplication per pair of weights applies the scale of their group, so that one accumulator serves a whole row. With
-residuals that multiplication becomes a fused multiply-add: the residual, or zero, is its addend, and costs nothing but
-its load.
+residuals (`gemm_sm90_residuals.py`) that multiplication becomes a fused multiply-add: the residual, or zero, is its addend,
+and costs nothing but its load.
 
 A weight is rounded to the type of the activations once, as in the dequantized matrix. Scales of a grid stay below 128.
 """
@@ -21,12 +21,11 @@ from requant_kernels.common.dequant_ptx import (
     grid_dequant_ptx,
     zero_bias,
 )
-from requant_kernels.common.ptx import SYNCWARP, Ptx, broadcast_pair_ptx, inline_ptx
+from requant_kernels.common.packing import k_tiles_per_scale, scales_per_k_tile
+from requant_kernels.common.ptx import Ptx, broadcast_pair_ptx, inline_ptx
 
 MMA_PER_STAGE = 4  # mma_k16 of a k64_stage
 K64_STAGES = 4  # of a k_tile
-TILE_BYTES = 2048  # of the residuals of a row tile's k64_stage in shared memory
-DEFAULT_SMEM = 48 << 10  # bytes of shared memory that a CTA gets without opting in to more
 
 
 @cache
@@ -84,7 +83,7 @@ def dequant_k64_ptx(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dequant:
-    """How the kernel turns a packed format into weights."""
+    """How the kernel dequantizes a packed format."""
 
     bits: int
     codebook: bool
@@ -98,11 +97,11 @@ class Dequant:
     @property
     def groups(self) -> int:
         """Scales of a row in a k_tile."""
-        return 0 if self.group == 0 else max(1, 256 // self.group)
+        return scales_per_k_tile(self.group)
 
     @property
     def k_tiles_per_scale(self) -> int:
-        return max(1, self.group // 256)
+        return k_tiles_per_scale(self.group)
 
 
 @cache
@@ -110,7 +109,7 @@ def dequant(
     format: str, bits: int, dtype: str, group: int, *, zeros: bool = False, sparse: bool = False
 ) -> Dequant:
     """Of a format; with residuals a scale per row is applied to the weights too, not to the sums."""
-    groups = max(1, 256 // group) if group else int(sparse and format == "grid")
+    groups = scales_per_k_tile(group) or int(sparse and format == "grid")
     step = GRID_STEP[dtype]
     return Dequant(
         bits=bits, codebook=format == "codebook", group=group, tables=1 << (bits - 1) if format == "codebook" else 0,
@@ -121,70 +120,3 @@ def dequant(
         scale_pairs=broadcast_pair_ptx(dtype, 1 / step, 0.0),
         zero_pairs=broadcast_pair_ptx(dtype, -step, -step * zero_bias(bits, dtype)),
     )  # fmt: skip
-
-
-def x_stages(tokens: int, tiles: int, *, sparse: bool) -> int:
-    """Stages of activations, a k_tile each, to allocate; two are used.
-
-    Triton opts in to more than DEFAULT_SMEM bytes where its own allocation is larger, and does not know of the bytes that
-    `declare_smem_ptx` adds for residuals. Where only the sum is larger, its own part is enlarged, or the launch would fail.
-    """
-    stage, declared = 512 * tokens, TILE_BYTES * tiles if sparse else 0
-    barriers = 16
-    return (
-        2 if not DEFAULT_SMEM - declared < 2 * stage + barriers <= DEFAULT_SMEM else DEFAULT_SMEM // stage + 1
-    )
-
-
-# Residuals of a row tile's k64_stage: 2 KB of shared memory that belong to one warp, zero but for the stage at hand.
-
-# zero this lane's 16 bytes of every mma_k16
-CLEAR_TILE = inline_ptx(
-    ["mov.b32 zero, 0;", *(f"st.shared.v4.b32 [$address + {512 * i}], {{zero, zero, zero, zero}};" for i in range(4))],
-    inputs={"address": "r"}, registers={"b32": "zero"},
-)  # fmt: skip
-# store the value of an entry, its low half, where it belongs to this stage
-SCATTER = inline_ptx(
-    "setp.eq.s32 p, $entry_stage, $stage;\nmov.b32 {l, h}, $entry; @p st.shared.b16 [$address], l;",
-    inputs=dict.fromkeys(("address", "entry_stage", "stage", "entry"), "r"), registers={"pred": "p", "b16": "l, h"},
-)  # fmt: skip
-
-
-def _scatter_rest(convert: str) -> Ptx:
-    """The entries of a k_tile beyond two rounds of 32, read again for every stage; `value_mask` 0 stores zeros in their
-    places.
-
-    Ends what SCATTER began: the values are visible to every lane, or the zeros are, before another lane stores a value of
-    the next stage in the same place.
-    """
-    return inline_ptx(
-        f"""add.s32 i, $first, 64;
-MORE: .pragma "nounroll"; setp.ge.s32 p, i, $end; @p bra DONE;
-mad.wide.s32 address, i, 4, $entries; ld.global.b32 entry, [address];
-shr.s32 offset, entry, 26; setp.eq.s32 p, offset, $stage;
-shr.u32 offset, entry, 15; and.b32 offset, offset, 0x7FE; add.s32 offset, offset, $tile;
-and.b32 entry, entry, $value_mask; mov.b32 {{l, h}}, entry; {convert}@p st.shared.b16 [offset], l;
-add.s32 i, i, 32; bra MORE;
-DONE: {SYNCWARP}""",
-        inputs={"entries": "l"} | dict.fromkeys(("first", "end", "tile", "stage", "value_mask"), "r"),
-        registers={"pred": "p", "b16": "l, h", "b32": "i, offset, entry", "b64": "address"},
-    )
-
-
-_ROUND_TO_BF16 = "{ .reg .f32 v; cvt.f32.f16 v, l; cvt.rn.bf16.f32 l, v; }"
-SCATTER_REST, SCATTER_REST_BF16 = _scatter_rest(""), _scatter_rest(_ROUND_TO_BF16 + " ")
-VALUE_TO_BF16 = inline_ptx(
-    f"mov.b32 {{l, h}}, $entry; {_ROUND_TO_BF16} mov.b32 $rounded, {{l, h}};",
-    outputs={"rounded": "=r"}, inputs={"entry": "r"}, registers={"b16": "l, h"},
-)  # fmt: skip
-# this lane's 16 bytes of every mma_k16
-LOAD_RESIDUALS = inline_ptx(
-    [
-        *(
-            f"ld.shared.v4.b32 {{{', '.join(f'$r{4 * i + j}' for j in range(4))}}}, [$address + {512 * i}];"
-            for i in range(MMA_PER_STAGE)
-        ),
-        SYNCWARP,
-    ],
-    outputs={f"r{i}": "=&r" for i in range(16)}, inputs={"address": "r"},
-)  # fmt: skip

@@ -6,7 +6,7 @@ the warp, so every warp multiplies its own k_tiles and nothing is exchanged unti
 in a fixed order, makes the result the same in every run. The dense part needs no shared memory before that sum.
 
 - **Software pipeline.** The packed codes of the next k_tiles and the next activations are loaded before the current k_tile
-  is multiplied. A branch that is always taken separates the two: without it ptxas moves the loads behind the arithmetic to
+  is multiplied. A branch that is always taken separates the two: without it ptxas moves the loads after the arithmetic to
   save registers, and a warp waits for memory in every k_tile (14.1 -> 10.6 us at 8192 x 8192, 2 bits). Codes in flight are a
   multistage buffer in registers; the loop body has as many k_tiles as the buffer has stages, so that no register is copied.
 - **Residuals** of one token are gathered in the same loop: the 16 rows of a tile have about equal numbers of them
@@ -33,23 +33,24 @@ from requant_kernels.common.device import supports_pdl, supports_ptx
 from requant_kernels.common.fragment_dequant import (
     DequantFormat,
     activation_operand,
+    activation_pairs,
     dequant_operands,
     dequantize_half,
     load_k_tile,
     load_row_constants,
     rows_to_accumulator,
-    scaled_activations,
     sparse_operands,
     weight_operand,
 )
 from requant_kernels.common.launch import interned, launch
 from requant_kernels.common.occupancy import padded_smem_bytes
 from requant_kernels.common.packing import Layout
+from requant_kernels.common.pdl import pdl_option
 from requant_kernels.common.sparse_spmm import transpose_kernel
 from requant_kernels.launch_config import GemvConfig
 
-MOST_STAGED = 18432  # columns: beside the final sum, what fits the 48 KB that a launch need not ask for
-# The address of `bytes` of shared memory, declared beside Triton's own.
+MOST_STAGED = 18432  # columns: with the final sum they fit the 48 KB that a launch may have without opting in
+# The address of `bytes` of shared memory, declared in addition to Triton's own.
 RESERVE_PTX = "{{ .shared .align 1024 .b8 activations[{bytes}];\n mov.u32 $0, activations; }}"
 # 16 bytes from global ($2) to shared memory ($1) where $3 is not 0.
 COPY_PTX = tl.constexpr("""{ .reg .pred %inside; setp.ne.s32 %inside, $3, 0;
@@ -60,10 +61,10 @@ COPY_PTX = tl.constexpr("""{ .reg .pred %inside; setp.ne.s32 %inside, $3, 0;
 class GemvTiling:
     """Compile-time shape of a launch, one constexpr argument.
 
-    `even_k`: K is a multiple of 256 `warps`, nothing is masked along K. `sparse_tokens`: 1, or the tokens of the transposed
-    activations. `slots`: of a row, that a thread takes for every k_tile. `stages` of packed codes; one is the k_tile at
-    hand. `prefetch`: load the activations of the next k_tile too. `reserve_ptx`: where not None, activations are staged
-    there.
+    `even_k`: K is a multiple of 256 `warps`, nothing is masked along K. `sparse_tokens`: 1, or the tokens of the
+    transposed activations. `slots`: of a row, that a thread takes for every k_tile. `stages` of packed codes; one is the
+    current k_tile. `prefetch`: load the activations of the next k_tile too. `reserve_ptx`: where not None, activations
+    are staged there.
     """
 
     warps: int
@@ -121,7 +122,7 @@ def _multiply_k_tile(acc, loaded, row_constants, x, like_ptr, levels_ptr, tiles,
     TILES: tl.constexpr = TILING.tiles
     TOKENS: tl.constexpr = TILING.tokens
     GROUP: tl.constexpr = FORMAT.group_size
-    GROUPS: tl.constexpr = 0 if GROUP == 0 else (256 // GROUP if GROUP < 256 else 1)
+    GROUPS: tl.constexpr = FORMAT.groups
     steps = ()
     for half in tl.static_range(2):
         steps = steps + dequantize_half(
@@ -374,9 +375,7 @@ def _constants(
     format: DequantFormat, max_registers: int | None, **tiling: int | bool | str | None
 ) -> Mapping[str, object]:
     """The constexpr arguments and options of a launch; one object for equal arguments, as `launch` wants it."""
-    options: dict[str, object] = {"num_warps": tiling["warps"], "num_stages": 1}
-    if tiling["pdl"]:
-        options["launch_pdl"] = True
+    options = {"num_warps": tiling["warps"], "num_stages": 1, **pdl_option(bool(tiling["pdl"]))}
     if max_registers:
         options["maxnreg"] = max_registers
     return {"FORMAT": format, "TILING": GemvTiling(**tiling), **options}  # pyright: ignore[reportArgumentType]
@@ -400,15 +399,11 @@ def gemv(
     x_sparse = x
     if sparse_tokens > 1:
         x_sparse = torch.empty(k, sparse_tokens, dtype=x.dtype, device=x.device)
-        launch_pdl = {"launch_pdl": True} if pdl else {}
-        constants = interned(TOKENS=sparse_tokens, BLOCK=256, PDL=pdl, **launch_pdl)
+        constants = interned(TOKENS=sparse_tokens, BLOCK=256, PDL=pdl, **pdl_option(pdl))
         launch(transpose_kernel, (triton.cdiv(k, 256), 1, 1), (x, x_sparse, m, k, x.stride(0)), constants)
     staged = config.stage_activations and asm and sparse_tokens == 1 and layout.sparse is not None
     staged = staged and k % 8 == 0 and k <= MOST_STAGED and x.data_ptr() % 16 == 0
-    scaled = scaled_activations(x, layout)
-    if k % 2 or scaled.stride(0) % 2 or scaled.data_ptr() % 4:  # the kernel reads activations in pairs
-        scaled = torch.nn.functional.pad(scaled, (0, k % 2)).clone(memory_format=torch.contiguous_format)
-    pairs = scaled.view(torch.int32)
+    pairs = activation_pairs(x, layout)
     tiles, k_tiles = layout.packed_codes.shape[:2]
     ctas = triton.cdiv(tiles, config.tiles_per_cta)
     launch(

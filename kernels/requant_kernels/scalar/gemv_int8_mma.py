@@ -4,9 +4,9 @@ Why it exists: decoding one token is bound by instructions, not by bytes, once u
 instructions per weight. `gemv.py` needs one LOP3 and one HFMA2 for two weights; here one AND leaves four weights in an
 operand register of `mma.m16n8k32`, and nothing else is done to them (`gemv_int8_mma_ptx.py` has the equations). It is the
 fastest kernel for one token at 2 and 3 bits, and with residuals at 2 to 4. Without residuals at 4 bits `gemv_fp16_mma.py`
-is ahead for half of the shapes that were tuned: this kernel's stages leave shared memory for too few CTAs.
+is faster for half of the shapes that were tuned: this kernel's stages leave shared memory for too few CTAs.
 
-A CTA owns `tiles` x 16 rows; its warps split the columns, one k_tile of 256 at a time, and meet twice:
+A CTA owns `tiles` x 16 rows; its warps split the columns, one k_tile of 256 at a time, and synchronize twice:
 
     cp.async     codes and scales of the first num_stages - 1 k_tiles, before the PDL wait (weights do not depend on x)
     quantize     activations to 16-bit fixed point, one scale per 128, up to four k_tiles per warp side by side:
@@ -19,12 +19,8 @@ A CTA owns `tiles` x 16 rows; its warps split the columns, one k_tile of 256 at 
 On the inputs of a trained model float16 and fixed point together are off by 1.6e-4, float16 alone by 1.5e-4
 (`eval/results/trials.json`).
 
-*Residuals* are in sliced ELL (`packing.py`: a slice is 16 rows x 8 slots), rows sorted by their number. They use the
-pipeline stages after the last weight tile: half a warp copies a slice, each lane the eight slots of its row, and gathers
-their activations from shared memory. Of the 2 W half-warps of a CTA of R tiles, number h takes slices h // R, h // R + S,
-.. of tile h % R, with S = 2 W // R. A stage holds `slices_per_stage` of them for every half-warp, 1 KB per warp each. So
-residuals need no shared memory of their own, are in flight while the last weights are multiplied, and no CTA waits for
-slice bounds when it starts.
+*Residuals* use the pipeline stages after the last weight tile (`gemv_int8_mma_residuals.py`): they are in flight while the
+last weights are multiplied, and need no shared memory of their own.
 
 The gather needs the activations unquantized as well. They get a buffer of their own, or, where that would cost a resident
 CTA per SM (28672 x 8192, 3 bits: 74 KB and three CTAs, or 90 KB and two), they are copied a second time over the
@@ -50,39 +46,34 @@ from requant_kernels.common.cp_async import (
     weight_pointers,
     weight_stage,
 )
-from requant_kernels.common.device import max_smem_bytes, num_sms, supports_pdl
+from requant_kernels.common.device import num_sms, supports_pdl
 from requant_kernels.common.fragment_dequant import sparse_operands
 from requant_kernels.common.inline_ptx import (
-    SMEM_UNIT,
+    allocate_smem,
+    allocated_bytes,
     compute_f32,
     compute_tuple,
     issue,
     issue_scalar,
-    load_f32,
-    smem_base,
+    keep_smem,
     smem_units,
 )
 from requant_kernels.common.launch import aligned, interned, launch
-from requant_kernels.common.occupancy import SM_SMEM_BYTES, padded_smem_bytes
+from requant_kernels.common.occupancy import CTA_SMEM_BYTES, SM_SMEM_BYTES, fits_cta, padded_smem_bytes
 from requant_kernels.common.packing import GridLayout, Layout
-from requant_kernels.common.ptx import SYNCWARP, Ptx
+from requant_kernels.common.pdl import pdl_option
+from requant_kernels.common.ptx import Ptx, ptx_dtype
 from requant_kernels.launch_config import Int8MmaConfig
 from requant_kernels.scalar import gemv_int8_mma_ptx as ptx
+from requant_kernels.scalar import gemv_int8_mma_residuals as residuals
 
 REGISTERS_PER_SM = 65536
 MIN_REGISTERS, MAX_REGISTERS = 80, 255  # per thread: what two tiles need; what a thread can have
 MAX_K_TILES_PER_STEP = 4  # k_tiles of activations that a warp quantizes side by side
-SLICE_BYTES = 1024  # of a warp: the columns of two half-warps' slices, then the values
-MAX_SLICES_PER_STAGE = 8  # each is unrolled
-NO_SLICE = gl.constexpr(1 << 24)  # the index of a half-warp that has none: beyond every end
 X_TILE_BYTES = gl.constexpr(ptx.X_TILE_BYTES)
-STORE_ZEROS, LOAD_X, RELOAD_X = (gl.constexpr(p) for p in (ptx.STORE_ZEROS, ptx.LOAD_X, ptx.RELOAD_X))
-LOAD_SLOTS, COPY_SLOTS = gl.constexpr(ptx.LOAD_SLOTS), gl.constexpr(ptx.COPY_SLOTS)
+STORE_ZEROS, LOAD_X = gl.constexpr(ptx.STORE_ZEROS), gl.constexpr(ptx.LOAD_X)
 LOAD_REDUCE, STORE_F32 = gl.constexpr(ptx.LOAD_REDUCE), gl.constexpr(ptx.STORE_F32)
-PREFETCH_L2, COMMIT = gl.constexpr(ptx.PREFETCH_L2), gl.constexpr(ptx.COMMIT)
-WAIT_ALL = gl.constexpr("cp.async.wait_all; mov.b32 $0, 0;")
-SYNC_WARP = gl.constexpr(f"{SYNCWARP} mov.b32 $0, 0;")
-FOUR, EIGHT = gl.constexpr((gl.int32,) * 4), gl.constexpr((gl.int32,) * 8)
+FOUR = gl.constexpr((gl.int32,) * 4)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,7 +105,7 @@ class KernelConfig:
 
     @property
     def x_reloaded(self) -> bool:
-        """Whether unquantized activations take the place of the quantized ones."""
+        """Whether unquantized activations overwrite the quantized ones."""
         return self.x_copy_offset == self.x_offset
 
 
@@ -132,14 +123,12 @@ def gemv_int8_mma_kernel(
     BUFFER_BYTES: gl.constexpr = CONFIG.num_stages * STAGE_BYTES
     MULTIPLY: gl.constexpr = CONFIG.multiply
     WAIT: gl.constexpr = CONFIG.wait
+    SMEM_UNITS: gl.constexpr = CONFIG.smem_units
     L: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [W, 1], [1, 0])
     k_tiles = K // 256
     warp = gl.arange(0, W, gl.SliceLayout(1, L))[:, None]
     lane = gl.arange(0, 32, gl.SliceLayout(0, L))[None, :]
-    region = gl.allocate_shared_memory(
-        gl.int8, [CONFIG.smem_units, 1, SMEM_UNIT], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    )
-    base = smem_base()
+    region, base = allocate_smem(SMEM_UNITS)
     codes, scales = weight_pointers(
         codes_ptr, scales_ptr, zeros_ptr, gl.program_id(0) * R, last_tile, lane, k_tiles, STAGE
     )
@@ -148,7 +137,7 @@ def gemv_int8_mma_kernel(
         load_k_tile(codes, scales, own + s * STAGE_BYTES + lane * 16, own + s * STAGE_BYTES + STAGE.code_bytes + lane * 4,
                     warp + s * W, k_tiles, STAGE)  # fmt: skip
     if slice_ptr is not None:
-        _prefetch_slice_bounds(slice_ptr, lane, last_tile, R)
+        residuals.prefetch_slice_bounds(slice_ptr, lane, last_tile, R)
     if CONFIG.pdl:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -166,7 +155,10 @@ def gemv_int8_mma_kernel(
     # the epilogue's loads are issued here: later, memory latency would be all that is left to wait for
     rows = _output_rows(row_perm_ptr, warp, lane, last_tile, W, R)
     if slice_ptr is not None:
-        bounds, first = _slice_bounds(slice_ptr, warp, lane, last_tile, R), _first_slice(warp, lane, W, R)
+        bounds, first = (
+            residuals.slice_bounds(slice_ptr, warp, lane, last_tile, R),
+            residuals.first_slice(warp, lane, W, R),
+        )
     x, x_step = _class_addresses(base, warp, lane, W, CONFIG)
     acc = ()
     for _ in gl.static_range(2 * R):
@@ -176,8 +168,8 @@ def gemv_int8_mma_kernel(
     for i in range(iterations):
         k_tile = i * W + warp
         if slice_ptr is not None and i + IN_FLIGHT >= iterations:
-            _copy_slices(ell_columns_ptr, ell_values_ptr, bounds, first, own + stage, lane, i + IN_FLIGHT - iterations,
-                         CONFIG)  # fmt: skip
+            residuals.copy_slices(ell_columns_ptr, ell_values_ptr, bounds, first, own + stage, lane,
+                                  i + IN_FLIGHT - iterations, CONFIG)  # fmt: skip
         else:
             load_k_tile(codes, scales, own + stage + lane * 16, own + stage + STAGE.code_bytes + lane * 4,
                         k_tile + IN_FLIGHT * W, k_tiles, STAGE)  # fmt: skip
@@ -192,7 +184,7 @@ def gemv_int8_mma_kernel(
         )  # fmt: skip
         if slice_ptr is not None and CONFIG.x_reloaded:
             issue(
-                RELOAD_X,
+                residuals.RELOAD_X,
                 [x_copy + k_tile * X_TILE_BYTES + lane * 16, (x_ptr + k_tile * 256 + lane * 8).to(gl.int64),
                  (k_tile < k_tiles).to(gl.int32)],
             )  # fmt: skip
@@ -201,16 +193,13 @@ def gemv_int8_mma_kernel(
             moved = moved + (x[c] + x_step[c],)
         x = moved
     if slice_ptr is not None:
-        sparse = _multiply_residuals(
+        sparse = residuals.multiply(
             ell_columns_ptr, ell_values_ptr, bounds, first, own, stage, x_copy, lane, L, CONFIG
         )
         _store_f32(sparse, own + 256 * R, lane)
     _reduce_and_store(acc, rows, scales_ptr, bias_ptr, y_ptr, n, base, own, warp, lane, last_tile, slice_ptr is not None, L,
                       CONFIG)  # fmt: skip
-    if K < 0:  # never: makes the compiler see a use of the allocation, or it would drop it
-        region.index(0).store(
-            gl.zeros([1, SMEM_UNIT], gl.int8, layout=gl.BlockedLayout([1, 8], [1, 32], [1, W], [1, 0]))
-        )
+    keep_smem(region, K < 0, W)
 
 
 @gluon.jit
@@ -290,7 +279,7 @@ def _reduce_and_store(acc, rows, scales_ptr, bias_ptr, y_ptr, n, base, own, warp
         if CONFIG.stage.group == 0:
             y *= gl.load(scales_ptr + tile * 16 + g * 2 + upper).to(gl.float32)
         if SPARSE:
-            y = _load_reduce_residuals(y, base + 256 * R, r, o % 16, CONFIG)
+            y = residuals.load_reduce(y, base + 256 * R, r, o % 16, CONFIG)
         row = rows[i]
         if bias_ptr is not None:
             y += gl.load(bias_ptr + row, mask=row < n, other=0.0).to(gl.float32)
@@ -301,88 +290,6 @@ def _reduce_and_store(acc, rows, scales_ptr, bias_ptr, y_ptr, n, base, own, warp
 def _store_f32(values, address, lane):
     """A float32 of every lane to shared memory."""
     issue(STORE_F32, [address + lane * 4, values])
-
-
-# Residuals: sliced ELL in the pipeline stages after the last weight tile.
-
-
-@gluon.jit
-def _prefetch_slice_bounds(slice_ptr, lane, last_tile, R: gl.constexpr):
-    """Bring them to L2: `_slice_bounds` loads them after quantization, which leaves no registers to wait in."""
-    near = gl.minimum(gl.program_id(0) * R + lane, last_tile + 1)
-    issue(PREFETCH_L2, [(slice_ptr + near).to(gl.int64)])
-
-
-@gluon.jit
-def _slice_bounds(slice_ptr, warp, lane, last_tile, R: gl.constexpr):
-    """Begin and end of the slices of every lane's tile, and of the CTA's first tile, which has the most."""
-    first_tile = gl.program_id(0) * R
-    tile = gl.minimum(first_tile + (warp * 2 + lane // 16) % R, last_tile)
-    return (
-        gl.load(slice_ptr + tile),
-        gl.load(slice_ptr + tile + 1),
-        gl.load(slice_ptr + first_tile),
-        gl.load(slice_ptr + first_tile + 1),
-    )
-
-
-@gluon.jit
-def _first_slice(warp, lane, W: gl.constexpr, R: gl.constexpr):
-    """The first slice of its tile that every lane's half-warp takes."""
-    half = warp * 2 + lane // 16
-    return gl.where(half < 2 * W // R * R, half // R, NO_SLICE)
-
-
-@gluon.jit
-def _copy_slices(ell_columns_ptr, ell_values_ptr, bounds, first, stage, lane, step, CONFIG: gl.constexpr):
-    """Start copying the slices of `step` to the shared address `stage`, as one cp.async group."""
-    SLICES: gl.constexpr = CONFIG.slices_per_stage
-    STRIDE: gl.constexpr = 2 * CONFIG.num_warps // CONFIG.stage.tiles
-    columns = (ell_columns_ptr + lane % 16 * 8).to(gl.int64)
-    values = (ell_values_ptr + lane % 16 * 8).to(gl.int64)
-    for i in gl.static_range(SLICES):
-        offset = first + (step * SLICES + i) * STRIDE
-        issue(COPY_SLOTS, [stage + i * 1024 + lane * 16, bounds[0], bounds[1], offset, columns, values])
-    issue_scalar(COMMIT)
-
-
-@gluon.jit
-def _multiply_residuals(ell_columns_ptr, ell_values_ptr, bounds, first, own, stage, x_copy, lane, L: gl.constexpr,
-                        CONFIG: gl.constexpr):  # fmt: skip
-    """The sum of every lane's residuals times their activations `[W, 32]`; slices go on through the pipeline stages."""
-    W: gl.constexpr = CONFIG.num_warps
-    R: gl.constexpr = CONFIG.stage.tiles
-    SLICES: gl.constexpr = CONFIG.slices_per_stage
-    STAGE_BYTES: gl.constexpr = W * CONFIG.stage.bytes
-    SPARSE_FMA: gl.constexpr = CONFIG.sparse_fma
-    WAIT: gl.constexpr = CONFIG.wait
-    sums = gl.zeros([W, 32], gl.float32, layout=L)
-    if CONFIG.x_reloaded:
-        issue_scalar(WAIT_ALL)
-        gl.thread_barrier()
-    for i in range(gl.cdiv(bounds[3] - bounds[2], SLICES * (2 * W // R))):
-        _copy_slices(ell_columns_ptr, ell_values_ptr, bounds, first, own + stage, lane, i + (CONFIG.num_stages - 1),
-                     CONFIG)  # fmt: skip
-        stage += STAGE_BYTES
-        stage = gl.where(stage == CONFIG.num_stages * STAGE_BYTES, 0, stage)
-        issue_scalar(WAIT)
-        for j in gl.static_range(SLICES):
-            index = bounds[0] + first + (i * SLICES + j) * (2 * W // R)
-            slots = compute_tuple(LOAD_SLOTS, (own + stage + j * 1024 + lane * 16, index, bounds[1]), EIGHT)
-            sums = compute_f32(SPARSE_FMA, (sums,) + slots + (x_copy,))
-    # no lane overwrites a stage that another lane of the warp still reads
-    issue_scalar(SYNC_WARP)
-    return sums
-
-
-@gluon.jit
-def _load_reduce_residuals(y, base, r, row, CONFIG: gl.constexpr):
-    """y += what the half-warps of tile `r` summed for `row`."""
-    R: gl.constexpr = CONFIG.stage.tiles
-    for s in gl.static_range(2 * CONFIG.num_warps // R):
-        half = s * R + r
-        y += load_f32(base + half // 2 * CONFIG.stage.bytes + half % 2 * 64 + row * 4)
-    return y
 
 
 # Host side.
@@ -415,7 +322,7 @@ def smem_layout(layout: GridLayout, config: Int8MmaConfig, num_sms: int) -> Smem
     ctas_per_sm = -(-layout.packed_codes.shape[0] // (tiles * num_sms))
     with_copy = size + 2 * layout.k
     most, fewer = (
-        min(ctas_per_sm, SM_SMEM_BYTES // (smem_units(bytes_) * SMEM_UNIT.value + 1024))
+        min(ctas_per_sm, SM_SMEM_BYTES // (allocated_bytes(bytes_) + CTA_SMEM_BYTES))
         for bytes_ in (size, with_copy)
     )
     registers = min(MAX_REGISTERS, REGISTERS_PER_SM // (32 * warps * max(1, most)) // 8 * 8)
@@ -423,19 +330,8 @@ def smem_layout(layout: GridLayout, config: Int8MmaConfig, num_sms: int) -> Smem
     return SmemLayout(
         num_stages=num_stages, pipeline=pipeline, size=size if reload else with_copy,
         x_copy_offset=pipeline + ptx.X_TILE_BYTES if reload else size,
-        slices_per_stage=slices_per_stage(layout, config, warp_bytes), max_registers=registers if reload else None,
+        slices_per_stage=residuals.slices_per_stage(layout, config, warp_bytes), max_registers=registers if reload else None,
     )  # fmt: skip
-
-
-def slices_per_stage(layout: GridLayout, config: Int8MmaConfig, warp_bytes: int) -> int:
-    """Slices of a half-warp that go into the `warp_bytes` of a stage: the fewest steps that most tiles need, evenly
-    filled."""
-    assert layout.sparse is not None
-    # of most tiles: 9/8 of the mean
-    slices = -(-9 * layout.sparse.columns.shape[0] // (8 * layout.packed_codes.shape[0]))
-    needed = max(1, -(-slices // (2 * config.num_warps // config.tiles_per_cta)))
-    steps = -(-needed // min(MAX_SLICES_PER_STAGE, warp_bytes // SLICE_BYTES))
-    return -(-needed // steps)
 
 
 def supports(layout: Layout, num_tokens: int, device: torch.device) -> bool:
@@ -450,14 +346,14 @@ def fits(layout: GridLayout, config: Int8MmaConfig, device: torch.device) -> boo
     if config.num_stages < 2 or (layout.sparse is not None and 2 * config.num_warps < config.tiles_per_cta):
         return False
     smem = smem_layout(layout, config, num_sms(device))
-    return smem_units(smem.size) * SMEM_UNIT.value <= max_smem_bytes(device) - 1024
+    return fits_cta(allocated_bytes(smem.size), device)
 
 
 def kernel_config(layout: GridLayout, dtype: torch.dtype, config: Int8MmaConfig) -> KernelConfig:
     bits, stage = layout.bits, weight_stage(layout, config.tiles_per_cta)
     smem = smem_layout(layout, config, num_sms(layout.packed_codes.device))
     iterations = -(-layout.k // (256 * config.num_warps))
-    name, sparse = "fp16" if dtype == torch.float16 else "bf16", layout.sparse is not None
+    name, sparse = ptx_dtype(dtype), layout.sparse is not None
     return KernelConfig(
         stage=stage, num_warps=config.num_warps, num_stages=smem.num_stages, smem_units=smem_units(smem.size),
         zeros_offset=smem.pipeline, x_copy_offset=smem.x_copy_offset, slices_per_stage=smem.slices_per_stage,
@@ -466,7 +362,7 @@ def kernel_config(layout: GridLayout, dtype: torch.dtype, config: Int8MmaConfig)
         quantize=ptx.quantize_ptx(bits, name, copy=sparse and smem.max_registers is None, zeros=stage.zeros),
         multiply=ptx.multiply_ptx(bits, stage.scales, stage.tiles, zeros=stage.zeros),
         wait=f"cp.async.wait_group {smem.num_stages - 1}; mov.b32 $0, 0;",
-        sparse_fma=ptx.sparse_fma_ptx(name) if sparse else None, pdl=supports_pdl(layout.packed_codes.device),
+        sparse_fma=residuals.sparse_fma_ptx(name) if sparse else None, pdl=supports_pdl(layout.packed_codes.device),
     )  # fmt: skip
 
 
@@ -475,7 +371,7 @@ def gemv_int8_mma(x: Tensor, layout: Layout, bias: Tensor | None, config: Int8Mm
     assert isinstance(layout, GridLayout)
     x = aligned(x)
     y = torch.empty(1, layout.n, dtype=x.dtype, device=x.device)
-    options: dict[str, object] = {"launch_pdl": True} if supports_pdl(x.device) else {}
+    options = pdl_option(supports_pdl(x.device))
     registers = smem_layout(layout, config, num_sms(x.device)).max_registers
     if registers:
         options["maxnreg"] = registers

@@ -1,7 +1,7 @@
 """PTX of `gemv_int8_mma.py`: one token of a 2- to 4-bit grid on int8 tensor cores.
 
 A register of the left operand of `mma.m16n8k32` holds four unsigned bytes. One AND of a packed word leaves four codes in
-such a register, each somewhere inside its byte, and nothing is shifted into place: the MMA multiplies them as they are.
+such a register, each somewhere inside its byte, and nothing is shifted: the MMA multiplies them as they are.
 
 The packed codes are those of `bit_layout.py`. mma_k32 number s (32 of the 256 columns of a k_tile) takes the even bytes
 from mma_k16 number 2 s and the odd ones from 2 s + 1; byte b of lane 4 g + t is column 32 s + 8 t + 4 (b % 2) + 2 kh + b
@@ -11,7 +11,7 @@ from mma_k16 number 2 s and the odd ones from 2 s + 1; byte b of lane 4 g + t is
     4 bits                   bits 4 (s % 2) .. of every byte of word s // 2       too large by 16^(s % 2)
     3 bits, s = 0 3 5        bits 0 .. of even, 1 .. of odd bytes                 by 1 and 2
                 1 4 6        bits 3 .. of even, 4 .. of odd bytes                 by 8 and 16
-                2 7          codes that cross a byte, shifted into place
+                2 7          codes that cross a byte, shifted
 
 The factor is undone per *shift class*. The right operand has eight columns and one token needs two, the high and the low
 bytes of its activations: class c uses columns 2 c and 2 c + 1, and an MMA of that class has zeros in all others. So
@@ -24,7 +24,7 @@ point times the sum of the activations is subtracted per group.
 
 from functools import cache
 
-from requant_kernels.common.ptx import SYNCWARP, Ptx, inline_ptx, ptx_float
+from requant_kernels.common.ptx import Ptx, inline_ptx, mma_line, ptx_float
 
 MMA_K32 = 8  # of a k_tile of 256 columns
 X_TILE_BYTES = 512  # of the quantized activations of a k_tile: mma_k32, high or low byte, t, (kh b)
@@ -41,11 +41,6 @@ _MASKS3 = ("0x0E070E07", "0x70387038")
 STORE_ZEROS = inline_ptx(
     "mov.b32 zero, 0; st.shared.v4.b32 [$address], {zero, zero, zero, zero};",
     inputs={"address": "r"}, registers={"b32": "zero"},
-)  # fmt: skip
-# 16 bytes of activations once more, over bytes that all lanes of the warp have multiplied
-RELOAD_X = inline_ptx(
-    f"setp.ne.s32 p, $exists, 0; {SYNCWARP}\n@p cp.async.ca.shared.global [$to], [$from], 16;",
-    inputs={"to": "r", "from": "l", "exists": "r"}, registers={"pred": "p"},
 )  # fmt: skip
 # one row's sum over the four lanes that share it
 LOAD_REDUCE = inline_ptx(
@@ -85,7 +80,7 @@ def _extract_codes(bits: int, mma: int, element: int, tile: int) -> list[str]:
 @cache
 def multiply_ptx(bits: int, scales: int, tiles: int, *, zeros: bool = False) -> Ptx:
     """acc += a k_tile of `tiles` row tiles times the token. `scales`: of a row in a k_tile, 0 to 2; `zeros`: as many zero
-    points behind them.
+    points after them.
 
     Operands: 2 `tiles` sums, of rows g and g + 8; whether the k_tile exists; shared addresses of this lane's codes, of its
     scales, of its activations for shift classes 0 to 3, of the sums of activations, and of the activations' scales.
@@ -116,15 +111,13 @@ def multiply_ptx(bits: int, scales: int, tiles: int, *, zeros: bool = False) -> 
     for half in range(2):  # 128 columns, one scale of the activations
         for t in range(tiles):
             # four MMAs in int32: columns 2 t and 2 t + 1 of row g, then of row g + 8
-            dot = ", ".join(f"dot{t}_{i}" for i in range(4))
+            dot, weights = [f"dot{t}_{i}" for i in range(4)], [f"weight{e}" for e in range(4)]
             for s in range(4 * half, 4 * half + 4):
                 for e in range(4):
                     lines += _extract_codes(bits, s, e, t)
-                before = dot if s % 4 else "none, none, none, none"
-                lines.append(
-                    "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 "
-                    f"{{{dot}}}, {{weight0, weight1, weight2, weight3}}, {{x{s}_0, x{s}_1}}, {{{before}}};"
-                )
+                before = dot if s % 4 else ["none"] * 4
+                x = [f"x{s}_0", f"x{s}_1"]
+                lines.append(mma_line("m16n8k32", "s32.u8.s8.s32", dot, weights, x, before))
             # acc += (256 high + low - zero point * sum of x) * scale of the row * scale of x
             if scales:
                 lines.append(f"mov.b32 {{scale_lo, scale_hi}}, scale{t}_{min(half, scales - 1)};")
@@ -262,50 +255,7 @@ def quantize_ptx(bits: int, dtype: str, *, copy: bool = False, zeros: bool = Fal
     )  # fmt: skip
 
 
-# eight slots of a lane: 16 bytes of columns and, 512 bytes further, of values; zeros where slice `index` is not below `end`
-LOAD_SLOTS = inline_ptx(
-    "setp.lt.s32 p, $index, $end; " + " ".join(f"mov.b32 ${name}{i}, 0;" for name in ("columns", "values") for i in range(4))
-    + "\n@p ld.shared.v4.b32 {$columns0, $columns1, $columns2, $columns3}, [$address];"
-    + "\n@p ld.shared.v4.b32 {$values0, $values1, $values2, $values3}, [$address + 512];",
-    outputs={f"{name}{i}": "=&r" for name in ("columns", "values") for i in range(4)},
-    inputs={"address": "r", "index": "r", "end": "r"}, registers={"pred": "p"},
-)  # fmt: skip
-# start copying a lane's part of a slice. The comparison is made here: made earlier, the kernel would wait for the bounds
-COPY_SLOTS = inline_ptx(
-    """add.s32 index, $begin, $offset; setp.lt.s32 p, index, $end;
-mad.wide.s32 column, index, 256, $columns; mad.wide.s32 value, index, 256, $values;
-@p cp.async.cg.shared.global [$to], [column], 16;
-@p cp.async.cg.shared.global [$to + 512], [value], 16;""",
-    inputs={"to": "r", "begin": "r", "end": "r", "offset": "r", "columns": "l", "values": "l"},
-    registers={"pred": "p", "b32": "index", "b64": "column, value"},
-)  # fmt: skip
-COMMIT = "cp.async.commit_group; mov.b32 $0, 0;"
-PREFETCH_L2 = inline_ptx("prefetch.global.L2 [$address];", inputs={"address": "l"})
 STORE_F32 = inline_ptx("st.shared.f32 [$address], $value;", inputs={"address": "r", "value": "f"})
-
-
-@cache
-def sparse_fma_ptx(dtype: str) -> Ptx:
-    """sum += eight residuals times their activations, gathered from shared memory at `x`."""
-    columns, values = ([f"{name}{i}" for i in range(4)] for name in ("columns", "values"))
-    lines = []
-    for i in range(4):
-        # two columns -> two activations; two values to float32
-        lines += [
-            f"and.b32 lo, $columns{i}, 0xFFFF;", f"shr.u32 hi, $columns{i}, 16;", "mad.lo.u32 lo, lo, 2, $x;",
-            "mad.lo.u32 hi, hi, 2, $x;", "ld.shared.b16 x_lo, [lo];", "ld.shared.b16 x_hi, [hi];",
-            f"mov.b32 {{v_lo, v_hi}}, $values{i};", "cvt.f32.f16 v0, v_lo;", "cvt.f32.f16 v1, v_hi;",
-        ]  # fmt: skip
-        for wide, narrow in (("x0", "x_lo"), ("x1", "x_hi")):
-            if dtype == "fp16":
-                lines.append(f"cvt.f32.f16 {wide}, {narrow};")
-            else:
-                lines += [f"cvt.u32.u16 lo, {narrow};", "shl.b32 lo, lo, 16;", f"mov.b32 {wide}, lo;"]
-        lines += ["fma.rn.f32 $sum, x0, v0, $sum;", "fma.rn.f32 $sum, x1, v1, $sum;"]
-    return inline_ptx(
-        lines, outputs={"sum": "=&f"}, inputs={"sum_in": "0"} | dict.fromkeys((*columns, *values, "x"), "r"),
-        registers={"b32": "lo, hi", "b16": "x_lo, x_hi, v_lo, v_hi", "f32": "x0, x1, v0, v1"},
-    )  # fmt: skip
 
 
 def _as_int32(value: int) -> int:

@@ -1,26 +1,15 @@
-"""Up to eight tokens of a matrix with residuals: they are multiplied on tensor cores, from activations in shared memory;
-sm_90.
+"""Up to eight tokens of a matrix with residuals, which go to the tensor cores with activations from shared memory; sm_90.
 
-Why it exists: `gemv.py` gathers the activation of every residual from the L1 cache, one cache line each, and needs a
-launch before it that transposes several tokens. Here a warp leaves the activations of its k_tile, which it has in
-registers anyway, in 4 KB of its own shared memory, and one `ldmatrix` gathers 32 columns of eight tokens. It is the
-fastest kernel for 2 to 8 tokens with residuals, at every format whose decoder is PTX; at 8192 x 8192, 3 bits, 1 % and 8
-tokens 15.7 us where `gemv.py` took 18.6.
+Why it exists: `gemv.py` gathers the activation of every residual through the L1 cache, one cache line each, and for several
+tokens needs a launch before it that transposes them. Here a warp keeps the activations of its k_tile, which it has in
+registers anyway, in 4 KB of its own shared memory, and one `ldmatrix` gathers 32 columns of eight tokens; sixteen residuals
+are one MMA (`gemv_sparse_mma_ptx.py`). It is the fastest kernel for 2 to 8 tokens with residuals, for every format whose
+decoder is PTX; at 8192 x 8192, 3 bits, 1 % and 8 tokens 15.7 us where `gemv.py` took 18.6.
 
 As in `gemv.py` a CTA owns 16 rows, its warps split the columns, one k_tile of 256 at a time, and nothing is exchanged
 before the reduction over warps at the end. The packed codes of later k_tiles are in flight in registers. Residuals are
 COO entries in the order of the MMA operand (`sparse.py`); those of the next k_tile are loaded while this one is
 multiplied.
-
-Activations in shared memory: a column is 16 bytes, one value of each of eight tokens, which is a row of the 8 x 8
-matrices of `stmatrix` and `ldmatrix`. Both transpose: the registers of a right operand, as a warp loaded them, become 32
-columns, and 32 columns from anywhere in a k_tile become right operands again. Column 32 s + 8 t + 4 j + 2 kh + e of a
-k_tile is stored at 32 s + 16 j + 8 kh + 2 t + e, so that one operand register is 128 contiguous bytes.
-
-Residuals as an MMA: sixteen entries are the inner dimension. Entry i is column i of the left operand, its value in its
-own row and zeros elsewhere; the gathered activations are row i of the right operand. A lane builds its part of the left
-operand out of the four entries of its columns: of the two values in a register it keeps those in its own rows (HSET2,
-LOP3).
 
 Written in Gluon, where every tensor is `[warp, lane]` or `[warp, lane, 4]`: inline PTX takes the four registers of a lane
 (`pack=4`), and of a value that a lane has once, the first of four copies.
@@ -30,7 +19,6 @@ Written in Gluon, where every tensor is `[warp, lane]` or `[warp, lane, 4]`: inl
 # pyright: reportPossiblyUnboundVariable=none, reportGeneralTypeIssues=none, reportAssignmentType=none, reportReturnType=none, reportOptionalMemberAccess=none
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import triton
@@ -41,163 +29,26 @@ from triton.experimental.gluon import language as gl
 
 from requant_kernels.common.dequant_ptx import GRID_STEP, zero_bias
 from requant_kernels.common.device import supports_pdl
-from requant_kernels.common.fragment_dequant import DequantFormat, dequant_operands, scaled_activations
+from requant_kernels.common.fragment_dequant import (
+    DequantFormat,
+    activation_pairs,
+    dequant_operands,
+    has_ptx_decoder,
+    weight_tensors,
+)
 from requant_kernels.common.inline_ptx import load_f32, smem_base
 from requant_kernels.common.launch import interned, launch
 from requant_kernels.common.occupancy import padded_smem_bytes
-from requant_kernels.common.packing import CodebookLayout, Layout
-from requant_kernels.common.ptx import SYNCWARP, Ptx, broadcast_pair_lines, inline_ptx
+from requant_kernels.common.packing import Layout
+from requant_kernels.common.pdl import pdl_option
+from requant_kernels.common.ptx import Ptx, ptx_dtype
 from requant_kernels.launch_config import SparseMmaConfig
+from requant_kernels.scalar import gemv_sparse_mma_ptx as ptx
 
-X_TILE_BYTES = gl.constexpr(4096)  # the activations of a warp's k_tile: 256 columns
-WARP_BYTES = gl.constexpr(X_TILE_BYTES.value + 256)  # and 64 entries
-NO_ENTRY = gl.constexpr(1 << 30)  # a zero in the first column
+X_TILE_BYTES, WARP_BYTES = gl.constexpr(ptx.X_TILE_BYTES), gl.constexpr(ptx.WARP_BYTES)
+NO_ENTRY = gl.constexpr(ptx.NO_ENTRY)
+SCALE, STORE_X, STORE_SUMS = gl.constexpr(ptx.SCALE), gl.constexpr(ptx.STORE_X), gl.constexpr(ptx.STORE_SUMS)
 FOUR, EIGHT = gl.constexpr((gl.int32,) * 4), gl.constexpr((gl.int32,) * 8)
-
-
-# PTX. Four registers of an operand `name` are $name0 to $name3; of one that a lane has once, only the first is used.
-
-
-def _four(*names: str, constraint: str = "r") -> dict[str, str]:
-    return {f"{name}{i}": constraint for name in names for i in range(4)}
-
-
-def _mma(dtype: str, sums: str, left: list[str], right: list[str], before: str) -> str:
-    kind = dtype.replace("fp", "f")
-    d, c = (", ".join(f"${name}{i}" for i in range(4)) for name in (sums, before))
-    return (
-        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
-        f"{{{d}}}, {{{', '.join(left)}}}, {{{', '.join(right)}}}, {{{c}}};"
-    )
-
-
-@cache
-def multiply_ptx(dtype: str) -> Ptx:
-    """sums = before + 32 columns of weights, two mma_k16, times their activations."""
-    x = [f"$x{i}" for i in range(4)]
-    even = _mma(dtype, "sums", [f"$even{i}" for i in range(4)], x[:2], "before")
-    odd = _mma(dtype, "sums", [f"$odd{i}" for i in range(4)], x[2:], "sums")
-    inputs = _four("even", "odd", "x") | _four("before", constraint="f")
-    return inline_ptx(
-        [even, odd], outputs=_four("sums", constraint="=f"), inputs=inputs, registers={"b32": "unused"}
-    )
-
-
-# sums = before + part * the scales of rows g and g + 8, two float16 in a register
-SCALE = inline_ptx(
-    """mov.b32 {l, h}, $scales0; cvt.f32.f16 a, l; cvt.f32.f16 b, h;
-fma.rn.f32 $sums0, $part0, a, $before0; fma.rn.f32 $sums1, $part1, a, $before1;
-fma.rn.f32 $sums2, $part2, b, $before2; fma.rn.f32 $sums3, $part3, b, $before3;""",
-    outputs=_four("sums", constraint="=&f"),
-    inputs=_four("part", constraint="f") | _four("scales") | _four("before", constraint="f"),
-    registers={"b16": "l, h", "f32": "a, b"},
-)
-
-
-def zero_points_ptx(dtype: str, factor: float, addend: float) -> Ptx:
-    """Two zero points in a register -> the pairs that `grid_dequant_ptx` takes, in the order of the packed codes."""
-    lines, registers = broadcast_pair_lines(dtype, factor, addend)
-    text = "\n".join(lines).replace("$pair", "$zeros0").replace("$low", "$pairs0").replace("$high", "$pairs1")
-    copies = "mov.b32 $pairs2, $pairs0; mov.b32 $pairs3, $pairs1;"
-    return inline_ptx(
-        [text, copies], outputs=_four("pairs", constraint="=&r"), inputs=_four("zeros"), registers=registers
-    )
-
-
-_NO_RESULT = "mov.b32 $unused0, 0; mov.b32 $unused1, 0; mov.b32 $unused2, 0; mov.b32 $unused3, 0;"
-# activations of 32 columns, transposed; $address0: where this lane's column goes
-STORE_X = inline_ptx(
-    """mov.b32 zero, 0;
-stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [$address0], {$x0, $x1, $x2, $x3};
-"""
-    + _NO_RESULT.replace(", 0;", ", zero;"),
-    outputs=_four("unused", constraint="=r"), inputs=_four("address", "x"), registers={"b32": "zero"},
-)  # fmt: skip
-STORE_SUMS = inline_ptx(
-    f"st.shared.v4.f32 [$address0], {{$sums0, $sums1, $sums2, $sums3}};\n{_NO_RESULT}",
-    outputs=_four("unused", constraint="=r"), inputs=_four("address") | _four("sums", constraint="f"),
-)  # fmt: skip
-
-
-def _gather_round(dtype: str, entry: str, number: int, count: str) -> list[str]:
-    """32 entries, one per lane in register `entry` and all in shared memory; jumps to DONE where `count` of them are
-    fewer."""
-    # the address of the entry's column, from the bits of its index: mma_k16 << 8, t, kh, e
-    lines = [
-        f"shr.u32 b0, {entry}, 16;", "and.b32 b0, b0, 0xF00;", f"shr.u32 b1, {entry}, 14;",
-        "lop3.b32 b0, b1, 0x60, b0, 0xEA;", f"shr.u32 b1, {entry}, 11;", "lop3.b32 b0, b1, 0x80, b0, 0xEA;",
-        f"shr.u32 b1, {entry}, 12;", "lop3.b32 b0, b1, 0x10, b0, 0xEA;", "add.u32 b0, b0, $x_smem0;",
-        # right operands: the activations of 32 columns
-        "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {b0, b1, b2, b3}, [b0];",
-    ]  # fmt: skip
-    for half in range(2):
-        if half:
-            lines += [f"setp.le.s32 p, {count}, {32 * number + 16};", "@p bra DONE;"]
-        for part in range(2):  # the entries of columns 2 t and 2 t + 1 of the left operand, then 8 further
-            offset = 128 * number + 64 * half + 32 * part
-            # two entries: values in c2 or c3, bits of the index that say the row in c4
-            lines += [
-                f"ld.shared.v2.b32 {{c0, c1}}, [$load_at0 + {offset}];", f"prmt.b32 c{2 + part}, c0, c1, 0x5410;",
-                "prmt.b32 c4, c0, c1, 0x7632;", "and.b32 c4, c4, 0x00E200E2;",
-            ]  # fmt: skip
-            if dtype == "bf16":
-                lines += [
-                    f"mov.b32 {{l, h}}, c{2 + part};", "cvt.f32.f16 f0, l;", "cvt.f32.f16 f1, h;",
-                    f"cvt.rn.bf16x2.f32 c{2 + part}, f1, f0;",
-                ]  # fmt: skip
-            # keep a value where its row is this lane's row g, then g + 8
-            for row in range(2):
-                lines += [
-                    f"set.eq.u32.f16x2 c5, c4, row{row};",
-                    f"and.b32 a{2 * part + row}, c5, c{2 + part};",
-                ]
-        lines.append(
-            _mma(dtype, "sums", [f"a{i}" for i in range(4)], [f"b{2 * half}", f"b{2 * half + 1}"], "sums")
-        )
-    return lines
-
-
-@cache
-def gather_ptx(dtype: str) -> Ptx:
-    """sums = before + the residuals of a k_tile.
-
-    Operands: the shared address of the warp's activations; where this lane stores its entry, and where it loads those of its
-    columns of the left operand; the entries of the first two rounds; how many there are; row g in both halves, as an index
-    says it; sums; the global address of this lane's first entry. Most k_tiles have less than 64 entries; the others loop.
-    """
-    lines = [f"mov.b32 $sums{i}, $before{i};" for i in range(4)]
-    # the row bits of an index are 0xE2: g above four bits, 8 rows more above one
-    lines += ["mov.b32 row0, $row0;", f"or.b32 row1, row0, {0x2 << 16 | 0x2};"]
-    lines += ["st.shared.b32 [$store_at0], $first0;", "st.shared.b32 [$store_at0 + 128], $second0;", SYNCWARP]
-    for number, entry in enumerate(("$first0", "$second0")):
-        lines += [f"setp.le.s32 p, $count0, {32 * number};", "@p bra DONE;"]
-        lines += _gather_round(dtype, entry, number, "$count0")
-    # left: entries beyond 64; lane: of this thread, from where it stores its entry
-    lines += [
-        "sub.s32 left, $count0, 64;", "sub.s32 lane, $store_at0, $x_smem0;", f"sub.s32 lane, lane, {X_TILE_BYTES.value};",
-        "shr.u32 lane, lane, 2;", "mov.b64 address, $entries0;", "setp.le.s32 p, left, 0;", "@p bra DONE;",
-        'MORE: .pragma "nounroll";', "add.s64 address, address, 128;", f"mov.b32 entry, {NO_ENTRY.value};",
-        "setp.lt.s32 p, lane, left;", "@p ld.global.b32 entry, [address + 128];", SYNCWARP,
-        "st.shared.b32 [$store_at0], entry;", SYNCWARP, *_gather_round(dtype, "entry", 0, "left"),
-        "sub.s32 left, left, 32;", "setp.gt.s32 p, left, 0;", "@p bra MORE;",
-        f"DONE: {SYNCWARP}",
-    ]  # fmt: skip
-    fragments = [f"{name}{i}" for name, count in (("a", 4), ("b", 4), ("c", 6)) for i in range(count)]
-    inputs = _four("x_smem", "store_at", "load_at", "first", "second", "count", "row")
-    inputs |= _four("before", constraint="f") | _four("entries", constraint="l")
-    return inline_ptx(
-        lines, outputs=_four("sums", constraint="=&f"), inputs=inputs,
-        registers={
-            "pred": "p", "b64": "address", "b16": "l, h", "f32": "f0, f1",
-            "b32": [*fragments, "row0", "row1", "left", "lane", "entry"],
-        },
-    )  # fmt: skip
-
-
-SCALE_BY_ROW, STORE_X_TILE, STORE = gl.constexpr(SCALE), gl.constexpr(STORE_X), gl.constexpr(STORE_SUMS)
-
-
-# Kernel.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -212,15 +63,6 @@ class KernelConfig:
     num_warps: int
     unroll: int  # k_tiles per step; the codes of `unroll` - 1, one at least, are in flight
     pdl: bool
-
-    @property
-    def scales(self) -> int:
-        """Scales of a row in a k_tile."""
-        return 0 if self.format.group_size == 0 else max(1, 256 // self.format.group_size)
-
-    @property
-    def k_tiles_per_scale(self) -> int:
-        return max(1, self.format.group_size // 256)
 
 
 @gluon.constexpr_function
@@ -312,7 +154,7 @@ def gemv_sparse_mma_kernel(
         acc = acc * (1.0 / CONFIG.format.grid_step)
     acc = acc + sums
     # the reduction over warps goes through the activations' shared memory
-    _issue4(STORE, [_replicate(own_column), acc])
+    _issue4(STORE_SUMS, [_replicate(own_column), acc])
     gl.thread_barrier()
     for i in gl.static_range(4 // W if W < 4 else 1):
         m = (sub + i * W) * 2 + lane // 16  # result 32 (sub + i W) + lane of the tile: token, then row
@@ -373,8 +215,8 @@ def _load_k_tile(
     """The packed codes of a k_tile per warp, its scales, and its zero points; those of both rows of a lane in one
     register."""
     BITS: gl.constexpr = CONFIG.format.bits
-    SCALES: gl.constexpr = CONFIG.scales
-    PER_SCALE: gl.constexpr = CONFIG.k_tiles_per_scale
+    SCALES: gl.constexpr = CONFIG.format.groups
+    PER_SCALE: gl.constexpr = CONFIG.format.k_tiles_per_group
     start = gl.expand_dims((tile * k_tiles + k_tile) * (BITS * 128), 2) + own
     inside = k_tile < k_tiles
     loaded = ()
@@ -418,7 +260,7 @@ def _load_activations(x_ptr, offset, k_tile, k_tiles, lane_pair, pairs, CONFIG: 
 def _store_activations(x, own_column):
     """Transposed to shared memory, column by column."""
     for s in gl.static_range(8):
-        _issue4(STORE_X_TILE, [_replicate(own_column + s * 512), x[s]])
+        _issue4(STORE_X, [_replicate(own_column + s * 512), x[s]])
 
 
 @gluon.jit
@@ -426,7 +268,7 @@ def _multiply_k_tile(acc, loaded, rows, x, ZEROS: gl.constexpr, CONFIG: gl.const
     """acc `[warp, lane, 4]` += k_tile times activations."""
     BITS: gl.constexpr = CONFIG.format.bits
     GROUP: gl.constexpr = CONFIG.format.group_size
-    SCALES: gl.constexpr = CONFIG.scales
+    SCALES: gl.constexpr = CONFIG.format.groups
     PER_HALF: gl.constexpr = SCALES // 2 if SCALES > 1 else 1
     DEQUANTIZE: gl.constexpr = CONFIG.format.ptx
     CONSTRAINTS: gl.constexpr = CONFIG.format.constraints
@@ -453,7 +295,7 @@ def _multiply_k_tile(acc, loaded, rows, x, ZEROS: gl.constexpr, CONFIG: gl.const
             dtype=gl.float32, is_pure=True, pack=4,
         )  # fmt: skip
         if GROUP > 0 and (s + 1) * SCALES % 8 == 0:
-            acc = _scale(part, loaded[BITS + s * SCALES // 8], acc, SCALE_BY_ROW)
+            acc = _scale(part, loaded[BITS + s * SCALES // 8], acc, SCALE)
     return acc if GROUP > 0 else part
 
 
@@ -502,19 +344,19 @@ def _add_residuals(sums, entries, x_smem, lane, CONFIG: gl.constexpr):
 
 def supports(layout: Layout, num_tokens: int, device: torch.device) -> bool:
     """Up to eight tokens with residuals in COO order, of a format whose decoder is PTX."""
-    from_memory = isinstance(layout, CodebookLayout) and layout.bits > 4
-    return num_tokens <= 8 and layout.sparse is not None and layout.sparse.coo is not None and not from_memory
+    coo = layout.sparse is not None and layout.sparse.coo is not None
+    return num_tokens <= 8 and coo and has_ptx_decoder(layout.format, layout.bits)
 
 
 def kernel_config(layout: Layout, dtype: torch.dtype, config: SparseMmaConfig) -> KernelConfig:
     (_, _, zeros, _), format = dequant_operands(layout, dtype, True)
-    name = "fp16" if dtype == torch.float16 else "bf16"
+    name = ptx_dtype(dtype)
     step = GRID_STEP[name]
     zero_points = (
-        None if zeros is None else zero_points_ptx(name, -step, -step * zero_bias(layout.bits, name))
+        None if zeros is None else ptx.zero_points_ptx(name, -step, -step * zero_bias(layout.bits, name))
     )
     return KernelConfig(
-        format=format, multiply=multiply_ptx(name), gather=gather_ptx(name), zero_points=zero_points,
+        format=format, multiply=ptx.multiply_ptx(name), gather=ptx.gather_ptx(name), zero_points=zero_points,
         even=layout.k % (256 * config.num_warps) == 0, num_warps=config.num_warps, unroll=config.num_stages,
         pdl=supports_pdl(layout.packed_codes.device),
     )  # fmt: skip
@@ -524,14 +366,10 @@ def gemv_sparse_mma(x: Tensor, layout: Layout, bias: Tensor | None, config: Spar
     """y [m, n] of x [m, k], 1 <= m <= 8, rows contiguous; the layout has COO residuals."""
     m, k = x.shape
     y = torch.empty(m, layout.n, dtype=x.dtype, device=x.device)
-    (codes, scales, zeros, _), _ = dequant_operands(layout, x.dtype, True)
-    assert codes is not None and scales is not None
-    x = scaled_activations(x, layout)
-    if k % 2 or x.stride(0) % 2 or x.data_ptr() % 4:  # the kernel reads activations in pairs
-        x = torch.nn.functional.pad(x, (0, k % 2)).clone(memory_format=torch.contiguous_format)
-    pairs, (tiles, k_tiles) = x.view(torch.int32), layout.packed_codes.shape[:2]
+    codes, scales, zeros, _ = weight_tensors(layout, x.dtype)
+    pairs, (tiles, k_tiles) = activation_pairs(x, layout), layout.packed_codes.shape[:2]
     assert layout.sparse is not None and layout.sparse.coo is not None
-    options: dict[str, object] = {"launch_pdl": True} if supports_pdl(x.device) else {}
+    options = pdl_option(supports_pdl(x.device))
     if config.max_registers:
         options["maxnreg"] = config.max_registers
     launch(

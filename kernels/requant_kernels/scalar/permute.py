@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from requant_kernels.common.launch import launch
-from requant_kernels.common.pdl import wait_for_previous_launch
+from requant_kernels.common.pdl import pdl_option, wait_for_previous_launch
 
 
 @triton.jit
@@ -70,5 +70,12 @@ def permute_activations(
 
 @cache
 def _constants(pairs: bool, rows: int, pdl: bool) -> dict[str, object]:
-    options: dict[str, object] = {"launch_pdl": True} if pdl else {}
-    return {"PAIRS": pairs, "TOKENS": 8, "K32": 8, "ROWS": rows, "PDL": pdl, "num_warps": 4, **options}
+    return {
+        "PAIRS": pairs,
+        "TOKENS": 8,
+        "K32": 8,
+        "ROWS": rows,
+        "PDL": pdl,
+        "num_warps": 4,
+        **pdl_option(pdl),
+    }

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from requant_kernels.common.launch import launch
-from requant_kernels.common.pdl import wait_for_previous_launch
+from requant_kernels.common.pdl import pdl_option, wait_for_previous_launch
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -59,7 +59,6 @@ def splitk_reduce(
 
 @cache
 def _constants(splits: int, width: int, rows: int, tokens: int, pdl: bool) -> dict[str, object]:
-    options: dict[str, object] = {"launch_pdl": True} if pdl else {}
     return {
-        "SPLIT_K": splits, "WIDTH": width, "ROWS": rows, "TOKENS": tokens, "PDL": pdl, "num_warps": 4, **options
+        "SPLIT_K": splits, "WIDTH": width, "ROWS": rows, "TOKENS": tokens, "PDL": pdl, "num_warps": 4, **pdl_option(pdl)
     }  # fmt: skip

@@ -4,17 +4,18 @@
 
 The K loop runs over k64 stages, 16 rows x 64 columns a row tile (`layout.py`), of which a lane `4 g + t` decodes rows 2 g
 and 2 g + 1 of 16 columns: 16 registers of pairs (`decode_ptx`). wgmma's A operand has rows g and g + 8 in this lane, and two
-pairs of columns for each row and step of 16. Which row and column of the matrix these are is our choice, so that the
-decoded registers are the operand as they are:
+pairs of columns for each row and step of 16. Which row and column of the matrix these stand for is free, and chosen so
+that the decoded registers are the operand as they are:
 
     row and column of wgmma        of the k64
     row    h g                     2 g + h                      undone where the sums are stored
     column s i t e                 16 t + 4 s + 2 i + e         the order in which activations are written
 
-Nothing is exchanged between lanes but the 32 bits before a segment, and no weight goes through shared memory. Activations
-do, in NUM_STAGES buffers of STAGE_COLUMNS columns, filled by TMA. Triton waits for every wgmma whose left operand is in
-registers; Gluon leaves the wait to us, so wgmma runs on while the next k64 is decoded. Rows 2 g and 2 g + 1 of a token are
-in one lane when the sums are stored. Split-K partial sums are added by the rotation that follows, which saves a launch.
+Nothing is exchanged between lanes but the 32 bits before a segment, and no weight goes through shared memory.
+Activations do, in NUM_STAGES buffers of STAGE_COLUMNS columns, filled by TMA. Triton waits for every wgmma whose left
+operand is in registers; in Gluon the kernel waits when it needs the result, so wgmma runs on while the next k64 is
+decoded. Rows 2 g and 2 g + 1 of a token are in one lane when the sums are stored. Split-K partial sums are added by the
+rotation that follows, which saves a launch.
 
 Imported where it runs: Gluon is part of Triton from 3.6 on.
 """
@@ -40,9 +41,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from requant_kernels.common.launch import launch
+from requant_kernels.common.wgmma import lane_and_tiles, unpack_pair, x_layout
 from requant_kernels.hadamard.transform import hadamard_transform
 from requant_kernels.launch_config import GemmSm90Config
-from requant_kernels.scalar.gemm_sm90 import rows_layout, x_layout
 from requant_kernels.trellis.code_ptx import decode_ptx, load_codes_ptx
 from requant_kernels.trellis.layout import TrellisLayout, k64_per_unit
 from requant_kernels.trellis.operands import ActivationForm, RotatedActivations
@@ -100,13 +101,6 @@ def _load_codes(address, k_tile, units, LOADS: gl.constexpr, COUNT: gl.constexpr
 
 
 @gluon.jit
-def _unpack_pair(pair):
-    """int32 -> the two float16 that it holds, in a new last dimension."""
-    low, high = pair.to(gl.int16), (pair >> 16).to(gl.int16)
-    return gl.join(low.to(gl.float16, bitcast=True), high.to(gl.float16, bitcast=True))
-
-
-@gluon.jit
 def _decode(words, previous_lane, DECODE: gl.constexpr, Q: gl.constexpr, COUNT: gl.constexpr, J: gl.constexpr,
             A: gl.constexpr, W: gl.constexpr, R: gl.constexpr):  # fmt: skip
     """k64 number Q of a k_tile, of all row tiles -> weights `[16 W R, 64]` in the layout of wgmma's left operand."""
@@ -120,7 +114,9 @@ def _decode(words, previous_lane, DECODE: gl.constexpr, Q: gl.constexpr, COUNT: 
         steps = ()
         for s in gl.static_range(4):
             steps = steps + (
-                gl.join(_unpack_pair(p[8 * h + 2 * s]), _unpack_pair(p[8 * h + 2 * s + 1])),
+                gl.join(
+                    unpack_pair(p[8 * h + 2 * s], gl.float16), unpack_pair(p[8 * h + 2 * s + 1], gl.float16)
+                ),
             )  # e i
         rows = rows + (gl.join(gl.join(steps[0], steps[1]), gl.join(steps[2], steps[3])),)  # e i s0 s1
     weight = gl.reshape(gl.join(rows[0], rows[1]), [R, W, 8, 4, 2, 2, 2, 2, 2])  # r w g t e i s0 s1 h
@@ -152,15 +148,10 @@ def trellis_gemm_sm90_kernel(
         version=[3, 0], warps_per_cta=[W, 1], instr_shape=[16, N, 16]
     )
     A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=2)
-    L: gl.constexpr = rows_layout(W, R)
     PER: gl.constexpr = STAGE_COLUMNS // 64  # k64 of a stage
     UNITS: gl.constexpr = 4 // J
     first_tile = gl.program_id(0) * (W * R)
-    lane = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
-    r3 = gl.arange(0, R, gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
-    w3 = gl.arange(0, W, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
-    lane = lane + (r3 + w3) * 0
-    tiles = gl.minimum(first_tile + r3 * W + w3 + lane * 0, last_tile).to(gl.int64)
+    lane, _, tiles = lane_and_tiles(first_tile, last_tile, W, R)
     previous_lane = (lane + 28) % 32
     first = gl.program_id(1) * steps
     count = gl.minimum(steps, k_tiles - first)
