@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from formats import random_layout  # pyright: ignore[reportMissingImports]
 from requant_kernels import TrellisLayout, pack_grid
-from requant_kernels.trellis.layout import CODES
+from requant_kernels.trellis.codes import CODES
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 

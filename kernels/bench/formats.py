@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from requant_kernels import Layout, TrellisLayout, pack_codebook, pack_grid, pack_trellis
-from requant_kernels.trellis.layout import CODES, step_bits
+from requant_kernels.trellis.codes import CODES
+from requant_kernels.trellis.layout import step_bits
 from torch import Tensor
 
 

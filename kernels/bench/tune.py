@@ -31,7 +31,7 @@ from requant_kernels.launch_config import (
     read_table,
     write_table,
 )
-from requant_kernels.trellis.layout import CODES
+from requant_kernels.trellis.codes import CODES
 
 FORMATS = [("grid", 2), ("grid", 3), ("grid", 4), ("codebook", 2), ("codebook", 3), ("codebook", 4)]
 SPARSE_FORMATS = [("grid+s", 2), ("grid+s", 3), ("grid+s", 4), ("codebook+s", 3)]  # 1 % of residuals

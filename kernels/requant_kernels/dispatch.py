@@ -39,7 +39,7 @@ from torch import Tensor
 from requant_kernels import heuristics, launch_config
 from requant_kernels.common import device as device_properties
 from requant_kernels.common.device import supports_sm90
-from requant_kernels.common.packing import CodebookLayout, Layout
+from requant_kernels.common.packing import Layout
 from requant_kernels.launch_config import LaunchConfig, Shape, TrellisGemvConfig, m_bucket, measured
 from requant_kernels.trellis.layout import TrellisLayout
 
@@ -123,13 +123,10 @@ def _alike(layout: Layout | TrellisLayout) -> tuple[Any, ...]:
     """All that `supports` and `fits` may look at: sizes, types and which tensors there are, never their values."""
     sparse = layout.sparse
     residuals = None if sparse is None else (sparse.values.dtype, sparse.coo is None)
+    sizes = layout.format, layout.bits, layout.n, layout.k, residuals
     if isinstance(layout, TrellisLayout):
-        rotations = layout.input_scales is not None, layout.rotates_output
-        return layout.code, layout.bits, layout.n, layout.k, rotations, residuals
-    if isinstance(layout, CodebookLayout):
-        return layout.bits, layout.n, layout.k, residuals
-    tensors = layout.zero_points is None, layout.column_scales is None
-    return layout.bits, layout.n, layout.k, layout.group_size, layout.kernel_group, tensors, residuals
+        return *sizes, layout.input_scales is not None, layout.rotates_output
+    return *sizes, layout.kernel_group, layout.zero_points is None, layout.column_scales is None
 
 
 def choose(
@@ -153,19 +150,15 @@ def kernels_of(layout: Layout | TrellisLayout) -> tuple[Kernel, ...]:
 
 def shape_of(layout: Layout | TrellisLayout, num_tokens: int) -> Shape:
     """What the tables know a layout by."""
-    if isinstance(layout, TrellisLayout):
-        name = layout.code
-    elif isinstance(layout, CodebookLayout):
-        name = "codebook" if layout.sparse is None else "codebook+s"
-    else:
-        name = "grid" if layout.sparse is None else "grid+s"
+    in_launch = layout.sparse is not None and not isinstance(layout, TrellisLayout)  # of residuals
+    name = layout.format + "+s" * in_launch
     return Shape(name, layout.bits, layout.n, layout.k, m_bucket(num_tokens))
 
 
 @cache
 def config_of(kernel: Kernel, shape: Shape, device: torch.device) -> LaunchConfig | None:
     """A kernel's launch, measured or by its rule. None: none is known, or other kernels of few tokens were measured for this
-    shape and this one was not ahead."""
+    shape and this one was slower."""
     known: dict[str, LaunchConfig] = {}
     if device.type == "cuda":
         known = measured(torch.cuda.get_device_properties(device).name).get(shape, {})
@@ -190,7 +183,7 @@ def function_of(kernel: Kernel) -> Callable[..., Tensor]:
 
 
 def forget() -> None:
-    """Read tables and devices anew."""
+    """Read tables and devices again."""
     measured.cache_clear()
     config_of.cache_clear()
     _chosen.clear()

@@ -19,6 +19,7 @@ from requant_kernels.launch_config import (
     Shape,
     TrellisGemvConfig,
 )
+from requant_kernels.trellis.codes import CODES
 from requant_kernels.trellis.layout import k64_per_unit
 
 ROWS, K_TILE = 16, 256  # of a tile of packed codes
@@ -144,7 +145,7 @@ def trellis_gemv(shape: Shape, device: torch.device) -> TrellisGemvConfig:
     """A step of all warps stays within a section of 4096 columns."""
     n, k, bits, m = shape.n, shape.k, shape.bits, shape.m_bucket
     whole = bits == int(bits)  # at quarters of a bit a unit is up to four groups
-    if m == 1 and bits <= 4 and shape.format != "3inst":
+    if m == 1 and bits <= 4 and CODES[shape.format].byte_sums:
         return trellis_one_token(shape, device)
     small = n <= (4096 if k >= 8192 else 2048) and m != 8
     return TrellisGemvConfig(
@@ -204,13 +205,13 @@ def trellis_slots(shape: Shape, slots: int, device: torch.device) -> TrellisGemv
     one an SM takes all tiles; else as many warps as divide the columns, and about 16 an SM."""
     tiles = -(-shape.n // ROWS)
     units = -(-shape.k // (64 * k64_per_unit(round(4 * shape.bits))))
-    if shape.format != "3inst" and shape.bits <= 4 and shape.k <= 4096 and shape.k % 256 == 0:
+    if CODES[shape.format].byte_sums and shape.bits <= 4 and shape.k <= 4096 and shape.k % 256 == 0:
         counts = (1, 2, 4, 7) if shape.bits <= 3 else (1, 2, 4)  # seven tiles of 4 bits spill
         own = next((count for count in counts if slots * -(-tiles // count) <= num_sms(device)), None)
         if own is not None:
             several = own <= 2 and shape.bits == int(shape.bits) and units % 32 == 0
             return TrellisGemvConfig(num_warps=16, tiles_per_cta=own, units_per_step=2 if several else 1)
     num_warps = next((warps for warps in (8, 4) if units % warps == 0), 8 if units > 8 else 4)
-    most = (1,) if shape.bits > 4 or shape.format == "3inst" else (1, 2)
+    most = (1,) if shape.bits > 4 or not CODES[shape.format].byte_sums else (1, 2)
     own = next((n for n in most if slots * -(-tiles // n) * num_warps <= 16 * num_sms(device)), most[-1])
     return TrellisGemvConfig(num_warps=num_warps, tiles_per_cta=own, units_per_step=1)

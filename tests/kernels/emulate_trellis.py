@@ -21,19 +21,12 @@ from requant_kernels import TrellisLayout, pack_trellis
 from requant_kernels.experts.stack import stack_experts
 from requant_kernels.experts.step import experts_step
 from requant_kernels.fallback import reference
-from requant_kernels.hadamard.transform import hadamard_transform_int8
 from requant_kernels.launch_config import TrellisGemvConfig
-from requant_kernels.trellis import gemv
+from requant_kernels.trellis import gemv, gemv_kernel
 from requant_kernels.trellis.dequantize import dequantize
-from requant_kernels.trellis.fused_hadamard import can_fuse
-from requant_kernels.trellis.gemv import (
-    gemv_constants,
-    gemv_fp16,
-    gemv_fused_hadamard,
-    gemv_int8,
-    padded_columns,
-)
+from requant_kernels.trellis.gemv import activation_form, can_fuse, launch_gemv, rotate_activations
 from requant_kernels.trellis.gemv_group import gemv_group, group_constants
+from requant_kernels.trellis.gemv_kernel import gemv_constants
 from requant_kernels.trellis.operands import RotatedActivations
 from triton.runtime.interpreter import TensorHandle
 
@@ -199,7 +192,7 @@ def check_fused() -> None:
         x = torch.randn(1, k, dtype=torch.bfloat16 if n == 48 else torch.float16)
         ALLOCATED.extend((layout.packed_codes, layout.input_scales, x))
         assert can_fuse(x, layout, config)
-        got = gemv_fused_hadamard(x, layout, config, pdl=False)
+        got = launch_gemv(x, layout, config)
         want = (x.double() * layout.input_scales) @ reference.hadamard(k) @ reference.trellis_values(layout).T
         error = relative_error(got, want)
         assert error < 1e-4, f"{code} of {k} columns, fused, is off by {error:.1e}"
@@ -221,7 +214,7 @@ def check_unrotated() -> None:
             rotates_output=rotates[1], sparse=random_csr(n, k, 0.02, False, "cpu") if m > 1 else None,
         )  # fmt: skip
         config = TrellisGemvConfig(num_warps=launch[0], tiles_per_cta=launch[1], units_per_step=launch[2])
-        gemv.MAX_SUM_BYTES = 32768 if bits == 2 else 0
+        gemv_kernel.MAX_SUM_BYTES = 32768 if bits == 2 else 0
         x, bias = torch.randn(m, k).half(), torch.randn(n).half() if m != 5 else None
         ALLOCATED.extend(
             tensor for tensor in (layout.packed_codes, layout.input_scales, x) if tensor is not None
@@ -231,6 +224,14 @@ def check_unrotated() -> None:
         assert got.dtype == x.dtype and got.shape == (m, n)
         error = relative_error(got, reference.linear(x, layout, bias))
         assert error < 6e-4, f"{code} of {k} columns, rotating {rotates}, is off by {error:.1e}"
+
+
+def activations_of(x: torch.Tensor, layout: TrellisLayout) -> RotatedActivations:
+    """x as the product reads it; for `3inst`, whose form is float16, it is not rotated here."""
+    if layout.code != "3inst":
+        return rotate_activations(x, layout, asm=False)
+    columns = activation_form(layout).columns
+    return RotatedActivations(values=torch.nn.functional.pad(x, (0, columns - layout.k)), scales=None)
 
 
 GROUPS = [  # columns, tokens, warps, and of each matrix: code, bits, rows, row tiles of a CTA, units a step
@@ -249,17 +250,9 @@ def check_groups() -> None:
         for code, bits, n, tiles, units in parts:
             layouts.append(pack_trellis(*random_trellis(n, k, bits, "cpu"), bits=bits, code=code))
             configs.append(TrellisGemvConfig(num_warps=num_warps, tiles_per_cta=tiles, units_per_step=units))
-            if code == "3inst":
-                rotated = torch.nn.functional.pad(x, (0, padded_columns(k) - k))
-                inputs.append(RotatedActivations(values=rotated, scales=None))
-            else:
-                values, scales = hadamard_transform_int8(
-                    x, layouts[-1].input_scales, in_width=k, out_width=padded_columns(k), pair=code == "pair",
-                    asm=False, pdl=False,
-                )  # fmt: skip
-                inputs.append(RotatedActivations(values=values, scales=scales))
+            inputs.append(activations_of(x, layouts[-1]))
             ALLOCATED.extend((layouts[-1].packed_codes, inputs[-1].values))
-        gemv.MAX_SUM_BYTES = 32768 if m != 2 else 0  # Triton's own sum too
+        gemv_kernel.MAX_SUM_BYTES = 32768 if m != 2 else 0  # Triton's own sum too
         gemv_constants.cache_clear()
         group_constants.cache_clear()
         together = gemv_group(inputs, layouts, configs)
@@ -364,32 +357,21 @@ def main() -> None:
         values = reference.trellis_values(layout)
         assert torch.equal(dequantize(layout, asm=True).double(), values), f"{code} {bits}: dequantize"
         x, padded = torch.randn(m, k).half(), -(-k // 16) * 16
-        gemv.MAX_SUM_BYTES = 32768 if bits != 2 or code == "pair" else 0  # Triton's own sum too
+        gemv_kernel.MAX_SUM_BYTES = 32768 if bits != 2 or code == "pair" else 0  # Triton's own sum too
+        given = activations_of(x, layout)
+        ALLOCATED.append(given.values)
+        got = launch_gemv(given, layout, config)
         if code == "3inst":
-            rotated = torch.nn.functional.pad(x, (0, padded_columns(k) - k))
-            ALLOCATED.append(rotated)
-            got = gemv_fp16(rotated, layout, config, pdl=False)
-            want = rotated[:, :padded].double() @ values.T
+            rotated = given.values[:, :padded].double()
         else:
-            fixed, scales = hadamard_transform_int8(
-                x,
-                layout.input_scales,
-                in_width=k,
-                out_width=padded_columns(k),
-                pair=code == "pair",
-                asm=False,
-                pdl=False,
-            )
-            got = gemv_int8(fixed, scales, layout, config, pdl=False)
-            rotated = torch.nn.functional.pad(
-                x.double() * layout.input_scales, (0, padded - k)
-            ) @ reference.hadamard(padded)
-            want = rotated @ values.T
+            scaled = torch.nn.functional.pad(x.double() * layout.input_scales, (0, padded - k))
+            rotated = scaled @ reference.hadamard(padded)
+        want = rotated @ values.T
         error = relative_error(got, want)
         assert error < 1e-4, f"{code} at {bits} bits is off by {error:.1e}"
 
     check_groups()
-    gemv.MAX_SUM_BYTES = 32768
+    gemv_kernel.MAX_SUM_BYTES = 32768
     check_fused()
     check_unrotated()
     check_experts()

@@ -15,10 +15,10 @@ from requant_kernels.common.slots import Slots  # noqa: E402
 from requant_kernels.experts.scale import combine_kernel, gate_kernel  # noqa: E402
 from requant_kernels.hadamard.tile_kernel import HADAMARD_TILE  # noqa: E402
 from requant_kernels.launch_config import Shape, TrellisGemvConfig, m_bucket  # noqa: E402
-from requant_kernels.trellis import gemv  # noqa: E402
+from requant_kernels.trellis import gemv_kernel  # noqa: E402
 from requant_kernels.trellis.dequantize import dequantize_constants, trellis_dequantize_kernel  # noqa: E402
-from requant_kernels.trellis.gemv import gemv_constants, padded_columns, trellis_gemv_kernel  # noqa: E402
 from requant_kernels.trellis.gemv_group import group_constants, trellis_gemv_group_kernel  # noqa: E402
+from requant_kernels.trellis.gemv_kernel import gemv_constants, trellis_gemv_kernel  # noqa: E402
 from requant_kernels.trellis.layout import k64_per_unit  # noqa: E402
 
 from .compile_offline import Machine, compile_kernel, counts_instructions  # noqa: E402
@@ -43,7 +43,7 @@ def trellis_machine(
         integers = {
             "M": tokens,
             "units": units,
-            "hadamard_tiles": padded_columns(k) // HADAMARD_TILE,
+            "hadamard_tiles": -(-k // HADAMARD_TILE),
             "rows": 16,
         }
     kind = (k & -k, torch.float16) if fused and k is not None else None
@@ -82,7 +82,7 @@ def test_trellis_instructions_a_weight(
     unroll = 2 if bits == 2 else 1
     gemv_constants.cache_clear()
     if not shared:
-        monkeypatch.setattr(gemv, "MAX_SUM_BYTES", 0)
+        monkeypatch.setattr(gemv_kernel, "MAX_SUM_BYTES", 0)
     machine = trellis_machine(code, bits, launch=(8, 2, unroll))
     gemv_constants.cache_clear()
     assert machine.stack == 0

@@ -24,7 +24,7 @@ from requant_kernels.launch_config import (
     read_table,
     write_table,
 )
-from requant_kernels.trellis.gemv import gemv_constants
+from requant_kernels.trellis.gemv_kernel import gemv_constants
 from requant_kernels.trellis.layout import k64_per_unit
 
 from .cases import Case, random_csr, random_layout, random_trellis

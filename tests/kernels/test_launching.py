@@ -119,7 +119,7 @@ def every_way() -> None:
 
 def test_what_is_launched_directly_is_what_triton_would_bind(monkeypatch) -> None:
     from requant_kernels.common import launch
-    from requant_kernels.trellis import fused_hadamard
+    from requant_kernels.trellis import gemv as trellis_gemv
 
     def run(self, *args, grid, warmup, **kwargs):
         own = {name: value for name, value in kwargs.items() if name not in launch.OPTIONS}
@@ -130,7 +130,7 @@ def test_what_is_launched_directly_is_what_triton_would_bind(monkeypatch) -> Non
     monkeypatch.setattr(JITFunction, "run", run)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(launch, "_chosen", {})
-    monkeypatch.setattr(fused_hadamard, "num_sms", lambda device: 132)
+    monkeypatch.setattr(trellis_gemv, "num_sms", lambda device: 132)
     every_way()
     known, before = len(launch._chosen), len(LAUNCHED)
     every_way()

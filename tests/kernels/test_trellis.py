@@ -7,7 +7,8 @@ from requant_kernels import TrellisLayout, linear, pack_trellis, unpack_trellis
 from requant_kernels.fallback import reference
 from requant_kernels.launch_config import TrellisGemvConfig
 from requant_kernels.trellis.code_ptx import decode_ptx
-from requant_kernels.trellis.gemv_ptx import BYTE_SUM_MEAN, fp16_mma_ptx, int8_mma_ptx
+from requant_kernels.trellis.codes import CODES
+from requant_kernels.trellis.gemv_ptx import fp16_mma_ptx, int8_mma_ptx
 from requant_kernels.trellis.layout import k64_per_unit
 
 from requant.formats.trellis import Trellis
@@ -60,7 +61,7 @@ def test_weights_of_a_lane_are_exact(code: str, bits: float) -> None:
         assert np.array_equal(got.reshape(8, 4, 2, 16), want[k64])
 
 
-SUMS = [kind for kind in KINDS if kind[0] in BYTE_SUM_MEAN]
+SUMS = [kind for kind in KINDS if CODES[kind[0]].byte_sums]
 
 
 @pytest.mark.parametrize(("code", "bits"), SUMS)
@@ -87,7 +88,7 @@ def test_hashes_meet_their_activations_in_the_tensor_core(code: str, bits: float
         want = values[:, ::2] @ ((left + right) / 2).T + values[:, 1::2] @ ((left - right) / 2).T
     else:
         want = values @ x.T.astype(int)
-    assert np.array_equal(got - BYTE_SUM_MEAN[code] * x.sum(1, dtype=int), want)
+    assert np.array_equal(got - CODES[code].byte_sum_mean * x.sum(1, dtype=int), want)
 
 
 @pytest.mark.parametrize("bits", [2, 2.25])

@@ -7,7 +7,7 @@ from requant_kernels.dispatch import dispatch_group
 from requant_kernels.fallback import reference
 from requant_kernels.launch_config import TrellisGemvConfig
 from requant_kernels.trellis import gemv
-from requant_kernels.trellis.fused_hadamard import can_fuse
+from requant_kernels.trellis.gemv import can_fuse
 from requant_kernels.trellis.gemv_group import gemv_group
 from torch import Tensor
 

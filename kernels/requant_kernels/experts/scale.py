@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from requant_kernels.common.launch import interned, launch
-from requant_kernels.common.pdl import wait_for_previous_launch
+from requant_kernels.common.pdl import pdl_option, wait_for_previous_launch
 from requant_kernels.experts.stack import ExpertStack
 
 BLOCK = 256
@@ -74,10 +74,9 @@ def gate(
     """h [slots, n] of z float32 [2 slots, n]; without `silu` gates and ups [2, slots, n]."""
     slots, n = len(experts), stack.n
     h = torch.empty((slots, n) if silu else (2, slots, n), dtype=dtype, device=z.device)
-    options: dict[str, object] = {"launch_pdl": True} if pdl else {}
     launch(
         gate_kernel, (slots, triton.cdiv(n, BLOCK), 1), (z, stack.output_scales, stack.biases, experts, h, n),
-        interned(NUM_EXPERTS=stack.experts, SILU=silu, BLOCK=BLOCK, PDL=pdl, num_warps=4, **options),
+        interned(NUM_EXPERTS=stack.experts, SILU=silu, BLOCK=BLOCK, PDL=pdl, num_warps=4, **pdl_option(pdl)),
     )  # fmt: skip
     return h
 
@@ -88,9 +87,8 @@ def combine(
     """y [m, n] of z float32 [m s, n] and weights [m, s]."""
     (m, per_token), n = weights.shape, stack.n
     y = torch.empty(m, n, dtype=dtype, device=z.device)
-    options: dict[str, object] = {"launch_pdl": True} if pdl else {}
     launch(
         combine_kernel, (m, triton.cdiv(n, BLOCK), 1), (z, stack.output_scales, stack.biases, experts, weights, y, n),
-        interned(PER_TOKEN=per_token, BLOCK=BLOCK, PDL=pdl, num_warps=4, **options),
+        interned(PER_TOKEN=per_token, BLOCK=BLOCK, PDL=pdl, num_warps=4, **pdl_option(pdl)),
     )  # fmt: skip
     return y

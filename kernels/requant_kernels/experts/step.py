@@ -14,18 +14,14 @@ import torch
 from torch import Tensor
 
 from requant_kernels import heuristics
-from requant_kernels.common.device import num_sms, supports_pdl, supports_ptx
+from requant_kernels.common.device import supports_pdl, supports_ptx
 from requant_kernels.common.slots import Slots
 from requant_kernels.experts.scale import combine, gate
 from requant_kernels.experts.stack import ExpertStack
-from requant_kernels.hadamard.tile_kernel import HADAMARD_TILE
-from requant_kernels.hadamard.tile_ptx import MAX_SUM_BYTES
-from requant_kernels.hadamard.transform import hadamard_transform, hadamard_transform_int8
-from requant_kernels.launch_config import Shape, TrellisGemvConfig
-from requant_kernels.trellis.fused_hadamard import NUM_WARPS
-from requant_kernels.trellis.gemv import BYTE_SUM_MEAN, gemv_slots, padded_columns
-from requant_kernels.trellis.layout import TILE, TrellisLayout
-from requant_kernels.trellis.rotate import rotate_input
+from requant_kernels.hadamard.transform import hadamard_transform
+from requant_kernels.launch_config import Shape
+from requant_kernels.trellis import gemv
+from requant_kernels.trellis.layout import TILE
 
 
 def supports(device: torch.device) -> bool:
@@ -58,33 +54,15 @@ def product(x: Tensor, stack: ExpertStack, experts: Tensor, *, per_token: int, a
         bits: heuristics.trellis_slots(Shape(first.code, bits, stack.n, stack.k, 1), total, x.device)
         for bits in stack.by_bits
     }
-    fused = all(_can_fuse(x, layout, configs[bits], total) for bits, (layout, _) in stack.by_bits.items())
-    rotated, scales = x, None
-    if not fused and first.code in BYTE_SUM_MEAN:
-        rotated, scales = hadamard_transform_int8(
-            x, first.input_scales, in_width=stack.k, out_width=padded_columns(stack.k), pair=first.code == "pair", asm=asm,
-            pdl=pdl,
-        )  # fmt: skip
-    elif not fused:
-        rotated = rotate_input(x, first, padded_columns(stack.k), asm=asm)
+    fused = all(
+        gemv.can_fuse(x, layout, configs[bits], slots=total) for bits, (layout, _) in stack.by_bits.items()
+    )
+    rotated = x if fused else gemv.rotate_activations(x, first, asm=asm)
     z = torch.empty(total, rows, dtype=torch.float32, device=x.device)
     slots = Slots(parts=stack.parts, experts=stack.experts, per_token=per_token)
     for bits, (layout, matrices) in stack.by_bits.items():
-        gemv_slots(rotated, scales, layout, configs[bits], z, experts, matrices, slots, fused=fused, pdl=pdl)
+        slot_products = gemv.SlotProducts(y=z, experts=experts, matrices=matrices, slots=slots)
+        gemv.launch_gemv(rotated, layout, configs[bits], slot_products=slot_products)
     y = torch.empty(total, stack.n, dtype=torch.float32, device=x.device)
     hadamard_transform(z, y, in_width=rows, columns=rows, out_width=stack.n, asm=asm, pdl=pdl)
     return y
-
-
-def _can_fuse(x: Tensor, layout: TrellisLayout, config: TrellisGemvConfig, slots: int) -> bool:
-    """Whether every CTA can rotate its row of x itself, and all CTAs run at once."""
-    ctas = -(-layout.n // (TILE * config.tiles_per_cta)) * slots
-    return (
-        layout.code in BYTE_SUM_MEAN
-        and config.num_warps == NUM_WARPS
-        and layout.k % 256 == 0
-        and layout.k <= HADAMARD_TILE
-        and 128 * NUM_WARPS * 2 * config.tiles_per_cta <= MAX_SUM_BYTES
-        and ctas <= num_sms(x.device)
-        and x.data_ptr() % 16 == 0
-    )

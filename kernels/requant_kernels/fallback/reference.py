@@ -18,6 +18,7 @@ from requant_kernels.common.packing import (
     unpack_grid,
 )
 from requant_kernels.common.sparse import unpack_residuals
+from requant_kernels.trellis.codes import CODES
 from requant_kernels.trellis.layout import TrellisLayout, step_bits, unpack_trellis
 
 
@@ -46,7 +47,7 @@ def weight(layout: Layout | TrellisLayout, dtype: torch.dtype = torch.float64) -
     if isinstance(layout, TrellisLayout):
         return trellis_weight(layout, dtype) + sparse(layout, dtype)
     matrix = dense(layout, dtype)
-    scales = None if isinstance(layout, CodebookLayout) else layout.column_scales
+    scales = layout.column_scales
     if scales is not None:
         matrix = matrix / scales.to(dtype)
     return matrix + sparse(layout, dtype)
@@ -80,17 +81,18 @@ def trellis_values(layout: TrellisLayout, dtype: torch.dtype = torch.float64) ->
         window |= sequences.roll(back, 1) << shift
         shift += code_bits.roll(back)
     window &= 0xFFFF
-    if layout.code == "pair":
+    code = CODES[layout.code]
+    if code.weights_per_hash == 2:
         window = window[:, 1::2].repeat_interleave(2, 1)
-    if layout.code == "3inst":
-        h = (window * 89226354 + 64248484 & 0x8FFF8FFF) ^ 0x3B603B60
+    h = window * code.multiplier + code.addend
+    if not code.byte_sums:
+        h = (h & 0x8FFF8FFF) ^ 0x3B603B60
         low, high = ((h >> shift & 0xFFFF).to(torch.int16).view(torch.float16) for shift in (0, 16))
         values = (low + high).to(dtype)
     else:
-        h = window * 0x83DCD12D if layout.code == "mul1" else window * 0x4E6DA66B + 0x3C6EF35F
         b = [(h >> shift & 0xFF).to(dtype) for shift in (0, 8, 16, 24)]
         values = (b[0] + b[1] + b[2] + b[3] - 510) / 128
-        if layout.code == "pair":
+        if code.weights_per_hash == 2:
             values[:, 1::2] = ((b[0] - b[1] - b[2] + b[3]) / 128)[:, 1::2]
     return values.view(rows // 16, columns // 16, 16, 16).transpose(1, 2).reshape(rows, columns)
 

@@ -25,8 +25,7 @@ RESIDUALS_AT_ONCE = 1 << 20
 
 def dequantize_tiles(layout: Layout, start: int, stop: int) -> Tensor:
     """Dense weights, float32, of row tiles `start` to `stop`, in stored order: [16 (stop - start), k]."""
-    format = "codebook" if isinstance(layout, CodebookLayout) else "grid"
-    codes = unpack_codes(layout.packed_codes[start:stop], format=format, bits=layout.bits, k=layout.k)
+    codes = unpack_codes(layout.packed_codes[start:stop], format=layout.format, bits=layout.bits, k=layout.k)
     if isinstance(layout, CodebookLayout):
         return layout.levels[start * ROW_TILE : stop * ROW_TILE].float().gather(1, codes.long())
     span = layout.kernel_group or layout.k
@@ -52,7 +51,7 @@ def linear(x: Tensor, layout: Layout | TrellisLayout, bias: Tensor | None, confi
         y = tokens @ reference.weight(layout, torch.float32).T
         return (y if bias is None else y + bias.float()).to(x.dtype)
     dense = tokens
-    if not isinstance(layout, CodebookLayout) and layout.column_scales is not None:
+    if layout.column_scales is not None:
         dense = tokens / layout.column_scales.float()
     tiles = layout.packed_codes.shape[0]
     step = max(1, WEIGHTS_AT_ONCE // (ROW_TILE * layout.k))
@@ -77,7 +76,7 @@ def dequantize(layout: Layout, dtype: torch.dtype) -> Tensor:
     out = torch.empty(layout.n, layout.k, dtype=dtype, device=layout.packed_codes.device)
     for i in range(0, tiles, step):
         weights = dequantize_tiles(layout, i, min(i + step, tiles))
-        if not isinstance(layout, CodebookLayout) and layout.column_scales is not None:
+        if layout.column_scales is not None:
             weights = weights / layout.column_scales.float()
         stop = min((i + step) * ROW_TILE, layout.n)
         rows = torch.arange(i * ROW_TILE, stop, device=out.device)

@@ -1,14 +1,7 @@
 """PTX that decodes trellis codes: windows of the bit stream, their hashes, and the weights as pairs of float16.
 
 The state of a weight is the 16 bits of its tile's stream that end with the weight's own bits (bitshift trellis, QTIP,
-arXiv 2406.11235); the computed codes hash it and read the weight off the hash. `3inst` is QTIP's, `mul1` ExLlamaV3's,
-`pair`, two weights per hash, is ours (`requant/formats/trellis_codes.py`).
-
-| code | weights of state s | after the tensor cores |
-| --- | --- | --- |
-| mul1 | byte sum of 0x83DCD12D s | / 128 |
-| pair | two: b0 + b1 + b2 + b3 and 510 + b0 - b1 - b2 + b3 of 0x4E6DA66B s + 0x3C6EF35F | / 128 |
-| 3inst | the two float16 in ((89226354 s + 64248484) & 0x8FFF8FFF) ^ 0x3B603B60, added | |
+arXiv 2406.11235); a computed code hashes it and reads the weight off the hash (`codes.py`).
 
 A lane `4 g + t` holds a *segment*: the bits of rows 2 g and 2 g + 1 of tile t of a k64, 8 T bits where four weights take T
 (`layout.py`). The first windows need the 32 bits before the segment, which are the last ones of lane `4 (g - 1) + t`; lane
@@ -32,15 +25,10 @@ from dataclasses import dataclass
 from functools import cache
 
 from requant_kernels.common.ptx import Ptx, PtxBuilder
+from requant_kernels.trellis.codes import CODES
 from requant_kernels.trellis.layout import k64_per_unit
 
 ROW_WEIGHTS = 16  # of a tile
-HASHES = {  # code -> multiplier, addend
-    "mul1": (0x83DCD12D, 0),
-    "pair": (0x4E6DA66B, 0x3C6EF35F),
-    "3inst": (89226354, 64248484),
-}
-WEIGHTS_PER_HASH = {"mul1": 1, "pair": 2, "3inst": 1}
 SPANNING = 24  # offset of a window whose upper byte is in the next register
 # the most row tiles whose windows are decoded alternately; more are decoded one after another, in the same registers
 MAX_INTERLEAVED_TILES = 4
@@ -59,10 +47,10 @@ class Window:
 def windows(code: str, quad_bits: int, bits_after: int, spanning: bool = False) -> tuple[Window, ...]:
     """The windows of a segment, first row first: 32 of `mul1` and `3inst`, 16 of `pair`.
 
-    `bits_after`: bits of the unit behind the segment; `spanning`: whether a window may continue in the next register, where
+    `bits_after`: bits of the unit after the segment; `spanning`: whether a window may continue in the next register, where
     that saves a funnel shift.
     """
-    length, weights = 8 * quad_bits, WEIGHTS_PER_HASH[code]
+    length, weights = 8 * quad_bits, CODES[code].weights_per_hash
     ends = [
         length - i // 4 * quad_bits - (i % 4 + 1) * quad_bits // 4 for i in range(weights - 1, 32, weights)
     ]
@@ -90,7 +78,7 @@ def windows(code: str, quad_bits: int, bits_after: int, spanning: bool = False) 
 
 def uses_spanning_windows(code: str, row_tiles: int) -> bool:
     """Whether windows that continue in the next register are faster: by measurement, for counts always favour them."""
-    return WEIGHTS_PER_HASH[code] > 1 or row_tiles > MAX_INTERLEAVED_TILES
+    return CODES[code].weights_per_hash > 1 or row_tiles > MAX_INTERLEAVED_TILES
 
 
 class SegmentDecoder:
@@ -104,7 +92,7 @@ class SegmentDecoder:
         spanning: bool = False,
     ) -> None:  # fmt: skip
         """`words`: registers of a unit, of whose segments this is number `index`; `previous_lane` has the bits before."""
-        self.ptx, self.code, self.words = ptx, code, words[::-1]
+        self.ptx, self.code, self.words = ptx, CODES[code], words[::-1]
         self.bits_after = 8 * quad_bits * (k64_per_unit(quad_bits) - 1 - index)
         self.top = 8 * quad_bits - 32  # position of the segment's first 32 bits
         self.windows = windows(code, quad_bits, self.bits_after, spanning)
@@ -149,7 +137,7 @@ class SegmentDecoder:
         if index in self._hashes:
             return self._hashes[index]
         window, new = self.windows[index], self.ptx.new
-        multiplier, addend = HASHES[self.code]
+        multiplier, addend = self.code.multiplier, self.code.addend
         bits = self._bits(window.start)
         high_half = Window(start=window.start, offset=16)
         if window.offset == 0 and high_half in self.windows and self.unmasked_windows > 0:
@@ -176,7 +164,7 @@ class SegmentDecoder:
 
 
 class WeightDecoder(SegmentDecoder):
-    """Appends the PTX that turns hashes into weights, as pairs of float16."""
+    """Appends the PTX that decodes hashes to weights, as pairs of float16."""
 
     unmasked_windows = 0  # dp4a keeps the multiplier's pipe busy
 
@@ -184,7 +172,7 @@ class WeightDecoder(SegmentDecoder):
         """The weights of columns 2 `index` and 2 `index` + 1, 8 pairs a row. Byte sums are added to the bit pattern of 1024,
         which makes the float16 number 1024 + sum, 1534 more than the sum less its mean of 510."""
         new = self.ptx.new
-        if self.code == "3inst":
+        if not self.code.byte_sums:
             first, second = (
                 new("masked", f"lop3.b32 {{d}}, {self.hash(2 * index + i)}, 0x8FFF8FFF, 0x3B603B60, 0x6A;")
                 for i in range(2)
@@ -192,7 +180,7 @@ class WeightDecoder(SegmentDecoder):
             low = new("low", f"prmt.b32 {{d}}, {first}, {second}, 0x5410;")
             high = new("high", f"prmt.b32 {{d}}, {first}, {second}, 0x7632;")
             return new("weights", f"add.rn.f16x2 {{d}}, {low}, {high};")
-        if self.code == "pair":  # b0 + b1 + b2 + b3 and 510 + b0 - b1 - b2 + b3
+        if self.code.weights_per_hash == 2:  # b0 + b1 + b2 + b3 and 510 + b0 - b1 - b2 + b3
             first = new("sum", f"dp4a.u32.u32 {{d}}, {self.hash(index)}, 0x01010101, 0x6400;")
             second = new("sum", f"dp4a.u32.s32 {{d}}, {self.hash(index)}, 0x01FFFF01, 0x65FE;")
         else:
@@ -214,7 +202,7 @@ def decode_ptx(code: str, quad_bits: int, k64: int) -> Ptx:
     segment = WeightDecoder(ptx, code, quad_bits, [f"${16 + i}" for i in range(words)], k64, f"${16 + words}")
     ptx.comment("weights of two columns at a time")
     for i in range(16):
-        if code == "3inst":
+        if not CODES[code].byte_sums:
             ptx.emit(f"mov.b32 ${i}, {segment.pair(i)};")
         else:  # exactly (1024 + sum - 1534) / 128
             scale, offset = (

@@ -1,6 +1,6 @@
 """V of a trellis as float16, exactly, in the rotated basis: for many tokens, where cuBLAS multiplies.
 
-Also the way for whatever has no kernel of its own: without inline PTX, V is decoded by plain Triton (`portable.py`).
+Also the fallback for whatever has no kernel of its own: without inline PTX, V is decoded by plain Triton (`portable.py`).
 """
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none
@@ -17,7 +17,7 @@ from torch import Tensor
 from requant_kernels.common.device import supports_ptx
 from requant_kernels.common.launch import launch
 from requant_kernels.trellis.code_ptx import decode_ptx, load_codes_ptx
-from requant_kernels.trellis.gemv import load_registers
+from requant_kernels.trellis.gemv_kernel import load_registers
 from requant_kernels.trellis.layout import TILE, TrellisLayout, k64_per_unit
 from requant_kernels.trellis.operands import ActivationForm, RotatedActivations
 from requant_kernels.trellis.portable import MAX_TOKENS, portable_dequantize, portable_gemv

@@ -16,9 +16,7 @@ from functools import cache
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from requant_kernels.common.device import num_sms
 from requant_kernels.common.ptx import Ptx
 from requant_kernels.hadamard.tile_kernel import HADAMARD_TILE, sign_pair
 from requant_kernels.hadamard.tile_ptx import (
@@ -31,7 +29,6 @@ from requant_kernels.hadamard.tile_ptx import (
     load_eight_ptx,
 )
 from requant_kernels.launch_config import TrellisGemvConfig
-from requant_kernels.trellis.layout import TrellisLayout
 
 NUM_WARPS = 16
 
@@ -85,13 +82,8 @@ def rotate_token(x_ptr, factors, lane, warp, width, FUSED: tl.constexpr):
         first = sign_pair(g, t, 6)
     third = sign_pair(g, t, MASK)
     smem = tl.inline_asm_elementwise(
-        FUSED.allocate.text,
-        FUSED.allocate.constraints,
-        (lane + warp * 0,),
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+        FUSED.allocate.text, FUSED.allocate.constraints, (lane + warp * 0,), dtype=tl.int32, is_pure=False, pack=1
+    )  # fmt: skip
     x = _load_eight(x_ptr, warp * 256 + lane * 8, width, LOAD)
     values = ()
     for i in tl.static_range(8):
@@ -117,17 +109,11 @@ def fused_hadamard(block_size: int, dtype: torch.dtype, *, pair: bool, row_tiles
     )  # fmt: skip
 
 
-def can_fuse(x: Tensor, layout: TrellisLayout, config: TrellisGemvConfig) -> bool:
-    """Whether every CTA can rotate x itself, and all CTAs run at once."""
-    ctas = -(-layout.packed_codes.shape[0] // config.tiles_per_cta)
+def supports(k: int, config: TrellisGemvConfig) -> bool:
+    """Whether a CTA of this launch can rotate k columns: as many warps, and shared memory enough for its sums."""
     return (
-        x.shape[0] == 1
-        and layout.input_scales is not None
-        and config.num_warps == NUM_WARPS
-        and layout.k % 256 == 0
-        and layout.k <= HADAMARD_TILE
+        config.num_warps == NUM_WARPS
+        and k % 256 == 0
+        and k <= HADAMARD_TILE
         and 128 * NUM_WARPS * 2 * config.tiles_per_cta <= MAX_SUM_BYTES
-        and ctas <= num_sms(x.device)
-        and x.data_ptr() % 16 == 0
-        and layout.input_scales.data_ptr() % 16 == 0
     )

@@ -1,13 +1,13 @@
 """Several trellis matrices that read the same activations, in one launch, whatever the widths and codes of each.
 
-A budget gives every matrix its own width, so q, k and v are hardly ever one matrix, nor gate and up. But a CTA of `gemv.py`
-needs nothing of any other: here the grid is that of all parts one behind the other, and a CTA branches by its number to the
-program of its part. Each part's results are those of a launch of its own, bit for bit.
+A size budget gives every matrix its own bit width, so q, k and v can rarely be packed as one matrix, nor gate and up. But
+CTAs of `gemv.py` are independent of one another: here one grid holds those of all parts, part after part, and each CTA
+branches by its number to the program of its part. Each part's results are those of a launch of its own, bit for bit.
 
     CTAs    [ part 0 | part 1 | part 2 ]        codes of the most bits first, which take the longest
 
-What a launch costs besides its bytes is paid once, and CTAs of the small parts fill the SMs that those of the large one
-leave idle: a step of the 8B shape takes 7 % less on an H200, with eight sequences 10 to 15 %. All parts have the same warps;
+The fixed cost of a launch is paid once, and CTAs of the small parts fill the SMs that those of the large one leave
+idle: a step of the 8B shape takes 7 % less on an H200, with eight sequences 10 to 15 %. All parts have the same warps;
 registers and shared memory are those of the part that needs most.
 """
 
@@ -27,17 +27,18 @@ from torch import Tensor
 from requant_kernels.common.device import supports_pdl
 from requant_kernels.common.launch import interned, launch
 from requant_kernels.common.occupancy import padded_smem_bytes
+from requant_kernels.common.pdl import pdl_option
 from requant_kernels.hadamard.tile_kernel import HADAMARD_TILE
 from requant_kernels.hadamard.tile_ptx import allocate_smem_ptx
 from requant_kernels.launch_config import TrellisGemvConfig
-from requant_kernels.trellis.gemv import GemvPtx, GemvShape, gemv_constants, multiply_tiles
+from requant_kernels.trellis.gemv_kernel import GemvPtx, GemvShape, gemv_constants, multiply_tiles
 from requant_kernels.trellis.layout import TILE, TrellisLayout
 from requant_kernels.trellis.operands import RotatedActivations
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupPart:
-    """What `gemv.py` is compiled for, of one of the matrices."""
+    """What `gemv_kernel.py` is compiled for, of one of the matrices."""
 
     shape: GemvShape
     ptx: GemvPtx
@@ -119,7 +120,6 @@ def gemv_group(
     )
     constants = group_constants(tuple(parts), m)
     pdl = supports_pdl(device)
-    options = {"num_warps": first.num_warps, "num_stages": 1, **({"launch_pdl": True} if pdl else {})}
     values = inputs[0].values
     launch(
         trellis_gemv_group_kernel,
@@ -130,7 +130,8 @@ def gemv_group(
             tuple(tiles[i] for i in order), tuple(units[i] for i in order), m,
             values.shape[1] // HADAMARD_TILE, values.stride(0),
         ),
-        interned(**constants, PDL=pdl, EARLY_TRIGGER=first.pdl_trigger_early, **options),
+        interned(**constants, PDL=pdl, EARLY_TRIGGER=first.pdl_trigger_early, num_warps=first.num_warps, num_stages=1,
+                 **pdl_option(pdl)),
         smem_bytes=padded_smem_bytes(first.max_ctas_per_sm, device),
     )  # fmt: skip
     return outputs

@@ -14,19 +14,16 @@ so that one operand register serves two weights; the rotation writes sums and di
 
 from functools import cache
 
-from requant_kernels.common.ptx import Ptx, PtxBuilder, inline_ptx
+from requant_kernels.common.ptx import Ptx, PtxBuilder, inline_ptx, mma_k16_types, mma_line
 from requant_kernels.trellis.code_ptx import (
     MAX_INTERLEAVED_TILES,
     ROW_WEIGHTS,
-    WEIGHTS_PER_HASH,
     SegmentDecoder,
     WeightDecoder,
     uses_spanning_windows,
 )
+from requant_kernels.trellis.codes import CODES
 from requant_kernels.trellis.layout import k64_per_unit
-
-# mean of the byte sums: the MMA of unsigned bytes exceeds the product by this times the sum of the activations
-BYTE_SUM_MEAN = {"mul1": 510.0, "pair": 255.0}
 
 
 class ReplicatedActivations:
@@ -34,13 +31,14 @@ class ReplicatedActivations:
 
     def __init__(self, ptx: PtxBuilder, code: str, first_registers: list[int]) -> None:
         """`first_registers`: of each n8 tile, the first of four operands: a lane's sixteen bytes of a row of its tile."""
-        self.ptx, self.code, self.first_registers = ptx, code, first_registers
+        self.ptx, self.weights_per_hash = ptx, CODES[code].weights_per_hash
+        self.first_registers = first_registers
         self._operands: dict[tuple[int, int], str] = {}
 
     def operand(self, n8: int, index: int) -> str:
         """What meets hash `index` of a row."""
         if (n8, index) not in self._operands:
-            if self.code == "mul1":  # one activation four times
+            if self.weights_per_hash == 1:  # one activation four times
                 source, selector = index // 4, index % 4 * 0x1111
             else:  # a sum and a difference: s d d s
                 source, selector = index // 2, 0x2332 if index % 2 else 0x0110
@@ -61,7 +59,7 @@ def int8_mma_ptx(code: str, quad_bits: int, row_tiles: int, n8_tiles: int) -> Pt
     words = quad_bits * k64_count // 4
     first_word, first_x = 2 * accumulators, 2 * accumulators + row_tiles * words
     previous_lane = f"${first_x + 4 * n8_tiles * k64_count}"
-    hashes_of_row = ROW_WEIGHTS // WEIGHTS_PER_HASH[code]
+    hashes_of_row = ROW_WEIGHTS // CODES[code].weights_per_hash
     # the k dimension of an MMA is 32 bytes, 8 hashes: a lane gives two, from both halves of a row of its tile
     hash_pairs = [(i, i + hashes_of_row // 2) for i in range(hashes_of_row // 2)]
     ptx = PtxBuilder()
@@ -91,17 +89,14 @@ def int8_mma_ptx(code: str, quad_bits: int, row_tiles: int, n8_tiles: int) -> Pt
                 segment.unmasked_windows = (segment.funnel_shifts + replications) // 2
             ptx.comment(f"k64 {k64}, row tiles {tiles[0]} to {tiles[-1]}: hash and multiply")
             for pair in hash_pairs:
-                x = [", ".join(activations.operand(n8, i) for i in pair) for n8 in range(n8_tiles)]
+                x = [[activations.operand(n8, i) for i in pair] for n8 in range(n8_tiles)]
                 last = k64 == k64_count - 1 and pair == hash_pairs[-1]
                 for r in tiles:
                     for n8 in range(n8_tiles):
                         i = r * n8_tiles + n8
                         hashes = [segments[r].hash(row * hashes_of_row + j) for j in pair for row in range(2)]
                         d = [f"${4 * i + j}" if last else ptx.register("acc") for j in range(4)]
-                        ptx.emit(
-                            f"mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {{{', '.join(d)}}}, "
-                            f"{{{', '.join(hashes)}}}, {{{x[n8]}}}, {{{', '.join(sums[i])}}};"
-                        )
+                        ptx.emit(mma_line("m16n8k32", "s32.u8.s8.s32", d, hashes, x[n8], sums[i]))
                         sums[i] = d
     inputs = accumulators + row_tiles * words + 4 * n8_tiles * k64_count + 1
     return ptx.build(["=r"] * accumulators + ["r"] * inputs)
@@ -127,16 +122,14 @@ def fp16_mma_ptx(code: str, quad_bits: int, row_tiles: int, n8_tiles: int) -> Pt
         for k16 in range(4):
             last = k64 == k64_count - 1 and k16 == 3
             a_of = [
-                ", ".join(segment.pair(8 * row + 2 * k16 + i) for i in range(2) for row in range(2))
+                [segment.pair(8 * row + 2 * k16 + i) for i in range(2) for row in range(2)]
                 for segment in segments
             ]
             for i in range(row_tiles * n8_tiles):
                 x = first_x + 8 * (i % n8_tiles * k64_count + k64) + 2 * k16
                 d = [f"${4 * i + j}" if last else ptx.register("acc") for j in range(4)]
-                ptx.emit(
-                    f"mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {{{', '.join(d)}}}, {{{a_of[i // n8_tiles]}}}, "
-                    f"{{${x}, ${x + 1}}}, {{{', '.join(sums[i])}}};"
-                )
+                b = [f"${x}", f"${x + 1}"]
+                ptx.emit(mma_line("m16n8k16", mma_k16_types("fp16"), d, a_of[i // n8_tiles], b, sums[i]))
                 sums[i] = d
     inputs = row_tiles * words + 8 * n8_tiles * k64_count + 1
     return ptx.build(["=f"] * accumulators + ["f"] * accumulators + ["r"] * inputs)

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from requant_kernels.common.sparse import Csr, SlicedEll, pack_sparse, padded_row_perm, sort_rows
+from requant_kernels.trellis.codes import CODES, MAX_BITS
 
 TILE = 16
 K64_TILES = 4
-CODES = {"mul1": 8, "3inst": 8, "pair": 8}  # code -> most bits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +43,11 @@ class TrellisLayout:
     ] = ()  # rows of the matrices that were joined, each with an H of its own; (): one matrix
     row_perm: Tensor | None = None  # of `sparse` alone: int32 [16 tiles], position -> row; padding has n
     sparse: SlicedEll | None = None
+
+    @property
+    def format(self) -> str:
+        """The name of its code."""
+        return self.code
 
     @property
     def quad_bits(self) -> int:
@@ -78,8 +83,8 @@ def pack_trellis(
     """
     n, k = len(output_scales), codes.shape[1] if input_scales is None else len(input_scales)
     quad_bits = round(4 * bits)
-    if code not in CODES or not 1 <= bits <= CODES[code] or quad_bits != 4 * bits:
-        supported = ", ".join(f"{name} to {most} bits" for name, most in CODES.items())
+    if code not in CODES or not 1 <= bits <= MAX_BITS or quad_bits != 4 * bits:
+        supported = ", ".join(f"{name} to {MAX_BITS} bits" for name in CODES)
         raise ValueError(
             f"no trellis kernel decodes {code!r} at {bits} bits; there are {supported}, in quarters"
         )

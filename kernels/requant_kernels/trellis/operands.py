@@ -1,4 +1,4 @@
-"""What goes into a trellis product and comes out of it, for steps that put other operations around it.
+"""The input and the output of a trellis product, for callers that fuse its rotations with other operations.
 
     rotated activations     H (input_scales * x), in the form that the kernel of the product reads
     product                 V times them, float32 or (cuBLAS) float16, still to be rotated
@@ -78,7 +78,7 @@ class Product:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """How a kernel reads a product: the sum of `splits` matrices, one behind the other."""
+    """How a kernel reads a product: the sum of `splits` matrices, one after the other."""
 
     splits: int
     row_stride: int

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from requant_kernels.trellis.gemv_ptx import BYTE_SUM_MEAN
+from requant_kernels.trellis.codes import CODES
 from requant_kernels.trellis.layout import TrellisLayout, k64_per_unit
 
 MAX_TOKENS = 16
@@ -35,25 +35,25 @@ def _decode_k64(
     """Weights float32 `[16, 64]` of a k64, times 128 where they are byte sums."""
     row, column = tl.arange(0, 16)[:, None], tl.arange(0, 64)[None, :]
     lane, index = row // 2 * 4 + column // 16, row % 2 * 16 + column % 16
-    last = index | 1 if CODE == "pair" else index
+    last = index | 1 if CODE.weights_per_hash == 2 else index
     end = last // 4 * QUAD_BITS + (last % 4 + 1) * QUAD_BITS // 4  # bits of the segment up to here
     base, segment = codes_ptr + (tile * units + k64 // J) * (8 * QUAD_BITS * J), k64 % J * (8 * QUAD_BITS)
     state = _bits_before(base, lane, segment + end, V)
     previous = _bits_before(base, (lane + 28) % 32, segment + 8 * QUAD_BITS + end * 0, V)
     own_bits = tl.minimum(end, 16).to(tl.uint32)
     state = ((state & ((1 << own_bits) - 1)) | (previous << own_bits)) & 0xFFFF
-    if CODE == "3inst":
-        h = ((state * 89226354 + 64248484) & 0x8FFF8FFF) ^ 0x3B603B60
+    h = state * CODE.multiplier + CODE.addend
+    if not CODE.byte_sums:
+        h = (h & 0x8FFF8FFF) ^ 0x3B603B60
         low, high = (h & 0xFFFF).to(tl.uint16), (h >> 16).to(tl.uint16)
         value = low.to(tl.float16, bitcast=True).to(tl.float32) + high.to(tl.float16, bitcast=True).to(
             tl.float32
         )
         return value.to(tl.float16).to(tl.float32)
-    h = state * 0x83DCD12D if CODE == "mul1" else state * 0x4E6DA66B + 0x3C6EF35F
     b0, b1 = (h & 0xFF).to(tl.int32), ((h >> 8) & 0xFF).to(tl.int32)
     b2, b3 = ((h >> 16) & 0xFF).to(tl.int32), (h >> 24).to(tl.int32)
     value = b0 + b1 + b2 + b3 - 510
-    if CODE == "pair":
+    if CODE.weights_per_hash == 2:
         value = tl.where(index % 2 == 1, b0 - b1 - b2 + b3, value)
     return value.to(tl.float32)
 
@@ -61,7 +61,7 @@ def _decode_k64(
 @triton.jit
 def portable_gemv_kernel(
     x_ptr, codes_ptr, y_ptr, M, K, units, rows, stride_x, CODE: tl.constexpr, QUAD_BITS: tl.constexpr,
-    J: tl.constexpr, V: tl.constexpr, SCALE: tl.constexpr, N: tl.constexpr,
+    J: tl.constexpr, V: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """y float32 `[M, rows]` = x float16 `[M, K]` @ V^T; grid: tiles of 16 rows."""
     tile = tl.program_id(0).to(tl.int64)
@@ -73,25 +73,25 @@ def portable_gemv_kernel(
         x = tl.load(x_ptr + token.to(tl.int64) * stride_x + at, mask=(token < M) & (at < K), other=0.0)
         acc = tl.dot(weight, x, acc)
     row = tile * 16 + tl.arange(0, 16)[:, None]
-    tl.store(y_ptr + token.to(tl.int64) * rows + row, acc * SCALE, mask=token < M)
+    tl.store(y_ptr + token.to(tl.int64) * rows + row, acc * CODE.scale, mask=token < M)
 
 
 @triton.jit
 def portable_dequantize_kernel(
     codes_ptr, out_ptr, units, columns, CODE: tl.constexpr, QUAD_BITS: tl.constexpr, J: tl.constexpr,
-    V: tl.constexpr, SCALE: tl.constexpr,
+    V: tl.constexpr,
 ):  # fmt: skip
     """out float16 `[rows, columns]` = V; grid: (tiles of 16 rows, k64)."""
     tile, k64 = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    value = _decode_k64(codes_ptr, tile, k64, units, CODE, QUAD_BITS, J, V) * SCALE
+    value = _decode_k64(codes_ptr, tile, k64, units, CODE, QUAD_BITS, J, V) * CODE.scale
     row, column = tile * 16 + tl.arange(0, 16)[:, None], k64 * 64 + tl.arange(0, 64)[None, :]
     tl.store(out_ptr + row * columns + column, value.to(tl.float16), mask=column < columns)
 
 
 def _constants(layout: TrellisLayout) -> dict[str, object]:
     return {
-        "CODE": layout.code, "QUAD_BITS": layout.quad_bits, "J": k64_per_unit(layout.quad_bits),
-        "V": layout.packed_codes.shape[-1], "SCALE": 1 / 128 if layout.code in BYTE_SUM_MEAN else 1.0,
+        "CODE": CODES[layout.code], "QUAD_BITS": layout.quad_bits, "J": k64_per_unit(layout.quad_bits),
+        "V": layout.packed_codes.shape[-1],
     }  # fmt: skip
 
 

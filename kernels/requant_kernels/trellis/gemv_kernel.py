@@ -1,0 +1,393 @@
+"""The program of `gemv.py`: what a CTA does with its row tiles, on integer or fp16 tensor cores (`gemv_ptx.py`).
+
+    y = output_scale * sum over Hadamard tiles h of scale_h * (sum of hash bytes x int8 activations - byte_sum_mean * sum q)
+
+The rotated activations are 16-bit fixed point with one scale for each token and Hadamard tile of 4096 columns:
+q = 256 high + low, whose signed bytes are two columns of the right operand (`hadamard/` writes them). Products and sums are
+exact in int32: a Hadamard tile adds at most 4096 * 4 * 255 * 128 < 2^30. At its end the sums become float32. `3inst`, whose
+values are not byte sums, goes through the same steps in float16 on the floating-point tensor cores.
+
+A warp owns units of J x 64 columns (`layout.py`) of `row_tiles` x 16 rows. Everything is addressed by lane: tensors are
+[warps, 32], one element a thread, and PTX says what a lane loads, hashes and multiplies. Nothing moves between warps before
+the last sum, whose order is fixed, so every run has the same bits. The codes of the next step are loaded before those of
+this one are multiplied, those of the first step before the previous launch has ended.
+"""
+
+# pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none
+# pyright: reportAttributeAccessIssue=none, reportPossiblyUnboundVariable=none, reportGeneralTypeIssues=none
+# pyright: reportAssignmentType=none
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from requant_kernels.common.pdl import wait_for_previous_launch
+from requant_kernels.common.ptx import Ptx
+from requant_kernels.common.slots import slot_of
+from requant_kernels.hadamard.tile_kernel import HADAMARD_TILE
+from requant_kernels.launch_config import TrellisGemvConfig
+from requant_kernels.trellis.code_ptx import load_codes_ptx
+from requant_kernels.trellis.codes import CODES
+from requant_kernels.trellis.fused_hadamard import fused_hadamard, load_factors, rotate_token
+from requant_kernels.trellis.gemv_ptx import (
+    LOAD_SCALES,
+    STORE,
+    cross_warp_sum_ptx,
+    fp16_mma_ptx,
+    int8_mma_ptx,
+    load_activations_ptx,
+)
+from requant_kernels.trellis.layout import k64_per_unit
+
+# bytes of shared memory that our sum over the warps may take; above it Triton's, which has four barriers more
+MAX_SUM_BYTES = 32768
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GemvShape:
+    """The numbers that `trellis_gemv_kernel` is compiled for. A step is `units_per_step` units of every warp."""
+
+    num_warps: int
+    row_tiles: int  # of a CTA
+    units_per_step: int
+    n8_tiles: int  # of 8 MMA columns: 4 tokens of int8, each a high and a low byte, or 8 of float16
+    k64_per_unit: int
+    words: int  # of a lane and unit
+    vector: int  # words of a load
+    steps_per_hadamard_tile: int
+    whole_steps: bool  # units are a multiple of the step
+    int8: bool  # byte sums times int8; else float16
+    activation_bytes: int
+    accumulators: int  # of a lane: 4 row_tiles n8_tiles
+    results: int  # of a lane: as many, or half of them, where high and low bytes are added
+    output_scale: float
+    byte_sum_mean: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GemvPtx:
+    """The inline assembly of `trellis_gemv_kernel`."""
+
+    mma: Ptx
+    load_codes: tuple[Ptx, ...]  # one for each unit of a whole step, else one for all
+    load_activations: tuple[Ptx, ...]
+    load_scales: Ptx
+    sum_warps: Ptx | None  # None: Triton's reduction
+    store: Ptx
+
+
+@triton.jit
+def load_registers(address, LOADS: tl.constexpr, COUNT: tl.constexpr):
+    """COUNT registers of int32 by each of the LOADS, from the same address of a lane."""
+    types: tl.constexpr = (tl.int32,) * COUNT
+    found = ()
+    for i in tl.static_range(len(LOADS)):
+        found = found + tl.inline_asm_elementwise(
+            LOADS[i].text, LOADS[i].constraints, (address,), dtype=types, is_pure=False, pack=1
+        )
+    return found
+
+
+@triton.jit
+def _chunk(registers, INDEX: tl.constexpr, COUNT: tl.constexpr):
+    """Chunk number INDEX, of COUNT registers."""
+    return registers[INDEX * COUNT : (INDEX + 1) * COUNT]
+
+
+@triton.jit
+def _load_codes(addresses, unit, units, LOADS: tl.constexpr, SHAPE: tl.constexpr):
+    """The words of a warp's units of a step, row tiles slowest; `addresses`: of unit 0 of every row tile."""
+    U: tl.constexpr = SHAPE.units_per_step
+    found = ()
+    for r in tl.static_range(len(addresses)):
+        if SHAPE.whole_steps:
+            found = found + load_registers(
+                addresses[r] + unit.to(tl.int64) * (128 * SHAPE.words), LOADS, SHAPE.words
+            )
+        else:
+            for u in tl.static_range(U):
+                # beyond the end the last unit is read again; it meets activations that are zero
+                at = tl.minimum(unit + u * SHAPE.num_warps, units - 1)
+                found = found + load_registers(
+                    addresses[r] + at.to(tl.int64) * (128 * SHAPE.words), LOADS, SHAPE.words
+                )
+    return found
+
+
+@triton.jit
+def _load_activations(addresses, unit, LOADS: tl.constexpr, SHAPE: tl.constexpr):
+    """The activations that meet a warp's units of a step, n8 tiles slowest."""
+    x = ()
+    for n8 in tl.static_range(len(addresses)):
+        x = x + load_registers(
+            addresses[n8] + unit * (64 * SHAPE.k64_per_unit * SHAPE.activation_bytes), LOADS, 4
+        )
+    return x
+
+
+@triton.jit
+def _load_scales(addresses, hadamard_tile, warp, PTX: tl.constexpr, SHAPE: tl.constexpr):
+    """Of every n8 tile: the scale of the Hadamard tile, and what the byte sums exceed the values by, for warp 0 alone."""
+    factors = ()
+    for n8 in tl.static_range(len(addresses)):
+        scale, total = tl.inline_asm_elementwise(
+            PTX.text, PTX.constraints, (addresses[n8] + hadamard_tile * 8,), dtype=(tl.float32, tl.float32),
+            is_pure=False, pack=1,
+        )  # fmt: skip
+        factors = factors + (scale, tl.where(warp == 0, total * -SHAPE.byte_sum_mean, 0.0))
+    return factors
+
+
+@triton.jit
+def _add_hadamard_tile(y, sums, factors, SHAPE: tl.constexpr):
+    """y + scale * (256 high + low - excess), for int32 sums of high and low bytes."""
+    S: tl.constexpr = SHAPE.n8_tiles
+    total = ()
+    for i in tl.static_range(len(y)):
+        both = sums[2 * i].to(tl.float32) * 256.0 + sums[2 * i + 1].to(tl.float32)
+        scale, excess = factors[i // 2 % S * 2], factors[i // 2 % S * 2 + 1]
+        total = total + (y[i] + (both + excess) * scale,)
+    return total
+
+
+@triton.jit
+def _token_and_row(lane, index, cta, last_tile, SHAPE: tl.constexpr):
+    """Where result `index` of a lane belongs."""
+    if SHAPE.int8:  # row of the lane, n8 tile, row tile
+        half, n8, of = index % 2, index // 2 % SHAPE.n8_tiles, index // (2 * SHAPE.n8_tiles)
+        token = lane % 4 + 4 * n8
+    else:  # token of the lane's two, row of the lane, n8 tile, row tile
+        half, n8, of = index // 2 % 2, index // 4 % SHAPE.n8_tiles, index // (4 * SHAPE.n8_tiles)
+        token = lane % 4 * 2 + index % 2 + 8 * n8
+    tile = tl.minimum(cta * SHAPE.row_tiles + of, last_tile).to(tl.int64)
+    return token, tile * 16 + lane // 4 * 2 + half
+
+
+@triton.jit
+def _sum_warps_by_triton(y, SHAPE: tl.constexpr):
+    """[32, results] summed over the warps, and the result that each of the columns is."""
+    RESULTS: tl.constexpr = SHAPE.results
+    LOG: tl.constexpr = SHAPE.results.bit_length() - 1
+    for level in tl.static_range(LOG):
+        joined = ()
+        for i in tl.static_range(RESULTS >> (level + 1)):
+            joined = joined + (tl.join(y[2 * i], y[2 * i + 1]),)
+        y = joined
+    column, index = tl.arange(0, RESULTS)[None, :], tl.arange(0, RESULTS)[None, :] * 0
+    for level in tl.static_range(LOG):  # bit i of the index is dimension i
+        index = index | ((column >> (LOG - 1 - level) & 1) << level)
+    return tl.reshape(tl.sum(y[0], 0), [32, RESULTS]), index
+
+
+@triton.jit
+def _store_scaled(y, token, row, inside, output_scales_ptr, bias_ptr, addend_ptr, y_ptr, rows):
+    """Store results of `inside`, in y's type `[M, rows]`."""
+    inside = inside & (row < rows)
+    y *= tl.load(output_scales_ptr + row, mask=inside, other=0.0).to(tl.float32)
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + row, mask=inside, other=0.0).to(tl.float32)
+    at = token.to(tl.int64) * rows + row
+    if addend_ptr is not None:
+        y += tl.load(addend_ptr + at, mask=inside, other=0.0)
+    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def multiply_tiles(
+    cta, x_ptr, scales_ptr, input_scales_ptr, codes_ptr, y_ptr, output_scales_ptr, bias_ptr, addend_ptr, M, units, rows,
+    last_tile, steps, hadamard_tiles, stride_x, sums_at, SHAPE: tl.constexpr, PTX: tl.constexpr, FUSED: tl.constexpr,
+    PDL: tl.constexpr, EARLY_TRIGGER: tl.constexpr, WAIT: tl.constexpr,
+):  # fmt: skip
+    """`trellis_gemv_kernel` for the row tiles of CTA number `cta`; WAIT: the launch before has still to be waited for.
+
+    sums_at: the address of shared memory for the sum over the warps, in a tuple; empty where `PTX.sum_warps` has its own.
+    """
+    LOAD_CODES: tl.constexpr = PTX.load_codes
+    LOAD_ACTIVATIONS: tl.constexpr = PTX.load_activations
+    LOAD_SCALES: tl.constexpr = PTX.load_scales
+    W: tl.constexpr = SHAPE.num_warps
+    R: tl.constexpr = SHAPE.row_tiles
+    U: tl.constexpr = SHAPE.units_per_step
+    S: tl.constexpr = SHAPE.n8_tiles
+    Y: tl.constexpr = SHAPE.results
+    lane, warp = tl.arange(0, 32)[None, :], tl.arange(0, W)[:, None]
+    ACCUMULATORS: tl.constexpr = SHAPE.accumulators
+    accumulator_types: tl.constexpr = ((tl.int32 if SHAPE.int8 else tl.float32),) * ACCUMULATORS
+    previous_lane = (lane + 28) % 32 + warp * 0
+    codes = ()
+    for r in tl.static_range(R):  # beyond the end the last tile is computed, and written, again
+        tile = tl.minimum(cta * R + r, last_tile).to(tl.int64)
+        start = (codes_ptr + tile * units * (32 * SHAPE.words)).to(tl.int64)
+        codes = codes + (start + lane * (4 * SHAPE.vector) + warp * 0,)
+    next_words = _load_codes(codes, warp, units, LOAD_CODES, SHAPE)
+    if FUSED is not None:
+        input_factors = load_factors(input_scales_ptr, lane, warp, stride_x, FUSED)
+    if WAIT:
+        wait_for_previous_launch(PDL, EARLY_TRIGGER)
+    if FUSED is not None:
+        smem, scale, total = rotate_token(x_ptr, input_factors, lane, warp, stride_x, FUSED)
+        factors = (scale, tl.where(warp == 0, total * -SHAPE.byte_sum_mean, 0.0))
+    activations = ()
+    scales = ()
+    for n8 in tl.static_range(S):  # columns beyond those of the tokens are computed and never stored
+        column = tl.minimum(lane // 4 + 8 * n8, (2 * M if SHAPE.int8 else M) - 1) + warp * 0
+        if FUSED is not None:
+            activations = activations + (smem + column * FUSED.low_bytes + lane % 4 * 16,)
+        else:
+            activations = activations + ((x_ptr + column * stride_x + lane % 4 * 16).to(tl.int64),)
+        if SHAPE.int8 and FUSED is None:
+            token = tl.minimum(lane % 4 + 4 * n8, M - 1) + warp * 0
+            scales = scales + ((scales_ptr + token * hadamard_tiles * 2).to(tl.int64),)
+    next_x = _load_activations(activations, warp, LOAD_ACTIVATIONS, SHAPE)
+    y = ()
+    for _ in tl.static_range(Y):
+        y = y + (tl.zeros([W, 32], tl.float32),)
+    COUNT: tl.constexpr = SHAPE.words
+    X_COUNT: tl.constexpr = 4 * SHAPE.k64_per_unit * SHAPE.activation_bytes  # registers of a unit and n8 tile
+    PER: tl.constexpr = SHAPE.steps_per_hadamard_tile
+    for hadamard_tile in range(hadamard_tiles):
+        sums = y
+        if SHAPE.int8:
+            sums = ()
+            for _ in tl.static_range(ACCUMULATORS):
+                sums = sums + (tl.zeros([W, 32], tl.int32),)
+        if SHAPE.int8 and FUSED is None:
+            factors = _load_scales(scales, hadamard_tile, warp, LOAD_SCALES, SHAPE)
+        for step in range(hadamard_tile * PER, tl.minimum(hadamard_tile * PER + PER, steps)):
+            words, x = next_words, next_x
+            unit = tl.minimum(step + 1, steps - 1) * (U * W) + warp
+            next_words = _load_codes(codes, unit, units, LOAD_CODES, SHAPE)
+            next_x = _load_activations(activations, unit, LOAD_ACTIVATIONS, SHAPE)
+            if step < steps:  # always; without the branch ptxas moves the loads after the products
+                for u in tl.static_range(U):
+                    operands = sums
+                    for r in tl.static_range(R):
+                        operands = operands + _chunk(words, r * U + u, COUNT)
+                    for n8 in tl.static_range(S):
+                        operands = operands + _chunk(x, n8 * U + u, X_COUNT)
+                    sums = tl.inline_asm_elementwise(
+                        PTX.mma.text, PTX.mma.constraints, operands + (previous_lane,), dtype=accumulator_types,
+                        is_pure=False, pack=1,
+                    )  # fmt: skip
+        y = _add_hadamard_tile(y, sums, factors, SHAPE) if SHAPE.int8 else sums
+    if PTX.sum_warps is None:
+        total, index = _sum_warps_by_triton(y, SHAPE)
+        token, row = _token_and_row(tl.arange(0, 32)[:, None], index, cta, last_tile, SHAPE)
+        total *= SHAPE.output_scale
+        if output_scales_ptr is None:
+            tl.store(y_ptr + token.to(tl.int64) * rows + row, total, mask=token < M)
+        else:
+            _store_scaled(total, token, row, token < M, output_scales_ptr, bias_ptr, addend_ptr, y_ptr, rows)
+    else:
+        OUTPUTS: tl.constexpr = Y // W if Y > W else 1
+        output_types: tl.constexpr = (tl.float32,) * OUTPUTS
+        y = tl.inline_asm_elementwise(
+            PTX.sum_warps.text, PTX.sum_warps.constraints,
+            y
+            + (warp + lane * 0, lane + warp * 0)
+            + ((smem + FUSED.sums_offset,) if FUSED is not None else sums_at),
+            dtype=output_types, is_pure=False, pack=1,
+        )  # fmt: skip
+        for i in tl.static_range(OUTPUTS):
+            token, row = _token_and_row(lane, warp % Y + i * W, cta, last_tile, SHAPE)
+            inside = (token < M) & (warp + i * W < Y)
+            result = y[i] * SHAPE.output_scale
+            if output_scales_ptr is None:
+                address = (y_ptr + token.to(tl.int64) * rows + row).to(tl.int64)
+                tl.inline_asm_elementwise(
+                    PTX.store.text, PTX.store.constraints, (address, result, inside.to(tl.int32)), dtype=tl.int32,
+                    is_pure=False, pack=1,
+                )  # fmt: skip
+            else:
+                _store_scaled(
+                    result, token, row, inside, output_scales_ptr, bias_ptr, addend_ptr, y_ptr, rows
+                )
+
+
+@triton.jit(do_not_specialize=["steps", "last_tile"])
+def trellis_gemv_kernel(
+    x_ptr, scales_ptr, input_scales_ptr, codes_ptr, y_ptr, output_scales_ptr, bias_ptr, addend_ptr, experts_ptr,
+    matrices_ptr, M, units, rows, last_tile, steps, hadamard_tiles, stride_x,
+    SHAPE: tl.constexpr, PTX: tl.constexpr, FUSED: tl.constexpr, PDL: tl.constexpr, EARLY_TRIGGER: tl.constexpr,
+    SLOTS: tl.constexpr,
+):  # fmt: skip
+    """y float32 `[M, rows]`, or with output scales finished, of any type; grid: `row_tiles` tiles of 16 rows each.
+
+    x int8 `[2 M, stride_x]`, high and low bytes of a token, and scales `[M, hadamard_tiles, 2]`, scale and sum; or x float16
+    `[M, stride_x]` without scales; or, with FUSED, the only token itself, `stride_x` columns, which every CTA rotates.
+    With SLOTS the grid's second dimension are slots (`common/slots.py`), M is 1, and codes are those of a stack.
+    """
+    if SLOTS is not None:
+        wait_for_previous_launch(PDL, EARLY_TRIGGER)  # it may have chosen the experts
+        token, index = slot_of(experts_ptr, matrices_ptr, SLOTS)
+        if index < 0:
+            return
+        codes_ptr += index * (last_tile + 1) * units * (32 * SHAPE.words)
+        x_ptr += token * stride_x * (2 if SHAPE.int8 and FUSED is None else 1)
+        y_ptr += tl.program_id(1).to(tl.int64) * rows
+        if scales_ptr is not None:
+            scales_ptr += token * hadamard_tiles * 2
+    multiply_tiles(
+        tl.program_id(0), x_ptr, scales_ptr, input_scales_ptr, codes_ptr, y_ptr, output_scales_ptr, bias_ptr, addend_ptr, M,
+        units, rows, last_tile, steps, hadamard_tiles, stride_x, (), SHAPE, PTX, FUSED, PDL, EARLY_TRIGGER, SLOTS is None,
+    )  # fmt: skip
+
+
+@cache
+def gemv_constants(
+    code: str, quad_bits: int, vector: int, config: TrellisGemvConfig, tokens: int, units: int,
+    fused_dtype: tuple[int, torch.dtype] | None = None, *, given_memory: bool = False,
+) -> dict[str, object]:  # fmt: skip
+    """SHAPE, PTX and FUSED of the kernel. `fused_dtype`: block size and type where the rotation is fused. `given_memory`:
+    the sum over the warps takes the address of its shared memory.
+
+    Raises ValueError where the launch config does not divide the matrix.
+    """
+    k64_count, int8 = k64_per_unit(quad_bits), CODES[code].byte_sums
+    tokens_per_n8, activation_bytes = (4, 1) if int8 else (8, 2)
+    n8_tiles = 1 if tokens <= tokens_per_n8 else 2 if tokens <= 2 * tokens_per_n8 else 4
+    words, step_units = quad_bits * k64_count // 4, config.num_warps * config.units_per_step
+    accumulators = 4 * config.tiles_per_cta * n8_tiles
+    results = accumulators // 2 if int8 else accumulators
+    if HADAMARD_TILE % (64 * k64_count * step_units):
+        raise ValueError(
+            f"{config} takes {64 * k64_count * step_units} columns a step, which does not divide a Hadamard tile of "
+            f"{HADAMARD_TILE}: use fewer warps or fewer units per step, in powers of two"
+        )
+    if results & (results - 1) and results > config.num_warps:
+        raise ValueError(f"{config}: {results} sums a lane are no power of two, and more than the warps")
+    whole_steps = units % step_units == 0
+    unit_offsets = [config.num_warps * u for u in range(config.units_per_step)]
+    shape = GemvShape(
+        num_warps=config.num_warps, row_tiles=config.tiles_per_cta, units_per_step=config.units_per_step, n8_tiles=n8_tiles,
+        k64_per_unit=k64_count, words=words, vector=vector,
+        steps_per_hadamard_tile=HADAMARD_TILE // (64 * k64_count * step_units), whole_steps=whole_steps, int8=int8,
+        activation_bytes=activation_bytes, accumulators=accumulators, results=results,
+        output_scale=CODES[code].scale, byte_sum_mean=CODES[code].byte_sum_mean,
+    )  # fmt: skip
+    fused = (
+        fused_hadamard(*fused_dtype, pair=CODES[code].weights_per_hash == 2, row_tiles=config.tiles_per_cta)
+        if fused_dtype
+        else None
+    )
+    sum_warps = None
+    if 128 * config.num_warps * results <= MAX_SUM_BYTES:
+        sum_warps = cross_warp_sum_ptx(
+            config.num_warps, results, given_memory=given_memory or fused is not None
+        )
+    ptx = GemvPtx(
+        mma=(int8_mma_ptx if int8 else fp16_mma_ptx)(code, quad_bits, config.tiles_per_cta, n8_tiles),
+        load_codes=tuple(
+            load_codes_ptx(words, vector, 128 * words * offset)
+            for offset in (unit_offsets if whole_steps else unit_offsets[:1])
+        ),
+        load_activations=tuple(
+            load_activations_ptx(64 * activation_bytes * (offset * k64_count + k64) + 16 * j, shared=fused is not None)
+            for offset in unit_offsets for k64 in range(k64_count) for j in range(activation_bytes)
+        ),
+        load_scales=LOAD_SCALES, sum_warps=sum_warps, store=STORE,
+    )  # fmt: skip
+    return {"SHAPE": shape, "PTX": ptx, "FUSED": fused}
