@@ -86,6 +86,8 @@ def _documents(source: str | Path, field: str) -> tuple[str, Iterator[str]]:
                 f"{key} ends in {path.suffix or 'nothing'}: use one of {', '.join(FILE_SUFFIXES)}"
             )
         return path.name, _READERS[path.suffix.lower()](path, field)
+    if os.path.exists(path):
+        raise TextError(f"there is no file {key}, but a pipe or a device: name a file")
     if path.suffix.lower() in _READERS or path.is_absolute() or key.startswith((".", "~")):
         raise TextError(f"there is no file {key}{_did_you_mean(path)}")
     return key, _read_hub(key, field)

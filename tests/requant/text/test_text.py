@@ -226,3 +226,8 @@ def test_the_models_own_text_repeats_with_its_seed_and_leaves_the_global_state(t
     assert one.sha256 == again.sha256 != two.sha256
     assert len(tokenizer(one.text)["input_ids"]) >= 50
     assert one.name == "self"
+
+
+def test_a_device_is_no_text():
+    with pytest.raises(TextError, match="there is no file /dev/zero, but a pipe or a device"):
+        read_text("/dev/zero")
