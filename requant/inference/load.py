@@ -1,6 +1,7 @@
 """`load`: a checkpoint as a model ready to run; `open_model`: any model as a user names it."""
 
 import logging
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from requant.checkpoint.read import VERIFY_CHECKSUMS
-from requant.checkpoint.validate import read_header
+from requant.checkpoint.validate import CheckpointHeader, read_header
 from requant.errors import CheckpointError, InputError, RequantError
 from requant.inference.convert import convert_to_kernels
 from requant.models.devices import pick_device
@@ -65,6 +66,8 @@ def load(
     device, dtype = pick_device(str(device)), _dtype(dtype)
     header = read_header(path, trust_remote_code=trust_remote_code)
     disable_progress_bar()  # a bar for a second of work
+    if torch.device(device).type == "cuda" and not dequantize:
+        _compile_while_loading(header, torch.device(device), dtype)
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
         config.quantization_config[VERIFY_CHECKSUMS] = verify_checksums
@@ -103,6 +106,18 @@ def load(
             group_experts(model)
         return model
     return model.to(device).eval()
+
+
+def _compile_while_loading(header: CheckpointHeader, device: torch.device, dtype: str | torch.dtype) -> None:
+    """Begin to compile the kernels that `convert_to_kernels` is going to check."""
+    if not isinstance(dtype, torch.dtype):
+        named = header.config.get("dtype", header.config.get("torch_dtype"))
+        dtype = getattr(torch, str(named), torch.float32)
+    if dtype in (torch.float16, torch.bfloat16) and find_spec("triton") is not None:
+        from requant.inference.compile_while_loading import compile_while_loading
+
+        assert isinstance(dtype, torch.dtype)
+        compile_while_loading(header.modules | header.embedding_and_head, device=device, dtype=dtype)
 
 
 def _dtype(dtype: str | torch.dtype) -> str | torch.dtype:
