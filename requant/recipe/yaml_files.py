@@ -29,6 +29,7 @@ RENAMED = {  # old key -> new key; an old key is refused with the new one
     "entries": "outliers",
     "share": "outlier_fraction",
 }
+IN_WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
 
 
 def load_recipe(name: str) -> Recipe:
@@ -127,7 +128,7 @@ def _coerce(kind: Any, value: Any, where: str) -> Any:
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise RecipeError(f"{where} is {value!r}; it takes a {kind.__name__}.")
+        raise RecipeError(f"{where} is {value!r}; it takes {IN_WORDS.get(kind, kind.__name__)}.")
     return value
 
 

@@ -98,7 +98,7 @@ def test_options_of_the_grid() -> None:
         options(bits=3, method="lut", group_size=32)
     with pytest.raises(RecipeError, match="--symmetric has no meaning for method 'hqq'"):
         options(bits=3, method="hqq", symmetric=True)
-    with pytest.raises(RecipeError, match=r"group_size is '32'; it takes a int"):
+    with pytest.raises(RecipeError, match=r"group_size is '32'; it takes a whole number"):
         options(bits=3, method="gptq", group_size="32")
 
 
@@ -191,7 +191,7 @@ def test_bits_are_a_budget_everywhere_and_code_bits_are_those_of_a_code(gpu, mod
 
 def test_code_bits_are_those_that_the_method_takes() -> None:
     assert options(code_bits="2.25", method="trellis").quantizer.bits == 2.25
-    with pytest.raises(RecipeError, match=r"bits is 2.25; it takes a int"):
+    with pytest.raises(RecipeError, match=r"bits is 2.25; it takes a whole number"):
         options(code_bits="2.25", method="rtn")
     with pytest.raises(RecipeError, match=r"--code-bits 9 is out of range"):
         options(code_bits="9")
