@@ -52,6 +52,7 @@ from requant.text.windows import spread
 
 FINETUNE = Finetune(steps=FINETUNE_STEPS)
 SHORT = Finetune(steps=225)  # what parts are compared at
+HIDDEN_WEIGHT = 10.0  # of demo-4m's trials; 5 to 100 do alike
 AT_THE_END = Finetune(steps=4 * FINETUNE_STEPS)  # as many as all phases of mode `best` together
 
 
@@ -151,6 +152,10 @@ PLANS: dict[str, Plan] = {
     ),
     "own-text": Plan(
         label=f"best, {FINETUNE_STEPS} steps a phase, and 6144 windows that the model wrote", own_windows=6144
+    ),
+    "hidden": Plan(
+        label=f"best, {FINETUNE_STEPS} steps a phase, hidden states matched in the rounds",
+        finetune=dataclasses.replace(FINETUNE, hidden_weight=HIDDEN_WEIGHT),
     ),
     "long": Plan(label="best, 675 steps a phase", finetune=Finetune(steps=675)),
     "codebooks": Plan(label="best over codebooks", method="kmeans"),

@@ -161,6 +161,7 @@ def counting_compiler(monkeypatch: pytest.MonkeyPatch) -> Any:
     from requant.finetune import compile_blocks  # not before jaxtyping's hook, which comes after this file
 
     counting, compile_with = pytest.importorskip("torch._dynamo.testing").CompileCounter(), torch.compile
+    torch._dynamo.reset()  # a function may be compiled eight times, over all tests of a process
     monkeypatch.setattr(torch, "compile", lambda f, **_: compile_with(f, backend=counting, dynamic=False))
     monkeypatch.setattr(compile_blocks, "_on_gpus", lambda models: True)
     monkeypatch.setattr(compile_blocks, "_in_training", lambda: True)

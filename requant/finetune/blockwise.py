@@ -31,7 +31,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from requant import ranks
-from requant.finetune.compile_blocks import Divergence
+from requant.finetune.compile_blocks import Divergence, hidden_error
 from requant.finetune.recomputed_block import ChunkSizes, DividedMatrix, LearningBlock
 from requant.finetune.sixteen_bit_adam import SixteenBitAdam
 from requant.finetune.step import (
@@ -66,8 +66,10 @@ class BlockwiseStep:
         *,
         batch_tokens: int,
         kl_of: Divergence,
+        hidden_weight: float = 0.0,
     ) -> None:
         self.model, self.teacher, self.kl_of, self.batch_tokens = model, teacher, kl_of, batch_tokens
+        self.hidden_weight = hidden_weight
         blocks = list(find_blocks(model)[1])
         of_parameter = {id(p): index for index, block in enumerate(blocks) for p in block.parameters()}
         for tensor in (*(each.tensor for each in trainables), *(weight.parameter for weight in derived)):
@@ -226,13 +228,16 @@ class BlockwiseStep:
         yield from zip(hidden.split(rows), states.flatten(0, 1).split(rows), strict=True)
 
     def _gradient(self, hidden: Float[Tensor, "p d"], states: Float[Tensor, "p d"]) -> Float[Tensor, "p d"]:
-        """Of the divergence, at the hidden states of some positions; the head's is added up."""
+        """Of the loss, at the hidden states of some positions; the head's is added up."""
         found = []
         for own, original in zip(
             hidden.split(self.chunks.positions), states.split(self.chunks.positions), strict=True
         ):
             leaf = own.detach().requires_grad_()
-            (self._kl(leaf, original) / self.batch_tokens).backward()
+            loss = self._kl(leaf, original)
+            if self.hidden_weight:
+                loss = loss + self.hidden_weight * hidden_error(leaf, original)
+            (loss / self.batch_tokens).backward()
             assert leaf.grad is not None
             found.append(leaf.grad)
         return torch.cat(found)

@@ -39,6 +39,13 @@ def kl(found: Float[Tensor, "b t v"], expected: Float[Tensor, "b t v"]) -> Float
     return functional.kl_div(q, p, reduction="sum", log_target=True)
 
 
+def hidden_error(found: Float[Tensor, "... d"], expected: Float[Tensor, "... d"]) -> Float[Tensor, ""]:
+    """Sum over positions of ||found - expected||^2 / ||expected||^2 of two models' hidden states, in float32."""
+    expected = expected.float()
+    sizes = expected.square().sum(-1).clamp(min=torch.finfo(torch.float32).tiny)
+    return ((found.float() - expected).square().sum(-1) / sizes).sum()
+
+
 @contextmanager
 def fused(models: Sequence[PreTrainedModel], steps: int) -> Iterator[Divergence]:
     """`kl`, compiled like the models' blocks while the context lasts, on a GPU and for enough steps.

@@ -1,6 +1,11 @@
 """Distillation: train a partly quantized model to give the original's next-token distributions.
 
-    minimize   mean_t KL( p_original(. | x_<t) || p(. | x_<t) )
+    minimize   mean_t [ KL( p_original(. | x_<t) || p(. | x_<t) ) + c |h_t - h_original,t|^2 / |h_original,t|^2 ]
+
+where h are the last hidden states and c is 0 unless a recipe's `finetune.hidden_weight` says otherwise, for the rounds of
+mode `best` (states beside outputs: TinyBERT; Jiao et al. 2020, arXiv 1909.10351). The second term names all directions of
+the state, not only those that the text's tokens tell apart, and takes no pass of its own, for the original's states are
+kept. Both terms fall by four with every bit of the codes.
 
 Three kinds of tensors are trained: the floats stored with the codes of quantized matrices (`trainable_params` of
 `formats/contract.py`), the weights of matrices that are not quantized yet, and the parameters without codes: norms,
@@ -13,6 +18,7 @@ a GPU matrix products run in bfloat16 and blocks are compiled (`compile_blocks.p
 Of several processes each trains on its part of a step's windows.
 """
 
+import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -27,7 +33,7 @@ from requant import ranks
 from requant.allocation.embedding_and_head import QuantizedEmbeddingAndHead, embedding_and_head_of
 from requant.calibration.passes import recomputed_blocks, rounds
 from requant.finetune.blockwise import BlockwiseStep, divided_among_ranks
-from requant.finetune.compile_blocks import Divergence, fused, kl
+from requant.finetune.compile_blocks import Divergence, fused, hidden_error, kl
 from requant.finetune.saved_training import SavedTraining, numbered, restore
 from requant.finetune.step import (
     MicroBatch,
@@ -37,7 +43,13 @@ from requant.finetune.step import (
     TrainingStep,
     adam,
 )
-from requant.finetune.teacher import HeadTeacher, Teacher, training_autocast
+from requant.finetune.teacher import (
+    HeadTeacher,
+    Teacher,
+    logits_of_states,
+    training_autocast,
+    why_states_do_not_suffice,
+)
 from requant.formats.contract import TrainableParams
 from requant.formats.quantized_weight import weight_function
 from requant.models.experts import routers
@@ -48,6 +60,7 @@ from requant.run.context import RunContext, Weights
 
 RESIDUAL_LR = 3.0  # times the learning rate: a residual is one weight, not the scale of many
 EMBEDDING_LR = 1 / 3  # times the learning rate: a token's row gets gradients only where the token occurs
+logger = logging.getLogger(__name__)
 
 
 def trainable_tensors(
@@ -99,14 +112,16 @@ def train(
     between_steps: Callable[[int], Mapping[str, str]] | None = None,
     buffers: Sequence[Tensor] = (),
     distillation: float = 1.0,
+    hidden_weight: float = 0.0,
 ) -> None:
     """`settings.steps` steps on the teacher's windows; `trainables` and the weights `derived` from them are updated.
 
     With `val_windows`, the tensors end at the values with the lowest KL on those windows, the initial ones included.
     `between_steps` is called with the number of each finished step; it may change the `buffers`, on which derived weights
     depend as well, in place, and returns what the progress bar shows. `distillation` is the share of the KL divergence in
-    the loss; the rest is the cross-entropy of the text. Training goes on where `saved` says that an earlier run stopped.
-    Raises KeyboardInterrupt after the step in which a signal asked for it, with the state saved.
+    the loss; the rest is the cross-entropy of the text. `hidden_weight` is that of the error of the last hidden states;
+    where a model's logits do not follow from them it is 0, and the log says so. Training goes on where `saved` says that an
+    earlier run stopped. Raises KeyboardInterrupt after the step in which a signal asked for it, with the state saved.
     """
     tensors = [*(trainable.tensor for trainable in trainables), *buffers]
     count, length = teacher.windows.shape
@@ -123,6 +138,7 @@ def train(
         micro_batch = micro_batch_that_fits(
             run, trainables, derived, settings, length, reserved=teacher.bytes_to_come
         )
+        hidden_weight = hidden_weight and _usable(hidden_weight, teacher)
         widened: Sequence[Tensor] = ()
         models, recompute = (run.model, teacher.model), None if micro_batch is None else False
 
@@ -140,12 +156,25 @@ def train(
     ):
         if isinstance(teacher, HeadTeacher):
             training_step = BlockwiseStep(
-                run.model, teacher, trainables, derived, batch_tokens=batch_tokens, kl_of=kl_of
+                run.model,
+                teacher,
+                trainables,
+                derived,
+                batch_tokens=batch_tokens,
+                kl_of=kl_of,
+                hidden_weight=hidden_weight,
             )
         else:
             training_step = TrainingStep(
                 lambda *batch: (
-                    loss_sum(run.model, teacher, *batch, kl_of=kl_of, distillation=distillation)
+                    loss_sum(
+                        run.model,
+                        teacher,
+                        *batch,
+                        kl_of=kl_of,
+                        distillation=distillation,
+                        hidden_weight=hidden_weight,
+                    )
                     / batch_tokens
                 ),
                 trainables,
@@ -259,21 +288,39 @@ def loss_sum(
     *,
     kl_of: Divergence = kl,
     distillation: float = 1.0,
+    hidden_weight: float = 0.0,
 ) -> Float[Tensor, ""]:
-    """Sum of `distillation KL(teacher || model) + (1 - distillation) (-log p_model(text))` over the positions of a batch.
+    """Sum of `distillation D + (1 - distillation) (-log p_model(text))` over the positions of a batch, nats.
 
-    In nats; under autocast if gradients are enabled.
+    D is KL(teacher || model), and with a `hidden_weight` that times the relative squared error of the last hidden states
+    beside it. Under autocast if gradients are enabled.
     """
+    error: float | Tensor = 0.0
     with training_autocast(tokens) if torch.is_grad_enabled() else nullcontext():
+        if hidden_weight:
+            states = teacher.last_states(tokens) if states is None else states
+            output = model.base_model(input_ids=tokens, use_cache=False)
+            found = logits_of_states(model, type(output), tokens, output.last_hidden_state)
+            error = hidden_weight * hidden_error(output.last_hidden_state, states)
+        else:
+            found = model(input_ids=tokens, use_cache=False).logits
         expected = teacher.logits(tokens, states)
-        found = model(input_ids=tokens, use_cache=False).logits
-    divergence = kl_of(found, expected)
+    divergence = kl_of(found, expected) + error
     if distillation == 1:
         return divergence
     surprise = functional.cross_entropy(
         found[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="sum"
     )
     return distillation * divergence + (1 - distillation) * surprise
+
+
+def _usable(hidden_weight: float, teacher: Teacher) -> float:
+    """The weight, or 0 where the logits do not follow from the last hidden states."""
+    reason = why_states_do_not_suffice(teacher.model, teacher.windows[:1].to(teacher.model.device))
+    if reason is None:
+        return hidden_weight
+    logger.warning("hidden states are not matched: %s", reason)
+    return 0.0
 
 
 @torch.no_grad()

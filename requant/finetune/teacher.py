@@ -88,11 +88,13 @@ class Teacher:
                 return ()
             assert self.states is not None
             if not self.cached[members].all():
-                self.states[members] = self._last_states(tokens)
+                self.states[members] = self.last_states(tokens)
                 self.cached[members] = True
             return (self.states[members],)
 
-    def _last_states(self, tokens: Int64[Tensor, "c t"]) -> Float[Tensor, "c t d"]:
+    @torch.no_grad()
+    def last_states(self, tokens: Int64[Tensor, "c t"]) -> Float[Tensor, "c t d"]:
+        """The original's last hidden states, for `logits`; its blocks run."""
         self.output_class, states = last_states(self.model, tokens)
         return states
 
@@ -100,7 +102,7 @@ class Teacher:
         """Whether the logits follow from the last states alone, tried on a first micro-batch."""
         reason = why_states_do_not_suffice(self.model, tokens)
         if reason is None:
-            states = self._last_states(tokens)
+            states = self.last_states(tokens)
             self.states = states.new_empty(*self.windows.shape, states.shape[-1])
             return True
         logger.info("the original's blocks run at every step: %s", reason)

@@ -106,6 +106,8 @@ class Finetune:
     """Adam's learning rate at 2 bits, in units of each tensor's root mean square; halved with every further bit."""
     warmup_steps: int = 10
     """Steps of linear warm-up; a cosine to zero follows."""
+    hidden_weight: float = 0.0
+    """Weight of the relative squared error of the last hidden states in the loss of the rounds of mode `best`; 0: none."""
     val_windows: int = 8
     """Windows held out from training; they choose the best step of the final phase."""
     eval_every: int = 20
@@ -116,6 +118,9 @@ class Finetune:
     def __post_init__(self) -> None:
         _require(self.steps >= 0, "finetune.steps", self.steps, "0 or more")
         _require(0 < self.lr < math.inf, "finetune.lr", self.lr, "a positive number")
+        _require(
+            0 <= self.hidden_weight < math.inf, "finetune.hidden_weight", self.hidden_weight, "0 or more"
+        )
         for name in ("train_windows", "tokens_per_step", "warmup_steps", "val_windows", "eval_every"):
             _require(getattr(self, name) >= 1, f"finetune.{name}", getattr(self, name), "1 or more")
 

@@ -58,18 +58,28 @@ class Problem:
         for name, params in self.params.items():
             self.learning |= {f"{name}.{field}": value for field, value in params.items()}
 
-    def step(self, teacher: HeadTeacher, kl_of: Divergence = kl) -> BlockwiseStep:
-        trainables = [TrainableTensor(tensor=t, lr=1e-2) for t in self.learning.values()]
-        return BlockwiseStep(self.model, teacher, trainables, self.derived, batch_tokens=64, kl_of=kl_of)
+    def step(self, teacher: HeadTeacher, kl_of: Divergence = kl, hidden_weight: float = 0.0) -> BlockwiseStep:
+        return BlockwiseStep(
+            self.model,
+            teacher,
+            [TrainableTensor(tensor=t, lr=1e-2) for t in self.learning.values()],
+            self.derived,
+            batch_tokens=64,
+            kl_of=kl_of,
+            hidden_weight=hidden_weight,
+        )
 
 
-def gradients_of_the_whole(problem: Problem, original, tokens) -> dict[str, torch.Tensor]:
+def gradients_of_the_whole(
+    problem: Problem, original, tokens, hidden_weight: float = 0.0
+) -> dict[str, torch.Tensor]:
     """By one backward pass through everything."""
     for tensor in (*problem.learning.values(), *(weight.parameter for weight in problem.derived)):
         tensor.requires_grad_(True)
     for weight in problem.derived:
         weight.apply()
-    (loss_sum(problem.model, Teacher(original, tokens), tokens) / 64).backward()
+    teacher = Teacher(original, tokens)
+    (loss_sum(problem.model, teacher, tokens, hidden_weight=hidden_weight) / 64).backward()
     for weight in problem.derived:
         weight.backward()
     found = {
@@ -87,7 +97,7 @@ def products_of_a_gpu(monkeypatch) -> None:
 
 
 def gradients_block_by_block(
-    problem: Problem, teacher: HeadTeacher, chosen, monkeypatch
+    problem: Problem, teacher: HeadTeacher, chosen, monkeypatch, hidden_weight: float = 0.0
 ) -> dict[int, torch.Tensor]:
     """What Adam gets in a step, by tensor; in parts of two windows and of seven positions."""
     found: dict[int, torch.Tensor] = {}
@@ -102,7 +112,7 @@ def gradients_block_by_block(
     monkeypatch.setattr(blockwise, "positions_at_once", lambda _: 7)
     monkeypatch.setattr(blockwise, "TOKENS_AT_ONCE", 32)
     with recomputed_blocks(problem.model, False):
-        step = problem.step(teacher)
+        step = problem.step(teacher, hidden_weight=hidden_weight)
         step(teacher.micro_batches(chosen, None), 1.0)
         step.close()
     return found
@@ -111,16 +121,18 @@ def gradients_block_by_block(
 MODELS = ("llama", "llama-tied", "gpt2", "gemma2", "phi3", "gpt-neox", "qwen3-moe", "gpt-oss")
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "hidden_weight"), [*((name, 0.0) for name in MODELS), ("llama", 3.0), ("gemma2", 3.0)]
+)
 def test_gradients_are_those_of_the_whole_model(
-    tiny_model, random_weight, windows, monkeypatch, name
+    tiny_model, random_weight, windows, monkeypatch, name, hidden_weight
 ) -> None:
     original = tiny_model(name)
     teacher = HeadTeacher(original, windows)
     problem = Problem(tiny_model(name), random_weight)
     chosen = torch.tensor([4, 1, 5, 0])
-    expected = gradients_of_the_whole(problem, original, windows[chosen])
-    found = gradients_block_by_block(problem, teacher, chosen, monkeypatch)
+    expected = gradients_of_the_whole(problem, original, windows[chosen], hidden_weight)
+    found = gradients_block_by_block(problem, teacher, chosen, monkeypatch, hidden_weight)
     assert len(expected) == len(found) > len(problem.derived)
     for key, tensor in problem.learning.items():
         if key in expected:

@@ -31,16 +31,17 @@ def test_nothing_is_compiled_on_a_cpu_or_for_a_few_steps(tiny_folder) -> None:
 
 @pytest.mark.filterwarnings("default")  # the compiler looks where torch warns
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_blocks_are_compiled_once_for_all(tiny_folder, counting_compiler, kind) -> None:
+@pytest.mark.parametrize("hidden_weight", [0.0, 3.0])
+def test_blocks_are_compiled_once_for_all(tiny_folder, counting_compiler, kind, hidden_weight) -> None:
     """As many compilations as kinds of calls, not of blocks."""
     model, _ = load_model(str(tiny_folder(kind)), device="cpu", dtype="float32")
     tokens = torch.randint(0, 50, (2, 16))
     teacher = Teacher(copy.deepcopy(model), tokens)
     blocks = len(find_blocks(model)[1])
     model.requires_grad_(True)
-    plain = loss_sum(model, teacher, tokens).item()
+    plain = loss_sum(model, teacher, tokens, hidden_weight=hidden_weight).item()
     with fused((model, teacher.model), compile_blocks.MIN_STEPS_TO_COMPILE) as divergence:
-        found = loss_sum(model, teacher, tokens, kl_of=divergence)
+        found = loss_sum(model, teacher, tokens, kl_of=divergence, hidden_weight=hidden_weight)
         found.backward()
     assert found.item() == pytest.approx(plain, abs=1e-5)
     assert blocks > 1 and counting_compiler.frame_count <= 5  # first block, the others, the teacher, kl
@@ -82,7 +83,8 @@ def test_a_mask_does_not_come_with_a_capture(tiny_folder, monkeypatch) -> None:
 
 
 @pytest.mark.gpu
-def test_compiled_and_captured_it_learns_the_same(tiny_folder, caplog) -> None:
+@pytest.mark.parametrize("hidden_weight", [0.0, 3.0])
+def test_compiled_and_captured_it_learns_the_same(tiny_folder, caplog, hidden_weight) -> None:
     found = []
     for steps in (compile_blocks.MIN_STEPS_TO_COMPILE, 1):
         model, _ = load_model(str(tiny_folder("llama")), device="cuda", dtype="float32")
@@ -96,7 +98,7 @@ def test_compiled_and_captured_it_learns_the_same(tiny_folder, caplog) -> None:
         with fused((model, teacher.model), steps) as divergence, caplog.at_level(logging.WARNING):
             step = TrainingStep(
                 lambda *part, model=model, teacher=teacher, divergence=divergence: loss_sum(
-                    model, teacher, *part, kl_of=divergence
+                    model, teacher, *part, kl_of=divergence, hidden_weight=hidden_weight
                 ),
                 [TrainableTensor(tensor=p, lr=1e-3) for p in trainables],
             )

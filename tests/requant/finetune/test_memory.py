@@ -58,10 +58,16 @@ class LiveBytes(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    ("by_block", "tokens"),
-    [(False, 128), (True, 128), (True, 512), pytest.param(True, 1024, marks=pytest.mark.slow)],
+    ("by_block", "tokens", "hidden_weight"),
+    [
+        (False, 128, 0.0),
+        (False, 128, 3.0),
+        (True, 128, 0.0),
+        (True, 512, 3.0),
+        pytest.param(True, 1024, 0.0, marks=pytest.mark.slow),
+    ],
 )
-def test_what_training_holds_is_predicted(by_block: bool, tokens: int) -> None:
+def test_what_training_holds_is_predicted(by_block: bool, tokens: int, hidden_weight: float) -> None:
     """Within 15 % of the peak of round 1, on the demo model."""
     settings = Finetune(steps=2, tokens_per_step=tokens, train_windows=8, blockwise=by_block)
     recipe = Recipe(
@@ -90,7 +96,8 @@ def test_what_training_holds_is_predicted(by_block: bool, tokens: int) -> None:
             trainables = trainable_tensors(params, still_open, others, 1e-3)
             derived = reparametrized_weights(run, weights, params)
             live.peak = live.now
-            train(run, teacher, trainables, derived, settings, saved=SavedTraining.of(run, "test"))
+            saved = SavedTraining.of(run, "test")
+            train(run, teacher, trainables, derived, settings, saved=saved, hidden_weight=hidden_weight)
     predicted = training_bytes(
         run.model,
         run.targets,

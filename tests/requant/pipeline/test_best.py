@@ -1,5 +1,6 @@
 """Mode `best`: rounds of codes and training end nearer to the original than codes alone, in the bytes that were promised."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -122,3 +123,21 @@ def test_a_run_that_resumes_ends_in_the_same_weights(
         assert torch.equal(weight.dequantize(), first.weights[name].dequantize())
     assert all(torch.equal(p, again.model.get_parameter(name)) for name, p in norms.items())
     assert again.after.mean_kl == first.after.mean_kl
+
+
+def test_rounds_may_match_hidden_states_too(quantized, trained_state, trained_model) -> None:
+    """At the same bytes the weights differ, and the end is no worse than codes alone."""
+    found = {}
+    for weight in (0.0, 3.0):
+        trained_model.load_state_dict(trained_state)
+        settings = dataclasses.replace(FINETUNE, hidden_weight=weight)
+        found[weight] = quantized(budget=Budget(bits=3.0, outliers=False), finetune=settings)
+    plain, matched = found[0.0], found[3.0]
+    assert plain.weights.keys() == matched.weights.keys()
+    assert any(
+        not torch.equal(weight.dequantize(), matched.weights[name].dequantize())
+        for name, weight in plain.weights.items()
+    )
+    trained_model.load_state_dict(trained_state)
+    codes = quantized(budget=Budget(bits=3.0, outliers=False), mode="dense", finetune=Finetune())
+    assert matched.after.mean_kl < codes.after.mean_kl
