@@ -8,9 +8,10 @@
 Of the fifty launches a block that transformers' small operations and the rotations of trellis codes make, 10 are left (12
 of an original in bf16): a prompt of 512 tokens waits for Python a third to half as long.
 
-The first prompts of each kind go through the model itself, which also gives the logits of an excerpt; the same excerpt
-then goes the fused way, and the model's own stays where the two differ. Kinds are numbers of rows that other kernels
-multiply (`requant_kernels/dispatch.py`).
+The first two prompts of each kind go through the model itself. At the second it also gives the logits of an excerpt, the
+same excerpt goes the fused way, and the model's own stays where the two differ: compiling and comparing take longer than a
+prompt, which one alone would pay for nothing. Kinds are numbers of rows that other kernels multiply
+(`requant_kernels/dispatch.py`).
 """
 
 import logging
@@ -38,6 +39,7 @@ class FusedPrefill:
         """`rotations`: those of trellis codes are fused too."""
         self.model, self.rotations = model, rotations
         self.found: dict[int, Blocks | None] = {}  # by kind, once they were compared
+        self.begun: set[int] = set()  # kinds that had a prompt
 
     @classmethod
     def of(cls, model: Any, *, rotations: bool = True) -> "FusedPrefill":
@@ -56,7 +58,9 @@ class FusedPrefill:
         b, t = tokens.shape
         kind, past = kind_of(b * t), int(cache.length)
         if kind not in self.found and past == 0 and t <= MAX_ROWS:
-            return self._compared(tokens, cache, kind)
+            if kind in self.begun:
+                return self._compared(tokens, cache, kind)
+            self.begun.add(kind)
         blocks = self.found.get(kind)
         if blocks is None or t > MAX_ROWS:
             return own_logits(self.model, tokens, cache)[:, -1]
