@@ -154,6 +154,9 @@ def main() -> None:
     parser.add_argument(
         "--rotations-apart", action="store_true", help="rotations of trellis codes as launches of their own"
     )
+    parser.add_argument(
+        "--prompt-graphs", action="store_true", help="short prompts as replays of CUDA graphs"
+    )
     parser.add_argument("--seconds", type=float, default=1e9, help="stop starting new rows after this long")
     args = parser.parse_args()
     started = time.monotonic()
@@ -175,6 +178,7 @@ def main() -> None:
                     row |= measure(
                         name, model, batch=batch, prompt_tokens=args.prompt_tokens, new_tokens=args.new_tokens,
                         fused=not args.no_fused, fuses_rotations=not args.rotations_apart,
+                        graphs_prompts=args.prompt_graphs,
                     ).to_dict()  # fmt: skip
                 except (RuntimeError, ValueError) as error:
                     row["failed"] = f"{type(error).__name__}: {error}"[:500]
@@ -187,7 +191,8 @@ def main() -> None:
                         f"{shape} {name} batch {batch}: {row['decode_tokens_per_s']:.0f} tokens/s, "
                         f"{row['ms_per_step']:.3f} ms, {row['decode_tokens_per_s_ratio']:.2f} x, prefill "
                         f"{row['prefill_tokens_per_s']:.0f}, {row['prefill_tokens_per_s_ratio']:.2f} x, "
-                        f"graph {row['graph']}, fused {row['fused']}, its rotations {row['fused_rotations']}", flush=True,
+                        f"graph {row['graph']}, fused {row['fused']}, its rotations {row['fused_rotations']}, "
+                        f"prompt graph {row['prompt_graph']}", flush=True,
                     )  # fmt: skip
                 rows.append(row)
                 about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}

@@ -19,6 +19,7 @@ import torch
 
 from requant.display import format_bytes, format_table
 from requant.errors import InputError
+from requant.inference import prompt_graphs
 from requant.inference.convert import tune_kernels
 from requant.inference.decode import Decoder, compiled_step
 from requant.inference.load import open_served
@@ -26,6 +27,7 @@ from requant.models.devices import pick_device
 from requant.models.loading import context_limit, load_config, resolve_source
 
 ROUNDS = 3
+SETTLING = 3  # prompts behind the first until all are read alike: one that is compared, one as it is, one that is captured
 # batches, prompt tokens, new tokens
 ON_CPU = ((1,), 64, 16)  # seconds of work
 ON_GPU = ((1, 8, 64), 512, 128)
@@ -43,10 +45,11 @@ class Speed:
     decode_tokens_per_s: float
     ms_per_step: float
     model_bytes: int  # parameters and buffers
-    peak_bytes: int  # on a GPU what torch allocated, else the process's largest size
+    peak_bytes: int  # on a GPU what torch allocated, with the memory of prompts' graphs, else the process's largest size
     graph: bool  # whether a step was a replay of a CUDA graph
     fused: bool  # whether its small operations were fused
     fused_rotations: bool  # and with them the rotations of trellis codes
+    prompt_graph: bool  # whether prompts were replays too
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -64,10 +67,11 @@ def measure(
     kernel_attention: bool = True,
     fused: bool = True,
     fuses_rotations: bool = True,
+    graphs_prompts: bool = prompt_graphs.BY_DEFAULT,
 ) -> Speed:
     """Time `rounds` rounds of prefill and decoding steps after one of warm-up; `compiled` runs steps under torch.compile.
 
-    `kernel_attention`, `fused`, `fuses_rotations`: see `Decoder`.
+    `kernel_attention`, `fused`, `fuses_rotations`, `graphs_prompts`: see `Decoder`.
     """
     device = torch.device(model.device)
     generator = torch.Generator().manual_seed(0)
@@ -83,14 +87,19 @@ def measure(
         kernel_attention=kernel_attention,
         fused=fused,
         fuses_rotations=fuses_rotations,
+        graphs_prompts=graphs_prompts,
     )
     prefill, decode = [], []
-    for _ in range(rounds + 1):
+    for count in range(rounds + 1):
+        for _ in range(SETTLING if count == 1 and decoder.fuses_prompts else 0):
+            decoder.reset()
+            decoder.prefill(prompts)
         decoder.reset()
         prefill.append(timed(lambda: decoder.prefill(prompts), device))
         decoder.step()  # the first one captures
         decode.append(timed(lambda: [decoder.step() for _ in range(new_tokens - 1)], device))
     step = median(decode[1:]) / max(1, new_tokens - 1)
+    graphs = decoder.prompt_graphs
     return Speed(
         name=name,
         batch=batch,
@@ -100,12 +109,13 @@ def measure(
         decode_tokens_per_s=batch / step,
         ms_per_step=1e3 * step,
         model_bytes=model_bytes(model),
-        peak_bytes=torch.cuda.max_memory_allocated(device)
+        peak_bytes=torch.cuda.max_memory_allocated(device) + (0 if graphs is None else graphs.bytes)
         if device.type == "cuda"
         else 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         graph=decoder.captured is not None,
         fused=decoder.fused is not None,
         fused_rotations=decoder.fused is not None and decoder.fused.fuses_rotations,
+        prompt_graph=graphs is not None and bool(graphs.graphs),
     )
 
 

@@ -18,7 +18,10 @@ from requant_kernels.common.device import supports_pdl
 from torch import Tensor
 from transformers import DynamicCache
 
+from requant.inference import prompt_graphs
 from requant.inference.attention import supports, use_kernel
+from requant.inference.cuda_graph import captured, side_stream
+from requant.inference.prompt_graphs import PromptGraphs
 from requant.inference.static_cache import SharedLengthCache, static_cache
 from requant.text.sampling import sample_next
 
@@ -33,7 +36,7 @@ class Decoder:
     form of the model; the prompt always goes through the model itself. `kernel_attention`: steps on a GPU use the
     attention kernel (`requant.inference.attention`) where the model would use torch's; the model's config stays as it is.
     `fused`: prompts and captured steps are fused where the model allows it (steps need that kernel); `fuses_rotations`: with
-    the rotations of its matrices.
+    the rotations of its matrices. `graphs_prompts`: short fused prompts are graphs too (`prompt_graphs.py`).
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class Decoder:
         kernel_attention: bool = True,
         fused: bool = True,
         fuses_rotations: bool = True,
+        graphs_prompts: bool = prompt_graphs.BY_DEFAULT,
     ) -> None:
         self.model, self.step_model = model, model if step_model is None else step_model
         self.length = length
@@ -58,6 +62,7 @@ class Decoder:
         self.fused: Any = None  # a FusedStep, once it was compared with the model
         self.fuses_prompts = fused and self.device.type == "cuda" and takes_fused_prompts(model)
         self.fused_prefill: Any = None  # a FusedPrefill, once there was a prompt
+        self.graphs_prompts = graphs_prompts and self.wants_graph
         self.tokens = torch.empty(0)
         self.logits = torch.empty(0)
         self.reset()
@@ -70,6 +75,7 @@ class Decoder:
         self.cache: Any = None
         if self.wants_graph:
             self.cache = static_cache(self.model, self.length)
+        self.prompt_graphs = PromptGraphs() if self.graphs_prompts else None  # they write into this cache
         if self.cache is None:
             self.wants_graph = False
             self.cache = DynamicCache(config=self.model.config)
@@ -78,7 +84,7 @@ class Decoder:
     def prefill(self, tokens: Int64[Tensor, "b t"]) -> Float[Tensor, "b v"]:
         """Logits after the last token of the prompts, all of one length; the argmax is the next step's input."""
         if self.fuses_prompts and isinstance(self.cache, SharedLengthCache):
-            logits = self._fused_prompts()(tokens, self.cache)
+            logits = self._fused_prompts()(tokens, self.cache, self.prompt_graphs)
         else:
             output = self.model(tokens, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
             logits = output.logits[:, -1]
@@ -130,26 +136,18 @@ class Decoder:
     def _capture(self) -> None:
         """Warm up and capture a step, and take back what both did to the cache."""
         before = self.cache.length.clone(), self.tokens.clone(), self.logits.clone()
-        stream = torch.cuda.Stream(self.device)
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
+        with side_stream(self.device):
             self._fuse(before)
-            for _ in range(3):  # kernels are compiled and libraries set up outside of the capture
+            for _ in range(3):
                 self._step()
                 self._restore(*before)
-        torch.cuda.current_stream(self.device).wait_stream(stream)
-        torch.cuda.synchronize(self.device)
-        graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph):
-                self._step()
+            self.captured = captured(self._step, self.device)
         except RuntimeError as error:
             self.wants_graph = False
             logger.warning(
                 "a step of this model cannot be captured as a CUDA graph, so it runs without: %s", error
             )
-        else:
-            self.captured = graph
         self._restore(*before)
 
     def _fuse(self, before: tuple[Tensor, Tensor, Tensor]) -> None:

@@ -11,11 +11,12 @@ of an original in bf16): a prompt of 512 tokens waits for Python a third to half
 The first two prompts of each kind go through the model itself. At the second it also gives the logits of an excerpt, the
 same excerpt goes the fused way, and the model's own stays where the two differ: compiling and comparing take longer than a
 prompt, which one alone would pay for nothing. Kinds are numbers of rows that other kernels multiply
-(`requant_kernels/dispatch.py`).
+(`requant_kernels/dispatch.py`). Short prompts may be replays of a graph (`prompt_graphs.py`).
 """
 
 import logging
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,9 @@ from requant_kernels.common.compile_ahead import compile_ahead
 from torch import Tensor
 
 from requant.inference.fused_step import Blocks, agrees, fused_blocks, normalized
+from requant.inference.prompt_graphs import PromptGraphs, most_rows, padded_length
 from requant.inference.static_cache import SharedLengthCache
+from requant.inference.step_inputs import has_fixed_angles
 
 FEW, MANY = 16, 1024  # rows beyond which other kernels multiply
 EXCERPT = 1152  # rows that are compared, at least: more than MANY
@@ -52,11 +55,17 @@ class FusedPrefill:
         return held[rotations][1]
 
     @torch.no_grad()
-    def __call__(self, tokens: Int64[Tensor, "b t"], cache: SharedLengthCache) -> Float[Tensor, "b v"]:
-        """Logits after the prompts; keys and values are written behind the `cache.length` that are there, which the caller
-        counts."""
+    def __call__(
+        self, tokens: Int64[Tensor, "b t"], cache: SharedLengthCache, graphs: PromptGraphs | None = None
+    ) -> Float[Tensor, "b v"]:
+        """Logits after the prompts, valid until the next; keys and values are written behind the `cache.length` that are
+        there, which the caller counts. `graphs`: of this cache, if there may be any."""
         b, t = tokens.shape
         kind, past = kind_of(b * t), int(cache.length)
+        if graphs is not None and past == 0:
+            logits = self._replayed(tokens, cache, graphs)
+            if logits is not None:
+                return logits
         if kind not in self.found and past == 0 and t <= MAX_ROWS:
             if kind in self.begun:
                 return self._compared(tokens, cache, kind)
@@ -65,6 +74,29 @@ class FusedPrefill:
         if blocks is None or t > MAX_ROWS:
             return own_logits(self.model, tokens, cache)[:, -1]
         return read_prompts(self.model, blocks, tokens, cache, past)
+
+    def _replayed(
+        self, tokens: Int64[Tensor, "b t"], cache: SharedLengthCache, graphs: PromptGraphs
+    ) -> Float[Tensor, "b v"] | None:
+        """By a graph of a padded length, where one pays and there are fused blocks for as many rows."""
+        b, t = tokens.shape
+        if self.found.get(kind_of(b * t)) is None:
+            return None
+        length = padded_length(b, t, room=cache.layers[0].max_cache_len, rows=self._rows_of_graphs)
+        if length is None or self.found.get(kind_of(b * length)) is None:
+            return None
+
+        def read(tokens: Tensor, last: Tensor | None) -> Tensor:
+            blocks = self.found[kind_of(tokens.numel())]
+            assert blocks is not None
+            return read_prompts(self.model, blocks, tokens, cache, 0, last)
+
+        return graphs(tokens, length, read)
+
+    @cached_property
+    def _rows_of_graphs(self) -> int:
+        """0 where RoPE's angles depend on how long a text is: padding would change them."""
+        return most_rows(self.model) if has_fixed_angles(self.model) else 0
 
     def _compared(
         self, tokens: Int64[Tensor, "b t"], cache: SharedLengthCache, kind: int
@@ -120,9 +152,15 @@ def own_logits(
 
 
 def read_prompts(
-    model: Any, blocks: Blocks, tokens: Int64[Tensor, "b t"], cache: SharedLengthCache, past: int
+    model: Any,
+    blocks: Blocks,
+    tokens: Int64[Tensor, "b t"],
+    cache: SharedLengthCache,
+    past: int,
+    last: Int64[Tensor, "1"] | None = None,
 ) -> Float[Tensor, "b v"]:
-    """Logits after the prompts, by blocks for so many rows; `past` is `cache.length`, on the host."""
+    """Logits after the prompts, by blocks for so many rows; `past` is `cache.length`, on the host. `last`: of the token with
+    this index, where the others behind it are padding."""
     b, t = tokens.shape
     allocate(model, cache, b)
     logits = []
@@ -130,7 +168,7 @@ def read_prompts(
         own = slice(first, first + MAX_ROWS // t)
         layers: list[Any] = list(cache.layers)
         held = [Held(layer.keys[own], layer.values[own]) for layer in layers]
-        logits.append(_pass(model, blocks, tokens[own], held, cache.length, past))
+        logits.append(_pass(model, blocks, tokens[own], held, cache.length, past, last))
     return logits[0] if len(logits) == 1 else torch.cat(logits)
 
 
@@ -153,6 +191,7 @@ def _pass(
     layers: Sequence[Held],
     position: Tensor,
     past: int,
+    last: Int64[Tensor, "1"] | None,
 ) -> Float[Tensor, "b v"]:
     (b, t), base = tokens.shape, model.base_model
     embedded = model.get_input_embeddings()(tokens)
@@ -162,5 +201,5 @@ def _pass(
     for block, layer in zip(blocks, layers, strict=True):
         one: Any = block
         delta = one(x, delta, cos, sin, layer, position, past)
-    y = normalized(x, delta, base.norm).view(b, t, -1)[:, -1]
-    return model.get_output_embeddings()(y)
+    y = normalized(x, delta, base.norm).view(b, t, -1)
+    return model.get_output_embeddings()(y[:, -1] if last is None else y.index_select(1, last)[:, 0])

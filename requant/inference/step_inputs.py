@@ -49,15 +49,19 @@ class ModelInputs:
 def has_tables(model: Any) -> bool:
     """Whether the embedding gives its rows as they are, the angles depend on the position alone, and neither has hooks."""
     embedding, rotary = model.get_input_embeddings(), model.base_model.rotary_emb
-    rope_type = getattr(rotary, "rope_type", None)
     return (
         type(embedding) is nn.Embedding
         and embedding.max_norm is None
         and embedding.weight.is_contiguous()
-        and isinstance(rope_type, str)  # a dict: one for each kind of block
-        and rope_type in FIXED_ROPE
+        and has_fixed_angles(model)
         and not any(part._forward_hooks or part._forward_pre_hooks for part in (embedding, rotary))
     )
+
+
+def has_fixed_angles(model: Any) -> bool:
+    """Whether RoPE's angles depend on the position alone, not on how long the text is."""
+    rope_type = getattr(model.base_model.rotary_emb, "rope_type", None)
+    return isinstance(rope_type, str) and rope_type in FIXED_ROPE  # a dict: one for each kind of block
 
 
 def step_inputs(model: Any, length: int) -> TableInputs | ModelInputs:

@@ -11,7 +11,7 @@ from requant.evaluation.bench import measure, model_bytes
 def test_measure(tiny_model) -> None:
     model = tiny_model("llama")
     speed = measure("tiny", model, batch=2, prompt_tokens=8, new_tokens=4, rounds=1)
-    assert speed.batch == 2 and not speed.graph
+    assert speed.batch == 2 and not speed.graph and not speed.prompt_graph
     assert speed.decode_tokens_per_s == pytest.approx(2e3 / speed.ms_per_step)
     assert speed.prefill_tokens_per_s > 0 and speed.peak_bytes > speed.model_bytes
     assert speed.model_bytes == 4 * sum(p.numel() for p in model.parameters()) + sum(

@@ -1,0 +1,35 @@
+"""Work on a GPU as a CUDA graph: captured once, and from then on one launch.
+
+A replay reads and writes the tensors that the capture did. Numbers of the host stay what they were then, so whatever changes
+from call to call lies in tensors that both share.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+@contextmanager
+def side_stream(device: torch.device) -> Iterator[None]:
+    """For what goes before a capture, so that kernels are compiled and libraries set up outside of it; ends when the device
+    has done it."""
+    current, stream = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        yield
+    current.wait_stream(stream)
+    torch.cuda.synchronize(device)
+
+
+def captured(run: Callable[[], object], device: torch.device, *, pool: Any = None) -> torch.cuda.CUDAGraph:
+    """The graph of `run()`, which is not carried out; what it allocates stays in `pool`, or in one of its own.
+
+    Raises RuntimeError where `run` does what cannot be captured.
+    """
+    graph = torch.cuda.CUDAGraph()
+    # a capture that fails leaves its own stream as the current one
+    with torch.cuda.stream(torch.cuda.current_stream(device)), torch.cuda.graph(graph, pool=pool):
+        run()
+    return graph

@@ -1,0 +1,135 @@
+"""Short prompts as replays of CUDA graphs, of a few padded lengths.
+
+    tokens [b, t]  ->  [b, n], n the next of LENGTHS       logits of row t - 1, an index on the device
+
+A prompt is some 400 launches, which Python issues in 17 ms on the host of an H200, whatever their size; of 512 tokens of an
+8B model the GPU runs them in 14. So a length is padded and captured where the GPU would wait for Python (`most_rows`), and
+the rows that are added cost time that nobody had. Beyond, and behind tokens that are in the cache already, prompts stay as
+they are.
+
+Padding is never visible. No token of the prompt sees a later one, logits are those of its last token, and the cache counts
+t tokens: a step, or the next part of the text, overwrites the rows behind before it reads them.
+
+The second prompt of a length pays for the capture, which is compared with the same prompt read launch by launch. There are
+as many graphs as LENGTHS at most, since a cache has one number of sequences, and they share their memory: they are replayed
+one at a time, and their logits are copied before the next.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from requant.errors import first_line
+from requant.inference.cuda_graph import captured, side_stream
+
+# Whether decoders replay prompts where nothing else is said. No GPU has run this yet: what fails, or gives other logits, is
+# found when it is captured, but not whether it is faster.
+BY_DEFAULT = False
+LENGTHS = (16, 64, 128, 256, 384, 512, 768, 1024)
+MOST_ROWS = 1024  # of a replay: they bound the memory that all share
+MULTIPLICATIONS = 1.2e11  # of a block, that an H200 makes while Python issues the block's launches
+TOLERANCE = 5e-2  # of the logits, relative: the products of more rows may be divided otherwise
+logger = logging.getLogger(__name__)
+
+# logits after tokens [b, n], or after those up to an index int64 [1], on the device
+Read = Callable[[Int64[Tensor, "b n"], Int64[Tensor, "1"] | None], Float[Tensor, "b v"]]
+
+
+class PromptGraphs:
+    """Of the prompts that begin the texts of one cache, whose keys and values the graphs write."""
+
+    def __init__(self) -> None:
+        self.prompts: Counter[int] = Counter()  # by padded length, until there is a graph
+        self.graphs: dict[int, PromptGraph] = {}
+        self.bytes = 0  # of the memory that they share
+        self.failed = False
+        self._pool: Any = None
+
+    def __call__(self, tokens: Int64[Tensor, "b t"], length: int, read: Read) -> Float[Tensor, "b v"] | None:
+        """Logits after prompts that are padded to `length`, valid until the next call; None where the caller should read
+        them: the first of a length, and all once a capture has failed."""
+        if self.failed:
+            return None
+        if length in self.graphs:
+            return self.graphs[length](tokens)
+        self.prompts[length] += 1
+        return self._capture(tokens, length, read) if self.prompts[length] > 1 else None
+
+    def _capture(self, tokens: Tensor, length: int, read: Read) -> Tensor | None:
+        """A graph, if its first replay gives the logits of the prompt read launch by launch, which are returned."""
+        shape, wanted = f"{len(tokens)} x {length}", None
+        try:
+            if self._pool is None:
+                self._pool = torch.cuda.graph_pool_handle()
+            graph = PromptGraph(len(tokens), length, read, tokens.device, self._pool)
+            got = graph(tokens).float()
+            wanted = read(tokens, None)  # last: what it writes into the cache stays
+            error = ((got - wanted.float()).norm() / wanted.float().norm()).item()
+            if not error <= TOLERANCE:
+                raise ValueError(f"other logits, relative error {error:.2g}")
+        except Exception as problem:  # it is a shortcut: whatever stops it, prompts can be read without
+            self.failed = True
+            self.graphs.clear()
+            logger.warning(
+                "prompts of %s tokens cannot be replayed as a CUDA graph, so they run without: %s",
+                shape,
+                first_line(problem),
+            )
+            return wanted
+        self.graphs[length] = graph
+        self.bytes += graph.bytes
+        logger.info(
+            "prompts of up to %s tokens are replays of a CUDA graph from now on (%d MiB)",
+            shape,
+            self.bytes >> 20,
+        )
+        return wanted
+
+
+class PromptGraph:
+    """One of them: prompts of `length` tokens, padding included."""
+
+    def __init__(self, sequences: int, length: int, read: Read, device: torch.device, pool: Any) -> None:
+        self.tokens = torch.zeros(sequences, length, dtype=torch.int64, device=device)
+        self.last = torch.zeros(1, dtype=torch.int64, device=device)
+        self.logits = torch.empty(0)
+
+        def run() -> None:
+            self.logits = read(self.tokens, self.last)
+
+        with side_stream(device):
+            run()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved(device)
+        self.graph = captured(run, device, pool=pool)
+        self.bytes = torch.cuda.memory_reserved(device) - before
+
+    def __call__(self, tokens: Int64[Tensor, "b t"]) -> Float[Tensor, "b v"]:
+        """Logits after the prompts, in a tensor that the next replay of any graph overwrites."""
+        t = tokens.shape[1]
+        self.tokens.copy_(F.pad(tokens, (0, self.tokens.shape[1] - t)))
+        self.last.fill_(t - 1)
+        self.graph.replay()
+        return self.logits
+
+
+def padded_length(sequences: int, tokens: int, *, room: int, rows: int) -> int | None:
+    """The length that such prompts are padded to, within `room` tokens of a cache and so many rows together; None: none."""
+    return next((n for n in LENGTHS if tokens <= n <= room and sequences * n <= rows), None)
+
+
+def most_rows(model: Any) -> int:
+    """Rows that a GPU multiplies in less time than Python takes for their launches, by the weights of a block; at most
+    MOST_ROWS. Of models made of Llama's modules."""
+    config = model.config.get_text_config()
+    heads = config.num_attention_heads
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    weights = config.hidden_size * (2 * (heads + key_heads) * head_dim + 3 * config.intermediate_size)
+    return min(MOST_ROWS, int(MULTIPLICATIONS / weights))
