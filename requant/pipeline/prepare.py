@@ -28,7 +28,7 @@ from requant.models.loading import (
     resolve_source,
 )
 from requant.models.targets import QuantTarget, find_linears
-from requant.recipe.schema import Recipe
+from requant.recipe.schema import Calibration, Evaluation, Recipe
 from requant.run.context import RunContext, fingerprint
 from requant.run.workspace import Workspace
 from requant.sensitivity.path import originals
@@ -89,7 +89,7 @@ def prepare(
         if why_not_folded is None:
             fold(model, seed=recipe.quantizer.seed)
             targets = rotated_targets(targets)
-    _check_context(model, recipe)
+    recipe = _within_positions(model, recipe)
     given = [str(t) for t in ([text] if isinstance(text, str | Path) else text or recipe.calibration.text)]
     calibration, evaluation = _texts(model, tokenizer, source, recipe, given, quiet=quiet)
     all_windows = token_windows(
@@ -126,7 +126,7 @@ def outline(model: str, recipe: Recipe, *, dtype: str = "auto", gpus: int = 1) -
     folder = Path(resolve_source(model))
     empty = empty_model(str(folder), dtype=dtype)
     unfuse_experts(empty)
-    _check_context(empty, recipe)
+    recipe = _within_positions(empty, recipe)
     calibration, evaluation = recipe.calibration, recipe.evaluation
     num_train = max(calibration.num_samples, recipe.finetune.train_windows if recipe.finetune.steps else 0)
     sizes = (
@@ -212,16 +212,26 @@ def _opened(
     return model.requires_grad_(False).eval(), found, source
 
 
-def _check_context(model: PreTrainedModel, recipe: Recipe) -> None:
+def _within_positions(model: PreTrainedModel, recipe: Recipe) -> Recipe:
+    """The recipe with windows that the model has positions for: the default lengths become all the positions of a model that
+    has fewer (GPT-2's 1024). Raises TextError for another length that is too long."""
     limit = context_limit(model.config)
-    for option, length in (
-        ("--seq-len", recipe.calibration.seq_len),
-        ("evaluation.context", recipe.evaluation.context),
+    if limit is None:
+        return recipe
+    calibration, evaluation = recipe.calibration, recipe.evaluation
+    for option, length, default in (
+        ("--seq-len", calibration.seq_len, Calibration.seq_len),
+        ("evaluation.context", evaluation.context, Evaluation.context),
     ):
-        if limit is not None and length > limit:
+        if length > limit and length != default:
             raise TextError(
                 f"{option} {length} is longer than the model's {limit} positions; use {option} {limit}."
             )
+    return dataclasses.replace(
+        recipe,
+        calibration=dataclasses.replace(calibration, seq_len=min(calibration.seq_len, limit)),
+        evaluation=dataclasses.replace(evaluation, context=min(evaluation.context, limit)),
+    )
 
 
 def _texts(

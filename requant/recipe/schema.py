@@ -38,7 +38,7 @@ class Calibration:
     num_samples: int = 128
     """Windows that statistics, scores and losses are measured on."""
     seq_len: int = 2048
-    """Tokens of a window."""
+    """Tokens of a window; the default is all the positions of a model that has fewer."""
     inputs: Literal["original", "quantized", "corrected"] = "original"
     """The model whose activations are a matrix's inputs: the original, one with all earlier blocks or matrices quantized."""
     all_experts: bool = False
@@ -189,7 +189,7 @@ class Evaluation:
     field: str = "text"
     """The field of a .jsonl or .parquet file that holds the text."""
     context: int = 2048
-    """Tokens of a window."""
+    """Tokens of a window; the default is all the positions of a model that has fewer."""
     windows: int = 20
     """Windows that are scored, at most."""
     samples: int = 2

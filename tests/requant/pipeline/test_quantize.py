@@ -15,7 +15,7 @@ from requant.formats.sparse import sparse_mask
 from requant.models.devices import pick_device
 from requant.models.loading import DEMO
 from requant.models.targets import find_linears
-from requant.pipeline.prepare import prepare
+from requant.pipeline.prepare import outline, prepare
 from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Calibration, Detach, Evaluation, Recipe, Sensitivity
 from requant.recipe.yaml_files import load_recipe
@@ -276,6 +276,10 @@ def test_what_cannot_work_is_refused_before_work(tiny_folder, tiny_text_file: Pa
         prepare(folder, changed(calibration={"seq_len": 4096}), tiny_text_file)
     with pytest.raises(TextError, match=r"evaluation.context 129 is longer than the model's 128 positions"):
         prepare(folder, changed(evaluation={"context": 129}), tiny_text_file)
+    defaults = dataclasses.replace(RECIPE, calibration=Calibration(num_samples=2), evaluation=Evaluation())
+    prepared = prepare(folder, defaults, tiny_text_file)
+    assert prepared.windows.shape == (2, 128) and prepared.eval_windows.shape[1] == 128
+    assert outline(folder, defaults).windows.shape == (2, 128)
     (tmp_path / "short.txt").write_text("too short")
     with pytest.raises(TextError, match=r"short.txt holds 8 tokens and one window needs 32"):
         prepare(folder, RECIPE, tmp_path / "short.txt")
