@@ -149,7 +149,9 @@ class CalibrationOptions(TypedDict, total=False):
     ]
     seq_len: Annotated[
         int | None,
-        of_calibration(help="Tokens of a calibration window. [2048, or all the positions of a shorter model; demo: 512]"),
+        of_calibration(
+            help="Tokens of a calibration window. [2048, or all the positions of a shorter model; demo: 512]"
+        ),
     ]
     all_experts: Annotated[
         bool | None,
