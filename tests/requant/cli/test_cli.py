@@ -26,7 +26,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("options", "method"),
     [
-        (("--mode", "paper", "--skip", "*.layers.[012].*"), "lut"),
+        (("--mode", "dense", "--method", "gptq", "--skip", "*.layers.[012].*"), "gptq"),
         pytest.param((), "trellis", marks=pytest.mark.slow),
     ],
     ids=["one of four blocks, quickly", "whole"],
