@@ -27,9 +27,10 @@ def compile_while_loading(
     """Begin to compile what the checks of matrices with these names launch for activations of `dtype`, and return."""
     from requant_kernels.common.compile_ahead import compile_ahead
 
-    layouts = {kind_of(layout): layout for layout in expected_layouts(specs, device)}
-
-    def checks() -> None:
+    def checks() -> (
+        None
+    ):  # with the layouts: where memory is too short for them, loading goes on and says so itself
+        layouts = {kind_of(layout): layout for layout in expected_layouts(specs, device)}
         for layout in layouts.values():
             for tokens in TOKENS:
                 multiply(torch.empty(tokens, layout.k, dtype=dtype, device=device), layout, None)

@@ -39,6 +39,17 @@ def test_residuals_and_what_no_kernel_takes_are_left_to_the_checks(
     assert not list(ahead.expected_layouts(specs, torch.device("cpu")))
 
 
+def test_memory_that_is_too_short_does_not_end_the_loading(monkeypatch) -> None:
+    def short(*_: object) -> None:
+        asked.append(True)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    asked: list[bool] = []
+    monkeypatch.setattr(ahead, "expected_layouts", short)
+    ahead.compile_while_loading({}, device=torch.device("cpu"), dtype=torch.bfloat16)
+    assert asked
+
+
 def test_experts_stay_apart() -> None:
     names = [
         "lm_head",
