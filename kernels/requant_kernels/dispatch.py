@@ -1,4 +1,4 @@
-"""Which kernel multiplies, and how it is launched: the only place that chooses.
+"""Which kernel multiplies, and how it is launched; nothing else chooses.
 
 `dispatch` asks the kernels of a layout in order; the first that supports the layout and has a launch for it wins. A launch
 is a row of the tables (`launch_config.py`) or what the kernel's rule gives (`heuristics.py`). Shapes and the device decide,
@@ -6,7 +6,7 @@ never timing inside a call.
 
 A kernel is a module with two functions, and a line in KERNELS:
 
-    supports(layout, num_tokens, device) -> bool      the layout's kind, sizes and alignment; not the launch
+    supports(layout, num_tokens, device) -> bool      the layout's format, sizes and alignment; not the launch
     NAME(x, layout, bias, config) -> y [m, n]         NAME of the module; x [m, k] with contiguous rows; config as CONFIGS
                                                       names it, or None
 
@@ -144,7 +144,7 @@ def choose(
 
 
 def kernels_of(layout: Layout | TrellisLayout) -> tuple[Kernel, ...]:
-    """The kernels of a kind of layout, in the order in which they are asked."""
+    """The kernels of a class of layouts, in the order in which they are asked."""
     return TRELLIS_KERNELS if isinstance(layout, TrellisLayout) else KERNELS
 
 

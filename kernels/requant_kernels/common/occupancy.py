@@ -5,7 +5,7 @@ free, as many as fit, and stay there (8192 x 8192, 2 bits: 12.4 us with space fo
 the four that are an even share). Padding the dynamic shared memory of a launch caps its CTAs per SM (`launch.py`).
 
 It happens to launches of a few CTAs too, while most SMs idle; those that compute more than they load then take almost twice
-as long (`step/rotated_gate.py`: 5.4 us in place of 3.6). Half of the shared memory keeps them apart, and leaves space
+as long (`step/rotated_gate.py`: 5.4 us instead of 3.6). Half of the shared memory keeps them apart, and leaves space
 for the launches before and after.
 """
 

@@ -1,7 +1,7 @@
 """Dequantize a layout to its weight `[n, k]`: beyond 512 tokens (128 off Hopper) the product is then cuBLAS's.
 
 A CTA has 16 rows and takes their k_tiles through the same device functions as `gemv.py`; it stores 16 bytes per lane, then
-adds the residuals of its rows in place. The dense value is rounded to the output type before the residual is added.
+adds the residuals of its rows to what it stored. The dense value is rounded to the output type before the residual is added.
 """
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none, reportAttributeAccessIssue=none

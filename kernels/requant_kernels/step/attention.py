@@ -36,7 +36,7 @@ LOG2_E = log2(2.718281828459045)
 
 @triton.constexpr_function
 def padded(size):
-    """What a block's dimension has room for: a power of two, 16 at least."""
+    """A dimension of a block: the next power of two, 16 at least."""
     return max(16, 1 << (size - 1).bit_length())
 
 
