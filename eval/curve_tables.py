@@ -10,6 +10,7 @@ from eval.markdown import PEERS, markdown, read
 
 Row = Mapping[str, Any]
 UNTRAINED = "QTIP-3INST"  # the best of `peers.json` at 2, 3 and 4 bits
+EARLIER = "no-hidden"  # mode `best` until it matched hidden states
 SPAN = 0.1  # bits beyond a line's ends to which it still holds
 
 
@@ -60,17 +61,17 @@ def on_the_line(points: Sequence[tuple[float, float]], bits: float) -> float:
 
 
 def of_mode_best(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of mode `best`; of a budget where its default was not measured, those of the shorter training."""
+    """The rows of mode `best`; of a budget where its default was not measured, those without hidden states."""
     default = {row["bits"] for row in found if row["name"] == "best"}
     return [
         row
         for row in found
-        if row["name"] == "best" or (row["name"] == "short" and row["bits"] not in default)
+        if row["name"] == "best" or (row["name"] == EARLIER and row["bits"] not in default)
     ]
 
 
 def quality_table(results: Path) -> str:
-    """Mode `best` at every budget beside the best peer at the same bits, and codes alone; * marks the shorter training."""
+    """Mode `best` at every budget beside the best peer at the same bits, and codes alone; * marks the rows of EARLIER."""
     found = read(results, "quality-bench-32m").get("rows", [])
     codes = {row["bits"]: row for row in found if row["name"] == "codes"}
     trained_rows = of_mode_best(found)
@@ -88,7 +89,7 @@ def quality_table(results: Path) -> str:
         ]
         rows.append(
             [
-                f"{budget:g}" + "*" * (row["name"] == "short"),
+                f"{budget:g}" + "*" * (row["name"] == EARLIER),
                 f"{row['bits_per_weight']:.3f}",
                 *(trained if seeds else ("", "", "")),
                 "" if alone is None else f"{alone['perplexity']:.2f} / {alone['kl']:.4f}",
@@ -146,7 +147,7 @@ def own_codes_table(results: Path, model: str) -> str:
         texts = ["" if row is None else f"{row['perplexity']:.2f} / {row['kl']:.4f}" for row in (best, codes)]
         real = (best or codes or {})["bits_per_weight"]
         gain = "" if best is None or codes is None else f"{best['kl'] / codes['kl']:.2f}"
-        name = f"{bits:g}" + "*" * (best is not None and best["name"] == "short")
+        name = f"{bits:g}" + "*" * (best is not None and best["name"] == EARLIER)
         rows.append(
             [name, f"{real:.3f}", *texts, "" if best is None else f"{best['second']['kl']:.4f}", gain]
         )
@@ -169,7 +170,7 @@ def best_ablation_table(results: Path, model: str = "bench-32m") -> str:
     """KL of mode `best` with one part left out or changed, by budget; real bits where they are not the budget's."""
     every = read(results, f"quality-{model}").get("rows", [])
     found = [row for row in every if row["seed"] == 0 and "peer" not in row]
-    studied = {row["bits"] for row in found if row["name"] not in ("best", "short", "codes")}
+    studied = {row["bits"] for row in found if row["name"] not in ("best", EARLIER, "short", "codes")}
     budgets = sorted(studied or {row["bits"] for row in found})
     labels = {row["name"]: row["label"] for row in found}
     cells = {(row["name"], row["bits"]): row for row in found}

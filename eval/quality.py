@@ -51,8 +51,7 @@ from requant.run.context import RunContext, Weights
 from requant.text.windows import spread
 
 FINETUNE = Finetune(steps=FINETUNE_STEPS)
-SHORT = Finetune(steps=225)  # what parts are compared at
-HIDDEN_WEIGHT = 10.0  # of demo-4m's trials; 5 to 100 do alike
+SHORT = Finetune(steps=225, hidden_weight=0.0)  # what parts are compared at, by the KL divergence alone
 AT_THE_END = Finetune(steps=4 * FINETUNE_STEPS)  # as many as all phases of mode `best` together
 
 
@@ -153,11 +152,14 @@ PLANS: dict[str, Plan] = {
     "own-text": Plan(
         label=f"best, {FINETUNE_STEPS} steps a phase, and 6144 windows that the model wrote", own_windows=6144
     ),
-    "hidden": Plan(
-        label=f"best, {FINETUNE_STEPS} steps a phase, hidden states matched in the rounds",
-        finetune=dataclasses.replace(FINETUNE, hidden_weight=HIDDEN_WEIGHT),
+    "no-hidden": Plan(
+        label=f"best, {FINETUNE_STEPS} steps a phase, hidden states not matched",
+        finetune=dataclasses.replace(FINETUNE, hidden_weight=0.0),
     ),
-    "long": Plan(label="best, 675 steps a phase", finetune=Finetune(steps=675)),
+    "long": Plan(
+        label="best, 675 steps a phase, hidden states not matched",
+        finetune=Finetune(steps=675, hidden_weight=0.0),
+    ),
     "codebooks": Plan(label="best over codebooks", method="kmeans"),
     "qtip": _qtip("QTIP 3INST", "trained by block and at the end", "3inst", make=block_training.qtip),
     "qtip-1mad": _qtip("QTIP 1MAD", "trained by block and at the end", "mul1", make=block_training.qtip),

@@ -2,10 +2,10 @@
 
     minimize   mean_t [ KL( p_original(. | x_<t) || p(. | x_<t) ) + c |h_t - h_original,t|^2 / |h_original,t|^2 ]
 
-where h are the last hidden states and c is 0 unless a recipe's `finetune.hidden_weight` says otherwise, for the rounds of
-mode `best` (states beside outputs: TinyBERT; Jiao et al. 2020, arXiv 1909.10351). The second term names all directions of
-the state, not only those that the text's tokens tell apart, and takes no pass of its own, for the original's states are
-kept. Both terms fall by four with every bit of the codes.
+where h are the last hidden states and c is `finetune.hidden_weight` in the rounds of mode `best`, 10 by default (5 to 100
+do alike), and 0 elsewhere (states beside outputs: TinyBERT; Jiao et al. 2020, arXiv 1909.10351). The second term names
+all directions of the state, not only those that the text's tokens tell apart, and takes no pass of its own, for the
+original's states are kept. Both terms fall by four with every bit of the codes.
 
 Three kinds of tensors are trained: the floats stored with the codes of quantized matrices (`trainable_params` of
 `formats/contract.py`), the weights of matrices that are not quantized yet, and the parameters without codes: norms,

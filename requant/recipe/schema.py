@@ -106,7 +106,7 @@ class Finetune:
     """Adam's learning rate at 2 bits, in units of each tensor's root mean square; halved with every further bit."""
     warmup_steps: int = 10
     """Steps of linear warm-up; a cosine to zero follows."""
-    hidden_weight: float = 0.0
+    hidden_weight: float = 10.0
     """Weight of the relative squared error of the last hidden states in the loss of the rounds of mode `best`; 0: none."""
     val_windows: int = 8
     """Windows held out from training; they choose the best step of the final phase."""

@@ -77,7 +77,7 @@ def test_parts_are_joined_and_newer_rows_win(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*part*"))
 
 
-def test_a_budget_without_the_default_falls_back_to_the_shorter_training(tmp_path: Path) -> None:
+def test_a_budget_without_the_default_falls_back_to_the_earlier_one(tmp_path: Path) -> None:
     def row(name: str, bits: float, kl: float) -> dict:
         found = {
             "name": name,
@@ -89,8 +89,8 @@ def test_a_budget_without_the_default_falls_back_to_the_shorter_training(tmp_pat
         }
         return found | {"kl": kl, "second": {"kl": kl}}
 
-    rows = [row("short", 2, 0.25), row("short", 3, 0.0711), row("best", 3, 0.0677)]
-    assert [(r["name"], r["bits"]) for r in of_mode_best(rows)] == [("short", 2), ("best", 3)]
+    rows = [row("no-hidden", 2, 0.25), row("no-hidden", 3, 0.0711), row("best", 3, 0.0677)]
+    assert [(r["name"], r["bits"]) for r in of_mode_best(rows)] == [("no-hidden", 2), ("best", 3)]
     (tmp_path / "quality-bench-32m.json").write_text(json.dumps({"rows": rows}))
     table = quality_table(tmp_path)
     assert "| 2* | 2.000 |" in table and "| 3 | 3.000 |" in table and "0.0711" not in table
