@@ -155,7 +155,7 @@ def main() -> None:
         "--rotations-apart", action="store_true", help="rotations of trellis codes as launches of their own"
     )
     parser.add_argument(
-        "--prompt-graphs", action="store_true", help="short prompts as replays of CUDA graphs"
+        "--no-prompt-graphs", action="store_true", help="short prompts launch by launch, not as a CUDA graph"
     )
     parser.add_argument("--seconds", type=float, default=1e9, help="stop starting new rows after this long")
     args = parser.parse_args()
@@ -178,7 +178,7 @@ def main() -> None:
                     row |= measure(
                         name, model, batch=batch, prompt_tokens=args.prompt_tokens, new_tokens=args.new_tokens,
                         fused=not args.no_fused, fuses_rotations=not args.rotations_apart,
-                        graphs_prompts=args.prompt_graphs,
+                        graphs_prompts=not args.no_prompt_graphs,
                     ).to_dict()  # fmt: skip
                 except (RuntimeError, ValueError) as error:
                     row["failed"] = f"{type(error).__name__}: {error}"[:500]
