@@ -22,3 +22,6 @@ LabelPatterns = Annotated[
 ]
 Part = Annotated[int | None, typer.Option(help="Number of the part to write.")]
 Join = Annotated[bool, typer.Option("--merge", help="Join the parts and stop.")]
+OutFile = Annotated[Path, typer.Option("--out", help="File of the results.")]
+Batch = Annotated[list[int] | None, typer.Option(help="Sequences at once, repeatable. [1 8 64]")]
+Seconds = Annotated[float, typer.Option(help="Start no new row after this long.")]

@@ -2,7 +2,7 @@
 
 Files are of bench-32m, embedding and head quantized as each program does by default (`eval.quality --rows file:2 ...`; the
 peers' are in `peers.json`). Tokens a second are of one sequence of the 8B shape in the same format
-(`kernels/bench/end_to_end.py`); where they were not measured, the picture has none. `python -m eval.figures` draws it.
+(`eval/end_to_end.py`); where they were not measured, the picture has none. `python -m eval.figures` draws it.
 """
 
 import json

@@ -107,7 +107,7 @@ def test_commands_and_options_exist(page: Path) -> None:
             assert not unknown, f"requant {name}: {unknown}"
     foreign = {"--upgrade", "--index-url", "--tensor-parallel-size", "--pipeline-parallel-size"}
     foreign |= {"--nproc-per-node"}  # of torchrun
-    foreign |= {"--out", "--no-fused", "--rotations-apart", "--widths"}  # of kernels/bench/end_to_end.py
+    foreign |= {"--out", "--no-fused", "--rotations-apart", "--widths"}  # of eval/end_to_end.py
     assert {word for word in re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)} - every - foreign == set()
 
 

@@ -15,11 +15,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from formats import random_layout  # pyright: ignore[reportMissingImports]
 from requant_kernels import linear
 from requant_kernels.common.timing import Timing, cold_time
 from requant_kernels.experts.stack import ExpertStack, stack_experts
 from requant_kernels.experts.step import experts_step
+from requant_kernels.random_layouts import random_layout
 from torch import Tensor
 from torch.nn import functional
 

@@ -37,8 +37,8 @@ HADAMARD = ("hadamard_tile_kernel", "hadamard_batched_kernel", "hadamard_butterf
 def launch(shapes: list[str], file: Path) -> None:
     """Warm every kernel up, then launch it once with the profiler on; `file` lists the multiplications in order."""
     import torch
-    from formats import random_layout  # pyright: ignore[reportMissingImports]
     from requant_kernels import linear
+    from requant_kernels.random_layouts import random_layout
 
     names = []
     for shape in shapes:

@@ -19,13 +19,13 @@ import triton
 from formats import (  # pyright: ignore[reportMissingImports]
     clone,
     compile_in_parallel,
-    random_layout,
     stored_bytes,
 )
 from peers import PEERS, Peer, torch_linear  # pyright: ignore[reportMissingImports]
 from requant_kernels import linear
 from requant_kernels.common.timing import cold_time, copies_needed
 from requant_kernels.fallback import reference
+from requant_kernels.random_layouts import random_layout
 
 SHAPES = [
     (8192, 8192), (28672, 8192), (4096, 4096), (14336, 4096), (4096, 14336), (2048, 8192), (8192, 2048), (2048, 2048),

@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 from requant_kernels.common.timing import cold_time, copies_needed
 from requant_kernels.sparsity import products
-
-from requant.sparsity.masks import keep2
+from requant_kernels.sparsity.masks import keep2
 
 SHAPES = ("8192x8192", "14336x4096", "4096x4096", "28672x8192")
 TOKENS = (1, 8, 64, 128, 256, 512, 1024, 2048, 4096)

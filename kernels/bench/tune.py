@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from formats import compile_in_parallel, random_layout  # pyright: ignore[reportMissingImports]
+from formats import compile_in_parallel  # pyright: ignore[reportMissingImports]
 from requant_kernels.autotune import Candidate, call, candidates, times, winners
 from requant_kernels.common.device import supports_sm90
 from requant_kernels.launch_config import (
@@ -31,6 +31,7 @@ from requant_kernels.launch_config import (
     read_table,
     write_table,
 )
+from requant_kernels.random_layouts import random_layout
 from requant_kernels.trellis.codes import CODES
 
 FORMATS = [("grid", 2), ("grid", 3), ("grid", 4), ("codebook", 2), ("codebook", 3), ("codebook", 4)]

@@ -1,6 +1,6 @@
 """Tokens per second of whole models with random weights, quantized and in bf16, by the harness of `requant bench`.
 
-    python kernels/bench/end_to_end.py --out eval/results/end-to-end-h200.json
+    python -m eval.end_to_end --out eval/results/end-to-end-h200.json
 
 Speed depends on shapes, not on values, so no checkpoint is needed: a model is built empty, its linears are filled with
 random codes (the head a grid of 6, 7 or 8 bits in groups of 64, as `requant quantize --bits 2`, 3 or 4 makes it), or with
@@ -9,25 +9,26 @@ quantize` on a GPU; `grid` has groups of 128. Trellis matrices have the widths t
 q, k and v are hardly ever one matrix; with `--widths equal` all have the same, and q/k/v and gate/up are one matrix each.
 """
 
-import argparse
 import gc
-import json
 import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
-from formats import random_layout  # pyright: ignore[reportMissingImports]
+import typer
 from requant_kernels import TrellisLayout, pack_grid
+from requant_kernels.random_layouts import random_layout
 from requant_kernels.trellis.codes import CODES
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from eval import options as opt
+from eval.common import environment, write_json
 from requant.evaluation.bench import measure
 from requant.inference.convert import FusedLinear, KernelLinear, Sibling
+from requant.models.devices import pick_device
 from requant.models.targets import SIBLINGS
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -57,6 +58,8 @@ WIDTHS: dict[float, dict[str, tuple[float, float, float]]] = {
         "gate_proj": (4, 4, 4.25), "up_proj": (3.75, 3.75, 4), "down_proj": (4.25, 4.25, 4.25),
     },
 }  # fmt: skip
+FORMATS = ("bf16:16", "mul1:2", "pair:2", "mul1:3", "mul1:4", "grid:2")
+BATCHES = (1, 8, 64)
 
 
 def build(
@@ -79,8 +82,8 @@ def build(
                 else {}
             )
             for parent in list(block.modules()):
-                _replace_children(parent, kind, bits, own, density)
-        _replace_children(model, kind, bits, {}, density)
+                _replace_children(parent, kind, bits, own, density, device)
+        _replace_children(model, kind, bits, {}, density, device)
     for module in model.modules():  # what is left on the meta device
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.is_meta:
@@ -90,16 +93,16 @@ def build(
     return model.eval()
 
 
-def random_head(n: int, k: int, bits: int) -> KernelLinear:
+def random_head(n: int, k: int, bits: int, device: str) -> KernelLinear:
     """A grid of groups of 64 with zero points."""
-    codes = torch.randint(0, 1 << bits, (n, k), dtype=torch.uint8, device="cuda")
-    scales = (torch.rand(n, k // 64, device="cuda") * 0.01).half()
-    zeros = torch.randint(0, 1 << bits, (n, k // 64), dtype=torch.uint8, device="cuda")
+    codes = torch.randint(0, 1 << bits, (n, k), dtype=torch.uint8, device=device)
+    scales = (torch.rand(n, k // 64, device=device) * 0.01).half()
+    zeros = torch.randint(0, 1 << bits, (n, k // 64), dtype=torch.uint8, device=device)
     return KernelLinear(pack_grid(codes, scales, zeros, bits=bits, group_size=64))
 
 
 def _replace_children(
-    parent: nn.Module, kind: str, bits: float, widths: Mapping[str, float], density: float
+    parent: nn.Module, kind: str, bits: float, widths: Mapping[str, float], density: float, device: str
 ) -> None:
     """`widths`: of single matrices, where they are not `bits`."""
     layers = {name: child for name, child in parent.named_children() if isinstance(child, nn.Linear)}
@@ -109,19 +112,19 @@ def _replace_children(
                 name: layers.pop(name) for name in names if name in layers and widths.get(name, bits) == own
             }
             if chosen:
-                _replace(parent, chosen, kind, own, density)
+                _replace(parent, chosen, kind, own, density, device)
 
 
 def _replace(
-    parent: nn.Module, chosen: Mapping[str, nn.Linear], kind: str, bits: float, density: float
+    parent: nn.Module, chosen: Mapping[str, nn.Linear], kind: str, bits: float, density: float, device: str
 ) -> None:
     """Layers of one width, as one matrix."""
     sizes = [layer.out_features for layer in chosen.values()]
     k = next(iter(chosen.values())).in_features
     if "lm_head" in chosen:
-        matrix = random_head(sum(sizes), k, round(bits) + 4)
+        matrix = random_head(sum(sizes), k, round(bits) + 4, device)
     else:
-        layout = random_layout(kind, bits, sum(sizes), k, density)
+        layout = random_layout(kind, bits, sum(sizes), k, density, device=device)
         if isinstance(layout, TrellisLayout) and len(sizes) > 1:
             layout = replace(layout, parts=tuple(sizes))
         matrix = KernelLinear(layout)
@@ -133,74 +136,71 @@ def _replace(
         setattr(parent, name, Sibling(siblings, index))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--shapes", nargs="+", default=list(SHAPES))
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64])
-    parser.add_argument(
-        "--formats", nargs="+", default=["bf16:16", "mul1:2", "pair:2", "mul1:3", "mul1:4", "grid:2"]
-    )
-    parser.add_argument(
-        "--widths",
-        choices=("best", "equal"),
-        default="best",
-        help="of trellis matrices: as mode best gives them, or equal",
-    )
-    parser.add_argument("--density", type=float, default=0.0, help="share of residuals")
-    parser.add_argument("--prompt-tokens", type=int, default=512)
-    parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--no-fused", action="store_true", help="steps of transformers' own operations")
-    parser.add_argument(
-        "--rotations-apart", action="store_true", help="rotations of trellis codes as launches of their own"
-    )
-    parser.add_argument(
-        "--no-prompt-graphs", action="store_true", help="short prompts launch by launch, not as a CUDA graph"
-    )
-    parser.add_argument("--seconds", type=float, default=1e9, help="stop starting new rows after this long")
-    args = parser.parse_args()
+def main(
+    out: opt.OutFile,
+    shapes: Annotated[list[str] | None, typer.Option(help="Repeatable; all if not given.")] = None,
+    batch: opt.Batch = None,
+    formats: Annotated[list[str] | None, typer.Option(help="KIND:BITS, repeatable.")] = None,
+    widths: Annotated[
+        Literal["best", "equal"], typer.Option(help="Of trellis matrices: as mode best gives them, or equal.")
+    ] = "best",
+    density: Annotated[float, typer.Option(help="Share of residuals.")] = 0.0,
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 512,
+    new_tokens: Annotated[int, typer.Option(help="Tokens that are decoded.")] = 128,
+    no_fused: Annotated[
+        bool, typer.Option("--no-fused", help="Steps of transformers' own operations.")
+    ] = False,
+    rotations_apart: Annotated[
+        bool, typer.Option("--rotations-apart", help="Rotations of trellis codes as launches of their own.")
+    ] = False,
+    no_prompt_graphs: Annotated[
+        bool, typer.Option("--no-prompt-graphs", help="Short prompts launch by launch, not as CUDA graphs.")
+    ] = False,
+    seconds: opt.Seconds = 1e9,
+    device: opt.Device = "auto",
+) -> None:
+    where = pick_device(device)
     started = time.monotonic()
     rows: list[dict[str, Any]] = []
-    for shape in args.shapes:
+    for shape in shapes or SHAPES:
         base: dict[int, dict[str, Any]] = {}
-        for kind, bits in (text.split(":") for text in args.formats):
+        for kind, bits in (text.split(":") for text in formats or FORMATS):
             name = "bf16" if kind == "bf16" else f"{kind} {bits}-bit"
-            if kind in CODES and args.widths == "best" and float(bits) in WIDTHS:
+            if kind in CODES and widths == "best" and float(bits) in WIDTHS:
                 name += ", widths of mode best"
-            if kind != "bf16" and args.density:
-                name += f", {args.density:.1%} sparse"
-            if time.monotonic() - started > args.seconds:
+            if kind != "bf16" and density:
+                name += f", {density:.1%} sparse"
+            if time.monotonic() - started > seconds:
                 break
-            model = build(shape, kind, float(bits), density=args.density, widths=args.widths)
-            for batch in args.batch:
-                row = {"shape": shape, "name": name, "batch": batch}
+            model = build(shape, kind, float(bits), density=density, device=where, widths=widths)
+            for count in batch or BATCHES:
+                row = {"shape": shape, "name": name, "batch": count}
                 try:
                     row |= measure(
-                        name, model, batch=batch, prompt_tokens=args.prompt_tokens, new_tokens=args.new_tokens,
-                        fused=not args.no_fused, fuses_rotations=not args.rotations_apart,
-                        graphs_prompts=not args.no_prompt_graphs,
+                        name, model, batch=count, prompt_tokens=prompt_tokens, new_tokens=new_tokens,
+                        fused=not no_fused, fuses_rotations=not rotations_apart,
+                        graphs_prompts=not no_prompt_graphs,
                     ).to_dict()  # fmt: skip
                 except (RuntimeError, ValueError) as error:
                     row["failed"] = f"{type(error).__name__}: {error}"[:500]
                     print(row, file=sys.stderr, flush=True)
                 else:
-                    base.setdefault(batch, row)
+                    base.setdefault(count, row)
                     for number in ("decode_tokens_per_s", "prefill_tokens_per_s"):
-                        row[f"{number}_ratio"] = row[number] / base[batch][number]
+                        row[f"{number}_ratio"] = row[number] / base[count][number]
                     print(
-                        f"{shape} {name} batch {batch}: {row['decode_tokens_per_s']:.0f} tokens/s, "
+                        f"{shape} {name} batch {count}: {row['decode_tokens_per_s']:.0f} tokens/s, "
                         f"{row['ms_per_step']:.3f} ms, {row['decode_tokens_per_s_ratio']:.2f} x, prefill "
                         f"{row['prefill_tokens_per_s']:.0f}, {row['prefill_tokens_per_s_ratio']:.2f} x, "
                         f"graph {row['graph']}, fused {row['fused']}, its rotations {row['fused_rotations']}, "
                         f"prompt graph {row['prompt_graph']}", flush=True,
                     )  # fmt: skip
                 rows.append(row)
-                about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-                args.out.write_text(json.dumps({"about": about, "rows": rows}, indent=1))
+                write_json(out, {"about": environment(torch.device(where)), "rows": rows})
             del model
             gc.collect()
             torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -1,8 +1,8 @@
 """vLLM's engine: tokens a second of whole models with random weights, ours beside its bf16 and int4, and our
 log-probabilities beside `requant.load`.
 
-    python kernels/bench/vllm_engine.py --out eval/results/vllm-h100.json --formats bf16 gptq:4 mul1:2 mul1:3 mul1:4
-    python kernels/bench/vllm_engine.py --out eval/results/vllm-check.json --formats --checkpoints CHECKPOINT ...
+    python -m eval.vllm_engine --out eval/results/vllm-h100.json [--formats gptq:4 --formats mul1:2]
+    python -m eval.vllm_engine --out eval/results/vllm-check.json --checkpoints CHECKPOINT
 
 Needs vllm, and requant with its entry point. Every row is a process of its own, whose engine starts with CUDA graphs of
 decoding steps and, unless `--compile` is given, without torch.compile, so that it starts in seconds; all rows alike.
@@ -14,21 +14,33 @@ A checkpoint is checked on a text: log-probabilities of the prompt, and of token
 `requant.load` in bfloat16; beside them what the same model in float32 differs by, which is the rounding to expect.
 """
 
-import argparse
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
+from safetensors.torch import save_file
+from transformers import AutoTokenizer
+
+import requant
+from eval import options as opt
+from eval.common import environment, write_json
+from eval.end_to_end import BATCHES, SHAPES
+from requant.formats.grid import GridSpec
+from requant.formats.packed_spec import PackedSpec
+from requant.formats.trellis import TrellisSpec
+from requant.models.devices import pick_device
 
 PROMPT_TOKENS, SHORT, LONG = 32, 16, 144
 CHECKED, CHOSEN = 256, 48  # tokens of a prompt, and of its continuation
-TEXT = Path(__file__).parents[2] / "requant" / "data" / "demo-text"
+TEXT = Path(__file__).parents[1] / "requant" / "data" / "demo-text"
 
 
 def random_tensor(suffix: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -45,12 +57,6 @@ def random_tensor(suffix: str, shape: tuple[int, ...], dtype: torch.dtype) -> to
 
 def write_checkpoint(folder: Path, config: dict[str, Any], kind: str, bits: float) -> None:
     """A checkpoint of the shape of `config` with random codes, as `requant quantize` lays it out."""
-    from safetensors.torch import save_file
-
-    from requant.formats.grid import GridSpec
-    from requant.formats.packed_spec import PackedSpec
-    from requant.formats.trellis import TrellisSpec
-
     d, f, v = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     heads, groups = (
         config[name] * config["head_dim"] for name in ("num_attention_heads", "num_key_value_heads")
@@ -90,25 +96,37 @@ PEERS: dict[str, dict[str, Any] | None] = {
     "gptq:4": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True},
     "awq:4": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
 }
+FORMATS = (*PEERS, "mul1:2", "mul1:3", "mul1:4")
 
 
-def engine(folder: Path, args: argparse.Namespace, *, length: int, **options: Any) -> Any:
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What all rows share."""
+
+    shape: str
+    layers: int  # 0: as the shape has
+    batch: tuple[int, ...]
+    tensor_parallel: int
+    memory: float
+    compile: bool
+
+
+def engine(folder: Path, settings: Settings, *, length: int, **options: Any) -> Any:
     from vllm import LLM  # pyright: ignore[reportMissingImports]
 
-    most = max(args.batch)
-    graphs: dict[str, Any] = {"cudagraph_capture_sizes": sorted({1, *args.batch})}
-    if not args.compile:
+    most = max(settings.batch)
+    graphs: dict[str, Any] = {"cudagraph_capture_sizes": sorted({1, *settings.batch})}
+    if not settings.compile:
         graphs |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     return LLM(
-        str(folder), dtype="bfloat16", max_model_len=length, max_num_seqs=most, gpu_memory_utilization=args.memory,
-        tensor_parallel_size=args.tensor_parallel, compilation_config=graphs, enable_prefix_caching=False,
+        str(folder), dtype="bfloat16", max_model_len=length, max_num_seqs=most, gpu_memory_utilization=settings.memory,
+        tensor_parallel_size=settings.tensor_parallel, compilation_config=graphs, enable_prefix_caching=False,
         skip_tokenizer_init=True, **options,
     )  # fmt: skip
 
 
-def timed(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+def timed(name: str, settings: Settings) -> list[dict[str, Any]]:
     """Rows of one format."""
-    from end_to_end import SHAPES  # pyright: ignore[reportMissingImports]
     from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
 
     config = {
@@ -123,7 +141,7 @@ def timed(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
         "rope_theta": 500000.0,
         "dtype": "bfloat16",
     }
-    config |= SHAPES[args.shape] | ({"num_hidden_layers": args.layers} if args.layers else {})
+    config |= SHAPES[settings.shape] | ({"num_hidden_layers": settings.layers} if settings.layers else {})
     with tempfile.TemporaryDirectory() as home:
         options: dict[str, Any] = {}
         if name in PEERS:
@@ -134,7 +152,7 @@ def timed(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
             kind, bits = name.split(":")
             write_checkpoint(Path(home), config, kind, float(bits) if "." in bits else int(bits))
         begin = time.monotonic()
-        llm = engine(Path(home), args, length=512, **options)
+        llm = engine(Path(home), settings, length=512, **options)
         started = time.monotonic() - begin
 
     def seconds(batch: int, tokens: int) -> float:
@@ -147,28 +165,25 @@ def timed(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
         return time.monotonic() - begin
 
     rows = []
-    for batch in args.batch:
+    for batch in settings.batch:
         seconds(batch, SHORT)
         step = (seconds(batch, LONG) - seconds(batch, SHORT)) / (LONG - SHORT)
         rows.append({
-            "shape": args.shape, "layers": config["num_hidden_layers"], "name": name, "batch": batch,
-            "tensor_parallel": args.tensor_parallel, "ms_per_step": 1e3 * step, "decode_tokens_per_s": batch / step,
+            "shape": settings.shape, "layers": config["num_hidden_layers"], "name": name, "batch": batch,
+            "tensor_parallel": settings.tensor_parallel, "ms_per_step": 1e3 * step, "decode_tokens_per_s": batch / step,
             "engine_start_s": started,
         })  # fmt: skip
     return rows
 
 
-def checked(folder: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+def checked(folder: str, settings: Settings) -> list[dict[str, Any]]:
     """Log-probabilities of a checkpoint."""
-    from transformers import AutoTokenizer
     from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
-
-    import requant
 
     text = "\n".join(path.read_text() for path in sorted(TEXT.glob("*.txt")))
     ids = AutoTokenizer.from_pretrained(folder)(text)["input_ids"]
     prompts = [ids[start : start + CHECKED] for start in range(0, 4 * CHECKED, CHECKED)]
-    llm = engine(Path(folder), args, length=2 * CHECKED)
+    llm = engine(Path(folder), settings, length=2 * CHECKED)
     given = SamplingParams(
         temperature=0, max_tokens=CHOSEN, ignore_eos=True, logprobs=0, prompt_logprobs=0, detokenize=False
     )
@@ -205,57 +220,64 @@ def checked(folder: str, args: argparse.Namespace) -> list[dict[str, Any]]:
         return {"mean": off.mean().item(), "worst": off.max().item()}
 
     return [{
-        "checkpoint": Path(folder).name, "part": part, "tokens": len(found[part]), "tensor_parallel": args.tensor_parallel,
-        "engine_to_load": apart(found, served, part), "engine_to_float32": apart(found, exact, part),
+        "checkpoint": Path(folder).name, "part": part, "tokens": len(found[part]),
+        "tensor_parallel": settings.tensor_parallel, "engine_to_load": apart(found, served, part),
+        "engine_to_float32": apart(found, exact, part),
         "load_to_float32": apart(served, exact, part),
     } for part in found]  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--shape", default="llama-3.1-8b")
-    parser.add_argument("--layers", type=int, default=0, help="fewer than the shape has")
-    parser.add_argument("--formats", nargs="*", default=[*PEERS, "mul1:2", "mul1:3", "mul1:4"])
-    parser.add_argument("--checkpoints", nargs="*", default=[])
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64])
-    parser.add_argument("--tensor-parallel", type=int, default=1)
-    parser.add_argument(
-        "--memory", type=float, default=0.8, help="share of the GPU's memory that an engine takes"
-    )
-    parser.add_argument(
-        "--compile", action="store_true", help="with torch.compile, as `vllm serve` does by default"
-    )
-    parser.add_argument("--seconds", type=float, default=1e9, help="stop starting new rows after this long")
-    parser.add_argument("--row", help=argparse.SUPPRESS)  # one row, in this process: FORMAT or =CHECKPOINT
-    args = parser.parse_args()
-    if args.row is not None:
-        found = checked(args.row[1:], args) if args.row[0] == "=" else timed(args.row, args)
-        args.out.write_text(json.dumps(found))
+def main(
+    out: opt.OutFile,
+    shape: Annotated[str, typer.Option(help="Of the formats' models.")] = "llama-3.1-8b",
+    layers: Annotated[int, typer.Option(help="Fewer than the shape has.")] = 0,
+    formats: Annotated[
+        list[str] | None,
+        typer.Option(help="A peer or KIND:BITS, repeatable; all if neither these nor checkpoints are given."),
+    ] = None,
+    checkpoints: Annotated[
+        list[str] | None, typer.Option(help="Folder of a checkpoint to check, repeatable.")
+    ] = None,
+    batch: opt.Batch = None,
+    tensor_parallel: Annotated[int, typer.Option(help="GPUs that an engine divides a model among.")] = 1,
+    memory: Annotated[float, typer.Option(help="Share of the GPU's memory that an engine takes.")] = 0.8,
+    compile: Annotated[
+        bool, typer.Option("--compile", help="With torch.compile, as `vllm serve` does by default.")
+    ] = False,
+    seconds: opt.Seconds = 1e9,
+    row: Annotated[str | None, typer.Option(hidden=True)] = None,
+) -> None:
+    if row is not None:  # one row, in this process: FORMAT or =CHECKPOINT
+        settings = Settings(
+            shape=shape, layers=layers, batch=tuple(batch or BATCHES), tensor_parallel=tensor_parallel,
+            memory=memory, compile=compile,
+        )  # fmt: skip
+        found = checked(row[1:], settings) if row[0] == "=" else timed(row, settings)
+        out.write_text(json.dumps(found))
         return
     started, rows = time.monotonic(), []
-    own = [*sys.argv[1:], "--row"]
-    environment = os.environ | ({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if args.tensor_parallel == 1 else {})
-    for row in [f"={folder}" for folder in args.checkpoints] + args.formats:
-        if time.monotonic() - started > args.seconds:
+    names = [f"={folder}" for folder in checkpoints or ()]
+    names += formats or (() if checkpoints else FORMATS)
+    for name in names:
+        if time.monotonic() - started > seconds:
             break
-        with tempfile.TemporaryDirectory() as home:
-            part = Path(home) / "row.json"
-            run = subprocess.run(
-                [sys.executable, __file__, *own, row, "--out", str(part)],
-                env=environment,
-                stdout=sys.stderr,
-                check=False,
-            )
-            found = (
-                json.loads(part.read_text()) if part.exists() else [{"name": row, "failed": run.returncode}]
-            )
+        found = row_of_own_process(name, tensor_parallel)
         rows += found
         for each in found:
             print(json.dumps(each), flush=True)
-        about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "compile": args.compile}
-        args.out.write_text(json.dumps({"about": about, "rows": rows}, indent=1))
+        about = environment(torch.device(pick_device("auto"))) | {"compile": compile}
+        write_json(out, {"about": about, "rows": rows})
+
+
+def row_of_own_process(name: str, tensor_parallel: int) -> list[dict[str, Any]]:
+    """This command again with the same options, for one row: an engine gives its memory back only when its process ends."""
+    environ = os.environ | ({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if tensor_parallel == 1 else {})
+    with tempfile.TemporaryDirectory() as home:
+        part = Path(home) / "row.json"
+        command = [sys.executable, "-m", "eval.vllm_engine", *sys.argv[1:], "--row", name, "--out", str(part)]
+        run = subprocess.run(command, env=environ, stdout=sys.stderr, check=False)
+        return json.loads(part.read_text()) if part.exists() else [{"name": name, "failed": run.returncode}]
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

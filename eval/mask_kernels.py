@@ -1,20 +1,20 @@
 """Times of the 2:4 mask kernels against one read and one write of the matrix, and against the formulas in torch.
 
-    python kernels/bench/masks.py --out eval/results/masks-h100.json
+    python -m eval.mask_kernels --out eval/results/masks-h100.json
 
 Each kernel is compared with its formula on the very matrix first. `copy` is `y.copy_(x)` of the matrix: one read, one write.
 """
 
-import argparse
-import json
-from pathlib import Path
 from typing import Any
 
 import torch
 import triton
+import typer
 from requant_kernels.common.timing import cold_time, copies_needed
 from requant_kernels.sparsity import masks as kernels
 
+from eval import options as opt
+from eval.common import environment, write_json
 from requant.sparsity import masks
 
 NAMES = ("keep2", "keep2_transposable", "soft_threshold", "least_squares_scale")
@@ -52,17 +52,14 @@ def rows_of(n: int, k: int, dtype: torch.dtype) -> list[dict[str, Any]]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    args = parser.parse_args()
-    about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
+def main(out: opt.OutFile) -> None:
+    about = environment(torch.device("cuda")) | {"triton": triton.__version__}
     rows: list[dict[str, Any]] = []
     for n, k in SHAPES:
         for dtype in DTYPES:
             rows += rows_of(n, k, dtype)
-            args.out.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
+            write_json(out, {"about": about, "rows": rows})
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -1,0 +1,63 @@
+"""Whole models with random weights are built and timed as a checkpoint's model is."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from requant_kernels import TrellisLayout
+
+from eval import end_to_end
+from requant.inference.convert import KernelLinear, Sibling
+
+TINY = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": False, "vocab_size": 128,
+}  # fmt: skip
+
+
+@pytest.fixture
+def tiny_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(end_to_end.SHAPES, "tiny", TINY)
+
+
+def bits_of(model: torch.nn.Module, name: str) -> list[float]:
+    """Bits of the matrix of that name in every block."""
+    found = []
+    for path, module in model.named_modules():
+        if path.endswith(name):
+            matrix = module.siblings.matrix if isinstance(module, Sibling) else module
+            assert isinstance(matrix, KernelLinear) and isinstance(matrix.layout, TrellisLayout)
+            found.append(matrix.layout.bits)
+    return found
+
+
+def test_matrices_have_the_widths_of_mode_best(tiny_shape: None) -> None:
+    torch.manual_seed(0)
+    model = end_to_end.build("tiny", "mul1", 2.0, device="cpu", widths="best")
+    for name, bits in end_to_end.WIDTHS[2].items():
+        assert bits_of(model, name) == list(bits), name
+    equal = end_to_end.build("tiny", "mul1", 2.0, device="cpu", widths="equal")
+    for name in end_to_end.WIDTHS[2]:
+        assert bits_of(equal, name) == [2, 2, 2]
+
+
+def test_rows_are_timed_beside_the_first_format(tiny_shape: None, tmp_path: Path) -> None:
+    out = tmp_path / "rows.json"
+    end_to_end.main(
+        out, shapes=["tiny"], batch=[1, 2], formats=["bf16:16", "grid:2"], prompt_tokens=8, new_tokens=4,
+        density=0.01, device="cpu",
+    )  # fmt: skip
+    data = json.loads(out.read_text())
+    assert [(row["name"], row["batch"]) for row in data["rows"]] == [
+        ("bf16", 1), ("bf16", 2), ("grid 2-bit, 1.0% sparse", 1), ("grid 2-bit, 1.0% sparse", 2)
+    ]  # fmt: skip
+    for row in data["rows"]:
+        assert "failed" not in row and row["prompt_tokens"] == 8 and row["decode_tokens_per_s"] > 0
+    base, quantized = data["rows"][0], data["rows"][2]
+    assert base["decode_tokens_per_s_ratio"] == 1
+    assert quantized["decode_tokens_per_s_ratio"] == pytest.approx(
+        quantized["decode_tokens_per_s"] / base["decode_tokens_per_s"], rel=1e-4
+    )
+    assert quantized["model_bytes"] < base["model_bytes"]
+    assert data["about"]["torch"] == torch.__version__
