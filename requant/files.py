@@ -7,13 +7,14 @@ is read, and brackets and commas are counted before they are parsed.
 
 import fnmatch
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from requant.errors import FileError
+from requant.errors import FileError, InputError
 
 MAX_SMALL_FILE = 1 << 26  # bytes; the largest tokenizers and indices of shards have 40 million
 MAX_CONTAINERS = (
@@ -30,6 +31,13 @@ SMALL = (  # names of the files that transformers reads whole
     "*config.json", "*.index.json", "tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.*",
     "merges.txt", "*.model", "*.jinja", "chat_template.*",
 )  # fmt: skip
+
+
+def path_of(value: object, what: str) -> Path:
+    """An argument of a public function as a path; raises InputError, which names the argument, for anything else."""
+    if not isinstance(value, str | os.PathLike):
+        raise InputError(f"{what} must be a path, not {type(value).__name__}; give a text or a Path.")
+    return Path(value)
 
 
 def check_plain_file(path: Path) -> int:

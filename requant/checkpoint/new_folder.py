@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from requant.errors import OutputError
+from requant.files import path_of
 
 try:
     import fcntl
@@ -22,7 +23,7 @@ except ImportError:  # not a POSIX system: nothing is locked, and nothing of oth
 
 def check_output(output: str | Path) -> Path:
     """Raise OutputError unless `output` can be created; called before any long work."""
-    output = Path(output).expanduser().absolute()
+    output = path_of(output, "output").expanduser().absolute()
     if output.exists() or output.is_symlink():
         raise OutputError(f"{output} exists already; remove it, or choose another --output.")
     ancestor = next(parent for parent in output.parents if parent.exists())

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from requant.checkpoint.header import StoredTensor, read_folder, read_json
 from requant.errors import CheckpointError
-from requant.files import check_model_folder
+from requant.files import check_model_folder, path_of
 from requant.formats.grid import GridSpec
 from requant.formats.magnitude import LARGEST
 from requant.formats.packed_spec import GUARD_TENSOR, PackedSpec
@@ -59,7 +59,7 @@ class CheckpointHeader:
 
 def read_header(path: str | Path, *, trust_remote_code: bool = False) -> CheckpointHeader:
     """Read and check everything but the values; costs milliseconds whatever the size of the weights."""
-    path = Path(path)
+    path = path_of(path, "a checkpoint")
     if not path.is_dir():
         raise CheckpointError(f"{path} is no folder; give the folder that `requant quantize` wrote.")
     check_model_folder(path)

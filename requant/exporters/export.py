@@ -74,11 +74,11 @@ def export(checkpoint: str | Path, target: str, output: str | Path, *, dtype: st
         OutputError: an output that exists or cannot be written.
         NumericalError: a weight beyond float16.
     """
-    if target in READERS:
+    if isinstance(target, str) and target in READERS:
         target = READERS[target].export
-    if target not in TARGETS:
+    if not isinstance(target, str) or target not in TARGETS:
         raise InputError(
-            f"--to {target} is unknown{did_you_mean(target, [*TARGETS, *READERS])}; "
+            f"--to {target} is unknown{did_you_mean(str(target), [*TARGETS, *READERS])}; "
             f"there are: {', '.join([*TARGETS, *READERS])}."
         )
     source = open_source(checkpoint, dtype=dtype)

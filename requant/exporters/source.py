@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from requant.checkpoint.header import StoredTensor
 from requant.checkpoint.validate import CheckpointHeader, check_values, read_header, read_matrix
 from requant.errors import CheckpointError, InputError, NumericalError
+from requant.files import path_of
 from requant.formats.packed_spec import PackedSpec
 from requant.formats.quantized_weight import QuantizedWeight, unpack
 from requant.models.experts import Experts, names_in_files, unfuse_experts
@@ -112,7 +113,7 @@ def open_source(checkpoint: str | Path, *, dtype: str) -> Source:
     """Check the folder and its architecture. Raises CheckpointError, InputError."""
     if dtype not in ("auto", *DTYPES):
         raise InputError(f"--dtype {dtype} is unknown; give auto, {', '.join(DTYPES)}.")
-    path = Path(resolve_source(str(checkpoint)))
+    path = Path(resolve_source(str(path_of(checkpoint, "a checkpoint"))))
     header = read_header(path)
     config = load_config(str(path))
     del config.quantization_config

@@ -63,7 +63,7 @@ def load(
     FileError for a folder that is damaged, foreign or hostile; then no model exists, not even in part. One line of the
     log (level INFO) says how many matrices were loaded, and whether their files are those that were saved.
     """
-    device, dtype = pick_device(str(device)), _dtype(dtype)
+    device, dtype = pick_device(device), _dtype(dtype)
     header = read_header(path, trust_remote_code=trust_remote_code)
     disable_progress_bar()  # a bar for a second of work
     if torch.device(device).type == "cuda" and not dequantize:
@@ -123,7 +123,7 @@ def _compile_while_loading(header: CheckpointHeader, device: torch.device, dtype
 def _dtype(dtype: str | torch.dtype) -> str | torch.dtype:
     if isinstance(dtype, torch.dtype) or dtype == "auto":
         return dtype
-    value = getattr(torch, dtype, None)
+    value = getattr(torch, dtype, None) if isinstance(dtype, str) else None
     if not isinstance(value, torch.dtype) or not value.is_floating_point:
         raise InputError(f"dtype {dtype!r} is unknown; give auto, float32, float16 or bfloat16.")
     return value

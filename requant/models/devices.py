@@ -29,12 +29,14 @@ def used_memory(device: torch.device) -> int:
     return psutil.Process().memory_info().rss
 
 
-def pick_device(name: str) -> str:
+def pick_device(name: str | torch.device) -> str:
     """A device name that torch takes; `auto` is the GPU where there is one. Raises InputError."""
+    if isinstance(name, torch.device):
+        name = str(name)
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        device = torch.device(name)
+        device = torch.device(name) if isinstance(name, str) else None
     except RuntimeError:
         device = None
     if device is None or device.type not in ("cpu", "cuda"):

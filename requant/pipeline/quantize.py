@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Unpack
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from requant import progress
@@ -25,7 +26,7 @@ from requant.allocation.budget import allocate_bits, has_budget, with_allocation
 from requant.allocation.embedding_and_head import QuantizedEmbeddingAndHead, quantize_embedding_and_head
 from requant.allocation.knapsack import TOLERANCE
 from requant.calibration.stats import LinearStats
-from requant.errors import RecipeError
+from requant.errors import ModelError, RecipeError
 from requant.evaluation.perplexity import Quality, perplexity_and_kl
 from requant.evaluation.samples import Sample, write_samples
 from requant.finetune.final import finetune
@@ -213,6 +214,10 @@ def recipe_for(
         if options.get("calibration") is not None:
             raise RecipeError("text and calibration are the same option; give one of them.")
         options = {**options, "calibration": text}
+    if not isinstance(model, str | torch.nn.Module):
+        raise ModelError(
+            f"model must be a text or a loaded model, not {type(model).__name__}; give a folder, a name or an alias."
+        )
     if isinstance(model, str):
         gpu, name = pick_device(device).startswith("cuda"), model
     else:

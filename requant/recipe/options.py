@@ -179,7 +179,7 @@ def _as_recipe(recipe: Recipe | Mapping[str, Any] | str | Path) -> Recipe:
     if isinstance(recipe, Recipe):
         return recipe
     if isinstance(recipe, str | Path):
-        return load_recipe(str(recipe))
+        return load_recipe(recipe)
     for key in recipe if isinstance(recipe, Mapping) else ():
         if key in Options.__annotations__ and key not in Recipe.__dataclass_fields__:
             raise RecipeError(
@@ -206,7 +206,7 @@ def parse_bits(bits: int | float | str, *, option: str = "--bits") -> float:
     """`--bits` or `--code-bits` as a number from 1 to 8."""
     try:
         value = float(bits)
-    except ValueError:
+    except (TypeError, ValueError):
         raise RecipeError(f"{option} {bits} is no number; give 1 to 8, like 3 or 2.25.") from None
     if not 1 <= value <= 8:  # so neither is NaN
         raise RecipeError(f"{option} {bits} is out of range; give 1 to 8, like 3 or 2.25.")
@@ -215,6 +215,13 @@ def parse_bits(bits: int | float | str, *, option: str = "--bits") -> float:
 
 def parse_modules(given: Sequence[str]) -> dict[str, dict[str, Any]]:
     """`--module` as the recipe's `modules`: `*.down_proj:bits=4,group_size=64`, any number of them."""
+    if isinstance(given, str) or not (
+        isinstance(given, Sequence) and all(isinstance(text, str) for text in given)
+    ):
+        raise RecipeError(
+            f"modules must be a list of texts, or of patterns with settings, not {given!r}; "
+            "give one like ['*.down_proj:bits=4']."
+        )
     found: dict[str, dict[str, Any]] = {}
     for text in given:
         pattern, _, settings = text.rpartition(":")

@@ -32,9 +32,9 @@ READERS: dict[str, Reader] = {
 
 def find_reader(name: str) -> Reader:
     """Raises RecipeError, with the nearest name, for an unknown one."""
-    if name not in READERS:
+    if not isinstance(name, str) or name not in READERS:
         raise RecipeError(
-            f"--for {name} is unknown{did_you_mean(name, READERS)}; there are: {', '.join(READERS)}."
+            f"--for {name} is unknown{did_you_mean(str(name), READERS)}; there are: {', '.join(READERS)}."
         )
     return READERS[name]
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, cast
 import yaml
 
 from requant.errors import RecipeError, did_you_mean, first_line
-from requant.files import parse_yaml, read_small_file
+from requant.files import parse_yaml, path_of, read_small_file
 from requant.quantizers.registry import find_method
 from requant.recipe.schema import Recipe
 from requant.recipe.shipped import available_recipes
@@ -32,9 +32,10 @@ RENAMED = {  # old key -> new key; an old key is refused with the new one
 IN_WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
 
 
-def load_recipe(name: str) -> Recipe:
+def load_recipe(name: str | Path) -> Recipe:
     """A recipe from a YAML file, or by the name of one that ships with requant."""
-    path = Path(name)
+    path = path_of(name, "a recipe")
+    name = str(name)
     if not path.is_file():
         shipped = available_recipes()
         if name not in shipped:

@@ -7,6 +7,8 @@ import tempfile
 from pathlib import Path
 
 from requant.checkpoint.save import save_checkpoint
+from requant.errors import InputError
+from requant.files import path_of
 from requant.pipeline.quantize import QuantizedModel
 from requant.pipeline.sparse_verdict import SparseVerdict
 from requant.recipe.yaml_files import dump_recipe
@@ -20,8 +22,12 @@ def save(result: QuantizedModel, output: str | Path, *, verdict: SparseVerdict |
 
     `verdict`, of a 2:4 run, goes into the report.
     """
+    if not isinstance(result, QuantizedModel):
+        raise InputError(
+            f"save takes what requant.quantize returned, not {type(result).__name__}; give that, not its model."
+        )
     recipe = dump_recipe(result.recipe)
-    summary = dataclasses.replace(run_summary(result, Path(output)), verdict=verdict)
+    summary = dataclasses.replace(run_summary(result, path_of(output, "output")), verdict=verdict)
     return save_checkpoint(
         output,
         source=result.prepared.source,

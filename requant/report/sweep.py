@@ -15,6 +15,7 @@ from requant import progress
 from requant.calibration.stats import LinearStats
 from requant.checkpoint.new_folder import check_output
 from requant.errors import RecipeError
+from requant.files import path_of
 from requant.models.devices import pick_device
 from requant.pipeline.quantize import quantize
 from requant.recipe.options import budget_name, output_folder, recipe_from_options
@@ -64,13 +65,17 @@ def sweep(
     Raises RequantError.
     """
     gpu = pick_device(device).startswith("cuda")
+    if not isinstance(bits, Sequence):
+        raise RecipeError(
+            f"bits must be a list of budgets, not {type(bits).__name__}; give two or more, like [2, 3]."
+        )
     recipes = [
         recipe_from_options(recipe, model=model, gpu=gpu, **{**options, "bits": each}) for each in bits
     ]
     names = [budget_name(each) for each in recipes]
     if len(set(names)) < max(2, len(names)):
         raise RecipeError("a sweep takes two or more different --bits, such as 2,2.5,3,4.")
-    folder = Path(sweep_folder(recipes[0]) if output is None else output).expanduser()
+    folder = path_of(sweep_folder(recipes[0]) if output is None else output, "output").expanduser()
     if not (resume and folder.is_dir()):
         check_output(folder)
     statistics: dict[str, LinearStats] = {}

@@ -1,0 +1,72 @@
+"""Arguments of public functions that are of another kind: a sentence that names the argument, never Python's own error."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import requant
+from requant.errors import InputError, ModelError, RecipeError
+from requant.models.devices import pick_device
+
+NO_PATHS = (None, 3, [], {}, b"x", True)
+
+
+@pytest.mark.parametrize("value", NO_PATHS, ids=repr)
+@pytest.mark.parametrize(
+    "call",
+    [
+        requant.load,
+        requant.load_recipe,
+        lambda value: requant.export(value, "dense", "output"),
+        lambda value: requant.sweep("demo", [2, 3], output=value),
+        lambda value: requant.score("demo", bits=3, output=value),
+    ],
+    ids=["load", "load_recipe", "export", "sweep", "score"],
+)
+def test_what_is_no_path_is_refused(
+    call: Callable[[Any], Any], value: Any, request: pytest.FixtureRequest
+) -> None:
+    if value is None and request.node.callspec.id.startswith(("sweep", "score")):
+        pytest.skip("None is their default")
+    with pytest.raises(InputError, match=f"must be a path, not {type(value).__name__}; give"):
+        call(value)
+
+
+@pytest.mark.parametrize("value", (*NO_PATHS, Path("x")), ids=repr)
+def test_what_is_no_model_is_refused(value: Any) -> None:
+    for call in (requant.quantize, requant.score):
+        with pytest.raises(ModelError, match=f"must be a text or a loaded model, not {type(value).__name__}"):
+            call(value, bits=3)
+    with pytest.raises(InputError, match=f"returned, not {type(value).__name__}"):
+        requant.save(value, "output")
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"bits": []}, r"--bits \[\] is no number"),
+        ({"bits": 3, "modules": 3}, "modules must be a list of texts"),
+        ({"bits": 3, "modules": "*.down_proj:bits=4"}, "modules must be a list of texts"),
+        ({"bits": 3, "target": []}, r"--for \[\] is unknown"),
+        ({"bits": 3, "device": None}, "--device None is unknown"),
+    ],
+)
+def test_options_of_another_kind_are_refused(options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(InputError, match=sentence):
+        requant.quantize("demo", **options)
+
+
+def test_other_arguments_of_another_kind() -> None:
+    with pytest.raises(RecipeError, match="bits must be a list of budgets, not int"):
+        requant.sweep("demo", 3)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="dtype None is unknown"):
+        requant.load("demo", dtype=None)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="--to None is unknown"):
+        requant.export("demo", None, "output")  # type: ignore[arg-type]
+
+
+def test_a_device_of_torch_is_a_device() -> None:
+    assert pick_device(torch.device("cpu")) == "cpu"
