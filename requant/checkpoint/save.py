@@ -4,6 +4,7 @@ import errno
 import fnmatch
 import itertools
 import json
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -41,6 +42,7 @@ def save_checkpoint(
     embedding_and_head: Mapping[str, QuantizedWeight] | None = None,
     extra_files: Mapping[str, str | bytes] | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    resumable: bool = False,
 ) -> Path:
     """Write `model`, with the matrices in `weights` quantized, to the new folder `output`.
 
@@ -48,8 +50,8 @@ def save_checkpoint(
     config.json is kept, and tensors that stay as they are go back to the dtype they have there; None takes
     all from the model. `weights` is consumed once, in order, and written as it comes. `embedding_and_head` holds the
     embedding and the head, where they are quantized too, by module; of tied ones the embedding alone. `manifest`
-    (version, recipe hash, calibration, ...) joins `quantization_config`. Raises OutputError, or NumericalError
-    for a matrix that holds NaN or infinity.
+    (version, recipe hash, calibration, ...) joins `quantization_config`. `resumable`: the command has kept its work, so
+    an error names --resume. Raises OutputError, or NumericalError for a matrix that holds NaN or infinity.
     """
     if clash := sorted(_RESERVED & manifest.keys()):
         raise ValueError(f"manifest has the reserved key {clash[0]!r}")
@@ -79,7 +81,7 @@ def save_checkpoint(
             _write_json(partial / "config.json", _config(source, model, entries, embedded, manifest))
             _write_json(partial / CHECKSUMS_FILE, {"algorithm": "sha256", "files": checksums})
     except OSError as error:
-        raise OutputError(_sentence(error, output)) from error
+        raise OutputError(_sentence(error, output, resumable=resumable)) from error
     return output
 
 
@@ -236,14 +238,16 @@ def _write_json(path: Path, value: Any) -> None:
     write_bytes(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
 
 
-def _sentence(error: OSError, output: Path) -> str:
+def _sentence(error: OSError, output: Path, *, resumable: bool) -> str:
+    """Another output would begin again; --resume only writes what the run has kept."""
+    remedy = "and run again with --resume" if resumable else "or choose another --output"
     match error.errno:
         case errno.ENOSPC | errno.EDQUOT:
-            return f"{output}: the disk is full; free some space or choose another --output."
+            said = error.strerror or ""  # by the system, or by the writer, which knows how much is missing
+            reason = "the disk is full" if said in ("", os.strerror(error.errno)) else said
+            return f"{output}: {reason}; free some space {remedy}."
         case errno.EACCES | errno.EPERM | errno.EROFS:
-            return f"{output}: no permission to write here; choose another --output."
+            return f"{output}: no permission to write here; change that {remedy}."
         case errno.EEXIST | errno.ENOTEMPTY:
-            return (
-                f"{output} appeared while the checkpoint was written; remove it, or choose another --output."
-            )
-    return f"{output} cannot be written ({error.strerror or error}); choose another --output."
+            return f"{output} appeared while the checkpoint was written; remove it {remedy}."
+    return f"{output} cannot be written ({error.strerror or error}); mend that {remedy}."

@@ -4,6 +4,7 @@ Tensors of one unit (a matrix) stay in one shard. At most one shard waits in mem
 all sizes comes first in the file; within a shard wide dtypes come first, so that every tensor is aligned.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -15,7 +16,6 @@ import torch
 from torch import Tensor
 
 from requant.checkpoint.header import DTYPES, INDEX_FILE, WEIGHTS_FILE
-from requant.errors import OutputError
 from requant.formats.tensor_spec import TensorSpec
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -54,16 +54,15 @@ def write_shards(
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """One safetensors file of CPU tensors, on disk when this returns; gives its sha256."""
+    """One safetensors file of CPU tensors, on disk when this returns; gives its sha256. Raises OSError."""
     ordered = sorted(
         tensors.items(), key=lambda item: -item[1].itemsize
     )  # stable: the given order among dtypes of one size
     text = header_text({name: TensorSpec(dtype=t.dtype, shape=tuple(t.shape)) for name, t in ordered})
     end = _size(tensors)
     if (free := shutil.disk_usage(path.parent).free) < end + len(text):
-        raise OutputError(
-            f"{path.parent.parent} has {free:,} bytes free, but the next weight file needs {end:,}; "
-            "free some space or choose another --output."
+        raise OSError(
+            errno.ENOSPC, f"the disk has {free:,} bytes free, but the next weight file needs {end:,}"
         )
     digest = hashlib.sha256()
     with open(path, "xb") as file:

@@ -48,6 +48,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "methods": methods,
     "doctor": doctor,
 }
+RESUMABLE = ("quantize", "sweep", "sparsify")
 RENAMED_OPTIONS = {
     ("quantize", "--tune"): "--finetune-steps",
     ("bench", "--tune"): "--autotune",
@@ -94,8 +95,14 @@ def main() -> None:
         if is_out_of_memory(error):
             _fail(OUT_OF_MEMORY, 1)
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            _fail(f"the disk is full ({error.filename or 'a temporary file'}); free some space.", 1)
+            again = " and run again with --resume" if _can_be_resumed(sys.argv[1:]) else ""
+            _fail(f"the disk is full ({error.filename or 'a temporary file'}); free some space{again}.", 1)
         raise
+
+
+def _can_be_resumed(arguments: Sequence[str]) -> bool:
+    """Whether the command has kept what it finished."""
+    return bool(arguments) and arguments[0] in RESUMABLE and "--dry-run" not in arguments
 
 
 def _refuse_renamed_options(arguments: Sequence[str]) -> None:

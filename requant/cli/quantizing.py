@@ -137,7 +137,7 @@ def quantize(
                 return
             progress.enter("writing")
             workspace.check()
-            save(result, folder)
+            save(result, folder, resumable=True)
         workspace.remove()
         numbers = result_numbers(result, folder)
         print_result(numbers, table(result_rows(numbers)), as_json=as_json)

@@ -110,7 +110,7 @@ def sparsify(
         found = sparse_verdict(result, codes)
         progress.enter("writing")
         workspace.check()
-        save(result, folder, verdict=found)
+        save(result, folder, verdict=found, resumable=True)
     workspace.remove()
     numbers = {**result_numbers(result, folder), "verdict": dataclasses.asdict(found)}
     tables = (table(result_rows(numbers)), table(found.rows()), *found.sentences())

@@ -17,10 +17,16 @@ from requant.report.summary import run_summary
 from requant.version import VERSION
 
 
-def save(result: QuantizedModel, output: str | Path, *, verdict: SparseVerdict | None = None) -> Path:
+def save(
+    result: QuantizedModel,
+    output: str | Path,
+    *,
+    verdict: SparseVerdict | None = None,
+    resumable: bool = False,
+) -> Path:
     """Write the checkpoint folder of a run, with recipe.yaml, report.html and README.md; whole or not at all.
 
-    `verdict`, of a 2:4 run, goes into the report.
+    `verdict`, of a 2:4 run, goes into the report. `resumable`: see `save_checkpoint`.
     """
     if not isinstance(result, QuantizedModel):
         raise InputError(
@@ -34,6 +40,7 @@ def save(result: QuantizedModel, output: str | Path, *, verdict: SparseVerdict |
         model=result.model,
         weights=result.weights,
         embedding_and_head=result.embedding_and_head,
+        resumable=resumable,
         manifest={
             "requant_version": VERSION,
             "recipe_sha256": hashlib.sha256(recipe.encode()).hexdigest(),

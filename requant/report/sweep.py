@@ -98,7 +98,7 @@ def sweep(
                 quiet=quiet,
             )
             workspace.check()
-            save(result, folder / name)
+            save(result, folder / name, resumable=True)
             claim(folder, arguments)  # for `--resume OUTPUT` between two checkpoints
             workspace.remove()
             del result

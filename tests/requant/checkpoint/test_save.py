@@ -179,8 +179,11 @@ def test_a_failed_write_leaves_nothing(parts, tmp_path: Path, monkeypatch, code:
 
     before = set(tmp_path.iterdir())
     monkeypatch.setattr(os, "fsync", fsync)
-    with pytest.raises(OutputError, match=sentence):
+    with pytest.raises(OutputError, match=f"{sentence}.* or choose another --output"):
         save(model, tmp_path / "out", weights, max_shard_bytes=20_000)
+    calls = iter([False, True])
+    with pytest.raises(OutputError, match=f"{sentence}.* and run again with --resume"):
+        save(model, tmp_path / "out", weights, max_shard_bytes=20_000, resumable=True)
     assert set(tmp_path.iterdir()) == before
 
 

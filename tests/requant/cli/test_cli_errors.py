@@ -1,6 +1,7 @@
 """What cannot be done: one sentence, an exit code, before long work, and nothing left behind."""
 
 import errno
+import inspect
 import logging
 import os
 import shutil
@@ -12,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import requant
+from requant.cli import COMMANDS, RESUMABLE
 from requant.cli.common import log_to_stderr
 from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Calibration, Evaluation, Recipe
@@ -245,13 +247,19 @@ def test_disk_full(cli, tiny_folder, tiny_text_file: Path, tmp_path: Path, monke
     def full(*args, **kwargs):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(name, full, raising=False)
-    code, out, error = cli(
-        "quantize", "--model", tiny_folder("llama"), "--bits", 3, "--method", "rtn", "--mode", "dense",
+    arguments = (
+        "quantize", "--model", tiny_folder("llama"), "--bits", 3, "--method", "gptq", "--mode", "dense",
         "--calibration", tiny_text_file, "--output", "out", *TINY
     )  # fmt: skip
+    with monkeypatch.context() as patch:
+        patch.setattr(name, full, raising=False)
+        code, out, error = cli(*arguments)
     assert (code, out) == (2, "") and not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))
-    assert error.count("\n") == 1 and "free some space" in error
+    assert error.count("\n") == 1 and "free some space and run again with --resume." in error
+    if name.startswith("requant.checkpoint"):  # as it says: nothing is quantized twice
+        monkeypatch.setattr("requant.run.workspace.save_file", full)
+    code, _, error = cli(*arguments, "--resume")
+    assert code == 0 and (tmp_path / "out" / "config.json").is_file(), error
 
 
 def test_disk_full_anywhere_else(cli, monkeypatch) -> None:
@@ -260,7 +268,15 @@ def test_disk_full_anywhere_else(cli, monkeypatch) -> None:
 
     monkeypatch.setattr("requant.pipeline.prepare.overlap", full)
     code, _, error = cli("quantize", "--bits", 3, *TINY)
+    again = "free some space and run again with --resume."
+    assert code == 1 and error == f"requant: the disk is full (some/file); {again}\n"
+    code, _, error = cli("quantize", "--bits", 3, "--dry-run", *TINY)
     assert code == 1 and error == "requant: the disk is full (some/file); free some space.\n"
+
+
+def test_commands_that_can_be_resumed_are_known() -> None:
+    signatures = {name: inspect.signature(command).parameters for name, command in COMMANDS.items()}
+    assert set(RESUMABLE) == {name for name, parameters in signatures.items() if "resume" in parameters}
 
 
 def test_sigterm_ends_a_run_as_ctrl_c_does(
