@@ -15,6 +15,7 @@ from requant.cli.common import (
     sigterm_interrupts,
     table,
 )
+from requant.errors import RecipeError
 
 
 class ScoreOptions(opt.CalibrationOptions, total=False):
@@ -164,6 +165,8 @@ def sensitivity(
     from requant.checkpoint.new_folder import check_output
 
     check_output(output)
+    if recipe is None and bits is None and code_bits is None:  # `quantize` also takes a size
+        raise RecipeError("say how many bits: --bits 1 to 8, or --code-bits, or name a --recipe.")
     from requant.recipe.options import recipe_from_options
 
     log_to_stderr(verbose)

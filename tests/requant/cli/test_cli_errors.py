@@ -4,16 +4,18 @@ import errno
 import inspect
 import logging
 import os
+import re
 import shutil
 import signal
 from pathlib import Path
 
 import pytest
 import torch
+import typer
 from safetensors.torch import load_file, save_file
 
 import requant
-from requant.cli import COMMANDS, RESUMABLE
+from requant.cli import COMMANDS, RESUMABLE, app
 from requant.cli.common import log_to_stderr
 from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Calibration, Evaluation, Recipe
@@ -272,6 +274,15 @@ def test_disk_full_anywhere_else(cli, monkeypatch) -> None:
     assert code == 1 and error == f"requant: the disk is full (some/file); {again}\n"
     code, _, error = cli("quantize", "--bits", 3, "--dry-run", *TINY)
     assert code == 1 and error == "requant: the disk is full (some/file); free some space.\n"
+
+
+@pytest.mark.parametrize("command", ["quantize", "sensitivity"])
+def test_a_missing_budget_is_asked_for_in_options_that_the_command_has(refused, command: str) -> None:
+    sentence = refused(command)
+    named = set(re.findall(r"--[a-z-]+", sentence))
+    assert "say how many bits" in sentence and "--bits" in named
+    known = typer.main.get_command(app).commands[command].params  # type: ignore[attr-defined]
+    assert named <= {option for parameter in known for option in parameter.opts}
 
 
 def test_commands_that_can_be_resumed_are_known() -> None:
