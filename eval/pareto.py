@@ -43,7 +43,7 @@ def files(results: Path) -> list[File]:
             label=f"--bits {row['bits']:g}",
             megabytes=round(row["file_bytes"] / 1e6, 2),
             kl=round(row["kl"], 4),
-            tokens_per_s=speed(results, row["bits"]),
+            tokens_per_s=speed(results, row["bits"], row["recipe"]["quantizer"]["code"]),
         )
         for row in measured(results)
     ]
@@ -66,14 +66,14 @@ def measured(results: Path) -> list[dict[str, Any]]:
     )
 
 
-def speed(results: Path, bits: float) -> float | None:
-    """Tokens a second of one sequence of the 8B shape in the default format."""
+def speed(results: Path, bits: float, code: str) -> float | None:
+    """Tokens a second of one sequence of the 8B shape by a trellis code."""
     rows: Sequence[Mapping[str, Any]] = read(results, "end-to-end-h200").get("rows", [])
     found = [
         row["decode_tokens_per_s"]
         for row in rows
         if row["shape"] == "llama-3.1-8b"
-        and row["name"].startswith(f"mul1 {bits:g}-bit")
+        and row["name"].startswith(f"{code} {bits:g}-bit")
         and row["batch"] == 1
     ]
     return round(found[0], 1) if found else None

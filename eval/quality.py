@@ -45,7 +45,7 @@ from requant.calibration.experts import routed_tokens
 from requant.checkpoint.save import checkpoint_bytes
 from requant.formats.quantized_weight import spec_of
 from requant.pipeline.quantize import MODES, finetuned
-from requant.recipe.defaults import FINETUNE_STEPS
+from requant.recipe.defaults import FINETUNE_STEPS, trellis_code
 from requant.recipe.schema import Budget, EmbeddingBits, Finetune, Predictor
 from requant.run.context import RunContext, Weights
 from requant.text.windows import spread
@@ -63,6 +63,7 @@ class Plan:
     mode: str = "best"
     method: str = "trellis"
     options: Mapping[str, Any] = field(default_factory=dict)
+    code: str | None = "mul1"  # of trellis matrices; None: the default of these bits
     finetune: Finetune = FINETUNE
     statistics: int = 4  # times the windows of the study
     quarters: bool = True
@@ -100,9 +101,10 @@ def _efficient_qat(group_size: int) -> Plan:
 
 
 PLANS: dict[str, Plan] = {
-    "best": Plan(label=f"best, {FINETUNE_STEPS} steps a phase"),
-    "pair": Plan(label=f"best, {FINETUNE_STEPS} steps a phase, pair codes", options={"code": "pair"}),
-    "file": Plan(label="best, embedding and head by default", head_bits=None),
+    "best": Plan(label=f"best, {FINETUNE_STEPS} steps a phase", code=None),
+    "mul1": Plan(label=f"best, {FINETUNE_STEPS} steps a phase, `mul1` codes"),
+    "pair": Plan(label=f"best, {FINETUNE_STEPS} steps a phase, `pair` codes", code="pair"),
+    "file": Plan(label="best, embedding and head by default", head_bits=None, code=None),
     "file-codes": Plan(
         label="trellis codes, embedding and head by default",
         mode="dense",
@@ -150,7 +152,9 @@ PLANS: dict[str, Plan] = {
         label="best, trained on 128 windows", finetune=dataclasses.replace(SHORT, train_windows=128)
     ),
     "own-text": Plan(
-        label=f"best, {FINETUNE_STEPS} steps a phase, and 6144 windows that the model wrote", own_windows=6144
+        label=f"best, {FINETUNE_STEPS} steps a phase, and 6144 windows that the model wrote",
+        own_windows=6144,
+        code=None,
     ),
     "no-hidden": Plan(
         label=f"best, {FINETUNE_STEPS} steps a phase, hidden states not matched",
@@ -198,9 +202,10 @@ def measure(study: Study, name: str, bits: float, seed: int) -> dict[str, Any]:
     whole = min(8, max(1, round(bits)))
     calibration = study.base.recipe.calibration
     calibration = dataclasses.replace(calibration, num_samples=plan.statistics * calibration.num_samples)
+    trellis = {"seed": seed, "code": plan.code or trellis_code(bits)} if plan.method == "trellis" else {}
     run = study.run(
         plan.method,
-        options={"bits": whole, **({"seed": seed} if plan.method == "trellis" else {}), **plan.options},
+        options={"bits": whole, **trellis, **plan.options},
         mode=plan.mode,
         budget=Budget(
             bits=None if plan.one_width else bits,

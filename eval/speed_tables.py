@@ -92,6 +92,26 @@ def decoding_table(results: Path) -> str:
     return markdown(columns, rows)
 
 
+def vllm_table(results: Path) -> str:
+    """Tokens a second in vLLM's engine, beside its bf16: a line for each format."""
+    lines: dict[str, dict[int, Mapping[str, Any]]] = {}
+    for row in read(results, "vllm-h200").get("rows", []):
+        if "decode_tokens_per_s" in row:
+            lines.setdefault(row["name"], {})[row["batch"]] = row
+    batches = sorted({batch for line in lines.values() for batch in line})
+    rows = [
+        [
+            name.replace(":", " ") + "-bit" * (":" in name),
+            *(
+                f"{line[batch]['decode_tokens_per_s']:,.0f} ({line[batch]['decode_tokens_per_s_ratio']:.2f})"
+                for batch in batches
+            ),
+        ]
+        for name, line in lines.items()
+    ]
+    return markdown(["8B shape in vLLM", *(f"{batch} at once" for batch in batches)], rows) if rows else ""
+
+
 def earlier_decoding_table(results: Path) -> str:
     """Decoding of whole models of random weights beside bf16 in the same setup."""
     found = [

@@ -45,6 +45,7 @@ from eval.speed_tables import (
     earlier_decoding_table,
     experts_step_table,
     speed_table,
+    vllm_table,
 )
 from requant.recipe.reference import recipe_keys
 
@@ -130,6 +131,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "widths": bits_table,
     "speed": speed_table,
     "decoding": decoding_table,
+    "vllm": vllm_table,
     "decoding-earlier": earlier_decoding_table,
     "sparsity-demo": lambda results: sparsity_table(results, "demo-4m"),
     "sparsity-bench": lambda results: sparsity_table(results, "bench-32m"),

@@ -91,9 +91,18 @@ def write_checkpoint(folder: Path, config: dict[str, Any], kind: str, bits: floa
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": entry}))
 
 
+# vLLM takes the names of GPTQ's matrices from the weight files, and dummy weights have none: without them all stay in bf16.
+MATRICES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 PEERS: dict[str, dict[str, Any] | None] = {
     "bf16": None,
-    "gptq:4": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True},
+    "gptq:4": {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": 128,
+        "desc_act": False,
+        "sym": True,
+        "modules_in_block_to_quantize": MATRICES,
+    },
     "awq:4": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
 }
 FORMATS = (*PEERS, "mul1:2", "mul1:3", "mul1:4")

@@ -87,6 +87,13 @@ Symmetric = Annotated[
         help="Whether grids of gptq, awq and rtn go without zero points. [asymmetric]",
     ),
 ]
+Code = Annotated[
+    str | None,
+    of_recipe(
+        help="Of trellis: mul1, pair (faster on a GPU, worse above 2 bits) or 3inst. [pair up to 2 bits, else mul1]",
+        autocompletion=values("mul1", "pair", "3inst"),
+    ),
+]
 Skip = Annotated[
     list[str] | None,
     of_recipe(help="Shell pattern of matrices not to quantize; repeatable."),
@@ -179,6 +186,7 @@ class QuantizeOptions(CalibrationOptions, total=False):
     ]
     group_size: GroupSize
     symmetric: Symmetric
+    code: Code
     head_bits: Annotated[
         int | None,
         of_recipe(

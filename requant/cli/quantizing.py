@@ -24,6 +24,7 @@ class ScoreOptions(opt.CalibrationOptions, total=False):
     method: opt.Method
     group_size: opt.GroupSize
     symmetric: opt.Symmetric
+    code: opt.Code
     skip: opt.Skip
     modules: opt.Modules
     nodes: Annotated[

@@ -14,8 +14,8 @@ and residuals exactly, and divides trellis codes whose rotation runs over all ra
 not: the sparse part of a rank has another length on each, and codes are a bitstream.
 
 Tested against doubles of vLLM's documented interface (`tests/requant/integrations/vllm_double.py`), and where vLLM imports
-(`pytest -m peers`, no GPU needed; 0.26.0 and 0.33.0) against its own layers, its loader and its Llama; not yet in the CUDA
-engine.
+(`pytest -m peers`, no GPU needed; 0.26.0 and 0.33.0) against its own layers, its loader and its Llama; in 0.26.0's engine on
+an H200 by `eval/vllm_engine.py`.
 """
 
 import re

@@ -7,6 +7,7 @@ import dataclasses
 
 from requant.errors import RecipeError
 from requant.quantizers.registry import METHODS, PRUNING_METHODS, find_method
+from requant.quantizers.trellis import TrellisConfig
 from requant.recipe.schema import Calibration, Detach, Evaluation, Finetune, Mode, Recipe
 
 # On every device, so that the same command makes the same kind of checkpoint. On the demo at 3 bits two cores take 79 s and
@@ -18,6 +19,10 @@ METHOD_OF_MODE = {"best": "trellis", "paper": "lut", "dense": "lut"}
 FINETUNE_STEPS = 450
 # Calibration windows of 2048 of mode `best` on a GPU: four times the tokens lower the KL by 2 to 3 % (bench-32m).
 GPU_SAMPLES = 256
+# Bits a weight up to which trellis codes are `pair`, whose two weights a hash a GPU decodes in half the time. At 2 bits it
+# has 3.5 % more KL than `mul1` after training (bench-32m; 0.03 bits are worth that), and a model of 8 B writes 31 % more
+# tokens a second; at 3 bits its codes have 10 % more error. One code for all matrices: one by width is worse than either.
+PAIR_UP_TO = 2.0
 PRUNING_METHOD = "alps"
 RECOVERY_STEPS = 500  # 11 s on a GPU for a model of 32 M parameters
 DEMO_CALIBRATION = Calibration(num_samples=16, seq_len=512)
@@ -57,6 +62,11 @@ def default_recipe(
             calibration=Calibration(num_samples=GPU_SAMPLES) if gpu else Calibration(),
         )
     return _for_demo(recipe) if model == "demo" else recipe
+
+
+def trellis_code(bits: float | None) -> str:
+    """The trellis code of matrices that take so many bits a weight in all; None: a budget that does not say."""
+    return "pair" if bits is not None and bits <= PAIR_UP_TO else TrellisConfig().code
 
 
 def default_sparsify_recipe(model: str, method: str | None, *, steps: int) -> Recipe:

@@ -15,7 +15,7 @@ import yaml
 from requant.errors import RecipeError, did_you_mean, first_line
 from requant.files import parse_yaml
 from requant.quantizers.registry import METHODS, PRUNING_METHODS
-from requant.recipe.defaults import RECOVERY_STEPS, default_recipe, default_sparsify_recipe
+from requant.recipe.defaults import RECOVERY_STEPS, default_recipe, default_sparsify_recipe, trellis_code
 from requant.recipe.readers import check_reader, settings_for
 from requant.recipe.schema import Recipe
 from requant.recipe.yaml_files import from_dict, load_recipe, to_dict
@@ -40,6 +40,7 @@ class Options(TypedDict, total=False):
     mode: str | None
     group_size: int | None
     symmetric: bool | None
+    code: str | None  # of `trellis`
     head_bits: int | None
     rotations: str | None
     finetune_steps: int | None
@@ -58,6 +59,7 @@ class Options(TypedDict, total=False):
 KEYS: dict[str, tuple[str, ...]] = {  # option -> the keys of the recipe that it sets
     "group_size": ("quantizer.group_size",),
     "symmetric": ("quantizer.symmetric",),
+    "code": ("quantizer.code",),
     "head_bits": ("budget.head_bits", "budget.embedding_bits"),
     "rotations": ("rotations",),
     "finetune_steps": ("finetune.steps",),
@@ -124,8 +126,10 @@ def recipe_from_options(
         size = parse_size(given["size"]) if "size" in given else None
         base["budget"] |= {"bits": bits, "size": size}
     if "code_bits" in given:
-        code_bits = parse_bits(given["code_bits"], option="--code-bits")
-        base["quantizer"]["bits"] = int(code_bits) if code_bits.is_integer() else code_bits
+        bits = parse_bits(given["code_bits"], option="--code-bits")
+        base["quantizer"]["bits"] = int(bits) if bits.is_integer() else bits
+    if recipe is None and base["method"] == "trellis":
+        base["quantizer"]["code"] = trellis_code(bits)
     if "sensitivity" in given and base["mode"] == "best":
         logger.warning(
             "--sensitivity ranks the sparse part, which mode best does not have; give --mode paper."

@@ -102,6 +102,25 @@ def test_options_of_the_grid() -> None:
         options(bits=3, method="gptq", group_size="32")
 
 
+def test_the_trellis_code_follows_from_the_bits_unless_it_is_given(file: str) -> None:
+    assert [options(bits=bits).quantizer.code for bits in (1.5, 2, 2.25, 4)] == [
+        "pair",
+        "pair",
+        "mul1",
+        "mul1",
+    ]
+    assert options(code_bits=2).quantizer.code == "pair" and options(size="600MB").quantizer.code == "mul1"
+    assert options(bits=2, code="mul1").quantizer.code == "mul1"
+    named = load_recipe("demo-3bit")
+    assert (
+        options(recipe="demo-3bit", bits=2).quantizer.code == named.quantizer.code == "mul1"
+    )  # what it says stays
+    with pytest.raises(RecipeError, match="--code has no meaning for method 'gptq'"):
+        options(bits=2, method="gptq", code="pair")
+    with pytest.raises(RecipeError, match="trellis codes are mul1, 3inst, pair"):
+        options(bits=2, code="hyb")
+
+
 def test_an_unknown_option_gets_a_hint() -> None:
     with pytest.raises(RecipeError, match=r"there is no option 'grop_size' \(did you mean 'group_size'\?\)"):
         options(bits=3, grop_size=32)
