@@ -4,9 +4,10 @@
 
 Speed depends on shapes, not on values, so no checkpoint is needed: a model is built empty, its linears are filled with
 random codes (the head a grid of 6, 7 or 8 bits in groups of 64, as `requant quantize --bits 2`, 3 or 4 makes it), or with
-random bf16 numbers. A format is KIND:BITS: `mul1` and `pair` are trellis codes, of which `mul1` is the default of `requant
-quantize` on a GPU; `grid` has groups of 128. Trellis matrices have the widths that mode `best` gives out (WIDTHS), so that
-q, k and v are hardly ever one matrix; with `--widths equal` all have the same, and q/k/v and gate/up are one matrix each.
+random bf16 numbers. A format is KIND:BITS: `mul1` and `pair` are trellis codes, of which `requant quantize` makes `pair`
+up to 2 bits and `mul1` above; `grid` has groups of 128. Trellis matrices have the widths that mode `best` gives out
+(WIDTHS), so that q, k and v are hardly ever one matrix; with `--widths equal` all have the same, and q/k/v and gate/up
+are one matrix each.
 """
 
 import gc
