@@ -1,5 +1,8 @@
 """The small operations of a step, compiled for sm_90 without a GPU: everything stays in registers."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 pytest.importorskip("triton")
@@ -9,8 +12,12 @@ from requant_kernels.step.embed import embed_kernel
 from requant_kernels.step.gated import gated_kernel
 from requant_kernels.step.rms_norm import add_rms_norm_kernel
 from requant_kernels.step.rope_cache import rope_cache_kernel
+from requant_kernels.step.rotated_rope import rotated_rope_kernel
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.runtime.jit import native_specialize_impl
 
-from .compile_offline import compile_kernel
+from .compile_offline import Machine, compile_kernel, counts_instructions
 
 HALF = dict.fromkeys(
     ("x_ptr", "delta_ptr", "weight_ptr", "gate_ptr", "up_ptr", "q_ptr", "k_ptr", "v_ptr", "q_norm_ptr", "k_norm_ptr",
@@ -19,15 +26,15 @@ HALF = dict.fromkeys(
 )  # fmt: skip
 INTEGERS = dict.fromkeys(
     ("k", "n", "delta_row", "gate_row", "up_row", "q_heads", "k_heads", "head_dim", "q_row", "k_row", "v_row", "trig_row",
-     "cache_head", "length", "tokens", "q_batch", "q_head", "k_batch", "k_head", "v_batch", "v_head",
+     "cache_head", "length", "parts", "tokens", "q_batch", "q_head", "k_batch", "k_head", "v_batch", "v_head",
      "mask_batch", "v", "logits_row"),
     "i32",
 )  # fmt: skip
 POINTERS = HALF | INTEGERS | {
-    "eps": "fp32", "scale": "fp32", "o_ptr": "*fp32", "z_ptr": "*fp32", "mask_ptr": "*u8", "parts": "i32",
+    "eps": "fp32", "scale": "fp32", "o_ptr": "*fp32", "z_ptr": "*fp32", "mask_ptr": "*u8",
     **dict.fromkeys(("position_ptr", "tokens_ptr", "length_ptr", "largest_ptr"), "*i64"),
 }  # fmt: skip
-SHAPE = {"GROUP": 4, "D": 128, "BLOCK": attention.BLOCK, "PDL": True}
+SHAPE = {"GROUP": 4, "D": 128, "BLOCK": attention.BLOCK, "LENGTH_16": False, "PDL": True}
 SEVERAL = SHAPE | {"STAGES": attention.STAGES}
 ONE = SHAPE | {"STAGES": 0}
 CASES = {
@@ -40,7 +47,7 @@ CASES = {
     "attention": (attention.part_kernel, SEVERAL, ("mask_ptr", "y_ptr"), 4),
     "attention, parts of one block": (attention.part_kernel, ONE, ("mask_ptr", "y_ptr"), 4),
     "attention in one part": (attention.part_kernel, SEVERAL, ("mask_ptr", "o_ptr", "z_ptr"), 4),
-    "attention with a mask": (attention.part_kernel, SEVERAL, ("position_ptr", "y_ptr"), 4),
+    "attention with a mask": (attention.part_kernel, SEVERAL | {"LENGTH_16": True}, ("position_ptr", "y_ptr"), 4),
     "attention of small heads": (attention.part_kernel, ONE | {"D": 24}, ("mask_ptr", "y_ptr"), 4),
     "its parts": (
         attention.combine_kernel, {"D": 128, "PARTS": attention.MOST_PARTS, "BLOCK": 64, "PDL": True}, (), 8,
@@ -54,9 +61,49 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_spills(name: str) -> None:
+    assert compiled(name, specialized).stack == 0
+
+
+def compiled(name: str, aligned: Callable[[Any], bool]) -> Machine:
+    """One of CASES, with those integers known to be multiples of 16."""
     kernel, constants, absent, warps = CASES[name]
-    machine = compile_kernel(
+    return compile_kernel(
         kernel, constants, capability=90, dtype="bf16", pointers=POINTERS, absent=absent, warps=warps,
-        aligned=tuple(INTEGERS),
+        aligned=tuple(param.name for param in kernel.params if param.name in INTEGERS and aligned(param)),
     )  # fmt: skip
-    assert machine.stack == 0
+
+
+def specialized(param: Any) -> bool:
+    """Whether Triton compiles anew for a multiple of 16 of this argument."""
+    return not (param.do_not_specialize or param.do_not_specialize_on_alignment)
+
+
+LENGTHS = {  # kernel -> what follows from the lengths of prompts and caches
+    rope_cache_kernel: ("length", "tokens"),
+    rotated_rope_kernel: ("length", "tokens"),
+    attention.part_kernel: ("length", "parts"),
+    attention.combine_kernel: ("length", "parts"),
+    embed_kernel: ("length",),
+}
+
+
+@pytest.mark.parametrize("kernel", LENGTHS, ids=lambda kernel: f"{kernel.__module__}.{kernel.__name__}")
+def test_no_kernel_is_compiled_anew_for_another_length(kernel: Any) -> None:
+    backend = type(CUDABackend(GPUTarget("cuda", 90, 32)))
+
+    def triton_sees(param: Any, value: int) -> Any:
+        return native_specialize_impl(
+            backend, value, False, not param.do_not_specialize, not param.do_not_specialize_on_alignment
+        )
+
+    by_name = {param.name: param for param in kernel.params}
+    for name in LENGTHS[kernel]:
+        assert len({triton_sees(by_name[name], value) for value in (2, 100, 128, 4096, 4099)}) == 1, name
+
+
+@counts_instructions
+@pytest.mark.parametrize("name", [name for name, (kernel, *_) in CASES.items() if kernel in LENGTHS])
+def test_lengths_of_any_number_cost_no_instruction(name: str) -> None:
+    any_length, multiple_of_16 = compiled(name, specialized), compiled(name, lambda _: True)
+    assert any_length.instructions <= multiple_of_16.instructions
+    assert any_length.registers <= multiple_of_16.registers

@@ -19,7 +19,7 @@ from requant_kernels.common.pdl import wait_for_previous_launch
 BLOCK = 1024  # values of a CTA
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length"])
 def embed_kernel(
     tokens_ptr, table_ptr, cos_table_ptr, sin_table_ptr, position_ptr, x_ptr, cos_ptr, sin_ptr, n, k, length, head_dim,
     BLOCK: tl.constexpr, D: tl.constexpr, PDL: tl.constexpr,

@@ -46,7 +46,8 @@ def _apply_rope(x_ptr, weight_ptr, cos_ptr, sin_ptr, head, at, inside, head_dim,
     return x.to(tl.float32) * cos + other.to(tl.float32) * sin
 
 
-@triton.jit
+# `length` is only compared; `tokens` stays special where it is 1: a step divides by it
+@triton.jit(do_not_specialize=["length"], do_not_specialize_on_alignment=["tokens"])
 def rope_cache_kernel(
     q_ptr, k_ptr, v_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, position_ptr, y_ptr, keys_ptr, values_ptr, length,
     tokens, q_heads, k_heads, head_dim, q_row, k_row, v_row, trig_row, cache_head, eps,

@@ -129,7 +129,8 @@ def _with_rope(x, in_head, norm_ptr, cos_ptr, sin_ptr, eps, HEAD_DIM: tl.constex
     return turned
 
 
-@triton.jit
+# `length` is only compared; `tokens` stays special where it is 1: a step divides by it
+@triton.jit(do_not_specialize=["length"], do_not_specialize_on_alignment=["tokens"])
 def rotated_rope_kernel(
     q_ptr, k_ptr, v_ptr, q_scales_ptr, k_scales_ptr, v_scales_ptr, q_bias_ptr, k_bias_ptr, v_bias_ptr, q_norm_ptr,
     k_norm_ptr, cos_ptr, sin_ptr, position_ptr, y_ptr, keys_ptr, values_ptr, length, tokens, trig_row,
