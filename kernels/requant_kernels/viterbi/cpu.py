@@ -11,9 +11,16 @@ they and the repeated ones stay in the L1 cache, which takes a quarter to a thir
 No back-pointers are stored, which would cost a store for every state and step. The costs after all steps are kept instead,
 and the backward pass evaluates again the 2^shift predecessors of the one state that it is in. A search through 256 weights,
 one a step, takes 4 ms on a core; torch operators take 26 ms. The GIL is released, so threads can search in parallel.
+
+To compile the loops takes seconds and 140 MB. numba keeps them on disk where it finds a folder that can be written: next to
+this file, in the user's cache, or where NUMBA_CACHE_DIR says; nothing depends on it.
 """
 
 # pyright: reportMissingTypeStubs=none, reportUntypedFunctionDecorator=none, reportUnknownMemberType=none
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float32, Int64
@@ -25,7 +32,33 @@ CHUNK = 2048  # 8 KiB of each array
 MINIMUM_FLAGS = {"nnan", "nsz"}  # with them a minimum is one vector instruction; sums are not reordered
 
 
-@njit(nogil=True, boundscheck=False)
+def _compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """`njit` of loops that hold no Python object, kept on disk where that is possible."""
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        try:
+            loops: Any = njit(cache=True, nogil=True, **options)(function)
+        except RuntimeError:  # no folder can be written
+            return njit(nogil=True, **options)(function)
+        for name in ("load_overload", "save_overload"):
+            setattr(loops._cache, name, _or_nothing(getattr(loops._cache, name)))
+        return loops
+
+    return decorate
+
+
+def _or_nothing(call: Callable[..., Any]) -> Callable[..., Any]:
+    """None where the call fails, which numba takes for a loop that is not kept: no full disk or damaged file ends a run."""
+
+    def attempt(*args: Any) -> Any:
+        with suppress(Exception):
+            return call(*args)
+        return None
+
+    return attempt
+
+
+@_compiled(boundscheck=False)
 def _repeat(cost, shift, repeated):
     """repeated[s] = cost[s >> shift]. Constant trip counts let the compiler store whole vectors."""
     if shift == 1:
@@ -57,27 +90,27 @@ def _repeat(cost, shift, repeated):
                     repeated[start + k] = value
 
 
-@njit(nogil=True, boundscheck=False)
+@_compiled(boundscheck=False)
 def _multiply_add(total, weight, values):
     for s in range(total.shape[0]):
         total[s] += weight * values[s]
 
 
-@njit(nogil=True, fastmath=MINIMUM_FLAGS, boundscheck=False)
+@_compiled(fastmath=MINIMUM_FLAGS, boundscheck=False)
 def _first(distance, weight, values, cost, new_cost):
     """new_cost = distance + weight * values + cost."""
     for u in range(new_cost.shape[0]):
         new_cost[u] = distance[u] + weight * values[u] + cost[u]
 
 
-@njit(nogil=True, fastmath=MINIMUM_FLAGS, boundscheck=False)
+@_compiled(fastmath=MINIMUM_FLAGS, boundscheck=False)
 def _smaller(distance, weight, values, cost, new_cost):
     """new_cost = min(new_cost, distance + weight * values + cost)."""
     for u in range(new_cost.shape[0]):
         new_cost[u] = min(new_cost[u], distance[u] + weight * values[u] + cost[u])
 
 
-@njit(nogil=True, boundscheck=False)
+@_compiled(boundscheck=False)
 def _relax(distance, weight, values, cost, shift, repeated, new_cost):
     """new_cost[u] = min of distance[s] + weight * values[s] + cost[s >> shift] over the states s that end in u."""
     width = new_cost.shape[0]
@@ -92,7 +125,7 @@ def _relax(distance, weight, values, cost, shift, repeated, new_cost):
                 _smaller(distance[start:stop], weight, values[start:stop], repeated, new_cost[u : u + size])
 
 
-@njit(nogil=True, boundscheck=False)
+@_compiled(boundscheck=False)
 def _search(target, values, squares, shifts, pinned, costs, repeated, distance, states):
     """One sequence: costs of all steps forward, then the path backward. `pinned` -1: free ends."""
     steps, vector = target.shape
@@ -126,7 +159,7 @@ def _search(target, values, squares, shifts, pinned, costs, repeated, distance, 
         u = best >> shift
 
 
-@njit(nogil=True, boundscheck=False)
+@_compiled(boundscheck=False)
 def _search_batch(targets, values, squares, shifts, pinned, states):
     num_states = squares.shape[0]
     costs = np.empty((targets.shape[1] + 1, num_states >> shifts.min()), np.float32)
