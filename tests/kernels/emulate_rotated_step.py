@@ -23,13 +23,15 @@ def transformed(x: Tensor) -> Tensor:
 def random_product(
     m: int, n: int, *, splits: int = 1, biased: bool = False, beside: int = 0
 ) -> tuple[Product, Tensor]:
-    """A product, rows of other matrices beside it, and the layer's output."""
-    values = torch.randn(splits, m, n + beside)[..., beside:]
+    """A product, rows of other matrices beside it, and the layer's output. No splits: float16, as `trellis/gemm_sm90.py`
+    gives it of many tokens."""
+    values = torch.randn(max(1, splits), m, n + beside)[..., beside:]
+    values = values if splits else values.half()
     scales, bias = torch.randn(n).half(), torch.randn(n).half() if biased else None
     ALLOCATED.extend((values, scales))
-    y = transformed(values.sum(0)) * scales.double()
+    y = transformed(values.float().sum(0)) * scales.double()
     y = y if bias is None else y + bias.double()
-    return Product(values=values if splits > 1 else values[0], output_scales=scales, bias=bias), y
+    return Product(values=values[0] if splits == 1 else values, output_scales=scales, bias=bias), y
 
 
 def check_activations(found: RotatedActivations, form: ActivationForm, wanted: Tensor, what: str) -> None:
@@ -59,7 +61,9 @@ def check_activations(found: RotatedActivations, form: ActivationForm, wanted: T
 def form_of(kind: str, width: int) -> ActivationForm:
     if kind in ("int8", "pair"):
         return ActivationForm(columns=-(-width // 4096) * 4096, int8=True, pair=kind == "pair")
-    return ActivationForm(columns=-(-width // 64) * 64, permute=kind == "permuted")
+    return ActivationForm(
+        columns=-(-width // 64) * 64, pair=kind == "sums", permute=kind in ("permuted", "sums")
+    )
 
 
 NORMS = [  # width, tokens, form, split-K sums, a bias, the first of a model
@@ -70,6 +74,8 @@ NORMS = [  # width, tokens, form, split-K sums, a bias, the first of a model
     (8192, 1, "int8", 1, False, False),  # a block of two tiles
     (512, 1, "plain", 1, False, False),
     (176, 1, "permuted", 3, False, False),
+    (768, 1, "permuted", 0, True, False),
+    (512, 2, "sums", 2, False, False),
 ]
 
 
@@ -100,6 +106,7 @@ GATES = [  # width, tokens, form, split-K sums, activation
     (48, 1, "float16", 1, "silu"),
     (1408, 2, "permuted", 2, "gelu_tanh"),
     (8192, 1, "int8", 1, "silu"),
+    (768, 2, "sums", 0, "silu"),
 ]
 
 

@@ -195,6 +195,14 @@ def check_permuted() -> None:
         )  # fmt: skip
         assert relative_error(plain, whole.double()) < 1e-6
         assert torch.equal(permuted, plain.view(5, -1, 4, 8, 2).transpose(2, 3).reshape(5, out_width))
+        hadamard_transform(
+            splits, permuted, in_width=width, columns=width, out_width=out_width, asm=False, pdl=False, pair=True,
+            permute=True,
+        )  # fmt: skip
+        even, odd = plain[:, ::2], plain[:, 1::2]
+        sums = torch.stack([even + odd, even - odd], -1).flatten(1)
+        want = sums.view(5, -1, 4, 8, 2).transpose(2, 3).reshape(5, out_width)
+        assert relative_error(permuted, want.double()) < 1e-6
 
 
 def main() -> None:

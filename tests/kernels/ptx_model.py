@@ -234,10 +234,11 @@ def run_ptx(
                     if table >> minterm & 1:
                         bits = [x if minterm >> (2 - i) & 1 else ~x for i, x in enumerate(a[:3])]
                         value |= bits[0] & bits[1] & bits[2]
-            case "add.rn.f16x2" | "add.rn.bf16x2" | "mul.rn.f16x2" | "mul.rn.bf16x2":
+            case "add.rn.f16x2" | "add.rn.bf16x2" | "sub.rn.f16x2" | "mul.rn.f16x2" | "mul.rn.bf16x2":
                 dtype = "fp16" if "bf16" not in opcode else "bf16"
                 x, y = (floats(v, dtype) for v in a)
-                value = pair_of(x + y if opcode.startswith("add") else x * y, dtype)
+                operation = {"add": np.add, "sub": np.subtract, "mul": np.multiply}[opcode[:3]]
+                value = pair_of(operation(x, y), dtype)
             case "fma.rn.f16x2" | "fma.rn.bf16x2":
                 dtype = "fp16" if "bf16" not in opcode else "bf16"
                 x, y, z = (floats(v, dtype) for v in a)

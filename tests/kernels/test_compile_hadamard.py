@@ -46,7 +46,7 @@ def batched_machine(dtype: str, *, tiles: int, splits: int, tiles_per_cta: int, 
     """The output transform (float32 in), or the input transform."""
     constants = {
         "PTX": warp_transform_ptx(), "TILES": tiles, "VECTOR": 4 if dtype == "fp32" else 8, "WARP_MASK": 15, "FACTOR": 1.0,
-        "PDL": True, "SPLITS": splits, "PERMUTE": permute, "TILES_PER_CTA": tiles_per_cta,
+        "PAIR": permute, "PDL": True, "SPLITS": splits, "PERMUTE": permute, "TILES_PER_CTA": tiles_per_cta,
     }  # fmt: skip
     pointers = {
         "x_ptr": f"*{dtype}",

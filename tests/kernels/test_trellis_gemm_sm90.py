@@ -81,8 +81,13 @@ class Language:
         return tuple(Array(register.view(np.int32)) for register in found)
 
 
-@pytest.mark.parametrize(("code", "bits"), KINDS)
-def test_a_lane_has_the_operand_of_wgmma(code: str, bits: float, monkeypatch: pytest.MonkeyPatch) -> None:
+OPERANDS = [(*kind, False) for kind in KINDS] + [("pair", bits, True) for bits in (1, 2, 2.25, 4)]
+
+
+@pytest.mark.parametrize(("code", "bits", "sums"), OPERANDS)
+def test_a_lane_has_the_operand_of_wgmma(
+    code: str, bits: float, sums: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The kernel's own `_decode`, run on the words: rows 2 g + h, columns as activations are arranged."""
     monkeypatch.setattr(gemm_sm90, "gl", Language)
     monkeypatch.setattr(wgmma, "gl", Language)
@@ -91,7 +96,7 @@ def test_a_lane_has_the_operand_of_wgmma(code: str, bits: float, monkeypatch: py
     layout = pack_trellis(*random_trellis(16 * tiles * warps, 256, bits, "cpu"), bits=bits, code=code)
     config = GemmSm90Config(tokens_per_cta=64, num_warps=warps, tiles_per_warp=tiles)
     given: dict[str, Any] = gemm_constants(
-        code, layout.quad_bits, layout.packed_codes.shape[-1], config, whole=True
+        code, layout.quad_bits, layout.packed_codes.shape[-1], config, whole=True, sums=sums
     )
     by_lane = layout.packed_codes.transpose(2, 3).flatten(3)  # row tile, unit, lane, word
     words = tuple(
@@ -111,22 +116,49 @@ def test_a_lane_has_the_operand_of_wgmma(code: str, bits: float, monkeypatch: py
             words, previous_lane, given["DECODE"], q, given["COUNT"], k64_count, None, warps, tiles
         )  # fmt: skip
         own = values[:, 64 * q : 64 * q + 64].reshape(-1, 16, 64)
-        assert np.array_equal(weight.values.reshape(-1, 16, 64), own[:, of_row][:, :, of_column])
+        if sums:  # exactly, so what is multiplied is the matrix
+            own = np.stack([own[..., ::2] + own[..., 1::2], own[..., ::2] - own[..., 1::2]], -1) / 2
+            own = own.reshape(-1, 16, 64)
+        got = weight.values.reshape(-1, 16, 64).astype(np.float32) * given["SCALE"]
+        assert np.array_equal(got, own[:, of_row][:, :, of_column])
+
+
+def test_sums_and_differences_make_the_same_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `activation_form` asks of the rotation, times what is decoded, is the product with the weights."""
+    layout = pack_trellis(*random_trellis(16, 64, 2, "cpu"), bits=2, code="pair")
+    assert not gemm_sm90.activation_form(layout).pair
+    monkeypatch.setattr(gemm_sm90, "HALF_SUMS", True)
+    assert gemm_sm90.activation_form(layout).pair
+    other = pack_trellis(*random_trellis(16, 64, 2, "cpu"), bits=2, code="mul1")
+    assert not gemm_sm90.activation_form(other).pair
+    weights, x = reference.trellis_values(layout).double(), torch.randn(64, dtype=torch.float64)
+    even, odd = weights[:, ::2], weights[:, 1::2]
+    half_sums = torch.stack([even + odd, even - odd], -1).flatten(1) / 2
+    arranged = torch.stack([x[::2] + x[1::2], x[::2] - x[1::2]], -1).flatten()
+    torch.testing.assert_close(half_sums @ arranged, weights @ x)
 
 
 def multiply_machine(
-    code: str, bits: float, *, launch: tuple[int, ...] = (64, 8, 1, 0), whole: bool = True
+    code: str,
+    bits: float,
+    *,
+    launch: tuple[int, ...] = (64, 8, 1, 0),
+    whole: bool = True,
+    sums: bool = False,
+    out: str = "fp32",
 ) -> Machine:
     """`launch`: tokens, warps, tiles, ahead."""
     tokens, warps, tiles, ahead = launch
     four = round(4 * bits)
     config = GemmSm90Config(tokens_per_cta=tokens, num_warps=warps, tiles_per_warp=tiles, prefetch_at=ahead)
-    given = gemm_constants(code, four, math.gcd(four * k64_per_unit(four) // 4, 4), config, whole=whole)
+    given = gemm_constants(
+        code, four, math.gcd(four * k64_per_unit(four) // 4, 4), config, whole=whole, sums=sums
+    )
     box = f"[{tokens}, {activation_stages(tokens)[0]}]"
     pointers = {
         "x_desc": f"tensordesc<fp16{box},{x_layout()!r}>",
         "codes_ptr": "*i32",
-        "out_ptr": "*fp32",
+        "out_ptr": f"*{out}",
     }
     pointers |= {"units": "i32", "rows": "i32", "k_tiles": "i32"}
     return compile_kernel(
@@ -136,20 +168,23 @@ def multiply_machine(
     )  # fmt: skip
 
 
-CEILING = {("mul1", 2): 5.1, ("pair", 2): 4.1, ("mul1", 4): 5.3, ("mul1", 2.25): 5.4, ("3inst", 2): 5.8}
+CEILING = {
+    ("mul1", 2, False): 5.1, ("pair", 2, False): 4.1, ("pair", 2, True): 3.4, ("mul1", 4, False): 5.3,
+    ("mul1", 2.25, False): 5.4, ("3inst", 2, False): 5.8,
+}  # fmt: skip
 
 
 @counts_instructions
-@pytest.mark.parametrize(("code", "bits"), CEILING)
-def test_products_run_on_while_weights_are_decoded(code: str, bits: float) -> None:
-    machine = multiply_machine(code, bits, launch=(64, 8, 2, 0))
+@pytest.mark.parametrize(("code", "bits", "sums"), CEILING)
+def test_products_run_on_while_weights_are_decoded(code: str, bits: float, sums: bool) -> None:
+    machine = multiply_machine(code, bits, launch=(64, 8, 2, 0), sums=sums)
     assert machine.stack <= 16
     assert machine.opcodes["HGMMA"] == 32  # two tiles, sixteen steps
     assert machine.opcodes["WARPGROUP"] <= 12  # one fence and one wait a k64: nothing was serialized
     assert machine.opcodes["STS"] == machine.opcodes["STSM"] == 0  # neither weights nor sums go through it
     assert machine.opcodes["SHFL"] == 8  # the bits before a segment
     assert machine.opcodes["UTMALDG"] > 0
-    assert machine.inner / 256 < CEILING[code, bits]
+    assert machine.inner / 256 < CEILING[code, bits, sums]
 
 
 LAUNCHES = sorted(launch for launch, _ in autotune.TRELLIS_GEMM_SM90)

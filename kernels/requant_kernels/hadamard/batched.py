@@ -25,12 +25,12 @@ MANY_TILES = 512
 def hadamard_batched_kernel(
     x_ptr, input_scales_ptr, output_scales_ptr, bias_ptr, addend_ptr, y_ptr, in_width, out_width, stride_x, stride_y,
     PTX: tl.constexpr, TILES: tl.constexpr, VECTOR: tl.constexpr, WARP_MASK: tl.constexpr, FACTOR: tl.constexpr,
-    PDL: tl.constexpr, SPLITS: tl.constexpr, PERMUTE: tl.constexpr, TILES_PER_CTA: tl.constexpr,
+    PAIR: tl.constexpr, PDL: tl.constexpr, SPLITS: tl.constexpr, PERMUTE: tl.constexpr, TILES_PER_CTA: tl.constexpr,
 ):  # fmt: skip
     """TILES_PER_CTA tiles, 1 or TILES, of one token; grid (tokens, tiles / TILES_PER_CTA), 16 warps.
 
-    TILES: of a block; VECTOR: values of a load; WARP_MASK: the mixed bits from bit 8 on. x is the sum of SPLITS matrices,
-    one after the other. PERMUTE: y in the order of `trellis/gemm_sm90.py`.
+    TILES: of a block; VECTOR: values of a load; WARP_MASK: the mixed bits from bit 8 on; PAIR: bit 0 is not mixed. x is the
+    sum of SPLITS matrices, one after the other. PERMUTE: y in the order of `trellis/gemm_sm90.py`.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -44,6 +44,9 @@ def hadamard_batched_kernel(
     row, column = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]
     g, t = lane // 4 + eight * 0 + warp * 0, lane % 4 * 2
     warp_signs = sign_pair(g, t, 7)
+    first_signs = warp_signs
+    if PAIR:  # bit 0 is the lowest one of a lane's registers
+        first_signs = sign_pair(g, t, 6)
     signs = hadamard_entry(row, column, WARP_MASK).to(tl.int16).to(tl.bfloat16, bitcast=True)
     factors = tile_factors(input_scales_ptr, first_tile, own, position, in_width, TILES, FACTOR)
     output_scales, bias = (), ()
@@ -78,7 +81,7 @@ def hadamard_batched_kernel(
         z = tl.inline_asm_elementwise(
             PTX.text,
             PTX.constraints,
-            (mixed[o], warp_signs, warp_signs),
+            (mixed[o], first_signs, warp_signs),
             dtype=tl.float32,
             is_pure=False,
             pack=8,
@@ -103,7 +106,7 @@ def hadamard_batched_kernel(
 def transform_batched(
     x: Tensor, y: Tensor, *, block_size: int, tiles: int, in_width: int, out_width: int, pdl: bool,
     input_scales: Tensor | None = None, output_scales: Tensor | None = None, bias: Tensor | None = None,
-    addend: Tensor | None = None, permute: bool = False,
+    addend: Tensor | None = None, pair: bool = False, permute: bool = False,
 ) -> None:  # fmt: skip
     """Write y, `tiles` tiles of every token of x [m, in_width] or [splits, m, in_width]. See `hadamard_transform`."""
     block_tiles = max(1, block_size // HADAMARD_TILE)
@@ -115,8 +118,8 @@ def transform_batched(
         (x, input_scales, output_scales, bias, addend, y, in_width, out_width, x.stride(-2), y.stride(0)),
         interned(
             PTX=warp_transform_ptx(), TILES=block_tiles, VECTOR=16 // x.element_size() if x.element_size() > 2 else 8,
-            WARP_MASK=min(block_size, HADAMARD_TILE) - 1 >> 8, FACTOR=block_size**-0.5, PDL=pdl,
-            SPLITS=x.shape[0] if x.dim() == 3 else 1, PERMUTE=permute, TILES_PER_CTA=tiles_per_cta, num_warps=16,
+            WARP_MASK=min(block_size, HADAMARD_TILE) - 1 >> 8, FACTOR=block_size**-0.5 * (2 if pair else 1), PAIR=pair,
+            PDL=pdl, SPLITS=x.shape[0] if x.dim() == 3 else 1, PERMUTE=permute, TILES_PER_CTA=tiles_per_cta, num_warps=16,
             num_stages=1, **pdl_option(pdl),
         ),
     )  # fmt: skip

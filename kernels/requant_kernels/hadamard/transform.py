@@ -60,7 +60,7 @@ def hadamard_transform(
         "pdl": pdl, "input_scales": input_scales, "output_scales": output_scales, "bias": bias, "addend": addend,
     }  # fmt: skip
     if scales is None and (permute or x.shape[-2] > FEW_TOKENS):
-        transform_batched(x, y, permute=permute, **common)
+        transform_batched(x, y, pair=pair, permute=permute, **common)
     else:
         transform_tiles(x, y, scales, pair=pair, **common)
 

@@ -14,6 +14,9 @@ Three or four windows share one funnel shift, because positions repeat every few
     their bits of F                          39..24, into the next register    31..16   23..8   15..0
     extracted by                              PRMT, see below                    SHR    PRMT    AND
 
+`pair` times activations as sums and differences of neighbours needs less: of its two weights half the sum is b0 + b3 - 255
+and half the difference b1 + b2 - 255 (over 128), which one addition of float16 makes of the bytes (`WeightDecoder.sums`).
+
 The integer pipe is the bottleneck, so two windows are extracted on the multiplier's pipe instead:
 
 - The low half needs no mask where the hash of the high half is known:  h(F mod 2^16) = F C - 2^16 h(F / 2^16)  (mod 2^32).
@@ -190,19 +193,34 @@ class WeightDecoder(SegmentDecoder):
             )
         return new("weights", f"prmt.b32 {{d}}, {first}, {second}, 0x5410;")
 
+    def sums(self, index: int) -> str:
+        """Of `pair`: b0 + b3 - 255 and b1 + b2 - 255 of hash `index`, exactly, in units of the least subnormal float16."""
+        new, value = self.ptx.new, self.hash(index)
+        first = new("first", f"lop3.b32 {{d}}, {value}, 0x00FF00FF, 0x0, 0x0C;")  # 255 - b0, 255 - b2
+        second = new("second", f"prmt.b32 {{d}}, {value}, 0x0, 0x4143;")  # b3, b1
+        return new("sums", f"sub.rn.f16x2 {{d}}, {second}, {first};")
+
+
+SUM_SCALE = 2.0**24 * CODES["pair"].scale  # what `sums` of `decode_ptx` are multiplied by at the end
+
 
 @cache
-def decode_ptx(code: str, quad_bits: int, k64: int) -> Ptx:
-    """The weights of segment `k64` of a unit as pairs of float16.
+def decode_ptx(code: str, quad_bits: int, k64: int, *, sums: bool = False) -> Ptx:
+    """The weights of segment `k64` of a unit as pairs of float16; with `sums`, of `pair` alone, half the sum and half the
+    difference of each two weights, over SUM_SCALE.
 
     Outputs: 16 registers, 8 a row. Inputs: the words of the unit, the lane with the bits before.
     """
     words = quad_bits * k64_per_unit(quad_bits) // 4
     ptx = PtxBuilder()
-    segment = WeightDecoder(ptx, code, quad_bits, [f"${16 + i}" for i in range(words)], k64, f"${16 + words}")
+    segment = WeightDecoder(
+        ptx, code, quad_bits, [f"${16 + i}" for i in range(words)], k64, f"${16 + words}", spanning=sums
+    )
     ptx.comment("weights of two columns at a time")
     for i in range(16):
-        if not CODES[code].byte_sums:
+        if sums:
+            ptx.emit(f"mov.b32 ${i}, {segment.sums(i)};")
+        elif not CODES[code].byte_sums:
             ptx.emit(f"mov.b32 ${i}, {segment.pair(i)};")
         else:  # exactly (1024 + sum - 1534) / 128
             scale, offset = (
