@@ -134,7 +134,7 @@ def trellis_gemm_sm90(shape: Shape, device: torch.device) -> GemmSm90Config:
     tokens, rows = min(256, m), -(-n // ROWS) * ROWS
     ctas, most = -(-n // 128) * -(-m // tokens), max(1, 8 * 4096 // max(4096, rows & -rows))
     split_k = max(1, min(most, k_tiles, round(num_sms(device) * (2 if m <= 64 else 1) / ctas)))
-    small = m == 64 and shape.bits <= 4 and n < 128 * num_sms(device)  # 4 warps of two tiles, else 8 of one
+    small = m == 64 and shape.bits <= 4  # 4 warps of two tiles, else 8 of one
     return GemmSm90Config(
         tokens_per_cta=tokens, num_warps=4 if small else 8, tiles_per_warp=2 if small else 1,
         prefetch_at=2 if tokens == 256 else 0, split_k=split_k,

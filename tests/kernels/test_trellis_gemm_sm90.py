@@ -216,3 +216,25 @@ def test_no_launch_of_the_rule_spills(code: str, bits: float, whole: bool) -> No
             assert machine.registers * 32 * warps * 2 <= 65536  # two CTAs an SM
         assert machine.opcodes["STG"] == tiles * tokens // 4  # 8 bytes: two rows of a token
         assert sum(machine.shared) <= 227 << 10
+
+
+@counts_instructions
+@pytest.mark.parametrize(("code", "sums"), [("mul1", False), ("pair", True)])
+def test_a_product_in_float16_is_stored_by_pairs(code: str, sums: bool) -> None:
+    machine = multiply_machine(code, 2, launch=(256, 8, 1, 2), sums=sums, out="fp16")
+    assert machine.stack == 0
+    assert machine.opcodes["STG"] == 64 and machine.opcodes["STS"] == 0  # 4 bytes: two rows of a token
+
+
+@pytest.mark.parametrize(("tokens", "split_k", "dtype"), [(64, 1, "32"), (256, 1, "16"), (256, 2, "32")])
+def test_whole_products_of_many_tokens_are_float16(
+    tokens: int, split_k: int, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = pack_trellis(*random_trellis(128, 512, 2, "cpu"), bits=2, code="mul1")
+    config = GemmSm90Config(tokens_per_cta=tokens, num_warps=8, split_k=split_k)
+    launched: list[Any] = []
+    monkeypatch.setattr(gemm_sm90, "launch", lambda *given: launched.append(given))
+    x = gemm_sm90.activation_form(layout).empty(tokens, torch.device("cpu"))
+    values = gemm_sm90.product(x, layout, config)
+    assert values.shape == (split_k, tokens, 128) and str(values.dtype) == f"torch.float{dtype}"
+    assert len(launched) == 1

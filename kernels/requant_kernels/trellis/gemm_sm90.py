@@ -58,6 +58,7 @@ from requant_kernels.trellis.operands import ActivationForm, RotatedActivations
 from requant_kernels.trellis.rotate import rotate_output
 
 MAX_TOKENS = 1024  # beyond, decoding once for all and cuBLAS take less time
+MAX_FLOAT32_TOKENS = 128  # beyond, whole products are float16, as cuBLAS gives them
 K64, K_TILE = 64, 256  # columns
 K64_PER_K_TILE = K_TILE // K64
 # Of `pair`: products took 8 to 11 % less at 64 tokens, but activations in this form have not been written on a GPU yet.
@@ -150,7 +151,7 @@ def trellis_gemm_sm90_kernel(
     WHOLE: gl.constexpr, N: gl.constexpr, W: gl.constexpr, R: gl.constexpr, PREFETCH_AT: gl.constexpr,
     STAGE_COLUMNS: gl.constexpr, NUM_STAGES: gl.constexpr, SCALE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """out float32 `[splits, M, rows]`, SCALE times the sums; grid: (row tiles / (W R), splits of `steps` k_tiles
+    """out float32 or float16 `[splits, M, rows]`, SCALE times the sums; grid: (row tiles / (W R), splits of `steps` k_tiles
     of 256 columns, tokens / N).
 
     A k_tile is 4 / J units. The codes of the next one are loaded while k64 number PREFETCH_AT of this one is decoded.
@@ -220,7 +221,7 @@ def trellis_gemm_sm90_kernel(
     y = warpgroup_mma_wait(0, deps=[acc])
     S: gl.constexpr = sums_layout(N, W, R)
     y = gl.reshape(gl.permute(gl.reshape(y, [W * R, 2, 8, N]), (0, 2, 1, 3)), [16 * W * R, N])  # tile g h
-    y = gl.convert_layout(y, S, assert_trivial=True) * SCALE
+    y = (gl.convert_layout(y, S, assert_trivial=True) * SCALE).to(out_ptr.dtype.element_ty)
     row = first_tile * 16 + gl.arange(0, 16 * W * R, gl.SliceLayout(1, S))
     m = token + gl.arange(0, N, gl.SliceLayout(0, S))
     at = (gl.program_id(1) * M + m)[None, :].to(gl.int64) * rows + row[:, None]
@@ -277,13 +278,15 @@ def rotated_activations(x: Tensor, layout: TrellisLayout) -> RotatedActivations:
 
 
 def product(x: Tensor | RotatedActivations, layout: TrellisLayout, config: GemmSm90Config) -> Tensor:
-    """V H (input_scales * x) of x [m, k], or rotated already: float32 [splits, m, rows], split-K partial sums."""
+    """V H (input_scales * x) of x [m, k], or rotated already: float32 [splits, m, rows], split-K partial sums; whole and of
+    many tokens, whose bytes count, float16 [1, m, rows]."""
     rotated = (x if isinstance(x, RotatedActivations) else rotated_activations(x, layout)).values
     m, (tiles, units, _, _, vector) = rotated.shape[0], layout.packed_codes.shape
     k_tiles = -(-layout.k // K_TILE)
     steps = -(-k_tiles // min(k_tiles, config.split_k))
     splits = -(-k_tiles // steps)
-    partial = torch.empty(splits, m, tiles * 16, dtype=torch.float32, device=rotated.device)
+    dtype = torch.float16 if splits == 1 and m > MAX_FLOAT32_TOKENS else torch.float32
+    partial = torch.empty(splits, m, tiles * 16, dtype=dtype, device=rotated.device)
     box = [config.tokens_per_cta, activation_stages(config.tokens_per_cta)[0]]
     launch(
         trellis_gemm_sm90_kernel,
