@@ -52,6 +52,7 @@ from requant.text.windows import spread
 
 FINETUNE = Finetune(steps=FINETUNE_STEPS)
 SHORT = Finetune(steps=225, hidden_weight=0.0)  # what parts are compared at, by the KL divergence alone
+SIX_ROUNDS = Finetune(steps=4 * FINETUNE_STEPS // 6, rounds=6)  # as many steps in all as mode `best`
 AT_THE_END = Finetune(steps=4 * FINETUNE_STEPS)  # as many as all phases of mode `best` together
 
 
@@ -163,6 +164,9 @@ PLANS: dict[str, Plan] = {
     "long": Plan(
         label="best, 675 steps a phase, hidden states not matched",
         finetune=Finetune(steps=675, hidden_weight=0.0),
+    ),
+    "six-rounds": Plan(
+        label=f"best, six rounds, {SIX_ROUNDS.steps} steps a phase", finetune=SIX_ROUNDS, code=None
     ),
     "codebooks": Plan(label="best over codebooks", method="kmeans"),
     "qtip": _qtip("QTIP 3INST", "trained by block and at the end", "3inst", make=block_training.qtip),

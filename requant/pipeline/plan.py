@@ -292,7 +292,8 @@ def _training_memory(prepared: Prepared | Outline, recipe: Recipe, device: str) 
     """Of the first phase, when most matrices learn: after the first round of mode `best`, else at the end."""
     if not recipe.finetune.steps:
         return 0
-    coded = {"best": rounds_of(prepared.targets)[0], "sparse": []}.get(recipe.mode, prepared.targets)
+    first_round = rounds_of(prepared.targets, recipe.finetune.rounds)[0]
+    coded = {"best": first_round, "sparse": []}.get(recipe.mode, prepared.targets)
     return training_bytes(
         prepared.model,
         prepared.targets,

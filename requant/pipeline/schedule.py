@@ -78,7 +78,7 @@ def _stages(prepared: Prepared | Outline, recipe: Recipe, device: str) -> Iterat
     step = min(recipe.finetune.tokens_per_step, prepared.train_windows.numel())
     training = steps * backward(step) * 4 / 3
     if recipe.mode == "best" and steps:
-        rounds = rounds_of(prepared.targets)
+        rounds = rounds_of(prepared.targets, recipe.finetune.rounds)
         for index, members in enumerate(rounds):
             name = round_name(index, len(rounds))
             seconds = codes(members) + (statistics if index else statistics - collected)

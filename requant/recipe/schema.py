@@ -106,6 +106,8 @@ class Finetune:
     """Adam's learning rate at 2 bits, in units of each tensor's root mean square; halved with every further bit."""
     warmup_steps: int = 10
     """Steps of linear warm-up; a cosine to zero follows."""
+    rounds: int = 4
+    """Rounds of mode `best`, each a kind of matrix or two; more than 4 halve the largest by blocks. Each trains `steps`."""
     hidden_weight: float = 10.0
     """Weight of the relative squared error of the last hidden states in the loss of the rounds of mode `best`; 0: none."""
     val_windows: int = 8
@@ -121,7 +123,14 @@ class Finetune:
         _require(
             0 <= self.hidden_weight < math.inf, "finetune.hidden_weight", self.hidden_weight, "0 or more"
         )
-        for name in ("train_windows", "tokens_per_step", "warmup_steps", "val_windows", "eval_every"):
+        for name in (
+            "train_windows",
+            "tokens_per_step",
+            "warmup_steps",
+            "rounds",
+            "val_windows",
+            "eval_every",
+        ):
             _require(getattr(self, name) >= 1, f"finetune.{name}", getattr(self, name), "1 or more")
 
 

@@ -95,11 +95,17 @@ def test_several_runs_are_one(clock) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "method", "steps"),
-    [("best", "kmeans", 2), ("paper", "kmeans", 0), ("dense", "rtn", 2), ("sparse", "wanda", 2)],
+    ("mode", "method", "finetune"),
+    [
+        ("best", "kmeans", Finetune(steps=2, tokens_per_step=64)),
+        ("best", "rtn", Finetune(steps=1, tokens_per_step=64, rounds=6)),
+        ("paper", "kmeans", Finetune()),
+        ("dense", "rtn", Finetune(steps=2, tokens_per_step=64)),
+        ("sparse", "wanda", Finetune(steps=2, tokens_per_step=64)),
+    ],
 )
 def test_the_stages_are_those_that_were_planned(
-    tiny_folder, tiny_text_file: Path, caplog, mode: str, method: str, steps: int
+    tiny_folder, tiny_text_file: Path, caplog, mode: str, method: str, finetune: Finetune
 ) -> None:
     sparse = mode == "sparse"
     recipe = Recipe(
@@ -110,7 +116,7 @@ def test_the_stages_are_those_that_were_planned(
         budget=Budget() if sparse else Budget(bits=4.5),
         calibration=Calibration(text=(str(tiny_text_file),), num_samples=6, seq_len=32),
         evaluation=Evaluation(context=32, windows=2),
-        finetune=Finetune(steps=steps, tokens_per_step=64),
+        finetune=finetune,
         detach=Detach(outlier_fraction=0.01, significant_fraction=0.01, temperatures=(1.0,), steps=1),
     )
     planned = [stage.name for stage in expected_stages(prepare(recipe.model, recipe), recipe, "cpu")]

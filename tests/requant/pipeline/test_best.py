@@ -54,6 +54,41 @@ def test_rounds_hold_neighbouring_kinds(tiny_model) -> None:
         )
 
 
+def test_more_rounds_halve_the_largest_by_blocks(tiny_model) -> None:
+    """Gate and up have most weights; half of them has as many as down, which comes later and so is halved next."""
+    targets = find_linears(tiny_model("llama"))
+    found = [
+        (list(dict.fromkeys(s.kind for s in members)), sorted({s.block for s in members}))
+        for members in rounds_of(targets, 6)
+    ]
+    assert found[:2] == [(["q_proj", "k_proj"], [0, 1]), (["v_proj", "o_proj"], [0, 1])]
+    assert found[2:4] == [(["gate_proj", "up_proj"], [0]), (["gate_proj", "up_proj"], [1])]
+    assert found[4:] == [(["down_proj"], [0]), (["down_proj"], [1])]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "phi3"])
+def test_any_number_of_rounds_codes_every_matrix_once(tiny_model, name: str) -> None:
+    targets = find_linears(tiny_model(name))
+    for count in (1, 2, 3, 4, 5, 7, 100):
+        rounds = rounds_of(targets, count)
+        assert len(rounds) <= count and all(rounds)
+        assert sorted(s.name for members in rounds for s in members) == sorted(s.name for s in targets)
+    # until every round is of one block
+    assert all(len({s.block for s in members}) == 1 for members in rounds_of(targets, 100))
+
+
+def test_best_of_more_rounds_trains_after_each(quantized, monkeypatch) -> None:
+    trained: list[int] = []
+    monkeypatch.setattr(
+        "requant.pipeline.best.train",
+        lambda _run, _teacher, _trainables, derived, *_, **__: trained.append(len(derived)),
+    )
+    result = quantized(budget=Budget(bits=3.0), finetune=dataclasses.replace(FINETUNE, rounds=6))
+    sizes = [len(members) for members in rounds_of(result.prepared.targets, 6)]
+    assert trained == [sum(sizes[: i + 1]) for i in range(5)]
+    assert sum(sizes) == len(result.weights)
+
+
 def test_best_beats_its_own_codes_at_the_same_bytes(quantized, trained_state, trained_model) -> None:
     best = quantized(budget=Budget(bits=3.0, outliers=False))
     after = best.after.mean_kl

@@ -27,7 +27,9 @@ EVERYTHING = Recipe(
         significant_fraction=0.0,
         steps=5,
     ),
-    finetune=Finetune(steps=3, tokens_per_step=100, lr=1e-5, warmup_steps=2, val_windows=3, eval_every=4),
+    finetune=Finetune(
+        steps=3, tokens_per_step=100, lr=1e-5, warmup_steps=2, rounds=6, val_windows=3, eval_every=4
+    ),
     evaluation=Evaluation(text=("e.txt",), field="f", context=64, windows=3),
     skip=("*.down_proj", "yes", "1"),
     modules={"*.o_proj": {"bits": 3}, "1": {"symmetric": False, "group_size": 32}},
@@ -130,6 +132,7 @@ def test_defaults_fill_what_is_not_said(tmp_path: Path) -> None:
         ("seed: 2147483648", r"seed is 2147483648; it takes a whole number of 32 bits"),
         ("{method: trellis, quantizer: {seed: -9999999999}}", r"seed is -9999999999; it takes"),
         ("finetune: {lr: .inf}", r"finetune.lr is inf; it takes a positive number"),
+        ("finetune: {rounds: 0}", r"finetune.rounds is 0; it takes 1 or more"),
         ("recovery: {decay: .inf}", r"recovery.decay is inf"),
         ("- 1", r"r.yaml holds no mapping of keys to values"),
         ("", r"r.yaml holds no mapping"),
