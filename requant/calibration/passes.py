@@ -28,6 +28,7 @@ from requant.progress import tracked
 RECOMPUTE_ABOVE = (
     1_000_000_000  # parameters; below, memory suffices and a second forward pass is not worth it
 )
+MOST_LOGITS = 300_000_000  # of a batch: near 1 GB
 T = TypeVar("T")
 GradientHandler = Callable[[QuantTarget, Float[Tensor, "n k"]], None]
 OutputGradientHandler = Callable[..., None]  # (target, g [m, n]) or (target, g [m, n], x [m, k])
@@ -61,7 +62,7 @@ def _chunks(
     head = model.get_output_embeddings()
     vocabulary = 50_000 if head is None else head.weight.shape[0]
     parameter = next(model.parameters())
-    tokens = min(8192 if parameter.is_cuda else 2048, 300_000_000 // vocabulary)
+    tokens = min(8192 if parameter.is_cuda else 2048, MOST_LOGITS // vocabulary)
     return windows.split(windows_each or max(1, tokens // windows.shape[1]))
 
 

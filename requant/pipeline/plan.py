@@ -29,7 +29,7 @@ from requant.allocation.budget import (
 )
 from requant.allocation.embedding_and_head import embedding_and_head_bits, embedding_and_head_of
 from requant.calibration.collect import bytes_needed
-from requant.calibration.passes import RECOMPUTE_ABOVE
+from requant.calibration.passes import MOST_LOGITS, RECOMPUTE_ABOVE
 from requant.display import format_seconds
 from requant.finetune.final import trains_by_block
 from requant.finetune.memory import training_bytes
@@ -46,11 +46,18 @@ from requant.run.quantize_linears import by_block
 from requant.run.workspace import Workspace
 
 H200_MEMORY = 150_000_000_000
-# A process that has imported what a run needs and loaded nothing: on Linux, with the CPU build of torch 2.13
-PROCESS_BYTES = 430 << 20
+# Of a process on Linux, measured with the CPU build of torch 2.13
+PROCESS_BYTES = 462 << 20  # that has imported what the command needs and loaded nothing
+NUMBA_BYTES = 140 << 20  # that has compiled the search for trellis codes; 77 MiB where its loops are on disk
 CHARACTER_BYTES = 135  # of a text that becomes tokens
+CHARACTER_BYTES_KEPT = 88  # of them, by the C library, after it has become tokens
+HEAP_FACTOR = (
+    1.5  # what the C library holds for blocks that it does not map one by one, over what lives in them
+)
+MAPPED_BYTES = 32 << 20  # a block from which on it does
+LOGIT_BYTES = 18  # at the beginning of a backward pass, four to five copies in float32
 CPU_TOKENS = 2048  # of a batch (calibration/passes.py)
-EXPERTS_A_TOKEN = 4  # one expert of so many sees a token, roughly
+EXPERTS_A_TOKEN = 4  # one expert of so many sees a token, where the config does not say
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,9 +250,9 @@ def expected_memory(prepared: Prepared | Outline, recipe: Recipe, device: str) -
     Codes take a byte a weight; packed for the workspace, they are on the CPU. Corrected inputs take a copy of the model, and
     on a CPU also the hidden states of both. Statistics are collected in as many passes as keep them below half of the free
     memory. What training holds is added up in `finetune/memory.py`. A CPU's is that of the whole process: with its programs,
-    the activations of a backward pass (inputs and outputs of every linear for 2048 tokens), and no less than what cutting
-    the texts into tokens takes. One of several GPUs holds the statistics and scores of its own matrices, and a batch's
-    gradients on their way to their owners.
+    the code of numba's loops, logits and activations of a backward pass with the gaps between them (`_backward_bytes`), and
+    what cutting the texts into tokens leaves, or takes if that is more. One of several GPUs holds the statistics and scores
+    of its own matrices, and a batch's gradients on their way to their owners.
     """
     weights = sum(target.size for target in prepared.targets)
     model = sum(p.numel() * p.element_size() for p in prepared.model.parameters())
@@ -259,7 +266,8 @@ def expected_memory(prepared: Prepared | Outline, recipe: Recipe, device: str) -
         model if count_gpus(prepared) > 1 else 0
     )
     embedding: Any = prepared.model.get_input_embeddings()
-    activations = 6 * 4 * 2048 * embedding.weight.shape[0]
+    vocabulary: int = embedding.weight.shape[0]
+    activations = 6 * 4 * 2048 * vocabulary if device != "cpu" else _backward_bytes(prepared, vocabulary)
     if recipe.calibration.inputs == "corrected":
         model *= 2
         own += 8 * prepared.windows.numel() * embedding.weight.shape[1] if own else 0
@@ -270,22 +278,44 @@ def expected_memory(prepared: Prepared | Outline, recipe: Recipe, device: str) -
     stages = model + weights + max(scores, statistics) + activations
     if device != "cpu":
         return own + max(stages, _training_memory(prepared, recipe, device))
-    stages += _backward_bytes(prepared)
     stages = own + max(stages, _training_memory(prepared, recipe, device))
     characters = 0
     if isinstance(prepared, Prepared):
         characters = len(prepared.calibration.text) + len(prepared.evaluation.text)
-    return PROCESS_BYTES + max(stages, model + CHARACTER_BYTES * characters)
+    programs = PROCESS_BYTES + (NUMBA_BYTES if recipe.method == "trellis" else 0)
+    return programs + max(CHARACTER_BYTES_KEPT * characters + stages, model + CHARACTER_BYTES * characters)
 
 
-def _backward_bytes(prepared: Prepared | Outline) -> int:
-    """Inputs and outputs of every linear for a batch of a CPU, float32; of one block where blocks are recomputed."""
+def _backward_bytes(prepared: Prepared | Outline, vocabulary: int) -> int:
+    """Logits, inputs and outputs of every linear for a batch of a CPU, float32; of one block where blocks are recomputed.
+
+    Most of these are small blocks, made and freed in turn, between which gaps remain.
+    """
+    count, length = prepared.windows.shape
+    tokens = length * min(count, max(1, min(CPU_TOKENS, MOST_LOGITS // vocabulary) // length))
+    share = _share_of_experts(prepared)
     floats = [
-        sum(sum(target.shape) // (1 if target.experts is None else EXPERTS_A_TOKEN) for target in members)
+        sum(sum(target.shape) * (1 if target.experts is None else share) for target in members)
         for members in by_block(prepared.targets)
     ]
     parameters = sum(p.numel() for p in prepared.model.parameters())
-    return 4 * CPU_TOKENS * (max(floats) if parameters >= RECOMPUTE_ABOVE else sum(floats))
+    activations = 4 * tokens * (max(floats) if parameters >= RECOMPUTE_ABOVE else sum(floats))
+    logits = LOGIT_BYTES * tokens * vocabulary
+    if 4 * tokens * vocabulary <= MAPPED_BYTES:
+        logits *= HEAP_FACTOR
+    return round(logits + HEAP_FACTOR * activations)
+
+
+def _share_of_experts(prepared: Prepared | Outline) -> float:
+    """Of a layer's experts, those that see a token."""
+    layers: dict[str, set[str]] = {}
+    for target in prepared.targets:
+        if target.experts is not None:
+            layers.setdefault(target.experts, set()).add(target.name.rpartition(".")[0])
+    chosen = getattr(prepared.model.config.get_text_config(), "num_experts_per_tok", None)
+    if not layers or not isinstance(chosen, int):
+        return 1 / EXPERTS_A_TOKEN
+    return min(1.0, chosen / max(map(len, layers.values())))
 
 
 def _training_memory(prepared: Prepared | Outline, recipe: Recipe, device: str) -> int:
