@@ -34,7 +34,7 @@ POINTERS = HALF | INTEGERS | {
     "eps": "fp32", "scale": "fp32", "o_ptr": "*fp32", "z_ptr": "*fp32", "mask_ptr": "*u8",
     **dict.fromkeys(("position_ptr", "tokens_ptr", "length_ptr", "largest_ptr"), "*i64"),
 }  # fmt: skip
-SHAPE = {"GROUP": 4, "D": 128, "BLOCK": attention.BLOCK, "LENGTH_16": False, "PDL": True}
+SHAPE = {"GROUP": 4, "D": 128, "BLOCK": attention.BLOCK, "PDL": True}
 SEVERAL = SHAPE | {"STAGES": attention.STAGES}
 ONE = SHAPE | {"STAGES": 0}
 CASES = {
@@ -47,7 +47,7 @@ CASES = {
     "attention": (attention.part_kernel, SEVERAL, ("mask_ptr", "y_ptr"), 4),
     "attention, parts of one block": (attention.part_kernel, ONE, ("mask_ptr", "y_ptr"), 4),
     "attention in one part": (attention.part_kernel, SEVERAL, ("mask_ptr", "o_ptr", "z_ptr"), 4),
-    "attention with a mask": (attention.part_kernel, SEVERAL | {"LENGTH_16": True}, ("position_ptr", "y_ptr"), 4),
+    "attention with a mask": (attention.part_kernel, SEVERAL, ("position_ptr", "y_ptr"), 4),
     "attention of small heads": (attention.part_kernel, ONE | {"D": 24}, ("mask_ptr", "y_ptr"), 4),
     "its parts": (
         attention.combine_kernel, {"D": 128, "PARTS": attention.MOST_PARTS, "BLOCK": 64, "PDL": True}, (), 8,
@@ -81,7 +81,7 @@ def specialized(param: Any) -> bool:
 LENGTHS = {  # kernel -> what follows from the lengths of prompts and caches
     rope_cache_kernel: ("length", "tokens"),
     rotated_rope_kernel: ("length", "tokens"),
-    attention.part_kernel: ("length", "parts"),
+    attention.part_kernel: ("parts",),
     attention.combine_kernel: ("length", "parts"),
     embed_kernel: ("length",),
 }

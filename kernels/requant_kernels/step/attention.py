@@ -67,13 +67,12 @@ def _attend_block(
     return o, higher, total * shrunk + tl.sum(weight, 1)
 
 
-# `parts` stays special where it is 1, with y_ptr; of `length` only masks gain by alignment, which LENGTH_16 says
-@triton.jit(do_not_specialize=["length"], do_not_specialize_on_alignment=["parts"])
+# `parts` stays special where it is 1, with y_ptr, and `length` where masks are loaded by it: 4 % of the instructions
+@triton.jit(do_not_specialize_on_alignment=["parts"])
 def part_kernel(
     q_ptr, k_ptr, v_ptr, mask_ptr, position_ptr, o_ptr, z_ptr, y_ptr, length, scale, parts,
     q_batch, q_head, k_batch, k_head, k_row, v_batch, v_head, v_row, mask_batch,
-    GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, LENGTH_16: tl.constexpr,
-    PDL: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A part of the positions of one key head; grid (heads, parts, batch). STAGES 0: it is one block.
 
@@ -83,8 +82,6 @@ def part_kernel(
     DP: tl.constexpr = padded(D)
     head, part, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     i, d, n = tl.arange(0, ROWS), tl.arange(0, DP), tl.arange(0, BLOCK)
-    if LENGTH_16:
-        length = (length >> 4) * 16  # the same, and the compiler sees of what it is a multiple
     if position_ptr is not None:
         length = tl.minimum(length, tl.load(position_ptr).to(tl.int32) + 1)
     size = part_length(length, parts, BLOCK)
@@ -171,7 +168,7 @@ def attend(
             q.stride(1), k.stride(0), k.stride(1), k.stride(2), v.stride(0), v.stride(1), v.stride(2),
             0 if mask_bytes is None else mask_bytes.stride(0),
         ),
-        _part_constants(h // heads, head_dim, one_block, mask is not None and length % 16 == 0, pdl),
+        _part_constants(h // heads, head_dim, one_block, pdl),
     )  # fmt: skip
     if parts > 1:
         launch(
@@ -189,12 +186,10 @@ def num_parts(rows: int, length: int, sms: int) -> int:
 
 
 @cache
-def _part_constants(
-    group: int, head_dim: int, one_block: bool, length_16: bool, pdl: bool
-) -> dict[str, object]:
+def _part_constants(group: int, head_dim: int, one_block: bool, pdl: bool) -> dict[str, object]:
     return {
-        "GROUP": group, "D": head_dim, "BLOCK": BLOCK, "STAGES": 0 if one_block else STAGES, "LENGTH_16": length_16,
-        "PDL": pdl, "num_warps": 4, **_options(pdl),
+        "GROUP": group, "D": head_dim, "BLOCK": BLOCK, "STAGES": 0 if one_block else STAGES, "PDL": pdl, "num_warps": 4,
+        **_options(pdl),
     }  # fmt: skip
 
 
