@@ -84,11 +84,13 @@ class Plan:
         default_factory=dict
     )  # kind -> bits -> how many matrices
     rotations: str | None = None  # whether they are folded; None where the recipe does not ask for it
+    code: str | None = None  # of a trellis
 
     def lines(self) -> list[str]:
         kinds = ", ".join(f"{count} {kind}" for kind, count in self.matrices.items())
+        method = self.method if self.code is None else f"{self.method} ({self.code})"
         return [
-            f"method          {self.method}, mode {self.mode}, on {self.device}",
+            f"method          {method}, mode {self.mode}, on {self.device}",
             f"calibration     {self.calibration}",
             f"scored on       {self.scored_on}",
             f"matrices        {sum(self.matrices.values())} ({kinds})",
@@ -186,6 +188,7 @@ def make_plan(
         device=device,
         calibration=f"{texts[0]}, {_windows(prepared.windows)}",
         scored_on=f"{texts[1]}, {_windows(prepared.eval_windows)}",
+        code=getattr(recipe.quantizer, "code", None),
         matrices=kinds,
         weights=weights,
         bits_per_weight=8 * parts / weights,

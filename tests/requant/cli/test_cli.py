@@ -88,7 +88,10 @@ def test_generate_answers_a_message(cli, tiny_folder, tmp_path: Path) -> None:
 def test_dry_run_writes_nothing(cli, tmp_path: Path) -> None:
     code, out, error = cli("quantize", "--bits", 3, "--dry-run", *TINY)
     assert code == 0, error
-    assert "method          trellis, mode best, on cpu" in out and "output          demo-trellis-3bit" in out
+    assert (
+        "method          trellis (mul1), mode best, on cpu" in out
+        and "output          demo-trellis-3bit" in out
+    )
     assert (
         "calibration     demo (written by a model), 2 x 64 tokens" in out
         and "scored on       demo-eval" in out
