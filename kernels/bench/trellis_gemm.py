@@ -4,8 +4,8 @@
 
 For every code, matrix and number of tokens: today's launch, others, `pair` decoded as half sums, torch in bfloat16, and
 dequantizing for cuBLAS. `us` is the multiplication alone, `all_us` with both rotations, the last of which adds the splits of
-K. Error: of the product, relative, beside the dequantized matrix in float32. Times are microseconds, of CUDA graphs of 20
-calls over copies of the weights that exceed the L2 cache.
+K. Error: of the product, relative, beside the dequantized matrix in float32. Times are microseconds, by
+`common/timing.py`.
 
 Kernels are compiled by processes, all at once; a child measures, and is ended where it says nothing for four seconds: a
 launch that waits for ever is left out of all further rows.
@@ -15,7 +15,6 @@ import argparse
 import json
 import multiprocessing
 import os
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -23,11 +22,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import torch
 from requant_kernels import heuristics
 from requant_kernels.common import compile_ahead
+from requant_kernels.common.timing import cold_time, copies_needed
 from requant_kernels.launch_config import GemmSm90Config, Shape
 from requant_kernels.trellis import dequantize, gemm_sm90
 from requant_kernels.trellis.layout import TrellisLayout, k64_per_unit
@@ -40,8 +38,7 @@ MATRICES = {  # rows, columns, rows of the matrices that were joined
 }  # fmt: skip
 TOKENS = (32, 64, 128, 256, 512)
 CODES = {("mul1", 2): TOKENS, ("pair", 2): TOKENS, ("mul1", 3): (64, 512), ("mul1", 4): (64, 512)}
-CALLS, START, SILENCE, SMS = 20, 15.0, 4.0, 132
-COLD_BYTES = 120 << 20
+START, SILENCE, SMS = 15.0, 4.0, 132
 
 
 def candidates(m: int) -> dict[str, tuple[GemmSm90Config, int]]:
@@ -158,34 +155,16 @@ def compile_one(job: tuple[Any, ...]) -> str:
             rotate_output(
                 product, torch.empty(m, 256, device="cuda", dtype=torch.float16), layout, None, asm=True
             )
-    except Exception as error:
+    except Exception as error:  # of whatever kind: the row that needs the kernel meets it again
         return f"{job}: {type(error).__name__}: {str(error)[:300]}"
     finally:
         compile_ahead._compiling = False
     return f"{time.monotonic() - began:.1f} s"
 
 
-def graph_time(calls: list[Callable[[], object]], replays: int = 3) -> float:
-    """Microseconds of a call, the median replay of a graph of CALLS."""
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        calls[0]()
-        torch.cuda.synchronize()
-        graph.capture_begin()
-        for i in range(CALLS):
-            calls[i % len(calls)]()
-        graph.capture_end()
-    graph.replay()
-    times = []
-    for _ in range(replays):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / CALLS)
-    return sorted(times)[len(times) // 2]
+def graph_time(calls: list[Callable[[], object]]) -> float:
+    """Microseconds of a call, cold L2."""
+    return cold_time(calls, replays=3).median
 
 
 def total(product: torch.Tensor) -> torch.Tensor:
@@ -193,16 +172,12 @@ def total(product: torch.Tensor) -> torch.Tensor:
     return product.float().sum(0) if product.dim() == 3 else product.float()
 
 
-def copies(stored: int) -> int:
-    return min(CALLS, max(2, -(-COLD_BYTES // stored)))
-
-
 def measure(matrix: str, begin: int, without: set[str], say: Callable[[dict[str, Any]], None]) -> None:
     """All rows of a matrix from number `begin` on."""
     n, k, parts = MATRICES[matrix]
     number = 0
     torch.manual_seed(0)
-    dense = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(copies(2 * n * k))]
+    dense = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(copies_needed(2 * n * k))]
     activations = {m: torch.randn(m, k, device="cuda", dtype=torch.float16) for m in TOKENS}
     torch_us = {}
     for m in TOKENS:
@@ -212,7 +187,7 @@ def measure(matrix: str, begin: int, without: set[str], say: Callable[[dict[str,
     for (code, bits), tokens in CODES.items():
         layout = random_layout(code, bits, n, k, parts)
         layouts = [layout] + [
-            replace(layout, packed_codes=layout.packed_codes.clone()) for _ in range(copies(n * k * bits // 8) - 1)
+            replace(layout, packed_codes=layout.packed_codes.clone()) for _ in range(copies_needed(n * k * bits // 8) - 1)
         ]  # fmt: skip
         value = dequantize.dequantize(layout, asm=True)
         for m in tokens:
@@ -243,7 +218,7 @@ def measure(matrix: str, begin: int, without: set[str], say: Callable[[dict[str,
                     us = graph_time([partial(multiply, given, own, config) for own in layouts])
                     all_us = graph_time([partial(whole, x, own, None, config) for own in layouts])
                     say(row | {"us": us, "all_us": all_us, "error": error, "same": same})
-                except Exception as failure:
+                except Exception as failure:  # a launch may fail in any way; its row says how
                     say(row | {"us": None, "failure": f"{type(failure).__name__}: {str(failure)[:200]}"})
                     if "CUDA error" in str(failure):
                         os._exit(1)  # nothing works in this process any more
