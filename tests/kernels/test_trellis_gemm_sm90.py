@@ -226,15 +226,18 @@ def test_a_product_in_float16_is_stored_by_pairs(code: str, sums: bool) -> None:
     assert machine.opcodes["STG"] == 64 and machine.opcodes["STS"] == 0  # 4 bytes: two rows of a token
 
 
-@pytest.mark.parametrize(("tokens", "split_k", "dtype"), [(64, 1, "32"), (256, 1, "16"), (256, 2, "32")])
-def test_whole_products_of_many_tokens_are_float16(
-    tokens: int, split_k: int, dtype: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("rows", "tokens", "split_k", "dtype"),
+    [(1024, 64, 1, "32"), (1024, 256, 1, "16"), (1024, 256, 2, "32"), (128, 256, 1, "32")],
+)
+def test_whole_products_of_tall_matrices_and_many_tokens_are_float16(
+    rows: int, tokens: int, split_k: int, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layout = pack_trellis(*random_trellis(128, 512, 2, "cpu"), bits=2, code="mul1")
+    layout = pack_trellis(*random_trellis(rows, 512, 2, "cpu"), bits=2, code="mul1")
     config = GemmSm90Config(tokens_per_cta=tokens, num_warps=8, split_k=split_k)
     launched: list[Any] = []
     monkeypatch.setattr(gemm_sm90, "launch", lambda *given: launched.append(given))
     x = gemm_sm90.activation_form(layout).empty(tokens, torch.device("cpu"))
     values = gemm_sm90.product(x, layout, config)
-    assert values.shape == (split_k, tokens, 128) and str(values.dtype) == f"torch.float{dtype}"
+    assert values.shape == (split_k, tokens, rows) and str(values.dtype) == f"torch.float{dtype}"
     assert len(launched) == 1

@@ -58,7 +58,9 @@ from requant_kernels.trellis.operands import ActivationForm, RotatedActivations
 from requant_kernels.trellis.rotate import rotate_output
 
 MAX_TOKENS = 1024  # beyond, decoding once for all and cuBLAS take less time
-MAX_FLOAT32_TOKENS = 128  # beyond, whole products are float16, as cuBLAS gives them
+# Beyond, whole products of tall matrices are float16, as cuBLAS gives them: their bytes count, and what they read has mostly
+# been through a norm. Sums deviate by the norm of the input, which for down_proj may come near float16's largest number.
+MAX_FLOAT32_TOKENS = 128
 K64, K_TILE = 64, 256  # columns
 K64_PER_K_TILE = K_TILE // K64
 # Of `pair`: products took 8 to 11 % less at 64 tokens, but activations in this form have not been written on a GPU yet.
@@ -278,14 +280,15 @@ def rotated_activations(x: Tensor, layout: TrellisLayout) -> RotatedActivations:
 
 
 def product(x: Tensor | RotatedActivations, layout: TrellisLayout, config: GemmSm90Config) -> Tensor:
-    """V H (input_scales * x) of x [m, k], or rotated already: float32 [splits, m, rows], split-K partial sums; whole and of
-    many tokens, whose bytes count, float16 [1, m, rows]."""
+    """V H (input_scales * x) of x [m, k], or rotated already: float32 [splits, m, rows], split-K partial sums; whole, of
+    tall matrices and many tokens, float16 [1, m, rows]."""
     rotated = (x if isinstance(x, RotatedActivations) else rotated_activations(x, layout)).values
     m, (tiles, units, _, _, vector) = rotated.shape[0], layout.packed_codes.shape
     k_tiles = -(-layout.k // K_TILE)
     steps = -(-k_tiles // min(k_tiles, config.split_k))
     splits = -(-k_tiles // steps)
-    dtype = torch.float16 if splits == 1 and m > MAX_FLOAT32_TOKENS else torch.float32
+    narrow = splits == 1 and m > MAX_FLOAT32_TOKENS and layout.n > layout.k
+    dtype = torch.float16 if narrow else torch.float32
     partial = torch.empty(splits, m, tiles * 16, dtype=dtype, device=rotated.device)
     box = [config.tokens_per_cta, activation_stages(config.tokens_per_cta)[0]]
     launch(
