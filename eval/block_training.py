@@ -45,11 +45,11 @@ from requant.formats.contract import TrainableParams
 from requant.formats.grid import Grid
 from requant.formats.quantized_weight import QuantizedWeight, trainable_params, with_trainable_params
 from requant.models.targets import QuantTarget, find_blocks
-from requant.pipeline.best import rounds_of
 from requant.quantizers.registry import METHODS
 from requant.quantizers.rtn import columns_of_group, fit_grid, zero_points_as_floats
 from requant.run.context import RunContext, Weights
 from requant.run.quantize_linears import gather
+from requant.run.rounds import rounds_of
 
 
 @dataclass(frozen=True, kw_only=True)

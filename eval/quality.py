@@ -53,6 +53,7 @@ from requant.text.windows import spread
 FINETUNE = Finetune(steps=FINETUNE_STEPS)
 SHORT = Finetune(steps=225, hidden_weight=0.0)  # what parts are compared at, by the KL divergence alone
 SIX_ROUNDS = Finetune(steps=4 * FINETUNE_STEPS // 6, rounds=6)  # as many steps in all as mode `best`
+ROUND_WEIGHT = 0.4  # of the first round's predicted losses
 AT_THE_END = Finetune(steps=4 * FINETUNE_STEPS)  # as many as all phases of mode `best` together
 
 
@@ -69,6 +70,7 @@ class Plan:
     statistics: int = 4  # times the windows of the study
     quarters: bool = True
     predictor: Predictor = "curvature"
+    first_round_weight: float = 1.0
     one_width: bool = False  # codes of whole bits everywhere: what is stored beside them comes on top
     head_bits: EmbeddingBits | None = 16  # of embedding and head; None: by the rule of `--bits`
     make: Callable[[RunContext], Weights] | None = None  # in place of the mode's codes
@@ -168,6 +170,15 @@ PLANS: dict[str, Plan] = {
     "six-rounds": Plan(
         label=f"best, six rounds, {SIX_ROUNDS.steps} steps a phase", finetune=SIX_ROUNDS, code=None
     ),
+    "round-weights": Plan(
+        label=f"best, {FINETUNE_STEPS} steps a phase, losses weighted by round",
+        first_round_weight=ROUND_WEIGHT,
+    ),
+    "six-weights": Plan(
+        label=f"best, six rounds, {SIX_ROUNDS.steps} steps a phase, losses weighted by round",
+        finetune=SIX_ROUNDS,
+        first_round_weight=ROUND_WEIGHT,
+    ),
     "codebooks": Plan(label="best over codebooks", method="kmeans"),
     "qtip": _qtip("QTIP 3INST", "trained by block and at the end", "3inst", make=block_training.qtip),
     "qtip-1mad": _qtip("QTIP 1MAD", "trained by block and at the end", "mul1", make=block_training.qtip),
@@ -215,6 +226,7 @@ def measure(study: Study, name: str, bits: float, seed: int) -> dict[str, Any]:
             bits=None if plan.one_width else bits,
             quarters=plan.quarters,
             predictor=plan.predictor,
+            first_round_weight=plan.first_round_weight,
             head_bits=plan.head_bits,
             embedding_bits=plan.head_bits,
         ),

@@ -5,8 +5,9 @@
     size    the weight files whole: matrices, embedding, head, norms, headers, split by the same knapsack
 
 Bytes are exact, since they follow from the shapes (`packed_spec`); only for a sparse part an upper bound is reserved, with
-its counts per tile. `predictors.py` predicts the loss at each bit width, `knapsack.py` minimizes their sum. A run without
-a budget gives every matrix codes of the recipe's bits (`quantizer.bits`), and what is stored beside codes comes on top.
+its counts per tile. `predictors.py` predicts the loss at each bit width, `knapsack.py` minimizes their sum, in mode `best`
+weighted by round. A run without a budget gives every matrix codes of the recipe's bits (`quantizer.bits`), and what is
+stored beside codes comes on top.
 """
 
 import dataclasses
@@ -40,6 +41,7 @@ from requant.quantizers.method import Bits
 from requant.quantizers.registry import METHODS, find_method
 from requant.recipe.schema import Recipe
 from requant.run.context import Allocation, RunContext, recipe_sections
+from requant.run.rounds import round_weights
 from requant.run.workspace import digest
 
 __all__ = ["TOLERANCE", "Allocation", "allocate_bits", "packed_spec", "with_allocation"]
@@ -83,6 +85,10 @@ def allocate_bits(run: RunContext, *, reserve: int | None = None) -> Allocation:
     if outliers_compete(recipe):
         for name, found in _with_outliers(run, losses).items():
             options[name] += found
+    if recipe.mode == "best" and recipe.finetune.steps:
+        weights = round_weights(run.targets, recipe.finetune.rounds, recipe.budget.first_round_weight)
+        for name, weight in weights.items():
+            options[name] = [dataclasses.replace(option, weight=weight) for option in options[name]]
     choice = allocate(options, budget - fixed)
     if asked is None:
         taken = {role: choice.options[role].bits for role in widths}

@@ -1,12 +1,13 @@
 """Bits of every matrix within a budget of stored bytes: a multiple-choice knapsack, one option per matrix.
 
-    minimize    sum_m A_m c(b_m)                          the predicted loss
+    minimize    sum_m w_m A_m c(b_m)                      the predicted loss, weighted
     subject to  sum_m bytes_m(b_m) <= budget              bytes as the checkpoint will hold them
 
-`c(b)` is the method's error at b bits and `A_m` the loss that one unit of error in matrix m causes (`predictors.py`): the
-linearity theorem of Malinovskii et al. 2024 (HIGGS, arXiv 2411.17525). The integer program is
-solved exactly by HiGHS (`scipy.optimize.milp`). Where matrices are few or equal, the best choice may leave more than
-TOLERANCE of the budget unspent; then the best of those that spend it is taken.
+`c(b)` is the method's error at b bits, `A_m` the loss that one unit of error in matrix m causes (`predictors.py`), and w_m
+what is left of it where later training mends a part (`run/rounds.py`), else 1: the linearity theorem of Malinovskii et al.
+2024 (HIGGS, arXiv 2411.17525). The integer program is solved exactly by HiGHS (`scipy.optimize.milp`). Where matrices are
+few or equal, the best choice may leave more than TOLERANCE of the budget unspent; then the best of those that spend it is
+taken.
 """
 
 import math
@@ -29,13 +30,15 @@ SECONDS = 60.0  # of the solver; a model of 500 matrices takes less than one
 class Option:
     """One way to store a tensor: bits of its codes, all bytes it takes, its predicted loss (nats a token).
 
-    `outlier_fraction`: of its weights that are stored as floats.
+    `outlier_fraction`: of its weights that are stored as floats. `weight`: what its loss counts, the same in all options of
+    a tensor.
     """
 
     bits: int | float
     bytes: int
     loss: float
     outlier_fraction: float = 0.0
+    weight: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +57,7 @@ class Choice:
 
 
 def allocate(options: Mapping[str, Sequence[Option]], budget: int) -> Choice:
-    """The choice of least loss whose bytes lie within `budget`, and above 99.5 % of it if any choice does.
+    """The choice of least weighted loss whose bytes lie within `budget`, and above 99.5 % of it if any choice does.
 
     Deterministic, whatever the order of `options`. An option with more bytes and no less loss is taken only to reach
     those 99.5 %. Raises RecipeError where even the smallest choice is too large.
@@ -106,7 +109,7 @@ def _solved(
     extra = [option.bytes - smallest[index] for index, option in flat]
     unit = math.gcd(*extra) or 1
     cost = np.array([size // unit for size in extra], dtype=np.float64)
-    losses = np.array([option.loss for _, option in flat])
+    losses = np.array([option.weight * option.loss for _, option in flat])
     spread = float(losses.max() - losses.min()) or 1.0
     once = csr_array((np.ones(len(flat)), (rows, np.arange(len(flat)))))
     most, need = (budget - base) // unit, max(0, -(-(least - base) // unit))

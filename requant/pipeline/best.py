@@ -46,10 +46,9 @@ from requant.models.targets import QuantTarget
 from requant.quantizers.registry import METHODS
 from requant.run.context import RunContext, Weights
 from requant.run.quantize_linears import chunks_that_fit, gather, quantize_linears, shared_codes
+from requant.run.rounds import round_name, rounds_of
 from requant.run.stage_cache import load_stage, load_weights, save_stage, save_weight, stage_key
 from requant.run.workspace import digest
-
-ROUNDS = 4  # of whole kinds
 
 
 def best(run: RunContext) -> Weights:
@@ -62,41 +61,6 @@ def best(run: RunContext) -> Weights:
         weights = quantize_in_rounds(run, rounds_of(run.targets, run.recipe.finetune.rounds))
         save_stage(run, "rounds", weights)
     return weights
-
-
-def rounds_of(targets: Sequence[QuantTarget], count: int = ROUNDS) -> list[list[QuantTarget]]:
-    """The targets of at most `count` rounds: the kinds of a block in the model's order, consecutive ones together.
-
-    There are ROUNDS of whole kinds, at most. For each that `count` allows beyond them, the one of most weights is halved
-    by blocks; of equal ones the last.
-    """
-    kinds = list(dict.fromkeys(target.kind for target in targets))
-    whole = min(ROUNDS, count, len(kinds))
-    each, more = divmod(len(kinds), whole)
-    rounds, start = [], 0
-    for index in range(whole):
-        stop = start + each + (index < more)
-        rounds.append([target for target in targets if target.kind in kinds[start:stop]])
-        start = stop
-    for _ in range(count - ROUNDS):
-        divisible = [i for i, members in enumerate(rounds) if len({target.block for target in members}) > 1]
-        if not divisible:
-            break
-        largest = max(divisible, key=lambda i: (sum(target.size for target in rounds[i]), i))
-        rounds[largest : largest + 1] = _halves(rounds[largest])
-    return rounds
-
-
-def _halves(targets: Sequence[QuantTarget]) -> list[list[QuantTarget]]:
-    """Those of the first half of the targets' blocks, and the others."""
-    blocks = list(dict.fromkeys(target.block for target in targets))
-    first = set(blocks[: (len(blocks) + 1) // 2])
-    return [[target for target in targets if (target.block in first) is early] for early in (True, False)]
-
-
-def round_name(index: int, count: int) -> str:
-    """The rounds of mode `best` are numbered from 1."""
-    return f"round {index + 1} of {count}"
 
 
 def quantize_in_rounds(run: RunContext, rounds: Sequence[Sequence[QuantTarget]]) -> Weights:

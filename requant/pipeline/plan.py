@@ -35,7 +35,6 @@ from requant.finetune.final import trains_by_block
 from requant.finetune.memory import training_bytes
 from requant.formats.sparse import INDEX_TILE
 from requant.models.targets import QuantTarget
-from requant.pipeline.best import rounds_of
 from requant.pipeline.prepare import Outline, Prepared, bytes_before, start
 from requant.pipeline.quicker import warn_of_a_slow_run
 from requant.pipeline.schedule import count_gpus, expected_seconds, of_fullest_rank
@@ -43,6 +42,7 @@ from requant.quantizers.registry import find_method
 from requant.recipe.schema import Recipe
 from requant.run.context import Allocation
 from requant.run.quantize_linears import by_block
+from requant.run.rounds import rounds_of
 from requant.run.workspace import Workspace
 
 H200_MEMORY = 150_000_000_000

@@ -15,12 +15,12 @@ import torch
 from requant.allocation.budget import has_budget
 from requant.allocation.predictors import MEASURED_TOKENS, PQI_TOKENS
 from requant.models.targets import QuantTarget
-from requant.pipeline.best import round_name, rounds_of
 from requant.pipeline.diagnosis import MATRIX_TOKENS_ON_CPU, MATRIX_WEIGHTS_ON_CPU
 from requant.pipeline.prepare import DIAGNOSED_TOKENS, Outline, Prepared
 from requant.progress import Stage
 from requant.quantizers.registry import find_method
 from requant.recipe.schema import Recipe
+from requant.run.rounds import round_name, rounds_of
 from requant.sensitivity.pqi import NODES
 
 # operations a second of whole passes on an H200 in bfloat16: 6 * 1.24e9 parameters * 16384 tokens in the 0.29 s of a

@@ -173,6 +173,8 @@ class Budget:
     """Whether methods that take quarters of a bit may use them (2.25, 2.5, 2.75)."""
     outliers: bool = True
     """Whether, in mode `best`, a codebook may store the weights that its levels represent worst as floats."""
+    first_round_weight: float = 1.0
+    """In mode `best`, what predicted losses count in the first round, which training mends most; 1 in the last."""
     head_bits: EmbeddingBits | None = None
     """Bits of the head; none: with `bits` the fewest that add 1 % to the loss, with `size` the best split, else 16."""
     embedding_bits: EmbeddingBits | None = None
@@ -187,6 +189,8 @@ class Budget:
             self.size,
             "no value together with budget.bits",
         )
+        weight = self.first_round_weight
+        _require(0 < weight <= 1, "budget.first_round_weight", weight, "above 0, at most 1")  # NaN is not
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,8 +25,9 @@ from requant.models.loading import folder_bytes
 from requant.pipeline.prepare import prepare, start
 from requant.quantizers.registry import METHODS
 from requant.quantizers.trellis import TrellisConfig
-from requant.recipe.schema import Budget, Calibration, Detach, Evaluation, Finetune, Recipe
+from requant.recipe.schema import Budget, Calibration, Detach, Evaluation, Finetune, Mode, Recipe
 from requant.recipe.yaml_files import load_recipe
+from requant.run.context import Allocation
 from requant.run.workspace import Workspace
 
 TINY = ("--num-samples", 2, "--seq-len", 32, "--quiet")
@@ -294,6 +295,28 @@ def test_a_matrix_that_matters_more_gets_more(tiny_folder, tiny_text_file: Path)
         found.append(allocate_bits(start(prepared, recipe, workspace=Workspace(None), quiet=True)))
     assert found[1].bits[name] > found[0].bits[name]
     assert found[1].bytes <= found[1].budget == found[0].budget
+
+
+def test_what_training_mends_gives_its_bits_to_what_is_quantized_last(
+    tiny_folder, tiny_text_file: Path
+) -> None:
+    """In mode best, and only where it trains; the predicted loss stays unweighted, so it cannot fall."""
+
+    def allocated(weight: float, *, steps: int = 2, mode: Mode = "best") -> Allocation:
+        recipe = recipe_of(
+            mode=mode, budget=Budget(bits=3.6, first_round_weight=weight), finetune=Finetune(steps=steps)
+        )
+        return allocate_bits(started(tiny_folder("llama"), tiny_text_file, recipe))
+
+    def of_last(found: Allocation, last: bool) -> float:
+        return sum(bits for name, bits in found.bits.items() if name.endswith("down_proj") == last)
+
+    plain, weighted = allocated(1.0), allocated(0.01)
+    assert of_last(weighted, True) > of_last(plain, True)
+    assert of_last(weighted, False) < of_last(plain, False)
+    assert weighted.bytes <= weighted.budget and weighted.predicted > plain.predicted
+    for unchanged in ({"steps": 0}, {"mode": "dense"}):
+        assert allocated(0.01, **unchanged).bits == allocated(1.0, **unchanged).bits
 
 
 @pytest.mark.parametrize(("method", "steps"), [("lut", 0), ("kmeans", 2)])

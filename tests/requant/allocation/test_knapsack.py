@@ -1,3 +1,4 @@
+import dataclasses
 import itertools
 import random
 
@@ -51,6 +52,15 @@ def test_a_known_optimum() -> None:
     choice = allocate(options, 500)
     assert {name: option.bits for name, option in choice.options.items()} == {"matters": 4, "hardly": 1}
     assert choice.bytes == 500 and choice.loss == pytest.approx(100 / 256 + 0.01 / 4)
+
+
+def test_weights_move_bits_and_leave_the_loss_as_it_is() -> None:
+    """Of two equal tensors one whose loss counts a hundredth gives its bits to the other; losses add up as they are."""
+    own = [Option(bits=b, bytes=100 * b, loss=4.0**-b) for b in range(1, 5)]
+    mended = [dataclasses.replace(option, weight=0.01) for option in own]
+    choice = allocate({"last": own, "first": mended}, 500)
+    assert {name: option.bits for name, option in choice.options.items()} == {"last": 4, "first": 1}
+    assert choice.loss == pytest.approx(1 / 256 + 1 / 4)
 
 
 def test_more_budget_never_loses_more() -> None:

@@ -20,11 +20,11 @@ from requant.finetune.memory import training_bytes
 from requant.finetune.saved_training import SavedTraining
 from requant.finetune.teacher import HeadTeacher
 from requant.formats.quantized_weight import trainable_params
-from requant.pipeline.best import rounds_of
 from requant.pipeline.prepare import prepare, start
 from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Calibration, Evaluation, Finetune, Recipe
 from requant.run.quantize_linears import gather
+from requant.run.rounds import rounds_of
 from requant.run.workspace import Workspace
 
 

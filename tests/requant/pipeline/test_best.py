@@ -9,11 +9,10 @@ import torch
 import requant
 from requant.evaluation.perplexity import perplexity_and_kl
 from requant.inference.quant_linear import QuantLinear
-from requant.models.targets import find_linears
-from requant.pipeline.best import rounds_of
 from requant.pipeline.quantize import QuantizedModel
 from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Budget, Calibration, Evaluation, Finetune, Recipe
+from requant.run.rounds import rounds_of
 from requant.run.workspace import Workspace
 
 FINETUNE = Finetune(steps=20, tokens_per_step=256, warmup_steps=2, val_windows=2, eval_every=10, lr=1e-2)
@@ -39,42 +38,6 @@ def quantized(trained_model, tokenizer, tiny_text_file: Path):
         return requant.quantize(trained_model, recipe(tiny_text_file, **changes), tokenizer=tokenizer)
 
     return run
-
-
-def test_rounds_hold_neighbouring_kinds(tiny_model) -> None:
-    kinds = [
-        [s.kind for s in members if s.block == 0] for members in rounds_of(find_linears(tiny_model("llama")))
-    ]
-    assert kinds == [["q_proj", "k_proj"], ["v_proj", "o_proj"], ["gate_proj", "up_proj"], ["down_proj"]]
-    for name in ("gpt2", "phi3", "opt"):
-        targets = find_linears(tiny_model(name))
-        rounds = rounds_of(targets)
-        assert len(rounds) <= 4 and sorted(s.name for r in rounds for s in r) == sorted(
-            s.name for s in targets
-        )
-
-
-def test_more_rounds_halve_the_largest_by_blocks(tiny_model) -> None:
-    """Gate and up have most weights; half of them has as many as down, which comes later and so is halved next."""
-    targets = find_linears(tiny_model("llama"))
-    found = [
-        (list(dict.fromkeys(s.kind for s in members)), sorted({s.block for s in members}))
-        for members in rounds_of(targets, 6)
-    ]
-    assert found[:2] == [(["q_proj", "k_proj"], [0, 1]), (["v_proj", "o_proj"], [0, 1])]
-    assert found[2:4] == [(["gate_proj", "up_proj"], [0]), (["gate_proj", "up_proj"], [1])]
-    assert found[4:] == [(["down_proj"], [0]), (["down_proj"], [1])]
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2", "phi3"])
-def test_any_number_of_rounds_codes_every_matrix_once(tiny_model, name: str) -> None:
-    targets = find_linears(tiny_model(name))
-    for count in (1, 2, 3, 4, 5, 7, 100):
-        rounds = rounds_of(targets, count)
-        assert len(rounds) <= count and all(rounds)
-        assert sorted(s.name for members in rounds for s in members) == sorted(s.name for s in targets)
-    # until every round is of one block
-    assert all(len({s.block for s in members}) == 1 for members in rounds_of(targets, 100))
 
 
 def test_best_of_more_rounds_trains_after_each(quantized, monkeypatch) -> None:

@@ -11,12 +11,12 @@ from transformers import LlamaConfig
 
 import requant
 from requant.checkpoint.sizes import byte_table
-from requant.pipeline.best import rounds_of
 from requant.pipeline.plan import CHARACTER_BYTES_KEPT, _share_of_experts, _training_memory, make_plan
 from requant.pipeline.prepare import outline, prepare
 from requant.quantizers.registry import METHODS
 from requant.recipe.defaults import default_recipe
 from requant.recipe.schema import Budget, Calibration, Detach, Evaluation, Finetune, Recipe, Sensitivity
+from requant.run.rounds import rounds_of
 
 SLOW = {"trellis": pytest.mark.slow}
 

@@ -1,0 +1,61 @@
+"""The rounds of mode `best`: which matrices are quantized together, in which order, and what their errors count.
+
+    w_r = w_1^((R - r) / (R - 1))       r = 1 .. R rounds;  w_1 is `budget.first_round_weight`
+
+A predicted loss is that of a matrix quantized alone in a model that stays as it is (`allocation/predictors.py`). In mode
+`best` the rounds that follow train all that is still float, and mend the more of an error the more of them there are: the
+budget counts a loss of round r as w_r of itself, so that bits go to what is quantized last. The weights are our own; the
+predicted losses of reports stay what they are.
+"""
+
+from collections.abc import Sequence
+
+from requant.models.targets import QuantTarget
+
+ROUNDS = 4  # of whole kinds
+
+
+def rounds_of(targets: Sequence[QuantTarget], count: int = ROUNDS) -> list[list[QuantTarget]]:
+    """The targets of at most `count` rounds: the kinds of a block in the model's order, consecutive ones together.
+
+    There are ROUNDS of whole kinds, at most. For each that `count` allows beyond them, the one of most weights is halved
+    by blocks; of equal ones the last.
+    """
+    kinds = list(dict.fromkeys(target.kind for target in targets))
+    whole = min(ROUNDS, count, len(kinds))
+    each, more = divmod(len(kinds), whole)
+    rounds, start = [], 0
+    for index in range(whole):
+        stop = start + each + (index < more)
+        rounds.append([target for target in targets if target.kind in kinds[start:stop]])
+        start = stop
+    for _ in range(count - ROUNDS):
+        divisible = [i for i, members in enumerate(rounds) if len({target.block for target in members}) > 1]
+        if not divisible:
+            break
+        largest = max(divisible, key=lambda i: (sum(target.size for target in rounds[i]), i))
+        rounds[largest : largest + 1] = _halves(rounds[largest])
+    return rounds
+
+
+def _halves(targets: Sequence[QuantTarget]) -> list[list[QuantTarget]]:
+    """Those of the first half of the targets' blocks, and the others."""
+    blocks = list(dict.fromkeys(target.block for target in targets))
+    first = set(blocks[: (len(blocks) + 1) // 2])
+    return [[target for target in targets if (target.block in first) is early] for early in (True, False)]
+
+
+def round_name(index: int, count: int) -> str:
+    """The rounds of mode `best` are numbered from 1."""
+    return f"round {index + 1} of {count}"
+
+
+def round_weights(targets: Sequence[QuantTarget], count: int, first: float) -> dict[str, float]:
+    """What the predicted loss of each target counts: `first` in the first round, 1 in the last, in equal ratios between."""
+    rounds = rounds_of(targets, count)
+    steps = max(1, len(rounds) - 1)
+    return {
+        target.name: first ** (1 - index / steps)
+        for index, members in enumerate(rounds)
+        for target in members
+    }
