@@ -179,6 +179,12 @@ PLANS: dict[str, Plan] = {
         finetune=SIX_ROUNDS,
         first_round_weight=ROUND_WEIGHT,
     ),
+    "six-weights-pair": Plan(
+        label=f"best, six rounds, {SIX_ROUNDS.steps} steps a phase, losses weighted by round, `pair` codes",
+        finetune=SIX_ROUNDS,
+        first_round_weight=ROUND_WEIGHT,
+        code="pair",
+    ),
     "codebooks": Plan(label="best over codebooks", method="kmeans"),
     "qtip": _qtip("QTIP 3INST", "trained by block and at the end", "3inst", make=block_training.qtip),
     "qtip-1mad": _qtip("QTIP 1MAD", "trained by block and at the end", "mul1", make=block_training.qtip),
