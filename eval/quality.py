@@ -48,13 +48,14 @@ from requant.pipeline.quantize import MODES, finetuned
 from requant.recipe.defaults import FINETUNE_STEPS, trellis_code
 from requant.recipe.schema import Budget, EmbeddingBits, Finetune, Predictor
 from requant.run.context import RunContext, Weights
+from requant.run.rounds import FIRST_WEIGHT
 from requant.text.windows import spread
 
 FINETUNE = Finetune(steps=FINETUNE_STEPS)
-SHORT = Finetune(steps=225, hidden_weight=0.0)  # what parts are compared at, by the KL divergence alone
-SIX_ROUNDS = Finetune(steps=4 * FINETUNE_STEPS // 6, rounds=6)  # as many steps in all as mode `best`
-ROUND_WEIGHT = 0.4  # of the first round's predicted losses
-AT_THE_END = Finetune(steps=4 * FINETUNE_STEPS)  # as many as all phases of mode `best` together
+FOUR_ROUNDS = Finetune(steps=450, rounds=4)  # as many steps in all as the six of mode `best`
+NO_HIDDEN = dataclasses.replace(FOUR_ROUNDS, hidden_weight=0.0)
+SHORT = dataclasses.replace(NO_HIDDEN, steps=225)  # what parts are compared at, by the KL divergence alone
+AT_THE_END = Finetune(steps=6 * FINETUNE_STEPS)  # as many as all phases of mode `best` together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +71,7 @@ class Plan:
     statistics: int = 4  # times the windows of the study
     quarters: bool = True
     predictor: Predictor = "curvature"
-    first_round_weight: float = 1.0
+    first_round_weight: float | None = 1.0  # None: the default of these bits
     one_width: bool = False  # codes of whole bits everywhere: what is stored beside them comes on top
     head_bits: EmbeddingBits | None = 16  # of embedding and head; None: by the rule of `--bits`
     make: Callable[[RunContext], Weights] | None = None  # in place of the mode's codes
@@ -92,22 +93,37 @@ def _qtip(peer: str, label: str, code: str, **changes: Any) -> Plan:
 def _efficient_qat(group_size: int) -> Plan:
     peer = f"EfficientQAT g{group_size}"
     return Plan(
-        label=f"{peer} in form, 2 x {2 * FINETUNE_STEPS} steps",
+        label=f"{peer} in form, 2 x {3 * FINETUNE_STEPS} steps",
         peer=peer,
         mode="dense",
         method="rtn",
         one_width=True,
         options={"group_size": group_size},
         make=block_training.efficient_qat,
-        finetune=dataclasses.replace(FINETUNE, steps=2 * FINETUNE_STEPS),
+        finetune=Finetune(steps=3 * FINETUNE_STEPS),
     )
 
 
 PLANS: dict[str, Plan] = {
-    "best": Plan(label=f"best, {FINETUNE_STEPS} steps a phase", code=None),
-    "mul1": Plan(label=f"best, {FINETUNE_STEPS} steps a phase, `mul1` codes"),
-    "pair": Plan(label=f"best, {FINETUNE_STEPS} steps a phase, `pair` codes", code="pair"),
-    "file": Plan(label="best, embedding and head by default", head_bits=None, code=None),
+    "best": Plan(label=f"best, six rounds of {FINETUNE_STEPS} steps", code=None, first_round_weight=None),
+    "mul1": Plan(label="best, `mul1` codes", first_round_weight=None),
+    "four-rounds": Plan(
+        label=f"best, four rounds of {FOUR_ROUNDS.steps} steps, losses not weighted", finetune=FOUR_ROUNDS
+    ),
+    "four-rounds-pair": Plan(
+        label=f"best, four rounds of {FOUR_ROUNDS.steps} steps, losses not weighted, `pair` codes",
+        finetune=FOUR_ROUNDS,
+        code="pair",
+    ),
+    "four-rounds-weighted": Plan(
+        label=f"best, four rounds of {FOUR_ROUNDS.steps} steps, losses weighted by round",
+        finetune=FOUR_ROUNDS,
+        first_round_weight=FIRST_WEIGHT,
+    ),
+    "weighted": Plan(label="best, losses weighted by round as at 2 bits", first_round_weight=FIRST_WEIGHT),
+    "file": Plan(
+        label="best, embedding and head by default", head_bits=None, code=None, first_round_weight=None
+    ),
     "file-codes": Plan(
         label="trellis codes, embedding and head by default",
         mode="dense",
@@ -127,7 +143,8 @@ PLANS: dict[str, Plan] = {
         predictor="restored",
     ),
     "restored": Plan(
-        label=f"best, {FINETUNE_STEPS} steps a phase, bits by what restoring a matrix saves",
+        label="best, bits by what restoring a matrix saves, four rounds, hidden states not matched",
+        finetune=NO_HIDDEN,
         predictor="restored",
     ),
     "codes-one-sided": Plan(
@@ -155,35 +172,17 @@ PLANS: dict[str, Plan] = {
         label="best, trained on 128 windows", finetune=dataclasses.replace(SHORT, train_windows=128)
     ),
     "own-text": Plan(
-        label=f"best, {FINETUNE_STEPS} steps a phase, and 6144 windows that the model wrote",
+        label="best, trained on 6144 windows more, which the model wrote",
         own_windows=6144,
         code=None,
+        first_round_weight=None,
     ),
     "no-hidden": Plan(
-        label=f"best, {FINETUNE_STEPS} steps a phase, hidden states not matched",
-        finetune=dataclasses.replace(FINETUNE, hidden_weight=0.0),
+        label=f"best, four rounds of {FOUR_ROUNDS.steps} steps, hidden states not matched", finetune=NO_HIDDEN
     ),
     "long": Plan(
-        label="best, 675 steps a phase, hidden states not matched",
-        finetune=Finetune(steps=675, hidden_weight=0.0),
-    ),
-    "six-rounds": Plan(
-        label=f"best, six rounds, {SIX_ROUNDS.steps} steps a phase", finetune=SIX_ROUNDS, code=None
-    ),
-    "round-weights": Plan(
-        label=f"best, {FINETUNE_STEPS} steps a phase, losses weighted by round",
-        first_round_weight=ROUND_WEIGHT,
-    ),
-    "six-weights": Plan(
-        label=f"best, six rounds, {SIX_ROUNDS.steps} steps a phase, losses weighted by round",
-        finetune=SIX_ROUNDS,
-        first_round_weight=ROUND_WEIGHT,
-    ),
-    "six-weights-pair": Plan(
-        label=f"best, six rounds, {SIX_ROUNDS.steps} steps a phase, losses weighted by round, `pair` codes",
-        finetune=SIX_ROUNDS,
-        first_round_weight=ROUND_WEIGHT,
-        code="pair",
+        label="best, four rounds of 675 steps, hidden states not matched",
+        finetune=dataclasses.replace(NO_HIDDEN, steps=675),
     ),
     "codebooks": Plan(label="best over codebooks", method="kmeans"),
     "qtip": _qtip("QTIP 3INST", "trained by block and at the end", "3inst", make=block_training.qtip),

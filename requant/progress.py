@@ -1,6 +1,6 @@
 """One line of progress for a whole run: its stage, the step inside the stage, the time left of all, memory.
 
-    |█████       | stage 5 of 12: round 2 of 4, training, 120 of 450 steps, 4 min 10 s left, 3.1 GiB
+    |█████       | stage 5 of 12: round 2 of 6, training, 120 of 300 steps, 4 min 10 s left, 3.1 GiB
 
 The time left is that of the present stage by the pace of its steps, where it has any, and of later stages what the plan
 expects of them (`Stage.seconds`), times what stages of the same kind took so far over what was expected of them. Of a kind

@@ -41,7 +41,7 @@ from requant.quantizers.method import Bits
 from requant.quantizers.registry import METHODS, find_method
 from requant.recipe.schema import Recipe
 from requant.run.context import Allocation, RunContext, recipe_sections
-from requant.run.rounds import round_weights
+from requant.run.rounds import first_round_weight, round_weights
 from requant.run.workspace import digest
 
 __all__ = ["TOLERANCE", "Allocation", "allocate_bits", "packed_spec", "with_allocation"]
@@ -77,7 +77,8 @@ def allocate_bits(run: RunContext, *, reserve: int | None = None) -> Allocation:
         for role, part in embedding_and_head.parts.items():
             sizes[role] = {**part_sizes(run.model, run.source, part, widths[role])}
     check_reachable(run, sizes, budget, fixed)
-    losses = _losses(run, embedding_and_head, widths, 8 * (budget - fixed) / run.total_weights)
+    average = 8 * (budget - fixed) / run.total_weights
+    losses = _losses(run, embedding_and_head, widths, average)
     options = {
         name: [Option(bits=bits, bytes=size, loss=losses[name][bits]) for bits, size in choices.items()]
         for name, choices in sizes.items()
@@ -86,8 +87,8 @@ def allocate_bits(run: RunContext, *, reserve: int | None = None) -> Allocation:
         for name, found in _with_outliers(run, losses).items():
             options[name] += found
     if recipe.mode == "best" and recipe.finetune.steps:
-        weights = round_weights(run.targets, recipe.finetune.rounds, recipe.budget.first_round_weight)
-        for name, weight in weights.items():
+        first = recipe.budget.first_round_weight or first_round_weight(average)
+        for name, weight in round_weights(run.targets, recipe.finetune.rounds, first).items():
             options[name] = [dataclasses.replace(option, weight=weight) for option in options[name]]
     choice = allocate(options, budget - fixed)
     if asked is None:

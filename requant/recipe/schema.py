@@ -106,8 +106,8 @@ class Finetune:
     """Adam's learning rate at 2 bits, in units of each tensor's root mean square; halved with every further bit."""
     warmup_steps: int = 10
     """Steps of linear warm-up; a cosine to zero follows."""
-    rounds: int = 4
-    """Rounds of mode `best`, each a kind of matrix or two; more than 4 halve the largest by blocks. Each trains `steps`."""
+    rounds: int = 6
+    """Rounds of mode `best`: 4 of a kind of matrix or two each; more halve the largest by blocks. Each trains `steps`."""
     hidden_weight: float = 10.0
     """Weight of the relative squared error of the last hidden states in the loss of the rounds of mode `best`; 0: none."""
     val_windows: int = 8
@@ -173,8 +173,8 @@ class Budget:
     """Whether methods that take quarters of a bit may use them (2.25, 2.5, 2.75)."""
     outliers: bool = True
     """Whether, in mode `best`, a codebook may store the weights that its levels represent worst as floats."""
-    first_round_weight: float = 1.0
-    """In mode `best`, what predicted losses count in the first round, which training mends most; 1 in the last."""
+    first_round_weight: float | None = None
+    """What predicted losses count in mode `best`'s first round, which training mends most; none: 0.4 at 2 bits, 1 from 3."""
     head_bits: EmbeddingBits | None = None
     """Bits of the head; none: with `bits` the fewest that add 1 % to the loss, with `size` the best split, else 16."""
     embedding_bits: EmbeddingBits | None = None
@@ -190,7 +190,9 @@ class Budget:
             "no value together with budget.bits",
         )
         weight = self.first_round_weight
-        _require(0 < weight <= 1, "budget.first_round_weight", weight, "above 0, at most 1")  # NaN is not
+        _require(
+            weight is None or 0 < weight <= 1, "budget.first_round_weight", weight, "above 0, at most 1"
+        )  # NaN is not
 
 
 @dataclass(frozen=True, kw_only=True)
