@@ -21,10 +21,11 @@ for the same number of steps in all (demo-4m). Rounds match last hidden states b
 KL divergence alone (demo-4m).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from requant import progress, ranks
 from requant.calibration.collect import collect
+from requant.calibration.stats import LinearStats
 from requant.finetune.final import (
     params_in_single_precision,
     save_finetuned_params,
@@ -41,12 +42,13 @@ from requant.finetune.loop import (
 )
 from requant.finetune.saved_training import SavedTraining
 from requant.formats.contract import TrainableParams
-from requant.formats.quantized_weight import trainable_params, with_trainable_params
+from requant.formats.quantized_weight import QuantizedWeight, trainable_params, with_trainable_params
 from requant.models.targets import QuantTarget
 from requant.quantizers.registry import METHODS
 from requant.run.context import RunContext, Weights
 from requant.run.quantize_linears import chunks_that_fit, gather, quantize_linears, shared_codes
 from requant.run.rounds import round_name, rounds_of
+from requant.run.side_by_side import quantized
 from requant.run.stage_cache import load_stage, load_weights, save_stage, save_weight, stage_key
 from requant.run.workspace import digest
 
@@ -125,11 +127,17 @@ def codes_of_round(run: RunContext, members: Sequence[QuantTarget], *, first: bo
                         label=run.label("statistics"),
                     )
             with run.stage("quantize"):
-                for target in ranks.owned(chunk):
-                    weights[target.name] = method.quantize(
-                        target.weight(), statistics[target.name], run.config_of(target)
-                    )
-                    save_weight(run, "codes", keys[target.name], weights[target.name], rank=target.rank)
+
+                def quantize(
+                    target: QuantTarget, stats: Mapping[str, LinearStats] = statistics
+                ) -> QuantizedWeight:
+                    return method.quantize(target.weight(), stats[target.name], run.config_of(target))
+
+                for target, weight in quantized(
+                    ranks.owned(chunk), quantize, side_by_side=method.side_by_side
+                ):
+                    weights[target.name] = weight
+                    save_weight(run, "codes", keys[target.name], weight, rank=target.rank)
                     bar.update()
                 weights |= shared_codes(chunk, weights)
     return weights

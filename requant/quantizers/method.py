@@ -38,6 +38,7 @@ class Method:
     predictor_needs: the fields of `LinearStats` that `predicted_losses` reads.
     outlier_cost: `(stats, config)` -> [n, k], the cost of a squared error of each weight; only of methods that can store
         outliers as floats (`config.outlier_fraction`, `outliers.py`).
+    side_by_side: whether threads may call `quantize` at the same time, on streams of one GPU, and gain by it.
     seconds_per_weight: time of `quantize` on one CPU core and on one H200, by device type.
     detach: published sparse part of ReQuant with this method (Table 10), as fields of the recipe's section `detach`;
         what is not given has the defaults of the scalar quantizer.
@@ -53,6 +54,7 @@ class Method:
     predictor_needs: frozenset[str] = frozenset({"fisher"})
     bits: tuple[Bits, ...] = (2, 3, 4, 5, 6, 7, 8)
     outlier_cost: Callable[[LinearStats, Any], Float[Tensor, "n k"]] | None = None
+    side_by_side: bool = False
     detach: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -71,3 +73,4 @@ class PruningMethod:
     seconds_per_weight: Mapping[str, float]
     needs: frozenset[str] = frozenset()
     predictor_needs: frozenset[str] = frozenset()
+    side_by_side: bool = False

@@ -340,6 +340,7 @@ METHOD = Method(
     packed_spec=packed_spec,
     predicted_losses=predicted_losses,
     predictor_needs=frozenset({"hessian", "output_hessian"}),
+    side_by_side=True,
     seconds_per_weight={"cpu": 3.5e-5, "cuda": 1.25e-7},
     detach={"outlier_fraction": 0.0, "significant_fraction": 0.005},
 )

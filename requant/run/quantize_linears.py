@@ -23,12 +23,13 @@ from requant.calibration.collect import INPUT_STATISTICS, bytes_needed, collect
 from requant.calibration.hidden_states import HiddenStateCache
 from requant.calibration.stats import LinearStats
 from requant.formats.packed_spec import PackedSpec
-from requant.formats.quantized_weight import pack, unpack
+from requant.formats.quantized_weight import QuantizedWeight, pack, unpack
 from requant.models.devices import free_memory
 from requant.models.targets import SIBLINGS, QuantTarget
 from requant.progress import counted
 from requant.quantizers.registry import find_method
 from requant.run.context import RunContext, Weights
+from requant.run.side_by_side import quantized
 from requant.run.stage_cache import load_weights, save_weight
 from requant.run.workspace import digest
 
@@ -54,18 +55,22 @@ def quantize_linears(
     calibrate = sequential_calibration if sequential else parallel_calibration
     with counted(own, label=run.label(label), unit="matrices", done=own - left) as bar:
         for members, statistics in calibrate(run, pending, method.needs, done):
-            for target in ranks.owned(members):
+
+            def quantize(
+                target: QuantTarget, stats: Mapping[str, LinearStats] = statistics
+            ) -> QuantizedWeight:
                 device = target.parameter.device
                 masks = {} if detached is None else {"detached": detached[target.name].to(device)}
-                with run.stage("quantize"):
-                    done[target.name] = method.quantize(
-                        run.original[target.name].to(device, torch.float32),
-                        statistics[target.name],
-                        run.config_of(target),
-                        **masks,
-                    )
-                save_weight(run, "linear", keys[target.name], done[target.name], rank=target.rank)
-                bar.update()
+                weight = run.original[target.name].to(device, torch.float32)
+                return method.quantize(weight, stats[target.name], run.config_of(target), **masks)
+
+            with run.stage("quantize"):
+                for target, weight in quantized(
+                    ranks.owned(members), quantize, side_by_side=method.side_by_side
+                ):
+                    done[target.name] = weight
+                    save_weight(run, "linear", keys[target.name], weight, rank=target.rank)
+                    bar.update()
             done.update(shared_codes(members, done))
     return {target.name: done[target.name] for target in run.targets}
 

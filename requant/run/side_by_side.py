@@ -1,0 +1,75 @@
+"""Matrices quantized side by side on one GPU, each on a stream of its own, where one alone leaves most of it idle.
+
+Trellis codes are made along anti-diagonals of tiles of 16 by 16 (`quantizers/trellis.py`), a Viterbi search for each tile
+and one tile an SM: a matrix of 512 rows and columns keeps at most 32 SMs busy, on average half of them, whatever the GPU
+has. So up to MOST of them run at once, as many as have twice the GPU's SMs in tiles on their longest anti-diagonals. Codes
+are those that each matrix gets alone; memory is that of as many matrices.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
+
+import torch
+
+from requant.formats.hadamard import TILE
+from requant.formats.quantized_weight import QuantizedWeight
+from requant.models.targets import QuantTarget
+
+MOST = 4  # beyond, threads wait for the interpreter
+
+
+def quantized(
+    targets: Sequence[QuantTarget],
+    quantize: Callable[[QuantTarget], QuantizedWeight],
+    *,
+    side_by_side: bool,
+) -> Iterator[tuple[QuantTarget, QuantizedWeight]]:
+    """`(target, quantize(target))` of every target, in order; without `side_by_side`, and on a CPU, one after the other.
+
+    What `quantize` reads was made by the caller's stream before it is asked for the next one, and is ready there when it
+    comes out. The first goes alone, so that its kernels are compiled once.
+    """
+    workers = workers_for(targets) if side_by_side else 1
+    if workers == 1:
+        yield from ((target, quantize(target)) for target in targets)
+        return
+    device = targets[0].parameter.device
+    streams = [torch.cuda.Stream(device) for _ in range(workers)]
+
+    @torch.no_grad()
+    def on_stream(target: QuantTarget, stream: torch.cuda.Stream) -> QuantizedWeight:
+        with torch.cuda.stream(stream):
+            weight = quantize(target)
+        stream.synchronize()
+        return weight
+
+    yield targets[0], quantize(targets[0])
+    waiting: list[tuple[QuantTarget, Future[QuantizedWeight]]] = []
+    with ThreadPoolExecutor(workers) as pool:
+
+        def begin(target: QuantTarget, stream: torch.cuda.Stream) -> None:
+            stream.wait_stream(torch.cuda.current_stream(device))
+            waiting.append((target, pool.submit(on_stream, target, stream)))
+
+        rest = iter(targets[1:])
+        for target, stream in zip(islice(rest, workers), streams, strict=False):
+            begin(target, stream)
+        position = 0
+        while waiting:
+            target, future = waiting.pop(0)
+            weight = future.result()
+            if (following := next(rest, None)) is not None:
+                begin(following, streams[position % workers])  # that of the one just finished
+            position += 1
+            yield target, weight
+    torch.cuda.empty_cache()  # what the streams hold is of no use to others
+
+
+def workers_for(targets: Sequence[QuantTarget]) -> int:
+    """How many of these matrices at once fill the GPU that they are on; 1 on a CPU."""
+    if len(targets) < 3 or not targets[0].parameter.is_cuda:
+        return 1
+    longest = max(min(target.shape) for target in targets) // TILE or 1
+    sms = torch.cuda.get_device_properties(targets[0].parameter.device).multi_processor_count
+    return max(1, min(MOST, 2 * sms // longest))
