@@ -186,6 +186,10 @@ def main(
     if join:
         merge(whole_file, same=("settings",), key=key_of, order=place)
         return
+    if steps < FLIPS_EVERY:
+        raise typer.BadParameter(
+            f"--steps {steps}: flip rates are of masks {FLIPS_EVERY} steps apart; give {FLIPS_EVERY} steps or more."
+        )
     settings = Settings(
         steps=steps,
         windows_per_step=windows_per_step,

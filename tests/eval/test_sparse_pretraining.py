@@ -45,3 +45,9 @@ def test_rows_are_trained_once_and_alike(study, tmp_path: Path) -> None:
     ]  # fmt: skip
     with pytest.raises(typer.BadParameter, match="has other settings: delete it, or give another --out"):
         study("one", steps=13)
+
+
+def test_too_few_steps_to_compare_masks_are_refused(study) -> None:
+    with pytest.raises(typer.BadParameter, match=r"--steps 9: .* give 10 steps or more"):
+        study("few", steps=9)
+    assert len(study("few", steps=10, only=["s-ste"])[0]["flip_rates"]) == 1
