@@ -26,7 +26,7 @@ from requant.formats.semi_structured import (
     gathered,
 )
 from requant.quantizers.checks import check_fraction, check_group_size
-from requant.sparsity.masks import groups_of_four, mask_of, pattern_of
+from requant.sparsity.masks import groups_of_four, pattern_of
 
 BITS = (2, 3, 4, 5, 6, 7, 8, FLOAT16_BITS)
 CLIPS = tuple(1 - 0.05 * i for i in range(13))  # at 2 bits the best step clips a third of the range away
@@ -146,12 +146,6 @@ def fit_scales(
 def columns_of(config: Config, k: int) -> int:
     """Columns that share a scale."""
     return k if config.group_size == -1 else min(config.group_size, k)
-
-
-def mask_of_weight(weight: QuantizedWeight) -> Bool[Tensor, "n k"]:
-    """The mask of a 2:4 matrix."""
-    assert isinstance(weight.dense, SemiStructured)
-    return mask_of(weight.dense.patterns)
 
 
 def packed_spec(config: Config, shape: tuple[int, int], *, finetuned: bool = False) -> PackedSpec:
