@@ -1,9 +1,10 @@
 """`requant eval`: models and checkpoints by the names a user gives, all scored on the same tokens."""
 
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 
 from requant.checkpoint.sizes import byte_table
-from requant.evaluation.perplexity import Candidate, Row, compare
+from requant.evaluation.perplexity import Quality, perplexity_and_kl
 from requant.inference.load import is_checkpoint, open_model
 from requant.models.devices import pick_device
 from requant.models.loading import (
@@ -18,6 +19,33 @@ from requant.text.sources import WIKITEXT, read_text
 from requant.text.windows import token_windows
 
 CONTEXT = 2048  # of a window, where the model has as many positions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A model's line of the table."""
+
+    name: str
+    bits_per_weight: float | None
+    size_bytes: int | None
+    quality: Quality
+
+    def to_dict(self) -> dict[str, object]:
+        return asdict(self)
+
+    def cells(self) -> dict[str, object]:
+        """The line of `format_table`."""
+        quality = self.quality
+        return {
+            "model": self.name,
+            "bits/weight": self.bits_per_weight,
+            "MiB": None if self.size_bytes is None else self.size_bytes / 2**20,
+            "perplexity": quality.perplexity,
+            "mean KL": quality.mean_kl,
+            "± KL": quality.kl_error,
+            "p99 KL": quality.p99_kl,
+            "top-1": quality.top1_agreement,
+        }
 
 
 def evaluate_all(
@@ -46,18 +74,16 @@ def evaluate_all(
         context = min(CONTEXT, context_limit(load_config(folders[0])) or CONTEXT)
     tokens = token_windows(scored, load_tokenizer(folders[0]), num_samples=None, seq_len=context)
     reference_model = None if original is None else open_model(original, device=where, dtype=dtype)
-    candidates = [
-        _candidate(name, folder, where, dtype) for name, folder in zip(models, folders, strict=True)
-    ]
-    return compare(candidates, tokens[:windows], text=scored, reference=reference_model, progress=not quiet)
-
-
-def _candidate(name: str, folder: str, device: str, dtype: str) -> Candidate:
-    bits = byte_table(folder).bits_per_weight if is_checkpoint(folder) else None
-    size = folder_bytes(folder)
-    return Candidate(
-        name=name,
-        load=lambda: open_model(folder, device=device, dtype=dtype),
-        bits_per_weight=bits,
-        size_bytes=size,
-    )
+    bits = [byte_table(each).bits_per_weight if is_checkpoint(each) else None for each in folders]
+    sizes = [folder_bytes(each) for each in folders]
+    rows = []
+    for name, folder, bits_per_weight, size_bytes in zip(models, folders, bits, sizes, strict=True):
+        quality = perplexity_and_kl(
+            open_model(folder, device=where, dtype=dtype),  # freed before the next one
+            tokens[:windows],
+            text=scored,
+            reference=reference_model,
+            progress=not quiet,
+        )
+        rows.append(Row(name=name, bits_per_weight=bits_per_weight, size_bytes=size_bytes, quality=quality))
+    return rows

@@ -17,7 +17,7 @@ calibration text improves perplexity, not KL.
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -70,43 +70,6 @@ class Quality:
 
     def to_dict(self) -> dict[str, object]:
         return asdict(self)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """A checkpoint to compare; `load` is called right before it is scored, and its model freed before the next one."""
-
-    name: str
-    load: Callable[[], PreTrainedModel]
-    bits_per_weight: float | None = None
-    size_bytes: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """A candidate's line in a comparison."""
-
-    name: str
-    bits_per_weight: float | None
-    size_bytes: int | None
-    quality: Quality
-
-    def to_dict(self) -> dict[str, object]:
-        return asdict(self)
-
-    def cells(self) -> dict[str, object]:
-        """The line of `format_table`."""
-        quality = self.quality
-        return {
-            "model": self.name,
-            "bits/weight": self.bits_per_weight,
-            "MiB": None if self.size_bytes is None else self.size_bytes / 2**20,
-            "perplexity": quality.perplexity,
-            "mean KL": quality.mean_kl,
-            "± KL": quality.kl_error,
-            "p99 KL": quality.p99_kl,
-            "top-1": quality.top1_agreement,
-        }
 
 
 @torch.inference_mode()
@@ -185,37 +148,6 @@ def mean_difference(values: Sequence[float], others: Sequence[float]) -> tuple[f
     pairs = [one - other for one, other in zip(values, others, strict=True)]
     error = standard_error(pairs)
     return None if error is None else (statistics.fmean(pairs), error)
-
-
-def compare(
-    candidates: Sequence[Candidate],
-    windows: Int64[Tensor, "s t"],
-    *,
-    text: Text,
-    reference: PreTrainedModel | None = None,
-    batch_size: int = 1,
-    progress: bool = False,
-) -> list[Row]:
-    """One row a candidate, in order, all on the same windows (so with the same tokenizer)."""
-    rows = []
-    for candidate in candidates:
-        quality = perplexity_and_kl(
-            candidate.load(),
-            windows,
-            text=text,
-            reference=reference,
-            batch_size=batch_size,
-            progress=progress,
-        )
-        rows.append(
-            Row(
-                name=candidate.name,
-                bits_per_weight=candidate.bits_per_weight,
-                size_bytes=candidate.size_bytes,
-                quality=quality,
-            )
-        )
-    return rows
 
 
 def _check_windows(model: PreTrainedModel, windows: Int64[Tensor, "s t"]) -> None:

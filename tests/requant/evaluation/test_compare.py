@@ -1,3 +1,4 @@
+import dataclasses
 import json
 from pathlib import Path
 
@@ -6,6 +7,7 @@ import torch
 
 import requant
 from requant.checkpoint.inspect import inspection
+from requant.display import format_table
 from requant.errors import CheckpointError, InputError, ModelError, TextError
 from requant.evaluation.compare import evaluate_all
 from requant.inference.generate import generate_text
@@ -57,6 +59,20 @@ def test_the_context_is_what_the_model_has(checkpoint: str, tiny_text_file: Path
 def test_another_vocabulary_is_refused(checkpoint: str, tiny_text_file: Path) -> None:
     with pytest.raises((ModelError, TextError)):
         evaluate_all(["demo", checkpoint], text=[str(tiny_text_file)], context=32, windows=1)
+
+
+def test_rows_make_one_table_and_json(checkpoint: str, tiny_folder, tiny_text_file: Path) -> None:
+    source = str(tiny_folder("llama"))
+    rows = evaluate_all(
+        [source, checkpoint], text=[str(tiny_text_file)], context=32, windows=2, reference=source
+    )
+    rows[1] = dataclasses.replace(rows[1], name="other\x1b[31m")
+    table = format_table([row.cells() for row in rows]).split("\n")
+    columns = [column.strip() for column in table[0].split("  ") if column.strip()]
+    assert columns == ["model", "bits/weight", "MiB", "perplexity", "mean KL", "± KL", "p99 KL", "top-1"]
+    assert "\x1b" not in "".join(table) and len({len(line) for line in table}) == 1
+    loaded = json.loads(json.dumps([row.to_dict() for row in rows]))
+    assert loaded[0]["quality"]["mean_kl"] == 0.0 and loaded[1]["quality"]["protocol"]["context"] == 32
 
 
 def test_open_model(checkpoint: str, tiny_folder) -> None:

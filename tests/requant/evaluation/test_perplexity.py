@@ -1,6 +1,5 @@
 """Perplexity and KL against their definitions, the published protocol, and tables that cannot be misread."""
 
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from requant.display import format_table
 from requant.errors import ModelError, NumericalError, TextError
-from requant.evaluation.perplexity import Candidate, compare, mean_difference, perplexity_and_kl
+from requant.evaluation.perplexity import mean_difference, perplexity_and_kl
 from requant.text.sources import Text, read_text
 from requant.text.windows import token_windows
 
@@ -93,35 +92,6 @@ def test_what_cannot_be_scored_is_refused(windows):
     broken.lm_head.weight.data[3, 3] = float("nan")
     with pytest.raises(NumericalError, match="NaN or infinity in window 0"):
         perplexity_and_kl(broken, windows, text=TEXT)
-
-
-def test_compare_makes_one_table_and_json(windows):
-    reference = tiny(0)
-    candidates = [
-        Candidate(name="original", load=lambda: reference, bits_per_weight=16.0, size_bytes=2**20),
-        Candidate(name="other\x1b[31m", load=lambda: tiny(1)),
-    ]
-    rows = compare(candidates, windows, text=TEXT, reference=reference)
-    table = format_table([row.cells() for row in rows]).split("\n")
-    assert table[0].split() == [
-        "model",
-        "bits/weight",
-        "MiB",
-        "perplexity",
-        "mean",
-        "KL",
-        "±",
-        "KL",
-        "p99",
-        "KL",
-        "top-1",
-    ]
-    assert table[2].split()[:3] == ["original", "16.00", "1.0000"]
-    assert "\x1b" not in "".join(table)
-    assert len({len(line) for line in table}) == 1
-    loaded = json.loads(json.dumps([row.to_dict() for row in rows]))
-    assert loaded[0]["quality"]["mean_kl"] == 0.0
-    assert loaded[1]["quality"]["protocol"]["context"] == 16
 
 
 @pytest.mark.parametrize("value", [True, None, 1_234_567, 3.14159, 12345.678, 8.5e8, "name"])
