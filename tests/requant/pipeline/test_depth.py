@@ -1,0 +1,79 @@
+"""From the command line to a formula it is four calls, as CONTRIBUTING says: a reader can follow every one of them."""
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import requant
+from requant.evaluation import perplexity
+from requant.evaluation.compare import evaluate_all
+from requant.quantizers.registry import METHODS, PRUNING_METHODS
+from requant.recipe.schema import Calibration, Evaluation, Finetune, Recipe
+from requant.sensitivity import scores
+
+PACKAGE = str(Path(requant.__file__).parent)
+RECIPE = Recipe(
+    mode="dense",
+    method="rtn",
+    quantizer=METHODS["rtn"].config(bits=3),
+    calibration=Calibration(num_samples=2, seq_len=32),
+    evaluation=Evaluation(context=32, windows=2),
+)
+
+
+@pytest.fixture
+def calls() -> list[str]:
+    """Filled by a formula that `spied` wraps: the functions of the package that led to it, the first call first."""
+    return []
+
+
+def spied(formula: Callable[..., Any], calls: list[str]) -> Callable[..., Any]:
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        frame, found = sys._getframe(1), []
+        while frame is not None:
+            code = frame.f_code
+            if code.co_filename.startswith(PACKAGE) and not code.co_name.startswith("<"):  # no comprehension
+                found.append(code.co_name)
+            frame = frame.f_back
+        calls[:] = calls or [*reversed(found), formula.__name__]
+        return formula(*args, **kwargs)
+
+    return spy
+
+
+@pytest.mark.parametrize(
+    ("mode", "method", "most"),
+    [
+        ("dense", "rtn", 4),
+        ("paper", "rtn", 4),
+        ("sparse", "magnitude", 4),
+        ("best", "rtn", 5),  # the loop over rounds
+    ],
+)
+def test_calls_to_a_quantizer(
+    mode: Any, method: str, most: int, calls: list[str], tiny_folder, tiny_text_file: Path, monkeypatch
+) -> None:
+    methods: dict[str, Any] = PRUNING_METHODS if mode == "sparse" else METHODS
+    own = methods[method]
+    monkeypatch.setitem(methods, method, dataclasses.replace(own, quantize=spied(own.quantize, calls)))
+    config = own.config(bits=16 if mode == "sparse" else 3)
+    steps = Finetune(steps=2, tokens_per_step=64) if mode == "best" else Finetune()
+    recipe = dataclasses.replace(RECIPE, mode=mode, method=method, quantizer=config, finetune=steps)
+    requant.quantize(str(tiny_folder("llama")), recipe, tiny_text_file)
+    assert len(calls) <= most and calls[0] == "quantize", calls
+
+
+def test_calls_to_a_score(calls: list[str], tiny_folder, tiny_text_file: Path, monkeypatch) -> None:
+    monkeypatch.setattr(scores, "pqi", spied(scores.pqi, calls))
+    requant.score(str(tiny_folder("llama")), RECIPE, tiny_text_file)
+    assert len(calls) <= 4 and calls[0] == "score", calls
+
+
+def test_calls_to_the_quality(calls: list[str], tiny_folder, tiny_text_file: Path, monkeypatch) -> None:
+    monkeypatch.setattr(perplexity, "_score", spied(perplexity._score, calls))
+    evaluate_all([str(tiny_folder("llama"))], text=[str(tiny_text_file)], context=32, windows=1)
+    assert len(calls) <= 4 and calls[0] == "evaluate_all", calls
