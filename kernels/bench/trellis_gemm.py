@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from requant_kernels import heuristics
 from requant_kernels.common import compile_ahead
 from requant_kernels.common.timing import cold_time, copies_needed
-from requant_kernels.launch_config import GemmSm90Config, Shape
-from requant_kernels.trellis import dequantize, gemm_sm90
+from requant_kernels.launch_config import Shape
+from requant_kernels.scalar.gemm_sm90_launch import GemmSm90Config
+from requant_kernels.trellis import dequantize, gemm_sm90, gemm_sm90_launch
 from requant_kernels.trellis.layout import TrellisLayout, k64_per_unit
 from requant_kernels.trellis.operands import RotatedActivations
 from requant_kernels.trellis.rotate import rotate_input, rotate_output
@@ -62,7 +62,7 @@ def splits(config: GemmSm90Config, ctas_per_sm: int, n: int, k: int, m: int) -> 
 
 
 def today(code: str, bits: float, n: int, k: int, m: int) -> GemmSm90Config:
-    return heuristics.trellis_gemm_sm90(Shape(code, bits, n, k, m), torch.device("cpu"))
+    return gemm_sm90_launch.trellis_gemm_sm90(Shape(code, bits, n, k, m), torch.device("cpu"))
 
 
 def random_layout(code: str, bits: int, n: int, k: int, parts: tuple[int, ...] = ()) -> TrellisLayout:

@@ -1,4 +1,4 @@
-"""Measure launch configurations and write the best in the format of `tuned/h200.json` (`requant_kernels.launch_config`).
+"""Measure launch configurations and write the best in the format of `tuned/h200.json` (`requant_kernels.launch_tables`).
 
     python kernels/bench/tune.py 8192x8192 4096x14336 --out kernels/requant_kernels/tuned/h200.json
 
@@ -17,27 +17,23 @@ import torch
 from formats import compile_in_parallel  # pyright: ignore[reportMissingImports]
 from requant_kernels.autotune import Candidate, call, candidates, times, winners
 from requant_kernels.common.device import supports_sm90
-from requant_kernels.launch_config import (
-    Fp16MmaConfig,
-    GemmConfig,
-    GemmSm90Config,
-    GemvConfig,
-    Int8MmaConfig,
-    LaunchConfig,
-    Shape,
-    SparseMmaConfig,
-    TrellisGemvConfig,
-    m_bucket,
-    read_table,
-    write_table,
-)
+from requant_kernels.launch_config import LaunchConfig, Shape, m_bucket
+from requant_kernels.launch_tables import read_table, write_table
 from requant_kernels.random_layouts import random_layout
+from requant_kernels.registry import LAUNCHES
+from requant_kernels.scalar.gemm_launch import GemmConfig
+from requant_kernels.scalar.gemm_sm90_launch import GemmSm90Config
+from requant_kernels.scalar.gemv_fp16_mma_launch import Fp16MmaConfig
+from requant_kernels.scalar.gemv_int8_mma_launch import Int8MmaConfig
+from requant_kernels.scalar.gemv_launch import GemvConfig
+from requant_kernels.scalar.gemv_sparse_mma_launch import SparseMmaConfig
 from requant_kernels.trellis.codes import CODES
+from requant_kernels.trellis.gemv_launch import TrellisGemvConfig
 
 FORMATS = [("grid", 2), ("grid", 3), ("grid", 4), ("codebook", 2), ("codebook", 3), ("codebook", 4)]
 SPARSE_FORMATS = [("grid+s", 2), ("grid+s", 3), ("grid+s", 4), ("codebook+s", 3)]  # 1 % of residuals
 TRELLIS_FORMATS = [("mul1", 2), ("mul1", 2.25), ("mul1", 4), ("pair", 2)]
-FEW_TOKENS = ("gemv", "int8_mma", "fp16_mma", "sparse_mma")
+FEW_TOKENS = ("gemv", *(name for name, launch in LAUNCHES.items() if launch.measured_beside_gemv))
 
 
 def layout_of(shape: Shape) -> Any:
@@ -68,9 +64,8 @@ def compiled_shape(config: LaunchConfig, shape: Shape) -> Shape:
 
 def compiled_config(config: LaunchConfig) -> LaunchConfig:
     """A launch of the same code: a cap on CTAs is no part of it."""
-    return (
-        config if isinstance(config, (GemmConfig, GemmSm90Config)) else replace(config, max_ctas_per_sm=None)
-    )
+    own: Any = config
+    return replace(own, max_ctas_per_sm=None) if hasattr(own, "max_ctas_per_sm") else config
 
 
 def has_own_code(config: LaunchConfig) -> bool:

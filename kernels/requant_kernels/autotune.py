@@ -1,13 +1,12 @@
 """Launches measured on this machine, on demand: `requant bench --autotune`, REQUANT_AUTOTUNE=1, `kernels/bench/tune.py`.
 
 Every candidate of a kernel is timed on copies of one layout with cold caches (`common/timing.py`); the best is written under
-the GPU's name to `launch_config.cache_file()`, from where every later process takes it. It runs when a model is loaded,
+the GPU's name to `launch_tables.cache_file()`, from where every later process takes it. It runs when a model is loaded,
 never inside a call, and so never inside the capture of a graph.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass, replace
-from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,23 +16,10 @@ from torch import Tensor
 from requant_kernels.common.device import H200_SMS
 from requant_kernels.common.packing import Layout
 from requant_kernels.common.timing import cold_time, copies_needed
-from requant_kernels.dispatch import Kernel, forget, kernels_of, shape_of
-from requant_kernels.launch_config import (
-    CONFIGS,
-    Fp16MmaConfig,
-    GemmConfig,
-    GemmSm90Config,
-    GemvConfig,
-    Int8MmaConfig,
-    LaunchConfig,
-    Shape,
-    SparseMmaConfig,
-    TrellisGemvConfig,
-    cache_file,
-    measured,
-    read_table,
-    write_table,
-)
+from requant_kernels.dispatch import forget, shape_of
+from requant_kernels.launch_config import ROWS, LaunchConfig, Shape
+from requant_kernels.launch_tables import cache_file, measured, read_table, write_table
+from requant_kernels.registry import LAUNCHES, Kernel, kernels_of
 from requant_kernels.trellis.layout import TrellisLayout
 
 MAX_CTAS_PER_SM = 8  # beyond so many a cap on them makes no difference
@@ -47,159 +33,20 @@ class Candidate(NamedTuple):
     config: LaunchConfig
 
 
-def _gemv(*launches: tuple[int, int, int, bool, int], stage_activations: bool = False) -> list[GemvConfig]:
-    """Of warps, tiles, stages, prefetch, registers (0: as many as the compiler wants)."""
-    return [
-        GemvConfig(
-            num_warps=num_warps, tiles_per_cta=tiles, num_stages=stages, prefetch=prefetch, max_registers=registers or None,
-            stage_activations=stage_activations,
-        )
-        for num_warps, tiles, stages, prefetch, registers in launches
-    ]  # fmt: skip
-
-
-DENSE_GEMV = _gemv(
-    (4, 1, 1, True, 128), (8, 1, 1, True, 128), (4, 1, 3, False, 128), (8, 1, 3, False, 128), (4, 2, 1, True, 0),
-    (4, 2, 2, False, 168), (4, 1, 2, True, 128), (16, 1, 1, True, 128), (4, 1, 4, False, 128),
-    # one or two warps a tile, where tiles are many: all run at once, and little or nothing is added up at the end
-    (1, 1, 3, False, 128), (1, 1, 2, True, 128), (1, 1, 4, False, 128), (2, 1, 3, False, 128), (2, 1, 2, True, 128),
-    (2, 1, 4, False, 128), (1, 2, 2, False, 168), (2, 2, 1, True, 0), (2, 2, 2, False, 168),
-)  # fmt: skip
-SPARSE_GEMV = _gemv(
-    (4, 1, 1, True, 128), (8, 1, 1, True, 128), (4, 1, 3, False, 128), (8, 1, 3, False, 128), (4, 1, 2, False, 128),
-    (4, 1, 4, False, 128), (2, 1, 2, False, 128), (2, 1, 3, False, 128),
-)  # fmt: skip
-STAGED_GEMV = _gemv(
-    (4, 1, 2, False, 128), (4, 1, 3, False, 128), (4, 1, 4, False, 128), (2, 1, 2, False, 128), (8, 1, 1, True, 128),
-    stage_activations=True,
-)  # fmt: skip
-# warps, tiles, stages
-INT8_MMA = [
-    (4, 1, 2), (4, 2, 2), (4, 7, 2), (8, 1, 2), (8, 2, 2), (8, 2, 3), (8, 3, 2), (8, 4, 2), (16, 1, 2), (16, 2, 2),
-    (16, 4, 2),
-]  # fmt: skip
-DENSE_INT8_MMA = [(4, 1, 4), (2, 2, 4), (2, 4, 2)]
-SPARSE_INT8_MMA = [(4, 2, 3), (4, 3, 2), (4, 4, 2)]  # residuals take stages too: more of them, or wider CTAs
-# by warp groups: warps, tiles of a group, stages
-FP16_MMA = {
-    1: [(4, 2, 2), (4, 2, 3), (8, 1, 3), (8, 2, 2), (8, 2, 3), (4, 7, 2), (4, 4, 2), (8, 4, 2)],
-    2: [
-        (4, 1, 3), (4, 2, 2), (4, 2, 3), (4, 4, 2), (4, 7, 2), (8, 1, 2), (8, 1, 3), (8, 2, 2), (8, 2, 3), (8, 4, 2),
-        (8, 7, 2), (4, 7, 3), (16, 1, 2), (16, 1, 3), (16, 2, 2),
-    ],
-    4: [(8, 1, 2), (8, 1, 3), (8, 2, 2), (8, 2, 3), (16, 1, 2), (16, 1, 3), (16, 2, 2), (16, 2, 3)],
-}  # fmt: skip
-# tokens, warps and tiles of a CTA, the step at which codes are loaded; splits of K
-GEMM_SM90 = [
-    ((32, 4, 1, 0), (1, 2, 3, 4, 6, 8)), ((32, 8, 1, 0), (1, 2, 4, 8)), ((64, 4, 1, 0), (1, 2, 3, 4, 6, 8)),
-    ((64, 4, 2, 0), (1, 2, 4, 8)), ((64, 8, 1, 0), (1, 2, 3, 4, 6, 8)), ((64, 8, 2, 0), (1, 2, 4)),
-    ((128, 4, 2, 2), (1, 2, 4)), ((128, 8, 1, 0), (1, 2, 3, 4)), ((128, 8, 2, 3), (1, 2, 4)),
-]  # fmt: skip
-TRELLIS_GEMM_SM90 = [
-    ((32, 4, 1, 0), (1, 2, 4, 8)), ((32, 8, 1, 0), (1, 2, 4, 8)), ((64, 4, 1, 0), (1, 2, 4, 8)),
-    ((64, 4, 2, 0), (1, 2, 4, 8)), ((64, 8, 1, 0), (1, 2, 3, 4, 6, 8)), ((64, 8, 2, 0), (1, 2, 4)),
-    ((128, 8, 1, 0), (1, 2, 3, 4)), ((128, 8, 2, 0), (1, 2, 4)), ((256, 8, 1, 2), (1, 2, 4, 8)),
-]  # fmt: skip
-# warps, tiles, units of a step
-TRELLIS_GEMV = [
-    (8, 2, 2), (4, 2, 2), (16, 2, 1), (16, 4, 1), (8, 2, 4), (4, 2, 4), (8, 1, 2), (16, 1, 2), (8, 4, 2), (16, 2, 4),
-    (16, 2, 2), (8, 4, 1), (16, 7, 1),
-]  # fmt: skip
-
-
-def _int8_mma(launches: Iterable[tuple[int, int, int]]) -> list[Int8MmaConfig]:
-    return [Int8MmaConfig(num_warps=w, tiles_per_cta=t, num_stages=s) for w, t, s in launches]
-
-
-def _gemm_sm90(launches: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[GemmSm90Config]:
-    return [
-        GemmSm90Config(tokens_per_cta=m, num_warps=w, tiles_per_warp=t, prefetch_at=at, split_k=split_k)
-        for (m, w, t, at), splits in launches
-        for split_k in splits
-    ]
-
-
-def all_candidates(kernel: str, shape: Shape) -> list[LaunchConfig]:
-    """The launches of a kernel that are ever timed for a format and a number of tokens, without caps on CTAs."""
-    sparse, one = "+" in shape.format, shape.m_bucket == 1
-    found: Sequence[LaunchConfig] = ()
-    if kernel == "gemv":
-        found = [*(SPARSE_GEMV if sparse else DENSE_GEMV), *(STAGED_GEMV if sparse and one else ())]
-    elif kernel == "int8_mma" and one and shape.format.startswith("grid"):
-        found = _int8_mma([*INT8_MMA, *(SPARSE_INT8_MMA if sparse else DENSE_INT8_MMA)])
-    elif kernel == "fp16_mma" and shape.format == "grid" and shape.m_bucket <= 8:
-        found = [
-            Fp16MmaConfig(
-                num_warps=w, tiles_per_warp_group=t, num_stages=s, warp_groups=groups, prefetch=prefetch
-            )
-            for prefetch, groups in product((False, True), FP16_MMA)
-            for w, t, s in FP16_MMA[groups]
-        ]
-    elif kernel == "sparse_mma" and sparse and shape.m_bucket == 8:
-        found = [
-            SparseMmaConfig(num_warps=w, num_stages=s, max_registers=128) for w, s in product((4, 8), (1, 2))
-        ]
-    elif kernel == "gemm":
-        found = [
-            GemmConfig(num_warps=w, split_k=split_k, num_stages=s)
-            for w, s in ((4, 2), (4, 3), (8, 2), (8, 3), (16, 2))
-            for split_k in (1, 2, 4, 8)
-        ]
-    elif kernel == "gemm_sm90":
-        found = _gemm_sm90(GEMM_SM90)
-    elif kernel == "trellis_gemm_sm90":
-        found = _gemm_sm90(TRELLIS_GEMM_SM90)
-    elif kernel == "trellis_gemv":
-        found = [
-            TrellisGemvConfig(num_warps=w, tiles_per_cta=t, units_per_step=u, pdl_trigger_early=early)
-            for w, t, u in TRELLIS_GEMV
-            for early in (False, True)
-        ]
-    return list(found)
-
-
 def candidates(kernel: str, shape: Shape) -> list[LaunchConfig]:
     """The launches of a kernel that make sense for a shape."""
-    found = [config for config in all_candidates(kernel, shape) if makes_sense(config, shape)]
+    launch = LAUNCHES[kernel]
+    found = [config for config in launch.candidates(shape) if launch.makes_sense(config, shape)]
     return [capped for config in found for capped in _with_caps(config, shape)]
 
 
-def tiles_per_cta(config: LaunchConfig) -> int:
-    """Tiles of 16 rows that a CTA of few tokens takes."""
-    if isinstance(config, Fp16MmaConfig):
-        return config.tiles_per_warp_group * config.warp_groups
-    return getattr(config, "tiles_per_cta", 1)
-
-
-def _with_caps(config: LaunchConfig, shape: Shape) -> list[LaunchConfig]:
+def _with_caps(config: Any, shape: Shape) -> list[LaunchConfig]:
     """Also with as many CTAs an SM as the launch has for each, and twice as many, where that makes a difference."""
-    if isinstance(config, (GemmConfig, GemmSm90Config)):
+    if not hasattr(config, "max_ctas_per_sm"):
         return [config]
-    ctas = -(-shape.n // (16 * tiles_per_cta(config)))
+    ctas = -(-shape.n // (ROWS * config.tiles_per_cta))
     caps = [waves * -(-ctas // H200_SMS) for waves in (1, 2)]
     return [config, *(replace(config, max_ctas_per_sm=cap) for cap in caps if cap <= MAX_CTAS_PER_SM)]
-
-
-def makes_sense(config: LaunchConfig, shape: Shape) -> bool:
-    """Whether warps have columns, and CTAs fill an H200 and, where K is split, are no more than it holds at once."""
-    n, k, tokens, k_tiles = shape.n, shape.k, shape.m_bucket, shape.k // 256
-    if isinstance(config, GemmConfig):
-        ctas = n // (16 * config.num_warps) * config.split_k
-        stages = (config.num_stages + 1) * tokens * 512 <= 220_000
-        return config.split_k * 4 <= k_tiles and stages and ctas <= 8 * H200_SMS
-    if isinstance(config, GemmSm90Config):
-        tiles = config.num_warps * config.tiles_per_warp
-        ctas = -(-n // (16 * tiles)) * -(-tokens // config.tokens_per_cta) * config.split_k
-        most = H200_SMS * 16 // tiles
-        width = config.tokens_per_cta == tokens if tokens <= 64 else config.tokens_per_cta >= 64
-        return width and config.split_k * 4 <= max(4, k_tiles) and (config.split_k == 1 or ctas <= 1.1 * most)
-    rows = 16 * tiles_per_cta(config)
-    if isinstance(config, TrellisGemvConfig):
-        columns = config.num_warps * config.units_per_step * 64
-        return columns <= max(k, 1024) and n // rows >= 32 and config.tiles_per_cta * tokens <= 32
-    warp_groups = config.warp_groups if isinstance(config, Fp16MmaConfig) else 1
-    least_ctas = 32 if config.num_warps > 2 else 800 // config.num_warps
-    return config.num_warps * 256 <= max(k, 1024) * warp_groups and n // rows >= least_ctas
 
 
 def call(candidate: Candidate, x: Tensor, layout: Layout | TrellisLayout) -> Tensor:
@@ -272,7 +119,9 @@ def kernels_to_tune(layout: Layout | TrellisLayout, tokens: int) -> list[str]:
     """The kernels that compete for this many tokens: to 16 all that support the layout, beyond them the first."""
     device = layout.packed_codes.device
     able = [kernel.name for kernel in kernels_of(layout) if kernel.supports(layout, tokens, device)]
-    able = [name for name in able if name in CONFIGS] if able and (tokens <= 16 or able[0] in CONFIGS) else []
+    able = (
+        [name for name in able if name in LAUNCHES] if able and (tokens <= 16 or able[0] in LAUNCHES) else []
+    )
     return able if tokens <= 16 else able[:1]
 
 

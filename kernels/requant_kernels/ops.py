@@ -14,8 +14,9 @@ from torch import Tensor
 from requant_kernels.common.device import supports_pdl, supports_ptx
 from requant_kernels.common.packing import CodebookLayout, GridLayout, Layout
 from requant_kernels.common.sparse import SlicedEll
-from requant_kernels.dispatch import dispatch, dispatch_group, module_of
+from requant_kernels.dispatch import dispatch, dispatch_group
 from requant_kernels.fallback import reference, torch_fallback
+from requant_kernels.registry import module_of
 from requant_kernels.trellis.layout import TrellisLayout
 from requant_kernels.trellis.operands import ActivationForm, Product, RotatedActivations
 

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import torch
 from requant_kernels.dispatch import dispatch
-from requant_kernels.launch_config import cache_file
+from requant_kernels.launch_tables import cache_file
 
 from requant.errors import first_line, is_out_of_memory
 from requant.formats.codebook import Codebook

@@ -22,9 +22,11 @@ from requant_kernels.common.inline_ptx import SMEM_UNIT, smem_units
 from requant_kernels.common.occupancy import SM_SMEM_BYTES
 from requant_kernels.common.packing import GridLayout, Layout
 from requant_kernels.fallback import reference
-from requant_kernels.launch_config import Fp16MmaConfig, Int8MmaConfig, LaunchConfig
+from requant_kernels.launch_config import LaunchConfig
 from requant_kernels.scalar import gemv_fp16_mma, gemv_int8_mma
+from requant_kernels.scalar.gemv_fp16_mma_launch import Fp16MmaConfig
 from requant_kernels.scalar.gemv_int8_mma import smem_layout
+from requant_kernels.scalar.gemv_int8_mma_launch import Int8MmaConfig
 from torch import Tensor
 from triton.runtime.interpreter import TensorHandle
 

@@ -21,12 +21,12 @@ from requant_kernels import TrellisLayout, pack_trellis
 from requant_kernels.experts.stack import stack_experts
 from requant_kernels.experts.step import experts_step
 from requant_kernels.fallback import reference
-from requant_kernels.launch_config import TrellisGemvConfig
 from requant_kernels.trellis import gemv, gemv_kernel
 from requant_kernels.trellis.dequantize import dequantize
 from requant_kernels.trellis.gemv import activation_form, can_fuse, launch_gemv, rotate_activations
 from requant_kernels.trellis.gemv_group import gemv_group, group_constants
 from requant_kernels.trellis.gemv_kernel import gemv_constants
+from requant_kernels.trellis.gemv_launch import TrellisGemvConfig
 from requant_kernels.trellis.operands import RotatedActivations
 from triton.runtime.interpreter import TensorHandle
 

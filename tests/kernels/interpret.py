@@ -7,11 +7,12 @@ from cases import Case, poisoned_empty, random_csr, random_layout, random_trelli
 from requant_kernels import GridLayout, pack_trellis
 from requant_kernels.fallback import reference
 from requant_kernels.hadamard.transform import hadamard_transform, hadamard_transform_int8
-from requant_kernels.launch_config import GemmConfig, GemvConfig
 from requant_kernels.scalar.dequantize import dequantize
 from requant_kernels.scalar.embedding import lookup
 from requant_kernels.scalar.gemm import gemm
+from requant_kernels.scalar.gemm_launch import GemmConfig
 from requant_kernels.scalar.gemv import gemv
+from requant_kernels.scalar.gemv_launch import GemvConfig
 from requant_kernels.scalar.permute import permute_activations
 from requant_kernels.scalar.splitk_reduce import splitk_reduce
 from requant_kernels.step import attention

@@ -1,14 +1,20 @@
 """What the tuner tries, times and keeps."""
 
+import importlib
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import pytest
+import requant_kernels
 import torch
 from requant_kernels import autotune, pack_trellis
-from requant_kernels.autotune import Candidate, all_candidates, candidates, makes_sense, winners
-from requant_kernels.dispatch import KERNELS, TRELLIS_KERNELS, shape_of
-from requant_kernels.launch_config import CONFIGS, GemvConfig, Int8MmaConfig, Shape
+from requant_kernels.autotune import Candidate, candidates, winners
+from requant_kernels.dispatch import shape_of
+from requant_kernels.launch_config import Shape
+from requant_kernels.registry import LAUNCHES
+from requant_kernels.scalar.gemv_int8_mma_launch import Int8MmaConfig
+from requant_kernels.scalar.gemv_launch import GemvConfig
 
 from .cases import Case, random_csr, random_layout, random_trellis
 
@@ -44,7 +50,7 @@ def test_caps_are_offered_where_ctas_are_few() -> None:
 
 def test_kernels_are_offered_for_what_they_support() -> None:
     def offered(format: str, tokens: int) -> set[str]:
-        return {name for name in CONFIGS if candidates(name, Shape(format, 3, 8192, 8192, tokens))} - {
+        return {name for name in LAUNCHES if candidates(name, Shape(format, 3, 8192, 8192, tokens))} - {
             "gemm", "gemm_sm90", "trellis_gemv", "trellis_gemm_sm90",
         }  # fmt: skip
 
@@ -59,8 +65,10 @@ def test_kernels_are_offered_for_what_they_support() -> None:
     )
 
 
-def test_every_kernel_with_a_config_is_one_of_the_dispatcher() -> None:
-    assert {kernel.name for kernel in (*KERNELS, *TRELLIS_KERNELS)} >= CONFIGS.keys()
+def test_every_launch_file_is_one_of_the_registry() -> None:
+    files = sorted(Path(requant_kernels.__path__[0]).rglob("*_launch.py"))
+    modules = [importlib.import_module(f"requant_kernels.{f.parent.name}.{f.stem}") for f in files]
+    assert len(modules) == len(LAUNCHES) and all(m.LAUNCH in LAUNCHES.values() for m in modules)
 
 
 def test_residuals_are_cold_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,17 +97,18 @@ def test_shapes_are_those_of_the_lookup() -> None:
     assert buckets == [1, 8, 8, 16, 32, 64, 128, 512]
 
 
-@pytest.mark.parametrize("kernel", CONFIGS)
+@pytest.mark.parametrize("kernel", LAUNCHES)
 def test_every_candidate_is_a_launch_for_some_shape(kernel: str) -> None:
+    launch = LAUNCHES[kernel]
     tokens = {"gemm": (64,), "gemm_sm90": (32, 64, 256), "trellis_gemm_sm90": (32, 64, 256)}.get(
         kernel, (1, 8)
     )
     for format in ("mul1",) if kernel.startswith("trellis") else ("grid", "grid+s"):
         for m in tokens:
-            for config in all_candidates(kernel, Shape(format, 2, 8192, 8192, m)):
+            for config in launch.candidates(Shape(format, 2, 8192, 8192, m)):
                 shapes = [
                     Shape(format, 2, n, k, own)
                     for n, k in ((8192, 8192), (28672, 4096), (4096, 14336))
                     for own in tokens
                 ]
-                assert any(makes_sense(config, shape) for shape in shapes), config
+                assert any(launch.makes_sense(config, shape) for shape in shapes), config

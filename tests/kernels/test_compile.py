@@ -10,11 +10,17 @@ triton = pytest.importorskip("triton")
 
 from requant_kernels.common.fragment_dequant import dequant_operands  # noqa: E402
 from requant_kernels.common.sparse_spmm import spmm_reduce_kernel  # noqa: E402
-from requant_kernels.heuristics import gemv_least_warps, gemv_registers, gemv_stages  # noqa: E402
-from requant_kernels.launch_config import TABLE, GemvConfig, Shape, read_table  # noqa: E402
+from requant_kernels.launch_config import Shape  # noqa: E402
+from requant_kernels.launch_tables import TABLE, read_table  # noqa: E402
 from requant_kernels.scalar.dequantize import dequantize_kernel  # noqa: E402
 from requant_kernels.scalar.gemm import gemm_kernel  # noqa: E402
 from requant_kernels.scalar.gemv import RESERVE_PTX, GemvTiling, gemv_kernel  # noqa: E402
+from requant_kernels.scalar.gemv_launch import (  # noqa: E402
+    GemvConfig,
+    gemv_least_warps,
+    gemv_registers,
+    gemv_stages,
+)
 
 from .cases import Case, random_layout  # noqa: E402
 from .compile_offline import Machine, compile_kernel, counts_instructions  # noqa: E402

@@ -10,15 +10,15 @@ import torch
 triton = pytest.importorskip("triton")
 
 from requant_kernels import heuristics  # noqa: E402
-from requant_kernels.autotune import TRELLIS_GEMV  # noqa: E402
 from requant_kernels.common.slots import Slots  # noqa: E402
 from requant_kernels.experts.scale import combine_kernel, gate_kernel  # noqa: E402
 from requant_kernels.hadamard.tile_kernel import HADAMARD_TILE  # noqa: E402
-from requant_kernels.launch_config import Shape, TrellisGemvConfig, m_bucket  # noqa: E402
-from requant_kernels.trellis import gemv_kernel  # noqa: E402
+from requant_kernels.launch_config import Shape, m_bucket  # noqa: E402
+from requant_kernels.trellis import gemv_kernel, gemv_launch  # noqa: E402
 from requant_kernels.trellis.dequantize import dequantize_constants, trellis_dequantize_kernel  # noqa: E402
 from requant_kernels.trellis.gemv_group import group_constants, trellis_gemv_group_kernel  # noqa: E402
 from requant_kernels.trellis.gemv_kernel import gemv_constants, trellis_gemv_kernel  # noqa: E402
+from requant_kernels.trellis.gemv_launch import TrellisGemvConfig  # noqa: E402
 from requant_kernels.trellis.layout import k64_per_unit  # noqa: E402
 
 from .compile_offline import Machine, compile_kernel, counts_instructions  # noqa: E402
@@ -149,7 +149,7 @@ def test_what_follows_the_experts_products_is_small(kernel) -> None:
     [("mul1", 2.75), ("mul1", 3.75), ("mul1", 8), ("pair", 4), ("pair", 2.25), ("3inst", 2.25)],
 )
 def test_no_trellis_launch_spills(code: str, bits: float, tokens: int) -> None:
-    rule = heuristics.trellis_gemv(Shape(code, bits, 8192, 8192, tokens), torch.device("cpu"))
+    rule = gemv_launch.trellis_gemv(Shape(code, bits, 8192, 8192, tokens), torch.device("cpu"))
     machine = trellis_machine(
         code,
         bits,
@@ -224,7 +224,7 @@ def test_matrices_in_one_launch_keep_their_loops(parts: Parts, tokens: int) -> N
 )  # fmt: skip
 def test_launches_of_several_matrices_spill_little(parts: Parts, sizes: tuple[int, ...], tokens: int) -> None:
     shapes = [Shape(code, bits, n, 4096, tokens) for (code, bits), n in zip(parts, sizes, strict=True)]
-    machine = group_machine(parts, heuristics.trellis_group(shapes, torch.device("cpu")), tokens, 4096)
+    machine = group_machine(parts, gemv_launch.trellis_group(shapes, torch.device("cpu")), tokens, 4096)
     assert machine.stack <= 32  # a few registers of one token: the fastest launches spill so much
 
 
@@ -254,7 +254,7 @@ EVERY_ODD: list[Odd] = [
 EVERY_ODD += [
     (code, bits, 8192, 11072, tokens, launch)
     for code, bits in (("mul1", 2), ("pair", 2), ("mul1", 4))
-    for launch in TRELLIS_GEMV
+    for launch in gemv_launch.LAUNCHES
     for tokens in (1, 8, 16)
     if launch[1] * tokens <= 32
 ]
@@ -268,7 +268,7 @@ EVERY_ODD += [
 def test_trellis_of_columns_that_are_no_whole_steps(
     code: str, bits: float, n: int, k: int, tokens: int, launch: tuple[int, int, int] | None
 ) -> None:
-    rule = heuristics.trellis_gemv(Shape(code, bits, n, k, m_bucket(tokens)), torch.device("cpu"))
+    rule = gemv_launch.trellis_gemv(Shape(code, bits, n, k, m_bucket(tokens)), torch.device("cpu"))
     chosen, k64_count = launch is None, k64_per_unit(round(4 * bits))
     launch = launch or (rule.num_warps, rule.tiles_per_cta, rule.units_per_step)
     assert -(-k // (64 * k64_count)) % (launch[0] * launch[2])  # some warps' units lie beyond the end

@@ -8,22 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from requant_kernels import Layout, TrellisLayout, dispatch, heuristics, launch_config, pack_trellis
+from requant_kernels import Layout, TrellisLayout, dispatch, launch_tables, pack_trellis
 from requant_kernels.common import occupancy
 from requant_kernels.common.device import SM90_VARIABLE, supports_pdl
 from requant_kernels.hadamard.tile_kernel import HADAMARD_TILE
-from requant_kernels.launch_config import (
-    CONFIGS,
-    GemmConfig,
-    GemvConfig,
-    Int8MmaConfig,
-    LaunchConfig,
-    Shape,
-    SparseMmaConfig,
-    m_bucket,
-    read_table,
-    write_table,
-)
+from requant_kernels.launch_config import LaunchConfig, Shape, m_bucket
+from requant_kernels.launch_tables import read_table, write_table
+from requant_kernels.registry import LAUNCHES
+from requant_kernels.scalar import gemm_launch, gemm_sm90_launch, gemv_launch
+from requant_kernels.scalar.gemm_launch import GemmConfig
+from requant_kernels.scalar.gemv_fp16_mma_launch import fp16_mma
+from requant_kernels.scalar.gemv_int8_mma_launch import Int8MmaConfig, int8_mma
+from requant_kernels.scalar.gemv_launch import GemvConfig
+from requant_kernels.scalar.gemv_sparse_mma_launch import SparseMmaConfig
+from requant_kernels.trellis import gemv_launch as trellis_gemv_launch
 from requant_kernels.trellis.gemv_kernel import gemv_constants
 from requant_kernels.trellis.layout import k64_per_unit
 
@@ -36,7 +34,7 @@ CUDA = torch.device("cuda", 0)
 
 @pytest.fixture(autouse=True)
 def forgotten(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setenv(launch_config.CACHE_VARIABLE, str(tmp_path / "kernels.json"))
+    monkeypatch.setenv(launch_tables.CACHE_VARIABLE, str(tmp_path / "kernels.json"))
     monkeypatch.delenv(SM90_VARIABLE, raising=False)
     dispatch.forget()
     yield
@@ -73,14 +71,14 @@ def grid(bits: int = 2, **given: Any) -> Layout:
 @pytest.mark.parametrize(("n", "k"), [(28672, 8192), (4096, 4096), (2048, 2048), (16, 100)])
 def test_the_rules_fill_every_gpu(monkeypatch: pytest.MonkeyPatch, name: str, n: int, k: int) -> None:
     device, (num_sms, _, smem_bytes) = pretend(monkeypatch, name), GPUS[name]
-    gemv = heuristics.gemv(Shape("grid", 4, n, k, 1), device)
+    gemv = gemv_launch.gemv(Shape("grid", 4, n, k, 1), device)
     assert gemv.num_warps in (1, 2, 4, 8, 16) and supports_pdl(device) == (name == "H100")
     tiles = -(-n // 16)
     assert tiles * gemv.num_warps >= min(11 * num_sms, tiles * 16) or 2 * gemv.num_warps > -(-k // 256)
-    gemm = heuristics.gemm(Shape("grid", 4, n, k, 64), device)
+    gemm = gemm_launch.gemm(Shape("grid", 4, n, k, 64), device)
     assert 1 <= gemm.split_k <= max(1, -(-k // 256)) and (gemm.num_stages + 1) * 64 * 512 <= smem_bytes
     for tokens in (32, 64, 256):
-        sm90 = heuristics.gemm_sm90(Shape("grid", 4, n, k, tokens), device)
+        sm90 = gemm_sm90_launch.gemm_sm90(Shape("grid", 4, n, k, tokens), device)
         assert sm90.tokens_per_cta == min(tokens, 128) and 1 <= sm90.split_k <= max(1, k // 1024)
         ctas = -(-n // (16 * sm90.num_warps)) * -(-tokens // sm90.tokens_per_cta) * sm90.split_k
         assert sm90.split_k == 1 or ctas <= 1.5 * num_sms * (16 // sm90.num_warps if tokens <= 64 else 1)
@@ -94,7 +92,7 @@ def test_trellis_steps_divide_a_hadamard_tile(monkeypatch: pytest.MonkeyPatch, k
         ("mul1", "pair"), range(4, 17), (256, 1024, 3072, 4096, 8192, 28672), (1, 8, 16)
     ):
         units = -(-k // (64 * k64_per_unit(quarters)))
-        config = heuristics.trellis_gemv(Shape(code, quarters / 4, n, k, tokens), device)
+        config = trellis_gemv_launch.trellis_gemv(Shape(code, quarters / 4, n, k, tokens), device)
         gemv_constants(code, quarters, 1, config, tokens, units)
 
 
@@ -207,7 +205,7 @@ def test_the_rules_of_int8_and_fp16_mma(
     device = pretend(monkeypatch, "H100")
     for bits, tokens in ((2, 1), (3, 1), (4, 1), (2, 8), (4, 8)):
         shape = Shape("grid", bits, n, k, tokens)
-        int8, fp16 = heuristics.int8_mma(shape, device), heuristics.fp16_mma(shape, device)
+        int8, fp16 = int8_mma(shape, device), fp16_mma(shape, device)
         if tokens == 1 and bits < 4:
             assert fp16 is None and (int8 is None) == (one is None)
             if int8 is not None:
@@ -220,7 +218,7 @@ def test_the_rules_of_int8_and_fp16_mma(
                 ctas = -(-n // (16 * fp16.tiles_per_warp_group * fp16.warp_groups))
                 assert (fp16.num_warps, fp16.tiles_per_warp_group, fp16.warp_groups) == several
                 assert fp16.max_ctas_per_sm == 1 and ctas <= 132
-    assert heuristics.fp16_mma(Shape("grid+s", 4, 8192, 8192, 8), device) is None
+    assert fp16_mma(Shape("grid+s", 4, 8192, 8192, 8), device) is None
 
 
 def test_a_cap_keeps_more_ctas_away(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,12 +239,12 @@ def test_ctas_apart_leave_room_for_other_launches(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_table_reads_back_as_it_is(tmp_path: Path) -> None:
-    table = read_table(launch_config.TABLE)
+    table = read_table(launch_tables.TABLE)
     write_table(tmp_path / "table.json", table)
-    assert (tmp_path / "table.json").read_text() == launch_config.TABLE.read_text()
+    assert (tmp_path / "table.json").read_text() == launch_tables.TABLE.read_text()
     for shape, configs in (pair for rows in table.values() for pair in rows.items()):
         assert shape.m_bucket == m_bucket(shape.m_bucket) and all(
-            type(c) is CONFIGS[n] for n, c in configs.items()
+            type(c) is LAUNCHES[n].config for n, c in configs.items()
         )
         assert len(configs.keys() & {"int8_mma", "fp16_mma"}) <= 1  # else the order of kernels would choose
 
@@ -265,7 +263,7 @@ def test_a_damaged_or_old_cache_is_said_once_and_not_used(
 ) -> None:
     (tmp_path / "kernels.json").write_text(text)
     for _ in range(2):
-        assert launch_config.measured("NVIDIA H200") == read_table(launch_config.TABLE)["NVIDIA H200"]
+        assert launch_tables.measured("NVIDIA H200") == read_table(launch_tables.TABLE)["NVIDIA H200"]
     assert len(caplog.records) == 1 and "not used" in caplog.text
 
 
@@ -280,7 +278,7 @@ def test_a_damaged_or_old_cache_is_said_once_and_not_used(
 )  # fmt: skip
 def test_the_rule_of_one_token_of_a_trellis(n: int, k: int, bits: float, launch: tuple[int, ...]) -> None:
     """Of `mul1`, what was measured on an H200, or within 6 % of it."""
-    found = heuristics.trellis_one_token(Shape("mul1", bits, n, k, 1), torch.device("cpu"))
+    found = trellis_gemv_launch.trellis_one_token(Shape("mul1", bits, n, k, 1), torch.device("cpu"))
     assert (found.num_warps, found.tiles_per_cta, found.units_per_step) == launch
 
 
@@ -307,7 +305,7 @@ def test_the_rule_of_several_matrices_fits_all_of_them() -> None:
         for sizes in ((4096, 1024), (14336, 14336), (512, 64), (28672, 8192)):
             for k, m in itertools.product((256, 2048, 4096, 8192), (1, 8, 16)):
                 shapes = [Shape("mul1", four / 4, n, k, m) for four, n in zip(fours, sizes, strict=True)]
-                configs = heuristics.trellis_group(shapes, torch.device("cpu"))
+                configs = trellis_gemv_launch.trellis_group(shapes, torch.device("cpu"))
                 assert len({config.num_warps for config in configs}) == 1
                 for four, config in zip(fours, configs, strict=True):
                     assert (
@@ -320,5 +318,7 @@ def test_steps_of_the_rule_are_parts_of_a_section() -> None:
     for four in range(4, 17):
         for n in (512, 2048, 4096, 8192, 14336, 28672, 128256):
             for k in (512, 2048, 4096, 8192, 14336):
-                found = heuristics.trellis_one_token(Shape("mul1", four / 4, n, k, 1), torch.device("cpu"))
+                found = trellis_gemv_launch.trellis_one_token(
+                    Shape("mul1", four / 4, n, k, 1), torch.device("cpu")
+                )
                 assert HADAMARD_TILE % (64 * k64_per_unit(four) * found.num_warps * found.units_per_step) == 0

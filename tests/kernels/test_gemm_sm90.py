@@ -5,10 +5,11 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
-from requant_kernels import autotune, heuristics
 from requant_kernels.common.wgmma import x_layout
-from requant_kernels.launch_config import GemmSm90Config, Shape
+from requant_kernels.launch_config import Shape
+from requant_kernels.scalar import gemm_sm90_launch
 from requant_kernels.scalar.gemm_sm90 import gemm_sm90_kernel, launch_constants
+from requant_kernels.scalar.gemm_sm90_launch import GemmSm90Config
 from requant_kernels.scalar.gemm_sm90_ptx import dequant
 from requant_kernels.scalar.gemm_sm90_residuals import DEFAULT_SMEM
 from requant_kernels.scalar.permute import permute_kernel
@@ -74,7 +75,7 @@ def test_no_launch_of_the_heuristic_spills(launch: tuple[int, ...], direct: int)
 
 
 OPT_IN, SYSTEM = 227 << 10, 1 << 10  # bytes of shared memory of a CTA: the most, and what CUDA keeps of it
-LAUNCHES = sorted({launch for launch, _ in autotune.GEMM_SM90} | {(32, 16, 1, 0), (64, 16, 1, 0)})
+LAUNCHES = sorted({launch for launch, _ in gemm_sm90_launch.LAUNCHES} | {(32, 16, 1, 0), (64, 16, 1, 0)})
 
 
 def test_every_launch_of_the_heuristic_is_tested_here() -> None:
@@ -83,7 +84,7 @@ def test_every_launch_of_the_heuristic_is_tested_here() -> None:
         for bits in range(2, 9 if format.startswith("grid") else 5):
             for n, k in ((16, 16), (300, 1500), (4096, 4096), (32768, 8192), (128256, 4096)):
                 for width in (32, 64, 128, 256, 512):
-                    config = heuristics.gemm_sm90(Shape(format, bits, n, k, width), device)
+                    config = gemm_sm90_launch.gemm_sm90(Shape(format, bits, n, k, width), device)
                     tiling = config.tokens_per_cta, config.num_warps, config.tiles_per_warp
                     assert (*tiling, config.prefetch_at) in LAUNCHES
 

@@ -3,17 +3,18 @@
 import pytest
 import torch
 from requant_kernels import linear
-from requant_kernels.autotune import all_candidates
 from requant_kernels.common.device import supports_sm90
 from requant_kernels.fallback import reference
-from requant_kernels.launch_config import GemmSm90Config, Shape
+from requant_kernels.launch_config import Shape
+from requant_kernels.scalar import gemm_sm90_launch
+from requant_kernels.scalar.gemm_sm90_launch import GemmSm90Config
 
 from .cases import Case, random_layout, relative_error
 
 pytestmark = pytest.mark.gpu
 LIMIT = {torch.float16: 3e-3, torch.bfloat16: 1.2e-2}
 LAUNCHES = [
-    *all_candidates("gemm_sm90", Shape("grid", 3, 720, 2100, 128)),
+    *gemm_sm90_launch.candidates(Shape("grid", 3, 720, 2100, 128)),
     # the rule's, with residuals
     *(GemmSm90Config(tokens_per_cta=tokens, num_warps=16, split_k=2) for tokens in (32, 64)),
 ]

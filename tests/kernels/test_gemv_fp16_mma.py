@@ -7,10 +7,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from requant_kernels.autotune import all_candidates
 from requant_kernels.common.launch import aligned
 from requant_kernels.common.packing import GridLayout
-from requant_kernels.launch_config import Fp16MmaConfig, Shape
+from requant_kernels.launch_config import Shape
 from requant_kernels.scalar.gemv_fp16_mma import (
     fits,
     gemv_fp16_mma_kernel,
@@ -18,6 +17,7 @@ from requant_kernels.scalar.gemv_fp16_mma import (
     smem_bytes,
     supports,
 )
+from requant_kernels.scalar.gemv_fp16_mma_launch import Fp16MmaConfig, candidates
 from requant_kernels.scalar.gemv_fp16_mma_ptx import masked_codes
 
 from .cases import Case, random_layout
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 FAST = Fp16MmaConfig(num_warps=16, tiles_per_warp_group=2, num_stages=2, warp_groups=2, prefetch=False)
 LAUNCHES = [
     config
-    for config in all_candidates("fp16_mma", Shape("grid", 2, 8192, 8192, 8))
+    for config in candidates(Shape("grid", 2, 8192, 8192, 8))
     if isinstance(config, Fp16MmaConfig) and not config.prefetch and config.tiles_per_warp_group > 1
 ]
 # instructions per weight in the loop, two tiles per warp; `gemv.py` has 2.1 to 2.3

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from requant_kernels.fallback import reference
-from requant_kernels.launch_config import Fp16MmaConfig
 from requant_kernels.scalar.gemv_fp16_mma import fits, gemv_fp16_mma, supports
+from requant_kernels.scalar.gemv_fp16_mma_launch import Fp16MmaConfig
 
 from .cases import Case, random_layout, relative_error
 

@@ -7,10 +7,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from requant_kernels.autotune import all_candidates
 from requant_kernels.common.occupancy import SM_SMEM_BYTES
 from requant_kernels.common.packing import GridLayout
-from requant_kernels.launch_config import Int8MmaConfig, Shape
+from requant_kernels.launch_config import Shape
 from requant_kernels.scalar.gemv_int8_mma import (
     fits,
     gemv_int8_mma_kernel,
@@ -18,6 +17,7 @@ from requant_kernels.scalar.gemv_int8_mma import (
     smem_layout,
     supports,
 )
+from requant_kernels.scalar.gemv_int8_mma_launch import Int8MmaConfig, candidates
 
 from .cases import Case, random_layout
 from .compile_offline import Machine, compile_kernel, counts_instructions
@@ -33,7 +33,7 @@ FAST = launch(8, 2, 2)
 LAUNCHES = dict.fromkeys(
     config
     for format in ("grid", "grid+s")
-    for config in all_candidates("int8_mma", Shape(format, 2, 8192, 8192, 1))
+    for config in candidates(Shape(format, 2, 8192, 8192, 1))
     if isinstance(config, Int8MmaConfig)
 )
 CEILING = {2: 1.1, 3: 1.35, 4: 1.1}  # instructions per weight in the loop

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from requant_kernels.fallback import reference
-from requant_kernels.launch_config import Int8MmaConfig
 from requant_kernels.scalar.gemv_int8_mma import fits, gemv_int8_mma, supports
+from requant_kernels.scalar.gemv_int8_mma_launch import Int8MmaConfig
 
 from .cases import Case, random_layout, relative_error
 

@@ -11,8 +11,9 @@ pytest.importorskip("triton.experimental.gluon")
 
 from requant_kernels.common.fragment_dequant import scaled_activations
 from requant_kernels.fallback import reference
-from requant_kernels.launch_config import TABLE, SparseMmaConfig, read_table
+from requant_kernels.launch_tables import TABLE, read_table
 from requant_kernels.scalar.gemv_sparse_mma import gemv_sparse_mma_kernel, kernel_config
+from requant_kernels.scalar.gemv_sparse_mma_launch import SparseMmaConfig
 from requant_kernels.scalar.gemv_sparse_mma_ptx import (
     NO_ENTRY,
     SCALE,

@@ -6,8 +6,9 @@ import pytest
 import torch
 from requant_kernels.common.device import supports_sm90
 from requant_kernels.fallback import reference
-from requant_kernels.launch_config import GemvConfig, SparseMmaConfig
 from requant_kernels.scalar.gemv import gemv
+from requant_kernels.scalar.gemv_launch import GemvConfig
+from requant_kernels.scalar.gemv_sparse_mma_launch import SparseMmaConfig
 
 from .cases import Case, random_layout, relative_error
 

@@ -6,16 +6,18 @@ import pytest
 import torch
 from requant_kernels import dequantize, linear, lookup, pack_trellis
 from requant_kernels.fallback import reference
-from requant_kernels.launch_config import GemmConfig, GemvConfig, TrellisGemvConfig
 from requant_kernels.ops import flatten
 from requant_kernels.scalar.gemm import gemm
+from requant_kernels.scalar.gemm_launch import GemmConfig
 from requant_kernels.scalar.gemv import gemv
+from requant_kernels.scalar.gemv_launch import GemvConfig
 from requant_kernels.step.attention import attend
 from requant_kernels.step.choose import choose_tokens
 from requant_kernels.step.embed import embed
 from requant_kernels.trellis.dequantize import dequantize as dequantize_trellis
 from requant_kernels.trellis.dequantize import matmul as trellis_dense
 from requant_kernels.trellis.gemv import gemv as trellis_gemv
+from requant_kernels.trellis.gemv_launch import TrellisGemvConfig
 
 from .cases import Case, poisoned_empty, random_csr, random_layout, random_trellis, relative_error
 

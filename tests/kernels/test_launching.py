@@ -79,13 +79,15 @@ LAUNCHED: list[tuple] = []
 def every_way() -> None:
     """Products by every kernel whose launches are remembered, on the CPU, where nothing runs."""
     from requant_kernels import pack_trellis
-    from requant_kernels.launch_config import GemmSm90Config, GemvConfig, TrellisGemvConfig
     from requant_kernels.scalar.gemm_sm90 import gemm_sm90
+    from requant_kernels.scalar.gemm_sm90_launch import GemmSm90Config
     from requant_kernels.scalar.gemv import gemv
+    from requant_kernels.scalar.gemv_launch import GemvConfig
     from requant_kernels.trellis import dequantize as trellis_dequantize
     from requant_kernels.trellis import gemm_sm90 as trellis_gemm_sm90
     from requant_kernels.trellis import gemv as trellis_gemv
     from requant_kernels.trellis.gemv_group import gemv_group
+    from requant_kernels.trellis.gemv_launch import TrellisGemvConfig
 
     from .cases import Case, random_layout, random_trellis
 

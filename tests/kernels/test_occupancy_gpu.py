@@ -7,7 +7,10 @@ import pytest
 import torch
 from requant_kernels import pack_trellis
 from requant_kernels.autotune import Candidate, call
-from requant_kernels.launch_config import GemvConfig, Int8MmaConfig, SparseMmaConfig, TrellisGemvConfig
+from requant_kernels.scalar.gemv_int8_mma_launch import Int8MmaConfig
+from requant_kernels.scalar.gemv_launch import GemvConfig
+from requant_kernels.scalar.gemv_sparse_mma_launch import SparseMmaConfig
+from requant_kernels.trellis.gemv_launch import TrellisGemvConfig
 
 from .cases import Case, random_layout, random_trellis
 

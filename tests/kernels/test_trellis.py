@@ -5,9 +5,9 @@ import pytest
 import torch
 from requant_kernels import TrellisLayout, linear, pack_trellis, unpack_trellis
 from requant_kernels.fallback import reference
-from requant_kernels.launch_config import TrellisGemvConfig
 from requant_kernels.trellis.code_ptx import decode_ptx
 from requant_kernels.trellis.codes import CODES
+from requant_kernels.trellis.gemv_launch import TrellisGemvConfig
 from requant_kernels.trellis.gemv_ptx import fp16_mma_ptx, int8_mma_ptx
 from requant_kernels.trellis.layout import k64_per_unit
 

@@ -10,12 +10,12 @@ from requant_kernels import pack_trellis
 
 pytest.importorskip("triton.experimental.gluon")
 
-from requant_kernels import autotune, heuristics
 from requant_kernels.common import wgmma
 from requant_kernels.common.wgmma import x_layout
 from requant_kernels.fallback import reference
-from requant_kernels.launch_config import GemmSm90Config, Shape
-from requant_kernels.trellis import gemm_sm90
+from requant_kernels.launch_config import Shape
+from requant_kernels.scalar.gemm_sm90_launch import GemmSm90Config
+from requant_kernels.trellis import gemm_sm90, gemm_sm90_launch
 from requant_kernels.trellis.gemm_sm90 import activation_stages, gemm_constants, max_registers
 from requant_kernels.trellis.layout import k64_per_unit
 
@@ -187,7 +187,7 @@ def test_products_run_on_while_weights_are_decoded(code: str, bits: float, sums:
     assert machine.inner / 256 < CEILING[code, bits, sums]
 
 
-LAUNCHES = sorted(launch for launch, _ in autotune.TRELLIS_GEMM_SM90)
+LAUNCHES = sorted(launch for launch, _ in gemm_sm90_launch.LAUNCHES)
 
 
 @counts_instructions
@@ -203,7 +203,7 @@ def test_no_launch_of_the_rule_spills(code: str, bits: float, whole: bool) -> No
     device, launches = torch.device("cpu"), set()
     for n, k in ((16, 16), (300, 1500), (4096, 4096), (28672, 8192), (128256, 4096)):
         for width in (32, 64, 128, 256, 512):
-            config = heuristics.trellis_gemm_sm90(Shape(code, bits, n, k, width), device)
+            config = gemm_sm90_launch.trellis_gemm_sm90(Shape(code, bits, n, k, width), device)
             launches.add((config.tokens_per_cta, config.num_warps, config.tiles_per_warp, config.prefetch_at))
             rows = -(-n // 16) * 16
             assert config.split_k * max(1, (rows & -rows) // 4096) <= 8  # parts that the rotation adds

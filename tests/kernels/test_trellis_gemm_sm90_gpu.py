@@ -3,12 +3,12 @@
 import pytest
 import torch
 from requant_kernels import linear, pack_trellis
-from requant_kernels.autotune import all_candidates
 from requant_kernels.common.device import supports_sm90
 from requant_kernels.fallback import reference
 from requant_kernels.hadamard.transform import hadamard_transform
-from requant_kernels.launch_config import GemmSm90Config, Shape
-from requant_kernels.trellis import gemm_sm90
+from requant_kernels.launch_config import Shape
+from requant_kernels.scalar.gemm_sm90_launch import GemmSm90Config
+from requant_kernels.trellis import gemm_sm90, gemm_sm90_launch
 from requant_kernels.trellis.layout import TrellisLayout
 
 from .cases import random_csr, random_trellis, relative_error
@@ -57,7 +57,7 @@ def test_trellis(code: str, bits: float, n: int, k: int, m: int, dtype: torch.dt
     assert torch.equal(y, linear(x, layout, bias))
 
 
-LAUNCHES = all_candidates("trellis_gemm_sm90", Shape("mul1", 2, 720, 2100, 128))
+LAUNCHES = gemm_sm90_launch.candidates(Shape("mul1", 2, 720, 2100, 128))
 
 
 @pytest.mark.parametrize("config", [c for c in LAUNCHES if getattr(c, "split_k", 0) in (1, 4)], ids=str)

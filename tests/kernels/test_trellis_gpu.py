@@ -5,10 +5,10 @@ import torch
 from requant_kernels import TrellisLayout, linear, pack_trellis
 from requant_kernels.dispatch import dispatch_group
 from requant_kernels.fallback import reference
-from requant_kernels.launch_config import TrellisGemvConfig
 from requant_kernels.trellis import gemv
 from requant_kernels.trellis.gemv import can_fuse
 from requant_kernels.trellis.gemv_group import gemv_group
+from requant_kernels.trellis.gemv_launch import TrellisGemvConfig
 from torch import Tensor
 
 from .cases import random_csr, random_trellis, relative_error

@@ -30,7 +30,7 @@ from requant_kernels.common.fragment_dequant import (
 from requant_kernels.common.packing import Layout
 from requant_kernels.common.pdl import pdl_option, wait_for_previous_launch
 from requant_kernels.common.sparse_spmm import spmm_reduce_kernel, transpose_kernel
-from requant_kernels.launch_config import GemmConfig
+from requant_kernels.scalar.gemm_launch import GemmConfig
 
 
 @triton.jit

@@ -47,9 +47,9 @@ from requant_kernels.common.launch import launch
 from requant_kernels.common.packing import Layout
 from requant_kernels.common.ptx import declare_smem_ptx, ptx_dtype
 from requant_kernels.common.wgmma import codes_layout, lane_and_tiles, unpack_pair, x_layout
-from requant_kernels.launch_config import GemmSm90Config
 from requant_kernels.scalar import gemm_sm90_ptx as ptx
 from requant_kernels.scalar import gemm_sm90_residuals as residuals
+from requant_kernels.scalar.gemm_sm90_launch import GemmSm90Config
 from requant_kernels.scalar.permute import permute_activations
 from requant_kernels.scalar.splitk_reduce import splitk_reduce
 

@@ -47,7 +47,7 @@ from requant_kernels.common.occupancy import padded_smem_bytes
 from requant_kernels.common.packing import Layout
 from requant_kernels.common.pdl import pdl_option
 from requant_kernels.common.sparse_spmm import transpose_kernel
-from requant_kernels.launch_config import GemvConfig
+from requant_kernels.scalar.gemv_launch import GemvConfig
 
 MOST_STAGED = 18432  # columns: with the final sum they fit the 48 KB that a launch may have without opting in
 # The address of `bytes` of shared memory, declared in addition to Triton's own.

@@ -46,8 +46,8 @@ from requant_kernels.common.occupancy import fits_cta, padded_smem_bytes
 from requant_kernels.common.packing import GridLayout, Layout
 from requant_kernels.common.pdl import pdl_option
 from requant_kernels.common.ptx import Ptx, ptx_dtype
-from requant_kernels.launch_config import Fp16MmaConfig
 from requant_kernels.scalar import gemv_fp16_mma_ptx as ptx
+from requant_kernels.scalar.gemv_fp16_mma_launch import Fp16MmaConfig
 
 TOKENS = 8  # columns of the right operand
 X_TILE_BYTES = gl.constexpr(TOKENS * 512)  # the activations of a k_tile

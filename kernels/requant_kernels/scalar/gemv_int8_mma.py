@@ -63,9 +63,9 @@ from requant_kernels.common.occupancy import CTA_SMEM_BYTES, SM_SMEM_BYTES, fits
 from requant_kernels.common.packing import GridLayout, Layout
 from requant_kernels.common.pdl import pdl_option
 from requant_kernels.common.ptx import Ptx, ptx_dtype
-from requant_kernels.launch_config import Int8MmaConfig
 from requant_kernels.scalar import gemv_int8_mma_ptx as ptx
 from requant_kernels.scalar import gemv_int8_mma_residuals as residuals
+from requant_kernels.scalar.gemv_int8_mma_launch import Int8MmaConfig
 
 REGISTERS_PER_SM = 65536
 MIN_REGISTERS, MAX_REGISTERS = 80, 255  # per thread: what two tiles need; what a thread can have

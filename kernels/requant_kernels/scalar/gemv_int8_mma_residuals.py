@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from requant_kernels.common.inline_ptx import compute_f32, compute_tuple, issue, issue_scalar, load_f32
 from requant_kernels.common.packing import GridLayout
 from requant_kernels.common.ptx import SYNCWARP, Ptx, inline_ptx
-from requant_kernels.launch_config import Int8MmaConfig
+from requant_kernels.scalar.gemv_int8_mma_launch import Int8MmaConfig
 
 SLICE_BYTES = 1024  # of a warp: the columns of two half-warps' slices, then the values
 MAX_SLICES_PER_STAGE = 8  # each is unrolled

@@ -42,8 +42,8 @@ from requant_kernels.common.occupancy import padded_smem_bytes
 from requant_kernels.common.packing import Layout
 from requant_kernels.common.pdl import pdl_option
 from requant_kernels.common.ptx import Ptx, ptx_dtype
-from requant_kernels.launch_config import SparseMmaConfig
 from requant_kernels.scalar import gemv_sparse_mma_ptx as ptx
+from requant_kernels.scalar.gemv_sparse_mma_launch import SparseMmaConfig
 
 X_TILE_BYTES, WARP_BYTES = gl.constexpr(ptx.X_TILE_BYTES), gl.constexpr(ptx.WARP_BYTES)
 NO_ENTRY = gl.constexpr(ptx.NO_ENTRY)

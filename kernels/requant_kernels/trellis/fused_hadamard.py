@@ -28,7 +28,7 @@ from requant_kernels.hadamard.tile_ptx import (
     fused_transform_ptx,
     load_eight_ptx,
 )
-from requant_kernels.launch_config import TrellisGemvConfig
+from requant_kernels.trellis.gemv_launch import TrellisGemvConfig
 
 NUM_WARPS = 16
 

@@ -50,7 +50,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from requant_kernels.common.launch import launch
 from requant_kernels.common.wgmma import lane_and_tiles, unpack_pair, x_layout
 from requant_kernels.hadamard.transform import hadamard_transform
-from requant_kernels.launch_config import GemmSm90Config
+from requant_kernels.scalar.gemm_sm90_launch import GemmSm90Config
 from requant_kernels.trellis.code_ptx import SUM_SCALE, decode_ptx, load_codes_ptx
 from requant_kernels.trellis.codes import CODES
 from requant_kernels.trellis.layout import TrellisLayout, k64_per_unit

@@ -24,10 +24,10 @@ from requant_kernels.common.pdl import pdl_option
 from requant_kernels.common.slots import Slots
 from requant_kernels.hadamard.tile_ptx import HADAMARD_TILE
 from requant_kernels.hadamard.transform import hadamard_transform_int8
-from requant_kernels.launch_config import TrellisGemvConfig
 from requant_kernels.trellis import fused_hadamard
 from requant_kernels.trellis.codes import CODES
 from requant_kernels.trellis.gemv_kernel import gemv_constants, trellis_gemv_kernel
+from requant_kernels.trellis.gemv_launch import TrellisGemvConfig
 from requant_kernels.trellis.layout import TILE, TrellisLayout
 from requant_kernels.trellis.operands import ActivationForm, RotatedActivations
 from requant_kernels.trellis.rotate import residual_product, rotate_input, rotate_output

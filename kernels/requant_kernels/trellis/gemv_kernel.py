@@ -28,10 +28,10 @@ from requant_kernels.common.pdl import wait_for_previous_launch
 from requant_kernels.common.ptx import Ptx
 from requant_kernels.common.slots import slot_of
 from requant_kernels.hadamard.tile_kernel import HADAMARD_TILE
-from requant_kernels.launch_config import TrellisGemvConfig
 from requant_kernels.trellis.code_ptx import load_codes_ptx
 from requant_kernels.trellis.codes import CODES
 from requant_kernels.trellis.fused_hadamard import fused_hadamard, load_factors, rotate_token
+from requant_kernels.trellis.gemv_launch import TrellisGemvConfig
 from requant_kernels.trellis.gemv_ptx import (
     LOAD_SCALES,
     STORE,

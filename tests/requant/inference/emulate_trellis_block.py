@@ -13,8 +13,9 @@ import torch
 import triton.language as tl
 from cases import random_trellis
 from requant_kernels import TrellisLayout, dispatch, ops, pack_trellis
-from requant_kernels.launch_config import TrellisGemvConfig
+from requant_kernels.registry import TRELLIS_KERNELS, Kernel
 from requant_kernels.trellis import gemv
+from requant_kernels.trellis.gemv_launch import TrellisGemvConfig
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -37,9 +38,9 @@ CONFIG = TrellisGemvConfig(num_warps=2, tiles_per_cta=4, units_per_step=1)
 GROUPS: list[int] = []  # matrices of each launch
 
 
-def on_the_gemv(*_: Any) -> tuple[dispatch.Kernel, TrellisGemvConfig]:
+def on_the_gemv(*_: Any) -> tuple[Kernel, TrellisGemvConfig]:
     """What a GPU would be asked for."""
-    return next(kernel for kernel in dispatch.TRELLIS_KERNELS if kernel.name == "trellis_gemv"), CONFIG
+    return next(kernel for kernel in TRELLIS_KERNELS if kernel.name == "trellis_gemv"), CONFIG
 
 
 def in_one_launch(layouts: Sequence[TrellisLayout], *_: Any) -> list[TrellisGemvConfig] | None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from requant_kernels import dispatch, launch_config
+from requant_kernels import dispatch, launch_tables
 
 from requant.inference.convert import KernelLinear, Sibling, tune_kernels
 from requant.inference.decode import Decoder, generate_tokens
@@ -94,7 +94,7 @@ def test_text_is_the_same_with_and_without_a_graph(make_checkpoint) -> None:
 
 
 def test_tuning_is_kept(make_checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(launch_config.CACHE_VARIABLE, str(tmp_path / "kernels.json"))
+    monkeypatch.setenv(launch_tables.CACHE_VARIABLE, str(tmp_path / "kernels.json"))
     folder, _ = make_checkpoint("llama", kind="codebook")
     model = load(folder, device="cuda", dtype="float16")
     dispatch.forget()

@@ -1,0 +1,89 @@
+"""The launches that were measured.
+
+A table is JSON: GPU name -> rows, each a shape (`format`, `bits`, `n`, `k`, `m_bucket`), a `kernel`, and the fields of that
+kernel's configuration (`launch_config.py`).
+
+Two files are read: `tuned/h200.json` beside this file, and the user's cache, which `requant bench --autotune` and
+`kernels/bench/tune.py` write. Of a shape that both know the rows of the cache count.
+"""
+
+import json
+import logging
+import os
+from dataclasses import asdict, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from requant_kernels.launch_config import LaunchConfig, Shape
+from requant_kernels.registry import LAUNCHES
+
+logger = logging.getLogger(__name__)
+TABLE = Path(__file__).with_name("tuned") / "h200.json"
+CACHE_VARIABLE = "REQUANT_KERNEL_CACHE"
+
+Rows = dict[Shape, dict[str, LaunchConfig]]  # shape -> configuration by kernel
+
+
+def cache_file() -> Path:
+    """Where configurations measured on this machine are kept."""
+    named = os.environ.get(CACHE_VARIABLE)
+    home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    return Path(named) if named else home / "requant" / "kernels.json"
+
+
+@cache
+def measured(device_name: str) -> Rows:
+    """The configurations of a GPU; those of the cache before those of the table."""
+    found: Rows = {}
+    for file in (TABLE, cache_file()):
+        found |= read_table(file).get(device_name, {})
+    return found
+
+
+def read_table(file: Path) -> dict[str, Rows]:
+    """GPU -> rows; nothing, with a warning, where the file is damaged or of an older form: it only makes calls faster."""
+    if not file.exists():
+        return {}
+    try:
+        return {device: _rows(rows) for device, rows in json.loads(file.read_text()).items()}
+    except (ValueError, TypeError, KeyError, AttributeError):
+        logger.warning("%s is damaged, or of an older form, and not used; delete it, and measure again", file)
+        return {}
+
+
+def write_table(file: Path, table: dict[str, Rows]) -> None:
+    """One configuration a line."""
+    devices = []
+    for device, rows in table.items():
+        lines = [
+            json.dumps(shape._asdict() | {"bits": _number(shape.bits), "kernel": kernel} | asdict(config))
+            for shape, configs in sorted(rows.items())
+            for kernel, config in sorted(configs.items())
+        ]
+        devices.append(f"{json.dumps(device)}: [\n" + ",\n".join(lines) + "\n]")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    aside = file.with_suffix(".writing")
+    aside.write_text("{\n" + ",\n".join(devices) + "\n}\n")
+    os.replace(aside, file)
+
+
+def _number(bits: float) -> float:
+    return int(bits) if bits == int(bits) else bits
+
+
+def _rows(rows: list[dict[str, Any]]) -> Rows:
+    """Rows as a file holds them; ValueError, TypeError or KeyError where they are no configurations."""
+    found: Rows = {}
+    if not isinstance(rows, list):
+        raise TypeError("rows are a list")
+    for row in rows:
+        own = dict(row)
+        shape = Shape(**{name: own.pop(name) for name in Shape._fields})
+        kernel = own.pop("kernel")
+        config = LAUNCHES[kernel].config(**own)
+        for field in fields(config):
+            if not isinstance(getattr(config, field.name), field.type):  # pyright: ignore[reportArgumentType]
+                raise TypeError(f"{field.name} of {row}")
+        found.setdefault(shape, {})[kernel] = config
+    return found

@@ -1,0 +1,106 @@
+"""Launches of `gemv.py`, and of several matrices in one launch (`gemv_group.py`)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from requant_kernels.common.device import num_sms
+from requant_kernels.launch_config import ROWS, Launch, LaunchConfig, Shape
+from requant_kernels.trellis.codes import CODES
+from requant_kernels.trellis.layout import k64_per_unit
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrellisGemvConfig(LaunchConfig):
+    """`num_warps` divide K among them, for `tiles_per_cta` x 16 rows."""
+
+    num_warps: int = 8
+    tiles_per_cta: int = 2
+    units_per_step: int = 2  # units of columns (`trellis/layout.py`) that a warp takes at a time
+    pdl_trigger_early: bool = False  # the next launch may begin before this one has waited for the one before
+    max_ctas_per_sm: int | None = None
+
+
+def trellis_gemv(shape: Shape, device: torch.device) -> TrellisGemvConfig:
+    """A step of all warps stays within a section of 4096 columns."""
+    n, k, bits, m = shape.n, shape.k, shape.bits, shape.m_bucket
+    whole = bits == int(bits)  # at quarters of a bit a unit is up to four groups
+    if m == 1 and bits <= 4 and CODES[shape.format].byte_sums:
+        return trellis_one_token(shape, device)
+    small = n <= (4096 if k >= 8192 else 2048) and m != 8
+    return TrellisGemvConfig(
+        num_warps=16 if small else 8,
+        tiles_per_cta=1 if small or m > 8 or bits > 4 else 2,
+        units_per_step=2 if whole and bits <= 4 else 1,
+    )
+
+
+def trellis_one_token(shape: Shape, device: torch.device) -> TrellisGemvConfig:
+    """`mul1` or `pair`, at most 4 bits: one CTA of 16 warps an SM as long as one takes its tiles, and up to 4096 columns
+    each rotates the token for itself (`trellis/fused_hadamard.py`); beyond, CTAs of two tiles."""
+    n, k, bits = shape.n, shape.k, shape.bits
+    whole = bits == int(bits)
+    tiles = next((count for count in (1, 2, 4, 7) if n <= ROWS * count * num_sms(device)), None)
+    if tiles is not None and (k <= 4096 or tiles <= 2):
+        most = k // (1024 * k64_per_unit(round(4 * bits)))  # units of a warp until some warps have no columns
+        if tiles > 2 and not most:
+            return TrellisGemvConfig(num_warps=8, tiles_per_cta=2, units_per_step=1)
+        long = 4 if k <= 4096 and bits <= 3 else 2 if k > 4096 else 1
+        units = 1 if not whole or tiles > 2 else 2 if tiles == 1 else long
+        step = 1 << max(1, min(units, most)).bit_length() - 1  # a power of two, which divides a Hadamard tile
+        return TrellisGemvConfig(num_warps=16, tiles_per_cta=tiles, units_per_step=step)
+    return TrellisGemvConfig(num_warps=8 if whole or tiles == 4 else 4, tiles_per_cta=2, units_per_step=2)
+
+
+def trellis_group(shapes: Sequence[Shape], device: torch.device) -> list[TrellisGemvConfig]:
+    """Several matrices in one launch (`trellis/gemv_group.py`), measured on an H200: CTAs of 16 warps as long as all run at
+    once, for one token one an SM, or of seven tiles two after another; else CTAs of four warps and two tiles."""
+    k, m, bits = shapes[0].k, shapes[0].m_bucket, max(shape.bits for shape in shapes)
+    k64_counts = [k64_per_unit(round(4 * shape.bits)) for shape in shapes]
+    an_sm = {1: 1, 2: 1, 3: 1, 4: 1} if m == 1 else {2: 2}  # tiles of a CTA -> CTAs of an SM at most
+    if m == 1 and bits <= 3.5:  # of 4 bits they spill
+        an_sm[7] = 2
+    fitting = (
+        tiles
+        for tiles, most in an_sm.items()
+        if sum(-(-shape.n // (ROWS * tiles)) for shape in shapes) <= most * num_sms(device)
+    )
+    num_warps, tiles = 16, next(fitting, None)
+    if bits > 4 or m > 8:
+        num_warps, tiles = 8, 1
+    elif tiles is None or k < 1024 * max(k64_counts):  # some of 16 warps would have no columns
+        num_warps, tiles = 4, 2
+    return [
+        TrellisGemvConfig(
+            num_warps=num_warps,
+            tiles_per_cta=tiles,
+            units_per_step=2 if own == 1 and num_warps * tiles <= 16 else 1,
+        )
+        for own in k64_counts
+    ]
+
+
+# warps, tiles, units of a step
+LAUNCHES = [
+    (8, 2, 2), (4, 2, 2), (16, 2, 1), (16, 4, 1), (8, 2, 4), (4, 2, 4), (8, 1, 2), (16, 1, 2), (8, 4, 2), (16, 2, 4),
+    (16, 2, 2), (8, 4, 1), (16, 7, 1),
+]  # fmt: skip
+
+
+def candidates(_shape: Shape) -> Sequence[TrellisGemvConfig]:
+    return [
+        TrellisGemvConfig(num_warps=w, tiles_per_cta=t, units_per_step=u, pdl_trigger_early=early)
+        for w, t, u in LAUNCHES
+        for early in (False, True)
+    ]
+
+
+def makes_sense(config: TrellisGemvConfig, shape: Shape) -> bool:
+    """Whether warps have columns, CTAs fill an H200, and registers hold the sums."""
+    columns = config.num_warps * config.units_per_step * 64
+    ctas = shape.n // (ROWS * config.tiles_per_cta)
+    return columns <= max(shape.k, 1024) and ctas >= 32 and config.tiles_per_cta * shape.m_bucket <= 32
+
+
+LAUNCH = Launch(config=TrellisGemvConfig, rule=trellis_gemv, candidates=candidates, makes_sense=makes_sense)
