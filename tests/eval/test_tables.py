@@ -1,6 +1,7 @@
 """README and the pages show what the results say."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,14 @@ def test_results_hold_names_and_no_folders() -> None:
     for file in [*RESULTS.glob("*.json"), PEERS]:
         text = file.read_text(encoding="utf-8")
         assert '"/' not in text and "\\\\" not in text, file.name
+
+
+def test_the_readme_says_where_every_result_comes_from() -> None:
+    """MODEL stands for a model's name."""
+    named = re.findall(r"`([\w-]+)\.json`", (RESULTS.parent / "README.md").read_text(encoding="utf-8"))
+    patterns = [re.compile(name.replace("MODEL", "(demo-4m|bench-32m|moe-3m|moe-31m)")) for name in named]
+    files = [file.stem for file in RESULTS.glob("*.json")]
+    assert [name for name in files if not any(pattern.fullmatch(name) for pattern in patterns)] == []
 
 
 def test_a_block_without_results_is_empty(tmp_path: Path) -> None:
