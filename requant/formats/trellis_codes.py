@@ -24,14 +24,14 @@ below, and that of 65536 true Gaussian draws in their place (1056 tiles, `pair` 
 | 4 | 1.140 | 1.179 | 1.148 | 1.399 | 1.218 |
 | 5 / 6 / 8 | 1.177 / 1.236 / 1.418 | 1.240 / 1.320 / 1.625 | 1.179 / 1.215 / 1.350 | | |
 
-Weights travel in tiles of 16 by 16, row by row: a ring of 256 codes of `bits` bits. A step of `pair` is two neighbours
-of a row, the left one in its high bits. The state of a step is the 16 bits of the ring that end with it.
+Weights travel in tiles of 16 by 16, row by row: a tail-biting stream of 256 codes of `bits` bits. A step of `pair` is two
+neighbours of a row, the left one in its high bits. The state of a step is the 16 bits of the stream that end with it.
 
-**Quarter bits.** Nothing obliges every step to move the ring by the same number of bits. At 2.25 bits three steps of
+**Quarter bits.** Nothing obliges every step to move the window by the same number of bits. At 2.25 bits three steps of
 four move it by 2 and the last by 3 (`step_bits`); the state is 16 bits as ever, so the error falls smoothly with the
 average: 1.100, 1.107 and 1.114 at 2.25, 2.5 and 2.75 bits (`mul1`), where a mixture of tiles of 2 and of 3 bits has
-1.26, 1.37 and 1.37. So the allocator need not round what a matrix deserves to whole bits. A step of `pair` moves the ring
-by what its two weights do: 4 and 5 bits in turn at 2.25.
+1.26, 1.37 and 1.37. So the allocator need not round what a matrix deserves to whole bits. A step of `pair` moves the
+window by what its two weights do: 4 and 5 bits in turn at 2.25.
 """
 
 from collections.abc import Callable
@@ -124,7 +124,7 @@ def from_tiles(tiles: Shaped[Tensor, "b 256"], shape: tuple[int, int]) -> Shaped
 
 
 def step_bits(bits: int | float, weights_per_step: int = 1) -> tuple[int, ...]:
-    """The bits that each of PERIOD steps moves the ring by: as even as whole numbers can be, the larger ones last.
+    """The bits that each of PERIOD steps moves the window by: as even as whole numbers can be, the larger ones last.
 
     Raises ValueError where PERIOD steps do not make a whole number of bits.
     """
@@ -151,7 +151,7 @@ def codes_of_states(
 def states_of_codes(
     codes: UInt8[Tensor, "b 256"], *, bits: int | float, weights_per_step: int
 ) -> Int64[Tensor, "b t"]:
-    """The 16 bits that end with each step, around the ring."""
+    """The 16 bits that end with each step, across the stream's end."""
     weights, own = codes.long().unflatten(1, (-1, PERIOD)), step_bits(bits)
     symbols = weights[..., ::weights_per_step]
     for v in range(1, weights_per_step):

@@ -1,4 +1,9 @@
-"""2:4 by magnitude: of every four weights the two largest stay as they are. No calibration."""
+"""2:4 by magnitude: of every four weights the two largest stay as they are. No calibration.
+
+    score[i, j] = |w[i, j]|
+
+Mishra et al., "Accelerating Sparse Deep Neural Networks" (2021, arXiv 2104.08378), who train the kept weights again.
+"""
 
 from jaxtyping import Float
 from torch import Tensor

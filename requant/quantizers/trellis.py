@@ -4,8 +4,8 @@
 
 Tseng et al., "QTIP: Quantization with Trellises and Incoherence Processing" (2024, arXiv 2406.11235): random signs s
 and Hadamard blocks R (`requant.formats.hadamard`) make weights nearly Gaussian and curvatures incoherent; tiles of 16 by 16
-of V are rings through a bitshift trellis (`requant.quantizers.viterbi`) whose values are computed from its states
-(`requant.formats.trellis_codes`); the error of finished tiles is fed back into the targets of the others.
+of V are tail-biting paths through a bitshift trellis (`requant.quantizers.viterbi`) whose values are computed from its
+states (`requant.formats.trellis_codes`); the error of finished tiles is fed back into the targets of the others.
 
 H = mean x x' is the covariance of the inputs and G = mean g g' that of the loss's gradients at the outputs. With block
 Cholesky factors H = L D L' and G = M C M', unit lower triangular in blocks of 16,
@@ -219,7 +219,7 @@ def block_ldl(hessian: Float[Tensor, "c c"], *, damp: float) -> Float[Tensor, "c
 def code_tiles(
     tiles: Float[Tensor, "b 256"], values: Float[Tensor, "s v"], bits: int | float
 ) -> tuple[UInt8[Tensor, "b 256"], Float[Tensor, "b 256"]]:
-    """The nearest rings, as codes and as values."""
+    """The nearest paths, as codes and as values."""
     vector = values.shape[1]
     states = tail_biting_states(tiles.view(tiles.shape[0], -1, vector), values, bits=bits)
     return codes_of_states(states, bits=bits, weights_per_step=vector), values[states].flatten(1)

@@ -1,12 +1,12 @@
-"""The cheapest walk through the bitshift trellis (Viterbi 1967; the trellis of Tseng et al. 2024, arXiv 2406.11235).
+"""The cheapest path through the bitshift trellis (Viterbi 1967; the trellis of Tseng et al. 2024, arXiv 2406.11235).
 
-A sequence of 256 weights is a ring of 256 `bits` bits; the state of a weight is the window of 16 bits that ends with
-its own, so neighbours share 16 - bits of them: a weight costs `bits` bits and has 2**16 values to choose from. A code
-of v weights a step moves v `bits` bits a step.
+A sequence of 256 weights is a tail-biting stream of 256 `bits` bits; the state of a weight is the window of 16 bits that
+ends with its own, so neighbours share 16 - bits of them: a weight costs `bits` bits and has 2**16 values to choose from. A
+code of v weights a step moves v `bits` bits a step.
 
-The ring has no first state, which makes an exact search 2**(16 - bits) times as expensive. As in the paper, two walks do
-nearly as well: a free one through the sequence rotated by half tells the state where the ring closes, a second is
-pinned to it. Rotating and pinning again gains 0.3 % at 2 bits, a first walk through half the sequence loses 0.5 %.
+The stream has no first state, which makes an exact search 2**(16 - bits) times as expensive. As in the paper, two searches
+do nearly as well: one with free ends, on the sequence rotated by half, finds the state where the stream closes, a second is
+pinned to it. Rotating and pinning again gains 0.3 % at 2 bits, a first search on half the sequence loses 0.5 %.
 
 CUDA tensors go to the Triton kernel, others to its twin on the CPU (`requant_kernels.viterbi.cpu`), in as many threads as
 torch has. The bits of a step may be uneven (`trellis_codes.step_bits`).
@@ -26,7 +26,7 @@ from requant.formats.trellis_codes import step_bits
 def tail_biting_states(
     targets: Float[Tensor, "b t v"], values: Float[Tensor, "s v"], *, bits: int | float
 ) -> Int64[Tensor, "b t"]:
-    """The state of every step, a ring: the window of step 0 begins in the last steps.
+    """The state of every step: the window of step 0 begins in the last steps.
 
     Args:
         targets: b sequences of t steps of v weights.
@@ -44,11 +44,11 @@ def tail_biting_states(
     else:
         paths = partial(plain_paths, values=values, shifts=shifts)
 
-    def ring(part: Tensor) -> Tensor:
+    def tail_biting(part: Tensor) -> Tensor:
         free = paths(part.roll(half, dims=1), pinned=None)  # step 0 comes after step half - 1
         return paths(part, pinned=free[:, half - 1] & kept)
 
-    return ring(targets) if targets.is_cuda else _in_threads(ring, targets)
+    return tail_biting(targets) if targets.is_cuda else _in_threads(tail_biting, targets)
 
 
 def plain_paths(

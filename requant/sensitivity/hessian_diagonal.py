@@ -1,8 +1,9 @@
 """Second-order score on the diagonal: `1/2 F_j d_j^2`, with F the Fisher information by position.
 
-Near a minimum the Fisher information equals the Hessian of the loss in expectation. Taken by position
-(`calibration/fisher.py`) its sum explains 64 to 97 % of dF; the paper's version, the square of sequence-mean gradients,
-is smaller by the number of tokens in a sequence.
+The second Taylor term with a diagonal Hessian: the saliency of Optimal Brain Damage (LeCun, Denker and Solla 1990), and the
+second baseline of PQI (Hu et al. 2025, arXiv 2503.01901, equation 1). Near a minimum the Fisher information equals the
+Hessian of the loss in expectation. Taken by position (`calibration/fisher.py`) its sum explains 64 to 97 % of dF; the usual
+version, the square of sequence-mean gradients, is smaller by the number of tokens in a sequence.
 """
 
 from jaxtyping import Int64
