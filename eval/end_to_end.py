@@ -47,8 +47,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 # windows of 512 tokens). On llama-3.1-8b they make 1.997, 3.000 and 3.988 bits a weight.
 WIDTHS: dict[float, dict[str, tuple[float, float, float]]] = {
     2: {
-        "q_proj": (1.25, 1.75, 1.75), "k_proj": (1.75, 2, 2), "v_proj": (2.25, 2.5, 2.5), "o_proj": (2, 2, 2),
-        "gate_proj": (2, 2, 2), "up_proj": (2, 2, 2), "down_proj": (2.25, 2, 2),
+        "q_proj": (1.25, 1.5, 1.5), "k_proj": (1.5, 1.75, 2), "v_proj": (2, 2, 2.25), "o_proj": (2, 2, 2),
+        "gate_proj": (2, 2, 2), "up_proj": (1.75, 2, 2), "down_proj": (2.25, 2.25, 2.25),
     },
     3: {
         "q_proj": (2, 2.5, 2.5), "k_proj": (2.5, 3, 3.25), "v_proj": (3.5, 3.75, 3.5), "o_proj": (3, 3, 3),
