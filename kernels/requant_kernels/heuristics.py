@@ -1,9 +1,10 @@
-"""The rule for launches of the experts of a step (`experts/`), which no table knows."""
+"""The rules for launches of the experts of a step, and of a prompt (`experts/`), which no table knows."""
 
 import torch
 
 from requant_kernels.common.device import num_sms
 from requant_kernels.launch_config import ROWS, Shape
+from requant_kernels.scalar.gemm_sm90_launch import GemmSm90Config
 from requant_kernels.trellis.codes import CODES
 from requant_kernels.trellis.gemv_launch import TrellisGemvConfig
 from requant_kernels.trellis.layout import k64_per_unit
@@ -24,3 +25,25 @@ def trellis_slots(shape: Shape, slots: int, device: torch.device) -> TrellisGemv
     most = (1,) if shape.bits > 4 or not CODES[shape.format].byte_sums else (1, 2)
     own = next((n for n in most if slots * -(-tiles // n) * num_warps <= 16 * num_sms(device)), most[-1])
     return TrellisGemvConfig(num_warps=num_warps, tiles_per_cta=own, units_per_step=1)
+
+
+GROUPS = (32, 64, 128, 256)  # tokens of a CTA
+
+
+def trellis_groups(bits: float, slots: int, experts: int) -> GemmSm90Config:
+    """`slots` tokens divided among `experts` matrices, a CTA's all of one (`experts/prefill.py`). By a model, not measured.
+
+    A CTA takes time for its weights, as much as for 43 tokens, and for its N tokens, of which an expert's last CTA has half
+    in the mean: r / N + 1 / 2 CTAs for the r tokens of an expert, whose time is least at N = sqrt(86 r).
+    """
+    wanted = (86 * slots / experts) ** 0.5
+    return trellis_group_of(bits, next((n for n in GROUPS if wanted < 2**0.5 * n), GROUPS[-1]))
+
+
+def trellis_group_of(bits: float, tokens: int) -> GemmSm90Config:
+    """A CTA of so many tokens, as `trellis_gemm_sm90` launches it."""
+    small = tokens == 64 and bits <= 4
+    return GemmSm90Config(
+        tokens_per_cta=tokens, num_warps=4 if small else 8, tiles_per_warp=2 if small else 1,
+        prefetch_at=2 if tokens == 256 else 0,
+    )  # fmt: skip

@@ -1,18 +1,24 @@
-"""Mixtures of experts served: for few tokens all chosen experts of a layer in a few launches, which a CUDA graph can hold.
+"""Mixtures of experts served: all chosen experts of a layer in a few launches, which a CUDA graph can hold.
 
 `group_experts` stacks the kernels' layouts of all experts of a layer (`requant_kernels/experts/`), and gives `Experts` the
-step that multiplies them. The experts' own layers stay, as views of the stacks, for prompts: those run expert by expert. The
-step is checked, as single matrices are (`kernel_check.py`), against the experts one by one; where it cannot be, or is wrong
-on this machine, nothing changes, and the log says so.
+step that multiplies them for up to 64 tokens, and on Hopper the prefill for more (bfloat16 and float16 alike: its products
+are of float16 weights). The experts' own layers stay, as views of the stacks: elsewhere prompts run expert by expert.
+
+Both are checked, as single matrices are (`kernel_check.py`), against the experts one by one; where one cannot be, or is
+wrong on this machine, it is not used, and the log says so.
 """
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int64
+from requant_kernels import heuristics
+from requant_kernels.common.compile_ahead import compile_ahead
+from requant_kernels.experts.prefill import experts_prefill
+from requant_kernels.experts.prefill import supports as supports_prefill
 from requant_kernels.experts.stack import ExpertStack, stack_experts
 from requant_kernels.experts.step import experts_step, supports
 from torch import Tensor
@@ -21,7 +27,7 @@ from requant.inference.convert import KernelLinear
 from requant.inference.kernel_check import LIMIT, TritonError
 from requant.models.experts import Expert, Experts
 
-CHECKED_TOKENS, CHECKED_EXPERTS = 5, 2
+CHECKED_TOKENS, CHECKED_PROMPT, CHECKED_EXPERTS = 5, 200, 2
 logger = logging.getLogger(__name__)
 
 
@@ -40,6 +46,10 @@ class ExpertsStep:
         return _uncompiled(x.contiguous(), self.gate_up, self.down, experts, weights, gated=self.gated)
 
     @property
+    def device(self) -> torch.device:
+        return self.down.output_scales.device
+
+    @property
     def kind(self) -> tuple[Any, ...]:
         """What decides which programs run."""
         stacks = self.gate_up, self.down
@@ -47,32 +57,77 @@ class ExpertsStep:
         return *shapes, self.gate_up.experts, self.gated is None
 
 
+class ExpertsPrefill:
+    """`Experts.prefill` of a layer, by the stacks of its step."""
+
+    def __init__(self, step: ExpertsStep) -> None:
+        self.step = step
+
+    def __call__(
+        self,
+        x: Float[Tensor, "m h"],
+        experts: Int64[Tensor, "m s"],
+        weights: Float[Tensor, "m s"],
+        tokens_per_cta: int | None = None,
+    ) -> Float[Tensor, "m h"]:
+        """`tokens_per_cta`: in place of what the kernels' rule says for so many tokens."""
+        step = self.step
+        return _uncompiled_prefill(
+            x.contiguous(), step.gate_up, step.down, experts, weights, gated=step.gated,
+            tokens_per_cta=tokens_per_cta,
+        )  # fmt: skip
+
+
 def _launches(*arguments: Any, **options: Any) -> Any:
     return experts_step(*arguments, **options)
 
 
-_uncompiled: Any = torch.compiler.disable(
-    _launches
-)  # the compiler's graph breaks here; launches can still be captured
+def _launches_of_prefill(*arguments: Any, **options: Any) -> Any:
+    return experts_prefill(*arguments, **options)
+
+
+# the compiler's graph breaks here; launches can still be captured
+_uncompiled: Any = torch.compiler.disable(_launches)
+_uncompiled_prefill: Any = torch.compiler.disable(_launches_of_prefill)
 
 
 @torch.no_grad()
 def group_experts(model: Any) -> None:
-    """Give every layer of experts, whose matrices are the kernels' already, its step for few tokens."""
-    refused: Counter[str] = Counter()
-    checked: set[tuple[Any, ...]] = set()
+    """Give every layer of experts, whose matrices are the kernels' already, its step for few tokens, and its prefill."""
+    refused: Counter[tuple[str, str]] = Counter()
+    reasons: dict[tuple[Any, ...], str | None] = {}  # of what was checked, by kind
     for layer in (module for module in model.modules() if isinstance(module, Experts)):
+        layer.step = layer.prefill = None
         try:
             step = ExpertsStep(layer)
-            if step.kind not in checked:
-                _check(step, layer, model.dtype)
-                checked.add(step.kind)
         except ValueError as reason:
-            refused[str(reason)] += 1
-        else:
-            layer.step = step
-    for reason, count in refused.items():
-        logger.warning("%d layers of experts are served expert by expert, which is slow: %s", count, reason)
+            refused["layers of experts are", str(reason)] += 1
+            continue
+        key = "step", step.kind
+        if key not in reasons:
+            reasons[key] = _refusal(_check_step, step, layer, model.dtype)
+        if (reason := reasons[key]) is not None:
+            refused["layers of experts are", reason] += 1
+            continue
+        prefill, key = ExpertsPrefill(step), ("prefill", step.kind)
+        if key not in reasons and supports_prefill(step.device):
+            reasons[key] = _refusal(_check_prefill, prefill, layer, model.dtype)
+        layer.step = step
+        if key in reasons and reasons[key] is None:
+            layer.prefill = prefill
+        elif key in reasons:
+            refused["prompts of layers of experts are", str(reasons[key])] += 1
+    for (what, reason), count in refused.items():
+        logger.warning("%d %s served expert by expert, which is slow: %s", count, what, reason)
+
+
+def _refusal(check: Callable[..., None], served: Any, layer: Experts, dtype: torch.dtype) -> str | None:
+    """Why a check does not let it pass."""
+    try:
+        check(served, layer, dtype)
+    except ValueError as reason:
+        return str(reason)
+    return None
 
 
 def _stacked(linears: Sequence[Any], *, parts: int) -> ExpertStack:
@@ -94,27 +149,49 @@ def _is_silu(expert: Expert) -> bool:
     return torch.allclose(expert.gated(gate, up), torch.nn.functional.silu(gate) * up)
 
 
-def _check(step: ExpertsStep, layer: Experts, dtype: torch.dtype) -> None:
+def _check_step(step: ExpertsStep, layer: Experts, dtype: torch.dtype) -> None:
     """Raises ValueError where the step is not what the layer's experts compute one by one."""
-    device, generator = step.down.output_scales.device, torch.Generator().manual_seed(0)
-    tokens, count = CHECKED_TOKENS, min(CHECKED_EXPERTS, len(layer))
-    chosen = torch.stack([torch.randperm(len(layer), generator=generator)[:count] for _ in range(tokens)])
-    weights = torch.rand(tokens, count, generator=generator).to(device, dtype)
-    x = torch.randn(tokens, step.gate_up.k, generator=generator).to(device, dtype)
-    wanted = layer(x, chosen.to(device), weights)
+    x, chosen, weights, wanted = _example(step, layer, dtype, CHECKED_TOKENS)
     for part in (slice(0, 1), slice(None)):  # launches of one token differ from those of several
-        try:
-            found = step(x[part], chosen[part].to(device), weights[part])
-        except torch.OutOfMemoryError:
-            raise
-        except (TritonError, RuntimeError) as problem:
-            raise ValueError(
-                f"its kernels do not compile or start on this machine ({type(problem).__name__}); please report it with "
-                "the GPU and the versions of torch and triton"
-            ) from problem
-        error = (found - wanted[part]).float().norm() / wanted[part].float().norm().clamp(min=1e-30)
-        if not error <= LIMIT:
-            raise ValueError(
-                f"its kernels are wrong on this machine (relative error {error:.2g}); please report it with the GPU and "
-                "the versions of torch and triton"
-            )
+        _compare(lambda part=part: step(x[part], chosen[part], weights[part]), wanted[part])
+
+
+def _check_prefill(prefill: ExpertsPrefill, layer: Experts, dtype: torch.dtype) -> None:
+    """The same of the prefill, by all of its kernels."""
+    x, chosen, weights, wanted = _example(prefill.step, layer, dtype, CHECKED_PROMPT)
+    calls = [lambda own=own: prefill(x, chosen, weights, own) for own in heuristics.GROUPS]
+    if x.is_cuda:
+        compile_ahead(lambda: [call() for call in calls])
+    for call in calls:
+        _compare(call, wanted)
+
+
+def _example(
+    step: ExpertsStep, layer: Experts, dtype: torch.dtype, tokens: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Tokens, their experts and weights, and what the experts make of them one by one."""
+    device, generator = step.device, torch.Generator().manual_seed(0)
+    count = min(CHECKED_EXPERTS, len(layer))
+    chosen = torch.stack([torch.randperm(len(layer), generator=generator)[:count] for _ in range(tokens)])
+    chosen, weights = chosen.to(device), torch.rand(tokens, count, generator=generator).to(device, dtype)
+    x = torch.randn(tokens, step.gate_up.k, generator=generator).to(device, dtype)
+    return x, chosen, weights, layer(x, chosen, weights)
+
+
+def _compare(call: Callable[[], Tensor], wanted: Tensor) -> None:
+    """Raises ValueError where a call does not give what is wanted."""
+    try:
+        found = call()
+    except torch.OutOfMemoryError:
+        raise
+    except (TritonError, RuntimeError) as problem:
+        raise ValueError(
+            f"its kernels do not compile or start on this machine ({type(problem).__name__}); please report it with "
+            "the GPU and the versions of torch and triton"
+        ) from problem
+    error = (found - wanted).float().norm() / wanted.float().norm().clamp(min=1e-30)
+    if not error <= LIMIT:
+        raise ValueError(
+            f"its kernels are wrong on this machine (relative error {error:.2g}); please report it with the GPU and "
+            "the versions of torch and triton"
+        )

@@ -22,7 +22,9 @@ from torch.nn import functional
 USUAL_NAMES = ("gate_proj", "up_proj", "down_proj")
 WEIGHTS = {"gate_up_proj", "down_proj"}
 BIASES = {"gate_up_proj_bias", "down_proj_bias"}
-STEP_TOKENS = 64  # at most, that `Experts.step` takes: more are better multiplied expert by expert
+STEP_TOKENS = (
+    64  # at most, that `Experts.step` takes: more are better multiplied as matrices, by `Experts.prefill`
+)
 ALIGNMENT = 8  # of rows and columns of a matrix for `grouped_mm`: 16 bytes of bfloat16
 grouped_mm: Any = getattr(functional, "grouped_mm", None) or torch._grouped_mm  # of torch 2.10, and of 2.9
 
@@ -59,7 +61,8 @@ class Experts(nn.ModuleList):
     An expert is called once, with the tokens that are routed to it, and not at all where there are none. With
     `sees_all_tokens` every expert is called with all tokens, for statistics; the result is the same. With `grouped`, and
     under autocast, no expert is called: the products of one kind are one `grouped_mm`, and the host does not learn where
-    tokens go. `step`, where an engine gives one, computes few tokens in its place (`inference/experts.py`).
+    tokens go. `step`, where an engine gives one, computes few tokens in its place, and `prefill` more of them
+    (`inference/experts.py`).
     """
 
     def __init__(self, experts: Sequence[Expert], *, fused_in_files: bool) -> None:
@@ -68,6 +71,7 @@ class Experts(nn.ModuleList):
         self.fused_in_files = fused_in_files  # the original's weight files have no tensors of single experts
         self.sees_all_tokens = self.grouped = False
         self.step: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+        self.prefill: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
 
     def forward(
         self,
@@ -75,8 +79,9 @@ class Experts(nn.ModuleList):
         top_k_index: Int64[Tensor, "m s"],
         top_k_weights: Float[Tensor, "m s"],
     ) -> Float[Tensor, "m h"]:
-        if self.step is not None and len(hidden_states) <= STEP_TOKENS:
-            return self.step(hidden_states, top_k_index, top_k_weights)
+        served = self.step if len(hidden_states) <= STEP_TOKENS else self.prefill
+        if served is not None:
+            return served(hidden_states, top_k_index, top_k_weights)
         if self.sees_all_tokens:
             weights = top_k_weights.new_zeros(len(hidden_states), len(self))
             weights.scatter_(1, top_k_index, top_k_weights)

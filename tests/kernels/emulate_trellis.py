@@ -143,11 +143,12 @@ def run_memory(
 def inline_asm_elementwise(
     asm: str, constraints: str, args: Any, dtype: Any, is_pure: bool, pack: int, _semantic: Any = None
 ) -> Any:
-    """What Triton's own does on a GPU, for one element a thread: tensors [warps, 32], or [32 warps]."""
+    """What Triton's own does on a GPU, for one element a thread: tensors [.., warps, 32], or [32 warps]."""
+    dtype = getattr(dtype, "value", None) or dtype  # of a constant of Gluon
     kinds = dtype if isinstance(dtype, tuple) else (dtype,)
     values = [np.asarray(arg.handle.data) for arg in args]
     given = np.broadcast_shapes(*(value.shape for value in values))
-    if len(given) == 1:
+    if len(given) != 2:
         values = [np.broadcast_to(value, given).reshape(-1, 32) for value in values]
     shape = np.broadcast_shapes(*(value.shape for value in values))
     operands = {}

@@ -11,6 +11,7 @@ triton = pytest.importorskip("triton")
 
 from requant_kernels import heuristics  # noqa: E402
 from requant_kernels.common.slots import Slots  # noqa: E402
+from requant_kernels.experts.route import gather_kernel, route_kernel  # noqa: E402
 from requant_kernels.experts.scale import combine_kernel, gate_kernel  # noqa: E402
 from requant_kernels.hadamard.tile_kernel import HADAMARD_TILE  # noqa: E402
 from requant_kernels.launch_config import Shape, m_bucket  # noqa: E402
@@ -135,10 +136,30 @@ def test_what_follows_the_experts_products_is_small(kernel) -> None:
     constants |= {"NUM_EXPERTS": 128, "SILU": True} if kernel is gate_kernel else {"PER_TOKEN": 8}
     pointers = {"z_ptr": "*fp32", "scales_ptr": "*fp16", "experts_ptr": "*i64", "weights_ptr": "*bf16"}
     pointers |= {"h_ptr": "*bf16", "y_ptr": "*bf16", "n": "i32"}
+    pointers |= {"rows_ptr": "*i32"}
+    absent = [("biases_ptr", "rows_ptr")]
+    if prompts := kernel is combine_kernel:
+        absent.append(("biases_ptr",))
+    for own in absent:
+        machine = compile_kernel(kernel, constants, capability=90, pointers=pointers, warps=4, absent=own)
+        assert machine.stack == 0 and machine.instructions < 500 + 100 * prompts
+
+
+@counts_instructions
+@pytest.mark.parametrize("per_group", [32, 256])
+def test_what_precedes_the_experts_products_of_prompts_is_small(per_group: int) -> None:
+    """128 experts, 8 a token."""
+    constants = {"PER_TOKEN": 8, "EXPERTS": 128, "PADDED": 128, "N": per_group, "BLOCK": 1024, "GROUPS": 32}
+    integers = dict.fromkeys(("order_ptr",), "*i64") | dict.fromkeys(("slots", "groups", "k"), "i32")
+    pointers = integers | dict.fromkeys(("ends_ptr", "tokens_ptr", "rows_ptr", "groups_ptr"), "*i32")
+    machine = compile_kernel(route_kernel, constants, capability=90, pointers=pointers, warps=4)
+    assert machine.stack == 0 and machine.instructions < 2500
     machine = compile_kernel(
-        kernel, constants, capability=90, pointers=pointers, warps=4, absent=("biases_ptr",)
-    )
-    assert machine.stack == 0 and machine.instructions < 500
+        gather_kernel, {"COLUMNS": 2048, "PDL": True}, capability=90, warps=4, aligned=("k",),
+        pointers=pointers | {"x_ptr": "*fp16"},
+    )  # fmt: skip
+    assert machine.stack == 0 and machine.instructions < 150
+    assert machine.opcodes["LDG"] == 1 + 2 and machine.opcodes["STG"] == 2  # 16 bytes a thread
 
 
 @counts_instructions

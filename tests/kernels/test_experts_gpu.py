@@ -1,4 +1,7 @@
-"""The experts of a step on the GPU: beside the experts one by one, in a CUDA graph whose experts change, in a model."""
+"""The experts of a step and of a prompt on the GPU: beside the experts one by one, in a CUDA graph whose experts change,
+without a word to the host, in a model."""
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +18,10 @@ from requant.recipe.schema import Budget, Calibration, Evaluation, Recipe
 from .cases import random_trellis, relative_error
 
 pytest.importorskip("triton")
+from requant_kernels import heuristics
+from requant_kernels.common.compile_ahead import compile_ahead
+from requant_kernels.experts import prefill
+from requant_kernels.experts.prefill import bytes_of_row, experts_prefill
 from requant_kernels.experts.stack import ExpertStack, stack_experts
 from requant_kernels.experts.step import experts_step
 
@@ -44,6 +51,125 @@ def one_by_one(x: Tensor, matrices: list[TrellisLayout], chosen: Tensor, weights
             gate, up = (linear(x[t : t + 1], matrices[part * experts + e]) for part in (0, 1))
             y[t] += weights[t, j] * linear(functional.silu(gate) * up, matrices[2 * experts + e])[0]
     return y
+
+
+hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or not prefill.supports(torch.device("cuda")),
+    reason="needs Hopper and Gluon",
+)
+
+
+def skewed(m: int, s: int, experts: int) -> Tensor:
+    """Popular experts and rare ones; none chooses expert 1."""
+    liking = torch.rand(m, experts) * torch.rand(experts)
+    liking[:, 1] = -1
+    return liking.topk(s, -1).indices.cuda()
+
+
+def by_expert(x: Tensor, matrices: list[TrellisLayout], chosen: Tensor, weights: Tensor) -> Tensor:
+    """As `one_by_one`, of many tokens."""
+    experts, y = len(matrices) // 3, torch.zeros(*x.shape, device="cuda")
+    for e in range(experts):
+        t, j = (chosen == e).nonzero(as_tuple=True)
+        if len(t):
+            gate, up = (linear(x[t], matrices[part * experts + e]) for part in (0, 1))
+            own = linear(functional.silu(gate) * up, matrices[2 * experts + e])
+            y.index_add_(0, t, own.float() * weights[t, j, None].float())
+    return y
+
+
+@hopper
+@pytest.mark.parametrize(
+    ("dtype", "code", "widths", "h", "f", "experts", "s"),
+    [
+        (torch.bfloat16, "mul1", (2,), 2048, 768, 128, 8),
+        (torch.float16, "mul1", (2, 2.25, 3, 4), 256, 256, 16, 2),
+        (torch.bfloat16, "pair", (2, 1), 2048, 768, 8, 4),
+        (torch.float16, "3inst", (2,), 512, 320, 4, 2),
+        (torch.bfloat16, "mul1", (3,), 1000, 48, 4, 2),
+        (torch.bfloat16, "mul1", (5, 2), 512, 1408, 4, 2),
+    ],
+)
+def test_a_prompt_is_that_of_its_experts_one_by_one(
+    dtype: torch.dtype, code: str, widths: tuple[float, ...], h: int, f: int, experts: int, s: int
+) -> None:
+    torch.manual_seed(0)
+    gate_up, down, matrices = stacks(code, widths, h, f, experts)
+    for m in (1, 65, 300, 1500):
+        x, weights = torch.randn(m, h, device="cuda", dtype=dtype), torch.rand(m, s, device="cuda").to(dtype)
+        chosen = skewed(m, s, experts)
+
+        def all_launches(given=(x, gate_up, down, chosen, weights)) -> None:
+            for tokens in heuristics.GROUPS:
+                experts_prefill(*given, tokens_per_cta=tokens)
+
+        compile_ahead(all_launches)
+        wanted = by_expert(x, matrices, chosen, weights).double()
+        for tokens in (None, *heuristics.GROUPS):
+            got = experts_prefill(x, gate_up, down, chosen, weights, tokens_per_cta=tokens)
+            assert got.dtype == dtype and relative_error(got, wanted) < 1e-2, tokens
+        got = experts_prefill(x, gate_up, down, chosen, weights)
+        for _ in range(3):
+            assert torch.equal(got, experts_prefill(x, gate_up, down, chosen, weights))
+        passes = experts_prefill(
+            x, gate_up, down, chosen, weights, max_bytes=100 * s * bytes_of_row(gate_up, down, dtype)
+        )
+        assert relative_error(passes, wanted) < 1e-2
+
+
+@hopper
+def test_biases_and_another_gate_in_prompts() -> None:
+    torch.manual_seed(0)
+    gate_up, down, matrices = stacks("mul1", (2, 3), 512, 256, 8)
+    gate_up, down = (
+        replace(stack, biases=torch.randn(len(stack.index_of), stack.n, device="cuda").bfloat16())
+        for stack in (gate_up, down)
+    )
+    x, weights = torch.randn(200, 512, device="cuda").bfloat16(), torch.rand(200, 2, device="cuda")
+    chosen, y = skewed(200, 2, 8), torch.zeros(200, 512, device="cuda")
+    assert gate_up.biases is not None and down.biases is not None
+
+    def gated(gate: Tensor, up: Tensor) -> Tensor:
+        return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+
+    for e in range(8):
+        t, j = (chosen == e).nonzero(as_tuple=True)
+        if len(t):
+            gate, up = (linear(x[t], matrices[8 * part + e], gate_up.biases[8 * part + e]) for part in (0, 1))
+            own = linear(gated(gate, up), matrices[16 + e], down.biases[e])
+            y.index_add_(0, t, own.float() * weights[t, j, None])
+    got = experts_prefill(x, gate_up, down, chosen, weights, gated=gated)
+    assert relative_error(got, y.double()) < 1e-2
+
+
+@hopper
+def test_the_host_does_not_wait_for_a_prompt_and_a_graph_can_hold_it() -> None:
+    torch.manual_seed(0)
+    gate_up, down, matrices = stacks("mul1", (2, 3), 2048, 768, 16)
+    x, weights = (
+        torch.randn(400, 2048, device="cuda").bfloat16(),
+        torch.rand(400, 4, device="cuda").bfloat16(),
+    )
+    router = torch.randn(2048, 16, device="cuda").bfloat16()
+
+    def layer() -> tuple[Tensor, Tensor]:
+        chosen = (x @ router).topk(4, dim=-1).indices
+        return chosen, experts_prefill(x, gate_up, down, chosen, weights)
+
+    layer()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        layer()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chosen, y = layer()
+    for _ in range(3):
+        x.copy_(torch.randn_like(x))
+        graph.replay()
+        assert relative_error(y, by_expert(x, matrices, chosen, weights).double()) < 1e-2
 
 
 def choose(m: int, s: int, experts: int) -> Tensor:
@@ -114,6 +240,15 @@ def test_a_model_with_experts_is_captured(name: str, tiny_folder, tiny_text_file
     model = requant.load(tmp_path / "checkpoint", device="cuda", dtype="bfloat16")
     layers = [module for module in model.modules() if isinstance(module, Experts)]
     assert layers and all(layer.step is not None for layer in layers)
+    assert all((layer.prefill is not None) == prefill.supports(torch.device("cuda")) for layer in layers)
+    tokens = torch.arange(100, device="cuda")[None] * 7 % 256
+    grouped = model(tokens).logits.float()
+    prefills = [layer.prefill for layer in layers]
+    for layer in layers:
+        layer.prefill = None
+    assert relative_error(grouped, model(tokens).logits.double()) < 3e-2
+    for layer, own in zip(layers, prefills, strict=True):
+        layer.prefill = own
     prompt = torch.arange(20, device="cuda")[None] * 7 % 256
     captured, plain = (Decoder(model, length=64, graph=graph) for graph in (None, False))
     for decoder in (captured, plain):

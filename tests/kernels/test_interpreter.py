@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 SCRIPTS = (
     "interpret.py",
     "emulate_trellis.py",
+    "emulate_experts_prefill.py",
     "emulate_gemv_mma.py",
 )  # every other case by default (`case_selection.py`)
 
@@ -20,7 +21,7 @@ SCRIPTS = (
 @pytest.mark.parametrize(
     "command",
     [
-        *((script,) for script in SCRIPTS[:2]),  # PTX models test the third one's kernels too
+        *((script,) for script in SCRIPTS[:3]),  # PTX models test the last one's kernels too
         *(pytest.param((script, "all"), marks=pytest.mark.slow) for script in SCRIPTS),
     ],
     ids=" ".join,

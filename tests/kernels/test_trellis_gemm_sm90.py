@@ -10,6 +10,7 @@ from requant_kernels import pack_trellis
 
 pytest.importorskip("triton.experimental.gluon")
 
+from requant_kernels import heuristics
 from requant_kernels.common import wgmma
 from requant_kernels.common.wgmma import x_layout
 from requant_kernels.fallback import reference
@@ -146,6 +147,7 @@ def multiply_machine(
     whole: bool = True,
     sums: bool = False,
     out: str = "fp32",
+    experts: int = 0,
 ) -> Machine:
     """`launch`: tokens, warps, tiles, ahead."""
     tokens, warps, tiles, ahead = launch
@@ -160,10 +162,16 @@ def multiply_machine(
         "codes_ptr": "*i32",
         "out_ptr": f"*{out}",
     }
-    pointers |= {"units": "i32", "rows": "i32", "k_tiles": "i32"}
+    pointers |= {
+        "units": "i32",
+        "rows": "i32",
+        "k_tiles": "i32",
+        "groups_ptr": "*i32",
+        "matrices_ptr": "*i32",
+    }
     return compile_kernel(
-        gemm_sm90.trellis_gemm_sm90_kernel, {**given, "PDL": True}, capability=90, pointers=pointers, warps=warps,
-        aligned=("rows",),
+        gemm_sm90.trellis_gemm_sm90_kernel, {**given, "PDL": True, "EXPERTS": experts}, capability=90,
+        pointers=pointers, warps=warps, aligned=("rows",), absent=() if experts else ("groups_ptr", "matrices_ptr"),
         max_registers=max_registers(config, four),
     )  # fmt: skip
 
@@ -224,6 +232,31 @@ def test_a_product_in_float16_is_stored_by_pairs(code: str, sums: bool) -> None:
     machine = multiply_machine(code, 2, launch=(256, 8, 1, 2), sums=sums, out="fp16")
     assert machine.stack == 0
     assert machine.opcodes["STG"] == 64 and machine.opcodes["STS"] == 0  # 4 bytes: two rows of a token
+
+
+GROUPED = [("mul1", 2), ("pair", 2), ("mul1", 2.25), ("mul1", 4), ("3inst", 2)]
+
+
+@counts_instructions
+@pytest.mark.parametrize(
+    ("code", "bits"),
+    [
+        pytest.param(*kind, marks=() if kind == ("mul1", 2.25) else pytest.mark.slow)
+        for kind in (*GROUPED, *(kind for kind in KINDS if kind not in GROUPED))
+    ],
+)
+def test_groups_of_experts_change_nothing_in_the_loop(code: str, bits: float) -> None:
+    """Qwen3-30B-A3B, prompts of 65 tokens to 4 k: the loop of a single matrix, and no spills."""
+    launches = set()
+    for slots in (8 * 65, 8 * 512, 8 * 2048, 8 * 8192):
+        config = heuristics.trellis_groups(bits, slots, 128)
+        launches.add((config.tokens_per_cta, config.num_warps, config.tiles_per_warp, config.prefetch_at))
+    assert {launch[0] for launch in launches} == {32, 64, 128, 256} and launches <= set(LAUNCHES)
+    for launch in launches:
+        alone, grouped = (multiply_machine(code, bits, launch=launch, experts=e) for e in (0, 128))
+        assert grouped.stack <= 16
+        assert grouped.opcodes["HGMMA"] == alone.opcodes["HGMMA"] and grouped.inner <= alone.inner + 8
+        assert grouped.instructions <= alone.instructions + 320
 
 
 @pytest.mark.parametrize(

@@ -1,2 +1,2 @@
-"""Mixtures of experts for few tokens: all chosen experts of a step in one launch a projection, none of them known to the
-host. `stack.py` holds the matrices, `step.py` the step, `scale.py` its two small kernels."""
+"""Mixtures of experts: all chosen experts in one launch a projection, none of them known to the host. `stack.py` holds the
+matrices, `step.py` multiplies few tokens, `prefill.py` prompts in the order of `route.py`, `scale.py` finishes both."""

@@ -22,7 +22,7 @@ BLOCK = 256
 @triton.jit
 def _scaled(z_ptr, scales_ptr, biases_ptr, slot, matrix, at, inside, n):
     """s z + b of a slot, float32."""
-    z = tl.load(z_ptr + slot * n + at, mask=inside, other=0.0)
+    z = tl.load(z_ptr + slot * n + at, mask=inside, other=0.0).to(tl.float32)
     z *= tl.load(scales_ptr + matrix * n + at, mask=inside, other=0.0).to(tl.float32)
     if biases_ptr is not None:
         z += tl.load(biases_ptr + matrix * n + at, mask=inside, other=0.0).to(tl.float32)
@@ -34,7 +34,7 @@ def gate_kernel(
     z_ptr, scales_ptr, biases_ptr, experts_ptr, h_ptr, n, NUM_EXPERTS: tl.constexpr, SILU: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """z float32 [2, slots, n] -> h [slots, n], or without SILU [2, slots, n], scaled only; grid (slots, blocks)."""
+    """z [2, slots, n] -> h [slots, n], or without SILU [2, slots, n], scaled only; grid (slots, blocks)."""
     slot, slots = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
@@ -51,10 +51,10 @@ def gate_kernel(
 
 @triton.jit
 def combine_kernel(
-    z_ptr, scales_ptr, biases_ptr, experts_ptr, weights_ptr, y_ptr, n, PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    z_ptr, scales_ptr, biases_ptr, experts_ptr, weights_ptr, rows_ptr, y_ptr, n, PER_TOKEN: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """z float32 [tokens * PER_TOKEN, n] -> y [tokens, n]; grid (tokens, blocks)."""
+    """z [tokens * PER_TOKEN, n] -> y [tokens, n]; grid (tokens, blocks). `rows`: of z and experts, for every slot."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
@@ -62,8 +62,10 @@ def combine_kernel(
     y = tl.zeros([BLOCK], tl.float32)
     for i in tl.static_range(PER_TOKEN):
         slot = token * PER_TOKEN + i
-        expert = tl.load(experts_ptr + slot).to(tl.int64)
         weight = tl.load(weights_ptr + slot).to(tl.float32)
+        if rows_ptr is not None:
+            slot = tl.load(rows_ptr + slot).to(tl.int64)
+        expert = tl.load(experts_ptr + slot).to(tl.int64)
         y += weight * _scaled(z_ptr, scales_ptr, biases_ptr, slot, expert, at, inside, n)
     tl.store(y_ptr + token * n + at, y.to(y_ptr.dtype.element_ty), mask=inside)
 
@@ -71,7 +73,7 @@ def combine_kernel(
 def gate(
     z: Tensor, stack: ExpertStack, experts: Tensor, dtype: torch.dtype, *, silu: bool, pdl: bool
 ) -> Tensor:
-    """h [slots, n] of z float32 [2 slots, n]; without `silu` gates and ups [2, slots, n]."""
+    """h [slots, n] of z [2 slots, n]; without `silu` gates and ups [2, slots, n]."""
     slots, n = len(experts), stack.n
     h = torch.empty((slots, n) if silu else (2, slots, n), dtype=dtype, device=z.device)
     launch(
@@ -82,13 +84,14 @@ def gate(
 
 
 def combine(
-    z: Tensor, stack: ExpertStack, experts: Tensor, weights: Tensor, dtype: torch.dtype, *, pdl: bool
-) -> Tensor:
-    """y [m, n] of z float32 [m s, n] and weights [m, s]."""
+    z: Tensor, stack: ExpertStack, experts: Tensor, weights: Tensor, dtype: torch.dtype, *, rows: Tensor | None = None,
+    pdl: bool,
+) -> Tensor:  # fmt: skip
+    """y [m, n] of z [m s, n] and weights [m, s]. `rows` int32 [m s]: of z and experts, which are in another order."""
     (m, per_token), n = weights.shape, stack.n
     y = torch.empty(m, n, dtype=dtype, device=z.device)
     launch(
-        combine_kernel, (m, triton.cdiv(n, BLOCK), 1), (z, stack.output_scales, stack.biases, experts, weights, y, n),
+        combine_kernel, (m, triton.cdiv(n, BLOCK), 1), (z, stack.output_scales, stack.biases, experts, weights, rows, y, n),
         interned(PER_TOKEN=per_token, BLOCK=BLOCK, PDL=pdl, num_warps=4, **pdl_option(pdl)),
     )  # fmt: skip
     return y

@@ -23,6 +23,7 @@ class ExpertStack:
     index_of: Sequence[tuple[float, int]]  # of every matrix: its bits, and its index there
     output_scales: Tensor  # float16 [matrices, n]
     biases: Tensor | None  # [matrices, n]
+    numbers: Tensor  # int16: 0, 1, .. of the experts
     parts: int
     n: int
     k: int
@@ -68,5 +69,7 @@ def stack_experts(
     return ExpertStack(
         by_bits=by_bits, index_of=[(m.bits, members[m.bits].index(i)) for i, m in enumerate(matrices)],
         output_scales=torch.stack([matrix.output_scales for matrix in matrices]),
-        biases=None if biases is None else torch.stack(list(biases)), parts=parts, n=first.n, k=first.k,
+        biases=None if biases is None else torch.stack(list(biases)),
+        numbers=torch.arange(len(matrices) // parts, dtype=torch.int16, device=first.packed_codes.device), parts=parts,
+        n=first.n, k=first.k,
     )  # fmt: skip

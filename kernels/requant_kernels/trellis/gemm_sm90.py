@@ -17,6 +17,9 @@ operand is in registers; in Gluon the kernel waits when it needs the result, so 
 decoded. Rows 2 g and 2 g + 1 of a token are in one lane when the sums are stored. Split-K partial sums are added by the
 rotation that follows, which saves a launch.
 
+The experts of a mixture are one launch too (`experts/prefill.py`): tokens lie in the order of their experts, a CTA has up to
+N of those of one expert, and reads on the device whose matrix it multiplies (EXPERTS, `group_product`).
+
 Two weights w0, w1 of `pair` need not be decoded themselves: they times two activations are
 
     w0 x0 + w1 x1  =  (w0 + w1) / 2 (x0 + x1)  +  (w0 - w1) / 2 (x0 - x1)
@@ -148,20 +151,26 @@ def _load_activations(
 
 @gluon.jit(do_not_specialize=["k_tiles", "last_tile", "steps", "M", "units"])
 def trellis_gemm_sm90_kernel(
-    x_desc, codes_ptr, out_ptr, units, k_tiles, last_tile, steps, rows, M,
+    x_desc, codes_ptr, out_ptr, groups_ptr, matrices_ptr, units, k_tiles, last_tile, steps, rows, M,
     DECODE: gl.constexpr, LOADS: gl.constexpr, COUNT: gl.constexpr, V: gl.constexpr, J: gl.constexpr,
     WHOLE: gl.constexpr, N: gl.constexpr, W: gl.constexpr, R: gl.constexpr, PREFETCH_AT: gl.constexpr,
-    STAGE_COLUMNS: gl.constexpr, NUM_STAGES: gl.constexpr, SCALE: gl.constexpr, PDL: gl.constexpr,
+    STAGES: gl.constexpr, SCALE: gl.constexpr, PDL: gl.constexpr, EXPERTS: gl.constexpr,
 ):  # fmt: skip
     """out float32 or float16 `[splits, M, rows]`, SCALE times the sums; grid: (row tiles / (W R), splits of `steps` k_tiles
     of 256 columns, tokens / N).
 
     A k_tile is 4 / J units. The codes of the next one are loaded while k64 number PREFETCH_AT of this one is decoded.
+    STAGES: columns of a stage of activations, and how many there are.
+
+    EXPERTS, where it is not 0: `codes_ptr` is a stack, out `[parts, M, rows]`, and the grid (.., parts, groups): a group is
+    int32 `[expert, first token, end]`, and `matrices_ptr` int32 `[parts, EXPERTS]` has its matrix in the stack, or -1.
     """
     ACC: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[W, 1], instr_shape=[16, N, 16]
     )
     A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=2)
+    STAGE_COLUMNS: gl.constexpr = STAGES[0]
+    NUM_STAGES: gl.constexpr = STAGES[1]
     PER: gl.constexpr = STAGE_COLUMNS // 64  # k64 of a stage
     UNITS: gl.constexpr = 4 // J
     first_tile = gl.program_id(0) * (W * R)
@@ -169,7 +178,19 @@ def trellis_gemm_sm90_kernel(
     previous_lane = (lane + 28) % 32
     first = gl.program_id(1) * steps
     count = gl.minimum(steps, k_tiles - first)
-    token = gl.program_id(2) * N
+    token, end = gl.program_id(2) * N, M
+    if EXPERTS:
+        if PDL:
+            tl.extra.cuda.gdc_launch_dependents()
+            tl.extra.cuda.gdc_wait()
+        group = groups_ptr + gl.program_id(2) * 3
+        expert, token, end = gl.load(group), gl.load(group + 1), gl.load(group + 2)
+        own = gl.program_id(1) * EXPERTS + gl.maximum(expert, 0)
+        matrix = gl.load(matrices_ptr + own)
+        if (expert < 0) | (matrix < 0):  # no tokens are left, or another launch has the width of its codes
+            return
+        tiles += matrix.to(gl.int64) * (last_tile + 1)
+        first, count = 0, k_tiles
 
     smem = gl.allocate_shared_memory(gl.float16, [NUM_STAGES, N, STAGE_COLUMNS], x_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
@@ -178,7 +199,7 @@ def trellis_gemm_sm90_kernel(
     fence_async_shared()
     address = codes_ptr.to(gl.int64) + (tiles * units * (32 * COUNT) + lane * V) * 4
     next_words = _load_codes(address, first, units, LOADS, COUNT, UNITS, WHOLE)
-    if PDL:
+    if PDL and not EXPERTS:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     stages = count * (4 // PER)
@@ -227,7 +248,7 @@ def trellis_gemm_sm90_kernel(
     row = first_tile * 16 + gl.arange(0, 16 * W * R, gl.SliceLayout(1, S))
     m = token + gl.arange(0, N, gl.SliceLayout(0, S))
     at = (gl.program_id(1) * M + m)[None, :].to(gl.int64) * rows + row[:, None]
-    gl.store(out_ptr + at, y, mask=(m < M)[None, :] & (row < rows)[:, None])
+    gl.store(out_ptr + at, y, mask=(m < end)[None, :] & (row < rows)[:, None])
 
 
 @cache
@@ -237,13 +258,12 @@ def gemm_constants(
     """What the kernel is compiled for; `whole`: the columns are whole k_tiles; `sums`: half sums are decoded."""
     k64_count = k64_per_unit(quad_bits)
     words, units = quad_bits * k64_count // 4, K64_PER_K_TILE // k64_count
-    stage_columns, num_stages = activation_stages(config.tokens_per_cta)
     return {
         "DECODE": tuple(decode_ptx(code, quad_bits, k64, sums=sums) for k64 in range(k64_count)),
         "LOADS": tuple(load_codes_ptx(words, vector, 128 * words * unit) for unit in range(units if whole else 1)),
         "COUNT": words, "V": vector, "J": k64_count, "WHOLE": whole, "N": config.tokens_per_cta, "W": config.num_warps,
-        "R": config.tiles_per_warp, "PREFETCH_AT": config.prefetch_at, "STAGE_COLUMNS": stage_columns,
-        "NUM_STAGES": num_stages, "SCALE": SUM_SCALE if sums else 1.0,
+        "R": config.tiles_per_warp, "PREFETCH_AT": config.prefetch_at,
+        "STAGES": activation_stages(config.tokens_per_cta), "SCALE": SUM_SCALE if sums else 1.0,
     }  # fmt: skip
 
 
@@ -295,8 +315,8 @@ def product(x: Tensor | RotatedActivations, layout: TrellisLayout, config: GemmS
         trellis_gemm_sm90_kernel,
         (-(-tiles // (config.num_warps * config.tiles_per_warp)), splits, -(-m // config.tokens_per_cta)),
         (
-            TensorDescriptor.from_tensor(rotated, box, x_layout()), layout.packed_codes, partial, units, k_tiles, tiles - 1,
-            steps, tiles * 16, m,
+            TensorDescriptor.from_tensor(rotated, box, x_layout()), layout.packed_codes, partial, None, None, units, k_tiles,
+            tiles - 1, steps, tiles * 16, m,
         ),
         _launch_constants(
             layout.code, layout.quad_bits, vector, units, k_tiles, config, takes_half_sums(layout.code)
@@ -305,12 +325,39 @@ def product(x: Tensor | RotatedActivations, layout: TrellisLayout, config: GemmS
     return partial
 
 
+def group_product(
+    rotated: Tensor, layout: TrellisLayout, out: Tensor, groups: Tensor, matrices: Tensor, config: GemmSm90Config
+) -> None:  # fmt: skip
+    """Write into out [parts, m, rows] what the matrices of a stack make of rotated activations [m, columns], whose rows lie
+    in the order of their experts.
+
+    `layout`: its codes are those of the stack. groups: int32 [g, 3], the expert of up to `tokens_per_cta` rows, the first of
+    them, and the end; expert -1: none. matrices: int32 [parts * experts], a matrix's index in the stack, or -1.
+    """
+    parts, m, rows = out.shape
+    _, tiles, units, _, _, vector = layout.packed_codes.shape
+    k_tiles = -(-layout.k // K_TILE)
+    box = [config.tokens_per_cta, activation_stages(config.tokens_per_cta)[0]]
+    launch(
+        trellis_gemm_sm90_kernel,
+        (-(-tiles // (config.num_warps * config.tiles_per_warp)), parts, len(groups)),
+        (
+            TensorDescriptor.from_tensor(rotated, box, x_layout()), layout.packed_codes, out, groups, matrices, units,
+            k_tiles, tiles - 1, k_tiles, rows, m,
+        ),
+        _launch_constants(
+            layout.code, layout.quad_bits, vector, units, k_tiles, config, takes_half_sums(layout.code),
+            len(matrices) // parts,
+        ),
+    )  # fmt: skip
+
+
 @cache
 def _launch_constants(
-    code: str, quad_bits: int, vector: int, units: int, k_tiles: int, config: GemmSm90Config, sums: bool
-) -> dict[str, object]:
+    code: str, quad_bits: int, vector: int, units: int, k_tiles: int, config: GemmSm90Config, sums: bool, experts: int = 0
+) -> dict[str, object]:  # fmt: skip
     whole = units * k64_per_unit(quad_bits) * K64 == k_tiles * K_TILE
     return gemm_constants(code, quad_bits, vector, config, whole=whole, sums=sums) | {
-        "PDL": True, "num_warps": config.num_warps, "launch_pdl": True,
+        "PDL": True, "EXPERTS": experts, "num_warps": config.num_warps, "launch_pdl": True,
         "maxnreg": max_registers(config, quad_bits),
     }  # fmt: skip

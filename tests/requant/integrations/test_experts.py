@@ -41,9 +41,10 @@ def names_of(folder) -> set[str]:
     ["qwen3-moe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt-oss", "deepseek-v3"))],
 )
 def test_a_step_of_few_tokens_takes_the_stacks_of_all_experts(
-    name: str, tiny_folder, tiny_text_file, tmp_path, monkeypatch: pytest.MonkeyPatch
+    name: str, tiny_folder, tiny_text_file, tmp_path, monkeypatch: pytest.MonkeyPatch, caplog
 ) -> None:
-    """The kernels' step with its launches replaced by their reference: codes, scales, biases, gates and order are right."""
+    """The kernels' step and prefill, their launches replaced by their reference: codes, scales, biases, gates and order are
+    right."""
     pytest.importorskip("triton")
     from requant.inference import experts
 
@@ -53,7 +54,9 @@ def test_a_step_of_few_tokens_takes_the_stacks_of_all_experts(
     requant.save(requant.quantize(str(tiny_folder(name)), recipe, tiny_text_file), tmp_path / "checkpoint")
     model = convert_to_kernels(requant.load(tmp_path / "checkpoint", dtype=torch.float32), device="cpu")
     expected, alone = model(TOKENS[:, :20]).logits, model(TOKENS[:1, :1]).logits
+    of_prompts = model(TOKENS).logits
     calls: list[int] = []
+    prompts: list[tuple[int, int | None]] = []
 
     def product(x, stack, slots, part):
         rows = []
@@ -74,26 +77,43 @@ def test_a_step_of_few_tokens_takes_the_stacks_of_all_experts(
         y = product(h, down, slots, 0).view(*chosen.shape, -1)
         return (y * weights[..., None]).sum(1).to(x.dtype)
 
+    def prefill(x, gate_up, down, chosen, weights, *, gated, tokens_per_cta):
+        prompts.append((len(x), tokens_per_cta))
+        y = step(x, gate_up, down, chosen, weights, gated=gated)
+        calls.pop()
+        return y
+
     monkeypatch.setattr(experts, "supports", lambda _device: True)
     monkeypatch.setattr(experts, "experts_step", step)
+    monkeypatch.setattr(experts, "experts_prefill", prefill)
     experts.group_experts(model)
+    assert not prompts  # there is no Hopper
+    model(TOKENS)  # 80 tokens go expert by expert
+    monkeypatch.setattr(experts, "supports_prefill", lambda _device: True)
+    experts.group_experts(model)
+    assert {own for _, own in prompts} == {32, 64, 128, 256}  # each was checked
     calls.clear()
+    prompts.clear()
     torch.testing.assert_close(model(TOKENS[:, :20]).logits, expected, rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(model(TOKENS[:1, :1]).logits, alone, rtol=1e-3, atol=1e-4)
     assert set(calls) == {40, 1}
     if name == "qwen3-moe":
         assert isinstance(static_cache(model, 64), SharedLengthCache)  # its step can be captured
-    model(TOKENS)  # 80 tokens go expert by expert
-    assert set(calls) == {40, 1}
+    assert not prompts
+    torch.testing.assert_close(model(TOKENS).logits, of_prompts, rtol=1e-3, atol=1e-4)
+    assert set(calls) == {40, 1} and set(prompts) == {(80, None)}
 
-    calls.clear()  # a step that is wrong is not used
     layer = next(module for module in model.modules() if isinstance(module, Experts))
-    monkeypatch.setattr(experts, "experts_step", lambda x, *_arguments, **_options: x)
-    for module in model.modules():
-        if isinstance(module, Experts):
-            module.step = None
+    caplog.clear()  # what is wrong is not used, and said
+    monkeypatch.setattr(experts, "experts_prefill", lambda x, *_arguments, **_options: x)
     experts.group_experts(model)
-    assert layer.step is None
+    assert layer.step is not None and layer.prefill is None
+    said = {record.getMessage()[1:60] for record in caplog.records}
+    assert said == {" prompts of layers of experts are served expert by expert, "}
+    torch.testing.assert_close(model(TOKENS).logits, of_prompts, rtol=1e-3, atol=1e-4)
+    monkeypatch.setattr(experts, "experts_step", lambda x, *_arguments, **_options: x)
+    experts.group_experts(model)
+    assert layer.step is None and layer.prefill is None
 
 
 def test_round_trip_through_transformers_and_export(
