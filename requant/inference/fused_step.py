@@ -14,6 +14,8 @@ transformers writes this as some thirty small operations a block, each a launch 
 kernels of `requant_kernels/step`; matrices, embedding and head are whatever modules the model holds (`PlainBlock`). Where
 all matrices of the blocks are trellis codes, the rotations around them are fused too (`trellis_block.py`).
 
+The experts of a mixture, with their router, stay the modules that they are (`MixtureBlock`).
+
 Which models qualify, names decide first, then numbers: `Decoder` compares the logits of one step with the model's own, and
 keeps to the latter where they differ (a block that scales its residuals, for instance).
 """
@@ -39,11 +41,13 @@ from requant.inference.convert import Sibling
 from requant.inference.prompt_attention import attend_prompt
 from requant.inference.step_inputs import ModelInputs, TableInputs, step_inputs
 from requant.inference.trellis_block import TrellisBlock, head_norms, trellis_block
+from requant.models.experts import Experts
 
 BLOCK = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 ATTENTION = ({"q_proj", "k_proj", "v_proj", "o_proj"}, {"qkv_proj", "o_proj"})
 HEAD_NORMS = {"q_norm", "k_norm"}
 MLP = ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"})
+MIXTURE = "mixture"  # in place of an activation, where all blocks have experts
 TOLERANCE = 5e-2  # of the logits, relative: above the rounding of bfloat16 through many blocks
 logger = logging.getLogger(__name__)
 
@@ -137,9 +141,19 @@ class PlainBlock:
         block = self.block
         y = normalized(x, delta, block.input_layernorm)
         delta = attention(block.self_attn, y, cos, sin, layer, position, past)
-        y = normalized(x, delta, block.post_attention_layernorm)
-        gate, up = parts(block.mlp, ("gate_proj", "up_proj"), "gate_up_proj", y)
-        return block.mlp.down_proj(gated(gate, up, self.activation))
+        return self.mlp(normalized(x, delta, block.post_attention_layernorm))
+
+    def mlp(self, y: Float[Tensor, "b d"]) -> Float[Tensor, "b d"]:
+        mlp = self.block.mlp
+        gate, up = parts(mlp, ("gate_proj", "up_proj"), "gate_up_proj", y)
+        return mlp.down_proj(gated(gate, up, self.activation))
+
+
+class MixtureBlock(PlainBlock):
+    """A block whose MLP is a mixture of experts, and is called as the model calls it."""
+
+    def mlp(self, y: Float[Tensor, "b d"]) -> Float[Tensor, "b d"]:
+        return self.block.mlp(y[None]).flatten(0, 1)
 
 
 def normalized(
@@ -202,10 +216,19 @@ def fused_blocks(model: Any, rows: int, *, rotations: bool = True) -> list[Block
     if not is_norm(getattr(base, "norm", None), model.dtype) or not hasattr(base, "rotary_emb"):
         return []
     blocks: list[Any] = list(getattr(base, "layers", ()))
-    activations = {activation_of(block) if qualifies(block, model.dtype) else None for block in blocks}
+    if not blocks or not all(qualifies(block, model.dtype) for block in blocks):
+        return []
+    activations = {activation_of(block) for block in blocks if not has_experts(block)} or {MIXTURE}
     activation = activations.pop() if len(activations) == 1 else None
     if activation is None or model.get_output_embeddings() is None:
         return []
+    if any(map(has_experts, blocks)):
+        return [
+            [
+                MixtureBlock(block, MIXTURE) if has_experts(block) else PlainBlock(block, activation)
+                for block in blocks
+            ]
+        ]
     trellises = [trellis_block(block, activation, rows) for block in blocks] if rotations else [None]
     found = [block for block in trellises if block is not None]
     plain = [PlainBlock(block, activation) for block in blocks]
@@ -217,16 +240,26 @@ def qualifies(block: nn.Module, dtype: torch.dtype) -> bool:
     if children_of(block) != BLOCK:
         return False
     attention, mlp = block.get_submodule("self_attn"), block.get_submodule("mlp")
+    if next(attention.parameters(recurse=False), None) is not None:  # gpt-oss has sinks
+        return False
     norms = [block.get_submodule(name) for name in BLOCK if name.endswith("layernorm")]
     if children_of(attention) >= HEAD_NORMS:
-        norms += [attention.get_submodule(name) for name in HEAD_NORMS]
+        own = [attention.get_submodule(name) for name in HEAD_NORMS]
+        if any(len(norm.get_parameter("weight")) != getattr(attention, "head_dim", 0) for norm in own):
+            return False  # of all heads together, as OLMo's
+        norms += own
     return (
         children_of(attention) - HEAD_NORMS in ATTENTION
         and children_of(attention) & HEAD_NORMS in (HEAD_NORMS, set())
-        and children_of(mlp) in MLP
+        and (children_of(mlp) in MLP or has_experts(block))
         and all(is_norm(norm, dtype) for norm in norms)
         and not any(part._forward_hooks or part._forward_pre_hooks for part in (block, attention, mlp))
     )
+
+
+def has_experts(block: nn.Module) -> bool:
+    """Whether a block's MLP is a mixture of experts that are unfused (`requant.models.experts`)."""
+    return isinstance(getattr(getattr(block, "mlp", None), "experts", None), Experts)
 
 
 def children_of(module: nn.Module) -> set[str]:

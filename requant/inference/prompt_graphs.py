@@ -7,6 +7,9 @@ of an 8B model the GPU runs them in 14.6 ms (bf16: 11.8), where prompts launched
 is padded and captured where the GPU would wait for Python (`most_rows`), and the rows that are added cost time that
 nobody had. Beyond, and behind tokens that are in the cache already, prompts stay as they are.
 
+Prompts of mixtures are captured as long as their experts do not ask the device where tokens go: on Hopper all of them,
+elsewhere those of a step (`experts.py`). Experts of padding are computed for nothing.
+
 Padding is never visible. No token of the prompt sees a later one, logits are those of its last token, and the cache counts
 t tokens: a step, or the next part of the text, overwrites the rows behind before it reads them.
 
@@ -27,6 +30,7 @@ from torch import Tensor
 
 from requant.errors import first_line
 from requant.inference.cuda_graph import captured, side_stream
+from requant.models.experts import STEP_TOKENS, Experts
 
 BY_DEFAULT = True  # whether decoders replay prompts where nothing else is said
 LENGTHS = (16, 64, 128, 256, 384, 512, 768, 1024)
@@ -124,10 +128,18 @@ def padded_length(sequences: int, tokens: int, *, room: int, rows: int) -> int |
 
 def most_rows(model: Any) -> int:
     """Rows that a GPU multiplies in less time than Python takes for their launches, by the weights of a block; at most
-    MOST_ROWS. Of models made of Llama's modules."""
+    MOST_ROWS. Of models made of Llama's modules; of mixtures by the weights that a token meets, and no more rows than their
+    experts take without a question to the device."""
+    experts = [module for module in model.modules() if isinstance(module, Experts)]
+    if any(module.step is None for module in experts):
+        return 0
     config = model.config.get_text_config()
     heads = config.num_attention_heads
     key_heads = getattr(config, "num_key_value_heads", None) or heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    weights = config.hidden_size * (2 * (heads + key_heads) * head_dim + 3 * config.intermediate_size)
-    return min(MOST_ROWS, int(MULTIPLICATIONS / weights))
+    intermediate = config.intermediate_size
+    if experts:
+        intermediate = config.num_experts_per_tok * getattr(config, "moe_intermediate_size", intermediate)
+    weights = config.hidden_size * (2 * (heads + key_heads) * head_dim + 3 * intermediate)
+    most = MOST_ROWS if all(module.prefill is not None for module in experts) else STEP_TOKENS
+    return min(most, int(MULTIPLICATIONS / weights))

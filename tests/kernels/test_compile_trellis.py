@@ -137,7 +137,7 @@ def test_what_follows_the_experts_products_is_small(kernel) -> None:
     pointers = {"z_ptr": "*fp32", "scales_ptr": "*fp16", "experts_ptr": "*i64", "weights_ptr": "*bf16"}
     pointers |= {"h_ptr": "*bf16", "y_ptr": "*bf16", "n": "i32"}
     pointers |= {"rows_ptr": "*i32"}
-    absent = [("biases_ptr", "rows_ptr")]
+    absent: list[tuple[str, ...]] = [("biases_ptr", "rows_ptr")]
     if prompts := kernel is combine_kernel:
         absent.append(("biases_ptr",))
     for own in absent:
@@ -151,7 +151,9 @@ def test_what_precedes_the_experts_products_of_prompts_is_small(per_group: int) 
     """128 experts, 8 a token."""
     constants = {"PER_TOKEN": 8, "EXPERTS": 128, "PADDED": 128, "N": per_group, "BLOCK": 1024, "GROUPS": 32}
     integers = dict.fromkeys(("order_ptr",), "*i64") | dict.fromkeys(("slots", "groups", "k"), "i32")
-    pointers = integers | dict.fromkeys(("ends_ptr", "tokens_ptr", "rows_ptr", "groups_ptr"), "*i32")
+    pointers: dict[str, Any] = integers | dict.fromkeys(
+        ("ends_ptr", "tokens_ptr", "rows_ptr", "groups_ptr"), "*i32"
+    )
     machine = compile_kernel(route_kernel, constants, capability=90, pointers=pointers, warps=4)
     assert machine.stack == 0 and machine.instructions < 2500
     machine = compile_kernel(

@@ -250,7 +250,7 @@ def test_a_model_with_experts_is_captured(name: str, tiny_folder, tiny_text_file
     for layer, own in zip(layers, prefills, strict=True):
         layer.prefill = own
     prompt = torch.arange(20, device="cuda")[None] * 7 % 256
-    captured, plain = (Decoder(model, length=64, graph=graph) for graph in (None, False))
+    captured, plain = (Decoder(model, length=160, graph=graph) for graph in (None, False))
     for decoder in (captured, plain):
         decoder.prefill(prompt)
     for token in range(8):
@@ -259,3 +259,13 @@ def test_a_model_with_experts_is_captured(name: str, tiny_folder, tiny_text_file
         assert relative_error(found, wanted.double()) < 3e-2
     if name == "qwen3-moe":
         assert captured.captured is not None
+        for _ in range(5):  # by the model, compared, fused, captured, replayed
+            captured.reset()
+            found, wanted = captured.prefill(tokens[:, :60]), model(tokens[:, :60]).logits[:, -1]
+            assert relative_error(found, wanted.double()) < 3e-2
+            if prefill.supports(torch.device("cuda")):
+                captured.reset()
+                found, wanted = captured.prefill(tokens), model(tokens).logits[:, -1]
+                assert relative_error(found, wanted.double()) < 3e-2
+        assert captured.prompt_graphs is not None and not captured.prompt_graphs.failed
+        assert set(captured.prompt_graphs.graphs) >= {64}

@@ -1,6 +1,7 @@
 """Run under TRITON_INTERPRET=1 by `test_fused_step.py`: a fused step of tiny models, and of a checkpoint on the
 kernels, gives the logits of transformers' step, and fused prompts those of transformers' forward."""
 
+import copy
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from requant.inference.fused_prefill import FusedPrefill
 from requant.inference.fused_step import fused_steps
 from requant.inference.load import load
 from requant.inference.static_cache import static_cache
+from requant.models.experts import Experts, unfuse_experts
 
 SIZES = {
     "hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -28,6 +30,7 @@ SIZES = {
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
 MODELS = {
     "llama": {"hidden_act": "gelu_pytorch_tanh"}, "qwen3": {"rope_parameters": YARN}, "phi3": {},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
 }  # fmt: skip
 
 
@@ -41,6 +44,10 @@ def main() -> None:
         for name, parameter in model.named_parameters():
             noise = torch.randn_like(parameter)
             parameter.copy_(1 + 0.3 * noise if "norm" in name else noise * parameter.shape[-1] ** -0.5)
+        unfuse_experts(model)
+        for layer in model.modules():
+            if isinstance(layer, Experts):  # by a step and a prefill as on a GPU
+                layer.step = layer.prefill = copy.deepcopy(layer).forward
         check_step(model, kind)
         check_prompts(model, kind)
     check_decoder(model)

@@ -10,14 +10,36 @@ import pytest
 import torch
 
 from requant.inference.decode import Decoder
-from requant.inference.fused_step import fused_steps
+from requant.inference.fused_step import MixtureBlock, PlainBlock, fused_steps
 from requant.inference.step_inputs import ModelInputs, TableInputs, step_inputs
+from requant.models.experts import unfuse_experts
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen2", "qwen3", "phi3"])
 def test_models_of_the_modules_of_llama_qualify(tiny_model, name: str) -> None:
     (step,) = fused_steps(tiny_model(name), 1, 20)
     assert {block.activation for block in step.blocks} == {"silu"}
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "qwen2-moe", "mixtral"])
+def test_blocks_with_unfused_experts_qualify(tiny_model, name: str) -> None:
+    model = tiny_model(name)
+    assert not fused_steps(model, 1, 20)
+    unfuse_experts(model)
+    (step,) = fused_steps(model, 1, 20)
+    assert {type(block) for block in step.blocks} == {MixtureBlock}
+    if name != "mixtral":  # whose files' names are others
+        model.model.layers[0].mlp = tiny_model("llama").model.layers[0].mlp
+        (step,) = fused_steps(model, 1, 20)
+        assert [type(block) for block in step.blocks[:2]] == [PlainBlock, MixtureBlock]
+
+
+@pytest.mark.parametrize("name", ["olmoe", "gpt-oss", "deepseek-v3"])
+def test_mixtures_with_other_attention_keep_their_own_steps(tiny_model, name: str) -> None:
+    """Norms of all heads together, sinks, latents."""
+    model = tiny_model(name)
+    unfuse_experts(model)
+    assert not fused_steps(model, 1, 20)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "opt", "gpt2", "gpt-neox"])
@@ -73,7 +95,7 @@ def test_an_embedding_of_another_class_is_called(tiny_model) -> None:
 
 
 @pytest.mark.parametrize(
-    "kinds", [("llama",), pytest.param(("qwen3", "phi3"), marks=pytest.mark.slow)], ids=" ".join
+    "kinds", [("llama",), pytest.param(("qwen3", "phi3", "qwen3_moe"), marks=pytest.mark.slow)], ids=" ".join
 )
 def test_in_the_interpreter(make_checkpoint, kinds: tuple[str, ...]) -> None:
     pytest.importorskip("triton")

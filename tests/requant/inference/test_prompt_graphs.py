@@ -15,6 +15,7 @@ from torch import Tensor
 from requant.inference import prompt_graphs
 from requant.inference.decode import Decoder
 from requant.inference.prompt_graphs import LENGTHS, PromptGraphs, most_rows, padded_length
+from requant.models.experts import STEP_TOKENS, Experts, unfuse_experts
 
 from .fake_cuda_graphs import POOL, FakeGraph, install, storage
 
@@ -42,7 +43,7 @@ def test_lengths(sequences: int, tokens: int, room: int, rows: int, wanted: int 
 def test_graphs_end_where_the_gpu_is_the_slower() -> None:
     def rows(**sizes: int) -> int:
         config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(**sizes))
-        return most_rows(SimpleNamespace(config=config))
+        return most_rows(SimpleNamespace(config=config, modules=list))
 
     llama_8b = rows(hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8)
     assert 512 <= llama_8b < 640
@@ -50,6 +51,23 @@ def test_graphs_end_where_the_gpu_is_the_slower() -> None:
         hidden_size=8192, intermediate_size=28672, num_attention_heads=64, num_key_value_heads=8
     ) < 192  # fmt: skip
     assert rows(hidden_size=64, intermediate_size=64, num_attention_heads=4) == prompt_graphs.MOST_ROWS
+
+
+def test_graphs_end_where_experts_ask_the_device(tiny_model) -> None:
+    model = tiny_model("qwen3-moe").eval()
+    unfuse_experts(model)
+    assert most_rows(model) == 0
+    layers = [module for module in model.modules() if isinstance(module, Experts)]
+    for layer in layers:
+        layer.step = lambda x, *_: x
+    assert most_rows(model) == STEP_TOKENS
+    for layer in layers:
+        layer.prefill = lambda x, *_: x
+    assert most_rows(model) == prompt_graphs.MOST_ROWS
+    config = model.config
+    config.hidden_size, config.moe_intermediate_size, config.num_attention_heads = 4096, 14336, 32
+    config.num_key_value_heads, config.head_dim = 8, 128
+    assert 256 <= most_rows(model) < 384  # of Mixtral 8x7B's two experts
 
 
 class Text:
