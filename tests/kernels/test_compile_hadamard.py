@@ -42,8 +42,10 @@ def test_a_warp_keeps_256_neighbours(capability: int, dtype: str) -> None:
     assert "threadsPerWarp = [32, 1, 1, 1], warpsPerCTA = [1, 16, 1, 1]" in layouts[used]
 
 
-def batched_machine(dtype: str, *, tiles: int, splits: int, tiles_per_cta: int, permute: bool) -> Machine:
-    """The output transform (float32 in), or the input transform."""
+def batched_machine(
+    dtype: str, *, tiles: int, splits: int, tiles_per_cta: int, permute: bool, bare: bool = False
+) -> Machine:
+    """The output transform (float32 in), or the input transform; `bare`: without scales, as of products of experts."""
     constants = {
         "PTX": warp_transform_ptx(), "TILES": tiles, "VECTOR": 4 if dtype == "fp32" else 8, "WARP_MASK": 15, "FACTOR": 1.0,
         "PAIR": permute, "PDL": True, "SPLITS": splits, "PERMUTE": permute, "TILES_PER_CTA": tiles_per_cta,
@@ -54,10 +56,12 @@ def batched_machine(dtype: str, *, tiles: int, splits: int, tiles_per_cta: int, 
         "output_scales_ptr": "*fp16",
         "input_scales_ptr": "*fp16",
     }
-    absent = "input_scales_ptr" if dtype == "fp32" else "output_scales_ptr"
+    absent = ("input_scales_ptr" if dtype == "fp32" else "output_scales_ptr",)
+    if bare:
+        absent = "input_scales_ptr", "output_scales_ptr"
     return compile_kernel(
         hadamard_batched_kernel, constants, capability=90, warps=16, aligned=("in_width", "out_width"),
-        pointers=pointers | INTEGERS, absent=(absent, "bias_ptr", "addend_ptr"),
+        pointers=pointers | INTEGERS, absent=(*absent, "bias_ptr", "addend_ptr"),
     )  # fmt: skip
 
 
@@ -70,6 +74,18 @@ def test_splits_are_added_without_spills(tiles: int, splits: int, tiles_per_cta:
     assert machine.stack == 0
     # 16 bytes each, and the scales: what is read is read once
     assert machine.opcodes["LDG"] <= 2 * tiles * splits + tiles_per_cta
+
+
+@counts_instructions
+@pytest.mark.parametrize("tiles", [1, 2])
+def test_products_of_16_bits_without_scales_keep_the_layout(tiles: int) -> None:
+    """In the kernel of a tile they would run the PTX four times, in more shared memory than there is."""
+    machine = batched_machine("fp16", tiles=tiles, splits=1, tiles_per_cta=tiles, permute=False, bare=True)
+    assert machine.stack == 0
+    assert (
+        machine.opcodes["BAR"]
+        == batched_machine("fp16", tiles=tiles, splits=1, tiles_per_cta=tiles, permute=False).opcodes["BAR"]
+    )
 
 
 @counts_instructions

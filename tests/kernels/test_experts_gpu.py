@@ -1,6 +1,7 @@
 """The experts of a step and of a prompt on the GPU: beside the experts one by one, in a CUDA graph whose experts change,
 without a word to the host, in a model."""
 
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -158,8 +159,10 @@ def test_the_host_does_not_wait_for_a_prompt_and_a_graph_can_hold_it() -> None:
 
     layer()
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        with warnings.catch_warnings():  # that the mode is a prototype
+            warnings.simplefilter("ignore")
+            torch.cuda.set_sync_debug_mode("error")
         layer()
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -254,8 +257,8 @@ def test_a_model_with_experts_is_captured(name: str, tiny_folder, tiny_text_file
     for decoder in (captured, plain):
         decoder.prefill(prompt)
     for token in range(8):
-        tokens = torch.full((1, 1), 3 + token, device="cuda")
-        found, wanted = captured.step(tokens).float(), plain.step(tokens).float()
+        last = torch.full((1, 1), 3 + token, device="cuda")
+        found, wanted = captured.step(last).float(), plain.step(last).float()
         assert relative_error(found, wanted.double()) < 3e-2
     if name == "qwen3-moe":
         assert captured.captured is not None

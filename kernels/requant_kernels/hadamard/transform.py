@@ -59,7 +59,9 @@ def hadamard_transform(
         "block_size": block_size, "tiles": -(-most // HADAMARD_TILE), "in_width": in_width, "out_width": out_width,
         "pdl": pdl, "input_scales": input_scales, "output_scales": output_scales, "bias": bias, "addend": addend,
     }  # fmt: skip
-    if scales is None and (permute or x.shape[-2] > FEW_TOKENS):
+    # products of 16 bits without scales leave the kernel of a tile no load that would fix its registers' layout
+    bare = x.element_size() == 2 and input_scales is None
+    if scales is None and (permute or bare or x.shape[-2] > FEW_TOKENS):
         transform_batched(x, y, pair=pair, permute=permute, **common)
     else:
         transform_tiles(x, y, scales, pair=pair, **common)
