@@ -20,7 +20,7 @@ FINETUNE_STEPS = 300
 # Calibration windows of 2048 of mode `best` on a GPU: four times the tokens lower the KL by 2 to 3 % (bench-32m).
 GPU_SAMPLES = 256
 # Bits a weight up to which trellis codes are `pair`, whose two weights a hash a GPU decodes in half the time. At 2 bits it
-# has 3.5 % more KL than `mul1` after training (bench-32m; 0.03 bits are worth that), and a model of 8 B writes 31 % more
+# has 2.6 % more KL than `mul1` after training (bench-32m; 0.02 bits are worth that), and a model of 8 B writes 31 % more
 # tokens a second; at 3 bits its codes have 10 % more error. One code for all matrices: one by width is worse than either.
 PAIR_UP_TO = 2.0
 PRUNING_METHOD = "alps"
