@@ -10,6 +10,9 @@ Speed depends on shapes: a format of ours, KIND:BITS as in `end_to_end.py`, is a
 head grids of four bits more in groups of 64), written to a temporary folder; bf16, `gptq:4` and `awq:4` (Marlin, groups of
 128) are vLLM's dummy weights. Decoding alone is timed, as the difference of a long and a short run of the same prompts.
 
+`fused_layers` of a row: whether the plugin fused the decoder layers (`requant/integrations/vllm_block.py`), which
+`REQUANT_VLLM_FUSE=0` in the environment leaves as vLLM runs them.
+
 A checkpoint is checked on a text: log-probabilities of the prompt, and of tokens that the engine chose, one a step, against
 `requant.load` in bfloat16; beside them what the same model in float32 differs by, which is the rounding to expect.
 """
@@ -134,6 +137,13 @@ def engine(folder: Path, settings: Settings, *, length: int, **options: Any) -> 
     )  # fmt: skip
 
 
+def fused_layers(llm: Any, settings: Settings) -> bool | None:
+    """Whether the plugin fused the decoder layers; None where the model lies in other processes."""
+    from requant.integrations.vllm_block import is_fused
+
+    return llm.apply_model(is_fused)[0] if settings.tensor_parallel == 1 else None
+
+
 def timed(name: str, settings: Settings) -> list[dict[str, Any]]:
     """Rows of one format."""
     from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
@@ -163,6 +173,7 @@ def timed(name: str, settings: Settings) -> list[dict[str, Any]]:
         begin = time.monotonic()
         llm = engine(Path(home), settings, length=512, **options)
         started = time.monotonic() - begin
+    fused = fused_layers(llm, settings)
 
     def seconds(batch: int, tokens: int) -> float:
         prompts = [
@@ -180,7 +191,7 @@ def timed(name: str, settings: Settings) -> list[dict[str, Any]]:
         rows.append({
             "shape": settings.shape, "layers": config["num_hidden_layers"], "name": name, "batch": batch,
             "tensor_parallel": settings.tensor_parallel, "ms_per_step": 1e3 * step, "decode_tokens_per_s": batch / step,
-            "engine_start_s": started,
+            "engine_start_s": started, "fused_layers": fused,
         })  # fmt: skip
     return rows
 
@@ -193,6 +204,7 @@ def checked(folder: str, settings: Settings) -> list[dict[str, Any]]:
     ids = AutoTokenizer.from_pretrained(folder)(text)["input_ids"]
     prompts = [ids[start : start + CHECKED] for start in range(0, 4 * CHECKED, CHECKED)]
     llm = engine(Path(folder), settings, length=2 * CHECKED)
+    fused = fused_layers(llm, settings)
     given = SamplingParams(
         temperature=0, max_tokens=CHOSEN, ignore_eos=True, logprobs=0, prompt_logprobs=0, detokenize=False
     )
@@ -230,7 +242,7 @@ def checked(folder: str, settings: Settings) -> list[dict[str, Any]]:
 
     return [{
         "checkpoint": Path(folder).name, "part": part, "tokens": len(found[part]),
-        "tensor_parallel": settings.tensor_parallel, "engine_to_load": apart(found, served, part),
+        "tensor_parallel": settings.tensor_parallel, "fused_layers": fused, "engine_to_load": apart(found, served, part),
         "engine_to_float32": apart(found, exact, part),
         "load_to_float32": apart(served, exact, part),
     } for part in found]  # fmt: skip

@@ -51,17 +51,25 @@ class TrellisBlock:
         """What the block adds to x last, still to be finished; x becomes what it has added before. `past`: as in
         `PlainBlock`."""
         module = self.block.self_attn
-        y = self.qkv.normalized(x, delta, self.block.input_layernorm)
-        q, k, v = self.qkv.products(y)
+        q, k, v = self.before_attention(x, delta)
         scale = getattr(module, "scaling", layer.keys.shape[-1] ** -0.5)
-        q = rotated_rope.rotated_rope(
+        queries = rotated_rope.rotated_rope(
             q, k, v, cos, sin, position, layer.keys, layer.values, **head_norms(module)
         )
         if past is None:
-            output = attend(q[:, :, None], layer.keys, layer.values, None, scale, position=position)
+            output = attend(queries[:, :, None], layer.keys, layer.values, None, scale, position=position)
         else:
-            output = attend_prompt(q, layer.keys, layer.values, scale, past=past)
-        delta = product(output.flatten(1), layout_of(module.o_proj), module.o_proj.bias)
+            output = attend_prompt(queries, layer.keys, layer.values, scale, past=past)
+        return self.after_attention(x, output.flatten(1))
+
+    def before_attention(self, x: Float[Tensor, "b d"], delta: Product | None) -> list[Product]:
+        """Of q, k and v, of the norm of x + delta, which x becomes."""
+        return self.qkv.products(self.qkv.normalized(x, delta, self.block.input_layernorm))
+
+    def after_attention(self, x: Float[Tensor, "b d"], output: Float[Tensor, "b d"]) -> Product:
+        """What the MLP adds to x, which becomes what it is after the attention."""
+        o = self.block.self_attn.o_proj
+        delta = product(output, layout_of(o), o.bias)
         y = self.gate_up.normalized(x, delta, self.block.post_attention_layernorm)
         gate, up = self.gate_up.products(y)
         h = rotated_gate.rotated_gate(

@@ -9,7 +9,8 @@ method of every linear layer, embedding and head, and that method
     process_weights_after_loading    packs the rank's part for the kernels (`vllm_weights`), and checks them on this GPU
     apply, embedding                 multiply with them, look rows up in them
 
-by custom operators, which vLLM's compiler and CUDA graphs take as they are. Tensor parallelism cuts codes, scales, levels
+by custom operators, which vLLM's compiler and CUDA graphs take as they are. Layers whose matrices are all trellis codes are
+then fused around vLLM's attention (`vllm_block`). Tensor parallelism cuts codes, scales, levels
 and residuals exactly, and divides trellis codes whose rotation runs over all ranks (`vllm_trellis`). The stock loaders could
 not: the sparse part of a rank has another length on each, and codes are a bitstream.
 
@@ -19,7 +20,8 @@ an H200 by `eval/vllm_engine.py`.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import Any
 
 import torch
@@ -33,6 +35,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     UnquantizedEmbeddingMethod,
     VocabParallelEmbedding,
 )
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from requant.checkpoint.sizes import EMBEDDINGS
 from requant.checkpoint.validate import parse_embedding_and_head, parse_quantization, parse_rotation
@@ -40,6 +43,7 @@ from requant.errors import ModelError
 from requant.formats.packed_spec import GUARD_TENSOR, PackedSpec
 from requant.inference.convert import KernelLinear
 from requant.inference.kernel_check import KernelCheck
+from requant.integrations.vllm_block import fuse
 from requant.integrations.vllm_trellis import Gather
 from requant.integrations.vllm_weights import (
     Collector,
@@ -53,6 +57,7 @@ from requant.integrations.vllm_weights import (
 from requant.models.rotations import HEAD_SCALES, Rotation
 
 METHOD = "requant"
+FUSES = "fuses_layers_of_requant"  # on a loader's method that does
 QKV: tuple[Shard, ...] = ("q", "k", "v")
 INTERLEAVED = ("query_key_value",)  # of GPT-NeoX, BLOOM and Falcon
 
@@ -325,6 +330,22 @@ class TiedMethod(QuantizeMethodBase):
 def register() -> None:
     """The entry point; vLLM calls it once or more in every process."""
     register_quantization_config(METHOD)(RequantConfig)
+    if not hasattr(BaseModelLoader.load_model, FUSES):
+        BaseModelLoader.load_model = _then_fuse(BaseModelLoader.load_model)
+
+
+def _then_fuse(load_model: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    """vLLM's own, after which the layers of a checkpoint of ours may be fused."""
+
+    @wraps(load_model)
+    def load_and_fuse(self: Any, vllm_config: Any, *arguments: Any, **named: Any) -> nn.Module:
+        model = load_model(self, vllm_config, *arguments, **named)
+        if vllm_config.quant_config is not None and vllm_config.quant_config.get_name() == METHOD:
+            fuse(model, vllm_config)
+        return model
+
+    setattr(load_and_fuse, FUSES, True)
+    return load_and_fuse
 
 
 def _tied(layer: Any, embed_tokens: Any) -> Any:

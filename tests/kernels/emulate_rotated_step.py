@@ -8,7 +8,7 @@ from emulate_trellis import ALLOCATED, allocate_poisoned, inline_asm_elementwise
 from requant_kernels.fallback import reference
 from requant_kernels.step.rotated_gate import rotated_gate
 from requant_kernels.step.rotated_norm import rotated_norm
-from requant_kernels.step.rotated_rope import rotated_rope
+from requant_kernels.step.rotated_rope import rotated_rope, rotated_rope_apart
 from requant_kernels.trellis.operands import ActivationForm, Product, RotatedActivations
 from torch import Tensor
 
@@ -165,6 +165,16 @@ def check_ropes() -> None:
             ):  # fmt: skip
                 assert ((held[:, :, 3] - wanted).norm() / wanted.norm()).item() < HALF, f"{what}: cache"
                 assert not held[:, :, [0, 1, 2, 4]].any(), f"{what}: other rows of the cache"
+
+        table = torch.randn(7, head_dim).half()
+        table[3] = torch.cat([part[0, : head_dim // 2] for part in (cos, sin)])
+        found = rotated_rope_apart(
+            *(part for part, _ in parts), table, torch.full((m,), 3), torch.float16, q_norm=norms[0], k_norm=norms[1],
+            eps=1e-5,
+        )  # fmt: skip
+        wanted = turned(parts[0][1], norms[0]), turned(parts[1][1], norms[1]), parts[2][1]
+        for name, got, want in zip("qkv", found, wanted, strict=True):
+            assert ((got - want.flatten(1)).norm() / want.norm()).item() < HALF, f"{what}: {name} apart"
 
 
 def main() -> None:

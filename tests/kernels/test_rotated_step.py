@@ -46,7 +46,9 @@ ACTIVATIONS = dict.fromkeys(
     "*bf16",
 )
 NUMBERS = dict.fromkeys(("length", "tokens", "trig_row", "cache_head"), "i32")
-ARGUMENTS = PRODUCTS | SCALES | ACTIVATIONS | NUMBERS | {"position_ptr": "*i64", "eps": "fp32"}
+ARGUMENTS = (
+    PRODUCTS | SCALES | ACTIVATIONS | NUMBERS | {"position_ptr": "*i64", "rows_ptr": "*i64", "eps": "fp32"}
+)
 
 
 def machine_of(
@@ -102,7 +104,9 @@ def gate(width: int, kind: str, splits: int) -> Machine:
     )
 
 
-def rope(widths: tuple[int, int], splits: int, normed: bool, kind: str = "") -> Machine:
+def rope(
+    widths: tuple[int, int], splits: int, normed: bool, kind: str = "", *, apart: bool = False
+) -> Machine:
     source = Source(splits=splits, row_stride=6144)
     q, k = (
         Part(width=w, num_tiles=-(-w // 4096), source=source, finish=tile_transform(head_order(128), w & -w))
@@ -110,6 +114,7 @@ def rope(widths: tuple[int, int], splits: int, normed: bool, kind: str = "") -> 
     )
     norms = () if normed else ("q_norm_ptr", "k_norm_ptr")
     absent = ("q_bias_ptr", "k_bias_ptr", "v_bias_ptr", *norms)
+    absent += ("sin_ptr", "position_ptr") if apart else ("rows_ptr",)
     return machine_of(
         rotated_rope_kernel,
         RopeShape(q=q, k=k, v=k, head_dim=128),
@@ -132,6 +137,7 @@ CASES = {  # what is compiled, most instructions, barriers
     "gate, 1B": (lambda: gate(8192, "int8", 1), 1630, 10),
     "rope, 8B": (lambda: rope((4096, 1024), 1, False), 960, 3),
     "rope, Qwen3-8B": (lambda: rope((4096, 1024), 1, True), 1080, 5),
+    "rope, 8B, no cache": (lambda: rope((4096, 1024), 1, False, apart=True), 960, 3),
     "rope, 64 tokens": (lambda: rope((4096, 1024), 8, True), 1480, 5),
     "rope, 4096 tokens": (lambda: rope((4096, 1024), 1, False, "dense"), 1000, 3),
 }

@@ -2,6 +2,7 @@
 
     q, k  ->  rope(norm(output_scales * H product + bias))        k, v  ->  the cache, from row `position` on
 
+`rotated_rope_apart` leaves keys and values to an engine that has a cache of its own, and takes RoPE's angles from its table.
 A CTA has a tile of one of the three, whose rotations are their own. Its order (`hadamard/registers.py`) is chosen so that
 after the transform a thread holds values and their partners, half a head apart, and neighbouring lanes the rest of the head.
 Rounded as `rope_cache.py` rounds.
@@ -100,12 +101,17 @@ def _finished_tile(
 
 
 @triton.jit
-def _with_rope(x, in_head, norm_ptr, cos_ptr, sin_ptr, eps, HEAD_DIM: tl.constexpr):
-    """The norm of heads, if there is one, and RoPE, float32; `in_head`: the index of a thread's first value in its head."""
+def _with_rope(x, in_head, norm_ptr, cos_ptr, sin_ptr, angles, eps, HEAD_DIM: tl.constexpr):
+    """The norm of heads, if there is one, and RoPE, float32; `in_head`: the index of a thread's first value in its head.
+    `angles`: its four cosines and sines, where `sin_ptr` is None."""
     HALF: tl.constexpr = HEAD_DIM // 2
     LANES: tl.constexpr = HEAD_DIM // 8
-    cos = load_eight(cos_ptr, in_head, HEAD_DIM, HALF)
-    sin = load_eight(sin_ptr, in_head, HEAD_DIM, HALF)
+    if sin_ptr is None:
+        cos = angles[0:4] + angles[0:4]
+        sin = angles[4:8] + angles[4:8]
+    else:
+        cos = load_eight(cos_ptr, in_head, HEAD_DIM, HALF)
+        sin = load_eight(sin_ptr, in_head, HEAD_DIM, HALF)
     if norm_ptr is not None:
         weight = load_eight(norm_ptr, in_head, HEAD_DIM, HALF)
         squares = tl.zeros([512], tl.float32)
@@ -129,14 +135,24 @@ def _with_rope(x, in_head, norm_ptr, cos_ptr, sin_ptr, eps, HEAD_DIM: tl.constex
     return turned
 
 
+@triton.jit
+def _row_of(position_ptr, token, tokens):
+    """Of the cache, where a token's key and value go."""
+    row = token * 0
+    if position_ptr is not None:
+        row = tl.load(position_ptr) + token % tokens
+    return row
+
+
 # `length` is only compared; `tokens` stays special where it is 1: a step divides by it
 @triton.jit(do_not_specialize=["length"], do_not_specialize_on_alignment=["tokens"])
 def rotated_rope_kernel(
     q_ptr, k_ptr, v_ptr, q_scales_ptr, k_scales_ptr, v_scales_ptr, q_bias_ptr, k_bias_ptr, v_bias_ptr, q_norm_ptr,
-    k_norm_ptr, cos_ptr, sin_ptr, position_ptr, y_ptr, keys_ptr, values_ptr, length, tokens, trig_row,
+    k_norm_ptr, cos_ptr, sin_ptr, rows_ptr, position_ptr, y_ptr, keys_ptr, values_ptr, length, tokens, trig_row,
     cache_head, eps, SHAPE: tl.constexpr, ALLOCATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A tile of one token: first those of q, then of k, then of v; grid (tiles, tokens)."""
+    """A tile of one token: first those of q, then of k, then of v; grid (tiles, tokens). Without sines `cos_ptr` has them
+    behind the cosines, and a token's row is `rows_ptr`'s; without a position, keys and values have one row a token."""
     Q: tl.constexpr = SHAPE.q
     K: tl.constexpr = SHAPE.k
     V: tl.constexpr = SHAPE.v
@@ -149,20 +165,24 @@ def rotated_rope_kernel(
     smem = allocate_smem(lane, ALLOCATE)
     index = index_of(lane, warp, AFTER)
     in_head = index % D
-    cos_ptr += token * trig_row
-    sin_ptr += token * trig_row
+    angles = ()
+    if sin_ptr is None:  # a table: no launch just before this one has written it, nor the places of tokens
+        angles = load_eight(cos_ptr + tl.load(rows_ptr + token) * trig_row, in_head, D, HALF)
+    else:
+        cos_ptr += token * trig_row
+        sin_ptr += token * trig_row
     cache_row = token // tokens * (K.width // D) * cache_head
     if tile < Q.num_tiles:
         x = _finished_tile(q_ptr, q_scales_ptr, q_bias_ptr, tile, token, lane, warp, smem, Q, DTYPE, PDL)
         at = tile * 4096 + index
-        y = _with_rope(x, in_head, q_norm_ptr, cos_ptr, sin_ptr, eps, D)
+        y = _with_rope(x, in_head, q_norm_ptr, cos_ptr, sin_ptr, angles, eps, D)
         store_eight(y_ptr + token * Q.width, at, y, at < Q.width, at < Q.width, HALF)
     elif tile < Q.num_tiles + K.num_tiles:
         own = tile - Q.num_tiles
         x = _finished_tile(k_ptr, k_scales_ptr, k_bias_ptr, own, token, lane, warp, smem, K, DTYPE, PDL)
         at = own * 4096 + index
-        y = _with_rope(x, in_head, k_norm_ptr, cos_ptr, sin_ptr, eps, D)
-        position = tl.load(position_ptr) + token % tokens
+        y = _with_rope(x, in_head, k_norm_ptr, cos_ptr, sin_ptr, angles, eps, D)
+        position = _row_of(position_ptr, token, tokens)
         inside = (at < K.width) & (position < length)
         row = keys_ptr + cache_row + position * D
         store_eight(row, at // D * cache_head + in_head, y, inside, inside, HALF)
@@ -170,7 +190,7 @@ def rotated_rope_kernel(
         own = tile - Q.num_tiles - K.num_tiles
         x = _finished_tile(v_ptr, v_scales_ptr, v_bias_ptr, own, token, lane, warp, smem, V, DTYPE, PDL)
         at = own * 4096 + index
-        position = tl.load(position_ptr) + token % tokens
+        position = _row_of(position_ptr, token, tokens)
         inside = (at < V.width) & (position < length)
         row = values_ptr + cache_row + position * D
         store_eight(row, at // D * cache_head + in_head, x, inside, inside, HALF)
@@ -189,22 +209,44 @@ def rotated_rope(
 ) -> Tensor:  # fmt: skip
     """The queries after RoPE, [m, q_heads, head_dim]; the keys after it, and the values, go into the caches. The other
     arguments are those of `rope_cache`."""
-    m, q_width = q.values.shape[-2:]
     b, _, length, head_dim = keys.shape
-    widths = q_width, k.values.shape[-1], v.values.shape[-1]
+    m, q_width = q.values.shape[-2:]
     y = torch.empty(m, q_width // head_dim, head_dim, dtype=keys.dtype, device=keys.device)
+    where = cos, sin, None, position, y, keys, values, length, m // b, cos.stride(0), keys.stride(1)
+    _launch((q, k, v), head_dim, keys.device, (q_norm, k_norm), where, eps)
+    return y
+
+
+def rotated_rope_apart(
+    q: Product, k: Product, v: Product, angles: Tensor, rows: Tensor, dtype: torch.dtype, *,
+    q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Queries and keys after RoPE, and values, each [m, heads * head_dim]. angles [positions, head_dim], rows contiguous:
+    half of it cosines, half sines; rows int [m]: the position of each token."""
+    m, head_dim, device = len(rows), angles.shape[1], rows.device
+    found = [torch.empty(m, part.values.shape[-1], dtype=dtype, device=device) for part in (q, k, v)]
+    where = angles, None, rows, None, *found, 1, 1, angles.stride(0), head_dim
+    _launch((q, k, v), head_dim, device, (q_norm, k_norm), where, eps)
+    return found[0], found[1], found[2]
+
+
+def _launch(
+    parts: tuple[Product, Product, Product], head_dim: int, device: torch.device, norms: tuple[Tensor | None, ...],
+    where: tuple[object, ...], eps: float,
+) -> None:  # fmt: skip
+    """The kernel on q, k and v; `where`: its arguments from `cos_ptr` to `cache_head`."""
+    m, widths = parts[0].values.shape[-2], tuple(part.values.shape[-1] for part in parts)
     ctas = sum(-(-width // HADAMARD_TILE) for width in widths)
     launch(
         rotated_rope_kernel,
         (ctas, m, 1),
         (
-            q.values, k.values, v.values, q.output_scales, k.output_scales, v.output_scales, q.bias, k.bias, v.bias,
-            q_norm, k_norm, cos, sin, position, y, keys, values, length, m // b, cos.stride(0), keys.stride(1), eps,
+            *(part.values for part in parts), *(part.output_scales for part in parts), *(part.bias for part in parts),
+            *norms, *where, eps,
         ),
-        _constants(head_dim, widths, (q.source, k.source, v.source), supports_pdl(keys.device)),
-        smem_bytes=apart_smem_bytes(ctas * m, keys.device),
+        _constants(head_dim, widths, tuple(part.source for part in parts), supports_pdl(device)),
+        smem_bytes=apart_smem_bytes(ctas * m, device),
     )  # fmt: skip
-    return y
 
 
 @cache

@@ -181,6 +181,11 @@ class ParallelLMHead(VocabParallelEmbedding):
         return self.quant_method.tie_weights(self, embedding)
 
 
+class BaseModelLoader:
+    def load_model(self, vllm_config, model_config, prefix=""):
+        raise AssertionError("nothing is loaded here")
+
+
 def register_quantization_config(quantization: str) -> Any:
     def wrapper(config: type) -> type:
         if not issubclass(config, QuantizationConfig):
@@ -197,7 +202,8 @@ def modules() -> dict[str, ModuleType]:
     made = {
         name: ModuleType(name)
         for name in ("vllm", "vllm.distributed", "vllm.model_executor", layers, f"{layers}.quantization",
-                     f"{layers}.quantization.base_config")
+                     f"{layers}.quantization.base_config", "vllm.model_executor.model_loader",
+                     "vllm.model_executor.model_loader.base_loader")
     }  # fmt: skip
     made[f"{layers}.linear"] = made[f"{layers}.vocab_parallel_embedding"] = sys.modules[__name__]
     made[f"{layers}.quantization"].register_quantization_config = register_quantization_config
@@ -206,4 +212,5 @@ def modules() -> dict[str, ModuleType]:
     made[f"{layers}.quantization.base_config"].QuantizeMethodBase = QuantizeMethodBase
     made["vllm.distributed"].get_tensor_model_parallel_world_size = get_tensor_model_parallel_world_size
     made["vllm.distributed"].tensor_model_parallel_all_gather = tensor_model_parallel_all_gather
+    made["vllm.model_executor.model_loader.base_loader"].BaseModelLoader = BaseModelLoader
     return made

@@ -7,6 +7,7 @@ operators (its embedding on a CPU) or an accelerator is replaced by nothing; the
 """
 
 import sys
+from typing import Any
 
 import torch
 
@@ -39,13 +40,14 @@ PARTS = {
 }
 
 
-def main(path: str, rank: int, ranks: int) -> None:
+def load(path: str, rank: int = 0, ranks: int = 1, dtype: str = "bfloat16") -> tuple[Any, VllmConfig]:
+    """The rank's model, and vLLM's config of it."""
     register()
     model_config = ModelConfig(
         model=path,
         tokenizer=path,
         skip_tokenizer_init=True,
-        dtype="bfloat16",
+        dtype=dtype,
         enforce_eager=True,
         max_model_len=64,
     )
@@ -58,7 +60,11 @@ def main(path: str, rank: int, ranks: int) -> None:
         rendezvous = f"file://{path}/rendezvous"
         init_distributed_environment(ranks, rank, rendezvous, rank, "gloo")
         initialize_model_parallel(ranks)
-        model = get_model(vllm_config=config)
+        return get_model(vllm_config=config), config
+
+
+def main(path: str, rank: int, ranks: int) -> None:
+    model, config = load(path, rank, ranks)
     assert isinstance(config.quant_config, RequantConfig)
     weights = dict(load_weights(path))
     worst, generator = 0.0, torch.Generator().manual_seed(0)
