@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -47,8 +48,11 @@ TEXT = Path(__file__).parents[1] / "requant" / "data" / "demo-text"
 
 
 def random_tensor(suffix: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Codes and signs are random bits; scales small, so that nothing overflows."""
+    """Codes and signs are random bits, signs of one width the same, as those of a recipe are; scales small, so that nothing
+    overflows."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    if suffix == "input_signs":
+        return random_bits(shape, dtype).clone()  # a file has no tensor twice
     if dtype == torch.int32:
         return torch.randint(-(2**31), 2**31, shape, dtype=torch.int32, device=device).cpu()
     if dtype == torch.int8:
@@ -56,6 +60,13 @@ def random_tensor(suffix: str, shape: tuple[int, ...], dtype: torch.dtype) -> to
     if suffix == "input_magnitude":
         return torch.ones(shape, dtype=dtype)
     return torch.full(shape, 0.01, dtype=dtype)
+
+
+@cache
+def random_bits(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Once for each shape."""
+    limits = torch.iinfo(dtype)
+    return torch.randint(limits.min, limits.max, shape, dtype=dtype)
 
 
 def write_checkpoint(folder: Path, config: dict[str, Any], kind: str, bits: float) -> None:

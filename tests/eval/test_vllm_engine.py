@@ -11,6 +11,7 @@ import torch
 
 import requant
 from eval import vllm_engine
+from requant.formats.quantized_weight import join_rows
 
 
 def test_a_random_checkpoint_can_be_loaded(tmp_path: Path) -> None:
@@ -27,6 +28,11 @@ def test_a_random_checkpoint_can_be_loaded(tmp_path: Path) -> None:
     tokens = torch.tensor([[3, 5, 7]])
     logits = model(tokens).logits
     assert math.isfinite(logits.abs().max().item()) and logits.std() > 0
+    attention = model.model.layers[0].self_attn
+    weights = [layer.quantized() for layer in (attention.q_proj, attention.k_proj, attention.v_proj)]
+    assert join_rows(weights) is not None, (
+        "they would not be one matrix on the kernels, as those of a recipe are"
+    )
     assert json.loads((tmp_path / "config.json").read_text())["quantization_config"]["modules"]
 
 
