@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from requant import ranks
+from requant.calibration.exchange import Exchange
 from requant.calibration.experts import peers, same_routes, shrunk
 from requant.calibration.hidden_states import HiddenStateCache, StopForward
 from requant.calibration.passes import tensor_cores
@@ -75,7 +76,7 @@ def input_statistics(
     owners = {target.name: target.rank for target in targets}
     for group in experts:  # all of a layer's are owned together
         owners |= dict.fromkeys(group, next(owners[name] for name in group if name in owners))
-    exchange = ranks.Exchange(owners, sums.accumulate)
+    exchange = Exchange(owners, sums.accumulate)
     with ExitStack() as stack:
         stack.enter_context(tensor_cores(next(model.parameters()).device))
         if reference is not None:
@@ -137,7 +138,7 @@ class _Accumulator:
     def save_reference(self, name: str, z: Tensor) -> None:
         self.reference_inputs[name] = z
 
-    def give(self, exchange: ranks.Exchange, name: str, x: Tensor) -> None:
+    def give(self, exchange: Exchange, name: str, x: Tensor) -> None:
         exchange.give(name, x, *([self.reference_inputs.pop(name)] if self.with_cross else ()))
 
     def accumulate(self, name: str, x: Tensor, z: Tensor | None = None) -> None:

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from requant import ranks
+from requant.calibration.exchange import Exchange
 from requant.errors import NumericalError
 from requant.models.targets import QuantTarget, find_blocks, replaced_forward
 from requant.progress import tracked
@@ -128,7 +129,7 @@ def gradient_pass(
     other parameters have the same gradients on each.
     """
     by_name = {target.name: target for target in targets}
-    exchange = ranks.Exchange(
+    exchange = Exchange(
         {target.name: target.rank for target in targets}, lambda name, g: accumulate(by_name[name], g)
     )
     losses: list[float] = []
@@ -166,7 +167,7 @@ def output_gradient_pass(
     def use(name: str, *parts: Tensor) -> None:
         accumulate(by_name[name], *(part.detach().flatten(0, -2).float() for part in parts))
 
-    exchange = ranks.Exchange({target.name: target.rank for target in targets}, use)
+    exchange = Exchange({target.name: target.rank for target in targets}, use)
     sampled = None
     if seed is not None:
         rows = scored_tokens(_chunks(windows, model, None)[0])
@@ -247,7 +248,7 @@ def _recomputing(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def _gradient_to(target: QuantTarget, exchange: ranks.Exchange) -> Iterator[None]:
+def _gradient_to(target: QuantTarget, exchange: Exchange) -> Iterator[None]:
     parameter = target.parameter
 
     def take_gradient(p: Tensor) -> None:

@@ -32,6 +32,7 @@ from transformers import PreTrainedModel
 
 from requant import ranks
 from requant.finetune.compile_blocks import Divergence, hidden_error
+from requant.finetune.divided import Part, sum_over_ranks
 from requant.finetune.recomputed_block import ChunkSizes, DividedMatrix, LearningBlock
 from requant.finetune.sixteen_bit_adam import SixteenBitAdam
 from requant.finetune.step import (
@@ -135,21 +136,21 @@ class BlockwiseStep:
         for weight in self.outside:
             weight.backward()
         if ranks.world_size() > 1:
-            ranks.sum_over_ranks([gradient_of(tensor) for tensor in self.optimizer.tensors])
+            sum_over_ranks([gradient_of(tensor) for tensor in self.optimizer.tensors])
         self.optimizer.step()
         self.optimizer.zero_grad()
         for weight in self.outside:
             weight.parameter.grad = None
             weight.apply()
 
-    def state(self, *, optimizer: bool = True) -> dict[str, Tensor | ranks.Part]:
+    def state(self, *, optimizer: bool = True) -> dict[str, Tensor | Part]:
         """What the next step depends on; without the `optimizer`, what is left of it after the last."""
         states = {
             tensor: state for each in self.optimizers if optimizer for tensor, state in each.state.items()
         }
         found = state_of(self.tensors, self.full_lrs, states)
-        parts: dict[str, Tensor | ranks.Part] = {
-            name: ranks.Part(value, matrix.part.shape)
+        parts: dict[str, Tensor | Part] = {
+            name: Part(value, matrix.part.shape)
             for name, value in found.items()
             if (matrix := self._divided_at(name)) is not None and value.dim()
         }
@@ -158,7 +159,7 @@ class BlockwiseStep:
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Go on where `state` was taken, before the first step."""
         divided = {
-            name: ranks.Part.of(value).elements
+            name: Part.of(value).elements
             for name, value in state.items()
             if self._divided_at(name) is not None and value.dim()
         }

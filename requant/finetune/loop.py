@@ -34,6 +34,7 @@ from requant.allocation.embedding_and_head import QuantizedEmbeddingAndHead, emb
 from requant.calibration.passes import recomputed_blocks, rounds
 from requant.finetune.blockwise import BlockwiseStep, divided_among_ranks
 from requant.finetune.compile_blocks import Divergence, fused, hidden_error, kl
+from requant.finetune.divided import Part
 from requant.finetune.saved_training import SavedTraining, numbered, restore
 from requant.finetune.step import (
     MicroBatch,
@@ -188,7 +189,7 @@ def train(
             assert isinstance(teacher, Teacher)
             return mean_kl(run.model, teacher, windows)
 
-        def state() -> dict[str, Tensor | ranks.Part]:
+        def state() -> dict[str, Tensor | Part]:
             kept = {} if best is tensors else numbered("best", best)
             return {**training_step.state(), **numbered("buffer", buffers), **kept}
 

@@ -18,8 +18,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from requant import ranks
 from requant.errors import is_out_of_memory
+from requant.finetune.divided import Part
 from requant.finetune.sixteen_bit_adam import SixteenBitAdam
 from requant.finetune.step import ReparametrizedWeight, gradient_of
 from requant.finetune.teacher import PRODUCTS, training_autocast
@@ -64,15 +64,15 @@ class DividedMatrix:
 
     def __init__(self, parameter: Tensor) -> None:
         self.parameter, self.dtype = parameter, parameter.dtype
-        of_original = ranks.Part.of(parameter)
-        self.part = ranks.Part(of_original.elements.float(), of_original.shape)
+        of_original = Part.of(parameter)
+        self.part = Part(of_original.elements.float(), of_original.shape)
 
     @torch.no_grad()
     def value(self) -> Tensor:
         return self.part.whole(PRODUCTS.get(self.part.elements.device.type)).float()
 
     def backward(self) -> None:
-        self.part.elements.grad = ranks.Part.of_sum(gradient_of(self.parameter)).elements
+        self.part.elements.grad = Part.of_sum(gradient_of(self.parameter)).elements
 
     def close(self) -> None:
         """Make the parameter whole again, as it was."""

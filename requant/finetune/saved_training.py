@@ -22,6 +22,7 @@ from torch import Tensor
 
 from requant import ranks
 from requant.errors import OutputError
+from requant.finetune.divided import Part
 from requant.models.devices import free_memory
 from requant.run.context import RunContext
 from requant.run.stage_cache import TRAINING, training_key
@@ -73,9 +74,7 @@ class SavedTraining:
         wait = max(self.workspace.save_every, self.seconds / MAX_FRACTION)
         return ranks.shared(time.monotonic() - self.saved_at >= wait, {})[0]
 
-    def save(
-        self, state: Callable[[], Mapping[str, Tensor | ranks.Part]], *, step: int, best_kl: float
-    ) -> None:
+    def save(self, state: Callable[[], Mapping[str, Tensor | Part]], *, step: int, best_kl: float) -> None:
         """Replace the saved state by that after `step` steps; where that fails, say so and leave it.
 
         All ranks call it together, rank 0 writes the file.
@@ -131,13 +130,13 @@ class SavedTraining:
             raise KeyboardInterrupt
 
 
-def _on_rank_zero(state: Mapping[str, Tensor | ranks.Part]) -> dict[str, Tensor]:
+def _on_rank_zero(state: Mapping[str, Tensor | Part]) -> dict[str, Tensor]:
     """The state with divided tensors whole, on the CPU, one after the other; nothing on other ranks."""
     found: dict[str, Tensor] = {}
     for name, each in sorted(state.items()):  # in one order on all ranks, which restored states do not have
-        tensor = each.whole() if isinstance(each, ranks.Part) else each
+        tensor = each.whole() if isinstance(each, Part) else each
         if ranks.rank() == 0:
-            found[name] = tensor.cpu() if isinstance(each, ranks.Part) else tensor
+            found[name] = tensor.cpu() if isinstance(each, Part) else tensor
     return found
 
 

@@ -2,7 +2,7 @@
 
     for each micro-batch: gradients += d loss(micro-batch) / d (trainables, derived)
     gradients of trainables += (d derived / d trainables)' times gradients of derived
-    gradients of trainables are summed over ranks, where the run has several processes (`ranks.py`)
+    gradients of trainables are summed over ranks, where the run has several processes (`divided.py`)
     trainables -= Adam(gradients), at `lr_factor` of every tensor's learning rate
     derived = value(trainables)
 
@@ -29,6 +29,7 @@ from torch import Tensor
 
 from requant import ranks
 from requant.errors import is_out_of_memory
+from requant.finetune.divided import sum_over_ranks
 
 MicroBatch = tuple[Tensor, ...]  # tokens, and what else the loss takes
 # parameter groups of one tensor each, and whether a CUDA graph will capture the step -> an optimizer of torch's interface
@@ -180,7 +181,7 @@ class TrainingStep:
         for weight in self.derived:
             weight.backward()
         if ranks.world_size() > 1:
-            ranks.sum_over_ranks([gradient_of(tensor) for tensor in self.tensors])
+            sum_over_ranks([gradient_of(tensor) for tensor in self.tensors])
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=not self.captures)
         for weight in self.derived:

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from requant import ranks
+from requant.calibration.exchange import Exchange
 from requant.finetune import saved_training
 from requant.finetune.blockwise import BlockwiseStep
 from requant.recipe.schema import Budget, Calibration, Evaluation, Finetune, Recipe
@@ -24,6 +25,8 @@ COLLECTIVES = """
 import json, sys
 import torch
 from requant import ranks
+from requant.calibration.exchange import Exchange
+from requant.finetune import divided
 
 class Target:
     def __init__(self, name, rank): self.name, self.rank = name, rank
@@ -41,20 +44,20 @@ with ranks.joined("cpu"):
     found["smallest"] = ranks.smallest(5 - me)
     found["agree"] = [ranks.all_agree(me < 3), ranks.all_agree(me < 2)]
 
-    big, small = torch.full((ranks.BUCKET + 5,), 2.0**-me), torch.tensor([[1e8, 1.0, -1e8][me]])
-    ranks.sum_over_ranks([big, small])
+    big, small = torch.full((divided.BUCKET + 5,), 2.0**-me), torch.tensor([[1e8, 1.0, -1e8][me]])
+    divided.sum_over_ranks([big, small])
     found["sums"] = [big.unique().tolist(), small.tolist()]
 
     matrix = torch.arange(1, 8).float().view(7, 1)  # no multiple of three
-    part = ranks.Part.of(matrix)
+    part = divided.Part.of(matrix)
     found["part"] = part.elements.tolist()
     found["whole"] = [torch.equal(part.whole(), matrix), part.whole(torch.bfloat16).dtype == torch.bfloat16, part.nbytes]
-    found["part of a sum"] = ranks.Part.of_sum(matrix * [1e8, 1.0, -1e8][me]).elements.tolist()
+    found["part of a sum"] = divided.Part.of_sum(matrix * [1e8, 1.0, -1e8][me]).elements.tolist()
 
     used = []
     def use(name, *parts):
         used.append((name, [part.tolist() for part in parts], id(parts[0])))
-    exchange = ranks.Exchange({"a": 2, "b": 0, "c": 2}, use)
+    exchange = Exchange({"a": 2, "b": 0, "c": 2}, use)
     if me < 2:  # rank 2 has no batch in this round, rank 1 nothing to say about b
         x = torch.full((me + 1, 1), float(me), requires_grad=True)
         exchange.give("a", x)
@@ -139,7 +142,7 @@ def test_matrices_are_divided_by_kind_and_by_size() -> None:
 
 def test_alone_nothing_is_sent() -> None:
     calls: list[tuple[object, ...]] = []
-    exchange = ranks.Exchange({"a": 0}, lambda *arguments: calls.append(arguments))
+    exchange = Exchange({"a": 0}, lambda *arguments: calls.append(arguments))
     tensor = ranks.torch.ones(1)
     exchange.give("a", tensor)
     assert calls == [("a", tensor)]

@@ -1,0 +1,90 @@
+"""Statistics of several processes: what a rank's batch says about a matrix goes to the rank that owns the matrix.
+
+A batch has inputs of the matrix, or gradients at its outputs; the owner adds them up in the order of the text. So statistics
+and codes are those of one process, bit for bit, and of N ranks each holds 1/N of the Hessians. An all-reduce would round
+differently for every number of ranks, and leave all Hessians on all of them.
+
+    for tokens in ranks.rounds(batches):    batches of this rank, None where others have one more
+        forward; in hooks: exchange.give(name, x)
+        exchange.deliver()                  on the owner: use(name, x) for every rank's x, in the order of the text
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from requant import ranks
+
+
+class Exchange:
+    """Tensors on their way to the owners of matrices.
+
+    `use(name, *tensors)` is called on the owner of matrix `name`, in the order of the text for each matrix, and within a
+    batch in the order in which they were given. A tensor that was given for several matrices of one owner is one object
+    there too. Alone, `give` calls `use` at once and nothing is kept.
+    """
+
+    def __init__(self, targets: Mapping[str, int], use: Callable[..., None]) -> None:
+        self.targets, self.use = targets, use
+        self.given: list[tuple[str, tuple[Tensor, ...]]] = []
+
+    def give(self, name: str, *tensors: Tensor) -> None:
+        """Something that the current batch says about matrix `name`, which must be one of `targets`."""
+        if ranks.world_size() == 1:
+            self.use(name, *tensors)
+        else:
+            self.given.append((name, tensors))
+
+    def deliver(self) -> None:
+        """Send what was given since the last time; every rank calls it after every round, also without a batch."""
+        if ranks.world_size() == 1:
+            return
+        given, self.given = self.given, []
+        indices: dict[int, int] = {}
+        different: list[Tensor] = []
+        contents: list[tuple[str, list[int]]] = []  # matrix, and its tensors' places in `different`
+        for name, tensors in given:
+            for tensor in tensors:
+                if id(tensor) not in indices:
+                    indices[id(tensor)] = len(different)
+                    different.append(tensor.detach())
+            contents.append((name, [indices[id(tensor)] for tensor in tensors]))
+        described = [(list(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for tensor in different]
+        letters = [value for value, _ in ranks.gathered((contents, described), {})]
+        received = self._transferred(letters, different)
+        for source, (names, _) in enumerate(letters):
+            for name, parts in names:
+                if self.targets[name] == ranks.rank():
+                    self.use(name, *(received[source, part] for part in parts))
+
+    def _transferred(
+        self, letters: Sequence[Any], different: Sequence[Tensor]
+    ) -> dict[tuple[int, int], Tensor]:
+        """(rank, place) -> what that rank gave, of all tensors that this rank's matrices need."""
+        operations: list[dist.P2POp] = []
+        received: dict[tuple[int, int], Tensor] = {}
+        device = torch.device("cuda", torch.cuda.current_device()) if _on_gpu() else torch.device("cpu")
+        for source, (names, described) in enumerate(letters):
+            ways = sorted({(part, self.targets[name]) for name, parts in names for part in parts})
+            for part, owner in ways:
+                if source == owner == ranks.rank():
+                    received[source, part] = different[part]
+                elif source == ranks.rank():
+                    operations.append(dist.P2POp(dist.isend, different[part].contiguous(), owner, tag=part))
+                elif owner == ranks.rank():
+                    shape, dtype = described[part]
+                    buffer = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+                    received[source, part] = buffer
+                    operations.append(dist.P2POp(dist.irecv, buffer, source, tag=part))
+        if operations:
+            with ranks.communicating():
+                for work in dist.batch_isend_irecv(operations):
+                    work.wait()
+        return received
+
+
+def _on_gpu() -> bool:
+    return "nccl" in str(dist.get_backend_config())

@@ -1,0 +1,105 @@
+"""Training in several processes: sums of gradients over ranks, and tensors that are divided among them.
+
+Sums are added in the order of ranks, but one process adds micro-batches in another order: results with training differ in
+rounding from those of another number of ranks. What trains block by block (`blockwise.py`) is divided too: of a matrix
+without codes each rank holds a `Part` (ZeRO stage 3, Rajbhandari et al. 2020, arXiv 1910.02054).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from requant import ranks
+
+BUCKET = 2**24  # elements that are summed over ranks at once
+
+
+@torch.no_grad()
+def sum_over_ranks(tensors: Sequence[Tensor]) -> None:
+    """Replace contiguous tensors of one dtype by their sums over ranks, added in the order of ranks.
+
+    Rank i adds up the i-th part of a bucket; each rank sends and receives as much as in a ring all-reduce.
+    """
+    count = ranks.world_size()
+    if count == 1:
+        return
+    for pieces in _buckets([piece for tensor in tensors for piece in tensor.view(-1).split(BUCKET)]):
+        used = sum(piece.numel() for piece in pieces)
+        flat = pieces[0].new_zeros(-(-used // count) * count)
+        torch.cat(pieces, out=flat[:used])
+        parts = torch.empty_like(flat)
+        with ranks.communicating():
+            dist.all_to_all_single(parts, flat)
+            dist.all_gather(list(flat.view(count, -1)), _sum_of_rows(parts.view(count, -1)))
+        start = 0
+        for piece in pieces:
+            piece.copy_(flat[start : start + piece.numel()])
+            start += piece.numel()
+
+
+@dataclass(frozen=True)
+class Part:
+    """Of a tensor that is divided among ranks by its elements in row-major order, equally: those of this rank.
+
+    The last parts are filled with zeros.
+    """
+
+    elements: Tensor  # [ceil(numel / ranks)]
+    shape: torch.Size
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Part":
+        """Of a tensor that this rank holds whole."""
+        return cls(_equal_parts(tensor.detach())[ranks.rank()].clone(), tensor.shape)
+
+    @classmethod
+    def of_sum(cls, tensor: Tensor) -> "Part":
+        """Of the sum of a tensor over ranks, added in the order of ranks."""
+        sent = _equal_parts(tensor.detach())
+        received = torch.empty_like(sent)
+        with ranks.communicating():
+            dist.all_to_all_single(received, sent)
+        return cls(_sum_of_rows(received), tensor.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole tensor."""
+        return self.shape.numel() * self.elements.element_size()
+
+    def whole(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The tensor, from the parts of all ranks, which are rounded to the dtype before they are sent."""
+        elements = self.elements if dtype is None else self.elements.to(dtype)
+        found = elements.new_empty(ranks.world_size(), elements.numel())
+        with ranks.communicating():
+            dist.all_gather(list(found), elements)
+        return found.view(-1)[: self.shape.numel()].view(self.shape)
+
+
+def _equal_parts(tensor: Tensor) -> Tensor:
+    """The elements in as many rows as there are ranks; filled with zeros, and a copy, where there are not as many."""
+    flat, count = tensor.reshape(-1), ranks.world_size()
+    missing = -flat.numel() % count
+    return (torch.cat([flat, flat.new_zeros(missing)]) if missing else flat).view(count, -1)
+
+
+def _sum_of_rows(rows: Tensor) -> Tensor:
+    """In their order; the first row is overwritten."""
+    first, *others = rows
+    for row in others:
+        first += row
+    return first
+
+
+def _buckets(pieces: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """The pieces in lists of at most BUCKET elements."""
+    bucket: list[Tensor] = []
+    for piece in pieces:
+        if bucket and sum(each.numel() for each in bucket) + piece.numel() > BUCKET:
+            yield bucket
+            bucket = []
+        bucket.append(piece)
+    if bucket:
+        yield bucket
