@@ -9,11 +9,11 @@ in a fixed order, makes the result the same in every run. The dense part needs n
   is multiplied. A branch that is always taken separates the two: without it ptxas moves the loads after the arithmetic to
   save registers, and a warp waits for memory in every k_tile (14.1 -> 10.6 us at 8192 x 8192, 2 bits). Codes in flight are a
   multistage buffer in registers; the loop body has as many k_tiles as the buffer has stages, so that no register is copied.
-- **Residuals** of one token are gathered in the same loop: the 16 rows of a tile have about equal numbers of them
-  (`common/sparse.py`). For every k_tile a thread takes `SLOTS` slots: slots are loaded two k_tiles ahead and their
-  activations one, so neither latency is exposed (22.4 -> 20.0 us for 8 tokens at 8192 x 8192, 3 bits; 15.1 -> 8.6 at 4096 x
-  4096). With `staged` the activations are copied to shared memory first, where a gather does not cost a cache line per
-  residual. For several tokens a launch before transposes the activations, so that a gather reads the tokens of a column
+- **Residuals** of one token are gathered in the same loop (`gemv_residuals.py`): the 16 rows of a tile have about equal
+  numbers of them (`common/sparse.py`). For every k_tile a thread takes `SLOTS` slots: slots are loaded two k_tiles ahead and
+  their activations one, so neither latency is exposed (22.4 -> 20.0 us for 8 tokens at 8192 x 8192, 3 bits; 15.1 -> 8.6 at
+  4096 x 4096). With `staged` the activations are copied to shared memory first, where a gather does not cost a cache line
+  per residual. For several tokens a launch before transposes the activations, so that a gather reads the tokens of a column
   together.
 """
 
@@ -48,13 +48,19 @@ from requant_kernels.common.packing import Layout
 from requant_kernels.common.pdl import pdl_option
 from requant_kernels.common.sparse_spmm import transpose_kernel
 from requant_kernels.scalar.gemv_launch import GemvConfig
+from requant_kernels.scalar.gemv_residuals import (
+    finish_slots,
+    first_slot,
+    gather,
+    load_slots,
+    multiply_slot,
+    stage_activations,
+    zero_sums,
+)
 
 MOST_STAGED = 18432  # columns: with the final sum they fit the 48 KB that a launch may have without opting in
 # The address of `bytes` of shared memory, declared in addition to Triton's own.
 RESERVE_PTX = "{{ .shared .align 1024 .b8 activations[{bytes}];\n mov.u32 $0, activations; }}"
-# 16 bytes from global ($2) to shared memory ($1) where $3 is not 0.
-COPY_PTX = tl.constexpr("""{ .reg .pred %inside; setp.ne.s32 %inside, $3, 0;
-@%inside cp.async.ca.shared.global [$1], [$2], 16; mov.b32 $0, 0; }""")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,117 +146,6 @@ def _multiply_k_tile(acc, loaded, row_constants, x, like_ptr, levels_ptr, tiles,
     return acc if GROUP > 0 else part
 
 
-@triton.jit
-def _first_slot(slice_ptr, position, iterations, TILING: tl.constexpr):
-    """Every thread's first slot `[slot_lanes, rows]`, the end of its row `[1, rows]`, and how many slots of the longest row
-    come after those that the loop multiplies."""
-    TILES: tl.constexpr = TILING.tiles
-    LANES: tl.constexpr = TILING.slot_lanes
-    slot = tl.load(slice_ptr + position)[None, :] * 128
-    end = tl.load(slice_ptr + position + 1)[None, :] * 128
-    in_loop = TILING.slots * TILING.slot_stride * (iterations * TILING.stages + 1)
-    left = tl.max(tl.max(end - slot, 1), 0) - in_loop
-    slot += (tl.arange(0, 16 * TILES) % 16)[None, :] * 8 + (
-        tl.arange(0, LANES) % 8 + tl.arange(0, LANES) // 8 * 128
-    )[:, None]
-    return slot, end, left
-
-
-@triton.jit
-def _load_slots(ell_columns_ptr, ell_values_ptr, slot, end, COUNT: tl.constexpr, TILING: tl.constexpr):
-    """COUNT pairs (columns, values) at `slot` `[slot_lanes, rows]`, 0 from `end` `[1, rows]` on.
-
-    One slot per thread, slots before rows: the layout that Triton gives to the gathers, so no data moves between threads.
-    """
-    slots = ()
-    for i in tl.static_range(COUNT):
-        at = slot + i * TILING.slot_stride
-        inside = at < end
-        column = (
-            tl.load(ell_columns_ptr + at, mask=inside, other=0, eviction_policy="evict_first").to(tl.int32)
-            & 0xFFFF
-        )
-        value = tl.load(ell_values_ptr + at, mask=inside, other=0, eviction_policy="evict_first")
-        slots = slots + ((column, value),)
-    return slots
-
-
-@triton.jit
-def _stage_activations(x_ptr, K, TILING: tl.constexpr):
-    """Copy all activations of one token to shared memory, 16 bytes per thread at a time; returns their address."""
-    WARPS: tl.constexpr = TILING.warps
-    base = tl.inline_asm_elementwise(TILING.reserve_ptx, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
-    for i in range(tl.cdiv(K, 256 * WARPS)):
-        column = (i * 32 * WARPS + tl.arange(0, 32 * WARPS)) * 8
-        tl.inline_asm_elementwise(
-            COPY_PTX, "=r,r,l,r", [base + column * 2, (x_ptr + column).to(tl.int64), (column < K).to(tl.int32)],
-            dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-    tl.inline_asm_elementwise(
-        "cp.async.wait_all; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-    )
-    tl.debug_barrier()
-    return base
-
-
-@triton.jit
-def _gather(x_ptr, column, base, TILING: tl.constexpr):
-    """Activations at `column`: of one token in the shape of `column`, or of several, transposed, in a last dimension."""
-    TOKENS: tl.constexpr = TILING.sparse_tokens
-    if TILING.staged:
-        x = tl.inline_asm_elementwise(
-            "ld.shared.u16 $0, [$1];", "=r,r", [base + column * 2], dtype=tl.int32, is_pure=False, pack=1
-        )
-        x = x.to(tl.int16).to(x_ptr.dtype.element_ty, bitcast=True)
-    elif TOKENS == 1:
-        x = tl.load(x_ptr + column)
-    else:
-        x = tl.load(x_ptr + (column[:, :, None] * TOKENS + tl.arange(0, TOKENS)[None, None, :]))
-    return x
-
-
-@triton.jit
-def _zero_sums(TILING: tl.constexpr):
-    """Zeros `[slot_lanes, rows]`, or `[slot_lanes, rows, tokens]` for several."""
-    LANES: tl.constexpr = TILING.slot_lanes
-    TILES: tl.constexpr = TILING.tiles
-    TOKENS: tl.constexpr = TILING.sparse_tokens
-    return tl.zeros([LANES, 16 * TILES] if TOKENS == 1 else [LANES, 16 * TILES, TOKENS], tl.float32)
-
-
-@triton.jit
-def _multiply_slot(sums, value, x, TILING: tl.constexpr):
-    """sums += values times activations, slot by slot."""
-    value = value.to(tl.float32)
-    return sums + (value if TILING.sparse_tokens == 1 else value[:, :, None]) * x.to(tl.float32)
-
-
-@triton.jit
-def _finish_slots(sums, current, upcoming, x, slot, end, left, ell_columns_ptr, ell_values_ptr, x_ptr, base,
-                  TILING: tl.constexpr):  # fmt: skip
-    """The residuals after the last k_tile: those in flight, then `left` slots of rows that are longer than the loop.
-
-    Returns the sums `[rows, 1 or tokens]`.
-    """
-    SLOTS: tl.constexpr = TILING.slots
-    for i in tl.static_range(SLOTS):
-        sums = _multiply_slot(sums, current[i][1], x[i], TILING)
-    if left > 0:
-        for i in tl.static_range(SLOTS):
-            sums = _multiply_slot(sums, upcoming[i][1], _gather(x_ptr, upcoming[i][0], base, TILING), TILING)
-        left -= SLOTS * TILING.slot_stride
-        slot += SLOTS * TILING.slot_stride
-        while left > 0:
-            more = _load_slots(ell_columns_ptr, ell_values_ptr, slot, end, 1, TILING)
-            sums = _multiply_slot(sums, more[0][1], _gather(x_ptr, more[0][0], base, TILING), TILING)
-            slot += TILING.slot_stride
-            left -= TILING.slot_stride
-    sums = tl.sum(sums, 0)
-    if TILING.sparse_tokens == 1:
-        sums = sums[:, None]
-    return sums
-
-
 @triton.jit(do_not_specialize=["last_tile", "iterations"])
 def gemv_kernel(
     x_ptr, x_sparse_ptr, codes_ptr, scales_ptr, zeros_ptr, levels_ptr, row_perm_ptr, slice_ptr, ell_columns_ptr,
@@ -276,10 +171,10 @@ def gemv_kernel(
     # Prologue: weights do not depend on the kernel before, so their loads come before the PDL wait.
     row_constants = load_row_constants(scales_ptr, zeros_ptr, tiles, FORMAT, WARPS, TILES)
     if SPARSE:
-        slot, end, left = _first_slot(slice_ptr, position, iterations, TILING)
-        current = _load_slots(ell_columns_ptr, ell_values_ptr, slot, end, SLOTS, TILING)
+        slot, end, left = first_slot(slice_ptr, position, iterations, TILING)
+        current = load_slots(ell_columns_ptr, ell_values_ptr, slot, end, SLOTS, TILING)
         slot += SLOTS * TILING.slot_stride
-        upcoming = _load_slots(ell_columns_ptr, ell_values_ptr, slot, end, SLOTS, TILING)
+        upcoming = load_slots(ell_columns_ptr, ell_values_ptr, slot, end, SLOTS, TILING)
     IN_FLIGHT: tl.constexpr = TILING.in_flight
     buffer = ()  # k_tiles in flight, of every warp
     for stage in tl.static_range(IN_FLIGHT):
@@ -300,12 +195,12 @@ def gemv_kernel(
         tl.extra.cuda.gdc_wait()
     base = 0
     if TILING.staged:
-        base = _stage_activations(x_sparse_ptr, K, TILING)
+        base = stage_activations(x_sparse_ptr, K, TILING)
     if SPARSE:
         gathered = ()
         for i in tl.static_range(SLOTS):
-            gathered = gathered + (_gather(x_sparse_ptr, current[i][0], base, TILING),)
-        sums = _zero_sums(TILING)
+            gathered = gathered + (gather(x_sparse_ptr, current[i][0], base, TILING),)
+        sums = zero_sums(TILING)
     token = tl.arange(0, 8)[:, None] + 8 * tl.arange(0, TOKENS // 8)[None, :]
     token = tl.minimum(token, M - 1)  # the surplus columns are computed and never stored
     acc = tl.zeros([WARPS, 16 * TILES, TOKENS], tl.float32)
@@ -323,10 +218,10 @@ def gemv_kernel(
                 slot += SLOTS * TILING.slot_stride
                 following, arrived, gathered = (), gathered, ()
                 for i in tl.static_range(SLOTS):
-                    sums = _multiply_slot(sums, current[i][1], arrived[i], TILING)
-                    gathered = gathered + (_gather(x_sparse_ptr, upcoming[i][0], base, TILING),)
+                    sums = multiply_slot(sums, current[i][1], arrived[i], TILING)
+                    gathered = gathered + (gather(x_sparse_ptr, upcoming[i][0], base, TILING),)
                     at = slot + i * TILING.slot_stride
-                    following = following + _load_slots(ell_columns_ptr, ell_values_ptr, at, end, 1, TILING)
+                    following = following + load_slots(ell_columns_ptr, ell_values_ptr, at, end, 1, TILING)
                 current, upcoming = upcoming, following
             if TILING.prefetch:
                 x = next_x
@@ -345,7 +240,7 @@ def gemv_kernel(
             y *= tl.load(scales_ptr + position * 16 + row % 8 * 2 + row % 16 // 8).to(tl.float32)[:, None]
         y *= 1.0 / FORMAT.grid_step
     if SPARSE:
-        sums = _finish_slots(sums, current, upcoming, gathered, slot, end, left, ell_columns_ptr, ell_values_ptr,
+        sums = finish_slots(sums, current, upcoming, gathered, slot, end, left, ell_columns_ptr, ell_values_ptr,
                              x_sparse_ptr, base, TILING)  # fmt: skip
         if ell_row_scales_ptr is not None:
             sums *= row_scale.to(tl.float32)[:, None]
