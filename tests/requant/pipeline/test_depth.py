@@ -2,7 +2,7 @@
 
 import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +35,25 @@ def spied(formula: Callable[..., Any], calls: list[str]) -> Callable[..., Any]:
     def spy(*args: Any, **kwargs: Any) -> Any:
         frame, found = sys._getframe(1), []
         while frame is not None:
-            code = frame.f_code
-            if code.co_filename.startswith(PACKAGE) and not code.co_name.startswith("<"):  # no comprehension
-                found.append(code.co_name)
+            if frame.f_code.co_filename.startswith(PACKAGE):
+                found.append(frame.f_code.co_qualname)
             frame = frame.f_back
-        calls[:] = calls or [*reversed(found), formula.__name__]
+        calls[:] = calls or [*without_local_functions(reversed(found)), formula.__name__]
         return formula(*args, **kwargs)
 
     return spy
+
+
+def without_local_functions(names: Iterable[str]) -> list[str]:
+    """A local function is read as a part of its function, and what runs it for that function (a map) is passed over."""
+    found: list[str] = []
+    for name in names:
+        function = name.partition(".<locals>")[0]
+        if name != function and function in found:
+            del found[found.index(function) + 1 :]
+        else:
+            found.append(name)
+    return found
 
 
 @pytest.mark.parametrize(
