@@ -1,17 +1,16 @@
 """Tables of one-shot codes: the methods beside the peers' own, ReQuant's gains, embeddings, trellis codes, accuracies."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from eval.markdown import PEERS, markdown, read
+from eval.markdown import markdown, peers, read
 
 
 def baselines_table(results: Path) -> str:
     """Ours by width, with the peers' figure for the same method; then the peers' best of the width."""
-    found, peers = read(results, "baselines-bench-32m"), json.loads(PEERS.read_text(encoding="utf-8"))["rows"]
-    comparable = [peer for peer in peers if peer["calibration"] == "wikitext-like.raw"]
+    found = read(results, "baselines-bench-32m")
+    comparable = [peer for peer in peers()["rows"] if peer["calibration"] == "wikitext-like.raw"]
     theirs = {(peer["bits"], peer["label"]): peer for peer in comparable}
     rows: list[list[str]] = []
     for width in dict.fromkeys(row["bits"] for row in found.get("rows", [])):

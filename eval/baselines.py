@@ -29,6 +29,7 @@ from eval.common import (
     write_json,
 )
 from eval.markdown import RESULTS
+from eval.parts import with_row
 from requant.pipeline.paper import global_top, iqr_outliers, requant_as_published
 from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Detach, Sensitivity
@@ -117,11 +118,13 @@ def rows(study: Study, plans: Sequence[Plan] = PLANS) -> Iterator[dict[str, Any]
             yield row_of(plan.label, run, started, bits=bits, **bits_per_weight(weights), **found)
 
 
-def with_row(rows: Sequence[dict[str, Any]], row: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows with this one in place of the one of its label and width, in the order of BITS and PLANS."""
-    labels = [plan.label for plan in PLANS]
-    others = [r for r in rows if (r["label"], r["bits"]) != (row["label"], row["bits"])]
-    return sorted([*others, row], key=lambda r: (BITS.index(r["bits"]), labels.index(r["label"])))
+def key_of(row: Mapping[str, Any]) -> tuple[str, float]:
+    return row["label"], row["bits"]
+
+
+def place(row: Mapping[str, Any]) -> tuple[int, int]:
+    """Of a row in the file: by BITS, then as in PLANS."""
+    return BITS.index(row["bits"]), [plan.label for plan in PLANS].index(row["label"])
 
 
 def main(
@@ -148,7 +151,7 @@ def main(
     for row in rows(study, chosen):
         if only is not None:  # measured elsewhere than the file's header says
             row["environment"] = environment(study.prepared.model.device)
-        results["rows"] = with_row(results["rows"], row)
+        results["rows"] = with_row(results["rows"], row, key=key_of, order=place)
         write_json(file, results)
         print(
             f"{row['bits']} {row['label']:32s} {row['bits_per_weight']:.3f} bits  ppl {row['perplexity']:.3f}  "

@@ -1,12 +1,11 @@
 """Tables of `eval.quality`: mode `best` by budget, beside the best peer, and with parts left out."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eval.markdown import PEERS, markdown, read
+from eval.markdown import markdown, peers, read
 
 Row = Mapping[str, Any]
 UNTRAINED = "QTIP-3INST"  # the best of `peers.json` at 2, 3 and 4 bits
@@ -38,7 +37,7 @@ def best_peer(bits: float, measured: Sequence[Row] = ()) -> Peer:
 
 def peer_points(measured: Sequence[Row]) -> dict[str, list[tuple[float, float]]]:
     """Peer -> (bits, KL), ascending; untrained QTIP first, then those among the rows, first seed."""
-    untrained = json.loads(PEERS.read_text(encoding="utf-8"))["rows"]
+    untrained = peers()["rows"]
     points = {
         UNTRAINED: [(row["bits_per_weight"], row["kl"]) for row in untrained if row["label"] == UNTRAINED]
     }

@@ -11,6 +11,7 @@ import dataclasses
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import typer
@@ -29,6 +30,7 @@ from eval.common import (
     write_json,
 )
 from eval.markdown import RESULTS
+from eval.parts import with_row
 from eval.quality import least_and_most
 from requant.calibration import experts
 from requant.run.quantize_linears import quantize_linears
@@ -91,6 +93,11 @@ def rows(study: Study, plans: Sequence[Plan]) -> Iterator[dict[str, Any]]:
         )
 
 
+def place(row: Mapping[str, Any]) -> int:
+    """Of a row in the file."""
+    return [label_of(plan) for plan in PLANS].index(row["label"])
+
+
 def main(
     model: opt.Model = MOE,
     data: opt.Data = DATA,
@@ -108,9 +115,7 @@ def main(
     results = {"rows": [], **results, **header(study), "original": quality(study, study.base, {})}
     for row in rows(study, chosen):
         row["environment"] = environment(study.prepared.model.device)
-        others = [other for other in results["rows"] if other["label"] != row["label"]]
-        order = list(map(label_of, PLANS))
-        results["rows"] = sorted([*others, row], key=lambda each: order.index(each["label"]))
+        results["rows"] = with_row(results["rows"], row, key=itemgetter("label"), order=place)
         write_json(file, results)
         print(
             f"{row['label']:24s} {row['bits_per_weight']:.3f} bits  ppl {row['perplexity']:.3f}  KL {row['kl']:.4f}  "

@@ -17,7 +17,7 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from eval.curve_tables import of_mode_best
-from eval.markdown import PEERS, RESULTS, ROOT, read
+from eval.markdown import RESULTS, ROOT, peers, read
 from eval.pareto import OURS, PEER, gathered
 from eval.pqi_tables import NODE_NAMES, PAPER_ERRORS, widths_of
 from eval.sparsity_tables import products_by_shape
@@ -85,7 +85,7 @@ def curve(results: Path) -> Points:
         label: [(row["bits_per_weight"], row["kl"]) for row in line if row["seed"] == 0]
         for label, line in lines.items()
     }
-    for row in json.loads(PEERS.read_text(encoding="utf-8"))["rows"] if rows else ():
+    for row in peers()["rows"] if rows else ():
         label = "QTIP (best peer)" if row["label"] == "QTIP-3INST" else "other peers"
         found.setdefault(label, []).append((row["bits_per_weight"], row["kl"]))
     return {label: sorted(points) for label, points in found.items() if points}

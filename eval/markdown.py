@@ -16,6 +16,11 @@ def read(results: Path, name: str) -> dict[str, Any]:
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
+def peers() -> dict[str, Any]:
+    """What untrained peers measured on bench-32m: `rows` of the matrices' bits, `files` whole."""
+    return json.loads(PEERS.read_text(encoding="utf-8"))
+
+
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     if not rows:
         return ""

@@ -5,13 +5,12 @@ peers' are in `peers.json`). Tokens a second are of one sequence of the 8B shape
 (`eval/end_to_end.py`); where they were not measured, the picture has none. `python -m eval.figures` draws it.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from eval.markdown import PEERS, markdown, read
+from eval.markdown import markdown, peers, read
 
 OURS, PEER = "requant", "llama.cpp"
 LARGER = 1.1  # a peer's file may be so many times as large
@@ -47,15 +46,10 @@ def files(results: Path) -> list[File]:
         )
         for row in measured(results)
     ]
-    theirs = peers()["rows"] if ours else []
+    theirs = peers()["files"]["rows"] if ours else []
     return ours + [
         File(program=PEER, label=row["label"], megabytes=row["file_mb"], kl=row["kl"]) for row in theirs
     ]
-
-
-def peers() -> dict[str, Any]:
-    """llama.cpp's files, and the size of the original's."""
-    return json.loads(PEERS.read_text(encoding="utf-8"))["files"]
 
 
 def measured(results: Path) -> list[dict[str, Any]]:
@@ -108,10 +102,8 @@ def files_table(results: Path) -> str:
     original = read(results, "quality-bench-32m").get("original", {})
     if not lines:
         return ""
-    lines.insert(
-        0,
-        ["original", f"{peers()['original_mb']:.1f} MB", "16", f"{original['perplexity']:.2f}", "0", "", ""],
-    )
+    size = f"{peers()['files']['original_mb']:.1f} MB"
+    lines.insert(0, ["original", size, "16", f"{original['perplexity']:.2f}", "0", "", ""])
     columns = [
         "",
         "file",

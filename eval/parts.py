@@ -1,4 +1,5 @@
-"""Results that processes or machines measure side by side: each writes a part beside the whole file, `merge` joins them.
+"""Rows of results that are measured again, or by processes or machines side by side: each of these writes a part beside the
+whole file, `merge` joins them.
 
     FILE.json, FILE-part0.json, FILE-part1.json, ..   ->   FILE.json
 
@@ -23,6 +24,13 @@ MAKES_A_DIFFERENCE = ("sources", "device", "torch")
 def part_file(file: Path, part: int | None) -> Path:
     """Where part number `part` is written; None: the whole file."""
     return file if part is None else file.with_name(f"{file.stem}-part{part}.json")
+
+
+def with_row(
+    rows: Sequence[Row], row: Row, *, key: Callable[[Row], Hashable], order: Callable[[Row], Any]
+) -> list[Row]:
+    """The rows with this one in place of the one of its key, sorted by `order`."""
+    return sorted([*(other for other in rows if key(other) != key(row)), row], key=order)
 
 
 def marked(row: Row, header: Row, made: Row) -> dict[str, Any]:

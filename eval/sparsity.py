@@ -24,6 +24,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -44,7 +45,7 @@ from eval.common import (
     write_json,
 )
 from eval.markdown import RESULTS
-from eval.parts import marked, merge, part_file
+from eval.parts import marked, merge, part_file, with_row
 from requant.pipeline.sparse import sparse
 from requant.quantizers.registry import PRUNING_METHODS
 from requant.recipe.schema import Finetune, Recovery
@@ -173,7 +174,7 @@ def main(
 ) -> None:
     whole_file = out / f"sparsity-{model.name}.json"
     if join:
-        merge(whole_file, same=SAME, key=lambda row: row["label"], order=place)
+        merge(whole_file, same=SAME, key=itemgetter("label"), order=place)
         return
     wanted = [p for p in PLANS if any(fnmatch.fnmatch(p.label, pattern) for pattern in only or ["*"])]
     plans = [p for p in wanted if steps or p.recovery is None]
@@ -202,8 +203,7 @@ def main(
             print(f"{plan.label:32s} is measured already", flush=True)
             continue
         row = marked(measure(study, plan, run), results, made)
-        others = [r for r in results["rows"] if r["label"] != plan.label]
-        results["rows"] = sorted([*others, row], key=place)
+        results["rows"] = with_row(results["rows"], row, key=itemgetter("label"), order=place)
         write_json(file, results)
         print(
             f"{plan.label:32s} {row['bits_per_weight']:.3f} bits  ppl {row['perplexity']:.3f}  KL {row['kl']:.4f}  "
