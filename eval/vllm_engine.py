@@ -11,7 +11,7 @@ head grids of four bits more in groups of 64), written to a temporary folder; bf
 128) are vLLM's dummy weights. Decoding alone is timed, as the difference of a long and a short run of the same prompts.
 
 `fused_layers` of a row: whether the plugin fused the decoder layers (`requant/integrations/vllm_block.py`), which
-`REQUANT_VLLM_FUSE=0` in the environment leaves as vLLM runs them.
+`REQUANT_VLLM_FUSE=1` in the environment asks for.
 
 A checkpoint is checked on a text: log-probabilities of the prompt, and of tokens that the engine chose, one a step, against
 `requant.load` in bfloat16; beside them what the same model in float32 differs by, which is the rounding to expect.

@@ -9,7 +9,7 @@ vLLM puts norms, RoPE and gates between matrices, so a rotation at either end of
 of the 8B shape at one sequence. Here what lies between two attentions is one custom operator of 8 or 9 launches, whatever
 the number of rows; the next layer's norm finishes its last product. Operators find layers by name, as vLLM's attention does.
 
-`fuse` is called once a model is loaded. It changes the class of the decoder layers, and nothing else: what a layer hands to
+`fuse` is called once a model is loaded, and asked for by REQUANT_VLLM_FUSE=1. It changes the class of the decoder layers, and nothing else: what a layer hands to
 the next is (q, k, v) in place of hidden states, which vLLM's models do not look at. Whether the modules are Llama's, names
 decide first, then numbers: a layer of each kind is compared with vLLM's own forward. A model that is divided among GPUs, has
 adapters or is drafted for (a draft may look at hidden states between layers) stays as it is, and the log says so once.
@@ -32,7 +32,7 @@ from requant.inference import kernel_check
 from requant.inference.convert import FusedLinear, KernelLinear, Sibling
 from requant.inference.kernel_check import kind_of
 
-FUSE = "REQUANT_VLLM_FUSE"  # 0: layers stay as vLLM runs them
+FUSE = "REQUANT_VLLM_FUSE"  # 1: layers are fused; not the default before an engine has run it on a GPU
 MODELS = {
     "LlamaModel",
     "MistralModel",
@@ -228,8 +228,8 @@ def fused_class(own: type[nn.Module]) -> type[nn.Module]:
 
 def decoder_layers(model: nn.Module, vllm_config: Any) -> list[nn.Module]:
     """Those of a model that may be fused. Raises ValueError for another, with the reason."""
-    if os.environ.get(FUSE) == "0":
-        raise ValueError(f"{FUSE} is 0")
+    if os.environ.get(FUSE) != "1":
+        raise ValueError(f"{FUSE} is not 1")
     parallel = vllm_config.parallel_config
     reasons = {
         "they are divided among GPUs": parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1,

@@ -17,6 +17,11 @@ from requant.integrations import vllm_block
 from requant.models.targets import find_linears
 
 
+@pytest.fixture(autouse=True)
+def asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(vllm_block.FUSE, "1")
+
+
 @pytest.mark.parametrize("kind", ["mixed", pytest.param("joined", marks=pytest.mark.slow)])
 def test_with_the_assembly_emulated(kind: str) -> None:
     """Alone, and through torch.compile; a layer that differs from vLLM's forward is said to, and stays."""
@@ -81,10 +86,10 @@ def test_layers_of_other_modules(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_the_switch(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setenv(vllm_block.FUSE, "0")
+    monkeypatch.delenv(vllm_block.FUSE)
     with caplog.at_level(logging.INFO, "vllm"):
         assert not vllm_block.fuse(LlamaModel(), config())
-    assert "REQUANT_VLLM_FUSE is 0" in caplog.text
+    assert "REQUANT_VLLM_FUSE is not 1" in caplog.text
 
 
 def test_loaders_fuse_what_they_loaded(engine, monkeypatch: pytest.MonkeyPatch) -> None:
