@@ -53,20 +53,19 @@ from requant.run.stage_cache import load_stage, load_weights, save_stage, save_w
 from requant.run.workspace import digest
 
 
-def best(run: RunContext) -> Weights:
-    """Codes of every matrix within the budget; without finetuning steps they are those of mode `dense`."""
+def best(run: RunContext, rounds: Sequence[Sequence[QuantTarget]] | None = None) -> Weights:
+    """Codes of every matrix within the budget, and floats trained round by round, by default in the recipe's `rounds`.
+
+    The model is left at the originals, `run.finetuned_params` is filled. Without finetuning steps codes are those of mode
+    `dense`.
+    """
     if run.recipe.finetune.steps == 0:
         progress.enter("codes")
         return quantize_linears(run, None, label="quantize")
-    weights = load_stage(run, "rounds")
-    if weights is None:
-        weights = quantize_in_rounds(run, rounds_of(run.targets, run.recipe.finetune.rounds))
-        save_stage(run, "rounds", weights)
-    return weights
-
-
-def quantize_in_rounds(run: RunContext, rounds: Sequence[Sequence[QuantTarget]]) -> Weights:
-    """Quantize and train round by round; the model is left at the originals, `run.finetuned_params` is filled."""
+    finished = load_stage(run, "rounds")
+    if finished is not None:
+        return finished
+    rounds = rounds or rounds_of(run.targets, run.recipe.finetune.rounds)
     settings = run.recipe.finetune
     train_windows, _ = split_windows(run, settings)
     teacher = teacher_of(run, settings, train_windows)
@@ -99,10 +98,12 @@ def quantize_in_rounds(run: RunContext, rounds: Sequence[Sequence[QuantTarget]])
                     )
     save_finetuned_params(run, before)
     run.apply_original_weights()
-    return {
+    weights = {
         target.name: with_trainable_params(weights[target.name], trainable[target.name])
         for target in run.targets
     }
+    save_stage(run, "rounds", weights)
+    return weights
 
 
 def codes_of_round(run: RunContext, members: Sequence[QuantTarget], *, first: bool) -> Weights:

@@ -218,7 +218,7 @@ def test_a_trained_run_resumes_with_the_same_bytes(
             requant.quantize(source, recipe, tiny_text_file, workspace=Workspace(tmp_path / "work"))
     workspace = Workspace(tmp_path / "work", resume=True)
     with monkeypatch.context() as patch:
-        patch.setattr(best, "quantize_in_rounds", stops)  # they are not made again
+        patch.setattr(best, "codes_of_round", stops)  # they are not made again
         result = requant.quantize(source, recipe, tiny_text_file, workspace=workspace)
     requant.save(result, tmp_path / "resumed")
     whole, resumed = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "resumed"))

@@ -21,7 +21,7 @@ from requant.finetune.teacher import HeadTeacher, Teacher
 from requant.formats.quantized_weight import trainable_params, weight_function
 from requant.models.experts import grouped_products, unfuse_experts
 from requant.models.targets import find_blocks, find_linears
-from requant.pipeline.best import quantize_in_rounds
+from requant.pipeline.best import best
 from requant.pipeline.prepare import prepare, start
 from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Calibration, Evaluation, Finetune, Recipe
@@ -329,7 +329,7 @@ def test_rounds_and_the_last_phase_end_where_those_of_the_whole_model_do(
         first = [target for target in run.targets if target.kind in ("q_proj", "c_attn")]
         codes = quantize_linears(run, None, label="quantize")
         rounds = [first, [target for target in run.targets if target not in first]]
-        in_rounds = quantize_in_rounds(run, rounds)
+        in_rounds = best(run, rounds)
         learned = finetune(run, codes, run.recipe.finetune)
         for key, p in run.model.named_parameters():
             assert torch.equal(p, originals[key]) and p.grad is None and not p.requires_grad, key

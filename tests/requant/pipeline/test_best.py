@@ -113,7 +113,7 @@ def test_a_run_that_resumes_ends_in_the_same_weights(
     first = run(resume=False)
     norms = {name: p.clone() for name, p in first.model.named_parameters() if "norm" in name}
     monkeypatch.setattr(
-        "requant.pipeline.best.quantize_in_rounds", lambda *_: pytest.fail("the rounds ran again")
+        "requant.pipeline.best.codes_of_round", lambda *_, **__: pytest.fail("the rounds ran again")
     )
     monkeypatch.setattr("requant.pipeline.quantize.finetune", lambda *_: pytest.fail("finetuning ran again"))
     again = run(resume=True)

@@ -62,7 +62,7 @@ def without_local_functions(names: Iterable[str]) -> list[str]:
         ("dense", "rtn", 4),
         ("paper", "rtn", 4),
         ("sparse", "magnitude", 4),
-        ("best", "rtn", 5),  # the loop over rounds
+        ("best", "rtn", 4),
     ],
 )
 def test_calls_to_a_quantizer(
