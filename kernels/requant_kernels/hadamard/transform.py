@@ -60,7 +60,7 @@ def hadamard_transform(
         "pdl": pdl, "input_scales": input_scales, "output_scales": output_scales, "bias": bias, "addend": addend,
     }  # fmt: skip
     # products of 16 bits without scales leave the kernel of a tile no load that would fix its registers' layout
-    bare = x.element_size() == 2 and input_scales is None
+    bare = x.element_size() == 2 and input_scales is None and output_scales is None
     if scales is None and (permute or bare or x.shape[-2] > FEW_TOKENS):
         transform_batched(x, y, pair=pair, permute=permute, **common)
     else:
