@@ -87,7 +87,11 @@ def allocate_bits(run: RunContext, *, reserve: int | None = None) -> Allocation:
         for name, found in _with_outliers(run, losses).items():
             options[name] += found
     if recipe.mode == "best" and recipe.finetune.steps:
-        first = recipe.budget.first_round_weight or first_round_weight(average)
+        first = recipe.budget.first_round_weight
+        if first is None:
+            first = first_round_weight(
+                average if asked is not None else _bits_of_matrices(run, options, budget - fixed)
+            )
         for name, weight in round_weights(run.targets, recipe.finetune.rounds, first).items():
             options[name] = [dataclasses.replace(option, weight=weight) for option in options[name]]
     choice = allocate(options, budget - fixed)
@@ -120,6 +124,12 @@ def allocate_bits(run: RunContext, *, reserve: int | None = None) -> Allocation:
     decided, _ = ranks.shared(dataclasses.asdict(allocation), {})
     loss_curve = {int(size): loss for size, loss in decided["loss_curve"].items()}  # keys of JSON are strings
     return Allocation(**(decided | {"loss_curve": loss_curve}))
+
+
+def _bits_of_matrices(run: RunContext, options: Mapping[str, Sequence[Option]], budget: int) -> float:
+    """Bits a weight that the matrices get of a budget that embedding and head share, before losses are weighted."""
+    choice = allocate(options, budget)
+    return 8 * sum(choice.options[target.name].bytes for target in run.targets) / run.total_weights
 
 
 def fewest_bits(losses: Mapping[Bits, float], limit: float) -> Bits:

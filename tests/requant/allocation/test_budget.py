@@ -28,6 +28,7 @@ from requant.quantizers.trellis import TrellisConfig
 from requant.recipe.schema import Budget, Calibration, Detach, Evaluation, Finetune, Mode, Recipe
 from requant.recipe.yaml_files import load_recipe
 from requant.run.context import Allocation
+from requant.run.rounds import FIRST_WEIGHT
 from requant.run.workspace import Workspace
 
 TINY = ("--num-samples", 2, "--seq-len", 32, "--quiet")
@@ -317,6 +318,22 @@ def test_what_training_mends_gives_its_bits_to_what_is_quantized_last(
     assert weighted.bytes <= weighted.budget and weighted.predicted > plain.predicted
     for unchanged in ({"steps": 0}, {"mode": "dense"}):
         assert allocated(0.01, **unchanged).bits == allocated(1.0, **unchanged).bits
+
+
+@pytest.mark.parametrize(
+    ("size", "weight", "other"), [(70_000, FIRST_WEIGHT, 1.0), (90_000, 1.0, FIRST_WEIGHT)]
+)
+def test_a_budget_for_the_file_weights_losses_by_the_bits_of_the_matrices(
+    tiny_folder, tiny_text_file: Path, size: int, weight: float, other: float
+) -> None:
+    """2 of them in the smaller file, above 3 in the larger; with embedding and head both files have more than 3."""
+
+    def allocated(first: float | None) -> Allocation:
+        budget = Budget(size=size, embedding_bits=8, head_bits=8, first_round_weight=first)
+        recipe = recipe_of("trellis", mode="best", budget=budget, finetune=Finetune(steps=2))
+        return allocate_bits(started(tiny_folder("llama"), tiny_text_file, recipe))
+
+    assert allocated(None).bits == allocated(weight).bits != allocated(other).bits
 
 
 @pytest.mark.parametrize(("method", "steps"), [("lut", 0), ("kmeans", 2)])
