@@ -37,7 +37,7 @@ from requant.formats.sparse import INDEX_TILE
 from requant.models.targets import QuantTarget
 from requant.pipeline.prepare import Outline, Prepared, bytes_before, start
 from requant.pipeline.quicker import warn_of_a_slow_run
-from requant.pipeline.schedule import count_gpus, expected_seconds, of_fullest_rank
+from requant.pipeline.schedule import count_gpus, expected_seconds, of_fullest_rank, tokens_of_step
 from requant.quantizers.registry import find_method
 from requant.recipe.schema import Recipe
 from requant.run.context import Allocation
@@ -85,6 +85,7 @@ class Plan:
     )  # kind -> bits -> how many matrices
     rotations: str | None = None  # whether they are folded; None where the recipe does not ask for it
     code: str | None = None  # of a trellis
+    training: str | None = None  # phases, steps, tokens; None without training
 
     def lines(self) -> list[str]:
         kinds = ", ".join(f"{count} {kind}" for kind, count in self.matrices.items())
@@ -102,6 +103,7 @@ class Plan:
             + self._lacking(),
             f"time            about {format_seconds(self.seconds)}"
             + (f" on {self.gpus} GPUs" if self.gpus > 1 else ""),
+            *([] if self.training is None else [f"training        {self.training}"]),
             *([] if self.rotations is None else [f"rotations       {self.rotations}"]),
             *self._budget_lines(),
         ]
@@ -202,6 +204,7 @@ def make_plan(
         allocation=None if allocation.budget is None else allocation,
         widths={} if allocation.budget is None else widths,
         rotations=_rotations(prepared, recipe),
+        training=_training(prepared, recipe),
     )
 
 
@@ -225,6 +228,16 @@ def _rotations(prepared: Prepared | Outline, recipe: Recipe) -> str | None:
     if isinstance(prepared, Outline):
         return "folded into the model where its architecture allows it"
     return f"per matrix: {prepared.why_not_folded}" if prepared.why_not_folded else "folded into the model"
+
+
+def _training(prepared: Prepared | Outline, recipe: Recipe) -> str | None:
+    """Mode `best` trains after each of its rounds, the last time with all codes fixed; other modes at the end alone."""
+    if not recipe.finetune.steps:
+        return None
+    steps = f"{recipe.finetune.steps} steps of {tokens_of_step(prepared, recipe):,} tokens"
+    if recipe.mode != "best":
+        return steps
+    return f"{steps} after each of {len(rounds_of(prepared.targets, recipe.finetune.rounds))} rounds"
 
 
 def _sparse_fraction(recipe: Recipe) -> float:

@@ -75,7 +75,7 @@ def _stages(prepared: Prepared | Outline, recipe: Recipe, device: str) -> Iterat
         more = predictor[recipe.budget.predictor]
         yield Stage(name="allocation", kind="statistics", seconds=statistics + more, bars=0)
         collected = statistics
-    step = min(recipe.finetune.tokens_per_step, prepared.train_windows.numel())
+    step = tokens_of_step(prepared, recipe)
     training = steps * backward(step) * 4 / 3
     if recipe.mode == "best" and steps:
         rounds = rounds_of(prepared.targets, recipe.finetune.rounds)
@@ -114,6 +114,11 @@ def _stages(prepared: Prepared | Outline, recipe: Recipe, device: str) -> Iterat
     yield Stage(name="diagnosis", kind="diagnosis", seconds=passes + by_matrix, bars=0)
     yield Stage(name="evaluation", kind="evaluation", seconds=2 * forward(prepared.eval_windows.numel()))
     yield Stage(name="samples", kind="samples", seconds=0.0, bars=0)
+
+
+def tokens_of_step(prepared: Prepared | Outline, recipe: Recipe) -> int:
+    """Of training; all that there are, where they are fewer than the recipe's."""
+    return min(recipe.finetune.tokens_per_step, prepared.train_windows.numel())
 
 
 def count_gpus(prepared: Prepared | Outline) -> int:

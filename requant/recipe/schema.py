@@ -97,7 +97,7 @@ class Finetune:
     """Training everything except the codes to match the original's outputs (`requant/finetune/`)."""
 
     steps: int = 0
-    """Training steps of one phase: each round of mode `best`, and the final phase with all codes fixed; 0: off."""
+    """Training steps of one phase, of which mode `best` has one after each round, the last with all codes fixed; 0: off."""
     train_windows: int = 2048
     """Windows of the calibration text that training may use, at most."""
     tokens_per_step: int = 16384

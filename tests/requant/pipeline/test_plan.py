@@ -15,7 +15,7 @@ from requant.pipeline.plan import CHARACTER_BYTES_KEPT, _share_of_experts, _trai
 from requant.pipeline.prepare import outline, prepare
 from requant.quantizers.registry import METHODS
 from requant.recipe.defaults import default_recipe
-from requant.recipe.schema import Budget, Calibration, Detach, Evaluation, Finetune, Recipe, Sensitivity
+from requant.recipe.schema import Budget, Calibration, Detach, Evaluation, Finetune, Mode, Recipe, Sensitivity
 from requant.run.rounds import rounds_of
 
 SLOW = {"trellis": pytest.mark.slow}
@@ -114,6 +114,23 @@ def test_a_plan_for_several_gpus(tiny_folder) -> None:
     plan = make_plan(outline(str(tiny_folder("llama")), trained, gpus=2), trained, device="cuda")
     parameters = sum(p.numel() for p in outline(str(tiny_folder("llama")), trained).model.parameters())
     assert plan.peak_memory > 16 * parameters
+
+
+def test_a_plan_says_how_often_it_trains(tiny_folder) -> None:
+    """After the rounds that the model's blocks allow; a recipe without training has no such line."""
+    source = str(tiny_folder("llama"))
+
+    def lines(mode: Mode, finetune: Finetune) -> list[str]:
+        recipe = recipe_of("gptq", mode=mode, finetune=finetune)
+        plan = make_plan(outline(source, recipe), recipe, device="cpu")
+        return [line for line in plan.lines() if line.startswith("training ")]
+
+    expected = "training        300 steps of 32 tokens"
+    few = Finetune(steps=300, tokens_per_step=32)
+    assert lines("best", few) == [f"{expected} after each of 6 rounds"]
+    assert lines("best", dataclasses.replace(few, rounds=100)) == [f"{expected} after each of 8 rounds"]
+    assert lines("paper", few) == [expected]
+    assert lines("best", Finetune(steps=0)) == []
 
 
 def test_a_plan_divides_what_trains_block_by_block(tiny_folder) -> None:
