@@ -52,7 +52,9 @@ from requant.run.rounds import FIRST_WEIGHT
 from requant.text.windows import spread
 
 FINETUNE = Finetune(steps=FINETUNE_STEPS)
-FOUR_ROUNDS = Finetune(steps=450, rounds=4)  # as many steps in all as the six of mode `best`
+FOUR_ROUNDS = Finetune(
+    steps=450, rounds=4
+)  # as many steps in all as the six of mode `best`; QTIP's blocks have four
 NO_HIDDEN = dataclasses.replace(FOUR_ROUNDS, hidden_weight=0.0)
 SHORT = dataclasses.replace(NO_HIDDEN, steps=225)  # what parts are compared at, by the KL divergence alone
 AT_THE_END = Finetune(steps=6 * FINETUNE_STEPS)  # as many as all phases of mode `best` together
@@ -185,8 +187,20 @@ PLANS: dict[str, Plan] = {
         finetune=dataclasses.replace(NO_HIDDEN, steps=675),
     ),
     "codebooks": Plan(label="best over codebooks", method="kmeans"),
-    "qtip": _qtip("QTIP 3INST", "trained by block and at the end", "3inst", make=block_training.qtip),
-    "qtip-1mad": _qtip("QTIP 1MAD", "trained by block and at the end", "mul1", make=block_training.qtip),
+    "qtip": _qtip(
+        "QTIP 3INST",
+        "trained by block and at the end",
+        "3inst",
+        make=block_training.qtip,
+        finetune=FOUR_ROUNDS,
+    ),
+    "qtip-1mad": _qtip(
+        "QTIP 1MAD",
+        "trained by block and at the end",
+        "mul1",
+        make=block_training.qtip,
+        finetune=FOUR_ROUNDS,
+    ),
     "qtip-end": _qtip("QTIP 3INST (end)", "trained at the end only", "3inst", finetune=AT_THE_END),
     "efficient-qat-64": _efficient_qat(64),
     "efficient-qat-128": _efficient_qat(128),

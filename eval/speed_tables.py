@@ -31,8 +31,8 @@ def speed_table(results: Path) -> str:
     for found, target in ((gpu, "180 s"), (cpu, "1800 s")):
         for key in sorted(key for key in found if key.startswith("best_run")):
             recipe = found[key]["recipe"]
-            samples, steps = recipe["calibration"]["num_samples"], recipe["finetune"]["steps"]
-            training = f"4 x {steps} steps" if steps else "codes without training"
+            samples, settings = recipe["calibration"]["num_samples"], recipe["finetune"]
+            training = _phases(settings) if settings["steps"] else "codes without training"
             bits = f"{recipe['budget']['bits']:g}"
             what = f"bench-32m, {bits} bits, mode `best`, {samples} x 1024 tokens, {training}"
             rows.append([what, found["device"], _seconds(found[key]), _memory(found[key]), target])
@@ -44,8 +44,8 @@ def speed_table(results: Path) -> str:
     for shape, target in (("1b", "720 s, 24 GiB"), ("3b", ""), ("8b", "4500 s, 90 GiB"), ("70b", "")):
         for found in (row for key, row in gpu.items() if key.startswith(f"run_{shape}")):
             part = "" if found["blocks"] is None else f", its first {found['blocks']} blocks"
-            steps = found["recipe"]["finetune"]["steps"]
-            what = f"{shape.upper()} shape{part}, 2 bits, the whole `best` run, 4 x {steps} steps"
+            phases = _phases(found["recipe"]["finetune"])
+            what = f"{shape.upper()} shape{part}, 2 bits, the whole `best` run, {phases}"
             machine = gpu["device"] if found["gpus"] == 1 else f"{found['gpus']} x {gpu['device']}"
             aim = "" if part or found["gpus"] > 1 else target
             rows.append([what, machine, _seconds(found), _predicted(found), aim])
@@ -57,6 +57,11 @@ def speed_table(results: Path) -> str:
             )
             rows.append([what, gpu["device"], f"{found['a step']:.2f} s", _predicted(found), "90 GiB"])
     return markdown(["what", "machine", "measured", "peak memory", "target"], rows)
+
+
+def _phases(finetune: Mapping[str, Any]) -> str:
+    """Rows from before recipes had `rounds` trained after four."""
+    return f"{finetune.get('rounds', 4)} x {finetune['steps']} steps"
 
 
 def decoding_table(results: Path) -> str:

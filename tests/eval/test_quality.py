@@ -60,6 +60,15 @@ def test_rows_are_named_by_plan_bits_and_seed() -> None:
         quality.parse(row)
 
 
+def test_peers_that_train_have_the_steps_of_mode_best() -> None:
+    """In a block as in all: QTIP trains after three kinds of a block and at the end, EfficientQAT once and at the end."""
+    best = quality.PLANS["best"].finetune
+    phases = {"qtip": 4, "qtip-1mad": 4, "qtip-end": 1, "efficient-qat-64": 2, "efficient-qat-128": 2}
+    for name, plan in quality.PLANS.items():
+        if plan.peer:
+            assert phases[name] * plan.finetune.steps == best.rounds * best.steps, name
+
+
 def test_parts_are_joined_and_newer_rows_win(tmp_path: Path) -> None:
     def write(name: str, device: str, **kl_of_bits: float) -> None:
         rows = [

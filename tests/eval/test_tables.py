@@ -69,6 +69,18 @@ def test_nodes_stand_beside_the_papers_error(tmp_path: Path) -> None:
     assert "| plain 32 (the paper's) | 1 | +0.500 | +0.16 |" in nodes_table(tmp_path)
 
 
+def test_a_timed_run_says_how_often_it_trained(tmp_path: Path) -> None:
+    """Rows from before recipes had `rounds` trained four times."""
+    recipe = {"calibration": {"num_samples": 512}, "budget": {"bits": 2.0}}
+    runs = {
+        f"best_run_{name}": {"seconds": 80.0, "recipe": {**recipe, "finetune": finetune}, "peak_bytes": 2**30}
+        for name, finetune in (("a", {"steps": 450}), ("b", {"steps": 300, "rounds": 6}))
+    }
+    write(tmp_path, "speed-cuda", {"device": "a GPU", **runs})
+    table = TABLES["speed"](tmp_path)
+    assert "tokens, 4 x 450 steps |" in table and "tokens, 6 x 300 steps |" in table
+
+
 def test_decoding_stands_beside_bf16_of_the_same_setup(tmp_path: Path) -> None:
     row = {"shape": "8b", "name": "2-bit", "batch": 1, "compiled": True, "attention": "kernel"}
     row |= {"decode_tokens_per_s": 600.0, "times_bf16": 3.0}
