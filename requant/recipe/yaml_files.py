@@ -86,7 +86,8 @@ def _build(cls: type, data: Any, where: str, **given: Any) -> Any:
 def _values(cls: type, data: Any, where: str) -> dict[str, Any]:
     """Those fields of `cls` that `data` gives, each of its type."""
     if not isinstance(data, dict):
-        raise RecipeError(f"{where} must be a mapping, not {type(data).__name__}.")
+        found = "empty" if data is None else repr(data)
+        raise RecipeError(f"{where} is {found}; it takes keys with their values, like {{key: value}}.")
     hints = typing.get_type_hints(cls)
     known = {f.name for f in dataclasses.fields(cls)}
     for key in data:
@@ -124,10 +125,13 @@ def _coerce(kind: Any, value: Any, where: str) -> Any:
     if origin is tuple:
         items = [value] if isinstance(value, str | int | float) else value
         if not isinstance(items, list | tuple):
-            raise RecipeError(f"{where} must be a list, not {type(value).__name__}.")
+            raise RecipeError(f"{where} is {value!r}; it takes a list.")
         return tuple(_coerce(args[0], item, where) for item in items)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise RecipeError(f"{where} is out of every range; give a smaller number.") from None
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise RecipeError(f"{where} is {value!r}; it takes {IN_WORDS.get(kind, kind.__name__)}.")
     return value
