@@ -204,7 +204,8 @@ class QuantizeOptions(CalibrationOptions, total=False):
     finetune_steps: Annotated[
         int | None,
         of_recipe(
-            help="Training steps of each finetuning phase; codes stay fixed. [300 in mode best on a GPU, else 0]"
+            help="Training steps of each finetuning phase, of which mode best has six; codes stay fixed. [300 in mode best "
+            "on a GPU, else 0]"
         ),
     ]
     rotations: Annotated[
