@@ -40,7 +40,7 @@ from requant.models.targets import QuantTarget
 from requant.quantizers.method import Bits
 from requant.quantizers.registry import METHODS, find_method
 from requant.recipe.schema import Recipe
-from requant.run.context import Allocation, RunContext, recipe_sections
+from requant.run.context import Allocation, RunContext
 from requant.run.rounds import first_round_weight, round_weights
 from requant.run.workspace import digest
 
@@ -78,7 +78,8 @@ def allocate_bits(run: RunContext, *, reserve: int | None = None) -> Allocation:
             sizes[role] = {**part_sizes(run.model, run.source, part, widths[role])}
     check_reachable(run, sizes, budget, fixed)
     average = 8 * (budget - fixed) / run.total_weights
-    losses = _losses(run, embedding_and_head, widths, average)
+    losses = predicted_losses(run, {target.name: list(sizes[target.name]) for target in run.targets}, average)
+    losses |= embedding_and_head_losses(run, embedding_and_head, widths)
     options = {
         name: [Option(bits=bits, bytes=size, loss=losses[name][bits]) for bits, size in choices.items()]
         for name, choices in sizes.items()
@@ -204,11 +205,6 @@ def available_bits(recipe: Recipe, options: Mapping[str, Any] | None = None) -> 
     return found
 
 
-def bits_from_json(text: str) -> Bits:
-    """Bits from a JSON key: "2.25" is a float, "2" an integer."""
-    return int(text) if text.isdecimal() else float(text)
-
-
 def sparse_bytes(run: RunContext) -> int:
     """Upper bound of the residuals of mode `paper`: values, indices, and counts in every matrix."""
     detach = run.recipe.detach
@@ -293,43 +289,9 @@ def check_reachable(
     )
 
 
-def _losses(
-    run: RunContext,
-    embedding_and_head: EmbeddingAndHead,
-    tables: Mapping[str, Sequence[Bits]],
-    average: float,
-) -> dict[str, dict[Bits, float]]:
-    """Name -> bits -> predicted loss, nats a token; predictors that quantize do so at the bits nearest to `average`."""
-    widths = {target.name: available_bits(run.recipe, target.options) for target in run.targets}
-    reference = {name: min(found, key=lambda bits: abs(bits - average)) for name, found in widths.items()}
-    key = digest(
-        run.fingerprint,
-        recipe_sections(run.recipe, "calibration", "method", "quantizer", "sensitivity"),
-        [run.recipe.budget.predictor, reference, widths],
-    )
-    stored = run.workspace.get("predictor", key)
-    if stored is None:
-        losses = predicted_losses(run, widths, at=reference)
-        run.workspace.put("predictor", key, value=losses)
-    else:  # keys of JSON are strings
-        losses = {
-            name: {bits_from_json(b): loss for b, loss in found.items()}
-            for name, found in stored.value.items()
-        }
-    return losses | embedding_and_head_losses(run, embedding_and_head, tables)
-
-
 def _with_outliers(run: RunContext, losses: Mapping[str, Mapping[Bits, float]]) -> dict[str, list[Option]]:
     """Further options of every matrix: codes of few bits with outliers."""
-    key = digest(
-        run.fingerprint, recipe_sections(run.recipe, "calibration", "method", "quantizer"), "outliers"
-    )
-    stored = run.workspace.get("outliers", key)
-    if stored is None:
-        factors = outlier_factors(run)
-        run.workspace.put("outliers", key, value=factors)
-    else:  # keys of JSON are strings
-        factors = {name: {float(s): left for s, left in by.items()} for name, by in stored.value.items()}
+    factors = outlier_factors(run)
     found: dict[str, list[Option]] = {}
     for target in run.targets:
         found[target.name] = []

@@ -20,7 +20,7 @@ on a trellis: the delta loss of a matrix, unlike its KL, may be negative, and su
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,8 +36,9 @@ from requant.progress import counted
 from requant.quantizers.method import Bits, Losses
 from requant.quantizers.outliers import remaining_loss
 from requant.quantizers.registry import METHODS
-from requant.run.context import RunContext, Weights
+from requant.run.context import RunContext, Weights, recipe_sections
 from requant.run.quantize_linears import chunks_that_fit, gather, quantize_linears
+from requant.run.workspace import digest
 from requant.sensitivity.path import signed_sum
 from requant.sensitivity.scores import score_weights
 
@@ -52,37 +53,55 @@ LOSS_FLOOR = (
 def curvature(run: RunContext, widths: Mapping[str, Sequence[Bits]]) -> MatrixLosses:
     """The method's closed form for every matrix at its `widths`, from the statistics of the calibration text."""
     method = METHODS[run.recipe.method]
-    return _from_statistics(
+    return _of_all(
         run,
-        lambda target, weight, stats: method.predicted_losses(
-            weight, stats, run.config_of(target), widths[target.name]
-        ),
+        {
+            target.name: method.predicted_losses(weight, stats, run.config_of(target), widths[target.name])
+            for target, weight, stats in _with_statistics(run)
+        },
     )
 
 
 def outlier_factors(run: RunContext) -> dict[str, dict[float, float]]:
     """Matrix -> outlier fraction -> the part of its loss that remains, for methods with an `outlier_cost`."""
+    key = digest(
+        run.fingerprint, recipe_sections(run.recipe, "calibration", "method", "quantizer"), "outliers"
+    )
+    stored = run.workspace.get("outliers", key)
+    if stored is not None:
+        return {
+            name: {float(fraction): left for fraction, left in by.items()}
+            for name, by in stored.value.items()
+        }
     cost = METHODS[run.recipe.method].outlier_cost
     assert cost is not None
-    return _from_statistics(
-        run, lambda target, weight, stats: remaining_loss(weight, cost(stats, run.config_of(target)))
+    factors = _of_all(
+        run,
+        {
+            target.name: remaining_loss(weight, cost(stats, run.config_of(target)))
+            for target, weight, stats in _with_statistics(run)
+        },
     )
+    run.workspace.put("outliers", key, value=factors)
+    return factors
 
 
-def _from_statistics(
-    run: RunContext, predict: Callable[[QuantTarget, Tensor, LinearStats], dict[Any, float]]
-) -> dict[str, dict[Any, float]]:
-    """`predict(target, weight, stats)` of every matrix, as many together as memory allows."""
+def _with_statistics(run: RunContext) -> Iterator[tuple[QuantTarget, Float[Tensor, "n k"], LinearStats]]:
+    """This rank's matrices in float32 with their statistics, as many collected together as memory allows."""
     method = METHODS[run.recipe.method]
     needs = method.predictor_needs | method.needs  # the quantizer comes next: gather once
-    found: dict[str, list[tuple[Any, float]]] = {}
     for chunk in chunks_that_fit(run, run.targets, needs):
         statistics = gather(run, chunk, needs)
         with run.stage("allocation"):
             for target in ranks.owned(chunk):
                 weight = run.original[target.name].to(target.parameter.device, torch.float32)
-                found[target.name] = list(predict(target, weight, statistics[target.name]).items())
-    return {name: dict(pairs) for name, pairs in ranks.of_all(run.targets, found).items()}
+                yield target, weight, statistics[target.name]
+
+
+def _of_all(run: RunContext, own: Mapping[str, Mapping[Any, float]]) -> dict[str, dict[Any, float]]:
+    """The tables of all ranks' matrices; they travel as pairs, for JSON would make strings of their keys."""
+    pairs = {name: list(table.items()) for name, table in own.items()}
+    return {name: dict(table) for name, table in ranks.of_all(run.targets, pairs).items()}
 
 
 def measured(run: RunContext, reference: Weights) -> dict[str, float]:
@@ -145,20 +164,41 @@ def _floored(run: RunContext, sums: Mapping[str, float]) -> dict[str, float]:
     return {name: max(total, LOSS_FLOOR * mean * sizes[name]) for name, total in sums.items()}
 
 
-def predicted_losses(
-    run: RunContext, widths: Mapping[str, Sequence[Bits]], *, at: Mapping[str, Bits]
-) -> MatrixLosses:
-    """Matrix -> bits -> loss by the recipe's predictor; all but `curvature` quantize every matrix at its `at` bits."""
-    loss_curve = curvature(run, widths)
-    if run.recipe.budget.predictor == "curvature":
-        return loss_curve
-    reference = quantize_linears(dataclasses.replace(run, bits=at), None, label="quantize, to allocate")
-    predict = {"measured": measured, "restored": restored, "pqi": integrated}[run.recipe.budget.predictor]
-    found = predict(run, reference)
-    return {
-        name: {bits: found[name] * loss / (losses[at[name]] or 1.0) for bits, loss in losses.items()}
-        for name, losses in loss_curve.items()
-    }
+# of codes at one width: matrix -> loss
+FROM_CODES = {"measured": measured, "restored": restored, "pqi": integrated}
+
+
+def predicted_losses(run: RunContext, widths: Mapping[str, Sequence[Bits]], average: float) -> MatrixLosses:
+    """Matrix -> each of its `widths` -> loss by the recipe's predictor, nats a token; cached in the workspace.
+
+    All predictors but `curvature` quantize every matrix once, at the bits nearest to `average`.
+    """
+    predictor = run.recipe.budget.predictor
+    nearest = {name: min(found, key=lambda bits: abs(bits - average)) for name, found in widths.items()}
+    key = digest(
+        run.fingerprint,
+        recipe_sections(run.recipe, "calibration", "method", "quantizer", "sensitivity"),
+        [predictor, nearest, widths],
+    )
+    stored = run.workspace.get("predictor", key)
+    if stored is not None:
+        return {name: {_bits(text): loss for text, loss in by.items()} for name, by in stored.value.items()}
+    losses = curvature(run, widths)
+    if predictor != "curvature":
+        at_nearest = dataclasses.replace(run, bits=nearest)
+        reference = quantize_linears(at_nearest, None, label="quantize, to allocate")
+        found = FROM_CODES[predictor](run, reference)
+        losses = {
+            name: {bits: found[name] * loss / (by[nearest[name]] or 1.0) for bits, loss in by.items()}
+            for name, by in losses.items()
+        }
+    run.workspace.put("predictor", key, value=losses)
+    return losses
+
+
+def _bits(text: str) -> Bits:
+    """Bits from a JSON key: "2.25" is a float, "2" an integer."""
+    return int(text) if text.isdecimal() else float(text)
 
 
 def _first(run: RunContext, tokens: int) -> Int64[Tensor, "d t"]:

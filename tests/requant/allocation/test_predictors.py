@@ -1,13 +1,16 @@
 import copy
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
 
+from requant.allocation import predictors
 from requant.allocation.predictors import (
     curvature,
     integrated,
     measured,
+    outlier_factors,
     predicted_losses,
     restored,
 )
@@ -164,9 +167,27 @@ def test_every_predictor_can_be_chosen(run, predictor: str) -> None:
         ),
     )
     names = [target.name for target in run.targets]
-    losses = predicted_losses(chosen, {name: [2, 3, 4] for name in names}, at=dict.fromkeys(names, 3))
+    losses = predicted_losses(chosen, {name: [2, 3, 4] for name in names}, average=3.1)
     assert losses.keys() == {target.name for target in run.targets}
     assert all(found[2] > found[3] > found[4] > 0 for found in losses.values())
     if predictor == "measured":
         alone = measured(run, quantize_linears(run, None, label=""))
         assert {name: found[3] for name, found in losses.items()} == pytest.approx(alone)
+
+
+def test_a_resumed_run_reads_what_was_predicted(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From JSON, whose keys are strings, come bits and fractions that equal those written, of the same types."""
+    kept = dataclasses.replace(run, workspace=Workspace(tmp_path / "kept"))
+    widths = {target.name: [2, 2.25] for target in run.targets}
+    losses = {name: {2: 0.5, 2.25: 0.25} for name in widths}
+    monkeypatch.setattr(predictors, "curvature", lambda *_: losses)
+    monkeypatch.setattr(predictors, "remaining_loss", lambda *_: {0.0025: 0.75})
+    monkeypatch.setitem(METHODS, "rtn", dataclasses.replace(METHODS["rtn"], outlier_cost=lambda *_: None))
+    made = predicted_losses(kept, widths, average=2.0), outlier_factors(kept)
+    monkeypatch.setattr(predictors, "curvature", None)
+    monkeypatch.setattr(predictors, "remaining_loss", None)
+    found = predicted_losses(kept, widths, average=2.0), outlier_factors(kept)
+    assert found == made == (losses, {name: {0.0025: 0.75} for name in widths})
+    assert all([type(bits) for bits in of] == [int, float] for of in found[0].values())
+    with pytest.raises(TypeError):  # of other bits nothing is kept
+        predicted_losses(kept, {name: [2, 3] for name in widths}, average=2.0)

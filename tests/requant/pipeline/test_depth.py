@@ -12,7 +12,7 @@ import requant
 from requant.evaluation import perplexity
 from requant.evaluation.compare import evaluate_all
 from requant.quantizers.registry import METHODS, PRUNING_METHODS
-from requant.recipe.schema import Calibration, Evaluation, Finetune, Recipe
+from requant.recipe.schema import Budget, Calibration, Evaluation, Finetune, Recipe
 from requant.sensitivity import scores
 
 PACKAGE = str(Path(requant.__file__).parent)
@@ -76,6 +76,17 @@ def test_calls_to_a_quantizer(
     recipe = dataclasses.replace(RECIPE, mode=mode, method=method, quantizer=config, finetune=steps)
     requant.quantize(str(tiny_folder("llama")), recipe, tiny_text_file)
     assert len(calls) <= most and calls[0] == "quantize", calls
+
+
+def test_calls_to_a_predicted_loss(calls: list[str], tiny_folder, tiny_text_file: Path, monkeypatch) -> None:
+    """One more than to a quantizer: the predictor that the recipe names."""
+    own = METHODS["rtn"]
+    formula = spied(own.predicted_losses, calls)
+    monkeypatch.setitem(METHODS, "rtn", dataclasses.replace(own, predicted_losses=formula))
+    requant.quantize(
+        str(tiny_folder("llama")), dataclasses.replace(RECIPE, budget=Budget(bits=4.0)), tiny_text_file
+    )
+    assert len(calls) <= 5 and calls[0] == "quantize", calls
 
 
 def test_calls_to_a_score(calls: list[str], tiny_folder, tiny_text_file: Path, monkeypatch) -> None:
