@@ -52,11 +52,11 @@ EMBEDDING_AND_HEAD_LOSS = (
 RESIDUAL_BYTES = {"float16": 3, "int8": 2}  # with the index in its tile of 256 columns
 
 
-def allocate_bits(run: RunContext, *, reserve: int | None = None) -> Allocation:
+def allocate_bits(run: RunContext) -> Allocation:
     """The bits of every matrix, and of embedding and head, under the recipe's budget.
 
-    `reserve` bytes are kept free for a sparse part; None: as many as the recipe's mode needs. A run that has an allocation
-    already keeps it. Raises RecipeError, with the bytes that can be reached, for a budget that cannot be met.
+    A run that has an allocation already keeps it. Raises RecipeError, with the bytes that can be reached, for a budget that
+    cannot be met.
     """
     if run.allocation is not None:
         return run.allocation
@@ -66,12 +66,12 @@ def allocate_bits(run: RunContext, *, reserve: int | None = None) -> Allocation:
     asked = recipe.budget.bits
     if not has_budget(recipe):
         return uniform(recipe, run.targets, widths)
-    sparse = sparse_bytes(run) if reserve is None else reserve
     if asked is not None:
-        budget, fixed = int(asked * run.total_weights / 8), sparse
+        budget, fixed = int(asked * run.total_weights / 8), sparse_bytes(run)
     else:
         assert recipe.budget.size is not None
-        budget, fixed = recipe.budget.size, sparse + overhead_bytes(run, embedding_and_head)
+        budget = recipe.budget.size
+        fixed = sparse_bytes(run) + overhead_bytes(run, embedding_and_head)
     sizes: dict[str, Mapping[Bits, int]] = {s.name: matrix_sizes(recipe, s) for s in run.targets}
     if asked is None:
         for role, part in embedding_and_head.parts.items():

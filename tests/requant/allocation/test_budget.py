@@ -14,6 +14,7 @@ from requant.allocation.budget import (
     allocate_bits,
     available_bits,
     packed_spec,
+    sparse_bytes,
     with_allocation,
 )
 from requant.allocation.embedding_and_head import WIDTHS, embedding_and_head_losses, embedding_and_head_of
@@ -187,13 +188,15 @@ def test_an_allocation_is_made_once(tiny_folder, tiny_text_file: Path) -> None:
     assert [decided.config_of(target).bits for target in run.targets] == list(decided.bits.values())
 
 
-def test_a_reserve_is_left(tiny_folder, tiny_text_file: Path) -> None:
-    run = started(tiny_folder("llama"), tiny_text_file, recipe_of(budget=Budget(bits=4.5)))
-    found = allocate_bits(run, reserve=5000)
+def test_bytes_of_a_sparse_part_are_left(tiny_folder, tiny_text_file: Path) -> None:
+    folder, recipe = tiny_folder("llama"), recipe_of(budget=Budget(bits=4.5))
+    run = started(folder, tiny_text_file, dataclasses.replace(recipe, mode="paper"))
+    found, left = allocate_bits(run), sparse_bytes(run)
     layouts = [packed_spec(run.recipe, target.shape, found.bits[target.name]) for target in run.targets]
     spent = sum(layout.bytes for layout in layouts)
-    assert found.bytes == spent + 5000 <= 4.5 * run.total_weights / 8
-    assert spent < allocate_bits(run).bytes - 4000
+    assert left > 0.03 * 3 * run.total_weights  # 3 % of the weights, 3 bytes each, and counts
+    assert found.bytes == spent + left <= 4.5 * run.total_weights / 8
+    assert spent < allocate_bits(started(folder, tiny_text_file, recipe)).bytes - 0.8 * left
 
 
 def test_what_cannot_be_reached(tiny_folder, tiny_text_file: Path) -> None:
