@@ -22,13 +22,14 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from requant_kernels import heuristics, linear
+from requant_kernels import linear
 from requant_kernels.common.compile_ahead import compile_ahead
 from requant_kernels.common.timing import Timing, cold_time
 from requant_kernels.experts.prefill import experts_prefill
 from requant_kernels.experts.stack import ExpertStack, stack_experts
 from requant_kernels.experts.step import experts_step
 from requant_kernels.random_layouts import random_layout
+from requant_kernels.trellis.gemm_sm90_launch import GROUP_TOKENS, trellis_groups
 from torch import Tensor
 from torch.nn import functional
 
@@ -147,12 +148,12 @@ def prompts(tokens: Sequence[int]) -> list[dict[str, object]]:
         gate_up, down = stack(code, bits, INTERMEDIATE, HIDDEN, 2), stack(code, bits, HIDDEN, INTERMEDIATE, 1)
         for m, (x, chosen, weights) in inputs.items():
             given = x, gate_up, down, chosen, weights
-            rule = heuristics.trellis_groups(bits, chosen.numel(), EXPERTS).tokens_per_cta
+            rule = trellis_groups(bits, chosen.numel(), EXPERTS).tokens_per_cta
             calls: dict[str, Callable[[], Tensor]] = {
                 f"grouped, {n} tokens a CTA" + " (the rule's)" * (n == rule): (
                     lambda given=given, n=n: experts_prefill(*given, tokens_per_cta=n)
                 )
-                for n in heuristics.GROUPS
+                for n in GROUP_TOKENS
             }
             if m <= 64:
                 calls["the step"] = lambda given=given: experts_step(*given)

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int64
-from requant_kernels import heuristics
 from requant_kernels.common.compile_ahead import compile_ahead
 from requant_kernels.experts.prefill import experts_prefill
 from requant_kernels.experts.prefill import supports as supports_prefill
 from requant_kernels.experts.stack import ExpertStack, stack_experts
 from requant_kernels.experts.step import experts_step, supports
+from requant_kernels.trellis.gemm_sm90_launch import GROUP_TOKENS
 from torch import Tensor
 
 from requant.inference.convert import KernelLinear
@@ -159,7 +159,7 @@ def _check_step(step: ExpertsStep, layer: Experts, dtype: torch.dtype) -> None:
 def _check_prefill(prefill: ExpertsPrefill, layer: Experts, dtype: torch.dtype) -> None:
     """The same of the prefill, by all of its kernels."""
     x, chosen, weights, wanted = _example(prefill.step, layer, dtype, CHECKED_PROMPT)
-    calls = [lambda own=own: prefill(x, chosen, weights, own) for own in heuristics.GROUPS]
+    calls = [lambda own=own: prefill(x, chosen, weights, own) for own in GROUP_TOKENS]
     if x.is_cuda:
         compile_ahead(lambda: [call() for call in calls])
     for call in calls:

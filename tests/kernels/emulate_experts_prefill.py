@@ -15,12 +15,13 @@ import triton.language as tl
 from case_selection import selected
 from cases import random_trellis, relative_error
 from emulate_trellis import ALLOCATED, allocate_poisoned, inline_asm_elementwise
-from requant_kernels import TrellisLayout, heuristics, pack_trellis
+from requant_kernels import TrellisLayout, pack_trellis
 from requant_kernels.experts.prefill import experts_prefill
 from requant_kernels.experts.route import most_groups, route
 from requant_kernels.experts.stack import stack_experts
 from requant_kernels.fallback import reference
 from requant_kernels.trellis import gemm_sm90
+from requant_kernels.trellis.gemm_sm90_launch import cta_of
 from triton.runtime.interpreter import TensorHandle
 
 CASES = [  # code, widths, hidden, intermediate, experts, tokens, experts a token, biases, rows of a CTA, bytes of a pass
@@ -150,7 +151,7 @@ def check_ends() -> None:
     ((layout, of_stack),) = stack.by_bits.values()
     ALLOCATED.append(layout.packed_codes)
     rotated = gemm_sm90.rotated_activations(torch.randn(rows, 64).half(), layout).values
-    config = dataclasses.replace(heuristics.trellis_group_of(2, 32), num_warps=2)
+    config = dataclasses.replace(cta_of(2, 32), num_warps=2)
     out = torch.full((2, rows, 32), torch.inf)
     groups = torch.tensor([[2, 17, 40], [-1, 0, 0]], dtype=torch.int32)
     gemm_sm90.group_product(rotated, layout, out, groups, of_stack, config)

@@ -9,7 +9,6 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from requant_kernels import heuristics  # noqa: E402
 from requant_kernels.common.slots import Slots  # noqa: E402
 from requant_kernels.experts.route import gather_kernel, route_kernel  # noqa: E402
 from requant_kernels.experts.scale import combine_kernel, gate_kernel  # noqa: E402
@@ -117,7 +116,7 @@ def test_experts_add_little_to_the_loop_and_do_not_spill(
     code: str, bits: float, n: int, k: int, parts: int
 ) -> None:
     """Qwen3-30B-A3B, one token: the launches that `experts/step.py` makes of gates and ups, and of downs."""
-    config = heuristics.trellis_slots(Shape(code, bits, n, k, 1), 8 * parts, torch.device("cpu"))
+    config = gemv_launch.trellis_slots(Shape(code, bits, n, k, 1), 8 * parts, torch.device("cpu"))
     fused = config.num_warps == 16
     assert fused == (parts == 2 and code != "3inst" and bits <= 3)
     launch = config.num_warps, config.tiles_per_cta, config.units_per_step

@@ -19,12 +19,12 @@ from requant.recipe.schema import Budget, Calibration, Evaluation, Recipe
 from .cases import random_trellis, relative_error
 
 pytest.importorskip("triton")
-from requant_kernels import heuristics
 from requant_kernels.common.compile_ahead import compile_ahead
 from requant_kernels.experts import prefill
 from requant_kernels.experts.prefill import bytes_of_row, experts_prefill
 from requant_kernels.experts.stack import ExpertStack, stack_experts
 from requant_kernels.experts.step import experts_step
+from requant_kernels.trellis.gemm_sm90_launch import GROUP_TOKENS
 
 pytestmark = pytest.mark.gpu
 
@@ -101,12 +101,12 @@ def test_a_prompt_is_that_of_its_experts_one_by_one(
         chosen = skewed(m, s, experts)
 
         def all_launches(given=(x, gate_up, down, chosen, weights)) -> None:
-            for tokens in heuristics.GROUPS:
+            for tokens in GROUP_TOKENS:
                 experts_prefill(*given, tokens_per_cta=tokens)
 
         compile_ahead(all_launches)
         wanted = by_expert(x, matrices, chosen, weights).double()
-        for tokens in (None, *heuristics.GROUPS):
+        for tokens in (None, *GROUP_TOKENS):
             got = experts_prefill(x, gate_up, down, chosen, weights, tokens_per_cta=tokens)
             assert got.dtype == dtype and relative_error(got, wanted) < 1e-2, tokens
         got = experts_prefill(x, gate_up, down, chosen, weights)

@@ -10,7 +10,6 @@ from requant_kernels import pack_trellis
 
 pytest.importorskip("triton.experimental.gluon")
 
-from requant_kernels import heuristics
 from requant_kernels.common import wgmma
 from requant_kernels.common.wgmma import x_layout
 from requant_kernels.fallback import reference
@@ -249,7 +248,7 @@ def test_groups_of_experts_change_nothing_in_the_loop(code: str, bits: float) ->
     """Qwen3-30B-A3B, prompts of 65 tokens to 4 k: the loop of a single matrix, and no spills."""
     launches = set()
     for slots in (8 * 65, 8 * 512, 8 * 2048, 8 * 8192):
-        config = heuristics.trellis_groups(bits, slots, 128)
+        config = gemm_sm90_launch.trellis_groups(bits, slots, 128)
         launches.add((config.tokens_per_cta, config.num_warps, config.tiles_per_warp, config.prefetch_at))
     assert {launch[0] for launch in launches} == {32, 64, 128, 256} and launches <= set(LAUNCHES)
     for launch in launches:

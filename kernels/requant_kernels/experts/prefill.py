@@ -21,12 +21,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from requant_kernels import heuristics
 from requant_kernels.common.device import supports_pdl, supports_sm90
 from requant_kernels.experts.route import Route, gathered, route
 from requant_kernels.experts.scale import combine, gate
 from requant_kernels.experts.stack import ExpertStack
 from requant_kernels.hadamard.transform import hadamard_transform
+from requant_kernels.trellis.gemm_sm90_launch import cta_of, trellis_groups
 from requant_kernels.trellis.layout import TILE
 
 MAX_BYTES = 1 << 30  # of activations that a pass holds at once; of Qwen3-30B-A3B those of 9 k tokens
@@ -44,8 +44,8 @@ def experts_prefill(
 ) -> Tensor:  # fmt: skip
     """y [m, n] of x [m, k], contiguous, by the experts int64 [m, s] of each token, and their weights [m, s].
 
-    `gated`: h [rows, f] of gates and ups [rows, f]; None: silu(gate) * up. `tokens_per_cta`: one of `heuristics.GROUPS`, in
-    place of the rule's. `asm` False: outputs are rotated without PTX.
+    `gated`: h [rows, f] of gates and ups [rows, f]; None: silu(gate) * up. `tokens_per_cta`: one of GROUP_TOKENS
+    (`trellis/gemm_sm90_launch.py`), in place of the rule's. `asm` False: outputs are rotated without PTX.
     """
     slots = max_bytes // bytes_of_row(gate_up, down, x.dtype)
     tokens, weights = max(1, slots // experts.shape[1]), weights.contiguous()
@@ -80,7 +80,7 @@ def _pass(
 
     pdl, slots = supports_pdl(x.device), experts.numel()
     if tokens_per_cta is None:
-        tokens_per_cta = heuristics.trellis_groups(gate_up.layout.bits, slots, gate_up.experts).tokens_per_cta
+        tokens_per_cta = trellis_groups(gate_up.layout.bits, slots, gate_up.experts).tokens_per_cta
     where = route(experts, gate_up, per_group=tokens_per_cta)
     rotated = gathered(rotated_activations(x, gate_up.layout).values, where.tokens, pdl=pdl)
     # gates and ups read what has been through a norm: float16 holds their sums (`MAX_FLOAT32_TOKENS` of gemm_sm90.py)
@@ -105,7 +105,7 @@ def product(
     slots, rows = len(rotated), -(-stack.n // TILE) * TILE
     z = torch.empty(stack.parts, slots, rows, dtype=product_type, device=rotated.device)
     for layout, matrices in stack.by_bits.values():
-        config = heuristics.trellis_group_of(layout.bits, tokens_per_cta)
+        config = cta_of(layout.bits, tokens_per_cta)
         group_product(rotated, layout, z, where.groups, matrices, config)
     total = stack.parts * slots
     y = torch.empty(total, stack.n, dtype=outputs_in(dtype), device=z.device)

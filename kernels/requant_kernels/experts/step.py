@@ -13,7 +13,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from requant_kernels import heuristics
 from requant_kernels.common.device import supports_pdl, supports_ptx
 from requant_kernels.common.slots import Slots
 from requant_kernels.experts.scale import combine, gate
@@ -21,6 +20,7 @@ from requant_kernels.experts.stack import ExpertStack
 from requant_kernels.hadamard.transform import hadamard_transform
 from requant_kernels.launch_config import Shape
 from requant_kernels.trellis import gemv
+from requant_kernels.trellis.gemv_launch import trellis_slots
 from requant_kernels.trellis.layout import TILE
 
 
@@ -51,7 +51,7 @@ def product(x: Tensor, stack: ExpertStack, experts: Tensor, *, per_token: int, a
     pdl, first = supports_pdl(x.device), stack.layout
     total, rows = stack.parts * len(experts), -(-stack.n // TILE) * TILE
     configs = {
-        bits: heuristics.trellis_slots(Shape(first.code, bits, stack.n, stack.k, 1), total, x.device)
+        bits: trellis_slots(Shape(first.code, bits, stack.n, stack.k, 1), total, x.device)
         for bits in stack.by_bits
     }
     fused = all(
