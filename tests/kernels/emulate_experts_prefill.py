@@ -7,6 +7,7 @@ multiplied and stored is tested, not when.
 import dataclasses
 import itertools
 from typing import Any
+from unittest import mock
 
 import gluon_as_triton
 import numpy as np
@@ -16,6 +17,7 @@ from case_selection import selected
 from cases import random_trellis, relative_error
 from emulate_trellis import ALLOCATED, allocate_poisoned, inline_asm_elementwise
 from requant_kernels import TrellisLayout, pack_trellis
+from requant_kernels.experts import prefill
 from requant_kernels.experts.prefill import experts_prefill
 from requant_kernels.experts.route import most_groups, route
 from requant_kernels.experts.stack import stack_experts
@@ -209,10 +211,11 @@ def main() -> None:
                 )
                 y = reference.linear(act(gate, up).half(), downs[e], biases[1][e] if biased else None)
                 wanted[t] += weights[t, j].double() * y[0].double()
-            got = experts_prefill(
-                x, gate_up, down, chosen, weights, gated=None if act is silu else gated, max_bytes=max_bytes,
-                tokens_per_cta=tokens, asm=False,
-            )  # fmt: skip
+            with mock.patch.object(prefill, "MAX_BYTES", max_bytes):
+                got = experts_prefill(
+                    x, gate_up, down, chosen, weights, gated=None if act is silu else gated,
+                    tokens_per_cta=tokens, asm=False,
+                )  # fmt: skip
             error = relative_error(got, wanted)
             assert error < 3e-3, f"experts of {code} {widths} are off by {error:.1e}"
 

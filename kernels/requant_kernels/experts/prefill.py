@@ -40,14 +40,14 @@ def supports(device: torch.device) -> bool:
 def experts_prefill(
     x: Tensor, gate_up: ExpertStack, down: ExpertStack, experts: Tensor, weights: Tensor, *,
     gated: Callable[[Tensor, Tensor], Tensor] | None = None, tokens_per_cta: int | None = None,
-    max_bytes: int = MAX_BYTES, asm: bool = True,
+    asm: bool = True,
 ) -> Tensor:  # fmt: skip
     """y [m, n] of x [m, k], contiguous, by the experts int64 [m, s] of each token, and their weights [m, s].
 
     `gated`: h [rows, f] of gates and ups [rows, f]; None: silu(gate) * up. `tokens_per_cta`: one of GROUP_TOKENS
     (`trellis/gemm_sm90_launch.py`), in place of the rule's. `asm` False: outputs are rotated without PTX.
     """
-    slots = max_bytes // bytes_of_row(gate_up, down, x.dtype)
+    slots = MAX_BYTES // bytes_of_row(gate_up, down, x.dtype)
     tokens, weights = max(1, slots // experts.shape[1]), weights.contiguous()
     parts = [
         _pass(own, gate_up, down, chosen, weighted, gated, tokens_per_cta, asm)
