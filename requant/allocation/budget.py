@@ -46,10 +46,9 @@ from requant.run.workspace import digest
 
 __all__ = ["TOLERANCE", "Allocation", "allocate_bits", "packed_spec", "with_allocation"]
 MAX_BITS_WITH_OUTLIERS = 4  # finer codes leave outliers too little to save
-EMBEDDING_AND_HEAD_LOSS = (
-    0.01  # of the matrices' predicted loss: what the two may add where `bits` leaves them free
-)
-RESIDUAL_BYTES = {"float16": 3, "int8": 2}  # with the index in its tile of 256 columns
+# of the matrices' predicted loss: what embedding and head may add where `bits` leaves them free
+EMBEDDING_AND_HEAD_LOSS = 0.01
+RESIDUAL_BYTES = {"float16": 3, "int8": 2}  # a value, and its index in a tile of 256 columns
 
 
 def allocate_bits(run: RunContext) -> Allocation:
@@ -60,49 +59,37 @@ def allocate_bits(run: RunContext) -> Allocation:
     """
     if run.allocation is not None:
         return run.allocation
-    recipe = run.recipe
+    recipe, target_bits = run.recipe, run.recipe.budget.bits
     embedding_and_head = embedding_and_head_of(run.model)
-    widths = embedding_and_head_bits(recipe.budget, embedding_and_head)
-    asked = recipe.budget.bits
+    part_bits = embedding_and_head_bits(recipe.budget, embedding_and_head)
     if not has_budget(recipe):
-        return uniform(recipe, run.targets, widths)
-    if asked is not None:
-        budget, fixed = int(asked * run.total_weights / 8), sparse_bytes(run)
+        return uniform(recipe, run.targets, part_bits)
+    sizes: dict[str, Mapping[Bits, int]] = {t.name: matrix_sizes(recipe, t) for t in run.targets}
+    widths = {name: list(found) for name, found in sizes.items()}
+    fixed = sparse_bytes(run)  # what no choice changes
+    if target_bits is not None:
+        budget = int(target_bits * run.total_weights / 8)
     else:
         assert recipe.budget.size is not None
         budget = recipe.budget.size
-        fixed = sparse_bytes(run) + overhead_bytes(run, embedding_and_head)
-    sizes: dict[str, Mapping[Bits, int]] = {s.name: matrix_sizes(recipe, s) for s in run.targets}
-    if asked is None:
+        fixed += overhead_bytes(run, embedding_and_head)
         for role, part in embedding_and_head.parts.items():
-            sizes[role] = {**part_sizes(run.model, run.source, part, widths[role])}
+            sizes[role] = {**part_sizes(run.model, run.source, part, part_bits[role])}
     check_reachable(run, sizes, budget, fixed)
     average = 8 * (budget - fixed) / run.total_weights
-    losses = predicted_losses(run, {target.name: list(sizes[target.name]) for target in run.targets}, average)
-    losses |= embedding_and_head_losses(run, embedding_and_head, widths)
-    options = {
-        name: [Option(bits=bits, bytes=size, loss=losses[name][bits]) for bits, size in choices.items()]
-        for name, choices in sizes.items()
-    }
-    if outliers_compete(recipe):
-        for name, found in _with_outliers(run, losses).items():
-            options[name] += found
+    losses = predicted_losses(run, widths, average)
+    losses |= embedding_and_head_losses(run, embedding_and_head, part_bits)
+    options = _options(run, sizes, losses)
     if recipe.mode == "best" and recipe.finetune.steps:
-        first = recipe.budget.first_round_weight
-        if first is None:
-            first = first_round_weight(
-                average if asked is not None else _bits_of_matrices(run, options, budget - fixed)
-            )
-        for name, weight in round_weights(run.targets, recipe.finetune.rounds, first).items():
-            options[name] = [dataclasses.replace(option, weight=weight) for option in options[name]]
+        options = _weighted_by_round(run, options, budget - fixed)
     choice = allocate(options, budget - fixed)
-    if asked is None:
-        taken = {role: choice.options[role].bits for role in widths}
-        beside = 0.0
+    if target_bits is None:
+        chosen = {role: choice.options[role].bits for role in part_bits}
+        added = 0.0  # embedding and head are part of the choice
     else:  # their bytes are not in the budget
-        limit = EMBEDDING_AND_HEAD_LOSS * choice.loss / len(widths)
-        taken = {role: fewest_bits(losses[role], limit) for role in widths}
-        beside = math.fsum(losses[role][bits] for role, bits in taken.items())
+        limit = EMBEDDING_AND_HEAD_LOSS * choice.loss / len(part_bits)
+        chosen = {role: fewest_bits(losses[role], limit) for role in part_bits}
+        added = math.fsum(losses[role][bits] for role, bits in chosen.items())
     allocation = Allocation(
         bits={target.name: choice.options[target.name].bits for target in run.targets},
         outlier_fractions={
@@ -112,25 +99,19 @@ def allocate_bits(run: RunContext) -> Allocation:
         },
         bytes=choice.bytes + fixed,
         budget=budget,
-        predicted=choice.loss + beside,
+        predicted=choice.loss + added,
         predictor=recipe.budget.predictor,
         loss_curve={
-            near + fixed: loss + beside
-            for near, loss in losses_at_other_budgets(options, budget - fixed).items()
+            other + fixed: loss + added
+            for other, loss in losses_at_other_budgets(options, budget - fixed).items()
         },
-        embedding_bits=int(taken["embedding"]),
-        head_bits=int(taken.get("head", taken["embedding"])),
+        embedding_bits=int(chosen["embedding"]),
+        head_bits=int(chosen.get("head", chosen["embedding"])),
     )
     # of several processes all decide alike: losses that each computed by itself may differ in the last bit
     decided, _ = ranks.shared(dataclasses.asdict(allocation), {})
     loss_curve = {int(size): loss for size, loss in decided["loss_curve"].items()}  # keys of JSON are strings
     return Allocation(**(decided | {"loss_curve": loss_curve}))
-
-
-def _bits_of_matrices(run: RunContext, options: Mapping[str, Sequence[Option]], budget: int) -> float:
-    """Bits a weight that the matrices get of a budget that embedding and head share, before losses are weighted."""
-    choice = allocate(options, budget)
-    return 8 * sum(choice.options[target.name].bytes for target in run.targets) / run.total_weights
 
 
 def fewest_bits(losses: Mapping[Bits, float], limit: float) -> Bits:
@@ -289,24 +270,58 @@ def check_reachable(
     )
 
 
-def _with_outliers(run: RunContext, losses: Mapping[str, Mapping[Bits, float]]) -> dict[str, list[Option]]:
-    """Further options of every matrix: codes of few bits with outliers."""
-    factors = outlier_factors(run)
-    found: dict[str, list[Option]] = {}
-    for target in run.targets:
-        found[target.name] = []
-        if "outlier_fraction" in target.options:
-            continue
-        widths = [b for b in available_bits(run.recipe, target.options) if b <= MAX_BITS_WITH_OUTLIERS]
-        for bits, (fraction, left) in itertools.product(widths, factors[target.name].items()):
-            layout = packed_spec(run.recipe, target.shape, bits, fraction, target.options)
-            file = run.recipe.budget.size
-            size = layout.bytes + (0 if file is None else sparse_header(target.name, layout, file))
-            found[target.name].append(
-                Option(
-                    bits=bits, outlier_fraction=fraction, bytes=size, loss=left * losses[target.name][bits]
-                )
-            )
+def _options(
+    run: RunContext, sizes: Mapping[str, Mapping[Bits, int]], losses: Mapping[str, Mapping[Bits, float]]
+) -> dict[str, list[Option]]:
+    """Name -> the ways to store a tensor."""
+    options = {
+        name: [Option(bits=bits, bytes=size, loss=losses[name][bits]) for bits, size in choices.items()]
+        for name, choices in sizes.items()
+    }
+    if outliers_compete(run.recipe):
+        factors = outlier_factors(run)
+        for target in run.targets:
+            own = _with_outliers(run.recipe, target, factors[target.name], losses[target.name])
+            options[target.name] += own
+    return options
+
+
+def _weighted_by_round(
+    run: RunContext, options: Mapping[str, Sequence[Option]], budget: int
+) -> dict[str, list[Option]]:
+    """The same, where the losses of matrices count what they do in their rounds of mode `best`."""
+    first = run.recipe.budget.first_round_weight
+    if first is None:
+        bits = run.recipe.budget.bits
+        if (
+            bits is None
+        ):  # embedding and head share the budget: what is left to matrices before losses are weighted
+            choice = allocate(options, budget)
+            bits = 8 * sum(choice.options[target.name].bytes for target in run.targets) / run.total_weights
+        first = first_round_weight(bits)
+    weights = round_weights(run.targets, run.recipe.finetune.rounds, first)
+    return {
+        name: [dataclasses.replace(option, weight=weights.get(name, 1.0)) for option in found]
+        for name, found in options.items()
+    }
+
+
+def _with_outliers(
+    recipe: Recipe, target: QuantTarget, factors: Mapping[float, float], losses: Mapping[Bits, float]
+) -> list[Option]:
+    """Codes of few bits with outliers, for a matrix whose outlier fraction no module pattern fixes.
+
+    `factors`: outlier fraction -> the part of the loss that remains; `losses`: of codes alone.
+    """
+    if "outlier_fraction" in target.options:
+        return []
+    found: list[Option] = []
+    few = [b for b in available_bits(recipe, target.options) if b <= MAX_BITS_WITH_OUTLIERS]
+    for bits, (fraction, left) in itertools.product(few, factors.items()):
+        layout = packed_spec(recipe, target.shape, bits, fraction, target.options)
+        file = recipe.budget.size
+        size = layout.bytes + (0 if file is None else sparse_header(target.name, layout, file))
+        found.append(Option(bits=bits, outlier_fraction=fraction, bytes=size, loss=left * losses[bits]))
     return found
 
 
