@@ -143,7 +143,7 @@ def _obstacle(part: Part) -> str | None:
 
 
 def embedding_and_head_spec(shape: tuple[int, int], bits: int) -> PackedSpec:
-    """What is stored for a table of this shape."""
+    """What is stored for an embedding or head of this shape."""
     return PackedSpec(dense=GridSpec(bits=bits, shape=shape, group_size=GROUP, zero_points=True))
 
 
@@ -166,7 +166,7 @@ def embedding_and_head_curvature(
     embedding = embedding_and_head.parts["embedding"].module
     uses: dict[str, Curvature] = {}
 
-    def accumulate(use: str, module: nn.Module) -> Callable[..., None]:
+    def hook_of(use: str, module: nn.Module) -> Callable[..., None]:
         weight = module.get_parameter("weight")
         rows, columns = (torch.zeros(size, device=weight.device) for size in weight.shape)
         uses[use] = Curvature(rows=rows, columns=columns)
@@ -192,14 +192,11 @@ def embedding_and_head_curvature(
     with ExitStack() as stack, run.stage("allocation"):
         stack.enter_context(recomputed_blocks(run.model, None))
         # before the hook that rotates the rows of a folded model
-        own = embedding.register_forward_hook(accumulate("embedding", embedding), prepend=True)
-        stack.callback(own.remove)
-        if embedding_and_head.head is not None:
-            stack.callback(
-                embedding_and_head.head.register_forward_hook(
-                    accumulate("head", embedding_and_head.head)
-                ).remove
-            )
+        handle = embedding.register_forward_hook(hook_of("embedding", embedding), prepend=True)
+        stack.callback(handle.remove)
+        head = embedding_and_head.head
+        if head is not None:
+            stack.callback(head.register_forward_hook(hook_of("head", head)).remove)
         for tokens in batches(windows, run.model, label=run.label("embedding and head")):
             summed_loss(run.model, tokens).backward()
     means = {
@@ -235,7 +232,7 @@ def embedding_and_head_losses(
 
 
 def table_loss(weight: Tensor, quantized: QuantizedWeight, curvature: Sequence[Curvature]) -> float:
-    """`1/2 sum r_i c_j E_ij^2` over all uses."""
+    """`1/2 sum_ij r_i c_j E_ij^2` over all uses, nats a token."""
     total = 0.0
     for rows in row_chunks(weight, elements=ELEMENTS):
         error = (_rows(quantized.dense, rows).dequantize() - weight[rows].float()).square()
@@ -251,9 +248,7 @@ def quantize_table(
     for rows in row_chunks(weight, elements=ELEMENTS):
         values = weight[rows].float()
         importance = torch.stack([use.rows[rows, None] * use.columns for use in curvature]).sum(0)
-        importance += (
-            importance.mean() * 1e-3 + 1e-30
-        )  # tokens that the text lacks count a little, not nothing
+        importance += importance.mean() * 1e-3 + 1e-30  # a token that the text lacks counts a little
         parts.append(_best_shrunk(values, importance, bits=bits))
     return QuantizedWeight(
         dense=Grid(

@@ -85,6 +85,7 @@ def losses_at_other_budgets(options: Mapping[str, Sequence[Option]], budget: int
 
 
 def _size(option: Option) -> tuple[int, float, int | float, float]:
+    """Sorts options by bytes; of equal ones the least loss is first, and the order does not depend on the input's."""
     return option.bytes, option.loss, option.bits, option.outlier_fraction
 
 
@@ -138,6 +139,7 @@ def _solved(
 
 
 def _choice(names: Sequence[str], flat: Sequence[tuple[int, Option]], x: Any) -> Choice:
+    """Of every tensor the option whose variable is largest: the solver's zeros and ones are floats."""
     taken: dict[int, tuple[float, Option]] = {}
     for (index, option), value in zip(flat, x, strict=True):
         if index not in taken or value > taken[index][0]:

@@ -1,15 +1,16 @@
-"""The predicted loss of every matrix at every bit width, before anything is allocated: what `knapsack.py` adds up.
+"""The predicted loss of every matrix at every bit width, in nats a token: what `knapsack.py` adds up.
 
 | predictor | loss of matrix m at b bits | needs |
 | --- | --- | --- |
-| `curvature` | the expected `1/2 tr(G E H E')` of the method, in closed form | statistics, no quantization |
+| `curvature` | the method's expected `1/2 tr(G E H E')` or `1/2 sum F E^2`, in closed form | statistics, no quantization |
 | `measured` | the KL to the original with m alone quantized, at one width | one quantization, a forward pass per matrix |
 | `restored` | the KL that restoring m saves where all are quantized, at one width | the same |
 | `pqi` | the signed sum of PQI over the matrix with all quantized, at one width | one quantization, two backward passes |
 
 The last three take their dependence on b from the first: loss_m(b) = loss_m(b0) curvature_m(b) / curvature_m(b0), the
 linearity theorem of Malinovskii et al. 2024 (HIGGS, arXiv 2411.17525). The closed forms belong to the methods
-(`Method.predicted_losses`), with E = W - W~, H = mean x x' of the inputs and G = mean g g' of the gradients at the outputs.
+(`Method.predicted_losses`), with E = W - W~, H = mean x x' of the inputs, G = mean g g' of the gradients at the outputs
+(`calibration/output_hessian.py`), and for methods that round each weight by itself the Fisher diagonal F in their place.
 
 Losses of single matrices add up: the KL of the whole model is 1.04 to 1.11 times their sum at 2 to 3 bits (bench-32m,
 trellis). `measured` chose as well as `curvature`, at the cost of a quantization. `restored` also sees what the errors of the
@@ -43,15 +44,14 @@ from requant.sensitivity.path import signed_sum
 from requant.sensitivity.scores import score_weights
 
 MEASURED_TOKENS = 8192  # a forward pass over these for every matrix
-PQI_TOKENS = 65536
+PQI_TOKENS = 65536  # a backward pass over these at every node, for all matrices together
 MatrixLosses = dict[str, Losses]
-LOSS_FLOOR = (
-    0.01  # of the mean |loss| per weight: the least predicted loss of a matrix, whatever was measured
-)
+# of the mean |loss| per weight: the least predicted loss of a matrix, whatever was measured
+LOSS_FLOOR = 0.01
 
 
 def curvature(run: RunContext, widths: Mapping[str, Sequence[Bits]]) -> MatrixLosses:
-    """The method's closed form for every matrix at its `widths`, from the statistics of the calibration text."""
+    """Matrix -> each of its `widths` -> the method's closed form, from the statistics of the calibration text."""
     method = METHODS[run.recipe.method]
     return _of_all(
         run,
@@ -63,7 +63,10 @@ def curvature(run: RunContext, widths: Mapping[str, Sequence[Bits]]) -> MatrixLo
 
 
 def outlier_factors(run: RunContext) -> dict[str, dict[float, float]]:
-    """Matrix -> outlier fraction -> the part of its loss that remains, for methods with an `outlier_cost`."""
+    """Matrix -> outlier fraction -> the part of its loss that remains; kept in the workspace.
+
+    For methods with an `outlier_cost`, which says what an error at each weight costs.
+    """
     key = digest(
         run.fingerprint, recipe_sections(run.recipe, "calibration", "method", "quantizer"), "outliers"
     )
@@ -169,7 +172,7 @@ FROM_CODES = {"measured": measured, "restored": restored, "pqi": integrated}
 
 
 def predicted_losses(run: RunContext, widths: Mapping[str, Sequence[Bits]], average: float) -> MatrixLosses:
-    """Matrix -> each of its `widths` -> loss by the recipe's predictor, nats a token; cached in the workspace.
+    """Matrix -> each of its `widths` -> loss by the recipe's predictor, nats a token; kept in the workspace.
 
     All predictors but `curvature` quantize every matrix once, at the bits nearest to `average`.
     """
@@ -188,7 +191,7 @@ def predicted_losses(run: RunContext, widths: Mapping[str, Sequence[Bits]], aver
         at_nearest = dataclasses.replace(run, bits=nearest)
         reference = quantize_linears(at_nearest, None, label="quantize, to allocate")
         found = FROM_CODES[predictor](run, reference)
-        losses = {
+        losses = {  # where the closed form is 0, it is so at all bits
             name: {bits: found[name] * loss / (by[nearest[name]] or 1.0) for bits, loss in by.items()}
             for name, by in losses.items()
         }
