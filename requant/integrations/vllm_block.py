@@ -10,10 +10,10 @@ of the 8B shape at one sequence. Here what lies between two attentions is one cu
 the number of rows; the next layer's norm finishes its last product. Operators find layers by name, as vLLM's attention does.
 
 `fuse` is called once a model is loaded, and asked for by REQUANT_VLLM_FUSE=1. It changes the class of the decoder layers,
-and nothing else: what a layer hands to the next is (q, k, v) in place of hidden states, which vLLM's models do not look at.
-Whether the modules are Llama's, names decide first, then numbers: a layer of each kind is compared with vLLM's own forward.
-A model that is divided among GPUs, has adapters or is drafted for (a draft may look at hidden states between layers) stays as
-it is, and the log says so once.
+and nothing else: what a layer hands to the next is (q, k, v) in place of hidden states, which vLLM's models do not look
+at. Whether the modules are Llama's, names decide first, then numbers: a layer of each kind is compared with vLLM's own
+forward. A model that is divided among GPUs, has adapters or is drafted for (a draft may look at hidden states between
+layers) stays as it is, and the log says so once.
 """
 
 import logging

@@ -46,9 +46,7 @@ ACTIVATIONS = dict.fromkeys(
     "*bf16",
 )
 NUMBERS = dict.fromkeys(("length", "tokens", "trig_row", "cache_head"), "i32")
-ARGUMENTS = (
-    PRODUCTS | SCALES | ACTIVATIONS | NUMBERS | {"position_ptr": "*i64", "rows_ptr": "*i64", "eps": "fp32"}
-)
+ARGUMENTS = PRODUCTS | SCALES | ACTIVATIONS | NUMBERS | {"position_ptr": "*i64", "eps": "fp32"}
 
 
 def machine_of(
@@ -114,7 +112,7 @@ def rope(
     )
     norms = () if normed else ("q_norm_ptr", "k_norm_ptr")
     absent = ("q_bias_ptr", "k_bias_ptr", "v_bias_ptr", *norms)
-    absent += ("sin_ptr", "position_ptr") if apart else ("rows_ptr",)
+    absent += ("sin_ptr",) if apart else ()
     return machine_of(
         rotated_rope_kernel,
         RopeShape(q=q, k=k, v=k, head_dim=128),

@@ -136,10 +136,10 @@ def _with_rope(x, in_head, norm_ptr, cos_ptr, sin_ptr, angles, eps, HEAD_DIM: tl
 
 
 @triton.jit
-def _row_of(position_ptr, token, tokens):
-    """Of the cache, where a token's key and value go."""
+def _row_of(position_ptr, sin_ptr, token, tokens):
+    """Where a token's key and value go: a row of the cache, or without sines its own."""
     row = token * 0
-    if position_ptr is not None:
+    if sin_ptr is not None:
         row = tl.load(position_ptr) + token % tokens
     return row
 
@@ -148,11 +148,11 @@ def _row_of(position_ptr, token, tokens):
 @triton.jit(do_not_specialize=["length"], do_not_specialize_on_alignment=["tokens"])
 def rotated_rope_kernel(
     q_ptr, k_ptr, v_ptr, q_scales_ptr, k_scales_ptr, v_scales_ptr, q_bias_ptr, k_bias_ptr, v_bias_ptr, q_norm_ptr,
-    k_norm_ptr, cos_ptr, sin_ptr, rows_ptr, position_ptr, y_ptr, keys_ptr, values_ptr, length, tokens, trig_row,
-    cache_head, eps, SHAPE: tl.constexpr, ALLOCATE: tl.constexpr, PDL: tl.constexpr,
+    k_norm_ptr, cos_ptr, sin_ptr, position_ptr, y_ptr, keys_ptr, values_ptr, length, tokens, trig_row, cache_head,
+    eps, SHAPE: tl.constexpr, ALLOCATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A tile of one token: first those of q, then of k, then of v; grid (tiles, tokens). Without sines `cos_ptr` has them
-    behind the cosines, and a token's row is `rows_ptr`'s; without a position, keys and values have one row a token."""
+    """A tile of one token: first those of q, then of k, then of v; grid (tiles, tokens). Without sines `cos_ptr` is a table
+    that has them behind the cosines, `position_ptr` every token's row of it, and keys and values have a row a token."""
     Q: tl.constexpr = SHAPE.q
     K: tl.constexpr = SHAPE.k
     V: tl.constexpr = SHAPE.v
@@ -167,7 +167,7 @@ def rotated_rope_kernel(
     in_head = index % D
     angles = ()
     if sin_ptr is None:  # a table: no launch just before this one has written it, nor the places of tokens
-        angles = load_eight(cos_ptr + tl.load(rows_ptr + token) * trig_row, in_head, D, HALF)
+        angles = load_eight(cos_ptr + tl.load(position_ptr + token) * trig_row, in_head, D, HALF)
     else:
         cos_ptr += token * trig_row
         sin_ptr += token * trig_row
@@ -182,7 +182,7 @@ def rotated_rope_kernel(
         x = _finished_tile(k_ptr, k_scales_ptr, k_bias_ptr, own, token, lane, warp, smem, K, DTYPE, PDL)
         at = own * 4096 + index
         y = _with_rope(x, in_head, k_norm_ptr, cos_ptr, sin_ptr, angles, eps, D)
-        position = _row_of(position_ptr, token, tokens)
+        position = _row_of(position_ptr, sin_ptr, token, tokens)
         inside = (at < K.width) & (position < length)
         row = keys_ptr + cache_row + position * D
         store_eight(row, at // D * cache_head + in_head, y, inside, inside, HALF)
@@ -190,7 +190,7 @@ def rotated_rope_kernel(
         own = tile - Q.num_tiles - K.num_tiles
         x = _finished_tile(v_ptr, v_scales_ptr, v_bias_ptr, own, token, lane, warp, smem, V, DTYPE, PDL)
         at = own * 4096 + index
-        position = _row_of(position_ptr, token, tokens)
+        position = _row_of(position_ptr, sin_ptr, token, tokens)
         inside = (at < V.width) & (position < length)
         row = values_ptr + cache_row + position * D
         store_eight(row, at // D * cache_head + in_head, x, inside, inside, HALF)
@@ -212,7 +212,7 @@ def rotated_rope(
     b, _, length, head_dim = keys.shape
     m, q_width = q.values.shape[-2:]
     y = torch.empty(m, q_width // head_dim, head_dim, dtype=keys.dtype, device=keys.device)
-    where = cos, sin, None, position, y, keys, values, length, m // b, cos.stride(0), keys.stride(1)
+    where = cos, sin, position, y, keys, values, length, m // b, cos.stride(0), keys.stride(1)
     _launch((q, k, v), head_dim, keys.device, (q_norm, k_norm), where, eps)
     return y
 
@@ -225,7 +225,7 @@ def rotated_rope_apart(
     half of it cosines, half sines; rows int [m]: the position of each token."""
     m, head_dim, device = len(rows), angles.shape[1], rows.device
     found = [torch.empty(m, part.values.shape[-1], dtype=dtype, device=device) for part in (q, k, v)]
-    where = angles, None, rows, None, *found, 1, 1, angles.stride(0), head_dim
+    where = angles, None, rows, *found, 1, 1, angles.stride(0), head_dim
     _launch((q, k, v), head_dim, device, (q_norm, k_norm), where, eps)
     return found[0], found[1], found[2]
 
