@@ -152,21 +152,10 @@ def test_a_full_queue_says_so_and_drains(model: Slow, chatty) -> None:
 def test_who_leaves_is_not_written_for(url: str, model: Slow) -> None:
     model.pause = 0.05
     before = model.steps
-    body = {"prompt": "a", "max_tokens": 40, "stream": True}
-    with httpx.stream("POST", f"{url}/v1/completions", json=body) as answer:
-        next(answer.iter_lines())
-    time.sleep(0.5)
-    steps = model.steps
-    time.sleep(0.3)
-    assert model.steps == steps < before + 40
-    model.pause = 0.0
-
-
-def test_who_hangs_up_is_not_written_for(url: str, model: Slow) -> None:
-    model.pause = 0.05
-    before = model.steps
+    # an end that is drawn by chance would be a whole answer
+    body = {"prompt": "a", "max_tokens": 40, "temperature": 0}
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 40}, timeout=0.4)
+        httpx.post(f"{url}/v1/completions", json=body, timeout=0.4)
     time.sleep(0.6)
     steps = model.steps
     time.sleep(0.3)
