@@ -293,9 +293,7 @@ def _weighted_by_round(
     first = run.recipe.budget.first_round_weight
     if first is None:
         bits = run.recipe.budget.bits
-        if (
-            bits is None
-        ):  # embedding and head share the budget: what is left to matrices before losses are weighted
+        if bits is None:  # embedding and head share the budget: what matrices get before losses are weighted
             choice = allocate(options, budget)
             bits = 8 * sum(choice.options[target.name].bytes for target in run.targets) / run.total_weights
         first = first_round_weight(bits)

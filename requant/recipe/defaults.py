@@ -14,8 +14,9 @@ from requant.recipe.schema import Calibration, Detach, Evaluation, Finetune, Mod
 # the KL is 0.151; ReQuant as published over `lut` takes 45 s, and its KL is 0.418.
 MODE: Mode = "best"
 METHOD_OF_MODE = {"best": "trellis", "paper": "lut", "dense": "lut"}
-# Steps of a phase of mode `best` on a GPU: six phases take 40 s on a model of 32 M parameters, 9 minutes on one of 1 B. On a
-# CPU none: four phases of 10 steps of 2048 tokens took a third more time on the demo, and 1 % off its KL.
+# Steps of a phase of mode `best` on a GPU: as many in all, in four phases of 450, took 35 s on a model of 32 M parameters; by
+# the time of a step it is 9 minutes on one of 1 B. On a CPU none: four phases of 10 steps of 2048 tokens took a third more
+# time on the demo, and 1 % off its KL.
 FINETUNE_STEPS = 300
 # Calibration windows of 2048 of mode `best` on a GPU: four times the tokens lower the KL by 2 to 3 % (bench-32m).
 GPU_SAMPLES = 256

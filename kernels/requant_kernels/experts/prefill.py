@@ -2,7 +2,7 @@
 
     rotate x                     one rotation serves all experts
     route                        tokens in the order of their experts (`route.py`), and x so
-    multiply gates and ups       one launch for each width of codes, rotate, scale and gate
+    multiply gates and ups       one launch for each number of bits, rotate, scale and gate
     multiply downs               rotate h, multiply, rotate
     scale and add                each token its own rows
 
@@ -12,7 +12,7 @@ would be 805 MB, to be written and read again. Torch's `grouped_mm`, which would
 bfloat16 alone, where this multiplies float16 for models of either type; and chunks of experts, which would bound the copy,
 begin at rows that the host does not know.
 
-Every launch has a fixed grid, and the number of launches depends on the widths of codes alone: a prompt's graph can hold
+Every launch has a fixed grid, and the number of launches depends on the bits of their codes alone: a prompt's graph can hold
 them. What depends on tokens is the number of passes: one has as many as MAX_BYTES of activations take.
 """
 

@@ -2,7 +2,7 @@
 
     rotate x, multiply gates and ups, rotate, scale and gate, rotate, multiply downs, rotate, scale and add
 
-A product is one launch of the one-token GEMV (`trellis/gemv.py`) over slots (`common/slots.py`) for each width of codes that
+A product is one launch of the one-token GEMV (`trellis/gemv.py`) over slots (`common/slots.py`) for each number of bits that
 the stack holds; a CTA whose expert has another width ends at once. Where all CTAs run at once and rotate the token
 themselves (`trellis/fused_hadamard.py`), the first rotation has no launch. Tokens that choose the same expert read its codes
 each by itself, from the L2 cache at best: for a few tokens that costs little, for many a GEMM is better.

@@ -166,7 +166,7 @@ def rotated_rope_kernel(
     index = index_of(lane, warp, AFTER)
     in_head = index % D
     angles = ()
-    if sin_ptr is None:  # a table: no launch just before this one has written it, nor the places of tokens
+    if sin_ptr is None:  # a table: no launch just before this one has written it, nor the positions of tokens
         angles = load_eight(cos_ptr + tl.load(position_ptr + token) * trig_row, in_head, D, HALF)
     else:
         cos_ptr += token * trig_row
