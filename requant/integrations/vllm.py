@@ -9,8 +9,8 @@ method of every linear layer, embedding and head, and that method
     process_weights_after_loading    packs the rank's part for the kernels (`vllm_weights`), and checks them on this GPU
     apply, embedding                 multiply with them, look rows up in them
 
-by custom operators, which vLLM's compiler and CUDA graphs take as they are. Layers whose matrices are all trellis codes are
-then fused around vLLM's attention (`vllm_block`). Tensor parallelism cuts codes, scales, levels
+by custom operators, which vLLM's compiler and CUDA graphs take as they are. Layers whose matrices are all trellis codes
+are then fused around vLLM's attention where asked for (`vllm_block`). Tensor parallelism cuts codes, scales, levels
 and residuals exactly, and divides trellis codes whose rotation runs over all ranks (`vllm_trellis`). The stock loaders could
 not: the sparse part of a rank has another length on each, and codes are a bitstream.
 

@@ -14,7 +14,7 @@ from requant.recipe.schema import Calibration, Detach, Evaluation, Finetune, Mod
 # the KL is 0.151; ReQuant as published over `lut` takes 45 s, and its KL is 0.418.
 MODE: Mode = "best"
 METHOD_OF_MODE = {"best": "trellis", "paper": "lut", "dense": "lut"}
-# Steps of a phase of mode `best` on a GPU: as many in all, in four phases of 450, took 35 s on a model of 32 M parameters; by
+# Steps of a phase of mode `best` on a GPU: as many in all, in four phases of 450, took 35 s on a model of 32 M; by
 # the time of a step it is 9 minutes on one of 1 B. On a CPU none: four phases of 10 steps of 2048 tokens took a third more
 # time on the demo, and 1 % off its KL.
 FINETUNE_STEPS = 300
