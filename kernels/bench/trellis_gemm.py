@@ -135,13 +135,15 @@ def compile_one(job: tuple[Any, ...]) -> str:
         if job[0] == "dense":
             dequantize.dequantize(random_layout(job[1], job[2], 256, 1024), asm=True)
         elif job[0] == "product":
-            code, bits, m, config, gemm_sm90.HALF_SUMS = job[1:]
+            code, bits, m, config, sums = job[1:]
+            gemm_sm90.HALF_SUM_TOKENS = m if sums else 0
             x = torch.zeros(m, 1024, device="cuda", dtype=torch.float16)
             gemm_sm90.product(
                 RotatedActivations(values=x, scales=None), random_layout(code, bits, 256, 1024), config
             )
         elif job[0] == "input":
-            k, m, gemm_sm90.HALF_SUMS = job[1:]
+            k, m, sums = job[1:]
+            gemm_sm90.HALF_SUM_TOKENS = m if sums else 0
             x = torch.empty(m, k, device="cuda", dtype=torch.float16)
             layout = random_layout("pair", 2, 256, k)
             gemm_sm90.rotated_activations(x, layout)
@@ -199,7 +201,7 @@ def measure(matrix: str, begin: int, without: set[str], say: Callable[[dict[str,
                 if number < begin or launch.name in without:
                     continue
                 config: Any = launch.config
-                gemm_sm90.HALF_SUMS = launch.sums
+                gemm_sm90.HALF_SUM_TOKENS = m if launch.sums else 0
                 row = about | {
                     "number": number,
                     "name": launch.name,

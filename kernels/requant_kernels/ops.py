@@ -83,7 +83,7 @@ def activation_form(layout: TrellisLayout, num_tokens: int) -> ActivationForm | 
     """How the kernel of so many tokens reads rotated activations; None where it takes none but those of `linear`."""
     kernel, _ = dispatch(layout, num_tokens, layout.packed_codes.device)
     form: Any = getattr(module_of(kernel), "activation_form", None)
-    return None if form is None else form(layout)
+    return None if form is None else form(layout, num_tokens)
 
 
 def product(x: Tensor | RotatedActivations, layout: TrellisLayout, bias: Tensor | None = None) -> Product:

@@ -1,5 +1,6 @@
 """The trellis GEMM of Hopper without a GPU: the order of weights and activations, wgmma in the background, no spills."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -123,14 +124,12 @@ def test_a_lane_has_the_operand_of_wgmma(
         assert np.array_equal(got, own[:, of_row][:, :, of_column])
 
 
-def test_sums_and_differences_make_the_same_product(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_and_differences_make_the_same_product() -> None:
     """What `activation_form` asks of the rotation, times what is decoded, is the product with the weights."""
     layout = pack_trellis(*random_trellis(16, 64, 2, "cpu"), bits=2, code="pair")
-    assert not gemm_sm90.activation_form(layout).pair
-    monkeypatch.setattr(gemm_sm90, "HALF_SUMS", True)
-    assert gemm_sm90.activation_form(layout).pair
+    assert gemm_sm90.activation_form(layout, 128).pair and not gemm_sm90.activation_form(layout, 129).pair
     other = pack_trellis(*random_trellis(16, 64, 2, "cpu"), bits=2, code="mul1")
-    assert not gemm_sm90.activation_form(other).pair
+    assert not gemm_sm90.activation_form(other, 64).pair
     weights, x = reference.trellis_values(layout).double(), torch.randn(64, dtype=torch.float64)
     even, odd = weights[:, ::2], weights[:, 1::2]
     half_sums = torch.stack([even + odd, even - odd], -1).flatten(1) / 2
@@ -165,6 +164,7 @@ def multiply_machine(
         "units": "i32",
         "rows": "i32",
         "k_tiles": "i32",
+        "skipped": "i32",
         "groups_ptr": "*i32",
         "matrices_ptr": "*i32",
     }
@@ -269,7 +269,37 @@ def test_whole_products_of_tall_matrices_and_many_tokens_are_float16(
     config = GemmSm90Config(tokens_per_cta=tokens, num_warps=8, split_k=split_k)
     launched: list[Any] = []
     monkeypatch.setattr(gemm_sm90, "launch", lambda *given: launched.append(given))
-    x = gemm_sm90.activation_form(layout).empty(tokens, torch.device("cpu"))
+    x = gemm_sm90.activation_form(layout, tokens).empty(tokens, torch.device("cpu"))
     values = gemm_sm90.product(x, layout, config)
     assert values.shape == (split_k, tokens, rows) and str(values.dtype) == f"torch.float{dtype}"
     assert len(launched) == 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "grids"),
+    [
+        (28672, 512, [(198, 1, 2), (26, 1, 4)]),  # three rounds of 132 CTAs, and one of 104 smaller ones
+        (28672, 256, [(224, 1, 1)]),  # 92 CTAs in the last round: not worth a launch
+        (28672, 1024, [(224, 1, 4)]),
+        (17408, 256, [(132, 1, 1), (4, 1, 2)]),
+        (4096, 128, [(32, 1, 1)]),
+    ],
+)
+def test_the_last_round_of_ctas_is_of_smaller_ones(
+    rows: int, tokens: int, grids: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On 132 SMs; every row tile is in one launch."""
+    layout = pack_trellis(*random_trellis(16, 256, 2, "cpu"), bits=2, code="mul1")
+    codes = layout.packed_codes.expand(rows // 16, *layout.packed_codes.shape[1:])
+    layout = dataclasses.replace(layout, packed_codes=codes, n=rows)
+    launched: list[Any] = []
+    monkeypatch.setattr(gemm_sm90, "launch", lambda *given: launched.append(given))
+    config = GemmSm90Config(tokens_per_cta=min(tokens, 256), num_warps=8)
+    gemm_sm90.product(
+        gemm_sm90.activation_form(layout, tokens).empty(tokens, torch.device("cpu")), layout, config
+    )
+    assert [grid for _, grid, _, _ in launched] == grids
+    skipped = [arguments[-1] for _, _, arguments, _ in launched]
+    assert skipped == [0, 8 * grids[0][0]][: len(grids)]
+    assert 8 * sum(grid[0] for grid in grids) == rows // 16
+    assert all(constants["N"] * grid[2] == tokens for _, grid, _, constants in launched)

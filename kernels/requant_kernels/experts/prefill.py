@@ -82,14 +82,14 @@ def _pass(
     if tokens_per_cta is None:
         tokens_per_cta = trellis_groups(gate_up.layout.bits, slots, gate_up.experts).tokens_per_cta
     where = route(experts, gate_up, per_group=tokens_per_cta)
-    rotated = gathered(rotated_activations(x, gate_up.layout).values, where.tokens, pdl=pdl)
+    rotated = gathered(rotated_activations(x, gate_up.layout, tokens_per_cta).values, where.tokens, pdl=pdl)
     # gates and ups read what has been through a norm: float16 holds their sums (`MAX_FLOAT32_TOKENS` of gemm_sm90.py)
     z = product(rotated, gate_up, where, tokens_per_cta, product_type=torch.float16, dtype=x.dtype, asm=asm)
     h = gate(z, gate_up, where.experts, x.dtype, silu=gated is None, pdl=pdl)
     del z, rotated
     if gated is not None:
         h = gated(h[0], h[1]).contiguous()
-    rotated = rotated_activations(h, down.layout).values
+    rotated = rotated_activations(h, down.layout, tokens_per_cta).values
     z = product(rotated, down, where, tokens_per_cta, product_type=torch.float32, dtype=x.dtype, asm=asm)
     return combine(z, down, where.experts, weights, x.dtype, rows=where.rows, pdl=pdl)
 

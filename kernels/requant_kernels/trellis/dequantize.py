@@ -87,8 +87,8 @@ def matmul(
     return rotate_output(rotated_product, x, layout, bias, asm=asm)
 
 
-def activation_form(layout: TrellisLayout) -> ActivationForm | None:
-    """What `product` reads; None where other operations have no PTX to rotate with."""
+def activation_form(layout: TrellisLayout, num_tokens: int = 1) -> ActivationForm | None:
+    """What `product` reads, the same of any number of tokens; None where other operations have no PTX to rotate with."""
     return (
         ActivationForm(columns=padded_columns(layout)) if supports_ptx(layout.packed_codes.device) else None
     )

@@ -25,7 +25,7 @@ Two weights w0, w1 of `pair` need not be decoded themselves: they times two acti
     w0 x0 + w1 x1  =  (w0 + w1) / 2 (x0 + x1)  +  (w0 - w1) / 2 (x0 - x1)
 
 and the half sums take fewer instructions (`code_ptx.py`). Sums and differences of rotated activations are the rotation
-without its first stage. HALF_SUMS turns that on.
+without its first stage. Up to HALF_SUM_TOKENS tokens that is how `pair` is multiplied.
 
 Imported where it runs: Gluon is part of Triton from 3.6 on.
 """
@@ -50,10 +50,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from requant_kernels.common.device import num_sms
 from requant_kernels.common.launch import launch
 from requant_kernels.common.wgmma import lane_and_tiles, unpack_pair, x_layout
 from requant_kernels.hadamard.transform import hadamard_transform
 from requant_kernels.scalar.gemm_sm90_launch import GemmSm90Config
+from requant_kernels.trellis import gemm_sm90_launch
 from requant_kernels.trellis.code_ptx import SUM_SCALE, decode_ptx, load_codes_ptx
 from requant_kernels.trellis.codes import CODES
 from requant_kernels.trellis.layout import TrellisLayout, k64_per_unit
@@ -66,8 +68,8 @@ MAX_TOKENS = 1024  # beyond, decoding once for all and cuBLAS take less time
 MAX_FLOAT32_TOKENS = 128
 K64, K_TILE = 64, 256  # columns
 K64_PER_K_TILE = K_TILE // K64
-# Of `pair`: products took 8 to 11 % less at 64 tokens, but activations in this form have not been written on a GPU yet.
-HALF_SUMS = False
+# At most, for `pair` as half sums: 13 % less time at 32 tokens with both rotations, 6 at 64, 5 at 128; beyond, more.
+HALF_SUM_TOKENS = 128
 INT32_X16 = gl.constexpr((gl.int32,) * 16)
 
 
@@ -149,15 +151,15 @@ def _load_activations(
     tma.async_copy_global_to_shared(x_desc, [token, column], barrier, stage, pred=pred)
 
 
-@gluon.jit(do_not_specialize=["k_tiles", "last_tile", "steps", "M", "units"])
+@gluon.jit(do_not_specialize=["k_tiles", "last_tile", "steps", "M", "units", "skipped"])
 def trellis_gemm_sm90_kernel(
-    x_desc, codes_ptr, out_ptr, groups_ptr, matrices_ptr, units, k_tiles, last_tile, steps, rows, M,
+    x_desc, codes_ptr, out_ptr, groups_ptr, matrices_ptr, units, k_tiles, last_tile, steps, rows, M, skipped,
     DECODE: gl.constexpr, LOADS: gl.constexpr, COUNT: gl.constexpr, V: gl.constexpr, J: gl.constexpr,
     WHOLE: gl.constexpr, N: gl.constexpr, W: gl.constexpr, R: gl.constexpr, PREFETCH_AT: gl.constexpr,
     STAGES: gl.constexpr, SCALE: gl.constexpr, PDL: gl.constexpr, EXPERTS: gl.constexpr,
 ):  # fmt: skip
     """out float32 or float16 `[splits, M, rows]`, SCALE times the sums; grid: (row tiles / (W R), splits of `steps` k_tiles
-    of 256 columns, tokens / N).
+    of 256 columns, tokens / N). `skipped`: row tiles of another launch, before those of this one.
 
     A k_tile is 4 / J units. The codes of the next one are loaded while k64 number PREFETCH_AT of this one is decoded.
     STAGES: columns of a stage of activations, and how many there are.
@@ -173,7 +175,7 @@ def trellis_gemm_sm90_kernel(
     NUM_STAGES: gl.constexpr = STAGES[1]
     PER: gl.constexpr = STAGE_COLUMNS // 64  # k64 of a stage
     UNITS: gl.constexpr = 4 // J
-    first_tile = gl.program_id(0) * (W * R)
+    first_tile = skipped + gl.program_id(0) * (W * R)
     lane, _, tiles = lane_and_tiles(first_tile, last_tile, W, R)
     previous_lane = (lane + 28) % 32
     first = gl.program_id(1) * steps
@@ -277,19 +279,23 @@ def gemm_sm90(x: Tensor, layout: TrellisLayout, bias: Tensor | None, config: Gem
     return rotate_output(product(x, layout, config), x, layout, bias, asm=True)
 
 
-def takes_half_sums(code: str) -> bool:
-    """Whether weights of a code are decoded as half sums, and activations written as sums."""
-    return HALF_SUMS and CODES[code].byte_sums and CODES[code].weights_per_hash == 2
+def takes_half_sums(code: str, num_tokens: int) -> bool:
+    """Whether weights of a code are decoded as half sums, and activations written as sums: for so many tokens of a matrix,
+    or of a CTA of experts."""
+    return num_tokens <= HALF_SUM_TOKENS and CODES[code].byte_sums and CODES[code].weights_per_hash == 2
 
 
-def activation_form(layout: TrellisLayout) -> ActivationForm:
-    """What `product` reads."""
-    return ActivationForm(columns=-(-layout.k // K64) * K64, pair=takes_half_sums(layout.code), permute=True)
+def activation_form(layout: TrellisLayout, num_tokens: int) -> ActivationForm:
+    """What `product` reads of so many tokens, `group_product` of so many a CTA."""
+    sums = takes_half_sums(layout.code, num_tokens)
+    return ActivationForm(columns=-(-layout.k // K64) * K64, pair=sums, permute=True)
 
 
-def rotated_activations(x: Tensor, layout: TrellisLayout) -> RotatedActivations:
-    """H (input_scales * x) of x [m, k], as `product` reads it."""
-    form = activation_form(layout)
+def rotated_activations(
+    x: Tensor, layout: TrellisLayout, tokens_per_cta: int | None = None
+) -> RotatedActivations:
+    """H (input_scales * x) of x [m, k], as `product` reads it, or `group_product` with so many tokens a CTA."""
+    form = activation_form(layout, tokens_per_cta or x.shape[0])
     found = form.empty(x.shape[0], x.device)
     hadamard_transform(
         x, found.values, in_width=layout.k, columns=-(-layout.k // 16) * 16, out_width=found.values.shape[1],
@@ -310,18 +316,22 @@ def product(x: Tensor | RotatedActivations, layout: TrellisLayout, config: GemmS
     narrow = splits == 1 and m > MAX_FLOAT32_TOKENS and layout.n > layout.k
     dtype = torch.float16 if narrow else torch.float32
     partial = torch.empty(splits, m, tiles * 16, dtype=dtype, device=rotated.device)
-    box = [config.tokens_per_cta, activation_stages(config.tokens_per_cta)[0]]
-    launch(
-        trellis_gemm_sm90_kernel,
-        (-(-tiles // (config.num_warps * config.tiles_per_warp)), splits, -(-m // config.tokens_per_cta)),
-        (
-            TensorDescriptor.from_tensor(rotated, box, x_layout()), layout.packed_codes, partial, None, None, units, k_tiles,
-            tiles - 1, steps, tiles * 16, m,
-        ),
-        _launch_constants(
-            layout.code, layout.quad_bits, vector, units, k_tiles, config, takes_half_sums(layout.code)
-        ),
-    )  # fmt: skip
+    before = 0  # row tiles of the launches before
+    for own, own_tiles in gemm_sm90_launch.launches(config, tiles, m, num_sms(rotated.device)):
+        box = [own.tokens_per_cta, activation_stages(own.tokens_per_cta)[0]]
+        ctas = -(-own_tiles // (own.num_warps * own.tiles_per_warp))
+        launch(
+            trellis_gemm_sm90_kernel,
+            (ctas, splits, -(-m // own.tokens_per_cta)),
+            (
+                TensorDescriptor.from_tensor(rotated, box, x_layout()), layout.packed_codes, partial, None, None, units,
+                k_tiles, tiles - 1, steps, tiles * 16, m, before,
+            ),
+            _launch_constants(
+                layout.code, layout.quad_bits, vector, units, k_tiles, own, takes_half_sums(layout.code, m)
+            ),
+        )  # fmt: skip
+        before += own_tiles
     return partial
 
 
@@ -343,11 +353,11 @@ def group_product(
         (-(-tiles // (config.num_warps * config.tiles_per_warp)), parts, len(groups)),
         (
             TensorDescriptor.from_tensor(rotated, box, x_layout()), layout.packed_codes, out, groups, matrices, units,
-            k_tiles, tiles - 1, k_tiles, rows, m,
+            k_tiles, tiles - 1, k_tiles, rows, m, 0,
         ),
         _launch_constants(
-            layout.code, layout.quad_bits, vector, units, k_tiles, config, takes_half_sums(layout.code),
-            len(matrices) // parts,
+            layout.code, layout.quad_bits, vector, units, k_tiles, config,
+            takes_half_sums(layout.code, config.tokens_per_cta), len(matrices) // parts,
         ),
     )  # fmt: skip
 

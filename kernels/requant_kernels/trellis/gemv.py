@@ -67,8 +67,8 @@ def gemv(x: Tensor, layout: TrellisLayout, bias: Tensor | None, config: TrellisG
     return product(x, layout, config, epilogue=epilogue)
 
 
-def activation_form(layout: TrellisLayout) -> ActivationForm:
-    """What `product` reads."""
+def activation_form(layout: TrellisLayout, num_tokens: int = 1) -> ActivationForm:
+    """What `product` reads, the same of any number of tokens."""
     code = CODES[layout.code]
     columns = -(-layout.k // HADAMARD_TILE) * HADAMARD_TILE  # zero beyond the end
     return ActivationForm(columns=columns, int8=code.byte_sums, pair=code.weights_per_hash == 2)

@@ -39,7 +39,7 @@ SHAPES = {  # hidden, intermediate, heads, heads of keys
 }
 
 
-def random_trellises(kind: str) -> Any:
+def random_trellises(kind: str, code: str) -> Any:
     """Two blocks on the kernels, through a checkpoint's own layers; k has other bits than q and v."""
     hidden, intermediate, heads, key_heads = SHAPES[kind]
     config = AutoConfig.for_model(
@@ -58,7 +58,7 @@ def random_trellises(kind: str) -> Any:
             dense = Trellis(
                 codes=torch.randint(0, 1 << bits, (n, k), dtype=torch.uint8, device="cuda"),
                 input_scales=random_signs(k, seed=0).half().cuda(),
-                output_scales=(random_signs(n, seed=1) * k**-0.5).half().cuda(), bits=bits, code="mul1",
+                output_scales=(random_signs(n, seed=1) * k**-0.5).half().cuda(), bits=bits, code=code,
             )  # fmt: skip
             spec, tensors = dense.pack()
             own = QuantLinear(
@@ -74,15 +74,18 @@ def random_trellises(kind: str) -> Any:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", SHAPES)
-@pytest.mark.parametrize("shape", [(1, 12), (5, 70), (2, 600)])
+@pytest.mark.parametrize(
+    ("code", "shape"),
+    [("mul1", (1, 12)), ("mul1", (5, 70)), ("mul1", (2, 600)), ("pair", (1, 70)), ("pair", (5, 70))],
+)
 def test_fused_prompts_give_the_same_logits(
-    kind: str, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    kind: str, code: str, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By `gemv.py`, `gemm_sm90.py` on Hopper, and cuBLAS."""
+    """By `gemv.py`, `gemm_sm90.py` on Hopper (`pair` up to 128 tokens as half sums), and cuBLAS."""
     from requant.inference.trellis_block import TrellisBlock
 
     monkeypatch.setattr("requant.inference.kernel_check.TOKENS", (shape[0] * shape[1],))
-    model, tokens = random_trellises(kind), torch.randint(0, 256, shape, device="cuda")
+    model, tokens = random_trellises(kind, code), torch.randint(0, 256, shape, device="cuda")
     fused, plain = (Decoder(model, length=shape[1] + 8, fused=fused) for fused in (True, False))
     for _ in range(2):  # by the model alone, then with the fused blocks compared beside it
         fused.prefill(tokens)
@@ -98,11 +101,15 @@ def test_fused_prompts_give_the_same_logits(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", SHAPES)
-@pytest.mark.parametrize("batch", [1, 5, 40])
-def test_captured_steps_give_the_same_logits(kind: str, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("code", "batch"), [("mul1", 1), ("mul1", 5), ("mul1", 40), ("pair", 5), ("pair", 40)]
+)
+def test_captured_steps_give_the_same_logits(
+    kind: str, code: str, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By `gemv.py` and, beyond 16 sequences on Hopper, `gemm_sm90.py`."""
     monkeypatch.setattr("requant.inference.kernel_check.TOKENS", (batch,))  # the others take long to compile
-    model = random_trellises(kind)
+    model = random_trellises(kind, code)
     tokens = torch.randint(0, 256, (batch, 70), device="cuda")
     fused, apart, plain = (
         Decoder(model, length=100, **options)
