@@ -70,7 +70,11 @@ def _init_tensor(self: Any, handle: Any, type: Any) -> None:
 def _unwrap(value: Any) -> Any:
     """`_unwrap_if_constexpr`, which would copy a shape without constants too."""
     own = type(value)
-    if own is int or own is tl.tensor or (own is tl.tuple and all(type(size) is int for size in value.values)):
+    if (
+        own is int
+        or own is tl.tensor
+        or (own is tl.tuple and all(type(size) is int for size in value.values))
+    ):
         return value
     return _unwrap_if_constexpr(value)
 
