@@ -47,7 +47,7 @@ def recipe_of(method: str = "rtn", **changes) -> Recipe:
         method=method,
         quantizer=METHODS[method].config(**({"group_size": 32} if method in ("rtn", "gptq", "awq") else {})),
         calibration=Calibration(num_samples=2, seq_len=32),
-        evaluation=Evaluation(context=32, windows=2),
+        evaluation=Evaluation(context=32, windows=2, samples=0),
         detach=Detach(outlier_fraction=0.02, significant_fraction=0.01, steps=1, temperatures=(1.0,)),
     )
     return dataclasses.replace(base, **changes)
