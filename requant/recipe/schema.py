@@ -41,7 +41,8 @@ class Calibration:
     seq_len: int = 2048
     """Tokens of a window; the default is all the positions of a model that has fewer."""
     inputs: Literal["original", "quantized", "corrected"] = "original"
-    """The model whose activations are a matrix's inputs: the original, one with all earlier blocks or matrices quantized."""
+    """The model whose activations are a matrix's inputs: the original, or that with all earlier blocks quantized
+    (`quantized`) or all earlier matrices (`corrected`, which also restores the original's outputs)."""
     all_experts: bool = False
     """Whether statistics of inputs take every token to every expert of a mixture, not only those that are routed to it."""
 
@@ -172,7 +173,7 @@ class Budget:
     first_round_weight: float | None = None
     """What predicted losses count in mode `best`'s first round, which training mends most; none: 0.4 at 2 bits, 1 from 3."""
     head_bits: EmbeddingBits | None = None
-    """Bits of the head; none: with `bits` the fewest that add 1 % to the loss, with `size` the best split, else 16."""
+    """Bits of the head; none: the fewest that add at most 1 % to the loss; with `size` the best split; no budget: 16."""
     embedding_bits: EmbeddingBits | None = None
     """Bits of the embedding; one tensor with the head where they are tied."""
 
