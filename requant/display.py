@@ -47,11 +47,14 @@ def format_bytes(count: int | float) -> str:
 
 
 def format_seconds(seconds: int | float) -> str:
-    """3.21 -> 3.2 s; 92 -> 1 min 32 s; 7380 -> 2 h 03 min."""
+    """3.21 -> 3.2 s; 92 -> 1 min 32 s; 7380 -> 2 h 03 min; 360000 -> 4 d 04 h."""
     if seconds < 59.95:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:
         return f"{minutes} min {rest:02d} s"
     hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min"
+    if hours < 72:
+        return f"{hours} h {minutes:02d} min"
+    days, hours = divmod(hours, 24)
+    return f"{days:,} d {hours:02d} h"

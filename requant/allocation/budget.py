@@ -67,6 +67,8 @@ def allocate_bits(run: RunContext) -> Allocation:
     sizes: dict[str, Mapping[Bits, int]] = {t.name: matrix_sizes(recipe, t) for t in run.targets}
     widths = {name: list(found) for name, found in sizes.items()}
     fixed = sparse_bytes(run)  # what no choice changes
+    taken = 0  # by embedding and head without a choice
+    weights = run.total_weights  # that share the rest
     if target_bits is not None:
         budget = int(target_bits * run.total_weights / 8)
     else:
@@ -75,8 +77,12 @@ def allocate_bits(run: RunContext) -> Allocation:
         fixed += overhead_bytes(run, embedding_and_head)
         for role, part in embedding_and_head.parts.items():
             sizes[role] = {**part_sizes(run.model, run.source, part, part_bits[role])}
+            if len(sizes[role]) == 1:
+                taken += sum(sizes[role].values())
+            else:
+                weights += part.weight.numel()
     check_reachable(run, sizes, budget, fixed)
-    average = 8 * (budget - fixed) / run.total_weights
+    average = 8 * (budget - fixed - taken) / weights  # about what a matrix gets
     losses = predicted_losses(run, widths, average)
     losses |= embedding_and_head_losses(run, embedding_and_head, part_bits)
     options = _options(run, sizes, losses)
@@ -289,7 +295,11 @@ def _options(
 def _weighted_by_round(
     run: RunContext, options: Mapping[str, Sequence[Option]], budget: int
 ) -> dict[str, list[Option]]:
-    """The same, where the losses of matrices count what they do in their rounds of mode `best`."""
+    """The same, where the losses of matrices count what they do in their rounds of mode `best`.
+
+    Embedding and head count whole, as the matrices of the last round do: they are quantized after it, and only the training
+    with all codes fixed follows.
+    """
     first = run.recipe.budget.first_round_weight
     if first is None:
         bits = run.recipe.budget.bits

@@ -5,6 +5,7 @@ its process lives (`flock`, which the kernel releases however the process ends),
 output can tell what a killed run left, and removes it.
 """
 
+import errno
 import os
 import shutil
 import tempfile
@@ -27,10 +28,14 @@ def check_output(output: str | Path) -> Path:
     if output.exists() or output.is_symlink():
         raise OutputError(f"{output} exists already; remove it, or choose another --output.")
     ancestor = next(parent for parent in output.parents if parent.exists())
-    if not ancestor.is_dir() or not os.access(ancestor, os.W_OK | os.X_OK):
+    try:  # to make a folder there: root passes every look at permissions, also of /proc and of what is mounted read-only
+        os.rmdir(tempfile.mkdtemp(prefix=".requant-", dir=ancestor))
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):  # whoever writes says how a run goes on
+            return output
         raise OutputError(
-            f"{ancestor} cannot be written to; choose another --output, or change its permissions."
-        )
+            f"{ancestor} cannot be written to ({error.strerror}); choose another --output."
+        ) from error
     return output
 
 

@@ -180,7 +180,7 @@ class QuantizeOptions(CalibrationOptions, total=False):
     mode: Annotated[
         str | None,
         of_recipe(
-            help="best: rounds of quantizing and finetuning; paper: ReQuant as published; dense: codes only. [best]",
+            help="best: rounds of quantizing and fine-tuning; paper: ReQuant as published; dense: codes only. [best]",
             autocompletion=values("best", "paper", "dense"),
         ),
     ]
@@ -190,8 +190,8 @@ class QuantizeOptions(CalibrationOptions, total=False):
     head_bits: Annotated[
         int | None,
         of_recipe(
-            help="Bits of embedding and head, 3 to 8 or 16. [the fewest that add 1 % to the loss; with --size the best "
-            "split; with --code-bits 16]"
+            help="Bits of embedding and head, 3 to 8 or 16. [the fewest that add at most 1 % to the loss; with --size the "
+            "best split; with --code-bits 16]"
         ),
     ]
     sensitivity: Annotated[
@@ -204,8 +204,8 @@ class QuantizeOptions(CalibrationOptions, total=False):
     finetune_steps: Annotated[
         int | None,
         of_recipe(
-            help="Training steps of each finetuning phase, of which mode best has six; codes stay fixed. [300 in mode best "
-            "on a GPU, else 0]"
+            help="Training steps of each fine-tuning phase, of which mode best has six; codes that are made stay fixed. "
+            "[300 in mode best on a GPU, else 0]"
         ),
     ]
     rotations: Annotated[

@@ -20,6 +20,7 @@ Predictor = Literal["curvature", "measured", "restored", "pqi"]
 EmbeddingBits = Literal[3, 4, 5, 6, 7, 8, 16]
 Rotations = Literal["per-matrix", "folded"]
 Nodes = Literal["gauss2", "gauss4", "midpoint", "simpson", "plain32"]
+MOST = 1_000_000  # windows and training steps: more is a typing error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,12 +41,13 @@ class Calibration:
     seq_len: int = 2048
     """Tokens of a window; the default is all the positions of a model that has fewer."""
     inputs: Literal["original", "quantized", "corrected"] = "original"
-    """The model whose activations are a matrix's inputs: the original, one with all earlier blocks or matrices quantized."""
+    """The model whose activations are a matrix's inputs: the original, or that with all earlier blocks quantized
+    (`quantized`) or all earlier matrices (`corrected`, which also restores the original's outputs)."""
     all_experts: bool = False
     """Whether statistics of inputs take every token to every expert of a mixture, not only those that are routed to it."""
 
     def __post_init__(self) -> None:
-        _require(self.num_samples >= 1, "calibration.num_samples", self.num_samples, "1 or more")
+        _require(1 <= self.num_samples <= MOST, "calibration.num_samples", self.num_samples, f"1 to {MOST:,}")
         _require(self.seq_len >= 8, "calibration.seq_len", self.seq_len, "8 or more")
 
 
@@ -118,19 +120,14 @@ class Finetune:
     """Whether to train block by block, in half the memory; none: from 2.5e9 parameters (`finetune/blockwise.py`)."""
 
     def __post_init__(self) -> None:
-        _require(self.steps >= 0, "finetune.steps", self.steps, "0 or more")
+        _require(0 <= self.steps <= MOST, "finetune.steps", self.steps, f"0 to {MOST:,}")
+        windows = self.train_windows
+        _require(1 <= windows <= MOST, "finetune.train_windows", windows, f"1 to {MOST:,}")
         _require(0 < self.lr < math.inf, "finetune.lr", self.lr, "a positive number")
         _require(
             0 <= self.hidden_weight < math.inf, "finetune.hidden_weight", self.hidden_weight, "0 or more"
         )
-        for name in (
-            "train_windows",
-            "tokens_per_step",
-            "warmup_steps",
-            "rounds",
-            "val_windows",
-            "eval_every",
-        ):
+        for name in ("tokens_per_step", "warmup_steps", "rounds", "val_windows", "eval_every"):
             _require(getattr(self, name) >= 1, f"finetune.{name}", getattr(self, name), "1 or more")
 
 
@@ -176,7 +173,7 @@ class Budget:
     first_round_weight: float | None = None
     """What predicted losses count in mode `best`'s first round, which training mends most; none: 0.4 at 2 bits, 1 from 3."""
     head_bits: EmbeddingBits | None = None
-    """Bits of the head; none: with `bits` the fewest that add 1 % to the loss, with `size` the best split, else 16."""
+    """Bits of the head; none: the fewest that add at most 1 % to the loss; with `size` the best split; no budget: 16."""
     embedding_bits: EmbeddingBits | None = None
     """Bits of the embedding; one tensor with the head where they are tied."""
 
@@ -212,7 +209,7 @@ class Evaluation:
 
     def __post_init__(self) -> None:
         _require(self.context >= 8, "evaluation.context", self.context, "8 or more")
-        _require(self.windows >= 1, "evaluation.windows", self.windows, "1 or more")
+        _require(1 <= self.windows <= MOST, "evaluation.windows", self.windows, f"1 to {MOST:,}")
         _require(self.samples >= 0, "evaluation.samples", self.samples, "0 or more")
 
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -28,8 +29,9 @@ QUANTIZED = (
 )  # the parts that count as bits per weight
 
 
+@cache
 def environment(*, escape: bool) -> Environment:
-    """Templates of this package; an undefined name is an error, not an empty string."""
+    """Templates of this package, compiled once a process; an undefined name is an error, not an empty string."""
     made = Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=escape,

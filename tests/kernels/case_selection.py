@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
+ALL = "all" in sys.argv[1:]
 
 
 def selected(cases: Sequence[T], *, one_of: int = 2) -> Sequence[T]:
-    return cases if "all" in sys.argv[1:] else cases[::one_of]
+    return cases if ALL else cases[::one_of]

@@ -5,6 +5,7 @@ import subprocess
 import tempfile
 from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+MMA = {"IMMA", "HMMA"}  # opcodes of warps' tensor cores
 POINTERS = {  # argument -> type, where the argument is not None
     "x_ptr": "*i32", "codes_ptr": "*i32", "slice_ptr": "*i32", "ell_columns_ptr": "*i16", "row_perm_ptr": "*i32",
     "zeros_ptr": "*fp16", "column_scales_ptr": "*fp16", "levels_ptr": "*fp16", "partial_ptr": "*fp32",
@@ -29,22 +31,101 @@ INTEGERS = ("M", "last_tile", "iterations", "groups", "steps", "blocks", "width"
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What ptxas made: registers, bytes of stack (spills), static instructions by opcode."""
+    """What ptxas made. Instructions are static ones, and read when they are asked for: a disassembler takes a third of a
+    second to start."""
 
     registers: int
-    stack: int
-    opcodes: Counter[str]
-    loop: int  # static instructions of the longest loop
-    barriers: int  # of the CTA, in that loop
-    inner: int  # static instructions of the longest innermost loop
-    mma_loop: Counter[str]  # by opcode, the shortest loop that multiplies on tensor cores
-    mma_loops: tuple[int, ...]  # static instructions of the innermost ones, ascending
-    layout_ir: str
+    stack: int  # bytes: spills
     shared: tuple[int, int]  # bytes per CTA: dynamic, and static (declared in PTX)
+    layout_ir: str
+    cubin: bytes
+
+    @cached_property
+    def listing(self) -> tuple[list[str], dict[str, int]]:
+        """Instructions, and label -> the index of the one behind it."""
+        labels: dict[str, int] = {}
+        instructions: list[str] = []
+        for label, instruction in re.findall(
+            r"(\.L_\w+):|/\*[0-9a-f]{4,}\*/\s+([^;]+);", output_of("nvdisasm", "-c", cubin=self.cubin)
+        ):
+            if label:
+                labels[label] = len(instructions)
+            else:
+                instructions.append(instruction)
+        return instructions, labels
+
+    @cached_property
+    def codes(self) -> list[str]:
+        """The opcode of each instruction, without modifiers."""
+        return [re.sub(r"^@!?U?P\d+ ", "", line).split()[0].split(".")[0] for line in self.listing[0]]
+
+    @cached_property
+    def opcodes(self) -> Counter[str]:
+        found = Counter(self.codes)
+        del found["NOP"]
+        return found
 
     @property
     def instructions(self) -> int:
         return sum(self.opcodes.values())
+
+    @cached_property
+    def loops(self) -> list[tuple[int, int]]:
+        """First and last instruction of each."""
+        lines, labels = self.listing
+        targets = [(i, re.search(r"BRA.*(\.L_\w+)", line)) for i, line in enumerate(lines)]
+        return [(labels[to[1]], i) for i, to in targets if to is not None and labels.get(to[1], i) < i]
+
+    @property
+    def longest(self) -> list[str]:
+        """The instructions of the longest loop."""
+        first, last = max(self.loops, key=lambda loop: (loop[1] - loop[0], loop[1]), default=(0, -1))
+        return self.listing[0][first : last + 1]
+
+    @property
+    def loop(self) -> int:
+        """Instructions of the longest loop."""
+        return len(self.longest)
+
+    @property
+    def barriers(self) -> int:
+        """Of the CTA, in that loop."""
+        return sum(line.startswith("BAR") for line in self.longest)
+
+    @property
+    def innermost(self) -> list[list[str]]:
+        """The opcodes of each innermost loop."""
+        return [
+            self.codes[a : b + 1]
+            for a, b in self.loops
+            if not any(a <= c and d <= b for c, d in self.loops if (c, d) != (a, b))
+        ]
+
+    @property
+    def inner(self) -> int:
+        """Instructions of the longest innermost loop."""
+        return max(map(len, self.innermost), default=0)
+
+    @property
+    def mma_loop(self) -> Counter[str]:
+        """By opcode, the shortest loop that multiplies on tensor cores."""
+        multiplying = [self.codes[a : b + 1] for a, b in self.loops if MMA & set(self.codes[a : b + 1])]
+        return Counter(min(multiplying, key=len, default=[]))
+
+    @property
+    def mma_loops(self) -> tuple[int, ...]:
+        """Instructions of the innermost ones that multiply on tensor cores, ascending."""
+        return tuple(sorted(len(codes) for codes in self.innermost if MMA & set(codes)))
+
+
+def output_of(tool: str, option: str, *, cubin: bytes) -> str:
+    """What one of CUDA's tools prints of a kernel."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run(
+            [TOOLS / tool, option, file.name], capture_output=True, text=True, check=True
+        ).stdout
 
 
 def paths(position: int, kind: str | tuple[str, ...]) -> list[tuple[tuple[int, ...], str]]:
@@ -92,39 +173,13 @@ def compile_kernel(
     if max_registers:
         options["maxnreg"] = max_registers
     built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(built.asm["cubin"])
-        file.flush()
-        usage = subprocess.run(
-            [TOOLS / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
-        sass = subprocess.run(
-            [TOOLS / "nvdisasm", "-c", file.name], capture_output=True, text=True, check=True
-        ).stdout
+    usage = output_of("cuobjdump", "-res-usage", cubin=built.asm["cubin"])
     found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)", usage)
     assert found is not None
-    lines = re.findall(r"(\.L_\w+):|/\*[0-9a-f]{4,}\*/\s+([^;]+);", sass)
-    labels: dict[str, int] = {}
-    listing: list[str] = []
-    for label, instruction in lines:
-        if label:
-            labels[label] = len(listing)
-        else:
-            listing.append(instruction)
-    codes = [re.sub(r"^@!?U?P\d+ ", "", line).split()[0].split(".")[0] for line in listing]
-    opcodes = Counter(codes)
-    del opcodes["NOP"]
-    targets = [(i, re.search(r"BRA.*(\.L_\w+)", line)) for i, line in enumerate(listing)]
-    spans = [(labels[to[1]], i) for i, to in targets if to is not None and labels.get(to[1], i) < i]
-    length, end = max(((last + 1 - first, last) for first, last in spans), default=(0, 0))
-    innermost = [(a, b) for a, b in spans if not any(a <= c and d <= b for c, d in spans if (c, d) != (a, b))]
-    multiplying = [codes[a : b + 1] for a, b in spans if {"IMMA", "HMMA"} & set(codes[a : b + 1])]
     return Machine(
-        registers=int(found[1]), stack=int(found[2]), opcodes=opcodes, loop=length,
-        barriers=sum(line.startswith("BAR") for line in listing[end + 1 - length : end + 1]),
-        inner=max((b + 1 - a for a, b in innermost), default=0),
-        mma_loop=Counter(min(multiplying, key=len, default=[])),
-        mma_loops=tuple(sorted(b + 1 - a for a, b in innermost if {"IMMA", "HMMA"} & set(codes[a : b + 1]))),
-        layout_ir=str(built.asm["ttgir"]),
+        registers=int(found[1]),
+        stack=int(found[2]),
         shared=(built.metadata.shared, int(found[3])),
-    )  # fmt: skip
+        layout_ir=str(built.asm["ttgir"]),
+        cubin=built.asm["cubin"],
+    )

@@ -13,7 +13,7 @@ import gluon_as_triton
 import numpy as np
 import torch
 import triton.language as tl
-from case_selection import selected
+from case_selection import ALL, selected
 from cases import random_trellis, relative_error
 from emulate_trellis import ALLOCATED, allocate_poisoned, inline_asm_elementwise
 from requant_kernels import TrellisLayout, pack_trellis
@@ -199,7 +199,7 @@ def main() -> None:
         def silu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
             return torch.nn.functional.silu(gate) * up
 
-        for act in (silu, gated):
+        for act in (silu, gated) if ALL else (gated if biased else silu,):
             wanted = torch.zeros(m, h, dtype=torch.float64)
             for t, j in itertools.product(range(m), range(s)):
                 e = int(chosen[t, j])

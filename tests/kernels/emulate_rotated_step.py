@@ -1,6 +1,8 @@
 """Run under TRITON_INTERPRET=1 by `test_rotated_step.py`: the kernels between trellis matrices, with their assembly, beside
 what they replace, in float64."""
 
+from functools import lru_cache
+
 import torch
 import triton.language as tl
 from case_selection import selected
@@ -13,11 +15,14 @@ from requant_kernels.trellis.operands import ActivationForm, Product, RotatedAct
 from torch import Tensor
 
 HALF = 2e-3  # a few roundings to float16
+hadamard = lru_cache(maxsize=1)(
+    reference.hadamard
+)  # a case has one width, and that of 8192 takes half a gigabyte
 
 
 def transformed(x: Tensor) -> Tensor:
     """H x, float64."""
-    return x.double() @ reference.hadamard(x.shape[-1])
+    return x.double() @ hadamard(x.shape[-1])
 
 
 def random_product(

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from requant.allocation.budget import (
 )
 from requant.allocation.embedding_and_head import WIDTHS, embedding_and_head_losses, embedding_and_head_of
 from requant.allocation.knapsack import TOLERANCE
+from requant.allocation.predictors import curvature
 from requant.checkpoint.sizes import byte_table
 from requant.errors import RecipeError
 from requant.formats.quantized_weight import pack, with_trainable_params
@@ -28,7 +30,7 @@ from requant.quantizers.registry import METHODS
 from requant.quantizers.trellis import TrellisConfig
 from requant.recipe.schema import Budget, Calibration, Detach, Evaluation, Finetune, Mode, Recipe
 from requant.recipe.yaml_files import load_recipe
-from requant.run.context import Allocation
+from requant.run.context import Allocation, RunContext
 from requant.run.rounds import FIRST_WEIGHT
 from requant.run.workspace import Workspace
 
@@ -47,7 +49,7 @@ def recipe_of(method: str = "rtn", **changes) -> Recipe:
         method=method,
         quantizer=METHODS[method].config(**({"group_size": 32} if method in ("rtn", "gptq", "awq") else {})),
         calibration=Calibration(num_samples=2, seq_len=32),
-        evaluation=Evaluation(context=32, windows=2),
+        evaluation=Evaluation(context=32, windows=2, samples=0),
         detach=Detach(outlier_fraction=0.02, significant_fraction=0.01, steps=1, temperatures=(1.0,)),
     )
     return dataclasses.replace(base, **changes)
@@ -337,6 +339,27 @@ def test_a_budget_for_the_file_weights_losses_by_the_bits_of_the_matrices(
         return allocate_bits(started(tiny_folder("llama"), tiny_text_file, recipe))
 
     assert allocated(None).bits == allocated(weight).bits != allocated(other).bits
+
+
+@pytest.mark.parametrize(
+    ("size", "bits", "within"), [(110_000, 8, 0.05), (180_000, 16, 0.05), (110_000, None, 1.0)]
+)
+def test_predictors_quantize_at_what_a_budget_for_the_file_leaves_the_matrices(
+    tiny_folder, tiny_text_file: Path, monkeypatch: pytest.MonkeyPatch, size: int, bits: Any, within: float
+) -> None:
+    """Without embedding and head, which take a third of the smaller file; where they are free, about."""
+    averages: list[float] = []
+
+    def predicted_losses(run: RunContext, widths: Any, average: float) -> Any:
+        averages.append(average)
+        return curvature(run, widths)
+
+    monkeypatch.setattr("requant.allocation.budget.predicted_losses", predicted_losses)
+    recipe = recipe_of("trellis", budget=Budget(size=size, embedding_bits=bits, head_bits=bits))
+    run = started(tiny_folder("llama"), tiny_text_file, recipe)
+    found = allocate_bits(run)
+    spent = sum(packed_spec(recipe, target.shape, found.bits[target.name]).bytes for target in run.targets)
+    assert averages == [pytest.approx(8 * spent / run.total_weights, abs=within)]
 
 
 @pytest.mark.parametrize(("method", "steps"), [("lut", 0), ("kmeans", 2)])

@@ -47,7 +47,7 @@ def run(tiny_folder, tiny_text_file: Path):
             method="rtn",
             quantizer=METHODS["rtn"].config(),
             calibration=Calibration(num_samples=4, seq_len=32),
-            evaluation=Evaluation(context=32, windows=2),
+            evaluation=Evaluation(context=32, windows=2, samples=0),
         )
         prepared = prepare(str(tiny_folder(name)), recipe, tiny_text_file)
         return start(prepared, recipe, workspace=Workspace(None), quiet=True)

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -195,12 +196,30 @@ def test_too_little_space_is_said_before_the_shard_is_written(parts, tmp_path: P
     assert not (tmp_path / "out").exists()
 
 
-def test_an_unwritable_parent_is_named_before_any_work(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(
-        os, "access", lambda path, mode: False
-    )  # root may write anywhere, so ask in its place
-    with pytest.raises(OutputError, match="cannot be written to; choose another --output"):
-        check_output(tmp_path / "out")
+@pytest.mark.parametrize("parent", ["/proc", "/proc/version", "/dev/null"])
+def test_an_unwritable_parent_is_named_before_any_work(parent: str) -> None:
+    """Also to root, who can make nothing there either."""
+    if not Path(parent).exists():
+        pytest.skip(f"needs {parent}")
+    with pytest.raises(OutputError, match=rf"^{parent} cannot be written to \(.+\); choose another --output"):
+        check_output(Path(parent, "out"))
+
+
+def test_a_disk_that_is_full_is_said_with_the_remedy_of_a_run(parts, tmp_path: Path, monkeypatch) -> None:
+    """Also where not even an empty folder can be made: another --output would begin again."""
+    model, weights = parts
+
+    def full(**_: object) -> str:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(tempfile, "mkdtemp", full)
+    with pytest.raises(OutputError, match="the disk is full; free some space and run again with --resume"):
+        save(model, tmp_path / "out", weights, resumable=True)
+
+
+def test_looking_whether_an_output_can_be_written_leaves_nothing(tmp_path: Path) -> None:
+    check_output(tmp_path / "new" / "out")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_interruption_leaves_nothing(parts, tmp_path: Path) -> None:

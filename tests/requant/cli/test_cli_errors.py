@@ -95,7 +95,7 @@ def checkpoint(tiny_folder, tiny_text_file: Path, tmp_path_factory: pytest.TempP
         (("--bits", "3", "--skip", "nothing"), "--skip nothing matches no matrix"),
         (("--bits", "3", "--seq-len", "4096"), "--seq-len 4096 is longer than the model's 2048 positions"),
         (("--bits", "3", "--seq-len", "3"), "calibration.seq_len is 3; it takes 8 or more"),
-        (("--bits", "3", "--num-samples", "0"), "calibration.num_samples is 0; it takes 1 or more"),
+        (("--bits", "3", "--num-samples", "0"), "calibration.num_samples is 0; it takes 1 to 1,000,000"),
         (("--bits", "3", "--device", "gpu"), "--device gpu is unknown; give auto, cpu, cuda"),
         (
             ("--bits", "3", "--dtype", "int4"),

@@ -301,7 +301,7 @@ def run_of(folder: Path, text: Path, **changes) -> RunContext:
         method="kmeans",
         quantizer=METHODS["kmeans"].config(bits=2),
         calibration=Calibration(text=(str(text),), num_samples=12, seq_len=32),
-        evaluation=Evaluation(context=32, windows=2),
+        evaluation=Evaluation(context=32, windows=2, samples=0),
         finetune=Finetune(
             **{
                 "steps": 12,

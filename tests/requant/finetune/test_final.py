@@ -64,7 +64,7 @@ def prepared_run(folder: Path, text: Path, method: str, tuning: Finetune) -> tup
         method=method,
         quantizer=METHODS[method].config(bits=2),
         calibration=Calibration(text=(str(text),), num_samples=12, seq_len=32),
-        evaluation=Evaluation(context=32, windows=2),
+        evaluation=Evaluation(context=32, windows=2, samples=0),
         finetune=tuning,
     )
     return start(prepare(str(folder), recipe), recipe, workspace=Workspace(None), quiet=True), recipe

@@ -75,7 +75,7 @@ def test_what_training_holds_is_predicted(by_block: bool, tokens: int, hidden_we
         method="kmeans",
         quantizer=METHODS["kmeans"].config(bits=2),
         calibration=Calibration(num_samples=8, seq_len=128),
-        evaluation=Evaluation(context=32, windows=2),
+        evaluation=Evaluation(context=32, windows=2, samples=0),
         finetune=settings,
     )
     run = start(prepare("demo", recipe, device="cpu"), recipe, workspace=Workspace(None), quiet=True)

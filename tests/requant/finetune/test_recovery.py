@@ -30,7 +30,7 @@ def pruned_run(model, text: Path, bits: int = 16, tokenizer=None) -> tuple[RunCo
         method="magnitude",
         quantizer=PRUNING_METHODS["magnitude"].config(bits=bits),
         calibration=Calibration(text=(str(text),), num_samples=12, seq_len=32),
-        evaluation=Evaluation(context=32, windows=2),
+        evaluation=Evaluation(context=32, windows=2, samples=0),
         finetune=TRAINING,
     )
     run = start(prepare(model, recipe, tokenizer=tokenizer), recipe, workspace=Workspace(None), quiet=True)

@@ -30,7 +30,7 @@ def recipe_of(kind: str, folder: Path, text: Path) -> Recipe:
     common = {
         "model": str(folder),
         "calibration": Calibration(text=(str(text),), num_samples=7, seq_len=32),
-        "evaluation": Evaluation(context=32, windows=2),
+        "evaluation": Evaluation(context=32, windows=2, samples=0),
         "finetune": Finetune(
             steps=STEPS,
             tokens_per_step=96,

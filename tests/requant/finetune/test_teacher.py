@@ -75,7 +75,7 @@ def test_learning_is_the_same_with_and_without(tiny_folder, tiny_text_file, monk
         method="kmeans",
         quantizer=METHODS["kmeans"].config(bits=2),
         calibration=Calibration(text=(str(tiny_text_file),), num_samples=12, seq_len=32),
-        evaluation=Evaluation(context=32, windows=2),
+        evaluation=Evaluation(context=32, windows=2, samples=0),
         finetune=Finetune(steps=9, tokens_per_step=128, warmup_steps=2, val_windows=1, eval_every=4),
     )
     for free in (10**12, 0):

@@ -21,7 +21,7 @@ from requant.recipe.schema import Calibration, Detach, Evaluation, Recipe
 IDS = torch.arange(40)[None] % 256
 RECIPE = Recipe(
     calibration=Calibration(num_samples=2, seq_len=32),
-    evaluation=Evaluation(context=32, windows=2),
+    evaluation=Evaluation(context=32, windows=2, samples=0),
     detach=Detach(outlier_fraction=0.01, significant_fraction=0.01, temperatures=(1.0,), steps=1),
 )
 

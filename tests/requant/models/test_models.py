@@ -57,7 +57,7 @@ def tiny_recipe(method: str = "kmeans", **changes) -> Recipe:
         "method": method,
         "quantizer": METHODS[method].config(bits=3),
         "calibration": Calibration(num_samples=2, seq_len=32),
-        "evaluation": Evaluation(context=32, windows=2),
+        "evaluation": Evaluation(context=32, windows=2, samples=0),
         "detach": Detach(outlier_fraction=0.01, outlier_rule="uniform", significant_fraction=0.01, steps=1),
     }
     return Recipe(**(settings | changes))

@@ -21,7 +21,7 @@ RECIPE = Recipe(
     method="rtn",
     quantizer=METHODS["rtn"].config(bits=3),
     calibration=Calibration(num_samples=2, seq_len=32),
-    evaluation=Evaluation(context=32, windows=2),
+    evaluation=Evaluation(context=32, windows=2, samples=0),
 )
 
 

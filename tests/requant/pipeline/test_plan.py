@@ -27,7 +27,7 @@ def recipe_of(method: str, **changes) -> Recipe:
         method=method,
         quantizer=METHODS[method].config(bits=3),
         calibration=Calibration(num_samples=2, seq_len=32),
-        evaluation=Evaluation(context=32, windows=2),
+        evaluation=Evaluation(context=32, windows=2, samples=0),
         detach=Detach(outlier_rule="uniform", outlier_fraction=0.02, significant_fraction=0.01, steps=1),
     )
     return dataclasses.replace(base, **changes)

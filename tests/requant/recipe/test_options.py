@@ -50,6 +50,24 @@ def test_every_option_reaches_the_recipe() -> None:
     assert (recipe.sensitivity.score, recipe.sensitivity.nodes) == ("marginal", "gauss4")
 
 
+@pytest.mark.parametrize(
+    ("given", "warned"),
+    [
+        ({"bits": 2, "finetune_steps": 3}, False),
+        ({"size": "9MB", "finetune_steps": 3}, False),
+        ({"code_bits": 2, "finetune_steps": 3}, True),
+        ({"bits": 2, "finetune_steps": 0}, True),
+        ({"bits": 2, "finetune_steps": 3, "mode": "dense"}, True),
+    ],
+)
+def test_a_weight_of_rounds_without_a_use_is_said(given: dict, warned: bool, caplog) -> None:
+    assert options({"method": "trellis", "mode": "best", "budget": {"first_round_weight": 0.5}}, **given)
+    assert ("budget.first_round_weight changes nothing here" in caplog.text) == warned
+    caplog.clear()
+    options({"method": "trellis", "mode": "best"}, **given)
+    assert not caplog.text
+
+
 @pytest.fixture
 def file(tmp_path: Path) -> str:
     recipe = Recipe(

@@ -35,7 +35,7 @@ def checkpoints(tiny_folder, tiny_text_file: Path, tmp_path_factory: pytest.Temp
             method="rtn",
             quantizer=METHODS["rtn"].config(bits=bits),
             calibration=Calibration(num_samples=2, seq_len=32),
-            evaluation=Evaluation(text=(str(tiny_text_file),), context=32, windows=5),
+            evaluation=Evaluation(text=(str(tiny_text_file),), context=32, windows=5, samples=0),
         )
         result = requant.quantize(str(tiny_folder("llama")), recipe, tiny_text_file)
         made.append(str(requant.save(result, folder / f"{bits}bit")))

@@ -347,7 +347,8 @@ def test_bytes(count, text):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(3.21, "3.2 s"), (59.99, "1 min 00 s"), (92, "1 min 32 s"), (7380, "2 h 03 min")]
+    ("seconds", "text"),
+    [(3.21, "3.2 s"), (59.99, "1 min 00 s"), (92, "1 min 32 s"), (7380, "2 h 03 min"), (360_000, "4 d 04 h")],
 )
 def test_seconds(seconds, text):
     assert format_seconds(seconds) == text

@@ -43,7 +43,7 @@ def arguments(tiny_folder, tiny_text_file: Path, tmp_path_factory: pytest.TempPa
         model=str(tiny_folder("llama")),
         quantizer=METHODS["kmeans"].config(bits=3),
         calibration=Calibration(text=(str(tiny_text_file),), num_samples=2, seq_len=32),
-        evaluation=Evaluation(context=32, windows=2),
+        evaluation=Evaluation(context=32, windows=2, samples=0),
         detach=Detach(outlier_fraction=0.01, significant_fraction=0.01, temperatures=(0.5, 2.0), steps=2),
     )
     file = tmp_path_factory.mktemp("recipe") / "recipe.yaml"
