@@ -189,3 +189,19 @@ def test_routers_and_gates_are_no_targets(tiny_model, mixture: str) -> None:
 def test_unknown_layouts_are_refused(tiny_model, name: str, weight: str) -> None:
     with pytest.raises(ModelError, match=weight + r".* holds experts in a layout that requant does not know"):
         find_linears(unfused(tiny_model(name)))
+
+
+def test_a_step_takes_fewer_tokens_where_prompts_have_launches_of_their_own(tiny_model) -> None:
+    model = unfused(tiny_model("qwen3-moe"))
+    layer = next(module for module in model.modules() if isinstance(module, Experts))
+    took: list[str] = []
+
+    def served(name: str):
+        return lambda x, *_: (took.append(name), x)[1]
+
+    layer.step = served("step")
+    for prefill, counts in ((None, (1, 64)), (served("prefill"), (16, 17, 64, 65))):
+        layer.prefill = prefill
+        for count in counts:
+            layer(torch.zeros(count, 4), torch.zeros(count, 2, dtype=torch.long), torch.ones(count, 2))
+    assert took == ["step", "step", "step", "prefill", "prefill", "prefill"]
