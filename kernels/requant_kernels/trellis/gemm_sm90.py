@@ -151,9 +151,9 @@ def _load_activations(
     tma.async_copy_global_to_shared(x_desc, [token, column], barrier, stage, pred=pred)
 
 
-@gluon.jit(do_not_specialize=["k_tiles", "last_tile", "steps", "M", "units", "skipped"])
+@gluon.jit(do_not_specialize=["k_tiles", "steps", "M", "units", "skipped"])
 def trellis_gemm_sm90_kernel(
-    x_desc, codes_ptr, out_ptr, groups_ptr, matrices_ptr, units, k_tiles, last_tile, steps, rows, M, skipped,
+    x_desc, codes_ptr, out_ptr, groups_ptr, matrices_ptr, units, k_tiles, steps, rows, M, skipped,
     DECODE: gl.constexpr, LOADS: gl.constexpr, COUNT: gl.constexpr, V: gl.constexpr, J: gl.constexpr,
     WHOLE: gl.constexpr, N: gl.constexpr, W: gl.constexpr, R: gl.constexpr, PREFETCH_AT: gl.constexpr,
     STAGES: gl.constexpr, SCALE: gl.constexpr, PDL: gl.constexpr, EXPERTS: gl.constexpr,
@@ -176,6 +176,7 @@ def trellis_gemm_sm90_kernel(
     PER: gl.constexpr = STAGE_COLUMNS // 64  # k64 of a stage
     UNITS: gl.constexpr = 4 // J
     first_tile = skipped + gl.program_id(0) * (W * R)
+    last_tile = rows // 16 - 1
     lane, _, tiles = lane_and_tiles(first_tile, last_tile, W, R)
     previous_lane = (lane + 28) % 32
     first = gl.program_id(1) * steps
@@ -325,7 +326,7 @@ def product(x: Tensor | RotatedActivations, layout: TrellisLayout, config: GemmS
             (ctas, splits, -(-m // own.tokens_per_cta)),
             (
                 TensorDescriptor.from_tensor(rotated, box, x_layout()), layout.packed_codes, partial, None, None, units,
-                k_tiles, tiles - 1, steps, tiles * 16, m, before,
+                k_tiles, steps, tiles * 16, m, before,
             ),
             _launch_constants(
                 layout.code, layout.quad_bits, vector, units, k_tiles, own, takes_half_sums(layout.code, m)
@@ -353,7 +354,7 @@ def group_product(
         (-(-tiles // (config.num_warps * config.tiles_per_warp)), parts, len(groups)),
         (
             TensorDescriptor.from_tensor(rotated, box, x_layout()), layout.packed_codes, out, groups, matrices, units,
-            k_tiles, tiles - 1, k_tiles, rows, m, 0,
+            k_tiles, k_tiles, rows, m, 0,
         ),
         _launch_constants(
             layout.code, layout.quad_bits, vector, units, k_tiles, config,
