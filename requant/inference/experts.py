@@ -2,7 +2,8 @@
 
 `group_experts` stacks the kernels' layouts of all experts of a layer (`requant_kernels/experts/`), and gives `Experts` the
 step that multiplies them for up to 64 tokens, and on Hopper the prefill from 17 tokens on (bfloat16 and float16 alike: its
-products are of float16 weights). The experts' own layers stay, as views of the stacks: elsewhere prompts run expert by expert.
+products are of float16 weights). The experts' own layers stay, as views of the stacks: elsewhere prompts run expert by
+expert.
 
 Both are checked, as single matrices are (`kernel_check.py`), against the experts one by one; where one cannot be, or is
 wrong on this machine, it is not used, and the log says so.
