@@ -25,7 +25,7 @@ def compare(
     as_json: opt.AsJson = False,
     quiet: opt.Quiet = False,
 ) -> None:
-    """Compare checkpoints by what their own files say: a table, and with --output a page."""
+    """Compare checkpoints by what their own files say. A table, and with --output a page."""
     from requant.checkpoint.new_folder import check_output
     from requant.report.compare import compare_checkpoints, kl_above_first, note, render_comparison
 

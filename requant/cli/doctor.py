@@ -14,7 +14,7 @@ def doctor(
     as_json: opt.AsJson = False,
     quiet: opt.Quiet = False,
 ) -> None:
-    """What this machine has: GPUs, versions, extras, caches, and whether its kernels are right; exit code 1 if not."""
+    """Check this machine: GPUs, versions, caches, kernels. Exit code 1 if a kernel is not right."""
     from requant.display import format_bytes
     from requant.inference.machine import examine
 

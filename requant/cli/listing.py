@@ -14,7 +14,7 @@ def recipes(
     keys: Annotated[bool, typer.Option("--keys", help="List every key of a recipe instead.")] = False,
     as_json: opt.AsJson = False,
 ) -> None:
-    """List the recipes that ship with requant, or every key that a recipe may hold."""
+    """List the recipes that ship with requant. With --keys every key that a recipe may hold."""
     if keys:
         from requant.recipe.reference import recipe_keys
 
@@ -41,7 +41,7 @@ def recipes(
 
 
 def methods(as_json: opt.AsJson = False) -> None:
-    """List the methods: what each does, the bits it takes, the statistics it is calibrated with."""
+    """List the methods: what each does, and the bits it takes. Also the statistics that it needs."""
     from requant.quantizers.registry import METHODS, PRUNING_METHODS
 
     rows = [

@@ -38,7 +38,7 @@ def evaluate(
     as_json: opt.AsJson = False,
     quiet: opt.Quiet = False,
 ) -> None:
-    """Perplexity, KL to the original and top-1 agreement, or accuracy on tasks; several models in one table."""
+    """Perplexity, KL and agreement with the original, or tasks. Several models make one table."""
     if tasks is not None:
         _refuse_with(
             "--tasks", {"--text": text, "--context": context, "--windows": windows, "--reference": reference}
@@ -83,7 +83,7 @@ def inspect(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint folder.")],
     as_json: opt.AsJson = False,
 ) -> None:
-    """What a checkpoint stores, matrix by matrix and byte by byte; verifies its checksums."""
+    """Bytes by part, bits by matrix, and checksums of a checkpoint."""
     from requant.checkpoint.inspect import inspection
 
     found = inspection(checkpoint)

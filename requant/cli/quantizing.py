@@ -78,7 +78,7 @@ def quantize(
     log_file: opt.LogFile = None,
     **options: Unpack[opt.QuantizeOptions],
 ) -> None:
-    """Quantize a model, measure the loss of quality, write a checkpoint and a report."""
+    """Quantize a model, measure what it loses, write a checkpoint. A report lies in its folder."""
     from requant.cli.resuming import check_new_output, workspace_of
 
     if output is not None and not dry_run:  # what can be refused is, before the imports that take seconds
@@ -162,7 +162,7 @@ def sensitivity(
     verbose: opt.Verbose = False,
     **options: Unpack[ScoreOptions],
 ) -> None:
-    """Score every weight by gradient, Hessian diagonal and PQI; compare predicted with measured dF."""
+    """Score every weight by gradient, Hessian diagonal and PQI. Compares predicted with measured dF."""
     from requant.checkpoint.new_folder import check_output
 
     check_output(output)

@@ -28,7 +28,7 @@ def serve(
     dtype: opt.Dtype = "auto",
     quiet: opt.Quiet = False,
 ) -> None:
-    """Serve a model to OpenAI's clients: completions and chat, streamed or whole."""
+    """Serve a model over OpenAI's HTTP API. Completions and chat, streamed or whole."""
     from requant.server.run import serve_checkpoint
 
     say_what_is_loaded(quiet)

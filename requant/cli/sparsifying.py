@@ -65,7 +65,7 @@ def sparsify(
     log_file: opt.LogFile = None,
     **options: Unpack[SparsifyOptions],
 ) -> None:
-    """Prune a model to 2:4, and say for what plain codes of the same bytes are better."""
+    """Prune a model to 2:4 and retrain it. Says where plain codes of the same bytes are better."""
     from requant.cli.resuming import check_new_output, workspace_of
 
     if output is not None and not dry_run:  # what can be refused is, before the imports that take seconds

@@ -30,7 +30,7 @@ def sweep(
     log_file: opt.LogFile = None,
     **options: Unpack[opt.QuantizeOptions],
 ) -> None:
-    """Quantize a model at several bits and compare: the measured curve of KL against size."""
+    """Quantize at several bits and measure KL against size. Statistics are collected once."""
     from requant import progress
     from requant.report.sweep import sweep
 

@@ -10,7 +10,7 @@ import pytest
 import typer
 
 import requant
-from requant.cli import app
+from requant.cli import COMMANDS, app
 from requant.recipe.options import Options
 from requant.recipe.yaml_files import load_recipe
 
@@ -219,6 +219,13 @@ def test_recipes_and_version(cli) -> None:
     assert cli("--version") == (0, f"requant {requant.__version__}\n", "")
     code, out, _ = cli("--help")
     assert code == 0 and "quantize" in out and "inspect" in out
+
+
+def test_summaries_of_commands_fit_a_terminal(cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = cli("--help")
+    summaries = out.split("Commands:\n")[1].splitlines()
+    assert len(summaries) == len(COMMANDS) and not any(line.endswith("...") for line in summaries)
 
 
 def test_no_command_shows_help(cli) -> None:
