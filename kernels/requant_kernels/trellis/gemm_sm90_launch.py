@@ -11,12 +11,12 @@ from requant_kernels.scalar.gemm_sm90_launch import GemmSm90Config, configs, mak
 
 
 def trellis_gemm_sm90(shape: Shape, device: torch.device) -> GemmSm90Config:
-    """The rotation that adds the partial products adds partial sums of its own too: 8 of both together."""
+    """The rotation that adds the partial products adds partial sums of its own too: 8 of both together. Beyond 64 tokens a
+    second round of few CTAs costs more than idle SMs, so splits are rounded down."""
     n, m, k_tiles = shape.n, shape.m_bucket, tiles_of(shape)[1]
     tokens, rows = min(256, m), -(-n // ROWS) * ROWS
     ctas, most = -(-n // 128) * -(-m // tokens), max(1, 8 * 4096 // max(4096, rows & -rows))
-    at_once = 2 * num_sms(device) if m <= 64 else num_sms(device)
-    wanted = round(at_once / ctas) if m <= 64 else at_once // ctas
+    wanted = round(2 * num_sms(device) / ctas) if m <= 64 else num_sms(device) // ctas
     split_k = max(1, min(most, k_tiles, wanted))
     return dataclasses.replace(cta_of(shape.bits, tokens, whole=split_k == 1), split_k=split_k)
 
@@ -43,7 +43,7 @@ def launches(
     if config.tokens_per_cta != 256 or config.split_k > 1 or rounds == 0 or not 0 < 2 * left <= sms:
         return [(config, tiles)]
     whole = rounds * sms // columns * rows
-    return [(config, whole), (cta_of(0, 128), tiles - whole)]
+    return [(config, whole), (GemmSm90Config(tokens_per_cta=128, num_warps=8), tiles - whole)]
 
 
 GROUP_TOKENS = (32, 64, 128, 256)  # of one expert, that a CTA has at most
