@@ -7,11 +7,12 @@ log-probabilities beside `requant.load`.
 Needs vllm, and requant with its entry point. Every row is a process of its own, whose engine starts with CUDA graphs of
 decoding steps and, unless `--compile` is given, without torch.compile, so that it starts in seconds; all rows alike.
 Speed depends on shapes: a format of ours, KIND:BITS as in `end_to_end.py`, is a checkpoint of random codes (embedding and
-head grids of four bits more in groups of 64), written to a temporary folder; bf16, `gptq:4` and `awq:4` (Marlin, groups of
-128) are vLLM's dummy weights. Decoding alone is timed, as the difference of a long and a short run of the same prompts.
+head grids of four bits more in groups of 64), written to a temporary folder; bf16, `gptq:4` and `awq:4` (groups of 128, by
+the kernels that vLLM picks: Machete for `gptq:4` on Hopper) are vLLM's dummy weights. Decoding alone is timed, as the
+difference of a long and a short run of the same prompts.
 
 `fused_layers` of a row: whether the plugin fused the decoder layers (`requant/integrations/vllm_block.py`), which
-`REQUANT_VLLM_FUSE=1` in the environment asks for.
+`REQUANT_VLLM_FUSE=0` in the environment turns off.
 
 A checkpoint is checked on a text: log-probabilities of the prompt, and of tokens that the engine chose, one a step, against
 `requant.load` in bfloat16; beside them what the same model in float32 differs by, which is the rounding to expect.

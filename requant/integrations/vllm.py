@@ -10,9 +10,9 @@ method of every linear layer, embedding and head, and that method
     apply, embedding                 multiply with them, look rows up in them
 
 by custom operators, which vLLM's compiler and CUDA graphs take as they are. Layers whose matrices are all trellis codes
-are then fused around vLLM's attention where asked for (`vllm_block`). Tensor parallelism cuts codes, scales, levels
-and residuals exactly, and divides trellis codes whose rotation runs over all ranks (`vllm_trellis`). The stock loaders could
-not: the sparse part of a rank has another length on each, and codes are a bitstream.
+are then fused around vLLM's attention (`vllm_block`). Tensor parallelism cuts codes, scales, levels and residuals exactly,
+and divides trellis codes whose rotation runs over all ranks (`vllm_trellis`). The stock loaders could not: the sparse part
+of a rank has another length on each, and codes are a bitstream.
 
 Tested against doubles of vLLM's documented interface (`tests/requant/integrations/vllm_double.py`), and where vLLM imports
 (`pytest -m peers`, no GPU needed; 0.26.0 and 0.33.0) against its own layers, its loader and its Llama; in 0.26.0's engine on

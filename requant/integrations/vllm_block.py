@@ -9,9 +9,9 @@ vLLM puts norms, RoPE and gates between matrices, so a rotation at either end of
 of the 8B shape at one sequence. Here what lies between two attentions is one custom operator of 8 or 9 launches, whatever
 the number of rows; the next layer's norm finishes its last product. Operators find layers by name, as vLLM's attention does.
 
-`fuse` is called once a model is loaded, and asked for by REQUANT_VLLM_FUSE=1. It changes the class of the decoder layers,
-and nothing else: what a layer hands to the next is (q, k, v) in place of hidden states, which vLLM's models do not look
-at. Whether the modules are Llama's, names decide first, then numbers: a layer of each kind is compared with vLLM's own
+`fuse` is called once a model is loaded, unless REQUANT_VLLM_FUSE is 0. It changes the class of the decoder layers, and
+nothing else: what a layer hands to the next is (q, k, v) in place of hidden states, which vLLM's models do not look at.
+Whether the modules are Llama's, names decide first, then numbers: a layer of each kind is compared with vLLM's own
 forward. A model that is divided among GPUs, has adapters or is drafted for (a draft may look at hidden states between
 layers) stays as it is, and the log says so once.
 """
@@ -33,7 +33,7 @@ from requant.inference import kernel_check
 from requant.inference.convert import FusedLinear, KernelLinear, Sibling
 from requant.inference.kernel_check import kind_of
 
-FUSE = "REQUANT_VLLM_FUSE"  # 1: layers are fused; not the default before an engine has run it on a GPU
+FUSE = "REQUANT_VLLM_FUSE"  # 0: layers stay as vLLM runs them
 MODELS = {
     "LlamaModel",
     "MistralModel",
@@ -103,7 +103,10 @@ class LayerPieces:
         for rows in {min(rows, most_rows) for rows in (1, 8, *(1 << i for i in range(4, 16)))}:
             self.blocks[m_bucket(rows)] = trellis_block(block, "silu", rows)
         if None in self.blocks.values():
-            raise ValueError("not all their matrices are trellis codes that are rotated on both sides")
+            raise ValueError(
+                "not all their matrices are trellis codes, rotated on both sides and without residuals, that the kernels "
+                "of this device take"
+            )
 
     def enter(
         self, x: Float[Tensor, "m d"], delta: Any, positions: Int[Tensor, " m"]
@@ -190,7 +193,7 @@ def fuse(model: nn.Module, vllm_config: Any) -> bool:
             LayerPieces(layer, block_of(layer), vllm_config.scheduler_config.max_num_batched_tokens)
             for layer in layers
         ]
-    except (ValueError, ImportError) as reason:
+    except (ValueError, ImportError, AttributeError) as reason:  # the last: a vLLM with other names
         logger.info("the layers of %s are not fused: %s", type(model).__name__, reason)
         return False
     try:
@@ -229,8 +232,8 @@ def fused_class(own: type[nn.Module]) -> type[nn.Module]:
 
 def decoder_layers(model: nn.Module, vllm_config: Any) -> list[nn.Module]:
     """Those of a model that may be fused. Raises ValueError for another, with the reason."""
-    if os.environ.get(FUSE) != "1":
-        raise ValueError(f"{FUSE} is not 1")
+    if os.environ.get(FUSE) == "0":
+        raise ValueError(f"{FUSE} is 0")
     parallel = vllm_config.parallel_config
     reasons = {
         "they are divided among GPUs": parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1,

@@ -185,7 +185,10 @@ def check(bits: tuple[float, ...], rows: tuple[int, ...], **options: bool) -> No
     model, config = LlamaModel(bits, **options), vllm_config()
     inputs = [(torch.randint(POSITIONS, (m,)), torch.randn(m, HIDDEN).half()) for m in rows]
     wanted = [model(positions, x.clone()) for positions, x in inputs]
+    said: list[str] = []
+    vllm_block.logger.info = lambda text, *values: said.append(text % values)  # type: ignore[method-assign]
     assert not vllm_block.fuse(model, config), "no kernel of the CPU takes rotated activations"
+    assert len(said) == 1 and said[0].endswith("that the kernels of this device take"), said
     ops.dispatch, ops.dispatch_group = on_the_gemv, in_one_launch
     kernel_check.TOKENS = (2,)
     with reference_for_plain_layers():

@@ -18,8 +18,8 @@ from requant.models.targets import find_linears
 
 
 @pytest.fixture(autouse=True)
-def asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(vllm_block.FUSE, "1")
+def by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(vllm_block.FUSE, raising=False)
 
 
 @pytest.mark.parametrize("kind", ["mixed", pytest.param("joined", marks=pytest.mark.slow)])
@@ -85,11 +85,30 @@ def test_layers_of_other_modules(caplog: pytest.LogCaptureFixture) -> None:
     assert "their modules are not Llama's" in caplog.text
 
 
-def test_the_switch(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.delenv(vllm_block.FUSE)
+def test_a_vllm_with_other_names(caplog: pytest.LogCaptureFixture) -> None:
+    given = config()
+    del given.speculative_config
+    with caplog.at_level(logging.INFO, "vllm"):
+        assert not vllm_block.fuse(LlamaModel(), given)
+    assert "no attribute 'speculative_config'" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("0", "REQUANT_VLLM_FUSE is 0"),
+        ("1", "their modules are not Llama's"),
+        ("", "their modules are not Llama's"),
+    ],
+)
+def test_the_switch(
+    value: str, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """0 turns it off; after any other value the layers are looked at."""
+    monkeypatch.setenv(vllm_block.FUSE, value)
     with caplog.at_level(logging.INFO, "vllm"):
         assert not vllm_block.fuse(LlamaModel(), config())
-    assert "REQUANT_VLLM_FUSE is not 1" in caplog.text
+    assert caplog.messages == [f"the layers of LlamaModel are not fused: {said}"]
 
 
 def test_loaders_fuse_what_they_loaded(engine, monkeypatch: pytest.MonkeyPatch) -> None:
