@@ -94,16 +94,22 @@ def decoding_table(results: Path) -> str:
     return markdown(columns, rows)
 
 
+VLLMS_OWN = {"bf16": "bf16", "gptq:4": "vLLM's int4 (GPTQ, groups of 128)"}
+
+
 def vllm_table(results: Path) -> str:
-    """Tokens a second in vLLM's engine, beside its bf16: a line for each format."""
+    """Tokens a second in vLLM's engine, beside its bf16: a line for each format, ours with layers fused and not."""
     lines: dict[str, dict[int, Mapping[str, Any]]] = {}
     for row in read(results, "vllm-h200").get("rows", []):
         if "decode_tokens_per_s" in row:
-            lines.setdefault(row["name"], {})[row["batch"]] = row
+            name = VLLMS_OWN.get(row["name"]) or row["name"].replace(":", " ") + "-bit"
+            if row["name"] not in VLLMS_OWN:
+                name += ", fused layers" if row["fused_layers"] else ", `REQUANT_VLLM_FUSE=0`"
+            lines.setdefault(name, {})[row["batch"]] = row
     batches = sorted({batch for line in lines.values() for batch in line})
     rows = [
         [
-            name.replace(":", " ") + "-bit" * (":" in name),
+            name,
             *(
                 f"{line[batch]['decode_tokens_per_s']:,.0f} ({line[batch]['decode_tokens_per_s_ratio']:.2f})"
                 for batch in batches

@@ -112,6 +112,24 @@ def test_decoding_stands_beside_bf16_of_the_same_setup(tmp_path: Path) -> None:
     ]
 
 
+def test_vllms_rows_say_whether_layers_were_fused(tmp_path: Path) -> None:
+    row = {"name": "bf16", "batch": 1, "fused_layers": False, "decode_tokens_per_s": 200.0}
+    ours = {**row, "name": "pair:2", "decode_tokens_per_s_ratio": 2.0, "decode_tokens_per_s": 400.0}
+    rows = [
+        {"checkpoint": "demo-2"},
+        {**row, "decode_tokens_per_s_ratio": 1.0},
+        {**ours, "fused_layers": True},
+    ]
+    rows += [ours, {**row, "name": "gptq:4", "decode_tokens_per_s_ratio": 1.0}]
+    write(tmp_path, "vllm-h200", {"rows": rows})
+    assert TABLES["vllm"](tmp_path).splitlines()[2:] == [
+        "| bf16 | 200 (1.00) |",
+        "| pair 2-bit, fused layers | 400 (2.00) |",
+        "| pair 2-bit, `REQUANT_VLLM_FUSE=0` | 400 (2.00) |",
+        "| vLLM's int4 (GPTQ, groups of 128) | 200 (1.00) |",
+    ]
+
+
 def test_the_ablation_crosses_masks_with_losses(tmp_path: Path) -> None:
     labels = [f"magnitude, {masks}{loss}" for masks in ("fixed", "ast") for loss in ("", ", not distilled")]
     rows = [{"label": label, "kl": i / 10, "second": {"kl": i}} for i, label in enumerate(labels)]
