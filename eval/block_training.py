@@ -40,10 +40,10 @@ from requant.finetune.loop import (
     windows_of_step,
 )
 from requant.finetune.step import ReparametrizedWeight, TrainableTensor, TrainingStep
-from requant.finetune.teacher import training_autocast
 from requant.formats.contract import TrainableParams
 from requant.formats.grid import Grid
 from requant.formats.quantized_weight import QuantizedWeight, trainable_params, with_trainable_params
+from requant.models.mixed_precision import mixed_precision
 from requant.models.targets import QuantTarget, find_blocks
 from requant.quantizers.registry import METHODS
 from requant.quantizers.rtn import columns_of_group, fit_grid, zero_points_as_floats
@@ -252,7 +252,7 @@ def first_states(
 def advance(block: Block, states: Float[Tensor, "b t d"], into: Float[Tensor, "b t d"], batch: int) -> None:
     """Write the block's outputs for `states`, as its weights now are, `into` a tensor, which may be the same."""
     for before, after in zip(states.split(batch), into.split(batch), strict=True):
-        with training_autocast(before):
+        with mixed_precision(before):
             after.copy_(block(before))
 
 
@@ -273,7 +273,7 @@ def train(
     ).to(states.device)  # at once: a copy a step would have the host wait
 
     def loss(x: Tensor, wanted: Tensor) -> Tensor:
-        with training_autocast(x):
+        with mixed_precision(x):
             return functional.mse_loss(block(x).float(), wanted)
 
     with run.stage("block training"):

@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from requant.errors import NumericalError
-from requant.finetune.teacher import PRODUCTS
 from requant.inference.decode import Decoder
+from requant.models.mixed_precision import PRODUCTS
 
 PREFIX = 32  # tokens of real text
 BATCH = 512  # windows at once: of bench-32m and 1024 tokens, 4 GB of keys and values

@@ -182,6 +182,15 @@ PLANS: dict[str, Plan] = {
     "no-hidden": Plan(
         label=f"best, four rounds of {FOUR_ROUNDS.steps} steps, hidden states not matched", finetune=NO_HIDDEN
     ),
+    "more-steps": Plan(
+        label="best, six rounds of 600 steps",
+        code=None,
+        first_round_weight=None,
+        finetune=dataclasses.replace(FINETUNE, steps=600),
+    ),
+    "more-statistics": Plan(
+        label="best, statistics of 2048 windows", code=None, first_round_weight=None, statistics=16
+    ),
     "long": Plan(
         label="best, four rounds of 675 steps, hidden states not matched",
         finetune=dataclasses.replace(NO_HIDDEN, steps=675),

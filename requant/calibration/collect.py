@@ -1,5 +1,5 @@
-"""The statistics of a list of linears (`LinearStats`): one forward pass for those of inputs, one backward pass each for
-the others."""
+"""The statistics of a list of linears (`LinearStats`): one backward pass each for those of gradients, and a forward pass for
+those of inputs, which output Hessians make unnecessary: their pass sees the inputs too."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from requant import ranks
 from requant.calibration.fisher import position_fisher
-from requant.calibration.hessian import InputStatistics, input_statistics
+from requant.calibration.hessian import InputStatistics, input_statistics, observed_inputs
 from requant.calibration.hidden_states import HiddenStateCache
 from requant.calibration.output_hessian import output_hessians
 from requant.calibration.stats import LinearStats
@@ -36,7 +36,12 @@ def collect(
     every token for those; gradients are always those of the tokens that were routed to it.
     """
     inputs: dict[str, InputStatistics] = {}
-    if needs & INPUT_STATISTICS:
+    outputs: dict[str, Tensor] = {}
+    together = one_pass_suffices(needs) and cache is None and reference is None and not all_experts
+    if together:
+        with observed_inputs(model, windows, targets) as (inputs, after_each):
+            outputs = output_hessians(model, windows, targets, label=label, after_each=after_each)
+    elif needs & INPUT_STATISTICS:
         inputs = input_statistics(
             model,
             windows,
@@ -47,7 +52,8 @@ def collect(
             label=label,
         )
     fisher = position_fisher(model, windows, targets, label=label) if "fisher" in needs else {}
-    outputs = output_hessians(model, windows, targets, label=label) if "output_hessian" in needs else {}
+    if "output_hessian" in needs and not together:
+        outputs = output_hessians(model, windows, targets, label=label)
     return {
         target.name: LinearStats(
             hessian=inputs[target.name].hessian if "hessian" in needs else None,
@@ -59,6 +65,11 @@ def collect(
         )
         for target in ranks.owned(targets)
     }
+
+
+def one_pass_suffices(needs: frozenset[str]) -> bool:
+    """Whether statistics of inputs come with the pass of output Hessians."""
+    return bool(needs & INPUT_STATISTICS) and "output_hessian" in needs
 
 
 def bytes_needed(target: QuantTarget, needs: frozenset[str]) -> int:

@@ -1,4 +1,5 @@
-"""Input statistics of linears: the layer Hessian `H = mean_t x_t x_t'` and `mean_t |x_t|`, in one forward pass.
+"""Input statistics of linears: the layer Hessian `H = mean_t x_t x_t'` and `mean_t |x_t|`, in one forward pass, or beside
+gradients in a pass that is made for those.
 
 H is the exact Hessian of the layer's squared output error `1/2 mean_t |(w~ - w) x_t|^2` in each row of w (Frantar et
 al. 2022, arXiv 2210.17323, without their factor 2). With a reference model, whose linear reads z_t at the same token,
@@ -7,8 +8,8 @@ al. 2022, arXiv 2210.17323, without their factor 2). With a reference model, who
 first of them accumulates. Means of an expert are over the tokens that reach it, and shrunk (`experts.py`).
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -69,13 +70,7 @@ def input_statistics(
     sums = _Accumulator(tokens=windows.numel(), with_cross=reference is not None)
     own = HiddenStateCache(model, windows) if cache is None else cache
     caches = (own,) if reference is None else (reference, own)
-    experts = peers(
-        model, targets
-    )  # all of a layer, also where some are quantized already: they share their average
-    names = {target.name for target in targets}.union(*experts)
-    owners = {target.name: target.rank for target in targets}
-    for group in experts:  # all of a layer's are owned together
-        owners |= dict.fromkeys(group, next(owners[name] for name in group if name in owners))
+    experts, owners = _experts_and_owners(model, targets)
     exchange = Exchange(owners, sums.accumulate)
     with ExitStack() as stack:
         stack.enter_context(tensor_cores(next(model.parameters()).device))
@@ -85,7 +80,7 @@ def input_statistics(
             if all_tokens:
                 stack.enter_context(all_tokens_to_every_expert(each.model))
             use = partial(sums.give, exchange) if each is own else sums.save_reference
-            for name in names:
+            for name in owners:
                 handle = each.module(name).register_forward_pre_hook(sums.hook_of(name, use))
                 stack.callback(handle.remove)
             # reached where an expert is not
@@ -94,18 +89,69 @@ def input_statistics(
         for index, tokens in enumerate(own.batches(label)):
             if tokens is not None:
                 for each in caches:
-                    sums.begin(names)
+                    sums.begin(set(owners))
                     each.run(index, tokens)
             exchange.deliver()
     sums.finish(experts)
+    _check(targets, sums.found)
+    return sums.found
+
+
+@contextmanager
+def observed_inputs(
+    model: PreTrainedModel, windows: Int64[Tensor, "b t"], targets: Sequence[QuantTarget]
+) -> Iterator[tuple[dict[str, InputStatistics], Callable[[], None]]]:
+    """The statistics of `input_statistics` in a pass with gradients that the caller makes over all `windows` while the
+    context lasts; they are whole when it ends.
+
+    The second is to be called after every batch, by every rank. A block that is recomputed counts once, in its graph.
+    """
+    sums = _Accumulator(tokens=windows.numel(), with_cross=False)
+    experts, owners = _experts_and_owners(model, targets)
+    exchange = Exchange(owners, torch.no_grad()(sums.accumulate))
+
+    def hook_of(name: str) -> Callable[..., None]:
+        def hook(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            if torch.is_grad_enabled():
+                exchange.give(name, inputs[0])
+
+        return hook
+
+    with ExitStack() as stack:
+        for name in owners:
+            handle = model.get_submodule(name).register_forward_pre_hook(hook_of(name))
+            stack.callback(handle.remove)
+
+        def after_each() -> None:
+            exchange.deliver()
+            sums.begin(set())  # keep no tensor of the batch's graph
+
+        yield sums.found, after_each
+    sums.finish(experts)
+    _check(targets, sums.found)
+
+
+def _experts_and_owners(
+    model: PreTrainedModel, targets: Sequence[QuantTarget]
+) -> tuple[list[list[str]], dict[str, int]]:
+    """The experts' matrices by layer and kind, and the rank that owns each matrix whose inputs count: the targets', and
+    those of all experts of a layer, also where some are quantized already, for they share their average."""
+    experts = peers(model, targets)
+    owners = {target.name: target.rank for target in targets}
+    for group in experts:  # all of a layer's are owned together
+        owners |= dict.fromkeys(group, next(owners[name] for name in group if name in owners))
+    return experts, owners
+
+
+def _check(targets: Sequence[QuantTarget], found: Mapping[str, InputStatistics]) -> None:
+    """Raise NumericalError for a target that was never called or whose inputs overflow."""
     for target in ranks.owned(targets):
-        if target.name not in sums.found:
+        if target.name not in found:
             raise NumericalError(
                 f"{target.name} was never called on the calibration text; skip it with --skip {target.name}."
             )
-        if not torch.isfinite(sums.found[target.name].hessian).all():
+        if not torch.isfinite(found[target.name].hessian).all():
             raise NumericalError(f"{target.name}: its inputs overflow; use --dtype float32 or bfloat16.")
-    return sums.found
 
 
 def _stop(*_: Any) -> None:

@@ -9,7 +9,7 @@ from the model itself, whose gradients give the Fisher matrix, the curvature of 
 tokens in their place, codes have 1 to 2.5 % more KL on one text and the same on another (eval/LOG.md).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from jaxtyping import Float, Int64
@@ -30,8 +30,9 @@ def output_hessians(
     *,
     label: str | None = None,
     recompute: bool | None = None,
+    after_each: Callable[[], None] | None = None,
 ) -> dict[str, Float[Tensor, "n n"]]:
-    """G of every target that this rank owns, float32, on the model's device."""
+    """G of every target that this rank owns, float32, on the model's device; `after_each` is called after every batch."""
     totals = {
         target.name: torch.zeros(target.shape[0], target.shape[0], device=target.parameter.device)
         for target in ranks.owned(targets)
@@ -41,5 +42,14 @@ def output_hessians(
         totals[target.name].addmm_(gradient.T, gradient, alpha=1 / windows.numel())
 
     with tensor_cores(next(model.parameters()).device):
-        output_gradient_pass(model, windows, targets, accumulate, seed=SEED, label=label, recompute=recompute)
+        output_gradient_pass(
+            model,
+            windows,
+            targets,
+            accumulate,
+            seed=SEED,
+            label=label,
+            recompute=recompute,
+            after_each=after_each,
+        )
     return finite(totals)

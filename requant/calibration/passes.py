@@ -10,7 +10,7 @@ every batch in the order of the text, so all sums are those of one process.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -23,11 +23,12 @@ from transformers import PreTrainedModel
 from requant import ranks
 from requant.calibration.exchange import Exchange
 from requant.errors import NumericalError
+from requant.models.mixed_precision import mixed_precision
 from requant.models.targets import QuantTarget, find_blocks, replaced_forward
 from requant.progress import tracked
 
 RECOMPUTE_ABOVE = (
-    1_000_000_000  # parameters; below, memory suffices and a second forward pass is not worth it
+    2_000_000_000  # parameters; below, memory suffices and a second forward pass is not worth it
 )
 MOST_LOGITS = 300_000_000  # of a batch: near 1 GB
 T = TypeVar("T")
@@ -156,11 +157,14 @@ def output_gradient_pass(
     seed: int | None = None,
     label: str | None = None,
     recompute: bool | None = None,
+    after_each: Callable[[], None] | None = None,
 ) -> None:
     """One backward pass of the summed loss; `accumulate(target, g [m, n])` is called per batch, float32.
 
     Row t of g is the gradient of the loss of the whole text at the linear's output for token t. With `inputs` a third
     argument is x [m, k], the linear's inputs. With a `seed` the loss is that of next tokens sampled from the model.
+    `after_each` is called after every batch, of which all ranks have as many. Weights in float32, as training leaves them,
+    are multiplied as in training (`models/mixed_precision.py`).
     """
     by_name = {target.name: target for target in targets}
 
@@ -168,6 +172,7 @@ def output_gradient_pass(
         accumulate(by_name[name], *(part.detach().flatten(0, -2).float() for part in parts))
 
     exchange = Exchange({target.name: target.rank for target in targets}, use)
+    in_single_precision = next(model.parameters()).dtype == torch.float32
     sampled = None
     if seed is not None:
         rows = scored_tokens(_chunks(windows, model, None)[0])
@@ -187,9 +192,12 @@ def output_gradient_pass(
         stack.enter_context(recomputed_blocks(model, recompute))
         for number, tokens in rounds(windows, model, label=label):
             if tokens is not None:
-                loss = summed_loss(model, tokens) if sampled is None else sampled(model, tokens, number)
+                with mixed_precision(tokens) if in_single_precision else nullcontext():
+                    loss = summed_loss(model, tokens) if sampled is None else sampled(model, tokens, number)
                 loss.backward()
             exchange.deliver()
+            if after_each is not None:
+                after_each()
 
 
 def finite(statistics: dict[str, Tensor]) -> dict[str, Tensor]:

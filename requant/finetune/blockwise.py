@@ -43,7 +43,8 @@ from requant.finetune.step import (
     restore_state,
     state_of,
 )
-from requant.finetune.teacher import HeadTeacher, logits_of_states, training_autocast
+from requant.finetune.teacher import HeadTeacher, logits_of_states
+from requant.models.mixed_precision import mixed_precision
 from requant.models.targets import find_blocks, replaced_forward
 
 TOKENS_AT_ONCE = 8192  # through a block
@@ -219,7 +220,7 @@ class BlockwiseStep:
 
     def _hidden(self, tokens: Int64[Tensor, "b t"]) -> Float[Tensor, "b t d"]:
         """The last hidden states."""
-        with training_autocast(tokens, keeps_casts=False):
+        with mixed_precision(tokens, keeps_casts=False):
             return self.model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
 
     def _rows(
@@ -246,7 +247,7 @@ class BlockwiseStep:
     def _kl(self, hidden: Float[Tensor, "p d"], states: Float[Tensor, "p d"]) -> Float[Tensor, ""]:
         """The sum over some positions."""
         tokens = self.teacher.windows.new_zeros(1, len(hidden), device=hidden.device)
-        with training_autocast(hidden, keeps_casts=False):
+        with mixed_precision(hidden, keeps_casts=False):
             expected = self.teacher.logits(tokens, states[None])
             found = logits_of_states(self.model, self.teacher.output_class, tokens, hidden[None])
         return self.kl_of(found, expected)

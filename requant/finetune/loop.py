@@ -48,12 +48,12 @@ from requant.finetune.teacher import (
     HeadTeacher,
     Teacher,
     logits_of_states,
-    training_autocast,
     why_states_do_not_suffice,
 )
 from requant.formats.contract import TrainableParams
 from requant.formats.quantized_weight import weight_function
 from requant.models.experts import routers
+from requant.models.mixed_precision import mixed_precision
 from requant.models.targets import QuantTarget
 from requant.progress import counted
 from requant.recipe.schema import Finetune
@@ -297,7 +297,7 @@ def loss_sum(
     beside it. Under autocast if gradients are enabled.
     """
     error: float | Tensor = 0.0
-    with training_autocast(tokens) if torch.is_grad_enabled() else nullcontext():
+    with mixed_precision(tokens) if torch.is_grad_enabled() else nullcontext():
         if hidden_weight:
             states = teacher.last_states(tokens) if states is None else states
             output = model.base_model(input_ids=tokens, use_cache=False)

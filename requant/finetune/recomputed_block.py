@@ -22,7 +22,7 @@ from requant.errors import is_out_of_memory
 from requant.finetune.divided import Part
 from requant.finetune.sixteen_bit_adam import SixteenBitAdam
 from requant.finetune.step import ReparametrizedWeight, gradient_of
-from requant.finetune.teacher import PRODUCTS, training_autocast
+from requant.models.mixed_precision import PRODUCTS, mixed_precision
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -127,7 +127,7 @@ class LearningBlock:
             for chunk, arriving in zip(each, gradient.split(self.chunks.windows), strict=True):
                 leaf = chunk[0].detach().requires_grad_()
                 with torch.enable_grad():
-                    with training_autocast(leaf, keeps_casts=False):  # of weights that are not there long
+                    with mixed_precision(leaf, keeps_casts=False):  # of weights that are not there long
                         output = self._output(leaf, *chunk[1:])
                     output.backward(arriving)
                 assert leaf.grad is not None

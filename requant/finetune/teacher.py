@@ -28,15 +28,13 @@ from requant import ranks
 from requant.calibration.passes import batches, rounds
 from requant.errors import InputError, first_line, is_out_of_memory
 from requant.models.devices import free_memory
+from requant.models.mixed_precision import PRODUCTS, mixed_precision
 from requant.models.targets import find_blocks, replaced_forward
 
 MAX_MEMORY_FRACTION = 0.25  # of what is free, for the states
 MAX_HOST_FRACTION = 0.5  # of the host's free memory, for those of a HeadTeacher; more go to a file
 SHARED_MEMORY = "/dev/shm"  # a folder of files in memory, of Linux
 LOGITS_TOLERANCE = 1e-2  # relative Frobenius distance: caching may round a state to 16 bits once more
-PRODUCTS = {
-    "cuda": torch.bfloat16
-}  # device -> dtype of matrix products in training; elsewhere that of the weights
 logger = logging.getLogger(__name__)
 
 
@@ -81,7 +79,7 @@ class Teacher:
         self, members: Int64[Tensor, " c"], tokens: Int64[Tensor, "c t"]
     ) -> tuple[Tensor, ...]:
         """States of a micro-batch; if any is missing all are computed, for blocks are compiled for its shape."""
-        with training_autocast(tokens):
+        with mixed_precision(tokens):
             if self.caches is None:
                 self.caches = self._caching_works(tokens)
             if not self.caches:
@@ -170,7 +168,7 @@ def last_states(model: PreTrainedModel, tokens: Int64[Tensor, "c t"]) -> tuple[t
 @torch.no_grad()
 def why_states_do_not_suffice(model: PreTrainedModel, tokens: Int64[Tensor, "c t"]) -> str | None:
     """Why the logits do not follow from the last states alone, tried on some windows as training does; None if they do."""
-    with training_autocast(tokens):
+    with mixed_precision(tokens):
         expected = model(input_ids=tokens, use_cache=False).logits
         try:
             output_class, states = last_states(model, tokens)
@@ -193,12 +191,12 @@ def _states_on_host(
 ) -> tuple[Float[Tensor, "b t d"], type]:
     """The last hidden states of all windows, and the class of the base model's output."""
     first = next(batches(windows, model, label=None))
-    with training_autocast(first):
+    with mixed_precision(first):
         output_class, states = last_states(model, first[:1])
     found = _host_tensor((*windows.shape, states.shape[-1]), states.dtype)
     for number, tokens in rounds(windows, model, label=label):
         if tokens is not None:
-            with training_autocast(tokens):
+            with mixed_precision(tokens):
                 _, states = last_states(model, tokens)
             start = number * len(first)
             found[start : start + len(states)] = states.cpu()
@@ -247,9 +245,3 @@ def _file_of(size: int, folders: Sequence[str]) -> tuple[str, str]:
                 os.unlink(file.name)
                 problem = first_line(error)
     return "", problem
-
-
-def training_autocast(tensor: Tensor, *, keeps_casts: bool = True) -> torch.autocast:
-    """The precision of matrix products in training on the tensor's device; `keeps_casts`: of weights, until it ends."""
-    kind = tensor.device.type
-    return torch.autocast(kind, dtype=PRODUCTS.get(kind), enabled=kind in PRODUCTS, cache_enabled=keeps_casts)

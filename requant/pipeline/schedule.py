@@ -14,6 +14,7 @@ import torch
 
 from requant.allocation.budget import has_budget
 from requant.allocation.predictors import MEASURED_TOKENS, PQI_TOKENS
+from requant.calibration.collect import one_pass_suffices
 from requant.models.targets import QuantTarget
 from requant.pipeline.diagnosis import MATRIX_TOKENS_ON_CPU, MATRIX_WEIGHTS_ON_CPU
 from requant.pipeline.prepare import DIAGNOSED_TOKENS, Outline, Prepared
@@ -60,6 +61,8 @@ def _stages(prepared: Prepared | Outline, recipe: Recipe, device: str) -> Iterat
 
     gradients = len(method.needs & {"fisher", "output_hessian"}) * backward(windows)
     inputs = len(method.needs & {"hessian"}) * FORWARDS[recipe.calibration.inputs] * forward(windows)
+    if recipe.calibration.inputs == "original" and one_pass_suffices(method.needs):
+        inputs = 0.0
     statistics = gradients + inputs
     scored = backward(windows) * (nodes if recipe.sensitivity.score == "pqi" else 1)
     all_codes = codes(prepared.targets)

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from eval import own_text
 from eval.own_text import PREFIX, draw, in_training_precision, own_windows
 from requant.errors import NumericalError
-from requant.finetune import teacher
+from requant.models import mixed_precision
 
 
 def test_windows_begin_with_real_text_and_go_on_as_the_model_does(tiny_model, monkeypatch) -> None:
@@ -52,7 +52,7 @@ def test_a_model_writes_in_the_precision_of_training(tiny_model, monkeypatch) ->
     """But for its frequencies, which are no parameters; the model itself stays as it is."""
     model = tiny_model("llama-tied")
     assert in_training_precision(model) is model
-    monkeypatch.setitem(teacher.PRODUCTS, "cpu", torch.bfloat16)
+    monkeypatch.setitem(mixed_precision.PRODUCTS, "cpu", torch.bfloat16)
     writer = in_training_precision(model)
     assert {p.dtype for p in writer.parameters()} == {torch.bfloat16}
     assert {p.dtype for p in model.parameters()} == {torch.float32}

@@ -19,6 +19,7 @@ from requant.finetune.sixteen_bit_adam import SixteenBitAdam
 from requant.finetune.step import ReparametrizedWeight, TrainableTensor, adam
 from requant.finetune.teacher import HeadTeacher, Teacher
 from requant.formats.quantized_weight import trainable_params, weight_function
+from requant.models import mixed_precision
 from requant.models.experts import grouped_products, unfuse_experts
 from requant.models.targets import find_blocks, find_linears
 from requant.pipeline.best import best
@@ -93,7 +94,7 @@ def gradients_of_the_whole(
 @pytest.fixture
 def products_of_a_gpu(monkeypatch) -> None:
     """Training on the CPU multiplies in bfloat16, as it does on a GPU."""
-    monkeypatch.setitem(module.PRODUCTS, "cpu", torch.bfloat16)
+    monkeypatch.setitem(mixed_precision.PRODUCTS, "cpu", torch.bfloat16)
 
 
 def gradients_block_by_block(
