@@ -106,6 +106,15 @@ def _efficient_qat(group_size: int) -> Plan:
     )
 
 
+def _steps(steps: int, *, tokens: int = FINETUNE.tokens_per_step) -> Plan:
+    return Plan(
+        label=f"best, six rounds of {steps} steps of {tokens} tokens",
+        code=None,
+        first_round_weight=None,
+        finetune=dataclasses.replace(FINETUNE, steps=steps, tokens_per_step=tokens),
+    )
+
+
 PLANS: dict[str, Plan] = {
     "best": Plan(label=f"best, six rounds of {FINETUNE_STEPS} steps", code=None, first_round_weight=None),
     "mul1": Plan(label="best, `mul1` codes", first_round_weight=None),
@@ -182,12 +191,9 @@ PLANS: dict[str, Plan] = {
     "no-hidden": Plan(
         label=f"best, four rounds of {FOUR_ROUNDS.steps} steps, hidden states not matched", finetune=NO_HIDDEN
     ),
-    "more-steps": Plan(
-        label="best, six rounds of 600 steps",
-        code=None,
-        first_round_weight=None,
-        finetune=dataclasses.replace(FINETUNE, steps=600),
-    ),
+    "more-steps": _steps(600),
+    "most-steps": _steps(1000),
+    "small-batches": _steps(1000, tokens=8192),
     "more-statistics": Plan(
         label="best, statistics of 2048 windows", code=None, first_round_weight=None, statistics=16
     ),
