@@ -198,7 +198,7 @@ def blocks(run: RunContext) -> Iterator[Block]:
     run.apply_original_weights()
     inputs, options = first_states(run.model, windows, batch)
     outputs = torch.empty_like(inputs)
-    with fused((run.model,), run.recipe.finetune.steps):
+    with fused((run.model,), run.recipe.finetune.num_steps):
         for index, module in enumerate(find_blocks(run.model)[1]):
             targets = [target for target in run.targets if target.block == index]
             block = Block(

@@ -45,19 +45,19 @@ from requant.calibration.experts import routed_tokens
 from requant.checkpoint.save import checkpoint_bytes
 from requant.formats.quantized_weight import spec_of
 from requant.pipeline.quantize import MODES, finetuned
-from requant.recipe.defaults import FINETUNE_STEPS, trellis_code
+from requant.recipe.defaults import MOST_STEPS, trellis_code
 from requant.recipe.schema import Budget, EmbeddingBits, Finetune, Predictor
 from requant.run.context import RunContext, Weights
 from requant.run.rounds import FIRST_WEIGHT
 from requant.text.windows import spread
 
-FINETUNE = Finetune(steps=FINETUNE_STEPS)
+FINETUNE = Finetune(steps=MOST_STEPS)  # what models of up to 240 M parameters get
 FOUR_ROUNDS = Finetune(
     steps=450, rounds=4
 )  # as many steps in all as the six of mode `best`; QTIP's blocks have four
 NO_HIDDEN = dataclasses.replace(FOUR_ROUNDS, hidden_weight=0.0)
 SHORT = dataclasses.replace(NO_HIDDEN, steps=225)  # what parts are compared at, by the KL divergence alone
-AT_THE_END = Finetune(steps=6 * FINETUNE_STEPS)  # as many as all phases of mode `best` together
+AT_THE_END = Finetune(steps=6 * MOST_STEPS)  # as many as all phases of mode `best` together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,14 +95,14 @@ def _qtip(peer: str, label: str, code: str, **changes: Any) -> Plan:
 def _efficient_qat(group_size: int) -> Plan:
     peer = f"EfficientQAT g{group_size}"
     return Plan(
-        label=f"{peer} in form, 2 x {3 * FINETUNE_STEPS} steps",
+        label=f"{peer} in form, 2 x {3 * MOST_STEPS} steps",
         peer=peer,
         mode="dense",
         method="rtn",
         one_width=True,
         options={"group_size": group_size},
         make=block_training.efficient_qat,
-        finetune=Finetune(steps=3 * FINETUNE_STEPS),
+        finetune=Finetune(steps=3 * MOST_STEPS),
     )
 
 
@@ -116,7 +116,7 @@ def _steps(steps: int, *, tokens: int = FINETUNE.tokens_per_step) -> Plan:
 
 
 PLANS: dict[str, Plan] = {
-    "best": Plan(label=f"best, six rounds of {FINETUNE_STEPS} steps", code=None, first_round_weight=None),
+    "best": Plan(label=f"best, six rounds of {MOST_STEPS} steps", code=None, first_round_weight=None),
     "mul1": Plan(label="best, `mul1` codes", first_round_weight=None),
     "four-rounds": Plan(
         label=f"best, four rounds of {FOUR_ROUNDS.steps} steps, losses not weighted", finetune=FOUR_ROUNDS
@@ -191,8 +191,8 @@ PLANS: dict[str, Plan] = {
     "no-hidden": Plan(
         label=f"best, four rounds of {FOUR_ROUNDS.steps} steps, hidden states not matched", finetune=NO_HIDDEN
     ),
-    "more-steps": _steps(600),
-    "most-steps": _steps(1000),
+    "300-steps": _steps(300),
+    "600-steps": _steps(600),
     "small-batches": _steps(1000, tokens=8192),
     "more-statistics": Plan(
         label="best, statistics of 2048 windows", code=None, first_round_weight=None, statistics=16

@@ -120,7 +120,7 @@ def measure(study: Study, plan: Plan, run: RunContext) -> dict[str, Any]:
         plan.label,
         run,
         started,
-        training_tokens=finetune.steps * finetune.tokens_per_step,
+        training_tokens=finetune.num_steps * finetune.tokens_per_step,
         flip_rates=run.flip_rates,
         **bits_per_weight(weights),
         **found,

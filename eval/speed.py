@@ -100,7 +100,7 @@ def whole_run(
         "perplexity": numbers["perplexity"]["after"],
         "kl": numbers["mean_kl"],
         **memory(numbers["peak_memory"], outlined.model),
-        "predicted_bytes": expected_memory(outlined, recipe, device),
+        "predicted_bytes": expected_memory(outlined, outlined.recipe, device),
         "recipe": _named(recipe),
     }
 
@@ -113,12 +113,12 @@ def _seconds_of_children() -> float:
 def best_recipe(
     model: Path, data: Path, *, num_samples: int, seq_len: int, bits: float = 2.0, steps: int | None = None
 ) -> Recipe:
-    """Mode `best` at its defaults, but for `steps`; training has at most 8 times the windows of the statistics."""
+    """Mode `best` at its defaults; training has at most 8 times the windows of the statistics. `steps` None: by the size."""
     plain = recipe_for(model, data, num_samples=num_samples, seq_len=seq_len)
     best = default_recipe(str(model), None, "best", gpu=True)
     finetune = dataclasses.replace(
         best.finetune,
-        steps=best.finetune.steps if steps is None else steps,
+        steps=steps,
         train_windows=min(best.finetune.train_windows, 8 * num_samples),
     )
     return dataclasses.replace(
@@ -133,14 +133,14 @@ def best_recipe(
 def best_parts(recipe: Recipe, device: str, dtype: str) -> dict[str, Any]:
     """What mode `best` does on a large model, one of each."""
     prepared = prepare(recipe.model, recipe, device=device, dtype=dtype)
-    run = start(prepared, recipe, workspace=Workspace(None), quiet=True)
-    where, method, settings = prepared.model.device, METHODS[recipe.method], recipe.finetune
+    run = start(prepared, prepared.recipe, workspace=Workspace(None), quiet=True)
+    where, method, settings = prepared.model.device, METHODS[recipe.method], prepared.recipe.finetune
     block = [target for target in run.targets if target.block == 1]
     found: dict[str, Any] = {
         "tokens": prepared.windows.numel(),
-        "steps": settings.steps,
+        "steps": settings.num_steps,
         "tokens_per_step": settings.tokens_per_step,
-        "compiled": settings.steps >= MIN_STEPS_TO_COMPILE,
+        "compiled": settings.num_steps >= MIN_STEPS_TO_COMPILE,
     }
     statistics: dict[str, Any] = {}
     found["statistics of a block"] = timed(lambda: statistics.update(gather(run, block, method.needs)), where)
@@ -174,7 +174,7 @@ def best_parts(recipe: Recipe, device: str, dtype: str) -> dict[str, Any]:
             train(run, teacher, trainables, derived, settings, saved=SavedTraining.of(run, "timed"))
 
         first, again = timed(learn, where), timed(learn, where)
-    found |= {"compiling": max(0.0, first - again), "a step": again / settings.steps}
+    found |= {"compiling": max(0.0, first - again), "a step": again / settings.num_steps}
     predicted = training_bytes(
         run.model,
         run.targets,
@@ -191,7 +191,7 @@ def best_parts(recipe: Recipe, device: str, dtype: str) -> dict[str, Any]:
 def integral(recipe: Recipe, device: str, dtype: str, names: tuple[str, ...]) -> dict[str, Any]:
     """PQI alone, by rule, over all windows of the recipe: seconds and peak memory."""
     prepared = prepare(recipe.model, recipe, device=device, dtype=dtype)
-    run = start(prepared, recipe, workspace=Workspace(None), quiet=True)
+    run = start(prepared, prepared.recipe, workspace=Workspace(None), quiet=True)
     weights = quantize_linears(run, None, label="quantize")
     run.statistics.clear()
     pass_once(run, weights, "midpoint")  # compiles and picks kernels

@@ -86,7 +86,7 @@ def allocate_bits(run: RunContext) -> Allocation:
     losses = predicted_losses(run, widths, average)
     losses |= embedding_and_head_losses(run, embedding_and_head, part_bits)
     options = _options(run, sizes, losses)
-    if recipe.mode == "best" and recipe.finetune.steps:
+    if recipe.mode == "best" and recipe.finetune.trains:
         options = _weighted_by_round(run, options, budget - fixed)
     choice = allocate(options, budget - fixed)
     if target_bits is None:
@@ -158,7 +158,7 @@ def packed_spec(
     chosen: dict[str, Any] = {"bits": bits, "outlier_fraction": outlier_fraction}
     given = {name: value for name, value in chosen.items() if value is not None}
     config = dataclasses.replace(recipe.quantizer, **(given | dict(options or {})))
-    return find_method(recipe.method).packed_spec(config, shape, finetuned=recipe.finetune.steps > 0)
+    return find_method(recipe.method).packed_spec(config, shape, finetuned=recipe.finetune.trains)
 
 
 def outliers_compete(recipe: Recipe) -> bool:

@@ -122,7 +122,7 @@ def quantize(
                 prepared = prepare(chosen.model, chosen, device=own_device, dtype=dtype, quiet=quiet)
             else:
                 prepared = outline(chosen.model, chosen, dtype=dtype, gpus=gpus)
-            plan = make_plan(prepared, chosen, device=own_device, quiet=quiet)
+            plan = make_plan(prepared, prepared.recipe, device=own_device, quiet=quiet)
             print_plan(plan, folder, as_json=as_json)
             return
         if push_to is not None:

@@ -98,7 +98,7 @@ def sparsify(
 
     if dry_run:
         prepared = prepare(chosen.model, chosen, device=device, dtype=dtype, quiet=quiet)
-        print_plan(make_plan(prepared, chosen, quiet=quiet), folder, as_json=as_json)
+        print_plan(make_plan(prepared, prepared.recipe, quiet=quiet), folder, as_json=as_json)
         return
     workspace = workspace_of(folder, resume=resume, save_every=save_every)
     silent = quiet and log_file is None

@@ -32,7 +32,7 @@ def check_readable(recipe: Recipe, program: str) -> None:
         unfuse_experts(skeleton)
     for target in find_linears(skeleton, skip=recipe.skip):
         spec = METHODS[recipe.method].packed_spec(
-            recipe.quantizer, target.shape, finetuned=recipe.finetune.steps > 0
+            recipe.quantizer, target.shape, finetuned=recipe.finetune.trains
         )
         what = OBSTACLES[export](spec)
         if what is None and not isinstance(target.module, nn.Linear):

@@ -115,7 +115,7 @@ def train(
     distillation: float = 1.0,
     hidden_weight: float = 0.0,
 ) -> None:
-    """`settings.steps` steps on the teacher's windows; `trainables` and the weights `derived` from them are updated.
+    """`settings.num_steps` steps on the teacher's windows; `trainables` and the weights `derived` from them are updated.
 
     With `val_windows`, the tensors end at the values with the lowest KL on those windows, the initial ones included.
     `between_steps` is called with the number of each finished step; it may change the `buffers`, on which derived weights
@@ -151,7 +151,7 @@ def train(
     with (
         ExitStack() as stack,
         single_precision(widened),
-        fused(models, settings.steps) as kl_of,
+        fused(models, settings.num_steps) as kl_of,
         recomputed_blocks(run.model, recompute),
         saved.interrupts_noted() as interrupts,
     ):
@@ -204,21 +204,21 @@ def train(
             else:  # the last step is done
                 best = tensors
             if isinstance(teacher, Teacher):
-                for step in range(settings.steps if saved.round else done):
+                for step in range(settings.num_steps if saved.round else done):
                     micro_batches(step)  # its states as they were cached, in the same batches
         elif val_windows is not None:
             best_kl = measured(val_windows)
         bar = stack.enter_context(
-            counted(settings.steps, label=run.label("training"), unit="steps", done=done)
+            counted(settings.num_steps, label=run.label("training"), unit="steps", done=done)
         )
-        for step in range(done, settings.steps):
+        for step in range(done, settings.num_steps):
             training_step(micro_batches(step), lr_schedule(step, settings))
             shown: dict[str, str] = {}
             if between_steps is not None:
                 shown |= between_steps(step)
                 for weight in derived:
                     weight.apply()
-            last = step + 1 == settings.steps
+            last = step + 1 == settings.num_steps
             if val_windows is not None and (last or (step + 1) % settings.eval_every == 0):
                 kl_now = measured(val_windows)
                 if kl_now < best_kl:
@@ -236,11 +236,12 @@ def train(
     ranks.copy_from_rank_zero(tensors)
     for weight in derived:
         weight.apply()
-    saved.save(
-        lambda: {**training_step.state(optimizer=False), **numbered("buffer", buffers)},
-        step=settings.steps,
-        best_kl=best_kl,
-    )
+    if saved.due:
+        saved.save(
+            lambda: {**training_step.state(optimizer=False), **numbered("buffer", buffers)},
+            step=settings.num_steps,
+            best_kl=best_kl,
+        )
 
 
 @contextmanager
@@ -365,7 +366,7 @@ def micro_batch_that_fits(
 def lr_schedule(step: int, settings: Finetune) -> float:
     """The factor of the learning rate at a step: linear warm-up, then a cosine to zero."""
     warm = min(1.0, (step + 1) / settings.warmup_steps)
-    return warm * 0.5 * (1 + math.cos(math.pi * step / max(1, settings.steps)))
+    return warm * 0.5 * (1 + math.cos(math.pi * step / max(1, settings.num_steps)))
 
 
 def windows_of_step(

@@ -168,7 +168,7 @@ def recover(
         every={"fixed": 0, "ast": recovery.mask_every, "s-ste": 1}[recovery.method],
         strength=strength,
         full_strength=recovery.decay if recovery.method == "ast" else 0.0,
-        steps=settings.steps,
+        steps=settings.num_steps,
         flip_rates=saved.record,
     )
     with single_precision(run.model.parameters()):

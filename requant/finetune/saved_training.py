@@ -1,6 +1,6 @@
 """The state of training on disk, so that a run that dies goes on inside a phase of training, with the same bytes in the end.
 
-    every `Workspace.save_every` seconds, when SIGTERM or Ctrl-C ends the run, and after the last step:
+    every `Workspace.save_every` seconds, and when SIGTERM or Ctrl-C ends the run in training:
         trained tensors, the optimizer's state, masks, the best values so far, the number of finished steps -> one file
 
 Each file replaces the one before at once, and the last goes when the stage has left its weights (`run/stage_cache.py`). It

@@ -59,7 +59,7 @@ def best(run: RunContext, rounds: Sequence[Sequence[QuantTarget]] | None = None)
     The model is left at the originals, `run.finetuned_params` is filled. Without finetuning steps codes are those of mode
     `dense`.
     """
-    if run.recipe.finetune.steps == 0:
+    if not run.recipe.finetune.trains:
         progress.enter("codes")
         return quantize_linears(run, None, label="quantize")
     finished = load_stage(run, "rounds")

@@ -232,9 +232,9 @@ def _rotations(prepared: Prepared | Outline, recipe: Recipe) -> str | None:
 
 def _training(prepared: Prepared | Outline, recipe: Recipe) -> str | None:
     """Mode `best` trains after each of its rounds, the last time with all codes fixed; other modes at the end alone."""
-    if not recipe.finetune.steps:
+    if not recipe.finetune.trains:
         return None
-    steps = f"{recipe.finetune.steps} steps of {tokens_of_step(prepared, recipe):,} tokens"
+    steps = f"{recipe.finetune.num_steps} steps of {tokens_of_step(prepared, recipe):,} tokens"
     if recipe.mode != "best":
         return steps
     return f"{steps} after each of {len(rounds_of(prepared.targets, recipe.finetune.rounds))} rounds"
@@ -336,7 +336,7 @@ def _share_of_experts(prepared: Prepared | Outline) -> float:
 
 def _training_memory(prepared: Prepared | Outline, recipe: Recipe, device: str) -> int:
     """Of the first phase, when most matrices learn: after the first round of mode `best`, else at the end."""
-    if not recipe.finetune.steps:
+    if not recipe.finetune.trains:
         return 0
     first_round = rounds_of(prepared.targets, recipe.finetune.rounds)[0]
     coded = {"best": first_round, "sparse": []}.get(recipe.mode, prepared.targets)

@@ -28,6 +28,7 @@ from requant.models.loading import (
     resolve_source,
 )
 from requant.models.targets import QuantTarget, find_linears
+from requant.recipe.defaults import finetune_steps
 from requant.recipe.schema import Calibration, Evaluation, Recipe
 from requant.run.context import RunContext, fingerprint
 from requant.run.workspace import Workspace
@@ -45,6 +46,7 @@ class Outline:
     """A model's shape and how much text the recipe takes: all tensors are on the meta device."""
 
     model: PreTrainedModel
+    recipe: Recipe  # as the model limits and completes it
     source: Path | None  # None: a folder without weight files
     targets: Sequence[QuantTarget]
     windows: Int64[Tensor, "b t"]
@@ -57,6 +59,7 @@ class Prepared:
     """A model and its texts, checked."""
 
     model: PreTrainedModel
+    recipe: Recipe  # as the model limits and completes it
     tokenizer: PreTrainedTokenizerBase
     source: Path | None  # the model's folder; None for one that was built in memory
     targets: Sequence[QuantTarget]
@@ -89,14 +92,14 @@ def prepare(
         if why_not_folded is None:
             fold(model, seed=recipe.quantizer.seed)
             targets = rotated_targets(targets)
-    recipe = _within_positions(model, recipe)
+    recipe = _with_steps(model, _within_positions(model, recipe))
     given = [str(t) for t in ([text] if isinstance(text, str | Path) else text or recipe.calibration.text)]
     calibration, evaluation = _texts(model, tokenizer, source, recipe, given, quiet=quiet)
     all_windows = token_windows(
         calibration, tokenizer, num_samples=None, seq_len=recipe.calibration.seq_len, seed=recipe.seed
     )
     windows = spread(all_windows, recipe.calibration.num_samples, of=calibration.name)
-    num_train = max(len(windows), recipe.finetune.train_windows if recipe.finetune.steps else 0)
+    num_train = max(len(windows), recipe.finetune.train_windows if recipe.finetune.trains else 0)
     eval_windows = token_windows(evaluation, tokenizer, num_samples=None, seq_len=recipe.evaluation.context)
     shared = overlap(calibration, evaluation) if scored else 0.0
     if shared > OVERLAP_TOLERATED:
@@ -109,6 +112,7 @@ def prepare(
         )
     return Prepared(
         model=model,
+        recipe=recipe,
         why_not_folded=why_not_folded,
         tokenizer=tokenizer,
         source=source,
@@ -126,9 +130,9 @@ def outline(model: str, recipe: Recipe, *, dtype: str = "auto", gpus: int = 1) -
     folder = Path(resolve_source(model))
     empty = empty_model(str(folder), dtype=dtype)
     unfuse_experts(empty)
-    recipe = _within_positions(empty, recipe)
+    recipe = _with_steps(empty, _within_positions(empty, recipe))
     calibration, evaluation = recipe.calibration, recipe.evaluation
-    num_train = max(calibration.num_samples, recipe.finetune.train_windows if recipe.finetune.steps else 0)
+    num_train = max(calibration.num_samples, recipe.finetune.train_windows if recipe.finetune.trains else 0)
     sizes = (
         (calibration.num_samples, calibration.seq_len),
         (num_train, calibration.seq_len),
@@ -137,6 +141,7 @@ def outline(model: str, recipe: Recipe, *, dtype: str = "auto", gpus: int = 1) -
     windows = [torch.empty(size, dtype=torch.int64, device="meta") for size in sizes]
     return Outline(
         model=empty,
+        recipe=recipe,
         source=folder if folder_bytes(folder) else None,
         targets=divided(_targets(empty, recipe), gpus),
         windows=windows[0],
@@ -232,6 +237,14 @@ def _within_positions(model: PreTrainedModel, recipe: Recipe) -> Recipe:
         calibration=dataclasses.replace(calibration, seq_len=min(calibration.seq_len, limit)),
         evaluation=dataclasses.replace(evaluation, context=min(evaluation.context, limit)),
     )
+
+
+def _with_steps(model: PreTrainedModel, recipe: Recipe) -> Recipe:
+    """The recipe with the training steps of the model's size, where it says none."""
+    if recipe.finetune.steps is not None:
+        return recipe
+    steps = finetune_steps(sum(p.numel() for p in model.parameters()))
+    return dataclasses.replace(recipe, finetune=dataclasses.replace(recipe.finetune, steps=steps))
 
 
 def _texts(

@@ -156,6 +156,7 @@ def quantize(
     with progress.display(shown=not quiet):
         progress.enter("loading")
         prepared = prepare(model, recipe, tokenizer=tokenizer, device=device, dtype=dtype, quiet=quiet)
+        recipe = prepared.recipe
         where = prepared.model.device
         progress.expect(expected_stages(prepared, recipe, where.type), memory=lambda: used_memory(where))
         warn_of_a_slow_run(prepared, recipe, where.type)
@@ -169,7 +170,7 @@ def quantize(
         run.statistics.clear()
         progress.enter("embedding and head")
         embedding_and_head = quantize_embedding_and_head(run)
-        if recipe.finetune.steps and recipe.mode != "sparse":
+        if recipe.finetune.trains and recipe.mode != "sparse":
             weights, embedding_and_head = finetuned(run, weights, embedding_and_head)
         progress.enter("diagnosis")
         diagnosis = diagnose(

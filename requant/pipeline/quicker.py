@@ -47,7 +47,7 @@ def quicker(prepared: Prepared | Outline, recipe: Recipe, *, limit: float) -> di
 
 def _choices(recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
     untrained = ""
-    if recipe.finetune.steps:
+    if recipe.finetune.trains:
         recipe = dataclasses.replace(recipe, finetune=dataclasses.replace(recipe.finetune, steps=0))
         yield (untrained := "--finetune-steps 0"), recipe
     if recipe.calibration.num_samples > FEW_SAMPLES:

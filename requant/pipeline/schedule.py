@@ -45,7 +45,7 @@ def _stages(prepared: Prepared | Outline, recipe: Recipe, device: str) -> Iterat
     parameters = sum(p.numel() for p in prepared.model.parameters())
     rate = _rate(next(prepared.model.parameters()).dtype, device) * count_gpus(prepared)
     method, nodes = find_method(recipe.method), len(NODES[recipe.sensitivity.nodes])
-    windows, steps = prepared.windows.numel(), recipe.finetune.steps
+    windows, steps = prepared.windows.numel(), recipe.finetune.num_steps
 
     def forward(tokens: int) -> float:
         return 2 * parameters * tokens / rate

@@ -14,7 +14,7 @@ from requant.run.stage_cache import load_stage, save_stage, stage_key
 def sparse(run: RunContext) -> Weights:
     """2:4 matrices; the flip rates of training go into the run."""
     progress.enter("codes")
-    if run.recipe.finetune.steps == 0:
+    if not run.recipe.finetune.trains:
         return quantize_linears(run, None, label="prune")
     key = stage_key(run, "flip-rates")
     weights, rates = load_stage(run, "recovered"), run.workspace.get("flip-rates", key)

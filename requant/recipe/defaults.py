@@ -14,10 +14,13 @@ from requant.recipe.schema import Calibration, Detach, Evaluation, Finetune, Mod
 # the KL is 0.151; ReQuant as published over `lut` takes 45 s, and its KL is 0.418.
 MODE: Mode = "best"
 METHOD_OF_MODE = {"best": "trellis", "paper": "lut", "dense": "lut"}
-# Steps of a phase of mode `best` on a GPU: as many in all, in four phases of 450, took 35 s on a model of 32 M; by
-# the time of a step it is 9 minutes on one of 1 B. On a CPU none: four phases of 10 steps of 2048 tokens took a third more
-# time on the demo, and 1 % off its KL.
-FINETUNE_STEPS = 300
+# Steps of a phase of mode `best` on a GPU, by the model's size: as many as take the arithmetic of 1000 steps of a model of
+# 240 M parameters, within these bounds. On bench-32m 300, 600 and 1000 steps have a KL of .2285, .2227 and .2215 at 2 bits,
+# .0169, .0167 and .0165 at 4; on a model of 1 B a step takes 0.32 s, and 200 steps a minute a phase. On a CPU none: four
+# phases of 10 steps of 2048 tokens took a third more time on the demo, and 1 % off its KL.
+MOST_STEPS = 1000
+FEWEST_STEPS = 200
+STEPS_TIMES_PARAMETERS = 240e9
 # Calibration windows of 2048 of mode `best` on a GPU: four times the tokens lower the KL by 2 to 3 % (bench-32m).
 GPU_SAMPLES = 256
 # Bits a weight up to which trellis codes are `pair`, whose two weights a hash a GPU decodes in half the time. At 2 bits it
@@ -59,10 +62,16 @@ def default_recipe(
         recipe = dataclasses.replace(
             recipe,
             mode="best",
-            finetune=Finetune(steps=FINETUNE_STEPS if gpu else 0),
+            finetune=Finetune(steps=None if gpu else 0),
             calibration=Calibration(num_samples=GPU_SAMPLES) if gpu else Calibration(),
         )
     return _for_demo(recipe) if model == "demo" else recipe
+
+
+def finetune_steps(parameters: int) -> int:
+    """Training steps of a phase for a model of so many parameters, to the nearest ten."""
+    steps = round(STEPS_TIMES_PARAMETERS / parameters, -1)
+    return int(min(MOST_STEPS, max(FEWEST_STEPS, steps)))
 
 
 def trellis_code(bits: float | None) -> str:

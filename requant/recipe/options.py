@@ -140,7 +140,7 @@ def recipe_from_options(
         for key in KEYS.get(name, ()):
             _set(base, key, _plain(value), option=name)
     chosen = from_dict(base, where="options")
-    budget, trains = chosen.budget, chosen.mode == "best" and chosen.finetune.steps > 0
+    budget, trains = chosen.budget, chosen.mode == "best" and chosen.finetune.trains
     if budget.first_round_weight is not None and not (trains and (budget.bits or budget.size)):
         logger.warning(
             "budget.first_round_weight changes nothing here: it weights predicted losses where mode best trains, under "

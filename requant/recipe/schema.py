@@ -98,8 +98,9 @@ class Detach:
 class Finetune:
     """Training everything except the codes to match the original's outputs (`requant/finetune/`)."""
 
-    steps: int = 0
-    """Training steps of one phase, of which mode `best` has one after each round, the last with all codes fixed; 0: off."""
+    steps: int | None = 0
+    """Training steps of one phase, of which mode `best` has one after each round, the last with all codes fixed; 0: off;
+    none: by the model's size (`recipe/defaults.py`)."""
     train_windows: int = 2048
     """Windows of the calibration text that training may use, at most."""
     tokens_per_step: int = 16384
@@ -120,7 +121,8 @@ class Finetune:
     """Whether to train block by block, in half the memory; none: from 2.5e9 parameters (`finetune/blockwise.py`)."""
 
     def __post_init__(self) -> None:
-        _require(0 <= self.steps <= MOST, "finetune.steps", self.steps, f"0 to {MOST:,}")
+        if self.steps is not None:
+            _require(0 <= self.steps <= MOST, "finetune.steps", self.steps, f"0 to {MOST:,}")
         windows = self.train_windows
         _require(1 <= windows <= MOST, "finetune.train_windows", windows, f"1 to {MOST:,}")
         _require(0 < self.lr < math.inf, "finetune.lr", self.lr, "a positive number")
@@ -129,6 +131,17 @@ class Finetune:
         )
         for name in ("tokens_per_step", "warmup_steps", "rounds", "val_windows", "eval_every"):
             _require(getattr(self, name) >= 1, f"finetune.{name}", getattr(self, name), "1 or more")
+
+    @property
+    def num_steps(self) -> int:
+        """`steps`, where the model's size has set what was none (`pipeline/prepare.py`); else a ValueError."""
+        if self.steps is None:
+            raise ValueError("finetune.steps is none until a model is prepared")
+        return self.steps
+
+    @property
+    def trains(self) -> bool:
+        return self.steps != 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,7 +302,7 @@ class Recipe:
                 f"calibration.inputs changes nothing for method '{self.method}', which reads no Hessian of its inputs; "
                 f"leave it out, or choose one of: {', '.join(readers)}."
             )
-        if self.mode == "best" and self.finetune.steps:
+        if self.mode == "best" and self.finetune.trains:
             raise RecipeError(
                 "calibration.inputs changes nothing for mode best with fine-tuning, which measures inputs in the model as "
                 "training leaves it, round by round; leave it out, or choose mode dense."

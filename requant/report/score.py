@@ -80,7 +80,7 @@ def score(
     prepared = prepare(
         model, recipe, tokenizer=tokenizer, device=device, dtype=dtype, scored=False, quiet=quiet
     )
-    run = start(prepared, recipe, workspace=Workspace(None), quiet=quiet)
+    run = start(prepared, prepared.recipe, workspace=Workspace(None), quiet=quiet)
     run = with_allocation(run, allocate_bits(run))
     weights = quantize_linears(run, None, label="quantize")
     run.statistics.clear()
