@@ -52,12 +52,11 @@ from requant.run.rounds import FIRST_WEIGHT
 from requant.text.windows import spread
 
 FINETUNE = Finetune(steps=MOST_STEPS)  # what models of up to 240 M parameters get
-FOUR_ROUNDS = Finetune(
-    steps=450, rounds=4
-)  # as many steps in all as the six of mode `best`; QTIP's blocks have four
+FOUR_ROUNDS = Finetune(steps=450, rounds=4)  # as many steps in all as six rounds of 300
 NO_HIDDEN = dataclasses.replace(FOUR_ROUNDS, hidden_weight=0.0)
 SHORT = dataclasses.replace(NO_HIDDEN, steps=225)  # what parts are compared at, by the KL divergence alone
 AT_THE_END = Finetune(steps=6 * MOST_STEPS)  # as many as all phases of mode `best` together
+BY_BLOCK = Finetune(steps=6 * MOST_STEPS // 4, rounds=4)  # the same in the four phases of QTIP's blocks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,14 +206,14 @@ PLANS: dict[str, Plan] = {
         "trained by block and at the end",
         "3inst",
         make=block_training.qtip,
-        finetune=FOUR_ROUNDS,
+        finetune=BY_BLOCK,
     ),
     "qtip-1mad": _qtip(
         "QTIP 1MAD",
         "trained by block and at the end",
         "mul1",
         make=block_training.qtip,
-        finetune=FOUR_ROUNDS,
+        finetune=BY_BLOCK,
     ),
     "qtip-end": _qtip("QTIP 3INST (end)", "trained at the end only", "3inst", finetune=AT_THE_END),
     "efficient-qat-64": _efficient_qat(64),
