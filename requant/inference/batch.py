@@ -17,6 +17,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from requant.inference.decode import Decoder
+from requant.text.kv_cache import with_cache
 
 
 class OneSequence:
@@ -54,7 +55,7 @@ class SequenceBatch:
         """Begin a sequence; the logits after its prompt."""
         alone: Any = DynamicCache(config=self.model.config)
         tokens = torch.tensor([prompt], device=self.device)
-        output = self.model(tokens, past_key_values=alone, use_cache=True, logits_to_keep=1)
+        output = self.model(tokens, **with_cache(self.model, alone), logits_to_keep=1)
         if self.lengths:
             length = max(*self.lengths, len(prompt))
             for ours, new in zip(self.cache.layers, alone.layers, strict=True):
@@ -74,8 +75,7 @@ class SequenceBatch:
             torch.tensor(tokens, device=self.device)[:, None],
             attention_mask=(columns >= columns[-1] - lengths[:, None]).long(),
             position_ids=lengths[:, None],
-            past_key_values=self.cache,
-            use_cache=True,
+            **with_cache(self.model, self.cache),
         )
         self.lengths = [length + 1 for length in self.lengths]
         return output.logits[:, -1]

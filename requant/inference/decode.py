@@ -23,6 +23,7 @@ from requant.inference.attention import supports, use_kernel
 from requant.inference.cuda_graph import captured, side_stream
 from requant.inference.prompt_graphs import PromptGraphs
 from requant.inference.static_cache import SharedLengthCache, static_cache
+from requant.text.kv_cache import with_cache
 from requant.text.sampling import sample_next
 
 PARTS = 512  # of a row of logits
@@ -86,7 +87,7 @@ class Decoder:
         if self.fuses_prompts and isinstance(self.cache, SharedLengthCache):
             logits = self._fused_prompts()(tokens, self.cache, self.prompt_graphs)
         else:
-            output = self.model(tokens, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+            output = self.model(tokens, **with_cache(self.model, self.cache), logits_to_keep=1)
             logits = output.logits[:, -1]
         self._count(tokens.shape[1])
         self._keep(logits)
@@ -117,7 +118,7 @@ class Decoder:
             self.fused.advance(self.tokens, self.cache, self.logits)
             return
         with use_kernel(self.model) if self.kernel_attention else nullcontext():
-            output = self.step_model(self.tokens, past_key_values=self.cache, use_cache=True)
+            output = self.step_model(self.tokens, **with_cache(self.model, self.cache))
         self._count(1)
         self._keep(output.logits[:, -1])
 

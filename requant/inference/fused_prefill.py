@@ -28,6 +28,7 @@ from requant.inference.fused_step import Blocks, agrees, fused_blocks, normalize
 from requant.inference.prompt_graphs import PromptGraphs, most_rows, padded_length
 from requant.inference.static_cache import SharedLengthCache
 from requant.inference.step_inputs import has_fixed_angles
+from requant.text.kv_cache import with_cache
 
 FEW, MANY = 16, 1024  # rows beyond which other kernels multiply
 EXCERPT = 1152  # rows that are compared, at least: more than MANY
@@ -148,7 +149,7 @@ def own_logits(
     model: Any, tokens: Int64[Tensor, "b t"], cache: Any, keep: int | Tensor = 1
 ) -> Float[Tensor, "b k v"]:
     """By the model's own forward: of the last `keep` tokens, or of those at the places `keep`."""
-    return model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=keep).logits
+    return model(tokens, **with_cache(model, cache), logits_to_keep=keep).logits
 
 
 def read_prompts(

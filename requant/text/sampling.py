@@ -8,10 +8,11 @@ seed on the same machine gives the same text whatever ran before.
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from requant.errors import NumericalError
 from requant.progress import tracked
+from requant.text.kv_cache import with_cache
 
 
 def sample_next(
@@ -62,10 +63,9 @@ def sample_documents(
     """
     tokens = torch.full((batch_size, 1), start, device=model.device)
     finished = torch.zeros(batch_size, dtype=torch.bool, device=model.device)
-    columns, cache = [], None
+    columns, cache = [], DynamicCache(config=model.config)
     for _ in tracked(range(max_tokens), label="sampling text" if progress else None, unit="tokens"):
-        output = model(tokens, past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
+        output = model(tokens, **with_cache(model, cache))
         tokens = sample_next(output.logits[:, -1], top_p=top_p, generator=generator)
         columns.append(tokens)
         finished |= tokens[:, 0] == (-1 if end is None else end)

@@ -25,6 +25,7 @@ from requant.inference.fused_step import PlainBlock, fused_steps
 from requant.inference.static_cache import static_cache
 from requant.inference.trellis_block import TrellisBlock
 from requant.models.targets import SIBLINGS
+from requant.text.kv_cache import with_cache
 
 SIZES = {
     "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -93,10 +94,10 @@ def check(kind: str, batch: int, length: int, bits: dict[str, float], launches: 
     model = random_model(kind, bits)
     cache = static_cache(model, 100)
     assert cache is not None
-    model(torch.randint(0, 60, (batch, 70)), past_key_values=cache, use_cache=True)
+    model(torch.randint(0, 60, (batch, 70)), **with_cache(model, cache))
     cache.add(70)
     tokens = torch.randint(0, 60, (batch, 1))
-    wanted = model(tokens, past_key_values=cache, use_cache=True).logits[:, -1]
+    wanted = model(tokens, **with_cache(model, cache)).logits[:, -1]
     held = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
     for layer in cache.layers:
         assert layer.keys is not None and layer.values is not None
@@ -127,7 +128,7 @@ def check(kind: str, batch: int, length: int, bits: dict[str, float], launches: 
     assert scratch is not None and own is not None
     logits = read_prompts(model, step.blocks, prompts, scratch, 0)
     ops.dispatch = REFERENCE
-    wanted = model(prompts, past_key_values=own, use_cache=True).logits[:, -1]
+    wanted = model(prompts, **with_cache(model, own)).logits[:, -1]
     assert ((logits.float() - wanted.float()).norm() / wanted.float().norm()).item() < 5e-3, (
         f"{kind}: prompts"
     )

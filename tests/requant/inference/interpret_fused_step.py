@@ -21,6 +21,7 @@ from requant.inference.fused_step import fused_steps
 from requant.inference.load import load
 from requant.inference.static_cache import static_cache
 from requant.models.experts import Experts, unfuse_experts
+from requant.text.kv_cache import with_cache
 
 SIZES = {
     "hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -61,12 +62,12 @@ def check_step(model: Any, kind: str) -> None:
     """Logits, and what is written into the cache."""
     (step,), cache = fused_steps(model, 2, 100), static_cache(model, 100)
     assert cache is not None, kind
-    model(torch.randint(0, 60, (2, 70)), past_key_values=cache, use_cache=True)
+    model(torch.randint(0, 60, (2, 70)), **with_cache(model, cache))
     cache.add(70)
     tokens = torch.randint(0, 60, (2, 1))
     logits = step(tokens, cache)
     keys = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
-    wanted = model(tokens, past_key_values=cache, use_cache=True).logits[:, -1]
+    wanted = model(tokens, **with_cache(model, cache)).logits[:, -1]
     error = ((logits.float() - wanted.float()).norm() / wanted.float().norm()).item()
     assert error < 3e-3, f"{kind}: logits are off by {error:.1e}"
     for (key, value), layer in zip(keys, cache.layers, strict=True):

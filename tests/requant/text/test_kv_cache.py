@@ -1,0 +1,43 @@
+"""The name of the cache among a model's arguments."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from requant.text.kv_cache import with_cache
+
+
+class OldModel(torch.nn.Module):
+    def forward(self, tokens, past_key_values=None, use_cache=None): ...
+
+
+class NewModel(torch.nn.Module):
+    def forward(self, tokens, cache=None, use_cache=None): ...
+
+
+class Wrapper(torch.nn.Module):
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *arguments, **named):
+        return self.model(*arguments, **named)
+
+
+@pytest.mark.parametrize(("model", "name"), [(OldModel(), "past_key_values"), (NewModel(), "cache")])
+def test_it_is_what_the_model_calls_it(model: torch.nn.Module, name: str) -> None:
+    cache = DynamicCache()
+    assert with_cache(model, cache) == {name: cache, "use_cache": True}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3-moe"])
+def test_the_installed_transformers_fill_it_without_a_warning(tiny_folder, name: str) -> None:
+    """Warnings are errors in tests."""
+    model = Wrapper(AutoModelForCausalLM.from_pretrained(tiny_folder(name)).eval())
+    tokens, cache = torch.arange(1, 9)[None], DynamicCache(config=model.model.config)
+    model.model(tokens[:, :3], **with_cache(model.model, cache))
+    model(tokens[:, 3:5], **with_cache(model, cache))
+    assert cache.get_seq_length() == 5
+    later = model(tokens[:, 5:], **with_cache(model, cache)).logits
+    torch.testing.assert_close(later, model(tokens).logits[:, 5:], rtol=1e-4, atol=1e-5)
