@@ -9,7 +9,15 @@ from eval.markdown import markdown, peers, read
 
 Row = Mapping[str, Any]
 UNTRAINED = "QTIP-3INST"  # the best of `peers.json` at 2, 3 and 4 bits
-EARLIER = "no-hidden"  # mode `best` until it matched hidden states
+# mode `best` of before, newest first: fewer steps, statistics of inputs in a pass of their own, hidden states not matched
+EARLIER = ("300-steps", "two-passes", "no-hidden")
+PHASES = {
+    "qtip": 4,
+    "qtip-1mad": 4,
+    "qtip-end": 1,
+    "efficient-qat-64": 2,
+    "efficient-qat-128": 2,
+}  # of a block and at the end
 SPAN = 0.1  # bits beyond a line's ends to which it still holds
 
 
@@ -59,18 +67,26 @@ def on_the_line(points: Sequence[tuple[float, float]], bits: float) -> float:
     return y0 * (y1 / y0) ** ((bits - x0) / (x1 - x0))
 
 
-def of_mode_best(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of mode `best`; of a budget where its default was not measured, those without hidden states."""
-    default = {row["bits"] for row in found if row["name"] == "best"}
-    return [
-        row
-        for row in found
-        if row["name"] == "best" or (row["name"] == EARLIER and row["bits"] not in default)
-    ]
+def of_mode_best(found: Sequence[Row], *, steps: int | None = None) -> list[Row]:
+    """The rows of mode `best`; of a budget where its default was not measured, those of the newest that was before it.
+
+    With `steps` only those that train so many in all their phases.
+    """
+    found = [row for row in found if steps is None or training_steps(row) == steps]
+    names: dict[float, str] = {}
+    for name in ("best", *EARLIER):
+        names = {row["bits"]: name for row in found if row["name"] == name} | names
+    return [row for row in found if names.get(row["bits"]) == row["name"]]
+
+
+def training_steps(row: Row) -> int:
+    """Of all phases together; recipes from before there were `rounds` had four."""
+    settings = row["recipe"]["finetune"]
+    return settings["steps"] * PHASES.get(row["name"], settings.get("rounds", 4))
 
 
 def quality_table(results: Path) -> str:
-    """Mode `best` at every budget beside the best peer at the same bits, and codes alone; * marks the rows of EARLIER."""
+    """Mode `best` at every budget beside the best peer at the same bits, and codes alone; * marks rows of EARLIER."""
     found = read(results, "quality-bench-32m").get("rows", [])
     codes = {row["bits"]: row for row in found if row["name"] == "codes"}
     trained_rows = of_mode_best(found)
@@ -88,7 +104,7 @@ def quality_table(results: Path) -> str:
         ]
         rows.append(
             [
-                f"{budget:g}" + "*" * (row["name"] == EARLIER),
+                f"{budget:g}" + "*" * (row["name"] in EARLIER),
                 f"{row['bits_per_weight']:.3f}",
                 *(trained if seeds else ("", "", "")),
                 "" if alone is None else f"{alone['perplexity']:.2f} / {alone['kl']:.4f}",
@@ -112,17 +128,20 @@ def quality_table(results: Path) -> str:
 
 
 def trained_peers_table(results: Path) -> str:
-    """Peers that train on the same text, beside mode `best` at the same bits, by the line through its points."""
+    """Peers that train on the same text, beside mode `best` of as many steps, on the line through its points."""
     rows = []
     for model in ("bench-32m", "demo-4m"):
         found = read(results, f"quality-{model}").get("rows", [])
-        ours = sorted((row["bits_per_weight"], row["kl"]) for row in of_mode_best(found) if row["seed"] == 0)
         for row in sorted((row for row in found if "peer" in row), key=lambda row: row["bits_per_weight"]):
-            kl = on_the_line(ours, row["bits_per_weight"])
+            steps = training_steps(row)
+            ours = [other for other in of_mode_best(found, steps=steps) if other["seed"] == 0]
+            points = sorted((other["bits_per_weight"], other["kl"]) for other in ours)
+            kl = on_the_line(points, row["bits_per_weight"])
             rows.append(
                 [
                     model,
                     row["label"],
+                    str(steps),
                     f"{row['bits_per_weight']:.3f}",
                     f"{row['perplexity']:.2f}",
                     f"{row['kl']:.4f}",
@@ -131,7 +150,7 @@ def trained_peers_table(results: Path) -> str:
                     f"{kl / row['kl']:.2f}",
                 ]
             )
-    columns = ["model", "peer", "real bits", "perplexity", "KL", "KL on C4", "ours there", "ratio"]
+    columns = ["model", "peer", "steps", "real bits", "perplexity", "KL", "KL on C4", "ours there", "ratio"]
     return markdown(columns, rows)
 
 
@@ -146,7 +165,7 @@ def own_codes_table(results: Path, model: str) -> str:
         texts = ["" if row is None else f"{row['perplexity']:.2f} / {row['kl']:.4f}" for row in (best, codes)]
         real = (best or codes or {})["bits_per_weight"]
         gain = "" if best is None or codes is None else f"{best['kl'] / codes['kl']:.2f}"
-        name = f"{bits:g}" + "*" * (best is not None and best["name"] == EARLIER)
+        name = f"{bits:g}" + "*" * (best is not None and best["name"] in EARLIER)
         rows.append(
             [name, f"{real:.3f}", *texts, "" if best is None else f"{best['second']['kl']:.4f}", gain]
         )
@@ -169,7 +188,7 @@ def best_ablation_table(results: Path, model: str = "bench-32m") -> str:
     """KL of mode `best` with one part left out or changed, by budget; real bits where they are not the budget's."""
     every = read(results, f"quality-{model}").get("rows", [])
     found = [row for row in every if row["seed"] == 0 and "peer" not in row]
-    studied = {row["bits"] for row in found if row["name"] not in ("best", EARLIER, "short", "codes")}
+    studied = {row["bits"] for row in found if row["name"] not in ("best", *EARLIER, "short", "codes")}
     budgets = sorted(studied or {row["bits"] for row in found})
     labels = {row["name"]: row["label"] for row in found}
     cells = {(row["name"], row["bits"]): row for row in found}
@@ -191,7 +210,7 @@ def bits_table(results: Path) -> str:
     methods = {"k-means codes": "SqueezeLLM dense", "k-means and ReQuant": "SqueezeLLM + ReQuant (marginal)"}
     best = of_mode_best(read(results, "quality-bench-32m").get("rows", []))
     rows = [
-        ["bench-32m", f"{row['bits']:g} bits, mode `best`", *_measured(row)]
+        ["bench-32m", f"{row['bits']:g} bits, mode `best`, {training_steps(row)} steps", *_measured(row)]
         for row in sorted(best, key=lambda row: -row["bits"])
         if row["seed"] == 0
     ]

@@ -116,9 +116,9 @@ def stages(results: Path) -> Points:
     whole = [
         rows[key] for key in ("best_run", *(f"run_{shape}" for shape in ("1b", "3b", "8b"))) if key in rows
     ]
-    most = max((row["recipe"]["finetune"]["steps"] for row in whole), default=0)
+    taken = [row.get("steps") or row["recipe"]["finetune"]["steps"] for row in whole]
     found: dict[str, list[tuple[float, float]]] = {}
-    for row in (row for row in whole if row["recipe"]["finetune"]["steps"] == most):
+    for row in (row for row, steps in zip(whole, taken, strict=True) if steps == max(taken)):
         parameters = row["peak_bytes"] / row["peak_in_bf16_models"] / 2
         for stage, seconds in row["seconds"].items():
             label = STAGE_NAMES.get(stage, "all else")

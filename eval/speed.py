@@ -101,6 +101,7 @@ def whole_run(
         "kl": numbers["mean_kl"],
         **memory(numbers["peak_memory"], outlined.model),
         "predicted_bytes": expected_memory(outlined, outlined.recipe, device),
+        "steps": outlined.recipe.finetune.num_steps,  # of a phase, which may follow from the model's size
         "recipe": _named(recipe),
     }
 

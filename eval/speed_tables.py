@@ -32,19 +32,19 @@ def speed_table(results: Path) -> str:
         for key in sorted(key for key in found if key.startswith("best_run")):
             recipe = found[key]["recipe"]
             samples, settings = recipe["calibration"]["num_samples"], recipe["finetune"]
-            training = _phases(settings) if settings["steps"] else "codes without training"
+            training = _phases(settings, settings["steps"]) if settings["steps"] else "codes without training"
             bits = f"{recipe['budget']['bits']:g}"
             what = f"bench-32m, {bits} bits, mode `best`, {samples} x 1024 tokens, {training}"
             rows.append([what, found["device"], _seconds(found[key]), _memory(found[key]), target])
     if "large_best" in gpu:
         found = gpu["large_best"]
-        what = f"1B shape, a step of `best` of {found['tokens_per_step']} tokens; no whole run"
+        what = f"1B shape, a step of `best` of {found['tokens_per_step']} tokens"
         memory = f"{_memory(found)}, {found['peak_in_bf16_models']:.1f} x the model"
         rows.append([what, gpu["device"], f"{found['a step']:.2f} s", memory, ""])
     for shape, target in (("1b", "720 s, 24 GiB"), ("3b", ""), ("8b", "4500 s, 90 GiB"), ("70b", "")):
         for found in (row for key, row in gpu.items() if key.startswith(f"run_{shape}")):
             part = "" if found["blocks"] is None else f", its first {found['blocks']} blocks"
-            phases = _phases(found["recipe"]["finetune"])
+            phases = _phases(found["recipe"]["finetune"], found["steps"])
             what = f"{shape.upper()} shape{part}, 2 bits, the whole `best` run, {phases}"
             machine = gpu["device"] if found["gpus"] == 1 else f"{found['gpus']} x {gpu['device']}"
             aim = "" if part or found["gpus"] > 1 else target
@@ -59,9 +59,9 @@ def speed_table(results: Path) -> str:
     return markdown(["what", "machine", "measured", "peak memory", "target"], rows)
 
 
-def _phases(finetune: Mapping[str, Any]) -> str:
+def _phases(finetune: Mapping[str, Any], steps: int) -> str:
     """Rows from before recipes had `rounds` trained after four."""
-    return f"{finetune.get('rounds', 4)} x {finetune['steps']} steps"
+    return f"{finetune.get('rounds', 4)} x {steps} steps"
 
 
 def decoding_table(results: Path) -> str:

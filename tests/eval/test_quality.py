@@ -11,6 +11,7 @@ import typer
 from eval import quality
 from eval.common import open_study
 from eval.curve_tables import (
+    PHASES,
     best_ablation_table,
     best_peer,
     of_mode_best,
@@ -30,6 +31,7 @@ def test_the_peers_line_goes_through_their_points() -> None:
 
 def peer_row(peer: str, bits: float, kl: float) -> dict:
     found = {"name": peer, "label": f"{peer} in form", "peer": peer, "bits": round(bits), "seed": 0}
+    found |= {"recipe": {"finetune": {"steps": 300, "rounds": 6}}}
     return found | {"bits_per_weight": bits, "perplexity": 25.0, "kl": kl, "second": {"kl": kl}}
 
 
@@ -38,15 +40,18 @@ def test_a_peer_that_trains_takes_the_place_of_one_that_does_not(tmp_path: Path)
     assert (best_peer(2.1, trained).name, best_peer(2.1, trained).kl) == ("A", 0.3)
     assert best_peer(3.003, trained).name == "QTIP-3INST"  # 0.116 for 0.21; one point of B makes no line
     assert not best_peer(4.0, trained).mark  # measured there, and A is not
+    # rows of more steps than the peers take are no match for them
     ours = [
         {key: value for key, value in peer_row("best", bits, kl).items() if key != "peer"}
-        | {"label": "best", "bits": bits}
-        for bits, kl in ((2.1, 0.2), (3.1, 0.05))
+        | {"label": "best", "bits": bits, "recipe": {"finetune": {"steps": steps, "rounds": 6}}}
+        for bits, kl, steps in ((2.1, 0.2, 300), (3.1, 0.05, 300), (2.2, 0.01, 301), (3.2, 0.01, 301))
     ]
     (tmp_path / "quality-bench-32m.json").write_text(json.dumps({"rows": [*ours, *trained]}))
     assert "| 2.1 | 2.100 | 25.00 | 0.2000 | 0.2000 |  | A | 0.3000 | 0.67 |" in quality_table(tmp_path)
     lines = trained_peers_table(tmp_path).splitlines()
-    assert len(lines) == 5 and lines[3].startswith("| bench-32m | B in form | 2.500 | 25.00 | 0.0100 |")
+    assert len(lines) == 5 and lines[3].startswith(
+        "| bench-32m | B in form | 1800 | 2.500 | 25.00 | 0.0100 |"
+    )
     assert lines[3].endswith(f"| {0.2 * 0.25**0.4:.4f} | {20 * 0.25**0.4:.2f} |")  # between 0.2 and 0.05
     assert "in form" not in best_ablation_table(tmp_path)
 
@@ -63,10 +68,9 @@ def test_rows_are_named_by_plan_bits_and_seed() -> None:
 def test_peers_that_train_have_the_steps_of_mode_best() -> None:
     """In a block as in all: QTIP trains after three kinds of a block and at the end, EfficientQAT once and at the end."""
     best = quality.PLANS["best"].finetune
-    phases = {"qtip": 4, "qtip-1mad": 4, "qtip-end": 1, "efficient-qat-64": 2, "efficient-qat-128": 2}
     for name, plan in quality.PLANS.items():
         if plan.peer:
-            assert phases[name] * plan.finetune.steps == best.rounds * best.steps, name
+            assert PHASES[name] * plan.finetune.steps == best.rounds * best.steps, name
 
 
 def test_parts_are_joined_and_newer_rows_win(tmp_path: Path) -> None:
@@ -133,3 +137,17 @@ def test_a_row_is_measured_and_leaves_the_original(
         json.dumps({"rows": [{**row, "name": "best", "bits": 2}]})
     )
     assert f"{row['kl']:.4f}" in quality_table(results) and f"{row['kl']:.4f}" in best_ablation_table(results)
+
+
+def test_an_older_default_stands_in_where_the_newest_was_not_measured() -> None:
+    def row(name: str, bits: float, steps: int, rounds: int = 6) -> dict:
+        return {"name": name, "bits": bits, "recipe": {"finetune": {"steps": steps, "rounds": rounds}}}
+
+    rows = [
+        row("best", 2, 1000), row("300-steps", 2, 300), row("two-passes", 2, 300), row("two-passes", 3, 300),
+        row("no-hidden", 3, 450, 4), row("no-hidden", 4, 450, 4), row("600-steps", 5, 600),
+    ]  # fmt: skip
+    names = [(row["name"], row["bits"]) for row in of_mode_best(rows)]
+    assert names == [("best", 2), ("two-passes", 3), ("no-hidden", 4)]
+    names = [(row["name"], row["bits"]) for row in of_mode_best(rows, steps=1800)]
+    assert names == [("300-steps", 2), ("two-passes", 3), ("no-hidden", 4)]
