@@ -80,7 +80,7 @@ def of_mode_best(found: Sequence[Row], *, steps: int | None = None) -> list[Row]
 
 
 def training_steps(row: Row) -> int:
-    """Of all phases together; recipes from before there were `rounds` had four."""
+    """Of all phases of mode `best` or of a peer together; recipes from before there were `rounds` had four."""
     settings = row["recipe"]["finetune"]
     return settings["steps"] * PHASES.get(row["name"], settings.get("rounds", 4))
 
@@ -128,7 +128,7 @@ def quality_table(results: Path) -> str:
 
 
 def trained_peers_table(results: Path) -> str:
-    """Peers that train on the same text, beside mode `best` of as many steps, on the line through its points."""
+    """Peers that train on the same text, beside mode `best` of as many steps, on the line through its points, if two."""
     rows = []
     for model in ("bench-32m", "demo-4m"):
         found = read(results, f"quality-{model}").get("rows", [])
@@ -136,7 +136,7 @@ def trained_peers_table(results: Path) -> str:
             steps = training_steps(row)
             ours = [other for other in of_mode_best(found, steps=steps) if other["seed"] == 0]
             points = sorted((other["bits_per_weight"], other["kl"]) for other in ours)
-            kl = on_the_line(points, row["bits_per_weight"])
+            kl = on_the_line(points, row["bits_per_weight"]) if len(points) > 1 else None
             rows.append(
                 [
                     model,
@@ -146,8 +146,7 @@ def trained_peers_table(results: Path) -> str:
                     f"{row['perplexity']:.2f}",
                     f"{row['kl']:.4f}",
                     f"{row['second']['kl']:.4f}",
-                    f"{kl:.4f}",
-                    f"{kl / row['kl']:.2f}",
+                    *(("", "") if kl is None else (f"{kl:.4f}", f"{kl / row['kl']:.2f}")),
                 ]
             )
     columns = ["model", "peer", "steps", "real bits", "perplexity", "KL", "KL on C4", "ours there", "ratio"]

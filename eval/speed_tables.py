@@ -32,7 +32,10 @@ def speed_table(results: Path) -> str:
         for key in sorted(key for key in found if key.startswith("best_run")):
             recipe = found[key]["recipe"]
             samples, settings = recipe["calibration"]["num_samples"], recipe["finetune"]
-            training = _phases(settings, settings["steps"]) if settings["steps"] else "codes without training"
+            steps = found[key].get(
+                "steps", settings["steps"]
+            )  # the recipe may leave them to the model's size
+            training = _phases(settings, steps) if steps else "codes without training"
             bits = f"{recipe['budget']['bits']:g}"
             what = f"bench-32m, {bits} bits, mode `best`, {samples} x 1024 tokens, {training}"
             rows.append([what, found["device"], _seconds(found[key]), _memory(found[key]), target])

@@ -54,6 +54,10 @@ def test_a_peer_that_trains_takes_the_place_of_one_that_does_not(tmp_path: Path)
     )
     assert lines[3].endswith(f"| {0.2 * 0.25**0.4:.4f} | {20 * 0.25**0.4:.2f} |")  # between 0.2 and 0.05
     assert "in form" not in best_ablation_table(tmp_path)
+    for row in trained:  # as long as none of ours
+        row["recipe"] = {"finetune": {"steps": 302, "rounds": 6}}
+    (tmp_path / "quality-bench-32m.json").write_text(json.dumps({"rows": [*ours, *trained]}))
+    assert all(line.endswith("|  |  |") for line in trained_peers_table(tmp_path).splitlines()[2:])
 
 
 def test_rows_are_named_by_plan_bits_and_seed() -> None:

@@ -76,9 +76,14 @@ def test_a_timed_run_says_how_often_it_trained(tmp_path: Path) -> None:
         f"best_run_{name}": {"seconds": 80.0, "recipe": {**recipe, "finetune": finetune}, "peak_bytes": 2**30}
         for name, finetune in (("a", {"steps": 450}), ("b", {"steps": 300, "rounds": 6}))
     }
+    runs["best_run_c"] = runs["best_run_b"] | {
+        "steps": 1000,
+        "recipe": {**recipe, "finetune": {"steps": None, "rounds": 6}},
+    }
     write(tmp_path, "speed-cuda", {"device": "a GPU", **runs})
     table = TABLES["speed"](tmp_path)
     assert "tokens, 4 x 450 steps |" in table and "tokens, 6 x 300 steps |" in table
+    assert "tokens, 6 x 1000 steps |" in table
 
 
 def test_decoding_stands_beside_bf16_of_the_same_setup(tmp_path: Path) -> None:
