@@ -193,7 +193,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--prompts", type=int, nargs="+", help="tokens of prompts, in place of steps")
+    parser.add_argument("--prompts", type=int, nargs="+", help="tokens of prompts, instead of steps")
     args = parser.parse_args()
     torch.manual_seed(0)
     if args.prompts:

@@ -45,7 +45,7 @@ def experts_prefill(
     """y [m, n] of x [m, k], contiguous, by the experts int64 [m, s] of each token, and their weights [m, s].
 
     `gated`: h [rows, f] of gates and ups [rows, f]; None: silu(gate) * up. `tokens_per_cta`: one of GROUP_TOKENS
-    (`trellis/gemm_sm90_launch.py`), in place of the rule's. `asm` False: outputs are rotated without PTX.
+    (`trellis/gemm_sm90_launch.py`), instead of the rule's. `asm` False: outputs are rotated without PTX.
     """
     slots = MAX_BYTES // bytes_of_row(gate_up, down, x.dtype)
     tokens, weights = max(1, slots // experts.shape[1]), weights.contiguous()
