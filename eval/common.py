@@ -26,12 +26,12 @@ from transformers import PreTrainedModel
 
 import requant
 from eval.markdown import ROOT
-from eval.own_text import own_windows
 from requant.calibration.stats import LinearStats
 from requant.checkpoint.sizes import matrix_parts
 from requant.errors import TextError
 from requant.evaluation.perplexity import Protocol, perplexity_and_kl
 from requant.formats.quantized_weight import spec_of
+from requant.inference.own_text import own_windows
 from requant.pipeline.prepare import Prepared, prepare, start
 from requant.quantizers.registry import find_method
 from requant.recipe.schema import Calibration, Evaluation, Finetune, Recipe

@@ -208,6 +208,13 @@ class QuantizeOptions(CalibrationOptions, total=False):
             "[in mode best on a GPU 1000, from 240 M parameters fewer, at least 200; else 0]"
         ),
     ]
+    own_windows: Annotated[
+        int | None,
+        of_recipe(
+            help="Windows that the original writes itself, each begun with 32 tokens of the text, to train on beside the "
+            "text's; for short texts. [0]"
+        ),
+    ]
     rotations: Annotated[
         str | None,
         of_recipe(

@@ -234,10 +234,12 @@ def _training(prepared: Prepared | Outline, recipe: Recipe) -> str | None:
     """Mode `best` trains after each of its rounds, the last time with all codes fixed; other modes at the end alone."""
     if not recipe.finetune.trains:
         return None
-    steps = f"{recipe.finetune.num_steps} steps of {tokens_of_step(prepared, recipe):,} tokens"
-    if recipe.mode != "best":
-        return steps
-    return f"{steps} after each of {len(rounds_of(prepared.targets, recipe.finetune.rounds))} rounds"
+    found = f"{recipe.finetune.num_steps} steps of {tokens_of_step(prepared, recipe):,} tokens"
+    if recipe.mode == "best":
+        found += f" after each of {len(rounds_of(prepared.targets, recipe.finetune.rounds))} rounds"
+    if recipe.finetune.own_windows:
+        found += f", with {recipe.finetune.own_windows:,} windows that the model writes"
+    return found
 
 
 def _sparse_fraction(recipe: Recipe) -> float:
@@ -345,7 +347,10 @@ def _training_memory(prepared: Prepared | Outline, recipe: Recipe, device: str) 
         prepared.targets,
         {target.name for target in coded},
         recipe.finetune,
-        (prepared.train_windows.shape[0], prepared.train_windows.shape[1]),
+        (
+            prepared.train_windows.shape[0] + recipe.finetune.own_windows,
+            prepared.train_windows.shape[1],
+        ),
         by_block=recipe.mode != "sparse" and trains_by_block(prepared.model, recipe.finetune),
         gpu=device == "cuda",
         device_memory=_device_memory(device),

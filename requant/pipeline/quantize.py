@@ -2,6 +2,7 @@
 
 prepare      load, find the matrices, check everything that can be checked before work begins (prepare.py)
 allocate     bits of every matrix, and of embedding and head, within the budget (allocation/budget.py)
+own text     windows that the original writes, to train on beside the text's (inference/own_text.py), where a recipe asks
 quantize     one of MODES: `best` (rounds of codes and training), `dense` (codes only), `paper` (ReQuant as published),
              `sparse` (2:4, and training after it)
 finetune     train all that is not code to match the original's outputs (finetune/final.py); not in mode `sparse`
@@ -30,6 +31,7 @@ from requant.errors import ModelError, RecipeError
 from requant.evaluation.perplexity import Quality, perplexity_and_kl
 from requant.evaluation.samples import Sample, write_samples
 from requant.finetune.final import finetune
+from requant.inference.own_text import own_windows
 from requant.models.devices import peak_memory, pick_device, used_memory
 from requant.pipeline.best import best
 from requant.pipeline.diagnosis import DISAGREEMENT, Diagnosis, diagnose
@@ -43,7 +45,7 @@ from requant.recipe.schema import Recipe
 from requant.run.context import Allocation, RunContext, Weights
 from requant.run.quantize_linears import quantize_linears, share_statistics
 from requant.run.stage_cache import load_stage, save_stage
-from requant.run.workspace import Workspace
+from requant.run.workspace import Workspace, digest
 
 
 def codes(run: RunContext) -> Weights:
@@ -165,7 +167,7 @@ def quantize(
             progress.enter("allocation")
         if statistics is not None:
             share_statistics(run, statistics)
-        run = with_allocation(run, allocate_bits(run))
+        run = with_own_text(with_allocation(run, allocate_bits(run)))
         weights = MODES[recipe.mode](run)
         run.statistics.clear()
         progress.enter("embedding and head")
@@ -200,6 +202,33 @@ def quantize(
             seconds=dict(run.seconds),
             peak_memory=peak_memory(prepared.model.device),
         )
+
+
+def with_own_text(run: RunContext) -> RunContext:
+    """The run with windows that the original writes in front of those of the text, as many as the recipe trains on.
+
+    The last windows, by which training is validated, stay those of the text.
+    """
+    finetuning = run.recipe.finetune
+    if not (finetuning.trains and finetuning.own_windows):
+        return run
+    progress.enter("own text")
+    key = digest(run.fingerprint, run.train_windows, finetuning.own_windows, run.recipe.seed)
+    stored = run.workspace.get("own-text", key)
+    if stored is None:
+        with run.stage("own text"):
+            run.apply_original_weights()
+            written = own_windows(
+                run.model,
+                run.train_windows,
+                finetuning.own_windows,
+                seed=run.recipe.seed,
+                label=run.label("own text"),
+            )
+        run.workspace.put("own-text", key, tensors={"windows": written})
+    else:
+        written = stored.tensors["windows"]
+    return dataclasses.replace(run, train_windows=torch.cat([written, run.train_windows]))
 
 
 def recipe_for(

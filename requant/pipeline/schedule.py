@@ -15,6 +15,7 @@ import torch
 from requant.allocation.budget import has_budget
 from requant.allocation.predictors import MEASURED_TOKENS, PQI_TOKENS
 from requant.calibration.collect import one_pass_suffices
+from requant.inference.own_text import windows_at_once
 from requant.models.targets import QuantTarget
 from requant.pipeline.diagnosis import MATRIX_TOKENS_ON_CPU, MATRIX_WEIGHTS_ON_CPU
 from requant.pipeline.prepare import DIAGNOSED_TOKENS, Outline, Prepared
@@ -28,6 +29,7 @@ from requant.sensitivity.pqi import NODES
 # training step of the 1B shape (docs/results.md)
 H200_RATE = 4.2e14
 FRACTION_OF_PEAK = 0.35  # of a plain matrix product's rate, as whole passes through small models reach it
+FULL_STEP = 160  # sequences of a decoding step that takes as long as a forward pass over as many tokens (8B on an H200)
 FORWARDS = {"original": 1, "quantized": 2, "corrected": 7}  # whole passes, for the Hessians of all matrices
 
 
@@ -78,6 +80,11 @@ def _stages(prepared: Prepared | Outline, recipe: Recipe, device: str) -> Iterat
         more = predictor[recipe.budget.predictor]
         yield Stage(name="allocation", kind="statistics", seconds=statistics + more, bars=0)
         collected = statistics
+    if recipe.finetune.trains and recipe.finetune.own_windows:
+        at_once = windows_at_once(prepared.model, prepared.train_windows.shape[1])
+        tokens = recipe.finetune.own_windows * prepared.train_windows.shape[1]
+        # a step of few sequences reads all weights for as many tokens
+        yield Stage(name="own text", kind="own text", seconds=forward(tokens) * max(2, FULL_STEP / at_once))
     step = tokens_of_step(prepared, recipe)
     training = steps * backward(step) * 4 / 3
     if recipe.mode == "best" and steps:
@@ -121,7 +128,8 @@ def _stages(prepared: Prepared | Outline, recipe: Recipe, device: str) -> Iterat
 
 def tokens_of_step(prepared: Prepared | Outline, recipe: Recipe) -> int:
     """Of training; all that there are, where they are fewer than the recipe's."""
-    return min(recipe.finetune.tokens_per_step, prepared.train_windows.numel())
+    count, length = prepared.train_windows.shape
+    return min(recipe.finetune.tokens_per_step, (count + recipe.finetune.own_windows) * length)
 
 
 def count_gpus(prepared: Prepared | Outline) -> int:

@@ -44,6 +44,7 @@ class Options(TypedDict, total=False):
     head_bits: int | None
     rotations: str | None
     finetune_steps: int | None
+    own_windows: int | None
     sensitivity: str | None
     nodes: str | None
     calibration: str | Path | Sequence[str | Path] | None
@@ -63,6 +64,7 @@ KEYS: dict[str, tuple[str, ...]] = {  # option -> the keys of the recipe that it
     "head_bits": ("budget.head_bits", "budget.embedding_bits"),
     "rotations": ("rotations",),
     "finetune_steps": ("finetune.steps",),
+    "own_windows": ("finetune.own_windows",),
     "sensitivity": ("sensitivity.score",),
     "nodes": ("sensitivity.nodes",),
     "calibration": ("calibration.text",),
@@ -146,6 +148,8 @@ def recipe_from_options(
             "budget.first_round_weight changes nothing here: it weights predicted losses where mode best trains, under "
             "--bits or --size."
         )
+    if chosen.finetune.own_windows and not chosen.finetune.trains:
+        logger.warning("--own-windows changes nothing without training; give --finetune-steps.")
     if program is not None:
         check_reader(program, chosen)
     return chosen

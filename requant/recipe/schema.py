@@ -103,6 +103,8 @@ class Finetune:
     none: by the model's size (`recipe/defaults.py`)."""
     train_windows: int = 2048
     """Windows of the calibration text that training may use, at most."""
+    own_windows: int = 0
+    """Windows that the original writes itself, to train on beside those of the text (`requant/inference/own_text.py`)."""
     tokens_per_step: int = 16384
     """Tokens of a step."""
     lr: float = 3e-3
@@ -125,6 +127,7 @@ class Finetune:
             _require(0 <= self.steps <= MOST, "finetune.steps", self.steps, f"0 to {MOST:,}")
         windows = self.train_windows
         _require(1 <= windows <= MOST, "finetune.train_windows", windows, f"1 to {MOST:,}")
+        _require(0 <= self.own_windows <= MOST, "finetune.own_windows", self.own_windows, f"0 to {MOST:,}")
         _require(0 < self.lr < math.inf, "finetune.lr", self.lr, "a positive number")
         _require(
             0 <= self.hidden_weight < math.inf, "finetune.hidden_weight", self.hidden_weight, "0 or more"

@@ -52,6 +52,39 @@ def test_best_of_more_rounds_trains_after_each(quantized, monkeypatch) -> None:
     assert sum(sizes) == len(result.weights)
 
 
+def test_training_has_windows_that_the_model_wrote_in_front_of_the_texts(
+    quantized, trained_state, trained_model, tokenizer, tiny_text_file, tmp_path, monkeypatch
+) -> None:
+    """Those of the text that validate stay; a run that resumes writes none again, and ends at the same bytes."""
+    monkeypatch.setattr("requant.inference.own_text.PREFIX", 8)
+    seen: list[torch.Tensor] = []
+    monkeypatch.setattr(
+        "requant.pipeline.quantize.finetune",
+        lambda run, weights, *_: seen.append(run.train_windows) or dict(weights),
+    )
+    chosen = recipe(
+        tiny_text_file, mode="dense", finetune=dataclasses.replace(FINETUNE, steps=1, own_windows=5)
+    )
+    workspace = Workspace(tmp_path / "w")
+    result = requant.quantize(trained_model, chosen, tokenizer=tokenizer, workspace=workspace)
+    text = result.prepared.train_windows
+    (found,) = seen
+    assert torch.equal(found[5:], text) and torch.equal(found[:5, :8], text[:5, :8])
+    assert (found[:5] != text[:5]).any(1).all()
+    assert [line for line in dict(result.seconds) if line == "own text"]
+    monkeypatch.setattr(
+        "requant.pipeline.quantize.own_windows", lambda *_, **__: pytest.fail("written again")
+    )
+    trained_model.load_state_dict(trained_state)
+    for file in (tmp_path / "w").glob("finetuned-*"):
+        file.unlink()
+    workspace._unlock()
+    requant.quantize(
+        trained_model, chosen, tokenizer=tokenizer, workspace=Workspace(tmp_path / "w", resume=True)
+    )
+    assert torch.equal(seen[1], found)
+
+
 def test_best_beats_its_own_codes_at_the_same_bytes(quantized, trained_state, trained_model) -> None:
     best = quantized(budget=Budget(bits=3.0, outliers=False))
     after = best.after.mean_kl

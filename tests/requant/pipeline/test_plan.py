@@ -11,7 +11,13 @@ from transformers import LlamaConfig
 
 import requant
 from requant.checkpoint.sizes import byte_table
-from requant.pipeline.plan import CHARACTER_BYTES_KEPT, _share_of_experts, _training_memory, make_plan
+from requant.pipeline.plan import (
+    CHARACTER_BYTES_KEPT,
+    Plan,
+    _share_of_experts,
+    _training_memory,
+    make_plan,
+)
 from requant.pipeline.prepare import outline, prepare
 from requant.quantizers.registry import METHODS
 from requant.recipe.defaults import default_recipe
@@ -130,7 +136,22 @@ def test_a_plan_says_how_often_it_trains(tiny_folder) -> None:
     assert lines("best", few) == [f"{expected} after each of 6 rounds"]
     assert lines("best", dataclasses.replace(few, rounds=100)) == [f"{expected} after each of 8 rounds"]
     assert lines("paper", few) == [expected]
+    own = dataclasses.replace(few, own_windows=1500)
+    assert lines("paper", own) == [f"{expected}, with 1,500 windows that the model writes"]
     assert lines("best", Finetune(steps=0)) == []
+
+
+def test_a_plan_counts_the_windows_that_the_model_writes(tiny_folder) -> None:
+    source = str(tiny_folder("llama"))
+
+    def plan_of(own_windows: int) -> Plan:
+        finetune = Finetune(steps=300, own_windows=own_windows)
+        recipe = recipe_of("trellis", mode="best", finetune=finetune)
+        return make_plan(outline(source, recipe), recipe, device="cuda")
+
+    without, few, many = (plan_of(count) for count in (0, 1000, 100_000))
+    assert without.seconds < few.seconds < many.seconds
+    assert without.peak_memory < few.peak_memory < many.peak_memory  # the original's states on them
 
 
 def test_a_plan_divides_what_trains_block_by_block(tiny_folder) -> None:

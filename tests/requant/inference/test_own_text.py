@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from eval import own_text
-from eval.own_text import PREFIX, draw, in_training_precision, own_windows
 from requant.errors import NumericalError
+from requant.inference import own_text
+from requant.inference.own_text import PREFIX, draw, in_training_precision, own_windows, windows_at_once
 from requant.models import mixed_precision
 
 
 def test_windows_begin_with_real_text_and_go_on_as_the_model_does(tiny_model, monkeypatch) -> None:
-    monkeypatch.setattr(own_text, "BATCH", 4)
+    monkeypatch.setattr(own_text, "MOST_WINDOWS", 4)
     model = tiny_model("llama")
     real = torch.randint(model.config.vocab_size, (3, PREFIX + 6), generator=torch.Generator().manual_seed(0))
     written = own_windows(model, real, 10)
@@ -19,6 +19,10 @@ def test_windows_begin_with_real_text_and_go_on_as_the_model_does(tiny_model, mo
     assert (written[:, :PREFIX] == real[torch.arange(10) % 3, :PREFIX]).all()
     assert (written == own_windows(model, real, 10)).all()
     assert (written != own_windows(model, real, 10, seed=1)).any()
+    assert (
+        written[:8] == own_windows(model, real, 8)
+    ).all()  # a batch does not depend on those that others write
+    assert (written[:4] != written[6:]).any()
     with torch.no_grad():  # a model that is nearly certain writes what it is certain of
         model.get_output_embeddings().weight.mul_(1e4)
     for row in own_windows(model, real, 6):
@@ -66,3 +70,20 @@ def test_logits_that_are_not_finite_write_nothing(tiny_model) -> None:
     model.get_input_embeddings().weight.data.fill_(float("nan"))
     with pytest.raises(NumericalError, match="cannot write text"):
         own_windows(model, torch.zeros(1, PREFIX + 2, dtype=torch.long), 1)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3", "qwen3-moe"])
+def test_a_batch_has_the_windows_whose_keys_and_values_fit(tiny_model, family, monkeypatch) -> None:
+    model, tokens = tiny_model(family), 24
+    with torch.no_grad():
+        cache = model(torch.zeros(1, tokens, dtype=torch.long), use_cache=True).past_key_values
+    held = sum(each.numel() for layer in cache.layers for each in (layer.keys, layer.values))
+    monkeypatch.setattr(own_text, "CACHE_BYTES", 2 * held * 3)
+    assert windows_at_once(model, tokens) == 3
+    monkeypatch.setattr(own_text, "CACHE_BYTES", 2 * held - 1)
+    assert windows_at_once(model, tokens) == 1
+
+
+def test_windows_as_short_as_their_beginnings_are_the_text(tiny_model) -> None:
+    real = torch.arange(2 * PREFIX).view(2, PREFIX)
+    assert (own_windows(tiny_model("llama"), real, 3) == real[[0, 1, 0]]).all()
