@@ -11,10 +11,10 @@ parameter, and its gradient is propagated back through the function once a step,
 the model consists of plain modules, which a compiler can fuse.
 
 A step of a small model is thousands of kernel launches, which Python issues more slowly than a GPU runs them. So after a
-few eager steps, which initialize libraries and the optimizer's state, the gradients of a micro-batch of each shape and the
-update are captured once each; gradients and learning rates then stay at fixed addresses, and a step copies its inputs and
-replays the graphs. With several processes only gradients are captured, for their sum over ranks comes before the update.
-Tensors on a CPU or on several GPUs, and models that cannot be captured, stay eager. Where memory runs out, micro-batches are
+few eager steps, which initialize libraries and the optimizer's state, the gradients of a micro-batch of each shape, the
+chain rule and the update are captured once each; gradients and learning rates then stay at fixed addresses, and a step
+copies its inputs and replays the graphs. The sum over ranks stands between the last two, in no graph. Tensors on a CPU or
+on several GPUs, and models that cannot be captured, stay eager. Where memory runs out, micro-batches are
 halved once, and the log says so.
 """
 
@@ -98,7 +98,8 @@ class TrainingStep:
         ]
         self.optimizer = optimizer(groups, self.captures)
         self.graphs: dict[tuple[torch.Size, ...], tuple[torch.cuda.CUDAGraph, MicroBatch]] = {}
-        self.update: torch.cuda.CUDAGraph | None = None
+        # of the chain rule and of the update
+        self.updates: tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph] | None = None
         self.steps = 0
         self.halves = False  # micro-batches, since memory ran out
         for weight in derived:
@@ -120,10 +121,15 @@ class TrainingStep:
             self._halve()
             for micro_batch in _halved(micro_batches):
                 self._add_gradients(micro_batch)
-        if self.update is None:
-            self._update()
-        else:
-            self.update.replay()
+        chain_rule, update = (
+            (self._chain_rule, self._update)
+            if self.updates is None
+            else [graph.replay for graph in self.updates]
+        )
+        chain_rule()
+        if ranks.world_size() > 1:
+            sum_over_ranks([gradient_of(tensor) for tensor in self.tensors])
+        update()
         self.steps += 1
 
     def state(self, *, optimizer: bool = True) -> dict[str, Tensor]:
@@ -144,7 +150,7 @@ class TrainingStep:
 
     def close(self) -> None:
         """Free gradients and graphs."""
-        self.graphs, self.update = {}, None
+        self.graphs, self.updates = {}, None
         for tensor in (*self.tensors, *(weight.parameter for weight in self.derived)):
             tensor.grad = None
             tensor.requires_grad_(False)
@@ -177,11 +183,11 @@ class TrainingStep:
             static_input.copy_(tensor)
         graph.replay()
 
-    def _update(self) -> None:
+    def _chain_rule(self) -> None:
         for weight in self.derived:
             weight.backward()
-        if ranks.world_size() > 1:
-            sum_over_ranks([gradient_of(tensor) for tensor in self.tensors])
+
+    def _update(self) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=not self.captures)
         for weight in self.derived:
@@ -192,7 +198,7 @@ class TrainingStep:
                 weight.parameter.grad = None
 
     def _capture(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Capture the gradients of one micro-batch of each shape, and the update; capturing computes nothing."""
+        """Capture the gradients of each shape of micro-batch, the chain rule and the update; capturing computes nothing."""
         pool = torch.cuda.graph_pool_handle()
         try:
             for micro_batch in micro_batches:
@@ -202,18 +208,18 @@ class TrainingStep:
                 with torch.cuda.graph(graph, pool=pool):
                     self.loss(*static_inputs).backward()
                 self.graphs[_shapes(micro_batch)] = graph, static_inputs
-            update = None
-            if ranks.world_size() == 1:
-                update = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(update, pool=pool):
-                    self._update()
+            chain_rule, update = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+            with torch.cuda.graph(chain_rule, pool=pool):
+                self._chain_rule()
+            with torch.cuda.graph(update, pool=pool):
+                self._update()
         except RuntimeError as error:
             self.graphs = {}
             logger.warning(
                 "a step of training cannot be captured as a CUDA graph, so it runs without: %s", error
             )
         else:
-            self.update = update
+            self.updates = chain_rule, update
 
 
 def state_of(

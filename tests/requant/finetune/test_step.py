@@ -1,10 +1,15 @@
 """A step of training: Adam as torch has it, over the parts of a batch; captured, the same step."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
-from requant.finetune.step import ReparametrizedWeight, TrainableTensor, TrainingStep
+from requant.finetune.step import ReparametrizedWeight, TrainableTensor, TrainingStep, gradient_of
+
+from ..inference.fake_cuda_graphs import FakeGraph, install
 
 
 def problem(device: str = "cpu"):
@@ -98,6 +103,75 @@ def test_gradients_go_through_a_derived_parameter_as_through_its_formula() -> No
     assert not matrix.parameter.requires_grad and matrix.parameter.grad is None
 
 
+class Descent:
+    """Plain gradient descent of tensors' operations alone, which `FakeGraph` can note; Adam's captured form needs a GPU."""
+
+    def __init__(self, groups: list[dict[str, Any]], captures: bool) -> None:
+        self.param_groups, self.state = groups, {}
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            group["params"][0].sub_(group["params"][0].grad * group["lr"])
+
+    def zero_grad(self, *, set_to_none: bool) -> None:
+        for group in self.param_groups:
+            group["params"][0].grad.zero_()
+
+
+def without_effect(step: TrainingStep, capture: Callable[[Any], None]) -> Callable[[Any], None]:
+    """A GPU computes nothing while it captures, `FakeGraph` does: what that changed is put back."""
+
+    def captured(micro_batches: Any) -> None:
+        tensors = [*step.tensors, *(weight.parameter for weight in step.derived)]
+        changed = [each for tensor in tensors for each in (tensor, gradient_of(tensor))]
+        before = [each.detach().clone() for each in changed]
+        capture(micro_batches)
+        with torch.no_grad():
+            for each, value in zip(changed, before, strict=True):
+                each.copy_(value)
+
+    return captured
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_captured_gradients_are_summed_over_ranks_before_the_update(
+    monkeypatch: pytest.MonkeyPatch, processes: int
+) -> None:
+    """As in an eager step, with the chain rule and the update in two graphs; the other rank has the same gradients."""
+    sums: list[int] = []
+
+    def doubled(gradients: list[torch.Tensor]) -> None:
+        sums.append(len(gradients))
+        for gradient in gradients:
+            gradient.mul_(2)
+
+    monkeypatch.setattr("requant.finetune.step.ranks.world_size", lambda: processes)
+    monkeypatch.setattr("requant.finetune.step.sum_over_ranks", doubled)
+    found = []
+    for captures in (False, True):
+        trainables, parts, matrix, loss = derived_problem()
+        with monkeypatch.context() as patch:
+            install(patch)
+            step = TrainingStep(
+                loss, [TrainableTensor(tensor=t, lr=0.1) for t in trainables], [matrix], Descent
+            )
+            step.captures = captures
+            monkeypatch.setattr(step, "_capture", without_effect(step, step._capture))
+            for index, group in enumerate(step.optimizer.param_groups):
+                group["lr"] = step.lrs[index]
+            for index in range(6):
+                torch.mul(step.full_lrs, 1 - index / 10, out=step.lrs)
+                monkeypatch.setattr(step, "_set_lrs", lambda _: None)
+                step([(part.roll(index, 0),) for part in parts], 1.0)
+            assert [graph.replays for graph in FakeGraph.made] == ([6, 3, 3] if captures else [])
+            step.close()
+        found.append([leaf.detach().clone() for leaf in trainables])
+    assert sums == [2] * (12 if processes > 1 else 0)
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.gpu
 def test_captured_it_does_the_same() -> None:
     found = []
@@ -116,7 +190,7 @@ def test_captured_it_does_the_same() -> None:
             )
         for index in range(8):
             step([(part.roll(index, 0),) for part in parts], 1 - index / 10)
-        assert (step.update is not None) == captures and len(step.graphs) == 2 * captures
+        assert (step.updates is not None) == captures and len(step.graphs) == 2 * captures
         step.close()
         found.append([leaf.detach().clone() for leaf in trainables])
     for one, other in zip(*found, strict=True):

@@ -32,6 +32,7 @@ class FakeGraph:
         self.replays = 0
         FakeGraph.made.append(self)
 
+    @torch.no_grad()
     def replay(self) -> None:
         self.replays += 1
         for call in self.calls:
