@@ -4,7 +4,8 @@
 
 A row is NAME:BITS[:SEED] with a name of PLANS; without `--rows` all of CURVE, ABLATION and PEERS_THAT_TRAIN run. Rows are
 added to `quality-MODEL.json`, where one of the same name, bits and seed gives way. `--rows file:2 --rows file:3
---rows file:4` is the whole file: embedding and head at their default bits, `file_bytes` beside the KL. Mixtures of experts
+--rows file:4` is the whole file: embedding and head at their default bits, `file_bytes` beside the KL; `--rows size:12.6`
+is a file of at most 12.6 MB, split between them and the matrices by the budget. Mixtures of experts
 are models like others: `--model ../shared/models/moe-31m --rows codes:2 --rows best:2`. `--part N` writes
 `quality-MODEL-partN.json` instead, for machines side by side; `--merge` joins the parts. Rows of peers that train are made
 here, by `block_training.py`; those of untrained ones are in `peers.json`.
@@ -78,6 +79,7 @@ class Plan:
     make: Callable[[RunContext], Weights] | None = None  # in place of the mode's codes
     peer: str | None = None  # its name, where the row is a peer's
     own_windows: int = 0  # of text that the model writes, to train on beside the real ones
+    by_size: bool = False  # `bits` is the size of the whole file in MB, which the budget splits
 
 
 def _qtip(peer: str, label: str, code: str, **changes: Any) -> Plan:
@@ -133,6 +135,17 @@ PLANS: dict[str, Plan] = {
     "weighted": Plan(label="best, losses weighted by round as at 2 bits", first_round_weight=FIRST_WEIGHT),
     "file": Plan(
         label="best, embedding and head by default", head_bits=None, code=None, first_round_weight=None
+    ),
+    "size": Plan(
+        label="best, the best split of the file", by_size=True, head_bits=None, first_round_weight=None
+    ),
+    "size-codes": Plan(
+        label="trellis codes, the best split of the file",
+        mode="dense",
+        finetune=Finetune(),
+        statistics=1,
+        by_size=True,
+        head_bits=None,
     ),
     "file-codes": Plan(
         label="trellis codes, embedding and head by default",
@@ -256,7 +269,8 @@ def measure(study: Study, name: str, bits: float, seed: int) -> dict[str, Any]:
         options={"bits": whole, **trellis, **plan.options},
         mode=plan.mode,
         budget=Budget(
-            bits=None if plan.one_width else bits,
+            bits=None if plan.one_width or plan.by_size else bits,
+            size=round(1e6 * bits) if plan.by_size else None,
             quarters=plan.quarters,
             predictor=plan.predictor,
             first_round_weight=plan.first_round_weight,
