@@ -4,6 +4,9 @@
             fewest bits that add at most EMBEDDING_AND_HEAD_LOSS to the predicted loss
     size    the weight files whole: matrices, embedding, head, norms, headers, split by the same knapsack
 
+By the bytes of the file embedding and head are seldom worth the bits that lose 1 %: a byte there saves less than a byte of
+the matrices. `bits` promises what the matrices take, so that split is not taken, but said (`Allocation.best_split`).
+
 Bytes are exact, since they follow from the shapes (`packed_spec`); only for a sparse part an upper bound is reserved, with
 its counts per tile. `predictors.py` predicts the loss at each bit width, `knapsack.py` minimizes their sum, in mode `best`
 weighted by round. A run without a budget gives every matrix codes of the recipe's bits (`quantizer.bits`), and what is
@@ -40,7 +43,7 @@ from requant.models.targets import QuantTarget
 from requant.quantizers.method import Bits
 from requant.quantizers.registry import METHODS, find_method
 from requant.recipe.schema import Recipe
-from requant.run.context import Allocation, RunContext
+from requant.run.context import Allocation, RunContext, Split
 from requant.run.rounds import first_round_weight, round_weights
 from requant.run.workspace import digest
 
@@ -48,6 +51,7 @@ __all__ = ["TOLERANCE", "Allocation", "allocate_bits", "packed_spec", "with_allo
 MAX_BITS_WITH_OUTLIERS = 4  # finer codes leave outliers too little to save
 # of the matrices' predicted loss: what embedding and head may add where `bits` leaves them free
 EMBEDDING_AND_HEAD_LOSS = 0.01
+CLEARLY_LESS = 0.9  # of the predicted loss: what another split of the file has to reach to be worth a line
 RESIDUAL_BYTES = {"float16": 3, "int8": 2}  # a value, and its index in a tile of 256 columns
 
 
@@ -96,6 +100,11 @@ def allocate_bits(run: RunContext) -> Allocation:
         limit = EMBEDDING_AND_HEAD_LOSS * choice.loss / len(part_bits)
         chosen = {role: fewest_bits(losses[role], limit) for role in part_bits}
         added = math.fsum(losses[role][bits] for role, bits in chosen.items())
+    best_split = None
+    if target_bits is not None and any(len(found) > 1 for found in part_bits.values()):
+        best_split = _best_split(run, embedding_and_head, options, losses, chosen, budget=budget, fixed=fixed)
+        if best_split.predicted > CLEARLY_LESS * (choice.loss + added):
+            best_split = None
     allocation = Allocation(
         bits={target.name: choice.options[target.name].bits for target in run.targets},
         outlier_fractions={
@@ -113,11 +122,46 @@ def allocate_bits(run: RunContext) -> Allocation:
         },
         embedding_bits=int(chosen["embedding"]),
         head_bits=int(chosen.get("head", chosen["embedding"])),
+        best_split=best_split,
     )
     # of several processes all decide alike: losses that each computed by itself may differ in the last bit
     decided, _ = ranks.shared(dataclasses.asdict(allocation), {})
     loss_curve = {int(size): loss for size, loss in decided["loss_curve"].items()}  # keys of JSON are strings
-    return Allocation(**(decided | {"loss_curve": loss_curve}))
+    split = None if decided["best_split"] is None else Split(**decided["best_split"])
+    return Allocation(**(decided | {"loss_curve": loss_curve, "best_split": split}))
+
+
+def _best_split(
+    run: RunContext,
+    embedding_and_head: EmbeddingAndHead,
+    options: Mapping[str, Sequence[Option]],
+    losses: Mapping[str, Mapping[Bits, float]],
+    chosen: Mapping[str, Bits],
+    *,
+    budget: int,
+    fixed: int,
+) -> Split:
+    """The choice of least predicted loss in a file as large as that of `budget` bytes for the matrices, of which `fixed` are
+    spent, with embedding and head at the `chosen` bits."""
+    sizes = {
+        role: part_sizes(run.model, run.source, part, [int(bits) for bits in losses[role]])
+        for role, part in embedding_and_head.parts.items()
+    }
+    shared = budget - fixed + sum(sizes[role][int(bits)] for role, bits in chosen.items())
+    tables = {
+        role: [Option(bits=bits, bytes=size, loss=losses[role][bits]) for bits, size in found.items()]
+        for role, found in sizes.items()
+    }
+    choice = allocate({**options, **tables}, shared)
+    taken = fixed + sum(choice.options[target.name].bytes for target in run.targets)
+    embedding = int(choice.options["embedding"].bits)
+    return Split(
+        size=shared + fixed + overhead_bytes(run, embedding_and_head),
+        predicted=choice.loss,
+        bits=8 * taken / run.total_weights,
+        embedding_bits=embedding,
+        head_bits=int(choice.options["head"].bits) if "head" in tables else embedding,
+    )
 
 
 def fewest_bits(losses: Mapping[Bits, float], limit: float) -> Bits:

@@ -138,6 +138,10 @@ class Plan:
             lines.append(f"  embedding at {found.embedding_bits} bits, head at {found.head_bits}")
         if found.predicted is not None:
             lines.append(f"predicted loss  {found.predicted:.4f} nats a token, by {found.predictor}")
+            if (split := found.best_split) is not None:
+                lines.append(
+                    f"  a file as large, --size {split.size}, would lose {split.predicted:.4f}: {split}"
+                )
             lines += [
                 f"  {size:,} bytes would lose {loss:.4f}" for size, loss in sorted(found.loss_curve.items())
             ]

@@ -22,6 +22,7 @@ from requant.report.pages import (
     one_line,
 )
 from requant.report.plots import alternatives_plot, plot_width, sensitivity_plot
+from requant.run.context import Split
 
 __all__ = [
     "CalibrationText",
@@ -76,6 +77,7 @@ class BudgetSummary:
     loss_curve: Mapping[int, float]  # bytes of other budgets -> predicted loss
     embedding_bits: int
     head_bits: int
+    best_split: Split | None = None  # of a file as large
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,7 @@ from requant.report.report import (
     RunSummary,
 )
 from requant.report.verdicts import verdicts
+from requant.run.context import Split
 from requant.version import VERSION
 
 
@@ -140,6 +141,7 @@ def _budget_numbers(summary: RunSummary, budget: BudgetSummary) -> dict[str, Any
         "written": budget.written,
         "predicted_loss": budget.predicted,
         "measured_loss": measured,
+        "best_split": None if budget.best_split is None else dataclasses.asdict(budget.best_split),
     }
 
 
@@ -188,6 +190,11 @@ def _budget_rows(budget: Mapping[str, Any] | None) -> list[tuple[str, object, ob
                 f"{budget['measured_loss']:.4f}",
             )
         )
+    if budget["best_split"] is not None:
+        split = Split(**budget["best_split"])
+        rows.append(
+            (f"loss predicted for a file as large, --size {split.size}", f"{split.predicted:.4f}", str(split))
+        )
     return rows
 
 
@@ -208,6 +215,7 @@ def _budget_line(
         loss_curve=allocation.loss_curve,
         embedding_bits=allocation.embedding_bits,
         head_bits=allocation.head_bits,
+        best_split=allocation.best_split,
     )
 
 

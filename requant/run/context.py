@@ -32,6 +32,20 @@ Weights = dict[str, QuantizedWeight]
 
 
 @dataclass(frozen=True, kw_only=True)
+class Split:
+    """Another way to spend the bytes of a file on matrices and on embedding and head, as `--size` would."""
+
+    size: int  # of the weight files, bytes
+    predicted: float  # nats a token
+    bits: float  # a weight of the matrices, everything stored counted
+    embedding_bits: int
+    head_bits: int
+
+    def __str__(self) -> str:
+        return f"embedding at {self.embedding_bits} bits, matrices at {self.bits:.2f}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Allocation:
     """What was decided for a run (`allocation/budget.py`): bits of every matrix, and what they are expected to cost."""
 
@@ -44,6 +58,7 @@ class Allocation:
     embedding_bits: int = 16
     head_bits: int = 16
     outlier_fractions: dict[str, float] = field(default_factory=dict)  # of matrices that have outliers
+    best_split: Split | None = None  # of the same file, where it is predicted to lose clearly less
 
     @property
     def unspent(self) -> float:

@@ -182,6 +182,41 @@ def test_embedding_and_head_have_the_fewest_bits_that_add_little(
     assert found.predicted == pytest.approx(kept.predicted + added) and added > 0
 
 
+@pytest.mark.parametrize("name", ["llama", "llama-tied"])
+def test_the_split_of_a_file_as_large_is_what_its_size_gives(
+    tiny_folder, tiny_text_file: Path, tmp_path: Path, name: str
+) -> None:
+    """`--size` with the number that `--bits` names makes the choice that was named."""
+    folder = tiny_folder(name)
+    by_bits = requant.quantize(str(folder), recipe_of(budget=Budget(bits=3.5)), tiny_text_file)
+    file = sum(each.stat().st_size for each in requant.save(by_bits, tmp_path / "o").glob("*.safetensors"))
+    assert by_bits.allocation is not None and by_bits.allocation.predicted is not None
+    split = by_bits.allocation.best_split
+    assert split is not None and split.predicted < 0.9 * by_bits.allocation.predicted
+    assert split.embedding_bits < by_bits.allocation.embedding_bits and split.bits > 3.5
+    assert file <= split.size <= 1.01 * file + 4096  # the longest header, and what --bits leaves unspent
+    run = started(folder, tiny_text_file, recipe_of(budget=Budget(size=split.size)))
+    found = allocate_bits(run)
+    assert found.predicted == pytest.approx(split.predicted, rel=1e-6) and found.best_split is None
+    assert (found.embedding_bits, found.head_bits) == (split.embedding_bits, split.head_bits)
+    stored = sum(packed_spec(run.recipe, t.shape, found.bits[t.name]).bytes for t in run.targets)
+    assert 8 * stored / run.total_weights == pytest.approx(split.bits)
+
+
+def test_no_split_is_named_where_there_is_no_choice(tiny_folder, tiny_text_file: Path) -> None:
+    """Or where it would hardly lose less."""
+    fixed = started(
+        tiny_folder("llama"),
+        tiny_text_file,
+        recipe_of(budget=Budget(bits=3.5, head_bits=8, embedding_bits=8)),
+    )
+    assert allocate_bits(fixed).best_split is None
+    free = started(tiny_folder("llama"), tiny_text_file, recipe_of(budget=Budget(bits=3.5)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("requant.allocation.budget.CLEARLY_LESS", 0.0)
+        assert allocate_bits(free).best_split is None
+
+
 def test_an_allocation_is_made_once(tiny_folder, tiny_text_file: Path) -> None:
     run = started(tiny_folder("llama"), tiny_text_file, recipe_of(budget=Budget(bits=4.0)))
     decided = with_allocation(run, allocate_bits(run))
@@ -238,11 +273,20 @@ def test_the_dry_run_shows_the_allocation(cli, tiny_folder, tiny_text_file: Path
     assert (
         "unspent)" in out and "predicted loss" in out and "by curvature" in out and "bytes would lose" in out
     )
+    assert "  a file as large, --size " in out and " bits, matrices at " in out
     assert sum(line.startswith(("  q_proj", "  down_proj")) for line in out.splitlines()) == 2
     assert not Path("out").exists()
     code, out, _ = cli(*arguments, "--dry-run", "--json")
     plan = json.loads(out)
-    assert cli(*arguments)[0] == 0
+    split = plan["allocation"]["best_split"]
+    code, out, _ = cli(*arguments)
+    assert code == 0
+    assert f"loss predicted for a file as large, --size {split['size']}" in out
+    assert f"{split['predicted']:.4f}" in out
+    assert f"embedding at {split['embedding_bits']} bits, matrices at {split['bits']:.2f}" in out
+    page = Path("out/report.html").read_text(encoding="utf-8")
+    assert f"--size {split['size']}</code>" in page
+    assert json.loads(Path("out/report.json").read_text())["budget"]["best_split"] == split
     table = byte_table("out")
     assert plan["allocation"]["bits"] == {name: m.spec.bits for name, m in table.matrices.items()}
     assert plan["allocation"]["bytes"] == sum(matrix.bytes for matrix in table.matrices.values())
