@@ -33,7 +33,7 @@ def sum_over_ranks(tensors: Sequence[Tensor]) -> None:
         parts = torch.empty_like(flat)
         with ranks.communicating():
             dist.all_to_all_single(parts, flat)
-            dist.all_gather_into_tensor(flat, _sum_of_rows(parts.view(count, -1)))
+            dist.all_gather(list(flat.view(count, -1)), _sum_of_rows(parts.view(count, -1)))
         start = 0
         for piece in pieces:
             piece.copy_(flat[start : start + piece.numel()])
@@ -74,7 +74,7 @@ class Part:
         elements = self.elements if dtype is None else self.elements.to(dtype)
         found = elements.new_empty(ranks.world_size(), elements.numel())
         with ranks.communicating():
-            dist.all_gather_into_tensor(found.view(-1), elements)
+            dist.all_gather(list(found), elements)
         return found.view(-1)[: self.shape.numel()].view(self.shape)
 
 
