@@ -10,6 +10,7 @@ from eval.markdown import markdown, peers, read
 Row = Mapping[str, Any]
 UNTRAINED = "QTIP-3INST"  # the best of `peers.json` at 2, 3 and 4 bits
 # mode `best` of before, newest first: fewer steps, statistics of inputs in a pass of their own, hidden states not matched
+BY_SIZE = ("size", "size-codes")  # rows whose `bits` are megabytes of the file
 EARLIER = ("300-steps", "two-passes", "no-hidden")
 PHASES = {
     "qtip": 4,
@@ -184,9 +185,10 @@ def demo_ablation_table(results: Path) -> str:
 
 
 def best_ablation_table(results: Path, model: str = "bench-32m") -> str:
-    """KL of mode `best` with one part left out or changed, by budget; real bits where they are not the budget's."""
+    """KL of mode `best` with one part left out or changed, by `--bits`; real bits where they are not the budget's."""
     every = read(results, f"quality-{model}").get("rows", [])
-    found = [row for row in every if row["seed"] == 0 and "peer" not in row]
+    by_bits = [row for row in every if row["name"] not in BY_SIZE]
+    found = [row for row in by_bits if row["seed"] == 0 and "peer" not in row]
     studied = {row["bits"] for row in found if row["name"] not in ("best", *EARLIER, "short", "codes")}
     budgets = sorted(studied or {row["bits"] for row in found})
     labels = {row["name"]: row["label"] for row in found}

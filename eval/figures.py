@@ -183,7 +183,7 @@ def draw_pareto(points: Points, figure: Figure) -> None:
     """The front of each program is a line, which joins its files that no other of its own dominates."""
     axes = figure.add_subplot()
     for program, marker, color in ((PEER, "x", GREY), (OURS, "o", MARKERS["pqi"][2])):
-        rows = sorted(points[program], key=lambda row: row["megabytes"])
+        rows = sorted(points[program], key=lambda row: (row["megabytes"], row["kl"]))
         front = [row for i, row in enumerate(rows) if row["kl"] < min([r["kl"] for r in rows[:i]], default=9)]
         axes.plot(
             [row["megabytes"] for row in rows],
@@ -197,12 +197,12 @@ def draw_pareto(points: Points, figure: Figure) -> None:
         )
         for row in rows:
             speed = "" if row["tokens_per_s"] is None else f"\n{row['tokens_per_s']:.0f} tokens/s at 8B"
-            below = program == OURS
+            below = program == OURS and row in front
             axes.annotate(row["label"] + speed, (row["megabytes"], row["kl"]), xytext=(0, -6 if below else 5),
                           textcoords="offset points", fontsize=7, color=color, va="top" if below else "bottom",
-                          ha="right" if below else "left")  # fmt: skip
+                          ha="right" if program == OURS else "left")  # fmt: skip
     axes.set_yscale("log")
-    axes.set_xlim(9.5, 30)
+    axes.set_xlim(7, 30)
     axes.set_ylim(1e-3, 3)
     axes.set_xlabel("file of bench-32m, MB (64 at 16 bits)")
     axes.set_ylabel("KL to the original, nats")

@@ -1,8 +1,9 @@
 """Three axes at once: bytes of the file, KL to the original, and tokens a second; ours beside llama.cpp's types.
 
 Files are of bench-32m, embedding and head quantized as each program does by default (`eval.quality --rows file:2 ...`; the
-peers' are in `peers.json`). Tokens a second are of one sequence of the 8B shape in the same format
-(`eval/end_to_end.py`); where they were not measured, the picture has none. `python -m eval.figures` draws it.
+peers' are in `peers.json`), or by the best split of a size (`--rows size:12.6`, without training `size-codes:12.6`). Tokens
+a second are of one sequence of the 8B shape in the same format (`eval/end_to_end.py`); where they were not measured, the
+picture has none. `python -m eval.figures` draws it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,8 @@ from typing import Any
 from eval.markdown import markdown, peers, read
 
 OURS, PEER = "requant", "llama.cpp"
+# row -> how a user asks for the file; of a size `bits` are megabytes
+NAMES = {"file": "--bits {:g}", "size": "--size {:.2f}MB", "size-codes": "--size {:.2f}MB, not trained"}
 LARGER = 1.1  # a peer's file may be so many times as large
 
 
@@ -39,7 +42,7 @@ def files(results: Path) -> list[File]:
     ours = [
         File(
             program=OURS,
-            label=f"--bits {row['bits']:g}",
+            label=NAMES[row["name"]].format(row["bits"]),
             megabytes=round(row["file_bytes"] / 1e6, 2),
             kl=round(row["kl"], 4),
             tokens_per_s=speed(results, row["bits"], row["recipe"]["quantizer"]["code"]),
@@ -53,10 +56,11 @@ def files(results: Path) -> list[File]:
 
 
 def measured(results: Path) -> list[dict[str, Any]]:
-    """Rows of the whole file, first seed."""
+    """Rows of the whole file, first seed; by size, and of one size by KL, the worst first."""
     rows = read(results, "quality-bench-32m").get("rows", [])
     return sorted(
-        (row for row in rows if row["name"] == "file" and row["seed"] == 0), key=lambda row: row["bits"]
+        (row for row in rows if row["name"] in NAMES and row["seed"] == 0),
+        key=lambda row: (round(row["file_bytes"] / 1e6, 2), -row["kl"]),
     )
 
 
@@ -90,7 +94,7 @@ def files_table(results: Path) -> str:
         peer = min(near, key=lambda file: file.kl)
         lines.append(
             [
-                f"`{ours.label}`",
+                "`{}`{}{}".format(*ours.label.partition(",")),
                 f"{ours.megabytes:.1f} MB",
                 f"{row['bits_per_weight']:.3f}",
                 f"{row['perplexity']:.2f}",

@@ -67,8 +67,8 @@ def render(text: str, results: Path = RESULTS) -> str:
 
 
 def demo_table(results: Path) -> str:
-    """What the first command prints last."""
-    rows = read(results, "demo").get("rows", [])
+    """What the first command prints last, but for the paths."""
+    rows = [row for row in read(results, "demo").get("rows", []) if row[""] not in ("checkpoint", "report")]
     return markdown(["", "before", "after"], [[row[""], row["before"], row["after"]] for row in rows])
 
 
