@@ -9,8 +9,8 @@ from eval.markdown import markdown, peers, read
 
 Row = Mapping[str, Any]
 UNTRAINED = "QTIP-3INST"  # the best of `peers.json` at 2, 3 and 4 bits
-# mode `best` of before, newest first: fewer steps, statistics of inputs in a pass of their own, hidden states not matched
 BY_SIZE = ("size", "size-codes")  # rows whose `bits` are megabytes of the file
+# mode `best` of before, newest first: fewer steps, statistics of inputs in a pass of their own, hidden states not matched
 EARLIER = ("300-steps", "two-passes", "no-hidden")
 PHASES = {
     "qtip": 4,

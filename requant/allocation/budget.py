@@ -142,7 +142,10 @@ def _best_split(
     fixed: int,
 ) -> Split:
     """The choice of least predicted loss in a file as large as that of `budget` bytes for the matrices, of which `fixed` are
-    spent, with embedding and head at the `chosen` bits."""
+    spent, with embedding and head at the `chosen` bits.
+
+    By the recipe's code: where that is `pair`, `--size` itself takes `mul1`, and loses a little less than predicted.
+    """
     sizes = {
         role: part_sizes(run.model, run.source, part, [int(bits) for bits in losses[role]])
         for role, part in embedding_and_head.parts.items()

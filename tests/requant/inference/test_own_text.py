@@ -19,9 +19,8 @@ def test_windows_begin_with_real_text_and_go_on_as_the_model_does(tiny_model, mo
     assert (written[:, :PREFIX] == real[torch.arange(10) % 3, :PREFIX]).all()
     assert (written == own_windows(model, real, 10)).all()
     assert (written != own_windows(model, real, 10, seed=1)).any()
-    assert (
-        written[:8] == own_windows(model, real, 8)
-    ).all()  # a batch does not depend on those that others write
+    # a batch does not depend on those that others write
+    assert (written[:8] == own_windows(model, real, 8)).all()
     assert (written[:4] != written[6:]).any()
     with torch.no_grad():  # a model that is nearly certain writes what it is certain of
         model.get_output_embeddings().weight.mul_(1e4)
