@@ -59,9 +59,20 @@ def _or_nothing(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @_compiled(boundscheck=False)
-def _repeat(cost, shift, repeated):
-    """repeated[s] = cost[s >> shift]. Constant trip counts let the compiler store whole vectors."""
-    if shift == 1:
+def _repeat(cost, shift, few, repeated):
+    """repeated[s] = cost[s >> shift]. Constant trip counts let the compiler store whole vectors: up to eight at once, so
+    that longer runs are made of the shorter ones in `few`, in a third of the time that sixteen at once take."""
+    if shift > 3:
+        times = 1 << (shift - 3)
+        for j in range(cost.shape[0]):
+            value = cost[j]
+            for i in range(times):
+                few[times * j + i] = value
+        for j in range(times * cost.shape[0]):
+            value = few[j]
+            for i in range(8):
+                repeated[8 * j + i] = value
+    elif shift == 1:
         for j in range(cost.shape[0]):
             value = cost[j]
             repeated[2 * j] = value
@@ -71,23 +82,11 @@ def _repeat(cost, shift, repeated):
             value = cost[j]
             for i in range(4):
                 repeated[4 * j + i] = value
-    elif shift == 3:
+    else:
         for j in range(cost.shape[0]):
             value = cost[j]
             for i in range(8):
                 repeated[8 * j + i] = value
-    elif shift == 4:
-        for j in range(cost.shape[0]):
-            value = cost[j]
-            for i in range(16):
-                repeated[16 * j + i] = value
-    else:
-        for j in range(cost.shape[0]):
-            value = cost[j]
-            for i in range(1 << (shift - 5)):
-                start = (j << shift) + 32 * i
-                for k in range(32):
-                    repeated[start + k] = value
 
 
 @_compiled(boundscheck=False)
@@ -111,14 +110,14 @@ def _smaller(distance, weight, values, cost, new_cost):
 
 
 @_compiled(boundscheck=False)
-def _relax(distance, weight, values, cost, shift, repeated, new_cost):
+def _relax(distance, weight, values, cost, shift, few, repeated, new_cost):
     """new_cost[u] = min of distance[s] + weight * values[s] + cost[s >> shift] over the states s that end in u."""
     width = new_cost.shape[0]
     size = min(width, repeated.shape[0])
     for u in range(0, width, size):
         for start in range(u, distance.shape[0], width):
             stop = start + size
-            _repeat(cost[start >> shift : stop >> shift], shift, repeated)
+            _repeat(cost[start >> shift : stop >> shift], shift, few, repeated)
             if start == u:
                 _first(distance[start:stop], weight, values[start:stop], repeated, new_cost[u : u + size])
             else:
@@ -126,7 +125,7 @@ def _relax(distance, weight, values, cost, shift, repeated, new_cost):
 
 
 @_compiled(boundscheck=False)
-def _search(target, values, squares, shifts, pinned, costs, repeated, distance, states):
+def _search(target, values, squares, shifts, pinned, costs, few, repeated, distance, states):
     """One sequence: costs of all steps forward, then the path backward. `pinned` -1: free ends."""
     steps, vector = target.shape
     num_states, period = squares.shape[0], shifts.shape[0]
@@ -143,7 +142,14 @@ def _search(target, values, squares, shifts, pinned, costs, repeated, distance, 
             base = distance
         weight = np.float32(-2.0) * target[t, 0]
         _relax(
-            base, weight, values[0], costs[t, : num_states >> shift], shift, repeated, costs[t + 1, :width]
+            base,
+            weight,
+            values[0],
+            costs[t, : num_states >> shift],
+            shift,
+            few,
+            repeated,
+            costs[t + 1, :width],
         )
     u = pinned if pinned >= 0 else np.argmin(costs[steps, : num_states >> shifts[steps % period]])
     for t in range(steps - 1, -1, -1):
@@ -163,9 +169,10 @@ def _search(target, values, squares, shifts, pinned, costs, repeated, distance, 
 def _search_batch(targets, values, squares, shifts, pinned, states):
     num_states = squares.shape[0]
     costs = np.empty((targets.shape[1] + 1, num_states >> shifts.min()), np.float32)
-    repeated, distance = np.empty(CHUNK, np.float32), np.empty(num_states, np.float32)
+    few, repeated = np.empty(CHUNK // 8, np.float32), np.empty(CHUNK, np.float32)
+    distance = np.empty(num_states, np.float32)
     for i in range(targets.shape[0]):
-        _search(targets[i], values, squares, shifts, pinned[i], costs, repeated, distance, states[i])
+        _search(targets[i], values, squares, shifts, pinned[i], costs, few, repeated, distance, states[i])
 
 
 def viterbi_paths(
