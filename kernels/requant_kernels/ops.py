@@ -110,14 +110,43 @@ def products(
     ]
 
 
-def lookup(tokens: Int[Tensor, "*m"], layout: GridLayout, dtype: torch.dtype) -> Float[Tensor, "*m k"]:
-    """Rows `tokens` of a grid without residuals: an embedding. On a GPU a token that is none gets row 0, unchecked."""
-    if layout.sparse is not None:
-        raise ValueError("rows are looked up in a grid without residuals: pack it without")
-    own = (layout.packed_codes, layout.scales, layout.zero_points, layout.column_scales)
-    sizes = (layout.n, layout.k, layout.bits, layout.group_size, layout.kernel_group)
-    rows = torch.ops.requant.lookup(tokens.reshape(-1), dtype, *own, *sizes)
+def lookup(
+    tokens: Int[Tensor, "*m"], layout: GridLayout | TrellisLayout, dtype: torch.dtype
+) -> Float[Tensor, "*m k"]:
+    """Rows `tokens` of a grid or trellis without residuals, whose output is not rotated: an embedding.
+
+    On a GPU a token that is none gets row 0, unchecked. Raises ValueError for a matrix in which no rows can be looked up.
+    """
+    refusal = lookup_refusal(layout)
+    if refusal is not None:
+        raise ValueError(refusal)
+    flat = tokens.reshape(-1)
+    if isinstance(layout, TrellisLayout):
+        rows = torch.ops.requant.trellis_lookup(
+            flat, dtype, layout.packed_codes, layout.input_scales, layout.output_scales, layout.k, layout.bits,
+            layout.code,
+        )  # fmt: skip
+    else:
+        own = (layout.packed_codes, layout.scales, layout.zero_points, layout.column_scales)
+        sizes = (layout.n, layout.k, layout.bits, layout.group_size, layout.kernel_group)
+        rows = torch.ops.requant.lookup(flat, dtype, *own, *sizes)
     return rows.view(*tokens.shape, layout.k)
+
+
+def lookup_refusal(layout: Layout | TrellisLayout) -> str | None:
+    """Why no rows can be looked up in a matrix, with the remedy; None where they can."""
+    if isinstance(layout, CodebookLayout):
+        return "rows are looked up in a grid or a trellis, not in a codebook: quantize the matrix to one"
+    trellis = isinstance(layout, TrellisLayout)
+    if layout.sparse is not None:
+        kind = "trellis" if trellis else "grid"
+        return f"rows are looked up in a {kind} without residuals: pack it without"
+    if trellis and (layout.rotates_output or layout.parts):
+        return (
+            "rows are looked up in a trellis whose output is not rotated, and which is not joined of parts: quantize the "
+            "matrix without the rotation of its output, and pack it alone"
+        )
+    return None
 
 
 def rotate(
@@ -309,12 +338,36 @@ def _lookup(
         return torch_fallback.lookup(tokens, layout, dtype)
     from requant_kernels.scalar.embedding import lookup as lookup_cuda
 
-    return lookup_cuda(tokens, layout, dtype)
+    return lookup_cuda(tokens.contiguous(), layout, dtype)
 
 
 @_lookup.register_fake
 def _(tokens: Tensor, dtype: torch.dtype, packed_codes: Tensor, *rest: Any) -> Tensor:
     return packed_codes.new_empty(tokens.shape[0], rest[-4], dtype=dtype)
+
+
+@torch.library.custom_op("requant::trellis_lookup", mutates_args=())
+def _trellis_lookup(
+    tokens: Tensor, dtype: torch.dtype, packed_codes: Tensor, input_scales: Tensor | None, output_scales: Tensor, k: int,
+    bits: float, code: str,
+) -> Tensor:  # fmt: skip
+    layout = TrellisLayout(
+        packed_codes=packed_codes, input_scales=input_scales, output_scales=output_scales, n=len(output_scales), k=k,
+        bits=bits, code=code, rotates_output=False,
+    )  # fmt: skip
+    if not packed_codes.is_cuda or len(tokens) == 0:
+        return torch_fallback.lookup(tokens, layout, dtype)
+    from requant_kernels.trellis.lookup import lookup as lookup_cuda
+
+    return lookup_cuda(tokens.contiguous(), layout, dtype)
+
+
+@_trellis_lookup.register_fake
+def _(
+    tokens: Tensor, dtype: torch.dtype, packed_codes: Tensor, input_scales: Tensor | None, output_scales: Tensor, k: int,
+    *rest: Any,
+) -> Tensor:  # fmt: skip
+    return packed_codes.new_empty(tokens.shape[0], k, dtype=dtype)
 
 
 @torch.library.custom_op("requant::rotate", mutates_args=())

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from requant_kernels import GridLayout, Layout, TrellisLayout
-from requant_kernels.ops import OPERANDS, TRELLIS_OPERANDS, flatten, multiply, unflatten
+from requant_kernels import Layout, TrellisLayout
+from requant_kernels.ops import OPERANDS, TRELLIS_OPERANDS, flatten, lookup_refusal, multiply, unflatten
 from torch import Tensor, nn
 
 from requant.formats.quantized_weight import QuantizedWeight, join_key, join_rows
@@ -45,6 +45,7 @@ class KernelLinear(nn.Module):
     def __init__(self, layout: Layout | TrellisLayout, bias: Tensor | None = None) -> None:
         super().__init__()
         self.trellis = isinstance(layout, TrellisLayout)
+        self.lookup_refusal = lookup_refusal(layout)
         self.in_features, self.out_features = layout.k, layout.n
         for name, operand in zip(self.names, flatten(layout), strict=True):
             if isinstance(operand, Tensor):
@@ -76,11 +77,22 @@ class KernelLinear(nn.Module):
         return y.view(*x.shape[:-1], self.out_features)
 
     def rows(self, tokens: Int[Tensor, "*m"], dtype: torch.dtype) -> Float[Tensor, "*m k"]:
-        """Rows of a grid without residuals, as an embedding looks them up."""
-        found = torch.ops.requant.lookup(
-            tokens.reshape(-1), dtype, self.packed_codes, self.scales, self.zero_points, self.column_scales,
-            self.n, self.k, self.bits, self.group_size, self.kernel_group,
-        )  # fmt: skip
+        """Rows of a grid or trellis without residuals, whose output is not rotated, as an embedding looks them up.
+
+        Raises ValueError for any other matrix (`lookup_refusal`).
+        """
+        if self.lookup_refusal is not None:
+            raise ValueError(self.lookup_refusal)
+        flat = tokens.reshape(-1)
+        if self.trellis:
+            found = torch.ops.requant.trellis_lookup(
+                flat, dtype, self.packed_codes, self.input_scales, self.output_scales, self.k, self.bits, self.code,
+            )  # fmt: skip
+        else:
+            found = torch.ops.requant.lookup(
+                flat, dtype, self.packed_codes, self.scales, self.zero_points, self.column_scales, self.n, self.k,
+                self.bits, self.group_size, self.kernel_group,
+            )  # fmt: skip
         return found.view(*tokens.shape, self.in_features)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "KernelLinear":
@@ -136,7 +148,7 @@ class Sibling(nn.Module):
 
 
 class KernelEmbedding(nn.Module):
-    """Rows of a packed grid as they are asked for; a tied head's matrix is its own, so memory holds the codes once."""
+    """Rows of a packed grid or trellis as they are asked for; a tied head's matrix is its own, so codes are held once."""
 
     def __init__(self, matrix: KernelLinear, plain: QuantEmbedding, *, tied: bool) -> None:
         super().__init__()
@@ -261,7 +273,7 @@ def _convert_embedding(
             matrix = KernelLinear(kernel_layout(embedding.quantized().to(device)))
         except ValueError:  # its rows are dequantized one by one anyway
             return
-    if isinstance(matrix.layout, GridLayout) and matrix.slice_ptr is None:
+    if matrix.lookup_refusal is None:
         model.set_submodule(name, KernelEmbedding(matrix, embedding, tied=bool(heads)))
 
 

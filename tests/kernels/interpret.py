@@ -20,6 +20,7 @@ from requant_kernels.step.choose import choose_tokens
 from requant_kernels.step.embed import embed
 from requant_kernels.trellis.dequantize import dequantize as dequantize_trellis
 from requant_kernels.trellis.dequantize import matmul as trellis_dense
+from requant_kernels.trellis.lookup import lookup as lookup_trellis
 
 CASES = [
     (Case(format="codebook", bits=3, n=37, k=300, m=1), GemvConfig(num_warps=2)),
@@ -102,6 +103,23 @@ def check_unrotated() -> None:
             want = torch.stack([want[:, ::2] + want[:, 1::2], want[:, ::2] - want[:, 1::2]], -1).flatten(1)
         assert relative_error((q * scales[:, :, 0].double())[:, :200], want) < 5e-5
         assert torch.equal(q.sum(1).float(), scales[:, 0, 1]) and not q[:, 200:].any()
+
+
+def check_rows() -> None:
+    """Rows of a trellis whose output is not rotated, of several columns; a token outside of it gets row 0."""
+    for code, bits, n, k, rotates in selected([
+        ("mul1", 2, 37, 300, True), ("pair", 2, 37, 208, False), ("pair", 2.25, 30, 200, True), ("3inst", 3, 16, 64, True),
+        ("mul1", 3.5, 48, 80, False), ("mul1", 1, 20, 530, True), ("pair", 1.75, 33, 272, True),
+    ]):  # fmt: skip
+        codes, input_scales, output_scales = random_trellis(n, k, bits, "cpu")
+        layout = pack_trellis(
+            codes, input_scales if rotates else None, output_scales, bits=bits, code=code, rotates_output=False,
+        )  # fmt: skip
+        tokens = torch.tensor([n - 1, 0, 15, 7, 8, 7, n, -1], dtype=torch.int32)
+        want = reference.weight(layout)[tokens.where((tokens >= 0) & (tokens < n), 0)]
+        for dtype, limit in ((torch.float32, 1e-6), (torch.float16, 1e-3)):
+            error = relative_error(lookup_trellis(tokens, layout, dtype), want)
+            assert error < limit, f"rows of {code} at {bits} bits are off by {error:.1e}"
 
 
 def check_joined() -> None:
@@ -260,6 +278,7 @@ def main() -> None:
         assert torch.equal(dequantize_trellis(layout, asm=False).double(), reference.trellis_values(layout))
     check_permuted()
     check_unrotated()
+    check_rows()
     check_joined()
 
 

@@ -15,11 +15,13 @@ from requant_kernels.experts.scale import combine_kernel, gate_kernel  # noqa: E
 from requant_kernels.hadamard.tile_kernel import HADAMARD_TILE  # noqa: E402
 from requant_kernels.launch_config import Shape, m_bucket  # noqa: E402
 from requant_kernels.trellis import gemv_kernel, gemv_launch  # noqa: E402
+from requant_kernels.trellis.codes import CODES  # noqa: E402
 from requant_kernels.trellis.dequantize import dequantize_constants, trellis_dequantize_kernel  # noqa: E402
 from requant_kernels.trellis.gemv_group import group_constants, trellis_gemv_group_kernel  # noqa: E402
 from requant_kernels.trellis.gemv_kernel import gemv_constants, trellis_gemv_kernel  # noqa: E402
 from requant_kernels.trellis.gemv_launch import TrellisGemvConfig  # noqa: E402
 from requant_kernels.trellis.layout import k64_per_unit  # noqa: E402
+from requant_kernels.trellis.lookup import BLOCK, trellis_lookup_kernel  # noqa: E402
 
 from .compile_offline import Machine, compile_kernel, counts_instructions  # noqa: E402
 
@@ -344,3 +346,22 @@ def test_one_token_is_rotated_without_spills(
     assert machine.opcodes["BAR"] == 4  # three of the rotation
     assert machine.inner <= plain.inner + 16
     assert machine.shared[1] <= (32768 if launch[1] <= 4 else 40960)
+
+
+@counts_instructions
+@pytest.mark.parametrize(("code", "bits"), [("mul1", 2), ("pair", 2.25), ("3inst", 3.5), ("mul1", 8)])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_rows_are_looked_up_without_spills(code: str, bits: float, dtype: str) -> None:
+    """float32 to be rotated back, or what the caller asks for."""
+    quad_bits = round(4 * bits)
+    units = k64_per_unit(quad_bits)
+    constants = {
+        "CODE": CODES[code], "QUAD_BITS": quad_bits, "J": units, "V": math.gcd(quad_bits * units // 4, 4), "BLOCK": BLOCK,
+    }  # fmt: skip
+    pointers = {"tokens_ptr": "*i64", "output_scales_ptr": "*fp16", "out_ptr": f"*{dtype}"}
+    machine = compile_kernel(
+        trellis_lookup_kernel, constants, capability=90, warps=4, aligned=("columns",),
+        pointers=pointers | dict.fromkeys(("units", "columns"), "i32"),
+    )  # fmt: skip
+    assert machine.stack == 0 and machine.registers <= 40
+    assert machine.instructions < 380

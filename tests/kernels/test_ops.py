@@ -9,7 +9,7 @@ import pytest
 import torch
 from requant_kernels import dequantize, linear, linear_siblings, lookup, pack_trellis
 from requant_kernels.fallback import reference, torch_fallback
-from requant_kernels.ops import flatten, unflatten
+from requant_kernels.ops import flatten, lookup_refusal, unflatten
 
 from .cases import Case, random_csr, random_layout, random_trellis, relative_error
 
@@ -91,6 +91,35 @@ def test_rows_are_those_of_the_matrix(bits: int, k: int, group: int, zeros: bool
     torch.library.opcheck(torch.ops.requant.lookup, (tokens.flatten(), torch.float16, *own, *sizes))
     with pytest.raises(ValueError, match="a grid without residuals"):
         lookup(tokens, random_layout(CASES[0], "cpu"), torch.float32)
+
+
+@pytest.mark.parametrize("rotates", [True, False])
+def test_rows_of_a_trellis(rotates: bool) -> None:
+    codes, input_scales, output_scales = random_trellis(37, 208, 2, "cpu")
+    layout = pack_trellis(
+        codes, input_scales if rotates else None, output_scales, bits=2, code="mul1", rotates_output=False
+    )
+    tokens = torch.tensor([0, 36, 5])
+    own = layout.packed_codes, layout.input_scales, layout.output_scales, layout.k, layout.bits, layout.code
+    torch.library.opcheck(torch.ops.requant.trellis_lookup, (tokens, torch.float16, *own))
+    plain = inspect.unwrap(lookup)
+    traced = torch.compile(lambda t: plain(t, layout, torch.float32) + 1, fullgraph=True, backend="eager")
+    assert torch.equal(traced(tokens), lookup(tokens, layout, torch.float32) + 1)
+
+
+def test_matrices_without_rows_say_why() -> None:
+    codes, tokens = random_trellis(32, 64, 2, "cpu"), torch.tensor([0])
+    sparse = random_csr(32, 64, 0.05, False, "cpu")
+    for options, why in (
+        ({"rotates_output": True}, "a trellis whose output is not rotated"),
+        ({"rotates_output": False, "parts": (16, 16)}, "not joined of parts"),
+        ({"rotates_output": False, "sparse": sparse}, "a trellis without residuals: pack it without"),
+    ):
+        layout = pack_trellis(*codes, bits=2, code="mul1", **options)
+        with pytest.raises(ValueError, match=why):
+            lookup(tokens, layout, torch.float32)
+        assert why in str(lookup_refusal(layout))
+    assert "not in a codebook" in str(lookup_refusal(random_layout(CASES[3], "cpu")))
 
 
 def test_refusals_name_both_values() -> None:

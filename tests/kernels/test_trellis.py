@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from requant_kernels import TrellisLayout, linear, pack_trellis, unpack_trellis
-from requant_kernels.fallback import reference
+from requant_kernels import TrellisLayout, linear, lookup, pack_trellis, unpack_trellis
+from requant_kernels.fallback import reference, torch_fallback
 from requant_kernels.trellis.code_ptx import decode_ptx
 from requant_kernels.trellis.codes import CODES
 from requant_kernels.trellis.gemv_launch import TrellisGemvConfig
@@ -34,6 +34,36 @@ def test_round_trip_and_weight(code: str, bits: float) -> None:
     assert relative_error(held.dequantize(), reference.trellis_weight(layout)) < 1e-6
     x = torch.randn(2, 3, 200)
     assert relative_error(linear(x, layout), x.double() @ reference.trellis_weight(layout).T) < 1e-5
+
+
+@pytest.mark.parametrize(("code", "bits"), KINDS)
+@pytest.mark.parametrize(("k", "rotates"), [(200, True), (208, False), (768, True)])
+def test_rows_are_those_of_the_matrix(
+    code: str, bits: float, k: int, rotates: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the tiles of the tokens alone, a few at a time."""
+    codes, input_scales, output_scales = random_trellis(37, k, bits, "cpu")
+    layout = pack_trellis(
+        codes, input_scales if rotates else None, output_scales, bits=bits, code=code, rotates_output=False
+    )
+    tokens, want = torch.tensor([[36, 0, 17], [5, 5, 16]]), reference.weight(layout)
+    decoded: list[int] = []
+    values = reference.trellis_values
+
+    def counted(layout: TrellisLayout, dtype: torch.dtype) -> torch.Tensor:
+        found = values(layout, dtype)
+        decoded.append(found.numel())
+        return found
+
+    monkeypatch.setattr(reference, "trellis_values", counted)
+    whole = lookup(tokens, layout, torch.float32)
+    assert whole.shape == (2, 3, k) and relative_error(whole, want[tokens]) < 1e-6
+    assert relative_error(lookup(tokens, layout, torch.float16), want[tokens]) < 1e-3
+    assert lookup(tokens[:0], layout, torch.float16).shape == (0, 3, k)
+    monkeypatch.setattr(torch_fallback, "WEIGHTS_AT_ONCE", 4 * 16 * k)
+    decoded.clear()
+    assert torch.equal(lookup(tokens, layout, torch.float32), whole)
+    assert decoded == [4 * 16 * codes.shape[1], 2 * 16 * codes.shape[1]]
 
 
 LANE = np.arange(32)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from requant_kernels import TrellisLayout, linear, pack_trellis
+from requant_kernels import TrellisLayout, linear, lookup, pack_trellis
 from requant_kernels.dispatch import dispatch_group
 from requant_kernels.fallback import reference
 from requant_kernels.trellis import gemv
@@ -125,6 +125,47 @@ def test_residuals_are_added(m: int) -> None:
     x = torch.randn(m, 1024, device="cuda", dtype=torch.float16)
     rows = torch.arange(0, 4096, 7, device="cuda")
     assert relative_error(linear(x, layout)[:, rows], want_of(x, layout, None, rows)) < 6e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("m", [1, 5, 700])
+@pytest.mark.parametrize(
+    ("code", "bits", "k", "rotates"),
+    [
+        ("mul1", 2, 512, True), ("pair", 2.25, 2048, True), ("3inst", 3, 4096, True), ("mul1", 2.5, 200, True),
+        ("pair", 2, 5120, True), ("mul1", 3.75, 8192, True), ("mul1", 4, 2048, False), ("pair", 1.75, 208, False),
+    ],
+)  # fmt: skip
+def test_rows_of_an_embedding(
+    code: str, bits: float, k: int, rotates: bool, m: int, dtype: torch.dtype
+) -> None:
+    """By every transform; tokens that are none get row 0."""
+    torch.manual_seed(0)
+    codes, input_scales, output_scales = random_trellis(1000, k, bits, "cuda")
+    layout = pack_trellis(
+        codes, input_scales if rotates else None, output_scales, bits=bits, code=code, rotates_output=False
+    )
+    tokens = torch.randint(0, 1000, (m, 3), device="cuda")
+    want, limit = reference.weight(layout, torch.float32).double(), 4e-4 if dtype == torch.float16 else 3e-3
+    for own in (tokens[:, 0], tokens[:, 1].int().contiguous()):  # the first ones lie apart
+        assert relative_error(lookup(own, layout, dtype), want[own]) < limit
+    assert relative_error(lookup(tokens, layout, dtype), want[tokens]) < limit
+    tokens[0, 0], tokens[0, 1] = 1000, -1
+    assert torch.equal(lookup(tokens[0, :2], layout, dtype), lookup(tokens[0, :2] * 0, layout, dtype))
+
+
+@pytest.mark.parametrize("m", [1, 40])
+def test_a_graph_looks_new_tokens_up(m: int) -> None:
+    codes, input_scales, output_scales = random_trellis(512, 2048, 2, "cuda")
+    layout = pack_trellis(codes, input_scales, output_scales, bits=2, code="mul1", rotates_output=False)
+    tokens = torch.zeros(m, dtype=torch.int64, device="cuda")
+    lookup(tokens, layout, torch.float16)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        rows = lookup(tokens, layout, torch.float16)
+    tokens.random_(0, 512)
+    graph.replay()
+    assert torch.equal(rows, lookup(tokens, layout, torch.float16))
 
 
 def chain(x: Tensor, layouts: list[TrellisLayout]) -> Tensor:

@@ -1,8 +1,10 @@
-"""The torch path of grids and codebooks on any device: dequantize some row tiles, multiply, free them.
+"""The torch path of grids, codebooks and a trellis' rows on any device: dequantize some row tiles, multiply, free them.
 
 Memory is bounded by WEIGHTS_AT_ONCE weights at a time. On a CPU this is the kernel: packed codes are unpacked a bit field at
 a time (two or three integer operations a code) and torch's own matrix product does the rest, on torch's threads.
 """
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -89,8 +91,14 @@ def dequantize(layout: Layout, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def lookup(tokens: Tensor, layout: GridLayout, dtype: torch.dtype) -> Tensor:
-    """Rows `tokens` of a grid without residuals, [m, k] in `dtype`."""
+def lookup(tokens: Tensor, layout: GridLayout | TrellisLayout, dtype: torch.dtype) -> Tensor:
+    """Rows `tokens` of a grid or trellis without residuals, its output not rotated: [m, k] in `dtype`."""
+    if isinstance(layout, TrellisLayout):
+        rows = torch.empty(len(tokens), layout.k, dtype=dtype, device=tokens.device)
+        step = max(1, WEIGHTS_AT_ONCE // (ROW_TILE * layout.k))
+        for i in range(0, len(tokens), step):
+            rows[i : i + step] = _trellis_rows(tokens[i : i + step], layout).to(dtype)
+        return rows
     tiles, k_tiles = layout.packed_codes.shape[:2]
     tile, row = tokens // ROW_TILE, tokens % ROW_TILE
     # lane 4 g + t holds (kh, rh): the words of row 8 rh + g
@@ -109,3 +117,26 @@ def lookup(tokens: Tensor, layout: GridLayout, dtype: torch.dtype) -> Tensor:
     if layout.column_scales is not None:
         values = values / layout.column_scales.float()
     return values.to(dtype)
+
+
+def _trellis_rows(tokens: Tensor, layout: TrellisLayout) -> Tensor:
+    """Rows of a trellis, float32, each from a tile of 16 rows, whose codes are one stream."""
+    tiles = reference.trellis_values(
+        replace(layout, packed_codes=layout.packed_codes[tokens // ROW_TILE]), torch.float32
+    )
+    at = torch.arange(len(tokens), device=tokens.device) * ROW_TILE + tokens % ROW_TILE
+    rows = tiles[at] * layout.output_scales[tokens].float()[:, None]
+    if layout.input_scales is None:
+        return rows
+    return _hadamard(rows)[:, : layout.k] * layout.input_scales.float()
+
+
+def _hadamard(x: Tensor) -> Tensor:
+    """H x of every row, by butterflies: `reference.hadamard` without its matrix, which has the square of a row's size."""
+    size = x.shape[1] & -x.shape[1]
+    y, half = x * size**-0.5, 1
+    while half < size:
+        pairs = y.view(len(x), -1, 2, half)
+        y = torch.stack([pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]], 2)
+        half *= 2
+    return y.view_as(x)

@@ -29,11 +29,12 @@ def _bits_before(base, lane, end, V: tl.constexpr):
 
 
 @triton.jit
-def _decode_k64(
-    codes_ptr, tile, k64, units, CODE: tl.constexpr, QUAD_BITS: tl.constexpr, J: tl.constexpr, V: tl.constexpr
-):
-    """Weights float32 `[16, 64]` of a k64, times 128 where they are byte sums."""
-    row, column = tl.arange(0, 16)[:, None], tl.arange(0, 64)[None, :]
+def decode(
+    codes_ptr, tile, row, k64, column, units, CODE: tl.constexpr, QUAD_BITS: tl.constexpr, J: tl.constexpr,
+    V: tl.constexpr,
+):  # fmt: skip
+    """Weights float32 of rows below 16 of a tile of rows, and columns below 64 of a k64; times 128 where they are byte
+    sums."""
     lane, index = row // 2 * 4 + column // 16, row % 2 * 16 + column % 16
     last = index | 1 if CODE.weights_per_hash == 2 else index
     end = last // 4 * QUAD_BITS + (last % 4 + 1) * QUAD_BITS // 4  # bits of the segment up to here
@@ -56,6 +57,15 @@ def _decode_k64(
     if CODE.weights_per_hash == 2:
         value = tl.where(index % 2 == 1, b0 - b1 - b2 + b3, value)
     return value.to(tl.float32)
+
+
+@triton.jit
+def _decode_k64(
+    codes_ptr, tile, k64, units, CODE: tl.constexpr, QUAD_BITS: tl.constexpr, J: tl.constexpr, V: tl.constexpr
+):
+    """Weights float32 `[16, 64]` of a whole k64, as `decode`."""
+    row, column = tl.arange(0, 16)[:, None], tl.arange(0, 64)[None, :]
+    return decode(codes_ptr, tile, row, k64, column, units, CODE, QUAD_BITS, J, V)
 
 
 @triton.jit
@@ -88,7 +98,8 @@ def portable_dequantize_kernel(
     tl.store(out_ptr + row * columns + column, value.to(tl.float16), mask=column < columns)
 
 
-def _constants(layout: TrellisLayout) -> dict[str, object]:
+def constants(layout: TrellisLayout) -> dict[str, object]:
+    """What the kernels that decode so are compiled for."""
     return {
         "CODE": CODES[layout.code], "QUAD_BITS": layout.quad_bits, "J": k64_per_unit(layout.quad_bits),
         "V": layout.packed_codes.shape[-1],
@@ -100,7 +111,7 @@ def portable_gemv(x: Tensor, layout: TrellisLayout) -> Tensor:
     m, (tiles, units) = x.shape[0], layout.packed_codes.shape[:2]
     y = torch.empty(m, tiles * 16, dtype=torch.float32, device=x.device)
     portable_gemv_kernel[(tiles,)](
-        x, layout.packed_codes, y, m, x.shape[1], units, tiles * 16, x.stride(0), **_constants(layout), N=MAX_TOKENS
+        x, layout.packed_codes, y, m, x.shape[1], units, tiles * 16, x.stride(0), **constants(layout), N=MAX_TOKENS
     )  # fmt: skip
     return y
 
@@ -110,5 +121,5 @@ def portable_dequantize(layout: TrellisLayout, out: Tensor) -> None:
     tiles, units = layout.packed_codes.shape[:2]
     columns = out.shape[1]
     portable_dequantize_kernel[(tiles, triton.cdiv(columns, 64))](
-        layout.packed_codes, out, units, columns, **_constants(layout)
+        layout.packed_codes, out, units, columns, **constants(layout)
     )

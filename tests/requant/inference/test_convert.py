@@ -250,12 +250,11 @@ def test_a_served_model_refuses_to_be_saved(make_checkpoint, tmp_path) -> None:
 
 
 class EmbeddingAndHead(nn.Module):
-    """An embedding and a head, on the same codes or each on its own."""
+    """An embedding and a head, on the same codes or each on its own; by default of a grid."""
 
-    def __init__(self, *, tied: bool) -> None:
+    def __init__(self, *, tied: bool, weight: QuantizedWeight | None = None) -> None:
         super().__init__()
-        weight = grid(40, 128, bits=4, density=0)
-        layout, tensors = pack(weight)
+        layout, tensors = pack(grid(40, 128, bits=4, density=0) if weight is None else weight)
         self.embed = QuantEmbedding(layout, nn.Embedding(40, 128, padding_idx=3))
         for name, tensor in tensors.items():
             self.embed.get_buffer(name).copy_(tensor)
@@ -279,6 +278,28 @@ def test_embedding_and_head(tied: bool) -> None:
     words = {t.data_ptr() for t in model.buffers() if t.dtype == torch.int32}
     assert len(words) == (1 if tied else 2)  # one copy in memory
     assert model.to(torch.bfloat16).embed(tokens).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("rotate_input", [True, False])
+def test_embedding_and_head_of_a_trellis(random_trellis, tied: bool, rotate_input: bool) -> None:
+    weight = random_trellis(40, 128, rotate_input=rotate_input, rotate_output=False)
+    model, tokens = EmbeddingAndHead(tied=tied, weight=weight), torch.tensor([[1, 39, 3], [0, 8, 8]])
+    rows, want = model.embed(tokens), model(tokens)
+    convert_to_kernels(model, device="cpu")
+    assert isinstance(model.embed, KernelEmbedding) and isinstance(model.head, KernelLinear)
+    assert torch.allclose(model.embed(tokens), rows, atol=1e-6)
+    assert torch.allclose(model(tokens), want, atol=1e-5)
+    assert (model.embed.matrix is model.head) == tied
+    assert model.to(torch.bfloat16).embed(tokens).dtype == torch.bfloat16
+
+
+def test_rows_that_cannot_be_looked_up_are_refused(random_trellis) -> None:
+    layer = KernelLinear(kernel_layout(random_trellis(40, 128)))
+    with pytest.raises(ValueError, match="a trellis whose output is not rotated"):
+        layer.rows(torch.tensor([1]), torch.float32)
+    with pytest.raises(ValueError, match="a grid without residuals"):
+        KernelLinear(kernel_layout(grid(16, 64))).rows(torch.tensor([1]), torch.float32)
 
 
 def test_casts_move_the_bias_and_leave_the_weights() -> None:
