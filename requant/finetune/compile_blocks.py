@@ -12,6 +12,7 @@ compiler), or where it fails on a block, blocks run eagerly.
 """
 
 import logging
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
@@ -83,7 +84,11 @@ def _in_training() -> bool:
 def _compiler_works() -> bool:
     """Whether torch.compile works on this machine; if not, one warning instead of one a block."""
     try:
-        torch.compile(torch.exp)(torch.ones(8, device="cuda"))
+        with warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore"
+            )  # of what torch itself deprecates, which a strict caller would raise
+            torch.compile(torch.exp)(torch.ones(8, device="cuda"))
     except Exception as error:  # torch, triton and the C compiler raise their own
         logger.warning(
             "training runs without torch.compile, at less than half the speed: %s", first_line(error)

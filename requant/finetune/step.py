@@ -99,7 +99,7 @@ class TrainingStep:
         self.optimizer = optimizer(groups, self.captures)
         self.graphs: dict[tuple[torch.Size, ...], tuple[torch.cuda.CUDAGraph, MicroBatch]] = {}
         # of the chain rule and of the update
-        self.updates: tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph] | None = None
+        self.updates: tuple[Callable[[], None], Callable[[], None]] | None = None
         self.steps = 0
         self.halves = False  # micro-batches, since memory ran out
         for weight in derived:
@@ -121,11 +121,7 @@ class TrainingStep:
             self._halve()
             for micro_batch in _halved(micro_batches):
                 self._add_gradients(micro_batch)
-        chain_rule, update = (
-            (self._chain_rule, self._update)
-            if self.updates is None
-            else [graph.replay for graph in self.updates]
-        )
+        chain_rule, update = self.updates or (self._chain_rule, self._update)
         chain_rule()
         if ranks.world_size() > 1:
             sum_over_ranks([gradient_of(tensor) for tensor in self.tensors])
@@ -208,11 +204,9 @@ class TrainingStep:
                 with torch.cuda.graph(graph, pool=pool):
                     self.loss(*static_inputs).backward()
                 self.graphs[_shapes(micro_batch)] = graph, static_inputs
-            chain_rule, update = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-            with torch.cuda.graph(chain_rule, pool=pool):
-                self._chain_rule()
-            with torch.cuda.graph(update, pool=pool):
-                self._update()
+            # where no weight is derived there is no chain rule, and torch warns of an empty graph
+            chain_rule = _captured(self._chain_rule, pool) if self.derived else self._chain_rule
+            update = _captured(self._update, pool)
         except RuntimeError as error:
             self.graphs = {}
             logger.warning(
@@ -220,6 +214,14 @@ class TrainingStep:
             )
         else:
             self.updates = chain_rule, update
+
+
+def _captured(work: Callable[[], None], pool: Any) -> Callable[[], None]:
+    """The same launches, as one graph."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        work()
+    return graph.replay
 
 
 def state_of(
