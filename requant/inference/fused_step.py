@@ -39,7 +39,7 @@ from torch.nn import functional
 
 from requant.inference.convert import Sibling
 from requant.inference.prompt_attention import attend_prompt
-from requant.inference.step_inputs import ModelInputs, TableInputs, step_inputs
+from requant.inference.step_inputs import AngleInputs, ModelInputs, RowInputs, step_inputs
 from requant.inference.trellis_block import TrellisBlock, head_norms, trellis_block
 from requant.models.experts import Experts
 
@@ -58,7 +58,7 @@ class FusedStep:
     def __init__(
         self,
         model: Any,
-        inputs: TableInputs | ModelInputs,
+        inputs: RowInputs | AngleInputs | ModelInputs,
         blocks: "Blocks",
     ) -> None:
         self.model, self.inputs, self.blocks = model, inputs, blocks

@@ -1,8 +1,9 @@
 """What a fused step begins with: the tokens' rows of the embedding, and RoPE's cosines and sines of the position.
 
-A model's own modules take ten launches for it. Where a row is all that the embedding gives, and the angles depend on the
-position alone, the model's own RoPE is asked once for every position of the cache, and a step begins with one launch that
-copies rows (`requant_kernels/step/embed.py`): the same numbers, whatever scaling made them.
+A model's own modules take ten launches for it. Where the angles depend on the position alone, the model's own RoPE is asked
+once for every position of the cache, and a step reads a row of its answers: the same numbers, whatever scaling made them.
+Where a row is all that the embedding gives, one launch copies that too (`requant_kernels/step/embed.py`); an embedding in
+codes looks its own rows up.
 """
 
 from typing import Any
@@ -16,20 +17,30 @@ FIXED_ROPE = {"default", "linear", "llama3", "yarn"}  # the others change with t
 Inputs = tuple[Float[Tensor, "b d"], Float[Tensor, "b head_dim"], Float[Tensor, "b head_dim"]]
 
 
-class TableInputs:
-    """For models of which `has_tables`, with a cache of `length` tokens."""
+class RowInputs:
+    """Of a plain embedding and fixed angles: one launch."""
 
-    @torch.no_grad()
     def __init__(self, model: Any, length: int) -> None:
         self.embedding = model.get_input_embeddings()
-        weight = self.embedding.weight
-        positions = torch.arange(length, device=weight.device)[None]
-        cos, sin = model.base_model.rotary_emb(weight[:0], positions)
-        self.cos, self.sin = cos[0].contiguous(), sin[0].contiguous()
+        self.cos, self.sin = angles_of(model, length)
 
     def __call__(self, tokens: Int64[Tensor, "b 1"], position: Int64[Tensor, ""]) -> Inputs:
         """x, cosines and sines."""
         x, cos, sin = embed(tokens, self.embedding.weight, self.cos, self.sin, position)
+        return x, cos.expand(len(x), -1), sin.expand(len(x), -1)
+
+
+class AngleInputs:
+    """Of any embedding and fixed angles: its own launches, and one."""
+
+    def __init__(self, model: Any, length: int) -> None:
+        self.embedding = model.get_input_embeddings()
+        self.angles = torch.stack(angles_of(model, length), dim=1)
+
+    def __call__(self, tokens: Int64[Tensor, "b 1"], position: Int64[Tensor, ""]) -> Inputs:
+        """x, cosines and sines."""
+        x = self.embedding(tokens).flatten(0, 1)
+        cos, sin = self.angles.index_select(0, position.view(1)).unbind(1)
         return x, cos.expand(len(x), -1), sin.expand(len(x), -1)
 
 
@@ -46,15 +57,24 @@ class ModelInputs:
         return x.flatten(0, 1), cos, sin
 
 
-def has_tables(model: Any) -> bool:
-    """Whether the embedding gives its rows as they are, the angles depend on the position alone, and neither has hooks."""
-    embedding, rotary = model.get_input_embeddings(), model.base_model.rotary_emb
+@torch.no_grad()
+def angles_of(
+    model: Any, length: int
+) -> tuple[Float[Tensor, "length head_dim"], Float[Tensor, "length head_dim"]]:
+    """Cosines and sines of every position, in the dtype of the hidden states."""
+    row = model.get_input_embeddings()(torch.zeros(1, dtype=torch.int64, device=model.device))
+    cos, sin = model.base_model.rotary_emb(row[:0], torch.arange(length, device=model.device)[None])
+    return cos[0].contiguous(), sin[0].contiguous()
+
+
+def has_rows(model: Any) -> bool:
+    """Whether the embedding gives its rows as they are, and nobody else is told."""
+    embedding = model.get_input_embeddings()
     return (
         type(embedding) is nn.Embedding
         and embedding.max_norm is None
         and embedding.weight.is_contiguous()
-        and has_fixed_angles(model)
-        and not any(part._forward_hooks or part._forward_pre_hooks for part in (embedding, rotary))
+        and not has_hooks(embedding)
     )
 
 
@@ -64,6 +84,13 @@ def has_fixed_angles(model: Any) -> bool:
     return isinstance(rope_type, str) and rope_type in FIXED_ROPE  # a dict: one for each kind of block
 
 
-def step_inputs(model: Any, length: int) -> TableInputs | ModelInputs:
-    """The faster of the two that gives the model's numbers."""
-    return TableInputs(model, length) if has_tables(model) else ModelInputs(model)
+def has_hooks(module: nn.Module) -> bool:
+    """Whether calls of a module are seen, or changed, by anybody."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def step_inputs(model: Any, length: int) -> RowInputs | AngleInputs | ModelInputs:
+    """The fastest that gives the model's numbers, with a cache of `length` tokens."""
+    if not has_fixed_angles(model) or has_hooks(model.base_model.rotary_emb):
+        return ModelInputs(model)
+    return RowInputs(model, length) if has_rows(model) else AngleInputs(model, length)

@@ -11,7 +11,7 @@ import torch
 
 from requant.inference.decode import Decoder
 from requant.inference.fused_step import MixtureBlock, PlainBlock, fused_steps
-from requant.inference.step_inputs import ModelInputs, TableInputs, step_inputs
+from requant.inference.step_inputs import AngleInputs, ModelInputs, RowInputs, step_inputs
 from requant.models.experts import unfuse_experts
 
 
@@ -71,12 +71,19 @@ def test_hooks_of_what_is_passed_over_are_honoured(tiny_model) -> None:
 def test_rows_and_angles_are_copied_where_they_are_fixed(tiny_model, name: str) -> None:
     model = tiny_model(name)
     inputs = step_inputs(model, 20)
-    assert isinstance(inputs, TableInputs)
+    assert isinstance(inputs, RowInputs)
     wanted = ModelInputs(model)
     for position in (0, 7, 19):
         _, cos, sin = wanted(torch.zeros(1, 1, dtype=torch.int64), torch.tensor(position))
         assert torch.equal(inputs.cos[position], cos[0]) and torch.equal(inputs.sin[position], sin[0])
-    model.model.embed_tokens.register_forward_hook(lambda *_: None)
+    model.model.embed_tokens.register_forward_hook(lambda _module, _inputs, x: 2 * x)
+    hooked = step_inputs(model, 20)
+    assert isinstance(hooked, AngleInputs)
+    tokens = torch.tensor([[3], [5], [250]])
+    for position in map(torch.tensor, (0, 7, 19)):
+        for ours, theirs in zip(hooked(tokens, position), wanted(tokens, position), strict=True):
+            assert torch.equal(ours, theirs)
+    model.model.rotary_emb.register_forward_hook(lambda *_: None)
     assert isinstance(step_inputs(model, 20), ModelInputs)
 
 
@@ -91,7 +98,7 @@ def test_an_embedding_of_another_class_is_called(tiny_model) -> None:
     """Gemma's multiplies its rows; one that is quantized has none."""
     model = tiny_model("llama")
     model.model.embed_tokens.__class__ = type("Scaled", (torch.nn.Embedding,), {})
-    assert isinstance(step_inputs(model, 20), ModelInputs)
+    assert isinstance(step_inputs(model, 20), AngleInputs)
 
 
 @pytest.mark.parametrize(
