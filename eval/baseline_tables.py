@@ -64,15 +64,22 @@ def gains_table(results: Path) -> str:
 
 
 def embedding_table(results: Path) -> str:
-    """KL with embedding and head alone quantized, by width."""
+    """KL with embedding and head alone quantized, by width, on grids and in trellis codes."""
     found = {model: read(results, f"embedding-{model}").get("rows", []) for model in ("bench-32m", "demo-4m")}
-    widths = [row["bits"] for row in found["bench-32m"]]
+    kinds = sorted({(row["bits"], row["method"]) for rows in found.values() for row in rows})
     rows = [
         [
-            str(bits),
-            *(cell for model in found for row in found[model] if row["bits"] == bits for cell in _costs(row)),
+            f"{bits:g}, {method}",
+            *(
+                cell
+                for measured in found.values()
+                for cell in next(
+                    (_costs(row) for row in measured if (row["bits"], row["method"]) == (bits, method)),
+                    ["", "", ""],
+                )
+            ),
         ]
-        for bits in widths
+        for bits, method in kinds
     ]
     columns = [
         "bits of a code",

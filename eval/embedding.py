@@ -2,7 +2,8 @@
 
     python -m eval.embedding [--model FOLDER] [--data FOLDER] [--out FOLDER] [--num-samples 16] [--windows 10]
 
-One row a width of `allocation/embedding_and_head.py`; losses of the blocks add to it, as far as losses add up.
+One row a whole number of bits on grids (`quantizers/table_grid.py`) and in trellis codes (`quantizers/table_trellis.py`);
+losses of the blocks add to it, as far as losses add up.
 """
 
 from typing import Annotated, Any
@@ -13,18 +14,14 @@ import typer
 from eval import options as opt
 from eval.common import DATA, MODEL, Study, against_original, header, open_study, write_json
 from eval.markdown import RESULTS
-from requant.allocation.embedding_and_head import (
-    WIDTHS,
-    embedding_and_head_curvature,
-    embedding_and_head_of,
-    embedding_and_head_spec,
-    quantize_table,
-    table_loss,
-)
+from requant.allocation.embedding_and_head import embedding_and_head_curvature, embedding_and_head_of
+from requant.quantizers.table_grid import GRID
+from requant.quantizers.table_trellis import TRELLIS
+from requant.quantizers.tables import TableMethod
 
 
 @torch.no_grad()
-def measure(study: Study, bits: int) -> dict[str, Any]:
+def measure(study: Study, method: TableMethod, bits: int | float) -> dict[str, Any]:
     """All tables at these bits; the model is left at the original."""
     found = embedding_and_head_of(study.prepared.model)
     with torch.enable_grad():
@@ -32,15 +29,16 @@ def measure(study: Study, bits: int) -> dict[str, Any]:
     originals = {role: part.weight.detach().clone() for role, part in found.parts.items()}
     predicted, stored = 0.0, 0
     for role, part in found.parts.items():
-        codes = quantize_table(originals[role], curvature[role], bits=bits)
-        predicted += table_loss(originals[role], codes, curvature[role])
-        stored += embedding_and_head_spec(part.shape, bits).bytes
+        codes = method.quantize(originals[role], curvature[role], bits)
+        predicted += method.predicted_losses(originals[role], curvature[role], [bits])[bits]
+        stored += method.packed_spec(part.shape, bits).bytes
         part.weight.copy_(codes.dequantize())
     quality = against_original(study, study.prepared.eval_windows, study.prepared.evaluation)
     for role, part in found.parts.items():
         part.weight.copy_(originals[role])
     weights = sum(weight.numel() for weight in originals.values())
     return {
+        "method": method.name,
         "bits": bits,
         "bits_per_weight": 8 * stored / weights,
         "bytes": stored,
@@ -60,14 +58,16 @@ def main(
 ) -> None:
     study = open_study(model, data, num_samples=num_samples, seq_len=seq_len, windows=windows, device=device)
     results: dict[str, Any] = {**header(study), "rows": []}
-    for bits in sorted(set(WIDTHS) - {16}, reverse=True):
-        row = measure(study, bits)
-        results["rows"].append(row)
-        write_json(out / f"embedding-{model.name}.json", results)
-        print(
-            f"{bits} bits: {row['bits_per_weight']:.3f} real, KL {row['kl']:.5f}, predicted {row['predicted']:.5f}",
-            flush=True,
-        )
+    for method in (GRID, TRELLIS):
+        for bits in [bits for bits in method.widths if not bits % 1]:
+            row = measure(study, method, bits)
+            results["rows"].append(row)
+            write_json(out / f"embedding-{model.name}.json", results)
+            print(
+                f"{method.name}, {bits} bits: {row['bits_per_weight']:.3f} real, KL {row['kl']:.5f}, "
+                f"predicted {row['predicted']:.5f}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -2,12 +2,15 @@
 
     python -m eval.end_to_end --out eval/results/end-to-end-h200.json
 
-Speed depends on shapes, not on values, so no checkpoint is needed: a model is built empty, its linears are filled with
-random codes (the head a grid of 6, 7 or 8 bits in groups of 64, as `requant quantize --bits 2`, 3 or 4 makes it), or with
-random bf16 numbers. A format is KIND:BITS: `mul1` and `pair` are trellis codes, of which `requant quantize` makes `pair`
-up to 2 bits and `mul1` above; `grid` has groups of 128. Trellis matrices have the widths that mode `best` gives out
-(WIDTHS), so that q, k and v are hardly ever one matrix; with `--widths equal` all have the same, and q/k/v and gate/up
-are one matrix each.
+Speed depends on shapes, not on values, so no checkpoint is needed: a model is built empty, and its linears are filled with
+random codes or with random bf16 numbers. A format is KIND:BITS: `mul1` and `pair` are trellis codes, of which `requant
+quantize` makes `pair` up to 2 bits and `mul1` above; `grid` has groups of 128. Trellis matrices have the widths that mode
+`best` gives out (WIDTHS), so that q, k and v are hardly ever one matrix; with `--widths equal` all have the same, and q/k/v
+and gate/up are one matrix each.
+
+Embedding and head of trellis formats are trellis codes too, of the bits that `requant quantize --bits 2`, 3 or 4 gives those
+of bench-32m (TABLE_BITS). With `--tables grid`, and beside grids, the embedding is bf16 and the head a grid of 6, 7 or 8
+bits in groups of 64.
 """
 
 import gc
@@ -15,6 +18,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Annotated, Any, Literal
 
 import torch
@@ -28,7 +32,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from eval import options as opt
 from eval.common import environment, write_json
 from requant.evaluation.bench import measure
-from requant.inference.convert import FusedLinear, KernelLinear, Sibling
+from requant.inference.convert import FusedLinear, KernelEmbedding, KernelLinear, Sibling
 from requant.models.devices import pick_device
 from requant.models.targets import SIBLINGS
 
@@ -59,16 +63,18 @@ WIDTHS: dict[float, dict[str, tuple[float, float, float]]] = {
         "gate_proj": (4, 4, 4.25), "up_proj": (3.75, 3.75, 4), "down_proj": (4.25, 4.25, 4.25),
     },
 }  # fmt: skip
+TABLE_BITS = {2: 5.0, 3: 6.25, 4: 7.25}
+Tables = Literal["trellis", "grid"]
 FORMATS = ("bf16:16", "mul1:2", "pair:2", "mul1:3", "mul1:4", "grid:2")
 BATCHES = (1, 8, 64)
 
 
 def build(
     shape: str, kind: str, bits: float, *, density: float = 0.0, device: str = "cuda", widths: str = "equal",
-    **changes: Any,
+    tables: Tables = "grid", **changes: Any,
 ) -> Any:  # fmt: skip
     """A model of the shape in bf16, its linears of a format, or bf16 where `kind` is that. `widths`: `equal`, or `best` for
-    those of WIDTHS."""
+    those of WIDTHS. `tables`: embedding and head of trellis formats."""
     best = widths == "best" and kind in CODES and bits in WIDTHS
     sizes: dict[str, Any] = {"vocab_size": 128256, "max_position_embeddings": 8192} | SHAPES[shape] | changes
     config = LlamaConfig(**sizes, rope_parameters={"rope_type": "default", "rope_theta": 500000.0})
@@ -84,6 +90,8 @@ def build(
             )
             for parent in list(block.modules()):
                 _replace_children(parent, kind, bits, own, density, device)
+        if tables == "trellis" and kind in CODES:
+            _code_tables(model, TABLE_BITS[round(bits)], device)
         _replace_children(model, kind, bits, {}, density, device)
     for module in model.modules():  # what is left on the meta device
         for name, parameter in module.named_parameters(recurse=False):
@@ -100,6 +108,23 @@ def random_head(n: int, k: int, bits: int, device: str) -> KernelLinear:
     scales = (torch.rand(n, k // 64, device=device) * 0.01).half()
     zeros = torch.randint(0, 1 << bits, (n, k // 64), dtype=torch.uint8, device=device)
     return KernelLinear(pack_grid(codes, scales, zeros, bits=bits, group_size=64))
+
+
+def _code_tables(model: Any, bits: float, device: str) -> None:
+    """Embedding and head in trellis codes; tied where the model's are."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    n, k, tied = *embedding.weight.shape, model.config.tie_word_embeddings
+
+    def table() -> KernelLinear:
+        return KernelLinear(
+            replace(random_layout("mul1", bits, n, k, 0.0, device=device), rotates_output=False)
+        )
+
+    coded = table()
+    plain = SimpleNamespace(padding_idx=embedding.padding_idx, dtype=embedding.weight.dtype, scale=None)
+    model.set_input_embeddings(KernelEmbedding(coded, plain, tied=tied))  # type: ignore[arg-type]
+    assert isinstance(head, nn.Linear)
+    model.lm_head = coded if tied else table()
 
 
 def _replace_children(
@@ -145,6 +170,7 @@ def main(
     widths: Annotated[
         Literal["best", "equal"], typer.Option(help="Of trellis matrices: as mode best gives them, or equal.")
     ] = "best",
+    tables: Annotated[Tables, typer.Option(help="Embedding and head of trellis formats.")] = "trellis",
     density: Annotated[float, typer.Option(help="Share of residuals.")] = 0.0,
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 512,
     new_tokens: Annotated[int, typer.Option(help="Tokens that are decoded.")] = 128,
@@ -173,9 +199,12 @@ def main(
                 name += f", {density:.1%} sparse"
             if time.monotonic() - started > seconds:
                 break
-            model = build(shape, kind, float(bits), density=density, device=where, widths=widths)
+            model = build(
+                shape, kind, float(bits), density=density, device=where, widths=widths, tables=tables
+            )
+            coded = tables if kind in CODES else None
             for count in batch or BATCHES:
-                row = {"shape": shape, "name": name, "batch": count}
+                row = {"shape": shape, "name": name, "batch": count, "tables": coded}
                 try:
                     row |= measure(
                         name, model, batch=count, prompt_tokens=prompt_tokens, new_tokens=new_tokens,

@@ -29,8 +29,8 @@ from requant.allocation.embedding_and_head import (
     embedding_and_head_bits,
     embedding_and_head_losses,
     embedding_and_head_of,
-    embedding_and_head_spec,
     part_sizes,
+    table_method,
 )
 from requant.allocation.knapsack import TOLERANCE, Option, allocate, losses_at_other_budgets
 from requant.allocation.predictors import outlier_factors, predicted_losses
@@ -51,6 +51,9 @@ __all__ = ["TOLERANCE", "Allocation", "allocate_bits", "packed_spec", "with_allo
 MAX_BITS_WITH_OUTLIERS = 4  # finer codes leave outliers too little to save
 # of the matrices' predicted loss: what embedding and head may add where `bits` leaves them free
 EMBEDDING_AND_HEAD_LOSS = 0.01
+# What the loss of embedding and head counts beside those of matrices in mode `best`, whose training leaves 0.61, 0.73 and
+# 0.77 of the KL of 2, 3 and 4 bits (bench-32m): by the inverse at 3 and 4 bits, while at 2 the matrices' own weights say so.
+TABLE_WEIGHT = 1.3
 CLEARLY_LESS = 0.9  # of the predicted loss: what another split of the file has to reach to be worth a line
 RESIDUAL_BYTES = {"float16": 3, "int8": 2}  # a value, and its index in a tile of 256 columns
 
@@ -65,7 +68,7 @@ def allocate_bits(run: RunContext) -> Allocation:
         return run.allocation
     recipe, target_bits = run.recipe, run.recipe.budget.bits
     embedding_and_head = embedding_and_head_of(run.model)
-    part_bits = embedding_and_head_bits(recipe.budget, embedding_and_head)
+    part_bits = embedding_and_head_bits(recipe, embedding_and_head)
     if not has_budget(recipe):
         return uniform(recipe, run.targets, part_bits)
     sizes: dict[str, Mapping[Bits, int]] = {t.name: matrix_sizes(recipe, t) for t in run.targets}
@@ -80,7 +83,7 @@ def allocate_bits(run: RunContext) -> Allocation:
         budget = recipe.budget.size
         fixed += overhead_bytes(run, embedding_and_head)
         for role, part in embedding_and_head.parts.items():
-            sizes[role] = {**part_sizes(run.model, run.source, part, part_bits[role])}
+            sizes[role] = part_sizes(run.model, run.source, part, part_bits[role], table_method(recipe))
             if len(sizes[role]) == 1:
                 taken += sum(sizes[role].values())
             else:
@@ -90,7 +93,7 @@ def allocate_bits(run: RunContext) -> Allocation:
     losses = predicted_losses(run, widths, average)
     losses |= embedding_and_head_losses(run, embedding_and_head, part_bits)
     options = _options(run, sizes, losses)
-    if recipe.mode == "best" and recipe.finetune.trains:
+    if trains_in_rounds(recipe):
         options = _weighted_by_round(run, options, budget - fixed)
     choice = allocate(options, budget - fixed)
     if target_bits is None:
@@ -120,8 +123,8 @@ def allocate_bits(run: RunContext) -> Allocation:
             other + fixed: loss + added
             for other, loss in losses_at_other_budgets(options, budget - fixed).items()
         },
-        embedding_bits=int(chosen["embedding"]),
-        head_bits=int(chosen.get("head", chosen["embedding"])),
+        embedding_bits=chosen["embedding"],
+        head_bits=chosen.get("head", chosen["embedding"]),
         best_split=best_split,
     )
     # of several processes all decide alike: losses that each computed by itself may differ in the last bit
@@ -147,23 +150,27 @@ def _best_split(
     By the recipe's code: where that is `pair`, `--size` itself takes `mul1`, and loses a little less than predicted.
     """
     sizes = {
-        role: part_sizes(run.model, run.source, part, [int(bits) for bits in losses[role]])
+        role: part_sizes(run.model, run.source, part, list(losses[role]), table_method(run.recipe))
         for role, part in embedding_and_head.parts.items()
     }
-    shared = budget - fixed + sum(sizes[role][int(bits)] for role, bits in chosen.items())
+    shared = budget - fixed + sum(sizes[role][bits] for role, bits in chosen.items())
+    weight = TABLE_WEIGHT if trains_in_rounds(run.recipe) else 1.0
     tables = {
-        role: [Option(bits=bits, bytes=size, loss=losses[role][bits]) for bits, size in found.items()]
+        role: [
+            Option(bits=bits, bytes=size, loss=losses[role][bits], weight=weight)
+            for bits, size in found.items()
+        ]
         for role, found in sizes.items()
     }
     choice = allocate({**options, **tables}, shared)
     taken = fixed + sum(choice.options[target.name].bytes for target in run.targets)
-    embedding = int(choice.options["embedding"].bits)
+    embedding = choice.options["embedding"].bits
     return Split(
         size=shared + fixed + overhead_bytes(run, embedding_and_head),
         predicted=choice.loss,
         bits=8 * taken / run.total_weights,
         embedding_bits=embedding,
-        head_bits=int(choice.options["head"].bits) if "head" in tables else embedding,
+        head_bits=choice.options["head"].bits if "head" in tables else embedding,
     )
 
 
@@ -206,6 +213,11 @@ def packed_spec(
     given = {name: value for name, value in chosen.items() if value is not None}
     config = dataclasses.replace(recipe.quantizer, **(given | dict(options or {})))
     return find_method(recipe.method).packed_spec(config, shape, finetuned=recipe.finetune.trains)
+
+
+def trains_in_rounds(recipe: Recipe) -> bool:
+    """Whether losses count by what the training after them mends."""
+    return recipe.mode == "best" and recipe.finetune.trains
 
 
 def outliers_compete(recipe: Recipe) -> bool:
@@ -257,12 +269,13 @@ def overhead_bytes(run: RunContext, embedding_and_head: EmbeddingAndHead) -> int
     The headers are counted with all tensors, and the longest numbers, that any allocation could write.
     """
     matrices = {target.name: largest_tensors(run, target) for target in run.targets}
-    grids = {
-        part.name: embedding_and_head_spec(part.shape, 8).tensors()
+    method = table_method(run.recipe)
+    own = {
+        part.name: method.packed_spec(part.shape, method.widths[-1]).tensors()
         for part in embedding_and_head.parts.values()
     }
-    whole = checkpoint_bytes(run.model, source=run.source, modules=matrices, embedding_and_head=grids)
-    tables = (*matrices.values(), *grids.values())
+    whole = checkpoint_bytes(run.model, source=run.source, modules=matrices, embedding_and_head=own)
+    tables = (*matrices.values(), *own.values())
     return whole - sum(spec.bytes for table in tables for spec in table.values())
 
 
@@ -285,7 +298,7 @@ def largest_tensors(run: RunContext, target: QuantTarget) -> dict[str, TensorSpe
 
 
 def uniform(
-    recipe: Recipe, targets: Sequence[QuantTarget], widths: Mapping[str, Sequence[int]]
+    recipe: Recipe, targets: Sequence[QuantTarget], widths: Mapping[str, Sequence[Bits]]
 ) -> Allocation:
     """The recipe's bits for every matrix, without a budget."""
     return Allocation(
@@ -344,8 +357,8 @@ def _weighted_by_round(
 ) -> dict[str, list[Option]]:
     """The same, where the losses of matrices count what they do in their rounds of mode `best`.
 
-    Embedding and head count whole, as the matrices of the last round do: they are quantized after it, and only the training
-    with all codes fixed follows.
+    Embedding and head count TABLE_WEIGHT: they are quantized after the last round, and the training with all codes fixed
+    that follows mends them least.
     """
     first = run.recipe.budget.first_round_weight
     if first is None:
@@ -356,7 +369,7 @@ def _weighted_by_round(
         first = first_round_weight(bits)
     weights = round_weights(run.targets, run.recipe.finetune.rounds, first)
     return {
-        name: [dataclasses.replace(option, weight=weights.get(name, 1.0)) for option in found]
+        name: [dataclasses.replace(option, weight=weights.get(name, TABLE_WEIGHT)) for option in found]
         for name, found in options.items()
     }
 
@@ -391,11 +404,13 @@ def sparse_header(name: str, layout: PackedSpec, size: int) -> int:
     return len(json.dumps(entries, separators=(",", ":"))) if entries else 0
 
 
-def embedding_and_head_savings(model: PreTrainedModel, source: Path | None, allocation: Allocation) -> int:
+def embedding_and_head_savings(
+    model: PreTrainedModel, source: Path | None, recipe: Recipe, allocation: Allocation
+) -> int:
     """Bytes that quantizing embedding and head saves."""
     bits = {"embedding": allocation.embedding_bits, "head": allocation.head_bits}
     saved = 0
     for role, part in embedding_and_head_of(model).parts.items():
-        sizes = part_sizes(model, source, part, (bits[role], 16))
+        sizes = part_sizes(model, source, part, (bits[role], 16), table_method(recipe))
         saved += sizes[16] - sizes[bits[role]]
     return saved

@@ -1,18 +1,16 @@
-"""Embedding and head on grids of 3 to 8 bits: their tensors, the loss that an error in them causes, their codes.
+"""Embedding and head: their tensors, the bits among which a budget may choose, the curvature under which they are coded.
 
-The rows of `W [V, d]`, one per token, are divided into groups of GROUP columns, each rounded to an asymmetric grid
-(`quantizers/rtn.py`) whose range is shrunk by the factor of the least weighted error. The weights are the diagonal of the
-curvature, a product of a row and a column factor, with t over the tokens of the calibration text:
+The rows of `W [V, d]`, one per token, are coded by a `TableMethod`: in trellis codes (`quantizers/table_trellis.py`) where
+the matrices of the blocks are, else on grids (`quantizers/table_grid.py`). Both see the loss that an error causes through
+one number a row and one covariance for all rows, with t over the tokens of the calibration text:
 
-    loss(E)  ~  1/2 sum_ij r_i c_j E_ij^2
-    head       r_i = mean_t g_ti^2, g the loss's gradient at the logits      c_j = mean_t x_tj^2, x the head's input
-    embedding  r_i = frequency of token i                                       c_j = mean_t g_tj^2, g at its output
+    loss(E)  ~  1/2 sum_i r_i E_i C E_i'
+    head       r_i = mean_t g_ti^2, g the loss's gradient at the logits      C = mean_t x_t x_t', x the head's input
+    embedding  r_i = frequency of token i                                       C = mean_t g_t g_t', g at its output
 
-Tied, the two are one tensor, one set of codes, and the sum of both losses. The error at b bits is taken as
-`1 / (2^b - 1)^2` times that of one measured width.
+Tied, the two are one tensor, one set of codes, and the sum of both losses.
 """
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -20,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -28,22 +25,18 @@ from requant.calibration.passes import batches, recomputed_blocks, summed_loss
 from requant.calibration.stats import Curvature
 from requant.checkpoint.save import disk_dtype
 from requant.errors import ModelError, RecipeError
-from requant.formats.grid import Grid, GridSpec
-from requant.formats.packed_spec import PackedSpec
 from requant.formats.quantized_weight import QuantizedWeight
 from requant.models.targets import embedding_and_head_modules
-from requant.quantizers.kmeans import row_chunks
-from requant.quantizers.rtn import encode, fit_grid
-from requant.recipe.schema import Budget
+from requant.quantizers.method import Bits, Losses
+from requant.quantizers.table_grid import GRID
+from requant.quantizers.table_trellis import TRELLIS
+from requant.quantizers.tables import TableMethod
+from requant.recipe.schema import Recipe
 from requant.run.context import RunContext
 from requant.run.stage_cache import load_weight, save_weight
 from requant.run.workspace import digest
 
-GROUP = 64  # columns that share a scale
-WIDTHS = (3, 4, 5, 6, 7, 8, 16)  # 16: not quantized
-SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
-MEASURED_BITS = 4  # at which the error is measured; those at other bits follow
-ELEMENTS = 1 << 24  # weights rounded at once, to bound memory
+FLOATS = 16  # bits: not quantized
 TOKENS = 65536  # of the calibration text, for the curvature
 
 
@@ -104,11 +97,20 @@ def embedding_and_head_of(model: PreTrainedModel) -> EmbeddingAndHead:
     return EmbeddingAndHead(parts=parts, tied=tied, head=head)
 
 
-def embedding_and_head_bits(budget: Budget, embedding_and_head: EmbeddingAndHead) -> dict[str, Sequence[int]]:
+def table_method(recipe: Recipe) -> TableMethod:
+    """What codes embedding and head: trellis codes where the blocks have them, else grids."""
+    return TRELLIS if recipe.method == "trellis" else GRID
+
+
+def embedding_and_head_bits(
+    recipe: Recipe, embedding_and_head: EmbeddingAndHead
+) -> dict[str, Sequence[Bits]]:
     """Role -> the bits among which the budget may choose.
 
-    Raises RecipeError if tied ones are given different bits, ModelError if one that is given bits cannot be quantized.
+    Raises RecipeError if tied ones are given different bits, or bits that their codes cannot have, ModelError if one that is
+    given bits cannot be quantized.
     """
+    budget, method = recipe.budget, table_method(recipe)
     given: dict[str, int | None] = {"embedding": budget.embedding_bits, "head": budget.head_bits}
     if embedding_and_head.tied:
         said = {bits for bits in given.values() if bits is not None}
@@ -118,13 +120,20 @@ def embedding_and_head_bits(budget: Budget, embedding_and_head: EmbeddingAndHead
                 "model ties them to one tensor; give the same."
             )
         given = {"embedding": next(iter(said), None)}
-    free: Sequence[int] = (16,) if budget.size is None and budget.bits is None else WIDTHS
-    widths: dict[str, Sequence[int]] = {}
+    for bits in given.values():
+        if bits not in (None, FLOATS, *method.widths):
+            raise RecipeError(
+                f"budget.head_bits is {bits}, but an embedding or head on a grid takes at least {method.widths[0]} bits; "
+                "give those, or method trellis."
+            )
+    chosen = [bits for bits in method.widths if budget.quarters or not bits % 1]
+    free: Sequence[Bits] = (FLOATS,) if budget.size is None and budget.bits is None else (*chosen, FLOATS)
+    widths: dict[str, Sequence[Bits]] = {}
     for role, part in embedding_and_head.parts.items():
         bits, why = given[role], _obstacle(part)
-        if why and bits not in (None, 16):
+        if why and bits not in (None, FLOATS):
             raise ModelError(f"{part.name} {why}, so it cannot be quantized; give --head-bits 16.")
-        widths[role] = (16,) if why else free if bits is None else (bits,)
+        widths[role] = (FLOATS,) if why else free if bits is None else (bits,)
     return widths
 
 
@@ -142,17 +151,12 @@ def _obstacle(part: Part) -> str | None:
     return None
 
 
-def embedding_and_head_spec(shape: tuple[int, int], bits: int) -> PackedSpec:
-    """What is stored for an embedding or head of this shape."""
-    return PackedSpec(dense=GridSpec(bits=bits, shape=shape, group_size=GROUP, zero_points=True))
-
-
 def part_sizes(
-    model: PreTrainedModel, source: Path | None, part: Part, widths: Sequence[int]
-) -> dict[int, int]:
+    model: PreTrainedModel, source: Path | None, part: Part, widths: Sequence[Bits], method: TableMethod
+) -> dict[Bits, int]:
     """Bits -> bytes of a part."""
     plain = part.weight.numel() * disk_dtype(model, source, part.weight).itemsize
-    return {bits: plain if bits == 16 else embedding_and_head_spec(part.shape, bits).bytes for bits in widths}
+    return {bits: plain if bits == FLOATS else method.packed_spec(part.shape, bits).bytes for bits in widths}
 
 
 def embedding_and_head_curvature(
@@ -168,8 +172,10 @@ def embedding_and_head_curvature(
 
     def hook_of(use: str, module: nn.Module) -> Callable[..., None]:
         weight = module.get_parameter("weight")
-        rows, columns = (torch.zeros(size, device=weight.device) for size in weight.shape)
-        uses[use] = Curvature(rows=rows, columns=columns)
+        vocabulary, width = weight.shape
+        rows = torch.zeros(vocabulary, device=weight.device)
+        covariance = torch.zeros(width, width, device=weight.device)
+        uses[use] = Curvature(rows=rows, covariance=covariance)
 
         def hook(_module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
             if not output.requires_grad:  # the embedding's own hook makes it so, after the others
@@ -177,13 +183,14 @@ def embedding_and_head_curvature(
             x = inputs[0].detach()
 
             def accumulate(gradient: Tensor) -> None:
-                squares = gradient.flatten(0, -2).float().square()
+                gradients = gradient.flatten(0, -2).float()
                 if use == "head":
-                    rows.add_(squares.sum(0))
-                    columns.add_(x.flatten(0, -2).float().square().sum(0))
+                    rows.add_(gradients.square().sum(0))
+                    inputs = x.flatten(0, -2).float()
                 else:
                     rows.add_(torch.bincount(x.flatten(), minlength=len(rows)))
-                    columns.add_(squares.sum(0) * getattr(module, "scalar_embed_scale", 1.0) ** 2)
+                    inputs = gradients * getattr(module, "scalar_embed_scale", 1.0)
+                covariance.addmm_(inputs.mT, inputs)
 
             output.register_hook(accumulate)
 
@@ -200,7 +207,7 @@ def embedding_and_head_curvature(
         for tokens in batches(windows, run.model, label=run.label("embedding and head")):
             summed_loss(run.model, tokens).backward()
     means = {
-        use: Curvature(rows=found.rows / windows.numel(), columns=found.columns / windows.numel())
+        use: Curvature(rows=found.rows / windows.numel(), covariance=found.covariance / windows.numel())
         for use, found in uses.items()
     }
     tied = embedding_and_head.tied
@@ -213,77 +220,19 @@ def embedding_and_head_curvature(
 
 
 def embedding_and_head_losses(
-    run: RunContext, embedding_and_head: EmbeddingAndHead, widths: Mapping[str, Sequence[int | float]]
-) -> dict[str, dict[int | float, float]]:
-    """Role -> bits -> predicted loss, nats a token; zero at 16 bits.
-
-    On bench-32m and demo-4m the measured KL is 0.8 times the predicted one, at all bits from 3 to 8.
-    """
-    found: dict[str, dict[int | float, float]] = {}
+    run: RunContext, embedding_and_head: EmbeddingAndHead, widths: Mapping[str, Sequence[Bits]]
+) -> dict[str, Losses]:
+    """Role -> bits -> predicted loss, nats a token; zero where they stay floats."""
+    method, found = table_method(run.recipe), dict[str, Losses]()
     for role, choices in widths.items():
-        weight = embedding_and_head.parts[role].weight.detach()
-        unit = 0.0
-        if set(choices) != {16}:
-            curvature = embedding_and_head_curvature(run, embedding_and_head)[role]
-            codes = quantize_table(weight, curvature, bits=MEASURED_BITS)
-            unit = table_loss(weight, codes, curvature) * (2**MEASURED_BITS - 1) ** 2
-        found[role] = {bits: 0.0 if bits == 16 else unit / (2**bits - 1) ** 2 for bits in choices}
+        coded = [bits for bits in choices if bits != FLOATS]
+        losses: Losses = {}
+        if coded:
+            weight = embedding_and_head.parts[role].weight.detach()
+            uses = embedding_and_head_curvature(run, embedding_and_head)[role]
+            losses = method.predicted_losses(weight, uses, coded)
+        found[role] = losses | {bits: 0.0 for bits in choices if bits == FLOATS}
     return found
-
-
-def table_loss(weight: Tensor, quantized: QuantizedWeight, curvature: Sequence[Curvature]) -> float:
-    """`1/2 sum_ij r_i c_j E_ij^2` over all uses, nats a token."""
-    total = 0.0
-    for rows in row_chunks(weight, elements=ELEMENTS):
-        error = (_rows(quantized.dense, rows).dequantize() - weight[rows].float()).square()
-        total += sum(0.5 * (use.rows[rows] @ (error @ use.columns)).double().item() for use in curvature)
-    return total
-
-
-def quantize_table(
-    weight: Float[Tensor, "v d"], curvature: Sequence[Curvature], *, bits: int
-) -> QuantizedWeight:
-    """Codes of an embedding or head under its curvature."""
-    parts = []
-    for rows in row_chunks(weight, elements=ELEMENTS):
-        values = weight[rows].float()
-        importance = torch.stack([use.rows[rows, None] * use.columns for use in curvature]).sum(0)
-        importance += importance.mean() * 1e-3 + 1e-30  # a token that the text lacks counts a little
-        parts.append(_best_shrunk(values, importance, bits=bits))
-    return QuantizedWeight(
-        dense=Grid(
-            codes=torch.cat([part.codes for part in parts]),
-            scales=torch.cat([part.scales for part in parts]),
-            zero_points=torch.cat([part.zero_points for part in parts if part.zero_points is not None]),
-            column_scales=None,
-            bits=bits,
-            group_size=GROUP,
-        ),
-        sparse=None,
-    )
-
-
-def _best_shrunk(values: Tensor, importance: Tensor, *, bits: int) -> Grid:
-    """The grid whose shrink is best for every group."""
-    n, k = values.shape
-    groups = -(-k // GROUP)
-    best = torch.full((n, groups), float("inf"), device=values.device)
-    shrink = torch.ones_like(best)
-    for factor in SHRINKS:
-        fit = fit_grid(values, bits=bits, group_size=GROUP, symmetric=False, shrink=factor)
-        error = (encode(values, fit, bits=bits, group_size=GROUP).dequantize() - values).square() * importance
-        padded = torch.nn.functional.pad(error, (0, groups * GROUP - k))
-        cost = padded.view(n, groups, GROUP).sum(2)
-        shrink = torch.where(cost < best, factor, shrink)
-        best = torch.minimum(cost, best)
-    fit = fit_grid(values, bits=bits, group_size=GROUP, symmetric=False, shrink=shrink)
-    return encode(values, fit, bits=bits, group_size=GROUP)
-
-
-def _rows(dense: Any, rows: slice) -> Grid:
-    return dataclasses.replace(
-        dense, codes=dense.codes[rows], scales=dense.scales[rows], zero_points=dense.zero_points[rows]
-    )
 
 
 def quantize_embedding_and_head(run: RunContext) -> QuantizedEmbeddingAndHead:
@@ -292,22 +241,23 @@ def quantize_embedding_and_head(run: RunContext) -> QuantizedEmbeddingAndHead:
     Where earlier rounds have trained them, the codes are of the trained floats, and replace them in the run.
     """
     embedding_and_head, allocation = embedding_and_head_of(run.model), run.allocation
+    method = table_method(run.recipe)
     assert allocation is not None
     bits = {"embedding": allocation.embedding_bits, "head": allocation.head_bits}
     weights: dict[str, QuantizedWeight] = {}
     originals: dict[str, Tensor] = {}
     for role, part in embedding_and_head.parts.items():
-        if bits[role] == 16:
+        if bits[role] == FLOATS:
             continue
         original = originals[part.name] = part.weight.detach().to("cpu", copy=True)
         _, trained = run.finetuned_params.pop(f"{part.name}.weight", (original, original))
-        key = digest(run.fingerprint, part.name, bits[role], trained)
+        key = digest(run.fingerprint, part.name, method.name, bits[role], trained)
         device = part.weight.device
         found = load_weight(run, "embedding-and-head", key, part.name, device)
         if found is None:
             curvature = embedding_and_head_curvature(run, embedding_and_head)[role]
             with run.stage("quantize"):
-                found = quantize_table(trained.to(device), curvature, bits=bits[role])
+                found = method.quantize(trained.to(device), curvature, bits[role])
             save_weight(run, "embedding-and-head", key, found)
         weights[part.name] = found
     return QuantizedEmbeddingAndHead(

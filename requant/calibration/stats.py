@@ -31,7 +31,13 @@ class LinearStats:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Curvature:
-    """`r_i c_j`, of one use of an embedding or head: as table of inputs, or as matrix of the logits."""
+    """Of one use of an embedding or head, as table of inputs or as matrix of the logits: an error E in its rows costs
+    `1/2 sum_i r_i E_i C E_i'`."""
 
     rows: Float[Tensor, " v"]
-    columns: Float[Tensor, " d"]
+    covariance: Float[Tensor, "d d"]
+
+    @property
+    def columns(self) -> Float[Tensor, " d"]:
+        """The diagonal of C."""
+        return self.covariance.diagonal()

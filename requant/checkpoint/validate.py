@@ -21,18 +21,21 @@ from torch import Tensor
 from requant.checkpoint.header import StoredTensor, read_folder, read_json
 from requant.errors import CheckpointError
 from requant.files import check_model_folder, path_of
+from requant.formats.contract import ContainerSpec
 from requant.formats.grid import GridSpec
 from requant.formats.magnitude import LARGEST
 from requant.formats.packed_spec import GUARD_TENSOR, PackedSpec
+from requant.formats.trellis import TrellisSpec
 from requant.models.rotations import HEAD_SCALES, Rotation
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 CHUNK_BYTES = 1 << 26
 PLAIN_VERSION = 1  # of checkpoints whose embedding and head are not quantized
 EMBEDDING_AND_HEAD_VERSION = (
     2  # the first with quantized embedding and head; see `PackedSpec.version` for versions 3 and 4
 )
 ROTATION_VERSION = 5  # the first with rotations that are folded into the model
+TRELLIS_TABLE_VERSION = 6  # the first whose embedding and head may have trellis codes
 MAX_SEED = 1 << 31
 
 
@@ -133,6 +136,8 @@ def version_of(
     oldest = EMBEDDING_AND_HEAD_VERSION if embedding_and_head else PLAIN_VERSION
     if rotation is not None:
         oldest = ROTATION_VERSION
+    if any(isinstance(spec.dense, TrellisSpec) for spec in embedding_and_head.values()):
+        oldest = TRELLIS_TABLE_VERSION
     return max([oldest, *(spec.version for spec in modules.values())])
 
 
@@ -153,7 +158,7 @@ def parse_rotation(entry: Any) -> Rotation | None:
 def parse_embedding_and_head(entry: Any, modules: Mapping[str, PackedSpec]) -> dict[str, PackedSpec]:
     """The table of quantized embedding and head in a `quantization_config` that `parse_quantization` accepted.
 
-    They are grids without a sparse part, because an embedding reads single rows.
+    They are grids, or trellises whose rows are not mixed, without a sparse part, because an embedding reads single rows.
     """
     table = entry.get("vocabulary", {})
     if not isinstance(table, dict) or len(table) > 2:
@@ -167,12 +172,24 @@ def parse_embedding_and_head(entry: Any, modules: Mapping[str, PackedSpec]) -> d
         )
     found = {name: PackedSpec.from_json(name, spec) for name, spec in table.items()}
     for name, spec in found.items():
-        plain = isinstance(spec.dense, GridSpec) and not spec.dense.column_scales and spec.sparse is None
-        if name in modules or not plain:
+        if name in modules or spec.sparse is not None or not _holds_rows(spec.dense):
             raise CheckpointError(
-                f"config.json: {name} in vocabulary is no plain grid of its own; download the checkpoint again."
+                f"config.json: {name} in vocabulary is no plain grid, and no trellis of unmixed rows, of its own; download "
+                "the checkpoint again."
+            )
+        if isinstance(spec.dense, TrellisSpec) and entry["format_version"] < TRELLIS_TABLE_VERSION:
+            raise CheckpointError(
+                f"config.json: {name} in vocabulary is a trellis, which needs format version {TRELLIS_TABLE_VERSION}, but "
+                f"version {entry['format_version']} is given; download the checkpoint again."
             )
     return found
+
+
+def _holds_rows(dense: ContainerSpec) -> bool:
+    """Whether an embedding can look its rows up in such codes."""
+    if isinstance(dense, TrellisSpec):
+        return bool(dense.row_step)
+    return isinstance(dense, GridSpec) and not dense.column_scales
 
 
 def check_matrices(modules: Mapping[str, PackedSpec], tensors: Mapping[str, StoredTensor]) -> None:

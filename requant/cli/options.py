@@ -190,8 +190,8 @@ class QuantizeOptions(CalibrationOptions, total=False):
     head_bits: Annotated[
         int | None,
         of_recipe(
-            help="Bits of embedding and head, 3 to 8 or 16. [the fewest that add at most 1 % to the loss; with --size the "
-            "best split; with --code-bits 16]"
+            help="Bits of embedding and head, 3 to 8 or 16; in trellis codes also 2. [the fewest that add at most 1 % to "
+            "the loss; with --size the best split; with --code-bits 16]"
         ),
     ]
     sensitivity: Annotated[

@@ -87,7 +87,6 @@ class Codebook:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CodebookSpec:
     format: ClassVar[str] = "codebook"
-    independent_rows: ClassVar[bool] = True
     size_parts: ClassVar[Mapping[str, str]] = {"level_scales": "levels"}
 
     bits: int
@@ -97,6 +96,10 @@ class CodebookSpec:
     @property
     def num_codes(self) -> int:
         return self.shape[0] * self.shape[1]
+
+    @property
+    def row_step(self) -> int:
+        return 1
 
     @property
     def version(self) -> int:

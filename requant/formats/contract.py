@@ -85,7 +85,6 @@ class ContainerSpec(Protocol):
     """Dtypes and shapes of all tensors of a container, as a function of a few plain values; a frozen dataclass."""
 
     format: ClassVar[str]  # its key in the registry and in `config.json`
-    independent_rows: ClassVar[bool]  # whether a row of the weight is a function of a row of every tensor
     size_parts: ClassVar[
         Mapping[str, str]
     ]  # suffix -> the part as which its bytes are reported, if not itself
@@ -99,6 +98,12 @@ class ContainerSpec(Protocol):
     @property
     def num_codes(self) -> int:
         """Codes that are stored, of `bits` each: one a weight, or one for each weight that a mask keeps."""
+        ...
+
+    @property
+    def row_step(self) -> int:
+        """The fewest neighbouring rows that are a function of their own part of every tensor: 1 where each row is, 16 where
+        codes of 16 rows are tied; 0: all rows depend on all."""
         ...
 
     @property
@@ -124,7 +129,7 @@ class ContainerSpec(Protocol):
         ...
 
     def packed_rows(self, tensors: Mapping[str, Tensor], rows: slice | Tensor) -> dict[str, Tensor]:
-        """The stored tensors of some rows; only where rows are independent."""
+        """The stored tensors of some rows, whole steps of `row_step` (the last may be short); ValueError where that is 0."""
         ...
 
     def unpack(self, tensors: Mapping[str, Tensor]) -> Container:

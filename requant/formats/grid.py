@@ -141,7 +141,6 @@ class GridSpec:
     """`zero_points`, `column_scales`: whether the grid has them."""
 
     format: ClassVar[str] = "grid"
-    independent_rows: ClassVar[bool] = True
     size_parts: ClassVar[Mapping[str, str]] = {}
 
     bits: int
@@ -153,6 +152,10 @@ class GridSpec:
     @property
     def num_codes(self) -> int:
         return self.shape[0] * self.shape[1]
+
+    @property
+    def row_step(self) -> int:
+        return 1
 
     @property
     def version(self) -> int:

@@ -30,13 +30,15 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from requant.errors import InputError
 from requant.formats.contract import Container, TrainableParams
 from requant.formats.packed_spec import PackedSpec
 from requant.formats.sparse import Sparse, join_sparse_rows
+
+ROW_WEIGHTS = 1 << 22  # dequantized at a time where rows are asked for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,13 +97,38 @@ def unpack(spec: PackedSpec, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
 def unpack_rows(
     spec: PackedSpec, tensors: Mapping[str, Tensor], rows: slice, entries: slice = slice(0, 0)
 ) -> QuantizedWeight:
-    """Some rows of a matrix from its stored tensors; its residuals are `entries` of all. Rows must be independent."""
+    """Some rows of a matrix from its stored tensors, whole steps of `row_step`; its residuals are `entries` of all."""
     dense = replace(spec.dense, shape=(rows.stop - rows.start, spec.shape[1]))  # type: ignore[type-var]
     taken, sparse = spec.dense.packed_rows(tensors, rows), None
     if spec.sparse is not None:
         sparse, residuals = spec.sparse.packed_rows(tensors, rows, entries)
         taken |= residuals
     return unpack(PackedSpec(dense=dense, sparse=sparse), taken)
+
+
+def dequantize_rows(
+    spec: PackedSpec, tensors: Mapping[str, Tensor], rows: Int64[Tensor, " m"]
+) -> Float[Tensor, "m k"]:
+    """Floats of any rows of a matrix without residuals, float32: an embedding's. Rows of a step are dequantized together.
+
+    Raises IndexError for a row that the matrix lacks.
+    """
+    (n, k), step = spec.shape, spec.dense.row_step
+    if step == 1:
+        return spec.dense.unpack(spec.dense.packed_rows(tensors, rows)).dequantize()
+    if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < n:
+        raise IndexError(f"rows {int(rows.min())} to {int(rows.max())} of a matrix of {n}")
+    steps, which = torch.unique(rows // step, return_inverse=True)
+    floats = torch.empty(len(rows), k, device=rows.device)
+    at_once = max(1, ROW_WEIGHTS // (step * k))
+    for start in range(0, len(steps), at_once):
+        own = steps[start : start + at_once]
+        whole = (own[:, None] * step + torch.arange(step, device=rows.device)).flatten()
+        taken = spec.dense.packed_rows(tensors, whole.clamp(max=n - 1))
+        asked = (which >= start) & (which < start + at_once)
+        found = (which[asked] - start) * step + rows[asked] % step
+        floats[asked] = spec.dense.unpack(taken).dequantize()[found]
+    return floats
 
 
 def slice_rows(weight: QuantizedWeight, start: int, stop: int) -> QuantizedWeight:

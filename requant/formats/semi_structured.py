@@ -157,7 +157,6 @@ class SemiStructuredSpec:
     """Group size and form of the metadata; with 16 bits the group size says nothing."""
 
     format: ClassVar[str] = "semi_structured"
-    independent_rows: ClassVar[bool] = True
     size_parts: ClassVar[Mapping[str, str]] = {}
 
     bits: int
@@ -168,6 +167,10 @@ class SemiStructuredSpec:
     @property
     def num_codes(self) -> int:
         return self.shape[0] * self.shape[1] // 2
+
+    @property
+    def row_step(self) -> int:
+        return 1
 
     @property
     def version(self) -> int:

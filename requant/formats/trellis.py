@@ -47,6 +47,7 @@ from requant.formats.trellis_codes import (
     to_tiles,
 )
 
+DECODED_AT_ONCE = 1 << 24  # weights, of which the states take 8 bytes each, several times over
 # Bits of a code, beside the whole numbers.
 QUARTERS = tuple(bits / PERIOD for bits in range(PERIOD, PERIOD * MAX_BITS) if bits % PERIOD)
 
@@ -70,31 +71,33 @@ class Trellis:
         columns = self.codes.shape[1] if self.input_scales is None else self.input_scales.shape[0]
         return self.output_scales.shape[0], columns
 
-    def rotated_values(self) -> Float[Tensor, "r c"]:
-        """V, float32: what the codes stand for before rotation and scales."""
-        rows, columns = self.codes.shape
-        states = states_of_codes(
-            to_tiles(self.codes), bits=self.bits, weights_per_step=CODES[self.code].weights_per_step
-        )
-        values = code_values(self.code).to(self.codes.device)[states]
-        return from_tiles(values.flatten(1), (rows, columns))
-
     def dequantize(self) -> Float[Tensor, "n k"]:
         """float32."""
         n, k = self.shape
-        values = self.rotated_values()
-        if self.input_scales is not None:
-            values = hadamard(values)
+        values = self._decoded((lambda v: v) if self.input_scales is None else hadamard)
         if self.rotates_output:
             parts = values.split(self.parts or (len(values),))
             values = torch.cat([hadamard(part.mT).mT for part in parts])
         scaled = self.output_scales.float()[:, None] * values[:n, :k]
         return scaled if self.input_scales is None else scaled * self.input_scales.float()
 
+    def _decoded(self, finish: Callable[[Tensor], Tensor]) -> Float[Tensor, "r c"]:
+        """`finish(V)`, some rows at a time: what lies between codes and values takes ten times the memory of either."""
+        values, (rows, columns) = code_values(self.code).to(self.codes.device), self.codes.shape
+        weights_per_step = CODES[self.code].weights_per_step
+        step = max(1, DECODED_AT_ONCE // (TILE * columns)) * TILE
+        found = torch.empty(rows, columns, device=self.codes.device)
+        for start in range(0, rows, step):
+            codes = self.codes[start : start + step]
+            states = states_of_codes(to_tiles(codes), bits=self.bits, weights_per_step=weights_per_step)
+            own = from_tiles(values[states].flatten(1), (codes.shape[0], columns))
+            found[start : start + step] = finish(own)
+        return found
+
     def spec(self) -> "TrellisSpec":
         if self.parts:
             raise ValueError("joined matrices of trellis codes are multiplied, never stored")
-        signs = _has_one_magnitude(self.output_scales)
+        signs = self.rotates_output and _has_one_magnitude(self.output_scales)
         return TrellisSpec(
             bits=self.bits,
             shape=self.shape,
@@ -193,7 +196,6 @@ class TrellisSpec:
     """
 
     format: ClassVar[str] = "trellis"
-    independent_rows: ClassVar[bool] = False
     size_parts: ClassVar[Mapping[str, str]] = dict.fromkeys(
         [f"{side}_{kind}" for side in ("input", "output") for kind in ("scales", "signs", "magnitude")],
         "scales",
@@ -211,6 +213,10 @@ class TrellisSpec:
     @property
     def num_codes(self) -> int:
         return self.shape[0] * self.shape[1]
+
+    @property
+    def row_step(self) -> int:
+        return 0 if self.rotates_output or self.output_signs else TILE
 
     @property
     def version(self) -> int:
@@ -275,7 +281,14 @@ class TrellisSpec:
         return too_large("output_scales", torch.stack(sides).prod())
 
     def packed_rows(self, tensors: Mapping[str, Tensor], rows: slice | Tensor) -> dict[str, Tensor]:
-        raise ValueError("rows of a trellis are not independent: the rotation mixes them")
+        if not self.row_step:
+            raise ValueError("rows of a trellis are not independent: the rotation mixes them")
+        if isinstance(rows, slice):
+            tiles: slice | Tensor = slice(rows.start // TILE, -(-rows.stop // TILE))
+        else:
+            tiles = rows[::TILE] // TILE
+        own = {"codes": tensors["codes"][tiles], "output_scales": tensors["output_scales"][rows]}
+        return {suffix: own.get(suffix, tensors[suffix]) for suffix in self.tensors()}
 
     def unpack(self, tensors: Mapping[str, Tensor]) -> Trellis:
         n, k = self.shape

@@ -1,10 +1,10 @@
 """`QuantEmbedding`: an embedding whose rows are dequantized as they are asked for, and a head that shares its codes.
 
-    y_t = row(x_t) * scale,    row(i)_j = (code_ij - zero_point_ig) * scale_ig,  g = j // group_size
+    y_t = row(x_t) * scale
 
-The buffers are those of the file, as in `QuantLinear`. The whole table never exists in floats: a batch of m tokens
-costs m rows. Where head and embedding are tied, both modules hold one dictionary of buffers: moving either moves both,
-and only the embedding's are saved.
+The buffers are those of the file, as in `QuantLinear`. The whole table never exists in floats: a batch of m tokens costs m
+rows of a grid, and at most 16 m of a trellis, whose codes of 16 rows are tied. Where head and embedding are tied, both
+modules hold one dictionary of buffers: moving either moves both, and only the embedding's are saved.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from requant.formats.packed_spec import GUARD_TENSOR, PackedSpec
-from requant.formats.quantized_weight import QuantizedWeight, unpack
+from requant.formats.quantized_weight import QuantizedWeight, dequantize_rows, unpack
 from requant.inference.quant_linear import QuantLinear, apply_without_casts
 
 
@@ -52,8 +52,7 @@ class QuantEmbedding(nn.Module):
 
     def forward(self, tokens: Int[Tensor, "*m"]) -> Float[Tensor, "*m d"]:
         rows = tokens.flatten()
-        taken = self.spec.dense.packed_rows(self.tensors, rows)
-        floats = unpack(self.spec, taken).dequantize().to(self.dtype)
+        floats = dequantize_rows(self.spec, self.tensors, rows).to(self.dtype)
         if self.scale is not None:
             floats = floats * torch.tensor(self.scale, dtype=self.dtype, device=floats.device)
         return floats.view(*tokens.shape, self.embedding_dim)

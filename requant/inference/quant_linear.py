@@ -119,8 +119,9 @@ def matmul(x: Float[Tensor, "*m k"], layer: QuantLinear) -> Float[Tensor, "*m n"
     """`x w~' + bias` in the dtype of x, a band of rows at a time, so that little memory is needed at once."""
     spec = layer.spec
     n, k = spec.shape
-    step = max(1, BAND_WEIGHTS // k)
-    if not spec.dense.independent_rows or step >= n:
+    unit = spec.dense.row_step
+    step = max(1, BAND_WEIGHTS // (k * max(1, unit))) * unit
+    if not unit or step >= n:
         return F.linear(x, layer.quantized().dequantize().to(x.dtype), layer.bias)
     first_entries = [0] * (n + 1)
     if spec.sparse is not None:

@@ -40,6 +40,7 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from requant.checkpoint.sizes import EMBEDDINGS
 from requant.checkpoint.validate import parse_embedding_and_head, parse_quantization, parse_rotation
 from requant.errors import ModelError
+from requant.formats.hadamard import TILE
 from requant.formats.packed_spec import GUARD_TENSOR, PackedSpec
 from requant.inference.convert import KernelLinear
 from requant.inference.kernel_check import KernelCheck
@@ -245,8 +246,8 @@ class RequantEmbeddingMethod(QuantizeMethodBase):
         rows = (indices.org_vocab_start_index, min(indices.org_vocab_end_index, n))
         self.rows = max(
             0, rows[1] - rows[0]
-        )  # 0: this rank has nothing but padding, and holds a row that nobody asks for
-        part = Part(rows=(rows if self.rows else (0, 1),), columns=(0, k))
+        )  # 0: this rank has nothing but padding, and holds rows that nobody asks for
+        part = Part(rows=(rows if self.rows else (0, min(n, TILE)),), columns=(0, k))
         _collect(layer, self.prefix, {None: self.spec}, {None: part})
         layer.register_parameter(GUARD_TENSOR, _placeholder(torch.float16, lambda *_: None))
 

@@ -135,7 +135,7 @@ class Plan:
                 f"  outliers stored as floats in {len(found.outlier_fractions)} matrices, at most {largest:.2%}"
             )
         if found.embedding_bits != 16 or found.head_bits != 16:
-            lines.append(f"  embedding at {found.embedding_bits} bits, head at {found.head_bits}")
+            lines.append(f"  embedding at {found.embedding_bits:g} bits, head at {found.head_bits:g}")
         if found.predicted is not None:
             lines.append(f"predicted loss  {found.predicted:.4f} nats a token, by {found.predictor}")
             if (split := found.best_split) is not None:
@@ -170,7 +170,7 @@ def make_plan(
         parts = recipe.budget.bits * weights / 8
     model_bytes = bytes_before(prepared)
     per_weight = _source_bytes_per_weight(prepared, model_bytes)
-    saved = embedding_and_head_savings(prepared.model, prepared.source, allocation)
+    saved = embedding_and_head_savings(prepared.model, prepared.source, recipe, allocation)
     stored = sum(target.size for target in targets) * per_weight + saved
     bytes_after = round(model_bytes - stored + parts)
     if isinstance(prepared, Outline) and recipe.budget.size is not None:
@@ -221,7 +221,7 @@ def _allocation(prepared: Prepared | Outline, recipe: Recipe, *, quiet: bool) ->
         return uniform(
             recipe,
             prepared.targets,
-            embedding_and_head_bits(recipe.budget, embedding_and_head_of(prepared.model)),
+            embedding_and_head_bits(recipe, embedding_and_head_of(prepared.model)),
         )
     return allocate_bits(start(prepared, recipe, workspace=Workspace(None), quiet=quiet))
 

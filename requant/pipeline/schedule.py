@@ -13,6 +13,7 @@ from functools import cache
 import torch
 
 from requant.allocation.budget import has_budget
+from requant.allocation.embedding_and_head import embedding_and_head_of, table_method
 from requant.allocation.predictors import MEASURED_TOKENS, PQI_TOKENS
 from requant.calibration.collect import one_pass_suffices
 from requant.inference.own_text import windows_at_once
@@ -48,6 +49,7 @@ def _stages(prepared: Prepared | Outline, recipe: Recipe, device: str) -> Iterat
     rate = _rate(next(prepared.model.parameters()).dtype, device) * count_gpus(prepared)
     method, nodes = find_method(recipe.method), len(NODES[recipe.sensitivity.nodes])
     windows, steps = prepared.windows.numel(), recipe.finetune.num_steps
+    threads = torch.get_num_threads() if device == "cpu" else 1
 
     def forward(tokens: int) -> float:
         return 2 * parameters * tokens / rate
@@ -57,9 +59,7 @@ def _stages(prepared: Prepared | Outline, recipe: Recipe, device: str) -> Iterat
 
     def codes(targets: Sequence[QuantTarget]) -> float:
         weights = of_fullest_rank(targets, lambda target: target.size)
-        return (
-            weights * method.seconds_per_weight[device] / (torch.get_num_threads() if device == "cpu" else 1)
-        )
+        return weights * method.seconds_per_weight[device] / threads
 
     gradients = len(method.needs & {"fisher", "output_hessian"}) * backward(windows)
     inputs = len(method.needs & {"hessian"}) * FORWARDS[recipe.calibration.inputs] * forward(windows)
@@ -110,7 +110,9 @@ def _stages(prepared: Prepared | Outline, recipe: Recipe, device: str) -> Iterat
         )
     if recipe.mode == "sparse" and steps:
         yield Stage(name="recovery", kind="training", seconds=training)
-    yield Stage(name="embedding and head", kind="tables", seconds=0.0, bars=0)
+    tables = sum(part.weight.numel() for part in embedding_and_head_of(prepared.model).parts.values())
+    per_weight = table_method(recipe).seconds_per_weight[device] if has_budget(recipe) else 0.0
+    yield Stage(name="embedding and head", kind="tables", seconds=tables * per_weight / threads, bars=0)
     if recipe.mode != "sparse" and steps:
         yield Stage(name="fine-tuning", kind="training", seconds=training)
     diagnosed = min(windows, DIAGNOSED_TOKENS)

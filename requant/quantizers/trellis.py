@@ -132,7 +132,7 @@ def quantize(
     kept = goal if detached is None else goal.masked_fill(detached, 0)
     rotated = incoherence_process(kept, rows=rows, columns=columns)
     if rows is None:
-        scales = row_scales(rotated, config)
+        scales = row_scales(rotated.square().mean(1), config)
         target, output_scales = rotated / scales[:, None], scales[:n]
     else:
         scale = scale_of(rotated, config)
@@ -173,9 +173,10 @@ def scale_of(rotated: Float[Tensor, "r c"], config: TrellisConfig) -> float:
     return float((rotated.square().mean().sqrt().cpu() * relative_scale(config)).half()) or 1.0
 
 
-def row_scales(rotated: Float[Tensor, "r c"], config: TrellisConfig) -> Float[Tensor, " r"]:
-    """A scale for every row, in the 8 or 16 bits in which it is stored; a row of zeros takes the largest."""
-    exact = rotated.square().mean(1).sqrt() * relative_scale(config)
+def row_scales(variances: Float[Tensor, " r"], config: TrellisConfig) -> Float[Tensor, " r"]:
+    """A scale for every row of mean square `variances`, in the 8 or 16 bits in which it is stored; a row of zeros takes the
+    largest."""
+    exact = variances.sqrt() * relative_scale(config)
     in_int8 = config.bits <= WIDEST_CODE
     scales = (fake_quantize_int8(exact, nonzero=True) if in_int8 else exact.half()).float()
     return torch.where(scales > 0, scales, scales.amax() if scales.any() else torch.ones_like(scales))
@@ -286,6 +287,12 @@ def packed_spec(config: TrellisConfig, shape: tuple[int, int], *, finetuned: boo
     )
 
 
+def code_error(code: str, bits: Bits) -> float:
+    """Mean squared error of a code on Gaussians of variance 1."""
+    errors = GAUSSIAN_ERROR[code]
+    return float(np.interp(bits, range(1, len(errors) + 1), errors)) * 4.0**-bits
+
+
 def predicted_losses(
     weight: Float[Tensor, "n k"], stats: LinearStats, config: TrellisConfig, widths: Sequence[Bits]
 ) -> Losses:
@@ -308,10 +315,9 @@ def predicted_losses(
     if config.two_sided:
         output_trace, output_gain = white_trace(outputs, block_ldl(outputs, damp=config.output_damp))
     gain = max(0.0, input_gain * output_gain - 1)
-    errors = GAUSSIAN_ERROR[config.code]
     losses: Losses = {}
     for bits in widths:
-        error = float(np.interp(bits, range(1, len(errors) + 1), errors)) * 4.0**-bits
+        error = code_error(config.code, bits)
         losses[bits] = 0.5 * variance * input_trace * output_trace * error * (1 + WIDENING * gain * error)
         if bits < 2:
             losses[bits] *= ONE_BIT_FACTOR ** (2 - bits)

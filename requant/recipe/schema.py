@@ -17,7 +17,7 @@ from requant.quantizers.registry import METHODS, PRUNING_METHODS, find_method
 Mode = Literal["best", "paper", "dense", "sparse"]
 Score = Literal["pqi", "hessian", "gradient", "marginal"]
 Predictor = Literal["curvature", "measured", "restored", "pqi"]
-EmbeddingBits = Literal[3, 4, 5, 6, 7, 8, 16]
+EmbeddingBits = Literal[2, 3, 4, 5, 6, 7, 8, 16]
 Rotations = Literal["per-matrix", "folded"]
 Nodes = Literal["gauss2", "gauss4", "midpoint", "simpson", "plain32"]
 MOST = 1_000_000  # windows and training steps: more is a typing error
@@ -173,7 +173,8 @@ class Recovery:
 class Budget:
     """A budget of stored bytes; without `bits` and `size` every code has `quantizer.bits`, and the rest comes on top.
 
-    With one, the allocation chooses the bits of every code. Embedding and head are quantized to grids.
+    With one, the allocation chooses the bits of every code. Embedding and head are quantized too: in trellis codes where the
+    matrices are, else to grids.
     """
 
     bits: float | None = None
@@ -189,7 +190,8 @@ class Budget:
     first_round_weight: float | None = None
     """What predicted losses count in mode `best`'s first round, which training mends most; none: 0.4 at 2 bits, 1 from 3."""
     head_bits: EmbeddingBits | None = None
-    """Bits of the head; none: the fewest that add at most 1 % to the loss; with `size` the best split; no budget: 16."""
+    """Bits of the head, 2 only in trellis codes; none: the fewest that add at most 1 % to the loss; with `size` the best
+    split; no budget: 16."""
     embedding_bits: EmbeddingBits | None = None
     """Bits of the embedding; one tensor with the head where they are tied."""
 

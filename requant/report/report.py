@@ -75,8 +75,8 @@ class BudgetSummary:
     predictor: str
     predicted: float | None  # nats a token
     loss_curve: Mapping[int, float]  # bytes of other budgets -> predicted loss
-    embedding_bits: int
-    head_bits: int
+    embedding_bits: int | float
+    head_bits: int | float
     best_split: Split | None = None  # of a file as large
 
 

@@ -38,11 +38,11 @@ class Split:
     size: int  # of the weight files, bytes
     predicted: float  # nats a token
     bits: float  # a weight of the matrices, everything stored counted
-    embedding_bits: int
-    head_bits: int
+    embedding_bits: int | float
+    head_bits: int | float
 
     def __str__(self) -> str:
-        return f"embedding at {self.embedding_bits} bits, matrices at {self.bits:.2f}"
+        return f"embedding at {self.embedding_bits:g} bits, matrices at {self.bits:.2f}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +55,8 @@ class Allocation:
     predicted: float | None = None  # nats a token; None: nothing was predicted
     predictor: str | None = None
     loss_curve: dict[int, float] = field(default_factory=dict)  # other budgets in bytes -> predicted loss
-    embedding_bits: int = 16
-    head_bits: int = 16
+    embedding_bits: int | float = 16
+    head_bits: int | float = 16
     outlier_fractions: dict[str, float] = field(default_factory=dict)  # of matrices that have outliers
     best_split: Split | None = None  # of the same file, where it is predicted to lose clearly less
 

@@ -69,7 +69,8 @@ def build_weight(
     """A random matrix of any container, with a share `density` of sparse entries (1: full rows).
 
     `int8`: residuals in 8 bits, with a scale a row or, with `one_scale`, for the matrix. `codebook-int8` and
-    `trellis-int8` have levels and output scales that are stored in 8 bits; `semi_structured-16` has no codes, but values.
+    `trellis-int8` have levels and output scales that are stored in 8 bits, the rows of `trellis-rows` are not rotated;
+    `semi_structured-16` has no codes, but values.
     """
     g = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 1 << bits, (n, k), generator=g, dtype=torch.uint8)
@@ -79,7 +80,7 @@ def build_weight(
             levels = torch.randn(n, 1 << bits, generator=g).mul(0.05).sort(1).values
             stored = fake_quantize_int8(levels) if kind == "codebook-int8" else levels.half()
             dense = Codebook(codes=codes, levels=stored, bits=bits)
-        case "trellis" | "trellis-int8":
+        case "trellis" | "trellis-int8" | "trellis-rows":
             padded = (-(-n // 16) * 16, -(-k // 16) * 16)
             scales = torch.rand(n, generator=g) * 0.1
             dense = Trellis(
@@ -90,6 +91,7 @@ def build_weight(
                 else scales.half(),
                 bits=bits,
                 code="3inst",
+                rotates_output=kind != "trellis-rows",
             )
         case "semi_structured" | "semi_structured-hardware" | "semi_structured-16":
             floats = kind == "semi_structured-16"

@@ -18,7 +18,11 @@ from requant.allocation.budget import (
     sparse_bytes,
     with_allocation,
 )
-from requant.allocation.embedding_and_head import WIDTHS, embedding_and_head_losses, embedding_and_head_of
+from requant.allocation.embedding_and_head import (
+    embedding_and_head_losses,
+    embedding_and_head_of,
+    table_method,
+)
 from requant.allocation.knapsack import TOLERANCE
 from requant.allocation.predictors import curvature
 from requant.checkpoint.sizes import byte_table
@@ -173,11 +177,12 @@ def test_embedding_and_head_have_the_fewest_bits_that_add_little(
         dataclasses.replace(run, recipe=recipe_of(budget=Budget(bits=bits, head_bits=16, embedding_bits=16)))
     )
     parts = embedding_and_head_of(run.model)
-    losses = embedding_and_head_losses(run, parts, dict.fromkeys(parts.parts, WIDTHS))
+    widths = [*table_method(run.recipe).widths, 16]
+    losses = embedding_and_head_losses(run, parts, dict.fromkeys(parts.parts, widths))
     limit = EMBEDDING_AND_HEAD_LOSS * kept.predicted / len(losses)
     chosen = {"embedding": found.embedding_bits, "head": found.head_bits}
     for role, of in losses.items():
-        assert of[chosen[role]] <= limit and all(of[b] > limit for b in WIDTHS if b < chosen[role])
+        assert of[chosen[role]] <= limit and all(of[b] > limit for b in widths if b < chosen[role])
     added = sum(of[chosen[role]] for role, of in losses.items())
     assert found.predicted == pytest.approx(kept.predicted + added) and added > 0
 

@@ -12,6 +12,7 @@ from requant.errors import InputError
 from requant.formats.contract import Container
 from requant.formats.quantized_weight import (
     QuantizedWeight,
+    dequantize_rows,
     join_rows,
     pack,
     slice_columns,
@@ -28,7 +29,7 @@ from requant.formats.registry import FORMATS
 CASES = {
     "grid": ("symmetric", "asymmetric", "awq"),
     "codebook": ("codebook", "codebook-int8"),
-    "trellis": ("trellis", "trellis-int8"),
+    "trellis": ("trellis", "trellis-int8", "trellis-rows"),
     "semi_structured": ("semi_structured", "semi_structured-hardware", "semi_structured-16"),
 }
 KINDS = [kind for kinds in CASES.values() for kind in kinds]
@@ -50,7 +51,7 @@ def test_every_registered_format_has_a_case(random_weight) -> None:
 
 def same_floats(one: torch.Tensor, other: torch.Tensor, weight: QuantizedWeight) -> None:
     """Bit for bit, except where rows mix: a rotation of another size rounds in another order."""
-    tolerance = 0 if spec_of(weight).dense.independent_rows else 1e-6
+    tolerance = 0 if spec_of(weight).dense.row_step else 1e-6
     torch.testing.assert_close(one, other, rtol=0, atol=tolerance)
 
 
@@ -85,7 +86,7 @@ def test_slices_are_parts_of_the_whole(round_trip, random_weight, kind: str, spa
                 InputError
             ) as error:  # in a sentence, and only where rows mix, or inside a group of four columns
                 inside = kind.startswith("semi_structured") and axis == 1 and (start % 4 or stop % 4)
-                assert inside or not spec_of(weight).dense.independent_rows
+                assert inside or spec_of(weight).dense.row_step != 1
                 assert "cannot be cut" in str(error)
                 continue
             same_floats(part.dequantize(), whole.narrow(axis, start, stop - start), weight)
@@ -126,18 +127,19 @@ def test_matrices_of_different_formats_never_join(random_weight) -> None:
 def test_rows_of_the_stored_tensors_are_rows_of_the_matrix(random_weight, kind: str, sparse: dict) -> None:
     weight = random_weight(30, 300, kind=kind, **sparse)
     spec, tensors = pack(weight)
-    if not spec.dense.independent_rows:
+    step = spec.dense.row_step
+    if not step:
         with pytest.raises(ValueError, match="not independent"):
             spec.dense.packed_rows(tensors, slice(0, 1))
         return
+    start, stop = (7, 12) if step == 1 else (16, 30)
     counts = tensors.get("sparse_counts", torch.zeros(30, 1, dtype=torch.uint8)).long().sum(1)
-    entries = slice(int(counts[:7].sum()), int(counts[:12].sum()))
+    entries = slice(int(counts[:start].sum()), int(counts[:stop].sum()))
     assert torch.equal(
-        unpack_rows(spec, tensors, slice(7, 12), entries).dequantize(), weight.dequantize()[7:12]
+        unpack_rows(spec, tensors, slice(start, stop), entries).dequantize(), weight.dequantize()[start:stop]
     )
-    chosen = torch.tensor([3, 3, 29])
-    taken = spec.dense.unpack(spec.dense.packed_rows(tensors, chosen))
-    assert torch.equal(taken.dequantize(), weight.dense.dequantize()[chosen])
+    chosen = torch.tensor([3, 3, 29, 16])
+    assert torch.equal(dequantize_rows(spec, tensors, chosen), weight.dense.dequantize()[chosen])
 
 
 @every_kind

@@ -1,4 +1,4 @@
-"""Embedding and head of 4 to 8 bits: what is measured, saved and loaded is the same table, held once."""
+"""Embedding and head on grids and in trellis codes: what is measured, saved and loaded is the same table, held once."""
 
 import copy
 import json
@@ -16,7 +16,7 @@ from requant.errors import CheckpointError
 from requant.formats.codebook import CodebookSpec
 from requant.formats.grid import GridSpec
 from requant.formats.packed_spec import PackedSpec
-from requant.inference import quant_embedding
+from requant.formats.trellis import TrellisSpec
 from requant.inference.quant_embedding import QuantEmbedding
 from requant.inference.quant_linear import QuantLinear
 from requant.models.targets import embedding_and_head_modules
@@ -26,11 +26,14 @@ from requant.recipe.schema import Budget, Calibration, Evaluation, Recipe
 IDS = torch.arange(3 * 20).view(3, 20) % 250
 
 
-def recipe_of(**budget) -> Recipe:
+METHOD_NAMES = ["rtn", "trellis"]  # of the matrices; that of embedding and head follows
+
+
+def recipe_of(method: str = "rtn", **budget) -> Recipe:
     return Recipe(
         mode="dense",
-        method="rtn",
-        quantizer=METHODS["rtn"].config(bits=4),
+        method=method,
+        quantizer=METHODS[method].config(bits=4),
         calibration=Calibration(num_samples=2, seq_len=32),
         evaluation=Evaluation(context=32, windows=2),
         budget=Budget(**budget),
@@ -39,7 +42,7 @@ def recipe_of(**budget) -> Recipe:
 
 @pytest.fixture(scope="module")
 def make(tiny_folder, tiny_text_file: Path, tmp_path_factory: pytest.TempPathFactory):
-    """`make(architecture, **budget)`: the result of a run and its folder, made once."""
+    """`make(architecture, method="rtn", **budget)`: the result of a run and its folder, made once."""
     made: dict = {}
 
     def of(name: str, **budget):
@@ -57,8 +60,9 @@ def logits(model) -> torch.Tensor:
         return model(input_ids=IDS).logits
 
 
-def test_a_checkpoint_gives_the_logits_that_were_measured(make, architecture: str) -> None:
-    result, path = make(architecture, head_bits=8, embedding_bits=8)
+@pytest.mark.parametrize("method", METHOD_NAMES)
+def test_a_checkpoint_gives_the_logits_that_were_measured(make, architecture: str, method: str) -> None:
+    result, path = make(architecture, method=method, head_bits=8, embedding_bits=8)
     (embedding_name, embedding), (head_name, head) = embedding_and_head_modules(requant.load(path))
     assert isinstance(embedding, QuantEmbedding) and isinstance(head, QuantLinear)
     tied = result.prepared.model.get_output_embeddings().weight is (
@@ -67,6 +71,8 @@ def test_a_checkpoint_gives_the_logits_that_were_measured(make, architecture: st
     assert set(read_header(path).embedding_and_head) == (
         {embedding_name} if tied else {embedding_name, head_name}
     )
+    kind = GridSpec if method == "rtn" else TrellisSpec
+    assert all(isinstance(spec.dense, kind) for spec in read_header(path).embedding_and_head.values())
     expected = logits(result.model)
     assert torch.equal(logits(requant.load(path)), expected)
     assert torch.equal(logits(requant.load(path, dequantize=True)), expected)
@@ -74,9 +80,11 @@ def test_a_checkpoint_gives_the_logits_that_were_measured(make, architecture: st
 
 
 @pytest.mark.parametrize("name", ["llama-tied", "llama"])
-@pytest.mark.parametrize("bits", [4, 5, 6])
-def test_every_width(make, name: str, bits: int) -> None:
-    result, path = make(name, head_bits=bits, embedding_bits=bits)
+@pytest.mark.parametrize(
+    ("method", "bits"), [("rtn", 4), ("rtn", 5), ("rtn", 6), ("trellis", 2), ("trellis", 5)]
+)
+def test_every_width(make, name: str, method: str, bits: int) -> None:
+    result, path = make(name, method=method, head_bits=bits, embedding_bits=bits)
     assert torch.equal(logits(requant.load(path)), logits(result.model))
     assert {spec.bits for spec in read_header(path).embedding_and_head.values()} == {bits}
 
@@ -88,8 +96,9 @@ def test_one_of_two_may_stay(make) -> None:
         assert torch.equal(logits(requant.load(path)), logits(result.model))
 
 
-def test_tied_tables_are_one_on_disk_and_in_memory(make, tmp_path: Path) -> None:
-    _, path = make("llama-tied", head_bits=8)
+@pytest.mark.parametrize("method", METHOD_NAMES)
+def test_tied_tables_are_one_on_disk_and_in_memory(make, tmp_path: Path, method: str) -> None:
+    _, path = make("llama-tied", method=method, head_bits=8)
     tensors = load_file(path / "model.safetensors")
     assert "model.embed_tokens.codes" in tensors and not any(name.startswith("lm_head") for name in tensors)
     assert json.loads((path / "config.json").read_text())["tie_word_embeddings"] is True
@@ -106,9 +115,10 @@ def test_tied_tables_are_one_on_disk_and_in_memory(make, tmp_path: Path) -> None
     assert plain.get_output_embeddings().weight is plain.get_input_embeddings().weight
 
 
+@pytest.mark.parametrize("method", METHOD_NAMES)
 @pytest.mark.parametrize("name", ["llama-tied", "llama", "gemma3"])
-def test_a_loaded_model_can_be_saved_again(make, tmp_path: Path, name: str) -> None:
-    result, path = make(name, head_bits=8, embedding_bits=8)
+def test_a_loaded_model_can_be_saved_again(make, tmp_path: Path, name: str, method: str) -> None:
+    result, path = make(name, method=method, head_bits=8, embedding_bits=8)
     requant.load(path).save_pretrained(tmp_path / "again")
     first, again = load_file(path / "model.safetensors"), load_file(tmp_path / "again" / "model.safetensors")
     assert first.keys() == again.keys() and all(torch.equal(first[n], again[n]) for n in first)
@@ -127,21 +137,34 @@ def test_the_output_follows_the_dtype_of_the_model(make) -> None:
     assert torch.equal(cast.get_input_embeddings()(IDS), half.get_input_embeddings()(IDS))
 
 
-def test_only_the_rows_asked_for_are_dequantized(make, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, path = make("llama-tied", head_bits=8)
+@pytest.mark.parametrize(
+    ("method", "codes"), [("rtn", 6), ("trellis", 4)]
+)  # of 6 rows, or of 4 rows of tiles
+def test_only_the_rows_asked_for_are_dequantized(
+    make, monkeypatch: pytest.MonkeyPatch, method: str, codes: int
+) -> None:
+    _, path = make("llama-tied", method=method, head_bits=8)
     embedding = requant.load(path).get_input_embeddings()
     whole = embedding.quantized().dequantize()
-    seen = []
-    original = quant_embedding.unpack
-    monkeypatch.setattr(
-        quant_embedding,
-        "unpack",
-        lambda spec, t: seen.append(len(t["codes"])) or original(spec, t),
-    )
-    assert torch.equal(embedding(IDS[:, :2]), whole[IDS[:, :2]])
-    assert seen == [6]
+    kind, seen = type(embedding.spec.dense), []
+    original = kind.unpack
+    monkeypatch.setattr(kind, "unpack", lambda own, t: seen.append(len(t["codes"])) or original(own, t))
+    rows = torch.tensor([[3, 5, 263], [3, 100, 255]])
+    assert torch.equal(embedding(rows), whole[rows])
+    assert seen == [codes]
+    if method == "trellis":  # and so many at a time
+        monkeypatch.setattr("requant.formats.quantized_weight.ROW_WEIGHTS", 2 * 16 * 64)
+        assert torch.equal(embedding(rows), whole[rows])
+        assert seen == [codes, 2, 2]
     with pytest.raises(IndexError):
         embedding(torch.tensor([len(whole)]))
+
+
+@pytest.mark.parametrize("method", METHOD_NAMES)
+def test_a_head_is_dequantized_in_bands(make, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    result, path = make("llama", method=method, head_bits=8, embedding_bits=8)
+    monkeypatch.setattr("requant.inference.quant_linear.BAND_WEIGHTS", 50 * 64)
+    torch.testing.assert_close(logits(requant.load(path)), logits(result.model), rtol=1e-5, atol=1e-5)
 
 
 def test_generation_goes_on_from_a_prompt(make) -> None:
@@ -181,6 +204,8 @@ def test_inspect_lists_them_apart(make, cli) -> None:
 def test_old_checkpoints_keep_their_version(make) -> None:
     assert read_header(make("llama")[1]).quantization["format_version"] == 1
     assert read_header(make("llama", head_bits=6)[1]).quantization["format_version"] == 2
+    assert read_header(make("llama", method="trellis")[1]).quantization["format_version"] == 1
+    assert read_header(make("llama", method="trellis", head_bits=5)[1]).quantization["format_version"] == 6
 
 
 class TestHostile:
@@ -231,7 +256,22 @@ class TestHostile:
                     broken if "format" in broken else table["model.embed_tokens"] | broken
                 )
 
-            refuse(change, "model.embed_tokens in vocabulary is no plain grid of its own")
+            refuse(
+                change,
+                "model.embed_tokens in vocabulary is no plain grid, and no trellis of unmixed rows, of its own",
+            )
+
+    def test_trellises(self, refuse) -> None:
+        def mixed(_config, entry) -> None:
+            del entry["vocabulary"]["model.embed_tokens"]["rotates_output"]
+
+        refuse(mixed, "is no plain grid, and no trellis of unmixed rows", method="trellis", head_bits=5)
+
+        def early(_config, entry) -> None:
+            entry["format_version"] = 5
+
+        message = "is a trellis, which needs format version 6, but version 5 is given"
+        refuse(early, message, method="trellis", head_bits=5)
 
     def test_names(self, refuse) -> None:
         def renamed(_config, entry) -> None:
@@ -243,7 +283,7 @@ class TestHostile:
             name, spec = next(iter(entry["modules"].items()))
             entry["vocabulary"][name] = spec
 
-        refuse(doubled, "in vocabulary is no plain grid of its own")
+        refuse(doubled, "in vocabulary is no plain grid, and no trellis of unmixed rows, of its own")
 
         def elsewhere(_config, entry) -> None:
             name = next(iter(entry["modules"]))

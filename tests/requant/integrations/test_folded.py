@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from requant.allocation.embedding_and_head import Curvature, embedding_and_head_of, quantize_table
+from requant.allocation.embedding_and_head import embedding_and_head_of
+from requant.calibration.stats import Curvature
 from requant.checkpoint.save import save_checkpoint
 from requant.checkpoint.validate import read_header
 from requant.errors import CheckpointError, InputError
@@ -21,6 +22,8 @@ from requant.inference.load import load
 from requant.models.folding import fold, rotated_targets
 from requant.models.rotations import HEAD_SCALES, rotation_of
 from requant.models.targets import find_linears
+from requant.quantizers.table_grid import GRID
+from requant.quantizers.tables import TableMethod
 
 TOKENS = torch.arange(48)[None] * 7 % 96
 
@@ -34,7 +37,7 @@ def logits(model: nn.Module) -> torch.Tensor:
 def folded(make_checkpoint, random_trellis, tmp_path: Path) -> Callable[..., tuple[Path, nn.Module]]:
     """A checkpoint of a folded model, and the model with the floats of its codes."""
 
-    def make(name: str, *, head_bits: int = 16) -> tuple[Path, nn.Module]:
+    def make(name: str, *, head_bits: int = 16, table_method: TableMethod = GRID) -> tuple[Path, nn.Module]:
         make_checkpoint(name)  # for the folder of its model
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "source").eval().requires_grad_(False)
         for parameter in model.parameters():
@@ -52,8 +55,8 @@ def folded(make_checkpoint, random_trellis, tmp_path: Path) -> Callable[..., tup
         tables: dict[str, QuantizedWeight] = {}
         if head_bits != 16:
             part = embedding_and_head_of(model).parts["embedding"]
-            even = Curvature(rows=torch.ones(part.shape[0]), columns=torch.ones(part.shape[1]))
-            tables[part.name] = quantize_table(part.weight, [even], bits=head_bits)
+            even = Curvature(rows=torch.ones(part.shape[0]), covariance=torch.eye(part.shape[1]))
+            tables[part.name] = table_method.quantize(part.weight, [even], head_bits)
         path = save_checkpoint(
             tmp_path / "folded", source=tmp_path / "source", model=model, weights=weights, manifest={},
             embedding_and_head=tables,
