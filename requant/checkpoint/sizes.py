@@ -7,10 +7,12 @@ head, norms, biases and headers, over all their weights.
 """
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 from requant.checkpoint.validate import CheckpointHeader, read_header
+from requant.formats.bands import BandsSpec
 from requant.formats.packed_spec import PackedSpec
 from requant.models.rotations import HEAD_SCALES
 
@@ -130,6 +132,11 @@ def byte_table(checkpoint: str | Path | CheckpointHeader) -> ByteTable:
 def matrix_parts(spec: PackedSpec) -> dict[str, int]:
     """Bytes of a matrix by part; `padding` is what fills the rows of codes up to whole words, in whole
     bytes."""
+    if isinstance(spec.dense, BandsSpec):
+        bands = Counter[str]()
+        for dense in spec.dense.parts:
+            bands.update(matrix_parts(PackedSpec(dense=dense)))
+        return dict(bands)
     parts: dict[str, int] = {}
     for suffix, tensor in spec.tensors().items():
         part = spec.dense.size_parts.get(suffix, suffix)

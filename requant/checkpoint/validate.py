@@ -21,6 +21,7 @@ from torch import Tensor
 from requant.checkpoint.header import StoredTensor, read_folder, read_json
 from requant.errors import CheckpointError
 from requant.files import check_model_folder, path_of
+from requant.formats.bands import BandsSpec
 from requant.formats.contract import ContainerSpec
 from requant.formats.grid import GridSpec
 from requant.formats.magnitude import LARGEST
@@ -35,7 +36,7 @@ EMBEDDING_AND_HEAD_VERSION = (
     2  # the first with quantized embedding and head; see `PackedSpec.version` for versions 3 and 4
 )
 ROTATION_VERSION = 5  # the first with rotations that are folded into the model
-TRELLIS_TABLE_VERSION = 6  # the first whose embedding and head may have trellis codes
+TRELLIS_TABLE_VERSION = 6  # the first whose embedding and head may have trellis codes, and bands
 MAX_SEED = 1 << 31
 
 
@@ -118,6 +119,12 @@ def parse_quantization(entry: Any, *, where: str | Path) -> dict[str, PackedSpec
     if not isinstance(modules, dict) or not modules:
         raise CheckpointError(f"{where}: config.json lists no quantized modules; quantize the model again.")
     specs = {name: PackedSpec.from_json(name, spec) for name, spec in modules.items()}
+    banded = next((name for name, spec in specs.items() if isinstance(spec.dense, BandsSpec)), None)
+    if banded is not None:
+        raise CheckpointError(
+            f"config.json: {banded[:60]} in modules has bands, which only an embedding or head may have; download the "
+            "checkpoint again."
+        )
     early = next((name for name, spec in specs.items() if spec.version > version), None)
     if early is not None:
         raise CheckpointError(
@@ -136,7 +143,7 @@ def version_of(
     oldest = EMBEDDING_AND_HEAD_VERSION if embedding_and_head else PLAIN_VERSION
     if rotation is not None:
         oldest = ROTATION_VERSION
-    if any(isinstance(spec.dense, TrellisSpec) for spec in embedding_and_head.values()):
+    if not all(isinstance(spec.dense, GridSpec) for spec in embedding_and_head.values()):
         oldest = TRELLIS_TABLE_VERSION
     return max([oldest, *(spec.version for spec in modules.values())])
 
@@ -177,9 +184,9 @@ def parse_embedding_and_head(entry: Any, modules: Mapping[str, PackedSpec]) -> d
                 f"config.json: {name} in vocabulary is no plain grid, and no trellis of unmixed rows, of its own; download "
                 "the checkpoint again."
             )
-        if isinstance(spec.dense, TrellisSpec) and entry["format_version"] < TRELLIS_TABLE_VERSION:
+        if not isinstance(spec.dense, GridSpec) and entry["format_version"] < TRELLIS_TABLE_VERSION:
             raise CheckpointError(
-                f"config.json: {name} in vocabulary is a trellis, which needs format version {TRELLIS_TABLE_VERSION}, but "
+                f"config.json: {name} in vocabulary is no grid, which needs format version {TRELLIS_TABLE_VERSION}, but "
                 f"version {entry['format_version']} is given; download the checkpoint again."
             )
     return found
@@ -187,6 +194,8 @@ def parse_embedding_and_head(entry: Any, modules: Mapping[str, PackedSpec]) -> d
 
 def _holds_rows(dense: ContainerSpec) -> bool:
     """Whether an embedding can look its rows up in such codes."""
+    if isinstance(dense, BandsSpec):
+        return all(map(_holds_rows, dense.parts))
     if isinstance(dense, TrellisSpec):
         return bool(dense.row_step)
     return isinstance(dense, GridSpec) and not dense.column_scales

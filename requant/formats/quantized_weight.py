@@ -10,6 +10,7 @@ where `dense` is the container of a registered format (`contract.py`), and `spar
 | --- | --- | --- |
 | `Grid` | `(q - zero_point[i, g]) * scale[i, g] / column_scale[j]`, g = j // group_size | scales |
 | `Codebook` | `levels[i, q]` | levels |
+| `Bands` | that of the part to which row i belongs | those of its parts |
 | `Trellis` | the code of the 16 bits up to q, rotated back and scaled on both sides | output scales |
 | `Sparse` | residual of a weight | residuals |
 
@@ -34,6 +35,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from requant.errors import InputError
+from requant.formats.bands import Bands, BandsSpec
 from requant.formats.contract import Container, TrainableParams
 from requant.formats.packed_spec import PackedSpec
 from requant.formats.sparse import Sparse, join_sparse_rows
@@ -106,6 +108,15 @@ def unpack_rows(
     return unpack(PackedSpec(dense=dense, sparse=sparse), taken)
 
 
+def row_parts(
+    spec: PackedSpec, tensors: Mapping[str, Tensor]
+) -> list[tuple[PackedSpec, Mapping[str, Tensor]]]:
+    """The bands of a matrix, from top to bottom, with their own tensors; any other matrix as it is."""
+    if not isinstance(spec.dense, BandsSpec):
+        return [(spec, tensors)]
+    return [(PackedSpec(dense=part), own) for part, own in spec.dense.part_tensors(tensors)]
+
+
 def dequantize_rows(
     spec: PackedSpec, tensors: Mapping[str, Tensor], rows: Int64[Tensor, " m"]
 ) -> Float[Tensor, "m k"]:
@@ -113,7 +124,16 @@ def dequantize_rows(
 
     Raises IndexError for a row that the matrix lacks.
     """
-    (n, k), step = spec.shape, spec.dense.row_step
+    parts, (n, k), step = row_parts(spec, tensors), spec.shape, spec.dense.row_step
+    if len(parts) > 1:
+        floats, first = torch.empty(len(rows), k, device=rows.device), 0
+        if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < n:
+            raise IndexError(f"rows {int(rows.min())} to {int(rows.max())} of a matrix of {n}")
+        for part, own in parts:
+            asked = (rows >= first) & (rows < first + part.shape[0])
+            floats[asked] = dequantize_rows(part, own, rows[asked] - first)
+            first += part.shape[0]
+        return floats
     if step == 1:
         return spec.dense.unpack(spec.dense.packed_rows(tensors, rows)).dequantize()
     if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < n:
@@ -129,6 +149,13 @@ def dequantize_rows(
         found = (which[asked] - start) * step + rows[asked] % step
         floats[asked] = spec.dense.unpack(taken).dequantize()[found]
     return floats
+
+
+def bands_of(weight: QuantizedWeight) -> list[QuantizedWeight]:
+    """The bands of a matrix, from top to bottom; any other matrix as it is."""
+    if not isinstance(weight.dense, Bands):
+        return [weight]
+    return [QuantizedWeight(dense=part, sparse=None) for part in weight.dense.parts]
 
 
 def slice_rows(weight: QuantizedWeight, start: int, stop: int) -> QuantizedWeight:
@@ -204,6 +231,8 @@ def _present(sparse: Sparse | None) -> Sparse | None:
 
 
 def _moved(container: Any, device: torch.device | str) -> Any:
+    if isinstance(container, Bands):
+        return Bands(parts=tuple(_moved(part, device) for part in container.parts))
     values = {field.name: getattr(container, field.name) for field in fields(container)}
     return replace(container, **{name: v.to(device) for name, v in values.items() if isinstance(v, Tensor)})
 

@@ -1,5 +1,6 @@
 """Every format by its name in `config.json`: the class of its packed specs, which knows all else (`contract.py`)."""
 
+from requant.formats.bands import BandsSpec
 from requant.formats.codebook import CodebookSpec
 from requant.formats.contract import ContainerSpec
 from requant.formats.grid import GridSpec
@@ -11,4 +12,5 @@ FORMATS: dict[str, type[ContainerSpec]] = {
     "codebook": CodebookSpec,
     "trellis": TrellisSpec,
     "semi_structured": SemiStructuredSpec,
+    "bands": BandsSpec,
 }

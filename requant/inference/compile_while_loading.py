@@ -13,7 +13,7 @@ from requant_kernels import Layout, TrellisLayout
 from requant_kernels.ops import multiply
 
 from requant.formats.packed_spec import PackedSpec
-from requant.formats.quantized_weight import QuantizedWeight, join_rows, unpack
+from requant.formats.quantized_weight import QuantizedWeight, bands_of, join_rows, unpack
 from requant.inference.convert import joinable, kernel_layout
 from requant.inference.kernel_check import TOKENS, kind_of
 from requant.models.targets import SIBLINGS
@@ -54,7 +54,7 @@ def expected_layouts(
             try:
                 weight = join_rows([weights[name] for name in group])
                 if weight is not None:
-                    yield kernel_layout(weight)
+                    yield from map(kernel_layout, bands_of(weight))
             except ValueError:  # no kernel takes it
                 continue
 

@@ -13,7 +13,7 @@ import logging
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -21,7 +21,7 @@ from requant_kernels import Layout, TrellisLayout
 from requant_kernels.ops import OPERANDS, TRELLIS_OPERANDS, flatten, lookup_refusal, multiply, unflatten
 from torch import Tensor, nn
 
-from requant.formats.quantized_weight import QuantizedWeight, join_key, join_rows
+from requant.formats.quantized_weight import QuantizedWeight, bands_of, join_key, join_rows
 from requant.formats.trellis import Trellis
 from requant.inference.kernel_check import KernelCheck
 from requant.inference.quant_embedding import QuantEmbedding
@@ -105,6 +105,33 @@ class KernelLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, bits={self.bits}"
 
 
+class BandedLinear(nn.Module):
+    """Bands of rows that are multiplied one by one, their outputs side by side (`formats/bands.py`)."""
+
+    def __init__(self, bands: Sequence[KernelLinear], bias: Tensor | None = None) -> None:
+        super().__init__()
+        self.bands = nn.ModuleList(bands)
+        self.in_features, self.out_features = bands[0].in_features, sum(band.out_features for band in bands)
+        self.lookup_refusal = next((band.lookup_refusal for band in bands if band.lookup_refusal), None)
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+
+    def forward(self, x: Float[Tensor, "*m k"]) -> Float[Tensor, "*m n"]:
+        y = torch.cat([band(x) for band in self.bands], dim=-1)
+        return y if self.bias is None else y + self.bias
+
+    def rows(self, tokens: Int[Tensor, "*m"], dtype: torch.dtype) -> Float[Tensor, "*m k"]:
+        """Of the band that each token belongs to: all bands are asked, since a graph that is captured cannot choose."""
+        found, first = None, 0
+        for band in cast("Sequence[KernelLinear]", self.bands):
+            own = band.rows((tokens - first).clamp(0, band.out_features - 1), dtype)
+            found = own if found is None else torch.where((tokens >= first)[..., None], own, found)
+            first += band.out_features
+        assert found is not None
+        return found
+
+    _save_to_state_dict = refuse_to_save
+
+
 class FusedLinear(nn.Module):
     """Matrices that take the same x, in one launch: the first layer that is asked computes for all.
 
@@ -150,7 +177,7 @@ class Sibling(nn.Module):
 class KernelEmbedding(nn.Module):
     """Rows of a packed grid or trellis as they are asked for; a tied head's matrix is its own, so codes are held once."""
 
-    def __init__(self, matrix: KernelLinear, plain: QuantEmbedding, *, tied: bool) -> None:
+    def __init__(self, matrix: KernelLinear | BandedLinear, plain: QuantEmbedding, *, tied: bool) -> None:
         super().__init__()
         if tied:
             self.__dict__["matrix"] = matrix  # the head's
@@ -255,6 +282,7 @@ def _convert_children(
                 if group[0] in reasons:
                     unjoined[reasons[group[0]]] += 1
                 continue
+            assert not isinstance(matrix, BandedLinear)  # bands are joined to nothing
             siblings = FusedLinear(matrix, [layer.out_features for layer in chosen])
             for index, name in enumerate(group):
                 setattr(parent, name, Sibling(siblings, index))
@@ -266,11 +294,11 @@ def _convert_embedding(
     """`heads`: names of the layers that share its codes."""
     if heads:
         matrix = model.get_submodule(heads[0])
-        if not isinstance(matrix, KernelLinear):  # refused, and said so
+        if not isinstance(matrix, KernelLinear | BandedLinear):  # refused, and said so
             return
     else:
         try:
-            matrix = KernelLinear(kernel_layout(embedding.quantized().to(device)))
+            matrix = kernel_linear(embedding.quantized().to(device), None)
         except ValueError:  # its rows are dequantized one by one anyway
             return
     if matrix.lookup_refusal is None:
@@ -288,15 +316,20 @@ def joinable(weights: Mapping[str, QuantizedWeight]) -> list[list[str]]:
 
 
 def kernel_linear(
-    weight: QuantizedWeight, check: KernelCheck, *, bias: Float[Tensor, " n"] | None = None
-) -> KernelLinear:
-    """The layer that multiplies with a matrix, on its device, its kernels checked there.
+    weight: QuantizedWeight, check: KernelCheck | None, *, bias: Float[Tensor, " n"] | None = None
+) -> KernelLinear | BandedLinear:
+    """The layer that multiplies with a matrix, on its device, its kernels checked there, unless it only looks rows up.
 
     Raises ValueError for a matrix that no kernel takes, or that one computes wrongly on this machine.
     """
-    layout = kernel_layout(weight)
-    check(KernelLinear(layout), layout, weight)
-    return KernelLinear(layout, bias)
+    layers: list[KernelLinear] = []
+    bands = bands_of(weight)
+    for band in bands:
+        layout = kernel_layout(band)
+        if check is not None:
+            check(KernelLinear(layout), layout, band)
+        layers.append(KernelLinear(layout, bias if len(bands) == 1 else None))
+    return layers[0] if len(layers) == 1 else BandedLinear(layers, bias)
 
 
 def kernel_layout(weight: QuantizedWeight) -> Layout | TrellisLayout:

@@ -7,7 +7,7 @@ dtype of x and calls `F.linear`, as an ordinary layer holding the same floats wo
 (`inference/convert.py`) replaces this layer by the kernels' own.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from requant.errors import OutputError
 from requant.formats.packed_spec import GUARD_TENSOR, PackedSpec
-from requant.formats.quantized_weight import QuantizedWeight, unpack, unpack_rows
+from requant.formats.quantized_weight import QuantizedWeight, row_parts, unpack, unpack_rows
 
 BAND_WEIGHTS = 1 << 19  # dequantized at a time: small enough for a core's caches, large enough for threads
 
@@ -116,20 +116,29 @@ def refuse_to_save(*_args: Any, **_kwargs: Any) -> None:
 
 
 def matmul(x: Float[Tensor, "*m k"], layer: QuantLinear) -> Float[Tensor, "*m n"]:
-    """`x w~' + bias` in the dtype of x, a band of rows at a time, so that little memory is needed at once."""
-    spec = layer.spec
+    """`x w~' + bias` in the dtype of x, a few rows at a time, so that little memory is needed at once."""
+    parts = row_parts(layer.spec, layer.tensors)
+    if len(parts) == 1:
+        return _matmul(x, layer.spec, layer.tensors, layer.bias)
+    y = torch.cat([_matmul(x, spec, tensors, None) for spec, tensors in parts], dim=-1)
+    return y if layer.bias is None else y + layer.bias
+
+
+def _matmul(
+    x: Float[Tensor, "*m k"], spec: PackedSpec, tensors: Mapping[str, Tensor], bias: Tensor | None
+) -> Float[Tensor, "*m n"]:
     n, k = spec.shape
     unit = spec.dense.row_step
     step = max(1, BAND_WEIGHTS // (k * max(1, unit))) * unit
     if not unit or step >= n:
-        return F.linear(x, layer.quantized().dequantize().to(x.dtype), layer.bias)
+        return F.linear(x, unpack(spec, tensors).dequantize().to(x.dtype), bias)
     first_entries = [0] * (n + 1)
     if spec.sparse is not None:
-        first_entries = F.pad(layer.get_buffer("sparse_counts").long().sum(1).cumsum(0), (1, 0)).tolist()
+        first_entries = F.pad(tensors["sparse_counts"].long().sum(1).cumsum(0), (1, 0)).tolist()
     parts = []
     for start in range(0, n, step):
         rows = slice(start, min(start + step, n))
         entries = slice(first_entries[rows.start], first_entries[rows.stop])
-        weight = unpack_rows(spec, layer.tensors, rows, entries).dequantize().to(x.dtype)
-        parts.append(F.linear(x, weight, None if layer.bias is None else layer.bias[rows]))
+        weight = unpack_rows(spec, tensors, rows, entries).dequantize().to(x.dtype)
+        parts.append(F.linear(x, weight, None if bias is None else bias[rows]))
     return torch.cat(parts, dim=-1)

@@ -42,7 +42,7 @@ from requant.checkpoint.validate import parse_embedding_and_head, parse_quantiza
 from requant.errors import ModelError
 from requant.formats.hadamard import TILE
 from requant.formats.packed_spec import GUARD_TENSOR, PackedSpec
-from requant.inference.convert import KernelLinear
+from requant.inference.convert import BandedLinear, KernelLinear
 from requant.inference.kernel_check import KernelCheck
 from requant.integrations.vllm_block import fuse
 from requant.integrations.vllm_trellis import Gather
@@ -256,7 +256,7 @@ class RequantEmbeddingMethod(QuantizeMethodBase):
         (layer.table,) = self.config.conversion(self.dtype).modules(found, where=self.prefix)
 
     def embedding(self, layer: Any, input_: Tensor) -> Tensor:
-        if isinstance(layer.table, KernelLinear):
+        if isinstance(layer.table, KernelLinear | BandedLinear):
             return layer.table.rows(input_, self.dtype)
         return nn.functional.embedding(input_, layer.table.weight)
 

@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from requant.checkpoint.save import save_checkpoint
+from requant.formats.bands import Bands
 from requant.formats.codebook import Codebook
 from requant.formats.grid import Grid, group_count
 from requant.formats.hadamard import random_signs
@@ -93,6 +94,13 @@ def build_weight(
                 code="3inst",
                 rotates_output=kind != "trellis-rows",
             )
+        case "bands" | "bands-grid":
+            n = max(n, 2)
+            half = max(n // 2 // 16 * 16, min(16, n - 1))
+            own = "trellis-rows" if kind == "bands" else "asymmetric"
+            upper = build_weight(half, k, kind=own, bits=bits, density=0, seed=seed + 1)
+            lower = build_weight(n - half, k, kind=own, bits=max(1, bits - 1), density=0, seed=seed + 2)
+            return QuantizedWeight(dense=Bands(parts=(upper.dense, lower.dense)), sparse=None)
         case "semi_structured" | "semi_structured-hardware" | "semi_structured-16":
             floats = kind == "semi_structured-16"
             values = torch.randn(n, k // 2, generator=g).mul(0.05).half()

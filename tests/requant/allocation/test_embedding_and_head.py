@@ -20,9 +20,11 @@ from requant.allocation.embedding_and_head import (
 )
 from requant.calibration.stats import Curvature
 from requant.errors import ModelError, RecipeError
+from requant.formats.bands import Bands
 from requant.formats.quantized_weight import QuantizedWeight, spec_of
 from requant.formats.trellis import Trellis
 from requant.pipeline.prepare import prepare, start
+from requant.quantizers import table_trellis, trellis
 from requant.quantizers.registry import METHODS
 from requant.quantizers.rtn import encode, fit_grid
 from requant.quantizers.table_grid import GRID, diagonal_loss
@@ -86,8 +88,11 @@ def test_the_predicted_loss_is_that_of_the_codes_on_a_grid(run, bits: int) -> No
     assert losses[bits] == pytest.approx(loss, rel=0.25) and losses[16] == 0
 
 
+@pytest.mark.parametrize(
+    "d", [96, 128]
+)  # three Hadamard blocks, of which one has the outlier column, and one
 @pytest.mark.parametrize("bits", [2, 3, 4.25, 6])
-def test_the_predicted_loss_is_that_of_the_codes_in_a_trellis(run, bits: float) -> None:
+def test_the_predicted_loss_is_that_of_the_codes_in_a_trellis(run, bits: float, d: int) -> None:
     weight, use = table(
         d=128
     )  # one Hadamard block: of several, that of the outlier column is coded worse than the rest
@@ -111,6 +116,48 @@ def test_feedback_of_a_trellis_follows_the_covariance() -> None:
     flat = dataclasses.replace(use, covariance=torch.eye(96))
     informed, blind = TRELLIS.quantize(weight, [use], 3), TRELLIS.quantize(weight, [flat], 3)
     assert loss_of(weight, informed, [use]) < 0.9 * loss_of(weight, blind, [use])
+
+
+def by_frequency(v: int, d: int = 64) -> tuple[torch.Tensor, Curvature]:
+    """A table whose tokens are numbered by their frequency, as Zipf has it."""
+    weight, use = table(v, d)
+    rows = 1 / (torch.arange(v) + 3.0)
+    return weight, dataclasses.replace(use, rows=rows / rows.sum())
+
+
+def test_common_tokens_get_more_bits_where_tokens_are_in_that_order() -> None:
+    weight, use = by_frequency(2100)
+    found = TRELLIS.quantize(weight, [use], 3.5)
+    assert isinstance(found.dense, Bands)
+    bits = [part.bits for part in found.dense.parts]
+    assert bits == sorted(bits, reverse=True) and bits[0] >= 5 and bits[-1] >= 2
+    assert [part.shape[0] for part in found.dense.parts] == [256, 256, 512, 2100 - 1024]
+    assert 3.45 < found.dense.bits <= 3.5
+    assert spec_of(found).bytes <= TRELLIS.packed_spec((2100, 64), 3.5).bytes
+    flat = table_trellis._coded(weight, [use], 3.5)
+    assert loss_of(weight, found, [use]) < 0.6 * loss_of(
+        weight, QuantizedWeight(dense=flat, sparse=None), [use]
+    )
+    foretold = TRELLIS.predicted_losses(weight, [use], [3.5])[3.5]
+    assert foretold == pytest.approx(loss_of(weight, found, [use]), rel=0.15)
+
+
+def test_tokens_in_no_order_share_one_width() -> None:
+    weight, use = by_frequency(2100)
+    shuffled = torch.randperm(2100, generator=torch.Generator().manual_seed(0))
+    use = dataclasses.replace(use, rows=use.rows[shuffled])
+    assert isinstance(TRELLIS.quantize(weight, [use], 2).dense, Trellis)  # none may have fewer
+    backwards = dataclasses.replace(use, rows=by_frequency(2100)[1].rows.flip(0))
+    assert isinstance(TRELLIS.quantize(weight, [backwards], 4).dense, Trellis)
+
+
+@pytest.mark.parametrize("bits", [2, 2.25, 3, 4.75, 6.5, 8])
+@pytest.mark.parametrize("rows", [2048, 4096, 50257])
+def test_bands_take_no_more_than_one_width(rows: int, bits: float) -> None:
+    """But for a magnitude and the signs of the columns of each."""
+    one = trellis.packed_spec(table_trellis.config_of(bits), (rows, 256)).bytes
+    # beyond 6 bits scales take 16 bits in place of 8
+    assert one <= TRELLIS.packed_spec((rows, 256), bits).bytes <= one + 3 * (32 + 4) + rows // 4
 
 
 @pytest.mark.parametrize("v", [300, 304])

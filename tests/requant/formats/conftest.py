@@ -16,6 +16,9 @@ def check_same(a: object, b: object) -> None:
     if isinstance(a, torch.Tensor):
         assert isinstance(b, torch.Tensor) and a.dtype == b.dtype and a.shape == b.shape
         assert torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    elif isinstance(a, tuple) and isinstance(b, tuple):
+        for ours, theirs in zip(a, b, strict=True):
+            check_same(ours, theirs)
     elif dataclasses.is_dataclass(a):
         assert type(a) is type(b)
         for field in dataclasses.fields(a):

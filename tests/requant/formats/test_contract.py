@@ -12,6 +12,7 @@ from requant.errors import InputError
 from requant.formats.contract import Container
 from requant.formats.quantized_weight import (
     QuantizedWeight,
+    bands_of,
     dequantize_rows,
     join_rows,
     pack,
@@ -31,6 +32,7 @@ CASES = {
     "codebook": ("codebook", "codebook-int8"),
     "trellis": ("trellis", "trellis-int8", "trellis-rows"),
     "semi_structured": ("semi_structured", "semi_structured-hardware", "semi_structured-16"),
+    "bands": ("bands", "bands-grid"),
 }
 KINDS = [kind for kinds in CASES.values() for kind in kinds]
 CUTS = (0, 48, 49, 96, 131, 172)  # on and off the groups of 48
@@ -131,6 +133,9 @@ def test_rows_of_the_stored_tensors_are_rows_of_the_matrix(random_weight, kind: 
     if not step:
         with pytest.raises(ValueError, match="not independent"):
             spec.dense.packed_rows(tensors, slice(0, 1))
+        if kind.startswith("bands"):  # but in their parts
+            chosen = torch.tensor([29, 3, 16, 15, 0])
+            assert torch.equal(dequantize_rows(spec, tensors, chosen), weight.dequantize()[chosen])
         return
     start, stop = (7, 12) if step == 1 else (16, 30)
     counts = tensors.get("sparse_counts", torch.zeros(30, 1, dtype=torch.uint8)).long().sum(1)
@@ -169,6 +174,10 @@ def test_the_kernels_hold_the_same_floats(random_weight, kind: str, density: flo
         ):
             weight.dense.kernel_layout(csr)
         return
-    layout = weight.dense.kernel_layout(csr)
-    floats = dequantize(layout, dtype=torch.float32)
+    if kind.startswith("bands"):
+        with pytest.raises(ValueError, match="multiply them one by one"):
+            weight.dense.kernel_layout(csr)
+    floats = torch.cat([
+        dequantize(band.dense.kernel_layout(csr), dtype=torch.float32) for band in bands_of(weight)
+    ])  # fmt: skip
     torch.testing.assert_close(floats, weight.dequantize(), rtol=1e-3, atol=1e-4)

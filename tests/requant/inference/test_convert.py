@@ -15,10 +15,12 @@ from requant_kernels.ops import multiply
 from torch import nn
 
 from requant.errors import OutputError
+from requant.formats.bands import Bands
 from requant.formats.grid import Grid
 from requant.formats.quantized_weight import QuantizedWeight, pack
 from requant.formats.sparse import sparse_residual
 from requant.inference.convert import (
+    BandedLinear,
     KernelEmbedding,
     KernelLinear,
     Sibling,
@@ -291,6 +293,24 @@ def test_embedding_and_head_of_a_trellis(random_trellis, tied: bool, rotate_inpu
     assert torch.allclose(model.embed(tokens), rows, atol=1e-6)
     assert torch.allclose(model(tokens), want, atol=1e-5)
     assert (model.embed.matrix is model.head) == tied
+    assert model.to(torch.bfloat16).embed(tokens).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_embedding_and_head_in_bands(random_trellis, tied: bool) -> None:
+    """Each band by its own kernels: products side by side, rows from the band of their token."""
+    parts = [random_trellis(n, 128, rotate_output=False, seed=n).dense for n in (16, 24)]
+    weight = QuantizedWeight(dense=Bands(parts=tuple(parts)), sparse=None)
+    model, tokens = EmbeddingAndHead(tied=tied, weight=weight), torch.tensor([[1, 39, 15], [16, 8, 8]])
+    rows, want = model.embed(tokens), model(tokens)
+    assert torch.equal(rows, weight.dequantize()[tokens])
+    convert_to_kernels(model, device="cpu")
+    assert isinstance(model.embed.matrix, BandedLinear) and isinstance(model.head, BandedLinear) == tied
+    assert torch.allclose(model.embed(tokens), rows, atol=1e-6)
+    assert torch.allclose(model(tokens), want, atol=1e-5)
+    assert (model.embed.matrix is model.head) == tied
+    words = {t.data_ptr() for t in model.buffers() if t.dtype == torch.int32}
+    assert len(words) == (2 if tied else 3)  # one copy in memory; the other head is a grid
     assert model.to(torch.bfloat16).embed(tokens).dtype == torch.bfloat16
 
 

@@ -13,6 +13,7 @@ import requant
 from requant.checkpoint.sizes import byte_table
 from requant.checkpoint.validate import read_header
 from requant.errors import CheckpointError
+from requant.formats.bands import BandsSpec
 from requant.formats.codebook import CodebookSpec
 from requant.formats.grid import GridSpec
 from requant.formats.packed_spec import PackedSpec
@@ -208,6 +209,83 @@ def test_old_checkpoints_keep_their_version(make) -> None:
     assert read_header(make("llama", method="trellis", head_bits=5)[1]).quantization["format_version"] == 6
 
 
+@pytest.fixture
+def make_banded(tiny_folder, tiny_text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As `make`, with bands of 32, 32, 64 and 136 rows, which no table of this size would get by itself."""
+    monkeypatch.setattr("requant.quantizers.table_trellis.FEWEST_ROWS", 128)
+    monkeypatch.setattr("requant.quantizers.table_trellis.TILTS", (1.0,))
+
+    def of(name: str):
+        recipe = recipe_of(method="trellis", head_bits=4, embedding_bits=4)
+        result = requant.quantize(str(tiny_folder(name)), recipe, tiny_text_file)
+        return result, requant.save(result, tmp_path / name)
+
+    return of
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "llama", "gemma3"])
+def test_bands_are_saved_and_loaded(make_banded, tmp_path: Path, name: str) -> None:
+    result, path = make_banded(name)
+    header = read_header(path)
+    assert header.quantization["format_version"] == 6
+    for spec in header.embedding_and_head.values():
+        assert isinstance(spec.dense, BandsSpec)
+        assert [part.bits for part in spec.dense.parts] == [5.5, 4.5, 4, 3.5]
+    expected = logits(result.model)
+    for model in (
+        requant.load(path), requant.load(path, dequantize=True), AutoModelForCausalLM.from_pretrained(path)
+    ):  # fmt: skip
+        torch.testing.assert_close(logits(model), expected, rtol=1e-5, atol=1e-5)
+    embedding = requant.load(path).get_input_embeddings()
+    rows = torch.tensor([[0, 31, 32], [63, 64, 263]])
+    floats = embedding.quantized().dequantize()[rows]
+    torch.testing.assert_close(embedding(rows), floats * (embedding.scale or 1.0))
+    with pytest.raises(IndexError):
+        embedding(torch.tensor([264]))
+    requant.load(path).save_pretrained(tmp_path / "again")
+    first, again = (load_file(folder / "model.safetensors") for folder in (path, tmp_path / "again"))
+    assert first.keys() == again.keys() and all(torch.equal(first[n], again[n]) for n in first)
+    table = byte_table(path)
+    part = table.embedding_and_head["model.embed_tokens"]
+    assert part.bits_per_weight == pytest.approx(4.1, abs=0.2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda entry: entry.pop("parts"), "parts of model.embed_tokens are no list of 2 to 16 bands"),
+        (lambda entry: entry["parts"].pop(), "the bands of model.embed_tokens do not make its shape"),
+        (lambda entry: entry["parts"].__setitem__(1, 3), "band 1 of model.embed_tokens is no JSON object"),
+        (lambda entry: entry["parts"][2].update(format="bands"), "band 2 of model.embed_tokens has format"),
+        (
+            lambda entry: entry["parts"][2].update(more=1),
+            "band 2 of model.embed_tokens has the unknown key 'more'",
+        ),
+        (lambda entry: entry["parts"][0].pop("rotates_output"), "no trellis of unmixed rows"),
+        (lambda entry: entry["parts"][0].update(bits=5.25), "model.embed_tokens has bits"),
+        (lambda entry: entry["parts"][0]["shape"].__setitem__(1, 32), "do not make its shape"),
+    ],
+)
+def test_hostile_bands(make_banded, change, message: str) -> None:
+    _, path = make_banded("llama-tied")
+    config = json.loads((path / "config.json").read_text())
+    change(config["quantization_config"]["vocabulary"]["model.embed_tokens"])
+    (path / "config.json").write_text(json.dumps(config))
+    for load in (requant.load, AutoModelForCausalLM.from_pretrained):
+        with pytest.raises(CheckpointError, match=message):
+            load(path)
+
+
+def test_matrices_of_the_blocks_have_no_bands(make_banded) -> None:
+    _, path = make_banded("llama-tied")
+    config = json.loads((path / "config.json").read_text())
+    entry = config["quantization_config"]
+    entry["modules"]["model.layers.0.mlp.up_proj"] = entry["vocabulary"]["model.embed_tokens"]
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="up_proj in modules has bands"):
+        requant.load(path)
+
+
 class TestHostile:
     """A folder whose table of embedding and head lies."""
 
@@ -270,7 +348,7 @@ class TestHostile:
         def early(_config, entry) -> None:
             entry["format_version"] = 5
 
-        message = "is a trellis, which needs format version 6, but version 5 is given"
+        message = "is no grid, which needs format version 6, but version 5 is given"
         refuse(early, message, method="trellis", head_bits=5)
 
     def test_names(self, refuse) -> None:

@@ -82,7 +82,7 @@ def matrix(random_weight):
         n: int, k: int, kind: str = "codebook", bits: int = 3, seed: int = 0, **options
     ) -> QuantizedWeight:
         weight = random_weight(n, k, kind=kind, bits=bits, seed=seed, **options)
-        if kind.startswith(("codebook", "trellis")):
+        if kind.startswith(("codebook", "trellis", "bands")):
             return weight
         g = torch.Generator().manual_seed(seed)
         scales = (torch.rand(n, -(-k // 32), generator=g) * 0.02).half()

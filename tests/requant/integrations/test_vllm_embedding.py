@@ -14,7 +14,7 @@ from .vllm_layers import HIDDEN, close, load
 
 @pytest.mark.parametrize("prefix", ["model.embed_tokens", ""])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("kind", ["asymmetric", "trellis-rows"])
+@pytest.mark.parametrize("kind", ["asymmetric", "trellis-rows", "bands"])
 def test_a_quantized_vocabulary(engine, matrix, kind: str, ranks: int, prefix: str) -> None:
     """Every rank looks its tokens' rows up in codes, and a tied head multiplies with the same; no floats are held."""
     table = matrix(70, HIDDEN, kind, bits=6, density=0)
