@@ -118,7 +118,7 @@ def test_feedback_of_a_trellis_follows_the_covariance() -> None:
     assert loss_of(weight, informed, [use]) < 0.9 * loss_of(weight, blind, [use])
 
 
-def by_frequency(v: int, d: int = 64) -> tuple[torch.Tensor, Curvature]:
+def by_frequency(v: int, d: int = 16) -> tuple[torch.Tensor, Curvature]:
     """A table whose tokens are numbered by their frequency, as Zipf has it."""
     weight, use = table(v, d)
     rows = 1 / (torch.arange(v) + 3.0)
@@ -133,7 +133,7 @@ def test_common_tokens_get_more_bits_where_tokens_are_in_that_order() -> None:
     assert bits == sorted(bits, reverse=True) and bits[0] >= 5 and bits[-1] >= 2
     assert [part.shape[0] for part in found.dense.parts] == [256, 256, 512, 2100 - 1024]
     assert 3.45 < found.dense.bits <= 3.5
-    assert spec_of(found).bytes <= TRELLIS.packed_spec((2100, 64), 3.5).bytes
+    assert spec_of(found).bytes <= TRELLIS.packed_spec((2100, 16), 3.5).bytes
     flat = table_trellis._coded(weight, [use], 3.5)
     assert loss_of(weight, found, [use]) < 0.6 * loss_of(
         weight, QuantizedWeight(dense=flat, sparse=None), [use]
