@@ -21,11 +21,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from requant import ranks
 from requant.calibration.passes import batches, recomputed_blocks, summed_loss
 from requant.calibration.stats import Curvature
 from requant.checkpoint.save import disk_dtype
 from requant.errors import ModelError, RecipeError
-from requant.formats.quantized_weight import QuantizedWeight
+from requant.formats.packed_spec import PackedSpec
+from requant.formats.quantized_weight import QuantizedWeight, pack, unpack
 from requant.models.targets import embedding_and_head_modules
 from requant.quantizers.method import Bits, Losses
 from requant.quantizers.table_grid import GRID
@@ -257,9 +259,19 @@ def quantize_embedding_and_head(run: RunContext) -> QuantizedEmbeddingAndHead:
         if found is None:
             curvature = embedding_and_head_curvature(run, embedding_and_head)[role]
             with run.stage("quantize"):
-                found = method.quantize(trained.to(device), curvature, bits[role])
+                own = None
+                if ranks.rank() == 0:
+                    own = method.quantize(trained.to(device), curvature, bits[role])
+                found = _of_rank_zero(own, part.name, device)
             save_weight(run, "embedding-and-head", key, found)
         weights[part.name] = found
     return QuantizedEmbeddingAndHead(
         embedding_and_head=embedding_and_head, weights=weights, originals=originals
     )
+
+
+def _of_rank_zero(own: QuantizedWeight | None, name: str, device: torch.device) -> QuantizedWeight:
+    """The codes that rank 0 made: of several processes each could decide otherwise where two choices are nearly equal."""
+    spec, tensors = (None, {}) if own is None else pack(own)
+    entry, tensors = ranks.shared(None if spec is None else spec.to_json(), tensors)
+    return unpack(PackedSpec.from_json(name, entry), tensors).to(device) if own is None else own
