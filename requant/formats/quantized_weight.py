@@ -125,21 +125,20 @@ def dequantize_rows(
     Raises IndexError for a row that the matrix lacks.
     """
     parts, (n, k), step = row_parts(spec, tensors), spec.shape, spec.dense.row_step
+    if not len(rows):  # of a band to which no token belongs
+        return torch.empty(0, k, device=rows.device)
+    if step == 1:
+        return spec.dense.unpack(spec.dense.packed_rows(tensors, rows)).dequantize()
+    if not 0 <= int(rows.min()) <= int(rows.max()) < n:
+        raise IndexError(f"rows {int(rows.min())} to {int(rows.max())} of a matrix of {n}")
+    floats, first = torch.empty(len(rows), k, device=rows.device), 0
     if len(parts) > 1:
-        floats, first = torch.empty(len(rows), k, device=rows.device), 0
-        if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < n:
-            raise IndexError(f"rows {int(rows.min())} to {int(rows.max())} of a matrix of {n}")
         for part, own in parts:
             asked = (rows >= first) & (rows < first + part.shape[0])
             floats[asked] = dequantize_rows(part, own, rows[asked] - first)
             first += part.shape[0]
         return floats
-    if step == 1:
-        return spec.dense.unpack(spec.dense.packed_rows(tensors, rows)).dequantize()
-    if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < n:
-        raise IndexError(f"rows {int(rows.min())} to {int(rows.max())} of a matrix of {n}")
     steps, which = torch.unique(rows // step, return_inverse=True)
-    floats = torch.empty(len(rows), k, device=rows.device)
     at_once = max(1, ROW_WEIGHTS // (step * k))
     for start in range(0, len(steps), at_once):
         own = steps[start : start + at_once]
