@@ -9,8 +9,8 @@ quantize` makes `pair` up to 2 bits and `mul1` above; `grid` has groups of 128. 
 and gate/up are one matrix each.
 
 Embedding and head of trellis formats are trellis codes too, of the bits that `requant quantize --bits 2`, 3 or 4 gives those
-of bench-32m (TABLE_BITS). With `--tables grid`, and beside grids, the embedding is bf16 and the head a grid of 6, 7 or 8
-bits in groups of 64.
+of bench-32m (TABLE_BITS), in one width: bands, which it makes of large vocabularies, are not built here yet. With `--tables
+grid`, and beside grids, the embedding is bf16 and the head a grid of 6, 7 or 8 bits in groups of 64.
 """
 
 import gc

@@ -13,7 +13,7 @@ against grids in groups of 64: scales and zero points take 0.34 bits a weight th
 a bit more at 4 bits for the same error, and feedback under H is worth another fifth of a bit (bench-32m).
 
 c holds random signs, times the spread of the columns that are rotated together where there are several such blocks (widths
-that are no power of two): an embedding has columns that are ten times as large as others, which one block then holds alone.
+that are no power of two): an embedding may have columns far larger than others, which one block then holds alone.
 
 **Bands.** Tokenizers number their tokens by frequency, the earliest merges first, and an error in the row of a common token
 costs more. So a large table is divided into four bands, an eighth, an eighth, a quarter and a half of its rows, which get

@@ -28,7 +28,7 @@ class TableMethod:
     widths: tuple[Bits, ...]
     """Bits of a code, ascending."""
     packed_spec: Callable[[tuple[int, int], Bits], PackedSpec]
-    """What is stored for a shape, once it is fine-tuned."""
+    """The most that is stored for a shape, which is what a budget counts with; fine-tuning adds nothing."""
     quantize: Callable[[Float[Tensor, "v d"], Uses, Bits], QuantizedWeight]
     predicted_losses: Callable[[Float[Tensor, "v d"], Uses, Sequence[Bits]], Losses]
     """Nats a token, of codes alone."""
