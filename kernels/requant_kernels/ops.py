@@ -110,6 +110,19 @@ def products(
     ]
 
 
+def multiply_bands(x: Tensor, layouts: Sequence[TrellisLayout]) -> Tensor | None:
+    """`multiply` of x [m, k], rows contiguous, by matrices one below the other that read the same rotated activations and
+    rotate no output, in two launches; None where kernels cannot, or somebody wants to see the operators."""
+    if not x.is_cuda or _watched(x):
+        return None
+    configs = dispatch_group(layouts, x.shape[0], x.device)
+    if configs is None:
+        return None
+    from requant_kernels.trellis.gemv_group import multiply_bands as multiply_bands_cuda  # needs Triton
+
+    return multiply_bands_cuda(x, layouts, configs)
+
+
 def lookup(
     tokens: Int[Tensor, "*m"], layout: GridLayout | TrellisLayout, dtype: torch.dtype
 ) -> Float[Tensor, "*m k"]:
@@ -122,15 +135,22 @@ def lookup(
         raise ValueError(refusal)
     flat = tokens.reshape(-1)
     if isinstance(layout, TrellisLayout):
-        rows = torch.ops.requant.trellis_lookup(
-            flat, dtype, layout.packed_codes, layout.input_scales, layout.output_scales, layout.k, layout.bits,
-            layout.code,
-        )  # fmt: skip
-    else:
-        own = (layout.packed_codes, layout.scales, layout.zero_points, layout.column_scales)
-        sizes = (layout.n, layout.k, layout.bits, layout.group_size, layout.kernel_group)
-        rows = torch.ops.requant.lookup(flat, dtype, *own, *sizes)
+        return lookup_bands(tokens, [layout], dtype)
+    own = (layout.packed_codes, layout.scales, layout.zero_points, layout.column_scales)
+    sizes = (layout.n, layout.k, layout.bits, layout.group_size, layout.kernel_group)
+    rows = torch.ops.requant.lookup(flat, dtype, *own, *sizes)
     return rows.view(*tokens.shape, layout.k)
+
+
+def lookup_bands(
+    tokens: Int[Tensor, "*m"], layouts: Sequence[TrellisLayout], dtype: torch.dtype
+) -> Float[Tensor, "*m k"]:
+    """`lookup` in matrices one below the other, of one code and the same input scales."""
+    rows = torch.ops.requant.trellis_lookup(
+        tokens.reshape(-1), dtype, [own.packed_codes for own in layouts], layouts[0].input_scales,
+        [own.output_scales for own in layouts], layouts[0].k, [own.bits for own in layouts], layouts[0].code,
+    )  # fmt: skip
+    return rows.view(*tokens.shape, layouts[0].k)
 
 
 def lookup_refusal(layout: Layout | TrellisLayout) -> str | None:
@@ -348,26 +368,29 @@ def _(tokens: Tensor, dtype: torch.dtype, packed_codes: Tensor, *rest: Any) -> T
 
 @torch.library.custom_op("requant::trellis_lookup", mutates_args=())
 def _trellis_lookup(
-    tokens: Tensor, dtype: torch.dtype, packed_codes: Tensor, input_scales: Tensor | None, output_scales: Tensor, k: int,
-    bits: float, code: str,
+    tokens: Tensor, dtype: torch.dtype, packed_codes: list[Tensor], input_scales: Tensor | None,
+    output_scales: list[Tensor], k: int, bits: list[float], code: str,
 ) -> Tensor:  # fmt: skip
-    layout = TrellisLayout(
-        packed_codes=packed_codes, input_scales=input_scales, output_scales=output_scales, n=len(output_scales), k=k,
-        bits=bits, code=code, rotates_output=False,
-    )  # fmt: skip
-    if not packed_codes.is_cuda or len(tokens) == 0:
-        return torch_fallback.lookup(tokens, layout, dtype)
+    layouts = [
+        TrellisLayout(
+            packed_codes=codes, input_scales=input_scales, output_scales=scales, n=len(scales), k=k, bits=own, code=code,
+            rotates_output=False,
+        )
+        for codes, scales, own in zip(packed_codes, output_scales, bits, strict=True)
+    ]  # fmt: skip
+    if not tokens.is_cuda or len(tokens) == 0:
+        return torch_fallback.lookup_bands(tokens, layouts, dtype)
     from requant_kernels.trellis.lookup import lookup as lookup_cuda
 
-    return lookup_cuda(tokens.contiguous(), layout, dtype)
+    return lookup_cuda(tokens.contiguous(), layouts, dtype)
 
 
 @_trellis_lookup.register_fake
 def _(
-    tokens: Tensor, dtype: torch.dtype, packed_codes: Tensor, input_scales: Tensor | None, output_scales: Tensor, k: int,
-    *rest: Any,
+    tokens: Tensor, dtype: torch.dtype, packed_codes: list[Tensor], input_scales: Tensor | None,
+    output_scales: list[Tensor], k: int, bits: list[float], code: str,
 ) -> Tensor:  # fmt: skip
-    return packed_codes.new_empty(tokens.shape[0], k, dtype=dtype)
+    return tokens.new_empty(tokens.shape[0], k, dtype=dtype)
 
 
 @torch.library.custom_op("requant::rotate", mutates_args=())

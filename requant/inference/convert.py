@@ -18,12 +18,21 @@ from typing import Any, cast
 import torch
 from jaxtyping import Float, Int
 from requant_kernels import Layout, TrellisLayout
-from requant_kernels.ops import OPERANDS, TRELLIS_OPERANDS, flatten, lookup_refusal, multiply, unflatten
+from requant_kernels.ops import (
+    OPERANDS,
+    TRELLIS_OPERANDS,
+    flatten,
+    lookup_refusal,
+    multiply,
+    multiply_bands,
+    unflatten,
+)
+from requant_kernels.trellis.operands import shares_form
 from torch import Tensor, nn
 
 from requant.formats.quantized_weight import QuantizedWeight, bands_of, join_key, join_rows
 from requant.formats.trellis import Trellis
-from requant.inference.kernel_check import KernelCheck
+from requant.inference.kernel_check import KernelCheck, kind_of
 from requant.inference.quant_embedding import QuantEmbedding
 from requant.inference.quant_linear import QuantLinear, apply_without_casts, refuse_to_save
 from requant.inference.semi_structured_linear import (
@@ -36,6 +45,7 @@ from requant.models.rotations import stream_kept
 from requant.models.targets import SIBLINGS
 
 AUTOTUNE = "REQUANT_AUTOTUNE"  # 1: measure launch shapes that no table has, when a model is loaded
+ONE_LAUNCH = (1, 8, 16)  # tokens that bands are checked with: those whose products are one launch
 logger = logging.getLogger(__name__)
 
 
@@ -62,8 +72,10 @@ class KernelLinear(nn.Module):
 
     @property
     def layout(self) -> Layout | TrellisLayout:
-        """What the kernels hold, for tests and tuning."""
-        return unflatten(*(getattr(self, name) for name in self.names))
+        """The matrix as the kernels take it."""
+        if self.held is None:
+            self.held = unflatten(*(getattr(self, name) for name in self.names))
+        return self.held
 
     def forward(self, x: Float[Tensor, "*m k"]) -> Float[Tensor, "*m n"]:
         flat = x.reshape(-1, self.in_features)
@@ -71,9 +83,7 @@ class KernelLinear(nn.Module):
             operator = torch.ops.requant.trellis_linear if self.trellis else torch.ops.requant.linear
             y = operator(flat, self.bias, *(getattr(self, name) for name in self.names))
         else:
-            if self.held is None:
-                self.held = self.layout
-            y = multiply(flat, self.held, self.bias)
+            y = multiply(flat, self.layout, self.bias)
         return y.view(*x.shape[:-1], self.out_features)
 
     def rows(self, tokens: Int[Tensor, "*m"], dtype: torch.dtype) -> Float[Tensor, "*m k"]:
@@ -85,9 +95,7 @@ class KernelLinear(nn.Module):
             raise ValueError(self.lookup_refusal)
         flat = tokens.reshape(-1)
         if self.trellis:
-            found = torch.ops.requant.trellis_lookup(
-                flat, dtype, self.packed_codes, self.input_scales, self.output_scales, self.k, self.bits, self.code,
-            )  # fmt: skip
+            found = _trellis_rows([self], flat, dtype)
         else:
             found = torch.ops.requant.lookup(
                 flat, dtype, self.packed_codes, self.scales, self.zero_points, self.column_scales, self.n, self.k,
@@ -106,30 +114,69 @@ class KernelLinear(nn.Module):
 
 
 class BandedLinear(nn.Module):
-    """Bands of rows that are multiplied one by one, their outputs side by side (`formats/bands.py`)."""
+    """Bands of rows, their outputs side by side (`formats/bands.py`).
+
+    Bands of trellis codes that share the rotation of x, as those of `requant quantize` do, are multiplied in two launches
+    and looked up in two; any others one by one.
+    """
 
     def __init__(self, bands: Sequence[KernelLinear], bias: Tensor | None = None) -> None:
         super().__init__()
         self.bands = nn.ModuleList(bands)
         self.in_features, self.out_features = bands[0].in_features, sum(band.out_features for band in bands)
         self.lookup_refusal = next((band.lookup_refusal for band in bands if band.lookup_refusal), None)
+        self.rotates_once = self.lookup_refusal is None and _share_rotation([band.layout for band in bands])
+        self.set_bias(bias)
+
+    def set_bias(self, bias: Tensor | None) -> None:
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
 
     def forward(self, x: Float[Tensor, "*m k"]) -> Float[Tensor, "*m n"]:
-        y = torch.cat([band(x) for band in self.bands], dim=-1)
+        y = None
+        if self.rotates_once and not torch.compiler.is_compiling():
+            y = multiply_bands(x.reshape(-1, self.in_features), self._layouts())
+        if y is None:
+            y = torch.cat([band(x) for band in self.bands], dim=-1)
+        y = y.view(*x.shape[:-1], self.out_features)
         return y if self.bias is None else y + self.bias
 
     def rows(self, tokens: Int[Tensor, "*m"], dtype: torch.dtype) -> Float[Tensor, "*m k"]:
         """Of the band that each token belongs to: all bands are asked, since a graph that is captured cannot choose."""
-        found, first = None, 0
-        for band in cast("Sequence[KernelLinear]", self.bands):
-            own = band.rows((tokens - first).clamp(0, band.out_features - 1), dtype)
-            found = own if found is None else torch.where((tokens >= first)[..., None], own, found)
-            first += band.out_features
+        bands = self._bands()
+        if self.rotates_once:
+            return _trellis_rows(bands, tokens.reshape(-1), dtype).view(*tokens.shape, self.in_features)
+        found, first_row = None, 0
+        for band in bands:
+            own = band.rows((tokens - first_row).clamp(0, band.out_features - 1), dtype)
+            found = own if found is None else torch.where((tokens >= first_row)[..., None], own, found)
+            first_row += band.out_features
         assert found is not None
         return found
 
+    def _bands(self) -> "Sequence[KernelLinear]":
+        return cast("Sequence[KernelLinear]", self.bands)
+
+    def _layouts(self) -> list[TrellisLayout]:
+        return [cast(TrellisLayout, band.layout) for band in self._bands()]
+
     _save_to_state_dict = refuse_to_save
+
+
+def _trellis_rows(
+    bands: Sequence[KernelLinear], tokens: Int[Tensor, " m"], dtype: torch.dtype
+) -> Float[Tensor, "m k"]:
+    """Of trellises one below the other, by one operator, so that the compiler sees their buffers."""
+    first = bands[0]
+    return torch.ops.requant.trellis_lookup(
+        tokens, dtype, [band.packed_codes for band in bands], first.input_scales,
+        [band.output_scales for band in bands], first.k, [band.bits for band in bands], first.code,
+    )  # fmt: skip
+
+
+def _share_rotation(layouts: Sequence[Layout | TrellisLayout]) -> bool:
+    """Whether all are trellises that read the very same rotated activations."""
+    trellises = [layout for layout in layouts if isinstance(layout, TrellisLayout)]
+    return len(trellises) == len(layouts) and shares_form(trellises)
 
 
 class FusedLinear(nn.Module):
@@ -329,7 +376,18 @@ def kernel_linear(
         if check is not None:
             check(KernelLinear(layout), layout, band)
         layers.append(KernelLinear(layout, bias if len(bands) == 1 else None))
-    return layers[0] if len(layers) == 1 else BandedLinear(layers, bias)
+    if len(layers) == 1:
+        return layers[0]
+    banded = BandedLinear(layers)
+    if check is not None and banded.rotates_once:
+        kind = "bands", *(kind_of(layer.layout) for layer in layers)
+        try:
+            check.once(kind, banded, weight, ONE_LAUNCH)
+        except ValueError as error:
+            logger.warning("an embedding or head in bands is multiplied band by band: %s", error)
+            banded.rotates_once = False
+    banded.set_bias(bias)
+    return banded
 
 
 def kernel_layout(weight: QuantizedWeight) -> Layout | TrellisLayout:

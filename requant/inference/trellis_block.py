@@ -175,6 +175,4 @@ def part_of(layer: KernelLinear | Sibling) -> tuple[KernelLinear, slice]:
 
 def layout_of(layer: KernelLinear) -> TrellisLayout:
     """What the kernels hold of a trellis."""
-    if layer.held is None:
-        layer.held = layer.layout
-    return cast(TrellisLayout, layer.held)
+    return cast(TrellisLayout, layer.layout)

@@ -118,8 +118,25 @@ def check_rows() -> None:
         tokens = torch.tensor([n - 1, 0, 15, 7, 8, 7, n, -1], dtype=torch.int32)
         want = reference.weight(layout)[tokens.where((tokens >= 0) & (tokens < n), 0)]
         for dtype, limit in ((torch.float32, 1e-6), (torch.float16, 1e-3)):
-            error = relative_error(lookup_trellis(tokens, layout, dtype), want)
+            error = relative_error(lookup_trellis(tokens, [layout], dtype), want)
             assert error < limit, f"rows of {code} at {bits} bits are off by {error:.1e}"
+
+
+def check_rows_of_bands() -> None:
+    """Of the band that a token belongs to, whose bits and units are its own."""
+    k, sizes, widths = 200, (16, 32, 21), (4, 2.25, 1.5)
+    input_scales = random_trellis(16, k, 2, "cpu")[1]
+    layouts = []
+    for n, bits in zip(sizes, widths, strict=True):
+        codes, _, output_scales = random_trellis(n, k, bits, "cpu")
+        layouts.append(
+            pack_trellis(codes, input_scales, output_scales, bits=bits, code="mul1", rotates_output=False)
+        )
+    whole = torch.cat([reference.weight(layout) for layout in layouts])
+    tokens = torch.tensor([0, 15, 16, 47, 48, 68, 20, 69, -1])
+    want = whole[tokens.where((tokens >= 0) & (tokens < 69), 0)]
+    error = relative_error(lookup_trellis(tokens, layouts, torch.float32), want)
+    assert error < 1e-6, f"rows of bands are off by {error:.1e}"
 
 
 def check_joined() -> None:
@@ -279,6 +296,7 @@ def main() -> None:
     check_permuted()
     check_unrotated()
     check_rows()
+    check_rows_of_bands()
     check_joined()
 
 

@@ -15,13 +15,12 @@ from requant_kernels.experts.scale import combine_kernel, gate_kernel  # noqa: E
 from requant_kernels.hadamard.tile_kernel import HADAMARD_TILE  # noqa: E402
 from requant_kernels.launch_config import Shape, m_bucket  # noqa: E402
 from requant_kernels.trellis import gemv_kernel, gemv_launch  # noqa: E402
-from requant_kernels.trellis.codes import CODES  # noqa: E402
 from requant_kernels.trellis.dequantize import dequantize_constants, trellis_dequantize_kernel  # noqa: E402
 from requant_kernels.trellis.gemv_group import group_constants, trellis_gemv_group_kernel  # noqa: E402
 from requant_kernels.trellis.gemv_kernel import gemv_constants, trellis_gemv_kernel  # noqa: E402
 from requant_kernels.trellis.gemv_launch import TrellisGemvConfig  # noqa: E402
 from requant_kernels.trellis.layout import k64_per_unit  # noqa: E402
-from requant_kernels.trellis.lookup import BLOCK, trellis_lookup_kernel  # noqa: E402
+from requant_kernels.trellis.lookup import BLOCK, band, trellis_lookup_kernel  # noqa: E402
 
 from .compile_offline import Machine, compile_kernel, counts_instructions  # noqa: E402
 
@@ -188,9 +187,14 @@ Parts = tuple[tuple[str, float], ...]  # code and bits
 
 
 def group_machine(
-    parts: Parts, configs: Sequence[TrellisGemvConfig], tokens: int, columns: int | None = None
+    parts: Parts,
+    configs: Sequence[TrellisGemvConfig],
+    tokens: int,
+    columns: int | None = None,
+    *,
+    finish: str | None = None,
 ) -> Machine:
-    """Matrices in one launch; `columns` as `k` of `trellis_machine`."""
+    """Matrices in one launch; `columns` as `k` of `trellis_machine`. `finish`: the type of finished outputs."""
     kinds, units = [], 1
     for (code, bits), config in zip(parts, configs, strict=True):
         quad_bits = round(4 * bits)
@@ -204,12 +208,18 @@ def group_machine(
         given |= {
             name: 1 for name in ("M", "hadamard_tiles") if (tokens if name == "M" else columns // 4096) == 1
         }
-    types = {"x_ptrs": "*i8", "scales_ptrs": "*fp32", "codes_ptrs": "*i32", "y_ptrs": "*fp32", "tiles": "i32"}
+    types = {"x_ptrs": "*i8", "scales_ptrs": "*fp32", "codes_ptrs": "*i32", "tiles": "i32"}
+    types["y_ptrs"] = f"*{finish or 'fp32'}"
+    if finish is None:
+        given |= dict.fromkeys(("output_scales_ptrs", "rows", "stride_y"))
+    else:
+        types |= {"output_scales_ptrs": "*fp16", "rows": "i32"}
     pointers: dict[str, Any] = {
         name: (kind,) * len(parts) for name, kind in (types | {"units": "i32"}).items()
     }
     return compile_kernel(
-        trellis_gemv_group_kernel, given, capability=90, pointers=pointers | {"hadamard_tiles": "i32"},
+        trellis_gemv_group_kernel, given, capability=90,
+        pointers=pointers | {"hadamard_tiles": "i32"} | ({} if finish is None else {"stride_y": "i32"}),
         warps=configs[0].num_warps, aligned=() if columns is None else ("units",),
     )  # fmt: skip
 
@@ -250,6 +260,19 @@ def test_launches_of_several_matrices_spill_little(parts: Parts, sizes: tuple[in
     shapes = [Shape(code, bits, n, 4096, tokens) for (code, bits), n in zip(parts, sizes, strict=True)]
     machine = group_machine(parts, gemv_launch.trellis_group(shapes, torch.device("cpu")), tokens, 4096)
     assert machine.stack <= 32  # a few registers of one token: the fastest launches spill so much
+
+
+@counts_instructions
+@pytest.mark.parametrize("tokens", [1, 8, 16])
+@pytest.mark.parametrize("bits", [(5, 4, 3.5, 3), (7.5, 6.5, 6, 5.5)], ids=str)
+def test_bands_of_a_head_spill_nothing(bits: tuple[float, ...], tokens: int) -> None:
+    """Up to 4 bits a CTA has two tiles, but where a band has more."""
+    shapes = [
+        Shape("mul1", own, n, 4096, tokens) for own, n in zip(bits, (16032, 16032, 32064, 64128), strict=True)
+    ]
+    configs = gemv_launch.trellis_group(shapes, torch.device("cpu"))
+    parts = tuple(("mul1", own) for own in bits)
+    assert group_machine(parts, configs, tokens, 4096, finish="bf16").stack == 0
 
 
 Odd = tuple[
@@ -353,15 +376,26 @@ def test_one_token_is_rotated_without_spills(
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_rows_are_looked_up_without_spills(code: str, bits: float, dtype: str) -> None:
     """float32 to be rotated back, or what the caller asks for."""
-    quad_bits = round(4 * bits)
-    units = k64_per_unit(quad_bits)
-    constants = {
-        "CODE": CODES[code], "QUAD_BITS": quad_bits, "J": units, "V": math.gcd(quad_bits * units // 4, 4), "BLOCK": BLOCK,
-    }  # fmt: skip
-    pointers = {"tokens_ptr": "*i64", "output_scales_ptr": "*fp16", "out_ptr": f"*{dtype}"}
-    machine = compile_kernel(
-        trellis_lookup_kernel, constants, capability=90, warps=4, aligned=("columns",),
-        pointers=pointers | dict.fromkeys(("units", "columns"), "i32"),
-    )  # fmt: skip
+    machine = lookup_machine(((code, bits),), dtype)
     assert machine.stack == 0 and machine.registers <= 40
     assert machine.instructions < 380
+
+
+@counts_instructions
+def test_rows_of_bands_are_looked_up_without_spills() -> None:
+    machine = lookup_machine((("mul1", 7.5), ("mul1", 6.5), ("mul1", 6), ("mul1", 5.5)), "fp32")
+    assert machine.stack == 0 and machine.registers <= 40
+    assert machine.instructions < 1100
+
+
+def lookup_machine(bands: Parts, dtype: str) -> Machine:
+    found = []
+    for code, bits in bands:
+        quad_bits = round(4 * bits)
+        found.append(band(code, quad_bits, math.gcd(quad_bits * k64_per_unit(quad_bits) // 4, 4)))
+    types = {"codes_ptrs": "*i32", "output_scales_ptrs": "*fp16", "sizes": "i32", "units": "i32"}
+    pointers: dict[str, Any] = {name: (kind,) * len(bands) for name, kind in types.items()}
+    return compile_kernel(
+        trellis_lookup_kernel, {"BANDS": tuple(found), "BLOCK": BLOCK}, capability=90, warps=4, aligned=("columns",),
+        pointers=pointers | {"tokens_ptr": "*i64", "out_ptr": f"*{dtype}", "columns": "i32"},
+    )  # fmt: skip

@@ -100,7 +100,14 @@ def test_rows_of_a_trellis(rotates: bool) -> None:
         codes, input_scales if rotates else None, output_scales, bits=2, code="mul1", rotates_output=False
     )
     tokens = torch.tensor([0, 36, 5])
-    own = layout.packed_codes, layout.input_scales, layout.output_scales, layout.k, layout.bits, layout.code
+    own = (
+        [layout.packed_codes],
+        layout.input_scales,
+        [layout.output_scales],
+        layout.k,
+        [layout.bits],
+        layout.code,
+    )
     torch.library.opcheck(torch.ops.requant.trellis_lookup, (tokens, torch.float16, *own))
     plain = inspect.unwrap(lookup)
     traced = torch.compile(lambda t: plain(t, layout, torch.float32) + 1, fullgraph=True, backend="eager")

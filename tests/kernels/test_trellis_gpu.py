@@ -5,6 +5,7 @@ import torch
 from requant_kernels import TrellisLayout, linear, lookup, pack_trellis
 from requant_kernels.dispatch import dispatch_group
 from requant_kernels.fallback import reference
+from requant_kernels.ops import lookup_bands, multiply_bands
 from requant_kernels.trellis import gemv
 from requant_kernels.trellis.gemv import can_fuse
 from requant_kernels.trellis.gemv_group import gemv_group
@@ -152,6 +153,31 @@ def test_rows_of_an_embedding(
     assert relative_error(lookup(tokens, layout, dtype), want[tokens]) < limit
     tokens[0, 0], tokens[0, 1] = 1000, -1
     assert torch.equal(lookup(tokens[0, :2], layout, dtype), lookup(tokens[0, :2] * 0, layout, dtype))
+
+
+@pytest.mark.parametrize("m", [1, 8, 16, 40])
+@pytest.mark.parametrize("k", [512, 4096, 1536])
+@pytest.mark.parametrize("bits", [(5, 4, 3.5, 3), (7.5, 6.5, 6, 5.5)], ids=str)
+def test_bands_give_what_each_gives(bits: tuple[float, ...], k: int, m: int) -> None:
+    """Rows and products; beyond one launch none."""
+    torch.manual_seed(0)
+    input_scales = random_trellis(16, k, 2, "cuda")[1]
+    layouts = []
+    for n, own in zip((512, 512, 1024, 2100), bits, strict=True):
+        codes, _, output_scales = random_trellis(n, k, own, "cuda")
+        layouts.append(
+            pack_trellis(codes, input_scales, output_scales, bits=own, code="mul1", rotates_output=False)
+        )
+    tokens = torch.randint(0, 4148, (m, 2), device="cuda")
+    rows = lookup_bands(tokens, layouts, torch.bfloat16)
+    want = torch.cat([lookup(torch.arange(own.n, device="cuda"), own, torch.bfloat16) for own in layouts])
+    assert torch.equal(rows, want[tokens])
+    for dtype, limit in ((torch.float16, 6e-4), (torch.bfloat16, 6e-3)):
+        x = torch.randn(m, k, device="cuda", dtype=dtype)
+        y = multiply_bands(x, layouts)
+        assert (y is None) == (m > 16)
+        if y is not None:
+            assert relative_error(y, torch.cat([linear(x, own) for own in layouts], 1)) < limit
 
 
 @pytest.mark.parametrize("m", [1, 40])

@@ -4,6 +4,7 @@ Memory is bounded by WEIGHTS_AT_ONCE weights at a time. On a CPU this is the ker
 a time (two or three integer operations a code) and torch's own matrix product does the rest, on torch's threads.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -91,14 +92,8 @@ def dequantize(layout: Layout, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def lookup(tokens: Tensor, layout: GridLayout | TrellisLayout, dtype: torch.dtype) -> Tensor:
-    """Rows `tokens` of a grid or trellis without residuals, its output not rotated: [m, k] in `dtype`."""
-    if isinstance(layout, TrellisLayout):
-        rows = torch.empty(len(tokens), layout.k, dtype=dtype, device=tokens.device)
-        step = max(1, WEIGHTS_AT_ONCE // (ROW_TILE * layout.k))
-        for i in range(0, len(tokens), step):
-            rows[i : i + step] = _trellis_rows(tokens[i : i + step], layout).to(dtype)
-        return rows
+def lookup(tokens: Tensor, layout: GridLayout, dtype: torch.dtype) -> Tensor:
+    """Rows `tokens` of a grid without residuals: [m, k] in `dtype`."""
     tiles, k_tiles = layout.packed_codes.shape[:2]
     tile, row = tokens // ROW_TILE, tokens % ROW_TILE
     # lane 4 g + t holds (kh, rh): the words of row 8 rh + g
@@ -117,6 +112,25 @@ def lookup(tokens: Tensor, layout: GridLayout | TrellisLayout, dtype: torch.dtyp
     if layout.column_scales is not None:
         values = values / layout.column_scales.float()
     return values.to(dtype)
+
+
+def lookup_bands(tokens: Tensor, layouts: Sequence[TrellisLayout], dtype: torch.dtype) -> Tensor:
+    """Rows `tokens` of trellises one below the other, without residuals and rotations of their outputs: [m, k] in `dtype`.
+
+    Raises IndexError for a token outside of them.
+    """
+    k, n = layouts[0].k, sum(layout.n for layout in layouts)
+    if len(tokens) and not (int(tokens.min()) >= 0 and int(tokens.max()) < n):
+        raise IndexError(f"tokens are 0 to {n - 1} here, not {int(tokens.min())} to {int(tokens.max())}")
+    rows = torch.empty(len(tokens), k, dtype=dtype, device=tokens.device)
+    step, first = max(1, WEIGHTS_AT_ONCE // (ROW_TILE * k)), 0
+    for layout in layouts:
+        own = ((tokens >= first) & (tokens < first + layout.n)).nonzero().flatten()
+        for i in range(0, len(own), step):
+            here = own[i : i + step]
+            rows[here] = _trellis_rows(tokens[here] - first, layout).to(dtype)
+        first += layout.n
+    return rows
 
 
 def _trellis_rows(tokens: Tensor, layout: TrellisLayout) -> Tensor:

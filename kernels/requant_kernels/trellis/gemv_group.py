@@ -6,6 +6,8 @@ branches by its number to the program of its part. Each part's results are those
 
     CTAs    [ part 0 | part 1 | part 2 ]        codes of the most bits first, which take the longest
 
+Outputs that are not rotated are finished on the way, and lie side by side: the bands of a head.
+
 The fixed cost of a launch is paid once, and CTAs of the small parts fill the SMs that those of the large one leave
 idle: a step of the 8B shape takes 7 % less on an H200, with eight sequences 10 to 15 %. All parts have the same warps;
 registers and shared memory are those of the part that needs most.
@@ -30,6 +32,7 @@ from requant_kernels.common.occupancy import padded_smem_bytes
 from requant_kernels.common.pdl import pdl_option
 from requant_kernels.hadamard.tile_kernel import HADAMARD_TILE
 from requant_kernels.hadamard.tile_ptx import allocate_smem_ptx
+from requant_kernels.trellis.gemv import rotate_activations
 from requant_kernels.trellis.gemv_kernel import GemvPtx, GemvShape, gemv_constants, multiply_tiles
 from requant_kernels.trellis.gemv_launch import TrellisGemvConfig
 from requant_kernels.trellis.layout import TILE, TrellisLayout
@@ -46,25 +49,26 @@ class GroupPart:
 
 @triton.jit
 def _multiply_part(
-    cta, x_ptr, scales_ptr, codes_ptr, y_ptr, tiles, units, M, hadamard_tiles, stride_x, sums_at, INDEX: tl.constexpr,
-    PARTS: tl.constexpr, PDL: tl.constexpr, EARLY_TRIGGER: tl.constexpr,
+    cta, x_ptr, scales_ptr, codes_ptr, y_ptr, output_scales_ptr, rows, stride_y, tiles, units, M, hadamard_tiles, stride_x,
+    sums_at, INDEX: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr, EARLY_TRIGGER: tl.constexpr,
 ):  # fmt: skip
     SHAPE: tl.constexpr = PARTS[INDEX].shape
     PTX: tl.constexpr = PARTS[INDEX].ptx
     steps = tl.cdiv(units, SHAPE.num_warps * SHAPE.units_per_step)
     multiply_tiles(
-        cta, x_ptr, scales_ptr, None, codes_ptr, y_ptr, None, None, None, M, units, tiles * 16, tiles - 1, steps,
-        hadamard_tiles, stride_x, sums_at, SHAPE, PTX, None, PDL, EARLY_TRIGGER, True,
+        cta, x_ptr, scales_ptr, None, codes_ptr, y_ptr, output_scales_ptr, None, None, M, units, rows, stride_y, tiles - 1,
+        steps, hadamard_tiles, stride_x, sums_at, SHAPE, PTX, None, PDL, EARLY_TRIGGER, True,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["tiles"])
 def trellis_gemv_group_kernel(
-    x_ptrs, scales_ptrs, codes_ptrs, y_ptrs, tiles, units, M, hadamard_tiles, stride_x,
+    x_ptrs, scales_ptrs, codes_ptrs, y_ptrs, output_scales_ptrs, rows, tiles, units, M, hadamard_tiles, stride_x, stride_y,
     PARTS: tl.constexpr, ALLOCATE: tl.constexpr, PDL: tl.constexpr, EARLY_TRIGGER: tl.constexpr,
 ):  # fmt: skip
-    """y float32 `[M, rows]` of every part, operands as for `trellis_gemv_kernel`, each a tuple; grid: the CTAs of all parts.
+    """y of every part, operands as for `trellis_gemv_kernel`, each a tuple; grid: the CTAs of all parts.
 
+    Without output scales y is float32 `[M, 16 tiles]`; with them finished, the `rows` of a part, tokens `stride_y` apart.
     ALLOCATE: shared memory, in which a CTA adds its warps; None where Triton does that.
     """
     W: tl.constexpr = PARTS[0].shape.num_warps
@@ -80,10 +84,16 @@ def trellis_gemv_group_kernel(
     for i in tl.static_range(len(PARTS)):
         ctas = tl.cdiv(tiles[i], PARTS[i].shape.row_tiles)
         if (cta >= 0) & (cta < ctas):
-            _multiply_part(
-                cta, x_ptrs[i], scales_ptrs[i], codes_ptrs[i], y_ptrs[i], tiles[i], units[i], M, hadamard_tiles, stride_x,
-                sums_at, i, PARTS, PDL, EARLY_TRIGGER,
-            )  # fmt: skip
+            if output_scales_ptrs is None:
+                _multiply_part(
+                    cta, x_ptrs[i], scales_ptrs[i], codes_ptrs[i], y_ptrs[i], None, tiles[i] * 16, tiles[i] * 16, tiles[i],
+                    units[i], M, hadamard_tiles, stride_x, sums_at, i, PARTS, PDL, EARLY_TRIGGER,
+                )  # fmt: skip
+            else:
+                _multiply_part(
+                    cta, x_ptrs[i], scales_ptrs[i], codes_ptrs[i], y_ptrs[i], output_scales_ptrs[i], rows[i], stride_y,
+                    tiles[i], units[i], M, hadamard_tiles, stride_x, sums_at, i, PARTS, PDL, EARLY_TRIGGER,
+                )  # fmt: skip
         cta -= ctas
 
 
@@ -110,10 +120,40 @@ def gemv_group(
 ) -> list[Tensor]:
     """V times rotated activations, float32 [m, rows] of every matrix. `inputs`: those of each in its form; matrices that
     read the same share them. `configs` agree in their warps; the rest of a launch is that of the first."""
+    m, device = inputs[0].num_tokens, layouts[0].packed_codes.device
+    outputs = [
+        torch.empty(m, TILE * layout.packed_codes.shape[0], dtype=torch.float32, device=device)
+        for layout in layouts
+    ]
+    _launch(inputs, layouts, configs, outputs)
+    return outputs
+
+
+def multiply_bands(
+    x: Tensor, layouts: Sequence[TrellisLayout], configs: Sequence[TrellisGemvConfig]
+) -> Tensor:
+    """y [m, sum of n] of x [m, k], rows contiguous: outputs of matrices that rotate none, and share the rotation of x
+    (`shares_form`), side by side."""
+    sizes = [layout.n for layout in layouts]
+    y = torch.empty(x.shape[0], sum(sizes), dtype=x.dtype, device=x.device)
+    _launch(
+        [rotate_activations(x, layouts[0])] * len(layouts), layouts, configs, y.split(sizes, 1), finish=True
+    )
+    return y
+
+
+def _launch(
+    inputs: Sequence[RotatedActivations],
+    layouts: Sequence[TrellisLayout],
+    configs: Sequence[TrellisGemvConfig],
+    outputs: Sequence[Tensor],
+    *,
+    finish: bool = False,
+) -> None:
+    """`finish`: with the output scales, in the type of `outputs`, which have one stride."""
     order = sorted(range(len(layouts)), key=lambda i: -layouts[i].quad_bits)
     first, m, device = configs[0], inputs[0].num_tokens, layouts[0].packed_codes.device
     tiles, units = zip(*(layout.packed_codes.shape[:2] for layout in layouts), strict=True)
-    outputs = [torch.empty(m, TILE * own, dtype=torch.float32, device=device) for own in tiles]
     parts = (
         (layouts[i].code, layouts[i].quad_bits, layouts[i].packed_codes.shape[-1], configs[i], units[i])
         for i in order
@@ -121,17 +161,20 @@ def gemv_group(
     constants = group_constants(tuple(parts), m)
     pdl = supports_pdl(device)
     values = inputs[0].values
+    scales, rows, stride = None, None, None
+    if finish:
+        scales, rows = tuple(layouts[i].output_scales for i in order), tuple(layouts[i].n for i in order)
+        stride = outputs[0].stride(0)
     launch(
         trellis_gemv_group_kernel,
         (sum(-(-own // config.tiles_per_cta) for own, config in zip(tiles, configs, strict=True)), 1, 1),
         (
             tuple(inputs[i].values for i in order), tuple(inputs[i].scales for i in order),
-            tuple(layouts[i].packed_codes for i in order), tuple(outputs[i] for i in order),
+            tuple(layouts[i].packed_codes for i in order), tuple(outputs[i] for i in order), scales, rows,
             tuple(tiles[i] for i in order), tuple(units[i] for i in order), m,
-            values.shape[1] // HADAMARD_TILE, values.stride(0),
+            values.shape[1] // HADAMARD_TILE, values.stride(0), stride,
         ),
         interned(**constants, PDL=pdl, EARLY_TRIGGER=first.pdl_trigger_early, num_warps=first.num_warps, num_stages=1,
                  **pdl_option(pdl)),
         smem_bytes=padded_smem_bytes(first.max_ctas_per_sm, device),
     )  # fmt: skip
-    return outputs

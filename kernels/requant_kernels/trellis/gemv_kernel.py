@@ -183,13 +183,15 @@ def _sum_warps_by_triton(y, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def _store_scaled(y, token, row, inside, output_scales_ptr, bias_ptr, addend_ptr, y_ptr, rows):
-    """Store results of `inside`, in y's type `[M, rows]`."""
+def _store_scaled(
+    y, token, row, inside, output_scales_ptr, bias_ptr, addend_ptr, y_ptr, rows, stride_y
+):  # fmt: skip
+    """Store results of `inside`, in y's type; y and addend `[M, rows]`."""
     inside = inside & (row < rows)
     y *= tl.load(output_scales_ptr + row, mask=inside, other=0.0).to(tl.float32)
     if bias_ptr is not None:
         y += tl.load(bias_ptr + row, mask=inside, other=0.0).to(tl.float32)
-    at = token.to(tl.int64) * rows + row
+    at = token.to(tl.int64) * stride_y + row
     if addend_ptr is not None:
         y += tl.load(addend_ptr + at, mask=inside, other=0.0)
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
@@ -198,10 +200,11 @@ def _store_scaled(y, token, row, inside, output_scales_ptr, bias_ptr, addend_ptr
 @triton.jit
 def multiply_tiles(
     cta, x_ptr, scales_ptr, input_scales_ptr, codes_ptr, y_ptr, output_scales_ptr, bias_ptr, addend_ptr, M, units, rows,
-    last_tile, steps, hadamard_tiles, stride_x, sums_at, SHAPE: tl.constexpr, PTX: tl.constexpr, FUSED: tl.constexpr,
-    PDL: tl.constexpr, EARLY_TRIGGER: tl.constexpr, WAIT: tl.constexpr,
+    stride_y, last_tile, steps, hadamard_tiles, stride_x, sums_at, SHAPE: tl.constexpr, PTX: tl.constexpr,
+    FUSED: tl.constexpr, PDL: tl.constexpr, EARLY_TRIGGER: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
     """`trellis_gemv_kernel` for the row tiles of CTA number `cta`; WAIT: the launch before has still to be waited for.
+    Tokens of y, and of the addend, lie `stride_y` apart.
 
     sums_at: the address of shared memory for the sum over the warps, in a tuple; empty where `PTX.sum_warps` has its own.
     """
@@ -278,9 +281,11 @@ def multiply_tiles(
         token, row = _token_and_row(tl.arange(0, 32)[:, None], index, cta, last_tile, SHAPE)
         total *= SHAPE.output_scale
         if output_scales_ptr is None:
-            tl.store(y_ptr + token.to(tl.int64) * rows + row, total, mask=token < M)
+            tl.store(y_ptr + token.to(tl.int64) * stride_y + row, total, mask=token < M)
         else:
-            _store_scaled(total, token, row, token < M, output_scales_ptr, bias_ptr, addend_ptr, y_ptr, rows)
+            _store_scaled(
+                total, token, row, token < M, output_scales_ptr, bias_ptr, addend_ptr, y_ptr, rows, stride_y
+            )
     else:
         OUTPUTS: tl.constexpr = Y // W if Y > W else 1
         output_types: tl.constexpr = (tl.float32,) * OUTPUTS
@@ -296,14 +301,14 @@ def multiply_tiles(
             inside = (token < M) & (warp + i * W < Y)
             result = y[i] * SHAPE.output_scale
             if output_scales_ptr is None:
-                address = (y_ptr + token.to(tl.int64) * rows + row).to(tl.int64)
+                address = (y_ptr + token.to(tl.int64) * stride_y + row).to(tl.int64)
                 tl.inline_asm_elementwise(
                     PTX.store.text, PTX.store.constraints, (address, result, inside.to(tl.int32)), dtype=tl.int32,
                     is_pure=False, pack=1,
                 )  # fmt: skip
             else:
                 _store_scaled(
-                    result, token, row, inside, output_scales_ptr, bias_ptr, addend_ptr, y_ptr, rows
+                    result, token, row, inside, output_scales_ptr, bias_ptr, addend_ptr, y_ptr, rows, stride_y
                 )
 
 
@@ -332,7 +337,8 @@ def trellis_gemv_kernel(
             scales_ptr += token * hadamard_tiles * 2
     multiply_tiles(
         tl.program_id(0), x_ptr, scales_ptr, input_scales_ptr, codes_ptr, y_ptr, output_scales_ptr, bias_ptr, addend_ptr, M,
-        units, rows, last_tile, steps, hadamard_tiles, stride_x, (), SHAPE, PTX, FUSED, PDL, EARLY_TRIGGER, SLOTS is None,
+        units, rows, rows, last_tile, steps, hadamard_tiles, stride_x, (), SHAPE, PTX, FUSED, PDL, EARLY_TRIGGER,
+        SLOTS is None,
     )  # fmt: skip
 
 

@@ -2,13 +2,18 @@
 
     y_t = input_scales * H (output_scales[row] V[row]),  row = tokens[t]
 
-A program takes one token and some columns. The window of a weight is found as in `portable.py`, from the words of two lanes,
-so no other row is decoded, though the codes of 16 are in one stream. Few bytes are read, so plain Triton is enough, also on
-AMD. The rotation back is one launch of `hadamard/`, whose output scales are the input scales of the matrix.
+The table is one matrix, or bands of rows with bits of their own, of which a program takes that of its token: one token and
+some columns. The window of a weight is found as in `portable.py`, from the words of two lanes, so no other row is decoded,
+though the codes of 16 are in one stream. Few bytes are read, so plain Triton is enough, also on AMD. The rotation back is
+one launch of `hadamard/`, whose output scales are the input scales of the matrix.
 """
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none
-# pyright: reportAttributeAccessIssue=none
+# pyright: reportAttributeAccessIssue=none, reportGeneralTypeIssues=none
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -18,23 +23,47 @@ from torch import Tensor
 from requant_kernels.common.device import supports_pdl, supports_ptx
 from requant_kernels.common.launch import interned, launch
 from requant_kernels.hadamard.transform import hadamard_transform
-from requant_kernels.trellis.layout import TILE, TrellisLayout
-from requant_kernels.trellis.portable import constants, decode
+from requant_kernels.trellis.codes import CODES, TrellisCode
+from requant_kernels.trellis.layout import TILE, TrellisLayout, k64_per_unit
+from requant_kernels.trellis.portable import decode
 
 BLOCK = 256  # columns of a program
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Band:
+    """What the kernel is compiled for, of a band."""
+
+    code: TrellisCode
+    quad_bits: int
+    k64_per_unit: int
+    vector: int  # words of a load
+
+
+@cache
+def band(code: str, quad_bits: int, vector: int) -> Band:
+    """Of a layout."""
+    return Band(code=CODES[code], quad_bits=quad_bits, k64_per_unit=k64_per_unit(quad_bits), vector=vector)
+
+
 @triton.jit
-def trellis_lookup_kernel(
-    tokens_ptr, codes_ptr, output_scales_ptr, out_ptr, n, units, columns, CODE: tl.constexpr, QUAD_BITS: tl.constexpr,
-    J: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """out `[m, columns]` = output_scales V, rows `tokens` of it; grid: (m, blocks of columns)."""
-    token = tl.program_id(0).to(tl.int64)
-    row = tl.load(tokens_ptr + token).to(tl.int64)
-    # a captured graph cannot raise; no memory beyond the matrix is read
-    row = tl.where((row >= 0) & (row < n), row, 0)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+def _store_row(
+    row,
+    token,
+    at,
+    codes_ptr,
+    output_scales_ptr,
+    out_ptr,
+    units,
+    columns,
+    INDEX: tl.constexpr,
+    BANDS: tl.constexpr,
+):
+    """`row` of a band."""
+    CODE: tl.constexpr = BANDS[INDEX].code
+    QUAD_BITS: tl.constexpr = BANDS[INDEX].quad_bits
+    J: tl.constexpr = BANDS[INDEX].k64_per_unit
+    V: tl.constexpr = BANDS[INDEX].vector
     column = tl.minimum(at, columns - 1)  # a block may end behind the last unit
     value = decode(
         codes_ptr, row // 16, (row % 16).to(tl.int32), column // 64, column % 64, units, CODE, QUAD_BITS, J, V
@@ -43,22 +72,57 @@ def trellis_lookup_kernel(
     tl.store(out_ptr + token * columns + at, value.to(out_ptr.dtype.element_ty), mask=at < columns)
 
 
-def lookup(tokens: Tensor, layout: TrellisLayout, dtype: torch.dtype) -> Tensor:
-    """Rows [m, k] in `dtype`, of contiguous tokens; one outside of the matrix gets row 0."""
-    m, columns, device = len(tokens), -(-layout.k // TILE) * TILE, tokens.device
-    rotates = layout.input_scales is not None
+@triton.jit
+def trellis_lookup_kernel(
+    tokens_ptr,
+    codes_ptrs,
+    output_scales_ptrs,
+    out_ptr,
+    sizes,
+    units,
+    columns,
+    BANDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """out `[m, columns]` = output_scales V, rows `tokens` of it; grid: (m, blocks of columns). Of every band: codes, scales,
+    rows, and units of a row."""
+    token = tl.program_id(0).to(tl.int64)
+    row = tl.load(tokens_ptr + token).to(tl.int64)
+    n = 0
+    for i in tl.static_range(len(BANDS)):
+        n += sizes[i]
+    # a captured graph cannot raise; no memory beyond the matrix is read
+    row = tl.where((row >= 0) & (row < n), row, 0)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    for i in tl.static_range(len(BANDS)):
+        if (row >= 0) & (row < sizes[i]):
+            _store_row(
+                row, token, at, codes_ptrs[i], output_scales_ptrs[i], out_ptr, units[i], columns, i, BANDS
+            )
+        row -= sizes[i]
+
+
+def lookup(tokens: Tensor, bands: Sequence[TrellisLayout], dtype: torch.dtype) -> Tensor:
+    """Rows [m, k] in `dtype`, of contiguous tokens; one outside of the matrix gets row 0. Bands, from top to bottom, have
+    the same input scales."""
+    first, m, device = bands[0], len(tokens), tokens.device
+    columns, rotates = -(-first.k // TILE) * TILE, first.input_scales is not None
     rows = torch.empty(m, columns, dtype=torch.float32 if rotates else dtype, device=device)
+    found = tuple(band(own.code, own.quad_bits, own.packed_codes.shape[-1]) for own in bands)
     launch(
         trellis_lookup_kernel,
         (m, triton.cdiv(columns, BLOCK), 1),
-        (tokens, layout.packed_codes, layout.output_scales, rows, layout.n, layout.packed_codes.shape[1], columns),
-        interned(**constants(layout), BLOCK=BLOCK, num_warps=4),
+        (
+            tokens, tuple(own.packed_codes for own in bands), tuple(own.output_scales for own in bands), rows,
+            tuple(own.n for own in bands), tuple(own.packed_codes.shape[1] for own in bands), columns,
+        ),
+        interned(BANDS=found, BLOCK=BLOCK, num_warps=4),
     )  # fmt: skip
     if not rotates:
         return rows
-    y = torch.empty(m, layout.k, dtype=dtype, device=device)
+    y = torch.empty(m, first.k, dtype=dtype, device=device)
     hadamard_transform(
-        rows, y, in_width=columns, columns=columns, out_width=layout.k, asm=supports_ptx(device), pdl=supports_pdl(device),
-        output_scales=layout.input_scales,
+        rows, y, in_width=columns, columns=columns, out_width=first.k, asm=supports_ptx(device), pdl=supports_pdl(device),
+        output_scales=first.input_scales,
     )  # fmt: skip
     return y
