@@ -13,7 +13,8 @@ against grids in groups of 64: scales and zero points take 0.34 bits a weight th
 a bit more at 4 bits for the same error, and feedback under H is worth another fifth of a bit (bench-32m).
 
 c holds random signs, times the spread of the columns that are rotated together where there are several such blocks (widths
-that are no power of two): an embedding may have columns far larger than others, which one block then holds alone.
+that are no power of two): an embedding may have columns far larger than others, which one block then holds alone. All rows
+share c, so that the input of a head is rotated once.
 
 **Bands.** Tokenizers number their tokens by frequency, the earliest merges first, and an error in the row of a common token
 costs more. So a large table is divided into four bands, an eighth, an eighth, a quarter and a half of its rows, which get
@@ -111,17 +112,20 @@ def _spec(shape: tuple[int, int], bands: Sequence[slice], widths: Sequence[Bits]
 
 def quantize(weight: Float[Tensor, "v d"], uses: Uses, bits: Bits) -> QuantizedWeight:
     """Codes of each band under the covariance of its average row, at the tilt of the least predicted loss."""
-    bands = band_rows(weight.shape[0])
-    found = [_band(weight, uses, rows) for rows in bands]
+    bands, columns = band_rows(weight.shape[0]), column_scales(weight)
+    found = [_band(weight, uses, rows, columns) for rows in bands]
     widths = min(tilted(bits, len(bands)), key=lambda widths: _loss(found, widths))
     if len(set(widths)) == 1:
-        return QuantizedWeight(dense=_coded(weight, uses, bits), sparse=None)
-    parts = [_coded(weight[rows], _of_rows(uses, rows), own) for rows, own in zip(bands, widths, strict=True)]
+        return QuantizedWeight(dense=_coded(weight, uses, bits, columns), sparse=None)
+    parts = [
+        _coded(weight[rows], _of_rows(uses, rows), own, columns)
+        for rows, own in zip(bands, widths, strict=True)
+    ]
     return QuantizedWeight(dense=Bands(parts=tuple(parts)), sparse=None)
 
 
-def _coded(weight: Float[Tensor, "v d"], uses: Uses, bits: Bits) -> Trellis:
-    config, columns = config_of(bits), column_scales(weight)
+def _coded(weight: Float[Tensor, "v d"], uses: Uses, bits: Bits, columns: Float[Tensor, " d"]) -> Trellis:
+    config = config_of(bits)
     variances = row_variances(weight, columns)
     scales = trellis.row_scales(variances, config)
     hessian = average_curvature(variances, uses)
@@ -169,7 +173,8 @@ def average_curvature(variances: Float[Tensor, " r"], uses: Uses) -> Float[Tenso
 
 def predicted_losses(weight: Float[Tensor, "v d"], uses: Uses, widths: Sequence[Bits]) -> Losses:
     """The closed form of the module's docstring, over all bands at the best tilt."""
-    bands = [_band(weight, uses, rows) for rows in band_rows(weight.shape[0])]
+    columns = column_scales(weight)
+    bands = [_band(weight, uses, rows, columns) for rows in band_rows(weight.shape[0])]
     return {bits: min(_loss(bands, own) for own in tilted(bits, len(bands))) for bits in widths}
 
 
@@ -181,8 +186,8 @@ class _Band:
     gain: float
 
 
-def _band(weight: Float[Tensor, "v d"], uses: Uses, rows: slice) -> _Band:
-    config, columns = config_of(FEWEST_BITS), column_scales(weight[rows])
+def _band(weight: Float[Tensor, "v d"], uses: Uses, rows: slice, columns: Float[Tensor, " d"]) -> _Band:
+    config = config_of(FEWEST_BITS)
     hessian = average_curvature(row_variances(weight[rows], columns), _of_rows(uses, rows))
     hessian = incoherence_process(hessian, rows=columns, columns=columns)
     trace, gain = trellis.white_trace(hessian, trellis.block_ldl(hessian, damp=config.damp))

@@ -134,7 +134,7 @@ def test_common_tokens_get_more_bits_where_tokens_are_in_that_order() -> None:
     assert [part.shape[0] for part in found.dense.parts] == [256, 256, 512, 2100 - 1024]
     assert 3.45 < found.dense.bits <= 3.5
     assert spec_of(found).bytes <= TRELLIS.packed_spec((2100, 16), 3.5).bytes
-    flat = table_trellis._coded(weight, [use], 3.5)
+    flat = table_trellis._coded(weight, [use], 3.5, table_trellis.column_scales(weight))
     assert loss_of(weight, found, [use]) < 0.6 * loss_of(
         weight, QuantizedWeight(dense=flat, sparse=None), [use]
     )
