@@ -9,8 +9,8 @@ quantize` makes `pair` up to 2 bits and `mul1` above; `grid` has groups of 128. 
 and gate/up are one matrix each.
 
 Embedding and head of trellis formats are trellis codes too, of the bits that `requant quantize --bits 2`, 3 or 4 gives those
-of bench-32m (TABLE_BITS), in one width: bands, which it makes of large vocabularies, are not built here yet. With `--tables
-grid`, and beside grids, the embedding is bf16 and the head a grid of 6, 7 or 8 bits in groups of 64.
+of bench-32m (TABLE_BITS), in bands of a tilt of 1, or what 8 bits allow; with `--tables trellis` in one width. With
+`--tables grid`, and beside grids, the embedding is bf16 and the head a grid of 6, 7 or 8 bits in groups of 64.
 """
 
 import gc
@@ -32,9 +32,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from eval import options as opt
 from eval.common import environment, write_json
 from requant.evaluation.bench import measure
-from requant.inference.convert import FusedLinear, KernelEmbedding, KernelLinear, Sibling
+from requant.inference.convert import BandedLinear, FusedLinear, KernelEmbedding, KernelLinear, Sibling
 from requant.models.devices import pick_device
 from requant.models.targets import SIBLINGS
+from requant.quantizers.table_trellis import band_rows, tilted
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": {
@@ -64,7 +65,8 @@ WIDTHS: dict[float, dict[str, tuple[float, float, float]]] = {
     },
 }  # fmt: skip
 TABLE_BITS = {2: 5.0, 3: 6.25, 4: 7.25}
-Tables = Literal["trellis", "grid"]
+LIKELY_TILTS = 3  # of bands: 0, 0.5, and the one that is taken, 1, unless it needs more than 8 bits
+Tables = Literal["bands", "trellis", "grid"]
 FORMATS = ("bf16:16", "mul1:2", "pair:2", "mul1:3", "mul1:4", "grid:2")
 BATCHES = (1, 8, 64)
 
@@ -90,8 +92,8 @@ def build(
             )
             for parent in list(block.modules()):
                 _replace_children(parent, kind, bits, own, density, device)
-        if tables == "trellis" and kind in CODES:
-            _code_tables(model, TABLE_BITS[round(bits)], device)
+        if tables != "grid" and kind in CODES:
+            _code_tables(model, TABLE_BITS[round(bits)], device, bands=tables == "bands")
         _replace_children(model, kind, bits, {}, density, device)
     for module in model.modules():  # what is left on the meta device
         for name, parameter in module.named_parameters(recurse=False):
@@ -110,15 +112,24 @@ def random_head(n: int, k: int, bits: int, device: str) -> KernelLinear:
     return KernelLinear(pack_grid(codes, scales, zeros, bits=bits, group_size=64))
 
 
-def _code_tables(model: Any, bits: float, device: str) -> None:
+def _code_tables(model: Any, bits: float, device: str, *, bands: bool) -> None:
     """Embedding and head in trellis codes; tied where the model's are."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     n, k, tied = *embedding.weight.shape, model.config.tie_word_embeddings
 
-    def table() -> KernelLinear:
-        return KernelLinear(
-            replace(random_layout("mul1", bits, n, k, 0.0, device=device), rotates_output=False)
-        )
+    found = band_rows(n) if bands else [slice(0, n)]
+    own_bits = tilted(bits, len(found))[:LIKELY_TILTS][-1]
+
+    def table() -> KernelLinear | BandedLinear:
+        linears, input_scales = [], None
+        for rows, own in zip(found, own_bits, strict=True):
+            layout = random_layout("mul1", own, rows.stop - rows.start, k, 0.0, device=device)
+            assert isinstance(layout, TrellisLayout)
+            input_scales = (
+                layout.input_scales if input_scales is None else input_scales
+            )  # all have the first's
+            linears.append(KernelLinear(replace(layout, rotates_output=False, input_scales=input_scales)))
+        return BandedLinear(linears) if bands else linears[0]
 
     coded = table()
     plain = SimpleNamespace(padding_idx=embedding.padding_idx, dtype=embedding.weight.dtype, scale=None)
@@ -170,7 +181,7 @@ def main(
     widths: Annotated[
         Literal["best", "equal"], typer.Option(help="Of trellis matrices: as mode best gives them, or equal.")
     ] = "best",
-    tables: Annotated[Tables, typer.Option(help="Embedding and head of trellis formats.")] = "trellis",
+    tables: Annotated[Tables, typer.Option(help="Embedding and head of trellis formats.")] = "bands",
     density: Annotated[float, typer.Option(help="Share of residuals.")] = 0.0,
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 512,
     new_tokens: Annotated[int, typer.Option(help="Tokens that are decoded.")] = 128,
