@@ -40,6 +40,16 @@ def sum_over_ranks(tensors: Sequence[Tensor]) -> None:
             start += piece.numel()
 
 
+def rows_of_all(rows: Tensor, counts: Sequence[int]) -> list[Tensor]:
+    """The rows that each rank has, in the order of ranks: `counts` of them, which all ranks know."""
+    padded = rows.new_zeros(max(counts), *rows.shape[1:])
+    padded[: len(rows)] = rows
+    found = rows.new_empty(len(counts), *padded.shape)
+    with ranks.communicating():
+        dist.all_gather(list(found), padded)
+    return [own[:count] for own, count in zip(found, counts, strict=True)]
+
+
 @dataclass(frozen=True)
 class Part:
     """Of a tensor that is divided among ranks by its elements in row-major order, equally: those of this rank.

@@ -146,7 +146,10 @@ def train(
     def micro_batches(step: int) -> list[MicroBatch]:
         chosen = windows_of_step(count, length, step, settings, run.recipe.seed)
         own = chosen[ranks.rank() :: ranks.world_size()]
-        return teacher.micro_batches(own, micro_batch) if len(own) else []
+        found = teacher.micro_batches(own, micro_batch) if len(own) else []
+        if isinstance(teacher, Teacher):
+            teacher.share(chosen)
+        return found
 
     with (
         ExitStack() as stack,

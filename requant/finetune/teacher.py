@@ -6,7 +6,8 @@ Windows come again in every epoch and in every round, and the original does not 
 arithmetic. Caching logits would take tens of times the memory (vocabulary size over hidden size), so the head runs in
 every step. Whatever a model does after its blocks (scaling or capping logits) is kept: its whole forward pass runs, with a
 base model that returns the cached states. Where that gives other logits, or where the states would take more than a
-quarter of the free memory, the blocks run in every step.
+quarter of the free memory, the blocks run in every step. Of several processes each computes the states of its share of a
+step, which all of them keep: the next epoch divides windows otherwise.
 
 For a model that is trained block by block (`blockwise.py`) all states are computed at the start and kept on the host, in
 memory or in a file, and of the original nothing but the head is left on the GPU (`HeadTeacher`). Of several processes each
@@ -27,6 +28,7 @@ from transformers import PreTrainedModel
 from requant import ranks
 from requant.calibration.passes import batches, rounds
 from requant.errors import InputError, first_line, is_out_of_memory
+from requant.finetune.divided import rows_of_all
 from requant.models.devices import free_memory
 from requant.models.mixed_precision import PRODUCTS, mixed_precision
 from requant.models.targets import find_blocks, replaced_forward
@@ -45,6 +47,8 @@ class Teacher:
         self.model, self.windows = model, windows
         self.states: Float[Tensor, "b t d"] | None = None
         self.cached = torch.zeros(len(windows), dtype=torch.bool)
+        self.on_all_ranks = self.cached.clone()
+        self.shares: bool | None = None  # all ranks keep states; None: not known yet
         head, device = model.get_output_embeddings(), model.device
         hidden_size = 0 if head is None else head.weight.shape[1]
         self.cache_bytes = windows.numel() * hidden_size * (2 if device.type == "cuda" else 4)
@@ -64,6 +68,26 @@ class Teacher:
         batched = list(batches(self.windows[chosen], self.model, label=None, windows_each=windows_each))
         members = chosen.split(len(batched[0]))
         return [(tokens, *self._cached_states(m, tokens)) for m, tokens in zip(members, batched, strict=True)]
+
+    @torch.no_grad()
+    def share(self, chosen: Int64[Tensor, " c"]) -> None:
+        """Keep the states of all windows of a step, where `micro_batches` has cached those of this rank (`ranks.mine`).
+
+        Every rank calls it after every step's `micro_batches`, also without a window of its own.
+        """
+        if ranks.world_size() == 1:
+            return
+        if self.shares is None:
+            self.shares = ranks.all_agree(self.states is not None)
+        if not self.shares or self.on_all_ranks[chosen].all():
+            return
+        assert self.states is not None
+        parts = [chosen[rank :: ranks.world_size()] for rank in range(ranks.world_size())]
+        parts = [part[~self.on_all_ranks[part]] for part in parts]
+        own = self.states[parts[ranks.rank()].to(self.states.device)]
+        for part, states in zip(parts, rows_of_all(own, [len(part) for part in parts]), strict=True):
+            self.states[part.to(self.states.device)] = states
+            self.cached[part] = self.on_all_ranks[part] = True
 
     @torch.no_grad()
     def logits(

@@ -48,6 +48,9 @@ with ranks.joined("cpu"):
     divided.sum_over_ranks([big, small])
     found["sums"] = [big.unique().tolist(), small.tolist()]
 
+    rows = divided.rows_of_all(torch.full((me, 2), float(me)), [0, 1, 2])
+    found["rows of all"] = [each.tolist() for each in rows]
+
     matrix = torch.arange(1, 8).float().view(7, 1)  # no multiple of three
     part = divided.Part.of(matrix)
     found["part"] = part.elements.tolist()
@@ -119,6 +122,7 @@ def test_collective_operations(tmp_path: Path) -> None:
         "smallest": 3,
         "agree": [True, False],
         "whole": [True, True, 28],
+        "rows of all": [[], [[1.0, 1.0]], [[2.0, 2.0], [2.0, 2.0]]],
         # (1e8 + 1) - 1e8 in the order of ranks, in float32; another order would leave 1
         "sums": [[1.75], [0.0]],
     }

@@ -1,5 +1,8 @@
 """The original's logits from states that are kept: the same, computed once, and only where that is right."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -46,6 +49,41 @@ def test_a_window_goes_through_the_blocks_once(tiny_model, windows) -> None:
         for part in teacher.micro_batches(torch.tensor(chosen), 2):
             teacher.logits(*part)
         assert len(calls) - before == more
+
+
+def test_what_one_rank_computed_all_keep(tiny_model, windows, monkeypatch) -> None:
+    """Two ranks, a thread each: every window goes through the blocks of one of them once, whoever has it afterwards."""
+    own, barrier, sent = threading.local(), threading.Barrier(2, timeout=60), {}
+
+    def rows_of_all(rows: torch.Tensor, counts: list[int]) -> list[torch.Tensor]:
+        assert len(rows) == counts[own.rank]
+        sent[own.rank] = rows.clone()
+        barrier.wait()
+        found = [sent[rank] for rank in range(2)]
+        barrier.wait()
+        return found
+
+    monkeypatch.setattr(module, "rows_of_all", rows_of_all)
+    monkeypatch.setattr(module.ranks, "world_size", lambda: 2)
+    monkeypatch.setattr(module.ranks, "rank", lambda: own.rank)
+    monkeypatch.setattr(module.ranks, "all_agree", lambda condition: condition)
+    teachers = [Teacher(tiny_model("llama"), windows) for _ in range(2)]
+    steps = [torch.tensor(step) for step in ([0, 1, 2], [3, 4, 5], [1, 3, 0], [5, 2, 4])]  # of two epochs
+
+    def train(rank: int) -> list[int]:
+        own.rank, teacher, calls = rank, teachers[rank], []
+        for number, chosen in enumerate(steps):
+            if number == 1:  # the first try is made
+                calls = count_blocks(teacher.model)
+            teacher.micro_batches(chosen[rank::2], 2)
+            teacher.share(chosen)
+        return calls
+
+    with ThreadPoolExecutor(2) as threads:
+        assert [len(calls) for calls in threads.map(train, range(2))] == [1, 1]
+    _, states = module.last_states(teachers[0].model, windows)
+    for teacher in teachers:
+        torch.testing.assert_close(teacher.states, states)
 
 
 def test_a_model_whose_head_reads_past_the_base_model_runs_its_blocks(tiny_model, windows) -> None:
