@@ -33,6 +33,7 @@ def recipe_of(kind: str, folder: Path, text: Path) -> Recipe:
         "evaluation": Evaluation(context=32, windows=2, samples=0),
         "finetune": Finetune(
             steps=STEPS,
+            rounds=ROUNDS,
             tokens_per_step=96,
             lr=3e-2,
             warmup_steps=2,
