@@ -47,7 +47,7 @@ from requant.checkpoint.save import checkpoint_bytes
 from requant.formats.quantized_weight import spec_of
 from requant.pipeline.quantize import MODES, finetuned
 from requant.recipe.defaults import MOST_STEPS, trellis_code
-from requant.recipe.schema import Budget, EmbeddingBits, Finetune, Predictor
+from requant.recipe.schema import Budget, Finetune, Predictor
 from requant.run.context import RunContext, Weights
 from requant.run.rounds import FIRST_WEIGHT
 from requant.text.windows import spread
@@ -75,7 +75,7 @@ class Plan:
     predictor: Predictor = "curvature"
     first_round_weight: float | None = 1.0  # None: the default of these bits
     one_width: bool = False  # codes of whole bits everywhere: what is stored beside them comes on top
-    head_bits: EmbeddingBits | None = 16  # of embedding and head; None: by the rule of `--bits`
+    head_bits: float | None = 16  # of embedding and head; None: by the rule of `--bits`
     make: Callable[[RunContext], Weights] | None = None  # in place of the mode's codes
     peer: str | None = None  # its name, where the row is a peer's
     own_windows: int = 0  # of text that the model writes, to train on beside the real ones

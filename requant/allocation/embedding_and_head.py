@@ -113,7 +113,7 @@ def embedding_and_head_bits(
     given bits cannot be quantized.
     """
     budget, method = recipe.budget, table_method(recipe)
-    given: dict[str, int | None] = {"embedding": budget.embedding_bits, "head": budget.head_bits}
+    given: dict[str, float | None] = {"embedding": budget.embedding_bits, "head": budget.head_bits}
     if embedding_and_head.tied:
         said = {bits for bits in given.values() if bits is not None}
         if len(said) > 1:
@@ -125,8 +125,8 @@ def embedding_and_head_bits(
     for bits in given.values():
         if bits not in (None, FLOATS, *method.widths):
             raise RecipeError(
-                f"budget.head_bits is {bits}, but an embedding or head on a grid takes at least {method.widths[0]} bits; "
-                "give those, or method trellis."
+                f"budget.head_bits is {bits:g}, but an embedding or head on a grid takes {method.widths[0]} to "
+                f"{method.widths[-1]} whole bits; give those, or method trellis."
             )
     chosen = [bits for bits in method.widths if budget.quarters or not bits % 1]
     free: Sequence[Bits] = (FLOATS,) if budget.size is None and budget.bits is None else (*chosen, FLOATS)
@@ -135,7 +135,8 @@ def embedding_and_head_bits(
         bits, why = given[role], _obstacle(part)
         if why and bits not in (None, FLOATS):
             raise ModelError(f"{part.name} {why}, so it cannot be quantized; give --head-bits 16.")
-        widths[role] = (FLOATS,) if why else free if bits is None else (bits,)
+        exact = tuple(own for own in (*method.widths, FLOATS) if own == bits)  # 3 where a recipe has 3.0
+        widths[role] = (FLOATS,) if why else exact or free
     return widths
 
 

@@ -41,7 +41,7 @@ class Options(TypedDict, total=False):
     group_size: int | None
     symmetric: bool | None
     code: str | None  # of `trellis`
-    head_bits: int | None
+    head_bits: int | float | None
     rotations: str | None
     finetune_steps: int | None
     own_windows: int | None

@@ -17,7 +17,6 @@ from requant.quantizers.registry import METHODS, PRUNING_METHODS, find_method
 Mode = Literal["best", "paper", "dense", "sparse"]
 Score = Literal["pqi", "hessian", "gradient", "marginal"]
 Predictor = Literal["curvature", "measured", "restored", "pqi"]
-EmbeddingBits = Literal[2, 3, 4, 5, 6, 7, 8, 16]
 Rotations = Literal["per-matrix", "folded"]
 Nodes = Literal["gauss2", "gauss4", "midpoint", "simpson", "plain32"]
 MOST = 1_000_000  # windows and training steps: more is a typing error
@@ -189,10 +188,10 @@ class Budget:
     """Whether, in mode `best`, a codebook may store the weights that its levels represent worst as floats."""
     first_round_weight: float | None = None
     """What predicted losses count in mode `best`'s first round, which training mends most; none: 0.4 at 2 bits, 1 from 3."""
-    head_bits: EmbeddingBits | None = None
-    """Bits of the head, 2 only in trellis codes; none: the fewest that add at most 1 % to the loss; with `size` the best
-    split; no budget: 16."""
-    embedding_bits: EmbeddingBits | None = None
+    head_bits: float | None = None
+    """Bits of the head: 3 to 8, in trellis codes 2 to 8 in quarters, or 16; none: the fewest that add at most 1 % to the
+    loss; with `size` the best split; no budget: 16."""
+    embedding_bits: float | None = None
     """Bits of the embedding; one tensor with the head where they are tied."""
 
     def __post_init__(self) -> None:
@@ -204,6 +203,9 @@ class Budget:
             self.size,
             "no value together with budget.bits",
         )
+        for name, bits in (("head_bits", self.head_bits), ("embedding_bits", self.embedding_bits)):
+            known = bits is None or bits == 16 or (2 <= bits <= 8 and 4 * bits % 1 == 0)
+            _require(known, f"budget.{name}", bits, "16, or 2 to 8 in quarters")
         weight = self.first_round_weight
         _require(
             weight is None or 0 < weight <= 1, "budget.first_round_weight", weight, "above 0, at most 1"

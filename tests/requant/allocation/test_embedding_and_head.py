@@ -310,7 +310,7 @@ def test_trellis_codes_have_two_bits_and_quarters(run) -> None:
     assert whole == (2, 3, 4, 5, 6, 7, 8, 16)
     assert embedding_and_head_bits(of(Budget(head_bits=2), "trellis"), tied) == {"embedding": (2,)}
     with pytest.raises(
-        RecipeError, match=r"head_bits is 2, but an embedding or head on a grid takes at least 3"
+        RecipeError, match=r"head_bits is 2, but an embedding or head on a grid takes 3 to 8 whole bits"
     ):
         embedding_and_head_bits(of(Budget(head_bits=2)), tied)
 

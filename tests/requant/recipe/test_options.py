@@ -276,7 +276,8 @@ def test_budgets_replace_one_another(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"head_bits": 9}, "head_bits is '9'.*3, 4, 5, 6, 7, 8, 16"),
+        ({"head_bits": 9}, "head_bits is 9.*16, or 2 to 8 in quarters"),
+        ({"head_bits": 4.1}, "head_bits is 4.1"),
         ({"bits": 0.5}, "budget.bits is 0.5; it takes 1 to 8"),
         ({"bits": 3.0, "size": 5}, "budget.size is 5; it takes no value together with budget.bits"),
         ({"size": 0}, "budget.size is 0"),
