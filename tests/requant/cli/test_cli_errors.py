@@ -77,7 +77,7 @@ def checkpoint(tiny_folder, tiny_text_file: Path, tmp_path_factory: pytest.TempP
             ("--size", "1GB", "--method", "lut", "--quiet"),
             "--size 1,000,000,000 cannot be met: the largest checkpoint that method 'lut'",
         ),
-        (("--bits", "3", "--head-bits", "9"), "head_bits is '9'"),
+        (("--bits", "3", "--head-bits", "9"), "head_bits is 9"),
         (("--bits", "x"), "--bits x is no number"),
         ((), "say how many bits"),
         (
