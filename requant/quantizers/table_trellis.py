@@ -138,7 +138,7 @@ def _coded(weight: Float[Tensor, "v d"], uses: Uses, bits: Bits, columns: Float[
     return Trellis(
         codes=torch.cat(codes),
         input_scales=columns.half(),
-        output_scales=scales[: weight.shape[0]].half(),
+        output_scales=trellis.zeros_kept(scales, variances)[: weight.shape[0]].half(),
         bits=bits,
         code=config.code,
         rotates_output=False,

@@ -132,11 +132,13 @@ def quantize(
     kept = goal if detached is None else goal.masked_fill(detached, 0)
     rotated = incoherence_process(kept, rows=rows, columns=columns)
     if rows is None:
-        scales = row_scales(rotated.square().mean(1), config)
-        target, output_scales = rotated / scales[:, None], scales[:n]
+        variances = rotated.square().mean(1)
+        scales = row_scales(variances, config)
+        target, output_scales = rotated / scales[:, None], zeros_kept(scales, variances)[:n]
     else:
         scale = scale_of(rotated, config)
-        scales, target, output_scales = None, rotated / scale, rows * scale
+        scales, target = None, rotated / scale
+        output_scales = zeros_kept(rows * scale, rotated.square().mean())
     across = block_ldl(incoherence_process(hessian, rows=columns, columns=columns), damp=config.damp)
     if config.two_sided:
         gradients = statistic(stats.output_hessian, "output_hessian", (n, n))
@@ -180,6 +182,11 @@ def row_scales(variances: Float[Tensor, " r"], config: TrellisConfig) -> Float[T
     in_int8 = config.bits <= WIDEST_CODE
     scales = (fake_quantize_int8(exact, nonzero=True) if in_int8 else exact.half()).float()
     return torch.where(scales > 0, scales, scales.amax() if scales.any() else torch.ones_like(scales))
+
+
+def zeros_kept(scales: Float[Tensor, " r"], variances: Tensor) -> Float[Tensor, " r"]:
+    """The scales as they are stored: 0 for rows of zeros, or a matrix of them, which no code of these values can be."""
+    return torch.where(variances > 0, scales, 0.0)
 
 
 def relative_scale(config: TrellisConfig) -> float:

@@ -142,6 +142,14 @@ def test_common_tokens_get_more_bits_where_tokens_are_in_that_order() -> None:
     assert foretold == pytest.approx(loss_of(weight, found, [use]), rel=0.15)
 
 
+def test_rows_of_zeros_stay() -> None:
+    """Of tokens that nobody has; their neighbours keep their scales."""
+    weight, use = by_frequency(64)
+    weight[[3, 40]] = 0
+    found = TRELLIS.quantize(weight, [use], 4).dequantize()
+    assert not found[[3, 40]].any() and found[[2, 4, 39, 41]].any(1).all()
+
+
 def test_tokens_in_no_order_share_one_width() -> None:
     weight, use = by_frequency(2100)
     assert isinstance(TRELLIS.quantize(weight, [use], 4).dense, Bands)  # in this order
