@@ -142,6 +142,17 @@ def test_common_tokens_get_more_bits_where_tokens_are_in_that_order() -> None:
     assert foretold == pytest.approx(loss_of(weight, found, [use]), rel=0.15)
 
 
+def test_bands_share_a_rotation_at_any_width(monkeypatch) -> None:
+    """96 columns are three Hadamard blocks, each with a spread of its own, which is that of all rows."""
+    monkeypatch.setattr(table_trellis, "FEWEST_ROWS", 128)
+    weight, use = by_frequency(128, 96)
+    weight[:16, :32] *= 5
+    found = TRELLIS.quantize(weight, [use], 3.5)
+    assert isinstance(found.dense, Bands)
+    first, *others = (part.input_scales for part in found.dense.parts)
+    assert len(first.abs().unique()) > 1 and all(torch.equal(first, other) for other in others)
+
+
 def test_rows_of_zeros_stay() -> None:
     """Of tokens that nobody has; their neighbours keep their scales."""
     weight, use = by_frequency(64)

@@ -19,6 +19,7 @@ from requant.formats.bands import Bands
 from requant.formats.grid import Grid
 from requant.formats.quantized_weight import QuantizedWeight, pack
 from requant.formats.sparse import sparse_residual
+from requant.inference import convert
 from requant.inference.convert import (
     BandedLinear,
     KernelEmbedding,
@@ -27,6 +28,7 @@ from requant.inference.convert import (
     convert_to_kernels,
     kernel_layout,
 )
+from requant.inference.kernel_check import KernelCheck
 from requant.inference.load import load
 from requant.inference.quant_embedding import QuantEmbedding, tied_head
 from requant.inference.quant_linear import QuantLinear
@@ -296,22 +298,40 @@ def test_embedding_and_head_of_a_trellis(random_trellis, tied: bool, rotate_inpu
     assert model.to(torch.bfloat16).embed(tokens).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("tied", [True, False])
-def test_embedding_and_head_in_bands(random_trellis, tied: bool) -> None:
-    """Each band by its own kernels: products side by side, rows from the band of their token."""
-    parts = [random_trellis(n, 128, rotate_output=False, seed=n).dense for n in (16, 24)]
+def test_embedding_and_head_in_bands(random_trellis, tied: bool, shared: bool) -> None:
+    """Products side by side, rows from the band of their token, whether bands share a rotation or not."""
+    parts = [
+        random_trellis(n, 128, rotate_output=False, seed=n, input_seed=0 if shared else n).dense
+        for n in (16, 24)
+    ]
     weight = QuantizedWeight(dense=Bands(parts=tuple(parts)), sparse=None)
     model, tokens = EmbeddingAndHead(tied=tied, weight=weight), torch.tensor([[1, 39, 15], [16, 8, 8]])
     rows, want = model.embed(tokens), model(tokens)
     assert torch.equal(rows, weight.dequantize()[tokens])
     convert_to_kernels(model, device="cpu")
     assert isinstance(model.embed.matrix, BandedLinear) and isinstance(model.head, BandedLinear) == tied
+    assert model.embed.matrix.rotates_once == shared
     assert torch.allclose(model.embed(tokens), rows, atol=1e-6)
     assert torch.allclose(model(tokens), want, atol=1e-5)
     assert (model.embed.matrix is model.head) == tied
     words = {t.data_ptr() for t in model.buffers() if t.dtype == torch.int32}
     assert len(words) == (2 if tied else 3)  # one copy in memory; the other head is a grid
     assert model.to(torch.bfloat16).embed(tokens).dtype == torch.bfloat16
+
+
+def test_bands_that_are_wrong_in_one_launch_are_multiplied_one_by_one(
+    random_trellis, monkeypatch, caplog
+) -> None:
+    parts = [random_trellis(n, 128, rotate_output=False, seed=n).dense for n in (16, 24)]
+    weight = QuantizedWeight(dense=Bands(parts=tuple(parts)), sparse=None)
+    monkeypatch.setattr(convert, "multiply_bands", lambda x, _: x.new_ones(len(x), 40))
+    layer = convert.kernel_linear(weight, KernelCheck(torch.float32), bias=torch.ones(40))
+    assert isinstance(layer, BandedLinear) and not layer.rotates_once
+    assert "multiplied band by band: the kernel for" in caplog.text
+    x = torch.randn(3, 128)
+    assert torch.allclose(layer(x), x @ weight.dequantize().T + 1, atol=1e-4)
 
 
 def test_rows_that_cannot_be_looked_up_are_refused(random_trellis) -> None:
