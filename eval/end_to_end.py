@@ -125,9 +125,8 @@ def _code_tables(model: Any, bits: float, device: str, *, bands: bool) -> None:
         for rows, own in zip(found, own_bits, strict=True):
             layout = random_layout("mul1", own, rows.stop - rows.start, k, 0.0, device=device)
             assert isinstance(layout, TrellisLayout)
-            input_scales = (
-                layout.input_scales if input_scales is None else input_scales
-            )  # all have the first's
+            if input_scales is None:
+                input_scales = layout.input_scales  # of all bands
             linears.append(KernelLinear(replace(layout, rotates_output=False, input_scales=input_scales)))
         return BandedLinear(linears) if bands else linears[0]
 

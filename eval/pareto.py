@@ -43,7 +43,7 @@ def files(results: Path) -> list[File]:
         File(
             program=OURS,
             label=NAMES[row["name"]].format(row["bits"]),
-            megabytes=round(row["file_bytes"] / 1e6, 2),
+            megabytes=round(row["file_bytes"] / 1e6, 3),
             kl=round(row["kl"], 4),
             tokens_per_s=speed(results, row["bits"], row["recipe"]["quantizer"]["code"]),
         )
