@@ -46,7 +46,13 @@ from requant.formats.quantized_weight import QuantizedWeight, trainable_params, 
 from requant.models.targets import QuantTarget
 from requant.quantizers.registry import METHODS
 from requant.run.context import RunContext, Weights
-from requant.run.quantize_linears import chunks_that_fit, gather, quantize_linears, shared_codes
+from requant.run.quantize_linears import (
+    chunks_that_fit,
+    compile_ahead,
+    gather,
+    quantize_linears,
+    shared_codes,
+)
 from requant.run.rounds import round_name, rounds_of
 from requant.run.side_by_side import quantized
 from requant.run.stage_cache import load_stage, load_weights, save_stage, save_weight, stage_key
@@ -67,6 +73,7 @@ def best(run: RunContext, rounds: Sequence[Sequence[QuantTarget]] | None = None)
         return finished
     rounds = rounds or rounds_of(run.targets, run.recipe.finetune.rounds)
     settings = run.recipe.finetune
+    compile_ahead(run, run.targets, wait=False)
     train_windows, _ = split_windows(run, settings)
     teacher = teacher_of(run, settings, train_windows)
     other_params, lr = params_without_codes(run), learning_rate(run, settings)
@@ -134,6 +141,7 @@ def codes_of_round(run: RunContext, members: Sequence[QuantTarget], *, first: bo
                 ) -> QuantizedWeight:
                     return method.quantize(target.weight(), stats[target.name], run.config_of(target))
 
+                compile_ahead(run, chunk)
                 for target, weight in quantized(
                     ranks.owned(chunk), quantize, side_by_side=method.side_by_side
                 ):

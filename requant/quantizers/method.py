@@ -39,6 +39,8 @@ class Method:
     outlier_cost: `(stats, config)` -> [n, k], the cost of a squared error of each weight; only of methods that can store
         outliers as floats (`config.outlier_fraction`, `outliers.py`).
     side_by_side: whether threads may call `quantize` at the same time, on streams of one GPU, and gain by it.
+    compile_ahead: `(configs, device, *, wait)` compiles the kernels that matrices of these settings need side by side, which
+        `quantize` would do one after the other; without `wait` in the background.
     seconds_per_weight: time of `quantize` on one CPU core and on one H200, by device type.
     detach: published sparse part of ReQuant with this method (Table 10), as fields of the recipe's section `detach`;
         what is not given has the defaults of the scalar quantizer.
@@ -55,6 +57,7 @@ class Method:
     bits: tuple[Bits, ...] = (2, 3, 4, 5, 6, 7, 8)
     outlier_cost: Callable[[LinearStats, Any], Float[Tensor, "n k"]] | None = None
     side_by_side: bool = False
+    compile_ahead: Callable[..., None] | None = None
     detach: Mapping[str, Any] = field(default_factory=dict)
 
 

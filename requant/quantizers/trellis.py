@@ -36,7 +36,7 @@ softmax of attention. So a prediction at 1 bit is multiplied by ONE_BIT_FACTOR: 
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,7 +56,7 @@ from requant.formats.trellis_codes import CODES, PERIOD, code_values, codes_of_s
 from requant.quantizers.checks import check_fraction, check_seed, check_weight, statistic
 from requant.quantizers.correction import corrected
 from requant.quantizers.method import Bits, Losses, Method
-from requant.quantizers.viterbi import tail_biting_states
+from requant.quantizers.viterbi import compile_searches, tail_biting_states
 
 MAX_SHIFT = 8  # bits a step: two windows of 16 bits must overlap by as many as a step forgets
 MAX_DAMP = 1.0
@@ -276,6 +276,11 @@ def two_sided_block_ldlq(
     return from_tiles(codes.flatten(0, 1), (r * TILE, c * TILE))
 
 
+def compile_ahead(configs: Iterable[TrellisConfig], device: torch.device, *, wait: bool = True) -> None:
+    """Compile the searches that matrices of these settings need (`viterbi.py`)."""
+    compile_searches({(config.code, config.bits) for config in configs}, device, wait=wait)
+
+
 def packed_spec(config: TrellisConfig, shape: tuple[int, int], *, finetuned: bool = False) -> PackedSpec:
     """What is stored for a trellis: as quantized, the scales of a rotated side are signs and a magnitude; training makes
     scales of those of the output."""
@@ -354,6 +359,7 @@ METHOD = Method(
     predicted_losses=predicted_losses,
     predictor_needs=frozenset({"hessian", "output_hessian"}),
     side_by_side=True,
+    compile_ahead=compile_ahead,
     seconds_per_weight={"cpu": 3.5e-5, "cuda": 1.25e-7},
     detach={"outlier_fraction": 0.0, "significant_fraction": 0.005},
 )

@@ -8,11 +8,12 @@ The stream has no first state, which makes an exact search 2**(16 - bits) times 
 do nearly as well: one with free ends, on the sequence rotated by half, finds the state where the stream closes, a second is
 pinned to it. Rotating and pinning again gains 0.3 % at 2 bits, a first search on half the sequence loses 0.5 %.
 
-CUDA tensors go to the Triton kernel, others to its twin on the CPU (`requant_kernels.viterbi.cpu`), in as many threads as
-torch has. The bits of a step may be uneven (`trellis_codes.step_bits`).
+CUDA tensors go to the Triton kernel, which is compiled for every number of bits (`compile_searches`), others to its twin on
+the CPU (`requant_kernels.viterbi.cpu`), in as many threads as torch has. The bits of a step may be uneven
+(`trellis_codes.step_bits`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -20,7 +21,8 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from requant.formats.trellis_codes import step_bits
+from requant.formats.hadamard import TILE
+from requant.formats.trellis_codes import code_values, step_bits
 
 
 def tail_biting_states(
@@ -49,6 +51,24 @@ def tail_biting_states(
         return paths(part, pinned=free[:, half - 1] & kept)
 
     return tail_biting(targets) if targets.is_cuda else _in_threads(tail_biting, targets)
+
+
+def compile_searches(codes: Collection[tuple[str, int | float]], device: torch.device, *, wait: bool) -> None:
+    """Compile the searches of these codes and bits on all cores: each takes a second or two, and a run has a dozen.
+
+    Without `wait` they are compiled while the caller goes on. Nothing on a CPU.
+    """
+    if device.type != "cuda":
+        return
+    from requant_kernels.common.compile_ahead import compile_ahead
+
+    def searches() -> None:
+        for code, bits in codes:
+            values = code_values(code).to(device)
+            vector = values.shape[1]
+            tail_biting_states(torch.zeros(1, TILE**2 // vector, vector, device=device), values, bits=bits)
+
+    compile_ahead(searches, wait=wait)
 
 
 def plain_paths(

@@ -27,6 +27,7 @@ from requant.formats.quantized_weight import QuantizedWeight, pack, unpack
 from requant.models.devices import free_memory
 from requant.models.targets import SIBLINGS, QuantTarget
 from requant.progress import counted
+from requant.quantizers.method import Method
 from requant.quantizers.registry import find_method
 from requant.run.context import RunContext, Weights
 from requant.run.side_by_side import quantized
@@ -51,6 +52,7 @@ def quantize_linears(
     keys = _keys(run, detached, sequential=sequential)
     done = load_weights(run, "linear", keys, {target.name: target.parameter for target in run.targets})
     pending = [target for target in run.targets if target.name not in done]
+    compile_ahead(run, pending, wait=False)
     own, left = (len(ranks.owned(targets)) for targets in (run.targets, pending))
     calibrate = sequential_calibration if sequential else parallel_calibration
     with counted(own, label=run.label(label), unit="matrices", done=own - left) as bar:
@@ -65,6 +67,7 @@ def quantize_linears(
                 return method.quantize(weight, stats[target.name], run.config_of(target), **masks)
 
             with run.stage("quantize"):
+                compile_ahead(run, members)
                 for target, weight in quantized(
                     ranks.owned(members), quantize, side_by_side=method.side_by_side
                 ):
@@ -73,6 +76,13 @@ def quantize_linears(
                     bar.update()
             done.update(shared_codes(members, done))
     return {target.name: done[target.name] for target in run.targets}
+
+
+def compile_ahead(run: RunContext, targets: Sequence[QuantTarget], *, wait: bool = True) -> None:
+    """Compile the kernels that codes of the targets of this rank take, in the background or for now."""
+    method, own = find_method(run.recipe.method), ranks.owned(targets)
+    if own and isinstance(method, Method) and method.compile_ahead is not None:
+        method.compile_ahead(map(run.config_of, own), own[0].parameter.device, wait=wait)
 
 
 def shared_codes(targets: Sequence[QuantTarget], made: Weights) -> Weights:

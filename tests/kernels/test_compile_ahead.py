@@ -15,7 +15,10 @@ from requant_kernels.common import compile_ahead as ahead  # noqa: E402
 from requant_kernels.common import launch as launching  # noqa: E402
 from requant_kernels.common.compile_ahead import compile_ahead, compiling  # noqa: E402
 from requant_kernels.common.launch import interned, launch  # noqa: E402
+from requant_kernels.viterbi import gpu  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
+
+from requant.formats.trellis_codes import code_values  # noqa: E402
 
 
 @triton.jit
@@ -104,6 +107,22 @@ def test_kernels_are_compiled_by_other_processes_and_none_is_started(
     assert compiled_here == [("doubled_kernel", True)] * 3
     with pytest.raises(triton.CompilationError, match="too few"):
         broken_kernel.warmup(x, y, grid=(1, 1, 1), BLOCK=64)
+
+
+def test_the_searches_for_codes_are_compiled_by_other_processes(hopper, compiled_here) -> None:
+    def searches() -> None:
+        for pinned in (None, torch.zeros(1, dtype=torch.int64)):
+            gpu.viterbi_paths(torch.zeros(1, 256, 1), code_values("mul1"), shifts=(2, 2, 2, 3), pinned=pinned)
+
+    kernels = (gpu._forward, gpu._backtrack)
+    for kernel in kernels:
+        kernel.device_caches.clear()
+    compile_ahead(searches)
+    jobs = ahead._launched(searches)
+    for kernel in kernels:
+        kernel.device_caches.clear()
+    assert len(jobs) == 3 and all(job.is_cached for job in jobs.values()), "both forward passes, one way back"
+    assert not compiled_here
 
 
 def test_what_the_cache_has_starts_no_process(hopper, monkeypatch) -> None:

@@ -9,48 +9,114 @@ The costs of the 2^(16 - shift) values of u pass through shared memory between s
 back-pointer, goes to global memory. Where steps have different numbers of bits, the costs after a step are indexed by the
 bits that the next step keeps.
 
-Threads split the states by u, so that the minimum over p stays inside a thread. The back-pointer travels in the low bits of
-its cost: costs are not negative, so their bit patterns compare like integers, and an argmin is one integer minimum. A
-step takes about six machine instructions a state.
+A state's 16 bits are, from the highest, [ registers | thread | registers ]. The high ones hold all p of a u, so that the
+minimum over p stays inside a thread; the low ones, LOW of them, are among the newest `shift` bits, which the cost before the
+step does not depend on: one read of shared memory serves 2^LOW states. The back-pointer travels in the low bits of its cost:
+costs are not negative, so their bit patterns compare like integers, and an argmin is one integer minimum. The back-pointers
+of a thread's u are packed into one word, 4 KB a step.
+
+What matters most is that nothing spills beyond L1: values of pairs stay in float16 until they are used, two in a register,
+and are subtracted there (`_total`); in float32 they were 400 KB of a CTA's local memory, and a search took 2.4 to 4 times as
+long. A step takes about six machine instructions a state, nine where a state stands for two weights.
 
 `_backtrack` reads the path back, many sequences a CTA, because each of its loads depends on the one before.
 """
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from requant_kernels.common.device import supports_ptx
+from requant_kernels.common.launch import interned, launch
+
+# cost + (a - x)^2 + (b - y)^2 of a pair of float16 in a word; differences are rounded to float16
+PAIR_ERROR: tl.constexpr = tl.constexpr("""{
+    .reg .b32 both; .reg .b16 low, high; .reg .f32 a, b;
+    sub.rn.f16x2 both, $2, $3;
+    mov.b32 {low, high}, both;
+    cvt.f32.f16 a, low;
+    cvt.f32.f16 b, high;
+    fma.rn.f32 a, a, a, $1;
+    fma.rn.f32 $0, b, b, a;
+}""")
 UNREACHABLE = tl.constexpr(1e30)  # finite, so that a back-pointer in its low bits makes no NaN
 BACK_POINTER_BYTES = 1 << 31  # memory for the back-pointers of the sequences searched at once
 SEQUENCES_PER_CTA = 32  # of the backtracking
+WARPS = 32
+MOST_WORDS = 1024  # of back-pointers a step: one a thread
+REGISTER_BITS = 6  # of a state: 2^16 states by 32 warps
 
 
 @triton.jit
-def _step(cost, distance, state, back_pointers, SHIFT: tl.constexpr, NEXT: tl.constexpr):
+def _total(cost, x, values, VECTOR: tl.constexpr, PTX: tl.constexpr):
+    """The costs of all states with the step's target x, from those before it.
+
+    Pairs are subtracted in float16. Targets are rounded to it then, by 2^-11 of themselves, which moves the least cost by
+    the square of that.
+    """
+    if VECTOR == 1:
+        error = values.to(tl.float32) - tl.load(x)
+        total = cost + error * error
+    else:
+        targets = _half_bits(tl.load(x)) | (_half_bits(tl.load(x + 1)) << 16)
+        if PTX:
+            total = tl.inline_asm_elementwise(
+                PAIR_ERROR, "=f,f,r,r", [cost, values, targets], dtype=tl.float32, is_pure=True, pack=1
+            )
+        else:
+            first = (_low_half(values) - _low_half(targets)).to(tl.float32)
+            second = (_low_half(values >> 16) - _low_half(targets >> 16)).to(tl.float32)
+            total = cost + first * first + second * second
+    return total
+
+
+@triton.jit
+def _half_bits(x):
+    return x.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+
+
+@triton.jit
+def _low_half(word):
+    return word.to(tl.int16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def _step(
+    cost, x, values, high, back_pointers, VECTOR: tl.constexpr, PTX: tl.constexpr,
+    SHIFT: tl.constexpr, NEXT: tl.constexpr, LOW: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
     """The costs after a step of SHIFT bits, indexed by the bits that the next step, of NEXT bits, keeps."""
-    WIDTH: tl.constexpr = 1 << (16 - NEXT)
     CANDIDATES: tl.constexpr = 1 << NEXT
-    total = tl.gather(cost, state >> SHIFT, 0) + distance
-    tagged = (total.to(tl.int32, bitcast=True) & -CANDIDATES) | (state >> (16 - NEXT))
-    best = tl.min(tl.reshape(tagged, [CANDIDATES, WIDTH]), axis=0)
-    tl.store(back_pointers + tl.arange(0, WIDTH), (best & (CANDIDATES - 1)).to(tl.uint8))
-    return best.to(tl.float32, bitcast=True)
+    WIDTH: tl.constexpr = 1 << (16 - NEXT)
+    total = _total(tl.gather(cost, high >> (SHIFT - LOW), 0)[None, :], x, values, VECTOR, PTX)
+    p = high >> (16 - NEXT - LOW)
+    tagged = (total.to(tl.int32, bitcast=True) & -CANDIDATES) | p[None, :]
+    best = tl.min(tl.reshape(tagged, [1 << LOW, CANDIDATES, WIDTH >> LOW]), axis=1)
+    # a thread has all u that are alike in the bits between: their back-pointers make one word
+    PLACES: tl.constexpr = WIDTH // WORDS >> LOW
+    place = tl.arange(0, 1 << LOW)[:, None] + (tl.arange(0, PLACES) << LOW)[None, :]
+    pointers = (tl.reshape(best, [1 << LOW, PLACES, WORDS]) & (CANDIDATES - 1)) << (place * NEXT)[:, :, None]
+    tl.store(back_pointers + tl.arange(0, WORDS), tl.sum(tl.sum(pointers, axis=0), axis=0))
+    return tl.reshape(tl.trans(best), [WIDTH]).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _forward(
     targets, values, pinned, back_pointers, final, STEPS: tl.constexpr, VECTOR: tl.constexpr, SHIFTS: tl.constexpr,
-    MAX_WIDTH: tl.constexpr, PINNED: tl.constexpr,
+    LOW: tl.constexpr, WORDS: tl.constexpr, PINNED: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """The forward pass of one sequence; grid: sequences. `final`: the costs after the last step."""
     sequence = tl.program_id(0).to(tl.int64)
     PERIOD: tl.constexpr = len(SHIFTS)
     FIRST_WIDTH: tl.constexpr = 1 << (16 - SHIFTS[0])
-    state = tl.arange(0, 65536)
-    first = tl.load(values + state * VECTOR)
-    if VECTOR == 2:
-        second = tl.load(values + state * VECTOR + 1)
+    high, low = tl.arange(0, 65536 >> LOW), tl.arange(0, 1 << LOW)
+    state = (high << LOW)[None, :] + low[:, None]
+    of_states = tl.load(values + state)
     u = tl.arange(0, FIRST_WIDTH)
     if PINNED:
         cost = tl.where(u == tl.load(pinned + sequence), 0.0, UNREACHABLE)
@@ -60,22 +126,19 @@ def _forward(
         now = cost
         for i in tl.static_range(PERIOD):
             at = sequence * STEPS + start + i
-            distance = first.to(tl.float32) - tl.load(targets + at * VECTOR)
-            distance *= distance
-            if VECTOR == 2:
-                other = second.to(tl.float32) - tl.load(targets + at * VECTOR + 1)
-                distance += other * other
             now = _step(
-                now, distance, state, back_pointers + at * MAX_WIDTH, SHIFTS[i], SHIFTS[(i + 1) % PERIOD]
-            )
+                now, targets + at * VECTOR, of_states, high, back_pointers + at * WORDS,
+                VECTOR, PTX, SHIFTS[i], SHIFTS[(i + 1) % PERIOD], LOW, WORDS,
+            )  # fmt: skip
         cost = now
     tl.store(final + sequence * FIRST_WIDTH + u, cost)
 
 
-@triton.jit
+# whatever the number of sequences, which is 1, a multiple of 16, or neither
+@triton.jit(do_not_specialize=["sequences"])
 def _backtrack(
-    back_pointers, ends, states, sequences, STEPS: tl.constexpr, SHIFTS: tl.constexpr, MAX_WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
+    back_pointers, ends, states, sequences, STEPS: tl.constexpr, SHIFTS: tl.constexpr, LOW: tl.constexpr,
+    WORDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The states of BLOCK sequences, last step first; `ends`: the last 16 - SHIFTS[0] bits of their last states."""
     PERIOD: tl.constexpr = len(SHIFTS)
@@ -85,10 +148,18 @@ def _backtrack(
     for back in range(0, STEPS, PERIOD):
         for j in tl.static_range(PERIOD):
             step = sequence * STEPS + (STEPS - 1 - back - j)
-            p = tl.load(back_pointers + step * MAX_WIDTH + u, mask=inside, other=0).to(tl.int32)
-            state = (p << (16 - SHIFTS[(PERIOD - j) % PERIOD])) + u
+            word = tl.load(back_pointers + step * WORDS + (u >> LOW & (WORDS - 1)), mask=inside, other=0)
+            state = _state_before(word, u, SHIFTS[(PERIOD - j) % PERIOD], LOW, WORDS)
             tl.store(states + step, state, mask=inside)
             u = state >> SHIFTS[PERIOD - 1 - j]
+
+
+@triton.jit
+def _state_before(word, u, NEXT: tl.constexpr, LOW: tl.constexpr, WORDS: tl.constexpr):
+    """The state that survives in u, from the word of back-pointers that has u's."""
+    place = u & ((1 << LOW) - 1) | u // (WORDS << LOW) << LOW
+    p = word >> (place * NEXT) & ((1 << NEXT) - 1)
+    return (p << (16 - NEXT)) + u
 
 
 def viterbi_paths(
@@ -107,27 +178,44 @@ def viterbi_paths(
     """
     b, steps, vector = targets.shape
     table = values.half().contiguous()
+    if vector == 2:
+        table = table.view(torch.int32)
     targets = targets.contiguous()
     if len(set(shifts)) == 1:
         shifts = shifts[:1]
-    max_width, width = 1 << (16 - min(shifts)), 1 << (16 - shifts[0])
-    chunk = max(1, BACK_POINTER_BYTES // (max_width * steps))
+    forward, backtrack = _constants(steps, vector, shifts, pinned is not None, supports_ptx(targets.device))
+    words, width = forward["WORDS"], 1 << (16 - shifts[0])
+    chunk = max(1, BACK_POINTER_BYTES // (4 * words * steps))
     states = torch.empty(b, steps, dtype=torch.int32, device=targets.device)
-    for low in range(0, b, chunk):
-        part = targets[low : low + chunk]
+    for start in range(0, b, chunk):
+        part = targets[start : start + chunk]
         size = part.shape[0]
-        back_pointers = torch.empty(size, steps, max_width, dtype=torch.uint8, device=targets.device)
+        back_pointers = torch.empty(size, steps, words, dtype=torch.int32, device=targets.device)
         final = torch.empty(size, width, device=targets.device)
-        ends = None if pinned is None else pinned[low : low + chunk].to(torch.int32)
-        # more bits a step spill with 32 warps, fewer are slower with 16 (measured on an H200)
-        _forward[(size,)](
-            part, table, part if ends is None else ends, back_pointers, final, STEPS=steps, VECTOR=vector, SHIFTS=shifts,
-            MAX_WIDTH=max_width, PINNED=pinned is not None, num_warps=32 if min(shifts) <= 2 else 16,
-        )  # fmt: skip
+        ends = None if pinned is None else pinned[start : start + chunk].to(torch.int32)
+        launch(
+            _forward,
+            (size, 1, 1),
+            (part, table, part if ends is None else ends, back_pointers, final),
+            forward,
+        )
         if ends is None:
             ends = final.argmin(1).to(torch.int32)
-        _backtrack[(triton.cdiv(size, SEQUENCES_PER_CTA),)](
-            back_pointers, ends, states[low : low + chunk], size, STEPS=steps, SHIFTS=shifts, MAX_WIDTH=max_width,
-            BLOCK=SEQUENCES_PER_CTA, num_warps=1,
-        )  # fmt: skip
+        grid = (triton.cdiv(size, SEQUENCES_PER_CTA), 1, 1)
+        launch(_backtrack, grid, (back_pointers, ends, states[start : start + chunk], size), backtrack)
     return states.long()
+
+
+@cache
+def _constants(
+    steps: int, vector: int, shifts: tuple[int, ...], pinned: bool, ptx: bool
+) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Of the forward pass and of the backtracking.
+
+    LOW: the more of a state's low bits a thread has all values of, the fewer reads, as long as the high ones keep all p.
+    """
+    most = max(shifts)
+    low, words = max(0, min(min(shifts), REGISTER_BITS - most)), min(MOST_WORDS, 1 << (16 - most))
+    common: dict[str, Any] = {"STEPS": steps, "SHIFTS": shifts, "LOW": low, "WORDS": words}
+    forward = {**common, "VECTOR": vector, "PINNED": pinned, "PTX": ptx, "num_warps": WARPS}
+    return interned(**forward), interned(**common, BLOCK=SEQUENCES_PER_CTA, num_warps=1)

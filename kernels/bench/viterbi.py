@@ -1,0 +1,50 @@
+"""The search for trellis codes (`requant_kernels/viterbi`): milliseconds for one sequence of 256 weights an SM, by code and bits.
+
+    python kernels/bench/viterbi.py --out eval/results/viterbi-h100.json
+
+Timed are the forward pass and the backtracking of a search with free ends; a tile of codes takes two searches.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from requant_kernels.common.device import num_sms
+from requant_kernels.viterbi.gpu import viterbi_paths
+
+from requant.formats.trellis_codes import code_values, step_bits
+
+CODES = [("pair", bits / 4) for bits in range(4, 13)] + [("mul1", bits / 4) for bits in range(4, 21)]
+LAUNCHES = 5
+
+
+def milliseconds(code: str, bits: float) -> float:
+    """Of one search of a sequence on every SM, the mean of several after a first."""
+    values = code_values(code).cuda()
+    vector = values.shape[1]
+    targets = torch.randn(num_sms(values.device), 256 // vector, vector, device="cuda")
+    shifts = step_bits(bits, vector)
+    viterbi_paths(targets, values, shifts=shifts, pinned=None)
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(LAUNCHES):
+        viterbi_paths(targets, values, shifts=shifts, pinned=None)
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / LAUNCHES
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True)
+    out = parser.parse_args().out
+    found = {f"{code} {bits:g}": milliseconds(code, bits) for code, bits in CODES}
+    about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    out.write_text(json.dumps({"about": about, "milliseconds": found}, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

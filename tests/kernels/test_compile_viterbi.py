@@ -1,0 +1,57 @@
+"""The search for trellis codes, compiled for sm_90 without a GPU: its instructions a state, and what it spills."""
+
+import pytest
+
+pytest.importorskip("triton")
+
+from requant_kernels.viterbi import gpu
+
+from requant.formats.trellis_codes import CODES, step_bits
+
+from .compile_offline import Machine, compile_kernel, counts_instructions
+
+THREADS = 32 * gpu.WARPS
+L1_BYTES = 240 << 10  # of an H100, beside 16 KB of shared memory
+# code, bits: machine instructions a state and step
+CEILINGS = {
+    ("mul1", 2): 5.8, ("mul1", 2.25): 6.0, ("mul1", 3): 5.6, ("mul1", 3.75): 6.5, ("mul1", 4): 6.2, ("mul1", 5): 7.0,
+    ("pair", 1.5): 9.2, ("pair", 1.75): 9.6, ("pair", 2): 9.3, ("pair", 2.5): 11.0,
+}  # fmt: skip
+
+
+def forward(code: str, bits: float, *, pinned: bool) -> tuple[Machine, int]:
+    """The forward pass, and steps in its loop."""
+    vector = CODES[code].weights_per_step
+    shifts = step_bits(bits, vector)
+    shifts = shifts[:1] if len(set(shifts)) == 1 else shifts
+    constants, _ = gpu._constants(256 // vector, vector, shifts, pinned, True)
+    compiled = compile_kernel(
+        gpu._forward,
+        {name: value for name, value in constants.items() if name != "num_warps"},
+        capability=90,
+        pointers={
+            "targets": "*fp32",
+            "values": "*fp16" if vector == 1 else "*i32",
+            "pinned": "*i32" if pinned else "*fp32",
+            "back_pointers": "*i32",
+            "final": "*fp32",
+        },
+        warps=gpu.WARPS,
+    )
+    return compiled, len(shifts)
+
+
+@counts_instructions
+@pytest.mark.parametrize(("code", "bits"), CEILINGS)
+def test_few_instructions_a_state(code: str, bits: float) -> None:
+    compiled, steps = forward(code, bits, pinned=True)
+    assert compiled.loop / (steps * (65536 // THREADS)) <= CEILINGS[code, bits]
+    assert compiled.barriers <= 4 * steps
+    assert compiled.registers == 64  # as many as there are for so many threads
+
+
+@counts_instructions
+@pytest.mark.parametrize(("code", "bits"), [("mul1", 2), ("pair", 2), ("pair", 1.5), ("pair", 2.5)])
+def test_what_is_spilled_stays_in_l1(code: str, bits: float) -> None:
+    compiled, _ = forward(code, bits, pinned=False)
+    assert compiled.stack * THREADS < L1_BYTES
