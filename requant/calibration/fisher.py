@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from requant import ranks
-from requant.calibration.passes import finite, output_gradient_pass
+from requant.calibration.passes import add_product, finite, output_gradient_pass
 from requant.models.targets import QuantTarget
 
 
@@ -35,7 +35,8 @@ def position_fisher(
     }
 
     def accumulate(target: QuantTarget, gradient: Float[Tensor, "m n"], x: Float[Tensor, "m k"]) -> None:
-        fisher[target.name].addmm_(gradient.square().T, x.square(), alpha=1 / windows.numel())
+        squares = gradient.float().square(), x.float().square()
+        add_product(fisher[target.name], *squares, 1 / windows.numel())
 
     output_gradient_pass(model, windows, targets, accumulate, inputs=True, label=label, recompute=recompute)
     return finite(fisher)

@@ -23,7 +23,7 @@ from requant import ranks
 from requant.calibration.exchange import Exchange
 from requant.calibration.experts import peers, same_routes, shrunk
 from requant.calibration.hidden_states import HiddenStateCache, StopForward
-from requant.calibration.passes import tensor_cores
+from requant.calibration.passes import add_product, tensor_cores
 from requant.errors import NumericalError
 from requant.models.experts import all_tokens_to_every_expert
 from requant.models.targets import QuantTarget
@@ -109,11 +109,12 @@ def observed_inputs(
     sums = _Accumulator(tokens=windows.numel(), with_cross=False)
     experts, owners = _experts_and_owners(model, targets)
     exchange = Exchange(owners, torch.no_grad()(sums.accumulate))
+    multiplied = _AsMultiplied()
 
     def hook_of(name: str) -> Callable[..., None]:
         def hook(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             if torch.is_grad_enabled():
-                exchange.give(name, inputs[0])
+                exchange.give(name, multiplied(inputs[0]))
 
         return hook
 
@@ -125,6 +126,7 @@ def observed_inputs(
         def after_each() -> None:
             exchange.deliver()
             sums.begin(set())  # keep no tensor of the batch's graph
+            multiplied.last = None
 
         yield sums.found, after_each
     sums.finish(experts)
@@ -156,6 +158,21 @@ def _check(targets: Sequence[QuantTarget], found: Mapping[str, InputStatistics])
 
 def _stop(*_: Any) -> None:
     raise StopForward
+
+
+class _AsMultiplied:
+    """A linear's input in the dtype in which autocast multiplies it; of siblings, which run in a row, one object."""
+
+    def __init__(self) -> None:
+        self.last: tuple[Tensor, Tensor] | None = None
+
+    @torch.no_grad()
+    def __call__(self, x: Tensor) -> Tensor:
+        if not torch.is_autocast_enabled(x.device.type):
+            return x
+        if self.last is None or self.last[0] is not x:
+            self.last = x, x.to(torch.get_autocast_dtype(x.device.type))
+        return self.last[1]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -192,19 +209,21 @@ class _Accumulator:
             self.found[name] = self.found[self.last[1]]
             return
         self.last = (x, name)
-        x = x.flatten(0, -2).float()
+        x = x.flatten(0, -2)
         if name not in self.found:
             k = x.shape[1]
-            cross = x.new_zeros(k, k) if self.with_cross else None
+            hessian = torch.zeros(k, k, device=x.device)
             self.found[name] = InputStatistics(
-                hessian=x.new_zeros(k, k), cross=cross, mean_abs=x.new_zeros(k)
+                hessian=hessian,
+                cross=torch.zeros_like(hessian) if self.with_cross else None,
+                mean_abs=torch.zeros(k, device=x.device),
             )
         sums = self.found[name]
         sums.tokens += len(x)
-        sums.hessian.addmm_(x.T, x, alpha=1 / self.tokens)
+        add_product(sums.hessian, x, x, 1 / self.tokens)
         if sums.cross is not None and z is not None:
-            sums.cross.addmm_(z.flatten(0, -2).float().T, x, alpha=1 / self.tokens)
-        sums.mean_abs += x.abs().sum(0) / self.tokens
+            add_product(sums.cross, z.flatten(0, -2), x, 1 / self.tokens)
+        sums.mean_abs += x.abs().sum(0, dtype=torch.float32) / self.tokens
 
     def finish(self, experts: Sequence[Sequence[str]]) -> None:
         """Turn what was divided by all tokens into means over an expert's own, shrunk towards those of its layer."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from requant import ranks
-from requant.calibration.passes import finite, output_gradient_pass, tensor_cores
+from requant.calibration.passes import add_product, finite, output_gradient_pass, tensor_cores
 from requant.models.targets import QuantTarget
 
 SEED = 0  # of the sampled tokens: the same text gives the same G
@@ -39,7 +39,7 @@ def output_hessians(
     }
 
     def accumulate(target: QuantTarget, gradient: Float[Tensor, "m n"]) -> None:
-        totals[target.name].addmm_(gradient.T, gradient, alpha=1 / windows.numel())
+        add_product(totals[target.name], gradient, gradient, 1 / windows.numel())
 
     with tensor_cores(next(model.parameters()).device):
         output_gradient_pass(

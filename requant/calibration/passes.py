@@ -159,7 +159,7 @@ def output_gradient_pass(
     recompute: bool | None = None,
     after_each: Callable[[], None] | None = None,
 ) -> None:
-    """One backward pass of the summed loss; `accumulate(target, g [m, n])` is called per batch, float32.
+    """One backward pass of the summed loss; `accumulate(target, g [m, n])` is called per batch, in the dtype of the pass.
 
     Row t of g is the gradient of the loss of the whole text at the linear's output for token t. With `inputs` a third
     argument is x [m, k], the linear's inputs. With a `seed` the loss is that of next tokens sampled from the model.
@@ -169,7 +169,7 @@ def output_gradient_pass(
     by_name = {target.name: target for target in targets}
 
     def use(name: str, *parts: Tensor) -> None:
-        accumulate(by_name[name], *(part.detach().flatten(0, -2).float() for part in parts))
+        accumulate(by_name[name], *(part.detach().flatten(0, -2) for part in parts))
 
     exchange = Exchange({target.name: target.rank for target in targets}, use)
     in_single_precision = next(model.parameters()).dtype == torch.float32
@@ -213,12 +213,22 @@ def scored_tokens(windows: Int64[Tensor, "b t"]) -> int:
     return windows.shape[0] * (windows.shape[1] - 1)
 
 
+@torch.no_grad()
+def add_product(
+    total: Float[Tensor, "n k"], a: Float[Tensor, "m n"], b: Float[Tensor, "m k"], scale: float
+) -> None:
+    """`total += scale a' b`, added up in float32; of 16-bit tensors on a GPU products are exact, and cost half as much."""
+    if total.is_cuda and a.dtype == b.dtype and a.dtype.itemsize == 2:
+        torch.addmm(total, a.T, b, out_dtype=torch.float32, alpha=scale, out=total)
+    else:
+        total.addmm_(a.float().T, b.float(), alpha=scale)
+
+
 @contextmanager
 def tensor_cores(device: torch.device) -> Iterator[None]:
     """Products of float32 on the tensor cores of a GPU (TF32) while the context lasts.
 
-    For means over many tokens: a Gram matrix of inputs rounded to 11 bits is still one of inputs, and bfloat16 inputs
-    lose nothing.
+    For means over many tokens: a Gram matrix of inputs rounded to 11 bits is still one of inputs.
     """
     before = torch.get_float32_matmul_precision()
     if device.type == "cuda":
