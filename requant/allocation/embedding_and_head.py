@@ -260,9 +260,7 @@ def quantize_embedding_and_head(run: RunContext) -> QuantizedEmbeddingAndHead:
         if found is None:
             curvature = embedding_and_head_curvature(run, embedding_and_head)[role]
             with run.stage("quantize"):
-                own = None
-                if ranks.rank() == 0:
-                    own = method.quantize(trained.to(device), curvature, bits[role])
+                own = method.quantize(trained.to(device), curvature, bits[role])
                 found = _of_rank_zero(own, part.name, device)
             save_weight(run, "embedding-and-head", key, found)
         weights[part.name] = found
@@ -271,8 +269,10 @@ def quantize_embedding_and_head(run: RunContext) -> QuantizedEmbeddingAndHead:
     )
 
 
-def _of_rank_zero(own: QuantizedWeight | None, name: str, device: torch.device) -> QuantizedWeight:
-    """The codes that rank 0 made: of several processes each could decide otherwise where two choices are nearly equal."""
-    spec, tensors = (None, {}) if own is None else pack(own)
+def _of_rank_zero(own: QuantizedWeight, name: str, device: torch.device) -> QuantizedWeight:
+    """The codes of rank 0: of several processes each could decide otherwise where two choices are nearly equal."""
+    if ranks.world_size() == 1:
+        return own
+    spec, tensors = pack(own) if ranks.rank() == 0 else (None, {})
     entry, tensors = ranks.shared(None if spec is None else spec.to_json(), tensors)
-    return unpack(PackedSpec.from_json(name, entry), tensors).to(device) if own is None else own
+    return own if ranks.rank() == 0 else unpack(PackedSpec.from_json(name, entry), tensors).to(device)

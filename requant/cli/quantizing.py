@@ -109,8 +109,14 @@ def quantize(
         folder = (output if output is not None else output_folder(chosen)).expanduser()
         if not dry_run:
             check_new_output(folder, resume=resume)
-        from requant.cli.launching import ran_on
-        from requant.integrations.hub import check_hub, push_to_hub
+            if push_to is not None:
+                from requant.integrations.hub import check_hub
+
+                check_hub(push_to)
+            from requant.cli.launching import ran_on
+
+            if ran_on(gpus, device):  # what follows is for the processes that work: its imports take seconds
+                return
         from requant.pipeline.plan import make_plan
         from requant.pipeline.prepare import outline, prepare
         from requant.pipeline.quantize import quantize
@@ -124,10 +130,6 @@ def quantize(
                 prepared = outline(chosen.model, chosen, dtype=dtype, gpus=gpus)
             plan = make_plan(prepared, prepared.recipe, device=own_device, quiet=quiet)
             print_plan(plan, folder, as_json=as_json)
-            return
-        if push_to is not None:
-            check_hub(push_to)
-        if ran_on(gpus, device):
             return
         workspace = workspace_of(folder, resume=resume, save_every=save_every)
         silent = quiet and log_file is None
@@ -144,6 +146,8 @@ def quantize(
         numbers = result_numbers(result, folder)
         print_result(numbers, table(result_rows(numbers)), as_json=as_json)
         if push_to is not None:
+            from requant.integrations.hub import push_to_hub
+
             print(f"pushed to {push_to_hub(folder, push_to)}", file=sys.stderr)
         if not (as_json or quiet):
             print(f"next: {next_commands(folder, target)}")

@@ -1,7 +1,8 @@
 """Samples of text by the original and by the quantized model, for the report.
 
 Each prompt is the first 24 tokens of a window of the evaluation text, continued by 40 tokens. Decoding is greedy, so the
-same run writes the same text. Samples are an illustration; KL is the measurement.
+same run writes the same text; of several processes each continues its share. Samples are an illustration; KL is the
+measurement.
 """
 
 import os
@@ -13,6 +14,7 @@ from jaxtyping import Int64
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from requant import ranks
 from requant.inference.decode import Decoder
 
 PROMPT_TOKENS = 24
@@ -57,9 +59,9 @@ def write_samples(
     if not prompts:
         return []
     apply_weights(False)
-    before = [continued(model, tokenizer, prompt) for prompt in prompts]
+    before = ranks.merged([continued(model, tokenizer, prompt) for prompt in ranks.mine(prompts)])
     apply_weights(True)
-    after = [continued(model, tokenizer, prompt) for prompt in prompts]
+    after = ranks.merged([continued(model, tokenizer, prompt) for prompt in ranks.mine(prompts)])
     return [
         Sample(prompt=str(tokenizer.decode(prompt)), before=original, after=quantized)
         for prompt, original, quantized in zip(prompts, before, after, strict=True)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from requant import ranks
 
+ALONE_FROM = 2**20  # elements of a tensor that two ranks add where it is; smaller ones go together
 BUCKET = 2**26  # elements that are summed over ranks at once: few operations, in 256 MB twice over
 
 
@@ -21,10 +22,14 @@ BUCKET = 2**26  # elements that are summed over ranks at once: few operations, i
 def sum_over_ranks(tensors: Sequence[Tensor]) -> None:
     """Replace contiguous tensors of one dtype by their sums over ranks, added in the order of ranks.
 
-    Rank i adds up the i-th part of a bucket; each rank sends and receives as much as in a ring all-reduce.
+    Rank i adds up the i-th part of a bucket; each rank sends and receives as much as in a ring all-reduce. That is what two
+    ranks do, for a sum of two has no order: large tensors are then added where they are.
     """
     count = ranks.world_size()
     if count == 1:
+        return
+    if count == 2:
+        _sum_of_two(tensors)
         return
     for pieces in _buckets([piece for tensor in tensors for piece in tensor.view(-1).split(BUCKET)]):
         used = sum(piece.numel() for piece in pieces)
@@ -38,6 +43,20 @@ def sum_over_ranks(tensors: Sequence[Tensor]) -> None:
         for piece in pieces:
             piece.copy_(flat[start : start + piece.numel()])
             start += piece.numel()
+
+
+def _sum_of_two(tensors: Sequence[Tensor]) -> None:
+    small = [tensor for tensor in tensors if tensor.numel() < ALONE_FROM]
+    with ranks.communicating():
+        running = [dist.all_reduce(each, async_op=True) for each in tensors if each.numel() >= ALONE_FROM]
+        if small:
+            flat = torch.cat([tensor.view(-1) for tensor in small])
+            dist.all_reduce(flat)
+            for tensor, value in zip(small, flat.split([each.numel() for each in small]), strict=True):
+                tensor.view(-1).copy_(value)
+        for work in running:
+            assert work is not None
+            work.wait()
 
 
 def rows_of_all(rows: Tensor, counts: Sequence[int]) -> list[Tensor]:

@@ -16,6 +16,8 @@ c holds random signs, times the spread of the columns that are rotated together 
 that are no power of two): an embedding may have columns far larger than others, which one block then holds alone. All rows
 share c, so that the input of a head is rotated once.
 
+Rows do not feed back into each other, so that pieces of a table are coded one after the other, or by several processes.
+
 **Bands.** Tokenizers number their tokens by frequency, the earliest merges first, and an error in the row of a common token
 costs more. So a large table is divided into four bands, an eighth, an eighth, a quarter and a half of its rows, which get
 
@@ -36,6 +38,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from requant import ranks
 from requant.calibration.stats import Curvature
 from requant.formats.bands import Bands, BandsSpec
 from requant.formats.hadamard import TILE, block_size, incoherence_process, padded, random_signs
@@ -49,7 +52,7 @@ from requant.quantizers.tables import TableMethod, Uses
 from requant.quantizers.trellis import MAX_SHIFT, TrellisConfig
 
 FEWEST_BITS = 2  # of a code: rows of 1 bit would be worse than the blocks around them ever are
-WEIGHTS_AT_ONCE = 1 << 26  # coded at once: enough tiles for a GPU, 1 GB of floats
+WEIGHTS_AT_ONCE = 1 << 24  # coded at once: enough tiles for a GPU, and pieces for several
 ROWS_AT_ONCE = 1 << 14  # whose squares are summed at once
 FEWEST_ROWS = 2048  # of a table with bands
 STEEPNESS = (1.5, 0.5, 0.0, -0.5)  # of the bands; the mean over rows is 0
@@ -114,7 +117,9 @@ def quantize(weight: Float[Tensor, "v d"], uses: Uses, bits: Bits) -> QuantizedW
     """Codes of each band under the covariance of its average row, at the tilt of the least predicted loss."""
     bands, columns = band_rows(weight.shape[0]), column_scales(weight)
     found = [_band(weight, uses, rows, columns) for rows in bands]
-    widths = min(tilted(bits, len(bands)), key=lambda widths: _loss(found, widths))
+    best = min(tilted(bits, len(bands)), key=lambda widths: _loss(found, widths))
+    widths: tuple[Bits, ...] = tuple(ranks.shared(list(best), {})[0])  # ranks code pieces of one table
+    trellis.compile_ahead(map(config_of, widths), weight.device)
     if len(set(widths)) == 1:
         return QuantizedWeight(dense=_coded(weight, uses, bits, columns), sparse=None)
     parts = [
@@ -130,13 +135,16 @@ def _coded(weight: Float[Tensor, "v d"], uses: Uses, bits: Bits, columns: Float[
     scales = trellis.row_scales(variances, config)
     hessian = average_curvature(variances, uses)
     across = trellis.block_ldl(incoherence_process(hessian, rows=columns, columns=columns), damp=config.damp)
+
+    def coded(rows: slice) -> Tensor:
+        rotated = incoherence_process(weight[rows].float(), rows=None, columns=1 / columns)
+        return trellis.block_ldlq(rotated / scales[rows][: len(rotated), None], across, config)
+
     step = max(1, WEIGHTS_AT_ONCE // (TILE * weight.shape[1])) * TILE
-    codes = []
-    for start in range(0, weight.shape[0], step):
-        rotated = incoherence_process(weight[start : start + step].float(), rows=None, columns=1 / columns)
-        codes.append(trellis.block_ldlq(rotated / scales[start : start + len(rotated), None], across, config))
+    pieces = [slice(start, start + step) for start in range(0, weight.shape[0], step)]
+    codes = ranks.merged_tensors([coded(rows) for rows in ranks.mine(pieces)])
     return Trellis(
-        codes=torch.cat(codes),
+        codes=torch.cat([each.to(weight.device) for each in codes]),
         input_scales=columns.half(),
         output_scales=trellis.zeros_kept(scales, variances)[: weight.shape[0]].half(),
         bits=bits,

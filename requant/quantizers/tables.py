@@ -30,6 +30,7 @@ class TableMethod:
     packed_spec: Callable[[tuple[int, int], Bits], PackedSpec]
     """The most that is stored for a shape, which is what a budget counts with; fine-tuning adds nothing."""
     quantize: Callable[[Float[Tensor, "v d"], Uses, Bits], QuantizedWeight]
+    """Every rank of a run calls it, and may do a part of the work."""
     predicted_losses: Callable[[Float[Tensor, "v d"], Uses, Sequence[Bits]], Losses]
     """Nats a token, of codes alone."""
     seconds_per_weight: Mapping[str, float]

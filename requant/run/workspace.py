@@ -18,6 +18,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from requant.run.ownership import Owner, check_owner, claim
 
 logger = logging.getLogger(__name__)
 SAVE_EVERY = 600.0  # seconds
+HASHING_THREADS = 8
 # finished, and not; and whose it is
 RESULT = re.compile(r"[a-z-]+-[0-9a-f]{32}\.(safetensors|writing)|run\.json(\.writing)?")
 
@@ -213,12 +215,10 @@ def digest(*parts: Any) -> str:
 
 
 def model_digest(model: nn.Module) -> str:
-    """SHA-256 over every parameter and buffer of a model, by name."""
-    state = hashlib.sha256()
-    for name, tensor in model.state_dict().items():
-        state.update(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode())
-        state.update(raw_bytes(tensor))
-    return state.hexdigest()
+    """A hash of every parameter and buffer of a model, by name; tensors are hashed side by side."""
+    tensors = model.state_dict()
+    with ThreadPoolExecutor(HASHING_THREADS) as pool:  # hashing a large buffer releases the interpreter
+        return digest(list(tensors), list(pool.map(digest, tensors.values())))
 
 
 def raw_bytes(tensor: Shaped[Tensor, "..."]) -> Any:

@@ -84,13 +84,11 @@ class QuantizedPath:
 
 def originals(targets: Sequence[QuantTarget]) -> dict[str, Tensor]:
     """A copy of every weight, [n, k], in its own dtype, on the CPU; pinned where the model is on a GPU."""
-    copies = {
-        target.name: target.oriented(target.parameter.detach()).to("cpu", copy=True).contiguous()
-        for target in targets
-    }
-    if targets and targets[0].parameter.is_cuda:
-        return {name: copy.pin_memory() for name, copy in copies.items()}
-    return copies
+
+    def copied(weight: Tensor) -> Tensor:
+        return torch.empty(weight.shape, dtype=weight.dtype, pin_memory=weight.is_cuda).copy_(weight)
+
+    return {target.name: copied(target.oriented(target.parameter.detach())) for target in targets}
 
 
 def signed_sum(score: Float[Tensor, "n k"]) -> float:

@@ -12,11 +12,15 @@ from time import sleep
 
 import psutil
 import pytest
+import torch
+import torch.distributed as dist
 
 from requant import ranks
 from requant.calibration.exchange import Exchange
-from requant.finetune import saved_training
+from requant.calibration.stats import Curvature
+from requant.finetune import divided, saved_training
 from requant.finetune.blockwise import BlockwiseStep
+from requant.quantizers import table_trellis
 from requant.recipe.schema import Budget, Calibration, Evaluation, Finetune, Recipe
 from requant.recipe.yaml_files import dump_recipe
 from requant.run.workspace import Workspace
@@ -26,7 +30,11 @@ import json, sys
 import torch
 from requant import ranks
 from requant.calibration.exchange import Exchange
+from requant.calibration.stats import Curvature
 from requant.finetune import divided
+from requant.quantizers import table_trellis
+
+USES = [Curvature(rows=torch.ones(96), covariance=torch.eye(16))]
 
 class Target:
     def __init__(self, name, rank): self.name, self.rank = name, rank
@@ -56,6 +64,10 @@ with ranks.joined("cpu"):
     found["part"] = part.elements.tolist()
     found["whole"] = [torch.equal(part.whole(), matrix), part.whole(torch.bfloat16).dtype == torch.bfloat16, part.nbytes]
     found["part of a sum"] = divided.Part.of_sum(matrix * [1e8, 1.0, -1e8][me]).elements.tolist()
+
+    table_trellis.WEIGHTS_AT_ONCE = 512  # two rows of tiles: a piece of the table for each
+    table = table_trellis.quantize(torch.randn(96, 16, generator=torch.Generator().manual_seed(0)), USES, 2)
+    found["codes of a table"] = table.dense.codes.sum(1).tolist()
 
     used = []
     def use(name, *parts):
@@ -111,6 +123,11 @@ def test_collective_operations(tmp_path: Path) -> None:
         [0.0, 0.0, 0.0],
         [0.0, 0.0, 0.0],
     ]
+    weight = torch.randn(96, 16, generator=torch.Generator().manual_seed(0))
+    uses = [Curvature(rows=torch.ones(96), covariance=torch.eye(16))]
+    alone = table_trellis.quantize(weight, uses, 2).dense.codes
+    assert found[0].pop("codes of a table") == alone.sum(1).tolist()
+    assert found[1].pop("codes of a table") == found[2].pop("codes of a table") == alone.sum(1).tolist()
     used, objects = ([each.pop(key) for each in found] for key in ("used", "one object"))
     assert found[0] == found[1] == found[2]
     assert found[0] == {
@@ -130,6 +147,26 @@ def test_collective_operations(tmp_path: Path) -> None:
     assert used[1] == []
     assert used[2] == [["a", [[[0.0]]]], ["c", [[[0.0]]]], ["a", [[[1.0], [1.0]]]], ["c", [[[1.0], [1.0]]]]]
     assert objects == [1, 0, 2]
+
+
+def test_two_ranks_add_large_tensors_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[int] = []
+
+    class Done:
+        def wait(self) -> None:
+            pass
+
+    def all_reduce(tensor: torch.Tensor, async_op: bool = False) -> Done:
+        given.append(tensor.data_ptr())
+        tensor.mul_(3)  # the other rank has twice as much
+        return Done()
+
+    monkeypatch.setattr(ranks, "world_size", lambda: 2)
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    large, one, two = torch.ones(divided.ALONE_FROM), torch.ones(2, 3), torch.full((1,), 2.0)
+    divided.sum_over_ranks([one, large, two])
+    assert large.unique().tolist() == one.unique().tolist() == [3.0] and two.tolist() == [6.0]
+    assert len(given) == 2 and given[0] == large.data_ptr()
 
 
 def test_matrices_are_divided_by_kind_and_by_size() -> None:
