@@ -1,4 +1,4 @@
-"""The search for trellis codes (`requant_kernels/viterbi`): milliseconds for one sequence of 256 weights an SM, by code and bits.
+"""The search for trellis codes (`requant_kernels/viterbi`): milliseconds for a sequence of 256 weights an SM, by code and bits.
 
     python kernels/bench/viterbi.py --out eval/results/viterbi-h100.json
 
@@ -13,18 +13,18 @@ import torch
 from requant_kernels.common.device import num_sms
 from requant_kernels.viterbi.gpu import viterbi_paths
 
-from requant.formats.trellis_codes import code_values, step_bits
-
+WEIGHTS_PER_STEP = {"mul1": 1, "pair": 2}
 CODES = [("pair", bits / 4) for bits in range(4, 13)] + [("mul1", bits / 4) for bits in range(4, 21)]
 LAUNCHES = 5
 
 
 def milliseconds(code: str, bits: float) -> float:
     """Of one search of a sequence on every SM, the mean of several after a first."""
-    values = code_values(code).cuda()
-    vector = values.shape[1]
+    vector = WEIGHTS_PER_STEP[code]
+    values = torch.randn(65536, vector, device="cuda").half().float()
     targets = torch.randn(num_sms(values.device), 256 // vector, vector, device="cuda")
-    shifts = step_bits(bits, vector)
+    total = int(4 * bits * vector)  # bits of four steps
+    shifts = tuple((i + 1) * total // 4 - i * total // 4 for i in range(4))
     viterbi_paths(targets, values, shifts=shifts, pinned=None)
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
