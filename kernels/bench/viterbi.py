@@ -1,4 +1,4 @@
-"""The search for trellis codes (`requant_kernels/viterbi`): milliseconds for a sequence of 256 weights an SM, by code and bits.
+"""The search for trellis codes (`requant_kernels/viterbi`): milliseconds for 256 weights on every SM, by code and bits.
 
     python kernels/bench/viterbi.py --out eval/results/viterbi-h100.json
 
