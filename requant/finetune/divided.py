@@ -5,8 +5,9 @@ rounding from those of another number of ranks. What trains block by block (`blo
 without codes each rank holds a `Part` (ZeRO stage 3, Rajbhandari et al. 2020, arXiv 1910.02054).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -25,12 +26,21 @@ def sum_over_ranks(tensors: Sequence[Tensor]) -> None:
     Rank i adds up the i-th part of a bucket; each rank sends and receives as much as in a ring all-reduce. That is what two
     ranks do, for a sum of two has no order: large tensors are then added where they are.
     """
+    started_sum(tensors)()
+
+
+@torch.no_grad()
+def started_sum(tensors: Sequence[Tensor]) -> Callable[[], None]:
+    """`sum_over_ranks`, perhaps still under way: when the result is called it is done for what the stream does next."""
     count = ranks.world_size()
-    if count == 1:
-        return
     if count == 2:
-        _sum_of_two(tensors)
-        return
+        return _sum_of_two(tensors)
+    if count > 2:
+        _sum_in_order(tensors, count)
+    return lambda: None
+
+
+def _sum_in_order(tensors: Sequence[Tensor], count: int) -> None:
     for pieces in _buckets([piece for tensor in tensors for piece in tensor.view(-1).split(BUCKET)]):
         used = sum(piece.numel() for piece in pieces)
         flat = pieces[0].new_zeros(-(-used // count) * count)
@@ -45,18 +55,34 @@ def sum_over_ranks(tensors: Sequence[Tensor]) -> None:
             start += piece.numel()
 
 
-def _sum_of_two(tensors: Sequence[Tensor]) -> None:
+def _sum_of_two(tensors: Sequence[Tensor]) -> Callable[[], None]:
     small = [tensor for tensor in tensors if tensor.numel() < ALONE_FROM]
+    sent = [tensor for tensor in tensors if tensor.numel() >= ALONE_FROM]
+    if small:
+        sent.append(torch.cat([tensor.view(-1) for tensor in small]))
     with ranks.communicating():
-        running = [dist.all_reduce(each, async_op=True) for each in tensors if each.numel() >= ALONE_FROM]
+        running = [dist.all_reduce(tensor, async_op=True) for tensor in sent]
+
+    def finish() -> None:
+        with ranks.communicating():
+            for work in running:
+                assert work is not None
+                work.wait()
         if small:
-            flat = torch.cat([tensor.view(-1) for tensor in small])
-            dist.all_reduce(flat)
-            for tensor, value in zip(small, flat.split([each.numel() for each in small]), strict=True):
+            for tensor, value in zip(small, sent[-1].split([each.numel() for each in small]), strict=True):
                 tensor.view(-1).copy_(value)
-        for work in running:
-            assert work is not None
-            work.wait()
+
+    return torch.no_grad()(finish)
+
+
+def in_parts(tensors: Sequence[Tensor], count: int) -> list[slice]:
+    """Consecutive ones in at most `count` parts, of about as many elements each."""
+    whole, edges, done = sum(tensor.numel() for tensor in tensors), [0], 0
+    for index, tensor in enumerate(tensors, start=1):
+        done += tensor.numel()
+        if done * count >= whole * len(edges) or index == len(tensors):
+            edges.append(index)
+    return [slice(start, stop) for start, stop in pairwise(edges)]
 
 
 def rows_of_all(rows: Tensor, counts: Sequence[int]) -> list[Tensor]:

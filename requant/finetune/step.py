@@ -2,7 +2,8 @@
 
     for each micro-batch: gradients += d loss(micro-batch) / d (trainables, derived)
     gradients of trainables += (d derived / d trainables)' times gradients of derived
-    gradients of trainables are summed over ranks, where the run has several processes (`divided.py`)
+    gradients of trainables are summed over ranks, where the run has several processes (`divided.py`), in parts: while
+        one is updated the next are summed
     trainables -= Adam(gradients), at `lr_factor` of every tensor's learning rate
     derived = value(trainables)
 
@@ -13,7 +14,7 @@ the model consists of plain modules, which a compiler can fuse.
 A step of a small model is thousands of kernel launches, which Python issues more slowly than a GPU runs them. So after a
 few eager steps, which initialize libraries and the optimizer's state, the gradients of a micro-batch of each shape, the
 chain rule and the update are captured once each; gradients and learning rates then stay at fixed addresses, and a step
-copies its inputs and replays the graphs. The sum over ranks stands between the last two, in no graph. Tensors on a CPU or
+copies its inputs and replays the graphs. The sums over ranks stand before the updates, in no graph. Tensors on a CPU or
 on several GPUs, and models that cannot be captured, stay eager. Where memory runs out, micro-batches are
 halved once, and the log says so.
 """
@@ -21,6 +22,7 @@ halved once, and the log says so.
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,12 +31,13 @@ from torch import Tensor
 
 from requant import ranks
 from requant.errors import is_out_of_memory
-from requant.finetune.divided import sum_over_ranks
+from requant.finetune.divided import in_parts, started_sum
 
 MicroBatch = tuple[Tensor, ...]  # tokens, and what else the loss takes
 # parameter groups of one tensor each, and whether a CUDA graph will capture the step -> an optimizer of torch's interface
 OptimizerOf = Callable[[list[dict[str, Any]], bool], Any]
 EAGER_STEPS = 3  # before the capture
+PARTS = 8  # of the tensors, of several ranks: one is updated while the next are summed
 logger = logging.getLogger(__name__)
 
 
@@ -96,10 +99,11 @@ class TrainingStep:
             {"params": [tensor], "lr": self.lrs[i] if self.captures else lr}
             for i, (tensor, lr) in enumerate(zip(self.tensors, full_lrs, strict=True))
         ]
-        self.optimizer = optimizer(groups, self.captures)
+        self.parts = in_parts(self.tensors, PARTS if ranks.world_size() > 1 else 1)
+        self.optimizers = [optimizer(groups[part], self.captures) for part in self.parts]
         self.graphs: dict[tuple[torch.Size, ...], tuple[torch.cuda.CUDAGraph, MicroBatch]] = {}
-        # of the chain rule and of the update
-        self.updates: tuple[Callable[[], None], Callable[[], None]] | None = None
+        # of the chain rule, and of the update of each part
+        self.updates: tuple[Callable[[], None], Sequence[Callable[[], None]]] | None = None
         self.steps = 0
         self.halves = False  # micro-batches, since memory ran out
         for weight in derived:
@@ -121,24 +125,31 @@ class TrainingStep:
             self._halve()
             for micro_batch in _halved(micro_batches):
                 self._add_gradients(micro_batch)
-        chain_rule, update = self.updates or (self._chain_rule, self._update)
+        chain_rule, updates = self.updates or (self._chain_rule, self._updates())
         chain_rule()
-        if ranks.world_size() > 1:
-            sum_over_ranks([gradient_of(tensor) for tensor in self.tensors])
-        update()
+        sums = [self._started_sum(part) for part in self.parts]
+        for finish, update in zip(sums, updates, strict=True):
+            finish()
+            update()
         self.steps += 1
 
     def state(self, *, optimizer: bool = True) -> dict[str, Tensor]:
         """What the next step depends on; without the `optimizer`, what is left of it after the last."""
-        return state_of(self.tensors, self.full_lrs, self.optimizer.state if optimizer else {})
+        states = {
+            tensor: state for each in self.optimizers if optimizer for tensor, state in each.state.items()
+        }
+        return state_of(self.tensors, self.full_lrs, states)
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Go on where `state` was taken, before the first step."""
+        optimizers = [
+            each for each, part in zip(self.optimizers, self.parts, strict=True) for _ in self.tensors[part]
+        ]
         restore_state(
             state,
             self.tensors,
             self.full_lrs,
-            lambda i: self.optimizer.state[self.tensors[i]],
+            lambda i: optimizers[i].state[self.tensors[i]],
             counts_on_cpu=not self.captures,
         )
         for weight in self.derived:
@@ -155,7 +166,8 @@ class TrainingStep:
         if self.captures:
             torch.mul(self.full_lrs, lr_factor, out=self.lrs)
             return
-        for group, lr in zip(self.optimizer.param_groups, self.full_lrs.tolist(), strict=True):
+        groups = [group for each in self.optimizers for group in each.param_groups]
+        for group, lr in zip(groups, self.full_lrs.tolist(), strict=True):
             group["lr"] = lr * lr_factor
 
     def _halve(self) -> None:
@@ -183,9 +195,21 @@ class TrainingStep:
         for weight in self.derived:
             weight.backward()
 
-    def _update(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=not self.captures)
+    def _started_sum(self, part: slice) -> Callable[[], None]:
+        """Of the gradients of a part over ranks."""
+        if ranks.world_size() == 1:
+            return lambda: None
+        return started_sum([gradient_of(tensor) for tensor in self.tensors[part]])
+
+    def _updates(self) -> list[Callable[[], None]]:
+        return [partial(self._update, index) for index in range(len(self.parts))]
+
+    def _update(self, index: int) -> None:
+        """Of a part; with the last the derived weights follow."""
+        self.optimizers[index].step()
+        self.optimizers[index].zero_grad(set_to_none=not self.captures)
+        if index + 1 < len(self.parts):
+            return
         for weight in self.derived:
             weight.apply()
             if self.captures and weight.parameter.grad is not None:
@@ -206,14 +230,14 @@ class TrainingStep:
                 self.graphs[_shapes(micro_batch)] = graph, static_inputs
             # where no weight is derived there is no chain rule, and torch warns of an empty graph
             chain_rule = _captured(self._chain_rule, pool) if self.derived else self._chain_rule
-            update = _captured(self._update, pool)
+            updates = [_captured(update, pool) for update in self._updates()]
         except RuntimeError as error:
             self.graphs = {}
             logger.warning(
                 "a step of training cannot be captured as a CUDA graph, so it runs without: %s", error
             )
         else:
-            self.updates = chain_rule, update
+            self.updates = chain_rule, updates
 
 
 def _captured(work: Callable[[], None], pool: Any) -> Callable[[], None]:

@@ -165,6 +165,8 @@ def test_two_ranks_add_large_tensors_where_they_are(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
     large, one, two = torch.ones(divided.ALONE_FROM), torch.ones(2, 3), torch.full((1,), 2.0)
     divided.sum_over_ranks([one, large, two])
+    assert divided.in_parts([one, large, two], 2) == [slice(0, 2), slice(2, 3)]
+    assert divided.in_parts([one, two, two], 8) == [slice(0, 1), slice(1, 2), slice(2, 3)]
     assert large.unique().tolist() == one.unique().tolist() == [3.0] and two.tolist() == [6.0]
     assert len(given) == 2 and given[0] == large.data_ptr()
 

@@ -138,16 +138,19 @@ def without_effect(step: TrainingStep, capture: Callable[[Any], None]) -> Callab
 def test_captured_gradients_are_summed_over_ranks_before_the_update(
     monkeypatch: pytest.MonkeyPatch, processes: int
 ) -> None:
-    """As in an eager step, with the chain rule and the update in two graphs; the other rank has the same gradients."""
+    """As in an eager step, with the chain rule and the updates in graphs; the other rank has the same gradients."""
     sums: list[int] = []
 
-    def doubled(gradients: list[torch.Tensor]) -> None:
-        sums.append(len(gradients))
-        for gradient in gradients:
-            gradient.mul_(2)
+    def doubled(gradients: list[torch.Tensor]) -> Callable[[], None]:
+        def finish() -> None:
+            sums.append(len(gradients))
+            for gradient in gradients:
+                gradient.mul_(2)
+
+        return finish
 
     monkeypatch.setattr("requant.finetune.step.ranks.world_size", lambda: processes)
-    monkeypatch.setattr("requant.finetune.step.sum_over_ranks", doubled)
+    monkeypatch.setattr("requant.finetune.step.started_sum", doubled)
     found = []
     for captures in (False, True):
         trainables, parts, matrix, loss = derived_problem()
@@ -158,16 +161,18 @@ def test_captured_gradients_are_summed_over_ranks_before_the_update(
             )
             step.captures = captures
             monkeypatch.setattr(step, "_capture", without_effect(step, step._capture))
-            for index, group in enumerate(step.optimizer.param_groups):
+            groups = [group for each in step.optimizers for group in each.param_groups]
+            for index, group in enumerate(groups):
                 group["lr"] = step.lrs[index]
             for index in range(6):
                 torch.mul(step.full_lrs, 1 - index / 10, out=step.lrs)
                 monkeypatch.setattr(step, "_set_lrs", lambda _: None)
                 step([(part.roll(index, 0),) for part in parts], 1.0)
-            assert [graph.replays for graph in FakeGraph.made] == ([6, 3, 3] if captures else [])
+            replays = [6, 3] + [3] * processes  # a part is a tensor here, where there are parts
+            assert [graph.replays for graph in FakeGraph.made] == (replays if captures else [])
             step.close()
         found.append([leaf.detach().clone() for leaf in trainables])
-    assert sums == [2] * (12 if processes > 1 else 0)
+    assert sums == [1] * (24 if processes > 1 else 0)
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
 
@@ -181,13 +186,15 @@ def test_captured_it_does_the_same() -> None:
         step = TrainingStep(loss, [TrainableTensor(tensor=t, lr=0.1) for t in trainables], [matrix])
         step.captures = captures and step.captures
         if not captures:
-            step.optimizer = torch.optim.Adam(
-                [
-                    {"params": [t], "lr": rate}
-                    for t, rate in zip(step.tensors, step.full_lrs.tolist(), strict=True)
-                ],
-                betas=(0.9, 0.95),
-            )
+            step.optimizers = [
+                torch.optim.Adam(
+                    [
+                        {"params": [t], "lr": rate}
+                        for t, rate in zip(step.tensors, step.full_lrs.tolist(), strict=True)
+                    ],
+                    betas=(0.9, 0.95),
+                )
+            ]
         for index in range(8):
             step([(part.roll(index, 0),) for part in parts], 1 - index / 10)
         assert (step.updates is not None) == captures and len(step.graphs) == 2 * captures
