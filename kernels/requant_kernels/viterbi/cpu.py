@@ -60,19 +60,9 @@ def _or_nothing(call: Callable[..., Any]) -> Callable[..., Any]:
 
 @_compiled(boundscheck=False)
 def _repeat(cost, shift, few, repeated):
-    """repeated[s] = cost[s >> shift]. Constant trip counts let the compiler store whole vectors: up to eight at once, so
-    that longer runs are made of the shorter ones in `few`, in a third of the time that sixteen at once take."""
-    if shift > 3:
-        times = 1 << (shift - 3)
-        for j in range(cost.shape[0]):
-            value = cost[j]
-            for i in range(times):
-                few[times * j + i] = value
-        for j in range(times * cost.shape[0]):
-            value = few[j]
-            for i in range(8):
-                repeated[8 * j + i] = value
-    elif shift == 1:
+    """repeated[s] = cost[s >> shift]. Constant trip counts let the compiler store whole vectors, up to four at once: longer
+    runs are made of the shorter ones in `few`. (Eight at once take three times as long since LLVM 22.)"""
+    if shift == 1:
         for j in range(cost.shape[0]):
             value = cost[j]
             repeated[2 * j] = value
@@ -83,10 +73,22 @@ def _repeat(cost, shift, few, repeated):
             for i in range(4):
                 repeated[4 * j + i] = value
     else:
-        for j in range(cost.shape[0]):
-            value = cost[j]
-            for i in range(8):
-                repeated[8 * j + i] = value
+        if shift == 3:
+            for j in range(cost.shape[0]):
+                value = cost[j]
+                few[2 * j] = value
+                few[2 * j + 1] = value
+        else:
+            times = 1 << (shift - 4)
+            for j in range(cost.shape[0]):
+                value = cost[j]
+                for k in range(times):
+                    for i in range(4):
+                        few[4 * (times * j + k) + i] = value
+        for j in range(cost.shape[0] << (shift - 2)):
+            value = few[j]
+            for i in range(4):
+                repeated[4 * j + i] = value
 
 
 @_compiled(boundscheck=False)
@@ -103,29 +105,38 @@ def _first(distance, weight, values, cost, new_cost):
 
 
 @_compiled(fastmath=MINIMUM_FLAGS, boundscheck=False)
-def _smaller(distance, weight, values, cost, new_cost):
-    """new_cost = min(new_cost, distance + weight * values + cost)."""
+def _smaller(distance, weight, values, cost, before, new_cost):
+    """new_cost = min(before, distance + weight * values + cost), of another array than `before`: a minimum in place becomes
+    a store under a mask (LLVM 22), which takes three times as long."""
     for u in range(new_cost.shape[0]):
-        new_cost[u] = min(new_cost[u], distance[u] + weight * values[u] + cost[u])
+        new_cost[u] = min(before[u], distance[u] + weight * values[u] + cost[u])
 
 
 @_compiled(boundscheck=False)
-def _relax(distance, weight, values, cost, shift, few, repeated, new_cost):
-    """new_cost[u] = min of distance[s] + weight * values[s] + cost[s >> shift] over the states s that end in u."""
+def _relax(distance, weight, values, cost, shift, few, repeated, least, new_cost):
+    """new_cost[u] = min of distance[s] + weight * values[s] + cost[s >> shift] over the states s that end in u.
+
+    The minima so far are in one row of `least` and go to the other, the last ones to `new_cost`.
+    """
     width = new_cost.shape[0]
     size = min(width, repeated.shape[0])
+    last = distance.shape[0] - width
     for u in range(0, width, size):
+        row = 0
         for start in range(u, distance.shape[0], width):
             stop = start + size
             _repeat(cost[start >> shift : stop >> shift], shift, few, repeated)
+            found = new_cost[u : u + size] if start >= last else least[row, :size]
             if start == u:
-                _first(distance[start:stop], weight, values[start:stop], repeated, new_cost[u : u + size])
+                _first(distance[start:stop], weight, values[start:stop], repeated, found)
             else:
-                _smaller(distance[start:stop], weight, values[start:stop], repeated, new_cost[u : u + size])
+                before = least[1 - row, :size]
+                _smaller(distance[start:stop], weight, values[start:stop], repeated, before, found)
+            row = 1 - row
 
 
 @_compiled(boundscheck=False)
-def _search(target, values, squares, shifts, pinned, costs, few, repeated, distance, states):
+def _search(target, values, squares, shifts, pinned, costs, few, repeated, least, distance, states):
     """One sequence: costs of all steps forward, then the path backward. `pinned` -1: free ends."""
     steps, vector = target.shape
     num_states, period = squares.shape[0], shifts.shape[0]
@@ -149,18 +160,19 @@ def _search(target, values, squares, shifts, pinned, costs, few, repeated, dista
             shift,
             few,
             repeated,
+            least,
             costs[t + 1, :width],
         )
     u = pinned if pinned >= 0 else np.argmin(costs[steps, : num_states >> shifts[steps % period]])
     for t in range(steps - 1, -1, -1):
         shift, width = shifts[t % period], num_states >> shifts[(t + 1) % period]
-        best, least = u, np.float32(np.inf)
+        best, cheapest = u, np.float32(np.inf)
         for s in range(u, num_states, width):
             cost = squares[s] + costs[t, s >> shift]
             for j in range(vector):
                 cost -= np.float32(2.0) * target[t, j] * values[j, s]
-            if cost < least:
-                best, least = s, cost
+            if cost < cheapest:
+                best, cheapest = s, cost
         states[t] = best
         u = best >> shift
 
@@ -169,10 +181,11 @@ def _search(target, values, squares, shifts, pinned, costs, few, repeated, dista
 def _search_batch(targets, values, squares, shifts, pinned, states):
     num_states = squares.shape[0]
     costs = np.empty((targets.shape[1] + 1, num_states >> shifts.min()), np.float32)
-    few, repeated = np.empty(CHUNK // 8, np.float32), np.empty(CHUNK, np.float32)
+    few, repeated = np.empty(CHUNK // 4, np.float32), np.empty(CHUNK, np.float32)
+    least = np.empty((2, CHUNK), np.float32)
     distance = np.empty(num_states, np.float32)
     for i in range(targets.shape[0]):
-        _search(targets[i], values, squares, shifts, pinned[i], costs, few, repeated, distance, states[i])
+        _search(targets[i], values, squares, shifts, pinned[i], costs, few, repeated, least, distance, states[i])
 
 
 def viterbi_paths(
