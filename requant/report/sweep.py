@@ -23,7 +23,7 @@ from requant.recipe.schema import Recipe
 from requant.recipe.yaml_files import dump_recipe
 from requant.report.compare import Entry, compare_checkpoints, render_comparison
 from requant.report.save import save
-from requant.report.verdicts import DAMAGED_AGREEMENT, DAMAGED_KL
+from requant.report.verdicts import is_damaged
 from requant.run.ownership import FILE, claim
 from requant.run.workspace import SAVE_EVERY, Workspace
 
@@ -125,7 +125,7 @@ def answer(entries: Sequence[Entry]) -> str:
         if kl is None or agreement is None:
             continue
         size = f"{entry.bytes / 2**20:.1f} MiB"
-        if kl >= DAMAGED_KL or agreement < DAMAGED_AGREEMENT:
+        if is_damaged(kl, agreement):
             parts.append(f"{name} is damaged ({size}, KL {kl:.2f}, {agreement:.0%} of the top tokens).")
         elif last is None:
             parts.append(

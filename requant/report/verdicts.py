@@ -11,6 +11,7 @@ from requant.report.report import RunSummary
 
 DAMAGED_KL = 0.5  # nats a token
 DAMAGED_AGREEMENT = 0.6  # of the most likely tokens
+HARMLESS_KL = 0.05  # nats a token: below, tokens that differ were as good as equally likely
 SURPRISE = 2.0  # times: predicted and measured loss that differ by more
 LEAST_LOSS = 0.01  # nats a token: smaller losses are noise of the text
 
@@ -21,11 +22,16 @@ def verdicts(run: RunSummary) -> list[str]:
     return [sentence for sentence in found if sentence is not None]
 
 
+def is_damaged(kl: float, agreement: float) -> bool:
+    """Whether a model with this KL, nats a token, and this share of the original's most likely tokens is of little use."""
+    return kl >= DAMAGED_KL or (kl >= HARMLESS_KL and agreement < DAMAGED_AGREEMENT)
+
+
 def _damage(run: RunSummary) -> str | None:
     quality = run.after
     if quality is None or quality.mean_kl is None or quality.top1_agreement is None:
         return None
-    if quality.mean_kl < DAMAGED_KL and quality.top1_agreement >= DAMAGED_AGREEMENT:
+    if not is_damaged(quality.mean_kl, quality.top1_agreement):
         return None
     remedies = ["more --bits"] if run.bits < 16 else []
     if run.mode == "sparse":

@@ -185,7 +185,9 @@ def _search_batch(targets, values, squares, shifts, pinned, states):
     least = np.empty((2, CHUNK), np.float32)
     distance = np.empty(num_states, np.float32)
     for i in range(targets.shape[0]):
-        _search(targets[i], values, squares, shifts, pinned[i], costs, few, repeated, least, distance, states[i])
+        _search(
+            targets[i], values, squares, shifts, pinned[i], costs, few, repeated, least, distance, states[i]
+        )
 
 
 def viterbi_paths(

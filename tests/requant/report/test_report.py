@@ -255,6 +255,8 @@ def test_verdicts_say_what_is_wrong_and_what_to_do() -> None:
         and "more --bits or --mode best --method trellis or --finetune-steps" in damaged[0]
     )
     few = verdicts(summary(after=dataclasses.replace(quality(26.0, 0.2), top1_agreement=0.5)))
+    flat = quality(26.0, 0.004)  # of an untrained model, whose tokens are equally likely
+    assert verdicts(summary(after=dataclasses.replace(flat, top1_agreement=0.47))) == []
     assert len(few) == 1 and "damaged" in few[0]
     grown = verdicts(summary(bytes_after=8_397_312))
     assert len(grown) == 1 and "did not shrink: 8.0 MiB before, 8.0 MiB now" in grown[0]
