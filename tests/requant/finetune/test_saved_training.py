@@ -134,10 +134,10 @@ def test_sigterm_ends_the_step_and_saves_it(
     steps.clear()
     update = TrainingStep._update
 
-    def interrupted(self) -> None:
+    def interrupted(self, index: int) -> None:
         if len(steps) == 2:
             os.kill(os.getpid(), signal.SIGTERM)
-        update(self)
+        update(self, index)
 
     with monkeypatch.context() as patch:
         patch.setattr(TrainingStep, "_update", interrupted)
