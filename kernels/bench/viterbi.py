@@ -1,6 +1,6 @@
 """The search for trellis codes (`requant_kernels/viterbi`): milliseconds for 256 weights on every SM, by code and bits.
 
-    python kernels/bench/viterbi.py --out eval/results/viterbi-h100.json
+    python kernels/bench/viterbi.py --out FILE
 
 Timed are the forward pass and the backtracking of a search with free ends; a tile of codes takes two searches.
 """
