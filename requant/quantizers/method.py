@@ -77,3 +77,4 @@ class PruningMethod:
     needs: frozenset[str] = frozenset()
     predictor_needs: frozenset[str] = frozenset()
     side_by_side: bool = False
+    compile_ahead: Callable[..., None] | None = None

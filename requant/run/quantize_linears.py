@@ -27,7 +27,6 @@ from requant.formats.quantized_weight import QuantizedWeight, pack, unpack
 from requant.models.devices import free_memory
 from requant.models.targets import SIBLINGS, QuantTarget
 from requant.progress import counted
-from requant.quantizers.method import Method
 from requant.quantizers.registry import find_method
 from requant.run.context import RunContext, Weights
 from requant.run.side_by_side import quantized
@@ -81,7 +80,7 @@ def quantize_linears(
 def compile_ahead(run: RunContext, targets: Sequence[QuantTarget], *, wait: bool = True) -> None:
     """Compile the kernels that codes of the targets of this rank take, in the background or for now."""
     method, own = find_method(run.recipe.method), ranks.owned(targets)
-    if own and isinstance(method, Method) and method.compile_ahead is not None:
+    if own and method.compile_ahead is not None:
         method.compile_ahead(map(run.config_of, own), own[0].parameter.device, wait=wait)
 
 

@@ -98,9 +98,9 @@ def _step(
     tagged = (total.to(tl.int32, bitcast=True) & -CANDIDATES) | p[None, :]
     best = tl.min(tl.reshape(tagged, [1 << LOW, CANDIDATES, WIDTH >> LOW]), axis=1)
     # a thread has all u that are alike in the bits between: their back-pointers make one word
-    PLACES: tl.constexpr = WIDTH // WORDS >> LOW
-    place = tl.arange(0, 1 << LOW)[:, None] + (tl.arange(0, PLACES) << LOW)[None, :]
-    pointers = (tl.reshape(best, [1 << LOW, PLACES, WORDS]) & (CANDIDATES - 1)) << (place * NEXT)[:, :, None]
+    FIELDS: tl.constexpr = WIDTH // WORDS >> LOW
+    field = tl.arange(0, 1 << LOW)[:, None] + (tl.arange(0, FIELDS) << LOW)[None, :]
+    pointers = (tl.reshape(best, [1 << LOW, FIELDS, WORDS]) & (CANDIDATES - 1)) << (field * NEXT)[:, :, None]
     tl.store(back_pointers + tl.arange(0, WORDS), tl.sum(tl.sum(pointers, axis=0), axis=0))
     return tl.reshape(tl.trans(best), [WIDTH]).to(tl.float32, bitcast=True)
 
@@ -157,8 +157,8 @@ def _backtrack(
 @triton.jit
 def _state_before(word, u, NEXT: tl.constexpr, LOW: tl.constexpr, WORDS: tl.constexpr):
     """The state that survives in u, from the word of back-pointers that has u's."""
-    place = u & ((1 << LOW) - 1) | u // (WORDS << LOW) << LOW
-    p = word >> (place * NEXT) & ((1 << NEXT) - 1)
+    field = u & ((1 << LOW) - 1) | u // (WORDS << LOW) << LOW
+    p = word >> (field * NEXT) & ((1 << NEXT) - 1)
     return (p << (16 - NEXT)) + u
 
 
