@@ -55,7 +55,7 @@ from requant.models.devices import peak_memory, pick_device
 from requant.pipeline.plan import expected_memory
 from requant.pipeline.prepare import outline, prepare, start
 from requant.quantizers.registry import METHODS
-from requant.recipe.defaults import GPU_SAMPLES, default_recipe
+from requant.recipe.defaults import GPU_SAMPLES, default_recipe, trellis_code
 from requant.recipe.schema import Budget, Calibration, Evaluation, Recipe
 from requant.recipe.yaml_files import dump_recipe, to_dict
 from requant.run.context import RunContext, Weights
@@ -126,6 +126,7 @@ def best_recipe(
         best,
         calibration=plain.calibration,
         evaluation=plain.evaluation,
+        quantizer=dataclasses.replace(best.quantizer, code=trellis_code(bits)),
         budget=Budget(bits=bits),
         finetune=finetune,
     )
