@@ -16,8 +16,8 @@ costs are not negative, so their bit patterns compare like integers, and an argm
 of a thread's u are packed into one word, 4 KB a step.
 
 What matters most is that nothing spills beyond L1: values of pairs stay in float16 until they are used, two in a register,
-and are subtracted there (`_total`); in float32 they were 400 KB of a CTA's local memory, and a search took 2.5 to 4.8 times as
-long. A step takes about six machine instructions a state, nine where a state stands for two weights.
+and are subtracted there (`_total`); in float32 they were 400 KB of a CTA's local memory, and a search took 2.5 to 4.8 times
+as long. A step takes about six machine instructions a state, nine where a state stands for two weights.
 
 `_backtrack` reads the path back, many sequences a CTA, because each of its loads depends on the one before.
 """
