@@ -7,8 +7,8 @@ added to `quality-MODEL.json`, where one of the same name, bits and seed gives w
 --rows file:4` is the whole file: embedding and head at their default bits, `file_bytes` beside the KL; `--rows size:12.6`
 is a file of at most 12.6 MB, split between them and the matrices by the budget. Mixtures of experts
 are models like others: `--model ../shared/models/moe-31m --rows codes:2 --rows best:2`. `--part N` writes
-`quality-MODEL-partN.json` instead, for machines side by side; `--merge` joins the parts. Rows of peers that train are made
-here, by `block_training.py`; those of untrained ones are in `peers.json`.
+`quality-MODEL-partN.json` instead, for machines side by side; `--merge` joins the parts; `--keep FOLDER` keeps the rows'
+checkpoints. Rows of peers that train are made here, by `block_training.py`; those of untrained ones are in `peers.json`.
 
 Statistics of the codes alone are measured on 128 x 1024 tokens as the peers' are; mode `best` measures them on four
 times as many, as those of the peers that train, and training may use 2048 windows of the same text.
@@ -19,6 +19,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -43,7 +44,7 @@ from eval.parts import merge, part_file
 from requant.allocation.budget import allocate_bits, with_allocation
 from requant.allocation.embedding_and_head import quantize_embedding_and_head
 from requant.calibration.experts import routed_tokens
-from requant.checkpoint.save import checkpoint_bytes
+from requant.checkpoint.save import checkpoint_bytes, save_checkpoint
 from requant.formats.quantized_weight import spec_of
 from requant.pipeline.quantize import MODES, finetuned
 from requant.recipe.defaults import MOST_STEPS, trellis_code
@@ -51,6 +52,7 @@ from requant.recipe.schema import Budget, Finetune, Predictor
 from requant.run.context import RunContext, Weights
 from requant.run.rounds import FIRST_WEIGHT
 from requant.text.windows import spread
+from requant.version import VERSION
 
 FINETUNE = Finetune(steps=MOST_STEPS)  # what models of up to 240 M parameters get
 FOUR_ROUNDS = Finetune(steps=450, rounds=4)  # as many steps in all as six rounds of 300
@@ -256,8 +258,8 @@ ABLATION = (
 )
 
 
-def measure(study: Study, name: str, bits: float, seed: int) -> dict[str, Any]:
-    """One row, by the product's own stages; the model is left at the original."""
+def measure(study: Study, name: str, bits: float, seed: int, *, keep: Path | None = None) -> dict[str, Any]:
+    """One row, by the product's own stages, its checkpoint in the new folder `keep`; the model is left at the original."""
     plan, started = PLANS[name], time.perf_counter()
     train_windows = study.base.train_windows[: plan.finetune.train_windows]
     whole = min(8, max(1, round(bits)))
@@ -298,6 +300,15 @@ def measure(study: Study, name: str, bits: float, seed: int) -> dict[str, Any]:
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
     tables.apply_weights(quantized=True)
     found = quality(study, run, weights, second=True)
+    if keep is not None:
+        save_checkpoint(
+            keep,
+            source=study.prepared.source,
+            model=run.model,
+            weights=weights,
+            embedding_and_head=tables.weights,
+            manifest={"requant_version": VERSION},
+        )
     tables.apply_weights(quantized=False)
     run.apply_original_weights()
     widths = [run.config_of(target).bits for target in run.targets]
@@ -359,6 +370,7 @@ def main(
     num_samples: opt.NumSamples = 128,
     seq_len: opt.SeqLen = 1024,
     windows: opt.Windows = None,
+    keep: Annotated[Path | None, typer.Option(help="Where checkpoints of the rows stay.")] = None,
     device: opt.Device = "auto",
 ) -> None:
     whole_file = out / f"quality-{model.name}.json"
@@ -384,7 +396,8 @@ def main(
     }
     made = environment(study.prepared.model.device)  # the header's, but rows of other runs stand beside it
     for name, bits, seed in wanted:
-        row = {**measure(study, name, bits, seed), "environment": made}
+        folder = keep / f"{name}-{bits:g}-{seed}" if keep is not None else None
+        row = {**measure(study, name, bits, seed, keep=folder), "environment": made}
         results["rows"] = joined(results["rows"], [row])
         write_json(file, results)
         print(
