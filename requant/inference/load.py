@@ -25,7 +25,7 @@ def open_model(folder: str, *, device: str, dtype: str) -> PreTrainedModel:
     if is_checkpoint(folder):
         wanted: Any = torch.float32 if dtype == "auto" and device == "cpu" else dtype
         return load(folder, device=device, dtype=wanted, dequantize=True)
-    return load_model(folder, device=device, dtype=dtype)[0]
+    return load_model(folder, device=device, dtype=dtype)
 
 
 def open_served(folder: str, *, device: str, dtype: str) -> Any:

@@ -41,8 +41,8 @@ HUB_FILES = (
 )
 
 
-def load_model(source: str, *, device: str, dtype: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model in eval mode, all parameters frozen, and its tokenizer.
+def load_model(source: str, *, device: str, dtype: str) -> PreTrainedModel:
+    """The model in eval mode, all parameters frozen.
 
     `source` is a folder, a hub name, an alias or `demo`; `dtype` a torch dtype's name, or `auto`: float32 on the CPU,
     the dtype of the weights on a GPU.
@@ -56,7 +56,6 @@ def load_model(source: str, *, device: str, dtype: str) -> tuple[PreTrainedModel
     path = resolve_source(source)
     if getattr(load_config(path), "quantization_config", None) is not None:
         raise ModelError(f"{source} is quantized already; give the original model.")
-    tokenizer = load_tokenizer(path)
     with _refusing(path, "a Hugging Face causal LM with safetensors weights"):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
@@ -71,7 +70,7 @@ def load_model(source: str, *, device: str, dtype: str) -> tuple[PreTrainedModel
         raise ModelError(f"{path}: the weight files lack {missing[0]}; download the model again.")
     model.to(device).eval().requires_grad_(False)
     model.config.use_cache = False
-    return model, tokenizer
+    return model
 
 
 def empty_model(path: str, *, dtype: str) -> PreTrainedModel:

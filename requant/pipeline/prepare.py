@@ -3,8 +3,10 @@
 import dataclasses
 import logging
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Int64
@@ -23,6 +25,7 @@ from requant.models.loading import (
     context_limit,
     empty_model,
     folder_bytes,
+    load_config,
     load_model,
     load_tokenizer,
     resolve_source,
@@ -83,30 +86,37 @@ def prepare(
     quiet: bool = True,
 ) -> Prepared:
     """Load what the run needs and refuse what cannot work; warn of texts that overlap where one of them is `scored`."""
-    model, tokenizer, source = _opened(model, tokenizer, device=device, dtype=dtype)
-    targets = divided(_targets(model, recipe), ranks.world_size())
-    check_finite(model)
-    why_not_folded = None
-    if recipe.rotations == "folded":
-        why_not_folded = obstacle(model)
-        if why_not_folded is None:
-            fold(model, seed=recipe.quantizer.seed)
-            targets = rotated_targets(targets)
-    recipe = _with_steps(model, _within_positions(model, recipe))
+    found, tokenizer, source = _found(model, tokenizer)
+    config = load_config(found) if isinstance(found, str) else found.config
+    recipe = _within_positions(config, recipe)
     given = [str(t) for t in ([text] if isinstance(text, str | Path) else text or recipe.calibration.text)]
-    calibration, evaluation = _texts(model, tokenizer, source, recipe, given, quiet=quiet)
-    all_windows = token_windows(
-        calibration, tokenizer, num_samples=None, seq_len=recipe.calibration.seq_len, seed=recipe.seed
-    )
+    with ThreadPoolExecutor(1) as beside:  # tokenizers need neither the weights nor Python's lock
+        written = given == [SELF]
+        pending = None if written else beside.submit(_texts, tokenizer, source, recipe, given, scored=scored)
+        model = _opened(found, device=device, dtype=dtype)
+        targets = divided(_targets(model, recipe), ranks.world_size())
+        check_finite(model)
+        why_not_folded = None
+        if recipe.rotations == "folded":
+            why_not_folded = obstacle(model)
+            if why_not_folded is None:
+                fold(model, seed=recipe.quantizer.seed)
+                targets = rotated_targets(targets)
+        recipe = _with_steps(model, recipe)
+        if pending is None:
+            calibration = _own_text(model, tokenizer, recipe, quiet=quiet)
+            texts = _texts(tokenizer, source, recipe, given, scored=scored, calibration=calibration)
+        else:
+            texts = pending.result()
+    calibration, evaluation = texts.calibration, texts.evaluation
+    all_windows, eval_windows = texts.windows, texts.eval_windows
     windows = spread(all_windows, recipe.calibration.num_samples, of=calibration.name)
     num_train = max(len(windows), recipe.finetune.train_windows if recipe.finetune.trains else 0)
-    eval_windows = token_windows(evaluation, tokenizer, num_samples=None, seq_len=recipe.evaluation.context)
-    shared = overlap(calibration, evaluation) if scored else 0.0
-    if shared > OVERLAP_TOLERATED:
+    if texts.overlap > OVERLAP_TOLERATED:
         logger.warning(
             "%.0f%% of the evaluation text %s is also in the calibration text %s: the perplexity will be too "
             "low; give another --eval-text.",
-            100 * shared,
+            100 * texts.overlap,
             evaluation.name,
             calibration.name,
         )
@@ -130,7 +140,7 @@ def outline(model: str, recipe: Recipe, *, dtype: str = "auto", gpus: int = 1) -
     folder = Path(resolve_source(model))
     empty = empty_model(str(folder), dtype=dtype)
     unfuse_experts(empty)
-    recipe = _with_steps(empty, _within_positions(empty, recipe))
+    recipe = _with_steps(empty, _within_positions(empty.config, recipe))
     calibration, evaluation = recipe.calibration, recipe.evaluation
     num_train = max(calibration.num_samples, recipe.finetune.train_windows if recipe.finetune.trains else 0)
     sizes = (
@@ -200,27 +210,30 @@ def diagnosed_windows(prepared: Prepared) -> Int64[Tensor, "d t"]:
     return prepared.windows[: max(1, DIAGNOSED_TOKENS // prepared.windows.shape[1])]
 
 
-def _opened(
-    model: str | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, *, device: str, dtype: str
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Path | None]:
-    """The model, frozen and with its experts as linears, with its tokenizer and its folder if it has one."""
+def _found(
+    model: str | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
+) -> tuple[str | PreTrainedModel, PreTrainedTokenizerBase, Path | None]:
+    """The model's folder, or the loaded model; its tokenizer; and its folder once more if it has one."""
     if isinstance(model, str):
         folder = resolve_source(model)
-        loaded, own = load_model(folder, device=pick_device(device), dtype=dtype)
-        unfuse_experts(loaded)
-        return loaded, own, Path(folder)
+        return folder, load_tokenizer(folder), Path(folder)
     source = Path(resolve_source(model.name_or_path)) if model.name_or_path else None
     if tokenizer is None and source is None:
         raise ModelError("a model that was built in memory needs its tokenizer; give tokenizer=.")
-    found = load_tokenizer(str(source)) if tokenizer is None else tokenizer
-    unfuse_experts(model)
-    return model.requires_grad_(False).eval(), found, source
+    return model, load_tokenizer(str(source)) if tokenizer is None else tokenizer, source
 
 
-def _within_positions(model: PreTrainedModel, recipe: Recipe) -> Recipe:
-    """The recipe with windows that the model has positions for: the default lengths become all the positions of a model that
-    has fewer (GPT-2's 1024). Raises TextError for another length that is too long."""
-    limit = context_limit(model.config)
+def _opened(model: str | PreTrainedModel, *, device: str, dtype: str) -> PreTrainedModel:
+    """The model, frozen and with its experts as linears."""
+    opened = load_model(model, device=pick_device(device), dtype=dtype) if isinstance(model, str) else model
+    unfuse_experts(opened)
+    return opened.requires_grad_(False).eval()
+
+
+def _within_positions(config: Any, recipe: Recipe) -> Recipe:
+    """The recipe with windows that a model of this configuration has positions for: the default lengths become all the
+    positions of a model that has fewer (GPT-2's 1024). Raises TextError for another length that is too long."""
+    limit = context_limit(config)
     if limit is None:
         return recipe
     calibration, evaluation = recipe.calibration, recipe.evaluation
@@ -247,31 +260,57 @@ def _with_steps(model: PreTrainedModel, recipe: Recipe) -> Recipe:
     return dataclasses.replace(recipe, finetune=dataclasses.replace(recipe.finetune, steps=steps))
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Texts:
+    calibration: Text
+    windows: Int64[Tensor, "b t"]  # all of the calibration text
+    evaluation: Text
+    eval_windows: Int64[Tensor, "e c"]
+    overlap: float  # the share of the evaluation text that is calibration text too
+
+
 def _texts(
-    model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     source: Path | None,
     recipe: Recipe,
     given: Sequence[str],
     *,
-    quiet: bool,
-) -> tuple[Text, Text]:
-    """Calibration and evaluation text; with one text for both, its last tenth is held out and scored."""
+    scored: bool,
+    calibration: Text | None = None,
+) -> _Texts:
+    """Calibration text, or what is given as such, and evaluation text, in tokens; with one text for both, its last tenth is
+    held out and scored."""
     demo = source == DEMO
     sources = given or ["demo" if demo else f"{WIKITEXT}:train"]
-    if list(sources) == [SELF]:
-        tokens = recipe.calibration.num_samples * recipe.calibration.seq_len
-        calibration = sample_self(model, tokenizer, num_tokens=tokens, seed=recipe.seed, progress=not quiet)
-    else:
+    if calibration is None:
         calibration = read_text(sources, field=recipe.calibration.field)
-    scored = recipe.evaluation.text or (("demo-eval",) if demo else () if given else (f"{WIKITEXT}:test",))
-    if scored:
-        return calibration, read_text(scored, field=recipe.evaluation.field)
-    cut = len(calibration.text) * 9 // 10
-    return (
-        Text.from_documents(calibration.name, [calibration.text[:cut]]),
-        Text.from_documents(f"{calibration.name} (last tenth, held out)", [calibration.text[cut:]]),
+    separate = recipe.evaluation.text or (("demo-eval",) if demo else () if given else (f"{WIKITEXT}:test",))
+    if separate:
+        evaluation = read_text(separate, field=recipe.evaluation.field)
+    else:
+        whole, name = calibration.text, calibration.name
+        cut = len(whole) * 9 // 10
+        calibration = Text.from_documents(name, [whole[:cut]])
+        evaluation = Text.from_documents(f"{name} (last tenth, held out)", [whole[cut:]])
+    return _Texts(
+        calibration=calibration,
+        windows=token_windows(
+            calibration, tokenizer, num_samples=None, seq_len=recipe.calibration.seq_len, seed=recipe.seed
+        ),
+        evaluation=evaluation,
+        eval_windows=token_windows(
+            evaluation, tokenizer, num_samples=None, seq_len=recipe.evaluation.context
+        ),
+        overlap=overlap(calibration, evaluation) if scored else 0.0,
     )
+
+
+def _own_text(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: Recipe, *, quiet: bool
+) -> Text:
+    """As much calibration text as the recipe takes, sampled from the model."""
+    tokens = recipe.calibration.num_samples * recipe.calibration.seq_len
+    return sample_self(model, tokenizer, num_tokens=tokens, seed=recipe.seed, progress=not quiet)
 
 
 def bytes_before(prepared: Prepared | Outline) -> int:

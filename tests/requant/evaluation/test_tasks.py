@@ -11,7 +11,7 @@ import torch
 
 from requant.errors import InputError, TextError
 from requant.evaluation.tasks import LOCAL, TaskScore, evaluate_tasks, local_task, score_rows
-from requant.models.loading import load_model
+from requant.models.loading import load_model, load_tokenizer, resolve_source
 
 lm_eval = pytest.importorskip("lm_eval")
 pytestmark = pytest.mark.filterwarnings("ignore")  # lm-eval's
@@ -149,7 +149,8 @@ def test_accuracies_by_hand(shared: Callable[[str], Path], tmp_path: Path) -> No
     found = evaluate_tasks(["demo"], ["arc_easy", "winogrande"], data=tmp_path / "data", device="cpu")
     scores = {(score.task, score.metric): score for score in found}
 
-    model, tokenizer = load_model("demo", device="cpu", dtype="auto")
+    model = load_model("demo", device="cpu", dtype="auto")
+    tokenizer = load_tokenizer(resolve_source("demo"))
     hits = []
     for document in documents:
         values = [log_likelihood(model, tokenizer, document["query"], " " + c) for c in document["choices"]]
@@ -230,7 +231,8 @@ def test_the_table_and_its_mean() -> None:
 
 
 def test_differences_are_paired_by_document(shared: Callable[[str], Path], tmp_path: Path) -> None:
-    model, tokenizer = load_model("demo", device="cpu", dtype="auto")
+    model = load_model("demo", device="cpu", dtype="auto")
+    tokenizer = load_tokenizer(resolve_source("demo"))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1 + 0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))

@@ -23,7 +23,7 @@ def test_the_divergence_is_that_of_its_definition() -> None:
 
 
 def test_nothing_is_compiled_on_a_cpu_or_for_a_few_steps(tiny_folder) -> None:
-    model, _ = load_model(str(tiny_folder("llama")), device="cpu", dtype="auto")
+    model = load_model(str(tiny_folder("llama")), device="cpu", dtype="auto")
     with fused((model,), 10**6) as divergence:
         assert divergence is kl
         assert not any("forward" in block.__dict__ for block in find_blocks(model)[1])
@@ -34,7 +34,7 @@ def test_nothing_is_compiled_on_a_cpu_or_for_a_few_steps(tiny_folder) -> None:
 @pytest.mark.parametrize("hidden_weight", [0.0, 3.0])
 def test_blocks_are_compiled_once_for_all(tiny_folder, counting_compiler, kind, hidden_weight) -> None:
     """As many compilations as kinds of calls, not of blocks."""
-    model, _ = load_model(str(tiny_folder(kind)), device="cpu", dtype="float32")
+    model = load_model(str(tiny_folder(kind)), device="cpu", dtype="float32")
     tokens = torch.randint(0, 50, (2, 16))
     teacher = Teacher(copy.deepcopy(model), tokens)
     blocks = len(find_blocks(model)[1])
@@ -54,7 +54,7 @@ def test_without_a_compiler_it_says_so_once_and_runs_as_it_is(tiny_folder, monke
 
     monkeypatch.setattr(compile_blocks, "_on_gpus", lambda models: True)
     monkeypatch.setattr(torch, "compile", broken)
-    model, _ = load_model(str(tiny_folder("llama")), device="cpu", dtype="float32")
+    model = load_model(str(tiny_folder("llama")), device="cpu", dtype="float32")
     compile_blocks._compiler_works.cache_clear()
     for _ in range(2):
         with fused((model,), compile_blocks.MIN_STEPS_TO_COMPILE) as divergence:
@@ -67,7 +67,7 @@ def test_without_a_compiler_it_says_so_once_and_runs_as_it_is(tiny_folder, monke
 
 def test_a_mask_does_not_come_with_a_capture(tiny_folder, monkeypatch) -> None:
     """transformers makes masks while a stream is captured; a block that had none before gets none."""
-    model, _ = load_model(str(tiny_folder("llama")), device="cpu", dtype="float32")
+    model = load_model(str(tiny_folder("llama")), device="cpu", dtype="float32")
     block, seen = find_blocks(model)[1][0], []
     monkeypatch.setattr(compile_blocks, "_on_gpus", lambda models: True)
     monkeypatch.setattr(
@@ -89,7 +89,7 @@ def test_a_mask_does_not_come_with_a_capture(tiny_folder, monkeypatch) -> None:
 def test_compiled_and_captured_it_learns_the_same(tiny_folder, caplog, hidden_weight) -> None:
     found = []
     for steps in (compile_blocks.MIN_STEPS_TO_COMPILE, 1):
-        model, _ = load_model(str(tiny_folder("llama")), device="cuda", dtype="float32")
+        model = load_model(str(tiny_folder("llama")), device="cuda", dtype="float32")
         torch.manual_seed(0)
         tokens = torch.randint(0, 50, (4, 32))
         teacher = Teacher(copy.deepcopy(model), tokens)

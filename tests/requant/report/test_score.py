@@ -36,9 +36,7 @@ def test_scores_on_disk_add_up_to_the_table(tiny_folder, tiny_text_file: Path, t
         "1",
         "model",
     ]
-    targets = {
-        target.name: target for target in find_linears(load_model(source, device="cpu", dtype="auto")[0])
-    }
+    targets = {target.name: target for target in find_linears(load_model(source, device="cpu", dtype="auto"))}
     for name_of_score in ("gradient", "hessian", "pqi"):
         tensors = load_file(folder / name_of_score / "model.safetensors")
         assert {name: tuple(t.shape) for name, t in tensors.items()} == {

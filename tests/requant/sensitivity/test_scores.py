@@ -8,7 +8,7 @@ from requant.calibration.passes import gradient_pass, mean_loss
 from requant.calibration.stats import LinearStats
 from requant.errors import NumericalError, RecipeError
 from requant.formats.quantized_weight import QuantizedWeight
-from requant.models.loading import load_model
+from requant.models.loading import load_model, load_tokenizer, resolve_source
 from requant.models.targets import find_linears
 from requant.quantizers.rtn import RtnConfig
 from requant.quantizers.rtn import quantize as round_to_nearest
@@ -189,7 +189,8 @@ def test_an_unknown_score_and_an_overflow(trained_model, tiny_windows) -> None:
 
 def test_gauss2_on_the_demo_model() -> None:
     """Two windows of real text, 4 bits: dF within 2 %."""
-    model, tokenizer = load_model("demo", device="cpu", dtype="auto")
+    model = load_model("demo", device="cpu", dtype="auto")
+    tokenizer = load_tokenizer(resolve_source("demo"))
     windows = token_windows(read_text("demo"), tokenizer, num_samples=2, seq_len=256)
     path = path_of(model)
     predicted = sum(signed_sum(values) for values in score_weights("pqi", path, windows).values())
