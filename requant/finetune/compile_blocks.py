@@ -56,20 +56,25 @@ def fused(models: Sequence[PreTrainedModel], steps: int) -> Iterator[Divergence]
     if not _on_gpus(models):
         yield kl
         return
-    compiles = steps >= MIN_STEPS_TO_COMPILE and _compiler_works()
+    compiled = compiles(steps)
     with ExitStack() as stack:
-        if compiles:
+        if compiled:
             stack.enter_context(torch._dynamo.config.patch(suppress_errors=True))  # its import takes seconds
         for model in models:
             stack.enter_context(grouped_products(model))
         for block in (block for model in models for block in find_blocks(model)[1]):
             routed = any(isinstance(module, Experts) for module in block.modules())  # was never compiled
             stack.enter_context(
-                replaced_forward(block, _fused(block.forward, compiles=compiles and not routed))
+                replaced_forward(block, _fused(block.forward, compiles=compiled and not routed))
             )
         yield (
-            torch.compile(unwrap(kl), dynamic=False) if compiles else kl
+            torch.compile(unwrap(kl), dynamic=False) if compiled else kl
         )  # unwrap: without the type checks of tests
+
+
+def compiles(steps: int) -> bool:
+    """Whether blocks are compiled for so many steps on a GPU."""
+    return steps >= MIN_STEPS_TO_COMPILE and _compiler_works()
 
 
 def _on_gpus(models: Sequence[PreTrainedModel]) -> bool:

@@ -10,6 +10,7 @@ from requant.allocation.budget import uniform
 from requant.allocation.embedding_and_head import quantize_embedding_and_head
 from requant.calibration.stats import LinearStats
 from requant.errors import RecipeError
+from requant.finetune import compile_blocks
 from requant.finetune.final import finetune
 from requant.finetune.loop import micro_batch_that_fits, reparametrized_weights
 from requant.formats.quantized_weight import trainable_params, weight_function, with_trainable_params
@@ -165,9 +166,12 @@ def test_one_window_is_too_little(tiny_folder, tiny_text_file):
         finetune(one, weights, recipe.finetune)
 
 
-@pytest.mark.parametrize(("room", "part"), [(10**12, 8), (2 * 10**6, 2), (10**5, None)])
-def test_a_part_is_what_the_gpu_has_room_for(tiny_folder, tiny_text_file, monkeypatch, room, part):
-    settings = Finetune(steps=1, tokens_per_step=256)
+@pytest.mark.parametrize(
+    ("room", "steps", "part"), [(10**12, 1, 8), (2 * 10**6, 1, 2), (2 * 10**6, 100, 4), (10**5, 1, None)]
+)
+def test_a_part_is_what_the_gpu_has_room_for(tiny_folder, tiny_text_file, monkeypatch, room, steps, part):
+    settings = Finetune(steps=steps, tokens_per_step=256)
+    monkeypatch.setattr(compile_blocks, "_compiler_works", lambda: True)
     run, _ = prepared_run(tiny_folder("llama"), tiny_text_file, "rtn", settings)
     assert micro_batch_that_fits(run, [], [], settings, 32) is None  # on a CPU nothing is decided
     monkeypatch.setattr(type(run.model), "device", torch.device("cuda"))
@@ -175,7 +179,8 @@ def test_a_part_is_what_the_gpu_has_room_for(tiny_folder, tiny_text_file, monkey
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 3000)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 2000)
     head = run.model.get_output_embeddings().weight.shape[0]
-    a_token = 4 * sum(sum(target.shape) for target in run.targets) + 24 * head
+    size = 2 if steps >= compile_blocks.MIN_STEPS_TO_COMPILE else 4
+    a_token = size * (sum(sum(target.shape) for target in run.targets) + 6 * head)
     found = micro_batch_that_fits(run, [], [], settings, 32)
     assert found == part
     if found:
