@@ -1,6 +1,7 @@
 """What `launch` remembers a kernel by is never coarser than what Triton chooses it by."""
 
 import itertools
+import json
 from collections import namedtuple
 from types import SimpleNamespace
 from typing import Any
@@ -73,6 +74,16 @@ def alike(given: Any, first: Any) -> bool:
     return type(given) is type(first) and given == first
 
 
+def bound(kernel: JITFunction, args: tuple, kwargs: dict) -> dict[str, Any]:
+    """A launch's arguments by name, without its options."""
+    from requant_kernels.common.launch import OPTIONS
+
+    own = {name: value for name, value in kwargs.items() if name not in OPTIONS}
+    found = kernel.signature.bind(*args, **own)
+    found.apply_defaults()
+    return dict(found.arguments)
+
+
 LAUNCHED: list[tuple] = []
 
 
@@ -124,10 +135,7 @@ def test_what_is_launched_directly_is_what_triton_would_bind(monkeypatch) -> Non
     from requant_kernels.trellis import gemv as trellis_gemv
 
     def run(self, *args, grid, warmup, **kwargs):
-        own = {name: value for name, value in kwargs.items() if name not in launch.OPTIONS}
-        bound = self.signature.bind(*args, **own)
-        bound.apply_defaults()
-        return Compiled(dict(bound.arguments))
+        return Compiled(bound(self, args, kwargs))
 
     monkeypatch.setattr(JITFunction, "run", run)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -139,6 +147,59 @@ def test_what_is_launched_directly_is_what_triton_would_bind(monkeypatch) -> Non
     assert len(launch._chosen) == known >= 20, "the second time every launch is known"
     assert len(LAUNCHED) - before > known
     assert len({kernel for kernel, *_ in launch._chosen}) >= 8
+
+
+def other_ways() -> None:
+    """Launches that are not remembered, or not in `every_way`."""
+    from requant_kernels import pack_trellis
+    from requant_kernels.scalar import dequantize, embedding
+    from requant_kernels.scalar.gemm import gemm
+    from requant_kernels.scalar.gemm_launch import GemmConfig
+    from requant_kernels.trellis import lookup, portable
+
+    from .cases import Case, random_layout, random_trellis
+
+    for case in (
+        Case(format="grid", bits=3, n=48, k=512, m=20, zero_points=True, density=0.05),
+        Case(format="codebook", bits=3, n=48, k=512, m=20),
+    ):
+        layout = random_layout(case, "cpu")
+        gemm(torch.randn(case.m, case.k).half(), layout, None, GemmConfig(), asm=True)
+        dequantize.dequantize(layout, torch.float16, asm=True)
+        if case.format == "grid":
+            embedding.lookup(torch.arange(4), layout, torch.float16)
+    trellis = pack_trellis(*random_trellis(48, 512, 2, "cpu"), bits=2, code="mul1")
+    lookup.lookup(torch.arange(4), [trellis], torch.float16)
+    portable.portable_gemv(torch.randn(2, 512).half(), trellis)
+    portable.portable_dequantize(trellis, torch.empty(48, 512, dtype=torch.float16))
+
+
+def test_hooks_are_not_told_of_constants_that_json_cannot_hold(monkeypatch) -> None:
+    """Triton writes a kernel's constants as JSON before it calls a hook, such as vLLM's on compilations, and raises."""
+    from requant_kernels.common import launch
+    from requant_kernels.trellis import gemv as trellis_gemv
+    from triton import knobs
+
+    kernels = []
+
+    def run(self, *args, grid, warmup, **kwargs):
+        kernels.append(self.fn.__name__)
+        found = bound(self, args, kwargs)
+        if knobs.runtime.jit_cache_hook is not None or knobs.runtime.jit_post_compile_hook is not None:
+            json.dumps([found[parameter.name] for parameter in self.params if parameter.is_constexpr])
+        return Compiled(found)
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(launch, "_chosen", {})
+    monkeypatch.setattr(trellis_gemv, "num_sms", lambda device: 132)
+    hook = lambda **compiled: None  # noqa: E731
+    for name in ("jit_cache_hook", "jit_post_compile_hook"):
+        monkeypatch.setattr(knobs.runtime, name, hook)
+    every_way()
+    other_ways()
+    assert len(set(kernels)) >= 14
+    assert knobs.runtime.jit_cache_hook is hook and knobs.runtime.jit_post_compile_hook is hook
 
 
 def takes_a_tensor(x_ptr, n, absent, BLOCK):

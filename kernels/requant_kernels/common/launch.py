@@ -5,6 +5,9 @@ are 1, and on constants. `launch` remembers the kernel that Triton chose by just
 the second time on hands the arguments to it directly, tensors as addresses, which the driver is then not asked about. A
 short prompt read without a CUDA graph takes most of its time in launches.
 
+Constants are often dataclasses. Before Triton tells a hook of what it compiles it writes them as JSON, which fails, and vLLM
+has such a hook, to warn of what is compiled after its start. So nothing of ours is told to hooks (`unreported`).
+
 A launch may take more shared memory than its kernel uses, so that fewer CTAs fit an SM (`occupancy.py`). Triton has no
 option for it: a copy of the compiled kernel gets the number that is passed on.
 """
@@ -12,7 +15,8 @@ option for it: a copy of the compiled kernel gets the number that is passed on.
 import copy
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -48,7 +52,8 @@ def launch(
         kernel[grid](*args, **constants)
         return
     if compiling():
-        kernel.warmup(*args, grid=grid, **constants)
+        with unreported():
+            kernel.warmup(*args, grid=grid, **constants)
         return
     device = torch.cuda.current_device()
     key = (kernel, device, id(constants), smem_bytes, *map(_tag, args))
@@ -62,13 +67,28 @@ def launch(
             compiled[grid](*args, *values)
         return
     if smem_bytes:
-        compiled = with_smem_bytes(kernel.warmup(*args, grid=grid, **constants), smem_bytes)
+        with unreported():
+            compiled = kernel.warmup(*args, grid=grid, **constants)
+        compiled = with_smem_bytes(compiled, smem_bytes)
         compiled[grid](*args, *(constants[name] for name in kernel.arg_names[len(args) :]))
     else:
-        compiled = kernel[grid](*args, **constants)
+        with unreported():
+            compiled = kernel[grid](*args, **constants)
     names = kernel.arg_names[len(args) :]
     assert set(names) == constants.keys() - OPTIONS, "constants come after all other arguments"
     _chosen[key] = compiled, tuple(constants[name] for name in names)
+
+
+@contextmanager
+def unreported() -> Iterator[None]:
+    """Hooks of Triton are not told what is compiled while this lasts; for launches whose constants JSON cannot hold."""
+    runtime = knobs.runtime
+    hooks = runtime.jit_cache_hook, runtime.jit_post_compile_hook
+    runtime.jit_cache_hook = runtime.jit_post_compile_hook = None
+    try:
+        yield
+    finally:
+        runtime.jit_cache_hook, runtime.jit_post_compile_hook = hooks
 
 
 def start(compiled: Any, grid: tuple[int, int, int], stream: int, *operands: Any) -> None:

@@ -21,6 +21,7 @@ from requant_kernels.common.fragment_dequant import (
     load_slices,
     sparse_operands,
 )
+from requant_kernels.common.launch import unreported
 from requant_kernels.common.packing import Layout
 
 
@@ -107,9 +108,10 @@ def dequantize(layout: Layout, dtype: torch.dtype, *, asm: bool | None = None) -
     out = torch.empty(layout.n, layout.k, dtype=dtype, device=layout.packed_codes.device)
     tensors, format = dequant_operands(layout, dtype, asm)
     tiles, warps = layout.packed_codes.shape[0], 8 if layout.k > 1024 else 4
-    dequantize_kernel[(tiles,)](
-        *tensors, *sparse_operands(layout), layout.column_scales, out, layout.k, layout.n, tiles - 1,
-        triton.cdiv(triton.cdiv(layout.k, 256), warps), FORMAT=format, SLICES=16, WARPS=warps, num_warps=warps,
-        num_stages=1,
-    )  # fmt: skip
+    with unreported():
+        dequantize_kernel[(tiles,)](
+            *tensors, *sparse_operands(layout), layout.column_scales, out, layout.k, layout.n, tiles - 1,
+            triton.cdiv(triton.cdiv(layout.k, 256), warps), FORMAT=format, SLICES=16, WARPS=warps, num_warps=warps,
+            num_stages=1,
+        )  # fmt: skip
     return out

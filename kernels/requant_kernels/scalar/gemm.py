@@ -27,6 +27,7 @@ from requant_kernels.common.fragment_dequant import (
     scaled_activations,
     sparse_operands,
 )
+from requant_kernels.common.launch import unreported
 from requant_kernels.common.packing import Layout
 from requant_kernels.common.pdl import pdl_option, wait_for_previous_launch
 from requant_kernels.common.sparse_spmm import spmm_reduce_kernel, transpose_kernel
@@ -165,10 +166,11 @@ def gemm(
     )
     partial = torch.empty(splits, tokens, tiles * 16, dtype=torch.float32, device=x.device)
     tensors, format = dequant_operands(layout, x.dtype, asm)
-    gemm_kernel[(triton.cdiv(tiles, config.num_warps), splits)](
-        permuted, *tensors, partial, k, tiles - 1, steps, FORMAT=format, WARPS=config.num_warps, TOKENS=tokens, PDL=pdl,
-        num_warps=config.num_warps, num_stages=config.num_stages, **launch_pdl,
-    )  # fmt: skip
+    with unreported():
+        gemm_kernel[(triton.cdiv(tiles, config.num_warps), splits)](
+            permuted, *tensors, partial, k, tiles - 1, steps, FORMAT=format, WARPS=config.num_warps, TOKENS=tokens,
+            PDL=pdl, num_warps=config.num_warps, num_stages=config.num_stages, **launch_pdl,
+        )  # fmt: skip
     y = torch.empty(m, layout.n, dtype=x.dtype, device=x.device)
     if layout.sparse is None:
         reduce_kernel[(triton.cdiv(layout.n, 512), m)](

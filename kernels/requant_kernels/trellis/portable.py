@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from requant_kernels.common.launch import unreported
 from requant_kernels.trellis.codes import CODES
 from requant_kernels.trellis.layout import TrellisLayout, k64_per_unit
 
@@ -110,9 +111,10 @@ def portable_gemv(x: Tensor, layout: TrellisLayout) -> Tensor:
     """V times rotated activations: float32 [m, rows] of x float16 [m, columns], m at most MAX_TOKENS."""
     m, (tiles, units) = x.shape[0], layout.packed_codes.shape[:2]
     y = torch.empty(m, tiles * 16, dtype=torch.float32, device=x.device)
-    portable_gemv_kernel[(tiles,)](
-        x, layout.packed_codes, y, m, x.shape[1], units, tiles * 16, x.stride(0), **constants(layout), N=MAX_TOKENS
-    )  # fmt: skip
+    with unreported():
+        portable_gemv_kernel[(tiles,)](
+            x, layout.packed_codes, y, m, x.shape[1], units, tiles * 16, x.stride(0), **constants(layout), N=MAX_TOKENS
+        )  # fmt: skip
     return y
 
 
@@ -120,6 +122,7 @@ def portable_dequantize(layout: TrellisLayout, out: Tensor) -> None:
     """Write V to `out`, float16 [r, c]."""
     tiles, units = layout.packed_codes.shape[:2]
     columns = out.shape[1]
-    portable_dequantize_kernel[(tiles, triton.cdiv(columns, 64))](
-        layout.packed_codes, out, units, columns, **constants(layout)
-    )
+    with unreported():
+        portable_dequantize_kernel[(tiles, triton.cdiv(columns, 64))](
+            layout.packed_codes, out, units, columns, **constants(layout)
+        )
