@@ -10,7 +10,7 @@ from eval.markdown import markdown, read
 def speed_table(results: Path) -> str:
     """Targets beside what was measured."""
     rows: list[list[str]] = []
-    cpu, gpu = read(results, "speed-cpu"), read(results, "speed-cuda")
+    cpu, gpu, h100 = (read(results, name) for name in ("speed-cpu", "speed-cuda", "speed-1b-h100"))
     for found, target in ((cpu, "480 s"), (gpu, "60 s")):
         if "run" in found:
             samples = found["run"]["recipe"]["calibration"]["num_samples"]
@@ -45,11 +45,17 @@ def speed_table(results: Path) -> str:
         memory = f"{_memory(found)}, {found['peak_in_bf16_models']:.1f} x the model"
         rows.append([what, gpu["device"], f"{found['a step']:.2f} s", memory, ""])
     for shape, target in (("1b", "720 s, 24 GiB"), ("3b", ""), ("8b", "4500 s, 90 GiB"), ("70b", "")):
-        for found in (row for key, row in gpu.items() if key.startswith(f"run_{shape}")):
+        runs = [
+            (row, device)
+            for rows_of, device in ((gpu, gpu.get("device")), (h100, h100.get("about", {}).get("device")))
+            for key, row in rows_of.items()
+            if key.startswith(f"run_{shape}")
+        ]
+        for found, device in runs:
             part = "" if found["blocks"] is None else f", its first {found['blocks']} blocks"
             phases = _phases(found["recipe"]["finetune"], found["steps"])
             what = f"{shape.upper()} shape{part}, 2 bits, the whole `best` run, {phases}"
-            machine = gpu["device"] if found["gpus"] == 1 else f"{found['gpus']} x {gpu['device']}"
+            machine = device if found["gpus"] == 1 else f"{found['gpus']} x {device}"
             aim = "" if part or found["gpus"] > 1 else target
             rows.append([what, machine, _seconds(found), _predicted(found), aim])
         if (key := f"parts_{shape}") in gpu:
