@@ -177,15 +177,19 @@ def best_parts(recipe: Recipe, device: str, dtype: str) -> dict[str, Any]:
 
         first, again = timed(learn, where), timed(learn, where)
     found |= {"compiling": max(0.0, first - again), "a step": again / settings.num_steps}
+    gpu, shape = where.type == "cuda", (windows.shape[0], windows.shape[1])
+    device_memory = torch.cuda.mem_get_info()[1] if gpu else 0
     predicted = training_bytes(
         run.model,
         run.targets,
         set(weights),
         settings,
-        (windows.shape[0], windows.shape[1]),
-        by_block=trains_by_block(run.model, settings),
-        gpu=where.type == "cuda",
-        device_memory=torch.cuda.mem_get_info()[1] if where.type == "cuda" else 0,
+        shape,
+        by_block=trains_by_block(
+            run.model, run.targets, settings, shape, device_memory=device_memory if gpu else None
+        ),
+        gpu=gpu,
+        device_memory=device_memory,
     )
     return {**found, "predicted_bytes": predicted, **memory(peak_memory(where), prepared.model)}
 

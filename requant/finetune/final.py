@@ -13,6 +13,7 @@ This is the end-to-end tuning of AQLM and QTIP (Egiazarian et al. 2024, arXiv 24
 
 import copy
 import logging
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Int64
@@ -32,16 +33,17 @@ from requant.finetune.loop import (
     train,
     trainable_tensors,
 )
+from requant.finetune.memory import training_bytes
 from requant.finetune.saved_training import SavedTraining
 from requant.finetune.step import TrainableTensor
 from requant.finetune.teacher import HeadTeacher, Teacher, why_states_do_not_suffice
 from requant.formats.quantized_weight import trainable_params, with_trainable_params
+from requant.models.targets import QuantTarget
 from requant.recipe.schema import Finetune
 from requant.run.context import RunContext, Weights
 
-# Parameters. A whole run of 1B trained as a whole takes 52 GiB of a GPU and has been measured; from here on it would take
-# more than most GPUs have.
-BLOCKWISE_FROM = 2_500_000_000
+BLOCKWISE_FROM = 2_500_000_000  # parameters; training them as a whole takes more than most GPUs have
+FITS = 0.9  # of a GPU's memory, which training as a whole may take by the estimate
 logger = logging.getLogger(__name__)
 
 
@@ -100,7 +102,14 @@ def teacher_of(
     val_windows: Int64[Tensor, "h t"] | None = None,
 ) -> Teacher | HeadTeacher:
     """What the run learns from: the original, or its head and states where it learns block by block."""
-    if trains_by_block(run.model, settings):
+    device = run.model.device
+    if trains_by_block(
+        run.model,
+        run.targets,
+        settings,
+        (run.train_windows.shape[0], run.train_windows.shape[1]),
+        device_memory=torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None,
+    ):
         run.apply_original_weights()
         devices = {p.device for p in run.model.parameters()}
         reason = (
@@ -116,11 +125,29 @@ def teacher_of(
     return Teacher(original_model(run), train_windows)
 
 
-def trains_by_block(model: PreTrainedModel, settings: Finetune) -> bool:
-    """Whether training goes block by block (`blockwise.py`), as the recipe says or as the model's size asks for."""
+def trains_by_block(
+    model: PreTrainedModel,
+    targets: Sequence[QuantTarget],
+    settings: Finetune,
+    windows: tuple[int, int],
+    *,
+    device_memory: int | None,
+) -> bool:
+    """Whether training goes block by block (`blockwise.py`), as the recipe says; else from BLOCKWISE_FROM parameters on, and
+    where training as a whole would not fit a GPU of so many bytes (None: there is none).
+
+    `windows` are those of training, and the estimate that of no codes yet, so that all phases of a run answer alike.
+    """
     if settings.blockwise is not None:
         return settings.blockwise
-    return sum(p.numel() for p in model.parameters()) >= BLOCKWISE_FROM
+    if sum(p.numel() for p in model.parameters()) >= BLOCKWISE_FROM:
+        return True
+    if device_memory is None:
+        return False
+    whole = training_bytes(
+        model, targets, (), settings, windows, by_block=False, gpu=True, device_memory=device_memory
+    )
+    return whole > FITS * device_memory
 
 
 def params_in_single_precision(model: PreTrainedModel, teacher: Teacher | HeadTeacher) -> list[Tensor]:

@@ -208,7 +208,7 @@ def make_plan(
         allocation=None if allocation.budget is None else allocation,
         widths={} if allocation.budget is None else widths,
         rotations=_rotations(prepared, recipe),
-        training=_training(prepared, recipe),
+        training=_training(prepared, recipe, device),
     )
 
 
@@ -234,7 +234,7 @@ def _rotations(prepared: Prepared | Outline, recipe: Recipe) -> str | None:
     return f"per matrix: {prepared.why_not_folded}" if prepared.why_not_folded else "folded into the model"
 
 
-def _training(prepared: Prepared | Outline, recipe: Recipe) -> str | None:
+def _training(prepared: Prepared | Outline, recipe: Recipe, device: str) -> str | None:
     """Mode `best` trains after each of its rounds, the last time with all codes fixed; other modes at the end alone."""
     if not recipe.finetune.trains:
         return None
@@ -243,6 +243,8 @@ def _training(prepared: Prepared | Outline, recipe: Recipe) -> str | None:
         found += f" after each of {len(rounds_of(prepared.targets, recipe.finetune.rounds))} rounds"
     if recipe.finetune.own_windows:
         found += f", with {recipe.finetune.own_windows:,} windows that the model writes"
+    if _by_block(prepared, recipe, device):
+        found += ", block by block"
     return found
 
 
@@ -351,14 +353,27 @@ def _training_memory(prepared: Prepared | Outline, recipe: Recipe, device: str) 
         prepared.targets,
         {target.name for target in coded},
         recipe.finetune,
-        (
-            prepared.train_windows.shape[0] + recipe.finetune.own_windows,
-            prepared.train_windows.shape[1],
-        ),
-        by_block=recipe.mode != "sparse" and trains_by_block(prepared.model, recipe.finetune),
+        _train_windows(prepared, recipe),
+        by_block=_by_block(prepared, recipe, device),
         gpu=device == "cuda",
         device_memory=_device_memory(device),
         gpus=count_gpus(prepared),
+    )
+
+
+def _train_windows(prepared: Prepared | Outline, recipe: Recipe) -> tuple[int, int]:
+    count, length = prepared.train_windows.shape
+    return count + recipe.finetune.own_windows, length
+
+
+def _by_block(prepared: Prepared | Outline, recipe: Recipe, device: str) -> bool:
+    """Whether training goes block by block."""
+    return recipe.mode != "sparse" and trains_by_block(
+        prepared.model,
+        prepared.targets,
+        recipe.finetune,
+        _train_windows(prepared, recipe),
+        device_memory=_device_memory(device) if device == "cuda" else None,
     )
 
 

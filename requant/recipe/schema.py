@@ -119,7 +119,8 @@ class Finetune:
     eval_every: int = 20
     """Steps between two evaluations on the validation windows."""
     blockwise: bool | None = None
-    """Whether to train block by block, in half the memory; none: from 2.5e9 parameters (`finetune/blockwise.py`)."""
+    """Whether to train block by block, in half the memory; none: from 2.5e9 parameters, and where else it
+    would not fit the GPU (`finetune/blockwise.py`)."""
 
     def __post_init__(self) -> None:
         if self.steps is not None:

@@ -14,6 +14,7 @@ from requant.finetune.blockwise import BlockwiseStep
 from requant.finetune.compile_blocks import Divergence, fused, kl
 from requant.finetune.final import finetune, teacher_of, trains_by_block
 from requant.finetune.loop import loss_sum
+from requant.finetune.memory import training_bytes
 from requant.finetune.recomputed_block import LearningBlock
 from requant.finetune.sixteen_bit_adam import SixteenBitAdam
 from requant.finetune.step import ReparametrizedWeight, TrainableTensor, adam
@@ -355,11 +356,21 @@ def test_rounds_and_the_last_phase_end_where_those_of_the_whole_model_do(
     assert distance < 0.02 * learned
 
 
-def test_size_decides_where_the_recipe_does_not(tiny_model, monkeypatch) -> None:
+def test_size_and_memory_decide_where_the_recipe_does_not(tiny_model, monkeypatch) -> None:
     model = tiny_model("llama")
-    assert not trains_by_block(model, Finetune()) and trains_by_block(model, Finetune(blockwise=True))
+    targets, windows = find_linears(model), (64, 32)
+
+    def decided(blockwise: bool | None = None, memory: int | None = None) -> bool:
+        settings = Finetune(steps=1, blockwise=blockwise)
+        return trains_by_block(model, targets, settings, windows, device_memory=memory)
+
+    whole = training_bytes(
+        model, targets, (), Finetune(steps=1), windows, by_block=False, gpu=True, device_memory=10**9
+    )
+    assert not decided() and decided(True) and not decided(memory=10**9)
+    assert decided(memory=round(whole / 2)) and not decided(False, memory=round(whole / 2))
     monkeypatch.setattr(final, "BLOCKWISE_FROM", 1000)
-    assert trains_by_block(model, Finetune()) and not trains_by_block(model, Finetune(blockwise=False))
+    assert decided() and decided(memory=10**9) and not decided(False)
 
 
 def test_a_model_whose_head_reads_past_the_base_model_is_trained_as_a_whole(
