@@ -38,6 +38,7 @@ import requant
 from eval import options as opt
 from eval.common import environment, write_json
 from eval.end_to_end import BATCHES, SHAPES
+from requant.cli.common import sigterm_interrupts
 from requant.formats.grid import GridSpec
 from requant.formats.packed_spec import PackedSpec
 from requant.formats.trellis import TrellisSpec
@@ -308,7 +309,10 @@ def row_of_own_process(name: str, tensor_parallel: int) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as home:
         part = Path(home) / "row.json"
         command = [sys.executable, "-m", "eval.vllm_engine", *sys.argv[1:], "--row", name, "--out", str(part)]
-        run = subprocess.run(command, env=environ, stdout=sys.stderr, check=False)
+        with (
+            sigterm_interrupts()
+        ):  # so that a timeout of this command ends the engine too, which holds a GPU's memory
+            run = subprocess.run(command, env=environ, stdout=sys.stderr, check=False)
         return json.loads(part.read_text()) if part.exists() else [{"name": name, "failed": run.returncode}]
 
 
