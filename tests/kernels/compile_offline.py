@@ -31,8 +31,8 @@ INTEGERS = ("M", "last_tile", "iterations", "groups", "steps", "blocks", "width"
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What ptxas made. Instructions are static ones, and read when they are asked for: a disassembler takes a third of a
-    second to start."""
+    """What ptxas made. Instructions are static ones, and read when they are asked for: a disassembler takes a quarter of a
+    second to start (`-ndf`: a third more for the targets of indirect jumps, which no kernel has)."""
 
     registers: int
     stack: int  # bytes: spills
@@ -46,7 +46,7 @@ class Machine:
         labels: dict[str, int] = {}
         instructions: list[str] = []
         for label, instruction in re.findall(
-            r"(\.L_\w+):|/\*[0-9a-f]{4,}\*/\s+([^;]+);", output_of("nvdisasm", "-c", cubin=self.cubin)
+            r"(\.L_\w+):|/\*[0-9a-f]{4,}\*/\s+([^;]+);", output_of("nvdisasm", "-c", "-ndf", cubin=self.cubin)
         ):
             if label:
                 labels[label] = len(instructions)
@@ -118,13 +118,13 @@ class Machine:
         return tuple(sorted(len(codes) for codes in self.innermost if MMA & set(codes)))
 
 
-def output_of(tool: str, option: str, *, cubin: bytes) -> str:
+def output_of(tool: str, *options: str, cubin: bytes) -> str:
     """What one of CUDA's tools prints of a kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         return subprocess.run(
-            [TOOLS / tool, option, file.name], capture_output=True, text=True, check=True
+            [TOOLS / tool, *options, file.name], capture_output=True, text=True, check=True
         ).stdout
 
 

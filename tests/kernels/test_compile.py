@@ -135,10 +135,9 @@ def chosen_launches() -> list[Launch]:
 
 
 def is_fast(format: str, bits: int, config: GemvConfig, sparse: bool, tokens: int) -> bool:
-    """Three launches that stand for the others where time is short."""
+    """Two launches that stand for the others where time is short; a staged one is in the test before."""
     launch = config.num_warps, config.tiles_per_cta, config.num_stages, config.max_registers
     return (format, bits, launch, config.stage_activations, sparse, tokens) in (
-        ("grid", 3, (4, 1, 4, 128), True, True, 1),
         ("grid", 3, (8, 1, 3, 128), False, True, 8),
         ("grid", 3, (4, 1, 1, 128), False, False, 1),
     )
@@ -157,7 +156,11 @@ def test_no_launch_spills(format: str, bits: int, config: GemvConfig, sparse: bo
 
 @pytest.mark.parametrize(
     ("capability", "format", "bits", "dtype"),
-    [(80, "grid", 3, torch.bfloat16), (89, "codebook", 3, torch.float16), (90, "grid", 8, torch.bfloat16)],
+    [
+        (80, "grid", 3, torch.bfloat16),
+        (89, "codebook", 3, torch.float16),
+        pytest.param(90, "grid", 8, torch.bfloat16, marks=pytest.mark.slow),
+    ],
 )
 def test_gemv_compiles_with_residuals(capability: int, format: str, bits: int, dtype: torch.dtype) -> None:
     registers = gemv_registers(Shape(format, bits, 4096, 4096, 1))

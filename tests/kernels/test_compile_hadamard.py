@@ -17,8 +17,10 @@ INTEGERS = {"in_width": "i32", "out_width": "i32"}
 
 
 @counts_instructions
-@pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+@pytest.mark.parametrize(
+    ("capability", "dtype"),
+    [(80, "fp16"), (90, "fp16"), (90, "fp32"), pytest.param(80, "fp32", marks=pytest.mark.slow)],
+)
 def test_a_warp_keeps_256_neighbours(capability: int, dtype: str) -> None:
     """The PTX of a tile needs 8 of a warp's 256 values in every lane; float16 in is the input, float32 the output
     transform."""
@@ -67,7 +69,13 @@ def batched_machine(
 
 @counts_instructions
 @pytest.mark.parametrize(
-    ("tiles", "splits", "tiles_per_cta"), [(1, 8, 1), (2, 4, 1), (2, 2, 2), (2, 4, 2), (4, 2, 4)]
+    ("tiles", "splits", "tiles_per_cta"),
+    [
+        (1, 8, 1),
+        (2, 2, 2),
+        (4, 2, 4),
+        *(pytest.param(2, 4, tiles_per_cta, marks=pytest.mark.slow) for tiles_per_cta in (1, 2)),
+    ],
 )
 def test_splits_are_added_without_spills(tiles: int, splits: int, tiles_per_cta: int) -> None:
     machine = batched_machine("fp32", tiles=tiles, splits=splits, tiles_per_cta=tiles_per_cta, permute=False)
@@ -77,7 +85,7 @@ def test_splits_are_added_without_spills(tiles: int, splits: int, tiles_per_cta:
 
 
 @counts_instructions
-@pytest.mark.parametrize("tiles", [1, 2])
+@pytest.mark.parametrize("tiles", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_products_of_16_bits_without_scales_keep_the_layout(tiles: int) -> None:
     """In the kernel of a tile they would run the PTX four times, in more shared memory than there is."""
     machine = batched_machine("fp16", tiles=tiles, splits=1, tiles_per_cta=tiles, permute=False, bare=True)

@@ -101,8 +101,18 @@ def test_no_kernel_is_compiled_anew_for_another_length(kernel: Any) -> None:
         assert len({triton_sees(by_name[name], value) for value in (2, 100, 128, 4096, 4099)}) == 1, name
 
 
+FAST_LENGTHS = ("rope_cache with norms", "attention", "its parts", "embed")  # a case of each kernel
+
+
 @counts_instructions
-@pytest.mark.parametrize("name", [name for name, (kernel, *_) in CASES.items() if kernel in LENGTHS])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in FAST_LENGTHS else pytest.mark.slow)
+        for name, (kernel, *_) in CASES.items()
+        if kernel in LENGTHS
+    ],
+)
 def test_lengths_of_any_number_cost_no_instruction(name: str) -> None:
     any_length, multiple_of_16 = compiled(name, specialized), compiled(name, lambda _: True)
     assert any_length.instructions <= multiple_of_16.instructions

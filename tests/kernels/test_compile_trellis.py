@@ -74,8 +74,14 @@ def trellis_machine(
 
 
 @counts_instructions
-@pytest.mark.parametrize(("code", "bits"), TRELLIS_CEILING)
-@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize(
+    ("code", "bits", "shared"),
+    [
+        pytest.param(*kind, shared, marks=() if shared or kind == ("mul1", 2) else pytest.mark.slow)
+        for shared in (True, False)
+        for kind in TRELLIS_CEILING
+    ],
+)
 def test_trellis_instructions_a_weight(
     code: str, bits: float, shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,7 +105,14 @@ def test_trellis_instructions_a_weight(
 
 
 @counts_instructions
-@pytest.mark.parametrize(("code", "tokens"), [("mul1", 1), ("pair", 1), ("mul1", 8), ("3inst", 5)])
+@pytest.mark.parametrize(
+    ("code", "tokens"),
+    [
+        ("mul1", 1),
+        ("3inst", 5),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("pair", 1), ("mul1", 8))),
+    ],
+)
 def test_an_output_that_is_not_rotated_is_finished_without_spills(code: str, tokens: int) -> None:
     plain = trellis_machine(code, 2, tokens=tokens)
     machine = trellis_machine(code, 2, tokens=tokens, finished=True)
@@ -108,11 +121,24 @@ def test_an_output_that_is_not_rotated_is_finished_without_spills(code: str, tok
     assert machine.instructions <= plain.instructions + 120
 
 
+GATES, DOWNS = (768, 2048, 2), (2048, 768, 1)  # n, k, parts
+FAST_EXPERTS = (  # both launches of uneven bits, and a gate that is not fused with the rotation
+    (("mul1", 2.25), GATES),
+    (("mul1", 2.25), DOWNS),
+    (("pair", 2), GATES),
+    (("3inst", 2), GATES),
+)
+
+
 @counts_instructions
 @pytest.mark.parametrize(
-    ("code", "bits"), [("mul1", 2), ("mul1", 2.25), ("mul1", 4), ("pair", 2), ("3inst", 2)]
+    ("code", "bits", "n", "k", "parts"),
+    [
+        pytest.param(*kind, *shape, marks=() if (kind, shape) in FAST_EXPERTS else pytest.mark.slow)
+        for kind in (("mul1", 2), ("mul1", 2.25), ("mul1", 4), ("pair", 2), ("3inst", 2))
+        for shape in (GATES, DOWNS)
+    ],
 )
-@pytest.mark.parametrize(("n", "k", "parts"), [(768, 2048, 2), (2048, 768, 1)])
 def test_experts_add_little_to_the_loop_and_do_not_spill(
     code: str, bits: float, n: int, k: int, parts: int
 ) -> None:
@@ -146,7 +172,7 @@ def test_what_follows_the_experts_products_is_small(kernel) -> None:
 
 
 @counts_instructions
-@pytest.mark.parametrize("per_group", [32, 256])
+@pytest.mark.parametrize("per_group", [pytest.param(32, marks=pytest.mark.slow), 256])
 def test_what_precedes_the_experts_products_of_prompts_is_small(per_group: int) -> None:
     """128 experts, 8 a token."""
     constants = {"PER_TOKEN": 8, "EXPERTS": 128, "PADDED": 128, "N": per_group, "BLOCK": 1024, "GROUPS": 32}
@@ -228,9 +254,10 @@ def group_machine(
 @pytest.mark.parametrize(
     ("parts", "tokens"),
     [((("mul1", 1.75), ("mul1", 2), ("mul1", 2.75)), 1),
-     ((("mul1", 2.5), ("mul1", 3), ("mul1", 3.25)), 1),
+     pytest.param((("mul1", 2.5), ("mul1", 3), ("mul1", 3.25)), 1, marks=pytest.mark.slow),
      ((("pair", 2), ("mul1", 2.75)), 1),
-     ((("mul1", 1.75), ("mul1", 2), ("mul1", 2.75)), 8)],
+     ((("mul1", 2), ("mul1", 2.75)), 8),
+     pytest.param((("mul1", 1.75), ("mul1", 2), ("mul1", 2.75)), 8, marks=pytest.mark.slow)],
     ids=str,
 )  # fmt: skip
 def test_matrices_in_one_launch_keep_their_loops(parts: Parts, tokens: int) -> None:
@@ -246,14 +273,16 @@ def test_matrices_in_one_launch_keep_their_loops(parts: Parts, tokens: int) -> N
 
 
 @counts_instructions
-@pytest.mark.parametrize("tokens", [1, 8, 16])
 @pytest.mark.parametrize(
-    ("parts", "sizes"),
-    [((("mul1", 1.25), ("mul1", 1.75), ("mul1", 2.25)), (4096, 1024, 1024)),
-     ((("pair", 1.75), ("pair", 2), ("pair", 2.5)), (4096, 1024, 1024)),
-     ((("mul1", 2.5), ("mul1", 3.25), ("mul1", 3.5)), (4096, 1024, 1024)),
-     ((("mul1", 4), ("mul1", 4.75)), (5120, 1024)),
-     ((("mul1", 3), ("mul1", 2.75)), (14336, 14336))],
+    ("parts", "sizes", "tokens"),
+    [pytest.param(*launch, tokens, marks=() if tokens == fast else pytest.mark.slow)
+     for *launch, fast in (
+         ((("mul1", 1.25), ("mul1", 1.75), ("mul1", 2.25)), (4096, 1024, 1024), 1),
+         ((("pair", 1.75), ("pair", 2), ("pair", 2.5)), (4096, 1024, 1024), 1),
+         ((("mul1", 2.5), ("mul1", 3.25), ("mul1", 3.5)), (4096, 1024, 1024), 8),
+         ((("mul1", 4), ("mul1", 4.75)), (5120, 1024), 16),
+         ((("mul1", 3), ("mul1", 2.75)), (14336, 14336), 16))
+     for tokens in (1, 8, 16)],
     ids=str,
 )  # fmt: skip
 def test_launches_of_several_matrices_spill_little(parts: Parts, sizes: tuple[int, ...], tokens: int) -> None:
@@ -356,8 +385,9 @@ def test_dequantize_compiles(units: dict[str, int]) -> None:
 @counts_instructions
 @pytest.mark.parametrize(
     ("code", "bits", "k", "launch"),
-    [("pair", 2, 4096, (16, 2, 1)), ("mul1", 2, 2048, (16, 4, 1)), ("mul1", 4, 256, (16, 1, 2)),
-     ("mul1", 2, 4096, (16, 7, 1)), ("pair", 2, 4096, (16, 7, 1))],
+    [("pair", 2, 4096, (16, 2, 1)), ("mul1", 4, 256, (16, 1, 2)), ("mul1", 2, 4096, (16, 7, 1)),
+     *(pytest.param(*case, marks=pytest.mark.slow)
+       for case in (("mul1", 2, 2048, (16, 4, 1)), ("pair", 2, 4096, (16, 7, 1))))],
 )  # fmt: skip
 def test_one_token_is_rotated_without_spills(
     code: str, bits: int, k: int, launch: tuple[int, int, int]
@@ -373,8 +403,14 @@ def test_one_token_is_rotated_without_spills(
 
 
 @counts_instructions
-@pytest.mark.parametrize(("code", "bits"), [("mul1", 2), ("pair", 2.25), ("3inst", 3.5), ("mul1", 8)])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("code", "bits", "dtype"),
+    [
+        pytest.param(*kind, dtype, marks=() if dtype == "fp32" or kind == ("mul1", 2) else pytest.mark.slow)
+        for kind in (("mul1", 2), ("pair", 2.25), ("3inst", 3.5), ("mul1", 8))
+        for dtype in ("fp32", "bf16")
+    ],
+)
 def test_rows_are_looked_up_without_spills(code: str, bits: float, dtype: str) -> None:
     """float32 to be rotated back, or what the caller asks for."""
     machine = lookup_machine(((code, bits),), dtype)

@@ -41,8 +41,14 @@ def forward(code: str, bits: float, *, pinned: bool) -> tuple[Machine, int]:
     return compiled, len(shifts)
 
 
+FAST = (("mul1", 2), ("mul1", 2.25), ("mul1", 4), ("pair", 1.75), ("pair", 2))  # even and uneven steps
+
+
 @counts_instructions
-@pytest.mark.parametrize(("code", "bits"), CEILINGS)
+@pytest.mark.parametrize(
+    ("code", "bits"),
+    [pytest.param(*kind, marks=() if kind in FAST else pytest.mark.slow) for kind in CEILINGS],
+)
 def test_few_instructions_a_state(code: str, bits: float) -> None:
     compiled, steps = forward(code, bits, pinned=True)
     assert compiled.loop / (steps * (65536 // THREADS)) <= CEILINGS[code, bits]

@@ -63,8 +63,15 @@ def test_wgmma_runs_while_weights_are_dequantized(format: str, bits: int) -> Non
 
 
 @counts_instructions
-@pytest.mark.parametrize("launch", [(32, 4, 1, 0), (64, 4, 1, 0), (64, 8, 1, 0), (128, 8, 1, 0)], ids=str)
-@pytest.mark.parametrize("direct", [0, 1])
+@pytest.mark.parametrize(
+    ("launch", "direct"),
+    [
+        pytest.param(launch, direct, marks=() if direct == fast else pytest.mark.slow)
+        for launch, fast in (((32, 4, 1, 0), 0), ((64, 4, 1, 0), 1), ((64, 8, 1, 0), 0), ((128, 8, 1, 0), 1))
+        for direct in (0, 1)
+    ],
+    ids=str,
+)
 def test_no_launch_of_the_heuristic_spills(launch: tuple[int, ...], direct: int) -> None:
     machine = machine_of("grid", 3, launch=launch, direct=bool(direct))
     assert machine.stack == 0
@@ -111,7 +118,7 @@ def test_shared_memory_of_every_launch(launch: tuple[int, ...], sparse: bool) ->
 
 
 @counts_instructions
-@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("dtype", [pytest.param("fp16", marks=pytest.mark.slow), "bf16"])
 def test_residuals_cost_one_instruction_per_weight(dtype: str) -> None:
     machine = machine_of("grid", 3, sparse=True, dtype=dtype)
     assert machine.stack <= 16

@@ -76,7 +76,9 @@ def test_one_instruction_makes_two_weights(config: Fp16MmaConfig, bits: int) -> 
 
 
 @counts_instructions
-@pytest.mark.parametrize("bits", CEILING)
+@pytest.mark.parametrize(
+    "bits", [pytest.param(bits, marks=() if bits == 3 else pytest.mark.slow) for bits in CEILING]
+)
 def test_bfloat16_and_zero_points_cost_little(bits: int) -> None:
     plain, zeros = plain_grid(bits), plain_grid(bits, zero_points=True)
     machines = [

@@ -180,7 +180,10 @@ def test_no_launch_spills(format: str, bits: int, launch: tuple[int, int], regis
 
 
 @counts_instructions
-@pytest.mark.parametrize(("bits", "ceiling"), [(2, 4.0), (3, 4.2), (4, 4.2)])
+@pytest.mark.parametrize(
+    ("bits", "ceiling"),
+    [pytest.param(2, 4.0, marks=pytest.mark.slow), (3, 4.2), pytest.param(4, 4.2, marks=pytest.mark.slow)],
+)
 def test_instructions_per_weight(bits: int, ceiling: float) -> None:
     """Including 1.2 for the loop over residuals beyond 64 of a k_tile, which is rarely entered."""
     machine = machine_of("grid", bits)

@@ -141,8 +141,19 @@ CASES = {  # what is compiled, most instructions, barriers
 }
 
 
+SLOW = (
+    "norm, 3B",
+    "gate, 64 tokens",
+    "rope, 8B",
+    "rope, 8B, no cache",
+    "rope, 64 tokens",
+)  # others are much like them
+
+
 @counts_instructions
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES]
+)
 def test_everything_stays_in_registers(name: str) -> None:
     compiled, instructions, barriers = CASES[name]
     machine = compiled()

@@ -181,8 +181,14 @@ CEILING = {
 }  # fmt: skip
 
 
+FAST_LOOPS = (("mul1", 2, False), ("pair", 2, True), ("3inst", 2, False))  # one of each code
+
+
 @counts_instructions
-@pytest.mark.parametrize(("code", "bits", "sums"), CEILING)
+@pytest.mark.parametrize(
+    ("code", "bits", "sums"),
+    [pytest.param(*kind, marks=() if kind in FAST_LOOPS else pytest.mark.slow) for kind in CEILING],
+)
 def test_products_run_on_while_weights_are_decoded(code: str, bits: float, sums: bool) -> None:
     machine = multiply_machine(code, bits, launch=(64, 8, 2, 0), sums=sums)
     assert machine.stack <= 16
@@ -200,10 +206,7 @@ LAUNCHES = sorted(launch for launch, _ in gemm_sm90_launch.LAUNCHES)
 @counts_instructions
 @pytest.mark.parametrize(
     ("code", "bits"),
-    [
-        pytest.param(*kind, marks=() if kind in (("mul1", 2.25), ("pair", 2)) else pytest.mark.slow)
-        for kind in KINDS
-    ],
+    [pytest.param(*kind, marks=() if kind == ("mul1", 2.25) else pytest.mark.slow) for kind in KINDS],
 )
 @pytest.mark.parametrize("whole", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["whole", "odd"])
 def test_no_launch_of_the_rule_spills(code: str, bits: float, whole: bool) -> None:
@@ -227,7 +230,9 @@ def test_no_launch_of_the_rule_spills(code: str, bits: float, whole: bool) -> No
 
 
 @counts_instructions
-@pytest.mark.parametrize(("code", "sums"), [("mul1", False), ("pair", True)])
+@pytest.mark.parametrize(
+    ("code", "sums"), [pytest.param("mul1", False, marks=pytest.mark.slow), ("pair", True)]
+)
 def test_a_product_in_float16_is_stored_by_pairs(code: str, sums: bool) -> None:
     machine = multiply_machine(code, 2, launch=(256, 8, 1, 2), sums=sums, out="fp16")
     assert machine.stack == 0
