@@ -1,7 +1,7 @@
 """Random quantized matrices and tiny models, shared by the tests of checkpoint, linear and integrations."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -27,6 +27,8 @@ from requant.formats.semi_structured import SemiStructured
 from requant.formats.sparse import Sparse, sparse_residual
 from requant.formats.trellis import Trellis
 from requant.models.targets import find_linears
+
+from .greedy_search import greedy_states
 
 LLAMA = {
     "hidden_size": 64,
@@ -221,3 +223,17 @@ def checkpoint(pristine: Path, tmp_path: Path) -> Path:
 @pytest.fixture(scope="session")
 def random_trellis() -> Callable[..., QuantizedWeight]:
     return build_trellis
+
+
+@pytest.fixture(scope="module")
+def any_trellis_codes() -> Iterator[None]:
+    """Codes of a trellis in a hundredth of the time, and worse ones: for tests that hold of all codes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("requant.quantizers.trellis.tail_biting_states", greedy_states)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def short_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pages of tiny models continue their prompts by a few tokens; `test_samples.py` writes whole ones."""
+    monkeypatch.setattr("requant.evaluation.samples.NEW_TOKENS", 4)

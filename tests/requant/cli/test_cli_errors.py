@@ -52,7 +52,7 @@ def checkpoint(tiny_folder, tiny_text_file: Path, tmp_path_factory: pytest.TempP
         method="rtn",
         quantizer=METHODS["rtn"].config(bits=3),
         calibration=Calibration(num_samples=2, seq_len=32),
-        evaluation=Evaluation(context=32, windows=2),
+        evaluation=Evaluation(context=32, windows=2, samples=0),
     )
     result = requant.quantize(str(tiny_folder("llama")), recipe, tiny_text_file)
     return requant.save(result, tmp_path_factory.mktemp("cli") / "out")

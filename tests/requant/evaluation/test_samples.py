@@ -13,6 +13,11 @@ from requant.evaluation.samples import (
 )
 
 
+@pytest.fixture(autouse=True)
+def short_samples() -> None:
+    """Whole ones here."""
+
+
 def test_prompts_are_spread_over_the_text() -> None:
     windows = torch.arange(10 * 64).view(10, 64)
     assert [prompt[0] for prompt in sample_prompts(windows, 2)] == [0, 5 * 64]

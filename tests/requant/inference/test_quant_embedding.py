@@ -25,6 +25,8 @@ from requant.models.targets import embedding_and_head_modules
 from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Budget, Calibration, Evaluation, Recipe
 
+pytestmark = pytest.mark.usefixtures("any_trellis_codes")
+
 IDS = torch.arange(3 * 20).view(3, 20) % 250
 
 
@@ -37,14 +39,14 @@ def recipe_of(method: str = "rtn", **budget) -> Recipe:
         method=method,
         quantizer=METHODS[method].config(bits=4),
         calibration=Calibration(num_samples=2, seq_len=32),
-        evaluation=Evaluation(context=32, windows=2),
+        evaluation=Evaluation(context=32, windows=2, samples=0),
         budget=Budget(**budget),
         skip=("*.self_attn.*", "*.gate_proj", "*.up_proj") if method == "trellis" else (),  # for time
     )
 
 
 @pytest.fixture(scope="module")
-def make(tiny_folder, tiny_text_file: Path, tmp_path_factory: pytest.TempPathFactory):
+def make(any_trellis_codes, tiny_folder, tiny_text_file: Path, tmp_path_factory: pytest.TempPathFactory):
     """`make(architecture, method="rtn", **budget)`: the result of a run and its folder, made once."""
     made: dict = {}
 
@@ -227,7 +229,9 @@ def test_old_checkpoints_keep_their_version(make) -> None:
 
 
 @pytest.fixture(scope="module")
-def make_banded(tiny_folder, tiny_text_file: Path, tmp_path_factory: pytest.TempPathFactory):
+def make_banded(
+    any_trellis_codes, tiny_folder, tiny_text_file: Path, tmp_path_factory: pytest.TempPathFactory
+):
     """As `make`, with bands of 32, 32, 64 and 136 rows, which no table of this size would get by itself."""
     made: dict = {}
 

@@ -26,7 +26,7 @@ from requant.run.workspace import Workspace
 RECIPE = Recipe(
     quantizer=METHODS["kmeans"].config(bits=3),
     calibration=Calibration(num_samples=4, seq_len=32),
-    evaluation=Evaluation(context=32, windows=4),
+    evaluation=Evaluation(context=32, windows=4, samples=0),
     detach=Detach(outlier_fraction=0.01, significant_fraction=0.01, temperatures=(0.5, 2.0), steps=2),
 )
 
