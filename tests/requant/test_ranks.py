@@ -52,6 +52,7 @@ with ranks.joined("cpu"):
     found["smallest"] = ranks.smallest(5 - me)
     found["agree"] = [ranks.all_agree(me < 3), ranks.all_agree(me < 2)]
 
+    divided.BUCKET = 4096  # and a tensor of more than one
     big, small = torch.full((divided.BUCKET + 5,), 2.0**-me), torch.tensor([[1e8, 1.0, -1e8][me]])
     divided.sum_over_ranks([big, small])
     found["sums"] = [big.unique().tolist(), small.tolist()]
