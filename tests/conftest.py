@@ -1,23 +1,29 @@
-"""Tiny models of every architecture, a byte tokenizer and a text, shared by all tests; folders are made once."""
+"""Tiny models of every architecture, a byte tokenizer and a text, shared by all tests; folders are made once.
 
+torch and transformers are imported by the functions that use them: the process that hands out the tests runs none, and would
+spend five seconds on them while the others wait for it.
+"""
+
+from __future__ import annotations
+
+import gc
 import os
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault(
     "OMP_NUM_THREADS", "1"
 )  # a process of tests a core: threads of each would wait for the other's
 
 import pytest
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from torch.nn import functional
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from requant.text.sources import Text, read_text
-from requant.text.windows import token_windows
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerFast
+
+    from requant.text.sources import Text
 
 VOCABULARY = 264  # 256 bytes, an end token, and rows that no token uses
 SIZES = {
@@ -109,8 +115,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             metafunc.parametrize(argument, names)
 
 
+def pytest_collection_finish() -> None:
+    """Modules and tests stay until the end: the garbage collector need not look through them again and again."""
+    gc.collect()
+    gc.freeze()
+
+
 def build_model(name: str, *, seed: int = 0) -> Any:
     """A random tiny model in float32, in eval mode, frozen; its biases and norms are random too."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     kind, sizes = (ARCHITECTURES | EXPERTS | BY_ALIAS | UNKNOWN_EXPERTS)[name]
     torch.manual_seed(seed)
     config = AutoConfig.for_model(kind, **(COMMON | sizes))
@@ -122,12 +137,20 @@ def build_model(name: str, *, seed: int = 0) -> Any:
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte, and an end of text."""
+    """One token a byte, and an end of text. Lines are split, but not words: a text is tokenised in half the time."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     alphabet = {
         character: index for index, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
     }
     tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split("\n", "merged_with_previous"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", bos_token="<end>")
 
@@ -151,6 +174,8 @@ def shared() -> Callable[[str], Path]:
 
 @pytest.fixture(autouse=True)
 def one_seed() -> None:
+    import torch
+
     random.seed(0)
     torch.manual_seed(0)
 
@@ -158,6 +183,8 @@ def one_seed() -> None:
 @pytest.fixture
 def counting_compiler(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Blocks are compiled as on a GPU, but on a CPU and by a compiler that only counts; its `frame_count`."""
+    import torch
+
     from requant.finetune import compile_blocks  # not before jaxtyping's hook, which comes after this file
 
     counting, compile_with = pytest.importorskip("torch._dynamo.testing").CompileCounter(), torch.compile
@@ -184,6 +211,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
 @pytest.fixture(scope="session")
 def tiny_text() -> Text:
     """40,000 characters of English."""
+    from requant.text.sources import Text, read_text
+
     return Text.from_documents("tiny", [read_text("demo").text[:40_000]])
 
 
@@ -197,6 +226,8 @@ def tiny_text_file(tiny_text: Text, tmp_path_factory: pytest.TempPathFactory) ->
 @pytest.fixture(scope="session")
 def tiny_windows(tiny_text: Text, tokenizer: PreTrainedTokenizerFast) -> torch.Tensor:
     """Four windows of 32 tokens."""
+    from requant.text.windows import token_windows
+
     return token_windows(tiny_text, tokenizer, num_samples=4, seq_len=32)
 
 
@@ -219,6 +250,11 @@ def tiny_folder(
 
 @pytest.fixture(scope="session")
 def trained_state(tiny_text: Text, tokenizer: PreTrainedTokenizerFast) -> dict[str, torch.Tensor]:
+    import torch
+    from torch.nn import functional
+
+    from requant.text.windows import token_windows
+
     torch.set_num_threads(1)
     windows = token_windows(tiny_text, tokenizer, num_samples=None, seq_len=32)
     model = build_model("llama").requires_grad_(True)

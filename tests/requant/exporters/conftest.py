@@ -1,5 +1,6 @@
 """Checkpoints with random grids, whose sizes suit blocks of 32; a tokenizer of another kind."""
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, normalizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from requant.checkpoint.save import save_checkpoint
@@ -63,6 +64,14 @@ def sentencepiece(text: str, *, size: int = 600) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=trained, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
     )
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    """That of all tests, which splits words as GPT-2's does: llama.cpp has a name for that."""
+    words = copy.deepcopy(tokenizer)
+    words.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return words
 
 
 @pytest.fixture
