@@ -135,12 +135,10 @@ def chosen_launches() -> list[Launch]:
 
 
 def is_fast(format: str, bits: int, config: GemvConfig, sparse: bool, tokens: int) -> bool:
-    """Two launches that stand for the others where time is short; a staged one is in the test before."""
+    """One that stands for the others where time is short; those with residuals are in the two tests before."""
     launch = config.num_warps, config.tiles_per_cta, config.num_stages, config.max_registers
-    return (format, bits, launch, config.stage_activations, sparse, tokens) in (
-        ("grid", 3, (8, 1, 3, 128), False, True, 8),
-        ("grid", 3, (4, 1, 1, 128), False, False, 1),
-    )
+    plain = not config.stage_activations and not sparse
+    return plain and (format, bits, launch, tokens) == ("grid", 3, (4, 1, 1, 128), 1)
 
 
 @pytest.mark.parametrize(
