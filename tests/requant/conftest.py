@@ -234,6 +234,14 @@ def any_trellis_codes() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def no_plots(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """matplotlib takes a tenth of a second a page: the tests of pages and of the command line have plots, others none."""
+    if request.path.parent.name not in ("report", "cli"):
+        for name in ("sensitivity_plot", "alternatives_plot"):
+            monkeypatch.setattr(f"requant.report.report.{name}", lambda *_, **__: b"<svg></svg>")
+
+
+@pytest.fixture(autouse=True)
 def short_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pages of tiny models continue their prompts by a few tokens; `test_samples.py` writes whole ones."""
     monkeypatch.setattr("requant.evaluation.samples.NEW_TOKENS", 4)
