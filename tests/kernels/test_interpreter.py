@@ -15,7 +15,7 @@ SCRIPTS = (
     "emulate_trellis.py",
     "emulate_experts_prefill.py",
     "emulate_gemv_mma.py",
-)  # every other case by default (`case_selection.py`)
+)  # a half or a third of the cases by default (`case_selection.py`)
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,26 @@ from requant.exporters.export import export
 from requant.exporters.source import open_source
 from requant.inference.load import load
 
+KINDS = ("awq", "codebook-int8", "trellis-int8", "semi_structured")
+FAST_KIND = {
+    "llama-tied": "awq",
+    "gpt2": "trellis-int8",
+    "gpt-neox": "codebook-int8",
+    "qwen2": "semi_structured",
+}
 
-@pytest.mark.parametrize("name", ["llama", "llama-tied", "gpt2", "gpt-neox", "qwen2"])
-@pytest.mark.parametrize("kind", ["awq", "codebook-int8", "trellis-int8", "semi_structured"])
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *(("llama", kind) for kind in KINDS),
+        *(
+            pytest.param(name, kind, marks=() if kind == fast else pytest.mark.slow)
+            for name, fast in FAST_KIND.items()
+            for kind in KINDS
+        ),
+    ],
+)
 def test_the_logits_are_those_of_the_checkpoint(
     make_checkpoint, tmp_path: Path, name: str, kind: str
 ) -> None:

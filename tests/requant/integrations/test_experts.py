@@ -36,6 +36,7 @@ def names_of(folder) -> set[str]:
         return set(file.keys())
 
 
+@pytest.mark.usefixtures("any_trellis_codes")
 @pytest.mark.parametrize(
     "name",
     ["qwen3-moe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt-oss", "deepseek-v3"))],
