@@ -46,8 +46,8 @@ def speed_table(results: Path) -> str:
         rows.append([what, gpu["device"], f"{found['a step']:.2f} s", memory, ""])
     for shape, target in (("1b", "720 s, 24 GiB"), ("3b", ""), ("8b", "4500 s, 90 GiB"), ("70b", "")):
         runs = [
-            (row, device)
-            for rows_of, device in ((gpu, gpu.get("device")), (h100, h100.get("about", {}).get("device")))
+            (row, str((rows_of.get("about") or rows_of)["device"]))
+            for rows_of in (gpu, h100)
             for key, row in rows_of.items()
             if key.startswith(f"run_{shape}")
         ]
