@@ -28,8 +28,12 @@ def test_a_shared_tensor_counts_once(tiny_model) -> None:
 def test_bench(cli, make_checkpoint, tiny_folder) -> None:
     folder, _ = make_checkpoint("llama")
     small = ("--prompt-tokens", 4, "--new-tokens", 2, "--device", "cpu")
-    code, out, error = cli("bench", folder, "--batch", "1,2", "--reference", folder.parent / "source", *small)
-    assert code == 2 and "cannot be loaded" in error  # no tokenizer is needed, but a loadable model is
+    source = folder.parent / "source"
+    code, out, error = cli("bench", folder, "--reference", source, *small)
+    assert code == 0 and len(out.splitlines()) == 4, error  # no tokenizer is needed
+    (source / "model.safetensors").write_bytes(b"")
+    code, out, error = cli("bench", folder, "--batch", "1,2", "--reference", source, *small)
+    assert code == 2 and "cannot be loaded" in error  # but a loadable model is
     code, out, error = cli("bench", tiny_folder("llama"), "--batch", "1,2", *small)
     assert code == 0, error
     assert out.splitlines()[0].split()[:2] == ["model", "batch"] and len(out.splitlines()) == 4
