@@ -207,6 +207,12 @@ PLANS: dict[str, Plan] = {
     ),
     "300-steps": _steps(300),
     "600-steps": _steps(600),
+    "rate-8e-3": Plan(
+        label="best, a learning rate of 8e-3",
+        code=None,
+        first_round_weight=None,
+        finetune=dataclasses.replace(FINETUNE, lr=8e-3),
+    ),
     "small-batches": _steps(1000, tokens=8192),
     "more-statistics": Plan(
         label="best, statistics of 2048 windows", code=None, first_round_weight=None, statistics=16

@@ -90,9 +90,9 @@ def prepare(
     config = load_config(found) if isinstance(found, str) else found.config
     recipe = _within_positions(config, recipe)
     given = [str(t) for t in ([text] if isinstance(text, str | Path) else text or recipe.calibration.text)]
+    read = _read(source, recipe, given)  # what is wrong with a text is said before the weights are read
     with ThreadPoolExecutor(1) as beside:  # tokenizers need neither the weights nor Python's lock
-        written = given == [SELF]
-        pending = None if written else beside.submit(_texts, tokenizer, source, recipe, given, scored=scored)
+        pending = None if read is None else beside.submit(_in_tokens, *read, tokenizer, recipe, scored=scored)
         model = _opened(found, device=device, dtype=dtype)
         targets = divided(_targets(model, recipe), ranks.world_size())
         check_finite(model)
@@ -104,8 +104,10 @@ def prepare(
                 targets = rotated_targets(targets)
         recipe = _with_steps(model, recipe)
         if pending is None:
-            calibration = _own_text(model, tokenizer, recipe, quiet=quiet)
-            texts = _texts(tokenizer, source, recipe, given, scored=scored, calibration=calibration)
+            own = _own_text(model, tokenizer, recipe, quiet=quiet)
+            texts = _in_tokens(
+                *_with_evaluation(own, source, recipe, given), tokenizer, recipe, scored=scored
+            )
         else:
             texts = pending.result()
     calibration, evaluation = texts.calibration, texts.evaluation
@@ -269,29 +271,37 @@ class _Texts:
     overlap: float  # the share of the evaluation text that is calibration text too
 
 
-def _texts(
+def _read(source: Path | None, recipe: Recipe, given: Sequence[str]) -> tuple[Text, Text] | None:
+    """Calibration and evaluation text; None where the model is to write the first."""
+    if list(given) == [SELF]:
+        return None
+    sources = given or ["demo" if source == DEMO else f"{WIKITEXT}:train"]
+    return _with_evaluation(read_text(sources, field=recipe.calibration.field), source, recipe, given)
+
+
+def _with_evaluation(
+    calibration: Text, source: Path | None, recipe: Recipe, given: Sequence[str]
+) -> tuple[Text, Text]:
+    """Calibration and evaluation text; with one text for both, its last tenth is held out and scored."""
+    usual = ("demo-eval",) if source == DEMO else () if given else (f"{WIKITEXT}:test",)
+    if separate := recipe.evaluation.text or usual:
+        return calibration, read_text(separate, field=recipe.evaluation.field)
+    whole, name = calibration.text, calibration.name
+    cut = len(whole) * 9 // 10
+    return (
+        Text.from_documents(name, [whole[:cut]]),
+        Text.from_documents(f"{name} (last tenth, held out)", [whole[cut:]]),
+    )
+
+
+def _in_tokens(
+    calibration: Text,
+    evaluation: Text,
     tokenizer: PreTrainedTokenizerBase,
-    source: Path | None,
     recipe: Recipe,
-    given: Sequence[str],
     *,
     scored: bool,
-    calibration: Text | None = None,
 ) -> _Texts:
-    """Calibration text, or what is given as such, and evaluation text, in tokens; with one text for both, its last tenth is
-    held out and scored."""
-    demo = source == DEMO
-    sources = given or ["demo" if demo else f"{WIKITEXT}:train"]
-    if calibration is None:
-        calibration = read_text(sources, field=recipe.calibration.field)
-    separate = recipe.evaluation.text or (("demo-eval",) if demo else () if given else (f"{WIKITEXT}:test",))
-    if separate:
-        evaluation = read_text(separate, field=recipe.evaluation.field)
-    else:
-        whole, name = calibration.text, calibration.name
-        cut = len(whole) * 9 // 10
-        calibration = Text.from_documents(name, [whole[:cut]])
-        evaluation = Text.from_documents(f"{name} (last tenth, held out)", [whole[cut:]])
     return _Texts(
         calibration=calibration,
         windows=token_windows(

@@ -48,7 +48,9 @@ def recipe_of(kind: str, folder: Path, text: Path) -> Recipe:
     mode = "best" if kind.startswith("best") else "dense"
     method = "trellis" if kind == "best-trellis" else "kmeans"
     config = METHODS[method].config()
-    return Recipe(mode=mode, method=method, quantizer=config, budget=Budget(bits=3.5, head_bits=4), **common)
+    return Recipe(
+        mode=mode, method=method, quantizer=config, budget=Budget(bits=3.5, head_bits=4.0), **common
+    )
 
 
 class Stopped(BaseException):

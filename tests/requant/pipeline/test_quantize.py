@@ -246,6 +246,16 @@ def test_texts(tiny_folder, tiny_text_file: Path, tmp_path: Path, caplog) -> Non
     assert "give another --eval-text" in caplog.text
 
 
+def test_texts_are_read_before_the_weights(tiny_folder, tmp_path: Path, monkeypatch) -> None:
+    def opened(*_, **__):
+        raise AssertionError("the weights were read")
+
+    monkeypatch.setattr("requant.pipeline.prepare.load_model", opened)
+    missing = changed(calibration={"text": (str(tmp_path / "nowhere.txt"),)})
+    with pytest.raises(TextError, match=r"nowhere\.txt"):
+        prepare(str(tiny_folder("llama")), missing)
+
+
 def test_the_demo_is_scored_on_the_other_half(caplog) -> None:
     prepared = prepare("demo", RECIPE)
     assert prepared.source == DEMO and prepared.calibration.name == "demo (written by a model)"
