@@ -51,11 +51,8 @@ def load_model(source: str, *, device: str, dtype: str) -> PreTrainedModel:
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # loading takes a second and would print a bar above ours
-    if dtype not in ("auto", *DTYPES):
-        raise ModelError(f"--dtype {dtype} is unknown; give auto, {', '.join(DTYPES)}.")
     path = resolve_source(source)
-    if getattr(load_config(path), "quantization_config", None) is not None:
-        raise ModelError(f"{source} is quantized already; give the original model.")
+    check_loadable(path, dtype=dtype)
     with _refusing(path, "a Hugging Face causal LM with safetensors weights"):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
@@ -71,6 +68,16 @@ def load_model(source: str, *, device: str, dtype: str) -> PreTrainedModel:
     model.to(device).eval().requires_grad_(False)
     model.config.use_cache = False
     return model
+
+
+def check_loadable(path: str, *, dtype: str) -> Any:
+    """The configuration of a model's folder. Raises ModelError for what `load_model` refuses before it reads weights."""
+    if dtype not in ("auto", *DTYPES):
+        raise ModelError(f"--dtype {dtype} is unknown; give auto, {', '.join(DTYPES)}.")
+    config = load_config(path)
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelError(f"{path} is quantized already; give the original model.")
+    return config
 
 
 def empty_model(path: str, *, dtype: str) -> PreTrainedModel:

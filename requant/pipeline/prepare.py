@@ -22,10 +22,10 @@ from requant.models.folding import fold, obstacle, rotated_targets
 from requant.models.loading import (
     DEMO,
     check_finite,
+    check_loadable,
     context_limit,
     empty_model,
     folder_bytes,
-    load_config,
     load_model,
     load_tokenizer,
     resolve_source,
@@ -87,7 +87,7 @@ def prepare(
 ) -> Prepared:
     """Load what the run needs and refuse what cannot work; warn of texts that overlap where one of them is `scored`."""
     found, tokenizer, source = _found(model, tokenizer)
-    config = load_config(found) if isinstance(found, str) else found.config
+    config = check_loadable(found, dtype=dtype) if isinstance(found, str) else found.config
     recipe = _within_positions(config, recipe)
     given = [str(t) for t in ([text] if isinstance(text, str | Path) else text or recipe.calibration.text)]
     read = _read(source, recipe, given)  # what is wrong with a text is said before the weights are read
