@@ -2,10 +2,11 @@
 
 Each result is one safetensors file (tensors, and a JSON value in its metadata) named `STAGE-KEY.safetensors`. The key
 is a hash of everything the result depends on: the model's weights, the calibration tokens, the part of the recipe that
-matters, the version of requant. So a changed recipe never meets an old result. Files are written aside and renamed:
-a result exists whole or not at all. The folder is made, and an old one cleared, only when the first result is asked
-for: a command that is refused before it works destroys nothing. A lock beside the folder keeps a second run out of it
-while the first one lives; where locks do not hold, the older run stops (`ownership.py`).
+matters, the version of requant. So a changed recipe never meets an old result. Files are written aside, in a folder of
+their own, since the library makes a file beside them under a name of its choice, and renamed: a result exists whole or
+not at all. The folder is made, and an old one cleared, only when the first result is asked for: a command that is refused
+before it works destroys nothing. A lock beside the folder keeps a second run out of it while the first one lives; where
+locks do not hold, the older run stops (`ownership.py`).
 
 Of several processes, rank 0 opens, reads and tells the others; a result is written by the rank that made it. Keys know
 nothing of ranks, so a run resumes with any number of them.
@@ -37,8 +38,9 @@ from requant.run.ownership import Owner, check_owner, claim
 logger = logging.getLogger(__name__)
 SAVE_EVERY = 600.0  # seconds
 HASHING_THREADS = 8
-# finished, and not; and whose it is
-RESULT = re.compile(r"[a-z-]+-[0-9a-f]{32}\.(safetensors|writing)|run\.json(\.writing)?")
+WRITING = "writing"  # the folder of files that are not finished
+# what is finished; whose it is
+RESULT = re.compile(rf"[a-z-]+-[0-9a-f]{{32}}\.safetensors|run\.json(\.writing)?|{WRITING}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,12 +114,13 @@ class Workspace:
         if file is None:
             return
         self.check()
-        aside = file.with_suffix(".writing")
+        aside = file.parent / WRITING / file.name
         # An empty file has no place for metadata in the format's library, hence the one dummy byte.
         kept = {name: t.detach().cpu().contiguous() for name, t in (tensors or {}).items()} or {
             "none": torch.zeros(1, dtype=torch.uint8)
         }
         try:
+            aside.parent.mkdir(exist_ok=True)
             save_file(kept, aside, metadata={"value": json.dumps(value)})
             os.replace(aside, file)
         except (OSError, safetensors.SafetensorError) as error:
@@ -191,8 +194,8 @@ class Workspace:
                     f"{folder} holds {entry.name}, which no run of requant wrote; move that folder away, "
                     "or choose another --output."
                 )
-        if folder.exists() and not self.resume:
-            shutil.rmtree(folder)
+        if folder.exists():
+            shutil.rmtree(folder / WRITING if self.resume else folder, ignore_errors=self.resume)
         folder.mkdir(parents=True, exist_ok=True)
 
     def _unlock(self) -> None:

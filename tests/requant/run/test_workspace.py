@@ -99,10 +99,21 @@ def test_a_damaged_result_is_made_again(tmp_path: Path, damage: bytes, caplog) -
     assert kept.get("linear", KEY).value == 2
 
 
-def test_a_result_half_written_does_not_count(tmp_path: Path) -> None:
-    (tmp_path / "w").mkdir()
-    (tmp_path / "w" / f"linear-{KEY[:32]}.writing").write_bytes(b"half")
-    assert Workspace(tmp_path / "w", resume=True).get("linear", KEY) is None
+def test_what_a_killed_run_was_writing_does_not_count(tmp_path: Path, monkeypatch) -> None:
+    """safetensors writes beside the file, under a name of its choice."""
+
+    def killed(tensors, path, metadata) -> None:
+        Path(path).with_name(".tmp4owreG").write_bytes(b"half")
+        raise SystemExit
+
+    with monkeypatch.context() as patched, pytest.raises(SystemExit):
+        patched.setattr(workspace, "save_file", killed)
+        Workspace(tmp_path / "w").put("linear", KEY, value=1)
+    kept = Workspace(tmp_path / "w", resume=True)
+    assert kept.get("linear", KEY) is None
+    assert not [path for path in (tmp_path / "w").rglob("*") if path.name.startswith(".tmp")]
+    kept.put("linear", KEY, value=2)
+    assert kept.get("linear", KEY).value == 2
 
 
 def test_a_full_disk_is_one_sentence(tmp_path: Path, monkeypatch) -> None:
@@ -117,7 +128,7 @@ def test_a_full_disk_is_one_sentence(tmp_path: Path, monkeypatch) -> None:
         OutputError, match=r"cannot be written \(.*No space left.*\); free some space and run again"
     ):
         kept.put("linear", KEY, value=1)
-    assert [path.name for path in (tmp_path / "w").iterdir()] == ["run.json"]
+    assert [path.name for path in (tmp_path / "w").rglob("*") if path.is_file()] == ["run.json"]
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
