@@ -90,9 +90,13 @@ def prepare(
     config = check_loadable(found, dtype=dtype) if isinstance(found, str) else found.config
     recipe = _within_positions(config, recipe)
     given = [str(t) for t in ([text] if isinstance(text, str | Path) else text or recipe.calibration.text)]
-    read = _read(source, recipe, given)  # what is wrong with a text is said before the weights are read
+    # what is wrong with a text is said before the weights are read
+    evaluation = _evaluation(source, recipe, given)
+    calibration = _calibration(source, recipe, given)
     with ThreadPoolExecutor(1) as beside:  # tokenizers need neither the weights nor Python's lock
-        pending = None if read is None else beside.submit(_in_tokens, *read, tokenizer, recipe, scored=scored)
+        pending = None
+        if calibration is not None:
+            pending = beside.submit(_in_tokens, calibration, evaluation, tokenizer, recipe, scored=scored)
         model = _opened(found, device=device, dtype=dtype)
         targets = divided(_targets(model, recipe), ranks.world_size())
         check_finite(model)
@@ -104,10 +108,8 @@ def prepare(
                 targets = rotated_targets(targets)
         recipe = _with_steps(model, recipe)
         if pending is None:
-            own = _own_text(model, tokenizer, recipe, quiet=quiet)
-            texts = _in_tokens(
-                *_with_evaluation(own, source, recipe, given), tokenizer, recipe, scored=scored
-            )
+            written = _own_text(model, tokenizer, recipe, quiet=quiet)
+            texts = _in_tokens(written, evaluation, tokenizer, recipe, scored=scored)
         else:
             texts = pending.result()
     calibration, evaluation = texts.calibration, texts.evaluation
@@ -271,37 +273,34 @@ class _Texts:
     overlap: float  # the share of the evaluation text that is calibration text too
 
 
-def _read(source: Path | None, recipe: Recipe, given: Sequence[str]) -> tuple[Text, Text] | None:
-    """Calibration and evaluation text; None where the model is to write the first."""
+def _calibration(source: Path | None, recipe: Recipe, given: Sequence[str]) -> Text | None:
+    """None where the model is to write it."""
     if list(given) == [SELF]:
         return None
-    sources = given or ["demo" if source == DEMO else f"{WIKITEXT}:train"]
-    return _with_evaluation(read_text(sources, field=recipe.calibration.field), source, recipe, given)
+    usual = ["demo" if source == DEMO else f"{WIKITEXT}:train"]
+    return read_text(given or usual, field=recipe.calibration.field)
 
 
-def _with_evaluation(
-    calibration: Text, source: Path | None, recipe: Recipe, given: Sequence[str]
-) -> tuple[Text, Text]:
-    """Calibration and evaluation text; with one text for both, its last tenth is held out and scored."""
+def _evaluation(source: Path | None, recipe: Recipe, given: Sequence[str]) -> Text | None:
+    """None where the calibration text's last tenth is held out for it."""
     usual = ("demo-eval",) if source == DEMO else () if given else (f"{WIKITEXT}:test",)
-    if separate := recipe.evaluation.text or usual:
-        return calibration, read_text(separate, field=recipe.evaluation.field)
-    whole, name = calibration.text, calibration.name
-    cut = len(whole) * 9 // 10
-    return (
-        Text.from_documents(name, [whole[:cut]]),
-        Text.from_documents(f"{name} (last tenth, held out)", [whole[cut:]]),
-    )
+    separate = recipe.evaluation.text or usual
+    return read_text(separate, field=recipe.evaluation.field) if separate else None
 
 
 def _in_tokens(
     calibration: Text,
-    evaluation: Text,
+    evaluation: Text | None,
     tokenizer: PreTrainedTokenizerBase,
     recipe: Recipe,
     *,
     scored: bool,
 ) -> _Texts:
+    if evaluation is None:
+        whole, name = calibration.text, calibration.name
+        cut = len(whole) * 9 // 10
+        calibration = Text.from_documents(name, [whole[:cut]])
+        evaluation = Text.from_documents(f"{name} (last tenth, held out)", [whole[cut:]])
     return _Texts(
         calibration=calibration,
         windows=token_windows(

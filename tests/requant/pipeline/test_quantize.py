@@ -251,9 +251,13 @@ def test_texts_are_read_before_the_weights(tiny_folder, tmp_path: Path, monkeypa
         raise AssertionError("the weights were read")
 
     monkeypatch.setattr("requant.pipeline.prepare.load_model", opened)
-    missing = changed(calibration={"text": (str(tmp_path / "nowhere.txt"),)})
-    with pytest.raises(TextError, match=r"nowhere\.txt"):
-        prepare(str(tiny_folder("llama")), missing)
+    nowhere = (str(tmp_path / "nowhere.txt"),)
+    for missing in (
+        {"calibration": {"text": nowhere}},
+        {"calibration": {"text": ("self",)}, "evaluation": {"text": nowhere}},
+    ):
+        with pytest.raises(TextError, match=r"nowhere\.txt"):
+            prepare(str(tiny_folder("llama")), changed(**missing))
 
 
 def test_the_demo_is_scored_on_the_other_half(caplog) -> None:
