@@ -8,7 +8,6 @@ the median of the others is reported. A quantized model and its original are mea
 """
 
 import gc
-import resource
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -23,7 +22,7 @@ from requant.inference import prompt_graphs
 from requant.inference.convert import tune_kernels
 from requant.inference.decode import Decoder, compiled_step
 from requant.inference.load import open_served
-from requant.models.devices import pick_device
+from requant.models.devices import peak_memory, pick_device
 from requant.models.loading import context_limit, load_config, resolve_source
 
 ROUNDS = 3
@@ -109,9 +108,7 @@ def measure(
         decode_tokens_per_s=batch / step,
         ms_per_step=1e3 * step,
         model_bytes=model_bytes(model),
-        peak_bytes=torch.cuda.max_memory_allocated(device) + (0 if graphs is None else graphs.bytes)
-        if device.type == "cuda"
-        else 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        peak_bytes=peak_memory(device) + (0 if graphs is None else graphs.bytes),
         graph=decoder.captured is not None,
         fused=decoder.fused is not None,
         fused_rotations=decoder.fused is not None and decoder.fused.fuses_rotations,
