@@ -51,7 +51,7 @@ from requant.finetune.loop import (
 from requant.finetune.memory import training_bytes
 from requant.finetune.saved_training import SavedTraining
 from requant.formats.quantized_weight import trainable_params
-from requant.models.devices import peak_memory, pick_device
+from requant.models.devices import peak_memory, pick_device, total_memory
 from requant.pipeline.plan import expected_memory
 from requant.pipeline.prepare import outline, prepare, start
 from requant.quantizers.registry import METHODS
@@ -178,7 +178,7 @@ def best_parts(recipe: Recipe, device: str, dtype: str) -> dict[str, Any]:
         first, again = timed(learn, where), timed(learn, where)
     found |= {"compiling": max(0.0, first - again), "a step": again / settings.num_steps}
     gpu, shape = where.type == "cuda", (windows.shape[0], windows.shape[1])
-    device_memory = torch.cuda.mem_get_info()[1] if gpu else 0
+    device_memory = total_memory(where)
     predicted = training_bytes(
         run.model,
         run.targets,

@@ -20,6 +20,7 @@ from jaxtyping import Int64
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from requant import ranks
 from requant.allocation.embedding_and_head import QuantizedEmbeddingAndHead
 from requant.checkpoint.save import disk_dtypes
 from requant.errors import RecipeError
@@ -38,6 +39,7 @@ from requant.finetune.saved_training import SavedTraining
 from requant.finetune.step import TrainableTensor
 from requant.finetune.teacher import HeadTeacher, Teacher, why_states_do_not_suffice
 from requant.formats.quantized_weight import trainable_params, with_trainable_params
+from requant.models.devices import total_memory
 from requant.models.targets import QuantTarget
 from requant.recipe.schema import Finetune
 from requant.run.context import RunContext, Weights
@@ -102,14 +104,10 @@ def teacher_of(
     val_windows: Int64[Tensor, "h t"] | None = None,
 ) -> Teacher | HeadTeacher:
     """What the run learns from: the original, or its head and states where it learns block by block."""
-    device = run.model.device
-    if trains_by_block(
-        run.model,
-        run.targets,
-        settings,
-        (run.train_windows.shape[0], run.train_windows.shape[1]),
-        device_memory=torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None,
-    ):
+    device, (count, length) = run.model.device, run.train_windows.shape
+    # of the smallest GPU: all ranks train in the same way
+    memory = ranks.smallest(total_memory(device)) if device.type == "cuda" else None
+    if trains_by_block(run.model, run.targets, settings, (count, length), device_memory=memory):
         run.apply_original_weights()
         devices = {p.device for p in run.model.parameters()}
         reason = (

@@ -17,6 +17,13 @@ def free_memory(device: torch.device) -> int:
     return psutil.virtual_memory().available
 
 
+def total_memory(device: torch.device) -> int:
+    """Bytes of a device, free or not."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    return psutil.virtual_memory().total
+
+
 def peak_memory(device: torch.device) -> int:
     """Peak bytes: allocated by torch on a GPU, else resident in this process.
 

@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import psutil
 import torch
 from jaxtyping import Int64
 from torch import Tensor
@@ -34,6 +33,7 @@ from requant.display import format_seconds
 from requant.finetune.final import trains_by_block
 from requant.finetune.memory import training_bytes
 from requant.formats.sparse import INDEX_TILE
+from requant.models.devices import total_memory
 from requant.models.targets import QuantTarget
 from requant.pipeline.prepare import Outline, Prepared, bytes_before, start
 from requant.pipeline.quicker import warn_of_a_slow_run
@@ -379,6 +379,6 @@ def _by_block(prepared: Prepared | Outline, recipe: Recipe, device: str) -> bool
 
 def _device_memory(device: str) -> int:
     """All of it; that of an H200 where there is no GPU."""
-    if device != "cuda":
-        return psutil.virtual_memory().total
-    return torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else H200_MEMORY
+    if device == "cuda" and not torch.cuda.is_available():
+        return H200_MEMORY
+    return total_memory(torch.device(device))

@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from requant import ranks
 from requant.allocation.budget import uniform
 from requant.allocation.embedding_and_head import quantize_embedding_and_head
 from requant.calibration.stats import LinearStats
 from requant.errors import RecipeError
-from requant.finetune import compile_blocks
+from requant.finetune import compile_blocks, final
 from requant.finetune.final import finetune
 from requant.finetune.loop import micro_batch_that_fits, reparametrized_weights
 from requant.formats.quantized_weight import trainable_params, weight_function, with_trainable_params
@@ -185,3 +186,15 @@ def test_a_part_is_what_the_gpu_has_room_for(tiny_folder, tiny_text_file, monkey
     assert found == part
     if found:
         assert 1.5 * found * 32 * a_token <= room and (found == 8 or 3 * found * 32 * a_token > room)
+
+
+def test_processes_train_alike_on_gpus_of_two_sizes(tiny_folder, tiny_text_file, monkeypatch) -> None:
+    """What the smallest cannot hold goes block by block on all."""
+    settings, asked = Finetune(steps=1, tokens_per_step=256), []
+    run, _ = prepared_run(tiny_folder("llama"), tiny_text_file, "rtn", settings)
+    monkeypatch.setattr(type(run.model), "device", torch.device("cuda"))
+    monkeypatch.setattr(final, "total_memory", lambda _: 80)
+    monkeypatch.setattr(ranks, "smallest", lambda own: min(own, 24))
+    monkeypatch.setattr(final, "trains_by_block", lambda *_, device_memory: asked.append(device_memory))
+    monkeypatch.setattr(final, "Teacher", lambda *_: "as a whole")
+    assert final.teacher_of(run, settings, run.train_windows) == "as a whole" and asked == [24]
