@@ -35,6 +35,7 @@ from requant.calibration.passes import recomputed_blocks, rounds
 from requant.finetune.blockwise import BlockwiseStep, divided_among_ranks
 from requant.finetune.compile_blocks import Divergence, compiles, fused, hidden_error, kl
 from requant.finetune.divided import Part
+from requant.finetune.memory import bytes_of_a_token
 from requant.finetune.saved_training import SavedTraining, numbered, restore
 from requant.finetune.step import (
     MicroBatch,
@@ -346,23 +347,22 @@ def micro_batch_that_fits(
 ) -> int | None:
     """Windows of `length` tokens that fit a GPU at once without recomputing blocks; None: not even one does.
 
-    An estimate with a margin of one half. It counts gradients and Adam's state, inputs and outputs of every linear (for all
-    activations between them), and the logits of both models with their logarithms and gradients: of compiled blocks in 16
-    bits, half of what eager ones keep (a 1B shape takes 2.9 MB a token, as this says); `reserved` bytes are left free.
+    An estimate with a margin of one half. It counts gradients, Adam's state and what tokens keep (`memory.py`), of which
+    compiled blocks, in 16 bits, keep half (a 1B shape 2.9 MB a token); `reserved` bytes are left free.
     """
     device = run.model.device
     if device.type != "cuda":
         return None
     head = run.model.get_output_embeddings()
-    entries = sum(sum(target.shape) for target in run.targets)
-    entries += 6 * (0 if head is None else head.weight.shape[0])
+    a_token = bytes_of_a_token(run.targets, 0 if head is None else head.weight.shape[0])
+    if compiles(settings.num_steps):
+        a_token //= 2
     state = reserved + 12 * sum(trainable.tensor.numel() for trainable in trainables)
     state += 4 * sum(weight.parameter.numel() for weight in derived)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch, free for us
     available = torch.cuda.mem_get_info(device)[0] + cached - state
     windows = max(1, settings.tokens_per_step // length)
-    size = 2 if compiles(settings.num_steps) else 4
-    while windows and 1.5 * size * entries * windows * length > available:
+    while windows and 1.5 * windows * length * a_token > available:
         windows //= 2
     return windows or None
 

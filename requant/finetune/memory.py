@@ -33,6 +33,12 @@ from requant.recipe.schema import Finetune
 BYTES_OF_A_LOGIT = 24  # of both models: bfloat16, float32 logarithms, gradients
 
 
+def bytes_of_a_token(targets: Sequence[QuantTarget], vocabulary: int) -> int:
+    """What the gradients of a token keep in eager blocks: inputs and outputs of every linear in float32, for all activations
+    between them, and the logits of both models."""
+    return 4 * sum(sum(target.shape) for target in targets) + BYTES_OF_A_LOGIT * vocabulary
+
+
 def training_bytes(
     model: PreTrainedModel,
     targets: Sequence[QuantTarget],
@@ -72,8 +78,7 @@ def training_bytes(
     if states > MAX_MEMORY_FRACTION * device_memory:
         states = 0
     state = parameters * (4 + cast + own) + 12 * (still_open + rest) + 9 * with_codes + states
-    activations = 4 * sum(sum(target.shape) for target in targets) + BYTES_OF_A_LOGIT * vocabulary
-    return state + length * activations
+    return state + length * bytes_of_a_token(targets, vocabulary)
 
 
 def _block_at_work(
