@@ -86,8 +86,9 @@ def prepare(
     quiet: bool = True,
 ) -> Prepared:
     """Load what the run needs and refuse what cannot work; warn of texts that overlap where one of them is `scored`."""
-    found, tokenizer, source = _found(model, tokenizer)
-    config = check_loadable(found, dtype=dtype) if isinstance(found, str) else found.config
+    source = _source(model)
+    config = check_loadable(str(source), dtype=dtype) if isinstance(model, str) else model.config
+    tokenizer = _tokenizer(model, tokenizer, source)
     recipe = _within_positions(config, recipe)
     given = [str(t) for t in ([text] if isinstance(text, str | Path) else text or recipe.calibration.text)]
     # what is wrong with a text is said before the weights are read
@@ -97,7 +98,7 @@ def prepare(
         pending = None
         if calibration is not None:
             pending = beside.submit(_in_tokens, calibration, evaluation, tokenizer, recipe, scored=scored)
-        model = _opened(found, device=device, dtype=dtype)
+        model = _opened(model, source, device=device, dtype=dtype)
         targets = divided(_targets(model, recipe), ranks.world_size())
         check_finite(model)
         why_not_folded = None
@@ -214,24 +215,30 @@ def diagnosed_windows(prepared: Prepared) -> Int64[Tensor, "d t"]:
     return prepared.windows[: max(1, DIAGNOSED_TOKENS // prepared.windows.shape[1])]
 
 
-def _found(
-    model: str | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
-) -> tuple[str | PreTrainedModel, PreTrainedTokenizerBase, Path | None]:
-    """The model's folder, or the loaded model; its tokenizer; and its folder once more if it has one."""
+def _source(model: str | PreTrainedModel) -> Path | None:
+    """The model's folder; None for one that was built in memory."""
     if isinstance(model, str):
-        folder = resolve_source(model)
-        return folder, load_tokenizer(folder), Path(folder)
-    source = Path(resolve_source(model.name_or_path)) if model.name_or_path else None
-    if tokenizer is None and source is None:
+        return Path(resolve_source(model))
+    return Path(resolve_source(model.name_or_path)) if model.name_or_path else None
+
+
+def _tokenizer(
+    model: str | PreTrainedModel, given: PreTrainedTokenizerBase | None, source: Path | None
+) -> PreTrainedTokenizerBase:
+    """What is given beside a loaded model, else that of its folder."""
+    if given is not None and not isinstance(model, str):
+        return given
+    if source is None:
         raise ModelError("a model that was built in memory needs its tokenizer; give tokenizer=.")
-    return model, load_tokenizer(str(source)) if tokenizer is None else tokenizer, source
+    return load_tokenizer(str(source))
 
 
-def _opened(model: str | PreTrainedModel, *, device: str, dtype: str) -> PreTrainedModel:
+def _opened(model: str | PreTrainedModel, source: Path | None, *, device: str, dtype: str) -> PreTrainedModel:
     """The model, frozen and with its experts as linears."""
-    opened = load_model(model, device=pick_device(device), dtype=dtype) if isinstance(model, str) else model
-    unfuse_experts(opened)
-    return opened.requires_grad_(False).eval()
+    if isinstance(model, str):
+        model = load_model(str(source), device=pick_device(device), dtype=dtype)
+    unfuse_experts(model)
+    return model.requires_grad_(False).eval()
 
 
 def _within_positions(config: Any, recipe: Recipe) -> Recipe:
@@ -296,6 +303,7 @@ def _in_tokens(
     *,
     scored: bool,
 ) -> _Texts:
+    """The texts in windows; without one for evaluation the last tenth of the other is held out."""
     if evaluation is None:
         whole, name = calibration.text, calibration.name
         cut = len(whole) * 9 // 10
