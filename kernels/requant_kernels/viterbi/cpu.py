@@ -106,8 +106,8 @@ def _first(distance, weight, values, cost, new_cost):
 
 @_compiled(fastmath=MINIMUM_FLAGS, boundscheck=False)
 def _smaller(distance, weight, values, cost, before, new_cost):
-    """new_cost = min(before, distance + weight * values + cost), of another array than `before`: a minimum in place becomes
-    a store under a mask (LLVM 22), which takes three times as long."""
+    """new_cost = min(before, distance + weight * values + cost), of another array than `before`: written
+    over it, a minimum becomes a store under a mask (LLVM 22), which takes three times as long."""
     for u in range(new_cost.shape[0]):
         new_cost[u] = min(before[u], distance[u] + weight * values[u] + cost[u])
 
