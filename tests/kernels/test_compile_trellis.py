@@ -1,6 +1,7 @@
 """The trellis kernels compiled for real GPUs without one: no spills, instructions a weight."""
 
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -221,7 +222,7 @@ def group_machine(
     finish: str | None = None,
 ) -> Machine:
     """Matrices in one launch; `columns` as `k` of `trellis_machine`. `finish`: the type of finished outputs."""
-    kinds, units = [], 1
+    kinds = []
     for (code, bits), config in zip(parts, configs, strict=True):
         quad_bits = round(4 * bits)
         k64_count = k64_per_unit(quad_bits)
@@ -232,21 +233,22 @@ def group_machine(
     given = group_constants(tuple(kinds), tokens) | {"PDL": True, "EARLY_TRIGGER": False}
     if columns is not None:
         given |= {
-            name: 1 for name in ("M", "hadamard_tiles") if (tokens if name == "M" else columns // 4096) == 1
+            name: 1
+            for name in ("M", "hadamard_tiles")
+            if (tokens if name == "M" else -(-columns // 4096)) == 1
         }
-    types = {"x_ptrs": "*i8", "scales_ptrs": "*fp32", "codes_ptrs": "*i32", "tiles": "i32"}
-    types["y_ptrs"] = f"*{finish or 'fp32'}"
+    types = {"x_ptrs": "*i8", "scales_ptrs": "*fp32", "codes_ptrs": "*i32", "y_ptrs": f"*{finish or 'fp32'}"}
+    types |= {"tiles": "i32", "columns": "i32"}
     if finish is None:
         given |= dict.fromkeys(("output_scales_ptrs", "rows", "stride_y"))
     else:
         types |= {"output_scales_ptrs": "*fp16", "rows": "i32"}
-    pointers: dict[str, Any] = {
-        name: (kind,) * len(parts) for name, kind in (types | {"units": "i32"}).items()
-    }
+    pointers: dict[str, Any] = {name: (kind,) * len(parts) for name, kind in types.items()}
     return compile_kernel(
         trellis_gemv_group_kernel, given, capability=90,
-        pointers=pointers | {"hadamard_tiles": "i32"} | ({} if finish is None else {"stride_y": "i32"}),
-        warps=configs[0].num_warps, aligned=() if columns is None else ("units",),
+        pointers=pointers | {"hadamard_tiles": "i32"}
+        | ({} if finish is None else {"stride_y": "i32"}),
+        warps=configs[0].num_warps, aligned=() if columns is None else ("columns",),
     )  # fmt: skip
 
 
@@ -303,6 +305,22 @@ def test_bands_of_a_head_spill_nothing(bits: tuple[float, ...], tokens: int) -> 
     configs = gemv_launch.trellis_group(shapes, torch.device("cpu"))
     parts = tuple(("mul1", own) for own in bits)
     assert group_machine(parts, configs, tokens, 4096, finish="bf16").stack == 0
+
+
+@pytest.mark.parametrize(("columns", "tokens"), [(256, 1), pytest.param(256, 8, marks=pytest.mark.slow)])
+def test_bands_of_one_unit_have_one_element_a_thread(columns: int, tokens: int) -> None:
+    """Where a matrix is no wider than a unit. What a lane loads and multiplies is said in PTX, so nothing else may be."""
+    bits = (6.25, 5.25, 4.75, 4.25)
+    shapes = [
+        Shape("mul1", own, n, columns, tokens) for own, n in zip(bits, (512, 512, 1024, 2048), strict=True)
+    ]
+    configs = gemv_launch.trellis_group(shapes, torch.device("cpu"))
+    machine = group_machine(tuple(("mul1", own) for own in bits), configs, tokens, columns, finish="bf16")
+    layouts = dict(re.findall(r"(#\w+) = #ttg.blocked<\{(.*?)\}>", machine.layout_ir))
+    used = re.findall(r"elementwise_inline_asm .*mma.*tensor<\S+, (#\w+)>", machine.layout_ir)
+    assert len(used) == len(bits)
+    for layout in used:
+        assert "sizePerThread = [1, 1], threadsPerWarp = [1, 32], warpsPerCTA = [8, 1]" in layouts[layout]
 
 
 Odd = tuple[
@@ -431,7 +449,9 @@ def lookup_machine(bands: Parts, dtype: str) -> Machine:
         quad_bits = round(4 * bits)
         found.append(band(code, quad_bits, math.gcd(quad_bits * k64_per_unit(quad_bits) // 4, 4)))
     types = {"codes_ptrs": "*i32", "output_scales_ptrs": "*fp16", "sizes": "i32", "units": "i32"}
-    pointers: dict[str, Any] = {name: (kind,) * len(bands) for name, kind in types.items()}
+    pointers: dict[str, Any] = {
+        name: (kind,) * len(bands) for name, kind in (types | {"columns": "i32"}).items()
+    }
     return compile_kernel(
         trellis_lookup_kernel, {"BANDS": tuple(found), "BLOCK": BLOCK}, capability=90, warps=4, aligned=("columns",),
         pointers=pointers | {"tokens_ptr": "*i64", "out_ptr": f"*{dtype}", "columns": "i32"},

@@ -156,8 +156,8 @@ def test_rows_of_an_embedding(
 
 
 @pytest.mark.parametrize("m", [1, 8, 16, 40])
-@pytest.mark.parametrize("k", [512, 4096, 1536])
-@pytest.mark.parametrize("bits", [(5, 4, 3.5, 3), (7.5, 6.5, 6, 5.5)], ids=str)
+@pytest.mark.parametrize("k", [256, 512, 4096, 1536])
+@pytest.mark.parametrize("bits", [(5, 4, 3.5, 3), (6.25, 5.25, 4.75, 4.25), (7.5, 6.5, 6, 5.5)], ids=str)
 def test_bands_give_what_each_gives(bits: tuple[float, ...], k: int, m: int) -> None:
     """Rows and products; beyond one launch none."""
     torch.manual_seed(0)

@@ -35,7 +35,7 @@ from requant_kernels.hadamard.tile_ptx import allocate_smem_ptx
 from requant_kernels.trellis.gemv import rotate_activations
 from requant_kernels.trellis.gemv_kernel import GemvPtx, GemvShape, gemv_constants, multiply_tiles
 from requant_kernels.trellis.gemv_launch import TrellisGemvConfig
-from requant_kernels.trellis.layout import TILE, TrellisLayout
+from requant_kernels.trellis.layout import TILE, TrellisLayout, k64_per_unit
 from requant_kernels.trellis.operands import RotatedActivations
 
 
@@ -49,11 +49,12 @@ class GroupPart:
 
 @triton.jit
 def _multiply_part(
-    cta, x_ptr, scales_ptr, codes_ptr, y_ptr, output_scales_ptr, rows, stride_y, tiles, units, M, hadamard_tiles, stride_x,
+    cta, x_ptr, scales_ptr, codes_ptr, y_ptr, output_scales_ptr, rows, stride_y, tiles, columns, M, hadamard_tiles, stride_x,
     sums_at, INDEX: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr, EARLY_TRIGGER: tl.constexpr,
 ):  # fmt: skip
     SHAPE: tl.constexpr = PARTS[INDEX].shape
     PTX: tl.constexpr = PARTS[INDEX].ptx
+    units = columns // (64 * SHAPE.k64_per_unit)
     steps = tl.cdiv(units, SHAPE.num_warps * SHAPE.units_per_step)
     multiply_tiles(
         cta, x_ptr, scales_ptr, None, codes_ptr, y_ptr, output_scales_ptr, None, None, M, units, rows, stride_y, tiles - 1,
@@ -63,13 +64,14 @@ def _multiply_part(
 
 @triton.jit(do_not_specialize=["tiles"])
 def trellis_gemv_group_kernel(
-    x_ptrs, scales_ptrs, codes_ptrs, y_ptrs, output_scales_ptrs, rows, tiles, units, M, hadamard_tiles, stride_x, stride_y,
+    x_ptrs, scales_ptrs, codes_ptrs, y_ptrs, output_scales_ptrs, rows, tiles, columns, M, hadamard_tiles, stride_x, stride_y,
     PARTS: tl.constexpr, ALLOCATE: tl.constexpr, PDL: tl.constexpr, EARLY_TRIGGER: tl.constexpr,
 ):  # fmt: skip
     """y of every part, operands as for `trellis_gemv_kernel`, each a tuple; grid: the CTAs of all parts.
 
     Without output scales y is float32 `[M, 16 tiles]`; with them finished, the `rows` of a part, tokens `stride_y` apart.
-    ALLOCATE: shared memory, in which a CTA adds its warps; None where Triton does that.
+    ALLOCATE: shared memory, in which a CTA adds its warps; None where Triton does that. Columns are those of whole units,
+    not their number: Triton makes a constant of every 1 in a tuple, and without a loop over steps the layout is another.
     """
     W: tl.constexpr = PARTS[0].shape.num_warps
     sums_at = ()
@@ -87,12 +89,12 @@ def trellis_gemv_group_kernel(
             if output_scales_ptrs is None:
                 _multiply_part(
                     cta, x_ptrs[i], scales_ptrs[i], codes_ptrs[i], y_ptrs[i], None, tiles[i] * 16, tiles[i] * 16, tiles[i],
-                    units[i], M, hadamard_tiles, stride_x, sums_at, i, PARTS, PDL, EARLY_TRIGGER,
+                    columns[i], M, hadamard_tiles, stride_x, sums_at, i, PARTS, PDL, EARLY_TRIGGER,
                 )  # fmt: skip
             else:
                 _multiply_part(
                     cta, x_ptrs[i], scales_ptrs[i], codes_ptrs[i], y_ptrs[i], output_scales_ptrs[i], rows[i], stride_y,
-                    tiles[i], units[i], M, hadamard_tiles, stride_x, sums_at, i, PARTS, PDL, EARLY_TRIGGER,
+                    tiles[i], columns[i], M, hadamard_tiles, stride_x, sums_at, i, PARTS, PDL, EARLY_TRIGGER,
                 )  # fmt: skip
         cta -= ctas
 
@@ -159,6 +161,7 @@ def _launch(
         for i in order
     )
     constants = group_constants(tuple(parts), m)
+    columns = [64 * k64_per_unit(layout.quad_bits) * own for layout, own in zip(layouts, units, strict=True)]
     pdl = supports_pdl(device)
     values = inputs[0].values
     scales, rows, stride = None, None, None
@@ -171,7 +174,7 @@ def _launch(
         (
             tuple(inputs[i].values for i in order), tuple(inputs[i].scales for i in order),
             tuple(layouts[i].packed_codes for i in order), tuple(outputs[i] for i in order), scales, rows,
-            tuple(tiles[i] for i in order), tuple(units[i] for i in order), m,
+            tuple(tiles[i] for i in order), tuple(columns[i] for i in order), m,
             values.shape[1] // HADAMARD_TILE, values.stride(0), stride,
         ),
         interned(**constants, PDL=pdl, EARLY_TRIGGER=first.pdl_trigger_early, num_warps=first.num_warps, num_stages=1,
