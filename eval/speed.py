@@ -2,7 +2,7 @@
 
     python -m eval.speed [--model FOLDER] [--data FOLDER] [--out FOLDER] [--num-samples 64] [--nodes] [--large]
     python -m eval.speed --best [--bits 3] [--keep FOLDER]
-    python -m eval.speed --best --shape 1b [--blocks 4] [--gpus 2] [--parts] [--steps 100] [--samples 256]
+    python -m eval.speed --best --shape 1b [--blocks 4] [--gpus 2] [--gpu-memory 24GiB] [--parts] [--steps 100]
 
 `--nodes` times PQI with 2 Gauss nodes against 32 plain ones. `--large` adds the 1B shape (`eval/shapes.py`), in mode
 `paper`. `--best` runs mode `best` at `--bits` alone, with `--shape` on random weights of a shape, or of its first
@@ -42,6 +42,7 @@ from requant.finetune.final import (
     trains_by_block,
 )
 from requant.finetune.loop import (
+    learning_rate,
     params_without_codes,
     reparametrized_weights,
     single_precision,
@@ -51,11 +52,12 @@ from requant.finetune.loop import (
 from requant.finetune.memory import training_bytes
 from requant.finetune.saved_training import SavedTraining
 from requant.formats.quantized_weight import trainable_params
-from requant.models.devices import peak_memory, pick_device, total_memory
+from requant.models.devices import limit_gpu_memory, peak_memory, pick_device, total_memory
 from requant.pipeline.plan import expected_memory
 from requant.pipeline.prepare import outline, prepare, start
 from requant.quantizers.registry import METHODS
 from requant.recipe.defaults import GPU_SAMPLES, default_recipe, trellis_code
+from requant.recipe.options import parse_size
 from requant.recipe.schema import Budget, Calibration, Evaluation, Recipe
 from requant.recipe.yaml_files import dump_recipe, to_dict
 from requant.run.context import RunContext, Weights
@@ -75,7 +77,13 @@ def recipe_for(model: Path, data: Path, *, num_samples: int, seq_len: int) -> Re
 
 
 def whole_run(
-    recipe: Recipe, device: str, dtype: str, *, gpus: int = 1, keep: Path | None = None
+    recipe: Recipe,
+    device: str,
+    dtype: str,
+    *,
+    gpus: int = 1,
+    gpu_memory: str | None = None,
+    keep: Path | None = None,
 ) -> dict[str, Any]:
     """`requant quantize`, from its start to its end; the checkpoint stays in `keep`. Its progress goes to stderr."""
     with tempfile.TemporaryDirectory() as parent:
@@ -84,17 +92,22 @@ def whole_run(
         output = keep or Path(parent) / "checkpoint"
         command = [sys.executable, "-m", "requant", "quantize", "--recipe", file, "--output", output, "--json",
                    "--device", device, "--dtype", dtype, "--gpus", gpus]  # fmt: skip
+        if gpu_memory is not None:
+            command += ["--gpu-memory", gpu_memory]
         started, worked = time.perf_counter(), _seconds_of_children()
         done = subprocess.run(list(map(str, command)), stdout=subprocess.PIPE, check=True, text=True)
         total = time.perf_counter() - started
     numbers = json.loads(done.stdout)
     seconds = numbers["seconds_of"]
+    if gpu_memory is not None:  # for the prediction
+        limit_gpu_memory(parse_size(gpu_memory, "--gpu-memory"), device)
     outlined = outline(recipe.model, recipe, dtype=dtype, gpus=gpus)
     return {
         "wall_seconds": total,
         "cpu_seconds": _seconds_of_children() - worked,
         "load_average": os.getloadavg()[0],  # a busy machine's seconds are no measurement
         "gpus": gpus,
+        "gpu_memory": gpu_memory,  # at most; None: all
         "seconds": {**seconds, "start, load, hashes, save": total - sum(seconds.values())},
         "bits_per_weight": numbers["bits_per_weight"]["after"],
         "perplexity": numbers["perplexity"]["after"],
@@ -169,7 +182,7 @@ def best_parts(recipe: Recipe, device: str, dtype: str) -> dict[str, Any]:
     if where.type == "cuda":
         torch.cuda.reset_peak_memory_stats(where)
     with single_precision(params_in_single_precision(run.model, teacher)):
-        trainables = trainable_tensors(trainable, still_open, others, settings.lr)
+        trainables = trainable_tensors(trainable, still_open, others, learning_rate(run, settings))
         derived = reparametrized_weights(run, weights, trainable)
 
         def learn() -> None:
@@ -252,6 +265,9 @@ def main(
     shape: Annotated[str | None, typer.Option(help="Of `--best`: random weights of 1b, 3b, 8b, 70b.")] = None,
     blocks: Annotated[int | None, typer.Option(help="Of `--shape`: its first blocks alone.")] = None,
     gpus: Annotated[int, typer.Option(help="Of `--shape`: GPUs for a whole run.")] = 1,
+    gpu_memory: Annotated[
+        str | None, typer.Option(help="Of `--shape`: most that a whole run may take of a GPU.")
+    ] = None,
     parts: Annotated[bool, typer.Option(help="Of `--shape`: one of each part, not a whole run.")] = False,
     steps: Annotated[int | None, typer.Option(help="Of `--best`: steps of a phase of training.")] = None,
     samples: Annotated[int, typer.Option(help="Of `--shape`: windows of 2048 tokens.")] = GPU_SAMPLES,
@@ -278,7 +294,8 @@ def main(
                     keep_row(f"parts_{name}", best_parts(shaped, where, "bfloat16"))
                     return
                 name += f"_{gpus}_gpus" if gpus > 1 else ""
-                found = whole_run(shaped, where, "bfloat16", gpus=gpus)
+                name += f"_in_{gpu_memory}" if gpu_memory is not None else ""
+                found = whole_run(shaped, where, "bfloat16", gpus=gpus, gpu_memory=gpu_memory)
                 keep_row(f"run_{name}", {**found, "shape": shape, "blocks": blocks})
             return
         chosen = best_recipe(model, data, num_samples=2 * GPU_SAMPLES, seq_len=1024, bits=bits, steps=steps)

@@ -113,6 +113,13 @@ Device = Annotated[
         help="cpu, cuda, or auto: the GPU where there is one.", autocompletion=values("auto", "cpu", "cuda")
     ),
 ]
+GpuMemory = Annotated[
+    str | None,
+    of_run(
+        "--gpu-memory",
+        help="Most that the run may take of every GPU: 24GB. A dry run plans for a GPU of that size. [all]",
+    ),
+]
 Dtype = Annotated[
     str,
     of_run(

@@ -65,6 +65,7 @@ def quantize(
     gpus: Annotated[
         int | None, opt.of_run(min=1, help="GPUs to work on, each in a process, as with torchrun. [1]")
     ] = None,
+    gpu_memory: opt.GpuMemory = None,
     dtype: opt.Dtype = "auto",
     resume: opt.Resume = False,
     save_every: opt.SaveEvery = 10.0,
@@ -84,14 +85,16 @@ def quantize(
     if output is not None and not dry_run:  # what can be refused is, before the imports that take seconds
         check_new_output(output, resume=resume)
     from requant import progress, ranks
-    from requant.models.devices import pick_device
-    from requant.recipe.options import output_folder, recipe_from_options
+    from requant.models.devices import limit_gpu_memory, pick_device
+    from requant.recipe.options import output_folder, parse_size, recipe_from_options
 
     with ranks.joined(pick_device(device)) as own_device:
         log_to_stderr(verbose)
         log_to_file(log_file if ranks.rank() == 0 else None)
         if dry_run and gpus is not None and device == "auto":
             own_device = "cuda"  # the plan of GPUs that need not be here
+        if gpu_memory is not None:
+            limit_gpu_memory(parse_size(gpu_memory, "--gpu-memory"), own_device)
         chosen = recipe_from_options(
             recipe,
             model=model,

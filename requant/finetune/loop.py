@@ -53,6 +53,7 @@ from requant.finetune.teacher import (
 )
 from requant.formats.contract import TrainableParams
 from requant.formats.quantized_weight import weight_function
+from requant.models.devices import free_memory
 from requant.models.experts import routers
 from requant.models.mixed_precision import mixed_precision
 from requant.models.targets import QuantTarget
@@ -360,7 +361,7 @@ def micro_batch_that_fits(
     state = reserved + 12 * sum(trainable.tensor.numel() for trainable in trainables)
     state += 4 * sum(weight.parameter.numel() for weight in derived)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch, free for us
-    available = torch.cuda.mem_get_info(device)[0] + cached - state
+    available = free_memory(device) + cached - state
     windows = max(1, settings.tokens_per_step // length)
     while windows and 1.5 * windows * length * a_token > available:
         windows //= 2

@@ -9,18 +9,41 @@ import torch
 
 from requant.errors import InputError
 
+H200_MEMORY = 150_000_000_000  # what a plan takes for a GPU where there is none
+_most_of_a_gpu = sys.maxsize  # bytes of each that this process may take
+
+
+def limit_gpu_memory(limit: int, name: str) -> None:
+    """Let this process take at most so many bytes of the GPU `name`, beyond which torch says that memory is exhausted.
+
+    What CUDA itself takes, half a GB or so, is not counted. Raises InputError for another device, and for more than it has.
+    """
+    global _most_of_a_gpu
+    device = torch.device(name)
+    if device.type != "cuda":
+        raise InputError(f"--gpu-memory limits a GPU, and this run is on {device.type}; leave it out.")
+    if torch.cuda.is_available():
+        total = torch.cuda.mem_get_info(device)[1]
+        if limit > total:
+            raise InputError(
+                f"--gpu-memory {limit / 2**30:.1f} GiB is more than the GPU has, {total / 2**30:.1f}; leave it out."
+            )
+        torch.cuda.set_per_process_memory_fraction(limit / total, device.index)  # None: the current one
+    _most_of_a_gpu = limit
+
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that are free on a device."""
+    """Bytes that are free on a device, and allowed; those that torch has reserved are not."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        return min(torch.cuda.mem_get_info(device)[0], _most_of_a_gpu - torch.cuda.memory_reserved(device))
     return psutil.virtual_memory().available
 
 
 def total_memory(device: torch.device) -> int:
-    """Bytes of a device, free or not."""
+    """Bytes of a device that this process may take, free or not; where there is no GPU, an H200's stands for it."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[1]
+        total = torch.cuda.mem_get_info(device)[1] if torch.cuda.is_available() else H200_MEMORY
+        return min(total, _most_of_a_gpu)
     return psutil.virtual_memory().total
 
 

@@ -45,7 +45,6 @@ from requant.run.quantize_linears import by_block
 from requant.run.rounds import rounds_of
 from requant.run.workspace import Workspace
 
-H200_MEMORY = 150_000_000_000
 # Of a process on Linux, measured with the CPU build of torch 2.13
 PROCESS_BYTES = 462 << 20  # that has imported what the command needs and loaded nothing
 NUMBA_BYTES = 140 << 20  # that has compiled the search for trellis codes; 77 MiB where its loops are on disk
@@ -203,7 +202,7 @@ def make_plan(
         whole_bits_per_weight=8 * bytes_after / sum(p.numel() for p in prepared.model.parameters()),
         peak_memory=expected_memory(prepared, recipe, device),
         seconds=expected_seconds(prepared, recipe, device),
-        device_memory=_device_memory(device),
+        device_memory=total_memory(torch.device(device)),
         gpus=count_gpus(prepared),
         allocation=None if allocation.budget is None else allocation,
         widths={} if allocation.budget is None else widths,
@@ -298,7 +297,9 @@ def expected_memory(prepared: Prepared | Outline, recipe: Recipe, device: str) -
     block = max(
         sum(bytes_needed(target, needs) for target in members) for members in by_block(prepared.targets)
     )
-    statistics = min(statistics, max(block, round((_device_memory(device) - model - weights) / 2)))
+    statistics = min(
+        statistics, max(block, round((total_memory(torch.device(device)) - model - weights) / 2))
+    )
     stages = model + weights + max(scores, statistics) + activations
     if device != "cpu":
         return own + max(stages, _training_memory(prepared, recipe, device))
@@ -356,7 +357,7 @@ def _training_memory(prepared: Prepared | Outline, recipe: Recipe, device: str) 
         _train_windows(prepared, recipe),
         by_block=_by_block(prepared, recipe, device),
         gpu=device == "cuda",
-        device_memory=_device_memory(device),
+        device_memory=total_memory(torch.device(device)),
         gpus=count_gpus(prepared),
     )
 
@@ -373,12 +374,5 @@ def _by_block(prepared: Prepared | Outline, recipe: Recipe, device: str) -> bool
         prepared.targets,
         recipe.finetune,
         _train_windows(prepared, recipe),
-        device_memory=_device_memory(device) if device == "cuda" else None,
+        device_memory=total_memory(torch.device(device)) if device == "cuda" else None,
     )
-
-
-def _device_memory(device: str) -> int:
-    """All of it; that of an H200 where there is no GPU."""
-    if device == "cuda" and not torch.cuda.is_available():
-        return H200_MEMORY
-    return total_memory(torch.device(device))

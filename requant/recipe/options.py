@@ -252,19 +252,17 @@ def parse_modules(given: Sequence[str]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def parse_size(size: int | str) -> int:
-    """`--size` in bytes: a number with a unit of UNITS, or without."""
+def parse_size(size: int | str, option: str = "--size") -> int:
+    """What an option gives in bytes: a number with a unit of UNITS, or without."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(size), re.IGNORECASE | re.ASCII)
     unit = UNITS.get(found[2].lower()) if found else None
     if found is None or unit is None:
         raise RecipeError(
-            f"--size {size} is no size; give a number of bytes, or one with KB, MB, GB, KiB, MiB or GiB, like 600MB."
+            f"{option} {size} is no size; give a number of bytes, or one with KB, MB, GB, KiB, MiB or GiB, like 600MB."
         )
     value = round(float(found[1]) * unit)
     if value < 1:
-        raise RecipeError(
-            f"--size {size} is nothing; give the bytes that the weight files may take, like 600MB."
-        )
+        raise RecipeError(f"{option} {size} is nothing; give the bytes that may be taken, like 600MB.")
     return value
 
 

@@ -64,6 +64,11 @@ def checkpoint(tiny_folder, tiny_text_file: Path, tmp_path_factory: pytest.TempP
         (("--bits", "0.5"), "--bits 0.5 is out of range; give 1 to 8, like 3 or 2.25."),
         (("--bits", "9"), "--bits 9 is out of range; give 1 to 8, like 3 or 2.25."),
         (("--size", "10XB"), "--size 10XB is no size; give a number of bytes"),
+        (("--bits", "3", "--gpu-memory", "24XB"), "--gpu-memory 24XB is no size; give a number of bytes"),
+        (
+            ("--bits", "3", "--gpu-memory", "24GB", "--device", "cpu"),
+            "--gpu-memory limits a GPU, and this run is on cpu; leave it out.",
+        ),
         (("--bits", "3", "--size", "1MB"), "--bits, --code-bits and --size exclude one another"),
         (
             ("--bits", "1.5", "--method", "lut", "--quiet"),

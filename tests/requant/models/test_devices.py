@@ -1,9 +1,13 @@
-"""What a process took at most is its own."""
+"""What a process took at most is its own, and a GPU may be lent in part."""
 
 import subprocess
 import sys
 
 import pytest
+import torch
+
+from requant.errors import InputError
+from requant.models import devices
 
 CHILD = """
 import torch
@@ -27,3 +31,44 @@ def test_the_peak_is_not_that_of_a_larger_parent() -> None:
     used, peak, later = map(int, found.split())
     assert used <= peak < used + (200 << 20)
     assert (90 << 20) < later - peak < (110 << 20)
+
+
+@pytest.fixture
+def gpu(monkeypatch) -> dict[str, float]:
+    """A GPU of 80 bytes, 50 of them free, 10 reserved by torch; what fraction of it torch was given."""
+    given: dict[str, float] = {}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (50, 80))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 10)
+    monkeypatch.setattr(
+        torch.cuda, "set_per_process_memory_fraction", lambda part, index: given.update({str(index): part})
+    )
+    monkeypatch.setattr(devices, "_most_of_a_gpu", sys.maxsize)
+    return given
+
+
+@pytest.mark.parametrize(("name", "index"), [("cuda", "None"), ("cuda:1", "1")])
+def test_a_run_takes_no_more_of_a_gpu_than_it_may(gpu, name: str, index: str) -> None:
+    device = torch.device(name)
+    assert (devices.total_memory(device), devices.free_memory(device)) == (80, 50)
+    devices.limit_gpu_memory(24, name)
+    assert gpu == {index: 24 / 80}
+    assert (devices.total_memory(device), devices.free_memory(device)) == (24, 14)
+    devices.limit_gpu_memory(70, name)  # 60 of them are not taken by torch, but others have 30 of the rest
+    assert (devices.total_memory(device), devices.free_memory(device)) == (70, 50)
+
+
+def test_a_plan_for_a_gpu_that_is_not_here(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(devices, "_most_of_a_gpu", sys.maxsize)
+    assert devices.total_memory(torch.device("cuda")) == devices.H200_MEMORY
+    devices.limit_gpu_memory(24 << 30, "cuda")
+    assert devices.total_memory(torch.device("cuda")) == 24 << 30
+
+
+def test_a_limit_that_is_none_is_refused(gpu) -> None:
+    with pytest.raises(InputError, match="limits a GPU, and this run is on cpu; leave it out"):
+        devices.limit_gpu_memory(24, "cpu")
+    with pytest.raises(InputError, match="is more than the GPU has"):
+        devices.limit_gpu_memory(81, "cuda")
+    assert not gpu
