@@ -45,6 +45,7 @@ from requant.allocation.budget import allocate_bits, with_allocation
 from requant.allocation.embedding_and_head import quantize_embedding_and_head
 from requant.calibration.experts import routed_tokens
 from requant.checkpoint.save import checkpoint_bytes, save_checkpoint
+from requant.finetune.loop import LR_OF_MANY
 from requant.formats.quantized_weight import spec_of
 from requant.pipeline.quantize import MODES, finetuned
 from requant.recipe.defaults import MOST_STEPS, trellis_code
@@ -55,7 +56,7 @@ from requant.text.windows import spread
 from requant.version import VERSION
 
 FINETUNE = Finetune(steps=MOST_STEPS)  # what models of up to 240 M parameters get
-FOUR_ROUNDS = Finetune(steps=450, rounds=4)  # as many steps in all as six rounds of 300
+FOUR_ROUNDS = Finetune(steps=450, rounds=4, lr=LR_OF_MANY)  # as many steps in all as six rounds of 300
 NO_HIDDEN = dataclasses.replace(FOUR_ROUNDS, hidden_weight=0.0)
 SHORT = dataclasses.replace(NO_HIDDEN, steps=225)  # what parts are compared at, by the KL divergence alone
 AT_THE_END = Finetune(steps=6 * MOST_STEPS)  # as many as all phases of mode `best` together
@@ -109,18 +110,19 @@ def _efficient_qat(group_size: int) -> Plan:
     )
 
 
-def _steps(steps: int, *, tokens: int = FINETUNE.tokens_per_step) -> Plan:
+def _steps(steps: int, *, tokens: int = FINETUNE.tokens_per_step, lr: float = LR_OF_MANY) -> Plan:
     return Plan(
-        label=f"best, six rounds of {steps} steps of {tokens} tokens",
+        label=f"best, six rounds of {steps} steps of {tokens} tokens, a learning rate of {lr:g}",
         code=None,
         first_round_weight=None,
-        finetune=dataclasses.replace(FINETUNE, steps=steps, tokens_per_step=tokens),
+        finetune=dataclasses.replace(FINETUNE, steps=steps, tokens_per_step=tokens, lr=lr),
     )
 
 
 PLANS: dict[str, Plan] = {
     "best": Plan(label=f"best, six rounds of {MOST_STEPS} steps", code=None, first_round_weight=None),
     "mul1": Plan(label="best, `mul1` codes", first_round_weight=None),
+    "pair": Plan(label="best, `pair` codes", code="pair", first_round_weight=None),
     "four-rounds": Plan(
         label=f"best, four rounds of {FOUR_ROUNDS.steps} steps, losses not weighted", finetune=FOUR_ROUNDS
     ),
@@ -207,12 +209,10 @@ PLANS: dict[str, Plan] = {
     ),
     "300-steps": _steps(300),
     "600-steps": _steps(600),
-    "rate-8e-3": Plan(
-        label="best, a learning rate of 8e-3",
-        code=None,
-        first_round_weight=None,
-        finetune=dataclasses.replace(FINETUNE, lr=8e-3),
-    ),
+    "rate-8e-3": _steps(MOST_STEPS, lr=8e-3),
+    "200-steps": _steps(200),
+    "200-steps-8e-3": _steps(200, lr=8e-3),
+    "200-steps-2e-2": _steps(200, lr=2e-2),
     "small-batches": _steps(1000, tokens=8192),
     "more-statistics": Plan(
         label="best, statistics of 2048 windows", code=None, first_round_weight=None, statistics=16

@@ -106,8 +106,9 @@ class Finetune:
     """Windows that the original writes itself, to train on beside those of the text (`requant/inference/own_text.py`)."""
     tokens_per_step: int = 16384
     """Tokens of a step."""
-    lr: float = 3e-3
-    """Adam's learning rate at 2 bits, in units of each tensor's root mean square; halved with every further bit."""
+    lr: float | None = None
+    """Adam's learning rate at 2 bits, in units of each tensor's root mean square; halved with every further bit. None: by
+    `steps`, 0.008 up to 200, 0.003 from 1000 on."""
     warmup_steps: int = 10
     """Steps of linear warm-up; a cosine to zero follows."""
     rounds: int = 6
@@ -128,7 +129,8 @@ class Finetune:
         windows = self.train_windows
         _require(1 <= windows <= MOST, "finetune.train_windows", windows, f"1 to {MOST:,}")
         _require(0 <= self.own_windows <= MOST, "finetune.own_windows", self.own_windows, f"0 to {MOST:,}")
-        _require(0 < self.lr < math.inf, "finetune.lr", self.lr, "a positive number")
+        if self.lr is not None:
+            _require(0 < self.lr < math.inf, "finetune.lr", self.lr, "a positive number")
         _require(
             0 <= self.hidden_weight < math.inf, "finetune.hidden_weight", self.hidden_weight, "0 or more"
         )

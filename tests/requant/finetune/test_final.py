@@ -13,7 +13,12 @@ from requant.calibration.stats import LinearStats
 from requant.errors import RecipeError
 from requant.finetune import compile_blocks, final
 from requant.finetune.final import finetune
-from requant.finetune.loop import micro_batch_that_fits, reparametrized_weights
+from requant.finetune.loop import (
+    default_lr,
+    learning_rate,
+    micro_batch_that_fits,
+    reparametrized_weights,
+)
 from requant.formats.quantized_weight import trainable_params, weight_function, with_trainable_params
 from requant.pipeline.prepare import prepare, start
 from requant.quantizers.registry import METHODS
@@ -186,6 +191,16 @@ def test_a_part_is_what_the_gpu_has_room_for(tiny_folder, tiny_text_file, monkey
     assert found == part
     if found:
         assert 1.5 * found * 32 * a_token <= room and (found == 8 or 3 * found * 32 * a_token > room)
+
+
+def test_the_rate_follows_from_the_steps_unless_it_is_given(tiny_folder, tiny_text_file) -> None:
+    assert [default_lr(steps) for steps in (1, 200, 1000, 6000)] == pytest.approx([8e-3, 8e-3, 3e-3, 3e-3])
+    between = [default_lr(steps) for steps in range(200, 1001, 100)]
+    assert between == sorted(between, reverse=True) and len(set(between)) == 9
+    run, _ = prepared_run(tiny_folder("llama"), tiny_text_file, "rtn", Finetune(steps=200))
+    of_given = learning_rate(run, Finetune(steps=200, lr=1e-3))
+    assert learning_rate(run, Finetune(steps=200)) == pytest.approx(8 * of_given)
+    assert learning_rate(run, Finetune(steps=1000)) == pytest.approx(3 * of_given)
 
 
 def test_processes_train_alike_on_gpus_of_two_sizes(tiny_folder, tiny_text_file, monkeypatch) -> None:
