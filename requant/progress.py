@@ -3,9 +3,12 @@
     |█████       | stage 5 of 12: round 2 of 6, training, 120 of 300 steps, 4 min 10 s left, 3.1 GiB
 
 The time left is that of the present stage by the pace of its steps, where it has any, and of later stages what the plan
-expects of them (`Stage.seconds`), times what stages of the same kind took so far over what was expected of them. Of a kind
-that was not seen yet it is the same of all stages so far, and of PRIOR of the run as planned: a first stage of seconds says
-little of hours.
+expects of them (`Stage.seconds`), times what stages of the same kind took so far over what was expected of them:
+
+    factor(kind) = (took(kind) + p(kind) f) / (expected(kind) + p(kind)),    f = (took + p) / (expected + p)
+
+with p = PRIOR of what is planned of the kind, or of the whole run: a first stage of seconds, which may have waited for a
+compiler, says little of hours.
 
 On a terminal the line is drawn by tqdm, over itself, and gone at the end. Elsewhere a line is written at most once a
 minute. Every stage, and a line a minute, is logged as well, for `--log-file`. Where no run is displayed, `counted` and
@@ -204,21 +207,25 @@ class Display:
         return pace + max(0, stage.bars - bars) * (elapsed + pace) / bars
 
     def _correction(self, stage: Stage) -> float:
-        """What stages took over what was expected of them: those of the same kind, else all and a part of the plan."""
+        """The factor of the module's text."""
         seen = [
             (each.stage, each.seconds, each.fraction) for each in self.passed if each.worked and each.stage
         ]
         if self.present is not None and (of_present := self._pace_of_present(self.present)) is not None:
             seen.append(of_present)
-        took = expected = prior = PRIOR * sum(each.seconds for each in self.stages)
+        took = expected = PRIOR * sum(each.seconds for each in self.stages)
+        if not took:
+            return 1.0
+        prior_alike = PRIOR * sum(each.seconds for each in self.stages if each.kind == stage.kind)
         took_alike = expected_alike = 0.0
         for other, seconds, fraction in seen:
             took, expected = took + seconds, expected + other.seconds * fraction
             if other.kind == stage.kind:
                 took_alike, expected_alike = took_alike + seconds, expected_alike + other.seconds * fraction
-        if expected_alike > 0:
-            return took_alike / expected_alike
-        return took / expected if prior > 0 else 1.0
+        everything = took / expected
+        if not expected_alike:
+            return everything
+        return (took_alike + prior_alike * everything) / (expected_alike + prior_alike)
 
     def _pace_of_present(self, present: _Passed) -> tuple[Stage, float, float] | None:
         """The present stage, how long it will have taken, and of what fraction; None where there is no saying yet."""

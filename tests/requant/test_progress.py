@@ -60,9 +60,10 @@ def test_time_left_follows_what_stages_of_the_same_kind_took(clock) -> None:
             for _ in range(10):
                 clock[0] += 0.5
                 counter.update()
-            # 89 steps at 0.5 s; round 2 twice of 149.5 s, where 100 s were planned; scoring as all so far
+            # 89 steps at 0.5 s; round 2 as 149.5 s for 100, and a tenth of both rounds as all; scoring as all so far
             everything = (20 + 149.5 + 36) / (10 + 100 + 36)
-            assert shown.left == pytest.approx(89 * 0.5 + 2 * 149.5 + 50 * everything)
+            training = (149.5 + 30 * everything) / (100 + 30)
+            assert shown.left == pytest.approx(89 * 0.5 + 200 * training + 50 * everything)
             clock[0] += 89 * 0.5
             counter.update(89)
         run_stage(clock, "round 2, training", 299.0)
@@ -81,7 +82,19 @@ def test_what_an_earlier_run_did_says_nothing_of_the_pace(clock) -> None:
                 clock[0] += 3.0
                 counter.update()
         progress.enter("round 2, training")  # a tenth of the work took 30 s of the 10 planned
-        assert shown.left == pytest.approx(3 * 200 + (30 + 36) / (10 + 36) * 50)
+        everything = (30 + 36) / (10 + 36)
+        assert shown.left == pytest.approx((30 + 30 * everything) / (10 + 30) * 200 + everything * 50)
+
+
+def test_a_short_first_stage_says_little_of_long_ones(clock) -> None:
+    """Codes of a first round, for which a compiler was waited for, and of a second one, planned at ten times as long."""
+    codes = [Stage(name=f"codes {i}", kind="codes", seconds=seconds) for i, seconds in enumerate((3, 30))]
+    with progress.display(shown=False) as shown:
+        progress.expect([Stage(name="statistics", kind="statistics", seconds=30), *codes], memory=None)
+        run_stage(clock, "statistics", 30.0)
+        run_stage(clock, "codes 0", 15.0)
+        progress.enter("codes 1")
+        assert shown.left is not None and 30 < shown.left < 100  # by the first codes alone it would be 150
 
 
 def test_several_runs_are_one(clock) -> None:
@@ -89,9 +102,10 @@ def test_several_runs_are_one(clock) -> None:
         progress.begin("2bit (1 of 3), ", runs_left=2)
         progress.expect(PLANNED, memory=lambda: 3 << 30)
         run_stage(clock, "statistics", 5.0)
-        later = (5 + 36) / (10 + 36) * 350
-        assert shown.left == pytest.approx(later + 2 * (5 + later))
-        assert shown.text == "2bit (1 of 3), stage 1 of 4: statistics, 15 min 46 s left, 3.0 GiB"
+        everything = (5 + 36) / (10 + 36)
+        later, statistics = 350 * everything, 10 * (5 + everything) / (10 + 1)
+        assert shown.left == pytest.approx(later + 2 * (statistics + later))
+        assert shown.text == "2bit (1 of 3), stage 1 of 4: statistics, 15 min 47 s left, 3.0 GiB"
 
 
 @pytest.mark.parametrize(
