@@ -93,8 +93,7 @@ def quantize(
         log_to_file(log_file if ranks.rank() == 0 else None)
         if dry_run and gpus is not None and device == "auto":
             own_device = "cuda"  # the plan of GPUs that need not be here
-        if gpu_memory is not None:
-            limit_gpu_memory(parse_size(gpu_memory, "--gpu-memory"), own_device)
+        memory = None if gpu_memory is None else parse_size(gpu_memory, "--gpu-memory")
         chosen = recipe_from_options(
             recipe,
             model=model,
@@ -120,6 +119,8 @@ def quantize(
 
             if ran_on(gpus, device):  # what follows is for the processes that work: its imports take seconds
                 return
+        if memory is not None:  # not by the process that starts others: it would open the first GPU
+            limit_gpu_memory(memory, own_device)
         from requant.pipeline.plan import make_plan
         from requant.pipeline.prepare import outline, prepare
         from requant.pipeline.quantize import quantize
