@@ -48,6 +48,7 @@ from eval.markdown import RESULTS
 from eval.parts import marked, merge, part_file, with_row
 from requant.pipeline.sparse import sparse
 from requant.quantizers.registry import PRUNING_METHODS
+from requant.recipe.defaults import SPARSE_LR
 from requant.recipe.schema import Finetune, Recovery
 from requant.recipe.yaml_files import to_dict
 from requant.run.context import RunContext
@@ -180,7 +181,7 @@ def main(
     plans = [p for p in wanted if steps or p.recovery is None]
     if not plans:
         raise typer.BadParameter(f"no row has that label; there are: {', '.join(p.label for p in PLANS)}.")
-    finetune = Finetune(steps=steps, tokens_per_step=tokens_per_step)
+    finetune = Finetune(steps=steps, tokens_per_step=tokens_per_step, lr=SPARSE_LR)
     study = open_study(
         model,
         data,
