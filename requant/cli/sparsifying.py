@@ -55,6 +55,7 @@ def sparsify(
     ] = False,
     output: opt.Output = None,
     device: opt.Device = "auto",
+    gpu_memory: opt.GpuMemory = None,
     dtype: opt.Dtype = "auto",
     resume: opt.Resume = False,
     save_every: opt.SaveEvery = 10.0,
@@ -71,15 +72,18 @@ def sparsify(
     if output is not None and not dry_run:  # what can be refused is, before the imports that take seconds
         check_new_output(output, resume=resume)
     from requant import progress
-    from requant.models.devices import pick_device
-    from requant.recipe.options import output_folder, sparsify_recipe
+    from requant.models.devices import limit_gpu_memory, pick_device
+    from requant.recipe.options import output_folder, parse_size, sparsify_recipe
 
     log_to_stderr(verbose)
     log_to_file(log_file)
+    own_device = pick_device(device)
+    if gpu_memory is not None:
+        limit_gpu_memory(parse_size(gpu_memory, "--gpu-memory"), own_device)
     chosen = sparsify_recipe(
         recipe,
         model=model,
-        gpu=pick_device(device).startswith("cuda"),
+        gpu=own_device.startswith("cuda"),
         pattern=pattern,
         method=method,
         recover=recover,
@@ -97,16 +101,18 @@ def sparsify(
     from requant.report.summary import result_numbers, result_rows
 
     if dry_run:
-        prepared = prepare(chosen.model, chosen, device=device, dtype=dtype, quiet=quiet)
+        prepared = prepare(chosen.model, chosen, device=own_device, dtype=dtype, quiet=quiet)
         print_plan(make_plan(prepared, prepared.recipe, quiet=quiet), folder, as_json=as_json)
         return
     workspace = workspace_of(folder, resume=resume, save_every=save_every)
     silent = quiet and log_file is None
     with sigterm_interrupts(), progress.display(shown=not quiet):
         codes = plain_codes(
-            chosen, device=device, dtype=dtype, workspace=workspace, measure=verify, quiet=silent
+            chosen, device=own_device, dtype=dtype, workspace=workspace, measure=verify, quiet=silent
         )
-        result = quantize(chosen.model, chosen, device=device, dtype=dtype, workspace=workspace, quiet=silent)
+        result = quantize(
+            chosen.model, chosen, device=own_device, dtype=dtype, workspace=workspace, quiet=silent
+        )
         found = sparse_verdict(result, codes)
         progress.enter("writing")
         workspace.check()

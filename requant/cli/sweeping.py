@@ -15,6 +15,7 @@ def sweep(
     recipe: opt.RecipeName = None,
     output: Annotated[Path | None, opt.of_run(help="Folder to write. [./MODEL-METHOD-sweep]")] = None,
     device: opt.Device = "auto",
+    gpu_memory: opt.GpuMemory = None,
     dtype: opt.Dtype = "auto",
     resume: Annotated[
         bool,
@@ -32,10 +33,14 @@ def sweep(
 ) -> None:
     """Quantize at several bits and measure KL against size. Statistics are collected once."""
     from requant import progress
+    from requant.models.devices import limit_gpu_memory, pick_device
+    from requant.recipe.options import parse_size
     from requant.report.sweep import sweep
 
     log_to_stderr(verbose)
     log_to_file(log_file)
+    if gpu_memory is not None:
+        limit_gpu_memory(parse_size(gpu_memory, "--gpu-memory"), pick_device(device))
     budgets = [each.strip() for each in bits.split(",") if each.strip()]
     with sigterm_interrupts(), progress.display(shown=not quiet):
         found = sweep(

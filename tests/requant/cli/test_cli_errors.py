@@ -115,6 +115,13 @@ def test_what_cannot_be_done_is_one_sentence(
     assert message in refused("quantize", *arguments, *(["--dry-run"] if dry_run else []))
 
 
+@pytest.mark.parametrize("command", [("sweep", "--bits", "2,3"), ("sparsify",)])
+def test_a_limit_of_gpu_memory_needs_a_gpu(refused, command: tuple[str, ...]) -> None:
+    arguments = (*command, "--device", "cpu", "--gpu-memory")
+    assert "--gpu-memory limits a GPU, and this run is on cpu; leave it out." in refused(*arguments, "24GB")
+    assert "--gpu-memory 24XB is no size" in refused(*arguments, "24XB")
+
+
 def test_wrong_recipe_keys(refused, tmp_path: Path) -> None:
     (tmp_path / "own.yaml").write_text("calibration: {seqlen: 3}\n")
     assert "own.yaml: calibration: unknown key 'seqlen' (did you mean 'seq_len'?)" in refused(
