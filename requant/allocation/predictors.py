@@ -40,8 +40,7 @@ from requant.quantizers.registry import METHODS
 from requant.run.context import RunContext, Weights, recipe_sections
 from requant.run.quantize_linears import chunks_that_fit, gather, quantize_linears
 from requant.run.workspace import digest
-from requant.sensitivity.path import signed_sum
-from requant.sensitivity.scores import score_weights
+from requant.sensitivity.sums import score_sums
 
 MEASURED_TOKENS = 8192  # a forward pass over these for every matrix
 PQI_TOKENS = 65536  # a backward pass over these at every node, for all matrices together
@@ -148,16 +147,14 @@ def integrated(run: RunContext, reference: Weights) -> dict[str, float]:
     """Signed sums of PQI along the path to `reference`, nats a token; never below LOSS_FLOOR."""
     windows = _first(run, PQI_TOKENS)
     with run.stage("allocation"):
-        values = score_weights(
+        sums = score_sums(
             "pqi",
             run.path(reference),
             windows,
             nodes=run.recipe.sensitivity.nodes,
             label=run.label("allocation"),
         )
-    return _floored(
-        run, ranks.of_all(run.targets, {name: signed_sum(tensor) for name, tensor in values.items()})
-    )
+    return _floored(run, sums)
 
 
 def _floored(run: RunContext, sums: Mapping[str, float]) -> dict[str, float]:

@@ -24,23 +24,24 @@ class Exchange:
 
     `use(name, *tensors)` is called on the owner of matrix `name`, in the order of the text for each matrix, and within a
     batch in the order in which they were given. A tensor that was given for several matrices of one owner is one object
-    there too. Alone, `give` calls `use` at once and nothing is kept.
+    there too. Alone, and where no `owners` are given, `give` calls `use` at once and nothing is kept.
     """
 
-    def __init__(self, targets: Mapping[str, int], use: Callable[..., None]) -> None:
-        self.targets, self.use = targets, use
+    def __init__(self, owners: Mapping[str, int] | None, use: Callable[..., None]) -> None:
+        self.owners = {} if owners is None else owners  # matrix -> rank
+        self.use, self.sends = use, owners is not None and ranks.world_size() > 1
         self.given: list[tuple[str, tuple[Tensor, ...]]] = []
 
     def give(self, name: str, *tensors: Tensor) -> None:
-        """Something that the current batch says about matrix `name`, which must be one of `targets`."""
-        if ranks.world_size() == 1:
-            self.use(name, *tensors)
-        else:
+        """Something that the current batch says about matrix `name`, which must have an owner."""
+        if self.sends:
             self.given.append((name, tensors))
+        else:
+            self.use(name, *tensors)
 
     def deliver(self) -> None:
         """Send what was given since the last time; every rank calls it after every round, also without a batch."""
-        if ranks.world_size() == 1:
+        if not self.sends:
             return
         given, self.given = self.given, []
         indices: dict[int, int] = {}
@@ -57,7 +58,7 @@ class Exchange:
         received = self._transferred(letters, different)
         for source, (names, _) in enumerate(letters):
             for name, parts in names:
-                if self.targets[name] == ranks.rank():
+                if self.owners[name] == ranks.rank():
                     self.use(name, *(received[source, part] for part in parts))
 
     def _transferred(
@@ -68,7 +69,7 @@ class Exchange:
         received: dict[tuple[int, int], Tensor] = {}
         device = torch.device("cuda", torch.cuda.current_device()) if _on_gpu() else torch.device("cpu")
         for source, (names, described) in enumerate(letters):
-            ways = sorted({(part, self.targets[name]) for name, parts in names for part in parts})
+            ways = sorted({(part, self.owners[name]) for name, parts in names for part in parts})
             for part, owner in ways:
                 if source == owner == ranks.rank():
                     received[source, part] = different[part]

@@ -123,16 +123,14 @@ def gradient_pass(
     label: str | None = None,
     recompute: bool | None = None,
     split: bool = True,
+    to_owners: bool = True,
 ) -> float:
     """One backward pass over all windows; `accumulate(target, gradient [n, k])` is called per batch with dF/dw.
 
     The gradients of all batches add up to the gradient of F. Returns F. Not `split`, every rank runs all of them, and
-    other parameters have the same gradients on each.
+    other parameters have the same gradients on each. Not `to_owners`, `accumulate` is called where the batch ran.
     """
-    by_name = {target.name: target for target in targets}
-    exchange = Exchange(
-        {target.name: target.rank for target in targets}, lambda name, g: accumulate(by_name[name], g)
-    )
+    exchange = _exchange(targets, accumulate, to_owners=to_owners)
     losses: list[float] = []
     with ExitStack() as stack:
         for target in targets:
@@ -158,20 +156,20 @@ def output_gradient_pass(
     label: str | None = None,
     recompute: bool | None = None,
     after_each: Callable[[], None] | None = None,
+    to_owners: bool = True,
 ) -> None:
     """One backward pass of the summed loss; `accumulate(target, g [m, n])` is called per batch, in the dtype of the pass.
 
     Row t of g is the gradient of the loss of the whole text at the linear's output for token t. With `inputs` a third
     argument is x [m, k], the linear's inputs. With a `seed` the loss is that of next tokens sampled from the model.
     `after_each` is called after every batch, of which all ranks have as many. Weights in float32, as training leaves them,
-    are multiplied as in training (`models/mixed_precision.py`).
+    are multiplied as in training (`models/mixed_precision.py`). Not `to_owners`, `accumulate` is called where the batch ran.
     """
-    by_name = {target.name: target for target in targets}
 
-    def use(name: str, *parts: Tensor) -> None:
-        accumulate(by_name[name], *(part.detach().flatten(0, -2) for part in parts))
+    def use(target: QuantTarget, *parts: Tensor) -> None:
+        accumulate(target, *(part.detach().flatten(0, -2) for part in parts))
 
-    exchange = Exchange({target.name: target.rank for target in targets}, use)
+    exchange = _exchange(targets, use, to_owners=to_owners)
     in_single_precision = next(model.parameters()).dtype == torch.float32
     sampled = None
     if seed is not None:
@@ -263,6 +261,13 @@ def _recomputing(forward: Callable[..., Any]) -> Callable[..., Any]:
         )  # nothing is random here, and a state cannot be read while a CUDA graph is captured
 
     return run
+
+
+def _exchange(targets: Sequence[QuantTarget], use: Callable[..., None], *, to_owners: bool) -> Exchange:
+    """Calls `use(target, *tensors)` with what is given for a matrix, on its owner or where it is given."""
+    by_name = {target.name: target for target in targets}
+    owners = {target.name: target.rank for target in targets} if to_owners else None
+    return Exchange(owners, lambda name, *tensors: use(by_name[name], *tensors))
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 
 from requant import ranks
 from requant.errors import ModelError, NumericalError, TextError
+from requant.evaluation.original import OriginalLogits
 from requant.progress import tracked
 from requant.text.sources import Text
 
@@ -78,22 +79,27 @@ def perplexity_and_kl(
     windows: Int64[Tensor, "s t"],
     *,
     text: Text,
-    reference: PreTrainedModel | None = None,
+    reference: PreTrainedModel | OriginalLogits | None = None,
     batch_size: int = 1,
     progress: bool = False,
 ) -> Quality:
     """The quality of `model` on the windows of `text`, and its distance to `reference` if there is one.
 
     At most two batches of logits exist at once, in the models' own dtype; log-softmax runs in float32 on
-    slices of them. Leave `batch_size` at 1 when the vocabulary is large. Of several processes each scores its
-    share of the windows.
+    slices of them. Leave `batch_size` at 1 when the vocabulary is large; it is 1 where the reference is OriginalLogits,
+    which must be of the same windows. Of several processes each scores its share of the windows.
 
     Raises:
         TextError: windows longer than the model's positions, or tokens outside its vocabulary.
         ModelError: the two vocabularies differ.
         NumericalError: logits with NaN or infinity.
     """
-    models = [model] if reference is None else [model, reference]
+    models = [model]
+    if isinstance(reference, OriginalLogits):
+        batch_size = 1
+        models.append(reference.model)
+    elif reference is not None:
+        models.append(reference)
     for each in models:
         _check_windows(each, windows)
     training = [each.training for each in models]
@@ -168,8 +174,13 @@ def _check_windows(model: PreTrainedModel, windows: Int64[Tensor, "s t"]) -> Non
         )
 
 
-def _logits(model: PreTrainedModel, batch: Int64[Tensor, "b t"], start: int) -> Float[Tensor, "b t v"]:
-    logits = model(batch.to(model.device), use_cache=False).logits
+def _logits(
+    model: PreTrainedModel | OriginalLogits, batch: Int64[Tensor, "b t"], start: int
+) -> Float[Tensor, "b t v"]:
+    if isinstance(model, OriginalLogits):
+        logits = model[start]
+    else:
+        logits = model(batch.to(model.device), use_cache=False).logits
     if not logits.sum(-1, dtype=torch.float32).isfinite().all():  # a sum makes no copy as large as the logits
         raise NumericalError(
             f"the model's logits hold NaN or infinity in window {start} or the batch it begins: evaluate in "

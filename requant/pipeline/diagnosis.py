@@ -24,6 +24,7 @@ from requant.run.quantize_linears import by_block
 from requant.sensitivity.path import Scores, signed_sum
 from requant.sensitivity.pqi import pqi_of_finetuned_params
 from requant.sensitivity.scores import score_weights
+from requant.sensitivity.sums import score_sums
 
 K = TypeVar("K")
 MATRIX_TOKENS_ON_CPU = 1024  # one pass over the model for every matrix takes the longest ...
@@ -73,7 +74,8 @@ def diagnose(
 ) -> Diagnosis:
     """Every score in `names`, and the measured dF of the model and of each block alone; the model is left at `weights`.
 
-    `on_scores(name, scores)` is called with the scores of every weight before they are freed. With
+    `on_scores(name, scores)` is called with the scores of every weight before they are freed; without it there are only
+    their sums, which take no memory. With
     `embedding_and_head`, those two tables are quantized first: scores are of the step from there, and the tables' own
     dF is measured. With `by_matrix`, so is that of every matrix alone: on a GPU on all of the windows, on a CPU on the
     first MATRIX_TOKENS_ON_CPU tokens of them and only for models of up to MATRIX_WEIGHTS_ON_CPU weights.
@@ -86,17 +88,14 @@ def diagnose(
             unquantized = loss(run, {}, windows=windows)
             embedding_and_head.apply_weights(quantized=True)
         for name in names:
-            values = score_weights(
-                name,
-                path,
-                windows,
-                nodes=run.recipe.sensitivity.nodes,
-                label=run.label(f"predicted by {name}"),
-            )
+            nodes, label = run.recipe.sensitivity.nodes, run.label(f"predicted by {name}")
+            if on_scores is None:
+                predicted[name] = score_sums(name, path, windows, nodes=nodes, label=label)
+                continue
+            values = score_weights(name, path, windows, nodes=nodes, label=label)
             sums = {matrix: signed_sum(tensor) for matrix, tensor in values.items()}
             predicted[name] = ranks.of_all(run.targets, sums)
-            if on_scores is not None:
-                on_scores(name, values)
+            on_scores(name, values)
             del values
         other_params_delta = (
             pqi_of_finetuned_params(path, windows, nodes=run.recipe.sensitivity.nodes)

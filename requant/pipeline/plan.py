@@ -268,14 +268,16 @@ def _source_bytes_per_weight(prepared: Prepared | Outline, model_bytes: int) -> 
 
 
 def expected_memory(prepared: Prepared | Outline, recipe: Recipe, device: str) -> int:
-    """Model + the larger of {statistics, one float32 score a weight} + codes + originals (where they share memory).
+    """Model + the largest of {statistics, scores, evaluation} + codes + originals (where they share memory).
 
+    Mode `paper` holds a float32 score a weight; others add up those of a matrix, of which three of its size exist at once.
+    Evaluation copies what stands outside the blocks, and on a CPU keeps the original's last hidden states.
     Codes take a byte a weight; packed for the workspace, they are on the CPU. Corrected inputs take a copy of the model, and
     on a CPU also the hidden states of both. Statistics are collected in as many passes as keep them below half of the free
     memory. What training holds is added up in `finetune/memory.py`. A CPU's is that of the whole process: with its programs,
     the code of numba's loops, logits and activations of a backward pass with the gaps between them (`_backward_bytes`), and
-    what cutting the texts into tokens leaves, or takes if that is more. One of several GPUs holds the statistics and scores
-    of its own matrices, and a batch's gradients on their way to their owners.
+    what cutting the texts into tokens leaves, or takes if that is more. One of several GPUs holds the statistics of its own
+    matrices, in mode `paper` their scores, and then a batch's gradients on their way to their owners.
     """
     weights = sum(target.size for target in prepared.targets)
     model = sum(p.numel() * p.element_size() for p in prepared.model.parameters())
@@ -285,11 +287,17 @@ def expected_memory(prepared: Prepared | Outline, recipe: Recipe, device: str) -
         own = weights * prepared.targets[0].parameter.element_size() + packed
     needs = find_method(recipe.method).needs
     statistics = of_fullest_rank(prepared.targets, lambda target: bytes_needed(target, needs))
-    scores = 4 * of_fullest_rank(prepared.targets, lambda target: target.size) + (
-        model if count_gpus(prepared) > 1 else 0
-    )
+    scores = 12 * max(target.size for target in prepared.targets)
+    if recipe.mode == "paper":
+        scores = 4 * of_fullest_rank(prepared.targets, lambda target: target.size)
+        scores += model if count_gpus(prepared) > 1 else 0
     embedding: Any = prepared.model.get_input_embeddings()
     vocabulary: int = embedding.weight.shape[0]
+    evaluation = model - sum(target.size * target.parameter.element_size() for target in prepared.targets)
+    if device == "cpu":
+        evaluation += (
+            prepared.eval_windows.numel() * embedding.weight.shape[1] * embedding.weight.element_size()
+        )
     activations = 6 * 4 * 2048 * vocabulary if device != "cpu" else _backward_bytes(prepared, vocabulary)
     if recipe.calibration.inputs == "corrected":
         model *= 2
@@ -300,7 +308,7 @@ def expected_memory(prepared: Prepared | Outline, recipe: Recipe, device: str) -
     statistics = min(
         statistics, max(block, round((total_memory(torch.device(device)) - model - weights) / 2))
     )
-    stages = model + weights + max(scores, statistics) + activations
+    stages = model + weights + max(scores, statistics, evaluation) + activations
     if device != "cpu":
         return own + max(stages, _training_memory(prepared, recipe, device))
     stages = own + max(stages, _training_memory(prepared, recipe, device))

@@ -12,7 +12,6 @@ evaluate     perplexity of the original and of the quantized model, and the KL b
 The checkpoint and its report are written by `requant.save` (report/save.py).
 """
 
-import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ from requant.allocation.embedding_and_head import QuantizedEmbeddingAndHead, qua
 from requant.allocation.knapsack import TOLERANCE
 from requant.calibration.stats import LinearStats
 from requant.errors import ModelError, RecipeError
+from requant.evaluation.original import OriginalLogits
 from requant.evaluation.perplexity import Quality, perplexity_and_kl
 from requant.evaluation.samples import Sample, write_samples
 from requant.finetune.final import finetune
@@ -276,14 +276,16 @@ def evaluate(
     with run.stage("evaluation"):
         run.apply_original_weights()
         embedding_and_head.apply_weights(quantized=False)
-        reference = copy.deepcopy(prepared.model)
+        original = OriginalLogits(
+            prepared.model, prepared.eval_windows, label=run.label("scoring the original")
+        )
         run.apply_quantized_weights(weights)
         embedding_and_head.apply_weights(quantized=True)
         after = perplexity_and_kl(
             prepared.model,
             prepared.eval_windows,
             text=prepared.evaluation,
-            reference=reference,
+            reference=original,
             progress=not run.quiet,
         )
     assert after.reference_perplexity is not None

@@ -32,8 +32,12 @@ def score_weights(
         case "marginal":
             scores = gradient_score(path, windows, at=1.0, label=label)
         case _:
-            raise RecipeError(f"score '{name}' is unknown; there are: pqi, hessian, gradient, marginal.")
+            raise unknown_score(name)
     for matrix, values in scores.items():
         if not values.isfinite().all():
             raise NumericalError(f"{matrix}: its gradients overflow; use --dtype float32 or bfloat16.")
     return scores
+
+
+def unknown_score(name: str) -> RecipeError:
+    return RecipeError(f"score '{name}' is unknown; there are: pqi, hessian, gradient, marginal.")

@@ -15,6 +15,7 @@ from requant.quantizers.rtn import quantize as round_to_nearest
 from requant.sensitivity.path import QuantizedPath, originals, signed_sum
 from requant.sensitivity.pqi import NODES
 from requant.sensitivity.scores import score_weights
+from requant.sensitivity.sums import score_sums
 from requant.text.sources import read_text
 from requant.text.windows import token_windows
 
@@ -122,9 +123,28 @@ def test_pqi_is_the_weighted_mean_of_gradients_times_the_step(
 
 
 @pytest.mark.parametrize("name", ["pqi", "hessian", "gradient", "marginal"])
-def test_the_model_is_left_at_the_quantized_weights(trained_model, tiny_windows, name: str) -> None:
+def test_sums_need_no_scores(trained_model, tiny_text, tokenizer, monkeypatch, name: str) -> None:
+    windows = token_windows(tiny_text, tokenizer, num_samples=96, seq_len=64)  # three batches
     path = path_of(trained_model)
-    score_weights(name, path, tiny_windows)
+    expected = {matrix: signed_sum(each) for matrix, each in score_weights(name, path, windows).items()}
+    sizes = {
+        matrix: values.abs().sum().item() for matrix, values in score_weights(name, path, windows).items()
+    }
+    batches: list[str] = []
+    step = QuantizedPath.step
+    monkeypatch.setattr(QuantizedPath, "step", lambda own, t: batches.append(t.name) or step(own, t))
+    found = score_sums(name, path, windows)
+    assert len(batches) >= 3 * len(path.targets)  # every batch is multiplied with the step at once
+    assert found.keys() == expected.keys()
+    for matrix, total in found.items():
+        assert total == pytest.approx(expected[matrix], rel=1e-5, abs=1e-6 * sizes[matrix])
+
+
+@pytest.mark.parametrize("name", ["pqi", "hessian", "gradient", "marginal"])
+@pytest.mark.parametrize("scored", [score_weights, score_sums])
+def test_the_model_is_left_at_the_quantized_weights(trained_model, tiny_windows, name: str, scored) -> None:
+    path = path_of(trained_model)
+    scored(name, path, tiny_windows)
     assert all(
         torch.equal(target.weight(), path.quantized[target.name].dequantize()) for target in path.targets
     )
@@ -182,9 +202,12 @@ def test_an_unknown_score_and_an_overflow(trained_model, tiny_windows) -> None:
         RecipeError, match="score 'fisher' is unknown; there are: pqi, hessian, gradient, marginal"
     ):
         score_weights("fisher", path, tiny_windows)
+    with pytest.raises(RecipeError, match="score 'fisher' is unknown"):
+        score_sums("fisher", path, tiny_windows)
     path.quantized[path.targets[2].name].dense.scales[0, 0] = float("inf")
-    with pytest.raises(NumericalError):
-        score_weights("gradient", path, tiny_windows)
+    for scored in (score_weights, score_sums):
+        with pytest.raises(NumericalError):
+            scored("gradient", path, tiny_windows)
 
 
 def test_gauss2_on_the_demo_model() -> None:
