@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from requant.checkpoint.read import verify_checksums
+from requant.checkpoint.read import has_checksums, verify_checksums
 from requant.checkpoint.sizes import ByteTable, MatrixBytes, byte_table
 from requant.checkpoint.validate import read_header
 from requant.display import format_bytes, format_table
@@ -14,12 +14,12 @@ from requant.errors import printable
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """What a checkpoint holds; its checksums were verified."""
+    """What a checkpoint holds; its checksums, where it has any, were verified."""
 
     path: Path
     header: dict[str, Any]  # quantization_config without its tables of matrices
     table: ByteTable
-    checksums: dict[str, str]
+    checksums: dict[str, str] | None  # None: a folder that `save_pretrained` wrote has none
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -49,17 +49,22 @@ class Inspection:
                 f"                {table.bits_per_weight:.3f} of {name}"
                 for name, table in self.table.embedding_and_head.items()
             ),
-            f"weight files    {format_bytes(self.table.bytes)}, checksums verified: {', '.join(self.checksums)}",
+            f"weight files    {format_bytes(self.table.bytes)}, {self._verified()}",
         ]
         parts = [{"part": part, "bytes": size} for part, size in self.table.parts.items() if size]
         parts.append({"part": "file headers", "bytes": self.table.file_headers})
         matrices = {**self.table.matrices, **self.table.embedding_and_head}
         return "\n".join([*map(printable, head), "", format_table(parts), "", format_table(_rows(matrices))])
 
+    def _verified(self) -> str:
+        if self.checksums is None:
+            return "without checksums to verify"
+        return f"checksums verified: {', '.join(self.checksums)}"
+
 
 def inspection(checkpoint: str | Path) -> Inspection:
     """Read the headers, count the bytes, verify the checksums. Raises CheckpointError."""
-    header = read_header(checkpoint)
+    header = read_header(checkpoint, trust_remote_code=True)  # no code is run here
     settings = {
         key: value for key, value in header.quantization.items() if key not in ("modules", "vocabulary")
     }
@@ -67,7 +72,7 @@ def inspection(checkpoint: str | Path) -> Inspection:
         path=Path(checkpoint),
         header=settings,
         table=byte_table(header),
-        checksums=verify_checksums(checkpoint, header.files),
+        checksums=verify_checksums(checkpoint, header.files) if has_checksums(checkpoint) else None,
     )
 
 

@@ -31,11 +31,15 @@ def provenance(path: str | Path, files: Iterable[Path]) -> str:
 
     A folder that `save_pretrained` wrote has no checksums. Raises CheckpointError where a file was changed.
     """
-    if not (Path(path) / CHECKSUMS_FILE).exists():
+    if not has_checksums(path):
         return f"without {CHECKSUMS_FILE}"
     listed = sorted(verify_checksums(path, files).items())
     digest = hashlib.sha256("".join(f"{name} {sha256}\n" for name, sha256 in listed).encode()).hexdigest()
     return f"sha256 {digest[:8]} as saved"
+
+
+def has_checksums(path: str | Path) -> bool:
+    return (Path(path) / CHECKSUMS_FILE).exists()
 
 
 def verify_checksums(path: str | Path, files: Iterable[Path]) -> dict[str, str]:

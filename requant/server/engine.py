@@ -16,7 +16,7 @@ import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -191,13 +191,17 @@ class Engine:
                 raise ApiError(f"prompt has a token outside 0 to {self.vocabulary - 1}.", param="prompt")
             return list(prompt)
         texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
-        size = sum(len(text.encode(errors="replace")) for text in texts)
+        param = "prompt" if isinstance(prompt, str) else "messages"
+        try:
+            size = sum(len(text.encode()) for text in texts)
+        except UnicodeEncodeError as error:
+            raise ApiError("the prompt holds half a surrogate pair; repair it.", param=param) from error
         if size > self._prompt_bytes:
             raise ApiError(
                 f"the prompt has {size} bytes, but the context of {self.limits.context} tokens holds at most "
                 f"{self._prompt_bytes}; shorten it.",
                 code="context_length_exceeded",
-                param="prompt" if isinstance(prompt, str) else "messages",
+                param=param,
             )
         if self._tokenizing >= self.limits.waiting:
             raise self._full()
@@ -228,7 +232,10 @@ class Engine:
 
     def submit(self, prompt: list[int], sampling: Sampling, matcher: Any = None) -> Job:
         """Put an answer into the queue; raises ApiError if it does not fit into the context, or the queue is full."""
-        if len(prompt) + sampling.max_tokens > self.limits.context:
+        room = self.limits.context - len(prompt)
+        if sampling.may_be_shorter and 0 < room < sampling.max_tokens:
+            sampling = replace(sampling, max_tokens=room)
+        if sampling.max_tokens > room:
             raise ApiError(
                 f"the prompt's {len(prompt)} tokens and max_tokens {sampling.max_tokens} exceed the context of "
                 f"{self.limits.context} tokens; shorten one of them.",
@@ -336,7 +343,7 @@ class Engine:
             return False
         try:
             return answer.put(answer.sample(logits), self.ends)
-        except NumericalError:
+        except Exception:  # whatever sampling raises is this answer's alone
             logger.exception("a request failed")
             answer.job.put(_failed())
             return False

@@ -88,6 +88,7 @@ class Sampling:
     """How tokens are sampled and when generation ends."""
 
     max_tokens: int
+    may_be_shorter: bool = False  # no length was asked for: what the context has room for, where that is less
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int | None = None
@@ -129,7 +130,7 @@ class Request:
 def parse_completion(body: Mapping[str, Any], limits: Limits) -> Request:
     """A body of /v1/completions; raises ApiError."""
     prompt = body.get("prompt")
-    if isinstance(prompt, str) or (_is_tokens(prompt) and prompt):
+    if isinstance(prompt, str) or _is_tokens(prompt):
         prompts = [prompt]
     elif (
         isinstance(prompt, list) and prompt and all(isinstance(one, str) or _is_tokens(one) for one in prompt)
@@ -226,7 +227,8 @@ def _request(
             raise ApiError(f"{name} is not supported by this server; leave it out.", param=name)
     if unknown := sorted(body.keys() - UNSUPPORTED.keys() - HONOURED - IGNORED):
         raise ApiError(
-            f"{_short(unknown[0])} is no field that this server knows; leave it out.", param=unknown[0][:80]
+            f"{_short(unknown[0])} is no field that this server knows; leave it out.",
+            param=_short(unknown[0]),
         )
     model = body.get("model")
     if model is not None and not isinstance(model, str):
@@ -242,6 +244,7 @@ def _request(
         raise ApiError("stream_options must be an object.", param="stream_options")
     sampling = Sampling(
         max_tokens=_whole(body, "max_tokens", min(max_tokens, limits.max_tokens), 1, limits.max_tokens),
+        may_be_shorter=body.get("max_tokens") is None,
         temperature=_number(body, "temperature", 1.0, 0.0, 2.0),
         top_p=_number(body, "top_p", 1.0, 0.0, 1.0),
         top_k=_top_k(body),
@@ -343,7 +346,7 @@ def _flag(body: Mapping[str, Any], name: str) -> bool:
 
 
 def _is_tokens(value: Any) -> bool:
-    return isinstance(value, list) and all(type(token) is int for token in value)
+    return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
 
 
 def _short(value: Any) -> str:

@@ -50,7 +50,8 @@ def serve_checkpoint(
     with _bound(host, port) as listener:
         limits = Limits(max_tokens=max_tokens, context=context, waiting=waiting, batch=batch)
         model = open_served(folder, device=where, dtype=dtype)
-        served = name or Path(checkpoint).name
+        path = Path(checkpoint).expanduser()
+        served = name or (path.resolve() if path.is_dir() else path).name  # `.` has no name of its own
         _run(model, load_tokenizer(folder), limits, listener, served=served, api_key=api_key, host=host)
 
 

@@ -14,6 +14,10 @@ from requant.errors import NumericalError
 from requant.progress import tracked
 from requant.text.kv_cache import with_cache
 
+GREEDY_BELOW = (
+    1e-5  # temperature at which logits divided by it overflow, and nothing but the likeliest is left
+)
+
 
 def sample_next(
     logits: Float[Tensor, "b v"],
@@ -24,7 +28,7 @@ def sample_next(
     min_p: float = 0.0,
     generator: torch.Generator,
 ) -> Int64[Tensor, "b 1"]:
-    """One token per row [b, 1] from logits [b, vocabulary]; temperature 0 takes the most likely.
+    """One token per row [b, 1] from logits [b, vocabulary]; temperature 0, as good as, takes the most likely.
 
     `top_k` leaves only that many tokens, `min_p` those that are at least so likely, relative to the likeliest.
     Raises NumericalError for logits that are not finite.
@@ -34,7 +38,7 @@ def sample_next(
             "the model's next-token logits hold NaN or infinity, so nothing can be sampled: load it in "
             "float32 or bfloat16, and check the checkpoint with `requant inspect`"
         )
-    if temperature == 0:
+    if temperature < GREEDY_BELOW:
         return logits.argmax(-1, keepdim=True)
     probabilities, order = (logits.float() / temperature).softmax(-1).sort(-1, descending=True)
     mass_before = probabilities.cumsum(-1) - probabilities

@@ -24,6 +24,9 @@ from .harness import LIMITS, Slow, httpx, running  # noqa: E402
         ({"prompt": []}, "prompt must be a string", "prompt"),
         ({"prompt": ""}, "holds no token", "prompt"),
         ({"prompt": [1, "a"]}, "prompt must be a string", "prompt"),
+        ({"prompt": [[]]}, "prompt must be a string", "prompt"),
+        ({"prompt": "\ud800"}, "half a surrogate pair", "prompt"),
+        ({"prompt": "a", "\ud800": 1}, "is no field that this server knows", "'\\ud800'"),
         ({"prompt": [5000]}, "a token outside 0 to 263", "prompt"),
         ({"prompt": ["a"] * 5}, "5 answers in one request; at most 4", "prompt"),
         ({"prompt": ["a"] * 2, "n": 3}, "6 answers in one request; at most 4", "n"),
@@ -69,6 +72,17 @@ def test_requests_that_are_refused(url: str, body: dict[str, Any], sentence: str
 def test_messages_that_are_refused(url: str, messages: Any, sentence: str) -> None:
     answer = httpx.post(f"{url}/v1/chat/completions", json={"messages": messages})
     assert answer.status_code == 400 and re.search(sentence, answer.json()["error"]["message"])
+
+
+def test_a_length_that_was_not_asked_for_fits_the_context(url: str, chatty) -> None:
+    content = "a" * (90 - len(chatty.apply_chat_template([{"role": "user", "content": ""}])["input_ids"]))
+    body = {"messages": [{"role": "user", "content": content}], "temperature": 1e-300}
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body)
+    assert answer.status_code == 200 and answer.json()["usage"]["total_tokens"] <= 100
+    answer = httpx.post(f"{url}/v1/chat/completions", json={**body, "max_tokens": 20})
+    assert (
+        answer.status_code == 400 and "exceed the context of 100 tokens" in answer.json()["error"]["message"]
+    )
 
 
 def test_what_openai_ignores_is_ignored(client) -> None:
@@ -188,6 +202,10 @@ def test_a_request_that_fails_does_not_end_the_server(model: Slow, chatty, monke
             answer = httpx.post(f"{address}/v1/completions", json={"prompt": "a"})
         assert answer.status_code == 500 and answer.json()["error"]["type"] == "server_error"
         assert "ZeroDivisionError" in caplog.text and "Zero" not in answer.text
+        with monkeypatch.context() as patch:  # an answer that has just joined is told too
+            patch.setattr("requant.server.engine.sample_next", lambda *_, **__: 1 / 0)
+            answer = httpx.post(f"{address}/v1/completions", json={"prompt": "a"}, timeout=20)
+        assert answer.status_code == 500
         assert (
             httpx.post(f"{address}/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
         )
