@@ -204,6 +204,7 @@ def _config(
         config = json.loads((Path(source) / "config.json").read_text(encoding="utf-8"))
     else:
         config = json.loads(model.config.to_json_string())  # type: ignore[union-attr]
+    config = _without_code(config)
     tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     if any(name.removesuffix(".weight") in modules for pair in tied.items() for name in pair):
         config["tie_word_embeddings"] = False  # a quantized head no longer shares the embedding's memory
@@ -221,6 +222,13 @@ def _config(
             name: spec.to_json() for name, spec in embedding_and_head.items()
         }
     return config
+
+
+def _without_code(value: Any) -> Any:
+    """A config that names no Python code: it was transformers' own class that was quantized, and no code is copied."""
+    if isinstance(value, dict):
+        return {key: _without_code(each) for key, each in value.items() if key != "auto_map"}
+    return value
 
 
 def _copy_files(source: Path, target: Path) -> None:

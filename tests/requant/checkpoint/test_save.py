@@ -2,6 +2,7 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from requant.checkpoint import writer
+from requant.checkpoint.inspect import inspection
 from requant.checkpoint.new_folder import check_output, new_folder
 from requant.checkpoint.read import load_weights
 from requant.checkpoint.save import save_checkpoint
@@ -135,6 +137,26 @@ def test_a_quantized_tied_head_is_untied(parts, random_weight, tmp_path: Path) -
     loaded = load(path, dequantize=True)
     assert torch.equal(loaded.lm_head.weight, random_weight(96, 64).dequantize())
     assert torch.equal(loaded.model.embed_tokens.weight, model.model.embed_tokens.weight)
+
+
+def test_code_of_the_original_is_not_named(parts, tmp_path: Path) -> None:
+    """A checkpoint that asks for code would be refused by every command, and none of it was run or copied."""
+    model, weights = parts
+    source = tmp_path / "source"
+    file = source / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(
+        json.dumps({**config, "auto_map": {"AutoConfig": "x.Y"}, "sub": {"auto_map": {}, "kept": 1}})
+    )
+    found = read_header(save(model, tmp_path / "plain", weights, source=source)).config
+    assert "auto_map" not in found and found["sub"] == {"kept": 1}
+
+
+def test_an_inspection_without_checksums(pristine: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(pristine, tmp_path / "copy"))
+    (copy / "checksums.json").unlink()  # as after `save_pretrained`
+    found = inspection(copy)
+    assert found.checksums is None and "without checksums to verify" in found.text()
 
 
 def test_weight_files_and_hidden_files_of_the_source_are_not_copied(parts, tmp_path: Path) -> None:
