@@ -318,11 +318,14 @@ def check_reachable(
         return
     which, reached = ("smallest", least) if budget < least else ("largest", most)
     method = run.recipe.method
-    pinned = " with the bits that modules fixes" if any("bits" in t.options for t in run.targets) else ""
+    fixes = any("bits" in target.options for target in run.targets)
+    pinned = " with the bits that modules fixes" if fixes else ""
     made = f"that method '{method}' makes of this model{pinned}"
-    other = (
-        ", or --method trellis, whose codes start at 1 bit" if budget < least and method != "trellis" else ""
-    )
+    other = ""
+    if budget < least and fixes:
+        other = ", or fix fewer bits"
+    elif budget < least and method != "trellis":
+        other = ", or --method trellis, whose codes start at 1 bit"
     if run.recipe.budget.bits is None:
         raise RecipeError(
             f"--size {run.recipe.budget.size:,} cannot be met: the {which} checkpoint {made} has {reached:,} bytes; give "
@@ -330,9 +333,10 @@ def check_reachable(
         )
     bits = 8 * reached / run.total_weights
     shown = math.ceil(1000 * bits) / 1000 if budget < least else math.floor(1000 * bits) / 1000
+    remedy = f"give --bits {shown:g}{other}" if shown <= 8 else other.removeprefix(", or ") or "give --size"
     raise RecipeError(
         f"--bits {run.recipe.budget.bits:g} cannot be met: the {which} {made} is {shown:.3f} bits a weight, all stored "
-        f"bytes counted; give --bits {shown:g}{other}."
+        f"bytes counted; {remedy}."
     )
 
 

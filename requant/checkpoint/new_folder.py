@@ -25,11 +25,12 @@ except ImportError:  # not a POSIX system: nothing is locked, and nothing of oth
 def check_output(output: str | Path) -> Path:
     """Raise OutputError unless `output` can be created; called before any long work."""
     output = path_of(output, "output").expanduser().absolute()
-    if output.exists() or output.is_symlink():
+    if os.path.lexists(output):
         raise OutputError(f"{output} exists already; remove it, or choose another --output.")
-    ancestor = next(parent for parent in output.parents if parent.exists())
+    ancestor = next(parent for parent in output.parents if os.path.exists(parent))
+    missing = output.relative_to(ancestor).parts[0]
     try:  # to make a folder there: root passes every look at permissions, also of /proc and of what is mounted read-only
-        os.rmdir(tempfile.mkdtemp(prefix=".requant-", dir=ancestor))
+        os.rmdir(tempfile.mkdtemp(prefix=_prefix(missing), dir=ancestor))
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):  # whoever writes says how a run goes on
             return output
@@ -39,6 +40,11 @@ def check_output(output: str | Path) -> Path:
     return output
 
 
+def _prefix(name: str) -> str:
+    """Of the hidden folder beside an output of that name, which is longer than the name itself."""
+    return f".{name}.partial-"
+
+
 @contextmanager
 def new_folder(output: Path) -> Iterator[Path]:
     """A hidden folder to fill, which becomes `output` when the body ends, durably; removed when the body fails.
@@ -46,7 +52,7 @@ def new_folder(output: Path) -> Iterator[Path]:
     `output` comes from `check_output`. Raises OSError.
     """
     output.parent.mkdir(parents=True, exist_ok=True)
-    prefix = f".{output.name}.partial-"
+    prefix = _prefix(output.name)
     for left in output.parent.iterdir():
         if left.name.startswith(prefix):
             _remove_if_dead(left)

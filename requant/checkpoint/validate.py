@@ -8,6 +8,7 @@ opened.
 """
 
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -64,7 +65,7 @@ class CheckpointHeader:
 def read_header(path: str | Path, *, trust_remote_code: bool = False) -> CheckpointHeader:
     """Read and check everything but the values; costs milliseconds whatever the size of the weights."""
     path = path_of(path, "a checkpoint")
-    if not path.is_dir():
+    if not os.path.isdir(path):  # unlike Path.is_dir, false for a name too long to be one
         raise CheckpointError(f"{path} is no folder; give the folder that `requant quantize` wrote.")
     check_model_folder(path)
     config = read_json(path / "config.json")

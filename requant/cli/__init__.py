@@ -27,7 +27,8 @@ from requant.cli.sparsifying import sparsify
 from requant.cli.sweeping import sweep
 from requant.errors import InputError, RequantError, is_out_of_memory
 
-INTERRUPTED = "interrupted; the same command with --resume continues where it stopped."
+INTERRUPTED = "interrupted"
+CONTINUES = "; the same command with --resume continues where it stopped."
 OUT_OF_MEMORY = (
     "memory is exhausted; lower --seq-len or --num-samples, use --dtype bfloat16, or --device cpu where the GPU is "
     "too small."
@@ -86,10 +87,10 @@ def main() -> None:
     except RequantError as error:
         _fail(str(error), error.exit_code)
     except KeyboardInterrupt:  # outside a command
-        _fail(INTERRUPTED, 130)
+        _fail(_interrupted(), 130)
     except SystemExit as exit:
         if exit.code == 130:  # typer's answer to Ctrl-C, which says nothing
-            _fail(INTERRUPTED, 130)
+            _fail(_interrupted(), 130)
         raise
     except Exception as error:
         if is_out_of_memory(error):
@@ -98,6 +99,10 @@ def main() -> None:
             again = " and run again with --resume" if _can_be_resumed(sys.argv[1:]) else ""
             _fail(f"the disk is full ({error.filename or 'a temporary file'}); free some space{again}.", 1)
         raise
+
+
+def _interrupted() -> str:
+    return INTERRUPTED + (CONTINUES if _can_be_resumed(sys.argv[1:]) else ".")
 
 
 def _can_be_resumed(arguments: Sequence[str]) -> bool:

@@ -12,6 +12,11 @@ if TYPE_CHECKING:
     from requant.run.workspace import Workspace
 
 COMMANDS = ("quantize", "sweep", "sparsify")
+FINISHED = {
+    "quantize": "recipe.yaml",
+    "sweep": "sweep.json",
+    "sparsify": "recipe.yaml",
+}  # in an output that is complete
 BESIDE = {  # options that may be given beside, for they change nothing of the result; whether they take a value
     "-q": False,
     "--quiet": False,
@@ -39,11 +44,23 @@ def restored_arguments(arguments: Sequence[str]) -> list[str]:
         return list(arguments)
     beside = words[:index] + words[index + 2 :]
     _refuse_others(command, given[0], beside)
-    # an absolute path, for the folder changes
+    # absolute paths, for the folder changes
+    beside = _with_absolute_log_file(beside)
     output = Path(given[0]).expanduser().absolute()
     restored = _arguments_of(command, output)
     ends = ["--resume", "--output", str(output)]
     return [*restored, *([] if restored[-3:] == ends else ends), *beside]
+
+
+def _with_absolute_log_file(words: Sequence[str]) -> list[str]:
+    found = list(words)
+    for index, word in enumerate(found):
+        option, equals, value = word.partition("=")
+        if option == "--log-file" and equals:
+            found[index] = f"{option}={Path(value).expanduser().absolute()}"
+        elif index and found[index - 1] == "--log-file":
+            found[index] = str(Path(word).expanduser().absolute())
+    return found
 
 
 def _refuse_others(command: str, output: str, beside: Sequence[str]) -> None:
@@ -63,7 +80,9 @@ def _arguments_of(command: str, output: Path) -> list[str]:
     from requant.run.ownership import owner_of
 
     of_sweep = (output, *sorted(output.glob("*.partial")))
-    if output.exists() and not any(map(owner_of, of_sweep)):
+    if os.path.lexists(output) and not (output.is_dir() and any(map(owner_of, of_sweep))):
+        if not (output / FINISHED[command]).is_file():
+            raise OutputError(f"{output} is no output of `requant {command}`; name the one to resume.")
         remove_leftover(output)
         print(f"{output} is finished; nothing is left to do.")
         raise SystemExit(0)

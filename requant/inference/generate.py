@@ -34,6 +34,10 @@ def generate_text(
     """
     if not -(1 << 63) <= seed < 1 << 63:
         raise InputError(f"--seed {seed} has more than 64 bits; give a smaller one.")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise TextError("--prompt is no UTF-8; give text in that encoding.") from error
     folder, where = resolve_source(checkpoint), pick_device(device)
     tokenizer = load_tokenizer(folder)
     if chat:

@@ -76,7 +76,9 @@ def check_loadable(path: str, *, dtype: str) -> Any:
         raise ModelError(f"--dtype {dtype} is unknown; give auto, {', '.join(DTYPES)}.")
     config = load_config(path)
     if getattr(config, "quantization_config", None) is not None:
-        raise ModelError(f"{path} is quantized already; give the original model.")
+        raise ModelError(
+            f"{path} is quantized already; give the original model, or load it with the tool that wrote it."
+        )
     return config
 
 

@@ -87,7 +87,12 @@ def prepare(
 ) -> Prepared:
     """Load what the run needs and refuse what cannot work; warn of texts that overlap where one of them is `scored`."""
     source = _source(model)
-    config = check_loadable(str(source), dtype=dtype) if isinstance(model, str) else model.config
+    if isinstance(model, str):
+        config = check_loadable(str(source), dtype=dtype)
+    else:
+        config = model.config
+        if getattr(config, "quantization_config", None) is not None:
+            raise ModelError(f"this {type(model).__name__} is quantized already; give the original model.")
     tokenizer = _tokenizer(model, tokenizer, source)
     recipe = _within_positions(config, recipe)
     given = [str(t) for t in ([text] if isinstance(text, str | Path) else text or recipe.calibration.text)]

@@ -76,7 +76,8 @@ class SparseVerdict:
         theirs, how = (codes.predicted, "predicted") if codes.kl is None else (codes.kl, "measured")
         if theirs < self.kl:
             streams = (
-                f"Memory and single streams: take plain codes (`requant quantize --mode best --bits {codes.budget:g}`): "
+                f"Memory and single streams: take plain codes (`requant quantize --mode best --bits {codes.budget:g} "
+                "--head-bits 16`): "
                 f"with no more bytes, on which that speed depends, their KL is {theirs:.4f} ({how}), that of 2:4 "
                 f"{self.kl:.4f}."
             )

@@ -5,6 +5,7 @@ options, those of `Options`; `KEYS` says which keys of the recipe each of them s
 """
 
 import logging
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -269,7 +270,7 @@ def parse_size(size: int | str, option: str = "--size") -> int:
 def output_folder(recipe: Recipe) -> Path:
     """`./MODEL-METHOD-BITSbit`, `./MODEL-METHOD-SIZE`, or `./MODEL-METHOD-BITSbit-codes`."""
     path = Path(recipe.model).expanduser()
-    name = path.resolve().name or "model" if path.is_dir() else path.name  # `.` and `..` have names too
+    name = path.resolve().name or "model" if os.path.isdir(path) else path.name  # `.` and `..` have names too
     return Path(f"{name}-{recipe.method}-{budget_name(recipe)}")
 
 

@@ -6,6 +6,7 @@ makes it again.
 """
 
 import dataclasses
+import os
 import types
 import typing
 from pathlib import Path
@@ -36,7 +37,7 @@ def load_recipe(name: str | Path) -> Recipe:
     """A recipe from a YAML file, or by the name of one that ships with requant."""
     path = path_of(name, "a recipe")
     name = str(name)
-    if not path.is_file():
+    if not os.path.isfile(path):  # unlike Path.is_file, false for a name too long to be one
         shipped = available_recipes()
         if name not in shipped:
             raise RecipeError(

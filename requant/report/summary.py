@@ -269,7 +269,7 @@ def _source_element_size(result: QuantizedModel) -> int:
 
 def _hub_name(model: str) -> str | None:
     """`owner/name` where the model came from the hub."""
-    if Path(model).exists():
+    if Path(model).expanduser().exists():
         return None
     return ALIASES.get(model, model if "/" in model else None)
 

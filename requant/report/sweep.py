@@ -14,9 +14,10 @@ from typing import Any
 from requant import progress
 from requant.calibration.stats import LinearStats
 from requant.checkpoint.new_folder import check_output
-from requant.errors import RecipeError
+from requant.errors import OutputError, RecipeError
 from requant.files import path_of
 from requant.models.devices import pick_device
+from requant.pipeline.prepare import outline
 from requant.pipeline.quantize import quantize
 from requant.recipe.options import budget_name, output_folder, recipe_from_options
 from requant.recipe.schema import Recipe
@@ -76,12 +77,15 @@ def sweep(
     if len(set(names)) < max(2, len(names)):
         raise RecipeError("a sweep takes two or more different --bits, such as 2,2.5,3,4.")
     folder = path_of(sweep_folder(recipes[0]) if output is None else output, "output").expanduser()
-    if not (resume and folder.is_dir()):
+    finished: set[str] = set()
+    if resume and folder.is_dir():
+        finished = {name for name, each in zip(names, recipes, strict=True) if _finished(folder / name, each)}
+    else:
         check_output(folder)
     statistics: dict[str, LinearStats] = {}
     with progress.display(shown=not quiet):
         for index, (name, each) in enumerate(zip(names, recipes, strict=True)):
-            if resume and _finished(folder / name, each):
+            if name in finished:
                 Workspace(folder / f"{name}.partial").remove_leftover()
                 continue
             progress.begin(f"{name} ({index + 1} of {len(names)}), ", runs_left=len(names) - index - 1)
@@ -145,5 +149,14 @@ def answer(entries: Sequence[Entry]) -> str:
 
 
 def _finished(folder: Path, recipe: Recipe) -> bool:
+    """Whether the checkpoint is there. Raises OutputError where it is of another recipe.
+
+    The recipe that it names is as the model limits and completes it: its text fits, its steps are numbers.
+    """
     file = folder / "recipe.yaml"
-    return file.is_file() and file.read_text(encoding="utf-8") == dump_recipe(recipe)
+    if not folder.exists():
+        return False
+    completed = outline(recipe.model, recipe).recipe
+    if file.is_file() and file.read_text(encoding="utf-8") == dump_recipe(completed):
+        return True
+    raise OutputError(f"{folder} was made by another recipe; remove it, or choose another --output.")

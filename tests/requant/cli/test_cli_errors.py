@@ -122,6 +122,39 @@ def test_a_limit_of_gpu_memory_needs_a_gpu(refused, command: tuple[str, ...]) ->
     assert "--gpu-memory 24XB is no size" in refused(*arguments, "24XB")
 
 
+@pytest.mark.parametrize("length", [241, 300])
+def test_names_that_are_too_long(refused, length: int) -> None:
+    """Also one whose hidden folder alone would be: it is refused before the work."""
+    name = length * "a"
+    for command in (
+        ("quantize", "--bits", 3),
+        ("sensitivity", "--bits", 3),
+        ("export", "demo", "--to", "dense"),
+    ):
+        assert "File name too long" in refused(*command, "--output", name)
+    if length > 255:
+        model = ("quantize", "--bits", 3, "--output", "out", "--model", name)
+        assert "is neither a folder nor an alias" in refused(*model)
+        assert "is neither a file nor a recipe" in refused("quantize", "--recipe", name)
+        assert "is no folder" in refused("inspect", name)
+
+
+def test_bits_that_modules_fix(refused) -> None:
+    said = refused("quantize", "--dry-run", "--bits", 4, "--method", "rtn", "--module", "*:bits=8")
+    assert "bits a weight, all stored bytes counted; fix fewer bits." in said
+
+
+def test_a_key_is_given_once(refused, tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text("method: rtn\nquantizer: {bits: 4, group_size: 64, bits: 3}\n")
+    assert "the key bits twice in one place" in refused("quantize", "--recipe", "own.yaml")
+    (tmp_path / "own.yaml").write_text("method: rtn\nskip: [method]\nmethod: gptq\n")
+    assert "the key method twice in one place" in refused("quantize", "--recipe", "own.yaml")
+
+
+def test_a_prompt_that_is_no_text(refused) -> None:
+    assert "--prompt is no UTF-8" in refused("generate", "demo", "--prompt", "\udcff")
+
+
 def test_wrong_recipe_keys(refused, tmp_path: Path) -> None:
     (tmp_path / "own.yaml").write_text("calibration: {seqlen: 3}\n")
     assert "own.yaml: calibration: unknown key 'seqlen' (did you mean 'seq_len'?)" in refused(

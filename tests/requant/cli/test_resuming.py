@@ -94,8 +94,20 @@ def test_the_arguments_come_back_with_the_output_where_it_is_now(tmp_path: Path,
     assert again == ["quantize", "--bits", "3", "--output", "out", *ends, "--gpus", "2", "-q"]
     claim(tmp_path / "moved.partial", ["quantize", "--bits", "3", *ends])
     assert restored_arguments(["quantize", "--log-file", "x", "--resume", "moved/"]) == [
-        "quantize", "--bits", "3", *ends, "--log-file", "x",
+        "quantize", "--bits", "3", *ends, "--log-file", str(tmp_path / "x"),
     ]  # fmt: skip
+    again = restored_arguments(["quantize", "--resume", "moved", "--log-file=y"])
+    assert again[-1] == f"--log-file={tmp_path / 'y'}"  # beside the command, wherever the run was started
+
+
+@pytest.mark.parametrize("command", ["quantize", "sweep", "sparsify"])
+def test_what_is_no_output_is_not_finished(cli, tmp_path: Path, monkeypatch, command: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    for name in ("empty", "file", ""):
+        code, _, error = cli(command, "--resume", name)
+        assert code == 2 and f"is no output of `requant {command}`; name the one to resume" in error
 
 
 @pytest.mark.parametrize(
@@ -145,6 +157,7 @@ def test_what_a_run_left_that_was_killed_at_its_very_end_goes(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "recipe.yaml").write_text("")
     if left == "folder":
         (tmp_path / "out.partial").mkdir()
         claim(tmp_path / "out.partial", ["quantize", "--code-bits", "3", "--output", "out"])

@@ -139,7 +139,7 @@ def verdict(*, bits: int, kl: float, theirs: float, measured: bool, large: float
 
 def test_the_verdict_follows_the_numbers() -> None:
     streams, batches = verdict(bits=4, kl=0.5, theirs=0.1, measured=False).sentences()
-    assert "take plain codes (`requant quantize --mode best --bits 3`)" in streams
+    assert "take plain codes (`requant quantize --mode best --bits 3 --head-bits 16`)" in streams
     assert "0.1000 (predicted)" in streams and "take plain codes; no kernel here multiplies" in batches
     streams, batches = verdict(bits=16, kl=0.1, theirs=0.5, measured=True).sentences()
     assert "take 2:4; its KL is 0.1000" in streams and "0.5000 (measured)" in streams

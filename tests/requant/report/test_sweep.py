@@ -43,6 +43,22 @@ def test_a_sweep_is_single_runs_with_shared_statistics(
     assert len(again.entries) == 3 and again.entries[0] == found.entries[0]
     with pytest.raises(OutputError, match="exists already"):
         sweep(folder, [3, 4], tmp_path / "out", **options)
+    with pytest.raises(OutputError, match="3bit was made by another recipe; remove it, or choose another"):
+        sweep(folder, [3, 4], tmp_path / "out", resume=True, **{**options, "num_samples": 3})
+    assert len(passes) == 1  # for the 5 bits
+
+
+def test_what_a_model_limits_is_not_quantized_again(
+    tiny_folder, tiny_text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint's recipe has a number of steps where the command's has none."""
+    folder = str(tiny_folder("llama"))
+    options = {**TINY, "method": "rtn", "calibration": str(tiny_text_file)}
+    monkeypatch.setattr("requant.pipeline.prepare.finetune_steps", lambda parameters: 0)
+    recipe = {"finetune": {"steps": None}}
+    sweep(folder, [4, 5], tmp_path / "out", recipe, **options)
+    monkeypatch.setattr("requant.report.sweep.quantize", lambda *_, **__: pytest.fail("once more"))
+    assert len(sweep(folder, [4, 5], tmp_path / "out", recipe, resume=True, **options).entries) == 2
 
 
 def test_wrong_bits_are_refused_before_the_first_run(tiny_folder, tmp_path: Path) -> None:
