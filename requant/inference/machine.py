@@ -1,7 +1,8 @@
 """What this machine runs, for `requant doctor`: versions, GPUs, the kernels checked on random matrices, caches.
 
-Every kind of matrix below goes through the check that a loading model makes (`kernel_check.py`): compiled here, multiplied
-with as many numbers of tokens as have programs of their own, compared with the same matrix dequantized.
+The matrices below are of the kinds that checkpoints have by default. Each goes through the check that a loading model makes
+(`kernel_check.py`): compiled here, multiplied with as many numbers of tokens as have programs of their own, compared with the
+same matrix dequantized.
 """
 
 import importlib.metadata
@@ -180,15 +181,16 @@ def _codebook(bits: int) -> Callable[[int, int], QuantizedWeight]:
     return build
 
 
-def _trellis(bits: int) -> Callable[[int, int], QuantizedWeight]:
+def _trellis(bits: int | float, code: str = "mul1") -> Callable[[int, int], QuantizedWeight]:
     def build(n: int, k: int) -> QuantizedWeight:
-        g = torch.Generator().manual_seed(bits)
+        whole = int(bits)  # of every code; a quarter of a bit is one bit more in every fourth
+        g = torch.Generator().manual_seed(whole)
         dense = Trellis(
-            codes=torch.randint(0, 1 << bits, (n, k), generator=g, dtype=torch.uint8),
+            codes=torch.randint(0, 1 << whole, (n, k), generator=g, dtype=torch.uint8),
             input_scales=(torch.randint(0, 2, (k,), generator=g) * 2 - 1).half(),
             output_scales=(torch.rand(n, generator=g) * 0.1).half(),
             bits=bits,
-            code="mul1",
+            code=code,
         )
         return QuantizedWeight(dense=dense, sparse=None)
 
@@ -204,7 +206,10 @@ MATRICES: dict[str, Callable[[int, int], QuantizedWeight]] = {
     "3-bit codebook": _codebook(3),
     "4-bit codebook": _codebook(4),
     "2-bit trellis": _trellis(2),
+    "2-bit trellis of pairs": _trellis(2, "pair"),
+    "2.25-bit trellis of pairs": _trellis(2.25, "pair"),
     "3-bit trellis": _trellis(3),
+    "3.25-bit trellis": _trellis(3.25),
     "4-bit trellis": _trellis(4),
 }
 
