@@ -62,6 +62,16 @@ class CheckpointHeader:
         return sorted({stored.file for stored in self.tensors.values()})
 
 
+def check_depth(path: Path, config: Any, header: CheckpointHeader) -> None:
+    """Refuse a config.json that asks for more blocks than there are tensors, before so many are built."""
+    depth = getattr(config.get_text_config(), "num_hidden_layers", 0)
+    if depth > len(header.tensors):
+        raise CheckpointError(
+            f"{path}: config.json asks for {depth} blocks, but the weight files hold {len(header.tensors)} tensors; "
+            "download the checkpoint again."
+        )
+
+
 def read_header(path: str | Path, *, trust_remote_code: bool = False) -> CheckpointHeader:
     """Read and check everything but the values; costs milliseconds whatever the size of the weights."""
     path = path_of(path, "a checkpoint")

@@ -11,6 +11,7 @@ import yaml
 
 from requant.checkpoint.save import COPIED_FOLDERS, NOT_COPIED
 from requant.checkpoint.writer import write_bytes
+from requant.errors import printable
 from requant.exporters.source import Source
 from requant.files import front_matter
 
@@ -64,10 +65,7 @@ def write_card(source: Source, target: str, folder: Path, *, name: str) -> None:
         front |= {"base_model": base, "base_model_relation": "quantized"}
     version = str(source.header.quantization.get("requant_version", "?"))
     head = yaml.safe_dump(front, sort_keys=False, allow_unicode=False).strip()
-    title, origin = (
-        "".join(char if char.isprintable() and char != "`" else "?" for char in text)
-        for text in (name, source.path.name)
-    )
+    title, origin = (printable(text).replace("`", "?") for text in (name, source.path.name))
     write_bytes(
         folder / "README.md",
         f"---\n{head}\n---\n\n# `{title}`\n\nThe weights of `{origin}`, quantized by requant {version}, "

@@ -12,7 +12,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from requant.checkpoint.header import StoredTensor
-from requant.checkpoint.validate import CheckpointHeader, check_values, read_header, read_matrix
+from requant.checkpoint.validate import (
+    CheckpointHeader,
+    check_depth,
+    check_values,
+    read_header,
+    read_matrix,
+)
 from requant.errors import CheckpointError, InputError, NumericalError
 from requant.files import path_of
 from requant.formats.packed_spec import PackedSpec
@@ -143,12 +149,7 @@ def _skeleton(
 ) -> tuple[PreTrainedModel, dict[str, nn.Module]]:
     from transformers import AutoModelForCausalLM
 
-    depth = getattr(config.get_text_config(), "num_hidden_layers", 0)
-    if depth > len(header.tensors):  # an untrusted config.json could ask for billions
-        raise CheckpointError(
-            f"{path}: config.json asks for {depth} blocks, but the weight files hold {len(header.tensors)} tensors; "
-            "download the checkpoint again."
-        )
+    check_depth(path, config, header)
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)

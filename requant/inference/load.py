@@ -10,8 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from requant.checkpoint.read import VERIFY_CHECKSUMS
-from requant.checkpoint.validate import CheckpointHeader, read_header
-from requant.errors import CheckpointError, InputError, RequantError
+from requant.checkpoint.validate import CheckpointHeader, check_depth, read_header
+from requant.errors import CheckpointError, InputError, RequantError, first_line
 from requant.inference.convert import convert_to_kernels
 from requant.models.devices import pick_device
 from requant.models.experts import Experts
@@ -71,12 +71,7 @@ def load(
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
         config.quantization_config[VERIFY_CHECKSUMS] = verify_checksums
-        depth = getattr(config.get_text_config(), "num_hidden_layers", 0)
-        if depth > len(header.tensors):  # would build that many blocks before it finds their tensors missing
-            raise CheckpointError(
-                f"{path}: config.json asks for {depth} blocks, but the weight files hold "
-                f"{len(header.tensors)} tensors; download the checkpoint again."
-            )
+        check_depth(path, config, header)
         model: Any = AutoModelForCausalLM.from_pretrained(
             path,
             config=config,
@@ -88,10 +83,9 @@ def load(
     except (RequantError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # config.json is a stranger's: transformers may fail on it in any way
-        first = (str(error).strip().splitlines() or [""])[0]
         raise CheckpointError(
             f"{path}: transformers cannot build the model of config.json "
-            f"({type(error).__name__}: {first[:160]}); upgrade transformers, or download it again."
+            f"({type(error).__name__}: {first_line(error)}); upgrade transformers, or download it again."
         ) from error
     logger.info(
         "loaded %d quantized matrices from %s, %s", len(header.modules), path, model.hf_quantizer.provenance

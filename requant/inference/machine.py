@@ -1,8 +1,8 @@
 """What this machine runs, for `requant doctor`: versions, GPUs, the kernels checked on random matrices, caches.
 
 The matrices below are of the kinds that checkpoints have by default. Each goes through the check that a loading model makes
-(`kernel_check.py`): compiled here, multiplied with as many numbers of tokens as have programs of their own, compared with the
-same matrix dequantized.
+(`kernel_check.py`): compiled here, multiplied with as many numbers of tokens as have programs of their own, compared with
+the same matrix dequantized.
 """
 
 import importlib.metadata

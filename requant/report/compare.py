@@ -17,11 +17,11 @@ from markupsafe import Markup
 from requant.checkpoint.header import read_json
 from requant.checkpoint.sizes import byte_table
 from requant.checkpoint.validate import read_header
-from requant.errors import CheckpointError, InputError
+from requant.errors import CheckpointError, InputError, printable
 from requant.evaluation.compare import evaluate_all
 from requant.evaluation.perplexity import Quality, mean_difference, standard_error
 from requant.models.loading import resolve_source
-from requant.report.pages import budget_parts, environment, one_line
+from requant.report.pages import budget_parts, environment
 from requant.report.plots import quality_plot
 
 REPORT = "report.json"
@@ -221,8 +221,8 @@ def note(entries: Sequence[Entry]) -> str:
 
 def _labels(names: Sequence[str]) -> list[str]:
     """The last part of each path, or the whole where that is not enough to tell them apart."""
-    short = [one_line(Path(name).name or name) for name in names]
-    return short if len(set(short)) == len(short) else [one_line(name) for name in names]
+    short = [printable(Path(name).name or name) for name in names]
+    return short if len(set(short)) == len(short) else [printable(name) for name in names]
 
 
 def _with_quality(entry: Entry, quality: Quality) -> Entry:

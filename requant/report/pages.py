@@ -8,6 +8,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from requant.display import format_bytes, format_seconds
+from requant.errors import printable
 
 TEMPLATES = Path(__file__).parents[1] / "templates"
 SCORE_NAMES = {"pqi": "PQI", "hessian": "Hessian diagonal", "gradient": "gradient", "marginal": "marginal"}
@@ -47,7 +48,7 @@ def environment(*, escape: bool) -> Environment:
         "code": code_span,
         "fence": fence,
         "percent": lambda fraction: f"{100 * fraction:.2f} %",
-        "python": lambda text: ascii(one_line(text)),
+        "python": lambda text: ascii(printable(text)),
     }
     made.globals |= {
         "score_names": SCORE_NAMES,
@@ -70,13 +71,9 @@ def signed(value: int | float) -> str:
     return text.replace("-", "−")
 
 
-def one_line(text: str) -> str:
-    return "".join(char if char.isprintable() else "?" for char in text)
-
-
 def code_span(text: str) -> str:
     """A code span of Markdown that nothing in the text can leave, inside a table too."""
-    return "`" + one_line(text).replace("`", "'").replace("|", "¦") + "`"
+    return "`" + printable(text).replace("`", "'").replace("|", "¦") + "`"
 
 
 def fence(text: str) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import yaml
 from markupsafe import Markup
 
+from requant.errors import printable
 from requant.evaluation.perplexity import Quality
 from requant.evaluation.samples import Sample
 from requant.pipeline.sparse_verdict import SparseVerdict
@@ -19,7 +20,6 @@ from requant.report.pages import (
     QUANTIZED,
     budget_parts,
     environment,
-    one_line,
 )
 from requant.report.plots import alternatives_plot, plot_width, sensitivity_plot
 from requant.run.context import Split
@@ -242,7 +242,7 @@ def model_card(summary: RunSummary) -> str:
         .render(
             run=summary,
             front_matter=yaml.safe_dump(front, sort_keys=False, allow_unicode=False).strip(),
-            command=shlex.join(one_line(word) for word in command),
+            command=shlex.join(printable(word) for word in command),
         )
     )
 
