@@ -23,6 +23,18 @@ from requant.extras import requirement
 NAMED_SETS = {"demo": "calibration.txt", "demo-eval": "evaluation.txt"}
 SELF = "self"
 FILE_SUFFIXES = (".txt", ".raw", ".jsonl", ".parquet")
+UNREAD_SUFFIXES = (
+    ".csv",
+    ".tsv",
+    ".json",
+    ".gz",
+    ".zip",
+    ".md",
+    ".html",
+    ".pdf",
+    ".docx",
+    ".yaml",
+)  # of files, not of data sets
 MAX_HUB_CHARACTERS = 64_000_000  # of a hub data set: C4 alone is 800 GB, and a calibration reads a few MB
 logger = logging.getLogger(__name__)
 
@@ -78,8 +90,10 @@ def _documents(source: str | Path, field: str) -> tuple[str, Iterator[str]]:
         raise TextError(
             "`self` is text that the model writes: it can calibrate, and cannot be read as a file"
         )
+    if not key:
+        raise TextError("a text has an empty name: give a file")
     if os.path.isdir(path):  # unlike Path.is_dir, false for a name too long to be one
-        raise TextError(f"{key} is a folder: name the files in it, such as {key}/*.txt")
+        raise TextError(f"{key} is a folder: name the files in it, such as {path / '*.txt'}")
     if os.path.isfile(path):
         if path.suffix.lower() not in _READERS:
             raise TextError(
@@ -88,7 +102,11 @@ def _documents(source: str | Path, field: str) -> tuple[str, Iterator[str]]:
         return path.name, _READERS[path.suffix.lower()](path, field)
     if os.path.exists(path):
         raise TextError(f"there is no file {key}, but a pipe or a device: name a file")
-    if path.suffix.lower() in _READERS or path.is_absolute() or key.startswith((".", "~")):
+    if (
+        path.suffix.lower() in (*_READERS, *UNREAD_SUFFIXES)
+        or path.is_absolute()
+        or key.startswith((".", "~"))
+    ):
         raise TextError(f"there is no file {key}{_did_you_mean(path)}")
     return key, _read_hub(key, field)
 

@@ -96,6 +96,8 @@ def checkpoint(tiny_folder, tiny_text_file: Path, tmp_path_factory: pytest.TempP
         (("--recipe", "demo-3bits"), "(did you mean 'demo-3bit'?)"),
         (("--recipe", "absent.yaml"), "'absent.yaml' is neither a file nor a recipe"),
         (("--bits", "3", "--calibration", "absent.txt"), "there is no file absent.txt"),
+        (("--bits", "3", "--calibration", "absent.csv"), "there is no file absent.csv"),  # no data set's name
+        (("--bits", "3", "--calibration", ""), "a text has an empty name: give a file"),
         (("--bits", "3", "--eval-text", "absent.txt"), "there is no file absent.txt"),
         (("--bits", "3", "--skip", "nothing"), "--skip nothing matches no matrix"),
         (("--bits", "3", "--seq-len", "4096"), "--seq-len 4096 is longer than the model's 2048 positions"),
