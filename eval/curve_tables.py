@@ -155,23 +155,33 @@ def trained_peers_table(results: Path) -> str:
 
 
 def own_codes_table(results: Path, model: str) -> str:
-    """The same on a model for which there are no peers' figures: beside our own codes without training."""
+    """The same on a model for which there are no peers' figures: beside our own codes and QTIP's, neither trained."""
     found = [row for row in read(results, f"quality-{model}").get("rows", []) if "peer" not in row]
     trained = {row["bits"]: row for row in of_mode_best(found) if row["seed"] == 0}
     alone = {row["bits"]: row for row in found if row["seed"] == 0 and row["name"] == "codes"}
+    qtip = sorted((row["bits_per_weight"], row["kl"]) for row in found if row["name"] == "qtip-codes")
     rows = []
-    for bits in sorted({row["bits"] for row in found}):
+    for bits in sorted(trained.keys() | alone.keys()):
         best, codes = trained.get(bits), alone.get(bits)
         texts = ["" if row is None else f"{row['perplexity']:.2f} / {row['kl']:.4f}" for row in (best, codes)]
         real = (best or codes or {})["bits_per_weight"]
-        gain = "" if best is None or codes is None else f"{best['kl'] / codes['kl']:.2f}"
-        name = f"{bits:g}" + "*" * (best is not None and best["name"] in EARLIER)
+        peer = _peer(UNTRAINED, qtip, real) if len(qtip) > 1 else None
+        gains = [
+            "" if best is None or kl is None else f"{best['kl'] / kl:.2f}"
+            for kl in (None if codes is None else codes["kl"], None if peer is None else peer.kl)
+        ]
         rows.append(
-            [name, f"{real:.3f}", *texts, "" if best is None else f"{best['second']['kl']:.4f}", gain]
+            [
+                f"{bits:g}" + "*" * (best is not None and best["name"] in EARLIER),
+                f"{real:.3f}",
+                *texts,
+                "" if best is None else f"{best['second']['kl']:.4f}",
+                gains[0],
+                *(() if peer is None else (f"{peer.mark}{peer.kl:.4f}", gains[1])),
+            ]
         )
-    return markdown(
-        ["`--bits`", "real bits", "best", "codes alone", "best, KL on C4", "ratio of the two"], rows
-    )
+    columns = ["`--bits`", "real bits", "best", "codes alone", "best, KL on C4", "best to codes"]
+    return markdown([*columns, *(("QTIP's codes there", "best to QTIP's") if len(qtip) > 1 else ())], rows)
 
 
 def seed_range(values: Sequence[float]) -> str:
@@ -180,8 +190,8 @@ def seed_range(values: Sequence[float]) -> str:
 
 
 def demo_ablation_table(results: Path) -> str:
-    """The same for demo-4m."""
-    return best_ablation_table(results, "demo-4m")
+    """The same for demo-4m, in windows of 256 tokens."""
+    return best_ablation_table(results, "demo-4m-256")
 
 
 def best_ablation_table(results: Path, model: str = "bench-32m") -> str:
