@@ -62,7 +62,7 @@ class CheckpointHeader:
         return sorted({stored.file for stored in self.tensors.values()})
 
 
-def check_depth(path: Path, config: Any, header: CheckpointHeader) -> None:
+def check_depth(path: str | Path, config: Any, header: CheckpointHeader) -> None:
     """Refuse a config.json that asks for more blocks than there are tensors, before so many are built."""
     depth = getattr(config.get_text_config(), "num_hidden_layers", 0)
     if depth > len(header.tensors):
