@@ -13,7 +13,7 @@ from requant.evaluation import perplexity
 from requant.evaluation.compare import evaluate_all
 from requant.quantizers.registry import METHODS, PRUNING_METHODS
 from requant.recipe.schema import Budget, Calibration, Evaluation, Finetune, Recipe
-from requant.sensitivity import scores
+from requant.sensitivity import scores, sums
 
 PACKAGE = str(Path(requant.__file__).parent)
 RECIPE = Recipe(
@@ -89,8 +89,18 @@ def test_calls_to_a_predicted_loss(calls: list[str], tiny_folder, tiny_text_file
     assert len(calls) <= 5 and calls[0] == "quantize", calls
 
 
-def test_calls_to_a_score(calls: list[str], tiny_folder, tiny_text_file: Path, monkeypatch) -> None:
+def test_calls_to_a_score(
+    calls: list[str], tiny_folder, tiny_text_file: Path, monkeypatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(scores, "pqi", spied(scores.pqi, calls))
+    requant.score(str(tiny_folder("llama")), RECIPE, tiny_text_file, output=tmp_path / "scores")
+    assert len(calls) <= 4 and calls[0] == "score", calls
+
+
+def test_calls_to_the_sum_of_a_score(
+    calls: list[str], tiny_folder, tiny_text_file: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr(sums, "_along_the_line", spied(sums._along_the_line, calls))
     requant.score(str(tiny_folder("llama")), RECIPE, tiny_text_file)
     assert len(calls) <= 4 and calls[0] == "score", calls
 
