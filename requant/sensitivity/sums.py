@@ -5,8 +5,8 @@
 
 A score takes four bytes a weight until the last batch has been seen, which for large models is twice the model. The sum
 is linear in the batches, so each batch's part is multiplied with the step and added up at once, and of several processes
-none sends gradients. Parts are exact sums of float32 products in float64 (96 % of the terms cancel) and are added by
-`math.fsum`, so the result does not depend on who ran which batch.
+none sends gradients. Parts are float32 products added up in float64 (96 % of the terms cancel), and are themselves
+added by `math.fsum`, exactly, so the result does not depend on who ran which batch.
 """
 
 import math

@@ -126,10 +126,9 @@ def test_pqi_is_the_weighted_mean_of_gradients_times_the_step(
 def test_sums_need_no_scores(trained_model, tiny_text, tokenizer, monkeypatch, name: str) -> None:
     windows = token_windows(tiny_text, tokenizer, num_samples=96, seq_len=64)  # three batches
     path = path_of(trained_model)
-    expected = {matrix: signed_sum(each) for matrix, each in score_weights(name, path, windows).items()}
-    sizes = {
-        matrix: values.abs().sum().item() for matrix, values in score_weights(name, path, windows).items()
-    }
+    scores = score_weights(name, path, windows)
+    expected = {matrix: signed_sum(values) for matrix, values in scores.items()}
+    sizes = {matrix: values.abs().sum().item() for matrix, values in scores.items()}
     batches: list[str] = []
     step = QuantizedPath.step
     monkeypatch.setattr(QuantizedPath, "step", lambda own, t: batches.append(t.name) or step(own, t))
