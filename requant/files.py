@@ -99,7 +99,23 @@ def parse_yaml(text: str) -> Any:
     if len(text) > MAX_YAML:
         raise ValueError(f"{len(text):,} characters, more than {MAX_YAML:,}")
     _check_events(yaml.parse(text, Loader=yaml.SafeLoader))
-    return yaml.safe_load(text)
+    loader = _UniqueKeys(text)
+    try:
+        return loader.get_single_data()
+    finally:
+        loader.dispose()
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """Refuses a mapping with a key given twice, of which the last one would win."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        found = super().construct_mapping(node, deep=deep)
+        if len(found) < len(node.value):
+            names = [str(key.value) for key, _ in node.value]
+            twice = next((name for name in names if names.count(name) > 1), "")
+            raise ValueError(f"the key {twice[:40]} twice in one place; leave one of them out")
+        return found
 
 
 def front_matter(folder: Path) -> dict[str, Any]:
@@ -114,21 +130,7 @@ def front_matter(folder: Path) -> dict[str, Any]:
 
 def _check_events(events: Iterable[yaml.Event]) -> None:
     depth = 0
-    open_keys: list[set[str] | None] = []  # of every mapping around; None: a list
-    awaits_key: list[bool] = []  # whether its next node is a key
     for event in events:
-        if isinstance(event, yaml.ScalarEvent) and open_keys and open_keys[-1] is not None and awaits_key[-1]:
-            if event.value in open_keys[-1]:
-                raise ValueError(f"the key {event.value[:40]} twice in one place; leave one of them out")
-            open_keys[-1].add(event.value)
-        if isinstance(event, yaml.NodeEvent) and awaits_key:
-            awaits_key[-1] = not awaits_key[-1]
-        if isinstance(event, yaml.CollectionStartEvent):
-            open_keys.append(set() if isinstance(event, yaml.MappingStartEvent) else None)
-            awaits_key.append(True)
-        elif isinstance(event, yaml.CollectionEndEvent):
-            open_keys.pop()
-            awaits_key.pop()
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if isinstance(event, yaml.AliasEvent):
             raise ValueError(f"an alias, *{event.anchor[:40]}; write the value out")
