@@ -8,6 +8,7 @@ own logits, bit for bit, the copy is the whole model after all.
 """
 
 import copy
+import logging
 
 import torch
 from jaxtyping import Float, Int64
@@ -19,6 +20,8 @@ from requant.errors import is_out_of_memory
 from requant.finetune.teacher import logits_of_states
 from requant.models.targets import find_blocks
 from requant.progress import tracked
+
+logger = logging.getLogger(__name__)
 
 
 class OriginalLogits:
@@ -32,11 +35,15 @@ class OriginalLogits:
         self.states: dict[int, Tensor] = {}  # window -> last hidden states, on the host
         self.model: PreTrainedModel = copy.deepcopy(model, {id(find_blocks(model)[1]): nn.ModuleList()})
         own = ranks.mine(range(len(windows)))
-        if own and not self._suffices(model, own[0]):
-            self.states, self.model = {}, copy.deepcopy(model)
-            return
         for index in tracked(own, label=label, unit="windows"):
-            self._keep(model, index)
+            if index > own[0]:
+                self._keep(model, index)
+            elif not self._suffices(model, index):
+                logger.info(
+                    "the original is copied whole: its logits do not follow from its last hidden states"
+                )
+                self.states, self.model = {}, copy.deepcopy(model)
+                break
 
     def __getitem__(self, window: int) -> Float[Tensor, "1 t v"]:
         tokens = self._tokens(window)

@@ -44,13 +44,16 @@ def find_blocks_of(original: OriginalLogits) -> torch.nn.ModuleList:
     return next(module for module in original.model.modules() if isinstance(module, torch.nn.ModuleList))
 
 
-def test_where_states_do_not_suffice_the_copy_is_whole(tiny_model, tiny_windows, monkeypatch) -> None:
+def test_where_states_do_not_suffice_the_copy_is_whole(tiny_model, tiny_windows, monkeypatch, caplog) -> None:
+    caplog.set_level("INFO")
+
     def refused(*_: object) -> None:
         raise TypeError("this head takes more than hidden states")
 
     monkeypatch.setattr("requant.evaluation.original.logits_of_states", refused)
     original = check(tiny_model("llama"), tiny_windows)
     assert not original.states and len(find_blocks(original.model)[1]) == 2
+    assert "the original is copied whole" in caplog.text
 
 
 def test_logits_that_differ_in_a_bit_are_not_taken(tiny_model, tiny_windows, monkeypatch) -> None:
