@@ -28,9 +28,8 @@ def check_output(output: str | Path) -> Path:
     if os.path.lexists(output):
         raise OutputError(f"{output} exists already; remove it, or choose another --output.")
     ancestor = next(parent for parent in output.parents if os.path.exists(parent))
-    missing = output.relative_to(ancestor).parts[0]
     try:  # to make a folder there: root passes every look at permissions, also of /proc and of what is mounted read-only
-        os.rmdir(tempfile.mkdtemp(prefix=_prefix(missing), dir=ancestor))
+        os.rmdir(tempfile.mkdtemp(prefix=_prefix(output.name), dir=ancestor))
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):  # whoever writes says how a run goes on
             return output

@@ -133,7 +133,8 @@ def test_names_that_are_too_long(refused, length: int) -> None:
         ("sensitivity", "--bits", 3),
         ("export", "demo", "--to", "dense"),
     ):
-        assert "File name too long" in refused(*command, "--output", name)
+        for output in (name, f"new/folder/{name}"):
+            assert "File name too long" in refused(*command, "--output", output)
     if length > 255:
         model = ("quantize", "--bits", 3, "--output", "out", "--model", name)
         assert "is neither a folder nor an alias" in refused(*model)
