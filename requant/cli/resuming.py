@@ -12,11 +12,8 @@ if TYPE_CHECKING:
     from requant.run.workspace import Workspace
 
 COMMANDS = ("quantize", "sweep", "sparsify")
-FINISHED = {
-    "quantize": "recipe.yaml",
-    "sweep": "sweep.json",
-    "sparsify": "recipe.yaml",
-}  # in an output that is complete
+# command -> a file of its output once that is complete
+FINISHED = {"quantize": "recipe.yaml", "sweep": "sweep.json", "sparsify": "recipe.yaml"}
 BESIDE = {  # options that may be given beside, for they change nothing of the result; whether they take a value
     "-q": False,
     "--quiet": False,

@@ -228,7 +228,7 @@ def _request(
     if unknown := sorted(body.keys() - UNSUPPORTED.keys() - HONOURED - IGNORED):
         raise ApiError(
             f"{_short(unknown[0])} is no field that this server knows; leave it out.",
-            param=_short(unknown[0]),
+            param=unknown[0][:80].encode(errors="replace").decode(),  # a name may hold half a surrogate pair
         )
     model = body.get("model")
     if model is not None and not isinstance(model, str):

@@ -14,9 +14,8 @@ from requant.errors import NumericalError
 from requant.progress import tracked
 from requant.text.kv_cache import with_cache
 
-GREEDY_BELOW = (
-    1e-5  # temperature at which logits divided by it overflow, and nothing but the likeliest is left
-)
+# A temperature below which a logit that is a thousandth smaller is e^100 times less likely; far below, quotients overflow
+GREEDY_BELOW = 1e-5
 
 
 def sample_next(
@@ -28,7 +27,7 @@ def sample_next(
     min_p: float = 0.0,
     generator: torch.Generator,
 ) -> Int64[Tensor, "b 1"]:
-    """One token per row [b, 1] from logits [b, vocabulary]; temperature 0, as good as, takes the most likely.
+    """One token per row [b, 1] from logits [b, vocabulary]; a temperature of 0 or next to it takes the most likely.
 
     `top_k` leaves only that many tokens, `min_p` those that are at least so likely, relative to the likeliest.
     Raises NumericalError for logits that are not finite.

@@ -23,18 +23,8 @@ from requant.extras import requirement
 NAMED_SETS = {"demo": "calibration.txt", "demo-eval": "evaluation.txt"}
 SELF = "self"
 FILE_SUFFIXES = (".txt", ".raw", ".jsonl", ".parquet")
-UNREAD_SUFFIXES = (
-    ".csv",
-    ".tsv",
-    ".json",
-    ".gz",
-    ".zip",
-    ".md",
-    ".html",
-    ".pdf",
-    ".docx",
-    ".yaml",
-)  # of files, not of data sets
+# of files that are not read: such a name is a missing file's, and no data set's on the hub
+UNREAD_SUFFIXES = (".csv", ".tsv", ".json", ".gz", ".zip", ".md", ".html", ".pdf", ".docx", ".yaml")
 MAX_HUB_CHARACTERS = 64_000_000  # of a hub data set: C4 alone is 800 GB, and a calibration reads a few MB
 logger = logging.getLogger(__name__)
 
