@@ -38,7 +38,7 @@ from requant.quantizers.method import Bits, Losses
 from requant.quantizers.outliers import remaining_loss
 from requant.quantizers.registry import METHODS
 from requant.run.context import RunContext, Weights, recipe_sections
-from requant.run.quantize_linears import chunks_that_fit, gather, quantize_linears
+from requant.run.quantize_linears import chunks_that_fit, gather, quantize_linears, release
 from requant.run.workspace import digest
 from requant.sensitivity.sums import score_sums
 
@@ -98,6 +98,7 @@ def _with_statistics(run: RunContext) -> Iterator[tuple[QuantTarget, Float[Tenso
             for target in ranks.owned(chunk):
                 weight = run.original[target.name].to(target.parameter.device, torch.float32)
                 yield target, weight, statistics[target.name]
+        release(run, statistics)
 
 
 def _of_all(run: RunContext, own: Mapping[str, Mapping[Any, float]]) -> dict[str, dict[Any, float]]:

@@ -51,6 +51,7 @@ from requant.run.quantize_linears import (
     compile_ahead,
     gather,
     quantize_linears,
+    release,
     shared_codes,
 )
 from requant.run.rounds import round_name, rounds_of
@@ -149,4 +150,5 @@ def codes_of_round(run: RunContext, members: Sequence[QuantTarget], *, first: bo
                     save_weight(run, "codes", keys[target.name], weight, rank=target.rank)
                     bar.update()
                 weights |= shared_codes(chunk, weights)
+            release(run, statistics)
     return weights

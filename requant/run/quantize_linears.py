@@ -104,7 +104,9 @@ def parallel_calibration(
 ) -> TargetsWithStatistics:
     """Targets with their statistics in the original model, as many together as memory allows."""
     for chunk in chunks_that_fit(run, pending, needs):
-        yield chunk, gather(run, chunk, needs)
+        statistics = gather(run, chunk, needs)
+        yield chunk, statistics
+        release(run, statistics)
 
 
 def sequential_calibration(
@@ -124,6 +126,7 @@ def sequential_calibration(
         # with those that an earlier run quantized already
         span = [target for target in run.targets if first <= target.block <= last]
         yield from sequential_statistics(run, span, needs, done, gradients, reference=original)
+        release(run, gradients)
 
 
 def sequential_statistics(
@@ -163,6 +166,8 @@ def sequential_statistics(
                 for target in ranks.owned(waiting)
             }
             yield waiting, merged
+            release(run, merged)
+            release(run, inputs)
         for target in members:
             target.set_weight(done[target.name].dequantize())
 
@@ -204,6 +209,15 @@ def gather(run: RunContext, chunk: Sequence[QuantTarget], needs: frozenset[str])
     if len(chunk) == len(run.targets):
         run.statistics.update(gathered)
     return gathered
+
+
+def release(run: RunContext, statistics: dict[str, LinearStats]) -> None:
+    """Empty a chunk's mapping before the next chunk is collected, whoever still holds it; what the run keeps stays.
+
+    A chunk takes half of the free memory: two of them, and the activations of a pass, do not fit.
+    """
+    if statistics is not run.statistics:
+        statistics.clear()
 
 
 def share_statistics(run: RunContext, shared: dict[str, LinearStats]) -> None:

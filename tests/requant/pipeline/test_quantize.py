@@ -1,13 +1,16 @@
 import copy
 import dataclasses
 import hashlib
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 
 import requant
+from requant.calibration.collect import collect
 from requant.calibration.passes import mean_loss
+from requant.calibration.stats import LinearStats
 from requant.errors import InputError, NumericalError, OutputError, TextError
 from requant.formats.grid import Grid
 from requant.formats.quantized_weight import pack
@@ -177,6 +180,39 @@ def test_statistics_in_chunks_give_the_same_bytes(run, tmp_path: Path, monkeypat
     monkeypatch.setattr("requant.run.quantize_linears.free_memory", lambda device: 1)  # a chunk a block
     result = run()
     assert sha256(requant.save(result, tmp_path / "parts")) == sha256(whole)
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {
+            "mode": "best",
+            "method": "trellis",
+            "budget": {"bits": 2.5},
+            "finetune": {"steps": 1, "tokens_per_step": 32, "rounds": 2, "val_windows": 1},
+        },
+        {"mode": "dense", "method": "trellis", "budget": {"bits": 2.5}},
+        {"mode": "dense", "method": "gptq", "calibration": {"inputs": "quantized"}},
+    ],
+    ids=["rounds", "dense", "sequential"],
+)
+def test_one_chunk_of_statistics_at_a_time(run, monkeypatch, chosen: dict) -> None:
+    """While a chunk is collected, at most one matrix of the last one is held, that of the loop which asks for the next."""
+    monkeypatch.setattr("requant.run.quantize_linears.free_memory", lambda device: 1)  # a chunk a block
+    collected: list[weakref.ref[torch.Tensor]] = []
+    held: list[int] = []
+
+    def watched(*arguments, **options) -> dict[str, LinearStats]:
+        held.append(sum(each() is not None for each in collected))
+        found = collect(*arguments, **options)
+        hessians = {id(each.hessian): each.hessian for each in found.values()}  # siblings share one
+        collected.extend(weakref.ref(each) for each in hessians.values())
+        return found
+
+    for module in ("requant.run.quantize_linears", "requant.pipeline.best"):
+        monkeypatch.setattr(f"{module}.collect", watched)
+    run(changed(**chosen))
+    assert len(held) > 1 and max(held) <= 1
 
 
 def test_chunks_hold_whole_blocks(run, monkeypatch) -> None:
