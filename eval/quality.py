@@ -24,6 +24,8 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from jaxtyping import Int64
+from torch import Tensor
 
 from eval import block_training
 from eval import options as opt
@@ -47,11 +49,12 @@ from requant.calibration.experts import routed_tokens
 from requant.checkpoint.save import checkpoint_bytes, save_checkpoint
 from requant.finetune.loop import LR_OF_MANY
 from requant.formats.quantized_weight import spec_of
+from requant.models.targets import QuantTarget
 from requant.pipeline.quantize import MODES, finetuned
-from requant.recipe.defaults import MOST_STEPS, trellis_code
+from requant.recipe.defaults import MOST_STEPS, needed_own_windows, trellis_code
 from requant.recipe.schema import Budget, Finetune, Predictor
 from requant.run.context import RunContext, Weights
-from requant.run.rounds import FIRST_WEIGHT
+from requant.run.rounds import FIRST_WEIGHT, rounds_of
 from requant.text.windows import spread
 from requant.version import VERSION
 
@@ -81,7 +84,9 @@ class Plan:
     head_bits: float | None = 16  # of embedding and head; None: by the rule of `--bits`
     make: Callable[[RunContext], Weights] | None = None  # in place of the mode's codes
     peer: str | None = None  # its name, where the row is a peer's
-    own_windows: int = 0  # of text that the model writes, to train on beside the real ones
+    own_windows: int | None = (
+        0  # that the model writes, to train on beside the text's; None: by the rule of the default
+    )
     by_size: bool = False  # `bits` is the size of the whole file in MB, which the budget splits
 
 
@@ -119,8 +124,23 @@ def _steps(steps: int, *, tokens: int = FINETUNE.tokens_per_step, lr: float = LR
     )
 
 
+def _own_text(windows: int) -> Plan:
+    return Plan(
+        label=f"best, trained on {windows} windows more, which the model wrote",
+        own_windows=windows,
+        code=None,
+        first_round_weight=None,
+    )
+
+
 PLANS: dict[str, Plan] = {
-    "best": Plan(label=f"best, six rounds of {MOST_STEPS} steps", code=None, first_round_weight=None),
+    "best": Plan(
+        label=f"best, six rounds of {MOST_STEPS} steps, with text that the model writes",
+        own_windows=None,
+        code=None,
+        first_round_weight=None,
+    ),
+    "text-only": Plan(label=f"best, six rounds of {MOST_STEPS} steps", code=None, first_round_weight=None),
     "mul1": Plan(label="best, `mul1` codes", first_round_weight=None),
     "pair": Plan(label="best, `pair` codes", code="pair", first_round_weight=None),
     "four-rounds": Plan(
@@ -138,10 +158,18 @@ PLANS: dict[str, Plan] = {
     ),
     "weighted": Plan(label="best, losses weighted by round as at 2 bits", first_round_weight=FIRST_WEIGHT),
     "file": Plan(
-        label="best, embedding and head by default", head_bits=None, code=None, first_round_weight=None
+        label="best, embedding and head by default, with text that the model writes",
+        own_windows=None,
+        head_bits=None,
+        code=None,
+        first_round_weight=None,
     ),
     "size": Plan(
-        label="best, the best split of the file", by_size=True, head_bits=None, first_round_weight=None
+        label="best, the best split of the file, with text that the model writes",
+        own_windows=None,
+        by_size=True,
+        head_bits=None,
+        first_round_weight=None,
     ),
     "size-codes": Plan(
         label="trellis codes, the best split of the file",
@@ -198,12 +226,8 @@ PLANS: dict[str, Plan] = {
     "little-text": Plan(
         label="best, trained on 128 windows", finetune=dataclasses.replace(SHORT, train_windows=128)
     ),
-    "own-text": Plan(
-        label="best, trained on 6144 windows more, which the model wrote",
-        own_windows=6144,
-        code=None,
-        first_round_weight=None,
-    ),
+    "own-text": _own_text(6144),
+    "own-text-3x": _own_text(18432),
     "no-hidden": Plan(
         label=f"best, four rounds of {FOUR_ROUNDS.steps} steps, hidden states not matched", finetune=NO_HIDDEN
     ),
@@ -300,9 +324,8 @@ def measure(study: Study, name: str, bits: float, seed: int, *, keep: Path | Non
     if plan.statistics > 1:
         windows = spread(study.base.train_windows, calibration.num_samples, of=None)
         run = dataclasses.replace(run, windows=windows, statistics={})
-    if plan.own_windows:  # in front: the last ones are held out
-        own = study.own_text(plan.own_windows, of=train_windows)
-        train_windows = torch.cat([own, train_windows])
+    if own_windows := _own_windows(plan, run.targets, train_windows):  # in front: the last ones are held out
+        train_windows = torch.cat([study.own_text(own_windows, of=train_windows), train_windows])
     run = dataclasses.replace(run, train_windows=train_windows)
     run = with_allocation(run, allocate_bits(run))
     if torch.cuda.is_available():
@@ -348,6 +371,14 @@ def measure(study: Study, name: str, bits: float, seed: int, *, keep: Path | Non
         **bits_per_weight(weights),
         **found,
     )
+
+
+def _own_windows(plan: Plan, targets: Sequence[QuantTarget], windows: Int64[Tensor, "p t"]) -> int:
+    if plan.own_windows is not None:
+        return plan.own_windows
+    count, length = windows.shape
+    phases = len(rounds_of(targets, plan.finetune.rounds))
+    return needed_own_windows(plan.finetune, phases=phases, windows=count, length=length)
 
 
 def least_and_most(run: RunContext) -> dict[str, int] | None:

@@ -62,11 +62,26 @@ def own_windows(
 
 def windows_at_once(model: PreTrainedModel, length: int) -> int:
     """Windows of a batch, by what the config says of the model's keys and values."""
+    return max(1, min(MOST_WINDOWS, CACHE_BYTES // _cache_bytes(model, length)))
+
+
+def _cache_bytes(model: PreTrainedModel, length: int) -> int:
+    """Of the keys and values of one window, in 16 bits."""
     config = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    of_a_window = 2 * 2 * config.num_hidden_layers * heads * size * length
-    return max(1, min(MOST_WINDOWS, CACHE_BYTES // of_a_window))
+    return 2 * 2 * config.num_hidden_layers * heads * size * length
+
+
+def bytes_to_write(model: PreTrainedModel, count: int, length: int, *, device: str) -> int:
+    """What `count` windows take beside the model: a batch's cache, its logits and noise in float32, a copy in training's
+    precision where the model has another."""
+    at_once = min(count, windows_at_once(model, length))
+    copied = 0
+    if count and PRODUCTS.get(device, model.dtype) != model.dtype:
+        copied = sum(2 * parameter.numel() for parameter in model.parameters())
+    vocabulary = model.config.get_text_config().vocab_size
+    return at_once * (_cache_bytes(model, length) + 2 * 4 * vocabulary) + copied
 
 
 def _continued(

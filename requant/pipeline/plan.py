@@ -33,6 +33,7 @@ from requant.display import format_seconds
 from requant.finetune.final import trains_by_block
 from requant.finetune.memory import training_bytes
 from requant.formats.sparse import INDEX_TILE
+from requant.inference.own_text import bytes_to_write
 from requant.models.devices import total_memory
 from requant.models.targets import QuantTarget
 from requant.pipeline.prepare import Outline, Prepared, bytes_before, start
@@ -240,8 +241,8 @@ def _training(prepared: Prepared | Outline, recipe: Recipe, device: str) -> str 
     found = f"{recipe.finetune.num_steps} steps of {tokens_of_step(prepared, recipe):,} tokens"
     if recipe.mode == "best":
         found += f" after each of {len(rounds_of(prepared.targets, recipe.finetune.rounds))} rounds"
-    if recipe.finetune.own_windows:
-        found += f", with {recipe.finetune.own_windows:,} windows that the model writes"
+    if prepared.own_windows:
+        found += f", with {prepared.own_windows:,} windows that the model writes"
     if _by_block(prepared, recipe, device):
         found += ", block by block"
     return found
@@ -268,7 +269,7 @@ def _source_bytes_per_weight(prepared: Prepared | Outline, model_bytes: int) -> 
 
 
 def expected_memory(prepared: Prepared | Outline, recipe: Recipe, device: str) -> int:
-    """Model + the largest of {statistics, scores, evaluation} + codes + originals (where they share memory).
+    """Model + the largest of {statistics, scores, evaluation, own text} + codes + originals (where they share memory).
 
     Mode `paper` holds a float32 score a weight; others add up those of a matrix, of which three of its size exist at once.
     Evaluation copies what stands outside the blocks, and on a CPU keeps the original's last hidden states.
@@ -308,7 +309,11 @@ def expected_memory(prepared: Prepared | Outline, recipe: Recipe, device: str) -
     statistics = min(
         statistics, max(block, round((total_memory(torch.device(device)) - model - weights) / 2))
     )
-    stages = model + weights + max(scores, statistics, evaluation) + activations
+    written = 0
+    if recipe.finetune.trains:
+        length = prepared.train_windows.shape[1]
+        written = bytes_to_write(prepared.model, prepared.own_windows, length, device=device)
+    stages = model + weights + max(scores, statistics, evaluation, written) + activations
     if device != "cpu":
         return own + max(stages, _training_memory(prepared, recipe, device))
     stages = own + max(stages, _training_memory(prepared, recipe, device))
@@ -372,7 +377,7 @@ def _training_memory(prepared: Prepared | Outline, recipe: Recipe, device: str) 
 
 def _train_windows(prepared: Prepared | Outline, recipe: Recipe) -> tuple[int, int]:
     count, length = prepared.train_windows.shape
-    return count + recipe.finetune.own_windows, length
+    return count + prepared.own_windows, length
 
 
 def _by_block(prepared: Prepared | Outline, recipe: Recipe, device: str) -> bool:

@@ -31,9 +31,10 @@ from requant.models.loading import (
     resolve_source,
 )
 from requant.models.targets import QuantTarget, find_linears
-from requant.recipe.defaults import finetune_steps
+from requant.recipe.defaults import finetune_steps, needed_own_windows
 from requant.recipe.schema import Calibration, Evaluation, Recipe
 from requant.run.context import RunContext, fingerprint
+from requant.run.rounds import rounds_of
 from requant.run.workspace import Workspace
 from requant.sensitivity.path import originals
 from requant.text.sources import SELF, WIKITEXT, Text, read_text
@@ -54,6 +55,7 @@ class Outline:
     targets: Sequence[QuantTarget]
     windows: Int64[Tensor, "b t"]
     train_windows: Int64[Tensor, "p t"]
+    own_windows: int
     eval_windows: Int64[Tensor, "e c"]
 
 
@@ -69,6 +71,7 @@ class Prepared:
     calibration: Text
     windows: Int64[Tensor, "b t"]  # of the calibration text, for statistics
     train_windows: Int64[Tensor, "p t"]  # that finetuning may train on
+    own_windows: int  # that the original has to write beside them
     evaluation: Text
     eval_windows: Int64[Tensor, "e c"]
     why_not_folded: str | None = None  # where the recipe asks for folded rotations
@@ -130,6 +133,7 @@ def prepare(
             evaluation.name,
             calibration.name,
         )
+    train_windows = spread(all_windows, num_train, of=None)
     return Prepared(
         model=model,
         recipe=recipe,
@@ -139,7 +143,8 @@ def prepare(
         targets=targets,
         calibration=calibration,
         windows=windows,
-        train_windows=spread(all_windows, num_train, of=None),
+        train_windows=train_windows,
+        own_windows=_own_windows(recipe, targets, train_windows),
         evaluation=evaluation,
         eval_windows=eval_windows[: recipe.evaluation.windows],
     )
@@ -159,13 +164,15 @@ def outline(model: str, recipe: Recipe, *, dtype: str = "auto", gpus: int = 1) -
         (evaluation.windows, evaluation.context),
     )
     windows = [torch.empty(size, dtype=torch.int64, device="meta") for size in sizes]
+    targets = divided(_targets(empty, recipe), gpus)
     return Outline(
         model=empty,
         recipe=recipe,
         source=folder if folder_bytes(folder) else None,
-        targets=divided(_targets(empty, recipe), gpus),
+        targets=targets,
         windows=windows[0],
         train_windows=windows[1],
+        own_windows=_own_windows(recipe, targets, windows[1]),
         eval_windows=windows[2],
     )
 
@@ -266,6 +273,17 @@ def _within_positions(config: Any, recipe: Recipe) -> Recipe:
         calibration=dataclasses.replace(calibration, seq_len=min(calibration.seq_len, limit)),
         evaluation=dataclasses.replace(evaluation, context=min(evaluation.context, limit)),
     )
+
+
+def _own_windows(recipe: Recipe, targets: Sequence[QuantTarget], windows: Int64[Tensor, "p t"]) -> int:
+    """As many as the recipe says, or as its training needs beside these."""
+    if not recipe.finetune.trains:
+        return 0
+    if recipe.finetune.own_windows is not None:
+        return recipe.finetune.own_windows
+    count, length = windows.shape
+    phases = len(rounds_of(targets, recipe.finetune.rounds)) if recipe.mode == "best" else 1
+    return needed_own_windows(recipe.finetune, phases=phases, windows=count, length=length)
 
 
 def _with_steps(model: PreTrainedModel, recipe: Recipe) -> Recipe:

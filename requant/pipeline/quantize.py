@@ -2,7 +2,7 @@
 
 prepare      load, find the matrices, check everything that can be checked before work begins (prepare.py)
 allocate     bits of every matrix, and of embedding and head, within the budget (allocation/budget.py)
-own text     windows that the original writes, to train on beside the text's (inference/own_text.py), where a recipe asks
+own text     windows that the original writes, to train on beside the text's (inference/own_text.py), where it is too short
 quantize     one of MODES: `best` (rounds of codes and training), `dense` (codes only), `paper` (ReQuant as published),
              `sparse` (2:4, and training after it)
 finetune     train all that is not code to match the original's outputs (finetune/final.py); not in mode `sparse`
@@ -167,7 +167,7 @@ def quantize(
             progress.enter("allocation")
         if statistics is not None:
             share_statistics(run, statistics)
-        run = with_own_text(with_allocation(run, allocate_bits(run)))
+        run = with_own_text(with_allocation(run, allocate_bits(run)), prepared.own_windows)
         weights = MODES[recipe.mode](run)
         run.statistics.clear()
         progress.enter("embedding and head")
@@ -204,26 +204,21 @@ def quantize(
         )
 
 
-def with_own_text(run: RunContext) -> RunContext:
-    """The run with windows that the original writes in front of those of the text, as many as the recipe trains on.
+def with_own_text(run: RunContext, count: int) -> RunContext:
+    """The run with `count` windows that the original writes in front of those of the text, to train on.
 
     The last windows, by which training is validated, stay those of the text.
     """
-    finetuning = run.recipe.finetune
-    if not (finetuning.trains and finetuning.own_windows):
+    if not count:
         return run
     progress.enter("own text")
-    key = digest(run.fingerprint, run.train_windows, finetuning.own_windows, run.recipe.seed)
+    key = digest(run.fingerprint, run.train_windows, count, run.recipe.seed)
     stored = run.workspace.get("own-text", key)
     if stored is None:
         with run.stage("own text"):
             run.apply_original_weights()
             written = own_windows(
-                run.model,
-                run.train_windows,
-                finetuning.own_windows,
-                seed=run.recipe.seed,
-                label=run.label("own text"),
+                run.model, run.train_windows, count, seed=run.recipe.seed, label=run.label("own text")
             )
         run.workspace.put("own-text", key, tensors={"windows": written})
     else:

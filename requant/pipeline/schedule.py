@@ -80,9 +80,9 @@ def _stages(prepared: Prepared | Outline, recipe: Recipe, device: str) -> Iterat
         more = predictor[recipe.budget.predictor]
         yield Stage(name="allocation", kind="statistics", seconds=statistics + more, bars=0)
         collected = statistics
-    if recipe.finetune.trains and recipe.finetune.own_windows:
+    if recipe.finetune.trains and prepared.own_windows:
         at_once = windows_at_once(prepared.model, prepared.train_windows.shape[1])
-        tokens = recipe.finetune.own_windows * prepared.train_windows.shape[1]
+        tokens = prepared.own_windows * prepared.train_windows.shape[1]
         # a step of few sequences reads all weights for as many tokens
         yield Stage(name="own text", kind="own text", seconds=forward(tokens) * max(2, FULL_STEP / at_once))
     step = tokens_of_step(prepared, recipe)
@@ -131,7 +131,7 @@ def _stages(prepared: Prepared | Outline, recipe: Recipe, device: str) -> Iterat
 def tokens_of_step(prepared: Prepared | Outline, recipe: Recipe) -> int:
     """Of training; all that there are, where they are fewer than the recipe's."""
     count, length = prepared.train_windows.shape
-    return min(recipe.finetune.tokens_per_step, (count + recipe.finetune.own_windows) * length)
+    return min(recipe.finetune.tokens_per_step, (count + prepared.own_windows) * length)
 
 
 def count_gpus(prepared: Prepared | Outline) -> int:

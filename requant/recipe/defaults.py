@@ -4,6 +4,7 @@ Every other default is that of its field: in `schema.py`, or in the config class
 """
 
 import dataclasses
+import math
 
 from requant.errors import RecipeError
 from requant.quantizers.registry import METHODS, PRUNING_METHODS, find_method
@@ -21,11 +22,13 @@ METHOD_OF_MODE = {"best": "trellis", "paper": "lut", "dense": "lut"}
 MOST_STEPS = 1000
 FEWEST_STEPS = 200
 STEPS_TIMES_PARAMETERS = 240e9
+# Times that training on a GPU sees a window, at most: where the text is too short for that, the original writes more itself.
+SEEN_AT_MOST = 12
 # Calibration windows of 2048 of mode `best` on a GPU: four times the tokens lower the KL by 2 to 3 % (bench-32m).
 GPU_SAMPLES = 256
 # Bits a weight up to which trellis codes are `pair`, whose two weights a hash a GPU decodes in half the time. At 2 bits it
 # has 2.6 % more KL than `mul1` after training (bench-32m; 0.02 bits are worth that), and a model of 8 B writes 31 % more
-# tokens a second; at 3 bits its codes have 10 % more error. One code for all matrices: one by width is worse than either.
+# tokens a second; at 3 and 4 bits it has 10 and 40 % more KL. One code for all matrices: one by width is worse than either.
 PAIR_UP_TO = 2.0
 PRUNING_METHOD = "alps"
 RECOVERY_STEPS = 500  # 11 s on a GPU for a model of 32 M parameters
@@ -65,7 +68,7 @@ def default_recipe(
         recipe = dataclasses.replace(
             recipe,
             mode="best",
-            finetune=Finetune(steps=None if gpu else 0),
+            finetune=Finetune(steps=None, own_windows=None) if gpu else Finetune(),
             calibration=Calibration(num_samples=GPU_SAMPLES) if gpu else Calibration(),
         )
     return _for_demo(recipe) if model == "demo" else recipe
@@ -75,6 +78,13 @@ def finetune_steps(parameters: int) -> int:
     """Training steps of a phase for a model of so many parameters, to the nearest ten."""
     steps = round(STEPS_TIMES_PARAMETERS / parameters, -1)
     return int(min(MOST_STEPS, max(FEWEST_STEPS, steps)))
+
+
+def needed_own_windows(finetune: Finetune, *, phases: int, windows: int, length: int) -> int:
+    """Windows that the original has to write beside `windows` real ones, so that training sees none of them more than
+    SEEN_AT_MOST times."""
+    seen = phases * finetune.num_steps * finetune.tokens_per_step
+    return max(0, math.ceil(seen / (SEEN_AT_MOST * length)) - windows)
 
 
 def trellis_code(bits: float | None) -> str:

@@ -102,8 +102,9 @@ class Finetune:
     none: by the model's size (`recipe/defaults.py`)."""
     train_windows: int = 2048
     """Windows of the calibration text that training may use, at most."""
-    own_windows: int = 0
-    """Windows that the original writes itself, to train on beside those of the text (`requant/inference/own_text.py`)."""
+    own_windows: int | None = 0
+    """Windows that the original writes itself, to train on beside those of the text (`requant/inference/own_text.py`);
+    none: as many as keep training from seeing a window too often (`recipe/defaults.py`)."""
     tokens_per_step: int = 16384
     """Tokens of a step."""
     lr: float | None = None
@@ -128,7 +129,10 @@ class Finetune:
             _require(0 <= self.steps <= MOST, "finetune.steps", self.steps, f"0 to {MOST:,}")
         windows = self.train_windows
         _require(1 <= windows <= MOST, "finetune.train_windows", windows, f"1 to {MOST:,}")
-        _require(0 <= self.own_windows <= MOST, "finetune.own_windows", self.own_windows, f"0 to {MOST:,}")
+        if self.own_windows is not None:
+            _require(
+                0 <= self.own_windows <= MOST, "finetune.own_windows", self.own_windows, f"0 to {MOST:,}"
+            )
         if self.lr is not None:
             _require(0 < self.lr < math.inf, "finetune.lr", self.lr, "a positive number")
         _require(

@@ -40,14 +40,20 @@ def test_a_peer_that_trains_takes_the_place_of_one_that_does_not(tmp_path: Path)
     assert (best_peer(2.1, trained).name, best_peer(2.1, trained).kl) == ("A", 0.3)
     assert best_peer(3.003, trained).name == "QTIP-3INST"  # 0.116 for 0.21; one point of B makes no line
     assert not best_peer(4.0, trained).mark  # measured there, and A is not
-    # rows of more steps than the peers take are no match for them
+    # rows of more steps than the peers take, or of more text, are no match for them
     ours = [
-        {key: value for key, value in peer_row("best", bits, kl).items() if key != "peer"}
-        | {"label": "best", "bits": bits, "recipe": {"finetune": {"steps": steps, "rounds": 6}}}
-        for bits, kl, steps in ((2.1, 0.2, 300), (3.1, 0.05, 300), (2.2, 0.01, 301), (3.2, 0.01, 301))
+        {key: value for key, value in peer_row(name, bits, kl).items() if key != "peer"}
+        | {"label": name, "bits": bits, "recipe": {"finetune": {"steps": steps, "rounds": 6}}}
+        for name, bits, kl, steps in (
+            ("text-only", 2.1, 0.2, 300),
+            ("text-only", 3.1, 0.05, 300),
+            ("text-only", 2.2, 0.01, 301),
+            ("text-only", 3.2, 0.01, 301),
+            ("best", 2.4, 0.01, 300),
+        )
     ]
     (tmp_path / "quality-bench-32m.json").write_text(json.dumps({"rows": [*ours, *trained]}))
-    assert "| 2.1 | 2.100 | 25.00 | 0.2000 | 0.2000 |  | A | 0.3000 | 0.67 |" in quality_table(tmp_path)
+    assert "| 2.1* | 2.100 | 25.00 | 0.2000 | 0.2000 |  | A | 0.3000 | 0.67 |" in quality_table(tmp_path)
     lines = trained_peers_table(tmp_path).splitlines()
     assert len(lines) == 5 and lines[3].startswith(
         "| bench-32m | B in form | 1800 | 2.500 | 25.00 | 0.0100 |"

@@ -6,7 +6,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from requant.errors import NumericalError
 from requant.inference import own_text
-from requant.inference.own_text import PREFIX, draw, in_training_precision, own_windows, windows_at_once
+from requant.inference.own_text import (
+    PREFIX,
+    bytes_to_write,
+    draw,
+    in_training_precision,
+    own_windows,
+    windows_at_once,
+)
 from requant.models import mixed_precision
 
 
@@ -79,6 +86,12 @@ def test_a_batch_has_the_windows_whose_keys_and_values_fit(tiny_model, family, m
     held = sum(each.numel() for layer in cache.layers for each in (layer.keys, layer.values))
     monkeypatch.setattr(own_text, "CACHE_BYTES", 2 * held * 3)
     assert windows_at_once(model, tokens) == 3
+    vocabulary = model.config.get_text_config().vocab_size
+    wanted = 3 * (2 * held + 8 * vocabulary)  # keys and values in 16 bits, logits and noise in float32
+    assert bytes_to_write(model, 100, tokens, device="cpu") == wanted
+    copied = 2 * sum(parameter.numel() for parameter in model.parameters())
+    assert bytes_to_write(model, 100, tokens, device="cuda") == wanted + copied
+    assert bytes_to_write(model, 0, tokens, device="cuda") == 0
     monkeypatch.setattr(own_text, "CACHE_BYTES", 2 * held - 1)
     assert windows_at_once(model, tokens) == 1
 
