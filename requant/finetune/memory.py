@@ -17,8 +17,10 @@ model's own dtype, and c = 2 for the casts of autocast on a GPU (0 on a CPU, whe
 
 Of N GPUs each holds 8 O / N of the matrices without codes, and the hidden states of its windows.
 
-The fullest phase is the first: every round turns open matrices into coded ones. As a whole, a GPU fills what is left with
-larger parts of a batch; counted is one window at a time, since it needs no more.
+Every round turns open matrices into coded ones, so the fullest phase is the first, but on three GPUs and more the last:
+coded matrices are whole on each, 8 / N < 1 + e. Not counted is what a phase of several GPUs takes for a moment as it begins
+and ends, parameters whole beside the parts that learn. As a whole, a GPU fills what is left with larger parts of a batch;
+counted is one window at a time, since it needs no more.
 """
 
 from collections.abc import Collection, Sequence

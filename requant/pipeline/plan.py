@@ -12,6 +12,7 @@ other is not counted.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -357,21 +358,27 @@ def _share_of_experts(prepared: Prepared | Outline) -> float:
 
 
 def _training_memory(prepared: Prepared | Outline, recipe: Recipe, device: str) -> int:
-    """Of the first phase, when most matrices learn: after the first round of mode `best`, else at the end."""
+    """Of the fullest phase: one after every round of mode `best`, else one at the end."""
     if not recipe.finetune.trains:
         return 0
-    first_round = rounds_of(prepared.targets, recipe.finetune.rounds)[0]
-    coded = {"best": first_round, "sparse": []}.get(recipe.mode, prepared.targets)
-    return training_bytes(
-        prepared.model,
-        prepared.targets,
-        {target.name for target in coded},
-        recipe.finetune,
-        _train_windows(prepared, recipe),
-        by_block=_by_block(prepared, recipe, device),
-        gpu=device == "cuda",
-        device_memory=total_memory(torch.device(device)),
-        gpus=count_gpus(prepared),
+    names = {target.name for target in prepared.targets}
+    coded = {"sparse": [set[str]()]}.get(recipe.mode, [names])  # by phase
+    if recipe.mode == "best":
+        rounds = rounds_of(prepared.targets, recipe.finetune.rounds)
+        coded = list(accumulate([{target.name for target in members} for members in rounds], set.union))
+    return max(
+        training_bytes(
+            prepared.model,
+            prepared.targets,
+            each,
+            recipe.finetune,
+            _train_windows(prepared, recipe),
+            by_block=_by_block(prepared, recipe, device),
+            gpu=device == "cuda",
+            device_memory=total_memory(torch.device(device)),
+            gpus=count_gpus(prepared),
+        )
+        for each in coded
     )
 
 

@@ -11,6 +11,7 @@ from transformers import LlamaConfig
 
 import requant
 from requant.checkpoint.sizes import byte_table
+from requant.finetune.memory import training_bytes
 from requant.pipeline.plan import (
     CHARACTER_BYTES_KEPT,
     Plan,
@@ -185,9 +186,8 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize(("shape", "limit"), [("1b", 24), ("8b", 90)])
-def test_large_shapes_are_trained_in_less_memory(tmp_path: Path, monkeypatch, shape: str, limit: int) -> None:
-    """Block by block, in GiB; as a whole both take twice as much and more, most of it in training."""
+def save_shape(shape: str, folder: Path) -> str:
+    """A folder with the config of a Llama's shape."""
     hidden, blocks, intermediate, head, tied = SHAPES[shape]
     LlamaConfig(
         hidden_size=hidden,
@@ -199,18 +199,54 @@ def test_large_shapes_are_trained_in_less_memory(tmp_path: Path, monkeypatch, sh
         vocab_size=128256,
         max_position_embeddings=4096,
         tie_word_embeddings=tied,
-    ).save_pretrained(tmp_path)
+    ).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize(("shape", "limit"), [("1b", 24), ("8b", 90)])
+def test_large_shapes_are_trained_in_less_memory(tmp_path: Path, monkeypatch, shape: str, limit: int) -> None:
+    """Block by block, in GiB; as a whole both take twice as much and more, most of it in training."""
+    source = save_shape(shape, tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # an H200 is taken
-    recipe = default_recipe(str(tmp_path), None, gpu=True)
+    recipe = default_recipe(source, None, gpu=True)
     recipe = dataclasses.replace(recipe, budget=Budget(bits=2.0))
 
     def gib(**changes) -> float:
         changed = dataclasses.replace(recipe, finetune=dataclasses.replace(recipe.finetune, **changes))
-        shaped = outline(str(tmp_path), changed, dtype="bfloat16")
+        shaped = outline(source, changed, dtype="bfloat16")
         return make_plan(shaped, shaped.recipe, device="cuda").peak_memory / 2**30
 
     by_block, whole, untrained = gib(blockwise=True), gib(blockwise=False), gib(steps=0)
     assert untrained <= by_block < limit and whole > 2 * by_block
+
+
+@pytest.mark.parametrize(("gpus", "fullest"), [(1, 0), (8, -1)])
+def test_the_fullest_phase_of_many_gpus_is_the_last(
+    tmp_path: Path, monkeypatch, gpus: int, fullest: int
+) -> None:
+    """On one an open matrix takes 8 bytes a weight and a coded one 3; on eight 1 and 3."""
+    source = save_shape("8b", tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    recipe = default_recipe(source, None, gpu=True)
+    shaped = outline(source, recipe, dtype="bfloat16", gpus=gpus)
+    rounds = rounds_of(shaped.targets, recipe.finetune.rounds)
+    count, length = shaped.train_windows.shape
+    phases = [
+        training_bytes(
+            shaped.model,
+            shaped.targets,
+            {target.name for members in rounds[: index + 1] for target in members},
+            shaped.recipe.finetune,
+            (count, length),
+            by_block=True,
+            gpu=True,
+            device_memory=1,
+            gpus=gpus,
+        )
+        for index in range(len(rounds))
+    ]
+    assert max(phases) == phases[fullest] > min(phases)
+    assert _training_memory(shaped, shaped.recipe, "cuda") == max(phases)
 
 
 def test_more_work_takes_longer(tiny_folder, tiny_text_file: Path, monkeypatch) -> None:
