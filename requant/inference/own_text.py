@@ -62,10 +62,10 @@ def own_windows(
 
 def windows_at_once(model: PreTrainedModel, length: int) -> int:
     """Windows of a batch, by what the config says of the model's keys and values."""
-    return max(1, min(MOST_WINDOWS, CACHE_BYTES // _cache_bytes(model, length)))
+    return max(1, min(MOST_WINDOWS, CACHE_BYTES // cache_bytes(model, length)))
 
 
-def _cache_bytes(model: PreTrainedModel, length: int) -> int:
+def cache_bytes(model: PreTrainedModel, length: int) -> int:
     """Of the keys and values of one window, in 16 bits."""
     config = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -81,7 +81,7 @@ def bytes_to_write(model: PreTrainedModel, count: int, length: int, *, device: s
     if count and PRODUCTS.get(device, model.dtype) != model.dtype:
         copied = sum(2 * parameter.numel() for parameter in model.parameters())
     vocabulary = model.config.get_text_config().vocab_size
-    return at_once * (_cache_bytes(model, length) + 2 * 4 * vocabulary) + copied
+    return at_once * (cache_bytes(model, length) + 2 * 4 * vocabulary) + copied
 
 
 def _continued(

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from math import ceil
 
 import torch
 
@@ -16,7 +17,7 @@ from requant.allocation.budget import has_budget
 from requant.allocation.embedding_and_head import embedding_and_head_of, table_method
 from requant.allocation.predictors import MEASURED_TOKENS, PQI_TOKENS
 from requant.calibration.collect import one_pass_suffices
-from requant.inference.own_text import windows_at_once
+from requant.inference.own_text import PREFIX, cache_bytes, windows_at_once
 from requant.models.targets import QuantTarget
 from requant.pipeline.diagnosis import MATRIX_TOKENS_ON_CPU, MATRIX_WEIGHTS_ON_CPU
 from requant.pipeline.prepare import DIAGNOSED_TOKENS, Outline, Prepared
@@ -31,6 +32,10 @@ from requant.sensitivity.pqi import NODES
 H200_RATE = 4.2e14
 FRACTION_OF_PEAK = 0.35  # of a plain matrix product's rate, as whole passes through small models reach it
 FULL_STEP = 160  # sequences of a decoding step that takes as long as a forward pass over as many tokens (8B on an H200)
+# A decoding step of a batch on a GPU: its launches, and the bytes a second at which it reads weights, keys and values.
+# So 6144 windows of 1024 tokens of bench-32m take 25 s, as on an H100.
+STEP_SECONDS = 1e-3
+STEP_BYTES = 2e12
 FORWARDS = {"original": 1, "quantized": 2, "corrected": 7}  # whole passes, for the Hessians of all matrices
 
 
@@ -81,10 +86,11 @@ def _stages(prepared: Prepared | Outline, recipe: Recipe, device: str) -> Iterat
         yield Stage(name="allocation", kind="statistics", seconds=statistics + more, bars=0)
         collected = statistics
     if recipe.finetune.trains and prepared.own_windows:
-        at_once = windows_at_once(prepared.model, prepared.train_windows.shape[1])
-        tokens = prepared.own_windows * prepared.train_windows.shape[1]
-        # a step of few sequences reads all weights for as many tokens
-        yield Stage(name="own text", kind="own text", seconds=forward(tokens) * max(2, FULL_STEP / at_once))
+        length = prepared.train_windows.shape[1]
+        arithmetic = forward(prepared.own_windows * length)
+        steps_of_few = arithmetic * FULL_STEP / windows_at_once(prepared.model, length)
+        seconds = steps_of_few if device == "cpu" else _writing(prepared)
+        yield Stage(name="own text", kind="own text", seconds=max(2 * arithmetic, seconds))
     step = tokens_of_step(prepared, recipe)
     training = steps * backward(step) * 4 / 3
     if recipe.mode == "best" and steps:
@@ -126,6 +132,18 @@ def _stages(prepared: Prepared | Outline, recipe: Recipe, device: str) -> Iterat
     yield Stage(name="diagnosis", kind="diagnosis", seconds=passes + by_matrix, bars=0)
     yield Stage(name="evaluation", kind="evaluation", seconds=2 * forward(prepared.eval_windows.numel()))
     yield Stage(name="samples", kind="samples", seconds=0.0, bars=0)
+
+
+def _writing(prepared: Prepared | Outline) -> float:
+    """Seconds in which the GPUs write the windows of the model's own, each a share of the batches."""
+    length = prepared.train_windows.shape[1]
+    at_once = windows_at_once(prepared.model, length)
+    batches = ceil(ceil(prepared.own_windows / at_once) / count_gpus(prepared))
+    weights = sum(p.numel() * p.element_size() for p in prepared.model.parameters())
+    keys_and_values = (
+        min(at_once, prepared.own_windows) * cache_bytes(prepared.model, length) / 2
+    )  # on average
+    return batches * (length - PREFIX) * (STEP_SECONDS + (weights + keys_and_values) / STEP_BYTES)
 
 
 def tokens_of_step(prepared: Prepared | Outline, recipe: Recipe) -> int:

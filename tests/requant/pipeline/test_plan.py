@@ -20,6 +20,7 @@ from requant.pipeline.plan import (
     make_plan,
 )
 from requant.pipeline.prepare import outline, prepare
+from requant.pipeline.schedule import expected_stages
 from requant.quantizers.registry import METHODS
 from requant.quantizers.table_trellis import TRELLIS
 from requant.recipe.defaults import default_recipe
@@ -155,6 +156,35 @@ def test_a_plan_counts_the_windows_that_the_model_writes(tiny_folder) -> None:
     without, few, many = (plan_of(count) for count in (0, 1000, 100_000))
     assert without.seconds < few.seconds < many.seconds
     assert without.peak_memory < few.peak_memory < many.peak_memory  # the original's states on them
+
+
+def test_the_time_of_own_text_is_that_of_its_decoding_steps(tmp_path: Path, monkeypatch) -> None:
+    """6144 windows of 1024 tokens took a model of bench-32m's shape 25 s on an H100; two GPUs share the batches."""
+    LlamaConfig(
+        hidden_size=512,
+        num_hidden_layers=8,
+        intermediate_size=1408,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        vocab_size=16384,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+    ).save_pretrained(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    recipe = default_recipe(str(tmp_path), None, gpu=True)
+    recipe = dataclasses.replace(
+        recipe,
+        budget=Budget(bits=2.0),
+        finetune=dataclasses.replace(recipe.finetune, own_windows=6144),
+    )
+
+    def seconds(gpus: int) -> float:
+        shaped = outline(str(tmp_path), recipe, dtype="bfloat16", gpus=gpus)
+        stages = expected_stages(shaped, shaped.recipe, "cuda")
+        return next(stage.seconds for stage in stages if stage.name == "own text")
+
+    assert seconds(1) == pytest.approx(25, rel=0.1)
+    assert seconds(2) == pytest.approx(seconds(1) / 2)
 
 
 def test_a_plan_divides_what_trains_block_by_block(tiny_folder) -> None:
