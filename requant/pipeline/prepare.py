@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from requant import ranks
 from requant.calibration.experts import routed_tokens
 from requant.errors import ModelError, RecipeError, TextError
+from requant.inference.static_cache import static_cache
 from requant.models.devices import pick_device
 from requant.models.experts import unfuse_experts
 from requant.models.folding import fold, obstacle, rotated_targets
@@ -144,7 +145,7 @@ def prepare(
         calibration=calibration,
         windows=windows,
         train_windows=train_windows,
-        own_windows=_own_windows(recipe, targets, train_windows),
+        own_windows=_own_windows(model, recipe, targets, train_windows),
         evaluation=evaluation,
         eval_windows=eval_windows[: recipe.evaluation.windows],
     )
@@ -172,7 +173,7 @@ def outline(model: str, recipe: Recipe, *, dtype: str = "auto", gpus: int = 1) -
         targets=targets,
         windows=windows[0],
         train_windows=windows[1],
-        own_windows=_own_windows(recipe, targets, windows[1]),
+        own_windows=_own_windows(empty, recipe, targets, windows[1]),
         eval_windows=windows[2],
     )
 
@@ -275,13 +276,18 @@ def _within_positions(config: Any, recipe: Recipe) -> Recipe:
     )
 
 
-def _own_windows(recipe: Recipe, targets: Sequence[QuantTarget], windows: Int64[Tensor, "p t"]) -> int:
-    """As many as the recipe says, or as its training needs beside these."""
+def _own_windows(
+    model: PreTrainedModel, recipe: Recipe, targets: Sequence[QuantTarget], windows: Int64[Tensor, "p t"]
+) -> int:
+    """As many as the recipe says, or as its training needs beside these; none of a model whose decoding steps are no CUDA
+    graphs: they wait for the host, thousands of times."""
     if not recipe.finetune.trains:
         return 0
     if recipe.finetune.own_windows is not None:
         return recipe.finetune.own_windows
     count, length = windows.shape
+    if static_cache(model, length) is None:
+        return 0
     phases = len(rounds_of(targets, recipe.finetune.rounds)) if recipe.mode == "best" else 1
     return needed_own_windows(recipe.finetune, phases=phases, windows=count, length=length)
 

@@ -104,7 +104,7 @@ class Finetune:
     """Windows of the calibration text that training may use, at most."""
     own_windows: int | None = 0
     """Windows that the original writes itself, to train on beside those of the text (`requant/inference/own_text.py`);
-    none: as many as keep training from seeing a window too often (`recipe/defaults.py`)."""
+    none: as many as keep training from seeing a window too often (`recipe/defaults.py`), where steps can be CUDA graphs."""
     tokens_per_step: int = 16384
     """Tokens of a step."""
     lr: float | None = None
