@@ -219,8 +219,8 @@ class QuantizeOptions(CalibrationOptions, total=False):
         int | None,
         of_recipe(
             help="Windows that the original writes itself, each begun with 32 tokens of the text, to train on beside the "
-            "text's. [in mode best on a GPU as many as keep training from seeing a window more than 12 times, where decoding "
-            "steps are CUDA graphs; else 0]"
+            "text's. [in mode best on a GPU as many as keep training from seeing a window more than 12 times, where "
+            "decoding steps are CUDA graphs; else 0]"
         ),
     ]
     rotations: Annotated[
