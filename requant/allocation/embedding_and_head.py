@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from requant import ranks
-from requant.calibration.passes import batches, recomputed_blocks, summed_loss
+from requant.calibration.batches import batches
+from requant.calibration.passes import recomputed_blocks, summed_loss
 from requant.calibration.stats import Curvature
 from requant.checkpoint.save import disk_dtype
 from requant.errors import ModelError, RecipeError

@@ -30,7 +30,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from requant import ranks
-from requant.calibration.passes import batches, scored_tokens
+from requant.calibration.batches import batches
+from requant.calibration.passes import scored_tokens
 from requant.calibration.stats import LinearStats
 from requant.models.targets import QuantTarget
 from requant.progress import counted

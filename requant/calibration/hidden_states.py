@@ -14,7 +14,7 @@ from jaxtyping import Int64
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from requant.calibration.passes import rounds
+from requant.calibration.batches import rounds
 from requant.models.targets import find_blocks
 
 

@@ -11,7 +11,7 @@ every batch in the order of the text, so all sums are those of one process.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int64
@@ -21,51 +21,17 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from requant import ranks
+from requant.calibration.batches import first_batch, rounds
 from requant.calibration.exchange import Exchange
 from requant.errors import NumericalError
 from requant.models.mixed_precision import mixed_precision
 from requant.models.targets import QuantTarget, find_blocks, replaced_forward
-from requant.progress import tracked
 
 RECOMPUTE_ABOVE = (
     2_000_000_000  # parameters; below, memory suffices and a second forward pass is not worth it
 )
-MOST_LOGITS = 300_000_000  # of a batch: near 1 GB
-T = TypeVar("T")
 GradientHandler = Callable[[QuantTarget, Float[Tensor, "n k"]], None]
 OutputGradientHandler = Callable[..., None]  # (target, g [m, n]) or (target, g [m, n], x [m, k])
-
-
-def batches(
-    windows: Int64[Tensor, "b t"],
-    model: PreTrainedModel,
-    *,
-    label: str | None,
-    windows_each: int | None = None,
-) -> Iterator[Int64[Tensor, "c t"]]:
-    """Windows in chunks whose logits stay near 1 GB, or of `windows_each`, on the model's device, with a progress bar."""
-    for chunk in tracked(_chunks(windows, model, windows_each), label=label, unit="batches"):
-        yield chunk.to(next(model.parameters()).device)
-
-
-def rounds(
-    windows: Int64[Tensor, "b t"], model: PreTrainedModel, *, label: str | None, split: bool = True
-) -> Iterator[tuple[int, Int64[Tensor, "c t"] | None]]:
-    """The `batches` of this rank, each with its number among all; None where other ranks have one more."""
-    device = next(model.parameters()).device
-    numbered = list(enumerate(_chunks(windows, model, None)))
-    for each in tracked(ranks.rounds(numbered) if split else numbered, label=label, unit="batches"):
-        yield (-1, None) if each is None else (each[0], each[1].to(device))
-
-
-def _chunks(
-    windows: Int64[Tensor, "b t"], model: PreTrainedModel, windows_each: int | None
-) -> Sequence[Int64[Tensor, "c t"]]:
-    head = model.get_output_embeddings()
-    vocabulary = 50_000 if head is None else head.weight.shape[0]
-    parameter = next(model.parameters())
-    tokens = min(8192 if parameter.is_cuda else 2048, MOST_LOGITS // vocabulary)
-    return windows.split(windows_each or max(1, tokens // windows.shape[1]))
 
 
 def summed_loss(model: PreTrainedModel, tokens: Int64[Tensor, "b t"]) -> Float[Tensor, ""]:
@@ -173,7 +139,7 @@ def output_gradient_pass(
     in_single_precision = next(model.parameters()).dtype == torch.float32
     sampled = None
     if seed is not None:
-        rows = scored_tokens(_chunks(windows, model, None)[0])
+        rows = scored_tokens(first_batch(windows, model))
         sampled = SampledLoss(seed, rows, next(model.parameters()).device)
 
     def hook_of(target: QuantTarget) -> Callable[..., None]:

@@ -31,7 +31,8 @@ from transformers import PreTrainedModel
 
 from requant import ranks
 from requant.allocation.embedding_and_head import QuantizedEmbeddingAndHead, embedding_and_head_of
-from requant.calibration.passes import recomputed_blocks, rounds
+from requant.calibration.batches import rounds
+from requant.calibration.passes import recomputed_blocks
 from requant.finetune.blockwise import BlockwiseStep, divided_among_ranks
 from requant.finetune.compile_blocks import Divergence, compiles, fused, hidden_error, kl
 from requant.finetune.divided import Part

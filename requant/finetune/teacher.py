@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from requant import ranks
-from requant.calibration.passes import batches, rounds
+from requant.calibration.batches import batches, rounds
 from requant.errors import InputError, first_line, is_out_of_memory
 from requant.finetune.divided import rows_of_all
 from requant.models.devices import free_memory

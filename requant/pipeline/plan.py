@@ -28,8 +28,9 @@ from requant.allocation.budget import (
     uniform,
 )
 from requant.allocation.embedding_and_head import embedding_and_head_bits, embedding_and_head_of
+from requant.calibration.batches import MOST_LOGITS
 from requant.calibration.collect import bytes_needed
-from requant.calibration.passes import MOST_LOGITS, RECOMPUTE_ABOVE
+from requant.calibration.passes import RECOMPUTE_ABOVE
 from requant.display import format_seconds
 from requant.finetune.final import trains_by_block
 from requant.finetune.memory import training_bytes
@@ -57,7 +58,7 @@ HEAP_FACTOR = (
 )
 MAPPED_BYTES = 32 << 20  # a block from which on it does
 LOGIT_BYTES = 18  # at the beginning of a backward pass, four to five copies in float32
-CPU_TOKENS = 2048  # of a batch (calibration/passes.py)
+CPU_TOKENS = 2048  # of a batch (calibration/batches.py)
 EXPERTS_A_TOKEN = 4  # one expert of so many sees a token, where the config does not say
 
 

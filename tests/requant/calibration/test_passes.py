@@ -3,6 +3,7 @@ import torch
 from torch.nn import functional
 
 from requant.calibration import passes
+from requant.calibration.batches import batches
 from requant.calibration.passes import gradient_pass, mean_loss, scored_tokens, summed_loss
 from requant.errors import NumericalError
 from requant.models.targets import find_blocks, find_linears
@@ -44,7 +45,9 @@ def gathered(model, windows: torch.Tensor, **options) -> tuple[float, dict[str, 
 @pytest.fixture
 def small_batches(monkeypatch) -> None:
     """One window a batch."""
-    monkeypatch.setattr(passes, "_chunks", lambda windows, model, windows_each: windows.split(1))
+    monkeypatch.setattr(
+        "requant.calibration.batches.chunks", lambda windows, model, windows_each: windows.split(1)
+    )
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -66,11 +69,11 @@ def test_gradients_are_those_of_autograd(
 def test_batches_cover_all_windows_in_order(tiny_model, tiny_windows) -> None:
     model = tiny_model("llama")
     long = tiny_windows.repeat(40, 1)[:, :32]
-    chunks = list(passes.batches(long, model, label=None))
+    chunks = list(batches(long, model, label=None))
     assert len(chunks) > 1 and torch.equal(torch.cat(chunks), long)
     assert max(chunk.numel() for chunk in chunks) <= 2048
     one = torch.randint(0, 256, (2, 4000))
-    assert [tuple(chunk.shape) for chunk in passes.batches(one, model, label=None)] == [(1, 4000), (1, 4000)]
+    assert [tuple(chunk.shape) for chunk in batches(one, model, label=None)] == [(1, 4000), (1, 4000)]
 
 
 def test_losses(tiny_model, tiny_windows) -> None:

@@ -1,0 +1,67 @@
+"""Windows in batches: as many at once as a pass with logits takes, and which of them a process runs."""
+
+from collections.abc import Iterator, Sequence
+
+from jaxtyping import Int64
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from requant import ranks
+from requant.progress import tracked
+
+MOST_LOGITS = 300_000_000  # of a batch: near 1 GB
+
+
+def batches(
+    windows: Int64[Tensor, "b t"],
+    model: PreTrainedModel,
+    *,
+    label: str | None,
+    windows_each: int | None = None,
+) -> Iterator[Int64[Tensor, "c t"]]:
+    """Windows in chunks whose logits stay near 1 GB, or of `windows_each`, on the model's device, with a progress bar."""
+    for chunk in tracked(chunks(windows, model, windows_each), label=label, unit="batches"):
+        yield chunk.to(next(model.parameters()).device)
+
+
+def rounds(
+    windows: Int64[Tensor, "b t"],
+    model: PreTrainedModel,
+    *,
+    label: str | None,
+    split: bool = True,
+    windows_each: int | None = None,
+) -> Iterator[tuple[int, Int64[Tensor, "c t"] | None]]:
+    """The `batches` of this rank, each with its number among all; None where other ranks have one more."""
+    device = next(model.parameters()).device
+    numbered = own_chunks(windows, model, split=split, windows_each=windows_each)
+    for each in tracked(numbered, label=label, unit="batches"):
+        yield (-1, None) if each is None else (each[0], each[1].to(device))
+
+
+def own_chunks(
+    windows: Int64[Tensor, "b t"],
+    model: PreTrainedModel,
+    *,
+    split: bool = True,
+    windows_each: int | None = None,
+) -> Sequence[tuple[int, Int64[Tensor, "c t"]] | None]:
+    """The `rounds` all at once, where the windows lie."""
+    numbered = list(enumerate(chunks(windows, model, windows_each)))
+    return ranks.rounds(numbered) if split else numbered
+
+
+def first_batch(windows: Int64[Tensor, "b t"], model: PreTrainedModel) -> Int64[Tensor, "c t"]:
+    """No other has more windows."""
+    return chunks(windows, model, None)[0]
+
+
+def chunks(
+    windows: Int64[Tensor, "b t"], model: PreTrainedModel, windows_each: int | None
+) -> Sequence[Int64[Tensor, "c t"]]:
+    """All `batches`, where the windows lie."""
+    head = model.get_output_embeddings()
+    vocabulary = 50_000 if head is None else head.weight.shape[0]
+    parameter = next(model.parameters())
+    tokens = min(8192 if parameter.is_cuda else 2048, MOST_LOGITS // vocabulary)
+    return windows.split(windows_each or max(1, tokens // windows.shape[1]))
