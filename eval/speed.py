@@ -101,7 +101,7 @@ def whole_run(
     seconds = numbers["seconds_of"]
     if gpu_memory is not None:  # for the prediction
         limit_gpu_memory(parse_size(gpu_memory, "--gpu-memory"), device)
-    outlined = outline(recipe.model, recipe, dtype=dtype, gpus=gpus)
+    outlined = outline(recipe.model, recipe, device=device, dtype=dtype, gpus=gpus)
     return {
         "wall_seconds": total,
         "cpu_seconds": _seconds_of_children() - worked,

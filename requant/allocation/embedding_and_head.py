@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from requant import ranks
-from requant.calibration.batches import batches
-from requant.calibration.passes import recomputed_blocks, summed_loss
+from requant.calibration.passes import backward_pass, summed_loss
 from requant.calibration.stats import Curvature
 from requant.checkpoint.save import disk_dtype
 from requant.errors import ModelError, RecipeError
@@ -201,15 +200,19 @@ def embedding_and_head_curvature(
         return hook
 
     with ExitStack() as stack, run.stage("allocation"):
-        stack.enter_context(recomputed_blocks(run.model, None))
         # before the hook that rotates the rows of a folded model
         handle = embedding.register_forward_hook(hook_of("embedding", embedding), prepend=True)
         stack.callback(handle.remove)
         head = embedding_and_head.head
         if head is not None:
             stack.callback(head.register_forward_hook(hook_of("head", head)).remove)
-        for tokens in batches(windows, run.model, label=run.label("embedding and head")):
-            summed_loss(run.model, tokens).backward()
+        backward_pass(
+            run.model,
+            windows,
+            lambda tokens, _number: summed_loss(run.model, tokens),
+            label=run.label("embedding and head"),
+            split=False,
+        )
     means = {
         use: Curvature(rows=found.rows / windows.numel(), covariance=found.covariance / windows.numel())
         for use, found in uses.items()

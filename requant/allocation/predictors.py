@@ -39,7 +39,7 @@ from requant.quantizers.method import Bits, Losses
 from requant.quantizers.outliers import remaining_loss
 from requant.quantizers.registry import METHODS
 from requant.run.context import RunContext, Weights, recipe_sections
-from requant.run.quantize_linears import chunks_that_fit, gather, quantize_linears, release
+from requant.run.quantize_linears import gathered_in_chunks, quantize_linears
 from requant.run.workspace import digest
 from requant.sensitivity.sums import score_sums
 
@@ -93,13 +93,11 @@ def _with_statistics(run: RunContext) -> Iterator[tuple[QuantTarget, Float[Tenso
     """This rank's matrices in float32 with their statistics, as many collected together as memory allows."""
     method = METHODS[run.recipe.method]
     needs = method.predictor_needs | method.needs  # the quantizer comes next: gather once
-    for chunk in chunks_that_fit(run, run.targets, needs):
-        statistics = gather(run, chunk, needs)
+    for chunk, statistics in gathered_in_chunks(run, run.targets, needs):
         with run.stage("allocation"):
             for target in ranks.owned(chunk):
-                weight = run.original[target.name].to(target.parameter.device, torch.float32)
+                weight = run.original[target.name].to(target.device).float()
                 yield target, weight, statistics[target.name]
-        release(run, statistics)
 
 
 def _of_all(run: RunContext, own: Mapping[str, Mapping[Any, float]]) -> dict[str, dict[Any, float]]:

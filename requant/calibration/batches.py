@@ -45,7 +45,7 @@ def own_chunks(
     *,
     split: bool = True,
     windows_each: int | None = None,
-) -> Sequence[tuple[int, Int64[Tensor, "c t"]] | None]:
+) -> Sequence[tuple[int, Int64[Tensor, "_ t"]] | None]:
     """The `rounds` all at once, where the windows lie."""
     numbered = list(enumerate(chunks(windows, model, windows_each)))
     return ranks.rounds(numbered) if split else numbered
@@ -58,7 +58,7 @@ def first_batch(windows: Int64[Tensor, "b t"], model: PreTrainedModel) -> Int64[
 
 def chunks(
     windows: Int64[Tensor, "b t"], model: PreTrainedModel, windows_each: int | None
-) -> Sequence[Int64[Tensor, "c t"]]:
+) -> Sequence[Int64[Tensor, "_ t"]]:
     """All `batches`, where the windows lie."""
     head = model.get_output_embeddings()
     vocabulary = 50_000 if head is None else head.weight.shape[0]

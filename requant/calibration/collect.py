@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from requant import ranks
+from requant.calibration.block_by_block import Descent
 from requant.calibration.fisher import position_fisher
 from requant.calibration.hessian import InputStatistics, input_statistics, observed_inputs
 from requant.calibration.hidden_states import HiddenStateCache
@@ -17,6 +18,7 @@ from requant.models.targets import QuantTarget
 
 # collected by one forward pass; the others take a backward pass each
 INPUT_STATISTICS = frozenset({"hessian", "input_mean_abs"})
+GRADIENT_STATISTICS = frozenset({"fisher", "output_hessian"})
 
 
 def collect(
@@ -27,20 +29,24 @@ def collect(
     needs: frozenset[str],
     cache: HiddenStateCache | None = None,
     reference: HiddenStateCache | None = None,
+    descent: Descent | None = None,
     all_experts: bool = False,
     label: str | None = None,
 ) -> dict[str, LinearStats]:
     """The fields named in `needs` for every target that this rank owns, by name; with a `reference` also `cross_hessian`.
 
-    `cache` and `reference` only serve statistics of inputs: see `input_statistics`. With `all_experts` every expert sees
-    every token for those; gradients are always those of the tokens that were routed to it.
+    `cache` and `reference` only serve statistics of inputs (see `input_statistics`), a `descent` those of gradients. With
+    `all_experts` every expert sees every token for the former; the latter are always those of the tokens that were routed to
+    it.
     """
     inputs: dict[str, InputStatistics] = {}
     outputs: dict[str, Tensor] = {}
     together = one_pass_suffices(needs) and cache is None and reference is None and not all_experts
     if together:
         with observed_inputs(model, windows, targets) as (inputs, after_each):
-            outputs = output_hessians(model, windows, targets, label=label, after_each=after_each)
+            outputs = output_hessians(
+                model, windows, targets, label=label, descent=descent, after_each=after_each
+            )
     elif needs & INPUT_STATISTICS:
         inputs = input_statistics(
             model,
@@ -51,9 +57,11 @@ def collect(
             all_tokens=all_experts,
             label=label,
         )
-    fisher = position_fisher(model, windows, targets, label=label) if "fisher" in needs else {}
+    fisher = (
+        position_fisher(model, windows, targets, label=label, descent=descent) if "fisher" in needs else {}
+    )
     if "output_hessian" in needs and not together:
-        outputs = output_hessians(model, windows, targets, label=label)
+        outputs = output_hessians(model, windows, targets, label=label, descent=descent)
     return {
         target.name: LinearStats(
             hessian=inputs[target.name].hessian if "hessian" in needs else None,

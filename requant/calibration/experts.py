@@ -39,10 +39,7 @@ def routed_tokens(
                 counts[path] += inputs[1].flatten().bincount(minlength=len(counts[path])).cpu()
 
             stack.callback(layer.register_forward_pre_hook(count).remove)
-        cache = HiddenStateCache(model, windows)
-        for index, tokens in enumerate(cache.batches(label)):
-            if tokens is not None:
-                cache.run(index, tokens)
+        HiddenStateCache(model, windows).run_all(label)
     own = {f"{path}.{e}": n for path, count in counts.items() for e, n in enumerate(count.tolist())}
     return {expert: sum(found[expert] for found in ranks.merged([own])) for expert in own}
 

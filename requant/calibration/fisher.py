@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from requant import ranks
+from requant.calibration.block_by_block import Descent
 from requant.calibration.passes import add_product, finite, output_gradient_pass
 from requant.models.targets import QuantTarget
 
@@ -27,16 +28,16 @@ def position_fisher(
     *,
     label: str | None = None,
     recompute: bool | None = None,
+    descent: Descent | None = None,
 ) -> dict[str, Float[Tensor, "n k"]]:
     """F of every target that this rank owns, float32, on the model's device."""
-    fisher = {
-        target.name: torch.zeros(target.shape, device=target.parameter.device)
-        for target in ranks.owned(targets)
-    }
+    fisher = {target.name: torch.zeros(target.shape, device=target.device) for target in ranks.owned(targets)}
 
     def accumulate(target: QuantTarget, gradient: Float[Tensor, "m n"], x: Float[Tensor, "m k"]) -> None:
         squares = gradient.float().square(), x.float().square()
         add_product(fisher[target.name], *squares, 1 / windows.numel())
 
-    output_gradient_pass(model, windows, targets, accumulate, inputs=True, label=label, recompute=recompute)
+    output_gradient_pass(
+        model, windows, targets, accumulate, inputs=True, label=label, recompute=recompute, descent=descent
+    )
     return finite(fisher)

@@ -26,7 +26,9 @@ from requant.calibration.hidden_states import HiddenStateCache, StopForward
 from requant.calibration.passes import add_product, tensor_cores
 from requant.errors import NumericalError
 from requant.models.experts import all_tokens_to_every_expert
+from requant.models.hosted import hosted_blocks
 from requant.models.targets import QuantTarget
+from requant.progress import tracked
 
 
 @dataclass(kw_only=True, slots=True)
@@ -62,11 +64,19 @@ def input_statistics(
 
     Those of experts are over the tokens that are routed to them, or with `all_tokens` over all, whatever the routing.
 
-    The pass resumes from `cache` (None: from the first block). `reference` is the cache of another model, the unquantized
-    copy, which runs first on each batch to give the inputs z, and whose routing of tokens to experts is then followed; the
-    targets lie in one block then. Raises NumericalError for a target that is never called or
-    whose inputs overflow.
+    The pass resumes from `cache` (None: from the first block), which goes on with the blocks of the targets where the model
+    is hosted. `reference` is the cache of another model, the unquantized copy, which runs first on each batch to give the
+    inputs z, and whose routing of tokens to experts is then followed; the targets lie in one block then. Raises
+    NumericalError for a target that is never called or whose inputs overflow.
     """
+    blocks = {target.block for target in targets}
+    if hosted_blocks(model) is not None and (cache is None or len(blocks) > 1):
+        cache, found = cache or HiddenStateCache(model, windows), dict[str, InputStatistics]()
+        for block in tracked(sorted(blocks), label=label, unit="blocks"):
+            cache.advance_to(block)
+            members = [target for target in targets if target.block == block]
+            found |= input_statistics(model, windows, members, cache=cache, all_tokens=all_tokens)
+        return found
     sums = _Accumulator(tokens=windows.numel(), with_cross=reference is not None)
     own = HiddenStateCache(model, windows) if cache is None else cache
     caches = (own,) if reference is None else (reference, own)

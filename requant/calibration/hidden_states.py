@@ -2,11 +2,12 @@
 
 Sequential calibration needs the inputs of one block at a time, with all earlier blocks quantized. The hidden states before
 the current block are cached on the CPU, so all blocks together cost one pass through the model, not one from the first
-block for each.
+block for each. A model whose matrices are on the host (`models/hosted.py`) is run this way too: each block comes to the GPU
+once for all batches.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,19 +15,46 @@ from jaxtyping import Int64
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from requant.calibration.batches import rounds
+from requant.calibration.batches import own_chunks
+from requant.models.hosted import hosted_blocks
 from requant.models.targets import find_blocks
+from requant.progress import tracked
+
+Precision = Callable[
+    [Tensor], AbstractContextManager[Any]
+]  # for a batch of tokens: as in which a pass computes
 
 
 class StopForward(Exception):
     """Raised by a hook when the rest of the forward pass is not needed."""
 
 
-class HiddenStateCache:
-    """The hidden states of the windows before block `next_block` of one model."""
+def as_it_is(_tokens: Tensor) -> AbstractContextManager[None]:
+    """The precision of the weights."""
+    return nullcontext()
 
-    def __init__(self, model: PreTrainedModel, windows: Int64[Tensor, "b t"]) -> None:
-        self.model, self.windows = model, windows
+
+def chunks_of(model: PreTrainedModel, windows: Int64[Tensor, "b t"]) -> list[Int64[Tensor, "_ t"] | None]:
+    """This rank's batches, where the windows lie."""
+    return [None if each is None else each[1] for each in own_chunks(windows, model)]
+
+
+class HiddenStateCache:
+    """The hidden states of the windows before block `next_block` of one model.
+
+    `chunks` are this rank's batches, None where other ranks have one more; by default those of the windows.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        windows: Int64[Tensor, "b t"],
+        *,
+        chunks: Sequence[Int64[Tensor, "_ t"] | None] | None = None,
+        precision: Precision = as_it_is,
+    ) -> None:
+        self.model, self.windows, self.precision = model, windows, precision
+        self.chunks = chunks_of(model, windows) if chunks is None else chunks
         self.blocks = list(find_blocks(model)[1])
         self.next_block = 0
         self.states: list[
@@ -38,25 +66,36 @@ class HiddenStateCache:
 
     def batches(self, label: str | None = None) -> Iterator[Int64[Tensor, "c t"] | None]:
         """The batches of this rank; None where other ranks have one more."""
-        return (tokens for _, tokens in rounds(self.windows, self.model, label=label))
+        device = next(self.model.parameters()).device
+        for chunk in tracked(self.chunks, label=label, unit="batches"):
+            yield None if chunk is None else chunk.to(device)
 
     def run(self, index: int, tokens: Int64[Tensor, "c t"]) -> None:
         """Run this rank's batch `index` from block `next_block` on, until a hook raises StopForward; without the head."""
         body = getattr(self.model, self.model.base_model_prefix)
-        with self._skipping(index, tokens.device):
+        with self.skipping(index, tokens.device), self.precision(tokens):
             try:
                 body(input_ids=tokens, use_cache=False)
             except StopForward:
                 return
 
+    def run_all(self, label: str | None = None) -> None:
+        """Run every batch through all blocks, from the first on; hooks see each batch in each block once."""
+        if hosted_blocks(self.model) is not None:
+            self.advance_to(len(self.blocks), label=label)
+            return
+        for index, tokens in enumerate(self.batches(label)):
+            if tokens is not None:
+                self.run(index, tokens)
+
     @torch.no_grad()
-    def advance_to(self, block: int) -> None:
+    def advance_to(self, block: int, *, label: str | None = None) -> None:
         """Advance to before block `block`, with the weights that the model has now."""
-        while self.next_block < block:
+        for _ in tracked(range(self.next_block, block), label=label, unit="blocks"):
             following: list[Any] = []
 
             def save(_module: nn.Module, _inputs: Any, output: Any, states: list[Any] = following) -> None:
-                states.append(_moved(output, "cpu"))
+                states.append(moved(output, "cpu"))
                 raise StopForward
 
             handle = self.blocks[self.next_block].register_forward_hook(save)
@@ -69,28 +108,51 @@ class HiddenStateCache:
             self.states, self.next_block = following, self.next_block + 1
 
     @contextmanager
-    def _skipping(self, index: int, device: torch.device) -> Iterator[None]:
-        """Earlier blocks return the cached hidden states without computing."""
-        passed = self.blocks[: self.next_block]
-        own = [block.__dict__.get("forward") for block in passed]
-        if passed:
-            state = _moved(self.states[index], device)
-            for block in passed:
-                block.forward = _returning(state)
-        try:
+    def skipping(self, index: int, device: torch.device) -> Iterator[None]:
+        """Earlier blocks return the cached hidden states of this rank's batch `index` without computing."""
+        if self.next_block == 0:
             yield
-        finally:
-            for block, forward in zip(passed, own, strict=True):
-                del block.forward  # uncovers the class's own method
-                if forward is not None:
-                    block.forward = forward
+            return
+        with returning(self.blocks[: self.next_block], moved(self.states[index], device)):
+            yield
 
 
-def _returning(state: Any) -> Callable[..., Any]:
-    return lambda *_args, **_kwargs: state
+@contextmanager
+def returning(blocks: Sequence[nn.Module], output: Any) -> Iterator[None]:
+    """These blocks return `output` without computing while the context lasts."""
+    own = [block.__dict__.get("forward") for block in blocks]
+    for block in blocks:
+        block.forward = lambda *_args, **_kwargs: output
+    try:
+        yield
+    finally:
+        for block, forward in zip(blocks, own, strict=True):
+            del block.forward  # uncovers the class's own method
+            if forward is not None:
+                block.forward = forward
 
 
-def _moved(output: Any, device: torch.device | str) -> Any:
+def after_blocks(
+    model: PreTrainedModel,
+    windows: Int64[Tensor, "b t"],
+    chunks: Sequence[Int64[Tensor, "_ t"] | None],
+    *,
+    label: str | None = None,
+) -> Callable[[int], AbstractContextManager[None]]:
+    """For forward passes over these batches: in the context of batch i the model is called with it.
+
+    The blocks of a hosted model have run by then, each on all batches, and return what they gave; any other model computes
+    as ever. `windows` are those of the batches.
+    """
+    if hosted_blocks(model) is None:
+        return lambda _index: nullcontext()
+    cache = HiddenStateCache(model, windows, chunks=chunks)
+    cache.advance_to(len(cache.blocks), label=label)
+    device = next(model.parameters()).device
+    return lambda index: cache.skipping(index, device)
+
+
+def moved(output: Any, device: torch.device | str) -> Any:
     """What a block returns, a tensor or a tuple that begins with one, on a device."""
     if isinstance(output, Tensor):
         return output.to(device)

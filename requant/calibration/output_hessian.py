@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from requant import ranks
+from requant.calibration.block_by_block import Descent
 from requant.calibration.passes import add_product, finite, output_gradient_pass, tensor_cores
 from requant.models.targets import QuantTarget
 
@@ -30,11 +31,12 @@ def output_hessians(
     *,
     label: str | None = None,
     recompute: bool | None = None,
+    descent: Descent | None = None,
     after_each: Callable[[], None] | None = None,
 ) -> dict[str, Float[Tensor, "n n"]]:
     """G of every target that this rank owns, float32, on the model's device; `after_each` is called after every batch."""
     totals = {
-        target.name: torch.zeros(target.shape[0], target.shape[0], device=target.parameter.device)
+        target.name: torch.zeros(target.shape[0], target.shape[0], device=target.device)
         for target in ranks.owned(targets)
     }
 
@@ -50,6 +52,7 @@ def output_hessians(
             seed=SEED,
             label=label,
             recompute=recompute,
+            descent=descent,
             after_each=after_each,
         )
     return finite(totals)

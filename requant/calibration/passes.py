@@ -10,7 +10,7 @@ every batch in the order of the text, so all sums are those of one process.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -21,9 +21,12 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from requant import ranks
-from requant.calibration.batches import first_batch, rounds
+from requant.calibration.batches import first_batch, own_chunks, rounds
+from requant.calibration.block_by_block import Descent, LossOf, backward_block_by_block
 from requant.calibration.exchange import Exchange
+from requant.calibration.hidden_states import Precision, after_blocks, as_it_is
 from requant.errors import NumericalError
+from requant.models.hosted import hosted_blocks
 from requant.models.mixed_precision import mixed_precision
 from requant.models.targets import QuantTarget, find_blocks, replaced_forward
 
@@ -75,8 +78,13 @@ def mean_loss(
     model: PreTrainedModel, windows: Int64[Tensor, "b t"], *, label: str | None = None, split: bool = True
 ) -> float:
     """F of the model as it stands, nats a token; not `split` among ranks where each has another model."""
-    own = rounds(windows, model, label=label, split=split)
-    losses = [summed_loss(model, tokens).double().item() for _, tokens in own if tokens is not None]
+    own = own_chunks(windows, model, split=split)
+    at = after_blocks(model, windows, [None if each is None else each[1] for each in own], label=label)
+    losses: list[float] = []
+    for index, (_, tokens) in enumerate(rounds(windows, model, label=label, split=split)):
+        if tokens is not None:
+            with at(index):
+                losses.append(summed_loss(model, tokens).double().item())
     return _finite(sum(ranks.merged(losses) if split else losses) / scored_tokens(windows), "the loss")
 
 
@@ -98,16 +106,25 @@ def gradient_pass(
     """
     exchange = _exchange(targets, accumulate, to_owners=to_owners)
     losses: list[float] = []
+
+    def loss_of(tokens: Int64[Tensor, "b t"], _number: int) -> Float[Tensor, ""]:
+        loss = summed_loss(model, tokens) / scored_tokens(windows)
+        losses.append(loss.item())
+        return loss
+
     with ExitStack() as stack:
         for target in targets:
             stack.enter_context(_gradient_to(target, exchange))
-        stack.enter_context(recomputed_blocks(model, recompute))
-        for _, tokens in rounds(windows, model, label=label, split=split):
-            if tokens is not None:
-                loss = summed_loss(model, tokens) / scored_tokens(windows)
-                losses.append(loss.item())
-                loss.backward()
-            exchange.deliver()
+        backward_pass(
+            model,
+            windows,
+            loss_of,
+            first_block=first_of(targets),
+            after_each=exchange.deliver,
+            label=label,
+            recompute=recompute,
+            split=split,
+        )
     return _finite(sum(ranks.merged(losses) if split else losses), "the loss")
 
 
@@ -121,6 +138,7 @@ def output_gradient_pass(
     seed: int | None = None,
     label: str | None = None,
     recompute: bool | None = None,
+    descent: Descent | None = None,
     after_each: Callable[[], None] | None = None,
     to_owners: bool = True,
 ) -> None:
@@ -130,6 +148,7 @@ def output_gradient_pass(
     argument is x [m, k], the linear's inputs. With a `seed` the loss is that of next tokens sampled from the model.
     `after_each` is called after every batch, of which all ranks have as many. Weights in float32, as training leaves them,
     are multiplied as in training (`models/mixed_precision.py`). Not `to_owners`, `accumulate` is called where the batch ran.
+    A `descent` goes on where the last call with it stopped, which had the same seed (`block_by_block.py`).
     """
 
     def use(target: QuantTarget, *parts: Tensor) -> None:
@@ -142,6 +161,14 @@ def output_gradient_pass(
         rows = scored_tokens(first_batch(windows, model))
         sampled = SampledLoss(seed, rows, next(model.parameters()).device)
 
+    def loss_of(tokens: Int64[Tensor, "b t"], number: int) -> Float[Tensor, ""]:
+        return summed_loss(model, tokens) if sampled is None else sampled(model, tokens, number)
+
+    def deliver() -> None:
+        exchange.deliver()
+        if after_each is not None:
+            after_each()
+
     def hook_of(target: QuantTarget) -> Callable[..., None]:
         def hook(_module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> None:
             if output.requires_grad:  # not in the graph-less first pass of a recomputed block
@@ -153,15 +180,64 @@ def output_gradient_pass(
     with ExitStack() as stack:
         for target in targets:
             stack.callback(target.module.register_forward_hook(hook_of(target)).remove)
-        stack.enter_context(recomputed_blocks(model, recompute))
-        for number, tokens in rounds(windows, model, label=label):
+        backward_pass(
+            model,
+            windows,
+            loss_of,
+            first_block=first_of(targets),
+            precision=mixed_precision if in_single_precision else as_it_is,
+            after_each=deliver,
+            label=label,
+            recompute=recompute,
+            descent=descent,
+        )
+
+
+def backward_pass(
+    model: PreTrainedModel,
+    windows: Int64[Tensor, "b t"],
+    loss_of: LossOf,
+    *,
+    first_block: int = 0,
+    precision: Precision = as_it_is,
+    after_each: Callable[[], None] = lambda: None,
+    label: str | None = None,
+    recompute: bool | None = None,
+    descent: Descent | None = None,
+    split: bool = True,
+) -> None:
+    """Backward passes of `loss_of(tokens, number)` of every batch of this rank; hooks and gradients say what comes of them.
+
+    `first_block` is the first block whose gradients are asked for. `after_each` is called after every batch, of which all
+    ranks have as many; where the model's matrices are on the host, after every batch in every block. There blocks are
+    recomputed, whatever `recompute` says, which None decides by the model's size, and a `descent` goes on where it stopped.
+    """
+    if hosted_blocks(model) is not None:
+        with embedding_in_graph(model):
+            backward_block_by_block(
+                model,
+                windows,
+                own_chunks(windows, model, split=split),
+                loss_of,
+                first_block=first_block,
+                precision=precision,
+                after_each=after_each,
+                label=label,
+                descent=descent,
+            )
+        return
+    with recomputed_blocks(model, recompute):
+        for number, tokens in rounds(windows, model, label=label, split=split):
             if tokens is not None:
-                with mixed_precision(tokens) if in_single_precision else nullcontext():
-                    loss = summed_loss(model, tokens) if sampled is None else sampled(model, tokens, number)
+                with precision(tokens):
+                    loss = loss_of(tokens, number)
                 loss.backward()
-            exchange.deliver()
-            if after_each is not None:
-                after_each()
+            after_each()
+
+
+def first_of(targets: Sequence[QuantTarget]) -> int:
+    """The first block that has one of these matrices; 0 without any."""
+    return min((target.block for target in targets), default=0)
 
 
 def finite(statistics: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -212,12 +288,20 @@ def recomputed_blocks(model: PreTrainedModel, recompute: bool | None) -> Iterato
     """
     if recompute is None:
         recompute = sum(p.numel() for p in model.parameters()) >= RECOMPUTE_ABOVE
-    embedding = model.get_input_embeddings().register_forward_hook(lambda _m, _i, out: out.requires_grad_())
-    with ExitStack() as stack:
-        stack.callback(embedding.remove)
+    with embedding_in_graph(model), ExitStack() as stack:
         for block in find_blocks(model)[1] if recompute else ():
             stack.enter_context(replaced_forward(block, _recomputing(block.forward)))
         yield
+
+
+@contextmanager
+def embedding_in_graph(model: PreTrainedModel) -> Iterator[None]:
+    """The embedding's output requires gradients while the context lasts, and so does all that is made of it."""
+    embedding = model.get_input_embeddings().register_forward_hook(lambda _m, _i, out: out.requires_grad_())
+    try:
+        yield
+    finally:
+        embedding.remove()
 
 
 def _recomputing(forward: Callable[..., Any]) -> Callable[..., Any]:

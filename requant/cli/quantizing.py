@@ -131,7 +131,7 @@ def quantize(
             if gpus is None:
                 prepared = prepare(chosen.model, chosen, device=own_device, dtype=dtype, quiet=quiet)
             else:
-                prepared = outline(chosen.model, chosen, dtype=dtype, gpus=gpus)
+                prepared = outline(chosen.model, chosen, device=own_device, dtype=dtype, gpus=gpus)
             plan = make_plan(prepared, prepared.recipe, device=own_device, quiet=quiet)
             print_plan(plan, folder, as_json=as_json)
             return

@@ -4,7 +4,8 @@
 
 A second model beside the first is what a GPU has no room for; its last hidden states are a few hundred megabytes, and all
 of a model that is needed to make logits of them is what stands outside its blocks. Where that does not give the model's
-own logits, bit for bit, the copy is the whole model after all.
+own logits, bit for bit, the copy is the whole model after all; or the logits themselves are kept, where the model's matrices
+are on the host.
 """
 
 import copy
@@ -16,8 +17,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from requant import ranks
+from requant.calibration.hidden_states import after_blocks
 from requant.errors import is_out_of_memory
 from requant.finetune.teacher import logits_of_states
+from requant.models.hosted import hosted_blocks
 from requant.models.targets import find_blocks
 from requant.progress import tracked
 
@@ -33,20 +36,29 @@ class OriginalLogits:
     ) -> None:
         self.windows = windows
         self.states: dict[int, Tensor] = {}  # window -> last hidden states, on the host
+        self.logits: dict[int, Tensor] = {}  # window -> logits, on the host, where states do not suffice
         self.model: PreTrainedModel = copy.deepcopy(model, {id(find_blocks(model)[1]): nn.ModuleList()})
         own = ranks.mine(range(len(windows)))
-        for index in tracked(own, label=label, unit="windows"):
-            if index > own[0]:
-                self._keep(model, index)
-            elif not self._suffices(model, index):
-                logger.info(
-                    "the original is copied whole: its logits do not follow from its last hidden states"
-                )
-                self.states, self.model = {}, copy.deepcopy(model)
-                break
+        at = after_blocks(model, windows, [windows[index : index + 1] for index in own], label=label)
+        for place, index in enumerate(tracked(own, label=label, unit="windows")):
+            with at(place):
+                if self.logits or (place == 0 and not self._suffices(model, index)):
+                    self.states = {}
+                    if hosted_blocks(model) is None:
+                        self._copy_whole(model)
+                        break
+                    self.logits[index] = model(self._tokens(index), use_cache=False).logits.cpu()
+                elif place > 0:
+                    self._keep(model, index)
+
+    def _copy_whole(self, model: PreTrainedModel) -> None:
+        logger.info("the original is copied whole: its logits do not follow from its last hidden states")
+        self.model = copy.deepcopy(model)
 
     def __getitem__(self, window: int) -> Float[Tensor, "1 t v"]:
         tokens = self._tokens(window)
+        if self.logits:
+            return self.logits[window].to(tokens.device)
         if not self.states:
             return self.model(tokens, use_cache=False).logits
         states = self.states[window].to(tokens.device)

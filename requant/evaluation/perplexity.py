@@ -27,6 +27,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from requant import ranks
+from requant.calibration.hidden_states import after_blocks
 from requant.errors import ModelError, NumericalError, TextError
 from requant.evaluation.original import OriginalLogits
 from requant.progress import tracked
@@ -107,10 +108,13 @@ def perplexity_and_kl(
         each.eval()
     scores: list[Tensor] = []
     try:
-        starts = ranks.mine(range(0, len(windows), batch_size))
-        for start in tracked(starts, label="scoring" if progress else None, unit="batches"):
-            batch = windows[start : start + batch_size]
-            logits = _logits(model, batch, start)
+        starts, label = ranks.mine(range(0, len(windows), batch_size)), "scoring" if progress else None
+        each_batch = [windows[start : start + batch_size] for start in starts]
+        at = after_blocks(model, windows, each_batch, label=label)
+        for index, start in enumerate(tracked(starts, label=label, unit="batches")):
+            batch = each_batch[index]
+            with at(index):
+                logits = _logits(model, batch, start)
             original = None if reference is None else _logits(reference, batch, start)
             rows: list[Tensor] = []
             for row, window in enumerate(batch):

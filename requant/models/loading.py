@@ -25,6 +25,7 @@ from requant.errors import (
 )
 from requant.files import check_model_folder, parse_json, read_small_file
 from requant.models.aliases import ALIASES
+from requant.models.hosted import whole_state
 
 DEMO = Path(__file__).parents[1] / "data" / "demo"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -41,11 +42,12 @@ HUB_FILES = (
 )
 
 
-def load_model(source: str, *, device: str, dtype: str) -> PreTrainedModel:
+def load_model(source: str, *, device: str, dtype: str, moved: bool = True) -> PreTrainedModel:
     """The model in eval mode, all parameters frozen.
 
     `source` is a folder, a hub name, an alias or `demo`; `dtype` a torch dtype's name, or `auto`: float32 on the CPU,
-    the dtype of the weights on a GPU.
+    the dtype of the weights on a GPU. Not `moved`, the model stays on the host, where its tensors are views of the weight
+    files if they have the dtype.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -65,7 +67,9 @@ def load_model(source: str, *, device: str, dtype: str) -> PreTrainedModel:
     model, report = loaded
     if missing := sorted(report["missing_keys"]):  # transformers would fill them with random numbers
         raise ModelError(f"{path}: the weight files lack {missing[0]}; download the model again.")
-    model.to(device).eval().requires_grad_(False)
+    if moved:
+        model.to(device)
+    model.eval().requires_grad_(False)
     model.config.use_cache = False
     return model
 
@@ -163,8 +167,10 @@ def _download(name: str) -> str:
 
 def check_finite(model: nn.Module) -> None:
     """Refuse a model whose weights hold NaN, infinity or what float16 cannot hold, before any work."""
+    state = whole_state(model)
     for name, parameter in model.named_parameters():
-        largest = float(parameter.abs().max()) if parameter.numel() else 0.0
+        stored = state.get(name, parameter).to(parameter.device)
+        largest = float(stored.abs().max()) if stored.numel() else 0.0
         if not math.isfinite(largest):
             raise NumericalError(
                 f"{name} holds NaN or infinity; the source model is damaged, download it again."

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from requant.errors import ModelError
 from requant.models.experts import Experts, routers
+from requant.models.hosted import HostedBlocks, HostedMatrix
 
 MAX_UNSEEN = 0.05  # of a block's weights: a larger matrix that is no linear layer is refused
 # Linears of one module that read the same input, so that one kernel launch can compute them together.
@@ -41,6 +42,9 @@ class QuantTarget:
     options: Mapping[str, Any] = field(default_factory=dict)
     experts: str | None = None  # path of the layer's experts, for a matrix of one of them
     rank: int = 0  # of several processes, the one that collects its statistics and makes its codes
+    hosted: HostedMatrix | None = (
+        None  # where the matrix is on the host, and on the GPU while its block is computed
+    )
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -55,18 +59,35 @@ class QuantTarget:
     def parameter(self) -> nn.Parameter:
         return self.module.get_parameter("weight")
 
+    @property
+    def device(self) -> torch.device:
+        """Where its block is computed."""
+        return self.parameter.device
+
+    @property
+    def codes_device(self) -> torch.device:
+        """Where its codes are kept: a hosted matrix's on the host too."""
+        return self.device if self.hosted is None else torch.device("cpu")
+
     def weight(self) -> Float[Tensor, "n k"]:
         """A float32 copy, on the model's device."""
-        return self.oriented(self.parameter.detach()).to(torch.float32, copy=True).contiguous()
+        value = self.parameter.detach() if self.hosted is None else self.hosted.value()
+        return self.oriented(value).to(torch.float32, copy=True).contiguous()
 
     def oriented(self, tensor: Tensor) -> Tensor:
         """A tensor of the parameter's shape (the weight, its gradient) seen as [n, k]."""
         return tensor.T if self.transposed else tensor
 
     @torch.no_grad()
-    def set_weight(self, weight: Float[Tensor, "n k"]) -> None:
-        """Overwrite the parameter in place, rounding to its dtype."""
-        self.parameter.copy_(self.oriented(weight))
+    def set_weight(self, weight: Float[Tensor, "n k"] | Callable[[], Tensor]) -> None:
+        """Overwrite the parameter in place, rounding to its dtype, with a tensor or what a function returns.
+
+        A hosted matrix keeps what is given as its source: a function is called whenever the block comes to the GPU.
+        """
+        if self.hosted is not None:
+            self.hosted.set_source(weight)
+        else:
+            self.parameter.copy_(self.oriented(weight() if callable(weight) else weight))
 
 
 def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
@@ -128,6 +149,23 @@ def find_linears(
                 "and head have --head-bits."
             )
     return [_with_options(target, options or {}) for target in kept]
+
+
+def keep_on_host(
+    model: PreTrainedModel, targets: Sequence[QuantTarget], device: str | torch.device
+) -> list[QuantTarget]:
+    """The targets of a model on the host, hosted from now on (`hosted.py`); all else of the model is moved to `device`."""
+    matrices = [
+        HostedMatrix(target.name, target.parameter, transposed=target.transposed, device=torch.device(device))
+        for target in targets
+    ]
+    nn.Module.to(model, device)  # placeholders are there already
+    HostedBlocks(
+        model,
+        list(find_blocks(model)[1]),
+        [(target.block, matrix) for target, matrix in zip(targets, matrices, strict=True)],
+    )
+    return [replace(target, hosted=matrix) for target, matrix in zip(targets, matrices, strict=True)]
 
 
 @contextmanager

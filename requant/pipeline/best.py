@@ -118,7 +118,7 @@ def codes_of_round(run: RunContext, members: Sequence[QuantTarget], *, first: bo
     """Codes of the matrices in the model as it now is, from the workspace where an earlier run made them."""
     method, base = METHODS[run.recipe.method], stage_key(run, "codes")
     keys = {target.name: digest(base, target.name) for target in members}
-    weights = load_weights(run, "codes", keys, {target.name: target.parameter for target in members})
+    weights = load_weights(run, "codes", keys, {target.name: target.codes_device for target in members})
     pending = [target for target in members if target.name not in weights]
     own, left = len(ranks.owned(members)), len(ranks.owned(pending))
     with progress.counted(own, label=run.label("codes"), unit="matrices", done=own - left) as bar:

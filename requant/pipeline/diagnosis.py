@@ -17,6 +17,7 @@ from torch import Tensor
 from requant import ranks
 from requant.allocation.embedding_and_head import QuantizedEmbeddingAndHead
 from requant.calibration.passes import mean_loss
+from requant.models.hosted import hosted_blocks
 from requant.models.targets import QuantTarget
 from requant.progress import tracked
 from requant.run.context import RunContext, Weights, loss
@@ -38,7 +39,8 @@ class Diagnosis:
 
     predicted: Mapping[str, Mapping[str, float]]  # score -> matrix -> signed sum
     delta_loss: float  # measured, with all matrices quantized
-    block_delta_loss: Mapping[int, float]  # block -> measured with that block alone quantized
+    # block -> measured with that block alone quantized; empty where that was not measured
+    block_delta_loss: Mapping[int, float]
     original_loss: float  # with all matrices original
     tokens: int
     # matrix -> measured with that matrix alone quantized; empty where that was not measured
@@ -72,7 +74,8 @@ def diagnose(
     embedding_and_head: QuantizedEmbeddingAndHead | None = None,
     by_matrix: bool = False,
 ) -> Diagnosis:
-    """Every score in `names`, and the measured dF of the model and of each block alone; the model is left at `weights`.
+    """Every score in `names`, and the measured dF of the model and of each block alone, but that only where the model's
+    matrices are on its device; the model is left at `weights`.
 
     `on_scores(name, scores)` is called with the scores of every weight before they are freed; without it there are only
     their sums, which take no memory. With
@@ -104,8 +107,9 @@ def diagnose(
         )
         original = loss(run, {}, windows=windows)
         delta_loss = loss(run, weights, windows=windows) - original
-        blocks = measured_by_block(run, weights, windows, original)
-        matrices = measured_by_matrix(run, weights, windows) if by_matrix else {}
+        alone = hosted_blocks(run.model) is None  # else a pass brings the whole model to the GPU
+        blocks = measured_by_block(run, weights, windows, original) if alone else {}
+        matrices = measured_by_matrix(run, weights, windows) if by_matrix and alone else {}
     return Diagnosis(
         predicted=predicted,
         delta_loss=delta_loss,

@@ -38,6 +38,15 @@ from requant.formats.sparse import INDEX_TILE
 from requant.inference.own_text import bytes_to_write
 from requant.models.devices import total_memory
 from requant.models.targets import QuantTarget
+from requant.pipeline.hosting import (
+    HOSTED,
+    block_statistics,
+    hosted_bytes,
+    largest_block,
+    logit_bytes,
+    matrix_bytes,
+    outside_bytes,
+)
 from requant.pipeline.prepare import Outline, Prepared, bytes_before, start
 from requant.pipeline.quicker import warn_of_a_slow_run
 from requant.pipeline.schedule import count_gpus, expected_seconds, of_fullest_rank, tokens_of_step
@@ -88,6 +97,7 @@ class Plan:
     rotations: str | None = None  # whether they are folded; None where the recipe does not ask for it
     code: str | None = None  # of a trellis
     training: str | None = None  # phases, steps, tokens; None without training
+    hosted_bytes: int = 0  # of the matrices that stay in the host's memory
 
     def lines(self) -> list[str]:
         kinds = ", ".join(f"{count} {kind}" for kind, count in self.matrices.items())
@@ -106,8 +116,17 @@ class Plan:
             f"time            about {format_seconds(self.seconds)}"
             + (f" on {self.gpus} GPUs" if self.gpus > 1 else ""),
             *([] if self.training is None else [f"training        {self.training}"]),
+            *self._host_lines(),
             *([] if self.rotations is None else [f"rotations       {self.rotations}"]),
             *self._budget_lines(),
+        ]
+
+    def _host_lines(self) -> list[str]:
+        if not self.hosted_bytes:
+            return []
+        return [
+            f"on the host     {HOSTED}: {self.hosted_bytes / 2**30:.2f} GiB, and a byte a weight of codes",
+            "training        none, nor samples of text, of a model larger than the GPU",
         ]
 
     def _lacking(self) -> str:
@@ -211,6 +230,7 @@ def make_plan(
         widths={} if allocation.budget is None else widths,
         rotations=_rotations(prepared, recipe),
         training=_training(prepared, recipe, device),
+        hosted_bytes=hosted_bytes(targets) if prepared.hosted else 0,
     )
 
 
@@ -276,46 +296,46 @@ def expected_memory(prepared: Prepared | Outline, recipe: Recipe, device: str) -
     Mode `paper` holds a float32 score a weight; others add up those of a matrix, of which three of its size exist at once.
     Evaluation copies what stands outside the blocks, and on a CPU keeps the original's last hidden states.
     Codes take a byte a weight; packed for the workspace, they are on the CPU. Corrected inputs take a copy of the model, and
-    on a CPU also the hidden states of both. Statistics are collected in as many passes as keep them below half of the free
-    memory. What training holds is added up in `finetune/memory.py`. A CPU's is that of the whole process: with its programs,
-    the code of numba's loops, logits and activations of a backward pass with the gaps between them (`_backward_bytes`), and
-    what cutting the texts into tokens leaves, or takes if that is more. One of several GPUs holds the statistics of its own
-    matrices, in mode `paper` their scores, and then a batch's gradients on their way to their owners.
+    on a CPU also the hidden states of both. Of a model larger than the GPU there is one block's floats, and codes are on the
+    host. Statistics are collected in as many passes as keep them below half of the free memory. What training holds is added
+    up in `finetune/memory.py`. A CPU's is that of the whole process: with its programs, the code of numba's loops, logits
+    and activations of a backward pass with the gaps between them (`_backward_bytes`), and what cutting the texts into
+    tokens leaves, or takes if that is more. One of several GPUs holds the statistics of its own matrices, in mode `paper`
+    their scores, and then a batch's gradients on their way to their owners.
     """
     weights = sum(target.size for target in prepared.targets)
-    model = sum(p.numel() * p.element_size() for p in prepared.model.parameters())
+    model, codes = sum(p.numel() * p.element_size() for p in prepared.model.parameters()), weights
+    outside = outside_bytes(prepared.model, prepared.targets)
+    if prepared.hosted:
+        model, codes = outside + largest_block(prepared.targets), 0
     own = 0
     if device == "cpu":
         packed = round(weights * recipe.quantizer.bits / 8)
         own = weights * prepared.targets[0].parameter.element_size() + packed
     needs = find_method(recipe.method).needs
     statistics = of_fullest_rank(prepared.targets, lambda target: bytes_needed(target, needs))
-    scores = 12 * max(target.size for target in prepared.targets)
+    scores = matrix_bytes(prepared.targets)
     if recipe.mode == "paper":
         scores = 4 * of_fullest_rank(prepared.targets, lambda target: target.size)
         scores += model if count_gpus(prepared) > 1 else 0
     embedding: Any = prepared.model.get_input_embeddings()
     vocabulary: int = embedding.weight.shape[0]
-    evaluation = model - sum(target.size * target.parameter.element_size() for target in prepared.targets)
+    evaluation = outside
     if device == "cpu":
         evaluation += (
             prepared.eval_windows.numel() * embedding.weight.shape[1] * embedding.weight.element_size()
         )
-    activations = 6 * 4 * 2048 * vocabulary if device != "cpu" else _backward_bytes(prepared, vocabulary)
+    activations = logit_bytes(prepared.model) if device != "cpu" else _backward_bytes(prepared, vocabulary)
     if recipe.calibration.inputs == "corrected":
         model *= 2
         own += 8 * prepared.windows.numel() * embedding.weight.shape[1] if own else 0
-    block = max(
-        sum(bytes_needed(target, needs) for target in members) for members in by_block(prepared.targets)
-    )
-    statistics = min(
-        statistics, max(block, round((total_memory(torch.device(device)) - model - weights) / 2))
-    )
+    block = block_statistics(prepared.targets, needs)
+    statistics = min(statistics, max(block, round((total_memory(torch.device(device)) - model - codes) / 2)))
     written = 0
     if recipe.finetune.trains:
         length = prepared.train_windows.shape[1]
         written = bytes_to_write(prepared.model, prepared.own_windows, length, device=device)
-    stages = model + weights + max(scores, statistics, evaluation, written) + activations
+    stages = model + codes + max(scores, statistics, evaluation, written) + activations
     if device != "cpu":
         return own + max(stages, _training_memory(prepared, recipe, device))
     stages = own + max(stages, _training_memory(prepared, recipe, device))

@@ -31,7 +31,8 @@ from requant.models.loading import (
     load_tokenizer,
     resolve_source,
 )
-from requant.models.targets import QuantTarget, find_linears
+from requant.models.targets import QuantTarget, find_linears, keep_on_host
+from requant.pipeline.hosting import HOSTED, hosts_blocks, without_training
 from requant.recipe.defaults import finetune_steps, needed_own_windows
 from requant.recipe.schema import Calibration, Evaluation, Recipe
 from requant.run.context import RunContext, fingerprint
@@ -58,6 +59,7 @@ class Outline:
     train_windows: Int64[Tensor, "p t"]
     own_windows: int
     eval_windows: Int64[Tensor, "e c"]
+    hosted: bool = False  # whether the matrices would stay on the host (`hosting.py`)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +78,7 @@ class Prepared:
     evaluation: Text
     eval_windows: Int64[Tensor, "e c"]
     why_not_folded: str | None = None  # where the recipe asks for folded rotations
+    hosted: bool = False  # whether the matrices stay on the host (`hosting.py`)
 
 
 def prepare(
@@ -99,6 +102,12 @@ def prepare(
             raise ModelError(f"this {type(model).__name__} is quantized already; give the original model.")
     tokenizer = _tokenizer(model, tokenizer, source)
     recipe = _within_positions(config, recipe)
+    place, hosted = pick_device(device), False
+    if isinstance(model, str):
+        hosted = not ranks.all_agree(not _hosts(str(source), recipe, device=place, dtype=dtype))
+    if hosted:
+        recipe = without_training(recipe)
+        logger.warning("the model is larger than the GPU: %s; nothing is trained.", HOSTED)
     given = [str(t) for t in ([text] if isinstance(text, str | Path) else text or recipe.calibration.text)]
     # what is wrong with a text is said before the weights are read
     evaluation = _evaluation(source, recipe, given)
@@ -107,8 +116,10 @@ def prepare(
         pending = None
         if calibration is not None:
             pending = beside.submit(_in_tokens, calibration, evaluation, tokenizer, recipe, scored=scored)
-        model = _opened(model, source, device=device, dtype=dtype)
+        model = _opened(model, source, device=place, dtype=dtype, moved=not hosted)
         targets = divided(_targets(model, recipe), ranks.world_size())
+        if hosted:
+            targets = keep_on_host(model, targets, place)
         check_finite(model)
         why_not_folded = None
         if recipe.rotations == "folded":
@@ -148,15 +159,22 @@ def prepare(
         own_windows=_own_windows(model, recipe, targets, train_windows),
         evaluation=evaluation,
         eval_windows=eval_windows[: recipe.evaluation.windows],
+        hosted=hosted,
     )
 
 
-def outline(model: str, recipe: Recipe, *, dtype: str = "auto", gpus: int = 1) -> Outline:
-    """What can be said of a run from config.json alone, with the matrices divided among `gpus`."""
+def outline(
+    model: str, recipe: Recipe, *, device: str = "cpu", dtype: str = "auto", gpus: int = 1
+) -> Outline:
+    """What can be said of a run on `device` from config.json alone, with the matrices divided among `gpus`.
+
+    Raises RequantError.
+    """
     folder = Path(resolve_source(model))
-    empty = empty_model(str(folder), dtype=dtype)
-    unfuse_experts(empty)
-    recipe = _with_steps(empty, _within_positions(empty.config, recipe))
+    empty = _shapes(str(folder), dtype=dtype)
+    recipe = _within_positions(empty.config, recipe)
+    hosted = hosts_blocks(empty, _targets(empty, recipe), recipe, device)
+    recipe = _with_steps(empty, without_training(recipe) if hosted else recipe)
     calibration, evaluation = recipe.calibration, recipe.evaluation
     num_train = max(calibration.num_samples, recipe.finetune.train_windows if recipe.finetune.trains else 0)
     sizes = (
@@ -175,7 +193,23 @@ def outline(model: str, recipe: Recipe, *, dtype: str = "auto", gpus: int = 1) -
         train_windows=windows[1],
         own_windows=_own_windows(empty, recipe, targets, windows[1]),
         eval_windows=windows[2],
+        hosted=hosted,
     )
+
+
+def _hosts(folder: str, recipe: Recipe, *, device: str, dtype: str) -> bool:
+    """Whether the matrices of a model stay on the host, from config.json alone."""
+    if torch.device(device).type != "cuda":
+        return False
+    shapes = _shapes(folder, dtype=dtype)
+    return hosts_blocks(shapes, _targets(shapes, recipe), recipe, device)
+
+
+def _shapes(folder: str, *, dtype: str) -> PreTrainedModel:
+    """The model without its weights, its experts as linears."""
+    empty = empty_model(folder, dtype=dtype)
+    unfuse_experts(empty)
+    return empty
 
 
 def _targets(model: PreTrainedModel, recipe: Recipe) -> list[QuantTarget]:
@@ -246,10 +280,12 @@ def _tokenizer(
     return load_tokenizer(str(source))
 
 
-def _opened(model: str | PreTrainedModel, source: Path | None, *, device: str, dtype: str) -> PreTrainedModel:
-    """The model, frozen and with its experts as linears."""
+def _opened(
+    model: str | PreTrainedModel, source: Path | None, *, device: str, dtype: str, moved: bool
+) -> PreTrainedModel:
+    """The model, frozen and with its experts as linears; on the host where it is not `moved`."""
     if isinstance(model, str):
-        model = load_model(str(source), device=pick_device(device), dtype=dtype)
+        model = load_model(str(source), device=device, dtype=dtype, moved=moved)
     unfuse_experts(model)
     return model.requires_grad_(False).eval()
 

@@ -18,7 +18,7 @@ from requant.allocation.budget import allocate_bits, with_allocation
 from requant.checkpoint.new_folder import check_output, new_folder
 from requant.checkpoint.save import MAX_SHARD_BYTES
 from requant.checkpoint.writer import write_shards
-from requant.errors import OutputError
+from requant.errors import ModelError, OutputError
 from requant.models.targets import QuantTarget
 from requant.pipeline.diagnosis import Diagnosis, diagnose
 from requant.pipeline.prepare import prepare, start
@@ -80,6 +80,11 @@ def score(
     prepared = prepare(
         model, recipe, tokenizer=tokenizer, device=device, dtype=dtype, scored=False, quiet=quiet
     )
+    if prepared.hosted:
+        raise ModelError(
+            f"{prepared.source} is larger than the GPU, and so would be its scores, four bytes a weight: give a larger GPU, "
+            "or --device cpu."
+        )
     run = start(prepared, prepared.recipe, workspace=Workspace(None), quiet=quiet)
     run = with_allocation(run, allocate_bits(run))
     weights = quantize_linears(run, None, label="quantize")

@@ -79,7 +79,8 @@ def sweep(
     folder = path_of(sweep_folder(recipes[0]) if output is None else output, "output").expanduser()
     finished: set[str] = set()
     if resume and folder.is_dir():
-        finished = {name for name, each in zip(names, recipes, strict=True) if _finished(folder / name, each)}
+        there = [(name, each, folder / name) for name, each in zip(names, recipes, strict=True)]
+        finished = {name for name, each, made in there if _finished(made, each, pick_device(device))}
     else:
         check_output(folder)
     statistics: dict[str, LinearStats] = {}
@@ -148,7 +149,7 @@ def answer(entries: Sequence[Entry]) -> str:
     return " ".join(parts)
 
 
-def _finished(folder: Path, recipe: Recipe) -> bool:
+def _finished(folder: Path, recipe: Recipe, device: str) -> bool:
     """Whether the checkpoint is there. Raises OutputError where it is of another recipe.
 
     The recipe that it names is as the model limits and completes it: its text fits, its steps are numbers.
@@ -156,7 +157,7 @@ def _finished(folder: Path, recipe: Recipe) -> bool:
     file = folder / "recipe.yaml"
     if not folder.exists():
         return False
-    completed = outline(recipe.model, recipe).recipe
+    completed = outline(recipe.model, recipe, device=device).recipe
     if file.is_file() and file.read_text(encoding="utf-8") == dump_recipe(completed):
         return True
     raise OutputError(f"{folder} was made by another recipe; remove it, or choose another --output.")

@@ -12,19 +12,22 @@ import copy
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
-import torch
 from jaxtyping import Bool
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from requant import ranks
-from requant.calibration.collect import INPUT_STATISTICS, bytes_needed, collect
+from requant.calibration.batches import own_chunks
+from requant.calibration.block_by_block import Descent
+from requant.calibration.collect import GRADIENT_STATISTICS, INPUT_STATISTICS, bytes_needed, collect
 from requant.calibration.hidden_states import HiddenStateCache
 from requant.calibration.stats import LinearStats
 from requant.formats.packed_spec import PackedSpec
 from requant.formats.quantized_weight import QuantizedWeight, pack, unpack
 from requant.models.devices import free_memory
+from requant.models.hosted import hosted_blocks
 from requant.models.targets import SIBLINGS, QuantTarget
 from requant.progress import counted
 from requant.quantizers.registry import find_method
@@ -49,7 +52,7 @@ def quantize_linears(
     method = find_method(run.recipe.method)
     sequential = run.recipe.calibration.inputs != "original" and bool(method.needs & INPUT_STATISTICS)
     keys = _keys(run, detached, sequential=sequential)
-    done = load_weights(run, "linear", keys, {target.name: target.parameter for target in run.targets})
+    done = load_weights(run, "linear", keys, {target.name: target.codes_device for target in run.targets})
     pending = [target for target in run.targets if target.name not in done]
     compile_ahead(run, pending, wait=False)
     own, left = (len(ranks.owned(targets)) for targets in (run.targets, pending))
@@ -60,9 +63,9 @@ def quantize_linears(
             def quantize(
                 target: QuantTarget, stats: Mapping[str, LinearStats] = statistics
             ) -> QuantizedWeight:
-                device = target.parameter.device
+                device = target.device
                 masks = {} if detached is None else {"detached": detached[target.name].to(device)}
-                weight = run.original[target.name].to(device, torch.float32)
+                weight = run.original[target.name].to(device).float()
                 return method.quantize(weight, stats[target.name], run.config_of(target), **masks)
 
             with run.stage("quantize"):
@@ -70,7 +73,7 @@ def quantize_linears(
                 for target, weight in quantized(
                     ranks.owned(members), quantize, side_by_side=method.side_by_side
                 ):
-                    done[target.name] = weight
+                    done[target.name] = weight if target.hosted is None else weight.to(target.codes_device)
                     save_weight(run, "linear", keys[target.name], weight, rank=target.rank)
                     bar.update()
             done.update(shared_codes(members, done))
@@ -81,7 +84,7 @@ def compile_ahead(run: RunContext, targets: Sequence[QuantTarget], *, wait: bool
     """Compile the kernels that codes of the targets of this rank take, in the background or for now."""
     method, own = find_method(run.recipe.method), ranks.owned(targets)
     if own and method.compile_ahead is not None:
-        method.compile_ahead(map(run.config_of, own), own[0].parameter.device, wait=wait)
+        method.compile_ahead(map(run.config_of, own), own[0].device, wait=wait)
 
 
 def shared_codes(targets: Sequence[QuantTarget], made: Weights) -> Weights:
@@ -94,7 +97,7 @@ def shared_codes(targets: Sequence[QuantTarget], made: Weights) -> Weights:
         found[target.name] = (
             made[target.name]
             if target.rank == ranks.rank()
-            else unpack(PackedSpec.from_json(target.name, spec), tensors).to(target.parameter.device)
+            else unpack(PackedSpec.from_json(target.name, spec), tensors).to(target.codes_device)
         )
     return found
 
@@ -102,9 +105,30 @@ def shared_codes(targets: Sequence[QuantTarget], made: Weights) -> Weights:
 def parallel_calibration(
     run: RunContext, pending: Sequence[QuantTarget], needs: frozenset[str], _done: Weights
 ) -> TargetsWithStatistics:
-    """Targets with their statistics in the original model, as many together as memory allows."""
-    for chunk in chunks_that_fit(run, pending, needs):
-        statistics = gather(run, chunk, needs)
+    """Targets with their statistics in the original model."""
+    yield from gathered_in_chunks(run, pending, needs)
+
+
+def gathered_in_chunks(
+    run: RunContext, targets: Sequence[QuantTarget], needs: frozenset[str]
+) -> TargetsWithStatistics:
+    """Targets with their statistics in the original model, as many together as memory allows.
+
+    Of a hosted model all chunks together take one pass, which goes on where it stopped; with gradients the last blocks come
+    first. Where the host has no room for that, and of any other model, every chunk takes a pass of its own.
+    """
+    chunks = chunks_that_fit(run, targets, needs)
+    descent = cache = None
+    if hosted_blocks(run.model) is not None and len(chunks) > 1:
+        if not needs & GRADIENT_STATISTICS:
+            cache = HiddenStateCache(run.model, run.windows)
+        else:
+            stops = [chunk[0].block for chunk in chunks]
+            descent = Descent.with_stops(run.model, own_chunks(run.windows, run.model), stops)
+            if descent is not None:
+                chunks.reverse()
+    for chunk in chunks:
+        statistics = gather(run, chunk, needs, cache=cache, descent=descent)
         yield chunk, statistics
         release(run, statistics)
 
@@ -113,7 +137,7 @@ def sequential_calibration(
     run: RunContext, pending: Sequence[QuantTarget], needs: frozenset[str], done: Weights
 ) -> TargetsWithStatistics:
     """Targets in the order of the forward pass; inputs are those of the model with the `done` weights quantized."""
-    corrected = run.recipe.calibration.inputs == "corrected"
+    corrected, path = run.recipe.calibration.inputs == "corrected", run.path(done)
     run.apply_original_weights()
     original = copy.deepcopy(run.model) if corrected else None
     for chunk in chunks_that_fit(run, pending, needs):
@@ -122,7 +146,7 @@ def sequential_calibration(
         first, last = chunk[0].block, chunk[-1].block
         for target in run.targets:
             if target.block < first:
-                target.set_weight(done[target.name].dequantize())
+                target.set_weight(partial(path.end, target))
         # with those that an earlier run quantized already
         span = [target for target in run.targets if first <= target.block <= last]
         yield from sequential_statistics(run, span, needs, done, gradients, reference=original)
@@ -143,7 +167,7 @@ def sequential_statistics(
     Each target is written into the model, quantized, before the next ones are visited. With a `reference`, a copy of the
     original model, targets come input by input and with statistics of its inputs too, else block by block.
     """
-    own = HiddenStateCache(run.model, run.windows)
+    path, own = run.path(done), HiddenStateCache(run.model, run.windows)
     original = None if reference is None else HiddenStateCache(reference, run.windows)
     other_needs = needs - INPUT_STATISTICS
     for members in by_block(targets) if reference is None else by_input(targets):
@@ -169,7 +193,7 @@ def sequential_statistics(
             release(run, merged)
             release(run, inputs)
         for target in members:
-            target.set_weight(done[target.name].dequantize())
+            target.set_weight(partial(path.end, target))
 
 
 def _merged(stats: LinearStats, other: LinearStats, names: frozenset[str]) -> LinearStats:
@@ -195,7 +219,14 @@ def _keys(
     return keys
 
 
-def gather(run: RunContext, chunk: Sequence[QuantTarget], needs: frozenset[str]) -> dict[str, LinearStats]:
+def gather(
+    run: RunContext,
+    chunk: Sequence[QuantTarget],
+    needs: frozenset[str],
+    *,
+    cache: HiddenStateCache | None = None,
+    descent: Descent | None = None,
+) -> dict[str, LinearStats]:
     """Statistics of `chunk` in the original model; kept in the run for the next quantization if it is the whole model."""
     if not needs:
         return {target.name: LinearStats() for target in chunk}
@@ -205,7 +236,16 @@ def gather(run: RunContext, chunk: Sequence[QuantTarget], needs: frozenset[str])
         run.apply_original_weights()
         label = run.label("statistics")
         all_experts = run.recipe.calibration.all_experts
-        gathered = collect(run.model, run.windows, chunk, needs=needs, all_experts=all_experts, label=label)
+        gathered = collect(
+            run.model,
+            run.windows,
+            chunk,
+            needs=needs,
+            cache=cache,
+            descent=descent,
+            all_experts=all_experts,
+            label=label,
+        )
     if len(chunk) == len(run.targets):
         run.statistics.update(gathered)
     return gathered
@@ -273,7 +313,7 @@ def chunks_that_fit(
     """The targets in chunks of whole blocks whose statistics take at most half of the free memory of every rank."""
     if not targets or _gathered(run, targets, needs):
         return [list(targets)] if targets else []
-    budget = ranks.smallest(free_memory(targets[0].parameter.device)) / 2
+    budget = ranks.smallest(free_memory(targets[0].device)) / 2
     chunks: list[list[QuantTarget]] = [[]]
     used: Counter[int] = Counter()  # rank -> bytes
     for members in by_block(targets):

@@ -29,13 +29,10 @@ def load_weight(
 
 
 def load_weights(
-    run: RunContext, stage: str, keys: Mapping[str, str], parameters: Mapping[str, Tensor]
+    run: RunContext, stage: str, keys: Mapping[str, str], devices: Mapping[str, torch.device]
 ) -> Weights:
-    """Those of these matrices that a finished stage left, on the devices of their parameters."""
-    found = {
-        name: load_weight(run, stage, keys[name], name, parameter.device)
-        for name, parameter in parameters.items()
-    }
+    """Those of these matrices that a finished stage left, on their devices."""
+    found = {name: load_weight(run, stage, keys[name], name, device) for name, device in devices.items()}
     return {name: weight for name, weight in found.items() if weight is not None}
 
 
@@ -51,11 +48,12 @@ def load_stage(run: RunContext, stage: str, tables: Mapping[str, Tensor] | None 
 
     `tables`: name -> parameter of embedding and head, where the stage has them beside the matrices.
     """
-    parameters = {target.name: target.parameter for target in run.targets} | {**(tables or {})}
-    keys = _stage_keys(run, stage, parameters)
+    devices = {target.name: target.codes_device for target in run.targets}
+    devices |= {name: parameter.device for name, parameter in (tables or {}).items()}
+    keys = _stage_keys(run, stage, devices)
     finetuned = run.workspace.get("finetuned-params", keys[""])
-    weights = load_weights(run, stage, keys, parameters)
-    if finetuned is None or len(weights) < len(parameters):
+    weights = load_weights(run, stage, keys, devices)
+    if finetuned is None or len(weights) < len(devices):
         return None
     for name in finetuned.value:
         run.finetuned_params[name] = (finetuned.tensors[f"{name}.start"], finetuned.tensors[f"{name}.end"])

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from requant import ranks
 from requant.errors import OutputError
+from requant.models.hosted import whole_state
 from requant.run.ownership import Owner, check_owner, claim
 
 logger = logging.getLogger(__name__)
@@ -219,7 +220,7 @@ def digest(*parts: Any) -> str:
 
 def model_digest(model: nn.Module) -> str:
     """A hash of every parameter and buffer of a model, by name; tensors are hashed side by side."""
-    tensors = model.state_dict()
+    tensors = whole_state(model)
     with ThreadPoolExecutor(HASHING_THREADS) as pool:  # hashing a large buffer releases the interpreter
         return digest(list(tensors), list(pool.map(digest, tensors.values())))
 

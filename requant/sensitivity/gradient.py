@@ -22,8 +22,7 @@ def gradient_score(
 ) -> Scores:
     """`g(w + at d) d` of every weight, signed, nats; the model is left at the quantized weights."""
     total = {
-        target.name: torch.zeros(target.shape, device=target.parameter.device)
-        for target in ranks.owned(path.targets)
+        target.name: torch.zeros(target.shape, device=target.device) for target in ranks.owned(path.targets)
     }
 
     def accumulate(target: QuantTarget, gradient: Float[Tensor, "n k"]) -> None:

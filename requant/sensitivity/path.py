@@ -17,6 +17,7 @@ holds the scores of the matrices that it owns.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from jaxtyping import Float
@@ -35,7 +36,7 @@ class QuantizedPath:
 
     Holds the originals in the model's own dtype on the CPU and the quantized weights as codes. `apply_weights(t)`
     writes the weights at one point of the line into the model, matrix by matrix, so there is never a second model in
-    floats.
+    floats; a hosted matrix is computed when its block comes to the GPU.
     """
 
     model: PreTrainedModel
@@ -47,23 +48,28 @@ class QuantizedPath:
 
     def start(self, target: QuantTarget) -> Float[Tensor, "n k"]:
         """w, float32."""
-        return self.original[target.name].to(target.parameter.device, non_blocking=True).float()
+        return self.original[target.name].to(target.device, non_blocking=True).float()
+
+    def end(self, target: QuantTarget) -> Float[Tensor, "n k"]:
+        """w~, float32."""
+        codes = self.quantized[target.name]
+        return (codes if target.hosted is None else codes.to(target.device)).dequantize()
 
     def step(self, target: QuantTarget) -> Float[Tensor, "n k"]:
         """d = w~ - w, float32."""
-        return self.quantized[target.name].dequantize() - self.start(target)
+        return self.end(target) - self.start(target)
 
     def point(self, target: QuantTarget, t: float) -> Float[Tensor, "n k"]:
         """w + t d, float32; exactly w~ at t = 1, where the sum would round."""
         if t == 1:
-            return self.quantized[target.name].dequantize()
+            return self.end(target)
         return self.start(target) if t == 0 else self.start(target) + t * self.step(target)
 
     @torch.no_grad()
     def apply_weights(self, t: float) -> None:
         """Write w + t d into every matrix of the model and into the finetuned parameters; 0: original, 1: quantized."""
         for target in self.targets:
-            target.set_weight(self.point(target, t))
+            target.set_weight(self.original[target.name] if t == 0 else partial(self.point, target, t))
         for parameter, start, end in self.finetuned():
             parameter.copy_(start if t == 0 else end if t == 1 else start.float().lerp(end.float(), t))
 
@@ -83,12 +89,18 @@ class QuantizedPath:
 
 
 def originals(targets: Sequence[QuantTarget]) -> dict[str, Tensor]:
-    """A copy of every weight, [n, k], in its own dtype, on the CPU; pinned where the model is on a GPU."""
+    """A copy of every weight, [n, k], in its own dtype, on the CPU; pinned where the model is on a GPU, and of a hosted
+    matrix no copy."""
 
     def copied(weight: Tensor) -> Tensor:
         return torch.empty(weight.shape, dtype=weight.dtype, pin_memory=weight.is_cuda).copy_(weight)
 
-    return {target.name: copied(target.oriented(target.parameter.detach())) for target in targets}
+    return {
+        target.name: copied(target.oriented(target.parameter.detach()))
+        if target.hosted is None
+        else target.hosted.original
+        for target in targets
+    }
 
 
 def signed_sum(score: Float[Tensor, "n k"]) -> float:

@@ -43,8 +43,7 @@ def pqi(
     the CPU, and one float32 a weight.
     """
     mean_gradient = {
-        target.name: torch.zeros(target.shape, device=target.parameter.device)
-        for target in ranks.owned(path.targets)
+        target.name: torch.zeros(target.shape, device=target.device) for target in ranks.owned(path.targets)
     }
     try:
         for index, (t, weight) in enumerate(NODES[nodes]):

@@ -1,0 +1,137 @@
+"""Models larger than the GPU: matrices of transformer blocks stay in the host's memory and come to the GPU block by block.
+
+    at rest     a matrix's parameter is a placeholder on the GPU, of its shape and dtype in the memory of one number
+    block(h)    the block's matrices are made from their sources; they stay until another block is called
+    source      the original, which lies on the host (a view of the weight files, where those are mapped), or a function
+                that computes the matrix on the GPU: decoded codes, a point of a path
+
+What stands outside the matrices (embedding, head, norms, biases) is on the GPU as ever. So a model can be called like any
+other, and gives the same bits; a pass over several batches is quick where it takes all of them through a block before the
+next (`calibration/hidden_states.py`, `calibration/block_by_block.py`), for a block comes once for all of them. Gradients
+need blocks that are recomputed, one at a time: a graph over two blocks would read placeholders.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+Source = Tensor | Callable[[], Tensor]  # [n, k]
+
+
+class HostedMatrix:
+    """One matrix on the host; `source` is what its parameter holds while its block is computed."""
+
+    def __init__(self, name: str, parameter: nn.Parameter, *, transposed: bool, device: torch.device) -> None:
+        self.name, self.parameter, self.transposed, self.device = name, parameter, transposed, device
+        self.stored = parameter.data  # in the parameter's layout
+        self.source: Source = self.original
+        self.changed: Callable[[], None] = lambda: None
+        self.release()
+
+    @property
+    def original(self) -> Float[Tensor, "n k"]:
+        """The matrix as it was loaded, on the host; not to be changed."""
+        return self._oriented(self.stored)
+
+    def set_source(self, source: Source) -> None:
+        """From now on the matrix is `source`, rounded to the parameter's dtype."""
+        self.source = source
+        self.changed()
+
+    def load(self) -> None:
+        """Fill the parameter."""
+        self.parameter.data = self.value()
+
+    def release(self) -> None:
+        """Put the placeholder in the parameter's place."""
+        one = torch.zeros(1, dtype=self.stored.dtype, device=self.device)
+        self.parameter.data = one.expand(self.stored.shape)
+
+    @torch.no_grad()
+    def value(self) -> Tensor:
+        """The matrix in the parameter's layout and dtype, on the GPU."""
+        found = self.source() if callable(self.source) else self.source
+        value = torch.empty(self.stored.shape, dtype=self.stored.dtype, device=self.device)
+        return value.copy_(self._oriented(found))
+
+    def _oriented(self, tensor: Tensor) -> Tensor:
+        return tensor.T if self.transposed else tensor
+
+
+class HostedBlocks:
+    """The matrices of a model's blocks; at most those of one block, `loaded`, are on the GPU."""
+
+    def __init__(
+        self, model: nn.Module, blocks: Sequence[nn.Module], matrices: Sequence[tuple[int, HostedMatrix]]
+    ) -> None:
+        self.matrices: list[list[HostedMatrix]] = [[] for _ in blocks]
+        self.loaded: int | None = None
+        self.precision = torch.get_float32_matmul_precision()
+        for index, matrix in matrices:
+            self.matrices[index].append(matrix)
+            matrix.changed = self._released_if(index)
+        for index, block in enumerate(blocks):
+            block.forward = self._loading(index, block.forward)
+        _hosted[model] = self
+
+    def load(self, index: int) -> None:
+        """Bring a block's matrices, in place of another's."""
+        if self.loaded == index:
+            return
+        self.release()
+        with self._as_outside_of_passes():
+            for matrix in self.matrices[index]:
+                matrix.load()
+        self.loaded = index
+
+    def release(self) -> None:
+        """Leave no block's matrices on the GPU."""
+        for matrix in () if self.loaded is None else self.matrices[self.loaded]:
+            matrix.release()
+        self.loaded = None
+
+    def _loading(self, index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self.load(index)
+            return forward(*args, **kwargs)
+
+        return run
+
+    def _released_if(self, index: int) -> Callable[[], None]:
+        def changed() -> None:
+            if self.loaded == index:
+                self.release()
+
+        return changed
+
+    @contextmanager
+    def _as_outside_of_passes(self) -> Iterator[None]:
+        """A matrix does not depend on the pass that asks for it: its precision, autocast, or mode of inference."""
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision(self.precision)
+        try:
+            with torch.inference_mode(False), torch.no_grad(), torch.autocast("cuda", enabled=False):
+                yield
+        finally:
+            torch.set_float32_matmul_precision(before)
+
+
+_hosted: WeakKeyDictionary[nn.Module, HostedBlocks] = WeakKeyDictionary()
+
+
+def hosted_blocks(model: nn.Module) -> HostedBlocks | None:
+    """Those of a model whose matrices are on the host; None for another."""
+    return _hosted.get(model)
+
+
+def whole_state(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict as it was loaded, with tensors of the host in place of placeholders."""
+    state, hosted = model.state_dict(), hosted_blocks(model)
+    for matrices in () if hosted is None else hosted.matrices:
+        state |= {f"{matrix.name}.weight": matrix.stored for matrix in matrices}
+    return state

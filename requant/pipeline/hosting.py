@@ -1,0 +1,104 @@
+"""Whether a model's matrices stay in the host's memory (`models/hosted.py`), and what a run of such a model leaves out.
+
+They do where the model would not fit the GPU even without training: its floats, a byte a weight of codes, and the largest of
+what a stage needs at least (`least_memory`). Then nothing is trained: the weights that learn, their gradients and moments
+would be on the host too.
+"""
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from requant.calibration.collect import bytes_needed
+from requant.errors import RecipeError
+from requant.finetune.final import FITS
+from requant.models.devices import total_memory
+from requant.models.targets import QuantTarget
+from requant.quantizers.registry import find_method
+from requant.recipe.schema import Recipe
+from requant.run.quantize_linears import by_block
+from requant.text.sources import SELF
+
+logger = logging.getLogger(__name__)
+HOSTED = "matrices in the host's memory, brought to the GPU block by block"
+REMEDY = "or give the run a larger GPU"
+
+
+def hosts_blocks(model: PreTrainedModel, targets: Sequence[QuantTarget], recipe: Recipe, device: str) -> bool:
+    """Whether the matrices of a run on `device` stay on the host; the model may be one of shapes alone."""
+    if torch.device(device).type != "cuda":
+        return False
+    return least_memory(model, targets, recipe) > FITS * total_memory(torch.device(device))
+
+
+def least_memory(model: PreTrainedModel, targets: Sequence[QuantTarget], recipe: Recipe) -> int:
+    """Bytes of a GPU that holds the whole model, with its codes and the statistics of one block at a time."""
+    whole = sum(p.numel() * p.element_size() for p in model.parameters())
+    needs = find_method(recipe.method).needs
+    stage = max(matrix_bytes(targets), block_statistics(targets, needs), outside_bytes(model, targets))
+    return whole + sum(target.size for target in targets) + stage + logit_bytes(model)
+
+
+def outside_bytes(model: PreTrainedModel, targets: Sequence[QuantTarget]) -> int:
+    """Of what is never on the host: embedding, head, norms, biases, matrices that are skipped."""
+    return sum(p.numel() * p.element_size() for p in model.parameters()) - hosted_bytes(targets)
+
+
+def hosted_bytes(targets: Sequence[QuantTarget]) -> int:
+    """Of the matrices' floats."""
+    return sum(target.size * target.parameter.element_size() for target in targets)
+
+
+def largest_block(targets: Sequence[QuantTarget]) -> int:
+    """Bytes of the floats of a block's matrices."""
+    return max(map(hosted_bytes, by_block(targets)))
+
+
+def block_statistics(targets: Sequence[QuantTarget], needs: frozenset[str]) -> int:
+    """Bytes of the statistics of a block, all of its matrices at once."""
+    return max(sum(bytes_needed(target, needs) for target in members) for members in by_block(targets))
+
+
+def matrix_bytes(targets: Sequence[QuantTarget]) -> int:
+    """Of the largest matrix, in float32 three times: what scores and codes are made of."""
+    return 12 * max(target.size for target in targets)
+
+
+def logit_bytes(model: PreTrainedModel) -> int:
+    """Of a batch on a GPU, with their logarithms, gradients and copies in float32."""
+    embedding: Any = model.get_input_embeddings()
+    return 6 * 4 * 2048 * embedding.weight.shape[0]
+
+
+def without_training(recipe: Recipe) -> Recipe:
+    """The recipe of a run whose matrices are on the host. Raises RecipeError for what such a run cannot do."""
+    if recipe.finetune.steps:
+        raise RecipeError(
+            f"--finetune-steps {recipe.finetune.steps}: the model is larger than the GPU, and its matrices stay in the "
+            f"host's memory, where they cannot be trained; give --finetune-steps 0, {REMEDY}."
+        )
+    refused = {
+        f"mode '{recipe.mode}'": (recipe.mode not in ("best", "dense"), "give --mode dense"),
+        "calibration.inputs 'corrected'": (
+            recipe.calibration.inputs == "corrected",
+            "give original or quantized",
+        ),
+        "--rotations folded": (recipe.rotations == "folded", "leave it out"),
+        "calibration 'self'": (SELF in recipe.calibration.text, "give a text"),
+        f"predictor '{recipe.budget.predictor}'": (
+            recipe.budget.predictor in ("measured", "restored"),
+            "give curvature",
+        ),
+    }
+    for what, (asked, remedy) in refused.items():
+        if asked:
+            raise RecipeError(
+                f"{what} needs the whole model on the GPU, which is too small for it; {remedy}, {REMEDY}."
+            )
+    finetuning = dataclasses.replace(recipe.finetune, steps=0)
+    evaluation = dataclasses.replace(recipe.evaluation, samples=0)
+    return dataclasses.replace(recipe, finetune=finetuning, evaluation=evaluation)

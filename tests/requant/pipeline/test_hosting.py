@@ -1,0 +1,199 @@
+"""A model whose matrices stay in the host's memory gives the bytes of one that lies on the device whole."""
+
+import dataclasses
+import hashlib
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import requant
+from requant.calibration.passes import mean_loss
+from requant.errors import NumericalError, RecipeError
+from requant.models.hosted import HostedMatrix, hosted_blocks
+from requant.pipeline.hosting import least_memory
+from requant.pipeline.plan import make_plan
+from requant.pipeline.prepare import outline, prepare, start
+from requant.quantizers.registry import METHODS
+from requant.recipe.defaults import default_recipe
+from requant.recipe.schema import Budget, Calibration, Evaluation, Finetune, Recipe
+from requant.run.workspace import Workspace
+
+FAMILIES = ("llama", "gpt2", "gemma3", "qwen3-moe")
+
+
+@pytest.fixture
+def hosted(monkeypatch):
+    """`hosted(True)`: from now on the matrices of every model stay on the host."""
+
+    def switch(on: bool) -> None:
+        monkeypatch.setattr("requant.pipeline.prepare._hosts", lambda *_, **__: on)
+
+    return switch
+
+
+@pytest.fixture(autouse=True)
+def small_batches(monkeypatch) -> None:
+    """Two windows each, so that a pass has several."""
+    monkeypatch.setattr(
+        "requant.calibration.batches.chunks", lambda windows, model, each: windows.split(each or 2)
+    )
+
+
+def recipe_of(method: str, *, bits: float = 3.0, **changes) -> Recipe:
+    base = Recipe(
+        mode="dense",
+        method=method,
+        quantizer=METHODS[method].config(),
+        budget=Budget(bits=bits),
+        calibration=Calibration(num_samples=7, seq_len=32),
+        evaluation=Evaluation(context=32, windows=3, samples=0),
+    )
+    return dataclasses.replace(base, **changes)
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.glob("*.safetensors")}
+
+
+QUANTIZED_INPUTS = Calibration(num_samples=7, seq_len=32, inputs="quantized")
+
+
+@pytest.mark.parametrize("chunk", ["whole", "block"])
+@pytest.mark.parametrize(
+    ("name", "method", "dtype", "changes"),
+    [
+        *((name, "lut", "auto", {}) for name in FAMILIES),
+        ("llama", "lut", "bfloat16", {"budget": Budget(bits=3.0, predictor="pqi")}),
+        ("llama-tied", "gptq", "auto", {"budget": Budget(bits=4.5)}),
+        *((name, "gptq", "auto", {"calibration": QUANTIZED_INPUTS}) for name in ("gpt2", "qwen3-moe")),
+        ("llama", "trellis", "auto", {"mode": "best"}),
+        pytest.param("qwen3-moe", "trellis", "bfloat16", {"mode": "best"}, marks=pytest.mark.slow),
+    ],
+)
+def test_the_bytes_are_those_of_a_model_on_the_device(
+    tiny_folder,
+    tiny_text_file: Path,
+    tmp_path: Path,
+    hosted,
+    monkeypatch,
+    name: str,
+    method: str,
+    dtype: str,
+    changes,
+    chunk: str,
+) -> None:
+    """Also where the statistics of a block fill the device, and so come in several parts."""
+    if chunk == "block":
+        monkeypatch.setattr("requant.run.quantize_linears.free_memory", lambda _device: 1)
+    recipe, source, found = recipe_of(method, **changes), str(tiny_folder(name)), []
+    for on in (False, True):
+        hosted(on)
+        result = requant.quantize(source, recipe, tiny_text_file, dtype=dtype)
+        assert (hosted_blocks(result.model) is not None) == on
+        found.append((result, digests(requant.save(result, tmp_path / str(on)))))
+    (resident, whole), (result, parts) = found
+    assert parts == whole
+    assert result.allocation == resident.allocation
+    assert (result.before, result.after) == (resident.before, resident.after)
+    assert result.routed_tokens == resident.routed_tokens
+    diagnosis = dataclasses.replace(resident.diagnosis, block_delta_loss={}, matrix_delta_loss={})
+    assert result.diagnosis == diagnosis
+
+
+def test_a_block_comes_once_for_all_batches(tiny_folder, tiny_text_file: Path, hosted, monkeypatch) -> None:
+    hosted(True)
+    prepared = prepare(str(tiny_folder("llama")), recipe_of("rtn"), tiny_text_file)
+    calls, batches = Counter[str](), []
+    value = HostedMatrix.value
+    monkeypatch.setattr(HostedMatrix, "value", lambda matrix: (calls.update([matrix.name]), value(matrix))[1])
+    prepared.model.get_output_embeddings().register_forward_hook(lambda *_: batches.append(1))
+    mean_loss(prepared.model, prepared.windows)
+    assert len(batches) == 4 and calls == dict.fromkeys((target.name for target in prepared.targets), 1)
+
+
+def test_between_its_blocks_a_model_takes_no_memory(tiny_folder, tiny_text_file: Path, hosted) -> None:
+    """At rest every matrix is one number; a block that is called brings its own, and sends back those of the last one."""
+    hosted(True)
+    prepared = prepare(str(tiny_folder("llama")), recipe_of("rtn"), tiny_text_file)
+
+    def numbers() -> list[int]:
+        return [target.parameter.untyped_storage().nbytes() // 4 for target in prepared.targets]
+
+    sizes = [target.size for target in prepared.targets]
+    assert numbers() == [1] * 14 and prepared.targets[0].shape == (64, 64)
+    prepared.model(prepared.windows[:1])
+    assert numbers() == [1] * 7 + sizes[7:]
+    run = start(prepared, prepared.recipe, workspace=Workspace(None), quiet=True)
+    files = [target.hosted.stored.data_ptr() for target in prepared.targets if target.hosted is not None]
+    assert [tensor.data_ptr() for tensor in run.original.values()] == files  # no copy of the weight files
+    run.apply_original_weights()
+    assert numbers() == [1] * 14
+
+
+def test_a_hosted_model_is_the_same_to_a_workspace(tiny_folder, tiny_text_file: Path, hosted) -> None:
+    found = []
+    for on in (False, True):
+        hosted(on)
+        prepared = prepare(str(tiny_folder("gpt2")), recipe_of("rtn"), tiny_text_file)
+        found.append(start(prepared, prepared.recipe, workspace=Workspace(None), quiet=True).fingerprint)
+    assert found[0] == found[1]
+
+
+def test_damaged_weights_are_found_on_the_host_too(tiny_model, tokenizer, tiny_text_file, tmp_path, hosted):
+    hosted(True)
+    model = tiny_model("llama")
+    model.model.layers[1].mlp.up_proj.weight.data[3, 5] = float("nan")
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(NumericalError, match=r"layers.1.mlp.up_proj.weight holds NaN"):
+        prepare(str(tmp_path), recipe_of("rtn"), tiny_text_file)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"finetune": Finetune(steps=5)}, "--finetune-steps 5: .* give --finetune-steps 0"),
+        ({"mode": "paper"}, "mode 'paper' needs the whole model on the GPU.* --mode dense"),
+        ({"calibration": Calibration(inputs="corrected")}, "calibration.inputs 'corrected' needs"),
+        ({"calibration": Calibration(text=("self",))}, "calibration 'self' needs .* give a text"),
+        ({"budget": Budget(bits=3.0, predictor="restored")}, "predictor 'restored' needs .* curvature"),
+        ({"method": "trellis", "rotations": "folded"}, "--rotations folded needs .* leave it out"),
+    ],
+)
+def test_what_needs_the_whole_model_is_refused(
+    tiny_folder, tiny_text_file: Path, hosted, monkeypatch, changes, message: str
+) -> None:
+    """Before the weights are read."""
+    hosted(True)
+    monkeypatch.setattr("requant.pipeline.prepare.load_model", None)
+    recipe = recipe_of(**{"method": "gptq", **changes})
+    with pytest.raises(RecipeError, match=message):
+        prepare(str(tiny_folder("llama")), recipe, tiny_text_file)
+
+
+def test_training_by_default_is_left_out_and_said(tiny_folder, tiny_text_file, hosted, caplog) -> None:
+    hosted(True)
+    recipe = recipe_of("rtn", mode="best", finetune=Finetune(steps=None))
+    prepared = prepare(str(tiny_folder("llama")), recipe, tiny_text_file)
+    assert prepared.recipe.finetune.steps == 0 and prepared.recipe.evaluation.samples == 0
+    assert "larger than the GPU" in caplog.text and "nothing is trained" in caplog.text
+
+
+def test_a_model_stays_on_the_host_where_the_gpu_is_too_small(tiny_folder, monkeypatch) -> None:
+    recipe = default_recipe(str(tiny_folder("llama")), "trellis", gpu=True)
+    plans = {}
+    whole = outline(recipe.model, recipe, device="cuda")
+    least = least_memory(whole.model, whole.targets, recipe)
+    for memory in (2 * least, least):
+        monkeypatch.setattr("requant.pipeline.hosting.total_memory", lambda _device, memory=memory: memory)
+        plans[memory] = make_plan(
+            outlined := outline(recipe.model, recipe, device="cuda"), outlined.recipe, device="cuda"
+        )
+    fits, hosted = plans.values()
+    assert fits.training is not None and fits.hosted_bytes == 0
+    assert hosted.training is None and hosted.hosted_bytes == 4 * sum(t.size for t in whole.targets)
+    assert hosted.peak_memory < fits.peak_memory
+    assert "host's memory" in "\n".join(hosted.lines()) and "host's" not in "\n".join(fits.lines())
+    monkeypatch.setattr("requant.pipeline.hosting.total_memory", lambda _device: 1)
+    assert not outline(recipe.model, recipe, device="cpu").hosted
