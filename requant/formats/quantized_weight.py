@@ -55,9 +55,12 @@ class QuantizedWeight:
         return self.dense.shape
 
     def to(self, device: torch.device | str) -> "QuantizedWeight":
-        """The same codes on another device."""
+        """The same codes on another device; what `pack` has made of them goes along."""
         sparse = None if self.sparse is None else _moved(self.sparse, device)
-        return QuantizedWeight(dense=_moved(self.dense, device), sparse=sparse)
+        moved = QuantizedWeight(dense=_moved(self.dense, device), sparse=sparse)
+        if "_packed" in self.__dict__:
+            moved.__dict__["_packed"] = self._packed
+        return moved
 
     def dequantize(self) -> Float[Tensor, "n k"]:
         """Floats of the whole matrix, float32: dense plus sparse."""

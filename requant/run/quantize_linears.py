@@ -73,8 +73,9 @@ def quantize_linears(
                 for target, weight in quantized(
                     ranks.owned(members), quantize, side_by_side=method.side_by_side
                 ):
-                    done[target.name] = weight if target.hosted is None else weight.to(target.codes_device)
+                    # packed before codes of a hosted matrix go to the host, where that takes longer
                     save_weight(run, "linear", keys[target.name], weight, rank=target.rank)
+                    done[target.name] = weight if target.hosted is None else weight.to(target.codes_device)
                     bar.update()
             done.update(shared_codes(members, done))
     return {target.name: done[target.name] for target in run.targets}

@@ -10,6 +10,7 @@ import pytest
 import requant
 from requant.calibration.passes import mean_loss
 from requant.errors import NumericalError, RecipeError
+from requant.formats.grid import Grid
 from requant.models.hosted import HostedMatrix, hosted_blocks
 from requant.pipeline.hosting import least_memory
 from requant.pipeline.plan import make_plan
@@ -129,6 +130,20 @@ def test_between_its_blocks_a_model_takes_no_memory(tiny_folder, tiny_text_file:
     assert [tensor.data_ptr() for tensor in run.original.values()] == files  # no copy of the weight files
     run.apply_original_weights()
     assert numbers() == [1] * 14
+
+
+def test_codes_that_go_to_the_host_are_packed_once(
+    tiny_folder, tiny_text_file: Path, tmp_path: Path, hosted, monkeypatch
+) -> None:
+    hosted(True)
+    own, packed = Grid.pack, []
+    monkeypatch.setattr(Grid, "pack", lambda grid: packed.append(grid) or own(grid))
+    workspace = Workspace(tmp_path / "work.partial")
+    source = str(tiny_folder("llama"))
+    requant.save(
+        requant.quantize(source, recipe_of("rtn"), tiny_text_file, workspace=workspace), tmp_path / "out"
+    )
+    assert len(packed) == 14 + 2  # embedding and head
 
 
 def test_a_hosted_model_is_the_same_to_a_workspace(tiny_folder, tiny_text_file: Path, hosted) -> None:
