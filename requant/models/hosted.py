@@ -7,11 +7,13 @@
 
 What stands outside the matrices (embedding, head, norms, biases) is on the GPU as ever. So a model can be called like any
 other, and gives the same bits; a pass over several batches is quick where it takes all of them through a block before the
-next (`calibration/hidden_states.py`, `calibration/block_by_block.py`), for a block comes once for all of them. Gradients
-need blocks that are recomputed, one at a time: a graph over two blocks would read placeholders.
+next (`calibration/hidden_states.py`, `calibration/block_by_block.py`), for a block comes once for all of them. While they
+do, the originals of the block that follows are read into pinned memory. Gradients need blocks that are recomputed, one at a
+time: a graph over two blocks would read placeholders.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -31,12 +33,15 @@ class HostedMatrix:
         self.stored = parameter.data  # in the parameter's layout
         self.source: Source = self.original
         self.changed: Callable[[], None] = lambda: None
+        self.ahead: tuple[Tensor, Tensor] | None = (
+            None  # a source, and the same in memory that copies read faster
+        )
         self.release()
 
     @property
     def original(self) -> Float[Tensor, "n k"]:
         """The matrix as it was loaded, on the host; not to be changed."""
-        return self._oriented(self.stored)
+        return self.oriented(self.stored)
 
     def set_source(self, source: Source) -> None:
         """From now on the matrix is `source`, rounded to the parameter's dtype."""
@@ -56,10 +61,13 @@ class HostedMatrix:
     def value(self) -> Tensor:
         """The matrix in the parameter's layout and dtype, on the GPU."""
         found = self.source() if callable(self.source) else self.source
+        if self.ahead is not None and self.ahead[0] is found:
+            found = self.ahead[1]
         value = torch.empty(self.stored.shape, dtype=self.stored.dtype, device=self.device)
-        return value.copy_(self._oriented(found))
+        return value.copy_(self.oriented(found))
 
-    def _oriented(self, tensor: Tensor) -> Tensor:
+    def oriented(self, tensor: Tensor) -> Tensor:
+        """A tensor in the parameter's layout seen as [n, k], or the reverse."""
         return tensor.T if self.transposed else tensor
 
 
@@ -75,6 +83,7 @@ class HostedBlocks:
         for index, matrix in matrices:
             self.matrices[index].append(matrix)
             matrix.changed = self._released_if(index)
+        self.reader = _Reader(self.matrices)
         for index, block in enumerate(blocks):
             block.forward = self._loading(index, block.forward)
         _hosted[model] = self
@@ -83,10 +92,13 @@ class HostedBlocks:
         """Bring a block's matrices, in place of another's."""
         if self.loaded == index:
             return
+        following = index + 1 if self.loaded is None else 2 * index - self.loaded  # in the same direction
         self.release()
         with self._as_outside_of_passes():
+            self.reader.wait()
             for matrix in self.matrices[index]:
                 matrix.load()
+            self.reader.read(following)
         self.loaded = index
 
     def release(self) -> None:
@@ -119,6 +131,49 @@ class HostedBlocks:
                 yield
         finally:
             torch.set_float32_matmul_precision(before)
+
+
+class _Reader:
+    """Reads the sources of one block ahead, where they are tensors, into memory that is pinned where there is a GPU.
+
+    The weight files may lie on a disk, and a GPU copies from pageable memory at a fraction of its speed.
+    """
+
+    def __init__(self, matrices: Sequence[Sequence[HostedMatrix]]) -> None:
+        self.matrices = matrices
+        self.thread = ThreadPoolExecutor(1)
+        self.reading: Future[None] | None = None
+        self.read_ahead: Sequence[HostedMatrix] = ()
+        self.memory: Tensor | None = None
+
+    def read(self, block: int) -> None:
+        """Begin with the block's sources; those of the block before are overwritten."""
+        self.wait()
+        for matrix in self.read_ahead:
+            matrix.ahead = None
+        self.read_ahead = self.matrices[block] if 0 <= block < len(self.matrices) else ()
+        if self.memory is None:  # not by the thread, for which another GPU may be the current one
+            most = max(sum(matrix.stored.nbytes for matrix in members) for members in self.matrices)
+            on_gpu = any(matrix.device.type == "cuda" for members in self.matrices for matrix in members)
+            self.memory = torch.empty(most, dtype=torch.uint8, pin_memory=on_gpu)
+        self.reading = self.thread.submit(self._read, self.memory, self.read_ahead)
+
+    def wait(self) -> None:
+        """Until what was begun is read."""
+        reading, self.reading = self.reading, None
+        if reading is not None:
+            reading.result()
+
+    @torch.no_grad()
+    def _read(self, memory: Tensor, matrices: Sequence[HostedMatrix]) -> None:
+        start = 0
+        for matrix in matrices:
+            source, stored = matrix.source, matrix.stored
+            if isinstance(source, Tensor) and source.dtype == stored.dtype:
+                # in the parameter's layout, so that it is copied to the GPU as one piece
+                copy = memory[start : start + stored.nbytes].view(stored.dtype).view(stored.shape)
+                matrix.ahead = source, matrix.oriented(copy.copy_(matrix.oriented(source)))
+                start += stored.nbytes
 
 
 _hosted: WeakKeyDictionary[nn.Module, HostedBlocks] = WeakKeyDictionary()

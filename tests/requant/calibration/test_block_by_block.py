@@ -11,7 +11,7 @@ from requant.calibration.batches import own_chunks
 from requant.calibration.block_by_block import Descent
 from requant.calibration.collect import collect
 from requant.calibration.passes import gradient_pass
-from requant.models.hosted import HostedMatrix
+from requant.models.hosted import HostedMatrix, hosted_blocks
 from requant.models.targets import find_linears, keep_on_host
 
 BLOCKS, WIDTH = 6, 32
@@ -101,6 +101,24 @@ def test_a_pass_goes_on_where_it_stopped(
 def test_without_room_there_is_no_such_pass(model, tiny_windows, room) -> None:
     room(3, tiny_windows)
     assert Descent.with_stops(model, own_chunks(tiny_windows, model), [0, 1, 3, 4]) is None
+
+
+def test_the_next_block_is_read_ahead_and_what_it_becomes_counts(model, tiny_windows) -> None:
+    plain = copy.deepcopy(model)
+    targets = keep_on_host(model, find_linears(model), "cpu")
+    hosted = hosted_blocks(model)
+    assert hosted is not None
+    for index, following in ((1, 2), (2, 3), (1, 0)):  # the last turns round
+        hosted.load(index)
+        hosted.reader.wait()
+        ahead = {target.block for target in targets if target.hosted and target.hosted.ahead is not None}
+        assert ahead == {following}
+    weight = torch.randn(WIDTH, WIDTH)
+    for own, hosted_target in zip(find_linears(plain), targets, strict=True):
+        if own.name.endswith("0.self_attn.q_proj"):
+            own.set_weight(weight)
+            hosted_target.set_weight(lambda: weight)
+    assert torch.equal(model(tiny_windows).logits, plain(tiny_windows).logits)
 
 
 def test_gradients_are_those_of_a_recomputed_pass(model, tiny_windows) -> None:
