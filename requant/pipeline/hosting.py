@@ -82,7 +82,10 @@ def without_training(recipe: Recipe) -> Recipe:
             f"host's memory, where they cannot be trained; give --finetune-steps 0, {REMEDY}."
         )
     refused = {
-        f"mode '{recipe.mode}'": (recipe.mode not in ("best", "dense"), "give --mode dense"),
+        f"mode '{recipe.mode}'": (
+            recipe.mode not in ("best", "dense"),
+            "run `requant quantize`" if recipe.mode == "sparse" else "give --mode dense",
+        ),
         "calibration.inputs 'corrected'": (
             recipe.calibration.inputs == "corrected",
             "give original or quantized",

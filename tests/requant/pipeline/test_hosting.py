@@ -2,6 +2,8 @@
 
 import dataclasses
 import hashlib
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -15,9 +17,10 @@ from requant.models.hosted import HostedMatrix, hosted_blocks
 from requant.pipeline.hosting import least_memory
 from requant.pipeline.plan import make_plan
 from requant.pipeline.prepare import outline, prepare, start
-from requant.quantizers.registry import METHODS
+from requant.quantizers.registry import find_method
 from requant.recipe.defaults import default_recipe
 from requant.recipe.schema import Budget, Calibration, Evaluation, Finetune, Recipe
+from requant.recipe.yaml_files import dump_recipe
 from requant.run.workspace import Workspace
 
 FAMILIES = ("llama", "gpt2", "gemma3", "qwen3-moe")
@@ -42,15 +45,15 @@ def small_batches(monkeypatch) -> None:
 
 
 def recipe_of(method: str, *, bits: float = 3.0, **changes) -> Recipe:
-    base = Recipe(
-        mode="dense",
-        method=method,
-        quantizer=METHODS[method].config(),
-        budget=Budget(bits=bits),
-        calibration=Calibration(num_samples=7, seq_len=32),
-        evaluation=Evaluation(context=32, windows=3, samples=0),
-    )
-    return dataclasses.replace(base, **changes)
+    usual = {
+        "mode": "dense",
+        "method": method,
+        "quantizer": find_method(method).config(),
+        "budget": Budget(bits=bits),
+        "calibration": Calibration(num_samples=7, seq_len=32),
+        "evaluation": Evaluation(context=32, windows=3, samples=0),
+    }
+    return Recipe(**{**usual, **changes})
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -170,6 +173,10 @@ def test_damaged_weights_are_found_on_the_host_too(tiny_model, tokenizer, tiny_t
     [
         ({"finetune": Finetune(steps=5)}, "--finetune-steps 5: .* give --finetune-steps 0"),
         ({"mode": "paper"}, "mode 'paper' needs the whole model on the GPU.* --mode dense"),
+        (
+            {"mode": "sparse", "method": "magnitude", "budget": Budget()},
+            "mode 'sparse' needs .* run `requant quantize`",
+        ),
         ({"calibration": Calibration(inputs="corrected")}, "calibration.inputs 'corrected' needs"),
         ({"calibration": Calibration(text=("self",))}, "calibration 'self' needs .* give a text"),
         ({"budget": Budget(bits=3.0, predictor="restored")}, "predictor 'restored' needs .* curvature"),
@@ -212,3 +219,35 @@ def test_a_model_stays_on_the_host_where_the_gpu_is_too_small(tiny_folder, monke
     assert "host's memory" in "\n".join(hosted.lines()) and "host's" not in "\n".join(fits.lines())
     monkeypatch.setattr("requant.pipeline.hosting.total_memory", lambda _device: 1)
     assert not outline(recipe.model, recipe, device="cpu").hosted
+
+
+HOSTED_COMMAND = """
+import requant.pipeline.prepare as prepare
+import requant.run.quantize_linears as quantize_linears
+from requant.cli import main
+
+prepare._hosts = lambda *_, **__: True
+quantize_linears.free_memory = lambda _device: 1  # a part a block
+main()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["lut", "gptq"])
+def test_two_processes_give_the_bytes_of_one(
+    tiny_folder, tiny_text_file: Path, tmp_path: Path, method: str
+) -> None:
+    """Of an odd number of batches, each from its own windows, and with a stop between the blocks."""
+    recipe = dataclasses.replace(recipe_of(method), model=str(tiny_folder("llama")))
+    calibration = Calibration(text=(str(tiny_text_file),), num_samples=150, seq_len=32)
+    (tmp_path / "recipe.yaml").write_text(dump_recipe(dataclasses.replace(recipe, calibration=calibration)))
+    (tmp_path / "hosted.py").write_text(HOSTED_COMMAND)
+    options = ["quantize", "--recipe", tmp_path / "recipe.yaml", "--device", "cpu", "--quiet", "--output"]
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", tmp_path / "hosted.py"]
+    found = []
+    for launcher, said in ((["requant"], ""), (torchrun, "larger than the GPU")):
+        command = [sys.executable, "-m", *launcher, *options, output := tmp_path / launcher[0]]
+        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+        assert done.returncode == 0 and said in done.stderr, done.stderr
+        found.append(digests(output))
+    assert found[0] == found[1]
