@@ -201,7 +201,10 @@ def _hosts(folder: str, recipe: Recipe, *, device: str, dtype: str) -> bool:
     """Whether the matrices of a model stay on the host, from config.json alone."""
     if torch.device(device).type != "cuda":
         return False
-    shapes = _shapes(folder, dtype=dtype)
+    try:
+        shapes = _shapes(folder, dtype=dtype)
+    except ModelError:  # loading the weights says what is wrong, or nothing is
+        return False
     return hosts_blocks(shapes, _targets(shapes, recipe), recipe, device)
 
 
