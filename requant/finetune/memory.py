@@ -24,13 +24,15 @@ counted is one window at a time, since it needs no more.
 """
 
 from collections.abc import Collection, Sequence
+from itertools import accumulate
 
 from transformers import PreTrainedModel
 
 from requant.finetune.blockwise import TOKENS_AT_ONCE, positions_at_once
 from requant.finetune.teacher import MAX_MEMORY_FRACTION
 from requant.models.targets import QuantTarget, find_blocks
-from requant.recipe.schema import Finetune
+from requant.recipe.schema import Finetune, Recipe
+from requant.run.rounds import rounds_of
 
 BYTES_OF_A_LOGIT = 24  # of both models: bfloat16, float32 logarithms, gradients
 
@@ -81,6 +83,39 @@ def training_bytes(
         states = 0
     state = parameters * (4 + cast + own) + 12 * (still_open + rest) + 9 * with_codes + states
     return state + length * bytes_of_a_token(targets, vocabulary)
+
+
+def fullest_phase(
+    model: PreTrainedModel,
+    targets: Sequence[QuantTarget],
+    recipe: Recipe,
+    windows: tuple[int, int],
+    *,
+    by_block: bool,
+    gpu: bool,
+    device_memory: int,
+    gpus: int,
+) -> int:
+    """`training_bytes` of the phase that takes most: one after every round of mode `best`, else one at the end."""
+    names = {target.name for target in targets}
+    coded = {"sparse": [set[str]()]}.get(recipe.mode, [names])  # by phase
+    if recipe.mode == "best":
+        rounds = rounds_of(targets, recipe.finetune.rounds)
+        coded = list(accumulate([{target.name for target in members} for members in rounds], set.union))
+    return max(
+        training_bytes(
+            model,
+            targets,
+            each,
+            recipe.finetune,
+            windows,
+            by_block=by_block,
+            gpu=gpu,
+            device_memory=device_memory,
+            gpus=gpus,
+        )
+        for each in coded
+    )
 
 
 def _block_at_work(

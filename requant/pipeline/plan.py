@@ -12,7 +12,6 @@ other is not counted.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ from requant.calibration.collect import bytes_needed
 from requant.calibration.passes import RECOMPUTE_ABOVE
 from requant.display import format_seconds
 from requant.finetune.final import trains_by_block
-from requant.finetune.memory import training_bytes
+from requant.finetune.memory import fullest_phase
 from requant.formats.sparse import INDEX_TILE
 from requant.inference.own_text import bytes_to_write
 from requant.models.devices import total_memory
@@ -258,6 +257,9 @@ def _rotations(prepared: Prepared | Outline, recipe: Recipe) -> str | None:
 
 def _training(prepared: Prepared | Outline, recipe: Recipe, device: str) -> str | None:
     """Mode `best` trains after each of its rounds, the last time with all codes fixed; other modes at the end alone."""
+    if prepared.bytes_to_train:
+        needed = prepared.bytes_to_train / 2**30
+        return f"none: it would take about {needed:.2f} GiB of a GPU; --finetune-steps tries all the same"
     if not recipe.finetune.trains:
         return None
     found = f"{recipe.finetune.num_steps} steps of {tokens_of_step(prepared, recipe):,} tokens"
@@ -382,24 +384,15 @@ def _training_memory(prepared: Prepared | Outline, recipe: Recipe, device: str) 
     """Of the fullest phase: one after every round of mode `best`, else one at the end."""
     if not recipe.finetune.trains:
         return 0
-    names = {target.name for target in prepared.targets}
-    coded = {"sparse": [set[str]()]}.get(recipe.mode, [names])  # by phase
-    if recipe.mode == "best":
-        rounds = rounds_of(prepared.targets, recipe.finetune.rounds)
-        coded = list(accumulate([{target.name for target in members} for members in rounds], set.union))
-    return max(
-        training_bytes(
-            prepared.model,
-            prepared.targets,
-            each,
-            recipe.finetune,
-            _train_windows(prepared, recipe),
-            by_block=_by_block(prepared, recipe, device),
-            gpu=device == "cuda",
-            device_memory=total_memory(torch.device(device)),
-            gpus=count_gpus(prepared),
-        )
-        for each in coded
+    return fullest_phase(
+        prepared.model,
+        prepared.targets,
+        recipe,
+        _train_windows(prepared, recipe),
+        by_block=_by_block(prepared, recipe, device),
+        gpu=device == "cuda",
+        device_memory=total_memory(torch.device(device)),
+        gpus=count_gpus(prepared),
     )
 
 

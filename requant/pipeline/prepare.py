@@ -16,8 +16,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from requant import ranks
 from requant.calibration.experts import routed_tokens
 from requant.errors import ModelError, RecipeError, TextError
+from requant.finetune.final import trains_by_block
+from requant.finetune.memory import fullest_phase
 from requant.inference.static_cache import static_cache
-from requant.models.devices import pick_device
+from requant.models.devices import pick_device, total_memory
 from requant.models.experts import unfuse_experts
 from requant.models.folding import fold, obstacle, rotated_targets
 from requant.models.loading import (
@@ -44,6 +46,9 @@ from requant.text.windows import overlap, sample_self, spread, token_windows
 
 logger = logging.getLogger(__name__)
 OVERLAP_TOLERATED = 0.01  # fraction of the evaluation text; above it a warning
+ESTIMATE_ABOVE = (
+    1.1  # times what training takes: 1B shapes were planned at 50.0 and 19.5 GiB, and held 46.6 and 17
+)
 DIAGNOSED_TOKENS = 4096  # PQI equals dF on any text, so a small one serves
 
 
@@ -58,6 +63,7 @@ class Outline:
     windows: Int64[Tensor, "b t"]
     train_windows: Int64[Tensor, "p t"]
     own_windows: int
+    bytes_to_train: int  # on a GPU that has not so many, so that nothing is trained by default; else 0
     eval_windows: Int64[Tensor, "e c"]
     hosted: bool = False  # whether the matrices would stay on the host (`hosting.py`)
 
@@ -75,6 +81,7 @@ class Prepared:
     windows: Int64[Tensor, "b t"]  # of the calibration text, for statistics
     train_windows: Int64[Tensor, "p t"]  # that finetuning may train on
     own_windows: int  # that the original has to write beside them
+    bytes_to_train: int  # on a GPU that has not so many, so that nothing is trained by default; else 0
     evaluation: Text
     eval_windows: Int64[Tensor, "e c"]
     why_not_folded: str | None = None  # where the recipe asks for folded rotations
@@ -127,6 +134,7 @@ def prepare(
             if why_not_folded is None:
                 fold(model, seed=recipe.quantizer.seed)
                 targets = rotated_targets(targets)
+        by_default = recipe.finetune.steps is None
         recipe = _with_steps(model, recipe)
         if pending is None:
             written = _own_text(model, tokenizer, recipe, quiet=quiet)
@@ -146,6 +154,14 @@ def prepare(
             calibration.name,
         )
     train_windows = spread(all_windows, num_train, of=None)
+    recipe, lacking = _trained_where_it_fits(model, targets, recipe, train_windows, by_default, device=place)
+    if lacking:
+        logger.warning(
+            "training would take about %.1f GiB of a GPU that has %.1f: nothing is trained; give a larger GPU, --gpus, or "
+            "--finetune-steps to try all the same.",
+            lacking / 2**30,
+            total_memory(torch.device(place)) / 2**30,
+        )
     return Prepared(
         model=model,
         recipe=recipe,
@@ -157,6 +173,7 @@ def prepare(
         windows=windows,
         train_windows=train_windows,
         own_windows=_own_windows(model, recipe, targets, train_windows),
+        bytes_to_train=lacking,
         evaluation=evaluation,
         eval_windows=eval_windows[: recipe.evaluation.windows],
         hosted=hosted,
@@ -174,7 +191,9 @@ def outline(
     empty = _shapes(str(folder), dtype=dtype)
     recipe = _within_positions(empty.config, recipe)
     hosted = hosts_blocks(empty, _targets(empty, recipe), recipe, device)
-    recipe = _with_steps(empty, without_training(recipe) if hosted else recipe)
+    recipe = without_training(recipe) if hosted else recipe
+    by_default = recipe.finetune.steps is None
+    recipe = _with_steps(empty, recipe)
     calibration, evaluation = recipe.calibration, recipe.evaluation
     num_train = max(calibration.num_samples, recipe.finetune.train_windows if recipe.finetune.trains else 0)
     sizes = (
@@ -184,6 +203,7 @@ def outline(
     )
     windows = [torch.empty(size, dtype=torch.int64, device="meta") for size in sizes]
     targets = divided(_targets(empty, recipe), gpus)
+    recipe, lacking = _trained_where_it_fits(empty, targets, recipe, windows[1], by_default, device=device)
     return Outline(
         model=empty,
         recipe=recipe,
@@ -192,6 +212,7 @@ def outline(
         windows=windows[0],
         train_windows=windows[1],
         own_windows=_own_windows(empty, recipe, targets, windows[1]),
+        bytes_to_train=lacking,
         eval_windows=windows[2],
         hosted=hosted,
     )
@@ -313,6 +334,37 @@ def _within_positions(config: Any, recipe: Recipe) -> Recipe:
         calibration=dataclasses.replace(calibration, seq_len=min(calibration.seq_len, limit)),
         evaluation=dataclasses.replace(evaluation, context=min(evaluation.context, limit)),
     )
+
+
+def _trained_where_it_fits(
+    model: PreTrainedModel,
+    targets: Sequence[QuantTarget],
+    recipe: Recipe,
+    windows: Int64[Tensor, "p t"],
+    by_default: bool,
+    *,
+    device: str,
+) -> tuple[Recipe, int]:
+    """The recipe without its training, and the bytes that would take, where it trains `by_default` and the GPU is too small;
+    else as it is, and 0. A run that is killed in its first training has made codes for nothing."""
+    place = torch.device(device)
+    if not by_default or place.type != "cuda" or not recipe.finetune.trains:
+        return recipe, 0
+    memory = ranks.smallest(total_memory(place))
+    shape = (windows.shape[0] + _own_windows(model, recipe, targets, windows), windows.shape[1])
+    needed = fullest_phase(
+        model,
+        targets,
+        recipe,
+        shape,
+        by_block=trains_by_block(model, targets, recipe.finetune, shape, device_memory=memory),
+        gpu=True,
+        device_memory=memory,
+        gpus=1 + max(target.rank for target in targets),
+    )
+    if needed <= ESTIMATE_ABOVE * memory:
+        return recipe, 0
+    return dataclasses.replace(recipe, finetune=dataclasses.replace(recipe.finetune, steps=0)), needed
 
 
 def _own_windows(

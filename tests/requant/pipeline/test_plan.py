@@ -279,6 +279,28 @@ def test_the_fullest_phase_of_many_gpus_is_the_last(
     assert _training_memory(shaped, shaped.recipe, "cuda") == max(phases)
 
 
+def test_training_that_does_not_fit_is_left_out_by_default(tmp_path: Path, monkeypatch) -> None:
+    """8B codes fit a card of 48 GB, its training does not; on 90 GB, or with steps that are asked for, it trains."""
+    source = save_shape("8b", tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("requant.models.devices._most_of_a_gpu", 48 * 10**9)
+    recipe = dataclasses.replace(default_recipe(source, None, gpu=True), budget=Budget(bits=2.0))
+
+    def planned(chosen: Recipe = recipe) -> Plan:
+        shaped = outline(source, chosen, dtype="bfloat16", device="cuda")
+        return make_plan(shaped, shaped.recipe, device="cuda")
+
+    plan = planned()
+    assert plan.training is not None and plan.training.startswith("none: it would take about 7")
+    assert plan.peak_memory < plan.device_memory
+    asked = dataclasses.replace(recipe, finetune=dataclasses.replace(recipe.finetune, steps=200))
+    tried = planned(asked)
+    assert tried.training is not None and tried.training.startswith("200 steps")
+    assert tried.peak_memory > 1.1 * tried.device_memory
+    monkeypatch.setattr("requant.models.devices._most_of_a_gpu", 90 * 10**9)
+    assert planned().training == tried.training
+
+
 def test_more_work_takes_longer(tiny_folder, tiny_text_file: Path, monkeypatch) -> None:
     monkeypatch.setattr("requant.pipeline.schedule._rate", lambda *_: 1e9)
     source = str(tiny_folder("llama"))
