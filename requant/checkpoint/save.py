@@ -28,6 +28,10 @@ MAX_SHARD_BYTES = 5_000_000_000
 _WEIGHTS = ("safetensors", "bin", "pt", "pth", "ckpt", "pkl", "gguf", "msgpack", "h5", "onnx", "npz")
 NOT_COPIED = (*(f"*.{suffix}" for suffix in _WEIGHTS), "*.index.json", "config.json", CHECKSUMS_FILE, ".*")
 COPIED_FOLDERS = ("additional_chat_templates",)
+TOKENIZER_FILES = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "chat_template*",
+    *COPIED_FOLDERS,
+)  # fmt: skip
 _RESERVED = {"quant_method", "format_version", "modules", "vocabulary", "rotation"}
 _GUARD = TensorSpec(dtype=torch.float16, shape=(0,))
 
@@ -41,6 +45,7 @@ def save_checkpoint(
     manifest: Mapping[str, Any],
     embedding_and_head: Mapping[str, QuantizedWeight] | None = None,
     extra_files: Mapping[str, str | bytes] | None = None,
+    changed_config: Mapping[str, Any] | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     resumable: bool = False,
 ) -> Path:
@@ -50,7 +55,8 @@ def save_checkpoint(
     config.json is kept, and tensors that stay as they are go back to the dtype they have there; None takes
     all from the model. `weights` is consumed once, in order, and written as it comes. `embedding_and_head` holds the
     embedding and the head, where they are quantized too, by module; of tied ones the embedding alone. `manifest`
-    (version, recipe hash, calibration, ...) joins `quantization_config`. `resumable`: the command has kept its work, so
+    (version, recipe hash, calibration, ...) joins `quantization_config`. A tokenizer among `extra_files` takes the place of
+    the source's, `changed_config` that of keys in its config.json. `resumable`: the command has kept its work, so
     an error names --resume. Raises OutputError, or NumericalError for a matrix that holds NaN or infinity.
     """
     if clash := sorted(_RESERVED & manifest.keys()):
@@ -74,11 +80,16 @@ def save_checkpoint(
             if not modules:
                 raise ValueError("weights is empty: nothing was quantized")
             if source is not None:
-                _copy_files(Path(source), partial)
+                _copy_files(
+                    Path(source), partial, tokenizer="tokenizer_config.json" not in (extra_files or {})
+                )
             for name, content in (extra_files or {}).items():
                 write_bytes(partial / name, content.encode() if isinstance(content, str) else content)
             entries = {renamed.get(name, name): spec for name, spec in modules.items()}
-            _write_json(partial / "config.json", _config(source, model, entries, embedded, manifest))
+            _write_json(
+                partial / "config.json",
+                _config(source, model, entries, embedded, manifest, changed_config or {}),
+            )
             _write_json(partial / CHECKSUMS_FILE, {"algorithm": "sha256", "files": checksums})
     except OSError as error:
         raise OutputError(_sentence(error, output, resumable=resumable)) from error
@@ -199,9 +210,10 @@ def _config(
     modules: Mapping[str, PackedSpec],
     embedding_and_head: Mapping[str, PackedSpec],
     manifest: Mapping[str, Any],
+    changed: Mapping[str, Any],
 ) -> dict[str, Any]:
     if source is not None:
-        config = json.loads((Path(source) / "config.json").read_text(encoding="utf-8"))
+        config = json.loads((Path(source) / "config.json").read_text(encoding="utf-8")) | dict(changed)
     else:
         config = json.loads(model.config.to_json_string())  # type: ignore[union-attr]
     config = _without_code(config)
@@ -231,11 +243,13 @@ def _without_code(value: Any) -> Any:
     return value
 
 
-def _copy_files(source: Path, target: Path) -> None:
+def _copy_files(source: Path, target: Path, *, tokenizer: bool) -> None:
+    left_out = NOT_COPIED if tokenizer else (*NOT_COPIED, *TOKENIZER_FILES)
     for folder in (source, *(source / name for name in COPIED_FOLDERS)):
         for file in sorted(folder.iterdir()) if folder.is_dir() else ():
+            parts = [part.lower() for part in file.relative_to(source).parts]
             if file.is_file() and not any(
-                fnmatch.fnmatch(file.name.lower(), pattern) for pattern in NOT_COPIED
+                fnmatch.fnmatch(part, pattern) for part in parts for pattern in left_out
             ):
                 copy = target / file.relative_to(source)
                 copy.parent.mkdir(exist_ok=True)

@@ -2,9 +2,9 @@
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from requant.inference.static_cache import static_cache
 from requant.models.devices import pick_device, total_memory
 from requant.models.experts import unfuse_experts
 from requant.models.folding import fold, obstacle, rotated_targets
+from requant.models.in_memory import changed_config, check_in_memory, check_tokenizer, origin
 from requant.models.loading import (
     DEMO,
     check_finite,
@@ -86,6 +87,9 @@ class Prepared:
     eval_windows: Int64[Tensor, "e c"]
     why_not_folded: str | None = None  # where the recipe asks for folded rotations
     hosted: bool = False  # whether the matrices stay on the host (`hosting.py`)
+    # of a model that was given loaded: keys of its configuration that its folder has otherwise
+    changed_config: Mapping[str, Any] = field(default_factory=dict)
+    own_tokenizer: bool = False  # which was given beside it
 
 
 def prepare(
@@ -100,14 +104,17 @@ def prepare(
     quiet: bool = True,
 ) -> Prepared:
     """Load what the run needs and refuse what cannot work; warn of texts that overlap where one of them is `scored`."""
-    source = _source(model)
+    check_tokenizer(tokenizer, loaded=not isinstance(model, str))
+    own_tokenizer, changed = tokenizer is not None, {}
     if isinstance(model, str):
+        source = Path(resolve_source(model))
         config = check_loadable(str(source), dtype=dtype)
     else:
-        config = model.config
-        if getattr(config, "quantization_config", None) is not None:
-            raise ModelError(f"this {type(model).__name__} is quantized already; give the original model.")
-    tokenizer = _tokenizer(model, tokenizer, source)
+        check_in_memory(model, device=device, dtype=dtype)
+        source, config = origin(model), model.config
+        changed = {} if source is None else changed_config(model, source)
+    if tokenizer is None:
+        tokenizer = _tokenizer(source)
     recipe = _within_positions(config, recipe)
     place, hosted = pick_device(device), False
     if isinstance(model, str):
@@ -177,6 +184,8 @@ def prepare(
         evaluation=evaluation,
         eval_windows=eval_windows[: recipe.evaluation.windows],
         hosted=hosted,
+        changed_config=changed,
+        own_tokenizer=own_tokenizer,
     )
 
 
@@ -286,19 +295,8 @@ def diagnosed_windows(prepared: Prepared) -> Int64[Tensor, "d t"]:
     return prepared.windows[: max(1, DIAGNOSED_TOKENS // prepared.windows.shape[1])]
 
 
-def _source(model: str | PreTrainedModel) -> Path | None:
-    """The model's folder; None for one that was built in memory."""
-    if isinstance(model, str):
-        return Path(resolve_source(model))
-    return Path(resolve_source(model.name_or_path)) if model.name_or_path else None
-
-
-def _tokenizer(
-    model: str | PreTrainedModel, given: PreTrainedTokenizerBase | None, source: Path | None
-) -> PreTrainedTokenizerBase:
-    """What is given beside a loaded model, else that of its folder."""
-    if given is not None and not isinstance(model, str):
-        return given
+def _tokenizer(source: Path | None) -> PreTrainedTokenizerBase:
+    """That of the model's folder."""
     if source is None:
         raise ModelError("a model that was built in memory needs its tokenizer; give tokenizer=.")
     return load_tokenizer(str(source))

@@ -239,9 +239,10 @@ def recipe_for(
         if options.get("calibration") is not None:
             raise RecipeError("text and calibration are the same option; give one of them.")
         options = {**options, "calibration": text}
-    if not isinstance(model, str | torch.nn.Module):
+    if not isinstance(model, str | PreTrainedModel):
         raise ModelError(
-            f"model must be a text or a loaded model, not {type(model).__name__}; give a folder, a name or an alias."
+            f"model must be a text or a loaded model, not {type(model).__name__}; give a folder, a name, an alias or a "
+            "PreTrainedModel of transformers (of adapters the result of merge_and_unload())."
         )
     if isinstance(model, str):
         gpu, name = pick_device(device).startswith("cuda"), model

@@ -32,11 +32,11 @@ def save(
         raise InputError(
             f"save takes what requant.quantize returned, not {type(result).__name__}; give that, not its model."
         )
-    recipe = dump_recipe(result.recipe)
+    recipe, prepared = dump_recipe(result.recipe), result.prepared
     summary = dataclasses.replace(run_summary(result, path_of(output, "output")), verdict=verdict)
     return save_checkpoint(
         output,
-        source=result.prepared.source,
+        source=prepared.source,
         model=result.model,
         weights=result.weights,
         embedding_and_head=result.embedding_and_head,
@@ -51,8 +51,9 @@ def save(
             "report.html": render_report(summary),
             "report.json": json.dumps(summary.to_dict(), indent=2),
             "README.md": model_card(summary),
-            **(_tokenizer_files(result) if result.prepared.source is None else {}),
+            **(_tokenizer_files(result) if prepared.own_tokenizer or prepared.source is None else {}),
         },
+        changed_config=prepared.changed_config,
     )
 
 

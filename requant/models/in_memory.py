@@ -1,0 +1,63 @@
+"""Models that are given loaded: what they have to be, and what of them is no longer as in the folder they came from."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from requant.errors import ModelError
+from requant.models.devices import pick_device
+from requant.models.loading import load_config, resolve_source
+
+# keys of a configuration that say how a model was loaded or runs, not what it is
+VOLATILE = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
+
+
+def check_in_memory(model: PreTrainedModel, *, device: str, dtype: str) -> None:
+    """Raise ModelError for a loaded model that cannot be quantized as it is, or where it is not as the arguments say."""
+    if model.get_output_embeddings() is None:
+        raise ModelError(
+            f"{type(model).__name__} has no head to predict tokens with; load it by AutoModelForCausalLM."
+        )
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise ModelError(f"this {type(model).__name__} is quantized already; give the original model.")
+    if device != "auto":
+        wanted = torch.device(pick_device(device))
+        if wanted.type != model.device.type or wanted.index not in (None, model.device.index or 0):
+            raise ModelError(
+                f"device {device} is not that of the loaded model, {model.device}; move the model."
+            )
+    own = str(model.dtype).removeprefix("torch.")
+    if dtype not in ("auto", own):
+        raise ModelError(f"dtype {dtype} is not that of the loaded model, {own}; convert the model.")
+
+
+def check_tokenizer(tokenizer: object, *, loaded: bool) -> None:
+    """Raise ModelError for a tokenizer that is none, or that is given beside a model which is not `loaded` yet."""
+    if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise ModelError(
+            f"tokenizer must be a tokenizer of transformers, not {type(tokenizer).__name__}; load it by AutoTokenizer."
+        )
+    if tokenizer is not None and not loaded:
+        raise ModelError(
+            "tokenizer= goes with a loaded model, and a folder or name has its own; leave it out, or load the model."
+        )
+
+
+def origin(model: PreTrainedModel) -> Path | None:
+    """The folder that a loaded model came from; None for one that was built in memory, or whose folder is gone."""
+    try:
+        return Path(resolve_source(model.name_or_path)) if model.name_or_path else None
+    except ModelError:
+        return None
+
+
+def changed_config(model: PreTrainedModel, folder: Path) -> dict[str, Any]:
+    """What a loaded model has otherwise than config.json of its folder: a resized embedding, fewer blocks."""
+    stored = load_config(str(folder)).to_dict()
+    return {
+        key: value
+        for key, value in model.config.to_dict().items()
+        if key not in VOLATILE and (key not in stored or stored[key] != value)
+    }
