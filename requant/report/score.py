@@ -18,7 +18,7 @@ from requant.allocation.budget import allocate_bits, with_allocation
 from requant.checkpoint.new_folder import check_output, new_folder
 from requant.checkpoint.save import MAX_SHARD_BYTES
 from requant.checkpoint.writer import write_shards
-from requant.errors import ModelError, OutputError
+from requant.errors import ModelError, OutputError, RecipeError
 from requant.models.targets import QuantTarget
 from requant.pipeline.diagnosis import Diagnosis, diagnose
 from requant.pipeline.prepare import prepare, start
@@ -31,6 +31,13 @@ from requant.run.workspace import Workspace
 from requant.sensitivity.path import Scores
 
 SCORES = ("gradient", "hessian", "pqi")
+UNUSED = (
+    "mode",
+    "sensitivity",
+    "finetune_steps",
+    "own_windows",
+    "eval_text",
+)  # options of a run that is measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,10 +79,15 @@ def score(
 ) -> Sensitivities:
     """Score every weight for the change that the recipe's quantizer makes (codes only, no sparse part).
 
-    Model, recipe, text and options are those of `requant.quantize`. With `output`, the scores of every weight, the table
-    and the plot are written there. Raises RequantError.
+    Model, recipe, text and options are those of `requant.quantize`, but for those of UNUSED, which are refused. With
+    `output`, the scores of every weight, the table and the plot are written there. Raises RequantError.
     """
     out_folder = None if output is None else check_output(output)
+    given = {name: options.get(name) for name in UNUSED}
+    if unused := [name for name, value in given.items() if value is not None and value != "dense"]:
+        raise RecipeError(
+            f"{unused[0]} has no meaning for score, which makes codes alone, as mode dense does; leave it out."
+        )
     recipe = recipe_for(model, recipe, text, device=device, options={**options, "mode": "dense"})
     prepared = prepare(
         model, recipe, tokenizer=tokenizer, device=device, dtype=dtype, scored=False, quiet=quiet

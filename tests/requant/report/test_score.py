@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 import requant
-from requant.errors import OutputError
+from requant.errors import OutputError, RecipeError
 from requant.models.loading import load_model
 from requant.models.targets import find_linears
 from requant.quantizers.registry import METHODS
@@ -71,6 +71,25 @@ def test_an_output_that_exists_is_refused_before_work(tmp_path: Path, monkeypatc
     monkeypatch.setattr(score, "prepare", lambda *args, **kwargs: pytest.fail("worked"))
     with pytest.raises(OutputError, match="exists already"):
         requant.score("demo", RECIPE, output=tmp_path)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"mode": "best"}, {"sensitivity": "pqi"}, {"finetune_steps": 9}, {"own_windows": 9}, {"eval_text": "x"}],
+)
+def test_options_that_would_change_nothing_are_refused(option, monkeypatch) -> None:
+    monkeypatch.setattr(score, "prepare", lambda *args, **kwargs: pytest.fail("worked"))
+    with pytest.raises(RecipeError, match=f"{next(iter(option))} has no meaning for score"):
+        requant.score("demo", RECIPE, **option)
+
+
+def test_the_mode_that_it_has_is_no_contradiction(monkeypatch) -> None:
+    def prepared(*_, **__):
+        raise InterruptedError
+
+    monkeypatch.setattr(score, "prepare", prepared)
+    with pytest.raises(InterruptedError):
+        requant.score("demo", RECIPE, mode="dense")
 
 
 def test_a_full_disk_leaves_nothing(tiny_folder, tiny_text_file: Path, tmp_path: Path, monkeypatch) -> None:
