@@ -105,7 +105,7 @@ def quantize(
             **options,
         )
         if target is not None:
-            from requant.exporters.readable import check_readable
+            from requant.pipeline.readable import check_readable
 
             check_readable(chosen, target)
         folder = (output if output is not None else output_folder(chosen)).expanduser()

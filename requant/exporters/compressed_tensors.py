@@ -31,11 +31,10 @@ from requant.checkpoint.save import MAX_SHARD_BYTES
 from requant.checkpoint.writer import write_shards
 from requant.errors import InputError
 from requant.exporters.folder import Written, write_config
-from requant.exporters.grids import grid_of, grid_spec_of, obstacle
 from requant.exporters.source import Source
 from requant.formats.bits import pack_bits
 from requant.formats.grid import Grid
-from requant.formats.packed_spec import PackedSpec
+from requant.formats.other_programs import grid_of, grid_spec_of, inexpressible
 from requant.formats.quantized_weight import QuantizedWeight
 
 VERSION = "0.15.0"  # the layout of zero points and of odd widths since this version of the package
@@ -132,14 +131,6 @@ def _groups(source: Source) -> dict[Group, list[str]]:
         key = (grid.bits, None if whole_row else grid.group_size, not grid.zero_points)
         groups.setdefault(key, []).append(name)
     return groups
-
-
-def inexpressible(spec: PackedSpec) -> str | None:
-    """Why compressed-tensors cannot express a matrix, as the end of a sentence."""
-    what, k = obstacle(spec), spec.shape[1]
-    if what is None and (group_size := grid_spec_of(spec).group_size) < k and k % group_size:
-        return f"has {k} columns in groups of {group_size}, the last one shorter"
-    return what
 
 
 def _units(source: Source) -> Iterator[dict[str, Tensor]]:

@@ -19,18 +19,14 @@ from torch import Tensor
 
 from requant.errors import InputError
 from requant.exporters.folder import Written
-from requant.exporters.gguf_blocks import BLOCK, TYPES, block_type, bytes_of_row, encode
-from requant.exporters.gguf_metadata import (
-    ARCHITECTURES,
-    add_architecture,
-    check_architecture,
-    rope_factors,
-)
+from requant.exporters.gguf_blocks import bytes_of_row, encode
+from requant.exporters.gguf_metadata import add_architecture, rope_factors
 from requant.exporters.gguf_tokenizer import add_tokenizer
-from requant.exporters.grids import grid_of, grid_spec_of, obstacle
 from requant.exporters.source import Source
 from requant.extras import requirement
+from requant.formats.other_programs import BLOCK_BITS, block_type, grid_of, grid_spec_of, misfit
 from requant.formats.packed_spec import PackedSpec
+from requant.models.llama_cpp import ARCHITECTURES, check_architecture
 
 FILE = "model.gguf"
 PAIRED = ("q_proj", "k_proj")
@@ -66,7 +62,7 @@ def write(source: Source, folder: Path) -> Written:
         factors = rope_factors(source.config)
         plain = source.plain_names()
         for name, spec in source.specs.items():
-            if types[name] in TYPES:
+            if types[name] in BLOCK_BITS:
                 row = bytes_of_row(types[name], spec.shape[1])
                 shape, read_as, size = (spec.shape[0], row), np.uint8, spec.shape[0] * row
             else:
@@ -113,7 +109,7 @@ def _data(source: Source, types: dict[str, str], *, paired: bool) -> Iterator[Te
     order = list(source.specs)
     for expected, (name, weight) in zip(order, source.weights(), strict=True):
         assert name == expected
-        if types[name] in TYPES:
+        if types[name] in BLOCK_BITS:
             yield encode(grid_of(weight), types[name])[_rows(source, name, weight.shape[0], paired=paired)]
         else:
             yield source.floats(name, weight)
@@ -143,17 +139,6 @@ def _type_of(source: Source, name: str, spec: PackedSpec) -> str:
     if name in source.header.embedding_and_head:
         return FLOATS[source.dtype]
     raise InputError(f"{name} {what}, which no type of llama.cpp holds exactly; export --to dense.")
-
-
-def misfit(spec: PackedSpec) -> str | None:
-    """Why no block holds a matrix, as the end of a sentence."""
-    if (what := obstacle(spec)) is not None:
-        return what
-    grid = grid_spec_of(spec)
-    k = grid.shape[1]
-    if k % BLOCK or (grid.group_size < k and grid.group_size % BLOCK):
-        return f"has {k} columns in groups of {grid.group_size}, not in multiples of {BLOCK}"
-    return f"has {grid.bits} bits with zero points" if block_type(grid) is None else None
 
 
 def _stored(dtype: torch.dtype, dimensions: int) -> torch.dtype:

@@ -21,21 +21,12 @@ import torch
 from jaxtyping import Int, UInt8
 from torch import Tensor
 
-from requant.formats.grid import Grid, GridSpec
-
-BLOCK = 32
-
-
-def block_type(spec: GridSpec) -> str | None:
-    """The smallest type that holds every grid of this spec; None where none does."""
-    levels = 1 << spec.bits
-    low, high = (1 - levels, levels - 1) if spec.zero_points else (-levels // 2, levels // 2 - 1)
-    fits = [name for name, (_, bits) in TYPES.items() if -(1 << bits - 1) <= low and high < 1 << bits - 1]
-    return fits[0] if fits else None
+from requant.formats.grid import Grid
+from requant.formats.other_programs import BLOCK, BLOCK_BITS
 
 
 def bytes_of_row(name: str, k: int) -> int:
-    return k // BLOCK * TYPES[name][1] * BLOCK // 8 + k // BLOCK * 2
+    return k // BLOCK * BLOCK_BITS[name] * BLOCK // 8 + k // BLOCK * 2
 
 
 def encode(grid: Grid, name: str) -> UInt8[Tensor, "n b"]:
@@ -47,7 +38,7 @@ def encode(grid: Grid, name: str) -> UInt8[Tensor, "n b"]:
     else:
         values = grid.codes.int() - grid.zero_points.int()[:, columns]
     scales = grid.scales[:, columns[::BLOCK]].contiguous().view(torch.uint8).view(n, -1, 2)
-    packed = TYPES[name][0](values.view(n, -1, BLOCK))
+    packed = ENCODERS[name](values.view(n, -1, BLOCK))
     return torch.cat([scales, packed], dim=2).flatten(1)
 
 
@@ -70,9 +61,4 @@ def _nibbles(codes: UInt8[Tensor, "n b 32"]) -> UInt8[Tensor, "n b 16"]:
     return codes[:, :, :16] | codes[:, :, 16:] << 4
 
 
-# name -> encoder, bits of q; the smallest first
-TYPES: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
-    "Q4_0": (_q4_0, 4),
-    "Q5_0": (_q5_0, 5),
-    "Q8_0": (_q8_0, 8),
-}
+ENCODERS: dict[str, Callable[[Tensor], Tensor]] = {"Q4_0": _q4_0, "Q5_0": _q5_0, "Q8_0": _q8_0}

@@ -38,6 +38,7 @@ from requant.pipeline.diagnosis import DISAGREEMENT, Diagnosis, diagnose
 from requant.pipeline.paper import requant_as_published
 from requant.pipeline.prepare import Prepared, diagnosed_windows, prepare, start
 from requant.pipeline.quicker import warn_of_a_slow_run
+from requant.pipeline.readable import check_readable
 from requant.pipeline.schedule import expected_stages
 from requant.pipeline.sparse import sparse
 from requant.recipe.options import Options, recipe_from_options
@@ -155,6 +156,8 @@ def quantize(
     Raises RequantError.
     """
     recipe = recipe_for(model, recipe, text, device=device, options=options)
+    if (program := options.get("target")) is not None:
+        check_readable(recipe, program, config=None if isinstance(model, str) else model.config)
     with progress.display(shown=not quiet):
         progress.enter("loading")
         prepared = prepare(model, recipe, tokenizer=tokenizer, device=device, dtype=dtype, quiet=quiet)

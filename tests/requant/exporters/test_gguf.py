@@ -13,10 +13,11 @@ from requant.checkpoint.read import load_weights
 from requant.errors import InputError
 from requant.exporters.export import export
 from requant.exporters.gguf import paired_rows
-from requant.exporters.gguf_blocks import block_type, bytes_of_row, encode
+from requant.exporters.gguf_blocks import bytes_of_row, encode
 from requant.exporters.gguf_metadata import rope_factors
 from requant.exporters.gguf_tokenizer import pre_tokenizer, starts_with_space
 from requant.formats.grid import GridSpec
+from requant.formats.other_programs import block_type
 from requant.inference.load import load
 
 from .conftest import grid, sentencepiece

@@ -335,6 +335,17 @@ def test_what_cannot_work_is_refused_before_work(tiny_folder, tiny_text_file: Pa
         prepare(folder, RECIPE, tmp_path / "short.txt")
 
 
+def test_what_a_program_cannot_read_is_refused_before_work(
+    tiny_folder, tiny_model, tokenizer, tiny_text_file: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr("requant.pipeline.quantize.prepare", lambda *_, **__: pytest.fail("worked"))
+    for model in (str(tiny_folder("llama")), tiny_model("llama")):
+        with pytest.raises(InputError, match=r"--for vllm: model\.layers\.0\.mlp\.down_proj has 172 columns"):
+            requant.quantize(model, text=tiny_text_file, target="vllm", code_bits=4)
+    with pytest.raises(InputError, match="GGUF export knows llama, mistral, qwen2, qwen3, not gpt2"):
+        requant.quantize(tiny_model("gpt2"), text=tiny_text_file, target="llama.cpp", code_bits=4)
+
+
 def test_nan_in_gradients_is_found(tiny_model, tokenizer, tiny_text_file: Path) -> None:
     model = tiny_model("llama")
     model.model.norm.register_forward_hook(  # the same output, with a gradient that overflows

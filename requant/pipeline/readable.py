@@ -6,10 +6,9 @@ import torch
 from torch import nn
 
 from requant.errors import InputError
-from requant.exporters.compressed_tensors import inexpressible
-from requant.exporters.gguf import misfit
-from requant.exporters.gguf_metadata import check_architecture
+from requant.formats.other_programs import inexpressible, misfit
 from requant.models.experts import unfuse_experts
+from requant.models.llama_cpp import check_architecture
 from requant.models.loading import load_config, resolve_source
 from requant.models.targets import find_linears
 from requant.quantizers.registry import METHODS
@@ -19,12 +18,15 @@ from requant.recipe.schema import Recipe
 OBSTACLES = {"compressed-tensors": inexpressible, "gguf": misfit}
 
 
-def check_readable(recipe: Recipe, program: str) -> None:
-    """Raise InputError, with the first matrix that `program` could not read, if the recipe makes such ones."""
+def check_readable(recipe: Recipe, program: str, *, config: Any = None) -> None:
+    """Raise InputError, with the first matrix that `program` could not read, if the recipe makes such ones.
+
+    `config` is that of a loaded model; None: of the recipe's.
+    """
     from transformers import AutoModelForCausalLM
 
     export = find_reader(program).export
-    config: Any = load_config(resolve_source(recipe.model))
+    config = load_config(resolve_source(recipe.model)) if config is None else config
     if export == "gguf":
         check_architecture(config)
     with torch.device("meta"):
