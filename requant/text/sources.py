@@ -25,6 +25,7 @@ SELF = "self"
 FILE_SUFFIXES = (".txt", ".raw", ".jsonl", ".parquet")
 # of files that are not read: such a name is a missing file's, and no data set's on the hub
 UNREAD_SUFFIXES = (".csv", ".tsv", ".json", ".gz", ".zip", ".md", ".html", ".pdf", ".docx", ".yaml")
+LONGEST_NAME = 4096  # a path on Linux
 MAX_HUB_CHARACTERS = 64_000_000  # of a hub data set: C4 alone is 800 GB, and a calibration reads a few MB
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,8 @@ def read_text(source: str | Path | Sequence[str | Path], *, field: str = "text")
     if isinstance(source, str | Path):
         name, documents = _documents(source, field)
         return Text.from_documents(name, documents)
+    if source is not None and not isinstance(source, list | tuple):
+        raise TextError(f"a text must be a path or a name, or a list of them, not {type(source).__name__}")
     if not source:
         raise TextError("no text was given: name a file, a data set or one of " + ", ".join(NAMED_SETS))
     parts = [read_text(part, field=field) for part in source]
@@ -72,7 +75,7 @@ def read_text(source: str | Path | Sequence[str | Path], *, field: str = "text")
 
 def _documents(source: str | Path, field: str) -> tuple[str, Iterator[str]]:
     """The name of a source and an iterator over its documents."""
-    key, path = str(source), Path(source)
+    key, path = str(source), Path(os.path.expanduser(source))
     if key in NAMED_SETS:
         packaged = resources.files("requant") / "data" / "demo-text" / NAMED_SETS[key]
         return f"{key} (written by a model)", iter([packaged.read_text(encoding="utf-8")])
@@ -82,6 +85,11 @@ def _documents(source: str | Path, field: str) -> tuple[str, Iterator[str]]:
         )
     if not key:
         raise TextError("a text has an empty name: give a file")
+    if len(key) > LONGEST_NAME or "\n" in key:
+        raise TextError(
+            f"a text of {len(key):,} characters ({key[:40]!r}...) is neither a file nor the name of one: write it to a .txt "
+            "file and give that"
+        )
     if os.path.isdir(path):  # unlike Path.is_dir, false for a name too long to be one
         raise TextError(f"{key} is a folder: name the files in it, such as {path / '*.txt'}")
     if os.path.isfile(path):
@@ -102,6 +110,8 @@ def _documents(source: str | Path, field: str) -> tuple[str, Iterator[str]]:
 
 
 def _did_you_mean(path: Path) -> str:
+    if path.is_symlink():
+        return f": the link leads to {os.readlink(path)}, which is not there"
     names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, names, n=1) or difflib.get_close_matches(
         str(path), NAMED_SETS, n=1

@@ -116,6 +116,31 @@ def test_missing_sources_name_the_nearest(tmp_path):
         read_text("self")
 
 
+def test_a_path_may_begin_at_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "corpus.txt").write_text("some words")
+    assert read_text("~/corpus.txt").name == "corpus.txt"
+
+
+def test_a_link_that_leads_nowhere_is_not_its_own_nearest_name(tmp_path):
+    (tmp_path / "corpus.txt").symlink_to("gone.txt")
+    with pytest.raises(TextError, match=r"there is no file .*corpus\.txt: the link leads to gone\.txt"):
+        read_text(tmp_path / "corpus.txt")
+
+
+@pytest.mark.parametrize("given", ["The cat sat.\nThe dog ran.", "the cat sat on the mat " * 1000])
+def test_text_in_place_of_its_name_is_refused_without_being_repeated(given):
+    with pytest.raises(TextError, match="is neither a file nor the name of one: write it to a") as refusal:
+        read_text([given])
+    assert len(str(refusal.value)) < 200
+
+
+@pytest.mark.parametrize("given", [3, b"demo", {"a": 1}, ["demo", 3]], ids=repr)
+def test_what_is_no_name_is_refused(given):
+    with pytest.raises(TextError, match="a text must be a path or a name, or a list of them, not "):
+        read_text(given)
+
+
 def test_optional_libraries_are_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setitem(sys.modules, "datasets", None)
