@@ -96,13 +96,14 @@ def sparsify(
     from requant.pipeline.plan import make_plan
     from requant.pipeline.prepare import prepare
     from requant.pipeline.quantize import quantize
-    from requant.pipeline.sparse_verdict import plain_codes, sparse_verdict
+    from requant.pipeline.sparse_verdict import plain_codes, sparse_verdict, with_comparison
     from requant.report.save import save
     from requant.report.summary import result_numbers, result_rows
 
     if dry_run:
         prepared = prepare(chosen.model, chosen, device=own_device, dtype=dtype, quiet=quiet)
-        print_plan(make_plan(prepared, prepared.recipe, quiet=quiet), folder, as_json=as_json)
+        plan = with_comparison(make_plan(prepared, prepared.recipe, quiet=quiet), prepared, measure=verify)
+        print_plan(plan, folder, as_json=as_json)
         return
     workspace = workspace_of(folder, resume=resume, save_every=save_every)
     silent = quiet and log_file is None

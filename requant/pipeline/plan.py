@@ -97,6 +97,7 @@ class Plan:
     code: str | None = None  # of a trellis
     training: str | None = None  # phases, steps, tokens; None without training
     hosted_bytes: int = 0  # of the matrices that stay in the host's memory
+    comparison: str | None = None  # of a 2:4 run: the plain codes of as many bytes
 
     def lines(self) -> list[str]:
         kinds = ", ".join(f"{count} {kind}" for kind, count in self.matrices.items())
@@ -116,6 +117,7 @@ class Plan:
             + (f" on {self.gpus} GPUs" if self.gpus > 1 else ""),
             *([] if self.training is None else [f"training        {self.training}"]),
             *self._host_lines(),
+            *([] if self.comparison is None else [f"compared with   {self.comparison}"]),
             *([] if self.rotations is None else [f"rotations       {self.rotations}"]),
             *self._budget_lines(),
         ]

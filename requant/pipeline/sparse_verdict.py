@@ -15,11 +15,14 @@ from typing import Any
 
 from requant import progress
 from requant.allocation.budget import allocate_bits, packed_spec
+from requant.display import format_seconds
 from requant.formats.semi_structured import FLOAT16_BITS
 from requant.models.devices import used_memory
+from requant.pipeline.plan import Plan, expected_memory
 from requant.pipeline.prepare import Prepared, prepare, start
 from requant.pipeline.quantize import QuantizedModel, quantize
 from requant.pipeline.schedule import expected_stages
+from requant.progress import Stage
 from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Budget, Recipe, Recovery
 from requant.run.workspace import Workspace
@@ -120,22 +123,19 @@ def plain_codes(
     """
     progress.enter("loading")
     prepared = prepare(recipe.model, recipe, device=device, dtype=dtype, scored=False, quiet=quiet)
-    bits = sparse_bytes(prepared, recipe) * 8 / sum(target.size for target in prepared.targets)
-    budget = min(math.floor(1000 * bits) / 1000, float(METHODS[CODES_METHOD].bits[-1]))
-    wanted = codes_recipe(recipe, budget)
+    wanted = codes_recipe(recipe, codes_budget(prepared, recipe))
     where = prepared.model.device
-    stages = expected_stages(prepared, wanted, where.type)
-    predicting = dataclasses.replace(stages[0], name="plain codes of the same bytes")
+    compared = comparison_stages(prepared, wanted, where.type, measure=measure)
     progress.expect(
-        [predicting, *(stages if measure else ()), *expected_stages(prepared, recipe, where.type)],
-        memory=lambda: used_memory(where),
+        [*compared, *expected_stages(prepared, recipe, where.type)], memory=lambda: used_memory(where)
     )
-    progress.enter(predicting.name)
+    progress.enter(compared[0].name)
     run = start(prepared, wanted, workspace=workspace, quiet=quiet)
     allocation = allocate_bits(run)
     assert allocation.predicted is not None
+    assert wanted.budget.bits is not None
     found = PlainCodes(
-        budget=budget,
+        budget=wanted.budget.bits,
         bits=8 * allocation.bytes / run.total_weights,
         bytes=allocation.bytes,
         predicted=allocation.predicted,
@@ -145,6 +145,33 @@ def plain_codes(
     del run, prepared
     result = quantize(recipe.model, wanted, device=device, dtype=dtype, workspace=workspace, quiet=quiet)
     return dataclasses.replace(found, kl=result.after.mean_kl)
+
+
+def comparison_stages(prepared: Prepared, wanted: Recipe, device: str, *, measure: bool) -> list[Stage]:
+    """What the plain codes of the recipe `wanted` take: their prediction, and with `measure` the whole run."""
+    stages = expected_stages(prepared, wanted, device)
+    predicting = dataclasses.replace(stages[0], name="plain codes of the same bytes")
+    return [predicting, *(stages if measure else ())]
+
+
+def with_comparison(plan: Plan, prepared: Prepared, *, measure: bool) -> Plan:
+    """The plan of a 2:4 run with the time and memory of `plain_codes`, which come before it, and what they are."""
+    recipe, device = prepared.recipe, plan.device
+    wanted = codes_recipe(recipe, codes_budget(prepared, recipe))
+    seconds = sum(stage.seconds for stage in comparison_stages(prepared, wanted, device, measure=measure))
+    how = f"measured: about {format_seconds(seconds)} of the time" if measure else "predicted"
+    return dataclasses.replace(
+        plan,
+        seconds=plan.seconds + seconds,
+        peak_memory=max(plan.peak_memory, expected_memory(prepared, wanted, device) if measure else 0),
+        comparison=f"plain codes of {wanted.budget.bits:g} bits a weight, {how}",
+    )
+
+
+def codes_budget(prepared: Prepared, recipe: Recipe) -> float:
+    """Bits a weight of the 2:4 run of `recipe`, or the most that plain codes take."""
+    bits = sparse_bytes(prepared, recipe) * 8 / sum(target.size for target in prepared.targets)
+    return min(math.floor(1000 * bits) / 1000, float(METHODS[CODES_METHOD].bits[-1]))
 
 
 def codes_recipe(recipe: Recipe, bits: float) -> Recipe:

@@ -108,6 +108,18 @@ def test_the_plan(sparsify) -> None:
     assert Path(json.loads(out)["output"]).name == "out"
 
 
+def test_the_plan_counts_what_the_pruned_model_is_compared_with(sparsify) -> None:
+    plans = {}
+    for verify in ((), ("--verify",)):
+        code, out, error = sparsify("out", "--bits", 2, *verify, "--dry-run", "--json")
+        assert code == 0, error
+        plans[bool(verify)] = json.loads(out)
+    assert plans[True]["seconds"] > plans[False]["seconds"]
+    assert plans[True]["peak_memory"] >= plans[False]["peak_memory"]
+    assert plans[False]["comparison"].endswith("bits a weight, predicted")
+    assert "measured: about" in plans[True]["comparison"]
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
