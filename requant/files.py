@@ -7,14 +7,18 @@ is read, and brackets and commas are counted before they are parsed.
 
 import fnmatch
 import json
+import logging
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from requant.errors import FileError, InputError
+from requant.errors import FileError, InputError, first_line
+
+logger = logging.getLogger(__name__)
 
 MAX_SMALL_FILE = 1 << 26  # bytes; the largest tokenizers and indices of shards have 40 million
 MAX_CONTAINERS = (
@@ -27,6 +31,7 @@ MAX_CONFIG_CONTAINERS = 100_000
 MAX_CONFIG_ITEMS = 1_000_000
 MAX_YAML = 1 << 16  # bytes; the parser is slow
 MAX_YAML_DEPTH = 16
+FRONT_MATTER = re.compile(r"\s*---[ \t]*\r?\n(.*?)(?<=\n)---[ \t]*(?:\r?\n|$)", re.DOTALL)
 SMALL = (  # names of the files that transformers reads whole
     "*config.json", "*.index.json", "tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.*",
     "merges.txt", "*.model", "*.jinja", "chat_template.*",
@@ -119,13 +124,28 @@ class _UniqueKeys(yaml.SafeLoader):
 
 
 def front_matter(folder: Path) -> dict[str, Any]:
-    """The metadata at the head of a model card, README.md in `folder`; empty where there is none that can be read."""
+    """The metadata at the head of a model card, README.md in `folder`; empty where there is none.
+
+    Of one that cannot be read a warning says why: licence and languages stand there.
+    """
+    card = folder / "README.md"
     try:
-        text = read_small_file(folder / "README.md").decode()
-        found = parse_yaml(text.removeprefix("---\n").split("\n---\n")[0]) if text.startswith("---\n") else {}
-    except (FileError, OSError, ValueError, yaml.YAMLError, RecursionError):
+        text = read_small_file(card).decode("utf-8-sig")
+        head = FRONT_MATTER.match(text)
+        found = {} if head is None else parse_yaml(head[1])
+        if not isinstance(found, dict | None):
+            raise ValueError("no mapping of keys to values")
+    except FileNotFoundError:
         return {}
-    return found if isinstance(found, dict) else {}
+    except (FileError, OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+        logger.warning(
+            "%s: its metadata cannot be read (%s), so licence and languages are not taken over; mend it, or name them "
+            "in the new card.",
+            card,
+            first_line(error),
+        )
+        return {}
+    return found or {}
 
 
 def _check_events(events: Iterable[yaml.Event]) -> None:

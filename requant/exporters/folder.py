@@ -14,6 +14,7 @@ from requant.checkpoint.writer import write_bytes
 from requant.errors import printable
 from requant.exporters.source import Source
 from requant.files import front_matter
+from requant.report.summary import terms
 
 OURS = ("readme.md", "report.html", "report.json")  # they describe the checkpoint, not its export
 LOADING = {
@@ -63,6 +64,7 @@ def write_card(source: Source, target: str, folder: Path, *, name: str) -> None:
     front: dict[str, Any] = {"pipeline_tag": "text-generation", "tags": ["requant", "quantized", target]}
     if base := _base_model(source.path):
         front |= {"base_model": base, "base_model_relation": "quantized"}
+    front |= terms(source.path)
     version = str(source.header.quantization.get("requant_version", "?"))
     head = yaml.safe_dump(front, sort_keys=False, allow_unicode=False).strip()
     title, origin = (printable(text).replace("`", "?") for text in (name, source.path.name))

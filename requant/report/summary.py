@@ -43,7 +43,7 @@ def run_summary(result: QuantizedModel, output: Path) -> RunSummary:
     summary = RunSummary(
         model=result.recipe.model,
         base_model=_hub_name(result.recipe.model),
-        terms=_terms(prepared.source),
+        terms=terms(prepared.source),
         checkpoint=output.name,
         version=VERSION,
         method=result.recipe.method,
@@ -278,7 +278,7 @@ def _plus_minus(error: float | None) -> str:
     return "" if error is None else f" ± {error:.4f}"
 
 
-def _terms(source: Path | None) -> dict[str, Any]:
+def terms(source: Path | None) -> dict[str, Any]:
     """Licence and languages that the original's model card names: they hold for the quantized model too."""
     found = {} if source is None else front_matter(source)
 
@@ -286,6 +286,8 @@ def _terms(source: Path | None) -> dict[str, Any]:
         return isinstance(value, str) and len(value) <= 200
 
     given = {key: found.get(key) for key in ("license", "license_name", "license_link", "language")}
+    if isinstance(languages := given["language"], list):
+        given["language"] = ["no" if each is False else each for each in languages]  # Norwegian, to YAML
     return {
         key: value
         for key, value in given.items()

@@ -115,7 +115,10 @@ def grid_checkpoint(tmp_path: Path, tokenizer: Any) -> Callable[..., Path]:
             weights=weights,
             embedding_and_head=embedding_and_head,
             manifest={"requant_version": "0.1.0"},
-            extra_files={"recipe.yaml": "bits: 4\n", "README.md": "---\nbase_model: org/Base\n---\nours\n"},
+            extra_files={
+                "recipe.yaml": "bits: 4\n",
+                "README.md": "---\nbase_model: org/Base\nlicense: mit\n---\nours\n",
+            },
         )
 
     return make

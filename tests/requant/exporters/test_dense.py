@@ -104,7 +104,8 @@ def test_files_beside_the_weights(grid_checkpoint, tmp_path: Path) -> None:
     }
     assert not names & {"report.html", "checksums.json", "model.safetensors.index.json.bak.bin"}
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "base_model: org/Base" in card and "ours" not in card and "exported as dense" in card
+    assert "base_model: org/Base" in card and "license: mit" in card
+    assert "ours" not in card and "exported as dense" in card
     assert (tmp_path / "out").stat().st_mode & 0o055 == 0o055
     assert {entry.name for entry in tmp_path.iterdir()} == {"source", "checkpoint", "out"}
 
