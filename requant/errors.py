@@ -8,6 +8,7 @@
     │   ├── FileError            a pipe, a device, a file that would take too much memory
     │   ├── CheckpointError      a damaged, foreign or hostile checkpoint
     │   └── OutputError          the output folder exists, or cannot be written
+    │       └── WriteError       exit code 1: a disk that fills up, or fails, in the middle of a run
     └── NumericalError           NaN or infinity in weights, gradients or statistics
 
 A message is one sentence (two at most) that says what, where (layer, file, key), both values, and what to do.
@@ -52,6 +53,12 @@ class CheckpointError(InputError):
 
 class OutputError(InputError):
     pass
+
+
+class WriteError(OutputError):
+    """Nothing that was asked for is at fault: the same command is right once there is space."""
+
+    exit_code = 1
 
 
 class NumericalError(RequantError):

@@ -17,7 +17,7 @@ from requant.checkpoint.header import CHECKSUMS_FILE, read_shard
 from requant.checkpoint.new_folder import check_output, new_folder
 from requant.checkpoint.validate import version_of
 from requant.checkpoint.writer import planned_bytes, write_bytes, write_shards
-from requant.errors import NumericalError, OutputError
+from requant.errors import NumericalError, WriteError
 from requant.formats.packed_spec import GUARD_TENSOR, PackedSpec
 from requant.formats.quantized_weight import QuantizedWeight, pack
 from requant.formats.tensor_spec import TensorSpec
@@ -56,8 +56,8 @@ def save_checkpoint(
     all from the model. `weights` is consumed once, in order, and written as it comes. `embedding_and_head` holds the
     embedding and the head, where they are quantized too, by module; of tied ones the embedding alone. `manifest`
     (version, recipe hash, calibration, ...) joins `quantization_config`. A tokenizer among `extra_files` takes the place of
-    the source's, `changed_config` that of keys in its config.json. `resumable`: the command has kept its work, so
-    an error names --resume. Raises OutputError, or NumericalError for a matrix that holds NaN or infinity.
+    the source's, `changed_config` that of keys in its config.json. `resumable`: the command has kept its work, so an error
+    names --resume. Raises OutputError (WriteError in the middle), or NumericalError for a matrix that holds NaN or infinity.
     """
     if clash := sorted(_RESERVED & manifest.keys()):
         raise ValueError(f"manifest has the reserved key {clash[0]!r}")
@@ -92,7 +92,7 @@ def save_checkpoint(
             )
             _write_json(partial / CHECKSUMS_FILE, {"algorithm": "sha256", "files": checksums})
     except OSError as error:
-        raise OutputError(_sentence(error, output, resumable=resumable)) from error
+        raise WriteError(_sentence(error, output, resumable=resumable)) from error
     return output
 
 

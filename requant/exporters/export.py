@@ -17,7 +17,7 @@ from typing import Any
 
 from requant.checkpoint.new_folder import check_output, new_folder
 from requant.display import format_bytes
-from requant.errors import InputError, OutputError, did_you_mean
+from requant.errors import InputError, WriteError, did_you_mean
 from requant.exporters import compressed_tensors, dense, gguf
 from requant.exporters.folder import Written, copy_files, write_card
 from requant.exporters.source import Source, open_source
@@ -71,7 +71,7 @@ def export(checkpoint: str | Path, target: str, output: str | Path, *, dtype: st
     Raises:
         InputError: an unknown target, or a checkpoint that the target cannot express.
         CheckpointError: a folder that is damaged or is no requant checkpoint.
-        OutputError: an output that exists or cannot be written.
+        OutputError: an output that exists or cannot be written; WriteError where that ends in the middle.
         NumericalError: a weight beyond float16.
     """
     if isinstance(target, str) and target in READERS:
@@ -90,7 +90,7 @@ def export(checkpoint: str | Path, target: str, output: str | Path, *, dtype: st
             write_card(source, target, folder, name=path.name)
             sizes = {name: (folder / name).stat().st_size for name in written.files}
     except OSError as error:
-        raise OutputError(
+        raise WriteError(
             f"{output} cannot be written ({error.strerror or error}); free some space, or choose another --output."
         ) from error
     return Exported(

@@ -18,7 +18,7 @@ from requant.allocation.budget import allocate_bits, with_allocation
 from requant.checkpoint.new_folder import check_output, new_folder
 from requant.checkpoint.save import MAX_SHARD_BYTES
 from requant.checkpoint.writer import write_shards
-from requant.errors import ModelError, OutputError, RecipeError
+from requant.errors import ModelError, RecipeError, WriteError
 from requant.models.targets import QuantTarget
 from requant.pipeline.diagnosis import Diagnosis, diagnose
 from requant.pipeline.prepare import prepare, start
@@ -111,7 +111,7 @@ def score(
     except OSError as error:
         if out_folder is None:
             raise
-        raise OutputError(
+        raise WriteError(
             f"{out_folder} cannot be written ({error.strerror or error}); free some space, or choose another --output."
         ) from error
     return found

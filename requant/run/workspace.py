@@ -32,7 +32,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from requant import ranks
-from requant.errors import OutputError
+from requant.errors import OutputError, WriteError
 from requant.models.hosted import whole_state
 from requant.run.ownership import Owner, check_owner, claim
 
@@ -126,7 +126,7 @@ class Workspace:
             os.replace(aside, file)
         except (OSError, safetensors.SafetensorError) as error:
             aside.unlink(missing_ok=True)
-            raise OutputError(
+            raise WriteError(
                 f"{self.folder} cannot be written ({error}); free some space and run again with --resume."
             ) from error
 

@@ -304,7 +304,7 @@ def test_disk_full(cli, tiny_folder, tiny_text_file: Path, tmp_path: Path, monke
     with monkeypatch.context() as patch:
         patch.setattr(name, full, raising=False)
         code, out, error = cli(*arguments)
-    assert (code, out) == (2, "") and not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))
+    assert (code, out) == (1, "") and not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))
     assert error.count("\n") == 1 and "free some space and run again with --resume." in error
     if name.startswith("requant.checkpoint"):  # as it says: nothing is quantized twice
         monkeypatch.setattr("requant.run.workspace.save_file", full)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from requant.checkpoint.read import load_weights
-from requant.errors import CheckpointError, InputError, NumericalError, OutputError
+from requant.errors import CheckpointError, InputError, NumericalError, OutputError, WriteError
 from requant.exporters import dense
 from requant.exporters.export import export
 from requant.exporters.source import open_source
@@ -125,7 +125,7 @@ def test_what_cannot_be_done_leaves_nothing(grid_checkpoint, tmp_path: Path, mon
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(dense, "write_shards", full)
-    with pytest.raises(OutputError, match=r"\(No space left on device\); free some space"):
+    with pytest.raises(WriteError, match=r"\(No space left on device\); free some space"):
         export(checkpoint, "dense", tmp_path / "out")
     assert {entry.name for entry in tmp_path.iterdir()} == {"source", "checkpoint"}
 

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 import requant
-from requant.errors import OutputError, RecipeError
+from requant.errors import OutputError, RecipeError, WriteError
 from requant.models.loading import load_model
 from requant.models.targets import find_linears
 from requant.quantizers.registry import METHODS
@@ -98,7 +98,7 @@ def test_a_full_disk_leaves_nothing(tiny_folder, tiny_text_file: Path, tmp_path:
 
     monkeypatch.setattr(score, "write_shards", full)
     with pytest.raises(
-        OutputError, match=r"out cannot be written \(No space left on device\); free some space"
+        WriteError, match=r"out cannot be written \(No space left on device\); free some space"
     ):
         requant.score(str(tiny_folder("llama")), RECIPE, tiny_text_file, output=tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
