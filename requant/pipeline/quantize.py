@@ -158,6 +158,8 @@ def quantize(
     recipe = recipe_for(model, recipe, text, device=device, options=options)
     if (program := options.get("target")) is not None:
         check_readable(recipe, program, config=None if isinstance(model, str) else model.config)
+    workspace = workspace or Workspace(None)
+    workspace.check_free()
     with progress.display(shown=not quiet):
         progress.enter("loading")
         prepared = prepare(model, recipe, tokenizer=tokenizer, device=device, dtype=dtype, quiet=quiet)
@@ -165,7 +167,7 @@ def quantize(
         where = prepared.model.device
         progress.expect(expected_stages(prepared, recipe, where.type), memory=lambda: used_memory(where))
         warn_of_a_slow_run(prepared, recipe, where.type)
-        run = start(prepared, recipe, workspace=workspace or Workspace(None), quiet=quiet)
+        run = start(prepared, recipe, workspace=workspace, quiet=quiet)
         if has_budget(recipe):
             progress.enter("allocation")
         if statistics is not None:

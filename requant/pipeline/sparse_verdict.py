@@ -121,6 +121,7 @@ def plain_codes(
 
     Nothing of the model stays in memory, so this comes before the 2:4 run.
     """
+    workspace.check_free()
     progress.enter("loading")
     prepared = prepare(recipe.model, recipe, device=device, dtype=dtype, scored=False, quiet=quiet)
     wanted = codes_recipe(recipe, codes_budget(prepared, recipe))

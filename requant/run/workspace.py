@@ -149,6 +149,26 @@ class Workspace:
             shutil.rmtree(self.folder, ignore_errors=True)
             self._unlock()
 
+    def check_free(self) -> None:
+        """Raise OutputError where a run is at work in the folder; nothing is made, taken or cleared.
+
+        `_open` looks again, when the first result is asked for: this is to say it before a model is loaded.
+        """
+        if self.lock is None or self.opened or ranks.rank() > 0 or not Path(self.lock.lock_file).exists():
+            return
+        try:
+            with self.lock.acquire(timeout=0):
+                return
+        except Timeout:
+            raise self._taken() from None
+        except (NotImplementedError, OSError):  # no locks here, or no permission: `_open` says so
+            return
+
+    def _taken(self) -> OutputError:
+        return OutputError(
+            f"another run is writing to {self.folder}; wait until it ends, or choose another --output."
+        )
+
     def remove_leftover(self) -> None:
         """Delete what a run left that was killed when its output was complete. Raises OutputError where a run is at work."""
         if self.folder is None or self.lock is None:
@@ -176,9 +196,7 @@ class Workspace:
             self._clear(folder)
             self.owner = claim(folder, self.arguments)
         except Timeout:
-            raise OutputError(
-                f"another run is writing to {folder}; wait until it ends, or choose another --output."
-            ) from None
+            raise self._taken() from None
         except OSError as error:
             raise OutputError(
                 f"{folder} cannot be made ({error.strerror}); choose another --output."

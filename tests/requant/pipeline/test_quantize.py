@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 
 import requant
 from requant.calibration.collect import collect
@@ -333,6 +334,15 @@ def test_what_cannot_work_is_refused_before_work(tiny_folder, tiny_text_file: Pa
     (tmp_path / "short.txt").write_text("too short")
     with pytest.raises(TextError, match=r"short.txt holds 8 tokens and one window needs 32"):
         prepare(folder, RECIPE, tmp_path / "short.txt")
+
+
+def test_another_run_is_found_before_the_model_is_loaded(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("requant.pipeline.quantize.prepare", lambda *_, **__: pytest.fail("loaded"))
+    with (
+        FileLock(tmp_path / "w.lock"),
+        pytest.raises(OutputError, match=r"another run is writing to .*w; wait until"),
+    ):
+        requant.quantize("demo", RECIPE, workspace=Workspace(tmp_path / "w"))
 
 
 def test_what_a_program_cannot_read_is_refused_before_work(

@@ -53,6 +53,21 @@ def test_a_second_run_keeps_out_while_the_first_one_lives(tmp_path: Path) -> Non
         pass
 
 
+def test_a_run_at_work_is_found_before_any_is_started(tmp_path: Path) -> None:
+    Workspace(tmp_path / "w").check_free()
+    assert list(tmp_path.iterdir()) == []
+    kept = Workspace(tmp_path / "w")
+    kept.put("linear", KEY, value=1)
+    kept.check_free()  # by this run itself
+    kept.remove()
+    other = FileLock(tmp_path / "w.lock")
+    with other, pytest.raises(OutputError, match="another run is writing"):
+        Workspace(tmp_path / "w").check_free()
+    (tmp_path / "w.lock").touch()  # left by a run that was killed
+    Workspace(tmp_path / "w").check_free()
+    Workspace(tmp_path / "w").put("linear", KEY, value=1)
+
+
 def test_a_command_that_never_works_touches_nothing(tmp_path: Path) -> None:
     Workspace(tmp_path / "w").put("linear", KEY, value=1)
     Workspace(tmp_path / "w").remove()
