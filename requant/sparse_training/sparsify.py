@@ -176,7 +176,7 @@ def sparsify_(
     model: nn.Module,
     method: str = "s-ste",
     *,
-    layers: Sequence[str] = FEED_FORWARD,
+    layers: str | Sequence[str] = FEED_FORWARD,
     decay: float | None = None,
     mask_every: int | None = None,
     mvue: bool = False,
@@ -197,7 +197,7 @@ def sparsify_(
 
     Args:
         method: `s-ste`, `transposable` or `sr-ste`.
-        layers: shell patterns of the names of the `nn.Linear` modules; by default those of feed-forward networks.
+        layers: shell patterns, or one, of the names of the `nn.Linear` modules; by default those of feed-forward networks.
         decay: of pruned weights, added to the gradient; None: 6e-5 (GPT-2's), for `s-ste` 0.
         mask_every: steps between two updates of the masks; None: 40 for `transposable`, else 1.
         mvue: prune the gradient of the outputs, without bias, in the product that gives the weight's gradient.
@@ -211,6 +211,7 @@ def sparsify_(
             f"method '{method}' is unknown{did_you_mean(method, METHODS)}; there are: {', '.join(METHODS)}."
         )
     chosen = METHODS[method]
+    layers = (layers,) if isinstance(layers, str) else layers
     linears = {
         name: module
         for name, module in model.named_modules()

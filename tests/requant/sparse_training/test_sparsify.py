@@ -140,6 +140,11 @@ def test_a_network_learns(method: str, device: str) -> None:
     assert all(((p.projected().view(-1, 4) != 0).sum(1) <= 2).all() for p in training.layers.values())
 
 
+def test_one_pattern_is_no_sequence_of_letters() -> None:
+    """Of which `*` would match every layer, the attention's too."""
+    assert list(sparsify_(Network(), layers="*mlp*").layers) == ["mlp.0", "mlp.2"]
+
+
 def test_what_cannot_be_done() -> None:
     with pytest.raises(RecipeError, match=r"method 'sste' is unknown \(did you mean 's-ste'\?\)"):
         sparsify_(Network(), "sste")
