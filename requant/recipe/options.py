@@ -133,9 +133,10 @@ def recipe_from_options(
         base["quantizer"]["bits"] = int(bits) if bits.is_integer() else bits
     if recipe is None and base["method"] == "trellis":
         base["quantizer"]["code"] = trellis_code(bits)
-    if "sensitivity" in given and base["mode"] == "best":
+    if "sensitivity" in given and base["mode"] != "paper":
         logger.warning(
-            "--sensitivity ranks the sparse part, which mode best does not have; give --mode paper."
+            "--sensitivity changes nothing here: it ranks the sparse part, which mode %s does not have; give --mode paper.",
+            base["mode"],
         )
     if "modules" in given and not isinstance(given["modules"], Mapping):
         given["modules"] = parse_modules(given["modules"])

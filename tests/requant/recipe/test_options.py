@@ -322,6 +322,9 @@ def test_a_score_that_ranks_nothing_is_said(caplog: pytest.LogCaptureFixture) ->
     options(bits="3", mode="best", sensitivity="hessian")
     assert "which mode best does not have" in caplog.text
     caplog.clear()
+    options(bits="3", mode="dense", sensitivity="hessian")
+    assert "which mode dense does not have" in caplog.text
+    caplog.clear()
     options(bits="3", mode="paper", sensitivity="hessian")
     assert not caplog.text
 
