@@ -116,7 +116,7 @@ def prepare(
     if tokenizer is None:
         tokenizer = _tokenizer(source)
     recipe = _within_positions(config, recipe)
-    place, hosted = pick_device(device), False
+    place, hosted = str(model.device) if isinstance(model, PreTrainedModel) else pick_device(device), False
     if isinstance(model, str):
         hosted = not ranks.all_agree(not _hosts(str(source), recipe, device=place, dtype=dtype))
     if hosted:
