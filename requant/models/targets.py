@@ -218,8 +218,9 @@ def _refuse_unknown_experts(path: str, blocks: nn.ModuleList) -> None:
                 where = ".".join(filter(None, (path, str(index), module_name, name)))
                 fused = parameter.dim() == 3 and "conv" not in where.lower()
                 if fused or (parameter.dim() == 2 and parameter.numel() > MAX_UNSEEN * total):
+                    what = "experts" if fused or "expert" in where.lower() else "weights"
                     raise ModelError(
-                        f"{where} {list(parameter.shape)} holds experts in a layout that requant does not know, so "
+                        f"{where} {list(parameter.shape)} holds {what} in a layout that requant does not know, so "
                         f"{parameter.numel() / total:.0%} of the block's weights would stay as they are; "
                         "this model is not supported."
                     )

@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 from safetensors import safe_open
+from transformers import AutoModelForCausalLM, MambaConfig
 
 from requant.errors import ModelError
 from requant.models import experts
@@ -189,6 +190,14 @@ def test_routers_and_gates_are_no_targets(tiny_model, mixture: str) -> None:
 def test_unknown_layouts_are_refused(tiny_model, name: str, weight: str) -> None:
     with pytest.raises(ModelError, match=weight + r".* holds experts in a layout that requant does not know"):
         find_linears(unfused(tiny_model(name)))
+
+
+def test_a_state_space_is_not_called_experts() -> None:
+    config = MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, state_size=8)
+    with pytest.raises(
+        ModelError, match=r"A_log \[64, 8\] holds weights in a layout that requant does not know"
+    ):
+        find_linears(AutoModelForCausalLM.from_config(config))
 
 
 def test_a_step_takes_fewer_tokens_where_prompts_have_launches_of_their_own(tiny_model) -> None:
