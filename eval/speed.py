@@ -53,7 +53,7 @@ from requant.finetune.memory import training_bytes
 from requant.finetune.saved_training import SavedTraining
 from requant.formats.quantized_weight import trainable_params
 from requant.models.devices import limit_gpu_memory, peak_memory, pick_device, total_memory
-from requant.pipeline.plan import expected_memory
+from requant.pipeline.memory import expected_memory
 from requant.pipeline.prepare import outline, prepare, start
 from requant.quantizers.registry import METHODS
 from requant.recipe.defaults import GPU_SAMPLES, default_recipe, trellis_code

@@ -15,19 +15,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from requant import ranks
 from requant.calibration.experts import routed_tokens
-from requant.errors import ModelError, RecipeError, TextError
-from requant.finetune.final import trains_by_block
-from requant.finetune.memory import fullest_phase
-from requant.inference.static_cache import static_cache
+from requant.errors import ModelError, RecipeError
 from requant.models.devices import pick_device, total_memory
 from requant.models.experts import unfuse_experts
 from requant.models.folding import fold, obstacle, rotated_targets
 from requant.models.in_memory import changed_config, check_in_memory, check_tokenizer, origin
 from requant.models.loading import (
-    DEMO,
     check_finite,
     check_loadable,
-    context_limit,
     empty_model,
     folder_bytes,
     load_model,
@@ -35,21 +30,18 @@ from requant.models.loading import (
     resolve_source,
 )
 from requant.models.targets import QuantTarget, find_linears, keep_on_host
+from requant.pipeline.completion import own_windows_of, trained_where_it_fits, with_steps, within_positions
 from requant.pipeline.hosting import HOSTED, hosts_blocks, without_training
-from requant.recipe.defaults import finetune_steps, needed_own_windows
-from requant.recipe.schema import Calibration, Evaluation, Recipe
+from requant.pipeline.texts import calibration_text, evaluation_text, in_windows, sampled_text
+from requant.recipe.schema import Recipe
 from requant.run.context import RunContext, fingerprint
-from requant.run.rounds import rounds_of
 from requant.run.workspace import Workspace
 from requant.sensitivity.path import originals
-from requant.text.sources import SELF, WIKITEXT, Text, read_text
-from requant.text.windows import overlap, sample_self, spread, token_windows
+from requant.text.sources import Text
+from requant.text.windows import spread
 
 logger = logging.getLogger(__name__)
 OVERLAP_TOLERATED = 0.01  # fraction of the evaluation text; above it a warning
-ESTIMATE_ABOVE = (
-    1.1  # times what training takes: 1B shapes were planned at 50.0 and 19.5 GiB, and held 46.6 and 17
-)
 DIAGNOSED_TOKENS = 4096  # PQI equals dF on any text, so a small one serves
 
 
@@ -115,7 +107,7 @@ def prepare(
         changed = {} if source is None else changed_config(model, source)
     if tokenizer is None:
         tokenizer = _tokenizer(source)
-    recipe = _within_positions(config, recipe)
+    recipe = within_positions(config, recipe)
     place, hosted = str(model.device) if isinstance(model, PreTrainedModel) else pick_device(device), False
     if isinstance(model, str):
         hosted = not ranks.all_agree(not _hosts(str(source), recipe, device=place, dtype=dtype))
@@ -124,12 +116,12 @@ def prepare(
         logger.warning("the model is larger than the GPU: %s; nothing is trained.", HOSTED)
     given = [str(t) for t in ([text] if isinstance(text, str | Path) else text or recipe.calibration.text)]
     # what is wrong with a text is said before the weights are read
-    evaluation = _evaluation(source, recipe, given)
-    calibration = _calibration(source, recipe, given)
+    evaluation = evaluation_text(source, recipe, given)
+    calibration = calibration_text(source, recipe, given)
     with ThreadPoolExecutor(1) as beside:  # tokenizers need neither the weights nor Python's lock
         pending = None
         if calibration is not None:
-            pending = beside.submit(_in_tokens, calibration, evaluation, tokenizer, recipe, scored=scored)
+            pending = beside.submit(in_windows, calibration, evaluation, tokenizer, recipe, scored=scored)
         model = _opened(model, source, device=place, dtype=dtype, moved=not hosted)
         targets = divided(_targets(model, recipe), ranks.world_size())
         if hosted:
@@ -142,10 +134,10 @@ def prepare(
                 fold(model, seed=recipe.quantizer.seed)
                 targets = rotated_targets(targets)
         by_default = recipe.finetune.steps is None
-        recipe = _with_steps(model, recipe)
+        recipe = with_steps(model, recipe)
         if pending is None:
-            written = _own_text(model, tokenizer, recipe, quiet=quiet)
-            texts = _in_tokens(written, evaluation, tokenizer, recipe, scored=scored)
+            written = sampled_text(model, tokenizer, recipe, quiet=quiet)
+            texts = in_windows(written, evaluation, tokenizer, recipe, scored=scored)
         else:
             texts = pending.result()
     calibration, evaluation = texts.calibration, texts.evaluation
@@ -161,7 +153,7 @@ def prepare(
             calibration.name,
         )
     train_windows = spread(all_windows, num_train, of=None)
-    recipe, lacking = _trained_where_it_fits(model, targets, recipe, train_windows, by_default, device=place)
+    recipe, lacking = trained_where_it_fits(model, targets, recipe, train_windows, by_default, device=place)
     if lacking:
         logger.warning(
             "training would take about %.1f GiB of a GPU that has %.1f: nothing is trained; give a larger GPU, --gpus, or "
@@ -179,7 +171,7 @@ def prepare(
         calibration=calibration,
         windows=windows,
         train_windows=train_windows,
-        own_windows=_own_windows(model, recipe, targets, train_windows),
+        own_windows=own_windows_of(model, recipe, targets, train_windows),
         bytes_to_train=lacking,
         evaluation=evaluation,
         eval_windows=eval_windows[: recipe.evaluation.windows],
@@ -198,11 +190,11 @@ def outline(
     """
     folder = Path(resolve_source(model))
     empty = _shapes(str(folder), dtype=dtype)
-    recipe = _within_positions(empty.config, recipe)
+    recipe = within_positions(empty.config, recipe)
     hosted = hosts_blocks(empty, _targets(empty, recipe), recipe, device)
     recipe = without_training(recipe) if hosted else recipe
     by_default = recipe.finetune.steps is None
-    recipe = _with_steps(empty, recipe)
+    recipe = with_steps(empty, recipe)
     calibration, evaluation = recipe.calibration, recipe.evaluation
     num_train = max(calibration.num_samples, recipe.finetune.train_windows if recipe.finetune.trains else 0)
     sizes = (
@@ -212,7 +204,7 @@ def outline(
     )
     windows = [torch.empty(size, dtype=torch.int64, device="meta") for size in sizes]
     targets = divided(_targets(empty, recipe), gpus)
-    recipe, lacking = _trained_where_it_fits(empty, targets, recipe, windows[1], by_default, device=device)
+    recipe, lacking = trained_where_it_fits(empty, targets, recipe, windows[1], by_default, device=device)
     return Outline(
         model=empty,
         recipe=recipe,
@@ -220,7 +212,7 @@ def outline(
         targets=targets,
         windows=windows[0],
         train_windows=windows[1],
-        own_windows=_own_windows(empty, recipe, targets, windows[1]),
+        own_windows=own_windows_of(empty, recipe, targets, windows[1]),
         bytes_to_train=lacking,
         eval_windows=windows[2],
         hosted=hosted,
@@ -310,142 +302,6 @@ def _opened(
         model = load_model(str(source), device=device, dtype=dtype, moved=moved)
     unfuse_experts(model)
     return model.requires_grad_(False).eval()
-
-
-def _within_positions(config: Any, recipe: Recipe) -> Recipe:
-    """The recipe with windows that a model of this configuration has positions for: the default lengths become all the
-    positions of a model that has fewer (GPT-2's 1024). Raises TextError for another length that is too long."""
-    limit = context_limit(config)
-    if limit is None:
-        return recipe
-    calibration, evaluation = recipe.calibration, recipe.evaluation
-    for option, length, default in (
-        ("--seq-len", calibration.seq_len, Calibration.seq_len),
-        ("evaluation.context", evaluation.context, Evaluation.context),
-    ):
-        if length > limit and length != default:
-            raise TextError(
-                f"{option} {length} is longer than the model's {limit} positions; use {option} {limit}."
-            )
-    return dataclasses.replace(
-        recipe,
-        calibration=dataclasses.replace(calibration, seq_len=min(calibration.seq_len, limit)),
-        evaluation=dataclasses.replace(evaluation, context=min(evaluation.context, limit)),
-    )
-
-
-def _trained_where_it_fits(
-    model: PreTrainedModel,
-    targets: Sequence[QuantTarget],
-    recipe: Recipe,
-    windows: Int64[Tensor, "p t"],
-    by_default: bool,
-    *,
-    device: str,
-) -> tuple[Recipe, int]:
-    """The recipe without its training, and the bytes that would take, where it trains `by_default` and the GPU is too small;
-    else as it is, and 0. A run that is killed in its first training has made codes for nothing."""
-    place = torch.device(device)
-    if not by_default or place.type != "cuda" or not recipe.finetune.trains:
-        return recipe, 0
-    memory = ranks.smallest(total_memory(place))
-    shape = (windows.shape[0] + _own_windows(model, recipe, targets, windows), windows.shape[1])
-    needed = fullest_phase(
-        model,
-        targets,
-        recipe,
-        shape,
-        by_block=trains_by_block(model, targets, recipe.finetune, shape, device_memory=memory),
-        gpu=True,
-        device_memory=memory,
-        gpus=1 + max(target.rank for target in targets),
-    )
-    if needed <= ESTIMATE_ABOVE * memory:
-        return recipe, 0
-    return dataclasses.replace(recipe, finetune=dataclasses.replace(recipe.finetune, steps=0)), needed
-
-
-def _own_windows(
-    model: PreTrainedModel, recipe: Recipe, targets: Sequence[QuantTarget], windows: Int64[Tensor, "p t"]
-) -> int:
-    """As many as the recipe says, or as its training needs beside these; none of a model whose decoding steps are no CUDA
-    graphs: they wait for the host, thousands of times."""
-    if not recipe.finetune.trains:
-        return 0
-    if recipe.finetune.own_windows is not None:
-        return recipe.finetune.own_windows
-    count, length = windows.shape
-    if static_cache(model, length) is None:
-        return 0
-    phases = len(rounds_of(targets, recipe.finetune.rounds)) if recipe.mode == "best" else 1
-    return needed_own_windows(recipe.finetune, phases=phases, windows=count, length=length)
-
-
-def _with_steps(model: PreTrainedModel, recipe: Recipe) -> Recipe:
-    """The recipe with the training steps of the model's size, where it says none."""
-    if recipe.finetune.steps is not None:
-        return recipe
-    steps = finetune_steps(sum(p.numel() for p in model.parameters()))
-    return dataclasses.replace(recipe, finetune=dataclasses.replace(recipe.finetune, steps=steps))
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Texts:
-    calibration: Text
-    windows: Int64[Tensor, "b t"]  # all of the calibration text
-    evaluation: Text
-    eval_windows: Int64[Tensor, "e c"]
-    overlap: float  # the share of the evaluation text that is calibration text too
-
-
-def _calibration(source: Path | None, recipe: Recipe, given: Sequence[str]) -> Text | None:
-    """None where the model is to write it."""
-    if list(given) == [SELF]:
-        return None
-    usual = ["demo" if source == DEMO else f"{WIKITEXT}:train"]
-    return read_text(given or usual, field=recipe.calibration.field)
-
-
-def _evaluation(source: Path | None, recipe: Recipe, given: Sequence[str]) -> Text | None:
-    """None where the calibration text's last tenth is held out for it."""
-    usual = ("demo-eval",) if source == DEMO else () if given else (f"{WIKITEXT}:test",)
-    separate = recipe.evaluation.text or usual
-    return read_text(separate, field=recipe.evaluation.field) if separate else None
-
-
-def _in_tokens(
-    calibration: Text,
-    evaluation: Text | None,
-    tokenizer: PreTrainedTokenizerBase,
-    recipe: Recipe,
-    *,
-    scored: bool,
-) -> _Texts:
-    """The texts in windows; without one for evaluation the last tenth of the other is held out."""
-    if evaluation is None:
-        whole, name = calibration.text, calibration.name
-        cut = len(whole) * 9 // 10
-        calibration = Text.from_documents(name, [whole[:cut]])
-        evaluation = Text.from_documents(f"{name} (last tenth, held out)", [whole[cut:]])
-    return _Texts(
-        calibration=calibration,
-        windows=token_windows(
-            calibration, tokenizer, num_samples=None, seq_len=recipe.calibration.seq_len, seed=recipe.seed
-        ),
-        evaluation=evaluation,
-        eval_windows=token_windows(
-            evaluation, tokenizer, num_samples=None, seq_len=recipe.evaluation.context
-        ),
-        overlap=overlap(calibration, evaluation) if scored else 0.0,
-    )
-
-
-def _own_text(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: Recipe, *, quiet: bool
-) -> Text:
-    """As much calibration text as the recipe takes, sampled from the model."""
-    tokens = recipe.calibration.num_samples * recipe.calibration.seq_len
-    return sample_self(model, tokenizer, num_tokens=tokens, seed=recipe.seed, progress=not quiet)
 
 
 def bytes_before(prepared: Prepared | Outline) -> int:

@@ -1,6 +1,6 @@
 """The stages of a run in order: model + text -> codes + sparse part -> measured quality.
 
-prepare      load, find the matrices, check everything that can be checked before work begins (prepare.py)
+prepare      load, find the matrices, complete the recipe (completion.py), check what can be checked before work (prepare.py)
 allocate     bits of every matrix, and of embedding and head, within the budget (allocation/budget.py)
 own text     windows that the original writes, to train on beside the text's (inference/own_text.py), where it is too short
 quantize     one of MODES: `best` (rounds of codes and training), `dense` (codes only), `paper` (ReQuant as published),

@@ -18,7 +18,8 @@ from requant.allocation.budget import allocate_bits, packed_spec
 from requant.display import format_seconds
 from requant.formats.semi_structured import FLOAT16_BITS
 from requant.models.devices import used_memory
-from requant.pipeline.plan import Plan, expected_memory
+from requant.pipeline.memory import expected_memory
+from requant.pipeline.plan import Plan
 from requant.pipeline.prepare import Prepared, prepare, start
 from requant.pipeline.quantize import QuantizedModel, quantize
 from requant.pipeline.schedule import expected_stages

@@ -316,7 +316,7 @@ def test_disk_full_anywhere_else(cli, monkeypatch) -> None:
     def full(*args, **kwargs):
         raise OSError(errno.ENOSPC, "No space left on device", "some/file")
 
-    monkeypatch.setattr("requant.pipeline.prepare.overlap", full)
+    monkeypatch.setattr("requant.pipeline.texts.overlap", full)
     code, _, error = cli("quantize", "--bits", 3, *TINY)
     again = "free some space and run again with --resume."
     assert code == 1 and error == f"requant: the disk is full (some/file); {again}\n"
@@ -361,7 +361,7 @@ def test_a_bug_keeps_its_traceback(cli, monkeypatch) -> None:
     def bug(*args, **kwargs):
         raise RuntimeError("size mismatch")
 
-    monkeypatch.setattr("requant.pipeline.prepare.overlap", bug)
+    monkeypatch.setattr("requant.pipeline.texts.overlap", bug)
     with pytest.raises(RuntimeError, match="size mismatch"):
         cli("quantize", "--bits", 3, *TINY)
 

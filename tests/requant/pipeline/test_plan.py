@@ -12,13 +12,8 @@ from transformers import LlamaConfig
 import requant
 from requant.checkpoint.sizes import byte_table
 from requant.finetune.memory import training_bytes
-from requant.pipeline.plan import (
-    CHARACTER_BYTES_KEPT,
-    Plan,
-    _share_of_experts,
-    _training_memory,
-    make_plan,
-)
+from requant.pipeline.memory import CHARACTER_BYTES_KEPT, _share_of_experts, _training_memory
+from requant.pipeline.plan import Plan, make_plan
 from requant.pipeline.prepare import outline, prepare
 from requant.pipeline.schedule import expected_stages
 from requant.quantizers.registry import METHODS

@@ -1,0 +1,102 @@
+"""A recipe as the model and the machine complete it: lengths of windows, training steps, text of the model's own."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from requant import ranks
+from requant.errors import TextError
+from requant.finetune.final import trains_by_block
+from requant.finetune.memory import fullest_phase
+from requant.inference.static_cache import static_cache
+from requant.models.devices import total_memory
+from requant.models.loading import context_limit
+from requant.models.targets import QuantTarget
+from requant.recipe.defaults import finetune_steps, needed_own_windows
+from requant.recipe.schema import Calibration, Evaluation, Recipe
+from requant.run.rounds import rounds_of
+
+# times what training takes: 1B shapes were planned at 50.0 and 19.5 GiB, and held 46.6 and 17
+ESTIMATE_ABOVE = 1.1
+
+
+def within_positions(config: Any, recipe: Recipe) -> Recipe:
+    """The recipe with windows that a model of this configuration has positions for: the default lengths become all the
+    positions of a model that has fewer (GPT-2's 1024). Raises TextError for another length that is too long."""
+    limit = context_limit(config)
+    if limit is None:
+        return recipe
+    calibration, evaluation = recipe.calibration, recipe.evaluation
+    for option, length, default in (
+        ("--seq-len", calibration.seq_len, Calibration.seq_len),
+        ("evaluation.context", evaluation.context, Evaluation.context),
+    ):
+        if length > limit and length != default:
+            raise TextError(
+                f"{option} {length} is longer than the model's {limit} positions; use {option} {limit}."
+            )
+    return dataclasses.replace(
+        recipe,
+        calibration=dataclasses.replace(calibration, seq_len=min(calibration.seq_len, limit)),
+        evaluation=dataclasses.replace(evaluation, context=min(evaluation.context, limit)),
+    )
+
+
+def with_steps(model: PreTrainedModel, recipe: Recipe) -> Recipe:
+    """The recipe with the training steps of the model's size, where it says none."""
+    if recipe.finetune.steps is not None:
+        return recipe
+    steps = finetune_steps(sum(p.numel() for p in model.parameters()))
+    return dataclasses.replace(recipe, finetune=dataclasses.replace(recipe.finetune, steps=steps))
+
+
+def own_windows_of(
+    model: PreTrainedModel, recipe: Recipe, targets: Sequence[QuantTarget], windows: Int64[Tensor, "p t"]
+) -> int:
+    """As many as the recipe says, or as its training needs beside these; none of a model whose decoding steps are no CUDA
+    graphs: they wait for the host, thousands of times."""
+    if not recipe.finetune.trains:
+        return 0
+    if recipe.finetune.own_windows is not None:
+        return recipe.finetune.own_windows
+    count, length = windows.shape
+    if static_cache(model, length) is None:
+        return 0
+    phases = len(rounds_of(targets, recipe.finetune.rounds)) if recipe.mode == "best" else 1
+    return needed_own_windows(recipe.finetune, phases=phases, windows=count, length=length)
+
+
+def trained_where_it_fits(
+    model: PreTrainedModel,
+    targets: Sequence[QuantTarget],
+    recipe: Recipe,
+    windows: Int64[Tensor, "p t"],
+    by_default: bool,
+    *,
+    device: str,
+) -> tuple[Recipe, int]:
+    """The recipe without its training, and the bytes that would take, where it trains `by_default` and the GPU is too small;
+    else as it is, and 0. A run that is killed in its first training has made codes for nothing."""
+    place = torch.device(device)
+    if not by_default or place.type != "cuda" or not recipe.finetune.trains:
+        return recipe, 0
+    memory = ranks.smallest(total_memory(place))
+    shape = (windows.shape[0] + own_windows_of(model, recipe, targets, windows), windows.shape[1])
+    needed = fullest_phase(
+        model,
+        targets,
+        recipe,
+        shape,
+        by_block=trains_by_block(model, targets, recipe.finetune, shape, device_memory=memory),
+        gpu=True,
+        device_memory=memory,
+        gpus=1 + max(target.rank for target in targets),
+    )
+    if needed <= ESTIMATE_ABOVE * memory:
+        return recipe, 0
+    return dataclasses.replace(recipe, finetune=dataclasses.replace(recipe.finetune, steps=0)), needed

@@ -1,0 +1,155 @@
+"""Bytes that a run takes at the fullest of its stages, from shapes: what the dry run says of memory.
+
+What training takes is added up in `finetune/memory.py`, what a model takes that is larger than its GPU in `hosting.py`.
+"""
+
+from typing import Any
+
+import torch
+
+from requant.calibration.batches import MOST_LOGITS
+from requant.calibration.collect import bytes_needed
+from requant.calibration.passes import RECOMPUTE_ABOVE
+from requant.finetune.final import trains_by_block
+from requant.finetune.memory import fullest_phase
+from requant.inference.own_text import bytes_to_write
+from requant.models.devices import total_memory
+from requant.pipeline.hosting import block_statistics, largest_block, logit_bytes, matrix_bytes, outside_bytes
+from requant.pipeline.prepare import Outline, Prepared
+from requant.pipeline.schedule import count_gpus, of_fullest_rank
+from requant.quantizers.registry import find_method
+from requant.recipe.schema import Recipe
+from requant.run.quantize_linears import by_block
+
+# Of a process on Linux, measured with the CPU build of torch 2.13
+PROCESS_BYTES = 462 << 20  # that has imported what the command needs and loaded nothing
+NUMBA_BYTES = 140 << 20  # that has compiled the search for trellis codes; 77 MiB where its loops are on disk
+CHARACTER_BYTES = 135  # of a text that becomes tokens
+CHARACTER_BYTES_KEPT = 88  # of them, by the C library, after it has become tokens
+HEAP_FACTOR = (
+    1.5  # what the C library holds for blocks that it does not map one by one, over what lives in them
+)
+MAPPED_BYTES = 32 << 20  # a block from which on it does
+LOGIT_BYTES = 18  # at the beginning of a backward pass, four to five copies in float32
+CPU_TOKENS = 2048  # of a batch (calibration/batches.py)
+EXPERTS_A_TOKEN = 4  # one expert of so many sees a token, where the config does not say
+
+
+def expected_memory(prepared: Prepared | Outline, recipe: Recipe, device: str) -> int:
+    """Model + the largest of {statistics, scores, evaluation, own text} + codes + originals (where they share memory).
+
+    Mode `paper` holds a float32 score a weight; others add up those of a matrix, of which three of its size exist at once.
+    Evaluation copies what stands outside the blocks, and on a CPU keeps the original's last hidden states.
+    Codes take a byte a weight; packed for the workspace, they are on the CPU. Corrected inputs take a copy of the model, and
+    on a CPU also the hidden states of both. Of a model larger than the GPU there is one block's floats, and codes are on the
+    host. Statistics are collected in as many passes as keep them below half of the free memory. What training holds is added
+    up in `finetune/memory.py`. A CPU's is that of the whole process: with its programs, the code of numba's loops, logits
+    and activations of a backward pass with the gaps between them (`_backward_bytes`), and what cutting the texts into
+    tokens leaves, or takes if that is more. One of several GPUs holds the statistics of its own matrices, in mode `paper`
+    their scores, and then a batch's gradients on their way to their owners.
+    """
+    weights = sum(target.size for target in prepared.targets)
+    model, codes = sum(p.numel() * p.element_size() for p in prepared.model.parameters()), weights
+    outside = outside_bytes(prepared.model, prepared.targets)
+    if prepared.hosted:
+        model, codes = outside + largest_block(prepared.targets), 0
+    own = 0
+    if device == "cpu":
+        packed = round(weights * recipe.quantizer.bits / 8)
+        own = weights * prepared.targets[0].parameter.element_size() + packed
+    needs = find_method(recipe.method).needs
+    statistics = of_fullest_rank(prepared.targets, lambda target: bytes_needed(target, needs))
+    scores = matrix_bytes(prepared.targets)
+    if recipe.mode == "paper":
+        scores = 4 * of_fullest_rank(prepared.targets, lambda target: target.size)
+        scores += model if count_gpus(prepared) > 1 else 0
+    embedding: Any = prepared.model.get_input_embeddings()
+    vocabulary: int = embedding.weight.shape[0]
+    evaluation = outside
+    if device == "cpu":
+        evaluation += (
+            prepared.eval_windows.numel() * embedding.weight.shape[1] * embedding.weight.element_size()
+        )
+    activations = logit_bytes(prepared.model) if device != "cpu" else _backward_bytes(prepared, vocabulary)
+    if recipe.calibration.inputs == "corrected":
+        model *= 2
+        own += 8 * prepared.windows.numel() * embedding.weight.shape[1] if own else 0
+    block = block_statistics(prepared.targets, needs)
+    statistics = min(statistics, max(block, round((total_memory(torch.device(device)) - model - codes) / 2)))
+    written = 0
+    if recipe.finetune.trains:
+        length = prepared.train_windows.shape[1]
+        written = bytes_to_write(prepared.model, prepared.own_windows, length, device=device)
+    stages = model + codes + max(scores, statistics, evaluation, written) + activations
+    if device != "cpu":
+        return own + max(stages, _training_memory(prepared, recipe, device))
+    stages = own + max(stages, _training_memory(prepared, recipe, device))
+    characters = 0
+    if isinstance(prepared, Prepared):
+        characters = len(prepared.calibration.text) + len(prepared.evaluation.text)
+    programs = PROCESS_BYTES + (NUMBA_BYTES if recipe.method == "trellis" else 0)
+    return programs + max(CHARACTER_BYTES_KEPT * characters + stages, model + CHARACTER_BYTES * characters)
+
+
+def _backward_bytes(prepared: Prepared | Outline, vocabulary: int) -> int:
+    """Logits, inputs and outputs of every linear for a batch of a CPU, float32; of one block where blocks are recomputed.
+
+    Most of these are small blocks, made and freed in turn, between which gaps remain.
+    """
+    count, length = prepared.windows.shape
+    tokens = length * min(count, max(1, min(CPU_TOKENS, MOST_LOGITS // vocabulary) // length))
+    share = _share_of_experts(prepared)
+    floats = [
+        sum(sum(target.shape) * (1 if target.experts is None else share) for target in members)
+        for members in by_block(prepared.targets)
+    ]
+    parameters = sum(p.numel() for p in prepared.model.parameters())
+    activations = 4 * tokens * (max(floats) if parameters >= RECOMPUTE_ABOVE else sum(floats))
+    logits = LOGIT_BYTES * tokens * vocabulary
+    if 4 * tokens * vocabulary <= MAPPED_BYTES:
+        logits *= HEAP_FACTOR
+    return round(logits + HEAP_FACTOR * activations)
+
+
+def _share_of_experts(prepared: Prepared | Outline) -> float:
+    """Of a layer's experts, those that see a token."""
+    layers: dict[str, set[str]] = {}
+    for target in prepared.targets:
+        if target.experts is not None:
+            layers.setdefault(target.experts, set()).add(target.name.rpartition(".")[0])
+    chosen = getattr(prepared.model.config.get_text_config(), "num_experts_per_tok", None)
+    if not layers or not isinstance(chosen, int):
+        return 1 / EXPERTS_A_TOKEN
+    return min(1.0, chosen / max(map(len, layers.values())))
+
+
+def _training_memory(prepared: Prepared | Outline, recipe: Recipe, device: str) -> int:
+    """Of the fullest phase: one after every round of mode `best`, else one at the end."""
+    if not recipe.finetune.trains:
+        return 0
+    return fullest_phase(
+        prepared.model,
+        prepared.targets,
+        recipe,
+        _train_windows(prepared, recipe),
+        by_block=goes_by_block(prepared, recipe, device),
+        gpu=device == "cuda",
+        device_memory=total_memory(torch.device(device)),
+        gpus=count_gpus(prepared),
+    )
+
+
+def _train_windows(prepared: Prepared | Outline, recipe: Recipe) -> tuple[int, int]:
+    count, length = prepared.train_windows.shape
+    return count + prepared.own_windows, length
+
+
+def goes_by_block(prepared: Prepared | Outline, recipe: Recipe, device: str) -> bool:
+    """Whether training goes block by block."""
+    return recipe.mode != "sparse" and trains_by_block(
+        prepared.model,
+        prepared.targets,
+        recipe.finetune,
+        _train_windows(prepared, recipe),
+        device_memory=total_memory(torch.device(device)) if device == "cuda" else None,
+    )
