@@ -99,6 +99,10 @@ class RunSummary:
     matrices: Sequence[MatrixRow]
     calibration: CalibrationText
     recipe: str  # YAML
+    training_windows: int = (
+        0  # of the same text, that a trained run may have seen, and those that the original wrote itself
+    )
+    own_windows: int = 0
     budget: BudgetSummary | None = None
     before: Quality | None = None
     after: Quality | None = None

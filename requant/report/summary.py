@@ -78,6 +78,8 @@ def run_summary(result: QuantizedModel, output: Path) -> RunSummary:
             seq_len=prepared.windows.shape[1],
         ),
         recipe=dump_recipe(result.recipe),
+        training_windows=len(prepared.train_windows) if result.recipe.finetune.trains else 0,
+        own_windows=prepared.own_windows,
         before=result.before,
         after=result.after,
         original_loss=diagnosis.original_loss,

@@ -15,6 +15,8 @@ from requant.inference.quant_linear import QuantLinear
 from requant.pipeline.quantize import QuantizedModel
 from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Budget, Calibration, Evaluation, Finetune, Recipe
+from requant.report.report import render_report
+from requant.report.summary import run_summary
 from requant.run.rounds import rounds_of
 from requant.run.workspace import Workspace
 
@@ -113,6 +115,12 @@ def test_training_has_windows_that_the_model_wrote_in_front_of_the_texts(
     assert torch.equal(found[5:], text) and torch.equal(found[:5, :8], text[:5, :8])
     assert (found[:5] != text[:5]).any(1).all()
     assert "own text" in result.seconds
+    written = run_summary(result, tmp_path / "out")
+    assert (written.training_windows, written.own_windows) == (len(text), 5)
+    assert (
+        f"Trained on {len(text):,} windows of that text and 5 that the original wrote itself."
+        in render_report(written)
+    )
     monkeypatch.setattr(
         "requant.pipeline.quantize.own_windows", lambda *_, **__: pytest.fail("written again")
     )
