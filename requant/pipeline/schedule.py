@@ -33,7 +33,7 @@ H200_RATE = 4.2e14
 FRACTION_OF_PEAK = 0.35  # of a plain matrix product's rate, as whole passes through small models reach it
 FULL_STEP = 160  # sequences of a decoding step that takes as long as a forward pass over as many tokens (8B on an H200)
 # A decoding step of a batch on a GPU: its launches, and the bytes a second at which it reads weights, keys and values.
-# So 6144 windows of 1024 tokens of bench-32m take 25 s, as on an H100.
+# So 6144 windows of 1024 tokens of bench-32m take 25 s; an H100 took 22 at most (what the stages of a run leave).
 STEP_SECONDS = 1e-3
 STEP_BYTES = 2e12
 FORWARDS = {"original": 1, "quantized": 2, "corrected": 7}  # whole passes, for the Hessians of all matrices
