@@ -24,8 +24,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from jaxtyping import Int64
-from torch import Tensor
 
 from eval import block_training
 from eval import options as opt
@@ -49,12 +47,12 @@ from requant.calibration.experts import routed_tokens
 from requant.checkpoint.save import checkpoint_bytes, save_checkpoint
 from requant.finetune.loop import LR_OF_MANY
 from requant.formats.quantized_weight import spec_of
-from requant.models.targets import QuantTarget
+from requant.pipeline.completion import own_windows_of
 from requant.pipeline.quantize import MODES, finetuned
-from requant.recipe.defaults import MOST_STEPS, needed_own_windows, trellis_code
+from requant.recipe.defaults import MOST_STEPS, trellis_code
 from requant.recipe.schema import Budget, Finetune, Predictor
 from requant.run.context import RunContext, Weights
-from requant.run.rounds import FIRST_WEIGHT, rounds_of
+from requant.run.rounds import FIRST_WEIGHT
 from requant.text.windows import spread
 from requant.version import VERSION
 
@@ -318,13 +316,15 @@ def measure(study: Study, name: str, bits: float, seed: int, *, keep: Path | Non
             embedding_bits=plan.head_bits,
         ),
         calibration=calibration,
-        finetune=plan.finetune,
+        finetune=dataclasses.replace(plan.finetune, own_windows=plan.own_windows),
         seed=seed,
     )
     if plan.statistics > 1:
         windows = spread(study.base.train_windows, calibration.num_samples, of=None)
         run = dataclasses.replace(run, windows=windows, statistics={})
-    if own_windows := _own_windows(plan, run.targets, train_windows):  # in front: the last ones are held out
+    if own_windows := own_windows_of(
+        run.model, run.recipe, run.targets, train_windows
+    ):  # in front: the last ones are held out
         train_windows = torch.cat([study.own_text(own_windows, of=train_windows), train_windows])
     run = dataclasses.replace(run, train_windows=train_windows)
     run = with_allocation(run, allocate_bits(run))
@@ -371,14 +371,6 @@ def measure(study: Study, name: str, bits: float, seed: int, *, keep: Path | Non
         **bits_per_weight(weights),
         **found,
     )
-
-
-def _own_windows(plan: Plan, targets: Sequence[QuantTarget], windows: Int64[Tensor, "p t"]) -> int:
-    if plan.own_windows is not None:
-        return plan.own_windows
-    count, length = windows.shape
-    phases = len(rounds_of(targets, plan.finetune.rounds))
-    return needed_own_windows(plan.finetune, phases=phases, windows=count, length=length)
 
 
 def least_and_most(run: RunContext) -> dict[str, int] | None:

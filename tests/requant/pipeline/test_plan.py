@@ -10,6 +10,7 @@ import torch
 from transformers import LlamaConfig
 
 import requant
+from eval.shapes import config_of
 from requant.checkpoint.sizes import byte_table
 from requant.finetune.memory import training_bytes
 from requant.pipeline.memory import CHARACTER_BYTES_KEPT, _share_of_experts, _training_memory
@@ -205,26 +206,9 @@ def test_the_sparse_part_is_expected_within_a_few_percent(
     assert plan.bits_per_weight == pytest.approx(table.bits_per_weight, rel=0.03)
 
 
-SHAPES = {
-    "1b": (2048, 16, 8192, 64, True),
-    "8b": (4096, 32, 14336, 128, False),
-}
-
-
 def save_shape(shape: str, folder: Path) -> str:
     """A folder with the config of a Llama's shape."""
-    hidden, blocks, intermediate, head, tied = SHAPES[shape]
-    LlamaConfig(
-        hidden_size=hidden,
-        num_hidden_layers=blocks,
-        intermediate_size=intermediate,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=head,
-        vocab_size=128256,
-        max_position_embeddings=4096,
-        tie_word_embeddings=tied,
-    ).save_pretrained(folder)
+    config_of(shape).save_pretrained(folder)
     return str(folder)
 
 
