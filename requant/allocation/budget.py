@@ -7,21 +7,15 @@
 By the bytes of the file embedding and head are seldom worth the bits that lose 1 %: a byte there saves less than a byte of
 the matrices. `bits` promises what the matrices take, so that split is not taken, but said (`Allocation.best_split`).
 
-Bytes are exact, since they follow from the shapes (`packed_spec`); only for a sparse part an upper bound is reserved, with
-its counts per tile. `predictors.py` predicts the loss at each bit width, `knapsack.py` minimizes their sum, in mode `best`
-weighted by round. A run without a budget gives every matrix codes of the recipe's bits (`quantizer.bits`), and what is
-stored beside codes comes on top.
+`sizes.py` counts the bytes, `predictors.py` predicts the loss at each bit width, `knapsack.py` minimizes their sum, in mode
+`best` weighted by round. A run without a budget gives every matrix codes of the recipe's bits (`quantizer.bits`), and what
+is stored beside codes comes on top.
 """
 
 import dataclasses
 import itertools
-import json
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
-
-from transformers import PreTrainedModel
 
 from requant import ranks
 from requant.allocation.embedding_and_head import (
@@ -34,20 +28,23 @@ from requant.allocation.embedding_and_head import (
 )
 from requant.allocation.knapsack import TOLERANCE, Option, allocate, losses_at_other_budgets
 from requant.allocation.predictors import outlier_factors, predicted_losses
-from requant.checkpoint.save import MAX_SHARD_BYTES, checkpoint_bytes
+from requant.allocation.sizes import (
+    available_bits,
+    matrix_sizes,
+    overhead_bytes,
+    packed_spec,
+    sparse_bytes,
+    sparse_header,
+)
 from requant.errors import RecipeError
-from requant.formats.packed_spec import PackedSpec
-from requant.formats.sparse import INDEX_TILE, SparseSpec
-from requant.formats.tensor_spec import TensorSpec
 from requant.models.targets import QuantTarget
 from requant.quantizers.method import Bits
-from requant.quantizers.registry import METHODS, find_method
+from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Recipe
 from requant.run.context import Allocation, RunContext, Split
 from requant.run.rounds import first_round_weight, round_weights
 from requant.run.workspace import digest
 
-__all__ = ["TOLERANCE", "Allocation", "allocate_bits", "packed_spec", "with_allocation"]
 MAX_BITS_WITH_OUTLIERS = 4  # finer codes leave outliers too little to save
 # of the matrices' predicted loss: what embedding and head may add where `bits` leaves them free
 EMBEDDING_AND_HEAD_LOSS = 0.01
@@ -55,7 +52,6 @@ EMBEDDING_AND_HEAD_LOSS = 0.01
 # 0.77 of the KL of 2, 3 and 4 bits (bench-32m): by the inverse at 3 and 4 bits, while at 2 the matrices' own weights say so.
 TABLE_WEIGHT = 1.3
 CLEARLY_LESS = 0.9  # of the predicted loss: what another split of the file has to reach to be worth a line
-RESIDUAL_BYTES = {"float16": 3, "int8": 2}  # a value, and its index in a tile of 256 columns
 
 
 def allocate_bits(run: RunContext) -> Allocation:
@@ -197,24 +193,6 @@ def has_budget(recipe: Recipe) -> bool:
     return recipe.budget.bits is not None or recipe.budget.size is not None
 
 
-def packed_spec(
-    recipe: Recipe,
-    shape: tuple[int, int],
-    bits: Bits | None = None,
-    outlier_fraction: float | None = None,
-    options: Mapping[str, Any] | None = None,
-) -> PackedSpec:
-    """What the checkpoint will store for a matrix [n, k]; by default at the recipe's own bits and outlier fraction.
-
-    `options` are those of the target (`QuantTarget.options`).
-    Residuals that mode `paper` chooses come on top (`sparse_bytes`).
-    """
-    chosen: dict[str, Any] = {"bits": bits, "outlier_fraction": outlier_fraction}
-    given = {name: value for name, value in chosen.items() if value is not None}
-    config = dataclasses.replace(recipe.quantizer, **(given | dict(options or {})))
-    return find_method(recipe.method).packed_spec(config, shape, finetuned=recipe.finetune.trains)
-
-
 def trains_in_rounds(recipe: Recipe) -> bool:
     """Whether losses count by what the training after them mends."""
     return recipe.mode == "best" and recipe.finetune.trains
@@ -224,77 +202,6 @@ def outliers_compete(recipe: Recipe) -> bool:
     """Whether the budget may buy outliers (`quantizers/outliers.py`) in place of bits."""
     can = METHODS[recipe.method].outlier_cost is not None and recipe.quantizer.outlier_fraction == 0
     return recipe.mode == "best" and can and recipe.budget.outliers
-
-
-def matrix_sizes(recipe: Recipe, target: QuantTarget) -> dict[Bits, int]:
-    """Bits -> bytes of a matrix, for all bits that the method takes."""
-    return {
-        bits: packed_spec(recipe, target.shape, bits, options=target.options).bytes
-        for bits in available_bits(recipe, target.options)
-    }
-
-
-def available_bits(recipe: Recipe, options: Mapping[str, Any] | None = None) -> list[Bits]:
-    """The bits that the recipe's quantizer takes for a target of these `options`, ascending; one where they fix it."""
-    options = options or {}
-    if "bits" in options:
-        return [options["bits"]]
-    found: list[Bits] = []
-    for bits in METHODS[recipe.method].bits:
-        if bits % 1 and not recipe.budget.quarters:
-            continue
-        try:
-            dataclasses.replace(recipe.quantizer, **{**options, "bits": bits})
-        except RecipeError:  # excluded by another option of the method
-            continue
-        found.append(bits)
-    return found
-
-
-def sparse_bytes(run: RunContext) -> int:
-    """Upper bound of the residuals of mode `paper`: values, indices, and counts in every matrix."""
-    detach = run.recipe.detach
-    fraction = detach.outlier_fraction + detach.significant_fraction
-    if run.recipe.mode != "paper" or not fraction:
-        return 0
-    entries = fraction * run.total_weights + len(run.targets) / 2 + 1  # each matrix rounds its count
-    counts = sum(target.shape[0] * -(-target.shape[1] // INDEX_TILE) for target in run.targets)
-    scales = 2 * len(run.targets) if detach.values == "int8" else 0
-    return round(RESIDUAL_BYTES[detach.values] * entries) + counts + scales
-
-
-def overhead_bytes(run: RunContext, embedding_and_head: EmbeddingAndHead) -> int:
-    """Upper bound of the bytes of the weight files besides matrices, embedding and head: norms, biases, headers.
-
-    The headers are counted with all tensors, and the longest numbers, that any allocation could write.
-    """
-    matrices = {target.name: largest_tensors(run, target) for target in run.targets}
-    method = table_method(run.recipe)
-    own = {
-        part.name: max((method.packed_spec(part.shape, bits).tensors() for bits in method.widths), key=len)
-        for part in embedding_and_head.parts.values()
-    }
-    whole = checkpoint_bytes(run.model, source=run.source, modules=matrices, embedding_and_head=own)
-    tables = (*matrices.values(), *own.values())
-    return whole - sum(spec.bytes for table in tables for spec in table.values())
-
-
-def largest_tensors(run: RunContext, target: QuantTarget) -> dict[str, TensorSpec]:
-    """Every tensor that a matrix may store, each at the bits where it is largest."""
-    found: dict[str, TensorSpec] = {}
-    for bits in available_bits(run.recipe, target.options):
-        layout = packed_spec(run.recipe, target.shape, bits, options=target.options)
-        if sparse_bytes(run):
-            sparse = SparseSpec(
-                shape=target.shape,
-                num_entries=target.size,
-                values=run.recipe.detach.values,
-                scales="matrix",
-            )
-            layout = dataclasses.replace(layout, sparse=sparse)
-        for suffix, spec in layout.tensors().items():
-            found[suffix] = max(found.get(suffix, spec), spec, key=lambda each: each.bytes)
-    return found
 
 
 def uniform(
@@ -395,26 +302,3 @@ def _with_outliers(
         size = layout.bytes + (0 if file is None else sparse_header(target.name, layout, file))
         found.append(Option(bits=bits, outlier_fraction=fraction, bytes=size, loss=left * losses[bits]))
     return found
-
-
-def sparse_header(name: str, layout: PackedSpec, size: int) -> int:
-    """Bytes that the sparse tensors of a matrix take in the header of a file of at most `size` bytes."""
-    far = min(size, MAX_SHARD_BYTES)
-    entries = {
-        f"{name}.{suffix}": {"dtype": "F16", "shape": list(spec.shape), "data_offsets": [far, far]}
-        for suffix, spec in layout.tensors().items()
-        if suffix.startswith("sparse_")
-    }
-    return len(json.dumps(entries, separators=(",", ":"))) if entries else 0
-
-
-def embedding_and_head_savings(
-    model: PreTrainedModel, source: Path | None, recipe: Recipe, allocation: Allocation
-) -> int:
-    """Bytes that quantizing embedding and head saves."""
-    bits = {"embedding": allocation.embedding_bits, "head": allocation.head_bits}
-    saved = 0
-    for role, part in embedding_and_head_of(model).parts.items():
-        sizes = part_sizes(model, source, part, (bits[role], 16), table_method(recipe))
-        saved += sizes[16] - sizes[bits[role]]
-    return saved

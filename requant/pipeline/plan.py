@@ -17,15 +17,9 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from requant.allocation.budget import (
-    RESIDUAL_BYTES,
-    allocate_bits,
-    embedding_and_head_savings,
-    has_budget,
-    packed_spec,
-    uniform,
-)
+from requant.allocation.budget import allocate_bits, has_budget, uniform
 from requant.allocation.embedding_and_head import embedding_and_head_bits, embedding_and_head_of
+from requant.allocation.sizes import RESIDUAL_BYTES, embedding_and_head_savings, packed_spec
 from requant.display import format_seconds
 from requant.formats.sparse import INDEX_TILE
 from requant.models.devices import total_memory

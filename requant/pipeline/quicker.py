@@ -4,7 +4,7 @@ import dataclasses
 import logging
 from collections.abc import Iterator
 
-from requant.allocation.budget import packed_spec
+from requant.allocation.sizes import packed_spec
 from requant.display import format_seconds
 from requant.pipeline.prepare import Outline, Prepared
 from requant.pipeline.schedule import expected_seconds

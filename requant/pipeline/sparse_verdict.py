@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from requant import progress
-from requant.allocation.budget import allocate_bits, packed_spec
+from requant.allocation.budget import allocate_bits
+from requant.allocation.sizes import packed_spec
 from requant.display import format_seconds
 from requant.formats.semi_structured import FLOAT16_BITS
 from requant.models.devices import used_memory

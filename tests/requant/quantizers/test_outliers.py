@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from requant.allocation.budget import packed_spec
+from requant.allocation.sizes import packed_spec
 from requant.calibration.stats import LinearStats
 from requant.errors import RecipeError
 from requant.formats.quantized_weight import pack
