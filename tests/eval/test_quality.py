@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from eval import quality
+from eval import plans, quality
 from eval.common import open_study
 from eval.curve_tables import (
     PHASES,
@@ -71,14 +71,14 @@ def test_rows_are_named_by_plan_bits_and_seed() -> None:
     assert quality.parse("codes:3") == ("codes", 3.0, 0)
     with pytest.raises(typer.BadParameter, match="there are: best"):
         quality.parse("better:2")
-    for row in (*quality.CURVE, *quality.ABLATION, *quality.PEERS_THAT_TRAIN):
+    for row in (*plans.CURVE, *plans.ABLATION, *plans.PEERS_THAT_TRAIN):
         quality.parse(row)
 
 
 def test_peers_that_train_have_the_steps_of_mode_best() -> None:
     """In a block as in all: QTIP trains after three kinds of a block and at the end, EfficientQAT once and at the end."""
-    best = quality.PLANS["best"].finetune
-    for name, plan in quality.PLANS.items():
+    best = plans.PLANS["best"].finetune
+    for name, plan in plans.PLANS.items():
         if plan.peer:
             assert PHASES[name] * plan.finetune.steps == best.rounds * best.steps, name
 
@@ -126,8 +126,8 @@ def test_a_row_is_measured_and_leaves_the_original(
     for name in ("wikitext-like.raw", "wiki.test.raw", "c4-sample.txt"):
         (tmp_path / name).write_text(text)
     tuning = Finetune(steps=3, tokens_per_step=128, val_windows=1, eval_every=2)
-    plan = dataclasses.replace(quality.PLANS["codebooks"], finetune=tuning)
-    monkeypatch.setitem(quality.PLANS, "codebooks", plan)
+    plan = dataclasses.replace(plans.PLANS["codebooks"], finetune=tuning)
+    monkeypatch.setitem(plans.PLANS, "codebooks", plan)
     study = open_study(
         Path(tiny_folder("llama")),
         tmp_path,
