@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from eval import options as opt
 from eval.common import environment, write_json
 from requant.evaluation.bench import measure
-from requant.inference.convert import BandedLinear, FusedLinear, KernelEmbedding, KernelLinear, Sibling
+from requant.inference.kernel_layers import BandedLinear, FusedLinear, KernelEmbedding, KernelLinear, Sibling
 from requant.models.devices import pick_device
 from requant.models.targets import SIBLINGS
 from requant.quantizers.table_trellis import band_rows, tilted

@@ -24,8 +24,8 @@ from requant_kernels.experts.step import experts_step, supports
 from requant_kernels.trellis.gemm_sm90_launch import GROUP_TOKENS
 from torch import Tensor
 
-from requant.inference.convert import KernelLinear
 from requant.inference.kernel_check import LIMIT, TritonError
+from requant.inference.kernel_layers import KernelLinear
 from requant.models.experts import Expert, Experts
 
 CHECKED_TOKENS, CHECKED_PROMPT, CHECKED_EXPERTS = 5, 200, 2

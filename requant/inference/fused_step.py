@@ -37,7 +37,7 @@ from requant_kernels.trellis.operands import Product
 from torch import Tensor, nn
 from torch.nn import functional
 
-from requant.inference.convert import Sibling
+from requant.inference.kernel_layers import Sibling
 from requant.inference.prompt_attention import attend_prompt
 from requant.inference.step_inputs import AngleInputs, ModelInputs, RowInputs, step_inputs
 from requant.inference.trellis_block import TrellisBlock, head_norms, trellis_block

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from requant_kernels import Layout, TrellisLayout
-from requant_kernels.ops import flatten
+from requant_kernels.flat_layout import flatten
 from torch import Tensor
 
 from requant.formats.quantized_weight import QuantizedWeight

@@ -27,7 +27,7 @@ from requant_kernels.trellis.layout import TILE, TrellisLayout
 from requant_kernels.trellis.operands import ActivationForm, Product, RotatedActivations, shares_form
 from torch import Tensor, nn
 
-from requant.inference.convert import KernelLinear, Sibling
+from requant.inference.kernel_layers import KernelLinear, Sibling
 from requant.inference.prompt_attention import attend_prompt
 
 

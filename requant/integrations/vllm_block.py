@@ -30,8 +30,8 @@ from requant_kernels.launch_config import m_bucket
 from torch import Tensor, nn
 
 from requant.inference import kernel_check
-from requant.inference.convert import FusedLinear, KernelLinear, Sibling
 from requant.inference.kernel_check import kind_of
+from requant.inference.kernel_layers import FusedLinear, KernelLinear, Sibling
 
 FUSE = "REQUANT_VLLM_FUSE"  # 0: layers stay as vLLM runs them
 MODELS = {

@@ -8,7 +8,7 @@ import torch
 from requant_kernels import TrellisLayout
 
 from eval import end_to_end
-from requant.inference.convert import KernelLinear, Sibling
+from requant.inference.kernel_layers import KernelLinear, Sibling
 
 TINY = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from requant_kernels import dequantize, linear, lookup, pack_trellis
 from requant_kernels.fallback import reference
-from requant_kernels.ops import flatten
+from requant_kernels.flat_layout import flatten
 from requant_kernels.scalar.gemm import gemm
 from requant_kernels.scalar.gemm_launch import GemmConfig
 from requant_kernels.scalar.gemv import gemv

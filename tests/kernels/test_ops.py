@@ -9,7 +9,8 @@ import pytest
 import torch
 from requant_kernels import dequantize, linear, linear_siblings, lookup, pack_trellis
 from requant_kernels.fallback import reference, torch_fallback
-from requant_kernels.ops import flatten, lookup_refusal, unflatten
+from requant_kernels.flat_layout import flatten, unflatten
+from requant_kernels.ops import lookup_refusal
 
 from .cases import Case, random_csr, random_layout, random_trellis, relative_error
 

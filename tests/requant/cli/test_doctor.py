@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from requant.inference import machine
-from requant.inference.convert import KernelLinear
+from requant.inference.kernel_layers import KernelLinear
 from requant.inference.machine import EXTRAS, MATRICES, Cache, caches, examine
 
 

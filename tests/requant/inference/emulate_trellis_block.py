@@ -19,9 +19,9 @@ from requant_kernels.trellis.gemv_launch import TrellisGemvConfig
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from requant.inference.convert import FusedLinear, KernelLinear, Sibling
 from requant.inference.fused_prefill import read_prompts
 from requant.inference.fused_step import PlainBlock, fused_steps
+from requant.inference.kernel_layers import FusedLinear, KernelLinear, Sibling
 from requant.inference.static_cache import static_cache
 from requant.inference.trellis_block import TrellisBlock
 from requant.models.targets import SIBLINGS

@@ -19,16 +19,10 @@ from requant.formats.bands import Bands
 from requant.formats.grid import Grid
 from requant.formats.quantized_weight import QuantizedWeight, pack
 from requant.formats.sparse import sparse_residual
-from requant.inference import convert
-from requant.inference.convert import (
-    BandedLinear,
-    KernelEmbedding,
-    KernelLinear,
-    Sibling,
-    convert_to_kernels,
-    kernel_layout,
-)
+from requant.inference import convert, kernel_layers
+from requant.inference.convert import convert_to_kernels, kernel_layout
 from requant.inference.kernel_check import KernelCheck
+from requant.inference.kernel_layers import BandedLinear, KernelEmbedding, KernelLinear, Sibling
 from requant.inference.load import load
 from requant.inference.quant_embedding import QuantEmbedding, tied_head
 from requant.inference.quant_linear import QuantLinear
@@ -135,7 +129,7 @@ def test_siblings_that_cannot_be_multiplied_together_are_apart(
     def wrong_where_joined(x: torch.Tensor, layout: Any, bias: Any) -> torch.Tensor:
         return multiply(x, layout, bias) * (2 if layout.parts else 1)
 
-    monkeypatch.setattr("requant.inference.convert.multiply", wrong_where_joined)
+    monkeypatch.setattr("requant.inference.kernel_layers.multiply", wrong_where_joined)
     convert_to_kernels(model, device="cpu")
     assert {type(getattr(model, name)) for name in ("q_proj", "k_proj", "v_proj")} == {KernelLinear}
     assert torch.allclose(model(x), want, atol=1e-4)
@@ -326,7 +320,7 @@ def test_bands_that_are_wrong_in_one_launch_are_multiplied_one_by_one(
 ) -> None:
     parts = [random_trellis(n, 128, rotate_output=False, seed=n).dense for n in (16, 24)]
     weight = QuantizedWeight(dense=Bands(parts=tuple(parts)), sparse=None)
-    monkeypatch.setattr(convert, "multiply_bands", lambda x, _: x.new_ones(len(x), 40))
+    monkeypatch.setattr(kernel_layers, "multiply_bands", lambda x, _: x.new_ones(len(x), 40))
     layer = convert.kernel_linear(weight, KernelCheck(torch.float32), bias=torch.ones(40))
     assert isinstance(layer, BandedLinear) and not layer.rotates_once
     assert "multiplied band by band: the kernel for" in caplog.text

@@ -7,8 +7,9 @@ import pytest
 import torch
 from requant_kernels import dispatch, launch_tables
 
-from requant.inference.convert import KernelLinear, Sibling, tune_kernels
+from requant.inference.convert import tune_kernels
 from requant.inference.decode import Decoder, generate_tokens
+from requant.inference.kernel_layers import KernelLinear, Sibling
 from requant.inference.load import load
 
 pytestmark = pytest.mark.gpu

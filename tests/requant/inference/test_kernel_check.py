@@ -7,9 +7,9 @@ import torch
 from requant_kernels.launch_config import m_bucket
 from torch import nn
 
-from requant.inference import convert
-from requant.inference.convert import KernelLinear, convert_to_kernels, kernel_layout
+from requant.inference.convert import convert_to_kernels, kernel_layout
 from requant.inference.kernel_check import TOKENS, KernelCheck, TritonError, kind_of
+from requant.inference.kernel_layers import KernelLinear
 from requant.inference.quant_linear import QuantLinear
 
 
@@ -95,7 +95,7 @@ def test_a_model_is_served_all_the_same(
 
     folder, _plain = make_checkpoint("llama", kind="codebook")
     forward = KernelLinear.forward
-    monkeypatch.setattr(convert.KernelLinear, "forward", lambda self, x: 2 * forward(self, x))
+    monkeypatch.setattr(KernelLinear, "forward", lambda self, x: 2 * forward(self, x))
     model = requant.load(folder, device="cpu")
     tokens = torch.randint(0, 50, (1, 9))
     want = model(tokens).logits

@@ -12,8 +12,9 @@ from torch.nn import functional
 
 from requant.errors import OutputError
 from requant.formats.quantized_weight import QuantizedWeight
-from requant.inference.convert import Sibling, convert_to_kernels
+from requant.inference.convert import convert_to_kernels
 from requant.inference.kernel_check import KernelCheck
+from requant.inference.kernel_layers import Sibling
 from requant.inference.quant_linear import QuantLinear
 from requant.inference.semi_structured_linear import SemiStructuredLinear, semi_structured_linear
 from requant.quantizers.semi_structured import SemiStructuredConfig, on_mask

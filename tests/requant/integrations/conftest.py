@@ -17,11 +17,14 @@ from requant.formats.quantized_weight import QuantizedWeight
 from . import vllm_double
 from .vllm_layers import LAYERS
 
+PLUGIN = ("requant.integrations.vllm", "requant.integrations.vllm_methods")  # what imports vLLM
+
 
 @pytest.fixture(params=["double", pytest.param("vllm", marks=pytest.mark.peers)])
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The plugin, vLLM's layers, and `ranks(r, of)`, which makes the process rank r."""
-    monkeypatch.delitem(sys.modules, "requant.integrations.vllm", raising=False)
+    for name in PLUGIN:
+        monkeypatch.delitem(sys.modules, name, raising=False)
     if request.param == "double":
         for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
             monkeypatch.delitem(sys.modules, name)
@@ -31,21 +34,22 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
         pytest.importorskip(f"{LAYERS}.linear", exc_type=ImportError)
     linear = importlib.import_module(f"{LAYERS}.linear")
     embedding = importlib.import_module(f"{LAYERS}.vocab_parallel_embedding")
-    plugin = importlib.import_module("requant.integrations.vllm")
+    plugin, methods = map(importlib.import_module, PLUGIN)
 
     def ranks(rank: int, of: int) -> None:
         for module in (linear, embedding):
             monkeypatch.setattr(module, "get_tensor_model_parallel_rank", lambda: rank)
             monkeypatch.setattr(module, "get_tensor_model_parallel_world_size", lambda: of)
-        monkeypatch.setattr(plugin, "get_tensor_model_parallel_world_size", lambda: of)
+        monkeypatch.setattr(methods, "get_tensor_model_parallel_world_size", lambda: of)
 
     ranks(0, 1)
     gather = Gathering()
-    monkeypatch.setattr(plugin, "tensor_model_parallel_all_gather", gather)
+    monkeypatch.setattr(methods, "tensor_model_parallel_all_gather", gather)
     yield SimpleNamespace(
         plugin=plugin, layers=linear, embedding=embedding, ranks=ranks, at_once=gather.at_once
     )
-    sys.modules.pop("requant.integrations.vllm", None)
+    for name in PLUGIN:
+        sys.modules.pop(name, None)
 
 
 class Gathering:

@@ -18,7 +18,7 @@ from requant_kernels.trellis import gemv
 from torch import Tensor, nn
 
 from requant.inference import kernel_check
-from requant.inference.convert import KernelLinear
+from requant.inference.kernel_layers import KernelLinear
 from requant.integrations import vllm_block
 
 HIDDEN, MLP, HEADS, KEY_HEADS, HEAD_DIM, POSITIONS = 128, 192, 4, 2, 32, 100

@@ -163,7 +163,7 @@ def test_a_kernel_that_is_wrong_is_not_used(engine, matrix, monkeypatch, caplog)
     weights = {"o_proj": matrix(HIDDEN, HIDDEN), "down_proj": matrix(HIDDEN, HIDDEN, seed=1)}
     found, x = config(engine, **weights), torch.randn(2, HIDDEN)
     monkeypatch.setattr(
-        "requant.inference.convert.multiply", lambda x, layout, bias: x.new_zeros(len(x), layout.n)
+        "requant.inference.kernel_layers.multiply", lambda x, layout, bias: x.new_zeros(len(x), layout.n)
     )
     for name, weight in weights.items():
         layer = engine.layers.RowParallelLinear(

@@ -69,7 +69,7 @@ def test_tables_whose_kernel_is_wrong_are_floats(engine, matrix, monkeypatch, ca
     table = matrix(64, HIDDEN, "asymmetric", bits=6, density=0)
     found, x = vocabulary_config(engine, matrix, {"model.embed_tokens": table}), torch.randn(2, HIDDEN)
     monkeypatch.setattr(
-        "requant.inference.convert.multiply", lambda x, layout, bias: x.new_zeros(len(x), layout.n)
+        "requant.inference.kernel_layers.multiply", lambda x, layout, bias: x.new_zeros(len(x), layout.n)
     )
     layer = engine.embedding.VocabParallelEmbedding(
         64, HIDDEN, quant_config=found, prefix="model.embed_tokens"
