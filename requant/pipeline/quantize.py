@@ -159,8 +159,7 @@ def quantize(
     if (program := options.get("target")) is not None:
         check_readable(recipe, program, config=None if isinstance(model, str) else model.config)
     workspace = workspace or Workspace(None)
-    workspace.check_free()
-    with progress.display(shown=not quiet):
+    with workspace.reserved(), progress.display(shown=not quiet):
         progress.enter("loading")
         prepared = prepare(model, recipe, tokenizer=tokenizer, device=device, dtype=dtype, quiet=quiet)
         recipe = prepared.recipe

@@ -123,18 +123,18 @@ def plain_codes(
 
     Nothing of the model stays in memory, so this comes before the 2:4 run.
     """
-    workspace.check_free()
-    progress.enter("loading")
-    prepared = prepare(recipe.model, recipe, device=device, dtype=dtype, scored=False, quiet=quiet)
-    wanted = codes_recipe(recipe, codes_budget(prepared, recipe))
-    where = prepared.model.device
-    compared = comparison_stages(prepared, wanted, where.type, measure=measure)
-    progress.expect(
-        [*compared, *expected_stages(prepared, recipe, where.type)], memory=lambda: used_memory(where)
-    )
-    progress.enter(compared[0].name)
-    run = start(prepared, wanted, workspace=workspace, quiet=quiet)
-    allocation = allocate_bits(run)
+    with workspace.reserved():
+        progress.enter("loading")
+        prepared = prepare(recipe.model, recipe, device=device, dtype=dtype, scored=False, quiet=quiet)
+        wanted = codes_recipe(recipe, codes_budget(prepared, recipe))
+        where = prepared.model.device
+        compared = comparison_stages(prepared, wanted, where.type, measure=measure)
+        progress.expect(
+            [*compared, *expected_stages(prepared, recipe, where.type)], memory=lambda: used_memory(where)
+        )
+        progress.enter(compared[0].name)
+        run = start(prepared, wanted, workspace=workspace, quiet=quiet)
+        allocation = allocate_bits(run)
     assert allocation.predicted is not None
     assert wanted.budget.bits is not None
     found = PlainCodes(

@@ -5,8 +5,8 @@ is a hash of everything the result depends on: the model's weights, the calibrat
 matters, the version of requant. So a changed recipe never meets an old result. Files are written aside, in a folder of
 their own, since the library makes a file beside them under a name of its choice, and renamed: a result exists whole or
 not at all. The folder is made, and an old one cleared, only when the first result is asked for: a command that is refused
-before it works destroys nothing. A lock beside the folder keeps a second run out of it while the first one lives; where
-locks do not hold, the older run stops (`ownership.py`).
+before it works destroys nothing. A lock beside the folder keeps a second run out of it while the first one lives, from
+before its model is loaded; where locks do not hold, the older run stops (`ownership.py`).
 
 Of several processes, rank 0 opens, reads and tells the others; a result is written by the rank that made it. Keys know
 nothing of ranks, so a run resumes with any number of them.
@@ -18,8 +18,9 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,7 @@ class Workspace:
         self.resume = resume
         self.save_every = save_every
         self.opened = False
+        self.locked = False
         self.lock: BaseFileLock | None = None
         if folder is not None:
             self.lock = FileLock(folder.with_name(f"{folder.name}.lock"), is_singleton=True)  # one a process
@@ -149,20 +151,38 @@ class Workspace:
             shutil.rmtree(self.folder, ignore_errors=True)
             self._unlock()
 
-    def check_free(self) -> None:
-        """Raise OutputError where a run is at work in the folder; nothing is made, taken or cleared.
+    @contextmanager
+    def reserved(self) -> Iterator[None]:
+        """Keep other runs out of the folder while a model is loaded: of two that start together one is refused at once.
 
-        `_open` looks again, when the first result is asked for: this is to say it before a model is loaded.
+        Raises OutputError where a run is at work. Nothing is made or cleared but the lock, which goes with the context
+        unless a result was asked for in it: from then on it is held as long as the run lives.
         """
-        if self.lock is None or self.opened or ranks.rank() > 0 or not Path(self.lock.lock_file).exists():
+        if not self._acquired():
+            yield
             return
         try:
-            with self.lock.acquire(timeout=0):
-                return
+            yield
+        finally:
+            if not self.opened:
+                self._unlock()
+
+    def _acquired(self) -> bool:
+        """Whether the lock could be taken here; `_open` does it, or says what is in the way, where it could not."""
+        if self.lock is None or self.locked or ranks.rank() > 0:
+            return False
+        if not Path(
+            self.lock.lock_file
+        ).parent.is_dir():  # which a run that is refused should not leave behind
+            return False
+        try:
+            self.lock.acquire(timeout=0)
         except Timeout:
             raise self._taken() from None
-        except (NotImplementedError, OSError):  # no locks here, or no permission: `_open` says so
-            return
+        except (NotImplementedError, OSError):  # no locks here, or no permission
+            return False
+        self.locked = True
+        return True
 
     def _taken(self) -> OutputError:
         return OutputError(
@@ -190,7 +210,9 @@ class Workspace:
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             try:
-                self.lock.acquire(timeout=0)
+                if not self.locked:
+                    self.lock.acquire(timeout=0)
+                    self.locked = True
             except NotImplementedError:
                 logger.warning("%s lies where files cannot be locked: do not run twice into it", folder)
             self._clear(folder)
@@ -221,6 +243,7 @@ class Workspace:
         assert self.lock is not None
         Path(self.lock.lock_file).unlink(missing_ok=True)
         self.lock.release()
+        self.locked = False
 
 
 def digest(*parts: Any) -> str:

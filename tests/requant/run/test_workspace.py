@@ -53,18 +53,35 @@ def test_a_second_run_keeps_out_while_the_first_one_lives(tmp_path: Path) -> Non
         pass
 
 
-def test_a_run_at_work_is_found_before_any_is_started(tmp_path: Path) -> None:
-    Workspace(tmp_path / "w").check_free()
-    assert list(tmp_path.iterdir()) == []
-    kept = Workspace(tmp_path / "w")
-    kept.put("linear", KEY, value=1)
-    kept.check_free()  # by this run itself
-    kept.remove()
+def test_a_folder_is_reserved_before_anything_is_made_in_it(tmp_path: Path) -> None:
     other = FileLock(tmp_path / "w.lock")
-    with other, pytest.raises(OutputError, match="another run is writing"):
-        Workspace(tmp_path / "w").check_free()
+    with Workspace(tmp_path / "w").reserved():
+        assert not (tmp_path / "w").exists()
+        with pytest.raises(Timeout):
+            other.acquire(timeout=0)
+    with pytest.raises(KeyError), Workspace(tmp_path / "w").reserved():
+        raise KeyError  # a model that cannot be loaded
+    assert list(tmp_path.iterdir()) == []
+    with Workspace(tmp_path / "absent" / "w").reserved():
+        assert list(tmp_path.iterdir()) == []
+    kept = Workspace(tmp_path / "w")
+    with kept.reserved():
+        kept.put("linear", KEY, value=1)
+        with kept.reserved():  # by this run itself
+            pass
+    with pytest.raises(Timeout):
+        other.acquire(timeout=0)
+    kept.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_at_work_is_found_before_any_is_started(tmp_path: Path) -> None:
+    refused = pytest.raises(OutputError, match="another run is writing")
+    with FileLock(tmp_path / "w.lock"), refused, Workspace(tmp_path / "w").reserved():
+        pytest.fail("it was taken")
     (tmp_path / "w.lock").touch()  # left by a run that was killed
-    Workspace(tmp_path / "w").check_free()
+    with Workspace(tmp_path / "w").reserved():
+        pass
     Workspace(tmp_path / "w").put("linear", KEY, value=1)
 
 
