@@ -16,9 +16,8 @@ import torch
 
 from requant.errors import CheckpointError
 from requant.files import MAX_SMALL_FILE, check_plain_file, parse_json, read_small_file
+from requant.models.weight_files import INDEX_FILE, WEIGHTS_FILE
 
-WEIGHTS_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 CHECKSUMS_FILE = "checksums.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 DTYPES: dict[str, torch.dtype] = {

@@ -23,6 +23,7 @@ from requant.formats.quantized_weight import QuantizedWeight, pack
 from requant.formats.tensor_spec import TensorSpec
 from requant.models.experts import names_in_files
 from requant.models.rotations import rotation_of
+from requant.models.weight_files import weight_files
 
 MAX_SHARD_BYTES = 5_000_000_000
 _WEIGHTS = ("safetensors", "bin", "pt", "pth", "ckpt", "pkl", "gguf", "msgpack", "h5", "onnx", "npz")
@@ -200,7 +201,7 @@ def _plain_tensors(
 def _source_dtypes(source: str | Path | None) -> dict[str, torch.dtype]:
     """Dtype of every tensor in the source's safetensors files; a model computed in float32 is saved as it
     came."""
-    files = [] if source is None else sorted(Path(source).glob("model*.safetensors"))
+    files = [] if source is None else weight_files(source)
     return {name: stored.dtype for file in files for name, stored in read_shard(file).items()}
 
 

@@ -15,8 +15,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from requant.checkpoint.header import DTYPES, INDEX_FILE, WEIGHTS_FILE
+from requant.checkpoint.header import DTYPES
 from requant.formats.tensor_spec import TensorSpec
+from requant.models.weight_files import INDEX_FILE, WEIGHTS_FILE
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 

@@ -7,14 +7,8 @@ from requant.checkpoint.sizes import byte_table
 from requant.evaluation.perplexity import Quality, perplexity_and_kl
 from requant.inference.load import is_checkpoint, open_model
 from requant.models.devices import pick_device
-from requant.models.loading import (
-    DEMO,
-    context_limit,
-    folder_bytes,
-    load_config,
-    load_tokenizer,
-    resolve_source,
-)
+from requant.models.loading import DEMO, context_limit, load_config, load_tokenizer, resolve_source
+from requant.models.weight_files import folder_bytes
 from requant.text.sources import WIKITEXT, read_text
 from requant.text.windows import token_windows
 

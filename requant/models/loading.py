@@ -26,10 +26,10 @@ from requant.errors import (
 from requant.files import check_model_folder, parse_json, read_small_file
 from requant.models.aliases import ALIASES
 from requant.models.hosted import whole_state
+from requant.models.weight_files import WEIGHT_FILES
 
 DEMO = Path(__file__).parents[1] / "data" / "demo"
 DTYPES = ("float32", "bfloat16", "float16")
-WEIGHT_FILES = "model*.safetensors"  # as transformers names them; other files may hold the same weights again
 HUB_FILES = (
     WEIGHT_FILES,
     "README.md",
@@ -179,11 +179,6 @@ def check_finite(model: nn.Module) -> None:
             raise NumericalError(
                 f"{name} holds {largest:.3g}, a weight beyond float16; the source model is damaged, download it again."
             )
-
-
-def folder_bytes(folder: str | Path) -> int:
-    """Bytes of a folder's weight files."""
-    return sum(file.stat().st_size for file in Path(folder).glob(WEIGHT_FILES))
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:

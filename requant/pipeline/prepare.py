@@ -24,12 +24,12 @@ from requant.models.loading import (
     check_finite,
     check_loadable,
     empty_model,
-    folder_bytes,
     load_model,
     load_tokenizer,
     resolve_source,
 )
 from requant.models.targets import QuantTarget, find_linears, keep_on_host
+from requant.models.weight_files import folder_bytes
 from requant.pipeline.completion import own_windows_of, trained_where_it_fits, with_steps, within_positions
 from requant.pipeline.hosting import HOSTED, hosts_blocks, without_training
 from requant.pipeline.texts import calibration_text, evaluation_text, in_windows, sampled_text

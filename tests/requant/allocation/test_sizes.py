@@ -13,7 +13,7 @@ from requant.allocation.knapsack import TOLERANCE
 from requant.allocation.sizes import packed_spec, sparse_bytes
 from requant.checkpoint.sizes import byte_table
 from requant.formats.quantized_weight import pack, with_trainable_params
-from requant.models.loading import folder_bytes
+from requant.models.weight_files import folder_bytes
 from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Budget, Finetune
 from requant.recipe.yaml_files import load_recipe
