@@ -124,6 +124,7 @@ def prepare(
             pending = beside.submit(in_windows, calibration, evaluation, tokenizer, recipe, scored=scored)
         model = _opened(model, source, device=place, dtype=dtype, moved=not hosted)
         targets = divided(_targets(model, recipe), ranks.world_size())
+        _warn_of_no_experts(targets, recipe)
         if hosted:
             targets = keep_on_host(model, targets, place)
         check_finite(model)
@@ -204,6 +205,7 @@ def outline(
     )
     windows = [torch.empty(size, dtype=torch.int64, device="meta") for size in sizes]
     targets = divided(_targets(empty, recipe), gpus)
+    _warn_of_no_experts(targets, recipe)
     recipe, lacking = trained_where_it_fits(empty, targets, recipe, windows[1], by_default, device=device)
     return Outline(
         model=empty,
@@ -246,6 +248,13 @@ def _targets(model: PreTrainedModel, recipe: Recipe) -> list[QuantTarget]:
         except RecipeError as error:
             raise RecipeError(f"modules: {target.name}: {error}") from error
     return targets
+
+
+def _warn_of_no_experts(targets: Sequence[QuantTarget], recipe: Recipe) -> None:
+    if recipe.calibration.all_experts and not any(target.experts for target in targets):
+        logger.warning(
+            "--all-experts changes nothing here: none of the matrices is an expert's; leave it out."
+        )
 
 
 def divided(targets: Sequence[QuantTarget], count: int) -> list[QuantTarget]:

@@ -16,6 +16,7 @@ from requant.calibration.hidden_states import HiddenStateCache
 from requant.models.experts import unfuse_experts
 from requant.models.targets import find_linears
 from requant.pipeline import best
+from requant.pipeline.prepare import outline
 from requant.quantizers.gptq import GptqConfig
 from requant.quantizers.trellis import TrellisConfig
 from requant.recipe.schema import Budget, Calibration, Evaluation, Finetune, Recipe
@@ -175,6 +176,15 @@ def test_starved_experts_are_reported(tiny_folder, tiny_text_file, tmp_path) -> 
     assert any("8 of 8 experts saw fewer tokens" in warning for warning in result.warnings)
     requant.save(result, tmp_path / "out")
     assert "tokens routed" in (tmp_path / "out" / "report.html").read_text()
+
+
+@pytest.mark.parametrize(("name", "warned"), [("llama", True), ("qwen3-moe", False)])
+def test_all_experts_of_a_model_without_any_is_warned_of(
+    name: str, warned: bool, tiny_folder, caplog: pytest.LogCaptureFixture
+) -> None:
+    calibration = Calibration(num_samples=2, seq_len=32, all_experts=True)
+    outline(str(tiny_folder(name)), dataclasses.replace(RECIPE, calibration=calibration))
+    assert ("--all-experts changes nothing here" in caplog.text) == warned
 
 
 def test_routers_are_learnt_and_saved(tiny_folder, tiny_text_file, tmp_path) -> None:
