@@ -10,6 +10,7 @@ from requant import ranks
 from requant.progress import tracked
 
 MOST_LOGITS = 300_000_000  # of a batch: near 1 GB
+COPIES_OF_LOGITS = 6  # in float32 in a backward pass on a GPU: with logarithms, noise and gradients
 
 
 def batches(
@@ -54,6 +55,16 @@ def own_chunks(
 def first_batch(windows: Int64[Tensor, "b t"], model: PreTrainedModel) -> Int64[Tensor, "c t"]:
     """No other has more windows."""
     return chunks(windows, model, None)[0]
+
+
+def bytes_of_logits(windows: Int64[Tensor, "b t"], model: PreTrainedModel) -> int:
+    """Of a batch in a backward pass on a GPU, all copies."""
+    head = model.get_output_embeddings()
+    return (
+        0
+        if head is None
+        else 4 * COPIES_OF_LOGITS * first_batch(windows, model).numel() * head.weight.shape[0]
+    )
 
 
 def chunks(

@@ -19,6 +19,7 @@ from requant.models.targets import QuantTarget
 # collected by one forward pass; the others take a backward pass each
 INPUT_STATISTICS = frozenset({"hessian", "input_mean_abs"})
 GRADIENT_STATISTICS = frozenset({"fisher", "output_hessian"})
+COPIES_OF_A_HESSIAN, COPIES_OF_A_MATRIX = 4, 6  # at most at once, while a trellis is made
 
 
 def collect(
@@ -85,3 +86,11 @@ def bytes_needed(target: QuantTarget, needs: frozenset[str]) -> int:
     n, k = target.shape
     floats = {"fisher": n * k, "hessian": k * k, "output_hessian": n * n, "input_mean_abs": k}
     return 4 * sum(floats[field] for field in needs)
+
+
+def working_bytes(target: QuantTarget, needs: frozenset[str]) -> int:
+    """Float32 bytes that predicted losses or codes of one target are made in: copies and factors of its Hessians, one side
+    at a time, and the matrix as it was, rotated, and as it is coded."""
+    n, k = target.shape
+    sides = [side for field, side in (("hessian", k), ("output_hessian", n)) if field in needs]
+    return 4 * (COPIES_OF_A_HESSIAN * max(sides, default=0) ** 2 + COPIES_OF_A_MATRIX * n * k)

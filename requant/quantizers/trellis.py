@@ -70,6 +70,7 @@ GAUSSIAN_ERROR = {
 WIDENING = 2.0  # measured: 1.3 to 1.7 on correlated Gaussians, about 3 on bench-32m
 ONE_BIT_FACTOR = 2.0  # of the predicted loss at 1 bit; between 1 and 2 bits a power of it
 
+AT_ONCE = 2**26  # numbers of a copy of a Hessian
 logger = logging.getLogger(__name__)
 
 
@@ -204,9 +205,11 @@ def block_ldl(hessian: Float[Tensor, "c c"], *, damp: float) -> Float[Tensor, "c
     size = hessian.shape[0]
     mean = hessian.diagonal().mean()
     mean = torch.where(mean > 0, mean, torch.ones_like(mean))  # an H of zeros: nothing to feed back
-    identity = torch.eye(size, device=hessian.device)
     while damp <= MAX_DAMP:
-        lower, failed = torch.linalg.cholesky_ex(hessian + damp * mean * identity)
+        damped = hessian.clone()
+        damped.diagonal().add_(damp * mean)
+        lower, failed = torch.linalg.cholesky_ex(damped)
+        del damped
         if not failed:
             break
         logger.warning("A Hessian is not positive definite at damp %g: trying %g.", damp, 10 * damp)
@@ -216,12 +219,19 @@ def block_ldl(hessian: Float[Tensor, "c c"], *, damp: float) -> Float[Tensor, "c
             f"A Hessian is not positive definite even at damp {damp / 10:g}: calibrate with more tokens "
             "(--num-samples) or in float32 (--dtype float32)."
         )
-    starts = range(0, size, TILE)
-    diagonal = torch.stack([lower[i : i + TILE, i : i + TILE] for i in starts])
-    columns = torch.stack([lower[:, i : i + TILE] for i in starts])
-    unit = torch.linalg.solve_triangular(diagonal, columns, upper=False, left=False)  # [blocks, size, TILE]
-    block = torch.arange(size, device=hessian.device) // TILE
-    return unit.permute(1, 0, 2).reshape(size, size) * (block[:, None] > block[None, :])
+    factor = torch.empty(size, size, device=hessian.device).mT  # by columns
+    step = TILE * _rows_at_once(TILE * size)
+    for start in range(0, size, step):
+        slices = [slice(at, at + TILE) for at in range(start, min(start + step, size), TILE)]
+        diagonal = torch.stack([lower[here, here] for here in slices])
+        columns = torch.stack([lower[:, here] for here in slices])
+        unit = torch.linalg.solve_triangular(
+            diagonal, columns, upper=False, left=False
+        )  # [blocks, size, TILE]
+        for here, solved in zip(slices, unit, strict=True):
+            factor[:, here] = solved
+            factor[here, here] = 0
+    return factor
 
 
 def code_tiles(
@@ -339,10 +349,21 @@ def predicted_losses(
 def white_trace(hessian: Float[Tensor, "c c"], factor: Float[Tensor, "c c"]) -> tuple[float, float]:
     """With L the identity plus `factor`: `tr(L^-1 H L^-T)`, the loss of white errors fed back through L, and the mean
     squared norm of a row of L^-1, by which feedback widens their variance."""
-    identity = torch.eye(len(factor), device=factor.device)
-    inverse = torch.linalg.solve_triangular(identity + factor, identity, upper=False, unitriangular=True)
-    trace = ((inverse @ hessian) * inverse).sum(dtype=torch.float64).item()
-    return trace, inverse.square().sum(dtype=torch.float64).item() / len(factor)
+    size = len(factor)
+    # reads nothing on the diagonal, nor above it
+    inverse = torch.linalg.solve_triangular(
+        factor, torch.eye(size, device=factor.device), upper=False, unitriangular=True
+    )
+    trace = norms = 0.0
+    for rows in inverse.split(_rows_at_once(size)):
+        trace += ((rows @ hessian) * rows).sum(dtype=torch.float64).item()
+        norms += rows.square().sum(dtype=torch.float64).item()
+    return trace, norms / size
+
+
+def _rows_at_once(length: int) -> int:
+    """Rows of so many numbers in AT_ONCE of them: a Hessian of wide layers takes gigabytes, and so would every copy."""
+    return max(1, AT_ONCE // length)
 
 
 METHOD = Method(

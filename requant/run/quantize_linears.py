@@ -19,9 +19,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from requant import ranks
-from requant.calibration.batches import own_chunks
+from requant.calibration.batches import bytes_of_logits, own_chunks
 from requant.calibration.block_by_block import Descent
-from requant.calibration.collect import GRADIENT_STATISTICS, INPUT_STATISTICS, bytes_needed, collect
+from requant.calibration.collect import (
+    GRADIENT_STATISTICS,
+    INPUT_STATISTICS,
+    bytes_needed,
+    collect,
+    working_bytes,
+)
 from requant.calibration.hidden_states import HiddenStateCache
 from requant.calibration.stats import LinearStats
 from requant.formats.packed_spec import PackedSpec
@@ -36,6 +42,7 @@ from requant.run.side_by_side import quantized
 from requant.run.stage_cache import load_weights, save_weight
 from requant.run.workspace import digest
 
+USABLE = 0.9  # of free memory; between tensors there are gaps
 TargetsWithStatistics = Iterator[tuple[list[QuantTarget], dict[str, LinearStats]]]
 
 
@@ -311,10 +318,15 @@ def _siblings(kind: str, other: str) -> bool:
 def chunks_that_fit(
     run: RunContext, targets: Sequence[QuantTarget], needs: frozenset[str]
 ) -> list[list[QuantTarget]]:
-    """The targets in chunks of whole blocks whose statistics take at most half of the free memory of every rank."""
+    """The targets in chunks of whole blocks whose statistics take at most half of the free memory of every rank, and leave
+    room on a GPU for a batch of the pass that collects them, then for the work on a matrix."""
     if not targets or _gathered(run, targets, needs):
         return [list(targets)] if targets else []
-    budget = ranks.smallest(free_memory(targets[0].device)) / 2
+    free = ranks.smallest(free_memory(targets[0].device))
+    beside = max(working_bytes(target, needs) for target in targets)
+    if targets[0].device.type == "cuda":
+        beside = max(beside, bytes_of_logits(run.windows, run.model))
+    budget = min(free / 2, USABLE * free - beside)
     chunks: list[list[QuantTarget]] = [[]]
     used: Counter[int] = Counter()  # rank -> bytes
     for members in by_block(targets):

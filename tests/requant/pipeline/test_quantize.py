@@ -9,7 +9,7 @@ import torch
 from filelock import FileLock
 
 import requant
-from requant.calibration.collect import collect
+from requant.calibration.collect import bytes_needed, collect
 from requant.calibration.passes import mean_loss
 from requant.calibration.stats import LinearStats
 from requant.errors import InputError, NumericalError, OutputError, TextError
@@ -230,6 +230,11 @@ def test_chunks_hold_whole_blocks(run, monkeypatch) -> None:
         {1},
     ]
     assert chunks_that_fit(context, [], needs) == []
+    together = sum(bytes_needed(target, needs) for target in prepared.targets)
+    monkeypatch.setattr("requant.run.quantize_linears.free_memory", lambda device: 2 * together)
+    for beside, chunks in ((together // 2, 1), (together, 2)):  # what one matrix is quantized in
+        monkeypatch.setattr("requant.run.quantize_linears.working_bytes", lambda *_, beside=beside: beside)
+        assert len(chunks_that_fit(context, prepared.targets, needs)) == chunks
 
 
 def test_a_disagreement_is_said(run) -> None:
