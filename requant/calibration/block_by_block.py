@@ -9,6 +9,11 @@ comes in the order of the text, so statistics are the same bits; but a block com
 group, not twice for each. A group is as many batches as half of the host's free memory has room for their h before every
 block, divided among the processes of the host. Statistics that do not fit the GPU at once are those of some blocks at a
 time, the last ones first: the pass then stops where they begin, and goes on from there (`Descent`).
+
+Models on the GPU keep the passes of `passes.py`, which give the same gradients, bit for bit. Below RECOMPUTE_ABOVE they run
+each block once, not twice: on bench-32m that is 4.0 s of operators in place of 5.1 (8 windows of 512 tokens, two CPU cores).
+Above, activation checkpointing does the same work as this, but leaves the hidden states on the GPU, and is the graph that
+training steps need anyhow.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence

@@ -3,7 +3,8 @@
 The loss is `F = mean over all windows and positions of the next-token cross-entropy`, nats. A backward pass calls
 `accumulate` with each matrix's gradient the moment it is complete and frees it: the gradient of the whole model never
 exists. With `recompute` each transformer block stores only its input and is run again in the backward pass (activation
-checkpointing), so activations cost one hidden state a block.
+checkpointing), so activations cost one hidden state a block. A model whose matrices are on the host takes all batches
+through one block before the next (`block_by_block.py`, which says why that is not the way of all).
 
 Of several processes (`ranks.py`) each runs its share of the batches; `accumulate` is called where a matrix is owned, for
 every batch in the order of the text, so all sums are those of one process.
