@@ -9,13 +9,15 @@ from __future__ import annotations
 import gc
 import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-os.environ.setdefault(
-    "OMP_NUM_THREADS", "1"
-)  # a process of tests a core: threads of each would wait for the other's
+# One thread, whatever the shell says: there is a process of tests a core, and threads of each would wait for the other's, in
+# tiny operations for many times what these take.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 
@@ -255,7 +257,6 @@ def trained_state(tiny_text: Text, tokenizer: PreTrainedTokenizerFast) -> dict[s
 
     from requant.text.windows import token_windows
 
-    torch.set_num_threads(1)
     windows = token_windows(tiny_text, tokenizer, num_samples=None, seq_len=32)
     model = build_model("llama").requires_grad_(True)
     optimizer = torch.optim.Adam(model.parameters(), lr=4e-3)
@@ -274,6 +275,28 @@ def trained_model(trained_state: dict[str, torch.Tensor]) -> Any:
     model = build_model("llama")
     model.load_state_dict(trained_state)
     return model
+
+
+@pytest.fixture
+def interpreted(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """`interpreted("script.py", "argument")` runs a script beside the test with Triton's interpreter for its compiler.
+
+    In a process of its own, since Triton reads the choice when it is imported. Asserts that the script ends well.
+    """
+    pytest.importorskip("triton")
+    root = Path(__file__).parents[1]
+    path = os.pathsep.join([str(root / "kernels"), str(root)])
+
+    def run(script: str, *arguments: str) -> None:
+        done = subprocess.run(
+            [sys.executable, request.path.with_name(script), *arguments],
+            env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+
+    return run
 
 
 @pytest.fixture

@@ -1,14 +1,13 @@
 """Peers that train by block: their grids, where a block begins and ends, and what training does to its output."""
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 import torch
 
 from eval import block_training
 from eval.block_training import TrainedGrid
-from eval.common import CALIBRATION, SECOND, TEST, Study, open_study
+from eval.common import Study
 from requant.calibration.stats import LinearStats
 from requant.finetune import compile_blocks
 from requant.formats.quantized_weight import QuantizedWeight
@@ -22,19 +21,8 @@ TUNING = Finetune(steps=12, tokens_per_step=128, val_windows=1, lr=1e-2)
 
 
 @pytest.fixture
-def study(tiny_folder, tiny_text_file, tmp_path: Path) -> Study:
-    text = Path(tiny_text_file).read_text()
-    for name in (CALIBRATION, TEST, SECOND):
-        (tmp_path / name).write_text(text)
-    return open_study(
-        Path(tiny_folder("llama")),
-        tmp_path,
-        num_samples=4,
-        seq_len=32,
-        windows=4,
-        device="cpu",
-        finetune=TUNING,
-    )
+def study(tiny_study) -> Study:
+    return tiny_study(TUNING)
 
 
 def run_of(study: Study, method: str, steps: int, **options) -> RunContext:

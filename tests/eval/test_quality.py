@@ -9,7 +9,6 @@ import pytest
 import typer
 
 from eval import plans, quality
-from eval.common import open_study
 from eval.curve_tables import (
     PHASES,
     best_ablation_table,
@@ -119,24 +118,11 @@ def test_a_budget_without_the_default_falls_back_to_the_earlier_one(tmp_path: Pa
     assert "| 2* | 2.000 |" in table and "| 3 | 3.000 |" in table and "0.0711" not in table
 
 
-def test_a_row_is_measured_and_leaves_the_original(
-    tiny_folder, tiny_text_file, tmp_path, monkeypatch
-) -> None:
-    text = Path(tiny_text_file).read_text()
-    for name in ("wikitext-like.raw", "wiki.test.raw", "c4-sample.txt"):
-        (tmp_path / name).write_text(text)
+def test_a_row_is_measured_and_leaves_the_original(tiny_study, tmp_path, monkeypatch) -> None:
     tuning = Finetune(steps=3, tokens_per_step=128, val_windows=1, eval_every=2)
     plan = dataclasses.replace(plans.PLANS["codebooks"], finetune=tuning)
     monkeypatch.setitem(plans.PLANS, "codebooks", plan)
-    study = open_study(
-        Path(tiny_folder("llama")),
-        tmp_path,
-        num_samples=4,
-        seq_len=32,
-        windows=4,
-        device="cpu",
-        finetune=tuning,
-    )
+    study = tiny_study(tuning)
     before = {name: p.clone() for name, p in study.prepared.model.named_parameters()}
     row = quality.measure(study, "codebooks", 4.0, 0)
     assert row["bits_per_weight"] <= 4.0 and row["kl"] > 0 and row["training_tokens"] > 4 * 32

@@ -26,7 +26,6 @@ from requant.sensitivity.path import originals
 
 @pytest.fixture
 def run() -> RunContext:
-    torch.set_num_threads(1)
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=32,

@@ -1,10 +1,5 @@
 """The mask kernels: interpreted, compiled for Hopper, and on a GPU, where `requant.sparsity` uses them."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -26,16 +21,8 @@ def test_the_patterns_are_those_of_torch() -> None:
         assert [bool(bits >> i & 1) for i in range(16)] == mask
 
 
-def test_interpreted_kernels_equal_torch() -> None:
-    here = Path(__file__).parent
-    path = os.pathsep.join([str(here.parents[1] / "kernels"), str(here.parents[1])])
-    run = subprocess.run(
-        [sys.executable, here / "masks_interpreted.py"],
-        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
+def test_interpreted_kernels_equal_torch(interpreted) -> None:
+    interpreted("masks_interpreted.py")
 
 
 KERNELS = {

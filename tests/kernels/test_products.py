@@ -1,10 +1,5 @@
 """Hadamard transforms of many tokens: right, in the interpreter, and compiled for sm_90 without spills."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("triton")
@@ -20,15 +15,8 @@ NUMBERS = ("tokens", "x_row", "y_row", "gate_row", "up_row")
 ARGUMENTS = dict.fromkeys(HALF, "*fp16") | dict.fromkeys(NUMBERS, "i32") | {"x_ptr": "*bf16"}
 
 
-def test_beside_whole_matrices() -> None:
-    script = Path(__file__).with_name("interpret_products.py")
-    run = subprocess.run(
-        [sys.executable, script],
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
+def test_beside_whole_matrices(interpreted) -> None:
+    interpreted("interpret_products.py")
 
 
 def rotation(block_size: int) -> Machine:

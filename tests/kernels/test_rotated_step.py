@@ -1,10 +1,6 @@
 """The kernels between trellis matrices: in an interpreter with their assembly, and compiled for sm_90 without a GPU."""
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,15 +19,8 @@ from .compile_offline import Machine, compile_kernel, counts_instructions  # noq
 
 
 @pytest.mark.parametrize("cases", ["some", pytest.param("all", marks=pytest.mark.slow)])
-def test_beside_the_launches_that_they_replace(cases: str) -> None:
-    script = Path(__file__).with_name("emulate_rotated_step.py")
-    run = subprocess.run(
-        [sys.executable, script, cases],
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
+def test_beside_the_launches_that_they_replace(interpreted, cases: str) -> None:
+    interpreted("emulate_rotated_step.py", cases)
 
 
 PRODUCTS = dict.fromkeys(

@@ -18,7 +18,6 @@ from requant.quantizers.viterbi import plain_paths
 from requant.formats.trellis_codes import code_values, step_bits
 from requant_kernels.viterbi.gpu import viterbi_paths
 
-torch.set_num_threads(1)
 for name, bits in (("pair", 2.25), ("mul1", 2.25)):
     values = code_values(name)
     shifts = step_bits(bits, values.shape[1])

@@ -193,11 +193,6 @@ def build_trellis(
     return QuantizedWeight(dense=dense, sparse=None)
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="session")
 def random_weight() -> Callable[..., QuantizedWeight]:
     return build_weight

@@ -29,6 +29,14 @@ SIZES = {
     "eos_token_id": 256,
     "pad_token_id": None,
 }
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 
 
 def grid(n: int, k: int, *, bits: int, group_size: int, symmetric: bool, seed: int = 0) -> Grid:

@@ -20,7 +20,7 @@ from requant.formats.grid import GridSpec
 from requant.formats.other_programs import block_type
 from requant.inference.load import load
 
-from .conftest import grid, sentencepiece
+from .conftest import LLAMA3_ROPE, grid, sentencepiece
 
 gguf = pytest.importorskip("gguf")
 TOKENS = torch.arange(60)[None]
@@ -116,15 +116,7 @@ def test_rows_of_q_change_places_as_llama_cpp_wants() -> None:
 
 def test_llama3_frequencies(grid_checkpoint, tmp_path: Path) -> None:
     """The file's divisors are those by which transformers divides."""
-    rope = {
-        "rope_type": "llama3",
-        "rope_theta": 10000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    }
-    checkpoint = grid_checkpoint(rope_parameters=rope)
+    checkpoint = grid_checkpoint(rope_parameters=LLAMA3_ROPE)
     export(checkpoint, "gguf", tmp_path / "out")
     model = load(checkpoint)
     reader = gguf.GGUFReader(tmp_path / "out" / "model.gguf")

@@ -21,20 +21,12 @@ from requant.models.loading import DEMO, load_tokenizer
 from requant.models.targets import find_linears
 from requant.quantizers.rtn import RtnConfig, quantize
 
-from .conftest import sentencepiece
+from .conftest import LLAMA3_ROPE, sentencepiece
 
 pytestmark = pytest.mark.peers
 PROMPT = (
     "The history of the city of London began when the Romans settled on the river, and for a long time it's"
 )
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 
 
@@ -92,7 +84,7 @@ def check(checkpoint: Path, folder: Path) -> None:
         assert ours[token].item() == pytest.approx(value, abs=0.2)
 
 
-@pytest.mark.parametrize("rope", [None, LLAMA3, LINEAR], ids=["default", "llama3", "linear"])
+@pytest.mark.parametrize("rope", [None, LLAMA3_ROPE, LINEAR], ids=["default", "llama3", "linear"])
 @pytest.mark.parametrize(("bits", "symmetric"), [(4, True), (4, False), (8, True)])
 def test_the_demo_model(tmp_path: Path, rope: dict[str, Any] | None, bits: int, symmetric: bool) -> None:
     config = AutoConfig.from_pretrained(DEMO, **({} if rope is None else {"rope_parameters": rope}))

@@ -10,11 +10,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "kernels"))
 
 import emulate_trellis
 import torch
-import triton.language as tl
 from cases import random_trellis
 from requant_kernels import TrellisLayout, dispatch, ops, pack_trellis
 from requant_kernels.registry import TRELLIS_KERNELS, Kernel
-from requant_kernels.trellis import gemv
 from requant_kernels.trellis.gemv_launch import TrellisGemvConfig
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -152,10 +150,7 @@ CASES = {
 def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    tl.inline_asm_elementwise = emulate_trellis.inline_asm_elementwise
-    emulate_trellis.check_addresses = lambda address: None
-    rotate_apart = gemv.hadamard_transform_int8
-    gemv.hadamard_transform_int8 = lambda *args, **options: rotate_apart(*args, **options | {"asm": False})
+    emulate_trellis.emulate_in_models()
     check(*CASES[sys.argv[1]])
 
 

@@ -1,10 +1,6 @@
 """Fused steps: which models qualify, and that their logits are those of the model."""
 
 import logging
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -104,16 +100,8 @@ def test_an_embedding_of_another_class_is_called(tiny_model) -> None:
 @pytest.mark.parametrize(
     "kinds", [("llama",), pytest.param(("qwen3", "phi3", "qwen3_moe"), marks=pytest.mark.slow)], ids=" ".join
 )
-def test_in_the_interpreter(make_checkpoint, kinds: tuple[str, ...]) -> None:
-    pytest.importorskip("triton")
-    script = Path(__file__).with_name("interpret_fused_step.py")
-    run = subprocess.run(
-        [sys.executable, script, make_checkpoint(kind="trellis")[0], *kinds],
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
+def test_in_the_interpreter(interpreted, make_checkpoint, kinds: tuple[str, ...]) -> None:
+    interpreted("interpret_fused_step.py", str(make_checkpoint(kind="trellis")[0]), *kinds)
 
 
 @pytest.mark.gpu

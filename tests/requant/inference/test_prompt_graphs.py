@@ -2,10 +2,6 @@
 stops them. On a CPU by `fake_cuda_graphs.py`."""
 
 import logging
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -170,15 +166,8 @@ def test_a_decoders_step_is_captured_and_counts_on(tiny_model, monkeypatch) -> N
 
 
 @pytest.mark.slow
-def test_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    run = subprocess.run(
-        [sys.executable, Path(__file__).with_name("interpret_prompt_graphs.py")],
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
+def test_in_the_interpreter(interpreted) -> None:
+    interpreted("interpret_prompt_graphs.py")
 
 
 @pytest.mark.gpu

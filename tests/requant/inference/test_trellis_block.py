@@ -1,9 +1,5 @@
 """Fused steps of trellis codes: with their rotations the logits are those of the model."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,16 +16,8 @@ from requant.inference.quant_linear import QuantLinear
 
 
 @pytest.mark.parametrize("kind", ["qwen2", pytest.param("qwen3", marks=pytest.mark.slow)])
-def test_with_the_assembly_emulated(kind: str) -> None:
-    pytest.importorskip("triton")
-    script = Path(__file__).with_name("emulate_trellis_block.py")
-    run = subprocess.run(
-        [sys.executable, script, kind],
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
+def test_with_the_assembly_emulated(interpreted, kind: str) -> None:
+    interpreted("emulate_trellis_block.py", kind)
 
 
 SHAPES = {  # hidden, intermediate, heads, heads of keys

@@ -10,11 +10,9 @@ sys.path += [str(Path(__file__).parents[3] / "tests" / folder) for folder in ("k
 
 import emulate_trellis
 import torch
-import triton.language as tl
 from cases import random_trellis
 from emulate_trellis_block import REFERENCE, in_one_launch, on_the_gemv
 from requant_kernels import dispatch, ops, pack_trellis
-from requant_kernels.trellis import gemv
 from torch import Tensor, nn
 
 from requant.inference import kernel_check
@@ -243,10 +241,7 @@ def check_differs(said: list[str]) -> None:
 def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    tl.inline_asm_elementwise = emulate_trellis.inline_asm_elementwise
-    emulate_trellis.check_addresses = lambda address: None
-    rotate_apart = gemv.hadamard_transform_int8
-    gemv.hadamard_transform_int8 = lambda *args, **options: rotate_apart(*args, **options | {"asm": False})
+    emulate_trellis.emulate_in_models()
     if sys.argv[1] == "joined":
         check((2, 2, 2, 2, 2), (1, 5), bias=False, normed=False)
     else:

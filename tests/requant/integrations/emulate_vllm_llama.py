@@ -13,11 +13,9 @@ sys.path += [str(Path(__file__).parents[3] / "tests" / folder) for folder in ("k
 
 import emulate_trellis
 import torch
-import triton.language as tl
 from emulate_trellis_block import REFERENCE, in_one_launch, on_the_gemv
 from emulate_vllm_block import reference_for_plain_layers
 from requant_kernels import ops
-from requant_kernels.trellis import gemv
 from torch import Tensor, nn
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.custom_op import CustomOp
@@ -44,10 +42,7 @@ class Attention(nn.Module):
 def main(path: str) -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    tl.inline_asm_elementwise = emulate_trellis.inline_asm_elementwise
-    emulate_trellis.check_addresses = lambda address: None
-    rotate_apart = gemv.hadamard_transform_int8
-    gemv.hadamard_transform_int8 = lambda *args, **options: rotate_apart(*args, **options | {"asm": False})
+    emulate_trellis.emulate_in_models()
     kernel_check.TOKENS = (2,)
     logging.basicConfig(level=logging.INFO)
     CustomOp.dispatch_forward = lambda self, *_, **__: self.forward_native  # compiled ones are not here

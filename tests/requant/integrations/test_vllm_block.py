@@ -1,9 +1,6 @@
 """Fused decoder layers of vLLM: what they compute, and which models stay as they are."""
 
 import logging
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,20 +20,9 @@ def by_default(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", ["mixed", pytest.param("joined", marks=pytest.mark.slow)])
-def test_with_the_assembly_emulated(kind: str) -> None:
+def test_with_the_assembly_emulated(interpreted, kind: str) -> None:
     """Alone, and through torch.compile; a layer that differs from vLLM's forward is said to, and stays."""
-    pytest.importorskip("triton")
-    emulated("emulate_vllm_block.py", kind)
-
-
-def emulated(script: str, *arguments: str) -> None:
-    run = subprocess.run(
-        [sys.executable, Path(__file__).with_name(script), *arguments],
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
+    interpreted("emulate_vllm_block.py", kind)
 
 
 def config(**changes: Any) -> Any:
@@ -128,9 +114,8 @@ def test_loaders_fuse_what_they_loaded(engine, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.peers
-def test_vllms_llama_with_the_assembly_emulated(random_trellis, tmp_path: Path) -> None:
+def test_vllms_llama_with_the_assembly_emulated(interpreted, random_trellis, tmp_path: Path) -> None:
     """vLLM's own modules, loader and forward context; only attention is another."""
-    pytest.importorskip("triton")
     pytest.importorskip("vllm.model_executor.layers.linear", exc_type=ImportError)
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 128}
     source = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
@@ -141,4 +126,4 @@ def test_vllms_llama_with_the_assembly_emulated(random_trellis, tmp_path: Path) 
     path = save_checkpoint(
         tmp_path / "checkpoint", source=tmp_path / "source", model=source, weights=weights, manifest={}
     )
-    emulated("emulate_vllm_llama.py", str(path))
+    interpreted("emulate_vllm_llama.py", str(path))

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import AutoModelForCausalLM
 
 from requant.checkpoint.save import save_checkpoint
@@ -35,7 +34,6 @@ def url(model, chatty) -> Iterator[str]:
 
     from .harness import LIMITS, running
 
-    torch.set_num_threads(1)
     with running(Engine(model, chatty, limits=LIMITS)) as address:
         yield address
 
