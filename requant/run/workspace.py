@@ -156,8 +156,9 @@ class Workspace:
         """Keep other runs out of the folder while a model is loaded: of two that start together one is refused at once.
 
         Raises OutputError where a run is at work. Nothing is made or cleared but the lock, which goes with the context
-        unless a result was asked for in it: from then on it is held as long as the run lives.
+        unless a result was asked for in it: from then on it is held as long as the run lives. What a killed run left stays.
         """
+        left = self.lock is not None and Path(self.lock.lock_file).exists()
         if not self._acquired():
             yield
             return
@@ -165,7 +166,7 @@ class Workspace:
             yield
         finally:
             if not self.opened:
-                self._unlock()
+                self._unlock(delete=not left)
 
     def _acquired(self) -> bool:
         """Whether the lock could be taken here; `_open` does it, or says what is in the way, where it could not."""
@@ -239,9 +240,10 @@ class Workspace:
             shutil.rmtree(folder / WRITING if self.resume else folder, ignore_errors=self.resume)
         folder.mkdir(parents=True, exist_ok=True)
 
-    def _unlock(self) -> None:
+    def _unlock(self, *, delete: bool = True) -> None:
         assert self.lock is not None
-        Path(self.lock.lock_file).unlink(missing_ok=True)
+        if delete:
+            Path(self.lock.lock_file).unlink(missing_ok=True)
         self.lock.release()
         self.locked = False
 

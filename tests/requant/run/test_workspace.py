@@ -80,8 +80,9 @@ def test_a_run_at_work_is_found_before_any_is_started(tmp_path: Path) -> None:
     with FileLock(tmp_path / "w.lock"), refused, Workspace(tmp_path / "w").reserved():
         pytest.fail("it was taken")
     (tmp_path / "w.lock").touch()  # left by a run that was killed
-    with Workspace(tmp_path / "w").reserved():
-        pass
+    with pytest.raises(KeyError), Workspace(tmp_path / "w").reserved():
+        raise KeyError
+    assert (tmp_path / "w.lock").exists()
     Workspace(tmp_path / "w").put("linear", KEY, value=1)
 
 
