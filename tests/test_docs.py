@@ -10,7 +10,9 @@ import typer
 
 import requant.errors
 from requant.cli import app
-from requant.quantizers.registry import METHODS
+from requant.exporters.export import TARGETS
+from requant.quantizers.registry import METHODS, PRUNING_METHODS
+from requant.recipe.readers import READERS
 from requant.recipe.schema import Score
 
 ROOT = Path(__file__).parents[1]
@@ -145,17 +147,20 @@ def test_completion_is_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("line", "offered"),
     [
-        ("--mode ", {"best", "paper", "dense"}),
-        ("--method ", set(METHODS)),
-        ("--for l", {"llama.cpp"}),
-        ("--sensitivity ", set(get_args(Score))),
-        ("--model llama-3.3", {"llama-3.3-70b-instruct"}),
-        ("--model de", {"demo"}),
-        ("--recipe demo-lut", {"demo-lut-3bit"}),
+        ("quantize --mode ", {"best", "paper", "dense"}),
+        ("quantize --method ", set(METHODS)),
+        ("quantize --for ", set(READERS)),
+        ("quantize --for l", {"llama.cpp"}),
+        ("quantize --sensitivity ", set(get_args(Score))),
+        ("quantize --model llama-3.3", {"llama-3.3-70b-instruct"}),
+        ("quantize --model de", {"demo"}),
+        ("quantize --recipe demo-lut", {"demo-lut-3bit"}),
+        ("sparsify --method ", set(PRUNING_METHODS)),
+        ("export --to ", {*TARGETS, *READERS}),
     ],
 )
 def test_completion_offers_values(monkeypatch, capsys, line: str, offered: set[str]) -> None:
-    words = f"requant quantize {line}"
+    words = f"requant {line}"
     monkeypatch.setenv("_REQUANT_COMPLETE", "complete_bash")
     monkeypatch.setenv("COMP_WORDS", words)
     monkeypatch.setenv("COMP_CWORD", str(len(words.split(" ")) - 1))

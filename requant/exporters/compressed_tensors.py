@@ -38,6 +38,12 @@ from requant.formats.other_programs import grid_of, grid_spec_of, inexpressible
 from requant.formats.quantized_weight import QuantizedWeight
 
 VERSION = "0.15.0"  # the layout of zero points and of odd widths since this version of the package
+LOADING = "vLLM reads it as it is; transformers does with the package `compressed-tensors`."
+LOADING_WITH_ZERO_POINTS = (
+    "vLLM reads it as it is. transformers, with the package `compressed-tensors` up to 0.20 at least, reads its zero points "
+    "only with `from_pretrained(..., quantization_config=CompressedTensorsConfig(dequantize=True))`; quantize with "
+    "`requant quantize --for transformers` for grids without zero points."
+)
 Group = tuple[int, int | None, bool]  # bits, group size (None: one group per row), symmetric
 
 
@@ -52,7 +58,8 @@ def write(source: Source, folder: Path, *, max_shard_bytes: int = MAX_SHARD_BYTE
             "config.json says bfloat16, so readers round the scales (relative error up to 0.2 %); "
             "--dtype float16 keeps them exact."
         )
-    if not all(symmetric for _, _, symmetric in groups):
+    zero_points = not all(symmetric for _, _, symmetric in groups)
+    if zero_points:
         notes.append(
             "zero points: vLLM reads them; transformers, with compressed-tensors up to 0.20 at least, only with "
             "quantization_config=CompressedTensorsConfig(dequantize=True)."
@@ -64,7 +71,9 @@ def write(source: Source, folder: Path, *, max_shard_bytes: int = MAX_SHARD_BYTE
             f"{len(groups)} widths or group sizes: vLLM fuses q, k, v and gate, up, which then need one width each; "
             "transformers reads several only without zero points."
         )
-    return Written(files=sorted(checksums), notes=notes)
+    return Written(
+        files=sorted(checksums), loading=LOADING_WITH_ZERO_POINTS if zero_points else LOADING, notes=notes
+    )
 
 
 def quantization(source: Source, groups: dict[Group, list[str]]) -> dict[str, Any]:

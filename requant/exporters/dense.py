@@ -17,6 +17,8 @@ from requant.errors import InputError
 from requant.exporters.folder import Written, write_config
 from requant.exporters.source import Source
 
+LOADING = "It is an ordinary folder: `AutoModelForCausalLM.from_pretrained` needs no requant for it."
+
 
 def write(source: Source, folder: Path, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> Written:
     """Weights and config.json into `folder`; one shard at most is in memory.
@@ -30,7 +32,7 @@ def write(source: Source, folder: Path, *, max_shard_bytes: int = MAX_SHARD_BYTE
         )
     checksums = write_shards(folder, _units(source), max_shard_bytes=max_shard_bytes)
     write_config(source, folder, None)
-    return Written(files=sorted(checksums))
+    return Written(files=sorted(checksums), loading=LOADING)
 
 
 def _units(source: Source) -> Iterator[dict[str, Tensor]]:

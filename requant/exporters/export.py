@@ -87,7 +87,7 @@ def export(checkpoint: str | Path, target: str, output: str | Path, *, dtype: st
         with new_folder(path) as folder:
             written = TARGETS[target](source, folder)
             copy_files(source.path, folder)
-            write_card(source, target, folder, name=path.name)
+            write_card(source, target, folder, name=path.name, loading=written.loading)
             sizes = {name: (folder / name).stat().st_size for name in written.files}
     except OSError as error:
         raise WriteError(

@@ -17,23 +17,14 @@ from requant.files import front_matter
 from requant.report.summary import terms
 
 OURS = ("readme.md", "report.html", "report.json")  # they describe the checkpoint, not its export
-LOADING = {
-    "dense": "It is an ordinary folder: `AutoModelForCausalLM.from_pretrained` needs no requant for it.",
-    "compressed-tensors": "vLLM reads it as it is; transformers does with the package `compressed-tensors`.",
-    "gguf": "llama.cpp reads it: `llama-cli -m model.gguf`.",
-}
-ZERO_POINTS = (
-    "vLLM reads it as it is. transformers, with the package `compressed-tensors` up to 0.20 at least, reads its zero points "
-    "only with `from_pretrained(..., quantization_config=CompressedTensorsConfig(dequantize=True))`; quantize with "
-    "`requant quantize --for transformers` for grids without zero points."
-)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """Names of the weight files, and remarks for the user."""
+    """Names of the weight files, the sentence of the model card on what reads them, and remarks for the user."""
 
     files: list[str]
+    loading: str
     notes: list[str] = field(default_factory=list)
 
 
@@ -57,10 +48,8 @@ def write_config(source: Source, folder: Path, quantization: Mapping[str, Any] |
     write_bytes(folder / "config.json", (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode())
 
 
-def write_card(source: Source, target: str, folder: Path, *, name: str) -> None:
+def write_card(source: Source, target: str, folder: Path, *, name: str, loading: str) -> None:
     """README.md: where the weights come from, and what reads them."""
-    zero_points = any(getattr(spec.dense, "zero_points", False) for spec in source.header.modules.values())
-    loading = ZERO_POINTS if target == "compressed-tensors" and zero_points else LOADING[target]
     front: dict[str, Any] = {"pipeline_tag": "text-generation", "tags": ["requant", "quantized", target]}
     if base := _base_model(source.path):
         front |= {"base_model": base, "base_model_relation": "quantized"}

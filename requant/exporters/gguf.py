@@ -95,7 +95,9 @@ def write(source: Source, folder: Path) -> Written:
         writer.close()
     used = ", ".join(f"{list(types.values()).count(kind)} x {kind}" for kind in sorted(set(types.values())))
     return Written(
-        files=[FILE], notes=[f"blocks: {used}; llama.cpp rounds the inputs of a product to 8 bits."]
+        files=[FILE],
+        loading=f"llama.cpp reads it: `llama-cli -m {FILE}`.",
+        notes=[f"blocks: {used}; llama.cpp rounds the inputs of a product to 8 bits."],
     )
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from requant.errors import RecipeError, did_you_mean
+from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Recipe
 
 METHODS_OF_GRIDS = ("gptq", "hqq", "rtn")
@@ -43,8 +44,9 @@ def settings_for(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """The options that the program asks for, under those that were given."""
     reader = find_reader(name)
     chosen = {"mode": "dense", "method": reader.method, "group_size": reader.group_size}
-    if given.get("method", reader.method) != "hqq":  # whose grids always have zero points
-        chosen["symmetric"] = True
+    method = given.get("method", reader.method)
+    if method not in METHODS_OF_GRIDS or hasattr(METHODS[method].config, "symmetric"):
+        chosen["symmetric"] = True  # of `hqq` grids always have zero points
     return chosen | dict(given)
 
 
