@@ -89,7 +89,7 @@ def allocate_bits(run: RunContext) -> Allocation:
     losses = predicted_losses(run, widths, average)
     losses |= embedding_and_head_losses(run, embedding_and_head, part_bits)
     options = _options(run, sizes, losses)
-    if trains_in_rounds(recipe):
+    if recipe.trains_in_rounds:
         options = _weighted_by_round(run, options, budget - fixed)
     choice = allocate(options, budget - fixed)
     if target_bits is None:
@@ -150,7 +150,7 @@ def _best_split(
         for role, part in embedding_and_head.parts.items()
     }
     shared = budget - fixed + sum(sizes[role][bits] for role, bits in chosen.items())
-    weight = TABLE_WEIGHT if trains_in_rounds(run.recipe) else 1.0
+    weight = TABLE_WEIGHT if run.recipe.trains_in_rounds else 1.0
     tables = {
         role: [
             Option(bits=bits, bytes=size, loss=losses[role][bits], weight=weight)
@@ -191,11 +191,6 @@ def with_allocation(run: RunContext, allocation: Allocation) -> RunContext:
 def has_budget(recipe: Recipe) -> bool:
     """Whether matrices may get different bits within a budget."""
     return recipe.budget.bits is not None or recipe.budget.size is not None
-
-
-def trains_in_rounds(recipe: Recipe) -> bool:
-    """Whether losses count by what the training after them mends."""
-    return recipe.mode == "best" and recipe.finetune.trains
 
 
 def outliers_compete(recipe: Recipe) -> bool:

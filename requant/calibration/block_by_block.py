@@ -94,7 +94,7 @@ def backward_block_by_block(
         descent.work.backward(first_block, descent.at, after_each, label=label)
         descent.at = first_block
         return
-    count = _batches_at_once(model, batches, states=blocks + 2)
+    count = batches_at_once(model, batches, states=blocks + 2)
     needed = range(max(1, first_block), blocks + 1)
     for start in range(0, len(batches), count):
         work = _Group(model, windows, batches[start : start + count], precision)
@@ -204,7 +204,7 @@ def _gradient(leaf: Tensor) -> Tensor:
     return leaf.grad.cpu()
 
 
-def _batches_at_once(model: PreTrainedModel, batches: Sequence[Batch | None], *, states: int) -> int:
+def batches_at_once(model: PreTrainedModel, batches: Sequence[Batch | None], *, states: int) -> int:
     """How many batches the host has room for, with so many hidden states of each."""
     most = max((each[1].numel() for each in batches if each is not None), default=1)
     return ranks.smallest(max(1, _room(model) // (most * states)))

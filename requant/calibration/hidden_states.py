@@ -137,16 +137,17 @@ def after_blocks(
     windows: Int64[Tensor, "b t"],
     chunks: Sequence[Int64[Tensor, "_ t"] | None],
     *,
+    precision: Precision = as_it_is,
     label: str | None = None,
 ) -> Callable[[int], AbstractContextManager[None]]:
     """For forward passes over these batches: in the context of batch i the model is called with it.
 
     The blocks of a hosted model have run by then, each on all batches, and return what they gave; any other model computes
-    as ever. `windows` are those of the batches.
+    as ever. `windows` are those of the batches, `precision` that of the passes.
     """
     if hosted_blocks(model) is None:
         return lambda _index: nullcontext()
-    cache = HiddenStateCache(model, windows, chunks=chunks)
+    cache = HiddenStateCache(model, windows, chunks=chunks, precision=precision)
     cache.advance_to(len(cache.blocks), label=label)
     device = next(model.parameters()).device
     return lambda index: cache.skipping(index, device)

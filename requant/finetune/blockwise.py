@@ -16,18 +16,21 @@ Bytes a weight:
     coded                   3    code, and its value before the scales    (`step.py`: 17)
     embedding, head, norms  12   float32, gradient, two moments           (`step.py`: 16)
 
-Of N ranks, which learn from different windows, each holds an Nth of what a matrix without codes takes (`DividedMatrix`).
-Beside these: h before every block, one block at work (`recomputed_block.py`), the logits (`memory.py` adds up). Where memory
-runs out all the same, half as many tokens go at once from then on, and the log says so.
+Of a model larger than the GPU all matrices are coded, and their codes wait on the host and are decoded when they are asked
+for (`decoded_block.py`); so does h. Of N ranks, which learn from other windows, each holds an Nth of what a matrix without
+codes takes (`DividedMatrix`). Beside these: h before every block, one block at work (`recomputed_block.py`), the logits
+(`memory.py` adds up). Where memory runs out all the same, half as many tokens go at once from then on, and the log says so.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
+from torch.autograd.graph import save_on_cpu
 from transformers import PreTrainedModel
 
 from requant import ranks
@@ -120,6 +123,10 @@ class BlockwiseStep:
         }
         self.optimizers = [of_tensor[tensor] for tensor in self.tensors]  # one a tensor
         self.derived = derived
+        # where hidden states wait for the backward pass: beside a model larger than the GPU on the host
+        self.kept_on: Callable[[], AbstractContextManager[Any]] = nullcontext
+        if any(weight.hosted is not None for weight in derived):
+            self.kept_on = partial(save_on_cpu, pin_memory=model.device.type == "cuda")
         self.forwards = ExitStack()
         for block, learning in zip(blocks, self.blocks, strict=True):
             self.forwards.enter_context(replaced_forward(block, learning))
@@ -220,7 +227,7 @@ class BlockwiseStep:
 
     def _hidden(self, tokens: Int64[Tensor, "b t"]) -> Float[Tensor, "b t d"]:
         """The last hidden states."""
-        with mixed_precision(tokens, keeps_casts=False):
+        with mixed_precision(tokens, keeps_casts=False), self.kept_on():
             return self.model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
 
     def _rows(

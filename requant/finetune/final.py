@@ -38,7 +38,13 @@ from requant.finetune.memory import training_bytes
 from requant.finetune.saved_training import SavedTraining
 from requant.finetune.step import TrainableTensor
 from requant.finetune.teacher import HeadTeacher, Teacher, why_states_do_not_suffice
-from requant.formats.quantized_weight import trainable_params, with_trainable_params
+from requant.formats.contract import TrainableParams
+from requant.formats.quantized_weight import (
+    QuantizedWeight,
+    pack,
+    trainable_params,
+    with_trainable_params,
+)
 from requant.models.devices import total_memory
 from requant.models.targets import QuantTarget
 from requant.recipe.schema import Finetune
@@ -64,7 +70,11 @@ def finetune(
     train_windows, val_windows = split_windows(run, settings)
     teacher = teacher_of(run, settings, train_windows, val_windows)
     run.apply_quantized_weights(weights)
-    trainable = {name: trainable_params(weight) for name, weight in weights.items()}
+    devices = {target.name: target.device for target in run.targets}  # codes of hosted matrices are elsewhere
+    trainable = {
+        name: {field: value.to(devices[name]) for field, value in trainable_params(weight).items()}
+        for name, weight in weights.items()
+    }
     table_params = {name: trainable_params(table) for name, table in tables.items()}
     other_params = params_without_codes(run, tables)
     before = {name: run.original_param(name, p) for name, p in other_params.items()}
@@ -85,10 +95,18 @@ def finetune(
     run.apply_original_weights()
     if embedding_and_head is not None:
         embedding_and_head.apply_weights(quantized=False)
-    params = trainable | table_params
     return {
-        name: with_trainable_params(weight, params[name]) for name, weight in {**weights, **tables}.items()
-    }
+        target.name: trained(target, weights[target.name], trainable[target.name]) for target in run.targets
+    } | {name: with_trainable_params(table, table_params[name]) for name, table in tables.items()}
+
+
+def trained(target: QuantTarget, weight: QuantizedWeight, params: TrainableParams) -> QuantizedWeight:
+    """A matrix with its trained floats, where its codes are kept; a hosted one is packed before, faster on a GPU."""
+    found = with_trainable_params(weight.to(target.device), params)
+    if target.hosted is None:
+        return found
+    pack(found)
+    return found.to(target.codes_device)
 
 
 def original_model(run: RunContext) -> PreTrainedModel:

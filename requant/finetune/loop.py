@@ -35,6 +35,7 @@ from requant.calibration.batches import rounds
 from requant.calibration.passes import recomputed_blocks
 from requant.finetune.blockwise import BlockwiseStep, divided_among_ranks
 from requant.finetune.compile_blocks import Divergence, compiles, fused, hidden_error, kl
+from requant.finetune.decoded_block import DecodedBlock
 from requant.finetune.divided import Part
 from requant.finetune.memory import bytes_of_a_token
 from requant.finetune.saved_training import SavedTraining, numbered, restore
@@ -56,6 +57,7 @@ from requant.formats.contract import TrainableParams
 from requant.formats.quantized_weight import weight_function
 from requant.models.devices import free_memory
 from requant.models.experts import routers
+from requant.models.hosted import hosted_blocks
 from requant.models.mixed_precision import mixed_precision
 from requant.models.targets import QuantTarget
 from requant.progress import counted
@@ -144,7 +146,13 @@ def train(
     count, length = teacher.windows.shape
     batch_tokens = len(windows_of_step(count, length, 0, settings, run.recipe.seed)) * length
     best_kl = math.inf
-    best = [tensor.detach().clone() for tensor in tensors] if val_windows is not None else tensors
+    # of a model that is large beside its GPU on the host
+    best_on = torch.device("cpu") if isinstance(teacher, HeadTeacher) else None
+
+    def copied() -> list[Tensor]:
+        return [tensor.detach().to(best_on or tensor.device, copy=True) for tensor in tensors]
+
+    best = copied() if val_windows is not None else tensors
     micro_batch = None
     if isinstance(teacher, HeadTeacher):
         coded = {weight.parameter for weight in derived} & {target.parameter for target in run.targets}
@@ -167,8 +175,10 @@ def train(
             teacher.share(chosen)
         return found
 
+    hosted = hosted_blocks(run.model)
     with (
         ExitStack() as stack,
+        nullcontext() if hosted is None else hosted.bypassed(),
         single_precision(widened),
         fused(models, settings.num_steps) as kl_of,
         recomputed_blocks(run.model, recompute),
@@ -241,7 +251,7 @@ def train(
             if val_windows is not None and (last or (step + 1) % settings.eval_every == 0):
                 kl_now = measured(val_windows)
                 if kl_now < best_kl:
-                    best_kl, best = kl_now, [tensor.detach().clone() for tensor in tensors]
+                    best_kl, best = kl_now, copied()
                 shown |= {"kl": f"{kl_now:.4f}", "best": f"{best_kl:.4f}"}
             bar.update(notes=shown)
             if interrupts or (saved.due and not last):
@@ -280,11 +290,17 @@ def reparametrized_weights(
     run: RunContext, weights: Weights, trainable: Mapping[str, TrainableParams]
 ) -> list[ReparametrizedWeight]:
     """The quantized matrices: each parameter as a function of its trainable floats, all else in the parameter's dtype."""
+    block = DecodedBlock()  # of hosted matrices
 
     def derive(target: QuantTarget) -> ReparametrizedWeight:
-        floats = weight_function(weights[target.name], target.parameter.dtype)
-        params = trainable[target.name]
-        return ReparametrizedWeight(parameter=target.parameter, value=lambda: target.oriented(floats(params)))
+        weight, params = weights[target.name], trainable[target.name]
+        if target.hosted is None:
+            floats = weight_function(weight, target.parameter.dtype)
+        else:
+            floats = block.weight_function(target, weight)
+        return ReparametrizedWeight(
+            parameter=target.parameter, value=lambda: target.oriented(floats(params)), hosted=target.hosted
+        )
 
     return [derive(target) for target in run.targets if target.name in weights]
 

@@ -15,6 +15,13 @@ model's own dtype, and c = 2 for the casts of autocast on a GPU (0 on a CPU, whe
                     + the larger of             one block: its weights' casts, gradients and activations, or a matrix's
                                                 moments in float32; or the logits, with logarithms and gradients
 
+    hosted            12 R + R e                the model is larger than the GPU, all of its matrices are coded (`final.py`)
+                    + 12 C / g                  scales of groups of g, with gradients and moments
+                    + one block                 as above, and what its codes stand for before the scales; or decoded, the
+                                                largest matrix with what lies between its codes and values
+                    on the host                 packed codes, hidden states before every block, those of the teacher, and a
+                                                copy of what learns
+
 Of N GPUs each holds 8 O / N of the matrices without codes, and the hidden states of its windows.
 
 Every round turns open matrices into coded ones, so the fullest phase is the first, but on three GPUs and more the last:
@@ -32,9 +39,12 @@ from requant.finetune.blockwise import TOKENS_AT_ONCE, positions_at_once
 from requant.finetune.teacher import MAX_MEMORY_FRACTION
 from requant.models.targets import QuantTarget, find_blocks
 from requant.recipe.schema import Finetune, Recipe
+from requant.run.quantize_linears import by_block as by_block_of
 from requant.run.rounds import rounds_of
 
 BYTES_OF_A_LOGIT = 24  # of both models: bfloat16, float32 logarithms, gradients
+DECODED_BYTES = 20  # a weight of the matrix that is decoded: float32, rotated back
+HOSTED_STATES = 4  # hidden states of a step on the GPU, where the others wait on the host: with gradients
 
 
 def bytes_of_a_token(targets: Sequence[QuantTarget], vocabulary: int) -> int:
@@ -54,10 +64,13 @@ def training_bytes(
     gpu: bool,
     device_memory: int,
     gpus: int = 1,
+    hosted: bool = False,
+    group_size: int | None = None,
 ) -> int:
     """Of a phase in which the matrices in `coded` have codes and all others learn; `windows`: those of training.
 
-    Of `gpus` that work together, those of one.
+    Of `gpus` that work together, those of one. `hosted`: the model is larger than the GPU, and `group_size` the columns that
+    share a trained scale, if few do.
     """
     count, length = windows
     tokens = length * -(-min(count, max(1, settings.tokens_per_step // length)) // gpus)
@@ -70,11 +83,17 @@ def training_bytes(
     rest = parameters - with_codes - still_open
     blocks = len(find_blocks(model)[1])
     if by_block:
-        state = 8 * still_open // gpus + 12 * rest + with_codes * (1 + own) + rest * own
-        hidden = 4 * tokens * hidden_size * (blocks + 2)
+        kept = 0 if hosted else with_codes * (1 + own)
+        state = 8 * still_open // gpus + 12 * rest + kept + rest * own
+        hidden = 4 * tokens * hidden_size * (HOSTED_STATES if hosted else blocks + 2)
         at_work = max(
             _block_at_work(targets, coded, index, tokens, cast, divided=gpus > 1) for index in range(blocks)
         )
+        if hosted:
+            block = max(sum(target.size for target in members) for members in by_block_of(targets))
+            largest_target = max(target.size for target in targets)
+            at_work = own * block + max(at_work, 4 * block + DECODED_BYTES * largest_target)
+            state += 0 if group_size is None else 12 * with_codes // group_size
         logits = BYTES_OF_A_LOGIT * vocabulary * min(tokens, positions_at_once(vocabulary))
         largest = max(p.numel() for p in model.parameters())
         return state + max(hidden + max(at_work, logits + cast * embedding.numel()), 4 * largest)
@@ -95,11 +114,12 @@ def fullest_phase(
     gpu: bool,
     device_memory: int,
     gpus: int,
+    hosted: bool = False,
 ) -> int:
     """`training_bytes` of the phase that takes most: one after every round of mode `best`, else one at the end."""
     names = {target.name for target in targets}
     coded = {"sparse": [set[str]()]}.get(recipe.mode, [names])  # by phase
-    if recipe.mode == "best":
+    if recipe.trains_in_rounds:
         rounds = rounds_of(targets, recipe.finetune.rounds)
         coded = list(accumulate([{target.name for target in members} for members in rounds], set.union))
     return max(
@@ -113,9 +133,34 @@ def fullest_phase(
             gpu=gpu,
             device_memory=device_memory,
             gpus=gpus,
+            hosted=hosted,
+            group_size=getattr(recipe.quantizer, "group_size", None),
         )
         for each in coded
     )
+
+
+def hosted_training_bytes(
+    model: PreTrainedModel,
+    targets: Sequence[QuantTarget],
+    recipe: Recipe,
+    windows: tuple[int, int],
+    *,
+    gpus: int,
+) -> int:
+    """Bytes of the host that training takes beside a hosted model's matrices and codes, of all processes."""
+    count, length = windows
+    embedding = model.get_input_embeddings().get_parameter("weight")
+    tokens = length * min(
+        count, max(1, recipe.finetune.tokens_per_step // length)
+    )  # of all processes together
+    weights = sum(target.size for target in targets)
+    bits = recipe.budget.bits or recipe.quantizer.bits
+    rest = sum(p.numel() for p in model.parameters()) - weights
+    packed = round(weights * bits / 8)
+    before_blocks = 4 * tokens * embedding.shape[1] * len(find_blocks(model)[1])
+    teacher = count * length * embedding.shape[1] * embedding.element_size()
+    return gpus * (packed + 4 * rest) + before_blocks + teacher
 
 
 def _block_at_work(

@@ -156,8 +156,7 @@ class LearningBlock:
     def close(self) -> None:
         """Allocate the coded matrices again, for whoever writes into them; make divided ones whole."""
         for weight, dtype in zip(self.coded, self.dtypes, strict=True):
-            parameter = weight.parameter
-            parameter.data = torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
+            weight.allocate(dtype)
         for matrix in self.divided:
             matrix.close()
 

@@ -32,6 +32,7 @@ from torch import Tensor
 from requant import ranks
 from requant.errors import is_out_of_memory
 from requant.finetune.divided import in_parts, started_sum
+from requant.models.hosted import HostedMatrix
 
 MicroBatch = tuple[Tensor, ...]  # tokens, and what else the loss takes
 # parameter groups of one tensor each, and whether a CUDA graph will capture the step -> an optimizer of torch's interface
@@ -55,11 +56,24 @@ class ReparametrizedWeight:
 
     parameter: Tensor
     value: Callable[[], Tensor]  # in the parameter's shape, differentiable
+    hosted: HostedMatrix | None = None  # where nothing keeps the parameter's memory between its uses
 
     @torch.no_grad()
     def apply(self) -> None:
-        """Write the function's value into the parameter."""
-        self.parameter.copy_(self.value())
+        """Write the function's value into the parameter; into a hosted one when its block is called."""
+        hosted = self.hosted
+        if hosted is None:
+            self.parameter.copy_(self.value())
+        else:
+            hosted.set_source(lambda: hosted.oriented(self.value()))
+
+    @torch.no_grad()
+    def allocate(self, dtype: torch.dtype) -> None:
+        """Make room again in a parameter whose memory was given up; in a hosted one a placeholder."""
+        if self.hosted is None:
+            self.parameter.data = torch.empty(self.parameter.shape, dtype=dtype, device=self.parameter.device)
+        else:
+            self.hosted.release()
 
     def backward(self) -> None:
         """The chain rule: propagate the parameter's gradient to the trainable tensors."""

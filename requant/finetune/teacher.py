@@ -11,7 +11,8 @@ step, which all of them keep: the next epoch divides windows otherwise.
 
 For a model that is trained block by block (`blockwise.py`) all states are computed at the start and kept on the host, in
 memory or in a file, and of the original nothing but the head is left on the GPU (`HeadTeacher`). Of several processes each
-computes the states of its share of the windows, into memory that all of them map.
+computes the states of its share of the windows, into memory that all of them map. Where the matrices are on the host
+(`models/hosted.py`), a block comes once for as many batches as the host has room for.
 """
 
 import copy
@@ -26,12 +27,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from requant import ranks
-from requant.calibration.batches import batches, rounds
+from requant.calibration.batches import batches, own_chunks
+from requant.calibration.block_by_block import batches_at_once
+from requant.calibration.hidden_states import after_blocks
 from requant.errors import InputError, first_line, is_out_of_memory
 from requant.finetune.divided import rows_of_all
 from requant.models.devices import free_memory
+from requant.models.hosted import hosted_blocks
 from requant.models.mixed_precision import PRODUCTS, mixed_precision
 from requant.models.targets import find_blocks, replaced_forward
+from requant.progress import tracked
 
 MAX_MEMORY_FRACTION = 0.25  # of what is free, for the states
 MAX_HOST_FRACTION = 0.5  # of the host's free memory, for those of a HeadTeacher; more go to a file
@@ -192,7 +197,8 @@ def last_states(model: PreTrainedModel, tokens: Int64[Tensor, "c t"]) -> tuple[t
 @torch.no_grad()
 def why_states_do_not_suffice(model: PreTrainedModel, tokens: Int64[Tensor, "c t"]) -> str | None:
     """Why the logits do not follow from the last states alone, tried on some windows as training does; None if they do."""
-    with mixed_precision(tokens):
+    blocks_ran = after_blocks(model, tokens, [tokens], precision=mixed_precision)
+    with blocks_ran(0), mixed_precision(tokens):
         expected = model(input_ids=tokens, use_cache=False).logits
         try:
             output_class, states = last_states(model, tokens)
@@ -215,14 +221,23 @@ def _states_on_host(
 ) -> tuple[Float[Tensor, "b t d"], type]:
     """The last hidden states of all windows, and the class of the base model's output."""
     first = next(batches(windows, model, label=None))
-    with mixed_precision(first):
+    with after_blocks(model, first[:1], [first[:1]], precision=mixed_precision)(0), mixed_precision(first):
         output_class, states = last_states(model, first[:1])
     found = _host_tensor((*windows.shape, states.shape[-1]), states.dtype)
-    for number, tokens in rounds(windows, model, label=label):
-        if tokens is not None:
-            with mixed_precision(tokens):
+    own = own_chunks(windows, model)
+    hosted = hosted_blocks(model) is not None
+    # states before a block, after it, and the last ones
+    at_once = batches_at_once(model, own, states=3) if hosted else len(own)
+    for part in (own[start : start + at_once] for start in range(0, len(own), at_once)):
+        chunks = [None if each is None else each[1] for each in part]
+        blocks_ran = after_blocks(model, windows, chunks, precision=mixed_precision, label=label)
+        for index, each in enumerate(tracked(part, label=None if hosted else label, unit="batches")):
+            if each is None:
+                continue
+            tokens = each[1].to(first.device)
+            with blocks_ran(index), mixed_precision(tokens):
                 _, states = last_states(model, tokens)
-            start = number * len(first)
+            start = each[0] * len(first)
             found[start : start + len(states)] = states.cpu()
     ranks.all_agree(True)  # those of the others are there
     return found, output_class

@@ -9,7 +9,8 @@ What stands outside the matrices (embedding, head, norms, biases) is on the GPU 
 other, and gives the same bits; a pass over several batches is quick where it takes all of them through a block before the
 next (`calibration/hidden_states.py`, `calibration/block_by_block.py`), for a block comes once for all of them. While they
 do, the originals of the block that follows are read into pinned memory. Gradients need blocks that are recomputed, one at a
-time: a graph over two blocks would read placeholders.
+time: a graph over two blocks would read placeholders. In training, which computes the matrices from their codes
+(`finetune/recomputed_block.py`), blocks bring nothing (`bypassed`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -84,8 +85,11 @@ class HostedBlocks:
             self.matrices[index].append(matrix)
             matrix.changed = self._released_if(index)
         self.reader = _Reader(self.matrices)
-        for index, block in enumerate(blocks):
-            block.forward = self._loading(index, block.forward)
+        self.blocks, self.forwards = (
+            blocks,
+            [block.forward for block in blocks],
+        )  # as they are without loading
+        self._wrap()
         _hosted[model] = self
 
     def load(self, index: int) -> None:
@@ -106,6 +110,21 @@ class HostedBlocks:
         for matrix in () if self.loaded is None else self.matrices[self.loaded]:
             matrix.release()
         self.loaded = None
+
+    @contextmanager
+    def bypassed(self) -> Iterator[None]:
+        """Blocks bring no matrices while the context lasts, and none are there: someone else fills the parameters."""
+        self.release()
+        for block, forward in zip(self.blocks, self.forwards, strict=True):
+            block.forward = forward
+        try:
+            yield
+        finally:
+            self._wrap()
+
+    def _wrap(self) -> None:
+        for index, (block, forward) in enumerate(zip(self.blocks, self.forwards, strict=True)):
+            block.forward = self._loading(index, forward)
 
     def _loading(self, index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:

@@ -63,10 +63,10 @@ from requant.run.workspace import digest
 def best(run: RunContext, rounds: Sequence[Sequence[QuantTarget]] | None = None) -> Weights:
     """Codes of every matrix within the budget, and floats trained round by round, by default in the recipe's `rounds`.
 
-    The model is left at the originals, `run.finetuned_params` is filled. Without finetuning steps codes are those of mode
-    `dense`.
+    The model is left at the originals, `run.finetuned_params` is filled. Without finetuning steps, or without rounds, codes
+    are those of mode `dense`.
     """
-    if not run.recipe.finetune.trains:
+    if not run.recipe.trains_in_rounds:
         progress.enter("codes")
         return quantize_linears(run, None, label="quantize")
     finished = load_stage(run, "rounds")

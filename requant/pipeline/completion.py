@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from requant import ranks
-from requant.errors import TextError
+from requant.errors import RecipeError, TextError
 from requant.finetune.final import trains_by_block
 from requant.finetune.memory import fullest_phase
 from requant.inference.static_cache import static_cache
@@ -67,7 +67,7 @@ def own_windows_of(
     count, length = windows.shape
     if static_cache(model, length) is None:
         return 0
-    phases = len(rounds_of(targets, recipe.finetune.rounds)) if recipe.mode == "best" else 1
+    phases = len(rounds_of(targets, recipe.finetune.rounds)) if recipe.trains_in_rounds else 1
     return needed_own_windows(recipe.finetune, phases=phases, windows=count, length=length)
 
 
@@ -79,9 +79,13 @@ def trained_where_it_fits(
     by_default: bool,
     *,
     device: str,
+    hosted: bool = False,
 ) -> tuple[Recipe, int]:
     """The recipe without its training, and the bytes that would take, where it trains `by_default` and the GPU is too small;
-    else as it is, and 0. A run that is killed in its first training has made codes for nothing."""
+    else as it is, and 0. Raises RecipeError for windows of its own that would be for nothing.
+
+    A run that is killed in its first training has made codes for nothing.
+    """
     place = torch.device(device)
     if not by_default or place.type != "cuda" or not recipe.finetune.trains:
         return recipe, 0
@@ -96,7 +100,14 @@ def trained_where_it_fits(
         gpu=True,
         device_memory=memory,
         gpus=1 + max(target.rank for target in targets),
+        hosted=hosted,
     )
     if needed <= ESTIMATE_ABOVE * memory:
         return recipe, 0
+    if recipe.finetune.own_windows:
+        raise RecipeError(
+            f"--own-windows {recipe.finetune.own_windows} are to train on, and training would take about "
+            f"{needed / 2**30:.1f} GiB of a GPU that has {memory / 2**30:.1f}; leave it out, give --finetune-steps to try "
+            "all the same, or a larger GPU."
+        )
     return dataclasses.replace(recipe, finetune=dataclasses.replace(recipe.finetune, steps=0)), needed

@@ -1,8 +1,8 @@
 """Whether a model's matrices stay in the host's memory (`models/hosted.py`), and what a run of such a model leaves out.
 
 They do where the model would not fit the GPU even without training: its floats, a byte a weight of codes, and the largest of
-what a stage needs at least (`least_memory`). Then nothing is trained: the weights that learn, their gradients and moments
-would be on the host too.
+what a stage needs at least (`least_memory`). Then training comes once, at the end, when all matrices are codes, and goes
+block by block: open matrices that learn, between the rounds of mode `best`, would be on the host too, with their moments.
 """
 
 import dataclasses
@@ -11,11 +11,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from jaxtyping import Int64
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from requant.calibration.collect import bytes_needed
 from requant.errors import RecipeError
 from requant.finetune.final import FITS
+from requant.finetune.teacher import why_states_do_not_suffice
 from requant.models.devices import total_memory
 from requant.models.targets import QuantTarget
 from requant.quantizers.registry import find_method
@@ -74,13 +77,8 @@ def logit_bytes(model: PreTrainedModel) -> int:
     return 6 * 4 * 2048 * embedding.weight.shape[0]
 
 
-def without_training(recipe: Recipe) -> Recipe:
+def hosted_recipe(recipe: Recipe) -> Recipe:
     """The recipe of a run whose matrices are on the host. Raises RecipeError for what such a run cannot do."""
-    if recipe.finetune.steps:
-        raise RecipeError(
-            f"--finetune-steps {recipe.finetune.steps}: the model is larger than the GPU, and its matrices stay in the "
-            f"host's memory, where they cannot be trained; give --finetune-steps 0, {REMEDY}."
-        )
     refused = {
         f"mode '{recipe.mode}'": (
             recipe.mode not in ("best", "dense"),
@@ -92,6 +90,11 @@ def without_training(recipe: Recipe) -> Recipe:
         ),
         "--rotations folded": (recipe.rotations == "folded", "leave it out"),
         "calibration 'self'": (SELF in recipe.calibration.text, "give a text"),
+        f"--own-windows {recipe.finetune.own_windows}": (bool(recipe.finetune.own_windows), "leave it out"),
+        "finetune.blockwise false": (
+            recipe.finetune.trains and recipe.finetune.blockwise is False,
+            "leave it out, or give --finetune-steps 0",
+        ),
         f"predictor '{recipe.budget.predictor}'": (
             recipe.budget.predictor in ("measured", "restored"),
             "give curvature",
@@ -102,6 +105,18 @@ def without_training(recipe: Recipe) -> Recipe:
             raise RecipeError(
                 f"{what} needs the whole model on the GPU, which is too small for it; {remedy}, {REMEDY}."
             )
-    finetuning = dataclasses.replace(recipe.finetune, steps=0)
+    finetuning = dataclasses.replace(recipe.finetune, own_windows=0)
+    if finetuning.trains:
+        finetuning = dataclasses.replace(finetuning, rounds=0, blockwise=True)
     evaluation = dataclasses.replace(recipe.evaluation, samples=0)
     return dataclasses.replace(recipe, finetune=finetuning, evaluation=evaluation)
+
+
+def check_trainable(model: PreTrainedModel, windows: Int64[Tensor, "b t"]) -> None:
+    """Raise RecipeError for a hosted model that cannot be trained block by block, tried on one window."""
+    reason = why_states_do_not_suffice(model, windows[:1].to(model.device))
+    if reason is not None:
+        raise RecipeError(
+            f"a model larger than the GPU is trained block by block, and this one cannot be: {reason}; give "
+            f"--finetune-steps 0, {REMEDY}."
+        )

@@ -11,7 +11,7 @@ from requant.calibration.batches import MOST_LOGITS
 from requant.calibration.collect import bytes_needed
 from requant.calibration.passes import RECOMPUTE_ABOVE
 from requant.finetune.final import trains_by_block
-from requant.finetune.memory import fullest_phase
+from requant.finetune.memory import fullest_phase, hosted_training_bytes
 from requant.inference.own_text import bytes_to_write
 from requant.models.devices import total_memory
 from requant.pipeline.hosting import block_statistics, largest_block, logit_bytes, matrix_bytes, outside_bytes
@@ -136,7 +136,18 @@ def _training_memory(prepared: Prepared | Outline, recipe: Recipe, device: str) 
         gpu=device == "cuda",
         device_memory=total_memory(torch.device(device)),
         gpus=count_gpus(prepared),
+        hosted=prepared.hosted,
     )
+
+
+def host_memory(prepared: Prepared | Outline, recipe: Recipe) -> int:
+    """Bytes of the host beside the matrices of a hosted model: its codes, and what training keeps there."""
+    gpus = count_gpus(prepared)
+    training = 0
+    if recipe.finetune.trains:
+        windows = _train_windows(prepared, recipe)
+        training = hosted_training_bytes(prepared.model, prepared.targets, recipe, windows, gpus=gpus)
+    return gpus * sum(target.size for target in prepared.targets) + training
 
 
 def _train_windows(prepared: Prepared | Outline, recipe: Recipe) -> tuple[int, int]:

@@ -25,7 +25,7 @@ from requant.formats.sparse import INDEX_TILE
 from requant.models.devices import total_memory
 from requant.models.targets import QuantTarget
 from requant.pipeline.hosting import HOSTED, hosted_bytes
-from requant.pipeline.memory import expected_memory, goes_by_block
+from requant.pipeline.memory import expected_memory, goes_by_block, host_memory
 from requant.pipeline.prepare import Outline, Prepared, bytes_before, start
 from requant.pipeline.quicker import warn_of_a_slow_run
 from requant.pipeline.schedule import count_gpus, expected_seconds, tokens_of_step
@@ -62,6 +62,7 @@ class Plan:
     code: str | None = None  # of a trellis
     training: str | None = None  # phases, steps, tokens; None without training
     hosted_bytes: int = 0  # of the matrices that stay in the host's memory
+    host_memory: int = 0  # beside them
     comparison: str | None = None  # of a 2:4 run: the plain codes of as many bytes
 
     def lines(self) -> list[str]:
@@ -91,8 +92,9 @@ class Plan:
         if not self.hosted_bytes:
             return []
         return [
-            f"on the host     {HOSTED}: {self.hosted_bytes / 2**30:.2f} GiB, and a byte a weight of codes",
-            "training        none, nor samples of text, of a model larger than the GPU",
+            f"on the host     {HOSTED}: {self.hosted_bytes / 2**30:.2f} GiB, and {self.host_memory / 2**30:.2f} GiB of "
+            "codes and states",
+            "samples         none of text by a model larger than the GPU",
         ]
 
     def _lacking(self) -> str:
@@ -197,6 +199,7 @@ def make_plan(
         rotations=_rotations(prepared, recipe),
         training=_training(prepared, recipe, device),
         hosted_bytes=hosted_bytes(targets) if prepared.hosted else 0,
+        host_memory=host_memory(prepared, recipe) if prepared.hosted else 0,
     )
 
 
@@ -230,7 +233,9 @@ def _training(prepared: Prepared | Outline, recipe: Recipe, device: str) -> str 
     if not recipe.finetune.trains:
         return None
     found = f"{recipe.finetune.num_steps} steps of {tokens_of_step(prepared, recipe):,} tokens"
-    if recipe.mode == "best":
+    if prepared.hosted:
+        found += " at the end only, for open matrices do not fit the GPU"
+    if recipe.trains_in_rounds:
         found += f" after each of {len(rounds_of(prepared.targets, recipe.finetune.rounds))} rounds"
     if prepared.own_windows:
         found += f", with {prepared.own_windows:,} windows that the model writes"

@@ -31,7 +31,7 @@ from requant.models.loading import (
 from requant.models.targets import QuantTarget, find_linears, keep_on_host
 from requant.models.weight_files import folder_bytes
 from requant.pipeline.completion import own_windows_of, trained_where_it_fits, with_steps, within_positions
-from requant.pipeline.hosting import HOSTED, hosts_blocks, without_training
+from requant.pipeline.hosting import HOSTED, check_trainable, hosted_recipe, hosts_blocks
 from requant.pipeline.texts import calibration_text, evaluation_text, in_windows, sampled_text
 from requant.recipe.schema import Recipe
 from requant.run.context import RunContext, fingerprint
@@ -112,8 +112,9 @@ def prepare(
     if isinstance(model, str):
         hosted = not ranks.all_agree(not _hosts(str(source), recipe, device=place, dtype=dtype))
     if hosted:
-        recipe = without_training(recipe)
-        logger.warning("the model is larger than the GPU: %s; nothing is trained.", HOSTED)
+        recipe = hosted_recipe(recipe)
+        training = "it is trained at the end only" if recipe.finetune.trains else "nothing is trained"
+        logger.warning("the model is larger than the GPU: %s; %s.", HOSTED, training)
     given = [str(t) for t in ([text] if isinstance(text, str | Path) else text or recipe.calibration.text)]
     # what is wrong with a text is said before the weights are read
     evaluation = evaluation_text(source, recipe, given)
@@ -154,7 +155,9 @@ def prepare(
             calibration.name,
         )
     train_windows = spread(all_windows, num_train, of=None)
-    recipe, lacking = trained_where_it_fits(model, targets, recipe, train_windows, by_default, device=place)
+    recipe, lacking = trained_where_it_fits(
+        model, targets, recipe, train_windows, by_default, device=place, hosted=hosted
+    )
     if lacking:
         logger.warning(
             "training would take about %.1f GiB of a GPU that has %.1f: nothing is trained; give a larger GPU, --gpus, or "
@@ -162,6 +165,8 @@ def prepare(
             lacking / 2**30,
             total_memory(torch.device(place)) / 2**30,
         )
+    if hosted and recipe.finetune.trains:
+        check_trainable(model, train_windows)
     return Prepared(
         model=model,
         recipe=recipe,
@@ -193,7 +198,7 @@ def outline(
     empty = _shapes(str(folder), dtype=dtype)
     recipe = within_positions(empty.config, recipe)
     hosted = hosts_blocks(empty, _targets(empty, recipe), recipe, device)
-    recipe = without_training(recipe) if hosted else recipe
+    recipe = hosted_recipe(recipe) if hosted else recipe
     by_default = recipe.finetune.steps is None
     recipe = with_steps(empty, recipe)
     calibration, evaluation = recipe.calibration, recipe.evaluation
@@ -206,7 +211,9 @@ def outline(
     windows = [torch.empty(size, dtype=torch.int64, device="meta") for size in sizes]
     targets = divided(_targets(empty, recipe), gpus)
     _warn_of_no_experts(targets, recipe)
-    recipe, lacking = trained_where_it_fits(empty, targets, recipe, windows[1], by_default, device=device)
+    recipe, lacking = trained_where_it_fits(
+        empty, targets, recipe, windows[1], by_default, device=device, hosted=hosted
+    )
     return Outline(
         model=empty,
         recipe=recipe,

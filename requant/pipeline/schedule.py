@@ -20,6 +20,7 @@ from requant.calibration.collect import one_pass_suffices
 from requant.inference.own_text import PREFIX, cache_bytes, windows_at_once
 from requant.models.targets import QuantTarget
 from requant.pipeline.diagnosis import MATRIX_TOKENS_ON_CPU, MATRIX_WEIGHTS_ON_CPU
+from requant.pipeline.hosting import hosted_bytes
 from requant.pipeline.prepare import DIAGNOSED_TOKENS, Outline, Prepared
 from requant.progress import Stage
 from requant.quantizers.registry import find_method
@@ -36,6 +37,10 @@ FULL_STEP = 160  # sequences of a decoding step that takes as long as a forward 
 # So 6144 windows of 1024 tokens of bench-32m take 25 s; an H100 took 22 at most (what the stages of a run leave).
 STEP_SECONDS = 1e-3
 STEP_BYTES = 2e12
+# Of a model larger than the GPU: bytes a second from the weight files in the host's memory, over pinned memory, to the GPU;
+# and to decode a weight of trellis codes, a kilobyte of traffic (`finetune/decoded_block.py`).
+HOST_BYTES = 20e9
+DECODE_SECONDS = 4e-10
 FORWARDS = {"original": 1, "quantized": 2, "corrected": 7}  # whole passes, for the Hessians of all matrices
 
 
@@ -56,11 +61,15 @@ def _stages(prepared: Prepared | Outline, recipe: Recipe, device: str) -> Iterat
     windows, steps = prepared.windows.numel(), recipe.finetune.num_steps
     threads = torch.get_num_threads() if device == "cpu" else 1
 
+    brought = (
+        hosted_bytes(prepared.targets) / HOST_BYTES if prepared.hosted else 0.0
+    )  # in a pass over the blocks
+
     def forward(tokens: int) -> float:
-        return 2 * parameters * tokens / rate
+        return 2 * parameters * tokens / rate + brought
 
     def backward(tokens: int) -> float:
-        return 3 * forward(tokens)
+        return 3 * 2 * parameters * tokens / rate + 2 * brought
 
     def codes(targets: Sequence[QuantTarget]) -> float:
         weights = of_fullest_rank(targets, lambda target: target.size)
@@ -92,8 +101,12 @@ def _stages(prepared: Prepared | Outline, recipe: Recipe, device: str) -> Iterat
         seconds = steps_of_few if device == "cpu" else _writing(prepared)
         yield Stage(name="own text", kind="own text", seconds=max(2 * arithmetic, seconds))
     step = tokens_of_step(prepared, recipe)
-    training = steps * backward(step) * 4 / 3
-    if recipe.mode == "best" and steps:
+    training = steps * 4 * 2 * parameters * step / rate
+    if prepared.hosted and recipe.finetune.trains:
+        # the teacher's states, and codes that are decoded in every step, forward and backward
+        weights = sum(target.size for target in prepared.targets)
+        training += forward(prepared.train_windows.numel()) + steps * 2 * weights * DECODE_SECONDS
+    if recipe.trains_in_rounds:
         rounds = rounds_of(prepared.targets, recipe.finetune.rounds)
         for index, members in enumerate(rounds):
             name = round_name(index, len(rounds))
@@ -123,11 +136,11 @@ def _stages(prepared: Prepared | Outline, recipe: Recipe, device: str) -> Iterat
         yield Stage(name="fine-tuning", kind="training", seconds=training)
     diagnosed = min(windows, DIAGNOSED_TOKENS)
     by_matrix = 0.0
-    if device == "cuda":
+    if device == "cuda" and not prepared.hosted:
         by_matrix = len(prepared.targets) * forward(diagnosed)
-    elif sum(target.size for target in prepared.targets) <= MATRIX_WEIGHTS_ON_CPU:
+    elif device == "cpu" and sum(target.size for target in prepared.targets) <= MATRIX_WEIGHTS_ON_CPU:
         by_matrix = len(prepared.targets) * forward(min(windows, MATRIX_TOKENS_ON_CPU))
-    blocks = len({target.block for target in prepared.targets})
+    blocks = 0 if prepared.hosted else len({target.block for target in prepared.targets})
     passes = (2 + nodes) * backward(diagnosed) + (2 + blocks) * forward(diagnosed)
     yield Stage(name="diagnosis", kind="diagnosis", seconds=passes + by_matrix, bars=0)
     yield Stage(name="evaluation", kind="evaluation", seconds=2 * forward(prepared.eval_windows.numel()))

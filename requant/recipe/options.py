@@ -144,14 +144,19 @@ def recipe_from_options(
         for key in KEYS.get(name, ()):
             _set(base, key, _plain(value), option=name)
     chosen = from_dict(base, where="options")
-    budget, trains = chosen.budget, chosen.mode == "best" and chosen.finetune.trains
-    if budget.first_round_weight is not None and not (trains and (budget.bits or budget.size)):
+    budget = chosen.budget
+    if budget.first_round_weight is not None and not (
+        chosen.trains_in_rounds and (budget.bits or budget.size)
+    ):
         logger.warning(
-            "budget.first_round_weight changes nothing here: it weights predicted losses where mode best trains, under "
-            "--bits or --size."
+            "budget.first_round_weight changes nothing here: it weights predicted losses where mode best trains in rounds, "
+            "under --bits or --size."
         )
     if chosen.finetune.own_windows and not chosen.finetune.trains:
-        logger.warning("--own-windows changes nothing without training; give --finetune-steps.")
+        raise RecipeError(
+            f"--own-windows {chosen.finetune.own_windows} are to train on, and this run does not train; leave it out, or "
+            "give --finetune-steps."
+        )
     if program is not None:
         check_reader(program, chosen)
     return chosen

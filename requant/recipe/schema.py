@@ -113,7 +113,8 @@ class Finetune:
     warmup_steps: int = 10
     """Steps of linear warm-up; a cosine to zero follows."""
     rounds: int = 6
-    """Rounds of mode `best`: 4 of a kind of matrix or two each; more halve the largest by blocks. Each trains `steps`."""
+    """Rounds of mode `best`: 4 of a kind of matrix or two each; more halve the largest by blocks. Each trains `steps`; 0:
+    all codes are made first, and training comes at the end alone."""
     hidden_weight: float = 10.0
     """Weight of the relative squared error of the last hidden states in the loss of the rounds of mode `best`; 0: none."""
     val_windows: int = 8
@@ -138,7 +139,8 @@ class Finetune:
         _require(
             0 <= self.hidden_weight < math.inf, "finetune.hidden_weight", self.hidden_weight, "0 or more"
         )
-        for name in ("tokens_per_step", "warmup_steps", "rounds", "val_windows", "eval_every"):
+        _require(self.rounds >= 0, "finetune.rounds", self.rounds, "0 or more")
+        for name in ("tokens_per_step", "warmup_steps", "val_windows", "eval_every"):
             _require(getattr(self, name) >= 1, f"finetune.{name}", getattr(self, name), "1 or more")
 
     @property
@@ -316,11 +318,16 @@ class Recipe:
                 f"calibration.inputs changes nothing for method '{self.method}', which reads no Hessian of its inputs; "
                 f"leave it out, or choose one of: {', '.join(readers)}."
             )
-        if self.mode == "best" and self.finetune.trains:
+        if self.trains_in_rounds:
             raise RecipeError(
                 "calibration.inputs changes nothing for mode best with fine-tuning, which measures inputs in the model as "
                 "training leaves it, round by round; leave it out, or choose mode dense."
             )
+
+    @property
+    def trains_in_rounds(self) -> bool:
+        """Whether training comes between codes too, and mends the errors of those that are made."""
+        return self.mode == "best" and self.finetune.trains and self.finetune.rounds > 0
 
     def _check_module(self, pattern: str, options: Mapping[str, Any]) -> None:
         """Raise RecipeError for settings of some matrices that the method does not take, or that the run decides."""

@@ -240,3 +240,13 @@ def no_plots(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 def short_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pages of tiny models continue their prompts by a few tokens; `test_samples.py` writes whole ones."""
     monkeypatch.setattr("requant.evaluation.samples.NEW_TOKENS", 4)
+
+
+@pytest.fixture
+def hosted(monkeypatch) -> Callable[[bool], None]:
+    """`hosted(True)`: from now on the matrices of every model stay on the host."""
+
+    def switch(on: bool) -> None:
+        monkeypatch.setattr("requant.pipeline.prepare._hosts", lambda *_, **__: on)
+
+    return switch

@@ -19,11 +19,12 @@ from requant.finetune.loop import (
 from requant.finetune.memory import training_bytes
 from requant.finetune.saved_training import SavedTraining
 from requant.finetune.teacher import HeadTeacher
-from requant.formats.quantized_weight import trainable_params
+from requant.formats.quantized_weight import pack, trainable_params
+from requant.models.targets import find_blocks
 from requant.pipeline.prepare import prepare, start
 from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Calibration, Evaluation, Finetune, Recipe
-from requant.run.quantize_linears import gather
+from requant.run.quantize_linears import gather, quantize_linears
 from requant.run.rounds import rounds_of
 from requant.run.workspace import Workspace
 
@@ -109,3 +110,53 @@ def test_what_training_holds_is_predicted(by_block: bool, tokens: int, hidden_we
         device_memory=10**10,
     )
     assert predicted == pytest.approx(live.peak - host, rel=0.15)
+
+
+@pytest.mark.parametrize("tokens", [256, 1024])
+def test_what_training_holds_of_a_hosted_model_is_predicted(hosted, tokens: int) -> None:
+    """Of the device within 20 %: here the host is the same, so what is said to wait there is taken off."""
+    hosted(True)
+    settings = Finetune(steps=2, tokens_per_step=tokens, train_windows=9, eval_every=1)
+    recipe = Recipe(
+        mode="best",
+        method="rtn",
+        quantizer=METHODS["rtn"].config(bits=2),
+        calibration=Calibration(num_samples=9, seq_len=128),
+        evaluation=Evaluation(context=32, windows=2, samples=0),
+        finetune=settings,
+    )
+    prepared = prepare("demo", recipe, device="cpu")
+    run = start(prepared, prepared.recipe, workspace=Workspace(None), quiet=True)
+    weights = quantize_linears(run, None, label="quantize")
+    packed = sum(tensor.nbytes for weight in weights.values() for tensor in pack(weight)[1].values())
+    windows, val_windows = split_windows(run, settings)
+    live = LiveBytes()
+    for tensor in run.model.parameters():
+        live.note(tensor)
+    with live:
+        params = {name: trainable_params(weight) for name, weight in weights.items()}
+        others = list(params_without_codes(run).values())
+        trainables = trainable_tensors(params, (), others, 1e-3)
+        derived = reparametrized_weights(run, weights, params)
+        teacher = teacher_of(run, run.recipe.finetune, windows, val_windows)
+        assert isinstance(teacher, HeadTeacher)
+        states = teacher.states.untyped_storage().nbytes()
+        live.peak = live.now
+        saved = SavedTraining.of(run, "test")
+        train(run, teacher, trainables, derived, run.recipe.finetune, saved=saved, val_windows=val_windows)
+    best = 4 * sum(each.tensor.numel() for each in trainables)
+    width, blocks = run.model.get_input_embeddings().weight.shape[1], len(find_blocks(run.model)[1])
+    waiting = 4 * min(tokens, windows.numel()) * width * blocks
+    predicted = training_bytes(
+        run.model,
+        run.targets,
+        set(weights),
+        settings,
+        (windows.shape[0], windows.shape[1]),
+        by_block=True,
+        gpu=False,
+        device_memory=10**10,
+        hosted=True,
+        group_size=run.recipe.quantizer.group_size,
+    )
+    assert predicted == pytest.approx(live.peak - states - best - waiting - packed, rel=0.2)

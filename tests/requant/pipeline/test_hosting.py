@@ -26,16 +26,6 @@ from requant.run.workspace import Workspace
 FAMILIES = ("llama", "gpt2", "gemma3", "qwen3-moe")
 
 
-@pytest.fixture
-def hosted(monkeypatch):
-    """`hosted(True)`: from now on the matrices of every model stay on the host."""
-
-    def switch(on: bool) -> None:
-        monkeypatch.setattr("requant.pipeline.prepare._hosts", lambda *_, **__: on)
-
-    return switch
-
-
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch) -> None:
     """Two windows each, so that a pass has several."""
@@ -171,7 +161,8 @@ def test_damaged_weights_are_found_on_the_host_too(tiny_model, tokenizer, tiny_t
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"finetune": Finetune(steps=5)}, "--finetune-steps 5: .* give --finetune-steps 0"),
+        ({"finetune": Finetune(steps=5, blockwise=False)}, "finetune.blockwise false needs .* leave it out"),
+        ({"finetune": Finetune(steps=5, own_windows=8)}, "--own-windows 8 needs .* leave it out"),
         ({"mode": "paper"}, "mode 'paper' needs the whole model on the GPU.* --mode dense"),
         (
             {"mode": "sparse", "method": "magnitude", "budget": Budget()},
@@ -194,12 +185,27 @@ def test_what_needs_the_whole_model_is_refused(
         prepare(str(tiny_folder("llama")), recipe, tiny_text_file)
 
 
-def test_training_by_default_is_left_out_and_said(tiny_folder, tiny_text_file, hosted, caplog) -> None:
+def test_training_comes_at_the_end_and_that_is_said(tiny_folder, tiny_text_file, hosted, caplog) -> None:
     hosted(True)
     recipe = recipe_of("rtn", mode="best", finetune=Finetune(steps=None))
     prepared = prepare(str(tiny_folder("llama")), recipe, tiny_text_file)
-    assert prepared.recipe.finetune.steps == 0 and prepared.recipe.evaluation.samples == 0
-    assert "larger than the GPU" in caplog.text and "nothing is trained" in caplog.text
+    found = prepared.recipe
+    assert (found.finetune.steps, found.finetune.rounds, found.finetune.blockwise) == (1000, 0, True)
+    assert found.evaluation.samples == 0
+    assert "larger than the GPU" in caplog.text and "it is trained at the end only" in caplog.text
+    caplog.clear()
+    prepare(str(tiny_folder("llama")), recipe_of("rtn"), tiny_text_file)
+    assert "nothing is trained" in caplog.text
+
+
+def test_a_model_that_cannot_be_trained_is_refused_before_codes_are_made(
+    tiny_folder, tiny_text_file, hosted, monkeypatch
+) -> None:
+    hosted(True)
+    monkeypatch.setattr("requant.pipeline.hosting.why_states_do_not_suffice", lambda *_: "it looks back")
+    recipe = recipe_of("rtn", finetune=Finetune(steps=5))
+    with pytest.raises(RecipeError, match="this one cannot be: it looks back; give --finetune-steps 0, or"):
+        prepare(str(tiny_folder("llama")), recipe, tiny_text_file)
 
 
 def test_a_model_stays_on_the_host_where_the_gpu_is_too_small(tiny_folder, monkeypatch) -> None:
@@ -214,7 +220,8 @@ def test_a_model_stays_on_the_host_where_the_gpu_is_too_small(tiny_folder, monke
         )
     fits, hosted = plans.values()
     assert fits.training is not None and fits.hosted_bytes == 0
-    assert hosted.training is None and hosted.hosted_bytes == 4 * sum(t.size for t in whole.targets)
+    assert "after each of 6 rounds" in fits.training and "at the end only" in (hosted.training or "")
+    assert hosted.hosted_bytes == 4 * sum(t.size for t in whole.targets) < hosted.host_memory
     assert hosted.peak_memory < fits.peak_memory
     assert "host's memory" in "\n".join(hosted.lines()) and "host's" not in "\n".join(fits.lines())
     monkeypatch.setattr("requant.pipeline.hosting.total_memory", lambda _device: 1)

@@ -229,6 +229,34 @@ def test_large_shapes_are_trained_in_less_memory(tmp_path: Path, monkeypatch, sh
     assert untrained <= by_block < limit and whole > 2 * by_block
 
 
+@pytest.mark.parametrize(
+    ("shape", "memory", "fits"), [("70b", 80, 50), ("8b", 24, 20), ("8b", 16, None), ("3b", 12, 12.5)]
+)
+def test_shapes_larger_than_the_gpu_are_trained_where_that_fits(
+    tmp_path: Path, monkeypatch, shape: str, memory: int, fits: float | None
+) -> None:
+    """At the end only; in GiB."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for place in ("hosting", "completion", "memory", "plan"):
+        monkeypatch.setattr(f"requant.pipeline.{place}.total_memory", lambda _device: memory << 30)
+    source = save_shape(shape, tmp_path)
+    recipe = dataclasses.replace(default_recipe(source, None, gpu=True), budget=Budget(bits=2.0))
+    shaped = outline(source, recipe, dtype="bfloat16", device="cuda")
+    plan = make_plan(shaped, shaped.recipe, device="cuda")
+    untrained = dataclasses.replace(
+        shaped.recipe, finetune=dataclasses.replace(shaped.recipe.finetune, steps=0)
+    )
+    assert shaped.hosted and plan.training is not None
+    if fits is None:
+        assert shaped.bytes_to_train > 16 << 30 and plan.training.startswith("none: it would take about")
+        return
+    assert plan.training.startswith("200 steps of 16,384 tokens at the end only")
+    assert 0.9 * fits < plan.peak_memory / 2**30 < fits
+    without = make_plan(shaped, untrained, device="cuda")
+    assert without.host_memory == sum(target.size for target in shaped.targets) < plan.host_memory
+    assert without.seconds < plan.seconds
+
+
 @pytest.mark.parametrize(("gpus", "fullest"), [(1, 0), (8, -1)])
 def test_the_fullest_phase_of_many_gpus_is_the_last(
     tmp_path: Path, monkeypatch, gpus: int, fullest: int

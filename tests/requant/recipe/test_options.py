@@ -68,11 +68,9 @@ def test_a_weight_of_rounds_without_a_use_is_said(given: dict, warned: bool, cap
     assert not caplog.text
 
 
-def test_windows_that_the_model_writes_without_training_are_said(caplog) -> None:
-    chosen = recipe_from_options(bits=3, model="demo", own_windows=64)
-    assert chosen.finetune.own_windows == 64 and not chosen.finetune.trains
-    assert "--own-windows changes nothing without training; give --finetune-steps." in caplog.text
-    caplog.clear()
+def test_windows_that_the_model_writes_without_training_are_refused(caplog) -> None:
+    with pytest.raises(RecipeError, match=r"--own-windows 64 are to train on, and .* give --finetune-steps."):
+        recipe_from_options(bits=3, model="demo", own_windows=64)
     assert recipe_from_options(bits=3, model="demo", own_windows=64, finetune_steps=10).finetune.trains
     assert recipe_from_options(bits=3, model="demo", own_windows=64, gpu=True).finetune.trains
     assert not caplog.text

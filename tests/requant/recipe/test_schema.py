@@ -144,7 +144,7 @@ def test_defaults_fill_what_is_not_said(tmp_path: Path) -> None:
             f"budget: {{bits: 2, first_round_weight: {'9' * 400}}}",
             r"first_round_weight is out of every range",
         ),
-        ("finetune: {rounds: 0}", r"finetune.rounds is 0; it takes 1 or more"),
+        ("finetune: {rounds: -1}", r"finetune.rounds is -1; it takes 0 or more"),
         ("recovery: {decay: .inf}", r"recovery.decay is inf"),
         ("- 1", r"r.yaml holds no mapping of keys to values"),
         ("", r"r.yaml holds no mapping"),
