@@ -16,10 +16,7 @@ VOLATILE = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transform
 
 def check_in_memory(model: PreTrainedModel, *, device: str, dtype: str) -> None:
     """Raise ModelError for a loaded model that cannot be quantized as it is, or where it is not as the arguments say."""
-    if model.get_output_embeddings() is None:
-        raise ModelError(
-            f"{type(model).__name__} has no head to predict tokens with; load it by AutoModelForCausalLM."
-        )
+    check_head(model)
     if getattr(model.config, "quantization_config", None) is not None:
         raise ModelError(f"this {type(model).__name__} is quantized already; give the original model.")
     if device != "auto":
@@ -31,6 +28,14 @@ def check_in_memory(model: PreTrainedModel, *, device: str, dtype: str) -> None:
     own = str(model.dtype).removeprefix("torch.")
     if dtype not in ("auto", own):
         raise ModelError(f"dtype {dtype} is not that of the loaded model, {own}; convert the model.")
+
+
+def check_head(model: PreTrainedModel) -> None:
+    """Raise ModelError for the class of a model without its head, or with one for another task."""
+    if model.get_output_embeddings() is None:
+        raise ModelError(
+            f"{type(model).__name__} has no head to predict tokens with; load it by AutoModelForCausalLM."
+        )
 
 
 def check_tokenizer(tokenizer: object, *, loaded: bool) -> None:

@@ -2,16 +2,17 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import requant
 from requant.checkpoint.validate import read_header
-from requant.errors import CheckpointError
+from requant.errors import CheckpointError, ModelError
 from requant.inference.load import load
 from requant.inference.quant_linear import QuantLinear
 from requant.integrations import register_integrations
@@ -141,6 +142,14 @@ def test_from_pretrained_refuses_what_load_refuses(checkpoint: Path) -> None:
     (checkpoint / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="newer than the 6"):
         AutoModelForCausalLM.from_pretrained(checkpoint)
+
+
+@pytest.mark.parametrize("auto", [AutoModel, AutoModelForSequenceClassification])
+def test_a_class_without_the_head_is_no_damaged_checkpoint(checkpoint: Path, auto: Any) -> None:
+    with pytest.raises(
+        ModelError, match="has no head to predict tokens with; load it by AutoModelForCausalLM"
+    ):
+        auto.from_pretrained(checkpoint)
 
 
 def test_a_missing_tensor_never_becomes_random_numbers(checkpoint: Path) -> None:
