@@ -91,11 +91,12 @@ def prepare(
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     device: str = "auto",
-    dtype: str = "auto",
+    dtype: str | torch.dtype = "auto",
     scored: bool = True,
     quiet: bool = True,
 ) -> Prepared:
     """Load what the run needs and refuse what cannot work; warn of texts that overlap where one of them is `scored`."""
+    dtype = str(dtype).removeprefix("torch.")
     check_tokenizer(tokenizer, loaded=not isinstance(model, str))
     own_tokenizer, changed = tokenizer is not None, {}
     if isinstance(model, str):

@@ -128,13 +128,13 @@ class QuantizedModel:
 
 
 def quantize(
-    model: str | PreTrainedModel,
+    model: str | Path | PreTrainedModel,
     recipe: Recipe | Mapping[str, Any] | str | Path | None = None,
     text: str | Path | Sequence[str] | None = None,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     device: str = "auto",
-    dtype: str = "auto",
+    dtype: str | torch.dtype = "auto",
     workspace: Workspace | None = None,
     statistics: dict[str, LinearStats] | None = None,
     quiet: bool = True,
@@ -155,6 +155,7 @@ def quantize(
 
     Raises RequantError.
     """
+    model = str(model) if isinstance(model, Path) else model
     recipe = recipe_for(model, recipe, text, device=device, options=options)
     if (program := options.get("target")) is not None:
         check_readable(recipe, program, config=None if isinstance(model, str) else model.config)

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from requant.allocation.budget import allocate_bits, with_allocation
@@ -66,13 +67,13 @@ class Sensitivities:
 
 
 def score(
-    model: str | PreTrainedModel,
+    model: str | Path | PreTrainedModel,
     recipe: Recipe | Mapping[str, Any] | str | Path | None = None,
     text: str | Path | Sequence[str] | None = None,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     device: str = "auto",
-    dtype: str = "auto",
+    dtype: str | torch.dtype = "auto",
     output: str | Path | None = None,
     quiet: bool = True,
     **options: Unpack[Options],
@@ -82,6 +83,7 @@ def score(
     Model, recipe, text and options are those of `requant.quantize`, but for those of UNUSED, which are refused. With
     `output`, the scores of every weight, the table and the plot are written there. Raises RequantError.
     """
+    model = str(model) if isinstance(model, Path) else model
     out_folder = None if output is None else check_output(output)
     given = {name: options.get(name) for name in UNUSED}
     if unused := [name for name, value in given.items() if value is not None and value != "dense"]:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from requant import progress
 from requant.calibration.stats import LinearStats
 from requant.checkpoint.new_folder import check_output
@@ -46,13 +48,13 @@ class Sweep:
 
 
 def sweep(
-    model: str | None,
+    model: str | Path | None,
     bits: Sequence[int | float | str],
     output: str | Path | None = None,
     recipe: Recipe | Mapping[str, Any] | str | Path | None = None,
     *,
     device: str = "auto",
-    dtype: str = "auto",
+    dtype: str | torch.dtype = "auto",
     resume: bool = False,
     save_every: float = SAVE_EVERY,
     arguments: Sequence[str] | None = None,
@@ -65,6 +67,7 @@ def sweep(
     `requant.quantize`; `save_every` and `arguments` are those of `Workspace`. All recipes are checked before the first run.
     Raises RequantError.
     """
+    model = str(model) if isinstance(model, Path) else model
     gpu = pick_device(device).startswith("cuda")
     if not isinstance(bits, Sequence):
         raise RecipeError(

@@ -35,13 +35,37 @@ def test_what_is_no_path_is_refused(
         call(value)
 
 
-@pytest.mark.parametrize("value", (*NO_PATHS, Path("x")), ids=repr)
+@pytest.mark.parametrize("value", NO_PATHS, ids=repr)
 def test_what_is_no_model_is_refused(value: Any) -> None:
     for call in (requant.quantize, requant.score):
         with pytest.raises(ModelError, match=f"must be a text or a loaded model, not {type(value).__name__}"):
             call(value, bits=3)
     with pytest.raises(InputError, match=f"returned, not {type(value).__name__}"):
         requant.save(value, "output")
+
+
+def test_a_model_may_be_a_path(tmp_path: Path) -> None:
+    for call in (
+        lambda: requant.quantize(tmp_path / "nothing", bits=3),
+        lambda: requant.score(tmp_path / "nothing", bits=3),
+        lambda: requant.sweep(tmp_path / "nothing", [2, 3], output=tmp_path / "sweep"),
+    ):
+        with pytest.raises(ModelError, match="nothing is no folder"):
+            call()
+
+
+def test_a_dtype_of_torch_is_a_dtype() -> None:
+    made = requant.quantize(
+        "demo",
+        {"method": "rtn", "mode": "dense", "evaluation": {"windows": 1, "samples": 0}},
+        device="cpu",
+        dtype=torch.bfloat16,
+        num_samples=1,
+        seq_len=32,
+    )
+    assert made.model.dtype == torch.bfloat16
+    with pytest.raises(ModelError, match="--dtype int8 is unknown"):
+        requant.quantize("demo", bits=3, dtype=torch.int8)
 
 
 @pytest.mark.parametrize(
