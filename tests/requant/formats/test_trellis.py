@@ -31,6 +31,21 @@ def test_quarters_of_a_bit_take_no_more_than_they_say(round_trip, bits: float, c
     )
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("bits", "code"), [(2, "pair"), (2.25, "pair"), (1.5, "mul1"), (3, "mul1"), (3.75, "mul1"), (4, "3inst")]
+)
+@pytest.mark.parametrize(("n", "k"), [(300, 528), (512, 1408)])
+def test_a_kernel_decodes_what_tables_do(
+    random_weight, monkeypatch: pytest.MonkeyPatch, bits: float, code: str, n: int, k: int
+) -> None:
+    """To the bit: code values are exact in float16."""
+    weight = random_weight(n, k, kind="trellis", bits=bits, code=code).to("cuda")
+    by_table = weight.dequantize()
+    monkeypatch.setattr("requant.formats.trellis.BY_KERNEL_FROM", 0)
+    assert torch.equal(weight.dequantize(), by_table)
+
+
 def test_quarters_belong_to_trellis_codes() -> None:
     grid = PackedSpec(dense=GridSpec(bits=2, shape=(16, 16), group_size=16))
     with pytest.raises(CheckpointError, match="bits"):
