@@ -28,7 +28,7 @@ class Inspection:
             "bits_per_weight": self.table.bits_per_weight,
             "whole_bits_per_weight": self.table.whole_bits_per_weight,
             "bytes": self.table.bytes,
-            "parts": self.table.parts,
+            "parts": self.table.spent,
             "matrices": _rows(self.table.matrices),
             "vocabulary": _rows(self.table.embedding_and_head),
             "sha256": self.checksums,

@@ -69,6 +69,11 @@ class ByteTable:
         return sum(self.parts.values()) + self.file_headers
 
     @property
+    def spent(self) -> dict[str, int]:
+        """All bytes of the weight files by part, file headers among them."""
+        return {**self.parts, "file_headers": self.file_headers}
+
+    @property
     def bits_per_weight(self) -> float:
         """Over the quantized matrices of the blocks; embedding and head are counted separately."""
         return (

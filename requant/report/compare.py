@@ -126,7 +126,7 @@ def read_entry(name: str) -> Entry:
         name=name,
         bytes=table.bytes,
         bits_per_weight=table.bits_per_weight,
-        spending=budget_parts(table.parts),
+        spending=budget_parts(table.spent),
         kinds={kind: bits / count for kind, (bits, count) in weights.items()},
     )
     try:

@@ -16,6 +16,7 @@ import torch
 from requant import progress
 from requant.calibration.stats import LinearStats
 from requant.checkpoint.new_folder import check_output
+from requant.display import format_bytes
 from requant.errors import OutputError, RecipeError
 from requant.files import path_of
 from requant.models.devices import pick_device
@@ -132,7 +133,7 @@ def answer(entries: Sequence[Entry]) -> str:
         name, kl, agreement = Path(entry.name).name, entry.mean_kl, entry.top1_agreement
         if kl is None or agreement is None:
             continue
-        size = f"{entry.bytes / 2**20:.1f} MiB"
+        size = format_bytes(entry.bytes)
         if is_damaged(kl, agreement):
             parts.append(f"{name} is damaged ({size}, KL {kl:.2f}, {agreement:.0%} of the top tokens).")
         elif last is None:
@@ -142,10 +143,8 @@ def answer(entries: Sequence[Entry]) -> str:
             last = entry
         else:
             assert last.mean_kl is not None
-            more = (entry.bytes - last.bytes) / 2**20
-            parts.append(
-                f"{name} takes {more:.1f} MiB more and has {kl / last.mean_kl:.2f} times its KL ({kl:.3f})."
-            )
+            more = format_bytes(entry.bytes - last.bytes)
+            parts.append(f"{name} takes {more} more and has {kl / last.mean_kl:.2f} times its KL ({kl:.3f}).")
             last = entry
     if last is None:
         parts.append("None of them is worth using: give more --bits, --mode best or --finetune-steps.")

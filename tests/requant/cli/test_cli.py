@@ -68,6 +68,9 @@ def test_the_main_job_on_the_demo_model(cli, tmp_path: Path, options: tuple[str,
     assert (
         code == 0 and "checksums verified: model.safetensors" in out and "model.layers.3.mlp.down_proj" in out
     )
+    code, out, error = cli("inspect", folder, "--json")
+    found = json.loads(out)
+    assert sum(found["parts"].values()) == found["bytes"] == (folder / "model.safetensors").stat().st_size
     code, out, error = cli("generate", folder, "--prompt", "The city of", "--max-new-tokens", 5)
     assert code == 0 and out.startswith("The city of") and len(out) > len("The city of\n")
 

@@ -1,6 +1,7 @@
 """A sweep gives the bytes of single runs, collects statistics once, and says which budget to take."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,8 @@ def test_the_answer() -> None:
         "KL 0.300, 70% of the top tokens. 4bit takes 1.0 MiB more and has 0.20 times its KL (0.060)."
     )
     assert "None of them is worth using" in answer(entries[:1])
+    small = [replace(each, bytes=each.bytes >> 10) for each in entries]
+    assert "4.0 KiB, KL 0.300" in answer(small) and "4bit takes 1.0 KiB more" in answer(small)
 
 
 def test_the_command(cli, tiny_folder, tiny_text_file: Path, tmp_path: Path) -> None:
