@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 the run failed, 2 what was asked for cannot be done, 130 i
 """
 
 import errno
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Annotated
@@ -80,6 +81,8 @@ for _name, _command in COMMANDS.items():
 
 def main() -> None:
     """Entry point: every failure that a user can fix becomes one sentence and an exit code."""
+    # read when it is imported: five retries would be fifteen lines before the sentence that says what failed
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     try:
         _refuse_renamed_options(sys.argv[1:])
         sys.argv[1:] = restored_arguments(sys.argv[1:])

@@ -8,6 +8,7 @@ from jaxtyping import Int64
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from requant.errors import TextError
 from requant.models.loading import DEMO
 from requant.recipe.schema import Recipe
 from requant.text.sources import SELF, WIKITEXT, Text, read_text
@@ -29,15 +30,26 @@ def calibration_text(source: Path | None, recipe: Recipe, given: Sequence[str]) 
     """None where the model is to write it."""
     if list(given) == [SELF]:
         return None
-    usual = ["demo" if source == DEMO else f"{WIKITEXT}:train"]
-    return read_text(given or usual, field=recipe.calibration.field)
+    if not given:
+        return _usual_text("demo" if source == DEMO else f"{WIKITEXT}:train", recipe.calibration.field)
+    return read_text(given, field=recipe.calibration.field)
 
 
 def evaluation_text(source: Path | None, recipe: Recipe, given: Sequence[str]) -> Text | None:
     """None where the calibration text's last tenth is held out for it."""
-    usual = ("demo-eval",) if source == DEMO else () if given else (f"{WIKITEXT}:test",)
-    separate = recipe.evaluation.text or usual
-    return read_text(separate, field=recipe.evaluation.field) if separate else None
+    if recipe.evaluation.text:
+        return read_text(recipe.evaluation.text, field=recipe.evaluation.field)
+    if given and source != DEMO:
+        return None
+    return _usual_text("demo-eval" if source == DEMO else f"{WIKITEXT}:test", recipe.evaluation.field)
+
+
+def _usual_text(name: str, field: str) -> Text:
+    """What is read where the user names no text; so an error has to say how to name one."""
+    try:
+        return read_text(name, field=field)
+    except TextError as error:
+        raise TextError(f"{error}. It is read because no --calibration was given.") from error
 
 
 def in_windows(
