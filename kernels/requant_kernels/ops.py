@@ -180,14 +180,6 @@ def rotate(
     return torch.ops.requant.rotate(flat, input_scales, output_scales).view(x.shape)
 
 
-def decode_trellis(layout: TrellisLayout) -> Float[Tensor, "r c"]:
-    """The code values of a trellis on a GPU, float16 and exact, in the rotated basis: V of the layout, r and c the multiples
-    of 16 at or above n and k."""
-    from requant_kernels.trellis.dequantize import dequantize as dequantize_cuda
-
-    return dequantize_cuda(layout, asm=supports_ptx(layout.packed_codes.device))
-
-
 def dequantize(layout: Layout | TrellisLayout, dtype: torch.dtype = torch.float16) -> Shaped[Tensor, "n k"]:
     """The matrix that the layout stands for; a trellis is rotated back by full matrices, which is slow."""
     if isinstance(layout, TrellisLayout):

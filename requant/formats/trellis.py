@@ -26,7 +26,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Float, Float16, Int32, UInt8
-from requant_kernels import TrellisLayout, decode_trellis, pack_trellis
+from requant_kernels import TrellisLayout, pack_trellis
 from torch import Tensor
 
 from requant.errors import CheckpointError, InputError
@@ -48,7 +48,6 @@ from requant.formats.trellis_codes import (
 )
 
 DECODED_AT_ONCE = 1 << 24  # weights, of which the states take 8 bytes each, several times over
-BY_KERNEL_FROM = 1 << 25  # weights of a matrix on a GPU: a kernel for its bits compiles in a second or two
 # Bits of a code, beside the whole numbers.
 QUARTERS = tuple(bits / PERIOD for bits in range(PERIOD, PERIOD * MAX_BITS) if bits % PERIOD)
 
@@ -84,23 +83,16 @@ class Trellis:
 
     def _decoded(self, finish: Callable[[Tensor], Tensor]) -> Float[Tensor, "r c"]:
         """`finish(V)`, some rows at a time: what lies between codes and values takes ten times the memory of either."""
-        rows, columns = self.codes.shape
+        values, (rows, columns) = code_values(self.code).to(self.codes.device), self.codes.shape
+        weights_per_step = CODES[self.code].weights_per_step
         step = max(1, DECODED_AT_ONCE // (TILE * columns)) * TILE
         found = torch.empty(rows, columns, device=self.codes.device)
-        by_kernel = self.codes.is_cuda and self.codes.numel() >= BY_KERNEL_FROM
-        decoded = decode_trellis(self.kernel_layout(None)) if by_kernel else None
         for start in range(0, rows, step):
-            part = slice(start, start + step)
-            own = self._values(self.codes[part]) if decoded is None else decoded[part].float()
-            found[part] = finish(own)
+            codes = self.codes[start : start + step]
+            states = states_of_codes(to_tiles(codes), bits=self.bits, weights_per_step=weights_per_step)
+            own = from_tiles(values[states].flatten(1), (codes.shape[0], columns))
+            found[start : start + step] = finish(own)
         return found
-
-    def _values(self, codes: UInt8[Tensor, "r c"]) -> Float[Tensor, "r c"]:
-        """V of some rows of tiles."""
-        weights_per_step = CODES[self.code].weights_per_step
-        states = states_of_codes(to_tiles(codes), bits=self.bits, weights_per_step=weights_per_step)
-        values = code_values(self.code).to(codes.device)
-        return from_tiles(values[states].flatten(1), (codes.shape[0], codes.shape[1]))
 
     def spec(self) -> "TrellisSpec":
         if self.parts:

@@ -1,5 +1,3 @@
-from dataclasses import replace
-
 import pytest
 import torch
 from requant_kernels import linear
@@ -31,25 +29,6 @@ def test_quarters_of_a_bit_take_no_more_than_they_say(round_trip, bits: float, c
             sparse=None,
         )
     )
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("bits", "code"), [(2, "pair"), (2.25, "pair"), (1.5, "mul1"), (3, "mul1"), (3.75, "mul1"), (4, "3inst")]
-)
-@pytest.mark.parametrize(("n", "k"), [(300, 528), (512, 1408)])
-def test_a_kernel_decodes_what_tables_do(
-    random_trellis, monkeypatch: pytest.MonkeyPatch, bits: float, code: str, n: int, k: int
-) -> None:
-    """To the bit: code values are exact in float16."""
-    dense = random_trellis(n, k).dense
-    codes_below = torch.tensor([1 << own for own in step_bits(bits)]).repeat(64)
-    tiles = (torch.rand(dense.codes.numel() // 256, 256) * codes_below).to(torch.uint8)
-    codes = from_tiles(tiles, tuple(dense.codes.shape))
-    weight = QuantizedWeight(dense=replace(dense, codes=codes, bits=bits, code=code), sparse=None).to("cuda")
-    by_table = weight.dequantize()
-    monkeypatch.setattr("requant.formats.trellis.BY_KERNEL_FROM", 0)
-    assert torch.equal(weight.dequantize(), by_table)
 
 
 def test_quarters_belong_to_trellis_codes() -> None:
