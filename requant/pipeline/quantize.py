@@ -63,7 +63,7 @@ MODES: dict[str, Callable[[RunContext], Weights]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class QuantizedModel:
     """The outcome of a run: `model` holds the quantized weights as floats, `weights` the codes."""
 
@@ -81,6 +81,13 @@ class QuantizedModel:
     # expert -> tokens of the calibration text that were routed to it
     routed_tokens: Mapping[str, int] = field(default_factory=dict)
     flip_rates: Sequence[float] = ()  # of 2:4 masks: the share that each update during training moved
+
+    def __repr__(self) -> str:
+        """One line, for a notebook shows what a cell ends with: the fields hold every code of the model."""
+        return (
+            f"QuantizedModel({self.recipe.model}: {len(self.weights)} matrices by {self.recipe.method}, "
+            f"mode {self.recipe.mode}, KL {self.after.mean_kl:.4f})"
+        )
 
     @property
     def model(self) -> PreTrainedModel:

@@ -54,7 +54,7 @@ def test_a_model_may_be_a_path(tmp_path: Path) -> None:
             call()
 
 
-def test_a_dtype_of_torch_is_a_dtype() -> None:
+def test_a_dtype_of_torch_is_a_dtype_and_the_result_is_said_in_a_line() -> None:
     made = requant.quantize(
         "demo",
         {"method": "rtn", "mode": "dense", "evaluation": {"windows": 1, "samples": 0}},
@@ -64,6 +64,7 @@ def test_a_dtype_of_torch_is_a_dtype() -> None:
         seq_len=32,
     )
     assert made.model.dtype == torch.bfloat16
+    assert repr(made) == f"QuantizedModel(demo: 28 matrices by rtn, mode dense, KL {made.after.mean_kl:.4f})"
     with pytest.raises(ModelError, match="--dtype int8 is unknown"):
         requant.quantize("demo", bits=3, dtype=torch.int8)
 
