@@ -34,11 +34,11 @@ from requant.finetune.final import split_windows
 from requant.finetune.loop import (
     learning_rate,
     lr_schedule,
-    reparametrized_weights,
     single_precision,
     trainable_tensors,
     windows_of_step,
 )
+from requant.finetune.reparametrized import reparametrized_weights
 from requant.finetune.step import ReparametrizedWeight, TrainableTensor, TrainingStep
 from requant.formats.contract import TrainableParams
 from requant.formats.grid import Grid

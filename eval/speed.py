@@ -44,12 +44,12 @@ from requant.finetune.final import (
 from requant.finetune.loop import (
     learning_rate,
     params_without_codes,
-    reparametrized_weights,
     single_precision,
     train,
     trainable_tensors,
 )
 from requant.finetune.memory import training_bytes
+from requant.finetune.reparametrized import reparametrized_weights
 from requant.finetune.saved_training import SavedTraining
 from requant.formats.quantized_weight import trainable_params
 from requant.models.devices import limit_gpu_memory, peak_memory, pick_device, total_memory

@@ -28,13 +28,12 @@ from requant.finetune.loop import (
     EMBEDDING_LR,
     learning_rate,
     params_without_codes,
-    reparametrized_tables,
-    reparametrized_weights,
     single_precision,
     train,
     trainable_tensors,
 )
 from requant.finetune.memory import training_bytes
+from requant.finetune.reparametrized import reparametrized_tables, reparametrized_weights
 from requant.finetune.saved_training import SavedTraining
 from requant.finetune.step import TrainableTensor
 from requant.finetune.teacher import HeadTeacher, Teacher, why_states_do_not_suffice

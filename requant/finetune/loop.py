@@ -30,12 +30,11 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from requant import ranks
-from requant.allocation.embedding_and_head import QuantizedEmbeddingAndHead, embedding_and_head_of
+from requant.allocation.embedding_and_head import embedding_and_head_of
 from requant.calibration.batches import rounds
 from requant.calibration.passes import recomputed_blocks
 from requant.finetune.blockwise import BlockwiseStep, divided_among_ranks
 from requant.finetune.compile_blocks import Divergence, compiles, fused, hidden_error, kl
-from requant.finetune.decoded_block import DecodedBlock
 from requant.finetune.divided import Part
 from requant.finetune.memory import bytes_of_a_token
 from requant.finetune.saved_training import SavedTraining, numbered, restore
@@ -54,7 +53,6 @@ from requant.finetune.teacher import (
     why_states_do_not_suffice,
 )
 from requant.formats.contract import TrainableParams
-from requant.formats.quantized_weight import weight_function
 from requant.models.devices import free_memory
 from requant.models.experts import routers
 from requant.models.hosted import hosted_blocks
@@ -62,7 +60,7 @@ from requant.models.mixed_precision import mixed_precision
 from requant.models.targets import QuantTarget
 from requant.progress import counted
 from requant.recipe.schema import Finetune
-from requant.run.context import RunContext, Weights
+from requant.run.context import RunContext
 
 RESIDUAL_LR = 3.0  # times the learning rate: a residual is one weight, not the scale of many
 EMBEDDING_LR = 1 / 3  # times the learning rate: a token's row gets gradients only where the token occurs
@@ -284,37 +282,6 @@ def single_precision(parameters: Iterable[Tensor]) -> Iterator[None]:
     finally:
         for p, dtype in dtypes.items():
             p.data = p.data.to(dtype)
-
-
-def reparametrized_weights(
-    run: RunContext, weights: Weights, trainable: Mapping[str, TrainableParams]
-) -> list[ReparametrizedWeight]:
-    """The quantized matrices: each parameter as a function of its trainable floats, all else in the parameter's dtype."""
-    block = DecodedBlock()  # of hosted matrices
-
-    def derive(target: QuantTarget) -> ReparametrizedWeight:
-        weight, params = weights[target.name], trainable[target.name]
-        if target.hosted is None:
-            floats = weight_function(weight, target.parameter.dtype)
-        else:
-            floats = block.weight_function(target, weight)
-        return ReparametrizedWeight(
-            parameter=target.parameter, value=lambda: target.oriented(floats(params)), hosted=target.hosted
-        )
-
-    return [derive(target) for target in run.targets if target.name in weights]
-
-
-def reparametrized_tables(
-    tables: QuantizedEmbeddingAndHead, trainable: Mapping[str, TrainableParams]
-) -> list[ReparametrizedWeight]:
-    """Embedding and head where they are quantized: each parameter as a function of its trainable floats."""
-
-    def derive(name: str, parameter: nn.Parameter) -> ReparametrizedWeight:
-        floats, params = weight_function(tables.weights[name]), trainable[name]
-        return ReparametrizedWeight(parameter=parameter, value=lambda: floats(params))
-
-    return [derive(name, parameter) for name, parameter in tables.parameters.items()]
 
 
 def loss_sum(

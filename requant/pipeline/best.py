@@ -35,11 +35,11 @@ from requant.finetune.final import (
 from requant.finetune.loop import (
     learning_rate,
     params_without_codes,
-    reparametrized_weights,
     single_precision,
     train,
     trainable_tensors,
 )
+from requant.finetune.reparametrized import reparametrized_weights
 from requant.finetune.saved_training import SavedTraining
 from requant.formats.contract import TrainableParams
 from requant.formats.quantized_weight import QuantizedWeight, trainable_params, with_trainable_params

@@ -17,6 +17,7 @@ from requant.inference.static_cache import static_cache
 from requant.models.devices import total_memory
 from requant.models.loading import context_limit
 from requant.models.targets import QuantTarget
+from requant.pipeline.hosting import hosted_recipe
 from requant.recipe.defaults import finetune_steps, needed_own_windows
 from requant.recipe.schema import Calibration, Evaluation, Recipe
 from requant.run.rounds import rounds_of
@@ -111,3 +112,29 @@ def trained_where_it_fits(
             "all the same, or a larger GPU."
         )
     return dataclasses.replace(recipe, finetune=dataclasses.replace(recipe.finetune, steps=0)), needed
+
+
+def trains_only_hosted(
+    model: PreTrainedModel, targets: Sequence[QuantTarget], recipe: Recipe, device: str
+) -> bool:
+    """Whether a run of mode `best` is trained by default where its matrices stay on the host, and not where they do not.
+
+    The model may be one of shapes alone. Training at the end only is better than none: a KL of 0.66 at 2 bits, where codes
+    alone have 0.78 (demo-4m, `eval/LOG.md`).
+    """
+    if recipe.mode != "best" or recipe.finetune.steps is not None or recipe.finetune.own_windows:
+        return False
+    try:
+        on_host = hosted_recipe(recipe)
+    except RecipeError:  # what it asks for needs the whole model
+        return False
+    count = max(recipe.calibration.num_samples, recipe.finetune.train_windows)
+    windows = torch.empty((count, recipe.calibration.seq_len), dtype=torch.int64, device="meta")
+
+    def fits(chosen: Recipe, *, hosted: bool) -> bool:
+        chosen = with_steps(model, chosen)
+        return not trained_where_it_fits(model, targets, chosen, windows, True, device=device, hosted=hosted)[
+            1
+        ]
+
+    return not fits(recipe, hosted=False) and fits(on_host, hosted=True)

@@ -30,7 +30,13 @@ from requant.models.loading import (
 )
 from requant.models.targets import QuantTarget, find_linears, keep_on_host
 from requant.models.weight_files import folder_bytes
-from requant.pipeline.completion import own_windows_of, trained_where_it_fits, with_steps, within_positions
+from requant.pipeline.completion import (
+    own_windows_of,
+    trained_where_it_fits,
+    trains_only_hosted,
+    with_steps,
+    within_positions,
+)
 from requant.pipeline.hosting import HOSTED, check_trainable, hosted_recipe, hosts_blocks
 from requant.pipeline.texts import calibration_text, evaluation_text, in_windows, sampled_text
 from requant.recipe.schema import Recipe
@@ -115,7 +121,7 @@ def prepare(
     if hosted:
         recipe = hosted_recipe(recipe)
         training = "it is trained at the end only" if recipe.finetune.trains else "nothing is trained"
-        logger.warning("the model is larger than the GPU: %s; %s.", HOSTED, training)
+        logger.warning("the model is larger than the GPU, or its training is: %s; %s.", HOSTED, training)
     given = [str(t) for t in ([text] if isinstance(text, str | Path) else text or recipe.calibration.text)]
     # what is wrong with a text is said before the weights are read
     evaluation = evaluation_text(source, recipe, given)
@@ -198,7 +204,7 @@ def outline(
     folder = Path(resolve_source(model))
     empty = _shapes(str(folder), dtype=dtype)
     recipe = within_positions(empty.config, recipe)
-    hosted = hosts_blocks(empty, _targets(empty, recipe), recipe, device)
+    hosted = _hosts_shapes(empty, divided(_targets(empty, recipe), gpus), recipe, device)
     recipe = hosted_recipe(recipe) if hosted else recipe
     by_default = recipe.finetune.steps is None
     recipe = with_steps(empty, recipe)
@@ -237,7 +243,16 @@ def _hosts(folder: str, recipe: Recipe, *, device: str, dtype: str) -> bool:
         shapes = _shapes(folder, dtype=dtype)
     except ModelError:  # loading the weights says what is wrong, or nothing is
         return False
-    return hosts_blocks(shapes, _targets(shapes, recipe), recipe, device)
+    return _hosts_shapes(shapes, divided(_targets(shapes, recipe), ranks.world_size()), recipe, device)
+
+
+def _hosts_shapes(
+    shapes: PreTrainedModel, targets: Sequence[QuantTarget], recipe: Recipe, device: str
+) -> bool:
+    """Because the model does not fit the GPU, or by default its training only so."""
+    return hosts_blocks(shapes, targets, recipe, device) or trains_only_hosted(
+        shapes, targets, recipe, device
+    )
 
 
 def _shapes(folder: str, *, dtype: str) -> PreTrainedModel:

@@ -16,8 +16,8 @@ from requant.finetune import blockwise, saved_training
 from requant.finetune.blockwise import BlockwiseStep
 from requant.finetune.compile_blocks import MIN_STEPS_TO_COMPILE
 from requant.finetune.decoded_block import DecodedBlock
-from requant.finetune.loop import reparametrized_weights
 from requant.finetune.recomputed_block import LearningBlock
+from requant.finetune.reparametrized import reparametrized_weights
 from requant.finetune.teacher import HeadTeacher
 from requant.formats import quantized_weight
 from requant.formats.quantized_weight import trainable_params

@@ -11,12 +11,12 @@ from torch.utils._pytree import tree_iter
 from requant.finetune.final import params_in_single_precision, split_windows, teacher_of
 from requant.finetune.loop import (
     params_without_codes,
-    reparametrized_weights,
     single_precision,
     train,
     trainable_tensors,
 )
 from requant.finetune.memory import training_bytes
+from requant.finetune.reparametrized import reparametrized_weights
 from requant.finetune.saved_training import SavedTraining
 from requant.finetune.teacher import HeadTeacher
 from requant.formats.quantized_weight import pack, trainable_params

@@ -230,7 +230,8 @@ def test_large_shapes_are_trained_in_less_memory(tmp_path: Path, monkeypatch, sh
 
 
 @pytest.mark.parametrize(
-    ("shape", "memory", "fits"), [("70b", 80, 50), ("8b", 24, 20), ("8b", 16, None), ("3b", 12, 12.5)]
+    ("shape", "memory", "fits"),
+    [("70b", 80, 50), ("8b", 24, 20), ("8b", 16, None), ("8b", 48, 34), ("3b", 12, 12.5)],
 )
 def test_shapes_larger_than_the_gpu_are_trained_where_that_fits(
     tmp_path: Path, monkeypatch, shape: str, memory: int, fits: float | None
@@ -286,8 +287,11 @@ def test_the_fullest_phase_of_many_gpus_is_the_last(
     assert _training_memory(shaped, shaped.recipe, "cuda") == max(phases)
 
 
-def test_training_that_does_not_fit_is_left_out_by_default(tmp_path: Path, monkeypatch) -> None:
-    """8B codes fit a card of 48 GB, its training does not; on 90 GB, or with steps that are asked for, it trains."""
+def test_rounds_that_do_not_fit_are_left_out_by_default(tmp_path: Path, monkeypatch) -> None:
+    """8B codes fit a card of 48 GB, rounds of training do not, so it is trained at the end, from the host.
+
+    On 90 GB, or with steps that are asked for, there are rounds. Modes that train nothing by default stay on the GPU.
+    """
     source = save_shape("8b", tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr("requant.models.devices._most_of_a_gpu", 48 * 10**9)
@@ -298,8 +302,12 @@ def test_training_that_does_not_fit_is_left_out_by_default(tmp_path: Path, monke
         return make_plan(shaped, shaped.recipe, device="cuda")
 
     plan = planned()
-    assert plan.training is not None and plan.training.startswith("none: it would take about 7")
-    assert plan.peak_memory < plan.device_memory
+    assert plan.training is not None and "at the end only" in plan.training
+    assert plan.peak_memory < plan.device_memory and plan.hosted_bytes > 0
+    dense = planned(dataclasses.replace(recipe, mode="dense", finetune=Finetune()))
+    own = planned(dataclasses.replace(recipe, calibration=Calibration(text=("self",))))
+    assert dense.hosted_bytes == 0 == own.hosted_bytes
+    assert own.training is not None and own.training.startswith("none: it would take about 7")
     asked = dataclasses.replace(recipe, finetune=dataclasses.replace(recipe.finetune, steps=200))
     tried = planned(asked)
     assert tried.training is not None and tried.training.startswith("200 steps")
