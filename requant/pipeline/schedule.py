@@ -38,7 +38,7 @@ FULL_STEP = 160  # sequences of a decoding step that takes as long as a forward 
 STEP_SECONDS = 1e-3
 STEP_BYTES = 2e12
 # Of a model larger than the GPU: bytes a second from the weight files in the host's memory, over pinned memory, to the GPU;
-# and to unpack and decode a weight (`finetune/decoded_block.py`), of which an H100 takes 0.34 ns for trellis codes at 2 bits.
+# and to unpack and decode a weight (`finetune/decoded_block.py`): an H100 decodes trellis codes of 2 bits in 0.34 ns.
 HOST_BYTES = 20e9
 DECODE_SECONDS = 4e-10
 FORWARDS = {"original": 1, "quantized": 2, "corrected": 7}  # whole passes, for the Hessians of all matrices
