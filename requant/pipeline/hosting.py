@@ -16,7 +16,7 @@ from jaxtyping import Int64
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from requant.calibration.collect import bytes_needed
+from requant.calibration.collect import bytes_needed, working_bytes
 from requant.errors import RecipeError
 from requant.finetune.final import FITS
 from requant.finetune.teacher import why_states_do_not_suffice
@@ -43,8 +43,10 @@ def least_memory(model: PreTrainedModel, targets: Sequence[QuantTarget], recipe:
     """Bytes of a GPU that holds the whole model, with its codes and the statistics of one block at a time."""
     whole = sum(p.numel() * p.element_size() for p in model.parameters())
     needs = find_method(recipe.method).needs
-    stage = max(matrix_bytes(targets), block_statistics(targets, needs), outside_bytes(model, targets))
-    return whole + sum(target.size for target in targets) + stage + logit_bytes(model)
+    logits = logit_bytes(model)
+    collecting = block_statistics(targets, needs) + max(logits, work_bytes(targets, needs))
+    stage = max(collecting, max(matrix_bytes(targets), outside_bytes(model, targets)) + logits)
+    return whole + sum(target.size for target in targets) + stage
 
 
 def outside_bytes(model: PreTrainedModel, targets: Sequence[QuantTarget]) -> int:
@@ -67,8 +69,13 @@ def block_statistics(targets: Sequence[QuantTarget], needs: frozenset[str]) -> i
     return max(sum(bytes_needed(target, needs) for target in members) for members in by_block(targets))
 
 
+def work_bytes(targets: Sequence[QuantTarget], needs: frozenset[str]) -> int:
+    """That predicted losses and codes of a matrix are made in, beside its statistics."""
+    return max(working_bytes(target, needs) for target in targets)
+
+
 def matrix_bytes(targets: Sequence[QuantTarget]) -> int:
-    """Of the largest matrix, in float32 three times: what scores and codes are made of."""
+    """Of the largest matrix, in float32 three times: what scores are made of."""
     return 12 * max(target.size for target in targets)
 
 

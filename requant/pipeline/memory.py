@@ -14,12 +14,19 @@ from requant.finetune.final import trains_by_block
 from requant.finetune.memory import fullest_phase, hosted_training_bytes
 from requant.inference.own_text import bytes_to_write
 from requant.models.devices import total_memory
-from requant.pipeline.hosting import block_statistics, largest_block, logit_bytes, matrix_bytes, outside_bytes
+from requant.pipeline.hosting import (
+    block_statistics,
+    largest_block,
+    logit_bytes,
+    matrix_bytes,
+    outside_bytes,
+    work_bytes,
+)
 from requant.pipeline.prepare import Outline, Prepared
 from requant.pipeline.schedule import count_gpus, of_fullest_rank
 from requant.quantizers.registry import find_method
 from requant.recipe.schema import Recipe
-from requant.run.quantize_linears import by_block
+from requant.run.quantize_linears import by_block, statistics_budget
 
 # Of a process on Linux, measured with the CPU build of torch 2.13
 PROCESS_BYTES = 462 << 20  # that has imported what the command needs and loaded nothing
@@ -42,11 +49,12 @@ def expected_memory(prepared: Prepared | Outline, recipe: Recipe, device: str) -
     Evaluation copies what stands outside the blocks, and on a CPU keeps the original's last hidden states.
     Codes take a byte a weight; packed for the workspace, they are on the CPU. Corrected inputs take a copy of the model, and
     on a CPU also the hidden states of both. Of a model larger than the GPU there is one block's floats, and codes are on the
-    host. Statistics are collected in as many passes as keep them below half of the free memory. What training holds is added
+    host. Statistics are collected in as many passes as keep them below half of the free memory and leave room for a pass,
+    then for what a matrix is coded in: factors of Hessians, which count where layers are wide. What training holds is added
     up in `finetune/memory.py`. A CPU's is that of the whole process: with its programs, the code of numba's loops, logits
-    and activations of a backward pass with the gaps between them (`_backward_bytes`), and what cutting the texts into
-    tokens leaves, or takes if that is more. One of several GPUs holds the statistics of its own matrices, in mode `paper`
-    their scores, and then a batch's gradients on their way to their owners.
+    and activations of a backward pass with the gaps between them (`_backward_bytes`), and what cutting the texts into tokens
+    leaves, or takes if that is more. One of several GPUs holds the statistics of its own matrices, in mode `paper` their
+    scores, and then a batch's gradients on their way to their owners.
     """
     weights = sum(target.size for target in prepared.targets)
     model, codes = sum(p.numel() * p.element_size() for p in prepared.model.parameters()), weights
@@ -75,12 +83,17 @@ def expected_memory(prepared: Prepared | Outline, recipe: Recipe, device: str) -
         model *= 2
         own += 8 * prepared.windows.numel() * embedding.weight.shape[1] if own else 0
     block = block_statistics(prepared.targets, needs)
-    statistics = min(statistics, max(block, round((total_memory(torch.device(device)) - model - codes) / 2)))
+    work = work_bytes(prepared.targets, needs)
+    beside = work if device == "cpu" else max(work, activations)
+    free = total_memory(torch.device(device)) - model - codes
+    statistics = min(statistics, max(block, round(statistics_budget(free, beside))))
     written = 0
     if recipe.finetune.trains:
         length = prepared.train_windows.shape[1]
         written = bytes_to_write(prepared.model, prepared.own_windows, length, device=device)
-    stages = model + codes + max(scores, statistics, evaluation, written) + activations
+    stages = (
+        model + codes + max(max(scores, statistics, evaluation, written) + activations, statistics + work)
+    )
     if device != "cpu":
         return own + max(stages, _training_memory(prepared, recipe, device))
     stages = own + max(stages, _training_memory(prepared, recipe, device))

@@ -315,6 +315,11 @@ def _siblings(kind: str, other: str) -> bool:
     return any({kind, other} <= set(kinds) for kinds in SIBLINGS)
 
 
+def statistics_budget(free: int, beside: int) -> float:
+    """Of the `free` bytes of a device those that statistics may take at once, where `beside` them that much is needed."""
+    return min(free / 2, USABLE * free - beside)
+
+
 def chunks_that_fit(
     run: RunContext, targets: Sequence[QuantTarget], needs: frozenset[str]
 ) -> list[list[QuantTarget]]:
@@ -326,7 +331,7 @@ def chunks_that_fit(
     beside = max(working_bytes(target, needs) for target in targets)
     if targets[0].device.type == "cuda":
         beside = max(beside, bytes_of_logits(run.windows, run.model))
-    budget = min(free / 2, USABLE * free - beside)
+    budget = statistics_budget(free, beside)
     chunks: list[list[QuantTarget]] = [[]]
     used: Counter[int] = Counter()  # rank -> bytes
     for members in by_block(targets):
