@@ -97,10 +97,12 @@ def _first_to_fail() -> bool:
 
 
 def rank() -> int:
+    """Number of this process among those of the run, from 0."""
     return 0 if _store is None else dist.get_rank()
 
 
 def world_size() -> int:
+    """Processes of the run; 1 where it is not divided."""
     return 1 if _store is None else dist.get_world_size()
 
 

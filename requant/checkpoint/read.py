@@ -39,6 +39,7 @@ def provenance(path: str | Path, files: Iterable[Path]) -> str:
 
 
 def has_checksums(path: str | Path) -> bool:
+    """Whether the folder says what its weight files should hash to."""
     return (Path(path) / CHECKSUMS_FILE).exists()
 
 

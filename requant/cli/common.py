@@ -29,6 +29,7 @@ def sigterm_interrupts() -> Iterator[None]:
 
 
 def table(rows: Any) -> str:
+    """Rows as a table of text; what formats it is imported only when there is something to show."""
     from requant.display import format_table
 
     return format_table(rows)
@@ -73,6 +74,7 @@ class FirstOfItsKind(logging.Filter):
 
 
 def log_to_stderr(verbose: bool) -> None:
+    """Warnings to stderr, each once, and with `verbose` what a run does; libraries only say what fails."""
     root = logging.getLogger()
     if not root.handlers:
         logging.basicConfig(format="requant: %(message)s", level=logging.INFO if verbose else logging.WARNING)

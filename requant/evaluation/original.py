@@ -40,15 +40,15 @@ class OriginalLogits:
         self.model: PreTrainedModel = copy.deepcopy(model, {id(find_blocks(model)[1]): nn.ModuleList()})
         own = ranks.mine(range(len(windows)))
         at = after_blocks(model, windows, [windows[index : index + 1] for index in own], label=label)
-        for place, index in enumerate(tracked(own, label=label, unit="windows")):
-            with at(place):
-                if self.logits or (place == 0 and not self._suffices(model, index)):
+        for number, index in enumerate(tracked(own, label=label, unit="windows")):
+            with at(number):
+                if self.logits or (number == 0 and not self._suffices(model, index)):
                     self.states = {}
                     if hosted_blocks(model) is None:
                         self._copy_whole(model)
                         break
                     self.logits[index] = model(self._tokens(index), use_cache=False).logits.cpu()
-                elif place > 0:
+                elif number > 0:
                     self._keep(model, index)
 
     def _copy_whole(self, model: PreTrainedModel) -> None:

@@ -39,6 +39,7 @@ def add_architecture(writer: Any, config: Any, *, name: str) -> None:
 
 
 def head_width(config: Any) -> int:
+    """Columns of one attention head."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 

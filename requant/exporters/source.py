@@ -137,6 +137,7 @@ def open_source(checkpoint: str | Path, *, dtype: str) -> Source:
 
 
 def read_tensor(name: str, stored: StoredTensor) -> Tensor:
+    """One tensor of a weight file, whole, on the CPU. Raises CheckpointError."""
     try:
         with safe_open(stored.file, framework="pt") as file:
             return file.get_tensor(name)

@@ -86,6 +86,8 @@ class Codebook:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CodebookSpec:
+    """`levels`: how they are stored; int8 ones have a float16 scale a row."""
+
     format: ClassVar[str] = "codebook"
     size_parts: ClassVar[Mapping[str, str]] = {"level_scales": "levels"}
 

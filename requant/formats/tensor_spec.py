@@ -8,6 +8,8 @@ import torch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorSpec:
+    """One tensor as the file has it; `bytes` without its entry in the header."""
+
     dtype: torch.dtype
     shape: tuple[int, ...]
 
@@ -22,8 +24,10 @@ def int32_spec(*shape: int) -> TensorSpec:
 
 
 def int8_spec(*shape: int) -> TensorSpec:
+    """Levels of a codebook, or scales on a grid of 8 bits."""
     return TensorSpec(dtype=torch.int8, shape=shape)
 
 
 def float16_spec(*shape: int) -> TensorSpec:
+    """Scales, magnitudes, or levels."""
     return TensorSpec(dtype=torch.float16, shape=shape)

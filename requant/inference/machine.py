@@ -53,6 +53,8 @@ class CheckedKernels:
 
 @dataclass(frozen=True, kw_only=True)
 class Cache:
+    """A folder or file that may be deleted, and its size."""
+
     name: str
     path: Path
     bytes: int
@@ -138,13 +140,13 @@ def caches() -> list[Cache]:
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     home = Path.home()
-    places = {
+    paths = {
         "models of the hub": Path(HF_HUB_CACHE),
         "kernels compiled by Triton": Path(os.environ.get("TRITON_CACHE_DIR", home / ".triton" / "cache")),
         "blocks compiled by torch": Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())),
         "launches measured here": cache_file(),
     }
-    return [Cache(name=name, path=path, bytes=_size(path)) for name, path in places.items() if path.exists()]
+    return [Cache(name=name, path=path, bytes=_size(path)) for name, path in paths.items() if path.exists()]
 
 
 def _grid(bits: int, *, residuals: bool = False) -> Callable[[int, int], QuantizedWeight]:

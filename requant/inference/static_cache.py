@@ -28,10 +28,10 @@ class SharedLengthLayer(StaticLayer):
         """Write the new keys and values behind those that are there; the length stays."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        place = torch.arange(key_states.shape[-2], device=self.device) + self.cumulative_length
+        positions = torch.arange(key_states.shape[-2], device=self.device) + self.cumulative_length
         assert self.keys is not None and self.values is not None
-        self.keys.index_copy_(2, place, key_states)
-        self.values.index_copy_(2, place, value_states)
+        self.keys.index_copy_(2, positions, key_states)
+        self.values.index_copy_(2, positions, value_states)
         return self.keys, self.values
 
     def get_seq_length(self) -> Any:

@@ -33,6 +33,7 @@ def check_architecture(config: Any) -> None:
 
 
 def rope_parameters(config: Any) -> dict[str, Any]:
+    """A configuration's rotary embedding, with the defaults of transformers for what it does not say."""
     return {"rope_type": "default", "rope_theta": 10000.0} | dict(
         getattr(config, "rope_parameters", None) or {}
     )

@@ -87,10 +87,10 @@ def trained_where_it_fits(
 
     A run that is killed in its first training has made codes for nothing.
     """
-    place = torch.device(device)
-    if not by_default or place.type != "cuda" or not recipe.finetune.trains:
+    gpu = torch.device(device)
+    if not by_default or gpu.type != "cuda" or not recipe.finetune.trains:
         return recipe, 0
-    memory = ranks.smallest(total_memory(place))
+    memory = ranks.smallest(total_memory(gpu))
     shape = (windows.shape[0] + own_windows_of(model, recipe, targets, windows), windows.shape[1])
     needed = fullest_phase(
         model,

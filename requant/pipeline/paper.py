@@ -103,6 +103,7 @@ def mean_scores(run: RunContext, weights: Weights) -> dict[str, float]:
 
 
 def outliers_at(run: RunContext, means: Mapping[str, float], temperature: float) -> Masks:
+    """Masks of the largest weights of every matrix, whose number follows from its mean score at this temperature."""
     fractions = outlier_fractions(
         means,
         {target.name: target.size for target in run.targets},

@@ -150,9 +150,14 @@ def make_plan(
     fraction = _sparse_fraction(recipe)
     warn_of_a_slow_run(prepared, recipe, device)
     allocation = _allocation(prepared, recipe, quiet=quiet)
-    shares = allocation.outlier_fractions
     parts = sum(
-        _bytes(target, recipe, allocation.bits[target.name], fraction, shares.get(target.name))
+        _matrix_bytes(
+            target,
+            recipe,
+            allocation.bits[target.name],
+            outlier_fraction=allocation.outlier_fractions.get(target.name),
+            sparse_fraction=fraction,
+        )
         for target in targets
     )
     if isinstance(prepared, Outline) and recipe.budget.bits is not None:
@@ -250,14 +255,19 @@ def _sparse_fraction(recipe: Recipe) -> float:
     return recipe.detach.outlier_fraction + recipe.detach.significant_fraction
 
 
-def _bytes(
-    target: QuantTarget, recipe: Recipe, bits: int | float, fraction: float, share: float | None
+def _matrix_bytes(
+    target: QuantTarget,
+    recipe: Recipe,
+    bits: int | float,
+    *,
+    outlier_fraction: float | None,
+    sparse_fraction: float,
 ) -> float:
+    """Expected bytes of a matrix: codes with the outliers that the budget chose, and the residuals of mode `paper`."""
     n, k = target.shape
-    sparse = RESIDUAL_BYTES[recipe.detach.values] * fraction * n * k + (
-        n * -(-k // INDEX_TILE) if fraction else 0
-    )
-    return packed_spec(recipe, (n, k), bits, share, target.options).bytes + sparse
+    counts = n * -(-k // INDEX_TILE) if sparse_fraction else 0
+    sparse = RESIDUAL_BYTES[recipe.detach.values] * sparse_fraction * n * k + counts
+    return packed_spec(recipe, (n, k), bits, outlier_fraction, target.options).bytes + sparse
 
 
 def _source_bytes_per_weight(prepared: Prepared | Outline, model_bytes: int) -> float:

@@ -115,9 +115,9 @@ def prepare(
     if tokenizer is None:
         tokenizer = _tokenizer(source)
     recipe = within_positions(config, recipe)
-    place, hosted = str(model.device) if isinstance(model, PreTrainedModel) else pick_device(device), False
+    device, hosted = str(model.device) if isinstance(model, PreTrainedModel) else pick_device(device), False
     if isinstance(model, str):
-        hosted = not ranks.all_agree(not _hosts(str(source), recipe, device=place, dtype=dtype))
+        hosted = not ranks.all_agree(not _hosts(str(source), recipe, device=device, dtype=dtype))
     if hosted:
         recipe = hosted_recipe(recipe)
         training = "it is trained at the end only" if recipe.finetune.trains else "nothing is trained"
@@ -130,11 +130,11 @@ def prepare(
         pending = None
         if calibration is not None:
             pending = beside.submit(in_windows, calibration, evaluation, tokenizer, recipe, scored=scored)
-        model = _opened(model, source, device=place, dtype=dtype, moved=not hosted)
+        model = _opened(model, source, device=device, dtype=dtype, moved=not hosted)
         targets = divided(_targets(model, recipe), ranks.world_size())
         _warn_of_no_experts(targets, recipe)
         if hosted:
-            targets = keep_on_host(model, targets, place)
+            targets = keep_on_host(model, targets, device)
         check_finite(model)
         why_not_folded = None
         if recipe.rotations == "folded":
@@ -163,14 +163,14 @@ def prepare(
         )
     train_windows = spread(all_windows, num_train, of=None)
     recipe, lacking = trained_where_it_fits(
-        model, targets, recipe, train_windows, by_default, device=place, hosted=hosted
+        model, targets, recipe, train_windows, by_default, device=device, hosted=hosted
     )
     if lacking:
         logger.warning(
             "training would take about %.1f GiB of a GPU that has %.1f: nothing is trained; give a larger GPU, --gpus, or "
             "--finetune-steps to try all the same.",
             lacking / 2**30,
-            total_memory(torch.device(place)) / 2**30,
+            total_memory(torch.device(device)) / 2**30,
         )
     if hosted and recipe.finetune.trains:
         check_trainable(model, train_windows)

@@ -166,6 +166,7 @@ def tokens_of_step(prepared: Prepared | Outline, recipe: Recipe) -> int:
 
 
 def count_gpus(prepared: Prepared | Outline) -> int:
+    """Among how many ranks the matrices are divided."""
     return 1 + max(target.rank for target in prepared.targets)
 
 

@@ -55,14 +55,14 @@ def density_edges(rows: SortedRows, cells: int) -> Int64[Tensor, "n e"]:
     mass = (rows.mass[:, right] - rows.mass[:, left]).clamp(min=0)
     density = torch.where(width > 0, mass / width, 0.0)  # equal weights, frequent in bfloat16, have no gaps
     gap = rows.values[:, position[1:].clamp(max=k - 1)] - rows.values[:, (position[:-1] - 1).clamp(min=0)]
-    share = (density.pow(1 / 3) * gap).cumsum(1)
-    steps = torch.linspace(0, 1, cells + 1, dtype=share.dtype, device=share.device)[1:-1]
-    inner = torch.searchsorted(share, (share[:, -1:] * steps).contiguous())
+    cumulative = (density.pow(1 / 3) * gap).cumsum(1)
+    steps = torch.linspace(0, 1, cells + 1, dtype=cumulative.dtype, device=cumulative.device)[1:-1]
+    inner = torch.searchsorted(cumulative, (cumulative[:, -1:] * steps).contiguous())
     return with_ends(inner, k)
 
 
 def with_ends(inner: Int64[Tensor, "n _"], k: int) -> Int64[Tensor, "n _"]:
-    """The positions between runs, with 0 before and k behind."""
+    """The positions between runs, with 0 in front and k at the end."""
     ends = torch.zeros_like(inner[:, :1])
     return torch.cat([ends, inner, ends + k], 1)
 

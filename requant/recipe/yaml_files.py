@@ -70,6 +70,7 @@ def to_dict(recipe: Recipe) -> dict[str, Any]:
 
 
 def dump_recipe(recipe: Recipe) -> str:
+    """All keys of a recipe as YAML; `load_recipe` of it gives the same recipe."""
     return yaml.safe_dump(to_dict(recipe), sort_keys=False, allow_unicode=True)
 
 

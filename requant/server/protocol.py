@@ -212,6 +212,7 @@ def _finite(logprob: float) -> float:
 
 
 def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+    """The tokens of an answer, under OpenAI's names."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,

@@ -46,6 +46,7 @@ def answer(request: bytes, max_characters: int) -> tuple[str, str]:
 
 
 def main() -> None:
+    """Answer requests on the connection that the arguments name, until the parent closes it."""
     descriptor, max_characters, memory = map(int, sys.argv[1:])
     connection = Connection(descriptor)
     limit_memory(memory)
