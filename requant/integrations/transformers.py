@@ -93,6 +93,11 @@ class RequantHfQuantizer(HfQuantizer):
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        for layer in model.modules():
+            if isinstance(layer, QuantLinear | QuantEmbedding):
+                # a view of no bytes has the address of the tensor that follows in the file, and torch.save refuses both
+                guard = layer.get_buffer(GUARD_TENSOR)
+                guard.data = torch.empty_like(guard)
         tie_head(model)
         rotation = parse_rotation(self.quantization_config.to_dict())
         if rotation is not None:

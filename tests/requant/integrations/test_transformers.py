@@ -63,6 +63,16 @@ def test_save_pretrained_round_trip(make_checkpoint, tmp_path: Path, name: str, 
     assert torch.equal(logits(again), logits(plain)) and again.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "gpt2"])
+def test_a_state_dict_is_saved_by_torch(make_checkpoint, tmp_path: Path, name: str) -> None:
+    folder, _ = make_checkpoint(name)
+    state = load(folder).state_dict()
+    torch.save(state, tmp_path / "state.pt")
+    found = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[key], value) for key, value in state.items())
+
+
 @pytest.mark.parametrize("name", ["llama-tied", "gpt2"])
 def test_a_dequantized_model_is_saved_as_a_plain_one(make_checkpoint, tmp_path: Path, name: str) -> None:
     path, plain = make_checkpoint(name)
