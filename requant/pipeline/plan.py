@@ -238,7 +238,7 @@ def _training(prepared: Prepared | Outline, recipe: Recipe, device: str) -> str 
     if not recipe.finetune.trains:
         return None
     found = f"{recipe.finetune.num_steps} steps of {tokens_of_step(prepared, recipe):,} tokens"
-    if prepared.hosted:
+    if recipe.mode == "best" and not recipe.trains_in_rounds:
         found += " at the end only, for open matrices do not fit the GPU"
     if recipe.trains_in_rounds:
         found += f" after each of {len(rounds_of(prepared.targets, recipe.finetune.rounds))} rounds"

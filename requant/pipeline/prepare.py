@@ -162,6 +162,7 @@ def prepare(
             calibration.name,
         )
     train_windows = spread(all_windows, num_train, of=None)
+    in_rounds = recipe.trains_in_rounds
     recipe, lacking = trained_where_it_fits(
         model, targets, recipe, train_windows, by_default, device=device, hosted=hosted
     )
@@ -171,6 +172,10 @@ def prepare(
             "--finetune-steps to try all the same.",
             lacking / 2**30,
             total_memory(torch.device(device)) / 2**30,
+        )
+    if in_rounds and recipe.finetune.trains and not recipe.trains_in_rounds:
+        logger.warning(
+            "matrices that learn between rounds do not fit the GPU: all are coded first, and training comes at the end only."
         )
     if hosted and recipe.finetune.trains:
         check_trainable(model, train_windows)

@@ -13,6 +13,7 @@ import requant
 from eval.shapes import config_of
 from requant.checkpoint.sizes import byte_table
 from requant.finetune.memory import training_bytes
+from requant.pipeline.completion import ESTIMATE_ABOVE
 from requant.pipeline.memory import CHARACTER_BYTES_KEPT, _share_of_experts, _training_memory
 from requant.pipeline.plan import Plan, make_plan
 from requant.pipeline.prepare import outline, prepare
@@ -231,7 +232,7 @@ def test_large_shapes_are_trained_in_less_memory(tmp_path: Path, monkeypatch, sh
 
 @pytest.mark.parametrize(
     ("shape", "memory", "fits"),
-    [("70b", 80, 62), ("8b", 24, 20), ("8b", 16, None), ("8b", 48, 34), ("3b", 12, 11.5)],
+    [("70b", 80, 62), ("8b", 24, 20), ("8b", 16, None), ("8b", 40, 28), ("3b", 12, 11.5)],
 )
 def test_shapes_larger_than_the_gpu_are_trained_where_that_fits(
     tmp_path: Path, monkeypatch, shape: str, memory: int, fits: float | None
@@ -288,32 +289,36 @@ def test_the_fullest_phase_of_many_gpus_is_the_last(
 
 
 def test_rounds_that_do_not_fit_are_left_out_by_default(tmp_path: Path, monkeypatch) -> None:
-    """8B codes fit a card of 48 GB, rounds of training do not, so it is trained at the end, from the host.
-
-    On 90 GB, or with steps that are asked for, there are rounds. Modes that train nothing by default stay on the GPU.
+    """8B has rounds on a card of 90 GB, as many steps at the end on one of 48, and the steps of one round, from the host, on
+    one of 40. Steps that are asked for are tried. Modes that train nothing by default stay on the GPU.
     """
     source = save_shape("8b", tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("requant.models.devices._most_of_a_gpu", 48 * 10**9)
     recipe = dataclasses.replace(default_recipe(source, None, gpu=True), budget=Budget(bits=2.0))
 
-    def planned(chosen: Recipe = recipe) -> Plan:
+    def planned(gigabytes: int, chosen: Recipe = recipe) -> Plan:
+        monkeypatch.setattr("requant.models.devices._most_of_a_gpu", gigabytes * 10**9)
         shaped = outline(source, chosen, dtype="bfloat16", device="cuda")
-        return make_plan(shaped, shaped.recipe, device="cuda")
+        plan = make_plan(shaped, shaped.recipe, device="cuda")
+        assert plan.training is not None or chosen.mode == "dense"
+        return plan
 
-    plan = planned()
-    assert plan.training is not None and "at the end only" in plan.training
-    assert plan.peak_memory < plan.device_memory and plan.hosted_bytes > 0
-    dense = planned(dataclasses.replace(recipe, mode="dense", finetune=Finetune()))
-    own = planned(dataclasses.replace(recipe, calibration=Calibration(text=("self",))))
-    assert dense.hosted_bytes == 0 == own.hosted_bytes
-    assert own.training is not None and own.training.startswith("none: it would take about 7")
+    def training(plan: Plan) -> str:
+        return plan.training or ""
+
+    rounds, at_the_end, hosted = map(planned, (90, 48, 40))
+    assert training(rounds).startswith("200 steps of 16,384 tokens after each of 6 rounds")
+    assert training(at_the_end).startswith("1200 steps of 16,384 tokens at the end only")
+    assert training(hosted).startswith("200 steps of 16,384 tokens at the end only")
+    assert at_the_end.hosted_bytes == 0 < hosted.hosted_bytes
+    assert rounds.peak_memory > at_the_end.peak_memory > hosted.peak_memory
+    assert at_the_end.peak_memory < ESTIMATE_ABOVE * at_the_end.device_memory
+    assert planned(40, dataclasses.replace(recipe, mode="dense", finetune=Finetune())).hosted_bytes == 0
+    own = planned(40, dataclasses.replace(recipe, calibration=Calibration(text=("self",))))
+    assert own.hosted_bytes == 0 and training(own).startswith("none: it would take about 4")
     asked = dataclasses.replace(recipe, finetune=dataclasses.replace(recipe.finetune, steps=200))
-    tried = planned(asked)
-    assert tried.training is not None and tried.training.startswith("200 steps")
-    assert tried.peak_memory > 1.1 * tried.device_memory
-    monkeypatch.setattr("requant.models.devices._most_of_a_gpu", 90 * 10**9)
-    assert planned().training == tried.training
+    tried = planned(48, asked)
+    assert training(tried) == training(rounds) and tried.peak_memory > 1.1 * tried.device_memory
 
 
 def test_more_work_takes_longer(tiny_folder, tiny_text_file: Path, monkeypatch) -> None:
