@@ -31,7 +31,7 @@ from requant.recipe.schema import Recipe
 from requant.recipe.yaml_files import dump_recipe, load_recipe
 from requant.text.chat import ChatTemplate
 
-from ..requant.conftest import build_checkpoint
+from ..requant.conftest import build_checkpoint, build_folded_checkpoint
 from .mutations import PARTS
 
 SECONDS, BYTES = 20.0, 1 << 30  # of a case, the bytes beyond what the process had before
@@ -46,6 +46,11 @@ FORMATS: dict[str, dict[str, Any]] = {
     "2:4": {"kind": "semi_structured"},
     "2:4 in the order of the hardware": {"kind": "semi_structured-hardware"},
     "2:4 of 16 bits": {"kind": "semi_structured-16"},
+    "embedding on a grid": {"kind": "symmetric", "table": "asymmetric"},
+    "embedding of trellis codes": {"kind": "trellis", "table": "trellis-rows"},
+    "embedding in bands": {"kind": "trellis-int8", "table": "bands"},
+    "embedding in bands of grids": {"kind": "codebook", "table": "bands-grid"},
+    "folded rotations": {"folded": True},
 }
 AS_WRITTEN = {"header", "values", "config", "entry"}  # parts that an author may mean
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -57,9 +62,9 @@ def pristine(tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
 
     def folder_of(name: str) -> Path:
         if name not in made:
-            made[name], _ = build_checkpoint(
-                tmp_path_factory.mktemp("pristine"), "llama-tied", shard=60_000, **FORMATS[name]
-            )
+            options = dict(FORMATS[name])
+            build = build_folded_checkpoint if options.pop("folded", False) else build_checkpoint
+            made[name], _ = build(tmp_path_factory.mktemp("pristine"), "llama-tied", shard=30_000, **options)
             tokenizer.save_pretrained(made[name])
             (made[name] / "recipe.yaml").write_text(dump_recipe(Recipe()))
         return made[name]

@@ -26,7 +26,8 @@ from requant.formats.quantized_weight import QuantizedWeight
 from requant.formats.semi_structured import SemiStructured
 from requant.formats.sparse import Sparse, sparse_residual
 from requant.formats.trellis import Trellis
-from requant.models.targets import find_linears
+from requant.models.folding import fold, rotated_targets
+from requant.models.targets import embedding_and_head_modules, find_linears
 
 from .greedy_search import greedy_states
 
@@ -143,10 +144,11 @@ def build_checkpoint(
     *,
     dtype: torch.dtype = torch.float32,
     kind: str = "asymmetric",
+    table: str | None = None,
     shard: int = 10**9,
     **options: bool,
 ) -> tuple[Path, nn.Module]:
-    """A saved checkpoint, and the plain model that holds the same floats."""
+    """A saved checkpoint, and the plain model that holds the same floats; `table` is the kind of its embedding's codes."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config_of(name), dtype=dtype).eval()
     model.save_pretrained(folder / "source")
@@ -156,17 +158,63 @@ def build_checkpoint(
         target.name: build_weight(*target.shape, kind=kind, seed=i, **options)
         for i, target in enumerate(targets)
     }
+    tables = {}
+    if table is not None:
+        ((embedding_name, embedding), _) = embedding_and_head_modules(model)
+        tables[embedding_name] = build_weight(*embedding.weight.shape, kind=table, density=0)
     path = save_checkpoint(
         folder / "checkpoint",
         source=folder / "source",
         model=model,
         weights=weights,
+        embedding_and_head=tables,
         manifest={"requant_version": "0.1.0", "recipe_hash": "abc"},
         extra_files={"recipe.yaml": "bits: 3\n"},
         max_shard_bytes=shard,
     )
     for target in targets:
         target.set_weight(weights[target.name].dequantize())
+    for weight in tables.values():
+        model.get_input_embeddings().weight.data.copy_(weight.dequantize())
+    return path, model
+
+
+def build_folded_checkpoint(
+    folder: Path,
+    name: str = "llama",
+    *,
+    table: Callable[[nn.Module], dict[str, QuantizedWeight]] = lambda _: {},
+    shard: int = 10**9,
+) -> tuple[Path, nn.Module]:
+    """A saved checkpoint of a model that rotations are folded into, and the model with the floats of its codes.
+
+    `table` gives the codes of embedding and head, by name, of the folded model.
+    """
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config_of(name)).save_pretrained(folder / "source")
+    (folder / "source" / "tokenizer.json").write_text("{}")
+    model = AutoModelForCausalLM.from_pretrained(folder / "source").eval().requires_grad_(False)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    fold(model, seed=5)
+    for parameter in model.parameters():  # as training leaves norms and head_scales
+        if parameter.dim() == 1:
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    targets = rotated_targets(find_linears(model))
+    weights = {
+        target.name: build_trellis(*target.shape, **target.options, seed=i)
+        for i, target in enumerate(targets)
+    }
+    tables = table(model)
+    path = save_checkpoint(
+        folder / "folded", source=folder / "source", model=model, weights=weights, manifest={},
+        embedding_and_head=tables, max_shard_bytes=shard,
+    )  # fmt: skip
+    for target in targets:
+        target.set_weight(weights[target.name].dequantize())
+    for weight in tables.values():
+        model.get_input_embeddings().weight.copy_(weight.dequantize())
     return path, model
 
 

@@ -12,18 +12,17 @@ from transformers import AutoModelForCausalLM
 
 from requant.allocation.embedding_and_head import embedding_and_head_of
 from requant.calibration.stats import Curvature
-from requant.checkpoint.save import save_checkpoint
 from requant.checkpoint.validate import read_header
 from requant.errors import CheckpointError, InputError
 from requant.exporters.export import export
 from requant.formats.quantized_weight import QuantizedWeight
 from requant.inference.convert import convert_to_kernels
 from requant.inference.load import load
-from requant.models.folding import fold, rotated_targets
 from requant.models.rotations import HEAD_SCALES, rotation_of
-from requant.models.targets import find_linears
 from requant.quantizers.table_grid import GRID
 from requant.quantizers.tables import TableMethod
+
+from ..conftest import build_folded_checkpoint
 
 TOKENS = torch.arange(48)[None] * 7 % 96
 
@@ -34,38 +33,18 @@ def logits(model: nn.Module) -> torch.Tensor:
 
 
 @pytest.fixture
-def folded(make_checkpoint, random_trellis, tmp_path: Path) -> Callable[..., tuple[Path, nn.Module]]:
+def folded(tmp_path: Path) -> Callable[..., tuple[Path, nn.Module]]:
     """A checkpoint of a folded model, and the model with the floats of its codes."""
 
     def make(name: str, *, head_bits: int = 16, table_method: TableMethod = GRID) -> tuple[Path, nn.Module]:
-        make_checkpoint(name)  # for the folder of its model
-        model = AutoModelForCausalLM.from_pretrained(tmp_path / "source").eval().requires_grad_(False)
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(torch.randn_like(parameter) * 0.2)
-        fold(model, seed=5)
-        for parameter in model.parameters():  # as training leaves norms and head_scales
-            if parameter.dim() == 1:
-                parameter.add_(torch.randn_like(parameter) * 0.1)
-        targets = rotated_targets(find_linears(model))
-        weights = {
-            target.name: random_trellis(*target.shape, **target.options, seed=i)
-            for i, target in enumerate(targets)
-        }
-        tables: dict[str, QuantizedWeight] = {}
-        if head_bits != 16:
+        def table(model: Any) -> dict[str, QuantizedWeight]:
+            if head_bits == 16:
+                return {}
             part = embedding_and_head_of(model).parts["embedding"]
             even = Curvature(rows=torch.ones(part.shape[0]), covariance=torch.eye(part.shape[1]))
-            tables[part.name] = table_method.quantize(part.weight, [even], head_bits)
-        path = save_checkpoint(
-            tmp_path / "folded", source=tmp_path / "source", model=model, weights=weights, manifest={},
-            embedding_and_head=tables,
-        )  # fmt: skip
-        for target in targets:
-            target.set_weight(weights[target.name].dequantize())
-        for table in tables.values():
-            model.get_input_embeddings().weight.copy_(table.dequantize())
-        return path, model
+            return {part.name: table_method.quantize(part.weight, [even], head_bits)}
+
+        return build_folded_checkpoint(tmp_path, name, table=table)
 
     return make
 
