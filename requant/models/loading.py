@@ -4,10 +4,11 @@ A model is a causal LM of transformers with safetensors weights; no code of its 
 raises on a damaged or foreign folder becomes a ModelError of one sentence.
 """
 
+import json
 import math
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,18 @@ def _refusing(path: str, takes: str) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, RequantError) or is_out_of_memory(error):
             raise
+        _check_quantization_config(path)
         raise ModelError(f"{path} cannot be loaded ({first_line(error)}); give {takes}.") from error
+
+
+def _check_quantization_config(path: str) -> None:
+    """Raise ModelError for a quantization_config that is no mapping, at which transformers stumbles."""
+    with suppress(OSError, ValueError):
+        config = json.loads(read_small_file(Path(path) / "config.json"))
+        if isinstance(config, dict) and not isinstance(config.get("quantization_config", {}), dict):
+            raise ModelError(
+                f"{path} cannot be loaded (quantization_config in config.json is no mapping); download the model again."
+            )
 
 
 def resolve_source(source: str) -> str:

@@ -391,3 +391,13 @@ def test_a_hub_that_does_not_answer_is_one_sentence(monkeypatch) -> None:
     ) as e:
         resolve_source("llama-3.2-1b")
     assert "\n" not in str(e.value)
+
+
+def test_a_quantization_config_that_is_no_mapping_is_named(tiny_folder, tmp_path: Path) -> None:
+    """transformers says that an int has no to_dict."""
+    copy = Path(shutil.copytree(tiny_folder("llama"), tmp_path / "copy"))
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"quantization_config": 2}))
+    for load in (loading.load_config, load_tokenizer):
+        with pytest.raises(ModelError, match="quantization_config in"):
+            load(str(copy))
