@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_flatten
 
 from requant.calibration.collect import working_bytes
 from requant.calibration.stats import LinearStats
+from requant.models.targets import QuantTarget
 from requant.quantizers import trellis
 
 NEEDS = frozenset({"hessian", "output_hessian"})
@@ -39,11 +40,6 @@ class LiveBytes(TorchDispatchMode):
         self.now -= size
 
 
-class Shaped:
-    def __init__(self, n: int, k: int) -> None:
-        self.shape = (n, k)
-
-
 @pytest.mark.parametrize(("n", "k"), [(256, 1024), (1024, 256), (1024, 1024)])
 @pytest.mark.parametrize("what", ["codes", "losses"])
 def test_a_trellis_is_made_in_the_bytes_that_are_kept_free_for_it(
@@ -61,7 +57,9 @@ def test_a_trellis_is_made_in_the_bytes_that_are_kept_free_for_it(
             trellis.quantize(weight, stats, config)
         else:
             trellis.predicted_losses(weight, stats, config, [2])
-    expected = working_bytes(Shaped(n, k), NEEDS)  # pyright: ignore[reportArgumentType]
+    linear = torch.nn.Linear(k, n, bias=False)
+    target = QuantTarget(name="linear", kind="linear", block=0, module=linear, transposed=False)
+    expected = working_bytes(target, NEEDS)
     assert 0.6 * expected < live.most < 1.05 * expected
 
 
