@@ -239,7 +239,7 @@ def _training(prepared: Prepared | Outline, recipe: Recipe, device: str) -> str 
         return None
     found = f"{recipe.finetune.num_steps} steps of {tokens_of_step(prepared, recipe):,} tokens"
     if recipe.mode == "best" and not recipe.trains_in_rounds:
-        found += " at the end only, for open matrices do not fit the GPU"
+        found += " at the end only"
     if recipe.trains_in_rounds:
         found += f" after each of {len(rounds_of(prepared.targets, recipe.finetune.rounds))} rounds"
     if prepared.own_windows:
