@@ -67,9 +67,8 @@ class RequantHfQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: Any = None, **kwargs: Any
     ) -> Any:
-        from requant.models.in_memory import (
-            check_head,
-        )  # late: this file is loaded in the midst of transformers
+        # late: this file is loaded in the midst of transformers
+        from requant.models.in_memory import check_head
 
         check_head(model)
         verified = self.quantization_config.__dict__.pop(VERIFY_CHECKSUMS, True)  # of this loading: not saved

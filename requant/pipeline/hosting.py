@@ -16,6 +16,7 @@ from jaxtyping import Int64
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from requant.calibration.batches import COPIES_OF_LOGITS
 from requant.calibration.collect import bytes_needed, working_bytes
 from requant.errors import RecipeError
 from requant.finetune.final import FITS
@@ -80,9 +81,9 @@ def matrix_bytes(targets: Sequence[QuantTarget]) -> int:
 
 
 def logit_bytes(model: PreTrainedModel) -> int:
-    """Of a batch on a GPU, with their logarithms, gradients and copies in float32."""
+    """Of a window of 2048 tokens in a backward pass on a GPU, all copies, before there are windows (`bytes_of_logits`)."""
     embedding: Any = model.get_input_embeddings()
-    return 6 * 4 * 2048 * embedding.weight.shape[0]
+    return 4 * COPIES_OF_LOGITS * 2048 * embedding.weight.shape[0]
 
 
 def hosted_recipe(recipe: Recipe) -> Recipe:
