@@ -47,7 +47,11 @@ def compare(
         print(json.dumps([entry.to_dict() for entry in entries], indent=2))
         return
     beside = zip(entries, kl_above_first(entries), strict=True)
-    print(table([{**entry.cells(), "KL above the first": above} for entry, above in beside]))
+    rows = [
+        {**entry.cells(), "KL above the first": above and f"{above[0]:+.4f} ± {above[1]:.4f}"}
+        for entry, above in beside
+    ]
+    print(table(rows))
     print(note(entries))
     if page is not None:
         print(f"page: {output}")

@@ -59,7 +59,7 @@ class Entry:
         return standard_error(self.window_kl)
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**asdict(self), "kl_error": self.kl_error}
 
     def cells(self) -> dict[str, object]:
         """The row of the terminal's table."""
@@ -158,14 +158,13 @@ def read_entry(name: str) -> Entry:
     )
 
 
-def kl_above_first(entries: Sequence[Entry]) -> list[str | None]:
+def kl_above_first(entries: Sequence[Entry]) -> list[tuple[float, float] | None]:
     """For each entry its mean KL less that of the first, with the standard error of that difference, paired by window."""
     first, *others = entries
-    found: list[str | None] = [None]
+    found: list[tuple[float, float] | None] = [None]
     for entry in others:
         same = entry.protocol is not None and entry.protocol == first.protocol
-        difference = mean_difference(entry.window_kl, first.window_kl) if same else None
-        found.append(None if difference is None else f"{difference[0]:+.4f} ± {difference[1]:.4f}")
+        found.append(mean_difference(entry.window_kl, first.window_kl) if same else None)
     return found
 
 
@@ -182,7 +181,7 @@ def render_comparison(entries: Sequence[Entry], *, answer: str | None = None) ->
     labels = _labels([entry.name for entry in entries])
     measure = "mean_kl" if all(entry.mean_kl is not None for entry in entries) else "perplexity"
     points = {
-        label: (entry.bytes, value)
+        label: (entry.bytes, value, entry.kl_error if measure == "mean_kl" else None)
         for label, entry in zip(labels, entries, strict=True)
         if (value := getattr(entry, measure)) is not None
     }
@@ -207,6 +206,7 @@ def render_comparison(entries: Sequence[Entry], *, answer: str | None = None) ->
             largest=max(values, default=0.0) or 1.0,
             same_text=same_text(entries),
             above=kl_above_first(entries),
+            parts={part for entry in entries for part in entry.spending},
             largest_bytes=max(entry.bytes for entry in entries),
         )
     )

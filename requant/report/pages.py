@@ -47,10 +47,12 @@ def environment(*, escape: bool) -> Environment:
         "signed": signed,
         "code": code_span,
         "fence": fence,
-        "percent": lambda fraction: f"{100 * fraction:.2f} %",
+        "percent": percent,
         "python": lambda text: ascii(printable(text)),
     }
     made.globals |= {
+        "signed": signed,
+        "percent": percent,
         "score_names": SCORE_NAMES,
         "colours": {name: colour for name, (_, colour) in BUDGET.items()},
     }
@@ -63,6 +65,10 @@ def budget_parts(sizes: Mapping[str, int]) -> dict[str, int]:
     spent = {name: sum(left.pop(part, 0) for part in parts) for name, (parts, _) in BUDGET.items()}
     spent["norms and other"] += sum(left.values())
     return {name: count for name, count in spent.items() if count}
+
+
+def percent(fraction: float) -> str:
+    return f"{100 * fraction:.2f} %"
 
 
 def signed(value: int | float) -> str:

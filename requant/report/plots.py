@@ -6,15 +6,18 @@ the page (`currentColor`), so that it is readable in light and dark mode; the sa
 
 import io
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import matplotlib
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 INK = "#0b0c0d"  # replaced by `currentColor` in an SVG; no plotted colour uses it
 BAR = "#9aa4ae"
 CHOSEN = "#d55e00"
+LOG_FROM = 5  # times: from there on two ticks at 1, 2 or 5 are sure to be in sight
 MARKERS = {  # colours of Okabe and Ito, told apart by the colour-blind, and readable on white and on black
     "pqi": ("PQI", "o", "#0a84d0"),
     "hessian": ("Hessian diagonal", "D", "#e08a00"),
@@ -89,41 +92,56 @@ def alternatives_plot(
         axes.plot(chosen[0] / 2**20, chosen[1], "D", color=CHOSEN, markersize=9, label="taken")
         if measured is not None:
             axes.plot(chosen[0] / 2**20, measured, "x", color=CHOSEN, markersize=10, label="measured")
-        if min(*losses, measured if measured is not None else losses[0]) > 0:
-            axes.set_yscale("log")
+        _log_if_wide(axes, losses if measured is None else [*losses, measured])
         axes.set_xlabel("MiB")
         axes.set_ylabel("dF, nats a token")
         figure.legend(loc="outside upper left", ncols=3, frameon=False)
         return _svg(figure)
 
 
-def quality_plot(points: Mapping[str, tuple[int, float]], *, measure: str, joined: bool = False) -> bytes:
+def quality_plot(
+    points: Mapping[str, tuple[int, float, float | None]], *, measure: str, joined: bool = False
+) -> bytes:
     """SVG: size against quality, a marker a checkpoint, named in the legend.
 
-    Points are (bytes of the weight files, measure).
-
-    `joined` draws a line through them, by size.
+    Points are (bytes of the weight files, measure, its standard error or None, drawn as a bar). `joined` draws a line
+    through them, by size. Where the measure spans a factor of LOG_FROM its axis is logarithmic, so that one damaged
+    checkpoint does not press the others into one line.
     """
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(5, 3 + 0.22 * len(points)), dpi=96, layout="constrained")
         axes = figure.add_subplot()
         axes.margins(0.15)
         if joined:
-            line = sorted(points.values())
+            line = sorted((size, value) for size, value, _ in points.values())
             axes.plot(
                 [size / 2**20 for size, _ in line], [value for _, value in line], "-", color=BAR, zorder=1
             )
         _, markers, colors = zip(*MARKERS.values(), strict=True)
         # four colours and five markers: the twenty first pairs differ
         styles = zip(itertools.cycle([*markers, "v"]), itertools.cycle(colors), strict=False)
-        for (name, (size, value)), (marker, color) in zip(points.items(), styles, strict=False):
+        for (name, (size, value, error)), (marker, color) in zip(points.items(), styles, strict=False):
             label = name.replace("$", r"\$")  # names are text, not formulas
             axes.plot(size / 2**20, value, marker, color=color, markersize=8, label=label)
+            if error is not None:
+                axes.errorbar(size / 2**20, value, yerr=error, color=color, capsize=3, zorder=1.5)
         axes.set_xlabel("weight files, MiB")
         axes.set_ylabel(measure)
-        axes.set_ylim(bottom=0 if measure.startswith("mean KL") else None)
+        if not _log_if_wide(axes, [value for _, value, _ in points.values()]):
+            axes.set_ylim(bottom=0 if measure.startswith("mean KL") else None)
         figure.legend(loc="outside lower left", frameon=False)
         return _svg(figure)
+
+
+def _log_if_wide(axes: Axes, values: Sequence[float]) -> bool:
+    """Whether the y axis was made logarithmic: the values span a factor of LOG_FROM. Ticks at 1, 2 and 5, as decimals."""
+    if not 0 < LOG_FROM * min(values) <= max(values):
+        return False
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    return True
 
 
 def _svg(figure: Figure) -> bytes:

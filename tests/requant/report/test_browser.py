@@ -1,4 +1,5 @@
-"""The pages in headless Chromium: nothing is fetched, nothing scrolls sideways on a phone, dark follows the system."""
+"""The pages in headless Chromium: nothing is fetched; on a phone nothing scrolls sideways and no heading is broken; dark
+follows the system."""
 
 import dataclasses
 import json
@@ -25,6 +26,13 @@ PROBE = """<script>addEventListener("load", () => {
     && getComputedStyle(e).overflowX === "visible" && !e.closest("svg") && getComputedStyle(e).display !== "inline");
   document.title = JSON.stringify({
     inner: innerWidth, page: document.documentElement.scrollWidth, wide: wide.map(e => e.outerHTML.slice(0, 90)),
+    cut: [...document.querySelectorAll(".box")].filter(e => e.scrollWidth > e.clientWidth)
+      .map(e => e.innerText.slice(0, 40)),
+    broken: [...document.querySelectorAll(".box thead:not(.labels) th")].filter(e => {
+      const words = document.createRange();
+      words.selectNodeContents(e);
+      return e.innerText && !e.innerText.includes(" ") && words.getClientRects().length > 1;
+    }).map(e => e.innerText),
     fetched: performance.getEntriesByType("resource").map(e => e.name),
     background: getComputedStyle(document.body).backgroundColor, ink: getComputedStyle(document.body).color,
     width: document.body.getBoundingClientRect().width, heat: document.querySelectorAll("td.loss, td.gain").length,
@@ -72,8 +80,8 @@ def full_lineup() -> str:
         name="checkpoints/" + "Llama-3.2-1B-requant-3bit", bytes=3_412_345, bits_per_weight=3.4,
         spending={"codes": 1_000_000, "embedding": 2_000_000}, kinds={"q_proj": 3.2, "down_proj": 3.6},
         model="demo", method="kmeans", mode="paper", original_perplexity=22.0, perplexity=25.0, mean_kl=0.1,
-        p99_kl=1.0, top1_agreement=0.8, protocol="t (sha256 1), 2 x 8 tokens", calibration="c", delta_loss=0.02,
-        block_delta_loss={0: 0.1, 1: -0.2},
+        p99_kl=1.0, top1_agreement=0.8, protocol="t (sha256 1), 2 x 8 tokens", window_kl=(0.09, 0.11), calibration="c",
+        delta_loss=0.02, block_delta_loss={0: 0.1, 1: -0.2},
     )  # fmt: skip
     finetuned_params = [
         dataclasses.replace(entry, name=name, bytes=b, mean_kl=k)
@@ -91,7 +99,11 @@ def test_nothing_is_fetched_and_nothing_scrolls_sideways(page: str, width: int, 
     found = opened(PAGES[page](), tmp_path, width=width)
     assert found["inner"] == width and found["page"] == width and found["wide"] == []
     assert found["fetched"] == [] and found["heat"] >= 6
-    assert found["width"] == pytest.approx(min(width, 1024))
+    assert found["width"] == pytest.approx(min(width, 1024)) and found["broken"] == []
+
+
+def test_three_checkpoints_stand_side_by_side_on_a_phone(tmp_path: Path) -> None:
+    assert opened(full_lineup(), tmp_path, width=390)["cut"] == []
 
 
 def test_dark_follows_the_system(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -66,7 +67,8 @@ def test_entries_are_what_the_run_wrote(checkpoints: list[str]) -> None:
     assert entries[0].kl_error is not None and 0 < entries[0].kl_error < entries[0].mean_kl
     none, above = kl_above_first(entries)
     difference = entries[1].mean_kl - entries[0].mean_kl
-    assert none is None and above is not None and above.startswith(f"{difference:+.4f} ± ")
+    assert none is None and above is not None and above[0] == pytest.approx(difference) and above[1] > 0
+    assert entries[0].to_dict()["kl_error"] == entries[0].kl_error
     elsewhere = dataclasses.replace(entries[1], protocol="another")
     assert kl_above_first([entries[0], elsewhere]) == [None, None]
     assert same_text(entries) and note(entries).startswith("scored on ") and "5 x 32 tokens" in note(entries)
@@ -89,14 +91,19 @@ def test_the_page(checkpoints: list[str]) -> None:
     assert "2 checkpoints side by side" in words and "3bit" in words and "4bit" in words
     assert (
         f"{entries[0].mean_kl:.4f}" in words
-        and "above the first, paired by window" in words
+        and f"{entries[0].mean_kl:.4f} ± {entries[0].kl_error:.4f}" in words
+        and "KL above the first, paired by window" in words
+        and "All were scored on" in words
+        and words.count("scored on") == 1
         and "svg" in page.tags
         and "scored on different texts" not in words
     )
     assert not {"script", "link", "img", "iframe"} & set(page.tags)
     other = dataclasses.replace(entries[1], protocol=None, mean_kl=None, block_delta_loss={}, method=None)
     words = "".join(Page(render_comparison([entries[0], other])).words)
-    assert "different texts, or not at all" in words and "–" in words
+    assert "different texts, or not at all" in words and "–" in words and "calibrated on" in words
+    legend = re.findall(r'class="key"[^>]*></i>([^<]+?)\s*(?:&nbsp;)?\s*</span>', render_comparison(entries))
+    assert sorted(legend) == sorted(entries[0].spending)  # a part that no checkpoint has is not in the legend
     hostile = dataclasses.replace(
         entries[0], name=HOSTILE, model=HOSTILE, method=HOSTILE, kinds={HOSTILE: 3.0}
     )

@@ -13,7 +13,7 @@ import yaml
 from requant.display import format_bytes, format_seconds
 from requant.evaluation.perplexity import Protocol, Quality
 from requant.evaluation.samples import Sample
-from requant.report.plots import alternatives_plot, plot_width, sensitivity_plot
+from requant.report.plots import alternatives_plot, plot_width, quality_plot, sensitivity_plot
 from requant.report.report import (
     BudgetSummary,
     CalibrationText,
@@ -86,7 +86,7 @@ def summary(blocks: int = 4, **changes) -> RunSummary:
 class Page(HTMLParser):
     """Tags, attributes and text; complains about what is closed out of order."""
 
-    VOID = ("meta", "br", "path", "use", "rect")
+    VOID = ("meta", "br", "wbr", "path", "use", "rect")
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -244,6 +244,38 @@ def test_the_alternatives_stand_beside_the_choice():
     assert b"measured" not in alternatives_plot(budget.loss_curve, (budget.written, 0.03))
 
 
+def test_a_wide_range_is_logarithmic_with_ticks_in_plain_decimals():
+    """One damaged checkpoint must not press the others into one line; 10⁻² is no tick."""
+    points = {"a": (2_000_000, 0.18, 0.003), "b": (1_500_000, 5.6, 0.05), "c": (1_700_000, 0.4, None)}
+    wide = ElementTree.fromstring(quality_plot(points, measure="mean KL, nats a token"))
+    ticks = {float(text): y for text, y in labelled(wide) if "." in text or text.isdigit()}
+    assert {0.2, 0.5, 1, 2, 5} <= ticks.keys()
+    assert ticks[0.5] - ticks[1] == pytest.approx(ticks[1] - ticks[2], abs=0.01)
+    near = ElementTree.fromstring(
+        quality_plot({"a": (1, 0.2, None), "b": (2, 0.3, None)}, measure="mean KL, nats a token")
+    )
+    assert "0.00" in dict(labelled(near))  # linear, from zero
+
+
+def test_error_bars_of_kl():
+    points = {"a": (2_000_000, 0.2, None), "b": (1_500_000, 0.3, None)}
+    plain = quality_plot(points, measure="mean KL, nats a token")
+    barred = quality_plot({**points, "b": (1_500_000, 0.3, 0.05)}, measure="mean KL, nats a token")
+    assert b"LineCollection_1" in barred and b"LineCollection" not in plain
+
+
+def labelled(svg: ElementTree.Element) -> list[tuple[str, float]]:
+    """The texts of the tick labels of the y axis, with their height."""
+    found = []
+    for group in svg.iter("{http://www.w3.org/2000/svg}g"):
+        if group.get("id", "").startswith("ytick_"):
+            for text in group.iter("{http://www.w3.org/2000/svg}text"):
+                at = re.search(r"translate\(\S+ (\S+)\)", text.get("transform", ""))
+                y = float(at.group(1)) if at else float(text.get("y", "nan"))
+                found.append(("".join(text.itertext()).strip(), y))
+    return found
+
+
 def test_verdicts_say_what_is_wrong_and_what_to_do() -> None:
     assert verdicts(summary()) == []
     damaged = verdicts(summary(after=dataclasses.replace(quality(400.0, 1.98), top1_agreement=0.32)))
@@ -299,6 +331,8 @@ def test_samples_are_text():
 def test_the_quality_table():
     words = re.sub(r"\s+", " ", " ".join(Page(render_report(summary())).words))
     assert "perplexity 22.080 25.310 +14.6 %" in words and "99th percentile KL 0 1.1106" in words
+    damaged = summary(after=quality(2208.0, 5.6))
+    assert "2208.000 × 100" in re.sub(r"\s+", " ", " ".join(Page(render_report(damaged)).words))
     for once in ("25.31", "0.1234", "3.3 MiB", "3.371", "6.441"):  # no headline is repeated
         assert words.count(once) == 1 + (once == "3.371"), once  # and the sum of the parts
 
