@@ -193,12 +193,12 @@ def shared(value: Any, tensors: Mapping[str, Tensor], *, source: int = 0) -> tup
     return (value, tensors) if rank() == source else _unpacked(packet)
 
 
-def copy_from_rank_zero(tensors: Sequence[Tensor]) -> None:
-    """Overwrite tensors, on their device, by those of rank 0: what ranks computed alike is then alike to the last bit."""
+def copy_from(source: int, tensors: Sequence[Tensor]) -> None:
+    """Overwrite tensors, on their device, by those of rank `source`."""
     if world_size() > 1:
         with communicating():
             for tensor in tensors:
-                dist.broadcast(tensor, 0)
+                dist.broadcast(tensor, source)
 
 
 def gathered(value: Any, tensors: Mapping[str, Tensor]) -> list[tuple[Any, Mapping[str, Tensor]]]:

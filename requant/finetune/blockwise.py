@@ -17,9 +17,10 @@ Bytes a weight:
     embedding, head, norms  12   float32, gradient, two moments           (`step.py`: 16)
 
 Of a model larger than the GPU all matrices are coded, and their codes wait on the host and are decoded when they are asked
-for (`decoded_block.py`); so does h. Of N ranks, which learn from other windows, each holds an Nth of what a matrix without
-codes takes (`DividedMatrix`). Beside these: h before every block, one block at work (`recomputed_block.py`), the logits
-(`memory.py` adds up). Where memory runs out all the same, half as many tokens go at once from then on, and the log says so.
+for, each by one rank (`decoded_block.py`); so does h. Of N ranks, which learn from other windows, each holds an Nth of what
+a matrix without codes takes (`DividedMatrix`). Beside these: h before every block, one block at work
+(`recomputed_block.py`), the logits (`memory.py` adds up). Where memory runs out all the same, half as many tokens go at once
+from then on, and the log says so.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

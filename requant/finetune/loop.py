@@ -260,7 +260,7 @@ def train(
     with torch.no_grad():
         for tensor, value in zip(tensors, best, strict=True):
             tensor.copy_(value)
-    ranks.copy_from_rank_zero(tensors)
+    ranks.copy_from(0, tensors)  # what ranks computed alike is then alike to the last bit
     for weight in derived:
         weight.apply()
     if saved.due:

@@ -92,7 +92,7 @@ def training_bytes(
         if hosted:
             block = max(sum(target.size for target in members) for members in by_block_of(targets))
             largest_target = max(target.size for target in targets)
-            at_work = own * block + max(at_work, 4 * block + DECODED_BYTES * largest_target)
+            at_work = own * block + max(at_work, DECODED_BYTES * largest_target)
             state += 0 if group_size is None else 12 * with_codes // group_size
         logits = BYTES_OF_A_LOGIT * vocabulary * min(tokens, positions_at_once(vocabulary))
         largest = max(p.numel() for p in model.parameters())
@@ -157,10 +157,10 @@ def hosted_training_bytes(
     weights = sum(target.size for target in targets)
     bits = recipe.budget.bits or recipe.quantizer.bits
     rest = sum(p.numel() for p in model.parameters()) - weights
-    packed = round(weights * bits / 8)
+    packed = round(weights * bits / 8)  # each at the rank that decodes it
     before_blocks = 4 * tokens * embedding.shape[1] * len(find_blocks(model)[1])
     teacher = count * length * embedding.shape[1] * embedding.element_size()
-    return gpus * (packed + 4 * rest) + before_blocks + teacher
+    return packed + gpus * 4 * rest + before_blocks + teacher
 
 
 def _block_at_work(

@@ -144,7 +144,11 @@ class LearningBlock:
         return found
 
     def run_along(self) -> None:
-        """`run` of a rank without windows: other ranks need its parts."""
+        """`run` of a rank without windows: other ranks need its parts, and what it decodes."""
+        with torch.no_grad():
+            for weight in self.coded:
+                if weight.hosted is not None:
+                    weight.value()
         for matrix in self.divided:
             matrix.value()
 

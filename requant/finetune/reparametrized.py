@@ -17,7 +17,8 @@ def reparametrized_weights(
     run: RunContext, weights: Weights, trainable: Mapping[str, TrainableParams]
 ) -> list[ReparametrizedWeight]:
     """The quantized matrices: each parameter as a function of its trainable floats, all else in the parameter's dtype."""
-    block = DecodedBlock()  # of hosted matrices
+    targets = [target for target in run.targets if target.name in weights]
+    block = DecodedBlock([target for target in targets if target.hosted is not None], weights)
 
     def derive(target: QuantTarget) -> ReparametrizedWeight:
         weight, params = weights[target.name], trainable[target.name]
@@ -29,7 +30,7 @@ def reparametrized_weights(
             parameter=target.parameter, value=lambda: target.oriented(floats(params)), hosted=target.hosted
         )
 
-    return [derive(target) for target in run.targets if target.name in weights]
+    return list(map(derive, targets))
 
 
 def reparametrized_tables(

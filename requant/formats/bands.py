@@ -8,7 +8,7 @@ rows of the whole; bands are multiplied one by one, and their outputs lie side b
 """
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, ClassVar
@@ -97,12 +97,19 @@ class Bands:
             )
         )
 
-    def weight_function(
-        self, dtype: torch.dtype = torch.float32
-    ) -> Callable[[Mapping[str, Tensor]], Float[Tensor, "n k"]]:
-        functions = [part.weight_function(dtype) for part in self.parts]
-        return lambda params: torch.cat(
-            [function(_of_part(params, index)) for index, function in enumerate(functions)]
+    def decode(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+        return {
+            _suffix(name, index): tensor
+            for index, part in enumerate(self.parts)
+            for name, tensor in part.decode(dtype).items()
+        }
+
+    def weight_of(self, decoded: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> Float[Tensor, "n k"]:
+        return torch.cat(
+            [
+                part.weight_of(_of_part(decoded, index), _of_part(params, index))
+                for index, part in enumerate(self.parts)
+            ]
         )
 
     def kernel_layout(self, csr: Any) -> Any:

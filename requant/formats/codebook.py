@@ -6,7 +6,7 @@ Where the levels of all rows lie on a grid of 8 bits (`requant.formats.int8`), t
 scale a row.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -75,10 +75,12 @@ class Codebook:
         levels = params["levels"].detach()
         return replace(self, levels=fake_quantize_int8(levels) if fits(self.levels) else levels.half())
 
-    def weight_function(
-        self, dtype: torch.dtype = torch.float32
-    ) -> Callable[[Mapping[str, Tensor]], Float[Tensor, "n k"]]:
-        return lambda params: params["levels"].gather(1, self.codes.long())
+    def decode(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+        """The codes: levels are what is trained."""
+        return {"codes": self.codes.contiguous()}
+
+    def weight_of(self, decoded: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> Float[Tensor, "n k"]:
+        return params["levels"].gather(1, decoded["codes"].long())
 
     def kernel_layout(self, csr: Any) -> CodebookLayout:
         return pack_codebook(self.codes, self.levels, bits=self.bits, sparse=csr)

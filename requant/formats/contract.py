@@ -8,7 +8,7 @@ Names of stored tensors are suffixes: tensor `codes` of matrix `model.layers.0.m
 `model.layers.0.mlp.up_proj.codes`.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
@@ -70,10 +70,12 @@ class Container(Protocol):
         """Trained fields, rounded to the 8 or 16 bits in which they will be stored."""
         ...
 
-    def weight_function(
-        self, dtype: torch.dtype = torch.float32
-    ) -> Callable[[Mapping[str, Tensor]], Float[Tensor, "n k"]]:
-        """Trainable parameters -> float weight, differentiable; all else is computed once, and held in `dtype`."""
+    def decode(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+        """What the float weight has beside its trainable parameters: contiguous tensors, floats among them in `dtype`."""
+        ...
+
+    def weight_of(self, decoded: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> Float[Tensor, "n k"]:
+        """The float weight from both, differentiable; of the container's own it reads no tensor."""
         ...
 
     def kernel_layout(self, csr: Any) -> Any:

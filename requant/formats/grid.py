@@ -11,7 +11,7 @@ group makes the groups finer (their greatest common divisor) and repeats scales.
 """
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -112,12 +112,15 @@ class Grid:
     def with_trainable_params(self, params: Mapping[str, Tensor]) -> "Grid":
         return replace(self, scales=params["scales"].detach().half())
 
-    def weight_function(
-        self, dtype: torch.dtype = torch.float32
-    ) -> Callable[[Mapping[str, Tensor]], Float[Tensor, "n k"]]:
-        unit = replace(self, scales=torch.ones_like(self.scales)).dequantize().to(dtype)
-        groups = torch.arange(self.shape[1], device=unit.device) // self.group_size
-        return lambda params: unit * params["scales"][:, groups]
+    def decode(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+        """The weight before its scales."""
+        unscaled = replace(self, scales=torch.ones_like(self.scales))
+        return {"unscaled": unscaled.dequantize().to(dtype)}
+
+    def weight_of(self, decoded: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> Float[Tensor, "n k"]:
+        unscaled = decoded["unscaled"]
+        groups = torch.arange(unscaled.shape[1], device=unscaled.device) // self.group_size
+        return unscaled * params["scales"][:, groups]
 
     def kernel_layout(self, csr: Any) -> GridLayout:
         return pack_grid(

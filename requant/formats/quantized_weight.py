@@ -41,6 +41,7 @@ from requant.formats.packed_spec import PackedSpec
 from requant.formats.sparse import Sparse, join_sparse_rows
 
 ROW_WEIGHTS = 1 << 22  # dequantized at a time where rows are asked for
+ROWS, COLUMNS = "residual_rows", "residual_columns"  # beside what a container decodes to
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,15 +217,30 @@ def with_trainable_params(weight: QuantizedWeight, params: Mapping[str, Tensor])
     return QuantizedWeight(dense=weight.dense.with_trainable_params(params), sparse=sparse)
 
 
+def decode(weight: QuantizedWeight, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """What the float weight has beside its trainable parameters: contiguous tensors, floats among them in `dtype`."""
+    decoded = weight.dense.decode(dtype)
+    if weight.sparse is not None:
+        decoded |= {ROWS: weight.sparse.rows, COLUMNS: weight.sparse.indices.long()}
+    return decoded
+
+
+def weight_of(
+    weight: QuantizedWeight, decoded: Mapping[str, Tensor], params: Mapping[str, Tensor]
+) -> Float[Tensor, "n k"]:
+    """The float weight from both, differentiable, where they are: of the weight's own tensors none is read."""
+    dense = weight.dense.weight_of(decoded, params)
+    if ROWS not in decoded:
+        return dense
+    return dense.index_put((decoded[ROWS], decoded[COLUMNS]), params["values"], accumulate=True)
+
+
 def weight_function(
     weight: QuantizedWeight, dtype: torch.dtype = torch.float32
 ) -> Callable[[Mapping[str, Tensor]], Float[Tensor, "n k"]]:
-    """Trainable parameters -> float weight, differentiable; what does not depend on them is computed once, in `dtype`."""
-    dense, sparse = weight.dense.weight_function(dtype), weight.sparse
-    if sparse is None:
-        return dense
-    rows, columns = sparse.rows, sparse.indices.long()
-    return lambda params: dense(params).index_put((rows, columns), params["values"], accumulate=True)
+    """Trainable parameters -> float weight; what does not depend on them is decoded once."""
+    decoded = decode(weight, dtype)
+    return lambda params: weight_of(weight, decoded, params)
 
 
 def _present(sparse: Sparse | None) -> Sparse | None:

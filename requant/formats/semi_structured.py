@@ -15,7 +15,7 @@ The bound is log2(6)/4 = 0.646 bits, and three groups a byte would be 0.667, bot
 """
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -129,13 +129,15 @@ class SemiStructured:
             return replace(self, codes=params["kept"].detach().half())
         return replace(self, scales=params["scales"].detach().half())
 
-    def weight_function(
-        self, dtype: torch.dtype = torch.float32
-    ) -> Callable[[Mapping[str, Tensor]], Float[Tensor, "n k"]]:
-        if self.scales is None:
-            return lambda params: scattered(params["kept"], self.patterns)
-        unit = self._unit().to(dtype)
-        return lambda params: scattered(unit * self._by_value(params["scales"]), self.patterns)
+    def decode(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+        """The patterns, and the kept weights before their scales."""
+        patterns = {"patterns": self.patterns.contiguous()}
+        return patterns if self.scales is None else patterns | {"unscaled": self._unit().to(dtype)}
+
+    def weight_of(self, decoded: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> Float[Tensor, "n k"]:
+        if "unscaled" not in decoded:
+            return scattered(params["kept"], decoded["patterns"])
+        return scattered(decoded["unscaled"] * self._by_value(params["scales"]), decoded["patterns"])
 
     def kernel_layout(self, csr: Any) -> Any:
         raise ValueError(

@@ -169,11 +169,13 @@ class Trellis:
         rounded = fake_quantize_int8(scales, nonzero=True) if in_int8 else scales.half()
         return replace(self, output_scales=rounded)
 
-    def weight_function(
-        self, dtype: torch.dtype = torch.float32
-    ) -> Callable[[Mapping[str, Tensor]], Float[Tensor, "n k"]]:
-        rows = replace(self, output_scales=torch.ones_like(self.output_scales)).dequantize().to(dtype)
-        return lambda params: params["output_scales"][:, None] * rows
+    def decode(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+        """The weight before its output scales."""
+        unscaled = replace(self, output_scales=torch.ones_like(self.output_scales))
+        return {"unscaled": unscaled.dequantize().to(dtype)}
+
+    def weight_of(self, decoded: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> Float[Tensor, "n k"]:
+        return params["output_scales"][:, None] * decoded["unscaled"]
 
     def kernel_layout(self, csr: Any) -> TrellisLayout:
         return pack_trellis(

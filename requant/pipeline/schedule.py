@@ -17,6 +17,7 @@ from requant.allocation.budget import has_budget
 from requant.allocation.embedding_and_head import embedding_and_head_of, table_method
 from requant.allocation.predictors import MEASURED_TOKENS, PQI_TOKENS
 from requant.calibration.collect import one_pass_suffices
+from requant.finetune.decoded_block import weights_to_decode
 from requant.inference.own_text import PREFIX, cache_bytes, windows_at_once
 from requant.models.targets import QuantTarget
 from requant.pipeline.diagnosis import MATRIX_TOKENS_ON_CPU, MATRIX_WEIGHTS_ON_CPU
@@ -41,6 +42,7 @@ STEP_BYTES = 2e12
 # and to unpack and decode a weight (`finetune/decoded_block.py`): an H100 decodes trellis codes of 2 bits in 0.34 ns.
 HOST_BYTES = 20e9
 DECODE_SECONDS = 4e-10
+SENT_BYTES = 2e11  # a second, of decoded matrices between GPUs: over NVLink; over PCIe a tenth
 FORWARDS = {"original": 1, "quantized": 2, "corrected": 7}  # whole passes, for the Hessians of all matrices
 
 
@@ -104,8 +106,10 @@ def _stages(prepared: Prepared | Outline, recipe: Recipe, device: str) -> Iterat
     training = steps * 4 * 2 * parameters * step / rate
     if prepared.hosted and recipe.finetune.trains:
         # the teacher's states, and codes that are decoded in every step, forward and backward
-        weights = sum(target.size for target in prepared.targets)
-        training += forward(prepared.train_windows.numel()) + steps * 2 * weights * DECODE_SECONDS
+        gpus = count_gpus(prepared)
+        decoding = DECODE_SECONDS * weights_to_decode(prepared.targets, gpus)
+        sending = hosted_bytes(prepared.targets) / SENT_BYTES if gpus > 1 else 0.0
+        training += forward(prepared.train_windows.numel()) + steps * 2 * (decoding + sending)
     if recipe.trains_in_rounds:
         rounds = rounds_of(prepared.targets, recipe.finetune.rounds)
         for index, members in enumerate(rounds):

@@ -1,6 +1,10 @@
 """Random quantized matrices and tiny models, shared by the tests of checkpoint, linear and integrations."""
 
+import os
 import shutil
+import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -298,3 +302,34 @@ def hosted(monkeypatch) -> Callable[[bool], None]:
         monkeypatch.setattr("requant.pipeline.prepare._hosts", lambda *_, **__: on)
 
     return switch
+
+
+@pytest.fixture
+def in_processes() -> Callable[..., list[str]]:
+    """`in_processes(script, count, *arguments)`: what each rank of a run prints, as torchrun would start it."""
+
+    def run(script: str, count: int, *arguments: str) -> list[str]:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        children = [
+            subprocess.Popen(
+                [sys.executable, "-c", script, *arguments],
+                env={
+                    **os.environ,
+                    **address,
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "WORLD_SIZE": str(count),
+                },
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(count)
+        ]
+        outputs = [child.communicate(timeout=120) for child in children]
+        assert not any(child.returncode for child in children), outputs
+        return [output for output, _ in outputs]
+
+    return run

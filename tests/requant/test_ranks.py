@@ -2,9 +2,7 @@
 
 import json
 import math
-import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -90,31 +88,9 @@ with ranks.joined("cpu"):
 """
 
 
-def test_collective_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collective_operations(monkeypatch: pytest.MonkeyPatch, in_processes) -> None:
     """Three processes; each claim is counted by hand."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    children = [
-        subprocess.Popen(
-            [sys.executable, "-c", COLLECTIVES],
-            env={
-                **os.environ,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": "3",
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(3)
-    ]
-    outputs = [child.communicate(timeout=120) for child in children]
-    assert [child.returncode for child in children] == [0, 0, 0], outputs
-    lines = [out.splitlines() for out, _ in outputs]
+    lines = [out.splitlines() for out in in_processes(COLLECTIVES, 3)]
     assert [len(each) for each in lines] == [2, 1, 1]  # of rank 0 also what it printed
     found = [json.loads(each[-1]) for each in lines]
     assert [each.pop("rounds") for each in found] == [[0, 3, 6], [1, 4, None], [2, 5, None]]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import json
 import math
 import subprocess
 import sys
@@ -168,8 +169,7 @@ def test_codes_are_decoded_once_for_a_block_that_is_asked_again(run, monkeypatch
             expected = weights[run.targets[index].name].dequantize()
             torch.testing.assert_close(run.targets[index].oriented(found), expected)
     assert len(decoded) == 3 * 7  # the last block stayed
-    held = [sys.getsizeof(function) for function in _block_of(derived).functions.values()]
-    assert len(held) == 7
+    assert _block_of(derived).decoded.keys() == {target.name for target in run.targets[:7]}
 
 
 def _block_of(derived) -> DecodedBlock:
@@ -179,6 +179,88 @@ def _block_of(derived) -> DecodedBlock:
     return next(
         cell.cell_contents for cell in floats.__closure__ if isinstance(cell.cell_contents, DecodedBlock)
     )
+
+
+DECODING = """
+import json, sys
+import torch
+from torch import nn
+from requant import ranks
+from requant.finetune import decoded_block
+from requant.formats.codebook import Codebook
+from requant.formats.grid import Grid
+from requant.formats.quantized_weight import QuantizedWeight, trainable_params, unpack, weight_function
+from requant.formats.sparse import sparse_residual
+from requant.formats.trellis import Trellis
+from requant.models.targets import QuantTarget
+
+torch.manual_seed(0)
+def weight_of(kind, n, k):
+    codes = torch.randint(0, 4, (n, k), dtype=torch.uint8)
+    if kind == "trellis":
+        scales = torch.rand(n).half()
+        return QuantizedWeight(dense=Trellis(codes=codes, input_scales=torch.ones(k).half(), output_scales=scales, bits=2,
+                                             code="3inst"), sparse=None)
+    if kind == "codebook":
+        return QuantizedWeight(dense=Codebook(codes=codes, levels=torch.rand(n, 4).half(), bits=2), sparse=None)
+    scales = torch.rand(n, k // 16).half()
+    dense = Grid(codes=codes, scales=scales, zero_points=None, column_scales=None, bits=2, group_size=16)
+    residuals = sparse_residual(torch.randn(n, k), dense.dequantize(), torch.rand(n, k) < 0.1)
+    return QuantizedWeight(dense=dense, sparse=residuals if kind == "grid" else None)
+
+def targets_of(block):
+    for kind, (n, k) in SHAPES.items():
+        module = nn.Linear(k, n, bias=False, device=device, dtype=torch.bfloat16)
+        yield QuantTarget(name=f"{block}.{kind}", kind=kind, block=block, module=module, transposed=False)
+
+decoded = []
+decoded_block.unpack = lambda spec, tensors: (decoded.append(spec.shape), unpack(spec, tensors))[1]
+with ranks.joined(sys.argv[1]) as device:
+    targets = [*targets_of(0), *targets_of(1)]
+    weights = {target.name: weight_of(target.kind, *target.shape) for target in targets}
+    block = decoded_block.DecodedBlock(targets, weights)
+    same = []
+    for at in (0, 1, 1, 0):  # forward and backward
+        for target in targets_of(at):
+            weight = weights[target.name]
+            alone = weight_function(weight.to(device), torch.bfloat16)
+            found = []
+            for function in (block.weight_function(target, weight), alone):
+                params = {name: each.to(device).requires_grad_() for name, each in trainable_params(weight).items()}
+                value = function(params)
+                value.square().sum().backward()
+                found.append([value, *(each.grad for each in params.values())])
+            same.append(all(torch.equal(*pair) for pair in zip(*found, strict=True)))
+    held = [name for of_block in block.packed.values() for name, each in of_block.items() if hasattr(each, "stored")]
+    print(json.dumps({"decoded": decoded, "held": held, "same": all(same)}), file=sys.__stdout__)
+"""
+
+
+@pytest.mark.parametrize(
+    ("device", "shares"),
+    [
+        ("cpu", [["trellis"], ["grid", "small"], ["codebook", "other"]]),
+        pytest.param("cuda", [["trellis", "other", "small"], ["grid", "codebook"]], marks=pytest.mark.gpu),
+    ],
+)
+def test_each_rank_decodes_its_share_of_a_block(in_processes, device: str, shares: list[list[str]]) -> None:
+    """As many weights as the others, about; all have the bits that they would have decoded."""
+    if device == "cuda" and torch.cuda.device_count() < len(shares):
+        pytest.skip("needs two GPUs")
+    shapes = {
+        "small": (16, 32),
+        "trellis": (64, 64),
+        "grid": (48, 64),
+        "codebook": (32, 64),
+        "other": (32, 32),
+    }
+    script = f"SHAPES = {shapes}\n{DECODING}"
+    found = [json.loads(output) for output in in_processes(script, len(shares), device)]
+    for each, share in zip(found, shares, strict=True):
+        assert each["same"]
+        assert sorted(each["held"]) == sorted(f"{block}.{kind}" for block in (0, 1) for kind in share)
+        # block 1 stayed for its backward pass
+        assert Counter(map(tuple, each["decoded"])) == dict.fromkeys((shapes[kind] for kind in share), 3)
 
 
 class Stopped(BaseException):
@@ -232,10 +314,11 @@ main()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["rtn", "trellis"])
-def test_two_processes_give_the_bytes_of_two_with_models_on_the_device(
-    tiny_folder, tiny_text_file: Path, tmp_path: Path, method: str
+@pytest.mark.parametrize(("method", "processes"), [("rtn", 2), ("trellis", 2), ("kmeans", 4)])
+def test_several_processes_give_the_bytes_of_as_many_with_models_on_the_device(
+    tiny_folder, tiny_text_file: Path, tmp_path: Path, method: str, processes: int
 ) -> None:
+    """Which decode all matrices each. Of four processes one has no window of a step's three."""
     (tmp_path / "hosted.py").write_text(HOSTED_COMMAND)
     found = []
     for kind, finetune in (("resident", RESIDENT), ("hosted", FINETUNE)):
@@ -245,7 +328,13 @@ def test_two_processes_give_the_bytes_of_two_with_models_on_the_device(
             calibration=Calibration(text=(str(tiny_text_file),), num_samples=9, seq_len=32),
         )
         (tmp_path / f"{kind}.yaml").write_text(dump_recipe(recipe))
-        torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", tmp_path / "hosted.py"]
+        torchrun = [
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            processes,
+            tmp_path / "hosted.py",
+        ]
         options = [kind, "quantize", "--recipe", tmp_path / f"{kind}.yaml", "--device", "cpu", "--quiet"]
         command = [sys.executable, "-m", *torchrun, *options, "--output", output := tmp_path / kind]
         done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)

@@ -13,6 +13,7 @@ from requant.formats.contract import Container
 from requant.formats.quantized_weight import (
     QuantizedWeight,
     bands_of,
+    decode,
     dequantize_rows,
     join_rows,
     pack,
@@ -21,7 +22,7 @@ from requant.formats.quantized_weight import (
     spec_of,
     trainable_params,
     unpack_rows,
-    weight_function,
+    weight_of,
     with_trainable_params,
 )
 from requant.formats.registry import FORMATS
@@ -158,7 +159,9 @@ def test_untrained_parameters_leave_the_matrix_as_it_is(
     assert all(value.dtype == torch.float32 for value in params.values())
     assert_same(with_trainable_params(weight, params), weight)
     leaves = {name: value.requires_grad_() for name, value in params.items()}
-    floats = weight_function(weight)(leaves)
+    decoded = decode(weight)
+    assert all(tensor.is_contiguous() for tensor in decoded.values())  # as ranks send them to each other
+    floats = weight_of(weight, decoded, leaves)
     torch.testing.assert_close(floats, weight.dequantize(), rtol=1e-6, atol=1e-7)
     floats.square().sum().backward()
     assert all(value.grad is not None and value.grad.any() for value in leaves.values())
