@@ -1,6 +1,7 @@
 """The commands, as a person types them."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -251,3 +252,32 @@ def test_shipped_recipes_of_the_demo_run(cli, name: str, tmp_path: Path) -> None
     code, _, error = cli("quantize", "--recipe", name, "--output", "out", "--quiet")
     assert code == 0, error
     assert "warning" not in error
+
+
+ALLOCATOR = """
+import os, sys
+from requant import cli
+
+cli.app = lambda: print(os.environ.get("PYTORCH_ALLOC_CONF"), "torch" in sys.modules)
+cli.main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "own", "setting"),
+    [
+        ("quantize", {}, "expandable_segments:True"),
+        ("quantize", {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, "expandable_segments:False"),
+        ("quantize", {"PYTORCH_CUDA_ALLOC_CONF": ""}, "None"),
+        ("generate", {}, "None"),
+    ],
+)
+def test_memory_of_a_gpu_grows_in_place_unless_the_user_says_otherwise(
+    command: str, own: dict[str, str], setting: str
+) -> None:
+    """What torch reads when it is imported is set before."""
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    environment = {name: value for name, value in os.environ.items() if name not in names} | own
+    script = [sys.executable, "-c", ALLOCATOR, command]
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [setting, "False"]
