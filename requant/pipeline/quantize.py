@@ -135,7 +135,7 @@ class QuantizedModel:
 
 
 def quantize(
-    model: str | Path | PreTrainedModel,
+    model: str | Path | PreTrainedModel | None = None,
     recipe: Recipe | Mapping[str, Any] | str | Path | None = None,
     text: str | Path | Sequence[str] | None = None,
     *,
@@ -151,9 +151,11 @@ def quantize(
 
         quantize("demo", bits=3)
         quantize("demo", "demo-3bit", method="gptq", group_size=64)
+        quantize(recipe="my-recipe.yaml")
 
     Args:
-        model: a source (folder, hub name, alias, `demo`), or a loaded model, whose weights are then overwritten.
+        model: a source (folder, hub name, alias, `demo`), or a loaded model, whose weights are then overwritten; None: the
+            recipe's, or `demo`, as the command has it.
         recipe: a Recipe, its plain data (a dict as YAML holds it), a YAML file, or the name of a recipe that ships with
             requant; None: the defaults, for which `bits` or `size` must be given.
         text: calibration text; the same as the option `calibration`.
@@ -164,6 +166,7 @@ def quantize(
     """
     model = str(model) if isinstance(model, Path) else model
     recipe = recipe_for(model, recipe, text, device=device, options=options)
+    model = recipe.model if model is None else model
     if (program := options.get("target")) is not None:
         check_readable(recipe, program, config=None if isinstance(model, str) else model.config)
     workspace = workspace or Workspace(None)
@@ -239,7 +242,7 @@ def with_own_text(run: RunContext, count: int) -> RunContext:
 
 
 def recipe_for(
-    model: str | PreTrainedModel,
+    model: str | PreTrainedModel | None,
     recipe: Recipe | Mapping[str, Any] | str | Path | None,
     text: str | Path | Sequence[str] | None,
     *,
@@ -251,12 +254,14 @@ def recipe_for(
         if options.get("calibration") is not None:
             raise RecipeError("text and calibration are the same option; give one of them.")
         options = {**options, "calibration": text}
-    if not isinstance(model, str | PreTrainedModel):
+    if isinstance(model, Recipe | Mapping):
+        raise ModelError("what was given as model is a recipe; give it as recipe=..., which names its model.")
+    if not isinstance(model, str | PreTrainedModel | None):
         raise ModelError(
             f"model must be a text or a loaded model, not {type(model).__name__}; give a folder, a name, an alias or a "
             "PreTrainedModel of transformers (of adapters the result of merge_and_unload())."
         )
-    if isinstance(model, str):
+    if model is None or isinstance(model, str):
         gpu, name = pick_device(device).startswith("cuda"), model
     else:
         gpu, name = model.device.type == "cuda", model.name_or_path or type(model).__name__

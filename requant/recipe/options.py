@@ -15,10 +15,12 @@ import yaml
 
 from requant.errors import RecipeError, did_you_mean, first_line
 from requant.files import parse_yaml
+from requant.models.aliases import ALIASES
 from requant.quantizers.registry import METHODS, PRUNING_METHODS
 from requant.recipe.defaults import RECOVERY_STEPS, default_recipe, default_sparsify_recipe, trellis_code
 from requant.recipe.readers import check_reader, settings_for
 from requant.recipe.schema import Recipe
+from requant.recipe.shipped import available_recipes
 from requant.recipe.yaml_files import from_dict, load_recipe, to_dict
 
 logger = logging.getLogger(__name__)
@@ -104,6 +106,10 @@ def recipe_from_options(
                 f"there is no option '{name}'{did_you_mean(name, Options.__annotations__)}; "
                 f"there are: {', '.join(Options.__annotations__)}."
             )
+    if model is not None and _names_a_recipe(model):
+        raise RecipeError(
+            f"'{model}' is a recipe and no model; give it as --recipe {model}, in Python recipe='{model}'."
+        )
     program = given.pop("target", None)
     if program is not None:
         given = settings_for(program, given)
@@ -194,6 +200,13 @@ def sparsify_recipe(
     if recover is not None:
         base["recovery"]["method"] = recover
     return recipe_from_options(base, model=model, **options)
+
+
+def _names_a_recipe(model: str) -> bool:
+    """Whether what was given as a model is a YAML file or a recipe that ships with requant; a folder is a model."""
+    if os.path.isdir(os.path.expanduser(model)) or model in ("demo", *ALIASES):
+        return False
+    return model.endswith((".yaml", ".yml")) or model in available_recipes()
 
 
 def _as_recipe(recipe: Recipe | Mapping[str, Any] | str | Path) -> Recipe:

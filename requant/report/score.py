@@ -67,7 +67,7 @@ class Sensitivities:
 
 
 def score(
-    model: str | Path | PreTrainedModel,
+    model: str | Path | PreTrainedModel | None = None,
     recipe: Recipe | Mapping[str, Any] | str | Path | None = None,
     text: str | Path | Sequence[str] | None = None,
     *,
@@ -91,6 +91,7 @@ def score(
             f"{unused[0]} has no meaning for score, which makes codes alone, as mode dense does; leave it out."
         )
     recipe = recipe_for(model, recipe, text, device=device, options={**options, "mode": "dense"})
+    model = recipe.model if model is None else model
     prepared = prepare(
         model, recipe, tokenizer=tokenizer, device=device, dtype=dtype, scored=False, quiet=quiet
     )

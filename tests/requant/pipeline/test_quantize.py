@@ -12,7 +12,7 @@ import requant
 from requant.calibration.collect import bytes_needed, collect
 from requant.calibration.passes import mean_loss
 from requant.calibration.stats import LinearStats
-from requant.errors import InputError, NumericalError, OutputError, TextError
+from requant.errors import InputError, ModelError, NumericalError, OutputError, RecipeError, TextError
 from requant.formats.grid import Grid
 from requant.formats.quantized_weight import pack
 from requant.formats.sparse import sparse_mask
@@ -22,7 +22,7 @@ from requant.models.targets import find_linears
 from requant.pipeline.prepare import outline, prepare
 from requant.quantizers.registry import METHODS
 from requant.recipe.schema import Calibration, Detach, Evaluation, Recipe, Sensitivity
-from requant.recipe.yaml_files import load_recipe
+from requant.recipe.yaml_files import dump_recipe, load_recipe
 from requant.report.summary import result_numbers, result_rows
 from requant.run.quantize_linears import chunks_that_fit
 from requant.run.workspace import Workspace
@@ -100,6 +100,38 @@ def test_a_weight_is_packed_once(run, tmp_path: Path, monkeypatch) -> None:
     assert len(packed) == len(result.weights)
     requant.save(result, tmp_path / "out")
     assert len(packed) == len(result.weights)
+
+
+def test_a_recipe_alone_names_its_model(tiny_folder, tiny_text_file: Path, tmp_path: Path) -> None:
+    """As `requant quantize --recipe FILE`: the same bytes as with the model named beside it."""
+    folder = str(tiny_folder("llama"))
+    recipe = dataclasses.replace(
+        changed(mode="dense", method="rtn", calibration={"text": (str(tiny_text_file),)}), model=folder
+    )
+    (tmp_path / "own.yaml").write_text(dump_recipe(recipe))
+    alone = requant.quantize(recipe=tmp_path / "own.yaml")
+    assert alone.recipe == recipe and alone.recipe.model == folder
+    named = requant.quantize(folder, recipe)
+    files = [requant.save(result, tmp_path / name) for name, result in (("a", alone), ("b", named))]
+    assert sha256(files[0]) == sha256(files[1])
+    scores = requant.score(recipe=recipe)
+    assert scores.targets and requant.score(folder, recipe).rows() == scores.rows()
+
+
+def test_a_recipe_in_the_place_of_the_model_is_named(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "own.yaml").write_text(dump_recipe(RECIPE))
+    monkeypatch.chdir(tmp_path)
+    for given in ("demo-3bit", "own.yaml", tmp_path / "own.yaml"):
+        with pytest.raises(RecipeError, match=rf"'{given}' is a recipe and no model; .*recipe='{given}'"):
+            requant.quantize(given, bits=3)
+    for given in (RECIPE, {"method": "rtn"}):
+        with pytest.raises(
+            ModelError, match=r"what was given as model is a recipe; give it as recipe=\.\.\."
+        ):
+            requant.quantize(given)  # type: ignore[arg-type]
+    (tmp_path / "demo-3bit").mkdir()  # a checkpoint may have the recipe's name
+    with pytest.raises(ModelError, match=r"demo-3bit has no config\.json"):
+        requant.quantize("demo-3bit", bits=3)
 
 
 def prepare_again(result: requant.QuantizedModel):
