@@ -37,6 +37,7 @@ from requant.errors import CheckpointError
 from requant.formats.packed_spec import GUARD_TENSOR, PackedSpec
 from requant.inference.quant_embedding import QuantEmbedding, tied_head
 from requant.inference.quant_linear import QuantLinear
+from requant.integrations.resize import guard_resizing
 from requant.models.experts import fuses_experts, unfuse_experts
 from requant.models.rotations import Rotation, add_head_scales, rotate_stream, stream_kept
 
@@ -98,6 +99,7 @@ class RequantHfQuantizer(HfQuantizer):
                 guard = layer.get_buffer(GUARD_TENSOR)
                 guard.data = torch.empty_like(guard)
         tie_head(model)
+        guard_resizing(model)
         rotation = parse_rotation(self.quantization_config.to_dict())
         if rotation is not None:
             rotate_stream(model, rotation)

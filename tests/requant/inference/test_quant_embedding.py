@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 import requant
 from requant.checkpoint.sizes import byte_table
 from requant.checkpoint.validate import read_header
-from requant.errors import CheckpointError
+from requant.errors import CheckpointError, ModelError
 from requant.formats.bands import BandsSpec
 from requant.formats.codebook import CodebookSpec
 from requant.formats.grid import GridSpec
@@ -434,3 +434,39 @@ def test_a_layer_before_its_weights_come() -> None:
     layer = QuantEmbedding(spec, plain)
     assert layer.dtype == torch.bfloat16 and layer.codes.shape == (10, 4)
     assert not list(layer.parameters()) and set(layer.state_dict()) == {*spec.tensors(), "weight"}
+
+
+@pytest.mark.parametrize(
+    ("name", "budget"),
+    [
+        ("llama-tied", {"head_bits": 8, "embedding_bits": 8}),
+        ("llama", {"head_bits": 8, "embedding_bits": 16}),
+        ("llama", {"head_bits": 16, "embedding_bits": 8}),
+    ],
+)
+def test_new_tokens_are_refused_where_rows_are_codes(make, name: str, budget: dict) -> None:
+    _, path = make(name, **budget)
+    model = requant.load(path)
+    before, size = logits(model), model.config.vocab_size
+    for same in ({}, {"new_num_tokens": size}, {"pad_to_multiple_of": 2}):  # scripts ask for it in any case
+        assert model.resize_token_embeddings(**same) is model.get_input_embeddings()
+    for coded in (model, copy.deepcopy(model), AutoModelForCausalLM.from_pretrained(path)):
+        for other in ({"new_num_tokens": size + 1}, {"pad_to_multiple_of": size + 1}):
+            with pytest.raises(
+                ModelError, match=rf"whose {size} rows cannot become {size + 1}: resize the or"
+            ):
+                coded.resize_token_embeddings(**other)
+        assert torch.equal(logits(coded), before)
+    plain = requant.load(path, dequantize=True)
+    plain.resize_token_embeddings(size + 1, mean_resizing=False)
+    assert torch.equal(logits(plain)[..., :size], before)
+
+
+def test_new_tokens_of_a_plain_embedding(make, tmp_path: Path) -> None:
+    _, path = make("llama-tied", head_bits=16, embedding_bits=16)
+    model = requant.load(path)
+    before, size = logits(model), model.config.vocab_size
+    model.resize_token_embeddings(size + 3)
+    torch.testing.assert_close(logits(model)[..., :size], before)
+    model.save_pretrained(tmp_path / "more")
+    assert torch.equal(logits(requant.load(tmp_path / "more")), logits(model))

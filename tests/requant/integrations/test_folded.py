@@ -70,6 +70,18 @@ def test_a_quantized_embedding_is_rotated_too(folded) -> None:
         torch.testing.assert_close(logits(found), expected, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["llama", "llama-tied"])
+def test_new_tokens_leave_the_logits_of_the_old_ones(folded, tmp_path: Path, name: str) -> None:
+    """transformers replaces the embedding and the head, on which the rotations hook."""
+    path, model = folded(name)
+    found, size = load(path), model.config.vocab_size
+    found.resize_token_embeddings(size + 8, mean_resizing=False)
+    assert logits(found).shape[-1] == size + 8
+    torch.testing.assert_close(logits(found)[..., :size], logits(model))
+    found.save_pretrained(tmp_path / "again")
+    assert torch.equal(logits(load(tmp_path / "again")), logits(found))
+
+
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen2"])
 def test_a_dense_export_is_a_plain_model(folded, tmp_path: Path, name: str) -> None:
     path, model = folded(name)

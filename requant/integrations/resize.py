@@ -1,0 +1,43 @@
+"""`model.resize_token_embeddings(n)` of a loaded checkpoint, for new tokens.
+
+transformers makes a new embedding and head and copies rows of `weight` into them. Codes have no such rows, so where the
+embedding or the head is coded another size is refused; plain ones are resized, and the rotations of a folded model, hooks on
+the modules that are replaced, stay.
+"""
+
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+from requant.errors import ModelError
+from requant.models.rotations import stream_kept
+
+
+def guard_resizing(model: Any) -> None:
+    """Put `resize_token_embeddings` in front of the method of the model's class."""
+    model.resize_token_embeddings = MethodType(resize_token_embeddings, model)
+
+
+def resize_token_embeddings(
+    model: Any,
+    new_num_tokens: int | None = None,
+    pad_to_multiple_of: int | None = None,
+    mean_resizing: bool = True,
+) -> nn.Module:
+    """As transformers' own; raises ModelError for another size of what is coded."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if isinstance(embedding, nn.Embedding) and isinstance(head, nn.Linear):
+        with stream_kept(model):
+            return type(model).resize_token_embeddings(
+                model, new_num_tokens, pad_to_multiple_of, mean_resizing
+            )
+    size = embedding.num_embeddings
+    multiple = pad_to_multiple_of or 1
+    wanted = -(-(size if new_num_tokens is None else new_num_tokens) // multiple) * multiple
+    if wanted != size:
+        raise ModelError(
+            f"embedding or head of this {type(model).__name__} are codes, whose {size} rows cannot become {wanted}: "
+            "resize the original before it is quantized, load with dequantize=True, or quantize with --head-bits 16."
+        )
+    return embedding
