@@ -1,6 +1,7 @@
 """What the commands share besides their options: what they print, the log, and how a run ends."""
 
 import dataclasses
+import gc
 import json
 import logging
 import shlex
@@ -12,6 +13,24 @@ from pathlib import Path
 from typing import Any
 
 from requant.errors import OutputError
+
+IMPORTED_AT_ONCE = 100_000  # objects, between two collections of garbage
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """For the imports of a command: torch and transformers make half a million objects that stay, which collections of
+    garbage would look through again and again, in the imports and in the run that follows."""
+    if "transformers.modeling_utils" in sys.modules:  # they are here; and a freeze would keep a run's garbage
+        yield
+        return
+    before = gc.get_threshold()
+    gc.set_threshold(IMPORTED_AT_ONCE, *before[1:])
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.set_threshold(*before)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from requant.cli import options as opt
-from requant.cli.common import table
+from requant.cli.common import importing, table
 
 
 def compare(
@@ -27,7 +27,9 @@ def compare(
 ) -> None:
     """Compare checkpoints by what their own files say. A table, and with --output a page."""
     from requant.checkpoint.new_folder import check_output
-    from requant.report.compare import compare_checkpoints, kl_above_first, note, render_comparison
+
+    with importing():
+        from requant.report.compare import compare_checkpoints, kl_above_first, note, render_comparison
 
     page = None if output is None else check_output(output)
     entries = compare_checkpoints(

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from requant.cli import options as opt
-from requant.cli.common import table
+from requant.cli.common import importing, table
 
 
 def export(
@@ -32,7 +32,8 @@ def export(
     from requant.checkpoint.new_folder import check_output
 
     check_output(output)  # before the imports that take seconds
-    from requant.exporters.export import export
+    with importing():
+        from requant.exporters.export import export
 
     written = export(checkpoint, to, output, dtype=dtype)
     print(json.dumps(written.to_dict(), indent=2) if as_json else table(written.rows()))

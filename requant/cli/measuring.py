@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from requant.cli import options as opt
-from requant.cli.common import table
+from requant.cli.common import importing, table
 from requant.errors import InputError
 
 
@@ -52,7 +52,8 @@ def evaluate(
         print(json.dumps([s.to_dict() for s in scores], indent=2) if as_json else table(score_rows(scores)))
         return
     _refuse_with("the evaluation of a text", {"--task-data": task_data, "--limit": limit})
-    from requant.evaluation.compare import evaluate_all
+    with importing():
+        from requant.evaluation.compare import evaluate_all
 
     rows = evaluate_all(
         models,
@@ -84,7 +85,8 @@ def inspect(
     as_json: opt.AsJson = False,
 ) -> None:
     """Bytes by part, bits by matrix, and checksums of a checkpoint."""
-    from requant.checkpoint.inspect import inspection
+    with importing():
+        from requant.checkpoint.inspect import inspection
 
     found = inspection(checkpoint)
     print(json.dumps(found.to_dict(), indent=2) if as_json else found.text())

@@ -7,6 +7,7 @@ from typing import Annotated, Unpack
 
 from requant.cli import options as opt
 from requant.cli.common import (
+    importing,
     log_to_file,
     log_to_stderr,
     next_commands,
@@ -84,9 +85,10 @@ def quantize(
 
     if output is not None and not dry_run:  # what can be refused is, before the imports that take seconds
         check_new_output(output, resume=resume)
-    from requant import progress, ranks
-    from requant.models.devices import limit_gpu_memory, pick_device
-    from requant.recipe.options import output_folder, parse_size, recipe_from_options
+    with importing():
+        from requant import progress, ranks
+        from requant.models.devices import limit_gpu_memory, pick_device
+        from requant.recipe.options import output_folder, parse_size, recipe_from_options
 
     with ranks.joined(pick_device(device)) as own_device:
         log_to_stderr(verbose)
@@ -121,11 +123,12 @@ def quantize(
                 return
         if memory is not None:  # not by the process that starts others: it would open the first GPU
             limit_gpu_memory(memory, own_device)
-        from requant.pipeline.plan import make_plan
-        from requant.pipeline.prepare import outline, prepare
-        from requant.pipeline.quantize import quantize
-        from requant.report.save import save
-        from requant.report.summary import result_numbers, result_rows
+        with importing():
+            from requant.pipeline.plan import make_plan
+            from requant.pipeline.prepare import outline, prepare
+            from requant.pipeline.quantize import quantize
+            from requant.report.save import save
+            from requant.report.summary import result_numbers, result_rows
 
         if dry_run:
             if gpus is None:
@@ -180,7 +183,8 @@ def sensitivity(
 
     log_to_stderr(verbose)
     chosen = recipe_from_options(recipe, model=model, mode="dense", bits=bits, code_bits=code_bits, **options)
-    from requant.report.score import score
+    with importing():
+        from requant.report.score import score
 
     found = score(chosen.model, chosen, device=device, dtype=dtype, output=output, quiet=quiet)
     rows = found.rows()

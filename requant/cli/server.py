@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from requant.cli import options as opt
-from requant.cli.common import say_what_is_loaded
+from requant.cli.common import importing, say_what_is_loaded
 
 
 def serve(
@@ -29,7 +29,8 @@ def serve(
     quiet: opt.Quiet = False,
 ) -> None:
     """Serve a model over OpenAI's HTTP API. Completions and chat, streamed or whole."""
-    from requant.server.run import serve_checkpoint
+    with importing():
+        from requant.server.run import serve_checkpoint
 
     say_what_is_loaded(quiet)
     serve_checkpoint(

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from requant.cli import options as opt
-from requant.cli.common import say_what_is_loaded
+from requant.cli.common import importing, say_what_is_loaded
 
 
 def generate(
@@ -22,7 +22,8 @@ def generate(
     dtype: opt.Dtype = "auto",
 ) -> None:
     """Continue a prompt with a quantized model."""
-    from requant.inference.generate import generate_text
+    with importing():
+        from requant.inference.generate import generate_text
 
     say_what_is_loaded()
     print(
@@ -59,7 +60,8 @@ def bench(
     as_json: opt.AsJson = False,
 ) -> None:
     """Tokens a second and memory of a model."""
-    from requant.evaluation import bench
+    with importing():
+        from requant.evaluation import bench
 
     rows = bench.bench(
         checkpoint, reference=reference, batches=_batches(batch), prompt_tokens=prompt_tokens, new_tokens=new_tokens,

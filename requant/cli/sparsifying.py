@@ -5,6 +5,7 @@ from typing import Annotated, Unpack
 
 from requant.cli import options as opt
 from requant.cli.common import (
+    importing,
     log_to_file,
     log_to_stderr,
     next_commands,
@@ -71,9 +72,10 @@ def sparsify(
 
     if output is not None and not dry_run:  # what can be refused is, before the imports that take seconds
         check_new_output(output, resume=resume)
-    from requant import progress
-    from requant.models.devices import limit_gpu_memory, pick_device
-    from requant.recipe.options import output_folder, parse_size, sparsify_recipe
+    with importing():
+        from requant import progress
+        from requant.models.devices import limit_gpu_memory, pick_device
+        from requant.recipe.options import output_folder, parse_size, sparsify_recipe
 
     log_to_stderr(verbose)
     log_to_file(log_file)
@@ -93,12 +95,13 @@ def sparsify(
     folder = (output if output is not None else output_folder(chosen)).expanduser()
     if not dry_run:
         check_new_output(folder, resume=resume)
-    from requant.pipeline.plan import make_plan
-    from requant.pipeline.prepare import prepare
-    from requant.pipeline.quantize import quantize
-    from requant.pipeline.sparse_verdict import plain_codes, sparse_verdict, with_comparison
-    from requant.report.save import save
-    from requant.report.summary import result_numbers, result_rows
+    with importing():
+        from requant.pipeline.plan import make_plan
+        from requant.pipeline.prepare import prepare
+        from requant.pipeline.quantize import quantize
+        from requant.pipeline.sparse_verdict import plain_codes, sparse_verdict, with_comparison
+        from requant.report.save import save
+        from requant.report.summary import result_numbers, result_rows
 
     if dry_run:
         prepared = prepare(chosen.model, chosen, device=own_device, dtype=dtype, quiet=quiet)

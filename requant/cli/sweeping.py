@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Unpack
 
 from requant.cli import options as opt
-from requant.cli.common import log_to_file, log_to_stderr, sigterm_interrupts, table
+from requant.cli.common import importing, log_to_file, log_to_stderr, sigterm_interrupts, table
 
 
 def sweep(
@@ -32,10 +32,11 @@ def sweep(
     **options: Unpack[opt.QuantizeOptions],
 ) -> None:
     """Quantize at several bits and measure KL against size. Statistics are collected once."""
-    from requant import progress
-    from requant.models.devices import limit_gpu_memory, pick_device
-    from requant.recipe.options import parse_size
-    from requant.report.sweep import sweep
+    with importing():
+        from requant import progress
+        from requant.models.devices import limit_gpu_memory, pick_device
+        from requant.recipe.options import parse_size
+        from requant.report.sweep import sweep
 
     log_to_stderr(verbose)
     log_to_file(log_file)

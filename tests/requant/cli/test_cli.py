@@ -1,5 +1,6 @@
 """The commands, as a person types them."""
 
+import gc
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ import typer
 
 import requant
 from requant.cli import COMMANDS, app
+from requant.cli.common import IMPORTED_AT_ONCE, importing
 from requant.recipe.options import Options
 from requant.recipe.yaml_files import load_recipe
 
@@ -281,3 +283,21 @@ def test_memory_of_a_gpu_grows_in_place_unless_the_user_says_otherwise(
     script = [sys.executable, "-c", ALLOCATOR, command]
     done = subprocess.run(script, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.split() == [setting, "False"]
+
+
+def test_imports_collect_little_garbage_and_leave_their_objects_out_of_later_collections(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import transformers.modeling_utils  # noqa: F401
+
+    before, frozen = gc.get_threshold(), gc.get_freeze_count()
+    with importing():  # all is imported here: a freeze would keep what a run before left
+        assert (gc.get_threshold(), gc.get_freeze_count()) == (before, frozen)
+    monkeypatch.delitem(sys.modules, "transformers.modeling_utils")
+    try:
+        with pytest.raises(ImportError), importing():
+            assert gc.get_threshold()[0] == IMPORTED_AT_ONCE > before[0]
+            raise ImportError
+        assert gc.get_threshold() == before and gc.get_freeze_count() > frozen + 1000
+    finally:
+        gc.unfreeze()
