@@ -10,6 +10,7 @@ from requant import ranks
 from requant.progress import tracked
 
 MOST_LOGITS = 300_000_000  # of a batch: near 1 GB
+GPU_TOKENS, CPU_TOKENS = 8192, 2048  # of a batch, at most
 COPIES_OF_LOGITS = 6  # in float32 in a backward pass on a GPU: with logarithms, noise and gradients
 
 
@@ -57,22 +58,32 @@ def first_batch(windows: Int64[Tensor, "b t"], model: PreTrainedModel) -> Int64[
     return chunks(windows, model, None)[0]
 
 
-def bytes_of_logits(windows: Int64[Tensor, "b t"], model: PreTrainedModel) -> int:
-    """Of a batch in a backward pass on a GPU, all copies."""
+def bytes_of_logits(model: PreTrainedModel, count: int, length: int) -> int:
+    """Of the largest batch of so many windows, in a backward pass on a GPU, all copies."""
+    if model.get_output_embeddings() is None:
+        return 0
+    return 4 * COPIES_OF_LOGITS * tokens_at_once(model, count, length, gpu=True) * vocabulary_of(model)
+
+
+def tokens_at_once(model: PreTrainedModel, count: int, length: int, *, gpu: bool) -> int:
+    """Of the largest batch of so many windows of `length` tokens."""
+    return length * min(count, _windows_at_once(model, length, gpu=gpu))
+
+
+def vocabulary_of(model: PreTrainedModel) -> int:
+    """Logits of a token."""
     head = model.get_output_embeddings()
-    return (
-        0
-        if head is None
-        else 4 * COPIES_OF_LOGITS * first_batch(windows, model).numel() * head.weight.shape[0]
-    )
+    return 50_000 if head is None else head.weight.shape[0]
 
 
 def chunks(
     windows: Int64[Tensor, "b t"], model: PreTrainedModel, windows_each: int | None
 ) -> Sequence[Int64[Tensor, "_ t"]]:
     """All `batches`, where the windows lie."""
-    head = model.get_output_embeddings()
-    vocabulary = 50_000 if head is None else head.weight.shape[0]
-    parameter = next(model.parameters())
-    tokens = min(8192 if parameter.is_cuda else 2048, MOST_LOGITS // vocabulary)
-    return windows.split(windows_each or max(1, tokens // windows.shape[1]))
+    gpu = next(model.parameters()).is_cuda
+    return windows.split(windows_each or _windows_at_once(model, windows.shape[1], gpu=gpu))
+
+
+def _windows_at_once(model: PreTrainedModel, length: int, *, gpu: bool) -> int:
+    tokens = min(GPU_TOKENS if gpu else CPU_TOKENS, MOST_LOGITS // vocabulary_of(model))
+    return max(1, tokens // length)

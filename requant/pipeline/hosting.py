@@ -9,14 +9,13 @@ of mode `best`, would be on the host too, with their moments.
 import dataclasses
 import logging
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from jaxtyping import Int64
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from requant.calibration.batches import COPIES_OF_LOGITS
+from requant.calibration.batches import bytes_of_logits
 from requant.calibration.collect import bytes_needed, working_bytes
 from requant.errors import RecipeError
 from requant.finetune.final import FITS
@@ -44,7 +43,7 @@ def least_memory(model: PreTrainedModel, targets: Sequence[QuantTarget], recipe:
     """Bytes of a GPU that holds the whole model, with its codes and the statistics of one block at a time."""
     whole = sum(p.numel() * p.element_size() for p in model.parameters())
     needs = find_method(recipe.method).needs
-    logits = logit_bytes(model)
+    logits = bytes_of_logits(model, recipe.calibration.num_samples, recipe.calibration.seq_len)
     collecting = block_statistics(targets, needs) + max(logits, work_bytes(targets, needs))
     stage = max(collecting, max(matrix_bytes(targets), outside_bytes(model, targets)) + logits)
     return whole + sum(target.size for target in targets) + stage
@@ -78,12 +77,6 @@ def work_bytes(targets: Sequence[QuantTarget], needs: frozenset[str]) -> int:
 def matrix_bytes(targets: Sequence[QuantTarget]) -> int:
     """Of the largest matrix, in float32 three times: what scores are made of."""
     return 12 * max(target.size for target in targets)
-
-
-def logit_bytes(model: PreTrainedModel) -> int:
-    """Of a window of 2048 tokens in a backward pass on a GPU, all copies, before there are windows (`bytes_of_logits`)."""
-    embedding: Any = model.get_input_embeddings()
-    return 4 * COPIES_OF_LOGITS * 2048 * embedding.weight.shape[0]
 
 
 def hosted_recipe(recipe: Recipe) -> Recipe:

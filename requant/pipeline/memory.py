@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from requant.calibration.batches import MOST_LOGITS
+from requant.calibration.batches import bytes_of_logits, tokens_at_once, vocabulary_of
 from requant.calibration.collect import bytes_needed
 from requant.calibration.passes import RECOMPUTE_ABOVE
 from requant.finetune.final import trains_by_block
@@ -17,7 +17,6 @@ from requant.models.devices import total_memory
 from requant.pipeline.hosting import (
     block_statistics,
     largest_block,
-    logit_bytes,
     matrix_bytes,
     outside_bytes,
     work_bytes,
@@ -38,7 +37,6 @@ HEAP_FACTOR = (
 )
 MAPPED_BYTES = 32 << 20  # a block from which on it does
 LOGIT_BYTES = 18  # at the beginning of a backward pass, four to five copies in float32
-CPU_TOKENS = 2048  # of a batch (calibration/batches.py)
 EXPERTS_A_TOKEN = 4  # one expert of so many sees a token, where the config does not say
 
 
@@ -72,13 +70,13 @@ def expected_memory(prepared: Prepared | Outline, recipe: Recipe, device: str) -
         scores = 4 * of_fullest_rank(prepared.targets, lambda target: target.size)
         scores += model if count_gpus(prepared) > 1 else 0
     embedding: Any = prepared.model.get_input_embeddings()
-    vocabulary: int = embedding.weight.shape[0]
     evaluation = outside
     if device == "cpu":
         evaluation += (
             prepared.eval_windows.numel() * embedding.weight.shape[1] * embedding.weight.element_size()
         )
-    activations = logit_bytes(prepared.model) if device != "cpu" else _backward_bytes(prepared, vocabulary)
+    logits = bytes_of_logits(prepared.model, *prepared.windows.shape)
+    activations = logits if device != "cpu" else _backward_bytes(prepared)
     if recipe.calibration.inputs == "corrected":
         model *= 2
         own += 8 * prepared.windows.numel() * embedding.weight.shape[1] if own else 0
@@ -104,13 +102,13 @@ def expected_memory(prepared: Prepared | Outline, recipe: Recipe, device: str) -
     return programs + max(CHARACTER_BYTES_KEPT * characters + stages, model + CHARACTER_BYTES * characters)
 
 
-def _backward_bytes(prepared: Prepared | Outline, vocabulary: int) -> int:
+def _backward_bytes(prepared: Prepared | Outline) -> int:
     """Logits, inputs and outputs of every linear for a batch of a CPU, float32; of one block where blocks are recomputed.
 
     Most of these are small blocks, made and freed in turn, between which gaps remain.
     """
-    count, length = prepared.windows.shape
-    tokens = length * min(count, max(1, min(CPU_TOKENS, MOST_LOGITS // vocabulary) // length))
+    tokens = tokens_at_once(prepared.model, *prepared.windows.shape, gpu=False)
+    vocabulary = vocabulary_of(prepared.model)
     share = _share_of_experts(prepared)
     floats = [
         sum(sum(target.shape) * (1 if target.experts is None else share) for target in members)

@@ -330,7 +330,7 @@ def chunks_that_fit(
     free = ranks.smallest(free_memory(targets[0].device))
     beside = max(working_bytes(target, needs) for target in targets)
     if targets[0].device.type == "cuda":
-        beside = max(beside, bytes_of_logits(run.windows, run.model))
+        beside = max(beside, bytes_of_logits(run.model, *run.windows.shape))
     budget = statistics_budget(free, beside)
     chunks: list[list[QuantTarget]] = [[]]
     used: Counter[int] = Counter()  # rank -> bytes
