@@ -69,7 +69,7 @@ def allocate_bits(run: RunContext) -> Allocation:
         return uniform(recipe, run.targets, part_bits)
     sizes: dict[str, Mapping[Bits, int]] = {t.name: matrix_sizes(recipe, t) for t in run.targets}
     widths = {name: list(found) for name, found in sizes.items()}
-    fixed = sparse_bytes(run)  # what no choice changes
+    fixed = sparse_bytes(run.recipe, run.targets)  # what no choice changes
     taken = 0  # by embedding and head without a choice
     weights = run.total_weights  # that share the rest
     if target_bits is not None:

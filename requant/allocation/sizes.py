@@ -9,7 +9,7 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,15 +78,16 @@ def matrix_sizes(recipe: Recipe, target: QuantTarget) -> dict[Bits, int]:
     }
 
 
-def sparse_bytes(run: RunContext) -> int:
+def sparse_bytes(recipe: Recipe, targets: Sequence[QuantTarget]) -> int:
     """Upper bound of the residuals of mode `paper`: values, indices, and counts in every matrix."""
-    detach = run.recipe.detach
+    detach = recipe.detach
     fraction = detach.outlier_fraction + detach.significant_fraction
-    if run.recipe.mode != "paper" or not fraction:
+    if recipe.mode != "paper" or not fraction:
         return 0
-    entries = fraction * run.total_weights + len(run.targets) / 2 + 1  # each matrix rounds its count
-    counts = sum(target.shape[0] * -(-target.shape[1] // INDEX_TILE) for target in run.targets)
-    scales = 2 * len(run.targets) if detach.values == "int8" else 0
+    weights = sum(target.size for target in targets)
+    entries = fraction * weights + len(targets) / 2 + 1  # each matrix rounds its count
+    counts = sum(target.shape[0] * -(-target.shape[1] // INDEX_TILE) for target in targets)
+    scales = 2 * len(targets) if detach.values == "int8" else 0
     return round(RESIDUAL_BYTES[detach.values] * entries) + counts + scales
 
 
@@ -111,7 +112,7 @@ def largest_tensors(run: RunContext, target: QuantTarget) -> dict[str, TensorSpe
     found: dict[str, TensorSpec] = {}
     for bits in available_bits(run.recipe, target.options):
         layout = packed_spec(run.recipe, target.shape, bits, options=target.options)
-        if sparse_bytes(run):
+        if sparse_bytes(run.recipe, run.targets):
             sparse = SparseSpec(
                 shape=target.shape,
                 num_entries=target.size,

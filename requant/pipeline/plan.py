@@ -1,6 +1,6 @@
 """What a run will do and cost, before it starts: the dry run.
 
-Bytes are exact for the dense part (they follow from the layout) and expected for the sparse part. With a budget the
+Bytes are exact for the dense part (they follow from the layout) and an upper bound for the sparse part. With a budget the
 bits are given out as the run will do it, which takes its calibration passes. Memory and time are estimates, of
 `memory.py` and `schedule.py`.
 
@@ -19,11 +19,9 @@ from torch import Tensor
 
 from requant.allocation.budget import allocate_bits, has_budget, uniform
 from requant.allocation.embedding_and_head import embedding_and_head_bits, embedding_and_head_of
-from requant.allocation.sizes import RESIDUAL_BYTES, embedding_and_head_savings, packed_spec
+from requant.allocation.sizes import embedding_and_head_savings, packed_spec, sparse_bytes
 from requant.display import format_seconds
-from requant.formats.sparse import INDEX_TILE
 from requant.models.devices import total_memory
-from requant.models.targets import QuantTarget
 from requant.pipeline.hosting import HOSTED, hosted_bytes
 from requant.pipeline.memory import expected_memory, goes_by_block, host_memory
 from requant.pipeline.prepare import Outline, Prepared, bytes_before, start
@@ -147,17 +145,16 @@ def make_plan(
     device = prepared.model.device.type if device is None else torch.device(device).type
     targets = prepared.targets
     weights = sum(target.size for target in targets)
-    fraction = _sparse_fraction(recipe)
     warn_of_a_slow_run(prepared, recipe, device)
     allocation = _allocation(prepared, recipe, quiet=quiet)
-    parts = sum(
-        _matrix_bytes(
-            target,
+    parts: float = sparse_bytes(recipe, targets) + sum(
+        packed_spec(
             recipe,
+            target.shape,
             allocation.bits[target.name],
-            outlier_fraction=allocation.outlier_fractions.get(target.name),
-            sparse_fraction=fraction,
-        )
+            allocation.outlier_fractions.get(target.name),
+            target.options,
+        ).bytes
         for target in targets
     )
     if isinstance(prepared, Outline) and recipe.budget.bits is not None:
@@ -247,27 +244,6 @@ def _training(prepared: Prepared | Outline, recipe: Recipe, device: str) -> str 
     if goes_by_block(prepared, recipe, device):
         found += ", block by block"
     return found
-
-
-def _sparse_fraction(recipe: Recipe) -> float:
-    if recipe.mode != "paper":
-        return 0.0
-    return recipe.detach.outlier_fraction + recipe.detach.significant_fraction
-
-
-def _matrix_bytes(
-    target: QuantTarget,
-    recipe: Recipe,
-    bits: int | float,
-    *,
-    outlier_fraction: float | None,
-    sparse_fraction: float,
-) -> float:
-    """Expected bytes of a matrix: codes with the outliers that the budget chose, and the residuals of mode `paper`."""
-    n, k = target.shape
-    counts = n * -(-k // INDEX_TILE) if sparse_fraction else 0
-    sparse = RESIDUAL_BYTES[recipe.detach.values] * sparse_fraction * n * k + counts
-    return packed_spec(recipe, (n, k), bits, outlier_fraction, target.options).bytes + sparse
 
 
 def _source_bytes_per_weight(prepared: Prepared | Outline, model_bytes: int) -> float:

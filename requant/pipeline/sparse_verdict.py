@@ -173,7 +173,7 @@ def with_comparison(plan: Plan, prepared: Prepared, *, measure: bool) -> Plan:
 
 def codes_budget(prepared: Prepared, recipe: Recipe) -> float:
     """Bits a weight of the 2:4 run of `recipe`, or the most that plain codes take."""
-    bits = sparse_bytes(prepared, recipe) * 8 / sum(target.size for target in prepared.targets)
+    bits = pruned_bytes(prepared, recipe) * 8 / sum(target.size for target in prepared.targets)
     return min(math.floor(1000 * bits) / 1000, float(METHODS[CODES_METHOD].bits[-1]))
 
 
@@ -191,14 +191,14 @@ def codes_recipe(recipe: Recipe, bits: float) -> Recipe:
     )
 
 
-def sparse_bytes(prepared: Prepared, recipe: Recipe) -> int:
+def pruned_bytes(prepared: Prepared, recipe: Recipe) -> int:
     """Bytes of the matrices of a 2:4 run, which follow from their shapes."""
-    return sum(packed_spec(recipe, target.shape).bytes for target in prepared.targets)
+    return sum(packed_spec(recipe, target.shape, options=target.options).bytes for target in prepared.targets)
 
 
 def sparse_verdict(result: QuantizedModel, codes: PlainCodes) -> SparseVerdict:
     """The 2:4 run beside the plain codes of its bytes."""
-    stored = sparse_bytes(result.prepared, result.recipe)
+    stored = pruned_bytes(result.prepared, result.recipe)
     targets = result.prepared.targets
     weights = sum(target.size for target in targets)
     large = sum(target.size for target in targets if min(target.shape) >= FASTER_SIZE)

@@ -104,7 +104,7 @@ def test_learned_scales_of_a_trellis_are_paid_by_the_budget(tiny_folder, tiny_te
 def test_bytes_of_a_sparse_part_are_left(tiny_folder, tiny_text_file: Path) -> None:
     folder, recipe = tiny_folder("llama"), recipe_of(budget=Budget(bits=4.5))
     run = started(folder, tiny_text_file, dataclasses.replace(recipe, mode="paper"))
-    found, left = allocate_bits(run), sparse_bytes(run)
+    found, left = allocate_bits(run), sparse_bytes(run.recipe, run.targets)
     layouts = [packed_spec(run.recipe, target.shape, found.bits[target.name]) for target in run.targets]
     spent = sum(layout.bytes for layout in layouts)
     assert left > 0.03 * 3 * run.total_weights  # 3 % of the weights, 3 bytes each, and counts
