@@ -124,6 +124,11 @@ def owners(matrices: Sequence[tuple[str, int]], count: int) -> list[int]:
     return found
 
 
+def count_owners(targets: Sequence[_Owned]) -> int:
+    """Among how many ranks the targets are divided."""
+    return 1 + max(target.rank for target in targets)
+
+
 def owned(targets: Sequence[OwnedT]) -> list[OwnedT]:
     """The targets of this rank."""
     return [target for target in targets if target.rank == rank()]

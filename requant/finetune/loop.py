@@ -375,7 +375,7 @@ def windows_of_step(
     windows: int, length: int, step: int, settings: Finetune, seed: int
 ) -> Int64[Tensor, " c"]:
     """Indices of the windows of one step: a new random order every epoch."""
-    count = min(windows, max(1, settings.tokens_per_step // length))
+    count = settings.windows_of_step(windows, length)
     epoch, first = divmod(step * count, windows)
     generators = (torch.Generator().manual_seed(1_000_003 * seed + epoch + i) for i in range(2))
     order = torch.cat([torch.randperm(windows, generator=generator) for generator in generators])

@@ -73,7 +73,7 @@ def training_bytes(
     share a trained scale, if few do.
     """
     count, length = windows
-    tokens = length * -(-min(count, max(1, settings.tokens_per_step // length)) // gpus)
+    tokens = length * -(-settings.windows_of_step(count, length) // gpus)
     embedding = model.get_input_embeddings().get_parameter("weight")
     vocabulary, hidden_size = embedding.shape
     own, cast = embedding.element_size(), 2 if gpu else 0
@@ -151,16 +151,17 @@ def hosted_training_bytes(
     """Bytes of the host that training takes beside a hosted model's matrices and codes, of all processes."""
     count, length = windows
     embedding = model.get_input_embeddings().get_parameter("weight")
-    tokens = length * min(
-        count, max(1, recipe.finetune.tokens_per_step // length)
-    )  # of all processes together
-    weights = sum(target.size for target in targets)
-    bits = recipe.budget.bits or recipe.quantizer.bits
-    rest = sum(p.numel() for p in model.parameters()) - weights
-    packed = round(weights * bits / 8)  # each at the rank that decodes it
+    tokens = length * recipe.finetune.windows_of_step(count, length)  # of all processes together
+    rest = sum(p.numel() for p in model.parameters()) - sum(target.size for target in targets)
+    packed = packed_bytes(targets, recipe)  # each at the rank that decodes it
     before_blocks = 4 * tokens * embedding.shape[1] * len(find_blocks(model)[1])
     teacher = count * length * embedding.shape[1] * embedding.element_size()
     return packed + gpus * 4 * rest + before_blocks + teacher
+
+
+def packed_bytes(targets: Sequence[QuantTarget], recipe: Recipe) -> int:
+    """Of the matrices' codes, packed; about."""
+    return round(sum(target.size for target in targets) * (recipe.budget.bits or recipe.quantizer.bits) / 8)
 
 
 def _block_at_work(

@@ -103,7 +103,7 @@ def trained_where_it_fits(
             by_block=trains_by_block(model, targets, chosen.finetune, shape, device_memory=memory),
             gpu=True,
             device_memory=memory,
-            gpus=1 + max(target.rank for target in targets),
+            gpus=ranks.count_owners(targets),
             hosted=hosted,
         )
 

@@ -41,7 +41,7 @@ def hosts_blocks(model: PreTrainedModel, targets: Sequence[QuantTarget], recipe:
 
 def least_memory(model: PreTrainedModel, targets: Sequence[QuantTarget], recipe: Recipe) -> int:
     """Bytes of a GPU that holds the whole model, with its codes and the statistics of one block at a time."""
-    whole = sum(p.numel() * p.element_size() for p in model.parameters())
+    whole = parameter_bytes(model)
     needs = find_method(recipe.method).needs
     logits = bytes_of_logits(model, recipe.calibration.num_samples, recipe.calibration.seq_len)
     collecting = block_statistics(targets, needs) + max(logits, work_bytes(targets, needs))
@@ -49,9 +49,14 @@ def least_memory(model: PreTrainedModel, targets: Sequence[QuantTarget], recipe:
     return whole + sum(target.size for target in targets) + stage
 
 
+def parameter_bytes(model: PreTrainedModel) -> int:
+    """Of all floats."""
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
 def outside_bytes(model: PreTrainedModel, targets: Sequence[QuantTarget]) -> int:
     """Of what is never on the host: embedding, head, norms, biases, matrices that are skipped."""
-    return sum(p.numel() * p.element_size() for p in model.parameters()) - hosted_bytes(targets)
+    return parameter_bytes(model) - hosted_bytes(targets)
 
 
 def hosted_bytes(targets: Sequence[QuantTarget]) -> int:

@@ -11,14 +11,16 @@ from requant.calibration.batches import bytes_of_logits, tokens_at_once, vocabul
 from requant.calibration.collect import bytes_needed
 from requant.calibration.passes import RECOMPUTE_ABOVE
 from requant.finetune.final import trains_by_block
-from requant.finetune.memory import fullest_phase, hosted_training_bytes
+from requant.finetune.memory import fullest_phase, hosted_training_bytes, packed_bytes
 from requant.inference.own_text import bytes_to_write
 from requant.models.devices import total_memory
 from requant.pipeline.hosting import (
     block_statistics,
+    hosted_bytes,
     largest_block,
     matrix_bytes,
     outside_bytes,
+    parameter_bytes,
     work_bytes,
 )
 from requant.pipeline.prepare import Outline, Prepared
@@ -55,14 +57,13 @@ def expected_memory(prepared: Prepared | Outline, recipe: Recipe, device: str) -
     scores, and then a batch's gradients on their way to their owners.
     """
     weights = sum(target.size for target in prepared.targets)
-    model, codes = sum(p.numel() * p.element_size() for p in prepared.model.parameters()), weights
+    model, codes = parameter_bytes(prepared.model), weights
     outside = outside_bytes(prepared.model, prepared.targets)
     if prepared.hosted:
         model, codes = outside + largest_block(prepared.targets), 0
     own = 0
     if device == "cpu":
-        packed = round(weights * recipe.quantizer.bits / 8)
-        own = weights * prepared.targets[0].parameter.element_size() + packed
+        own = hosted_bytes(prepared.targets) + packed_bytes(prepared.targets, recipe)
     needs = find_method(recipe.method).needs
     statistics = of_fullest_rank(prepared.targets, lambda target: bytes_needed(target, needs))
     scores = matrix_bytes(prepared.targets)

@@ -37,7 +37,13 @@ from requant.pipeline.completion import (
     with_steps,
     within_positions,
 )
-from requant.pipeline.hosting import HOSTED, check_trainable, hosted_recipe, hosts_blocks
+from requant.pipeline.hosting import (
+    HOSTED,
+    check_trainable,
+    hosted_recipe,
+    hosts_blocks,
+    parameter_bytes,
+)
 from requant.pipeline.texts import calibration_text, evaluation_text, in_windows, sampled_text
 from requant.recipe.schema import Recipe
 from requant.run.context import RunContext, fingerprint
@@ -345,4 +351,4 @@ def bytes_before(prepared: Prepared | Outline) -> int:
     """Bytes of the original's weight files, or of its parameters where it was built in memory."""
     if prepared.source is not None:
         return folder_bytes(prepared.source)
-    return sum(p.numel() * p.element_size() for p in prepared.model.parameters())
+    return parameter_bytes(prepared.model)

@@ -13,6 +13,7 @@ from math import ceil
 
 import torch
 
+from requant import ranks
 from requant.allocation.budget import has_budget
 from requant.allocation.embedding_and_head import embedding_and_head_of, table_method
 from requant.allocation.predictors import MEASURED_TOKENS, PQI_TOKENS
@@ -21,7 +22,7 @@ from requant.finetune.decoded_block import weights_to_decode
 from requant.inference.own_text import PREFIX, cache_bytes, windows_at_once
 from requant.models.targets import QuantTarget
 from requant.pipeline.diagnosis import MATRIX_TOKENS_ON_CPU, MATRIX_WEIGHTS_ON_CPU
-from requant.pipeline.hosting import hosted_bytes
+from requant.pipeline.hosting import hosted_bytes, parameter_bytes
 from requant.pipeline.prepare import DIAGNOSED_TOKENS, Outline, Prepared
 from requant.progress import Stage
 from requant.quantizers.registry import find_method
@@ -156,7 +157,7 @@ def _writing(prepared: Prepared | Outline) -> float:
     length = prepared.train_windows.shape[1]
     at_once = windows_at_once(prepared.model, length)
     batches = ceil(ceil(prepared.own_windows / at_once) / count_gpus(prepared))
-    weights = sum(p.numel() * p.element_size() for p in prepared.model.parameters())
+    weights = parameter_bytes(prepared.model)
     keys_and_values = (
         min(at_once, prepared.own_windows) * cache_bytes(prepared.model, length) / 2
     )  # on average
@@ -164,14 +165,14 @@ def _writing(prepared: Prepared | Outline) -> float:
 
 
 def tokens_of_step(prepared: Prepared | Outline, recipe: Recipe) -> int:
-    """Of training; all that there are, where they are fewer than the recipe's."""
+    """Of training."""
     count, length = prepared.train_windows.shape
-    return min(recipe.finetune.tokens_per_step, (count + prepared.own_windows) * length)
+    return length * recipe.finetune.windows_of_step(count + prepared.own_windows, length)
 
 
 def count_gpus(prepared: Prepared | Outline) -> int:
     """Among how many ranks the matrices are divided."""
-    return 1 + max(target.rank for target in prepared.targets)
+    return ranks.count_owners(prepared.targets)
 
 
 def of_fullest_rank(targets: Sequence[QuantTarget], size: Callable[[QuantTarget], int]) -> int:

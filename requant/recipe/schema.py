@@ -154,6 +154,10 @@ class Finetune:
     def trains(self) -> bool:
         return self.steps != 0
 
+    def windows_of_step(self, count: int, length: int) -> int:
+        """How many of `count` windows of so many tokens a step takes."""
+        return min(count, max(1, self.tokens_per_step // length))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Recovery:
