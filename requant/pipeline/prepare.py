@@ -47,7 +47,7 @@ from requant.pipeline.hosting import (
 from requant.pipeline.texts import calibration_text, evaluation_text, in_windows, sampled_text
 from requant.recipe.schema import Recipe
 from requant.run.context import RunContext, fingerprint
-from requant.run.workspace import Workspace
+from requant.run.workspace import Workspace, model_digest
 from requant.sensitivity.path import originals
 from requant.text.sources import Text
 from requant.text.windows import spread
@@ -74,6 +74,14 @@ class Outline:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoadedWeights:
+    """A model's weights before a run changes them."""
+
+    original: Mapping[str, Tensor]  # [n, k], CPU, the source's dtype
+    digest: str  # of all tensors of the model
+
+
+@dataclass(frozen=True, kw_only=True)
 class Prepared:
     """A model and its texts, checked."""
 
@@ -82,6 +90,7 @@ class Prepared:
     tokenizer: PreTrainedTokenizerBase
     source: Path | None  # the model's folder; None for one that was built in memory
     targets: Sequence[QuantTarget]
+    loaded: LoadedWeights | None  # None in the outcome of a run, whose model holds other weights
     calibration: Text
     windows: Int64[Tensor, "b t"]  # of the calibration text, for statistics
     train_windows: Int64[Tensor, "p t"]  # that finetuning may train on
@@ -148,6 +157,7 @@ def prepare(
             if why_not_folded is None:
                 fold(model, seed=recipe.quantizer.seed)
                 targets = rotated_targets(targets)
+        loaded = loaded_weights(model, targets)
         by_default = recipe.finetune.steps is None
         recipe = with_steps(model, recipe)
         if pending is None:
@@ -192,6 +202,7 @@ def prepare(
         tokenizer=tokenizer,
         source=source,
         targets=targets,
+        loaded=loaded,
         calibration=calibration,
         windows=windows,
         train_windows=train_windows,
@@ -308,21 +319,29 @@ def start(prepared: Prepared, recipe: Recipe, *, workspace: Workspace, quiet: bo
     """The context of the stages."""
     if prepared.model.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(prepared.model.device)
+    loaded = prepared.loaded or loaded_weights(prepared.model, prepared.targets)
     return RunContext(
         model=prepared.model,
         targets=prepared.targets,
-        original=originals(prepared.targets),
+        original=loaded.original,
         windows=prepared.windows,
         train_windows=prepared.train_windows,
         recipe=recipe,
         workspace=workspace,
-        fingerprint=fingerprint(prepared.model, prepared.targets, prepared.windows),
+        fingerprint=fingerprint(prepared.model, loaded.digest, prepared.targets, prepared.windows),
         source=prepared.source,
         routed_tokens=routed_tokens(
             prepared.model, prepared.windows, label=None if quiet else "tokens of each expert"
         ),
         quiet=quiet,
     )
+
+
+def loaded_weights(model: PreTrainedModel, targets: Sequence[QuantTarget]) -> LoadedWeights:
+    """Copies of the matrices, and a hash of all tensors, for which matrices are not copied from a GPU once more."""
+    original = originals(targets)
+    copies = {f"{target.name}.weight": target.oriented(original[target.name]) for target in targets}
+    return LoadedWeights(original=original, digest=model_digest(model, copies))
 
 
 def diagnosed_windows(prepared: Prepared) -> Int64[Tensor, "d t"]:

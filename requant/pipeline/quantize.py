@@ -203,7 +203,7 @@ def quantize(
         progress.enter("samples")
         samples = _samples(run, prepared, weights, embedding_and_head)
         return QuantizedModel(
-            prepared=prepared,
+            prepared=dataclasses.replace(prepared, loaded=None),
             weights=weights,
             embedding_and_head=dict(embedding_and_head.weights),
             allocation=run.allocation,

@@ -1,6 +1,7 @@
 """The texts of a run, for calibration and evaluation: which they are by default, read, and in windows of tokens."""
 
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,16 +67,21 @@ def in_windows(
         cut = len(whole) * 9 // 10
         calibration = Text.from_documents(name, [whole[:cut]])
         evaluation = Text.from_documents(f"{name} (last tenth, held out)", [whole[cut:]])
+    lengths = recipe.calibration.seq_len, recipe.evaluation.context
+    with ThreadPoolExecutor(1) as beside:  # one after the other: threads may not share a tokenizer
+
+        def windows_of(text: Text, length: int, seed: int = 0) -> Future[Int64[Tensor, "b t"]]:
+            return beside.submit(token_windows, text, tokenizer, num_samples=None, seq_len=length, seed=seed)
+
+        windows = windows_of(calibration, lengths[0], recipe.seed)
+        eval_windows = windows_of(evaluation, lengths[1])
+        shared = overlap(calibration, evaluation) if scored else 0.0
     return Texts(
         calibration=calibration,
-        windows=token_windows(
-            calibration, tokenizer, num_samples=None, seq_len=recipe.calibration.seq_len, seed=recipe.seed
-        ),
+        windows=windows.result(),
         evaluation=evaluation,
-        eval_windows=token_windows(
-            evaluation, tokenizer, num_samples=None, seq_len=recipe.evaluation.context
-        ),
-        overlap=overlap(calibration, evaluation) if scored else 0.0,
+        eval_windows=eval_windows.result(),
+        overlap=shared,
     )
 
 

@@ -23,7 +23,7 @@ from requant.formats.quantized_weight import QuantizedWeight
 from requant.models.targets import QuantTarget
 from requant.recipe.schema import Recipe
 from requant.recipe.yaml_files import to_dict
-from requant.run.workspace import Workspace, digest, model_digest
+from requant.run.workspace import Workspace, digest
 from requant.sensitivity.path import QuantizedPath, Scores
 from requant.sensitivity.scores import score_weights
 from requant.version import VERSION
@@ -146,12 +146,14 @@ class RunContext:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
 
-def fingerprint(model: PreTrainedModel, targets: Sequence[QuantTarget], windows: Int64[Tensor, "b t"]) -> str:
-    """A hash of what every stage depends on, whatever the recipe."""
+def fingerprint(
+    model: PreTrainedModel, weights: str, targets: Sequence[QuantTarget], windows: Int64[Tensor, "b t"]
+) -> str:
+    """A hash of what every stage depends on, whatever the recipe; `weights` is the model's (`model_digest`)."""
     return digest(
         [VERSION, torch.__version__, next(model.parameters()).device.type],
         model.config.to_json_string(),
-        model_digest(model),
+        weights,
         [[target.name, dict(target.options)] for target in targets],
         windows,
     )

@@ -261,11 +261,17 @@ def digest(*parts: Any) -> str:
     return state.hexdigest()
 
 
-def model_digest(model: nn.Module) -> str:
-    """A hash of every parameter and buffer of a model, by name; tensors are hashed side by side."""
-    tensors = whole_state(model)
+def model_digest(model: nn.Module, copies: Mapping[str, Tensor] | None = None) -> str:
+    """A hash of every parameter and buffer of a model, by name; tensors are hashed side by side, and tied ones once.
+
+    `copies` on the CPU of some of the tensors, by name, are read in place of what lies on a GPU.
+    """
+    tensors = whole_state(model) | dict(copies or {})
+    places = {name: (t.data_ptr(), t.dtype, t.shape, t.stride()) for name, t in tensors.items()}
+    distinct = {places[name]: tensor for name, tensor in tensors.items()}
     with ThreadPoolExecutor(HASHING_THREADS) as pool:  # hashing a large buffer releases the interpreter
-        return digest(list(tensors), list(pool.map(digest, tensors.values())))
+        hashes = dict(zip(distinct, pool.map(digest, distinct.values()), strict=True))
+    return digest(list(tensors), [hashes[place] for place in places.values()])
 
 
 def raw_bytes(tensor: Shaped[Tensor, "..."]) -> Any:

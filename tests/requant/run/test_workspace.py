@@ -209,6 +209,22 @@ def test_model_digest() -> None:
     assert len({first, second, model_digest(model), model_digest(model.bfloat16())}) == 4
 
 
+def test_model_digest_reads_copies_and_hashes_tied_tensors_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.ModuleDict(
+        {"table": nn.Embedding(5, 3), "head": nn.Linear(3, 5, bias=False), "last": nn.Linear(5, 2)}
+    )
+    model["head"].weight = model["table"].weight
+    hashed: list[tuple[object, ...]] = []
+    expected, plain = model_digest(model), digest
+    monkeypatch.setattr(workspace, "digest", lambda *parts: hashed.append(parts) or plain(*parts))
+    copies = {"last.weight": model["last"].weight.detach().T.contiguous().T}
+    assert model_digest(model, copies) == expected  # by their values, in whatever order they lie
+    assert len(hashed) == 3 + 1 and any(parts[0] is copies["last.weight"] for parts in hashed)
+    assert model_digest(model, {"last.weight": copies["last.weight"] + 1}) != expected
+    model["head"].weight = nn.Parameter(model["table"].weight.detach().clone())
+    assert model_digest(model) == expected
+
+
 def test_a_file_system_without_locks_is_said(tmp_path: Path, monkeypatch, caplog) -> None:
     def refuses(*_: object, **__: object) -> None:
         raise NotImplementedError
