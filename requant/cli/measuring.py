@@ -15,7 +15,10 @@ from requant.errors import InputError
 def evaluate(
     models: Annotated[list[str], typer.Argument(help="Models or checkpoints.")],
     text: Annotated[
-        list[str] | None, typer.Option(help="Text to score. [demo-eval for demo, else WikiText-2 test]")
+        list[str] | None,
+        typer.Option(
+            help="Text to score. [demo-eval for demo and what was made of it, else WikiText-2 test]"
+        ),
     ] = None,
     context: Annotated[
         int | None, typer.Option(min=8, help="Tokens of a window. [2048, or the model's positions]")

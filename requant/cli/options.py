@@ -253,6 +253,16 @@ def spelled_out(command: Callable[..., None]) -> Callable[..., None]:
 class PanelledCommand(TyperCommand):
     """A command whose --help lists the options by panel: those of several commands in the order of PANELS."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:  # typer's UsageError, whose module differs by version
+            if "unexpected extra argument" in getattr(error, "message", "") and any(
+                "--model" in parameter.opts for parameter in self.params
+            ):
+                error.message += "; the model is given as --model MODEL."  # type: ignore[attr-defined]
+            raise
+
     def format_options(self, ctx: Any, formatter: Any) -> None:
         panels: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):

@@ -2,14 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
+from requant.checkpoint.header import read_json
 from requant.checkpoint.sizes import byte_table
+from requant.errors import CheckpointError, TextError
 from requant.evaluation.perplexity import Quality, perplexity_and_kl
 from requant.inference.load import is_checkpoint, open_model
 from requant.models.devices import pick_device
 from requant.models.loading import DEMO, context_limit, load_config, load_tokenizer, resolve_source
 from requant.models.weight_files import folder_bytes
-from requant.text.sources import WIKITEXT, read_text
+from requant.text.sources import WIKITEXT, Text, read_text
 from requant.text.windows import token_windows
 
 CONTEXT = 2048  # of a window, where the model has as many positions
@@ -60,10 +63,7 @@ def evaluate_all(
     folders = [resolve_source(model) for model in models]
     original = None if reference is None else resolve_source(reference)
     where = pick_device(device)
-    names = (
-        list(text) if text else ["demo-eval" if str(DEMO) in (folders[0], original) else f"{WIKITEXT}:test"]
-    )
-    scored = read_text(names)
+    scored = read_text(list(text)) if text else _usual_text(any(map(_of_demo, [folders[0], original])))
     if context is None:
         context = min(CONTEXT, context_limit(load_config(folders[0])) or CONTEXT)
     tokens = token_windows(scored, load_tokenizer(folders[0]), num_samples=None, seq_len=context)
@@ -81,3 +81,22 @@ def evaluate_all(
         )
         rows.append(Row(name=name, bits_per_weight=bits_per_weight, size_bytes=size_bytes, quality=quality))
     return rows
+
+
+def _usual_text(demo: bool) -> Text:
+    """What is scored where no text is named."""
+    try:
+        return read_text("demo-eval" if demo else f"{WIKITEXT}:test")
+    except TextError as error:
+        raise TextError(f"{error}. It is read because no --text was given.") from error
+
+
+def _of_demo(folder: str | None) -> bool:
+    """Whether this is the demo, or a checkpoint that says it was made of it."""
+    report = Path(folder or "") / "report.json"
+    if folder is None or folder == str(DEMO) or not report.is_file():
+        return folder == str(DEMO)
+    try:
+        return read_json(report).get("model") == "demo"
+    except CheckpointError:  # of a stranger: it decides nothing but a default
+        return False

@@ -142,6 +142,14 @@ def test_names_that_are_too_long(refused, length: int) -> None:
         assert "is no folder" in refused("inspect", name)
 
 
+@pytest.mark.parametrize("command", ["quantize", "sweep", "sparsify", "sensitivity"])
+def test_a_model_without_its_option(cli, command: str) -> None:
+    code, _, error = cli(command, "demo", "--bits", "3")
+    assert code == 2 and "(demo); the model is given as --model MODEL." in error
+    code, _, error = cli("inspect", "one", "two")
+    assert code == 2 and "(two)" in error and "--model" not in error
+
+
 def test_bits_that_modules_fix(refused) -> None:
     said = refused("quantize", "--dry-run", "--bits", 4, "--method", "rtn", "--module", "*:bits=8")
     assert "bits a weight, all stored bytes counted; fix fewer bits." in said

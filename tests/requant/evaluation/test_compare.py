@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,29 @@ def test_a_broken_config_is_one_sentence(tmp_path: Path, content: str) -> None:
         evaluate_all([str(tmp_path)], text=["demo-eval"])
     with pytest.raises(ModelError, match=r"config\.json"):
         is_checkpoint(str(tmp_path))
+
+
+def test_the_usual_text_is_that_of_the_original(
+    checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint of the demo needs no hub either; where the hub fails, the message names --text."""
+    asked: list[str] = []
+
+    def fail(name: str) -> None:
+        asked.append(name)
+        raise TextError(f"{name} did not come")
+
+    monkeypatch.setattr("requant.evaluation.compare.read_text", fail)
+    folder = Path(shutil.copytree(checkpoint, tmp_path / "copy"))
+    for report in ('{"model": "demo"}', '{"model": "another"}', '{"model": ["demo"]}', "{", "[]"):
+        (folder / "report.json").write_text(report)
+        with pytest.raises(TextError, match=r"did not come\. It is read because no --text was given\."):
+            evaluate_all([str(folder)])
+    assert asked[0] == "demo-eval" and {name.split(":")[-1] for name in asked[1:]} == {"test"}
+    for models in (["demo"], [str(folder)]):
+        with pytest.raises(TextError):
+            evaluate_all(models, reference="demo")
+    assert asked[-2:] == ["demo-eval"] * 2
 
 
 def test_generate(checkpoint: str) -> None:
