@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup, escape
 
 from requant.display import format_bytes, format_seconds
 from requant.errors import printable
@@ -48,6 +49,7 @@ def environment(*, escape: bool) -> Environment:
         "code": code_span,
         "fence": fence,
         "percent": percent,
+        "prose": prose,
         "python": lambda text: ascii(printable(text)),
     }
     made.globals |= {
@@ -75,6 +77,12 @@ def signed(value: int | float) -> str:
     """A difference of losses: a sign, and enough digits to see it."""
     text = f"{value:+.4f}" if abs(value) >= 0.00005 or value == 0 else f"{value:+.0e}"
     return text.replace("-", "−")
+
+
+def prose(text: str) -> Markup:
+    """A sentence for a page: what stands between backticks as code, and no line break inside an --option."""
+    coded = re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text)))
+    return Markup(re.sub(r"(?<![\w-])--[a-z][a-z-]{1,30}", r'<span class="nowrap">\g<0></span>', coded))
 
 
 def code_span(text: str) -> str:

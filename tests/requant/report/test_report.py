@@ -315,6 +315,14 @@ def test_a_prediction_that_was_wrong_is_said(predicted, measured, changes, said)
     assert [f"a loss of {predicted:.3f} nats" in sentence for sentence in found] == [True] * said
 
 
+def test_sentences_show_commands_as_code_and_keep_options_whole() -> None:
+    page = render_report(summary(warnings=["give `requant quantize` or --finetune-steps 100 <b>", "a -- b`"]))
+    assert (
+        '<code>requant quantize</code> or <span class="nowrap">--finetune-steps</span> 100 &lt;b&gt;' in page
+    )
+    assert "<li>a -- b`</li>" in page
+
+
 def test_samples_are_text():
     samples = [Sample(prompt="Once " + HOSTILE, before="upon a time", after=HOSTILE)]
     page = Page(render_report(summary(samples=samples)))
