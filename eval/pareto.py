@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from eval.curve_tables import seed_range
 from eval.markdown import markdown, peers, read
 
 OURS, PEER = "requant", "llama.cpp"
@@ -64,6 +65,14 @@ def measured(results: Path) -> list[dict[str, Any]]:
     )
 
 
+def kls_of_seeds(results: Path, row: Mapping[str, Any]) -> list[float]:
+    """KL of a row, and of the same one with other seeds."""
+    rows = read(results, "quality-bench-32m").get("rows", [])
+    return [
+        float(other["kl"]) for other in rows if (other["name"], other["bits"]) == (row["name"], row["bits"])
+    ]
+
+
 def speed(results: Path, bits: float, code: str) -> float | None:
     """Tokens a second of one sequence of the 8B shape by a trellis code."""
     rows: Sequence[Mapping[str, Any]] = read(results, "end-to-end-h200").get("rows", [])
@@ -99,7 +108,7 @@ def files_table(results: Path) -> str:
                 f"{ours.megabytes:.1f} MB",
                 f"{row['bits_per_weight']:.3f}",
                 f"{row['perplexity']:.2f}",
-                f"{ours.kl:.4f}",
+                f"{ours.kl:.4f}" + seed_range(kls_of_seeds(results, row)),
                 f"{peer.label}, {peer.megabytes:.1f} MB",
                 f"{peer.kl:.4f}",
             ]
