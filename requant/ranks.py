@@ -25,11 +25,11 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from requant.errors import RequantError, is_out_of_memory
-from requant.processes import LAUNCHED, started
 
 T = TypeVar("T")
 SLOWEST_STAGE = timedelta(hours=12)  # a rank may wait so long for the codes of another
 ENDED_WITHIN = 60  # seconds in which a launcher ends the ranks that are left when one died
+LAUNCHED = "REQUANT_LAUNCHED"  # set in the environment of processes that `--gpus` started
 
 
 @runtime_checkable
@@ -45,17 +45,30 @@ OwnedT = TypeVar("OwnedT", bound=_Owned)
 _store: dist.Store | None = None  # of the run; None: alone
 
 
+def started() -> int:
+    """How many processes torchrun or `--gpus` started; 1: none but this."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 @contextmanager
-def joined() -> Iterator[None]:
-    """Be one rank of the processes that were started, while the context lasts; `connected` comes next.
+def joined(device: str) -> Iterator[str]:
+    """Be one rank of the processes that were started, while the context lasts; yields this rank's device.
 
     Ranks other than 0 print nothing. Where several ranks fail alike the first says why, and the others just end.
     """
     global _store
     if started() == 1:
-        yield
+        yield device
         return
-    _store, own = _common_store(), int(os.environ["RANK"])
+    gpu = device.startswith("cuda")
+    local = int(os.environ["LOCAL_RANK"])
+    if gpu:
+        torch.cuda.set_device(local)
+    _store, own, count = next(dist.rendezvous("env://", timeout=SLOWEST_STAGE))
+    backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
+    dist.init_process_group(backend, store=_store, rank=own, world_size=count, timeout=SLOWEST_STAGE)
+    if gpu:  # NCCL connects in the first operation, which all ranks must take part in; those of `Exchange` may be of some
+        dist.all_reduce(torch.zeros(1, device="cuda"))
     if LAUNCHED in os.environ:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # the launcher has it too, and says so
     with ExitStack() as stack:
@@ -64,7 +77,7 @@ def joined() -> Iterator[None]:
             stack.enter_context(redirect_stdout(nowhere))
             stack.enter_context(redirect_stderr(nowhere))
         try:
-            yield
+            yield f"cuda:{local}" if gpu else device
         except BaseException as error:
             ended = LAUNCHED in os.environ and isinstance(
                 error, KeyboardInterrupt
@@ -72,50 +85,15 @@ def joined() -> Iterator[None]:
             if ended or not _first_to_fail():
                 raise SystemExit(getattr(error, "exit_code", 1)) from None
             raise
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        dist.destroy_process_group()
         _store = None
-
-
-def connected(device: str) -> str:
-    """Connect this rank with the others; gives its own device."""
-    if _store is None:
-        return device
-    gpu, local = device.startswith("cuda"), int(os.environ["LOCAL_RANK"])
-    if gpu:
-        torch.cuda.set_device(local)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if gpu else "gloo",
-        store=_store,
-        rank=int(os.environ["RANK"]),
-        world_size=started(),
-        timeout=SLOWEST_STAGE,
-    )
-    if gpu:  # NCCL connects in the first operation, which all ranks must take part in; those of `Exchange` may be of some
-        dist.all_reduce(torch.zeros(1, device="cuda"))
-    return f"cuda:{local}" if gpu else device
-
-
-def _common_store() -> dist.Store:
-    """Of all processes; rank 0 serves it, at the port that the launcher opened, or torchrun does."""
-    if LAUNCHED not in os.environ:
-        return next(dist.rendezvous("env://", timeout=SLOWEST_STAGE))[0]
-    first = os.environ["RANK"] == "0"
-    return dist.TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        started(),
-        is_master=first,
-        timeout=SLOWEST_STAGE,
-        master_listen_fd=int(os.environ[LAUNCHED]) if first else None,
-    )
 
 
 def _first_to_fail() -> bool:
     try:
         return _store is None or _store.add("requant/failed", 1) == 1
-    except RuntimeError:  # whoever held the store is gone: rank 0, of which the launcher says it, or torchrun
-        return LAUNCHED not in os.environ
+    except RuntimeError:  # whoever held the store is gone
+        return True
 
 
 def rank() -> int:

@@ -16,7 +16,6 @@ from requant.cli.common import (
     sigterm_interrupts,
     table,
 )
-from requant.cli.launching import check_gpus, ran_on
 from requant.errors import RecipeError
 
 
@@ -86,18 +85,12 @@ def quantize(
 
     if output is not None and not dry_run:  # what can be refused is, before the imports that take seconds
         check_new_output(output, resume=resume)
-    if not dry_run and ran_on(gpus):
-        return
     with importing():
         from requant import progress, ranks
         from requant.models.devices import limit_gpu_memory, pick_device
         from requant.recipe.options import output_folder, parse_size, recipe_from_options
 
-    with ranks.joined():
-        own_device = pick_device(device)
-        if not dry_run:
-            check_gpus(gpus, own_device)
-        own_device = ranks.connected(own_device)
+    with ranks.joined(pick_device(device)) as own_device:
         log_to_stderr(verbose)
         log_to_file(log_file if ranks.rank() == 0 else None)
         if dry_run and gpus is not None and device == "auto":
@@ -124,7 +117,11 @@ def quantize(
                 from requant.integrations.hub import check_hub
 
                 check_hub(push_to)
-        if memory is not None:
+            from requant.cli.launching import ran_on
+
+            if ran_on(gpus, device):  # what follows is for the processes that work: its imports take seconds
+                return
+        if memory is not None:  # not by the process that starts others: it would open the first GPU
             limit_gpu_memory(memory, own_device)
         with importing():
             from requant.pipeline.plan import make_plan

@@ -16,8 +16,6 @@ import torch.distributed as dist
 from requant import ranks
 from requant.calibration.exchange import Exchange
 from requant.calibration.stats import Curvature
-from requant.cli.launching import check_gpus
-from requant.errors import InputError
 from requant.finetune import divided, saved_training
 from requant.finetune.blockwise import BlockwiseStep
 from requant.quantizers import table_trellis, trellis
@@ -39,8 +37,7 @@ USES = [Curvature(rows=torch.ones(96), covariance=torch.eye(16))]
 class Target:
     def __init__(self, name, rank): self.name, self.rank = name, rank
 
-with ranks.joined():
-    ranks.connected("cpu")
+with ranks.joined("cpu"):
     me = ranks.rank()
     out = sys.__stdout__
     found = {"size": ranks.world_size(), "rounds": ranks.rounds(list(range(7)))}
@@ -176,22 +173,13 @@ def test_alone_nothing_is_sent() -> None:
     assert ranks.shared(1, {"t": tensor})[1]["t"] is tensor
 
 
-def test_gpus_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_that_cannot_be_had(cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    command = ["quantize", "--bits", "3", "--gpus", "2", "--output", tmp_path / "out"]
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    with pytest.raises(InputError, match="--gpus 2: torch sees 1 GPUs here; lower it"):
-        check_gpus(2, "cuda")
-    with pytest.raises(InputError, match="give --device cuda, or CUDA_VISIBLE_DEVICES"):
-        check_gpus(2, "cuda:0")
-    check_gpus(1, "cuda:0")
-    check_gpus(2, "cpu")
-
-
-@pytest.mark.parametrize("option", [("--method", "nothing"), ("--device", "tpu")])
-def test_what_all_processes_refuse_is_said_once(tmp_path: Path, option: tuple[str, str]) -> None:
-    command = ["quantize", "--bits", "3", "--gpus", "2", "--output", str(tmp_path / "out"), *option]
-    done = subprocess.run([sys.executable, "-m", "requant", *command], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("requant: ") and done.stderr.count("\n") == 1 and option[1] in done.stderr
+    code, out, error = cli(*command, "--device", "cuda")
+    assert (code, out) == (2, "")
+    assert error == "requant: --gpus 2: torch sees 1 GPUs here; lower it.\n"
+    assert "give --device cuda, or CUDA_VISIBLE_DEVICES" in cli(*command, "--device", "cuda:0")[2]
 
 
 def recipe_with_training(folder: Path, text: Path, *, blockwise: bool) -> Recipe:
