@@ -30,11 +30,13 @@ and ends, parameters whole beside the parts that learn. As a whole, a GPU fills 
 counted is one window at a time, since it needs no more.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 
 from transformers import PreTrainedModel
 
+from requant.errors import RequantError, is_out_of_memory
 from requant.finetune.blockwise import TOKENS_AT_ONCE, positions_at_once
 from requant.finetune.teacher import MAX_MEMORY_FRACTION
 from requant.models.targets import QuantTarget, find_blocks
@@ -45,6 +47,20 @@ from requant.run.rounds import rounds_of
 BYTES_OF_A_LOGIT = 24  # of both models: bfloat16, float32 logarithms, gradients
 DECODED_BYTES = 20  # a weight of the matrix that is decoded: float32, rotated back
 HOSTED_STATES = 4  # hidden states of a step on the GPU, where the others wait on the host: with gradients
+
+
+@contextmanager
+def exhaustion_explained() -> Iterator[None]:
+    """Training that runs out of memory all the same ends with what is left to do: its codes took most of the time."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise RequantError(
+            "training does not fit in memory; --resume with --finetune-steps 0 writes the codes without it, --resume on a "
+            "larger GPU goes on with it."
+        ) from error
 
 
 def bytes_of_a_token(targets: Sequence[QuantTarget], vocabulary: int) -> int:

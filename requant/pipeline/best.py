@@ -39,6 +39,7 @@ from requant.finetune.loop import (
     train,
     trainable_tensors,
 )
+from requant.finetune.memory import exhaustion_explained
 from requant.finetune.reparametrized import reparametrized_weights
 from requant.finetune.saved_training import SavedTraining
 from requant.formats.contract import TrainableParams
@@ -91,7 +92,7 @@ def best(run: RunContext, rounds: Sequence[Sequence[QuantTarget]] | None = None)
             run.statistics.clear()
             unquantized = [target for later in rounds[index + 1 :] for target in later]
             if unquantized and not saved.round_is_over:
-                with run.stage("finetuning"):
+                with run.stage("finetuning"), exhaustion_explained():
                     trainables = trainable_tensors(trainable, unquantized, list(other_params.values()), lr)
                     derived = reparametrized_weights(run, weights, trainable)
                     progress.enter(f"{name}, training")

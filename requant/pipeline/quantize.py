@@ -31,6 +31,7 @@ from requant.evaluation.original import OriginalLogits
 from requant.evaluation.perplexity import Quality, perplexity_and_kl
 from requant.evaluation.samples import Sample, write_samples
 from requant.finetune.final import finetune
+from requant.finetune.memory import exhaustion_explained
 from requant.inference.own_text import own_windows
 from requant.models.devices import peak_memory, pick_device, used_memory
 from requant.pipeline.best import best
@@ -275,7 +276,7 @@ def finetuned(
     progress.enter("fine-tuning")
     result = load_stage(run, "finetuned", embedding_and_head.parameters)
     if result is None:
-        with run.stage("finetuning"):
+        with run.stage("finetuning"), exhaustion_explained():
             result = finetune(run, weights, run.recipe.finetune, embedding_and_head)
         save_stage(run, "finetuned", result)
     tables = {name: result.pop(name) for name in embedding_and_head.weights}

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import requant
+from requant.errors import RequantError
 from requant.evaluation.perplexity import perplexity_and_kl
 from requant.formats.quantized_weight import QuantizedWeight
 from requant.inference.quant_linear import QuantLinear
@@ -201,6 +202,50 @@ def test_a_run_that_resumes_ends_in_the_same_weights(
         assert torch.equal(weight.dequantize(), first.weights[name].dequantize())
     assert all(torch.equal(p, again.model.get_parameter(name)) for name, p in norms.items())
     assert again.after.mean_kl == first.after.mean_kl
+
+
+@pytest.mark.parametrize(("rounds", "training"), [(None, "best"), (0, "quantize")])
+def test_training_that_does_not_fit_leaves_codes_to_write(
+    trained_model,
+    trained_state,
+    tokenizer,
+    tiny_text_file: Path,
+    tmp_path: Path,
+    monkeypatch,
+    rounds,
+    training,
+) -> None:
+    """The remedy that the sentence names works; at the end only, when all codes are made, none is made again."""
+    made: list[str] = []
+    own = METHODS["kmeans"]
+
+    def counting(*args, **options):
+        made.append("codes")
+        return own.quantize(*args, **options)
+
+    def exhausted(*_args, **_options):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setitem(METHODS, "kmeans", dataclasses.replace(own, quantize=counting))
+    where = {"best": "requant.pipeline.best.train", "quantize": "requant.finetune.final.train"}[training]
+    monkeypatch.setattr(where, exhausted)
+    finetune = BRIEF if rounds is None else dataclasses.replace(BRIEF, rounds=rounds)
+
+    def run(resume: bool, finetune: Finetune) -> QuantizedModel:
+        trained_model.load_state_dict(trained_state)
+        chosen = recipe(tiny_text_file, budget=Budget(bits=3.0), finetune=finetune)
+        workspace = Workspace(tmp_path / "work.partial", resume=resume)
+        return requant.quantize(trained_model, chosen, tokenizer=tokenizer, workspace=workspace)
+
+    with pytest.raises(
+        RequantError, match="training does not fit in memory; --resume with --finetune-steps 0"
+    ):
+        run(False, finetune)
+    before = len(made)
+    result = run(True, dataclasses.replace(finetune, steps=0))
+    assert result.weights and before > 0
+    if rounds == 0:
+        assert len(made) == before == len(result.weights)
 
 
 def test_rounds_may_match_hidden_states_too(quantized, without_outliers) -> None:
