@@ -69,7 +69,7 @@ class CalibrationText:
 class BudgetSummary:
     """The budget, the bytes written, and the loss that the allocation predicted."""
 
-    target: str  # 2.25bit, 600MB
+    target: str  # 2.25 bits a weight, 600MB
     bytes: int
     written: int
     predictor: str

@@ -209,7 +209,7 @@ def _budget_line(
         return None
     matrices = sum(matrix.bytes for matrix in stored.values())
     return BudgetSummary(
-        target=budget_name(result.recipe),
+        target=_asked_for(result),
         bytes=allocation.budget,
         written=file_bytes if result.recipe.budget.size else matrices,
         predictor=str(allocation.predictor),
@@ -219,6 +219,12 @@ def _budget_line(
         head_bits=allocation.head_bits,
         best_split=allocation.best_split,
     )
+
+
+def _asked_for(result: QuantizedModel) -> str:
+    """The budget in words: bits of the matrices, or bytes of the file."""
+    bits = result.recipe.budget.bits
+    return budget_name(result.recipe) if bits is None else f"{bits:g} bits a weight"
 
 
 def _written_bytes(result: QuantizedModel, stored: dict[str, MatrixBytes]) -> int:
