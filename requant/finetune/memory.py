@@ -38,7 +38,7 @@ from transformers import PreTrainedModel
 
 from requant.errors import RequantError, is_out_of_memory
 from requant.finetune.blockwise import TOKENS_AT_ONCE, positions_at_once
-from requant.finetune.teacher import MAX_MEMORY_FRACTION
+from requant.finetune.teacher import MAX_MEMORY_FRACTION, state_bytes
 from requant.models.targets import QuantTarget, find_blocks
 from requant.recipe.schema import Finetune, Recipe
 from requant.run.quantize_linears import by_block as by_block_of
@@ -113,7 +113,7 @@ def training_bytes(
         logits = BYTES_OF_A_LOGIT * vocabulary * min(tokens, positions_at_once(vocabulary))
         largest = max(p.numel() for p in model.parameters())
         return state + max(hidden + max(at_work, logits + cast * embedding.numel()), 4 * largest)
-    states = count * length * hidden_size * (2 if gpu else 4)
+    states = state_bytes(count * length, hidden_size, "cuda" if gpu else "cpu")
     if states > MAX_MEMORY_FRACTION * device_memory:
         states = 0
     state = parameters * (4 + cast + own) + 12 * (still_open + rest) + 9 * with_codes + states
@@ -171,7 +171,7 @@ def hosted_training_bytes(
     rest = sum(p.numel() for p in model.parameters()) - sum(target.size for target in targets)
     packed = packed_bytes(targets, recipe)  # each at the rank that decodes it
     before_blocks = 4 * tokens * embedding.shape[1] * len(find_blocks(model)[1])
-    teacher = count * length * embedding.shape[1] * embedding.element_size()
+    teacher = state_bytes(count * length, embedding.shape[1], "cuda")
     return packed + gpus * 4 * rest + before_blocks + teacher
 
 

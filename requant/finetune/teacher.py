@@ -56,7 +56,7 @@ class Teacher:
         self.shares: bool | None = None  # all ranks keep states; None: not known yet
         head, device = model.get_output_embeddings(), model.device
         hidden_size = 0 if head is None else head.weight.shape[1]
-        self.cache_bytes = windows.numel() * hidden_size * (2 if device.type == "cuda" else 4)
+        self.cache_bytes = state_bytes(windows.numel(), hidden_size, device.type)
         fits = 0 < self.cache_bytes <= MAX_MEMORY_FRACTION * free_memory(device)
         one_device = len({p.device for p in model.parameters()}) == 1
         self.caches: bool | None = None if fits and one_device else False  # None: not tried yet
@@ -176,6 +176,11 @@ class HeadTeacher:
     def logits(self, tokens: Int64[Tensor, "c t"], states: Float[Tensor, "c t d"]) -> Float[Tensor, "c t v"]:
         """The original's logits; of the tokens only the number counts."""
         return logits_of_states(self.model, self.output_class, tokens, states)
+
+
+def state_bytes(tokens: int, hidden_size: int, kind: str) -> int:
+    """Bytes of the last hidden states of so many tokens, of a model on a device of this kind (`last_states`)."""
+    return tokens * hidden_size * PRODUCTS.get(kind, torch.float32).itemsize
 
 
 def logits_of_states(
