@@ -29,6 +29,8 @@ from requant.errors import RequantError, is_out_of_memory
 T = TypeVar("T")
 SLOWEST_STAGE = timedelta(hours=12)  # a rank may wait so long for the codes of another
 ENDED_WITHIN = 60  # seconds in which a launcher ends the ranks that are left when one died
+# threads of gloo outlive it and need the interpreter: a process that ended at once aborted (`eval/LOG.md`)
+LET_GO = 0.5  # seconds after the ranks have parted
 LAUNCHED = "REQUANT_LAUNCHED"  # set in the environment of processes that `--gpus` started
 
 
@@ -86,6 +88,7 @@ def joined(device: str) -> Iterator[str]:
                 raise SystemExit(getattr(error, "exit_code", 1)) from None
             raise
         dist.destroy_process_group()
+        time.sleep(LET_GO)
         _store = None
 
 

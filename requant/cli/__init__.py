@@ -4,9 +4,7 @@ A command is a function in one of the files here, and a line of COMMANDS.
 Exit codes: 0 done, 1 the run failed, 2 what was asked for cannot be done, 130 interrupted.
 """
 
-import atexit
 import errno
-import gc
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -87,9 +85,6 @@ for _name, _command in COMMANDS.items():
 
 def main() -> None:
     """Entry point: every failure that a user can fix becomes one sentence and an exit code."""
-    atexit.register(
-        gc.freeze
-    )  # the interpreter ends with collections that take a second and free what the system does
     # read when it is imported: five retries would be fifteen lines before the sentence that says what failed
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     try:
