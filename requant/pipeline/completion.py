@@ -23,7 +23,7 @@ from requant.recipe.schema import Calibration, Evaluation, Recipe
 from requant.run.rounds import rounds_of
 
 # of a GPU's memory, that training may take by the plan. 1B shapes were planned at 50.0 and 19.5 GiB, and held 46.6 and 17;
-# two blocks of an 8B shape from the host at 20.5, and held 19.3 of 21.1 that torch had taken (`eval/LOG.md`)
+# two blocks of an 8B shape from the host at 19.6, and held 19.3 of 21.1 that torch had taken (`eval/LOG.md`)
 FITS_RESIDENT, FITS_HOSTED = 1.1, 0.95
 
 
