@@ -1,14 +1,16 @@
 """Models of a Llama's shape with random weights, as folders: time and memory depend on shapes, not on values.
 
-    python -m eval.shapes 1b FOLDER [--tokenizer ../shared/models/bench-32m] [--blocks 2]
+    python -m eval.shapes 1b FOLDER [--tokenizer ../shared/models/bench-32m] [--blocks 2] [--share 8]
     requant quantize --model FOLDER --bits 2 --calibration TEXT --eval-text TEXT
 
 Shapes are those of Llama 3.2 1B and 3B and of Llama 3.1 8B and 70B, in bfloat16 with transformers' initialization; the
 tokenizer is that of a smaller model, whose tokens every one of them knows. With `--blocks` the model has its first blocks
-alone: what a large model does to each of them runs where the whole does not fit.
+alone: what a large model does to each of them runs where the whole does not fit. With `--share 8` it has an eighth of the
+blocks and of the rows of embedding and head, so that its stages stand to each other as those of the whole.
 """
 
 from collections.abc import Mapping
+from math import ceil
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -55,19 +57,30 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def config_of(shape: str, blocks: int | None = None) -> LlamaConfig:
-    """Of all blocks or the first ones. Raises typer.BadParameter for an unknown shape, or more blocks than it has."""
+ROWS = 4096  # the vocabulary of a share is a multiple of it
+
+
+def config_of(shape: str, blocks: int | None = None, share: int = 1) -> LlamaConfig:
+    """Of all blocks or the first ones, or of one of `share` equal parts of blocks and vocabulary.
+
+    Raises typer.BadParameter for an unknown shape, more blocks than it has, or a share that does not divide them.
+    """
     if shape not in SHAPES:
         raise typer.BadParameter(f"{shape} is no shape; there are: {', '.join(SHAPES)}.")
     all_blocks = SHAPES[shape]["num_hidden_layers"]
     if blocks is not None and not 1 <= blocks <= all_blocks:
         raise typer.BadParameter(f"{shape} has {all_blocks} blocks, not {blocks}.")
-    return LlamaConfig(**COMMON, **{**SHAPES[shape], "num_hidden_layers": blocks or all_blocks})
+    if share < 1 or all_blocks % share:
+        raise typer.BadParameter(f"{shape} has {all_blocks} blocks, which {share} does not divide.")
+    chosen = {**COMMON, **SHAPES[shape], "num_hidden_layers": blocks or all_blocks // share}
+    if share > 1:
+        chosen["vocab_size"] = ROWS * ceil(chosen["vocab_size"] / share / ROWS)
+    return LlamaConfig(**chosen)
 
 
-def build(shape: str, folder: Path, tokenizer: Path, blocks: int | None = None) -> None:
+def build(shape: str, folder: Path, tokenizer: Path, blocks: int | None = None, share: int = 1) -> None:
     """Write a model of the shape into a folder."""
-    config = config_of(shape, blocks)
+    config = config_of(shape, blocks, share)
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -80,8 +93,9 @@ def main(
     folder: Annotated[Path, typer.Argument(help="Where the model is written.")],
     tokenizer: Annotated[Path, typer.Option(help="Folder of a model whose tokenizer is taken.")] = MODEL,
     blocks: Annotated[int | None, typer.Option(help="Only the first ones.")] = None,
+    share: Annotated[int, typer.Option(help="Of blocks and vocabulary one part of so many.")] = 1,
 ) -> None:
-    build(shape, folder, tokenizer, blocks)
+    build(shape, folder, tokenizer, blocks, share)
 
 
 if __name__ == "__main__":

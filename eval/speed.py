@@ -2,14 +2,14 @@
 
     python -m eval.speed [--model FOLDER] [--data FOLDER] [--out FOLDER] [--num-samples 64] [--nodes] [--large]
     python -m eval.speed --best [--bits 3] [--keep FOLDER]
-    python -m eval.speed --best --shape 1b [--blocks 4] [--gpus 2] [--gpu-memory 24GiB] [--parts] [--steps 100]
+    python -m eval.speed --best --shape 1b [--blocks 4] [--share 8] [--gpus 2] [--gpu-memory 24GiB] [--parts] [--steps 100]
 
 `--nodes` times PQI with 2 Gauss nodes against 32 plain ones. `--large` adds the 1B shape (`eval/shapes.py`), in mode
-`paper`. `--best` runs mode `best` at `--bits` alone, with `--shape` on random weights of a shape, or of its first
-`--blocks`, for time and memory alone. A whole run is the command that a user types, in a process of its own (on `--gpus`
-GPUs in several), from its start to its end. `--parts` runs one of each part in form: statistics and codes of one block, and
-steps of training with every other matrix open, which is the fullest phase. Peaks stand beside those that the dry run
-predicts.
+`paper`. `--best` runs mode `best` at `--bits` alone, with `--shape` on random weights of a shape, of its first `--blocks`,
+or of a `--share` of it that is trained as the whole is, for time and memory alone. A whole run is the command that a user
+types, in a process of its own (on `--gpus` GPUs in several), from its start to its end. `--parts` runs one of each part in
+form: statistics and codes of one block, and steps of training with every other matrix open, which is the fullest phase.
+Peaks stand beside those that the dry run predicts.
 """
 
 import dataclasses
@@ -28,14 +28,16 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from transformers import AutoModelForCausalLM
 
 from eval import options as opt
 from eval.common import CALIBRATION, DATA, MODEL, TEST, environment, find, write_json
 from eval.markdown import RESULTS
-from eval.shapes import build
+from eval.shapes import build, config_of
 from requant.evaluation.bench import timed
 from requant.finetune.compile_blocks import MIN_STEPS_TO_COMPILE
 from requant.finetune.final import (
+    BLOCKWISE_FROM,
     params_in_single_precision,
     split_windows,
     teacher_of,
@@ -53,6 +55,7 @@ from requant.finetune.reparametrized import reparametrized_weights
 from requant.finetune.saved_training import SavedTraining
 from requant.formats.quantized_weight import trainable_params
 from requant.models.devices import limit_gpu_memory, peak_memory, pick_device, total_memory
+from requant.pipeline.completion import with_steps
 from requant.pipeline.memory import expected_memory
 from requant.pipeline.prepare import outline, prepare, start
 from requant.quantizers.registry import METHODS
@@ -145,6 +148,15 @@ def best_recipe(
     )
 
 
+def trained_as_the_whole(recipe: Recipe, shape: str) -> Recipe:
+    """By as many steps as all of the shape, and block by block if that is."""
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(config_of(shape))
+    complete = with_steps(whole, recipe).finetune
+    by_block = sum(p.numel() for p in whole.parameters()) >= BLOCKWISE_FROM
+    return dataclasses.replace(recipe, finetune=dataclasses.replace(complete, blockwise=by_block))
+
+
 def best_parts(recipe: Recipe, device: str, dtype: str) -> dict[str, Any]:
     """What mode `best` does on a large model, one of each."""
     prepared = prepare(recipe.model, recipe, device=device, dtype=dtype)
@@ -235,11 +247,11 @@ def memory(peak: int, model: torch.nn.Module) -> dict[str, Any]:
 
 
 @contextmanager
-def shaped_model(shape: str, tokenizer: Path, blocks: int | None = None) -> Iterator[Path]:
+def shaped_model(shape: str, tokenizer: Path, blocks: int | None = None, share: int = 1) -> Iterator[Path]:
     """A folder with random weights of the shape while the context lasts; none of them stay on the GPU."""
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / f"llama-{shape}-shape"
-        build(shape, folder, tokenizer, blocks)
+        build(shape, folder, tokenizer, blocks, share)
         gc.collect()
         torch.cuda.empty_cache()
         yield folder
@@ -264,6 +276,7 @@ def main(
     best: Annotated[bool, typer.Option(help="Mode `best` alone: a GPU is needed.")] = False,
     shape: Annotated[str | None, typer.Option(help="Of `--best`: random weights of 1b, 3b, 8b, 70b.")] = None,
     blocks: Annotated[int | None, typer.Option(help="Of `--shape`: its first blocks alone.")] = None,
+    share: Annotated[int, typer.Option(help="Of `--shape`: one of so many equal parts.")] = 1,
     gpus: Annotated[int, typer.Option(help="Of `--shape`: GPUs for a whole run.")] = 1,
     gpu_memory: Annotated[
         str | None, typer.Option(help="Of `--shape`: most that a whole run may take of a GPU.")
@@ -288,15 +301,18 @@ def main(
         results |= json.loads(file.read_text()) if file.is_file() else {}
         if shape is not None:
             name = shape + (f"_{blocks}_blocks" if blocks else "")
-            with shaped_model(shape, model, blocks) as folder:
+            name += f"_share_of_{share}" if share > 1 else ""
+            with shaped_model(shape, model, blocks, share) as folder:
                 shaped = best_recipe(folder, data, num_samples=samples, seq_len=2048, bits=bits, steps=steps)
+                if share > 1:
+                    shaped = trained_as_the_whole(shaped, shape)
                 if parts:
                     keep_row(f"parts_{name}", best_parts(shaped, where, "bfloat16"))
                     return
                 name += f"_{gpus}_gpus" if gpus > 1 else ""
                 name += f"_in_{gpu_memory}" if gpu_memory is not None else ""
                 found = whole_run(shaped, where, "bfloat16", gpus=gpus, gpu_memory=gpu_memory)
-                keep_row(f"run_{name}", {**found, "shape": shape, "blocks": blocks})
+                keep_row(f"run_{name}", {**found, "shape": shape, "blocks": blocks, "share": share})
             return
         chosen = best_recipe(model, data, num_samples=2 * GPU_SAMPLES, seq_len=1024, bits=bits, steps=steps)
         keep_row(

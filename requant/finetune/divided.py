@@ -1,11 +1,12 @@
 """Training in several processes: sums of gradients over ranks, and tensors that are divided among them.
 
-Sums are added in the order of ranks, but one process adds micro-batches in another order: results with training differ in
-rounding from those of another number of ranks. What trains block by block (`blockwise.py`) is divided too: of a matrix
-without codes each rank holds a `Part` (ZeRO stage 3, Rajbhandari et al. 2020, arXiv 1910.02054).
+Sums are added in an order that depends on the number of ranks alone (along a ring, by gloo and NCCL): results with training
+are the same every time with as many, and differ in rounding from those of another number. What trains block by block
+(`blockwise.py`) is divided too: of a matrix without codes each rank holds a `Part` (ZeRO stage 3, Rajbhandari et al. 2020,
+arXiv 1910.02054).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -15,47 +16,23 @@ from torch import Tensor
 
 from requant import ranks
 
-ALONE_FROM = 2**20  # elements of a tensor that two ranks add where it is; smaller ones go together
-BUCKET = 2**26  # elements that are summed over ranks at once: few operations, in 256 MB twice over
+ALONE_FROM = 2**20  # elements of a tensor that is added up where it is; smaller ones go together
 
 
 @torch.no_grad()
 def sum_over_ranks(tensors: Sequence[Tensor]) -> None:
-    """Replace contiguous tensors of one dtype by their sums over ranks, added in the order of ranks.
-
-    Rank i adds up the i-th part of a bucket; each rank sends and receives as much as in a ring all-reduce. That is what two
-    ranks do, for a sum of two has no order: large tensors are then added where they are.
-    """
+    """Replace contiguous tensors of one dtype by their sums over ranks, the same on every rank."""
     started_sum(tensors)()
 
 
 @torch.no_grad()
 def started_sum(tensors: Sequence[Tensor]) -> Callable[[], None]:
-    """`sum_over_ranks`, perhaps still under way: when the result is called it is done for what the stream does next."""
-    count = ranks.world_size()
-    if count == 2:
-        return _sum_of_two(tensors)
-    if count > 2:
-        _sum_in_order(tensors, count)
-    return lambda: None
+    """`sum_over_ranks`, perhaps still under way: when the result is called it is done for what the stream does next.
 
-
-def _sum_in_order(tensors: Sequence[Tensor], count: int) -> None:
-    for pieces in _buckets([piece for tensor in tensors for piece in tensor.view(-1).split(BUCKET)]):
-        used = sum(piece.numel() for piece in pieces)
-        flat = pieces[0].new_zeros(-(-used // count) * count)
-        torch.cat(pieces, out=flat[:used])
-        parts = torch.empty_like(flat)
-        with ranks.communicating():
-            dist.all_to_all_single(parts, flat)
-            dist.all_gather(list(flat.view(count, -1)), _sum_of_rows(parts.view(count, -1)))
-        start = 0
-        for piece in pieces:
-            piece.copy_(flat[start : start + piece.numel()])
-            start += piece.numel()
-
-
-def _sum_of_two(tensors: Sequence[Tensor]) -> Callable[[], None]:
+    Large tensors are added up where they are, small ones together.
+    """
+    if ranks.world_size() == 1:
+        return lambda: None
     small = [tensor for tensor in tensors if tensor.numel() < ALONE_FROM]
     sent = [tensor for tensor in tensors if tensor.numel() >= ALONE_FROM]
     if small:
@@ -146,15 +123,3 @@ def _sum_of_rows(rows: Tensor) -> Tensor:
     for row in others:
         first += row
     return first
-
-
-def _buckets(pieces: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """The pieces in lists of at most BUCKET elements."""
-    bucket: list[Tensor] = []
-    for piece in pieces:
-        if bucket and sum(each.numel() for each in bucket) + piece.numel() > BUCKET:
-            yield bucket
-            bucket = []
-        bucket.append(piece)
-    if bucket:
-        yield bucket

@@ -50,10 +50,14 @@ with ranks.joined("cpu"):
     found["smallest"] = ranks.smallest(5 - me)
     found["agree"] = [ranks.all_agree(me < 3), ranks.all_agree(me < 2)]
 
-    divided.BUCKET = 4096  # and a tensor of more than one
-    big, small = torch.full((divided.BUCKET + 5,), 2.0**-me), torch.tensor([[1e8, 1.0, -1e8][me]])
-    divided.sum_over_ranks([big, small])
+    big, small = torch.full((divided.ALONE_FROM + 5,), 2.0**-me), torch.full((2, 3), 2.0**-me)
+    rounded = torch.rand(1000, generator=torch.Generator().manual_seed(me))
+    again = rounded.clone()
+    for tensors in ([big, small], [rounded], [again]):
+        divided.sum_over_ranks(tensors)
     found["sums"] = [big.unique().tolist(), small.tolist()]
+    found["the same every time"] = torch.equal(rounded, again)
+    found["rounded"] = rounded.tolist()  # the same on every rank
 
     rows = divided.rows_of_all(torch.full((me, 2), float(me)), [0, 1, 2])
     found["rows of all"] = [each.tolist() for each in rows]
@@ -108,6 +112,10 @@ def test_collective_operations(monkeypatch: pytest.MonkeyPatch, in_processes) ->
     assert 0 < alone.sum() < alone.numel()
     assert found[0].pop("codes of a table") == alone.sum(1).tolist()
     assert found[1].pop("codes of a table") == found[2].pop("codes of a table") == alone.sum(1).tolist()
+    assert len({tuple(each["rounded"]) for each in found}) == 1
+    expected = sum(torch.rand(1000, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    for each in found:
+        torch.testing.assert_close(torch.tensor(each.pop("rounded")), expected)
     used, objects = ([each.pop(key) for each in found] for key in ("used", "one object"))
     assert found[0] == found[1] == found[2]
     assert found[0] == {
@@ -120,8 +128,8 @@ def test_collective_operations(monkeypatch: pytest.MonkeyPatch, in_processes) ->
         "agree": [True, False],
         "whole": [True, True, 28],
         "rows of all": [[], [[1.0, 1.0]], [[2.0, 2.0], [2.0, 2.0]]],
-        # (1e8 + 1) - 1e8 in the order of ranks, in float32; another order would leave 1
-        "sums": [[1.75], [0.0]],
+        "sums": [[1.75], [[1.75] * 3] * 2],
+        "the same every time": True,
     }
     assert used[0] == [["b", [[[0.0]], [1.0]]]]
     assert used[1] == []
@@ -129,7 +137,7 @@ def test_collective_operations(monkeypatch: pytest.MonkeyPatch, in_processes) ->
     assert objects == [1, 0, 2]
 
 
-def test_two_ranks_add_large_tensors_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_tensors_are_added_up_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[int] = []
 
     class Done:
@@ -138,10 +146,10 @@ def test_two_ranks_add_large_tensors_where_they_are(monkeypatch: pytest.MonkeyPa
 
     def all_reduce(tensor: torch.Tensor, async_op: bool = False) -> Done:
         given.append(tensor.data_ptr())
-        tensor.mul_(3)  # the other rank has twice as much
+        tensor.mul_(3)  # the others have twice as much
         return Done()
 
-    monkeypatch.setattr(ranks, "world_size", lambda: 2)
+    monkeypatch.setattr(ranks, "world_size", lambda: 4)
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
     large, one, two = torch.ones(divided.ALONE_FROM), torch.ones(2, 3), torch.full((1,), 2.0)
     divided.sum_over_ranks([one, large, two])
