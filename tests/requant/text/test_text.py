@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from requant.errors import NumericalError, TextError
+from requant.text import windows
 from requant.text.sampling import sample_next
 from requant.text.sources import Text, read_text
 from requant.text.windows import overlap, sample_self, token_windows
@@ -206,6 +207,19 @@ def test_a_seed_shifts_by_less_than_a_window(tokenizer):
 def test_long_text_tokenises_without_a_length_warning(tokenizer, caplog):
     token_windows(text_of("a b c " * 3000), tokenizer, num_samples=None, seq_len=8)
     assert not caplog.records
+
+
+@pytest.mark.parametrize("rust", [True, False])
+def test_tokens_are_those_of_the_tokenizer(tokenizer, monkeypatch, rust):
+    """Also of the texts of special tokens, and after a call that truncates; and of a tokenizer in Python."""
+    if not rust:
+        monkeypatch.setattr(windows, "PreTrainedTokenizerFast", SimpleNamespace)
+    content = PROSE + tokenizer.all_special_tokens[0] + PROSE
+    tokenizer(["a b c", "d"], truncation=True, max_length=2)
+    expected = tokenizer(content, add_special_tokens=False)["input_ids"]
+    tokenizer(["a b c", "d"], truncation=True, max_length=2)
+    found = token_windows(text_of(content), tokenizer, num_samples=None, seq_len=len(expected))
+    assert found.tolist() == [expected]
 
 
 def test_fewer_windows_than_asked_warns_and_uses_all(tokenizer, caplog):
