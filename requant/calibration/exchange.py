@@ -7,9 +7,13 @@ differently for every number of ranks, and leave all Hessians on all of them.
     for tokens in ranks.rounds(batches):    batches of this rank, None where others have one more
         forward; in hooks: exchange.give(name, x)
         exchange.deliver()                  on the owner: use(name, x) for every rank's x, in the order of the text
+
+What a rank says to another in a round is one message.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -65,26 +69,60 @@ class Exchange:
         self, letters: Sequence[Any], different: Sequence[Tensor]
     ) -> dict[tuple[int, int], Tensor]:
         """(rank, place) -> what that rank gave, of all tensors that this rank's matrices need."""
-        operations: list[dist.P2POp] = []
+        own, operations, messages = ranks.rank(), list[dist.P2POp](), list[_Message]()
         received: dict[tuple[int, int], Tensor] = {}
         device = torch.device("cuda", torch.cuda.current_device()) if _on_gpu() else torch.device("cpu")
         for source, (names, described) in enumerate(letters):
-            ways = sorted({(part, self.owners[name]) for name, parts in names for part in parts})
-            for part, owner in ways:
-                if source == owner == ranks.rank():
-                    received[source, part] = different[part]
-                elif source == ranks.rank():
-                    operations.append(dist.P2POp(dist.isend, different[part].contiguous(), owner, tag=part))
-                elif owner == ranks.rank():
-                    shape, dtype = described[part]
-                    buffer = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
-                    received[source, part] = buffer
-                    operations.append(dist.P2POp(dist.irecv, buffer, source, tag=part))
+            places: dict[tuple[int, str], list[int]] = {}  # owner, dtype -> what it needs of this source
+            for place, owner in sorted(
+                {(place, self.owners[name]) for name, parts in names for place in parts}
+            ):
+                places.setdefault((owner, described[place][1]), []).append(place)
+            for tag, ((owner, dtype), wanted) in enumerate(sorted(places.items())):
+                if source == owner == own:
+                    received |= {(source, place): different[place] for place in wanted}
+                elif source == own:
+                    sent = torch.cat([different[place].reshape(-1) for place in wanted])
+                    operations.append(dist.P2POp(dist.isend, sent, owner, tag=tag))
+                elif owner == own:
+                    message = _Message.empty(source, wanted, described, getattr(torch, dtype), device)
+                    messages.append(message)
+                    operations.append(dist.P2POp(dist.irecv, message.content, source, tag=tag))
         if operations:
             with ranks.communicating():
                 for work in dist.batch_isend_irecv(operations):
                     work.wait()
+        for message in messages:
+            received |= message.tensors()
         return received
+
+
+@dataclass(frozen=True)
+class _Message:
+    """Tensors of one dtype that a rank gave, one after the other: a launch for each would take longer than their bytes."""
+
+    source: int
+    shapes: Mapping[int, Sequence[int]]  # of the tensors by their places
+    content: Tensor  # [m]
+
+    @classmethod
+    def empty(
+        cls,
+        source: int,
+        places: Sequence[int],
+        described: Sequence[tuple[Sequence[int], str]],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> "_Message":
+        shapes = {place: described[place][0] for place in places}
+        return cls(source, shapes, torch.empty(sum(map(prod, shapes.values())), dtype=dtype, device=device))
+
+    def tensors(self) -> dict[tuple[int, int], Tensor]:
+        parts = self.content.split([prod(shape) for shape in self.shapes.values()])
+        return {
+            (self.source, place): part.view(shape)
+            for (place, shape), part in zip(self.shapes.items(), parts, strict=True)
+        }
 
 
 def _on_gpu() -> bool:
