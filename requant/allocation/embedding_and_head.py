@@ -279,4 +279,4 @@ def _of_rank_zero(own: QuantizedWeight, name: str, device: torch.device) -> Quan
         return own
     spec, tensors = pack(own) if ranks.rank() == 0 else (None, {})
     entry, tensors = ranks.shared(None if spec is None else spec.to_json(), tensors)
-    return own if ranks.rank() == 0 else unpack(PackedSpec.from_json(name, entry), tensors).to(device)
+    return own if ranks.rank() == 0 else unpack(PackedSpec.from_json(name, entry), tensors, device=device)

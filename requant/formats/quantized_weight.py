@@ -94,8 +94,12 @@ def pack(weight: QuantizedWeight) -> tuple[PackedSpec, dict[str, Tensor]]:
     return weight._packed
 
 
-def unpack(spec: PackedSpec, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
-    """The inverse of `pack`; `tensors` have the dtypes and shapes of `spec.tensors()`."""
+def unpack(
+    spec: PackedSpec, tensors: Mapping[str, Tensor], *, device: torch.device | None = None
+) -> QuantizedWeight:
+    """The inverse of `pack`, where the tensors are or on a `device`; they have the dtypes and shapes of `spec.tensors()`."""
+    if device is not None:  # before the bits are unpacked, which a GPU does in no time
+        tensors = {suffix: tensor.to(device) for suffix, tensor in tensors.items()}
     sparse = None if spec.sparse is None else spec.sparse.unpack(tensors)
     return QuantizedWeight(dense=spec.dense.unpack(tensors), sparse=sparse)
 

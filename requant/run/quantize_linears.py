@@ -105,7 +105,7 @@ def shared_codes(targets: Sequence[QuantTarget], made: Weights) -> Weights:
         found[target.name] = (
             made[target.name]
             if target.rank == ranks.rank()
-            else unpack(PackedSpec.from_json(target.name, spec), tensors).to(target.codes_device)
+            else unpack(PackedSpec.from_json(target.name, spec), tensors, device=target.codes_device)
         )
     return found
 

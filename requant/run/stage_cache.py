@@ -25,7 +25,7 @@ def load_weight(
     if stored is None:
         return None
     spec = PackedSpec.from_json(name, stored.value)
-    return unpack(spec, stored.tensors).to(device)
+    return unpack(spec, stored.tensors, device=device)
 
 
 def load_weights(

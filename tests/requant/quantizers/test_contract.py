@@ -211,6 +211,18 @@ def test_order_of_the_methods(layer) -> None:
 
 
 @pytest.mark.gpu
+def test_codes_are_unpacked_on_cuda(case: Case, method: Method, layer) -> None:
+    made = layer(12, 300)
+    for bits in method.bits:
+        config = method.config(bits=bits, **case.options)
+        quantized = method.quantize(made.weight, made.stats, config, detached=made.detached)
+        there = unpack(*pack(quantized), device=torch.device("cuda"))
+        assert there.dequantize().is_cuda
+        for name, tensor in pack(there)[1].items():
+            assert torch.equal(tensor, pack(quantized)[1][name])
+
+
+@pytest.mark.gpu
 def test_same_on_cuda(case: Case, method: Method, layer) -> None:
     if case.method == "trellis":
         pytest.skip("near ties fall either way: test_trellis.py compares the losses")
