@@ -7,6 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from requant import ranks
+from requant.models.devices import to_device
 from requant.progress import tracked
 
 MOST_LOGITS = 300_000_000  # of a batch: near 1 GB
@@ -23,7 +24,7 @@ def batches(
 ) -> Iterator[Int64[Tensor, "c t"]]:
     """Windows in chunks whose logits stay near 1 GB, or of `windows_each`, on the model's device, with a progress bar."""
     for chunk in tracked(chunks(windows, model, windows_each), label=label, unit="batches"):
-        yield chunk.to(next(model.parameters()).device)
+        yield to_device(chunk, next(model.parameters()).device)
 
 
 def rounds(
@@ -38,7 +39,7 @@ def rounds(
     device = next(model.parameters()).device
     numbered = own_chunks(windows, model, split=split, windows_each=windows_each)
     for each in tracked(numbered, label=label, unit="batches"):
-        yield (-1, None) if each is None else (each[0], each[1].to(device))
+        yield (-1, None) if each is None else (each[0], to_device(each[1], device))
 
 
 def own_chunks(

@@ -53,7 +53,7 @@ from requant.finetune.teacher import (
     why_states_do_not_suffice,
 )
 from requant.formats.contract import TrainableParams
-from requant.models.devices import free_memory
+from requant.models.devices import Pace, free_memory
 from requant.models.experts import routers
 from requant.models.hosted import hosted_blocks
 from requant.models.mixed_precision import mixed_precision
@@ -235,11 +235,13 @@ def train(
                     micro_batches(step)  # its states as they were cached, in the same batches
         elif val_windows is not None:
             best_kl = measured(val_windows)
+        pace = Pace(run.model.device)
         bar = stack.enter_context(
             counted(settings.num_steps, label=run.label("training"), unit="steps", done=done)
         )
         for step in range(done, settings.num_steps):
             training_step(micro_batches(step), lr_schedule(step, settings))
+            pace()
             shown: dict[str, str] = {}
             if between_steps is not None:
                 shown |= between_steps(step)

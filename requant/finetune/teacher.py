@@ -32,7 +32,7 @@ from requant.calibration.block_by_block import batches_at_once
 from requant.calibration.hidden_states import after_blocks
 from requant.errors import InputError, first_line, is_out_of_memory
 from requant.finetune.divided import rows_of_all
-from requant.models.devices import free_memory
+from requant.models.devices import free_memory, to_device
 from requant.models.hosted import hosted_blocks
 from requant.models.mixed_precision import PRODUCTS, mixed_precision
 from requant.models.targets import find_blocks, replaced_forward
@@ -89,9 +89,9 @@ class Teacher:
         assert self.states is not None
         parts = [chosen[rank :: ranks.world_size()] for rank in range(ranks.world_size())]
         parts = [part[~self.on_all_ranks[part]] for part in parts]
-        own = self.states[parts[ranks.rank()].to(self.states.device)]
+        own = self.states[to_device(parts[ranks.rank()], self.states.device)]
         for part, states in zip(parts, rows_of_all(own, [len(part) for part in parts]), strict=True):
-            self.states[part.to(self.states.device)] = states
+            self.states[to_device(part, self.states.device)] = states
             self.cached[part] = self.on_all_ranks[part] = True
 
     @torch.no_grad()
@@ -114,10 +114,11 @@ class Teacher:
             if not self.caches:
                 return ()
             assert self.states is not None
+            places = to_device(members, self.states.device)
             if not self.cached[members].all():
-                self.states[members] = self.last_states(tokens)
+                self.states[places] = self.last_states(tokens)
                 self.cached[members] = True
-            return (self.states[members],)
+            return (self.states[places],)
 
     @torch.no_grad()
     def last_states(self, tokens: Int64[Tensor, "c t"]) -> Float[Tensor, "c t d"]:
@@ -167,10 +168,8 @@ class HeadTeacher:
 
         Steps are issued ahead of the GPU, so that the copy runs while it still works on the step before.
         """
-        tokens, states, device = self.all_windows[chosen], self.states[chosen], self.model.device
-        if device.type == "cuda":
-            tokens, states = tokens.pin_memory(), states.pin_memory()
-        return [(tokens.to(device, non_blocking=True), states.to(device, non_blocking=True))]
+        device = self.model.device
+        return [(to_device(self.all_windows[chosen], device), to_device(self.states[chosen], device))]
 
     @torch.no_grad()
     def logits(self, tokens: Int64[Tensor, "c t"], states: Float[Tensor, "c t d"]) -> Float[Tensor, "c t v"]:

@@ -83,7 +83,7 @@ class Trellis:
 
     def _decoded(self, finish: Callable[[Tensor], Tensor]) -> Float[Tensor, "r c"]:
         """`finish(V)`, some rows at a time: what lies between codes and values takes ten times the memory of either."""
-        values, (rows, columns) = code_values(self.code).to(self.codes.device), self.codes.shape
+        values, (rows, columns) = code_values(self.code, self.codes.device), self.codes.shape
         weights_per_step = CODES[self.code].weights_per_step
         step = max(1, DECODED_AT_ONCE // (TILE * columns)) * TILE
         found = torch.empty(rows, columns, device=self.codes.device)

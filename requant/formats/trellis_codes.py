@@ -102,13 +102,10 @@ CODES: dict[str, Code] = {
 
 
 @cache
-def _table(name: str) -> Float[Tensor, "s v"]:
-    return CODES[name].compute()
-
-
-def code_values(name: str) -> Float[Tensor, "s v"]:
-    """What each of the 65536 states stands for, float32."""
-    return _table(name).clone()
+def code_values(name: str, device: torch.device | None = None) -> Float[Tensor, "s v"]:
+    """What each of the 65536 states stands for, float32, on a device (None: the CPU); a tensor that callers share."""
+    with torch.inference_mode(False):  # whoever asks first
+        return CODES[name].compute().to(device)
 
 
 def to_tiles(matrix: Shaped[Tensor, "n k"]) -> Shaped[Tensor, "b 256"]:

@@ -2,10 +2,12 @@
 
 import resource
 import sys
+from collections import deque
 from contextlib import suppress
 
 import psutil
 import torch
+from torch import Tensor
 
 from requant.errors import InputError
 
@@ -30,6 +32,35 @@ def limit_gpu_memory(limit: int, name: str) -> None:
             )
         torch.cuda.set_per_process_memory_fraction(limit / total, device.index)  # None: the current one
     _most_of_a_gpu = limit
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on a device; on a GPU without waiting for what it still has to do, as a plain copy would."""
+    if device.type == "cuda" and not tensor.is_cuda:
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+class Pace:
+    """To be called after every step of a loop: Python is never more than AHEAD steps before the GPU.
+
+    So steps are prepared while it works, what the progress shows has nearly been done, and few inputs wait in pinned memory.
+    """
+
+    AHEAD = 2
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.issued: deque[torch.cuda.Event] = deque()
+
+    def __call__(self) -> None:
+        if self.device.type != "cuda":
+            return
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        self.issued.append(event)
+        if len(self.issued) > self.AHEAD:
+            self.issued.popleft().synchronize()
 
 
 def free_memory(device: torch.device) -> int:

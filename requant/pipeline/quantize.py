@@ -33,6 +33,7 @@ from requant.evaluation.samples import Sample, write_samples
 from requant.finetune.final import finetune
 from requant.finetune.memory import exhaustion_explained
 from requant.inference.own_text import own_windows
+from requant.models.attention_masks import one_text_a_row
 from requant.models.devices import peak_memory, pick_device, used_memory
 from requant.pipeline.best import best
 from requant.pipeline.diagnosis import DISAGREEMENT, Diagnosis, diagnose
@@ -171,7 +172,7 @@ def quantize(
     if (program := options.get("target")) is not None:
         check_readable(recipe, program, config=None if isinstance(model, str) else model.config)
     workspace = workspace or Workspace(None)
-    with workspace.reserved(), progress.display(shown=not quiet):
+    with workspace.reserved(), progress.display(shown=not quiet), one_text_a_row():
         progress.enter("loading")
         prepared = prepare(model, recipe, tokenizer=tokenizer, device=device, dtype=dtype, quiet=quiet)
         recipe = prepared.recipe

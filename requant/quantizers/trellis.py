@@ -247,7 +247,7 @@ def block_ldlq(
     target: Float[Tensor, "r c"], across: Float[Tensor, "c c"], config: TrellisConfig
 ) -> UInt8[Tensor, "r c"]:
     """One-sided feedback: the column blocks from the last to the first, all tiles of one at once."""
-    values = code_values(config.code).to(target.device)
+    values = code_values(config.code, target.device)
     codes = torch.empty(target.shape, dtype=torch.uint8, device=target.device)
     error = torch.zeros_like(target)
     for start in range(target.shape[1] - TILE, -1, -TILE):
@@ -268,7 +268,7 @@ def two_sided_block_ldlq(
 ) -> UInt8[Tensor, "r c"]:
     """Two-sided feedback: anti-diagonals of tiles from the last corner, as tiles on one do not touch each other."""
     r, c = target.shape[0] // TILE, target.shape[1] // TILE
-    values = code_values(config.code).to(target.device)
+    values = code_values(config.code, target.device)
     left = target.view(r, TILE, c, TILE).permute(0, 2, 1, 3)  # tiles [r, c, 16, 16]
     a = torch.zeros(r, TILE, c * TILE, device=target.device)
     b = torch.zeros(c, r * TILE, TILE, device=target.device)

@@ -64,7 +64,7 @@ def compile_searches(codes: Collection[tuple[str, int | float]], device: torch.d
 
     def searches() -> None:
         for code, bits in codes:
-            values = code_values(code).to(device)
+            values = code_values(code, device)
             vector = values.shape[1]
             tail_biting_states(torch.zeros(1, TILE**2 // vector, vector, device=device), values, bits=bits)
 

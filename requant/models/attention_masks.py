@@ -1,0 +1,26 @@
+"""Windows of tokens hold one text each, which transformers need not look up in every forward pass.
+
+Where it is given no mask it compares all positions, for several texts may be packed into one row, and reads the answer from
+the GPU: Python then waits in every pass until the GPU has done all before it.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from transformers import masking_utils
+
+LOOKS = "find_packed_sequence_indices"  # positions [b, t] -> the text of every token, None: one a row
+
+
+@contextmanager
+def one_text_a_row() -> Iterator[None]:
+    """Nothing is packed while the context lasts, so nobody looks. A transformers without that function is left as it is."""
+    before = getattr(masking_utils, LOOKS, None)
+    if before is None:
+        yield
+        return
+    setattr(masking_utils, LOOKS, lambda position_ids: None)
+    try:
+        yield
+    finally:
+        setattr(masking_utils, LOOKS, before)
