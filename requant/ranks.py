@@ -10,6 +10,7 @@ nothing. Numbers and codes travel as safetensors and JSON through gloo on the CP
 GPUs. Nothing is pickled.
 """
 
+import importlib
 import json
 import os
 import signal
@@ -29,8 +30,6 @@ from requant.errors import RequantError, is_out_of_memory
 T = TypeVar("T")
 SLOWEST_STAGE = timedelta(hours=12)  # a rank may wait so long for the codes of another
 ENDED_WITHIN = 60  # seconds in which a launcher ends the ranks that are left when one died
-# threads of gloo outlive it and need the interpreter: a process that ended at once aborted (`eval/LOG.md`)
-LET_GO = 0.5  # seconds after the ranks have parted
 LAUNCHED = "REQUANT_LAUNCHED"  # set in the environment of processes that `--gpus` started
 
 
@@ -66,6 +65,9 @@ def joined(device: str) -> Iterator[str]:
     local = int(os.environ["LOCAL_RANK"])
     if gpu:
         torch.cuda.set_device(local)
+    # Its functions have for a default the group that there is when they are defined. Imported later, as torch's optimizers
+    # do, they would keep the group, and its threads with it: one that frees a tensor as the interpreter ends aborts.
+    importlib.import_module("torch.distributed.nn.functional")
     _store, own, count = next(dist.rendezvous("env://", timeout=SLOWEST_STAGE))
     backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
     dist.init_process_group(backend, store=_store, rank=own, world_size=count, timeout=SLOWEST_STAGE)
@@ -88,7 +90,6 @@ def joined(device: str) -> Iterator[str]:
                 raise SystemExit(getattr(error, "exit_code", 1)) from None
             raise
         dist.destroy_process_group()
-        time.sleep(LET_GO)
         _store = None
 
 

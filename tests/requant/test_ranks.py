@@ -159,6 +159,33 @@ def test_large_tensors_are_added_up_where_they_are(monkeypatch: pytest.MonkeyPat
     assert len(given) == 2 and given[0] == large.data_ptr()
 
 
+PARTED = """
+import sys
+from pathlib import Path
+import torch
+from requant import ranks
+
+def threads():
+    names = [each.read_text().strip() for each in Path("/proc/self/task").glob("*/comm")]
+    return sorted(name for name in names if "gloo" in name)
+
+with ranks.joined("cpu"):
+    assert ranks.all_agree(True)
+    torch.optim.Adam([torch.ones(1, requires_grad=True)])  # imports much, of which something may keep the group
+    print(threads(), file=sys.__stdout__)
+print(threads())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names of threads are in /proc")
+def test_no_thread_of_gloo_is_left_when_ranks_have_parted(in_processes) -> None:
+    """One that frees a tensor as the interpreter ends would abort the process."""
+    for out in in_processes(PARTED, 2):
+        before, after = out.splitlines()
+        assert "pt_gloo_runloop" in before
+        assert after == "[]"
+
+
 def test_matrices_are_divided_by_kind_and_by_size() -> None:
     blocks = [[("q", 16), ("k", 4), ("v", 4), ("gate", 56), ("up", 56), ("down", 56)] for _ in range(8)]
     matrices = [matrix for block in blocks for matrix in block]
