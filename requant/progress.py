@@ -115,6 +115,7 @@ class Display:
     start: float = field(default_factory=time.monotonic)
     drawn: float = 0.0
     logged: float = field(default_factory=time.monotonic)
+    written: float = field(default_factory=lambda: time.monotonic())  # to stderr, where it is no terminal
     line: Any = None  # tqdm's, on a terminal
 
     def begin(self, title: str, *, runs_left: int) -> None:
@@ -159,9 +160,11 @@ class Display:
             self.drawn = now
         if now - self.logged >= BETWEEN_LINES:
             logger.info("%s", self.text)
+            self.logged = now
+        if now - self.written >= BETWEEN_LINES:  # however many stages began since
             if self.shown and self.line is None and not logging.getLogger().isEnabledFor(logging.INFO):
                 sys.stderr.write(f"requant: {self.text}\n")
-            self.logged = now
+            self.written = now
 
     @property
     def text(self) -> str:

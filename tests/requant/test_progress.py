@@ -172,11 +172,19 @@ def test_elsewhere_it_is_a_line_a_minute(clock, capsys) -> None:
         assert capsys.readouterr().err == ""
         run_stage(clock, "round 1, training", 150.0, steps=150)
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 2
-    assert lines[0].startswith("requant: stage 2 of 4: round 1, training, 60 of 150 steps, ")
+    assert len(lines) == 3
+    assert lines[0].startswith("requant: stage 2 of 4: round 1, training, 10 of 150 steps, ")
     with progress.display(shown=False):
         run_stage(clock, "statistics", 500.0)
     assert capsys.readouterr().err == ""
+
+
+def test_elsewhere_short_stages_have_their_line_too(clock, capsys) -> None:
+    """Stages of less than a minute, as on several GPUs."""
+    with progress.display(shown=True):
+        for _ in range(9):
+            run_stage(clock, "codes", 20.0)
+    assert len(capsys.readouterr().err.splitlines()) == 3
 
 
 def test_without_a_run_there_is_a_plain_bar(monkeypatch, capsys) -> None:
