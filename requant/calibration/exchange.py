@@ -8,19 +8,59 @@ differently for every number of ranks, and leave all Hessians on all of them.
         forward; in hooks: exchange.give(name, x)
         exchange.deliver()                  on the owner: use(name, x) for every rank's x, in the order of the text
 
-What a rank says to another in a round is one message.
+What a rank says to another is one message, of many matrices.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from requant import ranks
+from requant.calibration.experts import share_of_experts
+from requant.models.mixed_precision import PRODUCTS
+from requant.models.targets import SIBLINGS, QuantTarget
+
+AT_ONCE = (
+    2**30
+)  # bytes of all ranks that are sent together; what is sent and received takes as many beside what was given
+
+
+def exchanged_bytes(
+    model: PreTrainedModel,
+    targets: Sequence[QuantTarget],
+    tokens: int,
+    needs: frozenset[str],
+    *,
+    kind: str,
+    by_block: bool = False,
+) -> int:
+    """What a batch of so many tokens says about all matrices, in bytes on a device of a `kind`.
+
+    Inputs (once for matrices that read the same one) and gradients at outputs, of the whole batch or `by_block`, as a model
+    larger than its GPU is computed. AT_ONCE is sent, and received.
+    """
+    number = PRODUCTS.get(kind, torch.float32).itemsize
+    share = share_of_experts(model, targets)
+    found: Counter[int] = Counter()  # block -> bytes
+    seen: set[tuple[str, tuple[str, ...]]] = set()
+    for target in targets:
+        n, k = target.shape
+        siblings = next((kinds for kinds in SIBLINGS if target.kind in kinds), (target.kind,))
+        reads = (target.name.rpartition(".")[0], siblings)
+        own = tokens * (1.0 if target.experts is None else share)
+        numbers = own * n if needs & {"fisher", "output_hessian"} else 0
+        numbers += own * k if needs & {"fisher", "hessian", "input_mean_abs"} and reads not in seen else 0
+        seen.add(reads)
+        found[target.block] += round(number * numbers)
+    given = max(found.values(), default=0) if by_block else sum(found.values())
+    return given + 2 * min(AT_ONCE, given)
 
 
 class Exchange:
@@ -49,73 +89,92 @@ class Exchange:
             return
         given, self.given = self.given, []
         indices: dict[int, int] = {}
-        different: list[Tensor] = []
+        different: dict[int, Tensor] = {}
         contents: list[tuple[str, list[int]]] = []  # matrix, and its tensors' places in `different`
         for name, tensors in given:
             for tensor in tensors:
                 if id(tensor) not in indices:
                     indices[id(tensor)] = len(different)
-                    different.append(tensor.detach())
+                    different[len(different)] = tensor.detach()
             contents.append((name, [indices[id(tensor)] for tensor in tensors]))
-        described = [(list(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for tensor in different]
-        letters = [value for value, _ in ranks.gathered((contents, described), {})]
-        received = self._transferred(letters, different)
-        for source, (names, _) in enumerate(letters):
-            for name, parts in names:
-                if self.owners[name] == ranks.rank():
-                    self.use(name, *(received[source, part] for part in parts))
+        del given
+        described = [
+            (list(each.shape), str(each.dtype).removeprefix("torch.")) for each in different.values()
+        ]
+        letters = [_Letter(*value) for value, _ in ranks.gathered((contents, described), {})]
+        for names in _together(letters):
+            self._deliver(names, letters, different)
 
-    def _transferred(
-        self, letters: Sequence[Any], different: Sequence[Tensor]
-    ) -> dict[tuple[int, int], Tensor]:
-        """(rank, place) -> what that rank gave, of all tensors that this rank's matrices need."""
-        own, operations, messages = ranks.rank(), list[dist.P2POp](), list[_Message]()
+    def _deliver(self, names: set[str], letters: Sequence["_Letter"], different: dict[int, Tensor]) -> None:
+        """All that was given for some matrices, which is dropped then."""
+        own, messages, operations = ranks.rank(), list[_Message](), list[dist.P2POp]()
         received: dict[tuple[int, int], Tensor] = {}
         device = torch.device("cuda", torch.cuda.current_device()) if _on_gpu() else torch.device("cpu")
-        for source, (names, described) in enumerate(letters):
-            places: dict[tuple[int, str], list[int]] = {}  # owner, dtype -> what it needs of this source
+        for source, letter in enumerate(letters):
+            wanted: dict[tuple[int, str], list[int]] = {}  # owner, dtype -> places of what it needs
             for place, owner in sorted(
-                {(place, self.owners[name]) for name, parts in names for place in parts}
+                {(place, self.owners[name]) for name, places in letter.of(names) for place in places}
             ):
-                places.setdefault((owner, described[place][1]), []).append(place)
-            for tag, ((owner, dtype), wanted) in enumerate(sorted(places.items())):
+                wanted.setdefault((owner, letter.tensors[place][1]), []).append(place)
+            for tag, ((owner, dtype), places) in enumerate(sorted(wanted.items())):
                 if source == owner == own:
-                    received |= {(source, place): different[place] for place in wanted}
+                    received |= {(source, place): different[place] for place in places}
                 elif source == own:
-                    sent = torch.cat([different[place].reshape(-1) for place in wanted])
+                    sent = torch.cat([different[place].reshape(-1) for place in places])
                     operations.append(dist.P2POp(dist.isend, sent, owner, tag=tag))
                 elif owner == own:
-                    message = _Message.empty(source, wanted, described, getattr(torch, dtype), device)
-                    messages.append(message)
-                    operations.append(dist.P2POp(dist.irecv, message.content, source, tag=tag))
+                    shapes = {place: letter.tensors[place][0] for place in places}
+                    content = torch.empty(
+                        sum(map(prod, shapes.values())), dtype=getattr(torch, dtype), device=device
+                    )
+                    messages.append(_Message(source, shapes, content))
+                    operations.append(dist.P2POp(dist.irecv, content, source, tag=tag))
+            if source == own:
+                for place in {place for _, places in letter.of(names) for place in places}:
+                    received.setdefault((source, place), different.pop(place))
         if operations:
             with ranks.communicating():
                 for work in dist.batch_isend_irecv(operations):
                     work.wait()
         for message in messages:
             received |= message.tensors()
-        return received
+        for source, letter in enumerate(letters):
+            for name, places in letter.of(names):
+                if self.owners[name] == own:
+                    self.use(name, *(received[source, place] for place in places))
+
+
+@dataclass(frozen=True)
+class _Letter:
+    """What a rank gave in a round."""
+
+    contents: Sequence[tuple[str, Sequence[int]]]  # matrix, and its tensors' places
+    tensors: Sequence[tuple[Sequence[int], str]]  # shape and dtype, by place
+
+    def of(self, names: set[str]) -> Iterator[tuple[str, Sequence[int]]]:
+        """The contents that concern these matrices."""
+        return ((name, places) for name, places in self.contents if name in names)
+
+    @cached_property
+    def places(self) -> Mapping[str, set[int]]:
+        """Matrix -> places of its tensors."""
+        found: dict[str, set[int]] = {}
+        for name, places in self.contents:
+            found.setdefault(name, set()).update(places)
+        return found
+
+    def nbytes(self, place: int) -> int:
+        shape, dtype = self.tensors[place]
+        return prod(shape) * getattr(torch, dtype).itemsize
 
 
 @dataclass(frozen=True)
 class _Message:
-    """Tensors of one dtype that a rank gave, one after the other: a launch for each would take longer than their bytes."""
+    """Tensors of one dtype from a rank, one after the other: a launch for each would take longer than their bytes."""
 
     source: int
     shapes: Mapping[int, Sequence[int]]  # of the tensors by their places
     content: Tensor  # [m]
-
-    @classmethod
-    def empty(
-        cls,
-        source: int,
-        places: Sequence[int],
-        described: Sequence[tuple[Sequence[int], str]],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> "_Message":
-        shapes = {place: described[place][0] for place in places}
-        return cls(source, shapes, torch.empty(sum(map(prod, shapes.values())), dtype=dtype, device=device))
 
     def tensors(self) -> dict[tuple[int, int], Tensor]:
         parts = self.content.split([prod(shape) for shape in self.shapes.values()])
@@ -123,6 +182,25 @@ class _Message:
             (self.source, place): part.view(shape)
             for (place, shape), part in zip(self.shapes.items(), parts, strict=True)
         }
+
+
+def _together(letters: Sequence[_Letter]) -> Iterator[set[str]]:
+    """The matrices in groups of about AT_ONCE bytes, alike on every rank; those that share a tensor are not parted."""
+    names: set[str] = set()
+    places: set[tuple[int, int]] = set()
+    size = 0
+    for name in dict.fromkeys(name for letter in letters for name, _ in letter.contents):
+        needed = {
+            (source, place) for source, letter in enumerate(letters) for place in letter.places.get(name, ())
+        }
+        if size >= AT_ONCE and not needed & places:
+            yield names
+            names, places, size = set(), set(), 0
+        size += sum(letters[source].nbytes(place) for source, place in needed - places)
+        names.add(name)
+        places |= needed
+    if names:
+        yield names
 
 
 def _on_gpu() -> bool:

@@ -23,6 +23,9 @@ from requant.models.targets import QuantTarget
 SHRINKAGE = 1.0  # tau, in columns of the matrix
 
 
+EXPERTS_A_TOKEN = 4  # one expert of so many sees a token, where the config does not say
+
+
 @torch.no_grad()
 def routed_tokens(
     model: PreTrainedModel, windows: Int64[Tensor, "b t"], *, label: str | None = None
@@ -79,3 +82,15 @@ def same_routes(reference: nn.Module, model: nn.Module) -> Iterator[None]:
                 stack.callback(layer.register_forward_pre_hook(save).remove)
                 stack.callback(model.get_submodule(path).register_forward_pre_hook(follow).remove)
         yield
+
+
+def share_of_experts(model: PreTrainedModel, targets: Sequence[QuantTarget]) -> float:
+    """Of a layer's experts, those that see a token."""
+    layers: dict[str, set[str]] = {}
+    for target in targets:
+        if target.experts is not None:
+            layers.setdefault(target.experts, set()).add(target.name.rpartition(".")[0])
+    chosen = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
+    if not layers or not isinstance(chosen, int):
+        return 1 / EXPERTS_A_TOKEN
+    return min(1.0, chosen / max(map(len, layers.values())))

@@ -9,6 +9,8 @@ import torch
 
 from requant.calibration.batches import bytes_of_logits, tokens_at_once, vocabulary_of
 from requant.calibration.collect import bytes_needed
+from requant.calibration.exchange import exchanged_bytes
+from requant.calibration.experts import share_of_experts
 from requant.calibration.passes import RECOMPUTE_ABOVE
 from requant.finetune.final import trains_by_block
 from requant.finetune.memory import fullest_phase, hosted_training_bytes, packed_bytes
@@ -39,7 +41,6 @@ HEAP_FACTOR = (
 )
 MAPPED_BYTES = 32 << 20  # a block from which on it does
 LOGIT_BYTES = 18  # at the beginning of a backward pass, four to five copies in float32
-EXPERTS_A_TOKEN = 4  # one expert of so many sees a token, where the config does not say
 
 
 def expected_memory(prepared: Prepared | Outline, recipe: Recipe, device: str) -> int:
@@ -54,7 +55,7 @@ def expected_memory(prepared: Prepared | Outline, recipe: Recipe, device: str) -
     up in `finetune/memory.py`. A CPU's is that of the whole process: with its programs, the code of numba's loops, logits
     and activations of a backward pass with the gaps between them (`_backward_bytes`), and what cutting the texts into tokens
     leaves, or takes if that is more. One of several GPUs holds the statistics of its own matrices, in mode `paper` their
-    scores, and then a batch's gradients on their way to their owners.
+    scores, and what a batch says about all of them, on its way to their owners.
     """
     weights = sum(target.size for target in prepared.targets)
     model, codes = parameter_bytes(prepared.model), weights
@@ -83,6 +84,12 @@ def expected_memory(prepared: Prepared | Outline, recipe: Recipe, device: str) -
         own += 8 * prepared.windows.numel() * embedding.weight.shape[1] if own else 0
     block = block_statistics(prepared.targets, needs)
     work = work_bytes(prepared.targets, needs)
+    if count_gpus(prepared) > 1:
+        tokens = tokens_at_once(prepared.model, *prepared.windows.shape, gpu=device != "cpu")
+        given = exchanged_bytes(
+            prepared.model, prepared.targets, tokens, needs, kind=device, by_block=prepared.hosted
+        )
+        activations = max(activations, given)  # it is sent when the logits are gone
     beside = work if device == "cpu" else max(work, activations)
     free = total_memory(torch.device(device)) - model - codes
     statistics = min(statistics, max(block, round(statistics_budget(free, beside))))
@@ -110,7 +117,7 @@ def _backward_bytes(prepared: Prepared | Outline) -> int:
     """
     tokens = tokens_at_once(prepared.model, *prepared.windows.shape, gpu=False)
     vocabulary = vocabulary_of(prepared.model)
-    share = _share_of_experts(prepared)
+    share = share_of_experts(prepared.model, prepared.targets)
     floats = [
         sum(sum(target.shape) * (1 if target.experts is None else share) for target in members)
         for members in by_block(prepared.targets)
@@ -121,18 +128,6 @@ def _backward_bytes(prepared: Prepared | Outline) -> int:
     if 4 * tokens * vocabulary <= MAPPED_BYTES:
         logits *= HEAP_FACTOR
     return round(logits + HEAP_FACTOR * activations)
-
-
-def _share_of_experts(prepared: Prepared | Outline) -> float:
-    """Of a layer's experts, those that see a token."""
-    layers: dict[str, set[str]] = {}
-    for target in prepared.targets:
-        if target.experts is not None:
-            layers.setdefault(target.experts, set()).add(target.name.rpartition(".")[0])
-    chosen = getattr(prepared.model.config.get_text_config(), "num_experts_per_tok", None)
-    if not layers or not isinstance(chosen, int):
-        return 1 / EXPERTS_A_TOKEN
-    return min(1.0, chosen / max(map(len, layers.values())))
 
 
 def _training_memory(prepared: Prepared | Outline, recipe: Recipe, device: str) -> int:

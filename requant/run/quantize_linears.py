@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from requant import ranks
-from requant.calibration.batches import bytes_of_logits, own_chunks
+from requant.calibration.batches import bytes_of_logits, own_chunks, tokens_at_once
 from requant.calibration.block_by_block import Descent
 from requant.calibration.collect import (
     GRADIENT_STATISTICS,
@@ -28,6 +28,7 @@ from requant.calibration.collect import (
     collect,
     working_bytes,
 )
+from requant.calibration.exchange import exchanged_bytes
 from requant.calibration.hidden_states import HiddenStateCache
 from requant.calibration.stats import LinearStats
 from requant.formats.packed_spec import PackedSpec
@@ -323,14 +324,23 @@ def statistics_budget(free: int, beside: int) -> float:
 def chunks_that_fit(
     run: RunContext, targets: Sequence[QuantTarget], needs: frozenset[str]
 ) -> list[list[QuantTarget]]:
-    """The targets in chunks of whole blocks whose statistics take at most half of the free memory of every rank, and leave
-    room on a GPU for a batch of the pass that collects them, then for the work on a matrix."""
+    """The targets in chunks of whole blocks whose statistics take at most half of the free memory of every rank.
+
+    They leave room on a GPU for a batch of the pass that collects them, with what goes to other ranks, then for the work on
+    a matrix.
+    """
     if not targets or _gathered(run, targets, needs):
         return [list(targets)] if targets else []
     free = ranks.smallest(free_memory(targets[0].device))
     beside = max(working_bytes(target, needs) for target in targets)
-    if targets[0].device.type == "cuda":
-        beside = max(beside, bytes_of_logits(run.model, *run.windows.shape))
+    kind = targets[0].device.type
+    batch = bytes_of_logits(run.model, *run.windows.shape) if kind == "cuda" else 0
+    if ranks.world_size() > 1:
+        tokens = tokens_at_once(run.model, *run.windows.shape, gpu=kind == "cuda")
+        hosted = hosted_blocks(run.model) is not None
+        given = exchanged_bytes(run.model, targets, tokens, needs, kind=kind, by_block=hosted)
+        batch = max(batch, given)  # it is sent when the logits are gone
+    beside = max(beside, batch)
     budget = statistics_budget(free, beside)
     chunks: list[list[QuantTarget]] = [[]]
     used: Counter[int] = Counter()  # rank -> bytes

@@ -27,6 +27,7 @@ COLLECTIVES = """
 import json, sys
 import torch
 from requant import ranks
+from requant.calibration import exchange as exchange_module
 from requant.calibration.exchange import Exchange
 from requant.calibration.stats import Curvature
 from requant.finetune import divided
@@ -85,6 +86,17 @@ with ranks.joined("cpu"):
         exchange.give("c", x)
     exchange.deliver()
     exchange.deliver()
+    exchange_module.AT_ONCE = 1  # every matrix alone, but for those that share a tensor
+    sent = []
+    exchange = Exchange({"a": 2, "b": 0, "c": 2, "d": 2}, use)
+    plain = exchange._deliver
+    exchange._deliver = lambda names, *rest: (sent.append(sorted(names)), plain(names, *rest))
+    start = len(used)
+    for name, tensor in (("a", x := torch.full((2, 2), float(me))), ("c", x), ("d", x.bfloat16()), ("b", x + 1)):
+        exchange.give(name, tensor)
+    exchange.deliver()
+    found["sent"], found["used in groups"] = sent, [(name, values) for name, values, _ in used[start:]]
+    del used[start:]
     found["used"] = [(name, values) for name, values, _ in used]
     found["one object"] = len({place for _, _, place in used})
     print("nobody but rank 0 prints")
@@ -117,6 +129,11 @@ def test_collective_operations(monkeypatch: pytest.MonkeyPatch, in_processes) ->
     for each in found:
         torch.testing.assert_close(torch.tensor(each.pop("rounded")), expected)
     used, objects = ([each.pop(key) for each in found] for key in ("used", "one object"))
+    in_groups = [each.pop("used in groups") for each in found]
+    assert in_groups[0] == [["b", [[[float(me + 1)] * 2] * 2]] for me in range(3)]
+    squares = [[[[float(me)] * 2] * 2] for me in range(3)]
+    assert in_groups[2] == [[name, squares[me]] for names in ("ac", "d") for me in range(3) for name in names]
+    assert in_groups[1] == []
     assert found[0] == found[1] == found[2]
     assert found[0] == {
         "size": 3,
@@ -125,6 +142,7 @@ def test_collective_operations(monkeypatch: pytest.MonkeyPatch, in_processes) ->
         "of_all": [["a", "aa"], ["b", "bb"], ["c", "cc"]],
         "shared": {"x": 0.1},
         "smallest": 3,
+        "sent": [["a", "c"], ["d"], ["b"]],
         "agree": [True, False],
         "whole": [True, True, 28],
         "rows of all": [[], [[1.0, 1.0]], [[2.0, 2.0], [2.0, 2.0]]],

@@ -11,10 +11,11 @@ from transformers import LlamaConfig
 
 import requant
 from eval.shapes import config_of
+from requant.calibration.experts import share_of_experts
 from requant.checkpoint.sizes import byte_table
 from requant.finetune.memory import training_bytes
 from requant.pipeline.completion import FITS_RESIDENT
-from requant.pipeline.memory import CHARACTER_BYTES_KEPT, _share_of_experts, _training_memory
+from requant.pipeline.memory import CHARACTER_BYTES_KEPT, _training_memory
 from requant.pipeline.plan import Plan, make_plan
 from requant.pipeline.prepare import outline, prepare
 from requant.pipeline.schedule import expected_stages
@@ -344,7 +345,8 @@ def test_more_work_takes_longer(tiny_folder, tiny_text_file: Path, monkeypatch) 
 def test_a_token_sees_as_many_experts_as_the_config_says(tiny_folder, family: str, share: float) -> None:
     """By it activations are counted: a mixture's are a fraction of its matrices'."""
     recipe = recipe_of("kmeans")
-    assert _share_of_experts(outline(str(tiny_folder(family)), recipe)) == share
+    outlined = outline(str(tiny_folder(family)), recipe)
+    assert share_of_experts(outlined.model, outlined.targets) == share
 
 
 def test_the_memory_of_a_cpu_run_follows_the_batch(tiny_folder, tiny_text_file: Path, monkeypatch) -> None:
