@@ -33,14 +33,13 @@ SCORES = {
     "pqi": ("PQI, 2 nodes", *MARKERS["pqi"][1:]),
 }
 OTHER = "#e08a00"
-# of a report's seconds; the files of older versions say `tuning`
+# of a report's seconds
 STAGE_NAMES = {
     "statistics": "statistics",
     "quantize": "codes",
     "finetuning": "training",
-    "tuning": "training",
     "diagnosis": "diagnosis",
-    "evaluation": "evaluation",
+    "start, load, hashes, save": "start, loading, files",
 }
 
 Points = Mapping[str, Any]
@@ -111,35 +110,35 @@ def sparse_products(results: Path) -> Points:
 
 
 def stages(results: Path) -> Points:
-    """Stage -> parameters and seconds of the whole runs of mode `best` at 2 bits on one GPU with all steps, by size."""
-    rows = read(results, "speed-cuda")
-    whole = [
-        rows[key] for key in ("best_run", *(f"run_{shape}" for shape in ("1b", "3b", "8b"))) if key in rows
-    ]
-    taken = [row.get("steps") or row["recipe"]["finetune"]["steps"] for row in whole]
-    found: dict[str, list[tuple[float, float]]] = {}
-    for row in (row for row, steps in zip(whole, taken, strict=True) if steps == max(taken)):
-        parameters = row["peak_bytes"] / row["peak_in_bf16_models"] / 2
+    """Run -> seconds by stage, of whole runs of mode `best` on one GPU and on several."""
+    found: dict[str, dict[str, float]] = {}
+    for key, row in read(results, "scaling-h100").items():
+        if not key.startswith("run_"):
+            continue
+        share = "1/{share} of ".format(**row) if row["share"] > 1 else ""
+        run = found.setdefault(f"{share}{row['shape'].upper()}, {_gpus(row['gpus'])}", {})
         for stage, seconds in row["seconds"].items():
             label = STAGE_NAMES.get(stage, "all else")
-            line = found.setdefault(label, [])
-            if line and line[-1][0] == parameters:
-                line[-1] = (parameters, line[-1][1] + seconds)
-            else:
-                line.append((parameters, seconds))
-    return found if max(map(len, found.values()), default=0) > 1 else {}
+            run[label] = run.get(label, 0.0) + seconds
+    return found
+
+
+def _gpus(count: int) -> str:
+    return "one GPU" if count == 1 else f"{count} GPUs"
 
 
 def draw_stages(points: Points, figure: Figure) -> None:
     axes = figure.add_subplot()
-    colors = (MARKERS["pqi"][2], OTHER, MARKERS["gradient"][2], "#cc79a7", BAR, GREY)
-    for (label, line), color in zip(points.items(), colors, strict=False):
-        axes.plot(*zip(*line, strict=True), "o-", color=color, label=label, markersize=5)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xlabel("parameters")
-    axes.set_ylabel("seconds")
-    figure.legend(loc="outside upper left", ncols=6, frameon=False)
+    labels = sorted({label: None for run in points.values() for label in run}, key="all else".__eq__)
+    colors = (OTHER, MARKERS["gradient"][2], MARKERS["pqi"][2], "#cc79a7", BAR, GREY)
+    start = [0.0] * len(points)
+    for label, color in zip(labels, colors, strict=False):
+        seconds = [run.get(label, 0.0) for run in points.values()]
+        axes.barh(list(points), seconds, left=start, color=color, label=label, height=0.6)
+        start = [each + more for each, more in zip(start, seconds, strict=True)]
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds")
+    figure.legend(loc="outside upper left", ncols=4, frameon=False)
 
 
 def draw_sparsity(points: Points, figure: Figure) -> None:

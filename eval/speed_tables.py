@@ -10,7 +10,9 @@ from eval.markdown import markdown, read
 def speed_table(results: Path) -> str:
     """Targets beside what was measured."""
     rows: list[list[str]] = []
-    cpu, gpu, h100 = (read(results, name) for name in ("speed-cpu", "speed-cuda", "speed-1b-h100"))
+    cpu, gpu, h100, scaling = (
+        read(results, name) for name in ("speed-cpu", "speed-cuda", "speed-1b-h100", "scaling-h100")
+    )
     for found, target in ((cpu, "480 s"), (gpu, "60 s")):
         if "run" in found:
             samples = found["run"]["recipe"]["calibration"]["num_samples"]
@@ -47,12 +49,14 @@ def speed_table(results: Path) -> str:
     for shape, target in (("1b", "720 s, 24 GiB"), ("3b", ""), ("8b", "4500 s, 90 GiB"), ("70b", "")):
         runs = [
             (row, str((rows_of.get("about") or rows_of)["device"]))
-            for rows_of in (gpu, h100)
+            for rows_of in (gpu, h100, scaling)
             for key, row in rows_of.items()
             if key.startswith(f"run_{shape}")
         ]
         for found, device in runs:
-            part = "" if found["blocks"] is None else f", its first {found['blocks']} blocks"
+            part = "" if found.get("blocks") is None else f", its first {found['blocks']} blocks"
+            if found.get("share", 1) > 1:
+                part = f", an equal part of {found['share']}"
             phases = _phases(found["recipe"]["finetune"], found["steps"])
             what = f"{shape.upper()} shape{part}, 2 bits, the whole `best` run, {phases}"
             machine = device if found["gpus"] == 1 else f"{found['gpus']} x {device}"

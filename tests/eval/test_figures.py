@@ -54,33 +54,19 @@ def test_figures_of_sparsity_follow_their_results(tmp_path: Path) -> None:
         assert svg(name, tmp_path).startswith("<?xml")
 
 
-def test_stages_are_drawn_from_whole_runs_of_all_steps(tmp_path: Path) -> None:
-    """By parameters; a shorter run and one on two GPUs are left out, and one size makes no figure."""
+def test_stages_are_drawn_by_run(tmp_path: Path) -> None:
+    def run(shape: str, gpus: int, share: int, **seconds: float) -> dict[str, object]:
+        return {"shape": shape, "gpus": gpus, "share": share, "seconds": seconds}
 
-    def run(parameters: float, steps: int, seconds: dict[str, float]) -> dict[str, object]:
-        peak = 8e9
-        return {
-            "recipe": {"finetune": {"steps": steps}},
-            "seconds": seconds,
-            "peak_bytes": peak,
-            "peak_in_bf16_models": peak / (2 * parameters),
-        }
-
-    rows = {"best_run": run(32e6, 450, {"tuning": 30, "save": 2, "loss": 1})}
-    file = tmp_path / "speed-cuda.json"
-    file.write_text(json.dumps(rows))
-    assert svg("stages", tmp_path) == ""
-    rows |= {
-        "run_1b": run(1.25e9, 450, {"finetuning": 900, "quantize": 120}),
-        "run_8b": run(8e9, 20, {"finetuning": 90}),
-        "run_1b_2_gpus": run(1.25e9, 450, {"finetuning": 500}),
+    rows = {
+        "about": {},
+        "run_1b": run("1b", 1, 1, finetuning=400, quantize=80, loss=1, samples=2),
+        "run_8b_share_of_8_2_gpus": run("8b", 2, 8, finetuning=200),
     }
-    file.write_text(json.dumps(rows))
-    found = DRAWN["stages"][0](tmp_path)
-    assert found == {
-        "training": [(32e6, 30), (1.25e9, 900)],
-        "all else": [(32e6, 3)],
-        "codes": [(1.25e9, 120)],
+    (tmp_path / "scaling-h100.json").write_text(json.dumps(rows))
+    assert DRAWN["stages"][0](tmp_path) == {
+        "1B, one GPU": {"training": 400, "codes": 80, "all else": 3},
+        "1/8 of 8B, 2 GPUs": {"training": 200},
     }
     assert svg("stages", tmp_path).startswith("<?xml")
 
