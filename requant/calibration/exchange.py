@@ -8,13 +8,12 @@ differently for every number of ranks, and leave all Hessians on all of them.
         forward; in hooks: exchange.give(name, x)
         exchange.deliver()                  on the owner: use(name, x) for every rank's x, in the order of the text
 
-What a rank says to another is one message, of many matrices.
+What a rank says to another is a message for some matrices together, as many as have AT_ONCE bytes.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from math import prod
 
 import torch
@@ -27,9 +26,8 @@ from requant.calibration.experts import share_of_experts
 from requant.models.mixed_precision import PRODUCTS
 from requant.models.targets import SIBLINGS, QuantTarget
 
-AT_ONCE = (
-    2**30
-)  # bytes of all ranks that are sent together; what is sent and received takes as many beside what was given
+# bytes of all ranks that are sent together; what is sent and received takes as many beside what was given
+AT_ONCE = 2**30
 
 
 def exchanged_bytes(
@@ -155,14 +153,6 @@ class _Letter:
         """The contents that concern these matrices."""
         return ((name, places) for name, places in self.contents if name in names)
 
-    @cached_property
-    def places(self) -> Mapping[str, set[int]]:
-        """Matrix -> places of its tensors."""
-        found: dict[str, set[int]] = {}
-        for name, places in self.contents:
-            found.setdefault(name, set()).update(places)
-        return found
-
     def nbytes(self, place: int) -> int:
         shape, dtype = self.tensors[place]
         return prod(shape) * getattr(torch, dtype).itemsize
@@ -185,22 +175,28 @@ class _Message:
 
 
 def _together(letters: Sequence[_Letter]) -> Iterator[set[str]]:
-    """The matrices in groups of about AT_ONCE bytes, alike on every rank; those that share a tensor are not parted."""
-    names: set[str] = set()
-    places: set[tuple[int, int]] = set()
+    """The matrices in groups of about AT_ONCE bytes, alike on every rank; those that share a tensor are not parted.
+
+    They need not be neighbours: the first projections of queries and of keys and values (DeepSeek) have another between
+    them, and gradients at the outputs of attention and MLP are one tensor where a block adds both at once (GPT-NeoX).
+    """
+    needed: dict[str, set[tuple[int, int]]] = {}  # matrix -> sources and places of its tensors
+    for source, letter in enumerate(letters):
+        for name, places in letter.contents:
+            needed.setdefault(name, set()).update((source, place) for place in places)
+    last_use = {each: name for name, tensors in needed.items() for each in tensors}
+    group: set[str] = set()
+    counted: set[tuple[int, int]] = set()  # tensors of the group
     size = 0
-    for name in dict.fromkeys(name for letter in letters for name, _ in letter.contents):
-        needed = {
-            (source, place) for source, letter in enumerate(letters) for place in letter.places.get(name, ())
-        }
-        if size >= AT_ONCE and not needed & places:
-            yield names
-            names, places, size = set(), set(), 0
-        size += sum(letters[source].nbytes(place) for source, place in needed - places)
-        names.add(name)
-        places |= needed
-    if names:
-        yield names
+    for name, tensors in needed.items():
+        group.add(name)
+        size += sum(letters[source].nbytes(place) for source, place in tensors - counted)
+        counted |= tensors
+        if size >= AT_ONCE and all(last_use[each] in group for each in counted):
+            yield group
+            group, counted, size = set(), set(), 0
+    if group:
+        yield group
 
 
 def _on_gpu() -> bool:
