@@ -12,7 +12,6 @@ from requant.calibration.collect import bytes_needed
 from requant.calibration.exchange import exchanged_bytes
 from requant.calibration.experts import share_of_experts
 from requant.calibration.passes import RECOMPUTE_ABOVE
-from requant.finetune.final import trains_by_block
 from requant.finetune.memory import fullest_phase, hosted_training_bytes, packed_bytes
 from requant.inference.own_text import bytes_to_write
 from requant.models.devices import total_memory
@@ -26,7 +25,7 @@ from requant.pipeline.hosting import (
     work_bytes,
 )
 from requant.pipeline.prepare import Outline, Prepared
-from requant.pipeline.schedule import count_gpus, of_fullest_rank
+from requant.pipeline.schedule import count_gpus, goes_by_block, of_fullest_rank, windows_to_train
 from requant.quantizers.registry import find_method
 from requant.recipe.schema import Recipe
 from requant.run.quantize_linears import by_block, statistics_budget
@@ -138,7 +137,7 @@ def _training_memory(prepared: Prepared | Outline, recipe: Recipe, device: str) 
         prepared.model,
         prepared.targets,
         recipe,
-        _train_windows(prepared, recipe),
+        windows_to_train(prepared),
         by_block=goes_by_block(prepared, recipe, device),
         gpu=device == "cuda",
         device_memory=total_memory(torch.device(device)),
@@ -152,22 +151,6 @@ def host_memory(prepared: Prepared | Outline, recipe: Recipe) -> int:
     gpus = count_gpus(prepared)
     training = 0
     if recipe.finetune.trains:
-        windows = _train_windows(prepared, recipe)
+        windows = windows_to_train(prepared)
         training = hosted_training_bytes(prepared.model, prepared.targets, recipe, windows, gpus=gpus)
     return gpus * sum(target.size for target in prepared.targets) + training
-
-
-def _train_windows(prepared: Prepared | Outline, recipe: Recipe) -> tuple[int, int]:
-    count, length = prepared.train_windows.shape
-    return count + prepared.own_windows, length
-
-
-def goes_by_block(prepared: Prepared | Outline, recipe: Recipe, device: str) -> bool:
-    """Whether training goes block by block."""
-    return recipe.mode != "sparse" and trains_by_block(
-        prepared.model,
-        prepared.targets,
-        recipe.finetune,
-        _train_windows(prepared, recipe),
-        device_memory=total_memory(torch.device(device)) if device == "cuda" else None,
-    )

@@ -23,10 +23,10 @@ from requant.allocation.sizes import embedding_and_head_savings, packed_spec, sp
 from requant.display import format_seconds
 from requant.models.devices import total_memory
 from requant.pipeline.hosting import HOSTED, hosted_bytes
-from requant.pipeline.memory import expected_memory, goes_by_block, host_memory
+from requant.pipeline.memory import expected_memory, host_memory
 from requant.pipeline.prepare import Outline, Prepared, bytes_before, start
 from requant.pipeline.quicker import warn_of_a_slow_run
-from requant.pipeline.schedule import count_gpus, expected_seconds, tokens_of_step
+from requant.pipeline.schedule import count_gpus, expected_seconds, goes_by_block, tokens_of_step
 from requant.recipe.schema import Recipe
 from requant.run.context import Allocation
 from requant.run.rounds import rounds_of

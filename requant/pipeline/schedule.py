@@ -19,7 +19,9 @@ from requant.allocation.embedding_and_head import embedding_and_head_of, table_m
 from requant.allocation.predictors import MEASURED_TOKENS, PQI_TOKENS
 from requant.calibration.collect import one_pass_suffices
 from requant.finetune.decoded_block import weights_to_decode
+from requant.finetune.final import trains_by_block
 from requant.inference.own_text import PREFIX, cache_bytes, windows_at_once
+from requant.models.devices import total_memory
 from requant.models.targets import QuantTarget
 from requant.pipeline.diagnosis import MATRIX_TOKENS_ON_CPU, MATRIX_WEIGHTS_ON_CPU
 from requant.pipeline.hosting import hosted_bytes, parameter_bytes
@@ -43,7 +45,8 @@ STEP_BYTES = 2e12
 # and to unpack and decode a weight (`finetune/decoded_block.py`): an H100 decodes trellis codes of 2 bits in 0.34 ns.
 HOST_BYTES = 20e9
 DECODE_SECONDS = 4e-10
-SENT_BYTES = 2e11  # a second, of decoded matrices between GPUs: over NVLink; over PCIe a tenth
+SENT_BYTES = 2e11  # a second, of decoded matrices and gradients between GPUs: over NVLink; over PCIe a tenth
+ADAM_SECONDS = 1.1e-11  # to update a parameter: 14 ms of the 1B shape's 1.24e9 on an H100
 FORWARDS = {"original": 1, "quantized": 2, "corrected": 7}  # whole passes, for the Hessians of all matrices
 
 
@@ -105,6 +108,7 @@ def _stages(prepared: Prepared | Outline, recipe: Recipe, device: str) -> Iterat
         yield Stage(name="own text", kind="own text", seconds=max(2 * arithmetic, seconds))
     step = tokens_of_step(prepared, recipe)
     training = steps * 4 * 2 * parameters * step / rate
+    by_block = recipe.finetune.trains and goes_by_block(prepared, recipe, device)
     if prepared.hosted and recipe.finetune.trains:
         # the teacher's states, and codes that are decoded in every step, forward and backward
         gpus = count_gpus(prepared)
@@ -113,12 +117,15 @@ def _stages(prepared: Prepared | Outline, recipe: Recipe, device: str) -> Iterat
         training += forward(prepared.train_windows.numel()) + steps * 2 * (decoding + sending)
     if recipe.trains_in_rounds:
         rounds = rounds_of(prepared.targets, recipe.finetune.rounds)
+        still_open = sum(target.size for target in prepared.targets)
         for index, members in enumerate(rounds):
+            still_open -= sum(target.size for target in members)
             name = round_name(index, len(rounds))
             seconds = codes(members) + (statistics if index else statistics - collected)
             yield Stage(name=f"{name}, codes", kind="codes", seconds=seconds)
             if index + 1 < len(rounds):
-                yield Stage(name=f"{name}, training", kind="training", seconds=training)
+                shared = steps * _step_of_several(prepared, recipe, still_open, by_block=by_block)
+                yield Stage(name=f"{name}, training", kind="training", seconds=training + shared)
     else:
         yield Stage(name="codes", kind="codes", seconds=statistics - collected + all_codes)
     if recipe.mode == "paper" and recipe.detach.outlier_fraction:
@@ -138,7 +145,8 @@ def _stages(prepared: Prepared | Outline, recipe: Recipe, device: str) -> Iterat
     per_weight = table_method(recipe).seconds_per_weight[device] if has_budget(recipe) else 0.0
     yield Stage(name="embedding and head", kind="tables", seconds=tables * per_weight / threads, bars=0)
     if recipe.mode != "sparse" and steps:
-        yield Stage(name="fine-tuning", kind="training", seconds=training)
+        shared = steps * _step_of_several(prepared, recipe, 0, by_block=by_block)
+        yield Stage(name="fine-tuning", kind="training", seconds=training + shared)
     diagnosed = min(windows, DIAGNOSED_TOKENS)
     by_matrix = 0.0
     if device == "cuda" and not prepared.hosted:
@@ -168,6 +176,43 @@ def tokens_of_step(prepared: Prepared | Outline, recipe: Recipe) -> int:
     """Of training."""
     count, length = prepared.train_windows.shape
     return length * recipe.finetune.windows_of_step(count + prepared.own_windows, length)
+
+
+def goes_by_block(prepared: Prepared | Outline, recipe: Recipe, device: str) -> bool:
+    """Whether training goes block by block."""
+    return recipe.mode != "sparse" and trains_by_block(
+        prepared.model,
+        prepared.targets,
+        recipe.finetune,
+        windows_to_train(prepared),
+        device_memory=total_memory(torch.device(device)) if device == "cuda" else None,
+    )
+
+
+def windows_to_train(prepared: Prepared | Outline) -> tuple[int, int]:
+    """How many windows training may take, with those of the model's own, and their length."""
+    count, length = prepared.train_windows.shape
+    return count + prepared.own_windows, length
+
+
+def _step_of_several(
+    prepared: Prepared | Outline, recipe: Recipe, still_open: int, *, by_block: bool
+) -> float:
+    """Seconds that a step of training takes on several GPUs beside its arithmetic, with so many weights without codes.
+
+    Gradients are summed, and every GPU updates all that it holds whole. Block by block a matrix without codes is held in
+    parts: its 16-bit values are joined for the forward and the backward pass, its float32 gradients are summed.
+    """
+    gpus = count_gpus(prepared)
+    if gpus == 1 or not recipe.finetune.trains:
+        return 0.0
+    others = (gpus - 1) / gpus
+    whole = sum(p.numel() for p in prepared.model.parameters()) - sum(
+        target.size for target in prepared.targets
+    )
+    parts = still_open if by_block else 0
+    whole += still_open - parts
+    return others * ((2 * 4 * whole + (2 * 2 + 4) * parts) / SENT_BYTES + ADAM_SECONDS * whole)
 
 
 def count_gpus(prepared: Prepared | Outline) -> int:

@@ -25,6 +25,7 @@ from requant.recipe.defaults import default_recipe
 from requant.recipe.schema import Budget, Calibration, Detach, Evaluation, Finetune, Mode, Recipe, Sensitivity
 from requant.run.rounds import rounds_of
 
+ROOT = Path(__file__).parents[3]
 SLOW = {"trellis": pytest.mark.slow}
 
 
@@ -183,6 +184,23 @@ def test_the_time_of_own_text_is_that_of_its_decoding_steps(tmp_path: Path, monk
 
     assert seconds(1) == pytest.approx(25, rel=0.1)
     assert seconds(2) == pytest.approx(seconds(1) / 2)
+
+
+def test_what_a_second_gpu_takes_off_training_is_what_was_measured(tmp_path: Path, monkeypatch) -> None:
+    """Of a 1B shape on H100s; sums of gradients and updates are not halved."""
+    measured = json.loads((ROOT / "eval" / "results" / "speed-1b-h100.json").read_text())
+    one, two = (measured[run]["seconds"]["finetuning"] for run in ("run_1b", "run_1b_2_gpus"))
+    config_of("1b").save_pretrained(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    recipe = dataclasses.replace(default_recipe(str(tmp_path), None, gpu=True), budget=Budget(bits=2.0))
+
+    def seconds(gpus: int) -> float:
+        shaped = outline(str(tmp_path), recipe, dtype="bfloat16", gpus=gpus)
+        stages = expected_stages(shaped, shaped.recipe, "cuda")
+        return sum(stage.seconds for stage in stages if stage.kind == "training")
+
+    assert seconds(2) / seconds(1) == pytest.approx(two / one, rel=0.05)
+    assert seconds(1) / 4 < seconds(4) < seconds(2)
 
 
 def test_a_plan_divides_what_trains_block_by_block(tiny_folder) -> None:
