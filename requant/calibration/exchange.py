@@ -42,9 +42,13 @@ def exchanged_bytes(
     """What a batch of so many tokens says about all matrices, in bytes on a device of a `kind`.
 
     Inputs (once for matrices that read the same one) and gradients at outputs, of the whole batch or `by_block`, as a model
-    larger than its GPU is computed. AT_ONCE is sent, and received.
+    larger than its GPU is computed. They have the model's dtype, but of a float32 one, where gradients are taken, that of
+    products in training. AT_ONCE is sent, and received.
     """
-    number = PRODUCTS.get(kind, torch.float32).itemsize
+    gradients = needs & {"fisher", "output_hessian"}
+    dtype = next(model.parameters()).dtype
+    if gradients and dtype == torch.float32:
+        dtype = PRODUCTS.get(kind, dtype)
     share = share_of_experts(model, targets)
     found: Counter[int] = Counter()  # block -> bytes
     seen: set[tuple[str, tuple[str, ...]]] = set()
@@ -53,10 +57,10 @@ def exchanged_bytes(
         siblings = next((kinds for kinds in SIBLINGS if target.kind in kinds), (target.kind,))
         reads = (target.name.rpartition(".")[0], siblings)
         own = tokens * (1.0 if target.experts is None else share)
-        numbers = own * n if needs & {"fisher", "output_hessian"} else 0
+        numbers = own * n if gradients else 0
         numbers += own * k if needs & {"fisher", "hessian", "input_mean_abs"} and reads not in seen else 0
         seen.add(reads)
-        found[target.block] += round(number * numbers)
+        found[target.block] += round(dtype.itemsize * numbers)
     given = max(found.values(), default=0) if by_block else sum(found.values())
     return given + 2 * min(AT_ONCE, given)
 
