@@ -110,10 +110,11 @@ def sparse_products(results: Path) -> Points:
 
 
 def stages(results: Path) -> Points:
-    """Run -> seconds by stage, of whole runs of mode `best` on one GPU and on several."""
+    """Run -> seconds by stage, of whole runs of mode `best` on one GPU and on several; of none of a few blocks or in less
+    memory, which would stand in the same bar."""
     found: dict[str, dict[str, float]] = {}
     for key, row in read(results, "scaling-h100").items():
-        if not key.startswith("run_"):
+        if not key.startswith("run_") or row.get("blocks") or row.get("gpu_memory"):
             continue
         share = "1/{share} of ".format(**row) if row["share"] > 1 else ""
         run = found.setdefault(f"{share}{row['shape'].upper()}, {_gpus(row['gpus'])}", {})

@@ -55,6 +55,8 @@ def test_figures_of_sparsity_follow_their_results(tmp_path: Path) -> None:
 
 
 def test_stages_are_drawn_by_run(tmp_path: Path) -> None:
+    """Runs of a few blocks and in less memory, of the same shape on as many GPUs, are not added to it."""
+
     def run(shape: str, gpus: int, share: int, **seconds: float) -> dict[str, object]:
         return {"shape": shape, "gpus": gpus, "share": share, "seconds": seconds}
 
@@ -62,6 +64,8 @@ def test_stages_are_drawn_by_run(tmp_path: Path) -> None:
         "about": {},
         "run_1b": run("1b", 1, 1, finetuning=400, quantize=80, loss=1, samples=2),
         "run_8b_share_of_8_2_gpus": run("8b", 2, 8, finetuning=200),
+        "run_1b_4_blocks": {**run("1b", 1, 1, finetuning=50), "blocks": 4},
+        "run_1b_in_24GiB": {**run("1b", 1, 1, finetuning=900), "gpu_memory": "24GiB"},
     }
     (tmp_path / "scaling-h100.json").write_text(json.dumps(rows))
     assert DRAWN["stages"][0](tmp_path) == {
