@@ -33,11 +33,10 @@ def rounds(
     *,
     label: str | None,
     split: bool = True,
-    windows_each: int | None = None,
 ) -> Iterator[tuple[int, Int64[Tensor, "c t"] | None]]:
     """The `batches` of this rank, each with its number among all; None where other ranks have one more."""
     device = next(model.parameters()).device
-    numbered = own_chunks(windows, model, split=split, windows_each=windows_each)
+    numbered = own_chunks(windows, model, split=split)
     for each in tracked(numbered, label=label, unit="batches"):
         yield (-1, None) if each is None else (each[0], to_device(each[1], device))
 
@@ -47,10 +46,9 @@ def own_chunks(
     model: PreTrainedModel,
     *,
     split: bool = True,
-    windows_each: int | None = None,
 ) -> Sequence[tuple[int, Int64[Tensor, "_ t"]] | None]:
     """The `rounds` all at once, where the windows lie."""
-    numbered = list(enumerate(chunks(windows, model, windows_each)))
+    numbered = list(enumerate(chunks(windows, model, None)))
     return ranks.rounds(numbered) if split else numbered
 
 
