@@ -51,13 +51,12 @@ from requant.run.quantize_linears import (
     chunks_that_fit,
     compile_ahead,
     gather,
+    make_codes,
     quantize_linears,
     release,
-    shared_codes,
 )
 from requant.run.rounds import round_name, rounds_of
-from requant.run.side_by_side import quantized
-from requant.run.stage_cache import load_stage, load_weights, save_stage, save_weight, stage_key
+from requant.run.stage_cache import load_stage, load_weights, save_stage, stage_key
 from requant.run.workspace import digest
 
 
@@ -136,20 +135,12 @@ def codes_of_round(run: RunContext, members: Sequence[QuantTarget], *, first: bo
                         all_experts=run.recipe.calibration.all_experts,
                         label=run.label("statistics"),
                     )
-            with run.stage("quantize"):
 
-                def quantize(
-                    target: QuantTarget, stats: Mapping[str, LinearStats] = statistics
-                ) -> QuantizedWeight:
-                    return method.quantize(target.weight(), stats[target.name], run.config_of(target))
+            def quantize(
+                target: QuantTarget, stats: Mapping[str, LinearStats] = statistics
+            ) -> QuantizedWeight:
+                return method.quantize(target.weight(), stats[target.name], run.config_of(target))
 
-                compile_ahead(run, chunk)
-                for target, weight in quantized(
-                    ranks.owned(chunk), quantize, side_by_side=method.side_by_side
-                ):
-                    weights[target.name] = weight
-                    save_weight(run, "codes", keys[target.name], weight, rank=target.rank)
-                    bar.update()
-                weights |= shared_codes(chunk, weights)
+            weights |= make_codes(run, chunk, quantize, stage="codes", keys=keys, bar=bar)
             release(run, statistics)
     return weights

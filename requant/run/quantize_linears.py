@@ -11,14 +11,14 @@ collects its statistics again. Of several processes (`ranks.py`) each quantizes 
 import copy
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 from jaxtyping import Bool
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from requant import ranks
+from requant import progress, ranks
 from requant.calibration.batches import bytes_of_logits, own_chunks, tokens_at_once
 from requant.calibration.block_by_block import Descent
 from requant.calibration.collect import (
@@ -36,7 +36,6 @@ from requant.formats.quantized_weight import QuantizedWeight, pack, unpack
 from requant.models.devices import free_memory
 from requant.models.hosted import hosted_blocks
 from requant.models.targets import SIBLINGS, QuantTarget
-from requant.progress import counted
 from requant.quantizers.registry import find_method
 from requant.run.context import RunContext, Weights
 from requant.run.side_by_side import quantized
@@ -65,7 +64,7 @@ def quantize_linears(
     compile_ahead(run, pending, wait=False)
     own, left = (len(ranks.owned(targets)) for targets in (run.targets, pending))
     calibrate = sequential_calibration if sequential else parallel_calibration
-    with counted(own, label=run.label(label), unit="matrices", done=own - left) as bar:
+    with progress.counted(own, label=run.label(label), unit="matrices", done=own - left) as bar:
         for members, statistics in calibrate(run, pending, method.needs, done):
 
             def quantize(
@@ -76,17 +75,30 @@ def quantize_linears(
                 weight = run.original[target.name].to(device).float()
                 return method.quantize(weight, stats[target.name], run.config_of(target), **masks)
 
-            with run.stage("quantize"):
-                compile_ahead(run, members)
-                for target, weight in quantized(
-                    ranks.owned(members), quantize, side_by_side=method.side_by_side
-                ):
-                    # packed before codes of a hosted matrix go to the host, where that takes longer
-                    save_weight(run, "linear", keys[target.name], weight, rank=target.rank)
-                    done[target.name] = weight if target.hosted is None else weight.to(target.codes_device)
-                    bar.update()
-            done.update(shared_codes(members, done))
+            done.update(make_codes(run, members, quantize, stage="linear", keys=keys, bar=bar))
     return {target.name: done[target.name] for target in run.targets}
+
+
+def make_codes(
+    run: RunContext,
+    targets: Sequence[QuantTarget],
+    quantize: Callable[[QuantTarget], QuantizedWeight],
+    *,
+    stage: str,
+    keys: Mapping[str, str],
+    bar: progress.Counter,
+) -> Weights:
+    """The codes of all targets, on every rank: `quantize(target)` of each rank's own, which are saved one by one."""
+    made: Weights = {}
+    with run.stage("quantize"):
+        compile_ahead(run, targets)
+        side_by_side = find_method(run.recipe.method).side_by_side
+        for target, weight in quantized(ranks.owned(targets), quantize, side_by_side=side_by_side):
+            # packed before codes of a hosted matrix go to the host, where that takes longer
+            save_weight(run, stage, keys[target.name], weight, rank=target.rank)
+            made[target.name] = weight if target.hosted is None else weight.to(target.codes_device)
+            bar.update()
+        return shared_codes(targets, made)
 
 
 def compile_ahead(run: RunContext, targets: Sequence[QuantTarget], *, wait: bool = True) -> None:
