@@ -36,9 +36,9 @@ def limit_gpu_memory(limit: int, name: str) -> None:
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor of the host on a device; on a GPU without waiting for what it still has to do, as a plain copy would."""
-    if device.type == "cuda" and not tensor.is_cuda:
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
+    if device.type != "cuda" or tensor.is_cuda:
+        return tensor.to(device)  # a copy from a GPU has to wait: whoever reads it would not
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 class Pace:
