@@ -4,9 +4,9 @@
 | --- | --- | --- | --- |
 | `hessian` | `H = mean_t x_t x_t'`, the mean over tokens | [k, k] | forward |
 | `cross_hessian` | `C = mean_t z_t x_t'`, z the original model's input, x the quantized one's | [k, k] | forward |
-| `output_hessian` | `G = mean_t g_t g_t'`, g the gradient of the text's loss at the output | [n, n] | backward |
+| `output_hessian` | `G = mean_t g_t g_t'`, g the gradient of the loss of sampled tokens at the output | [n, n] | backward |
 | `input_mean_abs` | `mean_t |x_t|` | [k] | forward |
-| `fisher` | `F = mean_t g_t^2 x_t'^2`, g the gradient of the token's loss at the output | [n, k] | backward |
+| `fisher` | `F = mean_t g_t^2 x_t'^2`, g the gradient of the text's summed loss at the output | [n, k] | backward |
 
 All are float32, and sums run in the order of the text.
 """

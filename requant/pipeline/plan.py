@@ -6,8 +6,9 @@ bits are given out as the run will do it, which takes its calibration passes. Me
 
 An `Outline`, from config.json alone, is planned too: nothing is measured, so a budget is taken as spent, and where
 the GPUs are not here times are those of H200s. Of several GPUs each holds a whole model, and its share of statistics,
-scores and what trains block by block; work is divided evenly, matrices as the run will divide them. What GPUs send to each
-other is not counted, but for the decoded matrices of a model larger than them.
+scores and what trains block by block; work is divided evenly, matrices as the run will divide them. Of what GPUs send to
+each other the memory counts what a batch says of matrices, the time gradients and, of a model larger than them, decoded
+matrices.
 """
 
 from collections.abc import Mapping
