@@ -1,5 +1,7 @@
 """What a batch says about all matrices, counted before and given in a pass; `tests/requant/test_ranks.py` sends it."""
 
+import json
+
 import pytest
 import torch
 from torch import Tensor
@@ -46,3 +48,41 @@ def test_inputs_without_gradients_have_the_dtype_of_the_model_on_a_gpu_too(tiny_
     assert counted({"hessian"}, "cuda") == counted({"hessian"}, "cpu")
     both = {"hessian", "output_hessian"}
     assert 2 * counted(both, "cuda") == counted(both, "cpu")
+
+
+HASHES = """
+import json, sys
+import torch
+from transformers import AutoModelForCausalLM
+from requant import ranks
+from requant.calibration import batches, exchange
+from requant.calibration.collect import collect
+from requant.models.experts import unfuse_experts
+from requant.models.targets import find_linears
+from requant.pipeline.prepare import divided
+from requant.run.workspace import digest
+
+exchange.AT_ONCE = 2000  # bytes: one or a few matrices of these
+batches.chunks = lambda windows, model, windows_each: windows.split(1)
+with ranks.joined("cpu"):
+    model = AutoModelForCausalLM.from_pretrained(FOLDER).requires_grad_(False)
+    unfuse_experts(model)
+    targets = divided(find_linears(model), ranks.world_size())
+    windows = torch.randint(model.config.vocab_size, (5, 8), generator=torch.Generator().manual_seed(0))
+    hashes = {}
+    for needs in (("hessian", "output_hessian"), ("hessian",), ("fisher",)):
+        found = collect(model, windows, targets, needs=frozenset(needs))
+        own = {name: [digest(getattr(stats, field)) for field in needs] for name, stats in found.items()}
+        hashes["+".join(needs)] = ranks.of_all(targets, own)
+    print(json.dumps(hashes), file=sys.__stdout__)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gpt-neox", "deepseek-v3"])
+def test_statistics_in_groups_are_those_of_one_process(tiny_folder, in_processes, family: str) -> None:
+    """Of families in which matrices share a tensor though another comes between them."""
+    script = HASHES.replace("FOLDER", repr(str(tiny_folder(family))))
+    one, two = (json.loads(in_processes(script, count)[0].splitlines()[-1]) for count in (1, 2))
+    assert one == two
+    assert set(one) == {"hessian+output_hessian", "hessian", "fisher"}
