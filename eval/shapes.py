@@ -70,6 +70,8 @@ def config_of(shape: str, blocks: int | None = None, share: int = 1) -> LlamaCon
     all_blocks = SHAPES[shape]["num_hidden_layers"]
     if blocks is not None and not 1 <= blocks <= all_blocks:
         raise typer.BadParameter(f"{shape} has {all_blocks} blocks, not {blocks}.")
+    if blocks is not None and share > 1:
+        raise typer.BadParameter("--share divides the blocks too; leave --blocks out.")
     if share < 1 or all_blocks % share:
         raise typer.BadParameter(f"{shape} has {all_blocks} blocks, which {share} does not divide.")
     chosen = {**COMMON, **SHAPES[shape], "num_hidden_layers": blocks or all_blocks // share}

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 
 from requant import ranks
 from requant.calibration.hidden_states import HiddenStateCache, Precision, StopForward, moved, returning
-from requant.models.devices import free_memory
+from requant.models.devices import free_memory, to_device
 from requant.models.targets import find_blocks, replaced_forward
 from requant.progress import tracked
 
@@ -148,7 +148,7 @@ class _Group:
         for block in tracked(range(end - 1, first - 1, -1), label=label, unit="blocks"):
             for index, each in enumerate(self.batches):
                 if each is not None:
-                    self._backward(block, index, each[1].to(self.device))
+                    self._backward(block, index, to_device(each[1], self.device))
                 after_each()
             if block > first:
                 del self.before[block]
@@ -196,7 +196,7 @@ class _Group:
     def _own(self) -> Iterator[tuple[int, tuple[int, Tensor]]]:
         for index, each in enumerate(self.batches):
             if each is not None:
-                yield index, (each[0], each[1].to(self.device))
+                yield index, (each[0], to_device(each[1], self.device))
 
 
 def _gradient(leaf: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from requant.calibration.batches import own_chunks
+from requant.models.devices import to_device
 from requant.models.hosted import hosted_blocks
 from requant.models.targets import find_blocks
 from requant.progress import tracked
@@ -68,7 +69,7 @@ class HiddenStateCache:
         """The batches of this rank; None where other ranks have one more."""
         device = next(self.model.parameters()).device
         for chunk in tracked(self.chunks, label=label, unit="batches"):
-            yield None if chunk is None else chunk.to(device)
+            yield None if chunk is None else to_device(chunk, device)
 
     def run(self, index: int, tokens: Int64[Tensor, "c t"]) -> None:
         """Run this rank's batch `index` from block `next_block` on, until a hook raises StopForward; without the head."""

@@ -238,7 +238,7 @@ def _states_on_host(
         for index, each in enumerate(tracked(part, label=None if hosted else label, unit="batches")):
             if each is None:
                 continue
-            tokens = each[1].to(first.device)
+            tokens = to_device(each[1], first.device)
             with blocks_ran(index), mixed_precision(tokens):
                 _, states = last_states(model, tokens)
             start = each[0] * len(first)

@@ -140,7 +140,9 @@ def _stages(prepared: Prepared | Outline, recipe: Recipe, device: str) -> Iterat
             name="significant weights", kind="scores", seconds=recipe.detach.steps * scored, bars=bars
         )
     if recipe.mode == "sparse" and steps:
-        yield Stage(name="recovery", kind="training", seconds=training)
+        whole = sum(target.size for target in prepared.targets)
+        shared = steps * _step_of_several(prepared, recipe, whole, by_block=False)
+        yield Stage(name="recovery", kind="training", seconds=training + shared)
     tables = sum(part.weight.numel() for part in embedding_and_head_of(prepared.model).parts.values())
     per_weight = table_method(recipe).seconds_per_weight[device] if has_budget(recipe) else 0.0
     yield Stage(name="embedding and head", kind="tables", seconds=tables * per_weight / threads, bars=0)
