@@ -151,12 +151,7 @@ def prepare(
         if hosted:
             targets = keep_on_host(model, targets, device)
         check_finite(model)
-        why_not_folded = None
-        if recipe.rotations == "folded":
-            why_not_folded = obstacle(model)
-            if why_not_folded is None:
-                fold(model, seed=recipe.quantizer.seed)
-                targets = rotated_targets(targets)
+        targets, why_not_folded = _folded(model, targets, recipe)
         loaded = loaded_weights(model, targets)
         by_default = recipe.finetune.steps is None
         recipe = with_steps(model, recipe)
@@ -178,23 +173,9 @@ def prepare(
             calibration.name,
         )
     train_windows = spread(all_windows, num_train, of=None)
-    in_rounds = recipe.trains_in_rounds
-    recipe, lacking = trained_where_it_fits(
+    recipe, lacking = _training_that_fits(
         model, targets, recipe, train_windows, by_default, device=device, hosted=hosted
     )
-    if lacking:
-        logger.warning(
-            "training would take about %.1f GiB of a GPU that has %.1f: nothing is trained; give a larger GPU, --gpus, or "
-            "--finetune-steps to try all the same.",
-            lacking / 2**30,
-            total_memory(torch.device(device)) / 2**30,
-        )
-    if in_rounds and recipe.finetune.trains and not recipe.trains_in_rounds:
-        logger.warning(
-            "matrices that learn between rounds do not fit the GPU: all are coded first, and training comes at the end only."
-        )
-    if hosted and recipe.finetune.trains:
-        check_trainable(model, train_windows)
     return Prepared(
         model=model,
         recipe=recipe,
@@ -214,6 +195,49 @@ def prepare(
         changed_config=changed,
         own_tokenizer=own_tokenizer,
     )
+
+
+def _folded(
+    model: PreTrainedModel, targets: list[QuantTarget], recipe: Recipe
+) -> tuple[list[QuantTarget], str | None]:
+    """Fold rotations into the model where the recipe asks for that; the targets, and why it was not done."""
+    if recipe.rotations != "folded":
+        return targets, None
+    if (reason := obstacle(model)) is not None:
+        return targets, reason
+    fold(model, seed=recipe.quantizer.seed)
+    return rotated_targets(targets), None
+
+
+def _training_that_fits(
+    model: PreTrainedModel,
+    targets: Sequence[QuantTarget],
+    recipe: Recipe,
+    train_windows: Int64[Tensor, "p t"],
+    by_default: bool,
+    *,
+    device: str,
+    hosted: bool,
+) -> tuple[Recipe, int]:
+    """`trained_where_it_fits`, which says what it changes; refuse what the host has no room for."""
+    in_rounds = recipe.trains_in_rounds
+    recipe, lacking = trained_where_it_fits(
+        model, targets, recipe, train_windows, by_default, device=device, hosted=hosted
+    )
+    if lacking:
+        logger.warning(
+            "training would take about %.1f GiB of a GPU that has %.1f: nothing is trained; give a larger GPU, --gpus, or "
+            "--finetune-steps to try all the same.",
+            lacking / 2**30,
+            total_memory(torch.device(device)) / 2**30,
+        )
+    if in_rounds and recipe.finetune.trains and not recipe.trains_in_rounds:
+        logger.warning(
+            "matrices that learn between rounds do not fit the GPU: all are coded first, and training comes at the end only."
+        )
+    if hosted and recipe.finetune.trains:
+        check_trainable(model, train_windows)
+    return recipe, lacking
 
 
 def outline(
