@@ -2,8 +2,9 @@
 
 import ast
 import re
+import shlex
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import typer
@@ -111,6 +112,17 @@ def test_commands_and_options_exist(page: Path) -> None:
     foreign |= {"--nproc-per-node"}  # of torchrun
     foreign |= {"--out", "--no-fused", "--rotations-apart", "--widths"}  # of eval/end_to_end.py
     assert {word for word in re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)} - every - foreign == set()
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: page.name)
+def test_commands_in_blocks_are_complete(page: Path) -> None:
+    """Typed as they stand they are parsed: nothing that a command must be given is missing."""
+    group: Any = typer.main.get_command(app)
+    blocks = re.findall(r"```bash\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for line in "\n".join(blocks).splitlines():
+        words = shlex.split(line, comments=True)
+        if words[:1] == ["requant"] and words[1] in group.commands:
+            group.commands[words[1]].make_context(words[1], words[2:])  # raises a UsageError
 
 
 def test_python_on_the_pages_parses() -> None:
