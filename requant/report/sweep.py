@@ -86,6 +86,12 @@ def sweep(
         there = [(name, each, folder / name) for name, each in zip(names, recipes, strict=True)]
         finished = {name for name, each, made in there if _finished(made, each, pick_device(device))}
     else:
+        if (folder / FILE).exists() or any(
+            folder.glob("*.partial")
+        ):  # "remove it" may cost a living run its work
+            raise OutputError(
+                f"{folder} holds a sweep that is not finished; --resume goes on with it, or choose another --output."
+            )
         check_output(folder)
     statistics: dict[str, LinearStats] = {}
     with progress.display(shown=not quiet):

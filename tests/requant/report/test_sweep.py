@@ -49,6 +49,16 @@ def test_a_sweep_is_single_runs_with_shared_statistics(
     assert len(passes) == 1  # for the 5 bits
 
 
+@pytest.mark.parametrize("left", ["3bit.partial/run.json", "run.json"])
+def test_a_sweep_that_is_not_finished_is_not_to_be_removed(tiny_folder, tmp_path: Path, left: str) -> None:
+    """It may be at work: its folder is there from its first stage on."""
+    (tmp_path / "out" / left).parent.mkdir(parents=True)
+    (tmp_path / "out" / left).write_text("{}")
+    with pytest.raises(OutputError, match="holds a sweep that is not finished; --resume goes on") as refused:
+        sweep(str(tiny_folder("llama")), [3, 4], tmp_path / "out", **TINY)
+    assert "remove" not in str(refused.value)
+
+
 def test_what_a_model_limits_is_not_quantized_again(
     tiny_folder, tiny_text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
