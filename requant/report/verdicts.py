@@ -33,7 +33,7 @@ def _damage(run: RunSummary) -> str | None:
         return None
     if not is_damaged(quality.mean_kl, quality.top1_agreement):
         return None
-    remedies = ["more --bits"] if run.bits < 16 else []
+    remedies = [_larger_budget(run)] if run.bits < 16 else []
     if run.mode == "sparse":
         remedies.append("plain codes (`requant quantize`)")
     elif run.mode != "best" or run.method != "trellis":
@@ -45,6 +45,13 @@ def _damage(run: RunSummary) -> str | None:
         f"{math.exp(quality.mean_kl):.1f} on the original's own text) and {quality.top1_agreement:.0%} of the most likely "
         f"tokens are the original's; give {' or '.join(remedies)}."
     )
+
+
+def _larger_budget(run: RunSummary) -> str:
+    """By the option that the run was given: they exclude one another."""
+    if run.budget is None:
+        return "more --bits" if run.mode == "sparse" else "more --code-bits"
+    return "a larger --size" if run.budget.written == run.bytes_after else "more --bits"
 
 
 def _growth(run: RunSummary) -> str | None:

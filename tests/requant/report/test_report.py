@@ -284,7 +284,7 @@ def test_verdicts_say_what_is_wrong_and_what_to_do() -> None:
     )
     assert (
         "32% of the most likely" in damaged[0]
-        and "more --bits or --mode best --method trellis or --finetune-steps" in damaged[0]
+        and "more --code-bits or --mode best --method trellis or --finetune-steps" in damaged[0]
     )
     few = verdicts(summary(after=dataclasses.replace(quality(26.0, 0.2), top1_agreement=0.5)))
     flat = quality(26.0, 0.004)  # of an untrained model, whose tokens are equally likely
@@ -292,6 +292,25 @@ def test_verdicts_say_what_is_wrong_and_what_to_do() -> None:
     assert len(few) == 1 and "damaged" in few[0]
     grown = verdicts(summary(bytes_after=8_397_312))
     assert len(grown) == 1 and "did not shrink: 8.0 MiB before, 8.0 MiB now" in grown[0]
+
+
+@pytest.mark.parametrize(
+    ("written", "mode", "said"),
+    [
+        (None, "dense", "give more --code-bits or"),
+        (None, "sparse", "give more --bits or"),
+        (1_000_000, "dense", "give more --bits or"),
+        (summary().bytes_after, "dense", "give a larger --size or"),
+    ],
+)
+def test_the_remedy_names_the_option_of_the_run(written, mode, said) -> None:
+    """--bits, --code-bits and --size exclude one another."""
+    budget = written and BudgetSummary(
+        target="", bytes=written, written=written, predictor="curvature", predicted=None, loss_curve={},
+        embedding_bits=16, head_bits=16,
+    )  # fmt: skip
+    damaged = dataclasses.replace(quality(400.0, 1.98), top1_agreement=0.32)
+    assert said in verdicts(summary(after=damaged, budget=budget, mode=mode))[0]
 
 
 @pytest.mark.parametrize(
