@@ -8,6 +8,7 @@ import typer
 
 from requant.cli import options as opt
 from requant.cli.common import importing, table
+from requant.errors import WriteError
 
 
 def compare(
@@ -43,8 +44,7 @@ def compare(
         quiet=quiet,
     )
     if page is not None:
-        page.parent.mkdir(parents=True, exist_ok=True)
-        page.write_text(render_comparison(entries), encoding="utf-8")
+        _write(page, render_comparison(entries))
     if as_json:
         print(json.dumps([entry.to_dict() for entry in entries], indent=2))
         return
@@ -57,3 +57,15 @@ def compare(
     print(note(entries))
     if page is not None:
         print(f"page: {output}")
+
+
+def _write(page: Path, text: str) -> None:
+    """Whole or not at all: a part of it would be in the way of the next try. Raises WriteError."""
+    try:
+        page.parent.mkdir(parents=True, exist_ok=True)
+        page.write_text(text, encoding="utf-8")
+    except OSError as error:
+        page.unlink(missing_ok=True)
+        raise WriteError(
+            f"{page} cannot be written ({error.strerror or error}); free some space, or choose another --output."
+        ) from error

@@ -1,6 +1,7 @@
 """`requant compare` shows what the files say, measures only when asked, and trusts nobody's report.json."""
 
 import dataclasses
+import errno
 import json
 import re
 import shutil
@@ -135,6 +136,23 @@ def test_a_report_of_another_kind_counts_as_absent(
     )
     assert "not at all" in note([entry])
     Page(render_comparison([entry]))
+
+
+def test_a_page_that_does_not_fit_the_disk_leaves_nothing(
+    cli, checkpoints: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not a part of it either, which would be in the way of the next try."""
+
+    def full(path: Path, text: str, **_: object) -> int:
+        path.write_bytes(text.encode()[:100])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    code, _, error = cli("compare", *checkpoints, "--output", tmp_path / "page.html")
+    assert (
+        code == 1 and f"{tmp_path / 'page.html'} cannot be written (No space left on device); free" in error
+    )
+    assert not (tmp_path / "page.html").exists()
 
 
 def test_the_command(cli, checkpoints: list[str], tmp_path: Path, tiny_folder) -> None:
