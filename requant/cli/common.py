@@ -102,12 +102,23 @@ def log_to_stderr(verbose: bool) -> None:
         logging.getLogger(noisy).setLevel(logging.ERROR)
 
 
+class LogFile(logging.FileHandler):
+    """A file of log lines; where it cannot be written to any more that is said once, and the run goes on."""
+
+    failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not self.failed:  # in place of logging's traceback for every line
+            self.failed = True
+            print(f"warning: --log-file {self.baseFilename} misses lines: {sys.exception()}", file=sys.stderr)
+
+
 def log_to_file(file: Path | None) -> None:
     """Append what the package reports to a file, with the time; what is printed stays the same. Raises OutputError."""
     if file is None:
         return
     try:
-        handler = logging.FileHandler(file.expanduser(), encoding="utf-8")
+        handler = LogFile(file.expanduser(), encoding="utf-8")
     except OSError as error:
         raise OutputError(
             f"--log-file {file} cannot be written ({error.strerror}); choose another."

@@ -253,3 +253,20 @@ def test_sparsify_counts_what_it_compares_with(cli, tiny_folder, tiny_text_file,
     ]
     assert entered == [(str(i + 1), name) for i, name in enumerate(names)]
     assert f"next: requant inspect {tmp_path / 'out'}" in out
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a file that is always full")
+def test_a_log_file_that_is_full_is_said_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run goes on, without logging's traceback for every line."""
+    package = logging.getLogger("requant")
+    monkeypatch.setattr(package, "handlers", [])
+    monkeypatch.setattr(package, "level", package.level)
+    log_to_file(Path("/dev/full"))
+    package.info("first")
+    package.info("second")
+    with pytest.raises(OSError):  # what was not written yet
+        package.handlers[0].close()
+    error = capsys.readouterr().err
+    assert error == "warning: --log-file /dev/full misses lines: [Errno 28] No space left on device\n"
