@@ -16,7 +16,13 @@ def serve(
         str | None, typer.Option(envvar="REQUANT_API_KEY", help="Ask clients for this key.")
     ] = None,
     name: Annotated[str | None, typer.Option(help="What clients call the model. [the folder's name]")] = None,
-    context: Annotated[int, typer.Option(min=16, help="Most tokens of prompt and answer together.")] = 4096,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            min=16,
+            help="Most tokens of prompt and answer together. [4096, or all the positions of a shorter model]",
+        ),
+    ] = None,
     max_tokens_limit: Annotated[
         int | None, typer.Option(min=1, help="Most tokens of an answer. [1024, or half the context]")
     ] = None,

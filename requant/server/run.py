@@ -16,6 +16,7 @@ from requant.server.engine import Engine
 from requant.server.protocol import Limits
 
 logger = logging.getLogger(__name__)
+CONTEXT = 4096  # tokens, where the model has as many positions
 GRACE = 5  # seconds for running answers to end
 
 
@@ -26,7 +27,7 @@ def serve_checkpoint(
     port: int,
     api_key: str | None,
     name: str | None,
-    context: int,
+    context: int | None,
     max_tokens: int | None,
     waiting: int,
     batch: int | None,
@@ -39,13 +40,18 @@ def serve_checkpoint(
         raise InputError("--api-key is empty; give a key, or leave the option out.")
     folder, where = resolve_source(checkpoint), pick_device(device)
     positions = context_limit(load_config(folder))
-    context = min(context, positions or context)
+    if context is None:
+        context = min(CONTEXT, positions or CONTEXT)
+    elif positions is not None and context > positions:
+        raise InputError(
+            f"--context: {context} tokens exceed the model's {positions} positions; lower it, or leave it out."
+        )
     if max_tokens is None:
         max_tokens = min(Limits.max_tokens, context // 2)
     if max_tokens >= context:
         raise InputError(
-            f"--max-tokens-limit {max_tokens} leaves no room for a prompt in a context of {context} tokens; lower it, or "
-            "raise --context."
+            f"--max-tokens-limit {max_tokens} leaves no room for a prompt in a context of {context} tokens; lower it"
+            + (", or raise --context." if positions is None or context < positions else ".")
         )
     with _bound(host, port) as listener:
         limits = Limits(max_tokens=max_tokens, context=context, waiting=waiting, batch=batch)

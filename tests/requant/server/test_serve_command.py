@@ -94,6 +94,10 @@ def test_what_cannot_be_served(cli, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert code == 2 and "cannot be served on" in error and "choose another --port" in error
     code, _, error = cli("serve", "demo", "--context", 512, "--max-tokens-limit", 512)
     assert code == 2 and "leaves no room for a prompt in a context of 512" in error
+    code, _, error = cli("serve", "demo", "--max-tokens-limit", 2048)
+    assert code == 2 and error.endswith("in a context of 2048 tokens; lower it.\n")  # all that the model has
+    code, _, error = cli("serve", "demo", "--context", 9999)
+    assert code == 2 and "9999 tokens exceed the model's 2048 positions; lower it" in error
     code, _, error = cli("serve", "demo", "--api-key", " ")
     assert code == 2 and "--api-key is empty" in error
     code, _, error = cli("serve", tmp_path)
