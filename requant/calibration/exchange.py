@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from requant import ranks
 from requant.calibration.experts import share_of_experts
 from requant.models.mixed_precision import PRODUCTS
-from requant.models.targets import SIBLINGS, QuantTarget
+from requant.models.targets import QuantTarget, siblings
 
 # bytes of all ranks that are sent together; what is sent and received takes as many beside what was given
 AT_ONCE = 2**30
@@ -54,8 +54,7 @@ def exchanged_bytes(
     seen: set[tuple[str, tuple[str, ...]]] = set()
     for target in targets:
         n, k = target.shape
-        siblings = next((kinds for kinds in SIBLINGS if target.kind in kinds), (target.kind,))
-        reads = (target.name.rpartition(".")[0], siblings)
+        reads = (target.name.rpartition(".")[0], siblings(target.kind))
         own = tokens * (1.0 if target.experts is None else share)
         numbers = own * n if gradients else 0
         numbers += own * k if needs & {"fisher", "hessian", "input_mean_abs"} and reads not in seen else 0

@@ -21,8 +21,6 @@ from requant.models.experts import Experts
 from requant.models.targets import QuantTarget
 
 SHRINKAGE = 1.0  # tau, in columns of the matrix
-
-
 EXPERTS_A_TOKEN = 4  # one expert of so many sees a token, where the config does not say
 
 

@@ -28,6 +28,11 @@ MAX_UNSEEN = 0.05  # of a block's weights: a larger matrix that is no linear lay
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 
 
+def siblings(kind: str) -> tuple[str, ...]:
+    """The kinds of a module's linears that read what one of this kind reads; of most itself alone."""
+    return next((kinds for kinds in SIBLINGS if kind in kinds), (kind,))
+
+
 @dataclass(frozen=True, kw_only=True)
 class QuantTarget:
     """One matrix to quantize, seen as `[n, k]` whatever the module stores."""

@@ -86,9 +86,8 @@ def sweep(
         there = [(name, each, folder / name) for name, each in zip(names, recipes, strict=True)]
         finished = {name for name, each, made in there if _finished(made, each, pick_device(device))}
     else:
-        if (folder / FILE).exists() or any(
-            folder.glob("*.partial")
-        ):  # "remove it" may cost a living run its work
+        unfinished = (folder / FILE).exists() or any(folder.glob("*.partial"))
+        if unfinished:  # to remove it may cost a living run its work
             raise OutputError(
                 f"{folder} holds a sweep that is not finished; --resume goes on with it, or choose another --output."
             )

@@ -35,7 +35,7 @@ from requant.formats.packed_spec import PackedSpec
 from requant.formats.quantized_weight import QuantizedWeight, pack, unpack
 from requant.models.devices import free_memory
 from requant.models.hosted import hosted_blocks
-from requant.models.targets import SIBLINGS, QuantTarget
+from requant.models.targets import SIBLINGS, QuantTarget, siblings
 from requant.quantizers.registry import find_method
 from requant.run.context import RunContext, Weights
 from requant.run.side_by_side import quantized
@@ -313,8 +313,7 @@ def by_input(targets: Sequence[QuantTarget]) -> list[list[QuantTarget]]:
     last: tuple[QuantTarget, tuple[str, ...]] | None = None
     for target in targets:
         if target.experts is not None:
-            siblings = next((kinds for kinds in SIBLINGS if target.kind in kinds), (target.kind,))
-            key = (target.experts, *siblings)
+            key = (target.experts, *siblings(target.kind))
         elif last is not None and last[0].block == target.block and _siblings(last[0].kind, target.kind):
             key = last[1]
         else:

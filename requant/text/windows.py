@@ -153,5 +153,5 @@ def sample_self(
                 "the model ends every text where it begins: calibrate on a file instead of `self`"
             )
         documents += written
-        found = len(tokenizer("\n\n".join(documents), add_special_tokens=False, verbose=False)["input_ids"])
+        found = len(_token_ids("\n\n".join(documents), tokenizer))
     return Text.from_documents(SELF, documents)
