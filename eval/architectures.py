@@ -1,0 +1,283 @@
+"""On which architectures of transformers requant works: a tiny random model of each, quantized, saved, loaded, continued.
+
+    python -m eval.architectures [--only TYPE] [--out FILE]
+
+Writes `architectures.json`, a row a model type. Model types are those of `AutoModelForCausalLM`, and some whose checkpoints
+hold a language model beside encoders of images or sounds; these are saved as people have them, with the encoders. A row's
+`outcome`:
+
+    works       by every one of RUNS, what is loaded computes the logits of the run, bit for bit, and generates
+    partly      the same, but less than COVERED of the weights in blocks are quantized
+    refused     in one sentence before any work (`said`)
+    fails       a traceback, other logits, or no end within SECONDS (`said`)
+    not built   transformers, or `tiny_configs.py`, makes no such model (`said`)
+    no decoder  not tried: an encoder, or half of a sequence-to-sequence model
+
+A random model says nothing of quality, so its KL is not to be compared with anything.
+"""
+
+import dataclasses
+import json
+import multiprocessing
+import re
+import shutil
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection, wait
+from operator import itemgetter
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
+
+import requant
+from eval import options as opt
+from eval.common import environment, write_json
+from eval.markdown import RESULTS
+from eval.parts import with_row
+from eval.tiny_configs import tiny_config
+from requant.errors import InputError, ModelError, RecipeError, first_line
+from requant.inference.generate import generate_text
+from requant.models.loading import DEMO
+from requant.models.targets import find_blocks
+from requant.pipeline.quantize import QuantizedModel
+from requant.recipe.options import recipe_from_options
+
+PROCESSES, SECONDS = 2, 240.0  # at once, and at most for a row
+COVERED = 0.95  # of the weights in a model's blocks, at least, or it works only partly
+LISTED = 0.005  # of a model's weights outside of its embedding and head, from which on matrices left alone are listed
+VOCABULARY, SPECIAL = (
+    4096,
+    {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 1},
+)  # of the demo's tokenizer
+RUNS: dict[str, dict[str, Any]] = {
+    "gptq-4": {"bits": 4, "method": "gptq", "group_size": 64},
+    "trellis-3": {
+        "bits": 3,
+        "head_bits": 16,
+        "finetune_steps": 0,
+    },  # nine tenths of a tiny model are its embedding
+}
+TEXTS = DEMO.with_name("demo-text")
+BESIDE = (
+    "gemma3n",
+    "gemma4",
+    "mistral3",
+    "qwen3_vl",
+)  # language models beside encoders, not in the list of causal LMs
+NO_DECODERS = {
+    *(
+        "bart",
+        "bert",
+        "bert-generation",
+        "big_bird",
+        "bigbird_pegasus",
+        "blenderbot",
+        "blenderbot-small",
+        "camembert",
+    ),
+    *(
+        "data2vec-text",
+        "electra",
+        "ernie",
+        "git",
+        "marian",
+        "mbart",
+        "megatron-bert",
+        "musicgen",
+        "musicgen_melody",
+        "mvp",
+    ),
+    *(
+        "pegasus",
+        "plbart",
+        "prophetnet",
+        "reformer",
+        "rembert",
+        "roberta",
+        "roberta-prelayernorm",
+        "roc_bert",
+        "roformer",
+    ),
+    *("trocr", "whisper", "xlm", "xlm-roberta", "xlm-roberta-xl", "xlnet", "xmod"),
+}
+KINDS = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *BESIDE})
+IDS = torch.arange(48)[None] * 67 % VOCABULARY
+
+
+def row_of(kind: str, folder: Path) -> dict[str, Any]:
+    """What becomes of one model type."""
+    if kind in NO_DECODERS:
+        return {"outcome": "no decoder"}
+    try:
+        source = tiny_folder(kind, folder / "source")
+    except Exception as error:
+        return {"outcome": "not built", "said": f"{type(error).__name__}: {first_line(error)}"}
+    found: dict[str, Any] = {}
+    for label, options in RUNS.items():
+        step = "quantize"
+        try:
+            result = quantized(source, options)
+            found |= of_model(result)
+            step = "save"
+            path = requant.save(result, folder / label)
+            step = "load"
+            found[label] = {"mean_kl": result.after.mean_kl, **of_checkpoint(path, result)}
+        except Exception as error:
+            refused = step == "quantize" and isinstance(error, ModelError | RecipeError | InputError)
+            said = (
+                first_line(error)
+                if refused
+                else f"{label}, {step}: {type(error).__name__}: {first_line(error)}"
+            )
+            print(f"{kind}: {traceback.format_exc()}", flush=True)
+            return {
+                "outcome": "refused" if refused else "fails",
+                "said": said.replace(str(folder), ""),
+                **found,
+            }
+        if difference := found[label]["difference"]:
+            said = f"{label}: logits differ by {difference:.1e} after loading"
+            return {"outcome": "fails", "said": said, **found}
+    return {"outcome": "works" if found["covered"] >= COVERED else "partly", **found}
+
+
+def tiny_folder(kind: str, folder: Path) -> Path:
+    """A random model of the type with the demo's tokenizer; norms and biases are random too."""
+    torch.manual_seed(0)
+    config = tiny_config(kind, VOCABULARY, **SPECIAL)
+    with_images = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES and "text_config" in config.sub_configs
+    auto: Any = AutoModelForImageTextToText if with_images else AutoModelForCausalLM
+    model: PreTrainedModel = auto.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+    model.save_pretrained(folder)
+    for file in DEMO.glob("tokenizer*"):
+        shutil.copy(file, folder)
+    return folder
+
+
+def quantized(source: Path, options: Mapping[str, Any]) -> QuantizedModel:
+    """By the product's own way, with little text."""
+    texts = {"calibration": TEXTS / "calibration.txt", "eval_text": TEXTS / "evaluation.txt"}
+    recipe = recipe_from_options(model=str(source), num_samples=4, seq_len=64, **texts, **options)
+    few = dataclasses.replace(recipe.evaluation, windows=2, samples=1)
+    return requant.quantize(recipe=dataclasses.replace(recipe, evaluation=few), device="cpu")
+
+
+def of_model(result: QuantizedModel) -> dict[str, Any]:
+    """Sizes of the model, and how much of it is quantized."""
+    model: Any = result.model
+    weights = {f"{name}.weight" for name in result.weights}
+    apart = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding)
+        for parameter in module.parameters()
+    }
+    apart |= {id(model.get_output_embeddings().weight)}
+    matrices = {name: p.numel() for name, p in model.named_parameters() if p.dim() > 1 and id(p) not in apart}
+    path, _ = find_blocks(model)
+    inside = sum(size for name, size in matrices.items() if name.startswith(f"{path}."))
+    left: dict[str, int] = {}
+    for name in sorted(matrices.keys() - weights):
+        kind = re.sub(r"\.\d+\.", ".*.", name)
+        left[kind] = left.get(kind, 0) + matrices[name]
+    total = sum(matrices.values())
+    tables = sum(p.numel() for p in model.parameters() if id(p) in apart)
+    layer_types = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    return {
+        "class": type(model).__name__,
+        "layer_types": sorted(set(layer_types)),
+        "weights": total,
+        "tables": tables,
+        "covered": sum(size for name, size in matrices.items() if name in weights) / inside,
+        "left": {kind: size / total for kind, size in left.items() if size > LISTED * total},
+    }
+
+
+@torch.no_grad()
+def of_checkpoint(path: Path, result: QuantizedModel) -> dict[str, Any]:
+    """Whether it computes what the run computed, and what it writes."""
+    expected = logits(result.model)
+    found = [logits(requant.load(path, dequantize=dequantize)) for dequantize in (False, True)]
+    text = generate_text(
+        str(path), "The history of", max_new_tokens=8, temperature=0.0, seed=0, device="cpu", dtype="float32"
+    )
+    return {"difference": max((each - expected).abs().max().item() for each in found), "wrote": len(text)}
+
+
+def logits(model: Any) -> Tensor:
+    return model(input_ids=IDS).logits.float()
+
+
+def in_processes(kinds: Sequence[str], seconds: float) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rows as they are finished, each from a process of its own that has so long."""
+    context = multiprocessing.get_context("fork")  # what is imported need not be again
+    waiting, running = list(kinds), dict[Connection, tuple[str, Any, float]]()
+    while waiting or running:
+        while waiting and len(running) < PROCESSES:
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=_measure, args=(waiting[0], theirs))
+            process.start()
+            theirs.close()
+            running[ours] = waiting.pop(0), process, time.monotonic()
+        ready = wait(list(running), timeout=1.0)
+        for pipe, (kind, process, started) in list(running.items()):
+            if pipe in ready:
+                try:
+                    row = pipe.recv()
+                except EOFError:
+                    row = {"outcome": "fails", "said": "the process died"}
+            elif time.monotonic() - started > seconds:
+                process.kill()
+                row = {"outcome": "fails", "said": f"no end within {seconds:.0f} s"}
+            else:
+                continue
+            process.join()
+            del running[pipe]
+            yield kind, {**row, "seconds": round(time.monotonic() - started, 1)}
+
+
+def _measure(kind: str, pipe: Connection) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        pipe.send(row_of(kind, Path(folder)))
+
+
+def main(
+    only: Annotated[
+        list[str] | None, typer.Option(help="Model type to try, repeatable; the file's other rows stay.")
+    ] = None,
+    out: opt.OutFile = RESULTS / "architectures.json",
+    seconds: Annotated[float, typer.Option(help="At most for a model type.")] = SECONDS,
+) -> None:
+    if unknown := set(only or ()) - set(KINDS):
+        raise typer.BadParameter(f"no model type is called {min(unknown)}; there are: {', '.join(KINDS)}.")
+    torch.set_num_threads(1)
+    results: dict[str, Any] = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {"rows": []}
+    made = environment(torch.device("cpu"))
+    results = {**made, "runs": RUNS, "rows": results["rows"]}
+    for kind, row in in_processes(only or KINDS, seconds):
+        row = {"type": kind, **row}
+        if only:
+            row["environment"] = made
+        results["rows"] = with_row(results["rows"], row, key=itemgetter("type"), order=itemgetter("type"))
+        write_json(out, results)
+        print(
+            f"{kind:24s} {row['outcome']:10s} {row.get('covered', 0):6.1%} {row.get('said', '')}", flush=True
+        )
+
+
+if __name__ == "__main__":
+    typer.run(main)
