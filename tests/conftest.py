@@ -99,6 +99,37 @@ BY_ALIAS = {  # families of the aliases that nothing above has
     "smollm3": ("smollm3", SIZES | {"no_rope_layer_interval": 2, "tie_word_embeddings": True}),
     "phi4-mini": ("phi3", SIZES | {"partial_rotary_factor": 0.75, "tie_word_embeddings": True}),
 }
+MORE_EXPERTS = {  # what no mixture above has
+    "nemotron-h": (  # experts without gates, in blocks of their own beside those of a state space and of attention
+        "nemotron_h",
+        {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+        | {"layers_block_type": ["linear_attention", "moe", "full_attention"]}
+        | {"ssm_state_size": 16, "mamba_num_heads": 4, "mamba_head_dim": 32, "n_groups": 2, "chunk_size": 16}
+        | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        | {"moe_shared_expert_intermediate_size": 64},
+    ),
+    "deepseek-v32": (  # sparse attention, whose indexer chooses 16 tokens
+        "deepseek_v32",
+        EXPERTS["deepseek-v3"][1] | {"index_topk": 16, "index_head_dim": 32, "index_n_heads": 2},
+    ),
+    "qwen3.5-moe": (  # linear attention beside full attention
+        "qwen3_5_moe_text",
+        ROUTED
+        | {"num_experts": 4, "shared_expert_intermediate_size": 64}
+        | {"layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 16}
+        | {"linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    ),
+    "deepseek-v4": (  # grouped projections, compressed attention
+        "deepseek_v4",
+        {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 32}
+        | {"layer_types": ["heavily_compressed_attention", "compressed_sparse_attention"]}
+        | {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}}
+        | {"mlp_layer_types": ["hash_moe", "moe"], "moe_intermediate_size": 32, "hc_mult": 2}
+        | {"n_routed_experts": 16, "num_experts_per_tok": 2, "sliding_window": 16}
+        | {"q_lora_rank": 32, "o_groups": 2, "o_lora_rank": 32}
+        | {"index_n_heads": 2, "index_head_dim": 32, "index_topk": 4},
+    ),
+}
 UNKNOWN_EXPERTS = {
     "dbrx": (
         "dbrx",
@@ -128,7 +159,7 @@ def build_model(name: str, *, seed: int = 0) -> Any:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    kind, sizes = (ARCHITECTURES | EXPERTS | BY_ALIAS | UNKNOWN_EXPERTS)[name]
+    kind, sizes = (ARCHITECTURES | EXPERTS | MORE_EXPERTS | BY_ALIAS | UNKNOWN_EXPERTS)[name]
     torch.manual_seed(seed)
     config = AutoConfig.for_model(kind, **(COMMON | sizes))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)

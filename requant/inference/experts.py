@@ -37,6 +37,8 @@ class ExpertsStep:
 
     def __init__(self, layer: Experts) -> None:
         expert: Any = layer[0]
+        if not expert.has_gate:
+            raise ValueError("only experts with a gate have a step for all of them")
         gates, ups, downs = ([each.get_submodule(name) for each in layer] for name in layer.names)
         self.gate_up, self.down = _stacked([*gates, *ups], parts=2), _stacked(downs, parts=1)
         self.gated = None if _is_silu(expert) else expert.gated

@@ -3,10 +3,11 @@
     y_t = sum_{e in top k of t} g_te W_down_e (act(W_gate_e x_t) * W_up_e x_t)
 
 transformers holds the experts of a layer fused, in the 3-D parameters `gate_up_proj` and `down_proj`, and its decorator
-`use_experts_implementation` says how: `is_transposed`, `is_concatenated` (else gate and up are interleaved), `has_bias`.
-`unfuse_experts` replaces each such module by `Experts`, which computes the same with one module an expert. Its linears have
-the names of the weight files (`experts.3.gate_proj`; Mixtral: `experts.3.w1`), or, where the files are fused too (gpt-oss),
-those of most models. Routers stay as they are.
+`use_experts_implementation` says how: `is_transposed`, `is_concatenated` (else gate and up are interleaved), `has_bias`,
+`has_gate` (else an expert is W_down act(W_up x), and `up_proj` takes the first one's place: Nemotron-H). `unfuse_experts`
+replaces each such module by `Experts`, which computes the same with one module an expert. Its linears have the names of the
+weight files (`experts.3.gate_proj`; Mixtral: `experts.3.w1`), or, where the files are fused too (gpt-oss), those of most
+models. Routers stay as they are.
 """
 
 import re
@@ -20,8 +21,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 USUAL_NAMES = ("gate_proj", "up_proj", "down_proj")
-WEIGHTS = {"gate_up_proj", "down_proj"}
-BIASES = {"gate_up_proj_bias", "down_proj_bias"}
 STEP_TOKENS = 64  # at most, that `Experts.step` takes: more are better multiplied as matrices
 # At most, where there is an `Experts.prefill`: of Qwen3-30B-A3B's 128 experts, 2 bits, on an H200 the step takes 73 us for 8
 # tokens (prefill 93), 132 (126) for 16, 249 (177) for 32, 480 (205) for 64; of `pair` 91 (103) for 16, 321 (183) for 64.
@@ -31,7 +30,8 @@ grouped_mm: Any = getattr(functional, "grouped_mm", None) or torch._grouped_mm  
 
 
 class Expert(nn.Module):
-    """One expert: its linears gate, up and down under the names in `names`; `fused` applies the model's own gating."""
+    """One expert: its linears gate, up and down, or up and down, under the names in `names`; `fused` applies the model's
+    own gating."""
 
     fused: Any
 
@@ -43,11 +43,19 @@ class Expert(nn.Module):
             self.add_module(name, linear)
 
     def forward(self, x: Float[Tensor, "m h"]) -> Float[Tensor, "m h"]:
-        gate, up, down = (self.get_submodule(name) for name in self.names)
-        return down(self.gated(gate(x), up(x)))
+        *first, down = (self.get_submodule(name) for name in self.names)
+        return down(self.activated(*(linear(x) for linear in first)))
+
+    @property
+    def has_gate(self) -> bool:
+        return len(self.names) == len(USUAL_NAMES)
+
+    def activated(self, *first: Float[Tensor, "m f"]) -> Float[Tensor, "m f"]:
+        """What the model makes of the outputs of all linears but the last."""
+        return self.gated(*first) if self.has_gate else self.fused.act_fn(*first)
 
     def gated(self, gate: Float[Tensor, "m f"], up: Float[Tensor, "m f"]) -> Float[Tensor, "m f"]:
-        """What the model makes of both, mostly act(gate) * up."""
+        """Mostly act(gate) * up."""
         joined = (
             torch.cat((gate, up), -1)
             if self.fused.is_concatenated
@@ -120,9 +128,9 @@ class Experts(nn.ModuleList):
             biases = [linear.bias for linear in linears if isinstance(linear.bias, Tensor)]
             return y if not biases else y + torch.stack(biases).to(dtype)[experts]
 
-        gate, up, down = self.names
-        first: Any = self[0]
-        return product(first.gated(product(x, gate), product(x, up)), down)
+        *first, down = self.names
+        expert: Any = self[0]
+        return product(expert.activated(*(product(x, name) for name in first)), down)
 
 
 def unfuse_experts(model: nn.Module) -> None:
@@ -133,8 +141,9 @@ def unfuse_experts(model: nn.Module) -> None:
     """
     for path, module in list(model.named_modules()):
         if _is_fused(module):
-            names = _names_in_files(model, path)
-            experts = [Expert(linears, names or USUAL_NAMES, module) for linears in _linears(module)]
+            names = _names_in_files(model, path, module)
+            usual = USUAL_NAMES[0 if module.has_gate else 1 :]
+            experts = [Expert(linears, names or usual, module) for linears in _linears(module)]
             for name in dict(module.named_parameters()):
                 delattr(module, name)  # what stays in it is the gating
             model.set_submodule(path, Experts(experts, fused_in_files=not names))
@@ -178,7 +187,7 @@ def fuses_experts(conversion: Any) -> bool:
     from transformers.core_model_loading import WeightConverter  # late: see `integrations/transformers.py`
 
     targets = conversion.target_patterns if isinstance(conversion, WeightConverter) else ()
-    return any(re.search(r"experts\\?\.(gate_up|down)_proj$", target) for target in targets)
+    return any(re.search(r"experts\\?\.(gate_up|up|down)_proj$", target) for target in targets)
 
 
 @contextmanager
@@ -219,30 +228,39 @@ def _can_group(experts: Experts) -> bool:
 
 
 def _is_fused(module: Any) -> bool:
-    """Whether a module holds gated experts in 3-D parameters of a layout that its attributes describe.
+    """Whether a module holds experts in 3-D parameters of a layout that its attributes describe.
 
     `has_post_expert_norm` is missing before the first models that have one (transformers 5.8 to 5.17, at least).
     """
     described = ("_apply_gate", "is_transposed", "is_concatenated", "has_bias", "has_gate")
     if not all(hasattr(module, name) for name in described) or getattr(module, "has_post_expert_norm", False):
         return False
-    return module.has_gate and set(dict(module.named_parameters())) == WEIGHTS | (
-        BIASES if module.has_bias else set()
-    )
+    names = _fused_names(module)
+    biases = {f"{name}_bias" for name in names} if module.has_bias else set()
+    return set(dict(module.named_parameters())) == {*names, *biases}
 
 
-def _linears(fused: Any) -> Iterator[tuple[nn.Linear, nn.Linear, nn.Linear]]:
-    """Copies of gate, up and down of every expert."""
+def _fused_names(fused: Any) -> tuple[str, str]:
+    """The 3-D parameters of a module of experts."""
+    return "gate_up_proj" if fused.has_gate else "up_proj", "down_proj"
+
+
+def _linears(fused: Any) -> Iterator[tuple[nn.Linear, ...]]:
+    """Copies of gate, up and down of every expert, or of up and down."""
+    names = _fused_names(fused)
     for e in range(len(fused.down_proj)):
-        gate_up, down = fused.gate_up_proj[e], fused.down_proj[e]
-        if fused.is_transposed:
-            gate_up, down = gate_up.T, down.T
-        biases = (fused.gate_up_proj_bias[e], fused.down_proj_bias[e]) if fused.has_bias else (None, None)
-        halves = (slice(0, len(gate_up) // 2), slice(len(gate_up) // 2, None))
-        if not fused.is_concatenated:
-            halves = (slice(0, None, 2), slice(1, None, 2))
-        gate, up = (_linear(gate_up[half], None if biases[0] is None else biases[0][half]) for half in halves)
-        yield gate, up, _linear(down, biases[1])
+        first, down = (
+            getattr(fused, name)[e].T if fused.is_transposed else getattr(fused, name)[e] for name in names
+        )
+        biases = [getattr(fused, f"{name}_bias")[e] if fused.has_bias else None for name in names]
+        parts = [slice(None)]
+        if fused.has_gate and fused.is_concatenated:
+            parts = [slice(0, len(first) // 2), slice(len(first) // 2, None)]
+        elif fused.has_gate:
+            parts = [slice(0, None, 2), slice(1, None, 2)]
+        bias = biases[0]
+        linears = [_linear(first[part], None if bias is None else bias[part]) for part in parts]
+        yield *linears, _linear(down, biases[1])
 
 
 def _linear(weight: Float[Tensor, "n k"], bias: Float[Tensor, " n"] | None) -> nn.Linear:
@@ -255,14 +273,15 @@ def _linear(weight: Float[Tensor, "n k"], bias: Float[Tensor, " n"] | None) -> n
     return linear
 
 
-def _names_in_files(model: nn.Module, path: str) -> tuple[str, ...]:
-    """What weight files call gate, up and down of an expert of the module at `path`; empty where they are fused there."""
+def _names_in_files(model: nn.Module, path: str, module: Any) -> tuple[str, ...]:
+    """What weight files call the linears of an expert of the module at `path`; empty where they are fused there."""
     from transformers import PreTrainedModel
     from transformers.core_model_loading import revert_weight_conversion
 
     found: list[str] = []
     if isinstance(model, PreTrainedModel):
-        for name, fused in (("gate_up_proj", torch.empty(1, 2, 1)), ("down_proj", torch.empty(1, 1, 1))):
+        for name in _fused_names(module):
+            fused = torch.empty(1, 2 if name == "gate_up_proj" else 1, 1)
             found += revert_weight_conversion(model, {f"{path}.{name}": fused})
     matches = [re.search(r"\.0\.(\w+)\.weight$", name) for name in found]
     return tuple(match[1] for match in matches if match)

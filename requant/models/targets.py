@@ -4,8 +4,10 @@ A causal LM of transformers holds one list of equal transformer blocks, and ever
 is transposed) inside a block is quantized. So no architecture is named here, and fused projections (Phi-3's `qkv_proj`,
 `gate_up_proj`; GPT-NeoX's `query_key_value`) need no special case. Embedding and head are handled apart
 (`allocation/embedding_and_head.py`), norms stay as they are. Experts are linears too once `experts.py` has taken them out of
-their fused tensors, and routers stay; experts in a layout that is not known are refused, for they would silently stay
-unquantized. Exporters and integrations know more of some architectures.
+their fused tensors; experts in a layout that is not known are refused, for they would silently stay unquantized. What only
+chooses stays: routers, and the indexers of sparse attention, which have no gradients. A subclass of a linear layer that
+computes something else of its weight (DeepSeek-V4's grouped projection) is none. Exporters and integrations know more of
+some architectures.
 """
 
 import fnmatch
@@ -125,7 +127,7 @@ def find_linears(
     path, blocks = find_blocks(model)
     _refuse_unknown_experts(path, blocks)
     layers = [name for name, module in model.named_modules() if isinstance(module, Experts)]
-    gates = {id(parameter) for parameter in routers(model).values()}
+    choosing = {id(parameter) for parameter in (*routers(model).values(), *_of_indexers(model))}
     targets = [
         QuantTarget(
             name=f"{path}.{index}.{name}",
@@ -139,7 +141,7 @@ def find_linears(
         )
         for index, block in enumerate(blocks)
         for name, module in block.named_modules()
-        if isinstance(module, _linear_types()) and id(module.weight) not in gates
+        if _is_linear(module) and id(module.get_parameter("weight")) not in choosing
     ]
     unused = [pattern for pattern in skip if not any(_matches(target.name, pattern) for target in targets)]
     if unused:
@@ -199,6 +201,32 @@ def _linear_types() -> tuple[type, ...]:
     return nn.Linear, Conv1D
 
 
+def _is_linear(module: Any) -> bool:
+    """Whether a module multiplies its input with its weight, and returns nothing else."""
+    if not isinstance(module, _linear_types()):
+        return False
+    if any(type(module).forward is kind.forward for kind in _linear_types()):
+        return True
+    rows, columns = (
+        module.weight.shape
+    )  # a subclass with a forward of its own: routers, grouped projections, Falcon's
+    try:
+        y = module.forward(torch.empty(1, 1, columns, dtype=module.weight.dtype, device=module.weight.device))
+    except (RuntimeError, ValueError, IndexError):
+        return False
+    return isinstance(y, Tensor) and y.shape == (1, 1, rows)
+
+
+def _of_indexers(model: nn.Module) -> list[nn.Parameter]:
+    """Parameters of what chooses the tokens that sparse attention reads.
+
+    A model computes the choice without gradients, so nothing predicts what an error in it costs; they are a thousandth of
+    the weights.
+    """
+    indexers = [module for module in model.modules() if "Indexer" in type(module).__name__]
+    return [parameter for module in indexers for parameter in module.parameters()]
+
+
 def _matches(name: str, pattern: str) -> bool:
     return fnmatch.fnmatch(name, pattern) or fnmatch.fnmatch(name.rsplit(".", 1)[-1], pattern)
 
@@ -217,7 +245,7 @@ def _refuse_unknown_experts(path: str, blocks: nn.ModuleList) -> None:
     for index, block in enumerate(blocks):
         total = sum(parameter.numel() for parameter in block.parameters())
         for module_name, module in block.named_modules():
-            if isinstance(module, (*_linear_types(), nn.Embedding)):
+            if _is_linear(module) or isinstance(module, nn.Embedding):
                 continue
             for name, parameter in module.named_parameters(recurse=False):
                 where = ".".join(filter(None, (path, str(index), module_name, name)))

@@ -1,12 +1,15 @@
-"""Families that the aliases name and no other test runs on: tiny random models through quantize, save and load."""
+"""Families that no other test runs on: tiny random models through quantize, save and load."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
 
 import requant
+from requant.inference.convert import convert_to_kernels
 from requant.quantizers.rtn import RtnConfig
+from requant.recipe.options import recipe_from_options
 from requant.recipe.schema import Calibration, Evaluation, Recipe
 
 TOKENS = torch.arange(80).view(2, 40) * 7 % 256
@@ -33,3 +36,60 @@ def test_a_checkpoint_of_the_family_gives_the_same_logits(
     requant.save(result, tmp_path / "checkpoint")
     loaded = requant.load(tmp_path / "checkpoint", dtype=torch.float32, dequantize=True)
     assert torch.equal(loaded(TOKENS).logits, result.model(TOKENS).logits)
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        (
+            "nemotron-h",
+            {"in_proj", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"},
+        ),
+        (
+            "deepseek-v32",
+            {
+                "q_a_proj",
+                "q_b_proj",
+                "kv_a_proj_with_mqa",
+                "kv_b_proj",
+                "o_proj",
+                "gate_proj",
+                "up_proj",
+                "down_proj",
+            },
+        ),
+        (
+            "qwen3.5-moe",
+            {
+                "in_proj_qkv",
+                "in_proj_z",
+                "in_proj_a",
+                "in_proj_b",
+                "out_proj",
+                "q_proj",
+                "k_proj",
+                "v_proj",
+                "o_proj",
+            }
+            | {"gate_proj", "up_proj", "down_proj"},
+        ),
+    ],
+)
+def test_a_mixture_under_a_budget_is_trained_and_loads_with_the_same_logits(
+    name: str, kinds: set[str], tiny_folder, tiny_text_file: Path, tmp_path: Path
+) -> None:
+    """A budget takes gradients of every matrix, and training those of what is no code."""
+    recipe = recipe_from_options(bits=4.5, method="gptq", group_size=32, mode="dense", head_bits=16)
+    recipe = dataclasses.replace(
+        recipe,
+        calibration=Calibration(num_samples=2, seq_len=32),
+        evaluation=Evaluation(context=32, windows=1, samples=1),
+        finetune=dataclasses.replace(recipe.finetune, steps=1, train_windows=2, val_windows=1),
+    )
+    result = requant.quantize(str(tiny_folder(name)), recipe, tiny_text_file)
+    assert {target.kind for target in result.prepared.targets} == kinds
+    requant.save(result, tmp_path / "checkpoint")
+    loaded = requant.load(tmp_path / "checkpoint", dtype=torch.float32)
+    torch.testing.assert_close(loaded(TOKENS).logits, result.model(TOKENS).logits, rtol=1e-4, atol=1e-5)
+    served = convert_to_kernels(loaded, device="cpu")
+    torch.testing.assert_close(served(TOKENS).logits, result.model(TOKENS).logits, rtol=1e-3, atol=1e-4)

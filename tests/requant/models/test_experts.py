@@ -100,6 +100,25 @@ def test_grouped_products_are_those_of_single_experts(tiny_model, mixture: str) 
         assert (one - other).norm() <= 0.02 * other.norm()
 
 
+def test_experts_without_gates(tiny_model) -> None:
+    """One by one and in grouped products; the model's own adds them up in float32."""
+    model = tiny_model("nemotron-h").double()
+    model.set_experts_implementation("eager")
+    expected = model(TOKENS).logits
+    unfuse_experts(model)
+    torch.testing.assert_close(model(TOKENS).logits, expected, rtol=0, atol=1e-6)
+    names = {target.name for target in find_linears(model) if target.experts is not None}
+    assert names == {
+        f"model.layers.1.mixer.experts.{e}.{name}" for e in range(4) for name in ("up_proj", "down_proj")
+    }
+    model.float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        alone = model(TOKENS).logits
+        with grouped_products(model):
+            together = model(TOKENS).logits
+    assert (together - alone).norm() <= 0.02 * alone.norm()
+
+
 def test_an_expert_without_tokens_has_no_gradient(tiny_model, monkeypatch) -> None:
     """Whatever the kernel of the GPU leaves in its place."""
 
@@ -181,6 +200,20 @@ def test_routers_and_gates_are_no_targets(tiny_model, mixture: str) -> None:
     layers = sum(isinstance(module, Experts) for module in model.modules())
     assert len(gates) == layers * (2 if mixture == "qwen2-moe" else 1)  # with the shared expert's gate
     assert not {f"{target.name}.weight" for target in find_linears(model)} & gates.keys()
+
+
+def test_indexers_and_grouped_projections_are_no_targets(tiny_model) -> None:
+    """The former have no gradients, and a matrix of the latter is not what its input is multiplied with."""
+    for name, left in (
+        ("deepseek-v32", ".indexer."),
+        ("deepseek-v4", ".indexer."),
+        ("deepseek-v4", ".o_a_proj."),
+    ):
+        model = unfused(tiny_model(name))
+        assert any(left in f".{name}." for name, _ in model.named_modules())
+        names = [target.name for target in find_linears(model)]
+        assert not any(left in f"{name}." for name in names), name
+        assert any("self_attn.q_b_proj" in name for name in names)
 
 
 @pytest.mark.parametrize(
