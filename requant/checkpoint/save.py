@@ -21,7 +21,7 @@ from requant.errors import NumericalError, WriteError
 from requant.formats.packed_spec import GUARD_TENSOR, PackedSpec
 from requant.formats.quantized_weight import QuantizedWeight, pack
 from requant.formats.tensor_spec import TensorSpec
-from requant.models.experts import names_in_files
+from requant.models.file_names import names_in_files
 from requant.models.rotations import rotation_of
 from requant.models.weight_files import weight_files
 
@@ -70,12 +70,13 @@ def save_checkpoint(
             modules: dict[str, PackedSpec] = {}
             embedded: dict[str, PackedSpec] = {}
             pairs: Iterable[Any] = weights.items() if isinstance(weights, Mapping) else weights
-            renamed = names_in_files(model)
+            dtypes = _source_dtypes(source)
+            renamed = names_in_files(model, dtypes)
             units = itertools.chain(
                 _units(model, pairs, modules, renamed),
                 _units(model, (embedding_and_head or {}).items(), embedded, renamed),
                 # consumed last: it reads the tables that the two before it fill
-                _plain_units(model, _source_dtypes(source), modules, embedded),
+                _plain_units(model, dtypes, modules, embedded),
             )
             checksums = write_shards(partial, units, max_shard_bytes=max_shard_bytes)
             if not modules:
@@ -106,7 +107,8 @@ def checkpoint_bytes(
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> int:
     """Bytes of the weight files that `save_checkpoint` would write, headers included; matrices are given by tensors."""
-    embedded, renamed = embedding_and_head or {}, names_in_files(model)
+    embedded, dtypes = embedding_and_head or {}, _source_dtypes(source)
+    renamed = names_in_files(model, dtypes)
     units: list[dict[str, TensorSpec]] = [
         {
             f"{renamed.get(name, name)}.{suffix}": spec
@@ -114,7 +116,7 @@ def checkpoint_bytes(
         }
         for name, tensors in (*modules.items(), *embedded.items())
     ]
-    plain = _plain_tensors(model, _source_dtypes(source), modules, embedded)
+    plain = _plain_tensors(model, dtypes, modules, embedded)
     units += [{name: TensorSpec(dtype=dtype, shape=tuple(tensor.shape))} for name, tensor, dtype in plain]
     return planned_bytes(units, max_shard_bytes=max_shard_bytes)
 

@@ -23,7 +23,8 @@ from requant.errors import CheckpointError, InputError, NumericalError
 from requant.files import path_of
 from requant.formats.packed_spec import PackedSpec
 from requant.formats.quantized_weight import QuantizedWeight, unpack
-from requant.models.experts import Experts, names_in_files, unfuse_experts
+from requant.models.experts import Experts, unfuse_experts
+from requant.models.file_names import module_names
 from requant.models.folding import unfold
 from requant.models.loading import DTYPES, load_config, resolve_source
 from requant.models.rotations import HEAD_SCALES
@@ -155,9 +156,11 @@ def _skeleton(
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
             unfuse_experts(model)
-        paths = {stored: path for path, stored in names_in_files(model).items()}
         names = (*header.modules, *header.embedding_and_head)
-        layers = {name: model.get_submodule(paths.get(name, name)) for name in names}
+        paths = module_names(model, [f"{name}.weight" for name in names], model.state_dict())
+        layers = {
+            name: model.get_submodule(paths[f"{name}.weight"].removesuffix(".weight")) for name in names
+        }
     except Exception as error:  # config.json is untrusted: transformers may raise anything
         raise CheckpointError(
             f"{path}: config.json describes no model with these matrices ({type(error).__name__}: "

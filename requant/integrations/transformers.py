@@ -8,7 +8,7 @@ tensor.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ from requant.inference.quant_embedding import QuantEmbedding, tied_head
 from requant.inference.quant_linear import QuantLinear
 from requant.integrations.resize import guard_resizing
 from requant.models.experts import fuses_experts, unfuse_experts
+from requant.models.file_names import module_names
 from requant.models.rotations import Rotation, add_head_scales, rotate_stream, stream_kept
 
 METHOD = "requant"
@@ -288,24 +289,6 @@ def check_architecture(model: Any, tensors: Mapping[str, StoredTensor]) -> None:
                 f"{stored[name].file.name} holds {name}, which {type(model).__name__} does not have; "
                 "download the checkpoint again."
             )
-
-
-def module_names(model: Any, names: Iterable[str], state: Mapping[str, Any]) -> dict[str, str]:
-    """Name on disk -> where the model looks for that tensor (GPT-NeoX: embed_out is lm_head today)."""
-    found = {name: name for name in names}
-    if all(name in state for name in found):
-        return found
-    # Imported late: this file is loaded while transformers is still importing its registry of quantizers.
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightRenaming, rename_source_key
-
-    conversions = get_model_conversion_mapping(model)
-    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
-    known = dict(state)
-    for name in found:
-        if name not in state:
-            found[name] = rename_source_key(name, renamings, [], model.base_model_prefix, known)[0]
-    return found
 
 
 def _ignored(model: Any, kind: str, name: str) -> bool:

@@ -168,20 +168,6 @@ def routers(model: nn.Module) -> dict[str, nn.Parameter]:
     return found
 
 
-def names_in_files(model: nn.Module) -> dict[str, str]:
-    """Matrix of an expert -> what weight files call it, where that is another name (Mixtral's layers have two)."""
-    from requant.models.loading import disk_name
-
-    layers = [(path, module) for path, module in model.named_modules() if isinstance(module, Experts)]
-    matrices = [
-        f"{path}.{e}.{name}" for path, layer in layers for e in range(len(layer)) for name in layer.names
-    ]
-    found = {
-        name: disk_name(model, f"{name}.weight", torch.empty(0)).removesuffix(".weight") for name in matrices
-    }
-    return {name: stored for name, stored in found.items() if stored != name}
-
-
 def fuses_experts(conversion: Any) -> bool:
     """Whether a conversion that transformers applies to weight files makes fused experts of single ones."""
     from transformers.core_model_loading import WeightConverter  # late: see `integrations/transformers.py`

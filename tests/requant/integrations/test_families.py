@@ -1,10 +1,14 @@
 """Families that no other test runs on: tiny random models through quantize, save and load."""
 
 import dataclasses
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 import requant
 from requant.inference.convert import convert_to_kernels
@@ -12,6 +16,13 @@ from requant.quantizers.rtn import RtnConfig
 from requant.recipe.options import recipe_from_options
 from requant.recipe.schema import Calibration, Evaluation, Recipe
 
+RTN = Recipe(
+    mode="dense",
+    method="rtn",
+    quantizer=RtnConfig(bits=4, group_size=32),
+    calibration=Calibration(num_samples=4, seq_len=32),
+    evaluation=Evaluation(context=32, windows=2, samples=0),
+)
 TOKENS = torch.arange(80).view(2, 40) * 7 % 256
 
 
@@ -19,14 +30,7 @@ TOKENS = torch.arange(80).view(2, 40) * 7 % 256
 def test_a_checkpoint_of_the_family_gives_the_same_logits(
     name: str, tiny_folder, tiny_text_file: Path, tmp_path: Path
 ) -> None:
-    recipe = Recipe(
-        mode="dense",
-        method="rtn",
-        quantizer=RtnConfig(bits=4, group_size=32),
-        calibration=Calibration(num_samples=4, seq_len=32),
-        evaluation=Evaluation(context=32, windows=2, samples=0),
-    )
-    result = requant.quantize(str(tiny_folder(name)), recipe, tiny_text_file)
+    result = requant.quantize(str(tiny_folder(name)), RTN, tiny_text_file)
     kinds = {target.kind for target in result.prepared.targets}
     assert kinds == (
         {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
@@ -36,6 +40,29 @@ def test_a_checkpoint_of_the_family_gives_the_same_logits(
     requant.save(result, tmp_path / "checkpoint")
     loaded = requant.load(tmp_path / "checkpoint", dtype=torch.float32, dequantize=True)
     assert torch.equal(loaded(TOKENS).logits, result.model(TOKENS).logits)
+
+
+@pytest.mark.parametrize(
+    ("name", "prefix"), [("nemotron-h", "backbone."), ("qwen3.5-moe", "model.language_model.")]
+)
+def test_matrices_keep_the_names_of_the_source_where_the_model_has_others(
+    name: str, prefix: str, tiny_folder, tiny_text_file: Path, tmp_path: Path
+) -> None:
+    """As Nemotron-H's files name them, and those of a Qwen3.5 with images: in the checkpoint, and as floats again."""
+    source = shutil.copytree(tiny_folder(name), tmp_path / "source")
+    tensors = {
+        key.replace("model.", prefix, 1) if key.startswith("model.") else key: tensor
+        for key, tensor in load_file(source / "model.safetensors").items()
+    }
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    result = requant.quantize(str(source), RTN, tiny_text_file)
+    requant.save(result, tmp_path / "checkpoint")
+    config = json.loads((tmp_path / "checkpoint" / "config.json").read_text())
+    assert all(key.startswith(prefix) for key in config["quantization_config"]["modules"])
+    requant.export(tmp_path / "checkpoint", "dense", tmp_path / "dense", dtype="float32")
+    assert load_file(tmp_path / "dense" / "model.safetensors").keys() == tensors.keys()
+    dense = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.float32)
+    torch.testing.assert_close(dense(TOKENS).logits, result.model(TOKENS).logits, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,68 @@
+"""What weight files call the matrices of a model, and back.
+
+transformers renames tensors when it loads the files of some models: Mixtral's experts, Nemotron-H's `backbone`, the text
+model of a Qwen3.5 that has images too. A checkpoint keeps the names of its source's files, which other programs and other
+versions of transformers know, but only where the name alone differs: a matrix that is part of another one there keeps its
+own.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from requant.models.experts import Experts
+
+
+def names_in_files(model: nn.Module, stored: Collection[str] = ()) -> dict[str, str]:
+    """Matrix in a block -> what weight files call it, where that is another name.
+
+    `stored` are the names in the source's files; experts need none, since no file has a name of both.
+    """
+    from requant.models.loading import disk_name  # late: transformers may be importing this package
+    from requant.models.targets import find_linears
+
+    experts = {
+        f"{path}.{e}.{name}"
+        for path, layer in model.named_modules()
+        if isinstance(layer, Experts)
+        for e in range(len(layer))
+        for name in layer.names
+    }
+    others = [t.name for t in find_linears(model) if f"{t.name}.weight" not in stored] if stored else []
+    found = {
+        name: disk_name(model, f"{name}.weight", torch.empty(0)).removesuffix(".weight")
+        for name in dict.fromkeys((*experts, *others))
+    }
+    found = {
+        name: new
+        for name, new in found.items()
+        if new != name and (name in experts or f"{new}.weight" in stored)
+    }
+    back = module_names(
+        model, [f"{found[name]}.weight" for name in found if name not in experts], model.state_dict()
+    )
+    return {
+        name: new
+        for name, new in found.items()
+        if name in experts or back[f"{new}.weight"] == f"{name}.weight"
+    }
+
+
+def module_names(model: Any, names: Iterable[str], state: Mapping[str, Any]) -> dict[str, str]:
+    """Name on disk -> where the model looks for that tensor (GPT-NeoX: embed_out is lm_head today)."""
+    found = {name: name for name in names}
+    if all(name in state for name in found):
+        return found
+    # Imported late: this file is loaded while transformers is still importing its registry of quantizers.
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    conversions = get_model_conversion_mapping(model)
+    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
+    known = dict(state)
+    for name in found:
+        if name not in state:
+            found[name] = rename_source_key(name, renamings, [], model.base_model_prefix, known)[0]
+    return found
