@@ -119,6 +119,25 @@ MORE_EXPERTS = {  # what no mixture above has
         | {"layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 16}
         | {"linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
     ),
+    "zaya": (  # a router that is an MLP
+        "zaya",
+        ROUTED | {"num_experts": 4, "num_experts_per_tok": 1, "router_hidden_size": 32},
+    ),
+    "gemma4-moe": (  # experts beside an MLP, fused in the files
+        "gemma4_text",
+        ROUTED
+        | {
+            "layer_types": ["sliding_attention", "full_attention"],
+            "sliding_window": 16,
+            "global_head_dim": 32,
+        }
+        | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}
+        | {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": VOCABULARY},
+    ),
+    "granite-moe": (  # fused in the files, under other names
+        "granitemoe",
+        ROUTED | {"num_local_experts": 4, "intermediate_size": 32},
+    ),
     "deepseek-v4": (  # grouped projections, compressed attention
         "deepseek_v4",
         {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 32}

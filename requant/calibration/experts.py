@@ -88,7 +88,10 @@ def share_of_experts(model: PreTrainedModel, targets: Sequence[QuantTarget]) -> 
     for target in targets:
         if target.experts is not None:
             layers.setdefault(target.experts, set()).add(target.name.rpartition(".")[0])
-    chosen = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
+    config = model.config.get_text_config()
+    chosen = getattr(
+        config, "num_experts_per_tok", getattr(config, "top_k_experts", None)
+    )  # Gemma 4 says the latter
     if not layers or not isinstance(chosen, int):
         return 1 / EXPERTS_A_TOKEN
     return min(1.0, chosen / max(map(len, layers.values())))

@@ -41,7 +41,7 @@ class ExpertsStep:
             raise ValueError("only experts with a gate have a step for all of them")
         gates, ups, downs = ([each.get_submodule(name) for each in layer] for name in layer.names)
         self.gate_up, self.down = _stacked([*gates, *ups], parts=2), _stacked(downs, parts=1)
-        self.gated = None if _is_silu(expert) else expert.gated
+        self.gated = None if is_silu(expert) else expert.gated
 
     def __call__(
         self, x: Float[Tensor, "m h"], experts: Int64[Tensor, "m s"], weights: Float[Tensor, "m s"]
@@ -146,9 +146,10 @@ def _stacked(linears: Sequence[Any], *, parts: int) -> ExpertStack:
     return stack
 
 
-def _is_silu(expert: Expert) -> bool:
-    """Whether the model's gate is silu(gate) * up, by values."""
+def is_silu(expert: Expert) -> bool:
+    """Whether the model's gate is silu(gate) * up, by values: large ones too, for some models clamp both."""
     gate, up = torch.linspace(-4, 4, 16)[None], torch.linspace(3, -2, 16)[None]
+    gate, up = torch.cat([gate, 1000 * gate], dim=1), torch.cat([up, 1000 * up], dim=1)
     return torch.allclose(expert.gated(gate, up), torch.nn.functional.silu(gate) * up)
 
 

@@ -150,7 +150,8 @@ def unfuse_experts(model: nn.Module) -> None:
 
 
 def routers(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Matrices that choose or weigh experts, by name: those beside `Experts` with a row an expert, or a single row.
+    """Matrices that choose or weigh experts, by name: those beside `Experts` with a row an expert, or a single row, and all
+    of a module that is called a router (ZAYA's is an MLP, with a row more for no expert).
 
     They are a thousandth of the weights and decide what all others compute, so they are learnt but never quantized.
     """
@@ -158,12 +159,12 @@ def routers(model: nn.Module) -> dict[str, nn.Parameter]:
     for path, module in model.named_modules():
         if isinstance(module, Experts):
             parent = path.rpartition(".")[0]
-            for name, parameter in model.get_submodule(parent).named_parameters(prefix=parent):
-                if (
-                    parameter.dim() == 2
-                    and len(parameter) in (1, len(module))
-                    and not name.startswith(f"{path}.")
-                ):
+            beside = model.get_submodule(parent)
+            whole = [child for child in beside.children() if "Router" in type(child).__name__]
+            of_routers = {id(parameter) for child in whole for parameter in child.parameters()}
+            for name, parameter in beside.named_parameters(prefix=parent):
+                chooses = id(parameter) in of_routers or len(parameter) in (1, len(module))
+                if parameter.dim() == 2 and chooses and not name.startswith(f"{path}."):
                     found[name] = parameter
     return found
 

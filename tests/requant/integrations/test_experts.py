@@ -16,7 +16,7 @@ from requant.exporters.export import export
 from requant.inference.convert import convert_to_kernels
 from requant.inference.quant_linear import QuantLinear
 from requant.inference.static_cache import SharedLengthCache, static_cache
-from requant.models.experts import Experts
+from requant.models.experts import Experts, unfuse_experts
 from requant.quantizers.rtn import RtnConfig
 from requant.quantizers.trellis import TrellisConfig
 from requant.recipe.schema import Budget, Calibration, Evaluation, Recipe
@@ -115,6 +115,18 @@ def test_a_step_of_few_tokens_takes_the_stacks_of_all_experts(
     monkeypatch.setattr(experts, "experts_step", lambda x, *_arguments, **_options: x)
     experts.group_experts(model)
     assert layer.step is None and layer.prefill is None
+
+
+def test_a_gate_that_clamps_is_not_the_kernels_own(tiny_model) -> None:
+    """DeepSeek-V4's is silu(gate) * up between limits, that of Qwen3 everywhere."""
+    pytest.importorskip("triton")
+    from requant.inference.experts import is_silu
+
+    for name, plain in (("qwen3-moe", True), ("deepseek-v4", False)):
+        model = tiny_model(name)
+        unfuse_experts(model)
+        layer = next(module for module in model.modules() if isinstance(module, Experts))
+        assert is_silu(layer[0]) == plain, name
 
 
 def test_round_trip_through_transformers_and_export(

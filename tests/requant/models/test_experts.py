@@ -202,6 +202,16 @@ def test_routers_and_gates_are_no_targets(tiny_model, mixture: str) -> None:
     assert not {f"{target.name}.weight" for target in find_linears(model)} & gates.keys()
 
 
+def test_all_of_a_router_stays(tiny_model) -> None:
+    model = unfused(tiny_model("zaya"))
+    found = {name.partition(".mlp.")[2] for name in routers(model)}
+    assert found == {
+        "gate.down_proj.weight",
+        *(f"gate.router_mlp.{name}.weight" for name in ("fc1", "fc2", "out_proj")),
+    }
+    assert not any(".mlp.gate." in target.name for target in find_linears(model))
+
+
 def test_indexers_and_grouped_projections_are_no_targets(tiny_model) -> None:
     """The former have no gradients, and a matrix of the latter is not what its input is multiplied with."""
     for name, left in (
