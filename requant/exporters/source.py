@@ -54,18 +54,27 @@ class Source:
         return [module for module in self.skeleton.modules() if isinstance(module, Experts)]
 
     def weights(self) -> Iterator[tuple[str, QuantizedWeight]]:
-        """Every quantized matrix by name, in the order of `specs`, checked, on the CPU."""
-        for name, spec in self.specs.items():
-            tensors = read_matrix(name, spec.tensors(), self.header.tensors)
-            check_values(name, spec, tensors)
-            yield name, unpack(spec, tensors)
+        """Every quantized matrix by name, in the order of `specs`."""
+        for name in self.specs:
+            yield name, self.weight(name)
+
+    def weight(self, name: str) -> QuantizedWeight:
+        """A quantized matrix, checked, on the CPU."""
+        spec = self.specs[name]
+        tensors = read_matrix(name, spec.tensors(), self.header.tensors)
+        check_values(name, spec, tensors)
+        return unpack(spec, tensors)
 
     def plain(self) -> Iterator[tuple[str, Tensor]]:
         """Every other tensor, in the dtype to write."""
         for name in self.plain_names():
-            stored = self._read(name)
-            tensor = self._unfolded(name, stored)
-            yield name, self.cast(name, tensor) if self._is_cast(stored.dtype) else tensor.to(stored.dtype)
+            yield name, self.plain_tensor(name)
+
+    def plain_tensor(self, name: str) -> Tensor:
+        """A tensor that is not quantized, in the dtype to write."""
+        stored = self._read(name)
+        tensor = self._unfolded(name, stored)
+        return self.cast(name, tensor) if self._is_cast(stored.dtype) else tensor.to(stored.dtype)
 
     def plain_names(self) -> list[str]:
         """Includes biases of quantized layers, but no other tensor stored with their codes, and no `head_scales`."""

@@ -169,6 +169,26 @@ def routers(model: nn.Module) -> dict[str, nn.Parameter]:
     return found
 
 
+def fused_again(layer: Experts, tensor_of: Callable[[int, str, str], Tensor]) -> dict[str, Tensor]:
+    """The 3-D parameters that `layer` was made of, by name; `tensor_of(3, "up_proj", "bias")` is a tensor of one expert."""
+    expert: Any = layer[0]
+    fused = expert.fused
+    found: dict[str, Tensor] = {}
+    for kind in ("weight", "bias") if fused.has_bias else ("weight",):
+        rows: tuple[list[Tensor], list[Tensor]] = [], []
+        for e in range(len(layer)):
+            *first, down = (tensor_of(e, name, kind) for name in layer.names)
+            rows[0].append(torch.cat(first) if fused.is_concatenated else torch.stack(first, 1).flatten(0, 1))
+            rows[1].append(down)
+        for name, tensors in zip(_fused_names(fused), rows, strict=True):
+            joined = torch.stack(tensors)
+            transposed = kind == "weight" and fused.is_transposed
+            found[name if kind == "weight" else f"{name}_bias"] = (
+                joined.mT if transposed else joined
+            ).contiguous()
+    return found
+
+
 def fuses_experts(conversion: Any) -> bool:
     """Whether a conversion that transformers applies to weight files makes fused experts of single ones."""
     from transformers.core_model_loading import WeightConverter  # late: see `integrations/transformers.py`

@@ -11,7 +11,6 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 import requant
-from requant.errors import InputError
 from requant.exporters.export import export
 from requant.inference.convert import convert_to_kernels
 from requant.inference.quant_linear import QuantLinear
@@ -155,13 +154,28 @@ def test_round_trip_through_transformers_and_export(
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype=torch.float32)
     assert torch.equal(again(TOKENS).logits, loaded(TOKENS).logits)
 
-    if mixture == "gpt-oss":
-        with pytest.raises(InputError, match="files of gpt_oss hold the experts of a layer in one tensor"):
-            export(folder, "dense", tmp_path / "dense")
-        return
-    weights = {re.sub(r"\.(codes|guard|scales|zero_points|weight)$", "", name) for name in names_of(folder)}
-    assert weights == {name.removesuffix(".weight") for name in names_of(source)}
-    export(folder, "dense", tmp_path / "dense", dtype="float32")
-    assert names_of(tmp_path / "dense") == names_of(source)
-    dense = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.float32)
+    if mixture != "gpt-oss":  # whose files hold all experts of a layer in one tensor
+        weights = {
+            re.sub(r"\.(codes|guard|scales|zero_points|weight)$", "", name) for name in names_of(folder)
+        }
+        assert weights == {name.removesuffix(".weight") for name in names_of(source)}
+    dense_gives(folder, source, expected)
+
+
+@pytest.mark.parametrize("name", ["granite-moe", "gemma4-moe"])
+def test_experts_that_files_hold_fused_are_exported_fused(
+    name: str, tiny_folder, tiny_text_file, tmp_path
+) -> None:
+    source = tiny_folder(name)
+    result = requant.quantize(str(source), RECIPE, tiny_text_file)
+    requant.save(result, tmp_path / "checkpoint")
+    dense_gives(tmp_path / "checkpoint", source, result.model(TOKENS).logits)
+
+
+def dense_gives(checkpoint, source, expected: torch.Tensor) -> None:
+    """The export as floats has the source's tensors, and the logits that are expected in plain transformers."""
+    folder = checkpoint.with_name("dense")
+    export(checkpoint, "dense", folder, dtype="float32")
+    assert names_of(folder) == names_of(source)
+    dense = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     torch.testing.assert_close(dense(TOKENS).logits, expected, rtol=1e-4, atol=1e-5)
