@@ -143,8 +143,9 @@ def embedding_and_head_bits(
 def _obstacle(part: Part) -> str | None:
     """Why a module cannot be quantized; None if it can."""
     module: Any = part.module
-    if isinstance(module, nn.Linear):
-        return None
+    if isinstance(module, nn.Linear):  # a subclass may compute more than the product
+        own = type(module).forward is not nn.Linear.forward
+        return f"is a {type(module).__name__}" if own else None
     if not isinstance(module, nn.Embedding):
         return f"is a {type(module).__name__}"
     if module.max_norm is not None:

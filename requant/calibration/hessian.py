@@ -8,7 +8,9 @@ al. 2022, arXiv 2210.17323, without their factor 2). With a reference model, who
 first of them accumulates. Means of an expert are over the tokens that reach it, and shrunk (`experts.py`).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import fnmatch
+import shlex
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -157,13 +159,30 @@ def _experts_and_owners(
 
 def _check(targets: Sequence[QuantTarget], found: Mapping[str, InputStatistics]) -> None:
     """Raise NumericalError for a target that was never called or whose inputs overflow."""
-    for target in ranks.owned(targets):
-        if target.name not in found:
-            raise NumericalError(
-                f"{target.name} was never called on the calibration text; skip it with --skip {target.name}."
-            )
+    owned = ranks.owned(targets)
+    missing = [target.name for target in owned if target.name not in found]
+    if missing:
+        skipped = " ".join(f"--skip {shlex.quote(pattern)}" for pattern in _patterns(missing, found))
+        others = f", nor were {len(missing) - 1} others" if len(missing) > 1 else ""
+        raise NumericalError(
+            f"{missing[0]} was never called on the calibration text{others}; leave as it is what the model computes without "
+            f"these layers, or only with images: {skipped}."
+        )
+    for target in owned:
         if not torch.isfinite(found[target.name].hessian).all():
             raise NumericalError(f"{target.name}: its inputs overflow; use --dtype float32 or bfloat16.")
+
+
+def _patterns(missing: Sequence[str], called: Collection[str]) -> list[str]:
+    """Shell patterns that match these matrices and none that was called, the widest of each."""
+
+    def of(name: str) -> str:
+        parts = name.split(".")
+        inside = parts[max((i for i, part in enumerate(parts) if part.isdigit()), default=-1) + 1 :]
+        wider = [*(f"*.{part}.*" for part in inside[:-1]), f"*.{inside[-1]}"]
+        return next((p for p in wider if not any(fnmatch.fnmatch(each, p) for each in called)), name)
+
+    return list(dict.fromkeys(map(of, missing)))
 
 
 def _stop(*_: Any) -> None:

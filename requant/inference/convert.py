@@ -20,6 +20,7 @@ from jaxtyping import Float
 from requant_kernels import Layout, TrellisLayout
 from torch import Tensor, nn
 
+from requant.formats.packed_spec import GUARD_TENSOR
 from requant.formats.quantized_weight import QuantizedWeight, bands_of, join_key, join_rows
 from requant.formats.trellis import Trellis
 from requant.inference.kernel_check import KernelCheck, kind_of
@@ -70,6 +71,9 @@ def convert_to_kernels(model: Any, *, device: torch.device | str) -> Any:
         logger.warning(
             "%d of the quantized matrices are dequantized at every call, which is slow: %s", count, reason
         )
+    for layer in model.modules():  # some models (Mamba) cast a layer's input to the dtype of its `weight`
+        if isinstance(layer, KernelLinear | BandedLinear | Sibling):
+            layer.register_buffer(GUARD_TENSOR, torch.empty(0, dtype=model.dtype), persistent=False)
     model = model.to(device)
     if device.type == "cuda" and os.environ.get(AUTOTUNE) == "1":
         logger.info("%d launch shapes measured", tune_kernels(model, tokens=(1, 8)))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from requant.formats.packed_spec import GUARD_TENSOR, PackedSpec
 from requant.formats.quantized_weight import QuantizedWeight, dequantize_rows, unpack
-from requant.inference.quant_linear import QuantLinear, apply_without_casts
+from requant.inference.quant_linear import QuantLinear, apply_without_casts, store_guard
 
 
 class QuantEmbedding(nn.Module):
@@ -72,6 +72,10 @@ class QuantEmbedding(nn.Module):
             torch.empty(0, dtype=self.dtype)
         ).dtype  # a cast of the model changes the output's dtype
         return apply_without_casts(self, lambda: super(QuantEmbedding, self)._apply(fn, recurse))
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        store_guard(destination, prefix)
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, bits={self.spec.bits}"

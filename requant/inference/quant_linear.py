@@ -81,6 +81,10 @@ class QuantLinear(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantLinear":
         return apply_without_casts(self, lambda: super(QuantLinear, self)._apply(fn, recurse))
 
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        store_guard(destination, prefix)
+
     def extra_repr(self) -> str:
         spec = self.spec
         sparse = f", sparse={spec.num_entries}" if spec.num_entries else ""
@@ -93,10 +97,15 @@ class QuantLinear(nn.Module):
 def apply_without_casts(module: Any, apply: Callable[[], object]) -> Any:
     """Move buffers between devices, but never cast them: `model.to(torch.bfloat16)` would change the weights.
 
-    Casts of a module skip integer tensors, so the float16 buffers travel as int16 through `apply`.
+    Casts of a module skip integer tensors, so the float16 buffers travel as int16 through `apply`. The guard holds nothing,
+    and has the dtype of activations, to which some models (Mamba) cast a layer's input.
     """
     buffers = module._buffers
-    halves = [name for name, buffer in buffers.items() if buffer is not None and buffer.dtype == torch.half]
+    halves = [
+        name
+        for name, buffer in buffers.items()
+        if buffer is not None and buffer.dtype == torch.half and name != GUARD_TENSOR
+    ]
     for name in halves:
         buffers[name] = buffers[name].view(torch.int16)
     try:
@@ -105,6 +114,12 @@ def apply_without_casts(module: Any, apply: Callable[[], object]) -> Any:
         for name in halves:
             buffers[name] = buffers[name].view(torch.half)
     return module
+
+
+def store_guard(destination: dict[str, Any], prefix: str) -> None:
+    """Give the guard in a state dict the dtype that it has in weight files."""
+    if (guard := destination.get(f"{prefix}{GUARD_TENSOR}")) is not None:
+        destination[f"{prefix}{GUARD_TENSOR}"] = guard.half()
 
 
 def refuse_to_save(*_args: Any, **_kwargs: Any) -> None:

@@ -96,9 +96,10 @@ class RequantHfQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         for layer in model.modules():
             if isinstance(layer, QuantLinear | QuantEmbedding):
-                # a view of no bytes has the address of the tensor that follows in the file, and torch.save refuses both
+                # a view of no bytes has the address of the tensor that follows in the file, and torch.save refuses both;
+                # some models (Mamba) cast a layer's input to the dtype of its `weight`
                 guard = layer.get_buffer(GUARD_TENSOR)
-                guard.data = torch.empty_like(guard)
+                guard.data = torch.empty_like(guard, dtype=model.dtype)
         tie_head(model)
         guard_resizing(model)
         rotation = parse_rotation(self.quantization_config.to_dict())

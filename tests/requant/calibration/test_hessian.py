@@ -84,6 +84,9 @@ def test_a_matrix_that_never_runs_is_named(tiny_model, tiny_windows) -> None:
         NumericalError, match=r"model\.layers\.1\.mlp\.gate_proj was never called .* --skip model"
     ):
         input_statistics(model, tiny_windows, find_linears(model))
+    model.model.layers[0].mlp.forward = lambda x: x
+    with pytest.raises(NumericalError, match=r"nor were 5 others; .* with images: --skip '\*\.mlp\.\*'\.$"):
+        input_statistics(model, tiny_windows, find_linears(model))
 
 
 def test_an_overflow_is_an_error(tiny_model, tiny_windows) -> None:
