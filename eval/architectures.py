@@ -44,7 +44,7 @@ from eval import options as opt
 from eval.common import environment, write_json
 from eval.markdown import RESULTS
 from eval.parts import with_row
-from eval.tiny_configs import tiny_config
+from eval.tiny_configs import VARIANTS, tiny_config
 from requant.errors import InputError, ModelError, RecipeError, first_line
 from requant.inference.generate import generate_text
 from requant.models.loading import DEMO
@@ -110,7 +110,7 @@ NO_DECODERS = {
     ),
     *("trocr", "whisper", "xlm", "xlm-roberta", "xlm-roberta-xl", "xlnet", "xmod"),
 }
-KINDS = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *BESIDE})
+KINDS = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *BESIDE, *VARIANTS})
 IDS = torch.arange(48)[None] * 67 % VOCABULARY
 
 
@@ -155,7 +155,10 @@ def tiny_folder(kind: str, folder: Path) -> Path:
     """A random model of the type with the demo's tokenizer; norms and biases are random too."""
     torch.manual_seed(0)
     config = tiny_config(kind, VOCABULARY, **SPECIAL)
-    with_images = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES and "text_config" in config.sub_configs
+    with_images = (
+        config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+        and "text_config" in config.sub_configs
+    )
     auto: Any = AutoModelForImageTextToText if with_images else AutoModelForCausalLM
     model: PreTrainedModel = auto.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():

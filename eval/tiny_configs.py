@@ -51,14 +51,14 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("image_size", "num_mel_bins"), 32),
     "patch_size": 16,
 }  # fmt: skip
-# model type -> what its configuration needs beside SIZES
+# model type -> what its configuration needs beside SIZES, in VARIANTS for other models of a type
 OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1], "num_hidden_layers": 3},
     "cohere_compass_text": {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2},
     "deepseek_v2": {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2},
     "dory": {"num_hidden_layers": 4, "n_input_layers": 1, "n_output_layers": 1, "n_recurrent_layers": 2},
     "dots1": {"n_shared_experts": 1, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2},
-    "falcon_mamba": {"time_step_rank": 32},
+    "falcon_mamba": {"hidden_size": 128, "time_step_rank": 32},
     "gemma3n_text": {
         "vocab_size_per_layer_input": 4096,
         "hidden_size_per_layer_input": 32,
@@ -75,27 +75,42 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "num_hidden_layers": 4},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_hidden_layers": 4, "num_dense_layers": 1},
     "longcat_flash": {"head_dim": 16, "qk_head_dim": 32},
-    "mamba": {"time_step_rank": 32},
+    "mamba": {"hidden_size": 128, "time_step_rank": 32},
     "mamba2": {"num_heads": 8},
     "ministral": {"head_dim": 16},
     "nemotron": {"num_key_value_heads": 2},
     "zamba2": {"n_mamba_heads": 8, "layers_block_type": ["mamba", "hybrid"] * 3, "num_hidden_layers": 6}
     | {"adapter_rank": 32, "attention_hidden_size": 128, "attention_head_dim": 32},
+    "phi4_multimodal": {"num_hidden_layers": 8},
+    "phi4_multimodal_audio": {"num_blocks": 1},
+    "phi4_multimodal_vision": {"num_hidden_layers": 1},
+    "recurrent_gemma": {"num_attention_heads": 8, "num_key_value_heads": 1},
     "xlstm": {"num_blocks": 2, "qk_dim_factor": 1.0},
     "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
 
 
-def tiny_config(kind: str, vocabulary: int, **special: int | None) -> PretrainedConfig:
-    """A small configuration of the model type `kind`; `special` are the ids of tokens that it names."""
-    return _shrunk(CONFIG_MAPPING[kind], kind, {"vocab_size": vocabulary, **special})
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "nemotron_h dense": (
+        "nemotron_h",
+        {"layers_block_type": ["mamba", "mlp", "attention", "mlp"], "num_hidden_layers": 4},
+    ),
+}
 
 
-def _shrunk(kind_of: Any, kind: str, given: Mapping[str, Any]) -> PretrainedConfig:
+def tiny_config(name: str, vocabulary: int, **special: int | None) -> PretrainedConfig:
+    """A small configuration of a model type or variant; `special` are the ids of tokens that it names."""
+    kind, own = VARIANTS.get(name, (name, {}))
+    return _shrunk(CONFIG_MAPPING[kind], kind, {"vocab_size": vocabulary, **special}, own)
+
+
+def _shrunk(
+    kind_of: Any, kind: str, given: Mapping[str, Any], own: Mapping[str, Any] | None = None
+) -> PretrainedConfig:
     default = kind_of()
     stored = default.to_dict()
     known = set(stored) | set(default.attribute_map)
-    own = OVERRIDES.get(kind, {})
+    own = {**OVERRIDES.get(kind, {}), **(own or {})}
     # one that a configuration leaves open follows from others, or says that a part is missing
     sizes = {
         key: value

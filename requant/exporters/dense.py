@@ -18,15 +18,16 @@ from requant.exporters.folder import Written, write_config
 from requant.exporters.source import Source
 from requant.models.experts import Experts, fused_again
 from requant.models.file_names import module_names
+from requant.models.loading import auto_class
 
-LOADING = "It is an ordinary folder: `AutoModelForCausalLM.from_pretrained` needs no requant for it."
+LOADING = "It is an ordinary folder: `{}.from_pretrained` needs no requant for it."
 
 
 def write(source: Source, folder: Path, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> Written:
     """Weights and config.json into `folder`; one shard, or the experts of one layer, at most are in memory."""
     checksums = write_shards(folder, _units(source), max_shard_bytes=max_shard_bytes)
     write_config(source, folder, None)
-    return Written(files=sorted(checksums), loading=LOADING)
+    return Written(files=sorted(checksums), loading=LOADING.format(auto_class(source.config).__name__))
 
 
 def _units(source: Source) -> Iterator[dict[str, Tensor]]:

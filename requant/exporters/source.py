@@ -26,7 +26,7 @@ from requant.formats.quantized_weight import QuantizedWeight, unpack
 from requant.models.experts import Experts, unfuse_experts
 from requant.models.file_names import module_names
 from requant.models.folding import unfold
-from requant.models.loading import DTYPES, load_config, resolve_source
+from requant.models.loading import DTYPES, auto_class, load_config, resolve_source
 from requant.models.rotations import HEAD_SCALES
 from requant.models.targets import embedding_and_head_modules
 
@@ -158,12 +158,10 @@ def read_tensor(name: str, stored: StoredTensor) -> Tensor:
 def _skeleton(
     path: Path, config: Any, header: CheckpointHeader
 ) -> tuple[PreTrainedModel, dict[str, nn.Module]]:
-    from transformers import AutoModelForCausalLM
-
     check_depth(path, config, header)
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            model = auto_class(config).from_config(config)
             unfuse_experts(model)
         names = (*header.modules, *header.embedding_and_head)
         paths = module_names(model, [f"{name}.weight" for name in names], model.state_dict())

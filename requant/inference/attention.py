@@ -18,6 +18,7 @@ from requant_kernels import ops as _ops  # noqa: F401  # defines the operator
 from torch import Tensor
 
 from requant.inference.kernel_check import LIMIT, TritonError
+from requant.models.attention_sizes import attention_sizes
 
 NAME = "requant"
 LONGEST_CHECK = 8192  # positions
@@ -44,20 +45,18 @@ def register() -> None:
 
 def supports(model: Any, length: int) -> bool:
     """Whether the kernel can take the steps of `model` with a cache of `length` tokens, and is right on this machine."""
-    config = model.config.get_text_config()
-    heads = getattr(config, "num_attention_heads", None)
     if (
         torch.device(model.device).type != "cuda"
         or model.dtype not in (torch.float16, torch.bfloat16)
-        or config._attn_implementation != "sdpa"
-        or not heads
+        or model.config.get_text_config()._attn_implementation != "sdpa"
     ):
         return False
-    key_heads = getattr(config, "num_key_value_heads", None) or heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    sizes = set(attention_sizes(model.config))
     # lengths up to the same power of two run the same program, longer ones the same as LONGEST_CHECK
     positions = min(LONGEST_CHECK, 1 << max(6, (length - 1).bit_length()))
-    return is_right(heads, key_heads, head_dim, positions, model.dtype, torch.device(model.device))
+    return bool(sizes) and all(
+        is_right(*size, positions, model.dtype, torch.device(model.device)) for size in sizes
+    )
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from requant.checkpoint.read import VERIFY_CHECKSUMS
@@ -15,7 +15,7 @@ from requant.errors import CheckpointError, InputError, RequantError, first_line
 from requant.inference.convert import convert_to_kernels
 from requant.models.devices import pick_device
 from requant.models.experts import Experts
-from requant.models.loading import load_model, read_config
+from requant.models.loading import auto_class, load_model, read_config
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ def load(
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
         config.quantization_config[VERIFY_CHECKSUMS] = verify_checksums
         check_depth(path, config, header)
-        model: Any = AutoModelForCausalLM.from_pretrained(
+        model: Any = auto_class(config).from_pretrained(
             path,
             config=config,
             dtype=dtype,

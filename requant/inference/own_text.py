@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from requant import ranks
 from requant.errors import NumericalError
 from requant.inference.decode import Decoder
+from requant.models.attention_sizes import attention_sizes
 from requant.models.mixed_precision import PRODUCTS
 from requant.progress import tracked
 
@@ -67,10 +68,8 @@ def windows_at_once(model: PreTrainedModel, length: int) -> int:
 
 def cache_bytes(model: PreTrainedModel, length: int) -> int:
     """Of the keys and values of one window, in 16 bits."""
-    config = model.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * 2 * config.num_hidden_layers * heads * size * length
+    sizes = attention_sizes(model.config)
+    return max(1, 2 * 2 * length * sum(size.key_heads * size.head_dim for size in sizes))
 
 
 def bytes_to_write(model: PreTrainedModel, count: int, length: int, *, device: str) -> int:

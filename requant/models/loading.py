@@ -50,14 +50,13 @@ def load_model(source: str, *, device: str, dtype: str, moved: bool = True) -> P
     the dtype of the weights on a GPU. Not `moved`, the model stays on the host, where its tensors are views of the weight
     files if they have the dtype.
     """
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # loading takes a second and would print a bar above ours
     path = resolve_source(source)
-    check_loadable(path, dtype=dtype)
+    auto = auto_class(check_loadable(path, dtype=dtype))
     with _refusing(path, "a Hugging Face causal LM with safetensors weights"):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = auto.from_pretrained(
             path,
             dtype="float32" if dtype == "auto" and device == "cpu" else dtype,
             use_safetensors=True,
@@ -89,15 +88,33 @@ def check_loadable(path: str, *, dtype: str) -> Any:
 
 def empty_model(path: str, *, dtype: str) -> PreTrainedModel:
     """The model of a folder on the meta device: shapes from its configuration, no memory, no weight files read."""
-    from transformers import AutoModelForCausalLM
-
     config = load_config(path)
     stored = getattr(config.get_text_config(), "dtype", None) or torch.bfloat16
     with _refusing(path, "the folder of a causal LM that transformers knows"), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
+        model = auto_class(config).from_config(
             config, dtype=stored if dtype == "auto" else getattr(torch, dtype), trust_remote_code=False
         )
     return model.eval().requires_grad_(False)
+
+
+def auto_class(config: Any) -> Any:
+    """What of transformers loads the model of a configuration: a causal LM, or one beside encoders of images or sounds.
+
+    The latter has the weights of both, under their names in the weight files; without images it is a causal LM too.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    )
+
+    kind = getattr(config, "model_type", None)
+    beside_encoders = (
+        kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES and config.get_text_config() is not config
+    )
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and beside_encoders:
+        return AutoModelForImageTextToText
+    return AutoModelForCausalLM
 
 
 def load_config(path: str) -> Any:

@@ -25,7 +25,8 @@ from requant.errors import ModelError
 from requant.models.experts import Experts, routers
 from requant.models.hosted import HostedBlocks, HostedMatrix
 
-MAX_UNSEEN = 0.05  # of a block's weights: a larger matrix that is no linear layer is refused
+MAX_UNSEEN = 0.1  # of a block's weights, in matrices that are no linear layers: a model with more is refused
+MANY = 0.25  # as many linears as another list has, at least, for a list of blocks
 # Linears of one module that read the same input, so that one kernel launch can compute them together.
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 
@@ -100,20 +101,31 @@ class QuantTarget:
 def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
     """The list of transformer blocks and its dotted path.
 
-    It is the `nn.ModuleList` that holds most linears, outermost first.
+    It is the outermost `nn.ModuleList` with many linears, of those the one with most. Encoders of images or sounds, which
+    may have more, lie beside the decoder, or deeper in it.
     """
-    candidates = [
-        (sum(isinstance(m, _linear_types()) for m in module.modules()), -len(path), path, module)
-        for path, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module)
-    ]
-    if not candidates or max(candidates)[0] == 0:
+    candidates = _lists(model)
+    most = max((count for count, _, _ in candidates), default=0)
+    if most == 0:
         raise ModelError(
             f"{type(model).__name__} has no list of transformer blocks with linear layers; "
             "requant quantizes decoder-only causal LMs."
         )
-    _, _, path, blocks = max(candidates, key=lambda c: c[:2])
+    many = [each for each in candidates if each[0] >= MANY * most]
+    _, path, blocks = min(many, key=lambda each: (each[1].count("."), -each[0]))
     return path, blocks
+
+
+def _lists(model: nn.Module) -> list[tuple[int, str, nn.ModuleList]]:
+    """Every list of modules: how many linears it holds, its dotted path; of a model with a decoder those inside."""
+    found = [
+        (sum(isinstance(m, _linear_types()) for m in module.modules()), path, module)
+        for path, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module)
+    ]
+    decoder = model.get_decoder() if isinstance(model, PreTrainedModel) else model
+    own = {id(module) for module in decoder.modules()}
+    return [each for each in found if id(each[2]) in own] or found
 
 
 def find_linears(
@@ -126,6 +138,8 @@ def find_linears(
     """
     path, blocks = find_blocks(model)
     _refuse_unknown_experts(path, blocks)
+    _refuse_other_lists(model, path, blocks)
+    _refuse_shared(path, blocks)
     layers = [name for name, module in model.named_modules() if isinstance(module, Experts)]
     choosing = {id(parameter) for parameter in (*routers(model).values(), *_of_indexers(model))}
     targets = [
@@ -241,19 +255,52 @@ def _with_options(target: QuantTarget, options: Mapping[str, Mapping[str, Any]])
 
 
 def _refuse_unknown_experts(path: str, blocks: nn.ModuleList) -> None:
-    """Raise ModelError for weights in no linear layer that are experts by their shape, or too many to leave alone."""
+    """Raise ModelError for blocks with too many weights in no linear layer to leave them alone."""
     for index, block in enumerate(blocks):
         total = sum(parameter.numel() for parameter in block.parameters())
-        for module_name, module in block.named_modules():
-            if _is_linear(module) or isinstance(module, nn.Embedding):
-                continue
-            for name, parameter in module.named_parameters(recurse=False):
-                where = ".".join(filter(None, (path, str(index), module_name, name)))
-                fused = parameter.dim() == 3 and "conv" not in where.lower()
-                if fused or (parameter.dim() == 2 and parameter.numel() > MAX_UNSEEN * total):
-                    what = "experts" if fused or "expert" in where.lower() else "weights"
+        unseen = {
+            ".".join(filter(None, (path, str(index), module_name, name))): parameter
+            for module_name, module in block.named_modules()
+            if not _is_linear(module) and not isinstance(module, nn.Embedding)
+            for name, parameter in module.named_parameters(recurse=False)
+            if parameter.dim() > 1
+        }
+        count = sum(parameter.numel() for parameter in unseen.values())
+        if count > MAX_UNSEEN * total:
+            where, largest = max(unseen.items(), key=lambda each: each[1].numel())
+            experts = "expert" in where.lower() or (largest.dim() == 3 and "conv" not in where.lower())
+            raise ModelError(
+                f"{where} {list(largest.shape)} holds {'experts' if experts else 'weights'} in a layout that requant does "
+                f"not know, so {count / total:.0%} of the block's weights would stay as they are; this model is not "
+                "supported."
+            )
+
+
+def _refuse_other_lists(model: nn.Module, path: str, blocks: nn.ModuleList) -> None:
+    """Raise ModelError for a model with two lists of blocks, one of which would stay as it is."""
+    inside = {id(module) for module in blocks.modules()}
+    for _, other, modules in _lists(model):
+        beside = id(modules) not in inside and not path.startswith(f"{other}.")
+        if beside and _linear_weights(modules) > MANY * _linear_weights(blocks):
+            raise ModelError(
+                f"{type(model).__name__} has transformer blocks in {path} and in {other}; only models with a single list of "
+                "blocks are supported."
+            )
+
+
+def _refuse_shared(path: str, blocks: nn.ModuleList) -> None:
+    """Raise ModelError where two blocks have a matrix in common, which would be quantized twice."""
+    owners: dict[int, str] = {}
+    for index, block in enumerate(blocks):
+        for name, module in block.named_modules():
+            if _is_linear(module):
+                where = f"{path}.{index}.{name}"
+                first = owners.setdefault(id(module.weight), where)
+                if first != where:
                     raise ModelError(
-                        f"{where} {list(parameter.shape)} holds {what} in a layout that requant does not know, so "
-                        f"{parameter.numel() / total:.0%} of the block's weights would stay as they are; "
-                        "this model is not supported."
+                        f"{first} and {where} are one matrix; models whose blocks share matrices are not supported."
                     )
+
+
+def _linear_weights(module: nn.Module) -> int:
+    return sum(m.get_parameter("weight").numel() for m in module.modules() if isinstance(m, _linear_types()))

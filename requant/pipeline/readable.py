@@ -9,7 +9,7 @@ from requant.errors import InputError
 from requant.formats.other_programs import inexpressible, misfit
 from requant.models.experts import unfuse_experts
 from requant.models.llama_cpp import check_architecture
-from requant.models.loading import load_config, resolve_source
+from requant.models.loading import auto_class, load_config, resolve_source
 from requant.models.targets import find_linears
 from requant.quantizers.registry import METHODS
 from requant.recipe.readers import find_reader
@@ -23,14 +23,12 @@ def check_readable(recipe: Recipe, program: str, *, config: Any = None) -> None:
 
     `config` is that of a loaded model; None: of the recipe's.
     """
-    from transformers import AutoModelForCausalLM
-
     export = find_reader(program).export
     config = load_config(resolve_source(recipe.model)) if config is None else config
     if export == "gguf":
         check_architecture(config)
     with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(config)
+        skeleton = auto_class(config).from_config(config)
         unfuse_experts(skeleton)
     for target in find_linears(skeleton, skip=recipe.skip):
         spec = METHODS[recipe.method].packed_spec(

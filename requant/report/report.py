@@ -122,6 +122,7 @@ class RunSummary:
     samples: Sequence[Sample] = ()
     flip_rates: Sequence[float] = ()  # of 2:4 masks, by update
     verdict: SparseVerdict | None = None  # of a 2:4 run
+    auto_class: str = "AutoModelForCausalLM"  # of transformers, that loads the checkpoint
     # licence and languages by the original's model card
     terms: Mapping[str, str | list[str]] = field(default_factory=dict)
 

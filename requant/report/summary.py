@@ -12,6 +12,7 @@ from requant.display import format_bytes, format_seconds
 from requant.files import front_matter
 from requant.formats.quantized_weight import spec_of
 from requant.models.aliases import ALIASES
+from requant.models.loading import auto_class
 from requant.pipeline.prepare import bytes_before
 from requant.pipeline.quantize import QuantizedModel
 from requant.recipe.options import budget_name
@@ -93,6 +94,7 @@ def run_summary(result: QuantizedModel, output: Path) -> RunSummary:
         warnings=result.warnings,
         samples=result.samples,
         flip_rates=result.flip_rates,
+        auto_class=auto_class(result.model.config).__name__,
     )
     return dataclasses.replace(summary, warnings=[*result.warnings, *verdicts(summary)])
 

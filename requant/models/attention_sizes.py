@@ -1,0 +1,31 @@
+"""Attention of every block, as a configuration says it: most models have one size, some others in blocks of full attention
+(Gemma 4), or none at all (Mamba). To read such a size for the whole model is an error in transformers.
+"""
+
+from typing import Any, NamedTuple
+
+
+class AttentionSizes(NamedTuple):
+    """Of one block."""
+
+    heads: int
+    key_heads: int
+    head_dim: int
+
+
+def attention_sizes(config: Any) -> list[AttentionSizes]:
+    """Of every block that may have attention; of a model without heads none."""
+    text = config.get_text_config()
+    if getattr(text, "is_heterogeneous", False):
+        return [size for block in text.per_layer_config for size in _sizes(block)]
+    return _sizes(text) * text.num_hidden_layers
+
+
+def _sizes(config: Any) -> list[AttentionSizes]:
+    heads = getattr(config, "num_attention_heads", None)
+    if not heads:
+        return []
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    return [
+        AttentionSizes(heads, key_heads, getattr(config, "head_dim", None) or config.hidden_size // heads)
+    ]

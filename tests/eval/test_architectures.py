@@ -1,0 +1,88 @@
+"""Architectures that many models have, as the study builds them, through quantize, save and load."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import requant
+from eval.architectures import COVERED, SPECIAL, logits, of_model, tiny_folder
+from eval.tiny_configs import tiny_config
+from requant.errors import ModelError
+from requant.inference.own_text import cache_bytes
+from requant.models.attention_sizes import attention_sizes
+from requant.models.loading import DEMO, auto_class
+from requant.models.targets import find_blocks, find_linears
+from requant.quantizers.rtn import RtnConfig
+from requant.recipe.schema import Calibration, Evaluation, Recipe
+
+RECIPE = Recipe(
+    mode="dense",
+    method="rtn",
+    quantizer=RtnConfig(bits=4, group_size=32),
+    calibration=Calibration(num_samples=2, seq_len=32),
+    evaluation=Evaluation(context=32, windows=1, samples=0),
+)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("text") / "text.txt"
+    file.write_text((DEMO.with_name("demo-text") / "calibration.txt").read_text(encoding="utf-8")[:4000])
+    return file
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("gemma4", "mistral3"),  # beside an encoder of images
+        *("qwen3_5", "falcon_h1", "nemotron_h dense", "granitemoehybrid", "lfm2", "mamba2"),
+    ],
+)
+def test_a_checkpoint_computes_what_the_run_computed(kind: str, text: Path, tmp_path: Path) -> None:
+    result = requant.quantize(str(tiny_folder(kind, tmp_path / "source")), RECIPE, text)
+    assert of_model(result)["covered"] > COVERED
+    path = requant.save(result, tmp_path / "out")
+    expected = logits(result.model)
+    for dequantize in (False, True):
+        assert torch.equal(logits(requant.load(path, dequantize=dequantize)), expected)
+    loaded_by = "AutoModelForImageTextToText" if kind == "mistral3" else "AutoModelForCausalLM"
+    assert f"model = {loaded_by}.from_pretrained(" in (path / "README.md").read_text(encoding="utf-8")
+    assert cache_bytes(result.model, 32) > 0
+
+
+def build(kind: str, **of_vision: int) -> nn.Module:
+    config = tiny_config(kind, 4096, **SPECIAL)
+    for key, value in of_vision.items():
+        setattr(config.vision_config, key, value)
+    with torch.device("meta"):
+        return auto_class(config).from_config(config)
+
+
+def test_an_encoder_with_more_layers_than_the_decoder_is_not_quantized() -> None:
+    model = build("mistral3", num_hidden_layers=12)
+    assert find_blocks(model)[0] == "model.language_model.layers"
+    assert all(target.name.startswith("model.language_model.layers.") for target in find_linears(model))
+
+
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [
+        ("hrm_text", r"transformer blocks in model\.L_module\.layers and in model\.H_module\.layers"),
+        (
+            "zamba2",
+            r"layers\.1\.\S+ and model\.layers\.3\.\S+ are one matrix; models whose blocks share matrices",
+        ),
+    ],
+)
+def test_what_would_be_quantized_in_part_or_twice_is_refused(kind: str, sentence: str) -> None:
+    with pytest.raises(ModelError, match=sentence):
+        find_linears(build(kind))
+
+
+def test_attention_has_the_sizes_of_every_block() -> None:
+    sizes = attention_sizes(tiny_config("gemma4", 4096, **SPECIAL))
+    assert len(sizes) == 4 and sizes[0].head_dim != sizes[-1].head_dim  # full attention comes last
+    assert attention_sizes(tiny_config("mamba", 4096, **SPECIAL)) == []
+    assert set(attention_sizes(tiny_config("llama", 4096, **SPECIAL))) == {(4, 2, 16)}
