@@ -43,7 +43,7 @@ import requant
 from eval import options as opt
 from eval.common import environment, write_json
 from eval.markdown import RESULTS
-from eval.parts import with_row
+from eval.parts import marked, with_row
 from eval.tiny_configs import VARIANTS, tiny_config
 from requant.errors import InputError, ModelError, RecipeError, first_line
 from requant.inference.generate import generate_text
@@ -268,13 +268,13 @@ def main(
     if unknown := set(only or ()) - set(KINDS):
         raise typer.BadParameter(f"no model type is called {min(unknown)}; there are: {', '.join(KINDS)}.")
     torch.set_num_threads(1)
-    results: dict[str, Any] = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {"rows": []}
+    found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
     made = environment(torch.device("cpu"))
-    results = {**made, "runs": RUNS, "rows": results["rows"]}
+    header = {key: found[key] for key in made} if only and found else made
+    results = {**header, "runs": RUNS, "rows": found.get("rows", [])}
     for kind, row in in_processes(only or KINDS, seconds):
         row = {"type": kind, **row}
-        if only:
-            row["environment"] = made
+        row = marked(row, results, made)
         results["rows"] = with_row(results["rows"], row, key=itemgetter("type"), order=itemgetter("type"))
         write_json(out, results)
         print(

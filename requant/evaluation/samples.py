@@ -5,6 +5,7 @@ same run writes the same text; of several processes each continues its share. Sa
 measurement.
 """
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,8 +16,10 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from requant import ranks
+from requant.errors import first_line, is_out_of_memory
 from requant.inference.decode import Decoder
 
+logger = logging.getLogger(__name__)
 PROMPT_TOKENS = 24
 NEW_TOKENS = 40
 WHITE_SPACE = " \n\t"
@@ -59,7 +62,21 @@ def write_samples(
     if not prompts:
         return []
     apply_weights(False)
-    before = ranks.merged([continued(model, tokenizer, prompt) for prompt in ranks.mine(prompts)])
+    try:
+        written = [continued(model, tokenizer, prompt) for prompt in ranks.mine(prompts)]
+    except (
+        Exception
+    ) as error:  # the run need not end for an illustration, which few models of transformers cannot write
+        if is_out_of_memory(error) or ranks.world_size() > 1:
+            raise
+        logger.warning(
+            "the report has no samples: %s cannot go on token by token (%s).",
+            type(model).__name__,
+            first_line(error),
+        )
+        apply_weights(True)
+        return []
+    before = ranks.merged(written)
     apply_weights(True)
     after = ranks.merged([continued(model, tokenizer, prompt) for prompt in ranks.mine(prompts)])
     return [

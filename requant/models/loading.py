@@ -194,6 +194,20 @@ def _download(name: str) -> str:
     return folder
 
 
+@torch.no_grad()
+def check_runs(model: PreTrainedModel) -> None:
+    """Refuse a model that makes no logits of tokens alone, before any work."""
+    try:
+        model(input_ids=torch.ones(1, 2, dtype=torch.int64, device=model.device), use_cache=False)
+    except Exception as error:
+        if isinstance(error, RequantError) or is_out_of_memory(error):
+            raise
+        raise ModelError(
+            f"{type(model).__name__} does not run on tokens alone ({type(error).__name__}: {first_line(error)}); requant "
+            "quantizes decoder-only causal LMs."
+        ) from error
+
+
 def check_finite(model: nn.Module) -> None:
     """Refuse a model whose weights hold NaN, infinity or what float16 cannot hold, before any work."""
     state = whole_state(model)

@@ -23,6 +23,7 @@ from requant.models.in_memory import changed_config, check_in_memory, check_toke
 from requant.models.loading import (
     check_finite,
     check_loadable,
+    check_runs,
     empty_model,
     load_model,
     load_tokenizer,
@@ -151,6 +152,7 @@ def prepare(
         if hosted:
             targets = keep_on_host(model, targets, device)
         check_finite(model)
+        check_runs(model)
         targets, why_not_folded = _folded(model, targets, recipe)
         loaded = loaded_weights(model, targets)
         by_default = recipe.finetune.steps is None

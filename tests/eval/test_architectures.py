@@ -81,6 +81,13 @@ def test_what_would_be_quantized_in_part_or_twice_is_refused(kind: str, sentence
         find_linears(build(kind))
 
 
+def test_a_model_that_takes_more_than_tokens_is_refused(text: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        ModelError, match=r"AssistantForCausalLM does not run on tokens alone \(ValueError: inputs_embeds"
+    ):
+        requant.quantize(str(tiny_folder("gemma4_unified_assistant", tmp_path)), RECIPE, text)
+
+
 def test_attention_has_the_sizes_of_every_block() -> None:
     sizes = attention_sizes(tiny_config("gemma4", 4096, **SPECIAL))
     assert len(sizes) == 4 and sizes[0].head_dim != sizes[-1].head_dim  # full attention comes last

@@ -71,6 +71,14 @@ def test_before_and_after(trained_model, tokenizer, tiny_windows) -> None:
     assert order == [False, True, False]
 
 
+def test_a_model_that_cannot_go_on_has_no_samples(trained_model, tokenizer, tiny_windows, caplog) -> None:
+    trained_model.forward = lambda *_, **__: trained_model.nowhere
+    order: list[bool] = []
+    assert write_samples(trained_model, tokenizer, tiny_windows, order.append, count=1) == []
+    assert order == [False, True]  # left quantized
+    assert "the report has no samples: LlamaForCausalLM cannot go on token by token" in caplog.text
+
+
 def test_the_end_of_the_text_ends_it(tiny_model, tokenizer) -> None:
     model = tiny_model("llama")
     steps: list[int] = []
