@@ -119,6 +119,12 @@ MORE_EXPERTS = {  # what no mixture above has
         | {"layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 16}
         | {"linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
     ),
+    "llama4": (  # experts whose inputs are weighed, a dense block beside them
+        "llama4_text",
+        SIZES
+        | {"intermediate_size": 32, "intermediate_size_mlp": 96, "num_local_experts": 4}
+        | {"num_experts_per_tok": 1, "interleave_moe_layer_step": 2},
+    ),
     "zaya": (  # a router that is an MLP
         "zaya",
         ROUTED | {"num_experts": 4, "num_experts_per_tok": 1, "router_hidden_size": 32},
@@ -156,7 +162,6 @@ UNKNOWN_EXPERTS = {
         | {"ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2}}
         | {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4}},
     ),
-    "llama4": ("llama4_text", SIZES | {"num_local_experts": 4, "num_experts_per_tok": 1}),
 }
 
 

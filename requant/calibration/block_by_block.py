@@ -27,7 +27,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from requant import ranks
-from requant.calibration.hidden_states import HiddenStateCache, Precision, StopForward, moved, returning
+from requant.calibration.hidden_states import (
+    HiddenStateCache,
+    Precision,
+    StopForward,
+    body_of,
+    moved,
+    returning,
+)
 from requant.models.devices import free_memory, to_device
 from requant.models.targets import find_blocks, replaced_forward
 from requant.progress import tracked
@@ -176,7 +183,7 @@ class _Group:
             found.extend((hidden, args, kwargs))
             raise StopForward
 
-        body = getattr(self.model, self.model.base_model_prefix)
+        body = body_of(self.model)
         with (
             returning(self.cache.blocks[:block], output),
             replaced_forward(self.cache.blocks[block], called),

@@ -40,6 +40,12 @@ def chunks_of(model: PreTrainedModel, windows: Int64[Tensor, "b t"]) -> list[Int
     return [None if each is None else each[1] for each in own_chunks(windows, model)]
 
 
+def body_of(model: Any) -> Any:
+    """The model without its head; Llama 4's has another name than the model says."""
+    body = getattr(model, model.base_model_prefix, None)
+    return model.get_decoder() if body is None else body
+
+
 class HiddenStateCache:
     """The hidden states of the windows before block `next_block` of one model.
 
@@ -73,7 +79,7 @@ class HiddenStateCache:
 
     def run(self, index: int, tokens: Int64[Tensor, "c t"]) -> None:
         """Run this rank's batch `index` from block `next_block` on, until a hook raises StopForward; without the head."""
-        body = getattr(self.model, self.model.base_model_prefix)
+        body = body_of(self.model)
         with self.skipping(index, tokens.device), self.precision(tokens):
             try:
                 body(input_ids=tokens, use_cache=False)

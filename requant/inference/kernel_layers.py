@@ -207,6 +207,9 @@ class KernelEmbedding(nn.Module):
             self.matrix = matrix
         self.num_embeddings, self.embedding_dim = matrix.out_features, matrix.in_features
         self.padding_idx, self.dtype, self.scale = plain.padding_idx, plain.dtype, plain.scale
+        # of no values: Llama 4 moves tokens to where this is
+        device = next(matrix.buffers()).device
+        self.register_buffer("weight", torch.empty(0, dtype=plain.dtype, device=device), persistent=False)
 
     def forward(self, tokens: Int[Tensor, "*m"]) -> Float[Tensor, "*m d"]:
         rows = self.matrix.rows(tokens, self.dtype)

@@ -8,11 +8,15 @@ transformers holds the experts of a layer fused, in the 3-D parameters `gate_up_
 replaces each such module by `Experts`, which computes the same with one module an expert. Its linears have the names of the
 weight files (`experts.3.gate_proj`; Mixtral: `experts.3.w1`), or, where the files are fused too (gpt-oss), those of most
 models. Routers stay as they are.
+
+Llama 4 has the same parameters without a description, gives every expert all tokens, and weighs what an expert reads; a
+layer of it becomes an `InputWeighted`, in which experts are called like all others.
 """
 
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -133,12 +137,37 @@ class Experts(nn.ModuleList):
         return product(expert.activated(*(product(x, name) for name in first)), down)
 
 
+class InputWeighted(nn.Module):
+    """A layer of Llama 4: the router's sigmoid multiplies what an expert reads, not what it gives."""
+
+    top_k: int
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.router, self.experts, self.shared_expert = layer.router, layer.experts, layer.shared_expert
+        self.top_k = layer.top_k
+
+    def forward(
+        self, hidden_states: Float[Tensor, "*m h"]
+    ) -> tuple[Float[Tensor, "t h"], Float[Tensor, "t e"]]:
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        scores, logits = self.router(x)
+        chosen = logits.topk(self.top_k, dim=-1).indices
+        weighed = (x[:, None] * scores.gather(1, chosen)[..., None]).flatten(0, 1)
+        routed = self.experts(weighed, chosen.view(-1, 1), torch.ones_like(weighed[:, :1]))
+        return self.shared_expert(x) + routed.view(len(x), self.top_k, -1).sum(1), logits
+
+
 def unfuse_experts(model: nn.Module) -> None:
     """Replace every fused module of experts in `model` by `Experts`, in place, also on the meta device.
 
     Modules in a layout that transformers does not describe stay as they are; `targets.find_linears` refuses those. The
     fused parameters of a layer are freed before those of the next one are copied.
     """
+    for path, module in list(model.named_modules()):
+        if type(module).__name__ == "Llama4TextMoe" and not isinstance(module.experts, Experts):
+            _describe(module.experts)
+            model.set_submodule(path, InputWeighted(module))
     for path, module in list(model.named_modules()):
         if _is_fused(module):
             names = _names_in_files(model, path, module)
@@ -245,6 +274,18 @@ def _is_fused(module: Any) -> bool:
     names = _fused_names(module)
     biases = {f"{name}_bias" for name in names} if module.has_bias else set()
     return set(dict(module.named_parameters())) == {*names, *biases}
+
+
+def _describe(fused: Any) -> None:
+    """Give Llama 4's experts the attributes by which transformers describes those of others."""
+    fused.is_transposed = fused.is_concatenated = fused.has_gate = True
+    fused.has_bias = fused.has_post_expert_norm = False
+    fused._apply_gate = partial(_gated, fused)
+
+
+def _gated(fused: Any, joined: Float[Tensor, "m g"]) -> Float[Tensor, "m f"]:
+    gate, up = joined.chunk(2, dim=-1)
+    return fused.act_fn(gate) * up
 
 
 def _fused_names(fused: Any) -> tuple[str, str]:

@@ -162,7 +162,7 @@ def test_round_trip_through_transformers_and_export(
     dense_gives(folder, source, expected)
 
 
-@pytest.mark.parametrize("name", ["granite-moe", "gemma4-moe"])
+@pytest.mark.parametrize("name", ["granite-moe", "gemma4-moe", "llama4"])
 def test_experts_that_files_hold_fused_are_exported_fused(
     name: str, tiny_folder, tiny_text_file, tmp_path
 ) -> None:

@@ -85,6 +85,7 @@ def test_matrices_keep_the_names_of_the_source_where_the_model_has_others(
                 "down_proj",
             },
         ),
+        ("llama4", {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}),
         (
             "qwen3.5-moe",
             {

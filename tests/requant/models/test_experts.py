@@ -226,13 +226,28 @@ def test_indexers_and_grouped_projections_are_no_targets(tiny_model) -> None:
         assert any("self_attn.q_b_proj" in name for name in names)
 
 
-@pytest.mark.parametrize(
-    ("name", "weight"),
-    [("dbrx", r"ffn\.experts\.mlp\.w1 \[128, "), ("llama4", r"experts\.gate_up_proj \[4, 64")],
-)
-def test_unknown_layouts_are_refused(tiny_model, name: str, weight: str) -> None:
+def test_unknown_layouts_are_refused(tiny_model) -> None:
+    weight = r"ffn\.experts\.mlp\.w1 \[128, "
     with pytest.raises(ModelError, match=weight + r".* holds experts in a layout that requant does not know"):
-        find_linears(unfused(tiny_model(name)))
+        find_linears(unfused(tiny_model("dbrx")))
+
+
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_experts_that_weigh_their_inputs(tiny_model, top_k: int) -> None:
+    """Llama 4's, of which a token takes one; its code knows more."""
+    model = tiny_model("llama4").double()
+    layer = model.get_submodule("model.layers.1.feed_forward")
+    layer.top_k = layer.router.top_k = top_k
+    expected = model(TOKENS).logits
+    unfuse_experts(model)
+    torch.testing.assert_close(model(TOKENS).logits, expected, rtol=0, atol=1e-13)
+    with all_tokens_to_every_expert(model):
+        torch.testing.assert_close(model(TOKENS).logits, expected, rtol=0, atol=1e-13)
+    torch.testing.assert_close(copy.deepcopy(model)(TOKENS).logits, expected, rtol=0, atol=1e-13)
+    names = [target.name for target in find_linears(model) if target.block == 1]
+    assert "model.layers.1.feed_forward.experts.3.down_proj" in names
+    assert "model.layers.1.feed_forward.shared_expert.up_proj" in names
+    assert not any("router" in name for name in names)
 
 
 def test_a_state_space_is_not_called_experts() -> None:
