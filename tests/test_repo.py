@@ -194,16 +194,16 @@ def test_no_pickle() -> None:
 
 
 OPTIONS = {
-    "quantize": "all_experts as_json bits calibration code_bits device dry_run dtype eval_text finetune_steps "
+    "quantize": "all_experts as_json bits calibration code_bits deterministic device dry_run dtype eval_text finetune_steps "
     "gpus group_size head_bits log_file method mode model modules num_samples output own_windows push_to quiet "
     "recipe resume rotations save_every seed sensitivity seq_len size skip symmetric target verbose",
-    "sweep": "all_experts as_json bits calibration device dtype eval_text finetune_steps group_size head_bits "
+    "sweep": "all_experts as_json bits calibration deterministic device dtype eval_text finetune_steps group_size head_bits "
     "log_file method mode model modules num_samples output own_windows quiet recipe resume rotations save_every seed "
     "sensitivity seq_len skip symmetric verbose",
-    "sparsify": "all_experts as_json bits calibration device dry_run dtype eval_text finetune_steps log_file "
+    "sparsify": "all_experts as_json bits calibration deterministic device dry_run dtype eval_text finetune_steps log_file "
     "method model num_samples output pattern quiet recipe recover resume save_every seed seq_len skip verbose "
     "verify",
-    "sensitivity": "all_experts as_json bits calibration code_bits device dtype group_size method model "
+    "sensitivity": "all_experts as_json bits calibration code_bits deterministic device dtype group_size method model "
     "modules nodes num_samples output quiet recipe seed seq_len skip symmetric verbose",
     "eval": "as_json context device dtype limit models quiet reference task_data tasks text windows",
     "inspect": "as_json checkpoint",

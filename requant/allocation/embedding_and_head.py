@@ -28,6 +28,7 @@ from requant.checkpoint.save import disk_dtype
 from requant.errors import ModelError, RecipeError
 from requant.formats.packed_spec import PackedSpec
 from requant.formats.quantized_weight import QuantizedWeight, pack, unpack
+from requant.models.deterministic import deterministic
 from requant.models.targets import embedding_and_head_modules
 from requant.quantizers.method import Bits, Losses
 from requant.quantizers.table_grid import GRID
@@ -200,7 +201,7 @@ def embedding_and_head_curvature(
 
         return hook
 
-    with ExitStack() as stack, run.stage("allocation"):
+    with deterministic(run.model), ExitStack() as stack, run.stage("allocation"):
         # before the hook that rotates the rows of a folded model
         handle = embedding.register_forward_hook(hook_of("embedding", embedding), prepend=True)
         stack.callback(handle.remove)

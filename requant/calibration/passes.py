@@ -27,6 +27,7 @@ from requant.calibration.block_by_block import Descent, LossOf, backward_block_b
 from requant.calibration.exchange import Exchange
 from requant.calibration.hidden_states import Precision, after_blocks, as_it_is
 from requant.errors import NumericalError
+from requant.models.deterministic import deterministic
 from requant.models.hosted import hosted_blocks
 from requant.models.mixed_precision import mixed_precision
 from requant.models.targets import QuantTarget, find_blocks, replaced_forward
@@ -113,7 +114,7 @@ def gradient_pass(
         losses.append(loss.item())
         return loss
 
-    with ExitStack() as stack:
+    with deterministic(model), ExitStack() as stack:
         for target in targets:
             stack.enter_context(_gradient_to(target, exchange))
         backward_pass(
@@ -178,7 +179,7 @@ def output_gradient_pass(
 
         return hook
 
-    with ExitStack() as stack:
+    with deterministic(model), ExitStack() as stack:
         for target in targets:
             stack.callback(target.module.register_forward_hook(hook_of(target)).remove)
         backward_pass(

@@ -178,6 +178,13 @@ class CalibrationOptions(TypedDict, total=False):
         int | None,
         of_calibration(help="Seed; above 0 it shifts the calibration windows."),
     ]
+    deterministic: Annotated[
+        bool | None,
+        of_calibration(
+            "--deterministic",
+            help="The same bytes from every run on one GPU, which takes longer; a CPU's are anyway.",
+        ),
+    ]
 
 
 class QuantizeOptions(CalibrationOptions, total=False):

@@ -53,6 +53,7 @@ from requant.finetune.teacher import (
     why_states_do_not_suffice,
 )
 from requant.formats.contract import TrainableParams
+from requant.models.deterministic import deterministic
 from requant.models.devices import Pace, free_memory
 from requant.models.experts import routers
 from requant.models.hosted import hosted_blocks
@@ -176,6 +177,7 @@ def train(
     hosted = hosted_blocks(run.model)
     with (
         ExitStack() as stack,
+        deterministic(run.model),
         nullcontext() if hosted is None else hosted.bypassed(),
         single_precision(widened),
         fused(models, settings.num_steps) as kl_of,

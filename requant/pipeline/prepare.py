@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from requant import ranks
 from requant.calibration.experts import routed_tokens
 from requant.errors import ModelError, RecipeError
+from requant.models.deterministic import demand_deterministic_gradients
 from requant.models.devices import pick_device, total_memory
 from requant.models.experts import unfuse_experts
 from requant.models.folding import fold, obstacle, rotated_targets
@@ -342,7 +343,9 @@ def divided(targets: Sequence[QuantTarget], count: int) -> list[QuantTarget]:
 
 
 def start(prepared: Prepared, recipe: Recipe, *, workspace: Workspace, quiet: bool) -> RunContext:
-    """The context of the stages."""
+    """The context of the stages. Raises ModelError where the recipe demands determinism that the model has not."""
+    if recipe.deterministic:
+        demand_deterministic_gradients(prepared.model)
     if prepared.model.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(prepared.model.device)
     loaded = prepared.loaded or loaded_weights(prepared.model, prepared.targets)

@@ -58,6 +58,7 @@ class Options(TypedDict, total=False):
     skip: str | Sequence[str] | None
     modules: Mapping[str, Mapping[str, Any]] | Sequence[str] | None  # the recipe's, or as `--module` has them
     seed: int | None
+    deterministic: bool | None
 
 
 KEYS: dict[str, tuple[str, ...]] = {  # option -> the keys of the recipe that it sets
@@ -78,6 +79,7 @@ KEYS: dict[str, tuple[str, ...]] = {  # option -> the keys of the recipe that it
     "skip": ("skip",),
     "modules": ("modules",),
     "seed": ("seed",),
+    "deterministic": ("deterministic",),
 }
 
 

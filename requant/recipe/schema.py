@@ -282,6 +282,8 @@ class Recipe:
     wins. Bits that stand here are fixed, and a budget gives out the rest."""
     seed: int = 0
     """Of the training's order; above 0 it also shifts the calibration windows."""
+    deterministic: bool = False
+    """Whether two runs on one GPU write the same bytes; gradients of attention take longer. On a CPU they do anyway."""
 
     def __post_init__(self) -> None:
         check_seed(self.seed)

@@ -1,0 +1,104 @@
+"""Gradients that are the same bits in two runs on one GPU, for models of which it is demanded.
+
+Of all that a run computes there, gradients of attention alone differ from one run to the next: kernels of cuDNN and
+FlashAttention add what blocks of keys say of a query in the order in which they end. A last bit of a Hessian is enough for
+the search of trellis codes to take another path at a near tie. Told to be deterministic, torch has these kernels add in a
+fixed order, which takes longer, and raises where an operation has no such implementation (sums along the text in state-space
+models). So a model is asked once, before the run, by the gradient of a few tokens.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from requant.errors import ModelError
+from requant.models.hosted import hosted_blocks
+from requant.models.mixed_precision import mixed_precision
+
+TOKENS = 16  # of the text that asks
+WORKSPACE = (
+    "CUBLAS_WORKSPACE_CONFIG"  # cuBLAS is deterministic with one of fixed size; this is torch's own on Hopper
+)
+FILLS = "fill_uninitialized_memory"
+_demanded: WeakSet[PreTrainedModel] = WeakSet()
+
+
+def demand_deterministic_gradients(model: PreTrainedModel) -> None:
+    """From now on `deterministic(model)` has an effect; on a CPU nothing differs anyway.
+
+    Call it before hooks are registered, for it runs the model. Raises ModelError for a model on the host, and where an
+    operation has no deterministic implementation.
+    """
+    if model.device.type == "cpu":
+        return
+    if hosted_blocks(model) is not None:
+        raise ModelError(
+            "--deterministic does not reach a model whose matrices are on the host, as this GPU needs it: leave it out."
+        )
+    os.environ.setdefault(WORKSPACE, ":4096:8")
+    check_deterministic_gradients(model)
+    _demanded.add(model)
+
+
+def check_deterministic_gradients(model: PreTrainedModel) -> None:
+    """Raise ModelError unless all operations of a forward and a backward pass are deterministic where the model is."""
+    try:
+        with _deterministic_algorithms():
+            _differentiate(model)
+    except RuntimeError as error:
+        operation, found, _ = str(error).partition(" does not have a deterministic implementation")
+        if not found:
+            raise
+        raise ModelError(
+            f"--deterministic: {operation}, which this model computes, has no deterministic implementation: leave it out."
+        ) from error
+
+
+@contextmanager
+def deterministic(model: PreTrainedModel) -> Iterator[None]:
+    """Gradients of the model repeat while the context lasts, if that was demanded."""
+    if model not in _demanded:
+        yield
+        return
+    with _deterministic_algorithms():
+        yield
+
+
+@contextmanager
+def _deterministic_algorithms() -> Iterator[None]:
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    fills = getattr(torch.utils.deterministic, FILLS)
+    torch.use_deterministic_algorithms(True)
+    setattr(torch.utils.deterministic, FILLS, False)  # nothing here reads what it has not written
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        setattr(torch.utils.deterministic, FILLS, fills)
+
+
+@torch.enable_grad()
+def _differentiate(model: PreTrainedModel) -> None:
+    """The gradient of a sum of logits by the embedding's output, in the precision of training; parameters get none."""
+    embedded: list[Tensor] = []
+
+    def start(_module: torch.nn.Module, _inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        embedded.append(output.detach().requires_grad_())
+        return embedded[-1]
+
+    handle = model.get_input_embeddings().register_forward_hook(start)
+    try:
+        with mixed_precision(next(model.parameters()), keeps_casts=False):
+            tokens = torch.zeros(1, TOKENS, dtype=torch.int64, device=model.device)
+            logits = model(input_ids=tokens, use_cache=False).logits
+        torch.autograd.grad(logits.float().sum(), embedded)
+    finally:
+        handle.remove()
