@@ -30,6 +30,7 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 32),
     **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "qk_head_dim", "index_head_dim"), 16),
     "index_n_heads": 2,
+    "index_topk": 16,
     # state spaces and linear attention
     **dict.fromkeys(("state_size", "mamba_d_state", "ssm_state_size", "mamba_state_dim"), 16),
     **dict.fromkeys(("mamba_n_heads", "mamba_num_heads"), 8),
@@ -56,6 +57,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1], "num_hidden_layers": 3},
     "cohere_compass_text": {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2},
     "deepseek_v2": {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2},
+    "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}}
+    | {"o_groups": 2, "o_lora_rank": 32, "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"]},
     "dory": {"num_hidden_layers": 4, "n_input_layers": 1, "n_output_layers": 1, "n_recurrent_layers": 2},
     "dots1": {"n_shared_experts": 1, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2},
     "falcon_mamba": {"hidden_size": 128, "time_step_rank": 32},
@@ -91,6 +94,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma4_text experts": (
+        "gemma4_text",
+        {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
+        | {"hidden_size_per_layer_input": 0},
+    ),
+    "granitemoehybrid experts": ("granitemoehybrid", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "nemotron_h latent experts": ("nemotron_h", {"moe_latent_size": 32}),
     "nemotron_h dense": (
         "nemotron_h",
         {"layers_block_type": ["mamba", "mlp", "attention", "mlp"], "num_hidden_layers": 4},
