@@ -2,7 +2,7 @@
 
 Bytes come from the headers of the weight files, everything else from the `report.json` that `requant quantize` wrote.
 Nothing is measured, unless `compare_checkpoints(..., reference=...)` scores all checkpoints again on one text; numbers that
-were scored on different texts are distinguished by their protocol. The files are untrusted: a value of the wrong type counts
+were scored on different windows are distinguished by their protocol. The files are untrusted: a value of the wrong type counts
 as absent.
 """
 
@@ -216,7 +216,7 @@ def note(entries: Sequence[Entry]) -> str:
     """The line below the table: what the numbers were scored on."""
     if same_text(entries):
         return f"scored on {entries[0].protocol}"
-    return "scored on different texts, or not at all: --reference MODEL measures all of them on one."
+    return "not all scored, or not on the same windows of one text: --reference MODEL measures all of them on one."
 
 
 def _labels(names: Sequence[str]) -> list[str]:
