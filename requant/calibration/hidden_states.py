@@ -7,7 +7,7 @@ once for all batches.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from requant.calibration.batches import own_chunks
 from requant.models.devices import to_device
 from requant.models.hosted import hosted_blocks
-from requant.models.targets import find_blocks
+from requant.models.targets import find_blocks, replaced_forward
 from requant.progress import tracked
 
 Precision = Callable[
@@ -137,6 +137,47 @@ def returning(blocks: Sequence[nn.Module], output: Any) -> Iterator[None]:
             del block.forward  # uncovers the class's own method
             if forward is not None:
                 block.forward = forward
+
+
+def why_not_block_by_block(model: PreTrainedModel, *, gradients: bool) -> str | None:
+    """Why a model cannot run one block at a time, from cached hidden states; None if it can.
+
+    Blocks may read keys and values of earlier ones (Gemma 3n), which are not there then. With `gradients`, they may read
+    inputs that follow from the embedding (Gemma 4's small models) and would need those too.
+    """
+    blocks = list(find_blocks(model)[1])
+    tokens = torch.ones(1, 4, dtype=torch.int64, device=model.device)
+    if gradients and any(each.requires_grad for each in _beside_hidden_states(model, blocks[0], tokens)):
+        return "every block reads the embedding"
+    outputs: list[Any] = []
+    handle = blocks[max(0, len(blocks) - 2)].register_forward_hook(lambda *given: outputs.append(given[-1]))
+    with torch.no_grad():
+        expected = model(input_ids=tokens, use_cache=False).logits
+        handle.remove()
+        try:
+            with returning(blocks[:-1], outputs[0]):
+                alike = torch.equal(model(input_ids=tokens, use_cache=False).logits, expected)
+        except (LookupError, TypeError, AttributeError):
+            alike = False
+    return None if alike else "blocks read more of earlier ones than their hidden states"
+
+
+def _beside_hidden_states(model: PreTrainedModel, block: nn.Module, tokens: Tensor) -> list[Tensor]:
+    """What else the model gives a block, with gradients from the embedding's output on."""
+    found: list[Tensor] = []
+
+    def called(_hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        found.extend(each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
+        raise StopForward
+
+    embedding: Any = model.get_input_embeddings()
+    handle = embedding.register_forward_hook(lambda _module, _inputs, output: output.requires_grad_())
+    try:
+        with torch.enable_grad(), replaced_forward(block, called), suppress(StopForward):
+            model(input_ids=tokens, use_cache=False)
+    finally:
+        handle.remove()
+    return found
 
 
 def after_blocks(

@@ -32,6 +32,7 @@ from requant.models.loading import (
 )
 from requant.models.targets import QuantTarget, find_linears, keep_on_host
 from requant.models.weight_files import folder_bytes
+from requant.pipeline.by_block import with_whole_training
 from requant.pipeline.completion import (
     own_windows_of,
     trained_where_it_fits,
@@ -154,6 +155,7 @@ def prepare(
             targets = keep_on_host(model, targets, device)
         check_finite(model)
         check_runs(model)
+        recipe = with_whole_training(model, recipe, hosted=hosted)
         targets, why_not_folded = _folded(model, targets, recipe)
         loaded = loaded_weights(model, targets)
         by_default = recipe.finetune.steps is None
@@ -163,8 +165,7 @@ def prepare(
             texts = in_windows(written, evaluation, tokenizer, recipe, scored=scored)
         else:
             texts = pending.result()
-    calibration, evaluation = texts.calibration, texts.evaluation
-    all_windows, eval_windows = texts.windows, texts.eval_windows
+    calibration, evaluation, all_windows = texts.calibration, texts.evaluation, texts.windows
     windows = spread(all_windows, recipe.calibration.num_samples, of=calibration.name)
     num_train = max(len(windows), recipe.finetune.train_windows if recipe.finetune.trains else 0)
     if texts.overlap > OVERLAP_TOLERATED:
@@ -193,7 +194,7 @@ def prepare(
         own_windows=own_windows_of(model, recipe, targets, train_windows),
         bytes_to_train=lacking,
         evaluation=evaluation,
-        eval_windows=eval_windows[: recipe.evaluation.windows],
+        eval_windows=texts.eval_windows[: recipe.evaluation.windows],
         hosted=hosted,
         changed_config=changed,
         own_tokenizer=own_tokenizer,

@@ -1,5 +1,7 @@
 """Architectures that many models have, as the study builds them, through quantize, save and load."""
 
+import dataclasses
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -14,8 +16,10 @@ from requant.inference.own_text import cache_bytes
 from requant.models.attention_sizes import attention_sizes
 from requant.models.loading import DEMO, auto_class
 from requant.models.targets import find_blocks, find_linears
+from requant.pipeline.by_block import with_whole_training
+from requant.quantizers.gptq import GptqConfig
 from requant.quantizers.rtn import RtnConfig
-from requant.recipe.schema import Calibration, Evaluation, Recipe
+from requant.recipe.schema import Calibration, Evaluation, Finetune, Recipe
 
 RECIPE = Recipe(
     mode="dense",
@@ -86,6 +90,37 @@ def test_a_model_that_takes_more_than_tokens_is_refused(text: Path, tmp_path: Pa
         ModelError, match=r"AssistantForCausalLM does not run on tokens alone \(ValueError: inputs_embeds"
     ):
         requant.quantize(str(tiny_folder("gemma4_unified_assistant", tmp_path)), RECIPE, text)
+
+
+@pytest.mark.parametrize(
+    ("kind", "alone", "in_turn"),
+    [("llama", True, True), ("gemma4_text", False, True), ("gemma3n_text", False, False)],
+)
+def test_what_cannot_run_block_by_block_is_trained_as_a_whole(kind: str, alone: bool, in_turn: bool) -> None:
+    model = (
+        auto_class(config := tiny_config(kind, 4096, **SPECIAL))
+        .from_config(config)
+        .eval()
+        .requires_grad_(False)
+    )
+    trained = dataclasses.replace(RECIPE, finetune=Finetune(steps=2))
+    assert with_whole_training(model, trained, hosted=False).finetune.blockwise is (None if alone else False)
+    sequential = Recipe(
+        method="gptq", quantizer=GptqConfig(bits=4), calibration=Calibration(inputs="quantized"), mode="dense"
+    )
+    by_block = dataclasses.replace(trained, finetune=Finetune(steps=2, blockwise=True))
+    for recipe, hosted, works, sentence in (
+        (
+            RECIPE,
+            True,
+            alone,
+            "is larger than the GPU and cannot run block by block: every block reads the embedding",
+        ),
+        (by_block, False, alone, "cannot be trained block by block: .* leave finetune.blockwise out"),
+        (sequential, False, in_turn, "cannot run block by block: blocks read more of earlier ones"),
+    ):
+        with nullcontext() if works else pytest.raises(ModelError, match=sentence):
+            assert with_whole_training(model, recipe, hosted=hosted) == recipe
 
 
 def test_attention_has_the_sizes_of_every_block() -> None:
