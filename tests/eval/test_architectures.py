@@ -1,6 +1,7 @@
 """Architectures that many models have, as the study builds them, through quantize, save and load."""
 
 import dataclasses
+import json
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from torch import nn
 
 import requant
 from eval.architectures import COVERED, SPECIAL, logits, of_model, tiny_folder
+from eval.markdown import RESULTS, ROOT
 from eval.tiny_configs import tiny_config
 from requant.errors import ModelError
 from requant.inference.own_text import cache_bytes
@@ -128,3 +130,10 @@ def test_attention_has_the_sizes_of_every_block() -> None:
     assert len(sizes) == 4 and sizes[0].head_dim != sizes[-1].head_dim  # full attention comes last
     assert attention_sizes(tiny_config("mamba", 4096, **SPECIAL)) == []
     assert set(attention_sizes(tiny_config("llama", 4096, **SPECIAL))) == {(4, 2, 16)}
+
+
+def test_the_readme_counts_as_the_results_do() -> None:
+    rows = json.loads((RESULTS / "architectures.json").read_text(encoding="utf-8"))["rows"]
+    outcomes = [row["outcome"] for row in rows if row["outcome"] != "no decoder"]
+    sentence = f"of {len(outcomes)} types tried as tiny random models, {outcomes.count('works')} work"
+    assert sentence in (ROOT / "README.md").read_text(encoding="utf-8")
