@@ -7,8 +7,8 @@ raises on a damaged or foreign folder becomes a ModelError of one sentence.
 import json
 import math
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -195,10 +195,16 @@ def _download(name: str) -> str:
 
 
 @torch.no_grad()
-def check_runs(model: PreTrainedModel) -> None:
-    """Refuse a model that makes no logits of tokens alone, before any work."""
+def check_runs(model: PreTrainedModel, linears: Collection[str] = ()) -> None:
+    """Refuse a model that makes no logits of tokens alone, or reads the weight of one of these `linears` to multiply with it
+    by itself (Mamba's `dt_proj`), where it would find codes; before any work."""
+    called: set[str] = set()
     try:
-        model(input_ids=torch.ones(1, 2, dtype=torch.int64, device=model.device), use_cache=False)
+        with ExitStack() as stack:
+            for name, module in model.named_modules():
+                hook = module.register_forward_pre_hook(lambda *_, name=name: called.add(name))
+                stack.callback(hook.remove)
+            model(input_ids=torch.ones(1, 2, dtype=torch.int64, device=model.device), use_cache=False)
     except Exception as error:
         if isinstance(error, RequantError) or is_out_of_memory(error):
             raise
@@ -206,6 +212,12 @@ def check_runs(model: PreTrainedModel) -> None:
             f"{type(model).__name__} does not run on tokens alone ({type(error).__name__}: {first_line(error)}); requant "
             "quantizes decoder-only causal LMs."
         ) from error
+    read = [name for name in linears if name not in called and name.rpartition(".")[0] in called]
+    if read:
+        kinds = " ".join(f"--skip '*.{kind}'" for kind in sorted({name.rpartition(".")[2] for name in read}))
+        raise ModelError(
+            f"{type(model).__name__} reads {read[0]} without calling it; leave it as it is: {kinds}."
+        )
 
 
 def check_finite(model: nn.Module) -> None:

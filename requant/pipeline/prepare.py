@@ -154,7 +154,7 @@ def prepare(
         if hosted:
             targets = keep_on_host(model, targets, device)
         check_finite(model)
-        check_runs(model)
+        check_runs(model, [target.name for target in targets])
         recipe = with_whole_training(model, recipe, hosted=hosted)
         targets, why_not_folded = _folded(model, targets, recipe)
         loaded = loaded_weights(model, targets)

@@ -2,8 +2,8 @@
 
 Bytes come from the headers of the weight files, everything else from the `report.json` that `requant quantize` wrote.
 Nothing is measured, unless `compare_checkpoints(..., reference=...)` scores all checkpoints again on one text; numbers that
-were scored on different windows are distinguished by their protocol. The files are untrusted: a value of the wrong type counts
-as absent.
+were scored on different windows are distinguished by their protocol. The files are untrusted: a value of the wrong type
+counts as absent.
 """
 
 import math
