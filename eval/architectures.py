@@ -61,55 +61,19 @@ VOCABULARY, SPECIAL = (
 )  # of the demo's tokenizer
 RUNS: dict[str, dict[str, Any]] = {
     "gptq-4": {"bits": 4, "method": "gptq", "group_size": 64},
-    "trellis-3": {
-        "bits": 3,
-        "head_bits": 16,
-        "finetune_steps": 0,
-    },  # nine tenths of a tiny model are its embedding
+    # nine tenths of a tiny model are its embedding
+    "trellis-3": {"bits": 3, "head_bits": 16, "finetune_steps": 0},
 }
 TEXTS = DEMO.with_name("demo-text")
-BESIDE = (
-    "gemma3n",
-    "gemma4",
-    "mistral3",
-    "qwen3_vl",
-)  # language models beside encoders, not in the list of causal LMs
+# language models beside encoders, not in the list of causal LMs
+BESIDE = ("gemma3n", "gemma4", "mistral3", "qwen3_vl")
 NO_DECODERS = {
-    *(
-        "bart",
-        "bert",
-        "bert-generation",
-        "big_bird",
-        "bigbird_pegasus",
-        "blenderbot",
-        "blenderbot-small",
-        "camembert",
-    ),
-    *(
-        "data2vec-text",
-        "electra",
-        "ernie",
-        "git",
-        "marian",
-        "mbart",
-        "megatron-bert",
-        "musicgen",
-        "musicgen_melody",
-        "mvp",
-    ),
-    *(
-        "pegasus",
-        "plbart",
-        "prophetnet",
-        "reformer",
-        "rembert",
-        "roberta",
-        "roberta-prelayernorm",
-        "roc_bert",
-        "roformer",
-    ),
-    *("trocr", "whisper", "xlm", "xlm-roberta", "xlm-roberta-xl", "xlnet", "xmod"),
-}
+    "bart", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "blenderbot", "blenderbot-small",
+    "camembert", "data2vec-text", "electra", "ernie", "git", "marian", "mbart", "megatron-bert", "musicgen",
+    "musicgen_melody", "mvp", "pegasus", "plbart", "prophetnet", "reformer", "rembert", "roberta",
+    "roberta-prelayernorm", "roc_bert", "roformer", "trocr", "whisper", "xlm", "xlm-roberta", "xlm-roberta-xl",
+    "xlnet", "xmod",
+}  # fmt: skip
 KINDS = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *BESIDE, *VARIANTS})
 IDS = torch.arange(48)[None] * 67 % VOCABULARY
 
