@@ -24,6 +24,9 @@ from requant.progress import tracked
 Precision = Callable[
     [Tensor], AbstractContextManager[Any]
 ]  # for a batch of tokens: as in which a pass computes
+# Relative error of the same logits twice: a GPU may add what experts give in another order, in 16 bits. Blocks that miss
+# something are off by their whole output, or raise.
+ALIKE = 0.02
 
 
 class StopForward(Exception):
@@ -156,9 +159,12 @@ def why_not_block_by_block(model: PreTrainedModel, *, gradients: bool) -> str | 
         handle.remove()
         try:
             with returning(blocks[:-1], outputs[0]):
-                alike = torch.equal(model(input_ids=tokens, use_cache=False).logits, expected)
+                error = model(input_ids=tokens, use_cache=False).logits - expected
+            alike = bool(error.float().norm() <= ALIKE * expected.float().norm())
         except (LookupError, TypeError, AttributeError):
             alike = False
+    if (hosted := hosted_blocks(model)) is not None:
+        hosted.release()
     return None if alike else "blocks read more of earlier ones than their hidden states"
 
 

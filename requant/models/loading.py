@@ -26,7 +26,7 @@ from requant.errors import (
 )
 from requant.files import check_model_folder, parse_json, read_small_file
 from requant.models.aliases import ALIASES
-from requant.models.hosted import whole_state
+from requant.models.hosted import hosted_blocks, whole_state
 from requant.models.weight_files import WEIGHT_FILES
 
 DEMO = Path(__file__).parents[1] / "data" / "demo"
@@ -212,6 +212,9 @@ def check_runs(model: PreTrainedModel, linears: Collection[str] = ()) -> None:
             f"{type(model).__name__} does not run on tokens alone ({type(error).__name__}: {first_line(error)}); requant "
             "quantizes decoder-only causal LMs."
         ) from error
+    finally:
+        if (hosted := hosted_blocks(model)) is not None:
+            hosted.release()
     read = [name for name in linears if name not in called and name.rpartition(".")[0] in called]
     if read:
         kinds = " ".join(f"--skip '*.{kind}'" for kind in sorted({name.rpartition(".")[2] for name in read}))
