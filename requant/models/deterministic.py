@@ -28,13 +28,14 @@ FILLS = "fill_uninitialized_memory"
 _demanded: WeakSet[PreTrainedModel] = WeakSet()
 
 
-def demand_deterministic_gradients(model: PreTrainedModel) -> None:
-    """From now on `deterministic(model)` has an effect; on a CPU nothing differs anyway.
+def demand_deterministic_gradients(model: PreTrainedModel, demanded: bool) -> None:
+    """From now on `deterministic(model)` has an effect, or none; on a CPU nothing differs anyway.
 
     Call it before hooks are registered, for it runs the model. Raises ModelError for a model on the host, and where an
     operation has no deterministic implementation.
     """
-    if model.device.type == "cpu":
+    _demanded.discard(model)  # an earlier run of the same model may have had it
+    if not demanded or model.device.type == "cpu":
         return
     if hosted_blocks(model) is not None:
         raise ModelError(

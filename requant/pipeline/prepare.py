@@ -345,8 +345,7 @@ def divided(targets: Sequence[QuantTarget], count: int) -> list[QuantTarget]:
 
 def start(prepared: Prepared, recipe: Recipe, *, workspace: Workspace, quiet: bool) -> RunContext:
     """The context of the stages. Raises ModelError where the recipe demands determinism that the model has not."""
-    if recipe.deterministic:
-        demand_deterministic_gradients(prepared.model)
+    demand_deterministic_gradients(prepared.model, recipe.deterministic)
     if prepared.model.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(prepared.model.device)
     loaded = prepared.loaded or loaded_weights(prepared.model, prepared.targets)

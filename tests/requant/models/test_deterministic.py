@@ -21,7 +21,7 @@ from requant.models.targets import find_linears
 
 def test_a_cpu_is_left_as_it_is(tiny_model) -> None:
     model = tiny_model("llama")
-    demand_deterministic_gradients(model)
+    demand_deterministic_gradients(model, True)
     with deterministic(model):
         assert not torch.are_deterministic_algorithms_enabled()
 
@@ -30,12 +30,15 @@ def test_only_models_that_it_was_demanded_of_take_part(tiny_model, monkeypatch) 
     model, other = tiny_model("llama"), tiny_model("llama")
     monkeypatch.setattr(type(model), "device", torch.device("meta"))  # none that has nothing to do
     monkeypatch.setattr(module, "check_deterministic_gradients", lambda model: None)
-    demand_deterministic_gradients(model)
+    demand_deterministic_gradients(model, True)
     with deterministic(model):
         assert torch.are_deterministic_algorithms_enabled()
         assert not getattr(torch.utils.deterministic, module.FILLS)
     assert not torch.are_deterministic_algorithms_enabled()
     with deterministic(other):
+        assert not torch.are_deterministic_algorithms_enabled()
+    demand_deterministic_gradients(model, False)  # its next run
+    with deterministic(model):
         assert not torch.are_deterministic_algorithms_enabled()
 
 
@@ -68,7 +71,7 @@ def test_a_model_on_the_host_is_refused(tiny_model, monkeypatch) -> None:
     monkeypatch.setattr(type(model), "device", torch.device("meta"))
     monkeypatch.setattr(module, "hosted_blocks", lambda model: object())
     with pytest.raises(ModelError, match="does not reach a model whose matrices are on the host"):
-        demand_deterministic_gradients(model)
+        demand_deterministic_gradients(model, True)
 
 
 def test_other_errors_are_not_swallowed(tiny_model) -> None:
@@ -87,7 +90,7 @@ def test_other_errors_are_not_swallowed(tiny_model) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_statistics_of_two_passes_are_the_same_bits(dtype: str) -> None:
     model = load_model("demo", device="cuda", dtype=dtype)
-    demand_deterministic_gradients(model)
+    demand_deterministic_gradients(model, True)
     targets = find_linears(model)
     windows = torch.randint(0, 4000, (16, 512), generator=torch.Generator().manual_seed(0))
     needs = frozenset({"hessian", "output_hessian", "fisher"})
