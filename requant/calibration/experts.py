@@ -89,9 +89,8 @@ def share_of_experts(model: PreTrainedModel, targets: Sequence[QuantTarget]) -> 
         if target.experts is not None:
             layers.setdefault(target.experts, set()).add(target.name.rpartition(".")[0])
     config = model.config.get_text_config()
-    chosen = getattr(
-        config, "num_experts_per_tok", getattr(config, "top_k_experts", None)
-    )  # Gemma 4 says the latter
+    # Gemma 4 says the latter
+    chosen = getattr(config, "num_experts_per_tok", getattr(config, "top_k_experts", None))
     if not layers or not isinstance(chosen, int):
         return 1 / EXPERTS_A_TOKEN
     return min(1.0, chosen / max(map(len, layers.values())))

@@ -165,8 +165,8 @@ def _check(targets: Sequence[QuantTarget], found: Mapping[str, InputStatistics])
         skipped = " ".join(f"--skip {shlex.quote(pattern)}" for pattern in _patterns(missing, found))
         others = f", nor were {len(missing) - 1} others" if len(missing) > 1 else ""
         raise NumericalError(
-            f"{missing[0]} was never called on the calibration text{others}; leave as it is what the model computes without "
-            f"these layers, or only with images: {skipped}."
+            f"{missing[0]} was never called on the calibration text{others}; leave matrices as they are that "
+            f"text does not reach: {skipped}."
         )
     for target in owned:
         if not torch.isfinite(found[target.name].hessian).all():

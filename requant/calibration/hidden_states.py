@@ -155,16 +155,19 @@ def why_not_block_by_block(model: PreTrainedModel, *, gradients: bool) -> str | 
     outputs: list[Any] = []
     handle = blocks[max(0, len(blocks) - 2)].register_forward_hook(lambda *given: outputs.append(given[-1]))
     with torch.no_grad():
-        expected = model(input_ids=tokens, use_cache=False).logits
-        handle.remove()
+        try:
+            expected = model(input_ids=tokens, use_cache=False).logits
+        finally:
+            handle.remove()
         try:
             with returning(blocks[:-1], outputs[0]):
                 error = model(input_ids=tokens, use_cache=False).logits - expected
             alike = bool(error.float().norm() <= ALIKE * expected.float().norm())
         except (LookupError, TypeError, AttributeError):
             alike = False
-    if (hosted := hosted_blocks(model)) is not None:
-        hosted.release()
+        finally:
+            if (hosted := hosted_blocks(model)) is not None:
+                hosted.release()
     return None if alike else "blocks read more of earlier ones than their hidden states"
 
 

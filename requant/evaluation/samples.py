@@ -64,9 +64,8 @@ def write_samples(
     apply_weights(False)
     try:
         written = [continued(model, tokenizer, prompt) for prompt in ranks.mine(prompts)]
-    except (
-        Exception
-    ) as error:  # the run need not end for an illustration, which few models of transformers cannot write
+    # the run need not end for an illustration, which a few models of transformers cannot write
+    except Exception as error:
         if is_out_of_memory(error) or ranks.world_size() > 1:
             raise
         logger.warning(

@@ -21,6 +21,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from requant import ranks
 from requant.errors import ModelError
 from requant.models.experts import Experts, routers
 from requant.models.hosted import HostedBlocks, HostedMatrix
@@ -137,7 +138,7 @@ def find_linears(
     differently there (a recipe's `modules`).
     """
     path, blocks = find_blocks(model)
-    _refuse_unknown_experts(path, blocks)
+    _refuse_unseen(path, blocks)
     _refuse_other_lists(model, path, blocks)
     _refuse_shared(path, blocks)
     layers = [name for name, module in model.named_modules() if isinstance(module, Experts)]
@@ -209,6 +210,19 @@ def embedding_and_head_modules(model: PreTrainedModel) -> tuple[tuple[str, Any],
     return (paths[embedding], embedding), ("" if head is None else paths[head], head)
 
 
+def divided(targets: Sequence[QuantTarget], count: int) -> list[QuantTarget]:
+    """The targets, each owned by one of `count` ranks; experts of a layer, which share their statistics, by the same."""
+    sizes: dict[str, int] = {}
+    kinds: dict[str, str] = {}
+    for target in targets:
+        unit = target.experts or target.name
+        sizes[unit] = sizes.get(unit, 0) + target.size
+        kinds[unit] = "experts" if target.experts else target.kind
+    found = ranks.owners([(kinds[unit], size) for unit, size in sizes.items()], count)
+    owner_of = dict(zip(sizes, found, strict=True))
+    return [replace(target, rank=owner_of[target.experts or target.name]) for target in targets]
+
+
 def _linear_types() -> tuple[type, ...]:
     from transformers.pytorch_utils import Conv1D
 
@@ -221,9 +235,8 @@ def _is_linear(module: Any) -> bool:
         return False
     if any(type(module).forward is kind.forward for kind in _linear_types()):
         return True
-    rows, columns = (
-        module.weight.shape
-    )  # a subclass with a forward of its own: routers, grouped projections, Falcon's
+    # a subclass with a forward of its own: routers, grouped projections, Falcon's
+    rows, columns = module.weight.shape
     try:
         y = module.forward(torch.empty(1, 1, columns, dtype=module.weight.dtype, device=module.weight.device))
     except (RuntimeError, ValueError, IndexError):
@@ -254,7 +267,7 @@ def _with_options(target: QuantTarget, options: Mapping[str, Mapping[str, Any]])
     return replace(target, options=own)
 
 
-def _refuse_unknown_experts(path: str, blocks: nn.ModuleList) -> None:
+def _refuse_unseen(path: str, blocks: nn.ModuleList) -> None:
     """Raise ModelError for blocks with too many weights in no linear layer to leave them alone."""
     for index, block in enumerate(blocks):
         total = sum(parameter.numel() for parameter in block.parameters())

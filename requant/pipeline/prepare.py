@@ -30,7 +30,7 @@ from requant.models.loading import (
     load_tokenizer,
     resolve_source,
 )
-from requant.models.targets import QuantTarget, find_linears, keep_on_host
+from requant.models.targets import QuantTarget, divided, find_linears, keep_on_host
 from requant.models.weight_files import folder_bytes
 from requant.pipeline.by_block import with_whole_training
 from requant.pipeline.completion import (
@@ -328,19 +328,6 @@ def _warn_of_no_experts(targets: Sequence[QuantTarget], recipe: Recipe) -> None:
         logger.warning(
             "--all-experts changes nothing here: none of the matrices is an expert's; leave it out."
         )
-
-
-def divided(targets: Sequence[QuantTarget], count: int) -> list[QuantTarget]:
-    """The targets, each owned by one of `count` ranks; experts of a layer, which share their statistics, by the same."""
-    sizes: dict[str, int] = {}
-    kinds: dict[str, str] = {}
-    for target in targets:
-        unit = target.experts or target.name
-        sizes[unit] = sizes.get(unit, 0) + target.size
-        kinds[unit] = "experts" if target.experts else target.kind
-    found = ranks.owners([(kinds[unit], size) for unit, size in sizes.items()], count)
-    owner_of = dict(zip(sizes, found, strict=True))
-    return [dataclasses.replace(target, rank=owner_of[target.experts or target.name]) for target in targets]
 
 
 def start(prepared: Prepared, recipe: Recipe, *, workspace: Workspace, quiet: bool) -> RunContext:

@@ -58,8 +58,7 @@ from requant import ranks
 from requant.calibration import batches, exchange
 from requant.calibration.collect import collect
 from requant.models.experts import unfuse_experts
-from requant.models.targets import find_linears
-from requant.pipeline.prepare import divided
+from requant.models.targets import divided, find_linears
 from requant.run.workspace import digest
 
 exchange.AT_ONCE = 2000  # bytes: one or a few matrices of these
