@@ -1,6 +1,6 @@
 """On which architectures of transformers requant works: a tiny random model of each, quantized, saved, loaded, continued.
 
-    python -m eval.architectures [--only TYPE] [--out FILE]
+    python -m eval.architectures [--only TYPE] [--device cuda] [--out FILE]
 
 Writes `architectures.json`, a row a model type. Model types are those of `AutoModelForCausalLM`, and some whose checkpoints
 hold a language model beside encoders of images or sounds; these are saved as people have them, with the encoders. A row's
@@ -12,6 +12,10 @@ hold a language model beside encoders of images or sounds; these are saved as pe
     fails       a traceback, other logits, or no end within SECONDS (`said`)
     not built   transformers, or `tiny_configs.py`, makes no such model (`said`)
     no decoder  not tried: an encoder, or half of a sequence-to-sequence model
+
+On a GPU every run has embedding and head in codes, and trellis codes train a few steps; logits may differ by ROUNDING where
+the loaded model is dequantized and by KERNELS where it is not, relative to their norm; and the model continues in bfloat16,
+as by `requant generate`.
 
 A random model says nothing of quality, so its KL is not to be compared with anything.
 """
@@ -53,6 +57,7 @@ from requant.pipeline.quantize import QuantizedModel
 from requant.recipe.options import recipe_from_options
 
 PROCESSES, SECONDS = 2, 240.0  # at once, and at most for a row
+ROUNDING, KERNELS = 1e-3, 2e-2  # of logits on a GPU: other orders of sums; sums of half precision
 COVERED = 0.95  # of the weights in a model's blocks, at least, or it works only partly
 LISTED = 0.005  # of a model's weights outside of its embedding and head, from which on matrices left alone are listed
 VOCABULARY, SPECIAL = (
@@ -63,6 +68,10 @@ RUNS: dict[str, dict[str, Any]] = {
     "gptq-4": {"bits": 4, "method": "gptq", "group_size": 64},
     # nine tenths of a tiny model are its embedding
     "trellis-3": {"bits": 3, "head_bits": 16, "finetune_steps": 0},
+}
+ON_A_GPU: dict[str, dict[str, Any]] = {
+    "gptq-4": {"bits": 4, "method": "gptq", "group_size": 64, "head_bits": 4},
+    "trellis-3": {"bits": 3, "head_bits": 4, "finetune_steps": 4, "own_windows": 4},
 }
 TEXTS = DEMO.with_name("demo-text")
 # language models beside encoders, not in the list of causal LMs
@@ -78,7 +87,7 @@ KINDS = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *BESIDE, *VARIANTS})
 IDS = torch.arange(48)[None] * 67 % VOCABULARY
 
 
-def row_of(kind: str, folder: Path) -> dict[str, Any]:
+def row_of(kind: str, folder: Path, device: str) -> dict[str, Any]:
     """What becomes of one model type."""
     if kind in NO_DECODERS:
         return {"outcome": "no decoder"}
@@ -87,15 +96,15 @@ def row_of(kind: str, folder: Path) -> dict[str, Any]:
     except Exception as error:
         return {"outcome": "not built", "said": f"{type(error).__name__}: {first_line(error)}"}
     found: dict[str, Any] = {}
-    for label, options in RUNS.items():
+    for label, options in runs_on(device).items():
         step = "quantize"
         try:
-            result = quantized(source, options)
+            result = quantized(source, options, device)
             found |= of_model(result)
             step = "save"
             path = requant.save(result, folder / label)
             step = "load"
-            found[label] = {"mean_kl": result.after.mean_kl, **of_checkpoint(path, result)}
+            found[label] = {"mean_kl": result.after.mean_kl, **of_checkpoint(path, result, device)}
         except Exception as error:
             refused = step == "quantize" and isinstance(error, ModelError | RecipeError | InputError)
             said = (
@@ -109,8 +118,12 @@ def row_of(kind: str, folder: Path) -> dict[str, Any]:
                 "said": said.replace(str(folder), ""),
                 **found,
             }
-        if difference := found[label]["difference"]:
+        most = 0.0 if device == "cpu" else ROUNDING
+        if (difference := found[label]["difference"]) > most:
             said = f"{label}: logits differ by {difference:.1e} after loading"
+            return {"outcome": "fails", "said": said, **found}
+        if (difference := found[label].get("kernels", 0.0)) > KERNELS:
+            said = f"{label}: logits differ by {difference:.1e} with kernels"
             return {"outcome": "fails", "said": said, **found}
     return {"outcome": "works" if found["covered"] >= COVERED else "partly", **found}
 
@@ -135,12 +148,16 @@ def tiny_folder(kind: str, folder: Path) -> Path:
     return folder
 
 
-def quantized(source: Path, options: Mapping[str, Any]) -> QuantizedModel:
+def runs_on(device: str) -> dict[str, dict[str, Any]]:
+    return RUNS if device == "cpu" else ON_A_GPU
+
+
+def quantized(source: Path, options: Mapping[str, Any], device: str) -> QuantizedModel:
     """By the product's own way, with little text."""
     texts = {"calibration": TEXTS / "calibration.txt", "eval_text": TEXTS / "evaluation.txt"}
     recipe = recipe_from_options(model=str(source), num_samples=4, seq_len=64, **texts, **options)
     few = dataclasses.replace(recipe.evaluation, windows=2, samples=1)
-    return requant.quantize(recipe=dataclasses.replace(recipe, evaluation=few), device="cpu")
+    return requant.quantize(recipe=dataclasses.replace(recipe, evaluation=few), device=device)
 
 
 def of_model(result: QuantizedModel) -> dict[str, Any]:
@@ -175,28 +192,43 @@ def of_model(result: QuantizedModel) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def of_checkpoint(path: Path, result: QuantizedModel) -> dict[str, Any]:
+def of_checkpoint(path: Path, result: QuantizedModel, device: str) -> dict[str, Any]:
     """Whether it computes what the run computed, and what it writes."""
     expected = logits(result.model)
-    found = [logits(requant.load(path, dequantize=dequantize)) for dequantize in (False, True)]
+    found = {
+        dequantize: logits(requant.load(path, dequantize=dequantize, device=device))
+        for dequantize in (False, True)
+    }
+    dtype = "float32" if device == "cpu" else "bfloat16"
     text = generate_text(
-        str(path), "The history of", max_new_tokens=8, temperature=0.0, seed=0, device="cpu", dtype="float32"
+        str(path), "The history of", max_new_tokens=8, temperature=0.0, seed=0, device=device, dtype=dtype
     )
-    return {"difference": max((each - expected).abs().max().item() for each in found), "wrote": len(text)}
+    if device == "cpu":
+        return {
+            "difference": max((each - expected).abs().max().item() for each in found.values()),
+            "wrote": len(text),
+        }
+    errors = {key: ((each - expected).norm() / expected.norm()).item() for key, each in found.items()}
+    return {"difference": errors[True], "kernels": errors[False], "wrote": len(text)}
 
 
 def logits(model: Any) -> Tensor:
-    return model(input_ids=IDS).logits.float()
+    return model(input_ids=IDS.to(model.device)).logits.float()
 
 
-def in_processes(kinds: Sequence[str], seconds: float) -> Iterator[tuple[str, dict[str, Any]]]:
+def in_processes(
+    kinds: Sequence[str], seconds: float, device: str, processes: int
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """The rows as they are finished, each from a process of its own that has so long."""
-    context = multiprocessing.get_context("fork")  # what is imported need not be again
+    context = multiprocessing.get_context(
+        "forkserver"
+    )  # what is imported need not be again, and CUDA was not started
+    context.set_forkserver_preload(["eval.architectures"])
     waiting, running = list(kinds), dict[Connection, tuple[str, Any, float]]()
     while waiting or running:
-        while waiting and len(running) < PROCESSES:
+        while waiting and len(running) < processes:
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_measure, args=(waiting[0], theirs))
+            process = context.Process(target=_measure, args=(waiting[0], theirs, device))
             process.start()
             theirs.close()
             running[ours] = waiting.pop(0), process, time.monotonic()
@@ -217,9 +249,10 @@ def in_processes(kinds: Sequence[str], seconds: float) -> Iterator[tuple[str, di
             yield kind, {**row, "seconds": round(time.monotonic() - started, 1)}
 
 
-def _measure(kind: str, pipe: Connection) -> None:
+def _measure(kind: str, pipe: Connection, device: str) -> None:
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        pipe.send(row_of(kind, Path(folder)))
+        pipe.send(row_of(kind, Path(folder), device))
 
 
 def main(
@@ -228,15 +261,16 @@ def main(
     ] = None,
     out: opt.OutFile = RESULTS / "architectures.json",
     seconds: Annotated[float, typer.Option(help="At most for a model type.")] = SECONDS,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    processes: Annotated[int, typer.Option(help="Model types at once.")] = PROCESSES,
 ) -> None:
     if unknown := set(only or ()) - set(KINDS):
         raise typer.BadParameter(f"no model type is called {min(unknown)}; there are: {', '.join(KINDS)}.")
-    torch.set_num_threads(1)
     found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
-    made = environment(torch.device("cpu"))
+    made = environment(torch.device(device))
     header = {key: found[key] for key in made} if only and found else made
-    results = {**header, "runs": RUNS, "rows": found.get("rows", [])}
-    for kind, row in in_processes(only or KINDS, seconds):
+    results = {**header, "runs": runs_on(device), "rows": found.get("rows", [])}
+    for kind, row in in_processes(only or KINDS, seconds, device, processes):
         row = {"type": kind, **row}
         row = marked(row, results, made)
         results["rows"] = with_row(results["rows"], row, key=itemgetter("type"), order=itemgetter("type"))

@@ -1,7 +1,7 @@
 """Seconds by stage and peak memory: the targets of speed, measured.
 
     python -m eval.speed [--model FOLDER] [--data FOLDER] [--out FOLDER] [--num-samples 64] [--nodes] [--large]
-    python -m eval.speed --best [--bits 3] [--keep FOLDER]
+    python -m eval.speed --best [--bits 3] [--keep FOLDER] [--deterministic]
     python -m eval.speed --best --shape 1b [--blocks 4] [--share 8] [--gpus 2] [--gpu-memory 24GiB] [--parts] [--steps 100]
 
 `--nodes` times PQI with 2 Gauss nodes against 32 plain ones. `--large` adds the 1B shape (`eval/shapes.py`), in mode
@@ -286,6 +286,9 @@ def main(
     samples: Annotated[int, typer.Option(help="Of `--shape`: windows of 2048 tokens.")] = GPU_SAMPLES,
     bits: Annotated[float, typer.Option(help="Of mode `best`.")] = 2.0,
     keep: Annotated[Path | None, typer.Option(help="Where the checkpoint of mode `best` stays.")] = None,
+    deterministic: Annotated[
+        bool, typer.Option(help="Of `--best`: gradients that are the same in every run.")
+    ] = False,
     device: opt.Device = "auto",
 ) -> None:
     where = pick_device(device)
@@ -306,18 +309,20 @@ def main(
                 shaped = best_recipe(folder, data, num_samples=samples, seq_len=2048, bits=bits, steps=steps)
                 if share > 1:
                     shaped = trained_as_the_whole(shaped, shape)
+                shaped = dataclasses.replace(shaped, deterministic=deterministic)
                 if parts:
                     keep_row(f"parts_{name}", best_parts(shaped, where, "bfloat16"))
                     return
                 name += f"_{gpus}_gpus" if gpus > 1 else ""
                 name += f"_in_{gpu_memory}" if gpu_memory is not None else ""
+                name += "_deterministic" if deterministic else ""
                 found = whole_run(shaped, where, "bfloat16", gpus=gpus, gpu_memory=gpu_memory)
                 keep_row(f"run_{name}", {**found, "shape": shape, "blocks": blocks, "share": share})
             return
         chosen = best_recipe(model, data, num_samples=2 * GPU_SAMPLES, seq_len=1024, bits=bits, steps=steps)
-        keep_row(
-            "best_run" if bits == 2 else f"best_run_{bits:g}", whole_run(chosen, where, "auto", keep=keep)
-        )
+        chosen = dataclasses.replace(chosen, deterministic=deterministic)
+        name = "best_run" + (f"_{bits:g}" if bits != 2 else "") + ("_deterministic" if deterministic else "")
+        keep_row(name, whole_run(chosen, where, "auto", keep=keep))
         return
     recipe = recipe_for(model, data, num_samples=num_samples, seq_len=1024)
     keep_row("run", whole_run(recipe, where, "float32"))
