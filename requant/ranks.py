@@ -13,7 +13,6 @@ GPUs. Nothing is pickled.
 import importlib
 import json
 import os
-import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
@@ -26,11 +25,12 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from requant.errors import RequantError, is_out_of_memory
+from requant.processes import STORE, is_first, started
 
 T = TypeVar("T")
 SLOWEST_STAGE = timedelta(hours=12)  # a rank may wait so long for the codes of another
 ENDED_WITHIN = 60  # seconds in which a launcher ends the ranks that are left when one died
-LAUNCHED = "REQUANT_LAUNCHED"  # set in the environment of processes that `--gpus` started
+ACCEPTED = "requant/accepted"  # set by the first rank, which has checked the command
 
 
 @runtime_checkable
@@ -46,44 +46,40 @@ OwnedT = TypeVar("OwnedT", bound=_Owned)
 _store: dist.Store | None = None  # of the run; None: alone
 
 
-def started() -> int:
-    """How many processes torchrun or `--gpus` started; 1: none but this."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
 @contextmanager
 def joined(device: str) -> Iterator[str]:
     """Be one rank of the processes that were started, while the context lasts; yields this rank's device.
 
-    Ranks other than 0 print nothing. Where several ranks fail alike the first says why, and the others just end.
+    All others wait here for the first, which may check the command before: what is wrong with it is said once, and by a
+    process that has nothing else to end. Ranks other than 0 print nothing. Where several ranks fail alike the first says
+    why, and the others just end.
     """
     global _store
     if started() == 1:
         yield device
         return
-    gpu = device.startswith("cuda")
-    local = int(os.environ["LOCAL_RANK"])
-    if gpu:
-        torch.cuda.set_device(local)
     # Its functions have for a default the group that there is when they are defined. Imported later, as torch's optimizers
     # do, they would keep the group, and its threads with it: one that frees a tensor as the interpreter ends aborts.
     importlib.import_module("torch.distributed.nn.functional")
-    _store, own, count = next(dist.rendezvous("env://", timeout=SLOWEST_STAGE))
+    with communicating():
+        _store = _met()
+    gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+    own, local = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+    if gpu:
+        torch.cuda.set_device(local)
     backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
-    dist.init_process_group(backend, store=_store, rank=own, world_size=count, timeout=SLOWEST_STAGE)
+    dist.init_process_group(backend, store=_store, rank=own, world_size=started(), timeout=SLOWEST_STAGE)
     if gpu:  # NCCL connects in the first operation, which all ranks must take part in; those of `Exchange` may be of some
         dist.all_reduce(torch.zeros(1, device="cuda"))
-    if LAUNCHED in os.environ:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # the launcher has it too, and says so
     with ExitStack() as stack:
         if own:
             nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
             stack.enter_context(redirect_stdout(nowhere))
             stack.enter_context(redirect_stderr(nowhere))
         try:
-            yield f"cuda:{local}" if gpu else device
+            yield f"cuda:{local}" if gpu else "cpu" if device == "auto" else device
         except BaseException as error:
-            ended = LAUNCHED in os.environ and isinstance(
+            ended = STORE in os.environ and isinstance(
                 error, KeyboardInterrupt
             )  # by the launcher, which says so
             if ended or not _first_to_fail():
@@ -91,6 +87,20 @@ def joined(device: str) -> Iterator[str]:
             raise
         dist.destroy_process_group()
         _store = None
+
+
+def _met() -> dist.Store:
+    """What the processes share, once the first of them has accepted the command."""
+    if STORE in os.environ:
+        store: dist.Store = dist.FileStore(os.environ[STORE], started())
+        store.set_timeout(SLOWEST_STAGE)
+    else:
+        store, _, _ = next(dist.rendezvous("env://", timeout=SLOWEST_STAGE))
+    if is_first():
+        store.set(ACCEPTED, "")
+    else:
+        store.wait([ACCEPTED], SLOWEST_STAGE)
+    return store
 
 
 def _first_to_fail() -> bool:

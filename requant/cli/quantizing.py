@@ -3,7 +3,7 @@
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Unpack
+from typing import TYPE_CHECKING, Annotated, Unpack
 
 from requant.cli import options as opt
 from requant.cli.common import (
@@ -16,7 +16,12 @@ from requant.cli.common import (
     sigterm_interrupts,
     table,
 )
+from requant.cli.launching import check_gpus, ran_on
 from requant.errors import RecipeError
+from requant.processes import is_first, started
+
+if TYPE_CHECKING:
+    from requant.recipe.schema import Recipe
 
 
 class ScoreOptions(opt.CalibrationOptions, total=False):
@@ -83,23 +88,30 @@ def quantize(
     """Quantize a model, measure what it loses, write a checkpoint. A report lies in its folder."""
     from requant.cli.resuming import check_new_output, workspace_of
 
-    if output is not None and not dry_run:  # what can be refused is, before the imports that take seconds
+    # what can be refused is, before the imports that take seconds, and by one of several processes
+    if output is not None and not dry_run and is_first():
         check_new_output(output, resume=resume)
+    if not dry_run and ran_on(gpus, device):  # what follows is for the processes that work
+        return
     with importing():
         from requant import progress, ranks
         from requant.models.devices import limit_gpu_memory, pick_device
         from requant.recipe.options import output_folder, parse_size, recipe_from_options
 
-    with ranks.joined(pick_device(device)) as own_device:
+    def accepted() -> tuple[str, "Recipe", Path, int | None]:
+        """Device, recipe, the folder to write and the limit of memory, of a command that can be carried out."""
         log_to_stderr(verbose)
-        log_to_file(log_file if ranks.rank() == 0 else None)
-        if dry_run and gpus is not None and device == "auto":
-            own_device = "cuda"  # the plan of GPUs that need not be here
+        log_to_file(log_file if is_first() else None)
+        where = pick_device(device)
+        if not dry_run:
+            check_gpus(started(), where)
+        elif gpus is not None and device == "auto":
+            where = "cuda"  # the plan of GPUs that need not be here
         memory = None if gpu_memory is None else parse_size(gpu_memory, "--gpu-memory")
         chosen = recipe_from_options(
             recipe,
             model=model,
-            gpu=own_device.startswith("cuda"),
+            gpu=where.startswith("cuda"),
             bits=bits,
             code_bits=code_bits,
             size=size,
@@ -111,17 +123,18 @@ def quantize(
 
             check_readable(chosen, target)
         folder = (output if output is not None else output_folder(chosen)).expanduser()
-        if not dry_run:
+        if is_first() and not dry_run:
             check_new_output(folder, resume=resume)
             if push_to is not None:
                 from requant.integrations.hub import check_hub
 
                 check_hub(push_to)
-            from requant.cli.launching import ran_on
+        return where, chosen, folder, memory
 
-            if ran_on(gpus, device):  # what follows is for the processes that work: its imports take seconds
-                return
-        if memory is not None:  # not by the process that starts others: it would open the first GPU
+    by_first = accepted() if is_first() else None
+    with ranks.joined(device if by_first is None else by_first[0]) as own_device:
+        _, chosen, folder, memory = by_first or accepted()
+        if memory is not None:
             limit_gpu_memory(memory, own_device)
         with importing():
             from requant.pipeline.plan import make_plan
