@@ -77,6 +77,13 @@ def compiles(steps: int) -> bool:
     return steps >= MIN_STEPS_TO_COMPILE and _compiler_works()
 
 
+def ask_compiler(model: PreTrainedModel, steps: int) -> None:
+    """See ahead whether a model's training will be compiled, while something else is waited for: it takes seconds, most of
+    them imports, and workers that compile start with it. `compiles` has the answer from then on."""
+    if _on_gpus((model,)):
+        compiles(steps)
+
+
 def _on_gpus(models: Sequence[PreTrainedModel]) -> bool:
     return {p.device.type for model in models for p in model.parameters()} == {"cuda"}
 

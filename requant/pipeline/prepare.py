@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from requant import ranks
 from requant.calibration.experts import routed_tokens
 from requant.errors import ModelError, RecipeError
+from requant.finetune.compile_blocks import ask_compiler
 from requant.models.deterministic import demand_deterministic_gradients
 from requant.models.devices import pick_device, total_memory
 from requant.models.experts import unfuse_experts
@@ -164,6 +165,8 @@ def prepare(
             written = sampled_text(model, tokenizer, recipe, quiet=quiet)
             texts = in_windows(written, evaluation, tokenizer, recipe, scored=scored)
         else:
+            if recipe.finetune.trains:
+                ask_compiler(model, recipe.finetune.num_steps)
             texts = pending.result()
     calibration, evaluation, all_windows = texts.calibration, texts.evaluation, texts.windows
     windows = spread(all_windows, recipe.calibration.num_samples, of=calibration.name)

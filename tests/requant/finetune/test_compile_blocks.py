@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from threading import Event
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from requant.finetune.step import TrainableTensor, TrainingStep
 from requant.finetune.teacher import Teacher
 from requant.models.loading import load_model
 from requant.models.targets import find_blocks
+from requant.pipeline import prepare as preparing
+from requant.recipe.schema import Calibration, Evaluation, Finetune, Recipe
 
 
 def test_the_divergence_is_that_of_its_definition() -> None:
@@ -63,6 +66,29 @@ def test_without_a_compiler_it_says_so_once_and_runs_as_it_is(tiny_folder, monke
     assert [record.message for record in caplog.records] == [
         "training runs without torch.compile, at less than half the speed: Failed to find C compiler"
     ]
+
+
+@pytest.mark.parametrize("steps", [compile_blocks.MIN_STEPS_TO_COMPILE, 1])
+def test_the_compiler_is_asked_while_texts_become_tokens(
+    tiny_folder, tiny_text_file, monkeypatch, steps: int
+) -> None:
+    """Whose windows here come only when it has been, where so many steps are to be compiled at all."""
+    asked, seen, plain = Event(), [], preparing.in_windows
+
+    def in_windows(*args, **kwargs):
+        seen.append(asked.wait(30 if steps > 1 else 0))
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr(compile_blocks, "_on_gpus", lambda models: True)
+    monkeypatch.setattr(compile_blocks, "_compiler_works", lambda: asked.set() is None)
+    monkeypatch.setattr(preparing, "in_windows", in_windows)
+    recipe = Recipe(
+        calibration=Calibration(num_samples=4, seq_len=16),
+        evaluation=Evaluation(context=16, windows=2),
+        finetune=Finetune(steps=steps),
+    )
+    preparing.prepare(str(tiny_folder("llama")), recipe, tiny_text_file)
+    assert seen == [steps > 1] and asked.is_set() == (steps > 1)
 
 
 def test_a_mask_does_not_come_with_a_capture(tiny_folder, monkeypatch) -> None:
