@@ -14,7 +14,8 @@ import importlib
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -47,12 +48,12 @@ _store: dist.Store | None = None  # of the run; None: alone
 
 
 @contextmanager
-def joined(device: str) -> Iterator[str]:
+def joined(device: str, meanwhile: Callable[[], object] = bool) -> Iterator[str]:
     """Be one rank of the processes that were started, while the context lasts; yields this rank's device.
 
     All others wait here for the first, which may check the command before: what is wrong with it is said once, and by a
-    process that has nothing else to end. Ranks other than 0 print nothing. Where several ranks fail alike the first says
-    why, and the others just end.
+    process that has nothing else to end. `meanwhile` is called while several connect. Ranks other than 0 print nothing.
+    Where several ranks fail alike the first says why, and the others just end.
     """
     global _store
     if started() == 1:
@@ -65,28 +66,46 @@ def joined(device: str) -> Iterator[str]:
         _store = _met()
     gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
     own, local = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
-    if gpu:
-        torch.cuda.set_device(local)
-    backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
-    dist.init_process_group(backend, store=_store, rank=own, world_size=started(), timeout=SLOWEST_STAGE)
-    if gpu:  # NCCL connects in the first operation, which all ranks must take part in; those of `Exchange` may be of some
-        dist.all_reduce(torch.zeros(1, device="cuda"))
     with ExitStack() as stack:
         if own:
             nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
             stack.enter_context(redirect_stdout(nowhere))
             stack.enter_context(redirect_stderr(nowhere))
         try:
+            _connect(own, torch.device("cuda", local) if gpu else None, meanwhile)
             yield f"cuda:{local}" if gpu else "cpu" if device == "auto" else device
         except BaseException as error:
-            ended = STORE in os.environ and isinstance(
-                error, KeyboardInterrupt
-            )  # by the launcher, which says so
+            # by the launcher, which says so
+            ended = STORE in os.environ and isinstance(error, KeyboardInterrupt)
             if ended or not _first_to_fail():
                 raise SystemExit(getattr(error, "exit_code", 1)) from None
             raise
         dist.destroy_process_group()
         _store = None
+
+
+def _connect(own: int, gpu: torch.device | None, meanwhile: Callable[[], object]) -> None:
+    """Make the group of processes in a thread, and call `meanwhile`.
+
+    The thread waits for others without Python's lock, and imports nothing, so imports are safe beside it.
+    """
+    if gpu is not None:
+        torch.cuda.set_device(gpu)
+    tensor = torch.zeros(1, device=gpu)  # CUDA starts here, not in the thread
+
+    def connect() -> None:
+        backend = "gloo" if gpu is None else "cpu:gloo,cuda:nccl"
+        dist.init_process_group(backend, store=_store, rank=own, world_size=started(), timeout=SLOWEST_STAGE)
+        if gpu is None:
+            return
+        torch.cuda.set_device(gpu)  # of this thread
+        # NCCL connects in the first operation, which all ranks must take part in; those of `Exchange` may be of some
+        dist.all_reduce(tensor)
+
+    with ThreadPoolExecutor(1) as beside:
+        connected = beside.submit(connect)
+        meanwhile()
+        connected.result()
 
 
 def _met() -> dist.Store:

@@ -1,5 +1,6 @@
 """`requant quantize` and `requant sensitivity`."""
 
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -132,7 +133,7 @@ def quantize(
         return where, chosen, folder, memory
 
     by_first = accepted() if is_first() else None
-    with ranks.joined(device if by_first is None else by_first[0]) as own_device:
+    with ranks.joined(device if by_first is None else by_first[0], meanwhile=_import_stages) as own_device:
         _, chosen, folder, memory = by_first or accepted()
         if memory is not None:
             limit_gpu_memory(memory, own_device)
@@ -171,6 +172,13 @@ def quantize(
             print(f"pushed to {push_to_hub(folder, push_to)}", file=sys.stderr)
         if not (as_json or quiet):
             print(f"next: {next_commands(folder, target)}")
+
+
+def _import_stages() -> None:
+    """All that a run imports beside torch, which takes seconds."""
+    with importing():
+        for module in ("requant.pipeline.quantize", "requant.report.save"):
+            importlib.import_module(module)
 
 
 def sensitivity(

@@ -181,17 +181,29 @@ def test_large_tensors_are_added_up_where_they_are(monkeypatch: pytest.MonkeyPat
 
 
 PARTED = """
-import sys
+import importlib, sys, threading
 from pathlib import Path
 import torch
+import torch.distributed as dist
 from requant import ranks
 
 def threads():
     names = [each.read_text().strip() for each in Path("/proc/self/task").glob("*/comm")]
     return sorted(name for name in names if "gloo" in name)
 
-with ranks.joined("cpu"):
-    assert ranks.all_agree(True)
+connect, imported = dist.init_process_group, threading.Event()
+
+def connecting(*args, **kwargs):
+    assert imported.wait(100), "imports wait until the ranks have connected"
+    connect(*args, **kwargs)
+
+def imports():
+    importlib.import_module("requant.pipeline.quantize")
+    imported.set()
+
+dist.init_process_group = connecting
+with ranks.joined("cpu", meanwhile=imports):
+    assert imported.is_set() and ranks.all_agree(True)
     torch.optim.Adam([torch.ones(1, requires_grad=True)])  # imports much, of which something may keep the group
     print(threads(), file=sys.__stdout__)
 print(threads())
@@ -200,7 +212,7 @@ print(threads())
 
 @pytest.mark.skipif(sys.platform != "linux", reason="names of threads are in /proc")
 def test_no_thread_of_gloo_is_left_when_ranks_have_parted(in_processes) -> None:
-    """One that frees a tensor as the interpreter ends would abort the process."""
+    """One that frees a tensor as the interpreter ends would abort the process; and imports wait for no other rank."""
     for out in in_processes(PARTED, 2):
         before, after = out.splitlines()
         assert "pt_gloo_runloop" in before
