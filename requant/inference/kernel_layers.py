@@ -19,7 +19,7 @@ from requant_kernels.ops import lookup_refusal, multiply, multiply_bands
 from requant_kernels.trellis.operands import shares_form
 from torch import Tensor, nn
 
-from requant.inference.quant_embedding import QuantEmbedding
+from requant.inference.quant_embedding import QuantEmbedding, show_rows
 from requant.inference.quant_linear import apply_without_casts, refuse_to_save
 from requant.inference.semi_structured_linear import SemiStructuredLinear
 
@@ -210,10 +210,15 @@ class KernelEmbedding(nn.Module):
         # of no values: Llama 4 moves tokens to where this is
         device = next(matrix.buffers()).device
         self.register_buffer("weight", torch.empty(0, dtype=plain.dtype, device=device), persistent=False)
+        show_rows(self)
 
     def forward(self, tokens: Int[Tensor, "*m"]) -> Float[Tensor, "*m d"]:
-        rows = self.matrix.rows(tokens, self.dtype)
+        rows = self.rows(tokens)
         return rows if self.scale is None else rows * float(torch.tensor(self.scale, dtype=self.dtype))
+
+    def rows(self, tokens: Int[Tensor, "*m"]) -> Float[Tensor, "*m d"]:
+        """Rows of the table, without the scale."""
+        return self.matrix.rows(tokens, self.dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "KernelEmbedding":
         self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype

@@ -51,10 +51,14 @@ class QuantEmbedding(nn.Module):
         return unpack(self.spec, self.tensors)
 
     def forward(self, tokens: Int[Tensor, "*m"]) -> Float[Tensor, "*m d"]:
-        rows = tokens.flatten()
-        floats = dequantize_rows(self.spec, self.tensors, rows).to(self.dtype)
+        floats = self.rows(tokens)
         if self.scale is not None:
             floats = floats * torch.tensor(self.scale, dtype=self.dtype, device=floats.device)
+        return floats
+
+    def rows(self, tokens: Int[Tensor, "*m"]) -> Float[Tensor, "*m d"]:
+        """Rows of the table, without the scale."""
+        floats = dequantize_rows(self.spec, self.tensors, tokens.flatten()).to(self.dtype)
         return floats.view(*tokens.shape, self.embedding_dim)
 
     def dequantized(self, dtype: torch.dtype) -> nn.Module:
@@ -79,6 +83,38 @@ class QuantEmbedding(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, bits={self.spec.bits}"
+
+
+class Rows:
+    """`weight` of an embedding in codes, for a model that reads rows by itself, as Gemma 4 beside its encoders does."""
+
+    def __init__(self, embedding: nn.Module) -> None:
+        self.embedding: Any = embedding
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.embedding.buffers()).device
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((self.embedding.num_embeddings, self.embedding.embedding_dim))
+
+    def __getitem__(self, index: Any) -> Tensor:
+        first, *rest = index if isinstance(index, tuple) else (index,)
+        if isinstance(first, int):
+            tokens = torch.full((), first % self.shape[0], device=self.device)
+        else:
+            tokens = torch.arange(self.shape[0], device=self.device)[first]
+        return self.embedding.rows(tokens)[(slice(None),) * tokens.dim() + tuple(rest)]
+
+
+def show_rows(embedding: nn.Module) -> None:
+    """`embedding.weight[tokens]` are rows from now on; its buffer of that name, which holds nothing, stays what is saved."""
+    embedding.__dict__[GUARD_TENSOR] = Rows(embedding)
 
 
 def tied_head(embedding: QuantEmbedding, plain: nn.Linear) -> QuantLinear:

@@ -35,7 +35,7 @@ from requant.checkpoint.validate import (
 )
 from requant.errors import CheckpointError
 from requant.formats.packed_spec import GUARD_TENSOR, PackedSpec
-from requant.inference.quant_embedding import QuantEmbedding, tied_head
+from requant.inference.quant_embedding import QuantEmbedding, show_rows, tied_head
 from requant.inference.quant_linear import QuantLinear
 from requant.integrations.resize import guard_resizing
 from requant.models.experts import fuses_experts, unfuse_experts
@@ -100,6 +100,8 @@ class RequantHfQuantizer(HfQuantizer):
                 # some models (Mamba) cast a layer's input to the dtype of its `weight`
                 guard = layer.get_buffer(GUARD_TENSOR)
                 guard.data = torch.empty_like(guard, dtype=model.dtype)
+            if isinstance(layer, QuantEmbedding):
+                show_rows(layer)
         tie_head(model)
         guard_resizing(model)
         rotation = parse_rotation(self.quantization_config.to_dict())

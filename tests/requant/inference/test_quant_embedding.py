@@ -181,6 +181,22 @@ def test_only_the_rows_asked_for_are_dequantized(
 
 
 @pytest.mark.parametrize("method", METHOD_NAMES)
+def test_a_model_may_read_rows_of_an_embedding_in_codes(make, method: str) -> None:
+    """Gemma 4 beside its encoders reads that of the padding."""
+    _, path = make("gemma3", method=method, head_bits=8, embedding_bits=8)
+    embedding = requant.load(path).get_input_embeddings()
+    whole = embedding.quantized().dequantize()
+    weight = embedding.weight
+    assert (weight.shape, weight.dtype, weight.device) == (whole.shape, torch.float32, whole.device)
+    for index in (3, -1, slice(2, 9), torch.tensor([[1, 5], [7, 7]]), (3, slice(None)), (slice(1, 3), 4)):
+        assert torch.equal(weight[index], whole[index])
+    for own in (copy.deepcopy(embedding), copy.deepcopy(embedding).to(torch.bfloat16)):
+        assert own.weight.embedding is own and own.weight.dtype == own.dtype
+        assert torch.equal(own.weight[3], whole[3].to(own.dtype))
+    assert embedding.state_dict()["weight"].shape == (0,)
+
+
+@pytest.mark.parametrize("method", METHOD_NAMES)
 def test_a_head_is_dequantized_in_bands(make, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     result, path = make("llama", method=method, head_bits=8, embedding_bits=8)
     monkeypatch.setattr("requant.inference.quant_linear.BAND_WEIGHTS", 50 * 64)
