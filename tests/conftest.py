@@ -178,12 +178,34 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+# beside the embedding a table of rows by token, shorter than the vocabulary in one
+PER_LAYER = SIZES | {
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 16,
+    "head_dim": 16,
+}
+TOKEN_TABLES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3n": (
+        "gemma3n_text",
+        PER_LAYER
+        | {"hidden_size_per_layer_input": 48, "vocab_size_per_layer_input": 257, "laurel_rank": 16}
+        | {"num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.0, 0.0], "altup_num_inputs": 2},
+    ),
+    "gemma4-per-layer": (
+        "gemma4_text",
+        PER_LAYER
+        | {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": VOCABULARY}
+        | {"global_head_dim": 16, "num_kv_shared_layers": 0},
+    ),
+}
+
+
 def build_model(name: str, *, seed: int = 0) -> Any:
     """A random tiny model in float32, in eval mode, frozen; its biases and norms are random too."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    kind, sizes = (ARCHITECTURES | EXPERTS | MORE_EXPERTS | BY_ALIAS | UNKNOWN_EXPERTS)[name]
+    kind, sizes = (ARCHITECTURES | EXPERTS | MORE_EXPERTS | BY_ALIAS | UNKNOWN_EXPERTS | TOKEN_TABLES)[name]
     torch.manual_seed(seed)
     config = AutoConfig.for_model(kind, **(COMMON | sizes))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)

@@ -121,6 +121,7 @@ def allocate_bits(run: RunContext) -> Allocation:
         },
         embedding_bits=chosen["embedding"],
         head_bits=chosen.get("head", chosen["embedding"]),
+        token_table_bits=of_token_tables(chosen),
         best_split=best_split,
     )
     # of several processes all decide alike: losses that each computed by itself may differ in the last bit
@@ -160,13 +161,14 @@ def _best_split(
     }
     choice = allocate({**options, **tables}, shared)
     taken = fixed + sum(choice.options[target.name].bytes for target in run.targets)
-    embedding = choice.options["embedding"].bits
+    bits = {role: choice.options[role].bits for role in tables}
     return Split(
         size=shared + fixed + overhead_bytes(run, embedding_and_head),
         predicted=choice.loss,
         bits=8 * taken / run.total_weights,
-        embedding_bits=embedding,
-        head_bits=choice.options["head"].bits if "head" in tables else embedding,
+        embedding_bits=bits["embedding"],
+        head_bits=bits.get("head", bits["embedding"]),
+        token_table_bits=of_token_tables(bits),
     )
 
 
@@ -208,7 +210,13 @@ def uniform(
         bytes=sum(packed_spec(recipe, target.shape, options=target.options).bytes for target in targets),
         embedding_bits=widths["embedding"][0],
         head_bits=widths.get("head", widths["embedding"])[0],
+        token_table_bits=of_token_tables({role: bits[0] for role, bits in widths.items()}),
     )
+
+
+def of_token_tables(bits: Mapping[str, Bits]) -> dict[str, Bits]:
+    """Of the bits by role those of token tables, by name."""
+    return {role: own for role, own in bits.items() if role not in ("embedding", "head")}
 
 
 def check_reachable(

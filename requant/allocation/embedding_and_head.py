@@ -1,4 +1,5 @@
-"""Embedding and head: their tensors, the bits among which a budget may choose, the curvature under which they are coded.
+"""Embedding and head, and further tables of rows by token: their tensors, the bits among which a budget may choose, the
+curvature under which they are coded.
 
 The rows of `W [V, d]`, one per token, are coded by a `TableMethod`: in trellis codes (`quantizers/table_trellis.py`) where
 the matrices of the blocks are, else on grids (`quantizers/table_grid.py`). Both see the loss that an error causes through
@@ -9,6 +10,9 @@ one number a row and one covariance for all rows, with t over the tokens of the 
     embedding  r_i = frequency of token i                                       C = mean_t g_t g_t', g at its output
 
 Tied, the two are one tensor, one set of codes, and the sum of both losses.
+
+A token table (`models/token_tables.py`: per-layer embeddings) is one more embedding, with rows, gradients and bits of its
+own. It is not trained: it may be half of the model, and would take as much memory as all matrices together.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,10 +30,12 @@ from requant.calibration.passes import backward_pass, summed_loss
 from requant.calibration.stats import Curvature
 from requant.checkpoint.save import disk_dtype
 from requant.errors import ModelError, RecipeError
+from requant.formats.hadamard import TILE
 from requant.formats.packed_spec import PackedSpec
-from requant.formats.quantized_weight import QuantizedWeight, pack, unpack
+from requant.formats.quantized_weight import QuantizedWeight, pack, slice_rows, unpack
 from requant.models.deterministic import deterministic
 from requant.models.targets import embedding_and_head_modules
+from requant.models.token_tables import lookup_obstacle, token_tables
 from requant.quantizers.method import Bits, Losses
 from requant.quantizers.table_grid import GRID
 from requant.quantizers.table_trellis import TRELLIS
@@ -41,14 +47,16 @@ from requant.run.workspace import digest
 
 FLOATS = 16  # bits: not quantized
 TOKENS = 65536  # of the calibration text, for the curvature
+WEIGHTS_AT_ONCE = 1 << 28  # of a table, dequantized
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """The embedding, or an untied head."""
+    """The embedding, an untied head, or a token table."""
 
     name: str  # dotted path of the module
     module: nn.Module
+    learns: bool = True  # with the norms before it has codes, and its scales with those of the matrices after
 
     @property
     def weight(self) -> nn.Parameter:
@@ -61,7 +69,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingAndHead:
-    """`parts` by role, `embedding` before `head`; tied, there is only `embedding`."""
+    """`parts` by role: `embedding`, `head` unless they are tied, and token tables, whose names are their roles."""
 
     parts: Mapping[str, Part]
     tied: bool
@@ -82,11 +90,33 @@ class QuantizedEmbeddingAndHead:
         parts = self.embedding_and_head.parts.values()
         return {part.name: part.weight for part in parts if part.name in self.weights}
 
+    @property
+    def learning(self) -> dict[str, QuantizedWeight]:
+        """The codes whose floats are trained, by module name."""
+        parts = self.embedding_and_head.parts.values()
+        return {
+            part.name: self.weights[part.name] for part in parts if part.learns and part.name in self.weights
+        }
+
     @torch.no_grad()
-    def apply_weights(self, *, quantized: bool) -> None:
-        """Write the quantized floats, or the originals, into the model."""
+    def apply_weights(self, *, quantized: bool, learning: bool = True) -> None:
+        """Write the quantized floats, or the originals, into the model; of all, or of those that do not learn."""
+        left = set() if learning else set(self.learning)
         for name, parameter in self.parameters.items():
-            parameter.copy_(self.weights[name].dequantize() if quantized else self.originals[name])
+            if name not in left:
+                if quantized:
+                    _write_floats(self.weights[name], parameter)
+                else:
+                    parameter.copy_(self.originals[name])
+
+
+def _write_floats(weight: QuantizedWeight, parameter: Tensor) -> None:
+    """As a few parts where the table is large: its floats are float32, and may be twice the model."""
+    rows, width = weight.shape
+    step = max(1, WEIGHTS_AT_ONCE // (TILE * width)) * TILE
+    for start in range(0, rows, step):
+        part = slice_rows(weight, start, min(start + step, rows))
+        parameter[start : start + step].copy_(part.dequantize())
 
 
 def embedding_and_head_of(model: PreTrainedModel) -> EmbeddingAndHead:
@@ -97,6 +127,9 @@ def embedding_and_head_of(model: PreTrainedModel) -> EmbeddingAndHead:
     tied = head is not None and getattr(head, "weight", None) is embedding.weight
     if head is not None and not tied:
         parts["head"] = Part(name=head_name, module=head)
+    parts |= {
+        name: Part(name=name, module=table, learns=False) for name, table in token_tables(model).items()
+    }
     return EmbeddingAndHead(parts=parts, tied=tied, head=head)
 
 
@@ -133,7 +166,7 @@ def embedding_and_head_bits(
     free: Sequence[Bits] = (FLOATS,) if budget.size is None and budget.bits is None else (*chosen, FLOATS)
     widths: dict[str, Sequence[Bits]] = {}
     for role, part in embedding_and_head.parts.items():
-        bits, why = given[role], _obstacle(part)
+        bits, why = given.get(role, given["embedding"]), _obstacle(part)
         if why and bits not in (None, FLOATS):
             raise ModelError(f"{part.name} {why}, so it cannot be quantized; give --head-bits 16.")
         exact = tuple(own for own in (*method.widths, FLOATS) if own == bits)  # 3 where a recipe has 3.0
@@ -147,13 +180,7 @@ def _obstacle(part: Part) -> str | None:
     if isinstance(module, nn.Linear):  # a subclass may compute more than the product
         own = type(module).forward is not nn.Linear.forward
         return f"is a {type(module).__name__}" if own else None
-    if not isinstance(module, nn.Embedding):
-        return f"is a {type(module).__name__}"
-    if module.max_norm is not None:
-        return "renormalizes its rows"
-    if type(module) is not nn.Embedding and not hasattr(module, "scalar_embed_scale"):
-        return f"is a {type(module).__name__}"
-    return None
+    return lookup_obstacle(module)
 
 
 def part_sizes(
@@ -172,7 +199,7 @@ def embedding_and_head_curvature(
         return run.curvature
     windows = run.windows[: max(1, TOKENS // run.windows.shape[1])]
     run.apply_original_weights()
-    embedding = embedding_and_head.parts["embedding"].module
+    lookups = {role: part.module for role, part in embedding_and_head.parts.items() if role != "head"}
     uses: dict[str, Curvature] = {}
 
     def hook_of(use: str, module: nn.Module) -> Callable[..., None]:
@@ -203,8 +230,9 @@ def embedding_and_head_curvature(
 
     with deterministic(run.model), ExitStack() as stack, run.stage("allocation"):
         # before the hook that rotates the rows of a folded model
-        handle = embedding.register_forward_hook(hook_of("embedding", embedding), prepend=True)
-        stack.callback(handle.remove)
+        for role, module in lookups.items():
+            handle = module.register_forward_hook(hook_of(role, module), prepend=True)
+            stack.callback(handle.remove)
         head = embedding_and_head.head
         if head is not None:
             stack.callback(head.register_forward_hook(hook_of("head", head)).remove)
@@ -219,12 +247,9 @@ def embedding_and_head_curvature(
         use: Curvature(rows=found.rows / windows.numel(), covariance=found.covariance / windows.numel())
         for use, found in uses.items()
     }
-    tied = embedding_and_head.tied
-    run.curvature.update(
-        {"embedding": list(means.values())}
-        if tied
-        else {role: [means[role]] for role in embedding_and_head.parts}
-    )
+    run.curvature.update({role: [means[role]] for role in embedding_and_head.parts})
+    if embedding_and_head.tied:
+        run.curvature["embedding"].append(means["head"])
     return run.curvature
 
 
@@ -245,14 +270,15 @@ def embedding_and_head_losses(
 
 
 def quantize_embedding_and_head(run: RunContext) -> QuantizedEmbeddingAndHead:
-    """Codes of embedding and head at the bits of the run's allocation, cached in the workspace; the model is unchanged.
+    """Codes of embedding, head and token tables at the bits of the run's allocation, cached in the workspace; the model is
+    unchanged.
 
     Where earlier rounds have trained them, the codes are of the trained floats, and replace them in the run.
     """
     embedding_and_head, allocation = embedding_and_head_of(run.model), run.allocation
     method = table_method(run.recipe)
     assert allocation is not None
-    bits = {"embedding": allocation.embedding_bits, "head": allocation.head_bits}
+    bits = allocation.bits_of_tables
     weights: dict[str, QuantizedWeight] = {}
     originals: dict[str, Tensor] = {}
     for role, part in embedding_and_head.parts.items():

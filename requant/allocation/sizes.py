@@ -139,9 +139,8 @@ def sparse_header(name: str, layout: PackedSpec, size: int) -> int:
 def embedding_and_head_savings(
     model: PreTrainedModel, source: Path | None, recipe: Recipe, allocation: Allocation
 ) -> int:
-    """Bytes that quantizing embedding and head saves."""
-    bits = {"embedding": allocation.embedding_bits, "head": allocation.head_bits}
-    saved = 0
+    """Bytes that quantizing embedding, head and token tables saves."""
+    bits, saved = allocation.bits_of_tables, 0
     for role, part in embedding_and_head_of(model).parts.items():
         sizes = part_sizes(model, source, part, (bits[role], 16), table_method(recipe))
         saved += sizes[16] - sizes[bits[role]]

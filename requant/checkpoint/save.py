@@ -226,7 +226,9 @@ def _config(
     rotation = rotation_of(model)
     config["quantization_config"] = {
         "quant_method": "requant",
-        "format_version": version_of(modules, embedding_and_head, rotation),
+        "format_version": version_of(
+            modules, embedding_and_head, rotation, token_tables=_has_token_tables(model, embedding_and_head)
+        ),
         **manifest,
         "modules": {name: spec.to_json() for name, spec in modules.items()},
     }
@@ -237,6 +239,12 @@ def _config(
             name: spec.to_json() for name, spec in embedding_and_head.items()
         }
     return config
+
+
+def _has_token_tables(model: Any, embedding_and_head: Mapping[str, PackedSpec]) -> bool:
+    """Whether one of these is neither the model's embedding nor its head."""
+    own = [model.get_input_embeddings(), model.get_output_embeddings()] if embedding_and_head else []
+    return any(model.get_submodule(name) not in own for name in embedding_and_head)
 
 
 def _without_code(value: Any) -> Any:

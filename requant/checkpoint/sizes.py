@@ -18,6 +18,7 @@ from requant.models.rotations import HEAD_SCALES
 
 EMBEDDINGS = ("embed_tokens", "embed_in", "wte", "wpe", "embed_positions", "word_embeddings")
 HEADS = ("lm_head", "embed_out")
+TOKEN_TABLES = ("embed_tokens_per_layer",)  # counted apart where a model has one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +47,7 @@ class ByteTable:
 
     parts: dict[str, int]
     matrices: dict[str, MatrixBytes]
-    embedding_and_head: dict[str, MatrixBytes]  # where they are quantized
+    embedding_and_head: dict[str, MatrixBytes]  # where they are quantized, and token tables
     file_headers: int
     other_weights: (
         int  # stored as they were: norms, biases, what was skipped, embedding and head unless quantized
@@ -115,7 +116,8 @@ def byte_table(checkpoint: str | Path | CheckpointHeader) -> ByteTable:
         for part, size in matrix.parts.items():
             parts[part] = parts.get(part, 0) + size
     for name, table in embedding_and_head.items():
-        parts[_plain_part(f"{name}.weight")] += table.bytes
+        part = _plain_part(f"{name}.weight")
+        parts[part] = parts.get(part, 0) + table.bytes
     owned = {
         f"{name}.{suffix}"
         for name, spec in {**header.modules, **header.embedding_and_head}.items()
@@ -123,7 +125,7 @@ def byte_table(checkpoint: str | Path | CheckpointHeader) -> ByteTable:
     }
     plain = {name: stored for name, stored in header.tensors.items() if name not in owned}
     for name, stored in plain.items():
-        parts[_plain_part(name)] += stored.bytes
+        parts[_plain_part(name)] = parts.get(_plain_part(name), 0) + stored.bytes
     total = sum(file.stat().st_size for file in header.files)
     return ByteTable(
         parts=parts,
@@ -155,5 +157,7 @@ def _plain_part(name: str) -> str:
     components = name.split(".")
     if any(part in components for part in HEADS):
         return "head"
+    if any(part in components for part in TOKEN_TABLES):
+        return "token_tables"
     is_embedding = components[-1] != HEAD_SCALES and any(part in components for part in EMBEDDINGS)
     return "embedding" if is_embedding else "other"

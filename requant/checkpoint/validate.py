@@ -30,7 +30,7 @@ from requant.formats.packed_spec import GUARD_TENSOR, PackedSpec
 from requant.formats.trellis import TrellisSpec
 from requant.models.rotations import HEAD_SCALES, Rotation
 
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 CHUNK_BYTES = 1 << 26
 PLAIN_VERSION = 1  # of checkpoints whose embedding and head are not quantized
 EMBEDDING_AND_HEAD_VERSION = (
@@ -38,6 +38,7 @@ EMBEDDING_AND_HEAD_VERSION = (
 )
 ROTATION_VERSION = 5  # the first with rotations that are folded into the model
 TRELLIS_TABLE_VERSION = 6  # the first whose embedding and head may have trellis codes, and bands
+TOKEN_TABLE_VERSION = 7  # the first whose vocabulary may list token tables beside embedding and head
 MAX_SEED = 1 << 31
 
 
@@ -149,13 +150,17 @@ def version_of(
     modules: Mapping[str, PackedSpec],
     embedding_and_head: Mapping[str, PackedSpec],
     rotation: Rotation | None = None,
+    *,
+    token_tables: bool = False,
 ) -> int:
-    """The oldest version that can hold these tables, and the rotation of the model."""
+    """The oldest version that can hold these tables, some of them `token_tables`, and the rotation of the model."""
     oldest = EMBEDDING_AND_HEAD_VERSION if embedding_and_head else PLAIN_VERSION
     if rotation is not None:
         oldest = ROTATION_VERSION
     if not all(isinstance(spec.dense, GridSpec) for spec in embedding_and_head.values()):
         oldest = TRELLIS_TABLE_VERSION
+    if token_tables:
+        oldest = TOKEN_TABLE_VERSION
     return max([oldest, *(spec.version for spec in modules.values())])
 
 
@@ -174,12 +179,12 @@ def parse_rotation(entry: Any) -> Rotation | None:
 
 
 def parse_embedding_and_head(entry: Any, modules: Mapping[str, PackedSpec]) -> dict[str, PackedSpec]:
-    """The table of quantized embedding and head in a `quantization_config` that `parse_quantization` accepted.
+    """The table of quantized embedding, head and token tables in a `quantization_config` that `parse_quantization` accepted.
 
     They are grids, or trellises whose rows are not mixed, without a sparse part, because an embedding reads single rows.
     """
     table = entry.get("vocabulary", {})
-    if not isinstance(table, dict) or len(table) > 2:
+    if not isinstance(table, dict) or (len(table) > 2 and entry["format_version"] < TOKEN_TABLE_VERSION):
         raise CheckpointError(
             "config.json: vocabulary does not list an embedding and a head; download the checkpoint again."
         )

@@ -204,8 +204,8 @@ class QuantizeOptions(CalibrationOptions, total=False):
     head_bits: Annotated[
         float | None,
         of_recipe(
-            help="Bits of embedding and head, 3 to 8 or 16; in trellis codes from 2, in quarters. [the fewest that add at "
-            "most 1 % to the loss; with --size the best split; with --code-bits 16]"
+            help="Bits of embedding, head and per-layer embeddings, 3 to 8 or 16; in trellis codes from 2, in quarters. "
+            "[the fewest that add at most 1 % to the loss; with --size the best split; with --code-bits 16]"
         ),
     ]
     sensitivity: Annotated[

@@ -2,10 +2,11 @@
 
 Trained are the floats stored with the codes (scales of a grid, levels of a codebook, output scales of a trellis, sparse
 residuals), those of embedding and head too where they are quantized, and the parameters without codes (norms, biases, and
-else embedding and head), by the KL divergence to the original (`loop.py`). Codes are fixed, so the checkpoint takes the
-same bytes; a trellis stores only signs on its input side, for which the norms make up at no cost: KL 0.301 at 2.028 bits
-where both scale vectors give 0.302 at 2.051 (bench-32m). Every `eval_every` steps the KL on the validation windows is
-measured, and the best values are restored at the end: there the finetuned model is never worse than the one it started from.
+else embedding and head, but no token tables), by the KL divergence to the original (`loop.py`). Codes are fixed, so the
+checkpoint takes the same bytes; a trellis stores only signs on its input side, for which the norms make up at no cost: KL
+0.301 at 2.028 bits where both scale vectors give 0.302 at 2.051 (bench-32m). Every `eval_every` steps the KL on the
+validation windows is measured, and the best values are restored at the end: there the finetuned model is never worse than
+the one it started from.
 
 This is the end-to-end tuning of AQLM and QTIP (Egiazarian et al. 2024, arXiv 2401.06118; Tseng et al. 2024, arXiv
 2406.11235), reduced to what a short run on little text allows.
@@ -60,21 +61,25 @@ def finetune(
     settings: Finetune,
     embedding_and_head: QuantizedEmbeddingAndHead | None = None,
 ) -> Weights:
-    """The weights with finetuned floats, those of embedding and head among them where they are given.
+    """The weights with finetuned floats, those of embedding and head among them where they are given, and token tables as
+    they are: those take part with their codes, and do not learn.
 
     The parameters without codes go into `run.finetuned_params`. The model is left at the originals. Raises RecipeError for
     fewer than two calibration windows.
     """
     tables = {} if embedding_and_head is None else embedding_and_head.weights
+    learning = {} if embedding_and_head is None else embedding_and_head.learning
     train_windows, val_windows = split_windows(run, settings)
     teacher = teacher_of(run, settings, train_windows, val_windows)
     run.apply_quantized_weights(weights)
+    if embedding_and_head is not None:
+        embedding_and_head.apply_weights(quantized=True, learning=False)
     devices = {target.name: target.device for target in run.targets}  # codes of hosted matrices are elsewhere
     trainable = {
         name: {field: value.to(devices[name]) for field, value in trainable_params(weight).items()}
         for name, weight in weights.items()
     }
-    table_params = {name: trainable_params(table) for name, table in tables.items()}
+    table_params = {name: trainable_params(table) for name, table in learning.items()}
     other_params = params_without_codes(run, tables)
     before = {name: run.original_param(name, p) for name, p in other_params.items()}
     with single_precision(params_in_single_precision(run.model, teacher)):
@@ -96,7 +101,10 @@ def finetune(
         embedding_and_head.apply_weights(quantized=False)
     return {
         target.name: trained(target, weights[target.name], trainable[target.name]) for target in run.targets
-    } | {name: with_trainable_params(table, table_params[name]) for name, table in tables.items()}
+    } | {
+        name: with_trainable_params(table, table_params[name]) if name in learning else table
+        for name, table in tables.items()
+    }
 
 
 def trained(target: QuantTarget, weight: QuantizedWeight, params: TrainableParams) -> QuantizedWeight:

@@ -109,10 +109,10 @@ def default_lr(steps: int) -> float:
 def params_without_codes(run: RunContext, quantized: Collection[str] = ()) -> dict[str, nn.Parameter]:
     """Name -> parameter without codes: norms, biases, routers, and embedding and head unless among `quantized`.
 
-    Matrices that the recipe skips are not trained.
+    Matrices that the recipe skips are not trained, nor are token tables.
     """
     parts = embedding_and_head_of(run.model).parts.values()
-    tables = {id(part.weight) for part in parts if part.name not in quantized}
+    tables = {id(part.weight) for part in parts if part.learns and part.name not in quantized}
     tables |= set(map(id, routers(run.model).values()))
     return {name: p for name, p in run.model.named_parameters() if p.dim() < 2 or id(p) in tables}
 

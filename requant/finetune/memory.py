@@ -22,6 +22,9 @@ model's own dtype, and c = 2 for the casts of autocast on a GPU (0 on a CPU, whe
                     on the host                 packed codes, hidden states before every block, those of the teacher, and a
                                                 copy of what learns
 
+Token tables (`models/token_tables.py`) are a part of R that does not learn, without gradients and moments: as a whole 12,
+block by block 8 bytes a weight are taken off.
+
 Of N GPUs each holds 8 O / N of the matrices without codes, and the hidden states of its windows.
 
 Every round turns open matrices into coded ones, so the fullest phase is the first, but on three GPUs and more the last:
@@ -40,6 +43,7 @@ from requant.errors import RequantError, is_out_of_memory
 from requant.finetune.blockwise import TOKENS_AT_ONCE, positions_at_once
 from requant.finetune.teacher import MAX_MEMORY_FRACTION, state_bytes
 from requant.models.targets import QuantTarget, find_blocks
+from requant.models.token_tables import token_tables
 from requant.recipe.schema import Finetune, Recipe
 from requant.run.quantize_linears import by_block as by_block_of
 from requant.run.rounds import rounds_of
@@ -97,10 +101,12 @@ def training_bytes(
     with_codes = sum(target.size for target in targets if target.name in coded)
     still_open = sum(target.size for target in targets) - with_codes
     rest = parameters - with_codes - still_open
+    tables = {id(table.weight): table.weight.numel() for table in token_tables(model).values()}
+    fixed = sum(tables.values())
     blocks = len(find_blocks(model)[1])
     if by_block:
         kept = 0 if hosted else with_codes * (1 + own)
-        state = 8 * still_open // gpus + 12 * rest + kept + rest * own
+        state = 8 * still_open // gpus + 12 * rest - 8 * fixed + kept + rest * own
         hidden = 4 * tokens * hidden_size * (HOSTED_STATES if hosted else blocks + 2)
         at_work = max(
             _block_at_work(targets, coded, index, tokens, cast, divided=gpus > 1) for index in range(blocks)
@@ -111,12 +117,12 @@ def training_bytes(
             at_work = own * block + max(at_work, DECODED_BYTES * largest_target)
             state += 0 if group_size is None else 12 * with_codes // group_size
         logits = BYTES_OF_A_LOGIT * vocabulary * min(tokens, positions_at_once(vocabulary))
-        largest = max(p.numel() for p in model.parameters())
+        largest = max(p.numel() for p in model.parameters() if id(p) not in tables)
         return state + max(hidden + max(at_work, logits + cast * embedding.numel()), 4 * largest)
     states = state_bytes(count * length, hidden_size, "cuda" if gpu else "cpu")
     if states > MAX_MEMORY_FRACTION * device_memory:
         states = 0
-    state = parameters * (4 + cast + own) + 12 * (still_open + rest) + 9 * with_codes + states
+    state = parameters * (4 + cast + own) + 12 * (still_open + rest - fixed) + 9 * with_codes + states
     return state + length * bytes_of_a_token(targets, vocabulary)
 
 

@@ -36,10 +36,10 @@ def reparametrized_weights(
 def reparametrized_tables(
     tables: QuantizedEmbeddingAndHead, trainable: Mapping[str, TrainableParams]
 ) -> list[ReparametrizedWeight]:
-    """Embedding and head where they are quantized: each parameter as a function of its trainable floats."""
+    """Embedding and head where they are quantized: each parameter as a function of its `trainable` floats."""
 
     def derive(name: str, parameter: nn.Parameter) -> ReparametrizedWeight:
         floats, params = weight_function(tables.weights[name]), trainable[name]
         return ReparametrizedWeight(parameter=parameter, value=lambda: floats(params))
 
-    return [derive(name, parameter) for name, parameter in tables.parameters.items()]
+    return [derive(name, parameter) for name, parameter in tables.parameters.items() if name in trainable]

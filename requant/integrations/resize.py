@@ -1,8 +1,8 @@
 """`model.resize_token_embeddings(n)` of a loaded checkpoint, for new tokens.
 
-transformers makes a new embedding and head and copies rows of `weight` into them. Codes have no such rows, so where the
-embedding or the head is coded another size is refused; plain ones are resized, and the rotations of a folded model, hooks on
-the modules that are replaced, stay.
+transformers makes a new embedding and head, and new per-layer embeddings, and copies rows of `weight` into them. Codes have
+no such rows, so where one of them is coded another size is refused; plain ones are resized, and the rotations of a folded
+model, hooks on the modules that are replaced, stay.
 """
 
 from types import MethodType
@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from requant.errors import ModelError
+from requant.inference.quant_embedding import QuantEmbedding
 from requant.models.rotations import stream_kept
 
 
@@ -27,7 +28,8 @@ def resize_token_embeddings(
 ) -> nn.Module:
     """As transformers' own; raises ModelError for another size of what is coded."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if isinstance(embedding, nn.Embedding) and isinstance(head, nn.Linear):
+    coded = any(isinstance(module, QuantEmbedding) for module in model.modules())  # a token table may be, too
+    if isinstance(embedding, nn.Embedding) and isinstance(head, nn.Linear) and not coded:
         with stream_kept(model):
             return type(model).resize_token_embeddings(
                 model, new_num_tokens, pad_to_multiple_of, mean_resizing
@@ -37,7 +39,8 @@ def resize_token_embeddings(
     wanted = -(-(size if new_num_tokens is None else new_num_tokens) // multiple) * multiple
     if wanted != size:
         raise ModelError(
-            f"embedding or head of this {type(model).__name__} are codes, whose {size} rows cannot become {wanted}: "
-            "resize the original before it is quantized, load with dequantize=True, or quantize with --head-bits 16."
+            f"embedding, head or per-layer embeddings of this {type(model).__name__} are codes, whose {size} rows cannot "
+            f"become {wanted}: resize the original before it is quantized, load with dequantize=True, or quantize with "
+            "--head-bits 16."
         )
     return embedding

@@ -27,6 +27,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from requant.checkpoint.header import StoredTensor, read_tensors
 from requant.checkpoint.read import VERIFY_CHECKSUMS, provenance
 from requant.checkpoint.validate import (
+    FORMAT_VERSION,
+    TOKEN_TABLE_VERSION,
     check_all_values,
     check_matrices,
     parse_embedding_and_head,
@@ -84,7 +86,7 @@ class RequantHfQuantizer(HfQuantizer):
             tensors = read_tensors(files)
             check_matrices({**modules, **embedding_and_head}, tensors)
         insert_layers(model, modules)
-        insert_embedding_and_head(model, embedding_and_head)
+        insert_embedding_and_head(model, embedding_and_head, version=entry["format_version"])
         insert_head_scales(model, parse_rotation(entry))
         if tensors is not None:
             check_architecture(model, tensors)
@@ -182,43 +184,43 @@ def insert_layers(model: nn.Module, modules: Mapping[str, PackedSpec]) -> None:
         model.set_submodule(path, layer)
 
 
-def insert_embedding_and_head(model: Any, embedding_and_head: Mapping[str, PackedSpec]) -> None:
-    """Empty modules in place of a quantized embedding and head; a head that shares its codes follows in `tie_head`."""
+def insert_embedding_and_head(
+    model: Any, embedding_and_head: Mapping[str, PackedSpec], *, version: int = FORMAT_VERSION
+) -> None:
+    """Empty modules in place of a quantized embedding, head and token tables; a head that shares its codes follows in
+    `tie_head`."""
     if not embedding_and_head:
         return
-    from requant.models.targets import (
-        embedding_and_head_modules,
-    )  # late: this file is loaded in the midst of transformers
+    # late: this file is loaded in the midst of transformers
+    from requant.models.targets import embedding_and_head_modules
+    from requant.models.token_tables import long_tables
 
-    (embedding_name, plain), (head_name, head) = embedding_and_head_modules(model)
+    (embedding_name, _), (head_name, head) = embedding_and_head_modules(model)
+    tables = long_tables(model) if version >= TOKEN_TABLE_VERSION else {}
     for name in embedding_and_head:
-        if name not in (embedding_name, head_name):
+        if name not in (embedding_name, head_name, *tables):
             raise CheckpointError(
                 f"config.json lists {name} in vocabulary, but the embedding of {type(model).__name__} is "
-                f"{embedding_name} and its head {head_name or 'missing'}; download the checkpoint again."
+                f"{embedding_name} and its head {head_name or 'missing'}"
+                + (f", and it has {', '.join(tables)}" if tables else "")
+                + "; download the checkpoint again."
             )
     pair = f"{head_name}.weight", f"{embedding_name}.weight"
     ties: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
     tied = ties.get(pair[0]) == pair[1]
-    if tied and set(embedding_and_head) != {embedding_name}:
+    if tied and embedding_and_head.keys() - tables and embedding_and_head.keys() - tables != {embedding_name}:
         raise CheckpointError(
             f"config.json ties {head_name} to {embedding_name}, but vocabulary does not list the embedding "
             "alone; download the checkpoint again."
         )
     if head_name in embedding_and_head:
         insert_layers(model, {head_name: embedding_and_head[head_name]})
-    if embedding_name not in embedding_and_head:
-        return
-    spec = embedding_and_head[embedding_name]
-    if not isinstance(plain, nn.Embedding) or tuple(plain.weight.shape) != spec.shape:
-        raise CheckpointError(
-            f"{embedding_name} has shape {list(spec.shape)} in vocabulary, but by the rest of config.json it is "
-            f"a {type(plain).__name__} of {list(plain.weight.shape)}; download the checkpoint again."
-        )
-    embedding = QuantEmbedding(spec, plain)
-    embedding.get_buffer(GUARD_TENSOR)._is_hf_initialized = True  # type: ignore[attr-defined]
-    model.set_submodule(embedding_name, embedding)
-    if tied:  # transformers ties parameters by name, and these have none
+    for name in (embedding_name, *tables):
+        if name in embedding_and_head:
+            _insert_embedding(model, name, embedding_and_head[name])
+    if (
+        tied and embedding_name in embedding_and_head
+    ):  # transformers ties parameters by name, and these have none
         model._tied_weights_keys = {
             target: source
             for target, source in (model._tied_weights_keys or {}).items()
@@ -228,6 +230,18 @@ def insert_embedding_and_head(model: Any, embedding_and_head: Mapping[str, Packe
             target: source for target, source in ties.items() if (target, source) != pair
         }
         model.set_submodule(head_name, UntiedYet(head))
+
+
+def _insert_embedding(model: Any, name: str, spec: PackedSpec) -> None:
+    plain = model.get_submodule(name)
+    if not isinstance(plain, nn.Embedding) or tuple(plain.weight.shape) != spec.shape:
+        raise CheckpointError(
+            f"{name} has shape {list(spec.shape)} in vocabulary, but by the rest of config.json it is "
+            f"a {type(plain).__name__} of {list(plain.weight.shape)}; download the checkpoint again."
+        )
+    embedding = QuantEmbedding(spec, plain)
+    embedding.get_buffer(GUARD_TENSOR)._is_hf_initialized = True  # type: ignore[attr-defined]
+    model.set_submodule(name, embedding)
 
 
 def insert_head_scales(model: Any, rotation: Rotation | None) -> None:

@@ -32,7 +32,12 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from requant.checkpoint.sizes import EMBEDDINGS
-from requant.checkpoint.validate import parse_embedding_and_head, parse_quantization, parse_rotation
+from requant.checkpoint.validate import (
+    TOKEN_TABLE_VERSION,
+    parse_embedding_and_head,
+    parse_quantization,
+    parse_rotation,
+)
 from requant.errors import ModelError
 from requant.formats.packed_spec import PackedSpec
 from requant.inference.kernel_check import KernelCheck
@@ -87,7 +92,8 @@ class RequantConfig(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "RequantConfig":
-        """Raises CheckpointError for a table that does not hold together, ModelError for a mixture of experts."""
+        """Raises CheckpointError for a table that does not hold together, ModelError for a mixture of experts, and for
+        per-layer embeddings in codes."""
         modules = parse_quantization(config, where="config.json")
         expert = next((name for name in modules if re.search(r"\.experts\.\d+\.", name)), None)
         if expert is not None:
@@ -95,7 +101,13 @@ class RequantConfig(QuantizationConfig):
                 f"{expert[:80]} is a matrix of an expert: the vLLM plugin does not serve mixtures of experts; use "
                 "`requant serve` or transformers."
             )
-        return cls(modules, parse_embedding_and_head(config, modules), parse_rotation(config))
+        tables = parse_embedding_and_head(config, modules)
+        if config["format_version"] >= TOKEN_TABLE_VERSION:  # which no other entry needs
+            raise ModelError(
+                f"one of {', '.join(tables)[:160]} is a table of per-layer embeddings in codes, which the vLLM plugin does "
+                "not look up; use `requant serve` or transformers, or quantize with --head-bits 16."
+            )
+        return cls(modules, tables, parse_rotation(config))
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Some models have other names for their modules in vLLM than in transformers."""

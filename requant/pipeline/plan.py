@@ -122,8 +122,9 @@ class Plan:
             lines.append(
                 f"  outliers stored as floats in {len(found.outlier_fractions)} matrices, at most {largest:.2%}"
             )
-        if found.embedding_bits != 16 or found.head_bits != 16:
-            lines.append(f"  embedding at {found.embedding_bits:g} bits, head at {found.head_bits:g}")
+        if any(bits != 16 for bits in found.bits_of_tables.values()):
+            tables = "".join(f", {name} at {bits:g}" for name, bits in found.token_table_bits.items())
+            lines.append(f"  embedding at {found.embedding_bits:g} bits, head at {found.head_bits:g}{tables}")
         if found.predicted is not None:
             lines.append(f"predicted loss  {found.predicted:.4f} nats a token, by {found.predictor}")
             if (split := found.best_split) is not None:

@@ -185,8 +185,8 @@ class Recovery:
 class Budget:
     """A budget of stored bytes; without `bits` and `size` every code has `quantizer.bits`, and the rest comes on top.
 
-    With one, the allocation chooses the bits of every code. Embedding and head are quantized too: in trellis codes where the
-    matrices are, else to grids.
+    With one, the allocation chooses the bits of every code. Embedding, head and per-layer embeddings are quantized too: in
+    trellis codes where the matrices are, else to grids.
     """
 
     bits: float | None = None
@@ -205,7 +205,7 @@ class Budget:
     """Bits of the head: 3 to 8, in trellis codes 2 to 8 in quarters, or 16; none: the fewest that add at most 1 % to the
     loss; with `size` the best split; no budget: 16."""
     embedding_bits: float | None = None
-    """Bits of the embedding; one tensor with the head where they are tied."""
+    """Bits of the embedding, which is one tensor with the head where they are tied, and of per-layer embeddings."""
 
     def __post_init__(self) -> None:
         _require(self.bits is None or 1 <= self.bits <= 8, "budget.bits", self.bits, "1 to 8")  # NaN is not

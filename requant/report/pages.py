@@ -21,6 +21,7 @@ BUDGET: dict[str, tuple[tuple[str, ...], str]] = {
     "sparse part": (("sparse_values", "sparse_indices", "sparse_counts", "sparse_scales"), "#d55e00"),
     "embedding": (("embedding",), "#009e73"),
     "head": (("head",), "#cc79a7"),
+    "token tables": (("token_tables",), "#f0e442"),
     "norms and other": ((), "#9aa4ae"),  # everything that no line above names
 }
 QUANTIZED = (

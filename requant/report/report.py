@@ -77,6 +77,7 @@ class BudgetSummary:
     loss_curve: Mapping[int, float]  # bytes of other budgets -> predicted loss
     embedding_bits: int | float
     head_bits: int | float
+    token_table_bits: Mapping[str, int | float] = field(default_factory=dict)
     best_split: Split | None = None  # of a file as large
 
 

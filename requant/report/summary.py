@@ -219,6 +219,7 @@ def _budget_line(
         loss_curve=allocation.loss_curve,
         embedding_bits=allocation.embedding_bits,
         head_bits=allocation.head_bits,
+        token_table_bits=allocation.token_table_bits,
         best_split=allocation.best_split,
     )
 
@@ -254,19 +255,18 @@ def _sizes(result: QuantizedModel, stored: dict[str, MatrixBytes]) -> dict[str, 
             parts[part] = parts.get(part, 0) + size
     model: Any = result.model
     head = model.get_output_embeddings()
-    embedding = model.get_input_embeddings().weight
     quantized = {id(target.parameter) for target in result.prepared.targets}
     scale = _source_element_size(result)
     tables = embedding_and_head_of(model)
     for role, part in tables.parts.items():
-        stays = part.name not in result.embedding_and_head
-        parts[role] = (
-            part.weight.numel() * scale if stays else spec_of(result.embedding_and_head[part.name]).bytes
-        )
+        name, coded = role if role in ("embedding", "head") else "token_tables", result.embedding_and_head
+        size = spec_of(coded[part.name]).bytes if part.name in coded else part.weight.numel() * scale
+        parts[name] = parts.get(name, 0) + size
+    counted = {id(part.weight) for part in tables.parts.values()}
     rest = [
         p
         for p in model.parameters()
-        if id(p) not in quantized and p is not embedding and (head is None or p is not head.weight)
+        if id(p) not in quantized | counted and (head is None or p is not head.weight)
     ]
     parts["other"] = sum(p.numel() for p in rest) * scale
     return parts

@@ -40,9 +40,11 @@ class Split:
     bits: float  # a weight of the matrices, everything stored counted
     embedding_bits: int | float
     head_bits: int | float
+    token_table_bits: dict[str, int | float] = field(default_factory=dict)  # name -> bits
 
     def __str__(self) -> str:
-        return f"embedding at {self.embedding_bits:g} bits, matrices at {self.bits:.2f}"
+        tables = "".join(f", {name} at {bits:g}" for name, bits in self.token_table_bits.items())
+        return f"embedding at {self.embedding_bits:g} bits{tables}, matrices at {self.bits:.2f}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +59,14 @@ class Allocation:
     loss_curve: dict[int, float] = field(default_factory=dict)  # other budgets in bytes -> predicted loss
     embedding_bits: int | float = 16
     head_bits: int | float = 16
+    token_table_bits: dict[str, int | float] = field(default_factory=dict)  # name -> bits
     outlier_fractions: dict[str, float] = field(default_factory=dict)  # of matrices that have outliers
     best_split: Split | None = None  # of the same file, where it is predicted to lose clearly less
+
+    @property
+    def bits_of_tables(self) -> dict[str, int | float]:
+        """Role -> bits, of embedding, head and token tables."""
+        return {"embedding": self.embedding_bits, "head": self.head_bits, **self.token_table_bits}
 
     @property
     def unspent(self) -> float:
@@ -91,7 +99,7 @@ class RunContext:
     # name -> (original, finetuned) of parameters without codes
     finetuned_params: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     statistics: dict[str, LinearStats] = field(default_factory=dict)
-    curvature: dict[str, list[Curvature]] = field(default_factory=dict)  # of embedding and head
+    curvature: dict[str, list[Curvature]] = field(default_factory=dict)  # of embedding, head, token tables
     seconds: dict[str, float] = field(default_factory=dict)  # stage -> wall time
     # share of the 2:4 masks that each update during training moved
     flip_rates: list[float] = field(default_factory=list)

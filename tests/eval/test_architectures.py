@@ -13,6 +13,7 @@ import requant
 from eval.architectures import COVERED, SPECIAL, logits, of_model, tiny_folder
 from eval.markdown import RESULTS, ROOT
 from eval.tiny_configs import tiny_config
+from requant.checkpoint.validate import read_header
 from requant.errors import ModelError
 from requant.inference.own_text import cache_bytes
 from requant.models.attention_sizes import attention_sizes
@@ -21,7 +22,7 @@ from requant.models.targets import find_blocks, find_linears
 from requant.pipeline.by_block import with_whole_training
 from requant.quantizers.gptq import GptqConfig
 from requant.quantizers.rtn import RtnConfig
-from requant.recipe.schema import Calibration, Evaluation, Finetune, Recipe
+from requant.recipe.schema import Budget, Calibration, Evaluation, Finetune, Recipe
 
 RECIPE = Recipe(
     mode="dense",
@@ -56,6 +57,16 @@ def test_a_checkpoint_computes_what_the_run_computed(kind: str, text: Path, tmp_
     loaded_by = "AutoModelForImageTextToText" if kind == "mistral3" else "AutoModelForCausalLM"
     assert f"model = {loaded_by}.from_pretrained(" in (path / "README.md").read_text(encoding="utf-8")
     assert cache_bytes(result.model, 32) > 0
+
+
+def test_rows_of_an_embedding_in_codes_are_read_beside_encoders(text: Path, tmp_path: Path) -> None:
+    """Gemma 4 reads its embedding's row of the padding by itself; its per-layer embeddings are coded too."""
+    recipe = dataclasses.replace(RECIPE, budget=Budget(head_bits=8, embedding_bits=8))
+    result = requant.quantize(str(tiny_folder("gemma4", tmp_path / "source")), recipe, text)
+    path = requant.save(result, tmp_path / "out")
+    tables = [f"model.language_model.embed_tokens{suffix}" for suffix in ("", "_per_layer")]
+    assert list(read_header(path).embedding_and_head) == tables
+    assert torch.equal(logits(requant.load(path)), logits(result.model))
 
 
 def build(kind: str, **of_vision: int) -> nn.Module:

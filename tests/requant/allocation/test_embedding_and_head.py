@@ -272,6 +272,50 @@ def test_curvature_is_the_mean_of_squares(run, name: str) -> None:
     assert torch.equal(uses[1].columns, uses[1].covariance.diagonal())
 
 
+@pytest.mark.parametrize("name", ["gemma3n", "gemma4-per-layer"])
+def test_curvature_of_a_token_table(run, name: str) -> None:
+    """Against one pass of plain autograd, before the table's scale; its rows are the tokens that it was called with."""
+    context = run(name)
+    embedding_and_head = embedding_and_head_of(context.model)
+    assert list(embedding_and_head.parts)[-1:] == ["model.embed_tokens_per_layer"]
+    part = embedding_and_head.parts["model.embed_tokens_per_layer"]
+    assert not part.learns
+    (found,) = embedding_and_head_curvature(context, embedding_and_head)[part.name]
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def keep(_module, inputs, output) -> None:
+        output.requires_grad_()
+        output.retain_grad()
+        kept.append((inputs[0], output))
+
+    with part.module.register_forward_hook(keep):
+        logits = context.model(context.windows, use_cache=False).logits[:, :-1].flatten(0, 1)
+    functional.cross_entropy(logits, context.windows[:, 1:].flatten(), reduction="sum").backward()
+    ((ids, output),) = kept
+    tokens, rows = context.windows.numel(), part.shape[0]
+    gradients = _grad(output).flatten(0, 1) * part.module.scalar_embed_scale
+    torch.testing.assert_close(found.rows, torch.bincount(ids.flatten(), minlength=rows) / tokens)
+    torch.testing.assert_close(found.covariance, gradients.T @ gradients / tokens, rtol=1e-3, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", ["gemma3n", "gemma4-per-layer"])
+@pytest.mark.parametrize("method", [GRID, TRELLIS])
+def test_the_curvature_of_a_token_table_foretells_the_divergence(run, name: str, method: TableMethod) -> None:
+    context = run(name)
+    embedding_and_head = embedding_and_head_of(context.model)
+    part = embedding_and_head.parts["model.embed_tokens_per_layer"]
+    uses = embedding_and_head_curvature(context, embedding_and_head)[part.name]
+    weight, codes = part.weight.clone(), method.quantize(part.weight.detach(), uses, 4)
+    with torch.no_grad():
+        before = context.model(context.windows).logits.log_softmax(-1)
+        part.weight.copy_(codes.dequantize())
+        after = context.model(context.windows).logits.log_softmax(-1)
+    found = (
+        functional.kl_div(after, before, reduction="sum", log_target=True).item() / context.windows.numel()
+    )
+    assert found / 2 < loss_of(weight, codes, uses) < 2 * found
+
+
 @pytest.mark.parametrize("method", [GRID, TRELLIS])
 def test_the_curvature_foretells_the_divergence(run, method: TableMethod) -> None:
     """What 4 bits do to the outputs, within a factor of two: the form is quadratic, and its text is short."""
@@ -320,6 +364,18 @@ def test_what_may_be_chosen(run) -> None:
         RecipeError, match=r"embedding_bits is 4 and budget.head_bits 8, but this model ties them"
     ):
         embedding_and_head_bits(of(Budget(embedding_bits=4, head_bits=8)), tied)
+
+
+def test_a_token_table_may_have_what_the_embedding_may(run) -> None:
+    parts = embedding_and_head_of(run("gemma3n").model)
+    assert parts.tied
+    given = embedding_and_head_bits(of(Budget(bits=3.0, head_bits=6)), parts)
+    assert given == {"embedding": (6,), "model.embed_tokens_per_layer": (6,)}
+    assert embedding_and_head_bits(of(Budget(bits=3.0, embedding_bits=16)), parts) == dict.fromkeys(
+        parts.parts, (16,)
+    )
+    free = embedding_and_head_bits(of(Budget(bits=3.0)), parts)
+    assert free["model.embed_tokens_per_layer"] == free["embedding"] == (3, 4, 5, 6, 7, 8, 16)
 
 
 def test_trellis_codes_have_two_bits_and_quarters(run) -> None:

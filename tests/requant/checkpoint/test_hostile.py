@@ -97,7 +97,7 @@ def test_wrong_entries(checkpoint: Path, values: dict[str, Any], sentence: str) 
 @pytest.mark.parametrize(
     ("version", "sentence"),
     [
-        (7, "format version 7, newer than the 6 .*pip install --upgrade requant"),
+        (8, "format version 8, newer than the 7 .*pip install --upgrade requant"),
         (0, "format version 0, older than the 1 that .*requant quantize --recipe .*/copy/recipe.yaml"),
         ("1", "names no format_version"),
         (None, "names no format_version"),

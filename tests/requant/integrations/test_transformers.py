@@ -148,9 +148,9 @@ def test_gradients_flow_through_a_frozen_model(make_checkpoint) -> None:
 
 def test_from_pretrained_refuses_what_load_refuses(checkpoint: Path) -> None:
     config = json.loads((checkpoint / "config.json").read_text())
-    config["quantization_config"]["format_version"] = 7
+    config["quantization_config"]["format_version"] = 8
     (checkpoint / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="newer than the 6"):
+    with pytest.raises(CheckpointError, match="newer than the 7"):
         AutoModelForCausalLM.from_pretrained(checkpoint)
 
 
