@@ -12,7 +12,7 @@ one number a row and one covariance for all rows, with t over the tokens of the 
 Tied, the two are one tensor, one set of codes, and the sum of both losses.
 
 A token table (`models/token_tables.py`: per-layer embeddings) is one more embedding, with rows, gradients and bits of its
-own. It is not trained: it may be half of the model, and would take as much memory as all matrices together.
+own. It is not trained: it may have as many weights as all matrices, and would take as much memory.
 """
 
 from collections.abc import Callable, Mapping, Sequence
