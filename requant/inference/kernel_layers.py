@@ -19,7 +19,7 @@ from requant_kernels.ops import lookup_refusal, multiply, multiply_bands
 from requant_kernels.trellis.operands import shares_form
 from torch import Tensor, nn
 
-from requant.inference.quant_embedding import QuantEmbedding, show_rows
+from requant.inference.quant_embedding import DTYPE, QuantEmbedding, show_rows
 from requant.inference.quant_linear import apply_without_casts, refuse_to_save
 from requant.inference.semi_structured_linear import SemiStructuredLinear
 
@@ -210,6 +210,8 @@ class KernelEmbedding(nn.Module):
         # of no values: Llama 4 moves tokens to where this is
         device = next(matrix.buffers()).device
         self.register_buffer("weight", torch.empty(0, dtype=plain.dtype, device=device), persistent=False)
+        if (of_dtype := plain._parameters.get(DTYPE)) is not None:
+            self.register_parameter(DTYPE, of_dtype)
         show_rows(self)
 
     def forward(self, tokens: Int[Tensor, "*m"]) -> Float[Tensor, "*m d"]:

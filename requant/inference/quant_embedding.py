@@ -18,6 +18,8 @@ from requant.formats.packed_spec import GUARD_TENSOR, PackedSpec
 from requant.formats.quantized_weight import QuantizedWeight, dequantize_rows, unpack
 from requant.inference.quant_linear import QuantLinear, apply_without_casts, store_guard
 
+DTYPE = "of_dtype"  # see `keep_dtype`
+
 
 class QuantEmbedding(nn.Module):
     """Replaces an `nn.Embedding`, or Gemma's, which multiplies its output by `embed_scale`."""
@@ -79,6 +81,7 @@ class QuantEmbedding(nn.Module):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination.pop(f"{prefix}{DTYPE}", None)
         store_guard(destination, prefix)
 
     def extra_repr(self) -> str:
@@ -115,6 +118,17 @@ class Rows:
 def show_rows(embedding: nn.Module) -> None:
     """`embedding.weight[tokens]` are rows from now on; its buffer of that name, which holds nothing, stays what is saved."""
     embedding.__dict__[GUARD_TENSOR] = Rows(embedding)
+
+
+def keep_dtype(model: Any) -> None:
+    """Give a model without any float parameter one that is empty: transformers asks the first for `model.dtype`.
+
+    Such are models whose norms have no weights (OLMo, nanochat) when embedding and head are codes as well.
+    """
+    if not any(parameter.is_floating_point() for parameter in model.parameters()):
+        embedding = model.get_input_embeddings()
+        empty = torch.empty(0, dtype=embedding.dtype, device=next(embedding.buffers()).device)
+        embedding.register_parameter(DTYPE, nn.Parameter(empty, requires_grad=False))
 
 
 def tied_head(embedding: QuantEmbedding, plain: nn.Linear) -> QuantLinear:

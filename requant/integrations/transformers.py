@@ -37,7 +37,7 @@ from requant.checkpoint.validate import (
 )
 from requant.errors import CheckpointError
 from requant.formats.packed_spec import GUARD_TENSOR, PackedSpec
-from requant.inference.quant_embedding import QuantEmbedding, show_rows, tied_head
+from requant.inference.quant_embedding import QuantEmbedding, keep_dtype, show_rows, tied_head
 from requant.inference.quant_linear import QuantLinear
 from requant.integrations.resize import guard_resizing
 from requant.models.experts import fuses_experts, unfuse_experts
@@ -75,6 +75,7 @@ class RequantHfQuantizer(HfQuantizer):
         from requant.models.in_memory import check_head
 
         check_head(model)
+        self.dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
         verified = self.quantization_config.__dict__.pop(VERIFY_CHECKSUMS, True)  # of this loading: not saved
         entry = self.quantization_config.to_dict()
         modules = parse_quantization(entry, where=model.config.name_or_path or "the model")
@@ -96,6 +97,8 @@ class RequantHfQuantizer(HfQuantizer):
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        cast_renamed(model, self.dtypes)
+        keep_dtype(model)
         for layer in model.modules():
             if isinstance(layer, QuantLinear | QuantEmbedding):
                 # a view of no bytes has the address of the tensor that follows in the file, and torch.save refuses both;
@@ -259,13 +262,17 @@ def insert_head_scales(model: Any, rotation: Rotation | None) -> None:
 
 
 class UntiedYet(nn.Module):
-    """Holds the place of a tied head while weights are loaded: it has no tensors for transformers to look after."""
+    """Holds the place of a tied head while weights are loaded: only a bias is left for transformers to look after."""
 
     plain: nn.Linear
 
     def __init__(self, plain: nn.Linear) -> None:
         super().__init__()
         self.__dict__["plain"] = plain
+        self.bias = plain.bias
+        initialized = torch.empty(0)  # ModernBERT's model initializes its head's weight by name
+        initialized._is_hf_initialized = True  # type: ignore[attr-defined]
+        self.__dict__["weight"] = initialized
 
 
 def tie_head(model: Any) -> None:
@@ -275,7 +282,19 @@ def tie_head(model: Any) -> None:
     head: Any
     _, (name, head) = embedding_and_head_modules(model)
     if isinstance(head, UntiedYet):
+        head.plain.bias = head.bias
         model.set_submodule(name, tied_head(model.get_input_embeddings(), head.plain))
+
+
+def cast_renamed(model: Any, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Parameters in the dtypes of the model that was built.
+
+    Some releases of transformers (5.17) leave what they rename, like Mixtral's router, in the dtype of the file.
+    """
+    in_float32 = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
+    for name, parameter in model.named_parameters():
+        if name in dtypes and not any(part in name for part in in_float32):
+            parameter.data = parameter.data.to(dtypes[name])
 
 
 def check_architecture(model: Any, tensors: Mapping[str, StoredTensor]) -> None:
