@@ -17,7 +17,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from requant.inference.decode import Decoder
-from requant.text.kv_cache import with_cache
+from requant.text.kv_cache import takes_cache, with_cache
 
 
 class OneSequence:
@@ -95,12 +95,14 @@ class SequenceBatch:
 def open_sequences(model: Any, *, length: int, capacity: int | None) -> OneSequence | SequenceBatch:
     """Room for `capacity` sequences of `length` tokens; None: 8 on a CPU, elsewhere 1, whose step is a captured graph.
 
-    A model whose cache is no plain list of keys and values (sliding windows, states) has room for one.
+    A model whose cache is no plain list of keys and values (sliding windows, states, none) has room for one.
     """
     on_cpu = torch.device(model.device).type == "cpu"
     capacity = (8 if on_cpu else 1) if capacity is None else capacity
-    if capacity > 1 and all(
-        type(layer) is DynamicLayer for layer in DynamicCache(config=model.config).layers
+    if (
+        capacity > 1
+        and takes_cache(model)
+        and all(type(layer) is DynamicLayer for layer in DynamicCache(config=model.config).layers)
     ):
         return SequenceBatch(model, capacity)
     return OneSequence(model, length)

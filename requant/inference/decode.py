@@ -4,7 +4,8 @@ A step of one token is hundreds of small launches, which Python issues more slow
 and values therefore live in a static cache, the step is captured once as a CUDA graph, and a token is one replay: embed,
 blocks, head, argmax, which is the next step's input. Where the model allows it, the operations between the matrices are
 fused as well, in prompts too (`fused_step.py`, `fused_prefill.py`). Elsewhere, and for models whose cache counts its
-positions on the host (sliding windows), the same steps run one by one.
+positions on the host (sliding windows), the same steps run one by one. A model that takes no cache, or fails with one, is
+given the whole text again for every token: slow, and right.
 """
 
 import logging
@@ -18,12 +19,13 @@ from requant_kernels.common.device import supports_pdl
 from torch import Tensor
 from transformers import DynamicCache
 
+from requant.errors import first_line, is_out_of_memory
 from requant.inference import prompt_graphs
 from requant.inference.attention import supports, use_kernel
 from requant.inference.cuda_graph import captured, side_stream
 from requant.inference.prompt_graphs import PromptGraphs
 from requant.inference.static_cache import SharedLengthCache, static_cache
-from requant.text.kv_cache import with_cache
+from requant.text.kv_cache import takes_cache, with_cache
 from requant.text.sampling import sample_next
 
 PARTS = 512  # of a row of logits
@@ -66,6 +68,7 @@ class Decoder:
         self.graphs_prompts = graphs_prompts and self.wants_graph
         self.tokens = torch.empty(0)
         self.logits = torch.empty(0)
+        self.text = torch.empty(0)  # of a model without a cache: all tokens so far
         self.reset()
 
     def reset(self) -> None:
@@ -79,7 +82,7 @@ class Decoder:
         self.prompt_graphs = PromptGraphs() if self.graphs_prompts else None  # they write into this cache
         if self.cache is None:
             self.wants_graph = False
-            self.cache = DynamicCache(config=self.model.config)
+            self.cache = DynamicCache(config=self.model.config) if takes_cache(self.model) else None
 
     @torch.no_grad()
     def prefill(self, tokens: Int64[Tensor, "b t"]) -> Float[Tensor, "b v"]:
@@ -87,11 +90,32 @@ class Decoder:
         if self.fuses_prompts and isinstance(self.cache, SharedLengthCache):
             logits = self._fused_prompts()(tokens, self.cache, self.prompt_graphs)
         else:
-            output = self.model(tokens, **with_cache(self.model, self.cache), logits_to_keep=1)
-            logits = output.logits[:, -1]
+            logits = self._prompt(tokens)
         self._count(tokens.shape[1])
         self._keep(logits)
         return self.logits
+
+    def _prompt(self, tokens: Int64[Tensor, "b t"]) -> Float[Tensor, "b v"]:
+        """Through the model itself, and again with a cache that asks less of it where it fails, at last with none."""
+        self.text = tokens
+        while True:
+            try:
+                return self.model(tokens, **with_cache(self.model, self.cache), logits_to_keep=1).logits[
+                    :, -1
+                ]
+            except Exception as error:  # a stranger's code
+                if self.cache is None or is_out_of_memory(error):
+                    raise
+                static, self.wants_graph = isinstance(self.cache, SharedLengthCache), False
+                self.cache = DynamicCache(config=self.model.config) if static else None
+                logger.warning(
+                    "%s fails with a cache %s (%s: %s), so %s, which is slower",
+                    type(self.model).__name__,
+                    "of fixed size" if static else "of keys and values",
+                    type(error).__name__,
+                    first_line(error),
+                    "its cache grows" if static else "it reads the whole text again for every token",
+                )
 
     def _fused_prompts(self) -> Any:
         if self.fused_prefill is None:
@@ -117,8 +141,11 @@ class Decoder:
         if self.fused is not None:
             self.fused.advance(self.tokens, self.cache, self.logits)
             return
+        tokens = self.tokens
+        if self.cache is None:
+            tokens = self.text = torch.cat([self.text, tokens], dim=1)
         with use_kernel(self.model) if self.kernel_attention else nullcontext():
-            output = self.step_model(self.tokens, **with_cache(self.model, self.cache))
+            output = self.step_model(tokens, **with_cache(self.model, self.cache))
         self._count(1)
         self._keep(output.logits[:, -1])
 

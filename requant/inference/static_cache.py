@@ -13,6 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel, StaticCache
 from transformers.cache_utils import StaticLayer
 
 from requant.models.experts import Experts
+from requant.text.kv_cache import takes_cache
 
 
 class SharedLengthLayer(StaticLayer):
@@ -60,10 +61,12 @@ class SharedLengthCache(StaticCache):
 def static_cache(model: PreTrainedModel, length: int) -> SharedLengthCache | None:
     """A cache whose step can be captured, or None where a layer is no plain static one (sliding windows).
 
-    None too for a model on several devices: its layers cannot share one length, nor a graph; and for a mixture of experts
-    that are served one by one, where the host asks which of them a token goes to.
+    None too for a model that takes no cache, for one on several devices (its layers cannot share one length, nor a graph),
+    and for a mixture of experts that are served one by one, where the host asks which of them a token goes to.
     """
-    if any(isinstance(module, Experts) and module.step is None for module in model.modules()):
+    if not takes_cache(model) or any(
+        isinstance(module, Experts) and module.step is None for module in model.modules()
+    ):
         return None
     plain = StaticCache(config=model.config, max_cache_len=length)
     devices = {parameter.device for parameter in model.parameters()}

@@ -1,25 +1,35 @@
 """How a model that continues a text is given its cache of keys and values: as `cache` from transformers 5.24 on, as
-`past_key_values` before, and by models of remote code that still say so.
+`past_key_values` before (by state-space models `cache_params`), and by models of remote code that still say so.
+
+A few models of transformers take none: GPT-1 keeps nothing, RWKV has a state of its own. Given one they would take no
+notice, and go on without what came before.
 """
 
-import dataclasses
 import functools
 import inspect
 from typing import Any
 
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-OLD, NEW = "past_key_values", "cache"
+NAMES = ("cache", "past_key_values", "cache_params")
 
 
 @functools.cache
-def _argument(kind: type) -> str:
+def _argument(kind: type) -> str | None:
     """A wrapper that passes on whatever it is given is called like models of transformers itself."""
-    named = {OLD, NEW} & inspect.signature(kind.forward).parameters.keys()
-    named = named or {field.name for field in dataclasses.fields(CausalLMOutputWithPast)}
-    return NEW if NEW in named else OLD
+    named = inspect.signature(kind.forward).parameters.keys()
+    if not kind.__module__.startswith("transformers.") and not named & set(NAMES):
+        named = CausalLMOutputWithPast.__dataclass_fields__.keys()
+    return next((name for name in NAMES if name in named), None)
+
+
+def takes_cache(model: Any) -> bool:
+    """Whether the model's forward has an argument for a cache; without one it is given the whole text at every step."""
+    return _argument(type(model)) is not None
 
 
 def with_cache(model: Any, cache: Any) -> dict[str, Any]:
-    """Keyword arguments of `model.forward` by which it reads `cache`, a `transformers.Cache`, and adds to it."""
-    return {_argument(type(model)): cache, "use_cache": True}
+    """Keyword arguments of `model.forward` by which it reads `cache`, a `transformers.Cache`, and adds to it; None: by which
+    it has none."""
+    name = _argument(type(model))
+    return {"use_cache": False} if cache is None or name is None else {name: cache, "use_cache": True}

@@ -12,7 +12,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from requant.errors import NumericalError
 from requant.progress import tracked
-from requant.text.kv_cache import with_cache
+from requant.text.kv_cache import takes_cache, with_cache
 
 # A temperature below which a logit that is a thousandth smaller is e^100 times less likely; far below, quotients overflow
 GREEDY_BELOW = 1e-5
@@ -65,10 +65,12 @@ def sample_documents(
     A document ends before the first `end` token; what its row of the batch samples afterwards is dropped.
     """
     tokens = torch.full((batch_size, 1), start, device=model.device)
+    text = tokens[:, :0]
     finished = torch.zeros(batch_size, dtype=torch.bool, device=model.device)
-    columns, cache = [], DynamicCache(config=model.config)
+    columns, cache = [], DynamicCache(config=model.config) if takes_cache(model) else None
     for _ in tracked(range(max_tokens), label="sampling text" if progress else None, unit="tokens"):
-        output = model(tokens, **with_cache(model, cache))
+        text = torch.cat([text, tokens], dim=1)
+        output = model(text if cache is None else tokens, **with_cache(model, cache))
         tokens = sample_next(output.logits[:, -1], top_p=top_p, generator=generator)
         columns.append(tokens)
         finished |= tokens[:, 0] == (-1 if end is None else end)

@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
+from requant.inference.batch import OneSequence, open_sequences
 from requant.inference.decode import Decoder, argmax_by_parts, generate_tokens
-from requant.inference.static_cache import static_cache
+from requant.inference.static_cache import SharedLengthCache, static_cache
+from requant.text import kv_cache
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "gpt-neox", "phi3"])
@@ -50,6 +53,51 @@ def test_steps_are_those_of_the_whole_text(tiny_model) -> None:
         assert torch.allclose(model(tokens).logits[:, -1], logits, atol=1e-5)
     decoder.reset()
     assert torch.allclose(decoder.prefill(tokens), logits, atol=1e-5)
+
+
+NO_CACHE = {
+    "openai-gpt": {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 256},
+    "rwkv": {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 256},
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", NO_CACHE)
+def test_a_model_without_a_cache_reads_the_whole_text_again(kind: str) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **NO_CACHE[kind])).eval()
+    tokens = torch.randint(0, 256, (2, 9))
+    whole = model(tokens, use_cache=False).logits
+    decoder = Decoder(model, length=9, graph=True)
+    assert not decoder.wants_graph
+    for _ in range(2):
+        found = [decoder.prefill(tokens[:, :5]).clone()]
+        found += [decoder.step(tokens[:, at : at + 1]).clone() for at in range(5, 9)]
+        torch.testing.assert_close(torch.stack(found, dim=1), whole[:, 4:], rtol=1e-4, atol=1e-5)
+        decoder.reset()
+    assert isinstance(open_sequences(model, length=9, capacity=4), OneSequence)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("caches", [(SharedLengthCache,), (SharedLengthCache, DynamicCache)])
+def test_a_model_that_fails_with_a_cache_goes_on_with_less(tiny_model, monkeypatch, caplog, caches) -> None:
+    model, tokens = tiny_model("llama"), torch.randint(0, 256, (1, 9))
+    whole, forward, name = model(tokens).logits, type(model).forward, kv_cache._argument(type(model))
+
+    def picky(self, input_ids, **options):
+        if type(options.get("cache", options.get("past_key_values"))) in caches:
+            raise ValueError("not this cache")
+        return forward(self, input_ids, **options)
+
+    monkeypatch.setattr(type(model), "forward", picky)
+    monkeypatch.setattr(kv_cache, "_argument", lambda kind: name)
+    decoder = Decoder(model, length=9, kernel_attention=False)
+    decoder.cache = static_cache(model, 9)
+    found = [decoder.prefill(tokens[:, :5]).clone()]
+    found += [decoder.step(tokens[:, at : at + 1]).clone() for at in range(5, 9)]
+    torch.testing.assert_close(torch.stack(found, dim=1), whole[:, 4:], rtol=1e-4, atol=1e-5)
+    assert (decoder.cache is None) == (DynamicCache in caches)
+    assert caplog.text.count("LlamaForCausalLM fails with a cache") == len(caches)
 
 
 def test_a_sliding_window_goes_without_a_graph(tiny_model) -> None:

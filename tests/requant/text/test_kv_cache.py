@@ -2,13 +2,17 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from requant.text.kv_cache import with_cache
+from requant.text.kv_cache import takes_cache, with_cache
 
 
 class OldModel(torch.nn.Module):
     def forward(self, tokens, past_key_values=None, use_cache=None): ...
+
+
+class OldStateSpace(torch.nn.Module):
+    def forward(self, tokens, cache_params=None, use_cache=None): ...
 
 
 class NewModel(torch.nn.Module):
@@ -24,10 +28,21 @@ class Wrapper(torch.nn.Module):
         return self.model(*arguments, **named)
 
 
-@pytest.mark.parametrize(("model", "name"), [(OldModel(), "past_key_values"), (NewModel(), "cache")])
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [(OldModel(), "past_key_values"), (OldStateSpace(), "cache_params"), (NewModel(), "cache")],
+)
 def test_it_is_what_the_model_calls_it(model: torch.nn.Module, name: str) -> None:
     cache = DynamicCache()
     assert with_cache(model, cache) == {name: cache, "use_cache": True}
+
+
+def test_models_of_transformers_that_name_none_take_none(tiny_model) -> None:
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("openai-gpt", n_embd=16, n_layer=1, n_head=2)
+    )
+    assert not takes_cache(model) and takes_cache(tiny_model("llama")) and takes_cache(Wrapper(model))
+    assert with_cache(model, DynamicCache()) == {"use_cache": False}
 
 
 @torch.no_grad()
