@@ -229,6 +229,7 @@ def fused_blocks(model: Any, rows: int, *, rotations: bool = True) -> list[Block
                 for block in blocks
             ]
         ]
+    rotations = rotations and turns_whole_heads(base, blocks)
     trellises = [trellis_block(block, activation, rows) for block in blocks] if rotations else [None]
     found = [block for block in trellises if block is not None]
     plain = [PlainBlock(block, activation) for block in blocks]
@@ -255,6 +256,12 @@ def qualifies(block: nn.Module, dtype: torch.dtype) -> bool:
         and all(is_norm(norm, dtype) for norm in norms)
         and not any(part._forward_hooks or part._forward_pre_hooks for part in (block, attention, mlp))
     )
+
+
+def turns_whole_heads(base: Any, blocks: Sequence[Any]) -> bool:
+    """Whether RoPE turns all values of a head, not the first of them alone."""
+    frequencies = getattr(base.rotary_emb, "inv_freq", None)
+    return frequencies is None or 2 * len(frequencies) == getattr(blocks[0].self_attn, "head_dim", 0)
 
 
 def has_experts(block: nn.Module) -> bool:

@@ -25,8 +25,8 @@ HALF = dict.fromkeys(
      "logits_ptr", "kept_ptr"), "*bf16",
 )  # fmt: skip
 INTEGERS = dict.fromkeys(
-    ("k", "n", "delta_row", "gate_row", "up_row", "q_heads", "k_heads", "head_dim", "q_row", "k_row", "v_row", "trig_row",
-     "cache_head", "length", "parts", "tokens", "q_batch", "q_head", "k_batch", "k_head", "v_batch", "v_head",
+    ("k", "n", "delta_row", "gate_row", "up_row", "q_heads", "k_heads", "head_dim", "rotary_dim", "q_row", "k_row", "v_row",
+     "trig_row", "cache_head", "length", "parts", "tokens", "q_batch", "q_head", "k_batch", "k_head", "v_batch", "v_head",
      "mask_batch", "v", "logits_row"),
     "i32",
 )  # fmt: skip

@@ -1,6 +1,7 @@
 """RoPE of the queries and keys of tokens (arXiv 2104.09864), keys and values into the cache: one launch.
 
-q, k  ->  x * cos + rotate_half(x) * sin        after the RMSNorm of each head where the model has one (Qwen3)
+q, k  ->  x * cos + rotate_half(x) * sin        after the RMSNorm of each head where the model has one (Qwen3); of the first
+                                                values of a head where there are fewer angles (Phi-4-mini, GLM-4.5)
 k, v  ->  row `position` of the cache, a number on the device, so that a captured step goes on counting, and the rows
           behind it where a sequence has several tokens (a prompt); beyond the last row nothing is written
 """
@@ -31,17 +32,17 @@ def _normalized(x, weight_ptr, at, inside, head_dim, eps):
 
 
 @triton.jit
-def _apply_rope(x_ptr, weight_ptr, cos_ptr, sin_ptr, head, at, inside, head_dim, eps):
+def _apply_rope(x_ptr, weight_ptr, cos_ptr, sin_ptr, head, at, inside, head_dim, rotary_dim, eps):
     """x of some heads [heads, D], and the halves of them that the sine takes, loaded apart."""
-    half = head_dim // 2
+    half, turned = rotary_dim // 2, at < rotary_dim
     partner = tl.where(at < half, at + half, at - half)
     x = tl.load(x_ptr + head * head_dim + at, mask=inside, other=0.0)
     other = tl.load(x_ptr + head * head_dim + partner, mask=inside, other=0.0)
     if weight_ptr is not None:
         x = _normalized(x, weight_ptr, at, inside, head_dim, eps)
         other = _normalized(other, weight_ptr, partner, inside, head_dim, eps)
-    cos = tl.load(cos_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    sin = tl.load(sin_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    cos = tl.load(cos_ptr + at, mask=turned, other=1.0).to(tl.float32)
+    sin = tl.load(sin_ptr + at, mask=turned, other=0.0).to(tl.float32)
     sin = tl.where(at < half, -sin, sin)
     return x.to(tl.float32) * cos + other.to(tl.float32) * sin
 
@@ -50,7 +51,7 @@ def _apply_rope(x_ptr, weight_ptr, cos_ptr, sin_ptr, head, at, inside, head_dim,
 @triton.jit(do_not_specialize=["length"], do_not_specialize_on_alignment=["tokens"])
 def rope_cache_kernel(
     q_ptr, k_ptr, v_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, position_ptr, y_ptr, keys_ptr, values_ptr, length,
-    tokens, q_heads, k_heads, head_dim, q_row, k_row, v_row, trig_row, cache_head, eps,
+    tokens, q_heads, k_heads, head_dim, rotary_dim, q_row, k_row, v_row, trig_row, cache_head, eps,
     HEADS: tl.constexpr, D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """HEADS heads of one token, which divide those of q and of k: first those of q, then of k, then of v. Both caches are
@@ -67,12 +68,16 @@ def rope_cache_kernel(
     cache_row = position * head_dim + token // tokens * k_heads * cache_head
     if first < q_heads:
         own = first + heads
-        y = _apply_rope(q_ptr + token * q_row, q_norm_ptr, cos_ptr, sin_ptr, own, at, inside, head_dim, eps)
+        y = _apply_rope(
+            q_ptr + token * q_row, q_norm_ptr, cos_ptr, sin_ptr, own, at, inside, head_dim, rotary_dim, eps
+        )
         y_at = (token * q_heads + own) * head_dim + at
         tl.store(y_ptr + y_at, y.to(y_ptr.dtype.element_ty), mask=inside)
     elif first < q_heads + k_heads:
         own = first - q_heads + heads
-        y = _apply_rope(k_ptr + token * k_row, k_norm_ptr, cos_ptr, sin_ptr, own, at, inside, head_dim, eps)
+        y = _apply_rope(
+            k_ptr + token * k_row, k_norm_ptr, cos_ptr, sin_ptr, own, at, inside, head_dim, rotary_dim, eps
+        )
         tl.store(keys_ptr + cache_row + own * cache_head + at, y.to(keys_ptr.dtype.element_ty), mask=fits)
     else:
         own = first - q_heads - k_heads + heads
@@ -88,17 +93,16 @@ def rope_cache(
 
     Args:
         q, k, v: [m, heads * head_dim], rows contiguous in themselves: m / b tokens of the first sequence, then of the next.
-        cos, sin: [m, head_dim], with the same rows where m differs from theirs (expanded).
+        cos, sin: [m, rotary_dim], with the same rows where m differs from theirs (expanded); values of a head beyond
+            rotary_dim stay.
         position: int64, a single number on the device: the row of the caches for a sequence's first token.
         keys, values: [b, k_heads, length, head_dim], contiguous and alike.
         q_norm, k_norm: [head_dim], weights of the RMSNorm of every head, with `eps`.
     """
     m, (b, k_heads, length, head_dim) = q.shape[0], keys.shape
     q_heads = q.shape[1] // head_dim
-    if cos.shape[1] != head_dim:
-        raise ValueError(
-            f"RoPE is applied to whole heads of {head_dim} values, not to {cos.shape[1]} of them"
-        )
+    if cos.shape[1] > head_dim:
+        raise ValueError(f"RoPE is applied to heads of {head_dim} values, not to {cos.shape[1]}")
     y = torch.empty(m, q_heads, head_dim, dtype=q.dtype, device=q.device)
     heads = 1 if m < MANY_TOKENS else gcd(q_heads, k_heads, 8)
     launch(
@@ -106,7 +110,7 @@ def rope_cache(
         ((q_heads + 2 * k_heads) // heads, m, 1),
         (
             q, k, v, q_norm, k_norm, cos, sin, position, y, keys, values, length, m // b, q_heads, k_heads, head_dim,
-            q.stride(0), k.stride(0), v.stride(0), cos.stride(0), keys.stride(1), eps,
+            cos.shape[1], q.stride(0), k.stride(0), v.stride(0), cos.stride(0), keys.stride(1), eps,
         ),
         _constants(heads, triton.next_power_of_2(head_dim), supports_pdl(q.device)),
     )  # fmt: skip

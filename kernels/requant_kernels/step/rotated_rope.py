@@ -208,8 +208,12 @@ def rotated_rope(
     q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """The queries after RoPE, [m, q_heads, head_dim]; the keys after it, and the values, go into the caches. The other
-    arguments are those of `rope_cache`."""
+    arguments are those of `rope_cache`, but that RoPE is applied to whole heads."""
     b, _, length, head_dim = keys.shape
+    if cos.shape[1] != head_dim:
+        raise ValueError(
+            f"RoPE of rotated products is applied to whole heads of {head_dim}, not {cos.shape[1]} values"
+        )
     m, q_width = q.values.shape[-2:]
     y = torch.empty(m, q_width // head_dim, head_dim, dtype=keys.dtype, device=keys.device)
     where = cos, sin, position, y, keys, values, length, m // b, cos.stride(0), keys.stride(1)

@@ -30,7 +30,8 @@ SIZES = {
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
 MODELS = {
-    "llama": {"hidden_act": "gelu_pytorch_tanh"}, "qwen3": {"rope_parameters": YARN}, "phi3": {},
+    "llama": {"hidden_act": "gelu_pytorch_tanh"}, "qwen3": {"rope_parameters": YARN},
+    "phi3": {"partial_rotary_factor": 0.75},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
 }  # fmt: skip
 

@@ -63,7 +63,7 @@ def test_hooks_of_what_is_passed_over_are_honoured(tiny_model) -> None:
         assert fused_steps(model, 1, 20)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "phi3"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "phi3", "phi4-mini"])
 def test_rows_and_angles_are_copied_where_they_are_fixed(tiny_model, name: str) -> None:
     model = tiny_model(name)
     inputs = step_inputs(model, 20)
@@ -105,7 +105,7 @@ def test_in_the_interpreter(interpreted, make_checkpoint, kinds: tuple[str, ...]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["llama", "qwen3", "phi3"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "phi3", "phi4-mini"])
 @pytest.mark.parametrize("batch", [1, 5])
 def test_captured_steps_give_the_same_logits(tiny_model, name: str, batch: int) -> None:
     model, tokens = tiny_model(name).cuda().bfloat16(), torch.randint(0, 256, (batch, 70), device="cuda")
@@ -123,7 +123,7 @@ def test_captured_steps_give_the_same_logits(tiny_model, name: str, batch: int) 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["llama", "qwen3", "phi3"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "phi3", "phi4-mini"])
 @pytest.mark.parametrize("batch", [1, 5])
 def test_prompts_are_fused_from_the_third_on(tiny_model, name: str, batch: int) -> None:
     """Behind others too, and a step after them."""
