@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 import requant
-from eval.architectures import COVERED, SPECIAL, logits, of_model, tiny_folder
+from eval.architectures import COVERED, SPECIAL, logits, of_model, steps_and_whole, tiny_folder
 from eval.markdown import RESULTS, ROOT
 from eval.tiny_configs import tiny_config
 from requant.checkpoint.validate import read_header
 from requant.errors import ModelError
 from requant.inference.own_text import cache_bytes
+from requant.inference.quant_embedding import QuantEmbedding
 from requant.models.attention_sizes import attention_sizes
 from requant.models.loading import DEMO, auto_class
 from requant.models.targets import find_blocks, find_linears
@@ -67,6 +68,34 @@ def test_rows_of_an_embedding_in_codes_are_read_beside_encoders(text: Path, tmp_
     tables = [f"model.language_model.embed_tokens{suffix}" for suffix in ("", "_per_layer")]
     assert list(read_header(path).embedding_and_head) == tables
     assert torch.equal(logits(requant.load(path)), logits(result.model))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "gemma4",  # takes a row of `embedding.weight`
+        "olmo",  # norms without weights: no float is left
+        "modernbert-decoder",  # its tied head has a bias
+    ],
+)
+def test_embedding_and_head_in_codes(kind: str, text: Path, tmp_path: Path) -> None:
+    result = requant.quantize(
+        str(tiny_folder(kind, tmp_path / "source")),
+        dataclasses.replace(RECIPE, budget=Budget(head_bits=4, embedding_bits=4)),
+        text,
+    )
+    path = requant.save(result, tmp_path / "out")
+    expected = logits(result.model)
+    for dequantize in (False, True):
+        model = requant.load(path, dequantize=dequantize)
+        assert isinstance(model.get_input_embeddings(), nn.Embedding if dequantize else QuantEmbedding)
+        assert model.dtype == torch.float32 and model.to(torch.bfloat16).dtype == torch.bfloat16
+        assert torch.equal(logits(requant.load(path, dequantize=dequantize)), expected)
+    model = requant.load(path)
+    model.save_pretrained(tmp_path / "again")
+    assert torch.equal(logits(requant.load(tmp_path / "again")), expected)
+    found, whole = steps_and_whole(model)
+    torch.testing.assert_close(found, whole, rtol=1e-3, atol=1e-4)
 
 
 def build(kind: str, **of_vision: int) -> nn.Module:
