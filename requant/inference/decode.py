@@ -25,7 +25,7 @@ from requant.inference.attention import supports, use_kernel
 from requant.inference.cuda_graph import captured, side_stream
 from requant.inference.prompt_graphs import PromptGraphs
 from requant.inference.static_cache import SharedLengthCache, static_cache
-from requant.text.kv_cache import takes_cache, with_cache
+from requant.text.kv_cache import positions, takes_cache, with_cache
 from requant.text.sampling import sample_next
 
 PARTS = 512  # of a row of logits
@@ -68,11 +68,13 @@ class Decoder:
         self.graphs_prompts = graphs_prompts and self.wants_graph
         self.tokens = torch.empty(0)
         self.logits = torch.empty(0)
-        self.text = torch.empty(0)  # of a model without a cache: all tokens so far
+        self.count = 0  # of the tokens so far, where the host runs every step
+        self.text = torch.empty(0)  # prompts, and without a cache all tokens so far
         self.reset()
 
     def reset(self) -> None:
         """Forget all tokens; a captured step stays."""
+        self.count, self.text = 0, torch.empty(0)
         if self.captured is not None:
             self.cache.reset()
             return
@@ -97,15 +99,19 @@ class Decoder:
 
     def _prompt(self, tokens: Int64[Tensor, "b t"]) -> Float[Tensor, "b v"]:
         """Through the model itself, and again with a cache that asks less of it where it fails, at last with none."""
-        self.text = tokens
+        before = self.count
+        self.text = torch.cat([self.text, tokens], dim=1) if before else tokens
+        if self.cache is None:
+            tokens, before = self.text, 0
         while True:
+            where = with_cache(self.model, self.cache) | self._where(before, tokens.shape[1])
             try:
-                return self.model(tokens, **with_cache(self.model, self.cache), logits_to_keep=1).logits[
-                    :, -1
-                ]
+                return self.model(tokens, **where, logits_to_keep=1).logits[:, -1]
             except Exception as error:  # a stranger's code
-                if self.cache is None or is_out_of_memory(error):
+                whole = self.text.shape[1] == before + tokens.shape[1]
+                if self.cache is None or not whole or is_out_of_memory(error):
                     raise
+                tokens, before = self.text, 0
                 static, self.wants_graph = isinstance(self.cache, SharedLengthCache), False
                 self.cache = DynamicCache(config=self.model.config) if static else None
                 logger.warning(
@@ -145,11 +151,18 @@ class Decoder:
         if self.cache is None:
             tokens = self.text = torch.cat([self.text, tokens], dim=1)
         with use_kernel(self.model) if self.kernel_attention else nullcontext():
-            output = self.step_model(tokens, **with_cache(self.model, self.cache))
+            where = with_cache(self.model, self.cache) | self._where(self.count, 1)
+            output = self.step_model(tokens, **where)
         self._count(1)
         self._keep(output.logits[:, -1])
 
+    def _where(self, first: int, count: int) -> dict[str, Any]:
+        """Positions of tokens behind others, where the host counts."""
+        growing = isinstance(self.cache, DynamicCache) and first and self.step_model is self.model
+        return positions(self.model, first, count) if growing else {}
+
     def _count(self, tokens: int) -> None:
+        self.count += tokens
         if isinstance(self.cache, SharedLengthCache):
             self.cache.add(tokens)
 

@@ -9,6 +9,7 @@ import functools
 import inspect
 from typing import Any
 
+import torch
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 NAMES = ("cache", "past_key_values", "cache_params")
@@ -21,6 +22,21 @@ def _argument(kind: type) -> str | None:
     if not kind.__module__.startswith("transformers.") and not named & set(NAMES):
         named = CausalLMOutputWithPast.__dataclass_fields__.keys()
     return next((name for name in NAMES if name in named), None)
+
+
+def positions(model: Any, first: int, count: int) -> dict[str, Any]:
+    """`position_ids` of so many tokens behind others, for a model that takes them.
+
+    Bamba would count its text by its first layer, a state, which does not know how long the text is.
+    """
+    if not _takes_positions(type(model)):
+        return {}
+    return {"position_ids": torch.arange(first, first + count, device=model.device)[None]}
+
+
+@functools.cache
+def _takes_positions(kind: type) -> bool:
+    return "position_ids" in inspect.signature(kind.forward).parameters
 
 
 def takes_cache(model: Any) -> bool:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
+from eval.tiny_configs import tiny_config
 from requant.inference.batch import OneSequence, open_sequences
 from requant.inference.decode import Decoder, argmax_by_parts, generate_tokens
 from requant.inference.static_cache import SharedLengthCache, static_cache
@@ -98,6 +99,20 @@ def test_a_model_that_fails_with_a_cache_goes_on_with_less(tiny_model, monkeypat
     torch.testing.assert_close(torch.stack(found, dim=1), whole[:, 4:], rtol=1e-4, atol=1e-5)
     assert (decoder.cache is None) == (DynamicCache in caches)
     assert caplog.text.count("LlamaForCausalLM fails with a cache") == len(caches)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["openai-gpt", "bamba"])
+def test_prompts_behind_others(kind: str) -> None:
+    """Bamba's first layer, by which it counts its text, is a state."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config(kind, 256)).eval()
+    tokens = torch.randint(0, 256, (1, 12))
+    whole = model(tokens, use_cache=False).logits
+    decoder = Decoder(model, length=12)
+    found = [decoder.prefill(tokens[:, :5]).clone(), decoder.step(tokens[:, 5:6]).clone()]
+    found += [decoder.prefill(tokens[:, 6:9]).clone(), decoder.step(tokens[:, 9:10]).clone()]
+    torch.testing.assert_close(torch.stack(found, 1), whole[:, [4, 5, 8, 9]], rtol=1e-4, atol=1e-5)
 
 
 def test_a_sliding_window_goes_without_a_graph(tiny_model) -> None:
