@@ -51,6 +51,9 @@ EMBEDDING_AND_HEAD_LOSS = 0.01
 # What the loss of embedding and head counts beside those of matrices in mode `best`, whose training leaves 0.61, 0.73 and
 # 0.77 of the KL of 2, 3 and 4 bits (bench-32m): by the inverse at 3 and 4 bits, while at 2 the matrices' own weights say so.
 TABLE_WEIGHT = 1.3
+# bits of embedding and head beyond those of the matrices, where nothing is measured: 2.75, 3 and 3 in files of 2, 3 and 4
+# bits of bench-32m, 3 in that of 3 bits of demo-4m
+USUALLY_MORE = 3
 CLEARLY_LESS = 0.9  # of the predicted loss: what another split of the file has to reach to be worth a line
 
 
@@ -204,14 +207,22 @@ def outliers_compete(recipe: Recipe) -> bool:
 def uniform(
     recipe: Recipe, targets: Sequence[QuantTarget], widths: Mapping[str, Sequence[Bits]]
 ) -> Allocation:
-    """The recipe's bits for every matrix, without a budget."""
+    """The recipe's bits for every matrix, without a budget; for tables that a budget would choose for, what is usual."""
+    tables = {role: _usual(recipe, choices) for role, choices in widths.items()}
     return Allocation(
         bits={target.name: target.options.get("bits", recipe.quantizer.bits) for target in targets},
         bytes=sum(packed_spec(recipe, target.shape, options=target.options).bytes for target in targets),
-        embedding_bits=widths["embedding"][0],
-        head_bits=widths.get("head", widths["embedding"])[0],
-        token_table_bits=of_token_tables({role: bits[0] for role, bits in widths.items()}),
+        embedding_bits=tables["embedding"],
+        head_bits=tables.get("head", tables["embedding"]),
+        token_table_bits=of_token_tables(tables),
     )
+
+
+def _usual(recipe: Recipe, choices: Sequence[Bits]) -> Bits:
+    if len(choices) == 1 or recipe.budget.bits is None:
+        return choices[0]
+    expected = recipe.budget.bits + USUALLY_MORE
+    return min(choices, key=lambda bits: abs(bits - expected))
 
 
 def of_token_tables(bits: Mapping[str, Bits]) -> dict[str, Bits]:

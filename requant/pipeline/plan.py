@@ -4,11 +4,11 @@ Bytes are exact for the dense part (they follow from the layout) and an upper bo
 bits are given out as the run will do it, which takes its calibration passes. Memory and time are estimates, of
 `memory.py` and `schedule.py`.
 
-An `Outline`, from config.json alone, is planned too: nothing is measured, so a budget is taken as spent, and where
-the GPUs are not here times are those of H200s. Of several GPUs each holds a whole model, and its share of statistics,
-scores and what trains block by block; work is divided evenly, matrices as the run will divide them. Of what GPUs send to
-each other the memory counts what a batch says of matrices, the time gradients and, of a model larger than them, decoded
-matrices.
+An `Outline`, from config.json alone, is planned too: nothing is measured, so a budget is taken as spent, embedding and head
+get the bits that are usual, and where the GPUs are not here times are those of H200s. Of several GPUs each holds a whole
+model, and its share of statistics, scores and what trains block by block; work is divided evenly, matrices as the run will
+divide them. Of what GPUs send to each other the memory counts what a batch says of matrices, the time gradients and, of a
+model larger than them, decoded matrices.
 """
 
 from collections.abc import Mapping
@@ -59,6 +59,7 @@ class Plan:
     )  # kind -> bits -> how many matrices
     rotations: str | None = None  # whether they are folded; None where the recipe does not ask for it
     code: str | None = None  # of a trellis
+    tables: str | None = None  # bits of embedding and head, where they were not chosen but guessed
     training: str | None = None  # phases, steps, tokens; None without training
     hosted_bytes: int = 0  # of the matrices that stay in the host's memory
     host_memory: int = 0  # beside them
@@ -74,7 +75,8 @@ class Plan:
             f"matrices        {sum(self.matrices.values())} ({kinds})",
             f"weights         {self.weights:,}",
             f"bits per weight {self.bits_per_weight:.3f} of the matrices, {self.whole_bits_per_weight:.3f} of the file",
-            f"bytes           {self.bytes_before:,} -> {self.bytes_after:,}",
+            f"bytes           {self.bytes_before:,} -> {'' if self.tables is None else 'about '}{self.bytes_after:,}",
+            *([] if self.tables is None else [f"  {self.tables}"]),
             f"peak memory     about {self.peak_memory / 2**30:.2f} GiB"
             + (" a GPU" if self.gpus > 1 else "")
             + self._lacking(),
@@ -201,6 +203,7 @@ def make_plan(
         allocation=None if allocation.budget is None else allocation,
         widths={} if allocation.budget is None else widths,
         rotations=_rotations(prepared, recipe),
+        tables=_guessed_tables(prepared, recipe, allocation),
         training=_training(prepared, recipe, device),
         hosted_bytes=hosted_bytes(targets) if prepared.hosted else 0,
         host_memory=host_memory(prepared, recipe) if prepared.hosted else 0,
@@ -219,6 +222,21 @@ def _allocation(prepared: Prepared | Outline, recipe: Recipe, *, quiet: bool) ->
             embedding_and_head_bits(recipe, embedding_and_head_of(prepared.model)),
         )
     return allocate_bits(start(prepared, recipe, workspace=Workspace(None), quiet=quiet))
+
+
+def _guessed_tables(prepared: Prepared | Outline, recipe: Recipe, allocation: Allocation) -> str | None:
+    if not isinstance(prepared, Outline) or recipe.budget.bits is None:
+        return None
+    choices = embedding_and_head_bits(recipe, embedding_and_head_of(prepared.model))
+    guessed = {
+        "per-layer embeddings" if role not in ("embedding", "head") else role: allocation.bits_of_tables[role]
+        for role, bits in choices.items()
+        if len(bits) > 1
+    }
+    if not guessed:
+        return None
+    named = ", ".join(f"{role} at {bits:g} bits" for role, bits in guessed.items())
+    return f"{named}, as is usual: the run chooses by what they lose"
 
 
 def _rotations(prepared: Prepared | Outline, recipe: Recipe) -> str | None:

@@ -106,6 +106,22 @@ def test_a_configuration_is_enough_for_a_plan(
     assert plan.bytes_after == pytest.approx(expected.bytes_after - headers, abs=headers)
 
 
+def test_tables_that_the_run_will_choose_for_get_usual_bits(tiny_folder, tmp_path: Path) -> None:
+    """Not the fewest, which no run would take; and the plan says that they are a guess."""
+    shutil.copy(tiny_folder("llama") / "config.json", tmp_path)
+    recipe = recipe_of("trellis", budget=Budget(bits=3.0))
+    guessed, given = (
+        make_plan(outline(str(tmp_path), own), own, device="cuda")
+        for own in (
+            recipe,
+            dataclasses.replace(recipe, budget=Budget(bits=3.0, embedding_bits=6, head_bits=6)),
+        )
+    )
+    assert guessed.bytes_after == given.bytes_after and given.tables is None
+    text = "\n".join(guessed.lines())
+    assert f"-> about {guessed.bytes_after:,}\n  embedding at 6 bits, head at 6 bits, as is usual" in text
+
+
 def test_a_plan_for_several_gpus(tiny_folder) -> None:
     """Times of GPUs that are not here: of two, half, but for embedding and head. Statistics are divided, what trains not."""
     recipe = recipe_of("trellis", budget=Budget(bits=2.0))
