@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from requant import ranks
-from requant.errors import NumericalError
+from requant.errors import ModelError, NumericalError, RequantError, first_line, is_out_of_memory
 from requant.inference.decode import Decoder
 from requant.models.attention_sizes import attention_sizes
 from requant.models.mixed_precision import PRODUCTS
@@ -46,7 +46,7 @@ def own_windows(
     """`count` windows of the same length, on the CPU; their beginnings are those of `windows` in turn.
 
     Windows of at most PREFIX tokens leave nothing to write and are given back. Raises NumericalError for logits that are not
-    finite.
+    finite, ModelError for a model that fails in training's precision (MiniMax-Text-01).
     """
     length = windows.shape[1]
     beginnings = windows[torch.arange(count) % len(windows), :PREFIX]
@@ -57,7 +57,16 @@ def own_windows(
         if decoder is None or len(batch) != size:  # a captured step has one size
             decoder, size = Decoder(writer, length=length), len(batch)
         generator = torch.Generator(model.device).manual_seed(SEEDS * seed + number)
-        found.append(_continued(decoder, batch.to(model.device), length, generator))
+        try:
+            found.append(_continued(decoder, batch.to(model.device), length, generator))
+        except RequantError:
+            raise
+        except Exception as error:  # a stranger's code, in another precision
+            if is_out_of_memory(error):
+                raise
+            raise ModelError(
+                f"{type(model).__name__} writes no text in {writer.dtype} ({first_line(error)}): leave --own-windows out."
+            ) from error
     return torch.cat(ranks.merged_tensors(found))
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from requant.errors import NumericalError
+from requant.errors import ModelError, NumericalError
 from requant.inference import own_text
 from requant.inference.own_text import (
     PREFIX,
@@ -75,6 +75,20 @@ def test_logits_that_are_not_finite_write_nothing(tiny_model) -> None:
     model = tiny_model("llama")
     model.get_input_embeddings().weight.data.fill_(float("nan"))
     with pytest.raises(NumericalError, match="cannot write text"):
+        own_windows(model, torch.zeros(1, PREFIX + 2, dtype=torch.long), 1)
+
+
+def test_a_model_that_fails_in_the_precision_of_training_is_named(tiny_model, monkeypatch) -> None:
+    """MiniMax-Text-01 multiplies bfloat16 with a decay that it keeps in float32."""
+    model = tiny_model("llama")
+    monkeypatch.setitem(mixed_precision.PRODUCTS, "cpu", torch.bfloat16)
+    norm = type(model.model.norm).forward
+    monkeypatch.setattr(
+        type(model.model.norm), "forward", lambda self, x: norm(self, x) @ torch.eye(x.shape[-1])
+    )
+    with pytest.raises(
+        ModelError, match=r"LlamaForCausalLM writes no text in torch.bfloat16 .* leave --own-windows out"
+    ):
         own_windows(model, torch.zeros(1, PREFIX + 2, dtype=torch.long), 1)
 
 
