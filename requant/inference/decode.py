@@ -59,6 +59,7 @@ class Decoder:
         self.device = torch.device(model.device)
         self.captured: torch.cuda.CUDAGraph | None = None
         self.wants_graph = self.device.type == "cuda" if graph is None else graph
+        self.wants_cache = takes_cache(model)
         self.kernel_attention = kernel_attention and supports(model, length)
         self.wants_fused = fused and self.kernel_attention and step_model is None
         self.fuses_rotations = fuses_rotations
@@ -84,7 +85,7 @@ class Decoder:
         self.prompt_graphs = PromptGraphs() if self.graphs_prompts else None  # they write into this cache
         if self.cache is None:
             self.wants_graph = False
-            self.cache = DynamicCache(config=self.model.config) if takes_cache(self.model) else None
+            self.cache = DynamicCache(config=self.model.config) if self.wants_cache else None
 
     @torch.no_grad()
     def prefill(self, tokens: Int64[Tensor, "b t"]) -> Float[Tensor, "b v"]:
@@ -112,7 +113,8 @@ class Decoder:
                 if self.cache is None or not whole or is_out_of_memory(error):
                     raise
                 tokens, before = self.text, 0
-                static, self.wants_graph = isinstance(self.cache, SharedLengthCache), False
+                static = isinstance(self.cache, SharedLengthCache)
+                self.wants_graph, self.wants_cache = False, static  # after a reset too
                 self.cache = DynamicCache(config=self.model.config) if static else None
                 logger.warning(
                     "%s fails with a cache %s (%s: %s), so %s, which is slower",

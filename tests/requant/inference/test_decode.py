@@ -94,9 +94,11 @@ def test_a_model_that_fails_with_a_cache_goes_on_with_less(tiny_model, monkeypat
     monkeypatch.setattr(kv_cache, "_argument", lambda kind: name)
     decoder = Decoder(model, length=9, kernel_attention=False)
     decoder.cache = static_cache(model, 9)
-    found = [decoder.prefill(tokens[:, :5]).clone()]
-    found += [decoder.step(tokens[:, at : at + 1]).clone() for at in range(5, 9)]
-    torch.testing.assert_close(torch.stack(found, dim=1), whole[:, 4:], rtol=1e-4, atol=1e-5)
+    for _ in range(2):  # it is tried, and said, once
+        found = [decoder.prefill(tokens[:, :5]).clone()]
+        found += [decoder.step(tokens[:, at : at + 1]).clone() for at in range(5, 9)]
+        torch.testing.assert_close(torch.stack(found, dim=1), whole[:, 4:], rtol=1e-4, atol=1e-5)
+        decoder.reset()
     assert (decoder.cache is None) == (DynamicCache in caches)
     assert caplog.text.count("LlamaForCausalLM fails with a cache") == len(caches)
 
