@@ -60,6 +60,10 @@ class Decoder:
         self.captured: torch.cuda.CUDAGraph | None = None
         self.wants_graph = self.device.type == "cuda" if graph is None else graph
         self.wants_cache = takes_cache(model)
+        if not self.wants_cache:
+            logger.info(
+                "%s takes no cache, so it reads the whole text again for every token", type(model).__name__
+            )
         self.kernel_attention = kernel_attention and supports(model, length)
         self.wants_fused = fused and self.kernel_attention and step_model is None
         self.fuses_rotations = fuses_rotations

@@ -64,13 +64,14 @@ NO_CACHE = {
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", NO_CACHE)
-def test_a_model_without_a_cache_reads_the_whole_text_again(kind: str) -> None:
+def test_a_model_without_a_cache_reads_the_whole_text_again(kind: str, caplog) -> None:
+    caplog.set_level("INFO")
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **NO_CACHE[kind])).eval()
     tokens = torch.randint(0, 256, (2, 9))
     whole = model(tokens, use_cache=False).logits
     decoder = Decoder(model, length=9, graph=True)
-    assert not decoder.wants_graph
+    assert not decoder.wants_graph and "takes no cache" in caplog.text
     for _ in range(2):
         found = [decoder.prefill(tokens[:, :5]).clone()]
         found += [decoder.step(tokens[:, at : at + 1]).clone() for at in range(5, 9)]
