@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from eval.tiny_configs import tiny_config
@@ -108,6 +110,8 @@ def test_a_model_that_fails_with_a_cache_goes_on_with_less(tiny_model, monkeypat
 @pytest.mark.parametrize("kind", ["openai-gpt", "bamba"])
 def test_prompts_behind_others(kind: str) -> None:
     """Bamba's first layer, by which it counts its text, is a state."""
+    if kind == "bamba" and Version(transformers.__version__) < Version("5.17"):
+        pytest.skip("a state of Bamba takes no prompt behind others")
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_config(kind, 256)).eval()
     tokens = torch.randint(0, 256, (1, 12))
