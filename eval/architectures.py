@@ -96,7 +96,8 @@ def row_of(kind: str, folder: Path, device: str) -> dict[str, Any]:
     try:
         source = tiny_folder(kind, folder / "source")
     except Exception as error:
-        return {"outcome": "not built", "said": f"{type(error).__name__}: {first_line(error)}"}
+        said = first_line(error).replace("\\", "")  # of patterns; no result holds a folder of Windows
+        return {"outcome": "not built", "said": f"{type(error).__name__}: {said}"}
     found: dict[str, Any] = {}
     for label, options in runs_on(device).items():
         step = "quantize"

@@ -47,11 +47,11 @@ def _apply_rope(x_ptr, weight_ptr, cos_ptr, sin_ptr, head, at, inside, head_dim,
     return x.to(tl.float32) * cos + other.to(tl.float32) * sin
 
 
-# `length` is only compared; `tokens` stays special where it is 1: a step divides by it
+# `length` is compared and multiplied; `tokens` stays special where it is 1: a step divides by it
 @triton.jit(do_not_specialize=["length"], do_not_specialize_on_alignment=["tokens"])
 def rope_cache_kernel(
     q_ptr, k_ptr, v_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, position_ptr, y_ptr, keys_ptr, values_ptr, length,
-    tokens, q_heads, k_heads, head_dim, rotary_dim, q_row, k_row, v_row, trig_row, cache_head, eps,
+    tokens, q_heads, k_heads, head_dim, rotary_dim, q_row, k_row, v_row, trig_row, eps,
     HEADS: tl.constexpr, D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """HEADS heads of one token, which divide those of q and of k: first those of q, then of k, then of v. Both caches are
@@ -65,6 +65,7 @@ def rope_cache_kernel(
     sin_ptr += token * trig_row
     position = tl.load(position_ptr) + token % tokens
     fits = inside & (position < length)
+    cache_head = length * head_dim
     cache_row = position * head_dim + token // tokens * k_heads * cache_head
     if first < q_heads:
         own = first + heads
@@ -110,7 +111,7 @@ def rope_cache(
         ((q_heads + 2 * k_heads) // heads, m, 1),
         (
             q, k, v, q_norm, k_norm, cos, sin, position, y, keys, values, length, m // b, q_heads, k_heads, head_dim,
-            cos.shape[1], q.stride(0), k.stride(0), v.stride(0), cos.stride(0), keys.stride(1), eps,
+            cos.shape[1], q.stride(0), k.stride(0), v.stride(0), cos.stride(0), eps,
         ),
         _constants(heads, triton.next_power_of_2(head_dim), supports_pdl(q.device)),
     )  # fmt: skip
