@@ -6,6 +6,7 @@ attention mask is 0, and positions are counted without the padding. A sequence t
 itself and joins the batch; one that ends leaves it.
 """
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,8 +17,11 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from requant.errors import first_line, is_out_of_memory
 from requant.inference.decode import Decoder
 from requant.text.kv_cache import takes_cache, with_cache
+
+logger = logging.getLogger(__name__)
 
 
 class OneSequence:
@@ -95,7 +99,8 @@ class SequenceBatch:
 def open_sequences(model: Any, *, length: int, capacity: int | None) -> OneSequence | SequenceBatch:
     """Room for `capacity` sequences of `length` tokens; None: 8 on a CPU, elsewhere 1, whose step is a captured graph.
 
-    A model whose cache is no plain list of keys and values (sliding windows, states, none) has room for one.
+    A model whose cache is no plain list of keys and values (sliding windows, states, none), or that fails with a batch of
+    two short sequences, has room for one.
     """
     on_cpu = torch.device(model.device).type == "cpu"
     capacity = (8 if on_cpu else 1) if capacity is None else capacity
@@ -103,9 +108,30 @@ def open_sequences(model: Any, *, length: int, capacity: int | None) -> OneSeque
         capacity > 1
         and takes_cache(model)
         and all(type(layer) is DynamicLayer for layer in DynamicCache(config=model.config).layers)
+        and _takes_batches(model)
     ):
         return SequenceBatch(model, capacity)
     return OneSequence(model, length)
+
+
+def _takes_batches(model: Any) -> bool:
+    """Whether two sequences of different lengths go through the model (not through xLSTM); the log says why not."""
+    batch = SequenceBatch(model, 2)
+    try:
+        batch.add([0])
+        batch.add([0, 0])
+        batch.step([0, 0])
+    except Exception as error:  # a stranger's code
+        if is_out_of_memory(error):
+            raise
+        logger.warning(
+            "%s fails with a batch of sequences (%s: %s), so they are decoded one after the other",
+            type(model).__name__,
+            type(error).__name__,
+            first_line(error),
+        )
+        return False
+    return True
 
 
 def _padded(values: Float[Tensor, "b h t d"], length: int) -> Float[Tensor, "b h l d"]:

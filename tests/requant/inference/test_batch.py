@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from eval.tiny_configs import tiny_config
 from requant.inference.batch import OneSequence, SequenceBatch, open_sequences
 
 PROMPTS = [[5, 9, 200, 31], list(range(40, 64)), [7]]
@@ -42,6 +44,14 @@ def test_logits_are_those_of_each_alone(tiny_model, name: str) -> None:
     texts[:] = [list(PROMPTS[1])]
     check(batch.add(PROMPTS[1])[None])
     step()
+
+
+def test_a_model_that_fails_with_a_batch_is_decoded_one_by_one(caplog) -> None:
+    """xLSTM's state is none of transformers' caches, of which its config does not tell."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config("xlstm", 256)).eval()
+    assert isinstance(open_sequences(model, length=16, capacity=4), OneSequence)
+    assert "fails with a batch of sequences" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma3"])
