@@ -129,6 +129,12 @@ def keep_dtype(model: Any) -> None:
         embedding = model.get_input_embeddings()
         empty = torch.empty(0, dtype=embedding.dtype, device=next(embedding.buffers()).device)
         embedding.register_parameter(DTYPE, nn.Parameter(empty, requires_grad=False))
+        embedding.register_load_state_dict_post_hook(_is_not_missing)
+
+
+def _is_not_missing(_embedding: nn.Module, keys: Any) -> None:
+    """No state dict has DTYPE."""
+    keys.missing_keys[:] = [name for name in keys.missing_keys if name.rpartition(".")[2] != DTYPE]
 
 
 def tied_head(embedding: QuantEmbedding, plain: nn.Linear) -> QuantLinear:

@@ -92,6 +92,7 @@ def test_embedding_and_head_in_codes(kind: str, text: Path, tmp_path: Path) -> N
         assert model.dtype == torch.float32 and model.to(torch.bfloat16).dtype == torch.bfloat16
         assert torch.equal(logits(requant.load(path, dequantize=dequantize)), expected)
     model = requant.load(path)
+    model.load_state_dict(model.state_dict())
     model.save_pretrained(tmp_path / "again")
     assert torch.equal(logits(requant.load(tmp_path / "again")), expected)
     found, whole = steps_and_whole(model)
