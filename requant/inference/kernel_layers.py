@@ -207,7 +207,7 @@ class KernelEmbedding(nn.Module):
             self.matrix = matrix
         self.num_embeddings, self.embedding_dim = matrix.out_features, matrix.in_features
         self.padding_idx, self.dtype, self.scale = plain.padding_idx, plain.dtype, plain.scale
-        # of no values: Llama 4 moves tokens to where this is
+        # of no values: it says where the table is (`Rows.device`), whose matrix is the head's where they are tied
         device = next(matrix.buffers()).device
         self.register_buffer("weight", torch.empty(0, dtype=plain.dtype, device=device), persistent=False)
         if (of_dtype := plain._parameters.get(DTYPE)) is not None:

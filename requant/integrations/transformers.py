@@ -221,9 +221,8 @@ def insert_embedding_and_head(
     for name in (embedding_name, *tables):
         if name in embedding_and_head:
             _insert_embedding(model, name, embedding_and_head[name])
-    if (
-        tied and embedding_name in embedding_and_head
-    ):  # transformers ties parameters by name, and these have none
+    # transformers ties parameters by name, and these have none
+    if tied and embedding_name in embedding_and_head:
         model._tied_weights_keys = {
             target: source
             for target, source in (model._tied_weights_keys or {}).items()

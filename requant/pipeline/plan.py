@@ -228,11 +228,7 @@ def _guessed_tables(prepared: Prepared | Outline, recipe: Recipe, allocation: Al
     if not isinstance(prepared, Outline) or recipe.budget.bits is None:
         return None
     choices = embedding_and_head_bits(recipe, embedding_and_head_of(prepared.model))
-    guessed = {
-        "per-layer embeddings" if role not in ("embedding", "head") else role: allocation.bits_of_tables[role]
-        for role, bits in choices.items()
-        if len(bits) > 1
-    }
+    guessed = {role: allocation.bits_of_tables[role] for role, bits in choices.items() if len(bits) > 1}
     if not guessed:
         return None
     named = ", ".join(f"{role} at {bits:g} bits" for role, bits in guessed.items())

@@ -69,7 +69,8 @@ def sample_documents(
     finished = torch.zeros(batch_size, dtype=torch.bool, device=model.device)
     columns, cache = [], DynamicCache(config=model.config) if takes_cache(model) else None
     for _ in tracked(range(max_tokens), label="sampling text" if progress else None, unit="tokens"):
-        text = torch.cat([text, tokens], dim=1)
+        if cache is None:
+            text = torch.cat([text, tokens], dim=1)
         output = model(text if cache is None else tokens, **with_cache(model, cache))
         tokens = sample_next(output.logits[:, -1], top_p=top_p, generator=generator)
         columns.append(tokens)

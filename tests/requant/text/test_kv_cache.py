@@ -5,6 +5,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from requant.text.kv_cache import takes_cache, with_cache
+from requant.text.sampling import sample_documents
 
 
 class OldModel(torch.nn.Module):
@@ -43,6 +44,19 @@ def test_models_of_transformers_that_name_none_take_none(tiny_model) -> None:
     )
     assert not takes_cache(model) and takes_cache(tiny_model("llama")) and takes_cache(Wrapper(model))
     assert with_cache(model, DynamicCache()) == {"use_cache": False}
+
+
+@torch.no_grad()
+def test_documents_of_a_model_without_a_cache_follow_from_their_whole_text() -> None:
+    torch.manual_seed(0)
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 64, "initializer_range": 0.5}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("openai-gpt", **sizes)).eval()
+    generator = torch.Generator().manual_seed(0)
+    (row,) = sample_documents(
+        model, start=1, end=None, batch_size=1, max_tokens=6, generator=generator, top_p=1e-6
+    )
+    for count, token in enumerate(row):  # the likeliest, as `top_p` leaves no other
+        assert token == int(model(torch.tensor([[1, *row[:count]]])).logits[0, -1].argmax())
 
 
 @torch.no_grad()
