@@ -107,6 +107,15 @@ BY_ALIAS = {  # families of the aliases that nothing above has
     "smollm3": ("smollm3", SIZES | {"no_rope_layer_interval": 2, "tie_word_embeddings": True}),
     "phi4-mini": ("phi3", SIZES | {"partial_rotary_factor": 0.75, "tie_word_embeddings": True}),
 }
+EMBEDDINGS: dict[
+    str, tuple[str, dict[str, Any]]
+] = {  # families that scale their embedding in other ways than Gemma
+    "xglm": ("xglm", {"d_model": 64, "ffn_dim": 172, "num_layers": 2, "attention_heads": 4}),
+    "biogpt": (
+        "biogpt",
+        {"hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 2, "num_attention_heads": 4},
+    ),
+}
 MORE_EXPERTS = {  # what no mixture above has
     "nemotron-h": (  # experts without gates, in blocks of their own beside those of a state space and of attention
         "nemotron_h",
@@ -213,7 +222,10 @@ def build_model(name: str, *, seed: int = 0) -> Any:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    kind, sizes = (ARCHITECTURES | EXPERTS | MORE_EXPERTS | BY_ALIAS | UNKNOWN_EXPERTS | TOKEN_TABLES)[name]
+    kind, sizes = {
+        **(ARCHITECTURES | EXPERTS | MORE_EXPERTS | BY_ALIAS | UNKNOWN_EXPERTS),
+        **(TOKEN_TABLES | EMBEDDINGS),
+    }[name]
     torch.manual_seed(seed)
     if name in YOUNG and transformers_is_older(KNOWS_ALL):
         pytest.skip(f"{name} is not, or not yet like this, in this transformers")

@@ -34,6 +34,7 @@ from requant.formats.hadamard import TILE
 from requant.formats.packed_spec import PackedSpec
 from requant.formats.quantized_weight import QuantizedWeight, pack, slice_rows, unpack
 from requant.models.deterministic import deterministic
+from requant.models.row_scale import row_scale
 from requant.models.targets import embedding_and_head_modules
 from requant.models.token_tables import lookup_obstacle, token_tables
 from requant.quantizers.method import Bits, Losses
@@ -208,6 +209,7 @@ def embedding_and_head_curvature(
         rows = torch.zeros(vocabulary, device=weight.device)
         covariance = torch.zeros(width, width, device=weight.device)
         uses[use] = Curvature(rows=rows, covariance=covariance)
+        scale = row_scale(module)
 
         def hook(_module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
             if not output.requires_grad:  # the embedding's own hook makes it so, after the others
@@ -221,7 +223,7 @@ def embedding_and_head_curvature(
                     inputs = x.flatten(0, -2).float()
                 else:
                     rows.add_(torch.bincount(x.flatten(), minlength=len(rows)))
-                    inputs = gradients * getattr(module, "scalar_embed_scale", 1.0)
+                    inputs = gradients if scale is None else scale(gradients)
                 covariance.addmm_(inputs.mT, inputs)
 
             output.register_hook(accumulate)

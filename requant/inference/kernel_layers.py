@@ -216,7 +216,7 @@ class KernelEmbedding(nn.Module):
 
     def forward(self, tokens: Int[Tensor, "*m"]) -> Float[Tensor, "*m d"]:
         rows = self.rows(tokens)
-        return rows if self.scale is None else rows * float(torch.tensor(self.scale, dtype=self.dtype))
+        return rows if self.scale is None else self.scale(rows)
 
     def rows(self, tokens: Int[Tensor, "*m"]) -> Float[Tensor, "*m d"]:
         """Rows of the table, without the scale."""

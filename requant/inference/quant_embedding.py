@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from requant.formats.packed_spec import GUARD_TENSOR, PackedSpec
 from requant.formats.quantized_weight import QuantizedWeight, dequantize_rows, unpack
 from requant.inference.quant_linear import QuantLinear, apply_without_casts, store_guard
+from requant.models.row_scale import restore_buffer, row_scale
 
 DTYPE = "of_dtype"  # see `keep_dtype`
 
 
 class QuantEmbedding(nn.Module):
-    """Replaces an `nn.Embedding`, or Gemma's, which multiplies its output by `embed_scale`."""
+    """Replaces an `nn.Embedding`, or one that multiplies its rows by a factor (`models/row_scale.py`)."""
 
     def __init__(self, spec: PackedSpec, plain: nn.Embedding) -> None:
         """Empty buffers for `spec`, on the device of `plain`, whose dtype is that of the output."""
@@ -35,13 +36,9 @@ class QuantEmbedding(nn.Module):
             buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device=plain.weight.device)
             self.register_buffer(suffix, buffer)
         self.register_buffer(GUARD_TENSOR, torch.empty(0, dtype=torch.half, device=plain.weight.device))
-        # What this stands for; hidden, because a submodule would be saved. It holds the scale of Gemma's.
+        # What this stands for; hidden, because a submodule would be saved. It holds Gemma's buffer.
         self.__dict__["plain"] = plain
-
-    @property
-    def scale(self) -> float | None:
-        """What rows are multiplied by, in the dtype of the output."""
-        return getattr(self.plain, "scalar_embed_scale", None)
+        self.scale = row_scale(plain)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -53,10 +50,8 @@ class QuantEmbedding(nn.Module):
         return unpack(self.spec, self.tensors)
 
     def forward(self, tokens: Int[Tensor, "*m"]) -> Float[Tensor, "*m d"]:
-        floats = self.rows(tokens)
-        if self.scale is not None:
-            floats = floats * torch.tensor(self.scale, dtype=self.dtype, device=floats.device)
-        return floats
+        rows = self.rows(tokens)
+        return rows if self.scale is None else self.scale(rows)
 
     def rows(self, tokens: Int[Tensor, "*m"]) -> Float[Tensor, "*m d"]:
         """Rows of the table, without the scale."""
@@ -67,10 +62,7 @@ class QuantEmbedding(nn.Module):
         """The plain module with the same floats."""
         plain: Any = self.plain
         plain.weight = nn.Parameter(self.quantized().dequantize().to(dtype), requires_grad=False)
-        if self.scale is not None:
-            plain.register_buffer(
-                "embed_scale", torch.tensor(self.scale, device=plain.weight.device), persistent=False
-            )
+        restore_buffer(plain, plain.weight.device)
         return plain
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantEmbedding":

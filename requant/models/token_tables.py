@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from requant.models.hosted import hosted_blocks
+from requant.models.row_scale import row_scale
 
 FEWEST_ROWS = 0.5  # as many as the embedding has, at least
 SMALLEST = 0.05  # of the embedding's weights, at least: a smaller table is not worth its codes
@@ -43,7 +44,7 @@ def lookup_obstacle(module: nn.Module) -> str | None:
         return f"is a {type(module).__name__}"
     if module.max_norm is not None:
         return "renormalizes its rows"
-    if type(module) is not nn.Embedding and not hasattr(module, "scalar_embed_scale"):  # that is Gemma's
+    if type(module) is not nn.Embedding and row_scale(module) is None:
         return f"is a {type(module).__name__}"
     return None
 

@@ -91,6 +91,13 @@ def gives_the_logits_that_were_measured(make, name: str, method: str, kind: type
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(path)), expected)
 
 
+@pytest.mark.parametrize("name", ["xglm", "biogpt"])
+def test_rows_that_are_scaled_in_another_way_than_gemmas(make, name: str) -> None:
+    gives_the_logits_that_were_measured(make, name, "rtn", GridSpec)
+    path = make(name, method="rtn", head_bits=8, embedding_bits=8)[1]
+    assert requant.load(path).get_input_embeddings().scale.factor == 8.0
+
+
 @pytest.mark.parametrize("name", ["llama-tied", "llama"])
 @pytest.mark.parametrize(
     ("method", "bits"), [("rtn", 4), ("rtn", 5), ("rtn", 6), ("trellis", 2), ("trellis", 4.75)]
@@ -280,7 +287,9 @@ def test_bands_are_saved_and_loaded(make_banded, tmp_path: Path, name: str) -> N
     embedding = requant.load(path).get_input_embeddings()
     rows = torch.tensor([[0, 31, 32], [63, 64, 263]])
     floats = embedding.quantized().dequantize()[rows]
-    torch.testing.assert_close(embedding(rows), floats * (embedding.scale or 1.0))
+    torch.testing.assert_close(
+        embedding(rows), floats if embedding.scale is None else embedding.scale(floats)
+    )
     with pytest.raises(IndexError):
         embedding(torch.tensor([264]))
     requant.load(path).save_pretrained(tmp_path / "again")

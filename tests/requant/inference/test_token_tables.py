@@ -67,7 +67,7 @@ def test_a_checkpoint_gives_the_logits_that_were_measured(
     assert header.quantization["format_version"] == 7
     loaded = requant.load(path)
     table, original = loaded.get_submodule(TABLE), result.model.get_submodule(TABLE)
-    assert isinstance(table, QuantEmbedding) and table.scale == original.scalar_embed_scale != 1
+    assert isinstance(table, QuantEmbedding) and table.scale.factor == original.scalar_embed_scale != 1
     assert torch.equal(table(IDS), original(IDS))
     expected = logits(result.model)
     assert torch.equal(logits(loaded), expected)
