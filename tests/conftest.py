@@ -109,12 +109,13 @@ BY_ALIAS = {  # families of the aliases that nothing above has
 }
 EMBEDDINGS: dict[
     str, tuple[str, dict[str, Any]]
-] = {  # families that scale their embedding in other ways than Gemma
+] = {  # families that scale what they look up in other ways than Gemma
     "xglm": ("xglm", {"d_model": 64, "ffn_dim": 172, "num_layers": 2, "attention_heads": 4}),
     "biogpt": (
         "biogpt",
         {"hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 2, "num_attention_heads": 4},
     ),
+    "ctrl": ("ctrl", {"n_embd": 64, "dff": 172, "n_layer": 2, "n_head": 4}),  # in place
 }
 MORE_EXPERTS = {  # what no mixture above has
     "nemotron-h": (  # experts without gates, in blocks of their own beside those of a state space and of attention

@@ -179,14 +179,28 @@ def _beside_hidden_states(model: PreTrainedModel, block: nn.Module, tokens: Tens
         found.extend(each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
         raise StopForward
 
+    with (
+        torch.enable_grad(),
+        embedding_in_graph(model),
+        replaced_forward(block, called),
+        suppress(StopForward),
+    ):
+        model(input_ids=tokens, use_cache=False)
+    return found
+
+
+@contextmanager
+def embedding_in_graph(model: PreTrainedModel) -> Iterator[None]:
+    """The embedding's output requires gradients while the context lasts, and so does all that is made of it.
+
+    The model is given a copy, since a tensor at which a graph begins cannot be changed in place, as CTRL does to scale it.
+    """
     embedding: Any = model.get_input_embeddings()
-    handle = embedding.register_forward_hook(lambda _module, _inputs, output: output.requires_grad_())
+    handle = embedding.register_forward_hook(lambda _m, _inputs, output: output.requires_grad_().clone())
     try:
-        with torch.enable_grad(), replaced_forward(block, called), suppress(StopForward):
-            model(input_ids=tokens, use_cache=False)
+        yield
     finally:
         handle.remove()
-    return found
 
 
 def after_blocks(

@@ -25,7 +25,7 @@ from requant import ranks
 from requant.calibration.batches import first_batch, own_chunks, rounds
 from requant.calibration.block_by_block import Descent, LossOf, backward_block_by_block
 from requant.calibration.exchange import Exchange
-from requant.calibration.hidden_states import Precision, after_blocks, as_it_is
+from requant.calibration.hidden_states import Precision, after_blocks, as_it_is, embedding_in_graph
 from requant.errors import NumericalError
 from requant.models.deterministic import deterministic
 from requant.models.hosted import hosted_blocks
@@ -294,16 +294,6 @@ def recomputed_blocks(model: PreTrainedModel, recompute: bool | None) -> Iterato
         for block in find_blocks(model)[1] if recompute else ():
             stack.enter_context(replaced_forward(block, _recomputing(block.forward)))
         yield
-
-
-@contextmanager
-def embedding_in_graph(model: PreTrainedModel) -> Iterator[None]:
-    """The embedding's output requires gradients while the context lasts, and so does all that is made of it."""
-    embedding = model.get_input_embeddings().register_forward_hook(lambda _m, _i, out: out.requires_grad_())
-    try:
-        yield
-    finally:
-        embedding.remove()
 
 
 def _recomputing(forward: Callable[..., Any]) -> Callable[..., Any]:

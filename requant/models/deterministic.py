@@ -93,7 +93,7 @@ def _differentiate(model: PreTrainedModel) -> None:
 
     def start(_module: torch.nn.Module, _inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         embedded.append(output.detach().requires_grad_())
-        return embedded[-1]
+        return embedded[-1].clone()  # some models scale it in place
 
     handle = model.get_input_embeddings().register_forward_hook(start)
     try:

@@ -8,7 +8,7 @@ from requant.calibration.passes import gradient_pass, mean_loss, scored_tokens, 
 from requant.errors import NumericalError
 from requant.models.targets import find_blocks, find_linears
 
-ARCHITECTURES = ("llama", "llama-bias", "gemma3", "phi3", "opt", "gpt2", "gpt-neox")
+ARCHITECTURES = ("llama", "llama-bias", "gemma3", "phi3", "opt", "gpt2", "gpt-neox", "ctrl")
 
 
 def plain_loss(model, windows: torch.Tensor) -> torch.Tensor:
