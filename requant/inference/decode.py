@@ -103,31 +103,49 @@ class Decoder:
         return self.logits
 
     def _prompt(self, tokens: Int64[Tensor, "b t"]) -> Float[Tensor, "b v"]:
-        """Through the model itself, and again with a cache that asks less of it where it fails, at last with none."""
+        """Through the model itself."""
         before = self.count
         self.text = torch.cat([self.text, tokens], dim=1) if before else tokens
-        if self.cache is None:
-            tokens, before = self.text, 0
-        while True:
-            where = with_cache(self.model, self.cache) | self._where(before, tokens.shape[1])
-            try:
-                return self.model(tokens, **where, logits_to_keep=1).logits[:, -1]
-            except Exception as error:  # a stranger's code
-                whole = self.text.shape[1] == before + tokens.shape[1]
-                if self.cache is None or not whole or is_out_of_memory(error):
-                    raise
-                tokens, before = self.text, 0
-                static = isinstance(self.cache, SharedLengthCache)
-                self.wants_graph, self.wants_cache = False, static  # after a reset too
-                self.cache = DynamicCache(config=self.model.config) if static else None
-                logger.warning(
-                    "%s fails with a cache %s (%s: %s), so %s, which is slower",
-                    type(self.model).__name__,
-                    "of fixed size" if static else "of keys and values",
-                    type(error).__name__,
-                    first_line(error),
-                    "its cache grows" if static else "it reads the whole text again for every token",
-                )
+        return (
+            self._through_model(tokens, before)
+            if self.cache is not None
+            else self._through_model(self.text, 0)
+        )
+
+    def _through_model(self, tokens: Int64[Tensor, "b t"], before: int) -> Float[Tensor, "b v"]:
+        """The last logits of a prompt behind `before` tokens; with less of a cache where the model fails with this one."""
+        where = with_cache(self.model, self.cache) | self._where(before, tokens.shape[1])
+        try:
+            return self.model(tokens, **where, logits_to_keep=1).logits[:, -1]
+        except Exception as error:  # a stranger's code
+            whole = self.text.shape[1] == before + tokens.shape[1]
+            if self.cache is None or not whole or is_out_of_memory(error):
+                raise
+            return self._with_less_cache(error)
+
+    def _with_less_cache(self, error: Exception) -> Float[Tensor, "b v"]:
+        """The whole text with a cache that grows in place of one of fixed size, or with none in place of that.
+
+        What works is used from now on, and the log says why. Where nothing does the input is at fault: that raises, and the
+        decoder stays as it is.
+        """
+        own, static = self.cache, isinstance(self.cache, SharedLengthCache)
+        self.cache = DynamicCache(config=self.model.config) if static else None
+        try:
+            logits = self._through_model(self.text, 0)
+        except Exception:
+            self.cache = own
+            raise
+        self.wants_graph, self.wants_cache = False, self.cache is not None  # after a reset too
+        logger.warning(
+            "%s fails with a cache %s (%s: %s), so %s, which is slower",
+            type(self.model).__name__,
+            "of fixed size" if static else "of keys and values",
+            type(error).__name__,
+            first_line(error),
+            "it reads the whole text again for every token" if self.cache is None else "its cache grows",
+        )
+        return logits
 
     def _fused_prompts(self) -> Any:
         if self.fused_prefill is None:

@@ -107,6 +107,25 @@ def test_a_model_that_fails_with_a_cache_goes_on_with_less(tiny_model, monkeypat
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("static", [True, False])
+def test_a_prompt_at_fault_changes_no_decoder(tiny_model, caplog, static: bool) -> None:
+    """It fails with every cache, so none of them is given up, and nothing is logged."""
+    model, tokens = tiny_model("llama"), torch.randint(0, 256, (1, 9))
+    decoder = Decoder(model, length=9, kernel_attention=False)
+    if static:
+        decoder.cache, decoder.wants_graph = static_cache(model, 9), True
+    cache = decoder.cache
+    with pytest.raises(IndexError):
+        decoder.prefill(tokens + 1000)
+    assert (
+        decoder.cache is cache and decoder.wants_cache and decoder.wants_graph == static and not caplog.text
+    )
+    decoder.wants_graph = False  # there is none on a CPU
+    decoder.reset()
+    torch.testing.assert_close(decoder.prefill(tokens), model(tokens).logits[:, -1])
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("kind", ["openai-gpt", "bamba"])
 def test_prompts_behind_others(kind: str) -> None:
     """Bamba's first layer, by which it counts its text, is a state."""
