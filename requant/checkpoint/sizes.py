@@ -4,6 +4,9 @@
 
 with codes, scales, levels, sparse part and padding counted. The same for the whole files: all their bytes, with embedding,
 head, norms, biases and headers, over all their weights.
+
+A file does not say which of its tensors are embedding and head, so they are known by the names that models give them. A
+table of codes by another name is a token table (`models/token_tables.py`), where the format version allows one.
 """
 
 import math
@@ -11,14 +14,18 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from requant.checkpoint.validate import CheckpointHeader, read_header
+from requant.checkpoint.validate import TOKEN_TABLE_VERSION, CheckpointHeader, read_header
 from requant.formats.bands import BandsSpec
 from requant.formats.packed_spec import PackedSpec
 from requant.models.rotations import HEAD_SCALES
 
-EMBEDDINGS = ("embed_tokens", "embed_in", "wte", "wpe", "embed_positions", "word_embeddings")
-HEADS = ("lm_head", "embed_out")
-TOKEN_TABLES = ("embed_tokens_per_layer",)  # counted apart where a model has one
+EMBEDDINGS = (
+    *("embed_tokens", "embed_in", "wte", "word_embeddings", "embeddings", "tokens_embed"),
+    *("input_embedding", "w"),
+    *("wpe", "embed_positions", "positions_embed"),  # of positions
+)
+HEADS = ("lm_head", "embed_out", "output_projection")
+PLAIN_TOKEN_TABLES = ("embed_tokens_per_layer",)  # in 16 bits, where nothing but the name tells
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,7 +123,7 @@ def byte_table(checkpoint: str | Path | CheckpointHeader) -> ByteTable:
         for part, size in matrix.parts.items():
             parts[part] = parts.get(part, 0) + size
     for name, table in embedding_and_head.items():
-        part = _plain_part(f"{name}.weight")
+        part = part_of_table(name, header.quantization["format_version"])
         parts[part] = parts.get(part, 0) + table.bytes
     owned = {
         f"{name}.{suffix}"
@@ -125,7 +132,7 @@ def byte_table(checkpoint: str | Path | CheckpointHeader) -> ByteTable:
     }
     plain = {name: stored for name, stored in header.tensors.items() if name not in owned}
     for name, stored in plain.items():
-        parts[_plain_part(name)] = parts.get(_plain_part(name), 0) + stored.bytes
+        parts[part_of_tensor(name)] = parts.get(part_of_tensor(name), 0) + stored.bytes
     total = sum(file.stat().st_size for file in header.files)
     return ByteTable(
         parts=parts,
@@ -153,11 +160,18 @@ def matrix_parts(spec: PackedSpec) -> dict[str, int]:
     return parts
 
 
-def _plain_part(name: str) -> str:
-    components = name.split(".")
-    if any(part in components for part in HEADS):
+def part_of_table(name: str, version: int) -> str:
+    """The part that a table of codes belongs to, by the name of its module."""
+    part = part_of_tensor(f"{name}.weight")
+    return "token_tables" if part == "other" and version >= TOKEN_TABLE_VERSION else part
+
+
+def part_of_tensor(name: str) -> str:
+    """The part that a tensor belongs to, by the name of its module."""
+    module, _, tensor = name.rpartition(".")
+    own = module.rpartition(".")[2]
+    if own in HEADS:
         return "head"
-    if any(part in components for part in TOKEN_TABLES):
+    if own in PLAIN_TOKEN_TABLES:
         return "token_tables"
-    is_embedding = components[-1] != HEAD_SCALES and any(part in components for part in EMBEDDINGS)
-    return "embedding" if is_embedding else "other"
+    return "embedding" if own in EMBEDDINGS and tensor != HEAD_SCALES else "other"
