@@ -83,7 +83,7 @@ def test_every_line_of_the_page_stands_for_an_error() -> None:
 
 def test_sentences_without_a_class_are_printed_somewhere() -> None:
     source = " ".join(path.read_text(encoding="utf-8") for path in (ROOT / "requant").rglob("*.py"))
-    for phrase in families()["Without a class"]:
+    for phrase in families()["Warnings and other messages"]:
         if not phrase.startswith(("--", "dtype")):
             assert phrase in source, phrase
 
