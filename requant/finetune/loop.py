@@ -361,8 +361,7 @@ def micro_batch_that_fits(
         a_token //= 2
     state = reserved + 12 * sum(trainable.tensor.numel() for trainable in trainables)
     state += 4 * sum(weight.parameter.numel() for weight in derived)
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch, free for us
-    available = free_memory(device) + cached - state
+    available = free_memory(device) - state
     windows = max(1, settings.tokens_per_step // length)
     while windows and 1.5 * windows * length * a_token > available:
         windows //= 2

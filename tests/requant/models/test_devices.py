@@ -35,11 +35,13 @@ def test_the_peak_is_not_that_of_a_larger_parent() -> None:
 
 @pytest.fixture
 def gpu(monkeypatch) -> dict[str, float]:
-    """A GPU of 80 bytes, 50 of them free, 10 reserved by torch; what fraction of it torch was given."""
+    """A GPU of 80 bytes: others have 20, torch 60, 10 of them in tensors; what fraction of it torch was given."""
     given: dict[str, float] = {}
+    reserved = [60]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (50, 80))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 10)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (60 - reserved[0], 80))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: reserved[0])
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: reserved.__setitem__(0, 10))
     monkeypatch.setattr(
         torch.cuda, "set_per_process_memory_fraction", lambda part, index: given.update({str(index): part})
     )
@@ -54,7 +56,7 @@ def test_a_run_takes_no_more_of_a_gpu_than_it_may(gpu, name: str, index: str) ->
     devices.limit_gpu_memory(24, name)
     assert gpu == {index: 24 / 80}
     assert (devices.total_memory(device), devices.free_memory(device)) == (24, 14)
-    devices.limit_gpu_memory(70, name)  # 60 of them are not taken by torch, but others have 30 of the rest
+    devices.limit_gpu_memory(70, name)  # 60 of them are not in tensors, but others have 20 of the GPU
     assert (devices.total_memory(device), devices.free_memory(device)) == (70, 50)
 
 
@@ -72,3 +74,12 @@ def test_a_limit_that_is_none_is_refused(gpu) -> None:
     with pytest.raises(InputError, match="is more than the GPU has"):
         devices.limit_gpu_memory(81, "cuda")
     assert not gpu
+
+
+@pytest.mark.gpu
+def test_what_torch_keeps_for_later_is_free() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    before = devices.free_memory(device)
+    torch.empty(4 << 30, dtype=torch.uint8, device=device)  # freed at once, and kept by torch
+    assert torch.cuda.memory_reserved(device) >= 4 << 30
+    assert devices.free_memory(device) > before - (1 << 30)
