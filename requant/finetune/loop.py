@@ -183,6 +183,7 @@ def train(
         fused(models, settings.num_steps) as kl_of,
         recomputed_blocks(run.model, recompute),
         saved.interrupts_noted() as interrupts,
+        ExitStack() as replaced,
     ):
         if isinstance(teacher, HeadTeacher):
             training_step = BlockwiseStep(
@@ -194,6 +195,8 @@ def train(
                 kl_of=kl_of,
                 hidden_weight=hidden_weight,
             )
+            # also after an error: what `fused` put beneath them can only be taken away when they are gone
+            replaced.callback(training_step.forwards.close)
         else:
             training_step = TrainingStep(
                 lambda *batch: (

@@ -1,5 +1,6 @@
 """Training block by block: the gradients of the whole model, in a fraction of its memory."""
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -425,3 +426,23 @@ def test_blocks_are_compiled_once_for_all_phases(
             step.close()
     # without a graph and with one, for the first block and the others, and the divergence
     assert len(find_blocks(model)[1]) > 1 and counting_compiler.frame_count <= 4
+
+
+@pytest.mark.usefixtures("products_of_a_gpu")
+def test_a_step_that_is_broken_off_leaves_the_blocks_as_they_were(
+    tiny_folder, tiny_text_file, monkeypatch
+) -> None:
+    """On a GPU blocks are replaced twice, and what came last has to go first."""
+    monkeypatch.setattr(compile_blocks, "_on_gpus", lambda models: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+    def interrupted(*_) -> None:
+        raise KeyboardInterrupt
+
+    run = run_of(tiny_folder("llama"), tiny_text_file, blockwise=True)
+    codes = quantize_linears(run, None, label="quantize")
+    monkeypatch.setattr(LearningBlock, "learn", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        finetune(run, codes, run.recipe.finetune)
+    gc.collect()  # an error in a generator that is collected is a warning, and warnings are errors here
+    assert not any("forward" in vars(block) for block in find_blocks(run.model)[1])
