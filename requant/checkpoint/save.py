@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from requant.checkpoint.header import CHECKSUMS_FILE, read_shard
+from requant.checkpoint.header import CHECKSUMS_FILE
 from requant.checkpoint.new_folder import check_output, new_folder
 from requant.checkpoint.validate import version_of
 from requant.checkpoint.writer import planned_bytes, write_bytes, write_shards
@@ -23,6 +23,7 @@ from requant.formats.quantized_weight import QuantizedWeight, pack
 from requant.formats.tensor_spec import TensorSpec
 from requant.models.file_names import names_in_files
 from requant.models.rotations import rotation_of
+from requant.models.safetensors_header import read_shard
 from requant.models.weight_files import weight_files
 
 MAX_SHARD_BYTES = 5_000_000_000

@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from requant.checkpoint.header import StoredTensor, read_folder, read_json
+from requant.checkpoint.header import read_folder, read_json
 from requant.errors import CheckpointError
 from requant.files import check_model_folder, path_of
 from requant.formats.bands import BandsSpec
@@ -29,6 +29,7 @@ from requant.formats.magnitude import LARGEST
 from requant.formats.packed_spec import GUARD_TENSOR, PackedSpec
 from requant.formats.trellis import TrellisSpec
 from requant.models.rotations import HEAD_SCALES, Rotation
+from requant.models.safetensors_header import StoredTensor
 
 FORMAT_VERSION = 7
 CHUNK_BYTES = 1 << 26

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from requant.checkpoint.header import DTYPES
 from requant.formats.tensor_spec import TensorSpec
+from requant.models.safetensors_header import DTYPES
 from requant.models.weight_files import INDEX_FILE, WEIGHTS_FILE
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}

@@ -11,7 +11,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from requant.checkpoint.header import StoredTensor
 from requant.checkpoint.validate import (
     CheckpointHeader,
     check_depth,
@@ -28,6 +27,7 @@ from requant.models.file_names import module_names
 from requant.models.folding import unfold
 from requant.models.loading import DTYPES, auto_class, load_config, resolve_source
 from requant.models.rotations import HEAD_SCALES
+from requant.models.safetensors_header import StoredTensor
 from requant.models.targets import embedding_and_head_modules
 
 

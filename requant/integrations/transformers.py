@@ -24,7 +24,6 @@ from transformers.quantizers.auto import (
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from requant.checkpoint.header import StoredTensor, read_tensors
 from requant.checkpoint.read import VERIFY_CHECKSUMS, provenance
 from requant.checkpoint.validate import (
     FORMAT_VERSION,
@@ -43,6 +42,7 @@ from requant.integrations.resize import guard_resizing
 from requant.models.experts import fuses_experts, unfuse_experts
 from requant.models.file_names import module_names
 from requant.models.rotations import Rotation, add_head_scales, rotate_stream, stream_kept
+from requant.models.safetensors_header import StoredTensor, read_tensors
 
 METHOD = "requant"
 
