@@ -22,9 +22,8 @@ from requant.formats.packed_spec import GUARD_TENSOR, PackedSpec
 from requant.formats.quantized_weight import QuantizedWeight, pack
 from requant.formats.tensor_spec import TensorSpec
 from requant.models.file_names import names_in_files
+from requant.models.prequantized import float_view
 from requant.models.rotations import rotation_of
-from requant.models.safetensors_header import read_shard
-from requant.models.weight_files import weight_files
 
 MAX_SHARD_BYTES = 5_000_000_000
 _WEIGHTS = ("safetensors", "bin", "pt", "pth", "ckpt", "pkl", "gguf", "msgpack", "h5", "onnx", "npz")
@@ -202,10 +201,9 @@ def _plain_tensors(
 
 
 def _source_dtypes(source: str | Path | None) -> dict[str, torch.dtype]:
-    """Dtype of every tensor in the source's safetensors files; a model computed in float32 is saved as it
-    came."""
-    files = [] if source is None else weight_files(source)
-    return {name: stored.dtype for file in files for name, stored in read_shard(file).items()}
+    """Dtype of every tensor in the source's safetensors files, of floats where they hold FP8 or MXFP4; a model computed in
+    float32 is saved as it came."""
+    return {} if source is None else {name: each.dtype for name, each in float_view(source).items()}
 
 
 def _config(

@@ -37,6 +37,8 @@ ALIASES: dict[str, str] = {
     "olmo-3-7b": "allenai/Olmo-3-1025-7B",
     "olmo-3-7b-instruct": "allenai/Olmo-3-7B-Instruct",
     "olmo-3-32b": "allenai/Olmo-3-1125-32B",
+    "gpt-oss-20b": "openai/gpt-oss-20b",
+    "gpt-oss-120b": "openai/gpt-oss-120b",
     "olmoe-1b-7b": "allenai/OLMoE-1B-7B-0924",
     "smollm3-3b": "HuggingFaceTB/SmolLM3-3B-Base",
     "smollm3-3b-instruct": "HuggingFaceTB/SmolLM3-3B",

@@ -18,7 +18,10 @@ def check_in_memory(model: PreTrainedModel, *, device: str, dtype: str) -> None:
     """Raise ModelError for a loaded model that cannot be quantized as it is, or where it is not as the arguments say."""
     check_head(model)
     if getattr(model.config, "quantization_config", None) is not None:
-        raise ModelError(f"this {type(model).__name__} is quantized already; give the original model.")
+        raise ModelError(
+            f"this {type(model).__name__} is quantized already; give the original model, or, of FP8 and MXFP4, one that "
+            "transformers loaded with dequantize=True."
+        )
     if device != "auto":
         wanted = torch.device(pick_device(device))
         if wanted.type != model.device.type or wanted.index not in (None, model.device.index or 0):
@@ -36,6 +39,14 @@ def check_head(model: PreTrainedModel) -> None:
         raise ModelError(
             f"{type(model).__name__} has no head to predict tokens with; load it by AutoModelForCausalLM."
         )
+
+
+def forget_dequantization(model: Any) -> None:
+    """Drop what transformers dequantized the files by: before 5.24 it stays with the model, and names of tensors in files,
+    which are asked for by reverting all that was done to them, end in an error."""
+    done = getattr(model, "_weight_conversions", None) or ()
+    if any(hasattr(step, "hf_quantizer") for each in done for step in getattr(each, "operations", ())):
+        model._weight_conversions = None  # those of the model's class then count
 
 
 def check_tokenizer(tokenizer: object, *, loaded: bool) -> None:

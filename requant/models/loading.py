@@ -4,7 +4,9 @@ A model is a causal LM of transformers with safetensors weights; no code of its 
 raises on a damaged or foreign folder becomes a ModelError of one sentence.
 """
 
+import copy
 import json
+import logging
 import math
 import os
 from collections.abc import Collection, Iterator
@@ -27,7 +29,10 @@ from requant.errors import (
 from requant.files import check_model_folder, parse_json, read_small_file
 from requant.models.aliases import ALIASES
 from requant.models.hosted import hosted_blocks, whole_state
+from requant.models.prequantized import FORMATS, check_stored, float_dtype, float_state
 from requant.models.weight_files import WEIGHT_FILES
+
+logger = logging.getLogger(__name__)
 
 DEMO = Path(__file__).parents[1] / "data" / "demo"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -48,25 +53,24 @@ def load_model(source: str, *, device: str, dtype: str, moved: bool = True) -> P
 
     `source` is a folder, a hub name, an alias or `demo`; `dtype` a torch dtype's name, or `auto`: float32 on the CPU,
     the dtype of the weights on a GPU. Not `moved`, the model stays on the host, where its tensors are views of the weight
-    files if they have the dtype.
+    files if they have the dtype; what files hold in FP8 or MXFP4 is dequantized (`prequantized.py`).
     """
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # loading takes a second and would print a bar above ours
     path = resolve_source(source)
-    auto = auto_class(check_loadable(path, dtype=dtype))
+    config = check_loadable(path, dtype=dtype)
+    wanted = "float32" if dtype == "auto" and device == "cpu" else dtype
+    loaded = _dequantized if _is_prequantized(config) else _as_it_is
     with _refusing(path, "a Hugging Face causal LM with safetensors weights"):
-        loaded: Any = auto.from_pretrained(
-            path,
-            dtype="float32" if dtype == "auto" and device == "cpu" else dtype,
-            use_safetensors=True,
-            local_files_only=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
-    model, report = loaded
+        model, report = loaded(path, config, wanted)
     if missing := sorted(report["missing_keys"]):  # transformers would fill them with random numbers
         raise ModelError(f"{path}: the weight files lack {missing[0]}; download the model again.")
+    if scales := sorted(name for name in report["unexpected_keys"] if name.endswith("_scale_inv")):
+        raise ModelError(  # codes would be taken for weights
+            f"{path}: the weight files hold scales ({scales[0]}), but config.json has no quantization_config that says of "
+            "what; download the model again."
+        )
     if moved:
         model.to(device)
     model.eval().requires_grad_(False)
@@ -74,22 +78,82 @@ def load_model(source: str, *, device: str, dtype: str, moved: bool = True) -> P
     return model
 
 
+def _as_it_is(path: str, config: Any, dtype: str) -> Any:
+    """A model whose files hold floats, and transformers' report of its loading."""
+    return auto_class(config).from_pretrained(
+        path,
+        dtype=dtype,
+        use_safetensors=True,
+        local_files_only=True,
+        trust_remote_code=False,
+        output_loading_info=True,
+    )
+
+
+def _dequantized(path: str, config: Any, dtype: str) -> Any:
+    """A model whose files hold FP8 or MXFP4, with floats in their place, and transformers' report.
+
+    transformers takes either a folder or a state dict, so what it reads of a folder beside the weights is given here.
+    """
+    from transformers import GenerationConfig
+
+    method = config.quantization_config["quant_method"]
+    state, wanted = float_state(path, None if dtype == "auto" else dtype)
+    if not state:
+        raise ModelError(
+            f"{path} cannot be loaded (there are no safetensors files); download the model again."
+        )
+    logger.warning(
+        "the weight files of %s hold %s: they are read as %s, and that is the original.",
+        path,
+        FORMATS[method],
+        str(wanted).removeprefix("torch."),
+    )
+    kind, config = _model_class(_of_floats(config))
+    model, report = kind.from_pretrained(
+        None, config=config, state_dict=state, dtype=wanted, output_loading_info=True
+    )
+    model.name_or_path = model.config._name_or_path = path
+    if model.can_generate():
+        with suppress(OSError):  # without the file transformers makes one of the configuration
+            model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
+    return model, report
+
+
+def _is_prequantized(config: Any) -> bool:
+    return getattr(config, "quantization_config", None) is not None
+
+
+def _of_floats(config: Any) -> Any:
+    """The configuration of the same model whose files hold floats."""
+    config = copy.deepcopy(config)
+    del config.quantization_config
+    return config
+
+
+def _model_class(config: Any) -> tuple[Any, Any]:
+    """The class that `auto_class` takes for a configuration, and the part of the configuration that is given to it."""
+    kind = auto_class(config)._model_mapping[type(config)]
+    text = getattr(config, "sub_configs", {}).get("text_config")
+    return kind, config.get_text_config() if text is not None and kind.config_class == text else config
+
+
 def check_loadable(path: str, *, dtype: str) -> Any:
     """The configuration of a model's folder. Raises ModelError for what `load_model` refuses before it reads weights."""
     if dtype not in ("auto", *DTYPES):
         raise ModelError(f"--dtype {dtype} is unknown; give auto, {', '.join(DTYPES)}.")
     config = load_config(path)
-    if getattr(config, "quantization_config", None) is not None:
-        raise ModelError(
-            f"{path} is quantized already; give the original model, or load it with the tool that wrote it."
-        )
+    if _is_prequantized(config):
+        check_stored(path, config.quantization_config)
     return config
 
 
 def empty_model(path: str, *, dtype: str) -> PreTrainedModel:
     """The model of a folder on the meta device: shapes from its configuration, no memory, no weight files read."""
-    config = load_config(path)
+    config = check_loadable(path, dtype=dtype)
     stored = getattr(config.get_text_config(), "dtype", None) or torch.bfloat16
+    if _is_prequantized(config):
+        config, stored = _of_floats(config), float_dtype(read_config(path))
     with _refusing(path, "the folder of a causal LM that transformers knows"), torch.device("meta"):
         model = auto_class(config).from_config(
             config, dtype=stored if dtype == "auto" else getattr(torch, dtype), trust_remote_code=False

@@ -21,6 +21,7 @@ from torch import Tensor
 from requant.allocation.budget import allocate_bits, has_budget, uniform
 from requant.allocation.embedding_and_head import embedding_and_head_bits, embedding_and_head_of
 from requant.allocation.sizes import embedding_and_head_savings, packed_spec, sparse_bytes
+from requant.checkpoint.original_sizes import float_bytes
 from requant.display import format_seconds
 from requant.models.devices import total_memory
 from requant.pipeline.hosting import HOSTED, hosted_bytes
@@ -164,10 +165,11 @@ def make_plan(
     if isinstance(prepared, Outline) and recipe.budget.bits is not None:
         parts = recipe.budget.bits * weights / 8
     model_bytes = bytes_before(prepared)
-    per_weight = _source_bytes_per_weight(prepared, model_bytes)
+    as_floats = model_bytes if prepared.source is None else float_bytes(prepared.source)
+    per_weight = _source_bytes_per_weight(prepared, as_floats)
     saved = embedding_and_head_savings(prepared.model, prepared.source, recipe, allocation)
     stored = sum(target.size for target in targets) * per_weight + saved
-    bytes_after = round(model_bytes - stored + parts)
+    bytes_after = round(as_floats - stored + parts)
     if isinstance(prepared, Outline) and recipe.budget.size is not None:
         bytes_after = recipe.budget.size
     kinds: dict[str, int] = {}

@@ -21,7 +21,13 @@ from requant.models.deterministic import demand_deterministic_gradients
 from requant.models.devices import pick_device, total_memory
 from requant.models.experts import unfuse_experts
 from requant.models.folding import fold, obstacle, rotated_targets
-from requant.models.in_memory import changed_config, check_in_memory, check_tokenizer, origin
+from requant.models.in_memory import (
+    changed_config,
+    check_in_memory,
+    check_tokenizer,
+    forget_dequantization,
+    origin,
+)
 from requant.models.loading import (
     check_finite,
     check_loadable,
@@ -129,6 +135,7 @@ def prepare(
         config = check_loadable(str(source), dtype=dtype)
     else:
         check_in_memory(model, device=device, dtype=dtype)
+        forget_dequantization(model)
         source, config = origin(model), model.config
         changed = {} if source is None else changed_config(model, source)
     if tokenizer is None:

@@ -1,11 +1,12 @@
 """The values of the report, the model card and the final table, computed from a finished run."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from requant.allocation.embedding_and_head import embedding_and_head_of
+from requant.checkpoint.original_sizes import float_bytes, original_bits, stores_floats, whole_bits
 from requant.checkpoint.save import checkpoint_bytes
 from requant.checkpoint.sizes import ByteTable, MatrixBytes, byte_table, matrix_parts
 from requant.display import format_bytes, format_seconds
@@ -105,7 +106,7 @@ def result_numbers(result: QuantizedModel, output: Path) -> dict[str, Any]:
     `before` and `after` are the original and the checkpoint in `output`.
     """
     summary = run_summary(result, output)
-    before, after, source_bits = result.before, result.after, 8 * _source_element_size(result)
+    before, after = result.before, result.after
     table: ByteTable = byte_table(output)
     return {
         "checkpoint": str(output),
@@ -119,10 +120,10 @@ def result_numbers(result: QuantizedModel, output: Path) -> dict[str, Any]:
         "kl_error": after.kl_error,
         "p99_kl": after.p99_kl,
         "top1_agreement": after.top1_agreement,
-        "bits_per_weight": {"before": source_bits, "after": table.bits_per_weight},
-        "whole_bits_per_weight": {"before": source_bits, "after": table.whole_bits_per_weight},
+        "bits_per_weight": {"before": _source_bits(result, result.weights), "after": table.bits_per_weight},
+        "whole_bits_per_weight": {"before": _source_bits(result), "after": table.whole_bits_per_weight},
         "bits_per_weight_of": {
-            name: {"before": source_bits, "after": part.bits_per_weight}
+            name: {"before": _source_bits(result, [name]), "after": part.bits_per_weight}
             for name, part in table.embedding_and_head.items()
         },
         "bytes": {"before": summary.bytes_before, "after": table.bytes},
@@ -158,12 +159,12 @@ def result_rows(numbers: Mapping[str, Any]) -> list[dict[str, object]]:
         ("perplexity", f"{perplexity['before']:.3f}", f"{perplexity['after']:.3f}"),
         ("KL to the original, nats", "0", f"{numbers['mean_kl']:.4f}" + _plus_minus(numbers["kl_error"])),
         ("top-1 agreement", "1", f"{numbers['top1_agreement']:.4f}"),
-        ("bits per weight, matrices", f"{bits['before']}", f"{bits['after']:.3f}"),
+        ("bits per weight, matrices", _bits_text(bits["before"]), f"{bits['after']:.3f}"),
         *(
-            (f"bits per weight, {name}", f"{part['before']}", f"{part['after']:.3f}")
+            (f"bits per weight, {name}", _bits_text(part["before"]), f"{part['after']:.3f}")
             for name, part in numbers["bits_per_weight_of"].items()
         ),
-        ("bits per weight, whole file", f"{whole['before']}", f"{whole['after']:.3f}"),
+        ("bits per weight, whole file", _bits_text(whole["before"]), f"{whole['after']:.3f}"),
         ("weight files", format_bytes(size["before"]), format_bytes(size["after"])),
         *_budget_rows(numbers["budget"]),
         *([("rotations", "", numbers["rotations"])] if numbers["rotations"] == "folded" else []),
@@ -273,8 +274,24 @@ def _sizes(result: QuantizedModel, stored: dict[str, MatrixBytes]) -> dict[str, 
 
 
 def _source_element_size(result: QuantizedModel) -> int:
-    """Bytes per element in the source's files, which a run in float32 may have widened."""
-    return 4 if bytes_before(result.prepared) >= 3 * sum(p.numel() for p in result.model.parameters()) else 2
+    """Bytes per element in the source's files, as floats; a run in float32 may have widened them."""
+    source = result.prepared.source
+    stored = bytes_before(result.prepared) if source is None else float_bytes(source)
+    return 4 if stored >= 3 * sum(p.numel() for p in result.model.parameters()) else 2
+
+
+def _source_bits(result: QuantizedModel, names: Iterable[str] | None = None) -> int | float:
+    """Bits per weight of these matrices in the source's files, or of the files."""
+    source, found = result.prepared.source, None
+    if source is not None and not stores_floats(source):
+        found = whole_bits(source) if names is None else original_bits(result.model, source, names)
+    if found is None:
+        return 8 * _source_element_size(result)
+    return int(found) if found.is_integer() else found
+
+
+def _bits_text(bits: float) -> str:
+    return f"{bits:.3f}" if isinstance(bits, float) else f"{bits}"
 
 
 def _hub_name(model: str) -> str | None:

@@ -2,6 +2,7 @@
 
 import errno
 import inspect
+import json
 import logging
 import os
 import re
@@ -396,6 +397,21 @@ def test_damaged_checkpoints(refused, checkpoint: Path, tmp_path: Path) -> None:
         assert "config.json" in refused(*command)
 
 
+def test_a_model_quantized_by_another_program_is_refused(refused, tiny_folder, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny_folder("llama"), tmp_path / "gptq"))
+    config = json.loads((folder / "config.json").read_text()) | {
+        "quantization_config": {"quant_method": "gptq"}
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    arguments = ("quantize", "--model", folder, "--bits", 3, "--calibration", "demo")
+    for command in (
+        arguments,
+        (*arguments, "--dry-run", "--gpus", 1),
+        ("eval", folder, "--text", "demo-eval"),
+    ):
+        assert "is quantized already (quant_method gptq); give the original model" in refused(*command)
+
+
 def test_other_commands_refuse_in_one_sentence(refused, checkpoint: Path, tiny_folder) -> None:
     assert "is neither a folder nor an alias" in refused("eval", "dema")
     assert "there is no file absent.txt" in refused("eval", checkpoint, "--text", "absent.txt")
@@ -408,7 +424,7 @@ def test_other_commands_refuse_in_one_sentence(refused, checkpoint: Path, tiny_f
     )
     refused("inspect", tiny_folder("llama"))
     refused("inspect", "absent")
-    assert "is quantized already; give the original model" in refused(
+    assert "is quantized already (quant_method requant); give the original model" in refused(
         "quantize", "--model", checkpoint, "--bits", 3, "--calibration", "demo"
     )
 

@@ -332,7 +332,7 @@ def test_a_quantized_source_is_refused(copy: Path) -> None:
         "quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}
     }
     (copy / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match="quantized already; give the original model"):
+    with pytest.raises(ModelError, match=r"quantized already \(quant_method gptq\); give the original model"):
         load_model(str(copy), device="cpu", dtype="auto")
 
 
