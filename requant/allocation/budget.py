@@ -1,15 +1,16 @@
-"""From a byte budget to the bits of every matrix, and of embedding and head.
+"""From a byte budget to the bits of every matrix, of the embedding and of the head.
 
     bits    everything stored for the quantized matrices, at most `bits * weights / 8` bytes; embedding and head get the
             fewest bits that add at most EMBEDDING_AND_HEAD_LOSS to the predicted loss
-    size    the weight files whole: matrices, embedding, head, norms, headers, split by the same knapsack
+    size    the whole weight files: matrices, embedding, head, norms, headers, split by the same knapsack
 
-By the bytes of the file embedding and head are seldom worth the bits that lose 1 %: a byte there saves less than a byte of
-the matrices. `bits` promises what the matrices take, so that split is not taken, but said (`Allocation.best_split`).
+Measured in bytes of the file, embedding and head seldom deserve the bits at which they lose only 1 %: a byte spent there
+saves less loss than a byte spent on the matrices. Since `bits` is a promise about the matrices, the better split is not
+used, but it is reported (`Allocation.best_split`).
 
-`sizes.py` counts the bytes, `predictors.py` predicts the loss at each bit width, `knapsack.py` minimizes their sum, in mode
-`best` weighted by round. A run without a budget gives every matrix codes of the recipe's bits (`quantizer.bits`), and what
-is stored beside codes comes on top.
+`sizes.py` counts the bytes, `predictors.py` predicts the loss at each bit width, and `knapsack.py` minimizes the sum of the
+losses, weighted by round in mode `best`. A run without a budget gives every matrix codes of the recipe's bits
+(`quantizer.bits`), and what is stored besides codes comes on top.
 """
 
 import dataclasses
@@ -256,7 +257,7 @@ def check_reachable(
     shown = math.ceil(1000 * bits) / 1000 if budget < least else math.floor(1000 * bits) / 1000
     remedy = f"give --bits {shown:g}{other}" if shown <= 8 else other.removeprefix(", or ") or "give --size"
     raise RecipeError(
-        f"--bits {run.recipe.budget.bits:g} cannot be met: the {which} {made} is {shown:.3f} bits a weight, all stored "
+        f"--bits {run.recipe.budget.bits:g} cannot be met: the {which} {made} is {shown:.3f} bits per weight, all stored "
         f"bytes counted; {remedy}."
     )
 

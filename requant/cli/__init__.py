@@ -1,7 +1,7 @@
 """The command line: parse, call the same functions that Python users call, print.
 
-A command is a function in one of the files here, and a line of COMMANDS.
-Exit codes: 0 done, 1 the run failed, 2 what was asked for cannot be done, 130 interrupted.
+A command is a function in one of the files here and a line of COMMANDS.
+Exit codes: 0 done, 1 the run failed, 2 the request cannot be carried out, 130 interrupted.
 """
 
 import errno

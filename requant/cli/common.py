@@ -1,4 +1,4 @@
-"""What the commands share besides their options: what they print, the log, and how a run ends."""
+"""What the commands share besides their options: printing, logging, and how a run ends."""
 
 import dataclasses
 import gc

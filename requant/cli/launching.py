@@ -1,8 +1,8 @@
-"""`requant quantize --gpus N`: the command once more in N processes, one a GPU.
+"""`requant quantize --gpus N`: run the same command again in N processes, one per GPU.
 
-What `torchrun --nproc-per-node N -m requant quantize ...` does, without torch, for whose import the processes would wait.
-They meet by a file, which outlives them all; `requant/ranks.py` says who does what. When one process fails the others are
-ended, and the run with them.
+This does what `torchrun --nproc-per-node N -m requant quantize ...` does, but without importing torch, for which the
+processes would have to wait. They meet through a file, which outlives them all; `requant/ranks.py` says who does what.
+When one process fails, the others are stopped, and the run with them.
 """
 
 import os

@@ -1,8 +1,9 @@
-"""Options of the command line: the types of those that several commands take, and the groups that belong together.
+"""Command-line options: the types of those that several commands share, and groups of options that belong together.
 
-A command that makes a recipe takes `**options: Unpack[GROUP]`, the group being a TypedDict below: every field is an option
-that is None unless it is given, under the name that it has in `requant/recipe/options.py`. A new one is a field here, and
-`quantize`, `sweep` and their --help have it. `spelled_out` makes parameters of a group, for typer reads those.
+A command that builds a recipe takes `**options: Unpack[GROUP]`, where GROUP is a TypedDict below. Each field is an option
+that is None unless given, under the name that it has in `requant/recipe/options.py`. To add an option, add a field here:
+`quantize`, `sweep` and their --help then have it. `spelled_out` turns the fields into parameters, which is what typer
+reads.
 """
 
 import inspect
@@ -26,7 +27,7 @@ of_printing = partial(typer.Option, rich_help_panel=PRINTED)
 
 
 def values(*known: str) -> Callable[[str], list[str]]:
-    """What completion offers for an option of these values; where none fits, the shell offers files."""
+    """Completion for an option with these values; where none fits, the shell offers files."""
     return lambda incomplete: [value for value in known if value.startswith(incomplete)]
 
 
@@ -53,13 +54,13 @@ Model = Annotated[
 Bits = Annotated[
     str | None,
     of_recipe(
-        help="Bits a weight, 1 to 8, that everything stored for the matrices may take: 3, 2.25. Never exceeded."
+        help="Budget in bits per weight, 1 to 8, for everything stored for the matrices: 3, 2.25. Never exceeded."
     ),
 ]
 CodeBits = Annotated[
     str | None,
     of_recipe(
-        help="Instead: bits of every code, 2 to 8 (trellis from 1); scales, levels and residuals come on top."
+        help="Instead of --bits: bits of every code, 2 to 8 (trellis from 1); scales, levels and residuals come on top."
     ),
 ]
 RecipeName = Annotated[
@@ -78,19 +79,19 @@ Method = Annotated[
 EvalText = Annotated[list[str] | None, of_calibration(help="Text to score. [a held-out part]")]
 GroupSize = Annotated[
     int | None,
-    of_recipe(help="Columns that share a scale, of gptq, awq, hqq and rtn; -1: whole rows. [128]"),
+    of_recipe(help="Columns that share a scale, for gptq, awq, hqq and rtn; -1: whole rows. [128]"),
 ]
 Symmetric = Annotated[
     bool | None,
     of_recipe(
         "--symmetric/--asymmetric",
-        help="Whether grids of gptq, awq and rtn go without zero points. [asymmetric]",
+        help="Whether grids of gptq, awq and rtn have no zero points. [asymmetric]",
     ),
 ]
 Code = Annotated[
     str | None,
     of_recipe(
-        help="Of trellis: mul1, pair (faster on a GPU, worse above 2 bits) or 3inst. [pair up to 2 bits, else mul1]",
+        help="For trellis: mul1, pair (faster on a GPU, worse above 2 bits) or 3inst. [pair up to 2 bits, else mul1]",
         autocompletion=values("mul1", "pair", "3inst"),
     ),
 ]
@@ -102,22 +103,20 @@ Modules = Annotated[
     list[str] | None,
     of_recipe(
         "--module",
-        help="What is different for some matrices: a shell pattern and options of the method, such as "
-        "'*.down_proj:bits=4,group_size=64'; repeatable. Bits given here are fixed, a budget gives out the rest.",
+        help="Different settings for some matrices: a shell pattern and options of the method, such as "
+        "'*.down_proj:bits=4,group_size=64'; repeatable. Bits set here are fixed; a budget distributes the rest.",
     ),
 ]
 Output = Annotated[Path | None, of_run(help="Folder to write. [./MODEL-METHOD-BITSbit]")]
 Device = Annotated[
     str,
-    of_run(
-        help="cpu, cuda, or auto: the GPU where there is one.", autocompletion=values("auto", "cpu", "cuda")
-    ),
+    of_run(help="cpu, cuda, or auto: the GPU if there is one.", autocompletion=values("auto", "cpu", "cuda")),
 ]
 GpuMemory = Annotated[
     str | None,
     of_run(
         "--gpu-memory",
-        help="Most that the run may take of every GPU: 24GB. A dry run plans for a GPU of that size. [all]",
+        help="Most memory that the run may take of each GPU: 24GB. A dry run plans for a GPU of that size. [all]",
     ),
 ]
 Dtype = Annotated[
@@ -131,23 +130,25 @@ Resume = Annotated[
     bool,
     of_run(
         "--resume",
-        help="Continue where the run stopped; `--resume OUTPUT` alone takes all arguments from it.",
+        help="Continue where the run stopped; `--resume OUTPUT` alone takes all arguments from that run.",
     ),
 ]
 SaveEvery = Annotated[
     float,
     of_run(
         min=0.0,
-        help="Minutes between two saved states of training, where --resume goes on; less often if saving takes long.",
+        help="Minutes between saves of the training state, from which --resume continues; less often if saving takes long.",
     ),
 ]
 AsJson = Annotated[bool, of_printing("--json", help="Print JSON instead of a table.")]
-Quiet = Annotated[bool, of_printing("--quiet", "-q", help="Show no progress.")]
+Quiet = Annotated[bool, of_printing("--quiet", "-q", help="Hide progress.")]
 LogFile = Annotated[
     Path | None,
-    of_printing(help="File to which stages, a line a minute and what the quantizers report are appended."),
+    of_printing(
+        help="Append stages, a progress line per minute and the quantizers' log messages to this file."
+    ),
 ]
-Verbose = Annotated[bool, of_printing("--verbose", "-v", help="Log what the quantizers report.")]
+Verbose = Annotated[bool, of_printing("--verbose", "-v", help="Show the quantizers' log messages.")]
 
 
 class CalibrationOptions(TypedDict, total=False):
@@ -182,7 +183,7 @@ class CalibrationOptions(TypedDict, total=False):
         bool | None,
         of_calibration(
             "--deterministic",
-            help="The same bytes from every run on one GPU, which takes longer; a CPU's are anyway.",
+            help="The same bytes from every run on one GPU, which takes longer; on a CPU they always are.",
         ),
     ]
 
@@ -204,8 +205,8 @@ class QuantizeOptions(CalibrationOptions, total=False):
     head_bits: Annotated[
         float | None,
         of_recipe(
-            help="Bits of embedding, head and per-layer embeddings, 3 to 8 or 16; in trellis codes from 2, in quarters. "
-            "[the fewest that add at most 1 % to the loss; with --size the best split; with --code-bits 16]"
+            help="Bits of embedding, head and per-layer embeddings, 3 to 8 or 16; with trellis codes 2 to 8 in steps of "
+            "0.25. [the fewest that add at most 1 % to the loss; with --size the best split; with --code-bits 16]"
         ),
     ]
     sensitivity: Annotated[
@@ -218,23 +219,23 @@ class QuantizeOptions(CalibrationOptions, total=False):
     finetune_steps: Annotated[
         int | None,
         of_recipe(
-            help="Training steps of each fine-tuning phase, of which mode best has six; codes that are made stay fixed. "
-            "[in mode best on a GPU 1000, from 240 M parameters fewer, at least 200; else 0]"
+            help="Training steps of each fine-tuning phase, of which mode best has six; finished codes stay fixed. "
+            "[in mode best on a GPU 1000, from 240 M parameters on fewer, at least 200; else 0]"
         ),
     ]
     own_windows: Annotated[
         int | None,
         of_recipe(
-            help="Windows that the original writes itself, each begun with 32 tokens of the text, to train on beside the "
-            "text's. [in mode best on a GPU as many as keep training from seeing a window more than 12 times, where "
+            help="Windows of text that the original model writes itself, each starting with 32 tokens of the text, to train "
+            "on as well. [in mode best on a GPU as many as keep training from seeing a window more than 12 times, where "
             "decoding steps are CUDA graphs; else 0]"
         ),
     ]
     rotations: Annotated[
         str | None,
         of_recipe(
-            help="Of trellis codes: per-matrix, or folded into the model where its architecture allows it, which leaves the "
-            "input of down_proj to rotate at run time. [per-matrix]",
+            help="For trellis codes: per-matrix, or folded into the model where its architecture allows it, so that only "
+            "the input of down_proj is rotated at run time. [per-matrix]",
             autocompletion=values("per-matrix", "folded"),
         ),
     ]

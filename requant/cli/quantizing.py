@@ -37,7 +37,7 @@ class ScoreOptions(opt.CalibrationOptions, total=False):
     nodes: Annotated[
         str | None,
         opt.of_recipe(
-            help="Of PQI's integral: gauss2, gauss4, midpoint, simpson or plain32. [gauss2]",
+            help="Nodes of PQI's integral: gauss2, gauss4, midpoint, simpson or plain32. [gauss2]",
             autocompletion=opt.values("gauss2", "gauss4", "midpoint", "simpson", "plain32"),
         ),
     ]
@@ -48,15 +48,15 @@ def quantize(
     bits: opt.Bits = None,
     code_bits: opt.CodeBits = None,
     size: Annotated[
-        str | None, opt.of_recipe(help="Bytes that the weight files may take in all, such as 600MB.")
+        str | None, opt.of_recipe(help="Total size that the weight files may have, such as 600MB.")
     ] = None,
     recipe: opt.RecipeName = None,
     target: Annotated[
         str | None,
         opt.of_recipe(
             "--for",
-            help="A program that has to read the export: vllm, transformers or llama.cpp. Picks mode, method and grid, and "
-            "refuses what it cannot read before the run.",
+            help="The program that will read the export: vllm, transformers or llama.cpp. Picks mode, method and grid, and "
+            "refuses before the run what it cannot read.",
             autocompletion=opt.values("vllm", "transformers", "llama.cpp"),
         ),
     ] = None,
@@ -65,12 +65,13 @@ def quantize(
         str | None,
         opt.of_run(
             "--push-to-hub",
-            help="OWNER/NAME of the hub's repository that gets the checkpoint too; made private if it is new.",
+            help="OWNER/NAME: also upload the checkpoint to this repository of the hub; created as private if it is new.",
         ),
     ] = None,
     device: opt.Device = "auto",
     gpus: Annotated[
-        int | None, opt.of_run(min=1, help="GPUs to work on, each in a process, as with torchrun. [1]")
+        int | None,
+        opt.of_run(min=1, help="How many GPUs to use, with one process each, as with torchrun. [1]"),
     ] = None,
     gpu_memory: opt.GpuMemory = None,
     dtype: opt.Dtype = "auto",
@@ -86,7 +87,7 @@ def quantize(
     log_file: opt.LogFile = None,
     **options: Unpack[opt.QuantizeOptions],
 ) -> None:
-    """Quantize a model, measure what it loses, write a checkpoint. A report lies in its folder."""
+    """Quantize a model, measure what it loses, write a checkpoint. Its folder also gets a report."""
     from requant.cli.resuming import check_new_output, workspace_of
 
     # what can be refused is, before the imports that take seconds, and by one of several processes
@@ -175,7 +176,7 @@ def quantize(
 
 
 def _import_stages() -> None:
-    """All that a run imports beside torch, which takes seconds."""
+    """Everything that a run imports in addition to torch, which takes seconds."""
     with importing():
         for module in ("requant.pipeline.quantize", "requant.report.save"):
             importlib.import_module(module)

@@ -1,4 +1,4 @@
-"""`--resume OUTPUT`: the arguments of the run that was interrupted come from its workspace (`requant/run/ownership.py`)."""
+"""`--resume OUTPUT`: the arguments of the interrupted run come from its workspace (`requant/run/ownership.py`)."""
 
 import os
 import sys

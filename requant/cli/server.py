@@ -10,12 +10,16 @@ from requant.cli.common import importing, say_what_is_loaded
 
 def serve(
     checkpoint: Annotated[str, typer.Argument(help="A checkpoint or model.")],
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for every network.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; 0.0.0.0 for all interfaces.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 picks a free one.")] = 8000,
     api_key: Annotated[
-        str | None, typer.Option(envvar="REQUANT_API_KEY", help="Ask clients for this key.")
+        str | None, typer.Option(envvar="REQUANT_API_KEY", help="Require this key from clients.")
     ] = None,
-    name: Annotated[str | None, typer.Option(help="What clients call the model. [the folder's name]")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the model for clients. [the folder's name]")
+    ] = None,
     context: Annotated[
         int | None,
         typer.Option(
@@ -26,7 +30,7 @@ def serve(
     max_tokens_limit: Annotated[
         int | None, typer.Option(min=1, help="Most tokens of an answer. [1024, or half the context]")
     ] = None,
-    max_waiting: Annotated[int, typer.Option(min=1, help="Answers that may wait for their turn.")] = 128,
+    max_waiting: Annotated[int, typer.Option(min=1, help="Requests that may wait in the queue.")] = 128,
     batch: Annotated[
         int | None, typer.Option(min=1, help="Answers written at the same time. [8 on a CPU, 1 on a GPU]")
     ] = None,

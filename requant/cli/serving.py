@@ -12,8 +12,8 @@ from requant.cli.common import importing, say_what_is_loaded
 def generate(
     checkpoint: Annotated[str, typer.Argument(help="A checkpoint or model.")],
     prompt: Annotated[str, typer.Option(help="Text to continue.")],
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write at most.")] = 100,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.0,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens to write.")] = 100,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: always the most likely token.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     chat: Annotated[
         bool, typer.Option("--chat", help="The prompt is a message; print the model's answer.")
@@ -43,8 +43,8 @@ def generate(
 def bench(
     checkpoint: Annotated[str, typer.Argument(help="A checkpoint or model.")],
     batch: Annotated[str | None, typer.Option(help="Batch sizes to measure, such as 1,8,64.")] = None,
-    prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Of each prompt.")] = None,
-    new_tokens: Annotated[int | None, typer.Option(min=2, help="Written after each prompt.")] = None,
+    prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of each prompt.")] = None,
+    new_tokens: Annotated[int | None, typer.Option(min=2, help="Tokens written after each prompt.")] = None,
     reference: Annotated[
         str | None, typer.Option(help="A second model to measure, such as the original.")
     ] = None,
@@ -59,7 +59,7 @@ def bench(
     dtype: opt.Dtype = "auto",
     as_json: opt.AsJson = False,
 ) -> None:
-    """Tokens a second and memory of a model."""
+    """Tokens per second and memory of a model."""
     with importing():
         from requant.evaluation import bench
 

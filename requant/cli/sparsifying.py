@@ -41,7 +41,7 @@ def sparsify(
     recover: Annotated[
         str | None,
         opt.of_recipe(
-            help="What training after pruning may move: fixed (values only), ast or s-ste (masks too). [fixed]",
+            help="What training after pruning may change: fixed (values only), ast or s-ste (masks too). [fixed]",
             autocompletion=opt.values("fixed", "ast", "s-ste"),
         ),
     ] = None,
@@ -51,7 +51,7 @@ def sparsify(
         bool,
         opt.of_run(
             "--verify",
-            help="Quantize to the same bytes as well, and compare with what that measures in place of its prediction.",
+            help="Also quantize to the same size, and compare with the measured result instead of a prediction.",
         ),
     ] = False,
     output: opt.Output = None,
@@ -67,7 +67,7 @@ def sparsify(
     log_file: opt.LogFile = None,
     **options: Unpack[SparsifyOptions],
 ) -> None:
-    """Prune a model to 2:4 and retrain it. Says where plain codes of the same bytes are better."""
+    """Prune a model to 2:4 and retrain it. Says when plain codes are better."""
     from requant.cli.resuming import check_new_output, workspace_of
 
     if output is not None and not dry_run:  # what can be refused is, before the imports that take seconds

@@ -21,7 +21,7 @@ def sweep(
         bool,
         opt.of_run(
             "--resume",
-            help="Keep the checkpoints that are finished; `--resume OUTPUT` alone takes all arguments from that run.",
+            help="Keep finished checkpoints; `--resume OUTPUT` alone takes all arguments from that run.",
         ),
     ] = False,
     save_every: opt.SaveEvery = 10.0,

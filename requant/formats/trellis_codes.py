@@ -1,10 +1,10 @@
 """Computed codebooks of the trellis: a state of 16 bits becomes one or two weights by a few integer instructions.
 
-A code should look like independent Gaussian draws (neighbouring states share most of their bits; their values must not
-show it) and cost a kernel little, since decoding, not memory, limits its speed. All values are exact in float16, so
-that a kernel, this table and a saved file agree bit for bit; their standard deviation is near 1, not 1.
+A code should look like independent Gaussian draws (although neighbouring states share most of their bits, their values must
+not show it) and be cheap for a kernel, since decoding, not memory, limits its speed. All values are exact in float16, so
+that a kernel, this table and a saved file agree bit for bit; their standard deviation is near 1, not exactly 1.
 
-| code | weights a step | state s -> value | from |
+| code | weights per step | state s -> value | from |
 | --- | --- | --- | --- |
 | `mul1` | 1 | h = 0x83DCD12D s; (b0 + b1 + b2 + b3 - 510) / 128, with b the bytes of h | ExLlamaV3 |
 | `3inst` | 1 | h = 89226354 s + 64248484; the two float16 in (h & 0x8FFF8FFF) ^ 0x3B603B60, added | arXiv 2406.11235 |
@@ -27,11 +27,11 @@ below, and that of 65536 true Gaussian draws in their place (1056 tiles, `pair` 
 Weights travel in tiles of 16 by 16, row by row: a tail-biting stream of 256 codes of `bits` bits. A step of `pair` is two
 neighbours of a row, the left one in its high bits. The state of a step is the 16 bits of the stream that end with it.
 
-**Quarter bits.** Nothing obliges every step to move the window by the same number of bits. At 2.25 bits three steps of
-four move it by 2 and the last by 3 (`step_bits`); the state is 16 bits as ever, so the error falls smoothly with the
+**Quarter bits.** Not every step has to move the window by the same number of bits. At 2.25 bits three steps of
+four move it by 2 and the last by 3 (`step_bits`); the state still has 16 bits, so the error falls smoothly with the
 average: 1.100, 1.107 and 1.114 at 2.25, 2.5 and 2.75 bits (`mul1`), where a mixture of tiles of 2 and of 3 bits has
-1.26, 1.37 and 1.37. So the allocator need not round what a matrix deserves to whole bits. A step of `pair` moves the
-window by what its two weights do: 4 and 5 bits in turn at 2.25.
+1.26, 1.37 and 1.37. So the allocator need not round the bits of a matrix to whole numbers. A step of `pair` moves the
+window by the sum of its two weights' bits: alternately 4 and 5 bits at 2.25.
 """
 
 from collections.abc import Callable
@@ -126,7 +126,7 @@ def step_bits(bits: int | float, weights_per_step: int = 1) -> tuple[int, ...]:
     Raises ValueError where PERIOD steps do not make a whole number of bits.
     """
     if bits * PERIOD % 1:
-        raise ValueError(f"{bits} bits a weight are no multiple of 1/{PERIOD}")
+        raise ValueError(f"{bits} bits per weight are no multiple of 1/{PERIOD}")
     total = bits * weights_per_step * PERIOD
     return tuple((i + 1) * int(total) // PERIOD - i * int(total) // PERIOD for i in range(PERIOD))
 

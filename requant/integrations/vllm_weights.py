@@ -1,16 +1,16 @@
 """From checkpoint tensors to what one rank of a tensor-parallel layer holds and multiplies; knows nothing of vLLM.
 
-A layer of a serving engine is one or more matrices of the checkpoint: `qkv_proj` is q, k and v one below the other,
+A layer of a serving engine is one or more matrices of the checkpoint: `qkv_proj` is q, k and v stacked by rows,
 `gate_up_proj` two, and Phi-3 has them in one matrix already. A rank holds a part of each:
 
     column-parallel     rows     r P to (r + 1) P of every matrix, P = rows a rank
     row-parallel        columns  r P to (r + 1) P
 
-Tensors of a matrix arrive one at a time, whole. As soon as the last one is there the matrix is cut (exactly:
-`formats/quantized_weight.py`; trellis codes by `vllm_trellis.py`) and packed again, so that a rank never keeps more than its
-part. What then fits into one container is joined to one matrix, so that one product serves q, k and v; what does not
-(mixed bits) is multiplied by itself, and the outputs are concatenated. A matrix that no kernel takes, or that one gets wrong
-on this machine, is held as floats.
+Tensors of a matrix arrive one at a time, whole. As soon as the last one has arrived, the matrix is cut (exactly:
+`formats/quantized_weight.py`; trellis codes by `vllm_trellis.py`) and packed again, so that a rank never keeps more than
+its part. Matrices that then fit into one container are joined, so that one product serves q, k and v; those that do not
+(mixed bits) are multiplied separately, and the outputs are concatenated. A matrix that no kernel supports, or that one
+computes wrongly on this machine, is held as floats.
 """
 
 import logging
@@ -226,7 +226,7 @@ class Conversion:
             if str(error) not in self.said:
                 self.said.add(str(error))
                 logger.warning(
-                    "%s and matrices like it are held as %s, 16 bits a weight: %s",
+                    "%s and matrices like it are held as %s, 16 bits per weight: %s",
                     where, str(self.check.dtype).removeprefix("torch."), error,
                 )  # fmt: skip
             return [float_linear(joined, self.check.dtype)]

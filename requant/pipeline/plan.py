@@ -1,14 +1,14 @@
 """What a run will do and cost, before it starts: the dry run.
 
 Bytes are exact for the dense part (they follow from the layout) and an upper bound for the sparse part. With a budget the
-bits are given out as the run will do it, which takes its calibration passes. Memory and time are estimates, of
+bits are distributed as the run will do it, which takes its calibration passes. Memory and time are estimates, from
 `memory.py` and `schedule.py`.
 
-An `Outline`, from config.json alone, is planned too: nothing is measured, so a budget is taken as spent, embedding and head
-get the bits that are usual, and where the GPUs are not here times are those of H200s. Of several GPUs each holds a whole
-model, and its share of statistics, scores and what trains block by block; work is divided evenly, matrices as the run will
-divide them. Of what GPUs send to each other the memory counts what a batch says of matrices, the time gradients and, of a
-model larger than them, decoded matrices.
+An `Outline`, from config.json alone, can be planned too: nothing is measured, so a budget counts as spent, embedding and
+head get the usual bits, and times are those of H200s if the GPUs are not present. With several GPUs each holds a whole
+model, and its share of statistics, scores and whatever trains block by block; work is divided evenly, matrices as the run
+will divide them. Of what GPUs send to each other, the memory counts what a batch contributes to matrices; the time counts
+gradients and, for a model larger than the GPUs, decoded matrices.
 """
 
 from collections.abc import Mapping
@@ -129,7 +129,7 @@ class Plan:
             tables = "".join(f", {name} at {bits:g}" for name, bits in found.token_table_bits.items())
             lines.append(f"  embedding at {found.embedding_bits:g} bits, head at {found.head_bits:g}{tables}")
         if found.predicted is not None:
-            lines.append(f"predicted loss  {found.predicted:.4f} nats a token, by {found.predictor}")
+            lines.append(f"predicted loss  {found.predicted:.4f} nats per token, by {found.predictor}")
             if (split := found.best_split) is not None:
                 lines.append(
                     f"  a file as large, --size {split.size}, would lose {split.predicted:.4f}: {split}"

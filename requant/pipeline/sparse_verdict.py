@@ -1,4 +1,4 @@
-"""2:4 or plain codes: what mode `best` makes of the same bytes, and which of the two to take for what.
+"""2:4 or plain codes: what mode `best` achieves with the same bytes, and which of the two to use for which purpose.
 
     one token at a time   a product's time is that of reading its bytes, so at equal bytes the lower KL wins
     many tokens           a product's time is that of its arithmetic; 2:4 does half of it where tensor cores skip zeros
@@ -39,16 +39,16 @@ SPARSE_SPEED, FASTER_SIZE = "1.02 to 1.55", 4096
 class PlainCodes:
     """Mode `best` at the bytes of a 2:4 run, or at as many as its codes can take."""
 
-    budget: float  # bits a weight that all bytes may come to
+    budget: float  # bits per weight that all bytes may come to
     bits: float  # all bytes, a weight
     bytes: int  # of the matrices
-    predicted: float  # KL, nats a token, of the codes without training
+    predicted: float  # KL, nats per token, of the codes without training
     kl: float | None = None  # measured, where it was run
 
 
 @dataclass(frozen=True, kw_only=True)
 class SparseVerdict:
-    """A 2:4 run beside plain codes; bits a weight and bytes are those of the matrices."""
+    """A 2:4 run beside plain codes; bits per weight and bytes are those of the matrices."""
 
     bits: float
     bytes: int
@@ -167,12 +167,12 @@ def with_comparison(plan: Plan, prepared: Prepared, *, measure: bool) -> Plan:
         plan,
         seconds=plan.seconds + seconds,
         peak_memory=max(plan.peak_memory, expected_memory(prepared, wanted, device) if measure else 0),
-        comparison=f"plain codes of {wanted.budget.bits:g} bits a weight, {how}",
+        comparison=f"plain codes of {wanted.budget.bits:g} bits per weight, {how}",
     )
 
 
 def codes_budget(prepared: Prepared, recipe: Recipe) -> float:
-    """Bits a weight of the 2:4 run of `recipe`, or the most that plain codes take."""
+    """Bits per weight of the 2:4 run of `recipe`, or the most that plain codes can have."""
     bits = pruned_bytes(prepared, recipe) * 8 / sum(target.size for target in prepared.targets)
     return min(math.floor(1000 * bits) / 1000, float(METHODS[CODES_METHOD].bits[-1]))
 

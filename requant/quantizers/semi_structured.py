@@ -4,8 +4,8 @@ The kept weights of a group of `group_size` columns lie on `2^bits` levels witho
 
     w ~ (q + 1/2) s,   q = clamp(floor(w / s), -2^(bits-1), 2^(bits-1) - 1)
 
-The step s is the one of least squared error among CLIPS shares of the step that reaches the largest weight. With 16 bits
-values are stored in float16 as they are.
+The step s is the one with the least squared error among CLIPS, fractions of the step that reaches the largest weight. With
+16 bits, values are stored in float16 as they are.
 """
 
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ class SemiStructuredConfig:
     group_size: int = 128
     """Columns that share a scale, a multiple of 4; -1: a whole row. Ignored with 16 bits."""
     metadata: MetadataForm = "packed"
-    """How the mask is stored: in 0.75 bits a weight, or in 1 bit as GPUs read it."""
+    """How the mask is stored: in 0.75 bits per weight, or in 1 bit as GPUs read it."""
 
     def __post_init__(self) -> None:
         check_options(self.bits, self.group_size)
@@ -56,7 +56,7 @@ class CompensatingConfig:
     group_size: int = 128
     """Columns that share a scale, a multiple of 4; -1: a whole row. Ignored with 16 bits."""
     metadata: MetadataForm = "packed"
-    """How the mask is stored: in 0.75 bits a weight, or in 1 bit as GPUs read it."""
+    """How the mask is stored: in 0.75 bits per weight, or in 1 bit as GPUs read it."""
     damp: float = 0.01
     """Fraction of the mean diagonal of the Hessian that is added to the diagonal."""
 

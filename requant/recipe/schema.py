@@ -190,7 +190,7 @@ class Budget:
     """
 
     bits: float | None = None
-    """`--bits`: what all bytes stored for the quantized matrices may come to, in bits a weight; in every mode."""
+    """`--bits`: what all bytes stored for the quantized matrices may come to, in bits per weight; in every mode."""
     size: int | None = None
     """All bytes of the weight files."""
     predictor: Predictor = "curvature"

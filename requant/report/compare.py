@@ -1,9 +1,9 @@
 """`requant compare`: sizes and quality of several checkpoints, from their own files, as a table and an HTML page.
 
 Bytes come from the headers of the weight files, everything else from the `report.json` that `requant quantize` wrote.
-Nothing is measured, unless `compare_checkpoints(..., reference=...)` scores all checkpoints again on one text; numbers that
-were scored on different windows are distinguished by their protocol. The files are untrusted: a value of the wrong type
-counts as absent.
+Nothing is measured, unless `compare_checkpoints(..., reference=...)` scores all checkpoints again on one text; numbers
+scored on different windows are distinguished by their protocol. The files are untrusted: a value of the wrong type counts
+as absent.
 """
 
 import math
@@ -35,7 +35,7 @@ class Entry:
     bytes: int  # of the weight files
     bits_per_weight: float
     spending: Mapping[str, int]  # bytes by what they are spent on
-    kinds: Mapping[str, float]  # bits a weight by kind of matrix
+    kinds: Mapping[str, float]  # bits per weight by kind of matrix
     whole_bits_per_weight: float | None = None  # of the weight files
     model: str | None = None
     method: str | None = None
@@ -187,7 +187,7 @@ def render_comparison(entries: Sequence[Entry], *, answer: str | None = None) ->
     }
     plot = None
     if len(points) > 1:
-        axis = "mean KL, nats a token" if measure == "mean_kl" else "perplexity"
+        axis = "mean KL, nats per token" if measure == "mean_kl" else "perplexity"
         plot = Markup(quality_plot(points, measure=axis, joined=answer is not None).decode())
     kinds = list(dict.fromkeys(kind for entry in entries for kind in entry.kinds))
     blocks = sorted({block for entry in entries for block in entry.block_delta_loss})

@@ -1,4 +1,4 @@
-"""What the HTML pages and the model card share: escaping templates, and formatting of numbers."""
+"""What the HTML pages and the model card share: templates with escaping, and the formatting of numbers."""
 
 import re
 from collections.abc import Mapping

@@ -1,6 +1,6 @@
 """The plots of the pages: predicted and measured loss, other budgets, size against quality; SVG or PNG.
 
-Drawn without pyplot, so that no global state of matplotlib is read or changed. An SVG takes its line colour from
+They are drawn without pyplot, so that no global state of matplotlib is read or changed. An SVG takes its line colour from
 the page (`currentColor`), so that it is readable in light and dark mode; the same numbers give the same bytes.
 """
 
@@ -67,7 +67,7 @@ def sensitivity_plot(
         step = max(1, round(len(blocks) / 24))
         axes.set_xticks(blocks[::step])
         axes.set_xlabel("block")
-        axes.set_ylabel("dF, nats a token")
+        axes.set_ylabel("dF, nats per token")
         figure.legend(loc="outside upper left", ncols=2, frameon=False)
         if format == "png":
             buffer = io.BytesIO()
@@ -94,7 +94,7 @@ def alternatives_plot(
             axes.plot(chosen[0] / 2**20, measured, "x", color=CHOSEN, markersize=10, label="measured")
         _log_if_wide(axes, losses if measured is None else [*losses, measured])
         axes.set_xlabel("MiB")
-        axes.set_ylabel("dF, nats a token")
+        axes.set_ylabel("dF, nats per token")
         figure.legend(loc="outside upper left", ncols=3, frameon=False)
         return _svg(figure)
 

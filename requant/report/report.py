@@ -69,11 +69,11 @@ class CalibrationText:
 class BudgetSummary:
     """The budget, the bytes written, and the loss that the allocation predicted."""
 
-    target: str  # 2.25 bits a weight, 600MB
+    target: str  # 2.25 bits per weight, 600MB
     bytes: int
     written: int
     predictor: str
-    predicted: float | None  # nats a token
+    predicted: float | None  # nats per token
     loss_curve: Mapping[int, float]  # bytes of other budgets -> predicted loss
     embedding_bits: int | float
     head_bits: int | float
@@ -107,7 +107,7 @@ class RunSummary:
     budget: BudgetSummary | None = None
     before: Quality | None = None
     after: Quality | None = None
-    original_loss: float | None = None  # F on the calibration text, nats a token
+    original_loss: float | None = None  # F on the calibration text, nats per token
     delta_loss: float | None = None  # measured dF of the whole model, there
     embedding_and_head_delta: float | None = None  # dF of embedding and head, where they were quantized
     other_params_delta: float | None = (

@@ -1,4 +1,4 @@
-"""Save a finished run: the checkpoint folder with its recipe, report and model card."""
+"""Saving a finished run: the checkpoint folder with its recipe, report and model card."""
 
 import dataclasses
 import hashlib

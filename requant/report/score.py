@@ -97,7 +97,7 @@ def score(
     )
     if prepared.hosted:
         raise ModelError(
-            f"{prepared.source} is larger than the GPU, and so would be its scores, four bytes a weight: give a larger GPU, "
+            f"{prepared.source} is larger than the GPU, and so would be its scores, 4 bytes per weight: give a larger GPU, "
             "or --device cpu."
         )
     run = start(prepared, prepared.recipe, workspace=Workspace(None), quiet=quiet)

@@ -101,7 +101,7 @@ def run_summary(result: QuantizedModel, output: Path) -> RunSummary:
 
 
 def result_numbers(result: QuantizedModel, output: Path) -> dict[str, Any]:
-    """What `requant quantize --json` prints: numbers in nats a token, bytes and seconds; None for what was not measured.
+    """What `requant quantize --json` prints: numbers in nats per token, bytes and seconds; None for what was not measured.
 
     `before` and `after` are the original and the checkpoint in `output`.
     """
@@ -228,7 +228,7 @@ def _budget_line(
 def _asked_for(result: QuantizedModel) -> str:
     """The budget in words: bits of the matrices, or bytes of the file."""
     bits = result.recipe.budget.bits
-    return budget_name(result.recipe) if bits is None else f"{bits:g} bits a weight"
+    return budget_name(result.recipe) if bits is None else f"{bits:g} bits per weight"
 
 
 def _written_bytes(result: QuantizedModel, stored: dict[str, MatrixBytes]) -> int:

@@ -1,8 +1,8 @@
 """`requant sweep`: one model at several budgets, each quantized and measured, with the statistics collected once.
 
 Writes a folder with a checkpoint per budget (`2.5bit/`, as `requant quantize` writes it), `index.html` with the measured
-curve of KL against size, and `sweep.json` with its numbers. A checkpoint that an interrupted sweep finished is kept by
-`resume` where its recipe is the one asked for.
+curve of KL against size, and `sweep.json` with its numbers. `resume` keeps a checkpoint that an interrupted sweep finished
+if its recipe is the requested one.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""In words, what the numbers of a run say against its result: a damaged model, a file that grew, a wrong prediction.
+"""What the numbers of a run say against its result, in words: a damaged model, a file that grew, a wrong prediction.
 
-KL is in nats a token: on text that the original writes, the quantized model's perplexity is exp(KL) times as high. From
-DAMAGED_KL on that is two thirds more; the limits are chosen, not derived from a measurement.
+KL is in nats per token: on text that the original writes, the quantized model's perplexity is exp(KL) times as high. At
+DAMAGED_KL that is two thirds more; the limits are chosen, not derived from a measurement.
 """
 
 import math
@@ -9,11 +9,11 @@ import math
 from requant.display import format_bytes
 from requant.report.report import RunSummary
 
-DAMAGED_KL = 0.5  # nats a token
+DAMAGED_KL = 0.5  # nats per token
 DAMAGED_AGREEMENT = 0.6  # of the most likely tokens
-HARMLESS_KL = 0.05  # nats a token: below, tokens that differ were as good as equally likely
+HARMLESS_KL = 0.05  # nats per token: below, tokens that differ were as good as equally likely
 SURPRISE = 2.0  # times: predicted and measured loss that differ by more
-LEAST_LOSS = 0.01  # nats a token: smaller losses are noise of the text
+LEAST_LOSS = 0.01  # nats per token: smaller losses are noise of the text
 
 
 def verdicts(run: RunSummary) -> list[str]:
@@ -23,7 +23,7 @@ def verdicts(run: RunSummary) -> list[str]:
 
 
 def is_damaged(kl: float, agreement: float) -> bool:
-    """Whether a model with this KL, nats a token, and this share of the original's most likely tokens is of little use."""
+    """Whether a model with this KL, nats per token, and this share of the original's most likely tokens is of little use."""
     return kl >= DAMAGED_KL or (kl >= HARMLESS_KL and agreement < DAMAGED_AGREEMENT)
 
 
@@ -41,7 +41,7 @@ def _damage(run: RunSummary) -> str | None:
     if "finetuning" not in run.seconds:
         remedies.append("--finetune-steps 100")
     return (
-        f"The model is damaged: KL is {quality.mean_kl:.2f} nats a token (perplexity times "
+        f"The model is damaged: KL is {quality.mean_kl:.2f} nats per token (perplexity times "
         f"{math.exp(quality.mean_kl):.1f} on the original's own text) and {quality.top1_agreement:.0%} of the most likely "
         f"tokens are the original's; give {' or '.join(remedies)}."
     )
@@ -59,7 +59,7 @@ def _growth(run: RunSummary) -> str | None:
         return None
     return (
         f"The weight files did not shrink: {format_bytes(run.bytes_before)} before, {format_bytes(run.bytes_after)} now, "
-        f"at {run.bits_per_weight:.2f} stored bits a weight; give fewer --bits, or a method that stores less beside its "
+        f"at {run.bits_per_weight:.2f} stored bits per weight; give fewer --bits, or a method that stores less beside its "
         "codes (`requant methods`)."
     )
 
@@ -76,6 +76,6 @@ def _surprise(run: RunSummary) -> str | None:
     if not better and measured <= SURPRISE * predicted:
         return None
     return (
-        f"The budget predicted a loss of {predicted:.3f} nats a token, but {measured:.3f} were measured: the bits of the "
+        f"The budget predicted a loss of {predicted:.3f} nats per token, but {measured:.3f} were measured: the bits of the "
         "matrices may be far from the best; set budget.predictor: measured in the recipe, or read the measured numbers only."
     )

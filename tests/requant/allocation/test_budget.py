@@ -125,7 +125,7 @@ def test_what_cannot_be_reached(tiny_folder, tiny_text_file: Path) -> None:
             allocate_bits(started(folder, tiny_text_file, recipe_of(budget=Budget(**budget))))
 
     refuse(
-        r"--bits 2 cannot be met: the smallest that method 'rtn' .* is 2\.950 bits a weight, all stored bytes counted; "
+        r"--bits 2 cannot be met: the smallest that method 'rtn' .* is 2\.950 bits per weight, all stored bytes counted; "
         r"give --bits 2\.95, or --method trellis, whose codes start at 1 bit",
         bits=2.0,
     )
@@ -314,7 +314,7 @@ def test_a_budget_that_fixed_bits_leave_no_room_for(tiny_folder, tiny_text_file:
     recipe = recipe_of(budget=Budget(bits=3.0), modules={"*_proj": {"bits": 8}})
     with pytest.raises(
         RecipeError,
-        match=r"--bits 3 cannot be met: the smallest .* with the bits that modules fixes is 8\.\d+ bits a weight",
+        match=r"--bits 3 cannot be met: the smallest .* with the bits that modules fixes is 8\.\d+ bits per weight",
     ):
         allocate_bits(started(tiny_folder("llama"), tiny_text_file, recipe))
 

@@ -102,7 +102,7 @@ def test_the_predicted_loss_is_that_of_the_codes_in_a_trellis(run, bits: float) 
 
 
 def test_trellis_codes_lose_less_than_a_grid_of_more_bytes() -> None:
-    """At 4 bits half as much, and they take 0.34 bits a weight less."""
+    """At 4 bits half as much, and they take 0.34 bits per weight less."""
     weight, use = table()
     grid, trellis = GRID.quantize(weight, [use], 4), TRELLIS.quantize(weight, [use], 4)
     assert loss_of(weight, trellis, [use]) < 0.6 * loss_of(weight, grid, [use])

@@ -153,7 +153,7 @@ def test_a_model_without_its_option(cli, command: str) -> None:
 
 def test_bits_that_modules_fix(refused) -> None:
     said = refused("quantize", "--dry-run", "--bits", 4, "--method", "rtn", "--module", "*:bits=8")
-    assert "bits a weight, all stored bytes counted; fix fewer bits." in said
+    assert "bits per weight, all stored bytes counted; fix fewer bits." in said
 
 
 def test_a_key_is_given_once(refused, tmp_path: Path) -> None:

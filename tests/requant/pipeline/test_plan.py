@@ -220,7 +220,7 @@ def test_what_a_second_gpu_takes_off_training_is_what_was_measured(tmp_path: Pat
 
 
 def test_a_plan_divides_what_trains_block_by_block(tiny_folder) -> None:
-    """Of the open matrices' 8 bytes a weight, three quarters go to three other GPUs; and it says what does not fit."""
+    """Of the open matrices' 8 bytes per weight, three quarters go to three other GPUs; and it says what does not fit."""
     recipe = recipe_of("trellis", mode="best", finetune=Finetune(steps=10, blockwise=True))
     outlined = [outline(str(tiny_folder("llama")), recipe, gpus=count) for count in (1, 4)]
     one, four = (_training_memory(each, recipe, "cuda") for each in outlined)
@@ -298,7 +298,7 @@ def test_shapes_larger_than_the_gpu_are_trained_where_that_fits(
 def test_the_fullest_phase_of_many_gpus_is_the_last(
     tmp_path: Path, monkeypatch, gpus: int, fullest: int
 ) -> None:
-    """On one an open matrix takes 8 bytes a weight and a coded one 3; on eight 1 and 3."""
+    """On one an open matrix takes 8 bytes per weight and a coded one 3; on eight 1 and 3."""
     source = save_shape("8b", tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     recipe = default_recipe(source, None, gpu=True)

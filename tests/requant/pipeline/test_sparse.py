@@ -116,7 +116,7 @@ def test_the_plan_counts_what_the_pruned_model_is_compared_with(sparsify) -> Non
         plans[bool(verify)] = json.loads(out)
     assert plans[True]["seconds"] > plans[False]["seconds"]
     assert plans[True]["peak_memory"] >= plans[False]["peak_memory"]
-    assert plans[False]["comparison"].endswith("bits a weight, predicted")
+    assert plans[False]["comparison"].endswith("bits per weight, predicted")
     assert "measured: about" in plans[True]["comparison"]
 
 

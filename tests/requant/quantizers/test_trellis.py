@@ -56,7 +56,7 @@ def test_steps_of_quarter_bits(bits: float, steps: tuple[int, ...]) -> None:
 
 def test_steps_refuse_what_they_cannot_be() -> None:
     for bits, vector in ((2.3, 1), (2.125, 2)):
-        with pytest.raises(ValueError, match="bits a weight"):
+        with pytest.raises(ValueError, match="bits per weight"):
             step_bits(bits, vector)
     with pytest.raises(RecipeError, match="in quarters"):
         TrellisConfig(bits=2.3)
