@@ -1,7 +1,7 @@
 """Post-training quantization with sensitivity metrics: see README.md for the reading order.
 
 import requant
-result = requant.quantize("demo", bits=3)   # or a loaded model; a recipe, and the options of the command
+result = requant.quantize("demo", bits=3)   # or a loaded model; takes a recipe, or the command's options
 requant.save(result, "demo-3bit")
 model = requant.load("demo-3bit")
 """

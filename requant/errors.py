@@ -1,7 +1,7 @@
 """Every error a user can meet, with the remedy in the message.
 
     RequantError                 exit code 1: the run failed
-    ├── InputError               exit code 2: what was asked for cannot be done; found before any long work
+    ├── InputError               exit code 2: the request cannot be carried out; detected before any long work
     │   ├── RecipeError          an unknown key, a value out of range
     │   ├── TextError            no text, too little text, a wrong field
     │   ├── ModelError           a model that cannot be read, or holds what requant does not quantize

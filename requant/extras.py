@@ -1,4 +1,4 @@
-"""How an extra of requant is installed: from where requant itself came."""
+"""How to install one of requant's extras, from the same place that requant itself came from."""
 
 import json
 import shlex

@@ -1,8 +1,8 @@
-"""Small files of strangers: plain files of bounded size, and JSON and YAML that cannot grow in memory.
+"""Small files from strangers: plain files of bounded size, and JSON and YAML that cannot blow up in memory.
 
-A pipe or a device under a file's name would be read forever, a sparse file of a gigabyte costs its author nothing, and
-`[[],[],...]` takes twenty times its size as Python objects: so the kind and the size are looked at before the first byte
-is read, and brackets and commas are counted before they are parsed.
+A pipe or a device with a file's name would be read forever, a sparse file of a gigabyte costs its author nothing, and
+`[[],[],...]` takes twenty times its size as Python objects. So kind and size are checked before the first byte is read, and
+brackets and commas are counted before parsing.
 """
 
 import fnmatch

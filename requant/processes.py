@@ -1,4 +1,4 @@
-"""What the environment says of the processes of one run, which torchrun or `--gpus` (`cli/launching.py`) started.
+"""What the environment says about the processes of a run, started by torchrun or `--gpus` (`cli/launching.py`).
 
 Nothing heavy is imported here: the process that starts the others does no more than wait for them.
 """

@@ -1,18 +1,18 @@
-"""One line of progress for a whole run: its stage, the step inside the stage, the time left of all, memory.
+"""One line of progress for a whole run: its stage, the step within the stage, the total time left, memory.
 
     |█████       | stage 5 of 12: round 2 of 6, training, 120 of 300 steps, 4 min 10 s left, 3.1 GiB
 
-The time left is that of the present stage by the pace of its steps, where it has any, and of later stages what the plan
-expects of them (`Stage.seconds`), times what stages of the same kind took so far over what was expected of them:
+The time left is estimated for the present stage from the pace of its steps, if it has any, and for later stages from the
+plan (`Stage.seconds`), times the ratio of what stages of the same kind have taken so far to what was expected of them:
 
     factor(kind) = (took(kind) + p(kind) f) / (expected(kind) + p(kind)),    f = (took + p) / (expected + p)
 
-with p = PRIOR of what is planned of the kind, or of the whole run: a first stage of seconds, which may have waited for a
-compiler, says little of hours.
+with p = PRIOR times what is planned for the kind, or for the whole run: a first stage of a few seconds, which may have
+waited for a compiler, says little about hours.
 
-On a terminal the line is drawn by tqdm, over itself, and gone at the end. Elsewhere a line is written at most once a
-minute. Every stage, and a line a minute, is logged as well, for `--log-file`. Where no run is displayed, `counted` and
-`tracked` draw a plain bar, on a terminal: they know nothing of what they are a part of.
+On a terminal tqdm redraws the line in place and removes it at the end. Elsewhere a line is written at most once per minute.
+Every stage, and a line per minute, is logged as well, for `--log-file`. If no run is displayed, `counted` and `tracked` draw
+a plain bar on a terminal: they do not know what they are part of.
 """
 
 import logging

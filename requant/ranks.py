@@ -1,13 +1,12 @@
-"""One run as several processes, a rank each (one a GPU): who does what, and how results of all come together.
+"""One run as several processes, one rank each (one per GPU): who does what, and how the results come together.
 
 Windows of text are split among ranks: batch i is run by rank i mod N. Matrices are split too: each is owned by one rank
-(`owners`), which holds its statistics and makes its codes: what a batch has to say about a matrix is sent to its owner
+(`owners`), which holds its statistics and makes its codes: what a batch contributes to a matrix is sent to its owner
 (`calibration/exchange.py`). Gradients of training are summed over ranks instead, and large models divided among them
 (`finetune/divided.py`).
 
-Alone, which is how everything runs that nobody started as several processes, every function here is a plain loop or does
-nothing. Numbers and codes travel as safetensors and JSON through gloo on the CPU; activations and gradients by NCCL on
-GPUs. Nothing is pickled.
+In a single process, which is the default, every function here is a plain loop or does nothing. Numbers and codes travel as
+safetensors and JSON through gloo on the CPU; activations and gradients by NCCL on GPUs. Nothing is pickled.
 """
 
 import importlib

@@ -1,3 +1,3 @@
-"""The package's version, for those whom the package itself imports."""
+"""The package's version, for modules that the package itself imports."""
 
 VERSION = "0.1.0"

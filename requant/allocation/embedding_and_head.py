@@ -1,18 +1,18 @@
-"""Embedding and head, and further tables of rows by token: their tensors, the bits among which a budget may choose, the
+"""Embedding, head and further tables of rows by token: their tensors, the bits that a budget may choose for them, and the
 curvature under which they are coded.
 
-The rows of `W [V, d]`, one per token, are coded by a `TableMethod`: in trellis codes (`quantizers/table_trellis.py`) where
-the matrices of the blocks are, else on grids (`quantizers/table_grid.py`). Both see the loss that an error causes through
-one number a row and one covariance for all rows, with t over the tokens of the calibration text:
+The rows of `W [V, d]`, one per token, are coded by a `TableMethod`: in trellis codes (`quantizers/table_trellis.py`) if the
+matrices of the blocks are, otherwise on grids (`quantizers/table_grid.py`). Both see the loss that an error causes through
+one number per row and one covariance for all rows, where t runs over the tokens of the calibration text:
 
     loss(E)  ~  1/2 sum_i r_i E_i C E_i'
     head       r_i = mean_t g_ti^2, g the loss's gradient at the logits      C = mean_t x_t x_t', x the head's input
     embedding  r_i = frequency of token i                                       C = mean_t g_t g_t', g at its output
 
-Tied, the two are one tensor, one set of codes, and the sum of both losses.
+If embedding and head are tied, they are one tensor with one set of codes, and their losses add up.
 
-A token table (`models/token_tables.py`: per-layer embeddings) is one more embedding, with rows, gradients and bits of its
-own. It is not trained: it may have as many weights as all matrices, and would take as much memory.
+A token table (`models/token_tables.py`: per-layer embeddings) is treated as another embedding, with its own rows, gradients
+and bits. It is not trained: it may have as many weights as all matrices together, and would take as much memory.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -258,7 +258,7 @@ def embedding_and_head_curvature(
 def embedding_and_head_losses(
     run: RunContext, embedding_and_head: EmbeddingAndHead, widths: Mapping[str, Sequence[Bits]]
 ) -> dict[str, Losses]:
-    """Role -> bits -> predicted loss, nats a token; zero where they stay floats."""
+    """Role -> bits -> predicted loss, nats per token; zero where they stay floats."""
     method, found = table_method(run.recipe), dict[str, Losses]()
     for role, choices in widths.items():
         coded = [bits for bits in choices if bits != FLOATS]

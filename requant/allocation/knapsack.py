@@ -1,13 +1,13 @@
-"""Bits of every matrix within a budget of stored bytes: a multiple-choice knapsack, one option per matrix.
+"""Choosing the bits of every matrix within a budget of stored bytes: a multiple-choice knapsack, one option per matrix.
 
     minimize    sum_m w_m A_m c(b_m)                      the predicted loss, weighted
     subject to  sum_m bytes_m(b_m) <= budget              bytes as the checkpoint will hold them
 
-`c(b)` is the method's error at b bits, `A_m` the loss that one unit of error in matrix m causes (`predictors.py`), and w_m
-what is left of it where later training mends a part (`run/rounds.py`), else 1: the linearity theorem of Malinovskii et al.
-2024 (HIGGS, arXiv 2411.17525). The integer program is solved exactly by HiGHS (`scipy.optimize.milp`). Where matrices are
-few or equal, the best choice may leave more than TOLERANCE of the budget unspent; then the best of those that spend it is
-taken.
+`c(b)` is the method's error at b bits and `A_m` the loss that one unit of error in matrix m causes (`predictors.py`): the
+linearity theorem of Malinovskii et al. 2024 (HIGGS, arXiv 2411.17525). w_m is the share of the loss that remains if later
+training repairs a part of it (`run/rounds.py`), otherwise 1. HiGHS solves the integer program exactly
+(`scipy.optimize.milp`). If there are few matrices, or many equal ones, the best choice may leave more than TOLERANCE of
+the budget unspent; then the best choice among those that do spend it is taken.
 """
 
 import math
@@ -28,7 +28,7 @@ SECONDS = 60.0  # of the solver; a model of 500 matrices takes less than one
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Option:
-    """One way to store a tensor: bits of its codes, all bytes it takes, its predicted loss (nats a token).
+    """One way to store a tensor: bits of its codes, all bytes it takes, its predicted loss (nats per token).
 
     `outlier_fraction`: of its weights that are stored as floats. `weight`: what its loss counts, the same in all options of
     a tensor.

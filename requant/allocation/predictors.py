@@ -1,23 +1,23 @@
-"""The predicted loss of every matrix at every bit width, in nats a token: what `knapsack.py` adds up.
+"""The predicted loss of every matrix at every bit width, in nats per token: the terms that `knapsack.py` adds up.
 
 | predictor | loss of matrix m at b bits | needs |
 | --- | --- | --- |
 | `curvature` | the method's expected `1/2 tr(G E H E')` or `1/2 sum F E^2`, in closed form | statistics, no quantization |
-| `measured` | the KL to the original with m alone quantized, at one width | one quantization, a forward pass per matrix |
-| `restored` | the KL that restoring m saves where all are quantized, at one width | the same |
+| `measured` | the KL to the original with only m quantized, at one width | one quantization, a forward pass per matrix |
+| `restored` | the KL saved by restoring m when all are quantized, at one width | the same |
 | `pqi` | the signed sum of PQI over the matrix with all quantized, at one width | one quantization, two backward passes |
 
-The last three take their dependence on b from the first: loss_m(b) = loss_m(b0) curvature_m(b) / curvature_m(b0), the
+The last three take their dependence on b from the first: loss_m(b) = loss_m(b0) curvature_m(b) / curvature_m(b0), by the
 linearity theorem of Malinovskii et al. 2024 (HIGGS, arXiv 2411.17525). The closed forms belong to the methods
-(`Method.predicted_losses`), with E = W - W~, H = mean x x' of the inputs, G = mean g g' of the gradients at the outputs
-(`calibration/output_hessian.py`), and for methods that round each weight by itself the Fisher diagonal F in their place.
+(`Method.predicted_losses`), with E = W - W~, H = mean x x' of the inputs, and G = mean g g' of the gradients at the outputs
+(`calibration/output_hessian.py`); methods that round each weight independently use the Fisher diagonal F instead of G and H.
 
 Losses of single matrices add up: the KL of the whole model is 1.04 to 1.11 times their sum at 2 to 3 bits (bench-32m,
-trellis). `measured` chose as well as `curvature`, at the cost of a quantization. `restored` also sees what the errors of the
-others make of an error: on demo-4m at 2 bits 0.3 times the closed form in some q and k, twice in the first gate and up, and
-codes by it have 5 and 7 % less KL (two seeds), 3 % after a short training; not measured on a larger model. `pqi` misleads
-on a trellis: the delta loss of a matrix, unlike its KL, may be negative, and such matrices lost their bits (KL .44 against
-.21 at 2.5 bits).
+trellis). `measured` chose as well as `curvature`, at the cost of a quantization. `restored` also captures how errors in
+other matrices amplify or dampen an error: on demo-4m at 2 bits it is 0.3 times the closed form in some q and k and twice
+in the first gate and up, and codes chosen by it have 5 and 7 % less KL (two seeds), 3 % after a short training; it has not
+been measured on a larger model. `pqi` misleads on a trellis: unlike its KL, the delta loss of a matrix may be negative,
+and such matrices lost their bits (KL .44 instead of .21 at 2.5 bits).
 """
 
 import dataclasses
@@ -107,18 +107,18 @@ def _of_all(run: RunContext, own: Mapping[str, Mapping[Any, float]]) -> dict[str
 
 
 def measured(run: RunContext, reference: Weights) -> dict[str, float]:
-    """KL of the model with one matrix of `reference` at a time, nats a token."""
+    """KL of the model with one matrix of `reference` at a time, nats per token."""
     found = _kl_of_each(run, reference, others=0.0)
     return {name: max(value, 0.0) for name, value in found.items()}
 
 
 def restored(run: RunContext, reference: Weights) -> dict[str, float]:
-    """KL that each original matrix saves among those of `reference`, nats a token; never below the floor."""
+    """KL that each original matrix saves among those of `reference`, nats per token; never below the floor."""
     return _floored(run, _kl_of_each(run, reference, others=1.0))
 
 
 def _kl_of_each(run: RunContext, reference: Weights, *, others: float) -> dict[str, float]:
-    """By how much each matrix of `reference` raises the KL, nats a token; the `others` are original (0) or quantized (1)."""
+    """By how much each matrix of `reference` raises the KL, nats per token; `others` are original (0) or quantized (1)."""
     windows = _first(run, MEASURED_TOKENS)
     path = run.path(reference)
     totals = dict.fromkeys(reference, 0.0)
@@ -144,7 +144,7 @@ def _kl_of_each(run: RunContext, reference: Weights, *, others: float) -> dict[s
 
 
 def integrated(run: RunContext, reference: Weights) -> dict[str, float]:
-    """Signed sums of PQI along the path to `reference`, nats a token; never below LOSS_FLOOR."""
+    """Signed sums of PQI along the path to `reference`, nats per token; never below LOSS_FLOOR."""
     windows = _first(run, PQI_TOKENS)
     with run.stage("allocation"):
         sums = score_sums(
@@ -169,7 +169,7 @@ FROM_CODES = {"measured": measured, "restored": restored, "pqi": integrated}
 
 
 def predicted_losses(run: RunContext, widths: Mapping[str, Sequence[Bits]], average: float) -> MatrixLosses:
-    """Matrix -> each of its `widths` -> loss by the recipe's predictor, nats a token; kept in the workspace.
+    """Matrix -> each of its `widths` -> loss by the recipe's predictor, nats per token; kept in the workspace.
 
     All predictors but `curvature` quantize every matrix once, at the bits nearest to `average`.
     """

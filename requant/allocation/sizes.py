@@ -1,10 +1,11 @@
-"""What everything that a checkpoint stores will take, in bytes, before anything is quantized.
+"""How many bytes everything in a checkpoint will take, before anything is quantized.
 
     matrices                        exactly, since bytes follow from shapes (`packed_spec`)
-    residuals of mode `paper`       an upper bound, with the counts of their tiles (`sparse_bytes`)
-    norms, biases, file headers     an upper bound, over all bits that could be chosen (`overhead_bytes`)
+    residuals of mode `paper`       an upper bound, including the counts of their tiles (`sparse_bytes`)
+    norms, biases, file headers     an upper bound over all bits that could be chosen (`overhead_bytes`)
 
-`budget.py` chooses bits by these sizes, so a promised size is kept to the byte, or stays below it by the bounds alone.
+`budget.py` chooses bits by these sizes, so a promised size is met to the byte, or undershot by no more than the slack of the
+bounds.
 """
 
 import dataclasses

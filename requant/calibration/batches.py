@@ -1,4 +1,4 @@
-"""Windows in batches: as many at once as a pass with logits takes, and which of them a process runs."""
+"""Windows in batches: how many fit into one pass with logits, and which of the batches a process runs."""
 
 from collections.abc import Iterator, Sequence
 

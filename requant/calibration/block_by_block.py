@@ -1,19 +1,20 @@
-"""A backward pass that takes all batches through a block before the next, for models whose matrices are on the host.
+"""A backward pass that takes all batches through one block before the next, for models whose matrices are on the host.
 
     forward     for every block: h = block(h) of every batch, without a graph; h goes to the host
-    loss        of every batch, from its last h, down to the gradient there
+    loss        of every batch, from its last h, down to the gradient at that h
     backward    for every block, the last first: block(h) again, with a graph, of every batch; gradient -> that at its input
 
-Each batch is computed as in a pass that recomputes its blocks (`passes.recomputed_blocks`), and what hooks see of a matrix
-comes in the order of the text, so statistics are the same bits; but a block comes to the GPU twice for all batches of a
-group, not twice for each. A group is as many batches as half of the host's free memory has room for their h before every
-block, divided among the processes of the host. Statistics that do not fit the GPU at once are those of some blocks at a
-time, the last ones first: the pass then stops where they begin, and goes on from there (`Descent`).
+Each batch is computed as in a pass that recomputes its blocks (`passes.recomputed_blocks`), and hooks see the tokens of a
+matrix in the order of the text, so the statistics are bit for bit the same; but a block comes to the GPU twice for a whole
+group of batches, not twice for each batch. A group holds as many batches as have room for their h before every block in
+half of the host's free memory, divided among the processes of the host. If the statistics do not fit the GPU at once, they
+are collected for some blocks at a time, the last ones first: the pass then stops where those blocks begin, and continues
+from there (`Descent`).
 
-Models on the GPU keep the passes of `passes.py`, which give the same gradients, bit for bit. Below RECOMPUTE_ABOVE they run
-each block once, not twice: on bench-32m that is 4.0 s of operators in place of 5.1 (8 windows of 512 tokens, two CPU cores).
-Above, activation checkpointing does the same work as this, but leaves the hidden states on the GPU, and is the graph that
-training steps need anyhow.
+Models on the GPU keep the passes of `passes.py`, which give bit for bit the same gradients. Below RECOMPUTE_ABOVE those
+run each block once, not twice: on bench-32m that is 4.0 s of operators instead of 5.1 (8 windows of 512 tokens, two CPU
+cores). Above it, activation checkpointing does the same work as this file, but leaves the hidden states on the GPU, and it
+is the graph that training steps need anyway.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence

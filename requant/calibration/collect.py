@@ -1,5 +1,6 @@
-"""The statistics of a list of linears (`LinearStats`): one backward pass each for those of gradients, and a forward pass for
-those of inputs, which output Hessians make unnecessary: their pass sees the inputs too."""
+"""Collecting the statistics of a list of linears (`LinearStats`): one backward pass for each statistic of gradients, and one
+forward pass for those of inputs, unless output Hessians are collected too, whose pass sees the inputs as well.
+"""
 
 from collections.abc import Sequence
 

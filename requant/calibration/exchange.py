@@ -1,14 +1,14 @@
-"""Statistics of several processes: what a rank's batch says about a matrix goes to the rank that owns the matrix.
+"""Statistics of several processes: what a rank's batch contributes to a matrix is sent to the rank that owns the matrix.
 
-A batch has inputs of the matrix, or gradients at its outputs; the owner adds them up in the order of the text. So statistics
-and codes are those of one process, bit for bit, and of N ranks each holds 1/N of the Hessians. An all-reduce would round
-differently for every number of ranks, and leave all Hessians on all of them.
+A batch contributes inputs of the matrix, or gradients at its outputs; the owner adds them up in the order of the text. So
+statistics and codes are bit for bit those of one process, and each of N ranks holds 1/N of the Hessians. An all-reduce would
+round differently for every number of ranks, and leave all Hessians on all of them.
 
     for tokens in ranks.rounds(batches):    batches of this rank, None where others have one more
         forward; in hooks: exchange.give(name, x)
         exchange.deliver()                  on the owner: use(name, x) for every rank's x, in the order of the text
 
-What a rank says to another is a message for some matrices together, as many as have AT_ONCE bytes.
+One message from rank to rank covers several matrices, up to AT_ONCE bytes.
 """
 
 from collections import Counter

@@ -1,10 +1,10 @@
-"""Statistics of experts, which see only the tokens that are routed to them: some of them few, or none.
+"""Statistics of experts, which only see the tokens that are routed to them: a few, or none.
 
     H_e = (sum_{t in e} x_t x_t' + tau H) / (n_e + tau),      H the mean over all experts of the layer,  tau = SHRINKAGE k
 
-so an expert that n_e tokens reached has statistics of its own as far as those determine a [k, k] matrix, and else those of
-its layer. Means of inputs are over the expert's own tokens, those of gradients over the whole text: the product of both,
-which predicts a loss (`output_hessian.py`), then counts an expert by how often it is used.
+So an expert that n_e tokens reached has statistics of its own to the extent that those determine a [k, k] matrix, and
+otherwise those of its layer. Means of inputs are over the expert's own tokens, means of gradients over the whole text: the
+product of the two, which predicts a loss (`output_hessian.py`), thus weights an expert by how often it is used.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,11 +1,11 @@
-"""Input statistics of linears: the layer Hessian `H = mean_t x_t x_t'` and `mean_t |x_t|`, in one forward pass, or beside
-gradients in a pass that is made for those.
+"""Input statistics of linears, the layer Hessian `H = mean_t x_t x_t'` and `mean_t |x_t|`, from one forward pass, or
+collected along with gradients in a backward pass.
 
-H is the exact Hessian of the layer's squared output error `1/2 mean_t |(w~ - w) x_t|^2` in each row of w (Frantar et
-al. 2022, arXiv 2210.17323, without their factor 2). With a reference model, whose linear reads z_t at the same token,
-`C = mean_t z_t x_t'` is accumulated too: both give the weight that a matrix after quantized ones should approximate
-(`quantizers/correction.py`). Linears that read the same tensor (q, k and v; gate and up) share one object, which the
-first of them accumulates. Means of an expert are over the tokens that reach it, and shrunk (`experts.py`).
+H is the exact Hessian of the layer's squared output error `1/2 mean_t |(w~ - w) x_t|^2` in each row of w (Frantar et al.
+2022, arXiv 2210.17323, without their factor 2). With a reference model, whose linear reads z_t at the same token, `C =
+mean_t z_t x_t'` is accumulated too: H and C give the weight that a matrix should approximate if it follows quantized ones
+(`quantizers/correction.py`). Linears that read the same tensor (q, k and v; gate and up) share one object, to which only
+the first of them adds. Means of an expert are over the tokens that reach it, and shrunk (`experts.py`).
 """
 
 import fnmatch

@@ -1,9 +1,9 @@
 """A forward pass that resumes where the last one stopped: cached hidden states of the calibration text between two blocks.
 
 Sequential calibration needs the inputs of one block at a time, with all earlier blocks quantized. The hidden states before
-the current block are cached on the CPU, so all blocks together cost one pass through the model, not one from the first
-block for each. A model whose matrices are on the host (`models/hosted.py`) is run this way too: each block comes to the GPU
-once for all batches.
+the current block are cached on the CPU, so all blocks together cost one pass through the model, instead of one pass from
+the first block for each. A model whose matrices are on the host (`models/hosted.py`) is run this way too: each block comes
+to the GPU once for all batches.
 """
 
 from collections.abc import Callable, Iterator, Sequence

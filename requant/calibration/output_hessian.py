@@ -1,12 +1,12 @@
-"""The covariance of the loss's gradients at a linear's output: what errors there cost, one output and pairs of them.
+"""The covariance of the loss's gradients at a linear's output: what errors in single outputs and in pairs of them cost.
 
     G = mean_t g_t g_t'
 
 where g_t is the gradient of the summed loss at the linear's output for token t. With the inputs' H = mean_t x_t x_t', the
 Kronecker product of G and H approximates the curvature of the loss in the weight (Tseng et al. 2025, "YAQA", arXiv
-2505.22988, their first sketch): an error E costs about tr(G E H E') / 2 a token. The loss is that of next tokens sampled
+2505.22988, their first sketch): an error E costs about tr(G E H E') / 2 per token. The loss is that of next tokens sampled
 from the model itself, whose gradients give the Fisher matrix, the curvature of the KL divergence. With the text's own next
-tokens in their place, codes have 1 to 2.5 % more KL on one text and the same on another (eval/LOG.md).
+tokens instead, codes have 1 to 2.5 % more KL on one text and the same on another (eval/LOG.md).
 """
 
 from collections.abc import Callable, Sequence

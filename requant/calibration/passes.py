@@ -1,12 +1,12 @@
 """Running calibration tokens through a model: forward passes, backward passes, and what each may keep in memory.
 
 The loss is `F = mean over all windows and positions of the next-token cross-entropy`, nats. A backward pass calls
-`accumulate` with each matrix's gradient the moment it is complete and frees it: the gradient of the whole model never
-exists. With `recompute` each transformer block stores only its input and is run again in the backward pass (activation
-checkpointing), so activations cost one hidden state a block. A model whose matrices are on the host takes all batches
-through one block before the next (`block_by_block.py`, which says why that is not the way of all).
+`accumulate` with each matrix's gradient the moment it is complete and then frees it: the gradient of the whole model never
+exists. With `recompute`, each transformer block stores only its input and is run again in the backward pass (activation
+checkpointing), so activations cost one hidden state per block. A model whose matrices are on the host takes all batches
+through one block before the next (`block_by_block.py`, which says why other models do not).
 
-Of several processes (`ranks.py`) each runs its share of the batches; `accumulate` is called where a matrix is owned, for
+With several processes (`ranks.py`), each runs its share of the batches; `accumulate` is called on the owner of a matrix, for
 every batch in the order of the text, so all sums are those of one process.
 """
 
@@ -79,7 +79,7 @@ def sample(logits: Float[Tensor, "m v"], generator: torch.Generator) -> Int64[Te
 def mean_loss(
     model: PreTrainedModel, windows: Int64[Tensor, "b t"], *, label: str | None = None, split: bool = True
 ) -> float:
-    """F of the model as it stands, nats a token; not `split` among ranks where each has another model."""
+    """F of the model as it stands, nats per token; not `split` among ranks where each has another model."""
     own = own_chunks(windows, model, split=split)
     at = after_blocks(model, windows, [None if each is None else each[1] for each in own], label=label)
     losses: list[float] = []

@@ -1,8 +1,8 @@
-"""An output folder that appears whole or not at all.
+"""An output folder that appears completely or not at all.
 
-Its files are written to a hidden sibling, `.NAME.partial-xxxxxxxx`, which is renamed at the end. The sibling is locked while
-its process lives (`flock`, which the kernel releases however the process ends), so that the next run with the same
-output can tell what a killed run left, and removes it.
+Its files are written to a hidden sibling, `.NAME.partial-xxxxxxxx`, which is renamed at the end. The sibling is locked as
+long as its process lives (`flock`, which the kernel releases however the process ends), so that the next run with the same
+output can recognize what a killed run left behind, and removes it.
 """
 
 import errno

@@ -1,7 +1,7 @@
-"""Read a checkpoint's matrices as containers, and compare its files with their checksums.
+"""Reading a checkpoint's matrices as containers, and comparing its files with their checksums.
 
-The whole model, ready to run, is `requant.inference.load`'s: by transformers' own loader, after the folder has passed
-`read_header`, and the quantizer in `requant.integrations.transformers` has checked its values.
+Loading the whole model, ready to run, is the task of `requant.inference.load`: it uses transformers' own loader, once the
+folder has passed `read_header` and the quantizer in `requant.integrations.transformers` has checked its values.
 """
 
 import hashlib

@@ -1,1 +1,1 @@
-"""Measuring models: perplexity and KL to the original, lm-eval tasks, samples of text, tokens a second."""
+"""Measuring models: perplexity and KL to the original, lm-eval tasks, text samples, tokens per second."""

@@ -1,9 +1,9 @@
-"""Tokens a second in prefill and in decoding, and memory, by batch size.
+"""Tokens per second in prefill and in decoding, and memory, by batch size.
 
     prefill   tokens of all prompts / seconds of the forward pass that reads them
     decode    sequences x new tokens / seconds of their steps (`inference/decode.py`; on a GPU replays of a CUDA graph)
 
-Prompts are random tokens of equal length; decoding is greedy and ignores end-of-text tokens. The first round is warm-up,
+Prompts are random tokens of equal length; decoding is greedy and ignores end-of-text tokens. The first round is a warm-up;
 the median of the others is reported. A quantized model and its original are measured by the same code.
 """
 

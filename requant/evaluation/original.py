@@ -1,11 +1,11 @@
-"""The original's logits on the scored windows, after its matrices have been overwritten.
+"""The original's logits on the scored windows, available after its matrices have been overwritten.
 
     logits_i = head(h_i),   h_i: the last hidden states of window i, kept on the host
 
-A second model beside the first is what a GPU has no room for; its last hidden states are a few hundred megabytes, and all
-of a model that is needed to make logits of them is what stands outside its blocks. Where that does not give the model's
-own logits, bit for bit, the copy is the whole model after all; or the logits themselves are kept, where the model's matrices
-are on the host.
+A GPU has no room for a second model beside the first. The last hidden states are a few hundred megabytes, and to compute
+logits from them it takes only the parts of the model outside its blocks, which are copied. If that does not reproduce the
+model's own logits bit for bit, the whole model is copied after all; or the logits themselves are kept, if the model's
+matrices are on the host.
 """
 
 import copy

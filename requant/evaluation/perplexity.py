@@ -1,18 +1,18 @@
-"""What quantization cost: perplexity, KL divergence to the original, top-1 agreement.
+"""The cost of quantization: perplexity, KL divergence to the original, top-1 agreement.
 
 Every window predicts its tokens 2..context from those before it. Over the T scored tokens, with p the distribution of the
 original and q that of the quantized model:
 
     perplexity = exp( 1/T sum_t -log q_t(x_t) )
-    KL         = 1/T sum_t sum_v p_t(v) (log p_t(v) - log q_t(v))        nats a token
+    KL         = 1/T sum_t sum_v p_t(v) (log p_t(v) - log q_t(v))        nats per token
     top-1      = fraction of t with argmax p_t = argmax q_t
 
-The error of the mean KL is that of the mean over windows, s / sqrt(n): tokens of a window are not independent. Two models
-scored on the same windows differ by less than their errors suggest, so `mean_difference` pairs them by window.
+The error of the mean KL is that of the mean over windows, s / sqrt(n), since the tokens of a window are not independent. Two
+models scored on the same windows differ by less than their errors suggest, so `mean_difference` pairs them by window.
 
-A number means nothing without its protocol, so `Protocol` (text, hash, context, windows) is stored with it. Read KL before
-perplexity: at 3 bits three seeds of one method differed by 1.5 % in perplexity and by 0.6 % in KL, and adapting to the
-calibration text improves perplexity, not KL.
+A number means nothing without its protocol, so `Protocol` (text, hash, context, windows) is stored with it. Trust KL more
+than perplexity: at 3 bits three seeds of one method differed by 1.5 % in perplexity and by 0.6 % in KL, and adapting to
+the calibration text improves perplexity, not KL.
 """
 
 import math

@@ -1,8 +1,8 @@
-"""Samples of text by the original and by the quantized model, for the report.
+"""Samples of text written by the original and by the quantized model, for the report.
 
 Each prompt is the first 24 tokens of a window of the evaluation text, continued by 40 tokens. Decoding is greedy, so the
-same run writes the same text; of several processes each continues its share. Samples are an illustration; KL is the
-measurement.
+same run writes the same text; with several processes each continues its share of the prompts. Samples are an illustration;
+KL is the measurement.
 """
 
 import logging

@@ -1,10 +1,10 @@
 """Accuracy on lm-eval's tasks for the original and checkpoints in one table, with standard errors.
 
-The models answer the same questions, so the error of a difference is that of the mean of d_i = a_i - b_i over documents i,
-which is smaller than the two models' own errors suggest where they mostly agree.
+The models answer the same questions, so the error of a difference is that of the mean of d_i = a_i - b_i over documents i.
+It is smaller than the two models' own errors suggest if they mostly agree.
 
-lm-eval prompts, scores and averages; requant opens the models. Six tasks can also be read from files, for machines without
-a network: one line of JSON a document, prepared as lm-eval prepares it.
+lm-eval prompts, scores and averages; requant provides the models. Six tasks can also be read from files, for machines
+without a network: one line of JSON per document, prepared as lm-eval prepares it.
 
 | task | columns of FOLDER/TASK.jsonl |
 | --- | --- |
@@ -12,8 +12,8 @@ a network: one line of JSON a document, prepared as lm-eval prepares it.
 | `winogrande` | `context_options`, `continuation`, `gold` |
 | `lambada_openai` | `text` |
 
-A file becomes a task that includes lm-eval's own definition and changes only where documents come from and how their
-columns are called: prompt, request, metric and average stay lm-eval's (Gao et al., zenodo 10.5281/zenodo.12608602).
+A file becomes a task that includes lm-eval's own definition and changes only where documents come from and the names of
+their columns: prompt, request, metric and average remain lm-eval's (Gao et al., zenodo 10.5281/zenodo.12608602).
 """
 
 # pyright: reportMissingImports=false

@@ -2,9 +2,9 @@
 
     W = round_to_dtype(dequantize(codes) + sparse)
 
-rounded once, to the dtype of the folder, so that a program without support for quantization computes with the
-same values that `requant.load(..., dequantize=True, dtype=...)` gives. As large as the original. Experts that the
-original's files hold in one tensor a layer (gpt-oss, Gemma 4, Granite) are put together again.
+rounded once, to the dtype of the folder, so that a program without support for quantization computes with the same values
+that `requant.load(..., dequantize=True, dtype=...)` gives. The result is as large as the original. Experts that the
+original's files hold as one tensor per layer (gpt-oss, Gemma 4, Granite) are put back together.
 """
 
 from collections.abc import Iterator, Mapping

@@ -2,17 +2,17 @@
 
     w = d q        d float16, q a whole number
 
-| type | q | bytes a block | bits a weight |
+| type | q | bytes per block | bits per weight |
 | --- | --- | --- | --- |
 | `Q4_0` | -8 .. 7 | 2 + 16 | 4.5 |
 | `Q5_0` | -16 .. 15 | 2 + 4 + 16 | 5.5 |
 | `Q8_0` | -128 .. 127 | 2 + 32 | 8.5 |
 
-A grid's value is `(code - zero_point) scale`, so q is the difference, which no zero point makes inexact: it only widens
-the range, from 2^bits to 2^(bits + 1) - 1 values. So 2 and 3 bits fit Q4_0 with or without zero points, 4 bits with
-them need Q5_0, and 8 bits with them fit nothing. `Q4_1` and `Q5_1` would take the zero point as a float16 minimum
-`-zero_point scale`, which seldom is one; the k-quants quantize their scales. Neither is exact, so neither is written.
-Groups of a multiple of 32 columns repeat their scale.
+A grid's value is `(code - zero_point) scale`, so q is the difference, and a zero point never makes it inexact: it only
+widens the range, from 2^bits to 2^(bits + 1) - 1 values. So 2 and 3 bits fit Q4_0 with or without zero points, 4 bits with
+zero points need Q5_0, and 8 bits with zero points fit nothing. `Q4_1` and `Q5_1` would store the zero point as a float16
+minimum `-zero_point scale`, which is seldom exact in float16; the k-quants quantize their scales. Neither is exact, so
+neither is written. Groups of a multiple of 32 columns repeat their scale.
 """
 
 from collections.abc import Callable

@@ -1,13 +1,13 @@
-"""The tokenizer in a GGUF file: llama.cpp has its own tokenizers, which must split text as tokenizer.json does.
+"""The tokenizer in a GGUF file: llama.cpp has its own tokenizers, which must split text exactly as tokenizer.json does.
 
 | tokenizer.json | llama.cpp's model | what it needs |
 | --- | --- | --- |
 | byte-level BPE (Llama 3, Qwen) | `gpt2` | merges, and the name of the pattern that splits text before merging |
 | BPE with byte fallback (Llama 2, Mistral) | `llama` | scores: the pair whose token has the highest score merges first |
 
-Patterns are looked up by what they do. Scores are minus the token's id, which merges in the order of the list of merges
-where the ids of their results ascend (as in files converted from SentencePiece). A tokenizer that is neither is refused,
-because another one would split text differently and silently make the model worse.
+Patterns are looked up by their behaviour. Scores are minus the token's id, which reproduces the order of the list of merges
+if the ids of their results ascend (as in files converted from SentencePiece). A tokenizer that is neither kind is refused,
+because another tokenizer would split text differently and silently make the model worse.
 """
 
 import re

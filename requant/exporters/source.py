@@ -1,4 +1,4 @@
-"""The checkpoint that is exported: its matrices and its other tensors, one at a time."""
+"""The checkpoint to be exported: its matrices and its other tensors, one at a time."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

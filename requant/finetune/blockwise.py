@@ -1,4 +1,4 @@
-"""A step of training block by block, for models that are large beside their GPU: the same gradients in less memory.
+"""A step of training, block by block, for models that are large compared to their GPU: the same gradients in less memory.
 
     forward     for every block: h = block(h) without a graph; of all activations only h is kept
     divergence  LOGITS_AT_ONCE logits at a time, down to the gradient at the last hidden states
@@ -8,19 +8,19 @@
 
 The weights of a coded matrix exist only while its block is computed, forward and backward, and so do all gradients of
 matrices. The numbers are those of `step.py`: the same sums over a step's tokens, in another order. What is kept between
-steps differs: Adam's moments are bfloat16 (`SixteenBitAdam`), and so is what codes stand for before the scales, in a model
-that is. (To decode a trellis again costs a kilobyte of traffic a weight in torch, some seconds a step at 8e9 weights.)
-Bytes a weight:
+steps differs: Adam's moments are bfloat16 (`SixteenBitAdam`), and so, in a bfloat16 model, are the values that codes stand
+for before the scales. (Decoding a trellis again would cost a kilobyte of traffic per weight in torch, some seconds per
+step at 8e9 weights.) Bytes per weight:
 
     without codes           8    float32, two moments                     (`step.py`: 20, with the original and its cast)
     coded                   3    code, and its value before the scales    (`step.py`: 17)
     embedding, head, norms  12   float32, gradient, two moments           (`step.py`: 16)
 
-Of a model larger than the GPU all matrices are coded, and their codes wait on the host and are decoded when they are asked
-for, each by one rank (`decoded_block.py`); so does h. Of N ranks, which learn from other windows, each holds an Nth of what
-a matrix without codes takes (`DividedMatrix`). Beside these: h before every block, one block at work
-(`recomputed_block.py`), the logits (`memory.py` adds up). Where memory runs out all the same, half as many tokens go at once
-from then on, and the log says so.
+In a model larger than the GPU all matrices are coded; their codes wait on the host and are decoded when they are needed,
+each by one rank (`decoded_block.py`), and h waits on the host too. With N ranks, which learn from different windows, each
+holds an Nth of what a matrix without codes takes (`DividedMatrix`). In addition there are h before every block, one block
+at work (`recomputed_block.py`), and the logits (`memory.py` adds it all up). If memory runs out all the same, half as many
+tokens are processed at once from then on, and the log says so.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

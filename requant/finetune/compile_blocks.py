@@ -1,14 +1,14 @@
 """Transformer blocks compiled for training on a GPU, so that elementwise work is fused.
 
-Of the 42 ms that a GPU spends on a step of bench-32m, 10 are matrix products and attention; the rest are four thousand
+Of the 42 ms that a GPU spends on a step of bench-32m, 10 are matrix products and attention; the rest is four thousand
 small kernels for norms, rotary embeddings, activations and the KL divergence of the logits. Blocks of one class share
 their code, so one block is compiled for the model in training and one for the teacher, in seconds. The divergence
 
     KL = sum_t sum_v p_v (log p_v - log q_v)
 
-is compiled too and reads the bfloat16 logits of both models. Blocks with experts are not compiled; their experts compute in
-grouped products, which a CUDA graph can hold (`step.py`). Without a working compiler (torch.compile needs a C
-compiler), or where it fails on a block, blocks run eagerly.
+is compiled too and reads the bfloat16 logits of both models. Blocks with experts are not compiled; their experts compute
+grouped products, which a CUDA graph can hold (`step.py`). Without a working compiler (torch.compile needs a C compiler), or
+if it fails on a block, blocks run eagerly.
 """
 
 import logging

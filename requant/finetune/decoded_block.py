@@ -1,14 +1,14 @@
 """Weights of coded matrices whose codes stay packed on the host, for models larger than the GPU (`models/hosted.py`).
 
-    at rest     packed codes on the host, bits / 8 bytes a weight; of several ranks each has those that it decodes
+    at rest     packed codes on the host, bits / 8 bytes per weight; with several ranks each has those that it decodes
     block(h)    the codes go to the GPU and are decoded to what they stand for before the scales, which every rank sends to
                 the others; that stays until a matrix of another block is asked for
 
 So a step of training block by block decodes every block twice, forward and backward, and the last one once. Copying the
-codes is the least of it: at 2 bits a block of a 70B shape is 0.2 GB. Of N ranks each decodes about an Nth of a block's
-weights, whole matrices, for to send a decoded matrix takes a thirtieth of the time in which trellis codes are decoded over
-NVLink, and less than that time over PCIe. What is sent is received where it stays, and decoding is exact: each rank has the
-bytes that it would have decoded.
+codes is cheap: at 2 bits a block of a 70B shape is 0.2 GB. With N ranks each decodes about an Nth of a block's weights, in
+whole matrices, because sending a decoded matrix over NVLink takes a thirtieth of the time of decoding trellis codes, and
+over PCIe still less than decoding. What is sent is received where it stays, and decoding is exact: each rank has the bytes
+that it would have decoded itself.
 """
 
 from collections import Counter

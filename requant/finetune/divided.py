@@ -1,9 +1,10 @@
 """Training in several processes: sums of gradients over ranks, and tensors that are divided among them.
 
-Sums are added in the order that gloo (along a ring) or NCCL chooses, by the number of ranks, the sizes of the tensors and
-how GPUs are linked. So on a CPU results with training are the same every time with as many ranks, and differ in rounding
-from those of another number. What trains block by block (`blockwise.py`) is divided too: of a matrix without codes each rank
-holds a `Part` (ZeRO stage 3, Rajbhandari et al. 2020, arXiv 1910.02054), whose gradients are added in the order of ranks.
+Sums are added in an order that gloo (along a ring) or NCCL chooses by the number of ranks, the sizes of the tensors and
+how the GPUs are linked. So on a CPU, results with training are the same every time for a given number of ranks, and differ
+in rounding between numbers of ranks. What trains block by block (`blockwise.py`) is divided too: of a matrix without codes
+each rank holds a `Part` (ZeRO stage 3, Rajbhandari et al. 2020, arXiv 1910.02054), whose gradients are added in the order
+of ranks.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,12 +1,12 @@
 """The last finetuning phase: with all codes fixed, train every float to bring the outputs back to the original's.
 
 Trained are the floats stored with the codes (scales of a grid, levels of a codebook, output scales of a trellis, sparse
-residuals), those of embedding and head too where they are quantized, and the parameters without codes (norms, biases, and
-else embedding and head, but no token tables), by the KL divergence to the original (`loop.py`). Codes are fixed, so the
-checkpoint takes the same bytes; a trellis stores only signs on its input side, for which the norms make up at no cost: KL
-0.301 at 2.028 bits where both scale vectors give 0.302 at 2.051 (bench-32m). Every `eval_every` steps the KL on the
-validation windows is measured, and the best values are restored at the end: there the finetuned model is never worse than
-the one it started from.
+residuals), also those of embedding and head if they are quantized, and the parameters without codes (norms, biases, and
+otherwise embedding and head, but no token tables), by the KL divergence to the original (`loop.py`). Codes are fixed, so the
+checkpoint takes the same bytes. A trellis stores only signs on its input side, for which the norms compensate at no cost: KL
+0.301 at 2.028 bits, where both scale vectors give 0.302 at 2.051 (bench-32m). Every `eval_every` steps the KL on the
+validation windows is measured, and the best values are restored at the end: on those windows the finetuned model is never
+worse than the one it started from.
 
 This is the end-to-end tuning of AQLM and QTIP (Egiazarian et al. 2024, arXiv 2401.06118; Tseng et al. 2024, arXiv
 2406.11235), reduced to what a short run on little text allows.

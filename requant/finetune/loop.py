@@ -1,21 +1,20 @@
-"""Distillation: train a partly quantized model to give the original's next-token distributions.
+"""Distillation: train a partly quantized model to reproduce the original's next-token distributions.
 
     minimize   mean_t [ KL( p_original(. | x_<t) || p(. | x_<t) ) + c |h_t - h_original,t|^2 / |h_original,t|^2 ]
 
 where h are the last hidden states and c is `finetune.hidden_weight` in the rounds of mode `best`, 10 by default (5 to 100
-do alike), and 0 elsewhere (states beside outputs: TinyBERT; Jiao et al. 2020, arXiv 1909.10351). The second term names
-all directions of the state, not only those that the text's tokens tell apart, and takes no pass of its own, for the
-original's states are kept. Both terms fall by four with every bit of the codes.
+do equally well), and 0 elsewhere (matching states as well as outputs: TinyBERT; Jiao et al. 2020, arXiv 1909.10351). The
+second term constrains all directions of the state, not only those that tell the text's tokens apart, and needs no pass of
+its own, because the original's states are kept. Both terms fall to a quarter with every bit of the codes.
 
 Three kinds of tensors are trained: the floats stored with the codes of quantized matrices (`trainable_params` of
 `formats/contract.py`), the weights of matrices that are not quantized yet, and the parameters without codes: norms,
 biases, and embedding and head until they are quantized. Recovery after pruning may mix in the cross-entropy of the text
-(`recovery.distillation`). The optimizer is Adam (0.9, 0.95) with each tensor's learning
-rate in units of its root mean square, ten steps of warm-up, then a cosine to zero. The errors to correct are those of the
-codes, which halve with every bit, so the learning rate does too (`learning_rate`): at 4 bits a third of the rate of 2 bits
-gives KL 0.0205, the same rate 0.0225, and codes alone have 0.0229 (bench-32m). Parameters are float32 during training; on
-a GPU matrix products run in bfloat16 and blocks are compiled (`compile_blocks.py`).
-Of several processes each trains on its part of a step's windows.
+(`recovery.distillation`). The optimizer is Adam (0.9, 0.95) with each tensor's learning rate in units of its root mean
+square, ten steps of warm-up, then a cosine to zero. The errors to correct are those of the codes, which halve with every
+bit, so the learning rate does too (`learning_rate`): at 4 bits a third of the rate of 2 bits gives KL 0.0205, the same
+rate 0.0225, and codes alone 0.0229 (bench-32m). Parameters are float32 during training; on a GPU matrix products run in
+bfloat16 and blocks are compiled (`compile_blocks.py`). With several processes each trains on its part of a step's windows.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""Bytes that training holds at its fullest, from shapes: for the dry run, before any weight is read.
+"""The peak memory of training, from shapes: for the dry run, before any weight is read.
 
 With O weights of matrices without codes, C coded ones, R in embedding, head and norms, P = O + C + R, e bytes of the
 model's own dtype, and c = 2 for the casts of autocast on a GPU (0 on a CPU, where there is none):
@@ -22,15 +22,15 @@ model's own dtype, and c = 2 for the casts of autocast on a GPU (0 on a CPU, whe
                     on the host                 packed codes, hidden states before every block, those of the teacher, and a
                                                 copy of what learns
 
-Token tables (`models/token_tables.py`) are a part of R that does not learn, without gradients and moments: as a whole 12,
-block by block 8 bytes a weight are taken off.
+Token tables (`models/token_tables.py`) are a part of R that does not learn and has no gradients and moments: 12 bytes per
+weight are subtracted when training as a whole, 8 when training block by block.
 
-Of N GPUs each holds 8 O / N of the matrices without codes, and the hidden states of its windows.
+With N GPUs each holds 8 O / N of the matrices without codes, and the hidden states of its windows.
 
-Every round turns open matrices into coded ones, so the fullest phase is the first, but on three GPUs and more the last:
-coded matrices are whole on each, 8 / N < 1 + e. Not counted is what a phase of several GPUs takes for a moment as it begins
-and ends, parameters whole beside the parts that learn. As a whole, a GPU fills what is left with larger parts of a batch;
-counted is one window at a time, since it needs no more.
+Every round turns open matrices into coded ones, so memory peaks in the first phase, but in the last one on three or more
+GPUs, since coded matrices are whole on each GPU and 8 / N < 1 + e. Not counted is what a phase of several GPUs takes
+briefly when it starts and ends: parameters that are whole next to the parts that learn. When training as a whole, a GPU
+fills the remaining memory with larger parts of a batch; the count assumes one window at a time, since it needs no more.
 """
 
 from collections.abc import Collection, Iterator, Sequence

@@ -1,11 +1,12 @@
-"""A transformer block in training of which only the input is kept; its weights and its graph exist while it is computed.
+"""A transformer block in training for which only the input is kept; its weights and its graph exist while it is computed.
 
     forward     h = block(h) without a graph
     backward    block(h) again, with a graph, some windows at a time; gradients of its coded matrices -> those of their
                 trained floats, by the chain rule; its matrices without codes -= Adam(gradients); gradients dropped
 
-Activation checkpointing is Chen et al. 2016 (arXiv 1604.06174); updating each matrix as soon as its gradient is complete is
-LOMO's (Lv et al. 2023, arXiv 2306.09782). Of several ranks each keeps a part of a matrix without codes (`DividedMatrix`).
+Activation checkpointing is from Chen et al. 2016 (arXiv 1604.06174); updating each matrix as soon as its gradient is
+complete is from LOMO (Lv et al. 2023, arXiv 2306.09782). With several ranks each keeps a part of a matrix without codes
+(`DividedMatrix`).
 """
 
 import logging

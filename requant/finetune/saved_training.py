@@ -1,12 +1,13 @@
-"""The state of training on disk, so that a run that dies goes on inside a phase of training, with the same bytes in the end.
+"""The state of training on disk, so that a run that dies can resume in the middle of a phase of training and end with the
+same bytes.
 
     every `Workspace.save_every` seconds, and when SIGTERM or Ctrl-C ends the run in training:
         trained tensors, the optimizer's state, masks, the best values so far, the number of finished steps -> one file
 
-Each file replaces the one before at once, and the last goes when the stage has left its weights (`run/stage_cache.py`). It
-takes 12 bytes a trained number (8 in `blockwise.py`) on disk, and for a moment twice that in the host's memory; where that
-is not free nothing is saved. Windows and learning rates follow from the number of a step, and nothing is drawn: what is left
-are the steps of a run that was never interrupted.
+Each file replaces the previous one atomically, and the last is removed when the stage has saved its weights
+(`run/stage_cache.py`). It takes 12 bytes per trained number on disk (8 in `blockwise.py`), and for a moment twice that in
+the host's memory; if that is not free, nothing is saved. Windows and learning rates follow from the number of a step, and
+nothing is random, so the remaining steps are those of a run that was never interrupted.
 """
 
 import logging

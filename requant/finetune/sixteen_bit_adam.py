@@ -1,7 +1,7 @@
-"""Adam whose moments are bfloat16 between steps: 4 bytes a weight in place of 8.
+"""Adam whose moments are bfloat16 between steps: 4 bytes per weight instead of 8.
 
-A moment moves by 5 or 10 % of its distance a step, which the 8 bits of bfloat16 resolve; a weight moves by less than its own
-resolution, so weights stay float32. The arithmetic of a step is torch's, in float32.
+A moment moves by 5 or 10 % of its distance per step, which the 8 bits of bfloat16 resolve; a weight moves by less than
+bfloat16 could resolve, so weights stay float32. The arithmetic of a step is torch's, in float32.
 """
 
 from collections.abc import Sequence

@@ -7,16 +7,16 @@
     trainables -= Adam(gradients), at `lr_factor` of every tensor's learning rate
     derived = value(trainables)
 
-A quantized matrix is derived: a function of trainable tensors. It is computed once a step and written into the model's own
-parameter, and its gradient is propagated back through the function once a step, whatever the number of micro-batches. So
-the model consists of plain modules, which a compiler can fuse.
+A quantized matrix is derived: it is a function of trainable tensors. It is computed once per step and written into the
+model's own parameter, and its gradient is propagated back through the function once per step, whatever the number of
+micro-batches. So the model consists of plain modules, which a compiler can fuse.
 
 A step of a small model is thousands of kernel launches, which Python issues more slowly than a GPU runs them. So after a
-few eager steps, which initialize libraries and the optimizer's state, the gradients of a micro-batch of each shape, the
-chain rule and the update are captured once each; gradients and learning rates then stay at fixed addresses, and a step
-copies its inputs and replays the graphs. The sums over ranks stand before the updates, in no graph. Tensors on a CPU or
-on several GPUs, and models that cannot be captured, stay eager. Where memory runs out, micro-batches are
-halved once, and the log says so.
+few eager steps, which initialize libraries and the optimizer's state, three graphs are captured: the gradients of a
+micro-batch of each shape, the chain rule, and the update. From then on gradients and learning rates stay at fixed
+addresses, and a step copies its inputs and replays the graphs. The sums over ranks come before the updates and are in no
+graph. Tensors on a CPU or on several GPUs, and models that cannot be captured, stay eager. If memory runs out,
+micro-batches are halved once, and the log says so.
 """
 
 import logging

@@ -2,16 +2,16 @@
 
     logits_i = head(h_i),   h_i: last hidden states of window i, computed once
 
-Windows come again in every epoch and in every round, and the original does not change; its blocks are a fifth of a step's
-arithmetic. Caching logits would take tens of times the memory (vocabulary size over hidden size), so the head runs in
-every step. Whatever a model does after its blocks (scaling or capping logits) is kept: its whole forward pass runs, with a
-base model that returns the cached states. Where that gives other logits, or where the states would take more than a
-quarter of the free memory, the blocks run in every step. Of several processes each computes the states of its share of a
-step, which all of them keep: the next epoch divides windows otherwise.
+Windows come again in every epoch and in every round, and the original does not change; running its blocks would be a fifth
+of a step's arithmetic. Caching logits would take tens of times the memory (vocabulary size over hidden size), so the head
+runs in every step. Whatever a model does after its blocks (scaling or capping logits) is preserved: its whole forward pass
+runs, with a base model that returns the cached states. If that gives different logits, or if the states would take more
+than a quarter of the free memory, the blocks run in every step. With several processes each computes the states of its
+share of a step, and all of them keep those states, because the next epoch divides the windows differently.
 
 For a model that is trained block by block (`blockwise.py`) all states are computed at the start and kept on the host, in
-memory or in a file, and of the original nothing but the head is left on the GPU (`HeadTeacher`). Of several processes each
-computes the states of its share of the windows, into memory that all of them map. Where the matrices are on the host
+memory or in a file, and only the head of the original is left on the GPU (`HeadTeacher`). With several processes each
+computes the states of its share of the windows, into memory that all of them map. If the matrices are on the host
 (`models/hosted.py`), a block comes once for as many batches as the host has room for.
 """
 

@@ -1,10 +1,10 @@
-"""Bands of rows, each in codes of its own width: the embedding and head of a model whose tokens are ordered by frequency.
+"""Bands of rows, each with codes of its own width: the embedding and head of a model whose tokens are ordered by frequency.
 
     w~ = [ part_0 ; part_1 ; ... ],   all of k columns
 
-Parts are containers of any other format. Tensors of part i are stored under their names with `_i` behind them, and its entry
-of `config.json` is the i-th of `parts`. Rows belong to one part, so what can be done with rows of a part can be done with
-rows of the whole; bands are multiplied one by one, and their outputs lie side by side.
+The parts are containers of any other format. Tensors of part i are stored under their names with `_i` appended, and its
+entry in `config.json` is the i-th of `parts`. Each row belongs to one part, so whatever can be done with rows of a part
+can be done with rows of the whole; bands are multiplied one by one, and their outputs are concatenated.
 """
 
 import math

@@ -1,8 +1,8 @@
 """Codes of 1 to 8 bits as a dense bitstream, exactly.
 
 Little-endian: code j of a row takes bits `j*b .. j*b + b - 1`, across bytes and words, and a row ends on a 32-bit word.
-Eight codes fill `b` bytes whatever b is, so packing works on octets of codes, with one or two byte operations a code. The
-view of four bytes as one int32 assumes a little-endian machine, as safetensors does.
+Eight codes fill `b` bytes whatever b is, so packing works on groups of eight codes, with one or two byte operations per
+code. Viewing four bytes as one int32 assumes a little-endian machine, as safetensors does.
 """
 
 import math

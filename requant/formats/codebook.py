@@ -2,8 +2,8 @@
 
     w~[i, j] = levels[i, q[i, j]]
 
-Where the levels of all rows lie on a grid of 8 bits (`requant.formats.int8`), they are stored in those, with one float16
-scale a row.
+If the levels of all rows lie on a grid of 8 bits (`requant.formats.int8`), they are stored in 8 bits, with one float16
+scale per row.
 """
 
 from collections.abc import Hashable, Mapping, Sequence

@@ -1,7 +1,7 @@
 """What a format is: a container of codes, and the packed spec that describes how the container is stored.
 
-A new format is one file with two classes that have these methods, and one line in `registry.py`; nothing else asks which
-format a matrix has, but whether it is made of `bands`, which are taken apart where codes are multiplied, looked up or
+A new format is one file with two classes that have these methods, and one line in `registry.py`. No other code asks which
+format a matrix has, except whether it is made of `bands`, which are taken apart where codes are multiplied, looked up or
 counted. `tests/requant/formats/test_contract.py` holds every registered format to the contract.
 
 Names of stored tensors are suffixes: tensor `codes` of matrix `model.layers.0.mlp.up_proj` is

@@ -2,9 +2,9 @@
 
     w~[i, j] = (q[i, j] - zero_point[i, g]) * scale[i, g] / column_scale[j],        g = j // group_size
 
-The format of rounding to nearest, GPTQ (Frantar et al. 2022, arXiv 2210.17323) and AWQ (Lin et al. 2023, arXiv
-2306.00978). AWQ multiplies `column_scale` into the columns before it rounds; where it folds the inverse into the layer
-before, we store it, so any linear can have one.
+This is the format of rounding to nearest, GPTQ (Frantar et al. 2022, arXiv 2210.17323) and AWQ (Lin et al. 2023, arXiv
+2306.00978). AWQ multiplies `column_scale` into the columns before it rounds and folds the inverse into the layer before; we
+store the inverse instead, so any linear can have one.
 
 Codes, scales and zero points belong to rows and to groups of columns, so a slice takes a part of each. A cut inside a
 group makes the groups finer (their greatest common divisor) and repeats scales.

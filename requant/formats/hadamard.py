@@ -1,11 +1,11 @@
-"""Random Hadamard rotations: every weight becomes a sum of many, so all are nearly Gaussian and none stands out.
+"""Random Hadamard rotations: every weight becomes a sum of many, so all are nearly Gaussian and there are no outliers.
 
     rotate(x) = H (signs * x),   H = S_b / sqrt(b) on each block of b neighbours,   S_1 = 1,  S_2b = S_2 (x) S_b
 
 Incoherence by signed Hadamard matrices is from Tseng et al. 2024 (QuIP#, arXiv 2402.04396). H is symmetric and its
-own inverse. The width is made a multiple of 16 by zeros, and b is the largest power of two that divides it: 2048 is
-one block, 1408 eleven of 128, 172 (padded to 176) eleven of 16. Blocks instead of Hadamard matrices of other orders,
-because a kernel then needs nothing but additions, and the weights of trained models vary little from block to block.
+own inverse. The width is padded with zeros to a multiple of 16, and b is the largest power of two that divides it: 2048 is
+one block, 1408 eleven of 128, 172 (padded to 176) eleven of 16. We use blocks rather than Hadamard matrices of other orders
+because a kernel then needs only additions, and the weights of trained models vary little from block to block.
 
 The transform adds and subtracts in a fixed order and multiplies once, so its floats are the same on every device.
 """

@@ -1,10 +1,10 @@
-"""Vectors in 8 bits an element, with one float16 scale: levels of a row, output scales of a trellis.
+"""Vectors in 8 bits per element with one float16 scale: the levels of a row, the output scales of a trellis.
 
     value = half(magnitude q / 127),   q = -127 .. 127,   magnitude = max |value|
 
-The magnitude is itself one of the values (q = 127 or -127), so numbers and magnitude are found again from the float16
-values, and containers hold those alone. `fake_quantize_int8` rounds any values to such a grid, `fits` tells whether they
-lie on one, `encode` and `decode` convert to the stored form and back, bit for bit. The rounding error is at most
+The magnitude is itself one of the values (q = 127 or -127), so numbers and magnitude can be recovered from the float16
+values, and containers hold only those. `fake_quantize_int8` rounds any values to such a grid, `fits` tells whether they
+lie on one, and `encode` and `decode` convert to the stored form and back, bit for bit. The rounding error is at most
 magnitude / 254, before float16 rounds again.
 """
 

@@ -1,6 +1,6 @@
-"""Checks of the values in a matrix's entry of `config.json`, which a stranger may have written.
+"""Checks of the values in a matrix's entry of `config.json`, which may come from a stranger.
 
-Each function returns the value, or raises CheckpointError with the name of the matrix, the key and what is allowed.
+Each function returns the value, or raises CheckpointError with the name of the matrix, the key and the valid values.
 """
 
 from typing import Any

@@ -1,6 +1,6 @@
-"""The largest weight that a checkpoint may describe: float16's, because kernels and other engines compute in it.
+"""The largest weight that a checkpoint may describe: float16's maximum, because kernels and other engines compute in it.
 
-No trained model comes near it; a scale of a damaged or hostile file does, and overflows to infinity far from its cause.
+No trained model comes near it; a scale in a damaged or hostile file does, and would overflow to infinity far from its cause.
 """
 
 import torch

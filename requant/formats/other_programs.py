@@ -1,6 +1,6 @@
 """The matrices that other programs' formats can express: uniform grids without residuals or column scales.
 
-What each of them cannot hold is the end of a sentence: of compressed-tensors `inexpressible`, of GGUF `misfit`.
+What a format cannot hold is returned as the end of a sentence: `inexpressible` for compressed-tensors, `misfit` for GGUF.
 """
 
 from requant.formats.grid import Grid, GridSpec

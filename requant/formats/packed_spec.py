@@ -1,6 +1,6 @@
 """The entry of one matrix in `config.json`, and the tensors that follow from it.
 
-Every shape and dtype on disk is a function of the entry, so a folder is judged from JSON and file headers
+Every shape and dtype on disk is a function of the entry, so a folder can be checked from JSON and file headers
 alone, before a byte of weights is read or a buffer allocated. `requant/checkpoint/format.md` explains the layout.
 """
 

@@ -14,15 +14,15 @@ where `dense` is the container of a registered format (`contract.py`), and `spar
 | `Trellis` | the code of the 16 bits up to q, rotated back and scaled on both sides | output scales |
 | `Sparse` | residual of a weight | residuals |
 
-Everything here is exact: scales, levels and residuals are held in the 16 bits in which they are stored, or rounded to the 8
-bits in which they are (`int8.py`), and `dequantize` works in float32. So packing and unpacking, slicing and joining give
-the same floats bit for bit:
+Everything here is exact: scales, levels and residuals are held with the 16 bits in which they are stored, or rounded to 8
+bits if they are stored in 8 (`int8.py`), and `dequantize` works in float32. So packing and unpacking, slicing and joining
+give the same floats bit for bit:
 
     unpack(*pack(w)).dequantize() == w.dequantize()
     slice_rows(w, a, b).dequantize() == w.dequantize()[a:b]
     weight_function(w)(trainable_params(w)) == w.dequantize()           with_trainable_params(w, trainable_params(w)) == w
 
-(The weight function may round differently; slices of a trellis too, since they rotate other sizes.)
+(The weight function may round differently; so may slices of a trellis, since they rotate other sizes.)
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence

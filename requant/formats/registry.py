@@ -1,4 +1,4 @@
-"""Every format by its name in `config.json`: the class of its packed specs, which knows all else (`contract.py`)."""
+"""Every format by its name in `config.json`: the class of its packed specs, which knows everything else (`contract.py`)."""
 
 from requant.formats.bands import BandsSpec
 from requant.formats.codebook import CodebookSpec

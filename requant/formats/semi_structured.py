@@ -1,17 +1,17 @@
-"""2:4 matrices: two of every four consecutive weights of a row are stored, and which two.
+"""2:4 matrices: two of every four consecutive weights of a row are stored, together with which two they are.
 
     w~[i, j] = (q + 1/2 - 2^(bits-1)) * scale[i, g]   where column j is kept,   else 0          g = j // group_size
 
-Zero costs nothing, since the mask says it, so the levels leave it out: `2^bits` odd multiples of half a step. With 16 bits
-the values are stored as they are, in float16, and there are no scales.
+The mask already provides zero, so the levels leave it out: `2^bits` odd multiples of half a step. With 16 bits the values
+are stored as they are, in float16, and there are no scales.
 
-Which two of four (one of six patterns) is the metadata, a bitstream of one code a group, in one of two forms:
+Which two of four are kept (one of six patterns) is the metadata, a bitstream of one code per group, in one of two forms:
 
-- `packed`: the number of the pattern in `requant.sparsity.masks.PATTERNS`, in 3 bits: 0.75 bits a weight;
-- `hardware`: the two kept columns in 2 bits each, the first in the low ones: 1 bit a weight. 16 columns of a row are the
+- `packed`: the number of the pattern in `requant.sparsity.masks.PATTERNS`, in 3 bits: 0.75 bits per weight;
+- `hardware`: the two kept columns in 2 bits each, the first in the low ones: 1 bit per weight. 16 columns of a row are the
   int16 that `mma.sp` reads; CUTLASS (and so `torch.sparse.to_sparse_semi_structured`) moves these words among 32 rows.
 
-The bound is log2(6)/4 = 0.646 bits, and three groups a byte would be 0.667, both at the price of a table in every reader.
+The bound is log2(6)/4 = 0.646 bits, and three groups per byte would be 0.667, but both would need a table in every reader.
 """
 
 import math

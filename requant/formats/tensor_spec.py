@@ -1,4 +1,4 @@
-"""Dtype and shape of a stored tensor: what is known of it before a byte of it is read."""
+"""Dtype and shape of a stored tensor: what is known of it before any of its bytes are read."""
 
 import math
 from dataclasses import dataclass

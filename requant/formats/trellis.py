@@ -5,19 +5,20 @@
 V holds the values of the codes (`trellis_codes.py`), H Hadamard blocks (`hadamard.py`). V and its codes are padded to
 multiples of 16 (`r`, `c`) and divided into tiles of 16 by 16, each a tail-biting sequence of 256 codes in row order.
 Before finetuning, the input scales are signs, and the output scales signs times one number: such a vector is stored as
-one bit an element and the magnitude. Output scales on a grid of 8 bits (`int8.py`) are stored in those.
+one bit per element and the magnitude. Output scales on a grid of 8 bits (`int8.py`) are stored in 8 bits.
 
-Where the rotations are folded into the model (`requant/models/rotations.py`), a side needs none of its own. A matrix whose
-input comes rotated has no input scales, `w~ = diag(output_scales) H V`: the norm before it scales its input. One whose
-output stays as it is has `w~ = diag(output_scales) V H diag(input_scales)`, and a scale that fits every row.
+If the rotations are folded into the model (`requant/models/rotations.py`), a side needs none of its own. A matrix whose
+input is already rotated has no input scales, `w~ = diag(output_scales) H V`: the norm before it scales its input. One whose
+output is not rotated has `w~ = diag(output_scales) V H diag(input_scales)`, and a scale for every single row.
 
-`bits` may be a quarter (`trellis_codes.step_bits`): some of four neighbouring codes then have one bit more. The bits that
-all codes of a tile have are stored first, then, in the same order, the highest bit of the longer codes.
+`bits` may be a multiple of a quarter (`trellis_codes.step_bits`): some of four neighbouring codes then have one bit more.
+The bits that all codes of a tile have are stored first, then, in the same order, the highest bit of the longer codes.
 
-A weight is a sum over a Hadamard block, so on a rotated side a matrix can be cut between blocks only, and only if the slice
-alone has blocks of the same size. That is rare: most matrices are one block, or a few, in either direction. A side that is
-not rotated is cut between tiles. Matrices whose input is rotated by the same signs (those of a width and seed are) are
-joined to one product, of which every part has an H of its own: in memory only, a file holds them apart.
+A weight is a sum over a Hadamard block, so on a rotated side a matrix can only be cut between blocks, and only if the
+slice by itself has blocks of the same size. That is rare: most matrices are one block, or a few, in either direction. A
+side that is not rotated is cut between tiles. Matrices whose input is rotated by the same signs (which is so for equal
+width and seed) can be joined into one product, each part of which has an H of its own; this happens in memory only, files
+keep them separate.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -307,7 +308,7 @@ class TrellisSpec:
 
 
 def pack_tiles(tiles: UInt8[Tensor, "b 256"], *, bits: int | float) -> Int32[Tensor, "b w"]:
-    """Tiles at `bits` bits a weight, a quarter or whole."""
+    """Tiles at `bits` bits per weight, a quarter or whole."""
     whole, longer = _longer_codes(bits)
     rows = pack_bits(tiles & ((1 << whole) - 1), bits=whole)
     if not longer:

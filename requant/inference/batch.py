@@ -1,9 +1,9 @@
-"""Decoding several sequences at once, of which each begins and ends when it likes.
+"""Decoding several sequences at once, each of which may start and end at any time.
 
 Every step reads all weights, whatever the number of sequences, so on a CPU eight together cost little more than one. Keys
 and values are a batch [b, heads, t, d] that ends at the newest token: a shorter sequence is padded on the left, where the
-attention mask is 0, and positions are counted without the padding. A sequence that begins is run through the model by
-itself and joins the batch; one that ends leaves it.
+attention mask is 0, and positions are counted without the padding. A new sequence is run through the model by itself and
+then joins the batch; a finished one leaves it.
 """
 
 import logging

@@ -1,8 +1,9 @@
-"""The kernels of a checkpoint, compiled while its weights are being read.
+"""Compiling the kernels of a checkpoint while its weights are being read.
 
-Which kernels multiply a matrix follows from its format, width and shape, which config.json has. So before a weight is read,
-zeros of the same specs are laid out, one matrix of every kind, and what its check (`kernel_check.py`) is going to launch is
-compiled by other processes. The checks wait for what is not ready by then, and compile what was guessed wrongly.
+Which kernels multiply a matrix follows from its format, width and shape, which config.json has. So before any weight is
+read, zeros of the same specs are laid out, one matrix of every kind, and other processes compile whatever its check
+(`kernel_check.py`) is going to launch. The checks wait for what is not ready by then, and compile what was guessed
+wrongly.
 """
 
 from collections import defaultdict

@@ -1,8 +1,8 @@
-"""A loaded model made ready to serve: every quantized matrix in the layout of the kernels, packed once.
+"""Preparing a loaded model for serving: every quantized matrix is packed once into the layout of the kernels.
 
     q_proj, k_proj, v_proj  ->  one matrix [n_q + n_k + n_v, k], one launch; each layer returns its columns
 
-Trellis codes of one width join too: one rotation of x, one product, and a rotation back for neighbours of equal size.
+Trellis codes of one width are joined too: one rotation of x, one product, and a rotation back for neighbours of equal size.
 
 `QuantLinear` holds what is on disk, which no kernel can read at speed, so `convert_to_kernels` replaces it and drops its
 buffers: memory is then the packed size. 2:4 matrices of 16-bit values become `SemiStructuredLinear`. A matrix that no kernel

@@ -1,7 +1,7 @@
-"""Work on a GPU as a CUDA graph: captured once, and from then on one launch.
+"""Work on a GPU as a CUDA graph: captured once, and one launch from then on.
 
-A replay reads and writes the tensors that the capture did. Numbers of the host stay what they were then, so whatever changes
-from call to call lies in tensors that both share.
+A replay reads and writes the same tensors as the capture. Numbers on the host stay what they were at the capture, so
+whatever changes from call to call must be in tensors that both share.
 """
 
 from collections.abc import Callable, Iterator

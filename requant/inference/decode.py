@@ -1,11 +1,11 @@
-"""Tokens from a model, one step after another: a cache, and on a GPU the captured graph of a step.
+"""Tokens from a model, one step after another: a cache and, on a GPU, the captured graph of a step.
 
-A step of one token is hundreds of small launches, which Python issues more slowly than a GPU runs them. On a GPU the keys
-and values therefore live in a static cache, the step is captured once as a CUDA graph, and a token is one replay: embed,
-blocks, head, argmax, which is the next step's input. Where the model allows it, the operations between the matrices are
-fused as well, in prompts too (`fused_step.py`, `fused_prefill.py`). Elsewhere, and for models whose cache counts its
-positions on the host (sliding windows), the same steps run one by one. A model that takes no cache, or fails with one, is
-given the whole text again for every token: slow, and right.
+A step of one token is hundreds of small launches, which Python issues more slowly than a GPU runs them. So on a GPU keys and
+values live in a static cache, the step is captured once as a CUDA graph, and a token is one replay: embed, blocks, head,
+argmax, which is the next step's input. If the model allows it, the operations between the matrices are fused as well, in
+prompts too (`fused_step.py`, `fused_prefill.py`). Elsewhere, and for models whose cache counts its positions on the host
+(sliding windows), the same steps run one by one. A model that takes no cache, or fails with one, is given the whole text
+again for every token, which is slow but correct.
 """
 
 import logging

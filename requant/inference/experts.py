@@ -1,12 +1,12 @@
-"""Mixtures of experts served: all chosen experts of a layer in a few launches, which a CUDA graph can hold.
+"""Serving mixtures of experts: all chosen experts of a layer in a few launches, which a CUDA graph can hold.
 
 `group_experts` stacks the kernels' layouts of all experts of a layer (`requant_kernels/experts/`), and gives `Experts` the
-step that multiplies them for up to 64 tokens, and on Hopper the prefill from 17 tokens on (bfloat16 and float16 alike: its
-products are of float16 weights). The experts' own layers stay, as views of the stacks: elsewhere prompts run expert by
-expert.
+step that multiplies them for up to 64 tokens, and on Hopper the prefill from 17 tokens on (in bfloat16 as well as float16:
+its products are of float16 weights). The experts' own layers remain, as views of the stacks: elsewhere prompts run expert
+by expert.
 
-Both are checked, as single matrices are (`kernel_check.py`), against the experts one by one; where one cannot be, or is
-wrong on this machine, it is not used, and the log says so.
+As single matrices are (`kernel_check.py`), both are checked against the experts computed one by one; if one cannot be
+checked, or is wrong on this machine, it is not used, and the log says so.
 """
 
 import logging

@@ -5,13 +5,13 @@
     attention           causal, by torch (`prompt_attention.py`)
     logits              of every last token
 
-Of the fifty launches a block that transformers' small operations and the rotations of trellis codes make, 10 are left (12
-of an original in bf16): a prompt of 512 tokens waits for Python a third to half as long.
+Of the fifty launches per block that transformers' small operations and the rotations of trellis codes make, 10 are left (12
+for an original in bf16): a prompt of 512 tokens waits for Python a third to half as long.
 
-The first two prompts of each kind go through the model itself. At the second it also gives the logits of an excerpt, the
-same excerpt goes the fused way, and the model's own stays where the two differ: compiling and comparing take longer than a
-prompt, which one alone would pay for nothing. Kinds are numbers of rows that other kernels multiply
-(`requant_kernels/dispatch.py`). Short prompts may be replays of a graph (`prompt_graphs.py`).
+The first two prompts of each kind go through the model itself. With the second, the logits of an excerpt are computed both
+by the model and in the fused way, and the model's own way stays in use if the two differ: compiling and comparing take
+longer than one prompt, which would be wasted if it were the only one. Kinds are numbers of rows that different kernels
+multiply (`requant_kernels/dispatch.py`). Short prompts may be replays of a graph (`prompt_graphs.py`).
 """
 
 import logging

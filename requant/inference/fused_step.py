@@ -9,15 +9,16 @@
     delta = down(act(gate y) * up y)  the gate one
     logits = head(norm(x += delta))   the norm one, and two to keep the logits and choose the tokens
 
-transformers writes this as some thirty small operations a block, each a launch of its own: two of the 8.5 ms of a step of an
-8B model in bf16 on an H100 go by fusing them. torch.compile does too, but first compiles, model by model. Here they are the
-kernels of `requant_kernels/step`; matrices, embedding and head are whatever modules the model holds (`PlainBlock`). Where
-all matrices of the blocks are trellis codes, the rotations around them are fused too (`trellis_block.py`).
+transformers writes this as some thirty small operations per block, each a launch of its own: fusing them saves two of the
+8.5 ms of a step of an 8B model in bf16 on an H100. torch.compile saves as much, but has to compile first, model by model.
+Here they are the kernels of `requant_kernels/step`; matrices, embedding and head are whatever modules the model holds
+(`PlainBlock`). If all matrices of the blocks are trellis codes, the rotations around them are fused too
+(`trellis_block.py`).
 
-The experts of a mixture, with their router, stay the modules that they are (`MixtureBlock`).
+The experts of a mixture, with their router, remain the model's own modules (`MixtureBlock`).
 
-Which models qualify, names decide first, then numbers: `Decoder` compares the logits of one step with the model's own, and
-keeps to the latter where they differ (a block that scales its residuals, for instance).
+Whether a model qualifies is decided first by the names of its modules, then by numbers: `Decoder` compares the logits of one
+step with the model's own, and keeps the model's step if they differ (for instance because a block scales its residuals).
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""`requant generate`: a prompt and what the model goes on with, as text."""
+"""`requant generate`: a prompt and the model's continuation, as text."""
 
 from typing import Any
 

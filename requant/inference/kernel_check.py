@@ -1,11 +1,11 @@
-"""Kernels are checked while a model loads: the first matrix of every kind, against the same matrix dequantized.
+"""Checking kernels while a model loads: the first matrix of every kind, against the same matrix dequantized.
 
     |y - x w~'| <= LIMIT |x w~'|        (Frobenius; x Gaussian, one number of tokens for every bucket up to 2048)
 
-Kernels are compiled on the user's machine, for its GPU, by whatever compiler is installed there. One that is wrong or does
-not compile there is found here, its matrices are dequantized at every call instead, and the log says so. A check costs one
-dequantized matrix and ten products per kind: matrices of one format, bit width and shape run the same programs. What these
-launch is compiled first, several kernels at once, since compiling is all the time that a check takes.
+Kernels are compiled on the user's machine, for its GPU, by whatever compiler is installed there. A kernel that is wrong or
+does not compile is detected here; its matrices are then dequantized at every call instead, and the log says so. A check
+costs one dequantized matrix and ten products per kind: matrices of one format, bit width and shape run the same programs.
+The programs are compiled first, several kernels at once, since compiling takes nearly all of the time.
 """
 
 from collections.abc import Callable, Sequence

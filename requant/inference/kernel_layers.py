@@ -1,11 +1,11 @@
-"""The layers of a served model, each of whose matrices lies packed in the layout of the kernels.
+"""The layers of a served model, each of whose matrices is packed in the layout of the kernels.
 
     KernelLinear      one matrix: a grid, a codebook or a trellis, with or without residuals
-    BandedLinear      matrices one below the other, whose outputs lie side by side: a head in bands
+    BandedLinear      matrices stacked by rows, whose outputs are concatenated: a head in bands
     FusedLinear       matrices that take the same x, joined into one; a `Sibling` in place of each returns its columns
     KernelEmbedding   rows of a matrix, looked up in its codes
 
-Their buffers are operands of the kernels, not what a checkpoint holds: they are never saved. `convert.py` makes them.
+Their buffers are operands of the kernels, not what a checkpoint holds: they are never saved. `convert.py` creates them.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,7 +1,7 @@
-"""What this machine runs, for `requant doctor`: versions, GPUs, the kernels checked on random matrices, caches.
+"""What `requant doctor` reports of this machine: versions, GPUs, the kernels checked on random matrices, caches.
 
 The matrices below are of the kinds that checkpoints have by default. Each goes through the check that a loading model makes
-(`kernel_check.py`): compiled here, multiplied with as many numbers of tokens as have programs of their own, compared with
+(`kernel_check.py`): compiled here, multiplied with every number of tokens that has its own program, and compared with
 the same matrix dequantized.
 """
 

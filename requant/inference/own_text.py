@@ -1,17 +1,18 @@
-"""More text to train on: windows that the original writes itself, each begun with the first tokens of a window of real text.
+"""More text to train on: windows that the original writes itself, each starting with the first tokens of a window of real
+text.
 
     x_t ~ p_original( . | x_<t)   for t > PREFIX
 
 at temperature 1, so that a window is an unbiased sample of the model's own distribution (LLM-QAT: Liu et al. 2023, arXiv
-2305.17888; there without real beginnings, which keep it to the text's topics). A token is drawn without sorting or sums,
+2305.17888; they have no real beginnings, which keep the samples on topic). A token is drawn without sorting or sums,
 
     x_t = argmax_v (z_v - log e_v),   e_v ~ Exp(1)      z: logits
 
-which is Gumbel-max. On a GPU the model writes in bfloat16, in which training computes its targets: so steps are fused, and a
-token is the replay of one graph and five launches, of which the host waits for none.
+which is Gumbel-max. On a GPU the model writes in bfloat16, in which training computes its targets, so steps are fused: a
+token is the replay of one graph plus five launches, and the host waits for none of them.
 
-Windows are written in batches whose keys and values fit in CACHE_BYTES, each batch with noise of its own: so the text
-depends on the model and the seed, and neither on free memory nor on how many processes (`ranks.py`) share the batches.
+Windows are written in batches whose keys and values fit in CACHE_BYTES, each batch with its own noise. So the text depends
+only on the model and the seed, not on free memory or on how many processes (`ranks.py`) share the batches.
 """
 
 import copy

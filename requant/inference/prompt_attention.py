@@ -1,7 +1,7 @@
-"""Attention of prompts over a static cache that holds their keys and values already, by torch.
+"""Attention of prompts over a static cache that already holds their keys and values, by torch.
 
-The scaled dot product attention of torch: on a GPU a flash kernel, which takes fewer heads of keys than of queries and views
-of the cache. Token i of a prompt behind `past` others sees the first past + i + 1.
+This is torch's scaled dot product attention: on a GPU a flash kernel, which accepts fewer key heads than query heads, and
+views of the cache. Token i of a prompt behind `past` others sees the first past + i + 1.
 """
 
 from jaxtyping import Float

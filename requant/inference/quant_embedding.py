@@ -1,10 +1,10 @@
-"""`QuantEmbedding`: an embedding whose rows are dequantized as they are asked for, and a head that shares its codes.
+"""`QuantEmbedding`: an embedding whose rows are dequantized when they are asked for, and a head that shares its codes.
 
     y_t = row(x_t) * scale
 
-The buffers are those of the file, as in `QuantLinear`. The whole table never exists in floats: a batch of m tokens costs m
-rows of a grid, and at most 16 m of a trellis, whose codes of 16 rows are tied. Where head and embedding are tied, both
-modules hold one dictionary of buffers: moving either moves both, and only the embedding's are saved.
+The buffers are those of the file, as in `QuantLinear`. The whole table never exists as floats: a batch of m tokens costs m
+rows of a grid, and at most 16 m of a trellis, where the codes of 16 rows belong together. If head and embedding are tied,
+both modules hold the same dictionary of buffers: moving either moves both, and only the embedding's are saved.
 """
 
 from collections.abc import Callable

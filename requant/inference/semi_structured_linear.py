@@ -1,10 +1,10 @@
-"""A 2:4 matrix of 16-bit values, served by dense products and, where these are faster, by sparse ones.
+"""A 2:4 matrix of 16-bit values, served by dense products and, where they are faster, by sparse ones.
 
-    y = x w~' + bias      m tokens: dense below the number of the table, by cuSPARSELt from there on
+    y = x w~' + bias      m tokens: dense below a number that a table gives, by cuSPARSELt from there on
 
-The matrix is held dense, which is what few tokens need, and compressed beside it where sparse products are ever ahead: 25
-bits a weight in place of 16. Which of the two multiplies depends on the shape of x alone, so a CUDA graph or a compiled step
-holds one of them.
+The matrix is held dense, which few tokens need, and also compressed if sparse products are ever faster for its shape: 25
+bits per weight instead of 16. Which of the two multiplies depends on the shape of x alone, so a CUDA graph or a compiled
+step holds one of them.
 """
 
 import logging

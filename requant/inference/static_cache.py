@@ -1,8 +1,8 @@
-"""A static cache whose layers share one length: a step adds to it once, not once a layer.
+"""A static cache whose layers share one length: a step adds to it once, not once per layer.
 
-transformers' static layer counts its own tokens on the device, which costs a launch a layer and step, and a mask a
-layer, since every layer changes a number that the mask is made of. All layers of a model hold equally many tokens, so
-here they read one length, and whoever runs the model adds to it (`add`).
+transformers' static layer counts its own tokens on the device, which costs one launch per layer and step, and one mask per
+layer, since every layer changes a number from which the mask is made. All layers of a model hold the same number of
+tokens, so here they read one shared length, and whoever runs the model adds to it (`add`).
 """
 
 from typing import Any

@@ -1,9 +1,9 @@
-"""What a fused step begins with: the tokens' rows of the embedding, and RoPE's cosines and sines of the position.
+"""The inputs of a fused step: the tokens' rows of the embedding, and RoPE's cosines and sines of the position.
 
-A model's own modules take ten launches for it. Where the angles depend on the position alone, the model's own RoPE is asked
-once for every position of the cache, and a step reads a row of its answers: the same numbers, whatever scaling made them.
-Where a row is all that the embedding gives, one launch copies that too (`requant_kernels/step/embed.py`); an embedding in
-codes looks its own rows up.
+A model's own modules take ten launches for them. If the angles depend on the position alone, the model's own RoPE is
+evaluated once for every position of the cache, and a step reads a row of the result: the same numbers, whatever scaling
+made them. If a row is all that the embedding gives, one launch copies it as well (`requant_kernels/step/embed.py`); an
+embedding in codes looks its own rows up.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""A block of a fused step whose matrices are trellis codes with rotations: nothing but products between few launches.
+"""A block of a fused step whose matrices are trellis codes with rotations: products, and a few launches between them.
 
     y = rotated norm(x += finished product of the block before)                  1 launch  (`step/rotated_norm.py`)
     q, k, v = products of y                                                      1         (`trellis/gemv_group.py`)
@@ -10,10 +10,10 @@
     h = rotated gate(gate, up)                                                   1         (`step/rotated_gate.py`)
     down = product of h, which the next block finishes                           1
 
-So 10 launches where matrices that finish and rotate for themselves take 21 for one token and 27 for more. Matrices that
-read the same activations need the same input scales, which those that `requant quantize` made have: signs that follow from
-the recipe's seed. Of equal bits, they are one matrix on the kernels (`convert.py`); of other widths, as a budget gives them,
-they are one launch to 16 sequences, and beyond one for each width.
+That is 10 launches; if each matrix rotates for itself, it takes 21 for one token and 27 for more. Matrices that read the
+same activations need the same input scales, which is the case for those that `requant quantize` made: their signs follow
+from the recipe's seed. Matrices of equal bits are one matrix for the kernels (`convert.py`); those of different widths, as
+a budget may give them, take one launch up to 16 sequences, and one per width beyond.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
-"""Where requant meets other programs: one file each.
+"""Integrations with other programs, one file each.
 
-`register_integrations` runs on `import requant`. Importing transformers' quantizers or PEFT takes seconds, which a person
-who types `requant --help` should not wait for, so each registration happens when that program imports the module that it
-concerns (transformers always does before it loads a model).
+`register_integrations` runs on `import requant`. Importing transformers' quantizers or PEFT takes seconds, and a person
+who types `requant --help` should not wait for that, so each registration happens when the other program imports the module
+concerned (transformers always does so before it loads a model).
 """
 
 import importlib.abc

@@ -1,7 +1,8 @@
-"""`--push-to-hub OWNER/NAME`: a finished folder as a repository of the Hugging Face hub, private at first.
+"""`--push-to-hub OWNER/NAME`: uploads a finished folder to a repository of the Hugging Face hub, which is private if it is
+new.
 
-What can fail is tried before the run: the name, the token, the network. If the upload fails afterwards the folder is
-there, and the error says what sends it.
+Whatever can be checked is checked before the run: the name, the token, the network. If the upload fails afterwards, the
+folder is complete, and the error gives the command that uploads it.
 """
 
 import shlex

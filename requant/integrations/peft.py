@@ -1,10 +1,10 @@
-"""PEFT: LoRA adapters over quantized layers, `get_peft_model` and `PeftModel.from_pretrained` alike.
+"""PEFT: LoRA adapters over quantized layers, by `get_peft_model` and `PeftModel.from_pretrained` alike.
 
     y = x w~' + s (x A') B',    w~ from the codes, which are frozen; A, B are trained
 
 PEFT chooses a LoRA layer by the class of the layer below, and takes further classes from the config's custom modules, so
-every `LoraConfig` names ours (`LoraConfig.__post_init__` is wrapped: there is no registry). What needs the weight as floats
-that can change is refused: merging, DoRA, and initial values from its singular vectors.
+every `LoraConfig` is made to name ours (`LoraConfig.__post_init__` is wrapped, since there is no registry). Whatever needs
+the weight as floats that can change is refused: merging, DoRA, and initial values from its singular vectors.
 """
 
 import functools

@@ -1,8 +1,8 @@
-"""`model.resize_token_embeddings(n)` of a loaded checkpoint, for new tokens.
+"""`model.resize_token_embeddings(n)` on a loaded checkpoint, for new tokens.
 
-transformers makes a new embedding and head, and new per-layer embeddings, and copies rows of `weight` into them. Codes have
-no such rows, so where one of them is coded another size is refused; plain ones are resized, and the rotations of a folded
-model, hooks on the modules that are replaced, stay.
+transformers creates a new embedding and head, and new per-layer embeddings, and copies rows of `weight` into them. Codes
+have no such rows, so if one of these is coded, another size is refused; plain ones are resized, and the rotations of a
+folded model, which are hooks on the modules that are replaced, are kept.
 """
 
 from types import MethodType

@@ -1,10 +1,8 @@
-"""transformers: `AutoModelForCausalLM.from_pretrained(folder)` and `save_pretrained` for requant's
-checkpoints.
+"""transformers: `AutoModelForCausalLM.from_pretrained(folder)` and `save_pretrained` for requant's checkpoints.
 
-transformers calls a quantizer twice while it loads: before the weights, with the model on the meta device,
-where we judge the folder and put `QuantLinear` in place of the quantized layers; and after. The buffers of
-`QuantLinear` have the names and dtypes of the file, so transformers loads and saves them like any other
-tensor.
+transformers calls a quantizer twice while it loads: before the weights, with the model on the meta device, where we check
+the folder and put `QuantLinear` in place of the quantized layers; and after. The buffers of `QuantLinear` have the names and
+dtypes of the file, so transformers loads and saves them like any other tensor.
 """
 
 import re

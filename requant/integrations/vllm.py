@@ -1,17 +1,17 @@
-"""vLLM: requant's checkpoints in an engine that knows nothing of them, through the entry point `vllm.general_plugins`.
+"""vLLM: requant's checkpoints in an engine that does not know the format, through the entry point `vllm.general_plugins`.
 
     pip install requant vllm;  vllm serve CHECKPOINT
 
 vLLM calls `register` in every process. It then finds `quant_method: requant` in config.json, and asks `RequantConfig` for
 the method of every linear layer, embedding and head (`vllm_methods`). Methods load and pack the rank's part, and multiply
-by custom operators, which vLLM's compiler and CUDA graphs take as they are. Layers whose matrices are all trellis codes are
-then fused around vLLM's attention (`vllm_block`). Tensor parallelism cuts codes, scales, levels and residuals exactly, and
-divides trellis codes whose rotation runs over all ranks (`vllm_trellis`). The stock loaders could not: the sparse part of a
-rank has another length on each, and codes are a bitstream.
+by custom operators, which vLLM's compiler and CUDA graphs accept as they are. Layers whose matrices are all trellis codes
+are then fused around vLLM's attention (`vllm_block`). Tensor parallelism cuts codes, scales, levels and residuals exactly,
+and divides trellis codes so that their rotation runs over all ranks (`vllm_trellis`). The stock loaders could not do this:
+the sparse part has a different length on each rank, and codes are a bitstream.
 
-Tested against doubles of vLLM's documented interface (`tests/requant/integrations/vllm_double.py`), and where vLLM imports
-(`pytest -m peers`, no GPU needed; 0.26.0 and 0.33.0) against its own layers, its loader and its Llama; in 0.26.0's engine on
-an H200 by `eval/vllm_engine.py`.
+Tested against doubles of vLLM's documented interface (`tests/requant/integrations/vllm_double.py`), and, where vLLM can be
+imported (`pytest -m peers`, no GPU needed; 0.26.0 and 0.33.0), against its own layers, its loader and its Llama; in 0.26.0's
+engine on an H200 by `eval/vllm_engine.py`.
 """
 
 import re

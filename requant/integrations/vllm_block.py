@@ -5,15 +5,16 @@
     between   delta = MLP and o_proj's part of a layer; q, k, v = those of the next, of x += delta
     leave     y = delta, finished                                                 after the last attention
 
-vLLM puts norms, RoPE and gates between matrices, so a rotation at either end of a matrix is a launch of its own: 21 a block
-of the 8B shape at one sequence. Here what lies between two attentions is one custom operator of 8 or 9 launches, whatever
-the number of rows; the next layer's norm finishes its last product. Operators find layers by name, as vLLM's attention does.
+vLLM has norms, RoPE and gates between the matrices, so a rotation at either end of a matrix is a launch of its own: 21 per
+block of the 8B shape with one sequence. Here everything between two attentions is one custom operator of 8 or 9 launches,
+whatever the number of rows; the next layer's norm finishes its last product. Operators find layers by name, as vLLM's
+attention does.
 
-`fuse` is called once a model is loaded, unless REQUANT_VLLM_FUSE is 0. It changes the class of the decoder layers, and
-nothing else: what a layer hands to the next is (q, k, v) in place of hidden states, which vLLM's models do not look at.
-Whether the modules are Llama's, names decide first, then numbers: a layer of each kind is compared with vLLM's own
-forward. A model that is divided among GPUs, has adapters or is drafted for (a draft may look at hidden states between
-layers) stays as it is, and the log says so once.
+`fuse` is called once a model is loaded, unless REQUANT_VLLM_FUSE is 0. It changes only the class of the decoder layers:
+what a layer passes to the next is (q, k, v) instead of hidden states, which vLLM's models do not look at. Whether the
+modules are Llama's is decided first by their names, then by numbers: a layer of each kind is compared with vLLM's own
+forward. A model that is divided among GPUs, has adapters or is the target of speculative decoding (a draft model may look
+at hidden states between layers) is left as it is, and the log says so once.
 """
 
 import logging

@@ -1,11 +1,11 @@
-"""What vLLM asks of a layer whose matrices are quantized: its parameters, and its products.
+"""What vLLM expects of a layer whose matrices are quantized: its parameters and its products.
 
     create_weights                   registers empty parameters, one for each tensor on disk, whose loader gathers
     process_weights_after_loading    packs the rank's part for the kernels (`vllm_weights`), and checks them on this GPU
     apply, embedding                 multiply with them, look rows up in them
 
 There is a method for linear layers, one for embeddings and heads, one that wraps those of a rotated residual stream, and
-one for tied heads. Their state lies on the layer, as vLLM wants it; `vllm.py` chooses among them.
+one for tied heads. Their state is kept on the layer, as vLLM requires; `vllm.py` chooses among them.
 """
 
 from collections.abc import Callable, Mapping

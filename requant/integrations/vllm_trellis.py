@@ -2,17 +2,18 @@
 
     y = S H V H s x        S, s: output and input scales; H: Hadamard blocks of the whole width, which no rank may cut
 
-V is divided, the rotations are not. A rank holds as many rows (columns) of V as any other, in tiles of 16:
+V is divided, the rotations are not. Every rank holds the same number of rows (columns) of V, in tiles of 16:
 
     column-parallel     z_r = V_r H s x,  z = all-gather of z_r,  y = S H z, of which the rank takes its outputs
     row-parallel        x = all-gather of x_r,  y_r = S H V_r (H s x)_r;  the layer adds the y_r, as for any matrix
 
-Both are the whole product but for the rounding of what is gathered (z in place of y, in the dtype of activations). They cost
-one all-gather a layer more than matrices that can be cut, and a rotation of the whole width on every rank, which is small
-beside the product. z is stored times a power of two that makes it as large as y, so that float16 holds it.
+Both equal the whole product except for the rounding of what is gathered (z instead of y, in the dtype of activations). They
+cost one all-gather per layer more than matrices that can be cut, and a rotation of the whole width on every rank, which is
+cheap compared to the product. z is scaled by a power of two that makes it as large as y, so that float16 can hold it.
 
-An H that splits as H_P x H_(n / P) would spare nothing: every rank's outputs are sums over the z of all ranks. Hadamard
-blocks that end with a rank would, but they have to be chosen when a matrix is quantized; those that do so are cut.
+An H that splits as H_P x H_(n / P) would save nothing: every rank's outputs are sums over the z of all ranks. Hadamard
+blocks that end at a rank's boundary would, but they have to be chosen when a matrix is quantized; matrices with such
+blocks are cut.
 """
 
 import math

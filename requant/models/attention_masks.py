@@ -1,7 +1,7 @@
-"""Windows of tokens hold one text each, which transformers need not look up in every forward pass.
+"""Windows of tokens hold one text each, so transformers need not check that in every forward pass.
 
-Where it is given no mask it compares all positions, for several texts may be packed into one row, and reads the answer from
-the GPU: Python then waits in every pass until the GPU has done all before it.
+When it is given no mask it compares all positions, since several texts may be packed into one row, and reads the answer from
+the GPU: in every pass Python then waits until the GPU has finished everything before it.
 """
 
 from collections.abc import Iterator

@@ -1,5 +1,6 @@
-"""Attention of every block, as a configuration says it: most models have one size, some others in blocks of full attention
-(Gemma 4), or none at all (Mamba). To read such a size for the whole model is an error in transformers.
+"""Sizes of the attention of every block, from the configuration: most models have one size; some have other sizes in
+blocks with full attention (Gemma 4), or no attention at all (Mamba). Reading such a size for the whole model is an error
+in transformers.
 """
 
 from typing import Any, NamedTuple

@@ -1,10 +1,11 @@
-"""Gradients that are the same bits in two runs on one GPU, for models of which it is demanded.
+"""Gradients that are bit for bit the same in two runs on one GPU, for models for which that is requested.
 
-Of all that a run computes there, gradients of attention alone differ from one run to the next: kernels of cuDNN and
-FlashAttention add what blocks of keys say of a query in the order in which they end. A last bit of a Hessian is enough for
-the search of trellis codes to take another path at a near tie. Told to be deterministic, torch has these kernels add in a
-fixed order, which takes longer, and raises where an operation has no such implementation (sums along the text in state-space
-models). So a model is asked once, before the run, by the gradient of a few tokens.
+Of everything that a run computes on a GPU, only gradients of attention differ from one run to the next: kernels of cuDNN
+and FlashAttention add the contributions of blocks of keys to a query in the order in which those finish. A difference in
+the last bit of a Hessian is enough to send the search for trellis codes down another path at a near tie. In deterministic
+mode torch makes these kernels add in a fixed order, which takes longer, and raises for operations that have no such
+implementation (sums along the text in state-space models). So a model is tested once, before the run, with the gradient of
+a few tokens.
 """
 
 import os

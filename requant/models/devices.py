@@ -1,4 +1,4 @@
-"""Choosing a device, its free memory and the peak of what was used."""
+"""Choosing a device, its free memory, and the peak of the memory used."""
 
 import resource
 import sys

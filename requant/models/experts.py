@@ -1,15 +1,15 @@
-"""Mixtures of experts: every expert as linears of its own, so that all that is done to a linear is done to an expert's.
+"""Mixtures of experts: every expert becomes separate linears, so that whatever is done to a linear is done to an expert's.
 
     y_t = sum_{e in top k of t} g_te W_down_e (act(W_gate_e x_t) * W_up_e x_t)
 
 transformers holds the experts of a layer fused, in the 3-D parameters `gate_up_proj` and `down_proj`, and its decorator
-`use_experts_implementation` says how: `is_transposed`, `is_concatenated` (else gate and up are interleaved), `has_bias`,
-`has_gate` (else an expert is W_down act(W_up x), and `up_proj` takes the first one's place: Nemotron-H). `unfuse_experts`
-replaces each such module by `Experts`, which computes the same with one module an expert. Its linears have the names of the
-weight files (`experts.3.gate_proj`; Mixtral: `experts.3.w1`), or, where the files are fused too (gpt-oss), those of most
-models. Routers stay as they are.
+`use_experts_implementation` describes them: `is_transposed`, `is_concatenated` (otherwise gate and up are interleaved),
+`has_bias`, `has_gate` (otherwise an expert is W_down act(W_up x), and `up_proj` replaces `gate_up_proj`: Nemotron-H).
+`unfuse_experts` replaces each such module by `Experts`, which computes the same with one module per expert. Its linears
+have the names used in the weight files (`experts.3.gate_proj`; Mixtral: `experts.3.w1`), or, if the files are fused too
+(gpt-oss), those of most models. Routers stay as they are.
 
-Llama 4 has the same parameters without a description, gives every expert all tokens, and weighs what an expert reads; a
+Llama 4 has the same parameters without the description, gives every expert all tokens, and weights the experts' inputs; a
 layer of it becomes an `InputWeighted`, in which experts are called like all others.
 """
 

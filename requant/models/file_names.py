@@ -1,9 +1,9 @@
-"""What weight files call the matrices of a model, and back.
+"""The names that weight files have for a model's matrices, and back.
 
 transformers renames tensors when it loads the files of some models: Mixtral's experts, Nemotron-H's `backbone`, the text
-model of a Qwen3.5 that has images too. A checkpoint keeps the names of its source's files, which other programs and other
-versions of transformers know, but only where the name alone differs: a matrix that is part of another one there keeps its
-own.
+model of a Qwen3.5 that also reads images. A checkpoint keeps the names of its source's files, which other programs and other
+versions of transformers know, but only where nothing but the name differs: a matrix that is part of another one in the files
+keeps its own name.
 """
 
 from collections.abc import Collection, Iterable, Mapping

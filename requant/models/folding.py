@@ -1,9 +1,9 @@
 """Folding rotations and norm weights into the matrices of a model (`rotations.py`), and which models allow it.
 
-No architecture is named: what counts is that the modules of a block are those of Llama, that its norms compute what RMSNorm
-does, and that the folded model gives the logits of the original. Mistral, Qwen2, Qwen3 (whose q and k norms follow the
-matrices), Phi-3 (fused q, k and v; gate and up) and others built like them qualify. Gemma (norms after the matrices too),
-models with LayerNorm and mixtures of experts do not; there every matrix keeps its own rotations.
+No architecture is named: what counts is that the modules of a block are those of Llama, that its norms compute what
+RMSNorm does, and that the folded model gives the logits of the original. Mistral, Qwen2, Qwen3 (whose q and k norms come
+after the matrices), Phi-3 (fused q, k and v; gate and up) and others built like them qualify. Gemma (which has norms after
+the matrices too), models with LayerNorm and mixtures of experts do not; there every matrix keeps its own rotations.
 """
 
 from collections.abc import Callable, Sequence

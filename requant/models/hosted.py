@@ -2,15 +2,15 @@
 
     at rest     a matrix's parameter is a placeholder on the GPU, of its shape and dtype in the memory of one number
     block(h)    the block's matrices are made from their sources; they stay until another block is called
-    source      the original, which lies on the host (a view of the weight files, where those are mapped), or a function
+    source      the original, which is on the host (a view of the weight files, if those are mapped), or a function
                 that computes the matrix on the GPU: decoded codes, a point of a path
 
-What stands outside the matrices (embedding, head, norms, biases) is on the GPU as ever. So a model can be called like any
-other, and gives the same bits; a pass over several batches is quick where it takes all of them through a block before the
-next (`calibration/hidden_states.py`, `calibration/block_by_block.py`), for a block comes once for all of them. While they
-do, the originals of the block that follows are read into pinned memory. Gradients need blocks that are recomputed, one at a
-time: a graph over two blocks would read placeholders. In training, which computes the matrices from their codes
-(`finetune/recomputed_block.py`), blocks bring nothing (`bypassed`).
+Everything except these matrices (embedding, head, norms, biases) is on the GPU as usual. So such a model can be called
+like any other, and gives the same bits. A pass over several batches is fast if it takes all of them through a block before
+the next (`calibration/hidden_states.py`, `calibration/block_by_block.py`), since a block then comes only once for all of
+them. Meanwhile the originals of the following block are read into pinned memory. Gradients require blocks that are
+recomputed, one at a time: a graph over two blocks would read placeholders. In training, which computes the matrices from
+their codes (`finetune/recomputed_block.py`), blocks bring nothing themselves (`bypassed`).
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Models that are given loaded: what they have to be, and what of them is no longer as in the folder they came from."""
+"""Models that are passed in already loaded: what they must be, and in what they differ from the folder they came from."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""The architectures that llama.cpp computes as transformers does, of those that are exported to GGUF."""
+"""The architectures exported to GGUF: those that llama.cpp computes as transformers does."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Products of float32 matrices in bfloat16 on a GPU, wherever gradients are taken: training and output Hessians."""
+"""Products of float32 matrices computed in bfloat16 on a GPU, wherever gradients are taken: training and output Hessians."""
 
 import torch
 from torch import Tensor

@@ -1,23 +1,23 @@
-"""Rotations that are folded into a model, so that its matrices meet rotated activations and need no rotation of their own.
+"""Rotations that are folded into a model, so that its matrices see rotated activations and need no rotation of their own.
 
 RMSNorm without its weight commutes with an orthogonal matrix Q, so the residual stream of a pre-norm transformer can be
 rotated whole and the model computes the same (SliceGPT, Ashkboos et al. 2024, arXiv 2401.15024; QuaRot, Ashkboos et al.
 2024, arXiv 2404.00456). With g the weight of a norm, H Hadamard blocks (`formats/hadamard.py`) and s, t random signs,
 
     Q = H diag(s), of the stream            R = H diag(t), of every head of the values
-    embedding       x = Q e                 at run time: one Hadamard a step, so the table stays as it is, and tied
+    embedding       x = Q e                 at run time: one Hadamard per step, so the table stays as it is, and tied
     q, k, gate, up  W diag(g) Q'            the norm's weight becomes 1
     v               R W diag(g) Q'          by head
     o               Q W R'
     down            Q W
     head            y = E (g * Q' x)        at run time too; g, the final norm's weight, is stored as `head_scales`
 
-What is left to a quantizer that wants incoherent matrices is the input of down: activations lie between it and gate, up.
-The weights of the norms start at 1 and are still trained: they scale the rotated stream.
+All that is left for a quantizer that wants incoherent matrices is the input of down, because the activation function is
+between it and gate, up. The weights of the norms start at 1 and are still trained: they scale the rotated stream.
 
-We deviate from both papers in embedding and head. Folding Q into them would round them anew and untie them, which costs the
-bytes of a second table; two Hadamard transforms a step are a fraction of the fourteen a block that are saved. `head_scales`
-belongs to the embedding's module, since the weights of a tied head are not in the file.
+We deviate from both papers in embedding and head. Folding Q into them would round them again and untie them, which costs
+the bytes of a second table; two Hadamard transforms per step are a fraction of the fourteen per block that are saved.
+`head_scales` belongs to the embedding's module, since the weights of a tied head are not in the file.
 """
 
 from collections.abc import Iterator

@@ -2,8 +2,8 @@
 
     y_t = scale * E[token_t]
 
-Gemma's classes round it to the dtype of the rows first, those of XGLM and BioGPT do not. A head that shares the table
-multiplies with the rows as they are.
+Gemma's classes round the factor to the dtype of the rows first; those of XGLM and BioGPT do not. A head that shares the
+table multiplies with the unscaled rows.
 """
 
 from dataclasses import dataclass

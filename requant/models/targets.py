@@ -1,13 +1,13 @@
 """Which matrices of a model are quantized, in which order and under which names.
 
-A causal LM of transformers holds one list of equal transformer blocks, and every `nn.Linear` (GPT-2: `Conv1D`, whose weight
+A causal LM of transformers has one list of equal transformer blocks, and every `nn.Linear` (GPT-2: `Conv1D`, whose weight
 is transposed) inside a block is quantized. So no architecture is named here, and fused projections (Phi-3's `qkv_proj`,
-`gate_up_proj`; GPT-NeoX's `query_key_value`) need no special case. Embedding and head are handled apart
-(`allocation/embedding_and_head.py`), norms stay as they are. Experts are linears too once `experts.py` has taken them out of
-their fused tensors; experts in a layout that is not known are refused, for they would silently stay unquantized. What only
-chooses stays: routers, and the indexers of sparse attention, which have no gradients. A subclass of a linear layer that
-computes something else of its weight (DeepSeek-V4's grouped projection) is none. Exporters and integrations know more of
-some architectures.
+`gate_up_proj`; GPT-NeoX's `query_key_value`) need no special case. Embedding and head are handled separately
+(`allocation/embedding_and_head.py`); norms stay as they are. Experts are linears too once `experts.py` has taken them out
+of their fused tensors; experts in an unknown layout are refused, because they would silently stay unquantized. Modules
+that only choose stay as they are: routers, and the indexers of sparse attention, which have no gradients. A subclass of a
+linear layer that computes something else from its weight (DeepSeek-V4's grouped projection) does not count as one.
+Exporters and integrations know more about some architectures.
 """
 
 import fnmatch

@@ -1,9 +1,10 @@
-"""Further tables of rows by token, beside the embedding: the per-layer embeddings of Gemma 3n and of Gemma 4's small models.
+"""Further tables of rows by token, besides the embedding: the per-layer embeddings of Gemma 3n and of Gemma 4's small
+models.
 
     x_l = x_l + f_l(gate_l(x_l) * E_l[token])        E = (E_1, .., E_L), one table `[V, L p]`, a third of all weights
 
 No architecture is named here. A token table is an `nn.Embedding` of the decoder that is about as long as the vocabulary and
-that the model, when it is asked, calls with the ids of its tokens: a table of positions gets others.
+that the model, when it is run, calls with the ids of its tokens; a table of positions is called with other numbers.
 """
 
 from contextlib import ExitStack

@@ -1,4 +1,4 @@
-"""The weight files of a model's folder, by the names that transformers gives them."""
+"""The weight files in a model's folder, by the names that transformers gives them."""
 
 from pathlib import Path
 

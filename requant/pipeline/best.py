@@ -1,9 +1,9 @@
-"""Mode `best`: quantize the matrices in rounds, kind by kind, and after each round train all that is still float.
+"""Mode `best`: quantize the matrices in rounds, kind by kind, and after each round train everything that is still float.
 
     for every round of kinds (q and k; v and o; gate and up; down):
         collect the round's statistics in the model as it now is
         quantize its matrices, each at the bits that the budget gives it (allocation/budget.py)
-        train all that is not code to match the original's outputs (finetune/loop.py): the matrices that are not
+        train all that is not a code to match the original's outputs (finetune/loop.py): the matrices that are not
             quantized yet, scales and levels of those that are, norms, biases, embedding, head
     quantize embedding and head (allocation/embedding_and_head.py)
     train once more with all codes fixed (finetune/final.py)
@@ -14,11 +14,11 @@ scales 0.277; rounds of kinds 0.269, in two thirds of the time; training the emb
 from QuIP# and QTIP (Tseng et al. 2024, arXiv 2402.04396 and 2406.11235), who train each block to match its own output.
 We deviate: the target is the whole model's output, and a round holds one kind of matrix from every block, so that every
 layer can compensate the errors of every other. With more than four `finetune.rounds` the largest are halved by blocks,
-so that the second half, matrices of the same kind, can compensate the errors of the first: six, the default, take 1.6 to
-2.4 % off the KL at 2 to 4 bits for as many steps in all. Rounds match last hidden states beside the outputs
-(`finetune.hidden_weight`), which tells open matrices more than the next tokens of a short text do: KL -4.0, -4.3 and
--5.8 % at 2, 3 and 4 bits, in the same time. The last training has few numbers to learn, and did as well or better by the
-KL divergence alone (demo-4m).
+so that the second half, matrices of the same kind, can compensate the errors of the first: six rounds, the default, lower
+the KL by 1.6 to 2.4 % at 2 to 4 bits for the same total number of steps. Rounds match the last hidden states as well as the
+outputs (`finetune.hidden_weight`), which tells matrices without codes more than the next tokens of a short text do: the KL
+falls by 4.0, 4.3 and 5.8 % at 2, 3 and 4 bits, in the same time. The last training has few numbers to learn, and did as well
+or better with the KL divergence alone (demo-4m).
 """
 
 from collections.abc import Mapping, Sequence

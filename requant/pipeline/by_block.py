@@ -1,7 +1,9 @@
-"""Models that cannot run one block at a time: trained as a whole, and refused where they would have to.
+"""Models that cannot run one block at a time: they are trained as a whole, and refused if they would have to run block by
+block.
 
-Blocks of a few models take more than the hidden states of the one before. What runs block by block (matrices on the host,
-training in less memory, sequential calibration) would end in the midst of its work there, or learn from wrong gradients.
+The blocks of a few models take more than the hidden states of the block before. Whatever runs block by block (matrices on
+the host, training in less memory, sequential calibration) would fail in the middle of its work, or learn from wrong
+gradients.
 """
 
 import dataclasses

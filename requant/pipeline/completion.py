@@ -1,4 +1,4 @@
-"""A recipe as the model and the machine complete it: lengths of windows, training steps, text of the model's own."""
+"""Completing a recipe for its model and machine: lengths of windows, training steps, text written by the model itself."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -124,7 +124,7 @@ def trained_where_it_fits(
 
 
 def trained_at_the_end(recipe: Recipe, targets: Sequence[QuantTarget]) -> Recipe:
-    """The recipe with the steps of all its rounds in one training, when all matrices have codes: 3 bytes a weight, where an
+    """The recipe with the steps of all rounds in one training, when all matrices have codes: 3 bytes per weight, where an
     open matrix takes 8 (`finetune/blockwise.py`). On bench-32m that has 9, 5 and 4 % more KL at 2, 3 and 4 bits
     (`no-rounds` and `short` of `quality-bench-32m.json`)."""
     rounds = len(rounds_of(targets, recipe.finetune.rounds))

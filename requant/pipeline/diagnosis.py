@@ -1,9 +1,9 @@
-"""Predicted against measured: what each score says the quantization costs, and what it does cost.
+"""Predicted against measured: what each score says quantization costs, and what it actually costs.
 
     predicted dF = signed sum of a score over a matrix, a block or the model
     measured  dF = F(w~) - F(w) with only that matrix, that block, or the whole model, quantized
 
-F is the mean cross-entropy on the calibration text, in nats a token. PQI must agree with the measured total: it is the
+F is the mean cross-entropy on the calibration text, in nats per token. PQI must agree with the measured total: it is the
 same integral (`sensitivity/pqi.py`), so a disagreement means too few nodes.
 """
 
@@ -35,7 +35,7 @@ DISAGREEMENT = 0.02  # of the measured dF: above it the report warns
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """Signed sums of scores, and measured differences of F, nats a token."""
+    """Signed sums of scores, and measured differences of F, nats per token."""
 
     predicted: Mapping[str, Mapping[str, float]]  # score -> matrix -> signed sum
     delta_loss: float  # measured, with all matrices quantized

@@ -1,9 +1,9 @@
 """Whether a model's matrices stay in the host's memory (`models/hosted.py`), and what a run of such a model leaves out.
 
-They do where the model would not fit the GPU even without training: its floats, a byte a weight of codes, and the largest of
-what a stage needs at least (`least_memory`); and by default where its training fits only so (`completion.py`). Training then
-comes once, at the end, when all matrices are codes, and goes block by block: open matrices that learn, between the rounds
-of mode `best`, would be on the host too, with their moments.
+They do if the model would not fit the GPU even without training: its floats, a byte per weight for codes, and the largest
+of the minimum needs of its stages (`least_memory`); and by default also if its training fits only that way
+(`completion.py`). Training then comes once, at the end, when all matrices are codes, and goes block by block: between the
+rounds of mode `best`, matrices that still learn would have to be on the host too, along with their moments.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
-"""Bytes that a run takes at the fullest of its stages, from shapes: what the dry run says of memory.
+"""The peak memory of a run over all its stages, from shapes: what the dry run reports about memory.
 
-What training takes is added up in `finetune/memory.py`, what a model takes that is larger than its GPU in `hosting.py`.
+Training is added up in `finetune/memory.py`, a model larger than its GPU in `hosting.py`.
 """
 
 from typing import Any
@@ -45,16 +45,16 @@ LOGIT_BYTES = 18  # at the beginning of a backward pass, four to five copies in 
 def expected_memory(prepared: Prepared | Outline, recipe: Recipe, device: str) -> int:
     """Model + the largest of {statistics, scores, evaluation, own text} + codes + originals (where they share memory).
 
-    Mode `paper` holds a float32 score a weight; others add up those of a matrix, of which three of its size exist at once.
-    Evaluation copies what stands outside the blocks, and on a CPU keeps the original's last hidden states.
-    Codes take a byte a weight; packed for the workspace, they are on the CPU. Corrected inputs take a copy of the model, and
-    on a CPU also the hidden states of both. Of a model larger than the GPU there is one block's floats, and codes are on the
-    host. Statistics are collected in as many passes as keep them below half of the free memory and leave room for a pass,
-    then for what a matrix is coded in: factors of Hessians, which count where layers are wide. What training holds is added
-    up in `finetune/memory.py`. A CPU's is that of the whole process: with its programs, the code of numba's loops, logits
-    and activations of a backward pass with the gaps between them (`_backward_bytes`), and what cutting the texts into tokens
-    leaves, or takes if that is more. One of several GPUs holds the statistics of its own matrices, in mode `paper` their
-    scores, and what a batch says about all of them, on its way to their owners.
+    Mode `paper` holds a float32 score per weight; other modes add up the scores of one matrix at a time, in three tensors
+    of its size. Evaluation copies everything outside the blocks, and on a CPU keeps the original's last hidden states.
+    Codes take a byte per weight; once packed for the workspace, they are on the CPU. Corrected inputs take a copy of the
+    model and, on a CPU, the hidden states of both. For a model larger than the GPU, only one block's floats count, and
+    codes are on the host. Statistics are collected in as many passes as keep them below half of the free memory and leave
+    room for a pass, and then for the working memory of coding a matrix: factors of Hessians, which count if layers are
+    wide. Training is added up in `finetune/memory.py`. On a CPU the whole process counts: its programs, the code of
+    numba's loops, logits and activations of a backward pass with the gaps between them (`_backward_bytes`), and what
+    tokenizing the texts leaves behind, or takes if that is more. Each of several GPUs holds the statistics of its own
+    matrices, in mode `paper` their scores, and what a batch contributes to all matrices, on its way to their owners.
     """
     weights = sum(target.size for target in prepared.targets)
     model, codes = parameter_bytes(prepared.model), weights

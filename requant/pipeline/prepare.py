@@ -1,4 +1,4 @@
-"""Load a model and its texts, and refuse what cannot work before any long work begins."""
+"""Loading a model and its texts, and refusing what cannot work before any long work begins."""
 
 import dataclasses
 import logging

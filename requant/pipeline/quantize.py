@@ -1,11 +1,11 @@
 """The stages of a run in order: model + text -> codes + sparse part -> measured quality.
 
 prepare      load, find the matrices, complete the recipe (completion.py), check what can be checked before work (prepare.py)
-allocate     bits of every matrix, and of embedding and head, within the budget (allocation/budget.py)
-own text     windows that the original writes, to train on beside the text's (inference/own_text.py), where it is too short
+allocate     bits of every matrix, of embedding and of head, within the budget (allocation/budget.py)
+own text     windows that the original writes, to train on as well if the text is too short (inference/own_text.py)
 quantize     one of MODES: `best` (rounds of codes and training), `dense` (codes only), `paper` (ReQuant as published),
              `sparse` (2:4, and training after it)
-finetune     train all that is not code to match the original's outputs (finetune/final.py); not in mode `sparse`
+finetune     train all that is not a code to match the original's outputs (finetune/final.py); not in mode `sparse`
 diagnose     predicted against measured dF (diagnosis.py)
 evaluate     perplexity of the original and of the quantized model, and the KL between them
 

@@ -1,4 +1,4 @@
-"""A run that takes long on a CPU is said before it begins, with the options that at least halve its time."""
+"""A warning, before it begins, that a run will take long on a CPU, with the options that at least halve its time."""
 
 import dataclasses
 import logging

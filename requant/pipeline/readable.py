@@ -1,4 +1,4 @@
-"""Whether a checkpoint will be readable by another program, from the shapes alone, before it is made."""
+"""Whether another program will be able to read a checkpoint, judged from the shapes alone before it is made."""
 
 from typing import Any
 

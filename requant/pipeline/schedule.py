@@ -1,8 +1,8 @@
 """The stages of a run in order, each with the seconds that it is expected to take.
 
-Floating-point operations over the rate of a short matrix product, and the method's time per weight. Where the GPUs are
-not here the rate is that of an H200. `progress.py` shows the stages of a run that is made, by these names: whatever
-`enter` is called with belongs here.
+Times are floating-point operations over the rate of a short matrix product, plus the method's time per weight. If the GPUs
+are not present, the rate is that of an H200. `progress.py` shows the stages of a running run under these names: whatever
+`enter` is called with must be listed here.
 """
 
 import time
@@ -37,11 +37,11 @@ from requant.sensitivity.pqi import NODES
 H200_RATE = 4.2e14
 FRACTION_OF_PEAK = 0.35  # of a plain matrix product's rate, as whole passes through small models reach it
 FULL_STEP = 160  # sequences of a decoding step that takes as long as a forward pass over as many tokens (8B on an H200)
-# A decoding step of a batch on a GPU: its launches, and the bytes a second at which it reads weights, keys and values.
+# A decoding step of a batch on a GPU: its launches, and the bytes per second at which it reads weights, keys and values.
 # So 6144 windows of 1024 tokens of bench-32m take 25 s; an H100 took 22 at most (what the stages of a run leave).
 STEP_SECONDS = 1e-3
 STEP_BYTES = 2e12
-# Of a model larger than the GPU: bytes a second from the weight files in the host's memory, over pinned memory, to the GPU;
+# For a model larger than the GPU: bytes per second from weight files in the host's memory, over pinned memory, to the GPU;
 # and to unpack and decode a weight (`finetune/decoded_block.py`): an H100 decodes trellis codes of 2 bits in 0.34 ns.
 HOST_BYTES = 20e9
 DECODE_SECONDS = 4e-10

@@ -1,4 +1,4 @@
-"""The texts of a run, for calibration and evaluation: which they are by default, read, and in windows of tokens."""
+"""The texts of a run, for calibration and evaluation: defaults, reading them, and cutting them into windows of tokens."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor

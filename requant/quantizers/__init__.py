@@ -1,2 +1,3 @@
-"""The quantizers: one file a method, one contract (`registry.Method`). To add one: a file, a registry line, a
-test row, a recipe."""
+"""The quantizers: one file per method, one contract (`method.Method`). To add one: a file, a line in the registry, a test
+row, a recipe.
+"""

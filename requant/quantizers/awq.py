@@ -2,15 +2,14 @@
 
     w~ = round_to_grid(w * s) / s        s_j = (mean_t |x_jt|)^alpha, over sqrt(max s * min s)
 
-with alpha from a grid by the error of the layer's output, tr((W~ - W) H (W~ - W)'). Lin et al., "AWQ:
+with alpha chosen from a grid by the error of the layer's output, tr((W~ - W) H (W~ - W)'). Lin et al., "AWQ:
 Activation-aware Weight Quantization for LLM Compression and Acceleration" (2023, arXiv 2306.00978), equations 4
-and 5. Then the range of every group shrinks by the factor that makes its own part of that error, d H_gg d',
-least.
+and 5. Then the range of every group shrinks by the factor that minimizes its own part of that error, d H_gg d'.
 
-Deviations: every matrix has scales of its own, stored in float16 with it (16 / n bits a weight), where the
-paper folds one scale for all readers of an input into the layer before; the error is exact under H, not
-measured on samples; both ends of a range shrink alike, where the paper's code clips at plus and minus the same
-value.
+Deviations: every matrix has its own scales, stored with it in float16 (16 / n bits per weight), while the paper
+folds one scale for all readers of an input into the layer before; the error is exact under H, not
+measured on samples; both ends of a range shrink by the same factor, while the paper's code clips at plus and
+minus the same value.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The checks that all quantizers share: widths, groups, weights and statistics."""
+"""Checks that all quantizers share: widths, groups, weights and statistics."""
 
 from torch import Tensor
 

@@ -1,6 +1,7 @@
-"""The weight that a matrix after quantized matrices should approximate: the one that restores the original's outputs.
+"""The weight that a matrix should approximate if it follows quantized matrices: the one that restores the original's
+outputs.
 
-Its input is x where the original's is z. The weight whose outputs are nearest to the original's is
+Its input is x, while the original's is z. The weight whose outputs are closest to the original's is
 
     W* = argmin_V  mean_t |V x_t - W z_t|^2 + damp mean(diag H) |V - W|^2
        = W + W (C - H) (H + damp mean(diag H) I)^-1,        H = mean x x',  C = mean z x'
@@ -9,8 +10,8 @@ and without damping the loss of any W~ is that of W* plus `tr((W~ - W*) H (W~ - 
 under H goes on as before. This is the first step of Qronos (Zhang et al. 2025, arXiv 2505.11695), and what the column-wise
 terms of GPTAQ (Li et al. 2025, arXiv 2504.02692) add up to.
 
-It pays only with x measured anew for every input (demo-4m, gptq, 3 bits, KL to the original: statistics of the original
-0.714; x anew for every block 0.667, and corrected 0.677; x anew for every input 0.652, and corrected 0.470).
+This only helps if x is measured again for every input (demo-4m, gptq, 3 bits, KL to the original: statistics of the original
+0.714; x measured again for every block 0.667, and corrected 0.677; for every input 0.652, and corrected 0.470).
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Weighted numbers in ascending order, and the runs that a quantizer of the best density would give one level each.
+"""Weighted numbers in ascending order, and the runs to which a quantizer of the optimal density would give one level each.
 
 Panter and Dite (1951): the levels of a fine quantizer have density (dF/dw)^(1/3), F the mass of the weights. Prefix sums of
 mass, moment and energy give the weighted mean of any run, and its error, in constant time.

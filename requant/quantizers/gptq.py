@@ -8,13 +8,13 @@ arXiv 2210.17323), algorithm 1: with H^-1 = U'U, U upper triangular, column j is
     W_l  -=  (W_j - W~_j) / U_jj * U_jl
 
 in blocks of at most 128 columns, so that most of the work is one matrix product a block. The grid of a group
-is fitted when its first column is due, to the weights as the errors of earlier columns have left them.
+is fitted when its first column is reached, to the weights as the errors of earlier columns have left them.
 
-`act_order` takes the columns by falling diag H. The grids are then fitted beforehand, to the original weights
-(static groups), so that groups stay neighbouring columns and no index of groups is stored.
+`act_order` takes the columns in order of decreasing diag H. The grids are then fitted beforehand, to the original
+weights (static groups), so that groups remain neighbouring columns and no index of groups is stored.
 
 Deviations: U comes from one Cholesky factorization of the reversed H, not from factorizing H and its inverse;
-dead columns (no input ever) are rounded to nearest rather than zeroed, for other text may use them; detached
+dead columns (never any input) are rounded to nearest rather than zeroed, since other text may use them; detached
 weights keep the value that compensation has given them, and pass on no error.
 """
 

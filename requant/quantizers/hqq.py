@@ -17,8 +17,9 @@ and beta grows by kappa. Deviations:
   first 1024 tokens of the demo's evaluation text, groups of 128, the KL at 3 bits is 1.070 by `rtn`, 0.919 with a real z and
   0.933 with this; at 2 bits 6.61, 6.08 and 3.89.
 - Residuals are measured in steps of the grid, so beta does not depend on the magnitude of the weights.
-- Every group keeps the iterate of the least lp norm, in the float16 scale that is stored; the first is the grid of `rtn`.
-- Groups have 128 columns by default, as with the other grid methods, where they have 64.
+- Every group keeps the iterate with the smallest lp norm, computed with the stored float16 scale; the first iterate is the
+  grid of `rtn`.
+- Groups have 128 columns by default, as in the other grid methods; theirs have 64.
 """
 
 from collections.abc import Sequence

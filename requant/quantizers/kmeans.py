@@ -14,10 +14,10 @@ solve for the optimum:
 4. A second dynamic program moves all boundaries of a wide row together, by small steps; Lloyd's iteration ends
    the search.
 
-Wide rows come within 0.2 % of the least cost at 2 to 4 bits, 1 % at 5 and 6 % at 6 (from the density alone, Lloyd
-stops 5 to 50 % above). At 7 and 8 bits 128 atoms are too few, and step 4 starts from the density of step 2.
-Levels are rounded, to 8 bits of the row's largest (`formats/int8.py`) or to float16, and codes chosen afterwards. Everything
-is float64 but the costs of step 3.
+Wide rows come within 0.2 % of the minimum cost at 2 to 4 bits, 1 % at 5 and 6 % at 6 (starting from the density alone,
+Lloyd stops 5 to 50 % above). At 7 and 8 bits 128 atoms are too few, and step 4 starts from the density of step 2. Levels
+are rounded, to 8 bits relative to the row's largest (`formats/int8.py`) or to float16, and codes are chosen afterwards.
+Everything is float64 except the costs of step 3.
 """
 
 from collections.abc import Iterator, Sequence

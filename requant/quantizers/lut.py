@@ -2,7 +2,7 @@
 
     minimize  (w - P c)' H (w - P c)      over levels c [2^bits] and one-hot codes P, row by row
 
-with H = mean x x', where k-means (`kmeans.py`) sees its diagonal alone. Alternating, after Zhang et al. 2025 (LNQ in
+with H = mean x x', of which k-means (`kmeans.py`) only sees the diagonal. Alternating, after Zhang et al. 2025 (LNQ in
 "GuidedQuant", arXiv 2505.07004):
 
 1. Levels by weighted k-means under diag H; codes in GPTQ's order, columns of large H first, each passing its error on
@@ -11,9 +11,9 @@ with H = mean x x', where k-means (`kmeans.py`) sees its diagonal alone. Alterna
 3. Codes by coordinate descent: column j takes the level nearest to `w~_j - (He)_j / H_jj`, which is the best one with
    all others fixed; columns go in blocks, so that most of the work is one matrix product a block.
 
-2 and 3 never raise the error, but for the rounding of levels (`kmeans.rounded`), which 3 then works around, and stop when
-a round gains less than TOLERANCE. Detached weights are stored as floats: they take up the errors of the
-others in 1, and have their best value, not a level, in 3. So the sparse part is refitted together with levels and codes.
+Steps 2 and 3 never raise the error, except for the rounding of levels (`kmeans.rounded`), for which 3 then compensates. They
+stop when a round gains less than TOLERANCE. Detached weights are stored as floats: they absorb the errors of the
+others in 1, and take their best value, not a level, in 3. So the sparse part is refitted together with levels and codes.
 """
 
 from collections.abc import Sequence
@@ -251,5 +251,5 @@ METHOD = Method(
     predictor_needs=frozenset({"hessian", "output_hessian"}),
     outlier_cost=outlier_cost,
     seconds_per_weight={"cpu": 8e-6, "cuda": 2e-7},  # the GPU's is an estimate
-    detach={"values": "int8"},  # 0.04 bits a weight less than float16, at the same KL
+    detach={"values": "int8"},  # 0.04 bits per weight less than float16, at the same KL
 )

@@ -1,4 +1,4 @@
-"""What a quantization method owns: its `Method` is everything the rest of requant knows of it.
+"""The definition of a quantization method: its `Method` is everything that the rest of requant knows about it.
 
     quantize(weight [n, k], stats, config, *, detached=None) -> QuantizedWeight
 
@@ -30,11 +30,11 @@ class Method:
     summary: one line of help.
     config: the class of its options.
     needs: the fields of `LinearStats` that `quantize` reads.
-    bits: the bits a weight that codes may take, ascending; `config` refuses those that other options exclude.
+    bits: the bits per weight that codes may take, ascending; `config` refuses those that other options exclude.
     packed_spec: `(config, shape, *, finetuned)` -> what a checkpoint stores for a matrix [n, k] of that shape; `finetuned`
         says whether scales and levels will be trained.
     predicted_losses: `(weight [n, k], stats, config, bits)` -> for each of these bits the expected increase of the loss,
-        `1/2 tr(G E H E')` in nats a token, in closed form, without quantizing.
+        `1/2 tr(G E H E')` in nats per token, in closed form, without quantizing.
     predictor_needs: the fields of `LinearStats` that `predicted_losses` reads.
     outlier_cost: `(stats, config)` -> [n, k], the cost of a squared error of each weight; only of methods that can store
         outliers as floats (`config.outlier_fraction`, `outliers.py`).

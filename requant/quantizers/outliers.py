@@ -2,9 +2,9 @@
 
     saving_ij = cost_ij (w_ij - level(w_ij))^2,   levels of the optimal density (`density.py`), refined by Lloyd's iteration
 
-The `outlier_fraction` of a matrix with the largest saving is detached. The levels are fitted without the weights farthest
-from their row's mean (cost times squared distance, as many as there will be outliers): levels that reach for an outlier
-leave it no error of its own, at the expense of all other weights. In matrices with outliers the remaining loss is a tenth
+The fraction `outlier_fraction` of a matrix with the largest saving is detached. The levels are fitted without the weights
+farthest from their row's mean (cost times squared distance, as many as there will be outliers): levels that stretch to an
+outlier hide its error, at the expense of all other weights. In matrices with outliers the remaining loss is a tenth
 lower than with levels fitted to all weights. SqueezeLLM (Kim et al. 2023, arXiv 2306.07629) detaches large and sensitive
 weights by two rules and two fractions; here one number, the loss that an outlier saves, lets outliers compete with bits
 for the same bytes (`requant.allocation.budget`). Residuals are int8 (`residuals_to_int8`), so an outlier costs two bytes.

@@ -1,4 +1,4 @@
-"""2:4 column by column, the error of every pruned and every rounded weight passed on to the columns still to come.
+"""2:4 column by column, with the error of every pruned and every rounded weight passed on to the columns still to come.
 
 Frantar and Alistarh, "SparseGPT: Massive Language Models Can Be Accurately Pruned in One-Shot" (2023, arXiv 2301.00774).
 With H^-1 = U'U, U upper triangular as in GPTQ (`gptq.py`), at the first of every four columns the two with the largest
@@ -10,7 +10,7 @@ stay, where w are the weights as the errors of earlier columns have left them. T
     w_l  -=  (w_j - w~_j) / U_jj * U_jl        for the columns l > j;   w~_j: zero, the weight, or its nearest level
 
 so pruning and rounding are one pass. `compensate` is that pass for any mask and any rounding: with all weights kept it is
-GPTQ. The steps of a group's levels are fitted when its first column is due, to the weights that would be kept then.
+GPTQ. The steps of a group's levels are fitted when its first column is reached, to the weights that would be kept then.
 """
 
 from collections.abc import Callable

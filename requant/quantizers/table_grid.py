@@ -1,6 +1,6 @@
 """Embedding and head on asymmetric grids of 3 to 8 bits: rows in groups of GROUP columns, rounded to nearest.
 
-The range of each group (`quantizers/rtn.py`) is shrunk by the factor of the least weighted error. The weights are the
+The range of each group (`quantizers/rtn.py`) is shrunk by the factor that minimizes the weighted error. The weights are the
 diagonal of the curvature, `sum_u r_ui c_uj`, so a row's errors count one by one. The error at b bits is taken as
 `1 / (2^b - 1)^2` times that of one measured width: on bench-32m and demo-4m the measured KL is 0.8 times as much, at
 all bits from 3 to 8.
@@ -79,7 +79,7 @@ def predicted_losses(weight: Float[Tensor, "v d"], uses: Uses, widths: Sequence[
 
 
 def diagonal_loss(weight: Float[Tensor, "v d"], quantized: QuantizedWeight, uses: Uses) -> float:
-    """`1/2 sum_u sum_ij r_ui c_uj E_ij^2`, nats a token."""
+    """`1/2 sum_u sum_ij r_ui c_uj E_ij^2`, nats per token."""
     total, dense = 0.0, quantized.dense
     assert isinstance(dense, Grid)
     for rows in row_chunks(weight, elements=ELEMENTS):

@@ -1,4 +1,4 @@
-"""Embedding and head in trellis codes: rows of a scale of their own, in a basis where their columns are rotated.
+"""Embedding and head in trellis codes: every row has its own scale, and the columns are rotated.
 
     W~ = diag(s) V R diag(c)
 
@@ -8,25 +8,26 @@ all rows, that of an average row: with variances v_i, and over the uses u of the
 
     H = diag(c) sum_u (sum_i v_i r_ui) C_u diag(c),      loss ~ 1/2 e^2 (1 + WIDENING e^2 g) tr(L^-1 H L^-T)
 
-where H = L D L', and e^2 is the code's error on Gaussians, as `trellis.predicted_losses` has it. Three things are saved
-against grids in groups of 64: scales and zero points take 0.34 bits a weight there and 0.02 here, codes of a grid need half
+where H = L D L', and e^2 is the code's error on Gaussians, as in `trellis.predicted_losses`. Compared with grids in groups
+of 64 this saves in three ways: scales and zero points take 0.02 bits per weight instead of 0.34, codes of a grid need half
 a bit more at 4 bits for the same error, and feedback under H is worth another fifth of a bit (bench-32m).
 
-c holds random signs, times the spread of the columns that are rotated together where there are several such blocks (widths
-that are no power of two): an embedding may have columns far larger than others, which one block then holds alone. All rows
-share c, so that the input of a head is rotated once.
+c holds random signs. If there are several blocks of columns that are rotated together (widths that are not a power of two),
+it also holds the spread of each block: an embedding may have columns far larger than others, and then only one block holds
+them. All rows share c, so that the input of a head is rotated once.
 
-Rows do not feed back into each other, so that pieces of a table are coded one after the other, or by several processes.
+Rows do not feed back into each other, so pieces of a table can be coded one after the other, or by several processes.
 
 **Bands.** Tokenizers number their tokens by frequency, the earliest merges first, and an error in the row of a common token
 costs more. So a large table is divided into four bands, an eighth, an eighth, a quarter and a half of its rows, which get
 
     bits + tilt (1.5, 0.5, 0, -0.5)
 
-so that the mean is `bits` at any tilt. The tilt is that of the least predicted loss, each band with an H of its own, and 0,
-a single band, where tokens are in no such order. On bench-32m bands are to save 0.37 bits a weight on the test text and 0.40
-on C4, with tilts chosen on neither: sums over thousands of tokens decide, and no single count. Widths for single tokens,
-sorted by their weights, promise 1.6 bits on the calibration text, and save 0.24 to 0.5 on other text (`eval/LOG.md`).
+so that the mean is `bits` at any tilt. The tilt is the one with the least predicted loss, where each band has its own H;
+a tilt of 0, a single band, is used if tokens are not in such an order. On bench-32m bands are predicted to save 0.37 bits
+per weight on the test text and 0.40 on C4, with tilts chosen on neither: the choice depends on sums over thousands of
+tokens, not on single counts. Widths for single tokens, sorted by their weights, promise 1.6 bits on the calibration text,
+but save 0.24 to 0.5 on other text (`eval/LOG.md`).
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
-"""What codes an embedding or a head: its widths, what it stores, its codes, and the loss that they are expected to cost.
+"""The coding of an embedding or a head: its widths, what it stores, its codes, and the loss that they are expected to cost.
 
-An embedding's rows are looked up one by one and belong to tokens that are anything from common to absent, so its codes are
-not those of a linear layer: a use u (`Curvature`) weights row i by r_ui, and all rows share the covariance C_u,
+An embedding's rows are looked up one by one and belong to tokens that range from common to absent, so it is coded
+differently from a linear layer: a use u (`Curvature`) weights row i by r_ui, and all rows share the covariance C_u,
 
     loss(E)  ~  1/2 sum_u sum_i r_ui E_i C_u E_i'
 """
@@ -32,6 +32,6 @@ class TableMethod:
     quantize: Callable[[Float[Tensor, "v d"], Uses, Bits], QuantizedWeight]
     """Every rank of a run calls it, and may do a part of the work."""
     predicted_losses: Callable[[Float[Tensor, "v d"], Uses, Sequence[Bits]], Losses]
-    """Nats a token, of codes alone."""
+    """In nats per token, for codes alone."""
     seconds_per_weight: Mapping[str, float]
     """By device type, of one thread on a CPU."""

@@ -12,17 +12,17 @@ Cholesky factors H = L D L' and G = M C M', unit lower triangular in blocks of 1
 
     tr(G E H E') = tr(C F D F'),   F = M' E L
 
-so tiles (i, j) are coded from the last corner to the first, each to the target that makes F_ij small:
+so tiles (i, j) are coded from the last corner to the first, each for the target that makes F_ij small:
 
     W_ij + A_ij + B_ij,   A_ij = sum_{l > j} E_il L_lj,   B_ij = sum_{m > i} M_mi' (E + A)_mj
 
 QTIP has G = I, where B vanishes (block LDLQ). G is from Tseng et al. 2025 (YAQA, arXiv 2505.22988) in its simplest
-form, a mean over tokens: it takes 10 to 16 % off the KL of models/bench-32m at 2, 3 and 4 bits. Their estimate from
+form, a mean over tokens: it lowers the KL of models/bench-32m by 10 to 16 % at 2, 3 and 4 bits. Their estimate from
 gradients of whole sequences, and weighting the tokens of one factor by the other, did worse there.
 
 A side whose rotation is folded into the model (`requant/models/rotations.py`) has none here (`rotate_input`,
-`rotate_output` False): its identity takes the place of R diag(s). Rows that are not mixed keep norms of their own, so each
-has a scale of its own, on a grid of 8 bits; W is divided and G multiplied by them.
+`rotate_output` False): the identity takes the place of R diag(s). Rows that are not mixed keep their own norms, so each
+has its own scale, on a grid of 8 bits; W is divided and G multiplied by them.
 
 The predicted loss (`predicted_losses`) takes errors as white before feedback, so that `tr(G E H E')` becomes
 

@@ -1,15 +1,16 @@
 """The cheapest path through the bitshift trellis (Viterbi 1967; the trellis of Tseng et al. 2024, arXiv 2406.11235).
 
-A sequence of 256 weights is a tail-biting stream of 256 `bits` bits; the state of a weight is the window of 16 bits that
+A sequence of 256 weights is a tail-biting stream of 256 * `bits` bits; the state of a weight is the window of 16 bits that
 ends with its own, so neighbours share 16 - bits of them: a weight costs `bits` bits and has 2**16 values to choose from. A
-code of v weights a step moves v `bits` bits a step.
+code of v weights per step moves the window by v * `bits` bits per step.
 
 The stream has no first state, which makes an exact search 2**(16 - bits) times as expensive. As in the paper, two searches
-do nearly as well: one with free ends, on the sequence rotated by half, finds the state where the stream closes, a second is
-pinned to it. Rotating and pinning again gains 0.3 % at 2 bits, a first search on half the sequence loses 0.5 %.
+do nearly as well: the first, with free ends on the sequence rotated by half, finds the state where the stream closes, and
+the second is pinned to it. Rotating and pinning again gains 0.3 % at 2 bits, a first search on half the sequence loses 0.5
+%.
 
-CUDA tensors go to the Triton kernel, which is compiled for every number of bits (`compile_searches`), others to its twin on
-the CPU (`requant_kernels.viterbi.cpu`), in as many threads as torch has. The bits of a step may be uneven
+CUDA tensors go to the Triton kernel, which is compiled for every number of bits (`compile_searches`), others to its CPU
+counterpart (`requant_kernels.viterbi.cpu`), which uses as many threads as torch. The bits of a step may be uneven
 (`trellis_codes.step_bits`).
 """
 
@@ -33,7 +34,7 @@ def tail_biting_states(
     Args:
         targets: b sequences of t steps of v weights.
         values: of each state, exact in float16; 65536 states on a GPU, any power of two on a CPU.
-        bits: bits a weight; v * bits is at most 8. Quarters where v is 1.
+        bits: bits per weight; v * bits is at most 8. Quarters where v is 1.
     """
     steps, vector = targets.shape[1:]
     shifts = step_bits(bits, vector)

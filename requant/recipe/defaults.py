@@ -1,6 +1,6 @@
-"""What a run defaults to where that depends on its mode, method, model or machine.
+"""Defaults of a run that depend on its mode, method, model or machine.
 
-Every other default is that of its field: in `schema.py`, or in the config class of the method.
+Every other default is the default of its field: in `schema.py`, or in the config class of the method.
 """
 
 import dataclasses
@@ -26,9 +26,10 @@ STEPS_TIMES_PARAMETERS = 240e9
 SEEN_AT_MOST = 12
 # Calibration windows of 2048 of mode `best` on a GPU: four times the tokens lower the KL by 2 to 3 % (bench-32m).
 GPU_SAMPLES = 256
-# Bits a weight up to which trellis codes are `pair`, whose two weights a hash a GPU decodes in half the time. At 2 bits it
-# has 2.6 % more KL than `mul1` after training (bench-32m; 0.02 bits are worth that), and a model of 8 B writes 31 % more
-# tokens a second; at 3 and 4 bits it has 10 and 40 % more KL. One code for all matrices: one by width is worse than either.
+# Bits per weight up to which trellis codes are `pair`: with two weights per hash a GPU decodes it in half the time. At 2
+# bits it has 2.6 % more KL than `mul1` after training (bench-32m; 0.02 bits are worth that), and a model of 8 B writes 31
+# % more tokens per second; at 3 and 4 bits it has 10 and 40 % more KL. All matrices have one code: choosing by width is
+# worse.
 PAIR_UP_TO = 2.0
 PRUNING_METHOD = "alps"
 RECOVERY_STEPS = 500  # 11 s on a GPU for a model of 32 M parameters
@@ -88,7 +89,7 @@ def needed_own_windows(finetune: Finetune, *, phases: int, windows: int, length:
 
 
 def trellis_code(bits: float | None) -> str:
-    """The trellis code of matrices that take so many bits a weight in all; None: a budget that does not say."""
+    """The trellis code of matrices that take so many bits per weight in all; None: a budget that does not say."""
     return "pair" if bits is not None and bits <= PAIR_UP_TO else TrellisConfig().code
 
 

@@ -1,7 +1,7 @@
-"""`--for PROGRAM`: what a program that knows nothing of requant reads, as settings of a recipe.
+"""`--for PROGRAM`: recipe settings for a program that does not know requant's format, so that it can read the export.
 
-All of them read uniform grids only, without sparse part: mode `dense`, a method of grids, one width for all matrices.
-Without zero points every version of them reads the grids, and the blocks of llama.cpp need one bit less.
+All these programs read only uniform grids without a sparse part: mode `dense`, a method that makes grids, one width for all
+matrices. Without zero points every version of them can read the grids, and the blocks of llama.cpp need one bit less.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
 """Every key of a recipe with its values, default and meaning, read from the classes themselves.
 
-The meaning is the string below a field in `schema.py` or in the config class of a method; a class without one for some
-field fails the tests. `requant recipes --keys` prints the list, and `docs/recipes.md` holds it.
+The meaning is the string below a field in `schema.py` or in the config class of a method; a field without one fails the
+tests. `requant recipes --keys` prints the list, and `docs/recipes.md` holds it.
 """
 
 import ast

@@ -1,4 +1,4 @@
-"""The recipes that ship with requant: beside the package in a wheel, in `recipes/` of a checkout."""
+"""The recipes that ship with requant: next to the package in a wheel, in `recipes/` in a checkout."""
 
 from pathlib import Path
 

@@ -1,8 +1,8 @@
 """Recipes as YAML: strict reading, writing, and the recipes that ship with requant.
 
-An unknown key answers "did you mean", or its new name if it was renamed; a value of another type is refused; and
-`load(dump(r)) == r`. The recipe is stored in the checkpoint, so `requant quantize --recipe CHECKPOINT/recipe.yaml`
-makes it again.
+An unknown key is answered with "did you mean", or with its new name if it was renamed; a value of the wrong type is refused;
+and `load(dump(r)) == r`. The recipe is stored in the checkpoint, so `requant quantize --recipe CHECKPOINT/recipe.yaml`
+reproduces it.
 """
 
 import dataclasses

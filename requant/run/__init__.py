@@ -1,1 +1,1 @@
-"""One run: its context, the workspace of finished stages it resumes from, and the loop over its matrices."""
+"""One run: its context, the workspace of finished stages from which it resumes, and the loop over its matrices."""

@@ -1,4 +1,4 @@
-"""The context of one run, and the two things every mode measures with it: scores of the weights, and the loss.
+"""The context of one run, and the two things that every mode measures with it: scores of the weights, and the loss.
 
 A mode (`pipeline/best.py`, `pipeline/paper.py`) is a function of a `RunContext`. Results go through the workspace
 matrix by matrix (`stage_cache.py`), so an interrupted run resumes at the matrix where it stopped.
@@ -36,7 +36,7 @@ class Split:
     """Another way to spend the bytes of a file on matrices and on embedding and head, as `--size` would."""
 
     size: int  # of the weight files, bytes
-    predicted: float  # nats a token
+    predicted: float  # nats per token
     bits: float  # a weight of the matrices, everything stored counted
     embedding_bits: int | float
     head_bits: int | float
@@ -54,7 +54,7 @@ class Allocation:
     bits: dict[str, int | float]
     bytes: int  # of the matrices, or of the weight files where the budget is a size
     budget: int | None = None  # bytes that it must not exceed; None: no budget
-    predicted: float | None = None  # nats a token; None: nothing was predicted
+    predicted: float | None = None  # nats per token; None: nothing was predicted
     predictor: str | None = None
     loss_curve: dict[int, float] = field(default_factory=dict)  # other budgets in bytes -> predicted loss
     embedding_bits: int | float = 16

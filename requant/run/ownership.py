@@ -1,8 +1,8 @@
 """Which run a workspace belongs to, and how that run was started: `run.json` in its folder.
 
-A lock keeps two runs of one machine apart, but not everywhere: some file systems have none, and a machine that was taken
-away and comes back has lost its own. So a run claims the folder when it opens it, and whoever finds another claim there
-than its own stops: the newest owner goes on. The arguments are there for `--resume OUTPUT`.
+A lock keeps two runs on one machine apart, but that is not always enough: some file systems have no locks, and a machine
+that was suspended and comes back has lost its own. So a run claims the folder when it opens it, and any run that finds a
+claim other than its own stops: the newest owner continues. The arguments are stored for `--resume OUTPUT`.
 """
 
 import json

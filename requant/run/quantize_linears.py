@@ -4,8 +4,8 @@
     sequential    statistics of a matrix's inputs are taken with every earlier matrix quantized (`calibration.inputs`),
                   block by block or input by input
 
-As many matrices as memory allows have their statistics collected in one pass. A resumed run that still lacks some matrix
-collects its statistics again. Of several processes (`ranks.py`) each quantizes the matrices that it owns.
+One pass collects the statistics of as many matrices as memory allows. A resumed run that still lacks some matrices collects
+their statistics again. With several processes (`ranks.py`) each quantizes the matrices that it owns.
 """
 
 import copy

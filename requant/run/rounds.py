@@ -1,14 +1,15 @@
-"""The rounds of mode `best`: which matrices are quantized together, in which order, and what their errors count.
+"""The rounds of mode `best`: which matrices are quantized together, in which order, and how much their errors count.
 
     w_r = w_1^((R - r) / (R - 1))                   r = 1 .. R rounds
     w_1 = 0.4 up to 2 bits, 1 from 3 bits on        or `budget.first_round_weight`; a single round counts 1
 
-A predicted loss is that of a matrix quantized alone in a model that stays as it is (`allocation/predictors.py`). In mode
-`best` the rounds that follow train all that is still float, and mend the more of an error the more of it there is: the
-budget counts a loss of round r as w_r of itself, so that bits go to what is quantized last. Bits are those of the
-matrices; under a budget for the whole file, those that they would get without weights. Between 2 and 3 bits w_1 is
-straight in its logarithm. The weights are our own, and reports show predicted losses without them. On bench-32m they take
-2.3 % off the KL at 2 bits, and add 0.7 and 2 % at 3 and 4, where little is left to mend.
+A predicted loss is that of a matrix quantized alone in a model that does not change otherwise
+(`allocation/predictors.py`). In mode `best` the rounds that follow train everything that is still float, and they repair a
+larger share of larger errors: the budget multiplies a loss of round r by w_r, so that bits go to what is quantized last.
+"Bits" are those of the matrices; under a budget for the whole file, those that they would get without weights. Between 2
+and 3 bits the logarithm of w_1 is interpolated linearly. The weights are our own, and reports show predicted losses
+without them. On bench-32m they lower the KL by 2.3 % at 2 bits, and would raise it by 0.7 and 2 % at 3 and 4, where little
+is left to repair.
 """
 
 from collections.abc import Sequence
@@ -55,7 +56,7 @@ def round_name(index: int, count: int) -> str:
 
 
 def first_round_weight(bits: float) -> float:
-    """What the losses of the first round count by default, where the matrices get so many bits a weight."""
+    """What the losses of the first round count by default, where the matrices get so many bits per weight."""
     return FIRST_WEIGHT ** min(1.0, max(0.0, 3 - bits))
 
 

@@ -1,9 +1,9 @@
-"""Matrices quantized side by side on one GPU, each on a stream of its own, where one alone leaves most of it idle.
+"""Matrices quantized side by side on one GPU, each on its own stream, when a single one would leave most of the GPU idle.
 
-Trellis codes are made along anti-diagonals of tiles of 16 by 16 (`quantizers/trellis.py`), a Viterbi search for each tile
-and one tile an SM: a matrix of 512 rows and columns keeps at most 32 SMs busy, on average half of them, whatever the GPU
-has. So up to MOST of them run at once, as many as have twice the GPU's SMs in tiles on their longest anti-diagonals. Codes
-are those that each matrix gets alone; memory is that of as many matrices.
+Trellis codes are made along anti-diagonals of tiles of 16 by 16 (`quantizers/trellis.py`), with a Viterbi search per tile
+and one tile per SM: a matrix of 512 rows and columns keeps at most 32 SMs busy, on average half of them, whatever the GPU
+has. So up to MOST matrices run at once, enough for their longest anti-diagonals to have twice as many tiles as the GPU has
+SMs. The codes of each matrix are those that it would get alone; memory is that of all matrices that run at once.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""What finished stages leave in the workspace for a run that resumes: single matrices, and all weights of a stage.
+"""What finished stages save in the workspace for a run that resumes: single matrices, and all weights of a stage.
 
 A stage that finetunes also changes parameters without codes (norms, biases, embeddings); those are saved with it.
 """

@@ -1,15 +1,15 @@
-"""Results of finished stages on disk, so that a run that died goes on where it stopped.
+"""Results of finished stages on disk, so that a run that died can continue where it stopped.
 
-Each result is one safetensors file (tensors, and a JSON value in its metadata) named `STAGE-KEY.safetensors`. The key
-is a hash of everything the result depends on: the model's weights, the calibration tokens, the part of the recipe that
-matters, the version of requant. So a changed recipe never meets an old result. Files are written aside, in a folder of
-their own, since the library makes a file beside them under a name of its choice, and renamed: a result exists whole or
-not at all. The folder is made, and an old one cleared, only when the first result is asked for: a command that is refused
-before it works destroys nothing. A lock beside the folder keeps a second run out of it while the first one lives, from
-before its model is loaded; where locks do not hold, the older run stops (`ownership.py`).
+Each result is one safetensors file (tensors, and a JSON value in its metadata) named `STAGE-KEY.safetensors`. The key is a
+hash of everything the result depends on: the model's weights, the calibration tokens, the relevant part of the recipe, the
+version of requant. So a changed recipe never finds an old result. Files are written in a folder of their own, since the
+library creates another file next to them under a name of its choice, and then renamed: a result exists completely or not
+at all. The folder is created, and an old one cleared, only when the first result is requested: a command that is refused
+before it starts to work destroys nothing. A lock next to the folder keeps a second run out of it while the first one is
+alive, starting before its model is loaded; where locks do not work, the older run stops (`ownership.py`).
 
-Of several processes, rank 0 opens, reads and tells the others; a result is written by the rank that made it. Keys know
-nothing of ranks, so a run resumes with any number of them.
+With several processes, rank 0 opens, reads and tells the others; a result is written by the rank that made it. Keys do not
+depend on ranks, so a run can resume with any number of them.
 """
 
 import hashlib

@@ -2,8 +2,8 @@
 
 `gradient`: `g(w) d`, the first Taylor term at the original weights, the first baseline of PQI (Hu et al. 2025, arXiv
 2503.01901, equation 1); its sum is close to zero because w is near a minimum.
-`marginal`: `g(w~) d`, the gradient at the quantized weights, which is ours. It says what undoing a small part of the step
-would gain, which is the question when significant weights are restored, and ranks them better than PQI in 10 of 12
+`marginal`: `g(w~) d`, with the gradient at the quantized weights; this one is ours. It says what undoing a small part of the
+step would gain, which is the question when significant weights are restored, and it ranks them better than PQI in 10 of 12
 comparisons; summed over all weights it is about twice dF.
 """
 

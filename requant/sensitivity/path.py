@@ -10,7 +10,7 @@ A score of a weight says, in nats, what its step `d = w~ - w` does to the loss F
 | `marginal` | `g(w~) d` | 1 | nothing: the slope at the end of the line |
 
 All are signed; `|score|` ranks weights, signed sums over a row, a matrix or a block predict dF = F(w~) - F(w). 96 % of
-the mass of `|pqi|` cancels in the sum, so a weight's `|pqi|` is not its share of the loss. Of several processes each
+the mass of `|pqi|` cancels in the sum, so a weight's `|pqi|` is not its share of the loss. With several processes each
 holds the scores of the matrices that it owns.
 """
 

@@ -3,9 +3,9 @@
     gradient, marginal, pqi    sum_batches sum_k c_k <g_b(w + t_k d), d>       g_b: a batch's part of the gradient of F
     hessian                    1/2 sum_batches <(G*G)' (X*X) / tokens, d*d>    G, X as in `calibration/fisher.py`
 
-A score takes four bytes a weight until the last batch has been seen, which for large models is twice the model. The sum
-is linear in the batches, so each batch's part is multiplied with the step and added up at once, and of several processes
-none sends gradients. Parts are float32 products added up in float64 (96 % of the terms cancel), and are themselves
+A score takes four bytes per weight until the last batch has been seen, which for large models is twice the model. The sum
+is linear in the batches, so each batch's part is multiplied by the step and added up immediately, and with several processes
+none has to send gradients. Parts are float32 products added up in float64 (96 % of the terms cancel), and are themselves
 added by `math.fsum`, exactly, so the result does not depend on who ran which batch.
 """
 

@@ -1,12 +1,12 @@
-"""One model and its worker thread, a bounded queue, and answers that are written together, a token of each at a time.
+"""One model and its worker thread, a bounded queue, and answers that are written together, one token of each at a time.
 
 A waiting request joins the running ones at the next token, so that a short one is not held up by long ones before it
-(`requant.inference.batch`). transformers' continuous batching is not used: it draws all requests from one random state, so
-that no seed can be kept, knows no stop strings, reserves a share of the whole memory for its pages, and was slower on a
-CPU than one request after another.
+(`requant.inference.batch`). transformers' continuous batching is not used: it samples all requests from one random state,
+so that seeds have no effect, does not support stop strings, reserves a share of the whole memory for its pages, and was
+slower on a CPU than one request after another.
 
-Texts become tokens in a second thread, and chat templates are rendered in a process of their own
-(`requant.text.chat`): both take as long as a stranger likes, and the event loop must go on answering.
+Texts are tokenized in a second thread, and chat templates are rendered in a process of their own
+(`requant.text.chat`): how long either takes is up to a stranger, and the event loop must keep answering.
 """
 
 import asyncio

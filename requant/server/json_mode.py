@@ -1,8 +1,8 @@
-"""JSON mode: which tokens may come next, so that the whole answer is one JSON value of a schema.
+"""JSON mode: which tokens may come next, so that the whole answer is one JSON value that matches a schema.
 
 llguidance keeps a parser for every answer and intersects it with the vocabulary at each token; all others lose their
-probability. It bounds the time and memory of a schema itself, but for nesting, which is bounded here. Answers are written on
-one line, as `json.dumps` writes them: where any white space is allowed, a model may write nothing else.
+probability. It bounds the time and memory of a schema itself, except for nesting, which is bounded here. Answers are
+written on one line, as `json.dumps` writes them: if arbitrary white space is allowed, a model may write nothing else.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Incremental detokenization: emits only text that no later token can change, and nothing from a stop string on.
+"""Incremental detokenization: emits only text that no later token can change, and stops before a stop string.
 
 A character may span tokens (its bytes), and so may a stop string. Text is therefore held back while it ends in an unfinished
 character or in what may become a stop string; the next tokens, or the end, decide both.

@@ -1,4 +1,4 @@
-"""2:4 sparse training in a loop of your own: `sparsify_(model)` before, `densify_()` for a dense end, `step()` between."""
+"""2:4 sparse training in your own loop: `sparsify_(model)` before, `densify_()` for a dense end, `step()` between."""
 
 from requant.sparse_training.sparsify import SparseTraining, sparsify_
 

@@ -15,7 +15,8 @@ of a dense run. `sr-ste` (Zhou et al. 2021, arXiv 2102.04010) is what both impro
 identity. `mvue` prunes dZ' at random without bias (`sparsity/mvue.py`), so that the third product can be sparse too; `fp8`
 rounds the operands of all products to 8 bits (`sparsity/fp8.py`).
 
-The products here are dense ones of sparse matrices: they show the quality of a recipe, and take longer than dense training.
+The products here are dense products of sparse matrices: they show the quality of a recipe, and take longer than dense
+training.
 """
 
 import fnmatch

@@ -1,8 +1,8 @@
-"""8-bit floats, simulated: values are rounded to e4m3 or e5m2 on a scale a tensor, and returned in their own dtype.
+"""8-bit floats, simulated: values are rounded to e4m3 or e5m2 with one scale per tensor, and returned in their own dtype.
 
     round(x s) / s,    s = MAX / max |x|        MAX: 448 of e4m3, 57344 of e5m2
 
-S-STE (Hu et al. 2024, arXiv 2409.09099) trains so, forward in e4m3 and backward in e5m2; its authors simulate it too.
+S-STE (Hu et al. 2024, arXiv 2409.09099) trains this way, forward in e4m3 and backward in e5m2; its authors simulate it too.
 """
 
 import torch

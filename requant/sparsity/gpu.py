@@ -1,8 +1,8 @@
-"""Masks and projections by Triton on a GPU, where the kernels give what the formulas of `masks.py` give.
+"""Masks and projections by Triton on a GPU, provided that the kernels give the results of the formulas in `masks.py`.
 
-The kernels (`requant_kernels/sparsity/masks.py`) are compiled on the user's machine. Before the first use of one, for a
-device and a dtype, its result on values with many ties and zeros is compared with the formula's; one that differs, or that
-does not compile or start there, is left alone, and the log says so.
+The kernels (`requant_kernels/sparsity/masks.py`) are compiled on the user's machine. Before a kernel is first used, for a
+device and a dtype, its result on values with many ties and zeros is compared with the formula's; a kernel that differs, or
+does not compile or start there, is not used, and the log says so.
 """
 
 import logging

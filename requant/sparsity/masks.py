@@ -3,7 +3,7 @@
 | rule | keeps |
 | --- | --- |
 | `keep2` | the two largest scores of every group of four |
-| `keep2_transposable` | the largest sum of scores of the 90 masks of a 4 x 4 block with two ones a row and a column |
+| `keep2_transposable` | the largest sum of scores among the 90 masks of a 4 x 4 block with two ones per row and column |
 | `soft_threshold` | `sign(w) max(|w| - t, 0)`, t the second smallest magnitude of the group |
 
 Only the left factor of a sparse product may be sparse (`Z = X W'` needs W sparse along its rows, `dX = dZ W` along its
@@ -11,11 +11,11 @@ columns), so training needs transposable masks: "Accelerating Transformer Pre-tr
 arXiv 2404.01847), section 4. The soft threshold is S-STE's (Hu et al. 2024, arXiv 2409.09099): a continuous function of w,
 while hard masks jump where the second and the third magnitude are equal.
 
-On a GPU one Triton kernel each computes the same, bit for bit (`gpu.py`).
+On a GPU each rule is one Triton kernel that computes the same, bit for bit (`gpu.py`).
 
 Ties are decided by position: of equal scores the first is kept, of equal blocks the mask that comes first in
 `TRANSPOSABLE`; a block's sum is (row 0 + row 1) + (row 2 + row 3) in float32, on every device. So the masks have exactly two
-ones a group whatever the scores are, zeros included; the soft threshold has fewer non-zeros where magnitudes are equal, as
+ones per group whatever the scores are, even zeros; the soft threshold has fewer non-zeros where magnitudes are equal, as
 continuity demands. NaN counts as the smallest score.
 """
 

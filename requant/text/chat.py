@@ -1,8 +1,8 @@
-"""Chat messages as the text of a prompt, by the model's chat template, in a process of its own.
+"""Chat messages rendered as a prompt by the model's chat template, in a separate process.
 
-A template is a program of the model's author (Jinja): two nested loops run forever, `'x' * 10**10` takes all memory, and
-`10**10**8` does not even let other threads run. So a child process renders it (`chat_process.py`), with a limit on its
-memory, and is killed when its time is over; the next messages get a new one.
+A template is a program by the model's author (Jinja): two nested loops can run forever, `'x' * 10**10` takes all memory,
+and `10**10**8` does not even let other threads run. So a child process with limited memory renders it (`chat_process.py`),
+and is killed when its time is up; the next messages get a new process.
 """
 
 import contextlib

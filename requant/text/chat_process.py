@@ -1,4 +1,4 @@
-"""The program of the process that renders chat templates for `chat.py`: requests and answers are JSON, by a pipe.
+"""The process that renders chat templates for `chat.py`: requests and answers are JSON, sent through a pipe.
 
     python chat_process.py FILE_DESCRIPTOR MAX_CHARACTERS MEMORY
 

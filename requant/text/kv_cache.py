@@ -1,8 +1,9 @@
-"""How a model that continues a text is given its cache of keys and values: as `cache` from transformers 5.24 on, as
-`past_key_values` before (by state-space models `cache_params`), and by models of remote code that still say so.
+"""How to pass a model its cache of keys and values when it continues a text: as `cache` from transformers 5.24 on, as
+`past_key_values` before that (`cache_params` for state-space models), and in models of remote code that still use those
+names.
 
-A few models of transformers take none: GPT-1 keeps nothing, RWKV has a state of its own. Given one they would take no
-notice, and go on without what came before.
+A few models of transformers accept none: GPT-1 keeps nothing, RWKV has its own state. They would ignore a cache, and
+continue without what came before.
 """
 
 import functools
