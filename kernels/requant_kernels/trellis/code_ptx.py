@@ -1,27 +1,27 @@
 """PTX that decodes trellis codes: windows of the bit stream, their hashes, and the weights as pairs of float16.
 
 The state of a weight is the 16 bits of its tile's stream that end with the weight's own bits (bitshift trellis, QTIP,
-arXiv 2406.11235); a computed code hashes it and reads the weight off the hash (`codes.py`).
+arXiv 2406.11235). A computed code hashes the state and reads the weight from the hash (`codes.py`).
 
-A lane `4 g + t` holds a *segment*: the bits of rows 2 g and 2 g + 1 of tile t of a k64, 8 T bits where four weights take T
-(`layout.py`). The first windows need the 32 bits before the segment, which are the last ones of lane `4 (g - 1) + t`; lane
-`t` takes those of lane `28 + t`, because the stream is tail-biting. Window i of a segment is at the same position in every
-lane, so all shifts are constants.
+Lane `4 g + t` holds a *segment*: the bits of rows 2 g and 2 g + 1 of tile t of a k64, 8 T bits, where four weights take T
+(`layout.py`). The first windows need the 32 bits before the segment, which are the last bits of lane `4 (g - 1) + t`. Lane
+`t` takes them from lane `28 + t`, because the stream is tail-biting. Window i of a segment has the same position in every
+lane, so all shift counts are constants.
 
 Three or four windows share one funnel shift, because positions repeat every few bits. In a shifted register F:
 
-    2 bits a weight: windows of columns       c - 4                               c     c + 4   c + 8
+    2 bits per weight: windows of columns     c - 4                               c     c + 4   c + 8
     their bits of F                          39..24, into the next register    31..16   23..8   15..0
     extracted by                              PRMT, see below                    SHR    PRMT    AND
 
-`pair` times activations as sums and differences of neighbours needs less: of its two weights half the sum is b0 + b3 - 255
-and half the difference b1 + b2 - 255 (over 128), which one addition of float16 makes of the bytes (`WeightDecoder.sums`).
+`pair` needs fewer instructions when activations come as sums and differences of neighbours: half the sum of its two weights
+is b0 + b3 - 255 and half the difference b1 + b2 - 255 (over 128). One float16 addition makes both (`WeightDecoder.sums`).
 
 The integer pipe is the bottleneck, so two windows are extracted on the multiplier's pipe instead:
 
-- The low half needs no mask where the hash of the high half is known:  h(F mod 2^16) = F C - 2^16 h(F / 2^16)  (mod 2^32).
-- A window that continues in the next register has no zeros next to it; PRMT takes its two bytes twice, (2^16 + 1) x, and the
-  multiplier is divided by that:  h(x) = (2^16 x + x) C / (2^16 + 1)  (mod 2^32), where 1 / (2^16 + 1) = 1 - 2^16.
+- The low half needs no mask once the hash of the high half is known:  h(F mod 2^16) = F C - 2^16 h(F / 2^16)  (mod 2^32).
+- A window that spans two registers has no zeros next to it. PRMT duplicates its two bytes, (2^16 + 1) x, and the multiplier
+  is divided by that factor:  h(x) = (2^16 x + x) C / (2^16 + 1)  (mod 2^32), where 1 / (2^16 + 1) = 1 - 2^16.
 """
 
 from dataclasses import dataclass
@@ -31,16 +31,16 @@ from requant_kernels.common.ptx import Ptx, PtxBuilder
 from requant_kernels.trellis.codes import CODES
 from requant_kernels.trellis.layout import k64_per_unit
 
-ROW_WEIGHTS = 16  # of a tile
+ROW_WEIGHTS = 16  # per row of a tile
 SPANNING = 24  # offset of a window whose upper byte is in the next register
-# the most row tiles whose windows are decoded alternately; more are decoded one after another, in the same registers
+# the most row tiles whose decoding is interleaved; with more, tiles are decoded one after another in the same registers
 MAX_INTERLEAVED_TILES = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Window:
-    """16 bits at bit `offset` of the 32 bits that begin at bit `start` of a segment, counted from its end; at offset
-    SPANNING the upper byte is in the 32 bits after these."""
+    """16 bits at bit `offset` of the 32 bits that start at bit `start` of a segment, counted from its end. At offset
+    SPANNING the upper byte is in the following 32 bits."""
 
     start: int
     offset: int
@@ -48,10 +48,10 @@ class Window:
 
 @cache
 def windows(code: str, quad_bits: int, bits_after: int, spanning: bool = False) -> tuple[Window, ...]:
-    """The windows of a segment, first row first: 32 of `mul1` and `3inst`, 16 of `pair`.
+    """The windows of a segment, first row first: 32 for `mul1` and `3inst`, 16 for `pair`.
 
-    `bits_after`: bits of the unit after the segment; `spanning`: whether a window may continue in the next register, where
-    that saves a funnel shift.
+    `bits_after`: bits of the unit after the segment. `spanning`: allow a window to span into the next register where that
+    saves a funnel shift.
     """
     length, weights = 8 * quad_bits, CODES[code].weights_per_hash
     ends = [
@@ -64,7 +64,7 @@ def windows(code: str, quad_bits: int, bits_after: int, spanning: bool = False) 
             if start + offset in ends:
                 found.setdefault(start + offset, Window(start=start, offset=offset))
 
-    for start in range(-bits_after % 32, length - 31, 32):  # words as they were loaded need no shift
+    for start in range(-bits_after % 32, length - 31, 32):  # words as loaded need no shift
         take(start, SPANNING if spanning else 16)
     for end in sorted(ends):
         start = end
@@ -80,21 +80,21 @@ def windows(code: str, quad_bits: int, bits_after: int, spanning: bool = False) 
 
 
 def uses_spanning_windows(code: str, row_tiles: int) -> bool:
-    """Whether windows that continue in the next register are faster: by measurement, for counts always favour them."""
+    """Whether spanning windows are faster, by measurement; instruction counts always favour them."""
     return CODES[code].weights_per_hash > 1 or row_tiles > MAX_INTERLEAVED_TILES
 
 
 class SegmentDecoder:
-    """Appends the PTX that hashes a lane's segment, each window when it is first asked for."""
+    """Appends the PTX that hashes a lane's segment; each window is hashed on first use."""
 
-    # how many low halves are hashed without a mask: as many as the multiplier's pipe has time for
+    # how many low halves are hashed without a mask: as many as the multiplier's pipe has spare cycles for
     unmasked_windows = 32
 
     def __init__(
         self, ptx: PtxBuilder, code: str, quad_bits: int, words: list[str], index: int, previous_lane: str, *,
         spanning: bool = False,
     ) -> None:  # fmt: skip
-        """`words`: registers of a unit, of whose segments this is number `index`; `previous_lane` has the bits before."""
+        """`words`: registers of a unit; the segment is number `index` in it; `previous_lane` holds the bits before."""
         self.ptx, self.code, self.words = ptx, CODES[code], words[::-1]
         self.bits_after = 8 * quad_bits * (k64_per_unit(quad_bits) - 1 - index)
         self.top = 8 * quad_bits - 32  # position of the segment's first 32 bits
@@ -114,13 +114,13 @@ class SegmentDecoder:
         return sum((start + self.bits_after) % 32 > 0 for start in starts)
 
     def _bits(self, start: int) -> str:
-        """The 32 bits from `start` on, counted from the end of the segment."""
+        """The 32 bits starting at `start`, counted from the end of the segment."""
         if start not in self._shifted:
             word, shift = divmod(self.bits_after + start, 32)
             if start == self.top + 32:
                 self._shifted[start] = self.previous
                 return self.previous
-            if start > self.top + 32:  # no more than a byte of it is used
+            if start > self.top + 32:  # at most one byte of it is used
                 self._shifted[start] = self.ptx.new(
                     "bits", f"shr.b32 {{d}}, {self.previous}, {start - self.top - 32};"
                 )
@@ -136,7 +136,7 @@ class SegmentDecoder:
         return self._shifted[start]
 
     def hash(self, index: int) -> str:
-        """The register with the hash of window `index`."""
+        """The register that holds the hash of window `index`."""
         if index in self._hashes:
             return self._hashes[index]
         window, new = self.windows[index], self.ptx.new
@@ -172,8 +172,8 @@ class WeightDecoder(SegmentDecoder):
     unmasked_windows = 0  # dp4a keeps the multiplier's pipe busy
 
     def pair(self, index: int) -> str:
-        """The weights of columns 2 `index` and 2 `index` + 1, 8 pairs a row. Byte sums are added to the bit pattern of 1024,
-        which makes the float16 number 1024 + sum, 1534 more than the sum less its mean of 510."""
+        """The weights of columns 2 `index` and 2 `index` + 1, 8 pairs per row. Byte sums are added to the bit pattern of
+        1024, which gives the float16 number 1024 + sum: 1534 more than the sum minus its mean of 510."""
         new = self.ptx.new
         if not self.code.byte_sums:
             first, second = (
@@ -194,22 +194,23 @@ class WeightDecoder(SegmentDecoder):
         return new("weights", f"prmt.b32 {{d}}, {first}, {second}, 0x5410;")
 
     def sums(self, index: int) -> str:
-        """Of `pair`: b0 + b3 - 255 and b1 + b2 - 255 of hash `index`, exactly, in units of the least subnormal float16."""
+        """For `pair`: b0 + b3 - 255 and b1 + b2 - 255 of hash `index`, exactly, in units of the smallest subnormal
+        float16."""
         new, value = self.ptx.new, self.hash(index)
         first = new("first", f"lop3.b32 {{d}}, {value}, 0x00FF00FF, 0x0, 0x0C;")  # 255 - b0, 255 - b2
         second = new("second", f"prmt.b32 {{d}}, {value}, 0x0, 0x4143;")  # b3, b1
         return new("sums", f"sub.rn.f16x2 {{d}}, {second}, {first};")
 
 
-SUM_SCALE = 2.0**24 * CODES["pair"].scale  # what `sums` of `decode_ptx` are multiplied by at the end
+SUM_SCALE = 2.0**24 * CODES["pair"].scale  # the final factor of the `sums` of `decode_ptx`
 
 
 @cache
 def decode_ptx(code: str, quad_bits: int, k64: int, *, sums: bool = False) -> Ptx:
-    """The weights of segment `k64` of a unit as pairs of float16; with `sums`, of `pair` alone, half the sum and half the
-    difference of each two weights, over SUM_SCALE.
+    """The weights of segment `k64` of a unit as pairs of float16. With `sums` (`pair` only): half the sum and half the
+    difference of every two weights, over SUM_SCALE.
 
-    Outputs: 16 registers, 8 a row. Inputs: the words of the unit, the lane with the bits before.
+    Outputs: 16 registers, 8 per row. Inputs: the words of the unit, the lane that holds the bits before.
     """
     words = quad_bits * k64_per_unit(quad_bits) // 4
     ptx = PtxBuilder()
@@ -233,9 +234,9 @@ def decode_ptx(code: str, quad_bits: int, k64: int, *, sums: bool = False) -> Pt
 
 @cache
 def load_codes_ptx(count: int, vector: int, byte_offset: int) -> Ptx:
-    """A lane's load of `count` words of packed codes, `vector` at a time, which are read only once.
+    """A lane's load of `count` words of packed codes, `vector` at a time; each word is read only once.
 
-    Outputs: `count` registers. Input: the address `byte_offset` bytes before them.
+    Outputs: `count` registers. Input: the address `byte_offset` bytes before the words.
     """
     lines = []
     for i in range(0, count, vector):

@@ -1,25 +1,25 @@
-"""The computed codes of a trellis, a row each: how a 16-bit state becomes weights without a table.
+"""The computed codes of a trellis, one row each: how a 16-bit state becomes weights without a table.
 
     h = multiplier * state + addend   mod 2^32
 
-The weights are read off the hash h, of bytes b0 (lowest) to b3, in one of three ways:
+The weights are read from the hash h, with bytes b0 (lowest) to b3, in one of three ways:
 
     byte sum       (b0 + b1 + b2 + b3 - 510) / 128
     two weights    (b0 + b1 + b2 + b3 - 510) / 128 and (b0 - b1 - b2 + b3) / 128
     halves         (h & 0x8FFF8FFF) ^ 0x3B603B60 is two float16, which are added
 
-Hashes whose bytes are summed are operands of the integer tensor cores as they are (`gemv_ptx.py`). `3inst` is QTIP's (arXiv
-2406.11235), `mul1` ExLlamaV3's, `pair` is ours. `requant/formats/trellis_codes.py` has what quantizers know of each.
+Hashes with byte sums feed the integer tensor cores directly (`gemv_ptx.py`). `3inst` is QTIP's (arXiv 2406.11235), `mul1`
+ExLlamaV3's, `pair` is ours. `requant/formats/trellis_codes.py` holds what quantizers know of each.
 """
 
 from dataclasses import dataclass
 
-MAX_BITS = 8  # of a weight, in quarters of a bit
+MAX_BITS = 8  # per weight, in steps of a quarter bit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrellisCode:
-    """A hash, and how weights are read off it."""
+    """A hash, and how weights are read from it."""
 
     multiplier: int
     addend: int
@@ -28,12 +28,12 @@ class TrellisCode:
 
     @property
     def byte_sum_mean(self) -> float:
-        """The MMA of unsigned bytes exceeds the product by this times the sum of the activations; 0 without byte sums."""
+        """The unsigned-byte MMA exceeds the product by this times the sum of the activations; 0 without byte sums."""
         return 510.0 / self.weights_per_hash if self.byte_sums else 0.0
 
     @property
     def scale(self) -> float:
-        """What sums of bytes, or of halves, are multiplied by at the end."""
+        """The factor that byte sums, or sums of halves, are multiplied by at the end."""
         return 1 / 128 if self.byte_sums else 1.0
 
 

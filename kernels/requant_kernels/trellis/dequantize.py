@@ -1,6 +1,6 @@
-"""V of a trellis as float16, exactly, in the rotated basis: for many tokens, where cuBLAS multiplies.
+"""V of a trellis as float16, exactly, in the rotated basis: for many tokens, which cuBLAS multiplies.
 
-Also the fallback for whatever has no kernel of its own: without inline PTX, V is decoded by plain Triton (`portable.py`).
+Also the fallback for cases without a kernel: without inline PTX, plain Triton decodes V (`portable.py`).
 """
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none
@@ -31,8 +31,8 @@ def trellis_dequantize_kernel(
 ):  # fmt: skip
     """out int32 `[rows, columns]` = V, two float16 each; grid: (tiles of 16 rows, units of J x 64 columns of V), one warp.
 
-    COUNT words of a lane and unit, loaded V at a time. A lane decodes 16 columns of two rows; the warp exchanges them, and
-    neighbouring lanes write neighbours.
+    COUNT words per lane and unit, loaded V at a time. A lane decodes 16 columns of two rows; the warp exchanges them, so
+    that adjacent lanes write adjacent words.
     """
     lane = tl.arange(0, 32)[None, :]
     types: tl.constexpr = (tl.int32,) * 16
@@ -45,9 +45,7 @@ def trellis_dequantize_kernel(
         pairs = tl.inline_asm_elementwise(
             DECODE[k64].text, DECODE[k64].constraints, words + ((lane + 28) % 32,), dtype=types, is_pure=False, pack=1
         )  # fmt: skip
-        for length in tl.static_range(
-            4
-        ):  # the number of a register: its bits become dimensions, the highest first
+        for length in tl.static_range(4):  # the register index: its bits become dimensions, the highest first
             joined = ()
             for i in tl.static_range(8 >> length):
                 joined = joined + (tl.join(pairs[i], pairs[i + (8 >> length)]),)
@@ -60,7 +58,7 @@ def trellis_dequantize_kernel(
 
 @cache
 def dequantize_constants(code: str, quad_bits: int, vector: int) -> dict[str, object]:
-    """What the kernel is compiled for, one mapping for `launch`."""
+    """The kernel's compile-time constants, as one mapping for `launch`."""
     k64_count = k64_per_unit(quad_bits)
     words = quad_bits * k64_count // 4
     return {
@@ -77,8 +75,8 @@ def supports(layout: TrellisLayout, num_tokens: int, device: torch.device) -> bo
 def matmul(
     x: Tensor, layout: TrellisLayout, bias: Tensor | None, config: None = None, *, asm: bool | None = None
 ) -> Tensor:
-    """y [m, n] of x [m, k], rows contiguous: by cuBLAS, or without PTX, up to 16 tokens, by plain Triton. `asm` None: inline
-    PTX where the device has it."""
+    """y [m, n] of x [m, k], rows contiguous: by cuBLAS, or, up to 16 tokens without PTX, by plain Triton. `asm` None: inline
+    PTX if the device has it."""
     asm = supports_ptx(x.device) if asm is None else asm
     if x.shape[0] > MAX_TOKENS:
         rotated_product = product(x, layout, asm=asm)
@@ -88,7 +86,7 @@ def matmul(
 
 
 def activation_form(layout: TrellisLayout, num_tokens: int = 1) -> ActivationForm | None:
-    """What `product` reads, the same of any number of tokens; None where other operations have no PTX to rotate with."""
+    """What `product` reads, for any number of tokens; None without PTX, which other operations need to rotate."""
     return (
         ActivationForm(columns=padded_columns(layout)) if supports_ptx(layout.packed_codes.device) else None
     )
@@ -97,7 +95,7 @@ def activation_form(layout: TrellisLayout, num_tokens: int = 1) -> ActivationFor
 def product(
     x: Tensor | RotatedActivations, layout: TrellisLayout, config: None = None, *, asm: bool = True
 ) -> Tensor:
-    """V H (input_scales * x), float16 [m, rows], of x [m, k], or rotated already: by cuBLAS."""
+    """V H (input_scales * x), float16 [m, rows], of x [m, k] or of x already rotated: by cuBLAS."""
     rotated = (
         x.values
         if isinstance(x, RotatedActivations)
@@ -107,7 +105,7 @@ def product(
 
 
 def padded_columns(layout: TrellisLayout) -> int:
-    """Of V: a multiple of 16."""
+    """The columns of V: a multiple of 16."""
     return -(-layout.k // TILE) * TILE
 
 

@@ -1,9 +1,9 @@
 """The prologue of `gemv.py` for one token: every CTA rotates the token itself, in shared memory, while its first codes load.
 
-It saves the launch of a rotation: 4096 x 4096 takes 6.3 us instead of 7.3 (`pair`, 2 bits), 2048 x 2048 4.2 instead of 5.0.
-It costs every CTA a rotation, so it is done only for at most 4096 columns, where all CTAs, of 16 warps, run at once; at 8192
-columns it saved 7 % of one matrix and cost 15 % of another. The PTX is that of `hadamard/`; the int8 activations stay in
-shared memory, where the rotation exchanged its values, and `gemv.py` reads them.
+This saves the launch of a rotation: 4096 x 4096 takes 6.3 us instead of 7.3 (`pair`, 2 bits), 2048 x 2048 4.2 instead of
+5.0. It costs every CTA a rotation, so it is used only up to 4096 columns, with all CTAs, of 16 warps, resident at once; at
+8192 columns it saved 7 % for one matrix and cost 15 % for another. The PTX is that of `hadamard/`. The int8 activations stay
+in the shared memory that the rotation used for its exchange, where `gemv.py` reads them.
 """
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none
@@ -37,11 +37,11 @@ NUM_WARPS = 16
 class FusedHadamard:
     """What the prologue is compiled for."""
 
-    factor: float  # of all values: the root of the block size, and 2 for `pair`
-    warp_mask: int  # the bits of the index above the eighth that are mixed, across warps
+    factor: float  # of all values: the square root of the block size, and 2 for `pair`
+    warp_mask: int  # bits of the index above the eighth that are mixed across warps
     pair: bool  # sums and differences of neighbours are not rotated further
-    low_bytes: int  # from the high bytes to the low bytes, in shared memory
-    sums_offset: int  # of the shared memory in which `gemv.py` adds its warps
+    low_bytes: int  # offset from the high to the low bytes, in shared memory
+    sums_offset: int  # of the shared memory for the cross-warp reduction of `gemv.py`
     load_x: Ptx
     load_input_scales: Ptx
     allocate: Ptx
@@ -50,7 +50,7 @@ class FusedHadamard:
 
 @triton.jit
 def _load_eight(pointer, at, width, PTX: tl.constexpr):
-    """Eight neighbours as float32; beyond the end, any that exist."""
+    """Eight adjacent values as float32; past the end, any valid ones."""
     types: tl.constexpr = (tl.float32,) * 8
     address = (pointer + tl.minimum(at, width - 8)).to(tl.int64)
     return tl.inline_asm_elementwise(
@@ -60,7 +60,7 @@ def _load_eight(pointer, at, width, PTX: tl.constexpr):
 
 @triton.jit
 def load_factors(input_scales_ptr, lane, warp, width, FUSED: tl.constexpr):
-    """What a lane's activations are multiplied by before they are rotated: zero beyond the end."""
+    """The factors of a lane's activations, applied before the rotation: zero past the end."""
     LOAD: tl.constexpr = FUSED.load_input_scales
     at = warp * 256 + lane * 8
     scales = _load_eight(input_scales_ptr, at, width, LOAD)
@@ -72,7 +72,7 @@ def load_factors(input_scales_ptr, lane, warp, width, FUSED: tl.constexpr):
 
 @triton.jit
 def rotate_token(x_ptr, factors, lane, warp, width, FUSED: tl.constexpr):
-    """Rotate the token; returns the address of its high bytes in shared memory, its scale and the sum of its integers."""
+    """Rotate the token; returns the shared memory address of its high bytes, its scale and the sum of its integers."""
     LOAD: tl.constexpr = FUSED.load_x
     MASK: tl.constexpr = FUSED.warp_mask
     g, t = lane // 4 + warp * 0, lane % 4 * 2
@@ -110,7 +110,7 @@ def fused_hadamard(block_size: int, dtype: torch.dtype, *, pair: bool, row_tiles
 
 
 def supports(k: int, config: TrellisGemvConfig) -> bool:
-    """Whether a CTA of this launch can rotate k columns: as many warps, and shared memory enough for its sums."""
+    """Whether a CTA of this launch can rotate k columns: it has the warps, and enough shared memory for its sums."""
     return (
         config.num_warps == NUM_WARPS
         and k % 256 == 0

@@ -1,33 +1,32 @@
-"""The trellis kernel of Hopper for 17 to 1024 tokens, in Gluon: weights are decoded while wgmma multiplies the ones before.
+"""The trellis GEMM for Hopper, 17 to 1024 tokens, in Gluon: decoding overlaps with the wgmma of the previous weights.
 
     y = V x_rot        V float16, exactly; x_rot float16, rotated and permuted by `hadamard/`
 
-The K loop runs over k64 stages, 16 rows x 64 columns a row tile (`layout.py`), of which a lane `4 g + t` decodes rows 2 g
-and 2 g + 1 of 16 columns: 16 registers of pairs (`decode_ptx`). wgmma's A operand has rows g and g + 8 in this lane, and two
-pairs of columns for each row and step of 16. Which row and column of the matrix these stand for is free, and chosen so
+The K loop runs over k64 stages, 16 rows x 64 columns per row tile (`layout.py`). Lane `4 g + t` decodes rows 2 g and 2 g + 1
+of 16 columns: 16 registers of pairs (`decode_ptx`). wgmma's A operand has rows g and g + 8 in this lane, with two pairs of
+columns for each row and k step of 16. The assignment of these to rows and columns of the matrix is free, and chosen so
 that the decoded registers are the operand as they are:
 
     row and column of wgmma        of the k64
-    row    h g                     2 g + h                      undone where the sums are stored
+    row    h g                     2 g + h                      undone when the sums are stored
     column s i t e                 16 t + 4 s + 2 i + e         the order in which activations are written
 
-Nothing is exchanged between lanes but the 32 bits before a segment, and no weight goes through shared memory.
-Activations do, in NUM_STAGES buffers of STAGE_COLUMNS columns, filled by TMA. Triton waits for every wgmma whose left
-operand is in registers; in Gluon the kernel waits when it needs the result, so wgmma runs on while the next k64 is
-decoded. Rows 2 g and 2 g + 1 of a token are in one lane when the sums are stored. Split-K partial sums are added by the
-rotation that follows, which saves a launch.
+Lanes exchange only the 32 bits before a segment, and weights never go through shared memory. Activations do, by TMA, in
+NUM_STAGES buffers of STAGE_COLUMNS columns. Triton waits for every wgmma whose A operand is in registers; Gluon lets the
+kernel wait only when it needs the result, so wgmma runs while the next k64 is decoded. At the store, one lane holds rows
+2 g and 2 g + 1 of a token. The following rotation reduces the split-K partial sums, which saves a launch.
 
-The experts of a mixture are one launch too (`experts/prefill.py`): tokens lie in the order of their experts, a CTA has up to
-N of those of one expert, and reads on the device whose matrix it multiplies (EXPERTS, `group_product`).
+The experts of a mixture also take one launch (`experts/prefill.py`): tokens are sorted by expert, a CTA has up to N tokens
+of one expert, and reads the index of its matrix on the device (EXPERTS, `group_product`).
 
-Two weights w0, w1 of `pair` need not be decoded themselves: they times two activations are
+Two weights w0, w1 of `pair` need not be decoded individually. Their product with two activations is
 
     w0 x0 + w1 x1  =  (w0 + w1) / 2 (x0 + x1)  +  (w0 - w1) / 2 (x0 - x1)
 
 and the half sums take fewer instructions (`code_ptx.py`). Sums and differences of rotated activations are the rotation
-without its first stage. Up to HALF_SUM_TOKENS tokens that is how `pair` is multiplied.
+without its first stage. `pair` is multiplied this way up to HALF_SUM_TOKENS tokens.
 
-Imported where it runs: Gluon is part of Triton from 3.6 on.
+Imported only where it runs: Gluon is part of Triton from 3.6 on.
 """
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none, reportAttributeAccessIssue=none
@@ -62,30 +61,30 @@ from requant_kernels.trellis.layout import TrellisLayout, k64_per_unit
 from requant_kernels.trellis.operands import ActivationForm, RotatedActivations
 from requant_kernels.trellis.rotate import rotate_output
 
-MAX_TOKENS = 1024  # beyond, decoding once for all and cuBLAS take less time
-# Beyond, whole products of tall matrices are float16, as cuBLAS gives them: their bytes count, and what they read has mostly
-# been through a norm. Sums deviate by the norm of the input, which for down_proj may come near float16's largest number.
+MAX_TOKENS = 1024  # above, decoding once for all tokens and cuBLAS are faster
+# Above, products of tall matrices without split-K are stored in float16, like cuBLAS's: their bytes count, and their inputs
+# have mostly been through a norm. Sums scale with the norm of the input, which for down_proj may approach float16's maximum.
 MAX_FLOAT32_TOKENS = 128
 K64, K_TILE = 64, 256  # columns
 K64_PER_K_TILE = K_TILE // K64
-# At most, for `pair` as half sums: the products of an 8B block take 14 % less time at 32 tokens, 8 at 64, 3 at 128.
+# Limit for `pair` as half sums: the products of an 8B block take 14 % less time at 32 tokens, 8 at 64, 3 at 128.
 HALF_SUM_TOKENS = 128
 INT32_X16 = gl.constexpr((gl.int32,) * 16)
 
 
 def activation_stages(tokens: int) -> tuple[int, int]:
-    """Columns of a stage of activations, and the number of stages."""
+    """Columns per stage of activations, and the number of stages."""
     return (K_TILE, 2) if tokens <= 128 else (K_TILE // 2, 3)
 
 
 def max_registers(config: GemmSm90Config, quad_bits: int) -> int | None:
-    """Of a thread, where 16 warps are to fit an SM; None: as many as the compiler wants."""
+    """Register limit per thread where 16 warps should fit an SM; None: as many as the compiler wants."""
     return 128 if config.tokens_per_cta <= 64 and config.tiles_per_warp == 1 and quad_bits <= 16 else None
 
 
 @gluon.constexpr_function
 def sums_layout(N, W, R):
-    """`[16 W R, N]`, rows in the order of the matrix: wgmma's accumulator, two neighbouring rows of a token first."""
+    """`[16 W R, N]`, rows in matrix order: wgmma's accumulator with two adjacent rows of a token fastest."""
     return gl.DistributedLinearLayout(
         reg_bases=[
             [1, 0], [0, 1], *[[0, 1 << i] for i in range(3, N.bit_length() - 1)],
@@ -101,9 +100,9 @@ def sums_layout(N, W, R):
 @gluon.jit
 def _load_codes(address, k_tile, units, LOADS: gl.constexpr, COUNT: gl.constexpr, UNITS: gl.constexpr,
                 WHOLE: gl.constexpr):  # fmt: skip
-    """The words of the UNITS units of a k_tile, from the addresses of a lane's first ones; beyond the end those of the last.
+    """The words of the UNITS units of a k_tile, at a lane's base addresses; past the end, those of the last k_tile.
 
-    LOADS: one for each unit where units end with a k_tile (WHOLE), else one for all.
+    LOADS: one per unit if units end with a k_tile (WHOLE), otherwise one for all.
     """
     types: gl.constexpr = (gl.int32,) * COUNT
     found = ()
@@ -121,7 +120,7 @@ def _load_codes(address, k_tile, units, LOADS: gl.constexpr, COUNT: gl.constexpr
 @gluon.jit
 def _decode(words, previous_lane, DECODE: gl.constexpr, Q: gl.constexpr, COUNT: gl.constexpr, J: gl.constexpr,
             A: gl.constexpr, W: gl.constexpr, R: gl.constexpr):  # fmt: skip
-    """k64 number Q of a k_tile, of all row tiles -> weights `[16 W R, 64]` in the layout of wgmma's left operand."""
+    """k64 number Q of a k_tile, for all row tiles -> weights `[16 W R, 64]` in the layout of wgmma's A operand."""
     first: gl.constexpr = Q // J * COUNT
     p = gl.inline_asm_elementwise(
         DECODE[Q % J].text, DECODE[Q % J].constraints, words[first : first + COUNT] + (previous_lane,),
@@ -158,14 +157,14 @@ def trellis_gemm_sm90_kernel(
     WHOLE: gl.constexpr, N: gl.constexpr, W: gl.constexpr, R: gl.constexpr, PREFETCH_AT: gl.constexpr,
     STAGES: gl.constexpr, SCALE: gl.constexpr, PDL: gl.constexpr, EXPERTS: gl.constexpr,
 ):  # fmt: skip
-    """out float32 or float16 `[splits, M, rows]`, SCALE times the sums; grid: (row tiles / (W R), splits of `steps` k_tiles
-    of 256 columns, tokens / N). `skipped`: row tiles of another launch, before those of this one.
+    """out float32 or float16 `[splits, M, rows]` = SCALE times the sums; grid: (row tiles / (W R), splits of `steps` k_tiles
+    of 256 columns, tokens / N). `skipped`: row tiles before these, which another launch computes.
 
     A k_tile is 4 / J units. The codes of the next one are loaded while k64 number PREFETCH_AT of this one is decoded.
-    STAGES: columns of a stage of activations, and how many there are.
+    STAGES: columns per stage of activations, and the number of stages.
 
-    EXPERTS, where it is not 0: `codes_ptr` is a stack, out `[parts, M, rows]`, and the grid (.., parts, groups): a group is
-    int32 `[expert, first token, end]`, and `matrices_ptr` int32 `[parts, EXPERTS]` has its matrix in the stack, or -1.
+    EXPERTS, if not 0: `codes_ptr` is a stack, out `[parts, M, rows]`, and the grid is (.., parts, groups). A group is
+    int32 `[expert, first token, end]`; `matrices_ptr`, int32 `[parts, EXPERTS]`, has its matrix's index in the stack, or -1.
     """
     ACC: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[W, 1], instr_shape=[16, N, 16]
@@ -173,7 +172,7 @@ def trellis_gemm_sm90_kernel(
     A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=2)
     STAGE_COLUMNS: gl.constexpr = STAGES[0]
     NUM_STAGES: gl.constexpr = STAGES[1]
-    PER: gl.constexpr = STAGE_COLUMNS // 64  # k64 of a stage
+    PER: gl.constexpr = STAGE_COLUMNS // 64  # k64 per stage
     UNITS: gl.constexpr = 4 // J
     first_tile = skipped + gl.program_id(0) * (W * R)
     last_tile = rows // 16 - 1
@@ -190,7 +189,7 @@ def trellis_gemm_sm90_kernel(
         expert, token, end = gl.load(group), gl.load(group + 1), gl.load(group + 2)
         own = gl.program_id(1) * EXPERTS + gl.maximum(expert, 0)
         matrix = gl.load(matrices_ptr + own)
-        if (expert < 0) | (matrix < 0):  # no tokens are left, or another launch has the width of its codes
+        if (expert < 0) | (matrix < 0):  # no tokens left, or a matrix of another bit width
             return
         tiles += matrix.to(gl.int64) * (last_tile + 1)
         first, count = 0, k_tiles
@@ -231,9 +230,9 @@ def trellis_gemm_sm90_kernel(
                 mbarrier.wait(full.index(slot), stage // NUM_STAGES % 2)
             x = smem.index(slot).slice(64 * (q % PER), 64, dim=1).permute((1, 0))
             acc = warpgroup_mma(weight, x, acc, is_async=True)
-            # wait for the k64 before this one: its registers are decoded into next
+            # wait for the previous k64: the next one is decoded into its registers
             acc = warpgroup_mma_init(warpgroup_mma_wait(1, deps=[acc]))
-            if q % PER == 0:  # all warps have multiplied the stage before this one: its buffer is free
+            if q % PER == 0:  # all warps have multiplied the previous stage: its buffer is free
                 gl.thread_barrier()
                 last = stage + NUM_STAGES - 1
                 free = last % NUM_STAGES
@@ -258,7 +257,7 @@ def trellis_gemm_sm90_kernel(
 def gemm_constants(
     code: str, quad_bits: int, vector: int, config: GemmSm90Config, *, whole: bool, sums: bool = False
 ) -> dict[str, object]:
-    """What the kernel is compiled for; `whole`: the columns are whole k_tiles; `sums`: half sums are decoded."""
+    """The kernel's compile-time constants. `whole`: columns are a multiple of the k_tile; `sums`: half sums are decoded."""
     k64_count = k64_per_unit(quad_bits)
     words, units = quad_bits * k64_count // 4, K64_PER_K_TILE // k64_count
     return {
@@ -281,13 +280,13 @@ def gemm_sm90(x: Tensor, layout: TrellisLayout, bias: Tensor | None, config: Gem
 
 
 def takes_half_sums(code: str, num_tokens: int) -> bool:
-    """Whether weights of a code are decoded as half sums, and activations written as sums: for so many tokens of a matrix,
-    or of a CTA of experts."""
+    """Whether the code's weights are decoded as half sums, and activations written as sums, for this many tokens per matrix,
+    or per CTA of experts."""
     return num_tokens <= HALF_SUM_TOKENS and CODES[code].byte_sums and CODES[code].weights_per_hash == 2
 
 
 def activation_form(layout: TrellisLayout, num_tokens: int) -> ActivationForm:
-    """What `product` reads of so many tokens, `group_product` of so many a CTA."""
+    """What `product` reads for this many tokens, `group_product` for this many per CTA."""
     sums = takes_half_sums(layout.code, num_tokens)
     return ActivationForm(columns=-(-layout.k // K64) * K64, pair=sums, permute=True)
 
@@ -295,7 +294,7 @@ def activation_form(layout: TrellisLayout, num_tokens: int) -> ActivationForm:
 def rotated_activations(
     x: Tensor, layout: TrellisLayout, tokens_per_cta: int | None = None
 ) -> RotatedActivations:
-    """H (input_scales * x) of x [m, k], as `product` reads it, or `group_product` with so many tokens a CTA."""
+    """H (input_scales * x) of x [m, k], as `product` reads it, or `group_product` with this many tokens per CTA."""
     form = activation_form(layout, tokens_per_cta or x.shape[0])
     found = form.empty(x.shape[0], x.device)
     hadamard_transform(
@@ -307,8 +306,8 @@ def rotated_activations(
 
 
 def product(x: Tensor | RotatedActivations, layout: TrellisLayout, config: GemmSm90Config) -> Tensor:
-    """V H (input_scales * x) of x [m, k], or rotated already: float32 [splits, m, rows], split-K partial sums; whole, of
-    tall matrices and many tokens, float16 [1, m, rows]."""
+    """V H (input_scales * x) of x [m, k], or of x already rotated: float32 [splits, m, rows], split-K partial sums; for tall
+    matrices and many tokens without split-K, float16 [1, m, rows]."""
     rotated = (x if isinstance(x, RotatedActivations) else rotated_activations(x, layout)).values
     m, (tiles, units, _, _, vector) = rotated.shape[0], layout.packed_codes.shape
     k_tiles = -(-layout.k // K_TILE)
@@ -317,7 +316,7 @@ def product(x: Tensor | RotatedActivations, layout: TrellisLayout, config: GemmS
     narrow = splits == 1 and m > MAX_FLOAT32_TOKENS and layout.n > layout.k
     dtype = torch.float16 if narrow else torch.float32
     partial = torch.empty(splits, m, tiles * 16, dtype=dtype, device=rotated.device)
-    before = 0  # row tiles of the launches before
+    before = 0  # row tiles of the previous launches
     for own, own_tiles in gemm_sm90_launch.launches(config, tiles, m, num_sms(rotated.device)):
         box = [own.tokens_per_cta, activation_stages(own.tokens_per_cta)[0]]
         ctas = -(-own_tiles // (own.num_warps * own.tiles_per_warp))
@@ -339,11 +338,11 @@ def product(x: Tensor | RotatedActivations, layout: TrellisLayout, config: GemmS
 def group_product(
     rotated: Tensor, layout: TrellisLayout, out: Tensor, groups: Tensor, matrices: Tensor, config: GemmSm90Config
 ) -> None:  # fmt: skip
-    """Write into out [parts, m, rows] what the matrices of a stack make of rotated activations [m, columns], whose rows lie
-    in the order of their experts.
+    """Write the products of a stack's matrices with rotated activations [m, columns], sorted by expert, to out
+    [parts, m, rows].
 
-    `layout`: its codes are those of the stack. groups: int32 [g, 3], the expert of up to `tokens_per_cta` rows, the first of
-    them, and the end; expert -1: none. matrices: int32 [parts * experts], a matrix's index in the stack, or -1.
+    `layout` holds the codes of the stack. groups: int32 [g, 3]: the expert of up to `tokens_per_cta` rows (-1: none), the
+    first of these rows, and the end. matrices: int32 [parts * experts], a matrix's index in the stack, or -1.
     """
     parts, m, rows = out.shape
     _, tiles, units, _, _, vector = layout.packed_codes.shape

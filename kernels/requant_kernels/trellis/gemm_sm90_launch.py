@@ -11,8 +11,8 @@ from requant_kernels.scalar.gemm_sm90_launch import GemmSm90Config, configs, mak
 
 
 def trellis_gemm_sm90(shape: Shape, device: torch.device) -> GemmSm90Config:
-    """The rotation that adds the partial products adds partial sums of its own too: 8 of both together. Beyond 64 tokens a
-    second round of few CTAs costs more than idle SMs, so splits are rounded down."""
+    """The rotation that reduces split-K also adds partial sums of its own: at most 8 of both together. Above 64 tokens a
+    second wave of few CTAs costs more than idle SMs, so splits are rounded down."""
     n, m, k_tiles = shape.n, shape.m_bucket, tiles_of(shape)[1]
     tokens, rows = min(256, m), -(-n // ROWS) * ROWS
     ctas, most = -(-n // 128) * -(-m // tokens), max(1, 8 * 4096 // max(4096, rows & -rows))
@@ -22,8 +22,8 @@ def trellis_gemm_sm90(shape: Shape, device: torch.device) -> GemmSm90Config:
 
 
 def cta_of(bits: float, tokens: int, *, whole: bool = False) -> GemmSm90Config:
-    """A CTA of so many tokens: of 64 four warps of two tiles, else, and for `whole` products of tall matrices, which have
-    CTAs enough, eight of one."""
+    """The CTA for this many tokens: four warps of two tiles for 64; otherwise, and for `whole` products of tall matrices,
+    which have enough CTAs, eight warps of one tile."""
     small = tokens == 64 and bits <= 4 and not whole
     return GemmSm90Config(
         tokens_per_cta=tokens, num_warps=4 if small else 8, tiles_per_warp=2 if small else 1,
@@ -34,9 +34,9 @@ def cta_of(bits: float, tokens: int, *, whole: bool = False) -> GemmSm90Config:
 def launches(
     config: GemmSm90Config, tiles: int, num_tokens: int, sms: int
 ) -> list[tuple[GemmSm90Config, int]]:
-    """The launches of a product and the row tiles of each: one, or two where CTAs of 256 tokens would leave half of the GPU
-    idle in their last round. Those of that round then have 128 tokens each, and take about half the time: 28672 rows and 512
-    tokens are 448 CTAs, three rounds of an H200's 132 and one of 52, which become 104."""
+    """The launches of a product and the row tiles of each: one, or two if CTAs of 256 tokens would leave half of the GPU
+    idle in the last wave. That wave then has 128 tokens per CTA and takes about half the time: 28672 rows and 512 tokens are
+    448 CTAs, three waves on an H200's 132 SMs and one of 52, which become 104."""
     rows, columns = config.num_warps * config.tiles_per_warp, -(-num_tokens // config.tokens_per_cta)
     ctas = -(-tiles // rows) * columns
     rounds, left = divmod(ctas, sms)
@@ -46,21 +46,21 @@ def launches(
     return [(config, whole), (GemmSm90Config(tokens_per_cta=128, num_warps=8), tiles - whole)]
 
 
-GROUP_TOKENS = (32, 64, 128, 256)  # of one expert, that a CTA has at most
+GROUP_TOKENS = (32, 64, 128, 256)  # most tokens of one expert per CTA
 
 
 def trellis_groups(bits: float, slots: int, experts: int) -> GemmSm90Config:
-    """`slots` tokens divided among `experts` matrices, a CTA's all of one (`experts/prefill.py`).
+    """`slots` tokens divided among `experts` matrices; each CTA has tokens of one expert (`experts/prefill.py`).
 
-    A CTA takes time for its weights, as much as for 43 tokens, and for its N tokens, of which an expert's last CTA has half
-    in the mean: r / N + 1 / 2 CTAs for the r tokens of an expert, whose time is least at N = sqrt(86 r). On an H200 that
-    was the best of the four at 4 and 32 tokens an expert; at 256, where it is 148, 256 took 5 % less than 128.
+    A CTA's time is that of its weights, worth 43 tokens, plus that of its N tokens; an expert's last CTA is half full on
+    average. The r tokens of an expert thus take r / N + 1 / 2 CTAs, and their time is least at N = sqrt(86 r). On an H200
+    this was the best of the four at 4 and 32 tokens per expert; at 256, where it is 148, 256 took 5 % less than 128.
     """
     wanted = (86 * slots / experts) ** 0.5
     return cta_of(bits, next((n for n in GROUP_TOKENS if wanted < 1.1 * n), GROUP_TOKENS[-1]))
 
 
-# tokens, warps and tiles of a CTA, the step at which codes are loaded; splits of K
+# tokens, warps and tiles per CTA, the k step at which codes are prefetched; splits of K
 LAUNCHES = [
     ((32, 4, 1, 0), (1, 2, 4, 8)), ((32, 8, 1, 0), (1, 2, 4, 8)), ((64, 4, 1, 0), (1, 2, 4, 8)),
     ((64, 4, 2, 0), (1, 2, 4, 8)), ((64, 8, 1, 0), (1, 2, 3, 4, 6, 8)), ((64, 8, 2, 0), (1, 2, 4)),

@@ -1,15 +1,15 @@
 """Trellis layers of 1 to 16 tokens: rotate, multiply, rotate, in as few launches as the layer allows.
 
-The product is `gemv_kernel.py`'s; what is launched around it depends on the layer:
+`gemv_kernel.py` computes the product; the launches around it depend on the layer:
 
-    first rotation     a launch that writes int8 (`3inst`: float16); for one token of a small matrix none: every CTA rotates
-                       the token itself (`fused_hadamard.py`). A launch costs about 1 us, of 4 to 7 that such a matrix takes
+    first rotation     a launch that writes int8 (`3inst`: float16); none for one token of a small matrix, where every CTA
+                       rotates the token itself (`fused_hadamard.py`): a launch costs about 1 us of the 4 to 7 us in total
     product            V times rotated activations
-    last rotation      a launch; none where the output is not rotated: then the product ends with scales, residuals and bias
-                       (`Epilogue`)
+    last rotation      a launch; none if the output is not rotated: then the product's epilogue applies scales, residuals
+                       and bias (`Epilogue`)
 
-Several matrices that read the same activations are one launch in `gemv_group.py`, the chosen experts of a mixture one in
-`experts/` (`SlotProducts`), by the same program.
+With the same kernel, `gemv_group.py` multiplies several matrices that read the same activations in one launch, and
+`experts/` the chosen experts of a mixture (`SlotProducts`).
 """
 
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ from requant_kernels.trellis.rotate import residual_product, rotate_input, rotat
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Epilogue:
-    """What finishes the outputs of a matrix that does not rotate them."""
+    """The operations that finish the outputs of a matrix whose output is not rotated."""
 
     dtype: torch.dtype
     output_scales: Tensor
@@ -45,16 +45,17 @@ class Epilogue:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlotProducts:
-    """Products of single tokens with matrices of a stack, whose codes have a first dimension more (`common/slots.py`)."""
+    """Products of single tokens with matrices of a stack, whose codes have one more leading dimension
+    (`common/slots.py`)."""
 
-    y: Tensor  # float32 [slots, rows]; written where the matrix of a slot is in the stack
-    experts: Tensor  # int [slots / parts], of each slot
-    matrices: Tensor  # int32 [parts * experts]: indices in the stack, -1 where not there
+    y: Tensor  # float32 [slots, rows]; written only where the stack holds the slot's matrix
+    experts: Tensor  # int [slots / parts], per slot
+    matrices: Tensor  # int32 [parts * experts]: indices into the stack, -1 if absent
     slots: Slots
 
 
 def supports(layout: TrellisLayout, num_tokens: int, device: torch.device) -> bool:
-    """Up to 16 tokens where there is inline PTX."""
+    """Up to 16 tokens on devices with inline PTX."""
     return num_tokens <= 16 and supports_ptx(device)
 
 
@@ -68,7 +69,7 @@ def gemv(x: Tensor, layout: TrellisLayout, bias: Tensor | None, config: TrellisG
 
 
 def activation_form(layout: TrellisLayout, num_tokens: int = 1) -> ActivationForm:
-    """What `product` reads, the same of any number of tokens."""
+    """What `product` reads, for any number of tokens."""
     code = CODES[layout.code]
     columns = -(-layout.k // HADAMARD_TILE) * HADAMARD_TILE  # zero beyond the end
     return ActivationForm(columns=columns, int8=code.byte_sums, pair=code.weights_per_hash == 2)
@@ -77,7 +78,7 @@ def activation_form(layout: TrellisLayout, num_tokens: int = 1) -> ActivationFor
 def product(
     x: Tensor | RotatedActivations, layout: TrellisLayout, config: TrellisGemvConfig, *, epilogue: Epilogue | None = None
 ) -> Tensor:  # fmt: skip
-    """V H (input_scales * x), float32 [m, rows]; with an epilogue y [m, n]. x [m, k], or rotated already."""
+    """V H (input_scales * x), float32 [m, rows]; with an epilogue y [m, n]. x [m, k], or already rotated."""
     if isinstance(x, Tensor) and not (x.shape[0] == 1 and can_fuse(x, layout, config)):
         x = rotate_activations(x, layout)
     return launch_gemv(x, layout, config, epilogue=epilogue)
@@ -96,7 +97,7 @@ def rotate_activations(x: Tensor, layout: TrellisLayout, *, asm: bool = True) ->
 
 
 def can_fuse(x: Tensor, layout: TrellisLayout, config: TrellisGemvConfig, *, slots: int = 1) -> bool:
-    """Whether every CTA can rotate its token of x itself, and all CTAs run at once, those of `slots` products."""
+    """Whether every CTA can rotate its token of x itself, with the CTAs of all `slots` products resident at once."""
     return (
         CODES[layout.code].byte_sums
         and layout.input_scales is not None
@@ -111,8 +112,8 @@ def launch_gemv(
     x: Tensor | RotatedActivations, layout: TrellisLayout, config: TrellisGemvConfig, *,
     epilogue: Epilogue | None = None, slot_products: SlotProducts | None = None,
 ) -> Tensor:  # fmt: skip
-    """V times rotated activations, float32 [m, rows], or with an epilogue y [m, n]; a plain tensor is one token that every
-    CTA rotates (`can_fuse`). With `slot_products` x has a row for each token of theirs, and they are returned."""
+    """V times rotated activations, float32 [m, rows], or y [m, n] with an epilogue. A plain tensor is one token that every
+    CTA rotates (`can_fuse`). With `slot_products` x has one row per token of theirs, and their y is returned."""
     tiles, units, _, _, vector = layout.packed_codes.shape[-5:]
     rows = tiles * TILE if epilogue is None else layout.n
     if isinstance(x, RotatedActivations):

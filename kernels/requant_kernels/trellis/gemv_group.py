@@ -1,16 +1,16 @@
-"""Several trellis matrices that read the same activations, in one launch, whatever the widths and codes of each.
+"""Several trellis matrices that read the same activations, in one launch, whatever their bit widths and codes.
 
 A size budget gives every matrix its own bit width, so q, k and v can rarely be packed as one matrix, nor gate and up. But
-CTAs of `gemv.py` are independent of one another: here one grid holds those of all parts, part after part, and each CTA
-branches by its number to the program of its part. Each part's results are those of a launch of its own, bit for bit.
+the CTAs of `gemv.py` are independent: here one grid holds the CTAs of all parts, part after part, and each CTA branches on
+its index to the code of its part. The results equal those of separate launches bit for bit.
 
-    CTAs    [ part 0 | part 1 | part 2 ]        codes of the most bits first, which take the longest
+    CTAs    [ part 0 | part 1 | part 2 ]        most bits first, because those CTAs take the longest
 
-Outputs that are not rotated are finished on the way, and lie side by side: the bands of a head.
+Outputs that are not rotated are finished in the epilogue and stored side by side: the bands of a head.
 
-The fixed cost of a launch is paid once, and CTAs of the small parts fill the SMs that those of the large one leave
-idle: a step of the 8B shape takes 7 % less on an H200, with eight sequences 10 to 15 %. All parts have the same warps;
-registers and shared memory are those of the part that needs most.
+The fixed cost of a launch is paid once, and the CTAs of small parts fill the SMs that the large one leaves idle: a step of
+the 8B shape takes 7 % less on an H200, with eight sequences 10 to 15 %. All parts have the same number of warps; registers
+and shared memory are those of the most demanding part.
 """
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none
@@ -41,7 +41,7 @@ from requant_kernels.trellis.operands import RotatedActivations
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupPart:
-    """What `gemv_kernel.py` is compiled for, of one of the matrices."""
+    """What `gemv_kernel.py` is compiled for, for one of the matrices."""
 
     shape: GemvShape
     ptx: GemvPtx
@@ -67,11 +67,12 @@ def trellis_gemv_group_kernel(
     x_ptrs, scales_ptrs, codes_ptrs, y_ptrs, output_scales_ptrs, rows, tiles, columns, M, hadamard_tiles, stride_x, stride_y,
     PARTS: tl.constexpr, ALLOCATE: tl.constexpr, PDL: tl.constexpr, EARLY_TRIGGER: tl.constexpr,
 ):  # fmt: skip
-    """y of every part, operands as for `trellis_gemv_kernel`, each a tuple; grid: the CTAs of all parts.
+    """y of every part; operands as in `trellis_gemv_kernel`, each a tuple; grid: the CTAs of all parts.
 
-    Without output scales y is float32 `[M, 16 tiles]`; with them finished, the `rows` of a part, tokens `stride_y` apart.
-    ALLOCATE: shared memory, in which a CTA adds its warps; None where Triton does that. Columns are those of whole units,
-    not their number: Triton makes a constant of every 1 in a tuple, and without a loop over steps the layout is another.
+    Without output scales y is float32 `[M, 16 tiles]`; with them it is finished, with the `rows` of a part, tokens
+    `stride_y` apart. ALLOCATE: shared memory for the cross-warp reduction; None if Triton does that. `columns` counts
+    columns of whole units, not units: Triton makes every 1 in a tuple a constant, and without a loop over steps the layout
+    differs.
     """
     W: tl.constexpr = PARTS[0].shape.num_warps
     sums_at = ()
@@ -103,9 +104,9 @@ def trellis_gemv_group_kernel(
 def group_constants(
     parts: tuple[tuple[str, int, int, TrellisGemvConfig, int], ...], tokens: int
 ) -> dict[str, object]:
-    """PARTS and ALLOCATE of the kernel. `parts`: code, quad bits, words of a load, launch and units of each.
+    """PARTS and ALLOCATE of the kernel. `parts`: code, quad bits, words per load, launch config and units of each.
 
-    Raises ValueError where a launch config does not divide its matrix.
+    Raises ValueError if a launch config does not divide its matrix.
     """
     found = []
     for code, quad_bits, vector, config, units in parts:
@@ -120,8 +121,8 @@ def gemv_group(
     layouts: Sequence[TrellisLayout],
     configs: Sequence[TrellisGemvConfig],
 ) -> list[Tensor]:
-    """V times rotated activations, float32 [m, rows] of every matrix. `inputs`: those of each in its form; matrices that
-    read the same share them. `configs` agree in their warps; the rest of a launch is that of the first."""
+    """V times rotated activations, float32 [m, rows] for every matrix. `inputs`: the activations of each, in its form;
+    matrices that read the same ones share them. `configs` agree in warps; the first decides the rest of the launch."""
     m, device = inputs[0].num_tokens, layouts[0].packed_codes.device
     outputs = [
         torch.empty(m, TILE * layout.packed_codes.shape[0], dtype=torch.float32, device=device)
@@ -134,8 +135,8 @@ def gemv_group(
 def multiply_bands(
     x: Tensor, layouts: Sequence[TrellisLayout], configs: Sequence[TrellisGemvConfig]
 ) -> Tensor:
-    """y [m, sum of n] of x [m, k], rows contiguous: outputs of matrices that rotate none, and share the rotation of x
-    (`shares_form`), side by side."""
+    """y [m, sum of n] of x [m, k], rows contiguous: side by side, the outputs of matrices that do not rotate them and share
+    the rotation of x (`shares_form`)."""
     sizes = [layout.n for layout in layouts]
     y = torch.empty(x.shape[0], sum(sizes), dtype=x.dtype, device=x.device)
     _launch(
@@ -152,7 +153,7 @@ def _launch(
     *,
     finish: bool = False,
 ) -> None:
-    """`finish`: with the output scales, in the type of `outputs`, which have one stride."""
+    """`finish`: apply the output scales and store in the type of `outputs`, which share one stride."""
     order = sorted(range(len(layouts)), key=lambda i: -layouts[i].quad_bits)
     first, m, device = configs[0], inputs[0].num_tokens, layouts[0].packed_codes.device
     tiles, units = zip(*(layout.packed_codes.shape[:2] for layout in layouts), strict=True)

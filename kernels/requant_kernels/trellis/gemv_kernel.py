@@ -1,16 +1,16 @@
-"""The program of `gemv.py`: what a CTA does with its row tiles, on integer or fp16 tensor cores (`gemv_ptx.py`).
+"""The kernel of `gemv.py`: how a CTA multiplies its row tiles, on integer or fp16 tensor cores (`gemv_ptx.py`).
 
     y = output_scale * sum over Hadamard tiles h of scale_h * (sum of hash bytes x int8 activations - byte_sum_mean * sum q)
 
 The rotated activations are 16-bit fixed point with one scale for each token and Hadamard tile of 4096 columns:
-q = 256 high + low, whose signed bytes are two columns of the right operand (`hadamard/` writes them). Products and sums are
-exact in int32: a Hadamard tile adds at most 4096 * 4 * 255 * 128 < 2^30. At its end the sums become float32. `3inst`, whose
-values are not byte sums, goes through the same steps in float16 on the floating-point tensor cores.
+q = 256 high + low, whose signed bytes are two columns of the B operand (`hadamard/` writes them). Products and sums are
+exact in int32: a Hadamard tile adds at most 4096 * 4 * 255 * 128 < 2^30. At its end the sums are converted to float32.
+`3inst`, whose values are not byte sums, goes through the same steps in float16 on the floating-point tensor cores.
 
-A warp owns units of J x 64 columns (`layout.py`) of `row_tiles` x 16 rows. Everything is addressed by lane: tensors are
-[warps, 32], one element a thread, and PTX says what a lane loads, hashes and multiplies. Nothing moves between warps before
-the last sum, whose order is fixed, so every run has the same bits. The codes of the next step are loaded before those of
-this one are multiplied, those of the first step before the previous launch has ended.
+A warp owns units of J x 64 columns (`layout.py`) of `row_tiles` x 16 rows. All addressing is by lane: tensors are [warps,
+32], one element per thread, and PTX defines what a lane loads, hashes and multiplies. Warps exchange nothing before the
+final reduction, whose order is fixed, so every run gives the same bits. Loads are one step ahead: the codes of the next step
+are loaded before those of this one are multiplied, those of the first step before the previous launch has finished.
 """
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none
@@ -42,7 +42,7 @@ from requant_kernels.trellis.gemv_ptx import (
 )
 from requant_kernels.trellis.layout import k64_per_unit
 
-# bytes of shared memory that our sum over the warps may take; above it Triton's, which has four barriers more
+# shared memory limit of our cross-warp reduction; above it Triton's, which has four barriers more
 MAX_SUM_BYTES = 32768
 
 
@@ -51,18 +51,18 @@ class GemvShape:
     """The numbers that `trellis_gemv_kernel` is compiled for. A step is `units_per_step` units of every warp."""
 
     num_warps: int
-    row_tiles: int  # of a CTA
+    row_tiles: int  # per CTA
     units_per_step: int
-    n8_tiles: int  # of 8 MMA columns: 4 tokens of int8, each a high and a low byte, or 8 of float16
+    n8_tiles: int  # tiles of 8 MMA columns: 4 int8 tokens (a high and a low byte each), or 8 float16 tokens
     k64_per_unit: int
-    words: int  # of a lane and unit
-    vector: int  # words of a load
+    words: int  # per lane and unit
+    vector: int  # words per load
     steps_per_hadamard_tile: int
-    whole_steps: bool  # units are a multiple of the step
-    int8: bool  # byte sums times int8; else float16
+    whole_steps: bool  # the number of units is a multiple of the step
+    int8: bool  # byte sums times int8; otherwise float16
     activation_bytes: int
-    accumulators: int  # of a lane: 4 row_tiles n8_tiles
-    results: int  # of a lane: as many, or half of them, where high and low bytes are added
+    accumulators: int  # per lane: 4 row_tiles n8_tiles
+    results: int  # per lane: as many, or half if high and low bytes are added
     output_scale: float
     byte_sum_mean: float
 
@@ -72,7 +72,7 @@ class GemvPtx:
     """The inline assembly of `trellis_gemv_kernel`."""
 
     mma: Ptx
-    load_codes: tuple[Ptx, ...]  # one for each unit of a whole step, else one for all
+    load_codes: tuple[Ptx, ...]  # one per unit of a whole step, otherwise one for all
     load_activations: tuple[Ptx, ...]
     load_scales: Ptx
     sum_warps: Ptx | None  # None: Triton's reduction
@@ -81,7 +81,7 @@ class GemvPtx:
 
 @triton.jit
 def load_registers(address, LOADS: tl.constexpr, COUNT: tl.constexpr):
-    """COUNT registers of int32 by each of the LOADS, from the same address of a lane."""
+    """Load COUNT int32 registers with each of LOADS, all from the same lane address."""
     types: tl.constexpr = (tl.int32,) * COUNT
     found = ()
     for i in tl.static_range(len(LOADS)):
@@ -93,13 +93,13 @@ def load_registers(address, LOADS: tl.constexpr, COUNT: tl.constexpr):
 
 @triton.jit
 def _chunk(registers, INDEX: tl.constexpr, COUNT: tl.constexpr):
-    """Chunk number INDEX, of COUNT registers."""
+    """Chunk number INDEX of COUNT registers."""
     return registers[INDEX * COUNT : (INDEX + 1) * COUNT]
 
 
 @triton.jit
 def _load_codes(addresses, unit, units, LOADS: tl.constexpr, SHAPE: tl.constexpr):
-    """The words of a warp's units of a step, row tiles slowest; `addresses`: of unit 0 of every row tile."""
+    """A warp's packed words of the units of a step, row tiles slowest; `addresses`: unit 0 of every row tile."""
     U: tl.constexpr = SHAPE.units_per_step
     found = ()
     for r in tl.static_range(len(addresses)):
@@ -109,7 +109,7 @@ def _load_codes(addresses, unit, units, LOADS: tl.constexpr, SHAPE: tl.constexpr
             )
         else:
             for u in tl.static_range(U):
-                # beyond the end the last unit is read again; it meets activations that are zero
+                # past the end the last unit is read again; it is multiplied by zero activations
                 at = tl.minimum(unit + u * SHAPE.num_warps, units - 1)
                 found = found + load_registers(
                     addresses[r] + at.to(tl.int64) * (128 * SHAPE.words), LOADS, SHAPE.words
@@ -119,7 +119,7 @@ def _load_codes(addresses, unit, units, LOADS: tl.constexpr, SHAPE: tl.constexpr
 
 @triton.jit
 def _load_activations(addresses, unit, LOADS: tl.constexpr, SHAPE: tl.constexpr):
-    """The activations that meet a warp's units of a step, n8 tiles slowest."""
+    """The activations for a warp's units of a step, n8 tiles slowest."""
     x = ()
     for n8 in tl.static_range(len(addresses)):
         x = x + load_registers(
@@ -130,7 +130,7 @@ def _load_activations(addresses, unit, LOADS: tl.constexpr, SHAPE: tl.constexpr)
 
 @triton.jit
 def _load_scales(addresses, hadamard_tile, warp, PTX: tl.constexpr, SHAPE: tl.constexpr):
-    """Of every n8 tile: the scale of the Hadamard tile, and what the byte sums exceed the values by, for warp 0 alone."""
+    """Per n8 tile: the scale of the Hadamard tile, and the excess of the byte sums over the values, in warp 0 only."""
     factors = ()
     for n8 in tl.static_range(len(addresses)):
         scale, total = tl.inline_asm_elementwise(
@@ -155,7 +155,7 @@ def _add_hadamard_tile(y, sums, factors, SHAPE: tl.constexpr):
 
 @triton.jit
 def _token_and_row(lane, index, cta, last_tile, SHAPE: tl.constexpr):
-    """Where result `index` of a lane belongs."""
+    """The position of result `index` of a lane."""
     if SHAPE.int8:  # row of the lane, n8 tile, row tile
         half, n8, of = index % 2, index // 2 % SHAPE.n8_tiles, index // (2 * SHAPE.n8_tiles)
         token = lane % 4 + 4 * n8
@@ -168,7 +168,7 @@ def _token_and_row(lane, index, cta, last_tile, SHAPE: tl.constexpr):
 
 @triton.jit
 def _sum_warps_by_triton(y, SHAPE: tl.constexpr):
-    """[32, results] summed over the warps, and the result that each of the columns is."""
+    """[32, results] summed over the warps, and the result index of each column."""
     RESULTS: tl.constexpr = SHAPE.results
     LOG: tl.constexpr = SHAPE.results.bit_length() - 1
     for level in tl.static_range(LOG):
@@ -186,7 +186,7 @@ def _sum_warps_by_triton(y, SHAPE: tl.constexpr):
 def _store_scaled(
     y, token, row, inside, output_scales_ptr, bias_ptr, addend_ptr, y_ptr, rows, stride_y
 ):  # fmt: skip
-    """Store results of `inside`, in y's type; y and addend `[M, rows]`."""
+    """Store the results selected by `inside`, in y's type; y and addend `[M, rows]`."""
     inside = inside & (row < rows)
     y *= tl.load(output_scales_ptr + row, mask=inside, other=0.0).to(tl.float32)
     if bias_ptr is not None:
@@ -203,10 +203,10 @@ def multiply_tiles(
     stride_y, last_tile, steps, hadamard_tiles, stride_x, sums_at, SHAPE: tl.constexpr, PTX: tl.constexpr,
     FUSED: tl.constexpr, PDL: tl.constexpr, EARLY_TRIGGER: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
-    """`trellis_gemv_kernel` for the row tiles of CTA number `cta`; WAIT: the launch before has still to be waited for.
-    Tokens of y, and of the addend, lie `stride_y` apart.
+    """`trellis_gemv_kernel` for the row tiles of CTA number `cta`. WAIT: the previous launch has not been waited for yet.
+    The rows of y and of the addend are `stride_y` apart.
 
-    sums_at: the address of shared memory for the sum over the warps, in a tuple; empty where `PTX.sum_warps` has its own.
+    sums_at: shared memory address for the cross-warp reduction, in a tuple; empty if `PTX.sum_warps` allocates its own.
     """
     LOAD_CODES: tl.constexpr = PTX.load_codes
     LOAD_ACTIVATIONS: tl.constexpr = PTX.load_activations
@@ -221,7 +221,7 @@ def multiply_tiles(
     accumulator_types: tl.constexpr = ((tl.int32 if SHAPE.int8 else tl.float32),) * ACCUMULATORS
     previous_lane = (lane + 28) % 32 + warp * 0
     codes = ()
-    for r in tl.static_range(R):  # beyond the end the last tile is computed, and written, again
+    for r in tl.static_range(R):  # past the end the last tile is computed, and written, again
         tile = tl.minimum(cta * R + r, last_tile).to(tl.int64)
         start = (codes_ptr + tile * units * (32 * SHAPE.words)).to(tl.int64)
         codes = codes + (start + lane * (4 * SHAPE.vector) + warp * 0,)
@@ -235,7 +235,7 @@ def multiply_tiles(
         factors = (scale, tl.where(warp == 0, total * -SHAPE.byte_sum_mean, 0.0))
     activations = ()
     scales = ()
-    for n8 in tl.static_range(S):  # columns beyond those of the tokens are computed and never stored
+    for n8 in tl.static_range(S):  # columns beyond the tokens are computed but never stored
         column = tl.minimum(lane // 4 + 8 * n8, (2 * M if SHAPE.int8 else M) - 1) + warp * 0
         if FUSED is not None:
             activations = activations + (smem + column * FUSED.low_bytes + lane % 4 * 16,)
@@ -249,7 +249,7 @@ def multiply_tiles(
     for _ in tl.static_range(Y):
         y = y + (tl.zeros([W, 32], tl.float32),)
     COUNT: tl.constexpr = SHAPE.words
-    X_COUNT: tl.constexpr = 4 * SHAPE.k64_per_unit * SHAPE.activation_bytes  # registers of a unit and n8 tile
+    X_COUNT: tl.constexpr = 4 * SHAPE.k64_per_unit * SHAPE.activation_bytes  # registers per unit and n8 tile
     PER: tl.constexpr = SHAPE.steps_per_hadamard_tile
     for hadamard_tile in range(hadamard_tiles):
         sums = y
@@ -264,7 +264,7 @@ def multiply_tiles(
             unit = tl.minimum(step + 1, steps - 1) * (U * W) + warp
             next_words = _load_codes(codes, unit, units, LOAD_CODES, SHAPE)
             next_x = _load_activations(activations, unit, LOAD_ACTIVATIONS, SHAPE)
-            if step < steps:  # always; without the branch ptxas moves the loads after the products
+            if step < steps:  # always true; without the branch ptxas moves the loads after the products
                 for u in tl.static_range(U):
                     operands = sums
                     for r in tl.static_range(R):
@@ -319,11 +319,11 @@ def trellis_gemv_kernel(
     SHAPE: tl.constexpr, PTX: tl.constexpr, FUSED: tl.constexpr, PDL: tl.constexpr, EARLY_TRIGGER: tl.constexpr,
     SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """y float32 `[M, rows]`, or with output scales finished, of any type; grid: `row_tiles` tiles of 16 rows each.
+    """y float32 `[M, rows]`, or with output scales finished, of any type; grid: CTAs of `row_tiles` tiles of 16 rows.
 
-    x int8 `[2 M, stride_x]`, high and low bytes of a token, and scales `[M, hadamard_tiles, 2]`, scale and sum; or x float16
-    `[M, stride_x]` without scales; or, with FUSED, the only token itself, `stride_x` columns, which every CTA rotates.
-    With SLOTS the grid's second dimension are slots (`common/slots.py`), M is 1, and codes are those of a stack.
+    x is int8 `[2 M, stride_x]`, high and low bytes of each token, with `[M, hadamard_tiles, 2]` scales and sums; or float16
+    `[M, stride_x]` without scales; or, with FUSED, the single unrotated token of `stride_x` columns, which every CTA
+    rotates. With SLOTS the grid's second dimension is the slot (`common/slots.py`), M is 1, and the codes are a stack's.
     """
     if SLOTS is not None:
         wait_for_previous_launch(PDL, EARLY_TRIGGER)  # it may have chosen the experts
@@ -347,10 +347,10 @@ def gemv_constants(
     code: str, quad_bits: int, vector: int, config: TrellisGemvConfig, tokens: int, units: int,
     fused_dtype: tuple[int, torch.dtype] | None = None, *, given_memory: bool = False,
 ) -> dict[str, object]:  # fmt: skip
-    """SHAPE, PTX and FUSED of the kernel. `fused_dtype`: block size and type where the rotation is fused. `given_memory`:
-    the sum over the warps takes the address of its shared memory.
+    """SHAPE, PTX and FUSED of the kernel. `fused_dtype`: block size and type, if the rotation is fused. `given_memory`: the
+    cross-warp reduction takes the address of its shared memory.
 
-    Raises ValueError where the launch config does not divide the matrix.
+    Raises ValueError if the launch config does not divide the matrix.
     """
     k64_count, int8 = k64_per_unit(quad_bits), CODES[code].byte_sums
     tokens_per_n8, activation_bytes = (4, 1) if int8 else (8, 2)

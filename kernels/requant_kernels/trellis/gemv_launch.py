@@ -1,4 +1,4 @@
-"""Launches of `gemv.py`, of several matrices in one launch (`gemv_group.py`), and of the experts of a step."""
+"""Launches of `gemv.py`, of several matrices at once (`gemv_group.py`), and of the experts of a decoding step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,19 +13,19 @@ from requant_kernels.trellis.layout import k64_per_unit
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrellisGemvConfig(LaunchConfig):
-    """`num_warps` divide K among them, for `tiles_per_cta` x 16 rows."""
+    """`num_warps` split K among them, for `tiles_per_cta` x 16 rows."""
 
     num_warps: int = 8
     tiles_per_cta: int = 2
-    units_per_step: int = 2  # units of columns (`trellis/layout.py`) that a warp takes at a time
-    pdl_trigger_early: bool = False  # the next launch may begin before this one has waited for the one before
+    units_per_step: int = 2  # units of columns (`trellis/layout.py`) that a warp processes at a time
+    pdl_trigger_early: bool = False  # trigger the next launch before waiting for the previous one
     max_ctas_per_sm: int | None = None
 
 
 def trellis_gemv(shape: Shape, device: torch.device) -> TrellisGemvConfig:
-    """A step of all warps stays within a section of 4096 columns."""
+    """A step of all warps stays within a Hadamard tile of 4096 columns."""
     n, k, bits, m = shape.n, shape.k, shape.bits, shape.m_bucket
-    whole = bits == int(bits)  # at quarters of a bit a unit is up to four groups
+    whole = bits == int(bits)  # with quarter bits a unit is up to four groups
     if m == 1 and bits <= 4 and CODES[shape.format].byte_sums:
         return trellis_one_token(shape, device)
     small = n <= (4096 if k >= 8192 else 2048) and m != 8
@@ -37,13 +37,13 @@ def trellis_gemv(shape: Shape, device: torch.device) -> TrellisGemvConfig:
 
 
 def trellis_one_token(shape: Shape, device: torch.device) -> TrellisGemvConfig:
-    """`mul1` or `pair`, at most 4 bits: one CTA of 16 warps an SM as long as one takes its tiles, and up to 4096 columns
-    each rotates the token for itself (`trellis/fused_hadamard.py`); beyond, CTAs of two tiles."""
+    """`mul1` or `pair`, at most 4 bits: one CTA of 16 warps per SM as long as that covers all tiles; with up to 4096 columns
+    each CTA rotates the token itself (`trellis/fused_hadamard.py`). Otherwise CTAs of two tiles."""
     n, k, bits = shape.n, shape.k, shape.bits
     whole = bits == int(bits)
     tiles = next((count for count in (1, 2, 4, 7) if n <= ROWS * count * num_sms(device)), None)
     if tiles is not None and (k <= 4096 or tiles <= 2):
-        most = k // (1024 * k64_per_unit(round(4 * bits)))  # units of a warp until some warps have no columns
+        most = k // (1024 * k64_per_unit(round(4 * bits)))  # units per warp until some warps have no columns
         if tiles > 2 and not most:
             return TrellisGemvConfig(num_warps=8, tiles_per_cta=2, units_per_step=1)
         long = 4 if k <= 4096 and bits <= 3 else 2 if k > 4096 else 1
@@ -54,12 +54,13 @@ def trellis_one_token(shape: Shape, device: torch.device) -> TrellisGemvConfig:
 
 
 def trellis_group(shapes: Sequence[Shape], device: torch.device) -> list[TrellisGemvConfig]:
-    """Several matrices in one launch (`trellis/gemv_group.py`), measured on an H200: CTAs of 16 warps as long as all run at
-    once, for one token one an SM, or of seven tiles two after another; else CTAs of four warps and two tiles."""
+    """Several matrices in one launch (`trellis/gemv_group.py`), measured on an H200: CTAs of 16 warps as long as all are
+    resident at once (for one token: one per SM, or two in turn if of seven tiles); otherwise CTAs of four warps, two
+    tiles."""
     k, m, bits = shapes[0].k, shapes[0].m_bucket, max(shape.bits for shape in shapes)
     k64_counts = [k64_per_unit(round(4 * shape.bits)) for shape in shapes]
-    an_sm = {1: 1, 2: 1, 3: 1, 4: 1} if m == 1 else {2: 2}  # tiles of a CTA -> CTAs of an SM at most
-    if m == 1 and bits <= 3.5:  # of 4 bits they spill
+    an_sm = {1: 1, 2: 1, 3: 1, 4: 1} if m == 1 else {2: 2}  # tiles per CTA -> most CTAs per SM
+    if m == 1 and bits <= 3.5:  # at 4 bits they spill
         an_sm[7] = 2
     fitting = (
         tiles
@@ -82,9 +83,9 @@ def trellis_group(shapes: Sequence[Shape], device: torch.device) -> list[Trellis
 
 
 def trellis_slots(shape: Shape, slots: int, device: torch.device) -> TrellisGemvConfig:
-    """One token times each of `slots` matrices (`experts/step.py`), by a rule that no table replaces. CTAs of 16 warps that
-    rotate the token for themselves, where one an SM takes all tiles; else as many warps as divide the columns, and about 16
-    an SM."""
+    """One token times each of `slots` matrices (`experts/step.py`), by a rule that no table replaces: CTAs of 16 warps that
+    rotate the token themselves if one per SM covers all tiles; otherwise as many warps as divide the columns, and about 16
+    warps per SM."""
     tiles = -(-shape.n // ROWS)
     units = -(-shape.k // (64 * k64_per_unit(round(4 * shape.bits))))
     if CODES[shape.format].byte_sums and shape.bits <= 4 and shape.k <= 4096 and shape.k % 256 == 0:
@@ -99,7 +100,7 @@ def trellis_slots(shape: Shape, slots: int, device: torch.device) -> TrellisGemv
     return TrellisGemvConfig(num_warps=num_warps, tiles_per_cta=own, units_per_step=1)
 
 
-# warps, tiles, units of a step
+# warps, tiles, units per step
 LAUNCHES = [
     (8, 2, 2), (4, 2, 2), (16, 2, 1), (16, 4, 1), (8, 2, 4), (4, 2, 4), (8, 1, 2), (16, 1, 2), (8, 4, 2), (16, 2, 4),
     (16, 2, 2), (8, 4, 1), (16, 7, 1),
@@ -115,7 +116,7 @@ def candidates(_shape: Shape) -> Sequence[TrellisGemvConfig]:
 
 
 def makes_sense(config: TrellisGemvConfig, shape: Shape) -> bool:
-    """Whether warps have columns, CTAs fill an H200, and registers hold the sums."""
+    """Whether every warp has columns, the CTAs fill an H200, and the accumulators fit in registers."""
     columns = config.num_warps * config.units_per_step * 64
     ctas = shape.n // (ROWS * config.tiles_per_cta)
     return columns <= max(shape.k, 1024) and ctas >= 32 and config.tiles_per_cta * shape.m_bucket <= 32

@@ -1,15 +1,15 @@
-"""PTX of `gemv.py`: products of hashes and activations on the tensor cores, loads, the sum over the warps, stores.
+"""PTX of `gemv.py`: MMAs of hashes and activations, loads, the cross-warp reduction, stores.
 
 **Byte-sum codes on integer tensor cores.** The value of `mul1` is the sum of the four bytes of a hash, so weight times
-activation is a dot product of four bytes with four copies of the activation. The hash, as the multiplier leaves it, is an
-operand register of `mma.m16n8k32` with unsigned bytes: nothing is summed, shuffled or converted. `pair` takes two weights
+activation is a dot product of four bytes with four copies of the activation. The hash, straight from the multiplier, is an
+operand register of `mma.m16n8k32` with unsigned bytes: nothing is summed, shuffled or converted. `pair` derives two weights
 from one hash, b0 + b1 + b2 + b3 and b0 - b1 - b2 + b3, and their products with x1 and x2 add up to
 
     b0 (x1 + x2) + b1 (x1 - x2) + b2 (x1 - x2) + b3 (x1 + x2)
 
-so that one operand register serves two weights; the rotation writes sums and differences of neighbours instead of x1, x2.
+so one operand register serves two weights; the rotation writes sums and differences of neighbours instead of x1, x2.
 
-`3inst`, whose values are no byte sums, is decoded to float16 and multiplied by `mma.m16n8k16`.
+`3inst`, whose values are not byte sums, is decoded to float16 and multiplied by `mma.m16n8k16`.
 """
 
 from functools import cache
@@ -27,16 +27,17 @@ from requant_kernels.trellis.layout import k64_per_unit
 
 
 class ReplicatedActivations:
-    """The right operands of a k64: four bytes that meet a hash, made when first asked for, and shared by all row tiles."""
+    """The B operands of a k64: the four bytes multiplied by a hash, built on first use and shared by all row tiles."""
 
     def __init__(self, ptx: PtxBuilder, code: str, first_registers: list[int]) -> None:
-        """`first_registers`: of each n8 tile, the first of four operands: a lane's sixteen bytes of a row of its tile."""
+        """`first_registers`: per n8 tile, the first of the four registers with a lane's sixteen bytes of a row of its
+        tile."""
         self.ptx, self.weights_per_hash = ptx, CODES[code].weights_per_hash
         self.first_registers = first_registers
         self._operands: dict[tuple[int, int], str] = {}
 
     def operand(self, n8: int, index: int) -> str:
-        """What meets hash `index` of a row."""
+        """The operand multiplied by hash `index` of a row."""
         if (n8, index) not in self._operands:
             if self.weights_per_hash == 1:  # one activation four times
                 source, selector = index // 4, index % 4 * 0x1111
@@ -50,7 +51,7 @@ class ReplicatedActivations:
 
 @cache
 def int8_mma_ptx(code: str, quad_bits: int, row_tiles: int, n8_tiles: int) -> Ptx:
-    """`row_tiles` x 16 rows of a unit times 8 `n8_tiles` columns of int8 activations, added to int32 sums.
+    """Multiply `row_tiles` x 16 rows of a unit by 8 `n8_tiles` columns of int8 activations, accumulating in int32.
 
     Outputs: 4 accumulators for each row tile and n8 tile (n8 tiles fastest). Inputs: the same accumulators, the words of
     each row tile, 4 registers of activations for each n8 tile and k64 (k64 fastest), the lane that holds the bits before.
@@ -60,7 +61,7 @@ def int8_mma_ptx(code: str, quad_bits: int, row_tiles: int, n8_tiles: int) -> Pt
     first_word, first_x = 2 * accumulators, 2 * accumulators + row_tiles * words
     previous_lane = f"${first_x + 4 * n8_tiles * k64_count}"
     hashes_of_row = ROW_WEIGHTS // CODES[code].weights_per_hash
-    # the k dimension of an MMA is 32 bytes, 8 hashes: a lane gives two, from both halves of a row of its tile
+    # k is 32 bytes per MMA, 8 hashes: each lane supplies two, from both halves of a row of its tile
     hash_pairs = [(i, i + hashes_of_row // 2) for i in range(hashes_of_row // 2)]
     ptx = PtxBuilder()
     sums = [[f"${accumulators + 4 * i + j}" for j in range(4)] for i in range(row_tiles * n8_tiles)]
@@ -84,7 +85,7 @@ def int8_mma_ptx(code: str, quad_bits: int, row_tiles: int, n8_tiles: int) -> Pt
                     spanning=uses_spanning_windows(code, row_tiles),
                 )
             for segment in segments.values():
-                # as many windows without a mask as leave the integer and the multiplier's pipe the same work
+                # unmask as many windows as balance the integer pipe against the multiplier's
                 replications = n8_tiles * hashes_of_row // row_tiles
                 segment.unmasked_windows = (segment.funnel_shifts + replications) // 2
             ptx.comment(f"k64 {k64}, row tiles {tiles[0]} to {tiles[-1]}: hash and multiply")
@@ -104,7 +105,7 @@ def int8_mma_ptx(code: str, quad_bits: int, row_tiles: int, n8_tiles: int) -> Pt
 
 @cache
 def fp16_mma_ptx(code: str, quad_bits: int, row_tiles: int, n8_tiles: int) -> Ptx:
-    """`int8_mma_ptx` for activations in float16, 8 registers for each n8 tile and k64, and sums in float32."""
+    """`int8_mma_ptx` for float16 activations, 8 registers for each n8 tile and k64, accumulating in float32."""
     accumulators, k64_count = 4 * row_tiles * n8_tiles, k64_per_unit(quad_bits)
     words = quad_bits * k64_count // 4
     first_word, first_x = 2 * accumulators, 2 * accumulators + row_tiles * words
@@ -137,7 +138,7 @@ def fp16_mma_ptx(code: str, quad_bits: int, row_tiles: int, n8_tiles: int) -> Pt
 
 @cache
 def load_activations_ptx(byte_offset: int, *, shared: bool = False) -> Ptx:
-    """A lane's load of 16 bytes of activations, from `byte_offset` bytes after the address."""
+    """A lane's load of 16 bytes of activations, `byte_offset` bytes after the address."""
     space, address = ("shared", "r") if shared else ("global", "l")
     return inline_ptx(
         f"ld.{space}.v4.b32 {{$x0, $x1, $x2, $x3}}, [$address + {byte_offset}];",
@@ -146,13 +147,13 @@ def load_activations_ptx(byte_offset: int, *, shared: bool = False) -> Ptx:
     )
 
 
-# of a Hadamard tile
+# per Hadamard tile
 LOAD_SCALES = inline_ptx(
     "ld.global.v2.f32 {$scale, $total}, [$address];",
     outputs={"scale": "=f", "total": "=f"},
     inputs={"address": "l"},
 )
-# where the condition is not zero
+# predicated on a nonzero condition
 STORE = inline_ptx(
     "setp.ne.b32 p, $condition, 0; @p st.global.f32 [$address], $value;",
     inputs={"address": "l", "value": "f", "condition": "r"}, registers={"pred": "p"},
@@ -161,10 +162,10 @@ STORE = inline_ptx(
 
 @cache
 def cross_warp_sum_ptx(num_warps: int, count: int, *, given_memory: bool = False) -> Ptx:
-    """Sum `count` values of every lane over the warps, in a fixed order: value i + num_warps j becomes output j of warp i.
+    """Sum `count` values of every lane over the warps in a fixed order: value i + num_warps j becomes output j of warp i.
 
-    Outputs: max(1, count / num_warps). Inputs: `count` values, warp, lane; if `given_memory` the address of shared memory.
-    With fewer values than warps several warps compute the same ones. `count` is a power of two, or less than `num_warps`.
+    Outputs: max(1, count / num_warps). Inputs: `count` values, warp, lane; if `given_memory` also a shared memory address.
+    With fewer values than warps, several warps compute the same ones. `count` is a power of two, or less than `num_warps`.
     """
     outputs, power_of_two = max(1, count // num_warps), count & (count - 1) == 0
     value, (warp, lane) = outputs, (f"${outputs + count}", f"${outputs + count + 1}")

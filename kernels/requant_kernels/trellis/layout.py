@@ -1,14 +1,14 @@
-"""The layout of trellis codes in memory: a lane's bits together, as whole 32-bit words.
+"""The memory layout of trellis codes: each lane's bits are contiguous and fill whole 32-bit words.
 
-Every 16 x 16 tile of the matrix is a tail-biting bit stream (QTIP, arXiv 2406.11235): 256 codes in row order, first code
-first, its highest bit first. Four neighbouring weights take T = `quad_bits` bits, 4 .. 32, a whole number; at quarters of a
-bit their codes end floor((i + 1) T / 4) bits after the four begin.
+Every 16 x 16 tile of the matrix is a tail-biting bit stream (QTIP, arXiv 2406.11235): 256 codes in row-major order, each
+with its highest bit first. Four adjacent weights take T = `quad_bits` bits, an integer in 4 .. 32; with quarter bits, code i
+of the four ends floor((i + 1) T / 4) bits after their first bit.
 
-    k64        four tiles side by side: 16 rows x 64 columns, what a warp decodes at once
+    k64        four adjacent tiles: 16 rows x 64 columns, what a warp decodes at once
     segment    the 8 T bits of rows 2 g and 2 g + 1 of tile t of a k64, held by lane 4 g + t
-    unit       the k64 whose segments are whole words together: J = 4 / gcd(T, 4) neighbours, T J / 4 words a lane
+    unit       k64 whose segments together are whole words: J = 4 / gcd(T, 4) neighbours, T J / 4 words per lane
 
-A lane loads the words of a unit 1, 2 or 4 at a time (`v`, the power of two in their number):
+A lane loads the words of a unit in vectors of v = 1, 2 or 4, the largest that divides their number:
 
     packed_codes int32 [row tiles, units, T J / 4 / v, lane, v]
 """
@@ -28,40 +28,38 @@ K64_TILES = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrellisLayout:
-    """w~ = diag(output_scales) H V H diag(input_scales) + sparse; V padded to tiles. A side may be without its H."""
+    """w~ = diag(output_scales) H V H diag(input_scales) + sparse; V is padded to tiles. Either H may be absent."""
 
     packed_codes: Tensor
-    input_scales: Tensor | None  # float16 [k]; None: x comes rotated, and without padding
+    input_scales: Tensor | None  # float16 [k]; None: x arrives rotated and unpadded
     output_scales: Tensor  # float16 [n]
     n: int
     k: int
     bits: float  # a multiple of 1/4
     code: str
     rotates_output: bool = True
-    parts: tuple[
-        int, ...
-    ] = ()  # rows of the matrices that were joined, each with an H of its own; (): one matrix
-    row_perm: Tensor | None = None  # of `sparse` alone: int32 [16 tiles], position -> row; padding has n
+    parts: tuple[int, ...] = ()  # rows of the joined matrices, each with its own H; (): one matrix
+    row_perm: Tensor | None = None  # for `sparse` only: int32 [16 tiles], position -> row; n at padding
     sparse: SlicedEll | None = None
 
     @property
     def format(self) -> str:
-        """The name of its code."""
+        """The name of the code."""
         return self.code
 
     @property
     def quad_bits(self) -> int:
-        """Bits of four neighbouring weights."""
+        """Bits of four adjacent weights together."""
         return round(4 * self.bits)
 
 
 def step_bits(quad_bits: int) -> tuple[int, ...]:
-    """Bits of the codes of four neighbouring weights."""
+    """Bits of each of the codes of four adjacent weights."""
     return tuple((i + 1) * quad_bits // 4 - i * quad_bits // 4 for i in range(4))
 
 
 def k64_per_unit(quad_bits: int) -> int:
-    """Neighbouring k64 whose segments, of 8 `quad_bits` bits, are whole words together."""
+    """How many adjacent k64, with segments of 8 `quad_bits` bits, fill whole words together."""
     return 4 // math.gcd(quad_bits, 4)
 
 
@@ -76,8 +74,8 @@ def pack_trellis(
     parts: tuple[int, ...] = (),
     sparse: Csr | None = None,
 ) -> TrellisLayout:
-    """codes uint8 [r, c], r and c the multiples of 16 at or above n and k; `sparse` as in `pack_grid`. `parts`: multiples of
-    16 whose sum is n.
+    """Pack codes uint8 [r, c]; r and c are n and k rounded up to multiples of 16. `sparse` as in `pack_grid`. `parts`:
+    multiples of 16 whose sum is n.
 
     Raises ValueError with the remedy.
     """
@@ -94,7 +92,7 @@ def pack_trellis(
         )
     k64_count = k64_per_unit(quad_bits)
     padded = torch.nn.functional.pad(codes, (0, -codes.shape[1] % (k64_count * K64_TILES * TILE)))
-    # row tile, g, (row, of two), unit, k64, tile, fours, one of four -> row tile, unit, tile g, k64, a segment in order
+    # row tile, g, (one of two rows), unit, k64, tile, quad, one of four -> row tile, unit, tile g, k64, a segment in order
     segments = padded.view(codes.shape[0] // TILE, 8, 2, -1, k64_count, K64_TILES, 4, 4).permute(
         0, 3, 1, 5, 4, 2, 6, 7
     )

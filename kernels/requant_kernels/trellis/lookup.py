@@ -1,11 +1,11 @@
-"""Rows of a trellis whose output is not rotated: an embedding, whose codes a tied head may share.
+"""Row lookup in a trellis whose output is not rotated: an embedding, which may share its codes with a tied head.
 
     y_t = input_scales * H (output_scales[row] V[row]),  row = tokens[t]
 
-The table is one matrix, or bands of rows with bits of their own, of which a program takes that of its token: one token and
-some columns. The window of a weight is found as in `portable.py`, from the words of two lanes, so no other row is decoded,
-though the codes of 16 are in one stream. Few bytes are read, so plain Triton is enough, also on AMD. The rotation back is
-one launch of `hadamard/`, whose output scales are the input scales of the matrix.
+The table is one matrix, or bands of rows, each with its own bit width. A CTA handles one token and some columns, and picks
+the band of its token. It finds the window of a weight as in `portable.py`, from the words of two lanes, so no other row is
+decoded, although one stream holds the codes of 16. Few bytes are read, so plain Triton is enough, also on AMD. One launch of
+`hadamard/` rotates back; its output scales are the input scales of the matrix.
 """
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none
@@ -27,22 +27,22 @@ from requant_kernels.trellis.codes import CODES, TrellisCode
 from requant_kernels.trellis.layout import TILE, TrellisLayout, k64_per_unit
 from requant_kernels.trellis.portable import decode
 
-BLOCK = 256  # columns of a program
+BLOCK = 256  # columns per CTA
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Band:
-    """What the kernel is compiled for, of a band."""
+    """What the kernel is compiled for, per band."""
 
     code: TrellisCode
     quad_bits: int
     k64_per_unit: int
-    vector: int  # words of a load
+    vector: int  # words per load
 
 
 @cache
 def band(code: str, quad_bits: int, vector: int) -> Band:
-    """Of a layout."""
+    """The band of a layout."""
     return Band(code=CODES[code], quad_bits=quad_bits, k64_per_unit=k64_per_unit(quad_bits), vector=vector)
 
 
@@ -59,12 +59,12 @@ def _store_row(
     INDEX: tl.constexpr,
     BANDS: tl.constexpr,
 ):
-    """`row` of a band."""
+    """Store `row` of a band."""
     CODE: tl.constexpr = BANDS[INDEX].code
     QUAD_BITS: tl.constexpr = BANDS[INDEX].quad_bits
     J: tl.constexpr = BANDS[INDEX].k64_per_unit
     V: tl.constexpr = BANDS[INDEX].vector
-    column = tl.minimum(at, columns - 1)  # a block may end behind the last unit
+    column = tl.minimum(at, columns - 1)  # a block may extend past the last unit
     value = decode(
         codes_ptr, row // 16, (row % 16).to(tl.int32), column // 64, column % 64, units, CODE, QUAD_BITS, J, V
     )
@@ -84,14 +84,14 @@ def trellis_lookup_kernel(
     BANDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """out `[m, columns]` = output_scales V, rows `tokens` of it; grid: (m, blocks of columns). Of every band: codes, scales,
-    rows, and units of a row."""
+    """out `[m, columns]` = rows `tokens` of output_scales V; grid: (m, blocks of columns). Per band: codes, scales, rows,
+    and units per row."""
     token = tl.program_id(0).to(tl.int64)
     row = tl.load(tokens_ptr + token).to(tl.int64)
     n = 0
     for i in tl.static_range(len(BANDS)):
         n += sizes[i]
-    # a captured graph cannot raise; no memory beyond the matrix is read
+    # a captured graph cannot raise; never read outside the matrix
     row = tl.where((row >= 0) & (row < n), row, 0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     for i in tl.static_range(len(BANDS)):
@@ -103,7 +103,7 @@ def trellis_lookup_kernel(
 
 
 def lookup(tokens: Tensor, bands: Sequence[TrellisLayout], dtype: torch.dtype) -> Tensor:
-    """Rows [m, k] in `dtype`, of contiguous tokens; one outside of the matrix gets row 0. Bands, from top to bottom, have
+    """Rows [m, k] in `dtype` for contiguous tokens; one outside the matrix gets row 0. The bands, from top to bottom, have
     the same input scales."""
     first, m, device = bands[0], len(tokens), tokens.device
     columns, rotates = -(-first.k // TILE) * TILE, first.input_scales is not None

@@ -1,11 +1,12 @@
-"""The input and the output of a trellis product, for callers that fuse its rotations with other operations.
+"""The input and output of a trellis product, for callers that fuse its rotations with other operations.
 
-    rotated activations     H (input_scales * x), in the form that the kernel of the product reads
-    product                 V times them, float32 or (cuBLAS) float16, still to be rotated
+    rotated activations     H (input_scales * x), in the form that the product's kernel reads
+    product                 V times that, float32 or (cuBLAS) float16, not rotated yet
     y                       output_scales * H product + bias
 
-`gemv.py`, `gemm_sm90.py` and `dequantize.py` multiply what is rotated already; which of them, `dispatch.py` says by
-layout and tokens. The kernels of `step/` finish one layer's product and rotate the next one's activations in one launch.
+`gemv.py`, `gemm_sm90.py` and `dequantize.py` multiply activations that are already rotated; `dispatch.py` chooses among them
+by layout and tokens. The kernels of `step/` finish one layer's product and rotate the next layer's activations in one
+launch.
 """
 
 from collections.abc import Sequence
@@ -21,9 +22,9 @@ from requant_kernels.trellis.layout import TrellisLayout
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActivationForm:
-    """How a kernel reads rotated activations. int8: in 16-bit fixed point (`hadamard_transform_int8`); else float16.
+    """How a kernel reads rotated activations: int8 as 16-bit fixed point (`hadamard_transform_int8`), otherwise float16.
 
-    pair: sums and differences of neighbours. permute: in the order of `gemm_sm90.py`. columns: of the tensor.
+    pair: sums and differences of neighbours. permute: in the order of `gemm_sm90.py`. columns: the tensor's width.
     """
 
     columns: int
@@ -32,7 +33,7 @@ class ActivationForm:
     permute: bool = False
 
     def empty(self, m: int, device: torch.device) -> "RotatedActivations":
-        """For m tokens."""
+        """Uninitialized tensors for m tokens."""
         if not self.int8:
             return RotatedActivations(
                 values=torch.empty(m, self.columns, dtype=torch.float16, device=device), scales=None
@@ -58,15 +59,15 @@ class RotatedActivations:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Product:
-    """What is still to be rotated: float32 or float16 [m, n], or split-K partial sums, float32 [splits, m, n]; n is
-    a multiple of 16. Several matrices' rows may lie side by side, in `values` of one stride."""
+    """A product not rotated yet: float32 or float16 [m, n], or split-K partial sums, float32 [splits, m, n]; n is
+    a multiple of 16. The rows of several matrices may be adjacent in `values`, which then share one stride."""
 
     values: Tensor
     output_scales: Tensor  # float16 [n]
     bias: Tensor | None
 
     def part(self, rows: slice) -> "Product":
-        """That of one of several joined matrices."""
+        """The product of one of several joined matrices."""
         bias = None if self.bias is None else self.bias[rows]
         return Product(values=self.values[..., rows], output_scales=self.output_scales[rows], bias=bias)
 
@@ -78,7 +79,7 @@ class Product:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """How a kernel reads a product: the sum of `splits` matrices, one after the other."""
+    """How a kernel reads a product: as the sum of `splits` consecutive matrices."""
 
     splits: int
     row_stride: int
@@ -90,7 +91,7 @@ def _source(splits: int, row_stride: int) -> Source:
 
 
 def shares_form(layouts: Sequence[TrellisLayout]) -> bool:
-    """Whether matrices can read the very same rotated activations."""
+    """Whether the matrices can read identical rotated activations."""
     first = layouts[0].input_scales
     return all(
         layout.input_scales is not None

@@ -1,6 +1,6 @@
-"""The trellis without PTX, in plain Triton: for the interpreter and AMD, and the plainest description of the decoding.
+"""The trellis without PTX, in plain Triton: for the interpreter and AMD, and as the simplest description of the decoder.
 
-Slow: every lane gathers two words for each weight.
+Slow: every lane gathers two words per weight.
 """
 
 # pyright: reportCallIssue=none, reportArgumentType=none, reportOperatorIssue=none, reportIndexIssue=none
@@ -20,7 +20,7 @@ MAX_TOKENS = 16
 
 @triton.jit
 def _bits_before(base, lane, end, V: tl.constexpr):
-    """The 32 bits of a lane's words that end `end` bits after their begin, uint32; missing ones are undefined."""
+    """The 32 bits that end `end` bits after the start of a lane's words, uint32; missing bits are undefined."""
     word = (end - 1) // 32
     low = tl.load(base + (word // V * 32 + lane) * V + word % V).to(tl.uint32, bitcast=True)
     word = tl.maximum(word - 1, 0)
@@ -34,8 +34,8 @@ def decode(
     codes_ptr, tile, row, k64, column, units, CODE: tl.constexpr, QUAD_BITS: tl.constexpr, J: tl.constexpr,
     V: tl.constexpr,
 ):  # fmt: skip
-    """Weights float32 of rows below 16 of a tile of rows, and columns below 64 of a k64; times 128 where they are byte
-    sums."""
+    """Weights in float32 at rows below 16 of a row tile and columns below 64 of a k64; 128 times too large for byte-sum
+    codes."""
     lane, index = row // 2 * 4 + column // 16, row % 2 * 16 + column % 16
     last = index | 1 if CODE.weights_per_hash == 2 else index
     end = last // 4 * QUAD_BITS + (last % 4 + 1) * QUAD_BITS // 4  # bits of the segment up to here
@@ -64,7 +64,7 @@ def decode(
 def _decode_k64(
     codes_ptr, tile, k64, units, CODE: tl.constexpr, QUAD_BITS: tl.constexpr, J: tl.constexpr, V: tl.constexpr
 ):
-    """Weights float32 `[16, 64]` of a whole k64, as `decode`."""
+    """Weights in float32 `[16, 64]` of a whole k64, as in `decode`."""
     row, column = tl.arange(0, 16)[:, None], tl.arange(0, 64)[None, :]
     return decode(codes_ptr, tile, row, k64, column, units, CODE, QUAD_BITS, J, V)
 
@@ -100,7 +100,7 @@ def portable_dequantize_kernel(
 
 
 def constants(layout: TrellisLayout) -> dict[str, object]:
-    """What the kernels that decode so are compiled for."""
+    """The compile-time constants of kernels that use this decoder."""
     return {
         "CODE": CODES[layout.code], "QUAD_BITS": layout.quad_bits, "J": k64_per_unit(layout.quad_bits),
         "V": layout.packed_codes.shape[-1],

@@ -2,8 +2,8 @@
 
     y = output_scales * H (V (H (input_scales * x))) + residuals + bias
 
-Each is a launch of `hadamard/`; the residuals take one more, whose result the last rotation adds. Where a side is without
-its H, what is left is to convert x, or to add, scale and convert the product; up to 16 tokens `gemv.py` does the latter.
+Each is a launch of `hadamard/`; the residuals take one more, whose result the last rotation adds. Without its H, the first
+launch only converts x, and the last only adds, scales and converts the product; up to 16 tokens `gemv.py` does the latter.
 """
 
 import itertools
@@ -18,12 +18,12 @@ from requant_kernels.hadamard.products import rotate, supports
 from requant_kernels.hadamard.transform import hadamard_transform
 from requant_kernels.trellis.layout import TILE, TrellisLayout
 
-MANY_TOKENS = 512  # beyond them an SM has CTAs enough without dividing a tile among 16 warps
+MANY_TOKENS = 512  # above, an SM has enough CTAs without splitting a tile among 16 warps
 
 
 def rotate_input(x: Tensor, layout: TrellisLayout, columns: int, *, asm: bool) -> Tensor:
-    """H (input_scales * x) in float16 [m, columns], zero beyond the padded width of the layout; x that needs nothing of that
-    as it is."""
+    """H (input_scales * x) in float16 [m, columns], zero beyond the padded width of the layout. Returns x itself if there is
+    nothing to do."""
     rotates = layout.input_scales is not None
     if not rotates and x.dtype == torch.float16 and x.shape[1] == columns and x.is_contiguous():
         return x
@@ -53,7 +53,7 @@ def many_tokens(x: Tensor, layout: TrellisLayout, columns: int) -> bool:
 def rotate_output(
     product: Tensor, x: Tensor, layout: TrellisLayout, bias: Tensor | None, *, asm: bool
 ) -> Tensor:
-    """y [m, n] of V H (input_scales * x), or of its split-K partial sums, with the residuals and the bias."""
+    """y [m, n] of V H (input_scales * x), or of its split-K partial sums, plus the residuals and the bias."""
     m, rows = x.shape[0], layout.packed_codes.shape[0] * TILE
     y = torch.empty(m, layout.n, dtype=x.dtype, device=x.device)
     addend, pdl = residual_product(x, layout), supports_pdl(x.device)
@@ -74,7 +74,7 @@ def rotate_output(
 
 
 def runs_of_equal_parts(parts: Sequence[int]) -> list[tuple[slice, int]]:
-    """Rows of neighbours of equal size, which one launch transforms, and that size: q alone, k and v, gate and up."""
+    """Runs of adjacent parts of equal size, which one launch transforms, with that size: q alone, k and v, gate and up."""
     runs: list[tuple[slice, int]] = []
     stop = 0
     for size, group in itertools.groupby(parts):
@@ -84,5 +84,5 @@ def runs_of_equal_parts(parts: Sequence[int]) -> list[tuple[slice, int]]:
 
 
 def residual_product(x: Tensor, layout: TrellisLayout) -> Tensor | None:
-    """What residuals add, float32 [m, n]."""
+    """The contribution of the residuals, float32 [m, n]."""
     return None if layout.sparse is None else spmm(x, layout)
